@@ -1,0 +1,85 @@
+"""Every setting that comes from the environment, read once into one object.
+
+=========================  ==========================================================================  =======
+variable                   meaning                                                                     default
+=========================  ==========================================================================  =======
+``SIDELANE_TIMEOUT_S``     seconds that a wait for a peer may take before it becomes an error          600
+``SIDELANE_DEBUG``         1: compare the calls of all ranks before each one runs                      0
+``SIDELANE_VERIFY``        0: do not verify programs before their first run                            1
+=========================  ==========================================================================  =======
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+from collections.abc import Iterator, Mapping
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Config:
+    """Settings of a communicator.
+
+    Attributes:
+        timeout_s: seconds that a wait for a peer may take, > 0.
+        debug: compare the calls of all ranks before each one runs (a host round trip a call).
+        verify: verify a program before its first run.
+    """
+
+    timeout_s: float = 600.0
+    debug: bool = False
+    verify: bool = True
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
+            raise ValueError(f"Config: timeout_s must be a positive number of seconds (value={self.timeout_s!r})")
+
+
+def from_environment(environment: Mapping[str, str]) -> Config:
+    """Read a :class:`Config` from variables.
+
+    Raises:
+        ValueError: a variable holds something else than what the table above allows.
+    """
+    timeout = environment.get("SIDELANE_TIMEOUT_S", "600")
+    try:
+        timeout_s = float(timeout)
+    except ValueError:
+        raise ValueError(f"SIDELANE_TIMEOUT_S: not a number of seconds (value={timeout!r})") from None
+    return Config(
+        timeout_s=timeout_s,
+        debug=_switch(environment, "SIDELANE_DEBUG", default=False),
+        verify=_switch(environment, "SIDELANE_VERIFY", default=True),
+    )
+
+
+def current() -> Config:
+    """The settings in force: the innermost :func:`override`, else the environment as it was at the first call."""
+    if not _stack:
+        _stack.append(from_environment(os.environ))
+    return _stack[-1]
+
+
+@contextlib.contextmanager
+def override(config: Config) -> Iterator[Config]:
+    """Use ``config`` for communicators made inside the ``with`` block."""
+    current()
+    _stack.append(config)
+    try:
+        yield config
+    finally:
+        _stack.pop()
+
+
+_stack: list[Config] = []
+
+
+def _switch(environment: Mapping[str, str], name: str, *, default: bool) -> bool:
+    value = environment.get(name)
+    if value is None:
+        return default
+    if value not in ("0", "1"):
+        raise ValueError(f"{name}: not a switch (value={value!r}, allowed='0' or '1')")
+    return value == "1"

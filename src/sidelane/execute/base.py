@@ -1,0 +1,91 @@
+"""What every executor offers: load a program once, run it many times.
+
+An executor belongs to one rank: it runs that rank's queues of a program. It is the only code that calls a driver.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+
+from sidelane.program.collective import Buffer
+from sidelane.program.ir import Move, Program
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What an executor runs as it is; transforms rewrite the rest (see ``program.transform``).
+
+    Attributes:
+        moves: the move commands that it has (``Copy`` always).
+        device_type: of the tensors that it moves, as torch names it.
+    """
+
+    moves: frozenset[type[Move]]
+    device_type: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Addresses:
+    """Where this process reaches the memory that a program names.
+
+    Attributes:
+        buffers: address of each (rank, buffer) that this rank's queues touch.
+        flags: address of each rank's flag memory (32-bit words).
+    """
+
+    buffers: Mapping[tuple[int, Buffer], int]
+    flags: tuple[int, ...]
+
+
+class Pending(Protocol):
+    """One running invocation."""
+
+    def done(self) -> bool:
+        """True once every command of this rank has finished. Never blocks, never raises."""
+        ...
+
+    def wait(self) -> None:
+        """Block until ``done``.
+
+        Raises:
+            PeerError: a peer died or refused the call.
+            PeerTimeoutError: a peer did not come or stopped, within the communicator's time-out.
+        """
+        ...
+
+
+class LoadedProgram(Protocol):
+    """A program bound to addresses: everything that can be worked out before a call has been."""
+
+    @property
+    def program(self) -> Program: ...
+
+    def start(self, epoch: int, stream: torch.Stream | None) -> Pending:
+        """Run this rank's queues once.
+
+        Args:
+            epoch: number of the invocation, from 1, the same on every rank, growing by any step.
+            stream: the work before and after is ordered by this stream; None where the device has no streams.
+        """
+        ...
+
+
+class Executor(Protocol):
+    @property
+    def capabilities(self) -> Capabilities: ...
+
+    def load(self, program: Program, addresses: Addresses) -> LoadedProgram:
+        """Bind this rank's part of ``program``.
+
+        Raises:
+            ValueError: the program has commands or buffers that this executor cannot run; the text names them.
+        """
+        ...
+
+    def close(self) -> None:
+        """Stop threads, release streams and events. Idempotent."""
+        ...

@@ -1,0 +1,6 @@
+"""Builders: pure functions from (collective, variant, transport) to a Program."""
+
+from sidelane.program.build.catalog import build, variants
+from sidelane.program.build.moving import Transport
+
+__all__ = ["Transport", "build", "variants"]

@@ -1,0 +1,281 @@
+"""What each collective means: where its bytes start, where they must end, and how they are combined.
+
+Every collective is a set of chunks: the bytes of rank ``i``'s input that belong into rank ``j``'s output. Builders turn
+chunks into commands; ``verify`` checks the outcome against this file and nothing else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from enum import StrEnum
+from itertools import accumulate
+
+MAX_WORLD_SIZE = 16
+
+
+class Buffer(StrEnum):
+    """A symbolic buffer that every rank has. ``staging`` is scratch that belongs to the communicator."""
+
+    INPUT = "input"
+    OUTPUT = "output"
+    STAGING = "staging"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Span:
+    """Bytes ``[offset, offset + nbytes)`` of ``buffer`` on ``rank``."""
+
+    rank: int
+    buffer: Buffer
+    offset: int
+    nbytes: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.nbytes
+
+    def __str__(self) -> str:
+        return f"{self.buffer}@{self.rank}[{self.offset}:{self.end}]"
+
+
+class Kind(StrEnum):
+    """The collectives, by the names that torch.distributed gives them."""
+
+    ALL_GATHER = "all_gather"
+    ALL_TO_ALL = "all_to_all"
+    BROADCAST = "broadcast"
+    SCATTER = "scatter"
+    GATHER = "gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_REDUCE = "all_reduce"
+
+
+REDUCING = (Kind.REDUCE_SCATTER, Kind.ALL_REDUCE)
+ROOTED = (Kind.BROADCAST, Kind.SCATTER, Kind.GATHER)
+
+
+class ReduceOp(StrEnum):
+    SUM = "sum"
+    AVG = "avg"
+    MIN = "min"
+    MAX = "max"
+
+
+ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int32": 4, "int64": 8}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reduction:
+    """How elements are combined: floats accumulate in float32 and round once; an integer ``avg`` truncates towards 0."""
+
+    op: ReduceOp
+    dtype: str
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ELEMENT_BYTES:
+            raise ValueError(f"Reduction: dtype (value={self.dtype!r}, allowed={', '.join(ELEMENT_BYTES)})")
+
+    @property
+    def element_bytes(self) -> int:
+        return ELEMENT_BYTES[self.dtype]
+
+    def __str__(self) -> str:
+        return f"{self.op} {self.dtype}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Chunk:
+    """``nbytes`` of rank ``src_rank``'s input at ``src_offset``, due in ``dst_rank``'s output at ``dst_offset``."""
+
+    src_rank: int
+    src_offset: int
+    dst_rank: int
+    dst_offset: int
+    nbytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Collective:
+    """One collective of one size in one group. Make it with the functions below, which check their arguments.
+
+    Attributes:
+        kind: which collective.
+        world_size: ranks in the group.
+        counts: ``counts[i][j]`` bytes of rank i's input belong into rank j's output.
+        in_place: input and output share memory, as torch.distributed defines it for each kind (see ``input_span``).
+        root: of broadcast, scatter and gather.
+        reduction: of reduce_scatter and all_reduce.
+    """
+
+    kind: Kind
+    world_size: int
+    counts: tuple[tuple[int, ...], ...]
+    in_place: bool = False
+    root: int | None = None
+    reduction: Reduction | None = None
+
+    def chunks(self) -> Iterator[Chunk]:
+        """Every chunk with bytes in it, ordered by source, then destination.
+
+        >>> [(c.src_rank, c.dst_rank, c.dst_offset) for c in all_gather((4, 2)).chunks()]
+        [(0, 0, 0), (0, 1, 0), (1, 0, 4), (1, 1, 4)]
+        """
+        # A column of offsets per destination, kept while walking the sources; the offset in a source is its row's sum.
+        dst_offsets = [0] * self.world_size
+        for src_rank, row in enumerate(self.counts):
+            src_offset = 0
+            for dst_rank, nbytes in enumerate(row):
+                if nbytes:
+                    yield Chunk(
+                        src_rank,
+                        src_offset if self._sends_distinct else 0,
+                        dst_rank,
+                        dst_offsets[dst_rank] if self._receives_distinct else self._reduced_offset(dst_rank),
+                        nbytes,
+                    )
+                src_offset += nbytes
+                dst_offsets[dst_rank] += nbytes
+
+    @property
+    def _sends_distinct(self) -> bool:
+        return self.kind in (Kind.ALL_TO_ALL, Kind.SCATTER, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE)
+
+    @property
+    def _receives_distinct(self) -> bool:
+        return self.kind in (Kind.ALL_GATHER, Kind.ALL_TO_ALL, Kind.GATHER)
+
+    def _reduced_offset(self, dst_rank: int) -> int:
+        # Each rank reduces one shard; all_reduce puts it where it lies in the input, reduce_scatter at the start.
+        return sum(self.counts[0][:dst_rank]) if self.kind is Kind.ALL_REDUCE else 0
+
+    def input_bytes(self, rank: int) -> int:
+        """Bytes of the input of ``rank``."""
+        row = self.counts[rank]
+        return sum(row) if self._sends_distinct else max(row)
+
+    def output_bytes(self, rank: int) -> int:
+        """Bytes of the output of ``rank``."""
+        if self.kind is Kind.ALL_REDUCE:
+            return sum(self.counts[0])
+        column = [row[rank] for row in self.counts]
+        return sum(column) if self._receives_distinct else max(column)
+
+    def buffer_bytes(self, rank: int, buffer: Buffer) -> int:
+        """Size of a user's buffer; in place, the buffer that is not used has 0 bytes."""
+        shared = Buffer.INPUT if self.kind is Kind.REDUCE_SCATTER else Buffer.OUTPUT
+        if self.in_place and buffer is not shared:
+            return 0
+        return self.input_bytes(rank) if buffer is Buffer.INPUT else self.output_bytes(rank)
+
+    def input_span(self, rank: int, offset: int, nbytes: int) -> Span:
+        """Where bytes of a rank's input lie.
+
+        In place, an all_gather's input is its own shard of the output; the input of all_to_all, all_reduce and
+        broadcast is the output; a reduce_scatter's output is its own shard of the input.
+        """
+        if not self.in_place or self.kind is Kind.REDUCE_SCATTER:
+            return Span(rank, Buffer.INPUT, offset, nbytes)
+        if self.kind is Kind.ALL_GATHER:
+            offset += sum(row[rank] for row in self.counts[:rank])
+        return Span(rank, Buffer.OUTPUT, offset, nbytes)
+
+    def output_span(self, rank: int, offset: int, nbytes: int) -> Span:
+        """Where bytes of a rank's output lie (see ``input_span`` for in-place calls)."""
+        if self.in_place and self.kind is Kind.REDUCE_SCATTER:
+            return Span(rank, Buffer.INPUT, sum(self.counts[rank][:rank]) + offset, nbytes)
+        return Span(rank, Buffer.OUTPUT, offset, nbytes)
+
+    def __str__(self) -> str:
+        sizes = f"{max(self.output_bytes(0), self.input_bytes(0))} bytes"
+        place = "in place" if self.in_place else "out of place"
+        detail = f", {self.reduction}" if self.reduction else f", root {self.root}" if self.root is not None else ""
+        return f"{self.kind}({self.world_size} ranks, {sizes}, {place}{detail})"
+
+
+def all_gather(shard_bytes: Sequence[int], *, in_place: bool = False) -> Collective:
+    """Every rank receives every rank's shard. ``shard_bytes[i]`` is the size of rank i's; they may differ."""
+    shards = _sizes("all_gather", shard_bytes)
+    counts = tuple((nbytes,) * len(shards) for nbytes in shards)
+    return Collective(Kind.ALL_GATHER, len(shards), counts, in_place)
+
+
+def all_to_all(counts: Sequence[Sequence[int]], *, in_place: bool = False) -> Collective:
+    """Rank i sends ``counts[i][j]`` bytes to rank j. In place needs ``counts[i][j] == counts[j][i]``."""
+    matrix = tuple(_sizes("all_to_all", row) for row in counts)
+    if any(len(row) != len(matrix) for row in matrix):
+        raise ValueError(f"all_to_all: counts must be square (value={[len(row) for row in matrix]} columns)")
+    if in_place and any(matrix[i][j] != matrix[j][i] for i in range(len(matrix)) for j in range(i)):
+        raise ValueError("all_to_all: in place needs counts[i][j] == counts[j][i] for all ranks")
+    return Collective(Kind.ALL_TO_ALL, len(matrix), matrix, in_place)
+
+
+def broadcast(nbytes: int, world_size: int, root: int, *, in_place: bool = False) -> Collective:
+    """Every rank receives ``nbytes`` of the root."""
+    return _rooted(Kind.BROADCAST, [nbytes] * world_size, root, in_place)
+
+
+def scatter(shard_bytes: Sequence[int], root: int) -> Collective:
+    """Rank j receives shard j of the root's input."""
+    return _rooted(Kind.SCATTER, shard_bytes, root, in_place=False)
+
+
+def gather(shard_bytes: Sequence[int], root: int) -> Collective:
+    """The root receives every rank's shard."""
+    return _rooted(Kind.GATHER, shard_bytes, root, in_place=False)
+
+
+def reduce_scatter(shard_bytes: Sequence[int], reduction: Reduction, *, in_place: bool = False) -> Collective:
+    """Rank j receives the reduction of everyone's shard j."""
+    return _reducing(Kind.REDUCE_SCATTER, shard_bytes, reduction, in_place)
+
+
+def all_reduce(shard_bytes: Sequence[int], reduction: Reduction, *, in_place: bool = False) -> Collective:
+    """Every rank receives the reduction of everyone's input. Rank j reduces ``shard_bytes[j]`` of it."""
+    return _reducing(Kind.ALL_REDUCE, shard_bytes, reduction, in_place)
+
+
+def split_evenly(total: int, world_size: int, granularity: int = 1) -> tuple[int, ...]:
+    """Split ``total`` bytes into one part a rank, each a multiple of ``granularity``; the first parts are the larger.
+
+    >>> split_evenly(20, 3, granularity=4)
+    (8, 8, 4)
+    """
+    if total % granularity:
+        raise ValueError(f"split_evenly: total must be a multiple of {granularity} (value={total})")
+    quotient, rest = divmod(total // granularity, world_size)
+    return tuple((quotient + (rank < rest)) * granularity for rank in range(world_size))
+
+
+def offsets(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Where each of consecutive parts begins."""
+    return tuple(accumulate(sizes[:-1], initial=0))
+
+
+def _sizes(name: str, sizes: Sequence[int]) -> tuple[int, ...]:
+    values = tuple(int(size) for size in sizes)
+    if not 1 <= len(values) <= MAX_WORLD_SIZE:
+        raise ValueError(f"{name}: number of ranks (value={len(values)}, allowed=1..{MAX_WORLD_SIZE})")
+    if min(values) < 0:
+        raise ValueError(f"{name}: sizes must not be negative (value={values})")
+    return values
+
+
+def _rooted(kind: Kind, shard_bytes: Sequence[int], root: int, in_place: bool) -> Collective:
+    shards = _sizes(kind, shard_bytes)
+    world_size = len(shards)
+    if not 0 <= root < world_size:
+        raise ValueError(f"{kind}: root (value={root}, allowed=0..{world_size - 1})")
+    nothing = (0,) * world_size
+    if kind is Kind.GATHER:
+        counts = tuple(tuple(nbytes if dst == root else 0 for dst in range(world_size)) for nbytes in shards)
+    else:
+        counts = tuple(shards if rank == root else nothing for rank in range(world_size))
+    return Collective(kind, world_size, counts, in_place, root=root)
+
+
+def _reducing(kind: Kind, shard_bytes: Sequence[int], reduction: Reduction, in_place: bool) -> Collective:
+    shards = _sizes(kind, shard_bytes)
+    if any(nbytes % reduction.element_bytes for nbytes in shards):
+        raise ValueError(f"{kind}: shards must hold whole {reduction.dtype} elements (value={shards} bytes)")
+    return Collective(kind, len(shards), (shards,) * len(shards), in_place, reduction=reduction)

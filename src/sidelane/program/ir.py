@@ -1,0 +1,258 @@
+"""The program: frozen data that says which engine of which rank executes which commands in which order.
+
+Nothing in here is a pointer, a stream or a device. Operands are spans of symbolic buffers; flags are numbered words in
+the memory of a rank. Queues run concurrently; only flags order them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from enum import StrEnum
+
+from sidelane.program.collective import Buffer, Collective, Reduction, Span
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Flag:
+    """Word ``index`` in the flag memory of ``rank``. It starts at 0 and is 32 bits wide."""
+
+    rank: int
+    index: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Value:
+    """A flag value that may follow the invocation: ``base + per_epoch * epoch``, with epochs counted from 1."""
+
+    base: int
+    per_epoch: int = 0
+
+    def at(self, epoch: int) -> int:
+        """The number that the flag holds or is compared with in invocation ``epoch``."""
+        return self.base + self.per_epoch * epoch
+
+    def __str__(self) -> str:
+        if not self.per_epoch:
+            return str(self.base)
+        factor = "epoch" if self.per_epoch == 1 else f"{self.per_epoch}*epoch"
+        return f"{factor}+{self.base}" if self.base else factor
+
+
+EPOCH = Value(base=0, per_epoch=1)
+
+
+class SignalOp(StrEnum):
+    """What a signal does to its flag."""
+
+    SET = "set"
+    ADD = "add"
+
+
+class Comparison(StrEnum):
+    """When a wait is satisfied: the flag equals the value, or is at least the value."""
+
+    EQ = "=="
+    GE = ">="
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Copy:
+    """Copy ``src`` to ``dst`` (same number of bytes, not overlapping)."""
+
+    dst: Span
+    src: Span
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Broadcast:
+    """Read ``src`` once and write it to two destinations (paper 003, section 4.1.1)."""
+
+    dsts: tuple[Span, Span]
+    src: Span
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Swap:
+    """Exchange the bytes of ``a`` and ``b`` in place (paper 003, section 4.1.1)."""
+
+    a: Span
+    b: Span
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reduce:
+    """Combine ``srcs`` element by element, in their order, into ``dst``. ``dst`` may be one of ``srcs``.
+
+    Runs on compute units: DMA engines cannot add.
+    """
+
+    dst: Span
+    srcs: tuple[Span, ...]
+    reduction: Reduction
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Signal:
+    """Change ``flag`` once every earlier command of the queue has finished and its bytes can be seen by all ranks."""
+
+    flag: Flag
+    value: Value
+    op: SignalOp = SignalOp.SET
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Wait:
+    """Hold the queue until ``flag`` (in the memory of the queue's own rank) compares with ``value`` as asked."""
+
+    flag: Flag
+    value: Value
+    comparison: Comparison = Comparison.GE
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stamp:
+    """Store the time at which every earlier command of the queue has finished in ``slot`` of the queue's rank."""
+
+    slot: int
+
+
+Command = Copy | Broadcast | Swap | Reduce | Signal | Wait | Stamp
+Move = Copy | Broadcast | Swap
+MOVES = (Copy, Broadcast, Swap)
+
+
+class EngineKind(StrEnum):
+    """What executes a queue.
+
+    ``dma``: a copy engine with access to the peers. ``local``: a copy engine used for bytes that stay on their rank.
+    ``compute``: compute units. ``caller``: whoever calls the collective, in the order of its own work (it fires the
+    trigger of a prelaunched program).
+    """
+
+    DMA = "dma"
+    LOCAL = "local"
+    COMPUTE = "compute"
+    CALLER = "caller"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Engine:
+    """Engine ``index`` of a kind."""
+
+    kind: EngineKind
+    index: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.index}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Queue:
+    """The ordered commands of one engine of one rank."""
+
+    rank: int
+    engine: Engine
+    commands: tuple[Command, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Program:
+    """A collective as commands on engines.
+
+    Attributes:
+        collective: what the program claims to do; ``verify`` holds it to that.
+        variant: name of the algorithm, with the transforms applied (``pcpy``, ``b2b+prelaunch``).
+        queues: at most one queue for each (rank, engine).
+        staging_bytes: size of each rank's staging buffer.
+        flag_count: flags in the memory of each rank.
+        prelaunched: queues start before the collective is called; a trigger flag set by the ``caller`` queue holds them.
+    """
+
+    collective: Collective
+    variant: str
+    queues: tuple[Queue, ...]
+    staging_bytes: tuple[int, ...]
+    flag_count: int
+    prelaunched: bool = False
+
+    @property
+    def world_size(self) -> int:
+        return self.collective.world_size
+
+    def buffer_bytes(self, rank: int, buffer: Buffer) -> int:
+        """Size in bytes of ``buffer`` on ``rank`` (0 where the program has no such buffer)."""
+        if buffer is Buffer.STAGING:
+            return self.staging_bytes[rank]
+        return self.collective.buffer_bytes(rank, buffer)
+
+    def queues_of(self, rank: int) -> tuple[Queue, ...]:
+        return tuple(queue for queue in self.queues if queue.rank == rank)
+
+    def remote_buffers(self) -> frozenset[Buffer]:
+        """Buffers that engines of another rank read or write: these must be in symmetric memory."""
+        return frozenset(
+            span.buffer
+            for queue in self.queues
+            for command in queue.commands
+            for span in spans(command)
+            if span.rank != queue.rank
+        )
+
+    def __str__(self) -> str:
+        lines = [f"{self.collective} {self.variant}: {len(self.queues)} queues, {self.flag_count} flags a rank"]
+        for queue in self.queues:
+            lines.append(f"  rank {queue.rank} {queue.engine}")
+            lines.extend(f"    {index}: {describe(command)}" for index, command in enumerate(queue.commands))
+        return "\n".join(lines)
+
+
+def reads(command: Command) -> tuple[Span, ...]:
+    """Spans that a command reads."""
+    match command:
+        case Copy(src=src) | Broadcast(src=src):
+            return (src,)
+        case Swap(a=a, b=b):
+            return (a, b)
+        case Reduce(srcs=srcs):
+            return srcs
+        case _:
+            return ()
+
+
+def writes(command: Command) -> tuple[Span, ...]:
+    """Spans that a command writes."""
+    match command:
+        case Copy(dst=dst) | Reduce(dst=dst):
+            return (dst,)
+        case Broadcast(dsts=dsts):
+            return dsts
+        case Swap(a=a, b=b):
+            return (a, b)
+        case _:
+            return ()
+
+
+def spans(command: Command) -> Iterator[Span]:
+    """Every span that a command touches, reads first."""
+    yield from reads(command)
+    yield from writes(command)
+
+
+def describe(command: Command) -> str:
+    """One line for people."""
+    match command:
+        case Copy(dst, src):
+            return f"copy {dst} <- {src}"
+        case Broadcast(dsts, src):
+            return f"broadcast {dsts[0]}, {dsts[1]} <- {src}"
+        case Swap(a, b):
+            return f"swap {a} <-> {b}"
+        case Reduce(dst, srcs, reduction):
+            return f"reduce {dst} <- {reduction}({', '.join(map(str, srcs))})"
+        case Signal(flag, value, op):
+            return f"signal rank {flag.rank} flag {flag.index} {op} {value}"
+        case Wait(flag, value, comparison):
+            return f"wait flag {flag.index} {comparison} {value}"
+        case Stamp(slot):
+            return f"stamp {slot}"

@@ -1,0 +1,7 @@
+"""Transforms: pure functions from Program to Program."""
+
+from sidelane.program.transform.freeze import freeze
+from sidelane.program.transform.lower import lower
+from sidelane.program.transform.prelaunch import prelaunch
+
+__all__ = ["freeze", "lower", "prelaunch"]
