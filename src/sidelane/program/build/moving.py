@@ -52,7 +52,9 @@ def bcst(collective: Collective, transport: Transport = Transport.PUSH) -> Progr
         raise ValueError(f"bcst: collective (value={collective.kind}, allowed=all_gather, broadcast)")
     if transport is not Transport.PUSH:
         raise ValueError(f"bcst: transport (value={transport}, allowed=push: the command writes to its destinations)")
-    return _Moving(collective, transport, "bcst").program(lambda peers: [list(peers[i : i + 2]) for i in range(0, len(peers), 2)])
+    return _Moving(collective, transport, "bcst").program(
+        lambda peers: [list(peers[i : i + 2]) for i in range(0, len(peers), 2)]
+    )
 
 
 def swap(collective: Collective, transport: Transport = Transport.PUSH) -> Program:
@@ -97,7 +99,9 @@ class _Moving:
         queues: list[Queue] = []
         local_flags = 0
         for rank in range(self.collective.world_size):
-            groups = share_engines([peer for peer in rotation(rank, self.collective.world_size) if (rank, peer) in self.active])
+            groups = share_engines(
+                [peer for peer in rotation(rank, self.collective.world_size) if (rank, peer) in self.active]
+            )
             dma = self._dma_queues(rank, groups)
             if self._overwrites_own_input:
                 local_flags = max(local_flags, len(dma))

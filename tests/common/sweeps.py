@@ -1,0 +1,222 @@
+"""What ranks execute in the tests of the communicator: the same functions for CPU processes and for GPUs.
+
+A rank's tensors are on its default device (``torch.set_default_device``), which the processes for GPUs set.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from expected import any_bytes, close, numbers, reduced, same_bytes
+
+from sidelane import Communicator, Config
+
+
+def communicator(group: dist.ProcessGroup, **settings: Any) -> Communicator:
+    return Communicator(group, device=torch.get_default_device(), config=Config(**{"timeout_s": 30, **settings}))
+
+
+def place(comm: Communicator, symmetric: bool, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """A poisoned tensor in symmetric or ordinary memory."""
+    tensor = comm.empty(numel, dtype=dtype) if symmetric else torch.empty(numel, dtype=dtype)
+    tensor.view(torch.uint8).fill_(0xA5)
+    return tensor
+
+
+def moving_sweep(group: dist.ProcessGroup, dtypes: tuple[torch.dtype, ...], sizes: tuple[int, ...]) -> int:
+    """Every moving collective in every variant, with ordinary and symmetric tensors, in and out of place."""
+    checked = 0
+    with communicator(group) as comm:
+        n, rank = comm.world_size, comm.rank
+        for seed, (dtype, size, symmetric) in enumerate(itertools.product(dtypes, sizes, (False, True))):
+            inputs = [any_bytes(seed, r, n * size, dtype) for r in range(n)]
+            shards = [tensor[:size] for tensor in inputs]
+            variants = ("auto", "pcpy", "b2b", "pcpy+prelaunch", "b2b+prelaunch")
+            for variant in variants + (("bcst",) if symmetric else ()):
+                out = place(comm, symmetric, n * size, dtype)
+                comm.all_gather(out, shards[rank], variant=variant)
+                assert same_bytes(out, torch.cat(shards)), ("all_gather", variant, dtype, size, symmetric)
+                out.view(torch.uint8).fill_(0x5A)
+                out[rank * size : (rank + 1) * size] = shards[rank]
+                comm.all_gather(out, out[rank * size : (rank + 1) * size], variant=variant)
+                assert same_bytes(out, torch.cat(shards)), ("all_gather in place", variant, dtype, size, symmetric)
+                tensor = place(comm, symmetric, size, dtype)
+                root = seed % n
+                if rank == root:
+                    tensor.copy_(shards[rank])
+                comm.broadcast(tensor, root=root, variant=variant)
+                assert same_bytes(tensor, shards[root]), ("broadcast", variant, dtype, size, symmetric)
+            exchanged = torch.cat([tensor[rank * size : (rank + 1) * size] for tensor in inputs])
+            for variant in variants + (("swap", "swap+prelaunch") if symmetric else ()):
+                out = place(comm, symmetric, n * size, dtype)
+                comm.all_to_all(out, inputs[rank], variant=variant)
+                assert same_bytes(out, exchanged), ("all_to_all", variant, dtype, size, symmetric)
+                out.copy_(inputs[rank])
+                comm.all_to_all(out, out, variant=variant)
+                assert same_bytes(out, exchanged), ("all_to_all in place", variant, dtype, size, symmetric)
+            for variant, root in itertools.product(("pcpy", "b2b"), {0, n - 1}):
+                out = place(comm, symmetric, size, dtype)
+                comm.scatter(out, inputs[rank] if rank == root else None, root=root, variant=variant)
+                assert same_bytes(out, inputs[root][rank * size : (rank + 1) * size]), ("scatter", variant, dtype)
+                source = place(comm, symmetric, size, dtype)
+                source.copy_(shards[rank])
+                target = place(comm, False, n * size, dtype) if rank == root else None
+                comm.gather(target, source, root=root, variant=variant)
+                assert target is None or same_bytes(target, torch.cat(shards)), ("gather", variant, dtype)
+            checked += 1
+    return checked
+
+
+def reducing_sweep(group: dist.ProcessGroup, dtypes: tuple[torch.dtype, ...], sizes: tuple[int, ...]) -> int:
+    checked = 0
+    with communicator(group) as comm:
+        n, rank = comm.world_size, comm.rank
+        cases = itertools.product(dtypes, sizes, ("sum", "avg", "min", "max"), ("pcpy", "b2b"))
+        for seed, (dtype, size, op, variant) in enumerate(cases):
+            inputs = [numbers(seed, r, n * size, dtype) for r in range(n)]
+            total = reduced(inputs, op)
+            part = total[rank * size : (rank + 1) * size]
+            out = place(comm, seed % 2 == 0, size, dtype)
+            comm.reduce_scatter(out, inputs[rank], op=op, variant=variant)
+            assert close(out, part), ("reduce_scatter", dtype, size, op, variant)
+            whole = inputs[rank].clone()
+            comm.reduce_scatter(whole[rank * size : (rank + 1) * size], whole, op=op, variant=variant)
+            assert same_bytes(whole[rank * size : (rank + 1) * size], out), "the same order gives the same bits"
+            odd = inputs[rank][: n * size - 1].clone()
+            result = place(comm, False, odd.numel(), dtype)
+            comm.all_reduce(odd, op=op, output=result, variant=variant)
+            assert close(result, total[: odd.numel()]), ("all_reduce", dtype, size, op, variant)
+            comm.all_reduce(odd, op=op, variant=variant)
+            assert same_bytes(odd, result), ("all_reduce in place", dtype, size, op, variant)
+            checked += 1
+    return checked
+
+
+def nothing_and_alone(group: dist.ProcessGroup) -> None:
+    with communicator(group) as comm:
+        n = comm.world_size
+        for variant in ("auto", "pcpy", "b2b", "bcst"):
+            comm.all_gather(torch.empty(0), torch.empty(0), variant=variant)
+        comm.all_to_all(torch.empty(0), torch.empty(0), variant="swap")
+        comm.all_reduce(torch.empty(0))
+        comm.broadcast(torch.empty(0), root=n - 1)
+        one = torch.arange(n) + comm.rank
+        comm.all_reduce(one, op="max")
+        assert one.tolist() == [i + n - 1 for i in range(n)]
+
+
+def large_messages(group: dist.ProcessGroup) -> None:
+    with communicator(group) as comm:
+        n, rank = comm.world_size, comm.rank
+        size = (8 << 20) + 3
+        inputs = [any_bytes(7, r, n * size, torch.uint8) for r in range(n)]
+        out = torch.empty(n * size, dtype=torch.uint8)
+        comm.all_gather(out, inputs[rank][:size])
+        assert same_bytes(out, torch.cat([tensor[:size] for tensor in inputs]))
+        comm.all_to_all(out, inputs[rank])
+        assert same_bytes(out, torch.cat([tensor[rank * size : (rank + 1) * size] for tensor in inputs]))
+        comm.all_to_all(inputs[rank], inputs[rank])
+        assert same_bytes(out, inputs[rank])
+
+
+def uneven(group: dist.ProcessGroup) -> None:
+    with communicator(group) as comm:
+        n, rank = comm.world_size, comm.rank
+        for seed in range(6):
+            counts = torch.randint(0, 5, (n, n), generator=torch.Generator().manual_seed(seed), device="cpu").tolist()
+            inputs = [numbers(seed, r, 3 * sum(counts[r]), torch.float32).view(-1, 3) for r in range(n)]
+            parts = [inputs[i].split(counts[i])[rank] for i in range(n)]
+            received = [counts[i][rank] for i in range(n)]
+            for symmetric, variant in ((False, "auto"), (True, "auto"), (True, "pcpy")):
+                out = comm.empty(60, dtype=torch.float32) if symmetric else torch.empty(60)
+                view = out[: 3 * sum(received)].view(-1, 3)
+                comm.all_to_all(
+                    view,
+                    inputs[rank],
+                    output_split_sizes=received,
+                    input_split_sizes=counts[rank],
+                    variant=variant,
+                )
+                assert torch.equal(view, torch.cat(parts))
+
+
+def growing_staging(group: dist.ProcessGroup) -> None:
+    """A remembered call must move to the new staging block on all ranks at once, whatever addresses they use."""
+    with communicator(group) as comm:
+        n, rank = comm.world_size, comm.rank
+        kept = [torch.full((64,), float(rank)) for _ in range(4)]
+        for step in range(12):
+            # Rank 0 repeats its addresses, the others come with new ones.
+            source = kept[step % 2] if rank == 0 else torch.full((64,), float(rank))
+            out = torch.empty(n * 64)
+            comm.all_gather(out, source)
+            assert out.view(n, 64)[:, 0].tolist() == list(range(n))
+            big = torch.full((1 << (10 + step),), rank + 1.0)
+            comm.all_reduce(big)
+            assert big[0] == big[-1] == n * (n + 1) / 2
+
+
+def asynchronous(group: dist.ProcessGroup) -> None:
+    with communicator(group) as comm:
+        n, rank = comm.world_size, comm.rank
+        tensors = [torch.full((1000,), float(rank + i)) for i in range(10)]
+        works = [comm.all_reduce(tensor, async_op=True) for tensor in tensors]
+        last = torch.full((10,), float(rank))
+        comm.all_reduce(last)  # a synchronous call takes its place behind them
+        for i, (work, tensor) in enumerate(zip(works, tensors, strict=True)):
+            assert work is not None
+            work.wait()
+            assert work.is_completed()
+            assert tensor[0] == n * (n - 1) / 2 + n * i
+        comm.barrier()
+        comm.synchronize()
+
+
+def interleaved(group: dist.ProcessGroup, half: tuple[int, ...]) -> None:
+    with communicator(group) as first, communicator(group) as second:
+        n, rank = first.world_size, first.rank
+        for i in range(30):
+            a, b = torch.full((97,), float(rank + i)), torch.full((31,), float(rank * i))
+            work = first.all_reduce(a, async_op=True)
+            second.all_reduce(b, op="max")
+            assert work is not None
+            work.wait()
+            assert a[0] == n * (n - 1) / 2 + n * i and b[0] == (n - 1) * i
+
+
+def sub_group(group: dist.ProcessGroup) -> list[float]:
+    with communicator(group) as comm:
+        tensor = torch.tensor([float(dist.get_rank())])
+        out = torch.empty(comm.world_size)
+        comm.all_gather(out, tensor)
+        root = torch.tensor([float(dist.get_rank())])
+        comm.broadcast(root, root=1)
+        return [*out.tolist(), root.item()]
+
+
+def delay() -> None:
+    """Some milliseconds of this rank's time, on the host or on its stream."""
+    if torch.get_default_device().type == "cuda":
+        torch.cuda._sleep(10_000_000)
+    else:
+        time.sleep(0.005)
+
+
+def many(group: dist.ProcessGroup, calls: int) -> None:
+    with communicator(group) as comm:
+        n, rank = comm.world_size, comm.rank
+        out, shard = comm.empty(n * 17), torch.empty(17)
+        generator = torch.Generator().manual_seed(rank)
+        for i in range(calls):
+            if torch.rand(1, generator=generator, device="cpu") < 0.02:
+                delay()
+            shard.fill_(rank * 1000 + i)
+            comm.all_gather(out, shard)
+            assert out.view(n, 17)[:, 3].tolist() == [r * 1000 + i for r in range(n)]
+            out.fill_(-1)  # a peer that ran ahead would see its bytes overwritten
+
+

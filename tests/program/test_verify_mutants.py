@@ -1,0 +1,205 @@
+"""``verify`` against mistakes by the thousand: what it accepts is right, what it refuses can be made to fail."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import schedules
+from listings import replace, without
+from mutants import deleted, mutant, perturbed_copies, places, replaced, without_flag
+from refusals import GATHER, gather, nothing
+from test_verify_order import CYCLE, EPOCH_BARRIER, RESET_BARRIER
+
+from sidelane.errors import ProgramError
+from sidelane.program.build import Transport, build, variants
+from sidelane.program.collective import (
+    REDUCING,
+    Collective,
+    Kind,
+    ReduceOp,
+    Reduction,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    broadcast,
+    reduce_scatter,
+    scatter,
+)
+from sidelane.program.collective import gather as gather_to
+from sidelane.program.ir import Comparison, Copy, Program, Signal, Wait
+from sidelane.program.transform import freeze, lower, prelaunch
+from sidelane.program.verify import verify, verify_sequence
+
+SUM = Reduction(ReduceOp.SUM, "int32")
+
+
+def collectives(n: int) -> list[Collective]:
+    both = [
+        collective
+        for in_place in (False, True)
+        for collective in (
+            all_gather([8] * n, in_place=in_place),
+            all_to_all([[8] * n] * n, in_place=in_place),
+            broadcast(8, n, root=0, in_place=in_place),
+            reduce_scatter([8] * n, SUM, in_place=in_place),
+            all_reduce([8] * n, SUM, in_place=in_place),
+        )
+    ]
+    return [*both, scatter([8] * n, root=0), gather_to([8] * n, root=n - 1)]
+
+
+def built(collective: Collective) -> Iterator[Program]:
+    """Every variant on every transport that it has."""
+    for variant in variants(collective.kind):
+        for transport in Transport if collective.kind not in REDUCING else [Transport.PUSH]:
+            try:
+                yield build(collective, variant, transport)
+            except ValueError:
+                continue  # bcst and swap only push, and an in-place all_to_all cannot
+
+
+def transformed(program: Program) -> list[Program]:
+    if program.world_size > 2:
+        return [program, freeze(prelaunch(program))]
+    lowered = lower(program, {Copy})
+    return [program, lowered, freeze(lowered), prelaunch(lowered), freeze(prelaunch(program))]
+
+
+def accepts(program: Program, invocations: int = 3) -> bool:
+    try:
+        verify(program, invocations=invocations)
+    except ProgramError:
+        return False
+    return True
+
+
+SMALL = [pytest.param(c, id=f"{c.kind}-{c.world_size}-{c.in_place}") for n in (2, 3) for c in collectives(n)]
+
+
+@pytest.mark.parametrize("collective", SMALL)
+def test_no_command_can_be_left_out(collective: Collective) -> None:
+    """Signals, waits, resets, triggers, moves and reductions: without any one of them the program is refused."""
+    for right in built(collective):
+        for program in transformed(right):
+            assert accepts(program)
+            needless = [place for place in places(program, object) if accepts(deleted(program, place))]
+            assert not needless, program
+
+
+@pytest.mark.parametrize("collective", SMALL)
+def test_a_span_can_only_move_to_the_same_bytes(collective: Collective) -> None:
+    """A perturbed destination, or one byte less, is always refused.
+
+    A perturbed source is harmless only where it names another place that holds the same bytes by then: the input
+    instead of its copy in staging, or a peer's output that has them already. Random schedules find no fault with those.
+    """
+    for right in built(collective):
+        for program in (right, lower(right, {Copy})) if collective.world_size == 2 else (right,):
+            original = dict(_copies(program))
+            for broken in perturbed_copies(program):
+                if accepts(broken):
+                    (changed,) = [place for place, copy in _copies(broken) if copy != original[place]]
+                    command = broken.queues[changed[0]].commands[changed[1]]
+                    assert command.dst == original[changed].dst, broken
+                    assert schedules.failure((broken,) * 3, range(20)) is None, broken
+
+
+@pytest.mark.parametrize("collective", [c for n in (2, 3) for c in collectives(n)], ids=str)
+def test_no_handshake_can_be_left_out(collective: Collective) -> None:
+    """A wait together with its signals: the program needs every handshake that the builders put into it.
+
+    The exception is an all_reduce that runs after itself. There either the entry of the first phase or the exit of the
+    second would do, since a rank that has pulled a result knows that its slots were read. Between other programs, which
+    use staging for other things, both are needed, as the next test shows.
+    """
+    for program in built(collective):
+        needless = [place for place in places(program, Wait) if accepts(without_flag(program, place))]
+        if collective.kind is Kind.ALL_REDUCE:
+            assert len(needless) == len(list(places(program, Wait))) // 2
+        else:
+            assert not needless, program
+
+
+def test_an_all_reduce_among_others_needs_all_handshakes() -> None:
+    program = build(all_reduce([8] * 3, SUM), "b2b")
+    other = build(all_gather([900] * 3), "b2b", Transport.STAGED)
+    verify_sequence([program, other])
+    for place in places(program, Wait):
+        with pytest.raises(ProgramError):
+            verify_sequence([without_flag(program, place), other])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_agrees_with_random_schedules(seed: int) -> None:
+    """Random mistakes in random programs.
+
+    What is accepted survives every schedule tried. What is refused for a race, a deadlock or wrong bytes fails in one.
+    Verdicts do not change with more invocations.
+    """
+    rng = random.Random(seed)
+    pool = [q for n in (2, 3) for c in collectives(n) for p in built(c) for q in transformed(p)]
+    verdicts = {True: 0, False: 0}
+    for _ in range(60):
+        name, program = mutant(rng.choice(pool), rng)
+        invocations = (program,) * 4
+        try:
+            verify(program)
+        except ProgramError as error:
+            verdicts[False] += 1
+            first = error.violations[0]
+            if first.startswith(("race", "deadlock", "wrong bytes")):
+                assert schedules.failure(invocations, range(60)), f"{name}: refused for {first}\n{program}"
+            assert not accepts(program, 5)
+        else:
+            verdicts[True] += 1
+            failure = schedules.failure(invocations, range(20))
+            assert failure is None, f"{name}: accepted, but {failure}\n{program}"
+            assert accepts(program, 5)
+    assert min(verdicts.values()) > 5
+
+
+SEEDED = {
+    "no entry handshake": gather(without(GATHER, "signal rank 1 flag 0 set epoch", "wait flag 0 >= epoch")),
+    "no exit handshake": gather(without(GATHER, "signal rank 1 flag 2 set epoch", "wait flag 2 >= epoch")),
+    "missing signal": gather(without(GATHER, "signal rank 1 flag 2 set epoch")),
+    "wrong flag": gather(replace(GATHER, "signal rank 1 flag 2 set epoch", "signal rank 1 flag 5 set epoch")),
+    "wrong offset": gather(
+        replace(GATHER, "copy output@0[8:16] <- input@1[0:8]", "copy output@0[7:15] <- input@1[0:8]")
+    ),
+    "cycle": nothing(3, CYCLE),
+    "lost signal": nothing(2, RESET_BARRIER),
+    "equal epochs": nothing(2, EPOCH_BARRIER.replace(">=", "==")),
+}
+
+
+@pytest.mark.parametrize("mistake", SEEDED)
+def test_seeded_mistakes_can_be_made_to_fail(mistake: str) -> None:
+    assert not accepts(SEEDED[mistake])
+    assert schedules.failure((SEEDED[mistake],) * 4, range(100))
+
+
+def test_a_wait_may_ask_for_equality_where_ranks_cannot_run_ahead() -> None:
+    """The handshakes of the builders keep the next signal back until the last one was seen, so all of these hold."""
+    for collective in collectives(2):
+        for program in built(collective):
+            for q, c in places(program, Wait):
+                wait = program.queues[q].commands[c]
+                equal = replaced(program, (q, c), Wait(wait.flag, wait.value, Comparison.EQ))
+                assert accepts(equal)
+
+
+def test_a_signal_that_lies_about_its_epoch() -> None:
+    """One epoch too high frees the wait of the next invocation, one too low never frees its own."""
+    program = build(all_gather((8, 8)), "b2b")
+    for q, c in places(program, Signal):
+        signal = program.queues[q].commands[c]
+        for base in (-1, 1):
+            value = type(signal.value)(base, 1)
+            assert not accepts(replaced(program, (q, c), Signal(signal.flag, value, signal.op)))
+
+
+def _copies(program: Program) -> Iterator[tuple[tuple[int, int], Copy]]:
+    for q, c in places(program, Copy):
+        yield (q, c), program.queues[q].commands[c]
