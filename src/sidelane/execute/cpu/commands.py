@@ -1,0 +1,225 @@
+"""What each command of a program does to host memory: commands become functions of addresses, once, at load.
+
+A step runs on the thread of its engine. It looks at ``run.stop_if_asked()`` at least once every 8 MiB, so that a failed
+invocation lets go of memory within milliseconds. Bytes move through ``ctypes.memmove``, which releases the GIL: engines
+of one process run at the same time, as those of several do.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from sidelane.execute.base import Addresses
+from sidelane.memory.ordering import full_fence
+from sidelane.program.collective import ReduceOp, Reduction, Span
+from sidelane.program.ir import (
+    Broadcast,
+    Command,
+    Comparison,
+    Copy,
+    Program,
+    Queue,
+    Reduce,
+    Signal,
+    SignalOp,
+    Stamp,
+    Swap,
+    Value,
+    Wait,
+    describe,
+    spans,
+)
+
+_COPY_BYTES = 8 << 20
+_SWAP_BYTES = 256 << 10  # through a scratch buffer that stays in the second-level cache
+# torch hands work to its thread pool beyond 32768 elements; up to there it runs right here, and temporaries stay small.
+_REDUCE_ELEMENTS = 32768
+
+
+class Run(Protocol):
+    """The invocation that a step belongs to."""
+
+    @property
+    def epoch(self) -> int: ...
+
+    def stop_if_asked(self) -> None:
+        """Raise if the invocation has failed or was cancelled."""
+        ...
+
+    def hold(self, is_satisfied: Callable[[], bool], queue: Queue, index: int) -> None:
+        """Return once ``is_satisfied()``; raise if that can no longer happen or took too long."""
+        ...
+
+    def stamp(self, slot: int, time_ns: int) -> None: ...
+
+
+Step = Callable[[Run], None]
+
+
+def compile_queue(queue: Queue, program: Program, addresses: Addresses) -> tuple[Step, ...]:
+    """One step for each command of ``queue``.
+
+    Raises:
+        ValueError: a command that the CPU executor does not run, or memory that ``addresses`` does not have.
+    """
+    steps = []
+    for index, command in enumerate(queue.commands):
+        try:
+            steps.append(_compile(command, queue, index, program, addresses))
+        except ValueError as error:
+            where = f"rank {queue.rank} {queue.engine} command {index} ({describe(command)})"
+            raise ValueError(f"CpuExecutor.load: {where}: {error}") from None
+    return tuple(steps)
+
+
+def _compile(command: Command, queue: Queue, index: int, program: Program, addresses: Addresses) -> Step:
+    for span in spans(command):
+        size = program.buffer_bytes(span.rank, span.buffer)
+        if not 0 <= span.offset <= span.end <= size:
+            raise ValueError(f"span out of bounds (value={span}, allowed=0..{size})")
+    match command:
+        case Copy(dst, src):
+            return _copy([_address(dst, addresses)], _address(src, addresses), _same_size(src, dst))
+        case Broadcast(dsts, src):
+            return _copy([_address(dst, addresses) for dst in dsts], _address(src, addresses), _same_size(src, *dsts))
+        case Swap(a, b):
+            return _swap(_address(a, addresses), _address(b, addresses), _same_size(a, b))
+        case Reduce(dst, srcs, reduction):
+            sources = [_address(src, addresses) for src in srcs]
+            return _reduce(_address(dst, addresses), sources, _same_size(dst, *srcs), reduction)
+        case Signal(flag, value, op):
+            if op is SignalOp.ADD:
+                # Python has no atomic add on memory that other processes write.
+                raise ValueError("cannot add to a flag atomically (value=add, allowed=set)")
+            return _signal(_flag(flag.rank, flag.index, program, addresses), value)
+        case Wait(flag, value, comparison):
+            if flag.rank != queue.rank:
+                raise ValueError(f"waits on a flag of another rank (value={flag.rank}, allowed={queue.rank})")
+            return _wait(_flag(flag.rank, flag.index, program, addresses), value, comparison, queue, index)
+        case Stamp(slot):
+            return lambda run: run.stamp(slot, time.perf_counter_ns())
+
+
+def _address(span: Span, addresses: Addresses) -> int:
+    base = addresses.buffers.get((span.rank, span.buffer))
+    if base is None:
+        if span.nbytes:
+            raise ValueError(f"no address for the {span.buffer} of rank {span.rank}")
+        return 0
+    return base + span.offset
+
+
+def _same_size(*operands: Span) -> int:
+    sizes = {span.nbytes for span in operands}
+    if len(sizes) != 1:
+        raise ValueError(f"operands differ in size (value={sorted(sizes)} bytes)")
+    return sizes.pop()
+
+
+def _flag(rank: int, index: int, program: Program, addresses: Addresses) -> int:
+    if not 0 <= index < program.flag_count:
+        raise ValueError(f"no such flag (value={index}, allowed=0..{program.flag_count - 1})")
+    return addresses.flags[rank] + 4 * index
+
+
+def _copy(dsts: list[int], src: int, nbytes: int) -> Step:
+    def step(run: Run) -> None:
+        for offset in range(0, nbytes, _COPY_BYTES):
+            run.stop_if_asked()
+            length = min(_COPY_BYTES, nbytes - offset)
+            for dst in dsts:
+                ctypes.memmove(dst + offset, src + offset, length)
+
+    return step
+
+
+def _swap(a: int, b: int, nbytes: int) -> Step:
+    # One scratch for all invocations: those of one queue run one after the other, on one thread.
+    scratch = ctypes.create_string_buffer(max(1, min(nbytes, _SWAP_BYTES)))
+    held = ctypes.addressof(scratch)
+
+    def step(run: Run, keep: object = scratch) -> None:
+        for offset in range(0, nbytes, _SWAP_BYTES):
+            run.stop_if_asked()
+            length = min(_SWAP_BYTES, nbytes - offset)
+            ctypes.memmove(held, a + offset, length)
+            ctypes.memmove(a + offset, b + offset, length)
+            ctypes.memmove(b + offset, held, length)
+
+    return step
+
+
+def _signal(address: int, value: Value) -> Step:
+    word = ctypes.c_uint32.from_address(address)
+
+    def step(run: Run) -> None:
+        # Everything that the queue has read and written so far comes before the flag, for every observer.
+        full_fence()
+        word.value = value.at(run.epoch) & 0xFFFFFFFF
+
+    return step
+
+
+def _wait(address: int, value: Value, comparison: Comparison, queue: Queue, index: int) -> Step:
+    word = ctypes.c_uint32.from_address(address)
+
+    def step(run: Run) -> None:
+        wanted = value.at(run.epoch) & 0xFFFFFFFF
+        if comparison is Comparison.EQ:
+            run.hold(lambda: word.value == wanted, queue, index)
+        else:
+            # At least, on a circle of 2**32: the difference is less than half a turn. Epochs may wrap around.
+            run.hold(lambda: (word.value - wanted) & 0xFFFFFFFF < 0x80000000, queue, index)
+        full_fence()  # the flag was read before the bytes that it announces
+
+    return step
+
+
+def _reduce(dst: int, srcs: list[int], nbytes: int, reduction: Reduction) -> Step:
+    """Floats accumulate in float32 in the order of ``srcs`` and round once; integers wrap in their own type."""
+    if not srcs:
+        raise ValueError("nothing to reduce (value=0 sources)")
+    dtype: torch.dtype = getattr(torch, reduction.dtype)
+    if nbytes % reduction.element_bytes:
+        raise ValueError(f"not whole elements (value={nbytes} bytes, allowed=multiples of {reduction.element_bytes})")
+    if nbytes == 0:
+        return lambda run: None
+    count = nbytes // reduction.element_bytes
+    target, sources = _view(dst, nbytes, dtype), [_view(src, nbytes, dtype) for src in srcs]
+    accumulate = torch.float32 if dtype.is_floating_point else dtype
+    scratch = torch.empty(min(count, _REDUCE_ELEMENTS), dtype=accumulate, device="cpu")
+
+    def step(run: Run) -> None:
+        for begin in range(0, count, _REDUCE_ELEMENTS):
+            run.stop_if_asked()
+            part = slice(begin, min(begin + _REDUCE_ELEMENTS, count))
+            total = scratch[: part.stop - part.start]
+            total.copy_(sources[0][part])
+            for source in sources[1:]:
+                _combine(total, source[part], reduction.op)
+            if reduction.op is ReduceOp.AVG:
+                rounding = None if dtype.is_floating_point else "trunc"
+                torch.div(total, len(sources), rounding_mode=rounding, out=total)
+            target[part].copy_(total)  # the destination may be a source: it is written last
+
+    return step
+
+
+def _combine(total: torch.Tensor, operand: torch.Tensor, op: ReduceOp) -> None:
+    match op:
+        case ReduceOp.SUM | ReduceOp.AVG:
+            total.add_(operand)
+        case ReduceOp.MIN:
+            torch.minimum(total, operand, out=total)
+        case ReduceOp.MAX:
+            torch.maximum(total, operand, out=total)
+
+
+def _view(address: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor over memory that somebody else keeps alive."""
+    return torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=dtype)

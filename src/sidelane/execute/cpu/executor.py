@@ -1,0 +1,177 @@
+"""The CPU executor: a thread an engine, real bytes in shared memory, real races, real time-outs.
+
+One process runs one rank, as a rule; nothing here needs that, and tests run several ranks in one process. Every engine
+of a rank is one thread that lives as long as the executor and runs what it is given in order, as a DMA queue does.
+
+What a failure leaves behind: when ``Pending.wait`` raises, no thread of *this rank* works on that invocation any more,
+so its tensors may be freed or reused. Peers notice at their next flag wait, or at once if they are waiting; until then
+they may still write to memory of this rank that they share. The flags of the program are in an unknown state.
+An invocation that timed out breaks the communicator for good (the monitor keeps raising); one that a peer refused does
+not.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+
+from sidelane.errors import CommunicatorClosedError, PeerError
+from sidelane.execute.base import Addresses, Capabilities
+from sidelane.execute.cpu.commands import Step, compile_queue
+from sidelane.execute.cpu.invocation import Delay, EngineThread, Invocation, Site
+from sidelane.execute.monitor import PeerMonitor
+from sidelane.program.ir import Broadcast, Copy, Engine, EngineKind, Flag, Program, Queue, Signal, Swap
+
+_JOIN_S = 30.0
+
+
+class CpuExecutor:
+    """Runs one rank's queues of programs on host memory.
+
+    Args:
+        rank: whose queues.
+        monitor: what is known about the peers; a ``ControlBlock``.
+        timeout_s: seconds that a wait for a flag may take before it becomes PeerTimeoutError.
+        delay: called before every command on the thread of its engine. For tests: it may sleep, or raise to fail.
+    """
+
+    def __init__(self, rank: int, monitor: PeerMonitor, timeout_s: float, *, delay: Delay | None = None) -> None:
+        if not timeout_s > 0:
+            raise ValueError(f"CpuExecutor: timeout_s must be positive (value={timeout_s!r})")
+        self.rank, self.monitor, self.timeout_s, self.delay = rank, monitor, timeout_s, delay
+        self._engines: dict[Engine, EngineThread] = {}
+        self._running: weakref.WeakSet[Invocation] = weakref.WeakSet()
+        # Runs once: on close, when the executor is forgotten, or at exit of the interpreter, since no thread may touch
+        # memory that is being torn down.
+        self._shut_down = weakref.finalize(self, _shut_down, rank, self._engines, self._running)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(frozenset({Copy, Broadcast, Swap}), "cpu")
+
+    def load(self, program: Program, addresses: Addresses) -> CpuProgram:
+        """Bind this rank's queues of ``program`` (see :class:`sidelane.execute.base.Executor`).
+
+        ``addresses`` are used as they are: the caller keeps the memory alive and mapped while invocations run.
+        """
+        self.check_open("load")
+        if len(addresses.flags) != program.world_size:
+            counts = f"value={len(addresses.flags)}, allowed={program.world_size}"
+            raise ValueError(f"CpuExecutor.load: number of flag memories ({counts})")
+        mine = program.queues_of(self.rank)
+        if len({queue.engine for queue in mine}) != len(mine):
+            raise ValueError(f"CpuExecutor.load: rank {self.rank} has two queues on one engine")
+        return CpuProgram(self, program, [(queue, compile_queue(queue, program, addresses)) for queue in mine])
+
+    def close(self) -> None:
+        """Fail what still runs, here and on the peers, then stop and join the engine threads. Idempotent."""
+        self._shut_down()
+
+    def submit(self, invocation: Invocation, queue: Queue, steps: tuple[Step, ...]) -> None:
+        """Give one queue of an invocation to its engine, behind what the engine already has."""
+        self._running.add(invocation)
+        engine = self._engines.get(queue.engine)
+        if engine is None:
+            engine = self._engines[queue.engine] = EngineThread(f"sidelane-{self.rank}-{queue.engine}")
+            engine.start()
+        engine.work.put((invocation, queue, steps))
+
+    def check_open(self, method: str) -> None:
+        if not self._shut_down.alive:
+            raise CommunicatorClosedError(f"CpuExecutor.{method}: the executor was closed")
+
+
+class CpuProgram:
+    """A program bound to addresses on one rank. One thread at a time may start it.
+
+    Attributes:
+        program: what was loaded.
+    """
+
+    def __init__(
+        self, executor: CpuExecutor, program: Program, compiled: Sequence[tuple[Queue, tuple[Step, ...]]]
+    ) -> None:
+        self.program = program
+        self._executor = executor
+        self._ahead = [part for part in compiled if program.prelaunched and part[0].engine.kind != EngineKind.CALLER]
+        self._at_start = [part for part in compiled if part not in self._ahead]
+        self._armed: Invocation | None = None
+        writers: dict[Flag, set[int]] = {}
+        for queue in program.queues:
+            for command in queue.commands:
+                if isinstance(command, Signal):
+                    writers.setdefault(command.flag, set()).add(queue.rank)
+        self._site = Site(executor.rank, program, writers, executor.monitor, executor.timeout_s, executor.delay)
+
+    def arm(self, epoch: int) -> None:
+        """Start everything but the ``caller`` queue of invocation ``epoch``, ahead of its ``start``.
+
+        What is armed passes no wait before ``start``, whatever its flags hold: the programs of a communicator share
+        flags, and a signal meant for another one must not fire this one. Time-outs and looks at the peers begin with
+        ``start``, too. Arming for another epoch drops what was armed.
+
+        Raises:
+            ValueError: the program is not prelaunched, so that nothing would hold it back.
+            CommunicatorClosedError: the executor was closed.
+        """
+        if not self.program.prelaunched:
+            raise ValueError(f"CpuProgram.arm: not a prelaunched program (value={self.program.variant!r})")
+        self._executor.check_open("arm")
+        if self._armed is not None and self._armed.epoch == epoch:
+            return
+        self.disarm()
+        self._armed = self._launch(epoch)
+
+    def disarm(self) -> None:
+        """Drop the armed invocation, if there is one: its queues end where they wait."""
+        if self._armed is not None:
+            self._armed.cancel()
+        self._armed = None
+
+    def start(self, epoch: int, stream: torch.Stream | None) -> Invocation:
+        """Run this rank's queues once (see :class:`sidelane.execute.base.LoadedProgram`).
+
+        Raises:
+            ValueError: a stream was given, or ``epoch`` is not positive.
+            PeerError: a peer has given up, died or refused this call; nothing was moved.
+            CommunicatorClosedError: the executor was closed.
+        """
+        if stream is not None:
+            raise ValueError(f"CpuProgram.start: the CPU has no streams (value={stream!r}, allowed=None)")
+        if epoch < 1:
+            raise ValueError(f"CpuProgram.start: epochs begin at 1 (value={epoch})")
+        self._executor.check_open("start")
+        monitor = self._executor.monitor
+        monitor.begin(epoch, f"{self.program.collective} {self.program.variant}")
+        try:
+            monitor.check(epoch)
+        except PeerError:
+            monitor.end(epoch)
+            raise
+        if self._armed is not None and self._armed.epoch != epoch:
+            self.disarm()
+        invocation, self._armed = self._armed or self._launch(epoch), None
+        invocation.begin()
+        for part in self._at_start:
+            self._executor.submit(invocation, *part)
+        invocation.leave()
+        return invocation
+
+    def _launch(self, epoch: int) -> Invocation:
+        # Counts one part more than there are queues: start's own, so that it is not over before all were submitted.
+        invocation = Invocation(self._site, epoch, parts=len(self._ahead) + len(self._at_start) + 1)
+        for part in self._ahead:
+            self._executor.submit(invocation, *part)
+        return invocation
+
+
+def _shut_down(rank: int, engines: dict[Engine, EngineThread], running: weakref.WeakSet[Invocation]) -> None:
+    for invocation in list(running):
+        invocation.cancel(CommunicatorClosedError(f"rank {rank} closed its executor during {invocation}"))
+    for engine in engines.values():
+        engine.work.put(None)
+    for engine in engines.values():
+        engine.join(_JOIN_S)
+    engines.clear()

@@ -1,0 +1,214 @@
+"""One invocation of a program on one rank's engine threads: running, waiting, failing, stopping."""
+
+from __future__ import annotations
+
+import dataclasses
+import queue as queues
+import threading
+import time
+from collections.abc import Callable, Mapping, Set
+
+from sidelane.errors import PeerError, PeerTimeoutError
+from sidelane.execute.cpu.commands import Step
+from sidelane.execute.monitor import PeerMonitor
+from sidelane.program.ir import Flag, Program, Queue, Wait, describe
+
+Delay = Callable[[Queue, int], None]
+
+# Waiting: a few looks while giving up the processor, then sleeps of an eighth of the time waited so far. That delays a
+# chain of waits by an eighth at most, and keeps 64 waiting threads on two cores out of the way of those that work.
+_SPINS = 8
+_SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 20e-6, 5e-3
+_CHECK_INTERVAL_S = 2e-3
+_NOTE_AFTER_S = 0.05
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Site:
+    """What all invocations of a loaded program share. ``writers``: the ranks that signal each flag."""
+
+    rank: int
+    program: Program
+    writers: Mapping[Flag, Set[int]]
+    monitor: PeerMonitor
+    timeout_s: float
+    delay: Delay | None
+
+
+class Invocation:
+    """A running invocation (see :class:`sidelane.execute.base.Pending`).
+
+    Args:
+        site: of the program.
+        epoch: number of the invocation.
+        parts: how often ``leave`` must be called before it is over.
+    """
+
+    def __init__(self, site: Site, epoch: int, parts: int) -> None:
+        self.epoch = epoch
+        self.stamps: dict[int, int] = {}
+        self._site = site
+        self._remaining = parts
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._begun = threading.Event()
+        self._is_stopping = False
+        self._error: BaseException | None = None
+
+    def __str__(self) -> str:
+        return f"{self._site.program.collective} {self._site.program.variant}, invocation {self.epoch}"
+
+    # --- for the caller -----------------------------------------------------------------------------------------------
+
+    def done(self) -> bool:
+        """True once nothing of this invocation runs on this rank any more, be it complete or failed."""
+        return self._over.is_set()
+
+    def wait(self) -> None:
+        """Block until every command of this rank has finished, or the invocation has failed and every thread left it.
+
+        An exception that hits the waiting thread itself (Ctrl-C) stops the invocation here and on the peers.
+
+        Raises:
+            PeerError: a peer gave up, died or refused the call.
+            PeerTimeoutError: a wait for a flag took longer than the executor's time-out, here or on a peer.
+        """
+        try:
+            # No time-out of its own: every step that can block on a peer has one.
+            self._over.wait()
+        except BaseException as interruption:
+            self.cancel(PeerError(f"rank {self._site.rank} was interrupted in {self}", (self._site.rank,)))
+            while not self._over.is_set():
+                try:
+                    self._over.wait()
+                except KeyboardInterrupt:  # the threads need milliseconds; leaving before them would not be safe
+                    continue
+            raise interruption
+        if self._error is not None:
+            raise self._error
+
+    def cancel(self, error: Exception | None = None) -> None:
+        """Make all threads leave; with ``error``, if it has begun and is not over, fail here and tell the peers."""
+        if error is not None and self._begun.is_set() and not self._over.is_set():
+            self._site.monitor.abort(str(error), (self._site.rank,))
+            self._fail(error)
+        self._is_stopping = True
+
+    # --- for the loaded program ---------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """The call has come: time-outs count from here."""
+        self._begun.set()
+
+    def leave(self) -> None:
+        """One part has ended, whichever way."""
+        with self._lock:
+            self._remaining -= 1
+            is_over = self._remaining == 0
+        if is_over:
+            self._site.monitor.end(self.epoch)
+            self._over.set()
+
+    # --- for the engine threads ---------------------------------------------------------------------------------------
+
+    def run(self, queue: Queue, steps: tuple[Step, ...]) -> None:
+        """Run one queue to its end or to the failure of the invocation."""
+        index, delay = 0, self._site.delay
+        try:
+            for index, step in enumerate(steps):
+                self.stop_if_asked()
+                if delay is not None:
+                    delay(queue, index)
+                step(self)
+        except _Stopped:
+            pass
+        except PeerError as error:
+            self._fail(error)
+        except BaseException as error:
+            text = f"{self}: rank {queue.rank} {self._where(queue, index)}: {type(error).__name__}: {error}"
+            self._site.monitor.abort(text, (queue.rank,))
+            self._fail(error)
+        finally:
+            self.leave()
+
+    def stop_if_asked(self) -> None:
+        if self._is_stopping:
+            raise _Stopped
+
+    def stamp(self, slot: int, time_ns: int) -> None:
+        self.stamps[slot] = time_ns
+
+    def hold(self, is_satisfied: Callable[[], bool], queue: Queue, index: int) -> None:
+        """Return once ``is_satisfied()``: command ``index`` of ``queue`` is a wait for a flag.
+
+        Raises:
+            PeerTimeoutError: the executor's time-out ran out; the peers have been told.
+            PeerError: the monitor knows that the flag will not come.
+        """
+        while not self._begun.is_set():  # armed ahead of its call: nobody is late yet
+            self.stop_if_asked()
+            self._begun.wait(_LONGEST_SLEEP_S)
+        for _ in range(_SPINS):
+            if is_satisfied():
+                return
+            self.stop_if_asked()
+            time.sleep(0)
+        arrived = check_at = time.monotonic()
+        is_noted = False
+        while not is_satisfied():
+            self.stop_if_asked()
+            now = time.monotonic()
+            waited = now - arrived
+            if now >= check_at:
+                check_at = now + _CHECK_INTERVAL_S
+                self._site.monitor.check(self.epoch)
+                if waited > self._site.timeout_s:
+                    self._time_out(queue, index, waited)
+                if waited > _NOTE_AFTER_S and not is_noted:
+                    self._site.monitor.note(self.epoch, f"{self}: {self._where(queue, index)}")
+                    is_noted = True
+            time.sleep(min(max(waited / 8, _SHORTEST_SLEEP_S), _LONGEST_SLEEP_S))
+
+    def _fail(self, error: BaseException) -> None:
+        with self._lock:
+            if self._error is None:
+                self._error = error
+        self._is_stopping = True
+
+    def _time_out(self, queue: Queue, index: int, waited_s: float) -> None:
+        """Blame the ranks that did not come; if all came, those that should have signalled the flag."""
+        monitor, command = self._site.monitor, queue.commands[index]
+        assert isinstance(command, Wait)
+        culprits = tuple(monitor.absent(self.epoch))
+        reason = "has not come" if len(culprits) == 1 else "have not come"
+        if not culprits:
+            writers = self._site.writers.get(command.flag, frozenset())
+            culprits = tuple(sorted(writers - {queue.rank} or writers))
+            reason = "began it, but did not signal" if culprits else "nobody signals this flag"
+        message = (
+            f"{self}: rank {queue.rank} {self._where(queue, index)} waited {waited_s:.1f} s; "
+            f"{', '.join(monitor.describe(rank) for rank in culprits)} {reason}"
+        )
+        monitor.abort(message, culprits, timed_out=True)
+        raise PeerTimeoutError(message, culprits)
+
+    def _where(self, queue: Queue, index: int) -> str:
+        return f"queue {queue.engine} command {index} ({describe(queue.commands[index])})"
+
+
+class EngineThread(threading.Thread):
+    """One engine of one rank. Work put in runs in order; None ends the thread."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name=name, daemon=True)
+        self.work: queues.SimpleQueue[tuple[Invocation, Queue, tuple[Step, ...]] | None] = queues.SimpleQueue()
+
+    def run(self) -> None:
+        while (item := self.work.get()) is not None:
+            invocation, queue, steps = item
+            invocation.run(queue, steps)
+            del item, invocation, queue, steps  # while idle, hold on to nothing
+
+
+class _Stopped(Exception):
+    """Ends a queue whose invocation has failed elsewhere."""

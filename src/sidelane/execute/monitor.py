@@ -1,0 +1,38 @@
+"""What an executor needs to know about its peers, and has to tell them (``memory.control.ControlBlock`` does it)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class PeerMonitor(Protocol):
+    """The state of all ranks, seen and told from one of them. Any thread may use it."""
+
+    def begin(self, call: int, step: str) -> None:
+        """Say that this rank has begun invocation ``call``."""
+        ...
+
+    def note(self, call: int, step: str) -> None:
+        """Say what this rank is waiting for in ``call``."""
+        ...
+
+    def end(self, call: int) -> None:
+        """Say that nothing of ``call`` runs on this rank any more, whichever way it ended."""
+        ...
+
+    def check(self, call: int) -> None:
+        """Raise PeerError (PeerTimeoutError after a time-out) if a peer gave up, refused, closed or died."""
+        ...
+
+    def absent(self, call: int) -> Sequence[int]:
+        """Ranks that have not begun ``call``."""
+        ...
+
+    def describe(self, rank: int) -> str:
+        """One phrase about ``rank`` for an error message."""
+        ...
+
+    def abort(self, message: str, ranks: Sequence[int] = (), *, timed_out: bool = False) -> None:
+        """Make ``check`` raise on every rank; ``ranks`` are at fault."""
+        ...

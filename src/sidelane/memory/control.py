@@ -1,0 +1,263 @@
+"""The control block: what the ranks of one machine tell each other besides bytes and flags.
+
+Every rank owns one part of a shared allocation and is the only one who writes it; all read all parts. It says which
+calls the rank has begun and ended, what it is doing, what each of its last calls was, and whether it gave up. CPU and
+GPU executors use it alike, from host threads. Who a rank is (process id with start time) is exchanged when it is made.
+
+Layout of a part: three words (last call begun, last call ended, closed), then records (see ``memory.record``): the
+step, the abort and a ring of the last 64 calls. Words are single stores; records carry a sequence number and a
+checksum, so that a reader gets either a whole record or none, on every memory model (``memory.ordering`` tells why a
+plain store would not do on ARM).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+import zlib
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from sidelane.errors import CommunicatorClosedError, PeerError, PeerTimeoutError
+from sidelane.memory.host_shared import SharedBytes
+from sidelane.memory.process import ProcessIdentity
+from sidelane.memory.record import Record
+
+RING_CALLS = 64
+_TEXT_BYTES = 512
+_PAGE_BYTES = 4096
+_STEP_BYTES = Record.HEADER_BYTES + _TEXT_BYTES
+_ABORT_BYTES = 2048
+_SLOT_BYTES = Record.HEADER_BYTES + 2 * _TEXT_BYTES  # a signature and a refusal
+_PART_BYTES = _PAGE_BYTES + RING_CALLS * _SLOT_BYTES
+_BEGUN, _ENDED, _CLOSED = range(3)  # words
+_OK, _REFUSED = range(2)  # status of a call
+_FAILED, _TIMED_OUT = range(2)  # status of an abort
+_LIVENESS_INTERVAL_S = 0.1  # a look at a process costs a system call or two
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PostedCall:
+    """What one rank posted for one call: its signature, and why it refused (None: it did not)."""
+
+    rank: int
+    signature: str
+    refusal: str | None
+
+
+class ControlBlock:
+    """One rank's view of the control parts of all ranks of a group. Making one is collective; any thread may use it.
+
+    Calls are numbered from 1 by the communicator, growing, the same on every rank; executors call them epochs.
+
+    Args:
+        group: the ranks, all on one machine.
+
+    Raises:
+        UnavailableError, PeerError, PeerTimeoutError: as :class:`sidelane.memory.host_shared.SharedBytes` does.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        shared = SharedBytes(group, _PART_BYTES)
+        self.rank, self.world_size = shared.rank, shared.world_size
+        self._peers = shared.peers
+        self._self = ProcessIdentity.own()
+        self._parts = [_Part(shared.view(rank)) for rank in range(shared.world_size)]
+        self._own = self._parts[shared.rank]
+        self._lock = threading.Lock()  # threads of this rank share one writer's role
+        self._open_calls: set[int] = set()
+        self._last_ended = 0
+        self._dead: set[int] = set()
+        self._look_at = 0.0
+        self._is_closed = False
+
+    # --- what this rank says ------------------------------------------------------------------------------------------
+
+    def post_call(self, call: int, signature: str, refusal: str | None = None) -> None:
+        """Say what call number ``call`` is here, or why this rank refuses it (its arguments were wrong).
+
+        Texts beyond 512 bytes are cut, with a digest of the whole at the end, so that different ones stay different.
+        """
+        if call < 1:
+            raise ValueError(f"ControlBlock.post_call: call numbers begin at 1 (value={call})")
+        self._check_usable("post_call")
+        payload = _fit(signature) + b"\0" + _fit(refusal or "")
+        with self._lock:
+            self._own.slot(call).write(call, _OK if refusal is None else _REFUSED, payload)
+            if refusal is None:
+                self._own.words[_BEGUN] = max(self._own.words[_BEGUN], call)
+
+    def begin(self, call: int, step: str) -> None:
+        """Say that this rank has begun ``call``; ``step`` describes it in a few words."""
+        self._check_usable("begin")
+        with self._lock:
+            self._open_calls.add(call)
+            self._own.words[_BEGUN] = max(self._own.words[_BEGUN], call)
+            self._own.step.write(call, _OK, _fit(step))
+
+    def note(self, call: int, step: str) -> None:
+        """Replace the step of ``call``, for peers that describe this rank."""
+        with self._lock:
+            self._own.step.write(call, _OK, _fit(step))
+
+    def end(self, call: int) -> None:
+        """Say that nothing of ``call`` runs here any more, whichever way it ended."""
+        with self._lock:
+            self._open_calls.discard(call)
+            self._last_ended = max(self._last_ended, call)
+            # Calls may end out of order; the word promises that everything up to it has ended.
+            self._own.words[_ENDED] = min(self._open_calls) - 1 if self._open_calls else self._last_ended
+
+    def abort(self, message: str, ranks: Sequence[int] = (), *, timed_out: bool = False) -> None:
+        """Make ``check`` raise on every rank from now on, for good. The first message of a rank stands.
+
+        Args:
+            message: what happened, naming rank and step.
+            ranks: the ranks at fault; this one if none is given.
+            timed_out: peers raise PeerTimeoutError instead of PeerError.
+        """
+        culprits = ",".join(map(str, ranks or (self.rank,)))
+        with self._lock:
+            if self._own.abort.is_blank:
+                payload = culprits.encode() + b"\0" + _fit(message, _ABORT_BYTES - 100)
+                # The monotonic clock is one for the machine: it tells which of several aborts came first.
+                self._own.abort.write(time.monotonic_ns(), _TIMED_OUT if timed_out else _FAILED, payload)
+
+    def close(self) -> None:
+        """Say that this rank takes part in no further call. Idempotent. The memory goes with the last reference."""
+        with self._lock:
+            self._own.words[_CLOSED] = 1
+            self._is_closed = True
+
+    # --- what this rank sees ------------------------------------------------------------------------------------------
+
+    def begun(self, rank: int) -> int:
+        """Number of the last call that ``rank`` has begun; 0 before the first."""
+        return self._parts[rank].words[_BEGUN]
+
+    def ended(self, rank: int) -> int:
+        """Number of the last call of ``rank`` that has ended, as have all before it."""
+        return self._parts[rank].words[_ENDED]
+
+    def absent(self, call: int) -> tuple[int, ...]:
+        """Ranks that have not begun ``call``."""
+        return tuple(rank for rank in range(self.world_size) if self.begun(rank) < call)
+
+    def check(self, call: int) -> None:
+        """Raise if ``call`` cannot complete any more. Costs microseconds; processes are looked at every 100 ms.
+
+        Raises:
+            PeerError: a rank gave up (the text is its own, ``ranks`` the culprits it named), refused this call, closed
+                its side before this call, or died in it. PeerTimeoutError if a rank gave up because of a time-out.
+        """
+        self._check_aborts()
+        for rank, part in enumerate(self._parts):
+            if rank != self.rank and (posted := part.posted(rank, call)) and posted.refusal is not None:
+                raise PeerError(f"rank {rank} refused call {call}, {posted.signature}: {posted.refusal}", (rank,))
+        self._check_gone(call)
+
+    def calls_of_all(self, call: int, timeout_s: float) -> list[PostedCall]:
+        """Wait until every rank has posted ``call``; what they posted, by rank, refusals included.
+
+        Raises:
+            PeerTimeoutError: ranks did not come within ``timeout_s``; all ranks are told, as by ``abort``.
+            PeerError: a rank gave up, closed its side or died.
+        """
+        began = time.monotonic()
+        found: dict[int, PostedCall] = {}
+        while True:
+            for rank, part in enumerate(self._parts):
+                if rank not in found and (posted := part.posted(rank, call)):
+                    found[rank] = posted
+            if len(found) == self.world_size:
+                return [found[rank] for rank in range(self.world_size)]
+            self._check_aborts()
+            missing = [rank for rank in range(self.world_size) if rank not in found]
+            self._check_gone(call, missing)
+            waited = time.monotonic() - began
+            if waited > timeout_s:
+                mine = found[self.rank].signature if self.rank in found else "not posted here"
+                message = f"call {call} ({mine}): waited {waited:.1f} s on rank {self.rank} for " + "; ".join(
+                    self.describe(rank) for rank in missing
+                )
+                self.abort(message, missing, timed_out=True)
+                raise PeerTimeoutError(message, missing)
+            time.sleep(min(max(waited / 8, 20e-6), 5e-3))
+
+    def describe(self, rank: int) -> str:
+        """One phrase for people: who the rank is, whether it lives and what it was last seen doing."""
+        part, peer = self._parts[rank], self._peers[rank]
+        if part.words[_CLOSED]:
+            state = "closed"
+        else:
+            state = {True: "alive", False: "dead", None: "out of sight"}[peer.alive(self._self)]
+        begun, ended = self.begun(rank), self.ended(rank)
+        step = part.step.read()
+        doing = f", {step[2].decode(errors='replace')}" if step and step[0] == begun and begun > ended else ""
+        progress = f"in call {begun}" if begun > ended else f"ended call {ended}" if ended else "has begun no call"
+        return f"rank {rank} (pid {peer.pid}, {state}, {progress}{doing})"
+
+    def _check_aborts(self) -> None:
+        aborts = [(rank, part.abort.read()) for rank, part in enumerate(self._parts) if not part.abort.is_blank]
+        records = [(record, rank) for rank, record in aborts if record is not None]
+        if not records:
+            return
+        (_, status, payload), rank = min(records)  # the first to give up names the cause, the others its consequences
+        culprits, message = payload.split(b"\0", 1)
+        error = PeerTimeoutError if status == _TIMED_OUT else PeerError
+        text = message.decode(errors="replace")
+        raise error(f"rank {rank} gave up: {text}", [int(culprit) for culprit in culprits.split(b",")])
+
+    def _check_gone(self, call: int, ranks: Sequence[int] | None = None) -> None:
+        """Raise for a peer that cannot contribute to ``call`` any more."""
+        now = time.monotonic()
+        if now >= self._look_at:
+            self._look_at = now + _LIVENESS_INTERVAL_S
+            self._dead.update(rank for rank, peer in enumerate(self._peers) if peer.alive(self._self) is False)
+        for rank in range(self.world_size) if ranks is None else ranks:
+            closed = self._parts[rank].words[_CLOSED]
+            if rank == self.rank or not (closed or rank in self._dead):
+                continue
+            # Its words are final now that it is gone. A rank that closed in good order had ended what it began.
+            if (self.begun(rank) if closed else self.ended(rank)) < call:
+                how = "closed its communicator before" if closed else "died in or before"
+                raise PeerError(f"rank {rank} {how} call {call}: {self.describe(rank)}", (rank,))
+
+    def _check_usable(self, method: str) -> None:
+        if self._is_closed:
+            raise CommunicatorClosedError(f"ControlBlock.{method}: the control block was closed")
+
+
+class _Part:
+    """The memory of one rank, as words and records."""
+
+    def __init__(self, view: memoryview) -> None:
+        self.words = view[: 8 * 8].cast("Q")
+        self.step = Record(view[64 : 64 + _STEP_BYTES])
+        self.abort = Record(view[1024 : 1024 + _ABORT_BYTES])
+        slots = view[_PAGE_BYTES:]
+        self._slots = [Record(slots[i * _SLOT_BYTES : (i + 1) * _SLOT_BYTES]) for i in range(RING_CALLS)]
+
+    def slot(self, call: int) -> Record:
+        return self._slots[call % RING_CALLS]
+
+    def posted(self, rank: int, call: int) -> PostedCall | None:
+        slot = self.slot(call)
+        if slot.number != call:  # one load, before the whole record is read and checked
+            return None
+        record = slot.read()
+        if record is None or record[0] != call:
+            return None
+        signature, refusal = (text.decode(errors="replace") for text in record[2].split(b"\0", 1))
+        return PostedCall(rank, signature, refusal if record[1] == _REFUSED else None)
+
+
+def _fit(text: str, limit: int = _TEXT_BYTES - 1) -> bytes:
+    """``text`` as utf-8 without NUL in at most ``limit`` bytes, cut between characters, ending in a digest when cut."""
+    data = text.replace("\0", "\ufffd").encode(errors="replace")
+    if len(data) <= limit:
+        return data
+    mark = f"...#{zlib.crc32(data):08x}".encode()
+    return data[: limit - len(mark)].decode(errors="ignore").encode() + mark

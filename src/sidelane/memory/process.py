@@ -1,0 +1,74 @@
+"""Who a peer is, and whether it is still alive: process ids that cannot be mistaken for those of a later process."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+from pathlib import Path
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ProcessIdentity:
+    """One process, as it describes itself to its peers.
+
+    Attributes:
+        pid: process id in its own pid namespace.
+        started: start time in clock ticks since boot (Linux); 0 where the system does not tell. Ids are reused,
+            (id, start time) pairs are not.
+        namespace: inode of its pid namespace; 0 where there are none. Ids mean nothing across namespaces.
+        host: name of the machine, for people.
+        boot: random id of this boot of the kernel, equal for all containers of one machine; "" where there is none.
+    """
+
+    pid: int
+    started: int
+    namespace: int
+    host: str
+    boot: str
+
+    @classmethod
+    def own(cls) -> ProcessIdentity:
+        """The calling process."""
+        try:
+            namespace = os.stat("/proc/self/ns/pid").st_ino
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        except OSError:  # not Linux, or a /proc that hides them
+            namespace, boot = 0, ""
+        state = _state_and_start(os.getpid())
+        return cls(os.getpid(), state[1] if state else 0, namespace, socket.gethostname(), boot)
+
+    @property
+    def machine(self) -> str:
+        """Equal for processes that can share memory. Host names are the second choice: containers have their own."""
+        return self.boot or self.host
+
+    def alive(self, observer: ProcessIdentity) -> bool | None:
+        """Whether the process still runs; None when ``observer`` (the calling process) cannot know.
+
+        A zombie counts as dead: its memory is gone and its threads are too.
+        """
+        if (self.machine, self.namespace) != (observer.machine, observer.namespace):
+            return None
+        if self.started:
+            state = _state_and_start(self.pid)
+            return state is not None and state[0] not in "ZX" and state[1] == self.started
+        try:
+            os.kill(self.pid, 0)  # signal 0 only asks
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            return True
+        return True
+
+
+def _state_and_start(pid: int) -> tuple[str, int] | None:
+    """State letter and start time of a process from /proc, None without such a process."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    # The second field is the command in parentheses, which may hold blanks and parentheses itself: count from the last
+    # one. What follows are fields 3 (state) and, 19 further, 22 (start time); see proc(5).
+    fields = stat[stat.rindex(")") + 2 :].split()
+    return fields[0], int(fields[19])

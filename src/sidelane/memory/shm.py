@@ -1,0 +1,64 @@
+"""Symmetric memory for CPU tensors: torch tensors over shared host memory (PyTorch has no CPU backend for it)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import torch.distributed as dist
+
+from sidelane.errors import CommunicatorClosedError
+from sidelane.memory.host_shared import SharedBytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ShmBlock:
+    """One collective allocation (see :class:`sidelane.memory.base.SymmetricBlock`).
+
+    Attributes:
+        tensor: this rank's bytes, 1-d uint8.
+        addresses: where this process reaches the block of each rank.
+        tensors: the block of each rank as a tensor of this process; they keep the memory mapped, as ``tensor`` does.
+    """
+
+    tensor: torch.Tensor
+    addresses: tuple[int, ...]
+    tensors: tuple[torch.Tensor, ...]
+
+
+class ShmMemory:
+    """Allocator of symmetric CPU blocks for one group. All ranks on one machine.
+
+    Args:
+        group: the ranks that allocate together; the memory handles travel over it.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group: dist.ProcessGroup | None = group
+
+    def allocate(self, nbytes: int) -> ShmBlock:
+        """Allocate ``nbytes`` (> 0) on every rank, zeroed and page-aligned. Collective; the bytes are reserved at once.
+
+        The memory is unmapped once the block and every tensor made from it are gone; the kernel frees it when that is
+        so in every process.
+
+        Raises:
+            ValueError: ``nbytes`` is not positive.
+            MismatchError: ranks asked for different sizes.
+            PeerError: a peer died in the exchange; PeerTimeoutError: the time-out of the process group ran out.
+            UnavailableError: not enough memory, or ranks on several machines.
+            CommunicatorClosedError: ``close`` was called.
+        """
+        if self._group is None:
+            raise CommunicatorClosedError("ShmMemory.allocate: the memory was closed")
+        shared = SharedBytes(self._group, nbytes)
+        # frombuffer holds on to the mapping, so a tensor outlives the block, this object and the group.
+        tensors = tuple(
+            torch.frombuffer(shared.mapping, dtype=torch.uint8, count=nbytes, offset=shared.offset(rank))
+            for rank in range(shared.world_size)
+        )
+        return ShmBlock(tensors[shared.rank], tuple(tensor.data_ptr() for tensor in tensors), tensors)
+
+    def close(self) -> None:
+        """Let go of the group. Tensors that callers still have stay valid. Idempotent."""
+        self._group = None

@@ -1,0 +1,243 @@
+"""Symmetric memory on GPUs, by way of ``torch.distributed._symmetric_memory`` (its CUDA backend).
+
+Three things are done differently from ``symm_mem.empty`` followed by ``symm_mem.rendezvous`` on the caller's group:
+
+- Memory does not come from torch's pool of symmetric segments: which segment a rank gets from there depends on what it
+  has freed so far, and a rank that gets a used one skips the rendezvous that its peers wait in.
+- torch numbers the exchanges of a rendezvous per process, not per group. A rank that took part in another group's
+  rendezvous meanwhile would look for its peers under other numbers, and hang. A store that renumbers the keys, under a
+  group name of its own, keeps sub-groups apart.
+- Multicast objects are never made, whatever the environment says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sidelane.errors import CommunicatorClosedError, MismatchError, PeerError, PeerTimeoutError, UnavailableError
+from sidelane.memory.host_shared import exchange
+
+DEFAULT_TIMEOUT_S = 600.0
+_NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TorchSymmetricBlock:
+    """One collective allocation (see :class:`sidelane.memory.base.SymmetricBlock`).
+
+    Attributes:
+        tensor: this rank's bytes, 1-d uint8.
+        addresses: where this process reaches the block of each rank.
+        handle: torch's, which keeps the peers' memory mapped; None without peers.
+    """
+
+    tensor: torch.Tensor
+    addresses: tuple[int, ...]
+    handle: Any
+
+
+class TorchSymmetricMemory:
+    """Allocator of symmetric GPU blocks for one group, all ranks on one machine, each on a device of its own.
+
+    Making one is collective.
+
+    Args:
+        group: the control plane, of any backend.
+        device: of this rank.
+        timeout_s: seconds that a rank may take to come to an allocation.
+
+    Raises:
+        ValueError: the device is no CUDA device, or this process is not in the group.
+        PeerError, PeerTimeoutError: a rank did not take part.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        if device.type != "cuda":
+            raise ValueError(f"TorchSymmetricMemory: device (value={device}, allowed=cuda)")
+        self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
+        if self._rank < 0:
+            raise ValueError("TorchSymmetricMemory: this process is not a rank of the group")
+        self._device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        self._group: dist.ProcessGroup | None = group
+        # Rank 0 names the instance: two communicators on one group must not read each other's keys.
+        own_name = f"sidelane/{os.getpid()}/{next(_instances)}"
+        name: str = exchange(group, own_name, "TorchSymmetricMemory")[0]
+        self._alias = _Alias(name, _store_of(group), self._rank, self._world_size, timeout_s)
+
+    def allocate(self, nbytes: int) -> TorchSymmetricBlock:
+        """Allocate ``nbytes`` (> 0) on every rank, zeroed. Collective. Synchronises the current stream.
+
+        Raises:
+            ValueError: ``nbytes`` is not positive.
+            MismatchError: ranks asked for different sizes.
+            UnavailableError: a device has no room, its driver cannot share memory, or torch's symmetric memory was set
+                to another backend. Raised on every rank alike.
+            PeerError, PeerTimeoutError: a rank did not take part.
+            CommunicatorClosedError: ``close`` was called.
+        """
+        if self._group is None:
+            raise CommunicatorClosedError("TorchSymmetricMemory.allocate: the memory was closed")
+        if nbytes <= 0:
+            raise ValueError(f"allocate: nbytes must be positive (value={nbytes})")
+        tensor, problem = self._take(nbytes)
+        offers: list[tuple[int, str]] = exchange(self._group, (nbytes, problem), "allocate")
+        sizes = [size for size, _ in offers]
+        if len(set(sizes)) > 1:
+            named = ", ".join(f"rank {rank}: {size}" for rank, size in enumerate(sizes))
+            raise MismatchError(f"allocate: ranks ask for different sizes in bytes: {named}")
+        problems = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(offers) if text]
+        if problems:
+            raise UnavailableError(f"allocate: no symmetric memory of {nbytes} bytes: {'; '.join(problems)}")
+        assert tensor is not None
+        if self._world_size == 1:
+            return TorchSymmetricBlock(tensor, (tensor.data_ptr(),), None)
+        handle = self._alias.rendezvous(tensor)
+        # Blocks begin at the tensor; torch's addresses begin at the allocation.
+        offset = tensor.data_ptr() - handle.buffer_ptrs[self._rank]
+        return TorchSymmetricBlock(tensor, tuple(base + offset for base in handle.buffer_ptrs), handle)
+
+    def close(self) -> None:
+        """Let go of the group. Tensors that callers still have stay valid. Idempotent."""
+        if self._group is not None:
+            self._alias.close()
+        self._group = None
+
+    def _take(self, nbytes: int) -> tuple[torch.Tensor | None, str]:
+        """Zeroed memory of this rank that peers can map, or why there is none."""
+        symmetric_memory = _symmetric_memory()
+        backend = symmetric_memory.get_backend(self._device)
+        if backend != "CUDA":
+            return None, f"torch's symmetric memory is set to another backend (value={backend}, allowed=CUDA)"
+        try:
+            with torch.cuda.device(self._device):
+                tensor: torch.Tensor = symmetric_memory.empty_strided_p2p((nbytes,), (1,), torch.uint8, self._device)
+                tensor.zero_()
+                torch.cuda.current_stream().synchronize()
+        except RuntimeError as error:
+            return None, str(error).splitlines()[0]
+        return tensor, ""
+
+
+class _Alias:
+    """The group under a name that only Sidelane uses, with the renumbering store."""
+
+    def __init__(self, name: str, store: dist.Store, rank: int, world_size: int, timeout_s: float) -> None:
+        self._name, self._rank, self._world_size = name, rank, world_size
+        self._store = RenumberingStore(dist.PrefixStore(name, store), timedelta(seconds=timeout_s))
+        self._group = dist.ProcessGroup(self._store, rank, world_size)
+        _c10d()._register_process_group(name, self._group)
+        self._told = False
+
+    def rendezvous(self, tensor: torch.Tensor) -> Any:
+        """Map everyone's memory. Collective.
+
+        Raises:
+            PeerTimeoutError: a rank did not come. PeerError: it failed in another way.
+        """
+        self._store.begin_round()
+        try:
+            with _without_multicast():
+                return self._map(tensor)
+        except dist.DistStoreError as error:
+            raise PeerTimeoutError(f"allocate: a rank did not come: {error}") from error
+        except dist.DistError as error:
+            raise PeerError(f"allocate: exchanging memory handles failed: {error}") from error
+        except RuntimeError as error:
+            raise UnavailableError(f"allocate: the peers' memory cannot be mapped: {error}") from error
+
+    def close(self) -> None:
+        _c10d()._unregister_process_group(self._name)
+
+    def _map(self, tensor: torch.Tensor) -> Any:
+        symmetric_memory = _symmetric_memory()
+        try:
+            return symmetric_memory.rendezvous(tensor, self._name)
+        except RuntimeError as error:
+            # Some versions look groups up in a table of their own. The others compare allocation counts for groups in
+            # that table, which differ between ranks for good reasons: so it is filled only where it is asked for.
+            if "no group info" not in str(error) or self._told:
+                raise
+        self._told = True
+        symmetric_memory.set_group_info(self._name, self._rank, self._world_size, self._store)
+        return symmetric_memory.rendezvous(tensor, self._name)
+
+
+class RenumberingStore(dist.Store):
+    """Gives the keys of a rendezvous numbers that are equal on all ranks.
+
+    torch's keys are ``<prefix>/<number>/<rank>``. The number is replaced by that of the rendezvous on this store and,
+    within it, the order in which numbers first appear: in the second rendezvous, ``CUDASymmetricMemory/7/0`` and
+    ``.../8/0`` become ``2/0/0`` and ``2/1/0``, on a rank where torch is at 7 as on one where it is at 3.
+    """
+
+    def __init__(self, store: dist.Store, timeout: timedelta) -> None:
+        super().__init__()
+        self._store = store
+        self._timeout = timeout
+        self._round = 0
+        self._numbers: dict[str, int] = {}
+
+    def begin_round(self) -> None:
+        """The next keys belong to the next rendezvous."""
+        self._round += 1
+        self._numbers.clear()
+
+    def set(self, key: str, value: Any) -> None:
+        self._store.set(self._renumber(key), value)
+
+    def get(self, key: str) -> bytes:
+        return self._store.get(self._renumber(key))
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        self._store.wait([self._renumber(key) for key in keys], timeout or self._timeout)
+
+    def _renumber(self, key: str) -> str:
+        prefix, number, rank = key.rsplit("/", 2)
+        step = self._numbers.setdefault(f"{prefix}/{number}", len(self._numbers))
+        return f"{self._round}/{step}/{rank}"
+
+
+@contextlib.contextmanager
+def _without_multicast() -> Iterator[None]:
+    # torch reads the variable at each rendezvous. Multicast objects are useless here, and on some hosts they have put
+    # GPUs out of service.
+    before = os.environ.get(_NO_MULTICAST)
+    os.environ[_NO_MULTICAST] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_NO_MULTICAST]
+        else:
+            os.environ[_NO_MULTICAST] = before
+
+
+def _c10d() -> Any:
+    from torch._C import _distributed_c10d
+
+    return _distributed_c10d
+
+
+def _symmetric_memory() -> Any:
+    found = getattr(_c10d(), "_SymmetricMemory", None)
+    if found is None:
+        raise UnavailableError("this PyTorch has no symmetric memory (needs 2.11 or newer, built with CUDA)")
+    return found
+
+
+def _store_of(group: dist.ProcessGroup) -> dist.Store:
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._get_process_group_store(group)
+
+
+_instances = itertools.count()

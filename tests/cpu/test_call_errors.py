@@ -1,0 +1,291 @@
+"""Wrong calls and failing peers: clear errors on every rank, nothing moved, nothing hangs, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankPool, crew
+
+from sidelane import Communicator, CommunicatorClosedError, Config, MismatchError, PeerError, PeerTimeoutError
+
+
+def communicator(group: dist.ProcessGroup, **settings: Any) -> Communicator:
+    return Communicator(group, device="cpu", config=Config(**{"timeout_s": 20, **settings}))
+
+
+def error_of(function: Any, *args: Any, **kwargs: Any) -> BaseException:
+    try:
+        function(*args, **kwargs)
+    except Exception as error:
+        return error
+    raise AssertionError("no error was raised")
+
+
+def wrong_arguments(group: dist.ProcessGroup) -> list[str]:
+    """Calls that every rank gets wrong in the same way."""
+    texts = []
+    with communicator(group) as comm, communicator(group) as other:
+        n = comm.world_size
+        f = torch.empty
+        mine, foreign, whole = comm.empty(4 * n), other.empty(4), f(8 * n)
+        wrong = [
+            (comm.all_gather, (f(4 * n + 1), f(4)), {}),
+            (comm.all_gather, (f(4 * n), f(4, dtype=torch.float64)), {}),
+            (comm.all_gather, (f(4, n).t(), f(4)), {}),
+            (comm.all_gather, (f(4 * n, device="meta"), f(4, device="meta")), {}),
+            (comm.all_gather, (mine, foreign), {}),
+            (comm.all_gather, (whole[: 4 * n], whole[2:6] if comm.rank else whole[6:10]), {}),
+            (comm.all_gather, (f(4 * n), f(4)), {"variant": "swap"}),
+            (comm.all_gather, (f(4 * n), f(4)), {"variant": "bcst"}),
+            (comm.all_gather, (None, f(4)), {}),
+            (comm.all_to_all, (f(n + 1), f(n + 1)), {}),
+            (comm.all_to_all, (whole[: 4 * n], whole[1 : 4 * n + 1]), {}),
+            (comm.all_to_all, (f(n), f(n)), {"input_split_sizes": [1] * n}),
+            (
+                comm.all_to_all,
+                (f(n), f(n)),
+                {"input_split_sizes": [2] * n, "output_split_sizes": [1] * n},
+            ),
+            (comm.reduce_scatter, (f(4), f(4 * n)), {"op": "product"}),
+            (comm.reduce_scatter, (f(4, dtype=torch.float64), f(4 * n, dtype=torch.float64)), {}),
+            (comm.all_reduce, (f(4),), {"output": f(5)}),
+            (comm.broadcast, (f(4),), {"root": n}),
+            (comm.scatter, (f(4), None if comm.rank == 0 else f(4 * n)), {"root": 0}),
+            (comm.gather, (f(4 * n + 1) if comm.rank == 0 else f(1), f(4)), {"root": 0}),
+        ]
+        for function, args, kwargs in wrong:
+            error = error_of(function, *args, **kwargs)
+            assert isinstance(error, ValueError | TypeError), error
+            assert function.__name__ in str(error) or "another communicator" in str(error), error
+            texts.append(str(error))
+        # Whatever was refused, the ranks are still in step.
+        total = torch.ones(3)
+        comm.all_reduce(total)
+        assert total.tolist() == [n] * 3
+    return texts
+
+
+def test_wrong_arguments_are_refused_on_every_rank_and_nothing_breaks(pool: RankPool) -> None:
+    texts = pool.run(wrong_arguments, 3)[0]
+    assert "output must hold 3 times the elements of input (output=13, input=4, allowed output=12)" in texts[0]
+    assert "another communicator" in texts[4]
+    assert "in-place call" in texts[5]
+    assert "(value='swap', allowed=auto, pcpy, b2b, bcst" in texts[6]
+    assert "symmetric memory" in texts[7]
+    assert "allowed=sum, avg, min, max" in texts[13]
+
+
+def one_rank_is_wrong(group: dist.ProcessGroup) -> tuple[str, str]:
+    with communicator(group) as comm:
+        n = comm.world_size
+        out = torch.full((5 * n,), -1.0)
+        error = error_of(comm.all_gather, out, torch.empty(6 if comm.rank == 2 else 5))
+        assert (out == -1).all(), "bytes moved before the call was agreed"
+        comm.barrier()
+        return type(error).__name__, str(error)
+
+
+def test_one_ranks_mistake_is_an_error_on_all(pool: RankPool) -> None:
+    results = pool.run(one_rank_is_wrong, 4)
+    assert [name for name, _ in results] == ["PeerError", "PeerError", "ValueError", "PeerError"]
+    assert all("rank 2 refused it: ValueError: all_gather: output must hold" in results[rank][1] for rank in (0, 1, 3))
+
+
+def different_calls(group: dist.ProcessGroup, debug: bool, repeated: bool) -> str:
+    with communicator(group, debug=debug) as comm:
+        n = comm.world_size
+        small, large = (torch.full((5 * n,), -1.0), torch.empty(5)), (torch.full((9 * n,), -1.0), torch.empty(9))
+        if repeated:
+            for out, shard in (small, large):
+                comm.all_gather(out, shard)
+                out.fill_(-1)
+        out, shard = large if comm.rank == 1 else small
+        error = error_of(comm.all_gather, out, shard)
+        assert isinstance(error, MismatchError), error
+        assert (out == -1).all()
+        comm.barrier()
+        return str(error)
+
+
+@pytest.mark.parametrize(("debug", "repeated"), [(False, False), (True, False), (True, True)])
+def test_different_sizes_are_named(pool: RankPool, debug: bool, repeated: bool) -> None:
+    for text in pool.run(different_calls, 3, debug, repeated):
+        assert "rank 0: all_gather(3 ranks, 60 bytes" in text and "rank 1: all_gather(3 ranks, 108 bytes" in text
+
+
+def different_collectives(group: dist.ProcessGroup) -> str:
+    with communicator(group, debug=True) as comm:
+        tensor = torch.ones(6)
+        error = error_of(comm.all_reduce if comm.rank else lambda t: comm.broadcast(t, root=0), tensor)
+        assert isinstance(error, MismatchError), error
+        return str(error)
+
+
+def test_different_collectives_are_named(pool: RankPool) -> None:
+    for text in pool.run(different_collectives, 2):
+        assert "rank 0: broadcast(" in text and "rank 1: all_reduce(" in text
+
+
+def unequal_splits(group: dist.ProcessGroup) -> str:
+    with communicator(group) as comm:
+        n = comm.world_size
+        receive = [1] * n
+        send = [2, *([1] * (n - 1))] if comm.rank == 1 else [1] * n
+        error = error_of(
+            comm.all_to_all,
+            torch.empty(sum(receive)),
+            torch.empty(sum(send)),
+            output_split_sizes=receive,
+            input_split_sizes=send,
+        )
+        comm.barrier()
+        return str(error)
+
+
+def test_splits_that_do_not_match_are_named(pool: RankPool) -> None:
+    for text in pool.run(unequal_splits, 3):
+        assert "rank 1 sends 8 bytes to rank 0, which expects 4" in text
+
+
+def refuses_a_known_call(group: dist.ProcessGroup) -> tuple[str, str]:
+    """Without the debug switch, a known call is not compared: the peers find out while they wait."""
+    with communicator(group, timeout_s=5) as comm:
+        n = comm.world_size
+        out, shard = torch.empty(5 * n), torch.empty(5)
+        comm.all_gather(out, shard)
+        error = error_of(comm.all_gather, out, torch.empty(6) if comm.rank == 1 else shard)
+        if comm.rank != 1:
+            with pytest.raises(CommunicatorClosedError, match="unusable since a call failed"):
+                comm.all_gather(out, shard)
+        return type(error).__name__, str(error)
+
+
+def test_a_refused_known_call_is_an_error_on_the_peers(pool: RankPool) -> None:
+    results = pool.run(refuses_a_known_call, 3)
+    assert results[1][0] == "ValueError"
+    for rank in (0, 2):
+        assert results[rank][0] == "PeerError"
+        assert "rank 1" in results[rank][1] and "output must hold" in results[rank][1]
+
+
+def absent(group: dist.ProcessGroup, known: bool) -> tuple[str, tuple[int, ...], str, float]:
+    with communicator(group, timeout_s=2) as comm:
+        n = comm.world_size
+        out, shard = comm.empty(5 * n), torch.empty(5)
+        if known:
+            comm.all_gather(out, shard)
+        if comm.rank == 1:
+            time.sleep(6)
+            return "", (), "", 0.0
+        begun = time.monotonic()
+        error = error_of(comm.all_gather, out, shard)
+        return type(error).__name__, getattr(error, "ranks", ()), str(error), time.monotonic() - begun
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_an_absent_peer_is_named_within_the_time_out(pool: RankPool, known: bool) -> None:
+    results = pool.run(absent, 4, known)
+    for rank in (0, 2, 3):
+        name, ranks, text, waited_s = results[rank]
+        assert (name, ranks) == ("PeerTimeoutError", (1,)), text
+        assert "rank 1" in text and "all_gather" in text
+        assert waited_s < 15, "a time-out of 2 s on a busy machine"
+
+
+def dies(group: dist.ProcessGroup) -> tuple[str, tuple[int, ...], str]:
+    comm = communicator(group, timeout_s=15)
+    n = comm.world_size
+    out, shard = comm.empty(5 * n), torch.full((5,), float(comm.rank))
+    for _ in range(3):
+        comm.all_gather(out, shard)
+    if comm.rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    error = error_of(comm.all_gather, out, shard)
+    comm.close()
+    # The process goes on: the ranks that are left make a new communicator (torch needs a new group for that).
+    return type(error).__name__, getattr(error, "ranks", ()), str(error)
+
+
+def test_a_dead_peer_is_named_and_nothing_is_left(tmp_path: Any) -> None:
+    before = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+    with crew(4) as ranks:
+        results = ranks.run(dies, 4, dying=(2,))
+        for rank in (0, 1, 3):
+            name, at_fault, text = results[rank]
+            assert issubclass({"PeerError": PeerError, "PeerTimeoutError": PeerTimeoutError}[name], PeerError)
+            assert at_fault == (2,), text
+            assert "rank 2" in text
+    if os.path.isdir("/dev/shm"):
+        left = [name for name in set(os.listdir("/dev/shm")) - before if "sidelane" in name]
+        assert not left
+
+
+def interrupted(group: dist.ProcessGroup) -> tuple[str, str]:
+    comm = communicator(group, timeout_s=20)
+    n = comm.world_size
+    out, shard = comm.empty(5 * n), torch.empty(5)
+    comm.all_gather(out, shard)
+    if comm.rank == 2:  # keeps the others waiting until one of them is interrupted
+        time.sleep(4)
+        error = error_of(comm.all_gather, out, shard)
+        return type(error).__name__, str(error)
+    if comm.rank == 0:
+        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+    try:
+        comm.all_gather(out, shard)
+    except (KeyboardInterrupt, PeerError) as error:
+        comm.close()
+        assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("sidelane")]
+        return type(error).__name__, str(error)
+    raise AssertionError("no error was raised")
+
+
+def test_ctrl_c_stops_the_call_and_tells_the_peers() -> None:
+    with crew(3) as ranks:
+        results = ranks.run(interrupted, 3)
+    assert results[0][0] == "KeyboardInterrupt"
+    assert results[1][0] == "PeerError" and "rank 0" in results[1][1]
+    assert results[2][0] == "PeerError" and "rank 0" in results[2][1]
+
+
+def threads_and_files(group: dist.ProcessGroup) -> tuple[list[str], int]:
+    def count() -> int:
+        return len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+
+    with communicator(group) as comm:  # the first one warms up what stays for good
+        comm.all_reduce(torch.ones(3))
+    before = count()
+    for _ in range(5):
+        with communicator(group) as comm:
+            tensor = comm.empty(1000)
+            comm.all_reduce(tensor.fill_(1.0))
+            comm.all_gather(torch.empty(comm.world_size), torch.ones(1))
+        del tensor
+    return [t.name for t in threading.enumerate() if t.name.startswith("sidelane")], count() - before
+
+
+def test_closing_leaves_no_thread_and_no_file(pool: RankPool) -> None:
+    for threads, files in pool.run(threads_and_files, 3):
+        assert threads == []
+        assert files <= 1
+
+
+def closed(group: dist.ProcessGroup) -> None:
+    comm = communicator(group)
+    tensor = comm.empty(4)
+    comm.close()
+    comm.close()
+    tensor.fill_(1)
+    with pytest.raises(CommunicatorClosedError, match="closed"):
+        comm.all_reduce(tensor)
+
+
+def test_a_closed_communicator_says_so_and_its_tensors_live_on(pool: RankPool) -> None:
+    pool.run(closed, 2)

@@ -1,0 +1,62 @@
+"""Every collective between real processes: bytes against a reference, all dtypes, odd sizes, 2 to 8 ranks."""
+
+from __future__ import annotations
+
+import pytest
+import sweeps
+import torch
+from expected import MOVING_DTYPES, REDUCING_DTYPES
+from ranks import RankPool
+
+
+@pytest.mark.parametrize("n", range(2, 9))
+def test_moving_collectives(pool: RankPool, n: int) -> None:
+    sizes = (1, 1023) if n in (2, 4) else (257,)
+    assert pool.run(sweeps.moving_sweep, n, (torch.bfloat16,), sizes) == [2 * len(sizes)] * n
+
+
+@pytest.mark.parametrize("n", [3])
+def test_every_dtype_moves(pool: RankPool, n: int) -> None:
+    assert pool.run(sweeps.moving_sweep, n, MOVING_DTYPES, (37,), timeout_s=120) == [2 * len(MOVING_DTYPES)] * n
+
+
+@pytest.mark.parametrize("n", range(2, 9))
+def test_reducing_collectives(pool: RankPool, n: int) -> None:
+    dtypes = REDUCING_DTYPES if n in (2, 5) else (torch.float32,)
+    assert pool.run(sweeps.reducing_sweep, n, dtypes, (333,)) == [8 * len(dtypes)] * n
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_no_bytes_and_one_rank(pool: RankPool, n: int) -> None:
+    pool.run(sweeps.nothing_and_alone, n)
+    pool.run(sweeps.moving_sweep, n, (torch.float32,), (5,))
+    pool.run(sweeps.reducing_sweep, n, (torch.float32,), (5,))
+
+
+def test_large_messages(pool: RankPool) -> None:
+    pool.run(sweeps.large_messages, 3)
+
+
+@pytest.mark.parametrize("n", [2, 5])
+def test_uneven_all_to_all(pool: RankPool, n: int) -> None:
+    pool.run(sweeps.uneven, n)
+
+
+def test_growing_staging(pool: RankPool) -> None:
+    pool.run(sweeps.growing_staging, 4)
+
+
+def test_asynchronous_calls_keep_their_order(pool: RankPool) -> None:
+    pool.run(sweeps.asynchronous, 4)
+
+
+def test_two_communicators_do_not_disturb_each_other(pool: RankPool) -> None:
+    pool.run(sweeps.interleaved, 4, ())
+
+
+def test_sub_groups_count_their_own_ranks(pool: RankPool) -> None:
+    assert pool.run(sweeps.sub_group, (1, 4, 6)) == [[1.0, 4.0, 6.0, 4.0]] * 3
+
+
+def test_many_calls_back_to_back(pool: RankPool) -> None:
+    pool.run(sweeps.many, 4, 300)

@@ -1,0 +1,226 @@
+"""The control block: what ranks tell each other, and how they find out that one is late, gone, or gave up."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch.distributed as dist
+from ranks import RankPool, crew
+
+from sidelane.errors import CommunicatorClosedError, PeerError, PeerTimeoutError
+from sidelane.memory.control import RING_CALLS, ControlBlock
+from sidelane.memory.process import ProcessIdentity
+
+
+def failure(control: ControlBlock, call: int, within_s: float = 5.0) -> tuple[str, tuple[int, ...], str]:
+    """Poll ``check`` until it raises: type, ranks and text."""
+    until = time.monotonic() + within_s
+    while time.monotonic() < until:
+        try:
+            control.check(call)
+        except PeerError as error:
+            return type(error).__name__, error.ranks, str(error)
+        time.sleep(0.01)
+    raise AssertionError(f"check({call}) found nothing")
+
+
+def post_and_compare(group: dist.ProcessGroup) -> None:
+    control = ControlBlock(group)
+    rank = dist.get_rank(group)
+    for call in range(1, 3 * RING_CALLS):
+        control.post_call(call, f"call {call} of rank {rank}", "bad dtype" if (call + rank) % 50 == 0 else None)
+        posted = control.calls_of_all(call, 10.0)
+        assert [post.rank for post in posted] == list(range(control.world_size))
+        assert [post.signature for post in posted] == [f"call {call} of rank {r}" for r in range(control.world_size)]
+        refusals = [post.refusal for post in posted]
+        assert refusals == ["bad dtype" if (call + r) % 50 == 0 else None for r in range(control.world_size)]
+    # Later posts of a call replace earlier ones; text is kept as it is, up to 511 bytes, then told apart by a digest.
+    long = "ü" * 400 + str(rank)
+    control.post_call(1000, "short")
+    control.post_call(1000, long, refusal="naïve\0" + "x" * 600)
+    posted = control.calls_of_all(1000, 10.0)
+    dist.barrier(group)
+    posted = control.calls_of_all(1000, 10.0)
+    assert all(post.signature.startswith("ü" * 240) and len(post.signature.encode()) < 512 for post in posted)
+    assert len({post.signature for post in posted}) == control.world_size
+    assert all(post.refusal is not None and post.refusal.startswith("naïve\N{REPLACEMENT CHARACTER}x") for post in posted)
+    control.close()
+    with pytest.raises(CommunicatorClosedError):
+        control.post_call(1001, "late")
+    dist.barrier(group)
+
+
+@pytest.mark.parametrize("ranks", [1, 3, (2, 5)])
+def test_posted_calls_reach_all(pool: RankPool, ranks: int | tuple[int, ...]) -> None:
+    pool.run(post_and_compare, ranks)
+
+
+def progress(group: dist.ProcessGroup) -> None:
+    control, rank = ControlBlock(group), dist.get_rank(group)
+    assert control.absent(1) == (0, 1, 2)
+    dist.barrier(group)
+    if rank != 1:
+        control.begin(4, "all_gather pcpy")
+    dist.barrier(group)
+    assert control.absent(4) == (1,)
+    assert control.absent(5) == (0, 1, 2)
+    assert [control.begun(r) for r in range(3)] == [4, 0, 4]
+    assert "in call 4, all_gather pcpy" in control.describe(2)
+    assert "alive, has begun no call" in control.describe(1)
+    dist.barrier(group)
+    if rank == 0:
+        control.begin(6, "six")
+        control.end(6)  # before 4
+        control.note(4, "still four")
+    dist.barrier(group)
+    assert [control.ended(r) for r in range(3)] == [3, 0, 0]
+    dist.barrier(group)
+    control.end(4) if rank == 0 else None
+    dist.barrier(group)
+    assert [control.ended(r) for r in range(3)] == [6, 0, 0]
+    assert "ended call 6" in control.describe(0)
+    control.check(6)
+    dist.barrier(group)
+
+
+def test_progress_is_seen_and_ends_are_counted_in_order(pool: RankPool) -> None:
+    pool.run(progress, 3)
+
+
+def wait_for_all(group: dist.ProcessGroup, missing: list[int]) -> tuple[str, tuple[int, ...], str]:
+    control, rank = ControlBlock(group), dist.get_rank(group)
+    if rank in missing:
+        return failure(control, 1)
+    control.post_call(1, "all_gather of 12 bytes")
+    with pytest.raises(PeerTimeoutError) as caught:
+        control.calls_of_all(1, 0.3)
+    dist.barrier(group) if not missing else None
+    return "PeerTimeoutError", caught.value.ranks, str(caught.value)
+
+
+def test_ranks_that_do_not_post_are_named_to_all(pool: RankPool) -> None:
+    for kind, ranks, text in pool.run(wait_for_all, 4, [1, 2]):
+        assert kind == "PeerTimeoutError"
+        assert ranks == (1, 2)
+        assert "call 1 (all_gather of 12 bytes)" in text
+        assert "rank 1 (pid" in text and "rank 2 (pid" in text and "has begun no call" in text
+
+
+def give_up(group: dist.ProcessGroup) -> list[tuple[str, tuple[int, ...], str]]:
+    control, rank = ControlBlock(group), dist.get_rank(group)
+    control.check(1)
+    dist.barrier(group)
+    if rank == 1:
+        control.abort("out of patience at step 3", [2], timed_out=True)
+        control.abort("said twice", [0])
+    first = failure(control, 1)
+    dist.barrier(group)
+    if rank == 0:
+        control.abort("me too")
+    dist.barrier(group)
+    return [first, failure(control, 99)]
+
+
+def test_the_first_abort_speaks_for_all(pool: RankPool) -> None:
+    expected = ("PeerTimeoutError", (2,), "rank 1 gave up: out of patience at step 3")
+    assert pool.run(give_up, 3) == [[expected, expected]] * 3
+
+
+def refuse(group: dist.ProcessGroup) -> tuple[str, tuple[int, ...], str]:
+    control, rank = ControlBlock(group), dist.get_rank(group)
+    if rank == 1:
+        control.post_call(5, "all_gather", refusal="TypeError: float64")
+        control.check(5)  # its own refusal was raised where it was found
+        seen = ("", (), "")
+    else:
+        seen = failure(control, 5)
+        control.check(4)
+        control.check(6)
+    dist.barrier(group)
+    return seen
+
+
+def test_a_refused_call_fails_on_the_others_and_only_that_call(pool: RankPool) -> None:
+    first, _, last = pool.run(refuse, 3)
+    assert first == last == ("PeerError", (1,), "rank 1 refused call 5, all_gather: TypeError: float64")
+
+
+def leave(group: dist.ProcessGroup) -> tuple[str, tuple[int, ...], str]:
+    control, rank = ControlBlock(group), dist.get_rank(group)
+    control.begin(1, "one")
+    control.end(1)
+    if rank == 1:
+        control.close()
+    dist.barrier(group)
+    control.check(1)
+    seen = failure(control, 2) if rank == 0 else ("", (), "")
+    dist.barrier(group)
+    return seen
+
+
+def test_a_rank_that_closed_does_not_come(pool: RankPool) -> None:
+    kind, ranks, text = pool.run(leave, 2)[0]
+    assert (kind, ranks) == ("PeerError", (1,))
+    assert text.startswith("rank 1 closed its communicator before call 2: rank 1 (pid")
+    assert "closed, ended call 1" in text
+
+
+def die(group: dist.ProcessGroup) -> tuple[tuple[str, tuple[int, ...], str], str, tuple[str, ...]] | None:
+    control, rank = ControlBlock(group), dist.get_rank(group)
+    control.begin(1, "one")
+    control.end(1)
+    if rank != 1:
+        control.begin(2, "two")
+    dist.barrier(group)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    seen = failure(control, 2)
+    control.check(1)  # that one it had ended
+    with pytest.raises(PeerError) as caught:
+        control.calls_of_all(2, 30.0)
+    text = str(caught.value)
+    del control, caught  # a traceback holds on to what its frames hold
+    gc.collect()
+    left = [line for line in open("/proc/self/maps") if "sidelane" in line]
+    return seen, text, tuple(left)
+
+
+def test_a_killed_rank_is_named_and_leaves_nothing() -> None:
+    before = set(os.listdir("/dev/shm"))
+    with crew(3) as own:
+        first, code, last = own.run(die, None, dying=[1], timeout_s=30)
+    assert code == -signal.SIGKILL
+    for (kind, ranks, text), posted, left in (first, last):
+        assert (kind, ranks) == ("PeerError", (1,))
+        assert text.startswith("rank 1 died in or before call 2: rank 1 (pid")
+        assert "dead, ended call 1" in text
+        assert "rank 1 died" in posted
+        assert left == ()
+    assert not {name for name in set(os.listdir("/dev/shm")) - before if "sidelane" in name}
+
+
+def test_a_process_is_not_mistaken_for_another() -> None:
+    own = ProcessIdentity.own()
+    assert own.alive(own)
+    assert dataclasses.replace(own, started=own.started - 1).alive(own) is False, "its pid was used again"
+    assert dataclasses.replace(own, namespace=own.namespace + 1).alive(own) is None
+    assert dataclasses.replace(own, boot="another", host="elsewhere").alive(own) is None
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    fields = open(f"/proc/{child.pid}/stat").read().rpartition(") ")[2].split()
+    identity = dataclasses.replace(own, pid=child.pid, started=int(fields[19]))
+    untimed = dataclasses.replace(identity, started=0)  # a system without start times
+    assert identity.alive(own)
+    assert untimed.alive(own)
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # dead, not yet buried: a zombie
+    assert identity.alive(own) is False
+    child.wait()
+    assert identity.alive(own) is False
+    assert untimed.alive(own) is False

@@ -1,0 +1,228 @@
+"""Shared host memory: what peers see, what it refuses, what it leaves behind (nothing)."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import gc
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankPool
+
+from sidelane.errors import CommunicatorClosedError, MismatchError, UnavailableError
+from sidelane.memory import host_shared
+from sidelane.memory.process import ProcessIdentity
+from sidelane.memory.shm import ShmMemory
+
+
+def holdings() -> tuple[list[str], list[str], list[str]]:
+    """Shared memory that this process has open or mapped, and names that exist for it."""
+    descriptors = []
+    for entry in os.listdir("/proc/self/fd"):
+        try:
+            descriptors.append(os.readlink(f"/proc/self/fd/{entry}"))
+        except OSError:  # the one of the listing itself
+            continue
+    maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if "sidelane" in line]
+    names = [name for name in os.listdir("/dev/shm") + os.listdir("/tmp") if name.startswith("sidelane-")]
+    return [d for d in descriptors if "sidelane" in d], maps, [n for n in names if "test" not in n]
+
+
+def peers_see_each_others_bytes(group: dist.ProcessGroup) -> None:
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    memory = ShmMemory(group)
+    for nbytes in (1, 5000, 3 << 20):
+        block = memory.allocate(nbytes)
+        assert block.tensor.dtype == torch.uint8
+        assert block.tensor.shape == (nbytes,)
+        assert not block.tensor.any()
+        assert block.addresses[rank] == block.tensor.data_ptr()
+        assert block.addresses[rank] % 4096 == 0
+        dist.barrier(group)
+        block.tensor.fill_(rank + 1)
+        dist.barrier(group)
+        for peer in range(n):
+            assert ctypes.string_at(block.addresses[peer], nbytes) == bytes([peer + 1]) * nbytes
+        dist.barrier(group)
+        ctypes.memset(block.addresses[(rank + 1) % n] + nbytes - 1, 100 + rank, 1)
+        dist.barrier(group)
+        assert block.tensor[-1] == 100 + (rank - 1) % n
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8, (1, 4, 6), (7, 2)])
+def test_peers_see_each_others_bytes(pool: RankPool, ranks: int | tuple[int, ...]) -> None:
+    pool.run(peers_see_each_others_bytes, ranks)
+
+
+def refused(group: dist.ProcessGroup, sizes: list[int]) -> str:
+    memory = ShmMemory(group)
+    with pytest.raises((ValueError, MismatchError, UnavailableError)) as caught:
+        memory.allocate(sizes[dist.get_rank(group)])
+    assert memory.allocate(16).tensor.sum() == 0, "the group is as usable as before"
+    del memory
+    gc.collect()
+    assert holdings() == ([], [], [])
+    return f"{caught.type.__name__}: {caught.value}"
+
+
+def test_every_rank_refuses_different_sizes(pool: RankPool) -> None:
+    for text in pool.run(refused, 3, [100, 100, 200]):
+        assert text.startswith("MismatchError")
+        assert "rank 1: 100, rank 2: 200" in text
+
+
+@pytest.mark.parametrize("nbytes", [0, -5])
+def test_every_rank_refuses_no_bytes(pool: RankPool, nbytes: int) -> None:
+    for text in pool.run(refused, 3, [nbytes] * 3):
+        assert text == f"ValueError: SharedBytes: nbytes must be positive (value={nbytes})"
+
+
+def test_lack_of_memory_is_an_error_before_it_is_a_signal(pool: RankPool) -> None:
+    for text in pool.run(refused, 3, [1 << 50] * 3):
+        assert text.startswith("UnavailableError")
+        assert "available" in text
+
+
+def refuse_reservation(group: dist.ProcessGroup) -> str:
+    """One rank whose kernel has no pages left at the moment of reserving."""
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank(group) == 1:
+
+            def full(*_: int) -> None:
+                raise OSError(28, "No space left on device")
+
+            patch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(UnavailableError) as caught:
+            ShmMemory(group).allocate(1 << 20)
+    gc.collect()
+    assert holdings() == ([], [], [])
+    return str(caught.value)
+
+
+def test_a_rank_that_cannot_reserve_fails_all(pool: RankPool) -> None:
+    for text in pool.run(refuse_reservation, 3):
+        assert "rank 1: no memory for" in text
+        assert "No space left" in text
+
+
+def pretend(group: dist.ProcessGroup, **changes: object) -> str:
+    """Rank 1 claims to be somebody else."""
+    real = ProcessIdentity.own()
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank(group) == 1:
+            patch.setattr(ProcessIdentity, "own", classmethod(lambda cls: dataclasses.replace(real, **changes)))
+        with pytest.raises(UnavailableError) as caught:
+            ShmMemory(group).allocate(100)
+    gc.collect()
+    assert holdings() == ([], [], [])
+    return str(caught.value)
+
+
+def on_another_host(group: dist.ProcessGroup) -> str:
+    return pretend(group, host="elsewhere", boot="another")
+
+
+def test_ranks_on_two_hosts_are_named(pool: RankPool) -> None:
+    for text in pool.run(on_another_host, 3):
+        assert "must be on one machine" in text
+        assert "rank 1 on elsewhere" in text
+        assert f"rank 2 on {ProcessIdentity.own().host}" in text
+
+
+def pid_of_somebody_else(group: dist.ProcessGroup) -> str:
+    """What a rank in another pid namespace may find behind the pid of rank 0: a different file."""
+    stranger = os.memfd_create("stranger")
+    real = os.open
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank(group) == 1:
+            patch.setattr(os, "open", lambda path, flags: real(f"/proc/self/fd/{stranger}", flags))
+        with pytest.raises(UnavailableError) as caught:
+            ShmMemory(group).allocate(100)
+    os.close(stranger)
+    return str(caught.value)
+
+
+def test_a_wrong_process_behind_the_pid_is_noticed(pool: RankPool) -> None:
+    for text in pool.run(pid_of_somebody_else, 2):
+        assert "rank 1:" in text
+        assert "is not the file of rank 0" in text
+
+
+def named_file(group: dist.ProcessGroup) -> None:
+    """The way of systems without memfd and fallocate."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(os, "memfd_create")
+        patch.delattr(os, "posix_fallocate")
+        block = ShmMemory(group).allocate(3_000_000)
+    assert holdings()[2] == [], "the name is gone"
+    block.tensor.fill_(dist.get_rank(group) + 1)
+    dist.barrier(group)
+    assert [int(tensor[-1]) for tensor in block.tensors] == [1, 2]
+    dist.barrier(group)
+
+
+def test_named_files_lose_their_name(pool: RankPool) -> None:
+    pool.run(named_file, 2)
+
+
+def outlive(group: dist.ProcessGroup) -> None:
+    rank = dist.get_rank(group)
+    memory = ShmMemory(group)
+    block = memory.allocate(10_000)
+    addresses = block.addresses
+    tail = block.tensor[5000:].view(torch.int32)
+    memory.close()
+    memory.close()
+    with pytest.raises(CommunicatorClosedError):
+        memory.allocate(1)
+    del block, memory
+    gc.collect()
+    tail.fill_(rank + 7)
+    dist.barrier(group)
+    # The whole allocation stays mapped as long as one view of it exists, in every process that has one.
+    assert ctypes.string_at(addresses[1 - rank] + 5000, 4) == bytes([8 - rank, 0, 0, 0])
+    dist.barrier(group)
+    assert len(holdings()[1]) == 1
+    del tail
+    gc.collect()
+    assert holdings() == ([], [], [])
+
+
+def test_a_view_keeps_the_memory_and_the_last_one_frees_it(pool: RankPool) -> None:
+    pool.run(outlive, 2)
+
+
+def test_the_limit_of_a_container_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sidelane.memory import available
+
+    files = {
+        "/proc/meminfo": "MemTotal: 100 kB\nMemAvailable:   90 kB\n",
+        "/proc/self/cgroup": "4:cpu,memory:/job\n0::/job\n",
+        "/sys/fs/cgroup/job/memory.max": "max\n",
+        "/sys/fs/cgroup/job/memory.current": "5000\n",
+        "/sys/fs/cgroup/memory/job/memory.limit_in_bytes": "30000\n",
+        "/sys/fs/cgroup/memory/job/memory.usage_in_bytes": "20000\n",
+        "/sys/fs/cgroup/memory/job/memory.stat": "cache 7000\ninactive_file 4000\n",
+    }
+    monkeypatch.setattr(available, "_read", lambda path: files.get(str(path), ""))
+    assert available.available_bytes() == 14_000
+    del files["/proc/self/cgroup"]
+    assert available.available_bytes() == 90 * 1024
+    files.clear()
+    assert available.available_bytes() is None
+
+
+def test_exchange_errors_name_the_step() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_shared.dist, "get_world_size", lambda group: 2)
+
+        def fail(*_: object, **__: object) -> None:
+            raise RuntimeError("Timed out waiting 1000ms for recv operation to complete")
+
+        patch.setattr(host_shared.dist, "all_gather_object", fail)
+        with pytest.raises(host_shared.PeerTimeoutError, match="ShmMemory: exchange.*1000ms"):
+            host_shared.exchange(None, 1, "ShmMemory")  # type: ignore[arg-type]
