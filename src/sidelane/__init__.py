@@ -1,0 +1,40 @@
+"""Sidelane: collectives on the GPU's copy engines, next to computation instead of against it."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from sidelane.config import Config
+from sidelane.errors import (
+    CommunicatorClosedError,
+    MismatchError,
+    PeerError,
+    PeerTimeoutError,
+    ProgramError,
+    SidelaneError,
+    UnavailableError,
+)
+
+if TYPE_CHECKING:
+    from sidelane.collectives import Communicator, Work
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Communicator",
+    "CommunicatorClosedError",
+    "Config",
+    "MismatchError",
+    "PeerError",
+    "PeerTimeoutError",
+    "ProgramError",
+    "SidelaneError",
+    "UnavailableError",
+    "Work",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # Importing torch takes seconds; `sidelane --help` and the program tools do without.
+    if name in ("Communicator", "Work"):
+        return getattr(import_module("sidelane.collectives"), name)
+    raise AttributeError(f"module 'sidelane' has no attribute {name!r}")

@@ -1,0 +1,223 @@
+"""From the tensors of a call to what is asked: shapes, dtypes, devices and overlaps are checked here and nowhere else."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+from sidelane.collectives.heap import Region, SymmetricHeap
+from sidelane.program import collective as define
+from sidelane.program.collective import ELEMENT_BYTES, Collective, ReduceOp, Reduction
+
+SHARD_ALIGNMENT = 256
+"""Bytes to which the shards of an all_reduce are rounded, so that engines and kernels work on aligned spans."""
+
+EMPTY = Region(0, 0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Request:
+    """One rank's view of a call: the collective, and where its own input and output lie (in place: the same bytes)."""
+
+    collective: Collective
+    input: Region
+    output: Region
+    dtype: torch.dtype
+
+    @property
+    def whole(self) -> Region:
+        """In place, the bytes that hold both input and output: the only buffer that the program knows."""
+        return self.output if self.output.nbytes >= self.input.nbytes else self.input
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Arguments:
+    """Turns tensors into requests for one group on one device."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    heap: SymmetricHeap
+
+    def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Request:
+        """``output`` holds ``world_size`` times the elements of ``input``."""
+        self._same_dtype("all_gather", output, input)
+        if output.numel() != self.world_size * input.numel():
+            raise ValueError(
+                f"all_gather: output must hold {self.world_size} times the elements of input "
+                f"(output={output.numel()}, input={input.numel()}, allowed output={self.world_size * input.numel()})"
+            )
+        output_region, input_region = self._regions("all_gather", output, input)
+        in_place = self._in_place("all_gather", output_region, input_region, self.rank * input.nbytes)
+        collective = define.all_gather([input.nbytes] * self.world_size, in_place=in_place)
+        return Request(collective, input_region, output_region, input.dtype)
+
+    def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> Request:
+        """Equal splits: both tensors hold ``world_size`` equal parts."""
+        self._same_dtype("all_to_all", output, input)
+        if output.numel() != input.numel() or input.numel() % self.world_size:
+            raise ValueError(
+                f"all_to_all: input and output must hold the same number of elements, a multiple of {self.world_size} "
+                f"(output={output.numel()}, input={input.numel()})"
+            )
+        part = input.nbytes // self.world_size
+        output_region, input_region = self._regions("all_to_all", output, input)
+        in_place = self._in_place("all_to_all", output_region, input_region, 0)
+        collective = define.all_to_all([[part] * self.world_size] * self.world_size, in_place=in_place)
+        return Request(collective, input_region, output_region, input.dtype)
+
+    def split_bytes(
+        self, output: torch.Tensor, input: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Check the split sizes of an uneven all_to_all (rows of dimension 0) and turn them into bytes."""
+        self._same_dtype("all_to_all", output, input)
+        self._apart("all_to_all", *self._regions("all_to_all", output, input))
+        result = []
+        for name, tensor, splits in (("output", output, output_splits), ("input", input, input_splits)):
+            rows = tensor.shape[0] if tensor.dim() else 0
+            if len(splits) != self.world_size or any(size < 0 for size in splits) or sum(splits) != rows:
+                raise ValueError(
+                    f"all_to_all: {name}_split_sizes must be {self.world_size} sizes that add up to dimension 0 "
+                    f"(value={list(splits)}, allowed sum={rows})"
+                )
+            row_bytes = tensor.nbytes // rows if rows else 0
+            result.append(tuple(size * row_bytes for size in splits))
+        return result[0], result[1]
+
+    def all_to_all_uneven(self, output: torch.Tensor, input: torch.Tensor, counts: Sequence[Sequence[int]]) -> Request:
+        """``counts[i][j]`` bytes go from rank i to rank j; this rank's splits were checked before."""
+        output_region, input_region = self._regions("all_to_all", output, input)
+        return Request(define.all_to_all(counts), input_region, output_region, input.dtype)
+
+    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, op: str) -> Request:
+        """``input`` holds ``world_size`` times the elements of ``output``."""
+        self._same_dtype("reduce_scatter", output, input)
+        if input.numel() != self.world_size * output.numel():
+            raise ValueError(
+                f"reduce_scatter: input must hold {self.world_size} times the elements of output "
+                f"(input={input.numel()}, output={output.numel()}, allowed input={self.world_size * output.numel()})"
+            )
+        output_region, input_region = self._regions("reduce_scatter", output, input)
+        in_place = self._in_place("reduce_scatter", input_region, output_region, self.rank * output.nbytes)
+        reduction = self._reduction("reduce_scatter", op, input.dtype)
+        collective = define.reduce_scatter([output.nbytes] * self.world_size, reduction, in_place=in_place)
+        return Request(collective, input_region, output_region, input.dtype)
+
+    def all_reduce(self, output: torch.Tensor, input: torch.Tensor, op: str) -> Request:
+        """Both tensors hold the same number of elements, any number."""
+        self._same_dtype("all_reduce", output, input)
+        if output.numel() != input.numel():
+            raise ValueError(
+                f"all_reduce: output must hold as many elements as input (output={output.numel()}, input={input.numel()})"
+            )
+        output_region, input_region = self._regions("all_reduce", output, input)
+        in_place = self._in_place("all_reduce", output_region, input_region, 0)
+        reduction = self._reduction("all_reduce", op, input.dtype)
+        shards = aligned_shards(input.nbytes, self.world_size, SHARD_ALIGNMENT)
+        return Request(
+            define.all_reduce(shards, reduction, in_place=in_place), input_region, output_region, input.dtype
+        )
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Request:
+        """In place: the root's bytes replace everybody's."""
+        (region,) = self._regions("broadcast", tensor)
+        collective = define.broadcast(tensor.nbytes, self.world_size, root, in_place=True)
+        return Request(collective, region, region, tensor.dtype)
+
+    def scatter(self, output: torch.Tensor, input: torch.Tensor | None, root: int) -> Request:
+        """The root's ``input`` holds ``world_size`` times the elements of each rank's ``output``."""
+        collective = define.scatter([output.nbytes] * self.world_size, root)
+        self._rooted_argument("scatter", "input", input, output, root)
+        if input is None:
+            return Request(collective, EMPTY, self._regions("scatter", output)[0], output.dtype)
+        output_region, input_region = self._regions("scatter", output, input)
+        self._apart("scatter", output_region, input_region)
+        return Request(collective, input_region, output_region, output.dtype)
+
+    def gather(self, output: torch.Tensor | None, input: torch.Tensor, root: int) -> Request:
+        """The root's ``output`` holds ``world_size`` times the elements of each rank's ``input``."""
+        collective = define.gather([input.nbytes] * self.world_size, root)
+        self._rooted_argument("gather", "output", output, input, root)
+        if output is None:
+            return Request(collective, self._regions("gather", input)[0], EMPTY, input.dtype)
+        output_region, input_region = self._regions("gather", output, input)
+        self._apart("gather", output_region, input_region)
+        return Request(collective, input_region, output_region, input.dtype)
+
+    def _rooted_argument(
+        self, function: str, name: str, tensor: torch.Tensor | None, part: torch.Tensor, root: int
+    ) -> None:
+        if (tensor is not None) != (self.rank == root):
+            given = "None" if tensor is None else "a tensor"
+            raise ValueError(
+                f"{function}: {name} on rank {self.rank} (value={given}, allowed=a tensor on the root {root} only)"
+            )
+        if tensor is None:
+            return
+        self._same_dtype(function, tensor, part)
+        if tensor.numel() != self.world_size * part.numel():
+            raise ValueError(
+                f"{function}: {name} must hold {self.world_size} times the elements of a part "
+                f"({name}={tensor.numel()}, part={part.numel()}, allowed={self.world_size * part.numel()})"
+            )
+
+    def _regions(self, function: str, *tensors: torch.Tensor) -> tuple[Region, ...]:
+        for tensor in tensors:
+            if tensor.device != self.device:
+                raise ValueError(f"{function}: device (value={tensor.device}, allowed={self.device})")
+            if not tensor.is_contiguous():
+                raise ValueError(
+                    f"{function}: tensors must be contiguous (strides={tensor.stride()}, shape={tuple(tensor.shape)})"
+                )
+        return tuple(self.heap.locate(tensor) for tensor in tensors)
+
+    def _same_dtype(self, function: str, output: torch.Tensor, input: torch.Tensor) -> None:
+        for tensor in (output, input):
+            if not isinstance(tensor, torch.Tensor):
+                raise TypeError(f"{function}: tensors expected (value={type(tensor).__name__})")
+        if output.dtype != input.dtype:
+            raise ValueError(
+                f"{function}: input and output must have one dtype (output={output.dtype}, input={input.dtype})"
+            )
+
+    def _in_place(self, function: str, whole: Region, part: Region, offset: int) -> bool:
+        """True if ``part`` is exactly the bytes of ``whole`` at ``offset``; any other overlap is an error."""
+        if not self._overlap(whole, part):
+            return False
+        if part.address == whole.address + offset:
+            return True
+        raise ValueError(
+            f"{function}: input and output overlap, but not as an in-place call "
+            f"(distance={part.address - whole.address} bytes, allowed={offset})"
+        )
+
+    def _apart(self, function: str, output: Region, input: Region) -> None:
+        if self._overlap(output, input):
+            raise ValueError(f"{function}: input and output must not overlap")
+
+    @staticmethod
+    def _overlap(a: Region, b: Region) -> bool:
+        return bool(a.nbytes and b.nbytes) and a.address < b.address + b.nbytes and b.address < a.address + a.nbytes
+
+    @staticmethod
+    def _reduction(function: str, op: str, dtype: torch.dtype) -> Reduction:
+        name = str(dtype).removeprefix("torch.")
+        if op not in tuple(ReduceOp):
+            raise ValueError(f"{function}: op (value={op!r}, allowed={', '.join(ReduceOp)})")
+        if name not in ELEMENT_BYTES:
+            raise ValueError(f"{function}: dtype (value={name}, allowed={', '.join(ELEMENT_BYTES)})")
+        return Reduction(ReduceOp(op), name)
+
+
+def aligned_shards(nbytes: int, world_size: int, alignment: int) -> tuple[int, ...]:
+    """Split bytes into one shard a rank, all but the last non-empty one equal and multiples of ``alignment``.
+
+    >>> aligned_shards(1000, 4, 256)
+    (256, 256, 256, 232)
+    >>> aligned_shards(300, 4, 256)
+    (256, 44, 0, 0)
+    """
+    shard = -(-nbytes // (world_size * alignment)) * alignment
+    return tuple(max(0, min(shard, nbytes - rank * shard)) for rank in range(world_size))

@@ -1,0 +1,49 @@
+"""What a device adds to a communicator: its memory, its executor, and how a call is ordered with the caller's work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from sidelane.execute.base import Executor, LoadedProgram
+from sidelane.memory.base import SymmetricMemory
+
+
+class Work(Protocol):
+    """A collective started with ``async_op=True``."""
+
+    def wait(self) -> None:
+        """Order the caller behind the collective: a CPU caller blocks, a GPU caller's current stream waits.
+
+        Raises:
+            PeerError, PeerTimeoutError: a peer failed; on GPUs only once the failure has been noticed.
+        """
+        ...
+
+    def is_completed(self) -> bool:
+        """True once the output may be read. Never blocks."""
+        ...
+
+
+class Backend(Protocol):
+    @property
+    def memory(self) -> SymmetricMemory: ...
+
+    @property
+    def executor(self) -> Executor: ...
+
+    def capturing(self) -> bool:
+        """True while the caller's work is being captured into a graph."""
+        ...
+
+    def run(self, loaded: LoadedProgram, epoch: int, async_op: bool, tensors: Sequence[torch.Tensor]) -> Work | None:
+        """Start a program behind the caller's work so far; without ``async_op``, also put the caller's next work behind it."""
+        ...
+
+    def synchronize(self) -> None:
+        """Block the host until every call has finished. Raises what went wrong."""
+        ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,62 @@
+"""Collectives between CPU processes: a call blocks its caller, and an asynchronous one runs on a thread, in order."""
+
+from __future__ import annotations
+
+import concurrent.futures
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from sidelane.execute.base import LoadedProgram
+from sidelane.execute.cpu import CpuExecutor
+from sidelane.memory.control import ControlBlock
+from sidelane.memory.shm import ShmMemory
+
+
+class CpuBackend:
+    """See :class:`sidelane.collectives.backend.Backend`."""
+
+    def __init__(self, group: dist.ProcessGroup, rank: int, control: ControlBlock, timeout_s: float) -> None:
+        self.memory = ShmMemory(group)
+        self.executor = CpuExecutor(rank, control, timeout_s)
+        self._thread = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="sidelane-async")
+        self._last: concurrent.futures.Future[None] | None = None
+
+    def capturing(self) -> bool:
+        return False
+
+    def run(self, loaded: LoadedProgram, epoch: int, async_op: bool, tensors: Sequence[torch.Tensor]) -> CpuWork | None:
+        if async_op:
+            # The future keeps the tensors: a caller may drop them before the thread gets there.
+            self._last = self._thread.submit(_run, loaded, epoch, tensors)
+            return CpuWork(self._last)
+        self.synchronize()
+        loaded.start(epoch, None).wait()
+        return None
+
+    def synchronize(self) -> None:
+        if self._last is not None:
+            self._last.result()
+            self._last = None
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        self.executor.close()
+
+
+class CpuWork:
+    """See :class:`sidelane.collectives.backend.Work`."""
+
+    def __init__(self, future: concurrent.futures.Future[None]) -> None:
+        self._future = future
+
+    def wait(self) -> None:
+        self._future.result()
+
+    def is_completed(self) -> bool:
+        return self._future.done()
+
+
+def _run(loaded: LoadedProgram, epoch: int, tensors: Sequence[torch.Tensor]) -> None:
+    loaded.start(epoch, None).wait()

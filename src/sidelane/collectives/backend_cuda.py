@@ -1,0 +1,79 @@
+"""Collectives on GPUs: a call takes its place on the caller's current stream; an asynchronous one has a stream of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from sidelane.execute.base import LoadedProgram
+from sidelane.execute.cuda import CudaExecutor, probe
+from sidelane.memory.control import ControlBlock
+from sidelane.memory.torch_symm import TorchSymmetricMemory
+
+
+class CudaBackend:
+    """See :class:`sidelane.collectives.backend.Backend`."""
+
+    def __init__(
+        self, group: dist.ProcessGroup, rank: int, device: torch.device, control: ControlBlock, timeout_s: float
+    ) -> None:
+        self.memory = TorchSymmetricMemory(group, device)
+        self.executor = CudaExecutor(rank, device, control, timeout_s, probe(group, device, self.memory))
+        self._device = device
+        self._async_stream: torch.cuda.Stream | None = None
+        self._last_stream: torch.cuda.Stream | None = None
+
+    def capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+    def run(
+        self, loaded: LoadedProgram, epoch: int, async_op: bool, tensors: Sequence[torch.Tensor]
+    ) -> CudaWork | None:
+        current = torch.cuda.current_stream(self._device)
+        if not async_op:
+            self._order_after_last(current)
+            loaded.start(epoch, current)
+            return None
+        stream = self._async_stream
+        if stream is None:
+            stream = self._async_stream = torch.cuda.Stream(self._device, priority=-1)
+        stream.wait_stream(current)
+        self._order_after_last(stream)
+        loaded.start(epoch, stream)
+        for tensor in tensors:
+            # The caching allocator must not hand out these bytes again while the other stream uses them.
+            tensor.record_stream(stream)
+        return CudaWork(self, stream)
+
+    def synchronize(self) -> None:
+        self.executor.synchronize()
+
+    def close(self) -> None:
+        self.executor.close()
+
+    def _order_after_last(self, stream: torch.cuda.Stream) -> None:
+        # The programs of a communicator share flags and staging, so one must end before the next begins. On one stream
+        # they do. A graph under capture cannot wait for work outside: there the order is that of the replays.
+        last = self._last_stream
+        if last is not None and last.cuda_stream != stream.cuda_stream and not self.capturing():
+            stream.wait_stream(last)
+        if not self.capturing():
+            self._last_stream = stream
+
+
+class CudaWork:
+    """See :class:`sidelane.collectives.backend.Work`."""
+
+    def __init__(self, backend: CudaBackend, stream: torch.cuda.Stream) -> None:
+        self._backend = backend
+        self._event = torch.cuda.Event()
+        self._event.record(stream)
+
+    def wait(self) -> None:
+        self._backend.executor.check()
+        torch.cuda.current_stream().wait_event(self._event)
+
+    def is_completed(self) -> bool:
+        return self._event.query()

@@ -1,0 +1,391 @@
+"""The communicator: collectives with the semantics of torch.distributed, run as programs on copy engines."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Hashable, Sequence
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+
+from sidelane import config as settings
+from sidelane.collectives.agree import agree, agree_on_splits
+from sidelane.collectives.arguments import Arguments, Request
+from sidelane.collectives.backend import Backend, Work
+from sidelane.collectives.heap import Region, SymmetricHeap
+from sidelane.collectives.plan import AUTO, Agreement, Planner, check_variant
+from sidelane.collectives.prepare import Prepared, Preparer
+from sidelane.config import Config
+from sidelane.errors import CommunicatorClosedError, PeerError
+from sidelane.memory.control import ControlBlock
+from sidelane.program.collective import Kind
+
+
+class Communicator:
+    """Collectives among the ranks of a process group on one node.
+
+    Every rank of the group makes the communicator and makes the same calls in the same order. A call takes its place in
+    the caller's order of work: on CPUs it returns when it is done, on GPUs it is queued on the current stream (inside a
+    CUDA graph capture it becomes part of the graph). ``async_op=True`` returns a :class:`Work` instead.
+
+    Tensors are contiguous and on the communicator's device. Ordinary tensors are fine everywhere; tensors from
+    :meth:`empty` save a copy, and in-place calls save the copy of a rank's own part (docs/programs.md lists both).
+
+    Args:
+        group: the control plane, of any backend; None for the default group. All its ranks must be on one machine.
+        device: where the tensors are. None: the current CUDA device where there is one, else the CPU.
+        config: settings; None for those in force (``sidelane.config``).
+
+    Raises:
+        UnavailableError: the ranks are on several machines, or the device lacks symmetric memory.
+        PeerTimeoutError: a rank of the group did not come.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        device: torch.device | str | int | None = None,
+        config: Config | None = None,
+    ) -> None:
+        if not dist.is_initialized():
+            raise RuntimeError("Communicator: torch.distributed is not initialised (call init_process_group first)")
+        chosen = group if group is not None else dist.group.WORLD
+        assert chosen is not None
+        self.rank: int = dist.get_rank(chosen)
+        self.world_size: int = dist.get_world_size(chosen)
+        if self.rank < 0:
+            raise ValueError("Communicator: this rank is not in the group")
+        self.device = _device(device)
+        self.config = config if config is not None else settings.current()
+        self._control = ControlBlock(chosen)
+        self._backend = _backend(chosen, self.rank, self.device, self._control, self.config.timeout_s)
+        self._heap = SymmetricHeap(self._backend.memory, owner=f"ranks {dist.get_process_group_ranks(chosen)}")
+        self._arguments = Arguments(self.rank, self.world_size, self.device, self._heap)
+        planner = Planner(self._backend.executor.capabilities, verify_programs=self.config.verify)
+        self._preparer = Preparer(self.rank, self._heap, self._backend, planner)
+        self._call_numbers = itertools.count(1)
+        self._barrier_tensor: torch.Tensor | None = None
+        self._failure: BaseException | None = None
+        self._closed = False
+
+    def empty(self, *size: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Make an uninitialised tensor in symmetric memory. Collective: same size and dtype on every rank.
+
+        The memory belongs to the communicator until :meth:`close`; allocate once and reuse.
+
+        Args:
+            size: shape, as in ``torch.empty``.
+            dtype: any that torch has a size for.
+        """
+        self._require_open()
+        shape = torch.Size(size[0] if len(size) == 1 and not isinstance(size[0], int) else size)  # type: ignore[arg-type]
+        nbytes = shape.numel() * dtype.itemsize
+        block = self._heap.allocate(max(nbytes, 1))
+        return block.tensor[:nbytes].view(dtype).view(shape)
+
+    def all_gather(
+        self, output: torch.Tensor, input: torch.Tensor, *, async_op: bool = False, variant: str = AUTO
+    ) -> Work | None:
+        """Concatenate every rank's ``input`` into everyone's ``output`` (torch: ``all_gather_into_tensor``).
+
+        Args:
+            output: ``world_size`` times the elements of ``input``, same dtype (any).
+            input: this rank's shard. In place if it is its own part of ``output``.
+            async_op: return a :class:`Work` instead of ordering the caller behind the collective.
+            variant: ``pcpy``, ``b2b``, ``bcst`` (``output`` symmetric), or ``auto``.
+
+        Raises:
+            ValueError, TypeError: wrong arguments; nothing has moved.
+            MismatchError, PeerError, PeerTimeoutError: see docs/failure.md.
+        """
+        return self._call(
+            Kind.ALL_GATHER, lambda: self._arguments.all_gather(output, input), (output, input), variant, async_op
+        )
+
+    def all_to_all(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        *,
+        output_split_sizes: Sequence[int] | None = None,
+        input_split_sizes: Sequence[int] | None = None,
+        async_op: bool = False,
+        variant: str = AUTO,
+    ) -> Work | None:
+        """Send part j of ``input`` to rank j and receive part i of ``output`` from rank i (torch: ``all_to_all_single``).
+
+        Args:
+            output, input: same dtype (any). In place if they are the same bytes (equal parts only).
+            output_split_sizes, input_split_sizes: rows of dimension 0 for each rank; give both or none (equal parts).
+                With split sizes, the ranks compare them on the host at every call.
+            async_op: see :meth:`all_gather`.
+            variant: ``pcpy``, ``b2b``, ``swap`` (``output`` symmetric, equal counts), or ``auto``.
+
+        Raises:
+            As :meth:`all_gather`.
+        """
+        if output_split_sizes is None and input_split_sizes is None:
+            return self._call(
+                Kind.ALL_TO_ALL, lambda: self._arguments.all_to_all(output, input), (output, input), variant, async_op
+            )
+        return self._call_uneven(output, input, output_split_sizes, input_split_sizes, variant, async_op)
+
+    def reduce_scatter(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        *,
+        op: str = "sum",
+        async_op: bool = False,
+        variant: str = AUTO,
+    ) -> Work | None:
+        """Reduce part j of everyone's ``input`` into rank j's ``output`` (torch: ``reduce_scatter_tensor``).
+
+        Args:
+            output: this rank's part. In place if it is its own part of ``input``.
+            input: ``world_size`` times the elements of ``output``; float32, float16, bfloat16, int32 or int64.
+            op: ``sum``, ``avg``, ``min`` or ``max``, in float32 for floats, in the order of the ranks.
+            async_op: see :meth:`all_gather`.
+            variant: ``pcpy``, ``b2b`` or ``auto``.
+
+        Raises:
+            As :meth:`all_gather`.
+        """
+        return self._call(
+            Kind.REDUCE_SCATTER,
+            lambda: self._arguments.reduce_scatter(output, input, op),
+            (output, input),
+            variant,
+            async_op,
+            op,
+        )
+
+    def all_reduce(
+        self,
+        tensor: torch.Tensor,
+        *,
+        op: str = "sum",
+        output: torch.Tensor | None = None,
+        async_op: bool = False,
+        variant: str = AUTO,
+    ) -> Work | None:
+        """Reduce everyone's ``tensor`` and give everyone the result, in ``output`` or in place.
+
+        Args:
+            tensor: any number of elements; dtypes and ``op`` as for :meth:`reduce_scatter`.
+            output: same number of elements and dtype; None for in place.
+            async_op, variant: see :meth:`reduce_scatter`.
+
+        Raises:
+            As :meth:`all_gather`.
+        """
+        target = tensor if output is None else output
+        return self._call(
+            Kind.ALL_REDUCE,
+            lambda: self._arguments.all_reduce(target, tensor, op),
+            (target, tensor),
+            variant,
+            async_op,
+            op,
+        )
+
+    def broadcast(self, tensor: torch.Tensor, *, root: int, async_op: bool = False, variant: str = AUTO) -> Work | None:
+        """Replace everyone's ``tensor`` by that of ``root`` (a rank of the group).
+
+        Args:
+            variant: ``pcpy``, ``b2b``, ``bcst`` (``tensor`` symmetric), or ``auto``.
+
+        Raises:
+            As :meth:`all_gather`.
+        """
+        return self._call(
+            Kind.BROADCAST, lambda: self._arguments.broadcast(tensor, root), (tensor,), variant, async_op, root
+        )
+
+    def scatter(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor | None = None,
+        *,
+        root: int,
+        async_op: bool = False,
+        variant: str = AUTO,
+    ) -> Work | None:
+        """Give rank j part j of the root's ``input``, which is None on the other ranks.
+
+        Raises:
+            As :meth:`all_gather`.
+        """
+        return self._call(
+            Kind.SCATTER, lambda: self._arguments.scatter(output, input, root), (output, input), variant, async_op, root
+        )
+
+    def gather(
+        self,
+        output: torch.Tensor | None,
+        input: torch.Tensor,
+        *,
+        root: int,
+        async_op: bool = False,
+        variant: str = AUTO,
+    ) -> Work | None:
+        """Concatenate every rank's ``input`` into the root's ``output``, which is None on the other ranks.
+
+        Raises:
+            As :meth:`all_gather`.
+        """
+        return self._call(
+            Kind.GATHER, lambda: self._arguments.gather(output, input, root), (output, input), variant, async_op, root
+        )
+
+    def barrier(self) -> None:
+        """Order the caller's next work behind everything that all ranks had queued before their barrier."""
+        if self._barrier_tensor is None:
+            self._barrier_tensor = self.empty(self.world_size, dtype=torch.uint8)
+        tensor = self._barrier_tensor
+        self.all_gather(tensor, tensor[self.rank : self.rank + 1])
+
+    def synchronize(self) -> None:
+        """Block the host until every call has finished on this rank.
+
+        Raises:
+            PeerError, PeerTimeoutError: a peer failed.
+        """
+        self._require_open()
+        try:
+            self._backend.synchronize()
+        except PeerError as error:
+            self._failure = error
+            raise
+
+    def close(self) -> None:
+        """Release threads, streams and memory. Idempotent. Not a collective: peers may close later."""
+        if self._closed:
+            return
+        self._closed = True
+        self._backend.close()
+        self._preparer.close()
+        self._heap.close()
+        self._control.close()
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _call(
+        self,
+        kind: Kind,
+        describe: Callable[[], Request],
+        tensors: tuple[torch.Tensor | None, ...],
+        variant: str,
+        async_op: bool,
+        detail: Hashable = None,
+    ) -> Work | None:
+        self._require_open()
+        call = next(self._call_numbers)
+        frozen = self._backend.capturing()
+        key = (kind, variant, detail, frozen, *map(_identity, tensors))
+        prepared = self._preparer.recall(key)
+        if prepared is None:
+            prepared = self._prepare(call, kind, describe, variant, frozen, key)
+        else:
+            self._control.post_call(call, prepared.signature)
+            if self.config.debug:
+                agree(self._control, call, self.config.timeout_s)
+        return self._run(prepared, call, async_op, tensors)
+
+    def _prepare(
+        self, call: int, kind: Kind, describe: Callable[[], Request], variant: str, frozen: bool, key: Hashable
+    ) -> Prepared:
+        try:
+            check_variant(kind, variant)
+            request = describe()
+        except (TypeError, ValueError) as error:
+            self._control.post_call(call, kind, refusal=f"{type(error).__name__}: {error}")
+            raise
+        agreement = Agreement.of(request, variant, frozen)
+        self._control.post_call(call, agreement.text())
+        if self.config.debug or not self._preparer.known(agreement):
+            agree(self._control, call, self.config.timeout_s)
+        return self._preparer.prepare(agreement, request, key)
+
+    def _call_uneven(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_splits: Sequence[int] | None,
+        input_splits: Sequence[int] | None,
+        variant: str,
+        async_op: bool,
+    ) -> Work | None:
+        self._require_open()
+        call = next(self._call_numbers)
+        try:
+            check_variant(Kind.ALL_TO_ALL, variant)
+            if output_splits is None or input_splits is None:
+                raise ValueError("all_to_all: give both output_split_sizes and input_split_sizes, or none")
+            sizes = self._arguments.split_bytes(output, input, output_splits, input_splits)
+            regions = (self._heap.locate(output), self._heap.locate(input))
+        except (TypeError, ValueError) as error:
+            self._control.post_call(call, Kind.ALL_TO_ALL, refusal=f"{type(error).__name__}: {error}")
+            raise
+        head = f"all_to_all with split sizes of {input.dtype}, variant {variant}, {[_place(r) for r in regions]}"
+        counts = agree_on_splits(self._control, call, head, *sizes, timeout_s=self.config.timeout_s)
+        request = self._arguments.all_to_all_uneven(output, input, counts)
+        agreement = Agreement.of(request, variant, self._backend.capturing())
+        return self._run(self._preparer.prepare(agreement, request), call, async_op, (output, input))
+
+    def _run(
+        self, prepared: Prepared, call: int, async_op: bool, tensors: tuple[torch.Tensor | None, ...]
+    ) -> Work | None:
+        try:
+            return self._backend.run(prepared.loaded, call, async_op, [t for t in tensors if t is not None])
+        except (PeerError, KeyboardInterrupt) as error:
+            self._failure = error
+            raise
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise CommunicatorClosedError("Communicator: closed")
+        if self._failure is not None:
+            raise CommunicatorClosedError(
+                f"Communicator: unusable since a call failed: {self._failure}"
+            ) from self._failure
+
+
+def _identity(tensor: torch.Tensor | None) -> Hashable:
+    """Everything about a tensor that validation looks at."""
+    if not isinstance(tensor, torch.Tensor):
+        return type(tensor)
+    return (tensor.data_ptr(), tensor.nbytes, tensor.dtype, tensor.device, tensor.is_contiguous())
+
+
+def _place(region: Region) -> str:
+    return "ordinary" if region.place is None else f"symmetric {region.place[0]}+{region.place[1]}"
+
+
+def _device(device: torch.device | str | int | None) -> torch.device:
+    chosen = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    if chosen.type not in ("cpu", "cuda"):
+        raise ValueError(f"Communicator: device (value={chosen}, allowed=cpu, cuda)")
+    if chosen.type == "cuda" and chosen.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return chosen
+
+
+def _backend(
+    group: dist.ProcessGroup, rank: int, device: torch.device, control: ControlBlock, timeout_s: float
+) -> Backend:
+    if device.type == "cpu":
+        from sidelane.collectives.backend_cpu import CpuBackend
+
+        return CpuBackend(group, rank, control, timeout_s)
+    from sidelane.collectives.backend_cuda import CudaBackend
+
+    return CudaBackend(group, rank, device, control, timeout_s)

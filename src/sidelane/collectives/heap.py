@@ -1,0 +1,107 @@
+"""The symmetric blocks of one communicator, and where a tensor lies in them."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import weakref
+
+import torch
+
+from sidelane.memory.base import SymmetricBlock, SymmetricMemory
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Region:
+    """The bytes of a tensor.
+
+    Attributes:
+        address: in this process.
+        nbytes: size.
+        block: number of the symmetric block that holds them; None for ordinary memory.
+        offset: in that block.
+    """
+
+    address: int
+    nbytes: int
+    block: int | None = None
+    offset: int = 0
+
+    @property
+    def symmetric(self) -> bool:
+        return self.block is not None
+
+    @property
+    def place(self) -> tuple[int, int] | None:
+        """What must be equal on all ranks for a program to reach the peers' bytes."""
+        return None if self.block is None else (self.block, self.offset)
+
+
+class SymmetricHeap:
+    """Blocks in the order of their allocation, which is the same on every rank: a block's number names it on all of them."""
+
+    def __init__(self, memory: SymmetricMemory, owner: str) -> None:
+        self.owner = owner
+        self._memory = memory
+        self._blocks: list[SymmetricBlock] = []
+        self._starts: list[int] = []
+        self._numbers: list[int] = []
+        _heaps.add(self)
+
+    def allocate(self, nbytes: int) -> SymmetricBlock:
+        """Allocate a block on every rank. Collective."""
+        block = self._memory.allocate(nbytes)
+        number = len(self._blocks)
+        self._blocks.append(block)
+        start = block.tensor.data_ptr()
+        position = bisect.bisect(self._starts, start)
+        self._starts.insert(position, start)
+        self._numbers.insert(position, number)
+        return block
+
+    def locate(self, tensor: torch.Tensor) -> Region:
+        """Find a contiguous tensor.
+
+        Raises:
+            ValueError: the tensor is symmetric memory of another communicator, or sticks out of its block.
+        """
+        address, nbytes = tensor.data_ptr(), tensor.nbytes
+        if nbytes == 0:
+            return Region(address, 0)
+        number = self._find(address)
+        if number is None:
+            for heap in _heaps:
+                if heap is not self and heap._find(address) is not None:
+                    raise ValueError(
+                        f"a tensor is symmetric memory of another communicator ({heap.owner}); "
+                        f"use this communicator's empty() ({self.owner}), or ordinary memory"
+                    )
+            return Region(address, nbytes)
+        block = self._blocks[number]
+        offset = address - block.tensor.data_ptr()
+        if offset + nbytes > block.tensor.nbytes:
+            raise ValueError(
+                f"a tensor sticks out of its symmetric block (end={offset + nbytes}, allowed={block.tensor.nbytes})"
+            )
+        return Region(address, nbytes, number, offset)
+
+    def addresses(self, region: Region) -> tuple[int, ...]:
+        """Where this process reaches the region on each rank. The region must be symmetric."""
+        assert region.block is not None
+        return tuple(base + region.offset for base in self._blocks[region.block].addresses)
+
+    def close(self) -> None:
+        """Forget the blocks. Tensors that callers still have stay valid as ordinary memory."""
+        self._blocks, self._starts, self._numbers = [], [], []
+        _heaps.discard(self)
+        self._memory.close()
+
+    def _find(self, address: int) -> int | None:
+        position = bisect.bisect(self._starts, address) - 1
+        if position < 0:
+            return None
+        number = self._numbers[position]
+        return number if address < self._starts[position] + self._blocks[number].tensor.nbytes else None
+
+
+_heaps: weakref.WeakSet[SymmetricHeap] = weakref.WeakSet()
