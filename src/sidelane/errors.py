@@ -1,4 +1,4 @@
-"""Errors that Sidelane raises beyond ``ValueError`` and ``TypeError`` (which mean: the caller passed something wrong)."""
+"""Errors beyond ``ValueError`` and ``TypeError``, which mean that the caller passed something wrong."""
 
 from __future__ import annotations
 

@@ -218,5 +218,3 @@ def many(group: dist.ProcessGroup, calls: int) -> None:
             comm.all_gather(out, shard)
             assert out.view(n, 17)[:, 3].tolist() == [r * 1000 + i for r in range(n)]
             out.fill_(-1)  # a peer that ran ahead would see its bytes overwritten
-
-

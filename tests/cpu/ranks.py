@@ -1,8 +1,8 @@
 """Processes for tests: a pool of ranks that lives for a whole session, and single crews for tests that kill some.
 
-A function that ranks execute is a top-level function of a module; it gets the process group first, then the arguments, and
-what it returns is pickled. The first error of a rank is raised in the test with the rank's own traceback. Whoever does
-not answer in time is killed.
+A function that ranks execute is a top-level function of a module; it gets the process group first, then the arguments,
+and what it returns is pickled. The first error of a rank is raised in the test with the rank's own traceback. Whoever
+does not answer in time is killed.
 """
 
 from __future__ import annotations
@@ -150,7 +150,9 @@ class RankPool:
     def __init__(self) -> None:
         self._crew: Crew | None = None
 
-    def run(self, function: Callable[..., Any], ranks: int | Sequence[int], *args: Any, timeout_s: float = 60) -> list[Any]:
+    def run(
+        self, function: Callable[..., Any], ranks: int | Sequence[int], *args: Any, timeout_s: float = 60
+    ) -> list[Any]:
         """See :meth:`Crew.run`."""
         if self._crew is None:
             self._crew = Crew(POOL_RANKS)
@@ -176,6 +178,18 @@ def crew(world_size: int) -> Iterator[Crew]:
         yield own
     finally:
         own.kill()
+
+
+def shared_memory() -> list[str]:
+    """What this process has mapped and open of Sidelane's shared memory (Linux), one line for each."""
+    with open("/proc/self/maps") as maps:
+        lines = [line.strip() for line in maps if "memfd:sidelane" in line]
+    for entry in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself
+            target = os.readlink(f"/proc/self/fd/{entry}")
+            if "memfd:sidelane" in target:
+                lines.append(f"descriptor {entry}: inode {os.stat(f'/proc/self/fd/{entry}').st_ino}")
+    return lines
 
 
 def _serve(rank: int, world_size: int, store: str, pipe: multiprocessing.connection.Connection) -> None:

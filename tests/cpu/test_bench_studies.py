@@ -15,9 +15,15 @@ from ranks import RankPool
 
 from sidelane.bench import c3_bench, collective_bench
 from sidelane.bench.baselines_cpu import Gloo
-from sidelane.bench.c3_bench import C3Options, rows_of
+from sidelane.bench.c3_bench import C3Instruments, C3Options, rows_of
 from sidelane.bench.candidates import Prepared, Tensors, candidates_of
-from sidelane.bench.collective_bench import CollectiveOptions, calls_per_sample, default_sizes, measure_case
+from sidelane.bench.collective_bench import (
+    CollectiveOptions,
+    absent_rows,
+    calls_per_sample,
+    default_sizes,
+    measure_case,
+)
 from sidelane.bench.launch import RankFailedError
 from sidelane.bench.measure import Meter
 from sidelane.bench.reference import Case
@@ -122,7 +128,7 @@ def outcome_of_a_pair(group: dist.ProcessGroup) -> dict[str, Any]:
         Strategy("forgetful", Order.COLLECTIVE_FIRST, ("symm_mem",), ""),
         Strategy("refusing", Order.GEMM_FIRST, ("sm",), ""),
     )
-    instruments = c3_bench._Instruments(roster.meter, C3Options(**QUICK))
+    instruments = C3Instruments(roster.meter, C3Options(**QUICK))
     outcome = run_workload(
         workload, runs, instruments, device=CPU, strategies=strategies, unavailable={"dma": "no engines"}
     )
@@ -184,7 +190,7 @@ def outcome_with_a_spoilt_gemm(group: dist.ProcessGroup) -> list[Any]:
         case = Case(workload.collective, workload.nbytes, torch.float32, dist.get_rank(group), 2, CPU)
         run = Prepared(candidates_of(Gloo(group), case.kind)[0], case, roster.implementations["gloo"])
         spoilt = WrongGemm(run, lambda: gemms[0].c[3].fill_(0.5))
-        instruments = c3_bench._Instruments(roster.meter, C3Options(**QUICK))
+        instruments = C3Instruments(roster.meter, C3Options(**QUICK))
         outcome = run_workload(workload, [spoilt], instruments, device=CPU)
     finally:
         c3_run.GemmRun.__init__ = make  # type: ignore[method-assign]
@@ -261,6 +267,26 @@ def test_tags_are_scaled_down_on_cpus() -> None:
 def test_an_implementation_that_does_not_exist_here() -> None:
     with pytest.raises(RankFailedError, match="allowed here=gloo, dma"):
         collective_bench.main(CollectiveOptions(**QUICK, sizes=(1024,), implementations=("nccl",)))
+
+
+def absent(group: dist.ProcessGroup) -> list[CollectiveRow]:
+    roster = Roster(Meter(CPU, group=group))
+
+    def make() -> Gloo:
+        if dist.get_rank(group) == 0:
+            raise OSError("no library")
+        return Gloo(group)
+
+    roster.add("nccl_ce", make)
+    assert not roster.implementations
+    case = Case(Kind.ALL_GATHER, 64, torch.uint8, dist.get_rank(group), 2, CPU)
+    return absent_rows(roster, case)
+
+
+def test_an_implementation_that_one_rank_cannot_make_is_a_row_on_all(pool: RankPool) -> None:
+    for (row,) in pool.run(absent, 2):
+        assert (row.implementation, row.correct, row.time_us) == ("nccl_ce", None, None)
+        assert row.note == "takes no part: rank 0: OSError: no library"
 
 
 def test_nothing_that_works_is_an_error_with_the_reasons() -> None:

@@ -227,8 +227,8 @@ def test_a_dead_peer_is_named_and_nothing_is_left(tmp_path: Any) -> None:
         assert not left
 
 
-def interrupted(group: dist.ProcessGroup) -> tuple[str, str]:
-    comm = communicator(group, timeout_s=20)
+def interrupted(group: dist.ProcessGroup, async_op: bool) -> tuple[str, str]:
+    comm = communicator(group, timeout_s=1000)  # whoever waited for it would fail the test
     n = comm.world_size
     out, shard = comm.empty(5 * n), torch.empty(5)
     comm.all_gather(out, shard)
@@ -239,7 +239,9 @@ def interrupted(group: dist.ProcessGroup) -> tuple[str, str]:
     if comm.rank == 0:
         threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
     try:
-        comm.all_gather(out, shard)
+        work = comm.all_gather(out, shard, async_op=async_op)
+        if work is not None:
+            work.wait()
     except (KeyboardInterrupt, PeerError) as error:
         comm.close()
         assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("sidelane")]
@@ -247,9 +249,10 @@ def interrupted(group: dist.ProcessGroup) -> tuple[str, str]:
     raise AssertionError("no error was raised")
 
 
-def test_ctrl_c_stops_the_call_and_tells_the_peers() -> None:
+@pytest.mark.parametrize("async_op", [False, True])
+def test_ctrl_c_stops_the_call_and_tells_the_peers(async_op: bool) -> None:
     with crew(3) as ranks:
-        results = ranks.run(interrupted, 3)
+        results = ranks.run(interrupted, 3, async_op)
     assert results[0][0] == "KeyboardInterrupt"
     assert results[1][0] == "PeerError" and "rank 0" in results[1][1]
     assert results[2][0] == "PeerError" and "rank 0" in results[2][1]

@@ -9,10 +9,11 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from ranks import RankPool, crew
+from ranks import RankPool, crew, shared_memory
 
 from sidelane.errors import CommunicatorClosedError, PeerError, PeerTimeoutError
 from sidelane.memory.control import RING_CALLS, ControlBlock
@@ -50,7 +51,9 @@ def post_and_compare(group: dist.ProcessGroup) -> None:
     posted = control.calls_of_all(1000, 10.0)
     assert all(post.signature.startswith("ü" * 240) and len(post.signature.encode()) < 512 for post in posted)
     assert len({post.signature for post in posted}) == control.world_size
-    assert all(post.refusal is not None and post.refusal.startswith("naïve\N{REPLACEMENT CHARACTER}x") for post in posted)
+    assert all(
+        post.refusal is not None and post.refusal.startswith("naïve\N{REPLACEMENT CHARACTER}x") for post in posted
+    )
     control.close()
     with pytest.raises(CommunicatorClosedError):
         control.post_call(1001, "late")
@@ -186,10 +189,10 @@ def die(group: dist.ProcessGroup) -> tuple[tuple[str, tuple[int, ...], str], str
     with pytest.raises(PeerError) as caught:
         control.calls_of_all(2, 30.0)
     text = str(caught.value)
+    assert shared_memory()
     del control, caught  # a traceback holds on to what its frames hold
     gc.collect()
-    left = [line for line in open("/proc/self/maps") if "sidelane" in line]
-    return seen, text, tuple(left)
+    return seen, text, tuple(shared_memory())
 
 
 def test_a_killed_rank_is_named_and_leaves_nothing() -> None:
@@ -213,7 +216,7 @@ def test_a_process_is_not_mistaken_for_another() -> None:
     assert dataclasses.replace(own, namespace=own.namespace + 1).alive(own) is None
     assert dataclasses.replace(own, boot="another", host="elsewhere").alive(own) is None
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    fields = open(f"/proc/{child.pid}/stat").read().rpartition(") ")[2].split()
+    fields = Path(f"/proc/{child.pid}/stat").read_text().rpartition(") ")[2].split()
     identity = dataclasses.replace(own, pid=child.pid, started=int(fields[19]))
     untimed = dataclasses.replace(identity, started=0)  # a system without start times
     assert identity.alive(own)

@@ -9,12 +9,11 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 from ranks import RankPool, crew
-from worlds import Rig, random_delays
+from worlds import Rig, holdings, random_delays
 
 from sidelane.errors import PeerError, PeerTimeoutError
 from sidelane.program.build import Transport, build, variants
@@ -171,21 +170,14 @@ def seen(error: BaseException) -> Seen:
     return type(error).__name__, ranks, str(error)
 
 
-def engine_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("sidelane-")]
-
-
 def leftovers(rig: Rig) -> list[str]:
-    """Close, and look for what is still there."""
+    """Close, and look for what is still there of this rig."""
+    mine = [line for line in holdings() if line not in rig.before]
+    assert any("memfd" in line for line in mine)
     rig.close()
     rig.__dict__.clear()
     gc.collect()
-    maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if "sidelane" in line]
-    descriptors = []
-    for entry in os.listdir("/proc/self/fd"):
-        if os.path.exists(f"/proc/self/fd/{entry}"):
-            descriptors.append(os.readlink(f"/proc/self/fd/{entry}"))
-    return maps + [d for d in descriptors if "sidelane" in d] + engine_threads()
+    return [line for line in holdings() if line in mine]
 
 
 def one_stays_away(group: dist.ProcessGroup) -> Seen:

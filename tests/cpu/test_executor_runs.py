@@ -1,4 +1,4 @@
-"""The CPU executor as a whole, with ranks that share this process: order, arming, failing, stopping, leaving nothing."""
+"""The CPU executor as a whole, with ranks that share this process: arming, failing, stopping, leaving nothing."""
 
 from __future__ import annotations
 
@@ -114,7 +114,8 @@ def test_what_was_armed_for_another_epoch_is_dropped() -> None:
     with LocalWorld(2) as world:
         loaded = world.load(prelaunch(build(all_to_all([[NBYTES] * 2] * 2), "pcpy")))
         other = world.load(build(all_gather([NBYTES] * 2), "pcpy"))
-        for rank in loaded.ranks:
+        for index, rank in enumerate(loaded.ranks):
+            loaded.memory[index, Buffer.INPUT].fill_(1)
             rank.arm(1)
         # The next call is another one, with the same flags: its signals must not fire what is armed.
         before = {place: tensor.clone() for place, tensor in loaded.memory.items()}
@@ -255,9 +256,7 @@ def test_many_waiting_threads_leave_time_for_those_that_work() -> None:
 
 def exchange(rank: int) -> Copy:
     """Half of a two-rank all-gather in place: push the own shard into the peer's output."""
-    return Copy(
-        Span(1 - rank, Buffer.OUTPUT, rank * NBYTES, NBYTES), Span(rank, Buffer.OUTPUT, rank * NBYTES, NBYTES)
-    )
+    return Copy(Span(1 - rank, Buffer.OUTPUT, rank * NBYTES, NBYTES), Span(rank, Buffer.OUTPUT, rank * NBYTES, NBYTES))
 
 
 def in_place() -> Collective:

@@ -1,7 +1,7 @@
 """Where tests run programs: a world of ranks inside one process, or one rank of a crew; and what the bytes must be.
 
-The world inside one process is quick to make, so that hundreds of programs can be tried; its ranks are executors of their
-own whose threads race as those of processes do. The rig is the real thing: shared memory and a control block.
+The world inside one process is quick to make, so that hundreds of programs can be tried; its ranks are executors of
+their own whose threads race as those of processes do. The rig is the real thing: shared memory and a control block.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from types import TracebackType
 
 import torch
 import torch.distributed as dist
+from ranks import shared_memory
 
 from sidelane.errors import PeerError, PeerTimeoutError
 from sidelane.execute.base import Addresses
@@ -134,6 +135,7 @@ class Rig:
     """One rank's executor with shared memory and control block, in a group of processes."""
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float = 30.0, delay: Delay | None = None) -> None:
+        self.before = holdings()
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.memory, self.control = ShmMemory(group), ControlBlock(group)
         self.executor = CpuExecutor(self.rank, self.control, timeout_s, delay=delay)
@@ -178,6 +180,12 @@ class LoadedHere:
         self.finish(epoch, self.start(epoch))
 
 
+def holdings() -> list[str]:
+    """Shared memory and engine threads of this process, one line for each."""
+    engines = [t for t in threading.enumerate() if t.name.startswith("sidelane-")]
+    return shared_memory() + [f"thread {thread.ident} {thread.name}" for thread in engines]
+
+
 def random_delays(seed: int, probability: float = 0.2, longest_s: float = 0.002) -> Delay:
     """A delay of random length in front of random commands."""
     generator = random.Random(seed)
@@ -190,7 +198,7 @@ def random_delays(seed: int, probability: float = 0.2, longest_s: float = 0.002)
 
 
 def input_of(collective: Collective, rank: int, epoch: int) -> torch.Tensor:
-    """The bytes that a rank puts in: random, but small whole numbers where they are to be reduced (so sums are exact)."""
+    """The bytes that a rank puts in: random; small whole numbers where they are reduced, so that sums are exact."""
     generator = torch.Generator().manual_seed(1000 * epoch + rank)
     nbytes = collective.input_bytes(rank)
     if collective.reduction is None:

@@ -1,4 +1,4 @@
-"""What tests of ``verify`` share: a right program to break, and a check that a refusal finds the right words."""
+"""What tests of ``verify`` share: programs to start from, and a check that a refusal finds the right words."""
 
 from __future__ import annotations
 
@@ -28,6 +28,41 @@ rank 1 dma:0
   wait flag 2 >= epoch
 rank 1 local:0
   copy output@1[8:16] <- input@1[0:8]
+"""
+
+# Each rank tells the others that it has come, and resets what it has seen. There is no entry handshake.
+RESET_BARRIER = """
+rank 0 dma:0
+  signal rank 1 flag 0 set 1
+  wait flag 1 == 1
+  signal rank 0 flag 1 set 0
+rank 1 dma:0
+  signal rank 0 flag 1 set 1
+  wait flag 0 == 1
+  signal rank 1 flag 0 set 0
+"""
+
+# The same with epochs, which nobody resets.
+EPOCH_BARRIER = """
+rank 0 dma:0
+  signal rank 1 flag 0 set epoch
+  wait flag 1 >= epoch
+rank 1 dma:0
+  signal rank 0 flag 1 set epoch
+  wait flag 0 >= epoch
+"""
+
+# Everybody waits before he signals the next one.
+CYCLE = """
+rank 0 dma:0
+  wait flag 0 >= epoch
+  signal rank 1 flag 0 set epoch
+rank 1 dma:0
+  wait flag 0 >= epoch
+  signal rank 2 flag 0 set epoch
+rank 2 dma:0
+  wait flag 0 >= epoch
+  signal rank 0 flag 0 set epoch
 """
 
 

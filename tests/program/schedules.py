@@ -1,8 +1,8 @@
 """An oracle for ``verify`` that shares no code with it: run a program on real bytes under random schedules.
 
-Every rank has a caller that fills its input with fresh random bytes, poisons its output, calls, waits for its own queues
-only, compares, and goes on to the next call. Which queue takes the next step is random, with queues and callers of very
-different speeds, and every move takes two steps. A program that is right survives all schedules.
+Every rank has a caller that fills its input with fresh random bytes, poisons its output, calls, waits for its own
+queues only, compares, and goes on to the next call. Which queue takes the next step is random, with queues and callers
+of very different speeds, and every move takes two steps. A program that is right survives all schedules.
 """
 
 from __future__ import annotations

@@ -75,9 +75,9 @@ class TestPaperCounts:
         for collective in (all_gather([8] * n, in_place=True), equal_all_to_all(n, 8)):
             program = build(collective, "b2b")
             assert engines(program) == [1 if n > 1 else 0] * n
-            assert sum(isinstance(c, Copy) for q in program.queues if q.engine.kind is EngineKind.DMA for c in q.commands) == (
-                n * (n - 1)
-            )
+            assert sum(
+                isinstance(c, Copy) for q in program.queues if q.engine.kind is EngineKind.DMA for c in q.commands
+            ) == (n * (n - 1))
 
 
 def test_b2b_serves_peers_in_rotated_order() -> None:
@@ -111,7 +111,13 @@ def test_one_rank_alone_copies_or_does_nothing() -> None:
     [(Transport.PUSH, {Buffer.OUTPUT}), (Transport.PULL, {Buffer.INPUT}), (Transport.STAGED, {Buffer.STAGING})],
 )
 def test_a_transport_reaches_only_its_symmetric_buffer(transport: Transport, remote: set[Buffer]) -> None:
-    for collective in (all_gather([8] * 4), equal_all_to_all(4, 8), broadcast(8, 4, 2), scatter([8] * 4, 0), gather([8] * 4, 3)):
+    for collective in (
+        all_gather([8] * 4),
+        equal_all_to_all(4, 8),
+        broadcast(8, 4, 2),
+        scatter([8] * 4, 0),
+        gather([8] * 4, 3),
+    ):
         for variant in ("pcpy", "b2b"):
             assert build(collective, variant, transport).remote_buffers() == remote
 

@@ -222,7 +222,7 @@ class TestReductions:
         [
             (
                 "reduce output@0[0:8] <- sum float32(input@0[0:8], input@0[0:8])",
-                "holding the sum float32 of (2 times input@0[0:8]), not the sum float32 of (input@0[0:8], input@1[0:8])",
+                "the sum float32 of (2 times input@0[0:8]), not the sum float32 of (input@0[0:8], input@1[0:8])",
             ),
             (
                 "reduce output@0[0:8] <- sum float32(input@0[0:8], staging@0[0:8], staging@0[0:8])",

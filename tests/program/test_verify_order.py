@@ -1,10 +1,10 @@
-"""``verify``, happens-before: deadlocks, lost signals, pairing, over invocations whose ranks run ahead of each other."""
+"""``verify``, happens-before: deadlocks, lost signals, pairing, while some ranks run ahead of others."""
 
 from __future__ import annotations
 
 import pytest
 from listings import replace, without
-from refusals import GATHER, gather, nothing, refused
+from refusals import CYCLE, EPOCH_BARRIER, GATHER, RESET_BARRIER, gather, nothing, refused
 
 from sidelane.program.build import build
 from sidelane.program.collective import all_gather
@@ -57,19 +57,6 @@ def test_two_signals_for_one_wait() -> None:
     refused(twice, words=("unpaired signal", "rank 0 dma:0 command 4 (signal rank 1 flag 2 set epoch)"))
 
 
-CYCLE = """
-rank 0 dma:0
-  wait flag 0 >= epoch
-  signal rank 1 flag 0 set epoch
-rank 1 dma:0
-  wait flag 0 >= epoch
-  signal rank 2 flag 0 set epoch
-rank 2 dma:0
-  wait flag 0 >= epoch
-  signal rank 0 flag 0 set epoch
-"""
-
-
 def test_cycle_of_waits() -> None:
     (line,) = refused(nothing(3, CYCLE), words="deadlock")
     # Starting anywhere, the chain goes once around and closes.
@@ -105,19 +92,6 @@ def test_deadlock_across_two_engines_of_a_rank() -> None:
       wait flag 5 >= epoch
     """
     refused(nothing(2, listing), words=("deadlock", "rank 0 dma:0 command 1", "rank 1 dma:1 command 0"))
-
-
-# Each rank tells the others that it has come, and resets what it has seen. There is no entry handshake.
-RESET_BARRIER = """
-rank 0 dma:0
-  signal rank 1 flag 0 set 1
-  wait flag 1 == 1
-  signal rank 0 flag 1 set 0
-rank 1 dma:0
-  signal rank 0 flag 1 set 1
-  wait flag 0 == 1
-  signal rank 1 flag 0 set 0
-"""
 
 
 def test_lost_signal_of_flags_that_the_waiter_resets() -> None:
@@ -161,16 +135,6 @@ def test_forgotten_reset() -> None:
             "rank 0 dma:0 command 0 (signal rank 1 flag 0 set 1) in invocation 1",
         ),
     )
-
-
-EPOCH_BARRIER = """
-rank 0 dma:0
-  signal rank 1 flag 0 set epoch
-  wait flag 1 >= epoch
-rank 1 dma:0
-  signal rank 0 flag 1 set epoch
-  wait flag 0 >= epoch
-"""
 
 
 def test_equal_epochs_where_fast_ranks_run_ahead() -> None:
@@ -287,7 +251,7 @@ def test_counter_of_which_some_signals_are_enough() -> None:
     rank 3 dma:0
       signal rank 0 flag 0 add 1
     """
-    refused(nothing(4, listing), words="is not sure to see 3: only 2 is certain to be added before it", rounds=1)
+    refused(nothing(4, listing), words="is not sure to see 3: only 2 is certain to come before it", rounds=1)
 
 
 def test_prelaunched_queue_that_no_trigger_holds() -> None:

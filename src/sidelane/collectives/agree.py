@@ -68,9 +68,7 @@ def _compare(
             raise MismatchError(reason)
         error = PeerError(f"call {call}: rank {rank} refused it: {reason}", ranks=[rank for rank, _ in refused])
     elif other := next((rank for rank, text in enumerate(texts) if text != texts[0]), None):
-        error = MismatchError(
-            f"call {call}: {_DIFFERENT}: rank 0: {texts[0]}; rank {other}: {texts[other]}"
-        )
+        error = MismatchError(f"call {call}: {_DIFFERENT}: rank 0: {texts[0]}; rank {other}: {texts[other]}")
     if error is not None:
         # A rank that had made its call before did not compare; it finds the refusal while it waits for this one.
         control.post_call(call, texts[control.rank], refusal=str(error))

@@ -1,4 +1,4 @@
-"""From the tensors of a call to what is asked: shapes, dtypes, devices and overlaps are checked here and nowhere else."""
+"""From the tensors of a call to what is asked: shapes, dtypes, devices and overlaps are checked here only."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class Arguments:
         self._same_dtype("all_reduce", output, input)
         if output.numel() != input.numel():
             raise ValueError(
-                f"all_reduce: output must hold as many elements as input (output={output.numel()}, input={input.numel()})"
+                f"all_reduce: output must hold the elements of input (output={output.numel()}, input={input.numel()})"
             )
         output_region, input_region = self._regions("all_reduce", output, input)
         in_place = self._in_place("all_reduce", output_region, input_region, 0)

@@ -28,6 +28,8 @@ class Work(Protocol):
 
 
 class Backend(Protocol):
+    """One device type's part of a communicator."""
+
     @property
     def memory(self) -> SymmetricMemory: ...
 
@@ -39,7 +41,7 @@ class Backend(Protocol):
         ...
 
     def run(self, loaded: LoadedProgram, epoch: int, async_op: bool, tensors: Sequence[torch.Tensor]) -> Work | None:
-        """Start a program behind the caller's work so far; without ``async_op``, also put the caller's next work behind it."""
+        """Start a program behind the caller's work so far. Without ``async_op``, the caller's next work follows it."""
         ...
 
     def synchronize(self) -> None:

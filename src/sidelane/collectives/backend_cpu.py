@@ -30,32 +30,41 @@ class CpuBackend:
         if async_op:
             # The future keeps the tensors: a caller may drop them before the thread gets there.
             self._last = self._thread.submit(_run, loaded, epoch, tensors)
-            return CpuWork(self._last)
+            return CpuWork(self._last, self.executor)
         self.synchronize()
         loaded.start(epoch, None).wait()
         return None
 
     def synchronize(self) -> None:
         if self._last is not None:
-            self._last.result()
+            _result(self._last, self.executor)
             self._last = None
 
     def close(self) -> None:
+        self.executor.close()  # first: it ends what the thread may be waiting for
         self._thread.shutdown(wait=True, cancel_futures=True)
-        self.executor.close()
 
 
 class CpuWork:
     """See :class:`sidelane.collectives.backend.Work`."""
 
-    def __init__(self, future: concurrent.futures.Future[None]) -> None:
-        self._future = future
+    def __init__(self, future: concurrent.futures.Future[None], executor: CpuExecutor) -> None:
+        self._future, self._executor = future, executor
 
     def wait(self) -> None:
-        self._future.result()
+        _result(self._future, self._executor)
 
     def is_completed(self) -> bool:
         return self._future.done()
+
+
+def _result(future: concurrent.futures.Future[None], executor: CpuExecutor) -> None:
+    try:
+        future.result()
+    except KeyboardInterrupt:
+        # It reached this thread, not the one that runs the collective: end that one, which tells the peers.
+        executor.close()
+        raise
 
 
 def _run(loaded: LoadedProgram, epoch: int, tensors: Sequence[torch.Tensor]) -> None:

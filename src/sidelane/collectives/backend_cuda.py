@@ -1,4 +1,4 @@
-"""Collectives on GPUs: a call takes its place on the caller's current stream; an asynchronous one has a stream of its own."""
+"""Collectives on GPUs: a call takes its place on the current stream; an asynchronous one has a stream of its own."""
 
 from __future__ import annotations
 
@@ -76,4 +76,4 @@ class CudaWork:
         torch.cuda.current_stream().wait_event(self._event)
 
     def is_completed(self) -> bool:
-        return self._event.query()
+        return bool(self._event.query())

@@ -114,12 +114,13 @@ class Communicator:
         async_op: bool = False,
         variant: str = AUTO,
     ) -> Work | None:
-        """Send part j of ``input`` to rank j and receive part i of ``output`` from rank i (torch: ``all_to_all_single``).
+        """Send part j of ``input`` to rank j, receive part i of ``output`` from rank i (torch: ``all_to_all_single``).
 
         Args:
-            output, input: same dtype (any). In place if they are the same bytes (equal parts only).
-            output_split_sizes, input_split_sizes: rows of dimension 0 for each rank; give both or none (equal parts).
-                With split sizes, the ranks compare them on the host at every call.
+            output: of ``input``'s dtype. In place if both are the same bytes (equal parts only).
+            input: any dtype.
+            output_split_sizes: rows of dimension 0 from each rank; None, like the next one, for equal parts.
+            input_split_sizes: rows of dimension 0 for each rank. The ranks compare them on the host at every call.
             async_op: see :meth:`all_gather`.
             variant: ``pcpy``, ``b2b``, ``swap`` (``output`` symmetric, equal counts), or ``auto``.
 
@@ -174,9 +175,11 @@ class Communicator:
         """Reduce everyone's ``tensor`` and give everyone the result, in ``output`` or in place.
 
         Args:
-            tensor: any number of elements; dtypes and ``op`` as for :meth:`reduce_scatter`.
+            tensor: any number of elements; dtypes as for :meth:`reduce_scatter`.
+            op: see :meth:`reduce_scatter`.
             output: same number of elements and dtype; None for in place.
-            async_op, variant: see :meth:`reduce_scatter`.
+            async_op: see :meth:`all_gather`.
+            variant: ``pcpy``, ``b2b`` or ``auto``.
 
         Raises:
             As :meth:`all_gather`.
@@ -195,6 +198,9 @@ class Communicator:
         """Replace everyone's ``tensor`` by that of ``root`` (a rank of the group).
 
         Args:
+            tensor: same number of elements and dtype (any) on every rank.
+            root: rank of the group whose bytes everyone gets.
+            async_op: see :meth:`all_gather`.
             variant: ``pcpy``, ``b2b``, ``bcst`` (``tensor`` symmetric), or ``auto``.
 
         Raises:
@@ -359,10 +365,10 @@ class Communicator:
             ) from self._failure
 
 
-def _identity(tensor: torch.Tensor | None) -> Hashable:
+def _identity(tensor: object) -> Hashable:
     """Everything about a tensor that validation looks at."""
     if not isinstance(tensor, torch.Tensor):
-        return type(tensor)
+        return str(type(tensor))
     return (tensor.data_ptr(), tensor.nbytes, tensor.dtype, tensor.device, tensor.is_contiguous())
 
 

@@ -38,7 +38,7 @@ class Region:
 
 
 class SymmetricHeap:
-    """Blocks in the order of their allocation, which is the same on every rank: a block's number names it on all of them."""
+    """Blocks in the order of their allocation, which is the same on every rank: a number names a block on all."""
 
     def __init__(self, memory: SymmetricMemory, owner: str) -> None:
         self.owner = owner

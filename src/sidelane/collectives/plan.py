@@ -133,8 +133,8 @@ def choose_transport(agreement: Agreement, variant: str) -> Transport:
     if variant in ("bcst", "swap"):
         if agreement.output_place is None and collective.world_size > 1:
             raise ValueError(
-                f"{collective.kind}: variant {variant!r} writes into the peers' outputs, so output must be symmetric memory "
-                "(value=ordinary memory, allowed=a tensor from Communicator.empty)"
+                f"{collective.kind}: variant {variant!r} writes into the peers' outputs, so output must be "
+                "symmetric memory (value=ordinary memory, allowed=a tensor from Communicator.empty)"
             )
         return Transport.PUSH
     if collective.in_place and collective.kind is Kind.ALL_TO_ALL:

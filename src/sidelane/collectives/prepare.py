@@ -83,8 +83,8 @@ class Preparer:
                 f"this call needs {nbytes} bytes of staging and memory cannot be allocated while a graph is captured "
                 f"(have={have}): make the call once before the capture, or use tensors from Communicator.empty"
             )
-        # Captured graphs keep the block that they were loaded with. Everything else must move to the new one now, on all
-        # ranks at once: a rank that still wrote to the old block would miss a peer that reads the new one.
+        # Captured graphs keep the block that they were loaded with. Everything else must move to the new one now, on
+        # all ranks at once: a rank that still wrote to the old block would miss a peer that reads the new one.
         self._kept.append(self._staging)
         self._recent.clear()
         steps = -(-max(nbytes, 2 * have) // STAGING_STEP_BYTES)

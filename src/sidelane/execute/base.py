@@ -75,6 +75,8 @@ class LoadedProgram(Protocol):
 
 
 class Executor(Protocol):
+    """Runs one rank's part of programs on one kind of device."""
+
     @property
     def capabilities(self) -> Capabilities: ...
 

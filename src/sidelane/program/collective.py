@@ -56,6 +56,8 @@ ROOTED = (Kind.BROADCAST, Kind.SCATTER, Kind.GATHER)
 
 
 class ReduceOp(StrEnum):
+    """How elements of the ranks are combined."""
+
     SUM = "sum"
     AVG = "avg"
     MIN = "min"
@@ -67,7 +69,7 @@ ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int32": 4, "int64":
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reduction:
-    """How elements are combined: floats accumulate in float32 and round once; an integer ``avg`` truncates towards 0."""
+    """An operation on a dtype: floats accumulate in float32 and round once; an integer ``avg`` truncates towards 0."""
 
     op: ReduceOp
     dtype: str

@@ -166,7 +166,7 @@ class Program:
         queues: at most one queue for each (rank, engine).
         staging_bytes: size of each rank's staging buffer.
         flag_count: flags in the memory of each rank.
-        prelaunched: queues start before the collective is called; a trigger flag set by the ``caller`` queue holds them.
+        prelaunched: queues start before the collective is called; triggers fired by the ``caller`` queue hold them.
     """
 
     collective: Collective

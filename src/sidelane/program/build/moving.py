@@ -27,8 +27,8 @@ class Transport(StrEnum):
     """Which rank moves a chunk, and so which buffers must be in symmetric memory.
 
     ``push``: the source writes into its peer's output (output symmetric). ``pull``: the destination reads its peer's
-    input (input symmetric). ``staged``: the source copies its input to staging and its peers pull from there (nothing of
-    the caller's needs to be symmetric, for one more copy of the bytes that a rank sends).
+    input (input symmetric). ``staged``: the source copies its input to staging and its peers pull from there; nothing
+    of the caller's needs to be symmetric, for one more copy of the bytes that a rank sends.
     """
 
     PUSH = "push"
@@ -58,7 +58,7 @@ def bcst(collective: Collective, transport: Transport = Transport.PUSH) -> Progr
 
 
 def swap(collective: Collective, transport: Transport = Transport.PUSH) -> Program:
-    """Exchange chunks pair by pair inside the output; out of place, the input is copied there first (paper 003, 4.2.3)."""
+    """Exchange chunks in pairs inside the output; out of place, the input is copied there first (paper 003, 4.2.3)."""
     counts = collective.counts
     if collective.kind is not Kind.ALL_TO_ALL:
         raise ValueError(f"swap: collective (value={collective.kind}, allowed=all_to_all)")
@@ -95,7 +95,7 @@ class _Moving:
         self.active = {(transfer.mover, transfer.partner): transfer for transfer in self.transfers}
 
     def program(self, share_engines: Callable[[Sequence[int]], list[list[int]]]) -> Program:
-        """Make the program. ``share_engines`` splits a rank's peers, in rotated order, into one list for each engine."""
+        """Make the program; ``share_engines`` splits a rank's peers, in rotated order, into a list for each engine."""
         queues: list[Queue] = []
         local_flags = 0
         for rank in range(self.collective.world_size):
@@ -143,11 +143,9 @@ class _Moving:
         if self.variant == "bcst" and len(group) == 2:
             first, second = transfers
             return [*waits, Broadcast((first.dst, second.dst), first.src), *exits]
-        return [
-            command
-            for wait, transfer, signal in zip(waits, transfers, exits, strict=True)
-            for command in (wait, Copy(transfer.dst, transfer.src), signal)
-        ]
+        # Nothing stands between the copies of an engine: a signal or wait there would keep it from overlapping the end
+        # of one with the beginning of the next (docs/performance.md has the difference).
+        return [*waits, *(Copy(transfer.dst, transfer.src) for transfer in transfers), *exits]
 
     def _local_commands(self, rank: int, dma_queues: int) -> list[Command]:
         commands: list[Command] = []

@@ -66,11 +66,9 @@ class _Reducing:
         commands: list[Command] = []
         if self.shards[rank]:
             commands += [flags.signal_entry(partner=rank, mover=peer) for peer in group]
-        for peer in reducers:
-            chunk = self.chunks[rank, peer]
-            commands.append(flags.wait_entry(partner=peer, mover=rank))
-            commands.append(Copy(self._slot_span(peer, rank), self._input_span(chunk)))
-            commands.append(flags.signal_exit(partner=peer, mover=rank))
+        commands += [flags.wait_entry(partner=peer, mover=rank) for peer in reducers]
+        commands += [Copy(self._slot_span(peer, rank), self._input_span(self.chunks[rank, peer])) for peer in reducers]
+        commands += [flags.signal_exit(partner=peer, mover=rank) for peer in reducers]
         if self.gathers:
             for peer in reducers:
                 commands.append(flags.wait_entry(partner=peer, mover=rank, phase=1))

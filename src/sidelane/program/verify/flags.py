@@ -186,10 +186,8 @@ def _may_hang(order: Order, use: FlagUse, wait: int) -> str | None:
         spoiler = next(spoilers, None)
         if spoiler is None:
             return None
-        culprit = culprit or spoiler
-    reason = (
-        f"{order.name(culprit)} may come first" if culprit is not None else "no signal is certain to come before it"
-    )
+        culprit = spoiler if culprit is None else culprit
+    reason = "no signal is certain to come before it" if culprit is None else f"{order.name(culprit)} may come first"
     return f"lost signal: {order.name(wait)} may never see {events[wait].value}: {reason}"
 
 
@@ -200,7 +198,7 @@ def _may_miscount(order: Order, use: FlagUse, wait: int) -> str | None:
     certain = [add for add in possible if order.before(add, wait)]
     least = sum(events[add].value for add in certain)
     if least < target:
-        return f"lost signal: {order.name(wait)} is not sure to see {target}: only {least} is certain to be added before it"
+        return f"lost signal: {order.name(wait)} is not sure to see {target}: only {least} is certain to come before it"
     if _comparison(events[wait]) is Comparison.EQ and sum(events[add].value for add in possible) != target:
         return f"lost signal: {order.name(wait)} may never see {target}: more can be added before it looks"
     for write in use.writes:
