@@ -1,0 +1,6 @@
+"""Programs on NVIDIA GPUs: copy engines and stream memory operations."""
+
+from sidelane.execute.cuda.executor import CudaExecutor, CudaProgram
+from sidelane.execute.cuda.probe import DriverFeatures, probe, probe_device
+
+__all__ = ["CudaExecutor", "CudaProgram", "DriverFeatures", "probe", "probe_device"]

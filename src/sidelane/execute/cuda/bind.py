@@ -1,0 +1,180 @@
+"""From a plan and addresses to driver calls that are ready to run: whatever can be done before a call has been."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from sidelane.execute.base import Addresses
+from sidelane.execute.cuda.calls import (
+    Call,
+    Cell,
+    HostWord,
+    LaunchReduce,
+    Memcpy,
+    MemcpyBatch,
+    MemOps,
+    Operand,
+    Plan,
+    RecordEvent,
+    RecordStamp,
+    Step,
+    WaitEvent,
+    WaitValue,
+    WriteValue,
+)
+from sidelane.execute.cuda.driver import Bound, Driver, MemoryOps
+from sidelane.program.ir import Comparison, Flag, Program, Value
+
+WORD_BYTES = 4
+_MOST_CALLERS = 64  # streams for which bound calls are remembered; torch hands out 32 of each priority
+
+
+class Resolver:
+    """Addresses of everything a plan names, for one rank's process.
+
+    Args:
+        program: whose operands.
+        rank: of this process.
+        addresses: of buffers and flags.
+        cells: address of the words from which signals are copied.
+        host: address of each host word.
+    """
+
+    def __init__(
+        self, program: Program, rank: int, addresses: Addresses, cells: int, host: Mapping[HostWord, int]
+    ) -> None:
+        self._program, self._rank, self._addresses, self._cells, self._host = program, rank, addresses, cells, host
+
+    def __call__(self, place: Operand | Flag | Cell | HostWord) -> int:
+        """The address.
+
+        Raises:
+            ValueError: it was not given.
+        """
+        match place:
+            case Operand(rank, buffer, offset):
+                base = self._addresses.buffers.get((rank, buffer))
+                if base is None:
+                    raise ValueError(
+                        f"load: no address of buffer {buffer} of rank {rank}, which rank {self._rank} needs in "
+                        f"{self._program.collective} {self._program.variant}"
+                    )
+                return base + offset
+            case Flag(rank, index):
+                return self._addresses.flags[rank] + WORD_BYTES * index
+            case Cell(index):
+                return self._cells + WORD_BYTES * index
+            case _:
+                return self._host[place]
+
+
+def copies_of(call: Memcpy | MemcpyBatch) -> tuple[Memcpy, ...]:
+    """The copies that one call submits."""
+    return call.copies if isinstance(call, MemcpyBatch) else (call,)
+
+
+class BoundPlan:
+    """The calls of a plan at fixed addresses.
+
+    Args:
+        driver: of the device.
+        plan: what to submit.
+        resolve: turns operands into addresses.
+        sides: a stream for each but the caller's.
+        events: one for each of the plan's.
+        stamps: an event for each slot.
+        captured: the plan is for a graph.
+        busy: what ``HostWord.BUSY`` holds while a captured invocation runs.
+        reduce_blocks: most thread blocks of a reduction.
+
+    Raises:
+        ValueError: an operand has no address.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        plan: Plan,
+        resolve: Resolver,
+        *,
+        sides: Sequence[int],
+        events: Sequence[int],
+        stamps: Mapping[int, int],
+        captured: bool,
+        busy: int,
+        reduce_blocks: int,
+    ) -> None:
+        self.plan, self.sides, self.events = plan, tuple(sides), tuple(events)
+        self._driver, self._resolve, self._stamps, self._busy = driver, resolve, stamps, busy
+        self._reduce_blocks = reduce_blocks
+        self._captured = captured
+        self._batches: dict[int, MemoryOps] = {}
+        self._moving: dict[Value, list[tuple[MemoryOps, int]]] = {}
+        for call in plan.calls():
+            if isinstance(call, MemOps):
+                self._batches[id(call)] = self._batch(call)
+            elif isinstance(call, Memcpy | MemcpyBatch):
+                for copy in copies_of(call):
+                    resolve(copy.dst), resolve(copy.src)  # what has no address is found now, not at the first call
+            elif isinstance(call, LaunchReduce):
+                resolve(call.dst), *map(resolve, call.srcs)
+        self._last_epoch = 0
+        self._by_caller: dict[int, list[Bound]] = {}
+        self.ahead = self._bind(plan.ahead, caller=0)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Give every signal and wait its value of this invocation. Submitting a batch copies its values."""
+        if epoch == self._last_epoch:
+            return
+        for value, places in self._moving.items():
+            word = self._driver.word(value.at(epoch))
+            for batch, index in places:
+                batch.replace(index, word)
+        self._last_epoch = epoch
+
+    def steps(self, caller: int) -> list[Bound]:
+        """The calls with ``caller`` as stream 0, bound when the stream is first seen."""
+        bound = self._by_caller.get(caller)
+        if bound is None:
+            if len(self._by_caller) >= _MOST_CALLERS:
+                self._by_caller.clear()
+            bound = self._by_caller[caller] = self._bind(self.plan.steps, caller)
+        return bound
+
+    def _bind(self, steps: Sequence[Step], caller: int) -> list[Bound]:
+        return [self._bind_call(step.call, self.sides[step.stream - 1] if step.stream else caller) for step in steps]
+
+    def _bind_call(self, call: Call, stream: int) -> Bound:
+        driver = self._driver
+        match call:
+            case MemOps():
+                return driver.bind_memory_ops(self._batches[id(call)], stream)
+            case Memcpy(dst, src, nbytes):
+                return driver.bind_copy(self._resolve(dst), self._resolve(src), nbytes, stream)
+            case MemcpyBatch(copies):
+                resolved = [(self._resolve(copy.dst), self._resolve(copy.src), copy.nbytes) for copy in copies]
+                return driver.bind_copies(resolved, stream)
+            case LaunchReduce(dst, srcs, nbytes, reduction):
+                sources = [self._resolve(src) for src in srcs]
+                return driver.bind_reduce(self._resolve(dst), sources, nbytes, reduction, stream, self._reduce_blocks)
+            case RecordEvent(event):
+                return driver.bind_record(self.events[event], stream)
+            case WaitEvent(event):
+                return driver.bind_wait(self.events[event], stream)
+            case RecordStamp(slot):
+                return driver.bind_record(self._stamps[slot], stream, external=self._captured)
+
+    def _batch(self, call: MemOps) -> MemoryOps:
+        batch = self._driver.memory_ops()
+        for index, op in enumerate(call.ops):
+            value = op.value
+            match op:
+                case WriteValue(target):
+                    if target is HostWord.BUSY and value.base:
+                        value = Value(self._busy)
+                    batch.write(self._resolve(target), value.at(0))
+                case WaitValue(flag, _, comparison):
+                    batch.wait(self._resolve(flag), value.at(0), equal=comparison is Comparison.EQ)
+            if value.per_epoch:
+                self._moving.setdefault(value, []).append((batch, index))
+        return batch

@@ -1,0 +1,197 @@
+"""What the executor will ask the driver for, worked out without a driver: one rank's queues as calls on streams.
+
+Nothing in here touches a device, so that a test can read what a collective submits. Operands stay symbolic; the
+executor puts addresses in when it loads the program.
+
+Stream 0 is the caller's and runs the first DMA queue itself, and whatever is small on this rank's own engines, so that
+such a program needs no event. Every other queue gets a stream that forks from stream 0 by an event and joins it::
+
+    stream 0   record fork | memory ops | copies ...            | wait join 1 | memory ops (finished)
+    stream 1               wait fork | memory ops | copies ... | record join 1
+
+A prelaunched program is split: its queues are submitted ``ahead`` and block on their triggers, which the ``caller``
+queue on stream 0 writes when the collective is called. Until then they occupy hardware channels (see ``order``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from enum import StrEnum
+
+from sidelane.program.collective import Buffer, Reduction
+from sidelane.program.ir import Comparison, Flag, Program, Signal, Value, Wait
+
+DEFAULT_STREAMS = (0, 1, 2)
+"""Handles of the legacy default stream (null, and named) and of the per-thread one. Memory operations fail on the
+legacy one, and the last means another stream in each thread: work goes by way of an internal stream."""
+
+
+class HostWord(StrEnum):
+    """Words of pinned host memory that streams write and the watching thread reads.
+
+    ``started`` and ``finished`` hold the epoch of the last eager invocation that began and ended. ``busy`` is 1 while a
+    captured invocation runs: a graph cannot write an epoch.
+    """
+
+    STARTED = "started"
+    FINISHED = "finished"
+    BUSY = "busy"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Operand:
+    """Bytes from ``offset`` on in a buffer of a rank."""
+
+    rank: int
+    buffer: Buffer
+    offset: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cell:
+    """A 32-bit word of this rank's device memory, from which a signal is copied to a peer."""
+
+    index: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WriteValue:
+    """Store ``value`` in a word, after everything earlier in the stream can be seen by all ranks."""
+
+    target: Flag | Cell | HostWord
+    value: Value
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WaitValue:
+    """Hold the stream until a flag of this rank compares with ``value`` as asked."""
+
+    flag: Flag
+    value: Value
+    comparison: Comparison
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MemOps:
+    """Signals and waits that follow each other, as one call."""
+
+    ops: tuple[WriteValue | WaitValue, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Memcpy:
+    """One asynchronous copy. ``within_rank``: it crosses no link, and may run on SMs, behind whatever fills them."""
+
+    dst: Operand | Flag
+    src: Operand | Cell
+    nbytes: int
+    within_rank: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MemcpyBatch:
+    """Copies to peers that do not depend on each other, as one call; the driver cannot capture it.
+
+    On an H200, three copies of 4 KB take 2.8 us instead of 7.3, three of 16 MB 4 us less (``docs/performance.md``).
+    """
+
+    copies: tuple[Memcpy, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LaunchReduce:
+    """One launch of the reducing kernel over ``nbytes`` of each source."""
+
+    dst: Operand
+    srcs: tuple[Operand, ...]
+    nbytes: int
+    reduction: Reduction
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RecordEvent:
+    """Mark this place of the stream."""
+
+    event: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WaitEvent:
+    """Hold the stream until the place that the event marks has been reached."""
+
+    event: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RecordStamp:
+    """Record an event that keeps the time."""
+
+    slot: int
+
+
+Call = MemOps | Memcpy | MemcpyBatch | LaunchReduce | RecordEvent | WaitEvent | RecordStamp
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Step:
+    """A call on a stream."""
+
+    stream: int
+    call: Call
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything one invocation submits, in the order of submission.
+
+    Attributes:
+        streams: how many, the caller's included.
+        events: how many.
+        cells: how many words of device memory the signals need.
+        ahead: submitted before the collective is called (prelaunched programs; else empty).
+        steps: submitted by the call.
+    """
+
+    streams: int
+    events: int
+    cells: int
+    ahead: tuple[Step, ...]
+    steps: tuple[Step, ...]
+
+    def calls(self, stream: int | None = None) -> tuple[Call, ...]:
+        """All calls, or those on one stream."""
+        return tuple(step.call for step in (*self.ahead, *self.steps) if stream is None or step.stream == stream)
+
+
+class Route(StrEnum):
+    """How an invocation reaches its streams: on the caller's, by way of an internal one, or into a graph."""
+
+    DIRECT = "direct"
+    INTERNAL = "internal"
+    CAPTURE = "capture"
+
+
+def choose_route(handle: int, capturing: bool, program: Program) -> Route:
+    """Decide where an invocation on the stream ``handle`` runs.
+
+    Raises:
+        ValueError: the stream is being captured and the program holds epochs, which a graph would repeat.
+    """
+    if not capturing:
+        return Route.INTERNAL if handle in DEFAULT_STREAMS else Route.DIRECT
+    if has_epochs(program):
+        raise ValueError(
+            f"start: this program cannot be captured into a graph (variant={program.variant!r}, "
+            "allowed=programs made by transform.freeze)"
+        )
+    return Route.CAPTURE
+
+
+def has_epochs(program: Program) -> bool:
+    """True if any signal or wait changes from one invocation to the next."""
+    return any(
+        command.value.per_epoch != 0
+        for queue in program.queues
+        for command in queue.commands
+        if isinstance(command, Signal | Wait)
+    )

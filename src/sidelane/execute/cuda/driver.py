@@ -1,0 +1,345 @@
+"""The driver API, checked: the only code of this folder that touches a device (the reducing kernel aside).
+
+Every call that an invocation repeats is prepared once as a :class:`Bound`, a function with its arguments; to run it
+costs the driver's own time. Handles and addresses are plain integers everywhere outside of this file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sidelane.errors import SidelaneError, UnavailableError
+from sidelane.program.collective import Reduction
+
+Bound = tuple[Callable[..., Any], tuple[Any, ...]]
+"""A driver function with its arguments. Its result is a tuple that begins with the driver's error code."""
+
+WORD_MASK = 0xFFFFFFFF
+
+
+class DriverError(SidelaneError):
+    """The driver refused a call. ``name`` is the driver's name of the error."""
+
+    def __init__(self, name: str, call: str) -> None:
+        self.name = name
+        super().__init__(f"{call} failed: {name}")
+
+
+class MemoryOps:
+    """The parameters of one batch of stream memory operations; values can be replaced between submissions.
+
+    Args:
+        api: ``cuda.bindings.driver``.
+    """
+
+    def __init__(self, api: Any) -> None:
+        self._api = api
+        self.params: list[Any] = []
+        self._views: list[Any] = []
+
+    def write(self, address: int, value: int) -> None:
+        """Append: store ``value`` at ``address``, after everything earlier in the stream can be seen by all ranks.
+
+        The driver's second interface has no write without that fence: NO_MEMORY_BARRIER is an invalid value in a batch.
+        """
+        flag = self._api.CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT
+        param = self._api.CUstreamBatchMemOpParams()
+        operation = self._api.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WRITE_VALUE_32
+        self._append(param, param.writeValue, operation, address, value, int(flag))
+
+    def wait(self, address: int, value: int, *, equal: bool) -> None:
+        """Append: wait until the word at ``address`` equals ``value``, or is at least that (in a circle of 2**32)."""
+        flags = self._api.CUstreamWaitValue_flags
+        flag = flags.CU_STREAM_WAIT_VALUE_EQ if equal else flags.CU_STREAM_WAIT_VALUE_GEQ
+        param = self._api.CUstreamBatchMemOpParams()
+        operation = self._api.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WAIT_VALUE_32
+        self._append(param, param.waitValue, operation, address, value, int(flag))
+
+    def replace(self, index: int, word: Any) -> None:
+        """Give operation ``index`` another value, made by :meth:`Driver.word`."""
+        self._views[index].value = word
+
+    def _append(self, param: Any, view: Any, operation: Any, address: int, value: int, flags: int) -> None:
+        # A view is the same memory as its parameter, which must outlive it: both are kept.
+        view.operation = operation
+        view.address = self._api.CUdeviceptr(address)
+        view.value = self._api.cuuint32_t(value & WORD_MASK)
+        view.flags = flags
+        self.params.append(param)
+        self._views.append(view)
+
+
+class HostWords:
+    """Pinned host memory of 32-bit words, readable by host threads while streams write it.
+
+    Attributes:
+        array: the words, uint32.
+        address: where streams reach them.
+    """
+
+    def __init__(self, count: int) -> None:
+        # Under unified addressing, which every supported GPU has, host and device use one address.
+        self._tensor = torch.zeros(count, dtype=torch.int32, device="cpu", pin_memory=True)
+        self.array: npt.NDArray[np.uint32] = self._tensor.numpy().view(np.uint32)
+        self.address: int = self._tensor.data_ptr()
+
+
+class Driver:
+    """Driver calls for one device.
+
+    Raises:
+        UnavailableError: ``cuda.bindings`` is not installed, or has no driver to talk to.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.index = torch.cuda.current_device() if device.index is None else device.index
+        self._api = load_api()
+        with torch.cuda.device(self.index):
+            torch.cuda.current_stream().synchronize()  # makes the context
+            self._context = self.call("cuCtxGetCurrent")
+            low, high = self.call("cuCtxGetStreamPriorityRange")
+        self._normal_priority, self._highest_priority = min(0, low), high
+        self._no_timing = int(self._api.CUevent_flags.CU_EVENT_DISABLE_TIMING)
+        self._external = int(self._api.CUevent_record_flags.CU_EVENT_RECORD_EXTERNAL)
+        self._not_ready = self._api.CUresult.CUDA_ERROR_NOT_READY
+        self._relaxed = self._api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+
+    # --- made once ----------------------------------------------------------------------------------------------------
+
+    def create_stream(self, *, urgent: bool = False) -> int:
+        """Make a stream that does not synchronise with the legacy default stream. ``urgent``: of highest priority."""
+        priority = self._highest_priority if urgent else self._normal_priority
+        non_blocking = int(self._api.CUstream_flags.CU_STREAM_NON_BLOCKING)
+        return int(self.call("cuStreamCreateWithPriority", non_blocking, priority))
+
+    def destroy_stream(self, stream: int) -> None:
+        self.call("cuStreamDestroy", self._api.CUstream(stream))
+
+    def create_event(self, *, timing: bool = False) -> int:
+        return int(self.call("cuEventCreate", 0 if timing else self._no_timing))
+
+    def destroy_event(self, event: int) -> None:
+        self.call("cuEventDestroy", self._api.CUevent(event))
+
+    def host_words(self, count: int) -> HostWords:
+        return HostWords(count)
+
+    def device_words(self, count: int) -> tuple[int, object]:
+        """Zeroed words of device memory: their address, and what keeps them alive."""
+        words = torch.zeros(count, dtype=torch.int32, device=torch.device("cuda", self.index))
+        torch.cuda.current_stream(self.index).synchronize()
+        return words.data_ptr(), words
+
+    def memory_ops(self) -> MemoryOps:
+        """An empty batch."""
+        return MemoryOps(self._api)
+
+    def word(self, value: int) -> Any:
+        """A value for :meth:`MemoryOps.replace`."""
+        return self._api.cuuint32_t(value & WORD_MASK)
+
+    # --- prepared calls -----------------------------------------------------------------------------------------------
+
+    def bind_memory_ops(self, ops: MemoryOps, stream: int) -> Bound:
+        return self._api.cuStreamBatchMemOp, (self._api.CUstream(stream), len(ops.params), ops.params, 0)
+
+    def bind_copy(self, dst: int, src: int, nbytes: int, stream: int) -> Bound:
+        pointer = self._api.CUdeviceptr
+        return self._api.cuMemcpyAsync, (pointer(dst), pointer(src), nbytes, self._api.CUstream(stream))
+
+    def bind_copies(self, copies: Sequence[tuple[int, int, int]], stream: int) -> Bound:
+        """Copies (dst, src, bytes) in no order among themselves, as one call. Not on the legacy default stream."""
+        api = self._api
+        attributes = api.CUmemcpyAttributes()
+        attributes.srcAccessOrder = api.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+        # A hint to leave the SMs to whatever computes; it costs nothing.
+        attributes.flags = int(api.CUmemcpyFlags.CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE)
+        dsts, srcs, sizes = zip(*copies, strict=True)
+        pointers = [[api.CUdeviceptr(address) for address in side] for side in (dsts, srcs)]
+        count = len(copies)
+        return api.cuMemcpyBatchAsync, (*pointers, list(sizes), count, [attributes], [0], 1, api.CUstream(stream))
+
+    def bind_record(self, event: int, stream: int, *, external: bool = False) -> Bound:
+        """``external``: inside a capture, become a node that records at every replay."""
+        handles = (self._api.CUevent(event), self._api.CUstream(stream))
+        if external:
+            return self._api.cuEventRecordWithFlags, (*handles, self._external)
+        return self._api.cuEventRecord, handles
+
+    def bind_wait(self, event: int, stream: int) -> Bound:
+        return self._api.cuStreamWaitEvent, (self._api.CUstream(stream), self._api.CUevent(event), 0)
+
+    def bind_reduce(
+        self, dst: int, srcs: Sequence[int], nbytes: int, reduction: Reduction, stream: int, blocks: int
+    ) -> Bound:
+        """Launch the reducing kernel.
+
+        Raises:
+            UnavailableError: Triton is not installed.
+        """
+        try:
+            from sidelane.execute.cuda.reduce import launch_reduce
+        except ImportError as error:
+            raise UnavailableError(f"collectives that reduce need Triton ({error}): pip install triton") from error
+        torch_stream = torch.cuda.ExternalStream(stream, device=self.index)
+
+        def launch() -> tuple[int]:
+            with torch.cuda.stream(torch_stream):
+                launch_reduce(dst, srcs, nbytes, reduction, blocks=blocks)
+            return (0,)
+
+        return launch, ()
+
+    # --- every call ---------------------------------------------------------------------------------------------------
+
+    def submit(self, calls: Iterable[Bound]) -> None:
+        """Run prepared calls in order. The context of the device must be current.
+
+        Raises:
+            DriverError: the driver refused one; those before it have been submitted.
+        """
+        for function, arguments in calls:
+            error = function(*arguments)[0]
+            if error:
+                raise DriverError(self._name(error), function.__name__)
+
+    def is_capturing(self, stream: int) -> bool:
+        """True while the work of ``stream`` goes into a graph. The legacy default stream cannot be captured."""
+        if stream == 0:
+            return False
+        status = self.call("cuStreamIsCapturing", self._api.CUstream(stream))
+        return int(status) != 0
+
+    def current(self) -> contextlib.AbstractContextManager[object]:
+        """Make the device current for a ``with`` block; free of charge where it is."""
+        if torch.cuda.current_device() == self.index:
+            return _NOTHING
+        return torch.cuda.device(self.index)
+
+    # --- now and then -------------------------------------------------------------------------------------------------
+
+    def is_idle(self, stream: int) -> bool:
+        """True if nothing of ``stream`` is left to run."""
+        error = self._api.cuStreamQuery(self._api.CUstream(stream))[0]
+        if error == self._not_ready:
+            return False
+        if error:
+            raise DriverError(self._name(error), "cuStreamQuery")
+        return True
+
+    def elapsed_us(self, first: int, second: int) -> float:
+        """Microseconds between two events made with ``timing``; both must have been reached."""
+        events = (self._api.CUevent(first), self._api.CUevent(second))
+        return 1000.0 * float(self.call("cuEventElapsedTime", *events))
+
+    @contextlib.contextmanager
+    def relaxed_capture(self) -> Iterator[None]:
+        """Allow this thread to allocate and to load kernels while a stream of the process is being captured."""
+        previous = self.call("cuThreadExchangeStreamCaptureMode", self._relaxed)
+        try:
+            yield
+        finally:
+            self.call("cuThreadExchangeStreamCaptureMode", previous)
+
+    def second_context(self) -> SecondContext:
+        """Make another context on the device (see :class:`SecondContext`)."""
+        return SecondContext(self, self._api, self._context)
+
+    def attach_thread(self) -> None:
+        """Let the calling thread use the device, for good, without disturbing captures of other threads."""
+        self.call("cuCtxSetCurrent", self._context)
+        self.call("cuThreadExchangeStreamCaptureMode", self._relaxed)
+
+    def attribute(self, name: str) -> int:
+        """A device attribute, without its prefix (``ASYNC_ENGINE_COUNT``)."""
+        attribute = getattr(self._api.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+        return int(self.call("cuDeviceGetAttribute", attribute, self.call("cuCtxGetDevice")))
+
+    def version(self) -> int:
+        """Newest CUDA version that the driver supports, as 1000 * major + 10 * minor."""
+        return int(self.call("cuDriverGetVersion"))
+
+    def call(self, function: str, *arguments: Any) -> Any:
+        """Call the driver, and return what it returns beside its error code."""
+        error, *values = getattr(self._api, function)(*arguments)
+        if error:
+            raise DriverError(self._name(error), function)
+        return values[0] if len(values) == 1 else tuple(values)
+
+    def _name(self, error: Any) -> str:
+        unknown, name = self._api.cuGetErrorName(error)
+        return f"error {int(error)}" if unknown else name.decode()
+
+
+class SecondContext:
+    """A stream with hardware channels of its own, for memory operations that must get through when all others hang.
+
+    Device memory of the first context can be written from here: the addresses are the same.
+
+    Args:
+        driver: of the device.
+        api: ``cuda.bindings.driver``.
+        first: the context that is current before and after every method.
+
+    Raises:
+        DriverError: no memory for it.
+    """
+
+    def __init__(self, driver: Driver, api: Any, first: Any) -> None:
+        self._driver, self._api, self._first = driver, api, first
+        self._context = driver.call("cuCtxCreate", None, 0, driver.call("cuCtxGetDevice"))
+        try:
+            self._stream = driver.create_stream()
+        finally:
+            driver.call("cuCtxSetCurrent", first)
+
+    def submit(self, batches: Sequence[MemoryOps]) -> None:
+        """Run batches in order."""
+        with self._entered():
+            self._driver.submit(self._driver.bind_memory_ops(batch, self._stream) for batch in batches)
+
+    def is_idle(self) -> bool:
+        with self._entered():
+            return self._driver.is_idle(self._stream)
+
+    def close(self) -> None:
+        """Destroy the context and its stream."""
+        self._driver.call("cuCtxDestroy", self._context)
+
+    @contextlib.contextmanager
+    def _entered(self) -> Iterator[None]:
+        self._driver.call("cuCtxSetCurrent", self._context)
+        try:
+            yield
+        finally:
+            self._driver.call("cuCtxSetCurrent", self._first)
+
+
+@functools.cache
+def load_api() -> Any:
+    """``cuda.bindings.driver``, initialised.
+
+    Raises:
+        UnavailableError: it is not installed, or there is no driver.
+    """
+    try:
+        from cuda.bindings import driver
+
+        (error,) = driver.cuInit(0)
+    except (ImportError, RuntimeError) as problem:
+        hint = "copy engines need cuda-bindings and a CUDA driver (pip install cuda-bindings)"
+        raise UnavailableError(f"{hint}: {problem}") from problem
+    if error:
+        raise UnavailableError(f"the CUDA driver does not start (cuInit: {error})")
+    return driver
+
+
+_NOTHING: contextlib.AbstractContextManager[object] = contextlib.nullcontext()

@@ -1,0 +1,81 @@
+"""In which order a host hands the commands of a rank to its streams, so that streams may share a hardware channel.
+
+CUDA maps streams to a few channels (``CUDA_DEVICE_MAX_CONNECTIONS``: 8, and 1 where Megatron trains), and a channel is
+first in, first out: a stream wait that blocks holds everything behind it, of other streams too. If every rank hands
+over its commands in the order of one possible execution of the whole program, one channel a rank is enough: whatever a
+wait depends on was handed over before it, here and on the peers.
+"""
+
+from __future__ import annotations
+
+from sidelane.program.ir import Command, Comparison, Flag, Program, Queue, Signal, SignalOp, Wait
+
+Place = tuple[int, int]
+"""A command of one rank: (position of its queue among the queues of the rank, position in the queue)."""
+
+
+def submission_order(program: Program) -> tuple[tuple[Place, ...], ...]:
+    """Order the commands of every rank as in one execution of the whole program.
+
+    A rank stays with a queue for as long as anybody gets on, so that few orders jump between queues (a jump splits a
+    batch of signals and waits). A program that deadlocks, which ``verify`` refuses, keeps its rest queue by queue.
+
+    Returns:
+        For each rank, its commands.
+    """
+    ranks = [_Rank(program.queues_of(rank)) for rank in range(program.world_size)]
+    words: dict[Flag, int] = {}
+    while True:
+        # Sums, not any(): every rank gets its turn.
+        while sum(rank.advance(words) for rank in ranks):
+            pass
+        if not sum(rank.switch(words) for rank in ranks):
+            break
+    for rank in ranks:
+        rank.finish()
+    return tuple(tuple(rank.order) for rank in ranks)
+
+
+class _Rank:
+    def __init__(self, queues: tuple[Queue, ...]) -> None:
+        self.queues = queues
+        self.next = [0] * len(queues)
+        self.current = 0
+        self.order: list[Place] = []
+
+    def advance(self, words: dict[Flag, int]) -> bool:
+        """Execute the current queue until it blocks or ends. True if anything happened."""
+        moved = False
+        while self.queues and (command := self._head(self.current)) is not None and not _blocks(command, words):
+            if isinstance(command, Signal):
+                grown = words.get(command.flag, 0) if command.op is SignalOp.ADD else 0
+                words[command.flag] = grown + command.value.at(1)
+            self.order.append((self.current, self.next[self.current]))
+            self.next[self.current] += 1
+            moved = True
+        return moved
+
+    def switch(self, words: dict[Flag, int]) -> bool:
+        """Turn to the next queue, in a circle, whose first command can run. False if there is none."""
+        for step in range(1, len(self.queues) + 1):
+            candidate = (self.current + step) % len(self.queues)
+            command = self._head(candidate)
+            if command is not None and not _blocks(command, words):
+                self.current = candidate
+                return True
+        return False
+
+    def finish(self) -> None:
+        for index, queue in enumerate(self.queues):
+            self.order += [(index, position) for position in range(self.next[index], len(queue.commands))]
+
+    def _head(self, index: int) -> Command | None:
+        commands = self.queues[index].commands
+        return commands[self.next[index]] if self.next[index] < len(commands) else None
+
+
+def _blocks(command: Command, words: dict[Flag, int]) -> bool:
+    if not isinstance(command, Wait):
+        return False
+    word, value = words.get(command.flag, 0), command.value.at(1)
+    return word != value if command.comparison is Comparison.EQ else word < value

@@ -1,0 +1,320 @@
+"""From one rank's queues to calls on streams: the lowering itself. See ``calls`` for what it produces and why."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from sidelane.execute.cuda.calls import (
+    Call,
+    Cell,
+    HostWord,
+    LaunchReduce,
+    Memcpy,
+    MemcpyBatch,
+    MemOps,
+    Operand,
+    Plan,
+    RecordEvent,
+    RecordStamp,
+    Step,
+    WaitEvent,
+    WaitValue,
+    WriteValue,
+)
+from sidelane.execute.cuda.order import submission_order
+from sidelane.program.collective import Span
+from sidelane.program.ir import (
+    EPOCH,
+    Command,
+    Copy,
+    EngineKind,
+    Flag,
+    Program,
+    Queue,
+    Reduce,
+    Signal,
+    SignalOp,
+    Stamp,
+    Value,
+    Wait,
+    describe,
+    spans,
+)
+
+MAX_BATCH = 255
+"""Memory operations in one call: the driver's limit is "less than 256"."""
+
+INLINE_BYTES = 4 << 20
+"""A ``local`` or ``compute`` queue that moves no more than this runs on stream 0. A stream of its own costs four event
+calls and some ten microseconds, in which a GPU copies about this much inside its own memory."""
+
+
+def plan_calls(
+    program: Program, rank: int, *, peer_writes: bool = True, copy_batches: bool = True, captured: bool = False
+) -> Plan:
+    """Turn the queues of ``rank`` into calls.
+
+    Args:
+        program: what to run; its moves must be copies (``transform.lower`` rewrites the others).
+        rank: whose queues.
+        peer_writes: the driver can write a value into a peer's memory; else a signal is a 4-byte copy.
+        copy_batches: the driver can take several copies in one call.
+        captured: for a graph. Nothing is submitted ahead, copies are single, and host words hold no epoch.
+
+    Raises:
+        ValueError: the program has commands that the driver does not; the text names the first.
+    """
+    plan = _Planner(program, rank, peer_writes, captured).plan()
+    if captured or not copy_batches:
+        return plan
+    return dataclasses.replace(plan, ahead=_batch_copies(plan.ahead), steps=_batch_copies(plan.steps))
+
+
+class _Planner:
+    def __init__(self, program: Program, rank: int, peer_writes: bool, captured: bool) -> None:
+        self.program, self.rank, self.peer_writes, self.captured = program, rank, peer_writes, captured
+        self.split = program.prelaunched and not captured
+        self.queues = program.queues_of(rank)
+        self.stream_of = self._assign_streams()
+        self.commands = self._order_commands()
+        self.local_events = {flag: event for event, flag in enumerate(self._flags_between_own_queues())}
+        self.events = len(self.local_events)
+        self.cells = 0
+        self.begun = False
+        self.steps: list[Step] = []
+        self.batch: list[WriteValue | WaitValue] = []
+        self.cell_copies: list[Memcpy] = []
+        self.stream = 0
+
+    def plan(self) -> Plan:
+        sides = sorted(set(self.stream_of.values()) - {0})
+        fork = self._event() if sides and not self.split else None
+        if fork is not None:
+            self._emit(0, RecordEvent(fork))
+        if self.split:
+            self._begin()
+        forked: set[int] = set()
+        for index, command in self.commands:
+            stream = self.stream_of.get(index)
+            if stream is None:
+                continue
+            if stream and fork is not None and stream not in forked:
+                forked.add(stream)
+                self._emit(stream, WaitEvent(fork))
+            if not stream and not isinstance(command, Signal):
+                self._begin()  # behind the signals that peers wait for: its word goes to the host
+            self._lower(stream, self.queues[index], command)
+        self._begin()
+        joins = {stream: self._event() for stream in sides}
+        for stream, event in joins.items():
+            self._emit(stream, RecordEvent(event))
+        for event in joins.values():
+            self._emit(0, WaitEvent(event))
+        self._add(0, self._end())
+        self._flush()
+        ahead = [step for step in self.steps if self.split and step.stream]
+        steps = [step for step in self.steps if not self.split or not step.stream]
+        return Plan(len(sides) + 1, self.events, self.cells, tuple(ahead), tuple(steps))
+
+    def _lower(self, stream: int, queue: Queue, command: Command) -> None:
+        match command:
+            case Copy(dst, src):
+                if src.nbytes:
+                    within = dst.rank == src.rank
+                    self._emit(stream, Memcpy(_operand(dst), _operand(src), src.nbytes, within))
+            case Reduce(dst, srcs, reduction):
+                if dst.nbytes:
+                    launch = LaunchReduce(_operand(dst), tuple(map(_operand, srcs)), dst.nbytes, reduction)
+                    self._emit(stream, launch)
+            case Signal(flag, value, SignalOp.SET):
+                if flag not in self.local_events:
+                    self._signal(stream, flag, value)
+                elif not _waits_for(queue, flag) and not self._same_stream(flag):
+                    # (A queue that also waits for the flag is resetting it, which events do not need.)
+                    self._emit(stream, RecordEvent(self.local_events[flag]))
+            case Wait(flag, value, comparison) if flag.rank == self.rank:
+                if flag not in self.local_events:
+                    self._add(stream, WaitValue(flag, value, comparison))
+                elif not self._same_stream(flag):
+                    self._emit(stream, WaitEvent(self.local_events[flag]))
+            case Stamp(slot):
+                self._emit(stream, RecordStamp(slot))
+            case _:
+                raise ValueError(
+                    f"plan_calls: the driver has no such command (value={describe(command)!r} in rank {queue.rank} "
+                    f"{queue.engine}, allowed=copy, reduce, signal set, wait on a flag of the own rank, stamp)"
+                )
+
+    def _signal(self, stream: int, flag: Flag, value: Value) -> None:
+        if flag.rank == self.rank or self.peer_writes:
+            self._add(stream, WriteValue(flag, value))
+            return
+        cell = Cell(self.cells)
+        self.cells += 1
+        # Only writes to cells may stand between a cell's write and its copy: the copies go out when the batch does.
+        if self.stream != stream or not self.cell_copies:
+            self._flush()
+        self._add(stream, WriteValue(cell, value), deferred=Memcpy(flag, cell, 4, within_rank=False))
+
+    def _add(self, stream: int, op: WriteValue | WaitValue, deferred: Memcpy | None = None) -> None:
+        if self.stream != stream or len(self.batch) == MAX_BATCH or (self.cell_copies and deferred is None):
+            self._flush()
+        self.stream = stream
+        self.batch.append(op)
+        if deferred is not None:
+            self.cell_copies.append(deferred)
+
+    def _emit(self, stream: int, call: Call) -> None:
+        self._flush()
+        self.steps.append(Step(stream, call))
+
+    def _flush(self) -> None:
+        """Submit the batch. It must not cross a call on another stream, or the order of submission would be lost."""
+        if self.batch:
+            self.steps.append(Step(self.stream, MemOps(tuple(self.batch))))
+            self.steps += [Step(self.stream, copy) for copy in self.cell_copies]
+        self.batch, self.cell_copies = [], []
+
+    def _begin(self) -> None:
+        if not self.begun:
+            self.begun = True
+            word, value = (HostWord.BUSY, Value(1)) if self.captured else (HostWord.STARTED, EPOCH)
+            self._add(0, WriteValue(word, value))
+
+    def _end(self) -> WriteValue:
+        return WriteValue(HostWord.BUSY, Value(0)) if self.captured else WriteValue(HostWord.FINISHED, EPOCH)
+
+    def _event(self) -> int:
+        self.events += 1
+        return self.events - 1
+
+    def _assign_streams(self) -> dict[int, int]:
+        """Stream of each queue that has anything to submit."""
+        used = [index for index, queue in enumerate(self.queues) if any(_submits(queue))]
+        prelaunched = self.program.prelaunched
+        kind = EngineKind.CALLER if prelaunched else EngineKind.DMA
+        first = [index for index in used if self.queues[index].engine.kind is kind][:1]
+        if not first and not prelaunched:
+            first = used[:1]
+        inline = [] if prelaunched else [index for index in used if _is_small(self.queues[index])]
+        on_first = {*first, *inline} if first else set()
+        others = [index for index in used if index not in on_first]
+        return dict.fromkeys(sorted(on_first), 0) | {index: stream for stream, index in enumerate(others, start=1)}
+
+    def _order_commands(self) -> list[tuple[int, Command]]:
+        """The commands that are submitted, each with the position of its queue, in the order of submission."""
+        order = submission_order(self.program)[self.rank]
+        commands = [(index, self.queues[index].commands[position]) for index, position in order]
+        commands = [(index, command) for index, command in commands if index in self.stream_of]
+        first = next((index for index, queue in enumerate(self.queues) if self._leads(index, queue)), None)
+        moves = [(index, c) for index, c in commands if self._only_moves_inline(index)]
+        if first is None or not moves:
+            return commands
+        # What stays on this rank goes right behind the last copy to a peer: copies that follow each other cost the
+        # least, and the signals after them stay in one batch with the last waits.
+        rest = [entry for entry in commands if not self._only_moves_inline(entry[0])]
+        last = max(
+            (n for n, (index, c) in enumerate(rest) if index == first and not isinstance(c, Signal | Wait)),
+            default=len(rest) - 1,
+        )
+        return [*rest[: last + 1], *moves, *rest[last + 1 :]]
+
+    def _leads(self, index: int, queue: Queue) -> bool:
+        return self.stream_of.get(index) == 0 and queue.engine.kind is EngineKind.DMA
+
+    def _only_moves_inline(self, index: int) -> bool:
+        queue = self.queues[index]
+        inline = self.stream_of.get(index) == 0 and queue.engine.kind is EngineKind.LOCAL
+        return inline and all(isinstance(command, Copy) for command in queue.commands)
+
+    def _same_stream(self, flag: Flag) -> bool:
+        """True if the order of one stream does what ``flag``, of an own event, is for."""
+        touching = {
+            self.stream_of.get(index)
+            for index, queue in enumerate(self.queues)
+            for command in queue.commands
+            if isinstance(command, Signal | Wait) and command.flag == flag
+        }
+        return len(touching) == 1
+
+    def _flags_between_own_queues(self) -> list[Flag]:
+        """Flags by which a queue of this rank waits for another one of the same rank, in a fixed order.
+
+        They become events: dependencies that the scheduler can see, which matters most inside a graph, where it may
+        put two branches on one channel. Triggers of a split program cannot: they are waited for before they are fired.
+        """
+        signals: dict[Flag, list[Queue]] = {}
+        for queue in self.program.queues:
+            for command in queue.commands:
+                if isinstance(command, Signal) and command.flag.rank == self.rank:
+                    signals.setdefault(command.flag, []).append(queue)
+        found = []
+        for flag, senders in signals.items():
+            waiters = [queue for queue in self.queues for c in queue.commands if isinstance(c, Wait) and c.flag == flag]
+            setters = [queue for queue in senders if not _waits_for(queue, flag)]
+            local = all(queue.rank == self.rank for queue in senders)
+            trigger = self.split and any(queue.engine.kind is EngineKind.CALLER for queue in setters)
+            if local and not trigger and len(setters) == len(waiters) == 1:
+                found.append(flag)
+        return found
+
+
+def _is_small(queue: Queue) -> bool:
+    if queue.engine.kind not in (EngineKind.LOCAL, EngineKind.COMPUTE):
+        return False
+    return sum(span.nbytes for command in queue.commands for span in spans(command)) // 2 <= INLINE_BYTES
+
+
+def _batch_copies(steps: Sequence[Step]) -> tuple[Step, ...]:
+    """Join neighbours on one stream: copies to or from peers of which none touches what another one writes."""
+    joined: list[Step] = []
+    for step in steps:
+        last = joined[-1] if joined else None
+        if last is not None and last.stream == step.stream and isinstance(step.call, Memcpy):
+            before = _copies_of(last.call)
+            if before and _crosses(step.call) and all(_independent(step.call, copy) for copy in before):
+                joined[-1] = Step(step.stream, MemcpyBatch((*before, step.call)))
+                continue
+        joined.append(step)
+    return tuple(joined)
+
+
+def _copies_of(call: Call) -> tuple[Memcpy, ...]:
+    if isinstance(call, MemcpyBatch):
+        return call.copies
+    return (call,) if isinstance(call, Memcpy) and _crosses(call) else ()
+
+
+def _crosses(copy: Memcpy) -> bool:
+    # One inside the GPU in the same batch slows the others (64 MiB: 183 us instead of 169 with a stream of its own).
+    return not copy.within_rank and isinstance(copy.dst, Operand)
+
+
+def _independent(a: Memcpy, b: Memcpy) -> bool:
+    return not (_overlap(a.dst, a.nbytes, b.dst, b.nbytes) or _overlap(a.dst, a.nbytes, b.src, b.nbytes)) and not (
+        _overlap(a.src, a.nbytes, b.dst, b.nbytes)
+    )
+
+
+def _overlap(a: object, a_bytes: int, b: object, b_bytes: int) -> bool:
+    if not isinstance(a, Operand) or not isinstance(b, Operand) or (a.rank, a.buffer) != (b.rank, b.buffer):
+        return False
+    return a.offset < b.offset + b_bytes and b.offset < a.offset + a_bytes
+
+
+def _submits(queue: Queue) -> Iterator[bool]:
+    for command in queue.commands:
+        match command:
+            case Copy(src=span) | Reduce(dst=span):
+                yield span.nbytes > 0
+            case _:
+                yield True
+
+
+def _waits_for(queue: Queue, flag: Flag) -> bool:
+    return any(isinstance(command, Wait) and command.flag == flag for command in queue.commands)
+
+
+def _operand(span: Span) -> Operand:
+    return Operand(span.rank, span.buffer, span.offset)

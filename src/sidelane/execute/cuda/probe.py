@@ -1,0 +1,167 @@
+"""What the driver of this machine can do, found out by trying it."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import torch
+import torch.distributed as dist
+
+from sidelane.errors import UnavailableError
+from sidelane.execute.cuda.driver import Driver, DriverError
+from sidelane.memory.base import SymmetricBlock, SymmetricMemory
+from sidelane.memory.host_shared import exchange
+
+_WORD_BYTES = 4
+_PATIENCE_S = 5.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DriverFeatures:
+    """What was found, and what follows from it.
+
+    Attributes:
+        cuda_version: newest CUDA that the driver supports, ``13.0``.
+        copy_engines: asynchronous engines that the driver reports. Behind NVSwitch all peers share one of them.
+        stream_memory_ops: a stream can write and wait for words of its own device.
+        peer_writes: a stream can write a word of a peer's memory, on all ranks; None if it was not tried. Without it a
+            signal is a 4-byte copy.
+        copy_batches: several copies can be submitted in one call.
+        note: why something does not work; "" if all does.
+    """
+
+    cuda_version: str
+    copy_engines: int
+    stream_memory_ops: bool
+    peer_writes: bool | None
+    copy_batches: bool = False
+    note: str = ""
+
+    def require(self) -> None:
+        """Raise UnavailableError unless programs can run."""
+        if not self.stream_memory_ops:
+            raise UnavailableError(f"this CUDA driver has no stream memory operations: {self.note}")
+
+    def lines(self) -> list[str]:
+        """For people: each finding with what Sidelane does about it."""
+        signals = {
+            True: "stream writes to peers: yes (signals are one write each)",
+            False: "stream writes to peers: no (signals are 4-byte copies)",
+            None: "stream writes to peers: not tried (needs two ranks)",
+        }
+        return [
+            f"driver: CUDA {self.cuda_version}",
+            f"copy engines: {self.copy_engines}",
+            f"stream memory operations: {'yes' if self.stream_memory_ops else 'no (collectives cannot run here)'}",
+            signals[self.peer_writes],
+            f"several copies in one call: {'yes' if self.copy_batches else 'no (one call each)'}",
+            *([f"note: {self.note}"] if self.note else []),
+        ]
+
+
+def probe_device(device: torch.device) -> DriverFeatures:
+    """Find out what works without peers.
+
+    Raises:
+        UnavailableError: no driver or no ``cuda.bindings``.
+    """
+    driver = Driver(device)
+    with driver.current():
+        address, owner = driver.device_words(1)
+        problem = _write(driver, [(address, 1)], wait_for=address)
+        copy_batches = _copies_in_one_call(driver)
+        del owner
+        version = driver.version()
+        return DriverFeatures(
+            cuda_version=f"{version // 1000}.{version % 1000 // 10}",
+            copy_engines=driver.attribute("ASYNC_ENGINE_COUNT"),
+            stream_memory_ops=not problem,
+            peer_writes=None,
+            copy_batches=copy_batches,
+            note=problem,
+        )
+
+
+def probe(group: dist.ProcessGroup, device: torch.device, memory: SymmetricMemory) -> DriverFeatures:
+    """Find out what works among the ranks of ``group``. Collective; every rank gets the same ``peer_writes``.
+
+    Args:
+        group: the control plane.
+        device: of this rank.
+        memory: where a word for each rank is allocated.
+
+    Raises:
+        UnavailableError: no driver, no ``cuda.bindings`` or no symmetric memory.
+        PeerError, PeerTimeoutError: a rank did not take part.
+    """
+    features = probe_device(device)
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    if world_size == 1:
+        return dataclasses.replace(features, peer_writes=True)
+    block = memory.allocate(_WORD_BYTES * world_size)
+    driver = Driver(device)
+    with driver.current():
+        problem = features.note or _write_to_peers(driver, block, rank)
+        problems: list[str] = exchange(group, problem, "probe")
+        # Reading back on the host's side: what a peer's stream could see says nothing about this one's.
+        words = block.tensor.view(torch.int32).cpu().tolist()
+    missing = [peer for peer in range(world_size) if peer != rank and words[peer] != peer + 1]
+    if missing and not any(problems):
+        problem = f"writes of ranks {missing} did not arrive at rank {rank}"
+    problems = exchange(group, problem, "probe")
+    first = next((text for text in problems if text), "")
+    return dataclasses.replace(features, peer_writes=not first, note=features.note or first)
+
+
+def _copies_in_one_call(driver: Driver) -> bool:
+    """True if the driver takes a batch of copies, and the bytes arrive."""
+    address, words = driver.device_words(4)
+    assert isinstance(words, torch.Tensor)
+    words.copy_(torch.tensor([1, 2, 0, 0]))
+    torch.cuda.current_stream(driver.index).synchronize()
+    stream = driver.create_stream()
+    try:
+        copies = [(address + 8, address, _WORD_BYTES), (address + 12, address + 4, _WORD_BYTES)]
+        driver.submit([driver.bind_copies(copies, stream)])
+        deadline = time.monotonic() + _PATIENCE_S
+        while not driver.is_idle(stream):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(1e-4)
+        return bool(words.tolist() == [1, 2, 1, 2])
+    except (
+        AttributeError,
+        DriverError,
+        TypeError,
+    ):  # bindings or a driver from before CUDA 13 have another call, or none
+        return False
+    finally:
+        driver.destroy_stream(stream)
+
+
+def _write_to_peers(driver: Driver, block: SymmetricBlock, rank: int) -> str:
+    """Write ``rank + 1`` into word ``rank`` of every peer; what went wrong, or ""."""
+    writes = [(address + _WORD_BYTES * rank, rank + 1) for peer, address in enumerate(block.addresses) if peer != rank]
+    return _write(driver, writes, wait_for=None)
+
+
+def _write(driver: Driver, writes: list[tuple[int, int]], *, wait_for: int | None) -> str:
+    stream = driver.create_stream()
+    try:
+        ops = driver.memory_ops()
+        for address, value in writes:
+            ops.write(address, value)
+        if wait_for is not None:
+            ops.wait(wait_for, 1, equal=True)
+        driver.submit([driver.bind_memory_ops(ops, stream)])
+        deadline = time.monotonic() + _PATIENCE_S
+        while not driver.is_idle(stream):
+            if time.monotonic() > deadline:
+                return f"stream memory operations did not finish within {_PATIENCE_S:g} s"
+            time.sleep(1e-4)
+        return ""
+    except DriverError as error:
+        return str(error)
+    finally:
+        driver.destroy_stream(stream)

@@ -1,0 +1,138 @@
+"""Reading everyone's flags, and letting stuck waits go, while the streams of a collective hang.
+
+CUDA maps the streams of a context to a few hardware channels (``CUDA_DEVICE_MAX_CONNECTIONS``: 8), whatever their
+priority, and a stuck stream holds its channel. Measured on H200s with driver 580: while fewer streams hang than there
+are channels, memory operations on any other stream get through, and copies on some; from then on nothing does but the
+memory operations of a second context. That one takes memory and a tenth of a second, so it is made when it is needed.
+Host memory is pinned at start-up: pinning can wait for the device.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from sidelane.execute.base import Addresses
+from sidelane.execute.cuda.driver import Driver, DriverError, MemoryOps, SecondContext
+from sidelane.execute.cuda.stall import RELEASE_STEP
+from sidelane.program.collective import MAX_WORLD_SIZE
+from sidelane.program.ir import Comparison, Program, Wait
+
+FLAG_CAPACITY = 8192
+"""Flags of one rank, over all flag memories that its programs use, that can be released."""
+
+LANES = 8
+"""Streams for reading and releasing: one may share a channel with a stuck stream, all of them hardly."""
+
+_WORD_BYTES = 4
+_READ_CAPACITY = 256  # flags of each rank that are read to explain a stall
+_READ_PATIENCE_S = 0.02
+_RELEASE_PATIENCE_S = 0.1
+_MAX_BATCH = 255
+
+
+class FlagRescue:
+    """Flags of the programs of one executor. Any thread that is attached to the device may use it, one at a time."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._lanes = [driver.create_stream(urgent=True) for _ in range(LANES)]
+        self._second: SecondContext | None = None
+        # A part for each lane: what a lane reads late must not touch what another has read.
+        self._scratch = driver.host_words(len(self._lanes) * MAX_WORLD_SIZE * _READ_CAPACITY)
+        # By address of a flag memory of this rank: how many flags, and the values that waits for equality ask for.
+        self._regions: dict[int, tuple[int, dict[int, int]]] = {}
+
+    def register(self, program: Program, rank: int, addresses: Addresses) -> None:
+        """Remember the flags that ``rank`` waits for in ``program``.
+
+        Raises:
+            ValueError: there are too many.
+        """
+        base = addresses.flags[rank]
+        count, equal = self._regions.get(base, (0, {}))
+        count = max(count, program.flag_count)
+        others = sum(size for place, (size, _) in self._regions.items() if place != base)
+        if others + count > FLAG_CAPACITY:
+            raise ValueError(f"load: flags (value={others + count}, allowed=..{FLAG_CAPACITY})")
+        for queue in program.queues_of(rank):
+            for command in queue.commands:
+                if isinstance(command, Wait) and command.comparison is Comparison.EQ and not command.value.per_epoch:
+                    equal[command.flag.index] = command.value.base
+        self._regions[base] = (count, equal)
+
+    def release(self, epoch: int) -> None:
+        """Write to every flag a value that lets its waits pass: far beyond ``epoch``, or what a frozen wait asks for.
+
+        A peer's late signal can put an old value back, and a frozen program resets its flags: call it again and again.
+
+        Raises:
+            DriverError: no lane gets through, and there is no room for a second context.
+        """
+        batches = self._batches((epoch + RELEASE_STEP) & 0xFFFFFFFF)
+        if self._second is None:
+            lanes = [lane for lane in self._lanes if self._driver.is_idle(lane)]
+            for lane in lanes:
+                self._driver.submit(self._driver.bind_memory_ops(batch, lane) for batch in batches)
+            if any(self._becomes_idle(lane, _RELEASE_PATIENCE_S / LANES) for lane in lanes):
+                return
+            self._second = self._driver.second_context()
+        if self._second.is_idle():
+            self._second.submit(batches)
+
+    def read(self, program: Program, addresses: Addresses, timeout_s: float) -> dict[int, Sequence[int]]:
+        """Flag words of all ranks of ``program``; nothing if they do not come within ``timeout_s``."""
+        count = program.flag_count
+        if not 0 < count <= _READ_CAPACITY:
+            return {}
+        deadline = time.monotonic() + timeout_s
+        for number, lane in enumerate(self._lanes):
+            try:
+                if self._driver.is_idle(lane) and self._read_on(number, addresses, count):
+                    first = number * MAX_WORLD_SIZE * _READ_CAPACITY
+                    words = self._scratch.array[first : first + count * len(addresses.flags)].reshape(-1, count)
+                    return {rank: row.tolist() for rank, row in enumerate(words)}
+            except DriverError:
+                return {}
+            if time.monotonic() > deadline:
+                break
+        return {}
+
+    def close(self) -> None:
+        """Destroy the streams. What is in flight still completes."""
+        for lane in self._lanes:
+            self._driver.destroy_stream(lane)
+        if self._second is not None:
+            self._second.close()
+
+    def _batches(self, passing: int) -> list[MemoryOps]:
+        writes = [
+            (base + _WORD_BYTES * index, equal.get(index, passing))
+            for base, (count, equal) in list(self._regions.items())
+            for index in range(count)
+        ]
+        batches = []
+        for start in range(0, len(writes), _MAX_BATCH):
+            batch = self._driver.memory_ops()
+            for address, value in writes[start : start + _MAX_BATCH]:
+                batch.write(address, value)
+            batches.append(batch)
+        return batches
+
+    def _read_on(self, number: int, addresses: Addresses, count: int) -> bool:
+        """Copy all flags to the host on one lane. False if it does not get through."""
+        lane, part = self._lanes[number], self._scratch.address + _WORD_BYTES * number * MAX_WORLD_SIZE * _READ_CAPACITY
+        nbytes = _WORD_BYTES * count
+        self._driver.submit(
+            self._driver.bind_copy(part + nbytes * rank, base, nbytes, lane)
+            for rank, base in enumerate(addresses.flags)
+        )
+        return self._becomes_idle(lane, _READ_PATIENCE_S)
+
+    def _becomes_idle(self, lane: int, patience_s: float) -> bool:
+        deadline = time.monotonic() + patience_s
+        while not self._driver.is_idle(lane):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(1e-4)
+        return True

@@ -1,0 +1,138 @@
+"""Why an invocation does not end: from the flag words of all ranks to the rank and the command that are missing. Pure.
+
+With epochs, a flag word says for good whether its signal of this invocation has arrived, so every queue of every rank
+can be placed: it stands at its first wait whose signal has not arrived. A rank is at fault if one of its signals is
+missing although no wait before it, in its queue, holds it back. Frozen flags are reset once they were waited for, so
+that 0 means "not yet" or "long ago"; there, every rank whose flag is 0 is a suspect.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+
+from sidelane.program.ir import Comparison, Flag, Program, Queue, Signal, Wait, describe
+
+Words = Mapping[int, Sequence[int]]
+"""Flag words by rank. A rank that is left out could not be read; its waits count as satisfied."""
+
+RELEASE_STEP = 1 << 30
+"""Added to an epoch to let every wait pass. Half of the largest step that a comparison in a circle of 2**32 allows."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stall:
+    """What an invocation waits for.
+
+    Attributes:
+        waiting: where this rank stands, for people; "" if none of its waits is open.
+        missing: (rank, what it has not done, for people) for each rank at fault.
+    """
+
+    waiting: str
+    missing: tuple[tuple[int, str], ...]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(rank for rank, _ in self.missing)
+
+
+def reached(word: int, value: int) -> bool:
+    """True if ``word`` is at least ``value`` in a circle of 2**32, as the hardware compares."""
+    return (word - value) & 0xFFFFFFFF < 0x80000000
+
+
+def find_stall(program: Program, rank: int, epoch: int, words: Words) -> Stall:
+    """Find out what ``rank`` waits for in invocation ``epoch``.
+
+    Args:
+        program: what runs.
+        rank: who asks.
+        epoch: number of the invocation; any for a frozen program.
+        words: flags of the ranks, as they were read.
+    """
+    return _Search(program, epoch, words).stall(rank)
+
+
+def assume_missing(program: Program, epoch: int, ranks: Collection[int]) -> Words:
+    """The words as they would be if everybody but ``ranks`` had sent all signals: for when they cannot be read."""
+    words = {rank: [max(epoch - 1, 0)] * program.flag_count for rank in range(program.world_size)}
+    for queue in program.queues:
+        for command in queue.commands:
+            if isinstance(command, Wait) and command.comparison is Comparison.EQ:
+                words[command.flag.rank][command.flag.index] = 0
+    for queue in program.queues:
+        for command in queue.commands:
+            if isinstance(command, Signal) and queue.rank not in ranks and not _resets(queue, command):
+                words[command.flag.rank][command.flag.index] = command.value.at(epoch)
+    return words
+
+
+class _Search:
+    def __init__(self, program: Program, epoch: int, words: Words) -> None:
+        self.program, self.epoch, self.words = program, epoch, words
+        self.senders: dict[Flag, list[tuple[Queue, int]]] = {}
+        for queue in program.queues:
+            for index, command in enumerate(queue.commands):
+                if isinstance(command, Signal) and not _resets(queue, command):
+                    self.senders.setdefault(command.flag, []).append((queue, index))
+
+    def stall(self, rank: int) -> Stall:
+        own = [(queue, index) for queue in self.program.queues_of(rank) if (index := self._stop(queue)) is not None]
+        waiting = "; ".join(_where(queue, index) for queue, index in own)
+        # Follow who waits for whom, from every open wait of this rank; whoever is not held back itself is at fault.
+        culprits: dict[int, str] = {}
+        seen: set[tuple[int, str]] = set()
+        todo = [
+            (queue, index)
+            for queue in self.program.queues_of(rank)
+            for index, command in enumerate(queue.commands)
+            if isinstance(command, Wait) and not self._satisfied(command)
+        ]
+        while todo:
+            queue, index = todo.pop(0)
+            wait = queue.commands[index]
+            assert isinstance(wait, Wait)
+            for sender, position in self.senders.get(wait.flag, []):
+                stop = self._stop(sender)
+                key = (sender.rank, str(sender.engine))
+                if stop is None or stop > position:
+                    culprits.setdefault(sender.rank, _where(sender, position))
+                elif key not in seen:
+                    seen.add(key)
+                    todo.append((sender, stop))
+        if not culprits:  # everybody waits for somebody: name those that this rank waits for
+            for queue, index in own:
+                for sender, position in self._senders_of(queue, index):
+                    culprits.setdefault(sender.rank, _where(sender, position))
+        return Stall(waiting, tuple(sorted(culprits.items())))
+
+    def _senders_of(self, queue: Queue, index: int) -> list[tuple[Queue, int]]:
+        wait = queue.commands[index]
+        return self.senders.get(wait.flag, []) if isinstance(wait, Wait) else []
+
+    def _stop(self, queue: Queue) -> int | None:
+        """Position of the first wait of ``queue`` that is not satisfied; None if all are."""
+        for index, command in enumerate(queue.commands):
+            if isinstance(command, Wait) and not self._satisfied(command):
+                return index
+        return None
+
+    def _satisfied(self, wait: Wait) -> bool:
+        senders = self.senders.get(wait.flag, [])
+        if senders and all(queue.rank == wait.flag.rank for queue, _ in senders):
+            # Between queues of one rank: no word tells (the executor uses an event); it is there once its queue is.
+            return all((stop := self._stop(queue)) is None or stop > index for queue, index in senders)
+        words = self.words.get(wait.flag.rank)
+        if words is None:
+            return True
+        word, value = int(words[wait.flag.index]), wait.value.at(self.epoch)
+        return word == value & 0xFFFFFFFF if wait.comparison is Comparison.EQ else reached(word, value)
+
+
+def _resets(queue: Queue, signal: Signal) -> bool:
+    return any(isinstance(command, Wait) and command.flag == signal.flag for command in queue.commands)
+
+
+def _where(queue: Queue, index: int) -> str:
+    return f"queue {queue.engine} command {index} ({describe(queue.commands[index])})"

@@ -1,0 +1,254 @@
+"""The host's eye on the streams: who finished, who is late, and what to do when a peer does not come.
+
+Streams tell by words of pinned host memory: the last batch of an invocation also writes its epoch there, which costs
+no event and no call. A thread looks at the words some twenty times a second. When an invocation cannot end, it works
+out which rank and which command are missing, tells the peers, and lets every wait of this rank pass, again and again,
+so that the streams drain (replays of captured graphs, too). What was moved after that is garbage; the error is raised
+by the next call, and by every host-side wait.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import threading
+import time
+from collections.abc import Sequence
+
+from sidelane.errors import PeerError, PeerTimeoutError, SidelaneError
+from sidelane.execute.base import Addresses
+from sidelane.execute.cuda.driver import Driver, HostWords
+from sidelane.execute.cuda.release import FlagRescue
+from sidelane.execute.cuda.stall import Stall, Words, assume_missing, find_stall, reached
+from sidelane.execute.monitor import PeerMonitor
+from sidelane.program.ir import Program
+
+STARTED, FINISHED, BUSY = range(3)  # host words
+_GRACE_S = 0.2  # a peer that died may have done its part: what is in flight may still end well
+_READ_S = 1.0
+_LONGEST_SLEEP_S = 1e-3
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Subject:
+    """An invocation under watch; a captured one has the epoch at which it was captured."""
+
+    epoch: int
+    program: Program
+    addresses: Addresses
+    captured: bool = False
+
+    def __str__(self) -> str:
+        which = "replayed from a graph" if self.captured else f"invocation {self.epoch}"
+        return f"{self.program.collective} {self.program.variant}, {which}"
+
+
+class Watch:
+    """Watches the invocations of one executor. ``start`` begins the thread.
+
+    Args:
+        driver: of the device.
+        rank: whose executor.
+        words: ``STARTED``, ``FINISHED`` and ``BUSY``.
+        monitor: what is known about the peers.
+        rescue: lets waits pass.
+        timeout_s: seconds that a begun invocation may take.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        rank: int,
+        words: HostWords,
+        monitor: PeerMonitor,
+        rescue: FlagRescue,
+        timeout_s: float,
+    ) -> None:
+        self.failure: SidelaneError | None = None
+        self.last_epoch = 0
+        self._driver, self._rank, self._words, self._monitor, self._rescue = driver, rank, words, monitor, rescue
+        self._timeout_s = timeout_s
+        self._completed = 0  # last epoch that had finished when the failure came
+        self._running: collections.deque[tuple[int, Program, Addresses]] = collections.deque()
+        self._first: Subject | None = None
+        self._captured: list[Subject] = []
+        self._subject: Subject | None = None
+        self._since: float | None = None
+        self._doomed_since: float | None = None
+        self._flags_before: dict[int, object] | None = None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"sidelane-watch-{rank}", daemon=True)
+
+    # --- for the executor ---------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread. Idempotent."""
+        self._stop.set()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(timeout=2 * _READ_S + 5)
+
+    def issued(self, epoch: int, program: Program, addresses: Addresses) -> None:
+        """An eager invocation has been submitted."""
+        self.last_epoch = epoch
+        self._running.append((epoch, program, addresses))
+
+    def next_busy_number(self) -> int:
+        """What the next captured program writes into ``BUSY`` while it runs."""
+        return len(self._captured) + 1
+
+    def captured(self, subject: Subject) -> None:
+        """A program was captured; it writes ``next_busy_number`` of before."""
+        self._captured.append(subject)
+
+    def finished(self, epoch: int) -> bool:
+        """True once invocation ``epoch`` has ended on this rank, be it that it was let go."""
+        return reached(int(self._words.array[FINISHED]), epoch)
+
+    def wait(self, epoch: int) -> None:
+        """Block until ``epoch`` has finished.
+
+        Raises:
+            PeerError, PeerTimeoutError: it did not end as it should.
+        """
+        began = time.monotonic()
+        while not self.finished(epoch) and self.failure is None:
+            time.sleep(min(max((time.monotonic() - began) / 8, 10e-6), _LONGEST_SLEEP_S))
+        if self.failure is not None and epoch > self._completed:
+            self.raise_failure()
+
+    def raise_failure(self) -> None:
+        """Raise what went wrong, if anything did. A new exception each time: tracebacks grow on exceptions."""
+        if self.failure is None:
+            return
+        if isinstance(self.failure, PeerError):
+            raise type(self.failure)(str(self.failure), self.failure.ranks)
+        raise SidelaneError(str(self.failure)) from self.failure
+
+    def fail(self, error: SidelaneError) -> None:
+        """Give up for good: remember ``error``; from now on the thread lets all waits pass."""
+        self._completed = int(self._words.array[FINISHED])
+        self.failure = error
+
+    def fail_submission(self, title: str, error: BaseException) -> None:
+        """Half an invocation was submitted: the peers would wait for the other half."""
+        text = f"{title}: rank {self._rank} could not submit it: {type(error).__name__}: {error}"
+        self._monitor.abort(text, (self._rank,))
+        self.fail(SidelaneError(text))
+
+    # --- the thread ---------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        self._driver.attach_thread()
+        interval = min(0.05, self._timeout_s / 8)
+        while not self._stop.wait(interval):
+            try:
+                self.poll(time.monotonic())
+            except Exception as error:
+                # Nobody else would notice that nobody watches any more.
+                if self.failure is None:
+                    self.fail(SidelaneError(f"rank {self._rank}: watching failed: {type(error).__name__}: {error}"))
+
+    def poll(self, now: float) -> None:
+        """Look once."""
+        if self.failure is not None:
+            self._rescue.release(self.last_epoch)
+            return
+        front = self._front()
+        started = front is not None and reached(int(self._words.array[STARTED]), front.epoch)
+        subject = front if started else self._replayed() or front
+        if subject is not self._subject:  # one object for as long as it is first
+            self._subject, self._since, self._doomed_since, self._flags_before = subject, None, None, None
+        if subject is None:
+            return
+        if self._since is None and (started or subject.captured):
+            self._since = now
+        trouble = self._trouble(self._call(subject))
+        if trouble is None:
+            self._doomed_since = None
+        elif self._doomed_since is None:
+            self._doomed_since = now
+        elif now - self._doomed_since > _GRACE_S:
+            self._give_up(subject, trouble)
+            return
+        if self._since is not None and now - self._since > self._timeout_s and self._stands_still(subject):
+            self._time_out(subject, now - self._since)
+
+    def _front(self) -> Subject | None:
+        """The first invocation that has not finished. The peers are told, for them to tell a death from an end."""
+        word = int(self._words.array[FINISHED])
+        while self._running and reached(word, self._running[0][0]):
+            self._running.popleft()
+        ended = self._first
+        if not self._running:
+            self._first = None
+        elif ended is None or ended.epoch != self._running[0][0]:
+            self._first = Subject(*self._running[0])
+            self._monitor.begin(self._first.epoch, str(self._first))
+        if ended is not None and ended is not self._first:
+            self._monitor.end(ended.epoch)
+        return self._first
+
+    def _replayed(self) -> Subject | None:
+        busy = int(self._words.array[BUSY])
+        return self._captured[busy - 1] if 0 < busy <= len(self._captured) else None
+
+    def _call(self, subject: Subject) -> int:
+        """A graph may be replayed at any time after its capture, as part of whatever call the ranks are at."""
+        return self.last_epoch + 1 if subject.captured else subject.epoch
+
+    def _trouble(self, call: int) -> PeerError | None:
+        try:
+            self._monitor.check(call)
+        except PeerError as error:
+            return error
+        return None
+
+    def _stands_still(self, subject: Subject) -> bool:
+        """False while a graph might merely be replayed so often that every look finds it running."""
+        if not subject.captured:
+            return True
+        flags: dict[int, object] = dict(self._rescue.read(subject.program, subject.addresses, _READ_S))
+        before, self._flags_before = self._flags_before, flags
+        return before == flags
+
+    def _stall(self, subject: Subject, suspects: Sequence[int]) -> Stall:
+        """What is missing, from everyone's flags. If they cannot be read, from the suspects, or else all peers are."""
+        words: Words = self._rescue.read(subject.program, subject.addresses, _READ_S)
+        if not words:
+            peers = [rank for rank in range(subject.program.world_size) if rank != self._rank]
+            words = assume_missing(subject.program, subject.epoch, suspects or peers)
+        return find_stall(subject.program, self._rank, subject.epoch, words)
+
+    def _give_up(self, subject: Subject, trouble: PeerError) -> None:
+        """A peer is gone, or has given up."""
+        waiting = self._stall(subject, trouble.ranks).waiting
+        text = f"{trouble} (seen by rank {self._rank} in {subject}" + (f", {waiting})" if waiting else ")")
+        self._monitor.abort(text, trouble.ranks, timed_out=isinstance(trouble, PeerTimeoutError))
+        self.fail(type(trouble)(text, trouble.ranks))
+        self._rescue.release(self.last_epoch)
+
+    def _time_out(self, subject: Subject, waited_s: float) -> None:
+        absent = () if subject.captured else tuple(self._monitor.absent(subject.epoch))
+        stall = self._stall(subject, absent)
+        # A peer that gave up first has let its own waits pass, and looks at fault itself: it says so before it does.
+        trouble = self._trouble(self._call(subject))
+        if trouble is not None:
+            self._give_up(subject, trouble)
+            return
+        missing = dict(stall.missing)
+        culprits = absent or stall.ranks
+        reasons = [
+            f"{self._monitor.describe(rank)} "
+            + ("has not come" if rank in absent else "has not signalled")
+            + (f" ({missing[rank]})" if rank in missing else "")
+            for rank in culprits
+        ]
+        text = f"{subject}: rank {self._rank} waited {waited_s:.1f} s at {stall.waiting or 'its streams'}; " + (
+            "; ".join(reasons) or "no flag is missing: the device does not get on"
+        )
+        self._monitor.abort(text, culprits, timed_out=True)
+        self.fail(PeerTimeoutError(text, culprits))
+        self._rescue.release(self.last_epoch)

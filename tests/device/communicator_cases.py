@@ -1,0 +1,212 @@
+"""What ranks execute in the tests of the communicator on GPUs (``test_device_communicator``)."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import sweeps
+import torch
+import torch.distributed as dist
+from device_cases import Context
+from expected import any_bytes, close, numbers, reduced, same_bytes
+
+from sidelane import Communicator, CommunicatorClosedError, Config, PeerError, UnavailableError
+
+
+def sweep(context: Context, name: str, *args: Any, stream: bool = False) -> Any:
+    """One of the sweeps that CPU ranks run too, on the legacy default stream or on another one."""
+    group = dist.group.WORLD
+    torch.set_default_device(torch.device("cuda", context.rank))
+    try:
+        if not stream:
+            return getattr(sweeps, name)(group, *args)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            return getattr(sweeps, name)(group, *args)
+    finally:
+        torch.set_default_device(None)
+
+
+def sweep_on_stream(context: Context, name: str, *args: Any) -> Any:
+    return sweep(context, name, *args, stream=True)
+
+
+def nccl_control_plane(context: Context) -> None:
+    group = dist.new_group(backend="nccl", device_id=torch.device("cuda", context.rank))
+    torch.set_default_device(torch.device("cuda", context.rank))
+    try:
+        sweeps.moving_sweep(group, (torch.float32,), (33,))
+    finally:
+        torch.set_default_device(None)
+
+
+def captured(context: Context, replays: int) -> None:
+    """Every collective in one graph, replayed with fresh inputs, with eager calls between the replays."""
+    device = torch.device("cuda", context.rank)
+    torch.set_default_device(device)
+    try:
+        with Communicator(device=device, config=Config(timeout_s=30)) as comm:
+            n, rank = comm.world_size, comm.rank
+            size = 1021
+            source, shard = torch.empty(n * size), torch.empty(size)
+            gathered, exchanged = comm.empty(n * size), torch.empty(n * size)
+            scattered, summed = torch.empty(size), torch.empty(n * size)
+            swapped, root = comm.empty(n * size), comm.empty(size)
+
+            def calls() -> None:
+                comm.all_gather(gathered, shard)
+                comm.all_to_all(exchanged, source)
+                comm.reduce_scatter(scattered, source, op="max")
+                comm.all_reduce(source, output=summed)
+                comm.all_to_all(swapped, swapped, variant="swap")
+                comm.broadcast(root, root=n - 1, variant="bcst")
+
+            def fill(seed: int) -> list[torch.Tensor]:
+                inputs = [numbers(seed, r, n * size, torch.float32) for r in range(n)]
+                source.copy_(inputs[rank])
+                shard.copy_(inputs[rank][:size])
+                swapped.copy_(inputs[rank])
+                root.fill_(float(seed + rank))
+                for output in (gathered, exchanged, scattered, summed):
+                    output.fill_(float("nan"))
+                return inputs
+
+            def check(seed: int, inputs: list[torch.Tensor]) -> None:
+                exchange = torch.cat([tensor[rank * size : (rank + 1) * size] for tensor in inputs])
+                assert same_bytes(gathered, torch.cat([tensor[:size] for tensor in inputs]))
+                assert same_bytes(exchanged, exchange)
+                assert same_bytes(swapped, exchange)
+                assert same_bytes(scattered, reduced(inputs, "max")[rank * size : (rank + 1) * size])
+                assert close(summed, reduced(inputs, "sum"))
+                assert root.eq(seed + n - 1).all()
+
+            calls()  # staging cannot be allocated while a graph is captured
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                calls()
+            for seed in range(replays):
+                inputs = fill(seed)
+                if (seed + rank) % 5 == 0:
+                    torch.cuda._sleep(3_000_000)
+                graph.replay()
+                check(seed, inputs)
+                if seed % 3 == 0:
+                    inputs = fill(seed + 1000)
+                    calls()
+                    check(seed + 1000, inputs)
+            for _ in range(100):  # back to back, nobody waits for anybody on the host
+                graph.replay()
+            torch.cuda.synchronize()
+            comm.synchronize()
+    finally:
+        torch.set_default_device(None)
+
+
+def staging_in_a_capture(context: Context) -> str:
+    device = torch.device("cuda", context.rank)
+    with Communicator(device=device, config=Config(timeout_s=30)) as comm:
+        tensor = torch.ones(100_000, device=device)
+        try:
+            with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                comm.all_reduce(tensor)
+        except UnavailableError as error:
+            text = str(error)
+        comm.all_reduce(tensor)
+        assert tensor.eq(comm.world_size).all()
+        return text
+
+
+def streams_in_turn(context: Context) -> None:
+    """Calls on changing streams: the communicator keeps them in order, since they share flags and staging."""
+    device = torch.device("cuda", context.rank)
+    with Communicator(device=device, config=Config(timeout_s=30)) as comm:
+        n, rank = comm.world_size, comm.rank
+        streams = [torch.cuda.Stream() for _ in range(3)]
+        results = []
+        for i in range(60):
+            stream = streams[i % 3]
+            with torch.cuda.stream(stream):
+                tensor = torch.full((50_001,), float(rank + i), device=device)
+                if i % 7 == rank:
+                    torch.cuda._sleep(2_000_000)
+                work = comm.all_reduce(tensor, async_op=i % 4 == 0)
+                if work is not None:
+                    work.wait()
+                results.append((i, tensor, tensor.clone()))
+        torch.cuda.synchronize()
+        for i, _, result in results:
+            assert result.eq(n * (n - 1) / 2 + n * i).all()
+
+
+def async_memory(context: Context) -> None:
+    """Tensors dropped right after an asynchronous call: the allocator must not reuse them before it has ended."""
+    device = torch.device("cuda", context.rank)
+    with Communicator(device=device, config=Config(timeout_s=30)) as comm:
+        n, rank = comm.world_size, comm.rank
+        outputs = []
+        for i in range(30):
+            shard = torch.full((1 << 18,), float(rank + i), device=device)
+            output = torch.empty(n << 18, device=device)
+            torch.cuda._sleep(500_000)
+            work = comm.all_gather(output, shard, async_op=True)
+            del shard
+            torch.full((1 << 18,), -1.0, device=device)  # what would be handed the shard's bytes
+            outputs.append((i, output, work))
+        for i, output, work in outputs:
+            assert work is not None
+            work.wait()
+            assert output.view(n, -1)[:, 0].tolist() == [float(r + i) for r in range(n)]
+            assert output.view(n, -1)[:, -1].tolist() == [float(r + i) for r in range(n)]
+
+
+def absent(context: Context) -> tuple[str, tuple[int, ...]]:
+    """Rank 1 makes one call fewer; the others find out, their streams drain, and the next call refuses."""
+    device = torch.device("cuda", context.rank)
+    comm = Communicator(device=device, config=Config(timeout_s=2))
+    output, shard = comm.empty(1000 * comm.world_size), torch.ones(1000, device=device)
+    comm.all_gather(output, shard)
+    comm.synchronize()
+    if comm.rank == 1:
+        time.sleep(7)
+        return "", ()
+    comm.all_gather(output, shard)
+    try:
+        comm.synchronize()
+    except PeerError as error:
+        torch.cuda.synchronize()  # hangs if the streams have not drained
+        try:
+            comm.all_gather(output, shard)
+        except CommunicatorClosedError:
+            return str(error), error.ranks
+    raise AssertionError("no error was raised")
+
+
+def random_sizes(context: Context, seed: int, calls: int) -> None:
+    """Sizes, dtypes and buffers at random, calls back to back without a look from the host."""
+    device = torch.device("cuda", context.rank)
+    torch.set_default_device(device)
+    try:
+        with Communicator(device=device, config=Config(timeout_s=30)) as comm:
+            n, rank = comm.world_size, comm.rank
+            draw = torch.Generator().manual_seed(seed)
+
+            def number(high: int) -> int:
+                return int(torch.randint(0, high, (1,), generator=draw, device="cpu"))
+
+            heap = comm.empty(n * 70_000, dtype=torch.uint8)
+            pending = []
+            for call in range(calls):
+                size = number(60) if number(2) else number(60_000)
+                inputs = [any_bytes(seed + call, r, n * size, torch.uint8) for r in range(n)]
+                output = heap[: n * size] if number(2) else torch.empty(n * size, dtype=torch.uint8)
+                variant = ("b2b", "pcpy")[number(2)]
+                if number(2):
+                    comm.all_gather(output, inputs[rank][:size], variant=variant)
+                    expected = torch.cat([tensor[:size] for tensor in inputs])
+                else:
+                    comm.all_to_all(output, inputs[rank], variant=variant)
+                    expected = torch.cat([tensor[rank * size : (rank + 1) * size] for tensor in inputs])
+                pending.append((output.clone(), expected))
+            assert all(same_bytes(a, b) for a, b in pending)
+    finally:
+        torch.set_default_device(None)

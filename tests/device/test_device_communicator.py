@@ -1,0 +1,71 @@
+"""The communicator on GPUs: every collective, dtype, place and launch; order with streams; failures."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from device_pool import Pool, Ranks
+from expected import MOVING_DTYPES, REDUCING_DTYPES
+
+CASES = "communicator_cases."
+
+
+@pytest.mark.parametrize("case", ["sweep", "sweep_on_stream"])
+def test_moving_collectives(ranks: Ranks, case: str) -> None:
+    ranks.run(CASES + case, "moving_sweep", (torch.bfloat16,), (1, 1023), timeout_s=120)
+
+
+def test_every_dtype_moves(ranks: Ranks) -> None:
+    ranks.run(CASES + "sweep_on_stream", "moving_sweep", MOVING_DTYPES, (37,), timeout_s=150)
+
+
+def test_reducing_collectives(ranks: Ranks) -> None:
+    ranks.run(CASES + "sweep_on_stream", "reducing_sweep", REDUCING_DTYPES, (333, 70_001), timeout_s=150)
+
+
+@pytest.mark.parametrize("name", ["nothing_and_alone", "large_messages", "uneven", "growing_staging", "asynchronous"])
+def test_what_cpu_ranks_do(ranks: Ranks, name: str) -> None:
+    ranks.run(CASES + "sweep", name, timeout_s=120)
+
+
+def test_two_communicators_interleaved(ranks: Ranks) -> None:
+    ranks.run(CASES + "sweep", "interleaved", ())
+
+
+@pytest.mark.parametrize("case", ["sweep", "sweep_on_stream"])
+def test_a_thousand_calls_with_random_delays(ranks: Ranks, case: str) -> None:
+    ranks.run(CASES + case, "many", 1000, timeout_s=120)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_sizes_back_to_back(ranks: Ranks, seed: int) -> None:
+    ranks.run(CASES + "random_sizes", seed, 200, timeout_s=120)
+
+
+def test_graphs_replay_between_eager_calls(ranks: Ranks) -> None:
+    ranks.run(CASES + "captured", 20, timeout_s=120)
+
+
+def test_staging_cannot_grow_in_a_capture(ranks: Ranks) -> None:
+    assert all("make the call once before the capture" in text for text in ranks.run(CASES + "staging_in_a_capture"))
+
+
+def test_calls_on_changing_streams(ranks: Ranks) -> None:
+    ranks.run(CASES + "streams_in_turn")
+
+
+def test_tensors_dropped_during_asynchronous_calls(ranks: Ranks) -> None:
+    ranks.run(CASES + "async_memory")
+
+
+def test_nccl_as_the_control_plane(ranks: Ranks) -> None:
+    ranks.run(CASES + "nccl_control_plane", timeout_s=120)
+
+
+def test_an_absent_peer(fresh_pool: type[Pool]) -> None:
+    results = fresh_pool().run(CASES + "absent", timeout_s=60)
+    for rank, (text, at_fault) in enumerate(results):
+        if rank != 1:
+            assert at_fault == (1,), text
+            assert "rank 1" in text
+            assert "all_gather" in text

@@ -1,0 +1,48 @@
+"""Peers that die or do not come: an error that names them, in time, and streams that drain."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+from device_pool import Pool, Ranks
+
+
+def test_absent_peer(ranks: Ranks) -> None:
+    messages = ranks.run("absent_peer", 2.0)
+    last = ranks.world_size - 1
+    for message in messages[:last]:
+        assert f"rank {last}" in message and "queue dma:0" in message
+
+
+def test_absent_from_a_replay(ranks: Ranks) -> None:
+    messages = ranks.run("absent_from_replay", 2.0)
+    assert all(messages[: ranks.world_size - 1])
+
+
+def test_dead_peer(fresh_pool: type[Pool]) -> None:
+    pool = fresh_pool()
+    victim = len(pool.processes) - 1
+    pool.begin("wait_for_a_dead_peer", victim)
+    time.sleep(3.0)  # until the others hang in their call
+    os.kill(pool.processes[victim].pid, signal.SIGKILL)
+    answers = pool.finish(30.0, but=(victim,))
+    assert len(answers) == victim
+    for message in answers:
+        assert f"rank {victim}" in message and "died" in message and "queue dma:0" in message
+
+
+@pytest.mark.parametrize("streams", [5, 48])
+def test_a_release_passes_stuck_streams(ranks: Ranks, streams: int) -> None:
+    """Five leave channels free; 48 occupy all of them, so that only a second context gets through."""
+    ranks.run("release_passes_stuck_streams", streams)
+
+
+def test_absent_peer_with_one_hardware_channel(fresh_pool: type[Pool]) -> None:
+    """Nothing of the stuck context gets through: neither the reading of flags nor their release."""
+    pool = fresh_pool(environment={"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
+    messages = pool.run("absent_peer", 2.0)
+    last = len(messages) - 1
+    assert all(f"rank {last}" in message for message in messages[:last])

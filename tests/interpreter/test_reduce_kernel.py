@@ -1,0 +1,79 @@
+"""The reducing kernel under Triton's CPU interpreter, in a process of its own: the interpreter is chosen at import."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from sidelane.program.collective import ELEMENT_BYTES, ReduceOp, Reduction
+
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", list(ELEMENT_BYTES))
+def test_against_torch(dtype: str) -> None:
+    environment = dict(os.environ, TRITON_INTERPRET="1", PYTHONPATH=os.pathsep.join(sys.path))
+    done = subprocess.run(
+        [sys.executable, __file__, dtype], env=environment, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def compare(dtype_name: str, op: ReduceOp, sources: int, count: int, offset: int) -> None:
+    """Reduce ``count`` elements that begin ``offset`` elements behind an aligned address, and look at the margins."""
+    from sidelane.execute.cuda.reduce import launch_reduce
+
+    dtype = getattr(torch, dtype_name)
+    margin = 8
+    generator = torch.Generator().manual_seed(count + offset)
+    if dtype.is_floating_point:
+        values = (100 * torch.randn(sources, count + 2 * margin, generator=generator)).to(dtype)
+        values[0, margin + offset + count // 2] = float("nan")
+    else:
+        limits = torch.iinfo(dtype)
+        values = torch.randint(limits.min, limits.max, (sources, count + 2 * margin), generator=generator, dtype=dtype)
+    rows = [row.clone() for row in values]
+    out = torch.full((count + 2 * margin,), 77, dtype=dtype)
+    begin = margin + offset
+    wanted = expected([row[begin : begin + count] for row in rows], op)
+    start = begin * dtype.itemsize
+    addresses = [row.data_ptr() + start for row in rows]
+    launch_reduce(out.data_ptr() + start, addresses, count * dtype.itemsize, Reduction(op, dtype_name), blocks=3)
+    assert (out[:begin] == 77).all() and (out[begin + count :] == 77).all(), "wrote beyond its bytes"
+    got = out[begin : begin + count]
+    if dtype is torch.bfloat16:
+        # The interpreter truncates where hardware rounds to nearest: one unit in the last place.
+        torch.testing.assert_close(got.float(), wanted.float(), rtol=2**-7, atol=0, equal_nan=True)
+    else:
+        torch.testing.assert_close(got, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+def expected(rows: list[torch.Tensor], op: ReduceOp) -> torch.Tensor:
+    dtype = rows[0].dtype
+    wide = [row.float() for row in rows] if dtype.is_floating_point else rows
+    if op is ReduceOp.MIN:
+        return torch.stack(wide).amin(0).to(dtype)
+    if op is ReduceOp.MAX:
+        return torch.stack(wide).amax(0).to(dtype)
+    total = wide[0].clone()
+    for row in wide[1:]:
+        total += row
+    if op is ReduceOp.AVG:
+        total = total / len(rows) if dtype.is_floating_point else torch.div(total, len(rows), rounding_mode="trunc")
+    return total.to(dtype)
+
+
+def main(dtype_name: str) -> None:
+    for op in ReduceOp:
+        for sources, count, offset in ((1, 5, 0), (2, 1, 1), (3, 4096, 0), (4, 4103, 3), (16, 20_000, 0)):
+            compare(dtype_name, op, sources, count, offset)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,288 @@
+"""A driver without a device: streams are threads, device memory is host memory, graphs are lists of calls.
+
+It has the methods of ``sidelane.execute.cuda.driver.Driver`` that executors use, so that a whole ``CudaExecutor``, its
+watching thread included, runs on any machine. With ``channels=1`` all streams share one first-in-first-out channel, the
+worst case of what CUDA may do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from sidelane.execute.cuda.driver import Bound, DriverError
+
+LEGACY = 0
+WORD = 0xFFFFFFFF
+
+
+class FakeHostWords:
+    def __init__(self, count: int) -> None:
+        self.array = np.zeros(count, np.uint32)
+        self.address = self.array.ctypes.data
+
+
+class FakeMemoryOps:
+    def __init__(self) -> None:
+        self.ops: list[list[Any]] = []
+
+    def write(self, address: int, value: int) -> None:
+        self.ops.append(["write", address, value & WORD])
+
+    def wait(self, address: int, value: int, *, equal: bool) -> None:
+        self.ops.append(["equal" if equal else "reached", address, value & WORD])
+
+    def replace(self, index: int, word: int) -> None:
+        self.ops[index][2] = word
+
+
+class Stream:
+    """Something that holds a handle, as torch's streams do."""
+
+    def __init__(self, handle: int) -> None:
+        self.cuda_stream = handle
+
+
+class FakeDriver:
+    def __init__(self, *, channels: int | None = None) -> None:
+        self.index = 0
+        self.submitted: list[tuple[str, int]] = []
+        self.graph: list[Callable[[], None]] | None = None
+        self.urgent: list[int] = []
+        self.fail_next: str | None = None
+        self.second_contexts = 0
+        self._all_channels: list[_Channel] = []
+        self._channels = [self._new_channel() for _ in range(channels)] if channels else None
+        self._streams: dict[int, _Channel] = {}
+        self._pending: dict[int, int] = {}
+        self._events: dict[int, threading.Event] = {}
+        self._numbers = iter(range(100, 1_000_000))
+        self._lock = threading.Lock()
+        self._add_stream(LEGACY)
+
+    # --- what Driver has ----------------------------------------------------------------------------------------------
+
+    def create_stream(self, *, urgent: bool = False) -> int:
+        handle = next(self._numbers)
+        self._add_stream(handle, urgent=urgent)
+        return handle
+
+    def destroy_stream(self, stream: int) -> None:
+        del self._streams[stream]
+
+    def create_event(self, *, timing: bool = False) -> int:
+        handle = next(self._numbers)
+        self._events[handle] = threading.Event()
+        return handle
+
+    def destroy_event(self, event: int) -> None:
+        del self._events[event]
+
+    def host_words(self, count: int) -> FakeHostWords:
+        return FakeHostWords(count)
+
+    def device_words(self, count: int) -> tuple[int, object]:
+        words = FakeHostWords(count)
+        return words.address, words
+
+    def memory_ops(self) -> FakeMemoryOps:
+        return FakeMemoryOps()
+
+    def word(self, value: int) -> int:
+        return value & WORD
+
+    def bind_memory_ops(self, ops: FakeMemoryOps, stream: int) -> Bound:
+        def submit() -> None:
+            if stream == LEGACY:
+                raise DriverError("CUDA_ERROR_NOT_SUPPORTED", "cuStreamBatchMemOp")
+            now = [tuple(op) for op in ops.ops]
+            self._put("memory_ops", stream, lambda: _run_memory_ops(now))
+
+        return submit, ()
+
+    def bind_copy(self, dst: int, src: int, nbytes: int, stream: int) -> Bound:
+        return lambda: self._put("copy", stream, lambda: ctypes.memmove(dst, src, nbytes)), ()
+
+    def bind_copies(self, copies: Sequence[tuple[int, int, int]], stream: int) -> Bound:
+        def run() -> None:
+            for dst, src, nbytes in reversed(copies):  # in no order among themselves
+                ctypes.memmove(dst, src, nbytes)
+
+        def submit() -> None:
+            if stream == LEGACY:
+                raise DriverError("CUDA_ERROR_NOT_SUPPORTED", "cuMemcpyBatchAsync")
+            self._put("copies", stream, run)
+
+        return submit, ()
+
+    def bind_record(self, event: int, stream: int, *, external: bool = False) -> Bound:
+        def submit() -> None:
+            reached = self._events[event] = threading.Event()
+            self._put("record", stream, reached.set)
+
+        return submit, ()
+
+    def bind_wait(self, event: int, stream: int) -> Bound:
+        return lambda: self._put("wait", stream, self._events[event].wait), ()
+
+    def bind_reduce(
+        self, dst: int, srcs: Sequence[int], nbytes: int, reduction: Any, stream: int, blocks: int
+    ) -> Bound:
+        def run() -> None:
+            total = sum((_ints(src, nbytes).copy() for src in srcs[1:]), start=_ints(srcs[0], nbytes).copy())
+            _ints(dst, nbytes)[:] = total
+
+        if not nbytes:  # loads the kernel; a capture does not see it
+            return lambda: None, ()
+        return lambda: self._put("reduce", stream, run), ()
+
+    def submit(self, calls: Iterable[Bound]) -> None:
+        for function, arguments in calls:
+            if self.fail_next:
+                name, self.fail_next = self.fail_next, None
+                raise DriverError(name, "a call")
+            if self.graph is not None:
+                self.graph.append(function)
+            else:
+                function(*arguments)
+
+    def is_capturing(self, stream: int) -> bool:
+        return self.graph is not None
+
+    def current(self) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext()
+
+    def relaxed_capture(self) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext()
+
+    def attach_thread(self) -> None:
+        pass
+
+    def second_context(self) -> FakeSecondContext:
+        self.second_contexts += 1
+        return FakeSecondContext(self)
+
+    def is_idle(self, stream: int) -> bool:
+        with self._lock:
+            return self._pending[stream] == 0
+
+    # --- for tests ----------------------------------------------------------------------------------------------------
+
+    def begin_capture(self) -> None:
+        self.graph = []
+
+    def end_capture(self) -> list[Callable[[], None]]:
+        graph, self.graph = self.graph, None
+        assert graph is not None
+        return graph
+
+    def replay(self, graph: list[Callable[[], None]]) -> None:
+        """Run a graph once more, each call behind what its stream has, events afresh."""
+        for function in graph:
+            function()
+
+    def synchronize(self, timeout_s: float = 10.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while any(self._pending[stream] for stream in self._streams):
+            assert time.monotonic() < deadline, "streams do not get on"
+            time.sleep(1e-3)
+
+    def stop(self) -> None:
+        """End all streams, which must have nothing left that blocks: no thread may touch memory that a test frees."""
+        for channel in self._all_channels:
+            channel.stop()
+
+    def do(self, stream: int, work: Callable[[], Any]) -> None:
+        """Put a user's own work on a stream."""
+        self._enqueue(stream, work)
+
+    def _add_stream(self, handle: int, *, urgent: bool = False) -> None:
+        if urgent:
+            self.urgent.append(handle)
+        if self._channels:  # priorities share them
+            self._streams[handle] = self._channels[handle % len(self._channels)]
+        else:
+            self._streams[handle] = self._new_channel()
+        self._pending[handle] = 0
+
+    def _new_channel(self) -> _Channel:
+        self._all_channels.append(_Channel())
+        return self._all_channels[-1]
+
+    def _put(self, kind: str, stream: int, work: Callable[[], Any]) -> None:
+        self.submitted.append((kind, stream))
+        self._enqueue(stream, work)
+
+    def _enqueue(self, stream: int, work: Callable[[], Any]) -> None:
+        with self._lock:
+            self._pending[stream] += 1
+
+        def run() -> None:
+            try:
+                work()
+            finally:
+                with self._lock:
+                    self._pending[stream] -= 1
+
+        self._streams[stream].put(run)
+
+
+class FakeSecondContext:
+    """Has a channel of its own."""
+
+    def __init__(self, driver: FakeDriver) -> None:
+        self._driver = driver
+        self._handle = next(driver._numbers)
+        driver._streams[self._handle] = driver._new_channel()
+        driver._pending[self._handle] = 0
+
+    def submit(self, batches: Sequence[FakeMemoryOps]) -> None:
+        self._driver.submit(self._driver.bind_memory_ops(batch, self._handle) for batch in batches)
+
+    def is_idle(self) -> bool:
+        return self._driver.is_idle(self._handle)
+
+    def close(self) -> None:
+        self._driver.destroy_stream(self._handle)
+
+
+class _Channel:
+    def __init__(self) -> None:
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def put(self, work: Callable[[], None]) -> None:
+        self._work.put(work)
+
+    def stop(self) -> None:
+        self._work.put(None)
+        self._thread.join(10)
+        assert not self._thread.is_alive(), "a stream is stuck"
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            work()
+
+
+def _run_memory_ops(ops: list[tuple[str, int, int]]) -> None:
+    for kind, address, value in ops:
+        word = ctypes.c_uint32.from_address(address)
+        if kind == "write":
+            word.value = value
+            continue
+        pause = 0.0
+        while not (word.value == value if kind == "equal" else (word.value - value) & WORD < 0x80000000):
+            time.sleep(pause)
+            pause = min(pause + 1e-5, 1e-3)
+
+
+def _ints(address: int, nbytes: int) -> np.ndarray:
+    return np.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), np.int32)

@@ -1,0 +1,313 @@
+"""What the CUDA executor would submit, read without a GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from sidelane.execute.cuda.calls import (
+    HostWord,
+    LaunchReduce,
+    Memcpy,
+    MemcpyBatch,
+    MemOps,
+    Plan,
+    RecordEvent,
+    RecordStamp,
+    Route,
+    WaitEvent,
+    WaitValue,
+    WriteValue,
+    choose_route,
+    has_epochs,
+)
+from sidelane.execute.cuda.order import submission_order
+from sidelane.execute.cuda.plan import INLINE_BYTES, MAX_BATCH, plan_calls
+from sidelane.program import collective as define
+from sidelane.program.build import Transport, build, variants
+from sidelane.program.collective import Collective, Kind, ReduceOp, Reduction, Span
+from sidelane.program.ir import (
+    EPOCH,
+    Copy,
+    Engine,
+    EngineKind,
+    Flag,
+    Program,
+    Queue,
+    Signal,
+    SignalOp,
+    Stamp,
+    Swap,
+    Value,
+    Wait,
+)
+from sidelane.program.transform import freeze, lower, prelaunch
+
+SUM = Reduction(ReduceOp.SUM, "int32")
+
+
+def all_gather(world_size: int, nbytes: int = 64, *, in_place: bool = False) -> Collective:
+    return define.all_gather([nbytes] * world_size, in_place=in_place)
+
+
+def collectives(world_size: int) -> list[Collective]:
+    shards = [4 * (rank + 1) for rank in range(world_size)]
+    even = [[8] * world_size] * world_size
+    return [
+        define.all_gather(shards),
+        define.all_gather(shards, in_place=True),
+        define.all_to_all(even),
+        define.broadcast(12, world_size, 0, in_place=True),
+        define.scatter(shards, world_size - 1),
+        define.gather(shards, 0),
+        define.reduce_scatter(shards, SUM),
+        define.all_reduce(shards, SUM, in_place=True),
+    ]
+
+
+def programs(world_size: int) -> list[Program]:
+    return [
+        lower(build(collective, variant, transport), {Copy})
+        for collective in collectives(world_size)
+        for variant in variants(collective.kind)
+        for transport in ([Transport.PUSH] if variant in ("bcst", "swap") else list(Transport))
+    ]
+
+
+def of_type(plan: Plan, kind: type) -> list:
+    return [call for call in plan.calls() if isinstance(call, kind)]
+
+
+def copies_of(plan: Plan) -> list[Memcpy]:
+    """Copies in the order of submission, whether they go alone or in a batch."""
+    return [
+        copy
+        for call in plan.calls()
+        if isinstance(call, Memcpy | MemcpyBatch)
+        for copy in (call.copies if isinstance(call, MemcpyBatch) else [call])
+    ]
+
+
+def test_one_queue_needs_no_event_and_no_stream() -> None:
+    plan = plan_calls(build(all_gather(4, in_place=True), "b2b"), 0)
+    assert (plan.streams, plan.events) == (1, 0)
+    assert not of_type(plan, RecordEvent) and not of_type(plan, WaitEvent)
+
+
+def test_copies_go_in_rotated_order() -> None:
+    plan = plan_calls(build(all_gather(4, in_place=True), "b2b"), 2)
+    assert [copy.dst.rank for copy in copies_of(plan)] == [3, 0, 1]
+
+
+def test_signals_and_waits_are_one_call_before_the_copies_and_one_after() -> None:
+    program = build(all_gather(4, in_place=True), "b2b")
+    plan = plan_calls(program, 0)
+    assert [type(call) for call in plan.calls()] == [MemOps, MemcpyBatch, MemOps]
+    single = [type(call) for call in plan_calls(program, 0, copy_batches=False).calls()]
+    assert single == [MemOps, Memcpy, Memcpy, Memcpy, MemOps]
+    captured = [type(call) for call in plan_calls(freeze(program), 0, captured=True).calls()]
+    assert captured == single, "the driver cannot capture a batch of copies"
+    first, last = of_type(plan, MemOps)
+    assert [type(op) for op in first.ops] == [WriteValue] * 4 + [WaitValue] * 3  # three entries and started
+    assert first.ops[3] == WriteValue(HostWord.STARTED, EPOCH), "the peers come before the host"
+    assert last.ops[-1] == WriteValue(HostWord.FINISHED, EPOCH)
+    assert [type(op) for op in last.ops] == [WriteValue] * 3 + [WaitValue] * 3 + [WriteValue]
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_small_work_inside_a_rank_follows_the_copies_to_peers_on_the_callers_stream(frozen: bool) -> None:
+    program = build(all_gather(4, INLINE_BYTES), "b2b")
+    plan = plan_calls(freeze(program) if frozen else program, 0, captured=frozen)
+    assert (plan.streams, plan.events) == (1, 0)
+    *_, to_peer, own, end = plan.calls()
+    peers = to_peer.copies if isinstance(to_peer, MemcpyBatch) else [to_peer]
+    assert frozen == (len(peers) == 1) and not any(copy.within_rank for copy in peers)
+    assert isinstance(own, Memcpy) and own.within_rank
+    assert isinstance(end, MemOps) and isinstance(end.ops[0], WriteValue), "one batch: signals, waits, end"
+
+
+def test_a_small_reduction_runs_on_the_callers_stream_and_a_large_one_beside_it() -> None:
+    for nbytes, streams in ((1024, 1), (4 * INLINE_BYTES, 2)):
+        plan = plan_calls(build(define.all_reduce([nbytes] * 4, SUM), "b2b"), 0)
+        assert plan.streams == streams
+        (launch,) = [step for step in plan.steps if isinstance(step.call, LaunchReduce)]
+        assert launch.stream == streams - 1
+
+
+def test_every_queue_but_the_first_forks_and_joins_once() -> None:
+    program = build(all_gather(4, 2 * INLINE_BYTES), "pcpy")  # three DMA queues and the local one
+    plan = plan_calls(program, 1)
+    assert plan.streams == 4
+    main = plan.calls(0)
+    fork = main[0]
+    assert isinstance(fork, RecordEvent)
+    joins = []
+    for stream in (1, 2, 3):
+        calls = plan.calls(stream)
+        assert calls[0] == WaitEvent(fork.event)
+        assert isinstance(calls[-1], RecordEvent)
+        joins.append(calls[-1].event)
+    assert [call.event for call in main if isinstance(call, WaitEvent)] == joins
+    assert len({fork.event, *joins}) == 4 == plan.events
+    assert main[-1] == MemOps((WriteValue(HostWord.FINISHED, EPOCH),)), "the end is written behind the joins"
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_moving_collectives_are_copies_and_memory_operations_alone(world_size: int) -> None:
+    for program in programs(world_size):
+        reducing = program.collective.reduction is not None
+        for rank in range(world_size):
+            plan = plan_calls(program, rank)
+            assert bool(of_type(plan, LaunchReduce)) == reducing
+            moved = sum(copy.nbytes for copy in copies_of(plan))
+            asked = sum(c.src.nbytes for q in program.queues_of(rank) for c in q.commands if isinstance(c, Copy))
+            assert moved == asked
+
+
+@pytest.mark.parametrize("kind", [Kind.REDUCE_SCATTER, Kind.ALL_REDUCE])
+def test_a_rank_launches_one_reduction(kind: Kind) -> None:
+    make = define.reduce_scatter if kind is Kind.REDUCE_SCATTER else define.all_reduce
+    program = build(make([256] * 4, SUM), "b2b")
+    for rank in range(4):
+        (launch,) = of_type(plan_calls(program, rank), LaunchReduce)
+        assert launch.nbytes == 256 and len(launch.srcs) == 4
+        assert launch.srcs[rank].buffer == "input" and launch.srcs[rank].rank == rank
+
+
+def test_nothing_is_submitted_for_zero_bytes() -> None:
+    span = Span(0, define.Buffer.OUTPUT, 0, 0)
+    source = Span(0, define.Buffer.INPUT, 0, 0)
+    queue = Queue(0, Engine(EngineKind.LOCAL), (Copy(span, source),))
+    plan = plan_calls(Program(all_gather(1, 0), "test", (queue,), (0,), 0), 0)
+    assert not copies_of(plan) and plan.streams == 1
+
+
+def test_a_batch_respects_the_limit_of_the_driver() -> None:
+    waits = tuple(Wait(Flag(0, index), EPOCH) for index in range(MAX_BATCH + 10))
+    program = Program(all_gather(1, 0), "test", (Queue(0, Engine(EngineKind.DMA), waits),), (0,), len(waits))
+    batches = of_type(plan_calls(program, 0), MemOps)
+    assert [len(batch.ops) for batch in batches] == [MAX_BATCH, 12]
+
+
+def test_without_peer_writes_a_signal_is_a_copy_behind_a_write_to_a_cell() -> None:
+    plan = plan_calls(build(all_gather(3, in_place=True), "b2b"), 0, peer_writes=False)
+    signals = [copy for copy in of_type(plan, Memcpy) if isinstance(copy.dst, Flag)]
+    assert len(signals) == plan.cells == 4  # two entries, two exits
+    assert all(copy.nbytes == 4 and copy.dst.rank != 0 for copy in signals)
+    targets = [op.target for batch in of_type(plan, MemOps) for op in batch.ops if isinstance(op, WriteValue)]
+    assert not any(isinstance(target, Flag) for target in targets), "no write reaches a peer"
+    calls = plan.calls()
+    for copy in signals:
+        before = calls[: calls.index(copy)]
+        assert any(
+            isinstance(c, MemOps) and any(getattr(op, "target", None) == copy.src for op in c.ops) for c in before
+        )
+    # The entries leave before the first wait: a wait in the batch of their cells would hold them back.
+    first_wait = next(i for i, c in enumerate(calls) if isinstance(c, MemOps) and isinstance(c.ops[-1], WaitValue))
+    assert [c.dst for c in calls[:first_wait] if isinstance(c, Memcpy)] == [Flag(1, 0), Flag(2, 0)]
+
+
+def test_queues_of_one_rank_wait_for_each_other_by_events() -> None:
+    program = lower(build(define.all_to_all([[INLINE_BYTES] * 4] * 4), "swap"), {Copy})
+    for captured in (False, True):
+        plan = plan_calls(freeze(program) if captured else program, 0, captured=captured)
+        assert plan.streams > 1 and of_type(plan, RecordEvent)
+        own = [op for batch in of_type(plan, MemOps) for op in batch.ops if isinstance(op, WaitValue)]
+        local = [flag for flag in (op.flag for op in own) if flag.index >= 8]
+        assert not local, "flags beyond the handshakes are local"
+        assert all(plan.calls().count(call) == 1 for call in of_type(plan, RecordEvent))
+
+
+def test_prelaunched_queues_are_ahead_and_the_caller_only_fires() -> None:
+    plan = plan_calls(prelaunch(build(all_gather(4), "pcpy")), 0)
+    assert {step.stream for step in plan.ahead} == {1, 2, 3, 4} and {step.stream for step in plan.steps} == {0}
+    for stream in (1, 2, 3, 4):
+        first = plan.calls(stream)[0]
+        assert isinstance(first, MemOps) and isinstance(first.ops[0], WaitValue), "held by its trigger"
+    first, *joins, last = plan.calls(0)
+    assert [op.target for op in first.ops][1:] == [Flag(0, 8 + index) for index in range(4)]
+    assert [type(join) for join in joins] == [WaitEvent] * 4
+    assert last.ops == (WriteValue(HostWord.FINISHED, EPOCH),)
+
+
+def test_copies_that_depend_on_each_other_are_not_one_call() -> None:
+    """A swap is save, overwrite, land: three copies whose order matters."""
+    exchange = define.all_to_all([[8, 8], [8, 8]], in_place=True)
+    program = lower(build(exchange, "swap"), {Copy})
+    plan = plan_calls(program, 0)
+    assert not of_type(plan, MemcpyBatch) and len(of_type(plan, Memcpy)) == 3
+
+
+def test_a_captured_prelaunched_program_is_one_piece() -> None:
+    plan = plan_calls(freeze(prelaunch(build(all_gather(4), "pcpy"))), 0, captured=True)
+    assert not plan.ahead and plan.streams == 5
+    for stream in (1, 2, 3, 4):
+        fork, trigger = plan.calls(stream)[:2]
+        assert isinstance(fork, WaitEvent) and isinstance(trigger, WaitEvent), "the trigger is an event of the graph"
+
+
+def test_a_captured_plan_holds_no_epoch() -> None:
+    plan = plan_calls(freeze(build(all_gather(4), "b2b")), 0, captured=True)
+    ops = [op for batch in of_type(plan, MemOps) for op in batch.ops]
+    assert all(op.value.per_epoch == 0 for op in ops)
+    busy = [op.value.base for op in ops if isinstance(op, WriteValue) and op.target is HostWord.BUSY]
+    assert busy == [1, 0]
+
+
+def test_stamps_are_timed_events() -> None:
+    queue = Queue(0, Engine(EngineKind.DMA), (Stamp(0), Stamp(1)))
+    plan = plan_calls(Program(all_gather(1, 0), "test", (queue,), (0,), 0), 0)
+    assert of_type(plan, RecordStamp) == [RecordStamp(0), RecordStamp(1)]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        Swap(Span(0, define.Buffer.OUTPUT, 0, 4), Span(0, define.Buffer.OUTPUT, 4, 4)),
+        Signal(Flag(0, 0), Value(1), SignalOp.ADD),
+        Wait(Flag(1, 0), EPOCH),
+    ],
+)
+def test_commands_that_the_driver_lacks_are_refused(command: object) -> None:
+    program = Program(all_gather(2, 4), "test", (Queue(0, Engine(EngineKind.DMA), (command,)),), (0, 0), 1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="the driver has no such command"):
+        plan_calls(program, 0)
+
+
+def test_routes() -> None:
+    program = build(all_gather(2), "b2b")
+    assert [choose_route(handle, False, program) for handle in (0, 1, 2)] == [Route.INTERNAL] * 3
+    assert choose_route(0x55550000, False, program) is Route.DIRECT
+    assert choose_route(0x55550000, True, freeze(program)) is Route.CAPTURE
+    assert choose_route(0x55550000, False, freeze(program)) is Route.DIRECT
+    with pytest.raises(ValueError, match="cannot be captured"):
+        choose_route(0x55550000, True, program)
+    assert has_epochs(program) and not has_epochs(freeze(program))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 8])
+def test_one_channel_a_rank_is_enough(world_size: int) -> None:
+    """Run every rank's commands one after the other, as if all its streams shared one first-in-first-out channel."""
+    for program in programs(world_size) + [freeze(program) for program in programs(world_size)]:
+        order = submission_order(program)
+        for rank, places in enumerate(order):
+            queues = program.queues_of(rank)
+            assert sorted(places) == [(q, i) for q in range(len(queues)) for i in range(len(queues[q].commands))]
+        left = [[program.queues_of(rank)[q].commands[i] for q, i in places] for rank, places in enumerate(order)]
+        words: dict[Flag, int] = {}
+        moved = True
+        while moved:
+            moved = False
+            for commands in left:
+                while commands and not (
+                    isinstance(commands[0], Wait) and words.get(commands[0].flag, 0) < commands[0].value.at(1)
+                ):
+                    command = commands.pop(0)
+                    if isinstance(command, Signal):
+                        words[command.flag] = command.value.at(1)
+                    moved = True
+        assert not any(left), f"{program.collective} {program.variant}: stuck"
+
+
+def test_a_rank_with_one_queue_keeps_its_order() -> None:
+    program = build(all_gather(4, in_place=True), "b2b")
+    assert submission_order(program)[3] == tuple((0, index) for index in range(len(program.queues_of(3)[0].commands)))
