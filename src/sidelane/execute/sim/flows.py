@@ -1,0 +1,157 @@
+"""Bytes in motion over shared resources, with max-min fair sharing in virtual time.
+
+A *flow* is a number of bytes and a weight for every resource that it uses: a broadcast takes 2 from its engine for each
+byte of its source. Rates are max-min fair on the flows' own progress. Only what a change can reach is computed again: a
+resource whose flows could not fill it, whatever the others do, binds nobody, and links no flow to another.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping
+from typing import Generic, TypeVar
+
+Tag = TypeVar("Tag")
+EPSILON = 1e-9
+
+
+class Flow(Generic[Tag]):
+    """One flow. ``tag`` is the owner's; ``rate`` in bytes a microsecond."""
+
+    __slots__ = ("ceiling", "rate", "remaining", "since", "tag", "version", "weights")
+
+    def __init__(self, nbytes: float, weights: Mapping[int, float], tag: Tag, ceiling: float, now: float) -> None:
+        self.remaining = float(nbytes)
+        self.weights = weights
+        self.tag = tag
+        self.ceiling = ceiling
+        self.rate = 0.0
+        self.since = now
+        self.version = 0
+
+
+class FlowNetwork(Generic[Tag]):
+    """Resources and the flows on them.
+
+    Args:
+        capacities: bytes a microsecond of each resource.
+    """
+
+    def __init__(self, capacities: list[float]) -> None:
+        self._capacities = capacities
+        self._users: list[dict[Flow[Tag], float]] = [{} for _ in capacities]
+        self._wanted = [0.0] * len(capacities)  # what the flows of a resource would take if nothing else held them
+        self._stale: dict[Flow[Tag], None] = {}
+        self._ends: list[tuple[float, int, int, Flow[Tag]]] = []
+        self._count = 0
+
+    def start(self, nbytes: float, weights: Mapping[int, float], tag: Tag, now: float) -> None:
+        """Add a flow at time ``now``. It ends, by ``pop_ended``, when its bytes have passed."""
+        ceiling = min((self._capacities[r] / w for r, w in weights.items()), default=float("inf"))
+        flow = Flow(nbytes, weights, tag, ceiling, now)
+        self._stale[flow] = None
+        for resource, weight in weights.items():
+            crowded = self._crowded(resource)
+            self._users[resource][flow] = weight
+            self._wanted[resource] += ceiling * weight
+            if crowded or self._crowded(resource):
+                self._stale.update(dict.fromkeys(self._users[resource]))
+
+    def next_end(self, now: float) -> float:
+        """When the next flow ends if none is added; infinity without flows."""
+        self._settle(now)
+        while self._ends:
+            end, _, version, flow = self._ends[0]
+            if version == flow.version:
+                return end
+            heapq.heappop(self._ends)
+        return float("inf")
+
+    def pop_ended(self, now: float) -> list[Tag]:
+        """Remove the flows that end at ``now``, in the order in which they were started."""
+        ended: list[Flow[Tag]] = []
+        while self.next_end_is_due(now):
+            flow = heapq.heappop(self._ends)[3]
+            flow.version += 1
+            ended.append(flow)
+        for flow in ended:
+            for resource, weight in flow.weights.items():
+                crowded = self._crowded(resource)
+                del self._users[resource][flow]
+                self._wanted[resource] -= flow.ceiling * weight
+                if not self._users[resource]:
+                    self._wanted[resource] = 0.0  # no rounding left behind
+                if False:
+                    self._stale.update(dict.fromkeys(self._users[resource]))
+        for flow in ended:
+            self._stale.pop(flow, None)
+        return [flow.tag for flow in ended]
+
+    def next_end_is_due(self, now: float) -> bool:
+        """True if a flow ends at or before ``now`` with the rates as they were last settled."""
+        while self._ends and self._ends[0][2] != self._ends[0][3].version:
+            heapq.heappop(self._ends)
+        return bool(self._ends) and self._ends[0][0] <= now + EPSILON
+
+    def _crowded(self, resource: int) -> bool:
+        return self._wanted[resource] > self._capacities[resource] * (1 + EPSILON)
+
+    def _settle(self, now: float) -> None:
+        """Compute the rates that the changes since the last call have touched."""
+        if not self._stale:
+            return
+        group = self._reachable()
+        self._stale.clear()
+        rates = self._fair_rates(group)
+        for flow, rate in rates.items():
+            flow.remaining = max(0.0, flow.remaining - flow.rate * (now - flow.since))
+            flow.since, flow.rate = now, rate
+            flow.version += 1
+            self._count += 1
+            end = now + flow.remaining / rate if rate > 0 else float("inf")
+            heapq.heappush(self._ends, (end, self._count, flow.version, flow))
+
+    def _reachable(self) -> dict[Flow[Tag], None]:
+        group = dict(self._stale)
+        waiting = list(group)
+        seen: set[int] = set()
+        while waiting:
+            for resource in waiting.pop().weights:
+                if resource not in seen and self._crowded(resource):
+                    seen.add(resource)
+                    new = [flow for flow in self._users[resource] if flow not in group]
+                    group.update(dict.fromkeys(new))
+                    waiting.extend(new)
+        return group
+
+    def _fair_rates(self, group: Mapping[Flow[Tag], None]) -> dict[Flow[Tag], float]:
+        """Progressive filling: all flows grow together; those on the resource that fills first stop there."""
+        rates: dict[Flow[Tag], float] = {}
+        left: dict[int, float] = {}
+        weight_on: dict[int, float] = {}
+        for flow in group:
+            crowded = [resource for resource in flow.weights if self._crowded(resource)]
+            if not crowded:
+                rates[flow] = flow.ceiling
+                continue
+            for resource in crowded:
+                left.setdefault(resource, self._capacities[resource])
+                weight_on[resource] = weight_on.get(resource, 0.0) + flow.weights[resource]
+        growing = [flow for flow in group if flow not in rates]
+        while growing:
+            level = min(left[r] / weight_on[r] for r in left if weight_on[r] > EPSILON)
+            # A flow whose own ceiling is below the level stops there, and leaves the rest to the others.
+            limited = [flow for flow in growing if flow.ceiling <= level * (1 + EPSILON)]
+            if limited:
+                stopped = {flow: flow.ceiling for flow in limited}
+            else:
+                full = {r for r in left if weight_on[r] > EPSILON and left[r] / weight_on[r] <= level * (1 + EPSILON)}
+                stopped = {flow: level for flow in growing if not full.isdisjoint(flow.weights)}
+            for flow, rate in stopped.items():
+                rates[flow] = rate
+                for resource in flow.weights:
+                    if resource in left:
+                        left[resource] = max(0.0, left[resource] - rate * flow.weights[resource])
+                        weight_on[resource] -= flow.weights[resource]
+            growing = [flow for flow in growing if flow not in stopped]
+        return rates

@@ -1,0 +1,111 @@
+"""The resources of a machine as numbers, and which of them a command uses."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from sidelane.machine.spec import Machine, Topology
+from sidelane.program.collective import Span
+from sidelane.program.ir import MOVES, Broadcast, Copy, Engine, EngineKind, Move, Program, Reduce, Swap, spans
+
+BYTES_PER_US = 1e3
+"""Bytes a microsecond in 1 GB/s."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Demand:
+    """What a command asks of a machine.
+
+    Attributes:
+        nbytes: of progress, counted at the source.
+        weights: bytes of each resource that one of these takes.
+        latency_us: beyond the engine's own, where the bytes leave the node.
+    """
+
+    nbytes: float
+    weights: Mapping[int, float]
+    latency_us: float
+
+
+class Resources:
+    """Capacities, made on first use, of everything that a program's bytes pass.
+
+    Args:
+        machine: gives the capacities.
+        program: its queues decide how engines are shared.
+    """
+
+    def __init__(self, machine: Machine, program: Program) -> None:
+        self.capacities: list[float] = []
+        self.names: list[str] = []
+        self._machine = machine
+        self._index: dict[tuple[object, ...], int] = {}
+        self._queues: dict[int, int] = {}
+        for queue in program.queues:
+            if queue.engine.kind is EngineKind.DMA and any(isinstance(c, MOVES) for c in queue.commands):
+                self._queues[queue.rank] = self._queues.get(queue.rank, 0) + 1
+
+    def demand(self, command: Move | Reduce, rank: int, engine: Engine) -> Demand:
+        """What a command of a queue asks for."""
+        weights: dict[int, float] = {}
+        match command:
+            case Copy(dst, src):
+                self._carry(weights, src, dst)
+            case Broadcast(dsts, src):
+                self._carry(weights, src, dsts[0])
+                self._carry(weights, src, dsts[1])
+                weights[self._memory(src.rank)] -= 1.0  # the source is read once (paper 003, 6.2)
+            case Swap(a, src):
+                self._carry(weights, a, src)
+                self._carry(weights, src, a)
+            case Reduce(dst, srcs):
+                # A kernel on compute units: nothing but the memory holds it.
+                for span in (dst, *srcs):
+                    self._add(weights, self._memory(span.rank), 1.0)
+                return Demand(float(dst.nbytes), weights, 0.0)
+        if engine.kind is not EngineKind.COMPUTE:
+            written = 2.0 if isinstance(command, Broadcast | Swap) else 1.0
+            self._add(weights, self._engine(rank, engine), written)
+        crosses = len({self._machine.node_of(span.rank) for span in spans(command)}) > 1
+        return Demand(float(src.nbytes), weights, self._machine.links.network_us if crosses else 0.0)
+
+    def _carry(self, weights: dict[int, float], src: Span, dst: Span) -> None:
+        self._add(weights, self._memory(src.rank), 1.0)
+        self._add(weights, self._memory(dst.rank), 1.0)
+        if src.rank == dst.rank:
+            return
+        links = self._machine.links
+        a, b = src.rank, dst.rank
+        if self._machine.node_of(a) != self._machine.node_of(b):
+            self._add(weights, self._of(("network out", a), links.network_gbps), 1.0)
+            self._add(weights, self._of(("network in", b), links.network_gbps), 1.0)
+        elif links.topology is Topology.MESH:
+            self._add(weights, self._of(("link", a, b), links.usable_gbps), 1.0)
+        else:
+            self._add(weights, self._of(("port out", a), links.usable_gbps), 1.0)
+            self._add(weights, self._of(("port in", b), links.usable_gbps), 1.0)
+
+    def _memory(self, rank: int) -> int:
+        return self._of(("memory", rank), self._machine.gpu.memory_gbps)
+
+    def _engine(self, rank: int, engine: Engine) -> int:
+        dma = self._machine.dma
+        if engine.kind is EngineKind.LOCAL:
+            return self._of(("local engine", rank), self._machine.gpu.memory_gbps / 4)
+        engines = max(1, int(dma.engines))
+        if self._queues.get(rank, 0) <= engines:
+            return self._of(("engine", rank, engine.index), dma.engine_gbps)
+        return self._of(("engine", rank, engine.index % engines), dma.engine_gbps * dma.shared_queues)
+
+    @staticmethod
+    def _add(weights: dict[int, float], resource: int, weight: float) -> None:
+        weights[resource] = weights.get(resource, 0.0) + weight
+
+    def _of(self, key: tuple[object, ...], gbps: float) -> int:
+        index = self._index.get(key)
+        if index is None:
+            index = self._index[key] = len(self.capacities)
+            self.capacities.append(gbps * BYTES_PER_US)
+            self.names.append(" ".join(map(str, key)))
+        return index

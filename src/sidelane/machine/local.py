@@ -1,0 +1,57 @@
+"""Look at the machine that this process runs on."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+from pathlib import Path
+
+from sidelane.machine import nvidia
+from sidelane.machine.inventory import Inventory
+
+SHARED_MEMORY = Path("/dev/shm")
+# Vendors whose devices Sidelane has an executor for. torch may know others; they do not count here.
+VENDORS = (nvidia,)
+
+
+def device_type_and_count() -> tuple[str, int]:
+    """Accelerators that ranks can run on: their name in torch and their number; ``("cpu", 0)`` without any."""
+    for vendor in VENDORS:
+        count = vendor.device_count()
+        if count:
+            return vendor.DEVICE_TYPE, count
+    return "cpu", 0
+
+
+def inspect() -> Inventory:
+    """Everything that this machine offers. Initialises the vendor's driver; takes up to a second."""
+    found = next((vendor for vendor in VENDORS if vendor.device_count()), None)
+    return Inventory(
+        processor=processor(),
+        cores=cores(),
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        shared_memory_bytes=shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0,
+        accelerators=found.inspect() if found else None,
+    )
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def processor() -> str:
+    """Name of the processor."""
+    try:
+        cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return platform.machine()
+    name = re.search(r"^model name\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
+    return name.group(1).strip() if name else platform.machine()
+
+
+def software_versions() -> dict[str, str]:
+    """Versions of drivers and vendor libraries, by name."""
+    return {name: version for vendor in VENDORS for name, version in vendor.software_versions().items()}

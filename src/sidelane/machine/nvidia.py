@@ -1,0 +1,164 @@
+"""NVIDIA GPUs: what torch, the driver and NVML say about them. No other file of this folder names the vendor."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sidelane.machine.inventory import Accelerators, Gpu
+
+DEVICE_TYPE = "cuda"
+# NCCL moves bytes with copy engines (its ZERO-CTA policy) from this version on.
+COPY_ENGINE_NCCL = (2, 28)
+
+
+def device_count() -> int:
+    """GPUs that torch sees; 0 with a torch that is built for something else (ROCm also calls its devices cuda)."""
+    return torch.cuda.device_count() if torch.version.cuda and torch.cuda.is_available() else 0
+
+
+def inspect() -> Accelerators:
+    """Everything about the GPUs of this machine (there is at least one)."""
+    count = device_count()
+    notes: list[str] = []
+    with _nvml(notes) as nvml:
+        gpus = tuple(_gpu(index, nvml, notes) for index in range(count))
+        pair_links = _pair_links(count, nvml) if nvml else None
+        driver = _driver_version(nvml)
+    peer_access = tuple(
+        tuple(i == j or torch.cuda.can_device_access_peer(i, j) for j in range(count)) for i in range(count)
+    )
+    return Accelerators(
+        device_type=DEVICE_TYPE,
+        gpus=gpus,
+        peer_access=peer_access,
+        pair_links=pair_links,
+        driver=f"{driver}, CUDA {torch.version.cuda}",
+        library=f"NCCL {_nccl_version_text()}",
+        library_uses_copy_engines=nccl_uses_copy_engines(),
+        symmetric_memory=importlib.util.find_spec("torch.distributed._symmetric_memory") is not None
+        and all(all(row) for row in peer_access),
+        notes=tuple(dict.fromkeys(notes)),
+    )
+
+
+def nccl_uses_copy_engines() -> bool:
+    """NCCL can be told to use copy engines: it is new enough, and torch passes the policy on."""
+    process_group = getattr(dist, "ProcessGroupNCCL", None)
+    return hasattr(process_group, "NCCL_CTA_POLICY_ZERO") and _nccl_version() >= COPY_ENGINE_NCCL
+
+
+def software_versions() -> dict[str, str]:
+    """Versions of CUDA, NCCL and the driver; empty without a GPU."""
+    if not device_count():
+        return {}
+    with _nvml([]) as nvml:
+        driver = _driver_version(nvml)
+    return {"driver": driver, "cuda": str(torch.version.cuda), "nccl": _nccl_version_text()}
+
+
+@contextlib.contextmanager
+def _nvml(notes: list[str]) -> Iterator[Any]:
+    """NVML, or None with a note that says why not."""
+    try:
+        nvml = importlib.import_module("pynvml")
+        nvml.nvmlInit()
+    except Exception as problem:  # a missing package, a missing library, a refused call: all mean the same here
+        notes.append(f"links and power are not known without NVML ({problem}): install the extra 'cuda'")
+        yield None
+        return
+    try:
+        yield nvml
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _gpu(index: int, nvml: Any, notes: list[str]) -> Gpu:
+    properties = torch.cuda.get_device_properties(index)
+    links: int | None = None
+    through_switch: bool | None = None
+    power_cap_w: float | None = None
+    if nvml:
+        handle = _handle(nvml, index)
+        states = [_ask(nvml.nvmlDeviceGetNvLinkState, handle, link) for link in range(nvml.NVML_NVLINK_MAX_LINKS)]
+        active = [link for link, state in enumerate(states) if state == nvml.NVML_FEATURE_ENABLED]
+        links = len(active)
+        ends = [_ask(nvml.nvmlDeviceGetNvLinkRemoteDeviceType, handle, link) for link in active]
+        through_switch = nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH in ends if links else None
+        cap_mw = _ask(nvml.nvmlDeviceGetEnforcedPowerLimit, handle)
+        power_cap_w = cap_mw / 1000 if cap_mw is not None else None
+    return Gpu(
+        index=index,
+        name=properties.name,
+        memory_bytes=properties.total_memory,
+        compute_units=properties.multi_processor_count,
+        copy_engines=_copy_engines(index, notes),
+        links=links,
+        through_switch=through_switch,
+        power_cap_w=power_cap_w,
+    )
+
+
+def _copy_engines(index: int, notes: list[str]) -> int | None:
+    try:
+        driver = importlib.import_module("cuda.bindings.driver")
+    except ImportError as problem:
+        notes.append(f"copy engines are not known without cuda-bindings ({problem}): install the extra 'cuda'")
+        return None
+    driver.cuInit(0)
+    status, device = driver.cuDeviceGet(index)
+    if status == driver.CUresult.CUDA_SUCCESS:
+        attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_ASYNC_ENGINE_COUNT
+        status, engines = driver.cuDeviceGetAttribute(attribute, device)
+        if status == driver.CUresult.CUDA_SUCCESS:
+            return int(engines)
+    notes.append(f"the driver does not tell the number of copy engines ({status.name})")
+    return None
+
+
+def _pair_links(count: int, nvml: Any) -> tuple[tuple[int, ...], ...] | None:
+    """Direct NVLinks between each two GPUs; None where there are none (links that end at a switch have no pair)."""
+    by_bus = {nvml.nvmlDeviceGetPciInfo(_handle(nvml, index)).busId: index for index in range(count)}
+    links = [[0] * count for _ in range(count)]
+    for index in range(count):
+        handle = _handle(nvml, index)
+        for link in range(nvml.NVML_NVLINK_MAX_LINKS):
+            if _ask(nvml.nvmlDeviceGetNvLinkState, handle, link) != nvml.NVML_FEATURE_ENABLED:
+                continue
+            end = _ask(nvml.nvmlDeviceGetNvLinkRemotePciInfo, handle, link)
+            peer = by_bus.get(end.busId) if end is not None else None
+            if peer is not None:
+                links[index][peer] += 1
+    return tuple(tuple(row) for row in links) if any(map(any, links)) else None
+
+
+def _handle(nvml: Any, index: int) -> Any:
+    # NVML counts all GPUs of the machine, torch those that it is allowed to see: only the UUID is the same for both.
+    return nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(index).uuid}")
+
+
+def _ask(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call NVML; None where the device does not support the question (every NVML error is a plain Exception)."""
+    try:
+        return function(*arguments)
+    except Exception:
+        return None
+
+
+def _driver_version(nvml: Any) -> str:
+    version = _ask(nvml.nvmlSystemGetDriverVersion) if nvml else None
+    return version.decode() if isinstance(version, bytes) else version or "unknown"
+
+
+def _nccl_version() -> tuple[int, ...]:
+    return tuple(torch.cuda.nccl.version()) if dist.is_nccl_available() else (0,)
+
+
+def _nccl_version_text() -> str:
+    return ".".join(map(str, _nccl_version()))

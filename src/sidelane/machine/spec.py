@@ -1,0 +1,297 @@
+"""Descriptions of machines for the performance model: typed, validated, every number with its source.
+
+Units are in the names: ``_us`` microseconds, ``_gbps`` 10^9 bytes a second, ``_tflops`` 10^12 operations a second,
+``_w`` watts. A number is a :class:`Quantity`: a float that knows where it came from and between which values it may
+lie.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from enum import StrEnum
+from typing import Any, Self
+
+
+class Source(StrEnum):
+    """Where a number comes from. ``of`` of the quantity says which datasheet, file, claims or argument."""
+
+    DATASHEET = "datasheet"
+    PAPER = "paper"
+    MEASURED = "measured"
+    FITTED = "fitted"
+    ASSUMED = "assumed"
+
+
+class Quantity(float):
+    """A number with its source.
+
+    Args:
+        value: in the unit that the field's name ends with.
+        source: what kind of source.
+        of: which one: the datasheet, the result file, the claims that it was fitted to, or the argument for it.
+        low: least plausible value; None where the number is certain.
+        high: greatest plausible value.
+    """
+
+    source: Source
+    of: str
+    low: float | None
+    high: float | None
+
+    def __new__(
+        cls, value: float, source: Source, of: str = "", low: float | None = None, high: float | None = None
+    ) -> Self:
+        self = super().__new__(cls, value)
+        self.source, self.of, self.low, self.high = Source(source), of, low, high
+        if not math.isfinite(self) or self < 0:
+            raise ValueError(f"must be a finite number, not negative (value={value})")
+        if (low is None) != (high is None) or (low is not None and high is not None and not low <= self <= high):
+            raise ValueError(f"needs low <= value <= high, or neither bound (value={value}, low={low}, high={high})")
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (type(self), (float(self), self.source, self.of, self.low, self.high))
+
+    @property
+    def uncertain(self) -> bool:
+        return self.low is not None
+
+
+class Topology(StrEnum):
+    """``mesh``: a link between every two GPUs. ``switch``: one port a GPU that reaches every peer."""
+
+    MESH = "mesh"
+    SWITCH = "switch"
+
+
+class HostThreads(StrEnum):
+    """``node``: one thread hands commands to the engines of all GPUs. ``rank``: one a GPU."""
+
+    NODE = "node"
+    RANK = "rank"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Gpu:
+    """What one GPU computes and remembers with.
+
+    Attributes:
+        units: compute units (CUs, SMs).
+        peak_tflops: dense 16-bit matrix operations.
+        memory_gbps: peak bandwidth of its memory.
+        memory_gb: capacity.
+        l2_mb: caches that a kernel writes through before DMA engines may read.
+        cache_mb: last-level cache.
+        shared_kb: memory of a compute unit that its workgroups share.
+        blocks_per_unit: workgroups that a unit holds at most.
+    """
+
+    units: Quantity
+    peak_tflops: Quantity
+    memory_gbps: Quantity
+    memory_gb: Quantity
+    l2_mb: Quantity
+    cache_mb: Quantity
+    shared_kb: Quantity
+    blocks_per_unit: Quantity
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Links:
+    """How bytes travel between GPUs.
+
+    Attributes:
+        topology: inside a node.
+        peak_gbps: one direction, of the link to one peer (mesh) or of the port of a GPU (switch).
+        usable_gbps: what large DMA copies reach of it.
+        network_gbps: one direction, of a GPU's port to other nodes; 0 where nodes are not connected.
+        network_us: latency of that port.
+    """
+
+    topology: Topology
+    peak_gbps: Quantity
+    usable_gbps: Quantity
+    network_gbps: Quantity
+    network_us: Quantity
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Dma:
+    """DMA engines and the host that feeds them (phases of paper 003, section 3.2).
+
+    Attributes:
+        engines: that serve peers, a GPU.
+        engine_gbps: bytes that one engine writes.
+        runtime_share: share of ``engine_gbps`` that copies reach through the vendor's runtime instead of bare packets.
+        shared_queues: share of ``engine_gbps`` left when several queues use one engine at once (1: no loss).
+        host: which threads prepare commands; a thread does one thing after another.
+        control_us: host: prepare one command.
+        doorbell_us: host: ring the doorbell of a queue.
+        fetch_us: engine: from the doorbell to the first command.
+        copy_us: latency of a copy alone, without its bytes.
+        next_copy_us: what each further copy behind it adds (less than ``copy_us`` where engines overlap copies).
+        signal_us: engine: write a flag.
+        wait_us: engine: see a flag that has changed.
+        trigger_us: host: write a flag that holds a prelaunched queue.
+        sync_us: from the last command of a queue until the host knows.
+    """
+
+    engines: Quantity
+    engine_gbps: Quantity
+    runtime_share: Quantity
+    shared_queues: Quantity
+    host: HostThreads
+    control_us: Quantity
+    doorbell_us: Quantity
+    fetch_us: Quantity
+    copy_us: Quantity
+    next_copy_us: Quantity
+    signal_us: Quantity
+    wait_us: Quantity
+    trigger_us: Quantity
+    sync_us: Quantity
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Library:
+    """The vendor's library of collectives, which moves bytes with kernels.
+
+    Attributes:
+        all_gather_us, all_to_all_us, all_reduce_us: time of a collective without its bytes.
+        all_gather_gbps, all_to_all_gbps, all_reduce_gbps: bandwidth of a link (mesh) or port (switch) with all units.
+        default_units: workgroups it launches, one a compute unit, for all_gather; ``all_to_all_units`` for the other.
+        all_gather_need, all_to_all_need: compute units beyond which it gains nothing.
+        traffic: bytes through the memory system for each byte that crosses a link, one direction, for all_gather.
+        all_to_all_traffic: the same for all_to_all.
+    """
+
+    all_gather_us: Quantity
+    all_to_all_us: Quantity
+    all_reduce_us: Quantity
+    all_gather_gbps: Quantity
+    all_to_all_gbps: Quantity
+    all_reduce_gbps: Quantity
+    default_units: Quantity
+    all_to_all_units: Quantity
+    all_gather_need: Quantity
+    all_to_all_need: Quantity
+    traffic: Quantity
+    all_to_all_traffic: Quantity
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Matmul:
+    """GEMM kernels of the vendor's library.
+
+    Attributes:
+        efficiency: share of ``peak_tflops`` that workgroups reach while all units are busy.
+        tile_m, tile_n: tile of the result that one workgroup computes.
+        persistent: 1: one workgroup a unit for the whole GEMM, its tiles dealt out beforehand.
+        memory_efficiency: share of ``memory_gbps`` that a memory-bound GEMM reaches.
+        intensity: operations per byte that GEMMs do in the memory system (compute-bound ones).
+        bound_intensity: the same for the GEMMs that paper 000 measured as memory-bound.
+        cache_gain: share of a memory-bound GEMM's traffic that disappears with fewer workgroups in flight.
+    """
+
+    efficiency: Quantity
+    tile_m: Quantity
+    tile_n: Quantity
+    persistent: Quantity
+    memory_efficiency: Quantity
+    intensity: Quantity
+    bound_intensity: Quantity
+    cache_gain: Quantity
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Interference:
+    """How concurrent work gets in each other's way beyond sharing what is full.
+
+    Attributes:
+        memory: slowdown for each unit of (own memory utilisation x that of the others).
+        late_share: share of its workgroups that a kernel gets placed while an earlier one still has workgroups waiting.
+        copies: share by which a GEMM slows down next to copy engines for other reasons (power, clocks).
+    """
+
+    memory: Quantity
+    late_share: Quantity
+    copies: Quantity
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Power:
+    """Watts of one GPU by component, above idle, at full use.
+
+    Attributes:
+        idle_w: of the GPU.
+        compute_idle_w: the part of it that compute units take.
+        compute_w: all compute units busy.
+        memory_w: memory at its peak bandwidth.
+        links_w: all links busy in both directions.
+        engine_w: one DMA engine busy.
+    """
+
+    idle_w: Quantity
+    compute_idle_w: Quantity
+    compute_w: Quantity
+    memory_w: Quantity
+    links_w: Quantity
+    engine_w: Quantity
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Machine:
+    """A node of equal GPUs, or several such nodes.
+
+    Attributes:
+        name: as the command line takes it (``mi300x8``).
+        title: for people.
+        gpus: in a node.
+        nodes: 1 or more.
+    """
+
+    name: str
+    title: str
+    gpus: int
+    nodes: int
+    gpu: Gpu
+    links: Links
+    dma: Dma
+    library: Library
+    matmul: Matmul
+    interference: Interference
+    power: Power | None = None
+
+    @property
+    def world_size(self) -> int:
+        return self.gpus * self.nodes
+
+    def node_of(self, rank: int) -> int:
+        return rank // self.gpus
+
+    def quantities(self) -> dict[str, Quantity]:
+        """Every number by its path, ``dma.copy_us`` for example."""
+        found: dict[str, Quantity] = {}
+        for section in dataclasses.fields(self):
+            part = getattr(self, section.name)
+            if dataclasses.is_dataclass(part):
+                for field in dataclasses.fields(part):
+                    value = getattr(part, field.name)
+                    if isinstance(value, Quantity):
+                        found[f"{section.name}.{field.name}"] = value
+        return found
+
+    def with_value(self, path: str, value: float) -> Machine:
+        """The machine with one number changed (``dma.copy_us``), its source kept.
+
+        Raises:
+            ValueError: no such number.
+        """
+        known = self.quantities()
+        if path not in known:
+            raise ValueError(f"with_value: no such number (value={path!r}, allowed={', '.join(known)})")
+        section, _, field = path.partition(".")
+        old = known[path]
+        part = dataclasses.replace(getattr(self, section), **{field: Quantity(value, old.source, old.of)})
+        return dataclasses.replace(self, **{section: part})

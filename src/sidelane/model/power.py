@@ -1,0 +1,76 @@
+"""Watts of one GPU during a collective, by component, where its description has them (paper 003, section 5.4)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from sidelane.machine.spec import Machine, Power
+from sidelane.model.kernels import library_gang, wire_gbps, wire_peak_gbps
+from sidelane.model.published import default_units, dma_run, published_program
+from sidelane.program.collective import Kind
+from sidelane.program.ir import reads, writes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Draw:
+    """Mean power over a collective.
+
+    Attributes:
+        compute_w: of the compute units, their idle power included.
+        rest_w: of everything else.
+        time_us: of the collective.
+    """
+
+    compute_w: float
+    rest_w: float
+    time_us: float
+
+    @property
+    def total_w(self) -> float:
+        return self.compute_w + self.rest_w
+
+    @property
+    def energy_mj(self) -> float:
+        """Of one GPU for one call."""
+        return self.total_w * self.time_us / 1e3
+
+
+def library_power(machine: Machine, kind: Kind, nbytes: int) -> Draw:
+    """During the vendor library's kernel collective.
+
+    Raises:
+        ValueError: the machine's description has no power figures.
+    """
+    gang = library_gang(machine, kind, nbytes)
+    busy = default_units(machine.library, kind) / machine.gpu.units
+    wire = wire_gbps(machine, kind, nbytes, gang.alone_us)
+    return _draw(machine, busy, gang.memory_gbps, wire, 0.0, gang.alone_us)
+
+
+def dma_power(machine: Machine, kind: Kind, nbytes: int, variant: str, prelaunched: bool = False) -> Draw:
+    """During a variant of paper 003, from its Program: engines, and bytes read and written.
+
+    Raises:
+        ValueError: the machine's description has no power figures.
+    """
+    time = dma_run(machine, kind, nbytes, variant, prelaunched).time_us
+    queues = published_program(kind, nbytes, machine.gpus, variant).queues
+    commands = [command for queue in queues for command in queue.commands]
+    moved = sum(span.nbytes for command in commands for span in (*reads(command), *writes(command)))
+    memory = moved / machine.gpus / time / 1e3
+    return _draw(machine, 0.0, memory, wire_gbps(machine, kind, nbytes, time), len(queues) / machine.gpus, time)
+
+
+def _draw(machine: Machine, busy: float, memory_gbps: float, wire_gbps: float, engines: float, time_us: float) -> Draw:
+    power = _figures(machine)
+    compute = power.compute_idle_w + power.compute_w * busy
+    rest = power.idle_w - power.compute_idle_w
+    rest += power.memory_w * min(1.0, memory_gbps / machine.gpu.memory_gbps)
+    rest += power.links_w * min(1.0, wire_gbps / wire_peak_gbps(machine))
+    return Draw(compute, rest + power.engine_w * engines, time_us)
+
+
+def _figures(machine: Machine) -> Power:
+    if machine.power is None:
+        raise ValueError(f"power: {machine.name} has no power figures (value=None, allowed=a section [power])")
+    return machine.power

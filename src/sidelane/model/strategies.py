@@ -1,0 +1,133 @@
+"""C3 strategies on the device model: what a GEMM and a collective take together (papers 000 and 004)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from sidelane.c3.strategy import ideal_speedup, percent_of_ideal
+from sidelane.c3.workload import C3Class, Workload, classify
+from sidelane.execute.sim import Interval
+from sidelane.machine.spec import Machine
+from sidelane.model.device import Gang, Tiled, run_device
+from sidelane.model.kernels import dma_gang, gemm_kernel, gemm_us, library_gang
+
+STRATEGIES = ("serial", "c3_base", "c3_sp", "c3_rp", "c3_sp_rp", "priority", "conccl", "conccl_rp")
+C3_VARIANTS = ("c3_base", "c3_sp", "c3_rp", "c3_sp_rp")
+RP_UNITS = 8
+"""Compute units that conccl_rp takes from a memory-bound GEMM (paper 000, VI-G)."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Prediction:
+    """A pair under one strategy.
+
+    Attributes:
+        units: compute units of the collective where the strategy chose them, else 0.
+        gemm_us, comm_us: alone; ``comm_us`` is the vendor library's, as in the papers' definition of ideal.
+        time_us: both together.
+    """
+
+    workload: Workload
+    strategy: str
+    units: int
+    gemm_us: float
+    comm_us: float
+    time_us: float
+    timeline: tuple[Interval, ...] = ()
+
+    @property
+    def speedup(self) -> float:
+        """Over serial execution."""
+        return (self.gemm_us + self.comm_us) / self.time_us
+
+    @property
+    def ideal(self) -> float:
+        """Speedup if the shorter were hidden entirely."""
+        return ideal_speedup(self.gemm_us, self.comm_us)
+
+    @property
+    def percent(self) -> float:
+        """Of the ideal gain."""
+        return percent_of_ideal(self.gemm_us, self.comm_us, self.time_us)
+
+    @property
+    def c3_class(self) -> C3Class:
+        """By the isolated times."""
+        return classify(self.gemm_us, self.comm_us)
+
+
+def predict(
+    machine: Machine,
+    workload: Workload,
+    strategy: str,
+    *,
+    units: int | None = None,
+    write_back: bool = False,
+    record: bool = False,
+) -> Prediction:
+    """What a pair takes under a strategy.
+
+    Args:
+        machine: where.
+        workload: the pair.
+        strategy: one of ``STRATEGIES``.
+        units: of the collective, for c3_rp and c3_sp_rp; None takes the best power of two, as the paper's sweep does.
+        write_back: kernels' caches are written back before DMA engines read (see ``kernels.dma_gang``).
+        record: keep the timeline.
+
+    Raises:
+        ValueError: unknown strategy, or units that the machine cannot give.
+    """
+    if strategy not in STRATEGIES:
+        raise ValueError(f"predict: strategy (value={strategy!r}, allowed={', '.join(STRATEGIES)})")
+    gemm, kind, nbytes = workload.gemm, workload.collective, workload.nbytes
+    alone_gemm = gemm_us(machine, gemm)
+    library = library_gang(machine, kind, nbytes)
+    chosen = 0
+    if strategy in ("c3_rp", "c3_sp_rp"):
+        options = partitions(machine) if units is None else [units]
+        if any(not 0 < option < machine.gpu.units for option in options):
+            raise ValueError(f"predict: units (value={options}, allowed=1..{int(machine.gpu.units) - 1})")
+        chosen = min(options, key=lambda n: run_device(machine, _partitioned(machine, workload, n)).time_us)
+    kernels = _kernels(machine, workload, strategy, chosen, library, write_back)
+    run = run_device(machine, kernels, record=record)
+    return Prediction(workload, strategy, chosen, alone_gemm, library.alone_us, run.time_us, run.timeline)
+
+
+def predict_all(machine: Machine, workload: Workload, strategies: Iterable[str] = STRATEGIES) -> list[Prediction]:
+    """A pair under several strategies."""
+    return [predict(machine, workload, strategy) for strategy in strategies]
+
+
+def partitions(machine: Machine) -> list[int]:
+    """Powers of two of compute units that a collective can be given, from 8 (paper 000, V-B)."""
+    return [1 << k for k in range(3, 10) if (1 << k) <= machine.gpu.units / 2]
+
+
+def _kernels(
+    machine: Machine, workload: Workload, strategy: str, units: int, library: Gang, write_back: bool
+) -> list[Tiled | Gang]:
+    gemm = gemm_kernel(machine, workload.gemm)
+    match strategy:
+        case "serial":
+            return [gemm, dataclasses.replace(library, after=(gemm.name,))]
+        case "c3_base":
+            return [gemm, library]
+        case "c3_sp":
+            return [library, gemm]
+        case "priority":
+            return [gemm, dataclasses.replace(library, priority=1)]
+        case "conccl" | "conccl_rp":
+            bound = workload.gemm.tag.startswith("mb")
+            limit = int(machine.gpu.units) - RP_UNITS if strategy == "conccl_rp" and bound else None
+            collective = dma_gang(machine, workload.collective, workload.nbytes, write_back=write_back)
+            return [gemm_kernel(machine, workload.gemm, limit=limit), collective]
+        case _:
+            return _partitioned(machine, workload, units)
+
+
+def _partitioned(machine: Machine, workload: Workload, units: int) -> list[Tiled | Gang]:
+    # Masks hold for the whole run: the GEMM does not get the units back when the collective has ended.
+    gemm = gemm_kernel(machine, workload.gemm, limit=int(machine.gpu.units) - units)
+    return [gemm, library_gang(machine, workload.collective, workload.nbytes, units=units, reserved=True)]

@@ -1,0 +1,155 @@
+"""Claims: every one has a role, roles can not be cheated, and the issue's targets hold."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from sidelane.bench import claims as command
+from sidelane.machine.load import named
+from sidelane.machine.spec import Quantity, Source
+from sidelane.model import claims_c3, claims_dma
+from sidelane.model.claims import Check, Role, Verdict, cited_claims, error_of, judge, problems, published, with_ranges
+
+MACHINE = named("mi300x8")
+
+
+@pytest.fixture(scope="module")
+def verdicts():
+    found, wrong = command.evaluate(MACHINE)
+    assert wrong == []
+    return {verdict.claim_id: verdict for verdict in found}
+
+
+def test_every_claim_of_the_papers_has_a_role_or_a_reason(verdicts):
+    reasons = command.not_modelled()
+    assert set(published()) == set(verdicts) | set(reasons)
+    assert all(reasons.values())
+
+
+def test_all_fitted_claims_and_all_inputs_are_met(verdicts):
+    missed = [v.claim_id for v in verdicts.values() if v.role is not Role.HELD_OUT and not v.ok]
+    assert missed == []
+
+
+# The targets of issue 3 that are held out and met; docs/model.md lists the claims that are missed.
+@pytest.mark.parametrize(
+    "claim_id",
+    [
+        "C3-RP-01",
+        "C3-BEST-01",
+        "CC-05",
+        "CC-07",
+        "DM-BC-01",
+        "DM-SW-01",
+        "DM-BB-02",
+        "DM-BB-03",
+        "DM-PL-01",
+        "DM-FIN-03",
+    ],
+)
+def test_held_out_targets(verdicts, claim_id):
+    assert verdicts[claim_id].role is Role.HELD_OUT
+    assert verdicts[claim_id].ok, verdicts[claim_id]
+
+
+def test_six_of_eight_size_ranges(verdicts):
+    assert sum(v.ok for v in verdicts.values() if v.claim_id.startswith(("DM-T1", "DM-T2"))) >= 6
+
+
+def test_a_held_out_claim_that_a_number_was_fitted_to_is_found():
+    dma = dataclasses.replace(MACHINE.dma, trigger_us=Quantity(0.1, Source.FITTED, "DM-PL-01"))
+    found = problems(claims_dma.checks(), dataclasses.replace(MACHINE, dma=dma), {})
+    assert any(line.startswith("DM-PL-01: held out, but dma.trigger_us was fitted") for line in found)
+
+
+def test_a_missing_role_and_a_fit_to_nothing_are_found():
+    checks = [check for check in claims_c3.checks() if check.claim_id != "CC-05"]
+    found = problems(checks, MACHINE, {})
+    assert any(line.startswith("CC-05: has neither a role") for line in found)
+    dma = dataclasses.replace(MACHINE.dma, trigger_us=Quantity(0.1, Source.FITTED, "my eyes"))
+    found = problems(checks, dataclasses.replace(MACHINE, dma=dma), {})
+    assert "dma.trigger_us: fitted, and names no claim that it was fitted to" in found
+
+
+def test_the_command_fails_when_roles_are_wrong(monkeypatch, capsys):
+    monkeypatch.setattr(command, "not_modelled", dict)
+    assert command.main(command.Options(ranges=False)) == 1
+    assert "has neither a role" in capsys.readouterr().err
+
+
+def test_json_has_the_agreed_keys(capsys):
+    assert command.main(command.Options(json=True, ranges=False)) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert {"id", "claimed", "predicted", "unit", "error", "role", "ok"} <= set(rows[0])
+    assert {row["role"] for row in rows} == {"input", "fitted", "held_out"}
+
+
+def test_the_table_counts_right_predictions(capsys, verdicts):
+    command.show(list(verdicts.values()))
+    assert "held_out:" in capsys.readouterr().out
+
+
+def test_other_machines_and_versions_are_refused():
+    with pytest.raises(ValueError, match="no measurements"):
+        command.main(command.Options(machine="a100x4"))
+    with pytest.raises(ValueError, match="mi300x8"):
+        command.evaluate(named("a100x4"))
+    with pytest.raises(ValueError, match="allowed=000, 002"):
+        command.Options(version="003")
+
+
+def test_the_later_version_of_the_paper_is_a_switch():
+    check = next(check for check in claims_c3.checks() if check.claim_id == "C3-HW-08")
+    assert judge(check, claims_c3.C3Context(MACHINE, "000")).ok
+    assert judge(check, claims_c3.C3Context(MACHINE, "002")).predicted == 1
+
+
+@pytest.mark.parametrize(
+    ("claimed", "predicted", "points", "error"),
+    [
+        (2.0, 2.2, False, 0.1),
+        ([10, 20], [11, 18], False, 0.1),
+        ({"a": 4}, {"a": 5}, False, 0.25),
+        (42, 45, True, 3.0),
+        (0, 2, False, 2.0),
+        ("b2b", "pcpy", False, None),
+        (True, True, False, None),
+        ({"a": 1}, {"b": 1}, False, None),
+    ],
+)
+def test_errors(claimed, predicted, points, error):
+    assert error_of(claimed, predicted, points=points) == (None if error is None else pytest.approx(error))
+
+
+def test_ranges_add_independent_deviations():
+    verdict = Verdict("x", "", 1.0, 10.0, "", 0.0, Role.HELD_OUT, True)
+    ranged = with_ranges(verdict, [13.0, 14.0, 9.0])
+    assert (ranged.low, ranged.high) == pytest.approx((9.0, 15.0))
+    text = with_ranges(dataclasses.replace(verdict, predicted="b2b"), ["b2b"])
+    assert text.low is None
+
+
+def test_ranges_vary_every_uncertain_number():
+    seen = []
+
+    def context(machine):
+        seen.append(machine)
+        return machine
+
+    check = Check("C3-HW-01", Role.INPUT, lambda machine: float(machine.dma.copy_us))
+    family = command._Family(context, [check], frozenset({"dma"}))
+    found = command._vary(MACHINE, [family], [float(MACHINE.dma.copy_us)])
+    uncertain = [path for path, quantity in MACHINE.quantities().items() if quantity.uncertain]
+    assert len(found[0]) == 2 * len(uncertain)
+    assert len(seen) == 2 * sum(path.startswith("dma.") for path in uncertain)
+    copy = MACHINE.dma.copy_us
+    assert {min(found[0]), max(found[0])} == {copy.low, copy.high}
+
+
+def test_citations():
+    assert cited_claims("CC-02: at par, and C3-T2") >= {"CC-02", "C3-T2-cb1-896M"}
+    assert cited_claims("nothing") == set()
+    assert "DM-PC-01" not in cited_claims("DM-PC-02 DM-PC-03")

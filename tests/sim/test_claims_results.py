@@ -1,0 +1,87 @@
+"""Predictions against measured files: with files whose times are known, since the model made them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from sidelane.bench import claims as command
+from sidelane.bench.claims_results import compare, predict_alone, predict_together
+from sidelane.bench.results import C3Row, CollectiveRow, Results, write
+from sidelane.machine.load import named
+from sidelane.model.strategies import predict
+from sidelane.model.study import table_ii_workload
+from sidelane.program.collective import Kind
+
+H200 = named("h200x4")
+NBYTES = 896 << 20
+
+
+def c3_row(strategy, time_us, comm_us=2175.0, **more):
+    values = {
+        "gemm": "cb1", "m": 8192, "n": 8192, "k": 8192, "dtype": "bfloat16", "collective": "all_gather",
+        "bytes": NBYTES, "c3_class": "C-long", "strategy": strategy, "chosen": "", "gemm_us": 1410.0,
+        "comm_us": comm_us, "best_comm_us": 1800.0, "time_us": time_us, "speedup": 1.0, "ideal": 1.7,
+        "percent_of_ideal": 0.0, "percent_of_ideal_nccl": 0.0, "correct": True,
+    }  # fmt: skip
+    return C3Row(**(values | more))
+
+
+def collective_row(implementation, variant, time_us, nbytes=NBYTES, **more):
+    values = {
+        "collective": "all_gather", "bytes": nbytes, "dtype": "bfloat16", "in_place": True, "launch": "graph",
+        "implementation": implementation, "variant": variant, "prelaunch": False, "time_us": time_us,
+        "p10_us": time_us, "p90_us": time_us, "bus_gbps": 1.0, "energy_mj": None, "correct": True,
+    }  # fmt: skip
+    return CollectiveRow(**(values | more))
+
+
+def save(folder, study, rows):
+    results = Results(study, "h200x4", 4, "NVIDIA H200", 4, "2026-01-01T00:00:00+00:00", "abc", "x", {}, tuple(rows))
+    write(folder / f"{study}.json", results)
+
+
+def test_predictions_start_from_the_isolated_times_of_the_row():
+    assert predict_together(H200, c3_row("serial", 1.0)) == 1410.0 + 2175.0
+    assert predict_together(H200, c3_row("c3_base", 1.0)) == pytest.approx(3585.0, rel=0.01)
+    beside = predict_together(H200, c3_row("conccl", 1.0, comm_us=1840.0))
+    assert 1840.0 <= beside < 1.05 * 1840.0
+    assert predict_together(H200, c3_row("auto", 1.0)) is None
+    assert predict_together(H200, c3_row("conccl", 1.0, collective="broadcast")) is None
+
+
+def test_the_model_agrees_with_itself():
+    pair = table_ii_workload("cb1_896M", Kind.ALL_GATHER)
+    alone = predict(H200, pair, "c3_sp")
+    row = c3_row("c3_sp", 1.0, comm_us=alone.comm_us, gemm_us=alone.gemm_us)
+    assert predict_together(H200, row) == pytest.approx(alone.time_us, rel=0.01)
+
+
+def test_collectives_come_from_the_description_alone():
+    assert predict_alone(H200, collective_row("dma", "b2b", 1.0)) == pytest.approx(1800.0, rel=0.03)
+    assert predict_alone(H200, collective_row("nccl", "", 1.0)) == pytest.approx(2175.0, rel=0.03)
+    for other in ({"launch": "eager"}, {"prelaunch": True}, {"collective": "broadcast"}):
+        assert predict_alone(H200, collective_row("dma", "b2b", 1.0, **other)) is None
+    assert predict_alone(H200, collective_row("symm_mem", "", 1.0)) is None
+
+
+def test_a_file_is_judged_row_by_row_and_as_a_whole(tmp_path):
+    folder = tmp_path / "h200x4"
+    save(folder, "c3", [c3_row("serial", 3585.0), c3_row("c3_base", 3000.0), c3_row("auto", 1.0)])
+    save(folder, "collectives", [collective_row("dma", "b2b", 1800.0), collective_row("dma", "b2b", 9.0, nbytes=4096)])
+    verdicts = {v.claim_id: v for v in compare(H200, folder)}
+    assert verdicts["h200x4/c3/cb1_896M/all_gather/serial"].ok
+    assert verdicts["h200x4/c3/cb1_896M/all_gather/c3_base"].error == pytest.approx(0.195, rel=0.02)
+    assert verdicts["h200x4/c3/median"].ok and verdicts["h200x4/c3/worst"].ok
+    assert verdicts["h200x4/collectives/all_gather/896M/in place/dma b2b"].ok
+    assert "h200x4/collectives/worst" not in verdicts
+    assert len(verdicts) == 6
+
+
+def test_the_command_takes_the_folder(tmp_path, capsys):
+    save(tmp_path / "h200x4", "c3", [c3_row("serial", 5000.0)])
+    assert command.main(command.Options(machine="h200x4", json=True, results=tmp_path)) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["ok"] for row in rows] == [False, False, False]
+    assert {row["role"] for row in rows} == {"held_out"}

@@ -1,0 +1,119 @@
+"""Kernels on compute units: waves, launch order, partitions, priority and interference, each worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from sidelane.machine.load import named
+from sidelane.model.device import Gang, Tiled, run_device
+
+QUIET = named("mi300x8").with_value("interference.memory", 0.0).with_value("interference.late_share", 0.0)
+UNITS = int(QUIET.gpu.units)
+
+
+def tiled(workgroups, name="gemm", us=100.0, traffic=0.0, **more):
+    return Tiled(name, workgroups, us, traffic, **more)
+
+
+def gang(us=300.0, units=64, need=32.0, **more):
+    return Gang("comm", us, 0.0, units, need, **more)
+
+
+@pytest.mark.parametrize(("workgroups", "waves"), [(1, 1), (UNITS, 1), (UNITS + 1, 2), (4 * UNITS, 4)])
+def test_workgroups_run_in_waves(workgroups, waves):
+    assert run_device(QUIET, [tiled(workgroups)]).time_us == pytest.approx(100.0 * waves)
+
+
+def test_losing_64_units_costs_27_percent_of_many_waves():
+    whole = run_device(QUIET, [tiled(240 * 304)]).time_us
+    part = run_device(QUIET, [tiled(240 * 304, limit=240)]).time_us
+    assert part / whole == pytest.approx(304 / 240)
+
+
+def test_launched_first_a_gemm_starves_the_collective():
+    run = run_device(QUIET, [tiled(4 * UNITS), gang()])
+    assert run.began_us["comm"] == pytest.approx(400.0)
+    assert run.time_us == pytest.approx(700.0)
+
+
+def test_launched_first_the_collective_runs_at_full_speed_and_its_units_come_back():
+    run = run_device(QUIET, [gang(), tiled(4 * UNITS)])
+    assert run.ended_us["comm"] == pytest.approx(300.0)
+    # 240 a wave for three waves leave 496 workgroups: 304 more, then 192.
+    assert run.time_us == pytest.approx(500.0)
+
+
+def test_priority_is_launch_order_for_what_waits():
+    behind = run_device(QUIET, [tiled(4 * UNITS), gang(priority=1)])
+    assert behind.began_us["comm"] == 0.0
+
+
+def test_a_late_kernel_gets_its_share_at_the_first_wave():
+    machine = QUIET.with_value("interference.late_share", 0.25)
+    run = run_device(machine, [tiled(4 * UNITS), gang()])
+    assert run.began_us["comm"] == pytest.approx(100.0)
+    # 16 of the 32 units that it needs: half speed until the GEMM has placed its last workgroup.
+    assert run.ended_us["comm"] < 700.0
+
+
+def test_a_partition_holds_for_the_whole_run():
+    run = run_device(QUIET, [tiled(4 * UNITS, limit=UNITS - 32), gang(units=32, reserved=True)])
+    assert run.began_us["comm"] == 0.0
+    assert run.ended_us["comm"] == pytest.approx(300.0)
+    assert run.time_us == pytest.approx(500.0)  # 1216 in waves of 272
+
+
+def test_a_collective_with_half_its_units_takes_twice_as_long():
+    full = run_device(QUIET, [gang(units=64)]).time_us
+    assert run_device(QUIET, [gang(units=16, us=2 * full)]).time_us == pytest.approx(2 * full)
+
+
+def test_memory_that_is_full_is_shared():
+    bound = tiled(UNITS, traffic=1e9)  # memory is its limit, far beyond 100 us
+    alone = run_device(QUIET, [bound]).time_us
+    reach = QUIET.gpu.memory_gbps * QUIET.matmul.memory_efficiency * 1e3
+    assert alone == pytest.approx(UNITS * 1e9 / reach)
+    beside = run_device(QUIET, [bound, Gang("comm", 2 * alone, 0.4 * QUIET.gpu.memory_gbps)])
+    assert beside.ended_us["gemm"] == pytest.approx(alone * (QUIET.matmul.memory_efficiency + 0.4))
+
+
+def test_memory_that_is_not_full_interferes_softly_and_with_both():
+    machine = QUIET.with_value("interference.memory", 2.0)
+    peak = float(machine.gpu.memory_gbps)
+    traffic = 0.2 * peak * 1e3 * 100.0 / UNITS  # 20% of the peak
+    run = run_device(machine, [tiled(UNITS, traffic=traffic), Gang("comm", 1000.0, 0.1 * peak)])
+    slow = 1 + 2.0 * 0.2 * 0.1
+    assert run.ended_us["gemm"] == pytest.approx(100.0 * slow)
+    assert run.time_us == pytest.approx(1000.0 + 100.0 * (slow - 1))
+
+
+def test_fewer_units_save_traffic_only_where_there_is_a_gain():
+    bound = {"traffic": 1e9, "limit": UNITS - 8}
+    plain = run_device(QUIET, [tiled(10 * UNITS, **bound)]).time_us
+    better = run_device(QUIET, [tiled(10 * UNITS, cache_gain=0.03, **bound)]).time_us
+    assert better == pytest.approx(0.97 * plain, rel=0.01)
+
+
+def test_kernels_wait_for_what_they_follow():
+    run = run_device(QUIET, [tiled(UNITS, "a"), tiled(UNITS, "b", after=("a",)), gang(after=("b",))])
+    assert (run.began_us["b"], run.began_us["comm"]) == pytest.approx((100.0, 200.0))
+
+
+def test_the_timeline_covers_the_run():
+    run = run_device(QUIET, [tiled(4 * UNITS), gang()], record=True)
+    assert max(interval.end_us for interval in run.timeline) == pytest.approx(run.time_us)
+    assert {interval.lane for interval in run.timeline} == {"gemm", "comm"}
+
+
+@pytest.mark.parametrize(
+    ("kernels", "message"),
+    [
+        ([tiled(1), tiled(1)], "unique"),
+        ([tiled(1, after=("nobody",))], "nobody"),
+        ([tiled(1, "a", after=("b",)), tiled(1, "b", after=("a",))], "nothing can start"),
+        ([tiled(1, limit=0)], "no unit"),
+    ],
+)
+def test_runs_that_can_not_be_are_refused(kernels, message):
+    with pytest.raises(ValueError, match=message):
+        run_device(QUIET, kernels)

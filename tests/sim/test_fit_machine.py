@@ -1,0 +1,85 @@
+"""Fitting a description to isolated runs: what a known machine would have measured gives its numbers back."""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+
+import pytest
+
+from sidelane.bench import fit_machine
+from sidelane.bench.claims_results import predict_alone
+from sidelane.bench.results import C3Row, CollectiveRow, Results, write
+from sidelane.c3.workload import parse_gemm
+from sidelane.machine.load import named, parse
+from sidelane.model.kernels import gemm_us
+
+START = named("h200x4")
+TRUTH = (
+    START.with_value("library.all_gather_us", 9.0)
+    .with_value("library.all_gather_gbps", 300.0)
+    .with_value("dma.engine_gbps", 360.0)
+    .with_value("links.usable_gbps", 360.0)
+    .with_value("matmul.efficiency", 0.7)
+)
+SIZES = (4 << 10, 64 << 10, 1 << 20, 256 << 20, 896 << 20)
+
+
+def rows_of(machine):
+    rows = []
+    for nbytes in SIZES:
+        for implementation, variant in (("nccl", ""), ("dma", "b2b")):
+            row = CollectiveRow(
+                "all_gather",
+                nbytes,
+                "bfloat16",
+                True,
+                "graph",
+                implementation,
+                variant,
+                False,
+                1.0,
+                None,
+                None,
+                1.0,
+                None,
+                True,
+            )
+            rows.append(dataclasses.replace(row, time_us=predict_alone(machine, row)))
+    return rows
+
+
+def test_the_numbers_come_back(tmp_path):
+    machine = TRUTH
+    for path in fit_machine.DMA_LATENCIES:
+        machine = machine.with_value(path, 1.5 * START.quantities()[path])
+    fitted = fit_machine.fit_collectives(START, rows_of(machine), "results/x.json")
+    assert fitted["library.all_gather_us"] == pytest.approx(9.0, rel=0.02)
+    assert fitted["library.all_gather_gbps"] == pytest.approx(300.0, rel=0.01)
+    assert fitted["dma.engine_gbps"] == pytest.approx(360.0, rel=0.02)
+    assert fitted["dma.copy_us"] == pytest.approx(1.5 * START.dma.copy_us, rel=0.05)
+    assert all(q.low < q < q.high and q.of == "results/x.json" for q in fitted.values())
+
+
+def test_the_text_is_a_part_of_a_machines_file(tmp_path):
+    gemm = parse_gemm("cb1")
+    c3 = C3Row(
+        "cb1", 8192, 8192, 8192, "bfloat16", "all_gather", 896 << 20, "C-long", "serial", "",
+        gemm_us(TRUTH, gemm), 2000.0, 2000.0, 3500.0, 1.0, 1.7, 0.0, 0.0, True,
+    )  # fmt: skip
+    for study, rows in (("collectives", rows_of(TRUTH)), ("c3", [c3])):
+        results = Results(
+            study, "h200x4", 4, "NVIDIA H200", 4, "2026-01-01T00:00:00+00:00", "abc", "x", {}, tuple(rows)
+        )
+        write(tmp_path / f"{study}.json", results)
+    text = fit_machine.main(START, tmp_path)
+    assert tomllib.loads(text)["matmul"]["efficiency"]["value"] == pytest.approx(0.7, rel=0.01)
+    machine = parse(f'base = "h200x4"\nname = "mine"\n\n{text}', "mine.toml")
+    assert machine.library.all_gather_us.of == "results/h200x4/collectives.json"
+
+
+def test_nothing_to_fit_to(tmp_path):
+    with pytest.raises(ValueError, match="no measurements"):
+        fit_machine.main(START, tmp_path)
+    assert fit_machine.fit_collectives(START, [], "x") == {}
+    assert fit_machine.fit_gemm(START, [], "x") == {}

@@ -1,0 +1,110 @@
+"""Fair sharing: rates that anyone can work out by hand, and properties that hold for any mixture of flows."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sidelane.execute.sim.flows import FlowNetwork
+
+
+def end_times(capacities, flows):
+    """Run flows (start, bytes, weights) and return when each ends."""
+    network: FlowNetwork[int] = FlowNetwork(list(capacities))
+    waiting = sorted((start, index) for index, (start, _, _) in enumerate(flows))
+    ends, now = {}, 0.0
+    while waiting or len(ends) < len(flows):
+        end = network.next_end(now)
+        if waiting and waiting[0][0] <= end:
+            now, index = waiting.pop(0)
+            network.start(flows[index][1], flows[index][2], index, now)
+        else:
+            now = end
+            ends.update(dict.fromkeys(network.pop_ended(now), now))
+    return [ends[index] for index in range(len(flows))]
+
+
+def test_a_flow_alone_runs_at_its_narrowest_resource():
+    assert end_times([100.0, 50.0], [(0.0, 1000.0, {0: 1.0, 1: 1.0})]) == pytest.approx([20.0])
+
+
+def test_equal_flows_share_a_resource_and_speed_up_when_one_ends():
+    # Both at 50 until 1000 of the first have passed (20 us); the second then has 1000 left at 100.
+    assert end_times([100.0], [(0.0, 1000.0, {0: 1.0}), (0.0, 2000.0, {0: 1.0})]) == pytest.approx([20.0, 30.0])
+
+
+def test_a_flow_held_elsewhere_leaves_its_share_to_others():
+    # Flow 0 is held to 20 by resource 1; flow 1 gets the other 80 of resource 0.
+    ends = end_times([100.0, 20.0], [(0.0, 200.0, {0: 1.0, 1: 1.0}), (0.0, 800.0, {0: 1.0})])
+    assert ends == pytest.approx([10.0, 10.0])
+
+
+def test_weights_count():
+    # A broadcast writes each byte twice through its engine.
+    assert end_times([100.0], [(0.0, 1000.0, {0: 2.0})]) == pytest.approx([20.0])
+
+
+def test_a_late_flow_slows_the_one_that_runs():
+    # 500 pass alone in 5 us, then both at 50.
+    assert end_times([100.0], [(0.0, 1000.0, {0: 1.0}), (5.0, 500.0, {0: 1.0})]) == pytest.approx([15.0, 15.0])
+
+
+flow = st.tuples(
+    st.floats(0, 50),
+    st.floats(1, 1e4),
+    st.dictionaries(st.integers(0, 3), st.sampled_from([1.0, 2.0]), min_size=1, max_size=3),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(flow, min_size=1, max_size=8))
+def test_no_resource_carries_more_than_it_can_and_none_idles_needlessly(flows):
+    capacities = [100.0, 60.0, 40.0, 25.0]
+    ends = end_times(capacities, flows)
+    for resource, capacity in enumerate(capacities):
+        used = [(s, e, n * w[resource]) for (s, n, w), e in zip(flows, ends, strict=True) if resource in w]
+        if used:
+            assert sum(load for _, _, load in used) <= capacity * (
+                max(e for _, e, _ in used) - min(s for s, _, _ in used)
+            ) * (1 + 1e-6)
+    for (start, nbytes, weights), end in zip(flows, ends, strict=True):
+        alone = max(nbytes * weight / capacities[r] for r, weight in weights.items())
+        # At worst every other flow goes first.
+        others = sum(max(n * x / capacities[r] for r, x in w.items()) for _, n, w in flows)
+        assert alone * (1 - 1e-9) <= end - start <= others + 50 + 1e-6
+
+
+def plain_end_times(capacities, flows):
+    """The same by brute force: every rate anew at every event, over every resource."""
+    left = {index: flow[1] for index, flow in enumerate(flows)}
+    ends: dict[int, float] = {}
+    now = 0.0
+    while left:
+        running = [i for i in left if flows[i][0] <= now]
+        rates = dict.fromkeys(running, 0.0)
+        growing, free = set(running), list(capacities)
+        while growing:
+            loads = [sum(flows[i][2].get(r, 0.0) for i in growing) for r in range(len(capacities))]
+            step = min(free[r] / loads[r] for r in range(len(capacities)) if loads[r])
+            for i in growing:
+                rates[i] += step
+            free = [f - step * load for f, load in zip(free, loads, strict=True)]
+            full = {r for r, f in enumerate(free) if f <= 1e-9 * capacities[r]}
+            growing = {i for i in growing if full.isdisjoint(flows[i][2])}
+        starts = [flows[i][0] - now for i in left if flows[i][0] > now]
+        step = min([left[i] / rates[i] for i in running] + starts)
+        now += step
+        for i in running:
+            left[i] -= rates[i] * step
+            if left[i] <= 1e-9 * flows[i][1]:
+                ends[i] = now
+                del left[i]
+    return [ends[index] for index in range(len(flows))]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(flow, min_size=1, max_size=10))
+def test_computing_only_what_changed_gives_the_same_times(flows):
+    capacities = [100.0, 60.0, 40.0, 25.0]
+    assert end_times(capacities, flows) == pytest.approx(plain_end_times(capacities, flows), rel=1e-6, abs=1e-6)

@@ -1,0 +1,89 @@
+"""The commands' tables, numbers, pictures and timelines."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+from sidelane.bench import claims, sim_figures, sim_overlap, sim_scale, sim_study
+from sidelane.c3.workload import parse_workload
+from sidelane.machine.load import named
+from sidelane.model.claims_overlap import OverlapContext
+from sidelane.model.study import c3_study
+from sidelane.program.collective import Kind
+
+MACHINE = named("mi300x8")
+
+
+def test_c3_prints_given_pairs_by_collective(capsys, tmp_path):
+    workloads = [parse_workload("cb1_896M", kind) for kind in (Kind.ALL_GATHER, Kind.ALL_TO_ALL)]
+    assert sim_study.c3_main(sim_study.Options("h200x4", tmp_path), workloads) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("cb1_896M") == 2 and "all_gather" in shown and "all_to_all" in shown
+    assert len(json.loads((tmp_path / "c3_predicted.json").read_text())["rows"]) == 16
+
+
+def test_c3_writes_a_report(tmp_path, capsys, monkeypatch):
+    # Without the variations that draw ranges: one study, not fifty.
+    certain = MACHINE
+    for path, quantity in MACHINE.quantities().items():
+        certain = certain.with_value(path, float(quantity))
+    monkeypatch.setattr(sim_study, "find", lambda name: certain)
+    assert sim_study.c3_main(sim_study.Options("mi300x8", tmp_path)) == 0
+    assert "Percent of ideal by group" in capsys.readouterr().out
+    content = json.loads((tmp_path / "c3_predicted.json").read_text())
+    assert content["predicted"] is True and content["machine"] == "mi300x8"
+    assert len(content["rows"]) == 240
+    assert content["numbers"]["dma.copy_us"][1] == "fitted"
+    for name in ("c3-compute-units", "c3-ideal", "c3-strategies", "c3-conccl", "c3-isolated", "timeline-c3_base"):
+        assert (tmp_path / f"{name}.png").stat().st_size > 5000
+        assert (tmp_path / f"{name}.svg").stat().st_size > 5000
+    assert json.loads((tmp_path / "timeline-conccl.trace.json").read_text())["traceEvents"]
+
+
+def test_collective_writes_a_report(tmp_path, capsys):
+    assert sim_study.collective_main(sim_study.Options("mi300x8", tmp_path)) == 0
+    assert "b2b+prelaunch" in capsys.readouterr().out
+    rows = json.loads((tmp_path / "collectives_predicted.json").read_text())["rows"]
+    assert {row["variant"] for row in rows} == {"pcpy", "bcst", "swap", "b2b", "library"}
+    for name in ("dma-phases", "dma-all_gather", "dma-all_to_all", "timeline-all_gather-b2b"):
+        assert (tmp_path / f"{name}.png").exists()
+
+
+def test_ranges_are_drawn_from_the_uncertain_numbers(monkeypatch):
+    only = dataclasses.replace(MACHINE)
+    for path, quantity in MACHINE.quantities().items():
+        if path != "interference.memory":
+            only = only.with_value(path, float(quantity))
+    spread = sim_figures._spread(only)
+    study = c3_study(only)
+    mean = sim_figures._mean(study, "conccl", (None, None))
+    assert len(spread["conccl"]["all"]) == 2
+    assert min(spread["conccl"]["all"]) < mean < max(spread["conccl"]["all"])
+
+
+def test_the_study_of_paper_004_is_drawn(tmp_path):
+    drawn = sim_figures.draw_overlap(OverlapContext(), tmp_path)
+    assert [path.name for path in drawn] == ["overlap-base.png", "overlap-reduction.png", "overlap-overlap.png"]
+
+
+def test_scale_rows_count_commands():
+    rows = sim_scale.measure((16, 32))
+    assert [row.ranks for row in rows] == [16, 32]
+    assert rows[1].commands > rows[0].commands and rows[0].seconds > 0 and rows[0].peak_mb > 0
+
+
+def test_claims_write_a_report(tmp_path, capsys):
+    assert claims.main(claims.Options(ranges=False, report=tmp_path)) == 0
+    capsys.readouterr()
+    assert len(json.loads((tmp_path / "claims.json").read_text())) > 100
+    assert (tmp_path / "claims.png").stat().st_size > 20000
+    assert (tmp_path / "claims.svg").exists()
+
+
+def test_pipelines_print_and_write(tmp_path, capsys):
+    assert sim_overlap.main("a40x4", tmp_path) == 0
+    shown = capsys.readouterr().out
+    assert "6 blocks a unit" in shown and "3 blocks a unit" in shown and "mb-a2a" in shown
+    assert (tmp_path / "overlap-base.png").exists()
+    assert json.loads((tmp_path / "timeline-pipeline-priority.trace.json").read_text())["traceEvents"]

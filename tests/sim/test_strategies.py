@@ -1,0 +1,174 @@
+"""Strategies and studies on described machines: shapes that must hold whatever the fitted numbers are."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from sidelane.c3.workload import C3Class, parse_gemm
+from sidelane.machine.load import named
+from sidelane.model.heuristic import allocate, judge
+from sidelane.model.kernels import dma_gang, gemm_us, library_gang
+from sidelane.model.pipeline import (
+    OPT1,
+    OPT2,
+    Pipeline,
+    blocks_per_unit,
+    overlap_rate,
+    run_pipeline,
+    sequential_us,
+)
+from sidelane.model.power import dma_power, library_power
+from sidelane.model.published import library_us, unit_speed
+from sidelane.model.strategies import STRATEGIES, partitions, predict, predict_all
+from sidelane.model.study import COLLECTIVES, TABLE_II, c3_study, dma_study, table_ii_workload
+from sidelane.program.collective import Kind
+
+MACHINE = named("mi300x8")
+PAIR = table_ii_workload("cb5_13G", Kind.ALL_GATHER)
+
+
+@pytest.fixture(scope="module")
+def study():
+    return c3_study(MACHINE)
+
+
+def test_the_study_is_complete_and_all_classes_are_right(study):
+    assert len(study.rows) == 15 * 2 * len(STRATEGIES)
+    for row in study.select("serial"):
+        expected = next(c for n, c in TABLE_II.items() if table_ii_workload(n, row.workload.collective) == row.workload)
+        assert row.c3_class is expected
+
+
+def test_serial_is_the_sum_and_nothing_beats_the_longer_by_much(study):
+    for row in study.rows:
+        if row.strategy == "serial":
+            assert row.time_us == pytest.approx(row.gemm_us + row.comm_us)
+        else:
+            assert row.time_us > 0.9 * max(row.gemm_us, row.comm_us)
+
+
+def test_averages_come_in_the_papers_order(study):
+    base, best = study.percent("c3_base"), study.best_percent(("c3_base", "c3_sp", "c3_rp", "c3_sp_rp"))
+    assert base < study.percent("c3_sp") <= best < study.percent("conccl") < study.percent("conccl_rp")
+    assert base < study.percent("c3_rp") <= best
+
+
+def test_the_versions_of_the_paper_differ_by_a_write_back():
+    plain, flushed = (predict(MACHINE, PAIR, "conccl", write_back=flag).time_us for flag in (False, True))
+    assert 0 < flushed - plain < 50
+    with pytest.raises(ValueError, match="allowed=000, 002"):
+        c3_study(MACHINE, version="001")
+
+
+def test_a_partition_can_be_given_or_swept():
+    swept = predict(MACHINE, PAIR, "c3_rp")
+    given = [predict(MACHINE, PAIR, "c3_rp", units=units) for units in partitions(MACHINE)]
+    assert swept.time_us == min(run.time_us for run in given)
+    assert swept.units in partitions(MACHINE)
+    with pytest.raises(ValueError, match=r"allowed=1..303"):
+        predict(MACHINE, PAIR, "c3_rp", units=304)
+    with pytest.raises(ValueError, match="allowed=serial"):
+        predict(MACHINE, PAIR, "c4")
+
+
+def test_conccl_rp_touches_memory_bound_gemms_only():
+    for name, differs in (("mb1_4G", True), ("cb4_1G", False)):
+        pair = table_ii_workload(name, Kind.ALL_TO_ALL)
+        plain, fewer = (predict(MACHINE, pair, strategy).time_us for strategy in ("conccl", "conccl_rp"))
+        assert (fewer != plain) is differs
+
+
+def test_a_strategy_can_be_recorded():
+    run = predict(MACHINE, PAIR, "c3_sp", record=True)
+    assert max(interval.end_us for interval in run.timeline) == pytest.approx(run.time_us)
+    assert [row.strategy for row in predict_all(MACHINE, PAIR, ("c3_base", "conccl"))] == ["c3_base", "conccl"]
+
+
+@pytest.mark.parametrize("kind", COLLECTIVES)
+def test_more_units_than_workgroups_change_nothing(kind):
+    times = {units: library_gang(MACHINE, kind, 1 << 30, units=units).alone_us for units in partitions(MACHINE)}
+    assert times[128] == times[64] == library_us(MACHINE, kind, 1 << 30)
+    assert times[8] > times[16] > times[32]
+    assert unit_speed(MACHINE.library, kind, 8) == 8 / (32 if kind is Kind.ALL_GATHER else 56)
+
+
+def test_dma_takes_the_variant_that_suits_the_machine():
+    h200 = named("h200x4")
+    taken = dma_gang(h200, Kind.ALL_GATHER, 896 << 20)
+    assert taken.alone_us == pytest.approx(dma_gang(h200, Kind.ALL_GATHER, 896 << 20, "b2b").alone_us)
+    assert taken.units == 0
+    mi300 = dma_gang(MACHINE, Kind.ALL_GATHER, 896 << 20)
+    assert mi300.alone_us == pytest.approx(dma_gang(MACHINE, Kind.ALL_GATHER, 896 << 20, "pcpy").alone_us)
+
+
+def test_a_gemm_that_owns_every_unit_is_serialised_on_h200():
+    pair = table_ii_workload("cb1_896M", Kind.ALL_GATHER)
+    run = predict(named("h200x4"), pair, "c3_base")
+    assert run.percent == pytest.approx(0.0, abs=1.0)
+
+
+def test_the_heuristic_never_beats_the_sweep():
+    for name in ("mb1_896M", "cb4_1G", "cb5_13G"):
+        judged = judge(MACHINE, table_ii_workload(name, Kind.ALL_GATHER))
+        assert judged.loss >= 0
+        assert judged.right is (judged.loss < 0.001)
+        assert judged.chosen == allocate(MACHINE, table_ii_workload(name, Kind.ALL_GATHER))
+
+
+def test_prelaunch_always_helps_and_large_sizes_do_without():
+    study = dma_study(MACHINE, (1 << 12, 1 << 22, 1 << 32))
+    for (kind, variant, prelaunched, nbytes), us in study.dma_us.items():
+        if prelaunched:
+            assert us < study.dma_us[kind, variant, False, nbytes]
+    assert study.best(Kind.ALL_GATHER, 1 << 12) == ("b2b", True)
+    assert study.best(Kind.ALL_GATHER, 1 << 32) == ("pcpy", False)
+
+
+def test_occupancy_follows_shared_memory():
+    machine = named("a100x4")
+    assert OPT1.shared_kb("bfloat16") == 16.0
+    assert (blocks_per_unit(machine, OPT1, "bfloat16"), blocks_per_unit(machine, OPT2, "bfloat16")) == (10, 5)
+
+
+@pytest.mark.parametrize("priority", [False, True])
+def test_pipelined_iterations_keep_their_order(priority):
+    machine = named("a100x4")
+    pipeline = Pipeline(parse_gemm("cb1"), Kind.ALL_TO_ALL, 896 << 20, OPT1, 256, iterations=4)
+    run = run_pipeline(machine, pipeline, priority=priority)
+    for i in range(4):
+        assert run.began_us[f"C{i}"] >= run.ended_us[f"G{i}"] - 1e-6
+        if i:
+            assert run.began_us[f"C{i}"] >= run.ended_us[f"C{i - 1}"] - 1e-6
+    assert run.time_us < sequential_us(machine, pipeline)
+    assert 0 < overlap_rate(run, 4) <= 0.8  # the last collective has no GEMM beside it
+
+
+def test_priority_lets_the_collective_in():
+    machine = named("a100x4")
+    pipeline = Pipeline(parse_gemm("cb1"), Kind.ALL_TO_ALL, 896 << 20, OPT1, 16384, iterations=4)
+    runs = [run_pipeline(machine, pipeline, priority=flag) for flag in (False, True)]
+    assert runs[1].ended_us["C0"] < runs[0].ended_us["C0"]
+
+
+def test_pipelines_are_checked():
+    with pytest.raises(ValueError, match="allowed=1 or more, 2 or more"):
+        Pipeline(parse_gemm("cb1"), Kind.ALL_REDUCE, 1 << 20, OPT1, 16, iterations=1)
+
+
+def test_gemm_classes_and_names():
+    assert gemm_us(MACHINE, parse_gemm("cb1"), units=152) > 1.7 * gemm_us(MACHINE, parse_gemm("cb1"))
+    assert {C3Class.G_LONG, C3Class.C_LONG, C3Class.GC_EQUAL} == set(TABLE_II.values())
+
+
+def test_power_by_component():
+    nbytes = 1 << 30
+    library, dma = library_power(MACHINE, Kind.ALL_GATHER, nbytes), dma_power(MACHINE, Kind.ALL_GATHER, nbytes, "pcpy")
+    assert dma.compute_w == MACHINE.power.compute_idle_w < library.compute_w
+    assert dma.total_w < library.total_w < MACHINE.power.idle_w + 450
+    assert dma.energy_mj == pytest.approx(dma.total_w * dma.time_us / 1e3)
+    # One source, read once for two destinations, and fewer engines.
+    assert dma_power(MACHINE, Kind.ALL_GATHER, nbytes, "bcst").total_w < dma.total_w
+    with pytest.raises(ValueError, match="no power figures"):
+        library_power(dataclasses.replace(MACHINE, power=None), Kind.ALL_GATHER, nbytes)
