@@ -1,0 +1,5 @@
+"""``python -m sidelane`` is the command ``sidelane``."""
+
+from sidelane.cli import main
+
+main()

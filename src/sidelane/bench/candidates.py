@@ -1,0 +1,275 @@
+"""What a study can run: every implementation of a collective behind one interface.
+
+An :class:`Implementation` owns one pair of buffers that serves all sizes. A :class:`Candidate` names one way to call
+it. :class:`Prepared` is a candidate bound to a :class:`Case`: it can be filled, run, timed and checked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from sidelane.bench.measure import Job
+from sidelane.bench.reference import ROOT, Case, fill_input, output_error, poison
+from sidelane.collectives import Communicator
+from sidelane.program.build import variants
+from sidelane.program.collective import Kind
+
+# PyTorch 2.13 renamed both and warns of the old names.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Candidate:
+    """One way to run a collective, by the names of the result file."""
+
+    implementation: str
+    variant: str = ""
+    in_place: bool = False
+    launch: str = "eager"
+
+    @property
+    def prelaunch(self) -> bool:
+        return self.variant.endswith("+prelaunch")
+
+    def __str__(self) -> str:
+        place = "in place" if self.in_place else "out of place"
+        return " ".join(filter(None, (self.implementation, self.variant, place, self.launch)))
+
+
+@dataclasses.dataclass(slots=True)
+class Tensors:
+    """Where a call reads and writes, 1-d. ``output`` is None until an implementation that allocates it has run."""
+
+    output: torch.Tensor | None
+    input: torch.Tensor
+
+
+class Implementation(Protocol):
+    """A library that can run some collectives.
+
+    Attributes:
+        name: as the result file has it.
+        launches: ``eager``, and ``graph`` where its calls can be captured.
+    """
+
+    name: str
+    launches: tuple[str, ...]
+
+    def variants(self, kind: Kind, in_place: bool) -> tuple[str, ...]:
+        """The variants that exist; empty where it cannot do this at all."""
+        ...
+
+    def reserve(self, output_bytes: int, input_bytes: int) -> None:
+        """Allocate the buffers for all cases to come. Collective."""
+        ...
+
+    def tensors(self, case: Case, candidate: Candidate) -> Tensors:
+        """Views of the buffers for one case, of its dtype."""
+        ...
+
+    def start(self, case: Case, tensors: Tensors, variant: str) -> Callable[[], None]:
+        """Call the library on the current stream; what comes back waits for the end on a CPU, and does nothing else."""
+        ...
+
+    def close(self) -> None:
+        """Release what was made. Not called after a failure."""
+        ...
+
+
+def nothing_to_wait_for() -> None:
+    """What ``start`` returns where the stream keeps the order."""
+
+
+def views(case: Case, in_place: bool, output: torch.Tensor, input: torch.Tensor) -> Tensors:
+    """Views of two byte buffers for one case; in place as torch.distributed defines it for each collective."""
+    shard = slice(case.rank * case.shard_bytes, (case.rank + 1) * case.shard_bytes)
+    if not in_place:
+        whole_output, whole_input = output[: case.output_bytes], input[: case.input_bytes]
+    elif case.kind is Kind.ALL_GATHER:
+        whole_output, whole_input = output[: case.nbytes], output[shard]
+    elif case.kind is Kind.REDUCE_SCATTER:
+        whole_output, whole_input = input[shard], input[: case.nbytes]
+    else:
+        whole_output = whole_input = output[: case.nbytes]
+    return Tensors(whole_output.view(case.dtype), whole_input.view(case.dtype))
+
+
+class Dma:
+    """Sidelane's own collectives, on symmetric tensors."""
+
+    name = "dma"
+
+    def __init__(self, communicator: Communicator, *, with_auto: bool = False) -> None:
+        self.launches: tuple[str, ...] = ("eager",) if communicator.device.type == "cpu" else ("eager", "graph")
+        self._communicator = communicator
+        self._auto = ("auto",) if with_auto else ()
+        self._output: torch.Tensor | None = None
+        self._input: torch.Tensor | None = None
+
+    def variants(self, kind: Kind, in_place: bool) -> tuple[str, ...]:
+        if kind is Kind.BROADCAST and not in_place:
+            return ()
+        return self._auto + variants(kind)
+
+    def reserve(self, output_bytes: int, input_bytes: int) -> None:
+        self._output = self._communicator.empty(output_bytes, dtype=torch.uint8)
+        self._input = self._communicator.empty(input_bytes, dtype=torch.uint8)
+
+    def tensors(self, case: Case, candidate: Candidate) -> Tensors:
+        assert self._output is not None, "reserve comes first"
+        assert self._input is not None
+        return views(case, candidate.in_place, self._output, self._input)
+
+    def start(self, case: Case, tensors: Tensors, variant: str) -> Callable[[], None]:
+        communicator, output, input = self._communicator, tensors.output, tensors.input
+        assert output is not None
+        # On a CPU a synchronous call would return when the collective has ended, and nothing could run next to it.
+        on_cpu = case.device.type == "cpu"
+        match case.kind:
+            case Kind.ALL_GATHER:
+                work = communicator.all_gather(output, input, variant=variant, async_op=on_cpu)
+            case Kind.ALL_TO_ALL:
+                work = communicator.all_to_all(output, input, variant=variant, async_op=on_cpu)
+            case Kind.REDUCE_SCATTER:
+                work = communicator.reduce_scatter(output, input, variant=variant, async_op=on_cpu)
+            case Kind.ALL_REDUCE:
+                work = communicator.all_reduce(input, output=output, variant=variant, async_op=on_cpu)
+            case _:
+                work = communicator.broadcast(output, root=ROOT, variant=variant, async_op=on_cpu)
+        return nothing_to_wait_for if work is None else work.wait
+
+    def close(self) -> None:
+        self._communicator.close()
+
+
+class Prepared:
+    """A candidate bound to a case.
+
+    Args:
+        candidate: how to call it.
+        case: what to do.
+        implementation: whose ``name`` the candidate has.
+        calls: operations in a sample; a graph to be timed holds that many.
+
+    Raises:
+        Exception: whatever the library raises for buffers that it does not take.
+    """
+
+    def __init__(self, candidate: Candidate, case: Case, implementation: Implementation, calls: int = 1) -> None:
+        self.candidate = candidate
+        self.case = case
+        self.calls = calls
+        self._implementation = implementation
+        self._tensors = implementation.tensors(case, candidate)
+        self._allocates_output = self._tensors.output is None
+        self._one_call: torch.cuda.CUDAGraph | None = None
+        self._all_calls: torch.cuda.CUDAGraph | None = None
+
+    @property
+    def implementation(self) -> str:
+        return self.candidate.implementation
+
+    @property
+    def in_place(self) -> bool:
+        return self.candidate.in_place
+
+    @property
+    def label(self) -> str:
+        return str(self.candidate)
+
+    @property
+    def repeatable(self) -> bool:
+        """True if a second run on the same input gives the same output: the first one has not overwritten the input."""
+        return not self.in_place or self.case.kind in (Kind.ALL_GATHER, Kind.BROADCAST)
+
+    def start(self) -> Callable[[], None]:
+        """Begin one run on the current stream; call what comes back to wait for its end (needed on a CPU only)."""
+        if self._one_call is not None:
+            self._one_call.replay()
+            return nothing_to_wait_for
+        return self._implementation.start(self.case, self._tensors, self.candidate.variant)
+
+    def run(self) -> None:
+        """One run from beginning to end."""
+        self.start()()
+
+    def capture(self) -> None:
+        """Go over to graphs: one with all calls of a sample, to time, and one with a single call, to check.
+
+        The call must have been made once before, outside of a capture.
+        """
+        self._all_calls = self._captured(self.calls) if self.calls > 1 else None
+        self._one_call = self._captured(1)  # last, so that an output that the library allocates is this graph's
+
+    def job(self, hide_launch_us: float = 0.0) -> Job:
+        """The job that samples ``calls`` operations."""
+        if self._all_calls is not None:
+            return Job(self._all_calls.replay, calls=self.calls, hide_launch_us=hide_launch_us)
+        return Job(self.run, repeats=self.calls, calls=self.calls, hide_launch_us=hide_launch_us)
+
+    def _captured(self, calls: int) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        # Not torch.cuda.graph(): it collects garbage and empties the allocator's cache, 50 ms for each of some hundred
+        # captures. Other threads (a library's watchdog) may go on calling the driver while this one captures.
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            for _ in range(calls):
+                self._implementation.start(self.case, self._tensors, self.candidate.variant)()
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # the capture is invalid by now, and the stream must leave it
+                graph.capture_end()
+            raise
+        graph.capture_end()
+        return graph
+
+    def fill(self, seed: int) -> None:
+        """Poison the output and put fresh random bytes, the same for the same seed, into the input."""
+        if self._tensors.output is not None:
+            poison(self._tensors.output)
+        if self._allocates_output and self._one_call is None:
+            # Leave poison where the allocator will look first, now that the last output has gone back to it.
+            self._tensors.output = None
+            poison(torch.empty(self.case.output_bytes, dtype=torch.uint8, device=self.case.device))
+        fill_input(self.case, self._tensors.input, seed)
+
+    def error(self, seed: int) -> str | None:
+        """What is wrong with the output after a run on the input of ``seed``; None if nothing is."""
+        output = self._tensors.output
+        return "there is no output" if output is None else output_error(self.case, output, seed)
+
+    def release(self) -> None:
+        """Drop the graphs and what they hold."""
+        self._one_call = self._all_calls = None
+
+
+def candidates_of(
+    implementation: Implementation, kind: Kind, *, only: tuple[str, ...] = (), launches: tuple[str, ...] = ()
+) -> list[Candidate]:
+    """Every way in which an implementation can run a collective.
+
+    Args:
+        implementation: whose variants and launches.
+        kind: which collective.
+        only: variants to keep, where the implementation has any; empty keeps all. ``b2b+prelaunch`` keeps that.
+        launches: launches to keep; empty keeps all.
+    """
+    return [
+        Candidate(implementation.name, variant, in_place, launch)
+        for in_place in (False, True)
+        for variant in _kept(implementation.variants(kind, in_place), only)
+        for launch in implementation.launches
+        if (not launches or launch in launches) and not (variant.endswith("+prelaunch") and launch == "graph")
+    ]
+
+
+def _kept(found: tuple[str, ...], only: tuple[str, ...]) -> tuple[str, ...]:
+    if not only or found == ("",):
+        return found
+    return tuple(name for name in only if name.removesuffix("+prelaunch") in found)

@@ -1,0 +1,167 @@
+"""``sidelane info``: what this machine offers, and what Sidelane will therefore use."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import rich.console
+import rich.table
+import torch.distributed as dist
+
+from sidelane.bench.launch import Rank, choose_place, run_ranks
+from sidelane.bench.provenance import software_versions
+from sidelane.errors import SidelaneError
+from sidelane.machine import local
+from sidelane.machine.inventory import Accelerators, Inventory
+
+GIB = 1 << 30
+PROBE_TIMEOUT_S = 120.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Findings:
+    """What ``sidelane info`` shows.
+
+    Attributes:
+        machine: what is there.
+        software: versions, by name.
+        driver: what the driver could do when it was tried, one line each; empty when it was not tried.
+        uses: what Sidelane will do with all that: (part, choice) in words.
+    """
+
+    machine: Inventory
+    software: dict[str, str]
+    driver: tuple[str, ...]
+    uses: tuple[tuple[str, str], ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """One JSON object."""
+        return {**dataclasses.asdict(self), "uses": dict(self.uses)}
+
+
+def main(*, as_json: bool = False, probe: bool = True) -> None:
+    """Look, and print.
+
+    Args:
+        as_json: one JSON object instead of tables.
+        probe: try the driver on every GPU, with a process each; takes seconds.
+    """
+    findings = look(probe=probe)
+    if as_json:
+        print(json.dumps(findings.to_dict(), indent=1))
+    else:
+        show(findings, rich.console.Console())
+
+
+def look(*, probe: bool) -> Findings:
+    """Find out everything that :class:`Findings` holds."""
+    machine = local.inspect()
+    place = choose_place()
+    driver: tuple[str, ...] = ()
+    if probe and machine.accelerators is not None:
+        # Alone, a GPU's own stream operations can still be tried; what needs peers is reported as not tried.
+        try:
+            lines = run_ranks(
+                _probe,
+                1 if place.on_cpu else place.world_size,
+                device_type=machine.accelerators.device_type,
+                timeout_s=PROBE_TIMEOUT_S,
+            )
+            driver = tuple(lines or ())
+        except SidelaneError as problem:
+            driver = (f"trying the driver failed: {str(problem).rstrip().rpartition(chr(10))[2]}",)
+    return Findings(machine, software_versions(), driver, tuple(_uses(machine, place.on_cpu, place.world_size)))
+
+
+def show(findings: Findings, console: rich.console.Console) -> None:
+    """Print for people."""
+    machine = findings.machine
+    lines = [
+        ("processor", f"{machine.processor}, {machine.cores} cores"),
+        ("memory", f"{machine.memory_bytes / GIB:.0f} GiB; {machine.shared_memory_bytes / GIB:.0f} GiB can be shared"),
+        ("software", ", ".join(f"{name} {version}" for name, version in findings.software.items())),
+    ]
+    if machine.accelerators is None:
+        lines.append(("GPUs", "none that Sidelane drives"))
+    else:
+        lines += _accelerator_lines(machine.accelerators)
+    console.print(_block("This machine", lines))
+    if findings.driver:
+        console.print(_block("Its driver, tried", [tuple(line.partition(": ")[::2]) for line in findings.driver]))
+    console.print(_block("Sidelane uses", findings.uses))
+
+
+def _accelerator_lines(found: Accelerators) -> list[tuple[str, str]]:
+    lines = []
+    for gpu in found.gpus:
+        parts = [gpu.name, f"{gpu.memory_bytes / GIB:.0f} GiB", f"{gpu.compute_units} compute units"]
+        if gpu.copy_engines is not None:
+            parts.append(f"{gpu.copy_engines} copy engines")
+        if gpu.links is not None:
+            switch = {True: " to a switch", False: " to peers", None: ""}[gpu.through_switch]
+            parts.append(f"{gpu.links} links{switch}")
+        if gpu.power_cap_w is not None:
+            parts.append(f"{gpu.power_cap_w:.0f} W at most")
+        lines.append((f"GPU {gpu.index}", ", ".join(parts)))
+    without = [f"{i}->{j}" for i, row in enumerate(found.peer_access) for j, reaches in enumerate(row) if not reaches]
+    if len(found.gpus) > 1:
+        lines.append(("peer access", f"missing for {', '.join(without)}" if without else "between all pairs"))
+    if found.pair_links is not None:
+        pairs = [f"{i}-{j}: {n}" for i, row in enumerate(found.pair_links) for j, n in enumerate(row) if i < j]
+        lines.append(("links of pairs", ", ".join(pairs)))
+    lines += [
+        ("driver", found.driver),
+        (
+            "library",
+            f"{found.library}, copy engines {'possible' if found.library_uses_copy_engines else 'not possible'}",
+        ),
+        ("symmetric memory", "yes" if found.symmetric_memory else "no"),
+    ]
+    return lines + [("note", note) for note in found.notes]
+
+
+def _uses(machine: Inventory, on_cpu: bool, world_size: int) -> list[tuple[str, str]]:
+    found = machine.accelerators
+    if not on_cpu and found is not None:
+        engines = " with its kernels and with copy engines" if found.library_uses_copy_engines else ""
+        return [
+            ("ranks", f"one process a GPU, {world_size} in all"),
+            ("moves", "the GPUs' copy engines, through the driver; no kernel"),
+            ("signals", "stream memory operations where the driver lets them reach a peer, else 4-byte copies"),
+            ("reductions", "a kernel of torch on the compute units: copy engines cannot add"),
+            ("memory", "symmetric tensors directly; ordinary ones through a staging buffer"),
+            ("baseline", f"{found.library}{engines}"),
+        ]
+    reason = "a single GPU has no peers" if found is not None and len(found.gpus) == 1 else "no GPUs here"
+    return [
+        ("ranks", f"CPU processes ({reason}); studies start {world_size} unless told otherwise"),
+        ("moves", "a thread for each engine, real bytes through shared memory"),
+        ("signals", "words in shared memory"),
+        ("reductions", "torch on the CPU"),
+        ("baseline", "Gloo"),
+    ]
+
+
+def _block(title: str, lines: Sequence[tuple[str, ...]]) -> rich.table.Table:
+    table = rich.table.Table(title=f"\n{title}", title_justify="left", box=None, show_header=False, pad_edge=False)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column()
+    for line in lines:
+        table.add_row(*line)
+    return table
+
+
+def _probe(rank: Rank) -> list[str]:
+    """On every rank: try what the executor of this device relies on."""
+    from sidelane.execute.cuda import probe
+    from sidelane.memory.torch_symm import TorchSymmetricMemory
+
+    group = dist.group.WORLD
+    assert group is not None
+    memory = TorchSymmetricMemory(group, rank.device)
+    features = probe(group, rank.device, memory)
+    memory.close()
+    return features.lines()

@@ -1,0 +1,80 @@
+"""Where a result comes from: the machine, the code and the versions that a study ran on."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from sidelane import __version__
+from sidelane.machine import local
+
+
+def machine_name(device: str, count: int) -> str:
+    """Short name of ``count`` devices.
+
+    >>> machine_name("NVIDIA H200", 4), machine_name("AMD Instinct MI300X", 8), machine_name("NVIDIA A100-SXM4-80GB", 2)
+    ('h200x4', 'mi300xx8', 'a100x2')
+    """
+    words = re.findall(r"[a-z0-9]+", device.lower())
+    model = next((word for word in words if re.search(r"\d", word)), words[-1] if words else "gpu")
+    return f"{model}x{count}"
+
+
+def commit() -> str:
+    """Commit of the checkout that this package runs from, else ``SIDELANE_COMMIT``, else ``unknown``."""
+    package = Path(__file__).resolve().parent.parent
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(package), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+
+    try:
+        # An installed copy may lie inside somebody else's repository.
+        if Path(git("rev-parse", "--show-toplevel")) == package.parent.parent:
+            dirty = "-dirty" if git("status", "--porcelain", "--untracked-files=no") else ""
+            return git("rev-parse", "HEAD") + dirty
+    except (OSError, subprocess.SubprocessError):
+        pass
+    return os.environ.get("SIDELANE_COMMIT", "unknown")
+
+
+def command_line() -> str:
+    """This process's command as a person would type it, without the folders of this machine."""
+    program = Path(sys.argv[0])
+    name = "sidelane" if program.name in ("sidelane", "__main__.py") else f"python {program.name}"
+    return " ".join([name, *(shlex.quote(re.sub(r"(^|=)/(.*/)?", r"\1", argument)) for argument in sys.argv[1:])])
+
+
+def software_versions() -> dict[str, str]:
+    """Versions of what may change a figure."""
+    versions = {
+        "sidelane": __version__,
+        "python": platform.python_version(),
+        "os": f"{platform.system()} {platform.machine()}",
+    }
+    for name in ("torch", "triton", "numpy", "cuda-bindings"):
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions | local.software_versions()
+
+
+def accelerator_name() -> tuple[str, int]:
+    """Full name of the accelerators here, and their number."""
+    device_type, count = local.device_type_and_count()
+    assert count, "results of a device type that this machine does not have"
+    return str(torch.get_device_module(device_type).get_device_name(0)), count
+
+
+def processor_name() -> str:
+    """Name of the processor and the number of cores that this process may use."""
+    return f"{local.processor()}, {local.cores()} cores"

@@ -1,0 +1,150 @@
+"""What a collective is given and what it must return, without running one.
+
+Inputs are random bytes that follow from a seed, the source rank and the chunk. Every rank can regenerate what its peers
+were given, so the reference depends on no collective.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+
+from sidelane.program.collective import REDUCING, Kind
+
+KINDS = (Kind.ALL_GATHER, Kind.ALL_TO_ALL, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE, Kind.BROADCAST)
+ROOT = 0
+POISON = 0xA5
+BLOCK_BYTES = 64 << 20  # references are made and compared in blocks, so that checking needs no buffer of its own
+GRANULE_BYTES = 16
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Case:
+    """One collective of one size on this rank.
+
+    Attributes:
+        nbytes: gathered size of an all_gather, size of the whole local buffer for the others.
+    """
+
+    kind: Kind
+    nbytes: int
+    dtype: torch.dtype
+    rank: int
+    world_size: int
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"Case: kind (value={self.kind}, allowed={', '.join(KINDS)})")
+        if self.nbytes < 1 or self.nbytes % (self.world_size * GRANULE_BYTES):
+            raise ValueError(
+                f"Case: nbytes (value={self.nbytes}, allowed=multiples of {self.world_size * GRANULE_BYTES})"
+            )
+
+    @property
+    def shard_bytes(self) -> int:
+        return self.nbytes // self.world_size
+
+    @property
+    def output_bytes(self) -> int:
+        return self.shard_bytes if self.kind is Kind.REDUCE_SCATTER else self.nbytes
+
+    @property
+    def input_bytes(self) -> int:
+        return self.shard_bytes if self.kind is Kind.ALL_GATHER else self.nbytes
+
+
+def rounded_bytes(nbytes: int, world_size: int) -> int:
+    """The nearest size from ``nbytes`` up that every collective here can have.
+
+    >>> rounded_bytes(1000, 3)
+    1008
+    """
+    step = world_size * GRANULE_BYTES
+    return max(step, -(-nbytes // step) * step)
+
+
+def fill_input(case: Case, input: torch.Tensor, seed: int) -> None:
+    """Put this rank's random bytes for ``seed`` into ``input`` (1-d). Where a rank has no input, nothing is written."""
+    elements = input.view(torch.uint8)
+    for part, offset, nbytes in _input_parts(case):
+        for begin, block in _blocks(elements[offset : offset + nbytes]):
+            _generate(block, case, seed, part, begin)
+
+
+def poison(tensor: torch.Tensor) -> None:
+    """Overwrite an output, so that bytes which nobody writes are noticed."""
+    tensor.view(torch.uint8).fill_(POISON)
+
+
+def output_error(case: Case, output: torch.Tensor, seed: int) -> str | None:
+    """What is wrong with ``output`` (1-d) for the inputs of ``seed``; None if nothing is. Waits for the device."""
+    found = output.view(torch.uint8)
+    wrong: list[tuple[int, torch.Tensor]] = []
+    for sources, offset, nbytes in _output_parts(case):
+        for begin, block in _blocks(found[offset : offset + nbytes]):
+            expected = torch.empty_like(block)
+            _generate(expected, case, seed, sources[0], begin)
+            for source in sources[1:]:
+                term = torch.empty_like(block)
+                _generate(term, case, seed, source, begin)
+                expected.view(case.dtype).add_(term.view(case.dtype))
+            wrong.append((offset + begin, (block != expected).sum()))
+    counts = torch.stack([count for _, count in wrong]).tolist()
+    if not any(counts):
+        return None
+    first = next(begin for (begin, _), count in zip(wrong, counts, strict=True) if count)
+    return f"{int(sum(counts))} of {found.numel()} output bytes are wrong, the first at or behind {first}"
+
+
+Part = tuple[int, int]
+"""Bytes by name: (source rank, number of the chunk in its input). A seed and a part give the bytes."""
+
+
+def _input_parts(case: Case) -> Iterator[tuple[Part, int, int]]:
+    """What this rank's input is made of: (part, offset, bytes)."""
+    if case.kind is Kind.ALL_GATHER:
+        yield (case.rank, 0), 0, case.shard_bytes
+    elif case.kind is Kind.BROADCAST:
+        if case.rank == ROOT:
+            yield (ROOT, 0), 0, case.nbytes
+    else:
+        for chunk in range(case.world_size):
+            yield (case.rank, chunk), chunk * case.shard_bytes, case.shard_bytes
+
+
+def _output_parts(case: Case) -> Iterator[tuple[list[Part], int, int]]:
+    """What this rank's output must be: (parts to add up, offset, bytes)."""
+    everyone, shard = range(case.world_size), case.shard_bytes
+    match case.kind:
+        case Kind.ALL_GATHER:
+            yield from (([(source, 0)], source * shard, shard) for source in everyone)
+        case Kind.ALL_TO_ALL:
+            yield from (([(source, case.rank)], source * shard, shard) for source in everyone)
+        case Kind.BROADCAST:
+            yield [(ROOT, 0)], 0, case.nbytes
+        case Kind.REDUCE_SCATTER:
+            yield [(source, case.rank) for source in everyone], 0, shard
+        case _:
+            yield from (([(source, chunk) for source in everyone], chunk * shard, shard) for chunk in everyone)
+
+
+def _blocks(tensor: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    for begin in range(0, tensor.numel(), BLOCK_BYTES):
+        yield begin, tensor[begin : begin + BLOCK_BYTES]
+
+
+def _generate(block: torch.Tensor, case: Case, seed: int, part: Part, begin: int) -> None:
+    """Fill a block of bytes with what ``part`` holds at ``begin``."""
+    source, chunk = part
+    number = ((seed * 64 + source) * 64 + chunk) * 4096 + begin // BLOCK_BYTES
+    generator = torch.Generator(device=block.device).manual_seed(number)
+    if case.kind in REDUCING:
+        # Small whole numbers: their sums are exact in every dtype, in whatever order a library adds them.
+        elements = block.view(case.dtype)
+        values = torch.randint(-7, 8, elements.shape, generator=generator, device=block.device, dtype=torch.int32)
+        elements.copy_(values)
+    else:
+        block.view(torch.int64 if block.numel() % 8 == 0 else torch.uint8).random_(generator=generator)

@@ -1,0 +1,273 @@
+"""The result file of a study: what was measured, by which command, on what.
+
+One JSON object a study: ``study, machine, gpus, device, ranks, date, commit, command, software, rows``. Rows are flat
+and their names are fixed, since other tools read them. A time that does not exist is null and ``note`` says why: a
+variant that is wrong or could not run is a row that says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import math
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from sidelane.bench import provenance
+
+IMPLEMENTATIONS = ("nccl", "nccl_ce", "symm_mem", "gloo", "dma", "sm", "auto")
+LAUNCHES = ("eager", "graph")
+CLASSES = ("G-long", "C-long", "GC-equal", "")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Row:
+    """Flat row: its fields are the keys of the file, in their order."""
+
+    renamed: ClassVar[dict[str, str]] = {}
+
+    def to_dict(self) -> dict[str, Any]:
+        names = [field.name for field in dataclasses.fields(self)]
+        return {self.renamed.get(name, name): _plain(getattr(self, name)) for name in names}
+
+    @classmethod
+    def from_dict(cls, row: dict[str, Any]) -> Self:
+        """Make a row from the object of a file.
+
+        Raises:
+            ValueError: keys are missing or unknown, or a value is not allowed.
+        """
+        fields = {cls.renamed.get(field.name, field.name): field for field in dataclasses.fields(cls)}
+        required = {key for key, field in fields.items() if field.default is dataclasses.MISSING}
+        missing, unknown = sorted(required - set(row)), sorted(set(row) - set(fields))
+        if missing or unknown:
+            raise ValueError(f"{cls.__name__}: wrong keys (missing={missing}, unknown={unknown})")
+        return cls(**{fields[key].name: value for key, value in row.items()})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CollectiveRow(_Row):
+    """One line of a table like that of nccl-tests.
+
+    Attributes:
+        bytes: gathered size for an all_gather, the whole local buffer for the others.
+        variant: algorithm within the implementation (``pcpy``, ``b2b``, ...; empty where there is one only).
+        time_us: median over the rounds of the slowest rank's time; p10_us and p90_us likewise.
+        bus_gbps: see :func:`bus_gbps`.
+        energy_mj: of all GPUs for one call; None when it was not measured.
+        correct: outputs were compared with a reference in this run; None when it could not run.
+        note: why there is no time, or what to know about this one.
+    """
+
+    collective: str
+    bytes: int
+    dtype: str
+    in_place: bool
+    launch: str
+    implementation: str
+    variant: str
+    prelaunch: bool
+    time_us: float | None
+    p10_us: float | None
+    p90_us: float | None
+    bus_gbps: float | None
+    energy_mj: float | None
+    correct: bool | None
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        _require("CollectiveRow", "launch", self.launch, LAUNCHES)
+        _require("CollectiveRow", "implementation", self.implementation, IMPLEMENTATIONS)
+        _require_times("CollectiveRow", self.note, self.correct, time_us=self.time_us, bus_gbps=self.bus_gbps)
+        if self.bytes < 0:
+            raise ValueError(f"CollectiveRow: bytes must not be negative (value={self.bytes})")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class C3Row(_Row):
+    """A GEMM and a collective under one strategy, as design and papers define the figures.
+
+    Attributes:
+        gemm: tag of paper 000's Table I, or ``m,n,k``.
+        bytes: as in :class:`CollectiveRow`.
+        c3_class: ``class`` in the file: G-long, C-long or GC-equal; empty when no collective could run.
+        strategy: what was run; ``chosen`` is what the strategy ``auto`` picked, else empty.
+        gemm_us: isolated time of the GEMM.
+        comm_us: isolated time of this strategy's own collective.
+        best_comm_us: fastest isolated time of this collective over every implementation measured.
+        time_us: both, side by side.
+        speedup: (gemm + best_comm) / time.
+        ideal: (gemm + best_comm) / max(gemm, best_comm).
+        percent_of_ideal: 100 (speedup - 1) / (ideal - 1).
+        percent_of_ideal_nccl: the same with the library's isolated time (NCCL's, Gloo's on CPUs) as best_comm.
+        correct: outputs of both were compared with a reference in this run.
+        note: why there is no time, or what to know about this one.
+    """
+
+    renamed: ClassVar[dict[str, str]] = {"c3_class": "class"}
+
+    gemm: str
+    m: int
+    n: int
+    k: int
+    dtype: str
+    collective: str
+    bytes: int
+    c3_class: str
+    strategy: str
+    chosen: str
+    gemm_us: float | None
+    comm_us: float | None
+    best_comm_us: float | None
+    time_us: float | None
+    speedup: float | None
+    ideal: float | None
+    percent_of_ideal: float | None
+    percent_of_ideal_nccl: float | None
+    correct: bool | None = None
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        _require("C3Row", "class", self.c3_class, CLASSES)
+        _require_times("C3Row", self.note, self.correct, time_us=self.time_us, speedup=self.speedup)
+
+
+ROWS: dict[str, type[CollectiveRow] | type[C3Row]] = {"collectives": CollectiveRow, "c3": C3Row}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Results:
+    """A study's file. Make it with :func:`collect`, which looks up what the machine is.
+
+    Attributes:
+        study: ``collectives`` or ``c3``.
+        machine: short name, as the folders under ``results/`` have it (``h200x4``, ``cpu``).
+        gpus: number of GPUs that took part; 0 when ranks were CPU processes.
+        device: full name of the GPU or processor.
+        ranks: processes that took part.
+        date: UTC, ISO 8601.
+        commit: of the code that ran, with ``-dirty`` when files differed from it; ``unknown`` outside a checkout.
+        command: what to type to run it again.
+        software: versions, by name.
+        rows: the study's rows, of one type.
+    """
+
+    study: str
+    machine: str
+    gpus: int
+    device: str
+    ranks: int
+    date: str
+    commit: str
+    command: str
+    software: dict[str, str]
+    rows: tuple[CollectiveRow, ...] | tuple[C3Row, ...]
+
+    def __post_init__(self) -> None:
+        _require("Results", "study", self.study, tuple(ROWS))
+        wrong = {type(row).__name__ for row in self.rows if type(row) is not ROWS[self.study]}
+        if wrong:
+            raise ValueError(f"Results: rows of {self.study} (value={wrong}, allowed={ROWS[self.study].__name__})")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON object of the file."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {**fields, "rows": [row.to_dict() for row in self.rows]}
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.gpus == 0
+
+
+def collect(
+    study: str, rows: Sequence[CollectiveRow] | Sequence[C3Row], *, device_type: str, ranks: int, command: str = ""
+) -> Results:
+    """Put rows together with what this machine and this installation are. Call it in the parent or on one rank.
+
+    Args:
+        study: ``collectives`` or ``c3``.
+        rows: what was measured.
+        device_type: of the ranks' tensors: ``cpu`` or the accelerator's name in torch.
+        ranks: processes that took part.
+        command: what to type to run it again; empty takes this process's command line.
+    """
+    on_cpu = device_type == "cpu"
+    device, count = (provenance.processor_name(), 0) if on_cpu else provenance.accelerator_name()
+    return Results(
+        study=study,
+        machine="cpu" if on_cpu else provenance.machine_name(device, count),
+        gpus=0 if on_cpu else ranks,
+        device=device,
+        ranks=ranks,
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        commit=provenance.commit(),
+        command=command or provenance.command_line(),
+        software=provenance.software_versions(),
+        rows=tuple(rows),  # type: ignore[arg-type]  # a sequence of one of the two types; checked above
+    )
+
+
+def write(path: str | os.PathLike[str], results: Results) -> Path:
+    """Write the file whole or not at all, making its folder."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(results.to_dict(), indent=1, allow_nan=False) + "\n"
+    descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(temporary, 0o644)  # mkstemp makes it private
+        os.replace(temporary, target)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    return target
+
+
+def read(path: str | os.PathLike[str]) -> Results:
+    """Read a file back, checking keys and values.
+
+    Raises:
+        ValueError: it is not a result file; the text names the file and what is wrong.
+    """
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        row_type = ROWS[content["study"]]
+        rows = [row_type.from_dict(row) for row in content.pop("rows")]
+        return Results(**content, rows=tuple(rows))  # type: ignore[arg-type]  # one row type, checked when made
+    except (ValueError, KeyError, TypeError, AttributeError) as problem:
+        raise ValueError(f"read: not a result file (value={os.fspath(path)!r}): {problem}") from problem
+
+
+def bus_gbps(collective: str, nbytes: int, ranks: int, time_us: float) -> float:
+    """Bus bandwidth as nccl-tests defines it (its PERFORMANCE.md): comparable over collectives and numbers of ranks.
+
+    >>> bus_gbps("all_gather", 4_000_000_000, 4, 10_000.0)
+    300.0
+    """
+    shares = {"all_reduce": 2 * (ranks - 1) / ranks, "broadcast": 1.0}
+    return nbytes / (time_us * 1e3) * shares.get(collective, (ranks - 1) / ranks)
+
+
+def _plain(value: Any) -> Any:
+    # Five significant digits are more than any clock here gives, and keep the files readable.
+    return float(f"{value:.5g}") if isinstance(value, float) else value
+
+
+def _require(where: str, name: str, value: str, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{where}: {name} (value={value!r}, allowed={', '.join(allowed)})")
+
+
+def _require_times(where: str, note: str, correct: bool | None, **figures: float | None) -> None:
+    for name, value in figures.items():
+        if value is None and not note:
+            raise ValueError(f"{where}: a row without {name} needs a note that says why (value=None)")
+        if value is not None and not (math.isfinite(value) and value >= 0):
+            raise ValueError(f"{where}: {name} must be finite and not negative (value={value})")
+        if value is not None and correct is False:
+            raise ValueError(f"{where}: {name} of a wrong result must not be given (value={value}, allowed=None)")

@@ -1,0 +1,219 @@
+"""Rows of a study as tables, for a terminal, for Markdown and for HTML."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import rich.box
+import rich.console
+import rich.table
+import rich.text
+
+from sidelane.bench.results import C3Row, CollectiveRow, Results
+from sidelane.c3.workload import format_bytes
+
+R = TypeVar("R")
+K = TypeVar("K", bound=Any)  # hashable, and comparable where groups are ordered
+MISSING = "-"
+COLLECTIVE_COLUMNS: tuple[str, ...] = (
+    "bytes",
+    "<implementation",
+    "<variant",
+    "time\nus",
+    "p10-p90\nus",
+    "bus\nGB/s",
+    "energy\nmJ",
+    "<correct",
+)
+C3_COLUMNS: tuple[str, ...] = (
+    "<strategy",
+    "collective\nalone us",
+    "together\nus",
+    "speedup",
+    "% of\nideal",
+    "% of ideal\n(library)",
+    "<correct",
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Line:
+    """Cells of one line. ``best``: to be set off from the others; ``rule``: a group of lines ends with this one."""
+
+    cells: tuple[str, ...]
+    best: bool = False
+    rule: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Table:
+    """A table that does not know where it will be shown.
+
+    Attributes:
+        title: what the lines are about.
+        columns: headings; one that begins with ``<`` has its cells to the left, others to the right. Line breaks in
+            them keep columns narrow on a terminal.
+        lines: the lines.
+        notes: what a reader must know, one line each.
+    """
+
+    title: str
+    columns: tuple[str, ...]
+    lines: tuple[Line, ...]
+    notes: tuple[str, ...] = ()
+
+    def to_rich(self) -> rich.console.Group:
+        """For a terminal."""
+        table = rich.table.Table(title=self.title, title_justify="left", box=rich.box.SIMPLE_HEAD, padding=0)
+        for column in self.columns:
+            table.add_column(column.removeprefix("<"), justify=_side(column), no_wrap=True)
+        for line in self.lines:
+            # As text: square brackets in a cell are no markup.
+            cells = [rich.text.Text(cell) for cell in line.cells]
+            table.add_row(*cells, style="bold" if line.best else None, end_section=line.rule)
+        return rich.console.Group(table, *(rich.text.Text(f" {note}", style="dim") for note in self.notes), "")
+
+    def to_markdown(self) -> str:
+        """For a Markdown file; the best lines are bold."""
+        marks = {"left": ":--", "right": "--:"}
+        rows = [
+            [_heading(column) for column in self.columns],
+            [marks[_side(column)] for column in self.columns],
+            *([f"**{cell}**" if line.best else cell for cell in line.cells] for line in self.lines),
+        ]
+        body = "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)
+        notes = "\n".join(f"- {note}" for note in self.notes)
+        return "\n\n".join(filter(None, [f"### {self.title}", body, notes]))
+
+    def to_html(self) -> str:
+        """For an HTML page; classes: ``l`` for cells to the left, ``best`` and ``rule`` for lines."""
+        sides = ["l" if _side(column) == "left" else "r" for column in self.columns]
+        head = "".join(
+            f'<th class="{side}">{html.escape(_heading(column))}</th>'
+            for side, column in zip(sides, self.columns, strict=True)
+        )
+        body = ""
+        for line in self.lines:
+            names = " ".join(name for name, on in (("best", line.best), ("rule", line.rule)) if on)
+            cells = "".join(
+                f'<td class="{side}">{html.escape(cell)}</td>' for side, cell in zip(sides, line.cells, strict=True)
+            )
+            body += f'<tr class="{names}">{cells}</tr>\n'
+        notes = "".join(f"<p class=note>{html.escape(note)}</p>" for note in self.notes)
+        table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        return f"<h3>{html.escape(self.title)}</h3>{table}{notes}"
+
+
+def tables_of(results: Results) -> list[Table]:
+    """The tables of a study."""
+    if results.study == "collectives":
+        return _collective_tables([row for row in results.rows if isinstance(row, CollectiveRow)])
+    return _c3_tables([row for row in results.rows if isinstance(row, C3Row)])
+
+
+def _collective_tables(rows: Sequence[CollectiveRow]) -> list[Table]:
+    """One table for each way to call a collective, ordered by size as in nccl-tests; each size's fastest is set off."""
+    tables = []
+    for _, alike in grouped(rows, lambda row: (row.collective, row.dtype, row.in_place, row.launch)):
+        lines = []
+        for _, same in grouped(alike, lambda row: row.bytes):
+            ranked = sorted(same, key=lambda row: (row.time_us is None, row.time_us or 0.0))
+            lines += [
+                Line(_collective_cells(row), best=place == 0 and row.time_us is not None, rule=row is ranked[-1])
+                for place, row in enumerate(ranked)
+            ]
+        notes = _notes([(f"{' '.join(_collective_cells(row)[:3]).rstrip()}", row.note) for row in alike])
+        tables.append(_without_empty_columns(Table(way_to_call(alike[0]), COLLECTIVE_COLUMNS, tuple(lines), notes)))
+    return tables
+
+
+def way_to_call(row: CollectiveRow) -> str:
+    """What rows of one table and one picture have in common."""
+    place = "in place" if row.in_place else "out of place"
+    return f"{row.collective}, {row.dtype}, {place}, {row.launch}"
+
+
+def _collective_cells(row: CollectiveRow) -> tuple[str, ...]:
+    spread = f"{_number(row.p10_us)}-{_number(row.p90_us)}" if row.p10_us is not None else ""
+    return (
+        format_bytes(row.bytes),
+        row.implementation,
+        row.variant + ("+prelaunch" if row.prelaunch and "prelaunch" not in row.variant else ""),
+        _number(row.time_us),
+        spread,
+        _number(row.bus_gbps),
+        "" if row.energy_mj is None else _number(row.energy_mj),
+        _verdict(row.correct),
+    )
+
+
+def _c3_tables(rows: Sequence[C3Row]) -> list[Table]:
+    """One table a pair of GEMM and collective; the strategy with the highest percent of ideal is set off."""
+    tables = []
+    for _, same in grouped(rows, lambda row: (row.gemm, row.dtype, row.collective, row.bytes), ordered=False):
+        first = next((row for row in same if row.gemm_us is not None), same[0])
+        best = max((row.percent_of_ideal for row in same if row.percent_of_ideal is not None), default=None)
+        ideal = f"ideal speedup {first.ideal:.2f}" if first.ideal is not None else "no ideal"
+        title = (
+            f"{first.gemm} ({first.m}x{first.n}x{first.k} {first.dtype}) with {first.collective} of "
+            f"{format_bytes(first.bytes)}: {first.c3_class}, GEMM alone {_number(first.gemm_us)} us, best collective "
+            f"alone {_number(first.best_comm_us)} us, {ideal}"
+        )
+        lines = tuple(Line(_c3_cells(row), best=best is not None and row.percent_of_ideal == best) for row in same)
+        notes = _notes([(row.strategy, row.note) for row in same])
+        tables.append(_without_empty_columns(Table(title, C3_COLUMNS, lines, notes)))
+    return tables
+
+
+def _c3_cells(row: C3Row) -> tuple[str, ...]:
+    return (
+        row.strategy + (f" -> {row.chosen}" if row.chosen else ""),
+        _number(row.comm_us),
+        _number(row.time_us),
+        MISSING if row.speedup is None else f"{row.speedup:.2f}",
+        MISSING if row.percent_of_ideal is None else f"{row.percent_of_ideal:.0f}",
+        "" if row.percent_of_ideal_nccl is None else f"{row.percent_of_ideal_nccl:.0f}",
+        _verdict(row.correct),
+    )
+
+
+def _notes(rows: Sequence[tuple[str, str]]) -> tuple[str, ...]:
+    """What rows say about themselves, under the table: it may be long. Rows that say the same share a line."""
+    alike = grouped([row for row in rows if row[1]], lambda row: row[1], ordered=False)
+    return tuple(f"{', '.join(name for name, _ in members)}: {note}" for note, members in alike)
+
+
+def _without_empty_columns(table: Table) -> Table:
+    kept = [index for index in range(len(table.columns)) if any(line.cells[index] for line in table.lines)]
+    lines = tuple(dataclasses.replace(line, cells=tuple(line.cells[index] for index in kept)) for line in table.lines)
+    return dataclasses.replace(table, columns=tuple(table.columns[index] for index in kept), lines=lines)
+
+
+def grouped(rows: Iterable[R], key: Callable[[R], K], *, ordered: bool = True) -> list[tuple[K, list[R]]]:
+    """Rows with equal keys together: sorted by key, or in the order of their first rows."""
+    groups: dict[K, list[R]] = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    return sorted(groups.items(), key=lambda group: group[0]) if ordered else list(groups.items())
+
+
+def _number(value: float | None) -> str:
+    """Three significant digits or whole numbers, whichever is longer."""
+    if value is None:
+        return MISSING
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _verdict(correct: bool | None) -> str:
+    return {True: "yes", False: "WRONG", None: "not run"}[correct]
+
+
+def _heading(column: str) -> str:
+    return column.removeprefix("<").replace("\n", " ")
+
+
+def _side(column: str) -> Any:
+    return "left" if column.startswith("<") else "right"

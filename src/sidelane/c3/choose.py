@@ -1,0 +1,103 @@
+"""Which strategy suits a pair: a pure function of isolated times and of what is available, with a reason to print."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from sidelane.c3.strategy import Order, Strategy
+from sidelane.program.collective import Kind
+
+# Share of the shorter operation that disappears behind the longer one, by strategy.
+# mi300x: averages of paper 000 (section V, figures 8 and 10), percent of ideal over all its pairs.
+# h200: hardware.md, "GEMM next to a collective"; the lower ends of its ranges.
+HIDDEN: dict[str, dict[str, float]] = {
+    "mi300x": {"c3_base": 0.21, "c3_sp": 0.42, "conccl": 0.66},
+    "h200": {"c3_base": 0.0, "c3_sp": 0.02, "conccl": 0.87, "nccl_ce": 0.92},
+}
+DEFAULT_MACHINE = "mi300x"
+
+OWN_CHUNK_HIDDEN = 0.03
+"""What remains of that share for ``nccl_ce`` when it copies the caller's own chunk inside the GPU, a copy that waits
+for the GEMM (hardware.md: 2 to 4% of ideal out of place, and for every all-to-all)."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Candidate:
+    """A strategy that can run here.
+
+    Attributes:
+        strategy: what would run.
+        comm_us: isolated time of the collective as this strategy runs it.
+        in_place: whether that was an in-place call.
+    """
+
+    strategy: Strategy
+    comm_us: float
+    in_place: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Choice:
+    """The pick, what was predicted for every candidate (fastest first), and why."""
+
+    strategy: str
+    predicted_us: tuple[tuple[str, float], ...]
+    reason: str
+
+
+def choose(
+    gemm_us: float, collective: Kind, candidates: Sequence[Candidate], hidden: Mapping[str, float] | None = None
+) -> Choice:
+    """Pick the candidate with the least predicted time.
+
+    The prediction for a concurrent strategy is ``longer + (1 - hidden) * shorter``, with the isolated times of the GEMM
+    and of the collective *as that strategy runs it*; a serial one takes the sum. Ties go to the earlier candidate.
+
+    Args:
+        gemm_us: isolated time of the GEMM.
+        collective: what is communicated.
+        candidates: the legal ones: available and correct.
+        hidden: share of the shorter operation that each strategy hides, 0 to 1; None takes the table's default machine.
+
+    Raises:
+        ValueError: there is no candidate.
+    """
+    if not candidates:
+        raise ValueError("choose: no candidate (value=(), allowed=at least one)")
+    table = HIDDEN[DEFAULT_MACHINE] if hidden is None else hidden
+    scored = [(_predict(gemm_us, collective, candidate, table), candidate) for candidate in candidates]
+    ranking = sorted(scored, key=lambda pair: pair[0])
+    predicted, best = ranking[0]
+    reason = f"{best.strategy.name}: {_explain(gemm_us, collective, best, table)} = {predicted:.0f} us expected"
+    if len(ranking) > 1:
+        reason += f", next {ranking[1][1].strategy.name} {ranking[1][0]:.0f} us"
+    return Choice(best.strategy.name, tuple((c.strategy.name, us) for us, c in ranking), reason)
+
+
+def hidden_shares(device_name: str) -> Mapping[str, float]:
+    """The table's entry for a device, by a name like the driver's; the default machine's if it is not in the table."""
+    name = device_name.lower()
+    return next((shares for machine, shares in HIDDEN.items() if machine in name), HIDDEN[DEFAULT_MACHINE])
+
+
+def _share(collective: Kind, candidate: Candidate, hidden: Mapping[str, float]) -> float:
+    share = hidden.get(candidate.strategy.name, 0.0)
+    copies_own_chunk = not (collective is Kind.ALL_GATHER and candidate.in_place)
+    if candidate.strategy.name == "nccl_ce" and copies_own_chunk:
+        return min(share, OWN_CHUNK_HIDDEN)
+    return share
+
+
+def _predict(gemm_us: float, collective: Kind, candidate: Candidate, hidden: Mapping[str, float]) -> float:
+    if candidate.strategy.order is Order.SERIAL:
+        return gemm_us + candidate.comm_us
+    longer, shorter = max(gemm_us, candidate.comm_us), min(gemm_us, candidate.comm_us)
+    return longer + (1.0 - _share(collective, candidate, hidden)) * shorter
+
+
+def _explain(gemm_us: float, collective: Kind, candidate: Candidate, hidden: Mapping[str, float]) -> str:
+    if candidate.strategy.order is Order.SERIAL:
+        return f"{gemm_us:.0f} + {candidate.comm_us:.0f}"
+    longer, shorter = max(gemm_us, candidate.comm_us), min(gemm_us, candidate.comm_us)
+    return f"{longer:.0f} + {1.0 - _share(collective, candidate, hidden):.2f} x {shorter:.0f}"

@@ -1,0 +1,184 @@
+"""From times to figures: what a pair took under every strategy, and how much of the ideal that is."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from sidelane.c3.choose import Candidate, Choice, choose
+from sidelane.c3.strategy import LIBRARY, Strategy, ideal_speedup, percent_of_ideal, speedup
+from sidelane.c3.workload import C3Class, Workload, classify
+
+GEMM = "gemm"
+"""Name of the GEMM alone among the times."""
+
+
+class Configuration(Protocol):
+    """One way to call a collective implementation. ``label`` is unique in a pair."""
+
+    @property
+    def implementation(self) -> str: ...
+
+    @property
+    def in_place(self) -> bool: ...
+
+    @property
+    def label(self) -> str: ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Failure:
+    """Why something has no time. ``wrong``: it ran, and its result was wrong."""
+
+    text: str
+    wrong: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Isolated:
+    """A collective implementation alone. ``time_us`` is None where ``failure`` says why."""
+
+    implementation: str
+    label: str
+    in_place: bool
+    time_us: float | None
+    failure: Failure | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Result:
+    """A strategy in its best configuration, figures as medians over the rounds; None where ``failure`` says why.
+
+    Attributes:
+        label: how the collective was called.
+        comm_us: isolated time of that call.
+    """
+
+    strategy: str
+    label: str = ""
+    comm_us: float | None = None
+    time_us: float | None = None
+    speedup: float | None = None
+    ideal: float | None = None
+    percent_of_ideal: float | None = None
+    percent_of_ideal_library: float | None = None
+    failure: Failure | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outcome:
+    """Everything measured about a pair.
+
+    Attributes:
+        best: label of the fastest configuration of the collective; None if none works, and then ``best_comm_us``,
+            ``c3_class`` and ``choice`` are None as well.
+    """
+
+    workload: Workload
+    gemm_us: float
+    best: str | None
+    best_comm_us: float | None
+    c3_class: C3Class | None
+    isolated: tuple[Isolated, ...]
+    results: tuple[Result, ...]
+    choice: Choice | None
+
+
+def pair_label(strategy: Strategy, configuration: Configuration) -> str:
+    """Name of a strategy with one configuration among the times."""
+    return f"{strategy.name}: {configuration.label}"
+
+
+def judge(
+    workload: Workload,
+    configurations: Sequence[Configuration],
+    strategies: Sequence[Strategy],
+    times: Mapping[str, Sequence[float]],
+    failures: Mapping[str, Failure],
+    unavailable: Mapping[str, str],
+    hidden: Mapping[str, float],
+) -> Outcome:
+    """Turn times into figures: ratios in each round first, then their medians.
+
+    Args:
+        workload: the pair.
+        configurations: every way in which the collective was to be called.
+        strategies: what was to be run.
+        times: microseconds, one for each round, of the GEMM alone (``GEMM``), of configurations alone (their labels)
+            and of strategies (``pair_label``). What failed is not there.
+        failures: by the same names.
+        unavailable: implementations that should be here and are not, with the reason.
+        hidden: shares to choose by (see ``choose``).
+    """
+    best = _fastest(configurations, times)
+    isolated = tuple(
+        Isolated(c.implementation, c.label, c.in_place, _median(times.get(c.label)), failures.get(c.label))
+        for c in configurations
+    )
+    gemm_us = statistics.median(times[GEMM])
+    best_us = None if best is None else statistics.median(times[best.label])
+    judged = [_judge_strategy(strategy, configurations, times, failures, unavailable) for strategy in strategies]
+    candidates = [candidate for _, candidate in judged if candidate is not None]
+    return Outcome(
+        workload=workload,
+        gemm_us=gemm_us,
+        best=None if best is None else best.label,
+        best_comm_us=best_us,
+        c3_class=None if best_us is None else classify(gemm_us, best_us),
+        isolated=isolated,
+        results=tuple(result for result, _ in judged if result is not None),
+        choice=choose(gemm_us, workload.collective, candidates, hidden) if candidates else None,
+    )
+
+
+def _judge_strategy(
+    strategy: Strategy,
+    configurations: Sequence[Configuration],
+    times: Mapping[str, Sequence[float]],
+    failures: Mapping[str, Failure],
+    unavailable: Mapping[str, str],
+) -> tuple[Result | None, Candidate | None]:
+    """The result of a strategy (None if it does not belong on this kind of machine), and its candidacy."""
+    name = strategy.implementation({c.implementation for c in configurations})
+    if name is None:
+        reasons = [unavailable[wanted] for wanted in strategy.implementations if wanted in unavailable]
+        if not reasons:
+            return None, None
+        return Result(strategy.name, failure=Failure(f"not available: {reasons[0]}", wrong=False)), None
+    own = [c for c in configurations if c.implementation == name]
+    timed = [c for c in own if pair_label(strategy, c) in times]
+    if not timed:
+        found = (failures.get(label) for c in own for label in (pair_label(strategy, c), c.label))
+        failure = next(filter(None, found), Failure("no configuration could run", wrong=False))
+        return Result(strategy.name, failure=failure), None
+    chosen = min(timed, key=lambda c: statistics.median(times[pair_label(strategy, c)]))
+    best = _fastest(configurations, times)
+    library = _fastest([c for c in configurations if c.implementation in LIBRARY], times)
+    assert best is not None, "a configuration that runs next to a GEMM has run alone"
+    gemm, pair, comm_us = times[GEMM], times[pair_label(strategy, chosen)], statistics.median(times[chosen.label])
+    result = Result(
+        strategy=strategy.name,
+        label=chosen.label,
+        comm_us=comm_us,
+        time_us=statistics.median(pair),
+        speedup=_rounds(speedup, gemm, times[best.label], pair),
+        ideal=_rounds(ideal_speedup, gemm, times[best.label]),
+        percent_of_ideal=_rounds(percent_of_ideal, gemm, times[best.label], pair),
+        percent_of_ideal_library=_rounds(percent_of_ideal, gemm, times[library.label], pair) if library else None,
+    )
+    return result, Candidate(strategy, comm_us, chosen.in_place)
+
+
+def _fastest(configurations: Sequence[Configuration], times: Mapping[str, Sequence[float]]) -> Configuration | None:
+    timed = [c for c in configurations if c.label in times]
+    return min(timed, key=lambda c: statistics.median(times[c.label]), default=None)
+
+
+def _median(values: Sequence[float] | None) -> float | None:
+    return None if values is None else statistics.median(values)
+
+
+def _rounds(figure: Callable[..., float], *series: Sequence[float]) -> float:
+    return statistics.median(figure(*values) for values in zip(*series, strict=True))

@@ -1,0 +1,270 @@
+"""Run one pair under every strategy on this rank: buffers, streams, checks, rounds and ratios.
+
+How both start together on a GPU. The host queues everything while the device is held back: a spin on the caller's
+stream, then a barrier of all ranks, then the event that starts the clock. Both lanes wait for it::
+
+    caller   spin  barrier  start ─┬───────────────────────────────┬─ end
+    first                          └─ begun, operation ────────────┤
+    second                               └─ operation ─────────────┘
+
+The second lane waits for an event that the first one records just before its operation. That hop between streams, about
+2 us, is what keeps the order; the host's launch latency plays no part. On a CPU the collective's threads (or Gloo's)
+work while a thread of ours computes, and the order is that of the calls.
+
+Checks: before a strategy may be timed it runs once with fresh random inputs and poisoned outputs, and the bytes of the
+collective and the result of the GEMM are compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+import torch
+
+from sidelane.c3.choose import hidden_shares
+from sidelane.c3.outcome import GEMM, Configuration, Failure, Outcome, judge, pair_label
+from sidelane.c3.strategy import STRATEGIES, Order, Strategy
+from sidelane.c3.workload import Gemm, Workload
+
+RELATIVE_ERROR = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 1e-4}
+ABSOLUTE_ERROR = {"bfloat16": 1e-3, "float16": 1e-3, "float32": 1e-5}
+"""Allowed deviation of a GEMM from the same GEMM alone: two roundings of the result, and an absolute term in units of
+its standard deviation, sqrt(k) for normal inputs. A library may pick another kernel on another stream."""
+
+
+class CollectiveRun(Configuration, Protocol):
+    """One way to run the pair's collective, with its buffers."""
+
+    def start(self) -> Callable[[], None]:
+        """Begin on the current stream; what comes back waits for the end on a CPU."""
+        ...
+
+    def fill(self, seed: int) -> None:
+        """Fresh random input, poisoned output."""
+        ...
+
+    def error(self, seed: int) -> str | None:
+        """What is wrong with the output for the input of ``seed``."""
+        ...
+
+
+class Instruments(Protocol):
+    """How ranks agree and measure; every rank makes the same calls."""
+
+    def on_stream(self) -> contextlib.AbstractContextManager[None]: ...
+
+    def attempt(self, step: Callable[[], str | None] | Callable[[], None]) -> str | None:
+        """Run a step on all ranks; the first error of any of them."""
+        ...
+
+    def finish(self, what: str) -> None:
+        """Wait for the device, with a time-out."""
+        ...
+
+    def time(self, runs: Mapping[str, Callable[[], None]]) -> Mapping[str, Sequence[float]]:
+        """Microseconds of each run, one for each round, of the slowest rank; rounds interleaved, after a warm-up."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Lanes:
+    """The two streams of a pair; make them once a process, since torch hands out a limited number in turn."""
+
+    gemm: torch.cuda.Stream
+    collective: torch.cuda.Stream
+
+    @staticmethod
+    def on(device: torch.device) -> Lanes | None:
+        """Lanes on a device; None on a CPU."""
+        return None if device.type == "cpu" else Lanes(torch.cuda.Stream(device), torch.cuda.Stream(device))
+
+
+def run_workload(
+    workload: Workload,
+    collectives: Sequence[CollectiveRun],
+    instruments: Instruments,
+    *,
+    device: torch.device,
+    lanes: Lanes | None = None,
+    strategies: Sequence[Strategy] = STRATEGIES,
+    unavailable: Mapping[str, str] | None = None,
+    seed: int = 0,
+    device_name: str = "",
+) -> Outcome:
+    """Measure a pair under every strategy. Collective: all ranks call it with the same arguments.
+
+    Args:
+        workload: the pair.
+        collectives: every configuration of every implementation, ready to run.
+        instruments: how to agree and to measure.
+        device: of this rank.
+        lanes: streams, on an accelerator.
+        strategies: what to run.
+        unavailable: implementations that should be here and are not, with the reason.
+        seed: of the random inputs.
+        device_name: for the shares that the choice is made by.
+    """
+    seeds = iter(range(seed + 1, seed + 1_000_000))
+    with instruments.on_stream(), ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as worker:
+        gemm = GemmRun(workload.gemm, device)
+        pairs = Pairs(gemm, lanes, worker)
+        gemm.fill(next(seeds))
+        instruments.finish("the GEMM's inputs")
+        alone, failed_alone = _check({run.label: (run, _alone(run)) for run in collectives}, None, instruments, seeds)
+        planned = {
+            pair_label(strategy, run): (run, pairs.launch(strategy.order, run))
+            for strategy in strategies
+            for run in collectives
+            if run.implementation == strategy.implementation({r.implementation for r in collectives})
+            and run.label in alone
+        }
+        together, failed_together = _check(planned, gemm, instruments, seeds)
+        launches = {GEMM: gemm.run, **{label: launch for label, (_, launch) in {**alone, **together}.items()}}
+        times = instruments.time(launches)
+    failures = {**failed_alone, **failed_together}
+    return judge(workload, collectives, strategies, times, failures, unavailable or {}, hidden_shares(device_name))
+
+
+class GemmRun:
+    """A GEMM with its matrices, a reference and a check."""
+
+    def __init__(self, gemm: Gemm, device: torch.device) -> None:
+        dtype = getattr(torch, gemm.dtype)
+        self.gemm = gemm
+        self.a = torch.empty(gemm.m, gemm.k, dtype=dtype, device=device)
+        self.b = torch.empty(gemm.k, gemm.n, dtype=dtype, device=device)
+        self.c = torch.empty(gemm.m, gemm.n, dtype=dtype, device=device)
+        self._expected = torch.empty_like(self.c)
+
+    def run(self) -> None:
+        """Multiply, on the current stream."""
+        torch.mm(self.a, self.b, out=self.c)
+
+    def fill(self, seed: int) -> None:
+        """Fresh normal inputs, their product with nothing else running, and a poisoned result."""
+        generator = torch.Generator(device=self.a.device).manual_seed(seed)
+        self.a.normal_(generator=generator)
+        self.b.normal_(generator=generator)
+        torch.mm(self.a, self.b, out=self._expected)
+        self.c.fill_(math.nan)
+
+    def error(self) -> str | None:
+        """What is wrong with the result; None if nothing is."""
+        rtol, atol = RELATIVE_ERROR[self.gemm.dtype], ABSOLUTE_ERROR[self.gemm.dtype] * math.sqrt(self.gemm.k)
+        if torch.allclose(self.c, self._expected, rtol=rtol, atol=atol):
+            return None
+        return f"the GEMM's result differs from that of the GEMM alone (rtol={rtol:.2g}, atol={atol:.2g})"
+
+
+class Pairs:
+    """Turns (order, collective) into a launch of both."""
+
+    def __init__(self, gemm: GemmRun, lanes: Lanes | None, worker: ThreadPoolExecutor) -> None:
+        self._gemm = gemm
+        self._lanes = lanes
+        self._worker = worker
+
+    def launch(self, order: Order, run: CollectiveRun) -> Callable[[], None]:
+        if order is Order.SERIAL:
+            return lambda: self._serial(run)
+        if self._lanes is None:
+            return lambda: self._on_threads(order, run)
+        lanes = self._lanes
+        return lambda: self._on_lanes(order, run, lanes)
+
+    def _serial(self, run: CollectiveRun) -> None:
+        self._gemm.run()
+        run.start()()
+
+    def _on_lanes(self, order: Order, run: CollectiveRun, lanes: Lanes) -> None:
+        operations: list[tuple[torch.cuda.Stream, Callable[[], object]]] = [
+            (lanes.gemm, self._gemm.run),
+            (lanes.collective, run.start),
+        ]
+        if order is Order.COLLECTIVE_FIRST:
+            operations.reverse()
+        caller = torch.cuda.current_stream()
+        released = torch.cuda.Event()
+        released.record(caller)
+        for lane, operation in operations:
+            lane.wait_event(released)
+            released = torch.cuda.Event()  # for the second lane: the first one has come to its operation
+            released.record(lane)
+            with torch.cuda.stream(lane):
+                operation()
+        for lane, _ in operations:
+            caller.wait_stream(lane)
+
+    def _on_threads(self, order: Order, run: CollectiveRun) -> None:
+        if order is Order.COLLECTIVE_FIRST:
+            wait = run.start()
+            self._gemm.run()
+            wait()
+            return
+        begun = threading.Event()
+
+        def compute() -> None:
+            begun.set()
+            self._gemm.run()
+
+        product = self._worker.submit(compute)
+        begun.wait()
+        run.start()()
+        product.result()
+
+
+_Launches = dict[str, tuple[CollectiveRun, Callable[[], None]]]
+
+
+def _alone(run: CollectiveRun) -> Callable[[], None]:
+    return lambda: run.start()()
+
+
+def _check(
+    launches: _Launches, gemm: GemmRun | None, instruments: Instruments, seeds: Iterator[int]
+) -> tuple[_Launches, dict[str, Failure]]:
+    """Run each launch once and keep those that are right on every rank; the others with what was wrong.
+
+    The result of ``gemm`` is compared as well, where it is part of the launches.
+    """
+    right: _Launches = {}
+    failures: dict[str, Failure] = {}
+    for label, (run, launch) in launches.items():
+        failure = _check_one(label, run, launch, gemm, instruments, next(seeds))
+        if failure is None:
+            right[label] = (run, launch)
+        else:
+            failures[label] = failure
+    return right, failures
+
+
+def _check_one(
+    label: str,
+    run: CollectiveRun,
+    launch: Callable[[], None],
+    gemm: GemmRun | None,
+    instruments: Instruments,
+    seed: int,
+) -> Failure | None:
+    def execute() -> None:
+        run.fill(seed)
+        if gemm is not None:
+            gemm.fill(seed)
+        launch()
+        instruments.finish(label)
+
+    def compare() -> str | None:
+        return run.error(seed) or (None if gemm is None else gemm.error())
+
+    # Two steps: a rank that could not run has nothing to compare, and the two are told apart in the result.
+    refused = instruments.attempt(execute)
+    if refused is not None:
+        return Failure(refused, wrong=False)
+    wrong = instruments.attempt(compare)
+    return None if wrong is None else Failure(wrong, wrong=True)

@@ -1,0 +1,217 @@
+"""What runs side by side: one GEMM and one collective, and the taxonomy of such pairs (paper 000, section III)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from enum import StrEnum
+
+from sidelane.program.collective import ELEMENT_BYTES, Kind
+
+COMPARABLE = 1.15
+"""Two isolated times are comparable if neither exceeds the other by more than this factor (paper 000, section III)."""
+
+CPU_GEMM_FLOPS = 2_500_000_000
+"""Largest GEMM that a CPU rank runs: 25 to 50 milliseconds on one core at 50 to 100 GFLOP/s."""
+
+GEMM_DTYPES = ("bfloat16", "float16", "float32")
+
+# Table I of paper 000, in its order of dimensions, which is m x n x k. The paper does not say so; the models do. Every
+# GEMM has one dimension of 8192, the tokens of an iteration. In cb2, cb4 and cb5 (LLaMA-405B: hidden size 16384, fused
+# query, key and value 18432, fused gate and up projections 106496) the tokens come second and the hidden size last: a
+# forward projection with n = tokens and k = hidden size. cb3, mb1 and mb2 end with the tokens: a weight gradient, in
+# which tokens are summed over. The memory-bound ones are so by measured traffic: their outputs are the largest, and
+# their minimal bytes would call them compute-bound too.
+TABLE_I: dict[str, tuple[int, int, int]] = {
+    "cb1": (8192, 8192, 8192),
+    "cb2": (16384, 8192, 16384),
+    "cb3": (16384, 16384, 8192),
+    "cb4": (18432, 8192, 16384),
+    "cb5": (106496, 8192, 16384),
+    "mb1": (8192, 57344, 8192),
+    "mb2": (16384, 106496, 8192),
+}
+
+
+class C3Class(StrEnum):
+    """Which side of the pair takes longer when each runs alone."""
+
+    G_LONG = "G-long"
+    C_LONG = "C-long"
+    GC_EQUAL = "GC-equal"
+
+
+class Bound(StrEnum):
+    """What limits a GEMM that runs alone."""
+
+    COMPUTE = "compute"
+    MEMORY = "memory"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Gemm:
+    """``C[m, n] = A[m, k] @ B[k, n]``.
+
+    Attributes:
+        m: rows of the result.
+        n: columns of the result.
+        k: length of the sums.
+        dtype: of all three matrices, as torch names it.
+        tag: name in Table I of paper 000, else empty.
+        divisor: what every dimension of the named GEMM was divided by (1: the GEMM itself).
+    """
+
+    m: int
+    n: int
+    k: int
+    dtype: str = "bfloat16"
+    tag: str = ""
+    divisor: int = 1
+
+    def __post_init__(self) -> None:
+        if min(self.m, self.n, self.k) < 1:
+            raise ValueError(f"Gemm: dimensions must be positive (value={self.m}x{self.n}x{self.k})")
+        if self.dtype not in GEMM_DTYPES:
+            raise ValueError(f"Gemm: dtype (value={self.dtype!r}, allowed={', '.join(GEMM_DTYPES)})")
+
+    @property
+    def name(self) -> str:
+        """``cb1``, ``cb1/8`` (every dimension divided by 8) or ``512x512x2048``."""
+        if not self.tag:
+            return f"{self.m}x{self.n}x{self.k}"
+        return self.tag if self.divisor == 1 else f"{self.tag}/{self.divisor}"
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions."""
+        return 2 * self.m * self.n * self.k
+
+    @property
+    def nbytes(self) -> int:
+        """Fewest bytes that can move: each input read once, the result written once."""
+        return (self.m * self.k + self.k * self.n + self.m * self.n) * ELEMENT_BYTES[self.dtype]
+
+    def bound(self, machine_flops_per_byte: float, measured_bytes: float | None = None) -> Bound:
+        """Compute-bound if the GEMM does more operations per byte than the machine can (paper 000, section III).
+
+        Args:
+            machine_flops_per_byte: peak arithmetic rate over peak memory bandwidth.
+            measured_bytes: traffic that counters saw; None takes ``nbytes``, which is the least possible and so
+                calls some memory-bound GEMMs compute-bound.
+        """
+        intensity = self.flops / (self.nbytes if measured_bytes is None else measured_bytes)
+        return Bound.COMPUTE if intensity > machine_flops_per_byte else Bound.MEMORY
+
+    def scaled(self, divisor: int) -> Gemm:
+        """The GEMM with every dimension divided (rounded up), for machines that cannot run the whole one."""
+        if divisor < 1:
+            raise ValueError(f"Gemm.scaled: divisor (value={divisor}, allowed=1 or more)")
+        m, n, k = (-(-size // divisor) for size in (self.m, self.n, self.k))
+        return dataclasses.replace(self, m=m, n=n, k=k, divisor=self.divisor * divisor)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Workload:
+    """A GEMM and a collective without dependencies between them.
+
+    Attributes:
+        gemm: the computation, the same on every rank.
+        collective: the communication.
+        nbytes: gathered size of an all_gather, size of the local buffer for the others.
+    """
+
+    gemm: Gemm
+    collective: Kind
+    nbytes: int
+
+    def __post_init__(self) -> None:
+        if self.nbytes < 1:
+            raise ValueError(f"Workload: nbytes must be positive (value={self.nbytes})")
+
+    @property
+    def name(self) -> str:
+        """In the style of paper 000's Table II: ``cb1_896M all_gather``."""
+        return f"{self.gemm.name}_{format_bytes(self.nbytes)} {self.collective}"
+
+    def scaled_for_cpu(self, flops: int = CPU_GEMM_FLOPS) -> Workload:
+        """The same pair at a size that a CPU core finishes in tens of milliseconds.
+
+        Every dimension of the GEMM is divided by one power of two, the smallest that brings it to ``flops``, and the
+        bytes by the same number. That about keeps the relation of the two times: a core does some 20 operations in the
+        time in which it moves a byte, a GPU some 2000 in the time in which its link does.
+
+        >>> parse_workload("cb1_896M").scaled_for_cpu().name
+        'cb1/8_112M all_gather'
+        """
+        divisor = 1
+        while self.gemm.scaled(divisor).flops > flops:
+            divisor *= 2
+        gemm = dataclasses.replace(self.gemm.scaled(divisor), dtype="float32")
+        return dataclasses.replace(self, gemm=gemm, nbytes=max(1024, self.nbytes // divisor))
+
+
+def classify(gemm_us: float, comm_us: float) -> C3Class:
+    """The C3 type of a pair from isolated times in microseconds (paper 000, section III).
+
+    >>> str(classify(1410.0, 1840.0))
+    'C-long'
+    """
+    if not (gemm_us > 0 and comm_us > 0 and math.isfinite(gemm_us) and math.isfinite(comm_us)):
+        raise ValueError(f"classify: times must be positive (value={gemm_us}, {comm_us})")
+    if gemm_us > COMPARABLE * comm_us:
+        return C3Class.G_LONG
+    return C3Class.C_LONG if comm_us > COMPARABLE * gemm_us else C3Class.GC_EQUAL
+
+
+def parse_gemm(text: str, dtype: str = "bfloat16") -> Gemm:
+    """Read a tag of Table I (``cb1``) or ``MxNxK`` (``8192x8192x8192``).
+
+    Raises:
+        ValueError: neither.
+    """
+    if text in TABLE_I:
+        return Gemm(*TABLE_I[text], dtype, tag=text)
+    match = re.fullmatch(r"(\d+)x(\d+)x(\d+)", text)
+    if not match:
+        raise ValueError(f"parse_gemm: not a GEMM (value={text!r}, allowed={', '.join(TABLE_I)} or MxNxK)")
+    return Gemm(int(match[1]), int(match[2]), int(match[3]), dtype)
+
+
+def parse_workload(text: str, collective: Kind = Kind.ALL_GATHER, dtype: str = "bfloat16") -> Workload:
+    """Read a pair as Table II of paper 000 writes it: ``cb1_896M``, ``mb2_3.25G``, ``4096x4096x4096_64M``.
+
+    Raises:
+        ValueError: anything else.
+    """
+    gemm, separator, size = text.rpartition("_")
+    if not separator:
+        raise ValueError(f"parse_workload: not a pair (value={text!r}, allowed=GEMM_BYTES, for example cb1_896M)")
+    return Workload(parse_gemm(gemm, dtype), collective, parse_bytes(size))
+
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def parse_bytes(text: str) -> int:
+    """Read a size: ``1024``, ``64K``, ``896M``, ``3.25G``, also with ``B`` or ``iB`` behind. Units are binary.
+
+    Raises:
+        ValueError: not a size, or not a whole number of bytes.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    if not match:
+        raise ValueError(f"parse_bytes: not a size (value={text!r}, allowed=a number with K, M or G)")
+    nbytes = float(match[1]) * _UNITS[match[2].upper()]
+    if nbytes != int(nbytes):
+        raise ValueError(f"parse_bytes: not a whole number of bytes (value={text!r})")
+    return int(nbytes)
+
+
+def format_bytes(nbytes: int) -> str:
+    """The shortest text that ``parse_bytes`` reads back: ``896M``, ``3.25G``, ``1000``."""
+    for unit in ("G", "M", "K"):
+        amount = f"{nbytes / _UNITS[unit]:.2f}".rstrip("0").rstrip(".")
+        if nbytes >= _UNITS[unit] and float(amount) * _UNITS[unit] == nbytes:
+            return amount + unit
+    return str(nbytes)

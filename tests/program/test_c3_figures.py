@@ -1,0 +1,176 @@
+"""From times to figures: ideal, speedup and percent of ideal, the judgement of a run, and the choice of a strategy."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from sidelane.c3.choose import HIDDEN, Candidate, choose, hidden_shares
+from sidelane.c3.outcome import GEMM, Failure, judge, pair_label
+from sidelane.c3.strategy import STRATEGIES, Order, ideal_speedup, named, percent_of_ideal, speedup
+from sidelane.c3.workload import C3Class, parse_workload
+from sidelane.program.collective import Kind
+
+PAIR = parse_workload("cb1_896M")
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    implementation: str
+    label: str
+    in_place: bool = False
+
+
+NCCL, NCCL_IN_PLACE = Way("nccl", "nccl out of place"), Way("nccl", "nccl in place", True)
+DMA, CE = Way("dma", "dma in place", True), Way("nccl_ce", "nccl_ce in place", True)
+
+
+def test_worked_example_of_hardware_md() -> None:
+    # cb1 takes 1.41 ms, the best all-gather of 896 MiB 1.84 ms, both together 1.86 ms.
+    assert ideal_speedup(1410, 1840) == pytest.approx(3250 / 1840)
+    assert speedup(1410, 1840, 1860) == pytest.approx(3250 / 1860)
+    assert percent_of_ideal(1410, 1840, 1860) == pytest.approx(97.5, abs=0.1)
+    # NCCL alone takes 2.17 ms: the papers' figure is more generous to the same 1.86 ms.
+    assert percent_of_ideal(1410, 2170, 1860) == pytest.approx(142.3, abs=0.1)
+
+
+def test_ends_of_the_scale() -> None:
+    assert percent_of_ideal(100, 50, 150) == pytest.approx(0)  # serial
+    assert percent_of_ideal(100, 50, 100) == pytest.approx(100)  # the shorter one hidden entirely
+    assert percent_of_ideal(100, 50, 125) == pytest.approx(40)
+    assert percent_of_ideal(100, 50, 300) == pytest.approx(-100)  # slower than serial: not cut off
+
+
+def test_average_of_paper_000() -> None:
+    # c3_base: 1.13x where 1.6x is ideal is 21% of ideal (section I).
+    gemm, comm = 1.0, 0.6
+    assert ideal_speedup(gemm, comm) == pytest.approx(1.6)
+    assert percent_of_ideal(gemm, comm, (gemm + comm) / 1.13) == pytest.approx(21, abs=1)
+
+
+def test_strategies_say_who_comes_first_and_who_moves_the_bytes() -> None:
+    assert [strategy.name for strategy in STRATEGIES] == ["serial", "c3_base", "c3_sp", "conccl", "nccl_ce"]
+    assert named("c3_base").order is Order.GEMM_FIRST
+    assert named("c3_sp").order is named("conccl").order is Order.COLLECTIVE_FIRST
+    assert named("c3_sp").implementation({"gloo", "dma"}) == "gloo"
+    assert named("c3_sp").implementation({"nccl", "gloo"}) == "nccl"
+    assert named("nccl_ce").implementation({"gloo", "dma"}) is None
+    with pytest.raises(ValueError, match="allowed=serial"):
+        named("c3_rp")
+
+
+def judged(times: dict[str, list[float]], failures: dict[str, Failure] | None = None, **kwargs: dict[str, str]):
+    ways = (NCCL, NCCL_IN_PLACE, DMA)
+    return judge(PAIR, ways, STRATEGIES, times, failures or {}, kwargs.get("unavailable", {}), HIDDEN["h200"])
+
+
+def all_times(**changed: list[float]) -> dict[str, list[float]]:
+    times = {GEMM: [1400.0] * 3}
+    for way, alone in ((NCCL, 2200.0), (NCCL_IN_PLACE, 2000.0), (DMA, 1800.0)):
+        times[way.label] = [alone] * 3
+    for name, way, together in (
+        ("serial", NCCL, 3650.0),
+        ("serial", NCCL_IN_PLACE, 3450.0),
+        ("c3_base", NCCL, 3500.0),
+        ("c3_base", NCCL_IN_PLACE, 3550.0),
+        ("c3_sp", NCCL, 3500.0),
+        ("c3_sp", NCCL_IN_PLACE, 3300.0),
+        ("conccl", DMA, 1850.0),
+    ):
+        times[pair_label(named(name), way)] = [together] * 3
+    return times | changed
+
+
+def test_every_strategy_gets_its_best_configuration_and_the_strictest_ideal() -> None:
+    outcome = judged(all_times())
+    results = {result.strategy: result for result in outcome.results}
+    assert list(results) == ["serial", "c3_base", "c3_sp", "conccl"]  # nccl_ce is not expected on this machine
+    assert outcome.best == DMA.label
+    assert outcome.best_comm_us == 1800
+    assert outcome.c3_class is C3Class.C_LONG
+    # The best configuration next to the GEMM need not be the best one alone.
+    assert (results["c3_base"].label, results["c3_base"].comm_us) == (NCCL.label, 2200)
+    assert results["c3_sp"].label == NCCL_IN_PLACE.label
+    for result in results.values():
+        assert result.ideal == pytest.approx(3200 / 1800)
+        assert result.speedup == pytest.approx(3200 / result.time_us)
+    assert results["conccl"].percent_of_ideal == pytest.approx(percent_of_ideal(1400, 1800, 1850))
+    # The papers' figure takes the library's best isolated time: in place.
+    assert results["conccl"].percent_of_ideal_library == pytest.approx(percent_of_ideal(1400, 2000, 1850))
+    assert outcome.choice is not None
+    assert outcome.choice.strategy == "conccl"
+
+
+def test_ratios_are_taken_in_each_round_before_the_median() -> None:
+    # The machine slows down by half in one round and by a quarter in another: every ratio is the same in all rounds.
+    pace = [1.0, 1.5, 1.25]
+    times = {name: [series[0] * factor for factor in pace] for name, series in all_times().items()}
+    steady = {result.strategy: result for result in judged(all_times()).results}
+    for result in judged(times).results:
+        assert result.percent_of_ideal == pytest.approx(steady[result.strategy].percent_of_ideal)
+        assert result.time_us == pytest.approx(1.25 * steady[result.strategy].time_us)
+    # A round in which only the GEMM alone was slow moves no median.
+    assert judged(all_times(gemm=[1400.0, 2800.0, 1400.0])).results[3].speedup == pytest.approx(3200 / 1850)
+
+
+def test_what_failed_has_no_time_and_says_why() -> None:
+    times = all_times()
+    for label in (pair_label(named("conccl"), DMA), DMA.label):
+        del times[label]
+    outcome = judged(times, {DMA.label: Failure("rank 1: 3 bytes are wrong", wrong=True)})
+    conccl = next(result for result in outcome.results if result.strategy == "conccl")
+    assert conccl.time_us is None
+    assert conccl.percent_of_ideal is None
+    assert conccl.failure == Failure("rank 1: 3 bytes are wrong", wrong=True)
+    assert outcome.best == NCCL_IN_PLACE.label
+    assert outcome.choice is not None
+    assert outcome.choice.strategy != "conccl"
+    assert [alone.time_us for alone in outcome.isolated] == [2200, 2000, None]
+
+
+def test_what_belongs_here_but_is_missing_is_a_result_with_the_reason() -> None:
+    outcome = judged(all_times(), unavailable={"nccl_ce": "no windows"})
+    assert outcome.results[-1].strategy == "nccl_ce"
+    assert outcome.results[-1].failure == Failure("not available: no windows", wrong=False)
+
+
+def test_nothing_that_works() -> None:
+    outcome = judge(PAIR, (DMA,), STRATEGIES, {GEMM: [1.0]}, {DMA.label: Failure("broken", wrong=True)}, {}, {})
+    assert (outcome.best, outcome.c3_class, outcome.choice) == (None, None, None)
+    assert [result.failure for result in outcome.results] == [Failure("broken", wrong=True)]
+
+
+def candidates(**comm_us: float) -> list[Candidate]:
+    return [Candidate(named(name), time, in_place=name in ("conccl", "nccl_ce")) for name, time in comm_us.items()]
+
+
+def test_choice_on_measured_times() -> None:
+    choice = choose(1410, Kind.ALL_GATHER, candidates(serial=2170, c3_sp=2170, conccl=1840), HIDDEN["h200"])
+    assert choice.strategy == "conccl"
+    assert dict(choice.predicted_us) == pytest.approx(
+        {"conccl": 1840 + 0.13 * 1410, "c3_sp": 2170 + 0.98 * 1410, "serial": 3580}
+    )
+    assert choice.reason == "conccl: 1840 + 0.13 x 1410 = 2023 us expected, next c3_sp 3552 us"
+
+
+def test_small_messages_go_to_whoever_is_fast() -> None:
+    # 10 us with the library's kernels, 40 us on DMA engines, next to 1 ms of GEMM.
+    choice = choose(1000, Kind.ALL_GATHER, candidates(serial=10, c3_sp=10, conccl=40))
+    assert choice.strategy == "c3_sp"
+    assert choose(1000, Kind.ALL_GATHER, candidates(serial=10, conccl=400)).strategy == "serial"
+
+
+def test_own_chunk_decides_about_the_library_s_copy_engines() -> None:
+    both = candidates(conccl=1840, nccl_ce=1800)
+    assert choose(1410, Kind.ALL_GATHER, both, HIDDEN["h200"]).strategy == "nccl_ce"
+    assert choose(1410, Kind.ALL_TO_ALL, both, HIDDEN["h200"]).strategy == "conccl"
+    out_of_place = [both[0], dataclasses.replace(both[1], in_place=False)]
+    assert choose(1410, Kind.ALL_GATHER, out_of_place, HIDDEN["h200"]).strategy == "conccl"
+
+
+def test_choice_needs_a_candidate_and_a_known_machine_only_helps() -> None:
+    with pytest.raises(ValueError, match="no candidate"):
+        choose(1.0, Kind.ALL_GATHER, [])
+    assert hidden_shares("NVIDIA H200") is HIDDEN["h200"]
+    assert hidden_shares("some processor") is HIDDEN["mi300x"]

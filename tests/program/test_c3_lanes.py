@@ -1,0 +1,155 @@
+"""The schedule of a pair on streams, seen without a device: who waits for what, in which order."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from sidelane.bench.measure import Job, Meter
+from sidelane.c3.run import Lanes, Pairs
+from sidelane.c3.strategy import Order
+
+
+class FakeDevice:
+    """Records what is queued on which stream."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        device = self
+        self.log: list[str] = []
+        self.current = "caller"
+        self.events = 0
+        self.started = False
+
+        class Stream:
+            def __init__(self, name: str = "caller") -> None:
+                self.name = name
+
+            def wait_event(self, event: Any) -> None:
+                device.log.append(f"{self.name}: wait {event.name}")
+
+            def wait_stream(self, other: Any) -> None:
+                device.log.append(f"{self.name}: join {other.name}")
+
+        class Event:
+            def __init__(self, enable_timing: bool = False) -> None:
+                device.events += 1
+                self.name = f"e{device.events}"
+
+            def record(self, stream: Any = None) -> None:
+                device.log.append(f"{stream.name if stream else device.current}: record {self.name}")
+
+            def query(self) -> bool:
+                return device.started
+
+            def elapsed_time(self, other: Any) -> float:
+                return 2.0
+
+        @contextlib.contextmanager
+        def use(stream: Any) -> Iterator[None]:
+            before, device.current = device.current, stream.name
+            yield
+            device.current = before
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream())
+        monkeypatch.setattr(torch.cuda, "stream", use)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream(device.current))
+        monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: device.queue(f"spin {cycles}")())
+        self.stream = Stream
+
+    def queue(self, what: str) -> Callable[[], Any]:
+        def run() -> Any:
+            self.log.append(f"{self.current}: {what}")
+            return lambda: None
+
+        return run
+
+
+class Work:
+    def __init__(self, run: Callable[[], Any]) -> None:
+        self.run = self.start = run
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
+    return FakeDevice(monkeypatch)
+
+
+def launched(device: FakeDevice, order: Order) -> list[str]:
+    lanes = Lanes(device.stream("gemm_lane"), device.stream("comm_lane"))  # type: ignore[arg-type]
+    with ThreadPoolExecutor(1) as worker:
+        pairs = Pairs(Work(device.queue("gemm")), lanes, worker)  # type: ignore[arg-type]
+        pairs.launch(order, Work(device.queue("collective")))()  # type: ignore[arg-type]
+    return device.log
+
+
+def test_the_second_lane_is_released_by_the_first_just_before_its_operation(device: FakeDevice) -> None:
+    assert launched(device, Order.COLLECTIVE_FIRST) == [
+        "caller: record e1",
+        "comm_lane: wait e1",
+        "comm_lane: record e2",
+        "comm_lane: collective",
+        "gemm_lane: wait e2",
+        "gemm_lane: record e3",
+        "gemm_lane: gemm",
+        "caller: join comm_lane",
+        "caller: join gemm_lane",
+    ]
+
+
+def test_gemm_first(device: FakeDevice) -> None:
+    log = launched(device, Order.GEMM_FIRST)
+    assert log[1:4] == ["gemm_lane: wait e1", "gemm_lane: record e2", "gemm_lane: gemm"]
+    assert log[4] == "comm_lane: wait e2"
+
+
+def test_serial_stays_on_the_callers_stream(device: FakeDevice) -> None:
+    assert launched(device, Order.SERIAL) == ["caller: gemm", "caller: collective"]
+
+
+@pytest.fixture
+def meter(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> Meter:
+    monkeypatch.setattr("torch.distributed.get_rank", lambda group=None: 0)
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda *args, **kwargs: None)
+    monkeypatch.setattr(Meter, "finish", lambda self, what: device.log.append(f"finish {what}"))
+    return Meter(torch.device("cuda:0"), device_barrier=device.queue("barrier"))
+
+
+def test_a_sample_lines_the_ranks_up_behind_the_spin(device: FakeDevice, meter: Meter) -> None:
+    job = Job(device.queue("work"), repeats=2, calls=4, hide_launch_us=500)
+    rounds = meter.rounds({"job": job}, warmup=0, repeats=1)["job"]
+    assert device.log == [
+        "caller: spin 1000000",
+        "caller: barrier",
+        "caller: record e1",
+        "caller: work",
+        "caller: work",
+        "caller: record e2",
+        "finish job",
+    ]
+    assert rounds.times_us == (500.0,)  # 2 ms for four calls
+    assert rounds.late == 0
+
+
+def test_a_late_host_is_counted_and_gets_more_time(device: FakeDevice, meter: Meter) -> None:
+    device.started = True
+    job = Job(device.queue("work"), hide_launch_us=500)
+    rounds = meter.rounds({"job": job}, warmup=1, repeats=2)["job"]
+    assert rounds.late == 2
+    spins = [line for line in device.log if "spin" in line]
+    assert spins == ["caller: spin 1000000", "caller: spin 2000000", "caller: spin 4000000"]
+
+
+def test_eager_launches_are_part_of_the_time_unless_asked(device: FakeDevice, meter: Meter) -> None:
+    meter.rounds({"job": Job(device.queue("work"))}, warmup=0, repeats=1)
+    assert not any("spin" in line for line in device.log)
+
+
+def test_an_accelerator_needs_a_barrier(device: FakeDevice) -> None:
+    with pytest.raises(ValueError, match="device_barrier"):
+        Meter(torch.device("cuda:0"))

@@ -1,0 +1,183 @@
+"""The command line: what it accepts, what it makes of it, and how it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+import sidelane
+from sidelane import cli
+from sidelane.bench import c3_bench, collective_bench, info, reference
+from sidelane.bench.launch import RankFailedError
+from sidelane.errors import UnavailableError
+from sidelane.program.collective import Kind
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.main, arguments)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Stands in for the studies; holds the options that they were called with."""
+    seen = SimpleNamespace(collective=None, c3=None)
+    monkeypatch.setattr(collective_bench, "main", lambda options: setattr(seen, "collective", options))
+    monkeypatch.setattr(c3_bench, "main", lambda options: setattr(seen, "c3", options))
+    return seen
+
+
+def test_version():
+    assert run("--version").output == f"sidelane {sidelane.__version__}\n"
+
+
+@pytest.mark.parametrize("command", ["info", "collective", "c3", "demo"])
+def test_help(command: str):
+    result = run(command, "--help")
+    assert result.exit_code == 0
+    assert "Usage:" in result.output
+    assert "ALL_GATHER" not in result.output, "names of enum members instead of what users type"
+
+
+def test_collective_defaults(asked: SimpleNamespace):
+    assert run("collective", "--device", "cpu").exit_code == 0
+    options = asked.collective
+    assert options.collectives == (Kind.ALL_GATHER, Kind.ALL_TO_ALL)
+    assert options.sizes == collective_bench.default_sizes("cpu")
+    assert (options.launches, options.variants, options.implementations) == ((), (), ())
+    assert (options.warmup, options.repeats, options.ranks, options.json) == (3, 15, None, None)
+
+
+def test_collective_options(asked: SimpleNamespace, tmp_path: Path):
+    result = run(
+        *("collective", "--collective", "all_reduce", "--collective", "broadcast", "--min-bytes", "1K"),
+        *("--max-bytes", "1M", "--factor", "32", "--dtype", "float32", "--implementations", "dma, gloo"),
+        *("--variants", "b2b,pcpy", "--launch", "eager", "--ranks", "3", "--device", "cpu", "--json"),
+        *(str(tmp_path / "x.json"), "--iterations", "7", "--warmup", "1", "--report", str(tmp_path), "--timeout", "90"),
+        "--no-profile",
+    )
+    assert result.exit_code == 0, result.output
+    options = asked.collective
+    assert options.collectives == (Kind.ALL_REDUCE, Kind.BROADCAST)
+    assert options.sizes == (1 << 10, 32 << 10, 1 << 20)
+    assert options.implementations == ("dma", "gloo")
+    assert options.variants == ("b2b", "pcpy")
+    assert options.launches == ("eager",)
+    assert (options.dtype, options.ranks, options.repeats, options.warmup) == ("float32", 3, 7, 1)
+    assert (options.json, options.report, options.timeout_s) == (tmp_path / "x.json", tmp_path, 90.0)
+    assert not options.profile
+
+
+def test_all_means_all_that_can_be_measured(asked: SimpleNamespace):
+    run("collective", "--collective", "all", "--device", "cpu")
+    assert set(asked.collective.collectives) == set(reference.KINDS)
+
+
+def test_c3_defaults(asked: SimpleNamespace):
+    assert run("c3").exit_code == 0
+    assert asked.c3.workloads == ("cb1_896M",)
+    assert (asked.c3.warmup, asked.c3.repeats) == (6, 9)
+    assert asked.c3.strategies == ()
+
+
+def test_c3_options(asked: SimpleNamespace):
+    result = run(
+        *("c3", "mb1_896M", "--gemm", "cb2", "--gemm", "512,256,128", "--bytes", "1.5M", "--bytes", "1000"),
+        *("--collective", "all_to_all", "--strategy", "serial", "--strategy", "conccl", "--dtype", "float16"),
+    )
+    assert result.exit_code == 0, result.output
+    pairs = ("mb1_896M", "cb2_1.50M", "cb2_1000", "512x256x128_1.50M", "512x256x128_1000")
+    assert tuple(text.replace("1.5M", "1.50M") for text in asked.c3.workloads) == pairs
+    assert asked.c3.collectives == (Kind.ALL_TO_ALL,)
+    assert asked.c3.strategies == ("serial", "conccl")
+    assert asked.c3.dtype == "float16"
+
+
+def test_demo_looks_and_then_measures(asked: SimpleNamespace, tmp_path: Path):
+    result = run("demo", "--device", "cpu", "--ranks", "2", "--report", str(tmp_path))
+    assert result.exit_code == 0, result.output
+    assert "This machine" in result.output
+    assert asked.c3.report == tmp_path
+    assert asked.c3.workloads == cli.DEMO_WORKLOADS
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["collective", "--min-bytes", "12Q"], "12Q"),
+        (["collective", "--min-bytes", "2M", "--max-bytes", "1M"], "nothing from 2M to 1M"),
+        (["collective", "--collective", "all_gatter"], "all_gatter"),
+        (["collective", "--ranks", "0"], "--ranks"),
+        (["collective", "--device", "cpu", "--dtype", "float128"], "float128"),
+        (["c3", "cb9_1M"], "cb9"),
+        (["c3", "cb1"], "cb1_896M"),
+        (["c3", "--gemm", "cb1"], "--bytes"),
+        (["c3", "--gemm", "1,2", "--bytes", "1M"], "MxNxK"),
+        (["c3", "--strategy", "hope"], "hope"),
+        (["demo", "--report", __file__], "is a file"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_mistakes_are_refused_in_one_line(asked: SimpleNamespace, arguments: list[str], reason: str):
+    result = run(*arguments)
+    assert result.exit_code == 2, result.output
+    assert "Traceback" not in result.output
+    assert reason in result.output.strip().splitlines()[-1]
+    assert (asked.collective, asked.c3) == (None, None)
+
+
+def fail_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    def fail(options: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(c3_bench, "main", fail)
+
+
+def test_what_happens_on_the_way_is_not_the_users_fault(monkeypatch: pytest.MonkeyPatch):
+    fail_with(monkeypatch, UnavailableError("no copy engines here"))
+    result = run("c3")
+    assert (result.exit_code, result.output) == (1, "Error: no copy engines here\n")
+
+
+def test_what_a_rank_refused_is(monkeypatch: pytest.MonkeyPatch):
+    fail_with(monkeypatch, RankFailedError("rank 0 of 2 failed:\nTraceback ...", 0, "implementations: mpi"))
+    result = run("c3")
+    assert result.exit_code == 2
+    assert "implementations: mpi" in result.output
+    assert "Traceback ..." not in result.output
+
+
+def test_a_traceback_on_request(monkeypatch: pytest.MonkeyPatch):
+    error = UnavailableError("no copy engines here")
+    fail_with(monkeypatch, error)
+    assert run("--traceback", "c3").exception is error
+
+
+def test_info_as_json():
+    result = run("info", "--json", "--no-probe")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.output)
+    assert found["machine"]["cores"] >= 1
+    assert found["software"]["sidelane"] == sidelane.__version__
+    assert set(found["uses"]) >= {"ranks", "moves", "signals"}
+
+
+def test_info_of_a_machine_with_gpus(monkeypatch: pytest.MonkeyPatch):
+    """What a machine with four GPUs would show, made up."""
+    from sidelane.bench.launch import Place
+    from sidelane.machine.inventory import Accelerators, Gpu, Inventory
+
+    gpus = tuple(Gpu(i, "Example GPU", 141 << 30, 132, 3, 18, True, 700.0) for i in range(4))
+    access = tuple(tuple((i, j) != (3, 0) for j in range(4)) for i in range(4))
+    found = Accelerators("cuda", gpus, access, None, "580.1", "NCCL 2.28.9", True, False, ("a note",))
+    monkeypatch.setattr(info.local, "inspect", lambda: Inventory("CPU", 64, 1 << 39, 1 << 38, found))
+    monkeypatch.setattr(info, "choose_place", lambda: Place("cpu", 4))
+    output = " ".join(run("info", "--no-probe").output.split())
+    assert "141 GiB, 132 compute units, 3 copy engines, 18 links to a switch, 700 W at most" in output
+    assert "missing for 3->0" in output
+    assert "NCCL 2.28.9, copy engines possible" in output
+    assert "a note" in output

@@ -1,0 +1,163 @@
+"""Ranks as processes: what comes back, and what is left when one fails."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from sidelane.bench.launch import Place, Rank, RankFailedError, choose_place, run_ranks
+
+
+def add_ranks(rank: Rank, offset: int) -> tuple[float, str]:
+    total = torch.tensor(float(rank.rank + offset))
+    dist.all_reduce(total)
+    rank.say(f"rank {rank.rank} has {total.item():g}")
+    return total.item(), str(rank.device)
+
+
+def fail_on_rank_1(rank: Rank) -> None:
+    if rank.rank == 1:
+        raise LookupError("rank one has lost its way")
+    dist.barrier()
+
+
+def refuse(rank: Rank) -> None:
+    raise ValueError("refuse: colour (value='blue', allowed=red)")
+
+
+def die_on_rank_1(rank: Rank) -> None:
+    if rank.rank == 1:
+        os._exit(7)
+    dist.barrier()
+
+
+def sleep_and_clean_up(rank: Rank, folder: str) -> None:
+    path = Path(folder, f"rank{rank.rank}")
+    path.write_text(str(os.getpid()))
+    try:
+        time.sleep(100)
+    finally:
+        path.unlink()
+
+
+def leave_nothing(rank: Rank) -> None:
+    return None
+
+
+def no_children_left() -> bool:
+    # Other tests keep ranks of their own, under other names.
+    return not [child for child in multiprocessing.active_children() if child.name.startswith("sidelane-rank")]
+
+
+def test_result_and_progress_are_those_of_rank_0():
+    said: list[str] = []
+    assert run_ranks(add_ranks, 2, 10, timeout_s=60, progress=said.append) == (21.0, "cpu")
+    assert said == ["rank 0 has 21"]
+    assert no_children_left()
+
+
+def test_a_failing_rank_is_named_with_its_traceback():
+    with pytest.raises(RankFailedError, match="rank 1 of 2 failed") as caught:
+        run_ranks(fail_on_rank_1, 2, timeout_s=60)
+    assert caught.value.rank == 1
+    assert "fail_on_rank_1" in str(caught.value)
+    assert "LookupError: rank one has lost its way" in str(caught.value)
+    assert caught.value.refused == ""
+    assert no_children_left()
+
+
+def test_refused_arguments_are_told_apart():
+    with pytest.raises(RankFailedError) as caught:
+        run_ranks(refuse, 1, timeout_s=60)
+    assert caught.value.refused == "refuse: colour (value='blue', allowed=red)"
+
+
+def test_a_dead_rank_is_named_with_its_exit_code():
+    with pytest.raises(RankFailedError, match="exit code 7") as caught:
+        run_ranks(die_on_rank_1, 2, timeout_s=60)
+    assert caught.value.rank == 1
+    assert no_children_left()
+
+
+def test_ranks_that_do_not_finish_are_ended_and_clean_up(tmp_path: Path):
+    with pytest.raises(RankFailedError, match=r"not finished within 6 s: rank\(s\) 0, 1"):
+        run_ranks(sleep_and_clean_up, 2, str(tmp_path), timeout_s=6)
+    assert no_children_left()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "killed parent"])
+def test_ranks_end_with_their_parent(tmp_path: Path, how: signal.Signals):
+    script = (
+        "from test_launch import *\n"
+        f"if __name__ == '__main__': run_ranks(sleep_and_clean_up, 2, {str(tmp_path)!r}, timeout_s=100)\n"
+    )
+    (tmp_path / "parent.py").write_text(script)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    parent = subprocess.Popen(
+        [sys.executable, str(tmp_path / "parent.py")],
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    files = [tmp_path / "rank0", tmp_path / "rank1"]
+    assert until(lambda: all(file.exists() and file.read_text() for file in files)), "ranks did not start"
+    ranks = [int(file.read_text()) for file in files]
+    if how is signal.SIGINT:
+        os.killpg(parent.pid, how)  # a terminal sends Ctrl-C to all of them
+    else:
+        parent.send_signal(how)
+    _, errors = parent.communicate(timeout=60)
+    assert until(lambda: not any(map(alive, ranks))), "ranks outlived their parent"
+    assert not any(file.exists() for file in files), "ranks did not clean up"
+    if how is signal.SIGINT:
+        assert errors.count("KeyboardInterrupt") == 1, errors
+
+
+def until(condition, timeout_s: float = 60.0) -> bool:
+    deadline = time.monotonic() + timeout_s
+    pause = threading.Event()
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        pause.wait(0.02)
+    return True
+
+
+def alive(pid: int) -> bool:
+    try:
+        # A killed orphan may stay a zombie where nobody collects it.
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_torchrun_is_taken_as_it_is(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert choose_place() == Place("cpu", 2)
+    with pytest.raises(ValueError, match="torchrun"):
+        choose_place(ranks=3)
+    with pytest.raises(ValueError, match="torchrun"):
+        run_ranks(leave_nothing, 3)
+
+
+def test_places():
+    assert choose_place(3, "cpu") == Place("cpu", 3)
+    with pytest.raises(ValueError, match="device"):
+        choose_place(device="tpu")
+    with pytest.raises(ValueError, match="world_size"):
+        Place("cpu", 0)
+    with pytest.raises(ValueError, match="fewer devices than ranks"):
+        Place("cuda", 1000)

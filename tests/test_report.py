@@ -1,0 +1,166 @@
+"""Tables, pictures and pages from made-up rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import re
+from pathlib import Path
+
+import pytest
+import rich.console
+
+from sidelane.bench import report
+from sidelane.bench.pictures import draw
+from sidelane.bench.results import C3Row, CollectiveRow, Results, bus_gbps
+from sidelane.bench.tables import tables_of
+
+FROM = {
+    "machine": "h200x4",
+    "gpus": 4,
+    "device": "Example <GPU>",
+    "ranks": 4,
+    "date": "2026-11-20T12:00:00+00:00",
+    "commit": "0123abc",
+    "command": "sidelane collective --dtype <any>",
+    "software": {"torch": "2.11"},
+}
+
+
+def collective_row(nbytes: int, implementation: str, variant: str, time_us: float | None, **others) -> CollectiveRow:
+    rate = None if time_us is None else bus_gbps("all_gather", nbytes, 4, time_us)
+    row = CollectiveRow(
+        *("all_gather", nbytes, "bfloat16", False, "eager", implementation, variant, False),
+        *(time_us, time_us, time_us, rate, None, time_us is not None),
+        "" if time_us is not None else "could not run: [no] | luck",
+    )
+    return dataclasses.replace(row, **others)
+
+
+def c3_row(strategy: str, percent: float | None, chosen: str = "", nbytes: int = 896 << 20) -> C3Row:
+    speedup = None if percent is None else 1 + percent / 100 * 0.75
+    return C3Row(
+        *("cb1", 8192, 8192, 8192, "bfloat16", "all_gather", nbytes, "C-long", strategy, chosen),
+        *(1500.0, 2100.0, 2000.0, None if speedup is None else 3500 / speedup, speedup, 1.75, percent, percent),
+        percent is not None or None,
+        "" if percent is not None else "not available",
+    )
+
+
+def collectives() -> Results:
+    rows = [
+        collective_row(nbytes, implementation, variant, 10 + nbytes / speed)
+        for nbytes in (1 << 10, 1 << 20, 1 << 30)
+        for implementation, variant, speed in (("dma", "b2b", 4e5), ("dma", "pcpy", 2e5), ("nccl", "", 3e5))
+    ]
+    rows.append(collective_row(1 << 30, "symm_mem", "", None))
+    return Results(study="collectives", rows=tuple(rows), **FROM)
+
+
+def c3(pairs: int = 1) -> Results:
+    rows = [
+        c3_row(strategy, percent, chosen, nbytes=(index + 1) << 20)
+        for index in range(pairs)
+        for strategy, percent, chosen in (
+            ("serial", -8.0, ""),
+            ("c3_base", 1.0, ""),
+            ("conccl", 95.0, ""),
+            ("nccl_ce", None, ""),
+            ("auto", 95.0, "conccl"),
+        )
+    ]
+    return Results(study="c3", rows=tuple(rows), **FROM)
+
+
+def printed(results: Results, width: int = 120) -> str:
+    console = rich.console.Console(file=io.StringIO(), width=width)
+    report.show(results, console)
+    return console.file.getvalue()
+
+
+def test_the_fastest_of_each_size_is_set_off():
+    (table,) = tables_of(collectives())
+    best = [line.cells for line in table.lines if line.best]
+    assert [cells[:3] for cells in best] == [
+        ("1K", "dma", "b2b"),
+        ("1M", "dma", "b2b"),
+        ("1G", "dma", "b2b"),
+    ]
+    assert [line.cells[0] for line in table.lines if line.rule] == ["1K", "1M", "1G"]
+
+
+def test_different_ways_to_call_do_not_share_a_table():
+    results = collectives()
+    rows = [dataclasses.replace(results.rows[0], in_place=place, launch=launch) for place in (False, True)
+            for launch in ("eager", "graph")]  # fmt: skip
+    titles = [table.title for table in tables_of(dataclasses.replace(results, rows=tuple(rows)))]
+    assert len(set(titles)) == 4
+
+
+@pytest.mark.parametrize("results", [collectives(), c3()], ids=["collectives", "c3"])
+def test_tables_fit_a_terminal_of_80_columns(results: Results):
+    text = printed(results, width=80)
+    assert "…" not in text
+    for row in results.rows:
+        assert (row.strategy if isinstance(row, C3Row) else row.implementation) in text
+
+
+def test_what_could_not_run_is_a_line_with_its_reason():
+    assert "could not run: [no] | luck" in printed(collectives(), width=200)
+    assert "not available" in printed(c3(), width=200)
+
+
+def test_rows_that_say_the_same_share_a_note():
+    rows = [dataclasses.replace(c3_row(name, 1.0), note="like this") for name in ("serial", "c3_base")]
+    (table,) = tables_of(dataclasses.replace(c3(), rows=tuple(rows)))
+    assert table.notes == ("serial, c3_base: like this",)
+
+
+def test_wrong_results_are_said_to_be_wrong():
+    wrong = collective_row(1 << 20, "dma", "b2b", None, correct=False, note="byte 7 differs")
+    assert "WRONG" in printed(dataclasses.replace(collectives(), rows=(wrong,)))
+
+
+def test_cpu_results_carry_a_warning():
+    assert report.CPU_WARNING[:40] in printed(dataclasses.replace(c3(), machine="cpu", gpus=0), width=400)
+    assert report.CPU_WARNING[:40] not in printed(c3(), width=400)
+
+
+def test_the_page_holds_everything(tmp_path: Path):
+    page = report.write(tmp_path / "report", [c3(), collectives()])
+    text = page.read_text()
+    assert page.name == "index.html"
+    assert not re.findall(r"(?:src|href)=\"(?!data:)", text), "the page needs other files"
+    assert text.count("data:image/svg+xml;base64,") == 2
+    assert "Example &lt;GPU&gt;" in text
+    assert "<any>" not in text
+    for name in ("h200x4", "0123abc", "torch 2.11", "conccl", "b2b", "could not run"):
+        assert name in text
+    markdown = (page.parent / "report.md").read_text()
+    images = re.findall(r"!\[[^]]+\]\(([^)]+)\)", markdown)
+    assert len(images) == 2
+    assert all((page.parent / image).stat().st_size > 1000 for image in images)
+    assert "- 1G symm_mem: could not run: [no] | luck" in markdown
+    assert {"c3.json", "collectives.json"} <= {file.name for file in page.parent.iterdir()}
+
+
+def test_studies_without_a_single_time_still_make_a_page(tmp_path: Path):
+    empty = dataclasses.replace(c3(), rows=(c3_row("conccl", None),))
+    assert "not available" in report.write(tmp_path, empty).read_text()
+
+
+@pytest.mark.parametrize("studies", [[], [c3(), c3()]], ids=["none", "twice"])
+def test_studies_must_differ(tmp_path: Path, studies: list[Results]):
+    with pytest.raises(ValueError, match="different names"):
+        report.write(tmp_path, studies)
+
+
+def test_many_pairs_take_several_pictures(tmp_path: Path):
+    assert [picture.name for picture in draw(c3(pairs=6), tmp_path)] == ["c3-all_gather-1", "c3-all_gather-2"]
+
+
+def test_pictures_depend_on_the_rows_alone(tmp_path: Path):
+    names = [picture.name for picture in draw(collectives(), tmp_path / "a")]
+    assert names == [picture.name for picture in draw(collectives(), tmp_path / "b")]
+    for name in names:
+        assert (tmp_path / "a" / f"{name}.svg").read_text() == (tmp_path / "b" / f"{name}.svg").read_text()

@@ -1,0 +1,146 @@
+"""Result files: what they accept, and that they come back as they went."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from sidelane.bench import provenance, results
+from sidelane.bench.results import C3Row, CollectiveRow, Results, bus_gbps, collect, read, write
+
+COLLECTIVE = CollectiveRow(
+    "all_gather", 1024, "bfloat16", False, "eager", "dma", "b2b", False, 12.345678, 11.0, 14.0, 0.25, None, True
+)
+C3 = C3Row(
+    *("cb1", 8192, 8192, 8192, "bfloat16", "all_gather", 896 << 20, "C-long", "conccl", ""),
+    *(1410.0, 1850.0, 1840.0, 1860.0, 1.747, 1.766, 97.5, 110.0, True, "b2b in place"),
+)
+COLLECTIVE_KEYS = [
+    *("collective", "bytes", "dtype", "in_place", "launch", "implementation", "variant", "prelaunch"),
+    *("time_us", "p10_us", "p90_us", "bus_gbps", "energy_mj", "correct"),
+]
+C3_KEYS = [
+    *("gemm", "m", "n", "k", "dtype", "collective", "bytes", "class", "strategy", "chosen"),
+    *("gemm_us", "comm_us", "best_comm_us", "time_us", "speedup", "ideal"),
+    *("percent_of_ideal", "percent_of_ideal_nccl"),
+]
+
+
+@pytest.mark.parametrize(("study", "row"), [("collectives", COLLECTIVE), ("c3", C3)])
+def test_files_come_back(tmp_path: Path, study: str, row: CollectiveRow | C3Row):
+    written = collect(study, [row], device_type="cpu", ranks=2, command="sidelane something")
+    path = write(tmp_path / "deep" / "file.json", written)
+    back = read(path)
+    assert dataclasses.replace(back, rows=()) == dataclasses.replace(written, rows=())
+    assert [other.to_dict() for other in back.rows] == [row.to_dict()]
+    assert [file.name for file in path.parent.iterdir()] == ["file.json"]
+
+
+def test_the_keys_that_other_tools_read():
+    content = collect("c3", [C3], device_type="cpu", ranks=2, command="x").to_dict()
+    assert {"study", "machine", "gpus", "date", "commit", "command", "software", "rows"} <= set(content)
+    assert (content["machine"], content["gpus"], content["ranks"]) == ("cpu", 0, 2)
+    assert list(C3.to_dict())[: len(C3_KEYS)] == C3_KEYS
+    assert list(COLLECTIVE.to_dict())[: len(COLLECTIVE_KEYS)] == COLLECTIVE_KEYS
+    assert C3.to_dict()["class"] == "C-long"
+    assert COLLECTIVE.to_dict()["time_us"] == 12.346
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"launch": "lazy"}, "launch"),
+        ({"implementation": "mpi"}, "implementation"),
+        ({"bytes": -1}, "bytes"),
+        ({"time_us": float("nan")}, "time_us"),
+        ({"time_us": None}, "note"),
+        ({"correct": False}, "wrong result"),
+    ],
+)
+def test_rows_refuse(change: dict[str, object], message: str):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(COLLECTIVE, **change)
+
+
+def test_a_wrong_result_is_a_row_without_a_time():
+    row = dataclasses.replace(COLLECTIVE, correct=False, time_us=None, bus_gbps=None, note="byte 7 of rank 1 differs")
+    assert CollectiveRow.from_dict(row.to_dict()) == row
+
+
+def test_rows_refuse_other_keys():
+    row = COLLECTIVE.to_dict()
+    with pytest.raises(ValueError, match="unknown=\\['extra'\\]"):
+        CollectiveRow.from_dict({**row, "extra": 1})
+    del row["dtype"]
+    with pytest.raises(ValueError, match="missing=\\['dtype'\\]"):
+        CollectiveRow.from_dict(row)
+
+
+def test_rows_of_another_study_are_refused():
+    with pytest.raises(ValueError, match="C3Row"):
+        collect("collectives", [C3], device_type="cpu", ranks=2)
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"study": "other", "rows": []}', '{"study": "c3", "rows": [{"m": 1}]}'])
+def test_other_files_are_refused_by_name(tmp_path: Path, text: str):
+    path = tmp_path / "other.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"other\.json"):
+        read(path)
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    good = collect("c3", [C3], device_type="cpu", ranks=2, command="x")
+    path = write(tmp_path / "c3.json", good)
+    before = path.read_text()
+
+    def refuse(*_: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(results.os, "replace", refuse)
+    with pytest.raises(OSError, match="disk full"):
+        write(path, good)
+    assert path.read_text() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_bus_bandwidth_is_that_of_nccl_tests():
+    # 1 GB in 10 ms are 100 GB/s of "algorithm bandwidth"; its PERFORMANCE.md gives the factors.
+    factors = {"all_reduce": 1.5, "all_gather": 0.75, "reduce_scatter": 0.75, "all_to_all": 0.75, "broadcast": 1.0}
+    for collective, factor in factors.items():
+        assert bus_gbps(collective, 10**9, 4, 10_000.0) == pytest.approx(100 * factor)
+
+
+def test_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def without_git(*_: object, **__: object) -> None:
+        raise FileNotFoundError("git")
+
+    monkeypatch.setattr(subprocess, "run", without_git)
+    monkeypatch.delenv("SIDELANE_COMMIT", raising=False)
+    assert provenance.commit() == "unknown"
+    monkeypatch.setenv("SIDELANE_COMMIT", "abc123")
+    assert provenance.commit() == "abc123"
+
+
+def test_commit_of_somebody_elses_repository_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    answer = subprocess.CompletedProcess([], 0, stdout=f"{tmp_path}\n", stderr="")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: answer)
+    monkeypatch.setenv("SIDELANE_COMMIT", "ours")
+    assert provenance.commit() == "ours"
+
+
+def test_the_command_names_no_folder_of_this_machine(monkeypatch: pytest.MonkeyPatch):
+    arguments = ["c3", "--json", "/home/me/out/c3.json", "--report=/home/me/r", "--gemm", "a b", "results/x.json"]
+    monkeypatch.setattr("sys.argv", ["/somewhere/bin/sidelane", *arguments])
+    expected = "sidelane c3 --json c3.json --report=r --gemm 'a b' results/x.json"
+    assert provenance.command_line() == expected
+
+
+def test_results_need_a_known_study():
+    with pytest.raises(ValueError, match="study"):
+        Results("other", "cpu", 0, "cpu", 2, "now", "unknown", "x", {}, ())
+    assert json.dumps(collect("c3", [], device_type="cpu", ranks=1, command="x").to_dict())
