@@ -1,0 +1,58 @@
+# Everything happens in .venv, which the first target that needs it makes (tools/make_venv.py says how).
+#
+# PYTHON         the Python to start from, 3.11 or newer. If it has a torch with CUDA, that torch is used as it is.
+# TORCH_INSTALL  what pip installs as torch where there is none. On Linux a plain index gives the CUDA build, some
+#                gigabytes; PyTorch's installation page lists indexes of smaller, CPU-only builds. Use one with
+#                    make demo TORCH_INSTALL="torch==2.13.0 --index-url <index of CPU builds>"
+# RESULTS        file for the summary of `make test-device`.
+# DEMO, TESTS    further options of `sidelane demo`; what pytest runs in `make test`.
+
+PYTHON ?= python3
+TORCH_INSTALL ?= torch==2.13.0
+RESULTS ?=
+DEMO ?=
+TESTS ?= tests --ignore=tests/device
+
+BIN := .venv/bin
+READY := .venv/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-device lint format venv clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+
+demo: $(READY) ## run a GEMM next to a collective on whatever is here; table, and report/index.html
+	@$(BIN)/sidelane demo $(DEMO)
+
+# An environment that borrows the packages of another Python may lack the linters, and a machine with GPUs the network.
+test: $(READY) ## lint, check types, run every test that needs no GPU
+	@if [ -e .venv/borrowed ] && ! $(BIN)/python -c "import ruff, mypy" 2>/dev/null; \
+	then echo "[sidelane] NOT CHECKED: ruff and mypy are missing here"; \
+	else $(MAKE) --no-print-directory lint; fi
+	@echo "[sidelane] tests"
+	@$(BIN)/python -m pytest $(TESTS)
+
+test-device: $(READY) ## run the tests that need GPUs; RESULTS=file writes a summary
+	@$(BIN)/python tools/device_tests.py $(if $(RESULTS),--summary "$(RESULTS)")
+
+lint: $(READY) ## ruff and mypy
+	@echo "[sidelane] ruff check"
+	@$(BIN)/python -m ruff check .
+	@echo "[sidelane] ruff format --check"
+	@$(BIN)/python -m ruff format --check .
+	@echo "[sidelane] mypy"
+	@$(BIN)/python -m mypy
+
+format: $(READY) ## let ruff format the code and mend what it can
+	@$(BIN)/python -m ruff check --fix --quiet . ; $(BIN)/python -m ruff format .
+
+venv: $(READY) ## make .venv and nothing else
+
+$(READY): pyproject.toml tools/make_venv.py
+	@"$(PYTHON)" tools/make_venv.py --torch "$(TORCH_INSTALL)"
+	@touch "$@"
+
+clean: ## remove .venv, the report and every cache
+	rm -rf .venv report build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	find src tests tools examples -name __pycache__ -prune -exec rm -rf {} +

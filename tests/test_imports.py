@@ -1,0 +1,190 @@
+"""Who may import whom, what importing does, and who may name a vendor. Nothing here runs a rank."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).resolve().parent.parent / "src"
+PACKAGE = SOURCE / "sidelane"
+
+# Top-level packages and modules by layer, highest first. A module imports from its own package and from lower layers.
+LAYERS = (
+    ("__main__",),
+    ("cli",),
+    ("bench", "integrations"),
+    ("model",),
+    ("c3", "ops"),
+    ("collectives",),
+    ("execute", "device"),
+    ("memory", "machine", "program"),
+    ("config", "errors"),
+)
+HEIGHT = {part: -number for number, layer in enumerate(LAYERS) for part in layer}
+
+# Files that may import a vendor's library, or name the vendor in their own name.
+VENDOR_LIBRARIES = ("cuda", "pynvml", "triton", "hip", "amdsmi")
+VENDOR_FILES = ("execute/cuda/", "machine/nvidia.py", "device/", "ops/")
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(SOURCE).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+MODULES = modules()
+
+
+def imports(path: Path, *, only_top: bool = False) -> set[str]:
+    """Full names of what a file imports, wherever the statement stands (``only_top``: when the file is imported)."""
+    found: set[str] = set()
+    waiting: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            assert node.module is not None
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in MODULES else node.module for name in names}
+        deferred = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) or is_type_checking(node)
+        if not (only_top and deferred):
+            waiting.extend(ast.iter_child_nodes(node))
+    return found
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
+
+def part_of(module: str) -> str:
+    """``sidelane.program.ir`` -> ``program``; the package itself -> ````."""
+    return module.split(".")[1] if "." in module else ""
+
+
+def ours(names: set[str]) -> set[str]:
+    return {name for name in names if name == "sidelane" or name.startswith("sidelane.")}
+
+
+def test_every_module_has_a_layer():
+    unknown = {part_of(name) for name in MODULES} - set(HEIGHT) - {""}
+    assert not unknown, f"LAYERS in this test (and docs/architecture.md) must say where these belong: {unknown}"
+
+
+def test_imports_point_downwards():
+    wrong = []
+    for name, path in MODULES.items():
+        if name == "sidelane":  # the public names come from everywhere
+            continue
+        for target in ours(imports(path)):
+            if target == "sidelane":  # for __version__ only
+                assert "from sidelane import __version__" in path.read_text(encoding="utf-8"), name
+                continue
+            below = HEIGHT[part_of(target)] < HEIGHT[part_of(name)]
+            if part_of(target) != part_of(name) and not below:
+                wrong.append(f"{name} imports {target}")
+    assert not wrong
+
+
+def test_no_cycles_between_modules():
+    graph = {name: ours(imports(path, only_top=True)) - {name} for name, path in MODULES.items() if name != "sidelane"}
+    # Importing a module imports its packages first: a package that imports its own modules is no cycle, as those do not
+    # import the package.
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"modules import each other: {' -> '.join(error.args[1])}")
+
+
+def test_a_cycle_is_noticed():
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"a"}}
+    with pytest.raises(CycleError):
+        TopologicalSorter(graph).prepare()
+
+
+@pytest.mark.parametrize("path", [p for p in MODULES.values() if p.name == "__init__.py"], ids=lambda p: p.parent.name)
+def test_packages_only_reexport(path: Path):
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        imported = isinstance(node, ast.Import | ast.ImportFrom) or is_type_checking(node)
+        # Names for `import *` and the version: constants that are written out.
+        constant = isinstance(node, ast.Assign) and is_literal(node.value)
+        # What makes public names load when they are first used (PEP 562).
+        lazy = isinstance(node, ast.FunctionDef) and node.name in ("__getattr__", "__dir__")
+        assert docstring or imported or constant or lazy, f"{path}:{node.lineno}: {ast.unparse(node)[:80]}"
+
+
+def is_literal(node: ast.expr) -> bool:
+    try:
+        ast.literal_eval(node)
+    except ValueError:
+        return False
+    return True
+
+
+def test_vendor_libraries_stay_in_vendor_files():
+    wrong = [
+        f"{name} imports {target}"
+        for name, path in MODULES.items()
+        if not path.relative_to(PACKAGE).as_posix().startswith(VENDOR_FILES)
+        for target in imports(path)
+        if target.split(".")[0] in VENDOR_LIBRARIES
+    ]
+    assert not wrong
+
+
+def test_importing_has_no_side_effects():
+    """Every module but those that need a vendor's library, in a fresh process that watches the environment."""
+    names = [name for name, path in MODULES.items() if name != "sidelane.__main__" and not needs_vendor(path)]
+    assert {"sidelane.cli", "sidelane.collectives.communicator", "sidelane.execute.cpu.executor"} <= set(names)
+    script = f"""
+import collections.abc, importlib, os, sys, threading
+
+class Watched(collections.abc.MutableMapping):
+    def __init__(self, real): self.real, self.read = real, set()
+    def __getitem__(self, key): self.read.add(key); return self.real[key]
+    def __setitem__(self, key, value): self.read.add(key); self.real[key] = value
+    def __delitem__(self, key): self.read.add(key); del self.real[key]
+    def __iter__(self): return iter(self.real)
+    def __len__(self): return len(self.real)
+
+import torch, torch.distributed
+threads = set(threading.enumerate())
+watched = os.environ = Watched(os.environ)
+os.getenv = watched.get
+for name in {names!r}:
+    importlib.import_module(name)
+read = sorted(key for key in watched.read if key.startswith("SIDELANE"))
+assert not read, f"importing reads {{read}}"
+assert not torch.cuda.is_initialized(), "importing initialises the GPUs"
+assert not torch.distributed.is_initialized()
+assert set(threading.enumerate()) == threads, "importing starts threads"
+from sidelane import config
+assert not config._stack, "importing settles the configuration"
+config.current()
+assert "SIDELANE_TIMEOUT_S" in watched.read, "the watch does not work"
+"""
+    run_python(script)
+
+
+def needs_vendor(path: Path) -> bool:
+    relative = path.relative_to(PACKAGE).as_posix()
+    return relative.startswith(VENDOR_FILES) and relative != "machine/nvidia.py"
+
+
+def test_command_line_and_package_do_without_torch():
+    run_python("import sys, sidelane, sidelane.cli; assert 'torch' not in sys.modules, 'help would take seconds'")
+
+
+def run_python(script: str) -> None:
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,66 @@
+"""Run the tests that need GPUs and, if asked, write down what ran where. `make test-device` calls it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from sidelane.bench import provenance
+from sidelane.machine import local
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class Summary:
+    """A pytest plugin that keeps each test's outcome and duration."""
+
+    def __init__(self) -> None:
+        self.outcomes: dict[str, tuple[str, float]] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        # A test has three phases: its outcome is the first that is not "passed", its duration that of all.
+        outcome, seconds = self.outcomes.get(report.nodeid, ("passed", 0.0))
+        if outcome == "passed" and report.outcome != "passed":
+            outcome = report.outcome if report.when == "call" or report.outcome == "skipped" else "error"
+        self.outcomes[report.nodeid] = (outcome, seconds + report.duration)
+
+    def text(self, seconds: float) -> str:
+        device, count = provenance.accelerator_name()
+        totals = Counter(outcome for outcome, _ in self.outcomes.values())
+        software = ", ".join(f"{name} {version}" for name, version in provenance.software_versions().items())
+        lines = [
+            f"machine:  {provenance.machine_name(device, count)} ({count} x {device})",
+            f"date:     {time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())}",
+            f"commit:   {provenance.commit()}",
+            f"software: {software}",
+            f"result:   {', '.join(f'{number} {name}' for name, number in sorted(totals.items()))} in {seconds:.0f} s",
+            "",
+            *(f"{outcome:8} {duration:7.2f} s  {name}" for name, (outcome, duration) in self.outcomes.items()),
+        ]
+        return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--summary", type=Path, help="file for what ran where")
+    arguments, others = parser.parse_known_args()
+    if local.device_type_and_count()[1] == 0:
+        print("[sidelane] no GPU that Sidelane drives: there is nothing to test here", file=sys.stderr)
+        return 2
+    summary = Summary()
+    started = time.monotonic()
+    code = pytest.main([str(ROOT / "tests" / "device"), *others], plugins=[summary])
+    if arguments.summary:
+        arguments.summary.parent.mkdir(parents=True, exist_ok=True)
+        arguments.summary.write_text(summary.text(time.monotonic() - started), encoding="utf-8")
+        print(f"[sidelane] summary: {arguments.summary}")
+    return int(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
