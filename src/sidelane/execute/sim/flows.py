@@ -81,7 +81,7 @@ class FlowNetwork(Generic[Tag]):
                 self._wanted[resource] -= flow.ceiling * weight
                 if not self._users[resource]:
                     self._wanted[resource] = 0.0  # no rounding left behind
-                if False:
+                if crowded:
                     self._stale.update(dict.fromkeys(self._users[resource]))
         for flow in ended:
             self._stale.pop(flow, None)
