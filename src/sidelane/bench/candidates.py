@@ -263,13 +263,13 @@ def candidates_of(
     return [
         Candidate(implementation.name, variant, in_place, launch)
         for in_place in (False, True)
-        for variant in _kept(implementation.variants(kind, in_place), only)
+        for variant in _kept(implementation.variants(kind, in_place), only if implementation.name == Dma.name else ())
         for launch in implementation.launches
         if (not launches or launch in launches) and not (variant.endswith("+prelaunch") and launch == "graph")
     ]
 
 
 def _kept(found: tuple[str, ...], only: tuple[str, ...]) -> tuple[str, ...]:
-    if not only or found == ("",):
+    if not only:
         return found
     return tuple(name for name in only if name.removesuffix("+prelaunch") in found)
