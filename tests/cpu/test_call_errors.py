@@ -133,6 +133,33 @@ def test_different_collectives_are_named(pool: RankPool) -> None:
         assert "rank 0: broadcast(" in text and "rank 1: all_reduce(" in text
 
 
+def different_sizes_of_memory(group: dist.ProcessGroup) -> str:
+    with communicator(group) as comm:
+        error = error_of(comm.empty, 100 + comm.rank)
+        assert isinstance(error, MismatchError), error
+        assert comm.empty(100).numel() == 100
+        return str(error)
+
+
+def test_different_sizes_of_symmetric_memory_are_named(pool: RankPool) -> None:
+    for text in pool.run(different_sizes_of_memory, 3):
+        assert "rank 0: empty of 400 bytes; rank 1: empty of 404 bytes" in text
+
+
+def no_memory_without_all(group: dist.ProcessGroup) -> tuple[int, ...]:
+    with communicator(group, timeout_s=2) as comm:
+        if comm.rank == 1:
+            time.sleep(5)
+            return ()
+        error = error_of(comm.empty, 100)
+        assert isinstance(error, PeerTimeoutError), error
+        return error.ranks
+
+
+def test_a_rank_that_does_not_allocate_is_named(pool: RankPool) -> None:
+    assert pool.run(no_memory_without_all, 3) == [(1,), (), (1,)]
+
+
 def unequal_splits(group: dist.ProcessGroup) -> str:
     with communicator(group) as comm:
         n = comm.world_size

@@ -42,14 +42,14 @@ def post_and_compare(group: dist.ProcessGroup) -> None:
         assert [post.signature for post in posted] == [f"call {call} of rank {r}" for r in range(control.world_size)]
         refusals = [post.refusal for post in posted]
         assert refusals == ["bad dtype" if (call + r) % 50 == 0 else None for r in range(control.world_size)]
-    # Later posts of a call replace earlier ones; text is kept as it is, up to 511 bytes, then told apart by a digest.
-    long = "ü" * 400 + str(rank)
+    # Later posts of a call replace earlier ones; text is kept as it is, up to 1023 bytes, then told apart by a digest.
+    long = "ü" * 800 + str(rank)
     control.post_call(1000, "short")
-    control.post_call(1000, long, refusal="naïve\0" + "x" * 600)
+    control.post_call(1000, long, refusal="naïve\0" + "x" * 1200)
     posted = control.calls_of_all(1000, 10.0)
     dist.barrier(group)
     posted = control.calls_of_all(1000, 10.0)
-    assert all(post.signature.startswith("ü" * 240) and len(post.signature.encode()) < 512 for post in posted)
+    assert all(post.signature.startswith("ü" * 490) and len(post.signature.encode()) < 1024 for post in posted)
     assert len({post.signature for post in posted}) == control.world_size
     assert all(
         post.refusal is not None and post.refusal.startswith("naïve\N{REPLACEMENT CHARACTER}x") for post in posted

@@ -78,10 +78,18 @@ class Communicator:
         Args:
             size: shape, as in ``torch.empty``.
             dtype: any that torch has a size for.
+
+        Raises:
+            MismatchError: ranks asked for different sizes; nothing was allocated.
+            PeerTimeoutError: a rank did not come.
+            UnavailableError: the device does not have the memory.
         """
         self._require_open()
         shape = torch.Size(size[0] if len(size) == 1 and not isinstance(size[0], int) else size)  # type: ignore[arg-type]
         nbytes = shape.numel() * dtype.itemsize
+        call = next(self._call_numbers)
+        self._control.post_call(call, f"empty of {nbytes} bytes")
+        agree(self._control, call, self.config.timeout_s)
         block = self._heap.allocate(max(nbytes, 1))
         return block.tensor[:nbytes].view(dtype).view(shape)
 

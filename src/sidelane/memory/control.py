@@ -26,9 +26,10 @@ from sidelane.memory.process import ProcessIdentity
 from sidelane.memory.record import Record
 
 RING_CALLS = 64
-_TEXT_BYTES = 512
+_TEXT_BYTES = 1024  # of a call: the split sizes of 16 ranks fit
+_STEP_TEXT_BYTES = 512
 _PAGE_BYTES = 4096
-_STEP_BYTES = Record.HEADER_BYTES + _TEXT_BYTES
+_STEP_BYTES = Record.HEADER_BYTES + _STEP_TEXT_BYTES
 _ABORT_BYTES = 2048
 _SLOT_BYTES = Record.HEADER_BYTES + 2 * _TEXT_BYTES  # a signature and a refusal
 _PART_BYTES = _PAGE_BYTES + RING_CALLS * _SLOT_BYTES
@@ -78,7 +79,7 @@ class ControlBlock:
     def post_call(self, call: int, signature: str, refusal: str | None = None) -> None:
         """Say what call number ``call`` is here, or why this rank refuses it (its arguments were wrong).
 
-        Texts beyond 512 bytes are cut, with a digest of the whole at the end, so that different ones stay different.
+        Texts beyond 1024 bytes are cut, with a digest of the whole at the end, so that different ones stay different.
         """
         if call < 1:
             raise ValueError(f"ControlBlock.post_call: call numbers begin at 1 (value={call})")
@@ -95,12 +96,12 @@ class ControlBlock:
         with self._lock:
             self._open_calls.add(call)
             self._own.words[_BEGUN] = max(self._own.words[_BEGUN], call)
-            self._own.step.write(call, _OK, _fit(step))
+            self._own.step.write(call, _OK, _fit(step, _STEP_TEXT_BYTES - 1))
 
     def note(self, call: int, step: str) -> None:
         """Replace the step of ``call``, for peers that describe this rank."""
         with self._lock:
-            self._own.step.write(call, _OK, _fit(step))
+            self._own.step.write(call, _OK, _fit(step, _STEP_TEXT_BYTES - 1))
 
     def end(self, call: int) -> None:
         """Say that nothing of ``call`` runs here any more, whichever way it ended."""
