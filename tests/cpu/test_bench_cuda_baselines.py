@@ -124,6 +124,11 @@ def test_what_nccl_cannot_do_in_place_is_not_tried() -> None:
     assert NcclCopyEngines.places.keys() == {Kind.ALL_GATHER, Kind.ALL_TO_ALL}
 
 
+def test_a_choice_of_sidelanes_variants_leaves_the_baselines_alone() -> None:
+    nccl = candidates_of(Nccl(CPU, Alone()), Kind.ALL_GATHER, only=("auto",), launches=("eager",))  # type: ignore[arg-type]
+    assert {(c.variant, c.in_place) for c in nccl} == {("", False), ("", True), ("window", False), ("window", True)}
+
+
 def test_an_output_that_the_library_allocates_is_the_one_that_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     low = LowContention.__new__(LowContention)
     low._group_name, low._input = "group", torch.zeros(64, dtype=torch.uint8)
