@@ -12,7 +12,8 @@ import torch.distributed as dist
 from sidelane import config as settings
 from sidelane.collectives.agree import agree, agree_on_splits
 from sidelane.collectives.arguments import Arguments, Request
-from sidelane.collectives.backend import Backend, Work
+from sidelane.collectives.backend import Work
+from sidelane.collectives.devices import choose_device, make_backend
 from sidelane.collectives.heap import Region, SymmetricHeap
 from sidelane.collectives.plan import AUTO, Agreement, Planner, check_variant
 from sidelane.collectives.prepare import Prepared, Preparer
@@ -57,10 +58,10 @@ class Communicator:
         self.world_size: int = dist.get_world_size(chosen)
         if self.rank < 0:
             raise ValueError("Communicator: this rank is not in the group")
-        self.device = _device(device)
+        self.device = choose_device(device)
         self.config = config if config is not None else settings.current()
         self._control = ControlBlock(chosen)
-        self._backend = _backend(chosen, self.rank, self.device, self._control, self.config.timeout_s)
+        self._backend = make_backend(chosen, self.rank, self.device, self._control, self.config.timeout_s)
         self._heap = SymmetricHeap(self._backend.memory, owner=f"ranks {dist.get_process_group_ranks(chosen)}")
         self._arguments = Arguments(self.rank, self.world_size, self.device, self._heap)
         planner = Planner(self._backend.executor.capabilities, verify_programs=self.config.verify)
@@ -382,24 +383,3 @@ def _identity(tensor: object) -> Hashable:
 
 def _place(region: Region) -> str:
     return "ordinary" if region.place is None else f"symmetric {region.place[0]}+{region.place[1]}"
-
-
-def _device(device: torch.device | str | int | None) -> torch.device:
-    chosen = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
-    if chosen.type not in ("cpu", "cuda"):
-        raise ValueError(f"Communicator: device (value={chosen}, allowed=cpu, cuda)")
-    if chosen.type == "cuda" and chosen.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return chosen
-
-
-def _backend(
-    group: dist.ProcessGroup, rank: int, device: torch.device, control: ControlBlock, timeout_s: float
-) -> Backend:
-    if device.type == "cpu":
-        from sidelane.collectives.backend_cpu import CpuBackend
-
-        return CpuBackend(group, rank, control, timeout_s)
-    from sidelane.collectives.backend_cuda import CudaBackend
-
-    return CudaBackend(group, rank, device, control, timeout_s)
