@@ -144,6 +144,33 @@ def uneven(group: dist.ProcessGroup) -> None:
                 assert torch.equal(view, torch.cat(parts))
 
 
+def places(group: dist.ProcessGroup) -> None:
+    """Buffers that lie in different places on different ranks, where that must not matter."""
+    with communicator(group) as comm:
+        n, rank = comm.world_size, comm.rank
+        out, shards = comm.empty(n * 4), comm.empty(n * 4)
+        shard = shards[rank * 4 : rank * 4 + 4].fill_(float(rank))
+        comm.all_gather(out, shard)  # each rank's input at an offset of its own
+        assert out.view(n, 4)[:, 0].tolist() == list(range(n))
+        out.fill_(-1)
+        comm.all_gather(out, shard if rank else torch.full((4,), float(rank)))  # symmetric on some ranks only
+        assert out.view(n, 4)[:, 0].tolist() == list(range(n))
+        total = torch.empty(4)
+        comm.reduce_scatter(total, out if rank else out.clone(), op=dist.ReduceOp.MAX)
+        assert total[0] == rank
+        # Rank 0 sends everything and receives one row, as happens between experts.
+        send, receive = ([1] * n if rank == 0 else [0] * n), [1] + [0] * (n - 1)
+        rows, got = comm.empty(n, 4), comm.empty(1, 4)
+        rows.copy_(torch.arange(n)[:, None].expand(n, 4))
+        for _ in range(3):
+            comm.all_to_all(got, rows[: sum(send)], output_split_sizes=receive, input_split_sizes=send)
+            assert got.eq(rank).all()
+        # And back: only rank 0 receives anything.
+        back = torch.empty(n, 4) if rank else rows.fill_(-1)
+        comm.all_to_all(back[: sum(send)], got, output_split_sizes=send, input_split_sizes=receive)
+        assert rank or rows[:, 0].tolist() == list(range(n))
+
+
 def growing_staging(group: dist.ProcessGroup) -> None:
     """A remembered call must move to the new staging block on all ranks at once, whatever addresses they use."""
     with communicator(group) as comm:

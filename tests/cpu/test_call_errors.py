@@ -98,6 +98,39 @@ def test_one_ranks_mistake_is_an_error_on_all(pool: RankPool) -> None:
     assert all("rank 2 refused it: ValueError: all_gather: output must hold" in results[rank][1] for rank in (0, 1, 3))
 
 
+def odd_mistakes(group: dist.ProcessGroup) -> list[tuple[str, str]]:
+    """Mistakes of rank 1 alone, of kinds that validation meets in unusual places. The others hear of each."""
+    results = []
+    with communicator(group) as comm:
+        n, odd = comm.world_size, comm.rank == 1
+        good = torch.ones(4)
+        sparse, lazy = torch.eye(4).to_sparse(), torch.ones(4, dtype=torch.complex64).conj()
+        pairs: list[tuple[Any, Any]] = [
+            (lambda: comm.all_reduce(sparse), lambda: comm.all_reduce(good)),
+            (lambda: comm.all_reduce(good, op=["sum"]), lambda: comm.all_reduce(good)),  # type: ignore[arg-type]
+            (lambda: comm.broadcast([1, 2], root=0), lambda: comm.broadcast(good[:3], root=0)),  # type: ignore[arg-type]
+            (lambda: comm.broadcast(lazy, root=0), lambda: comm.broadcast(good[:2], root=0)),
+            (lambda: comm.empty(4, dtype="float32"), lambda: comm.empty(4)),  # type: ignore[arg-type]
+            (lambda: comm.empty(-1), lambda: comm.empty(1)),
+        ]
+        for wrong, right in pairs:
+            error = error_of(wrong if odd else right)
+            results.append((type(error).__name__, str(error)))
+        total = torch.ones(3)
+        comm.all_reduce(total)
+        assert total.tolist() == [n] * 3
+    return results
+
+
+def test_odd_mistakes_of_one_rank_reach_the_others(pool: RankPool) -> None:
+    results = pool.run(odd_mistakes, 3)
+    assert all(name in ("ValueError", "TypeError") for name, _ in results[1]), results[1]
+    for rank in (0, 2):
+        for name, text in results[rank]:
+            assert name == "PeerError", text
+            assert "rank 1 refused it" in text
+
+
 def different_calls(group: dist.ProcessGroup, debug: bool, repeated: bool) -> str:
     with communicator(group, debug=debug) as comm:
         n = comm.world_size

@@ -42,6 +42,10 @@ def test_uneven_all_to_all(pool: RankPool, n: int) -> None:
     pool.run(sweeps.uneven, n)
 
 
+def test_places_that_need_not_be_the_same(pool: RankPool) -> None:
+    pool.run(sweeps.places, 3)
+
+
 def test_growing_staging(pool: RankPool) -> None:
     pool.run(sweeps.growing_staging, 4)
 

@@ -23,7 +23,9 @@ def test_reducing_collectives(ranks: Ranks) -> None:
     ranks.run(CASES + "sweep_on_stream", "reducing_sweep", REDUCING_DTYPES, (333, 70_001), timeout_s=150)
 
 
-@pytest.mark.parametrize("name", ["nothing_and_alone", "large_messages", "uneven", "growing_staging", "asynchronous"])
+@pytest.mark.parametrize(
+    "name", ["nothing_and_alone", "large_messages", "uneven", "places", "growing_staging", "asynchronous"]
+)
 def test_what_cpu_ranks_do(ranks: Ranks, name: str) -> None:
     ranks.run(CASES + "sweep", name, timeout_s=120)
 

@@ -2,64 +2,44 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence
+from typing import Any
 
+from sidelane.collectives.heap import Region
 from sidelane.errors import MismatchError, PeerError
 from sidelane.memory.control import ControlBlock, PostedCall
 
 _SPLITS = " splits "
 _DIFFERENT = "ranks made different calls"
 
+Place = tuple[int, int] | None
+"""Number of a symmetric block and offset in it; None for ordinary memory."""
 
-def agree(control: ControlBlock, call: int, timeout_s: float) -> None:
-    """Wait until every rank has posted call number ``call`` and compare.
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Splits:
+    """An uneven all_to_all as all ranks see it.
+
+    Attributes:
+        counts: ``counts[i][j]`` bytes go from rank i to rank j.
+        input_place, output_place: where the tensors lie on every rank that has bytes in them.
+    """
+
+    counts: tuple[tuple[int, ...], ...]
+    input_place: Place
+    output_place: Place
+
+
+def compare(control: ControlBlock, call: int, posts: Sequence[PostedCall], *, splits: bool = False) -> None:
+    """Check that all ranks posted the same call.
 
     Raises:
         PeerError: a rank refused the call; its reason is repeated.
         MismatchError: two ranks made different calls; both are named.
-        PeerTimeoutError: a rank did not come.
     """
-    _compare(control, call, control.calls_of_all(call, timeout_s))
-
-
-def agree_on_splits(
-    control: ControlBlock,
-    call: int,
-    head: str,
-    output_bytes: Sequence[int],
-    input_bytes: Sequence[int],
-    *,
-    timeout_s: float,
-) -> tuple[tuple[int, ...], ...]:
-    """Post this rank's split sizes and collect everyone's.
-
-    Returns:
-        ``counts[i][j]``: bytes that rank i sends to rank j.
-
-    Raises:
-        As :func:`agree`, and MismatchError where a rank expects other sizes than its peer sends.
-    """
-    splits = json.dumps([list(input_bytes), list(output_bytes)], separators=(",", ":"))
-    control.post_call(call, head + _SPLITS + splits)
-    posts = control.calls_of_all(call, timeout_s)
-    heads = [post.signature.partition(_SPLITS)[0] for post in posts]
-    _compare(control, call, posts, heads)
-    sent, expected = zip(*(json.loads(post.signature.partition(_SPLITS)[2]) for post in posts), strict=True)
-    for src in range(len(posts)):
-        for dst in range(len(posts)):
-            if sent[src][dst] != expected[dst][src]:
-                raise MismatchError(
-                    f"call {call}, all_to_all: rank {src} sends {sent[src][dst]} bytes to rank {dst}, "
-                    f"which expects {expected[dst][src]}"
-                )
-    return tuple(tuple(row) for row in sent)
-
-
-def _compare(
-    control: ControlBlock, call: int, posts: Sequence[PostedCall], signatures: Sequence[str] | None = None
-) -> None:
-    texts = [post.signature for post in posts] if signatures is None else signatures
+    texts = [post.signature.partition(_SPLITS)[0] if splits else post.signature for post in posts]
     refused = [(rank, post.refusal) for rank, post in enumerate(posts) if post.refusal is not None]
     error: MismatchError | PeerError | None = None
     if refused:
@@ -71,5 +51,58 @@ def _compare(
         error = MismatchError(f"call {call}: {_DIFFERENT}: rank 0: {texts[0]}; rank {other}: {texts[other]}")
     if error is not None:
         # A rank that had made its call before did not compare; it finds the refusal while it waits for this one.
-        control.post_call(call, texts[control.rank], refusal=str(error))
+        control.post_call(call, posts[control.rank].signature, refusal=str(error))
         raise error
+
+
+def with_splits(
+    head: str, output_bytes: Sequence[int], input_bytes: Sequence[int], output: Region, input: Region
+) -> str:
+    """The signature of an uneven all_to_all: ``head`` is compared, the rest is for :func:`agree_on_splits`."""
+    own = [list(input_bytes), list(output_bytes), _shown(input), _shown(output)]
+    return head + _SPLITS + json.dumps(own, separators=(",", ":"))
+
+
+def agree_on_splits(control: ControlBlock, call: int, posts: Sequence[PostedCall]) -> Splits:
+    """Put together what the ranks posted.
+
+    Raises:
+        As :func:`compare`, and MismatchError where a rank expects other sizes than its peer sends, or where tensors lie
+            in different places.
+    """
+    compare(control, call, posts, splits=True)
+    sent, expected, inputs, outputs = zip(
+        *(json.loads(post.signature.partition(_SPLITS)[2]) for post in posts), strict=True
+    )
+    for src in range(len(posts)):
+        for dst in range(len(posts)):
+            if sent[src][dst] != expected[dst][src]:
+                raise MismatchError(
+                    f"call {call}, all_to_all: rank {src} sends {sent[src][dst]} bytes to rank {dst}, "
+                    f"which expects {expected[dst][src]}"
+                )
+    output_place = _common(call, "output", outputs)
+    # Where the output can be written by the peers, it does not matter where an input lies.
+    input_place = None if output_place is not None else _common(call, "input", inputs)
+    return Splits(tuple(tuple(row) for row in sent), input_place, output_place)
+
+
+def _shown(region: Region) -> object:
+    """What the others need to know: nothing of a tensor without bytes, else its place (0: ordinary memory)."""
+    return None if not region.nbytes else list(region.place) if region.place else 0
+
+
+def _common(call: int, name: str, shown: Sequence[Any]) -> Place:
+    places = {rank: tuple(place) if place else None for rank, place in enumerate(shown) if place is not None}
+    first = next(iter(places.items()), (0, None))
+    for rank, place in places.items():
+        if place != first[1]:
+            raise MismatchError(
+                f"call {call}, all_to_all: {name} lies in different places: rank {first[0]}: {_words(first[1])}; "
+                f"rank {rank}: {_words(place)}"
+            )
+    return first[1]
+
+
+def _words(place: Place) -> str:
+    return "ordinary memory" if place is None else f"symmetric memory {place[0]}+{place[1]}"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 
+from sidelane.collectives.agree import Splits
 from sidelane.collectives.heap import Region, SymmetricHeap
 from sidelane.program import collective as define
 from sidelane.program.collective import ELEMENT_BYTES, Collective, ReduceOp, Reduction
@@ -86,12 +87,17 @@ class Arguments:
             result.append(tuple(size * row_bytes for size in splits))
         return result[0], result[1]
 
-    def all_to_all_uneven(self, output: torch.Tensor, input: torch.Tensor, counts: Sequence[Sequence[int]]) -> Request:
-        """``counts[i][j]`` bytes go from rank i to rank j; this rank's splits were checked before."""
-        output_region, input_region = self._regions("all_to_all", output, input)
-        return Request(define.all_to_all(counts), input_region, output_region, input.dtype)
+    def all_to_all_uneven(self, output: torch.Tensor, input: torch.Tensor, agreed: Splits) -> Request:
+        """What ``agree.agree_on_splits`` found; this rank's own splits were checked before."""
+        output_region, input_region = (
+            dataclasses.replace(region, block=place[0], offset=place[1]) if place else region
+            for region, place in zip(
+                self._regions("all_to_all", output, input), (agreed.output_place, agreed.input_place), strict=True
+            )
+        )
+        return Request(define.all_to_all(agreed.counts), input_region, output_region, input.dtype)
 
-    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, op: str) -> Request:
+    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, op: object) -> Request:
         """``input`` holds ``world_size`` times the elements of ``output``."""
         self._same_dtype("reduce_scatter", output, input)
         if input.numel() != self.world_size * output.numel():
@@ -105,7 +111,7 @@ class Arguments:
         collective = define.reduce_scatter([output.nbytes] * self.world_size, reduction, in_place=in_place)
         return Request(collective, input_region, output_region, input.dtype)
 
-    def all_reduce(self, output: torch.Tensor, input: torch.Tensor, op: str) -> Request:
+    def all_reduce(self, output: torch.Tensor, input: torch.Tensor, op: object) -> Request:
         """Both tensors hold the same number of elements, any number."""
         self._same_dtype("all_reduce", output, input)
         if output.numel() != input.numel():
@@ -122,12 +128,14 @@ class Arguments:
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Request:
         """In place: the root's bytes replace everybody's."""
+        check_tensors("broadcast", tensor)
         (region,) = self._regions("broadcast", tensor)
         collective = define.broadcast(tensor.nbytes, self.world_size, root, in_place=True)
         return Request(collective, region, region, tensor.dtype)
 
     def scatter(self, output: torch.Tensor, input: torch.Tensor | None, root: int) -> Request:
         """The root's ``input`` holds ``world_size`` times the elements of each rank's ``output``."""
+        check_tensors("scatter", output)
         collective = define.scatter([output.nbytes] * self.world_size, root)
         self._rooted_argument("scatter", "input", input, output, root)
         if input is None:
@@ -138,6 +146,7 @@ class Arguments:
 
     def gather(self, output: torch.Tensor | None, input: torch.Tensor, root: int) -> Request:
         """The root's ``output`` holds ``world_size`` times the elements of each rank's ``input``."""
+        check_tensors("gather", input)
         collective = define.gather([input.nbytes] * self.world_size, root)
         self._rooted_argument("gather", "output", output, input, root)
         if output is None:
@@ -165,6 +174,12 @@ class Arguments:
 
     def _regions(self, function: str, *tensors: torch.Tensor) -> tuple[Region, ...]:
         for tensor in tensors:
+            if tensor.layout is not torch.strided:
+                raise ValueError(f"{function}: layout (value={tensor.layout}, allowed=torch.strided)")
+            if tensor.is_conj() or tensor.is_neg():
+                raise ValueError(
+                    f"{function}: a lazily conjugated or negated view (allowed=tensor.resolve_conj().resolve_neg())"
+                )
             if tensor.device != self.device:
                 raise ValueError(f"{function}: device (value={tensor.device}, allowed={self.device})")
             if not tensor.is_contiguous():
@@ -174,9 +189,7 @@ class Arguments:
         return tuple(self.heap.locate(tensor) for tensor in tensors)
 
     def _same_dtype(self, function: str, output: torch.Tensor, input: torch.Tensor) -> None:
-        for tensor in (output, input):
-            if not isinstance(tensor, torch.Tensor):
-                raise TypeError(f"{function}: tensors expected (value={type(tensor).__name__})")
+        check_tensors(function, output, input)
         if output.dtype != input.dtype:
             raise ValueError(
                 f"{function}: input and output must have one dtype (output={output.dtype}, input={input.dtype})"
@@ -202,13 +215,38 @@ class Arguments:
         return bool(a.nbytes and b.nbytes) and a.address < b.address + b.nbytes and b.address < a.address + a.nbytes
 
     @staticmethod
-    def _reduction(function: str, op: str, dtype: torch.dtype) -> Reduction:
+    def _reduction(function: str, given: object, dtype: torch.dtype) -> Reduction:
+        op = op_name(given)
         name = str(dtype).removeprefix("torch.")
         if op not in tuple(ReduceOp):
-            raise ValueError(f"{function}: op (value={op!r}, allowed={', '.join(ReduceOp)})")
+            raise ValueError(f"{function}: op (value={given!r}, allowed={', '.join(ReduceOp)})")
         if name not in ELEMENT_BYTES:
             raise ValueError(f"{function}: dtype (value={name}, allowed={', '.join(ELEMENT_BYTES)})")
         return Reduction(ReduceOp(op), name)
+
+
+def check_tensors(function: str, *tensors: object) -> None:
+    """Refuse what is not a tensor.
+
+    Raises:
+        TypeError: with the type that was given.
+    """
+    for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{function}: tensors expected (value={type(tensor).__name__})")
+
+
+def identity(tensor: object) -> Hashable:
+    """Everything about a tensor that validation looks at."""
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+        return str(type(tensor))
+    contiguous = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+    return (tensor.data_ptr(), tensor.nbytes, tensor.dtype, tensor.device, contiguous)
+
+
+def op_name(op: object) -> str:
+    """``sum`` for ``"sum"`` and for ``torch.distributed.ReduceOp.SUM``."""
+    return op if isinstance(op, str) else str(getattr(op, "name", op)).lower()
 
 
 def aligned_shards(nbytes: int, world_size: int, alignment: int) -> tuple[int, ...]:

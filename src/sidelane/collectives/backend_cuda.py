@@ -19,26 +19,27 @@ class CudaBackend:
     def __init__(
         self, group: dist.ProcessGroup, rank: int, device: torch.device, control: ControlBlock, timeout_s: float
     ) -> None:
-        self.memory = TorchSymmetricMemory(group, device)
+        self.memory = TorchSymmetricMemory(group, device, timeout_s)
         self.executor = CudaExecutor(rank, device, control, timeout_s, probe(group, device, self.memory))
-        self._device = device
+        self.device = device
         self._async_stream: torch.cuda.Stream | None = None
         self._last_stream: torch.cuda.Stream | None = None
+        self._last_captured: torch.cuda.Stream | None = None
 
     def capturing(self) -> bool:
-        return torch.cuda.is_current_stream_capturing()
+        return self._is_capturing(torch.cuda.current_stream(self.device))
 
     def run(
         self, loaded: LoadedProgram, epoch: int, async_op: bool, tensors: Sequence[torch.Tensor]
     ) -> CudaWork | None:
-        current = torch.cuda.current_stream(self._device)
+        current = torch.cuda.current_stream(self.device)
         if not async_op:
             self._order_after_last(current)
             loaded.start(epoch, current)
             return None
         stream = self._async_stream
         if stream is None:
-            stream = self._async_stream = torch.cuda.Stream(self._device, priority=-1)
+            stream = self._async_stream = torch.cuda.Stream(self.device, priority=-1)
         stream.wait_stream(current)
         self._order_after_last(stream)
         loaded.start(epoch, stream)
@@ -55,12 +56,18 @@ class CudaBackend:
 
     def _order_after_last(self, stream: torch.cuda.Stream) -> None:
         # The programs of a communicator share flags and staging, so one must end before the next begins. On one stream
-        # they do. A graph under capture cannot wait for work outside: there the order is that of the replays.
-        last = self._last_stream
-        if last is not None and last.cuda_stream != stream.cuda_stream and not self.capturing():
+        # they do. A graph under capture cannot wait for work outside, only for what it has captured itself.
+        capturing = self._is_capturing(stream)
+        last = self._last_captured if capturing else self._last_stream
+        if last is not None and last.cuda_stream != stream.cuda_stream and self._is_capturing(last) == capturing:
             stream.wait_stream(last)
-        if not self.capturing():
+        if capturing:
+            self._last_captured = stream
+        else:
             self._last_stream = stream
+
+    def _is_capturing(self, stream: torch.cuda.Stream) -> bool:
+        return self.executor.driver.is_capturing(stream.cuda_stream)
 
 
 class CudaWork:
@@ -73,7 +80,7 @@ class CudaWork:
 
     def wait(self) -> None:
         self._backend.executor.check()
-        torch.cuda.current_stream().wait_event(self._event)
+        torch.cuda.current_stream(self._backend.device).wait_event(self._event)
 
     def is_completed(self) -> bool:
         return bool(self._event.query())

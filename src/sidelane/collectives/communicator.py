@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from types import TracebackType
 
 import torch
 import torch.distributed as dist
 
 from sidelane import config as settings
-from sidelane.collectives.agree import agree, agree_on_splits
-from sidelane.collectives.arguments import Arguments, Request
+from sidelane.collectives.agree import agree_on_splits, compare, with_splits
+from sidelane.collectives.arguments import Arguments, Request, check_tensors, identity
 from sidelane.collectives.backend import Work
 from sidelane.collectives.devices import choose_device, make_backend
-from sidelane.collectives.heap import Region, SymmetricHeap
+from sidelane.collectives.heap import SymmetricHeap, generation
 from sidelane.collectives.plan import AUTO, Agreement, Planner, check_variant
 from sidelane.collectives.prepare import Prepared, Preparer
 from sidelane.config import Config
-from sidelane.errors import CommunicatorClosedError, PeerError
+from sidelane.errors import CommunicatorClosedError, PeerError, UnavailableError
 from sidelane.memory.control import ControlBlock
 from sidelane.program.collective import Kind
 
@@ -86,11 +87,18 @@ class Communicator:
             UnavailableError: the device does not have the memory.
         """
         self._require_open()
-        shape = torch.Size(size[0] if len(size) == 1 and not isinstance(size[0], int) else size)  # type: ignore[arg-type]
-        nbytes = shape.numel() * dtype.itemsize
         call = next(self._call_numbers)
+        with self._telling_refusals(call, "empty"):
+            shape = torch.Size(size[0] if len(size) == 1 and not isinstance(size[0], int) else size)  # type: ignore[arg-type]
+            if not isinstance(dtype, torch.dtype):
+                raise TypeError(f"empty: dtype (value={dtype!r}, allowed=a torch.dtype)")
+            if any(length < 0 for length in shape):
+                raise ValueError(f"empty: size (value={tuple(shape)}, allowed=lengths of 0 and more)")
+            if self._backend.capturing():
+                raise UnavailableError("empty: symmetric memory cannot be allocated while a graph is captured")
+            nbytes = shape.numel() * dtype.itemsize
         self._control.post_call(call, f"empty of {nbytes} bytes")
-        agree(self._control, call, self.config.timeout_s)
+        self._agree(call)
         block = self._heap.allocate(max(nbytes, 1))
         return block.tensor[:nbytes].view(dtype).view(shape)
 
@@ -147,7 +155,7 @@ class Communicator:
         output: torch.Tensor,
         input: torch.Tensor,
         *,
-        op: str = "sum",
+        op: str | dist.ReduceOp = "sum",
         async_op: bool = False,
         variant: str = AUTO,
     ) -> Work | None:
@@ -156,7 +164,7 @@ class Communicator:
         Args:
             output: this rank's part. In place if it is its own part of ``input``.
             input: ``world_size`` times the elements of ``output``; float32, float16, bfloat16, int32 or int64.
-            op: ``sum``, ``avg``, ``min`` or ``max``, in float32 for floats, in the order of the ranks.
+            op: ``sum``, ``avg``, ``min`` or ``max`` (torch's ``ReduceOp`` too), in float32 for floats, in rank order.
             async_op: see :meth:`all_gather`.
             variant: ``pcpy``, ``b2b`` or ``auto``.
 
@@ -176,7 +184,7 @@ class Communicator:
         self,
         tensor: torch.Tensor,
         *,
-        op: str = "sum",
+        op: str | dist.ReduceOp = "sum",
         output: torch.Tensor | None = None,
         async_op: bool = False,
         variant: str = AUTO,
@@ -269,11 +277,8 @@ class Communicator:
             PeerError, PeerTimeoutError: a peer failed.
         """
         self._require_open()
-        try:
+        with self._failing_for_good():
             self._backend.synchronize()
-        except PeerError as error:
-            self._failure = error
-            raise
 
     def close(self) -> None:
         """Release threads, streams and memory. Idempotent. Not a collective: peers may close later."""
@@ -304,30 +309,25 @@ class Communicator:
     ) -> Work | None:
         self._require_open()
         call = next(self._call_numbers)
-        frozen = self._backend.capturing()
-        key = (kind, variant, detail, frozen, *map(_identity, tensors))
-        prepared = self._preparer.recall(key)
+        with self._telling_refusals(call, kind):
+            frozen = self._backend.capturing()
+            key = (kind, variant, detail, frozen, generation(), *map(identity, tensors))
+            prepared = self._preparer.recall(key)
+            if prepared is None:
+                check_variant(kind, variant)
+                request = describe()
         if prepared is None:
-            prepared = self._prepare(call, kind, describe, variant, frozen, key)
+            prepared = self._prepare(call, Agreement.of(request, variant, frozen), request, key)
         else:
             self._control.post_call(call, prepared.signature)
             if self.config.debug:
-                agree(self._control, call, self.config.timeout_s)
+                self._agree(call)
         return self._run(prepared, call, async_op, tensors)
 
-    def _prepare(
-        self, call: int, kind: Kind, describe: Callable[[], Request], variant: str, frozen: bool, key: Hashable
-    ) -> Prepared:
-        try:
-            check_variant(kind, variant)
-            request = describe()
-        except (TypeError, ValueError) as error:
-            self._control.post_call(call, kind, refusal=f"{type(error).__name__}: {error}")
-            raise
-        agreement = Agreement.of(request, variant, frozen)
+    def _prepare(self, call: int, agreement: Agreement, request: Request, key: Hashable) -> Prepared:
         self._control.post_call(call, agreement.text())
         if self.config.debug or not self._preparer.known(agreement):
-            agree(self._control, call, self.config.timeout_s)
+            self._agree(call)
         return self._preparer.prepare(agreement, request, key)
 
     def _call_uneven(
@@ -341,28 +341,58 @@ class Communicator:
     ) -> Work | None:
         self._require_open()
         call = next(self._call_numbers)
-        try:
+        with self._telling_refusals(call, Kind.ALL_TO_ALL):
             check_variant(Kind.ALL_TO_ALL, variant)
+            check_tensors("all_to_all", output, input)
             if output_splits is None or input_splits is None:
                 raise ValueError("all_to_all: give both output_split_sizes and input_split_sizes, or none")
             sizes = self._arguments.split_bytes(output, input, output_splits, input_splits)
+            frozen = self._backend.capturing()
+            head = f"all_to_all with split sizes of {input.dtype}, variant {variant}" + ", captured" * frozen
             regions = (self._heap.locate(output), self._heap.locate(input))
-        except (TypeError, ValueError) as error:
-            self._control.post_call(call, Kind.ALL_TO_ALL, refusal=f"{type(error).__name__}: {error}")
-            raise
-        head = f"all_to_all with split sizes of {input.dtype}, variant {variant}, {[_place(r) for r in regions]}"
-        counts = agree_on_splits(self._control, call, head, *sizes, timeout_s=self.config.timeout_s)
-        request = self._arguments.all_to_all_uneven(output, input, counts)
-        agreement = Agreement.of(request, variant, self._backend.capturing())
-        return self._run(self._preparer.prepare(agreement, request), call, async_op, (output, input))
+        self._control.post_call(call, with_splits(head, *sizes, *regions))
+        with self._failing_for_good():
+            posts = self._control.calls_of_all(call, self.config.timeout_s)
+        agreed = agree_on_splits(self._control, call, posts)
+        key = (agreed, variant, frozen, generation(), identity(output), identity(input))
+        prepared = self._preparer.recall(key)
+        if prepared is None:
+            request = self._arguments.all_to_all_uneven(output, input, agreed)
+            prepared = self._preparer.prepare(Agreement.of(request, variant, frozen), request, key)
+        return self._run(prepared, call, async_op, (output, input))
 
     def _run(
         self, prepared: Prepared, call: int, async_op: bool, tensors: tuple[torch.Tensor | None, ...]
     ) -> Work | None:
-        try:
+        with self._failing_for_good():
             return self._backend.run(prepared.loaded, call, async_op, [t for t in tensors if t is not None])
-        except (PeerError, KeyboardInterrupt) as error:
+
+    def _agree(self, call: int) -> None:
+        """Wait until every rank has posted ``call``, and compare."""
+        with self._failing_for_good():
+            posts = self._control.calls_of_all(call, self.config.timeout_s)
+        compare(self._control, call, posts)  # an error here leaves all ranks in step: nothing has begun
+
+    @contextlib.contextmanager
+    def _telling_refusals(self, call: int, name: str) -> Iterator[None]:
+        """Whatever keeps this rank from making the call, its peers are told."""
+        try:
+            yield
+        except Exception as error:
+            self._control.post_call(call, name, refusal=f"{type(error).__name__}: {error}")
+            raise
+
+    @contextlib.contextmanager
+    def _failing_for_good(self) -> Iterator[None]:
+        """A failed peer, or Ctrl-C in a wait for the peers, ends the communicator."""
+        try:
+            yield
+        except PeerError as error:
             self._failure = error
+            raise
+        except KeyboardInterrupt as error:
+            self._failure = error
+            self._control.abort(f"rank {self.rank} was interrupted", (self.rank,))
             raise
 
     def _require_open(self) -> None:
@@ -372,14 +402,3 @@ class Communicator:
             raise CommunicatorClosedError(
                 f"Communicator: unusable since a call failed: {self._failure}"
             ) from self._failure
-
-
-def _identity(tensor: object) -> Hashable:
-    """Everything about a tensor that validation looks at."""
-    if not isinstance(tensor, torch.Tensor):
-        return str(type(tensor))
-    return (tensor.data_ptr(), tensor.nbytes, tensor.dtype, tensor.device, tensor.is_contiguous())
-
-
-def _place(region: Region) -> str:
-    return "ordinary" if region.place is None else f"symmetric {region.place[0]}+{region.place[1]}"

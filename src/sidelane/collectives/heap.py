@@ -51,6 +51,7 @@ class SymmetricHeap:
     def allocate(self, nbytes: int) -> SymmetricBlock:
         """Allocate a block on every rank. Collective."""
         block = self._memory.allocate(nbytes)
+        _generation[0] += 1
         number = len(self._blocks)
         self._blocks.append(block)
         start = block.tensor.data_ptr()
@@ -104,4 +105,10 @@ class SymmetricHeap:
         return number if address < self._starts[position] + self._blocks[number].tensor.nbytes else None
 
 
+def generation() -> int:
+    """Grows with every symmetric block of this process: what an address was is not what it is for ever."""
+    return _generation[0]
+
+
+_generation = [0]
 _heaps: weakref.WeakSet[SymmetricHeap] = weakref.WeakSet()

@@ -16,6 +16,9 @@ from sidelane.program.verify import verify
 AUTO = "auto"
 PRELAUNCH = "+prelaunch"
 
+MOST_PROGRAMS = 1024
+"""Programs remembered; the oldest goes first, on all ranks alike. Uneven calls can have any number of them."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Agreement:
@@ -40,9 +43,13 @@ class Agreement:
         kind = request.collective.kind
         input_place = None if kind is Kind.SCATTER else request.input.place
         output_place = None if kind is Kind.GATHER else request.output.place
-        if request.collective.in_place:
+        if kind in REDUCING:
+            input_place = output_place = None  # peers write into staging only
+        elif request.collective.in_place:
             # Each rank's part lies elsewhere in the whole, which is what has to be at one place on all ranks.
             input_place = output_place = request.whole.place
+        elif output_place is not None:
+            input_place = None  # peers write into the output; where an input lies is its own rank's business
         return Agreement(
             collective=request.collective,
             dtype=str(request.dtype).removeprefix("torch."),
@@ -66,7 +73,7 @@ class Planner:
     def __init__(self, capabilities: Capabilities, *, verify_programs: bool) -> None:
         self._capabilities = capabilities
         self._verify = verify_programs
-        self._programs: dict[Agreement, Program] = {}
+        self._programs: dict[Agreement, Program] = {}  # in the order of their first call, which all ranks share
 
     def known(self, agreement: Agreement) -> bool:
         """True if all ranks have made this call before."""
@@ -84,6 +91,8 @@ class Planner:
             program = self._plan(agreement)
             if self._verify:
                 verify(program)
+            if len(self._programs) >= MOST_PROGRAMS:
+                del self._programs[next(iter(self._programs))]
             self._programs[agreement] = program
         return program
 
