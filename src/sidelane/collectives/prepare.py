@@ -22,7 +22,10 @@ MOST_RECENT = 4096
 """Calls remembered by the addresses of their tensors; the oldest goes first. Programs are kept for good."""
 
 STAGING_STEP_BYTES = 1 << 20
-"""Staging grows to multiples of this, at least doubling, so that growing is rare."""
+"""Staging grows to multiples of this, doubling while it is small, so that growing is rare."""
+
+MOST_SPARE_BYTES = 64 << 20
+"""More than this is never added beyond what a call needs."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -85,9 +88,10 @@ class Preparer:
             )
         # Captured graphs keep the block that they were loaded with. Everything else must move to the new one now, on
         # all ranks at once: a rank that still wrote to the old block would miss a peer that reads the new one.
-        self._kept.append(self._staging)
+        if self._staging is not None:
+            self._kept.append(self._staging)
         self._recent.clear()
-        steps = -(-max(nbytes, 2 * have) // STAGING_STEP_BYTES)
+        steps = -(-max(nbytes, have + min(have, MOST_SPARE_BYTES)) // STAGING_STEP_BYTES)
         self._staging = self._backend.memory.allocate(steps * STAGING_STEP_BYTES)
 
     def _addresses(self, program: Program, request: Request, frozen: bool) -> Addresses:
