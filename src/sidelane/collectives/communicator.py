@@ -1,4 +1,7 @@
-"""The communicator: collectives with the semantics of torch.distributed, run as programs on copy engines."""
+"""The communicator: collectives with the semantics of torch.distributed, run as programs on copy engines.
+
+A little over 400 lines, since the documentation of each collective stands with it.
+"""
 
 from __future__ import annotations
 
