@@ -12,9 +12,11 @@ from click.testing import CliRunner, Result
 
 import sidelane
 from sidelane import cli
-from sidelane.bench import c3_bench, collective_bench, info, reference
+from sidelane.bench import c3_bench, claims, collective_bench, info, reference, sim_overlap, sim_study
 from sidelane.bench.launch import RankFailedError
+from sidelane.c3.workload import parse_workload
 from sidelane.errors import UnavailableError
+from sidelane.machine.load import machine_names
 from sidelane.program.collective import Kind
 
 
@@ -35,7 +37,7 @@ def test_version():
     assert run("--version").output == f"sidelane {sidelane.__version__}\n"
 
 
-@pytest.mark.parametrize("command", ["info", "collective", "c3", "demo"])
+@pytest.mark.parametrize("command", ["info", "collective", "c3", "demo", "machines", "claims", "pipeline"])
 def test_help(command: str):
     result = run(command, "--help")
     assert result.exit_code == 0
@@ -95,6 +97,123 @@ def test_c3_options(asked: SimpleNamespace):
     assert asked.c3.collectives == (Kind.ALL_TO_ALL,)
     assert asked.c3.strategies == ("serial", "conccl")
     assert asked.c3.dtype == "float16"
+
+
+@pytest.fixture
+def predicted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Stands in for the predictions; holds what they were called with. They return 3."""
+    seen: list[tuple[Any, ...]] = []
+
+    def stand_in(name: str) -> Any:
+        return lambda *arguments: seen.append((name, *arguments)) or 3
+
+    monkeypatch.setattr(sim_study, "c3_main", stand_in("c3"))
+    monkeypatch.setattr(sim_study, "collective_main", stand_in("collective"))
+    monkeypatch.setattr(sim_study, "preview", stand_in("preview"))
+    monkeypatch.setattr(sim_overlap, "main", stand_in("pipeline"))
+    monkeypatch.setattr(claims, "main", stand_in("claims"))
+    return seen
+
+
+ONE = parse_workload("cb1_896M", Kind.ALL_TO_ALL)
+BOTH = [parse_workload("cb2_1M", kind) for kind in (Kind.ALL_GATHER, Kind.ALL_TO_ALL)]
+OUT = Path("out")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "call"),
+    [
+        ("c3 --machine mi300x8", ("c3", sim_study.Options("mi300x8"), [])),
+        (
+            "c3 --machine mi300x8 --version 002 --report out",
+            ("c3", sim_study.Options("mi300x8", OUT, "002"), []),
+        ),
+        ("c3 cb1_896M --machine m.toml --collective all_to_all", ("c3", sim_study.Options("m.toml"), [ONE])),
+        ("c3 --gemm cb2 --bytes 1M --machine a40x4 --report out", ("c3", sim_study.Options("a40x4", OUT), BOTH)),
+        ("collective --machine h200x4", ("collective", sim_study.Options("h200x4"))),
+        ("collective --machine h200x4 --report out", ("collective", sim_study.Options("h200x4", OUT))),
+        ("pipeline --machine a40x4", ("pipeline", "a40x4", None)),
+        ("pipeline --machine a40x4 --report out", ("pipeline", "a40x4", OUT)),
+        ("claims", ("claims", claims.Options())),
+        ("claims --json", ("claims", claims.Options(json=True, ranges=False))),
+        ("claims --json --ranges", ("claims", claims.Options(json=True))),
+        ("claims --json --report out", ("claims", claims.Options(json=True, report=OUT))),
+        (
+            "claims --machine h200x4 --results out --version 002 --no-ranges",
+            ("claims", claims.Options("h200x4", results=OUT, version="002", ranges=False)),
+        ),
+    ],
+)
+def test_predictions(asked: SimpleNamespace, predicted: list[tuple[Any, ...]], arguments: str, call: tuple[Any, ...]):
+    result = run(*arguments.split())
+    assert result.exit_code == 3, result.output
+    assert predicted == [call]
+    assert (asked.collective, asked.c3) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reasons"),
+    [
+        ("c3 --machine mi300x8 --ranks 4", ["--ranks does not go with --machine", "--report"]),
+        ("c3 --machine mi300x8 --strategy conccl cb1_1M", ["--strategy", "allowed=pairs"]),
+        ("c3 --machine mi300x8 --collective all_gather", ["--collective", "allowed=--version, --report"]),
+        ("c3 --machine mi300x8 --version 002 cb1_1M", ["--version"]),
+        ("c3 --machine mi300x8 --json x.json", ["--json"]),
+        ("c3 --machine mi300x8 cb1_1M --collective broadcast", ["broadcast", "all_gather, all_to_all, all_reduce"]),
+        ("c3 --version 002", ["--version", "needs --machine"]),
+        ("collective --machine mi300x8 --no-profile", ["--profile does not go with --machine"]),
+        ("collective --machine mi300x8 --min-bytes 1K", ["--min-bytes"]),
+        ("pipeline", ["--machine"]),
+        ("claims --version 001", ["001"]),
+    ],
+)
+def test_what_does_not_go_with_a_prediction(asked: SimpleNamespace, arguments: str, reasons: list[str]):
+    result = run(*arguments.split())
+    assert result.exit_code == 2, result.output
+    message = result.output[result.output.index("Error:") :]
+    assert all(reason in message for reason in reasons), message
+    assert (asked.collective, asked.c3) == (None, None)
+
+
+@pytest.mark.parametrize("command", ["c3", "collective", "pipeline", "claims"])
+def test_machines_that_cannot_be_predicted(command: str, tmp_path: Path):
+    def refused(machine: str) -> str:
+        result = run(command, "--machine", machine)
+        assert result.exit_code == 2 and isinstance(result.exception, SystemExit), result.output
+        return result.output
+
+    assert all(name in refused("mi300") for name in machine_names())
+    assert "no such file" in refused(str(tmp_path / "mine.toml"))
+    mine = tmp_path / "mine.toml"
+    mine.write_text('base = "mi300x8"\nname = "mine"\n\n[links]\nusable_gpbs = 46\n', encoding="utf-8")
+    assert f"{mine}:5: links.usable_gpbs: unknown name (allowed=topology, peak_gbps" in refused(str(mine))
+    mine.write_text('base = "mi300x8"\nname = "mine"\n[gpu]\nmemory_gbps = 0\n', encoding="utf-8")
+    assert f"{mine}:4: gpu.memory_gbps: must be greater than 0" in refused(str(mine))
+    mine.write_bytes(b"\xff\xfe")
+    assert "cannot be read as text" in refused(str(mine))
+
+
+def test_a_users_machine_is_predicted(tmp_path: Path):
+    mine = tmp_path / "mine.json"
+    mine.write_text('{"base": "mi300x8", "name": "mine", "title": "My GPUs"}', encoding="utf-8")
+    result = run("c3", "--machine", str(mine), "cb1_896M", "--collective", "all_gather")
+    assert result.exit_code == 0, result.output
+    assert "My GPUs" in result.output and "cb1_896M" in result.output
+
+
+def test_the_catalogue():
+    shown, listed = run("machines"), run("machines", "--json")
+    assert shown.exit_code == listed.exit_code == 0
+    assert tuple(row["name"] for row in json.loads(listed.output)) == machine_names()
+    assert all(name in shown.output for name in machine_names())
+
+
+def test_demo_predicts_where_there_are_no_gpus(asked: SimpleNamespace, tmp_path: Path):
+    result = run("demo", "--device", "cpu", "--report", str(tmp_path))
+    assert result.exit_code == 0, result.output
+    shown = " ".join(result.output.split())
+    assert "Predicted for 8 x AMD Instinct MI300X" in shown and "conccl_rp" in shown
+    assert "--machine mi300x8" in shown
 
 
 def test_demo_looks_and_then_measures(asked: SimpleNamespace, tmp_path: Path):

@@ -1,4 +1,5 @@
-"""The command ``sidelane``: look at a machine, measure collectives, measure computation next to communication.
+"""The command ``sidelane``: look at a machine, measure collectives, measure computation next to communication, and
+predict both for machines that are not here.
 
 What a command needs is imported when it runs, so that help is there at once.
 """
@@ -7,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import click
 
@@ -22,7 +24,9 @@ from sidelane.program.collective import ELEMENT_BYTES, Kind
 C = TypeVar("C", bound=Callable[..., Any])
 DEMO_WORKLOADS = ("cb1_512M", "cb1_896M")
 DEVICES = ("auto", "gpu", "cpu")
+DEMO_MACHINE = "mi300x8"
 ALL = "all"
+VERSIONS = ("000", "002")
 # Those that every implementation has a counterpart for. Plain strings: click would show the names of enum members.
 KINDS = tuple(kind.value for kind in Kind if kind not in (Kind.SCATTER, Kind.GATHER))
 
@@ -69,6 +73,35 @@ def study_options(command: C) -> C:
     return command
 
 
+# For studies that can be predicted instead of measured.
+machine_option = click.option(
+    "--machine",
+    metavar="NAME_OR_FILE",
+    help="Predict it for this machine instead: of the catalogue (sidelane machines), or a TOML or JSON file.",
+)
+prediction_report = click.option(
+    "--report", type=click.Path(file_okay=False, path_type=Path), help="Write numbers and pictures here."
+)
+
+
+def given(name: str) -> bool:
+    """True if the caller wrote this parameter of the running command."""
+    return click.get_current_context().get_parameter_source(name) is not click.core.ParameterSource.DEFAULT
+
+
+def refuse_beside_machine(*allowed: str) -> None:
+    """Refuse what says how to measure, where ``--machine`` asks for a prediction. ``allowed``: names of parameters.
+
+    Raises:
+        ValueError: the caller gave something else.
+    """
+    parameters = {option.name or "": option for option in click.get_current_context().command.params}
+    for name, option in parameters.items():
+        if name not in ("machine", *allowed) and given(name):
+            fine = ", ".join(parameters[other].opts[0] for other in allowed)
+            raise ValueError(f"{option.opts[0]} does not go with --machine, which only predicts (allowed={fine})")
+
+
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(__version__, package_name="sidelane", message="sidelane %(version)s")
 @click.option("--traceback", is_flag=True, help="Show where an error came from.")
@@ -113,6 +146,7 @@ def info(as_json: bool, probe: bool) -> None:
 @click.option("--iterations", type=click.IntRange(min=1), default=15, show_default=True, help="Measured rounds.")
 @click.option("--warmup", type=click.IntRange(min=0), default=3, show_default=True, help="Rounds before them.")
 @click.option("--profile/--no-profile", default=True, help="On GPUs: look which implementations launched kernels.")
+@machine_option
 @study_options
 def collective(
     collectives: tuple[str, ...],
@@ -121,11 +155,21 @@ def collective(
     factor: int,
     launch: str,
     iterations: int,
+    machine: str | None,
     json_file: Path | None,
     **others: Any,
 ) -> None:
-    """Measure collectives over sizes: every implementation and variant, checked before it is timed."""
+    """Measure collectives over sizes: every implementation and variant, checked before it is timed.
+
+    With --machine: predict paper 003's study (all_gather and all_to_all, 1K to 4G) for a machine that need not be here.
+    """
     with plain_errors():
+        if machine is not None:
+            refuse_beside_machine("report")
+            from sidelane.bench import sim_study
+
+            sys.exit(sim_study.collective_main(sim_study.Options(machine, others["report"])))
+
         from sidelane.bench import collective_bench
         from sidelane.bench.launch import choose_place
 
@@ -176,12 +220,18 @@ def collective(
 @click.option("--full-size", is_flag=True, help="Do not scale the GEMM down for CPUs.")
 @click.option("--warmup", type=click.IntRange(min=0), default=6, show_default=True, help="Rounds before the measured.")
 @click.option("--repeats", type=click.IntRange(min=1), default=9, show_default=True, help="Measured rounds.")
+@machine_option
+@click.option(
+    "--version", type=click.Choice(VERSIONS), default="000", help="With --machine: of the paper. Default: 000."
+)
 @study_options
 def c3(
     pairs: tuple[str, ...],
     gemms: tuple[str, ...],
     sizes: tuple[int, ...],
     collectives: tuple[str, ...],
+    machine: str | None,
+    version: str,
     json_file: Path | None,
     **others: Any,
 ) -> None:
@@ -189,15 +239,24 @@ def c3(
 
     PAIRS are written as the paper does: cb1_896M, mb2_3.25G, 4096x4096x4096_64M. --gemm and --bytes give the same, each
     GEMM with each size. Without any: cb1_896M.
+
+    With --machine: predict them for a machine that need not be here; without any, the paper's whole study (with
+    --report about a minute, for the plausible ranges). --collective, --version and --report go with it.
     """
     with plain_errors():
-        workloads = [*pairs, *pairs_of(gemms, sizes)] or ["cb1_896M"]
+        workloads = [*pairs, *pairs_of(gemms, sizes)]
+        kinds = tuple(map(Kind, collectives))
         for pair in workloads:
             parse_workload(pair)
 
+        if machine is not None:
+            predict_c3(machine, workloads, kinds, version, others["report"])
+        if given("version"):
+            raise ValueError("--version chooses between versions of the paper; it needs --machine")
+
         from sidelane.bench import c3_bench
 
-        kinds = tuple(map(Kind, collectives))
+        workloads = workloads or ["cb1_896M"]
         c3_bench.main(c3_bench.C3Options(workloads=tuple(workloads), collectives=kinds, json=json_file, **others))
 
 
@@ -206,12 +265,86 @@ def c3(
 @click.option("--device", type=click.Choice(DEVICES), default="auto", help="auto: GPUs if there are two or more.")
 @click.option("--report", type=click.Path(file_okay=False, path_type=Path), default=Path("report"), show_default=True)
 def demo(ranks: int | None, device: str, report: Path) -> None:
-    """Look at this machine, then measure a GEMM next to a collective and write a report."""
+    """Look at this machine, then measure a GEMM next to a collective and write a report.
+
+    Without GPUs the bytes travel between CPU processes; what GPUs would give is then predicted, for eight MI300X.
+    """
     with plain_errors():
         from sidelane.bench import c3_bench, info
+        from sidelane.bench.launch import choose_place
 
         info.main(probe=False)
         c3_bench.main(c3_bench.C3Options(workloads=DEMO_WORKLOADS, ranks=ranks, device=device, report=report))
+        if choose_place(ranks, device).on_cpu:
+            from sidelane.bench import sim_study
+
+            sim_study.preview(DEMO_MACHINE)
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="Print a list of objects.")
+def machines(as_json: bool) -> None:
+    """List the machines that can be predicted."""
+    with plain_errors():
+        from sidelane.bench import machine_list
+
+        machine_list.main(as_json=as_json)
+
+
+@main.command()
+@click.option("--machine", metavar="NAME_OR_FILE", default=DEMO_MACHINE, help="Default: mi300x8, the papers' machine.")
+@click.option("--json", "as_json", is_flag=True, help="Print a list of objects, and nothing else.")
+@click.option("--results", type=click.Path(path_type=Path), default=Path("results"), help="Folder of measurements.")
+@click.option("--version", type=click.Choice(VERSIONS), default="000", show_default=True, help="Of paper 000.")
+@click.option(
+    "--report", type=click.Path(file_okay=False, path_type=Path), help="Write claims.json and a picture here."
+)
+@click.option(
+    "--ranges/--no-ranges",
+    default=None,
+    help="Also predict over the plausible values of the machine's numbers: about a minute instead of two seconds. "
+    "Default: with them, except with --json and no --report.",
+)
+def claims(machine: str, as_json: bool, results: Path, version: str, report: Path | None, ranges: bool | None) -> None:
+    """Hold predictions against what papers claim, or, of other machines, against measurements (results/<machine>).
+
+    The exit code is 1 if a claim has no role, or if a number was fitted to a held-out claim. Wrong predictions are
+    shown, not punished.
+    """
+    with plain_errors():
+        from sidelane.bench import claims
+
+        with_ranges = (not as_json or report is not None) if ranges is None else ranges
+        sys.exit(claims.main(claims.Options(machine, as_json, results, version, report, with_ranges)))
+
+
+@main.command()
+@click.option(
+    "--machine", required=True, metavar="NAME_OR_FILE", help="Of the catalogue (sidelane machines), or a file."
+)
+@prediction_report
+def pipeline(machine: str, report: Path | None) -> None:
+    """Predict pipelined iterations of a GEMM and a collective (paper 004): tiles, thread blocks, priority."""
+    with plain_errors():
+        from sidelane.bench import sim_overlap
+
+        sys.exit(sim_overlap.main(machine, report))
+
+
+def predict_c3(machine: str, pairs: list[str], kinds: tuple[Kind, ...], version: str, report: Path | None) -> NoReturn:
+    """What ``sidelane c3 --machine`` does. Without pairs: the whole study, which has its own collectives.
+
+    Raises:
+        ValueError: options that do not go together, or no such machine.
+    """
+    if pairs:
+        refuse_beside_machine("pairs", "gemms", "sizes", "collectives", "report")
+    else:
+        refuse_beside_machine("version", "report")
+    from sidelane.bench import sim_study
+
+    workloads = [parse_workload(pair, kind) for kind in kinds for pair in pairs]
+    sys.exit(sim_study.c3_main(sim_study.Options(machine, report, version), workloads))
 
 
 @contextlib.contextmanager

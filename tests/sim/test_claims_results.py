@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from sidelane.bench import claims as command
-from sidelane.bench.claims_results import compare, predict_alone, predict_together
+from sidelane.bench.claims_results import compare, fitted_to, predict_alone, predict_together, role_problems
 from sidelane.bench.results import C3Row, CollectiveRow, Results, write
 from sidelane.machine.load import named
 from sidelane.model.strategies import predict
@@ -16,6 +17,7 @@ from sidelane.program.collective import Kind
 
 H200 = named("h200x4")
 NBYTES = 896 << 20
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def c3_row(strategy, time_us, comm_us=2175.0, **more):
@@ -49,6 +51,61 @@ def test_predictions_start_from_the_isolated_times_of_the_row():
     assert 1840.0 <= beside < 1.05 * 1840.0
     assert predict_together(H200, c3_row("auto", 1.0)) is None
     assert predict_together(H200, c3_row("conccl", 1.0, collective="broadcast")) is None
+
+
+def test_a_copy_that_waits_for_the_gemm_comes_after_it():
+    """Out of place, NCCL's copy of the own chunk holds up the others; ours waits alone."""
+    away = {"collective": "all_to_all", "comm_us": 1000.0, "gemm_us": 2000.0}
+    alone = predict_together(H200, c3_row("conccl", 1.0, note="dma auto in place eager", **away))
+    ours = predict_together(H200, c3_row("conccl", 1.0, note="dma auto out of place eager", **away))
+    theirs = predict_together(H200, c3_row("nccl_ce", 1.0, note="nccl_ce out of place eager", **away))
+    chunk_us = NBYTES / 4 / H200.dma.local_gbps / 1e3
+    assert ours == pytest.approx(alone + chunk_us, rel=1e-6)
+    assert theirs == pytest.approx(3000.0)
+    free = H200.with_value("interference.local_waits", 0)
+    assert predict_together(free, c3_row("nccl_ce", 1.0, note="nccl_ce out of place eager", **away)) < 2200
+
+
+def test_rows_that_were_fitted_to_are_not_called_predictions(tmp_path):
+    middle, large = 16 << 20, 1 << 30
+    assert fitted_to(collective_row("nccl", "", 1.0, nbytes=middle))
+    assert fitted_to(collective_row("dma", "b2b", 1.0, nbytes=large))
+    assert not fitted_to(collective_row("dma", "b2b", 1.0, nbytes=middle))
+    assert not fitted_to(collective_row("dma", "bcst", 1.0, nbytes=large))
+    assert not fitted_to(collective_row("nccl", "window", 1.0))
+    rows = [collective_row("dma", "b2b", 2100.0, nbytes=large), collective_row("dma", "b2b", 70.0, nbytes=middle)]
+    save(tmp_path, "collectives", rows)
+    roles = {v.claim_id.partition("/collectives/")[2]: str(v.role) for v in compare(H200, tmp_path)}
+    assert roles == {
+        "all_gather/1G/in place/dma b2b": "fitted",
+        "all_gather/16M/in place/dma b2b": "held_out",
+        "median": "fitted",
+        "median of held out": "held_out",
+    }
+
+
+def test_a_number_from_runs_side_by_side_is_a_mistake(tmp_path, capsys):
+    assert role_problems(H200) == []
+    cheat = 'base = "h200x4"\nname = "h200x4"\ntitle = "x"\n[interference]\n'
+    cheat += 'memory = { value = 1, source = "measured", of = "results/h200x4/c3.json" }\n'
+    (tmp_path / "cheat.toml").write_text(cheat)
+    save(tmp_path / "h200x4", "c3", [c3_row("serial", 3585.0)])
+    options = command.Options(str(tmp_path / "cheat.toml"), json=True, results=tmp_path, ranges=False)
+    assert command.main(options) == 1
+    assert "interference.memory" in capsys.readouterr().err
+
+
+def test_plausible_ranges_of_our_own_machine(tmp_path):
+    save(tmp_path, "collectives", [collective_row("dma", "b2b", 70.0, nbytes=16 << 20)])
+    row, _ = compare(H200, tmp_path, ranges=True)
+    assert row.low < row.predicted < row.high
+
+
+def test_the_machine_in_the_catalogue_is_the_one_that_was_measured():
+    """The targets of issue 3, on the files of this checkout."""
+    found = {v.claim_id: v for v in compare(H200, ROOT / "results" / "h200x4")}
+    for name in ("c3/median", "c3/worst", "collectives/median", "collectives/median of held out"):
+        assert found[f"h200x4/{name}"].ok, name
 
 
 def test_the_model_agrees_with_itself():

@@ -60,7 +60,7 @@ def test_prelaunch_leaves_triggers_copies_and_syncs():
 def test_one_engine_for_all_peers_serialises_and_loses_with_several_queues():
     machine = named("h200x4")
     one, three = (dma_run(machine, Kind.ALL_GATHER, 896 * MB, variant).time_us for variant in ("b2b", "pcpy"))
-    assert one == pytest.approx(3 * copy_us(224 * MB, 391), rel=0.01)
+    assert one == pytest.approx(3 * copy_us(224 * MB, 391), rel=0.02)  # and its start
     assert three == pytest.approx(one / machine.dma.shared_queues, rel=0.02)
 
 

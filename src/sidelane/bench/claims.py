@@ -13,7 +13,7 @@ import rich.console
 import rich.table
 
 from sidelane.bench.claims_figures import draw_claims
-from sidelane.bench.claims_results import compare
+from sidelane.bench.claims_results import compare, role_problems
 from sidelane.machine.load import find
 from sidelane.machine.spec import Machine
 from sidelane.model import claims_c3, claims_dma, claims_overlap
@@ -67,8 +67,10 @@ def main(options: Options) -> int:
     console = rich.console.Console(stderr=True)
 
     if machine.name != MI300X:
-        verdicts = compare(machine, options.results / machine.name)
-        wrong: list[str] = []
+        with console.status("simulating") as status:
+            folder = options.results / machine.name
+            verdicts = compare(machine, folder, ranges=options.ranges, progress=status.update)
+        wrong = role_problems(machine)
     else:
         with console.status("simulating") as status:
             verdicts, wrong = evaluate(machine, version=options.version, ranges=options.ranges, progress=status.update)
@@ -139,13 +141,20 @@ def _vary(
 def show(verdicts: Sequence[Verdict], console: rich.console.Console | None = None) -> None:
     """Print the table, and how many predictions of each role are right."""
     console = console or rich.console.Console()
-    table = rich.table.Table("id", "claim", "published", "predicted", "plausible", "error", "role", "ok", box=None)
+    whole = rich.table.Column("id", overflow="fold", min_width=12)  # never cut: it is what one looks up
+    ours = any("/" in verdict.claim_id for verdict in verdicts)  # rows of a result file say what they are by their ids
+    known = ("measured",) if ours else ("claim", "published")
+    table = rich.table.Table(whole, *known, "predicted", "plausible", "error", "role", "ok", box=None)
     for verdict in verdicts:
         plausible = "" if verdict.low is None else f"{_text(verdict.low)} .. {_text(verdict.high)}"
         error = "" if verdict.error is None else f"{verdict.error:.3g}"
         ok = "yes" if verdict.ok else "[red]NO[/red]"
-        row = (verdict.claim_id, verdict.text, _text(verdict.claimed), _text(verdict.predicted), plausible, error)
-        table.add_row(*row, str(verdict.role), ok)
+        claimed, predicted = _text(verdict.claimed), _text(verdict.predicted)
+        name = verdict.claim_id.partition("/")[2] or verdict.claim_id
+        if ours and verdict.error is None:  # a limit
+            claimed, predicted = f"<= {claimed}%", f"{predicted}%"
+        cells = (claimed,) if ours else (verdict.text, claimed)
+        table.add_row(name, *cells, predicted, plausible, error, str(verdict.role), ok)
     console.print(table)
     for role in Role:
         of_role = [verdict for verdict in verdicts if verdict.role is role]

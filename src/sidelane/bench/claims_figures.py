@@ -16,12 +16,18 @@ MARKS = {Role.INPUT: "^", Role.FITTED: "s", Role.HELD_OUT: "o"}
 
 
 def draw_claims(verdicts: Sequence[Verdict], title: str, folder: Path) -> Path:
-    """Draw predicted over published, on a logarithmic scale; 1 is right. Inputs are left out: they are always right.
+    """Draw predicted over published, on a logarithmic scale; 1 is right. Inputs are left out, which are always right,
+    and what is no number but a limit.
 
     Returns:
         The PNG; an SVG lies next to it.
     """
-    marks = [mark for verdict in verdicts if verdict.role is not Role.INPUT for mark in _marks(verdict)]
+    marks = [
+        mark
+        for verdict in verdicts
+        if verdict.role is not Role.INPUT and verdict.error is not None
+        for mark in _marks(verdict)
+    ]
     with mpl.rc_context(RC):
         figure = Figure(figsize=(9, 1.4 + 0.17 * len(marks)), layout="constrained")
         axes = figure.subplots()
@@ -38,7 +44,7 @@ def draw_claims(verdicts: Sequence[Verdict], title: str, folder: Path) -> Path:
         axes.set_xlim(0.2, 10)
         axes.set_yticks(range(len(marks)), [name for name, *_ in marks], fontsize=6)
         axes.set_ylim(len(marks), -1)
-        axes.set_xlabel("predicted / published (grey: within 25%)")
+        axes.set_xlabel("predicted / published or measured (grey: within 25%)")
         axes.set_title(title)
         axes.legend(fontsize=7)
         folder.mkdir(parents=True, exist_ok=True)
@@ -53,7 +59,7 @@ def _marks(verdict: Verdict) -> list[tuple[str, Role, float, float, float]]:
     low, high = numbers(verdict.low), numbers(verdict.high)
     return [
         (
-            f"{verdict.claim_id} {key.strip('/')}".strip(),
+            f"{verdict.claim_id.partition('/')[2] or verdict.claim_id} {key.strip('/')}".strip(),
             verdict.role,
             predicted[key] / value,
             max(low.get(key, predicted[key]), 1e-3 * value) / value,

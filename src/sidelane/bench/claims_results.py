@@ -1,12 +1,14 @@
 """Predictions held against this project's own measurements: ``results/<machine>/c3.json`` and ``collectives.json``.
 
 From a C3 file the model is given the isolated times alone, of the GEMM and of the collective as the strategy runs it,
-and predicts what both take together. From a collectives file it is given nothing: the description says it all.
+and predicts what both take together. From a collectives file it is given nothing: the description says it all. The
+rows of that file that the description was fitted to (``fitted_to``) are not called predictions.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,28 +18,37 @@ from sidelane.bench.results import C3Row, CollectiveRow
 from sidelane.c3.workload import Gemm, format_bytes
 from sidelane.execute.sim import simulate
 from sidelane.machine.spec import Machine
-from sidelane.model.claims import Role, Verdict, error_of
+from sidelane.model.claims import Role, Verdict, error_of, with_ranges
 from sidelane.model.device import Gang, Tiled, run_device
-from sidelane.model.kernels import dma_gang, gemm_kernel, library_gang
+from sidelane.model.kernels import dma_gang, gemm_kernel, library_gang, own_chunk_gang
 from sidelane.model.published import collective_of, library_us
-from sidelane.program.build import build, variants
+from sidelane.program.build import Transport, build, variants
 from sidelane.program.collective import Kind
+from sidelane.program.ir import Copy, Program
+from sidelane.program.transform import freeze, lower
 
 C3_MEDIAN, C3_WORST, COLLECTIVE_MEDIAN = 0.10, 0.20, 0.10
 """Errors that are still right (issue 3)."""
 SMALLEST = 1 << 20
 """Bytes from which collective times are compared (issue 3)."""
 KINDS = (Kind.ALL_GATHER, Kind.ALL_TO_ALL, Kind.ALL_REDUCE)
+SMALL, LARGE = 64 << 10, 256 << 20
+"""Bytes up to which latency decides, and from which bandwidth does: ``fit_machine`` uses these rows."""
+OUT_OF_PLACE = "out of place"
 ON_ENGINES = ("conccl", "nccl_ce")
 LIBRARY_STRATEGIES = ("c3_base", "c3_sp")
 
 
-def compare(machine: Machine, folder: Path) -> list[Verdict]:
+def compare(
+    machine: Machine, folder: Path, *, ranges: bool = False, progress: Callable[[str], None] | None = None
+) -> list[Verdict]:
     """Hold predictions against every row of the machine's result files that the model speaks to.
 
     Args:
         machine: the description of what was measured on.
         folder: with ``c3.json`` or ``collectives.json``, or both.
+        ranges: predict over the plausible values of the machine's numbers as well.
+        progress: told what is being done.
 
     Returns:
         A verdict for each row, and for each file the median and the worst error.
@@ -54,7 +65,43 @@ def compare(machine: Machine, folder: Path) -> list[Verdict]:
             verdicts += judge_rows(machine, result_files.read(path).rows)
     if not found:
         raise ValueError(f"claims: no measurements (value={folder}, allowed=a folder with c3.json or collectives.json)")
-    return verdicts
+    if not ranges:
+        return verdicts
+    variations = []
+    for number, quantity in machine.quantities().items():
+        for value in (quantity.low, quantity.high):
+            if value is not None:
+                if progress is not None:
+                    progress(f"{number} = {value:g}")
+                variations.append(compare(machine.with_value(number, value), folder))
+    return [
+        with_ranges(verdict, [varied[place].predicted for varied in variations])
+        for place, verdict in enumerate(verdicts)
+    ]
+
+
+def role_problems(machine: Machine) -> list[str]:
+    """Numbers of a description that were taken from runs side by side: one line each; empty when all is well.
+
+    A C3 file may only give a GEMM's time alone.
+    """
+    return [
+        f"{path}: taken from {quantity.of}, which holds C3 times that are predictions (allowed=[matmul] alone)"
+        for path, quantity in machine.quantities().items()
+        if quantity.of.endswith("c3.json") and not path.startswith("matmul.")
+    ]
+
+
+def fitted_to(row: CollectiveRow) -> bool:
+    """True if ``fit_machine`` turns this row into numbers of the description."""
+    if row.launch != "graph" or row.prelaunch or row.time_us is None:
+        return False
+    if row.implementation == "nccl":
+        return not row.variant and row.collective in tuple(KINDS)
+    if row.implementation != "dma":
+        return False
+    large = row.bytes >= LARGE and row.variant in ("b2b", "pcpy")
+    return row.bytes <= SMALL or large
 
 
 def predict_together(machine: Machine, row: C3Row) -> float | None:
@@ -77,9 +124,17 @@ def predict_together(machine: Machine, row: C3Row) -> float | None:
     collective = dataclasses.replace(
         gang, alone_us=row.comm_us, memory_gbps=gang.memory_gbps * gang.alone_us / row.comm_us
     )
+    own = None
+    if row.strategy in ON_ENGINES and OUT_OF_PLACE in row.note:
+        own = own_chunk_gang(machine, kind, row.bytes)
+    if own is not None and row.strategy == "nccl_ce":
+        # NCCL queues the own chunk with the others: what waits for the GEMM holds up all.
+        collective = dataclasses.replace(collective, after=(computation.name,))
     kernels: list[Tiled | Gang] = [computation, collective]
     if row.strategy != "c3_base":
         kernels.reverse()
+    if own is not None and row.strategy != "nccl_ce":
+        kernels.append(own)
     return run_device(machine, kernels).time_us
 
 
@@ -88,14 +143,20 @@ def predict_alone(machine: Machine, row: CollectiveRow) -> float | None:
     if row.collective not in tuple(KINDS) or row.launch != "graph":
         return None
     kind = Kind(row.collective)
-    if row.implementation == "nccl":
+    if row.implementation == "nccl" and not row.variant:  # on symmetric windows it has other kernels
         return library_us(machine, kind, row.bytes)
     if row.implementation != "dma" or row.variant not in variants(kind) or row.prelaunch:
         return None
-    collective = collective_of(kind, row.bytes, machine.gpus)
-    if row.in_place != collective.in_place and kind is not Kind.ALL_TO_ALL:
-        collective = dataclasses.replace(collective, in_place=row.in_place)
-    return simulate(build(collective, row.variant), machine).time_us
+    return simulate(_executed(kind, row.bytes, machine.gpus, row.variant, row.in_place), machine).time_us
+
+
+@functools.lru_cache(maxsize=256)
+def _executed(kind: Kind, nbytes: int, ranks: int, variant: str, in_place: bool) -> Program:
+    """The program that ran on the GPUs: copies only, and flags that a graph can replay."""
+    collective = dataclasses.replace(collective_of(kind, nbytes, ranks), in_place=in_place)
+    staged = in_place and kind is Kind.ALL_TO_ALL and variant != "swap"
+    program = build(collective, variant, Transport.STAGED if staged else Transport.PUSH)
+    return freeze(lower(program, {Copy}))
 
 
 def _c3(machine: Machine, rows: Sequence[object]) -> list[Verdict]:
@@ -120,35 +181,56 @@ def _collectives(machine: Machine, rows: Sequence[object]) -> list[Verdict]:
         return f"{row.collective}/{format_bytes(row.bytes)}/{place}/{row.implementation} {row.variant}".strip()
 
     judged = [
-        _judge(f"{machine.name}/collectives/{name(r)}", r.time_us, predict_alone(machine, r), 2 * COLLECTIVE_MEDIAN)
+        _judge(
+            f"{machine.name}/collectives/{name(r)}",
+            r.time_us,
+            predict_alone(machine, r),
+            2 * COLLECTIVE_MEDIAN,
+            Role.FITTED if fitted_to(r) else Role.HELD_OUT,
+        )
         for r in measured
     ]
     return _with_summary(f"{machine.name}/collectives", judged, COLLECTIVE_MEDIAN, None)
 
 
-def _judge(claim_id: str, measured: float | None, predicted: float | None, tolerance: float) -> Verdict | None:
+def _judge(
+    claim_id: str, measured: float | None, predicted: float | None, tolerance: float, role: Role = Role.HELD_OUT
+) -> Verdict | None:
     if measured is None or predicted is None:
         return None
     error = error_of(measured, predicted)
     assert error is not None
-    return Verdict(claim_id, "measured time", measured, predicted, "us", error, Role.HELD_OUT, error <= tolerance)
+    return Verdict(claim_id, "measured time", measured, predicted, "us", error, role, error <= tolerance)
 
 
 def _with_summary(name: str, judged: Sequence[Verdict | None], median: float, worst: float | None) -> list[Verdict]:
     verdicts = [verdict for verdict in judged if verdict is not None]
-    errors = [verdict.error for verdict in verdicts if verdict.error is not None]
-    if not errors:
-        return []
-    summaries: list[tuple[str, Callable[[Sequence[float]], float], float | None]] = [
+    roles = {verdict.role for verdict in verdicts}
+    found = [*verdicts]
+    limits: list[tuple[str, Callable[[Sequence[float]], float], float | None]] = [
         ("median", statistics.median, median),
         ("worst", max, worst),
     ]
-    for word, measure, limit in summaries:
-        error = measure(errors)
-        if limit is not None:
-            text = f"{word} error of {len(errors)} predictions, at most"
-            row = Verdict(
-                f"{name}/{word}", text, 100 * limit, 100 * error, "percent", None, Role.HELD_OUT, error <= limit
-            )
-            verdicts.append(row)
-    return verdicts
+    for word, measure, limit in limits:
+        if limit is None or not verdicts:
+            continue
+        found.append(_summary(f"{name}/{word}", word, measure, verdicts, limit))
+        if len(roles) > 1:
+            held_out = [verdict for verdict in verdicts if verdict.role is Role.HELD_OUT]
+            found.append(_summary(f"{name}/{word} of held out", word, measure, held_out, limit))
+    return found
+
+
+def _summary(
+    claim_id: str,
+    word: str,
+    measure: Callable[[Sequence[float]], float],
+    verdicts: Sequence[Verdict],
+    limit: float,
+) -> Verdict:
+    """A target of the issue. Fitted, as soon as one of its rows is."""
+    error = measure([verdict.error for verdict in verdicts if verdict.error is not None])
+    fitted = any(verdict.role is Role.FITTED for verdict in verdicts)
+    role = Role.FITTED if fitted else Role.HELD_OUT
+    text = f"{word} error of {len(verdicts)} predictions, at most"
+    return Verdict(claim_id, text, 100 * limit, 100 * error, "percent", None, role, error <= limit)

@@ -10,8 +10,11 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
 from sidelane.bench import results as result_files
-from sidelane.bench.claims_results import predict_alone
+from sidelane.bench.claims_results import LARGE, SMALL, fitted_to, predict_alone
 from sidelane.bench.results import C3Row, CollectiveRow
 from sidelane.c3.workload import Gemm
 from sidelane.machine.spec import Machine, Quantity, Source, Topology
@@ -19,9 +22,17 @@ from sidelane.model.kernels import gemm_us
 from sidelane.program.collective import Kind
 
 LIBRARY = {Kind.ALL_GATHER: "all_gather", Kind.ALL_TO_ALL: "all_to_all", Kind.ALL_REDUCE: "all_reduce"}
-DMA_LATENCIES = ("dma.fetch_us", "dma.copy_us", "dma.next_copy_us", "dma.signal_us", "dma.wait_us")
-SMALL, LARGE = 64 << 10, 256 << 20
-"""Bytes up to which latency decides, and from which bandwidth does."""
+MOVING = (Kind.ALL_GATHER, Kind.ALL_TO_ALL)
+DMA_LATENCIES = (
+    ("dma.doorbell_us",),
+    ("dma.copy_us", "dma.next_copy_us"),
+    ("dma.signal_us", "dma.wait_us"),
+    ("dma.sync_us",),
+)
+"""One value for each entry: more numbers than small collectives tell apart would be invented."""
+STEPS = 25
+LEAST = 1e-3
+FloatArray = npt.NDArray[np.float64]
 SPREAD = 0.05
 """Plausible range of a measured number, as a share of it, where the rows show no wider one."""
 
@@ -51,35 +62,120 @@ def main(machine: Machine, folder: Path) -> str:
 
 
 def fit_collectives(machine: Machine, rows: Sequence[CollectiveRow], source: str) -> dict[str, Quantity]:
-    """Latencies and bandwidths from graph launches: of the library by collective, and of one DMA queue a rank."""
-    usable = [row for row in rows if row.launch == "graph" and row.time_us and not row.prelaunch]
-    fitted: dict[str, Quantity] = {}
-    for kind, name in LIBRARY.items():
-        library = [row for row in usable if row.implementation == "nccl" and row.collective == kind]
-        small, large = _times(library, 0, SMALL), [row for row in library if row.bytes >= LARGE]
+    """Latencies and bandwidths from graph launches: of the library's kernels, and of DMA programs."""
+    usable = [row for row in rows if fitted_to(row)]
+    library = [row for row in usable if row.implementation == "nccl"]
+    engines = [row for row in usable if row.implementation == "dma"]
+    fitted = _fit_library(machine, library, source)
+    bandwidths = _fit_engines(machine, engines, source)
+    for path, value in bandwidths.items():
+        machine = machine.with_value(path, value)
+    small = [row for row in engines if row.bytes <= SMALL]
+    for path in ("dma.doorbell_us", "dma.sync_us"):
+        machine = machine.with_value(path, max(float(machine.quantities()[path]), 2.0))  # away from 0, a flat place
+    return fitted | bandwidths | _least_squares(machine, DMA_LATENCIES if small else (), small, source)
+
+
+def _fit_library(machine: Machine, rows: Sequence[CollectiveRow], source: str) -> dict[str, Quantity]:
+    """A latency and a bandwidth for each collective, and the two protocols that all share."""
+    kinds = [kind for kind in LIBRARY if any(row.collective == kind for row in rows)]
+    for kind in kinds:
+        small = [row.time_us for row in rows if row.collective == kind and row.bytes <= SMALL and row.time_us]
+        large = [row for row in rows if row.collective == kind and row.bytes >= LARGE]
         if small and large:
-            latency = min(small)
-            gbps = [_link_bytes(machine, kind, row.bytes) / ((row.time_us or 0.0) - latency) / 1e3 for row in large]
-            fitted[f"library.{name}_us"] = _quantity([latency, *small], latency, source)
-            fitted[f"library.{name}_gbps"] = _quantity(gbps, statistics.median(gbps), source)
-    queues = [
-        r
-        for r in usable
-        if (r.implementation, r.variant, r.collective) == ("dma", "b2b", Kind.ALL_GATHER) and r.in_place
-    ]
-    large = [row for row in queues if row.bytes >= LARGE]
-    if large:
-        bandwidths = [row.bytes * (machine.gpus - 1) / machine.gpus / (row.time_us or 0.0) / 1e3 for row in large]
-        best = max(bandwidths)
-        fitted["dma.engine_gbps"] = fitted["links.usable_gbps"] = _quantity(bandwidths, best, source)
-    small_rows = [row for row in queues if row.bytes <= SMALL]
-    if small_rows:
-        # One scale for all steps of a handshake: their sum is what small sizes show.
-        ratios = [(row.time_us or 0.0) / (predict_alone(machine, row) or 1.0) for row in small_rows]
-        known = machine.quantities()
-        for path in DMA_LATENCIES:
-            values = [ratio * known[path] for ratio in ratios]
-            fitted[path] = _quantity(values, statistics.median(values), source)
+            gbps = [_link_bytes(machine, kind, row.bytes) / (row.time_us or 0.0) / 1e3 for row in large]
+            machine = machine.with_value(f"library.{LIBRARY[kind]}_us", statistics.median(small))
+            machine = machine.with_value(f"library.{LIBRARY[kind]}_gbps", max(gbps))
+    paths = [(f"library.{LIBRARY[kind]}_{unit}",) for kind in kinds for unit in ("us", "gbps")]
+    middle = any(SMALL < row.bytes < LARGE for row in rows)
+    if middle:
+        paths += [("library.bulk_us",), ("library.low_latency_share",)]
+        # Anywhere between the ends: at them, one of the two protocols would never be taken.
+        machine = machine.with_value("library.bulk_us", 20.0).with_value("library.low_latency_share", 0.5)
+    return _least_squares(machine, paths, rows, source)
+
+
+def _fit_engines(machine: Machine, rows: Sequence[CollectiveRow], source: str) -> dict[str, Quantity]:
+    """Bandwidths: of one queue a rank, of several that share an engine, of copies that stay inside."""
+    fitted: dict[str, Quantity] = {}
+    wire = (machine.gpus - 1) / machine.gpus / 1e3
+
+    def gbps(variant: str, in_place: bool, kind: Kind) -> list[float]:
+        alike = [r for r in rows if (r.variant, r.in_place, r.collective) == (variant, in_place, kind)]
+        start = min((row.time_us for row in alike if row.bytes <= SMALL and row.time_us), default=0.0)
+        return [row.bytes * wire / ((row.time_us or 0.0) - start) for row in alike if row.bytes >= LARGE]
+
+    queues = gbps("b2b", True, Kind.ALL_GATHER)
+    if not queues:
+        return {}
+    best = max(queues)
+    fitted["dma.engine_gbps"] = fitted["links.usable_gbps"] = _quantity(queues, best, source)
+    shared = [
+        value / best
+        for kind in MOVING
+        for place in (False, True)
+        for value in gbps("pcpy", place, kind)
+        if not (place and kind is Kind.ALL_TO_ALL)
+    ]  # (that one stages)
+    if shared:
+        fitted["dma.shared_queues"] = _quantity(shared, statistics.median(shared), source)
+    direct, staged = gbps("b2b", False, Kind.ALL_TO_ALL), gbps("b2b", True, Kind.ALL_TO_ALL)
+    inside = [1 / (1 / b - 1 / a) for a, b in zip(direct, staged, strict=False) if b < a]
+    if inside:
+        fitted["dma.local_gbps"] = _quantity(inside, statistics.median(inside), source)
+    return fitted
+
+
+def _least_squares(
+    machine: Machine, paths: Sequence[tuple[str, ...]], rows: Sequence[CollectiveRow], source: str
+) -> dict[str, Quantity]:
+    """Choose numbers for the least sum of squared relative errors, by Gauss-Newton with differences.
+
+    Args:
+        machine: to start from.
+        paths: numbers to choose; those of one entry have the same value.
+        rows: measured; as many as numbers, or more.
+        source: for the result.
+    """
+    if not paths or len(rows) < len(paths):
+        return {}
+    times = np.array([row.time_us for row in rows])
+
+    def errors(values: FloatArray) -> FloatArray:
+        changed = machine
+        for same, value in zip(paths, values, strict=True):
+            for path in same:
+                changed = changed.with_value(path, float(value))
+        predicted: FloatArray = np.array([predict_alone(changed, row) for row in rows])
+        relative: FloatArray = predicted / times - 1.0
+        return relative
+
+    known = machine.quantities()
+    values = np.array([max(float(known[same[0]]), 0.1) for same in paths])
+    now = errors(values)
+    for _ in range(STEPS):
+        slopes = np.empty((len(rows), len(paths)))
+        for column in range(len(paths)):
+            moved = values.copy()
+            moved[column] *= 1.001
+            slopes[:, column] = (errors(moved) - now) / 0.001
+        # In units of the values themselves, and a little damped: protocols and queues switch, so slopes jump.
+        step = np.linalg.lstsq(np.vstack([slopes, 0.01 * np.eye(len(paths))]), np.append(-now, np.zeros(len(paths))))[0]
+        for shrink in (1.0, 0.5, 0.25, 0.1):
+            tried = np.maximum(values * (1 + shrink * np.clip(step, -0.5, 1.0)), LEAST)
+            then = errors(tried)
+            if then @ then < now @ now:
+                values, now = tried, then
+                break
+        else:
+            break
+    # Two standard errors of each number alone.
+    typical = float(np.sqrt(now @ now / max(1, len(rows) - len(paths))))
+    reach = 2 * typical / np.maximum(np.linalg.norm(slopes, axis=0), 1e-6)
+    fitted: dict[str, Quantity] = {}
+    for same, value, wide in zip(paths, values, reach, strict=True):
+        ends = [value * (1 - min(wide, 0.9)), value * (1 + min(wide, 2.0))]
+        fitted |= dict.fromkeys(same, _quantity(ends, float(value), source))
     return fitted
 
 
@@ -105,10 +201,6 @@ def to_toml(fitted: dict[str, Quantity]) -> str:
                 lines.append(f"{path.partition('.')[2]} = {{ value = {number:.4g}, {source}, {ends} }}")
         lines.append("")
     return "\n".join(lines)
-
-
-def _times(rows: Sequence[CollectiveRow], least: int, most: int) -> list[float]:
-    return [row.time_us for row in rows if row.time_us is not None and least <= row.bytes <= most]
 
 
 def _link_bytes(machine: Machine, kind: Kind, nbytes: int) -> float:

@@ -5,13 +5,16 @@ Bars of predicted averages carry the range over the plausible values of the mach
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib as mpl
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from sidelane.bench.pictures import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, RC, SKY, STYLES, VERMILLION
 from sidelane.c3.workload import TABLE_I, C3Class, format_bytes, parse_gemm
@@ -23,12 +26,13 @@ from sidelane.model.kernels import dma_gang, gemm_kernel, gemm_us, library_gang
 from sidelane.model.power import dma_power, library_power
 from sidelane.model.published import PUBLISHED_VARIANTS
 from sidelane.model.strategies import partitions
-from sidelane.model.study import COLLECTIVES, SIZES, C3Study, DmaStudy, c3_study
+from sidelane.model.study import COLLECTIVES, SIZES, C3Study, DmaStudy, c3_study, pair_name
 from sidelane.program.collective import Kind
 
 COLOURS = (BLUE, VERMILLION, GREEN, ORANGE, PURPLE, SKY, GREY, BLACK)
 SHADES = {"c3_base": GREY, "c3_sp": ORANGE, "c3_rp": VERMILLION, "c3_sp_rp": PURPLE, "conccl": SKY, "conccl_rp": BLUE}
 LARGE = 1 << 30
+UNITS = "on compute units (number of workgroups)"
 
 
 def draw_c3(study: C3Study, machine: Machine, folder: Path, *, ranges: bool = False) -> list[Path]:
@@ -101,27 +105,62 @@ def _overlap(context: OverlapContext, key: str, label: str, folder: Path) -> Pat
 
 def draw_timeline(intervals: Sequence[Interval], title: str, folder: Path, name: str) -> Path:
     """One lane for each queue, engine or kernel, over time."""
+    intervals = _joined(intervals)
     lanes = list(dict.fromkeys((interval.group, interval.lane) for interval in intervals))
-    kinds = list(dict.fromkeys(interval.label.split()[0] for interval in intervals))
+    kinds = list(dict.fromkeys(_kind_of(interval) for interval in intervals))
+    end = max((interval.end_us for interval in intervals), default=1.0)
+    scale, unit = (1e3, "ms") if end > 10_000 else (1.0, "us")
     with mpl.rc_context(RC):
         figure = Figure(figsize=(11, 1.2 + 0.24 * len(lanes)), layout="constrained")
         axes = figure.subplots()
         for index, kind in enumerate(kinds):
             for place, lane in enumerate(lanes):
                 bars = [
-                    (i.start_us, i.end_us - i.start_us)
+                    (i.start_us / scale, (i.end_us - i.start_us) / scale)
                     for i in intervals
-                    if (i.group, i.lane) == lane and i.label.split()[0] == kind
+                    if (i.group, i.lane) == lane and _kind_of(i) == kind
                 ]
                 if bars:
                     axes.broken_barh(bars, (place - 0.4, 0.8), color=COLOURS[index % len(COLOURS)], linewidth=0)
             axes.plot([], [], color=COLOURS[index % len(COLOURS)], linewidth=6, label=kind)
-        axes.set_yticks(range(len(lanes)), [f"{group} {lane}" for group, lane in lanes])
+        for i in intervals:
+            if _kind_of(i) == UNITS and i.end_us - i.start_us > 0.04 * end:
+                middle = (i.start_us + i.end_us) / 2 / scale
+                place = lanes.index((i.group, i.lane))
+                axes.text(middle, place, i.label.split()[0], color="white", fontsize=7, ha="center", va="center")
+        names = [lane if group in ("links", "GPU") else f"{group} {lane}" for group, lane in lanes]
+        axes.set_yticks(range(len(lanes)), names)
         axes.invert_yaxis()
-        axes.set_xlabel("us")
+        axes.set_xlabel(unit)
         axes.set_title(title)
-        axes.legend(ncols=len(kinds), fontsize=7, loc="upper right", bbox_to_anchor=(1, 1.0))
+        axes.legend(ncols=len(kinds), fontsize=7, loc="lower right", bbox_to_anchor=(1, 1.0), borderaxespad=0.1)
         return _save(figure, folder, name)
+
+
+def _joined(intervals: Sequence[Interval]) -> list[Interval]:
+    """Neighbours of one lane that say the same, as one: rates change more often than what runs."""
+    joined: list[Interval] = []
+    last: dict[tuple[str, str], int] = {}
+    for interval in intervals:
+        place = last.get((interval.group, interval.lane))
+        before = None if place is None else joined[place]
+        if place is not None and before is not None and _continues(before, interval):
+            joined[place] = dataclasses.replace(before, end_us=interval.end_us)
+        else:
+            last[interval.group, interval.lane] = len(joined)
+            joined.append(interval)
+    return joined
+
+
+def _continues(before: Interval, interval: Interval) -> bool:
+    on_units = _kind_of(interval) == UNITS
+    return on_units and before.label == interval.label and abs(before.end_us - interval.start_us) < 1e-6
+
+
+def _kind_of(interval: Interval) -> str:
+    """What decides the colour: the kind of command, or for a kernel whether it holds compute units."""
+    words = interval.label.split()
+    return UNITS if words[-1] == "workgroups" else interval.label if words[0] == "on" else words[0]
 
 
 def _units(machine: Machine, folder: Path) -> Path:
@@ -153,7 +192,7 @@ def _ideal(study: C3Study, machine: Machine, folder: Path) -> Path:
     figure, axes = _one(f"Ideal speedup: {machine.title}, predicted")
     rows = study.select("serial", COLLECTIVES[0])
     axes.bar(range(len(rows)), [row.ideal for row in rows], color=BLUE)
-    axes.set_xticks(range(len(rows)), [row.workload.name.split()[0] for row in rows], rotation=45, ha="right")
+    axes.set_xticks(range(len(rows)), [pair_name(row) for row in rows], rotation=45, ha="right")
     axes.set_ylim(1, 2.05)
     axes.set_ylabel("speedup")
     return _save(figure, folder, "c3-ideal")
@@ -198,7 +237,8 @@ def _groups(
             high = [max(0.0, max([mean, *values]) - mean) for mean, values in zip(means, ends, strict=True)]
             axes.errorbar(places, means, [low, high], fmt="none", ecolor=BLACK, elinewidth=0.8, capsize=2)
     ideals = [statistics.fmean(row.ideal for row in study.select("serial", *group)) for group in GROUPS.values()]
-    axes.plot(range(len(GROUPS)), ideals, linestyle="none", marker="_", markersize=26, color=BLACK, label="ideal")
+    axes.plot(range(len(GROUPS)), ideals, linestyle="none", marker="_", markersize=26, color=BLACK)
+    axes.plot([], [], color=BLACK, label="ideal")  # the mark itself would cover the legend
     axes.set_xticks(range(len(GROUPS)), list(GROUPS))
     axes.set_ylim(0.9, 2.25)
     axes.set_ylabel("mean speedup over serial")
@@ -299,11 +339,17 @@ def _line(axes: Axes, x: Sequence[float], y: Sequence[float], name: str, colour:
 
 def _finish(figure: Figure, axes: Axes, folder: Path, name: str) -> Path:
     axes.set_xscale("log", base=2)
-    shown = SIZES[::4]
+    least = min(float(np.min(np.asarray(line.get_xdata(), dtype=float))) for line in _curves(axes))
+    shown = [n for n in SIZES[::4] if n >= least]
     axes.set_xticks(shown, [format_bytes(n) for n in shown])
     axes.set_xlabel("bytes")
     axes.legend(fontsize=7)
     return _save(figure, folder, name)
+
+
+def _curves(axes: Axes) -> list[Line2D]:
+    """Its lines over sizes: not those that cross the whole picture."""
+    return [line for line in axes.lines if line.get_transform() == axes.transData]
 
 
 def _save(figure: Figure, folder: Path, name: str) -> Path:

@@ -23,6 +23,24 @@ from typing import Any
 from sidelane.machine.spec import Machine, Quantity, Source
 
 TOP_LEVEL = ("name", "title", "gpus", "nodes", "base")
+FEWEST_UNITS = 16
+"""Half of them must be enough for the smallest share of a collective, 8."""
+MAY_BE_ZERO = (
+    "us",
+    "gain",
+    "memory",
+    "share",
+    "copies",
+    "waits",
+    "persistent",
+    "engines",
+    "w",
+    "network_gbps",
+    "mb",
+    "gb",
+)
+"""Ends of the names whose numbers nothing is divided by. Of the shares, only ``late_share``."""
+NEVER_ZERO = ("runtime_share", "low_latency_share")
 QUANTITY_KEYS = ("value", "source", "of", "low", "high")
 
 
@@ -61,7 +79,10 @@ def find(name_or_path: str) -> Machine:
     if path.suffix in (".toml", ".json"):
         if not path.is_file():
             raise ValueError(f"machine: no such file (value={name_or_path!r})")
-        return parse(path.read_text(encoding="utf-8"), name_or_path)
+        try:
+            return parse(path.read_text(encoding="utf-8"), name_or_path)
+        except (OSError, UnicodeDecodeError) as problem:
+            raise ValueError(f"{name_or_path}: cannot be read as text: {problem}") from problem
     return named(name_or_path)
 
 
@@ -108,8 +129,9 @@ def _machine(content: Any) -> Machine:
         value = values[key] = content.get(key, default)
         if key in ("name", "title") and not isinstance(value, str):
             raise _Mistake((key,), f"missing or wrong (value={value!r}, allowed=a text)")
-        if key in ("gpus", "nodes") and not (type(value) is int and 1 <= value <= 4096):
-            raise _Mistake((key,), f"missing or wrong (value={value!r}, allowed=a whole number from 1 to 4096)")
+        least = 2 if key == "gpus" else 1
+        if key in ("gpus", "nodes") and not (type(value) is int and least <= value <= 4096):
+            raise _Mistake((key,), f"missing or wrong (value={value!r}, allowed=a whole number from {least} to 4096)")
     for name, (section, optional) in sections.items():
         inherited = getattr(base, name) if base is not None else None
         if name in content:
@@ -156,6 +178,11 @@ def _quantity(path: tuple[str, ...], content: Any) -> Quantity:
     for key in ("value", "low", "high"):
         if key in content and (not isinstance(content[key], int | float) or isinstance(content[key], bool)):
             raise _Mistake(path, f"{key} (value={content[key]!r}, allowed=a number)")
+    least = min(content[key] for key in ("value", "low") if key in content)
+    if least == 0 and (path[-1] in NEVER_ZERO or not path[-1].endswith(MAY_BE_ZERO)):
+        raise _Mistake(path, "must be greater than 0, also its low end (value=0)")
+    if path == ("gpu", "units") and least < FEWEST_UNITS:
+        raise _Mistake(path, f"(value={least}, allowed={FEWEST_UNITS} or more)")
     try:
         return Quantity(content["value"], source, content.get("of", ""), content.get("low"), content.get("high"))
     except ValueError as problem:

@@ -125,6 +125,7 @@ class Dma:
         engine_gbps: bytes that one engine writes.
         runtime_share: share of ``engine_gbps`` that copies reach through the vendor's runtime instead of bare packets.
         shared_queues: share of ``engine_gbps`` left when several queues use one engine at once (1: no loss).
+        local_gbps: bytes that a copy inside one GPU writes (own chunks, staging), whichever engine runs it.
         host: which threads prepare commands; a thread does one thing after another.
         control_us: host: prepare one command.
         doorbell_us: host: ring the doorbell of a queue.
@@ -141,6 +142,7 @@ class Dma:
     engine_gbps: Quantity
     runtime_share: Quantity
     shared_queues: Quantity
+    local_gbps: Quantity
     host: HostThreads
     control_us: Quantity
     doorbell_us: Quantity
@@ -160,6 +162,8 @@ class Library:
     Attributes:
         all_gather_us, all_to_all_us, all_reduce_us: time of a collective without its bytes.
         all_gather_gbps, all_to_all_gbps, all_reduce_gbps: bandwidth of a link (mesh) or port (switch) with all units.
+        bulk_us: what the protocol for large messages takes on top of that time.
+        low_latency_share: share of the bandwidth that the protocol for small messages reaches.
         default_units: workgroups it launches, one a compute unit, for all_gather; ``all_to_all_units`` for the other.
         all_gather_need, all_to_all_need: compute units beyond which it gains nothing.
         traffic: bytes through the memory system for each byte that crosses a link, one direction, for all_gather.
@@ -172,6 +176,8 @@ class Library:
     all_gather_gbps: Quantity
     all_to_all_gbps: Quantity
     all_reduce_gbps: Quantity
+    bulk_us: Quantity
+    low_latency_share: Quantity
     default_units: Quantity
     all_to_all_units: Quantity
     all_gather_need: Quantity
@@ -212,11 +218,13 @@ class Interference:
         memory: slowdown for each unit of (own memory utilisation x that of the others).
         late_share: share of its workgroups that a kernel gets placed while an earlier one still has workgroups waiting.
         copies: share by which a GEMM slows down next to copy engines for other reasons (power, clocks).
+        local_waits: 1: a copy inside a GPU waits for the end of a GEMM that fills it.
     """
 
     memory: Quantity
     late_share: Quantity
     copies: Quantity
+    local_waits: Quantity
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -89,6 +89,24 @@ def dma_gang(
     return Gang("collective", alone + flush_us, memory)
 
 
+def own_chunk_gang(machine: Machine, kind: Kind, nbytes: int, *, after: str = "gemm") -> Gang | None:
+    """The copy of the caller's own chunk where it has to wait for the end of a GEMM (``interference.local_waits``).
+
+    Args:
+        machine: one node of it.
+        kind: of collective.
+        nbytes: as studies count it; input and output are different buffers.
+        after: name of the GEMM.
+
+    Returns:
+        None where such a copy waits for nothing, and so ends long before its peers' bytes have come.
+    """
+    if not machine.interference.local_waits or kind is Kind.ALL_REDUCE:
+        return None
+    gbps = float(machine.dma.local_gbps)
+    return Gang("own chunk", nbytes / machine.gpus / gbps / 1e3, 2 * gbps, after=(after,))
+
+
 def wire_gbps(machine: Machine, kind: Kind, nbytes: int, time_us: float) -> float:
     """Bytes that a GPU sends to its peers, by time."""
     ranks = machine.gpus

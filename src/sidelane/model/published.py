@@ -65,6 +65,9 @@ def dma_run(
 def library_us(machine: Machine, kind: Kind, nbytes: int, units: int | None = None) -> float:
     """Time of the vendor library's kernel collective: a latency, and bytes at the bandwidth that its units reach.
 
+    The library takes the better of two protocols: one that starts at once and spends bandwidth on flags between the
+    bytes, and one for bulk that starts later.
+
     Args:
         machine: one node of it.
         kind: all_gather, all_to_all or all_reduce.
@@ -77,7 +80,8 @@ def library_us(machine: Machine, kind: Kind, nbytes: int, units: int | None = No
     share = (1 if machine.links.topology is Topology.MESH else ranks - 1) / ranks
     rounds = 2 if kind is Kind.ALL_REDUCE else 1
     speed = 1.0 if units is None else unit_speed(library, kind, units)
-    return latency + rounds * share * nbytes / (gbps * 1e3 * speed)
+    bytes_us = rounds * share * nbytes / (gbps * 1e3 * speed)
+    return latency + min(bytes_us / library.low_latency_share, library.bulk_us + bytes_us)
 
 
 def unit_speed(library: Library, kind: Kind, units: float) -> float:

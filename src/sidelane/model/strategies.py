@@ -10,7 +10,8 @@ from sidelane.c3.workload import C3Class, Workload, classify
 from sidelane.execute.sim import Interval
 from sidelane.machine.spec import Machine
 from sidelane.model.device import Gang, Tiled, run_device
-from sidelane.model.kernels import dma_gang, gemm_kernel, gemm_us, library_gang
+from sidelane.model.kernels import dma_gang, gemm_kernel, gemm_us, library_gang, own_chunk_gang
+from sidelane.program.collective import Kind
 
 STRATEGIES = ("serial", "c3_base", "c3_sp", "c3_rp", "c3_sp_rp", "priority", "conccl", "conccl_rp")
 C3_VARIANTS = ("c3_base", "c3_sp", "c3_rp", "c3_sp_rp")
@@ -122,7 +123,11 @@ def _kernels(
             bound = workload.gemm.tag.startswith("mb")
             limit = int(machine.gpu.units) - RP_UNITS if strategy == "conccl_rp" and bound else None
             collective = dma_gang(machine, workload.collective, workload.nbytes, write_back=write_back)
-            return [gemm_kernel(machine, workload.gemm, limit=limit), collective]
+            own = None
+            if workload.collective is Kind.ALL_TO_ALL:  # out of place, as in all studies; an all_gather is in place
+                own = own_chunk_gang(machine, workload.collective, workload.nbytes)
+            computation = gemm_kernel(machine, workload.gemm, limit=limit)
+            return [computation, collective] if own is None else [computation, collective, own]
         case _:
             return _partitioned(machine, workload, units)
 

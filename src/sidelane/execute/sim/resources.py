@@ -66,7 +66,8 @@ class Resources:
                 return Demand(float(dst.nbytes), weights, 0.0)
         if engine.kind is not EngineKind.COMPUTE:
             written = 2.0 if isinstance(command, Broadcast | Swap) else 1.0
-            self._add(weights, self._engine(rank, engine), written)
+            inside = len({span.rank for span in spans(command)}) == 1
+            self._add(weights, self._local(rank) if inside else self._engine(rank, engine), written)
         crosses = len({self._machine.node_of(span.rank) for span in spans(command)}) > 1
         return Demand(float(src.nbytes), weights, self._machine.links.network_us if crosses else 0.0)
 
@@ -89,10 +90,11 @@ class Resources:
     def _memory(self, rank: int) -> int:
         return self._of(("memory", rank), self._machine.gpu.memory_gbps)
 
+    def _local(self, rank: int) -> int:
+        return self._of(("local engine", rank), self._machine.dma.local_gbps)
+
     def _engine(self, rank: int, engine: Engine) -> int:
         dma = self._machine.dma
-        if engine.kind is EngineKind.LOCAL:
-            return self._of(("local engine", rank), self._machine.gpu.memory_gbps / 4)
         engines = max(1, int(dma.engines))
         if self._queues.get(rank, 0) <= engines:
             return self._of(("engine", rank, engine.index), dma.engine_gbps)
