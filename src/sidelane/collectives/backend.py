@@ -40,8 +40,13 @@ class Backend(Protocol):
         """True while the caller's work is being captured into a graph."""
         ...
 
-    def run(self, loaded: LoadedProgram, epoch: int, async_op: bool, tensors: Sequence[torch.Tensor]) -> Work | None:
-        """Start a program behind the caller's work so far. Without ``async_op``, the caller's next work follows it."""
+    def run(
+        self, loaded: LoadedProgram, epoch: int, async_op: bool, tensors: Sequence[torch.Tensor], frozen: bool
+    ) -> Work | None:
+        """Start a program behind the caller's work so far. Without ``async_op``, the caller's next work follows it.
+
+        ``frozen``: the caller's work is being captured, and the program was made for that.
+        """
         ...
 
     def synchronize(self) -> None:

@@ -26,7 +26,9 @@ class CpuBackend:
     def capturing(self) -> bool:
         return False
 
-    def run(self, loaded: LoadedProgram, epoch: int, async_op: bool, tensors: Sequence[torch.Tensor]) -> CpuWork | None:
+    def run(
+        self, loaded: LoadedProgram, epoch: int, async_op: bool, tensors: Sequence[torch.Tensor], frozen: bool
+    ) -> CpuWork | None:
         if async_op:
             # The future keeps the tensors: a caller may drop them before the thread gets there.
             self._last = self._thread.submit(_run, loaded, epoch, tensors)

@@ -30,18 +30,18 @@ class CudaBackend:
         return self._is_capturing(torch.cuda.current_stream(self.device))
 
     def run(
-        self, loaded: LoadedProgram, epoch: int, async_op: bool, tensors: Sequence[torch.Tensor]
+        self, loaded: LoadedProgram, epoch: int, async_op: bool, tensors: Sequence[torch.Tensor], frozen: bool
     ) -> CudaWork | None:
         current = torch.cuda.current_stream(self.device)
         if not async_op:
-            self._order_after_last(current)
+            self._order_after_last(current, frozen)
             loaded.start(epoch, current)
             return None
         stream = self._async_stream
         if stream is None:
             stream = self._async_stream = torch.cuda.Stream(self.device, priority=-1)
         stream.wait_stream(current)
-        self._order_after_last(stream)
+        self._order_after_last(stream, frozen)
         loaded.start(epoch, stream)
         for tensor in tensors:
             # The caching allocator must not hand out these bytes again while the other stream uses them.
@@ -54,10 +54,9 @@ class CudaBackend:
     def close(self) -> None:
         self.executor.close()
 
-    def _order_after_last(self, stream: torch.cuda.Stream) -> None:
+    def _order_after_last(self, stream: torch.cuda.Stream, capturing: bool) -> None:
         # The programs of a communicator share flags and staging, so one must end before the next begins. On one stream
         # they do. A graph under capture cannot wait for work outside, only for what it has captured itself.
-        capturing = self._is_capturing(stream)
         last = self._last_captured if capturing else self._last_stream
         if last is not None and last.cuda_stream != stream.cuda_stream and self._is_capturing(last) == capturing:
             stream.wait_stream(last)

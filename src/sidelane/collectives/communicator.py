@@ -312,13 +312,17 @@ class Communicator:
     ) -> Work | None:
         self._require_open()
         call = next(self._call_numbers)
-        with self._telling_refusals(call, kind):
+        # Plain handlers here and in _run: these lines run in every call, and a context manager costs a microsecond.
+        try:
             frozen = self._backend.capturing()
             key = (kind, variant, detail, frozen, generation(), *map(identity, tensors))
             prepared = self._preparer.recall(key)
             if prepared is None:
                 check_variant(kind, variant)
                 request = describe()
+        except Exception as error:
+            self._refuse(call, kind, error)
+            raise
         if prepared is None:
             prepared = self._prepare(call, Agreement.of(request, variant, frozen), request, key)
         else:
@@ -367,8 +371,12 @@ class Communicator:
     def _run(
         self, prepared: Prepared, call: int, async_op: bool, tensors: tuple[torch.Tensor | None, ...]
     ) -> Work | None:
-        with self._failing_for_good():
-            return self._backend.run(prepared.loaded, call, async_op, [t for t in tensors if t is not None])
+        given = [tensor for tensor in tensors if tensor is not None]
+        try:
+            return self._backend.run(prepared.loaded, call, async_op, given, prepared.frozen)
+        except (PeerError, KeyboardInterrupt) as error:
+            self._fail(error)
+            raise
 
     def _agree(self, call: int) -> None:
         """Wait until every rank has posted ``call``, and compare."""
@@ -382,21 +390,25 @@ class Communicator:
         try:
             yield
         except Exception as error:
-            self._control.post_call(call, name, refusal=f"{type(error).__name__}: {error}")
+            self._refuse(call, name, error)
             raise
+
+    def _refuse(self, call: int, name: str, error: Exception) -> None:
+        self._control.post_call(call, name, refusal=f"{type(error).__name__}: {error}")
 
     @contextlib.contextmanager
     def _failing_for_good(self) -> Iterator[None]:
         """A failed peer, or Ctrl-C in a wait for the peers, ends the communicator."""
         try:
             yield
-        except PeerError as error:
-            self._failure = error
+        except (PeerError, KeyboardInterrupt) as error:
+            self._fail(error)
             raise
-        except KeyboardInterrupt as error:
-            self._failure = error
+
+    def _fail(self, error: PeerError | KeyboardInterrupt) -> None:
+        self._failure = error
+        if isinstance(error, KeyboardInterrupt):
             self._control.abort(f"rank {self.rank} was interrupted", (self.rank,))
-            raise
 
     def _require_open(self) -> None:
         if self._closed:

@@ -30,10 +30,17 @@ MOST_SPARE_BYTES = 64 << 20
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prepared:
-    """A call ready to run, with the signature that it shows to the other ranks."""
+    """A call ready to run.
+
+    Attributes:
+        loaded: its program.
+        signature: what it shows to the other ranks.
+        frozen: it is for a graph under capture.
+    """
 
     loaded: LoadedProgram
     signature: str
+    frozen: bool
 
 
 class Preparer:
@@ -65,7 +72,7 @@ class Preparer:
         if agreement.frozen:
             # A captured graph refers to what was loaded for as long as it lives, which nobody tells us.
             self._kept.append(loaded)
-        prepared = Prepared(loaded, agreement.text())
+        prepared = Prepared(loaded, agreement.text(), agreement.frozen)
         if key is not None:
             if len(self._recent) >= MOST_RECENT:
                 del self._recent[next(iter(self._recent))]

@@ -13,6 +13,9 @@ from itertools import accumulate
 
 MAX_WORLD_SIZE = 16
 
+SLOT_ALIGNMENT = 256
+"""Bytes to which staging slots are aligned: copy engines and reducing kernels are fastest on whole vectors."""
+
 
 class Buffer(StrEnum):
     """A symbolic buffer that every rank has. ``staging`` is scratch that belongs to the communicator."""

@@ -18,9 +18,6 @@ import triton.language as tl
 
 from sidelane.program.collective import MAX_WORLD_SIZE, Reduction
 
-DEFAULT_BLOCKS = 32
-"""Thread blocks of a launch: enough to read a few peers' slots at memory speed, few enough to leave a GEMM alone."""
-
 _BLOCK_BYTES = 8192  # of each source that a thread block handles at a time: two 16-byte loads for each of 256 threads
 _WARPS = 8
 _DTYPES = {
@@ -32,9 +29,7 @@ _DTYPES = {
 }
 
 
-def launch_reduce(
-    dst: int, srcs: Sequence[int], nbytes: int, reduction: Reduction, *, blocks: int = DEFAULT_BLOCKS
-) -> None:
+def launch_reduce(dst: int, srcs: Sequence[int], nbytes: int, reduction: Reduction, *, blocks: int) -> None:
     """Reduce ``nbytes`` of each source into ``dst`` on torch's current stream of the current device.
 
     Args:

@@ -12,8 +12,6 @@ _MOVING = {"pcpy": moving.pcpy, "b2b": moving.b2b, "bcst": moving.bcst, "swap": 
 
 def variants(kind: Kind) -> tuple[str, ...]:
     """Names of the variants that exist for a collective."""
-    if kind in REDUCING:
-        return ("pcpy", "b2b")
     if kind in (Kind.ALL_GATHER, Kind.BROADCAST):
         return ("pcpy", "b2b", "bcst")
     if kind is Kind.ALL_TO_ALL:

@@ -11,11 +11,8 @@ from collections.abc import Sequence
 
 from sidelane.program.build.flags import FlagPlan
 from sidelane.program.build.moving import rotation
-from sidelane.program.collective import REDUCING, Buffer, Chunk, Collective, Kind, Span
+from sidelane.program.collective import REDUCING, SLOT_ALIGNMENT, Buffer, Chunk, Collective, Kind, Span
 from sidelane.program.ir import Command, Copy, Engine, EngineKind, Program, Queue, Reduce
-
-SLOT_ALIGNMENT = 256
-"""Bytes to which staging slots are aligned, so that the reducing kernel reads whole vectors."""
 
 
 def reduce(collective: Collective, variant: str = "b2b") -> Program:

@@ -5,11 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Set as AbstractSet
 
-from sidelane.program.collective import Buffer, Span
+from sidelane.program.collective import SLOT_ALIGNMENT, Buffer, Span
 from sidelane.program.ir import Broadcast, Command, Copy, Move, Program, Swap
-
-SLOT_ALIGNMENT = 256
-"""Bytes to which staging spans are aligned: copy engines are fastest on aligned spans."""
 
 
 def lower(program: Program, native: AbstractSet[type[Move]]) -> Program:
