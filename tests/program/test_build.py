@@ -6,6 +6,7 @@ import pytest
 
 from sidelane.program.build import Transport, build, variants
 from sidelane.program.build.moving import rotation, swap_issuer
+from sidelane.program.build.reducing import reduce
 from sidelane.program.collective import (
     Buffer,
     Kind,
@@ -127,11 +128,37 @@ def test_a_staged_all_gather_stages_one_shard() -> None:
     assert program.staging_bytes == (8, 16, 24)
 
 
-def test_reducing_needs_only_staging() -> None:
-    for collective in (reduce_scatter([8] * 4, FLOAT_SUM), all_reduce([8] * 4, FLOAT_SUM, in_place=True)):
-        program = build(collective, "b2b")
-        assert program.remote_buffers() == {Buffer.STAGING}
+def test_reducing_reaches_outputs_only_where_they_are_symmetric() -> None:
+    total = all_reduce([8] * 4, FLOAT_SUM, in_place=True)
+    for collective, transport, remote in (
+        (reduce_scatter([8] * 4, FLOAT_SUM), Transport.PUSH, {Buffer.STAGING}),
+        (reduce_scatter([8] * 4, FLOAT_SUM), Transport.PULL, {Buffer.STAGING}),
+        (total, Transport.PUSH, {Buffer.STAGING, Buffer.OUTPUT}),
+        (total, Transport.PULL, {Buffer.STAGING}),
+    ):
+        program = build(collective, "b2b", transport)
+        assert program.remote_buffers() == remote
         assert count(program, Reduce) == 4
+
+
+@pytest.mark.parametrize(("nbytes", "pieces"), [(8, 1), ((4 << 20) - 256, 1), (4 << 20, 2), (1 << 30, 8)])
+def test_large_shards_are_reduced_in_pieces(nbytes: int, pieces: int) -> None:
+    program = build(reduce_scatter([nbytes] * 4, FLOAT_SUM), "b2b")
+    assert count(program, Reduce) == 4 * pieces
+    assert sum(c.dst.nbytes for q in program.queues for c in q.commands if isinstance(c, Reduce)) == 4 * nbytes
+    for queue in program.queues:
+        if queue.engine.kind is EngineKind.DMA:
+            moves = [position for position, c in enumerate(queue.commands) if isinstance(c, Copy)]
+            between = queue.commands[moves[0] : moves[-1]]
+            # Marks for a queue of the own rank are all that stands between copies: no signal to a peer, no wait.
+            assert all(isinstance(c, Copy) or (isinstance(c, Signal) and c.flag.rank == queue.rank) for c in between)
+
+
+def test_pieces_of_uneven_shards_are_never_empty() -> None:
+    program = reduce(all_reduce([0, 100, 1000, 5000], FLOAT_SUM), "b2b", Transport.PUSH, pieces=4)
+    assert all(c.dst.nbytes for q in program.queues for c in q.commands if isinstance(c, Copy | Reduce))
+    reductions = [sum(isinstance(c, Reduce) for q in program.queues_of(r) for c in q.commands) for r in range(4)]
+    assert reductions == [0, 1, 4, 4]
 
 
 def test_a_reduction_takes_the_ranks_in_order() -> None:
@@ -195,6 +222,10 @@ def test_refusals_name_value_and_choice() -> None:
         build(equal_all_to_all(2, 4, in_place=True), "b2b")
     with pytest.raises(ValueError, match=r"transport \(value=pull, allowed=push"):
         build(all_gather([8] * 4), "bcst", Transport.PULL)
+    with pytest.raises(ValueError, match=r"transport \(value=staged, allowed=push, pull\)"):
+        build(all_reduce([8] * 4, FLOAT_SUM), "b2b", Transport.STAGED)
+    with pytest.raises(ValueError, match=r"pieces \(value=0, allowed=1 or more\)"):
+        reduce(all_reduce([8] * 4, FLOAT_SUM), pieces=0)
     with pytest.raises(ValueError, match=r"root \(value=4, allowed=0..3\)"):
         broadcast(8, 4, 4)
     with pytest.raises(ValueError, match=r"number of ranks \(value=17, allowed=1..16\)"):

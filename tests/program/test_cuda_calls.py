@@ -69,7 +69,9 @@ def programs(world_size: int) -> list[Program]:
         lower(build(collective, variant, transport), {Copy})
         for collective in collectives(world_size)
         for variant in variants(collective.kind)
-        for transport in ([Transport.PUSH] if variant in ("bcst", "swap") else list(Transport))
+        for transport in Transport
+        if transport is Transport.PUSH or variant not in ("bcst", "swap")
+        if transport is not Transport.STAGED or collective.reduction is None
     ]
 
 
@@ -126,11 +128,25 @@ def test_small_work_inside_a_rank_follows_the_copies_to_peers_on_the_callers_str
 
 
 def test_a_small_reduction_runs_on_the_callers_stream_and_a_large_one_beside_it() -> None:
-    for nbytes, streams in ((1024, 1), (4 * INLINE_BYTES, 2)):
+    for nbytes, streams in ((1024, 1), (3 << 20, 2)):
         plan = plan_calls(build(define.all_reduce([nbytes] * 4, SUM), "b2b"), 0)
         assert plan.streams == streams
         (launch,) = [step for step in plan.steps if isinstance(step.call, LaunchReduce)]
         assert launch.stream == streams - 1
+
+
+def test_only_marks_stand_between_the_pieces_of_a_reduction() -> None:
+    plan = plan_calls(build(define.reduce_scatter([8 << 20] * 4, SUM), "b2b"), 0)
+    assert plan.streams == 3
+    main = plan.calls(0)
+    batches = [index for index, call in enumerate(main) if isinstance(call, MemcpyBatch)]
+    assert len(batches) == 4 and all(len(main[index].copies) == 3 for index in batches)
+    between = [call for call in main[batches[0] : batches[-1]] if not isinstance(call, MemcpyBatch)]
+    assert len(between) == 3 and all(isinstance(call, RecordEvent) for call in between)
+    # Each mark lets one stream tell the peers, while another one reduces what they sent.
+    marks = [call.event for call in between]
+    assert [call.event for call in plan.calls(1) if isinstance(call, WaitEvent)][1:] == marks
+    assert len([call for call in plan.calls(2) if isinstance(call, LaunchReduce)]) == 4
 
 
 def test_every_queue_but_the_first_forks_and_joins_once() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sidelane.program.build import Transport, build, variants
+from sidelane.program.build.reducing import reduce
 from sidelane.program.collective import (
     ELEMENT_BYTES,
     REDUCING,
@@ -56,15 +58,27 @@ def programs(collective: Collective) -> list[Program]:
     """All variants and transports, lowered or not, prelaunched or not, frozen or not."""
     result = []
     for variant in variants(collective.kind):
-        for transport in Transport if collective.kind not in REDUCING else [Transport.PUSH]:
+        for transport in Transport:
             try:
                 program = build(collective, variant, transport)
             except ValueError:
-                continue  # bcst and swap only push, and an in-place all_to_all cannot
+                continue  # bcst and swap only push, an in-place all_to_all cannot, and nothing that reduces is staged
             for moves in (program, lower(program, {Copy})):
                 result += [moves, freeze(moves), prelaunch(moves), freeze(prelaunch(moves))]
     assert result
     return result
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["out", "in"])
+@pytest.mark.parametrize("kind", sorted(REDUCING))
+@pytest.mark.parametrize("n", [2, 3, 5])
+def test_reductions_in_pieces_are_accepted(kind: Kind, n: int, in_place: bool) -> None:
+    make_it = all_reduce if kind is Kind.ALL_REDUCE else reduce_scatter
+    for shards in ([1024] * n, [0, *range(100, 100 + 700 * (n - 1), 700)]):
+        for variant, transport in itertools.product(("pcpy", "b2b"), (Transport.PUSH, Transport.PULL)):
+            program = reduce(make_it(shards, SUM, in_place=in_place), variant, transport, pieces=3)
+            for form in (program, freeze(program), prelaunch(program)):
+                verify(form)
 
 
 @pytest.mark.parametrize("in_place", [False, True], ids=["out", "in"])

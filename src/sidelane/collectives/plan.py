@@ -43,8 +43,11 @@ class Agreement:
         kind = request.collective.kind
         input_place = None if kind is Kind.SCATTER else request.input.place
         output_place = None if kind is Kind.GATHER else request.output.place
-        if kind in REDUCING:
+        if kind is Kind.REDUCE_SCATTER:
             input_place = output_place = None  # peers write into staging only
+        elif kind is Kind.ALL_REDUCE:
+            input_place = None
+            output_place = request.whole.place if request.collective.in_place else output_place
         elif request.collective.in_place:
             # Each rank's part lies elsewhere in the whole, which is what has to be at one place on all ranks.
             input_place = output_place = request.whole.place
@@ -137,7 +140,9 @@ def choose_transport(agreement: Agreement, variant: str) -> Transport:
         ValueError: ``bcst`` or ``swap`` with an output in ordinary memory.
     """
     collective = agreement.collective
-    if collective.kind in REDUCING or not any(map(any, collective.counts)):
+    if collective.kind in REDUCING:
+        return Transport.PUSH if agreement.output_place is not None else Transport.PULL
+    if not any(map(any, collective.counts)):
         return Transport.PUSH
     if variant in ("bcst", "swap"):
         if agreement.output_place is None and collective.world_size > 1:

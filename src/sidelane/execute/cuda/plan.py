@@ -102,7 +102,7 @@ class _Planner:
             if stream and fork is not None and stream not in forked:
                 forked.add(stream)
                 self._emit(stream, WaitEvent(fork))
-            if not stream and not isinstance(command, Signal):
+            if not stream and not isinstance(command, Signal | Stamp):
                 self._begin()  # behind the signals that peers wait for: its word goes to the host
             self._lower(stream, self.queues[index], command)
         self._begin()
@@ -191,16 +191,29 @@ class _Planner:
 
     def _assign_streams(self) -> dict[int, int]:
         """Stream of each queue that has anything to submit."""
-        used = [index for index, queue in enumerate(self.queues) if any(_submits(queue))]
+        queues = self.queues
+        used = [index for index, queue in enumerate(queues) if any(_submits(queue))]
         prelaunched = self.program.prelaunched
         kind = EngineKind.CALLER if prelaunched else EngineKind.DMA
         first = [index for index in used if self.queues[index].engine.kind is kind][:1]
         if not first and not prelaunched:
             first = used[:1]
-        inline = [] if prelaunched else [index for index in used if _is_small(self.queues[index])]
+        inline = (
+            [] if prelaunched else [index for index in used if _is_small(queues[index]) and not self._follows(index)]
+        )
         on_first = {*first, *inline} if first else set()
         others = [index for index in used if index not in on_first]
         return dict.fromkeys(sorted(on_first), 0) | {index: stream for stream, index in enumerate(others, start=1)}
+
+    def _follows(self, index: int) -> bool:
+        """True if a queue waits for another one of this rank: on stream 0 it would stand between that one's commands."""
+        waits = {command.flag for command in self.queues[index].commands if isinstance(command, Wait)}
+        return any(
+            isinstance(command, Signal) and command.flag in waits
+            for other, queue in enumerate(self.queues)
+            for command in queue.commands
+            if other != index
+        )
 
     def _order_commands(self) -> list[tuple[int, Command]]:
         """The commands that are submitted, each with the position of its queue, in the order of submission."""
@@ -215,7 +228,7 @@ class _Planner:
         # least, and the signals after them stay in one batch with the last waits.
         rest = [entry for entry in commands if not self._only_moves_inline(entry[0])]
         last = max(
-            (n for n, (index, c) in enumerate(rest) if index == first and not isinstance(c, Signal | Wait)),
+            (n for n, (index, c) in enumerate(rest) if index == first and not isinstance(c, Signal | Wait | Stamp)),
             default=len(rest) - 1,
         )
         return [*rest[: last + 1], *moves, *rest[last + 1 :]]
@@ -226,7 +239,7 @@ class _Planner:
     def _only_moves_inline(self, index: int) -> bool:
         queue = self.queues[index]
         inline = self.stream_of.get(index) == 0 and queue.engine.kind is EngineKind.LOCAL
-        return inline and all(isinstance(command, Copy) for command in queue.commands)
+        return inline and all(isinstance(command, Copy | Stamp) for command in queue.commands)
 
     def _same_stream(self, flag: Flag) -> bool:
         """True if the order of one stream does what ``flag``, of an own event, is for."""

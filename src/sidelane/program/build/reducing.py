@@ -1,116 +1,235 @@
 """Hybrid programs for the collectives that add: copy engines move the bytes, compute units reduce them.
 
 A rank's peers push their chunks of its shard into slots of its staging buffer; its compute queue waits for all of them
-and reduces in the order of the ranks, so that the result does not depend on who came first. An all_reduce leaves the
-result in staging, from where the peers pull it into their outputs (paper 003, section 6.1, sketches the first half).
+and reduces in the order of the ranks, so that the result does not depend on who came first (paper 003, section 6.1,
+sketches this half). An all_reduce then gives the result to the peers: pushed into their outputs where those are
+symmetric, pulled by them from the reducing rank's staging elsewhere.
+
+Large shards travel in pieces, so that reducing one hides behind the copies of the next. One rank, two pieces, b2b::
+
+    dma:0    entries | copies of piece 0 | copies of piece 1, exits of piece 1 |         | results ...
+    local:0            wait for those ^  : exits of piece 0
+    compute            wait for all exits of piece 0: reduce      | wait: reduce
+
+The exits of all pieces but the last have a queue of their own: nothing stands between the copies of an engine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterator, Sequence
 
 from sidelane.program.build.flags import FlagPlan
-from sidelane.program.build.moving import rotation
+from sidelane.program.build.moving import Transport, rotation
 from sidelane.program.collective import REDUCING, SLOT_ALIGNMENT, Buffer, Chunk, Collective, Kind, Span
-from sidelane.program.ir import Command, Copy, Engine, EngineKind, Program, Queue, Reduce
+from sidelane.program.ir import EPOCH, Command, Copy, Engine, EngineKind, Flag, Program, Queue, Reduce, Signal, Wait
+
+PIECE_BYTES = 2 << 20
+"""Smallest piece that is worth a handshake of its own: it travels in 5 us on the slowest link of interest."""
+
+MOST_PIECES = 8
+"""The last piece's reduction is what shows; with eight, that is an eighth."""
 
 
-def reduce(collective: Collective, variant: str = "b2b") -> Program:
+def reduce(
+    collective: Collective, variant: str = "b2b", transport: Transport = Transport.PULL, pieces: int | None = None
+) -> Program:
     """Build a reduce_scatter or all_reduce.
 
     Args:
-        collective: made by ``reduce_scatter`` or ``all_reduce``. Input and output may be ordinary memory.
+        collective: made by ``reduce_scatter`` or ``all_reduce``.
         variant: ``pcpy`` (an engine for each peer) or ``b2b`` (one engine a rank).
+        transport: how results of an all_reduce get to the peers. ``push`` needs symmetric outputs, ``pull`` nothing.
+        pieces: into how many a shard is cut; None takes as many as have ``PIECE_BYTES``, up to ``MOST_PIECES``.
 
     Raises:
-        ValueError: another collective or variant.
+        ValueError: another collective, variant or transport, or no pieces.
     """
     if collective.kind not in REDUCING or collective.reduction is None:
         raise ValueError(f"reduce: collective (value={collective.kind}, allowed={', '.join(REDUCING)})")
     if variant not in ("pcpy", "b2b"):
         raise ValueError(f"reduce: variant (value={variant!r}, allowed='pcpy', 'b2b')")
-    return _Reducing(collective, variant).program()
+    if transport is Transport.STAGED:
+        raise ValueError(f"reduce: transport (value={transport}, allowed=push, pull)")
+    if pieces is None:
+        pieces = min(MOST_PIECES, max(collective.counts[0]) // PIECE_BYTES) or 1
+    if pieces < 1:
+        raise ValueError(f"reduce: pieces (value={pieces}, allowed=1 or more)")
+    if collective.world_size == 1:
+        return Program(collective, variant, tuple(_copy_alone(collective)), (0,), 0)
+    return _Reducing(collective, variant, transport, pieces).program()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Piece:
+    """Bytes of a shard, and the phase of the handshakes that are about them."""
+
+    phase: int
+    offset: int
+    nbytes: int
 
 
 class _Reducing:
-    def __init__(self, collective: Collective, variant: str) -> None:
+    def __init__(self, collective: Collective, variant: str, transport: Transport, pieces: int) -> None:
         self.collective = collective
         self.variant = variant
         self.gathers = collective.kind is Kind.ALL_REDUCE
-        self.flags = FlagPlan(collective.world_size, phases=2 if self.gathers else 1)
+        self.pushes = transport is Transport.PUSH
         self.shards = collective.counts[0]
+        self.pieces = [list(_cut(nbytes, pieces)) for nbytes in self.shards]
+        self.phases = max(map(len, self.pieces))
+        # The second half has its exits in a phase of its own, and entries for each piece where results are pulled.
+        self.flags = FlagPlan(collective.world_size, phases=2 * self.phases if self.gathers else self.phases)
         self.chunks = {(chunk.src_rank, chunk.dst_rank): chunk for chunk in collective.chunks()}
 
     def program(self) -> Program:
         world_size = self.collective.world_size
         queues: list[Queue] = []
         for rank in range(world_size):
-            if world_size == 1:
-                queues += self._copy_alone()
-                continue
             peers = list(rotation(rank, world_size))
             groups = [[peer] for peer in peers] if self.variant == "pcpy" else [peers]
-            dma = [commands for group in groups if (commands := self._dma(rank, group))]
-            queues += [Queue(rank, Engine(EngineKind.DMA, i), tuple(commands)) for i, commands in enumerate(dma)]
+            dma = [self._dma(rank, number, group) for number, group in enumerate(groups)]
+            queues += [
+                Queue(rank, Engine(EngineKind.DMA, number), tuple(commands))
+                for number, commands in enumerate(commands for commands in dma if commands)
+            ]
+            if announced := self._announce(rank, groups):
+                queues.append(Queue(rank, Engine(EngineKind.LOCAL), tuple(announced)))
             if self.shards[rank]:
-                queues.append(Queue(rank, Engine(EngineKind.COMPUTE), tuple(self._compute(rank))))
-        staging = tuple(self._slot(rank, world_size if self.gathers else world_size - 1) for rank in range(world_size))
-        return Program(self.collective, self.variant, tuple(queues), staging, self.flags.handshakes)
+                queues.append(Queue(rank, Engine(EngineKind.COMPUTE), tuple(self._compute(rank, len(groups)))))
+        slots = world_size if self.gathers and not self.pushes else world_size - 1
+        staging = tuple(self._slot(rank, slots) for rank in range(world_size))
+        local_flags = self.phases * 2 * world_size
+        return Program(self.collective, self.variant, tuple(queues), staging, self.flags.handshakes + local_flags)
 
-    def _dma(self, rank: int, group: Sequence[int]) -> list[Command]:
+    def _dma(self, rank: int, number: int, group: Sequence[int]) -> list[Command]:
         flags = self.flags
         reducers = [peer for peer in group if self.shards[peer]]
         commands: list[Command] = []
         if self.shards[rank]:
             commands += [flags.signal_entry(partner=rank, mover=peer) for peer in group]
         commands += [flags.wait_entry(partner=peer, mover=rank) for peer in reducers]
-        commands += [Copy(self._slot_span(peer, rank), self._input_span(self.chunks[rank, peer])) for peer in reducers]
-        commands += [flags.signal_exit(partner=peer, mover=rank) for peer in reducers]
+        last = self.phases - 1
+        for phase in range(self.phases):
+            moved = [(peer, piece) for peer in reducers for piece in self.pieces[peer] if piece.phase == phase]
+            commands += [Copy(self._slot_span(peer, rank, p), self._input_span(rank, peer, p)) for peer, p in moved]
+            if phase < last:
+                if moved:
+                    commands.append(Signal(self._sent(rank, number, phase), EPOCH))
+            else:
+                commands += [flags.signal_exit(partner=peer, mover=rank, phase=phase) for peer, _ in moved]
         if self.gathers:
-            for peer in reducers:
-                commands.append(flags.wait_entry(partner=peer, mover=rank, phase=1))
-                commands.append(Copy(self._output_span(self.chunks[peer, peer], rank), self._result_span(peer)))
-                commands.append(flags.signal_exit(partner=peer, mover=rank, phase=1))
-            if self.shards[rank]:
-                commands += [flags.wait_exit(partner=rank, mover=peer, phase=1) for peer in group]
+            commands += self._push_results(rank, number, group) if self.pushes else self._pull_results(rank, group)
         return commands
 
-    def _compute(self, rank: int) -> list[Command]:
+    def _announce(self, rank: int, groups: Sequence[Sequence[int]]) -> list[Command]:
+        """The exits of every piece but the last."""
+        commands: list[Command] = []
+        for phase in range(self.phases - 1):
+            for number, group in enumerate(groups):
+                told = [peer for peer in group if any(piece.phase == phase for piece in self.pieces[peer])]
+                if told:
+                    commands.append(Wait(self._sent(rank, number, phase), EPOCH))
+                    commands += [self.flags.signal_exit(partner=peer, mover=rank, phase=phase) for peer in told]
+        return commands
+
+    def _compute(self, rank: int, engines: int) -> list[Command]:
         collective, flags = self.collective, self.flags
         assert collective.reduction is not None
         peers = list(rotation(rank, collective.world_size))
-        own = self.chunks[rank, rank]
-        output = self._output_span(own, rank)
-        srcs = tuple(
-            self._input_span(own) if src == rank else self._slot_span(rank, src) for src in range(collective.world_size)
-        )
-        waits = [flags.wait_exit(partner=rank, mover=peer) for peer in peers]
-        if not self.gathers:
-            return [*waits, Reduce(output, srcs, collective.reduction)]
-        result = self._result_span(rank)
-        releases = [flags.signal_entry(partner=rank, mover=peer, phase=1) for peer in peers]
-        return [*waits, Reduce(result, srcs, collective.reduction), *releases, Copy(output, result)]
+        commands: list[Command] = []
+        copies: list[Command] = []
+        for piece in self.pieces[rank]:
+            commands += [flags.wait_exit(partner=rank, mover=peer, phase=piece.phase) for peer in peers]
+            srcs = tuple(
+                self._input_span(rank, rank, piece) if src == rank else self._slot_span(rank, src, piece)
+                for src in range(collective.world_size)
+            )
+            output = self._output_span(rank, rank, piece)
+            result = self._result_span(rank, piece) if self.gathers and not self.pushes else output
+            commands.append(Reduce(result, srcs, collective.reduction))
+            if self.gathers and self.pushes:
+                commands += [Signal(self._reduced(rank, number, piece.phase), EPOCH) for number in range(engines)]
+            elif self.gathers:
+                phase = self.phases + piece.phase
+                commands += [flags.signal_entry(partner=rank, mover=peer, phase=phase) for peer in peers]
+                copies.append(Copy(output, result))
+        return [*commands, *copies]
 
-    def _copy_alone(self) -> list[Queue]:
-        if self.collective.in_place or not self.chunks:
-            return []
-        own = self.chunks[0, 0]
-        return [Queue(0, Engine(EngineKind.LOCAL), (Copy(self._output_span(own, 0), self._input_span(own)),))]
+    def _push_results(self, rank: int, number: int, group: Sequence[int]) -> list[Command]:
+        """Give this rank's results to the peers of one engine."""
+        flags, phase = self.flags, self.phases
+        commands: list[Command] = []
+        for piece in self.pieces[rank]:
+            result = self._output_span(rank, rank, piece)
+            commands.append(Wait(self._reduced(rank, number, piece.phase), EPOCH))
+            commands += [Copy(self._output_span(rank, peer, piece), result) for peer in group]
+        if self.shards[rank]:
+            commands += [flags.signal_exit(partner=peer, mover=rank, phase=phase) for peer in group]
+        commands += [flags.wait_exit(partner=rank, mover=peer, phase=phase) for peer in group if self.shards[peer]]
+        return commands
+
+    def _pull_results(self, rank: int, group: Sequence[int]) -> list[Command]:
+        """Fetch the results of the peers of one engine, and tell them when their staging may be used again."""
+        flags = self.flags
+        commands: list[Command] = []
+        for phase in range(self.phases):
+            ready = [(peer, piece) for peer in group for piece in self.pieces[peer] if piece.phase == phase]
+            commands += [flags.wait_entry(partner=peer, mover=rank, phase=self.phases + phase) for peer, _ in ready]
+            commands += [
+                Copy(self._output_span(peer, rank, piece), self._result_span(peer, piece)) for peer, piece in ready
+            ]
+        commands += [
+            flags.signal_exit(partner=peer, mover=rank, phase=self.phases) for peer in group if self.shards[peer]
+        ]
+        if self.shards[rank]:
+            commands += [flags.wait_exit(partner=rank, mover=peer, phase=self.phases) for peer in group]
+        return commands
+
+    def _sent(self, rank: int, number: int, phase: int) -> Flag:
+        """Engine ``number`` has moved its pieces of ``phase``."""
+        return self.flags.local(rank, 2 * (phase * self.collective.world_size + number))
+
+    def _reduced(self, rank: int, number: int, phase: int) -> Flag:
+        """The piece of ``phase`` of this rank's shard is reduced; told to engine ``number``."""
+        return self.flags.local(rank, 2 * (phase * self.collective.world_size + number) + 1)
 
     def _slot(self, rank: int, index: int) -> int:
         """Offset of staging slot ``index`` on ``rank``."""
-        return index * -(-self.shards[rank] // SLOT_ALIGNMENT) * SLOT_ALIGNMENT if self.collective.world_size > 1 else 0
+        return index * -(-self.shards[rank] // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
 
-    def _slot_span(self, rank: int, src_rank: int) -> Span:
-        """Where ``src_rank``'s chunk lands: slots go by rank and leave out the reducing rank itself."""
+    def _slot_span(self, rank: int, src_rank: int, piece: _Piece) -> Span:
+        """Where ``src_rank``'s bytes land: slots go by rank and leave out the reducing rank itself."""
         index = src_rank - (src_rank > rank)
-        return Span(rank, Buffer.STAGING, self._slot(rank, index), self.shards[rank])
+        return Span(rank, Buffer.STAGING, self._slot(rank, index) + piece.offset, piece.nbytes)
 
-    def _result_span(self, rank: int) -> Span:
-        return Span(rank, Buffer.STAGING, self._slot(rank, self.collective.world_size - 1), self.shards[rank])
+    def _result_span(self, rank: int, piece: _Piece) -> Span:
+        offset = self._slot(rank, self.collective.world_size - 1) + piece.offset
+        return Span(rank, Buffer.STAGING, offset, piece.nbytes)
 
-    def _input_span(self, chunk: Chunk) -> Span:
-        return self.collective.input_span(chunk.src_rank, chunk.src_offset, chunk.nbytes)
+    def _input_span(self, rank: int, shard: int, piece: _Piece) -> Span:
+        offset = self.chunks[rank, shard].src_offset + piece.offset
+        return self.collective.input_span(rank, offset, piece.nbytes)
 
-    def _output_span(self, chunk: Chunk, rank: int) -> Span:
-        return self.collective.output_span(rank, chunk.dst_offset, chunk.nbytes)
+    def _output_span(self, shard: int, rank: int, piece: _Piece) -> Span:
+        offset = self.chunks[shard, shard].dst_offset + piece.offset
+        return self.collective.output_span(rank, offset, piece.nbytes)
+
+
+def _cut(nbytes: int, pieces: int) -> Iterator[_Piece]:
+    """Consecutive pieces of a shard, none of them empty.
+
+    >>> [(piece.offset, piece.nbytes) for piece in _cut(1000, 3)]
+    [(0, 512), (512, 488)]
+    """
+    step = -(-nbytes // (pieces * SLOT_ALIGNMENT)) * SLOT_ALIGNMENT
+    for phase, offset in enumerate(range(0, nbytes, step or 1)):
+        yield _Piece(phase, offset, min(step, nbytes - offset))
+
+
+def _copy_alone(collective: Collective) -> Iterator[Queue]:
+    chunk: Chunk | None = next(iter(collective.chunks()), None)
+    if chunk is not None and not collective.in_place:
+        src = collective.input_span(0, chunk.src_offset, chunk.nbytes)
+        dst = collective.output_span(0, chunk.dst_offset, chunk.nbytes)
+        yield Queue(0, Engine(EngineKind.LOCAL), (Copy(dst, src),))
