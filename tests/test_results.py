@@ -23,6 +23,8 @@ COLLECTIVE_KEYS = [
     *("collective", "bytes", "dtype", "in_place", "launch", "implementation", "variant", "prelaunch"),
     *("time_us", "p10_us", "p90_us", "bus_gbps", "energy_mj", "correct"),
 ]
+STRATEGIES = ["serial", "c3_base", "c3_sp", "conccl", "nccl_ce", "auto"]
+ROOT = Path(__file__).resolve().parents[1]
 C3_KEYS = [
     *("gemm", "m", "n", "k", "dtype", "collective", "bytes", "class", "strategy", "chosen"),
     *("gemm_us", "comm_us", "best_comm_us", "time_us", "speedup", "ideal"),
@@ -144,3 +146,35 @@ def test_results_need_a_known_study():
     with pytest.raises(ValueError, match="study"):
         Results("other", "cpu", 0, "cpu", 2, "now", "unknown", "x", {}, ())
     assert json.dumps(collect("c3", [], device_type="cpu", ranks=1, command="x").to_dict())
+
+
+@pytest.fixture(scope="module")
+def recorded_c3() -> dict[tuple[str, int, str], dict[str, C3Row]]:
+    """Rows of the recorded C3 study by pair and strategy."""
+    cases: dict[tuple[str, int, str], dict[str, C3Row]] = {}
+    for row in read(ROOT / "results" / "h200x4" / "c3.json").rows:
+        assert isinstance(row, C3Row)
+        case = cases.setdefault((row.gemm, row.bytes, row.collective), {})
+        assert row.strategy not in case
+        case[row.strategy] = row
+    return cases
+
+
+def test_the_recorded_c3_study_holds_every_strategy_of_every_pair(recorded_c3):
+    pairs = [("cb1", 512 << 20), ("cb1", 896 << 20), ("cb2", 896 << 20), ("mb1", 896 << 20)]
+    assert list(recorded_c3) == [(*pair, kind) for pair in pairs for kind in ("all_gather", "all_to_all")]
+    for case in recorded_c3.values():
+        assert list(case) == STRATEGIES
+        for row in case.values():
+            assert row.correct
+            assert row.time_us is not None
+            assert row.percent_of_ideal is not None
+            assert row.percent_of_ideal_nccl is not None
+
+
+def test_the_recorded_collectives_hide_behind_the_gemm(recorded_c3):
+    """At least 85% of the strict ideal on average; where the GEMM ran slower alone than beside, not more than 100."""
+    reached = [min(100.0, case["conccl"].percent_of_ideal) for case in recorded_c3.values()]
+    assert sum(reached) / len(reached) >= 85.0
+    for name in ("c3_base", "c3_sp"):
+        assert max(case[name].percent_of_ideal for case in recorded_c3.values()) < min(reached)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 
 import pytest
+import rich.console
 
 from sidelane.bench import claims as command
 from sidelane.machine.load import named
@@ -46,6 +48,7 @@ def test_all_fitted_claims_and_all_inputs_are_met(verdicts):
         "DM-SW-01",
         "DM-BB-02",
         "DM-BB-03",
+        "DM-BB-05",
         "DM-PL-01",
         "DM-FIN-03",
     ],
@@ -87,9 +90,17 @@ def test_json_has_the_agreed_keys(capsys):
     assert {row["role"] for row in rows} == {"input", "fitted", "held_out"}
 
 
-def test_the_table_counts_right_predictions(capsys, verdicts):
-    command.show(list(verdicts.values()))
-    assert "held_out:" in capsys.readouterr().out
+def test_predictions_are_shown_whole_at_80_columns(verdicts):
+    text = io.StringIO()
+    command.show(list(verdicts.values()), rich.console.Console(file=text, width=80))
+    lines = text.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80 and not any("\u2026" in line for line in lines)
+    joined = " ".join(" ".join(lines).split())
+    for verdict in verdicts.values():
+        assert f"{verdict.claim_id} {verdict.text.split()[0]}" in joined
+    right = sum(verdict.ok for verdict in verdicts.values() if verdict.role is Role.HELD_OUT)
+    assert lines[-1].startswith(f"held_out: {right} of ")
+    assert joined.count(": NO") == sum(not verdict.ok for verdict in verdicts.values())
 
 
 def test_other_machines_and_versions_are_refused():

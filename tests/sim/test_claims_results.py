@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
 import pytest
+import rich.console
 
 from sidelane.bench import claims as command
 from sidelane.bench.claims_results import compare, fitted_to, predict_alone, predict_together, role_problems
@@ -106,6 +108,12 @@ def test_the_machine_in_the_catalogue_is_the_one_that_was_measured():
     found = {v.claim_id: v for v in compare(H200, ROOT / "results" / "h200x4")}
     for name in ("c3/median", "c3/worst", "collectives/median", "collectives/median of held out"):
         assert found[f"h200x4/{name}"].ok, name
+    rows = [name.split("/")[-1] for name in found if name.startswith("h200x4/c3/") and name.count("/") == 4]
+    assert {name: rows.count(name) for name in rows} == dict.fromkeys(
+        ("serial", "c3_base", "c3_sp", "conccl", "nccl_ce"), 8
+    )
+    worst = max(v.error for k, v in found.items() if k.startswith("h200x4/c3/") and k.endswith(("c3_base", "c3_sp")))
+    assert worst < 0.1
 
 
 def test_the_model_agrees_with_itself():
@@ -121,6 +129,17 @@ def test_collectives_come_from_the_description_alone():
     for other in ({"launch": "eager"}, {"prelaunch": True}, {"collective": "broadcast"}):
         assert predict_alone(H200, collective_row("dma", "b2b", 1.0, **other)) is None
     assert predict_alone(H200, collective_row("symm_mem", "", 1.0)) is None
+
+
+def test_measurements_are_shown_at_80_columns(tmp_path):
+    save(tmp_path, "c3", [c3_row("serial", 3585.0), c3_row("conccl", 3000.0)])
+    for ranges in (False, True):
+        text = io.StringIO()
+        command.show(compare(H200, tmp_path, ranges=ranges), rich.console.Console(file=text, width=80))
+        lines = text.getvalue().splitlines()
+        assert max(map(len, lines)) <= 80 and "\u2026" not in text.getvalue()
+        assert any(line.split()[-1:] == ["NO"] for line in lines)
+        assert "c3 cb1_896M" in text.getvalue()
 
 
 def test_a_file_is_judged_row_by_row_and_as_a_whole(tmp_path):

@@ -63,6 +63,20 @@ def test_a_partition_holds_for_the_whole_run():
     assert run.time_us == pytest.approx(500.0)  # 1216 in waves of 272
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_kernel_whose_workgroups_count_on_each_other_runs_beside_no_other(order):
+    kernels = [tiled(UNITS, together=True), gang()][::order]
+    assert run_device(QUIET, kernels).time_us == pytest.approx(400.0)
+    # Without that, most of it runs beside the collective, and the rest behind its own first part.
+    kernels = [tiled(UNITS), gang()][::order]
+    assert run_device(QUIET, kernels).time_us == pytest.approx(400.0 if order > 0 else 300.0)
+
+
+def test_a_kernel_whose_workgroups_count_on_each_other_runs_in_its_partition():
+    run = run_device(QUIET, [tiled(UNITS - 32, together=True, limit=UNITS - 32), gang(units=32, reserved=True)])
+    assert run.time_us == pytest.approx(300.0)
+
+
 def test_a_collective_with_half_its_units_takes_twice_as_long():
     full = run_device(QUIET, [gang(units=64)]).time_us
     assert run_device(QUIET, [gang(units=16, us=2 * full)]).time_us == pytest.approx(2 * full)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
+
+import pytest
 
 from sidelane.bench import claims, sim_figures, sim_overlap, sim_scale, sim_study
 from sidelane.c3.workload import parse_workload
@@ -13,6 +16,7 @@ from sidelane.model.study import c3_study
 from sidelane.program.collective import Kind
 
 MACHINE = named("mi300x8")
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_c3_prints_given_pairs_by_collective(capsys, tmp_path):
@@ -71,6 +75,29 @@ def test_scale_rows_count_commands():
     rows = sim_scale.measure((16, 32))
     assert [row.ranks for row in rows] == [16, 32]
     assert rows[1].commands > rows[0].commands and rows[0].seconds > 0 and rows[0].peak_mb > 0
+
+
+def test_scale_is_recorded_with_its_command(tmp_path):
+    path = tmp_path / "deep" / "scale.json"
+    sim_scale.record(path, sim_scale.measure((16,)))
+    ours = json.loads(path.read_text())
+    recorded = json.loads((ROOT / "results" / "simulator" / "scale.json").read_text())
+    assert ours["command"] == recorded["command"] == "python -m sidelane.bench.sim_scale scale.json"
+    assert set(ours) == set(recorded) and set(ours["rows"][0]) == set(recorded["rows"][0])
+    assert tuple(row["ranks"] for row in recorded["rows"]) == sim_scale.RANKS
+    first, last = recorded["rows"][0], recorded["rows"][-1]
+    # Near-linear in commands, of which the last has 150 times as many.
+    assert last["seconds"] / first["seconds"] < 2 * last["commands"] / first["commands"]
+    assert last["peak_mb"] / first["peak_mb"] < 2 * last["commands"] / first["commands"]
+
+
+def test_the_recorded_scale_is_that_of_this_simulator():
+    recorded = json.loads((ROOT / "results" / "simulator" / "scale.json").read_text())
+    again = sim_scale.measure((64,))[0]
+    assert (again.commands, again.simulated_us) == (
+        recorded["rows"][0]["commands"],
+        pytest.approx(recorded["rows"][0]["simulated_us"], rel=1e-3),
+    )
 
 
 def test_claims_write_a_report(tmp_path, capsys):

@@ -103,10 +103,11 @@ def test_dma_takes_the_variant_that_suits_the_machine():
     assert mi300.alone_us == pytest.approx(dma_gang(MACHINE, Kind.ALL_GATHER, 896 << 20, "pcpy").alone_us)
 
 
-def test_a_gemm_that_owns_every_unit_is_serialised_on_h200():
-    pair = table_ii_workload("cb1_896M", Kind.ALL_GATHER)
-    run = predict(named("h200x4"), pair, "c3_base")
-    assert run.percent == pytest.approx(0.0, abs=1.0)
+@pytest.mark.parametrize("strategy", ["c3_base", "c3_sp", "priority"])
+def test_a_gemm_that_owns_every_unit_is_serialised_on_h200(strategy):
+    for name in ("cb1_896M", "cb2_3.25G"):  # C-long, and G-long
+        run = predict(named("h200x4"), table_ii_workload(name, Kind.ALL_GATHER), strategy)
+        assert run.percent == pytest.approx(0.0, abs=1.0)
 
 
 def test_the_heuristic_never_beats_the_sweep():

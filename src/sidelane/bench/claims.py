@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import rich.console
+import rich.padding
 import rich.table
+import rich.text
 
 from sidelane.bench.claims_figures import draw_claims
 from sidelane.bench.claims_results import compare, role_problems
@@ -139,27 +141,53 @@ def _vary(
 
 
 def show(verdicts: Sequence[Verdict], console: rich.console.Console | None = None) -> None:
-    """Print the table, and how many predictions of each role are right."""
+    """Print every prediction, readable at 80 columns, and how many of each role are right."""
     console = console or rich.console.Console()
-    whole = rich.table.Column("id", overflow="fold", min_width=12)  # never cut: it is what one looks up
-    ours = any("/" in verdict.claim_id for verdict in verdicts)  # rows of a result file say what they are by their ids
-    known = ("measured",) if ours else ("claim", "published")
-    table = rich.table.Table(whole, *known, "predicted", "plausible", "error", "role", "ok", box=None)
-    for verdict in verdicts:
-        plausible = "" if verdict.low is None else f"{_text(verdict.low)} .. {_text(verdict.high)}"
-        error = "" if verdict.error is None else f"{verdict.error:.3g}"
-        ok = "yes" if verdict.ok else "[red]NO[/red]"
-        claimed, predicted = _text(verdict.claimed), _text(verdict.predicted)
-        name = verdict.claim_id.partition("/")[2] or verdict.claim_id
-        if ours and verdict.error is None:  # a limit
-            claimed, predicted = f"<= {claimed}%", f"{predicted}%"
-        cells = (claimed,) if ours else (verdict.text, claimed)
-        table.add_row(name, *cells, predicted, plausible, error, str(verdict.role), ok)
-    console.print(table)
+    if any("/" in verdict.claim_id for verdict in verdicts):
+        _show_measured(verdicts, console)
+    else:
+        _show_published(verdicts, console)
     for role in Role:
         of_role = [verdict for verdict in verdicts if verdict.role is role]
         right = sum(verdict.ok for verdict in of_role)
         console.print(f"{role}: {right} of {len(of_role)} right")
+
+
+def _show_published(verdicts: Sequence[Verdict], console: rich.console.Console) -> None:
+    """What a claim says takes a line or two; what is held against it stands below, indented."""
+    for verdict in verdicts:
+        console.print(rich.text.Text(f"{verdict.claim_id}  {verdict.text}", "bold"))
+        parts = [f"published {_text(verdict.claimed)}", f"predicted {_text(verdict.predicted)}"]
+        if verdict.low is not None and verdict.low != verdict.high:
+            parts.append(f"plausible {_text(verdict.low)} .. {_text(verdict.high)}")
+        if verdict.error is not None:
+            parts.append(f"error {verdict.error:.3g}")
+        line = rich.text.Text("; ".join([*parts, f"{verdict.role}: "])).append_text(_mark(verdict))
+        console.print(rich.padding.Padding(line, (0, 0, 0, 4)))
+
+
+def _show_measured(verdicts: Sequence[Verdict], console: rich.console.Console) -> None:
+    """A line for each row of a result file, whose id says what it is; ids wrap at words."""
+    varied = any(verdict.low is not None for verdict in verdicts)
+    headings = ["measured", "predicted", *(["plausible"] if varied else []), "error", "role", "ok"]
+    columns = [rich.table.Column(name, no_wrap=True, justify="right") for name in headings]
+    table = rich.table.Table(rich.table.Column("us", min_width=18), *columns, box=None, padding=(0, 1, 0, 0))
+    for verdict in verdicts:
+        claimed, predicted = f"{verdict.claimed:.0f}", f"{verdict.predicted:.0f}"
+        error = "" if verdict.error is None else f"{verdict.error:.1%}"
+        plausible = [] if verdict.low is None else [f"{verdict.low:.0f} .. {verdict.high:.0f}"]
+        if verdict.error is None:  # a limit
+            claimed, predicted = f"<= {claimed}%", f"{verdict.predicted:.1f}%"
+            plausible = [f"{verdict.low:.1f} .. {verdict.high:.1f}%"] if plausible else []
+        if varied and not plausible:
+            plausible = [""]
+        name = verdict.claim_id.partition("/")[2].replace("/", " ")
+        table.add_row(name, claimed, predicted, *plausible, error, str(verdict.role), _mark(verdict))
+    console.print(table)
+
+
+def _mark(verdict: Verdict) -> rich.text.Text:
+    return rich.text.Text("yes") if verdict.ok else rich.text.Text("NO", "red")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

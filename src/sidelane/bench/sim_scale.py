@@ -1,13 +1,22 @@
-"""How the simulator's own time and memory grow with the number of commands."""
+"""How the simulator's own time and memory grow with the number of commands.
+
+``python -m sidelane.bench.sim_scale FILE`` records it.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import gc
+import json
+import sys
 import time
 import tracemalloc
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
+from sidelane.bench import provenance
 from sidelane.execute.sim import simulate
 from sidelane.machine.load import named
 from sidelane.model.scale import two_level_all_gather
@@ -49,3 +58,29 @@ def measure(ranks: Sequence[int] = RANKS) -> list[ScaleRow]:
         tracemalloc.stop()
         rows.append(ScaleRow(count, run.commands, run.time_us, seconds, peak / 1e6))
     return rows
+
+
+def record(path: Path, rows: Sequence[ScaleRow]) -> None:
+    """Write rows with where they come from. Seconds are of the machine at hand; all else is the same everywhere."""
+    content: dict[str, Any] = {
+        "study": "simulator_scale",
+        "program": f"two-level all_gather on nodes of 8 MI300X, {PART} bytes a rank",
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": provenance.commit(),
+        "command": f"python -m sidelane.bench.sim_scale {path.name}",
+        "processor": provenance.processor_name(),
+        "software": provenance.software_versions(),
+        "rows": [
+            {name: float(f"{value:.4g}") if isinstance(value, float) else value for name, value in figures.items()}
+            for row in rows
+            for figures in [dataclasses.asdict(row) | {"us_per_command": row.us_per_command}]
+        ],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m sidelane.bench.sim_scale FILE")
+    record(Path(sys.argv[1]), measure())

@@ -193,7 +193,8 @@ class Matmul:
     Attributes:
         efficiency: share of ``peak_tflops`` that workgroups reach while all units are busy.
         tile_m, tile_n: tile of the result that one workgroup computes.
-        persistent: 1: one workgroup a unit for the whole GEMM, its tiles dealt out beforehand.
+        persistent: 1: one workgroup a unit for the whole GEMM, its tiles dealt out beforehand; beside a kernel that
+            holds a unit it can not run.
         memory_efficiency: share of ``memory_gbps`` that a memory-bound GEMM reaches.
         intensity: operations per byte that GEMMs do in the memory system (compute-bound ones).
         bound_intensity: the same for the GEMMs that paper 000 measured as memory-bound.

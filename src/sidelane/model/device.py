@@ -33,6 +33,7 @@ class Tiled:
         priority: the greater goes first; equals go in the order given.
         after: names of what must have ended before.
         cache_gain: share of the traffic that is saved once fewer units are in use.
+        together: its workgroups count on running at the same time: none starts before there is room for all.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Tiled:
     priority: int = 0
     after: tuple[str, ...] = ()
     cache_gain: float = 0.0
+    together: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -169,7 +171,7 @@ class _Device:
         count = min(most, state.pending, int(free / kernel.share + TINY))
         if isinstance(kernel, Tiled) and kernel.limit is not None:
             count = min(count, int(kernel.limit / kernel.share + TINY) - state.resident)
-        if count <= 0:
+        if count <= 0 or (isinstance(kernel, Tiled) and kernel.together and count < state.pending):
             return 0.0
         state.pending -= count
         state.batches.append([count, 1.0])

@@ -36,7 +36,8 @@ def gemm_kernel(machine: Machine, gemm: Gemm, *, limit: int | None = None, name:
         # Tiles are dealt out in equal parts; a fraction stands for kernels that also split the last tiles.
         tile_flops, traffic = tile_flops * tiles / workgroups, traffic * tiles / workgroups
     gain = float(matmul.cache_gain) if memory_bound else 0.0
-    return Tiled(name, workgroups, tile_flops / flops_us, traffic, share, limit, cache_gain=gain)
+    together = bool(matmul.persistent)
+    return Tiled(name, workgroups, tile_flops / flops_us, traffic, share, limit, cache_gain=gain, together=together)
 
 
 def gemm_us(machine: Machine, gemm: Gemm, units: int | None = None) -> float:
