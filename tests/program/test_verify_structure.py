@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 
 import pytest
 from listings import parse, replace
 from refusals import GATHER, gather, refused
 
+from sidelane.errors import ProgramError
 from sidelane.program.build import build
 from sidelane.program.collective import (
     ReduceOp,
@@ -148,3 +150,10 @@ def test_arguments() -> None:
         verify_sequence([gather()], rounds=0)
     with pytest.raises(ValueError, match="one world size"):
         verify_sequence([gather(), build(all_gather((8,)), "b2b")])
+
+
+def test_a_refusal_travels_between_processes() -> None:
+    """Ranks of a study hand their errors to the parent."""
+    error = ProgramError("verify: refused x", ["one", "two"])
+    copy = pickle.loads(pickle.dumps(error))
+    assert (str(copy), copy.violations) == (str(error), ("one", "two"))

@@ -239,6 +239,16 @@ def spans(command: Command) -> Iterator[Span]:
     yield from writes(command)
 
 
+def has_epochs(program: Program) -> bool:
+    """True if a signal or wait changes from one invocation to the next; ``transform.freeze`` makes programs without."""
+    return any(
+        command.value.per_epoch != 0
+        for queue in program.queues
+        for command in queue.commands
+        if isinstance(command, Signal | Wait)
+    )
+
+
 def describe(command: Command) -> str:
     """One line for people."""
     match command:

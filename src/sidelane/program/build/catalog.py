@@ -25,8 +25,7 @@ def build(collective: Collective, variant: str, transport: Transport = Transport
     Args:
         collective: what to do (see ``program.collective``).
         variant: one of ``variants(collective.kind)``.
-        transport: which buffers are symmetric. Reducing collectives push their parts into staging in any case; for an
-            all_reduce, ``push`` says that outputs are symmetric too.
+        transport: which buffers are symmetric. Reducing collectives push into staging whatever is said here.
 
     Raises:
         ValueError: the variant does not exist for this collective, or cannot run with this transport.
@@ -35,5 +34,5 @@ def build(collective: Collective, variant: str, transport: Transport = Transport
     if variant not in allowed:
         raise ValueError(f"build: variant of {collective.kind} (value={variant!r}, allowed={', '.join(allowed)})")
     if collective.kind in REDUCING:
-        return reducing.reduce(collective, variant, transport)
+        return reducing.reduce(collective, variant)
     return _MOVING[variant](collective, transport)

@@ -2,8 +2,9 @@
 
 A rank's peers push their chunks of its shard into slots of its staging buffer; its compute queue waits for all of them
 and reduces in the order of the ranks, so that the result does not depend on who came first (paper 003, section 6.1,
-sketches this half). An all_reduce then gives the result to the peers: pushed into their outputs where those are
-symmetric, pulled by them from the reducing rank's staging elsewhere.
+sketches this half). An all_reduce leaves the result in staging, from where the peers pull it into their outputs.
+(Pushing it there needs one handshake less and was slower: ranks whose reductions end at different times get in each
+other's way; docs/performance.md.)
 
 Large shards travel in pieces, so that reducing one hides behind the copies of the next. One rank, two pieces, b2b::
 
@@ -20,44 +21,39 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from sidelane.program.build.flags import FlagPlan
-from sidelane.program.build.moving import Transport, rotation
+from sidelane.program.build.moving import rotation
 from sidelane.program.collective import REDUCING, SLOT_ALIGNMENT, Buffer, Chunk, Collective, Kind, Span
 from sidelane.program.ir import EPOCH, Command, Copy, Engine, EngineKind, Flag, Program, Queue, Reduce, Signal, Wait
 
-PIECE_BYTES = 2 << 20
-"""Smallest piece that is worth a handshake of its own: it travels in 5 us on the slowest link of interest."""
+PIECE_BYTES = 32 << 20
+"""Smallest piece worth its price: on four H200s each costs some 20 us, as much as reducing 16 MiB from every rank."""
 
-MOST_PIECES = 8
-"""The last piece's reduction is what shows; with eight, that is an eighth."""
+MOST_PIECES = 4
+"""Only the last piece's reduction shows; more of them cost more than they hide."""
 
 
-def reduce(
-    collective: Collective, variant: str = "b2b", transport: Transport = Transport.PULL, pieces: int | None = None
-) -> Program:
+def reduce(collective: Collective, variant: str = "b2b", pieces: int | None = None) -> Program:
     """Build a reduce_scatter or all_reduce.
 
     Args:
-        collective: made by ``reduce_scatter`` or ``all_reduce``.
+        collective: made by ``reduce_scatter`` or ``all_reduce``. Input and output may be ordinary memory.
         variant: ``pcpy`` (an engine for each peer) or ``b2b`` (one engine a rank).
-        transport: how results of an all_reduce get to the peers. ``push`` needs symmetric outputs, ``pull`` nothing.
         pieces: into how many a shard is cut; None takes as many as have ``PIECE_BYTES``, up to ``MOST_PIECES``.
 
     Raises:
-        ValueError: another collective, variant or transport, or no pieces.
+        ValueError: another collective or variant, or no pieces.
     """
     if collective.kind not in REDUCING or collective.reduction is None:
         raise ValueError(f"reduce: collective (value={collective.kind}, allowed={', '.join(REDUCING)})")
     if variant not in ("pcpy", "b2b"):
         raise ValueError(f"reduce: variant (value={variant!r}, allowed='pcpy', 'b2b')")
-    if transport is Transport.STAGED:
-        raise ValueError(f"reduce: transport (value={transport}, allowed=push, pull)")
     if pieces is None:
         pieces = min(MOST_PIECES, max(collective.counts[0]) // PIECE_BYTES) or 1
     if pieces < 1:
         raise ValueError(f"reduce: pieces (value={pieces}, allowed=1 or more)")
     if collective.world_size == 1:
         return Program(collective, variant, tuple(_copy_alone(collective)), (0,), 0)
-    return _Reducing(collective, variant, transport, pieces).program()
+    return _Reducing(collective, variant, pieces).program()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,15 +66,14 @@ class _Piece:
 
 
 class _Reducing:
-    def __init__(self, collective: Collective, variant: str, transport: Transport, pieces: int) -> None:
+    def __init__(self, collective: Collective, variant: str, pieces: int) -> None:
         self.collective = collective
         self.variant = variant
         self.gathers = collective.kind is Kind.ALL_REDUCE
-        self.pushes = transport is Transport.PUSH
         self.shards = collective.counts[0]
         self.pieces = [list(_cut(nbytes, pieces)) for nbytes in self.shards]
         self.phases = max(map(len, self.pieces))
-        # The second half has its exits in a phase of its own, and entries for each piece where results are pulled.
+        # The second half has entries for each piece, and exits once.
         self.flags = FlagPlan(collective.world_size, phases=2 * self.phases if self.gathers else self.phases)
         self.chunks = {(chunk.src_rank, chunk.dst_rank): chunk for chunk in collective.chunks()}
 
@@ -96,10 +91,10 @@ class _Reducing:
             if announced := self._announce(rank, groups):
                 queues.append(Queue(rank, Engine(EngineKind.LOCAL), tuple(announced)))
             if self.shards[rank]:
-                queues.append(Queue(rank, Engine(EngineKind.COMPUTE), tuple(self._compute(rank, len(groups)))))
-        slots = world_size if self.gathers and not self.pushes else world_size - 1
+                queues.append(Queue(rank, Engine(EngineKind.COMPUTE), tuple(self._compute(rank))))
+        slots = world_size if self.gathers else world_size - 1
         staging = tuple(self._slot(rank, slots) for rank in range(world_size))
-        local_flags = self.phases * 2 * world_size
+        local_flags = max(0, self.phases - 1) * world_size
         return Program(self.collective, self.variant, tuple(queues), staging, self.flags.handshakes + local_flags)
 
     def _dma(self, rank: int, number: int, group: Sequence[int]) -> list[Command]:
@@ -119,7 +114,7 @@ class _Reducing:
             else:
                 commands += [flags.signal_exit(partner=peer, mover=rank, phase=phase) for peer, _ in moved]
         if self.gathers:
-            commands += self._push_results(rank, number, group) if self.pushes else self._pull_results(rank, group)
+            commands += self._pull_results(rank, group)
         return commands
 
     def _announce(self, rank: int, groups: Sequence[Sequence[int]]) -> list[Command]:
@@ -133,7 +128,7 @@ class _Reducing:
                     commands += [self.flags.signal_exit(partner=peer, mover=rank, phase=phase) for peer in told]
         return commands
 
-    def _compute(self, rank: int, engines: int) -> list[Command]:
+    def _compute(self, rank: int) -> list[Command]:
         collective, flags = self.collective, self.flags
         assert collective.reduction is not None
         peers = list(rotation(rank, collective.world_size))
@@ -146,28 +141,13 @@ class _Reducing:
                 for src in range(collective.world_size)
             )
             output = self._output_span(rank, rank, piece)
-            result = self._result_span(rank, piece) if self.gathers and not self.pushes else output
+            result = self._result_span(rank, piece) if self.gathers else output
             commands.append(Reduce(result, srcs, collective.reduction))
-            if self.gathers and self.pushes:
-                commands += [Signal(self._reduced(rank, number, piece.phase), EPOCH) for number in range(engines)]
-            elif self.gathers:
+            if self.gathers:
                 phase = self.phases + piece.phase
                 commands += [flags.signal_entry(partner=rank, mover=peer, phase=phase) for peer in peers]
                 copies.append(Copy(output, result))
         return [*commands, *copies]
-
-    def _push_results(self, rank: int, number: int, group: Sequence[int]) -> list[Command]:
-        """Give this rank's results to the peers of one engine."""
-        flags, phase = self.flags, self.phases
-        commands: list[Command] = []
-        for piece in self.pieces[rank]:
-            result = self._output_span(rank, rank, piece)
-            commands.append(Wait(self._reduced(rank, number, piece.phase), EPOCH))
-            commands += [Copy(self._output_span(rank, peer, piece), result) for peer in group]
-        if self.shards[rank]:
-            commands += [flags.signal_exit(partner=peer, mover=rank, phase=phase) for peer in group]
-        commands += [flags.wait_exit(partner=rank, mover=peer, phase=phase) for peer in group if self.shards[peer]]
-        return commands
 
     def _pull_results(self, rank: int, group: Sequence[int]) -> list[Command]:
         """Fetch the results of the peers of one engine, and tell them when their staging may be used again."""
@@ -188,11 +168,7 @@ class _Reducing:
 
     def _sent(self, rank: int, number: int, phase: int) -> Flag:
         """Engine ``number`` has moved its pieces of ``phase``."""
-        return self.flags.local(rank, 2 * (phase * self.collective.world_size + number))
-
-    def _reduced(self, rank: int, number: int, phase: int) -> Flag:
-        """The piece of ``phase`` of this rank's shard is reduced; told to engine ``number``."""
-        return self.flags.local(rank, 2 * (phase * self.collective.world_size + number) + 1)
+        return self.flags.local(rank, phase * self.collective.world_size + number)
 
     def _slot(self, rank: int, index: int) -> int:
         """Offset of staging slot ``index`` on ``rank``."""

@@ -29,7 +29,7 @@ from collections.abc import Sequence
 
 from sidelane.errors import ProgramError
 from sidelane.program.ir import Program
-from sidelane.program.verify.flags import check_flags, unpaired
+from sidelane.program.verify.flags import check_flags, check_progress
 from sidelane.program.verify.order import Order
 from sidelane.program.verify.provenance import check_provenance
 from sidelane.program.verify.races import check_races
@@ -99,8 +99,7 @@ def _verify(programs: tuple[Program, ...], rounds: int) -> Verification:
     _refuse(title, [line for program in distinct for line in check_structure(program)])
     unrolled = unroll(programs * rounds)
     order = Order(unrolled)
-    if order.deadlocks:
-        _refuse(title, [*order.deadlocks, *unpaired(unrolled)])
+    _refuse(title, check_progress(order))
     races, pairs = check_races(order)
     _refuse(title, [*check_flags(order), *races])
     _refuse(title, check_provenance(order))

@@ -1,46 +1,27 @@
-"""What a wait proves, and whether a signal can get lost on its way to it.
+"""Whether a signal can get lost on its way to its wait, and whether signals and waits have each other.
 
-*Set* flags hold what was written last. Counters are added to by many and taken back to 0 only by their owner.
+Works on a finished happens-before order (``order``), for which ``support`` said what each wait proves.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
-from sidelane.program.ir import Comparison, Signal, SignalOp, Wait
+from sidelane.program.ir import Comparison, Signal
+from sidelane.program.verify.order import Order
 from sidelane.program.verify.report import name_command
 from sidelane.program.verify.structure import is_reset
-from sidelane.program.verify.unroll import Event, FlagUse, Unrolled
-
-if TYPE_CHECKING:
-    from sidelane.program.verify.order import Order
-
-INITIAL = -1
-"""Stands for the 0 that a flag holds before anybody writes it."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Support:
-    """What a wait has behind it.
-
-    Attributes:
-        required: bit set of the events that happened in every run in which the wait ended.
-        witnesses: the signals that it waits for.
-    """
-
-    required: int
-    witnesses: tuple[int, ...]
-
-
-def support(events: Sequence[Event], ancestors: Sequence[int], use: FlagUse, wait: int) -> Support | None:
-    """Work out what must have happened before ``wait`` ended, from what is known so far.
-
-    Returns:
-        None if no run satisfies the wait.
-    """
-    return (_counted if use.counts else _assigned)(events, ancestors, use, wait)
+from sidelane.program.verify.support import (
+    INITIAL,
+    Support,
+    acceptable_writes,
+    comparison_of,
+    holds,
+    is_add,
+    possible_adds,
+    support,
+)
+from sidelane.program.verify.unroll import FlagUse, Unrolled
 
 
 def check_flags(order: Order) -> list[str]:
@@ -67,86 +48,40 @@ def check_flags(order: Order) -> list[str]:
     return [*violations, *idle.values(), *_unawaited(order.unrolled, awaited)]
 
 
-def unpaired(unrolled: Unrolled) -> list[str]:
-    """Return signals on flags that nobody waits for at all (all that can be said about a program that deadlocks)."""
-    awaited = {_key(unrolled, signal) for use in unrolled.flags.values() if use.waits for signal in use.writes}
-    return list(_unawaited(unrolled, awaited))
+def check_progress(order: Order) -> list[str]:
+    """Return one line for each cycle and each wait that never ends; then signals on flags that nobody waits for at all.
+
+    That is all that can be said about a program that deadlocks. Nothing if it does not.
+    """
+    if not order.stuck and not order.cycles:
+        return []
+    events = order.unrolled.events
+    lines: dict[tuple[object, ...], str] = {}  # by command: the first invocation in which it hangs says it all
+    for use, wait in order.stuck:
+        key = (events[wait].rank, events[wait].engine, events[wait].step)
+        lines.setdefault(key, f"deadlock: {order.name(wait)} never ends: {_why_stuck(order, use, wait)}")
+    signalled = order.unrolled.flags.values()
+    awaited = {_key(order.unrolled, signal) for use in signalled if use.waits for signal in use.writes}
+    return [*lines.values(), *order.cycles, *_unawaited(order.unrolled, awaited)]
 
 
-def explain_unsatisfied(order: Order, use: FlagUse, wait: int) -> str:
+def _why_stuck(order: Order, use: FlagUse, wait: int) -> str:
     """Say why no signal can satisfy ``wait``."""
     events = order.unrolled.events
-    stuck = f"deadlock: {order.name(wait)} never ends: "
     if not use.writes:
-        return f"{stuck}no command signals this flag"
+        return "no command signals this flag"
     if use.counts:
-        reachable = [w for w in use.writes if _adds(events[w]) and not order.before(wait, w)]
+        reachable = [w for w in use.writes if is_add(events[w]) and not order.before(wait, w)]
         total = sum(events[w].value for w in reachable)
-        return f"{stuck}the signals that can come before it add up to {total}, it waits for {events[wait].value}"
-    right = [w for w in use.writes if _holds(events[wait], events[w].value)]
+        return f"the signals that can come before it add up to {total}, it waits for {events[wait].value}"
+    right = [w for w in use.writes if holds(events[wait], events[w].value)]
     if not right:
         values = ", ".join(dict.fromkeys(str(events[w].value) for w in use.writes))
-        return f"{stuck}it waits for {events[wait].value}, the flag is only ever set to {values}"
+        return f"it waits for {events[wait].value}, the flag is only ever set to {values}"
     for signal in right:
         if order.before(wait, signal):
-            return f"{stuck}its signal comes after it: {order.chain(wait, signal)}"
-    return f"{stuck}{order.name(right[0])} is always overwritten before the wait begins"
-
-
-def _assigned(events: Sequence[Event], ancestors: Sequence[int], use: FlagUse, wait: int) -> Support | None:
-    """Every signal that the wait may have seen leaves its own past behind it: what they share must have happened."""
-    sources = _sources(events, ancestors, use, wait)
-    if not sources:
-        return None
-    pasts = [0 if source == INITIAL else ancestors[source] | 1 << source for source in sources]
-    required = pasts[0]
-    for past in pasts[1:]:
-        required &= past
-    first = [source for source, past in zip(sources, pasts, strict=True) if past == required]
-    return Support(required, tuple(source for source in first or sources if source != INITIAL))
-
-
-def _sources(events: Sequence[Event], ancestors: Sequence[int], use: FlagUse, wait: int) -> list[int]:
-    """Writes (or ``INITIAL``) whose value the wait may see and accept."""
-    earlier = [write for write in use.writes if ancestors[wait] >> write & 1]
-    sources = [] if earlier or not _holds(events[wait], 0) else [INITIAL]
-    for write in use.writes:
-        if not _holds(events[wait], events[write].value) or ancestors[write] >> wait & 1:
-            continue
-        if not any(ancestors[later] >> write & 1 for later in earlier):
-            sources.append(write)
-    return sources
-
-
-def _counted(events: Sequence[Event], ancestors: Sequence[int], use: FlagUse, wait: int) -> Support | None:
-    """A signal is required if the others that may come before the wait do not add up to its value.
-
-    Without a signal there is also nothing that comes after it, so its successors are left out of the sum with it.
-    """
-    target = events[wait].value
-    adds = _possible_adds(events, ancestors, use, wait)
-    total = sum(events[add].value for add in adds)
-    if total < target:
-        return None
-    required, witnesses = 0, []
-    for add in adds:
-        without = sum(events[other].value for other in adds if other == add or ancestors[other] >> add & 1)
-        if total - without < target:
-            required |= ancestors[add] | 1 << add
-            witnesses.append(add)
-    return Support(required, tuple(witnesses))
-
-
-def _possible_adds(events: Sequence[Event], ancestors: Sequence[int], use: FlagUse, wait: int) -> list[int]:
-    """Adds that the wait may see: not after it, and not wiped out by a reset before it."""
-    resets = [w for w in use.writes if not _adds(events[w]) and ancestors[wait] >> w & 1]
-    return [
-        write
-        for write in use.writes
-        if _adds(events[write])
-        and not ancestors[write] >> wait & 1
-        and not any(ancestors[reset] >> write & 1 for reset in resets)
-    ]
+            return f"its signal comes after it: {order.chain(wait, signal)}"
+    return f"{order.name(right[0])} is always overwritten before the wait begins"
 
 
 def _lost_signals(order: Order, use: FlagUse) -> Iterator[str]:
@@ -156,7 +91,7 @@ def _lost_signals(order: Order, use: FlagUse) -> Iterator[str]:
     for k, first in enumerate(writes):
         # Plain flags: neighbours suffice, the order is transitive. Counters: adds may come in any order, resets not.
         for second in writes[k + 1 :] if use.counts else writes[k + 1 : k + 2]:
-            if (_adds(events[first]) and _adds(events[second])) or order.before(first, second):
+            if (is_add(events[first]) and is_add(events[second])) or order.before(first, second):
                 continue
             # Name the one first that a run would have first: in the hazard, the earlier invocation's write comes late.
             one, other = sorted((first, second))
@@ -173,13 +108,13 @@ def _may_hang(order: Order, use: FlagUse, wait: int) -> str | None:
     if use.counts:
         return _may_miscount(order, use, wait)
     culprit = None
-    for source in _sources(events, order.ancestors, use, wait):
+    for source in acceptable_writes(events, order.ancestors, use, wait):
         if source != INITIAL and not order.before(source, wait):
             continue
         spoilers = (
             write
             for write in use.writes
-            if not _holds(events[wait], events[write].value)
+            if not holds(events[wait], events[write].value)
             and not (source != INITIAL and order.before(write, source))
             and not order.before(wait, write)
         )
@@ -194,15 +129,15 @@ def _may_hang(order: Order, use: FlagUse, wait: int) -> str | None:
 def _may_miscount(order: Order, use: FlagUse, wait: int) -> str | None:
     events = order.unrolled.events
     target = events[wait].value
-    possible = _possible_adds(events, order.ancestors, use, wait)
+    possible = possible_adds(events, order.ancestors, use, wait)
     certain = [add for add in possible if order.before(add, wait)]
     least = sum(events[add].value for add in certain)
     if least < target:
         return f"lost signal: {order.name(wait)} is not sure to see {target}: only {least} is certain to come before it"
-    if _comparison(events[wait]) is Comparison.EQ and sum(events[add].value for add in possible) != target:
+    if comparison_of(events[wait]) is Comparison.EQ and sum(events[add].value for add in possible) != target:
         return f"lost signal: {order.name(wait)} may never see {target}: more can be added before it looks"
     for write in use.writes:
-        if not _adds(events[write]) and not order.before(write, wait) and not order.before(wait, write):
+        if not is_add(events[write]) and not order.before(write, wait) and not order.before(wait, write):
             return f"lost signal: {order.name(wait)} may never see {target}: {order.name(write)} may come first"
     return None
 
@@ -235,17 +170,3 @@ def _key(unrolled: Unrolled, number: int) -> tuple[object, ...]:
     """What identifies a command in all invocations of its program."""
     event = unrolled.events[number]
     return id(unrolled.programs[event.invocation - 1]), event.rank, event.engine, event.step
-
-
-def _adds(event: Event) -> bool:
-    assert isinstance(event.command, Signal)
-    return event.command.op is SignalOp.ADD
-
-
-def _comparison(event: Event) -> Comparison:
-    assert isinstance(event.command, Wait)
-    return event.command.comparison
-
-
-def _holds(wait: Event, value: int) -> bool:
-    return value == wait.value if _comparison(wait) is Comparison.EQ else value >= wait.value

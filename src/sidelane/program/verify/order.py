@@ -1,7 +1,7 @@
 """Happens-before: which events come before which in every run of a program.
 
 Queues and callers give the first edges. A wait adds more: whatever every signal that could possibly satisfy it has in
-common must have happened before it (``flags.support``). New edges rule out signals for other waits, so this repeats
+common must have happened before it (``support``). New edges rule out signals for other waits, so this repeats
 until nothing changes. Edges hold in every run, so a cycle of them, or a wait that nothing can satisfy, is a deadlock.
 
 Sets of events are Python integers with one bit an event: a union is one machine operation for each 64 events.
@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from sidelane.program.verify.flags import explain_unsatisfied, support
 from sidelane.program.verify.report import name_chain, name_event
-from sidelane.program.verify.unroll import Unrolled
+from sidelane.program.verify.support import support
+from sidelane.program.verify.unroll import FlagUse, Unrolled
 
 
 class Order:
@@ -24,7 +24,8 @@ class Order:
         ancestors: for each event, the bit set of those that happen before it.
         position: for each event, its place in one order in which all could run (a linearization).
         sequence: the events in that order.
-        deadlocks: one line for each wait that never ends; when there are any, the other attributes mean nothing.
+        stuck: each wait that nothing can satisfy, with its flag.
+        cycles: one line for each cycle. Where either is not empty there is a deadlock, and the order ends at it.
     """
 
     def __init__(self, unrolled: Unrolled) -> None:
@@ -33,9 +34,10 @@ class Order:
         self.ancestors: list[int] = []
         self.position: list[int] = []
         self.sequence: list[int] = []
-        self.deadlocks: list[str] = []
+        self.stuck: list[tuple[FlagUse, int]] = []
+        self.cycles: list[str] = []
         self._close()
-        while not self.deadlocks and self._add_flag_edges():
+        while not self.cycles and not self.stuck and self._add_flag_edges():
             self._close()
 
     def before(self, first: int, second: int) -> bool:
@@ -84,7 +86,7 @@ class Order:
                 if not missing[successor]:
                     ready.append(successor)
         if len(sequence) < count:
-            self.deadlocks.append(self._cycle(missing))
+            self.cycles.append(self._cycle(missing))
             return
         self.sequence, self.ancestors = sequence, ancestors
         self.position = [0] * count
@@ -94,14 +96,11 @@ class Order:
     def _add_flag_edges(self) -> bool:
         """Add what the waits imply; return whether anything is new."""
         added = False
-        unsatisfied: dict[tuple[object, ...], str] = {}
         for use in self.unrolled.flags.values():
             for wait in use.waits:
                 found = support(self.unrolled.events, self.ancestors, use, wait)
                 if found is None:
-                    event = self.unrolled.events[wait]
-                    why = explain_unsatisfied(self, use, wait)
-                    unsatisfied.setdefault((event.rank, event.engine, event.step), why)
+                    self.stuck.append((use, wait))
                     continue
                 new = found.required & ~self.ancestors[wait]
                 while new:
@@ -109,7 +108,6 @@ class Order:
                     self._predecessors[wait].append(last)
                     new &= ~(self.ancestors[last] | 1 << last)
                     added = True
-        self.deadlocks += unsatisfied.values()
         return added
 
     def _latest(self, events: int, likely: tuple[int, ...]) -> int:

@@ -1,0 +1,86 @@
+"""Mark where the phases of a program begin and end, by time stamps around the copies of every engine.
+
+No stamp stands between two copies of an engine, nor where nothing would lie between it and the next one::
+
+    dma     stamp begin | entry handshake | stamp first | copy copy copy | stamp last | exit handshake | stamp end
+    local   copy of the own chunk | stamp last
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from enum import IntEnum
+
+from sidelane.program.ir import MOVES, Command, EngineKind, Program, Queue, Reduce, Stamp
+
+
+class Mark(IntEnum):
+    """What a stamp marks; its slot is ``len(Mark) * position of the queue on its rank + mark``."""
+
+    BEGIN = 0
+    FIRST = 1
+    LAST = 2
+    END = 3
+
+
+def stamp(program: Program) -> Program:
+    """Add stamps to a program. ``prelaunch`` may follow, so that a trigger comes before the first stamp.
+
+    Raises:
+        ValueError: the program has stamps already, or is prelaunched already: ``BEGIN`` would be when it was armed.
+    """
+    if any(isinstance(command, Stamp) for queue in program.queues for command in queue.commands):
+        raise ValueError(f"stamp: the program has stamps already (value={program.variant!r})")
+    if program.prelaunched:
+        raise ValueError(f"stamp: comes before prelaunch (value={program.variant!r})")
+    positions = dict.fromkeys(range(program.world_size), 0)
+    queues = []
+    for queue in program.queues:
+        queues.append(dataclasses.replace(queue, commands=_marked(queue, positions[queue.rank])))
+        positions[queue.rank] += 1
+    return dataclasses.replace(program, variant=f"{program.variant}+stamped", queues=tuple(queues))
+
+
+def slots_of(program: Program, rank: int) -> tuple[int, ...]:
+    """The slots that ``rank`` stamps, in the order of its queues."""
+    return tuple(c.slot for queue in program.queues_of(rank) for c in queue.commands if isinstance(c, Stamp))
+
+
+def times_of(stamps: Mapping[int, float]) -> dict[Mark, float]:
+    """From slots with times to the marks of a rank: its earliest ``BEGIN`` and ``FIRST``, its latest others.
+
+    A mark that no queue has is where its neighbour is: without an entry handshake ``BEGIN`` is ``FIRST``, without an
+    exit handshake ``END`` is ``LAST``.
+
+    >>> {str(mark.name): time for mark, time in times_of({1: 5.0, 2: 9.0, 6: 8.0}).items()}
+    {'BEGIN': 5.0, 'FIRST': 5.0, 'LAST': 9.0, 'END': 9.0}
+
+    Raises:
+        ValueError: no queue of the rank copies anything.
+    """
+    of = {mark: [time for slot, time in stamps.items() if slot % len(Mark) == mark] for mark in Mark}
+    if not of[Mark.FIRST] or not of[Mark.LAST]:
+        raise ValueError(f"times_of: no stamps around copies (value={sorted(stamps)})")
+    first, last = min(of[Mark.FIRST]), max(of[Mark.LAST])
+    begin, end = min([first, *of[Mark.BEGIN]]), max([last, *of[Mark.END]])
+    return {Mark.BEGIN: begin, Mark.FIRST: first, Mark.LAST: last, Mark.END: end}
+
+
+def _marked(queue: Queue, position: int) -> tuple[Command, ...]:
+    if queue.engine.kind is EngineKind.CALLER:
+        return queue.commands
+    commands = list(queue.commands)
+    slots = {mark: Stamp(len(Mark) * position + mark) for mark in Mark}
+    moves = [index for index, command in enumerate(commands) if isinstance(command, (*MOVES, Reduce))]
+    peers = queue.engine.kind is EngineKind.DMA
+    if not moves:
+        return (slots[Mark.BEGIN], *commands, slots[Mark.END]) if peers and commands else queue.commands
+    before, copies, after = commands[: moves[0]], commands[moves[0] : moves[-1] + 1], commands[moves[-1] + 1 :]
+    if not peers:
+        return (*before, *copies, slots[Mark.LAST], *after)
+    return (
+        *((slots[Mark.BEGIN], *before) if before else ()),
+        *(slots[Mark.FIRST], *copies, slots[Mark.LAST]),
+        *((*after, slots[Mark.END]) if after else ()),
+    )
