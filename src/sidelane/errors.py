@@ -16,10 +16,13 @@ class ProgramError(SidelaneError):
     """
 
     def __init__(self, title: str, violations: Sequence[str]) -> None:
-        self.violations = tuple(violations)
+        self.title, self.violations = title, tuple(violations)
         shown = "\n".join(f"  - {line}" for line in self.violations[:12])
         more = len(self.violations) - 12
         super().__init__(f"{title}:\n{shown}" + (f"\n  ... and {more} more" if more > 0 else ""))
+
+    def __reduce__(self) -> tuple[type[ProgramError], tuple[str, tuple[str, ...]]]:
+        return type(self), (self.title, self.violations)  # ranks of a study or a test hand errors to their parent
 
 
 class UnavailableError(SidelaneError):

@@ -9,6 +9,7 @@ import itertools
 import time
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from expected import any_bytes, close, numbers, reduced, same_bytes
@@ -185,6 +186,39 @@ def growing_staging(group: dist.ProcessGroup) -> None:
             big = torch.full((1 << (10 + step),), rank + 1.0)
             comm.all_reduce(big)
             assert big[0] == big[-1] == n * (n + 1) / 2
+
+
+def versions(group: dist.ProcessGroup) -> None:
+    """Autograd hears of every tensor that a call writes, and of no other."""
+    with communicator(group) as comm:
+        n, rank = comm.world_size, comm.rank
+        whole, shard = torch.zeros(4 * n), torch.ones(4)
+        first = rank == 0
+        calls: tuple[tuple[Any, torch.Tensor | None, torch.Tensor | None], ...] = (
+            (lambda: comm.all_gather(whole, shard), whole, shard),
+            (lambda: comm.all_gather(whole, shard, async_op=True).wait(), whole, shard),  # type: ignore[union-attr]
+            (lambda: comm.reduce_scatter(shard, whole), shard, whole),
+            (lambda: comm.all_reduce(shard), shard, None),
+            (lambda: comm.all_reduce(shard, output=whole[4:8]), whole, shard),  # a view counts with its base
+            (lambda: comm.broadcast(shard, root=0), shard, None),
+            (lambda: comm.scatter(shard, whole if first else None, root=0), shard, whole),
+            (lambda: comm.gather(whole if first else None, shard, root=0), whole if first else None, shard),
+        )
+        for call, written, read in calls:
+            before = [None if tensor is None else tensor._version for tensor in (written, read)]
+            call()
+            assert written is None or written._version > before[0]
+            assert read is None or read._version == before[1]
+        # What it is for: a result that backward needs and a call overwrote.
+        weight = torch.ones(4, requires_grad=True)
+        product = (weight * shard).sum()
+        comm.all_reduce(shard)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.backward()
+        with torch.inference_mode():  # tensors without a version
+            total = torch.ones(7)
+            comm.all_reduce(total)
+            assert total.eq(n).all()
 
 
 def asynchronous(group: dist.ProcessGroup) -> None:

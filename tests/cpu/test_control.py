@@ -65,6 +65,60 @@ def test_posted_calls_reach_all(pool: RankPool, ranks: int | tuple[int, ...]) ->
     pool.run(post_and_compare, ranks)
 
 
+def slow_reader(group: dist.ProcessGroup) -> list[str]:
+    """Rank 1 has read what all posted and makes hundreds of calls, before rank 0 looks."""
+    control, rank = ControlBlock(group), dist.get_rank(group)
+    control.post_call(1, f"first of rank {rank}")
+    dist.barrier(group)
+    if rank == 0:
+        time.sleep(0.5)
+    posted = control.calls_of_all(1, 20.0)
+    for call in range(2, 5 * RING_CALLS):
+        control.post_call(call, f"call {call}")
+    control.close()
+    return [post.signature for post in posted]
+
+
+def test_a_post_stays_until_all_have_read_it(pool: RankPool) -> None:
+    assert pool.run(slow_reader, 2) == [["first of rank 0", "first of rank 1"]] * 2
+
+
+def reader_that_left(group: dist.ProcessGroup) -> None:
+    """Nobody waits for a reader that has closed its side or given up."""
+    for leave in (ControlBlock.close, lambda control: control.abort("had enough")):
+        control, rank = ControlBlock(group), dist.get_rank(group)
+        control.post_call(1, "first")
+        dist.barrier(group)
+        if rank == 0:
+            leave(control)
+        else:
+            control.calls_of_all(1, 1000.0) if leave is ControlBlock.close else None
+            for call in range(2, 3 * RING_CALLS):
+                control.post_call(call, "more")
+        dist.barrier(group)
+
+
+def test_nobody_waits_for_a_reader_that_left(pool: RankPool) -> None:
+    pool.run(reader_that_left, 2)
+
+
+def overwritten(group: dist.ProcessGroup) -> list[str]:
+    """Rank 1 has not compared call 5 and is far beyond it."""
+    control, rank = ControlBlock(group), dist.get_rank(group)
+    for call in range(1, 6 if rank == 0 else 5 + RING_CALLS + 1):
+        control.post_call(call, "same text")
+    dist.barrier(group)
+    if rank == 1:
+        return []
+    return [post.signature for post in control.calls_of_all(5, 20.0)]
+
+
+def test_a_post_that_is_gone_is_no_time_out(pool: RankPool) -> None:
+    own, other = pool.run(overwritten, 2)[0]
+    assert own == "same text"
+    assert other.startswith("64 calls ahead, its call 5 is no longer on record")
+
+
 def progress(group: dist.ProcessGroup) -> None:
     control, rank = ControlBlock(group), dist.get_rank(group)
     assert control.absent(1) == (0, 1, 2)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+NO_CALL = 0
+"""Calls begin at 1: a ``check`` of this one finds only that a peer gave up."""
+
 
 class PeerMonitor(Protocol):
     """The state of all ranks, seen and told from one of them. Any thread may use it."""
@@ -29,8 +32,8 @@ class PeerMonitor(Protocol):
         """Ranks that have not begun ``call``."""
         ...
 
-    def describe(self, rank: int) -> str:
-        """One phrase about ``rank`` for an error message."""
+    def describe(self, rank: int, call: int = 0) -> str:
+        """One phrase about ``rank`` for an error message; with ``call``, also whether it made another call of it."""
         ...
 
     def abort(self, message: str, ranks: Sequence[int] = (), *, timed_out: bool = False) -> None:

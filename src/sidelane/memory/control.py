@@ -4,10 +4,10 @@ Every rank owns one part of a shared allocation and is the only one who writes i
 calls the rank has begun and ended, what it is doing, what each of its last calls was, and whether it gave up. CPU and
 GPU executors use it alike, from host threads. Who a rank is (process id with start time) is exchanged when it is made.
 
-Layout of a part: three words (last call begun, last call ended, closed), then records (see ``memory.record``): the
-step, the abort and a ring of the last 64 calls. Words are single stores; records carry a sequence number and a
-checksum, so that a reader gets either a whole record or none, on every memory model (``memory.ordering`` tells why a
-plain store would not do on ARM).
+Layout of a part: four words (last call begun, last call ended, closed, last call agreed on), then records (see
+``memory.record``): the step, the abort and a ring of the last 64 calls. Words are single stores; records carry a
+sequence number and a checksum, so that a reader gets either a whole record or none, on every memory model
+(``memory.ordering`` tells why a plain store would not do on ARM).
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ _STEP_BYTES = Record.HEADER_BYTES + _STEP_TEXT_BYTES
 _ABORT_BYTES = 2048
 _SLOT_BYTES = Record.HEADER_BYTES + 2 * _TEXT_BYTES  # a signature and a refusal
 _PART_BYTES = _PAGE_BYTES + RING_CALLS * _SLOT_BYTES
-_BEGUN, _ENDED, _CLOSED = range(3)  # words
+_BEGUN, _ENDED, _CLOSED, _AGREED = range(4)  # words
 _OK, _REFUSED = range(2)  # status of a call
 _FAILED, _TIMED_OUT = range(2)  # status of an abort
+_MOST_PAYLOADS = 4096
 _LIVENESS_INTERVAL_S = 0.1  # a look at a process costs a system call or two
 
 
@@ -70,6 +71,8 @@ class ControlBlock:
         self._lock = threading.Lock()  # threads of this rank share one writer's role
         self._open_calls: set[int] = set()
         self._last_ended = 0
+        self._unread, self._patience_s = 0, 0.0  # a call that peers may still have to read here; how long they may take
+        self._payloads: dict[str, bytes] = {}  # of signatures posted before: most calls are repetitions
         self._dead: set[int] = set()
         self._look_at = 0.0
         self._is_closed = False
@@ -84,7 +87,15 @@ class ControlBlock:
         if call < 1:
             raise ValueError(f"ControlBlock.post_call: call numbers begin at 1 (value={call})")
         self._check_usable("post_call")
-        payload = _fit(signature) + b"\0" + _fit(refusal or "")
+        if self._unread and call >= self._unread + RING_CALLS:
+            self._let_peers_read()
+        payload = self._payloads.get(signature) if refusal is None else None
+        if payload is None:
+            payload = _fit(signature) + b"\0" + _fit(refusal or "")
+            if refusal is None:
+                if len(self._payloads) >= _MOST_PAYLOADS:
+                    self._payloads.clear()
+                self._payloads[signature] = payload
         with self._lock:
             self._own.slot(call).write(call, _OK if refusal is None else _REFUSED, payload)
             if refusal is None:
@@ -162,6 +173,9 @@ class ControlBlock:
     def calls_of_all(self, call: int, timeout_s: float) -> list[PostedCall]:
         """Wait until every rank has posted ``call``; what they posted, by rank, refusals included.
 
+        A rank that did not wait for this one and is more than ``RING_CALLS`` ahead has overwritten what it posted; a
+        signature that says so, and equals no other, stands for it.
+
         Raises:
             PeerTimeoutError: ranks did not come within ``timeout_s``; all ranks are told, as by ``abort``.
             PeerError: a rank gave up, closed its side or died.
@@ -170,9 +184,11 @@ class ControlBlock:
         found: dict[int, PostedCall] = {}
         while True:
             for rank, part in enumerate(self._parts):
-                if rank not in found and (posted := part.posted(rank, call)):
+                if rank not in found and (posted := part.posted(rank, call) or self._overwritten(rank, call)):
                     found[rank] = posted
             if len(found) == self.world_size:
+                self._own.words[_AGREED] = self._unread = call
+                self._patience_s = timeout_s
                 return [found[rank] for rank in range(self.world_size)]
             self._check_aborts()
             missing = [rank for rank in range(self.world_size) if rank not in found]
@@ -187,8 +203,11 @@ class ControlBlock:
                 raise PeerTimeoutError(message, missing)
             time.sleep(min(max(waited / 8, 20e-6), 5e-3))
 
-    def describe(self, rank: int) -> str:
-        """One phrase for people: who the rank is, whether it lives and what it was last seen doing."""
+    def describe(self, rank: int, call: int = 0) -> str:
+        """One phrase for people: who the rank is, whether it lives and what it was last seen doing.
+
+        With ``call``, also what that call is on the other rank, unless it is known to be the same as here.
+        """
         part, peer = self._parts[rank], self._peers[rank]
         if part.words[_CLOSED]:
             state = "closed"
@@ -198,7 +217,41 @@ class ControlBlock:
         step = part.step.read()
         doing = f", {step[2].decode(errors='replace')}" if step and step[0] == begun and begun > ended else ""
         progress = f"in call {begun}" if begun > ended else f"ended call {ended}" if ended else "has begun no call"
-        return f"rank {rank} (pid {peer.pid}, {state}, {progress}{doing})"
+        return f"rank {rank} (pid {peer.pid}, {state}, {progress}{doing}{self._other_call(rank, call)})"
+
+    def _let_peers_read(self) -> None:
+        """Before a post is overwritten that all ranks agreed on: this rank may have run ahead while another one slept.
+
+        Whoever has not read it by the time-out, or has left, does without: that failure shows elsewhere. One call is
+        enough to remember, since peers that posted for an agreement had read what was posted for the one before.
+        """
+        call, self._unread = self._unread, 0
+        until = time.monotonic() + self._patience_s
+        while any(part.words[_AGREED] < call and not part.words[_CLOSED] for part in self._parts):
+            try:
+                self._check_aborts()
+                self._check_gone(call)
+            except PeerError:
+                return
+            if time.monotonic() > until:
+                return
+            time.sleep(50e-6)
+
+    def _overwritten(self, rank: int, call: int) -> PostedCall | None:
+        """What stands for a post that its rank has overwritten by a later one; None if it did not."""
+        if self._parts[rank].slot(call).number <= call:
+            return None
+        ahead = self.begun(rank) - call
+        text = f"{ahead} calls ahead, its call {call} is no longer on record (SIDELANE_DEBUG=1 compares every call)"
+        return PostedCall(rank, text, None)
+
+    def _other_call(self, rank: int, call: int) -> str:
+        own, other = self._own.posted(self.rank, call), self._parts[rank].posted(rank, call)
+        if other is None:
+            lost = self._overwritten(rank, call) if call else None
+            return f", {lost.signature}" if lost else ""
+        same = own is not None and own.signature == other.signature
+        return "" if same else f", its call {call} is {other.signature}"
 
     def _check_aborts(self) -> None:
         aborts = [(rank, part.abort.read()) for rank, part in enumerate(self._parts) if not part.abort.is_blank]

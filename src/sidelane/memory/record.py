@@ -27,6 +27,8 @@ class Record:
     def __init__(self, view: memoryview) -> None:
         self._words = view[: self.HEADER_BYTES].cast("Q")
         self._payload = view[self.HEADER_BYTES :]
+        self._written: bytes | None = None  # what this object, the writer's, last put there
+        self._written_checksum = 0
 
     @property
     def is_blank(self) -> bool:
@@ -45,9 +47,11 @@ class Record:
         sequence = (self._words[0] | 1) + 1  # a predecessor that never finished leaves an odd one
         self._words[0] = sequence - 1
         full_fence()
+        if payload is not self._written:  # calls repeat, and bytes do not change
+            self._payload[: len(payload)] = payload
+            self._written, self._written_checksum = payload, zlib.crc32(payload)
         self._words[1], self._words[2] = number, status
-        self._words[3] = len(payload) << 32 | _checksum(sequence, number, status, payload)
-        self._payload[: len(payload)] = payload
+        self._words[3] = len(payload) << 32 | _checksum(sequence, number, status, self._written_checksum)
         full_fence()
         self._words[0] = sequence
 
@@ -65,10 +69,13 @@ class Record:
             payload = bytes(self._payload[:length])
             full_fence()
             settled = sequence % 2 == 0 and self._words[0] == sequence
-            if settled and _checksum(sequence, number, status, payload) == checksum:
+            if settled and _checksum(sequence, number, status, zlib.crc32(payload)) == checksum:
                 return number, status, payload
         return None
 
 
-def _checksum(sequence: int, number: int, status: int, payload: bytes) -> int:
-    return zlib.crc32(payload, zlib.crc32(struct.pack("<QQQ", sequence, number, status)))
+_HEADER = struct.Struct("<QQQ")
+
+
+def _checksum(sequence: int, number: int, status: int, of_payload: int) -> int:
+    return zlib.crc32(_HEADER.pack(sequence, number, status), of_payload)

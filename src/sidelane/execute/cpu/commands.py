@@ -190,9 +190,10 @@ def _reduce(dst: int, srcs: list[int], nbytes: int, reduction: Reduction) -> Ste
     if nbytes == 0:
         return lambda run: None
     count = nbytes // reduction.element_bytes
-    target, sources = _view(dst, nbytes, dtype), [_view(src, nbytes, dtype) for src in srcs]
     accumulate = torch.float32 if dtype.is_floating_point else dtype
-    scratch = torch.empty(min(count, _REDUCE_ELEMENTS), dtype=accumulate, device="cpu")
+    with torch.inference_mode(False):  # which is the caller's, not that of the thread that writes to these
+        target, sources = _view(dst, nbytes, dtype), [_view(src, nbytes, dtype) for src in srcs]
+        scratch = torch.empty(min(count, _REDUCE_ELEMENTS), dtype=accumulate, device="cpu")
 
     def step(run: Run) -> None:
         for begin in range(0, count, _REDUCE_ELEMENTS):

@@ -22,7 +22,22 @@ from sidelane.execute.base import Addresses, Capabilities
 from sidelane.execute.cpu.commands import Step, compile_queue
 from sidelane.execute.cpu.invocation import Delay, EngineThread, Invocation, Site
 from sidelane.execute.monitor import PeerMonitor
-from sidelane.program.ir import Broadcast, Copy, Engine, EngineKind, Flag, Program, Queue, Signal, Swap
+from sidelane.execute.submitted import Counts, Ledger, Submitted
+from sidelane.program.ir import (
+    MOVES,
+    Broadcast,
+    Copy,
+    Engine,
+    EngineKind,
+    Flag,
+    Program,
+    Queue,
+    Reduce,
+    Signal,
+    Swap,
+    Wait,
+    spans,
+)
 
 _JOIN_S = 30.0
 
@@ -41,6 +56,7 @@ class CpuExecutor:
         if not timeout_s > 0:
             raise ValueError(f"CpuExecutor: timeout_s must be positive (value={timeout_s!r})")
         self.rank, self.monitor, self.timeout_s, self.delay = rank, monitor, timeout_s, delay
+        self.ledger = Ledger()
         self._engines: dict[Engine, EngineThread] = {}
         self._running: weakref.WeakSet[Invocation] = weakref.WeakSet()
         # Runs once: on close, when the executor is forgotten, or at exit of the interpreter, since no thread may touch
@@ -98,6 +114,8 @@ class CpuProgram:
         self._ahead = [part for part in compiled if program.prelaunched and part[0].engine.kind != EngineKind.CALLER]
         self._at_start = [part for part in compiled if part not in self._ahead]
         self._armed: Invocation | None = None
+        counts = counts_of([queue for queue, _ in compiled])
+        self._entry = executor.ledger.entry(Submitted(str(program.collective), "dma", program.variant, False, counts))
         writers: dict[Flag, set[int]] = {}
         for queue in program.queues:
             for command in queue.commands:
@@ -157,6 +175,7 @@ class CpuProgram:
         for part in self._at_start:
             self._executor.submit(invocation, *part)
         invocation.leave()
+        self._executor.ledger.count(self._entry)
         return invocation
 
     def _launch(self, epoch: int) -> Invocation:
@@ -165,6 +184,21 @@ class CpuProgram:
         for part in self._ahead:
             self._executor.submit(invocation, *part)
         return invocation
+
+
+def counts_of(queues: Sequence[Queue]) -> Counts:
+    """Count the commands of one rank's queues by the class of engine that would execute them on a device."""
+    commands = [(queue, command) for queue in queues for command in queue.commands]
+    moves = [(queue, command) for queue, command in commands if isinstance(command, MOVES)]
+    crossing = sum(any(span.rank != queue.rank for span in spans(command)) for queue, command in moves)
+    return Counts(
+        peer_copies=crossing,
+        local_copies=len(moves) - crossing,
+        writes=sum(isinstance(command, Signal) for _, command in commands),
+        waits=sum(isinstance(command, Wait) for _, command in commands),
+        kernels=sum(isinstance(command, Reduce) for _, command in commands),
+        calls=len(queues),
+    )
 
 
 def _shut_down(rank: int, engines: dict[Engine, EngineThread], running: weakref.WeakSet[Invocation]) -> None:

@@ -187,7 +187,7 @@ class Invocation:
             reason = "began it, but did not signal" if culprits else "nobody signals this flag"
         message = (
             f"{self}: rank {queue.rank} {self._where(queue, index)} waited {waited_s:.1f} s; "
-            f"{', '.join(monitor.describe(rank) for rank in culprits)} {reason}"
+            f"{', '.join(monitor.describe(rank, self.epoch) for rank in culprits)} {reason}"
         )
         monitor.abort(message, culprits, timed_out=True)
         raise PeerTimeoutError(message, culprits)
