@@ -21,7 +21,9 @@ LAYERS = (
     ("model",),
     ("c3", "ops"),
     ("collectives",),
-    ("execute", "device"),
+    ("choice",),
+    ("execute",),
+    ("device",),
     ("memory", "machine", "program"),
     ("config", "errors"),
 )
@@ -44,7 +46,7 @@ MODULES = modules()
 
 
 def imports(path: Path, *, only_top: bool = False) -> set[str]:
-    """Full names of what a file imports, wherever the statement stands (``only_top``: when the file is imported)."""
+    """Full names of what a file imports, wherever it does (``only_top``: when the file is imported, or for types)."""
     found: set[str] = set()
     waiting: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
     while waiting:
@@ -56,7 +58,7 @@ def imports(path: Path, *, only_top: bool = False) -> set[str]:
             assert node.module is not None
             names = {f"{node.module}.{alias.name}" for alias in node.names}
             found |= {name if name in MODULES else node.module for name in names}
-        deferred = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) or is_type_checking(node)
+        deferred = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
         if not (only_top and deferred):
             waiting.extend(ast.iter_child_nodes(node))
     return found

@@ -12,6 +12,7 @@ import pytest
 
 from sidelane.bench import provenance
 from sidelane.machine import local
+from sidelane.machine.inventory import machine_name
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -34,7 +35,7 @@ class Summary:
         totals = Counter(outcome for outcome, _ in self.outcomes.values())
         software = ", ".join(f"{name} {version}" for name, version in provenance.software_versions().items())
         lines = [
-            f"machine:  {provenance.machine_name(device, count)} ({count} x {device})",
+            f"machine:  {machine_name(device, count)} ({count} x {device})",
             f"date:     {time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())}",
             f"commit:   {provenance.commit()}",
             f"software: {software}",

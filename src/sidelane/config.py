@@ -6,7 +6,11 @@ variable                   meaning                                              
 ``SIDELANE_TIMEOUT_S``     seconds that a wait for a peer may take before it becomes an error          600
 ``SIDELANE_DEBUG``         1: compare the calls of all ranks before each one runs                      0
 ``SIDELANE_VERIFY``        0: do not verify programs before their first run                            1
+``SIDELANE_BESIDE``        what runs beside calls that do not say: ``nothing`` or ``compute``          nothing
+``SIDELANE_PROFILE``       file of measured times to choose by; ``builtin``: never the user's          (a)
 =========================  ==========================================================================  =======
+
+(a) ``sidelane/profiles/<machine>.json`` in ``XDG_CONFIG_HOME``, or in ``~/.config`` without it. See docs/choice.md.
 """
 
 from __future__ import annotations
@@ -16,6 +20,14 @@ import dataclasses
 import math
 import os
 from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+NOTHING, COMPUTE = "nothing", "compute"
+BESIDE = (NOTHING, COMPUTE)
+"""What runs next to a call, as its caller says."""
+
+BUILTIN = "builtin"
+"""Value of ``Config.profile``: choose by the tables of this package."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -26,15 +38,22 @@ class Config:
         timeout_s: seconds that a wait for a peer may take, > 0.
         debug: compare the calls of all ranks before each one runs (a host round trip a call).
         verify: verify a program before its first run.
+        beside: what runs next to collectives whose calls do not say (``nothing`` or ``compute``).
+        profile: file of measured times to choose by; ``builtin`` for the tables of this package; None for the user's
+            file of this machine where there is one. Rank 0's counts.
     """
 
     timeout_s: float = 600.0
     debug: bool = False
     verify: bool = True
+    beside: str = NOTHING
+    profile: str | None = None
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
             raise ValueError(f"Config: timeout_s must be a positive number of seconds (value={self.timeout_s!r})")
+        if self.beside not in BESIDE:
+            raise ValueError(f"Config: beside (value={self.beside!r}, allowed={', '.join(BESIDE)})")
 
 
 def from_environment(environment: Mapping[str, str]) -> Config:
@@ -52,7 +71,15 @@ def from_environment(environment: Mapping[str, str]) -> Config:
         timeout_s=timeout_s,
         debug=_switch(environment, "SIDELANE_DEBUG", default=False),
         verify=_switch(environment, "SIDELANE_VERIFY", default=True),
+        beside=environment.get("SIDELANE_BESIDE", NOTHING),
+        profile=environment.get("SIDELANE_PROFILE") or None,
     )
+
+
+def profile_folder() -> Path:
+    """Where ``sidelane tune`` keeps a user's profiles, as the XDG base directory specification has it."""
+    base = os.environ.get("XDG_CONFIG_HOME", "")
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".config") / "sidelane" / "profiles"
 
 
 def current() -> Config:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import sweeps
 import torch
+import torch.distributed as dist
 from expected import MOVING_DTYPES, REDUCING_DTYPES
 from ranks import RankPool
+
+from sidelane.collectives.plan import Agreement
 
 
 @pytest.mark.parametrize("n", range(2, 9))
@@ -48,6 +54,37 @@ def test_places_that_need_not_be_the_same(pool: RankPool) -> None:
 
 def test_growing_staging(pool: RankPool) -> None:
     pool.run(sweeps.growing_staging, 4)
+
+
+def test_written_tensors_count_as_modified(pool: RankPool) -> None:
+    pool.run(sweeps.versions, 3)
+
+
+def old_staging(group: dist.ProcessGroup, captured: bool) -> list[bool]:
+    """Is the first block of staging still there after it grew? As under capture: CPU programs can be frozen, too."""
+    with sweeps.communicator(group) as comm:
+        alive = []
+        tensor = torch.ones(100)
+        comm.all_reduce(tensor)
+        preparer = comm._preparer
+        if captured:
+            request = comm._arguments.all_reduce(tensor, tensor, "sum")
+            preparer.prepare(Agreement.of(request, "b2b", frozen=True), request)
+        for size in (1 << 20, 1 << 22):
+            assert preparer._staging._block is not None
+            old = weakref.ref(preparer._staging._block.tensor)
+            comm.all_reduce(tensor, async_op=True)
+            large = torch.ones(size)
+            comm.all_reduce(large)
+            assert large.eq(comm.world_size).all()
+            gc.collect()
+            alive.append(old() is not None)
+        return alive
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_only_captured_staging_is_kept(pool: RankPool, captured: bool) -> None:
+    assert pool.run(old_staging, 2, captured) == [[captured, False]] * 2
 
 
 def test_asynchronous_calls_keep_their_order(pool: RankPool) -> None:

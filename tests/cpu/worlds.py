@@ -123,7 +123,7 @@ class LocalMonitor:
     def absent(self, call: int) -> Sequence[int]:
         return [rank for rank, begun in enumerate(self.state.begun) if begun < call]
 
-    def describe(self, rank: int) -> str:
+    def describe(self, rank: int, call: int = 0) -> str:
         return f"rank {rank} (in call {self.state.begun[rank]})"
 
     def abort(self, message: str, ranks: Sequence[int] = (), *, timed_out: bool = False) -> None:

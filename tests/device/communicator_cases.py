@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 import time
 from typing import Any
 
@@ -179,6 +182,43 @@ def absent(context: Context) -> tuple[str, tuple[int, ...]]:
         except CommunicatorClosedError:
             return str(error), error.ranks
     raise AssertionError("no error was raised")
+
+
+def interrupted(context: Context, where: str) -> tuple[str, str, tuple[int, ...]]:
+    """Ctrl-C hits rank 0 while the last rank keeps all others waiting. The time-out would fail the test.
+
+    In ``synchronize``: in the wait of the host for a queued call. In the ``first_call`` of a kind: in the comparison
+    between the ranks. In its ``own_work``: between its calls, inside the ``with`` block.
+    """
+    device = torch.device("cuda", context.rank)
+    last = context.world_size - 1
+    began = time.monotonic()
+    outcome = ("", "no error was raised", ())
+    try:
+        with Communicator(device=device, config=Config(timeout_s=600)) as comm:
+            output, shard = comm.empty(1000 * comm.world_size), torch.ones(1000, device=device)
+            comm.all_gather(output, shard)
+            comm.synchronize()
+            if comm.rank == 0:
+                threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+            if comm.rank == last:
+                time.sleep(4)
+            if where == "first_call":
+                comm.all_reduce(shard)
+            for _ in range(3):
+                comm.all_gather(output, shard)
+            while where == "own_work" and comm.rank == 0:
+                time.sleep(0.01)
+            comm.synchronize()
+    except KeyboardInterrupt as error:
+        outcome = (type(error).__name__, "", ())
+    except PeerError as error:
+        outcome = (type(error).__name__, str(error), error.ranks)
+    torch.cuda.synchronize()  # hangs if the streams have not drained
+    assert time.monotonic() - began < 40, "somebody waited for the time-out"
+    left = [thread.name for thread in threading.enumerate() if thread.name.startswith("sidelane-watch")]
+    assert len(left) <= len(context.parties), f"threads that outlive the communicator: {left}"
+    return outcome
 
 
 def random_sizes(context: Context, seed: int, calls: int) -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 
+import interrupted_program
 import pytest
 from device_pool import Pool, Ranks
+from interrupted_program import shared_memory
 
 
 def test_absent_peer(ranks: Ranks) -> None:
@@ -32,6 +35,30 @@ def test_dead_peer(fresh_pool: type[Pool]) -> None:
     assert len(answers) == victim
     for message in answers:
         assert f"rank {victim}" in message and "died" in message and "queue dma:0" in message
+
+
+@pytest.mark.parametrize("where", ["synchronize", "first_call", "own_work"])
+def test_ctrl_c_in_one_rank(fresh_pool: type[Pool], where: str) -> None:
+    """While its call waits for a peer: its streams drain, the others hear of it. The time-out is far away."""
+    pool = fresh_pool()
+    before = shared_memory()
+    results = pool.run("communicator_cases.interrupted", where, timeout_s=60.0)
+    assert results[0][0] == "KeyboardInterrupt"
+    for name, text, at_fault in results[1:]:
+        assert name == "PeerError", text
+        assert "rank 0 was interrupted" in text
+        assert at_fault == (0,)
+    pool.close()
+    assert shared_memory() <= before
+
+
+def test_ctrl_c_ends_all_processes_of_a_program(ranks: Ranks, tmp_path: Path) -> None:
+    """One that catches nothing, interrupted from outside in one process."""
+    before = shared_memory()
+    errors = interrupted_program.run(ranks.world_size, "cuda", tmp_path)
+    assert "KeyboardInterrupt" in errors[0]
+    assert all("PeerError" in error and "rank 0 was interrupted" in error for error in errors[1:]), errors
+    assert shared_memory() <= before
 
 
 @pytest.mark.parametrize("streams", [5, 48])

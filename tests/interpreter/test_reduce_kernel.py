@@ -27,7 +27,7 @@ def test_against_torch(dtype: str) -> None:
 
 def compare(dtype_name: str, op: ReduceOp, sources: int, count: int, offset: int) -> None:
     """Reduce ``count`` elements that begin ``offset`` elements behind an aligned address, and look at the margins."""
-    from sidelane.execute.cuda.reduce import launch_reduce
+    from sidelane.execute.cuda.reduce import arrange
 
     dtype = getattr(torch, dtype_name)
     margin = 8
@@ -44,7 +44,9 @@ def compare(dtype_name: str, op: ReduceOp, sources: int, count: int, offset: int
     wanted = expected([row[begin : begin + count] for row in rows], op)
     start = begin * dtype.itemsize
     addresses = [row.data_ptr() + start for row in rows]
-    launch_reduce(out.data_ptr() + start, addresses, count * dtype.itemsize, Reduction(op, dtype_name), blocks=3)
+    reduction = Reduction(op, dtype_name)
+    launch = arrange(out.data_ptr() + start, addresses, count * dtype.itemsize, reduction, blocks=3)
+    launch.kernel[(launch.blocks,)](*launch.arguments, **launch.constants)
     assert (out[:begin] == 77).all() and (out[begin + count :] == 77).all(), "wrote beyond its bytes"
     got = out[begin : begin + count]
     if dtype is torch.bfloat16:
@@ -71,7 +73,14 @@ def expected(rows: list[torch.Tensor], op: ReduceOp) -> torch.Tensor:
 
 def main(dtype_name: str) -> None:
     for op in ReduceOp:
-        for sources, count, offset in ((1, 5, 0), (2, 1, 1), (3, 4096, 0), (4, 4103, 3), (16, 20_000, 0)):
+        for sources, count, offset in (
+            (1, 5, 0),
+            (2, 1, 1),
+            (3, 4096, 0),
+            (4, 4103, 3),
+            (4, 50_001, 0),
+            (16, 20_000, 0),
+        ):
             compare(dtype_name, op, sources, count, offset)
 
 

@@ -58,11 +58,13 @@ class FakeDriver:
         self.urgent: list[int] = []
         self.fail_next: str | None = None
         self.second_contexts = 0
+        self._graphs: dict[int, tuple[list[Callable[[], None]], int]] = {}
         self._all_channels: list[_Channel] = []
         self._channels = [self._new_channel() for _ in range(channels)] if channels else None
         self._streams: dict[int, _Channel] = {}
         self._pending: dict[int, int] = {}
         self._events: dict[int, threading.Event] = {}
+        self._reached_ns: dict[int, int] = {}
         self._numbers = iter(range(100, 1_000_000))
         self._lock = threading.Lock()
         self._add_stream(LEGACY)
@@ -125,7 +127,12 @@ class FakeDriver:
     def bind_record(self, event: int, stream: int, *, external: bool = False) -> Bound:
         def submit() -> None:
             reached = self._events[event] = threading.Event()
-            self._put("record", stream, reached.set)
+
+            def run() -> None:
+                self._reached_ns[event] = time.perf_counter_ns()
+                reached.set()
+
+            self._put("record", stream, run)
 
         return submit, ()
 
@@ -143,6 +150,33 @@ class FakeDriver:
             return lambda: None, ()
         return lambda: self._put("reduce", stream, run), ()
 
+    def make_graph(self, calls: Iterable[Bound], stream: int) -> int:
+        self.begin_capture()
+        self.submit(calls)
+        handle = next(self._numbers)
+        self._graphs[handle] = (self.end_capture(), stream)
+        return handle
+
+    def destroy_graph(self, graph: int) -> None:
+        del self._graphs[graph]
+
+    def bind_graph(self, graph: int, stream: int) -> Bound:
+        """The recorded calls run on the stream of their recording, between two events of the launching stream."""
+        calls, inner = self._graphs[graph]
+
+        def submit() -> None:
+            self.submitted.append(("graph", stream))
+            before, after = threading.Event(), threading.Event()
+            if stream != inner:
+                self._enqueue(stream, before.set)
+                self._enqueue(inner, before.wait)
+            self.replay(calls)
+            if stream != inner:
+                self._enqueue(inner, after.set)
+                self._enqueue(stream, after.wait)
+
+        return submit, ()
+
     def submit(self, calls: Iterable[Bound]) -> None:
         for function, arguments in calls:
             if self.fail_next:
@@ -158,6 +192,9 @@ class FakeDriver:
 
     def current(self) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext()
+
+    def elapsed_us(self, first: int, second: int) -> float:
+        return (self._reached_ns[second] - self._reached_ns[first]) / 1e3
 
     def relaxed_capture(self) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext()

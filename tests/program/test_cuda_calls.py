@@ -18,7 +18,6 @@ from sidelane.execute.cuda.calls import (
     WaitValue,
     WriteValue,
     choose_route,
-    has_epochs,
 )
 from sidelane.execute.cuda.order import submission_order
 from sidelane.execute.cuda.plan import INLINE_BYTES, MAX_BATCH, plan_calls
@@ -39,6 +38,7 @@ from sidelane.program.ir import (
     Swap,
     Value,
     Wait,
+    has_epochs,
 )
 from sidelane.program.transform import freeze, lower, prelaunch
 
@@ -69,9 +69,7 @@ def programs(world_size: int) -> list[Program]:
         lower(build(collective, variant, transport), {Copy})
         for collective in collectives(world_size)
         for variant in variants(collective.kind)
-        for transport in Transport
-        if transport is Transport.PUSH or variant not in ("bcst", "swap")
-        if transport is not Transport.STAGED or collective.reduction is None
+        for transport in ([Transport.PUSH] if variant in ("bcst", "swap") else list(Transport))
     ]
 
 
@@ -136,7 +134,7 @@ def test_a_small_reduction_runs_on_the_callers_stream_and_a_large_one_beside_it(
 
 
 def test_only_marks_stand_between_the_pieces_of_a_reduction() -> None:
-    plan = plan_calls(build(define.reduce_scatter([8 << 20] * 4, SUM), "b2b"), 0)
+    plan = plan_calls(build(define.reduce_scatter([128 << 20] * 4, SUM), "b2b"), 0)
     assert plan.streams == 3
     main = plan.calls(0)
     batches = [index for index, call in enumerate(main) if isinstance(call, MemcpyBatch)]
@@ -290,13 +288,14 @@ def test_commands_that_the_driver_lacks_are_refused(command: object) -> None:
 
 
 def test_routes() -> None:
-    program = build(all_gather(2), "b2b")
-    assert [choose_route(handle, False, program) for handle in (0, 1, 2)] == [Route.INTERNAL] * 3
-    assert choose_route(0x55550000, False, program) is Route.DIRECT
-    assert choose_route(0x55550000, True, freeze(program)) is Route.CAPTURE
-    assert choose_route(0x55550000, False, freeze(program)) is Route.DIRECT
+    assert [choose_route(handle, False, False) for handle in (0, 1, 2)] == [Route.INTERNAL] * 3
+    assert choose_route(0x55550000, False, False) is Route.DIRECT
+    assert choose_route(0x55550000, True, True) is Route.CAPTURE
+    assert choose_route(0x55550000, False, True) is Route.LAUNCH
+    assert choose_route(0, False, True) is Route.INTERNAL_LAUNCH
     with pytest.raises(ValueError, match="cannot be captured"):
-        choose_route(0x55550000, True, program)
+        choose_route(0x55550000, True, False)
+    program = build(all_gather(2), "b2b")
     assert has_epochs(program) and not has_epochs(freeze(program))
 
 

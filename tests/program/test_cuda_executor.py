@@ -62,7 +62,7 @@ class RankMonitor:
     def absent(self, call: int) -> Sequence[int]:
         return [rank for rank, begun in enumerate(self.shared.begun_calls) if begun < call]
 
-    def describe(self, rank: int) -> str:
+    def describe(self, rank: int, call: int = 0) -> str:
         return f"rank {rank}"
 
     def abort(self, message: str, ranks: Sequence[int] = (), *, timed_out: bool = False) -> None:
@@ -265,6 +265,38 @@ def test_captured_programs_are_replayed_and_their_flags_come_back(
             assert not any(flags[FLAGS:].any() for flags in world.flags)
 
 
+@pytest.mark.parametrize("channels", [None, 1])
+def test_frozen_programs_are_one_launch_outside_of_captures(channels: int | None) -> None:
+    with world_of(3, channels=channels) as world:
+        for program in programs(3):
+            loaded = world.load(freeze(program), frozen=True)
+            for repeat in range(4):
+                expected = loaded.fill(repeat)
+                streams = [Stream(0)] * 3 if repeat == 3 else None
+                for driver in world.drivers:
+                    driver.submitted.clear()
+                loaded.start(streams)
+                world.synchronize()
+                for driver in world.drivers:
+                    driver.synchronize()
+                loaded.check(expected)
+                if repeat:  # the first records
+                    assert [kind for kind, _ in world.drivers[0].submitted].count("graph") == 1
+            assert not any(flags[FLAGS:].any() for flags in world.flags)
+
+
+def test_a_launch_without_its_peer_names_the_invocation_and_drains() -> None:
+    with world_of(2, timeout_s=0.3) as world:
+        loaded = world.load(freeze(build(define.all_gather([8] * 2), "b2b")), frozen=True)
+        loaded.start()
+        world.synchronize()
+        (pending,) = loaded.start(ranks=[0])
+        with pytest.raises(PeerTimeoutError, match=r"invocation 2: rank 0 waited .*rank 1") as caught:
+            pending.wait()
+        assert caught.value.ranks == (1,)
+        world.drivers[0].synchronize()
+
+
 def test_a_capture_needs_a_frozen_program() -> None:
     with world_of(2) as world:
         loaded = world.load(build(define.all_gather([4, 4]), "b2b"))
@@ -367,6 +399,29 @@ def test_a_peer_that_died_is_reported_before_the_time_out() -> None:
             pending.wait()
         assert caught.value.ranks == (1,) and time.monotonic() - began < 30
         world.drivers[0].synchronize()
+
+
+def test_ctrl_c_in_one_rank_lets_its_streams_go_and_tells_the_peers() -> None:
+    """What a communicator does when Ctrl-C hits a wait: it says so to all, and closes. The time-out is far away."""
+    with world_of(3, timeout_s=1000.0) as world:
+        loaded = world.load(build(define.all_gather([64] * 3), "b2b"))
+        pending = loaded.start(ranks=[0, 1])
+        began = time.monotonic()
+        world.monitor.of(0).abort("rank 0 was interrupted", (0,))
+        world.executors[0].close()
+        for one in pending:
+            with pytest.raises(PeerError, match="rank 0 was interrupted") as caught:
+                one.wait()
+            assert caught.value.ranks == (0,)
+        assert time.monotonic() - began < 30
+        for driver in world.drivers[:2]:
+            driver.synchronize()
+        # The one that comes late hears of it too: what its peers have let pass would look like their part of its call.
+        while world.executors[2].watch.failure is None:
+            assert time.monotonic() - began < 30
+            time.sleep(0.01)
+        with pytest.raises(PeerError, match="rank 0 was interrupted"):
+            loaded.ranks[2].start(1, world.streams[2])
 
 
 @pytest.mark.parametrize("channels", [None, 1])

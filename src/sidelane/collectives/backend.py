@@ -7,8 +7,10 @@ from typing import Protocol
 
 import torch
 
-from sidelane.execute.base import Executor, LoadedProgram
+from sidelane.choice import Abilities
+from sidelane.execute.base import Addresses, Executor, LoadedProgram
 from sidelane.memory.base import SymmetricMemory
+from sidelane.program.kernel import KernelProgram
 
 
 class Work(Protocol):
@@ -35,6 +37,19 @@ class Backend(Protocol):
 
     @property
     def executor(self) -> Executor: ...
+
+    @property
+    def abilities(self) -> Abilities:
+        """What ``auto`` may choose among; the same on all ranks."""
+        ...
+
+    def load_kernel(self, program: KernelProgram, addresses: Addresses, frozen: bool) -> LoadedProgram:
+        """Bind a collective that one kernel runs. ``frozen``: for a graph under capture.
+
+        Raises:
+            UnavailableError: this device runs none (``abilities`` says so).
+        """
+        ...
 
     def capturing(self) -> bool:
         """True while the caller's work is being captured into a graph."""

@@ -8,20 +8,28 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from sidelane.execute.base import LoadedProgram
+from sidelane.choice import Abilities
+from sidelane.errors import UnavailableError
+from sidelane.execute.base import Addresses, LoadedProgram
 from sidelane.execute.cpu import CpuExecutor
 from sidelane.memory.control import ControlBlock
 from sidelane.memory.shm import ShmMemory
+from sidelane.program.kernel import KernelProgram
 
 
 class CpuBackend:
     """See :class:`sidelane.collectives.backend.Backend`."""
+
+    abilities = Abilities()
 
     def __init__(self, group: dist.ProcessGroup, rank: int, control: ControlBlock, timeout_s: float) -> None:
         self.memory = ShmMemory(group)
         self.executor = CpuExecutor(rank, control, timeout_s)
         self._thread = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="sidelane-async")
         self._last: concurrent.futures.Future[None] | None = None
+
+    def load_kernel(self, program: KernelProgram, addresses: Addresses, frozen: bool) -> LoadedProgram:
+        raise UnavailableError(f"{program.collective.kind}: variant {program.variant!r} runs on GPUs only")
 
     def capturing(self) -> bool:
         return False

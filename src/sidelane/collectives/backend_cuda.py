@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 
 import torch
 import torch.distributed as dist
 
-from sidelane.execute.base import LoadedProgram
+from sidelane.choice import Abilities
+from sidelane.choice.candidate import DMA, LAUNCHES, SIGNALS, SM
+from sidelane.execute.base import Addresses, LoadedProgram
 from sidelane.execute.cuda import CudaExecutor, probe
 from sidelane.memory.control import ControlBlock
 from sidelane.memory.torch_symm import TorchSymmetricMemory
+from sidelane.program.kernel import MOST_RANKS, KernelProgram
+
+_MOST_STREAMS = 64
 
 
 class CudaBackend:
@@ -22,17 +28,24 @@ class CudaBackend:
         self.memory = TorchSymmetricMemory(group, device, timeout_s)
         self.executor = CudaExecutor(rank, device, control, timeout_s, probe(group, device, self.memory))
         self.device = device
+        kernels = find_spec("triton") is not None and dist.get_world_size(group) <= MOST_RANKS
+        self.abilities = Abilities((DMA, SM) if kernels else (DMA,), LAUNCHES, SIGNALS)
+        self._streams: dict[int, torch.cuda.Stream] = {}  # by handle: to make one takes longer than to find it
         self._async_stream: torch.cuda.Stream | None = None
         self._last_stream: torch.cuda.Stream | None = None
         self._last_captured: torch.cuda.Stream | None = None
 
+    def load_kernel(self, program: KernelProgram, addresses: Addresses, frozen: bool) -> LoadedProgram:
+        return self.executor.load_kernel(program, addresses, frozen=frozen)
+
     def capturing(self) -> bool:
-        return self._is_capturing(torch.cuda.current_stream(self.device))
+        driver = self.executor.driver
+        return driver.is_capturing(driver.current_stream())
 
     def run(
         self, loaded: LoadedProgram, epoch: int, async_op: bool, tensors: Sequence[torch.Tensor], frozen: bool
     ) -> CudaWork | None:
-        current = torch.cuda.current_stream(self.device)
+        current = self._current_stream()
         if not async_op:
             self._order_after_last(current, frozen)
             loaded.start(epoch, current)
@@ -64,6 +77,15 @@ class CudaBackend:
             self._last_captured = stream
         else:
             self._last_stream = stream
+
+    def _current_stream(self) -> torch.cuda.Stream:
+        handle = self.executor.driver.current_stream()
+        stream = self._streams.get(handle)
+        if stream is None:
+            if len(self._streams) >= _MOST_STREAMS:
+                self._streams.clear()
+            stream = self._streams[handle] = torch.cuda.current_stream(self.device)
+        return stream
 
     def _is_capturing(self, stream: torch.cuda.Stream) -> bool:
         return self.executor.driver.is_capturing(stream.cuda_stream)

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from types import TracebackType
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import increment_version
 
 from sidelane import config as settings
+from sidelane.choice import Choice
+from sidelane.choice.candidate import check_beside
 from sidelane.collectives.agree import agree_on_splits, compare, with_splits
 from sidelane.collectives.arguments import Arguments, Request, check_tensors, identity
 from sidelane.collectives.backend import Work
@@ -21,8 +24,10 @@ from sidelane.collectives.devices import choose_device, make_backend
 from sidelane.collectives.heap import SymmetricHeap, generation
 from sidelane.collectives.plan import AUTO, Agreement, Planner, check_variant
 from sidelane.collectives.prepare import Prepared, Preparer
+from sidelane.collectives.profile import agree_on_profile
 from sidelane.config import Config
 from sidelane.errors import CommunicatorClosedError, PeerError, UnavailableError
+from sidelane.execute.submitted import Counts, Submitted
 from sidelane.memory.control import ControlBlock
 from sidelane.program.collective import Kind
 
@@ -36,11 +41,16 @@ class Communicator:
 
     Tensors are contiguous and on the communicator's device. Ordinary tensors are fine everywhere; tensors from
     :meth:`empty` save a copy, and in-place calls save the copy of a rank's own part (docs/programs.md lists both).
+    Autograd takes what a call writes as modified in place, as it does with torch.distributed.
 
     Args:
         group: the control plane, of any backend; None for the default group. All its ranks must be on one machine.
         device: where the tensors are. None: the current CUDA device where there is one, else the CPU.
         config: settings; None for those in force (``sidelane.config``).
+
+    Attributes:
+        abilities: what ``auto`` chooses among.
+        profile: the measured times that it chooses by, rank 0's.
 
     Raises:
         UnavailableError: the ranks are on several machines, or the device lacks symmetric memory.
@@ -68,9 +78,17 @@ class Communicator:
         self._backend = make_backend(chosen, self.rank, self.device, self._control, self.config.timeout_s)
         self._heap = SymmetricHeap(self._backend.memory, owner=f"ranks {dist.get_process_group_ranks(chosen)}")
         self._arguments = Arguments(self.rank, self.world_size, self.device, self._heap)
-        planner = Planner(self._backend.executor.capabilities, verify_programs=self.config.verify)
+        self.abilities = self._backend.abilities
+        self.profile = agree_on_profile(chosen, self.device.type, self.config.profile)
+        planner = Planner(
+            self._backend.executor.capabilities,
+            verify_programs=self.config.verify,
+            profile=self.profile.profile,
+            abilities=self.abilities,
+        )
         self._preparer = Preparer(self.rank, self._heap, self._backend, planner)
         self._call_numbers = itertools.count(1)
+        self._last_choice: Choice | None = None
         self._barrier_tensor: torch.Tensor | None = None
         self._failure: BaseException | None = None
         self._closed = False
@@ -102,11 +120,18 @@ class Communicator:
             nbytes = shape.numel() * dtype.itemsize
         self._control.post_call(call, f"empty of {nbytes} bytes")
         self._agree(call)
-        block = self._heap.allocate(max(nbytes, 1))
+        with self._failing_for_good():
+            block = self._heap.allocate(max(nbytes, 1))
         return block.tensor[:nbytes].view(dtype).view(shape)
 
     def all_gather(
-        self, output: torch.Tensor, input: torch.Tensor, *, async_op: bool = False, variant: str = AUTO
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        *,
+        async_op: bool = False,
+        variant: str = AUTO,
+        beside: str | None = None,
     ) -> Work | None:
         """Concatenate every rank's ``input`` into everyone's ``output`` (torch: ``all_gather_into_tensor``).
 
@@ -114,15 +139,15 @@ class Communicator:
             output: ``world_size`` times the elements of ``input``, same dtype (any).
             input: this rank's shard. In place if it is its own part of ``output``.
             async_op: return a :class:`Work` instead of ordering the caller behind the collective.
-            variant: ``pcpy``, ``b2b``, ``bcst`` (``output`` symmetric), or ``auto``.
+            variant: ``pcpy``, ``b2b``, ``bcst`` (``output`` symmetric), or ``auto`` (docs/choice.md).
+            beside: for ``auto``: ``nothing`` runs next to it, or ``compute``, which wants all compute units. None takes
+                ``Config.beside``.
 
         Raises:
             ValueError, TypeError: wrong arguments; nothing has moved.
             MismatchError, PeerError, PeerTimeoutError: see docs/failure.md.
         """
-        return self._call(
-            Kind.ALL_GATHER, lambda: self._arguments.all_gather(output, input), (output, input), variant, async_op
-        )
+        return self._call(Kind.ALL_GATHER, (output, input), (), variant, beside, async_op)
 
     def all_to_all(
         self,
@@ -133,6 +158,7 @@ class Communicator:
         input_split_sizes: Sequence[int] | None = None,
         async_op: bool = False,
         variant: str = AUTO,
+        beside: str | None = None,
     ) -> Work | None:
         """Send part j of ``input`` to rank j, receive part i of ``output`` from rank i (torch: ``all_to_all_single``).
 
@@ -142,16 +168,19 @@ class Communicator:
             output_split_sizes: rows of dimension 0 from each rank; None, like the next one, for equal parts.
             input_split_sizes: rows of dimension 0 for each rank. The ranks compare them on the host at every call.
             async_op: see :meth:`all_gather`.
+            beside: see :meth:`all_gather`.
             variant: ``pcpy``, ``b2b``, ``swap`` (``output`` symmetric, equal counts), or ``auto``.
 
         Raises:
             As :meth:`all_gather`.
         """
         if output_split_sizes is None and input_split_sizes is None:
-            return self._call(
-                Kind.ALL_TO_ALL, lambda: self._arguments.all_to_all(output, input), (output, input), variant, async_op
-            )
-        return self._call_uneven(output, input, output_split_sizes, input_split_sizes, variant, async_op)
+            return self._call(Kind.ALL_TO_ALL, (output, input), (), variant, beside, async_op)
+        try:
+            return self._call_uneven(output, input, output_split_sizes, input_split_sizes, variant, beside, async_op)
+        except KeyboardInterrupt as error:
+            self._fail(error)
+            raise
 
     def reduce_scatter(
         self,
@@ -161,6 +190,7 @@ class Communicator:
         op: str | dist.ReduceOp = "sum",
         async_op: bool = False,
         variant: str = AUTO,
+        beside: str | None = None,
     ) -> Work | None:
         """Reduce part j of everyone's ``input`` into rank j's ``output`` (torch: ``reduce_scatter_tensor``).
 
@@ -169,19 +199,13 @@ class Communicator:
             input: ``world_size`` times the elements of ``output``; float32, float16, bfloat16, int32 or int64.
             op: ``sum``, ``avg``, ``min`` or ``max`` (torch's ``ReduceOp`` too), in float32 for floats, in rank order.
             async_op: see :meth:`all_gather`.
+            beside: see :meth:`all_gather`.
             variant: ``pcpy``, ``b2b`` or ``auto``.
 
         Raises:
             As :meth:`all_gather`.
         """
-        return self._call(
-            Kind.REDUCE_SCATTER,
-            lambda: self._arguments.reduce_scatter(output, input, op),
-            (output, input),
-            variant,
-            async_op,
-            op,
-        )
+        return self._call(Kind.REDUCE_SCATTER, (output, input), (op,), variant, beside, async_op)
 
     def all_reduce(
         self,
@@ -191,6 +215,7 @@ class Communicator:
         output: torch.Tensor | None = None,
         async_op: bool = False,
         variant: str = AUTO,
+        beside: str | None = None,
     ) -> Work | None:
         """Reduce everyone's ``tensor`` and give everyone the result, in ``output`` or in place.
 
@@ -199,36 +224,31 @@ class Communicator:
             op: see :meth:`reduce_scatter`.
             output: same number of elements and dtype; None for in place.
             async_op: see :meth:`all_gather`.
+            beside: see :meth:`all_gather`.
             variant: ``pcpy``, ``b2b`` or ``auto``.
 
         Raises:
             As :meth:`all_gather`.
         """
         target = tensor if output is None else output
-        return self._call(
-            Kind.ALL_REDUCE,
-            lambda: self._arguments.all_reduce(target, tensor, op),
-            (target, tensor),
-            variant,
-            async_op,
-            op,
-        )
+        return self._call(Kind.ALL_REDUCE, (target, tensor), (op,), variant, beside, async_op)
 
-    def broadcast(self, tensor: torch.Tensor, *, root: int, async_op: bool = False, variant: str = AUTO) -> Work | None:
+    def broadcast(
+        self, tensor: torch.Tensor, *, root: int, async_op: bool = False, variant: str = AUTO, beside: str | None = None
+    ) -> Work | None:
         """Replace everyone's ``tensor`` by that of ``root`` (a rank of the group).
 
         Args:
             tensor: same number of elements and dtype (any) on every rank.
             root: rank of the group whose bytes everyone gets.
             async_op: see :meth:`all_gather`.
+            beside: see :meth:`all_gather`.
             variant: ``pcpy``, ``b2b``, ``bcst`` (``tensor`` symmetric), or ``auto``.
 
         Raises:
             As :meth:`all_gather`.
         """
-        return self._call(
-            Kind.BROADCAST, lambda: self._arguments.broadcast(tensor, root), (tensor,), variant, async_op, root
-        )
+        return self._call(Kind.BROADCAST, (tensor,), (root,), variant, beside, async_op)
 
     def scatter(
         self,
@@ -238,15 +258,14 @@ class Communicator:
         root: int,
         async_op: bool = False,
         variant: str = AUTO,
+        beside: str | None = None,
     ) -> Work | None:
         """Give rank j part j of the root's ``input``, which is None on the other ranks.
 
         Raises:
             As :meth:`all_gather`.
         """
-        return self._call(
-            Kind.SCATTER, lambda: self._arguments.scatter(output, input, root), (output, input), variant, async_op, root
-        )
+        return self._call(Kind.SCATTER, (output, input), (root,), variant, beside, async_op)
 
     def gather(
         self,
@@ -256,15 +275,14 @@ class Communicator:
         root: int,
         async_op: bool = False,
         variant: str = AUTO,
+        beside: str | None = None,
     ) -> Work | None:
         """Concatenate every rank's ``input`` into the root's ``output``, which is None on the other ranks.
 
         Raises:
             As :meth:`all_gather`.
         """
-        return self._call(
-            Kind.GATHER, lambda: self._arguments.gather(output, input, root), (output, input), variant, async_op, root
-        )
+        return self._call(Kind.GATHER, (output, input), (root,), variant, beside, async_op)
 
     def barrier(self) -> None:
         """Order the caller's next work behind everything that all ranks had queued before their barrier."""
@@ -283,6 +301,18 @@ class Communicator:
         with self._failing_for_good():
             self._backend.synchronize()
 
+    def last_choice(self) -> Choice | None:
+        """How this rank's last call was run, and why; None before the first call."""
+        return self._last_choice
+
+    def last_submitted(self) -> Submitted | None:
+        """What this rank's last call gave to its engines, by class of engine; None before the first call."""
+        return self._backend.executor.ledger.last
+
+    def submitted(self) -> Counts:
+        """The same for all calls since the communicator was made, without those that were captured into graphs."""
+        return self._backend.executor.ledger.total()
+
     def close(self) -> None:
         """Release threads, streams and memory. Idempotent. Not a collective: peers may close later."""
         if self._closed:
@@ -299,43 +329,55 @@ class Communicator:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if isinstance(error, KeyboardInterrupt) and not self._closed and self._failure is None:
+            # The peers may be in a call that this rank will not make, and it in one that they do not come to.
+            self._fail(error)
         self.close()
 
     def _call(
         self,
         kind: Kind,
-        describe: Callable[[], Request],
         tensors: tuple[torch.Tensor | None, ...],
+        details: tuple[Hashable, ...],
         variant: str,
+        beside: str | None,
         async_op: bool,
-        detail: Hashable = None,
     ) -> Work | None:
         self._require_open()
         call = next(self._call_numbers)
         # Plain handlers here and in _run: these lines run in every call, and a context manager costs a microsecond.
         try:
             frozen = self._backend.capturing()
-            key = (kind, variant, detail, frozen, generation(), *map(identity, tensors))
+            key = (kind, variant, beside, details, frozen, generation(), *map(identity, tensors))
             prepared = self._preparer.recall(key)
             if prepared is None:
-                check_variant(kind, variant)
-                request = describe()
+                check_variant(kind, variant, self.abilities)
+                check_beside(kind, hint := self.config.beside if beside is None else beside)
+                request: Request = getattr(self._arguments, kind)(*tensors, *details)
         except Exception as error:
             self._refuse(call, kind, error)
             raise
-        if prepared is None:
-            prepared = self._prepare(call, Agreement.of(request, variant, frozen), request, key)
-        else:
-            self._control.post_call(call, prepared.signature)
-            if self.config.debug:
-                self._agree(call)
+        except KeyboardInterrupt as error:
+            self._fail(error)
+            raise
+        try:
+            if prepared is None:
+                prepared = self._prepare(call, Agreement.of(request, variant, frozen, hint), request, key)
+            else:
+                self._control.post_call(call, prepared.signature)
+                if self.config.debug:
+                    self._agree(call)
+        except KeyboardInterrupt as error:
+            self._fail(error)
+            raise
         return self._run(prepared, call, async_op, tensors)
 
     def _prepare(self, call: int, agreement: Agreement, request: Request, key: Hashable) -> Prepared:
         self._control.post_call(call, agreement.text())
         if self.config.debug or not self._preparer.known(agreement):
             self._agree(call)
-        return self._preparer.prepare(agreement, request, key)
+        with self._failing_for_good():
+            return self._preparer.prepare(agreement, request, key)
 
     def _call_uneven(
         self,
@@ -344,28 +386,32 @@ class Communicator:
         output_splits: Sequence[int] | None,
         input_splits: Sequence[int] | None,
         variant: str,
+        beside: str | None,
         async_op: bool,
     ) -> Work | None:
         self._require_open()
         call = next(self._call_numbers)
         with self._telling_refusals(call, Kind.ALL_TO_ALL):
-            check_variant(Kind.ALL_TO_ALL, variant)
+            check_variant(Kind.ALL_TO_ALL, variant, self.abilities)
+            check_beside(Kind.ALL_TO_ALL, hint := self.config.beside if beside is None else beside)
             check_tensors("all_to_all", output, input)
             if output_splits is None or input_splits is None:
                 raise ValueError("all_to_all: give both output_split_sizes and input_split_sizes, or none")
             sizes = self._arguments.split_bytes(output, input, output_splits, input_splits)
             frozen = self._backend.capturing()
-            head = f"all_to_all with split sizes of {input.dtype}, variant {variant}" + ", captured" * frozen
+            head = f"all_to_all with split sizes of {input.dtype}, variant {variant}"
+            head += f", beside {hint}" + ", captured" * frozen
             regions = (self._heap.locate(output), self._heap.locate(input))
         self._control.post_call(call, with_splits(head, *sizes, *regions))
         with self._failing_for_good():
             posts = self._control.calls_of_all(call, self.config.timeout_s)
         agreed = agree_on_splits(self._control, call, posts)
-        key = (agreed, variant, frozen, generation(), identity(output), identity(input))
+        key = (agreed, variant, hint, frozen, generation(), identity(output), identity(input))
         prepared = self._preparer.recall(key)
         if prepared is None:
             request = self._arguments.all_to_all_uneven(output, input, agreed)
-            prepared = self._preparer.prepare(Agreement.of(request, variant, frozen), request, key)
+            with self._failing_for_good():
+                prepared = self._preparer.prepare(Agreement.of(request, variant, frozen, hint), request, key)
         return self._run(prepared, call, async_op, (output, input))
 
     def _run(
@@ -373,10 +419,15 @@ class Communicator:
     ) -> Work | None:
         given = [tensor for tensor in tensors if tensor is not None]
         try:
-            return self._backend.run(prepared.loaded, call, async_op, given, prepared.frozen)
+            work = self._backend.run(prepared.loaded, call, async_op, given, prepared.frozen)
         except (PeerError, KeyboardInterrupt) as error:
             self._fail(error)
             raise
+        self._last_choice = prepared.choice
+        written = tensors[0]  # all calls name what they write first
+        if written is not None:
+            increment_version(written)
+        return work
 
     def _agree(self, call: int) -> None:
         """Wait until every rank has posted ``call``, and compare."""

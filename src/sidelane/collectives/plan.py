@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections.abc import Set as AbstractSet
 
+from sidelane.choice import Abilities, Call, Candidate, Choice, Profile, choose
+from sidelane.choice.candidate import EVERYTHING, GRAPH, SM, everything, find
 from sidelane.collectives.arguments import Request
+from sidelane.config import NOTHING
 from sidelane.execute.base import Capabilities
-from sidelane.program.build import Transport, build, variants
+from sidelane.program.build import Transport, build
 from sidelane.program.collective import REDUCING, Collective, Kind
-from sidelane.program.ir import Program
+from sidelane.program.ir import Move, Program
+from sidelane.program.kernel import KernelProgram, kernel_program
 from sidelane.program.transform import freeze, lower, prelaunch
 from sidelane.program.verify import verify
 
@@ -29,6 +34,7 @@ class Agreement:
         input_place, output_place: number of the symmetric block and offset in it; None for ordinary memory, and for the
             arguments that only the root has.
         frozen: the call is being captured into a graph.
+        beside: what the caller says runs next to it.
     """
 
     collective: Collective
@@ -37,17 +43,15 @@ class Agreement:
     input_place: tuple[int, int] | None
     output_place: tuple[int, int] | None
     frozen: bool
+    beside: str = NOTHING
 
     @staticmethod
-    def of(request: Request, variant: str, frozen: bool) -> Agreement:
+    def of(request: Request, variant: str, frozen: bool, beside: str = NOTHING) -> Agreement:
         kind = request.collective.kind
         input_place = None if kind is Kind.SCATTER else request.input.place
         output_place = None if kind is Kind.GATHER else request.output.place
-        if kind is Kind.REDUCE_SCATTER:
+        if kind in REDUCING:
             input_place = output_place = None  # peers write into staging only
-        elif kind is Kind.ALL_REDUCE:
-            input_place = None
-            output_place = request.whole.place if request.collective.in_place else output_place
         elif request.collective.in_place:
             # Each rank's part lies elsewhere in the whole, which is what has to be at one place on all ranks.
             input_place = output_place = request.whole.place
@@ -60,29 +64,56 @@ class Agreement:
             input_place=input_place,
             output_place=output_place,
             frozen=frozen,
+            beside=beside,
         )
+
+    @property
+    def call(self) -> Call:
+        """What the choice looks at."""
+        # Peers write into staging when they reduce: where the output lies plays no part.
+        symmetric = self.output_place is not None or self.collective.kind in REDUCING
+        return Call.of(self.collective, self.dtype, symmetric=symmetric, captured=self.frozen, beside=self.beside)
 
     def text(self) -> str:
         """One line for people and for comparison between ranks; the digest covers what the words leave out."""
         digest = hashlib.blake2b(repr(self).encode(), digest_size=6).hexdigest()
         places = f"input {_place(self.input_place)}, output {_place(self.output_place)}"
-        captured = ", captured" if self.frozen else ""
-        return f"{self.collective} of {self.dtype}, {places}, variant {self.variant}{captured} #{digest}"
+        others = ", captured" if self.frozen else ""
+        others += f", beside {self.beside}" if self.beside != NOTHING else ""
+        return f"{self.collective} of {self.dtype}, {places}, variant {self.variant}{others} #{digest}"
 
 
 class Planner:
-    """Makes, verifies and keeps the programs of one communicator."""
+    """Chooses, makes, verifies and keeps the programs of one communicator.
 
-    def __init__(self, capabilities: Capabilities, *, verify_programs: bool) -> None:
+    Args:
+        capabilities: of the executor.
+        verify_programs: prove each program before its first run.
+        profile: what ``auto`` chooses by, the same on all ranks; None leaves a rule of thumb.
+        abilities: of the machine, the same on all ranks.
+    """
+
+    def __init__(
+        self,
+        capabilities: Capabilities,
+        *,
+        verify_programs: bool,
+        profile: Profile | None = None,
+        abilities: Abilities = EVERYTHING,
+    ) -> None:
         self._capabilities = capabilities
         self._verify = verify_programs
-        self._programs: dict[Agreement, Program] = {}  # in the order of their first call, which all ranks share
+        self._profile = profile
+        self._abilities = abilities
+        # In the order of their first call, which all ranks share.
+        self._programs: dict[Agreement, Program | KernelProgram] = {}
+        self._choices: dict[Agreement, Choice] = {}
 
     def known(self, agreement: Agreement) -> bool:
         """True if all ranks have made this call before."""
         return agreement in self._programs
 
-    def program(self, agreement: Agreement) -> Program:
+    def program(self, agreement: Agreement) -> Program | KernelProgram:
         """The program for a call.
 
         Raises:
@@ -91,46 +122,80 @@ class Planner:
         """
         program = self._programs.get(agreement)
         if program is None:
-            program = self._plan(agreement)
-            if self._verify:
+            program = make_program(agreement, self.choice(agreement).candidate, self._capabilities.moves)
+            if self._verify and isinstance(program, Program):
                 verify(program)
             if len(self._programs) >= MOST_PROGRAMS:
                 del self._programs[next(iter(self._programs))]
             self._programs[agreement] = program
         return program
 
-    def _plan(self, agreement: Agreement) -> Program:
-        variant, prelaunched = agreement.variant, False
-        if variant.endswith(PRELAUNCH):
-            variant, prelaunched = variant.removesuffix(PRELAUNCH), True
-        if prelaunched and agreement.frozen:
-            raise ValueError(
-                f"{agreement.collective.kind}: variant (value={agreement.variant!r}, allowed in a capture=without "
-                f"{PRELAUNCH}: a graph hands over all its commands at once anyway)"
-            )
-        if variant == AUTO:
-            variant = default_variant(agreement.collective)
-        transport = choose_transport(agreement, variant)
-        program = lower(build(agreement.collective, variant, transport), self._capabilities.moves)
+    def choice(self, agreement: Agreement) -> Choice:
+        """What will run for a call, and why; the same on every rank.
+
+        Raises:
+            ValueError: no such variant for this collective.
+        """
+        choice = self._choices.get(agreement)
+        if choice is None:
+            if len(self._choices) >= MOST_PROGRAMS:
+                del self._choices[next(iter(self._choices))]
+            choice = self._choices[agreement] = self._choose(agreement)
+        return choice
+
+    def _choose(self, agreement: Agreement) -> Choice:
+        if agreement.variant == AUTO:
+            return choose(self._profile, agreement.call, self._abilities)
+        kind = agreement.collective.kind
+        check_variant(kind, agreement.variant, self._abilities)
+        candidate = find(kind, agreement.variant.removesuffix(PRELAUNCH))
+        assert candidate is not None, "check_variant lets nothing else through"
+        return Choice(candidate, "the caller asked for it", ((candidate, None),))
+
+
+def make_program(agreement: Agreement, candidate: Candidate, moves: AbstractSet[type[Move]]) -> Program | KernelProgram:
+    """The program of a call, not verified yet.
+
+    Args:
+        agreement: what was asked.
+        candidate: how to run it.
+        moves: what the executor has commands for.
+
+    Raises:
+        ValueError: the variant cannot run with these buffers.
+    """
+    prelaunched = agreement.variant.endswith(PRELAUNCH)
+    if candidate.implementation == SM:
         if prelaunched:
-            program = prelaunch(program)
-        return freeze(program) if agreement.frozen else program
+            raise ValueError(
+                f"{agreement.collective.kind}: variant (value={agreement.variant!r}, allowed={candidate.variant!r}: "
+                f"{PRELAUNCH} is for copy engines)"
+            )
+        symmetric = agreement.output_place is not None
+        return kernel_program(agreement.collective, candidate.variant, symmetric_output=symmetric)
+    frozen = agreement.frozen or candidate.launch == GRAPH
+    if prelaunched and frozen:
+        raise ValueError(
+            f"{agreement.collective.kind}: variant (value={agreement.variant!r}, allowed in a graph=without "
+            f"{PRELAUNCH}: a graph hands over all its commands at once anyway)"
+        )
+    transport = choose_transport(agreement, candidate.variant)
+    program = lower(build(agreement.collective, candidate.variant, transport), moves)
+    if prelaunched:
+        program = prelaunch(program)
+    return freeze(program) if frozen else program
 
 
-def check_variant(kind: Kind, variant: str) -> None:
+def check_variant(kind: Kind, variant: str, abilities: Abilities = EVERYTHING) -> None:
     """Refuse a variant that no call of this kind can have.
 
     Raises:
         ValueError: with the allowed names.
     """
-    if variant != AUTO and variant.removesuffix(PRELAUNCH) not in variants(kind):
-        allowed = ", ".join((AUTO, *variants(kind)))
+    names = [found.name for found in everything(kind, abilities)]
+    if variant != AUTO and variant.removesuffix(PRELAUNCH) not in names:
+        allowed = ", ".join((AUTO, *names))
         raise ValueError(f"{kind}: variant (value={variant!r}, allowed={allowed}; all but auto also with {PRELAUNCH})")
-
-
-def default_variant(collective: Collective) -> str:
-    """One engine a rank: on the machines measured so far, peers share one copy engine (``results/h200x4``)."""
-    return "b2b" if collective.world_size > 1 else "pcpy"
 
 
 def choose_transport(agreement: Agreement, variant: str) -> Transport:
@@ -140,9 +205,7 @@ def choose_transport(agreement: Agreement, variant: str) -> Transport:
         ValueError: ``bcst`` or ``swap`` with an output in ordinary memory.
     """
     collective = agreement.collective
-    if collective.kind in REDUCING:
-        return Transport.PUSH if agreement.output_place is not None else Transport.PULL
-    if not any(map(any, collective.counts)):
+    if collective.kind in REDUCING or not any(map(any, collective.counts)):
         return Transport.PUSH
     if variant in ("bcst", "swap"):
         if agreement.output_place is None and collective.world_size > 1:

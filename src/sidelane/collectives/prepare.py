@@ -5,27 +5,25 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Hashable
 
+from sidelane.choice import Choice
+from sidelane.choice.candidate import SM
 from sidelane.collectives.arguments import Request
 from sidelane.collectives.backend import Backend
 from sidelane.collectives.heap import Region, SymmetricHeap
 from sidelane.collectives.plan import Agreement, Planner
-from sidelane.errors import UnavailableError
+from sidelane.collectives.staging import Staging
+from sidelane.device.layout import arena_bytes
 from sidelane.execute.base import Addresses, LoadedProgram
 from sidelane.memory.base import SymmetricBlock
 from sidelane.program.collective import Buffer
-from sidelane.program.ir import Program
+from sidelane.program.ir import Program, has_epochs
+from sidelane.program.kernel import KernelProgram
 
 FLAGS = 4096
-"""Flags in each of the two regions: programs with epochs, and frozen programs that reset their flags."""
+"""Flags in each of three regions: programs with epochs, captured ones that reset their flags, and cached graphs."""
 
 MOST_RECENT = 4096
 """Calls remembered by the addresses of their tensors; the oldest goes first. Programs are kept for good."""
-
-STAGING_STEP_BYTES = 1 << 20
-"""Staging grows to multiples of this, doubling while it is small, so that growing is rare."""
-
-MOST_SPARE_BYTES = 64 << 20
-"""More than this is never added beyond what a call needs."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,11 +34,13 @@ class Prepared:
         loaded: its program.
         signature: what it shows to the other ranks.
         frozen: it is for a graph under capture.
+        choice: how it runs, and why.
     """
 
     loaded: LoadedProgram
     signature: str
     frozen: bool
+    choice: Choice
 
 
 class Preparer:
@@ -51,8 +51,14 @@ class Preparer:
         self._heap = heap
         self._backend = backend
         self._planner = planner
-        self._flags = backend.memory.allocate(2 * FLAGS * 4)
-        self._staging: SymmetricBlock | None = None
+        self._flags = backend.memory.allocate(3 * FLAGS * 4)
+        self._staging = Staging(backend)
+        # Of their own: a kernel writes to its staging as soon as it runs, and ends when all peers have read it.
+        # Programs keep their peers off in other ways.
+        self._kernel_staging = Staging(backend)
+        self._arena: SymmetricBlock | None = None
+        if SM in backend.abilities.implementations:
+            self._arena = backend.memory.allocate(arena_bytes(len(self._flags.addresses)))
         self._kept: list[object] = []
         self._recent: dict[Hashable, Prepared] = {}
 
@@ -67,12 +73,15 @@ class Preparer:
     def prepare(self, agreement: Agreement, request: Request, key: Hashable = None) -> Prepared:
         """Plan, allocate staging and load; remembered under ``key``. Collective where the agreement is new."""
         program = self._planner.program(agreement)
-        self._reserve_staging(max(program.staging_bytes), agreement.frozen)
-        loaded = self._backend.executor.load(program, self._addresses(program, request, agreement.frozen))
+        if isinstance(program, KernelProgram):
+            loaded = self._load_kernel(program, request, agreement.frozen)
+        else:
+            self._reserve(self._staging, max(program.staging_bytes), agreement.frozen)
+            loaded = self._backend.executor.load(program, self._addresses(program, request, agreement.frozen))
         if agreement.frozen:
             # A captured graph refers to what was loaded for as long as it lives, which nobody tells us.
             self._kept.append(loaded)
-        prepared = Prepared(loaded, agreement.text(), agreement.frozen)
+        prepared = Prepared(loaded, agreement.text(), agreement.frozen, self._planner.choice(agreement))
         if key is not None:
             if len(self._recent) >= MOST_RECENT:
                 del self._recent[next(iter(self._recent))]
@@ -84,34 +93,37 @@ class Preparer:
         self._recent.clear()
         self._kept.clear()
 
-    def _reserve_staging(self, nbytes: int, frozen: bool) -> None:
-        have = 0 if self._staging is None else self._staging.tensor.nbytes
-        if nbytes <= have:
-            return
-        if frozen:
-            raise UnavailableError(
-                f"this call needs {nbytes} bytes of staging and memory cannot be allocated while a graph is captured "
-                f"(have={have}): make the call once before the capture, or use tensors from Communicator.empty"
-            )
-        # Captured graphs keep the block that they were loaded with. Everything else must move to the new one now, on
-        # all ranks at once: a rank that still wrote to the old block would miss a peer that reads the new one.
-        if self._staging is not None:
-            self._kept.append(self._staging)
-        self._recent.clear()
-        steps = -(-max(nbytes, have + min(have, MOST_SPARE_BYTES)) // STAGING_STEP_BYTES)
-        self._staging = self._backend.memory.allocate(steps * STAGING_STEP_BYTES)
+    def _reserve(self, staging: Staging, nbytes: int, frozen: bool) -> None:
+        if staging.reserve(nbytes, frozen):
+            # Captured graphs keep the block that they were loaded with. Everything else must move to the new one now,
+            # on all ranks at once: a rank that still wrote to the old block would miss a peer that reads the new one.
+            self._recent.clear()
 
-    def _addresses(self, program: Program, request: Request, frozen: bool) -> Addresses:
+    def _load_kernel(self, program: KernelProgram, request: Request, frozen: bool) -> LoadedProgram:
+        assert self._arena is not None, "backends that have kernels have an arena for them"
+        self._reserve(self._kernel_staging, program.staging_bytes, frozen)
+        buffers = self._buffers(program, request, self._kernel_staging)
+        addresses = Addresses(buffers, (), self._arena.addresses)
+        return self._backend.load_kernel(program, addresses, frozen)
+
+    def _addresses(self, program: Program, request: Request, captured: bool) -> Addresses:
+        # A caller may replay a graph on one stream while a cached graph runs on another: they must not share flags.
+        region = 0 if has_epochs(program) else 1 if captured else 2
+        offset = 4 * FLAGS * region
+        assert program.flag_count <= FLAGS
+        buffers = self._buffers(program, request, self._staging)
+        return Addresses(buffers, tuple(base + offset for base in self._flags.addresses))
+
+    def _buffers(
+        self, program: Program | KernelProgram, request: Request, staging: Staging
+    ) -> dict[tuple[int, Buffer], int]:
         buffers: dict[tuple[int, Buffer], int] = {}
         remote = program.remote_buffers()
         for buffer, part in ((Buffer.INPUT, request.input), (Buffer.OUTPUT, request.output)):
             region = request.whole if program.collective.in_place else part
             buffers.update(self._reach(buffer, region, buffer in remote))
-        if self._staging is not None:
-            buffers.update({(rank, Buffer.STAGING): base for rank, base in enumerate(self._staging.addresses)})
-        offset = 4 * FLAGS if frozen else 0
-        assert program.flag_count <= FLAGS
-        return Addresses(buffers, tuple(base + offset for base in self._flags.addresses))
+        buffers.update({(rank, Buffer.STAGING): base for rank, base in enumerate(staging.addresses)})
+        return buffers
 
     def _reach(self, buffer: Buffer, region: Region, remote: bool) -> dict[tuple[int, Buffer], int]:
         if not remote:

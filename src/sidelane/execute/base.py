@@ -11,8 +11,10 @@ from typing import Protocol
 
 import torch
 
+from sidelane.execute.submitted import Ledger
 from sidelane.program.collective import Buffer
 from sidelane.program.ir import Move, Program
+from sidelane.program.kernel import KernelProgram
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,10 +37,12 @@ class Addresses:
     Attributes:
         buffers: address of each (rank, buffer) that this rank's queues touch.
         flags: address of each rank's flag memory (32-bit words).
+        arenas: address of each rank's arena (``device/layout.py``); kernels only.
     """
 
     buffers: Mapping[tuple[int, Buffer], int]
     flags: tuple[int, ...]
+    arenas: tuple[int, ...] = ()
 
 
 class Pending(Protocol):
@@ -62,7 +66,7 @@ class LoadedProgram(Protocol):
     """A program bound to addresses: everything that can be worked out before a call has been."""
 
     @property
-    def program(self) -> Program: ...
+    def program(self) -> Program | KernelProgram: ...
 
     def start(self, epoch: int, stream: torch.Stream | None) -> Pending:
         """Run this rank's queues once.
@@ -79,6 +83,11 @@ class Executor(Protocol):
 
     @property
     def capabilities(self) -> Capabilities: ...
+
+    @property
+    def ledger(self) -> Ledger:
+        """What was submitted so far."""
+        ...
 
     def load(self, program: Program, addresses: Addresses) -> LoadedProgram:
         """Bind this rank's part of ``program``.

@@ -19,7 +19,7 @@ import dataclasses
 from enum import StrEnum
 
 from sidelane.program.collective import Buffer, Reduction
-from sidelane.program.ir import Comparison, Flag, Program, Signal, Value, Wait
+from sidelane.program.ir import Comparison, Flag, Value
 
 DEFAULT_STREAMS = (0, 1, 2)
 """Handles of the legacy default stream (null, and named) and of the per-thread one. Memory operations fail on the
@@ -164,34 +164,35 @@ class Plan:
 
 
 class Route(StrEnum):
-    """How an invocation reaches its streams: on the caller's, by way of an internal one, or into a graph."""
+    """How an invocation reaches its streams: on the caller's, by way of an internal one, or into a graph.
+
+    Frozen programs outside of captures are a cached graph, launched on the caller's stream or on the internal one.
+    """
 
     DIRECT = "direct"
     INTERNAL = "internal"
+    LAUNCH = "launch"
+    INTERNAL_LAUNCH = "internal launch"
     CAPTURE = "capture"
 
 
-def choose_route(handle: int, capturing: bool, program: Program) -> Route:
-    """Decide where an invocation on the stream ``handle`` runs.
+def choose_route(handle: int, capturing: bool, frozen: bool) -> Route:
+    """Decide where and how an invocation on the stream ``handle`` runs.
+
+    Args:
+        handle: of the caller's stream.
+        capturing: it is being captured.
+        frozen: the program holds no epochs.
 
     Raises:
         ValueError: the stream is being captured and the program holds epochs, which a graph would repeat.
     """
     if not capturing:
-        return Route.INTERNAL if handle in DEFAULT_STREAMS else Route.DIRECT
-    if has_epochs(program):
+        if handle in DEFAULT_STREAMS:
+            return Route.INTERNAL_LAUNCH if frozen else Route.INTERNAL
+        return Route.LAUNCH if frozen else Route.DIRECT
+    if not frozen:
         raise ValueError(
-            f"start: this program cannot be captured into a graph (variant={program.variant!r}, "
-            "allowed=programs made by transform.freeze)"
+            "start: a program with epochs cannot be captured into a graph (allowed=programs made by transform.freeze)"
         )
     return Route.CAPTURE
-
-
-def has_epochs(program: Program) -> bool:
-    """True if any signal or wait changes from one invocation to the next."""
-    return any(
-        command.value.per_epoch != 0
-        for queue in program.queues
-        for command in queue.commands
-        if isinstance(command, Signal | Wait)
-    )

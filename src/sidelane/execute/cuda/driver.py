@@ -7,8 +7,10 @@ costs the driver's own time. Handles and addresses are plain integers everywhere
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,8 @@ Bound = tuple[Callable[..., Any], tuple[Any, ...]]
 """A driver function with its arguments. Its result is a tuple that begins with the driver's error code."""
 
 WORD_MASK = 0xFFFFFFFF
+_SHARED_BYTES_WITHOUT_ASKING = 48 << 10
+_MOST_HANDLES = 256
 
 
 class DriverError(SidelaneError):
@@ -111,6 +115,8 @@ class Driver:
         self._external = int(self._api.CUevent_record_flags.CU_EVENT_RECORD_EXTERNAL)
         self._not_ready = self._api.CUresult.CUDA_ERROR_NOT_READY
         self._relaxed = self._api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        self._kernels: Any = None
+        self._handles: dict[int, Any] = {}  # of streams that were asked about
 
     # --- made once ----------------------------------------------------------------------------------------------------
 
@@ -137,6 +143,23 @@ class Driver:
         words = torch.zeros(count, dtype=torch.int32, device=torch.device("cuda", self.index))
         torch.cuda.current_stream(self.index).synchronize()
         return words.data_ptr(), words
+
+    def load_function(self, image: bytes, name: str, shared_bytes: int) -> int:
+        """Load the kernel ``name`` of a binary, for good; launches of it load nothing any more."""
+        function = self.call("cuModuleGetFunction", self.call("cuModuleLoadData", image), name.encode())
+        if shared_bytes > _SHARED_BYTES_WITHOUT_ASKING:
+            attribute = self._api.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            self.call("cuFuncSetAttribute", function, attribute, shared_bytes)
+        self.call("cuFuncLoad", function)
+        return int(function)
+
+    def count_parameters(self, function: int) -> int:
+        """How many parameters a kernel has."""
+        for index in itertools.count():
+            error, *_ = self._api.cuFuncGetParamInfo(self._api.CUfunction(function), index)
+            if error:  # an index too large
+                return index
+        raise AssertionError
 
     def memory_ops(self) -> MemoryOps:
         """An empty batch."""
@@ -165,7 +188,21 @@ class Driver:
         dsts, srcs, sizes = zip(*copies, strict=True)
         pointers = [[api.CUdeviceptr(address) for address in side] for side in (dsts, srcs)]
         count = len(copies)
-        return api.cuMemcpyBatchAsync, (*pointers, list(sizes), count, [attributes], [0], 1, api.CUstream(stream))
+        native = load_native("cuMemcpyBatchAsync_v2")
+        if native is None:
+            return api.cuMemcpyBatchAsync, (*pointers, list(sizes), count, [attributes], [0], 1, api.CUstream(stream))
+        # The binding turns its lists into arrays at every call, which takes longer than the call itself.
+        arrays = [(ctypes.c_void_p * count)(*side) for side in (dsts, srcs)]
+        lengths, first, order = (ctypes.c_size_t * count)(*sizes), (ctypes.c_size_t * 1)(0), attributes.getPtr()
+        arguments = (*arrays, lengths, ctypes.c_size_t(count), ctypes.c_void_p(order), first, ctypes.c_size_t(1))
+
+        def submit(*call: Any) -> tuple[Any]:
+            error = native(*call)
+            return (api.CUresult(error) if error else error,)
+
+        submit.__name__ = "cuMemcpyBatchAsync"
+        submit.keep = attributes  # type: ignore[attr-defined]  # ``order`` points into it
+        return submit, (*arguments, ctypes.c_void_p(stream))
 
     def bind_record(self, event: int, stream: int, *, external: bool = False) -> Bound:
         """``external``: inside a capture, become a node that records at every replay."""
@@ -186,17 +223,69 @@ class Driver:
             UnavailableError: Triton is not installed.
         """
         try:
-            from sidelane.execute.cuda.reduce import launch_reduce
+            from sidelane.execute.cuda import reduce
         except ImportError as error:
             raise UnavailableError(f"collectives that reduce need Triton ({error}): pip install triton") from error
-        torch_stream = torch.cuda.ExternalStream(stream, device=self.index)
+        launch = reduce.arrange(dst, srcs, nbytes, reduction, blocks)
+        return self.bind_kernel(
+            launch.kernel, launch.constants, launch.arguments, blocks=launch.blocks, warps=launch.warps, stream=stream
+        )
 
-        def launch() -> tuple[int]:
-            with torch.cuda.stream(torch_stream):
-                launch_reduce(dst, srcs, nbytes, reduction, blocks=blocks)
-            return (0,)
+    def bind_kernel(
+        self,
+        function: Any,
+        constants: Mapping[str, Any],
+        arguments: Sequence[int],
+        *,
+        blocks: int,
+        warps: int,
+        stream: int,
+    ) -> Bound:
+        """Launch a Triton kernel whose arguments are 64-bit integers (see ``kernel_launch``), compiled and loaded now.
 
-        return launch, ()
+        Raises:
+            UnavailableError: Triton is not installed.
+        """
+        if self._kernels is None:
+            try:
+                from sidelane.execute.cuda.kernel_launch import Kernels
+            except ImportError as error:
+                raise UnavailableError(f"kernels need Triton ({error}): pip install triton") from error
+            self._kernels = Kernels(self)
+        bound: Bound = self._kernels.load(function, constants, warps).bind(arguments, blocks=blocks, stream=stream)
+        return bound
+
+    def bind_launch(
+        self, function: int, arguments: int, *, blocks: int, threads: int, shared_bytes: int, stream: int
+    ) -> Bound:
+        """Launch a loaded function; ``arguments`` is the address of an array of the arguments' addresses."""
+        shape = (blocks, 1, 1, threads, 1, 1, shared_bytes)
+        return self._api.cuLaunchKernel, (
+            self._api.CUfunction(function),
+            *shape,
+            self._api.CUstream(stream),
+            arguments,
+            0,
+        )
+
+    def make_graph(self, calls: Iterable[Bound], stream: int) -> int:
+        """Record calls that are bound to ``stream`` (and to streams that fork from it) as an executable graph."""
+        handle = self._api.CUstream(stream)
+        self.call("cuStreamBeginCapture", handle, self._relaxed)
+        try:
+            self.submit(calls)
+        finally:
+            graph = self.call("cuStreamEndCapture", handle)
+        executable = self.call("cuGraphInstantiate", graph, 0)
+        self.call("cuGraphDestroy", graph)
+        return int(executable)
+
+    def destroy_graph(self, graph: int) -> None:
+        self.call("cuGraphExecDestroy", self._api.CUgraphExec(graph))
+
+    def bind_graph(self, graph: int, stream: int) -> Bound:
+        """Launch an executable graph. Launches of one graph follow each other, on whatever streams."""
+        return self._api.cuGraphLaunch, (self._api.CUgraphExec(graph), self._api.CUstream(stream))
 
     # --- every call ---------------------------------------------------------------------------------------------------
 
@@ -215,8 +304,19 @@ class Driver:
         """True while the work of ``stream`` goes into a graph. The legacy default stream cannot be captured."""
         if stream == 0:
             return False
-        status = self.call("cuStreamIsCapturing", self._api.CUstream(stream))
-        return int(status) != 0
+        handle = self._handles.get(stream)
+        if handle is None:
+            if len(self._handles) >= _MOST_HANDLES:
+                self._handles.clear()
+            handle = self._handles[stream] = self._api.CUstream(stream)
+        error, status = self._api.cuStreamIsCapturing(handle)
+        if error:
+            raise DriverError(self._name(error), "cuStreamIsCapturing")
+        return bool(status)
+
+    def current_stream(self) -> int:
+        """Handle of torch's current stream on the device; 0 is the legacy default stream."""
+        return int(_raw_stream(self.index))
 
     def current(self) -> contextlib.AbstractContextManager[object]:
         """Make the device current for a ``with`` block; free of charge where it is."""
@@ -340,6 +440,21 @@ def load_api() -> Any:
     if error:
         raise UnavailableError(f"the CUDA driver does not start (cuInit: {error})")
     return driver
+
+
+def _raw_stream(index: int) -> int:
+    """The current stream's handle, without making a torch object, which takes two microseconds."""
+    raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # what torch's compiler uses; absent in CPU builds
+    return int(torch.cuda.current_stream(index).cuda_stream if raw is None else raw(index))
+
+
+@functools.cache
+def load_native(name: str) -> Any:
+    """A function of the driver's own library, for calls whose binding is slow; None where it has no such name."""
+    try:
+        return getattr(ctypes.CDLL("libcuda.so.1"), name)
+    except (OSError, AttributeError):
+        return None
 
 
 _NOTHING: contextlib.AbstractContextManager[object] = contextlib.nullcontext()

@@ -16,17 +16,21 @@ import weakref
 
 import torch
 
-from sidelane.errors import CommunicatorClosedError, SidelaneError
-from sidelane.execute.base import Addresses, Capabilities
+from sidelane.errors import CommunicatorClosedError, SidelaneError, UnavailableError
+from sidelane.execute.base import Addresses, Capabilities, LoadedProgram
 from sidelane.execute.cuda.bind import BoundPlan, Resolver
-from sidelane.execute.cuda.calls import HostWord, LaunchReduce, RecordStamp, Route, choose_route, has_epochs
+from sidelane.execute.cuda.cached import CachedGraph
+from sidelane.execute.cuda.calls import HostWord, LaunchReduce, RecordStamp, Route, choose_route
+from sidelane.execute.cuda.count import counts_of
 from sidelane.execute.cuda.driver import Bound, Driver
 from sidelane.execute.cuda.plan import plan_calls
 from sidelane.execute.cuda.probe import DriverFeatures
 from sidelane.execute.cuda.release import FlagRescue
-from sidelane.execute.cuda.watch import BUSY, FINISHED, STARTED, Subject, Watch
+from sidelane.execute.cuda.watch import BOARD, BUSY, FINISHED, HOST_WORDS, STARTED, Subject, Watch
 from sidelane.execute.monitor import PeerMonitor
-from sidelane.program.ir import Copy, Program
+from sidelane.execute.submitted import Entry, Ledger, Submitted
+from sidelane.program.ir import Copy, Program, has_epochs
+from sidelane.program.kernel import KernelProgram
 
 DEFAULT_REDUCE_BLOCKS = 32
 """Thread blocks of a reduction: a quarter of an H200, enough to read peers' slots at memory speed."""
@@ -71,16 +75,19 @@ class CudaExecutor:
         self.rank, self.features, self.reduce_blocks = rank, features, reduce_blocks
         self.driver = driver if driver is not None else Driver(device)
         self.lock = threading.Lock()
+        self.ledger = Ledger()
         self.timeout_s = timeout_s
         self._closed = False
         self._streams: list[int] = []
         self._sides: list[int] = []
         with self.driver.current():
-            words = self.driver.host_words(3)
+            words = self.driver.host_words(HOST_WORDS)
             self.host = {
                 word: words.address + 4 * index
                 for word, index in ((HostWord.STARTED, STARTED), (HostWord.FINISHED, FINISHED), (HostWord.BUSY, BUSY))
             }
+            self.board = words.address + 4 * BOARD
+            self.kernel_stream: int | None = None  # of the last kernel that went to the device
             self.cells, self._cells_owner = self.driver.device_words(_CELLS)
             self.internal = self.create_stream()
             self.into, self.out_of = self.driver.create_event(), self.driver.create_event()
@@ -106,6 +113,20 @@ class CudaExecutor:
         with self.lock, self.driver.current(), self.driver.relaxed_capture():
             return CudaProgram(self, program, addresses)
 
+    def load_kernel(self, program: KernelProgram, addresses: Addresses, *, frozen: bool) -> LoadedProgram:
+        """Compile, load and bind the kernel of a collective. ``frozen``: for a graph under capture, in which it works.
+
+        Raises:
+            UnavailableError: Triton is not installed.
+        """
+        self._check_open("load_kernel")
+        try:
+            from sidelane.execute.cuda.kernel_program import CudaKernel
+        except ImportError as error:
+            raise UnavailableError(f"collectives in kernels need Triton ({error}): pip install triton") from error
+        with self.lock, self.driver.current(), self.driver.relaxed_capture():
+            return CudaKernel(self, program, addresses, frozen=frozen)
+
     def check(self) -> None:
         """Raise what went wrong with any invocation so far.
 
@@ -117,6 +138,7 @@ class CudaExecutor:
     def synchronize(self) -> None:
         """Block the host until every eager invocation has finished. Raises as :meth:`check` does."""
         self.watch.wait(self.watch.last_epoch)
+        self._wait_for_kernels()
         self.check()
 
     def close(self) -> None:
@@ -125,7 +147,7 @@ class CudaExecutor:
             return
         self._closed = True
         try:
-            self.watch.wait(self.watch.last_epoch)
+            self.synchronize()
         except SidelaneError:
             self._drain()
         with self.driver.current():
@@ -157,11 +179,23 @@ class CudaExecutor:
         if self._closed:
             raise CommunicatorClosedError(f"CudaExecutor.{method}: the executor was closed")
 
+    def _wait_for_kernels(self) -> None:
+        """Kernels tell the host nothing when they end, but their stream does."""
+        with self.driver.current():
+            while self.watch.failure is None and not self._kernels_idle():
+                time.sleep(1e-4)
+
+    def _kernels_idle(self) -> bool:
+        handle = self.kernel_stream
+        if handle is None or self.driver.is_capturing(handle):  # a stream under capture may not be asked
+            return True
+        return self.driver.is_idle(handle)
+
     def _drain(self) -> None:
         """Give the streams time to pass the waits that the thread lets go, so that no stuck stream is destroyed."""
         deadline = time.monotonic() + _DRAIN_S
         with self.driver.current():
-            while not all(map(self.driver.is_idle, self._streams)):
+            while not (self._kernels_idle() and all(map(self.driver.is_idle, self._streams))):
                 if time.monotonic() > deadline:
                     _stuck.append(self)  # streams may still write to its memory
                     return
@@ -185,7 +219,10 @@ class CudaProgram:
         self._stamps: dict[int, int] = {}
         self._eager: BoundPlan | None = None
         self._captured: BoundPlan | None = None
+        self._busy = 0
+        self._graph: CachedGraph | None = None
         self._by_default_stream: dict[int, list[Bound]] = {}
+        self._entries: dict[Route, Entry] = {}
         if self._frozen:
             self._captured = self._bind(captured=True)
         else:
@@ -203,8 +240,8 @@ class CudaProgram:
         """
         executor = self._executor
         executor.check_usable("arm")
-        if not self.program.prelaunched:
-            raise ValueError(f"arm: not a prelaunched program (value={self.program.variant!r})")
+        if not self.program.prelaunched or self._frozen:
+            raise ValueError(f"arm: not a prelaunched program with epochs (value={self.program.variant!r})")
         with executor.lock, executor.driver.current():
             self._arm(epoch)
 
@@ -226,7 +263,7 @@ class CudaProgram:
             raise ValueError(f"start: epochs begin at 1 (value={epoch})")
         handle = stream_handle(stream)
         with executor.lock, executor.driver.current():
-            route = choose_route(handle, executor.driver.is_capturing(handle), self.program)
+            route = choose_route(handle, executor.driver.is_capturing(handle), self._frozen)
             try:
                 if route is Route.CAPTURE:
                     return self._capture(epoch, handle)
@@ -243,28 +280,39 @@ class CudaProgram:
 
     def _run(self, epoch: int, handle: int, route: Route) -> CudaPending:
         executor = self._executor
-        bound = self._eager
-        if bound is None:
-            bound = self._eager = self._bind(captured=False)
-        bound.set_epoch(epoch)
-        if bound.ahead:
-            self._arm(epoch)
-            self._armed = None
-        if route is Route.DIRECT:
-            executor.driver.submit(bound.steps(handle))
+        direct = route in (Route.DIRECT, Route.LAUNCH)
+        stream = handle if direct else executor.internal
+        if self._frozen:
+            bound, calls = self._launch(epoch, stream)
         else:
-            executor.driver.submit(self._on_internal(bound, handle))
-        executor.watch.issued(epoch, self.program, self._addresses)
+            assert self._eager is not None, "programs that are not frozen bind this plan when loaded"
+            bound = self._eager
+            bound.set_epoch(epoch)
+            if bound.ahead:
+                self._arm(epoch)
+                self._armed = None
+            calls = bound.steps(stream)
+        executor.driver.submit(calls if direct else self._by_way_of_internal(calls, handle))
+        executor.watch.issued(epoch, self.program, self._addresses, self._busy)
+        executor.ledger.count(self._entry(route, bound))
         return CudaPending(executor.watch, epoch)
 
-    def _on_internal(self, bound: BoundPlan, handle: int) -> list[Bound]:
+    def _launch(self, epoch: int, stream: int) -> tuple[BoundPlan, list[Bound]]:
+        executor, bound = self._executor, self._captured
+        assert bound is not None, "frozen programs bind this plan when loaded"
+        if self._graph is None:
+            calls = bound.steps(executor.internal)
+            self._graph = CachedGraph(executor.driver, calls, executor.internal, executor.host[HostWord.FINISHED])
+        return bound, self._graph.steps(epoch, stream)
+
+    def _by_way_of_internal(self, inner: list[Bound], handle: int) -> list[Bound]:
         calls = self._by_default_stream.get(handle)
         if calls is None:
             executor, driver = self._executor, self._executor.driver
             calls = [
                 driver.bind_record(executor.into, handle),
                 driver.bind_wait(executor.into, executor.internal),
-                *bound.steps(executor.internal),
+                *inner,
                 driver.bind_record(executor.out_of, executor.internal),
                 driver.bind_wait(executor.out_of, handle),
             ]
@@ -274,7 +322,17 @@ class CudaProgram:
     def _capture(self, epoch: int, handle: int) -> CudaPending:
         assert self._captured is not None, "only frozen programs get here, and they bind this plan when loaded"
         self._executor.driver.submit(self._captured.steps(handle))
+        self._executor.ledger.count(self._entry(Route.CAPTURE, self._captured))
         return CudaPending(None, epoch)
+
+    def _entry(self, route: Route, bound: BoundPlan) -> Entry:
+        entry = self._entries.get(route)
+        if entry is None:
+            program, captured = self.program, route is Route.CAPTURE
+            counts = counts_of(bound.plan, route)
+            submitted = Submitted(str(program.collective), "dma", program.variant, captured, counts)
+            entry = self._entries[route] = self._executor.ledger.entry(submitted)
+        return entry
 
     def _arm(self, epoch: int) -> None:
         if self._armed == epoch:
@@ -282,14 +340,14 @@ class CudaProgram:
         if self._armed is not None:
             raise ValueError(f"arm: armed already, for epoch {self._armed} (value={epoch})")
         bound = self._eager
-        if bound is None:
-            bound = self._eager = self._bind(captured=False)
+        assert bound is not None, "prelaunched programs that are not frozen bind this plan when loaded"
         bound.set_epoch(epoch)
         self._executor.driver.submit(bound.ahead)
         self._armed = epoch
 
     def _bind(self, *, captured: bool) -> BoundPlan:
         executor, driver = self._executor, self._executor.driver
+        self._busy = executor.watch.next_busy_number() if captured else 0
         plan = plan_calls(
             self.program,
             executor.rank,
@@ -318,11 +376,11 @@ class CudaProgram:
             events=events,
             stamps=self._stamps,
             captured=captured,
-            busy=executor.watch.next_busy_number() if captured else 0,
+            busy=self._busy,
             reduce_blocks=executor.reduce_blocks,
         )
         if captured:
-            executor.watch.captured(Subject(0, self.program, self._addresses, captured=True))
+            executor.watch.captured(Subject(0, self.program, self._addresses, self._busy, captured=True))
         return bound
 
     def _load_kernels(self, calls: tuple[object, ...], resolve: Resolver) -> None:
@@ -331,8 +389,8 @@ class CudaProgram:
         for call in calls:
             if isinstance(call, LaunchReduce):
                 dst, srcs = resolve(call.dst), [resolve(src) for src in call.srcs]
-                warm = executor.driver.bind_reduce(dst, srcs, 0, call.reduction, executor.internal, 1)
-                executor.driver.submit([warm])
+                blocks = executor.reduce_blocks  # they and the bytes decide which kernel it is
+                executor.driver.bind_reduce(dst, srcs, call.nbytes, call.reduction, executor.internal, blocks)
 
 
 class CudaPending:

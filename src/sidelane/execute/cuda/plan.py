@@ -102,7 +102,7 @@ class _Planner:
             if stream and fork is not None and stream not in forked:
                 forked.add(stream)
                 self._emit(stream, WaitEvent(fork))
-            if not stream and not isinstance(command, Signal | Stamp):
+            if not stream and not isinstance(command, Signal):
                 self._begin()  # behind the signals that peers wait for: its word goes to the host
             self._lower(stream, self.queues[index], command)
         self._begin()
@@ -206,7 +206,7 @@ class _Planner:
         return dict.fromkeys(sorted(on_first), 0) | {index: stream for stream, index in enumerate(others, start=1)}
 
     def _follows(self, index: int) -> bool:
-        """True if a queue waits for another one of this rank: on stream 0 it would stand between that one's commands."""
+        """True if a queue waits for another one of this rank: on stream 0 it would stand in that one's way."""
         waits = {command.flag for command in self.queues[index].commands if isinstance(command, Wait)}
         return any(
             isinstance(command, Signal) and command.flag in waits

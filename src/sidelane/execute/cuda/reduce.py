@@ -16,26 +16,27 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from sidelane.device.arithmetic import DTYPES, accumulate, finish, widen
+from sidelane.device.launch import Launch
+from sidelane.device.memory import pointer
 from sidelane.program.collective import MAX_WORLD_SIZE, Reduction
 
-_BLOCK_BYTES = 8192  # of each source that a thread block handles at a time: two 16-byte loads for each of 256 threads
-_WARPS = 8
-_DTYPES = {
-    "float32": tl.float32,
-    "float16": tl.float16,
-    "bfloat16": tl.bfloat16,
-    "int32": tl.int32,
-    "int64": tl.int64,
-}
+WARPS = 16
+_BLOCK_BYTES = (32768, 16384, 8192)
+"""What a thread block handles of each source at a time; 8 KB is a 16-byte load for each thread.
+
+With 32 blocks on an H200, four sources of 64 MiB take 270 us by 8 KB in 8 warps, 180 in 16, and 107 by 32 KB in 16.
+"""
+_MOST_IN_FLIGHT = 131072  # bytes of all sources a thread block: registers hold them
 
 
-def launch_reduce(dst: int, srcs: Sequence[int], nbytes: int, reduction: Reduction, *, blocks: int) -> None:
-    """Reduce ``nbytes`` of each source into ``dst`` on torch's current stream of the current device.
+def arrange(dst: int, srcs: Sequence[int], nbytes: int, reduction: Reduction, blocks: int) -> Launch:
+    """How to reduce ``nbytes`` of each source into ``dst``.
 
     Args:
         dst: address; may be one of the sources.
         srcs: addresses, 1 to 16, aligned to elements.
-        nbytes: a multiple of the element size; 0 launches a kernel that does nothing (it compiles and loads it).
+        nbytes: a multiple of the element size; 0 makes a launch that does nothing (it compiles and loads the kernel).
         reduction: operation and dtype.
         blocks: most thread blocks to use.
 
@@ -43,63 +44,37 @@ def launch_reduce(dst: int, srcs: Sequence[int], nbytes: int, reduction: Reducti
         ValueError: too many sources, or bytes that are no whole number of elements.
     """
     if not 1 <= len(srcs) <= MAX_WORLD_SIZE:
-        raise ValueError(f"launch_reduce: sources (value={len(srcs)}, allowed=1..{MAX_WORLD_SIZE})")
+        raise ValueError(f"arrange: sources (value={len(srcs)}, allowed=1..{MAX_WORLD_SIZE})")
     if nbytes % reduction.element_bytes:
-        raise ValueError(f"launch_reduce: nbytes (value={nbytes}, allowed=multiples of {reduction.element_bytes})")
-    block = _BLOCK_BYTES // reduction.element_bytes
+        raise ValueError(f"arrange: nbytes (value={nbytes}, allowed=multiples of {reduction.element_bytes})")
+    fitting = [size for size in _BLOCK_BYTES if size * blocks <= nbytes and size * len(srcs) <= _MOST_IN_FLIGHT]
+    block = (fitting or _BLOCK_BYTES[-1:])[0] // reduction.element_bytes
     elements = nbytes // reduction.element_bytes
-    grid = (max(1, min(blocks, -(-elements // block))),)
-    # Unused places repeat an address, so that every launch has the same types. The end is an address for the same
-    # reason: a count would be a 32-bit or a 64-bit integer, and two kernels would be compiled.
+    # Unused places repeat an address: every launch has the same arguments.
     padded = (*srcs, *[dst] * (MAX_WORLD_SIZE - len(srcs)))
-    kernel: Any = _reduce_kernel
-    kernel[grid](
-        dst,
-        dst + nbytes,
-        *padded,
-        N=len(srcs),
-        OP=str(reduction.op),
-        DTYPE=_DTYPES[reduction.dtype],
-        ELEMENT_BYTES=reduction.element_bytes,
-        FLOAT=reduction.dtype in ("float32", "float16", "bfloat16"),
-        ALIGNED=all(address % 16 == 0 for address in (dst, *srcs)),
-        BLOCK=block,
-        num_warps=_WARPS,
-    )
+    constants = {
+        "N": len(srcs),
+        "OP": str(reduction.op),
+        "DTYPE": DTYPES[reduction.dtype],
+        "ELEMENT_BYTES": reduction.element_bytes,
+        "FLOAT": reduction.dtype in ("float32", "float16", "bfloat16"),
+        "ALIGNED": all(address % 16 == 0 for address in (dst, *srcs)),
+        "BLOCK": block,
+    }
+    arguments = (dst, dst + nbytes, *padded)
+    return Launch(KERNEL, max(1, min(blocks, -(-elements // block))), WARPS, arguments, constants)
 
 
 _ADDRESSES = ["dst", "end", *(f"s{index}" for index in range(MAX_WORLD_SIZE))]
 
 
 @triton.jit
-def _combine(sources, offsets, mask, N: tl.constexpr, OP: tl.constexpr, DTYPE: tl.constexpr, FLOAT: tl.constexpr):
+def _combine(sources, offsets, mask, N: tl.constexpr, OP: tl.constexpr, FLOAT: tl.constexpr):
     """Combine elements ``offsets`` of the sources, in order."""
-    result = _load(sources[0], offsets, mask, DTYPE, FLOAT)
+    result = widen(tl.load(sources[0] + offsets, mask=mask), FLOAT)
     for index in tl.static_range(1, N):
-        value = _load(sources[index], offsets, mask, DTYPE, FLOAT)
-        if OP == "min":
-            # A comparison with NaN is false: the first test lets a NaN in, the second never replaces one.
-            result = tl.where((value != value) | (value < result), value, result)
-        elif OP == "max":
-            result = tl.where((value != value) | (value > result), value, result)
-        else:
-            result += value
-    if OP == "avg":
-        # Float: the IEEE quotient. Integer: Triton's // truncates towards zero.
-        result = tl.div_rn(result, tl.full(result.shape, N, tl.float32)) if FLOAT else result // N
-    return result
-
-
-@triton.jit
-def _load(source, offsets, mask, DTYPE: tl.constexpr, FLOAT: tl.constexpr):
-    value = tl.load(source + offsets, mask=mask)
-    return value.to(tl.float32) if FLOAT else value
-
-
-@triton.jit
-def _pointer(address, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    pointer = address.to(tl.pointer_type(DTYPE))
-    return tl.multiple_of(pointer, 16) if ALIGNED else pointer
+        result = accumulate(result, widen(tl.load(sources[index] + offsets, mask=mask), FLOAT), OP)
+    return finish(result, N, OP, FLOAT)
 
 
 @triton.jit(do_not_specialize=_ADDRESSES)
@@ -112,8 +87,8 @@ def _reduce_kernel(
     addresses = (s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11, s12, s13, s14, s15)
     sources = ()
     for index in tl.static_range(N):
-        sources = sources + (_pointer(addresses[index], DTYPE, ALIGNED),)  # noqa: RUF005  Triton has no unpacking
-    target = _pointer(dst, DTYPE, ALIGNED)
+        sources = sources + (pointer(addresses[index], DTYPE, ALIGNED),)  # noqa: RUF005  Triton has no unpacking
+    target = pointer(dst, DTYPE, ALIGNED)
     count = (end - dst) // ELEMENT_BYTES
     whole = count // BLOCK
     lanes = tl.arange(0, BLOCK)
@@ -122,9 +97,12 @@ def _reduce_kernel(
     while block < whole:
         # Without a mask, or the compiler could not use wide accesses.
         offsets = block * BLOCK + lanes
-        tl.store(target + offsets, _combine(sources, offsets, None, N, OP, DTYPE, FLOAT).to(DTYPE))
+        tl.store(target + offsets, _combine(sources, offsets, None, N, OP, FLOAT).to(DTYPE))
         block += tl.num_programs(0)
     if first == whole % tl.num_programs(0):
         offsets = whole * BLOCK + lanes
         mask = offsets < count
-        tl.store(target + offsets, _combine(sources, offsets, mask, N, OP, DTYPE, FLOAT).to(DTYPE), mask=mask)
+        tl.store(target + offsets, _combine(sources, offsets, mask, N, OP, FLOAT).to(DTYPE), mask=mask)
+
+
+KERNEL: Any = _reduce_kernel

@@ -5,6 +5,9 @@ no event and no call. A thread looks at the words some twenty times a second. Wh
 out which rank and which command are missing, tells the peers, and lets every wait of this rank pass, again and again,
 so that the streams drain (replays of captured graphs, too). What was moved after that is garbage; the error is raised
 by the next call, and by every host-side wait.
+
+Kernels write nothing to the host while all goes well. One that spins for long says so on the board (``device/layout``):
+whom it waits for, and its generation, again and again. The same thread looks there, and tells kernels to give up.
 """
 
 from __future__ import annotations
@@ -15,15 +18,18 @@ import threading
 import time
 from collections.abc import Sequence
 
+from sidelane.device.layout import ABORT, BOARD_WORDS, MAX_RANKS, WAITING
 from sidelane.errors import PeerError, PeerTimeoutError, SidelaneError
 from sidelane.execute.base import Addresses
 from sidelane.execute.cuda.driver import Driver, HostWords
 from sidelane.execute.cuda.release import FlagRescue
 from sidelane.execute.cuda.stall import Stall, Words, assume_missing, find_stall, reached
-from sidelane.execute.monitor import PeerMonitor
+from sidelane.execute.monitor import NO_CALL, PeerMonitor
 from sidelane.program.ir import Program
+from sidelane.program.kernel import KernelProgram
 
-STARTED, FINISHED, BUSY = range(3)  # host words
+STARTED, FINISHED, BUSY, BOARD = range(4)  # host words; the board is the last of them, and has several
+HOST_WORDS = BOARD + BOARD_WORDS
 _GRACE_S = 0.2  # a peer that died may have done its part: what is in flight may still end well
 _READ_S = 1.0
 _LONGEST_SLEEP_S = 1e-3
@@ -31,11 +37,16 @@ _LONGEST_SLEEP_S = 1e-3
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Subject:
-    """An invocation under watch; a captured one has the epoch at which it was captured."""
+    """An invocation under watch.
+
+    ``captured``: by a caller, who may replay it at any time; its epoch says nothing. ``busy``: what the host word
+    ``BUSY`` holds while it runs, for one that is a graph; 0 for others, whose begin the word ``STARTED`` tells.
+    """
 
     epoch: int
     program: Program
     addresses: Addresses
+    busy: int = 0
     captured: bool = False
 
     def __str__(self) -> str:
@@ -49,7 +60,7 @@ class Watch:
     Args:
         driver: of the device.
         rank: whose executor.
-        words: ``STARTED``, ``FINISHED`` and ``BUSY``.
+        words: ``HOST_WORDS`` of them.
         monitor: what is known about the peers.
         rescue: lets waits pass.
         timeout_s: seconds that a begun invocation may take.
@@ -69,13 +80,17 @@ class Watch:
         self._driver, self._rank, self._words, self._monitor, self._rescue = driver, rank, words, monitor, rescue
         self._timeout_s = timeout_s
         self._completed = 0  # last epoch that had finished when the failure came
-        self._running: collections.deque[tuple[int, Program, Addresses]] = collections.deque()
+        self._running: collections.deque[tuple[int, Program, Addresses, int]] = collections.deque()
         self._first: Subject | None = None
         self._captured: list[Subject] = []
         self._subject: Subject | None = None
         self._since: float | None = None
         self._doomed_since: float | None = None
         self._flags_before: dict[int, object] | None = None
+        self._board = words.array[BOARD:]
+        self._last_kernel: tuple[int, KernelProgram] | None = None
+        self._spin: tuple[tuple[int, int], ...] = ()
+        self._spin_since = 0.0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"sidelane-watch-{rank}", daemon=True)
 
@@ -90,10 +105,14 @@ class Watch:
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(timeout=2 * _READ_S + 5)
 
-    def issued(self, epoch: int, program: Program, addresses: Addresses) -> None:
-        """An eager invocation has been submitted."""
+    def issued(self, epoch: int, program: Program, addresses: Addresses, busy: int = 0) -> None:
+        """An invocation has been submitted; ``busy`` as in :class:`Subject`."""
         self.last_epoch = epoch
-        self._running.append((epoch, program, addresses))
+        self._running.append((epoch, program, addresses, busy))
+
+    def launched(self, epoch: int, program: KernelProgram) -> None:
+        """A kernel was launched, or captured."""
+        self._last_kernel = (epoch, program)
 
     def next_busy_number(self) -> int:
         """What the next captured program writes into ``BUSY`` while it runs."""
@@ -131,6 +150,7 @@ class Watch:
         """Give up for good: remember ``error``; from now on the thread lets all waits pass."""
         self._completed = int(self._words.array[FINISHED])
         self.failure = error
+        self._board[ABORT] = 1
 
     def fail_submission(self, title: str, error: BaseException) -> None:
         """Half an invocation was submitted: the peers would wait for the other half."""
@@ -156,12 +176,19 @@ class Watch:
         if self.failure is not None:
             self._rescue.release(self.last_epoch)
             return
+        self._look_at_kernels(now)
+        if self.failure is not None:
+            return
         front = self._front()
-        started = front is not None and reached(int(self._words.array[STARTED]), front.epoch)
+        started = front is not None and self._started(front)
         subject = front if started else self._replayed() or front
         if subject is not self._subject:  # one object for as long as it is first
             self._subject, self._since, self._doomed_since, self._flags_before = subject, None, None, None
         if subject is None:
+            # A peer that gave up lets its streams go: that would look like its part of the next call here.
+            trouble = self._trouble(NO_CALL)
+            if trouble is not None:
+                self.fail(type(trouble)(str(trouble), trouble.ranks))
             return
         if self._since is None and (started or subject.captured):
             self._since = now
@@ -175,6 +202,36 @@ class Watch:
             return
         if self._since is not None and now - self._since > self._timeout_s and self._stands_still(subject):
             self._time_out(subject, now - self._since)
+
+    def _look_at_kernels(self, now: float) -> None:
+        """Whether a kernel spins, and for how long it has been the same one that waits for the same ranks."""
+        words = self._board[WAITING : WAITING + MAX_RANKS].tolist()
+        spin = tuple((rank, generation) for rank, generation in enumerate(words) if generation)
+        if spin:
+            self._board[WAITING : WAITING + MAX_RANKS] = 0  # a kernel that goes on spinning writes again
+        if spin != self._spin:
+            self._spin, self._spin_since = spin, now
+            return
+        if not spin or self._last_kernel is None:
+            return
+        waited_s = now - self._spin_since
+        epoch, program = self._last_kernel
+        generation = max(generation for _, generation in spin)
+        title = (
+            f"a kernel (generation {generation}; last started: {program.collective} {program.variant}, call {epoch})"
+        )
+        ranks = tuple(rank for rank, _ in spin)
+        # A graph may be replayed behind the last call: a rank that has closed or died by now will not send any more.
+        trouble = self._trouble(max(epoch, self.last_epoch) + 1) if waited_s > _GRACE_S else None
+        if trouble is not None:
+            text = f"{trouble} (seen by rank {self._rank} in {title}, which waits for data of ranks {list(ranks)})"
+            self._monitor.abort(text, trouble.ranks, timed_out=isinstance(trouble, PeerTimeoutError))
+            self.fail(type(trouble)(text, trouble.ranks))
+        elif waited_s > self._timeout_s:
+            missing = "; ".join(f"{self._monitor.describe(rank)} has not sent its data" for rank in ranks)
+            text = f"{title}: rank {self._rank} waited {waited_s:.1f} s; {missing}"
+            self._monitor.abort(text, ranks, timed_out=True)
+            self.fail(PeerTimeoutError(text, ranks))
 
     def _front(self) -> Subject | None:
         """The first invocation that has not finished. The peers are told, for them to tell a death from an end."""
@@ -190,6 +247,11 @@ class Watch:
         if ended is not None and ended is not self._first:
             self._monitor.end(ended.epoch)
         return self._first
+
+    def _started(self, front: Subject) -> bool:
+        if front.busy:
+            return int(self._words.array[BUSY]) == front.busy
+        return reached(int(self._words.array[STARTED]), front.epoch)
 
     def _replayed(self) -> Subject | None:
         busy = int(self._words.array[BUSY])
@@ -241,7 +303,7 @@ class Watch:
         missing = dict(stall.missing)
         culprits = absent or stall.ranks
         reasons = [
-            f"{self._monitor.describe(rank)} "
+            f"{self._monitor.describe(rank, 0 if subject.captured else subject.epoch)} "
             + ("has not come" if rank in absent else "has not signalled")
             + (f" ({missing[rank]})" if rank in missing else "")
             for rank in culprits

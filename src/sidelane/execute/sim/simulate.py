@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from sidelane.errors import SidelaneError
 from sidelane.execute.sim.flows import FlowNetwork
@@ -25,6 +25,7 @@ from sidelane.program.ir import (
     Reduce,
     Signal,
     SignalOp,
+    Stamp,
     Wait,
     describe,
 )
@@ -43,12 +44,14 @@ class Run:
         host_us: during which the busiest host thread worked.
         commands: that were executed.
         timeline: every interval, if it was asked for.
+        stamps: virtual time of each (rank, slot), in microseconds.
     """
 
     time_us: float
     host_us: float
     commands: int
     timeline: tuple[Interval, ...] = ()
+    stamps: Mapping[tuple[int, int], float] = dataclasses.field(default_factory=dict)
 
 
 def simulate(program: Program, machine: Machine, *, record: bool = False) -> Run:
@@ -97,6 +100,7 @@ class _Simulation:
         self.network: FlowNetwork[tuple[_Lane, Demand, float, float]] = FlowNetwork(self.resources.capacities)
         self.record = record
         self.timeline: list[Interval] = []
+        self.stamps: dict[tuple[int, int], float] = {}
         self.flags: dict[Flag, int] = {}
         self.waiting: dict[Flag, list[tuple[_Lane, Wait]]] = {}
         self.events: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
@@ -118,7 +122,7 @@ class _Simulation:
             )
             raise DeadlockError(f"simulate: {len(stuck)} queues never end: {text}")
         count = sum(len(queue.commands) for queue in self.program.queues)
-        return Run(self.finish_us, self.host_us, count, tuple(self.timeline))
+        return Run(self.finish_us, self.host_us, count, tuple(self.timeline), self.stamps)
 
     def _hand_over(self, lanes: list[_Lane]) -> None:
         """Let the host threads prepare the queues, in the program's order."""
@@ -133,7 +137,9 @@ class _Simulation:
                 self._at(0.0, self._advance, lane)
             else:
                 start = free.get(thread, 0.0)
-                control = self.dma.control_us * (len(queue.commands) + 1)  # and the sync command
+                # Stamps are free: what is predicted is the program without them. One more for the sync command.
+                count = sum(not isinstance(command, Stamp) for command in queue.commands) + 1
+                control = self.dma.control_us * count
                 free[thread] = start + control + self.dma.doorbell_us
                 ready = free[thread] + self.dma.fetch_us
                 self._note("host", f"thread {thread}", f"prepare {queue.rank} {queue.engine}", start, start + control)
@@ -189,6 +195,7 @@ class _Simulation:
                 self._at(self.now + issue + move.latency_us, self._begin, lane, move, self.now)
                 return
             else:
+                self.stamps[lane.queue.rank, command.slot] = self.now
                 lane.index += 1
         self.ended += 1
         known = self.now + self.dma.sync_us

@@ -1,0 +1,77 @@
+"""The choice: of the legal candidates, the one with the least expected time, with a reason to print."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from sidelane.choice.candidate import DMA, EVERYTHING, FIRST, SM, Abilities, Call, Candidate, candidates
+from sidelane.choice.profile import Profile
+
+SMALL_BYTES = 1 << 20
+"""Without any measurement, kernels are taken below this size where they are legal: on H200s a DMA collective spends
+more on its two handshakes than a kernel on everything up to about here (``results/h200x4/collectives.json``)."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Choice:
+    """What will run, and why.
+
+    Attributes:
+        candidate: the pick.
+        reason: in words.
+        table: every legal candidate with its expected time in microseconds, fastest first; None where not measured.
+    """
+
+    candidate: Candidate
+    reason: str
+    table: tuple[tuple[Candidate, float | None], ...]
+
+
+def choose(profile: Profile | None, call: Call, abilities: Abilities = EVERYTHING) -> Choice:
+    """Choose for a call. Deterministic: the same arguments give the same choice on every rank.
+
+    Args:
+        profile: of the machine; None where nothing was measured, which leaves a rule of thumb.
+        call: what is asked.
+        abilities: of this machine.
+    """
+    legal = candidates(call, abilities)
+    assert legal, "copy engines without a kernel run every collective"
+    if call.world_size == 1:
+        alone = next(found for found in legal if found.implementation == DMA)
+        return Choice(alone, "a single rank has nothing to send", tuple((found, None) for found in legal))
+    curves = () if profile is None else profile.comparable(call)
+    measured_us = {curve.candidate: curve.at(call.nbytes) for curve in curves}
+    times = [(found, measured_us.get(found)) for found in legal]
+    table = tuple(sorted(times, key=lambda entry: (entry[1] is None, entry[1] or 0.0)))
+    best, best_us = table[0]
+    if best_us is None:
+        return _by_thumb(call, legal, table, measured=profile is not None)
+    reason = f"{best_us:.4g} us expected"
+    if len(table) > 1 and (second_us := table[1][1]) is not None:
+        reason += f", next {table[1][0]} {second_us:.4g} us"
+    curve = curves[0]
+    differs = [
+        text
+        for text, different in (
+            (f"with {curve.world_size} ranks", curve.world_size != call.world_size),
+            ("in place" if curve.in_place else "out of place", curve.in_place != call.in_place),
+            ("in a graph" if curve.captured else "eager", curve.captured != call.captured),
+            ("on symmetric memory", not call.symmetric),
+        )
+        if different
+    ]
+    if differs:
+        reason += f" (measured {', '.join(differs)})"
+    return Choice(best, reason, table)
+
+
+def _by_thumb(
+    call: Call, legal: tuple[Candidate, ...], table: tuple[tuple[Candidate, float | None], ...], *, measured: bool
+) -> Choice:
+    kernel = next((found for found in legal if found.implementation == SM), None)
+    lacking = f"{call.kind} was not measured" if measured else "nothing was measured"
+    if kernel is not None and call.nbytes < SMALL_BYTES:
+        return Choice(kernel, f"{lacking}; rule of thumb: a kernel below {SMALL_BYTES >> 20} MiB", table)
+    engines = next((found for found in legal if found.variant == FIRST), legal[0])
+    return Choice(engines, f"{lacking}; rule of thumb: one copy engine a rank", table)

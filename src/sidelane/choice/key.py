@@ -1,0 +1,86 @@
+"""On what a profile was measured: hardware and software that change its times."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from importlib import metadata
+from typing import Any
+
+CPU = "cpu"
+SOFTWARE = ("driver", "cuda", "nccl", "torch", "triton")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Key:
+    """What must be equal for a profile to be used.
+
+    Attributes:
+        device_type: as torch names it.
+        device: name of the GPUs, or of the processor.
+        count: GPUs that the ranks can use, or cores.
+        links: what is between the GPUs, in words; empty where it is not known.
+        software: (name, version), by name.
+    """
+
+    device_type: str
+    device: str
+    count: int
+    links: str = ""
+    software: tuple[tuple[str, str], ...] = ()
+
+    def differences(self, here: Key) -> tuple[str, ...]:
+        """What differs on this machine, one phrase each. What either side does not know is not compared."""
+        pairs = [
+            ("device type", self.device_type, here.device_type),
+            ("device", self.device, here.device),
+            ("count", self.count, here.count),
+            ("links", self.links, here.links),
+        ]
+        ours, theirs = dict(here.software), dict(self.software)
+        pairs += [(name, theirs.get(name, ""), ours.get(name, "")) for name in sorted({*ours, *theirs})]
+        return tuple(f"{name} ({old} there, {new} here)" for name, old, new in pairs if old and new and old != new)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For the JSON of a profile."""
+        return {**dataclasses.asdict(self), "software": dict(self.software)}
+
+    @staticmethod
+    def from_dict(content: Mapping[str, Any]) -> Key:
+        """What :meth:`to_dict` made."""
+        return Key(**{**content, "software": tuple(sorted(content["software"].items()))})
+
+
+def key_here(device_type: str, world_size: int = 1) -> Key:
+    """The key of this machine.
+
+    Args:
+        device_type: of the ranks' tensors.
+        world_size: ranks of a group on this machine: where each process sees one GPU only, there are that many.
+    """
+    found = _here(device_type)
+    return found if device_type == CPU else dataclasses.replace(found, count=max(found.count, world_size))
+
+
+@functools.cache
+def _here(device_type: str) -> Key:
+    from sidelane.machine import local  # imports torch, which the command line does without
+
+    versions = local.software_versions() if device_type != CPU else {}
+    for name in ("torch", "triton"):
+        if name == "triton" and device_type == CPU:
+            continue  # no CPU collective runs a kernel
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    software = tuple(sorted((name, versions[name]) for name in SOFTWARE if name in versions))
+    found = local.inspect().accelerators if device_type != CPU else None
+    if found is None:
+        return Key(device_type, local.processor(), local.cores(), software=software)
+    names = ", ".join(dict.fromkeys(gpu.name for gpu in found.gpus))
+    first = found.gpus[0]
+    kind = {True: "to a switch", False: "to peers", None: ""}[first.through_switch]
+    links = "" if first.links is None else f"{first.links} {kind}".strip() if first.links else "none"
+    return Key(device_type, names, len(found.gpus), links, software)

@@ -1,0 +1,177 @@
+"""A profile: measured times of a machine by collective, way to call it, candidate and size, and what lies between.
+
+A profile is a JSON object. Its key says on what hardware and software it was measured (``choice.key``).
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from sidelane.choice.candidate import Call, Candidate
+from sidelane.choice.key import Key
+from sidelane.program.collective import REDUCING, Kind
+
+FORMAT = 1
+"""Changes with every change of the file's keys or of what they mean. A profile of another format is not used."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Curve:
+    """Times of one candidate over sizes.
+
+    Attributes:
+        kind: the collective.
+        world_size: ranks that took part.
+        dtype: of the elements.
+        in_place: input and output shared memory (both symmetric).
+        captured: as part of a graph; else eager, the host's time included.
+        candidate: what ran.
+        times: (bytes, microseconds), by growing bytes; bytes as in :class:`sidelane.choice.Call`.
+    """
+
+    kind: Kind
+    world_size: int
+    dtype: str
+    in_place: bool
+    captured: bool
+    candidate: Candidate
+    times: tuple[tuple[int, float], ...]
+
+    def __post_init__(self) -> None:
+        sizes = [nbytes for nbytes, _ in self.times]
+        if not sizes or sizes != sorted(set(sizes)) or sizes[0] < 1:
+            raise ValueError(f"Curve: sizes must grow, from 1 byte on (value={sizes})")
+        if not all(math.isfinite(us) and us > 0 for _, us in self.times):
+            raise ValueError(f"Curve: times must be positive (value={[us for _, us in self.times]})")
+
+    def at(self, nbytes: int) -> float:
+        """Microseconds for a size.
+
+        Between two measured sizes, time follows a power of the size. Below the smallest it stays what it is there
+        (latency); above the largest it grows with the bytes (bandwidth).
+
+        >>> times = ((100, 10.0), (400, 20.0))
+        >>> curve = Curve(Kind.ALL_GATHER, 4, "int32", False, False, Candidate("dma", "b2b"), times)
+        >>> curve.at(10), round(curve.at(200), 1), curve.at(800)
+        (10.0, 14.1, 40.0)
+        """
+        sizes = [size for size, _ in self.times]
+        above = bisect.bisect_left(sizes, nbytes)
+        if above == 0:
+            return self.times[0][1]
+        low_bytes, low_us = self.times[above - 1]
+        if above == len(sizes):
+            return low_us * nbytes / low_bytes
+        high_bytes, high_us = self.times[above]
+        share = math.log(nbytes / low_bytes) / math.log(high_bytes / low_bytes)
+        return low_us * math.pow(high_us / low_us, share)
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """What was measured on a machine.
+
+    Attributes:
+        machine: short name (``h200x4``, ``cpu``).
+        key: hardware and software of the measurement.
+        date: UTC, ISO 8601.
+        command: what to type to measure it again.
+        curves: the times.
+    """
+
+    machine: str
+    key: Key
+    date: str
+    command: str
+    curves: tuple[Curve, ...]
+
+    def comparable(self, call: Call) -> tuple[Curve, ...]:
+        """Curves that answer for a call: of its collective and, as near as was measured, of its way to be called."""
+        found = tuple(curve for curve in self.curves if curve.kind is call.kind)
+        if not found:
+            return ()
+        ranks = min({curve.world_size for curve in found}, key=lambda n: (abs(math.log(n / call.world_size)), n))
+        found = tuple(curve for curve in found if curve.world_size == ranks)
+        found = _prefer(found, "captured", call.captured)
+        found = _prefer(found, "in_place", call.in_place)
+        return _prefer(found, "dtype", call.dtype if call.kind in REDUCING else found[0].dtype)
+
+    def replacing(self, curves: tuple[Curve, ...]) -> Profile:
+        """This profile with ``curves`` in the place of all that it had of the same collectives and world sizes."""
+        new = {(curve.kind, curve.world_size) for curve in curves}
+        kept = tuple(curve for curve in self.curves if (curve.kind, curve.world_size) not in new)
+        return dataclasses.replace(self, curves=(*kept, *curves))
+
+    def to_text(self) -> str:
+        """The JSON of the file, a line for each curve."""
+        head = {
+            "format": FORMAT,
+            "machine": self.machine,
+            "key": self.key.to_dict(),
+            "date": self.date,
+            "command": self.command,
+        }
+        lines = [f" {json.dumps(name)}: {json.dumps(value)}," for name, value in head.items()]
+        curves = ",\n".join(f"  {json.dumps(_curve_to_dict(curve))}" for curve in self.curves)
+        return "\n".join(["{", *lines, ' "curves": [', curves, " ]", "}", ""])
+
+
+@functools.lru_cache(maxsize=16)
+def parse(text: str) -> Profile:
+    """Read a profile.
+
+    Raises:
+        ValueError: it is not one, or is of another format; the text says what is wrong.
+    """
+    try:
+        content = json.loads(text)
+        if content["format"] != FORMAT:
+            raise ValueError(f"format (value={content['format']!r}, allowed={FORMAT})")
+        curves = tuple(map(_curve_from_dict, content["curves"]))
+        key = Key.from_dict(content["key"])
+        return Profile(content["machine"], key, content["date"], content["command"], curves)
+    except (ValueError, KeyError, TypeError, AttributeError) as problem:
+        raise ValueError(f"not a profile: {type(problem).__name__}: {problem}") from problem
+
+
+def expected_us(profile: Profile, call: Call, candidate: Candidate) -> float | None:
+    """Microseconds that a call is expected to take as ``candidate``; None where that was not measured."""
+    curve = next((curve for curve in profile.comparable(call) if curve.candidate == candidate), None)
+    return None if curve is None else curve.at(call.nbytes)
+
+
+def _prefer(curves: tuple[Curve, ...], name: str, value: object) -> tuple[Curve, ...]:
+    """Those whose ``name`` is ``value``; if there is none, all that share the first one's."""
+    same = tuple(curve for curve in curves if getattr(curve, name) == value)
+    return same or tuple(curve for curve in curves if getattr(curve, name) == getattr(curves[0], name))
+
+
+def _curve_to_dict(curve: Curve) -> dict[str, Any]:
+    return {
+        "collective": str(curve.kind),
+        "ranks": curve.world_size,
+        "dtype": curve.dtype,
+        "in_place": curve.in_place,
+        "captured": curve.captured,
+        **dataclasses.asdict(curve.candidate),
+        "times": [[nbytes, float(f"{us:.4g}")] for nbytes, us in curve.times],
+    }
+
+
+def _curve_from_dict(row: Mapping[str, Any]) -> Curve:
+    names = [field.name for field in dataclasses.fields(Candidate)]
+    return Curve(
+        kind=Kind(row["collective"]),
+        world_size=int(row["ranks"]),
+        dtype=str(row["dtype"]),
+        in_place=bool(row["in_place"]),
+        captured=bool(row["captured"]),
+        candidate=Candidate(**{name: row[name] for name in names}),
+        times=tuple((int(nbytes), float(us)) for nbytes, us in row["times"]),
+    )

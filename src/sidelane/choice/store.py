@@ -1,0 +1,157 @@
+"""Where profiles are: the user's file for this machine, a file that the settings name, or a table of this package."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.resources
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from sidelane.choice.key import CPU, Key
+from sidelane.choice.profile import Profile, parse
+from sidelane.config import BUILTIN, profile_folder
+from sidelane.machine.inventory import machine_name
+
+
+@dataclasses.dataclass(frozen=True)
+class InForce:
+    """The profile that choices are made by.
+
+    Attributes:
+        profile: None where there is none: choices follow a rule of thumb.
+        where: what it is, in words.
+        notes: why another one is not used.
+    """
+
+    profile: Profile | None
+    where: str
+    notes: tuple[str, ...] = ()
+
+    def to_text(self) -> str:
+        """For other ranks."""
+        text = None if self.profile is None else self.profile.to_text()
+        return json.dumps({"profile": text, "where": self.where, "notes": self.notes})
+
+    @staticmethod
+    def from_text(text: str) -> InForce:
+        """What :meth:`to_text` made."""
+        content: dict[str, Any] = json.loads(text)
+        profile = None if content["profile"] is None else parse(content["profile"])
+        return InForce(profile, content["where"], tuple(content["notes"]))
+
+
+def in_force(setting: str | None, key: Key) -> InForce:
+    """Find the profile for a machine.
+
+    Args:
+        setting: ``Config.profile``: a file, ``builtin``, or None for the user's file of this machine.
+        key: of this machine.
+
+    Raises:
+        ValueError: the file that ``setting`` names is missing or is not a profile.
+    """
+    notes = []
+    if setting != BUILTIN:
+        path = user_file(key) if setting is None else Path(setting)
+        try:
+            profile = read(path)
+            if profile is not None:
+                differences = profile.key.differences(key)
+                if not differences:
+                    return InForce(profile, f"{_shown(path)}, tuned {profile.date}")
+                notes.append(
+                    f"{_shown(path)} is not used: measured on another machine or with other software: "
+                    f"{'; '.join(differences)} (sidelane tune measures again)"
+                )
+            elif setting is not None:
+                raise ValueError(
+                    f"profile: no such file (value={setting!r}, allowed=a file of sidelane tune, {BUILTIN})"
+                )
+        except ValueError as problem:
+            if setting is not None:
+                raise
+            notes.append(f"{_shown(path)} is not used: {problem}")
+    table = builtin_for(key)
+    if table is not None:
+        different = "" if table.key.count == key.count or key.device_type == CPU else f"; {key.count} here"
+        return InForce(table, f"the built-in table {table.machine} ({table.date[:10]}{different})", tuple(notes))
+    return InForce(None, f"a rule of thumb: no table for {key.device} (sidelane tune makes one)", tuple(notes))
+
+
+def user_file(key: Key) -> Path:
+    """Where ``sidelane tune`` keeps the profile of a machine."""
+    return profile_folder() / f"{name_of(key)}.json"
+
+
+def name_of(key: Key) -> str:
+    """Short name of a machine, as the folders under ``results/`` have it."""
+    return CPU if key.device_type == CPU else machine_name(key.device, key.count)
+
+
+def read(path: Path) -> Profile | None:
+    """The profile in a file; None if there is no such file.
+
+    Raises:
+        ValueError: the file is not a profile.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as problem:
+        raise ValueError(f"profile: cannot be read (value={_shown(path)!r}): {problem}") from problem
+    try:
+        return parse(text)
+    except ValueError as problem:
+        raise ValueError(f"profile: {_shown(path)}: {problem}") from problem
+
+
+def write(path: Path, profile: Profile) -> None:
+    """Write a file whole or not at all, making its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(profile.to_text())
+        os.chmod(temporary, 0o644)  # mkstemp makes it private
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+@functools.cache
+def builtin(name: str) -> Profile | None:
+    """The table of this package with that name; None if there is none."""
+    if name not in builtin_names():
+        return None
+    return parse(
+        (importlib.resources.files("sidelane.choice") / "builtin" / f"{name}.json").read_text(encoding="utf-8")
+    )
+
+
+def builtin_names() -> tuple[str, ...]:
+    """Machines that this package has a table of."""
+    folder = importlib.resources.files("sidelane.choice") / "builtin"
+    return tuple(sorted(entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json")))
+
+
+def builtin_for(key: Key) -> Profile | None:
+    """The table for a machine: of the same device, whatever its software, and of the nearest count."""
+    tables = [table for name in builtin_names() if (table := builtin(name)) is not None]
+    if key.device_type == CPU:
+        return next((table for table in tables if table.key.device_type == CPU), None)
+    same = [table for table in tables if table.key.device == key.device]
+    return min(same, key=lambda table: abs(table.key.count - key.count), default=None)
+
+
+def _shown(path: Path) -> str:
+    """A path for people: without the folder of whose home it is in."""
+    try:
+        return f"~/{path.relative_to(Path.home())}"
+    except (ValueError, RuntimeError):
+        return str(path)

@@ -1,0 +1,63 @@
+"""Staging: symmetric scratch memory of a communicator that grows by what calls need."""
+
+from __future__ import annotations
+
+from sidelane.collectives.backend import Backend
+from sidelane.errors import UnavailableError
+from sidelane.memory.base import SymmetricBlock
+
+STEP_BYTES = 1 << 20
+"""Staging grows to multiples of this, doubling while it is small, so that growing is rare."""
+
+MOST_SPARE_BYTES = 64 << 20
+"""More than this is never added beyond what a call needs."""
+
+
+class Staging:
+    """One block, replaced by a larger one when a call needs that.
+
+    Args:
+        backend: whose memory.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._block: SymmetricBlock | None = None
+        self._is_captured = False
+        self._kept: list[SymmetricBlock] = []
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Where this process reaches the block of each rank; empty before the first call that needs one."""
+        return () if self._block is None else self._block.addresses
+
+    def reserve(self, nbytes: int, frozen: bool) -> bool:
+        """Have room for a call. Collective where it grows.
+
+        Args:
+            nbytes: needed on every rank.
+            frozen: the call is being captured, and its graph will refer to the block for as long as it lives.
+
+        Returns:
+            True if the block is another one now, so that whatever refers to the old one must be loaded again.
+
+        Raises:
+            UnavailableError: it would have to grow during a capture, or the memory is not there.
+        """
+        have = 0 if self._block is None else self._block.tensor.nbytes
+        grows = nbytes > have
+        if grows and frozen:
+            raise UnavailableError(
+                f"this call needs {nbytes} bytes of staging and memory cannot be allocated while a graph is captured "
+                f"(have={have}): make the call once before the capture, or use tensors from Communicator.empty"
+            )
+        if grows:
+            if self._block is not None and self._is_captured:
+                self._kept.append(self._block)
+            elif self._block is not None:
+                self._backend.synchronize()  # on every rank before the allocation, which is collective, ends on any
+            steps = -(-max(nbytes, have + min(have, MOST_SPARE_BYTES)) // STEP_BYTES)
+            self._block = self._backend.memory.allocate(steps * STEP_BYTES)
+            self._is_captured = False
+        self._is_captured |= frozen and nbytes > 0
+        return grows

@@ -1,0 +1,49 @@
+# Kernels are Triton's language, which Python's type checker cannot read.
+# mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment"
+
+"""How elements of the ranks are combined, everywhere alike: floats in float32 in the order of the ranks, rounded once.
+
+Integers wrap. NaN spreads through every operation. An integer average truncates towards 0.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+DTYPES = {
+    "float32": tl.float32,
+    "float16": tl.float16,
+    "bfloat16": tl.bfloat16,
+    "int32": tl.int32,
+    "int64": tl.int64,
+}
+"""What can be reduced, by torch's names (``program.collective.ELEMENT_BYTES``)."""
+
+
+@triton.jit
+def widen(value, FLOAT: tl.constexpr):
+    """A float as float32; an integer as it is."""
+    return value.to(tl.float32) if FLOAT else value
+
+
+@triton.jit
+def accumulate(result, value, OP: tl.constexpr):
+    """Combine what earlier ranks gave with the next rank's ``value``."""
+    if OP == "min":
+        # A comparison with NaN is false: the first test lets a NaN in, the second never replaces one.
+        return tl.where((value != value) | (value < result), value, result)
+    elif OP == "max":
+        return tl.where((value != value) | (value > result), value, result)
+    else:
+        return result + value
+
+
+@triton.jit
+def finish(result, N: tl.constexpr, OP: tl.constexpr, FLOAT: tl.constexpr):
+    """What remains to be done when all N have been accumulated; still wide."""
+    if OP == "avg":
+        # Float: the IEEE quotient. Integer: Triton's // truncates towards zero.
+        return tl.div_rn(result, tl.full(result.shape, N, tl.float32)) if FLOAT else result // N
+    else:
+        return result

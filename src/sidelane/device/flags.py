@@ -1,0 +1,128 @@
+# Kernels are Triton's language, which Python's type checker cannot read.
+# mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment"
+
+"""Generations and flags: how thread blocks with the same number meet across ranks. Portable Triton.
+
+Legend: P = 8 lanes, one for each rank (``MAX_RANKS``); lanes beyond the ranks there are do nothing. Addresses are
+64-bit integers; ``arenas`` are int64[P], in any order; ``rank`` is this kernel's. ``spent`` is 0 until the host has
+told the kernel to give up; from then on no wait waits.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from sidelane.device import layout
+
+COUNTERS_OFFSET = tl.constexpr(layout.COUNTERS_OFFSET)
+FLAGS_OFFSET = tl.constexpr(layout.FLAGS_OFFSET)
+MAX_BLOCKS = tl.constexpr(layout.MAX_BLOCKS)
+MAX_RANKS = tl.constexpr(layout.MAX_RANKS)
+WAITING = tl.constexpr(layout.WAITING)
+POLLS = tl.constexpr(256)
+"""Polls, each about a microsecond, between two looks at the board, which lies behind PCIe."""
+
+
+@triton.jit
+def next_generation(arena):
+    """The generation of this launch. Nothing but :func:`end_generation` may have been called since it began."""
+    before = tl.load((arena + COUNTERS_OFFSET).to(tl.pointer_type(tl.int32)) + tl.program_id(0))
+    return tl.where(before == -1, 2, before + 1)
+
+
+@triton.jit
+def end_generation(arena, generation):
+    """Make ``generation`` that of the past, for this block and for those with its number modulo the blocks there are.
+
+    The last act of a block: what follows it in its stream may rely on it, and nothing else may.
+    """
+    tl.debug_barrier()
+    block = tl.arange(0, MAX_BLOCKS)
+    counters = (arena + COUNTERS_OFFSET).to(tl.pointer_type(tl.int32)) + block
+    tl.store(counters, generation, mask=block % tl.num_programs(0) == tl.program_id(0))
+
+
+@triton.jit
+def addresses_of(peers, N: tl.constexpr):
+    """int64[P]: the addresses in the tuple ``peers`` (the first N of them) as a tensor."""
+    lane = tl.arange(0, MAX_RANKS)
+    addresses = tl.zeros([MAX_RANKS], tl.int64)
+    for index in tl.static_range(N):
+        addresses = tl.where(lane == index, peers[index], addresses)
+    return addresses
+
+
+@triton.jit
+def signal(arenas, rank, generation, PHASE: tl.constexpr, N: tl.constexpr):
+    """Tell the block with this number, on each of N ranks, that this rank has come to ``PHASE`` of ``generation``.
+
+    Releases at system scope: whoever sees the flag in a :func:`wait` sees all that this block has read and written.
+    """
+    # The release is one thread's; the barrier puts the accesses of all threads in front of it.
+    tl.debug_barrier()
+    lane = tl.arange(0, MAX_RANKS)
+    flags = _flags(arenas, PHASE) + rank
+    tl.atomic_xchg(flags, tl.zeros([MAX_RANKS], tl.int32) + generation, mask=lane < N, sem="release", scope="sys")
+
+
+@triton.jit
+def relaxed_signal(arenas, rank, generation, PHASE: tl.constexpr, N: tl.constexpr):
+    """As :func:`signal`, but orders nothing: for a peer that only needs to know that this kernel runs."""
+    lane = tl.arange(0, MAX_RANKS)
+    flags = _flags(arenas, PHASE) + rank
+    tl.atomic_xchg(flags, tl.zeros([MAX_RANKS], tl.int32) + generation, mask=lane < N, sem="relaxed", scope="sys")
+
+
+@triton.jit
+def wait(arena, generation, board, spent, PHASE: tl.constexpr, N: tl.constexpr):
+    """Wait until each of N ranks has come to ``PHASE`` of ``generation`` or beyond (in a circle of 2**32).
+
+    Acquires at system scope, for all threads of the block.
+
+    Returns:
+        ``spent``, not 0 if the host has told the kernel to give up.
+    """
+    lane = tl.arange(0, MAX_RANKS)
+    flags = _flags(arena + tl.zeros([MAX_RANKS], tl.int64), PHASE) + lane
+    mask = lane < N
+    missing = tl.max(_late(tl.load(flags, mask=mask, other=0, volatile=True), mask, generation))
+    polls = 0
+    while (missing != 0) & (spent == 0):
+        late = _late(tl.load(flags, mask=mask, other=0, volatile=True), mask, generation)
+        missing = tl.max(late)
+        polls += 1
+        if polls % POLLS == 0:
+            spent = give_up(board, lane, late, generation)
+    # Loads find out when; the addition of 0 acquires. Additions alone would do, but where many blocks repeat them they
+    # keep the peers' signals from getting through: waits of half a millisecond were seen.
+    missing = tl.max(_late(_acquire(flags, mask), mask, generation))
+    while (missing != 0) & (spent == 0):
+        missing = tl.max(_late(_acquire(flags, mask), mask, generation))
+    tl.debug_barrier()
+    return spent
+
+
+@triton.jit
+def give_up(board, ranks, late, generation):
+    """Write on the board which of ``ranks`` are late, and read there whether to give up: 0 for going on."""
+    words = board.to(tl.pointer_type(tl.int32))
+    tl.store(words + WAITING + ranks, tl.zeros_like(late) + generation, mask=late != 0)
+    return tl.load(words, volatile=True)
+
+
+@triton.jit
+def _flags(arenas, PHASE: tl.constexpr):
+    place = FLAGS_OFFSET + 4 * MAX_RANKS * (PHASE * MAX_BLOCKS + tl.program_id(0))
+    return (arenas + place).to(tl.pointer_type(tl.int32))
+
+
+@triton.jit
+def _acquire(flags, mask):
+    return tl.atomic_add(flags, 0, mask=mask, sem="acquire", scope="sys")
+
+
+@triton.jit
+def _late(words, mask, generation):
+    """int32[P]: 1 for each rank that has not come."""
+    return (mask & (words - generation < 0)).to(tl.int32)

@@ -1,0 +1,79 @@
+"""What it takes to launch a kernel, as data: made by the files of the kernels, submitted by executors and tests."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from sidelane.device.layout import MAX_BLOCKS, MAX_RANKS
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """One launch of a kernel.
+
+    Attributes:
+        kernel: made by ``triton.jit``.
+        blocks: thread blocks.
+        warps: of a block.
+        arguments: 64-bit integers, in the order of the source.
+        constants: values of the ``tl.constexpr`` arguments.
+    """
+
+    kernel: Any
+    blocks: int
+    warps: int
+    arguments: tuple[int, ...]
+    constants: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Site:
+    """Where a kernel runs.
+
+    Attributes:
+        rank: of this process.
+        arenas: address of each rank's arena (see ``layout``).
+        board: address of the board of this rank's host.
+        most_blocks: thread blocks that a launch may have; the same on every rank.
+
+    Raises:
+        ValueError: too many ranks or blocks.
+    """
+
+    rank: int
+    arenas: tuple[int, ...]
+    board: int
+    most_blocks: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.arenas) <= MAX_RANKS:
+            raise ValueError(f"Site: ranks (value={len(self.arenas)}, allowed=1..{MAX_RANKS})")
+        if not 1 <= self.most_blocks <= MAX_BLOCKS:
+            raise ValueError(f"Site: most_blocks (value={self.most_blocks}, allowed=1..{MAX_BLOCKS})")
+
+    @property
+    def world_size(self) -> int:
+        return len(self.arenas)
+
+    def blocks(self, tiles: int) -> int:
+        """Thread blocks for ``tiles`` pieces of work, which depend on nothing but what all ranks know."""
+        return max(1, min(tiles, self.most_blocks))
+
+    def rotated(self, addresses: tuple[int, ...]) -> tuple[int, ...]:
+        """One address a rank, beginning with this rank's, so that all ranks do not turn to the same peer at once."""
+        return addresses[self.rank :] + addresses[: self.rank]
+
+
+def padded(addresses: tuple[int, ...]) -> tuple[int, ...]:
+    """As many addresses as kernels have arguments for."""
+    return addresses + (0,) * (MAX_RANKS - len(addresses))
+
+
+def unit_bytes(*values: int, most: int = 16) -> int:
+    """Largest access, of 1, 2, 4 or 16 bytes, that addresses and sizes are multiples of.
+
+    >>> unit_bytes(256, 48), unit_bytes(256, 24), unit_bytes(258), unit_bytes(256, most=4)
+    (16, 4, 2, 4)
+    """
+    return next(unit for unit in (16, 4, 2, 1) if unit <= most and all(value % unit == 0 for value in values))

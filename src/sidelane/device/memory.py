@@ -1,0 +1,90 @@
+# Kernels are Triton's language, which Python's type checker cannot read.
+# mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment"
+
+"""Bytes at addresses: pointers, tiles, and words of four bytes at any alignment. Portable Triton.
+
+Nothing here orders anything: loads and stores are weak, like those of any kernel. Whether an address is this rank's or
+a peer's makes no difference to the code.
+
+Legend: UNIT, the bytes of one access: 1, 2, 4, or 16 where addresses and sizes allow it; TILE, the bytes that a thread
+block moves at a time.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+WORD = tl.constexpr(4)
+
+
+@triton.jit
+def pointer(address, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """A pointer to elements of ``DTYPE``; ``ALIGNED`` promises that it is a multiple of 16 bytes."""
+    result = address.to(tl.pointer_type(DTYPE))
+    return tl.multiple_of(result, 16) if ALIGNED else result
+
+
+@triton.jit
+def unit_pointer(address, UNIT: tl.constexpr):
+    """A pointer to integers of UNIT bytes, but of 8 for 16: two neighbours then make one access."""
+    if UNIT == 16:
+        return pointer(address, tl.int64, True)
+    elif UNIT == 4:
+        return pointer(address, tl.int32, False)
+    elif UNIT == 2:
+        return pointer(address, tl.int16, False)
+    else:
+        return pointer(address, tl.int8, False)
+
+
+@triton.jit
+def get(address, tile, nbytes, UNIT: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr):
+    """Load tile number ``tile`` of the ``nbytes`` at ``address``, maybe a peer's. ``WHOLE``: it is a full one."""
+    ELEMENT: tl.constexpr = 8 if UNIT == 16 else UNIT
+    offsets = tile * (TILE // ELEMENT) + tl.arange(0, TILE // ELEMENT)
+    if WHOLE:
+        return tl.load(unit_pointer(address, UNIT) + offsets)
+    else:
+        return tl.load(unit_pointer(address, UNIT) + offsets, mask=offsets < nbytes // ELEMENT)
+
+
+@triton.jit
+def put(address, values, tile, nbytes, UNIT: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr):
+    """Store a tile that :func:`get` has loaded at ``address``, which may be a peer's."""
+    ELEMENT: tl.constexpr = 8 if UNIT == 16 else UNIT
+    offsets = tile * (TILE // ELEMENT) + tl.arange(0, TILE // ELEMENT)
+    if WHOLE:
+        tl.store(unit_pointer(address, UNIT) + offsets, values)
+    else:
+        tl.store(unit_pointer(address, UNIT) + offsets, values, mask=offsets < nbytes // ELEMENT)
+
+
+@triton.jit
+def load_words(address, index, nbytes, UNIT: tl.constexpr, ALIGNED: tl.constexpr):
+    """int32: words ``index`` of the ``nbytes`` at ``address``, put together from units of 1, 2 or 4 bytes.
+
+    Bytes beyond the end are 0. With UNIT 1, the word of the bytes 0x11 0x22 0x33 is 0x00332211.
+    """
+    if UNIT == WORD:
+        return tl.load(pointer(address, tl.int32, ALIGNED) + index, mask=index < nbytes // WORD, other=0)
+    else:
+        word = tl.zeros_like(index).to(tl.int32)
+        for piece in tl.static_range(WORD // UNIT):
+            place = index * (WORD // UNIT) + piece
+            part = tl.load(unit_pointer(address, UNIT) + place, mask=place < nbytes // UNIT, other=0).to(tl.int32)
+            word |= (part & ((1 << (8 * UNIT)) - 1)) << (8 * UNIT * piece)
+        return word
+
+
+@triton.jit
+def store_words(address, index, words, nbytes, mask, UNIT: tl.constexpr, ALIGNED: tl.constexpr):
+    """Store words where :func:`load_words` would find them. Bytes beyond the end are left out."""
+    if UNIT == WORD:
+        tl.store(pointer(address, tl.int32, ALIGNED) + index, words, mask=mask & (index < nbytes // WORD))
+    else:
+        for piece in tl.static_range(WORD // UNIT):
+            place = index * (WORD // UNIT) + piece
+            part = words >> (8 * UNIT * piece)
+            target = unit_pointer(address, UNIT)
+            tl.store(target + place, part.to(target.dtype.element_ty), mask=mask & (place < nbytes // UNIT))

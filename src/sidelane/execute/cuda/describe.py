@@ -1,0 +1,61 @@
+"""Calls on streams in words, for ``sidelane explain``."""
+
+from __future__ import annotations
+
+from sidelane.execute.cuda.calls import (
+    Call,
+    Cell,
+    HostWord,
+    LaunchReduce,
+    Memcpy,
+    MemcpyBatch,
+    MemOps,
+    Operand,
+    RecordEvent,
+    RecordStamp,
+    WaitEvent,
+    WaitValue,
+    WriteValue,
+)
+from sidelane.program.ir import Flag
+
+
+def describe_call(call: Call) -> str:
+    """One line for people.
+
+    >>> describe_call(RecordEvent(2))
+    'record event 2'
+    """
+    match call:
+        case MemOps(ops):
+            return f"memory operations: {'; '.join(map(_operation, ops))}"
+        case Memcpy(dst, src, nbytes, within):
+            return f"{'local' if within else 'peer'} copy of {nbytes} bytes, {_place(dst)} <- {_place(src)}"
+        case MemcpyBatch(copies):
+            return f"{len(copies)} copies in one call: {'; '.join(map(describe_call, copies))}"
+        case LaunchReduce(dst, srcs, nbytes, reduction):
+            return f"kernel: {reduction} of {len(srcs)} x {nbytes} bytes -> {_place(dst)}"
+        case RecordEvent(event):
+            return f"record event {event}"
+        case WaitEvent(event):
+            return f"wait for event {event}"
+        case RecordStamp(slot):
+            return f"time stamp {slot}"
+
+
+def _operation(op: WriteValue | WaitValue) -> str:
+    if isinstance(op, WaitValue):
+        return f"wait {_place(op.flag)} {op.comparison} {op.value}"
+    return f"write {_place(op.target)} = {op.value}"
+
+
+def _place(place: Operand | Flag | Cell | HostWord) -> str:
+    match place:
+        case Operand(rank, buffer, offset):
+            return f"{buffer}@{rank}+{offset}"
+        case Flag(rank, index):
+            return f"flag {index}@{rank}"
+        case Cell(index):
+            return f"cell {index}"
+        case _:
+            return f"host word '{place}'"

@@ -1,0 +1,127 @@
+"""Triton kernels without Triton's launcher: compiled once, loaded by the driver API, launched as a prepared call.
+
+Triton's own launcher takes some 15 us of host time a call; ``cuLaunchKernel`` with packed arguments takes 2. To keep
+packing simple, every argument of such a kernel is a 64-bit integer (an address or a count) and everything else is a
+constant at compile time::
+
+    @triton.jit
+    def fill(target, count, VALUE: tl.constexpr, BLOCK: tl.constexpr): ...
+
+    call = driver.bind_kernel(fill, {"VALUE": 3, "BLOCK": 256}, [address, 256], blocks=1, warps=4, stream=stream)
+    driver.submit([call])
+
+Import it late: it needs Triton.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import triton
+from triton.backends.compiler import GPUTarget
+
+from sidelane.errors import UnavailableError
+from sidelane.execute.cuda.driver import Bound, Driver
+
+_WARP_THREADS = 32
+_MOST_HIDDEN = 4
+
+
+class Kernels:
+    """The kernels that one device has loaded. Loading works while a stream is captured, in ``driver.relaxed_capture``.
+
+    Args:
+        driver: of the device, which must be current in every method.
+    """
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        major, minor = (driver.attribute(f"COMPUTE_CAPABILITY_{part}") for part in ("MAJOR", "MINOR"))
+        self._target = GPUTarget("cuda", 10 * major + minor, _WARP_THREADS)
+        self._loaded: dict[object, LoadedKernel] = {}
+
+    def load(self, function: Any, constants: Mapping[str, Any], warps: int) -> LoadedKernel:
+        """Compile and load a kernel, unless it is there already.
+
+        Args:
+            function: made by ``triton.jit``.
+            constants: a value for each argument that is a ``tl.constexpr``.
+            warps: of a thread block.
+
+        Raises:
+            UnavailableError: this version of Triton compiles it to something that needs Triton's launcher.
+        """
+        key = (function, warps, *sorted((name, str(value)) for name, value in constants.items()))
+        kernel = self._loaded.get(key)
+        if kernel is None:
+            kernel = self._loaded[key] = LoadedKernel(
+                self._driver, compile_for(self._target, function, constants, warps)
+            )
+        return kernel
+
+
+class LoadedKernel:
+    """A kernel in the memory of a device.
+
+    Args:
+        driver: of the device.
+        compiled: what Triton made.
+    """
+
+    def __init__(self, driver: Driver, compiled: Any) -> None:
+        metadata = compiled.metadata
+        scratch = [getattr(metadata, f"{kind}_scratch_size", 0) for kind in ("global", "profile")]
+        if any(scratch) or getattr(metadata, "num_ctas", 1) != 1:
+            raise UnavailableError(f"kernel {metadata.name}: it needs Triton's launcher (scratch bytes={scratch})")
+        self._driver = driver
+        self._threads = _WARP_THREADS * metadata.num_warps
+        self._shared_bytes = metadata.shared
+        self._function = driver.load_function(compiled.asm["cubin"], metadata.name, metadata.shared)
+        self._parameters = driver.count_parameters(self._function)
+        self._name = metadata.name
+
+    def bind(self, arguments: Sequence[int], *, blocks: int, stream: int) -> Bound:
+        """Prepare a launch of ``blocks`` thread blocks; the arguments, in the order of the source, are fixed."""
+        # Triton appends pointers to scratch memory that this kernel does not use; how many depends on its version.
+        hidden = self._parameters - len(arguments)
+        if not 0 <= hidden <= _MOST_HIDDEN:
+            raise ValueError(f"bind: arguments of {self._name} (value={len(arguments)}, allowed={self._parameters})")
+        packed = PackedArguments.of([*arguments, *[0] * hidden])
+        return self._driver.bind_launch(
+            self._function, packed, blocks=blocks, threads=self._threads, shared_bytes=self._shared_bytes, stream=stream
+        )
+
+
+class PackedArguments(int):
+    """Where the driver finds the arguments of a launch: the address of an array of addresses. Keeps both arrays.
+
+    The driver reads them while it takes the launch, so ``values`` may be changed between launches.
+    """
+
+    values: npt.NDArray[np.int64]
+    _places: npt.NDArray[np.uint64]
+
+    @classmethod
+    def of(cls, arguments: Sequence[int]) -> PackedArguments:
+        values = np.array(arguments, np.int64)
+        places = values.ctypes.data + np.arange(len(values), dtype=np.uint64) * np.uint64(values.itemsize)
+        packed = cls(places.ctypes.data)
+        packed.values, packed._places = values, places
+        return packed
+
+
+def compile_for(target: Any, function: Any, constants: Mapping[str, Any], warps: int) -> Any:
+    """Compile a kernel whose arguments are 64-bit integers and ``constants``. Needs no device.
+
+    Raises:
+        ValueError: a constant is missing, or is none of the kernel's.
+    """
+    names = [parameter.name for parameter in function.params if parameter.is_constexpr]
+    if sorted(names) != sorted(constants):
+        raise ValueError(f"compile: constants (value={sorted(constants)}, allowed={sorted(names)})")
+    signature = {name: "constexpr" if name in constants else "i64" for name in function.arg_names}
+    source = triton.compiler.ASTSource(function, signature, dict(constants))
+    return triton.compile(source, target=target, options={"num_warps": warps})

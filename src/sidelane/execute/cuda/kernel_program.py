@@ -1,0 +1,143 @@
+"""Collectives on compute units: one launch a call, with everything else in the kernel's own memory.
+
+Kernels keep generations in device memory (``device/layout.py``), so a launch is the same every time, eager or in a
+graph. The host hears of a kernel only if it waits for long (``watch``). Import this file late: it needs Triton.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from sidelane.device import exchange_cells, pull, push, reduce_cells, reduce_pull
+from sidelane.device.launch import Launch, Site
+from sidelane.execute.base import Addresses
+from sidelane.execute.cuda.driver import Bound
+from sidelane.execute.cuda.executor import CudaExecutor, stream_handle
+from sidelane.execute.submitted import Counts, Submitted
+from sidelane.program.collective import Buffer
+from sidelane.program.kernel import KernelProgram, Protocol
+
+_MOST_CALLERS = 64  # streams for which launches are remembered
+
+
+class CudaKernel:
+    """A collective of one kernel, bound to addresses (see :class:`sidelane.execute.base.LoadedProgram`).
+
+    Args:
+        executor: of this rank; its lock is held and its device current.
+        program: what to run.
+        addresses: where.
+        frozen: it is for a graph under capture.
+    """
+
+    def __init__(self, executor: CudaExecutor, program: KernelProgram, addresses: Addresses, *, frozen: bool) -> None:
+        self.program = program
+        self._executor = executor
+        self._frozen = frozen
+        self._launch = arrange(program, executor.rank, addresses, executor.board)
+        self._by_stream: dict[int, Bound | None] = {}
+        if self._launch is not None:
+            self._bind(executor.internal)  # compiles and loads it; inside a capture it would be too late
+        counts = Counts() if self._launch is None else Counts(kernels=1, calls=1)
+        submitted = Submitted(str(program.collective), "sm", program.variant, frozen, counts)
+        self._entry = executor.ledger.entry(submitted)
+
+    def start(self, epoch: int, stream: torch.Stream | None) -> KernelPending:
+        """Launch the kernel (see :class:`sidelane.execute.base.LoadedProgram`). Returns at once.
+
+        Raises:
+            ValueError: no stream.
+            PeerError, PeerTimeoutError: an earlier invocation failed; nothing was submitted.
+            DriverError: the driver refused the launch. The executor is of no use any more.
+        """
+        executor = self._executor
+        executor.check_usable("start")
+        if stream is None:
+            raise ValueError("start: a stream is needed (value=None)")
+        handle = stream_handle(stream)
+        with executor.lock, executor.driver.current():
+            bound = self._by_stream.get(handle)
+            if bound is None and self._launch is not None:
+                bound = self._bind(handle)
+            if bound is not None:
+                try:
+                    executor.driver.submit((bound,))
+                except BaseException as error:
+                    executor.watch.fail_submission(f"{self.program.collective} {self.program.variant}", error)
+                    raise
+            if not self._frozen:
+                executor.kernel_stream = handle
+            executor.watch.launched(epoch, self.program)
+            executor.ledger.count(self._entry)
+        return KernelPending(executor, None if self._frozen else handle)
+
+    def _bind(self, handle: int) -> Bound:
+        assert self._launch is not None
+        if len(self._by_stream) >= _MOST_CALLERS:
+            self._by_stream.clear()
+        launch, driver = self._launch, self._executor.driver
+        bound = driver.bind_kernel(
+            launch.kernel, launch.constants, launch.arguments, blocks=launch.blocks, warps=launch.warps, stream=handle
+        )
+        self._by_stream[handle] = bound
+        return bound
+
+
+class KernelPending:
+    """One launch (see :class:`sidelane.execute.base.Pending`); done when its stream is, or if it was captured."""
+
+    __slots__ = ("_executor", "_handle")
+
+    def __init__(self, executor: CudaExecutor, handle: int | None) -> None:
+        self._executor, self._handle = executor, handle
+
+    def done(self) -> bool:
+        return self._handle is None or self._executor.driver.is_idle(self._handle)
+
+    def wait(self) -> None:
+        while not self.done():
+            self._executor.check()
+            time.sleep(1e-4)
+        self._executor.check()
+
+
+def arrange(program: KernelProgram, rank: int, addresses: Addresses, board: int) -> Launch | None:
+    """The launch of one rank; None if there is nothing to move.
+
+    Raises:
+        ValueError: an address is missing.
+    """
+    collective, part, distinct = program.collective, program.part_bytes, program.distinct
+    if not program.total_bytes:
+        return None
+    site = Site(rank, addresses.arenas, board, program.blocks)
+    buffers = addresses.buffers
+
+    def address(buffer: Buffer, of_rank: int) -> int:
+        found = buffers.get((of_rank, buffer))
+        if found is None:
+            raise ValueError(f"load: no address of buffer {buffer} of rank {of_rank} ({collective}, {program.variant})")
+        return found
+
+    def everyone(buffer: Buffer) -> tuple[int, ...]:
+        return tuple(address(buffer, peer) for peer in range(program.world_size))
+
+    source = collective.input_span(rank, 0, 0)
+    target = collective.output_span(rank, 0, 0)
+    input, output = (address(span.buffer, rank) + span.offset for span in (source, target))
+    match program.protocol:
+        case Protocol.CELLS if collective.reduction:
+            return reduce_cells.arrange(site, output, input, part, collective.reduction, distinct=distinct)
+        case Protocol.CELLS:
+            return exchange_cells.arrange(site, output, input, part, distinct=distinct)
+        case Protocol.PUSH:
+            return push.arrange(site, everyone(target.buffer), input, part, distinct=distinct)
+        case Protocol.PULL:
+            return pull.arrange(site, output, input, everyone(Buffer.STAGING), part, distinct=distinct)
+        case Protocol.REDUCE:
+            assert collective.reduction is not None
+            total, gather = program.total_bytes, program.variant == "two_shot"
+            stagings = everyone(Buffer.STAGING)
+            return reduce_pull.arrange(site, output, input, stagings, part, total, collective.reduction, gather=gather)

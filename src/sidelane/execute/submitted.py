@@ -1,0 +1,115 @@
+"""What an executor gave to its engines, counted: the proof of what a collective ran on.
+
+The counts come from the plan that was submitted, not from the choice that led to it. Counting costs one addition a
+call.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Counts:
+    """Commands of one rank by the class of engine that executes them.
+
+    Attributes:
+        peer_copies: copies that cross a link, each copy of a batch for itself. (A broadcast or a swap that an executor
+            has as one command counts once. Where signals are 4-byte copies, those count too.)
+        local_copies: copies inside the rank's own memory.
+        writes: values stored by memory operations, for peers, the own rank and the host.
+        waits: waits by memory operations.
+        kernels: kernel launches. Zero means that no compute unit was used.
+        events: events recorded or waited for.
+        graph_launches: graphs launched; what they hold is counted under the other names.
+        calls: calls to the driver that all this took; on CPUs, queues handed to engine threads.
+    """
+
+    peer_copies: int = 0
+    local_copies: int = 0
+    writes: int = 0
+    waits: int = 0
+    kernels: int = 0
+    events: int = 0
+    graph_launches: int = 0
+    calls: int = 0
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(*(a + b for a, b in zip(self._numbers(), other._numbers(), strict=True)))
+
+    def __mul__(self, times: int) -> Counts:
+        return Counts(*(times * number for number in self._numbers()))
+
+    def __str__(self) -> str:
+        numbers = zip(dataclasses.fields(self), self._numbers(), strict=True)
+        return ", ".join(f"{number} {_counted(field.name, number)}" for field, number in numbers if number)
+
+    def _numbers(self) -> tuple[int, ...]:
+        return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
+
+
+def _counted(name: str, number: int) -> str:
+    """A field's name behind its number.
+
+    >>> _counted("peer_copies", 1), _counted("peer_copies", 2), _counted("writes", 1)
+    ('peer copy', 'peer copies', 'write')
+    """
+    if number == 1:
+        name = name.replace("copies", "copy").replace("launches", "launch").removesuffix("s")
+    return name.replace("_", " ")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Submitted:
+    """One invocation of a program on one rank.
+
+    Attributes:
+        collective: what was asked, in words.
+        implementation: ``dma`` or ``sm``.
+        variant: of the program that ran, with its transforms (``b2b``, ``b2b+frozen``).
+        captured: it went into a graph under capture instead of to the device.
+        counts: what it submitted.
+    """
+
+    collective: str
+    implementation: str
+    variant: str
+    captured: bool
+    counts: Counts
+
+
+class Entry:
+    """What a loaded program submits, and how often the like of it was submitted."""
+
+    __slots__ = ("submitted", "tally")
+
+    def __init__(self, submitted: Submitted, tally: list[int]) -> None:
+        self.submitted, self.tally = submitted, tally
+
+
+class Ledger:
+    """Everything that one executor submitted since it was made. Loaded programs keep their entry and count on it."""
+
+    def __init__(self) -> None:
+        # By counts, of which there are few: calls, with uneven sizes for one, can be of any number of kinds.
+        self._tallies: dict[tuple[bool, Counts], list[int]] = {}
+        self._last: Entry | None = None
+
+    @property
+    def last(self) -> Submitted | None:
+        """The last invocation; None before the first."""
+        return None if self._last is None else self._last.submitted
+
+    def entry(self, submitted: Submitted) -> Entry:
+        """Where invocations that submit this are counted."""
+        return Entry(submitted, self._tallies.setdefault((submitted.captured, submitted.counts), [0]))
+
+    def count(self, entry: Entry) -> None:
+        """One more invocation."""
+        entry.tally[0] += 1
+        self._last = entry
+
+    def total(self) -> Counts:
+        """What went to the device. Captured invocations are left out: who replays a graph does not tell."""
+        tallies = list(self._tallies.items())  # another thread may add one
+        return sum((counts * times for (captured, counts), (times,) in tallies if not captured), Counts())

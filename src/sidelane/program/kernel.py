@@ -1,0 +1,135 @@
+"""Collectives that one kernel runs, as data: the counterpart of ``ir.Program`` for compute units. No device in here.
+
+What a :class:`Program` says in commands, a kernel has in its source, so there is less to say: which kernel, and on how
+many thread blocks. Both are the same on every rank, like everything that a rank derives from an agreed call.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from enum import StrEnum
+
+from sidelane.program.collective import REDUCING, Buffer, Collective, Kind
+
+MOST_RANKS = 8
+"""Ranks that kernels know how to address."""
+
+MOST_CELL_BYTES = 256 << 10
+"""Bytes from rank to rank up to which data travels with its own flags; set by the slots (``device/layout.py``)."""
+
+DEFAULT_BLOCKS = 64
+"""Thread blocks that a kernel may have: half of an H200. More gain little, 16 are enough up to 1 MiB."""
+
+_ALIGNMENT = 16  # of parts in staging
+
+
+class Protocol(StrEnum):
+    """How the bytes travel (docs/kernels.md).
+
+    ``cells``: every 4 bytes with a flag of their own, into slots. ``push``: into the peers' outputs. ``pull``: out of
+    the peers' staging. ``reduce``: the same, for collectives that reduce.
+    """
+
+    CELLS = "cells"
+    PUSH = "push"
+    PULL = "pull"
+    REDUCE = "reduce"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KernelProgram:
+    """A collective for one kernel. Make it with :func:`kernel_program`.
+
+    Attributes:
+        collective: what to do.
+        variant: ``one_shot`` or ``two_shot``.
+        protocol: how.
+        blocks: most thread blocks of a launch.
+    """
+
+    collective: Collective
+    variant: str
+    protocol: Protocol
+    blocks: int
+
+    prelaunched = False
+
+    @property
+    def world_size(self) -> int:
+        return self.collective.world_size
+
+    @property
+    def distinct(self) -> bool:
+        """Each peer gets a part of its own."""
+        return self.collective.kind in (Kind.ALL_TO_ALL, Kind.REDUCE_SCATTER) or self.variant == "two_shot"
+
+    @property
+    def part_bytes(self) -> int:
+        """What goes from one rank to another; the first shard of those that an all_reduce in two shots has."""
+        if self.variant == "two_shot":
+            return self.collective.counts[0][0]
+        if self.collective.kind is Kind.ALL_REDUCE:
+            return sum(self.collective.counts[0])
+        return self.collective.counts[0][-1]
+
+    @property
+    def total_bytes(self) -> int:
+        """Size of an input."""
+        return self.collective.input_bytes(0)
+
+    @property
+    def staging_bytes(self) -> int:
+        """Staging that every rank needs, on top of the slots."""
+        if self.protocol in (Protocol.CELLS, Protocol.PUSH):
+            return 0
+        part = -(-self.part_bytes // _ALIGNMENT) * _ALIGNMENT
+        return part * (self.world_size if self.distinct else 1)
+
+    def remote_buffers(self) -> frozenset[Buffer]:
+        """Callers' buffers that peers touch."""
+        return frozenset({Buffer.OUTPUT}) if self.protocol is Protocol.PUSH else frozenset()
+
+
+def kernel_program(
+    collective: Collective, variant: str, *, symmetric_output: bool, blocks: int = DEFAULT_BLOCKS
+) -> KernelProgram:
+    """Choose the kernel of a collective.
+
+    Args:
+        collective: all_gather, all_to_all, reduce_scatter or all_reduce, equal parts for all ranks.
+        variant: ``one_shot``, or ``two_shot`` for all_reduce.
+        symmetric_output: peers can write into the output.
+        blocks: most thread blocks of a launch.
+
+    Raises:
+        ValueError: too many ranks, or parts that differ.
+    """
+    kind, n = collective.kind, collective.world_size
+    if n > MOST_RANKS:
+        raise ValueError(f"{kind}: ranks with variant {variant!r} (value={n}, allowed=1..{MOST_RANKS})")
+    if kind is not Kind.ALL_REDUCE and len({nbytes for row in collective.counts for nbytes in row}) > 1:
+        raise ValueError(f"{kind}: variant {variant!r} needs equal parts for all ranks (value=parts that differ)")
+    if kind in REDUCING:
+        protocol = Protocol.REDUCE
+    elif symmetric_output and not (kind is Kind.ALL_TO_ALL and collective.in_place):
+        protocol = Protocol.PUSH
+    else:
+        protocol = Protocol.PULL
+    program = KernelProgram(collective, variant, protocol, blocks)
+    if variant == "one_shot" and program.part_bytes <= most_cell_bytes(protocol, n):
+        return dataclasses.replace(program, protocol=Protocol.CELLS)
+    return program
+
+
+def most_cell_bytes(otherwise: Protocol, world_size: int) -> int:
+    """Largest part that is sent as cells, which double the bytes on the link but need no handshake.
+
+    Args:
+        otherwise: how larger parts travel.
+        world_size: ranks in the group.
+    """
+    return min(MOST_CELL_BYTES, _LINK_BYTES[otherwise] // max(1, world_size - 1))
+
+
+_LINK_BYTES = {Protocol.PUSH: 384 << 10, Protocol.PULL: 768 << 10, Protocol.REDUCE: 768 << 10}
+"""What a rank sends to all its peers where cells are about as fast as the other way; four H200s, probes."""

@@ -1,0 +1,164 @@
+"""The choice between real processes: one profile for all, calls that agree, and the proof of what ran."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankPool
+
+from sidelane import Communicator, Config, MismatchError
+from sidelane.choice import Candidate, Curve, Profile
+from sidelane.choice.key import key_here
+from sidelane.choice.store import write
+from sidelane.config import BUILTIN
+from sidelane.execute.submitted import Counts
+from sidelane.program.collective import Kind
+
+SMALL, LARGE = 64, 1 << 16
+
+
+def crossing(path: Path, small: str, large: str, world_size: int = 3) -> Config:
+    """A profile of this machine by which ``small`` is the fastest at small sizes and ``large`` at large ones."""
+    times = {small: ((256, 1.0), (1 << 20, 900.0)), large: ((256, 2.0), (1 << 20, 100.0))}
+    curves = tuple(
+        Curve(Kind.ALL_GATHER, world_size, "float32", False, False, Candidate("dma", variant), points)
+        for variant, points in times.items()
+    )
+    write(path, Profile("cpu", key_here("cpu"), "2026-01-02T03:04:05+00:00", "a test", curves))
+    return Config(timeout_s=30, profile=str(path))
+
+
+def ran(comm: Communicator, numel: int, **options: Any) -> tuple[str, str]:
+    """Gather symmetric memory; what was chosen and what ran."""
+    output = comm.empty(comm.world_size * numel)
+    comm.all_gather(output, torch.full((numel,), float(comm.rank)), **options)
+    assert output.view(comm.world_size, -1)[:, 0].tolist() == [float(rank) for rank in range(comm.world_size)]
+    choice, submitted = comm.last_choice(), comm.last_submitted()
+    assert choice is not None
+    assert submitted is not None
+    return choice.candidate.variant, submitted.variant
+
+
+def everyone_follows_rank_0(group: dist.ProcessGroup, folder: str) -> list[Any]:
+    rank = dist.get_rank(group)
+    # Every rank has a file of its own, and they contradict each other.
+    variants = [("pcpy", "bcst"), ("b2b", "pcpy"), ("bcst", "b2b")][rank]
+    config = crossing(Path(folder) / f"{rank}.json", *variants)
+    with Communicator(group, config=config) as comm:
+        assert comm.last_choice() is None
+        assert comm.last_submitted() is None
+        return [comm.profile.where, ran(comm, SMALL), ran(comm, LARGE), ran(comm, SMALL, variant="b2b")]
+
+
+def test_all_ranks_choose_by_the_profile_of_rank_0(pool: RankPool, tmp_path: Path) -> None:
+    results = pool.run(everyone_follows_rank_0, 3, str(tmp_path))
+    where, *choices = results[0]
+    assert "0.json" in where
+    assert choices == [("pcpy", "pcpy"), ("bcst", "bcst"), ("b2b", "b2b")]
+    assert all(result == results[0] for result in results)
+
+
+def test_rank_0_of_a_sub_group_is_its_own(pool: RankPool, tmp_path: Path) -> None:
+    results = pool.run(everyone_follows_rank_0, (1, 4, 6), str(tmp_path))
+    assert all(result == results[0] for result in results)
+    assert "0.json" in results[0][0]
+
+
+def missing_file(group: dist.ProcessGroup, path: str) -> str:
+    # Only rank 0's setting counts; the others have none.
+    config = Config(timeout_s=30, profile=path if dist.get_rank(group) == 0 else None)
+    with pytest.raises(ValueError, match="no such file") as raised:
+        Communicator(group, config=config)
+    with Communicator(group, config=Config(timeout_s=30, profile=BUILTIN)) as comm:
+        assert "built-in table cpu" in comm.profile.where
+        ran(comm, SMALL)
+    return str(raised.value)
+
+
+def test_a_missing_file_is_an_error_on_every_rank(pool: RankPool, tmp_path: Path) -> None:
+    texts = pool.run(missing_file, 3, str(tmp_path / "none.json"))
+    assert all("none.json" in text for text in texts)
+
+
+def hints(group: dist.ProcessGroup) -> list[str]:
+    texts = []
+    with Communicator(group, config=Config(timeout_s=30, profile=BUILTIN)) as comm:
+        output, shard = comm.empty(3 * SMALL), torch.ones(SMALL)
+        with pytest.raises(ValueError, match=r"all_gather: beside .*'music'.*nothing, compute"):
+            comm.all_gather(output, shard, beside="music")
+        try:
+            comm.all_gather(output, shard, beside="compute" if comm.rank == 1 else None)
+        except MismatchError as error:
+            texts.append(str(error))
+        comm.all_gather(output, shard, beside="compute")
+        comm.all_gather(output, shard, beside="compute")
+        with pytest.raises(ValueError, match="music"):
+            comm.all_to_all(
+                output, output.clone(), output_split_sizes=[SMALL] * 3, input_split_sizes=[SMALL] * 3, beside="music"
+            )
+        assert output.eq(1).all()
+    with Communicator(
+        group, config=Config(timeout_s=30, beside="compute" if dist.get_rank(group) else "nothing")
+    ) as comm:
+        try:
+            comm.all_reduce(torch.ones(4))
+        except MismatchError as error:
+            texts.append(str(error))
+        comm.all_reduce(torch.ones(4), beside="nothing")
+    return texts
+
+
+def test_hints_are_part_of_what_ranks_agree_on(pool: RankPool) -> None:
+    for texts in pool.run(hints, 3):
+        assert len(texts) == 2
+        assert all("beside compute" in text for text in texts)
+
+
+def proof(group: dist.ProcessGroup) -> None:
+    with Communicator(group, config=Config(timeout_s=30)) as comm:
+        n = comm.world_size
+        before = comm.submitted()
+        whole = comm.empty(n * SMALL)
+        part = whole[comm.rank * SMALL : (comm.rank + 1) * SMALL]
+        for _ in range(3):
+            comm.all_gather(whole, part, variant="b2b")
+        last = comm.last_submitted()
+        assert last is not None
+        assert (last.implementation, last.variant, last.captured) == ("dma", "b2b", False)
+        # A signal and a wait for the entry and the exit of each peer, and nothing stays on its rank.
+        handshakes = 2 * (n - 1)
+        expected = Counts(peer_copies=n - 1, writes=handshakes, waits=handshakes, calls=1)
+        assert last.counts == expected
+        assert comm.submitted() == before + expected * 3
+        work = comm.reduce_scatter(torch.empty(SMALL), whole, async_op=True)
+        assert work is not None
+        work.wait()
+        last = comm.last_submitted()
+        assert last is not None
+        assert last.counts.kernels >= 1
+        assert "reduce_scatter" in last.collective
+        assert comm.submitted().kernels == last.counts.kernels
+
+
+def test_what_ran_is_counted(pool: RankPool) -> None:
+    pool.run(proof, 4)
+
+
+def cached(group: dist.ProcessGroup) -> None:
+    """A repeated call chooses, plans and agrees no more."""
+    with Communicator(group, config=Config(timeout_s=30)) as comm:
+        output, shard = comm.empty(comm.world_size * SMALL), torch.ones(SMALL)
+        comm.all_gather(output, shard)
+        first = comm.last_choice()
+        comm._preparer.prepare = comm._prepare = None  # type: ignore[assignment,method-assign]
+        for _ in range(3):
+            comm.all_gather(output, shard)
+        assert comm.last_choice() is first
+
+
+def test_repeated_calls_are_recalled(pool: RankPool) -> None:
+    pool.run(cached, 2)

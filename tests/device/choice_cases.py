@@ -1,0 +1,58 @@
+"""What ranks execute in ``test_device_choice``: collectives under the profiler, and what the communicator says ran."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from device_cases import Context
+
+from sidelane import Communicator, Config
+from sidelane.bench.baselines_cuda import kernels_of
+from sidelane.choice.candidate import SM
+
+Seen = dict[str, tuple[list[str], int, int, int]]
+"""By label: names of kernels that the profiler saw; kernels, peer copies and graph launches that the proof counts."""
+
+
+def profiled(context: Context, numel: int) -> Seen:
+    """Each call once to prepare it, once under the profiler."""
+    device = torch.device("cuda", context.rank)
+    seen: Seen = {}
+    with Communicator(device=device, config=Config(timeout_s=30)) as comm:
+        n, rank = comm.world_size, comm.rank
+        whole, other = comm.empty(n * numel), comm.empty(n * numel)
+        source, shard = torch.ones(n * numel, device=device), torch.ones(numel, device=device)
+        part = whole[rank * numel : (rank + 1) * numel]
+        whole.zero_()
+
+        def look(label: str, call: Callable[[], object]) -> None:
+            call()
+            comm.synchronize()
+            torch.cuda.synchronize()
+            names = kernels_of(call)
+            submitted = comm.last_submitted()
+            assert submitted is not None
+            counts = submitted.counts
+            seen[label] = (names, counts.kernels, counts.peer_copies, counts.graph_launches)
+
+        look("all_gather", lambda: comm.all_gather(whole, shard, variant="b2b"))
+        look("all_gather in place", lambda: comm.all_gather(whole, part, variant="b2b"))
+        look("all_gather beside compute", lambda: comm.all_gather(whole, shard, beside="compute"))
+        look("all_gather as a graph", lambda: comm.all_gather(whole, part, variant="b2b+graph"))
+        look("all_to_all", lambda: comm.all_to_all(other, source, variant="b2b"))
+        look("all_to_all beside compute", lambda: comm.all_to_all(other, source, beside="compute"))
+        look("all_reduce", lambda: comm.all_reduce(source, variant="b2b"))
+        if SM in comm.abilities.implementations:
+            look("all_gather one_shot", lambda: comm.all_gather(whole, shard, variant="one_shot"))
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        with torch.cuda.graph(graph, stream=stream):
+            comm.all_gather(whole, part, variant="b2b")
+        captured = comm.last_submitted()
+        assert captured is not None
+        assert captured.captured
+        graph.replay()
+        torch.cuda.synchronize()
+        counts = captured.counts
+        seen["all_gather in a caller's graph"] = (kernels_of(graph.replay), counts.kernels, counts.peer_copies, 0)
+    return seen

@@ -1,0 +1,301 @@
+"""Ranks as forked processes under Triton's interpreter: one shared mapping, at the same address in all of them.
+
+Run as a program with ``TRITON_INTERPRET=1``; the first argument names a scenario, the second the number of ranks.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from ctypes import addressof, c_uint8
+
+import torch
+
+from sidelane.device import exchange_cells, layout, pull, push, reduce_cells, reduce_pull
+from sidelane.device.launch import Launch, Site
+from sidelane.program.collective import ReduceOp, Reduction
+
+HEAP_BYTES = 1 << 20
+TIMEOUT_S = 90
+POISON = 0x5A
+
+
+class World:
+    """The memory of all ranks, and one rank's view of it."""
+
+    def __init__(self, world_size: int, most_blocks: int = 2) -> None:
+        self.world_size, self.most_blocks = world_size, most_blocks
+        self.span = layout.arena_bytes(world_size) + HEAP_BYTES + 4096
+        self.map = mmap.mmap(-1, self.span * world_size)
+        self.base = addressof(c_uint8.from_buffer(self.map))
+        self.whole = torch.frombuffer(self.map, dtype=torch.uint8)
+        self.rank = -1
+        self.used = 0
+
+    def become(self, rank: int) -> None:
+        self.rank = rank
+        self.arenas = tuple(self.base + peer * self.span for peer in range(self.world_size))
+        self.heaps = tuple(arena + layout.arena_bytes(self.world_size) for arena in self.arenas)
+        self.board = self.heaps[rank] + HEAP_BYTES
+        self.site = Site(rank, self.arenas, self.board, self.most_blocks)
+
+    def carve(self, nbytes: int, misalign: int = 0) -> tuple[torch.Tensor, tuple[int, ...]]:
+        """Bytes of this rank's heap at one place on all ranks, and their addresses."""
+        start = self.used + misalign
+        self.used = -(-(start + nbytes) // 64) * 64
+        assert self.used <= HEAP_BYTES, "the heap is too small"
+        offset = self.heaps[self.rank] - self.base + start
+        return self.whole[offset : offset + nbytes], tuple(heap + start for heap in self.heaps)
+
+    def release(self) -> None:
+        self.used = 0
+
+    def words(self) -> torch.Tensor:
+        offset = self.board - self.base
+        return self.whole[offset : offset + 4 * layout.BOARD_WORDS].view(torch.int32)
+
+
+def launch(work: Launch) -> None:
+    work.kernel[(work.blocks,)](*work.arguments, **work.constants)
+
+
+# --- scenarios: what each rank does -----------------------------------------------------------------------------------
+
+
+def moving(world: World) -> None:
+    """Every kernel that moves bytes; calls follow each other at once, with odd delays."""
+    delay = random.Random(world.rank)
+    for call, (part, misalign) in enumerate([(1, 0), (48, 0), (4100, 0), (30, 2), (2051, 1), (40_000, 0)]):
+        for distinct in (False, True):
+            for way in ("cells", "pull", "push"):
+                for in_place in (False, True):
+                    if in_place and distinct and way == "push":
+                        continue
+                    if delay.random() < 0.2:
+                        time.sleep(0.01 * delay.random())
+                    _move(world, part, misalign, distinct, way, in_place, seed=call)
+
+
+def _move(world: World, part: int, misalign: int, distinct: bool, way: str, in_place: bool, seed: int) -> None:
+    n, rank = world.world_size, world.rank
+    # Half of the heap in turn, as a caller would not touch an output while a peer might still push into it.
+    inputs = [_bytes(seed, sender, n * part if distinct else part) for sender in range(n)]
+    output, outputs = world.carve(n * part, misalign)
+    output.fill_(POISON)
+    margin = 32  # a kernel must not write there
+    if in_place:
+        input = output if distinct else output[rank * part : (rank + 1) * part]
+    else:
+        # Another alignment on each rank: nothing that ranks agree on may depend on it.
+        input = torch.empty(len(inputs[rank]) + margin, dtype=torch.uint8)[rank % 3 : rank % 3 + len(inputs[rank])]
+    input.copy_(inputs[rank])
+    if way == "cells":
+        work = exchange_cells.arrange(world.site, output.data_ptr(), input.data_ptr(), part, distinct=distinct)
+    elif way == "push":
+        work = push.arrange(world.site, outputs, input.data_ptr(), part, distinct=distinct)
+    else:
+        need = pull.staging_bytes(part, n, distinct=distinct)
+        _, stagings = world.carve(need)
+        work = pull.arrange(world.site, output.data_ptr(), input.data_ptr(), stagings, part, distinct=distinct)
+    launch(work)
+    parts = [data[rank * part : (rank + 1) * part] if distinct else data for data in inputs]
+    where = f"rank {rank}: {way} part={part} misalign={misalign} distinct={distinct} in_place={in_place}"
+    assert torch.equal(output, torch.cat(parts)), where
+    world.release()
+
+
+def reducing(world: World, *dtype_names: str) -> None:
+    """Every kernel that reduces."""
+    delay = random.Random(world.rank)
+    for dtype_name in dtype_names:
+        _reduce_all(world, dtype_name, delay)
+
+
+def _reduce_all(world: World, dtype_name: str, delay: random.Random) -> None:
+    for call, op in enumerate(ReduceOp):
+        for count in (7, 1000, 5003) if op is ReduceOp.SUM else (501,):
+            for scatter in (True, False):
+                for way in ("cells", "one", "two"):
+                    if way == "two" and scatter:
+                        continue
+                    if delay.random() < 0.2:
+                        time.sleep(0.01 * delay.random())
+                    for in_place in (False, True):
+                        _reduce(world, Reduction(op, dtype_name), count, scatter, way, in_place, seed=call)
+
+
+def _reduce(
+    world: World,
+    reduction: Reduction,
+    count: int,
+    scatter: bool,
+    way: str,
+    in_place: bool,
+    seed: int,
+) -> None:
+    n, rank, element = world.world_size, world.rank, reduction.element_bytes
+    dtype = getattr(torch, reduction.dtype)
+    length = count * n if scatter else count
+    inputs = [_numbers(seed + count, sender, length, dtype) for sender in range(n)]
+    mine = inputs[rank].clone()
+    shift = rank % 2  # elements are aligned to themselves, and to nothing else
+    room = torch.full((length + 8,), 77, dtype=dtype)
+    input = room[shift : shift + length]
+    input.copy_(mine)
+    margins = torch.full((count + 8,), 77, dtype=dtype)
+    output = margins[3 : 3 + count]
+    if in_place:
+        output = input[rank * count : (rank + 1) * count] if scatter else input
+    nbytes = count * element
+    there = (output.data_ptr(), input.data_ptr())
+    if way == "cells":
+        work = reduce_cells.arrange(world.site, *there, nbytes, reduction, distinct=scatter)
+    else:
+        shard = nbytes if scatter or way == "one" else max(16, -(-nbytes // (16 * n)) * 16)
+        _, stagings = world.carve(n * reduce_pull.aligned(shard))
+        work = reduce_pull.arrange(
+            world.site, *there, stagings, shard, length * element, reduction, gather=way == "two"
+        )
+    launch(work)
+    parts = [data[rank * count : (rank + 1) * count] if scatter else data for data in inputs]
+    where = f"rank {rank}: {way} {reduction} count={count} scatter={scatter} in_place={in_place}"
+    _compare(output, _expected(parts, reduction.op), where)
+    if not in_place:
+        assert torch.equal(input, mine) or dtype.is_floating_point, f"{where}: the input has changed"
+        assert (margins[:3] == 77).all() and (margins[3 + count :] == 77).all(), f"{where}: wrote beyond its bytes"
+    world.release()
+
+
+def dead_peer(world: World) -> None:
+    """The last rank never comes. The others say so on the board, and give up when the host tells them to."""
+    n, rank, part = world.world_size, world.rank, 64
+    if rank == n - 1:
+        return
+    words = world.words()
+    output, outputs = world.carve(n * part)
+    input = torch.zeros(n * part, dtype=torch.uint8)
+    for work in (
+        exchange_cells.arrange(world.site, output.data_ptr(), input.data_ptr(), part, distinct=True),
+        push.arrange(world.site, outputs, input.data_ptr(), part, distinct=True),
+    ):
+        words.zero_()
+        child = os.fork()
+        if child == 0:
+            launch(work)
+            os._exit(0)
+        while not words[layout.WAITING + n - 1]:
+            time.sleep(0.01)
+        words[layout.WAITING :] = 0  # whoever was merely slow does not write again
+        while not words[layout.WAITING + n - 1]:
+            time.sleep(0.01)
+        late = [peer for peer in range(layout.MAX_RANKS) if words[layout.WAITING + peer]]
+        assert late == [n - 1], f"rank {rank} waits for {late}"
+        words[layout.ABORT] = 1
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def generations_wrap(world: World) -> None:
+    """Behind the largest generation comes one that is not that of untouched memory, and slots still alternate."""
+    start = -4  # as if 2**32 - 4 calls had been
+    offset = world.arenas[world.rank] - world.base
+    counters = world.whole[offset : offset + 4 * layout.MAX_BLOCKS].view(torch.int32)
+    counters.fill_(start)
+    begin = offset + layout.FLAGS_OFFSET
+    world.whole[begin : begin + 4 * layout.PHASES * layout.MAX_BLOCKS * layout.MAX_RANKS].view(torch.int32).fill_(start)
+    seen = []
+    for seed in range(6):
+        _move(world, 100, 0, True, ("cells", "push")[seed % 2], False, seed)
+        seen.append(int(counters[0]))
+        assert (counters == counters[0]).all(), "all blocks tick together"
+    assert seen == [-3, -2, -1, 2, 3, 4]
+
+
+# --- data -------------------------------------------------------------------------------------------------------------
+
+
+def _bytes(seed: int, rank: int, count: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    return torch.randint(0, 256, (count,), generator=generator, dtype=torch.uint8)
+
+
+def _numbers(seed: int, rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    if dtype.is_floating_point:
+        values = (100 * torch.randn(count, generator=generator)).to(dtype)
+        values[count // 2 :: 500] = float("nan") if rank == 1 else 1
+        return values
+    limits = torch.iinfo(dtype)
+    return torch.randint(limits.min, limits.max, (count,), generator=generator, dtype=dtype)
+
+
+def _expected(rows: list[torch.Tensor], op: ReduceOp) -> torch.Tensor:
+    dtype = rows[0].dtype
+    wide = [row.float() for row in rows] if dtype.is_floating_point else rows
+    if op is ReduceOp.MIN:
+        return torch.stack(wide).amin(0).to(dtype)
+    if op is ReduceOp.MAX:
+        return torch.stack(wide).amax(0).to(dtype)
+    total = wide[0].clone()
+    for row in wide[1:]:
+        total += row
+    if op is ReduceOp.AVG:
+        total = total / len(rows) if dtype.is_floating_point else torch.div(total, len(rows), rounding_mode="trunc")
+    return total.to(dtype)
+
+
+def _compare(found: torch.Tensor, wanted: torch.Tensor, where: str) -> None:
+    # The interpreter truncates to bfloat16 where hardware rounds to nearest: one unit in the last place.
+    tolerance = 2**-7 if found.dtype is torch.bfloat16 else 0
+    if tolerance:
+        found, wanted = found.float(), wanted.float()
+    torch.testing.assert_close(
+        found, wanted, rtol=tolerance, atol=0, equal_nan=True, msg=lambda text: f"{where}: {text}"
+    )
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+
+def main(scenario: str, world_size: int) -> int:
+    torch.set_num_threads(1)
+    name, *arguments = scenario.split(":")
+    run: Callable[..., None] = globals()[name]
+    world = World(world_size)
+    children = []
+    for rank in range(world_size):
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                world.become(rank)
+                run(world, *arguments)
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(code)
+        children.append(child)
+    deadline = time.monotonic() + TIMEOUT_S
+    codes: dict[int, int] = {}
+    while len(codes) < world_size and not any(codes.values()) and time.monotonic() < deadline:
+        for child in set(children) - set(codes):
+            done, status = os.waitpid(child, os.WNOHANG)
+            if done:
+                codes[child] = os.waitstatus_to_exitcode(status)
+        time.sleep(0.005)
+    for child in set(children) - set(codes):
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        print(f"rank {children.index(child)} did not end", file=sys.stderr)
+    return 0 if list(codes.values()) == [0] * world_size else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], int(sys.argv[2])))

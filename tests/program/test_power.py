@@ -1,0 +1,283 @@
+"""Power: an NVML that is made up, the arithmetic of counters, energies, and what is predicted."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from sidelane.bench import power_predict
+from sidelane.bench.power_figures import Point, figures_of, with_energy
+from sidelane.bench.power_meter import Draw, Reading, Recorder, draw_of
+from sidelane.bench.power_predict import PredictOptions, predicted
+from sidelane.bench.results import CollectiveRow, PowerRow, Results
+from sidelane.errors import SidelaneError, UnavailableError
+from sidelane.machine import local, nvidia_power
+from sidelane.machine.load import named
+from sidelane.machine.nvidia_power import NvmlSensor
+from sidelane.program.collective import Kind
+
+MB = 1 << 20
+
+
+class FakeNvml:
+    """Two GPUs, of which the environment hides the first: NVML counts both, torch's index 0 is the second."""
+
+    NVML_SUCCESS = 0
+    NVML_FI_DEV_POWER_INSTANT = 186
+    UUIDS = ("GPU-aaaa", "GPU-bbbb")
+
+    def __init__(self, *, instant: bool = True, energy: bool = True, power: bool = True) -> None:
+        self.instant, self.energy, self.power = instant, energy, power
+        self.opened = 0
+
+    def nvmlInit(self) -> None:
+        self.opened += 1
+
+    def nvmlShutdown(self) -> None:
+        self.opened -= 1
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:
+        if uuid not in self.UUIDS:
+            raise RuntimeError("Not Found")
+        return self.UUIDS.index(uuid)
+
+    def nvmlDeviceGetFieldValues(self, handle: int, fields: list[int]) -> list[SimpleNamespace]:
+        assert fields == [self.NVML_FI_DEV_POWER_INSTANT]
+        status = 0 if self.instant else 3  # not supported
+        return [SimpleNamespace(nvmlReturn=status, value=SimpleNamespace(uiVal=250_000 + 1000 * handle))]
+
+    def nvmlDeviceGetPowerUsage(self, handle: int) -> int:
+        if not self.power:
+            raise RuntimeError("Not Supported")
+        return 300_000 + 1000 * handle
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: int) -> int:
+        if not self.energy:
+            raise RuntimeError("Not Supported")
+        return 5_000_000 + handle
+
+
+def test_the_uuid_finds_the_gpu_whatever_the_environment_hides() -> None:
+    nvml = FakeNvml()
+    sensor = NvmlSensor(0, nvml=nvml, uuid="GPU-bbbb")
+    assert (sensor.watts(), sensor.energy_mj(), sensor.averaged) == (251.0, 5_000_001.0, False)
+    sensor.close()
+    assert nvml.opened == 0
+
+
+def test_torch_is_asked_for_the_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: SimpleNamespace(uuid="bbbb"))
+    assert NvmlSensor(0, nvml=FakeNvml()).watts() == 251.0
+
+
+@pytest.mark.parametrize("missing", ["unsupported", "unknown to this version"])
+def test_without_instant_power_the_mean_over_a_second_is_read_and_said_to_be_one(missing: str) -> None:
+    nvml = FakeNvml(instant=False)
+    if missing != "unsupported":
+        nvml.NVML_FI_DEV_POWER_INSTANT = None  # type: ignore[assignment]
+    sensor = NvmlSensor(0, nvml=nvml, uuid="GPU-aaaa")
+    assert (sensor.watts(), sensor.averaged) == (300.0, True)
+
+
+def test_gpus_without_counters() -> None:
+    assert NvmlSensor(0, nvml=FakeNvml(energy=False), uuid="GPU-aaaa").energy_mj() is None
+    with pytest.raises(UnavailableError, match="does not tell its power: Not Supported"):
+        NvmlSensor(0, nvml=FakeNvml(instant=False, power=False), uuid="GPU-aaaa")
+    with pytest.raises(UnavailableError, match=r"does not know GPU 1 \(GPU-cccc\): Not Found"):
+        NvmlSensor(1, nvml=FakeNvml(), uuid="GPU-cccc")
+
+
+def test_no_nvml_is_said_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise ModuleNotFoundError(f"No module named {name!r}")
+
+    monkeypatch.setattr(nvidia_power.importlib, "import_module", missing)
+    with pytest.raises(UnavailableError, match="pynvml.*pip install nvidia-ml-py"):
+        nvidia_power.load_nvml()
+    assert "no GPU" in (local.power_problem() or "")
+    monkeypatch.setattr(local.nvidia, "device_count", lambda: 2)
+    assert "pip install nvidia-ml-py" in (local.power_problem() or "")
+
+
+def readings(watts: float, step_s: float = 0.1, every_s: float = 0.005, seconds: float = 2.0) -> list[Reading]:
+    """A GPU at constant power whose energy counter moves every ``step_s``."""
+    made = []
+    for number in range(round(seconds / every_s)):
+        now = number * every_s
+        energy = 7_000.0 + watts * 1e3 * step_s * int(now / step_s + 1e-9)
+        made.append(Reading(now, watts, energy))
+    return made
+
+
+@pytest.mark.parametrize("begin", [0.0, 0.013, 0.05, 0.099, 0.4])
+@pytest.mark.parametrize("length", [0.45, 0.5, 0.55, 1.0])
+def test_the_steps_of_the_counter_do_not_blur_the_power(begin: float, length: float) -> None:
+    """A plain difference over half a second is wrong by up to a fifth when the counter moves every 100 ms."""
+    found = draw_of(readings(400.0), begin, begin + length)
+    assert found.counted_w == pytest.approx(400.0, rel=0.015)
+    assert found.sampled_w == pytest.approx(400.0)
+
+
+def test_only_the_window_counts() -> None:
+    before = readings(100.0, seconds=1.0)
+    base = before[-1].energy_mj or 0.0
+    after = [Reading(r.time_s + 1.0, r.watts, (r.energy_mj or 0.0) - 7000.0 + base) for r in readings(500.0)]
+    found = draw_of([*before, *after], 1.2, 2.8)
+    assert found.counted_w == pytest.approx(500.0, rel=0.02)
+    assert found.sampled_w == pytest.approx(500.0)
+
+
+def test_a_counter_that_hardly_moves_is_not_used() -> None:
+    assert draw_of(readings(400.0), 0.0, 0.25) == Draw(None, 400.0)
+    still = [dataclasses.replace(reading, energy_mj=None) for reading in readings(400.0)]
+    assert draw_of(still, 0.0, 1.0) == Draw(None, 400.0)
+    with pytest.raises(ValueError, match="no reading"):
+        draw_of(readings(400.0), 5.0, 6.0)
+
+
+class FakeSensor:
+    """Draws what it is told to; fails when it is told to."""
+
+    averaged = False
+
+    def __init__(self, watts: float = 200.0) -> None:
+        self.draws, self.fails = watts, False
+        self._begin = time.perf_counter()
+
+    def watts(self) -> float:
+        if self.fails:
+            raise UnavailableError("fell off the bus")
+        return self.draws
+
+    def energy_mj(self) -> float:
+        return self.draws * 1e3 * int((time.perf_counter() - self._begin) / 0.01) * 0.01
+
+    def close(self) -> None:
+        pass
+
+
+def test_the_recorder_reads_all_the_time_and_forgets_what_was_asked_for() -> None:
+    recorder = Recorder(FakeSensor(), interval_s=0.001)
+    try:
+        for _ in range(2):
+            begin = time.perf_counter()
+            time.sleep(0.12)
+            found = recorder.draw(begin, time.perf_counter())
+            assert found.sampled_w == pytest.approx(200.0)
+            assert found.counted_w is not None
+            assert len(recorder._readings) <= 10
+    finally:
+        recorder.close()
+
+
+def test_a_sensor_that_fails_is_an_error_and_no_number() -> None:
+    sensor = FakeSensor()
+    sensor.fails = True
+    recorder = Recorder(sensor, interval_s=0.001)
+    try:
+        recorder._thread.join(10)
+        with pytest.raises(SidelaneError, match="fell off the bus"):
+            recorder.draw(0.0, 1.0)
+    finally:
+        recorder.close()
+
+
+def test_energy_is_that_of_all_gpus_for_one_call() -> None:
+    points = [Point(1000.0, (300.0, 320.0), (303.0, 323.0)), Point(1010.0, (300.0, 320.0), (303.0, 323.0))]
+    found = figures_of(points, idle_w=(100.0, 120.0))
+    assert found.watts == 310.0
+    assert found.energy_mj == pytest.approx(620.0 * 1.005)  # W x ms = mJ
+    assert found.energy_above_idle_mj == pytest.approx(400.0 * 1.005)
+    assert found.time_us == 1005.0
+    assert found.counters_agree_percent == pytest.approx(100 * 313 / 310)
+    assert found.note == ""
+
+
+def test_without_an_energy_counter_readings_stand_in_and_nothing_agrees() -> None:
+    found = figures_of([Point(100.0, (None, 320.0), (300.0, 324.0))], (100.0, 100.0))
+    assert (found.watts, found.counters_agree_percent) == (310.0, None)
+    assert "readings stand in" in found.note
+
+
+def test_rounds_that_differ_are_noted() -> None:
+    found = figures_of([Point(100.0, (300.0,), (300.0,)), Point(120.0, (300.0,), (300.0,))], (100.0,))
+    assert found.note == "energy differs by 20% between rounds"
+
+
+POWER = PowerRow(
+    "all_gather", 64 * MB, "dma", "b2b", True, "graph", 150.0, 250.0, 251.0, 138.0, 150.0, 67.0, 100.4, True
+)
+COLLECTIVE = CollectiveRow(
+    *("all_gather", 64 * MB, "bfloat16", True, "graph", "dma", "b2b", False),
+    *(151.0, 150.0, 152.0, 330.0, None, True),
+)
+FROM = {
+    "machine": "h200x4",
+    "gpus": 4,
+    "device": "Example",
+    "ranks": 4,
+    "date": "2026-11-20T12:00:00+00:00",
+    "commit": "0123abc",
+    "command": "sidelane",
+    "software": {},
+}
+
+
+def test_energy_goes_to_the_rows_that_ran_the_same_way_and_to_no_other() -> None:
+    others = [
+        {"launch": "eager"},
+        {"in_place": False},
+        {"bytes": 256 * MB},
+        {"variant": "pcpy"},
+        {"implementation": "nccl"},
+        {"collective": "all_to_all"},
+        {"time_us": 200.0},  # it ran at another speed: its energy is another
+        {"time_us": None, "bus_gbps": None, "note": "not run", "correct": None},
+    ]
+    rows = (COLLECTIVE, *(dataclasses.replace(COLLECTIVE, **change) for change in others))
+    filled = with_energy(Results(study="collectives", rows=rows, **FROM), Results(study="power", rows=(POWER,), **FROM))
+    assert [row.energy_mj for row in filled.rows] == [150.0] + [None] * len(others)
+    assert dataclasses.replace(filled.rows[0], energy_mj=None) == COLLECTIVE
+
+
+def test_energy_of_another_machine_is_refused() -> None:
+    collectives = Results(study="collectives", rows=(COLLECTIVE,), **FROM)
+    power = Results(study="power", rows=(POWER,), **FROM)
+    with pytest.raises(ValueError, match="another machine"):
+        with_energy(collectives, dataclasses.replace(power, machine="h100x4"))
+    with pytest.raises(ValueError, match="studies"):
+        with_energy(power, collectives)
+
+
+def test_prediction_is_that_of_the_model() -> None:
+    machine = named("mi300x8")
+    rows = {row.variant or row.implementation: row for row in predicted(machine, Kind.ALL_GATHER, 256 * MB)}
+    assert list(rows) == ["library", "pcpy", "bcst", "b2b"]
+    assert rows["pcpy"].watts < rows["library"].watts
+    assert rows["bcst"].watts < rows["pcpy"].watts
+    for row in rows.values():
+        assert row.energy_mj == pytest.approx(row.watts * 8 * row.time_us / 1e3)
+        assert row.energy_above_idle_mj == pytest.approx((row.watts - row.idle_watts) * 8 * row.time_us / 1e3)
+
+
+def test_the_command_prints_and_writes(tmp_path, capsys) -> None:
+    options = PredictOptions(
+        machine="mi300x8",
+        collectives=(Kind.ALL_GATHER, Kind.ALL_TO_ALL),
+        sizes=(MB, 64 * MB),
+        json=tmp_path / "power.json",
+        report=tmp_path / "report",
+    )
+    assert power_predict.main(options) == 0
+    shown = capsys.readouterr().out
+    assert "all_gather, in place" in shown and "all_to_all, out of place" in shown and "swap" in shown
+    content = json.loads((tmp_path / "power.json").read_text())
+    assert (content["study"], content["machine"]) == ("power", "mi300x8")
+    assert len([PowerRow.from_dict(row) for row in content["rows"]]) == 16
+    assert (tmp_path / "report" / "power-all_gather-in-place.png").stat().st_size > 5000
+    with pytest.raises(ValueError, match="allowed=all_gather, all_to_all"):
+        power_predict.main(dataclasses.replace(options, collectives=(Kind.ALL_REDUCE,)))
