@@ -60,7 +60,7 @@ def test_collective_options(asked: SimpleNamespace, tmp_path: Path):
         *("--max-bytes", "1M", "--factor", "32", "--dtype", "float32", "--implementations", "dma, gloo"),
         *("--variants", "b2b,pcpy", "--launch", "eager", "--ranks", "3", "--device", "cpu", "--json"),
         *(str(tmp_path / "x.json"), "--iterations", "7", "--warmup", "1", "--report", str(tmp_path), "--timeout", "90"),
-        "--no-profile",
+        *("--no-profile", "--place", "in"),
     )
     assert result.exit_code == 0, result.output
     options = asked.collective
@@ -71,6 +71,7 @@ def test_collective_options(asked: SimpleNamespace, tmp_path: Path):
     assert options.launches == ("eager",)
     assert (options.dtype, options.ranks, options.repeats, options.warmup) == ("float32", 3, 7, 1)
     assert (options.json, options.report, options.timeout_s) == (tmp_path / "x.json", tmp_path, 90.0)
+    assert options.places == ("in",)
     assert not options.profile
 
 

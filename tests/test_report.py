@@ -126,6 +126,22 @@ def test_cpu_results_carry_a_warning():
     assert report.CPU_WARNING[:40] not in printed(c3(), width=400)
 
 
+@pytest.mark.parametrize(("device", "told"), [("Some Processor, 2 cores", True), ("Some Processor, 8 cores", False)])
+def test_a_machine_with_too_few_cores_is_told(device: str, told: bool, tmp_path: Path):
+    """Four ranks that compute and move bytes keep eight cores busy."""
+    results = dataclasses.replace(c3(), machine="cpu", gpus=0, ranks=4, device=device)
+    sentence = "This machine has 2 cores and would need 8"
+    assert (sentence in printed(results, width=400)) == told
+    report.write(tmp_path, results)
+    assert (sentence in (tmp_path / "index.html").read_text(encoding="utf-8")) == told
+    assert sentence not in printed(dataclasses.replace(results, gpus=4), width=400)
+
+
+def test_what_auto_picked_is_marked_and_not_shown_twice():
+    (table,) = tables_of(c3())
+    assert [line.cells[0] for line in table.lines] == ["serial", "c3_base", "conccl (auto)", "nccl_ce"]
+
+
 def test_the_page_holds_everything(tmp_path: Path):
     page = report.write(tmp_path / "report", [c3(), collectives()])
     text = page.read_text()

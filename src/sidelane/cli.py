@@ -17,7 +17,8 @@ import click
 
 from sidelane import __version__
 from sidelane.c3.strategy import STRATEGIES
-from sidelane.c3.workload import TABLE_I, format_bytes, parse_bytes, parse_gemm, parse_workload
+from sidelane.c3.workload import GEMM_DTYPES, TABLE_I, format_bytes, parse_bytes, parse_gemm, parse_workload
+from sidelane.config import BESIDE, NOTHING
 from sidelane.errors import SidelaneError
 from sidelane.program.collective import ELEMENT_BYTES, Kind
 
@@ -27,6 +28,8 @@ DEVICES = ("auto", "gpu", "cpu")
 DEMO_MACHINE = "mi300x8"
 ALL = "all"
 VERSIONS = ("000", "002")
+# What ``sidelane phases`` knows; bench.phases_programs has the same names.
+PHASED = ("copy", "copies", "all_gather", "all_gather_in_place", "all_to_all")
 # Those that every implementation has a counterpart for. Plain strings: click would show the names of enum members.
 KINDS = tuple(kind.value for kind in Kind if kind not in (Kind.SCATTER, Kind.GATHER))
 
@@ -45,18 +48,23 @@ def names(context: click.Context, option: click.Parameter, value: str) -> tuple[
 
 
 def study_options(command: C) -> C:
+    """Options that every study has that compares implementations."""
+    option = click.option(
+        "--implementations",
+        metavar="NAME,...",
+        callback=names,
+        default="",
+        help="Keep these: nccl, nccl_ce, symm_mem, gloo, dma, sm, auto. Default: all that this machine has.",
+    )
+    return option(measuring_options(command))
+
+
+def measuring_options(command: C) -> C:
     """Options that every study has."""
     options = (
         click.option("--ranks", type=click.IntRange(min=1), help="Processes. Default: every GPU, or a few on the CPU."),
         click.option(
             "--device", type=click.Choice(DEVICES), default="auto", help="auto: GPUs if there are two or more."
-        ),
-        click.option(
-            "--implementations",
-            metavar="NAME,...",
-            callback=names,
-            default="",
-            help="Keep these: nccl, nccl_ce, symm_mem, gloo, dma.",
         ),
         click.option(
             "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the rows here."
@@ -65,7 +73,12 @@ def study_options(command: C) -> C:
             "--report", type=click.Path(file_okay=False, path_type=Path), help="Write page and pictures here."
         ),
         click.option(
-            "--timeout", "timeout_s", type=click.FloatRange(min=1), default=600.0, help="Seconds for all of it."
+            "--timeout",
+            "timeout_s",
+            type=click.FloatRange(min=1),
+            default=600.0,
+            show_default=True,
+            help="Seconds for all of it.",
         ),
     )
     for option in reversed(options):
@@ -102,12 +115,24 @@ def refuse_beside_machine(*allowed: str) -> None:
             raise ValueError(f"{option.opts[0]} does not go with --machine, which only predicts (allowed={fine})")
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+class Commands(click.Group):
+    """Lists every command with its whole first sentence, which click would cut to a line."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        commands = ((name, self.commands[name].help or "") for name in self.list_commands(ctx))
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, " ".join(text.split("\n\n")[0].split())) for name, text in commands])
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(__version__, package_name="sidelane", message="sidelane %(version)s")
 @click.option("--traceback", is_flag=True, help="Show where an error came from.")
 @click.pass_context
 def main(context: click.Context, traceback: bool) -> None:
-    """Collectives on the side lane, next to computation: look at this machine, and measure."""
+    """Collectives on the side lane, next to computation: look at this machine, and measure.
+
+    Begin with: sidelane demo
+    """
     context.obj = traceback
 
 
@@ -133,16 +158,23 @@ def info(as_json: bool, probe: bool) -> None:
 )
 @click.option("--min-bytes", metavar="SIZE", callback=size, default="1K", show_default=True, help="Smallest size.")
 @click.option("--max-bytes", metavar="SIZE", callback=size, help="Largest size. Default: 4G on GPUs, 16M on CPUs.")
-@click.option("--factor", type=click.IntRange(min=2), default=4, show_default=True, help="From size to size.")
+@click.option("--factor", type=click.IntRange(min=2), default=4, show_default=True, help="A size over the one before.")
 @click.option("--dtype", type=click.Choice(list(ELEMENT_BYTES)), default="bfloat16", show_default=True)
 @click.option(
     "--variants",
     metavar="NAME,...",
     callback=names,
     default="",
-    help="Of Sidelane's: pcpy, bcst, swap, b2b, b2b+prelaunch, ...",
+    help="Of Sidelane's: pcpy, bcst, swap, b2b, b2b+prelaunch, ... Default: all; prelaunched only b2b up to 1M.",
 )
 @click.option("--launch", type=click.Choice(["eager", "graph", "both"]), default="both", show_default=True)
+@click.option(
+    "--place",
+    type=click.Choice(["in", "out", "both"]),
+    default="both",
+    show_default=True,
+    help="Keep calls in place, out of place, or both.",
+)
 @click.option("--iterations", type=click.IntRange(min=1), default=15, show_default=True, help="Measured rounds.")
 @click.option("--warmup", type=click.IntRange(min=0), default=3, show_default=True, help="Rounds before them.")
 @click.option("--profile/--no-profile", default=True, help="On GPUs: look which implementations launched kernels.")
@@ -154,6 +186,7 @@ def collective(
     max_bytes: int | None,
     factor: int,
     launch: str,
+    place: str,
     iterations: int,
     machine: str | None,
     json_file: Path | None,
@@ -173,14 +206,15 @@ def collective(
         from sidelane.bench import collective_bench
         from sidelane.bench.launch import choose_place
 
-        place = choose_place(others["ranks"], others["device"])
-        sizes = tuple(sizes_between(min_bytes, max_bytes or (16 << 20 if place.on_cpu else 4 << 30), factor))
+        on_cpu = choose_place(others["ranks"], others["device"]).on_cpu
+        sizes = tuple(sizes_between(min_bytes, max_bytes or (16 << 20 if on_cpu else 4 << 30), factor))
         kinds = KINDS if ALL in collectives else collectives
         collective_bench.main(
             collective_bench.CollectiveOptions(
                 collectives=tuple(map(Kind, kinds)),
                 sizes=sizes,
                 launches=() if launch == "both" else (launch,),
+                places=() if place == "both" else (place,),
                 repeats=iterations,
                 json=json_file,
                 **others,
@@ -192,7 +226,12 @@ def collective(
 @click.argument("pairs", nargs=-1)
 @click.option("--gemm", "gemms", multiple=True, help=f"{', '.join(TABLE_I)} (paper's Table I), or m,n,k. Repeatable.")
 @click.option(
-    "--bytes", "sizes", multiple=True, metavar="SIZE", callback=size, help="With --gemm: of the collective. Repeatable."
+    "--bytes",
+    "sizes",
+    multiple=True,
+    metavar="SIZE",
+    callback=size,
+    help="With --gemm: of the collective. Repeatable. On CPUs divided as the GEMM is, see --full-size.",
 )
 @click.option(
     "--collective",
@@ -202,7 +241,7 @@ def collective(
     default=("all_gather", "all_to_all"),
     help="Repeatable. Default: all_gather and all_to_all.",
 )
-@click.option("--dtype", type=click.Choice(list(ELEMENT_BYTES)), default="bfloat16", help="On GPUs; CPUs take float32.")
+@click.option("--dtype", type=click.Choice(GEMM_DTYPES), default="bfloat16", help="On GPUs; CPUs take float32.")
 @click.option(
     "--strategy",
     "strategies",
@@ -217,12 +256,21 @@ def collective(
     default="auto",
     help="Of Sidelane's collectives; the best is reported.",
 )
-@click.option("--full-size", is_flag=True, help="Do not scale the GEMM down for CPUs.")
+@click.option(
+    "--full-size",
+    is_flag=True,
+    help="On CPUs: take GEMM and bytes as given. Otherwise every dimension of a GEMM that takes a core longer than "
+    "some tens of ms is divided by 2, 4, 8, ..., and the bytes by the same number; the table has the sizes that ran.",
+)
 @click.option("--warmup", type=click.IntRange(min=0), default=6, show_default=True, help="Rounds before the measured.")
 @click.option("--repeats", type=click.IntRange(min=1), default=9, show_default=True, help="Measured rounds.")
 @machine_option
 @click.option(
-    "--version", type=click.Choice(VERSIONS), default="000", help="With --machine: of the paper. Default: 000."
+    "--version",
+    type=click.Choice(VERSIONS),
+    default="000",
+    show_default=True,
+    help="Of paper 000 (docs/model.md), with --machine.",
 )
 @study_options
 def c3(
@@ -258,6 +306,235 @@ def c3(
 
         workloads = workloads or ["cb1_896M"]
         c3_bench.main(c3_bench.C3Options(workloads=tuple(workloads), collectives=kinds, json=json_file, **others))
+
+
+@main.command()
+@click.option("--operation", "operations", multiple=True, type=click.Choice(PHASED), help="Repeatable. Default: all.")
+@click.option("--min-bytes", metavar="SIZE", callback=size, default="1K", show_default=True, help="Smallest size.")
+@click.option("--max-bytes", metavar="SIZE", callback=size, help="Largest size. Default: 1G on GPUs, 4M on CPUs.")
+@click.option("--factor", type=click.IntRange(min=2), default=4, show_default=True, help="A size over the one before.")
+@click.option(
+    "--variants",
+    metavar="NAME,...",
+    callback=names,
+    default="b2b",
+    show_default=True,
+    help="pcpy, bcst, swap, b2b, b2b+graph, b2b+prelaunch, ...",
+)
+@click.option("--launch", type=click.Choice(["eager", "graph", "both"]), default="both", show_default=True)
+@click.option("--calls", type=click.IntRange(min=1), default=31, show_default=True, help="Measured calls of each.")
+@click.option("--warmup", type=click.IntRange(min=1), default=4, show_default=True, help="Calls before them.")
+@click.option("--predict", metavar="NAME_OR_FILE", default="", help="Machine to predict beside what is measured.")
+@machine_option
+@measuring_options
+def phases(
+    operations: tuple[str, ...],
+    min_bytes: int,
+    max_bytes: int | None,
+    factor: int,
+    variants: tuple[str, ...],
+    launch: str,
+    machine: str | None,
+    json_file: Path | None,
+    **others: Any,
+) -> None:
+    """Show where one transfer and one collective spend their time: control, schedule, copy, sync.
+
+    Measured by time stamps around the copies and by the host's clock, one call at a time, next to what the simulator
+    predicts for the same programs. With --machine: predicted only, for a machine that need not be here.
+    """
+    with plain_errors():
+        chosen = operations or PHASED
+        if machine is not None:
+            allowed = ("operations", "min_bytes", "max_bytes", "factor", "variants", "json_file", "report")
+            refuse_beside_machine(*allowed)
+            from sidelane.bench import phases_predict
+
+            sizes = tuple(sizes_between(min_bytes, max_bytes or 1 << 30, factor))
+            sys.exit(
+                phases_predict.main(
+                    phases_predict.PredictOptions(
+                        machine=machine,
+                        operations=chosen,
+                        variants=variants,
+                        sizes=sizes,
+                        json=json_file,
+                        report=others["report"],
+                    )
+                )
+            )
+
+        from sidelane.bench import phases_bench
+        from sidelane.bench.launch import choose_place
+
+        place = choose_place(others["ranks"], others["device"])
+        phases_bench.main(
+            phases_bench.PhasesOptions(
+                operations=chosen,
+                sizes=tuple(sizes_between(min_bytes, max_bytes or (4 << 20 if place.on_cpu else 1 << 30), factor)),
+                variants=variants,
+                launches=() if launch == "both" else (launch,),
+                json=json_file,
+                **others,
+            )
+        )
+
+
+@main.command()
+@click.option(
+    "--collective",
+    "collectives",
+    multiple=True,
+    type=click.Choice(KINDS),
+    default=("all_gather", "all_to_all"),
+    help="Repeatable. Default: all_gather and all_to_all.",
+)
+@click.option("--min-bytes", metavar="SIZE", callback=size, default="64M", show_default=True, help="Smallest size.")
+@click.option("--max-bytes", metavar="SIZE", callback=size, default="1G", show_default=True, help="Largest size.")
+@click.option("--factor", type=click.IntRange(min=2), default=4, show_default=True, help="A size over the one before.")
+@click.option("--variants", metavar="NAME,...", callback=names, default="b2b", show_default=True, help="Of Sidelane's.")
+@click.option("--launch", type=click.Choice(["eager", "graph"]), default="graph", show_default=True)
+@click.option("--place", "places", type=click.Choice(["in", "out", "both"]), default="both", show_default=True)
+@click.option("--seconds", type=float, default=0.7, show_default=True, help="That each runs in a round.")
+@click.option("--rounds", type=click.IntRange(min=1), default=2, show_default=True)
+@click.option(
+    "--fill",
+    type=click.Path(dir_okay=False, exists=True, path_type=Path),
+    help="A collectives.json of this machine whose energies to fill in from this study.",
+)
+@machine_option
+@study_options
+def power(
+    collectives: tuple[str, ...],
+    min_bytes: int,
+    max_bytes: int,
+    factor: int,
+    places: str,
+    machine: str | None,
+    json_file: Path | None,
+    **others: Any,
+) -> None:
+    """Measure power and energy of collectives: every implementation back to back, with the GPUs' counters read.
+
+    With --machine: predict them, as paper 003 ran its variants, for a machine that need not be here.
+    """
+    with plain_errors():
+        kinds = tuple(map(Kind, collectives))
+        sizes = tuple(sizes_between(min_bytes, max_bytes, factor))
+        if machine is not None:
+            refuse_beside_machine("collectives", "min_bytes", "max_bytes", "factor", "json_file", "report")
+            from sidelane.bench import power_predict
+
+            asked = power_predict.PredictOptions(
+                machine=machine, collectives=kinds, sizes=sizes, json=json_file, report=others["report"]
+            )
+            sys.exit(power_predict.main(asked))
+
+        from sidelane.bench import power_bench
+
+        power_bench.main(
+            power_bench.PowerOptions(
+                collectives=kinds,
+                sizes=sizes,
+                places=() if places == "both" else (places,),
+                json=json_file,
+                **others,
+            )
+        )
+
+
+@main.command()
+@click.option("--min-bytes", metavar="SIZE", callback=size, default="1M", show_default=True, help="Smallest size.")
+@click.option("--max-bytes", metavar="SIZE", callback=size, help="Largest size. Default: 256M on GPUs, 4M on CPUs.")
+@click.option("--factor", type=click.IntRange(min=2), default=4, show_default=True, help="A size over the one before.")
+@click.option("--variants", metavar="NAME,...", callback=names, default="", help="Of Sidelane's. Default: all.")
+@click.option("--launch", type=click.Choice(["eager", "graph", "both"]), default="both", show_default=True)
+@study_options
+def chain(
+    min_bytes: int, max_bytes: int | None, factor: int, launch: str, json_file: Path | None, **others: Any
+) -> None:
+    """Measure a GEMM, an all-gather of what it made, and a GEMM that reads it, with no host in between."""
+    with plain_errors():
+        from sidelane.bench import chain_bench
+        from sidelane.bench.launch import choose_place
+
+        on_cpu = choose_place(others["ranks"], others["device"]).on_cpu
+        largest = max_bytes if max_bytes is not None else 4 << 20 if on_cpu else 256 << 20
+        chain_bench.main(
+            chain_bench.ChainOptions(
+                sizes=tuple(sizes_between(min_bytes, largest, factor)),
+                launches=() if launch == "both" else (launch,),
+                json=json_file,
+                **others,
+            )
+        )
+
+
+@main.command()
+@click.option(
+    "--collective",
+    "collectives",
+    multiple=True,
+    type=click.Choice([*KINDS, ALL]),
+    default=(ALL,),
+    help="May be repeated. Default: all. A profile keeps what it had of the others.",
+)
+@click.option("--quick", is_flag=True, help="Wide steps between the sizes, few rounds: half a minute on GPUs.")
+@click.option("--seconds", "budget_s", type=click.FloatRange(min=1), help="For measuring; what is left out is said.")
+@click.option("--dtype", type=click.Choice(list(ELEMENT_BYTES)), default="bfloat16", show_default=True)
+@click.option("--ranks", type=click.IntRange(min=1), help="Processes. Default: every GPU, or a few on the CPU.")
+@click.option("--device", type=click.Choice(DEVICES), default="auto", help="auto: GPUs if there are two or more.")
+@click.option(
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Keep the profile here. Default: where every communicator of this user finds it.",
+)
+@click.option(
+    "--from-results",
+    type=click.Path(dir_okay=False, exists=True, path_type=Path),
+    help="Do not measure: take the times of this file of `sidelane collective --json`; needs --output.",
+)
+def tune(collectives: tuple[str, ...], from_results: Path | None, output: Path | None, **others: Any) -> None:
+    """Measure how each collective runs best on this machine, and keep it for `auto`.
+
+    Every candidate, eager and in graphs, in and out of place, 1K to 256M (16M on CPUs); outputs are checked before and
+    after they are timed. Says which choices change.
+    """
+    with plain_errors():
+        from sidelane.bench import tune as tuning
+
+        if from_results is not None:
+            if output is None:
+                raise ValueError("--from-results needs --output: it says nothing about this machine")
+            profile = tuning.from_results(from_results, output)
+            click.echo(f"{len(profile.curves)} curves of {profile.machine}: {output}")
+            return
+        kinds = KINDS if ALL in collectives else collectives
+        tuning.main(tuning.TuneOptions(collectives=tuple(map(Kind, kinds)), output=output, **others))
+
+
+@main.command()
+@click.argument("collective", type=click.Choice([kind.value for kind in Kind]))
+@click.argument("nbytes", metavar="SIZE", callback=size)
+@click.option("--in-place", is_flag=True, help="Input and output share memory.")
+@click.option("--graph", "captured", is_flag=True, help="The call is captured into a graph.")
+@click.option("--ordinary", is_flag=True, help="The tensors are not in symmetric memory.")
+@click.option("--beside", type=click.Choice(BESIDE), default=NOTHING, show_default=True, help="What runs next to it.")
+@click.option("--dtype", type=click.Choice(list(ELEMENT_BYTES)), default="bfloat16", show_default=True)
+@click.option("--world-size", type=click.IntRange(min=1), help="Ranks. Default: as measured, or those of this machine.")
+@click.option("--machine", metavar="NAME_OR_FILE", help="For a machine that need not be here: h200x4, mi300x8, ...")
+@click.option(
+    "--profile", type=click.Path(dir_okay=False, path_type=Path), help="Choose by this file of `sidelane tune`."
+)
+def explain(collective: str, **others: Any) -> None:
+    """Show what `auto` takes for a call, why, what else it could take, and what would be submitted.
+
+    SIZE is the gathered size of an all_gather and the local buffer of the others: 64K, 1M. Needs no GPU.
+    """
+    with plain_errors():
+        from sidelane.bench import explain as explaining
+
+        explaining.main(explaining.ExplainOptions(kind=Kind(collective), **others))
 
 
 @main.command()

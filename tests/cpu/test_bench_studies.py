@@ -34,6 +34,7 @@ from sidelane.c3.run import run_workload
 from sidelane.c3.strategy import STRATEGIES, Order, Strategy
 from sidelane.c3.workload import parse_workload
 from sidelane.errors import UnavailableError
+from sidelane.program.build import variants
 from sidelane.program.collective import Kind
 
 CPU = torch.device("cpu")
@@ -215,18 +216,43 @@ def test_collectives_from_end_to_end(tmp_path: Path) -> None:
     assert read(tmp_path / "collectives.json").rows == results.rows
     assert (tmp_path / "report" / "index.html").exists()
     assert {row.bytes for row in results.rows} == {1024, 16384}
-    assert {row.implementation for row in results.rows} == {"gloo", "dma"}
+    assert {row.implementation for row in results.rows} == {"gloo", "dma", "auto"}
+    for row in results.rows:
+        if row.implementation == "auto":
+            assert row.variant in variants(Kind(row.collective)), "its rows say what it chose"
     ways = {(row.collective, row.variant, row.in_place) for row in results.rows if row.implementation == "dma"}
     assert ways == {
         (kind, variant, in_place)
         for kind, variants in (("all_gather", ("pcpy", "b2b", "bcst")), ("all_to_all", ("pcpy", "b2b", "swap")))
-        for variant in variants
+        for variant in (*variants, "b2b+prelaunch")  # small sizes are measured prelaunched, too
         for in_place in (False, True)
     }
     for row in results.rows:
         assert row.correct, row
         assert row.time_us, row
-        assert not row.prelaunch
+        assert row.prelaunch == row.variant.endswith("+prelaunch")
+
+
+def test_which_calls_are_measured() -> None:
+    class Engines:
+        name = "dma"
+        launches = ("eager", "graph")
+
+        def variants(self, kind: Kind, in_place: bool) -> tuple[str, ...]:
+            return variants(kind)
+
+    def wanted(nbytes: int, kind: Kind = Kind.ALL_GATHER, **others: Any) -> set[tuple[str, bool, str]]:
+        case = Case(kind, nbytes, torch.bfloat16, 0, 2, CPU)
+        found = collective_bench.wanted_candidates(Engines(), case, CollectiveOptions(**others))  # type: ignore[arg-type]
+        return {(c.variant, c.in_place, c.launch) for c in found}
+
+    prelaunched = {("b2b+prelaunch", in_place, "eager") for in_place in (False, True)}
+    assert wanted(1 << 20) - wanted(2 << 20) == prelaunched
+    assert wanted(1 << 20, Kind.ALL_REDUCE) == wanted(2 << 20, Kind.ALL_REDUCE)
+    assert wanted(1 << 20, variants=("b2b",), launches=("graph",), places=("in",)) == {("b2b", True, "graph")}
+    assert {in_place for _, in_place, _ in wanted(64, places=("out",))} == {False}
+    with pytest.raises(ValueError, match="places"):
+        CollectiveOptions(places=("left",))
 
 
 def test_c3_from_end_to_end(tmp_path: Path) -> None:

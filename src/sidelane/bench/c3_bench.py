@@ -211,4 +211,5 @@ def _explanations(outcome: Outcome, late: Mapping[str, int]) -> Iterator[str]:
         yield f"  the host was late in some samples: {', '.join(f'{name} ({n})' for name, n in late.items())}"
     gemm = outcome.workload.gemm
     if gemm.divisor > 1:
-        yield f"  scaled for CPUs: bytes and every dimension of {gemm.tag or 'the GEMM'} divided by {gemm.divisor}"
+        what = f"bytes and every dimension of {gemm.tag or 'the GEMM'} divided by {gemm.divisor}"
+        yield f"  scaled for CPUs: {what} (--full-size: not)"

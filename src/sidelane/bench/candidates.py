@@ -16,8 +16,9 @@ import torch.distributed as dist
 
 from sidelane.bench.measure import Job
 from sidelane.bench.reference import ROOT, Case, fill_input, output_error, poison
+from sidelane.choice.candidate import DMA, GRAPH, SM, everything, find
 from sidelane.collectives import Communicator
-from sidelane.program.build import variants
+from sidelane.errors import UnavailableError
 from sidelane.program.collective import Kind
 
 # PyTorch 2.13 renamed both and warns of the old names.
@@ -116,9 +117,17 @@ class Dma:
     def variants(self, kind: Kind, in_place: bool) -> tuple[str, ...]:
         if kind is Kind.BROADCAST and not in_place:
             return ()
-        return self._auto + variants(kind)
+        return self._auto + _names(kind, self._communicator, DMA)
+
+    @property
+    def communicator(self) -> Communicator:
+        """Whose collectives these are."""
+        return self._communicator
 
     def reserve(self, output_bytes: int, input_bytes: int) -> None:
+        have = [0 if buffer is None else buffer.nbytes for buffer in (self._output, self._input)]
+        if have[0] >= output_bytes and have[1] >= input_bytes:
+            return  # asked before, by an implementation that shares them
         self._output = self._communicator.empty(output_bytes, dtype=torch.uint8)
         self._input = self._communicator.empty(input_bytes, dtype=torch.uint8)
 
@@ -149,6 +158,56 @@ class Dma:
         self._communicator.close()
 
 
+class Kernels:
+    """Sidelane's collectives that kernels run, with the communicator and the buffers of :class:`Dma`.
+
+    Raises:
+        UnavailableError: this machine does not have them.
+    """
+
+    name = SM
+
+    def __init__(self, dma: Dma) -> None:
+        if SM not in dma.communicator.abilities.implementations:
+            raise UnavailableError("this device or this installation has no kernels for collectives")
+        self.launches = dma.launches
+        self._dma = dma
+
+    def variants(self, kind: Kind, in_place: bool) -> tuple[str, ...]:
+        return _names(kind, self._dma.communicator, SM)
+
+    def reserve(self, output_bytes: int, input_bytes: int) -> None:
+        self._dma.reserve(output_bytes, input_bytes)
+
+    def tensors(self, case: Case, candidate: Candidate) -> Tensors:
+        return self._dma.tensors(case, candidate)
+
+    def start(self, case: Case, tensors: Tensors, variant: str) -> Callable[[], None]:
+        return self._dma.start(case, tensors, variant)
+
+    def close(self) -> None:
+        self._dma.close()
+
+
+class Auto(Kernels):
+    """Sidelane's own choice among its collectives. Its rows name what it chose as their variant."""
+
+    name = "auto"
+
+    def __init__(self, dma: Dma) -> None:
+        self.launches = dma.launches
+        self._dma = dma
+
+    def variants(self, kind: Kind, in_place: bool) -> tuple[str, ...]:
+        return ("auto",) if self._dma.variants(kind, in_place) else ()
+
+    def chosen(self) -> str:
+        """What the last call was run as."""
+        choice = self._dma.communicator.last_choice()
+        assert choice is not None, "a call comes first"
+        return choice.candidate.name
+
+
 class Prepared:
     """A candidate bound to a case.
 
@@ -164,6 +223,7 @@ class Prepared:
 
     def __init__(self, candidate: Candidate, case: Case, implementation: Implementation, calls: int = 1) -> None:
         self.candidate = candidate
+        self.variant = candidate.variant
         self.case = case
         self.calls = calls
         self._implementation = implementation
@@ -189,6 +249,11 @@ class Prepared:
         """True if a second run on the same input gives the same output: the first one has not overwritten the input."""
         return not self.in_place or self.case.kind in (Kind.ALL_GATHER, Kind.BROADCAST)
 
+    @property
+    def tensors(self) -> Tensors:
+        """Where a run reads and writes."""
+        return self._tensors
+
     def start(self) -> Callable[[], None]:
         """Begin one run on the current stream; call what comes back to wait for its end (needed on a CPU only)."""
         if self._one_call is not None:
@@ -199,6 +264,11 @@ class Prepared:
     def run(self) -> None:
         """One run from beginning to end."""
         self.start()()
+
+    def settle(self) -> None:
+        """Note what was chosen, after a first call (and the capture, if there is one), where that is the question."""
+        if isinstance(self._implementation, Auto):
+            self.variant = self._implementation.chosen()
 
     def capture(self) -> None:
         """Go over to graphs: one with all calls of a sample, to time, and one with a single call, to check.
@@ -215,19 +285,7 @@ class Prepared:
         return Job(self.run, repeats=self.calls, calls=self.calls, hide_launch_us=hide_launch_us)
 
     def _captured(self, calls: int) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
-        # Not torch.cuda.graph(): it collects garbage and empties the allocator's cache, 50 ms for each of some hundred
-        # captures. Other threads (a library's watchdog) may go on calling the driver while this one captures.
-        graph.capture_begin(capture_error_mode="thread_local")
-        try:
-            for _ in range(calls):
-                self._implementation.start(self.case, self._tensors, self.candidate.variant)()
-        except BaseException:
-            with contextlib.suppress(RuntimeError):  # the capture is invalid by now, and the stream must leave it
-                graph.capture_end()
-            raise
-        graph.capture_end()
-        return graph
+        return captured(lambda: self._implementation.start(self.case, self._tensors, self.candidate.variant)(), calls)
 
     def fill(self, seed: int) -> None:
         """Poison the output and put fresh random bytes, the same for the same seed, into the input."""
@@ -249,6 +307,23 @@ class Prepared:
         self._one_call = self._all_calls = None
 
 
+def captured(run: Callable[[], None], calls: int) -> torch.cuda.CUDAGraph:
+    """A graph of ``calls`` runs, captured on the current stream, which must not be the legacy default one."""
+    graph = torch.cuda.CUDAGraph()
+    # Not torch.cuda.graph(): it collects garbage and empties the allocator's cache, 50 ms for each of some hundred
+    # captures. Other threads (a library's watchdog) may go on calling the driver while this one captures.
+    graph.capture_begin(capture_error_mode="thread_local")
+    try:
+        for _ in range(calls):
+            run()
+    except BaseException:
+        with contextlib.suppress(RuntimeError):  # the capture is invalid by now, and the stream must leave it
+            graph.capture_end()
+        raise
+    graph.capture_end()
+    return graph
+
+
 def candidates_of(
     implementation: Implementation, kind: Kind, *, only: tuple[str, ...] = (), launches: tuple[str, ...] = ()
 ) -> list[Candidate]:
@@ -263,10 +338,21 @@ def candidates_of(
     return [
         Candidate(implementation.name, variant, in_place, launch)
         for in_place in (False, True)
-        for variant in _kept(implementation.variants(kind, in_place), only if implementation.name == Dma.name else ())
+        for variant in _kept(implementation.variants(kind, in_place), only if implementation.name in (DMA, SM) else ())
         for launch in implementation.launches
-        if (not launches or launch in launches) and not (variant.endswith("+prelaunch") and launch == "graph")
+        if (not launches or launch in launches) and not (launch == "graph" and _only_eager(kind, variant))
     ]
+
+
+def _names(kind: Kind, communicator: Communicator, implementation: str) -> tuple[str, ...]:
+    found = everything(kind, communicator.abilities)
+    return tuple(candidate.name for candidate in found if candidate.implementation == implementation)
+
+
+def _only_eager(kind: Kind, variant: str) -> bool:
+    """True for what differs from another variant only in how an eager call is launched."""
+    found = find(kind, variant)
+    return variant.endswith("+prelaunch") or (found is not None and found.launch == GRAPH)
 
 
 def _kept(found: tuple[str, ...], only: tuple[str, ...]) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from sidelane.bench.candidates import Candidate, Prepared, candidates_of
+from sidelane.bench.candidates import Candidate, Implementation, Prepared, candidates_of
 from sidelane.bench.launch import Rank
 from sidelane.bench.measure import Job, Meter, Rounds
 from sidelane.bench.reference import KINDS, Case, rounded_bytes
@@ -16,7 +16,8 @@ from sidelane.bench.results import CollectiveRow, Results, bus_gbps
 from sidelane.bench.roster import Roster, make_roster
 from sidelane.bench.study import Sender, StudyOptions, run_study
 from sidelane.c3.workload import format_bytes
-from sidelane.program.collective import ELEMENT_BYTES, Kind
+from sidelane.choice.candidate import DMA
+from sidelane.program.collective import ELEMENT_BYTES, REDUCING, Kind
 
 MOST_CALLS = 20
 SAMPLE_US = {"cpu": 10_000.0, "gpu": 2_000.0}
@@ -26,6 +27,9 @@ FEW_ROUNDS_FROM_BYTES = 256 << 20
 FEW_ROUNDS = 9
 HIDE_LAUNCH_FROM_US = 100.0
 PROFILED_BYTES = 16 << 20
+PRELAUNCHED = ("b2b+prelaunch",)
+PRELAUNCHED_BYTES = 1 << 20
+"""Up to here, where launching is what takes the time, this prelaunched variant is measured without being asked for."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,8 +41,10 @@ class CollectiveOptions(StudyOptions):
         sizes: bytes: gathered size of an all_gather, local buffer of the others; empty takes ``default_sizes``. A size
             that does not divide among the ranks is rounded up.
         dtype: of the elements; it matters to the reducing collectives only.
-        variants: of Sidelane's collectives, ``b2b+prelaunch`` included; empty takes all without prelaunch.
+        variants: of Sidelane's collectives, ``pcpy+prelaunch`` and so on included; empty takes all without prelaunch,
+            and ``b2b+prelaunch`` up to ``PRELAUNCHED_BYTES``.
         launches: ``eager``, ``graph``; empty takes both where both exist.
+        places: keep ``in`` place, ``out`` of place, or both (empty).
         warmup: rounds before the measured ones.
         repeats: measured rounds; from 256 MiB up at most 9.
         profile: at the end, look with a profiler which implementations launched kernels.
@@ -49,6 +55,7 @@ class CollectiveOptions(StudyOptions):
     dtype: str = "bfloat16"
     variants: tuple[str, ...] = ()
     launches: tuple[str, ...] = ()
+    places: tuple[str, ...] = ()
     warmup: int = 3
     repeats: int = 15
     profile: bool = True
@@ -58,6 +65,8 @@ class CollectiveOptions(StudyOptions):
         for kind in self.collectives:
             if kind not in KINDS:
                 raise ValueError(f"CollectiveOptions: collectives (value={kind}, allowed={', '.join(KINDS)})")
+        if not set(self.places) <= {"in", "out"}:
+            raise ValueError(f"CollectiveOptions: places (value={self.places}, allowed=in, out)")
         if self.dtype not in ELEMENT_BYTES:
             raise ValueError(f"CollectiveOptions: dtype (value={self.dtype!r}, allowed={', '.join(ELEMENT_BYTES)})")
         if self.repeats < 1 or self.warmup < 0 or any(size < 1 for size in self.sizes):
@@ -132,11 +141,12 @@ def _kernels(roster: Roster, cases: Sequence[Case], options: CollectiveOptions, 
     """Which kernels each implementation launches, at the largest size up to 16 MiB of every kind. Collective."""
     assert roster.kernels_of is not None
     find, meter = roster.kernels_of, roster.meter
+    options = dataclasses.replace(options, launches=("eager",))
     for kind in options.collectives:
         sizes = [case for case in cases if case.kind is kind]
         case = max((c for c in sizes if c.nbytes <= PROFILED_BYTES), key=lambda c: c.nbytes, default=sizes[0])
         for implementation in roster.implementations.values():
-            for candidate in candidates_of(implementation, kind, only=options.variants, launches=("eager",)):
+            for candidate in wanted_candidates(implementation, case, options):
                 prepared = Prepared(candidate, case, implementation)
                 found: list[str] = []
 
@@ -175,11 +185,12 @@ def measure_case(
     problems: dict[Candidate, _Problem] = {}
     with meter.on_stream():
         for implementation in roster.implementations.values():
-            for candidate in candidates_of(implementation, case.kind, only=options.variants, launches=options.launches):
+            for candidate in wanted_candidates(implementation, case, options):
                 bound = _prepare(meter, Prepared(candidate, case, implementation, calls), next(seeds))
                 if isinstance(bound, _Problem):
                     problems[candidate] = bound
                 else:
+                    bound.settle()
                     prepared[candidate] = bound
         rounds = _time(meter, prepared, case, options)
         for candidate, bound in prepared.items():
@@ -189,7 +200,19 @@ def measure_case(
                 problems[candidate] = problem
             bound.release()
     for candidate in (*prepared, *(c for c in problems if c not in prepared)):
-        yield _row(case, candidate, rounds.get(candidate), problems.get(candidate))
+        row = _row(case, candidate, rounds.get(candidate), problems.get(candidate))
+        yield dataclasses.replace(row, variant=prepared[candidate].variant) if candidate in prepared else row
+
+
+def wanted_candidates(implementation: Implementation, case: Case, options: CollectiveOptions) -> list[Candidate]:
+    """Every way to run a case that the options ask for."""
+    found = candidates_of(implementation, case.kind, only=options.variants, launches=options.launches)
+    small = case.nbytes <= PRELAUNCHED_BYTES and case.kind not in REDUCING
+    if not options.variants:  # cached graphs differ from plain calls in one way only, so one of them tells enough
+        found = [c for c in found if not c.variant.endswith("+graph") or c.variant == "b2b+graph"]
+    if implementation.name == DMA and small and not options.variants:
+        found += candidates_of(implementation, case.kind, only=PRELAUNCHED, launches=options.launches)
+    return [c for c in found if not options.places or ("in" if c.in_place else "out") in options.places]
 
 
 def _prepare(meter: Meter, prepared: Prepared, seed: int) -> Prepared | _Problem:

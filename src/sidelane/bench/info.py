@@ -11,8 +11,11 @@ import rich.console
 import rich.table
 import torch.distributed as dist
 
-from sidelane.bench.launch import Rank, choose_place, run_ranks
+from sidelane import config as settings
+from sidelane.bench.launch import Place, Rank, choose_place, run_ranks
 from sidelane.bench.provenance import software_versions
+from sidelane.choice.key import key_here
+from sidelane.choice.store import in_force
 from sidelane.errors import SidelaneError
 from sidelane.machine import local
 from sidelane.machine.inventory import Accelerators, Inventory
@@ -73,7 +76,8 @@ def look(*, probe: bool) -> Findings:
             driver = tuple(lines or ())
         except SidelaneError as problem:
             driver = (f"trying the driver failed: {str(problem).rstrip().rpartition(chr(10))[2]}",)
-    return Findings(machine, software_versions(), driver, tuple(_uses(machine, place.on_cpu, place.world_size)))
+    uses = (*_uses(machine, place.on_cpu, place.world_size), *_choice(place))
+    return Findings(machine, software_versions(), driver, uses)
 
 
 def show(findings: Findings, console: rich.console.Console) -> None:
@@ -143,6 +147,15 @@ def _uses(machine: Inventory, on_cpu: bool, world_size: int) -> list[tuple[str, 
         ("reductions", "torch on the CPU"),
         ("baseline", "Gloo"),
     ]
+
+
+def _choice(place: Place) -> list[tuple[str, str]]:
+    """What ``auto`` chooses by, and why not by something else."""
+    try:
+        by = in_force(settings.current().profile, key_here(place.device_type, place.world_size))
+    except ValueError as problem:
+        return [("choice", f"communicators will fail: {problem}")]
+    return [("choice", f"auto goes by {by.where}"), *(("note", note) for note in by.notes)]
 
 
 def _block(title: str, lines: Sequence[tuple[str, ...]]) -> rich.table.Table:

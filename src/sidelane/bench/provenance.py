@@ -17,17 +17,6 @@ from sidelane import __version__
 from sidelane.machine import local
 
 
-def machine_name(device: str, count: int) -> str:
-    """Short name of ``count`` devices.
-
-    >>> machine_name("NVIDIA H200", 4), machine_name("AMD Instinct MI300X", 8), machine_name("NVIDIA A100-SXM4-80GB", 2)
-    ('h200x4', 'mi300xx8', 'a100x2')
-    """
-    words = re.findall(r"[a-z0-9]+", device.lower())
-    model = next((word for word in words if re.search(r"\d", word)), words[-1] if words else "gpu")
-    return f"{model}x{count}"
-
-
 def commit() -> str:
     """Commit of the checkout that this package runs from, else ``SIDELANE_COMMIT``, else ``unknown``."""
     package = Path(__file__).resolve().parent.parent

@@ -16,11 +16,14 @@ import rich.console
 from sidelane.bench import results as result_files
 from sidelane.bench.pictures import Picture, draw
 from sidelane.bench.results import Results
-from sidelane.bench.tables import Table, tables_of
+from sidelane.bench.tables import Table, tables_of, too_few_cores
 
 TITLES = {
     "collectives": "Collectives by size and implementation",
     "c3": "Computation and communication side by side",
+    "phases": "Where one transfer and one collective spend their time",
+    "power": "Power and energy of collectives",
+    "chain": "From a GEMM to a collective and back",
 }
 LEGENDS = {
     "collectives": "Times are medians over rounds of the slowest rank; bus bandwidth is defined as in nccl-tests. "
@@ -28,6 +31,14 @@ LEGENDS = {
     "c3": "speedup = (GEMM alone + best collective alone) / together; ideal = the same sum / the longer of the two; "
     "% of ideal = 100 (speedup - 1) / (ideal - 1). The best collective is the fastest of every implementation "
     "measured; '% of ideal (library)' takes NCCL's (Gloo's on CPUs) in its place, as the papers do.",
+    "phases": "control: the host submits; schedule: until the first byte may move, entry handshake included; copy: "
+    "until the last byte has arrived, own chunk included; sync: exit handshake, and until the host knows. Medians of "
+    "single calls of the slowest rank; 'no stamps' is the whole call without looking, 'host' what the call takes the "
+    "host. Definitions: docs/phases.md.",
+    "power": "Collectives back to back; watts by the GPUs' energy counters, 'read/count' is the mean of power readings "
+    "over that. The least energy of each size is bold. Method: docs/power.md.",
+    "chain": "A producer GEMM, an all-gather of what it made, a consumer GEMM, on one stream; 'between' is the chain "
+    "less both GEMMs alone. Medians over rounds of the slowest rank; the fastest of each size is bold.",
 }
 CPU_WARNING = (
     "Ranks were CPU processes: real bytes through shared memory, moved by one thread for each engine. "
@@ -52,7 +63,7 @@ def show(results: Results, console: rich.console.Console | None = None) -> None:
         console.print(table.to_rich())
     console.print(LEGENDS[results.study], style="dim")
     if results.on_cpu:
-        console.print(CPU_WARNING, style="yellow")
+        console.print(_warning(results), style="yellow")
 
 
 def write(directory: str | Path, studies: Results | Sequence[Results]) -> Path:
@@ -87,6 +98,11 @@ def write(directory: str | Path, studies: Results | Sequence[Results]) -> Path:
     return index
 
 
+def _warning(results: Results) -> str:
+    """What readers must know about figures from CPU processes."""
+    return " ".join(filter(None, (CPU_WARNING, too_few_cores(results))))
+
+
 def _about(results: Results) -> list[tuple[str, str]]:
     where = "CPU processes" if results.on_cpu else "GPUs"
     return [
@@ -106,7 +122,7 @@ def _html_section(results: Results, tables: Sequence[Table], pictures: Sequence[
         + "</td></tr>"
         for name, value in _about(results)
     )
-    warning = f"<p class=warn>{html.escape(CPU_WARNING)}</p>" if results.on_cpu else ""
+    warning = f"<p class=warn>{html.escape(_warning(results))}</p>" if results.on_cpu else ""
     images = "".join(
         f'<img alt="{html.escape(picture.text)}" src="data:image/svg+xml;base64,{_inline(folder, picture)}">'
         for picture in pictures
@@ -123,7 +139,7 @@ def _inline(folder: Path, picture: Picture) -> str:
 
 def _markdown_section(results: Results, tables: Sequence[Table], pictures: Sequence[Picture]) -> str:
     about = "\n".join(f"- {name}: {f'`{value}`' if name == 'command' else value}" for name, value in _about(results))
-    warning = [f"> {CPU_WARNING}"] if results.on_cpu else []
+    warning = [f"> {_warning(results)}"] if results.on_cpu else []
     images = [f"![{picture.text}]({picture.name}.png)" for picture in pictures]
     parts = [f"## {TITLES[results.study]}", about, *warning, *images, LEGENDS[results.study]]
     return "\n\n".join([*parts, *(table.to_markdown() for table in tables)]) + "\n"

@@ -18,9 +18,13 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from sidelane.bench import provenance
+from sidelane.machine.inventory import machine_name
 
 IMPLEMENTATIONS = ("nccl", "nccl_ce", "symm_mem", "gloo", "dma", "sm", "auto")
 LAUNCHES = ("eager", "graph")
+MODEL = "model"
+LIBRARY = "library"
+SOURCES = ("measured", "predicted")
 CLASSES = ("G-long", "C-long", "GC-equal", "")
 
 
@@ -136,7 +140,133 @@ class C3Row(_Row):
         _require_times("C3Row", self.note, self.correct, time_us=self.time_us, speedup=self.speedup)
 
 
-ROWS: dict[str, type[CollectiveRow] | type[C3Row]] = {"collectives": CollectiveRow, "c3": C3Row}
+@dataclasses.dataclass(frozen=True, slots=True)
+class PhaseRow(_Row):
+    """Where one transfer or one collective spends its time (definitions: docs/phases.md). All times in microseconds.
+
+    Attributes:
+        operation: ``copy``, ``copies``, ``all_gather``, ``all_gather_in_place`` or ``all_to_all``.
+        bytes: of each copy of a transfer; of a collective as in :class:`CollectiveRow`.
+        launch: eager or graph; ``model`` where a description of a machine does not tell them apart.
+        source: ``measured`` or ``predicted``.
+        control_us, schedule_us, copy_us, sync_us: the phases; they add up to ``total_us``.
+        total_us: from the call until the host knows, with the stamps that the phases need.
+        total_unstamped_us: the same without any stamp.
+        host_us: of the call without stamps: until it returns.
+        entry_us, exit_us: the handshakes, parts of ``schedule_us`` and ``sync_us``.
+        correct: outputs were compared with a reference in this run; None when nothing ran.
+        note: why there is no time, or what to know about this one.
+    """
+
+    operation: str
+    variant: str
+    bytes: int
+    launch: str
+    source: str
+    control_us: float | None
+    schedule_us: float | None
+    copy_us: float | None
+    sync_us: float | None
+    total_us: float | None
+    total_unstamped_us: float | None
+    host_us: float | None
+    entry_us: float | None
+    exit_us: float | None
+    correct: bool | None = None
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        _require("PhaseRow", "launch", self.launch, (*LAUNCHES, MODEL))
+        _require("PhaseRow", "source", self.source, SOURCES)
+        times = {name: getattr(self, name) for name in _PHASE_TIMES}
+        _require_times("PhaseRow", self.note, self.correct, **times)
+
+
+_PHASE_TIMES = ("control_us", "schedule_us", "copy_us", "sync_us", "total_us", "total_unstamped_us")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PowerRow(_Row):
+    """What a collective draws, run back to back (method: docs/power.md).
+
+    Attributes:
+        bytes: as in :class:`CollectiveRow`.
+        implementation: as there; ``library`` in predictions.
+        launch: eager or graph; ``model`` in predictions.
+        time_us: of one call, the slowest rank's.
+        watts: mean over the GPUs, by their energy counters.
+        watts_sampled: the same by their power readings.
+        idle_watts: before the study, with everything set up and nothing running.
+        energy_mj: of all GPUs for one call: watts x GPUs x time.
+        energy_above_idle_mj: what is left of it above ``idle_watts``.
+        counters_agree_percent: 100 x watts_sampled / watts.
+        correct: outputs were compared with a reference in this run; None when nothing ran.
+        note: why there are no figures, or what to know about these.
+    """
+
+    collective: str
+    bytes: int
+    implementation: str
+    variant: str
+    in_place: bool
+    launch: str
+    time_us: float | None
+    watts: float | None
+    watts_sampled: float | None
+    idle_watts: float | None
+    energy_mj: float | None
+    energy_above_idle_mj: float | None
+    counters_agree_percent: float | None
+    correct: bool | None = None
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        _require("PowerRow", "launch", self.launch, (*LAUNCHES, MODEL))
+        _require("PowerRow", "implementation", self.implementation, (*IMPLEMENTATIONS, LIBRARY))
+        _require_times(
+            "PowerRow", self.note, self.correct, time_us=self.time_us, watts=self.watts, energy_mj=self.energy_mj
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ChainRow(_Row):
+    """A GEMM, an all-gather of what it made and a GEMM that reads what was gathered, one behind the other.
+
+    Attributes:
+        bytes: gathered size.
+        gemms_us: both GEMMs with nothing between them.
+        time_us: of the chain, median over the rounds of the slowest rank's time; p10_us and p90_us likewise.
+        correct: the consumer's output was compared with a reference in this run; None when it could not run.
+        note: why there is no time, or what to know about this one.
+    """
+
+    bytes: int
+    dtype: str
+    in_place: bool
+    launch: str
+    implementation: str
+    variant: str
+    gemms_us: float
+    time_us: float | None
+    p10_us: float | None
+    p90_us: float | None
+    correct: bool | None
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        _require("ChainRow", "launch", self.launch, LAUNCHES)
+        _require("ChainRow", "implementation", self.implementation, IMPLEMENTATIONS)
+        _require_times("ChainRow", self.note, self.correct, time_us=self.time_us)
+
+
+Row = CollectiveRow | C3Row | PhaseRow | PowerRow | ChainRow
+ROWS: dict[str, type[Row]] = {
+    "collectives": CollectiveRow,
+    "c3": C3Row,
+    "phases": PhaseRow,
+    "power": PowerRow,
+    "chain": ChainRow,
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -144,7 +274,7 @@ class Results:
     """A study's file. Make it with :func:`collect`, which looks up what the machine is.
 
     Attributes:
-        study: ``collectives`` or ``c3``.
+        study: one of ``ROWS``.
         machine: short name, as the folders under ``results/`` have it (``h200x4``, ``cpu``).
         gpus: number of GPUs that took part; 0 when ranks were CPU processes.
         device: full name of the GPU or processor.
@@ -165,7 +295,7 @@ class Results:
     commit: str
     command: str
     software: dict[str, str]
-    rows: tuple[CollectiveRow, ...] | tuple[C3Row, ...]
+    rows: tuple[Row, ...]
 
     def __post_init__(self) -> None:
         _require("Results", "study", self.study, tuple(ROWS))
@@ -183,13 +313,11 @@ class Results:
         return self.gpus == 0
 
 
-def collect(
-    study: str, rows: Sequence[CollectiveRow] | Sequence[C3Row], *, device_type: str, ranks: int, command: str = ""
-) -> Results:
+def collect(study: str, rows: Sequence[Row], *, device_type: str, ranks: int, command: str = "") -> Results:
     """Put rows together with what this machine and this installation are. Call it in the parent or on one rank.
 
     Args:
-        study: ``collectives`` or ``c3``.
+        study: one of ``ROWS``.
         rows: what was measured.
         device_type: of the ranks' tensors: ``cpu`` or the accelerator's name in torch.
         ranks: processes that took part.
@@ -199,7 +327,7 @@ def collect(
     device, count = (provenance.processor_name(), 0) if on_cpu else provenance.accelerator_name()
     return Results(
         study=study,
-        machine="cpu" if on_cpu else provenance.machine_name(device, count),
+        machine="cpu" if on_cpu else machine_name(device, count),
         gpus=0 if on_cpu else ranks,
         device=device,
         ranks=ranks,
@@ -207,7 +335,7 @@ def collect(
         commit=provenance.commit(),
         command=command or provenance.command_line(),
         software=provenance.software_versions(),
-        rows=tuple(rows),  # type: ignore[arg-type]  # a sequence of one of the two types; checked above
+        rows=tuple(rows),
     )
 
 
@@ -238,7 +366,7 @@ def read(path: str | os.PathLike[str]) -> Results:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
         row_type = ROWS[content["study"]]
         rows = [row_type.from_dict(row) for row in content.pop("rows")]
-        return Results(**content, rows=tuple(rows))  # type: ignore[arg-type]  # one row type, checked when made
+        return Results(**content, rows=tuple(rows))
     except (ValueError, KeyError, TypeError, AttributeError) as problem:
         raise ValueError(f"read: not a result file (value={os.fspath(path)!r}): {problem}") from problem
 

@@ -7,11 +7,12 @@ from collections.abc import Callable, Collection
 
 import torch.distributed as dist
 
-from sidelane.bench.candidates import Dma, Implementation
+from sidelane import config as settings
+from sidelane.bench.candidates import Auto, Dma, Implementation, Kernels
 from sidelane.bench.launch import Rank
 from sidelane.bench.measure import Meter
 from sidelane.collectives import Communicator
-from sidelane.config import Config
+from sidelane.config import COMPUTE, NOTHING
 
 
 @dataclasses.dataclass(slots=True)
@@ -72,7 +73,8 @@ def make_roster(
         rank: of this process.
         wanted: names to keep; empty keeps all.
         timeout_s: longest that one step may take, on the device or for a peer.
-        with_auto: list the variant ``auto`` of Sidelane's collectives too.
+        with_auto: list the variant ``auto`` of Sidelane's copy-engine collectives, for what runs beside a computation,
+            in the place of the implementation ``auto``.
 
     Raises:
         ValueError: a name is not known on this kind of device.
@@ -98,9 +100,22 @@ def make_roster(
             "nccl_ce": lambda: NcclCopyEngines(rank.device, timeout_s, meter),
             "symm_mem": lambda: LowContention(rank.device),
         }
-    makers["dma"] = lambda: Dma(
-        Communicator(dist.group.WORLD, device=rank.device, config=Config(timeout_s=timeout_s)), with_auto=with_auto
-    )
+    own: list[Dma] = []
+
+    def make_own() -> Dma:
+        # Next to a computation the choice is among what leaves it its compute units.
+        config = dataclasses.replace(settings.current(), timeout_s=timeout_s, beside=COMPUTE if with_auto else NOTHING)
+        own.append(Dma(Communicator(dist.group.WORLD, device=rank.device, config=config), with_auto=with_auto))
+        return own[0]
+
+    def needs_own(make: Callable[[Dma], Implementation]) -> Callable[[], Implementation]:
+        return lambda: make(own[0] if own else make_own())
+
+    makers["dma"] = make_own
+    if not with_auto:
+        makers["auto"] = needs_own(Auto)
+        if rank.device.type != "cpu":
+            makers["sm"] = needs_own(Kernels)
     unknown = sorted(set(wanted) - set(makers))
     if unknown:
         raise ValueError(f"implementations: {', '.join(unknown)} (allowed here={', '.join(makers)})")

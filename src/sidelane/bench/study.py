@@ -19,9 +19,9 @@ import rich.progress
 from sidelane.bench import report
 from sidelane.bench import results as result_files
 from sidelane.bench.launch import Rank, RankFailedError, choose_place, run_ranks
-from sidelane.bench.results import C3Row, CollectiveRow, Results, collect
+from sidelane.bench.results import C3Row, ChainRow, CollectiveRow, PhaseRow, PowerRow, Results, Row, collect
 
-R = TypeVar("R", CollectiveRow, C3Row)
+R = TypeVar("R", CollectiveRow, C3Row, PhaseRow, PowerRow, ChainRow)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ class Sender:
         self._send({"step": self._done, "of": self._steps, "text": text})
         self._done += 1
 
-    def row(self, row: CollectiveRow | C3Row) -> None:
+    def row(self, row: Row) -> None:
         """Hand over a row."""
         self._send({"row": row.to_dict()})
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import html
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, TypeVar
 
 import rich.box
@@ -12,7 +13,7 @@ import rich.console
 import rich.table
 import rich.text
 
-from sidelane.bench.results import C3Row, CollectiveRow, Results
+from sidelane.bench.results import MODEL, C3Row, ChainRow, CollectiveRow, PhaseRow, PowerRow, Results
 from sidelane.c3.workload import format_bytes
 
 R = TypeVar("R")
@@ -35,6 +36,40 @@ C3_COLUMNS: tuple[str, ...] = (
     "speedup",
     "% of\nideal",
     "% of ideal\n(library)",
+    "<correct",
+)
+PHASE_COLUMNS: tuple[str, ...] = (
+    "bytes",
+    "<launch",
+    "control\nus",
+    "schedule\nus",
+    "copy\nus",
+    "sync\nus",
+    "total\nus",
+    "no stamps\nus",
+    "host\nus",
+    "<correct",
+)
+CHAIN_COLUMNS: tuple[str, ...] = (
+    "bytes",
+    "<implementation",
+    "<variant",
+    "<place",
+    "chain\nus",
+    "GEMMs\nalone us",
+    "between\nus",
+    "<correct",
+)
+PREDICTED = "predicted"
+POWER_COLUMNS: tuple[str, ...] = (
+    "bytes",
+    "<implementation",
+    "<variant",
+    "time\nus",
+    "W",
+    "read/\ncount %",
+    "energy\nmJ",
+    "above\nidle mJ",
     "<correct",
 )
 
@@ -111,6 +146,12 @@ def tables_of(results: Results) -> list[Table]:
     """The tables of a study."""
     if results.study == "collectives":
         return _collective_tables([row for row in results.rows if isinstance(row, CollectiveRow)])
+    if results.study == "phases":
+        return phase_tables([row for row in results.rows if isinstance(row, PhaseRow)])
+    if results.study == "power":
+        return power_tables([row for row in results.rows if isinstance(row, PowerRow)])
+    if results.study == "chain":
+        return _chain_tables([row for row in results.rows if isinstance(row, ChainRow)])
     return _c3_tables([row for row in results.rows if isinstance(row, C3Row)])
 
 
@@ -162,20 +203,131 @@ def _c3_tables(rows: Sequence[C3Row]) -> list[Table]:
             f"{format_bytes(first.bytes)}: {first.c3_class}, GEMM alone {_number(first.gemm_us)} us, best collective "
             f"alone {_number(first.best_comm_us)} us, {ideal}"
         )
-        lines = tuple(Line(_c3_cells(row), best=best is not None and row.percent_of_ideal == best) for row in same)
+        picked = {row.chosen for row in same}
+        lines = tuple(
+            Line(_c3_cells(row, picked), best=best is not None and row.percent_of_ideal == best)
+            for row in same
+            if not row.chosen  # the row of auto repeats that of the strategy that it picked, which says so
+        )
         notes = _notes([(row.strategy, row.note) for row in same])
         tables.append(_without_empty_columns(Table(title, C3_COLUMNS, lines, notes)))
     return tables
 
 
-def _c3_cells(row: C3Row) -> tuple[str, ...]:
+def too_few_cores(results: Results) -> str:
+    """What readers of a study of pairs between CPU processes must know if there was nothing to run both at once on."""
+    found = re.search(r"(\d+) cores$", results.device) if results.on_cpu and results.study == "c3" else None
+    needed = 2 * results.ranks
+    if found is None or int(found[1]) >= needed:
+        return ""
     return (
-        row.strategy + (f" -> {row.chosen}" if row.chosen else ""),
+        f"This machine has {found[1]} cores and would need {needed} (each rank computes on one and moves bytes on "
+        "another), so the two take turns here, and a speedup of about 1, 0% of ideal, is the best to expect."
+    )
+
+
+def _c3_cells(row: C3Row, picked: Collection[str]) -> tuple[str, ...]:
+    return (
+        row.strategy + (" (auto)" if row.strategy in picked else ""),
         _number(row.comm_us),
         _number(row.time_us),
         MISSING if row.speedup is None else f"{row.speedup:.2f}",
         MISSING if row.percent_of_ideal is None else f"{row.percent_of_ideal:.0f}",
         "" if row.percent_of_ideal_nccl is None else f"{row.percent_of_ideal_nccl:.0f}",
+        _verdict(row.correct),
+    )
+
+
+def phase_tables(rows: Sequence[PhaseRow]) -> list[Table]:
+    """One table an operation and variant: what was measured, and what is predicted, size by size."""
+    tables = []
+    for title, alike in grouped(rows, phase_title, ordered=False):
+        sizes = grouped(alike, lambda row: row.bytes)
+        rule = any(len(same) > 1 for _, same in sizes)
+        lines = [Line(_phase_cells(row), rule=rule and row is same[-1]) for _, same in sizes for row in same]
+        measured, predicted = ([row for row in alike if (row.source == PREDICTED) is side] for side in (False, True))
+        notes = _notes([(f"{format_bytes(row.bytes)} {row.launch}", row.note) for row in measured])
+        notes += tuple(dict.fromkeys(row.note for row in predicted if row.note))
+        tables.append(_without_empty_columns(Table(title, PHASE_COLUMNS, tuple(lines), notes)))
+    return tables
+
+
+def phase_title(row: PhaseRow) -> str:
+    """What rows of one table and one picture have in common."""
+    return f"{row.operation} {row.variant}"
+
+
+def _phase_cells(row: PhaseRow) -> tuple[str, ...]:
+    times = (row.control_us, row.schedule_us, row.copy_us, row.sync_us, row.total_us)
+    if row.source == PREDICTED:
+        return (format_bytes(row.bytes), PREDICTED, *map(_number, times), "", _number(row.host_us), "")
+    looked = (_number(row.total_unstamped_us), _number(row.host_us), _verdict(row.correct))
+    return (format_bytes(row.bytes), row.launch, *map(_number, times), *looked)
+
+
+def power_tables(rows: Sequence[PowerRow]) -> list[Table]:
+    """One table for each way to call a collective; the least energy of each size is set off."""
+    tables = []
+    for _, alike in grouped(rows, lambda row: (row.collective, row.in_place, row.launch)):
+        lines = []
+        for _, same in grouped(alike, lambda row: row.bytes):
+            ranked = sorted(same, key=lambda row: (row.energy_mj is None, row.energy_mj or 0.0))
+            lines += [
+                Line(_power_cells(row), best=place == 0 and row.energy_mj is not None, rule=row is ranked[-1])
+                for place, row in enumerate(ranked)
+            ]
+        idle = next((f", idle {row.idle_watts:.0f} W" for row in alike if row.idle_watts is not None), "")
+        notes = _notes([(" ".join(_power_cells(row)[:3]).rstrip(), row.note) for row in alike])
+        title = f"{power_title(alike[0])}: W a GPU{idle}, energy of all GPUs for one call"
+        tables.append(_without_empty_columns(Table(title, POWER_COLUMNS, tuple(lines), notes)))
+    return tables
+
+
+def power_title(row: PowerRow) -> str:
+    """What rows of one table and one picture have in common."""
+    place = "in place" if row.in_place else "out of place"
+    return f"{row.collective}, {place}" + (f", {row.launch}" if row.launch != MODEL else "")
+
+
+def _power_cells(row: PowerRow) -> tuple[str, ...]:
+    return (
+        format_bytes(row.bytes),
+        row.implementation,
+        row.variant,
+        _number(row.time_us),
+        _number(row.watts),
+        "" if row.counters_agree_percent is None else f"{row.counters_agree_percent:.0f}",
+        _number(row.energy_mj),
+        _number(row.energy_above_idle_mj),
+        "" if row.launch == MODEL else _verdict(row.correct),
+    )
+
+
+def _chain_tables(rows: Sequence[ChainRow]) -> list[Table]:
+    """One table for each way to launch, ordered by size and time; each size's fastest is set off."""
+    tables = []
+    for launch, alike in grouped(rows, lambda row: row.launch):
+        lines = []
+        for _, same in grouped(alike, lambda row: row.bytes):
+            ranked = sorted(same, key=lambda row: (row.time_us is None, row.time_us))
+            lines += [
+                Line(_chain_cells(row), best=place == 0 and row.time_us is not None, rule=row is ranked[-1])
+                for place, row in enumerate(ranked)
+            ]
+        notes = _notes([(" ".join(_chain_cells(row)[:4]).rstrip(), row.note) for row in alike])
+        tables.append(Table(f"GEMM, all_gather, GEMM, {alike[0].dtype}, {launch}", CHAIN_COLUMNS, tuple(lines), notes))
+    return tables
+
+
+def _chain_cells(row: ChainRow) -> tuple[str, ...]:
+    return (
+        format_bytes(row.bytes),
+        row.implementation,
+        row.variant,
+        "in" if row.in_place else "out",
+        _number(row.time_us),
+        _number(row.gemms_us),
+        _number(None if row.time_us is None else row.time_us - row.gemms_us),
         _verdict(row.correct),
     )
 

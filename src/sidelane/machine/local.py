@@ -8,8 +8,10 @@ import re
 import shutil
 from pathlib import Path
 
-from sidelane.machine import nvidia
+from sidelane.errors import UnavailableError
+from sidelane.machine import nvidia, nvidia_power
 from sidelane.machine.inventory import Inventory
+from sidelane.machine.power_sensor import PowerSensor
 
 SHARED_MEMORY = Path("/dev/shm")
 # Vendors whose devices Sidelane has an executor for. torch may know others; they do not count here.
@@ -55,3 +57,23 @@ def processor() -> str:
 def software_versions() -> dict[str, str]:
     """Versions of drivers and vendor libraries, by name."""
     return {name: version for vendor in VENDORS for name, version in vendor.software_versions().items()}
+
+
+def power_problem() -> str | None:
+    """Why this machine's GPUs do not tell their power, as far as that can be seen without touching one; else None."""
+    if not nvidia.device_count():
+        return "there is no GPU here whose power could be read"
+    try:
+        nvidia_power.load_nvml()
+    except UnavailableError as problem:
+        return str(problem)
+    return None
+
+
+def power_sensor(index: int) -> PowerSensor:
+    """The power counters of GPU ``index`` as torch counts.
+
+    Raises:
+        UnavailableError: there are none.
+    """
+    return nvidia_power.NvmlSensor(index)

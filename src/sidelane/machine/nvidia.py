@@ -1,4 +1,4 @@
-"""NVIDIA GPUs: what torch, the driver and NVML say about them. No other file of this folder names the vendor."""
+"""NVIDIA GPUs: what torch, the driver and NVML say about them (``nvidia_power`` has their power)."""
 
 from __future__ import annotations
 

@@ -1,0 +1,249 @@
+"""``sidelane explain``: what ``auto`` would take for a call, why, and what would be submitted. Needs no GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import rich.console
+import torch
+
+from sidelane import config as settings
+from sidelane.bench.launch import choose_place
+from sidelane.bench.tables import Line, Table, grouped
+from sidelane.c3.workload import format_bytes
+from sidelane.choice import Abilities, Candidate, Choice, Curve, Profile, candidates, choose, objection
+from sidelane.choice.candidate import EVERYTHING, everything
+from sidelane.choice.key import CPU, Key, key_here
+from sidelane.choice.store import InForce, builtin, builtin_names, in_force, read
+from sidelane.collectives.arguments import SHARD_ALIGNMENT, aligned_shards
+from sidelane.collectives.plan import AUTO, Agreement, make_program
+from sidelane.config import NOTHING
+from sidelane.execute.sim import simulate
+from sidelane.machine.load import find, machine_names
+from sidelane.program import collective as define
+from sidelane.program.collective import REDUCING, Collective, Kind, ReduceOp, Reduction
+from sidelane.program.ir import MOVES, Copy, Move, Program, describe
+
+RANK = 0
+"""Whose part is shown; every rank's is alike."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExplainOptions:
+    """A call, and where it would be made.
+
+    Attributes:
+        kind: which collective.
+        nbytes: gathered size of an all_gather, local buffer of the others; rounded up to what divides among the ranks.
+        dtype: of the elements.
+        in_place: input and output share memory.
+        captured: into a graph.
+        ordinary: the tensors are not in symmetric memory.
+        beside: ``nothing`` or ``compute``.
+        world_size: ranks; None takes those that the profile was measured with, or those of this machine.
+        machine: a built-in table, or a machine of the catalogue that is simulated; None for this machine.
+        profile: file to choose by, whatever machine it is of.
+    """
+
+    kind: Kind
+    nbytes: int
+    dtype: str = "bfloat16"
+    in_place: bool = False
+    captured: bool = False
+    ordinary: bool = False
+    beside: str = NOTHING
+    world_size: int | None = None
+    machine: str | None = None
+    profile: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.nbytes < 1:
+            raise ValueError(f"ExplainOptions: nbytes (value={self.nbytes}, allowed=1 and more)")
+        if self.machine is not None and self.profile is not None:
+            raise ValueError("explain: --machine and --profile exclude each other")
+        if self.in_place and self.kind in (Kind.SCATTER, Kind.GATHER):
+            raise ValueError(f"explain: {self.kind} has no in-place form")
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What was found out.
+
+    Attributes:
+        agreement: the call as all ranks see it.
+        choice: what would run.
+        by: what it was chosen by.
+        excluded: candidates that are not legal, with the reason.
+        submitted: what rank 0 would hand over, one line each, grouped by where it goes.
+        summary: the same in numbers.
+    """
+
+    agreement: Agreement
+    choice: Choice
+    by: InForce
+    excluded: tuple[tuple[Candidate, str], ...]
+    submitted: tuple[tuple[str, tuple[str, ...]], ...]
+    summary: str
+
+
+def main(options: ExplainOptions) -> None:
+    """Explain, and print."""
+    show(explain(options), rich.console.Console())
+
+
+def explain(options: ExplainOptions) -> Explanation:
+    """Find out what a call would do.
+
+    Raises:
+        ValueError: no such machine or profile, or a call that does not exist.
+    """
+    by, device_type, world_size, abilities = _where(options)
+    agreement = _agreement(options, world_size)
+    has_driver = by is not None and device_type != CPU
+    moves = frozenset[type[Move]]({Copy} if has_driver else MOVES)
+    if by is None:
+        assert options.machine is not None
+        by = _simulated(options.machine, agreement)
+    choice = choose(by.profile, agreement.call, abilities)
+    reasons = [(found, objection(agreement.call, found, abilities)) for found in everything(options.kind)]
+    excluded = tuple((found, reason) for found, reason in reasons if reason)
+    program = make_program(agreement, choice.candidate, moves)
+    if not isinstance(program, Program):
+        launch = f"launch the kernel {choice.candidate.variant} on {program.blocks} thread blocks at most"
+        return Explanation(agreement, choice, by, excluded, (("stream 0", (launch,)),), "1 kernel, 1 call")
+    if not has_driver:
+        queues = tuple((f"engine {q.engine}", tuple(map(describe, q.commands))) for q in program.queues_of(RANK))
+        return Explanation(agreement, choice, by, excluded, queues, "")
+    submitted, summary = _calls(program, agreement.frozen)
+    return Explanation(agreement, choice, by, excluded, submitted, summary)
+
+
+def show(found: Explanation, console: rich.console.Console) -> None:
+    """Print for people."""
+    call = found.agreement.call
+    words = [
+        f"{call.kind} of {format_bytes(call.nbytes)} among {call.world_size} ranks, {call.dtype}",
+        "in place" if call.in_place else "out of place",
+        "in a graph" if call.captured else "eager",
+        *([] if call.symmetric else ["ordinary memory"]),
+        *([f"beside {call.beside}"] if call.beside != NOTHING else []),
+    ]
+    console.print(", ".join(words), markup=False, highlight=False, soft_wrap=True)
+    console.print(f"auto takes {found.choice.candidate}: {found.choice.reason}", markup=False, soft_wrap=True)
+    console.print(f"chosen by {found.by.where}", markup=False, soft_wrap=True)
+    for note in found.by.notes:
+        console.print(f"note: {note}", markup=False, soft_wrap=True)
+    console.print()
+    console.print(_table(found).to_rich())
+    summary = f": {found.summary}" if found.summary else ""
+    console.print(f"Submitted by rank {RANK}{summary}", markup=False, highlight=False, soft_wrap=True)
+    for place, lines in found.submitted:
+        console.print(f"  {place}", markup=False, highlight=False)
+        for line in lines:
+            console.print(f"    {line}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _table(found: Explanation) -> Table:
+    lines = [
+        Line(
+            (candidate.implementation, candidate.name, "-" if us is None else f"{us:.4g}"),
+            best=candidate == found.choice.candidate,
+        )
+        for candidate, us in found.choice.table
+    ]
+    reasons = grouped(found.excluded, lambda entry: entry[1], ordered=False)
+    notes = tuple(
+        f"not legal here: {', '.join(str(candidate) for candidate, _ in alike)}: {reason}" for reason, alike in reasons
+    )
+    return Table("Candidates", ("<implementation", "<variant", "expected\nus"), tuple(lines), notes)
+
+
+def _where(options: ExplainOptions) -> tuple[InForce | None, str, int, Abilities]:
+    """What to choose by (None: the machine has to be simulated), type of the devices, ranks, abilities."""
+    name = options.machine
+    if options.profile is not None or name in builtin_names():
+        profile = builtin(name) if name is not None else read(Path(str(options.profile)))
+        if profile is None:
+            raise ValueError(f"explain: no such profile (value={str(options.profile)!r})")
+        where = f"the built-in table {name}" if name is not None else str(options.profile)
+        ranks = max((curve.world_size for curve in profile.curves), default=max(profile.key.count, 2))
+        return _placed(InForce(profile, where), profile.key, options.world_size or ranks)
+    if name is not None:
+        if name not in machine_names() and not name.endswith((".toml", ".json")):
+            known = ", ".join(dict.fromkeys((*builtin_names(), *machine_names())))
+            raise ValueError(f"explain: machine (value={name!r}, allowed={known}, or a file)")
+        return None, "", options.world_size or find(name).gpus, Abilities()
+    place = choose_place()
+    ranks = options.world_size or place.world_size
+    key = key_here(place.device_type, place.world_size)
+    return _placed(in_force(settings.current().profile, key), key, ranks)
+
+
+def _placed(by: InForce, key: Key, world_size: int) -> tuple[InForce, str, int, Abilities]:
+    return by, key.device_type, world_size, Abilities() if key.device_type == CPU else EVERYTHING
+
+
+def _agreement(options: ExplainOptions, world_size: int) -> Agreement:
+    collective = _collective(options, world_size)
+    place = None if options.ordinary else (0, 0)
+    return Agreement(
+        collective=collective,
+        dtype=options.dtype,
+        variant=AUTO,
+        input_place=None,
+        output_place=place,
+        frozen=options.captured,
+        beside=options.beside,
+    )
+
+
+def _collective(options: ExplainOptions, world_size: int) -> Collective:
+    kind, in_place = options.kind, options.in_place
+    item = getattr(torch, options.dtype).itemsize
+    part = -(-options.nbytes // (world_size * item)) * item
+    match kind:
+        case Kind.ALL_GATHER:
+            return define.all_gather([part] * world_size, in_place=in_place)
+        case Kind.ALL_TO_ALL:
+            return define.all_to_all([[part] * world_size] * world_size, in_place=in_place)
+        case Kind.BROADCAST:
+            return define.broadcast(part * world_size, world_size, 0, in_place=True)
+        case Kind.SCATTER:
+            return define.scatter([part] * world_size, 0)
+        case Kind.GATHER:
+            return define.gather([part] * world_size, 0)
+    assert kind in REDUCING
+    reduction = Reduction(ReduceOp.SUM, options.dtype)
+    if kind is Kind.REDUCE_SCATTER:
+        return define.reduce_scatter([part] * world_size, reduction, in_place=in_place)
+    return define.all_reduce(
+        aligned_shards(part * world_size, world_size, SHARD_ALIGNMENT), reduction, in_place=in_place
+    )
+
+
+def _simulated(name: str, agreement: Agreement) -> InForce:
+    """A profile of one size, predicted: for machines of the catalogue that nobody has measured."""
+    machine, call = find(name), agreement.call
+    curves = []
+    for candidate in candidates(call, Abilities()):
+        program = make_program(agreement, candidate, frozenset[type[Move]](MOVES))
+        assert isinstance(program, Program)
+        times = ((call.nbytes, simulate(program, machine).time_us),)
+        curves.append(Curve(call.kind, call.world_size, call.dtype, call.in_place, call.captured, candidate, times))
+    profile = Profile(machine.name, Key("", machine.title, machine.gpus), "", "", tuple(curves))
+    return InForce(profile, f"the simulator, for {machine.title}: predicted, and copy engines only")
+
+
+def _calls(program: Program, captured: bool) -> tuple[tuple[tuple[str, tuple[str, ...]], ...], str]:
+    """What the CUDA executor asks the driver for, by stream."""
+    from sidelane.execute.cuda.count import counts_of
+    from sidelane.execute.cuda.describe import describe_call
+    from sidelane.execute.cuda.plan import plan_calls
+
+    plan = plan_calls(program, RANK, captured=captured)
+    streams = tuple(
+        (f"stream {number}{' (of the caller)' if number == 0 else ''}", tuple(map(describe_call, plan.calls(number))))
+        for number in range(plan.streams)
+    )
+    return streams, str(counts_of(plan))

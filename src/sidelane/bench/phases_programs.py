@@ -1,0 +1,141 @@
+"""The operations whose phases are studied, as Programs: single transfers, and whole collectives.
+
+Transfers are bare copies of rank 0, as paper 003 (section 3) measured one: its host starts the engine and waits, and
+nothing else orders the ranks. Collectives are what a communicator runs, handshakes and own chunk included.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from types import MappingProxyType
+
+from sidelane.collectives.plan import PRELAUNCH
+from sidelane.model.published import bare
+from sidelane.program.build import Transport, build, variants
+from sidelane.program.collective import Collective, Kind, all_gather, all_to_all, scatter
+from sidelane.program.ir import MOVES, Move, Program
+from sidelane.program.transform import freeze, lower, prelaunch, stamp
+
+ALL_MOVES: frozenset[type[Move]] = frozenset(MOVES)
+CACHED = "+graph"
+SUFFIXES = (PRELAUNCH, CACHED)
+COPY, COPIES = "copy", "copies"
+TRANSFERS = (COPY, COPIES)
+KIND_OF: Mapping[str, Kind] = MappingProxyType(
+    {
+        COPY: Kind.SCATTER,
+        COPIES: Kind.SCATTER,
+        "all_gather": Kind.ALL_GATHER,
+        "all_gather_in_place": Kind.ALL_GATHER,
+        "all_to_all": Kind.ALL_TO_ALL,
+    }
+)
+OPERATIONS = tuple(KIND_OF)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Operation:
+    """What is run.
+
+    Attributes:
+        name: ``copy``: rank 0 copies ``nbytes`` to rank 1. ``copies``: to every peer, ``nbytes`` each. The collectives:
+            out of place unless the name says otherwise.
+        variant: as ``Communicator`` takes it: of ``program.build``; with ``+prelaunch`` behind a trigger, with
+            ``+graph`` without epochs, which the CUDA executor launches as one graph of its own.
+        nbytes: of each copy of a transfer; gathered bytes of an all_gather, the local buffer of an all_to_all.
+    """
+
+    name: str
+    variant: str
+    nbytes: int
+
+    def __post_init__(self) -> None:
+        if self.name not in OPERATIONS:
+            raise ValueError(f"Operation: name (value={self.name!r}, allowed={', '.join(OPERATIONS)})")
+        if self.nbytes < 1:
+            raise ValueError(f"Operation: nbytes (value={self.nbytes}, allowed=1 and more)")
+
+    @property
+    def prelaunched(self) -> bool:
+        return self.variant.endswith(PRELAUNCH)
+
+    @property
+    def only_eager(self) -> bool:
+        """In a graph of the caller's it is the same as without its suffix."""
+        return self.variant.endswith(SUFFIXES)
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.variant}"
+
+    def program(self, ranks: int, *, stamped: bool = False, native: AbstractSet[type[Move]] = ALL_MOVES) -> Program:
+        """The program.
+
+        Args:
+            ranks: in the group.
+            stamped: with stamps around the copies.
+            native: the move commands that the executor has.
+
+        Raises:
+            ValueError: no such variant of this collective, or fewer than two ranks.
+        """
+        if ranks < 2:
+            raise ValueError(f"{self.name}: ranks (value={ranks}, allowed=2 and more)")
+        program = build(self._collective(ranks), base_of(self.variant), Transport.PUSH)
+        if self.name in TRANSFERS:
+            program = bare(program)
+        program = lower(program, native)
+        if stamped:
+            program = stamp(program)
+        if self.variant.endswith(CACHED):
+            program = freeze(program)
+        return prelaunch(program) if self.prelaunched else program
+
+    def _collective(self, ranks: int) -> Collective:
+        part = max(1, self.nbytes // ranks)
+        match self.name:
+            case "copy":
+                return scatter([0, self.nbytes, *[0] * (ranks - 2)], root=0)
+            case "copies":
+                return scatter([0, *[self.nbytes] * (ranks - 1)], root=0)
+            case "all_to_all":
+                return all_to_all([[part] * ranks] * ranks)
+            case _:
+                return all_gather([part] * ranks, in_place=self.name.endswith("in_place"))
+
+
+def base_of(variant: str) -> str:
+    """The name that ``program.build`` knows.
+
+    >>> base_of("b2b+prelaunch"), base_of("pcpy")
+    ('b2b', 'pcpy')
+    """
+    return next((variant.removesuffix(suffix) for suffix in SUFFIXES if variant.endswith(suffix)), variant)
+
+
+def operations(names: Sequence[str], wanted: Sequence[str], nbytes: int) -> list[Operation]:
+    """Every operation in every wanted variant that it has.
+
+    The one copy of a transfer is the same on whatever engine, and transfers have no flags that could be frozen.
+
+    Raises:
+        ValueError: an operation that does not exist, or a variant that none of the operations has.
+    """
+    found = []
+    used: set[str] = set()
+    for name in names:
+        allowed = variants(KIND_OF.get(name, Kind.SCATTER))
+        kept = [variant for variant in wanted if base_of(variant) in allowed]
+        used.update(kept)
+        if name in TRANSFERS:
+            kept = [variant.removesuffix(CACHED) for variant in kept]
+        if name == COPY:
+            kept = ["b2b" + variant.removeprefix(base_of(variant)) for variant in kept]
+        found += [Operation(name, variant, nbytes) for variant in dict.fromkeys(kept)]
+    unknown = [variant for variant in wanted if variant not in used]
+    if unknown:
+        known = sorted({variant for name in names for variant in variants(KIND_OF[name])})
+        allowed_names = f"{', '.join(known)}, each also with {' or '.join(SUFFIXES)}"
+        raise ValueError(f"variants: (value={', '.join(unknown)}, allowed={allowed_names})")
+    return found

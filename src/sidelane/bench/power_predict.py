@@ -1,0 +1,100 @@
+"""``sidelane power --machine``: power and energy that the model predicts for a machine that need not be here."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import matplotlib as mpl
+import rich.console
+
+from sidelane.bench.pictures import RC, draw_power
+from sidelane.bench.results import LIBRARY, MODEL, PowerRow
+from sidelane.bench.sim_study import write_numbers
+from sidelane.bench.tables import power_tables
+from sidelane.machine.load import find
+from sidelane.machine.spec import Machine
+from sidelane.model.power import Draw, dma_power, library_power
+from sidelane.model.published import PUBLISHED_VARIANTS
+from sidelane.program.collective import Kind
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PredictOptions:
+    """What to predict.
+
+    Attributes:
+        machine: name in the catalogue, or a TOML or JSON file with a section ``power``.
+        collectives: all_gather, all_to_all or both: those that paper 003 has variants for.
+        sizes: bytes.
+        json: file for the rows; None writes none.
+        report: folder for pictures and the rows; None writes none.
+    """
+
+    machine: str
+    collectives: tuple[Kind, ...]
+    sizes: tuple[int, ...]
+    json: Path | None = None
+    report: Path | None = None
+
+
+def main(options: PredictOptions) -> int:
+    """Print, and write what the options ask for.
+
+    Returns:
+        0.
+
+    Raises:
+        ValueError: no such machine, no power figures in its description, or another collective.
+    """
+    for kind in options.collectives:
+        if kind not in PUBLISHED_VARIANTS:
+            raise ValueError(f"power: collective (value={kind}, allowed={', '.join(PUBLISHED_VARIANTS)})")
+    machine = find(options.machine)
+    console = rich.console.Console()
+    rows = [row for kind in options.collectives for nbytes in options.sizes for row in predicted(machine, kind, nbytes)]
+    console.print(f"Power and energy predicted for {machine.title}", style="bold")
+    for table in power_tables(rows):
+        console.print(table.to_rich())
+    files = [path for path in (options.json, options.report and options.report / "power_predicted.json") if path]
+    for path in files:
+        write_numbers(path, "power", machine, [row.to_dict() for row in rows])
+    if options.report is not None:
+        with mpl.rc_context(RC):
+            draw_power(rows, f"{machine.title}, predicted", options.report)
+    if files:
+        console.print(f"written to {', '.join(map(str, files))}", style="dim", markup=False)
+    return 0
+
+
+def predicted(machine: Machine, kind: Kind, nbytes: int) -> list[PowerRow]:
+    """The vendor library and every variant of paper 003, as that paper ran them.
+
+    Raises:
+        ValueError: the machine's description has no power figures.
+    """
+    rows = [_row(machine, kind, nbytes, LIBRARY, "", library_power(machine, kind, nbytes))]
+    for variant in PUBLISHED_VARIANTS[kind]:
+        rows.append(_row(machine, kind, nbytes, "dma", variant, dma_power(machine, kind, nbytes, variant)))
+    return rows
+
+
+def _row(machine: Machine, kind: Kind, nbytes: int, implementation: str, variant: str, draw: Draw) -> PowerRow:
+    assert machine.power is not None, "the model refuses a machine without"
+    idle_w = float(machine.power.idle_w)
+    energy_mj = draw.energy_mj * machine.gpus
+    return PowerRow(
+        collective=kind,
+        bytes=nbytes,
+        implementation=implementation,
+        variant=variant,
+        in_place=kind is Kind.ALL_GATHER,
+        launch=MODEL,
+        time_us=draw.time_us,
+        watts=draw.total_w,
+        watts_sampled=None,
+        idle_watts=idle_w,
+        energy_mj=energy_mj,
+        energy_above_idle_mj=energy_mj - idle_w * machine.gpus * draw.time_us / 1e3,
+        counters_agree_percent=None,
+    )

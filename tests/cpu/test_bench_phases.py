@@ -1,0 +1,114 @@
+"""The study of phases from end to end on CPU ranks, and what it makes of bytes that are wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from sidelane.bench import phases_bench, phases_check
+from sidelane.bench.phases_bench import PhasesOptions
+from sidelane.bench.phases_programs import OPERATIONS
+from sidelane.bench.results import read
+from sidelane.program import collective as define
+from sidelane.program.collective import Buffer, Collective
+
+QUICK = {"device": "cpu", "ranks": 2, "quiet": True, "warmup": 1, "calls": 3, "timeout_s": 100.0}
+
+
+def test_phases_from_end_to_end(tmp_path: Path) -> None:
+    options = PhasesOptions(
+        **{**QUICK, "ranks": 3},
+        sizes=(1000, 4096),
+        variants=("b2b", "b2b+prelaunch"),
+        predict="mi300x8",
+        json=tmp_path / "phases.json",
+        report=tmp_path / "report",
+        command="test",
+    )
+    results = phases_bench.main(options)
+    assert results is not None
+    assert read(tmp_path / "phases.json").rows == results.rows
+    assert (tmp_path / "report" / "phases-all_gather-b2b.png").exists()
+    assert (tmp_path / "report" / "phases-copy-b2b-prelaunch.svg").exists()
+    assert (tmp_path / "report" / "index.html").exists()
+    rows = results.rows
+    assert {(row.operation, row.variant, row.bytes, row.source) for row in rows} == {
+        (operation, variant, nbytes, source)
+        for operation in OPERATIONS
+        for variant in ("b2b", "b2b+prelaunch")
+        for nbytes in (1008, 4128)  # what divides among three ranks
+        for source in ("measured", "predicted")
+    }
+    for row in rows:
+        phases = (row.control_us, row.schedule_us, row.copy_us, row.sync_us)
+        assert all(time_us >= 0 for time_us in phases), row
+        assert sum(phases) == pytest.approx(row.total_us, rel=1e-3), row
+        assert row.entry_us <= row.control_us + row.schedule_us + 1e-3 * row.total_us
+        assert row.exit_us <= row.sync_us * 1.001
+        if row.source == "measured":
+            assert (row.launch, row.correct) == ("eager", True)
+            assert row.total_unstamped_us > 0 and row.host_us > 0
+            handshake = row.operation not in ("copy", "copies")
+            assert (row.exit_us > 0) is handshake
+        else:
+            assert (row.launch, row.correct) == ("model", None)
+            assert row.note == "predicted for 8 x AMD Instinct MI300X"
+
+
+def test_a_machine_with_too_few_gpus_predicts_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    options = PhasesOptions(
+        **{**QUICK, "ranks": 5, "quiet": False}, sizes=(1024,), operations=("copy",), predict="h200x4"
+    )
+    results = phases_bench.main(options)
+    assert results is not None
+    assert [row.source for row in results.rows] == ["measured"]
+    assert "nothing is predicted: 4 x NVIDIA H200" in capsys.readouterr().out
+
+
+def views_of(collective: Collective, rank: int) -> tuple[dict[Buffer, torch.Tensor], phases_check.Views]:
+    memory = {b: torch.zeros(max(1, collective.buffer_bytes(rank, b)), dtype=torch.uint8) for b in Buffer}
+    return memory, lambda buffer, nbytes: memory[buffer][:nbytes]
+
+
+def test_wrong_bytes_are_found_and_named() -> None:
+    collective = define.all_gather([64, 64, 64], in_place=True)
+    memory, views = {}, {}
+    for rank in range(3):
+        memory[rank], views[rank] = views_of(collective, rank)
+        phases_check.fill(collective, rank, views[rank], seed=5)
+    output = memory[0][Buffer.OUTPUT]
+    assert phases_check.error(collective, 0, views[0], 5, own_chunk=True) is not None, "poison is no result"
+    for rank in (1, 2):
+        output[64 * rank : 64 * rank + 64] = memory[rank][Buffer.OUTPUT][64 * rank : 64 * rank + 64]
+    assert phases_check.error(collective, 0, views[0], 5, own_chunk=True) is None
+    assert phases_check.error(collective, 0, views[0], 6, own_chunk=True) is not None, "another input"
+    output[130] ^= 1
+    assert phases_check.error(collective, 0, views[0], 5, own_chunk=True) == "1 of 64 bytes from rank 2 are wrong"
+
+
+def test_a_transfer_owes_nothing_to_its_own_rank() -> None:
+    transfer, whole = define.scatter([0, 32], root=0), define.all_to_all([[32, 32], [32, 32]])
+    for collective, own_chunk, found in (
+        (transfer, False, None),
+        (whole, True, "32 of 32 bytes from rank 0 are wrong"),
+    ):
+        _, views = views_of(collective, 0)
+        phases_check.fill(collective, 0, views, seed=1)
+        assert phases_check.error(collective, 0, views, 1, own_chunk=own_chunk) == found
+
+
+def test_options_are_checked_when_made() -> None:
+    for wrong in (
+        {"operations": ()},
+        {"operations": ("move",)},
+        {"variants": ("ring",)},
+        {"calls": 0},
+        {"warmup": 0},
+        {"sizes": (0,)},
+        {"predict": "mi300"},
+    ):
+        with pytest.raises(ValueError, match="value="):
+            PhasesOptions(**wrong)
+    assert phases_bench.default_sizes("cuda")[-1] == 1 << 30

@@ -1,0 +1,146 @@
+"""The study of power on CPU ranks with made-up counters: everything but the counters is real."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankPool
+
+from sidelane.bench import power_bench
+from sidelane.bench.baselines_cpu import Gloo
+from sidelane.bench.candidates import Tensors
+from sidelane.bench.measure import Meter
+from sidelane.bench.power_bench import PowerBench, PowerOptions
+from sidelane.bench.power_meter import Recorder
+from sidelane.bench.reference import Case
+from sidelane.bench.results import PowerRow
+from sidelane.bench.roster import Roster
+from sidelane.errors import UnavailableError
+from sidelane.program.collective import Kind
+
+CPU = torch.device("cpu")
+IDLE_W = 100.0
+
+
+class MadeUp:
+    """Draws ``IDLE_W`` plus 10 W a rank, and 200 W more while something runs. Its counter moves every 5 ms."""
+
+    averaged = False
+
+    def __init__(self, rank: int) -> None:
+        self.busy, self._base = False, IDLE_W + 10 * rank
+        self._last, self._mj = time.perf_counter(), 0.0
+
+    def watts(self) -> float:
+        return self._base + 200.0 * self.busy
+
+    def energy_mj(self) -> float:
+        now = time.perf_counter()
+        if now - self._last >= 0.005:
+            self._mj += self.watts() * (now - self._last) * 1e3
+            self._last = now
+        return self._mj
+
+    def close(self) -> None:
+        pass
+
+
+class Drawing(Gloo):
+    """Draws power from its first call on."""
+
+    def __init__(self, group: dist.ProcessGroup, sensor: MadeUp) -> None:
+        super().__init__(group)
+        self.sensor = sensor
+
+    def start(self, case: Case, tensors: Tensors, variant: str) -> Callable[[], None]:
+        self.sensor.busy = True
+        return super().start(case, tensors, variant)
+
+
+class Wrong(Gloo):
+    name = "symm_mem"
+
+    def start(self, case: Case, tensors: Tensors, variant: str) -> Callable[[], None]:
+        return lambda: None
+
+
+class Refusing(Gloo):
+    name = "nccl_ce"
+
+    def start(self, case: Case, tensors: Tensors, variant: str) -> Callable[[], None]:
+        raise RuntimeError("not today")
+
+
+class OnlyHere(Gloo):
+    """Has a place that no library has, where nothing could be compared."""
+
+    name = "sm"
+
+    def variants(self, kind: Kind, in_place: bool) -> tuple[str, ...]:
+        return ("one_shot",) if in_place else ()
+
+
+class Chooser(Gloo):
+    """Is one of the others, and so is not measured unless it is asked for."""
+
+    name = "auto"
+
+
+def measured(group: dist.ProcessGroup) -> tuple[float, list[PowerRow]]:
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    sensor = MadeUp(rank)
+    libraries = (Drawing(group, sensor), Wrong(group), Refusing(group))
+    implementations = (*libraries, OnlyHere(group), Chooser(group))
+    roster = Roster(Meter(CPU, group=group), {each.name: each for each in implementations})
+    roster.reserve(1 << 14, 1 << 14)
+    recorder = Recorder(sensor, interval_s=0.001)
+    try:
+        options = PowerOptions(seconds=0.4, idle_s=0.2)
+        bench = PowerBench(roster, recorder, options, group)
+        case = Case(Kind.ALL_TO_ALL, 1 << 12, torch.uint8, rank, ranks, CPU)
+        return bench.idle_w, list(bench.rows(case))
+    finally:
+        recorder.close()
+
+
+def test_what_is_drawn_is_what_is_reported(pool: RankPool) -> None:
+    results = pool.run(measured, 2)
+    assert results[0] == results[1], "every rank makes the same rows"
+    idle_w, rows = results[0]
+    assert idle_w == pytest.approx(IDLE_W + 5, rel=0.03)
+    good, wrong, refused = rows
+    assert (good.implementation, good.launch, good.in_place, good.correct) == ("gloo", "eager", False, True)
+    assert good.watts == pytest.approx(IDLE_W + 205, rel=0.05)
+    assert good.watts_sampled == pytest.approx(IDLE_W + 205, rel=0.05)
+    assert good.counters_agree_percent == pytest.approx(100, abs=5)
+    assert good.energy_mj == pytest.approx(2 * good.watts * good.time_us / 1e3, rel=0.2)
+    assert good.energy_above_idle_mj == pytest.approx(400 * good.time_us / 1e3, rel=0.2)
+    assert (wrong.implementation, wrong.correct, wrong.energy_mj) == ("symm_mem", False, None)
+    assert "output bytes are wrong" in wrong.note
+    assert (refused.implementation, refused.correct, refused.watts) == ("nccl_ce", None, None)
+    assert "not today" in refused.note
+
+
+def test_cpus_have_no_power_to_read() -> None:
+    with pytest.raises(UnavailableError, match="needs GPUs.*--machine h200x4 predicts"):
+        power_bench.main(PowerOptions(device="cpu", ranks=2, quiet=True))
+
+
+def test_options_are_checked_when_made() -> None:
+    for wrong in (
+        {"collectives": (Kind.SCATTER,)},
+        {"collectives": ()},
+        {"sizes": ()},
+        {"sizes": (0,)},
+        {"launch": "lazy"},
+        {"places": ("beside",)},
+        {"seconds": 0.3},
+        {"rounds": 0},
+        {"idle_s": 0.0},
+    ):
+        with pytest.raises(ValueError, match="PowerOptions"):
+            PowerOptions(**wrong)

@@ -1,0 +1,137 @@
+"""``sidelane tune`` and ``sidelane explain``: what they accept, what they print, how they refuse."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from click.testing import CliRunner, Result
+
+from sidelane import cli
+from sidelane.bench import info, tune
+from sidelane.bench.explain import ExplainOptions, explain
+from sidelane.choice.key import key_here
+from sidelane.choice.profile import parse
+from sidelane.choice.store import builtin, user_file, write
+from sidelane.program.collective import Kind
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.main, arguments)
+
+
+@pytest.fixture(autouse=True)
+def no_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+
+
+@pytest.mark.parametrize("command", ["tune", "explain"])
+def test_help(command: str):
+    result = run(command, "--help")
+    assert result.exit_code == 0
+    assert "ALL_GATHER" not in result.output, "names of enum members instead of what users type"
+
+
+def test_tune_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    seen = SimpleNamespace()
+    monkeypatch.setattr(tune, "main", lambda options: setattr(seen, "options", options))
+    assert run("tune", "--device", "cpu").exit_code == 0
+    assert set(seen.options.collectives) == set(Kind) - {Kind.SCATTER, Kind.GATHER}
+    assert (seen.options.quick, seen.options.budget_s, seen.options.output) == (False, None, None)
+    where = tmp_path / "x.json"
+    assert run("tune", "--collective", "all_gather", "--quick", "--seconds", "5", "--output", str(where)).exit_code == 0
+    assert seen.options.collectives == (Kind.ALL_GATHER,)
+    assert (seen.options.quick, seen.options.budget_s, seen.options.output) == (True, 5.0, where)
+
+
+def test_a_table_from_results(tmp_path: Path):
+    results = Path(__file__).parent.parent / "results" / "h200x4" / "collectives.json"
+    assert "needs --output" in run("tune", "--from-results", str(results)).output
+    made = run("tune", "--from-results", str(results), "--output", str(tmp_path / "t.json"))
+    assert made.exit_code == 0, made.output
+    assert parse((tmp_path / "t.json").read_text()) == builtin("h200x4")
+    (tmp_path / "no.json").write_text("{}")
+    refused = run("tune", "--from-results", str(tmp_path / "no.json"), "--output", str(tmp_path / "t.json"))
+    assert refused.exit_code == 2
+    assert "not a result file" in refused.output
+
+
+def test_explain_on_a_machine_without_gpus_what_four_h200s_would_do():
+    shown = run("explain", "all_gather", "64K", "--machine", "h200x4", "--in-place", "--beside", "compute")
+    assert shown.exit_code == 0, shown.output
+    words = " ".join(shown.output.split())
+    for text in (
+        "all_gather of 64K among 4 ranks, bfloat16, in place, eager, beside compute",
+        "auto takes dma ",
+        "us expected",
+        "built-in table h200x4",
+        "takes compute units from what runs beside it",
+        "3 peer copies",
+        "stream 0",
+    ):
+        assert text in words
+
+
+@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("machine", ["h200x4", "cpu", "mi300x8"])
+def test_every_collective_can_be_explained(kind: Kind, captured: bool, machine: str):
+    for nbytes in (1000, 1 << 22):
+        for ordinary in (False, True):
+            options = ExplainOptions(
+                kind=kind, nbytes=nbytes, captured=captured, ordinary=ordinary, machine=machine, beside="compute"
+            )
+            found = explain(options)
+            assert found.submitted
+            assert found.choice.candidate in dict(found.choice.table)
+            assert not {candidate for candidate, _ in found.excluded} & set(dict(found.choice.table))
+            if machine == "mi300x8":
+                assert "simulator" in found.by.where
+                assert found.choice.table[0][1], "predicted"
+
+
+def test_explain_reads_a_profile_of_any_machine(tmp_path: Path):
+    table = builtin("h200x4")
+    assert table is not None
+    write(tmp_path / "p.json", table)
+    shown = run("explain", "all_to_all", "1M", "--profile", str(tmp_path / "p.json"), "--world-size", "8", "--graph")
+    assert shown.exit_code == 0, shown.output
+    assert "among 8 ranks" in shown.output
+    assert "measured with 4 ranks" in shown.output
+    assert "p.json" in shown.output
+
+
+def test_a_profile_of_other_software_is_not_used_and_explain_and_info_say_so():
+    here = key_here("cpu")
+    table = builtin("cpu")
+    assert table is not None
+    old = json.loads(table.to_text()) | {"key": here.to_dict() | {"software": {"torch": "0.1"}}}
+    write(user_file(here), parse(json.dumps(old)))
+    shown = run("explain", "all_gather", "64K")
+    assert shown.exit_code == 0, shown.output
+    assert "built-in table cpu" in shown.output
+    assert "is not used" in shown.output
+    assert "torch (0.1 there" in shown.output
+    uses = info.look(probe=False).uses
+    assert any(name == "choice" and "built-in table cpu" in text for name, text in uses)
+    assert any("torch (0.1 there" in text for _, text in uses)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("all_gather", "64K", "--machine", "h201"), "h200x4"),
+        (("all_gather", "64K", "--machine", "h200x4", "--profile", "x.json"), "exclude each other"),
+        (("all_gather", "64K", "--profile", "no-such.json"), "no such profile"),
+        (("all_gather", "0", "--machine", "h200x4"), "nbytes"),
+        (("gather", "64K", "--in-place"), "no in-place form"),
+        (("all_gather", "64K", "--beside", "music"), "compute"),
+        (("all_gather", "64X"), "64X"),
+    ],
+)
+def test_refusals(arguments: tuple[str, ...], said: str):
+    result = run("explain", *arguments)
+    assert result.exit_code == 2, result.output
+    assert said in result.output

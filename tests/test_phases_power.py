@@ -1,0 +1,254 @@
+"""The commands ``phases`` and ``power``, and how their rows are kept, shown and drawn."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import rich.console
+from click.testing import CliRunner, Result
+
+from sidelane import cli
+from sidelane.bench import phases_bench, phases_predict, power_bench, power_predict, report
+from sidelane.bench.phases_programs import OPERATIONS
+from sidelane.bench.results import PhaseRow, PowerRow, Results, read, write
+from sidelane.bench.tables import tables_of
+from sidelane.program.collective import Kind
+
+MB = 1 << 20
+PHASE = PhaseRow(
+    *("all_gather_in_place", "b2b+prelaunch", MB, "eager", "measured"),
+    *(6.25, 13.5, 1234.0, 11.25, 1265.0, 1250.0, 7.5, 9.25, 8.5, True),
+)
+POWER = PowerRow(
+    *("all_gather", 64 * MB, "nccl", "window", False, "graph"),
+    *(150.0, 420.5, 425.0, 138.0, 252.3, 169.5, 101.1, True),
+)
+FROM = {
+    "machine": "h200x4",
+    "gpus": 4,
+    "device": "Example GPU",
+    "ranks": 4,
+    "date": "2026-11-20T12:00:00+00:00",
+    "commit": "0123abc",
+    "command": "sidelane",
+    "software": {},
+}
+
+
+def phases() -> Results:
+    rows = []
+    for nbytes in (1 << 10, MB, 1 << 30):
+        for launch, source in (("eager", "measured"), ("graph", "measured"), ("model", "predicted")):
+            rows.append(dataclasses.replace(PHASE, bytes=nbytes, launch=launch, source=source))
+    none = dict.fromkeys(("control_us", "schedule_us", "copy_us", "sync_us", "total_us", "total_unstamped_us"))
+    rows.append(dataclasses.replace(PHASE, **none, correct=False, note="rank 1: 3 of 64 bytes are wrong"))
+    return Results(study="phases", rows=tuple(rows), **FROM)
+
+
+def power() -> Results:
+    rows = [
+        dataclasses.replace(POWER, bytes=nbytes, implementation=name, variant=variant, energy_mj=energy * nbytes / MB)
+        for nbytes in (64 * MB, 256 * MB)
+        for name, variant, energy in (
+            ("nccl", "", 4.0),
+            ("nccl", "window", 4.1),
+            ("nccl_ce", "", 2.5),
+            ("dma", "b2b", 2.4),
+        )
+    ]
+    gone = dict.fromkeys(("time_us", "watts", "watts_sampled", "energy_mj", "energy_above_idle_mj"))
+    rows.append(dataclasses.replace(POWER, **gone, implementation="symm_mem", correct=None, note="takes no part"))
+    return Results(study="power", rows=tuple(rows), **FROM)
+
+
+@pytest.mark.parametrize("results", [phases(), power()], ids=["phases", "power"])
+def test_files_come_back(tmp_path: Path, results: Results) -> None:
+    assert read(write(tmp_path / "file.json", results)) == results
+
+
+def test_the_keys_that_other_tools_read() -> None:
+    assert list(PHASE.to_dict())[:11] == [
+        *("operation", "variant", "bytes", "launch", "source"),
+        *("control_us", "schedule_us", "copy_us", "sync_us", "total_us", "total_unstamped_us"),
+    ]
+    assert list(POWER.to_dict()) == [
+        *("collective", "bytes", "implementation", "variant", "in_place", "launch", "time_us", "watts"),
+        *("watts_sampled", "idle_watts", "energy_mj", "energy_above_idle_mj", "counters_agree_percent"),
+        *("correct", "note"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("row", "change", "message"),
+    [
+        (PHASE, {"source": "guessed"}, "source"),
+        (PHASE, {"launch": "lazy"}, "launch"),
+        (PHASE, {"copy_us": None}, "note"),
+        (PHASE, {"sync_us": -1.0}, "sync_us"),
+        (PHASE, {"correct": False}, "wrong result"),
+        (POWER, {"implementation": "mpi"}, "implementation"),
+        (POWER, {"watts": float("nan")}, "watts"),
+        (POWER, {"energy_mj": None}, "note"),
+        (POWER, {"launch": "lazy"}, "launch"),
+    ],
+)
+def test_rows_refuse(row: PhaseRow | PowerRow, change: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(row, **change)
+
+
+def printed(results: Results, width: int) -> str:
+    console = rich.console.Console(file=io.StringIO(), width=width)
+    report.show(results, console)
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize("results", [phases(), power()], ids=["phases", "power"])
+def test_tables_fit_a_terminal_of_80_columns(results: Results) -> None:
+    text = printed(results, 80)
+    assert "…" not in text
+    for part in ("all_gather_in_place b2b+prelaunch", "1265") if results.study == "phases" else ("symm_mem", "window"):
+        assert part in text
+
+
+def test_wrong_bytes_and_reasons_are_shown() -> None:
+    assert "WRONG" in printed(phases(), 100) and "3 of 64 bytes are wrong" in printed(phases(), 100)
+    assert "symm_mem window: takes no part" in printed(power(), 100)
+
+
+def test_the_least_energy_of_each_size_is_set_off() -> None:
+    (table,) = tables_of(power())
+    assert [line.cells[:3] for line in table.lines if line.best] == [("64M", "dma", "b2b"), ("256M", "dma", "b2b")]
+
+
+def test_predictions_have_no_columns_that_only_measurements_fill() -> None:
+    rows = tuple(row for row in phases().rows if row.source == "predicted")
+    (table,) = tables_of(dataclasses.replace(phases(), rows=rows))
+    assert "no stamps\nus" not in table.columns and "<correct" not in table.columns
+
+
+def test_both_make_a_page_with_pictures(tmp_path: Path) -> None:
+    page = report.write(tmp_path, [phases(), power()])
+    assert page.read_text().count("data:image/svg+xml;base64,") == 2
+    for name in ("phases-all_gather_in_place-b2b-prelaunch", "power-all_gather-out-of-place-graph"):
+        assert (tmp_path / f"{name}.png").stat().st_size > 5000
+        assert (tmp_path / f"{name}.svg").stat().st_size > 5000
+
+
+def test_studies_without_a_single_time_still_make_a_page(tmp_path: Path) -> None:
+    rows = phases().rows[-1:], power().rows[-1:]
+    empty = [dataclasses.replace(results, rows=few) for results, few in zip((phases(), power()), rows, strict=True)]
+    assert "takes no part" in report.write(tmp_path, empty).read_text()
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.main, arguments)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Stands in for the studies; holds the options that they were called with. Predictions return 3."""
+    seen = SimpleNamespace(options=None)
+
+    def stand_in(options: object) -> int:
+        seen.options = options
+        return 3
+
+    for module in (phases_bench, phases_predict, power_bench, power_predict):
+        monkeypatch.setattr(module, "main", stand_in)
+    return seen
+
+
+@pytest.mark.parametrize("command", ["phases", "power"])
+def test_help(command: str) -> None:
+    shown = run(command, "--help")
+    assert shown.exit_code == 0 and "Usage:" in shown.output
+    assert f"  {command} " in run("--help").output
+    assert ("--implementations" in shown.output) is (command == "power")
+
+
+def test_the_names_of_operations_are_those_of_the_study() -> None:
+    assert cli.PHASED == OPERATIONS
+
+
+def test_phases_options(asked: SimpleNamespace, tmp_path: Path) -> None:
+    assert run("phases", "--device", "cpu").exit_code == 0
+    defaults = asked.options
+    assert (defaults.operations, defaults.variants, defaults.launches) == (OPERATIONS, ("b2b",), ())
+    assert defaults.sizes == phases_bench.default_sizes("cpu")
+    result = run(
+        *("phases", "--operation", "copy", "--operation", "all_to_all", "--min-bytes", "4K", "--max-bytes", "1M"),
+        *("--factor", "16", "--variants", "b2b,b2b+graph", "--launch", "eager", "--calls", "5", "--warmup", "2"),
+        *("--predict", "mi300x8", "--ranks", "2", "--device", "cpu", "--json", str(tmp_path / "x.json")),
+    )
+    assert result.exit_code == 0, result.output
+    options = asked.options
+    assert (options.operations, options.sizes) == (("copy", "all_to_all"), (4096, 65536, MB))
+    assert (options.variants, options.launches, options.predict) == (("b2b", "b2b+graph"), ("eager",), "mi300x8")
+    assert (options.calls, options.warmup, options.ranks, options.json) == (5, 2, 2, tmp_path / "x.json")
+
+
+def test_power_options(asked: SimpleNamespace, tmp_path: Path) -> None:
+    assert run("power").exit_code == 0
+    defaults = asked.options
+    assert defaults.sizes == power_bench.DEFAULT_SIZES
+    assert (defaults.seconds, defaults.rounds, defaults.launch, defaults.places) == (0.7, 2, "graph", ())
+    filled = tmp_path / "collectives.json"
+    filled.write_text("{}")
+    result = run(
+        *("power", "--collective", "all_reduce", "--min-bytes", "1M", "--max-bytes", "16M", "--seconds", "1.5"),
+        *(
+            "--rounds",
+            "3",
+            "--place",
+            "in",
+            "--implementations",
+            "nccl,dma",
+            "--fill",
+            str(filled),
+            "--launch",
+            "eager",
+        ),
+    )
+    assert result.exit_code == 0, result.output
+    options = asked.options
+    assert (options.collectives, options.sizes) == ((Kind.ALL_REDUCE,), (MB, 4 * MB, 16 * MB))
+    assert (options.seconds, options.rounds, options.places, options.launch) == (1.5, 3, ("in",), "eager")
+    assert (options.implementations, options.fill) == (("nccl", "dma"), filled)
+
+
+def test_predictions(asked: SimpleNamespace) -> None:
+    assert run("phases", "--machine", "mi300x8", "--operation", "copy", "--max-bytes", "4K").exit_code == 3
+    assert asked.options == phases_predict.PredictOptions(machine="mi300x8", operations=("copy",), sizes=(1024, 4096))
+    assert run("power", "--machine", "mi300x8", "--collective", "all_gather").exit_code == 3
+    assert asked.options == power_predict.PredictOptions(
+        machine="mi300x8", collectives=(Kind.ALL_GATHER,), sizes=power_bench.DEFAULT_SIZES
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ("phases --machine mi300x8 --calls 3", "--calls does not go with --machine"),
+        ("power --machine mi300x8 --seconds 1", "--seconds does not go with --machine"),
+        ("phases --operation move", "move"),
+        ("phases --machine mi300", "mi300x8"),
+        ("power --machine mi300x8 --collective all_reduce", "allowed=all_gather, all_to_all"),
+        ("phases --device cpu --variants ring", "ring"),
+        ("power --seconds 0.1", "seconds"),
+    ],
+)
+def test_mistakes_are_refused_in_one_line(arguments: str, reason: str) -> None:
+    result = run(*arguments.split())
+    assert result.exit_code == 2, result.output
+    assert reason in " ".join(result.output.split())
+
+
+def test_power_without_gpus_says_what_is_missing_and_what_works() -> None:
+    result = run("power", "--device", "cpu")
+    assert result.exit_code == 1
+    assert "Error: power: needs GPUs" in result.output and "--machine h200x4" in result.output
