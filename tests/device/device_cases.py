@@ -118,33 +118,37 @@ class Setting:
         return self.view(self.collective.output_span(rank, 0, self.collective.output_bytes(rank)))
 
     def fill(self, seed: int) -> torch.Tensor:
-        """Poison everything, put random numbers in the input; this rank's expected output, on the CPU."""
+        """Poison everything, put random numbers in the input; this rank's expected output, made by torch."""
         for tensor in self.tensors.values():
             tensor.fill_(0xA5)
-        inputs = [random_input(self.collective, rank, seed) for rank in range(self.context.world_size)]
+        ranks = range(self.context.world_size)
+        inputs = [random_input(self.collective, rank, seed, self.context.device) for rank in ranks]
         self.input().copy_(inputs[self.context.rank])
-        before = self.output().cpu()
-        return expected_output(self.collective, inputs, self.context.rank, before)
+        expected = expected_output(self.collective, inputs, self.context.rank, self.output())
+        torch.cuda.current_stream().synchronize()  # not all streams: an armed program waits on some
+        return expected
 
     def check(self, expected: torch.Tensor, what: str) -> None:
-        got = self.output().cpu()
+        got = self.output()
         if not torch.equal(got, expected):
             wrong = (got != expected).nonzero().flatten()
             count = f"{len(wrong)} of {len(got)} bytes are wrong, first at {wrong[:8].tolist()}"
             raise AssertionError(f"rank {self.context.rank}: {what}: {count}")
 
 
-def random_input(collective: Collective, rank: int, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(1000 * seed + rank)
+def random_input(collective: Collective, rank: int, seed: int, device: torch.device) -> torch.Tensor:
+    """The same numbers on every GPU of one kind: each rank makes those of all."""
+    generator = torch.Generator(device).manual_seed(1000 * seed + rank)
     nbytes = collective.input_bytes(rank)
+    on = {"generator": generator, "device": device}
     if collective.reduction is None:
-        return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
+        return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, **on)
     dtype = getattr(torch, collective.reduction.dtype)
     count = nbytes // dtype.itemsize
     if dtype.is_floating_point:
-        return (100 * torch.randn(count, generator=generator)).to(dtype).view(torch.uint8)
+        return (100 * torch.randn(count, **on)).to(dtype).view(torch.uint8)
     limits = torch.iinfo(dtype)
-    return torch.randint(limits.min, limits.max, (count,), dtype=dtype, generator=generator).view(torch.uint8)
+    return torch.randint(limits.min, limits.max, (count,), dtype=dtype, **on).view(torch.uint8)
 
 
 def expected_output(
@@ -306,7 +310,7 @@ def default_stream(context: Context) -> None:
         after = setting.output().clone()  # only a copy behind the collective sees the output
         setting.output().zero_()
         context.main.executor.synchronize()
-        assert torch.equal(after.cpu(), expected), f"rank {context.rank}, repeat {repeat}"
+        assert torch.equal(after, expected), f"rank {context.rank}, repeat {repeat}"
         dist.barrier()
 
 

@@ -125,12 +125,18 @@ def test_small_work_inside_a_rank_follows_the_copies_to_peers_on_the_callers_str
     assert isinstance(end, MemOps) and isinstance(end.ops[0], WriteValue), "one batch: signals, waits, end"
 
 
-def test_a_small_reduction_runs_on_the_callers_stream_and_a_large_one_beside_it() -> None:
-    for nbytes, streams in ((1024, 1), (3 << 20, 2)):
-        plan = plan_calls(build(define.all_reduce([nbytes] * 4, SUM), "b2b"), 0)
+def test_a_reduction_that_nothing_runs_beside_is_on_the_callers_stream() -> None:
+    large = 16 << 20
+    for make, nbytes, streams, launches in (
+        (define.reduce_scatter, 1024, 1, 1),
+        (define.reduce_scatter, large, 1, 1),
+        (define.all_reduce, 1024, 1, 2),
+        (define.all_reduce, large, 2, 2),  # its second one would hold up the pulls
+    ):
+        plan = plan_calls(build(make([nbytes] * 4, SUM), "b2b"), 0)
         assert plan.streams == streams
-        (launch,) = [step for step in plan.steps if isinstance(step.call, LaunchReduce)]
-        assert launch.stream == streams - 1
+        found = [step.stream for step in plan.steps if isinstance(step.call, LaunchReduce)]
+        assert found == [streams - 1] * launches
 
 
 def test_only_marks_stand_between_the_pieces_of_a_reduction() -> None:
@@ -178,11 +184,12 @@ def test_moving_collectives_are_copies_and_memory_operations_alone(world_size: i
 
 
 @pytest.mark.parametrize("kind", [Kind.REDUCE_SCATTER, Kind.ALL_REDUCE])
-def test_a_rank_launches_one_reduction(kind: Kind) -> None:
+def test_reductions_take_the_own_part_from_the_input(kind: Kind) -> None:
     make = define.reduce_scatter if kind is Kind.REDUCE_SCATTER else define.all_reduce
     program = build(make([256] * 4, SUM), "b2b")
     for rank in range(4):
-        (launch,) = of_type(plan_calls(program, rank), LaunchReduce)
+        launch, *again = of_type(plan_calls(program, rank), LaunchReduce)
+        assert [other.srcs for other in again] == [launch.srcs] * (kind is Kind.ALL_REDUCE)
         assert launch.nbytes == 256 and len(launch.srcs) == 4
         assert launch.srcs[rank].buffer == "input" and launch.srcs[rank].rank == rank
 

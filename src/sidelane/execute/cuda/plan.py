@@ -102,7 +102,7 @@ class _Planner:
             if stream and fork is not None and stream not in forked:
                 forked.add(stream)
                 self._emit(stream, WaitEvent(fork))
-            if not stream and not isinstance(command, Signal):
+            if not stream and not isinstance(command, Signal) and not _copies_within_rank(command):
                 self._begin()  # behind the signals that peers wait for: its word goes to the host
             self._lower(stream, self.queues[index], command)
         self._begin()
@@ -273,9 +273,16 @@ class _Planner:
         return found
 
 
+def _copies_within_rank(command: Command) -> bool:
+    return isinstance(command, Copy) and command.dst.rank == command.src.rank
+
+
 def _is_small(queue: Queue) -> bool:
     if queue.engine.kind not in (EngineKind.LOCAL, EngineKind.COMPUTE):
         return False
+    work = [command for command in queue.commands if not isinstance(command, Signal | Wait | Stamp)]
+    if queue.engine.kind is EngineKind.COMPUTE and len(work) == 1 and queue.commands[-1] in work:
+        return True  # one reduction at the end of everything: there is nothing that it could run beside
     return sum(span.nbytes for command in queue.commands for span in spans(command)) // 2 <= INLINE_BYTES
 
 

@@ -133,21 +133,23 @@ class _Reducing:
         assert collective.reduction is not None
         peers = list(rotation(rank, collective.world_size))
         commands: list[Command] = []
-        copies: list[Command] = []
+        own: list[Command] = []
         for piece in self.pieces[rank]:
             commands += [flags.wait_exit(partner=rank, mover=peer, phase=piece.phase) for peer in peers]
             srcs = tuple(
                 self._input_span(rank, rank, piece) if src == rank else self._slot_span(rank, src, piece)
                 for src in range(collective.world_size)
             )
-            output = self._output_span(rank, rank, piece)
-            result = self._result_span(rank, piece) if self.gathers else output
-            commands.append(Reduce(result, srcs, collective.reduction))
-            if self.gathers:
-                phase = self.phases + piece.phase
-                commands += [flags.signal_entry(partner=rank, mover=peer, phase=phase) for peer in peers]
-                copies.append(Copy(output, result))
-        return [*commands, *copies]
+            output = Reduce(self._output_span(rank, rank, piece), srcs, collective.reduction)
+            if not self.gathers:
+                commands.append(output)
+                continue
+            phase = self.phases + piece.phase
+            commands.append(Reduce(self._result_span(rank, piece), srcs, collective.reduction))
+            commands += [flags.signal_entry(partner=rank, mover=peer, phase=phase) for peer in peers]
+            own.append(output)
+        # Reducing once more takes what a copy out of staging would, and leaves the engines to the peers' pulls.
+        return [*commands, *own]
 
     def _pull_results(self, rank: int, group: Sequence[int]) -> list[Command]:
         """Fetch the results of the peers of one engine, and tell them when their staging may be used again."""
