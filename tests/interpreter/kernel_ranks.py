@@ -61,6 +61,26 @@ class World:
         return self.whole[offset : offset + 4 * layout.BOARD_WORDS].view(torch.int32)
 
 
+def stumble(probability: float, longest_s: float) -> Callable[[], None]:
+    """Let this rank's kernels pause at random loads, so that peers get ahead of it in the middle of a kernel.
+
+    Returns:
+        What ends it.
+    """
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    draw = random.Random(1)
+    load = InterpreterBuilder.create_masked_load
+
+    def slow_load(*args: object, **kwargs: object) -> object:
+        if draw.random() < probability:
+            time.sleep(longest_s * draw.random())
+        return load(*args, **kwargs)
+
+    InterpreterBuilder.create_masked_load = slow_load
+    return lambda: setattr(InterpreterBuilder, "create_masked_load", load)
+
+
 def launch(work: Launch) -> None:
     work.kernel[(work.blocks,)](*work.arguments, **work.constants)
 
@@ -80,11 +100,14 @@ def moving(world: World) -> None:
                     if delay.random() < 0.2:
                         time.sleep(0.01 * delay.random())
                     _move(world, part, misalign, distinct, way, in_place, seed=call)
+    walk = stumble(0.3, 0.03) if world.rank == 0 else lambda: None
+    for call in range(20):  # the same staging again, at once
+        _move(world, 4096, 0, True, "pull", False, seed=call)
+    walk()
 
 
 def _move(world: World, part: int, misalign: int, distinct: bool, way: str, in_place: bool, seed: int) -> None:
     n, rank = world.world_size, world.rank
-    # Half of the heap in turn, as a caller would not touch an output while a peer might still push into it.
     inputs = [_bytes(seed, sender, n * part if distinct else part) for sender in range(n)]
     output, outputs = world.carve(n * part, misalign)
     output.fill_(POISON)
@@ -274,6 +297,8 @@ def main(scenario: str, world_size: int) -> int:
             code = 1
             try:
                 world.become(rank)
+                if rank == 0:
+                    stumble(0.05, 0.004)
                 run(world, *arguments)
                 code = 0
             except BaseException:

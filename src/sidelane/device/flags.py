@@ -94,8 +94,8 @@ def wait(arena, generation, board, spent, PHASE: tl.constexpr, N: tl.constexpr):
         polls += 1
         if polls % POLLS == 0:
             spent = give_up(board, lane, late, generation)
-    # Loads find out when; the addition of 0 acquires. Additions alone would do, but where many blocks repeat them they
-    # keep the peers' signals from getting through: waits of half a millisecond were seen.
+    # Loads find out when; the addition of 0 acquires. Additions alone would do, but where many blocks repeated them,
+    # signals of peers took milliseconds now and then (docs/kernels.md).
     missing = tl.max(_late(_acquire(flags, mask), mask, generation))
     while (missing != 0) & (spent == 0):
         missing = tl.max(_late(_acquire(flags, mask), mask, generation))

@@ -9,8 +9,7 @@
 
 ``there``, ``done`` and ``read`` are waits for the blocks of the same number on all peers: block b handles the same
 tiles of each shard on every rank. Two shots use staging twice: only rank r reads its own shard r, so it may put the
-result there. (Results that are stored into the peers' staging instead arrive as fast up to 16 MiB, but reading and
-writing at once over a link took three times as long at 64 MiB.)
+result there. (Storing results into the peers' staging was slow at 64 MiB: docs/kernels.md.)
 
 Equivalent: see ``reduce_cells``. For an all_reduce in one shot there is one shard, which every rank reduces. In place
 is fine: the input has been staged before anything is written.

@@ -1,0 +1,197 @@
+"""What ranks execute in the tests of collectives in kernels on GPUs (``test_device_kernels``)."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Iterator
+
+import torch
+from device_cases import Context
+from expected import any_bytes, close, numbers, reduced, same_bytes
+
+from sidelane import Communicator, CommunicatorClosedError, Config, PeerError
+
+REDUCTIONS = (("reduce_scatter", "one_shot"), ("all_reduce", "one_shot"), ("all_reduce", "two_shot"))
+
+
+@contextlib.contextmanager
+def communicator(context: Context, timeout_s: float = 30.0) -> Iterator[Communicator]:
+    device = torch.device("cuda", context.rank)
+    torch.set_default_device(device)
+    try:
+        with Communicator(device=device, config=Config(timeout_s=timeout_s)) as comm:
+            yield comm
+    finally:
+        torch.set_default_device(None)
+
+
+def moving(context: Context, sizes: tuple[int, ...]) -> int:
+    """Both kinds that move, by every protocol, back to back: the host looks at nothing until the end."""
+    with communicator(context) as comm:
+        n, rank = comm.world_size, comm.rank
+        heap = comm.empty(n * max(sizes) + 64, dtype=torch.uint8)
+        found = []
+        cases = itertools.product(sizes, (True, False), (True, False), (True, False), (0, 16, 5))
+        for seed, (size, gather, symmetric, in_place, shift) in enumerate(cases):
+            inputs = [any_bytes(seed, r, size if gather else n * size, torch.uint8) for r in range(n)]
+            room = heap if symmetric else torch.empty(n * size + shift, dtype=torch.uint8)
+            output = room[shift : shift + n * size]
+            output.fill_(0xA5)
+            input = torch.empty(len(inputs[rank]) + rank, dtype=torch.uint8)[rank:]  # aligned otherwise on each rank
+            if in_place:
+                input = output[rank * size : (rank + 1) * size] if gather else output
+            input.copy_(inputs[rank])
+            (comm.all_gather if gather else comm.all_to_all)(output, input, variant="one_shot")
+            parts = inputs if gather else [tensor[rank * size : (rank + 1) * size] for tensor in inputs]
+            found.append((output.clone(), torch.cat(parts), (size, gather, symmetric, in_place, shift)))
+        for output, expected, case in found:
+            assert same_bytes(output, expected), case
+        assert comm.submitted().kernels == len(found)
+        assert comm.submitted().peer_copies == 0
+        return len(found)
+
+
+def reducing(context: Context, dtypes: tuple[torch.dtype, ...], sizes: tuple[int, ...]) -> int:
+    with communicator(context) as comm:
+        n, rank = comm.world_size, comm.rank
+        checked = 0
+        cases = itertools.product(dtypes, sizes, ("sum", "avg", "min", "max"), REDUCTIONS, (True, False))
+        for seed, (dtype, size, op, (kind, variant), in_place) in enumerate(cases):
+            inputs = [numbers(seed, r, n * size, dtype) for r in range(n)]
+            own = slice(rank * size, (rank + 1) * size)
+            source = inputs[rank].clone()
+            if kind == "reduce_scatter":
+                output = source[own] if in_place else torch.empty(size, dtype=dtype)
+                comm.reduce_scatter(output, source, op=op, variant=variant)
+                expected = reduced(inputs, op)[own]
+            else:
+                output = source if in_place else torch.empty(n * size, dtype=dtype)
+                comm.all_reduce(source, op=op, output=output, variant=variant)
+                expected = reduced(inputs, op)
+            exact = op in ("min", "max") or not dtype.is_floating_point
+            assert (same_bytes if exact else close)(output, expected), (dtype, size, op, kind, variant, in_place)
+            checked += 1
+        return checked
+
+
+def captured(context: Context, replays: int) -> None:
+    """Every kernel in one graph, replayed with fresh inputs, eager calls between, ranks running ahead."""
+    with communicator(context) as comm:
+        n, rank = comm.world_size, comm.rank
+        small, large = 1021, 300_000
+        source, shard, big = torch.empty(n * small), torch.empty(small), torch.empty(large)
+        gathered, exchanged, pushed = comm.empty(n * small), torch.empty(n * small), comm.empty(n * large)
+        pulled, scattered, summed, both = (torch.empty(k) for k in (n * large, small, n * small, large))
+
+        def calls() -> None:
+            comm.all_gather(gathered, shard, variant="one_shot")
+            comm.all_to_all(exchanged, source, variant="one_shot")
+            comm.reduce_scatter(scattered, source, op="max", variant="one_shot")
+            comm.all_gather(pushed, big, variant="one_shot")
+            comm.all_reduce(source, output=summed, variant="one_shot")
+            comm.all_gather(pulled, big, variant="one_shot")
+            comm.all_reduce(big, output=both, variant="two_shot")
+            comm.all_gather(gathered, shard)  # of copy engines, perhaps: they take turns
+
+        def fill(seed: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+            inputs = [numbers(seed, r, n * small, torch.float32) for r in range(n)]
+            bigs = [numbers(seed + 500, r, large, torch.float32) for r in range(n)]
+            source.copy_(inputs[rank])
+            shard.copy_(inputs[rank][:small])
+            big.copy_(bigs[rank])
+            for output in (gathered, exchanged, pulled, scattered, summed, both):
+                output.fill_(float("nan"))
+            return inputs, bigs
+
+        def check(inputs: list[torch.Tensor], bigs: list[torch.Tensor]) -> None:
+            own = slice(rank * small, (rank + 1) * small)
+            assert same_bytes(gathered, torch.cat([tensor[:small] for tensor in inputs]))
+            assert same_bytes(exchanged, torch.cat([tensor[own] for tensor in inputs]))
+            assert same_bytes(scattered, reduced(inputs, "max")[own])
+            assert same_bytes(pushed, torch.cat(bigs)) and same_bytes(pulled, torch.cat(bigs))
+            assert close(summed, reduced(inputs, "sum")) and close(both, reduced(bigs, "sum"))
+
+        calls()  # staging cannot be allocated while a graph is captured
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            calls()
+        for seed in range(replays):
+            data = fill(seed)
+            if (seed + rank) % 5 == 0:
+                torch.cuda._sleep(3_000_000)
+            graph.replay()
+            check(*data)
+            if seed % 3 == 0:
+                data = fill(seed + 1000)
+                calls()
+                check(*data)
+        for _ in range(200):  # back to back, nobody waits for anybody on the host
+            graph.replay()
+        data = fill(5000)
+        graph.replay()
+        check(*data)
+        comm.synchronize()
+
+
+def thousand(context: Context, calls: int) -> None:
+    """Eager calls of changing size and kind, back to back, with delays on single ranks."""
+    with communicator(context) as comm:
+        n, rank = comm.world_size, comm.rank
+        heap = comm.empty(n * 50_000)
+        found = []
+        for call in range(calls):
+            size = (7, 1000, 33, 50_000)[call % 4]
+            value = float(call % 100)
+            if call % 50 == rank:
+                torch.cuda._sleep(1_000_000)
+            shard = torch.full((size,), value + rank)
+            output = heap[: n * size] if call % 3 else torch.empty(n * size)
+            comm.all_gather(output, shard, variant="one_shot")
+            comm.all_reduce(shard, variant=("one_shot", "two_shot")[call % 2])
+            parts = output.view(n, size)
+            found.append(torch.stack([parts[:, 0].sum(), parts[:, -1].sum(), shard.min(), shard.max()]))
+        expected = torch.tensor([[n * float(call % 100) + n * (n - 1) / 2] * 4 for call in range(calls)])
+        assert torch.equal(torch.stack(found), expected)
+
+
+def absent(context: Context) -> tuple[str, tuple[int, ...]]:
+    """Rank 1 makes one call fewer; the others find out, their kernels give up, and the next call refuses."""
+    device = torch.device("cuda", context.rank)
+    comm = Communicator(device=device, config=Config(timeout_s=2))
+    output, shard = torch.empty(1000 * comm.world_size, device=device), torch.ones(1000, device=device)
+    comm.all_gather(output, shard, variant="one_shot")
+    comm.synchronize()
+    if comm.rank == 1:
+        time.sleep(7)
+        return "", ()
+    for _ in range(50):
+        comm.all_gather(output, shard, variant="one_shot")
+    try:
+        comm.synchronize()
+    except PeerError as error:
+        torch.cuda.synchronize()  # hangs if the kernels spin on
+        try:
+            comm.all_gather(output, shard, variant="one_shot")
+        except CommunicatorClosedError:
+            return str(error), error.ranks
+    raise AssertionError("no error was raised")
+
+
+def wait_for_a_dead_peer(context: Context, victim: int) -> str:
+    """The victim sleeps until it is killed; the others call. The time-out is far away: the death must be noticed."""
+    device = torch.device("cuda", context.rank)
+    comm = Communicator(device=device, config=Config(timeout_s=600))
+    output, shard = torch.empty(1000 * comm.world_size, device=device), torch.ones(1000, device=device)
+    comm.all_gather(output, shard, variant="one_shot")
+    comm.synchronize()
+    if comm.rank == victim:
+        time.sleep(1000)
+    comm.all_gather(output, shard, variant="one_shot")
+    try:
+        comm.synchronize()
+    except PeerError as error:
+        torch.cuda.synchronize()
+        return f"{error.ranks} {error}"
+    raise AssertionError("no error was raised")

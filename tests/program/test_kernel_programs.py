@@ -1,0 +1,288 @@
+"""Collectives in kernels, all but the kernels: what is chosen, what is launched, and what the watch makes of a spin."""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import pytest
+from fake_driver import FakeDriver, Stream
+from test_cuda_executor import Monitor, RankMonitor
+
+from sidelane.device import layout
+from sidelane.errors import PeerError, PeerTimeoutError
+from sidelane.execute.base import Addresses
+from sidelane.execute.cuda import CudaExecutor, DriverFeatures
+from sidelane.execute.cuda.driver import Bound
+from sidelane.execute.cuda.watch import BOARD
+from sidelane.execute.monitor import NO_CALL
+from sidelane.execute.submitted import Counts
+from sidelane.program import collective as define
+from sidelane.program.collective import Buffer, Collective, ReduceOp, Reduction
+from sidelane.program.kernel import MOST_CELL_BYTES, KernelProgram, Protocol, kernel_program
+
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+SUM = Reduction(ReduceOp.SUM, "float32")
+KB, MB = 1 << 10, 1 << 20
+
+
+# --- choosing ---------------------------------------------------------------------------------------------------------
+
+
+def all_to_all(part: int, *, in_place: bool = False, ranks: int = 4) -> Collective:
+    return define.all_to_all([[part] * ranks] * ranks, in_place=in_place)
+
+
+@pytest.mark.parametrize(
+    ("collective", "variant", "symmetric", "protocol", "staging"),
+    [
+        (define.all_gather([KB] * 4), "one_shot", True, Protocol.CELLS, 0),
+        (define.all_gather([MB] * 4), "one_shot", True, Protocol.PUSH, 0),
+        (define.all_gather([MB + 1] * 4), "one_shot", False, Protocol.PULL, MB + 16),
+        (define.all_gather([MB] * 4, in_place=True), "one_shot", True, Protocol.PUSH, 0),
+        (all_to_all(MB), "one_shot", True, Protocol.PUSH, 0),
+        (all_to_all(MB), "one_shot", False, Protocol.PULL, 4 * MB),
+        (all_to_all(MB, in_place=True), "one_shot", True, Protocol.PULL, 4 * MB),
+        (define.reduce_scatter([KB] * 4, SUM), "one_shot", False, Protocol.CELLS, 0),
+        (define.reduce_scatter([MB] * 4, SUM), "one_shot", True, Protocol.REDUCE, 4 * MB),
+        (define.all_reduce([KB] * 4, SUM), "one_shot", False, Protocol.CELLS, 0),
+        (define.all_reduce([MB] * 4, SUM), "one_shot", False, Protocol.REDUCE, 4 * MB),
+        (define.all_reduce([256, 44, 0, 0], SUM), "two_shot", False, Protocol.REDUCE, 4 * 256),
+    ],
+)
+def test_which_kernel(collective: Collective, variant: str, symmetric: bool, protocol: Protocol, staging: int) -> None:
+    program = kernel_program(collective, variant, symmetric_output=symmetric)
+    assert (program.protocol, program.staging_bytes) == (protocol, staging)
+    assert (program.remote_buffers() == {Buffer.OUTPUT}) == (protocol is Protocol.PUSH)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_cells_fit_into_their_slots(ranks: int, symmetric: bool) -> None:
+    assert MOST_CELL_BYTES == layout.SLOT_PAYLOAD_BYTES
+    sizes = [part for part in range(KB, 2 * MB, KB) if is_cells(define.all_gather([part] * ranks), symmetric)]
+    assert sizes == list(range(KB, sizes[-1] + 1, KB)), "from small to large, there is one change"
+    assert 32 * KB < sizes[-1] <= layout.SLOT_PAYLOAD_BYTES
+
+
+def is_cells(collective: Collective, symmetric: bool) -> bool:
+    return kernel_program(collective, "one_shot", symmetric_output=symmetric).protocol is Protocol.CELLS
+
+
+def test_what_kernels_refuse() -> None:
+    with pytest.raises(ValueError, match=r"ranks .*value=9, allowed=1\.\.8"):
+        kernel_program(define.all_gather([4] * 9), "one_shot", symmetric_output=True)
+    with pytest.raises(ValueError, match="equal parts"):
+        kernel_program(define.all_to_all([[1, 2], [3, 4]]), "one_shot", symmetric_output=True)
+
+
+# --- launching --------------------------------------------------------------------------------------------------------
+
+
+class KernelDriver(FakeDriver):
+    """A kernel is whatever the test says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel: Callable[[tuple[int, ...]], None] = lambda arguments: None
+        self.launched: list[tuple[Any, int]] = []
+
+    def bind_kernel(
+        self,
+        function: Any,
+        constants: Mapping[str, Any],
+        arguments: Sequence[int],
+        *,
+        blocks: int,
+        warps: int,
+        stream: int,
+    ) -> Bound:
+        assert sorted(constants) == sorted(p.name for p in function.params if p.is_constexpr)
+        assert len(arguments) + len(constants) == len(function.params)
+        assert all(type(argument) is int for argument in arguments)
+
+        def submit() -> None:
+            self.launched.append((function, blocks))
+            self._put("kernel", stream, lambda: self.kernel(tuple(arguments)))
+
+        return submit, ()
+
+
+class KernelMonitor(RankMonitor):
+    """A death is no trouble while nothing is known to wait for it, as for a ``ControlBlock``."""
+
+    def check(self, call: int) -> None:
+        if call != NO_CALL or self.shared.aborted:
+            super().check(call)
+
+
+class Rank:
+    """An executor of rank 0 of 3, with peers that are addresses only."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.monitor = Monitor(3)
+        self.driver = KernelDriver()
+        features = DriverFeatures("13.0", 3, stream_memory_ops=True, peer_writes=True)
+        self.executor = CudaExecutor(0, None, KernelMonitor(self.monitor, 0), timeout_s, features, driver=self.driver)  # type: ignore[arg-type]
+        self.stream = Stream(self.driver.create_stream())
+
+    def load(self, collective: Collective, variant: str = "one_shot", *, frozen: bool = False, symmetric: bool = True):  # type: ignore[no-untyped-def]
+        program = kernel_program(collective, variant, symmetric_output=symmetric)
+        return self.executor.load_kernel(program, addresses(program), frozen=frozen)
+
+    def board(self) -> Any:
+        return self.executor.watch._words.array[BOARD:]
+
+
+def addresses(program: KernelProgram) -> Addresses:
+    bases = {
+        (rank, buffer): MB * (10 * rank + 1 + list(Buffer).index(buffer)) for rank in range(3) for buffer in Buffer
+    }
+    return Addresses(bases, (), (64 * MB, 128 * MB, 192 * MB))
+
+
+@pytest.fixture
+def rank(request: pytest.FixtureRequest) -> Iterator[Rank]:
+    made = Rank(getattr(request, "param", 30.0))
+    yield made
+    made.driver.kernel = lambda arguments: None
+    made.executor.close()
+    made.driver.stop()
+
+
+@needs_triton
+def test_one_launch_a_call_on_the_callers_stream(rank: Rank) -> None:
+    loaded = rank.load(define.all_gather([KB] * 3))
+    assert rank.driver.launched == []
+    for epoch in (1, 2):
+        loaded.start(epoch, rank.stream).wait()
+    loaded.start(3, Stream(0)).wait()
+    kernel_calls = [call for call in rank.driver.submitted if call[0] == "kernel"]
+    assert kernel_calls == [("kernel", rank.stream.cuda_stream)] * 2 + [("kernel", 0)]
+    assert rank.driver.submitted == kernel_calls, "nothing but the kernel"
+    assert rank.executor.ledger.total() == Counts(kernels=3, calls=3)
+    assert rank.executor.ledger.last.implementation == "sm"
+
+
+@needs_triton
+def test_a_capture_holds_the_launch_itself(rank: Rank) -> None:
+    loaded = rank.load(define.all_gather([KB] * 3), frozen=True)
+    rank.driver.begin_capture()
+    pending = loaded.start(1, rank.stream)
+    graph = rank.driver.end_capture()
+    assert pending.done() and rank.driver.launched == []
+    rank.driver.replay(graph)
+    rank.driver.replay(graph)
+    rank.driver.synchronize()
+    assert len(rank.driver.launched) == 2
+    rank.executor.synchronize()
+
+
+@needs_triton
+def test_nothing_to_move_launches_nothing(rank: Rank) -> None:
+    rank.load(define.all_gather([0] * 3)).start(1, rank.stream).wait()
+    assert rank.driver.submitted == []
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("collective", "variant"),
+    [
+        (define.all_gather([MB] * 3), "one_shot"),
+        (all_to_all(MB, ranks=3), "one_shot"),
+        (all_to_all(MB, ranks=3, in_place=True), "one_shot"),
+        (define.reduce_scatter([KB] * 3, SUM), "one_shot"),
+        (define.reduce_scatter([MB] * 3, SUM, in_place=True), "one_shot"),
+        (define.all_reduce([MB] * 3, SUM), "two_shot"),
+    ],
+    ids=lambda value: str(value),
+)
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_every_kernel_gets_its_arguments(rank: Rank, collective: Collective, variant: str, symmetric: bool) -> None:
+    rank.load(collective, variant, symmetric=symmetric).start(1, rank.stream).wait()
+    assert len(rank.driver.launched) == 1
+
+
+@needs_triton
+def test_a_missing_address_is_found_when_loading(rank: Rank) -> None:
+    program = kernel_program(define.all_gather([MB] * 3), "one_shot", symmetric_output=True)
+    given = addresses(program)
+    buffers = {place: address for place, address in given.buffers.items() if place != (2, Buffer.OUTPUT)}
+    with pytest.raises(ValueError, match="no address of buffer output of rank 2"):
+        rank.executor.load_kernel(program, Addresses(buffers, (), given.arenas), frozen=False)
+
+
+@needs_triton
+def test_synchronize_waits_for_the_kernel(rank: Rank) -> None:
+    held = threading.Event()
+    rank.driver.kernel = lambda arguments: held.wait(10)  # type: ignore[assignment,return-value]
+    pending = rank.load(define.all_gather([KB] * 3)).start(1, rank.stream)
+    waiter = threading.Thread(target=rank.executor.synchronize)
+    waiter.start()
+    time.sleep(0.05)
+    assert waiter.is_alive() and not pending.done()
+    held.set()
+    waiter.join(10)
+    assert not waiter.is_alive() and pending.done()
+
+
+# --- a kernel that spins ----------------------------------------------------------------------------------------------
+
+
+def spin(rank: Rank, late: int, generation: Callable[[], int]) -> Callable[[tuple[int, ...]], None]:
+    """A kernel that waits for data of ``late`` and says so, until it is told to give up."""
+
+    def kernel(arguments: tuple[int, ...]) -> None:
+        board = rank.board()
+        deadline = time.monotonic() + 20
+        while not board[layout.ABORT] and time.monotonic() < deadline:
+            board[layout.WAITING + late] = generation()
+            time.sleep(1e-4)
+
+    return kernel
+
+
+@needs_triton
+@pytest.mark.parametrize("rank", [0.4], indirect=True)
+def test_a_spin_that_does_not_end_names_the_rank_and_is_ended(rank: Rank) -> None:
+    rank.driver.kernel = spin(rank, 2, lambda: 7)
+    loaded = rank.load(define.all_gather([KB] * 3))
+    pending = loaded.start(5, rank.stream)
+    with pytest.raises(
+        PeerTimeoutError, match=r"generation 7; last started: all_gather.*one_shot, call 5.*rank 2"
+    ) as caught:
+        pending.wait()
+    assert caught.value.ranks == (2,)
+    rank.driver.synchronize()
+    assert rank.monitor.aborted is not None and rank.monitor.aborted[1:] == ((2,), True), "the peers are told"
+    with pytest.raises(PeerTimeoutError):
+        loaded.start(6, rank.stream)
+    assert len(rank.driver.launched) == 1
+
+
+@needs_triton
+@pytest.mark.parametrize("rank", [0.4], indirect=True)
+def test_a_spin_that_gets_on_is_none(rank: Rank) -> None:
+    """A graph that is replayed again and again may spin at every look, each time in another generation."""
+    begin = time.monotonic()
+    rank.driver.kernel = spin(rank, 1, lambda: 1 + int(20 * (time.monotonic() - begin)))
+    rank.load(define.all_gather([KB] * 3)).start(1, rank.stream)
+    time.sleep(1.2)
+    rank.executor.check()
+    rank.board()[layout.ABORT] = 1
+    rank.driver.synchronize()
+    rank.executor.synchronize()
+
+
+@needs_triton
+def test_a_dead_peer_ends_a_spin_long_before_the_time_out(rank: Rank) -> None:
+    rank.driver.kernel = spin(rank, 1, lambda: 3)
+    pending = rank.load(define.all_gather([KB] * 3)).start(1, rank.stream)
+    rank.monitor.dead.add(1)
+    with pytest.raises(PeerError, match=r"rank 1 died .*seen by rank 0 in a kernel .*data of ranks \[1\]") as caught:
+        pending.wait()
+    assert not isinstance(caught.value, PeerTimeoutError)
+    rank.driver.synchronize()
