@@ -1,0 +1,45 @@
+"""The commands to begin with: ``sidelane info`` and ``demo``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from sidelane.cli.errors import plain_errors
+from sidelane.cli.model import DEMO_MACHINE
+from sidelane.cli.options import DEVICES
+
+DEMO_WORKLOADS = ("cb1_512M", "cb1_896M")
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--probe/--no-probe", default=True, help="Ask the driver on every GPU what it can do; takes seconds.")
+def info(as_json: bool, probe: bool) -> None:
+    """Show what this machine offers and what Sidelane will use."""
+    with plain_errors():
+        from sidelane.bench import info
+
+        info.main(as_json=as_json, probe=probe)
+
+
+@click.command()
+@click.option("--ranks", type=click.IntRange(min=1), help="Processes. Default: every GPU, or a few on the CPU.")
+@click.option("--device", type=click.Choice(DEVICES), default="auto", help="auto: GPUs if there are two or more.")
+@click.option("--report", type=click.Path(file_okay=False, path_type=Path), default=Path("report"), show_default=True)
+def demo(ranks: int | None, device: str, report: Path) -> None:
+    """Look at this machine, then measure a GEMM next to a collective and write a report.
+
+    Without GPUs the bytes travel between CPU processes; what GPUs would give is then predicted, for eight MI300X.
+    """
+    with plain_errors():
+        from sidelane.bench import c3_bench, info
+        from sidelane.bench.launch import choose_place
+
+        info.main(probe=False)
+        c3_bench.main(c3_bench.C3Options(workloads=DEMO_WORKLOADS, ranks=ranks, device=device, report=report))
+        if choose_place(ranks, device).on_cpu:
+            from sidelane.bench import sim_study
+
+            sim_study.preview(DEMO_MACHINE)
