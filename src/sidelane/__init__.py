@@ -15,7 +15,7 @@ from sidelane.errors import (
 )
 
 if TYPE_CHECKING:
-    from sidelane.collectives import Communicator, Work
+    from sidelane.collectives import Communicator, Prelaunched, Work
 
 __version__ = "0.1.0"
 
@@ -26,6 +26,7 @@ __all__ = [
     "MismatchError",
     "PeerError",
     "PeerTimeoutError",
+    "Prelaunched",
     "ProgramError",
     "SidelaneError",
     "UnavailableError",
@@ -35,6 +36,6 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # Importing torch takes seconds; `sidelane --help` and the program tools do without.
-    if name in ("Communicator", "Work"):
+    if name in ("Communicator", "Prelaunched", "Work"):
         return getattr(import_module("sidelane.collectives"), name)
     raise AttributeError(f"module 'sidelane' has no attribute {name!r}")

@@ -6,6 +6,7 @@ A rank's tensors are on its default device (``torch.set_default_device``), which
 from __future__ import annotations
 
 import itertools
+import random
 import time
 from typing import Any
 
@@ -15,6 +16,9 @@ import torch.distributed as dist
 from expected import any_bytes, close, numbers, reduced, same_bytes
 
 from sidelane import Communicator, Config
+from sidelane.choice.candidate import everything
+from sidelane.collectives.prelaunched import Prelaunched
+from sidelane.program.collective import Kind
 
 
 def communicator(group: dist.ProcessGroup, **settings: Any) -> Communicator:
@@ -267,6 +271,69 @@ def delay() -> None:
         time.sleep(0.005)
 
 
+def alternating(group: dist.ProcessGroup, seed: int, calls: int) -> None:
+    """Calls that take turns, of every kind and at random sizes, mixed with others, nobody waiting for anybody."""
+    draw = random.Random(seed)  # the same on every rank
+    with communicator(group) as comm:
+        n, rank = comm.world_size, comm.rank
+        mine = random.Random(seed + 1 + rank)
+        graph = "alternating+graph"  # where there are graphs
+        names = {candidate.name for candidate in everything(Kind.ALL_GATHER, comm.abilities)}
+        variants = ["b2b", "auto", *["alternating"] * 4, *[graph] * (2 if graph in names else 0)]
+        heap = comm.empty(n * 5000, dtype=torch.uint8)
+        pending: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+        for call in range(calls):
+            if mine.random() < 0.02:
+                delay()
+            size = draw.choice((0, 1, 7, draw.randrange(300), draw.randrange(5000)))
+            variant = draw.choice(variants)
+            kind = draw.choice(("all_gather", "all_to_all", "uneven", "broadcast", "scatter", "gather"))
+            in_place, symmetric, root = draw.random() < 0.5, draw.random() < 0.5, draw.randrange(n)
+            asynchronous = draw.random() < 0.1
+            inputs = [any_bytes(seed + call, r, n * size, torch.uint8) for r in range(n)]
+            shards = [tensor[:size] for tensor in inputs]
+            out = heap[: n * size] if symmetric else torch.empty(n * size, dtype=torch.uint8)
+            out.fill_(0xA5)
+            work, expected = None, torch.cat(shards)
+            if kind == "all_gather":
+                part = out[rank * size : (rank + 1) * size].copy_(shards[rank]) if in_place else shards[rank]
+                work = comm.all_gather(out, part, variant=variant, async_op=asynchronous)
+            elif kind == "all_to_all":
+                source = out.copy_(inputs[rank]) if in_place else inputs[rank]
+                work = comm.all_to_all(out, source, variant=variant, async_op=asynchronous)
+                expected = torch.cat([tensor[rank * size : (rank + 1) * size] for tensor in inputs])
+            elif kind == "uneven":
+                counts = [[draw.randrange(3) * size // 3 for _ in range(n)] for _ in range(n)]
+                received = [counts[r][rank] for r in range(n)]
+                parts = [inputs[r][sum(counts[r][:rank]) : sum(counts[r][: rank + 1])] for r in range(n)]
+                out, expected = out[: sum(received)], torch.cat(parts)
+                comm.all_to_all(
+                    out,
+                    inputs[rank][: sum(counts[rank])],
+                    output_split_sizes=received,
+                    input_split_sizes=counts[rank],
+                    variant=variant,
+                )
+            elif kind == "broadcast":
+                out, expected = out[:size], shards[root]
+                if rank == root:
+                    out.copy_(expected)
+                work = comm.broadcast(out, root=root, variant=variant, async_op=asynchronous)
+            elif kind == "scatter":
+                out, expected = out[:size], inputs[root][rank * size : (rank + 1) * size]
+                comm.scatter(out, inputs[rank] if rank == root else None, root=root, variant=variant)
+            else:
+                comm.gather(out if rank == root else None, shards[rank], root=root, variant=variant)
+                expected = expected if rank == root else torch.full_like(out, 0xA5)
+            if work is not None:
+                work.wait()
+            text = f"{call}: {kind} {variant} {size} {in_place} {symmetric}"
+            pending.append((text, out.clone(), expected.clone()))
+            inputs[rank].fill_(0x5A)  # a peer that still read it would see this
+        for text, found, right in pending:
+            assert same_bytes(found, right), text
+
+
 def many(group: dist.ProcessGroup, calls: int) -> None:
     with communicator(group) as comm:
         n, rank = comm.world_size, comm.rank
@@ -279,3 +346,116 @@ def many(group: dist.ProcessGroup, calls: int) -> None:
             comm.all_gather(out, shard)
             assert out.view(n, 17)[:, 3].tolist() == [r * 1000 + i for r in range(n)]
             out.fill_(-1)  # a peer that ran ahead would see its bytes overwritten
+
+
+def prelaunched(group: dist.ProcessGroup) -> int:
+    """Every variant, place and trigger of the handles, with other calls between two of them."""
+    checked = 0
+    with communicator(group) as comm:
+        n, rank = comm.world_size, comm.rank
+        cases = [
+            (Kind.ALL_GATHER, variant, symmetric, in_place)
+            for variant in ("b2b", "pcpy", "bcst")
+            for symmetric, in_place in ((True, False), (True, True), (False, False))
+            if symmetric or variant != "bcst"
+        ] + [
+            (Kind.ALL_TO_ALL, variant, symmetric, in_place)
+            for variant in ("b2b", "pcpy", "swap")
+            for symmetric, in_place in ((True, False), (True, True), (False, False), (False, True))
+            if symmetric or variant != "swap"
+        ]
+        for seed, (kind, variant, symmetric, in_place) in enumerate(cases):
+            numel = 37 + seed
+            output = place(comm, symmetric, n * numel, torch.float32)
+            if kind is Kind.ALL_GATHER:
+                input = output[rank * numel : (rank + 1) * numel] if in_place else torch.empty(numel)
+                prepare, sent = comm.prepare_all_gather, numel
+            else:
+                input = output if in_place else torch.empty(n * numel)
+                prepare, sent = comm.prepare_all_to_all, n * numel
+            host = bool(seed % 2)
+
+            def produce(
+                repeat: int,
+                seed: int = seed,
+                sent: int = sent,
+                output: torch.Tensor = output,
+                input: torch.Tensor = input,
+            ) -> list[torch.Tensor]:
+                inputs = [any_bytes(100 * seed + repeat, r, sent, torch.float32) for r in range(n)]
+                output.zero_()
+                input.copy_(inputs[rank])
+                return inputs
+
+            produce(0)  # a GPU cannot load kernels while a call is armed
+            with prepare(output, input, variant=variant, host_trigger=host) as handle:
+                for repeat in range(4):
+                    if repeat % 2:
+                        delay()
+                    handle.arm()
+                    inputs = produce(repeat)
+                    fire(handle, host and repeat % 2 == 0)
+                    parts = inputs if kind is Kind.ALL_GATHER else [t.view(n, -1)[rank] for t in inputs]
+                    assert same_bytes(output, torch.cat(parts)), (kind, variant, symmetric, in_place, repeat)
+                    checked += 1
+                    if repeat == 1:
+                        total = torch.ones(3)
+                        comm.all_reduce(total)
+                        assert total.tolist() == [n] * 3
+    return checked
+
+
+def fire(handle: Prelaunched, from_host: bool) -> None:
+    """Trigger, and make the output readable for the caller's stream."""
+    if not from_host:
+        handle.trigger()
+        return
+    if torch.get_default_device().type == "cuda":
+        torch.cuda.current_stream().synchronize()  # the trigger does not wait for who made the input
+    handle.trigger_from_host()
+    handle.wait()
+
+
+def prelaunched_rounds(group: dist.ProcessGroup, rounds: int) -> None:
+    """Two handles in turn, with random delays, ranks running ahead of each other."""
+    with communicator(group) as comm:
+        n, rank, numel = comm.world_size, comm.rank, 129
+        gathered, shard = comm.empty(n * numel), torch.empty(numel)
+        exchanged, source = torch.empty(n * numel), torch.empty(n * numel)
+        with (
+            comm.prepare_all_gather(gathered, shard) as gather,
+            comm.prepare_all_to_all(exchanged, source, variant="pcpy") as exchange,
+        ):
+            for step in range(-1, rounds):
+                delay()
+                if step < 0:  # a GPU cannot load kernels while a call is armed
+                    shard.fill_(step)
+                    source.view(n, numel).copy_(rank + torch.arange(n)[:, None].expand(n, numel))
+                    source.view(n, numel).copy_(step + 1000 * rank + torch.arange(n)[:, None].expand(n, numel))
+                    continue
+                gather.arm()
+                shard.fill_(step + 1000 * rank)
+                gather.trigger()
+                assert gathered.view(n, numel).eq(step + 1000 * torch.arange(n)[:, None]).all()
+                exchange.arm()
+                delay()
+                source.view(n, numel).copy_(step + 1000 * rank + torch.arange(n)[:, None].expand(n, numel))
+                exchange.trigger()
+                assert exchanged.view(n, numel).eq(step + rank + 1000 * torch.arange(n)[:, None]).all()
+
+
+def prelaunched_staging(group: dist.ProcessGroup) -> None:
+    """A call between two triggers needs more staging than there was."""
+    with communicator(group) as comm:
+        n, rank, numel = comm.world_size, comm.rank, 1000
+        output, shard = torch.empty(n * numel), torch.zeros(numel)
+        shard.fill_(rank)
+        with comm.prepare_all_gather(output, shard) as handle:
+            for step, between in enumerate((1 << 10, 1 << 20, 3 << 20)):
+                handle.arm()
+                shard.fill_(10 * step + rank)
+                handle.trigger()
+                assert output.view(n, numel).eq(10 * step + torch.arange(n)[:, None]).all()
+                large, whole = torch.full((between,), float(rank)), torch.empty(n * between)
+                comm.all_gather(whole, large)
+                assert whole.view(n, between).eq(torch.arange(n)[:, None]).all()

@@ -224,7 +224,7 @@ def test_collectives_from_end_to_end(tmp_path: Path) -> None:
     assert ways == {
         (kind, variant, in_place)
         for kind, variants in (("all_gather", ("pcpy", "b2b", "bcst")), ("all_to_all", ("pcpy", "b2b", "swap")))
-        for variant in (*variants, "b2b+prelaunch")  # small sizes are measured prelaunched, too
+        for variant in (*variants, "alternating", "b2b+prelaunch")  # small sizes are measured prelaunched, too
         for in_place in (False, True)
     }
     for row in results.rows:

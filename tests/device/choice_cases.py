@@ -40,6 +40,7 @@ def profiled(context: Context, numel: int) -> Seen:
         look("all_gather in place", lambda: comm.all_gather(whole, part, variant="b2b"))
         look("all_gather beside compute", lambda: comm.all_gather(whole, shard, beside="compute"))
         look("all_gather as a graph", lambda: comm.all_gather(whole, part, variant="b2b+graph"))
+        look("all_gather in turn", lambda: comm.all_gather(whole, part, variant="alternating"))
         look("all_to_all", lambda: comm.all_to_all(other, source, variant="b2b"))
         look("all_to_all beside compute", lambda: comm.all_to_all(other, source, beside="compute"))
         look("all_reduce", lambda: comm.all_reduce(source, variant="b2b"))

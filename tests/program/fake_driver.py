@@ -55,6 +55,7 @@ class FakeDriver:
         self.index = 0
         self.submitted: list[tuple[str, int]] = []
         self.graph: list[Callable[[], None]] | None = None
+        self.captures = 0
         self.urgent: list[int] = []
         self.fail_next: str | None = None
         self.second_contexts = 0
@@ -99,6 +100,9 @@ class FakeDriver:
 
     def word(self, value: int) -> int:
         return value & WORD
+
+    def native_batch(self, ops: FakeMemoryOps, value: int) -> None:
+        assert all(op[2] == value for op in ops.ops)
 
     def bind_memory_ops(self, ops: FakeMemoryOps, stream: int) -> Bound:
         def submit() -> None:
@@ -190,6 +194,12 @@ class FakeDriver:
     def is_capturing(self, stream: int) -> bool:
         return self.graph is not None
 
+    def is_current_capturing(self, stream: int) -> bool:
+        return self.is_capturing(stream)
+
+    def capture_of(self, stream: int) -> int:
+        return self.captures if self.graph is not None else 0
+
     def current(self) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext()
 
@@ -213,6 +223,7 @@ class FakeDriver:
     # --- for tests ----------------------------------------------------------------------------------------------------
 
     def begin_capture(self) -> None:
+        self.captures += 1
         self.graph = []
 
     def end_capture(self) -> list[Callable[[], None]]:

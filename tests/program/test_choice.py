@@ -26,9 +26,10 @@ from sidelane.choice.store import (
 )
 from sidelane.config import BESIDE, BUILTIN, COMPUTE, Config, from_environment
 from sidelane.program import collective as define
+from sidelane.program.build.alternating import SLOT_BYTES
 from sidelane.program.collective import REDUCING, Kind, ReduceOp, Reduction
 
-B2B, PCPY, BCST = (Candidate(DMA, name) for name in ("b2b", "pcpy", "bcst"))
+B2B, PCPY, BCST, ALTERNATING = (Candidate(DMA, name) for name in ("b2b", "pcpy", "bcst", "alternating"))
 ONE_SHOT = Candidate(SM, "one_shot")
 KEY = Key("cuda", "NVIDIA H999", 4, "18 to a switch", (("driver", "1.0"), ("torch", "2.0")))
 
@@ -105,12 +106,26 @@ def test_beside_compute_only_reductions_launch_kernels():
         (Call(Kind.ALL_TO_ALL, 4, 4096, even=False), ONE_SHOT, "equal counts"),
         (gather(captured=True), Candidate(DMA, "b2b", launch="graph"), "graph already"),
         (Call(Kind.ALL_GATHER, 16, 4096), ONE_SHOT, "ranks at most"),
+        (gather(4 * SLOT_BYTES + 4), ALTERNATING, "slot"),
+        (gather(SLOT_BYTES + 1, even=False), ALTERNATING, "slot"),
+        (Call(Kind.ALL_TO_ALL, 4, SLOT_BYTES + 1), ALTERNATING, "slot"),
+        (gather(beside=COMPUTE), ALTERNATING, "may wait"),
+        (gather(captured=True), Candidate(DMA, "alternating", launch="graph"), "graph already"),
     ],
 )
 def test_what_is_not_legal_says_why(call: Call, candidate: Candidate, reason: str):
     assert reason in objection(call, candidate)
     assert candidate not in candidates(call)
     assert not objection(gather(), B2B)
+
+
+def test_a_copy_that_every_program_needs_is_no_objection():
+    for call in (
+        gather(beside=COMPUTE, symmetric=False),
+        Call(Kind.ALL_TO_ALL, 4, SLOT_BYTES, in_place=True, beside=COMPUTE),
+        gather(4 * SLOT_BYTES, captured=True),
+    ):
+        assert not objection(call, ALTERNATING), call
 
 
 def test_implementations_that_a_machine_lacks():
@@ -231,10 +246,13 @@ def test_nothing_measured_leaves_a_rule_of_thumb():
     small, large = choose(None, gather(1024)), choose(None, gather(64 << 20))
     assert (small.candidate, large.candidate) == (ONE_SHOT, B2B)
     assert "rule of thumb" in small.reason and "rule of thumb" in large.reason
-    assert choose(None, gather(1024), Abilities()).candidate == B2B
+    assert choose(None, gather(1024), Abilities()).candidate == ALTERNATING
+    assert choose(None, gather(64 << 20), Abilities()).candidate == B2B
     assert choose(None, gather(1024, beside=COMPUTE)).candidate == B2B
+    assert choose(None, gather(1024, beside=COMPUTE, symmetric=False)).candidate == ALTERNATING
     assert "reduce_scatter was not measured" in choose(CROSSING, Call(Kind.REDUCE_SCATTER, 4, 64 << 20)).reason
-    assert choose(CROSSING, Call(Kind.SCATTER, 4, 1024)).candidate == B2B
+    assert choose(CROSSING, Call(Kind.SCATTER, 4, 1024)).candidate == ALTERNATING
+    assert choose(CROSSING, Call(Kind.SCATTER, 4, 1 << 20)).candidate == B2B
 
 
 def test_one_rank_alone():

@@ -18,6 +18,7 @@ from sidelane.execute.cuda.driver import DriverError
 from sidelane.execute.cuda.release import LANES
 from sidelane.program import collective as define
 from sidelane.program.build import Transport, build, variants
+from sidelane.program.build.alternating import alternating
 from sidelane.program.collective import Buffer, Collective, ReduceOp, Reduction
 from sidelane.program.ir import Copy, Program
 from sidelane.program.transform import freeze, lower, prelaunch
@@ -204,6 +205,8 @@ def programs(world_size: int) -> list[Program]:
                 if variant in ("bcst", "swap") and transport is not Transport.PUSH:
                     continue
                 made.append(lower(build(collective, variant, transport), {Copy}))
+    for collective, _ in cases[:-2]:
+        made += [alternating(collective, 1, slot_bytes=256), alternating(collective, 0, slot_bytes=256, opening=True)]
     return made
 
 

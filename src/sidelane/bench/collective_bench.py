@@ -17,6 +17,7 @@ from sidelane.bench.roster import Roster, make_roster
 from sidelane.bench.study import Sender, StudyOptions, run_study
 from sidelane.c3.workload import format_bytes
 from sidelane.choice.candidate import DMA
+from sidelane.program.build.alternating import ALTERNATING, SLOT_BYTES
 from sidelane.program.collective import ELEMENT_BYTES, REDUCING, Kind
 
 MOST_CALLS = 20
@@ -27,6 +28,9 @@ FEW_ROUNDS_FROM_BYTES = 256 << 20
 FEW_ROUNDS = 9
 HIDE_LAUNCH_FROM_US = 100.0
 PROFILED_BYTES = 16 << 20
+CACHED = ("b2b+graph", f"{ALTERNATING}+graph")
+"""Variants that are measured as cached graphs too, without being asked for."""
+
 PRELAUNCHED = ("b2b+prelaunch",)
 PRELAUNCHED_BYTES = 1 << 20
 """Up to here, where launching is what takes the time, this prelaunched variant is measured without being asked for."""
@@ -209,7 +213,9 @@ def wanted_candidates(implementation: Implementation, case: Case, options: Colle
     found = candidates_of(implementation, case.kind, only=options.variants, launches=options.launches)
     small = case.nbytes <= PRELAUNCHED_BYTES and case.kind not in REDUCING
     if not options.variants:  # cached graphs differ from plain calls in one way only, so one of them tells enough
-        found = [c for c in found if not c.variant.endswith("+graph") or c.variant == "b2b+graph"]
+        found = [c for c in found if not c.variant.endswith("+graph") or c.variant in CACHED]
+    if case.input_bytes > SLOT_BYTES:
+        found = [c for c in found if not c.variant.startswith(ALTERNATING)]
     if implementation.name == DMA and small and not options.variants:
         found += candidates_of(implementation, case.kind, only=PRELAUNCHED, launches=options.launches)
     return [c for c in found if not options.places or ("in" if c.in_place else "out") in options.places]

@@ -17,13 +17,15 @@ from sidelane.choice.candidate import EVERYTHING, everything
 from sidelane.choice.key import CPU, Key, key_here
 from sidelane.choice.store import InForce, builtin, builtin_names, in_force, read
 from sidelane.collectives.arguments import SHARD_ALIGNMENT, aligned_shards
-from sidelane.collectives.plan import AUTO, Agreement, make_program
+from sidelane.collectives.plan import AUTO, Agreement, Plan, make_program
 from sidelane.config import NOTHING
 from sidelane.execute.sim import simulate
 from sidelane.machine.load import find, machine_names
 from sidelane.program import collective as define
+from sidelane.program.build import Alternation
 from sidelane.program.collective import REDUCING, Collective, Kind, ReduceOp, Reduction
 from sidelane.program.ir import MOVES, Copy, Move, Program, describe
+from sidelane.program.kernel import KernelProgram
 
 RANK = 0
 """Whose part is shown; every rank's is alike."""
@@ -108,7 +110,7 @@ def explain(options: ExplainOptions) -> Explanation:
     choice = choose(by.profile, agreement.call, abilities)
     reasons = [(found, objection(agreement.call, found, abilities)) for found in everything(options.kind)]
     excluded = tuple((found, reason) for found, reason in reasons if reason)
-    program = make_program(agreement, choice.candidate, moves)
+    program = _one_of(make_program(agreement, choice.candidate, moves))
     if not isinstance(program, Program):
         launch = f"launch the kernel {choice.candidate.variant} on {program.blocks} thread blocks at most"
         return Explanation(agreement, choice, by, excluded, (("stream 0", (launch,)),), "1 kernel, 1 call")
@@ -227,12 +229,17 @@ def _simulated(name: str, agreement: Agreement) -> InForce:
     machine, call = find(name), agreement.call
     curves = []
     for candidate in candidates(call, Abilities()):
-        program = make_program(agreement, candidate, frozenset[type[Move]](MOVES))
+        program = _one_of(make_program(agreement, candidate, frozenset[type[Move]](MOVES)))
         assert isinstance(program, Program)
         times = ((call.nbytes, simulate(program, machine).time_us),)
         curves.append(Curve(call.kind, call.world_size, call.dtype, call.in_place, call.captured, candidate, times))
     profile = Profile(machine.name, Key("", machine.title, machine.gpus), "", "", tuple(curves))
     return InForce(profile, f"the simulator, for {machine.title}: predicted, and copy engines only")
+
+
+def _one_of(plan: Plan) -> Program | KernelProgram:
+    """The program of a call; where several take turns, one of them: they differ in their slots and flags only."""
+    return plan.turns[0] if isinstance(plan, Alternation) else plan
 
 
 def _calls(program: Program, captured: bool) -> tuple[tuple[tuple[str, tuple[str, ...]], ...], str]:

@@ -11,7 +11,8 @@ import functools
 import itertools
 
 from sidelane.config import BESIDE, COMPUTE, NOTHING
-from sidelane.program.build import variants
+from sidelane.program.build import ALTERNATING, variants
+from sidelane.program.build.alternating import SLOT_BYTES
 from sidelane.program.collective import REDUCING, Collective, Kind
 from sidelane.program.kernel import MOST_RANKS
 
@@ -170,8 +171,22 @@ def objection(call: Call, candidate: Candidate, abilities: Abilities = EVERYTHIN
         return "writes into the peers' outputs, which are in ordinary memory"
     if not call.even and (candidate.variant == "swap" or candidate.implementation == SM):
         return "needs equal counts between all ranks"
+    if candidate.variant == ALTERNATING and (problem := _no_alternation(call)):
+        return problem
     if candidate.implementation == SM and call.world_size > MOST_RANKS:
         return f"kernels address {MOST_RANKS} ranks at most"
+    return ""
+
+
+def _no_alternation(call: Call) -> str:
+    # An uneven all_gather might send it all from one rank.
+    most = call.nbytes // call.world_size if call.kind is Kind.ALL_GATHER and call.even else call.nbytes
+    if most > SLOT_BYTES:
+        return f"copies what a rank sends into a slot of {SLOT_BYTES >> 20} MiB"
+    # Other programs need this copy as well for outputs in ordinary memory, and for an all_to_all in place.
+    copies_anyway = not call.symmetric or (call.kind is Kind.ALL_TO_ALL and call.in_place)
+    if call.beside == COMPUTE and not copies_anyway:
+        return "begins with a copy inside the rank, which may wait for what runs beside it"
     return ""
 
 
@@ -187,7 +202,8 @@ def check_beside(function: str, beside: str) -> None:
 
 @functools.cache
 def _by_name(kind: Kind) -> dict[str, Candidate]:
-    found = {DMA: variants(kind), SM: SM_VARIANTS.get(kind, ())}
+    alternating = () if kind in REDUCING else (ALTERNATING,)
+    found = {DMA: (*variants(kind), *alternating), SM: SM_VARIANTS.get(kind, ())}
     axes = [
         Candidate(implementation, variant, launch, signals)
         for implementation in IMPLEMENTATIONS

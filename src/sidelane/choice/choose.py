@@ -6,6 +6,7 @@ import dataclasses
 
 from sidelane.choice.candidate import DMA, EVERYTHING, FIRST, SM, Abilities, Call, Candidate, candidates
 from sidelane.choice.profile import Profile
+from sidelane.program.build import ALTERNATING
 
 SMALL_BYTES = 1 << 20
 """Without any measurement, kernels are taken below this size where they are legal: on H200s a DMA collective spends
@@ -73,5 +74,8 @@ def _by_thumb(
     lacking = f"{call.kind} was not measured" if measured else "nothing was measured"
     if kernel is not None and call.nbytes < SMALL_BYTES:
         return Choice(kernel, f"{lacking}; rule of thumb: a kernel below {SMALL_BYTES >> 20} MiB", table)
+    once = next((found for found in legal if found.variant == ALTERNATING), None)
+    if once is not None and call.nbytes < SMALL_BYTES:
+        return Choice(once, f"{lacking}; rule of thumb: one handshake below {SMALL_BYTES >> 20} MiB", table)
     engines = next((found for found in legal if found.variant == FIRST), legal[0])
     return Choice(engines, f"{lacking}; rule of thumb: one copy engine a rank", table)

@@ -2,5 +2,6 @@
 
 from sidelane.collectives.backend import Work
 from sidelane.collectives.communicator import Communicator
+from sidelane.collectives.prelaunched import Prelaunched
 
-__all__ = ["Communicator", "Work"]
+__all__ = ["Communicator", "Prelaunched", "Work"]

@@ -10,6 +10,7 @@ import torch
 from sidelane.choice import Abilities
 from sidelane.execute.base import Addresses, Executor, LoadedProgram
 from sidelane.memory.base import SymmetricMemory
+from sidelane.program.ir import Program
 from sidelane.program.kernel import KernelProgram
 
 
@@ -26,6 +27,43 @@ class Work(Protocol):
 
     def is_completed(self) -> bool:
         """True once the output may be read. Never blocks."""
+        ...
+
+
+class Held(Protocol):
+    """A program whose invocations are submitted ahead and fired later (``Communicator.prepare_all_gather``)."""
+
+    @property
+    def trigger_address(self) -> int:
+        """Where a kernel of this rank fires by storing the epoch. Raises UnavailableError where none can."""
+        ...
+
+    def arm(self, epoch: int) -> None:
+        """Submit an invocation, to follow all calls so far and to wait for its trigger."""
+        ...
+
+    def fire(self) -> None:
+        """Fire behind the caller's work so far; the caller's next work follows the end."""
+        ...
+
+    def fire_from_host(self) -> None:
+        """Fire at once."""
+        ...
+
+    def wait(self, *, begun: bool) -> None:
+        """Order the caller behind the end. ``begun``: it was fired from here; else a kernel fires it."""
+        ...
+
+    def finish(self) -> None:
+        """Block the host until what was fired from here has ended."""
+        ...
+
+    def give_up(self) -> None:
+        """End what is armed and was not fired: cancel it, or else fire it and block until it has ended."""
+        ...
+
+    def drain(self) -> None:
+        """After a failure, block until nothing of this rank can touch the tensors any more. Raises nothing."""
         ...
 
 
@@ -51,8 +89,20 @@ class Backend(Protocol):
         """
         ...
 
+    def hold(self, program: Program, addresses: Addresses, host_trigger: bool) -> Held:
+        """Bind a program that will be fired. ``host_trigger``: from the host as well.
+
+        Raises:
+            UnavailableError: no trigger could get through to it.
+        """
+        ...
+
     def capturing(self) -> bool:
         """True while the caller's work is being captured into a graph."""
+        ...
+
+    def capture_of(self, stream: torch.Stream | None) -> int:
+        """Number of the capture that ``stream`` is in, which no other capture has or had; 0 outside of captures."""
         ...
 
     def run(

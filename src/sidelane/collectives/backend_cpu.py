@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import concurrent.futures
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 
 from sidelane.choice import Abilities
-from sidelane.errors import UnavailableError
+from sidelane.errors import SidelaneError, UnavailableError
 from sidelane.execute.base import Addresses, LoadedProgram
 from sidelane.execute.cpu import CpuExecutor
 from sidelane.memory.control import ControlBlock
 from sidelane.memory.shm import ShmMemory
+from sidelane.program.ir import Program
 from sidelane.program.kernel import KernelProgram
 
 
@@ -31,19 +33,29 @@ class CpuBackend:
     def load_kernel(self, program: KernelProgram, addresses: Addresses, frozen: bool) -> LoadedProgram:
         raise UnavailableError(f"{program.collective.kind}: variant {program.variant!r} runs on GPUs only")
 
+    def hold(self, program: Program, addresses: Addresses, host_trigger: bool) -> CpuHeld:
+        return CpuHeld(self, program, addresses)
+
     def capturing(self) -> bool:
         return False
+
+    def capture_of(self, stream: torch.Stream | None) -> int:
+        return 0
 
     def run(
         self, loaded: LoadedProgram, epoch: int, async_op: bool, tensors: Sequence[torch.Tensor], frozen: bool
     ) -> CpuWork | None:
         if async_op:
             # The future keeps the tensors: a caller may drop them before the thread gets there.
-            self._last = self._thread.submit(_run, loaded, epoch, tensors)
-            return CpuWork(self._last, self.executor)
+            return self.submit(_run, loaded, epoch, tensors)
         self.synchronize()
         loaded.start(epoch, None).wait()
         return None
+
+    def submit(self, function: Callable[..., None], *arguments: object) -> CpuWork:
+        """Run something behind all asynchronous calls so far, and in front of whatever comes next."""
+        self._last = self._thread.submit(function, *arguments)
+        return CpuWork(self._last, self.executor)
 
     def synchronize(self) -> None:
         if self._last is not None:
@@ -53,6 +65,49 @@ class CpuBackend:
     def close(self) -> None:
         self.executor.close()  # first: it ends what the thread may be waiting for
         self._thread.shutdown(wait=True, cancel_futures=True)
+
+
+class CpuHeld:
+    """See :class:`sidelane.collectives.backend.Held`: engine threads that hold a program until they are told to go."""
+
+    def __init__(self, backend: CpuBackend, program: Program, addresses: Addresses) -> None:
+        self._backend = backend
+        self._loaded = backend.executor.load(program, addresses)
+        self._epoch = 0
+        self._work: CpuWork | None = None
+
+    @property
+    def trigger_address(self) -> int:
+        raise UnavailableError("trigger_address: kernels run on GPUs only (allowed=trigger() and trigger_from_host())")
+
+    def arm(self, epoch: int) -> None:
+        self._backend.synchronize()
+        self._epoch, self._work = epoch, None
+        self._loaded.arm(epoch)
+
+    def fire(self) -> None:
+        self._loaded.start(self._epoch, None).wait()
+
+    def fire_from_host(self) -> None:
+        self._work = self._backend.submit(self._loaded.start(self._epoch, None).wait)
+
+    def wait(self, *, begun: bool) -> None:
+        if not begun:
+            raise RuntimeError("wait: not fired (allowed=after trigger() or trigger_from_host())")
+        if self._work is not None:
+            self._work.wait()
+
+    def finish(self) -> None:
+        self.wait(begun=True)
+
+    def give_up(self) -> None:
+        self._loaded.disarm()
+
+    def drain(self) -> None:
+        self._loaded.disarm()
+        if self._work is not None:
+            with contextlib.suppress(SidelaneError):  # raises when the threads have left
+                self._work.wait()
 
 
 class CpuWork:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from importlib.util import find_spec
 
@@ -10,10 +11,13 @@ import torch.distributed as dist
 
 from sidelane.choice import Abilities
 from sidelane.choice.candidate import DMA, LAUNCHES, SIGNALS, SM
+from sidelane.errors import SidelaneError
 from sidelane.execute.base import Addresses, LoadedProgram
 from sidelane.execute.cuda import CudaExecutor, probe
+from sidelane.execute.cuda.prelaunched import CudaPrelaunched
 from sidelane.memory.control import ControlBlock
 from sidelane.memory.torch_symm import TorchSymmetricMemory
+from sidelane.program.ir import Program
 from sidelane.program.kernel import MOST_RANKS, KernelProgram
 
 _MOST_STREAMS = 64
@@ -38,14 +42,21 @@ class CudaBackend:
     def load_kernel(self, program: KernelProgram, addresses: Addresses, frozen: bool) -> LoadedProgram:
         return self.executor.load_kernel(program, addresses, frozen=frozen)
 
+    def hold(self, program: Program, addresses: Addresses, host_trigger: bool) -> CudaHeld:
+        return CudaHeld(self, CudaPrelaunched(self.executor, program, addresses, host_trigger=host_trigger))
+
     def capturing(self) -> bool:
         driver = self.executor.driver
         return driver.is_capturing(driver.current_stream())
 
+    def capture_of(self, stream: torch.Stream | None) -> int:
+        assert isinstance(stream, torch.cuda.Stream), "programs start on streams that run has chosen"
+        return self.executor.driver.capture_of(stream.cuda_stream)
+
     def run(
         self, loaded: LoadedProgram, epoch: int, async_op: bool, tensors: Sequence[torch.Tensor], frozen: bool
     ) -> CudaWork | None:
-        current = self._current_stream()
+        current = self.current_stream()
         if not async_op:
             self._order_after_last(current, frozen)
             loaded.start(epoch, current)
@@ -78,7 +89,17 @@ class CudaBackend:
         else:
             self._last_stream = stream
 
-    def _current_stream(self) -> torch.cuda.Stream:
+    def follow(self, stream: torch.cuda.Stream) -> None:
+        """The next call comes behind the work of ``stream``."""
+        self._last_stream = stream
+
+    def last_handle(self) -> int | None:
+        """Handle of the stream behind whose work the last call has ended; None before the first."""
+        last = self._last_stream
+        return None if last is None or self._is_capturing(last) else int(last.cuda_stream)
+
+    def current_stream(self) -> torch.cuda.Stream:
+        """The caller's."""
         handle = self.executor.driver.current_stream()
         stream = self._streams.get(handle)
         if stream is None:
@@ -89,6 +110,43 @@ class CudaBackend:
 
     def _is_capturing(self, stream: torch.cuda.Stream) -> bool:
         return self.executor.driver.is_capturing(stream.cuda_stream)
+
+
+class CudaHeld:
+    """See :class:`sidelane.collectives.backend.Held`."""
+
+    def __init__(self, backend: CudaBackend, program: CudaPrelaunched) -> None:
+        self._backend, self._program = backend, program
+        self._home = torch.cuda.ExternalStream(program.home, device=backend.device)
+
+    @property
+    def trigger_address(self) -> int:
+        return self._program.trigger_address
+
+    def arm(self, epoch: int) -> None:
+        self._program.arm(epoch, after=self._backend.last_handle())
+        self._backend.follow(self._home)
+
+    def fire(self) -> None:
+        stream = self._backend.current_stream()
+        self._program.fire(stream.cuda_stream)
+        self._backend.follow(stream)  # which waits for the end: the next call needs no event to come behind it
+
+    def fire_from_host(self) -> None:
+        self._program.fire_from_host()
+
+    def wait(self, *, begun: bool) -> None:
+        self._program.join(self._backend.current_stream().cuda_stream, begun=begun)
+
+    def finish(self) -> None:
+        self._program.finish(fire=False)
+
+    def give_up(self) -> None:
+        self._program.finish(fire=True)
+
+    def drain(self) -> None:
+        with contextlib.suppress(SidelaneError):
+            self._program.finish(fire=False)
 
 
 class CudaWork:

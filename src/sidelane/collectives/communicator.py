@@ -6,27 +6,27 @@ A little over 400 lines, since the documentation of each collective stands with 
 from __future__ import annotations
 
 import contextlib
-import itertools
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from types import TracebackType
 
 import torch
 import torch.distributed as dist
-from torch.autograd.graph import increment_version
 
 from sidelane import config as settings
 from sidelane.choice import Choice
-from sidelane.choice.candidate import check_beside
-from sidelane.collectives.agree import agree_on_splits, compare, with_splits
-from sidelane.collectives.arguments import Arguments, Request, check_tensors, identity
+from sidelane.choice.candidate import FIRST, check_beside
+from sidelane.collectives.arguments import Arguments, Request, identity
 from sidelane.collectives.backend import Work
+from sidelane.collectives.calls import Calls
 from sidelane.collectives.devices import choose_device, make_backend
 from sidelane.collectives.heap import SymmetricHeap, generation
 from sidelane.collectives.plan import AUTO, Agreement, Planner, check_variant
+from sidelane.collectives.prelaunched import Prelaunched, prepare_prelaunched
 from sidelane.collectives.prepare import Prepared, Preparer
 from sidelane.collectives.profile import agree_on_profile
+from sidelane.collectives.uneven import call_uneven
 from sidelane.config import Config
-from sidelane.errors import CommunicatorClosedError, PeerError, UnavailableError
+from sidelane.errors import SidelaneError, UnavailableError
 from sidelane.execute.submitted import Counts, Submitted
 from sidelane.memory.control import ControlBlock
 from sidelane.program.collective import Kind
@@ -87,11 +87,8 @@ class Communicator:
             abilities=self.abilities,
         )
         self._preparer = Preparer(self.rank, self._heap, self._backend, planner)
-        self._call_numbers = itertools.count(1)
-        self._last_choice: Choice | None = None
+        self._calls = Calls(self._control, self._backend, self.config)
         self._barrier_tensor: torch.Tensor | None = None
-        self._failure: BaseException | None = None
-        self._closed = False
 
     def empty(self, *size: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Make an uninitialised tensor in symmetric memory. Collective: same size and dtype on every rank.
@@ -107,9 +104,8 @@ class Communicator:
             PeerTimeoutError: a rank did not come.
             UnavailableError: the device does not have the memory.
         """
-        self._require_open()
-        call = next(self._call_numbers)
-        with self._telling_refusals(call, "empty"):
+        call = self._calls.number()
+        with self._calls.telling_refusals(call, "empty"):
             shape = torch.Size(size[0] if len(size) == 1 and not isinstance(size[0], int) else size)  # type: ignore[arg-type]
             if not isinstance(dtype, torch.dtype):
                 raise TypeError(f"empty: dtype (value={dtype!r}, allowed=a torch.dtype)")
@@ -119,8 +115,8 @@ class Communicator:
                 raise UnavailableError("empty: symmetric memory cannot be allocated while a graph is captured")
             nbytes = shape.numel() * dtype.itemsize
         self._control.post_call(call, f"empty of {nbytes} bytes")
-        self._agree(call)
-        with self._failing_for_good():
+        self._calls.agree(call)
+        with self._calls.failing_for_good():
             block = self._heap.allocate(max(nbytes, 1))
         return block.tensor[:nbytes].view(dtype).view(shape)
 
@@ -139,7 +135,8 @@ class Communicator:
             output: ``world_size`` times the elements of ``input``, same dtype (any).
             input: this rank's shard. In place if it is its own part of ``output``.
             async_op: return a :class:`Work` instead of ordering the caller behind the collective.
-            variant: ``pcpy``, ``b2b``, ``bcst`` (``output`` symmetric), or ``auto`` (docs/choice.md).
+            variant: ``pcpy``, ``b2b``, ``alternating``, ``bcst`` (``output`` symmetric), ``one_shot`` (a kernel, GPUs
+                only: docs/kernels.md), or ``auto`` (docs/choice.md).
             beside: for ``auto``: ``nothing`` runs next to it, or ``compute``, which wants all compute units. None takes
                 ``Config.beside``.
 
@@ -169,7 +166,8 @@ class Communicator:
             input_split_sizes: rows of dimension 0 for each rank. The ranks compare them on the host at every call.
             async_op: see :meth:`all_gather`.
             beside: see :meth:`all_gather`.
-            variant: ``pcpy``, ``b2b``, ``swap`` (``output`` symmetric, equal counts), or ``auto``.
+            variant: ``pcpy``, ``b2b``, ``alternating``, ``swap`` (``output`` symmetric, equal counts), ``one_shot``
+                (equal counts), or ``auto``.
 
         Raises:
             As :meth:`all_gather`.
@@ -177,9 +175,18 @@ class Communicator:
         if output_split_sizes is None and input_split_sizes is None:
             return self._call(Kind.ALL_TO_ALL, (output, input), (), variant, beside, async_op)
         try:
-            return self._call_uneven(output, input, output_split_sizes, input_split_sizes, variant, beside, async_op)
+            return call_uneven(
+                self._calls,
+                self._arguments,
+                self._preparer,
+                (output, input),
+                (output_split_sizes, input_split_sizes),
+                variant=variant,
+                beside=beside,
+                async_op=async_op,
+            )
         except KeyboardInterrupt as error:
-            self._fail(error)
+            self._calls.fail(error)
             raise
 
     def reduce_scatter(
@@ -200,7 +207,7 @@ class Communicator:
             op: ``sum``, ``avg``, ``min`` or ``max`` (torch's ``ReduceOp`` too), in float32 for floats, in rank order.
             async_op: see :meth:`all_gather`.
             beside: see :meth:`all_gather`.
-            variant: ``pcpy``, ``b2b`` or ``auto``.
+            variant: ``pcpy``, ``b2b``, ``one_shot`` or ``auto``.
 
         Raises:
             As :meth:`all_gather`.
@@ -225,7 +232,7 @@ class Communicator:
             output: same number of elements and dtype; None for in place.
             async_op: see :meth:`all_gather`.
             beside: see :meth:`all_gather`.
-            variant: ``pcpy``, ``b2b`` or ``auto``.
+            variant: ``pcpy``, ``b2b``, ``one_shot``, ``two_shot`` or ``auto``.
 
         Raises:
             As :meth:`all_gather`.
@@ -243,7 +250,7 @@ class Communicator:
             root: rank of the group whose bytes everyone gets.
             async_op: see :meth:`all_gather`.
             beside: see :meth:`all_gather`.
-            variant: ``pcpy``, ``b2b``, ``bcst`` (``tensor`` symmetric), or ``auto``.
+            variant: ``pcpy``, ``b2b``, ``alternating``, ``bcst`` (``tensor`` symmetric), or ``auto``.
 
         Raises:
             As :meth:`all_gather`.
@@ -284,6 +291,33 @@ class Communicator:
         """
         return self._call(Kind.GATHER, (output, input), (root,), variant, beside, async_op)
 
+    def prepare_all_gather(
+        self, output: torch.Tensor, input: torch.Tensor, *, variant: str = FIRST, host_trigger: bool = False
+    ) -> Prelaunched:
+        """Make an :meth:`all_gather` ready to be submitted ahead of its call and fired later. Collective.
+
+        Args:
+            output: see :meth:`all_gather`; the handle keeps it.
+            input: likewise.
+            variant: of copy engines: ``b2b``, ``pcpy``, ``bcst`` (``output`` symmetric).
+            host_trigger: where ``trigger_from_host()`` shall work; the engines then see any trigger a little later.
+
+        Returns:
+            The handle (docs/prelaunch.md), to be used in a ``with`` block.
+
+        Raises:
+            As :meth:`all_gather`, and UnavailableError inside a capture, or where no trigger could get through.
+        """
+        parts = (self._calls, self._arguments, self._preparer)
+        return prepare_prelaunched(*parts, Kind.ALL_GATHER, (output, input), variant, host_trigger)
+
+    def prepare_all_to_all(
+        self, output: torch.Tensor, input: torch.Tensor, *, variant: str = FIRST, host_trigger: bool = False
+    ) -> Prelaunched:
+        """Make an :meth:`all_to_all` of equal parts ready; see :meth:`prepare_all_gather`. Also ``swap``."""
+        parts = (self._calls, self._arguments, self._preparer)
+        return prepare_prelaunched(*parts, Kind.ALL_TO_ALL, (output, input), variant, host_trigger)
+
     def barrier(self) -> None:
         """Order the caller's next work behind everything that all ranks had queued before their barrier."""
         if self._barrier_tensor is None:
@@ -297,13 +331,13 @@ class Communicator:
         Raises:
             PeerError, PeerTimeoutError: a peer failed.
         """
-        self._require_open()
-        with self._failing_for_good():
+        self._calls.require_open()
+        with self._calls.failing_for_good():
             self._backend.synchronize()
 
     def last_choice(self) -> Choice | None:
         """How this rank's last call was run, and why; None before the first call."""
-        return self._last_choice
+        return self._calls.last_choice
 
     def last_submitted(self) -> Submitted | None:
         """What this rank's last call gave to its engines, by class of engine; None before the first call."""
@@ -315,9 +349,12 @@ class Communicator:
 
     def close(self) -> None:
         """Release threads, streams and memory. Idempotent. Not a collective: peers may close later."""
-        if self._closed:
+        if self._calls.closed:
             return
-        self._closed = True
+        for handle in list(self._calls.unfinished):
+            with contextlib.suppress(SidelaneError):
+                handle.close()
+        self._calls.closed = True
         self._backend.close()
         self._preparer.close()
         self._heap.close()
@@ -329,9 +366,12 @@ class Communicator:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if isinstance(error, KeyboardInterrupt) and not self._closed and self._failure is None:
+        if error is not None:
+            for handle in list(self._calls.unfinished):
+                handle.__exit__(kind, error, trace)
+        if isinstance(error, KeyboardInterrupt) and not self._calls.closed and self._calls.failure is None:
             # The peers may be in a call that this rank will not make, and it in one that they do not come to.
-            self._fail(error)
+            self._calls.fail(error)
         self.close()
 
     def _call(
@@ -343,9 +383,8 @@ class Communicator:
         beside: str | None,
         async_op: bool,
     ) -> Work | None:
-        self._require_open()
-        call = next(self._call_numbers)
-        # Plain handlers here and in _run: these lines run in every call, and a context manager costs a microsecond.
+        call = self._calls.number()
+        # Plain handlers here and in Calls.run: every call comes here, and a context manager costs a microsecond.
         try:
             frozen = self._backend.capturing()
             key = (kind, variant, beside, details, frozen, generation(), *map(identity, tensors))
@@ -355,10 +394,10 @@ class Communicator:
                 check_beside(kind, hint := self.config.beside if beside is None else beside)
                 request: Request = getattr(self._arguments, kind)(*tensors, *details)
         except Exception as error:
-            self._refuse(call, kind, error)
+            self._calls.refuse(call, kind, error)
             raise
         except KeyboardInterrupt as error:
-            self._fail(error)
+            self._calls.fail(error)
             raise
         try:
             if prepared is None:
@@ -366,105 +405,15 @@ class Communicator:
             else:
                 self._control.post_call(call, prepared.signature)
                 if self.config.debug:
-                    self._agree(call)
+                    self._calls.agree(call)
         except KeyboardInterrupt as error:
-            self._fail(error)
+            self._calls.fail(error)
             raise
-        return self._run(prepared, call, async_op, tensors)
+        return self._calls.run(prepared, call, async_op, tensors)
 
     def _prepare(self, call: int, agreement: Agreement, request: Request, key: Hashable) -> Prepared:
         self._control.post_call(call, agreement.text())
         if self.config.debug or not self._preparer.known(agreement):
-            self._agree(call)
-        with self._failing_for_good():
+            self._calls.agree(call)
+        with self._calls.failing_for_good():
             return self._preparer.prepare(agreement, request, key)
-
-    def _call_uneven(
-        self,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        output_splits: Sequence[int] | None,
-        input_splits: Sequence[int] | None,
-        variant: str,
-        beside: str | None,
-        async_op: bool,
-    ) -> Work | None:
-        self._require_open()
-        call = next(self._call_numbers)
-        with self._telling_refusals(call, Kind.ALL_TO_ALL):
-            check_variant(Kind.ALL_TO_ALL, variant, self.abilities)
-            check_beside(Kind.ALL_TO_ALL, hint := self.config.beside if beside is None else beside)
-            check_tensors("all_to_all", output, input)
-            if output_splits is None or input_splits is None:
-                raise ValueError("all_to_all: give both output_split_sizes and input_split_sizes, or none")
-            sizes = self._arguments.split_bytes(output, input, output_splits, input_splits)
-            frozen = self._backend.capturing()
-            head = f"all_to_all with split sizes of {input.dtype}, variant {variant}"
-            head += f", beside {hint}" + ", captured" * frozen
-            regions = (self._heap.locate(output), self._heap.locate(input))
-        self._control.post_call(call, with_splits(head, *sizes, *regions))
-        with self._failing_for_good():
-            posts = self._control.calls_of_all(call, self.config.timeout_s)
-        agreed = agree_on_splits(self._control, call, posts)
-        key = (agreed, variant, hint, frozen, generation(), identity(output), identity(input))
-        prepared = self._preparer.recall(key)
-        if prepared is None:
-            request = self._arguments.all_to_all_uneven(output, input, agreed)
-            with self._failing_for_good():
-                prepared = self._preparer.prepare(Agreement.of(request, variant, frozen, hint), request, key)
-        return self._run(prepared, call, async_op, (output, input))
-
-    def _run(
-        self, prepared: Prepared, call: int, async_op: bool, tensors: tuple[torch.Tensor | None, ...]
-    ) -> Work | None:
-        given = [tensor for tensor in tensors if tensor is not None]
-        try:
-            work = self._backend.run(prepared.loaded, call, async_op, given, prepared.frozen)
-        except (PeerError, KeyboardInterrupt) as error:
-            self._fail(error)
-            raise
-        self._last_choice = prepared.choice
-        written = tensors[0]  # all calls name what they write first
-        if written is not None:
-            increment_version(written)
-        return work
-
-    def _agree(self, call: int) -> None:
-        """Wait until every rank has posted ``call``, and compare."""
-        with self._failing_for_good():
-            posts = self._control.calls_of_all(call, self.config.timeout_s)
-        compare(self._control, call, posts)  # an error here leaves all ranks in step: nothing has begun
-
-    @contextlib.contextmanager
-    def _telling_refusals(self, call: int, name: str) -> Iterator[None]:
-        """Whatever keeps this rank from making the call, its peers are told."""
-        try:
-            yield
-        except Exception as error:
-            self._refuse(call, name, error)
-            raise
-
-    def _refuse(self, call: int, name: str, error: Exception) -> None:
-        self._control.post_call(call, name, refusal=f"{type(error).__name__}: {error}")
-
-    @contextlib.contextmanager
-    def _failing_for_good(self) -> Iterator[None]:
-        """A failed peer, or Ctrl-C in a wait for the peers, ends the communicator."""
-        try:
-            yield
-        except (PeerError, KeyboardInterrupt) as error:
-            self._fail(error)
-            raise
-
-    def _fail(self, error: PeerError | KeyboardInterrupt) -> None:
-        self._failure = error
-        if isinstance(error, KeyboardInterrupt):
-            self._control.abort(f"rank {self.rank} was interrupted", (self.rank,))
-
-    def _require_open(self) -> None:
-        if self._closed:
-            raise CommunicatorClosedError("Communicator: closed")
-        if self._failure is not None:
-            raise CommunicatorClosedError(
-                f"Communicator: unusable since a call failed: {self._failure}"
-            ) from self._failure

@@ -11,7 +11,7 @@ from sidelane.choice.candidate import EVERYTHING, GRAPH, SM, everything, find
 from sidelane.collectives.arguments import Request
 from sidelane.config import NOTHING
 from sidelane.execute.base import Capabilities
-from sidelane.program.build import Transport, build
+from sidelane.program.build import ALTERNATING, Alternation, Transport, alternation, build
 from sidelane.program.collective import REDUCING, Collective, Kind
 from sidelane.program.ir import Move, Program
 from sidelane.program.kernel import KernelProgram, kernel_program
@@ -20,6 +20,9 @@ from sidelane.program.verify import verify
 
 AUTO = "auto"
 PRELAUNCH = "+prelaunch"
+
+Plan = Program | KernelProgram | Alternation
+"""What a call runs as."""
 
 MOST_PROGRAMS = 1024
 """Programs remembered; the oldest goes first, on all ranks alike. Uneven calls can have any number of them."""
@@ -106,15 +109,15 @@ class Planner:
         self._profile = profile
         self._abilities = abilities
         # In the order of their first call, which all ranks share.
-        self._programs: dict[Agreement, Program | KernelProgram] = {}
+        self._programs: dict[Agreement, Plan] = {}
         self._choices: dict[Agreement, Choice] = {}
 
     def known(self, agreement: Agreement) -> bool:
         """True if all ranks have made this call before."""
         return agreement in self._programs
 
-    def program(self, agreement: Agreement) -> Program | KernelProgram:
-        """The program for a call.
+    def program(self, agreement: Agreement) -> Plan:
+        """The program for a call, or the programs that take turns in it.
 
         Raises:
             ValueError: no such variant for this collective and these buffers.
@@ -125,6 +128,8 @@ class Planner:
             program = make_program(agreement, self.choice(agreement).candidate, self._capabilities.moves)
             if self._verify and isinstance(program, Program):
                 verify(program)
+            elif self._verify and isinstance(program, Alternation):
+                program.verify()
             if len(self._programs) >= MOST_PROGRAMS:
                 del self._programs[next(iter(self._programs))]
             self._programs[agreement] = program
@@ -153,7 +158,7 @@ class Planner:
         return Choice(candidate, "the caller asked for it", ((candidate, None),))
 
 
-def make_program(agreement: Agreement, candidate: Candidate, moves: AbstractSet[type[Move]]) -> Program | KernelProgram:
+def make_program(agreement: Agreement, candidate: Candidate, moves: AbstractSet[type[Move]]) -> Plan:
     """The program of a call, not verified yet.
 
     Args:
@@ -174,6 +179,13 @@ def make_program(agreement: Agreement, candidate: Candidate, moves: AbstractSet[
         symmetric = agreement.output_place is not None
         return kernel_program(agreement.collective, candidate.variant, symmetric_output=symmetric)
     frozen = agreement.frozen or candidate.launch == GRAPH
+    if candidate.variant == ALTERNATING:
+        if prelaunched:
+            raise ValueError(
+                f"{agreement.collective.kind}: variant (value={agreement.variant!r}, allowed={candidate.name!r}: what "
+                "takes turns is not known ahead of its call)"
+            )
+        return alternation(agreement.collective, frozen=frozen, opened=agreement.frozen)
     if prelaunched and frozen:
         raise ValueError(
             f"{agreement.collective.kind}: variant (value={agreement.variant!r}, allowed in a graph=without "

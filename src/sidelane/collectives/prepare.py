@@ -6,7 +6,9 @@ import dataclasses
 from collections.abc import Hashable
 
 from sidelane.choice import Choice
-from sidelane.choice.candidate import SM
+from sidelane.choice.candidate import GRAPH, SM
+from sidelane.collectives.alternate import FLAGS as TURN_FLAGS
+from sidelane.collectives.alternate import SLOTS_BYTES, AlternatingProgram, Turns
 from sidelane.collectives.arguments import Request
 from sidelane.collectives.backend import Backend
 from sidelane.collectives.heap import Region, SymmetricHeap
@@ -15,6 +17,7 @@ from sidelane.collectives.staging import Staging
 from sidelane.device.layout import arena_bytes
 from sidelane.execute.base import Addresses, LoadedProgram
 from sidelane.memory.base import SymmetricBlock
+from sidelane.program.build import Alternation
 from sidelane.program.collective import Buffer
 from sidelane.program.ir import Program, has_epochs
 from sidelane.program.kernel import KernelProgram
@@ -51,7 +54,7 @@ class Preparer:
         self._heap = heap
         self._backend = backend
         self._planner = planner
-        self._flags = backend.memory.allocate(3 * FLAGS * 4)
+        self._flags = backend.memory.allocate(3 * (FLAGS + TURN_FLAGS) * 4)
         self._staging = Staging(backend)
         # Of their own: a kernel writes to its staging as soon as it runs, and ends when all peers have read it.
         # Programs keep their peers off in other ways.
@@ -59,6 +62,11 @@ class Preparer:
         self._arena: SymmetricBlock | None = None
         if SM in backend.abilities.implementations:
             self._arena = backend.memory.allocate(arena_bytes(len(self._flags.addresses)))
+        # Of their own, and twice: replays of a graph know nothing of the turns of the calls between them.
+        self._slots = Staging(backend)
+        self._turns = Turns(backend.capture_of)
+        if GRAPH in backend.abilities.launches and len(self._flags.addresses) > 1:
+            self._slots.reserve(2 * SLOTS_BYTES, False)  # a capture could not
         self._kept: list[object] = []
         self._recent: dict[Hashable, Prepared] = {}
 
@@ -75,6 +83,8 @@ class Preparer:
         program = self._planner.program(agreement)
         if isinstance(program, KernelProgram):
             loaded = self._load_kernel(program, request, agreement.frozen)
+        elif isinstance(program, Alternation):
+            loaded = self._load_alternation(program, request, agreement.frozen)
         else:
             self._reserve(self._staging, max(program.staging_bytes), agreement.frozen)
             loaded = self._backend.executor.load(program, self._addresses(program, request, agreement.frozen))
@@ -87,6 +97,21 @@ class Preparer:
                 del self._recent[next(iter(self._recent))]
             self._recent[key] = prepared
         return prepared
+
+    def program(self, agreement: Agreement) -> tuple[Program, Choice]:
+        """The program of a call that stays with its caller, who loads it, and how it was chosen.
+
+        Raises:
+            ValueError: these buffers cannot have this variant.
+        """
+        program = self._planner.program(agreement)
+        assert isinstance(program, Program), "the caller asked for a variant of the copy engines"
+        return program, self._planner.choice(agreement)
+
+    def addresses(self, program: Program, request: Request) -> Addresses:
+        """Where that program runs now: staging may move before its next call. Collective at first."""
+        self._reserve(self._staging, max(program.staging_bytes), False)
+        return self._addresses(program, request, False)
 
     def close(self) -> None:
         """Forget every loaded program."""
@@ -106,26 +131,40 @@ class Preparer:
         addresses = Addresses(buffers, (), self._arena.addresses)
         return self._backend.load_kernel(program, addresses, frozen)
 
+    def _load_alternation(self, alternation: Alternation, request: Request, captured: bool) -> LoadedProgram:
+        program = alternation.turns[0]
+        if program.world_size > 1:
+            self._reserve(self._slots, 2 * SLOTS_BYTES if captured else SLOTS_BYTES, captured)
+        offset = 4 * (3 * FLAGS + _region(program, captured) * TURN_FLAGS)
+        flags = tuple(base + offset for base in self._flags.addresses)
+        addresses = Addresses(self._buffers(program, request, self._slots, SLOTS_BYTES if captured else 0), flags)
+        take_turn = self._turns.captured if captured else self._turns.eager
+        executor = self._backend.executor
+        return AlternatingProgram(alternation, lambda turn: executor.load(turn, addresses), take_turn)
+
     def _addresses(self, program: Program, request: Request, captured: bool) -> Addresses:
-        # A caller may replay a graph on one stream while a cached graph runs on another: they must not share flags.
-        region = 0 if has_epochs(program) else 1 if captured else 2
-        offset = 4 * FLAGS * region
+        offset = 4 * FLAGS * _region(program, captured)
         assert program.flag_count <= FLAGS
         buffers = self._buffers(program, request, self._staging)
         return Addresses(buffers, tuple(base + offset for base in self._flags.addresses))
 
     def _buffers(
-        self, program: Program | KernelProgram, request: Request, staging: Staging
+        self, program: Program | KernelProgram, request: Request, staging: Staging, offset: int = 0
     ) -> dict[tuple[int, Buffer], int]:
         buffers: dict[tuple[int, Buffer], int] = {}
         remote = program.remote_buffers()
         for buffer, part in ((Buffer.INPUT, request.input), (Buffer.OUTPUT, request.output)):
             region = request.whole if program.collective.in_place else part
             buffers.update(self._reach(buffer, region, buffer in remote))
-        buffers.update({(rank, Buffer.STAGING): base for rank, base in enumerate(staging.addresses)})
+        buffers.update({(rank, Buffer.STAGING): base + offset for rank, base in enumerate(staging.addresses)})
         return buffers
 
     def _reach(self, buffer: Buffer, region: Region, remote: bool) -> dict[tuple[int, Buffer], int]:
         if not remote:
             return {(self._rank, buffer): region.address}
         return {(rank, buffer): base for rank, base in enumerate(self._heap.addresses(region))}
+
+
+def _region(program: Program, captured: bool) -> int:
+    # A caller may replay a graph on one stream while a cached graph runs on another: they must not share flags.
+    return 0 if has_epochs(program) else 1 if captured else 2

@@ -111,8 +111,8 @@ class CpuProgram:
     ) -> None:
         self.program = program
         self._executor = executor
-        self._ahead = [part for part in compiled if program.prelaunched and part[0].engine.kind != EngineKind.CALLER]
-        self._at_start = [part for part in compiled if part not in self._ahead]
+        self._ahead = [part for part in compiled if part[0].engine.kind is not EngineKind.CALLER]
+        self._callers = [part for part in compiled if part[0].engine.kind is EngineKind.CALLER]
         self._armed: Invocation | None = None
         counts = counts_of([queue for queue, _ in compiled])
         self._entry = executor.ledger.entry(Submitted(str(program.collective), "dma", program.variant, False, counts))
@@ -124,23 +124,20 @@ class CpuProgram:
         self._site = Site(executor.rank, program, writers, executor.monitor, executor.timeout_s, executor.delay)
 
     def arm(self, epoch: int) -> None:
-        """Start everything but the ``caller`` queue of invocation ``epoch``, ahead of its ``start``.
+        """Hand everything but a ``caller`` queue of invocation ``epoch`` to the engines, ahead of its ``start``.
 
-        What is armed passes no wait before ``start``, whatever its flags hold: the programs of a communicator share
+        What is armed executes nothing before ``start``, whatever its flags hold: the programs of a communicator share
         flags, and a signal meant for another one must not fire this one. Time-outs and looks at the peers begin with
         ``start``, too. Arming for another epoch drops what was armed.
 
         Raises:
-            ValueError: the program is not prelaunched, so that nothing would hold it back.
             CommunicatorClosedError: the executor was closed.
         """
-        if not self.program.prelaunched:
-            raise ValueError(f"CpuProgram.arm: not a prelaunched program (value={self.program.variant!r})")
         self._executor.check_open("arm")
         if self._armed is not None and self._armed.epoch == epoch:
             return
         self.disarm()
-        self._armed = self._launch(epoch)
+        self._armed = self._launch(epoch, begun=False)
 
     def disarm(self) -> None:
         """Drop the armed invocation, if there is one: its queues end where they wait."""
@@ -170,17 +167,22 @@ class CpuProgram:
             raise
         if self._armed is not None and self._armed.epoch != epoch:
             self.disarm()
-        invocation, self._armed = self._armed or self._launch(epoch), None
-        invocation.begin()
-        for part in self._at_start:
+        invocation, self._armed = self._armed, None
+        if invocation is None:
+            invocation = self._launch(epoch, begun=True)
+        else:
+            invocation.begin()
+        for part in self._callers:
             self._executor.submit(invocation, *part)
         invocation.leave()
         self._executor.ledger.count(self._entry)
         return invocation
 
-    def _launch(self, epoch: int) -> Invocation:
+    def _launch(self, epoch: int, *, begun: bool) -> Invocation:
         # Counts one part more than there are queues: start's own, so that it is not over before all were submitted.
-        invocation = Invocation(self._site, epoch, parts=len(self._ahead) + len(self._at_start) + 1)
+        invocation = Invocation(self._site, epoch, parts=len(self._ahead) + len(self._callers) + 1)
+        if begun:
+            invocation.begin()
         for part in self._ahead:
             self._executor.submit(invocation, *part)
         return invocation

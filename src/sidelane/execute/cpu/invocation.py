@@ -97,7 +97,7 @@ class Invocation:
     # --- for the loaded program ---------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """The call has come: time-outs count from here."""
+        """The call has come: queues that were armed ahead of it go on, and time-outs count from here."""
         self._begun.set()
 
     def leave(self) -> None:
@@ -115,6 +115,9 @@ class Invocation:
         """Run one queue to its end or to the failure of the invocation."""
         index, delay = 0, self._site.delay
         try:
+            while not self._begun.is_set():  # armed ahead of its call: nobody is late yet
+                self.stop_if_asked()
+                self._begun.wait(_LONGEST_SLEEP_S)
             for index, step in enumerate(steps):
                 self.stop_if_asked()
                 if delay is not None:
@@ -145,9 +148,6 @@ class Invocation:
             PeerTimeoutError: the executor's time-out ran out; the peers have been told.
             PeerError: the monitor knows that the flag will not come.
         """
-        while not self._begun.is_set():  # armed ahead of its call: nobody is late yet
-            self.stop_if_asked()
-            self._begun.wait(_LONGEST_SLEEP_S)
         for _ in range(_SPINS):
             if is_satisfied():
                 return

@@ -8,6 +8,7 @@ from sidelane.execute.base import Addresses
 from sidelane.execute.cuda.calls import (
     Call,
     Cell,
+    Gate,
     HostWord,
     LaunchReduce,
     Memcpy,
@@ -37,15 +38,15 @@ class Resolver:
         rank: of this process.
         addresses: of buffers and flags.
         cells: address of the words from which signals are copied.
-        host: address of each host word.
+        words: address of each host word, and of each gate that the plan has.
     """
 
     def __init__(
-        self, program: Program, rank: int, addresses: Addresses, cells: int, host: Mapping[HostWord, int]
+        self, program: Program, rank: int, addresses: Addresses, cells: int, words: Mapping[HostWord | Gate, int]
     ) -> None:
-        self._program, self._rank, self._addresses, self._cells, self._host = program, rank, addresses, cells, host
+        self._program, self._rank, self._addresses, self._cells, self._words = program, rank, addresses, cells, words
 
-    def __call__(self, place: Operand | Flag | Cell | HostWord) -> int:
+    def __call__(self, place: Operand | Flag | Cell | HostWord | Gate) -> int:
         """The address.
 
         Raises:
@@ -65,7 +66,7 @@ class Resolver:
             case Cell(index):
                 return self._cells + WORD_BYTES * index
             case _:
-                return self._host[place]
+                return self._words[place]
 
 
 def copies_of(call: Memcpy | MemcpyBatch) -> tuple[Memcpy, ...]:

@@ -38,6 +38,17 @@ class HostWord(StrEnum):
     BUSY = "busy"
 
 
+class Gate(StrEnum):
+    """Words of this rank's own that hold back a plan which is submitted ahead (``held``), by epoch.
+
+    ``trigger`` and ``done`` are in device memory, ``host_trigger`` in pinned host memory.
+    """
+
+    TRIGGER = "trigger"
+    HOST_TRIGGER = "host trigger"
+    DONE = "done"
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Operand:
     """Bytes from ``offset`` on in a buffer of a rank."""
@@ -58,17 +69,17 @@ class Cell:
 class WriteValue:
     """Store ``value`` in a word, after everything earlier in the stream can be seen by all ranks."""
 
-    target: Flag | Cell | HostWord
+    target: Flag | Cell | HostWord | Gate
     value: Value
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WaitValue:
-    """Hold the stream until a flag of this rank compares with ``value`` as asked."""
+    """Hold the stream until a flag or a gate of this rank compares with ``value`` as asked."""
 
-    flag: Flag
+    flag: Flag | Gate
     value: Value
-    comparison: Comparison
+    comparison: Comparison = Comparison.GE
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from sidelane.execute.cuda.calls import (
     Call,
     Cell,
+    Gate,
     HostWord,
     LaunchReduce,
     Memcpy,
@@ -49,7 +50,7 @@ def _operation(op: WriteValue | WaitValue) -> str:
     return f"write {_place(op.target)} = {op.value}"
 
 
-def _place(place: Operand | Flag | Cell | HostWord) -> str:
+def _place(place: Operand | Flag | Cell | HostWord | Gate) -> str:
     match place:
         case Operand(rank, buffer, offset):
             return f"{buffer}@{rank}+{offset}"
@@ -57,5 +58,7 @@ def _place(place: Operand | Flag | Cell | HostWord) -> str:
             return f"flag {index}@{rank}"
         case Cell(index):
             return f"cell {index}"
+        case Gate():
+            return f"gate '{place}'"
         case _:
             return f"host word '{place}'"

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 
 from sidelane.errors import SidelaneError, UnavailableError
+from sidelane.execute.cuda.native_batch import NativeBatch
 from sidelane.program.collective import Reduction
 
 Bound = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -169,6 +170,14 @@ class Driver:
         """A value for :meth:`MemoryOps.replace`."""
         return self._api.cuuint32_t(value & WORD_MASK)
 
+    def native_batch(self, ops: MemoryOps, value: int) -> NativeBatch | None:
+        """``ops``, which all hold ``value``, for the driver's own library; None where its interface is another one."""
+        native = load_native("cuStreamBatchMemOp_v2")
+        try:
+            return None if native is None else NativeBatch(self._api, native, ops.params, value)
+        except (ValueError, AttributeError):
+            return None
+
     # --- prepared calls -----------------------------------------------------------------------------------------------
 
     def bind_memory_ops(self, ops: MemoryOps, stream: int) -> Bound:
@@ -304,15 +313,26 @@ class Driver:
         """True while the work of ``stream`` goes into a graph. The legacy default stream cannot be captured."""
         if stream == 0:
             return False
-        handle = self._handles.get(stream)
-        if handle is None:
-            if len(self._handles) >= _MOST_HANDLES:
-                self._handles.clear()
-            handle = self._handles[stream] = self._api.CUstream(stream)
-        error, status = self._api.cuStreamIsCapturing(handle)
+        error, status = self._api.cuStreamIsCapturing(self._handle(stream))
         if error:
             raise DriverError(self._name(error), "cuStreamIsCapturing")
         return bool(status)
+
+    def is_current_capturing(self, stream: int) -> bool:
+        """As :meth:`is_capturing`, for torch's current stream, on the current device; takes the host less."""
+        if not stream or _is_current_capturing is None:
+            return self.is_capturing(stream)
+        return bool(_is_current_capturing())
+
+    def capture_of(self, stream: int) -> int:
+        """Number of the capture that ``stream`` is in, unique in this process; 0 outside of captures."""
+        if stream == 0:
+            return 0
+        # What follows the number differs between versions of the driver's interface.
+        error, status, number, *_ = self._api.cuStreamGetCaptureInfo(self._handle(stream))
+        if error:
+            raise DriverError(self._name(error), "cuStreamGetCaptureInfo")
+        return int(number) if status else 0
 
     def current_stream(self) -> int:
         """Handle of torch's current stream on the device; 0 is the legacy default stream."""
@@ -323,6 +343,14 @@ class Driver:
         if torch.cuda.current_device() == self.index:
             return _NOTHING
         return torch.cuda.device(self.index)
+
+    def _handle(self, stream: int) -> Any:
+        handle = self._handles.get(stream)
+        if handle is None:
+            if len(self._handles) >= _MOST_HANDLES:
+                self._handles.clear()
+            handle = self._handles[stream] = self._api.CUstream(stream)
+        return handle
 
     # --- now and then -------------------------------------------------------------------------------------------------
 
@@ -456,5 +484,7 @@ def load_native(name: str) -> Any:
     except (OSError, AttributeError):
         return None
 
+
+_is_current_capturing: Callable[[], bool] | None = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
 
 _NOTHING: contextlib.AbstractContextManager[object] = contextlib.nullcontext()

@@ -20,9 +20,10 @@ from sidelane.errors import CommunicatorClosedError, SidelaneError, UnavailableE
 from sidelane.execute.base import Addresses, Capabilities, LoadedProgram
 from sidelane.execute.cuda.bind import BoundPlan, Resolver
 from sidelane.execute.cuda.cached import CachedGraph
-from sidelane.execute.cuda.calls import HostWord, LaunchReduce, RecordStamp, Route, choose_route
+from sidelane.execute.cuda.calls import Gate, HostWord, LaunchReduce, RecordStamp, Route, choose_route
 from sidelane.execute.cuda.count import counts_of
 from sidelane.execute.cuda.driver import Bound, Driver
+from sidelane.execute.cuda.held import Gates
 from sidelane.execute.cuda.plan import plan_calls
 from sidelane.execute.cuda.probe import DriverFeatures
 from sidelane.execute.cuda.release import FlagRescue
@@ -80,18 +81,22 @@ class CudaExecutor:
         self._closed = False
         self._streams: list[int] = []
         self._sides: list[int] = []
+        self._held: int | None = None
         with self.driver.current():
-            words = self.driver.host_words(HOST_WORDS)
-            self.host = {
+            words, self.gates = self.driver.host_words(HOST_WORDS), Gates(self.driver)
+            self.host: dict[HostWord | Gate, int] = {
                 word: words.address + 4 * index
                 for word, index in ((HostWord.STARTED, STARTED), (HostWord.FINISHED, FINISHED), (HostWord.BUSY, BUSY))
             }
+            self.host.update(self.gates.addresses)
             self.board = words.address + 4 * BOARD
             self.kernel_stream: int | None = None  # of the last kernel that went to the device
             self.cells, self._cells_owner = self.driver.device_words(_CELLS)
             self.internal = self.create_stream()
             self.into, self.out_of = self.driver.create_event(), self.driver.create_event()
             self.rescue = FlagRescue(self.driver)
+            for gate in (Gate.TRIGGER, Gate.HOST_TRIGGER):  # whoever has passed one writes DONE itself
+                self.rescue.register_word(self.gates.addresses[gate])
         self.watch = Watch(self.driver, rank, words, monitor, self.rescue, timeout_s)
         self.watch.start()
         # For an executor that is dropped without close. The thread holds the watch, not this object.
@@ -149,7 +154,7 @@ class CudaExecutor:
         try:
             self.synchronize()
         except SidelaneError:
-            self._drain()
+            self.drain()
         with self.driver.current():
             self._end_watch()
             self.rescue.close()
@@ -169,6 +174,12 @@ class CudaExecutor:
         while len(self._sides) < count:
             self._sides.append(self.create_stream())
         return self._sides[:count]
+
+    def held_stream(self) -> int:
+        """The stream on which prelaunched programs wait for their trigger."""
+        if self._held is None:
+            self._held = self.create_stream()
+        return self._held
 
     def check_usable(self, method: str) -> None:
         self._check_open(method)
@@ -191,8 +202,8 @@ class CudaExecutor:
             return True
         return self.driver.is_idle(handle)
 
-    def _drain(self) -> None:
-        """Give the streams time to pass the waits that the thread lets go, so that no stuck stream is destroyed."""
+    def drain(self) -> None:
+        """After a failure, let the streams pass the waits that the thread lets go: none may be destroyed stuck."""
         deadline = time.monotonic() + _DRAIN_S
         with self.driver.current():
             while not (self._kernels_idle() and all(map(self.driver.is_idle, self._streams))):
@@ -228,7 +239,7 @@ class CudaProgram:
         else:
             self._eager = self._bind(captured=False)
         executor.rescue.register(program, executor.rank, addresses)
-        weakref.finalize(self, _destroy_events, executor.driver, self._events).atexit = False
+        weakref.finalize(self, destroy_events, executor.driver, self._events).atexit = False
 
     def arm(self, epoch: int) -> None:
         """Submit everything but the ``caller`` queue of invocation ``epoch``, which must be the executor's next one.
@@ -420,6 +431,7 @@ def stream_handle(stream: torch.Stream) -> int:
     return int(handle)
 
 
-def _destroy_events(driver: Driver, events: list[int]) -> None:
+def destroy_events(driver: Driver, events: list[int]) -> None:
+    """For finalizers: release ``events``; what has recorded them still completes."""
     for event in events:
         driver.destroy_event(event)

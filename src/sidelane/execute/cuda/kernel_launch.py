@@ -1,8 +1,8 @@
 """Triton kernels without Triton's launcher: compiled once, loaded by the driver API, launched as a prepared call.
 
-Triton's own launcher takes some 15 us of host time a call; ``cuLaunchKernel`` with packed arguments takes 2. To keep
-packing simple, every argument of such a kernel is a 64-bit integer (an address or a count) and everything else is a
-constant at compile time::
+``cuLaunchKernel`` with packed arguments took 3.8 us of host time on an H200 machine, 5.0 with all that a collective
+adds, and a launch can be prepared like any other driver call. To keep packing simple, every argument of such a kernel
+is a 64-bit integer (an address or a count) and everything else is a constant at compile time::
 
     @triton.jit
     def fill(target, count, VALUE: tl.constexpr, BLOCK: tl.constexpr): ...

@@ -61,6 +61,10 @@ class FlagRescue:
                     equal[command.flag.index] = command.value.base
         self._regions[base] = (count, equal)
 
+    def register_word(self, address: int) -> None:
+        """Remember a word of this rank that is waited for to reach an epoch, as flags are."""
+        self._regions[address] = (1, {})
+
     def release(self, epoch: int) -> None:
         """Write to every flag a value that lets its waits pass: far beyond ``epoch``, or what a frozen wait asks for.
 

@@ -1,6 +1,7 @@
 """Builders: pure functions from (collective, variant, transport) to a Program."""
 
+from sidelane.program.build.alternating import ALTERNATING, Alternation, alternation
 from sidelane.program.build.catalog import build, variants
 from sidelane.program.build.moving import Transport
 
-__all__ = ["Transport", "build", "variants"]
+__all__ = ["ALTERNATING", "Alternation", "Transport", "alternation", "build", "variants"]

@@ -1,0 +1,87 @@
+"""Calls whose programs take turns (``program/build/alternating.py``): whose turn it is, and where their slots lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from sidelane.execute.base import LoadedProgram, Pending
+from sidelane.program.build.alternating import SLOT_BYTES, TURNS, Alternation, flags_of
+from sidelane.program.collective import MAX_WORLD_SIZE
+from sidelane.program.ir import Program
+
+OPENING = TURNS
+"""The turn of the opening program."""
+
+SLOTS_BYTES = TURNS * SLOT_BYTES
+"""What the eager calls of a rank need, and once more what those in graphs need."""
+
+FLAGS = flags_of(MAX_WORLD_SIZE)
+"""What programs need that may share flags."""
+
+
+class Turns:
+    """Counts the alternating calls of one communicator, as every rank of it does.
+
+    Args:
+        capture_of: number of the capture that a stream is in, never used twice.
+    """
+
+    def __init__(self, capture_of: Callable[[torch.Stream | None], int]) -> None:
+        self._capture_of = capture_of
+        self._eager = 0
+        self._capture: int | None = None
+        self._captured = 0
+
+    def eager(self, stream: torch.Stream | None) -> int:
+        """Take the next eager turn: 0, 1, 0, 1 ..."""
+        turn = self._eager
+        self._eager = 1 - turn
+        return turn
+
+    def captured(self, stream: torch.Stream | None) -> int:
+        """Take the next turn of a graph: ``OPENING``, which is a turn 0, and then 1, 0, 1, 0 ..."""
+        capture = self._capture_of(stream)
+        if capture != self._capture:
+            # Captures that take turns themselves each begin anew: an opening may follow anything.
+            self._capture, self._captured = capture, 1
+            return OPENING
+        turn = self._captured
+        self._captured = 1 - turn
+        return turn
+
+
+class AlternatingProgram:
+    """The programs of an alternation, loaded: each start runs that of its turn.
+
+    Args:
+        alternation: what to run.
+        load: loads one program.
+        take_turn: of :class:`Turns`; called once for each start, in the order of the calls.
+    """
+
+    def __init__(
+        self,
+        alternation: Alternation,
+        load: Callable[[Program], LoadedProgram],
+        take_turn: Callable[[torch.Stream | None], int],
+    ) -> None:
+        opening = () if alternation.opening is None else (alternation.opening,)
+        self._programs: tuple[Program, ...] = (*alternation.turns, *opening)
+        self._load, self._take_turn = load, take_turn
+        # A call in a graph has one turn for good. Others will have both: loaded now, off the path of the calls.
+        self._loaded = [None if opening else load(program) for program in self._programs]
+
+    @property
+    def program(self) -> Program:
+        """That of turn 0."""
+        return self._programs[0]
+
+    def start(self, epoch: int, stream: torch.Stream | None) -> Pending:
+        """Run the program whose turn it is (see :class:`sidelane.execute.base.LoadedProgram`)."""
+        turn = self._take_turn(stream)
+        loaded = self._loaded[turn]
+        if loaded is None:
+            loaded = self._loaded[turn] = self._load(self._programs[turn])
+        return loaded.start(epoch, stream)

@@ -1,0 +1,120 @@
+"""Plans that wait for a trigger: everything of an invocation is submitted ahead of it, behind one wait.
+
+    stream 0   wait trigger | the plan as it is ...  | done, finished
+    caller                write trigger | wait done
+
+One word holds all of a rank's queues, so that one store fires them: the side streams fork behind the wait. (Programs
+made by ``transform.prelaunch`` have a trigger for each queue, as paper 003 does; section 4.2.5 names both.)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+
+from sidelane.execute.cuda.bind import WORD_BYTES
+from sidelane.execute.cuda.calls import Gate, HostWord, MemOps, Plan, Step, WaitValue, WriteValue
+from sidelane.execute.cuda.driver import Bound, Driver
+from sidelane.execute.cuda.plan import MAX_BATCH
+from sidelane.program.ir import EPOCH
+
+DEFAULT_CONNECTIONS = 8
+"""Hardware channels to which a context maps its streams, unless ``CUDA_DEVICE_MAX_CONNECTIONS`` says otherwise."""
+
+_CHECK = 0x5EED5EED
+
+
+def hold_back(plan: Plan, trigger: Gate) -> Plan:
+    """Put a plan behind ``trigger``, and let its end be seen in ``Gate.DONE``.
+
+    Args:
+        plan: of a program with epochs that is not prelaunched.
+        trigger: the word that fires it.
+
+    Raises:
+        ValueError: the plan submits something ahead as it is.
+    """
+    if plan.ahead:
+        raise ValueError("hold_back: the plan has calls ahead of the collective (allowed=programs without triggers)")
+    steps = list(plan.steps)
+    wait = WaitValue(trigger, EPOCH)
+    first = steps[0]
+    if not first.stream and isinstance(first.call, MemOps) and len(first.call.ops) < MAX_BATCH:
+        steps[0] = Step(0, MemOps((wait, *first.call.ops)))
+    else:
+        steps.insert(0, Step(0, MemOps((wait,))))
+    # In front of the word to the host, which takes a microsecond or two.
+    ended = WriteValue(HostWord.FINISHED, EPOCH)
+    last = steps[-1].call
+    assert isinstance(last, MemOps), "every plan ends with the words to the host"
+    assert last.ops[-1] == ended
+    done = (*last.ops[:-1], WriteValue(Gate.DONE, EPOCH))
+    steps[-1:] = [Step(0, MemOps(ops)) for ops in _cut((*done, ended))]
+    return dataclasses.replace(plan, steps=tuple(steps))
+
+
+def most_connections() -> int:
+    """Hardware channels of this process, as the environment sets them for CUDA."""
+    text = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
+    return int(text) if text.isdigit() and int(text) else DEFAULT_CONNECTIONS
+
+
+class Gates:
+    """The words of one executor, for all of its programs that are fired: one is armed at a time, and epochs grow.
+
+    Attributes:
+        addresses: where streams and kernels reach them.
+    """
+
+    def __init__(self, driver: Driver) -> None:
+        first, self._owner = driver.device_words(2)
+        self._host = driver.host_words(1)
+        self.addresses: dict[HostWord | Gate, int] = {
+            Gate.TRIGGER: first,
+            Gate.DONE: first + WORD_BYTES,
+            Gate.HOST_TRIGGER: self._host.address,
+        }
+
+    def store(self, epoch: int) -> None:
+        """Store an epoch in the trigger that the host reaches."""
+        self._host.array[0] = epoch & 0xFFFFFFFF
+
+
+class SharedValueOps:
+    """Memory operations that all have one value, bound to the streams they are submitted on.
+
+    Args:
+        driver: of the device.
+        writes: addresses of words that get the value.
+        waits: addresses of words that are waited for, until they have reached the value.
+    """
+
+    def __init__(self, driver: Driver, writes: Sequence[int], waits: Sequence[int]) -> None:
+        self._driver = driver
+        self._ops = driver.memory_ops()
+        for address in writes:
+            self._ops.write(address, _CHECK)
+        for address in waits:
+            self._ops.wait(address, _CHECK, equal=False)
+        self._count = len(writes) + len(waits)
+        self._native = driver.native_batch(self._ops, _CHECK)
+
+    def set(self, value: int) -> None:
+        """Give every operation this value; what was submitted keeps its own."""
+        if self._native is not None:
+            self._native.set(value)
+            return
+        word = self._driver.word(value)
+        for index in range(self._count):
+            self._ops.replace(index, word)
+
+    def bind(self, stream: int) -> Bound:
+        """The call that submits them on ``stream``, which must not be the legacy default stream."""
+        if self._native is not None:
+            return self._native.bind(stream)
+        return self._driver.bind_memory_ops(self._ops, stream)
+
+
+def _cut(ops: tuple[WriteValue | WaitValue, ...]) -> list[tuple[WriteValue | WaitValue, ...]]:
+    return [ops[start : start + MAX_BATCH] for start in range(0, len(ops), MAX_BATCH)]

@@ -1,0 +1,381 @@
+"""Programs that are armed and fired, on the driver without a device: what is submitted when, and right bytes."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+import time
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from test_cuda_executor import World, programs, world_of
+
+from sidelane.errors import PeerError, PeerTimeoutError, UnavailableError
+from sidelane.execute.cuda import plan as planning
+from sidelane.execute.cuda.calls import Gate, HostWord, MemOps, WaitEvent, WaitValue, WriteValue
+from sidelane.execute.cuda.driver import DriverError
+from sidelane.execute.cuda.held import hold_back
+from sidelane.execute.cuda.native_batch import NativeBatch
+from sidelane.execute.cuda.plan import plan_calls
+from sidelane.execute.cuda.prelaunched import CudaPrelaunched
+from sidelane.program import collective as define
+from sidelane.program.build import build
+from sidelane.program.collective import Buffer
+from sidelane.program.ir import EPOCH, Program
+from sidelane.program.transform import prelaunch
+
+
+class Armed:
+    """A program on all ranks of a world, to be armed and fired."""
+
+    def __init__(self, world: World, program: Program, *, host_trigger: bool = False) -> None:
+        self.world, self.data = world, world.load(program)
+        addresses = self.data.ranks[0]._addresses
+        self.ranks = [
+            CudaPrelaunched(executor, program, addresses, host_trigger=host_trigger) for executor in world.executors
+        ]
+
+    def arm(self, ranks: Sequence[int] | None = None) -> None:
+        self.world.epoch += 1
+        for rank in range(self.world.world_size) if ranks is None else ranks:
+            self.ranks[rank].arm(self.world.epoch, after=self.world.streams[rank].cuda_stream)
+
+    def fire(self, ranks: Sequence[int] | None = None, stream: int | None = None) -> None:
+        for rank in range(self.world.world_size) if ranks is None else ranks:
+            self.ranks[rank].fire(self.world.streams[rank].cuda_stream if stream is None else stream)
+
+    def store(self, rank: int) -> Callable[[], None]:
+        """What a kernel does that fires."""
+        address, epoch = self.ranks[rank].trigger_address, self.world.epoch
+
+        def kernel() -> None:
+            ctypes.c_uint32.from_address(address).value = epoch
+
+        return kernel
+
+
+def submitted(world: World) -> list[list[tuple[str, int]]]:
+    """What the drivers were given since the last look."""
+    found = [list(driver.submitted) for driver in world.drivers]
+    for driver in world.drivers:
+        driver.submitted.clear()
+    return found
+
+
+@pytest.fixture
+def pair() -> Iterator[World]:
+    with world_of(2, timeout_s=0.5) as world:
+        yield world
+
+
+def gather(n: int, nbytes: int = 64, *, in_place: bool = False) -> Program:
+    return build(define.all_gather([nbytes] * n, in_place=in_place), "b2b")
+
+
+# --- the plan ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("peer_writes", [True, False])
+def test_a_held_plan_begins_with_its_trigger_and_ends_with_its_end(peer_writes: bool) -> None:
+    for program in programs(4):
+        plan = plan_calls(program, 1, peer_writes=peer_writes)
+        held = hold_back(plan, Gate.TRIGGER)
+        first, last = held.steps[0], held.steps[-1]
+        assert not first.stream
+        assert isinstance(first.call, MemOps)
+        assert first.call.ops[0] == WaitValue(Gate.TRIGGER, EPOCH)
+        assert isinstance(last.call, MemOps)
+        assert last.call.ops[-2:] == (WriteValue(Gate.DONE, EPOCH), WriteValue(HostWord.FINISHED, EPOCH))
+        # Every other stream forks behind the wait.
+        for stream in range(1, held.streams):
+            assert isinstance(held.calls(stream)[0], WaitEvent)
+        # Nothing else has changed.
+        ops = [op for step in held.steps if isinstance(step.call, MemOps) for op in step.call.ops]
+        kept = [op for op in ops if not {getattr(op, "flag", None), getattr(op, "target", None)} & set(Gate)]
+        assert kept == [op for step in plan.steps if isinstance(step.call, MemOps) for op in step.call.ops]
+        others = [[step for step in each.steps if not isinstance(step.call, MemOps)] for each in (plan, held)]
+        assert others[0] == others[1]
+
+
+def test_programs_with_triggers_of_their_own_are_refused() -> None:
+    with pytest.raises(ValueError, match="calls ahead of the collective"):
+        hold_back(plan_calls(prelaunch(gather(2)), 0), Gate.TRIGGER)
+
+
+# --- what is submitted when -------------------------------------------------------------------------------------------
+
+
+def test_everything_goes_ahead_and_the_trigger_is_one_batch(pair: World) -> None:
+    armed = Armed(pair, gather(2))
+    expected = armed.data.fill(1)
+    submitted(pair)
+    armed.arm()
+    for rank, calls in enumerate(submitted(pair)):
+        kinds = [kind for kind, _ in calls]
+        assert kinds[:2] == ["record", "wait"], "behind the last call"
+        assert set(kinds[2:]) == {"memory_ops", "copy"}
+        assert {stream for _, stream in calls[1:]} == {armed.ranks[rank].home}
+    time.sleep(0.05)
+    assert all((output != good).any() for output, good in zip(armed.data.outputs(), expected, strict=True)), "too soon"
+    armed.fire()
+    assert submitted(pair) == [[("memory_ops", stream.cuda_stream)] for stream in pair.streams]
+    pair.synchronize()
+    armed.data.check(expected)
+
+
+def test_the_trigger_follows_the_stream_and_is_followed_by_it(pair: World) -> None:
+    armed = Armed(pair, gather(2))
+    for repeat in range(20):
+        armed.arm()
+        expected = armed.data.fill(repeat)
+        inputs = [armed.data.memory[rank, Buffer.INPUT] for rank in range(2)]
+        made = [input.copy() for input in inputs]
+        seen: dict[int, list[int]] = {}
+
+        def produce(rank: int, inputs: list[np.ndarray] = inputs, made: list[np.ndarray] = made) -> None:
+            time.sleep(0.003 * (rank + 1))
+            inputs[rank][:] = made[rank]
+
+        def consume(rank: int, seen: dict[int, list[int]] = seen) -> None:
+            seen[rank] = armed.data.outputs()[rank].tolist()
+
+        for rank, driver in enumerate(pair.drivers):
+            inputs[rank][:] = 0
+            stream = pair.streams[rank].cuda_stream
+            driver.do(stream, functools.partial(produce, rank))
+            armed.fire([rank])
+            driver.do(stream, functools.partial(consume, rank))
+        for driver in pair.drivers:
+            driver.synchronize()
+        assert [seen[rank] for rank in range(2)] == [good.tolist() for good in expected]
+
+
+@pytest.mark.parametrize("inline_bytes", [0, planning.INLINE_BYTES])
+@pytest.mark.parametrize("peer_writes", [True, False])
+def test_every_builder_moves_the_right_bytes(
+    peer_writes: bool, inline_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning, "INLINE_BYTES", inline_bytes)
+    with world_of(3, peer_writes=peer_writes) as world:
+        for seed, program in enumerate(programs(3)):
+            if program.collective.reduction is not None:
+                continue
+            armed = Armed(world, program)
+            for repeat in range(3):
+                armed.arm()
+                expected = armed.data.fill(3 * seed + repeat)
+                armed.fire(stream=0 if repeat == 2 else None)  # by way of an internal stream
+                world.synchronize()
+                armed.data.check(expected)
+                expected = armed.data.fill(3 * seed + repeat + 100)
+                armed.data.start()  # an ordinary call in between
+                world.synchronize()
+                armed.data.check(expected)
+
+
+def test_the_host_fires_without_the_driver(pair: World) -> None:
+    armed = Armed(pair, gather(2), host_trigger=True)
+    for repeat in range(3):
+        armed.arm()
+        expected = armed.data.fill(repeat)
+        submitted(pair)
+        for rank in armed.ranks:
+            rank.fire_from_host()
+        assert submitted(pair) == [[], []]
+        for rank, stream in zip(armed.ranks, pair.streams, strict=True):
+            rank.join(stream.cuda_stream, begun=True)
+        for driver in pair.drivers:
+            driver.synchronize()
+        armed.data.check(expected)
+    armed.arm()
+    expected = armed.data.fill(9)
+    armed.fire()  # a stream reaches the host's word as well
+    pair.synchronize()
+    armed.data.check(expected)
+    with pytest.raises(ValueError, match="host_trigger=True"):
+        Armed(pair, gather(2)).ranks[0].fire_from_host()
+
+
+def test_a_kernel_fires_by_a_store(pair: World) -> None:
+    armed = Armed(pair, gather(2))
+    for repeat in range(5):
+        armed.arm()
+        expected = armed.data.fill(repeat)
+        for rank, driver in enumerate(pair.drivers):
+            stream = pair.streams[rank].cuda_stream
+            driver.do(stream, armed.store(rank))
+            armed.ranks[rank].join(stream, begun=False)
+        for driver in pair.drivers:
+            driver.synchronize()
+        armed.data.check(expected)
+
+
+def test_handles_take_turns(pair: World) -> None:
+    first, second = Armed(pair, gather(2)), Armed(pair, build(define.all_to_all([[8, 8], [8, 8]]), "pcpy"))
+    for repeat in range(30):
+        armed = (first, second)[repeat % 2]
+        armed.arm()
+        expected = armed.data.fill(repeat)
+        armed.fire()
+        if repeat % 5 == 0:
+            pair.synchronize()
+        for driver in pair.drivers:
+            driver.synchronize()
+        armed.data.check(expected)
+
+
+def test_counts_say_what_was_submitted_ahead(pair: World) -> None:
+    armed = Armed(pair, gather(2))
+    armed.arm()
+    last = pair.executors[0].ledger.last
+    assert last is not None
+    assert (last.variant, last.counts.peer_copies, last.counts.kernels) == ("b2b, prelaunched", 1, 0)
+    armed.fire()
+    pair.synchronize()
+
+
+class Parameter:
+    """Laid out as cuda.h lays out both operations of a batch."""
+
+    def __init__(self, kind: int, address: int, value: int, *, at: int = 16) -> None:
+        self._bytes = ctypes.create_string_buffer(48)
+        for place, word, kind_of in (
+            (0, kind, ctypes.c_uint32),
+            (8, address, ctypes.c_uint64),
+            (at, value, ctypes.c_uint32),
+        ):
+            kind_of.from_buffer(self._bytes, place).value = word
+
+    def getPtr(self) -> int:
+        return ctypes.addressof(self._bytes)
+
+
+def test_a_native_batch_is_one_array_whose_values_change_in_place() -> None:
+    seen: list[tuple[int, int, list[tuple[int, int, int]]]] = []
+    answers = [0, 700]
+
+    def library(stream: Any, count: Any, array: Any, flags: Any) -> int:
+        raw = ctypes.string_at(array.value, 48 * count.value)
+        ops = [struct.unpack_from("<I4xQI", raw, 48 * index) for index in range(count.value)]
+        seen.append((stream.value, flags.value, ops))
+        return answers.pop(0)
+
+    batch = NativeBatch(
+        SimpleNamespace(CUresult=lambda code: f"error {code}"), library, [Parameter(2, 99, 7), Parameter(1, 88, 7)], 7
+    )
+    function, arguments = batch.bind(5)
+    batch.set((1 << 32) + 3)
+    assert function(*arguments) == (0,)
+    assert function(*arguments) == ("error 700",)
+    assert seen == [(5, 0, [(2, 99, 3), (1, 88, 3)])] * 2
+
+
+def test_another_layout_of_memory_operations_is_noticed() -> None:
+    with pytest.raises(ValueError, match="unknown layout"):
+        NativeBatch(None, None, [Parameter(2, 99, 7, at=20)], 7)
+
+
+# --- misuse and failures ----------------------------------------------------------------------------------------------
+
+
+def test_a_capture_is_refused_and_the_trigger_comes_later(pair: World) -> None:
+    armed = Armed(pair, gather(2))
+    armed.arm()
+    expected = armed.data.fill(1)
+    pair.drivers[0].begin_capture()
+    for wrong in (armed.ranks[0].fire, lambda stream: armed.ranks[0].join(stream, begun=True)):
+        with pytest.raises(ValueError, match="captur"):
+            wrong(pair.streams[0].cuda_stream)
+    assert pair.drivers[0].end_capture() == []
+    armed.fire()
+    pair.synchronize()
+    armed.data.check(expected)
+
+
+def test_streams_that_would_take_every_channel_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with world_of(2) as world:
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        with pytest.raises(UnavailableError, match="1 streams back, of 1 hardware channels"):
+            Armed(world, gather(2))
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "2")
+        Armed(world, gather(2))
+
+
+def test_nobody_is_late_before_the_trigger(pair: World) -> None:
+    armed = Armed(pair, gather(2))
+    armed.arm()
+    time.sleep(1.0)  # twice the time-out
+    expected = armed.data.fill(1)
+    armed.fire()
+    pair.synchronize()
+    armed.data.check(expected)
+
+
+@pytest.mark.parametrize("arms", [True, False])
+def test_a_rank_that_never_arms_or_never_fires_is_named(pair: World, arms: bool) -> None:
+    armed = Armed(pair, gather(2))
+    armed.arm([0, 1] if arms else [0])
+    armed.fire([0])
+    with pytest.raises(PeerTimeoutError, match=r"rank 0 waited .*rank 1 has not") as caught:
+        pair.executors[0].synchronize()
+    assert caught.value.ranks == (1,)
+    pair.drivers[0].synchronize()
+    if arms:  # it hears of that, and its armed streams drain
+        with pytest.raises(PeerError):
+            armed.ranks[1].finish(fire=False)
+        pair.drivers[1].synchronize()
+        with pytest.raises(PeerError):
+            armed.fire([1])
+
+
+def test_a_kernel_that_never_fires_is_a_time_out_of_its_own_rank(pair: World) -> None:
+    armed = Armed(pair, gather(2))
+    armed.arm()
+    for rank, stream in zip(armed.ranks, pair.streams, strict=True):
+        rank.join(stream.cuda_stream, begun=False)
+    with pytest.raises(PeerTimeoutError, match="has not signalled"):
+        pair.synchronize()
+    for driver in pair.drivers:
+        driver.synchronize()
+
+
+def test_a_dead_peer_is_noticed_while_armed(pair: World) -> None:
+    armed = Armed(pair, gather(2))
+    armed.arm()
+    pair.monitor.dead.add(1)
+    with pytest.raises(PeerError, match="rank 1 died"):
+        armed.ranks[0].finish(fire=False)
+    pair.drivers[0].synchronize()
+    with pytest.raises(PeerError, match="rank 1 died"):
+        armed.fire([0])
+
+
+def test_giving_up_fires_and_waits(pair: World) -> None:
+    for host_trigger in (False, True):
+        armed = Armed(pair, gather(2), host_trigger=host_trigger)
+        armed.arm()
+        expected = armed.data.fill(1)
+        armed.fire([1])
+        armed.ranks[0].finish(fire=True)
+        pair.synchronize()
+        armed.data.check(expected)
+
+
+def test_a_refused_trigger_ends_it_for_all(pair: World) -> None:
+    armed = Armed(pair, gather(2))
+    armed.arm()
+    pair.drivers[0].fail_next = "CUDA_ERROR_UNKNOWN"
+    with pytest.raises(DriverError):
+        armed.fire([0])
+    with pytest.raises(PeerError, match="CUDA_ERROR_UNKNOWN"):
+        armed.ranks[1].finish(fire=True)
+        # What rank 0 had armed was let go: rank 1 may have got its bytes, which are garbage, before it heard.
+        for _ in range(200):
+            pair.executors[1].synchronize()
+            time.sleep(0.02)
+    for driver in pair.drivers:
+        driver.synchronize()
