@@ -18,13 +18,15 @@ from sidelane.machine import local
 
 
 def commit() -> str:
-    """Commit of the checkout that this package runs from, else ``SIDELANE_COMMIT``, else ``unknown``."""
+    """``SIDELANE_COMMIT`` where it is set (for copies of a checkout), else the checkout's commit, else ``unknown``."""
     package = Path(__file__).resolve().parent.parent
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(package), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
 
+    if given := os.environ.get("SIDELANE_COMMIT"):
+        return given
     try:
         # An installed copy may lie inside somebody else's repository.
         if Path(git("rev-parse", "--show-toplevel")) == package.parent.parent:
@@ -32,7 +34,7 @@ def commit() -> str:
             return git("rev-parse", "HEAD") + dirty
     except (OSError, subprocess.SubprocessError):
         pass
-    return os.environ.get("SIDELANE_COMMIT", "unknown")
+    return "unknown"
 
 
 def command_line() -> str:

@@ -12,7 +12,7 @@ from sidelane.collectives.alternate import SLOTS_BYTES, AlternatingProgram, Turn
 from sidelane.collectives.arguments import Request
 from sidelane.collectives.backend import Backend
 from sidelane.collectives.heap import Region, SymmetricHeap
-from sidelane.collectives.plan import Agreement, Planner
+from sidelane.collectives.plan import AUTO, Agreement, Planner
 from sidelane.collectives.staging import Staging
 from sidelane.device.layout import arena_bytes
 from sidelane.execute.base import Addresses, LoadedProgram
@@ -81,6 +81,9 @@ class Preparer:
     def prepare(self, agreement: Agreement, request: Request, key: Hashable = None) -> Prepared:
         """Plan, allocate staging and load; remembered under ``key``. Collective where the agreement is new."""
         program = self._planner.program(agreement)
+        repeats = agreement.variant == AUTO and agreement.call.even  # uneven calls seldom do: no use in planning twice
+        if repeats and not agreement.frozen and GRAPH in self._backend.abilities.launches:
+            self._reserve_for_captures(agreement)
         if isinstance(program, KernelProgram):
             loaded = self._load_kernel(program, request, agreement.frozen)
         elif isinstance(program, Alternation):
@@ -97,6 +100,14 @@ class Preparer:
                 del self._recent[next(iter(self._recent))]
             self._recent[key] = prepared
         return prepared
+
+    def _reserve_for_captures(self, agreement: Agreement) -> None:
+        """Allocate what the same call needs in a capture, where nothing can be: ``auto`` may choose otherwise there."""
+        program = self._planner.program(dataclasses.replace(agreement, frozen=True))
+        if isinstance(program, KernelProgram):
+            self._reserve(self._kernel_staging, program.staging_bytes, False)
+        elif isinstance(program, Program):
+            self._reserve(self._staging, max(program.staging_bytes), False)
 
     def program(self, agreement: Agreement) -> tuple[Program, Choice]:
         """The program of a call that stays with its caller, who loads it, and how it was chosen.

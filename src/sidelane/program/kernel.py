@@ -109,16 +109,20 @@ def kernel_program(
         raise ValueError(f"{kind}: ranks with variant {variant!r} (value={n}, allowed=1..{MOST_RANKS})")
     if kind is not Kind.ALL_REDUCE and len({nbytes for row in collective.counts for nbytes in row}) > 1:
         raise ValueError(f"{kind}: variant {variant!r} needs equal parts for all ranks (value=parts that differ)")
-    if kind in REDUCING:
-        protocol = Protocol.REDUCE
-    elif symmetric_output and not (kind is Kind.ALL_TO_ALL and collective.in_place):
-        protocol = Protocol.PUSH
-    else:
-        protocol = Protocol.PULL
+    protocol = protocol_of(kind, symmetric_output=symmetric_output, in_place=collective.in_place)
     program = KernelProgram(collective, variant, protocol, blocks)
     if variant == "one_shot" and program.part_bytes <= most_cell_bytes(protocol, n):
         return dataclasses.replace(program, protocol=Protocol.CELLS)
     return program
+
+
+def protocol_of(kind: Kind, *, symmetric_output: bool, in_place: bool) -> Protocol:
+    """How parts travel that are too large for cells."""
+    if kind in REDUCING:
+        return Protocol.REDUCE
+    if symmetric_output and not (kind is Kind.ALL_TO_ALL and in_place):
+        return Protocol.PUSH
+    return Protocol.PULL
 
 
 def most_cell_bytes(otherwise: Protocol, world_size: int) -> int:
