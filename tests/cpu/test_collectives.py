@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import weakref
 
@@ -12,7 +13,10 @@ import torch.distributed as dist
 from expected import MOVING_DTYPES, REDUCING_DTYPES
 from ranks import RankPool
 
+from sidelane.choice import Choice
+from sidelane.choice.candidate import GRAPH, find
 from sidelane.collectives.plan import Agreement
+from sidelane.program.collective import Kind
 
 
 @pytest.mark.parametrize("n", range(2, 9))
@@ -85,6 +89,29 @@ def old_staging(group: dist.ProcessGroup, captured: bool) -> list[bool]:
 @pytest.mark.parametrize("captured", [False, True])
 def test_only_captured_staging_is_kept(pool: RankPool, captured: bool) -> None:
     assert pool.run(old_staging, 2, captured) == [[captured, False]] * 2
+
+
+def staging_of_captures(group: dist.ProcessGroup) -> None:
+    """``auto`` takes another variant in a capture than outside. As on GPUs: CPUs have no captures."""
+    with sweeps.communicator(group) as comm:
+        preparer = comm._preparer
+        tensor = comm.empty(comm.world_size * 200_000)
+        request = comm._arguments.all_to_all(tensor, tensor)
+
+        def choice(agreement: Agreement) -> Choice:
+            candidate = find(Kind.ALL_TO_ALL, "b2b" if agreement.frozen else "swap")
+            assert candidate is not None
+            return Choice(candidate, "as the test wants it", ())
+
+        preparer._planner.choice = choice  # type: ignore[method-assign]
+        backend = comm._backend
+        backend.abilities = dataclasses.replace(backend.abilities, launches=(*backend.abilities.launches, GRAPH))  # type: ignore[misc]
+        comm.all_to_all(tensor, tensor)
+        preparer.prepare(Agreement.of(request, "auto", frozen=True), request)  # raises where staging would have to grow
+
+
+def test_a_first_call_reserves_what_its_capture_needs(pool: RankPool) -> None:
+    pool.run(staging_of_captures, 3)
 
 
 def test_asynchronous_calls_keep_their_order(pool: RankPool) -> None:
