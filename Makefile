@@ -6,12 +6,14 @@
 #                    make demo TORCH_INSTALL="torch==2.13.0 --index-url <index of CPU builds>"
 # RESULTS        file for the summary of `make test-device`.
 # DEMO, TESTS    further options of `sidelane demo`; what pytest runs in `make test`.
+# PARALLEL       how `make test` shares the test files among processes. Most tests start ranks of their own: few is best.
 
 PYTHON ?= python3
 TORCH_INSTALL ?= torch==2.13.0
 RESULTS ?=
 DEMO ?=
 TESTS ?= tests --ignore=tests/device
+PARALLEL ?= -n 2 --dist loadfile
 
 BIN := .venv/bin
 READY := .venv/.ready
@@ -31,7 +33,7 @@ test: $(READY) ## lint, check types, run every test that needs no GPU
 	then echo "[sidelane] NOT CHECKED: ruff and mypy are missing here"; \
 	else $(MAKE) --no-print-directory lint; fi
 	@echo "[sidelane] tests"
-	@$(BIN)/python -m pytest $(TESTS)
+	@$(BIN)/python -m pytest $$($(BIN)/python -c "import xdist" 2>/dev/null && echo $(PARALLEL)) $(TESTS)
 
 test-device: $(READY) ## run the tests that need GPUs; RESULTS=file writes a summary
 	@$(BIN)/python tools/device_tests.py $(if $(RESULTS),--summary "$(RESULTS)")

@@ -25,8 +25,13 @@ VENV = ROOT / ".venv"
 BORROWED = "borrowed"  # a file in an environment that uses the packages of another
 NEEDED = ("click", "matplotlib", "numpy", "rich")
 NEEDED_ON_GPUS = ("cuda.bindings", "pynvml", "triton")
-TOOLS = ("pytest", "pytest_timeout", "hypothesis", "ruff", "mypy")
-PACKAGES = {"pynvml": "nvidia-ml-py", "cuda.bindings": "cuda-bindings>=13", "pytest_timeout": "pytest-timeout"}
+TOOLS = ("pytest", "pytest_timeout", "xdist", "hypothesis", "ruff", "mypy")
+PACKAGES = {
+    "pynvml": "nvidia-ml-py",
+    "cuda.bindings": "cuda-bindings>=13",
+    "pytest_timeout": "pytest-timeout",
+    "xdist": "pytest-xdist",
+}
 
 
 def main() -> None:
