@@ -13,7 +13,7 @@ TORCH_INSTALL ?= torch==2.13.0
 RESULTS ?=
 DEMO ?=
 TESTS ?= tests --ignore=tests/device
-PARALLEL ?= -n 2 --dist loadfile
+PARALLEL ?= --numprocesses 2 --dist loadfile
 
 BIN := .venv/bin
 READY := .venv/.ready
