@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+
+from sidelane.program.collective import ReduceOp
 
 MOVING_DTYPES = (
     torch.bool,
@@ -59,6 +63,21 @@ def reduced(inputs: list[torch.Tensor], op: str) -> torch.Tensor:
     total = wide.sum(0)
     if op == "avg":
         total = total / len(inputs) if dtype.is_floating_point else torch.div(total, len(inputs), rounding_mode="trunc")
+    return total.to(dtype)
+
+
+def in_rank_order(rows: Sequence[torch.Tensor], op: ReduceOp) -> torch.Tensor:
+    """Reduce in the order of the ranks, floats in float32 and rounded once: bit for bit what kernels must give."""
+    dtype = rows[0].dtype
+    wide = [row.float() for row in rows] if dtype.is_floating_point else list(rows)
+    if op in (ReduceOp.MIN, ReduceOp.MAX):
+        stack = torch.stack(wide)
+        return (stack.amin(0) if op is ReduceOp.MIN else stack.amax(0)).to(dtype)
+    total = wide[0].clone()
+    for row in wide[1:]:
+        total += row
+    if op is ReduceOp.AVG:
+        total = total / len(rows) if dtype.is_floating_point else torch.div(total, len(rows), rounding_mode="trunc")
     return total.to(dtype)
 
 

@@ -200,7 +200,7 @@ def versions(group: dist.ProcessGroup) -> None:
         first = rank == 0
         calls: tuple[tuple[Any, torch.Tensor | None, torch.Tensor | None], ...] = (
             (lambda: comm.all_gather(whole, shard), whole, shard),
-            (lambda: comm.all_gather(whole, shard, async_op=True).wait(), whole, shard),  # type: ignore[union-attr]
+            (lambda: comm.all_gather(whole, shard, async_op=True).wait(), whole, shard),
             (lambda: comm.reduce_scatter(shard, whole), shard, whole),
             (lambda: comm.all_reduce(shard), shard, None),
             (lambda: comm.all_reduce(shard, output=whole[4:8]), whole, shard),  # a view counts with its base

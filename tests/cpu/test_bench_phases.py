@@ -50,8 +50,10 @@ def test_phases_from_end_to_end(tmp_path: Path) -> None:
         if row.source == "measured":
             assert (row.launch, row.correct) == ("eager", True)
             assert row.total_unstamped_us > 0 and row.host_us > 0
-            # The slowest rank's exit may be over before it looks, so that a handshake can take no time here.
-            assert row.operation not in ("copy", "copies") or row.exit_us == 0
+            if row.operation in ("copy", "copies"):
+                assert row.entry_us == row.exit_us == 0
+            else:  # on a busy machine the peers may be done before a rank looks, at one end or the other
+                assert row.entry_us + row.exit_us > 0
         else:
             assert (row.launch, row.correct) == ("model", None)
             assert row.note == "predicted for 8 x AMD Instinct MI300X"

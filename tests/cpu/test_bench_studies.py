@@ -243,7 +243,7 @@ def test_which_calls_are_measured() -> None:
 
     def wanted(nbytes: int, kind: Kind = Kind.ALL_GATHER, **others: Any) -> set[tuple[str, bool, str]]:
         case = Case(kind, nbytes, torch.bfloat16, 0, 2, CPU)
-        found = collective_bench.wanted_candidates(Engines(), case, CollectiveOptions(**others))  # type: ignore[arg-type]
+        found = collective_bench.wanted_candidates(Engines(), case, CollectiveOptions(**others))
         return {(c.variant, c.in_place, c.launch) for c in found}
 
     prelaunched = {("b2b+prelaunch", in_place, "eager") for in_place in (False, True)}

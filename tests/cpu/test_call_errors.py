@@ -202,7 +202,7 @@ def far_ahead(group: dist.ProcessGroup) -> tuple[str, str]:
         if comm.rank == 1:
             works = [comm.all_gather(out, shard, async_op=True) for _ in range(100)]
             dist.barrier(group)
-            error = error_of(works[0].wait)  # type: ignore[union-attr]
+            error = error_of(works[0].wait)
         else:
             dist.barrier(group)
             error = error_of(comm.all_gather, torch.empty(6 * n), torch.empty(6))
@@ -229,7 +229,7 @@ def different_known_calls(group: dist.ProcessGroup, ahead: int) -> str:
             return str(error_of(comm.all_reduce, total))
         works = [comm.all_gather(out, shard, async_op=True) for _ in range(1 + ahead)]
         dist.barrier(group)
-        return str(error_of(works[-1].wait))  # type: ignore[union-attr]
+        return str(error_of(works[-1].wait))
 
 
 @pytest.mark.parametrize("ahead", [1, 80])

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from expected import in_rank_order
 
 from sidelane.errors import PeerError, PeerTimeoutError
 from sidelane.execute.base import Addresses
@@ -156,9 +157,8 @@ def expected_output(
 ) -> torch.Tensor:
     """What the collective defines; bytes that it does not define stay as they were before."""
     if collective.reduction is not None:
-        whole = reduced(
-            [each.view(getattr(torch, collective.reduction.dtype)) for each in inputs], collective.reduction
-        )
+        dtype = getattr(torch, collective.reduction.dtype)
+        whole = in_rank_order([each.view(dtype) for each in inputs], collective.reduction.op)
         if collective.kind is Kind.ALL_REDUCE:
             return whole.view(torch.uint8)
         start = sum(collective.counts[0][:rank])
@@ -169,21 +169,6 @@ def expected_output(
             part = inputs[chunk.src_rank][chunk.src_offset : chunk.src_offset + chunk.nbytes]
             output[chunk.dst_offset : chunk.dst_offset + chunk.nbytes] = part
     return output
-
-
-def reduced(rows: Sequence[torch.Tensor], reduction: Reduction) -> torch.Tensor:
-    """In the order of the ranks, floats in float32 and rounded once: bit for bit what the kernel must give."""
-    dtype = rows[0].dtype
-    wide = [row.float() for row in rows] if dtype.is_floating_point else list(rows)
-    if reduction.op in (ReduceOp.MIN, ReduceOp.MAX):
-        stack = torch.stack(wide)
-        return (stack.amin(0) if reduction.op is ReduceOp.MIN else stack.amax(0)).to(dtype)
-    total = wide[0].clone()
-    for row in wide[1:]:
-        total += row
-    if reduction.op is ReduceOp.AVG:
-        total = total / len(rows) if dtype.is_floating_point else torch.div(total, len(rows), rounding_mode="trunc")
-    return total.to(dtype)
 
 
 def make_programs(kind: str, world_size: int, scale: int) -> Iterator[tuple[Program, str]]:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from ctypes import addressof, c_uint8
 
 import torch
+from expected import in_rank_order
 
 from sidelane.device import exchange_cells, layout, pull, push, reduce_cells, reduce_pull
 from sidelane.device.launch import Launch, Site
@@ -188,7 +189,7 @@ def _reduce(
     launch(work)
     parts = [data[rank * count : (rank + 1) * count] if scatter else data for data in inputs]
     where = f"rank {rank}: {way} {reduction} count={count} scatter={scatter} in_place={in_place}"
-    _compare(output, _expected(parts, reduction.op), where)
+    _compare(output, in_rank_order(parts, reduction.op), where)
     if not in_place:
         assert torch.equal(input, mine) or dtype.is_floating_point, f"{where}: the input has changed"
         assert (margins[:3] == 77).all() and (margins[3 + count :] == 77).all(), f"{where}: wrote beyond its bytes"
@@ -255,21 +256,6 @@ def _numbers(seed: int, rank: int, count: int, dtype: torch.dtype) -> torch.Tens
         return values
     limits = torch.iinfo(dtype)
     return torch.randint(limits.min, limits.max, (count,), generator=generator, dtype=dtype)
-
-
-def _expected(rows: list[torch.Tensor], op: ReduceOp) -> torch.Tensor:
-    dtype = rows[0].dtype
-    wide = [row.float() for row in rows] if dtype.is_floating_point else rows
-    if op is ReduceOp.MIN:
-        return torch.stack(wide).amin(0).to(dtype)
-    if op is ReduceOp.MAX:
-        return torch.stack(wide).amax(0).to(dtype)
-    total = wide[0].clone()
-    for row in wide[1:]:
-        total += row
-    if op is ReduceOp.AVG:
-        total = total / len(rows) if dtype.is_floating_point else torch.div(total, len(rows), rounding_mode="trunc")
-    return total.to(dtype)
 
 
 def _compare(found: torch.Tensor, wanted: torch.Tensor, where: str) -> None:

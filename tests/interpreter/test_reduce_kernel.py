@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+from expected import in_rank_order
 
 from sidelane.program.collective import ELEMENT_BYTES, ReduceOp, Reduction
 
@@ -41,7 +42,7 @@ def compare(dtype_name: str, op: ReduceOp, sources: int, count: int, offset: int
     rows = [row.clone() for row in values]
     out = torch.full((count + 2 * margin,), 77, dtype=dtype)
     begin = margin + offset
-    wanted = expected([row[begin : begin + count] for row in rows], op)
+    wanted = in_rank_order([row[begin : begin + count] for row in rows], op)
     start = begin * dtype.itemsize
     addresses = [row.data_ptr() + start for row in rows]
     reduction = Reduction(op, dtype_name)
@@ -54,21 +55,6 @@ def compare(dtype_name: str, op: ReduceOp, sources: int, count: int, offset: int
         torch.testing.assert_close(got.float(), wanted.float(), rtol=2**-7, atol=0, equal_nan=True)
     else:
         torch.testing.assert_close(got, wanted, rtol=0, atol=0, equal_nan=True)
-
-
-def expected(rows: list[torch.Tensor], op: ReduceOp) -> torch.Tensor:
-    dtype = rows[0].dtype
-    wide = [row.float() for row in rows] if dtype.is_floating_point else rows
-    if op is ReduceOp.MIN:
-        return torch.stack(wide).amin(0).to(dtype)
-    if op is ReduceOp.MAX:
-        return torch.stack(wide).amax(0).to(dtype)
-    total = wide[0].clone()
-    for row in wide[1:]:
-        total += row
-    if op is ReduceOp.AVG:
-        total = total / len(rows) if dtype.is_floating_point else torch.div(total, len(rows), rounding_mode="trunc")
-    return total.to(dtype)
 
 
 def main(dtype_name: str) -> None:

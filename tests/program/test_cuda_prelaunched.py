@@ -19,7 +19,7 @@ from sidelane.execute.cuda import plan as planning
 from sidelane.execute.cuda.calls import Gate, HostWord, MemOps, WaitEvent, WaitValue, WriteValue
 from sidelane.execute.cuda.driver import DriverError
 from sidelane.execute.cuda.held import hold_back
-from sidelane.execute.cuda.native_batch import NativeBatch
+from sidelane.execute.cuda.native import NativeBatch
 from sidelane.execute.cuda.plan import plan_calls
 from sidelane.execute.cuda.prelaunched import CudaPrelaunched
 from sidelane.program import collective as define

@@ -18,7 +18,7 @@ import rich.progress
 
 from sidelane.bench import report
 from sidelane.bench import results as result_files
-from sidelane.bench.launch import Rank, RankFailedError, choose_place, run_ranks
+from sidelane.bench.launch import Place, Rank, RankFailedError, choose_place, run_ranks
 from sidelane.bench.results import C3Row, ChainRow, CollectiveRow, PhaseRow, PowerRow, Results, Row, collect
 
 R = TypeVar("R", CollectiveRow, C3Row, PhaseRow, PowerRow, ChainRow)
@@ -157,16 +157,7 @@ def run_study(
     follower = Follower(row_type, console)
     failure: RankFailedError | None = None
     try:
-        with follower.shown(title):
-            finished = run_ranks(
-                measure,
-                place.world_size,
-                options,
-                device_type=place.device_type,
-                timeout_s=options.timeout_s,
-                progress=follower,
-            )
-        if finished is None:
+        if not follow(follower, measure, options, place, title):
             return None
     except RankFailedError as error:
         if not follower.rows:
@@ -179,6 +170,27 @@ def run_study(
     if failure is not None:
         raise failure
     return results
+
+
+def follow(follower: Follower[R], measure: Callable[..., int], options: StudyOptions, place: Place, title: str) -> bool:
+    """Run ``measure(rank, options)`` on every rank, and let ``follower`` show and keep what rank 0 sends.
+
+    Returns:
+        False on the other ranks under torchrun.
+
+    Raises:
+        RankFailedError: a rank failed.
+    """
+    with follower.shown(title):
+        finished = run_ranks(
+            measure,
+            place.world_size,
+            options,
+            device_type=place.device_type,
+            timeout_s=options.timeout_s,
+            progress=follower,
+        )
+    return finished is not None
 
 
 def publish(results: Results, options: StudyOptions, console: rich.console.Console | None) -> None:

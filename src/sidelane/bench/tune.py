@@ -18,11 +18,11 @@ import torch
 
 from sidelane.bench import provenance
 from sidelane.bench.collective_bench import CollectiveOptions, measure_case
-from sidelane.bench.launch import Rank, choose_place, run_ranks
+from sidelane.bench.launch import Rank, choose_place
 from sidelane.bench.reference import Case, rounded_bytes
 from sidelane.bench.results import CollectiveRow, read
 from sidelane.bench.roster import make_roster
-from sidelane.bench.study import Follower, Sender
+from sidelane.bench.study import Follower, Sender, follow
 from sidelane.bench.tune_changes import changes_table
 from sidelane.bench.tune_profile import curves_of, profile_of
 from sidelane.c3.workload import format_bytes
@@ -94,16 +94,7 @@ def main(options: TuneOptions) -> Profile | None:
     )
     console = None if options.quiet else rich.console.Console()
     follower = Follower(CollectiveRow, console)
-    with follower.shown("tuning"):
-        finished = run_ranks(
-            _measure,
-            place.world_size,
-            options,
-            device_type=place.device_type,
-            timeout_s=options.timeout_s,
-            progress=follower,
-        )
-    if finished is None:
+    if not follow(follower, _measure, options, place, "tuning"):
         return None
     key = key_here(place.device_type, place.world_size)
     curves = curves_of(follower.rows, place.world_size)

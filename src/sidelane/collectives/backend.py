@@ -106,7 +106,7 @@ class Backend(Protocol):
         ...
 
     def run(
-        self, loaded: LoadedProgram, epoch: int, async_op: bool, tensors: Sequence[torch.Tensor], frozen: bool
+        self, loaded: LoadedProgram, epoch: int, async_op: bool, tensors: Sequence[torch.Tensor | None], frozen: bool
     ) -> Work | None:
         """Start a program behind the caller's work so far. Without ``async_op``, the caller's next work follows it.
 

@@ -43,7 +43,7 @@ class CpuBackend:
         return 0
 
     def run(
-        self, loaded: LoadedProgram, epoch: int, async_op: bool, tensors: Sequence[torch.Tensor], frozen: bool
+        self, loaded: LoadedProgram, epoch: int, async_op: bool, tensors: Sequence[torch.Tensor | None], frozen: bool
     ) -> CpuWork | None:
         if async_op:
             # The future keeps the tensors: a caller may drop them before the thread gets there.
@@ -132,5 +132,5 @@ def _result(future: concurrent.futures.Future[None], executor: CpuExecutor) -> N
         raise
 
 
-def _run(loaded: LoadedProgram, epoch: int, tensors: Sequence[torch.Tensor]) -> None:
+def _run(loaded: LoadedProgram, epoch: int, tensors: Sequence[torch.Tensor | None]) -> None:
     loaded.start(epoch, None).wait()

@@ -54,7 +54,7 @@ class CudaBackend:
         return self.executor.driver.capture_of(stream.cuda_stream)
 
     def run(
-        self, loaded: LoadedProgram, epoch: int, async_op: bool, tensors: Sequence[torch.Tensor], frozen: bool
+        self, loaded: LoadedProgram, epoch: int, async_op: bool, tensors: Sequence[torch.Tensor | None], frozen: bool
     ) -> CudaWork | None:
         current = self.current_stream()
         if not async_op:
@@ -68,8 +68,9 @@ class CudaBackend:
         self._order_after_last(stream, frozen)
         loaded.start(epoch, stream)
         for tensor in tensors:
-            # The caching allocator must not hand out these bytes again while the other stream uses them.
-            tensor.record_stream(stream)
+            if tensor is not None:
+                # The caching allocator must not hand out these bytes again while the other stream uses them.
+                tensor.record_stream(stream)
         return CudaWork(self, stream)
 
     def synchronize(self) -> None:

@@ -88,9 +88,8 @@ class Calls:
         Raises:
             PeerError, PeerTimeoutError: it failed, or an earlier one did.
         """
-        given = [tensor for tensor in tensors if tensor is not None]
         try:
-            work = self.backend.run(prepared.loaded, call, async_op, given, prepared.frozen)
+            work = self.backend.run(prepared.loaded, call, async_op, tensors, prepared.frozen)
         except (PeerError, KeyboardInterrupt) as error:
             self.fail(error)
             raise

@@ -135,6 +135,13 @@ class Planner:
             self._programs[agreement] = program
         return program
 
+    def unproved(self, agreement: Agreement) -> Plan:
+        """The same, for a look at what it needs: it is neither verified nor kept."""
+        known = self._programs.get(agreement)
+        if known is not None:
+            return known
+        return make_program(agreement, self.choice(agreement).candidate, self._capabilities.moves)
+
     def choice(self, agreement: Agreement) -> Choice:
         """What will run for a call, and why; the same on every rank.
 

@@ -49,7 +49,7 @@ class Prelaunched:
         self._calls, self._preparer, self._request, self._signature = calls, preparer, request, signature
         self._program, self._choice = plan
         self._tensors: tuple[torch.Tensor, ...] = tensors
-        self._output = (tensors[0],)
+        self._output: tuple[torch.Tensor, ...] = tensors[:1]
         self._host_trigger = host_trigger
         self._addresses: Addresses | None = None
         self._held: Held = self._load()
@@ -192,7 +192,7 @@ class Prelaunched:
             if self._is_armed:
                 self._is_armed, calls.armed = False, None
             calls.unfinished.discard(self)
-            self._tensors = self._output = ()  # type: ignore[assignment]
+            self._tensors = self._output = ()
 
     def __enter__(self) -> Prelaunched:
         return self

@@ -103,7 +103,7 @@ class Preparer:
 
     def _reserve_for_captures(self, agreement: Agreement) -> None:
         """Allocate what the same call needs in a capture, where nothing can be: ``auto`` may choose otherwise there."""
-        program = self._planner.program(dataclasses.replace(agreement, frozen=True))
+        program = self._planner.unproved(dataclasses.replace(agreement, frozen=True))
         if isinstance(program, KernelProgram):
             self._reserve(self._kernel_staging, program.staging_bytes, False)
         elif isinstance(program, Program):

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
-from sidelane.device.layout import MAX_BLOCKS, MAX_RANKS
+from sidelane.device.layout import CELL_PAYLOAD_BYTES, MAX_BLOCKS, MAX_RANKS, SLOT_PAYLOAD_BYTES
+
+CELLS_PER_TILE = 512
+CELL_WARPS = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +67,36 @@ class Site:
     def rotated(self, addresses: tuple[int, ...]) -> tuple[int, ...]:
         """One address a rank, beginning with this rank's, so that all ranks do not turn to the same peer at once."""
         return addresses[self.rank :] + addresses[: self.rank]
+
+
+def cells_launch(
+    kernel: Any,
+    site: Site,
+    output: int,
+    input: int,
+    part_bytes: int,
+    *,
+    distinct: bool,
+    constants: Mapping[str, Any],
+) -> Launch:
+    """A launch of a kernel that sends cells (``cells``), with its own ``constants``.
+
+    Raises:
+        ValueError: a part is too large, or nothing.
+    """
+    if not 1 <= part_bytes <= SLOT_PAYLOAD_BYTES:
+        raise ValueError(f"cells_launch: part_bytes (value={part_bytes}, allowed=1..{SLOT_PAYLOAD_BYTES})")
+    shared = {
+        "N": site.world_size,
+        "R": 1 << (site.world_size - 1).bit_length(),
+        "CELLS": CELLS_PER_TILE,
+        "UNIT": unit_bytes(output, input, part_bytes, most=CELL_PAYLOAD_BYTES),
+        "ALIGNED": unit_bytes(output, input, part_bytes) == 16,
+    }
+    tiles = -(-part_bytes // (CELL_PAYLOAD_BYTES * CELLS_PER_TILE))
+    arguments = (output, input, part_bytes, part_bytes if distinct else 0, site.rank, site.board)
+    addresses = padded(site.rotated(site.arenas))
+    return Launch(kernel, site.blocks(tiles), CELL_WARPS, arguments + addresses, {**shared, **constants})
 
 
 def padded(addresses: tuple[int, ...]) -> tuple[int, ...]:

@@ -119,7 +119,7 @@ def _fetch(
     offset = rank * staged if SHARDS > 1 else 0
     tiles = ()
     for turn in tl.static_range(1, N):
-        tiles = tiles + (get(stagings[turn] + offset, tile, part_bytes, UNIT, TILE, WHOLE),)  # noqa: RUF005
+        tiles = tiles + (get(stagings[turn] + offset, tile, part_bytes, UNIT, TILE, WHOLE),)
     for turn in tl.static_range(1, N):
         sender = (rank + turn) % N
         put(output + sender * part_bytes, tiles[turn - 1], tile, part_bytes, UNIT, TILE, WHOLE)

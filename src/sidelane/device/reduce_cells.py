@@ -20,13 +20,9 @@ import triton.language as tl
 from sidelane.device.arithmetic import DTYPES, accumulate, finish, widen
 from sidelane.device.cells import put_cells, slot, wait_for_cells
 from sidelane.device.flags import end_generation, next_generation
-from sidelane.device.launch import Launch, Site, padded, unit_bytes
-from sidelane.device.layout import CELL_PAYLOAD_BYTES, SLOT_PAYLOAD_BYTES
+from sidelane.device.launch import Launch, Site, cells_launch
 from sidelane.device.memory import load_words, store_words
 from sidelane.program.collective import Reduction
-
-CELLS_PER_TILE = 512
-WARPS = 8
 
 
 def arrange(site: Site, output: int, input: int, part_bytes: int, reduction: Reduction, *, distinct: bool) -> Launch:
@@ -43,23 +39,13 @@ def arrange(site: Site, output: int, input: int, part_bytes: int, reduction: Red
     Raises:
         ValueError: a part is too large, or nothing.
     """
-    if not 1 <= part_bytes <= SLOT_PAYLOAD_BYTES:
-        raise ValueError(f"arrange: part_bytes (value={part_bytes}, allowed=1..{SLOT_PAYLOAD_BYTES})")
-    n = site.world_size
     constants = {
-        "N": n,
-        "R": triton.next_power_of_2(n),
         "OP": str(reduction.op),
         "DTYPE": DTYPES[reduction.dtype],
         "ELEMENT_BYTES": reduction.element_bytes,
         "FLOAT": reduction.dtype in ("float32", "float16", "bfloat16"),
-        "CELLS": CELLS_PER_TILE,
-        "UNIT": unit_bytes(output, input, part_bytes, most=CELL_PAYLOAD_BYTES),
-        "ALIGNED": unit_bytes(output, input, part_bytes) == 16,
     }
-    tiles = -(-part_bytes // (CELL_PAYLOAD_BYTES * CELLS_PER_TILE))
-    arguments = (output, input, part_bytes, part_bytes if distinct else 0, site.rank, site.board)
-    return Launch(KERNEL, site.blocks(tiles), WARPS, arguments + padded(site.rotated(site.arenas)), constants)
+    return cells_launch(KERNEL, site, output, input, part_bytes, distinct=distinct, constants=constants)
 
 
 @triton.jit

@@ -123,7 +123,7 @@ def _reduce_pull(
         results = ()
         for turn in tl.static_range(1, N):
             owner = (rank + turn) % N
-            results = results + (_address(stagings, owner, N) + owner * staged,)  # noqa: RUF005
+            results = results + (_address(stagings, owner, N) + owner * staged,)
         shortest = tl.maximum(total - (N - 1) * shard, 0) // TILE
         tile = first
         while tile < shortest:
@@ -166,7 +166,7 @@ def _reduce_tile(
     mask = None if WHOLE else offsets < count
     values = ()
     for rank in tl.static_range(N):
-        values = values + (tl.load(pointer(stagings[rank] + offset, DTYPE, True) + offsets, mask=mask),)  # noqa: RUF005
+        values = values + (tl.load(pointer(stagings[rank] + offset, DTYPE, True) + offsets, mask=mask),)
     result = widen(values[0], FLOAT)
     for rank in tl.static_range(1, N):
         result = accumulate(result, widen(values[rank], FLOAT), OP)
@@ -188,7 +188,7 @@ def _fetch(
     for turn in tl.static_range(1, N):
         first = (rank + turn) % N * shard
         mask = None if WHOLE else offsets < tl.minimum(total - first, shard)
-        values = values + (tl.load(pointer(results[turn - 1], DTYPE, True) + offsets, mask=mask),)  # noqa: RUF005
+        values = values + (tl.load(pointer(results[turn - 1], DTYPE, True) + offsets, mask=mask),)
     for turn in tl.static_range(1, N):
         first = (rank + turn) % N * shard
         mask = None if WHOLE else offsets < tl.minimum(total - first, shard)

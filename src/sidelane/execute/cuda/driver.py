@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from sidelane.errors import SidelaneError, UnavailableError
-from sidelane.execute.cuda.native_batch import NativeBatch
+from sidelane.execute.cuda.native import NativeBatch, NativeCall, load_native
 from sidelane.program.collective import Reduction
 
 Bound = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -200,18 +200,11 @@ class Driver:
         native = load_native("cuMemcpyBatchAsync_v2")
         if native is None:
             return api.cuMemcpyBatchAsync, (*pointers, list(sizes), count, [attributes], [0], 1, api.CUstream(stream))
-        # The binding turns its lists into arrays at every call, which takes longer than the call itself.
         arrays = [(ctypes.c_void_p * count)(*side) for side in (dsts, srcs)]
         lengths, first, order = (ctypes.c_size_t * count)(*sizes), (ctypes.c_size_t * 1)(0), attributes.getPtr()
         arguments = (*arrays, lengths, ctypes.c_size_t(count), ctypes.c_void_p(order), first, ctypes.c_size_t(1))
-
-        def submit(*call: Any) -> tuple[Any]:
-            error = native(*call)
-            return (api.CUresult(error) if error else error,)
-
-        submit.__name__ = "cuMemcpyBatchAsync"
-        submit.keep = attributes  # type: ignore[attr-defined]  # ``order`` points into it
-        return submit, (*arguments, ctypes.c_void_p(stream))
+        call = NativeCall(api, native, "cuMemcpyBatchAsync", attributes)
+        return call, (*arguments, ctypes.c_void_p(stream))
 
     def bind_record(self, event: int, stream: int, *, external: bool = False) -> Bound:
         """``external``: inside a capture, become a node that records at every replay."""
@@ -474,15 +467,6 @@ def _raw_stream(index: int) -> int:
     """The current stream's handle, without making a torch object, which takes two microseconds."""
     raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # what torch's compiler uses; absent in CPU builds
     return int(torch.cuda.current_stream(index).cuda_stream if raw is None else raw(index))
-
-
-@functools.cache
-def load_native(name: str) -> Any:
-    """A function of the driver's own library, for calls whose binding is slow; None where it has no such name."""
-    try:
-        return getattr(ctypes.CDLL("libcuda.so.1"), name)
-    except (OSError, AttributeError):
-        return None
 
 
 _is_current_capturing: Callable[[], bool] | None = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)

@@ -87,7 +87,7 @@ def _reduce_kernel(
     addresses = (s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11, s12, s13, s14, s15)
     sources = ()
     for index in tl.static_range(N):
-        sources = sources + (pointer(addresses[index], DTYPE, ALIGNED),)  # noqa: RUF005  Triton has no unpacking
+        sources = sources + (pointer(addresses[index], DTYPE, ALIGNED),)
     target = pointer(dst, DTYPE, ALIGNED)
     count = (end - dst) // ELEMENT_BYTES
     whole = count // BLOCK

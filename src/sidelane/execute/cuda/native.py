@@ -1,18 +1,45 @@
-"""A batch of memory operations in the layout of the driver's library, for calls that must cost the host little.
+"""Calls of the driver's own library, for those that must cost the host little.
 
-The binding copies its list of operations at every call, which takes longer than the call itself.
+The binding turns its lists into arrays at every call, which takes longer than the call itself.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 _UNION_BYTES = 48  # cuda.h: CUstreamBatchMemOpParams holds six 64-bit words,
 _VALUE_OFFSET = 16  # and both operations have kind, address and value at 0, 8 and 16
 
-Bound = tuple[Callable[..., Any], tuple[Any, ...]]
+
+@functools.cache
+def load_native(name: str) -> Any:
+    """A function of the driver's library; None where it has no such name."""
+    try:
+        return getattr(ctypes.CDLL("libcuda.so.1"), name)
+    except (OSError, AttributeError):
+        return None
+
+
+class NativeCall:
+    """A function of the library that gives its error as the binding does: the call of a ``driver.Bound``.
+
+    Args:
+        api: ``cuda.bindings.driver``.
+        function: made by :func:`load_native`.
+        name: of the call, for error messages.
+        memory: what its arguments point into, kept for as long as the call.
+    """
+
+    def __init__(self, api: Any, function: Any, name: str, memory: object) -> None:
+        self.__name__ = name
+        self._api, self._function, self._memory = api, function, memory
+
+    def __call__(self, *arguments: Any) -> tuple[Any]:
+        error = self._function(*arguments)
+        return (self._api.CUresult(error) if error else error,)
 
 
 class NativeBatch:
@@ -43,15 +70,8 @@ class NativeBatch:
         for word in self._values:
             word.value = value & 0xFFFFFFFF
 
-    def bind(self, stream: int) -> Bound:
+    def bind(self, stream: int) -> tuple[NativeCall, tuple[Any, ...]]:
         """The call that submits the batch; see ``driver.Bound``."""
-        api, function = self._api, self._function
-
-        def submit(*call: Any) -> tuple[Any]:
-            error = function(*call)
-            return (api.CUresult(error) if error else error,)
-
-        submit.__name__ = "cuStreamBatchMemOp"
-        submit.keep = self._array  # type: ignore[attr-defined]  # the last argument but one points there
+        call = NativeCall(self._api, self._function, "cuStreamBatchMemOp", self._array)
         array = ctypes.c_void_p(ctypes.addressof(self._array))
-        return submit, (ctypes.c_void_p(stream), ctypes.c_uint(self._count), array, ctypes.c_uint(0))
+        return call, (ctypes.c_void_p(stream), ctypes.c_uint(self._count), array, ctypes.c_uint(0))
