@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from sidelane.execute.cuda.driver import Bound, DriverError
+from sidelane.execute.cuda.driver import DriverError
+from sidelane.execute.cuda.native import Bound
 
 LEGACY = 0
 WORD = 0xFFFFFFFF
@@ -39,8 +40,16 @@ class FakeMemoryOps:
     def wait(self, address: int, value: int, *, equal: bool) -> None:
         self.ops.append(["equal" if equal else "reached", address, value & WORD])
 
-    def replace(self, index: int, word: int) -> None:
-        self.ops[index][2] = word
+    def __len__(self) -> int:
+        return len(self.ops)
+
+    def setters(self, indices: Sequence[int]) -> list[Callable[[int], None]]:
+        def set_all(word: int) -> None:
+            assert 0 <= word <= WORD, "memory operations have 32 bits"
+            for index in indices:
+                self.ops[index][2] = word
+
+        return [set_all]
 
 
 class Stream:
@@ -98,17 +107,11 @@ class FakeDriver:
     def memory_ops(self) -> FakeMemoryOps:
         return FakeMemoryOps()
 
-    def word(self, value: int) -> int:
-        return value & WORD
-
-    def native_batch(self, ops: FakeMemoryOps, value: int) -> None:
-        assert all(op[2] == value for op in ops.ops)
-
-    def bind_memory_ops(self, ops: FakeMemoryOps, stream: int) -> Bound:
+    def bind_memory_ops(self, ops: FakeMemoryOps, stream: int, part: slice = slice(None)) -> Bound:
         def submit() -> None:
             if stream == LEGACY:
                 raise DriverError("CUDA_ERROR_NOT_SUPPORTED", "cuStreamBatchMemOp")
-            now = [tuple(op) for op in ops.ops]
+            now = [tuple(op) for op in ops.ops[part]]
             self._put("memory_ops", stream, lambda: _run_memory_ops(now))
 
         return submit, ()

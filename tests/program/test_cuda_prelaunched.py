@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +16,6 @@ from sidelane.execute.cuda import plan as planning
 from sidelane.execute.cuda.calls import Gate, HostWord, MemOps, WaitEvent, WaitValue, WriteValue
 from sidelane.execute.cuda.driver import DriverError
 from sidelane.execute.cuda.held import hold_back
-from sidelane.execute.cuda.native import NativeBatch
 from sidelane.execute.cuda.plan import plan_calls
 from sidelane.execute.cuda.prelaunched import CudaPrelaunched
 from sidelane.program import collective as define
@@ -236,47 +232,6 @@ def test_counts_say_what_was_submitted_ahead(pair: World) -> None:
     assert (last.variant, last.counts.peer_copies, last.counts.kernels) == ("b2b, prelaunched", 1, 0)
     armed.fire()
     pair.synchronize()
-
-
-class Parameter:
-    """Laid out as cuda.h lays out both operations of a batch."""
-
-    def __init__(self, kind: int, address: int, value: int, *, at: int = 16) -> None:
-        self._bytes = ctypes.create_string_buffer(48)
-        for place, word, kind_of in (
-            (0, kind, ctypes.c_uint32),
-            (8, address, ctypes.c_uint64),
-            (at, value, ctypes.c_uint32),
-        ):
-            kind_of.from_buffer(self._bytes, place).value = word
-
-    def getPtr(self) -> int:
-        return ctypes.addressof(self._bytes)
-
-
-def test_a_native_batch_is_one_array_whose_values_change_in_place() -> None:
-    seen: list[tuple[int, int, list[tuple[int, int, int]]]] = []
-    answers = [0, 700]
-
-    def library(stream: Any, count: Any, array: Any, flags: Any) -> int:
-        raw = ctypes.string_at(array.value, 48 * count.value)
-        ops = [struct.unpack_from("<I4xQI", raw, 48 * index) for index in range(count.value)]
-        seen.append((stream.value, flags.value, ops))
-        return answers.pop(0)
-
-    batch = NativeBatch(
-        SimpleNamespace(CUresult=lambda code: f"error {code}"), library, [Parameter(2, 99, 7), Parameter(1, 88, 7)], 7
-    )
-    function, arguments = batch.bind(5)
-    batch.set((1 << 32) + 3)
-    assert function(*arguments) == (0,)
-    assert function(*arguments) == ("error 700",)
-    assert seen == [(5, 0, [(2, 99, 3), (1, 88, 3)])] * 2
-
-
-def test_another_layout_of_memory_operations_is_noticed() -> None:
-    with pytest.raises(ValueError, match="unknown layout"):
-        NativeBatch(None, None, [Parameter(2, 99, 7, at=20)], 7)
 
 
 # --- misuse and failures ----------------------------------------------------------------------------------------------

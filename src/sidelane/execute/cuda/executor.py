@@ -22,8 +22,9 @@ from sidelane.execute.cuda.bind import BoundPlan, Resolver
 from sidelane.execute.cuda.cached import CachedGraph
 from sidelane.execute.cuda.calls import Gate, HostWord, LaunchReduce, RecordStamp, Route, choose_route
 from sidelane.execute.cuda.count import counts_of
-from sidelane.execute.cuda.driver import Bound, Driver
+from sidelane.execute.cuda.driver import Driver
 from sidelane.execute.cuda.held import Gates
+from sidelane.execute.cuda.native import Bound
 from sidelane.execute.cuda.plan import plan_calls
 from sidelane.execute.cuda.probe import DriverFeatures
 from sidelane.execute.cuda.release import FlagRescue

@@ -13,8 +13,8 @@ import torch
 from sidelane.device import exchange_cells, pull, push, reduce_cells, reduce_pull
 from sidelane.device.launch import Launch, Site
 from sidelane.execute.base import Addresses
-from sidelane.execute.cuda.driver import Bound
 from sidelane.execute.cuda.executor import CudaExecutor, stream_handle
+from sidelane.execute.cuda.native import Bound
 from sidelane.execute.submitted import Counts, Submitted
 from sidelane.program.collective import Buffer
 from sidelane.program.kernel import KernelProgram, Protocol

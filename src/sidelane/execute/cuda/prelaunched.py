@@ -13,9 +13,9 @@ from sidelane.execute.base import Addresses
 from sidelane.execute.cuda.bind import BoundPlan, Resolver
 from sidelane.execute.cuda.calls import DEFAULT_STREAMS, Gate, HostWord, Route
 from sidelane.execute.cuda.count import counts_of
-from sidelane.execute.cuda.driver import Bound
 from sidelane.execute.cuda.executor import CudaExecutor, destroy_events
 from sidelane.execute.cuda.held import SharedValueOps, hold_back, most_connections
+from sidelane.execute.cuda.native import Bound
 from sidelane.execute.cuda.plan import plan_calls
 from sidelane.execute.submitted import Submitted
 from sidelane.program.ir import Program
