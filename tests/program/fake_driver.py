@@ -197,8 +197,8 @@ class FakeDriver:
     def is_capturing(self, stream: int) -> bool:
         return self.graph is not None
 
-    def is_current_capturing(self, stream: int) -> bool:
-        return self.is_capturing(stream)
+    def is_current(self) -> bool:
+        return True
 
     def capture_of(self, stream: int) -> int:
         return self.captures if self.graph is not None else 0

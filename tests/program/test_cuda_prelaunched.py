@@ -42,7 +42,7 @@ class Armed:
 
     def fire(self, ranks: Sequence[int] | None = None, stream: int | None = None) -> None:
         for rank in range(self.world.world_size) if ranks is None else ranks:
-            self.ranks[rank].fire(self.world.streams[rank].cuda_stream if stream is None else stream)
+            self.ranks[rank].fire((self.world.streams[rank].cuda_stream if stream is None else stream, False))
 
     def store(self, rank: int) -> Callable[[], None]:
         """What a kernel does that fires."""
@@ -183,7 +183,7 @@ def test_the_host_fires_without_the_driver(pair: World) -> None:
             rank.fire_from_host()
         assert submitted(pair) == [[], []]
         for rank, stream in zip(armed.ranks, pair.streams, strict=True):
-            rank.join(stream.cuda_stream, begun=True)
+            rank.join((stream.cuda_stream, False), begun=True)
         for driver in pair.drivers:
             driver.synchronize()
         armed.data.check(expected)
@@ -204,7 +204,7 @@ def test_a_kernel_fires_by_a_store(pair: World) -> None:
         for rank, driver in enumerate(pair.drivers):
             stream = pair.streams[rank].cuda_stream
             driver.do(stream, armed.store(rank))
-            armed.ranks[rank].join(stream, begun=False)
+            armed.ranks[rank].join((stream, False), begun=False)
         for driver in pair.drivers:
             driver.synchronize()
         armed.data.check(expected)
@@ -242,9 +242,9 @@ def test_a_capture_is_refused_and_the_trigger_comes_later(pair: World) -> None:
     armed.arm()
     expected = armed.data.fill(1)
     pair.drivers[0].begin_capture()
-    for wrong in (armed.ranks[0].fire, lambda stream: armed.ranks[0].join(stream, begun=True)):
+    for wrong in (armed.ranks[0].fire, lambda place: armed.ranks[0].join(place, begun=True)):
         with pytest.raises(ValueError, match="captur"):
-            wrong(pair.streams[0].cuda_stream)
+            wrong((pair.streams[0].cuda_stream, True))
     assert pair.drivers[0].end_capture() == []
     armed.fire()
     pair.synchronize()
@@ -291,7 +291,7 @@ def test_a_kernel_that_never_fires_is_a_time_out_of_its_own_rank(pair: World) ->
     armed = Armed(pair, gather(2))
     armed.arm()
     for rank, stream in zip(armed.ranks, pair.streams, strict=True):
-        rank.join(stream.cuda_stream, begun=False)
+        rank.join((stream.cuda_stream, False), begun=False)
     with pytest.raises(PeerTimeoutError, match="has not signalled"):
         pair.synchronize()
     for driver in pair.drivers:

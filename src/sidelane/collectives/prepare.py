@@ -15,7 +15,7 @@ from sidelane.collectives.heap import Region, SymmetricHeap
 from sidelane.collectives.plan import AUTO, Agreement, Planner
 from sidelane.collectives.staging import Staging
 from sidelane.device.layout import arena_bytes
-from sidelane.execute.base import Addresses, LoadedProgram
+from sidelane.execute.base import Addresses, Runnable
 from sidelane.memory.base import SymmetricBlock
 from sidelane.program.build import Alternation
 from sidelane.program.collective import Buffer
@@ -40,7 +40,7 @@ class Prepared:
         choice: how it runs, and why.
     """
 
-    loaded: LoadedProgram
+    loaded: Runnable
     signature: str
     frozen: bool
     choice: Choice
@@ -135,14 +135,14 @@ class Preparer:
             # on all ranks at once: a rank that still wrote to the old block would miss a peer that reads the new one.
             self._recent.clear()
 
-    def _load_kernel(self, program: KernelProgram, request: Request, frozen: bool) -> LoadedProgram:
+    def _load_kernel(self, program: KernelProgram, request: Request, frozen: bool) -> Runnable:
         assert self._arena is not None, "backends that have kernels have an arena for them"
         self._reserve(self._kernel_staging, program.staging_bytes, frozen)
         buffers = self._buffers(program, request, self._kernel_staging)
         addresses = Addresses(buffers, (), self._arena.addresses)
         return self._backend.load_kernel(program, addresses, frozen)
 
-    def _load_alternation(self, alternation: Alternation, request: Request, captured: bool) -> LoadedProgram:
+    def _load_alternation(self, alternation: Alternation, request: Request, captured: bool) -> Runnable:
         program = alternation.turns[0]
         if program.world_size > 1:
             self._reserve(self._slots, 2 * SLOTS_BYTES if captured else SLOTS_BYTES, captured)

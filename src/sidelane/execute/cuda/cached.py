@@ -28,19 +28,13 @@ class CachedGraph:
         self._end = driver.memory_ops()
         self._end.write(finished, 0)
         (self._set_end,) = self._end.setters([0])
-        self._by_stream: dict[int, list[Bound]] = {}
         weakref.finalize(self, driver.destroy_graph, self._graph).atexit = False
 
-    def steps(self, epoch: int, stream: int) -> list[Bound]:
-        """The calls of invocation ``epoch`` on ``stream``, which must not be the legacy default stream."""
+    def set_epoch(self, epoch: int) -> None:
+        """Say which invocation is launched next."""
         self._set_end(epoch & WORD_MASK)
-        bound = self._by_stream.get(stream)
-        if bound is None:
-            if len(self._by_stream) >= _MOST_STREAMS:
-                self._by_stream.clear()
-            bound = [self._driver.bind_graph(self._graph, stream), self._driver.bind_memory_ops(self._end, stream)]
-            self._by_stream[stream] = bound
-        return bound
 
-
-_MOST_STREAMS = 64  # torch hands out 32 of each priority
+    def steps(self, stream: int) -> list[Bound]:
+        """The calls of an invocation on ``stream``, which must not be the legacy default stream."""
+        driver = self._driver
+        return [driver.bind_graph(self._graph, stream), driver.bind_memory_ops(self._end, stream)]

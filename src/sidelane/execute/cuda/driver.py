@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 
 from sidelane.errors import SidelaneError, UnavailableError
+from sidelane.execute.base import Place
 from sidelane.execute.cuda import native
 from sidelane.execute.cuda.native import Bound, LaunchConfig, MemoryOps, Pointer, load_native, require_native
 from sidelane.program.collective import Reduction
@@ -255,11 +256,14 @@ class Driver:
             raise DriverError(self._name(error), "cuStreamIsCapturing")
         return bool(status)
 
-    def is_current_capturing(self, stream: int) -> bool:
-        """As :meth:`is_capturing`, for torch's current stream, on the current device; takes the host less."""
-        if not stream or _is_current_capturing is None:
-            return self.is_capturing(stream)
-        return bool(_is_current_capturing())
+    def place(self) -> Place:
+        """Torch's current stream on the device, and whether it is captured; every call asks."""
+        handle = _raw_stream(self.index)
+        if not handle:  # it cannot be captured, and to ask is an error while another stream is
+            return handle, False
+        if _is_current_capturing is None or _current_device() != self.index:
+            return handle, self.is_capturing(handle)
+        return handle, _is_current_capturing()
 
     def capture_of(self, stream: int) -> int:
         """Number of the capture that ``stream`` is in, unique in this process; 0 outside of captures."""
@@ -271,13 +275,13 @@ class Driver:
             raise DriverError(self._name(error), "cuStreamGetCaptureInfo")
         return int(number) if status else 0
 
-    def current_stream(self) -> int:
-        """Handle of torch's current stream on the device; 0 is the legacy default stream."""
-        return int(_raw_stream(self.index))
+    def is_current(self) -> bool:
+        """True if the calling thread's device is this one."""
+        return _current_device() == self.index
 
     def current(self) -> contextlib.AbstractContextManager[object]:
-        """Make the device current for a ``with`` block; free of charge where it is."""
-        if torch.cuda.current_device() == self.index:
+        """Make the device current for a ``with`` block; it costs little where it is."""
+        if self.is_current():
             return _NOTHING
         return torch.cuda.device(self.index)
 
@@ -370,12 +374,14 @@ def _first_of(function: Callable[..., tuple[Any, ...]], *arguments: Any) -> Any:
     return function(*arguments)[0]
 
 
-def _raw_stream(index: int) -> int:
-    """The current stream's handle, without making a torch object, which takes two microseconds."""
-    raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # what torch's compiler uses; absent in CPU builds
-    return int(torch.cuda.current_stream(index).cuda_stream if raw is None else raw(index))
+def _find_current_stream(index: int) -> int:
+    """Handle of torch's current stream; 0 is the legacy default stream."""
+    return int(torch.cuda.current_stream(index).cuda_stream)
 
 
+# What torch's compiler uses: they make no torch object, which takes two microseconds. CPU builds have none of them.
+_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _find_current_stream)
+_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 _is_current_capturing: Callable[[], bool] | None = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
 
 _NOTHING: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
