@@ -130,7 +130,7 @@ class CudaPrelaunched:
             PeerError, PeerTimeoutError: an invocation failed.
         """
         stream, capturing = place
-        watch = self._executor.watch
+        driver, watch = self._executor.driver, self._executor.watch
         if watch.failure is not None:
             watch.raise_failure()
         if capturing:
@@ -139,7 +139,11 @@ class CudaPrelaunched:
         if calls is None:
             calls = self._fire_on[stream] = self._bind(self._fire, stream)
         try:
-            self._submit(calls)
+            if driver.is_current():
+                driver.submit(calls)
+            else:
+                with driver.current():
+                    driver.submit(calls)
         except BaseException as error:  # what is armed would never go
             watch.fail_submission(f"{self.program.collective} {self.program.variant}", error)
             raise
@@ -167,7 +171,9 @@ class CudaPrelaunched:
         self._executor.check_usable("wait")
         if capturing:
             _refuse_capture("wait")
-        self._submit(self._bind(self._join if begun else self._begin_and_join, stream))
+        driver = self._executor.driver
+        with driver.current():
+            driver.submit(self._bind(self._join if begun else self._begin_and_join, stream))
 
     def finish(self, *, fire: bool) -> None:
         """Block the host until the last invocation has ended; ``fire`` it first. Where it fails, until all is drained.
@@ -192,14 +198,6 @@ class CudaPrelaunched:
     def home(self) -> int:
         """The stream behind whose work the last invocation has ended."""
         return self._home
-
-    def _submit(self, calls: list[Bound]) -> None:
-        driver = self._executor.driver
-        if driver.is_current():
-            driver.submit(calls)
-        else:
-            with driver.current():
-                driver.submit(calls)
 
     def _bind(self, batch: SharedValueOps, stream: int) -> list[Bound]:
         """``batch`` on ``stream``, by way of the internal one where the driver has no memory operations."""
