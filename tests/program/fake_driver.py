@@ -12,11 +12,12 @@ import ctypes
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from sidelane.execute.base import Place
 from sidelane.execute.cuda.driver import DriverError
 from sidelane.execute.cuda.native import Bound
 
@@ -68,6 +69,8 @@ class FakeDriver:
         self.urgent: list[int] = []
         self.fail_next: str | None = None
         self.second_contexts = 0
+        self.caller = LEGACY  # the caller's current stream
+        self.device_is_current = True
         self._graphs: dict[int, tuple[list[Callable[[], None]], int]] = {}
         self._all_channels: list[_Channel] = []
         self._channels = [self._new_channel() for _ in range(channels)] if channels else None
@@ -185,6 +188,7 @@ class FakeDriver:
         return submit, ()
 
     def submit(self, calls: Iterable[Bound]) -> None:
+        assert self.device_is_current, "calls go to the device of the caller's context"
         for function, arguments in calls:
             if self.fail_next:
                 name, self.fail_next = self.fail_next, None
@@ -197,14 +201,20 @@ class FakeDriver:
     def is_capturing(self, stream: int) -> bool:
         return self.graph is not None
 
+    def place(self) -> Place:
+        return self.caller, self.graph is not None
+
     def is_current(self) -> bool:
-        return True
+        return self.device_is_current
 
     def capture_of(self, stream: int) -> int:
         return self.captures if self.graph is not None else 0
 
-    def current(self) -> contextlib.AbstractContextManager[object]:
-        return contextlib.nullcontext()
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        before, self.device_is_current = self.device_is_current, True
+        yield
+        self.device_is_current = before
 
     def elapsed_us(self, first: int, second: int) -> float:
         return (self._reached_ns[second] - self._reached_ns[first]) / 1e3

@@ -132,6 +132,7 @@ class CudaExecutor:
 
     def order(self, first: int, second: int) -> None:
         """Let the next work of stream ``second`` follow what ``first`` has so far; both are captured, or neither is."""
+        self._check_open("order")
         driver = self.driver
         with self.lock, driver.current():
             driver.submit([driver.bind_record(self._turn, first), driver.bind_wait(self._turn, second)])
