@@ -29,7 +29,7 @@ from sidelane.program.collective import (
     gather,
     scatter,
 )
-from sidelane.program.ir import Command, Copy, Program, Signal, Wait, has_epochs
+from sidelane.program.ir import Command, Copy, EngineKind, Program, Signal, Wait, has_epochs
 from sidelane.program.transform import freeze, prelaunch
 from sidelane.program.verify import verify, verify_sequence
 
@@ -116,9 +116,11 @@ def test_a_turn_has_one_engine_and_one_handshake():
     assert program.remote_buffers() == {Buffer.STAGING}, "nothing of the caller's has to be symmetric"
 
 
-def test_the_own_part_is_copied_while_the_signals_travel():
-    found = commands(alternating(all_gather([8] * 3), 0), 0)
-    assert [type(command) for command in found] == [Copy, Signal, Signal, Copy, Wait, Wait, Copy, Copy]
+def test_the_own_part_is_copied_beside_the_pulls():
+    pulls, own = alternating(all_gather([8] * 3), 0).queues_of(0)
+    assert [type(command) for command in pulls.commands] == [Copy, *[Signal] * 2, *[Wait] * 2, Signal, Copy, Copy]
+    assert own.engine.kind is EngineKind.LOCAL and [type(command) for command in own.commands] == [Wait, Copy]
+    assert pulls.commands[5].flag == own.commands[0].flag
 
 
 def test_an_opening_has_another_handshake_in_front():
@@ -139,8 +141,8 @@ def test_all_that_a_rank_sends_is_staged_by_one_copy():
 def test_every_rank_signals_every_other_one_whatever_it_sends():
     for collective in (gather([8] * 4, 2), broadcast(8, 4, 1), all_gather([0, 0, 5, 0]), all_gather([0] * 4)):
         for rank in range(4):
-            found = commands(alternating(collective, 0), rank)
-            assert {c.flag.rank for c in found if isinstance(c, Signal)} == set(range(4)) - {rank}
+            found = alternating(collective, 0).queues_of(rank)[0].commands
+            assert {c.flag.rank for c in found if isinstance(c, Signal)} - {rank} == set(range(4)) - {rank}
             assert sum(isinstance(c, Wait) for c in found) == 3
 
 

@@ -113,16 +113,32 @@ def test_signals_and_waits_are_one_call_before_the_copies_and_one_after() -> Non
     assert [type(op) for op in last.ops] == [WriteValue] * 3 + [WaitValue] * 3 + [WriteValue]
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-def test_small_work_inside_a_rank_follows_the_copies_to_peers_on_the_callers_stream(frozen: bool) -> None:
-    program = build(all_gather(4, INLINE_BYTES), "b2b")
-    plan = plan_calls(freeze(program) if frozen else program, 0, captured=frozen)
-    assert (plan.streams, plan.events) == (1, 0)
-    *_, to_peer, own, end = plan.calls()
-    peers = to_peer.copies if isinstance(to_peer, MemcpyBatch) else [to_peer]
-    assert frozen == (len(peers) == 1) and not any(copy.within_rank for copy in peers)
-    assert isinstance(own, Memcpy) and own.within_rank
-    assert isinstance(end, MemOps) and isinstance(end.ops[0], WriteValue), "one batch: signals, waits, end"
+def test_the_own_part_is_copied_beside_and_joined_behind_the_signals() -> None:
+    plan = plan_calls(build(all_gather(4, 1024), "b2b"), 0)
+    assert (plan.streams, plan.events) == (2, 2)
+    first, begin, copies, signals, join, waits = plan.calls(0)
+    assert isinstance(first, MemOps) and isinstance(copies, MemcpyBatch)
+    assert [type(op) for op in signals.ops] == [WriteValue] * 3
+    assert [type(op) for op in waits.ops] == [WaitValue] * 3 + [WriteValue], "and the end"
+    wait, own, end = plan.calls(1)
+    assert (wait.event, own.within_rank, join.event) == (begin.event, True, end.event)
+
+
+def test_in_a_graph_the_own_part_is_joined_before_the_signals_and_the_end_follows_the_last_wait() -> None:
+    plan = plan_calls(freeze(build(all_gather(4, 1024), "b2b")), 0, captured=True)
+    *copies, join, last = plan.calls(0)[2:]
+    assert [type(copy) for copy in copies] == [Memcpy] * 3 and isinstance(join, WaitEvent)
+    *_, wait, end, reset = last.ops
+    assert isinstance(wait, WaitValue) and end == WriteValue(HostWord.BUSY, Value(0)) and reset.target == wait.flag
+
+
+def test_stripes_begin_and_end_together() -> None:
+    plan = plan_calls(build(all_gather(4, 1000, in_place=True), "striped"), 0)
+    assert (plan.streams, plan.events) == (2, 2)
+    (_, begin, first, join, _), (wait, second, end) = plan.calls(0), plan.calls(1)
+    assert (wait.event, join.event) == (begin.event, end.event)
+    assert [copy.dst.rank for copy in first.copies] == [copy.dst.rank for copy in second.copies] == [1, 2, 3]
+    assert [copy.nbytes for copy in (*first.copies, *second.copies)] == [512] * 3 + [488] * 3
 
 
 def test_a_reduction_that_nothing_runs_beside_is_on_the_callers_stream() -> None:
@@ -149,7 +165,7 @@ def test_only_marks_stand_between_the_pieces_of_a_reduction() -> None:
     assert len(between) == 3 and all(isinstance(call, RecordEvent) for call in between)
     # Each mark lets one stream tell the peers, while another one reduces what they sent.
     marks = [call.event for call in between]
-    assert [call.event for call in plan.calls(1) if isinstance(call, WaitEvent)][1:] == marks
+    assert [call.event for call in plan.calls(1) if isinstance(call, WaitEvent)] == marks
     assert len([call for call in plan.calls(2) if isinstance(call, LaunchReduce)]) == 4
 
 
@@ -163,11 +179,13 @@ def test_every_queue_but_the_first_forks_and_joins_once() -> None:
     joins = []
     for stream in (1, 2, 3):
         calls = plan.calls(stream)
-        assert calls[0] == WaitEvent(fork.event)
+        assert isinstance(calls[0], WaitEvent) and (calls[0].event == fork.event) == (stream < 3)
         assert isinstance(calls[-1], RecordEvent)
         joins.append(calls[-1].event)
-    assert [call.event for call in main if isinstance(call, WaitEvent)] == joins
-    assert len({fork.event, *joins}) == 4 == plan.events
+    begin = plan.calls(3)[0].event
+    assert RecordEvent(begin) in main[1:], "the own part begins with the copies to peers"
+    assert [call.event for call in main if isinstance(call, WaitEvent)] == [joins[2], *joins[:2]]
+    assert len({fork.event, begin, *joins}) == 5 == plan.events
     assert main[-1] == MemOps((WriteValue(HostWord.FINISHED, EPOCH),)), "the end is written behind the joins"
 
 
@@ -245,7 +263,7 @@ def test_prelaunched_queues_are_ahead_and_the_caller_only_fires() -> None:
         first = plan.calls(stream)[0]
         assert isinstance(first, MemOps) and isinstance(first.ops[0], WaitValue), "held by its trigger"
     first, *joins, last = plan.calls(0)
-    assert [op.target for op in first.ops][1:] == [Flag(0, 8 + index) for index in range(4)]
+    assert [op.target for op in first.ops][1:] == [Flag(0, 9 + index) for index in range(4)]
     assert [type(join) for join in joins] == [WaitEvent] * 4
     assert last.ops == (WriteValue(HostWord.FINISHED, EPOCH),)
 
@@ -262,8 +280,8 @@ def test_a_captured_prelaunched_program_is_one_piece() -> None:
     plan = plan_calls(freeze(prelaunch(build(all_gather(4), "pcpy"))), 0, captured=True)
     assert not plan.ahead and plan.streams == 5
     for stream in (1, 2, 3, 4):
-        fork, trigger = plan.calls(stream)[:2]
-        assert isinstance(fork, WaitEvent) and isinstance(trigger, WaitEvent), "the trigger is an event of the graph"
+        trigger = plan.calls(stream)[0]
+        assert isinstance(trigger, WaitEvent), "the trigger is an event of the graph, and a fork"
 
 
 def test_a_captured_plan_holds_no_epoch() -> None:

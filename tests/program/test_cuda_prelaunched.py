@@ -113,8 +113,10 @@ def test_everything_goes_ahead_and_the_trigger_is_one_batch(pair: World) -> None
     for rank, calls in enumerate(submitted(pair)):
         kinds = [kind for kind, _ in calls]
         assert kinds[:2] == ["record", "wait"], "behind the last call"
-        assert set(kinds[2:]) == {"memory_ops", "copy"}
-        assert {stream for _, stream in calls[1:]} == {armed.ranks[rank].home}
+        assert set(kinds[2:]) == {"memory_ops", "copy", "record", "wait"}
+        streams = {stream for _, stream in calls[1:]}
+        assert armed.ranks[rank].home in streams and len(streams) == 2, "one more for the own part"
+        assert pair.streams[rank].cuda_stream not in streams
     time.sleep(0.05)
     assert all((output != good).any() for output, good in zip(armed.data.outputs(), expected, strict=True)), "too soon"
     armed.fire()
@@ -254,9 +256,9 @@ def test_a_capture_is_refused_and_the_trigger_comes_later(pair: World) -> None:
 def test_streams_that_would_take_every_channel_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with world_of(2) as world:
         monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-        with pytest.raises(UnavailableError, match="1 streams back, of 1 hardware channels"):
+        with pytest.raises(UnavailableError, match="2 streams back, of 1 hardware channels"):
             Armed(world, gather(2))
-        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "2")
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "3")
         Armed(world, gather(2))
 
 

@@ -10,7 +10,7 @@ from fake_driver import FakeDriver
 from test_cuda_executor import FLAGS, world_of
 
 from sidelane.errors import UnavailableError
-from sidelane.execute.cuda.calls import Memcpy, MemcpyBatch, MemOps, Plan, RecordStamp
+from sidelane.execute.cuda.calls import Memcpy, MemcpyBatch, MemOps, Plan, RecordEvent, RecordStamp, WaitEvent
 from sidelane.execute.cuda.plan import INLINE_BYTES, plan_calls
 from sidelane.execute.cuda.round_trip import round_trip_us
 from sidelane.model.published import bare
@@ -37,9 +37,9 @@ def marks_of(commands: tuple[object, ...]) -> list[str]:
 def test_stamps_stand_around_the_copies_and_never_between_them() -> None:
     (dma, local) = stamp(build(gather(3), "b2b")).queues_of(0)
     assert marks_of(dma.commands) == [
-        *["BEGIN", *["flag"] * 4, "FIRST", "copy", "copy", "LAST", *["flag"] * 4, "END"],
+        *["BEGIN", *["flag"] * 5, "FIRST", "copy", "copy", "LAST", *["flag"] * 4, "END"],
     ]
-    assert local.engine.kind is EngineKind.LOCAL and marks_of(local.commands) == ["copy", "LAST"]
+    assert local.engine.kind is EngineKind.LOCAL and marks_of(local.commands) == ["flag", "copy", "LAST"]
 
 
 def test_nothing_but_copies_has_no_stamps_for_handshakes() -> None:
@@ -100,9 +100,12 @@ def test_the_copies_of_a_stamped_plan_are_the_copies_of_the_plan() -> None:
             assert (plain.streams, plain.events) == (stamped.streams, stamped.events)
 
 
-def test_the_own_chunk_of_stream_0_is_inside_the_copy_phase() -> None:
+def test_the_own_chunk_is_stamped_beside_the_copies() -> None:
     plan = plan_calls(stamp(build(gather(), "b2b")), 0)
-    assert kinds_of(plan) == ["ops", "BEGIN", "ops", "FIRST", "copies", "copy", "LAST", "LAST", "ops", "END", "ops"]
+    assert kinds_of(plan) == [
+        *["ops", "BEGIN", "ops", "RecordEvent", "FIRST", "copies", "LAST", "ops", "WaitEvent", "ops", "END", "ops"]
+    ]
+    assert [type(call) for call in plan.calls(1)] == [WaitEvent, Memcpy, RecordStamp, RecordEvent]
 
 
 def test_marks_are_the_outermost_of_all_queues() -> None:

@@ -14,7 +14,7 @@ from sidelane.config import BESIDE, COMPUTE, NOTHING
 from sidelane.program.build import ALTERNATING, variants
 from sidelane.program.build.alternating import SLOT_BYTES
 from sidelane.program.collective import REDUCING, Collective, Kind
-from sidelane.program.kernel import MOST_RANKS, most_cell_bytes, protocol_of
+from sidelane.program.kernel import MOST_RANKS
 
 DMA, SM = "dma", "sm"
 IMPLEMENTATIONS = (DMA, SM)
@@ -173,19 +173,8 @@ def objection(call: Call, candidate: Candidate, abilities: Abilities = EVERYTHIN
         return "needs equal counts between all ranks"
     if candidate.variant == ALTERNATING and (problem := _no_alternation(call)):
         return problem
-    if candidate.implementation == SM:
-        return _no_kernel(call, candidate)
-    return ""
-
-
-def _no_kernel(call: Call, candidate: Candidate) -> str:
-    if call.world_size > MOST_RANKS:
+    if candidate.implementation == SM and call.world_size > MOST_RANKS:
         return f"kernels address {MOST_RANKS} ranks at most"
-    otherwise = protocol_of(call.kind, symmetric_output=call.symmetric, in_place=call.in_place)
-    part = call.nbytes if call.kind is Kind.ALL_REDUCE else call.nbytes // call.world_size
-    if candidate.variant != "one_shot" or part > most_cell_bytes(otherwise, call.world_size):
-        # Measured: 4 MB in 18 us or in 100, from run to run (docs/kernels.md). Who asks by name gets it.
-        return "kernels with handshakes lose time now and then"
     return ""
 
 

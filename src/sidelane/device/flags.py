@@ -21,8 +21,8 @@ MAX_BLOCKS = tl.constexpr(layout.MAX_BLOCKS)
 MAX_RANKS = tl.constexpr(layout.MAX_RANKS)
 WAITING = tl.constexpr(layout.WAITING)
 POLLS = tl.constexpr(8192)
-"""Polls between two looks at the board: some milliseconds. All warps of a block look, across PCIe, and that traffic holds
-up the fences of the signals: with a look every 256 polls, one late rank made all others late (docs/kernels.md)."""
+"""Polls between two looks at the board: some milliseconds. All warps of a block look, across PCIe, and that traffic
+holds up the fences of signals: with a look every 256 polls, one late rank made all others late (docs/kernels.md)."""
 
 
 @triton.jit

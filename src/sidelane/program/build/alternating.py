@@ -124,12 +124,18 @@ def alternating(collective: Collective, turn: int, *, slot_bytes: int = SLOT_BYT
             slot = Span(rank, Buffer.STAGING, turn * slot_bytes + start, end - start)
             commands.append(Copy(slot, collective.input_span(rank, start, end - start)))
         commands += [Signal(Flag(peer, turn * n + rank), EPOCH) for peer in peers]
-        # What stays on this rank is copied while the signals are on their way.
-        commands += _own(collective, rank)
         commands += [Wait(Flag(rank, turn * n + peer), EPOCH) for peer in peers]
-        commands += _pulls(collective, rank, turn * slot_bytes)
+        pulls, own = _pulls(collective, rank, turn * slot_bytes), _own(collective, rank)
+        if pulls and own:
+            # What stays on this rank is copied beside the pulls: on the same engine each change of side takes its time.
+            ready = Flag(rank, TURNS * n + n + turn)
+            commands.append(Signal(ready, EPOCH))
+            own.insert(0, Wait(ready, EPOCH))
+        commands += pulls
         if commands:
             queues.append(Queue(rank, Engine(EngineKind.DMA), tuple(commands)))
+        if own:
+            queues.append(Queue(rank, Engine(EngineKind.LOCAL), tuple(own)))
     return Program(
         collective=collective,
         variant=f"{ALTERNATING}+opening" if opening else ALTERNATING,
@@ -140,12 +146,13 @@ def alternating(collective: Collective, turn: int, *, slot_bytes: int = SLOT_BYT
 
 
 def flags_of(world_size: int) -> int:
-    """Flags of a rank: a set for each turn and one for the entry handshake, each with a flag for every peer.
+    """Flags of a rank: a set for each turn and one for the entry handshake, with a flag for every peer, and a flag for
+    each turn between its own engines.
 
     >>> flags_of(4)
-    12
+    14
     """
-    return (TURNS + 1) * world_size
+    return (TURNS + 1) * world_size + TURNS
 
 
 def _sent(collective: Collective, rank: int) -> tuple[int, int]:

@@ -7,16 +7,24 @@ from sidelane.program.build.moving import Transport
 from sidelane.program.collective import REDUCING, Collective, Kind
 from sidelane.program.ir import Program
 
-_MOVING = {"pcpy": moving.pcpy, "b2b": moving.b2b, "bcst": moving.bcst, "swap": moving.swap}
+_MOVING = {
+    "pcpy": moving.pcpy,
+    "b2b": moving.b2b,
+    "striped": moving.striped,
+    "bcst": moving.bcst,
+    "swap": moving.swap,
+}
 
 
 def variants(kind: Kind) -> tuple[str, ...]:
     """Names of the variants that exist for a collective."""
+    if kind in REDUCING:
+        return ("pcpy", "b2b")
     if kind in (Kind.ALL_GATHER, Kind.BROADCAST):
-        return ("pcpy", "b2b", "bcst")
+        return ("pcpy", "b2b", "striped", "bcst")
     if kind is Kind.ALL_TO_ALL:
-        return ("pcpy", "b2b", "swap")
-    return ("pcpy", "b2b")
+        return ("pcpy", "b2b", "striped", "swap")
+    return ("pcpy", "b2b", "striped")
 
 
 def build(collective: Collective, variant: str, transport: Transport = Transport.PUSH) -> Program:
