@@ -53,6 +53,7 @@ class Call:
         captured: into a graph of the caller's.
         beside: what runs next to it: ``nothing`` or ``compute``.
         even: every two ranks exchange the same number of bytes (the shards of an all_reduce may differ).
+        listed: it is one with lists of tensors; ``nbytes`` are those of all, the rest is true of every one.
     """
 
     kind: Kind
@@ -64,6 +65,7 @@ class Call:
     captured: bool = False
     beside: str = NOTHING
     even: bool = True
+    listed: bool = False
 
     @staticmethod
     def of(collective: Collective, dtype: str, *, symmetric: bool, captured: bool, beside: str) -> Call:
@@ -171,11 +173,18 @@ def objection(call: Call, candidate: Candidate, abilities: Abilities = EVERYTHIN
         return "writes into the peers' outputs, which are in ordinary memory"
     if not call.even and (candidate.variant == "swap" or candidate.implementation == SM):
         return "needs equal counts between all ranks"
+    if call.listed and takes_one_tensor(candidate):
+        return "takes one tensor a call"
     if candidate.variant == ALTERNATING and (problem := _no_alternation(call)):
         return problem
     if candidate.implementation == SM:
         return _no_kernel(call, candidate)
     return ""
+
+
+def takes_one_tensor(candidate: Candidate) -> bool:
+    """True for what has no program for lists of tensors."""
+    return candidate.implementation == SM or candidate.variant == ALTERNATING
 
 
 def _no_kernel(call: Call, candidate: Candidate) -> str:
