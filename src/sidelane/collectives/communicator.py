@@ -137,7 +137,7 @@ class Communicator:
         """Concatenate every rank's ``input`` into everyone's ``output`` (torch: ``all_gather_into_tensor``).
 
         Args:
-            output: ``world_size`` times the elements of ``input``, same dtype (any).
+            output: ``world_size`` times the elements of ``input``, same dtype (any). Or a list, as ``input`` then is.
             input: this rank's shard. In place if it is its own part of ``output``.
             async_op: return a :class:`Work` instead of ordering the caller behind the collective.
             variant: ``pcpy``, ``b2b``, ``alternating``, ``bcst`` (``output`` symmetric), ``one_shot`` (a kernel, GPUs

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import dataclasses
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
+from itertools import accumulate
 
 from sidelane.program.collective import Buffer, Collective, Span
 
@@ -50,7 +51,7 @@ class Batch:
 
     def buffer_bytes(self, rank: int, buffer: Buffer) -> int:
         """Size of a virtual buffer."""
-        return self._layout[rank, buffer][1]
+        return max(self._layout[rank, buffer][1], default=0)
 
     def placed(self, part: int, span: Span) -> Span:
         """Where a span of one part's ``input`` or ``output`` is among the pieces of all."""
@@ -58,14 +59,12 @@ class Batch:
 
     def holds(self, span: Span) -> bool:
         """True if a span of ``input`` or ``output`` lies within one piece."""
-        part = bisect_right(self.starts(span.rank, span.buffer), span.offset) - 1
-        if part < 0:
-            return False
-        end = self.starts(span.rank, span.buffer)[part] + self.parts[part].buffer_bytes(span.rank, span.buffer)
-        return span.end <= end
+        starts, ends = self._layout[span.rank, span.buffer]
+        part = bisect_right(starts, span.offset) - 1
+        return part >= 0 and span.offset + span.nbytes <= ends[part]
 
     @cached_property
-    def _layout(self) -> dict[tuple[int, Buffer], tuple[tuple[int, ...], int]]:
+    def _layout(self) -> dict[tuple[int, Buffer], tuple[tuple[int, ...], tuple[int, ...]]]:
         return {
             (rank, buffer): lay_out([part.buffer_bytes(rank, buffer) for part in self.parts])
             for rank in range(self.world_size)
@@ -91,20 +90,18 @@ def parts_of(definition: Definition) -> Iterator[tuple[Collective, Callable[[Spa
         yield part, partial(definition.placed, number)
 
 
-def lay_out(sizes: list[int]) -> tuple[tuple[int, ...], int]:
-    """Put pieces of these sizes behind each other: where each begins, and the end of the last that has bytes.
+def lay_out(sizes: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Put pieces of these sizes behind each other: where each begins and ends.
 
     >>> lay_out([100, 0, 300])
-    ((0, 256, 256), 556)
+    ((0, 256, 256), (100, 256, 556))
     """
-    starts = []
-    position = end = 0
-    for nbytes in sizes:
-        starts.append(position)
-        if nbytes:
-            end = position + nbytes
-            position = -(-end // PIECE_ALIGNMENT) * PIECE_ALIGNMENT
-    return tuple(starts), end
+    starts = tuple(accumulate((_rounded(nbytes) for nbytes in sizes), initial=0))[: len(sizes)]
+    return starts, tuple(start + nbytes for start, nbytes in zip(starts, sizes, strict=True))
+
+
+def _rounded(nbytes: int) -> int:
+    return -(-nbytes // PIECE_ALIGNMENT) * PIECE_ALIGNMENT
 
 
 def _as_it_is(span: Span) -> Span:

@@ -69,8 +69,7 @@ def _program(program: Program) -> Iterator[str]:
 
 
 def _command(program: Program, queue: Queue, command: Command) -> Iterator[str]:
-    for span in dict.fromkeys(spans(command)):
-        yield from _span(program, queue, span)
+    yield from dict.fromkeys(problem for span in spans(command) for problem in _span(program, queue, span))
     match command:
         case Copy(dst, src):
             yield from _same_size((dst, src))
