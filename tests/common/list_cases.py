@@ -78,9 +78,9 @@ class Case:
                 input.copy_(given[rank])
             self.all_inputs.append(given)
 
-    def call(self, **options: Any) -> Any:
-        """Make the call."""
-        comm = self.comm
+    def call(self, comm: Any = None, **options: Any) -> Any:
+        """Make the call, or put it into a batch."""
+        comm = comm if comm is not None else self.comm
         match self.kind:
             case Kind.ALL_GATHER | Kind.ALL_TO_ALL:
                 return getattr(comm, self.kind)(self.outputs, self.inputs, **options)
@@ -228,6 +228,72 @@ def streams_of_calls(group: dist.ProcessGroup, seed: int, calls: int) -> None:
             if work is not None:
                 work.wait()
             case.check(number)
+
+
+def batches(group: dist.ProcessGroup, seed: int, rounds: int) -> set[str]:
+    """Collectives of several kinds in one call, single tensors among them, each batch made twice; what ran."""
+    ran = set()
+    with communicator(group) as comm:
+        rng = random.Random(seed)
+        for number in range(rounds):
+            cases = [Case(comm, rng.choice((*MOVING, *REDUCING)), rng, rng.randint(0, 3)) for _ in range(3)]
+            variant = rng.choice(("auto", "b2b", "pcpy", "b2b+prelaunch"))
+            single = torch.empty(5 * comm.world_size)
+            for again in range(2):
+                for case in cases:
+                    case.fill(100 * number + 10 * again)
+                with comm.batch(variant=variant, async_op=number % 3 == 0) as batch:
+                    for case in cases:
+                        case.call(batch)
+                    batch.all_gather(single, torch.full((5,), float(comm.rank + again)))
+                assert (batch.work is not None) == (number % 3 == 0)
+                if batch.work is not None:
+                    batch.work.wait()
+                for case in cases:
+                    case.check(variant, number)
+                assert single.tolist() == [float(r + again) for r in range(comm.world_size) for _ in range(5)]
+            choice = comm.last_choice()
+            assert choice is not None
+            ran.add(choice.candidate.variant)
+            comm.all_gather(single, torch.full((5,), 1.0))
+            assert single.eq(1).all()
+    return ran
+
+
+def refused_batches(group: dist.ProcessGroup) -> list[str]:
+    """Batches that every rank refuses, that end with an error, or that differ between ranks; then one that works."""
+    texts = []
+    with communicator(group) as comm:
+        n = comm.world_size
+        first, second, shard = torch.zeros(n), torch.zeros(n), torch.ones(1)
+        whole = torch.zeros(n * n)
+        wrong: list[tuple[type[Exception], str, Callable[[Any], object]]] = [
+            (ValueError, "auto", lambda batch: (batch.all_gather(first, shard), batch.all_reduce(first))),
+            (ValueError, "auto", lambda batch: (batch.all_gather(first, shard), batch.all_gather(whole, first))),
+            (ValueError, "swap", lambda batch: (batch.all_to_all(first, second), batch.all_gather(whole, shard))),
+            (ValueError, "auto", lambda batch: batch.all_gather(first, second)),
+            (TypeError, "auto", lambda batch: batch.broadcast(3, root=0)),
+            (ZeroDivisionError, "auto", lambda batch: (batch.all_gather(first, shard), 1 // 0)),
+            (
+                MismatchError,
+                "auto",
+                lambda batch: batch.all_gather(first, shard) if comm.rank else batch.all_to_all(first, second),
+            ),
+        ]
+        for kind, variant, fill in wrong:
+            with pytest.raises(kind) as caught, comm.batch(variant=variant) as batch:
+                fill(batch)
+            texts.append(str(caught.value))
+            assert first.eq(0).all()
+        with pytest.raises(RuntimeError):
+            batch.all_reduce(first)
+        with comm.batch():
+            pass
+        with comm.batch() as batch:
+            batch.all_gather(first, shard)
+            batch.all_reduce(second)
+        assert first.eq(1).all()
+    return texts
 
 
 def refused(group: dist.ProcessGroup) -> list[str]:

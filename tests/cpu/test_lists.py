@@ -72,3 +72,25 @@ def test_different_lists(pool: RankPool, debug: bool) -> None:
     for texts in pool.run(list_cases.different, 3, debug):
         assert "3 tensors" in texts[1] and "2 tensors" in texts[1]
         assert "int32" in texts[2] and "float32" in texts[2]
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_batches_of_several_kinds(pool: RankPool, n: int) -> None:
+    first, *others = pool.run(list_cases.batches, n, n, 12)
+    assert first == {"b2b", "pcpy"}
+    assert others == [first] * (n - 1)
+
+
+def test_batches_that_are_refused(pool: RankPool) -> None:
+    words = (
+        "numbers 0 and 1 in the batch overlap",
+        "numbers 0 and 1 in the batch overlap",
+        "variant for lists (value='swap'",
+        "(number 0 in the batch)",
+        "tensors expected (value=int) (number 0 in the batch)",
+        "by zero",
+        "ranks made different calls",
+    )
+    for texts in pool.run(list_cases.refused_batches, 2):
+        for text, word in zip(texts, words, strict=True):
+            assert word in text

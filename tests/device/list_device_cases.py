@@ -33,42 +33,48 @@ def run_on_stream(context: Context, name: str, *args: Any) -> Any:
 
 
 def captured(context: Context, seed: int, replays: int) -> None:
-    """Lists of every kind in one graph, replayed with fresh inputs, with eager calls between the replays."""
+    """Lists of every kind and a batch of all kinds in one graph, replayed with fresh inputs, with eager calls between the replays."""
     device = torch.device("cuda", context.rank)
     torch.set_default_device(device)
     try:
         with Communicator(device=device, config=Config(timeout_s=30)) as comm:
             rng = random.Random(seed)
             cases = [Case(comm, kind, rng, 4) for kind in (*MOVING, *REDUCING)]
-            single = torch.empty(comm.world_size, dtype=torch.int64)
+            together = [Case(comm, kind, rng, 2) for kind in (*MOVING, *REDUCING)]
+            single, own = torch.empty(comm.world_size, dtype=torch.int64), torch.full((1,), comm.rank)
 
-            def calls(again: int) -> None:
-                for case in cases:
+            def fill(again: int) -> None:
+                for case in (*cases, *together):
                     case.fill(again)
                 torch.cuda.synchronize()
 
             def make() -> None:
                 for case in cases:
                     case.call()
-                comm.all_gather(single, torch.full((1,), comm.rank))
+                comm.all_gather(single, own)
+                with comm.batch() as batch:
+                    for case in together:
+                        case.call(batch)
 
-            calls(0)
+            def check(*told: object) -> None:
+                for case in (*cases, *together):
+                    case.check(*told)
+
+            fill(0)
             make()  # staging cannot be allocated while a graph is captured
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 make()
             for number in range(replays):
-                calls(number)
+                fill(number)
                 if (number + comm.rank) % 5 == 0:
                     torch.cuda._sleep(3_000_000)
                 graph.replay()
-                for case in cases:
-                    case.check("replay", number)
+                check("replay", number)
                 if number % 3 == 0:
-                    calls(number + 1000)
+                    fill(number + 1000)
                     make()
-                    for case in cases:
-                        case.check("eager", number)
+                    check("eager", number)
             for _ in range(50):  # back to back, nobody waits for anybody on the host
                 graph.replay()
             torch.cuda.synchronize()

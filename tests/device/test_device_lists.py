@@ -19,7 +19,7 @@ def test_lists_of_tensors_to_reduce(ranks: Ranks) -> None:
     ranks.run(CASES + "run_on_stream", "lists", REDUCING, 1, 4, timeout_s=150)
 
 
-@pytest.mark.parametrize("name", ["edges", "planned_once", "refused"])
+@pytest.mark.parametrize("name", ["edges", "planned_once", "refused", "refused_batches"])
 def test_what_cpu_ranks_do(ranks: Ranks, name: str) -> None:
     ranks.run(CASES + "run", name, timeout_s=120)
 
@@ -49,3 +49,8 @@ def test_a_list_has_the_handshake_of_one_tensor(ranks: Ranks, count: int) -> Non
 
 def test_tensors_dropped_during_asynchronous_calls(ranks: Ranks) -> None:
     ranks.run(CASES + "dropped")
+
+
+@pytest.mark.parametrize("case", ["run", "run_on_stream"])
+def test_batches_of_several_kinds(ranks: Ranks, case: str) -> None:
+    ranks.run(CASES + case, "batches", 5, 20, timeout_s=150)

@@ -53,7 +53,8 @@ class Call:
         captured: into a graph of the caller's.
         beside: what runs next to it: ``nothing`` or ``compute``.
         even: every two ranks exchange the same number of bytes (the shards of an all_reduce may differ).
-        listed: it is one with lists of tensors; ``nbytes`` are those of all, the rest is true of every one.
+        listed: it is one with many tensors; ``nbytes`` are those of all, the rest is true of every one.
+        mixed: they are not all for one kind of collective; ``kind`` is that with the most bytes.
     """
 
     kind: Kind
@@ -66,17 +67,17 @@ class Call:
     beside: str = NOTHING
     even: bool = True
     listed: bool = False
+    mixed: bool = False
 
     @staticmethod
     def of(collective: Collective, dtype: str, *, symmetric: bool, captured: bool, beside: str) -> Call:
         """Describe a call of ``collective``."""
         check_beside(str(collective.kind), beside)
-        ranks = range(collective.world_size)
         sizes = {nbytes for row in collective.counts for nbytes in row}
         return Call(
             kind=collective.kind,
             world_size=collective.world_size,
-            nbytes=max(max(collective.input_bytes(rank), collective.output_bytes(rank)) for rank in ranks),
+            nbytes=collective.largest_buffer,
             dtype=dtype,
             in_place=collective.in_place,
             symmetric=symmetric,
@@ -175,6 +176,8 @@ def objection(call: Call, candidate: Candidate, abilities: Abilities = EVERYTHIN
         return "needs equal counts between all ranks"
     if call.listed and takes_one_tensor(candidate):
         return "takes one tensor a call"
+    if call.mixed and candidate.variant in ("bcst", "swap"):
+        return "is not for every kind of collective in the batch"
     if candidate.variant == ALTERNATING and (problem := _no_alternation(call)):
         return problem
     if candidate.implementation == SM:

@@ -18,10 +18,11 @@ from sidelane.choice import Choice
 from sidelane.choice.candidate import FIRST, check_beside
 from sidelane.collectives.arguments import Arguments, Request, identity
 from sidelane.collectives.backend import Work
+from sidelane.collectives.batched import Batched
 from sidelane.collectives.calls import Calls
 from sidelane.collectives.devices import choose_device, make_backend
 from sidelane.collectives.heap import SymmetricHeap, generation
-from sidelane.collectives.lists import Tensors, call_lists, holds_lists
+from sidelane.collectives.lists import Asked, Tensors, call_lists, holds_lists
 from sidelane.collectives.plan import AUTO, Agreement, Planner, check_variant
 from sidelane.collectives.prelaunched import Prelaunched, prepare_prelaunched
 from sidelane.collectives.prepare import Prepared, Preparer
@@ -296,6 +297,24 @@ class Communicator:
         """
         return self._call(Kind.GATHER, (output, input), (root,), variant, beside, async_op)
 
+    def batch(self, *, variant: str = AUTO, beside: str | None = None, async_op: bool = False) -> Batched:
+        """Collect collectives of any kinds in a ``with`` block, and run them as one call when it ends.
+
+            with comm.batch() as batch:
+                batch.all_gather(weights, shards)
+                batch.all_to_all(tokens_out, tokens)
+
+        Args:
+            variant: of all: ``b2b``, ``pcpy``, what else every kind in the block has for lists, or ``auto``.
+            beside: see :meth:`all_gather`.
+            async_op: ``batch.work`` is then a :class:`Work`.
+
+        Raises:
+            As :meth:`all_gather`, when the block ends.
+        """
+        parts = (self._calls, self._arguments, self._preparer)
+        return Batched(*parts, variant=variant, beside=beside, async_op=async_op)
+
     def prepare_all_gather(
         self, output: torch.Tensor, input: torch.Tensor, *, variant: str = FIRST, host_trigger: bool = False
     ) -> Prelaunched:
@@ -406,8 +425,9 @@ class Communicator:
             raise
         try:
             if prepared is None and listed:
+                asked = [Asked(kind, tensors, details)]
                 return call_lists(
-                    *(self._calls, self._arguments, self._preparer, kind, call, tensors, details),
+                    *(self._calls, self._arguments, self._preparer, kind, call, asked),
                     variant=variant,
                     beside=beside,
                     async_op=async_op,

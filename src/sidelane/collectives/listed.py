@@ -1,4 +1,4 @@
-"""Calls with lists of tensors, as data: what one rank asks, and what all ranks agree on."""
+"""Calls with many tensors, as data: what one rank asks, and what all ranks agree on."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from sidelane.program.batch import Batch
 from sidelane.program.collective import REDUCING, Collective, Kind
 
 LISTED = (Kind.ALL_GATHER, Kind.ALL_TO_ALL, Kind.BROADCAST, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE)
-"""The collectives that take lists."""
+"""The collectives that take lists, and that a batch takes."""
+
+BATCH = "batch"
+"""Name of calls that may hold several kinds."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ListRequest:
-    """One rank's view of a call with lists: a request for each tensor, or pair of tensors."""
+    """One rank's view of a call with many tensors: a request for each of them, or for each pair."""
 
     parts: tuple[Request, ...]
 
@@ -46,10 +49,10 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class ListAgreement:
-    """As ``Agreement``, for a call with lists.
+    """As ``Agreement``, for a call with many tensors.
 
     Attributes:
-        kind: which collective.
+        name: the kind of a call with lists; ``BATCH``.
         world_size: ranks in the group.
         parts: one for each tensor, or pair.
         variant: as asked by the caller, ``auto`` included.
@@ -57,7 +60,7 @@ class ListAgreement:
         beside: what the caller says runs next to it.
     """
 
-    kind: Kind
+    name: str
     world_size: int
     parts: tuple[Part, ...]
     variant: str
@@ -67,17 +70,29 @@ class ListAgreement:
     @cached_property
     def collective(self) -> Batch:
         """What the program must do."""
-        return Batch(str(self.kind), self.world_size, tuple(part.collective for part in self.parts))
+        return Batch(self.name, self.world_size, tuple(part.collective for part in self.parts))
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """Which collectives; that with the most bytes first."""
+        if self.name != BATCH:
+            return (Kind(self.name),)
+        nbytes: dict[Kind, int] = {}
+        for part in self.parts:
+            collective = part.collective
+            nbytes[collective.kind] = nbytes.get(collective.kind, 0) + collective.largest_buffer
+        # A batch without tensors is as good as an all_gather without any.
+        return tuple(sorted(nbytes, key=lambda kind: (-nbytes[kind], kind))) or (Kind.ALL_GATHER,)
 
     @property
     def call(self) -> Call:
-        """What the choice looks at: the bytes of all tensors together."""
+        """What the choice looks at: the bytes of all tensors together, for the kind that has most of them."""
         calls = [
             Call.of(part.collective, part.dtype, symmetric=part.symmetric, captured=self.frozen, beside=self.beside)
             for part in self.parts
         ]
         return Call(
-            kind=self.kind,
+            kind=self.kinds[0],
             world_size=self.world_size,
             nbytes=sum(call.nbytes for call in calls),
             dtype=calls[0].dtype if calls else "uint8",
@@ -87,6 +102,7 @@ class ListAgreement:
             beside=self.beside,
             even=all(call.even for call in calls),
             listed=True,
+            mixed=len(self.kinds) > 1,
         )
 
     def text(self) -> str:
@@ -100,10 +116,15 @@ class ListAgreement:
 
 def _words(part: Part) -> str:
     collective = part.collective
-    nbytes = max(collective.input_bytes(0), collective.output_bytes(0))
     places = [
         f"{name} symmetric {place[0]}+{place[1]}"
         for name, place in (("input", part.input_place), ("output", part.output_place))
         if place is not None
     ]
-    return ", ".join([f"{nbytes} bytes of {part.dtype}", *["in place"] * collective.in_place, *places])
+    return ", ".join(
+        [
+            f"{collective.kind} of {collective.largest_buffer} bytes of {part.dtype}",
+            *["in place"] * collective.in_place,
+            *places,
+        ]
+    )

@@ -1,8 +1,9 @@
-"""Calls with lists of tensors: many collectives of one kind as one program, with one entry and one exit handshake."""
+"""Calls with many tensors: collectives that run as one program, with one entry and one exit handshake."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import increment_version
@@ -12,13 +13,27 @@ from sidelane.collectives.arguments import Arguments, Request, identity
 from sidelane.collectives.backend import Work
 from sidelane.collectives.calls import Calls
 from sidelane.collectives.heap import Region, generation
-from sidelane.collectives.listed import LISTED, ListAgreement, ListRequest, Part
+from sidelane.collectives.listed import BATCH, LISTED, ListAgreement, ListRequest, Part
 from sidelane.collectives.plan import check_variant
 from sidelane.collectives.prepare import Preparer
 from sidelane.program.collective import Kind
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
 """A tensor, or a list of them: all tensor arguments of a call are the one or the other."""
+
+
+class Asked(NamedTuple):
+    """A collective on one or many tensors, as its caller asked for it.
+
+    Attributes:
+        kind: which.
+        given: outputs and inputs, or the one argument that is both.
+        details: root or operation.
+    """
+
+    kind: Kind
+    given: tuple[Any, ...]
+    details: tuple[Hashable, ...] = ()
 
 
 def holds_lists(kind: Kind, arguments: Sequence[object]) -> bool:
@@ -30,26 +45,24 @@ def call_lists(
     calls: Calls,
     arguments: Arguments,
     preparer: Preparer,
-    kind: Kind,
+    name: str,
     call: int,
-    given: Sequence[object],
-    details: tuple[Hashable, ...],
+    asked: Sequence[Asked],
     *,
     variant: str,
     beside: str | None,
     async_op: bool,
     frozen: bool,
 ) -> Work | None:
-    """Make the call.
+    """Run all that was asked for as one call.
 
     Args:
         calls: runs it.
         arguments: checks each tensor, or pair of tensors.
         preparer: makes it ready.
-        kind: which collective.
+        name: of the call: its kind, or ``BATCH``.
         call: its number.
-        given: the lists, outputs first.
-        details: root or operation.
+        asked: what to do, in no order.
         variant: see ``Communicator.all_gather``.
         beside: likewise.
         async_op: likewise.
@@ -59,19 +72,23 @@ def call_lists(
         As ``Communicator.all_gather``.
     """
     config = calls.config
-    with calls.telling_refusals(call, kind):
-        lists = _lists(kind, given)
-        tensors = tuple(tensor for tensors in lists for tensor in tensors)
-        key = (kind, variant, beside, details, frozen, generation(), len(lists), tuple(map(identity, tensors)))
+    with calls.telling_refusals(call, name):
+        lists = [_lists(each) for each in asked]
+        tensors = tuple(tensor for columns in lists for column in columns for tensor in column)
+        shape = tuple((each.kind, each.details, len(columns[0])) for each, columns in zip(asked, lists, strict=True))
+        key = (name, shape, variant, beside, frozen, generation(), tuple(map(identity, tensors)))
         prepared = preparer.recall(key)
         if prepared is None:
-            check_variant(kind, variant, calls.backend.abilities, listed=True)
-            check_beside(kind, hint := config.beside if beside is None else beside)
-            request = ListRequest(tuple(_parts(arguments, kind, lists, details)))
-            _check_apart(kind, request.parts)
+            for kind in dict.fromkeys(each.kind for each in asked):
+                check_variant(kind, variant, calls.backend.abilities, listed=True)
+            check_beside(name, hint := config.beside if beside is None else beside)
+            where = BATCH if name == BATCH else "lists"
+            rows = [(each, row) for each, columns in zip(asked, lists, strict=True) for row in _rows(columns)]
+            request = ListRequest(tuple(_requests(arguments, rows, where)))
+            _check_apart(name, request.parts, where)
             parts = tuple(map(Part.of, request.parts))
     if prepared is None:
-        agreement = ListAgreement(kind, arguments.world_size, parts, variant, frozen, hint)
+        agreement = ListAgreement(name, arguments.world_size, parts, variant, frozen, hint)
         calls.control.post_call(call, agreement.text())
         if config.debug or not preparer.known(agreement):
             calls.agree(call)
@@ -81,54 +98,60 @@ def call_lists(
         calls.control.post_call(call, prepared.signature)
         if config.debug:
             calls.agree(call)
-    # In front of the tensors, None for the single one that a call writes: all of these lists are written.
+    # In front of the tensors, None for the single one that a call writes: whole lists are written.
     work = calls.run(prepared, call, async_op, (None, *tensors))
-    increment_version(lists[0])
+    increment_version([tensor for columns in lists for tensor in columns[0]])
     return work
 
 
-def _lists(kind: Kind, given: Sequence[object]) -> list[Sequence[torch.Tensor]]:
+def _lists(asked: Asked) -> list[Sequence[torch.Tensor]]:
+    """The arguments as lists, outputs first."""
     lists: list[Sequence[torch.Tensor]] = []
-    for argument in given:
-        if not isinstance(argument, list | tuple):
+    listed = any(isinstance(argument, list | tuple) for argument in asked.given)
+    for argument in asked.given:
+        if listed and not isinstance(argument, list | tuple):
             raise TypeError(
-                f"{kind}: tensors, or lists of tensors, but not both (value={type(argument).__name__} next to a list)"
+                f"{asked.kind}: tensors, or lists of tensors, but not both "
+                f"(value={type(argument).__name__} next to a list)"
             )
-        lists.append(argument)
+        lists.append(argument if listed else [argument])
     if len(set(map(len, lists))) > 1:
-        raise ValueError(f"{kind}: lists must be of one length (value={', '.join(str(len(each)) for each in lists)})")
+        lengths = ", ".join(str(len(column)) for column in lists)
+        raise ValueError(f"{asked.kind}: lists must be of one length (value={lengths})")
     return lists
 
 
-def _parts(
-    arguments: Arguments, kind: Kind, lists: Sequence[Sequence[torch.Tensor]], details: tuple[Hashable, ...]
-) -> list[Request]:
-    requests = []
-    for index, tensors in enumerate(zip(*lists, strict=True)):
+def _rows(columns: Sequence[Sequence[torch.Tensor]]) -> Iterator[tuple[torch.Tensor, ...]]:
+    return zip(*columns, strict=True)
+
+
+def _requests(
+    arguments: Arguments, rows: Sequence[tuple[Asked, tuple[torch.Tensor, ...]]], where: str
+) -> Iterator[Request]:
+    for number, (asked, row) in enumerate(rows):
         try:
-            requests.append(getattr(arguments, kind)(*tensors, *details))
+            yield getattr(arguments, asked.kind)(*row, *asked.details)
         except (TypeError, ValueError) as error:
-            raise type(error)(f"{error} (number {index} in the lists)") from None
-    return requests
+            raise type(error)(f"{error} (number {number} in the {where})") from None
 
 
-def _check_apart(kind: Kind, requests: Sequence[Request]) -> None:
+def _check_apart(name: str, requests: Sequence[Request], where: str) -> None:
     """Refuse tensors that overlap where one of them is written: nothing orders the tensors of a call."""
     touched: list[tuple[Region, int, bool]] = []
-    for index, request in enumerate(requests):
+    for number, request in enumerate(requests):
         if request.collective.in_place:
-            touched.append((request.whole, index, True))
+            touched.append((request.whole, number, True))
         else:
-            touched += [(request.output, index, True), (request.input, index, False)]
-    last: dict[bool, tuple[int, int]] = {}  # of those that are written, and of those that are read: end and index
-    for region, index, written in sorted(touched, key=lambda entry: entry[0].address):
+            touched += [(request.output, number, True), (request.input, number, False)]
+    last: dict[bool, tuple[int, int]] = {}  # of those that are written, and of those that are read: end and number
+    for region, number, written in sorted(touched, key=lambda entry: entry[0].address):
         if not region.nbytes:
             continue
         for other_written, (end, other) in last.items():
             if end > region.address and (written or other_written):
                 raise ValueError(
-                    f"{kind}: numbers {other} and {index} in the lists overlap, and a call writes to one of them "
+                    f"{name}: numbers {other} and {number} in the {where} overlap, and one of them is written "
                     "(allowed=tensors that lie apart)"
                 )
         if region.address + region.nbytes > last.get(written, (0, 0))[0]:
-            last[written] = (region.address + region.nbytes, index)
+            last[written] = (region.address + region.nbytes, number)

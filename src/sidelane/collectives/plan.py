@@ -63,8 +63,12 @@ class Agreement:
         )
 
     @property
-    def kind(self) -> Kind:
+    def name(self) -> str:
         return self.collective.kind
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        return (self.collective.kind,)
 
     @property
     def call(self) -> Call:
@@ -157,8 +161,10 @@ class Planner:
     def _choose(self, agreement: AnyAgreement) -> Choice:
         if agreement.variant == AUTO:
             return choose(self._profile, agreement.call, self._abilities)
-        kind = agreement.kind
-        check_variant(kind, agreement.variant, self._abilities, listed=isinstance(agreement, ListAgreement))
+        listed = isinstance(agreement, ListAgreement)
+        for kind in agreement.kinds:
+            check_variant(kind, agreement.variant, self._abilities, listed=listed)
+        kind = agreement.kinds[0]
         candidate = find(kind, agreement.variant.removesuffix(PRELAUNCH))
         assert candidate is not None, "check_variant lets nothing else through"
         return Choice(candidate, "the caller asked for it", ((candidate, None),))
@@ -180,7 +186,7 @@ def make_program(agreement: AnyAgreement, candidate: Candidate, moves: AbstractS
         assert isinstance(agreement, Agreement), "check_variant and choose take no kernel for a list"
         if prelaunched:
             raise ValueError(
-                f"{agreement.kind}: variant (value={agreement.variant!r}, allowed={candidate.variant!r}: "
+                f"{agreement.name}: variant (value={agreement.variant!r}, allowed={candidate.variant!r}: "
                 f"{PRELAUNCH} is for copy engines)"
             )
         symmetric = agreement.output_place is not None
@@ -190,13 +196,13 @@ def make_program(agreement: AnyAgreement, candidate: Candidate, moves: AbstractS
         assert isinstance(agreement, Agreement), "check_variant and choose let no list take turns"
         if prelaunched:
             raise ValueError(
-                f"{agreement.kind}: variant (value={agreement.variant!r}, allowed={candidate.name!r}: what "
+                f"{agreement.name}: variant (value={agreement.variant!r}, allowed={candidate.name!r}: what "
                 "takes turns is not known ahead of its call)"
             )
         return alternation(agreement.collective, frozen=frozen, opened=agreement.frozen)
     if prelaunched and frozen:
         raise ValueError(
-            f"{agreement.kind}: variant (value={agreement.variant!r}, allowed in a graph=without "
+            f"{agreement.name}: variant (value={agreement.variant!r}, allowed in a graph=without "
             f"{PRELAUNCH}: a graph hands over all its commands at once anyway)"
         )
     program = lower(_build(agreement, candidate.variant), moves)

@@ -71,10 +71,14 @@ class Batch:
             for buffer in (Buffer.INPUT, Buffer.OUTPUT)
         }
 
-    def __str__(self) -> str:
-        nbytes = sum(max(part.output_bytes(0), part.input_bytes(0)) for part in self.parts)
+    @cached_property
+    def _words(self) -> str:
+        nbytes = sum(part.largest_buffer for part in self.parts)
         tensors = "1 tensor" if len(self.parts) == 1 else f"{len(self.parts)} tensors"
         return f"{self.name}({self.world_size} ranks, {tensors}, {nbytes} bytes)"
+
+    def __str__(self) -> str:
+        return self._words  # which every call tells the peers
 
 
 Definition = Collective | Batch
