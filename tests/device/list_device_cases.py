@@ -33,7 +33,7 @@ def run_on_stream(context: Context, name: str, *args: Any) -> Any:
 
 
 def captured(context: Context, seed: int, replays: int) -> None:
-    """Lists of every kind and a batch of all kinds in one graph, replayed with fresh inputs, with eager calls between the replays."""
+    """Lists of every kind and a batch of all kinds in one graph, replayed with fresh inputs and eager calls between."""
     device = torch.device("cuda", context.rank)
     torch.set_default_device(device)
     try:
