@@ -88,7 +88,7 @@ def accepts(program: Program) -> bool:
     return True
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(data=st.data())
 def test_any_list_of_one_kind(data: st.DataObject) -> None:
     """Sizes, places and transports differ from tensor to tensor; some have no bytes."""
@@ -107,7 +107,7 @@ def test_any_list_of_one_kind(data: st.DataObject) -> None:
     assert schedules.failure((chosen,) * 3, range(3)) is None
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_any_mixture_of_kinds(data: st.DataObject) -> None:
     n = data.draw(st.integers(1, 5), label="ranks")
@@ -258,7 +258,7 @@ def test_a_span_across_two_tensors_is_refused() -> None:
         verify(edited(program, 0, [across]))
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_agrees_with_random_schedules(seed: int) -> None:
     """Random mistakes: what is accepted survives every schedule tried, what is refused for its bytes fails in one."""
     rng = random.Random(seed)
