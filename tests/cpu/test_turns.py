@@ -16,7 +16,7 @@ from worlds import POISON, LocalWorld, check, fill, random_delays, wrong_bytes
 
 from sidelane import Communicator, Config
 from sidelane.collectives.alternate import OPENING, AlternatingProgram, Turns
-from sidelane.execute.base import Addresses
+from sidelane.execute.base import NO_STREAM, Addresses, Place
 from sidelane.execute.cpu import CpuExecutor
 from sidelane.program.build import build
 from sidelane.program.build.alternating import SLOT_BYTES, alternation, flags_of
@@ -106,11 +106,11 @@ def test_one_rank_alone(pool: RankPool) -> None:
 
 def test_eager_calls_take_turns_and_every_capture_begins_with_an_opening() -> None:
     captures = iter((7, 7, 7, 7, 8, 7, 7, 9, 9))
-    turns = Turns(lambda stream: next(captures))
-    assert [turns.eager(None) for _ in range(3)] == [0, 1, 0]
+    turns = Turns(lambda place: next(captures))
+    assert [turns.eager(NO_STREAM) for _ in range(3)] == [0, 1, 0]
     # 7 goes on after 8 has begun: an opening may follow anything, so it has another one.
-    assert [turns.captured(None) for _ in range(9)] == [OPENING, 1, 0, 1, OPENING, OPENING, 1, OPENING, 1]
-    assert turns.eager(None) == 1, "graphs have turns of their own"
+    assert [turns.captured(NO_STREAM) for _ in range(9)] == [OPENING, 1, 0, 1, OPENING, OPENING, 1, OPENING, 1]
+    assert turns.eager(NO_STREAM) == 1, "graphs have turns of their own"
 
 
 class Recorder:
@@ -119,7 +119,7 @@ class Recorder:
     def __init__(self, program: Program, log: list[tuple[str, int]]) -> None:
         self.program, self.log = program, log
 
-    def start(self, epoch: int, stream: object) -> Any:
+    def run(self, epoch: int, place: Place) -> None:
         self.log.append((self.program.variant, epoch))
 
 
@@ -132,14 +132,14 @@ def test_calls_of_different_programs_share_their_turns() -> None:
         return Recorder(program, log)
 
     captures = iter((1, 1, 1, 2))
-    turns = Turns(lambda stream: next(captures))
+    turns = Turns(lambda place: next(captures))
     collectives = [all_gather([8] * 2), all_to_all([[4] * 2] * 2)]
     calls = [AlternatingProgram(alternation(c, frozen=False, opened=False), load, turns.eager) for c in collectives]
     assert len(loads) == 4, "both turns, before the first call"
     graph = [AlternatingProgram(alternation(c, frozen=True, opened=True), load, turns.captured) for c in collectives]
     assert len(loads) == 4, "in a graph only what is needed"
     for epoch, call in enumerate((calls[0], calls[1], calls[1], *graph, graph[0], graph[0]), start=1):
-        call.start(epoch, None)
+        call.run(epoch, NO_STREAM)
     names = [variant for variant, _ in log]
     assert names == ["alternating"] * 3 + [f"alternating{end}+frozen" for end in ("+opening", "", "", "+opening")]
     assert loads[4:] == [graph[0]._programs[OPENING], graph[1]._programs[1], graph[0]._programs[0]]

@@ -177,13 +177,16 @@ def in_a_capture(context: Context) -> list[str]:
         output, input = comm.empty(n * 100), torch.ones(100, device=device)
         with comm.prepare_all_gather(output, input) as handle:
             handle.arm()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            with torch.cuda.stream(torch.cuda.Stream(device)):
+                # Not torch.cuda.graph, which waits until the device is idle: it waits for the trigger.
+                graph = torch.cuda.CUDAGraph()
+                graph.capture_begin()
                 for refused in (handle.trigger, handle.wait):
                     try:
                         refused()
                     except ValueError as error:
                         texts.append(str(error))
+                graph.capture_end()
             handle.trigger()
             assert output.eq(1).all()
         with torch.cuda.graph(torch.cuda.CUDAGraph()):

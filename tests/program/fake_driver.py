@@ -12,12 +12,14 @@ import ctypes
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from sidelane.execute.cuda.driver import Bound, DriverError
+from sidelane.execute.base import Place
+from sidelane.execute.cuda.driver import DriverError
+from sidelane.execute.cuda.native import Bound
 
 LEGACY = 0
 WORD = 0xFFFFFFFF
@@ -39,8 +41,16 @@ class FakeMemoryOps:
     def wait(self, address: int, value: int, *, equal: bool) -> None:
         self.ops.append(["equal" if equal else "reached", address, value & WORD])
 
-    def replace(self, index: int, word: int) -> None:
-        self.ops[index][2] = word
+    def __len__(self) -> int:
+        return len(self.ops)
+
+    def setters(self, indices: Sequence[int]) -> list[Callable[[int], None]]:
+        def set_all(word: int) -> None:
+            assert 0 <= word <= WORD, "memory operations have 32 bits"
+            for index in indices:
+                self.ops[index][2] = word
+
+        return [set_all]
 
 
 class Stream:
@@ -59,6 +69,8 @@ class FakeDriver:
         self.urgent: list[int] = []
         self.fail_next: str | None = None
         self.second_contexts = 0
+        self.caller = LEGACY  # the caller's current stream
+        self.device_is_current = True
         self._graphs: dict[int, tuple[list[Callable[[], None]], int]] = {}
         self._all_channels: list[_Channel] = []
         self._channels = [self._new_channel() for _ in range(channels)] if channels else None
@@ -98,17 +110,11 @@ class FakeDriver:
     def memory_ops(self) -> FakeMemoryOps:
         return FakeMemoryOps()
 
-    def word(self, value: int) -> int:
-        return value & WORD
-
-    def native_batch(self, ops: FakeMemoryOps, value: int) -> None:
-        assert all(op[2] == value for op in ops.ops)
-
-    def bind_memory_ops(self, ops: FakeMemoryOps, stream: int) -> Bound:
+    def bind_memory_ops(self, ops: FakeMemoryOps, stream: int, part: slice = slice(None)) -> Bound:
         def submit() -> None:
             if stream == LEGACY:
                 raise DriverError("CUDA_ERROR_NOT_SUPPORTED", "cuStreamBatchMemOp")
-            now = [tuple(op) for op in ops.ops]
+            now = [tuple(op) for op in ops.ops[part]]
             self._put("memory_ops", stream, lambda: _run_memory_ops(now))
 
         return submit, ()
@@ -182,6 +188,7 @@ class FakeDriver:
         return submit, ()
 
     def submit(self, calls: Iterable[Bound]) -> None:
+        assert self.device_is_current, "calls go to the device of the caller's context"
         for function, arguments in calls:
             if self.fail_next:
                 name, self.fail_next = self.fail_next, None
@@ -194,14 +201,20 @@ class FakeDriver:
     def is_capturing(self, stream: int) -> bool:
         return self.graph is not None
 
-    def is_current_capturing(self, stream: int) -> bool:
-        return self.is_capturing(stream)
+    def place(self) -> Place:
+        return self.caller, self.graph is not None
+
+    def is_current(self) -> bool:
+        return self.device_is_current
 
     def capture_of(self, stream: int) -> int:
         return self.captures if self.graph is not None else 0
 
-    def current(self) -> contextlib.AbstractContextManager[object]:
-        return contextlib.nullcontext()
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        before, self.device_is_current = self.device_is_current, True
+        yield
+        self.device_is_current = before
 
     def elapsed_us(self, first: int, second: int) -> float:
         return (self._reached_ns[second] - self._reached_ns[first]) / 1e3

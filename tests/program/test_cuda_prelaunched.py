@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +16,6 @@ from sidelane.execute.cuda import plan as planning
 from sidelane.execute.cuda.calls import Gate, HostWord, MemOps, WaitEvent, WaitValue, WriteValue
 from sidelane.execute.cuda.driver import DriverError
 from sidelane.execute.cuda.held import hold_back
-from sidelane.execute.cuda.native import NativeBatch
 from sidelane.execute.cuda.plan import plan_calls
 from sidelane.execute.cuda.prelaunched import CudaPrelaunched
 from sidelane.program import collective as define
@@ -46,7 +42,7 @@ class Armed:
 
     def fire(self, ranks: Sequence[int] | None = None, stream: int | None = None) -> None:
         for rank in range(self.world.world_size) if ranks is None else ranks:
-            self.ranks[rank].fire(self.world.streams[rank].cuda_stream if stream is None else stream)
+            self.ranks[rank].fire((self.world.streams[rank].cuda_stream if stream is None else stream, False))
 
     def store(self, rank: int) -> Callable[[], None]:
         """What a kernel does that fires."""
@@ -187,7 +183,7 @@ def test_the_host_fires_without_the_driver(pair: World) -> None:
             rank.fire_from_host()
         assert submitted(pair) == [[], []]
         for rank, stream in zip(armed.ranks, pair.streams, strict=True):
-            rank.join(stream.cuda_stream, begun=True)
+            rank.join((stream.cuda_stream, False), begun=True)
         for driver in pair.drivers:
             driver.synchronize()
         armed.data.check(expected)
@@ -208,7 +204,7 @@ def test_a_kernel_fires_by_a_store(pair: World) -> None:
         for rank, driver in enumerate(pair.drivers):
             stream = pair.streams[rank].cuda_stream
             driver.do(stream, armed.store(rank))
-            armed.ranks[rank].join(stream, begun=False)
+            armed.ranks[rank].join((stream, False), begun=False)
         for driver in pair.drivers:
             driver.synchronize()
         armed.data.check(expected)
@@ -238,47 +234,6 @@ def test_counts_say_what_was_submitted_ahead(pair: World) -> None:
     pair.synchronize()
 
 
-class Parameter:
-    """Laid out as cuda.h lays out both operations of a batch."""
-
-    def __init__(self, kind: int, address: int, value: int, *, at: int = 16) -> None:
-        self._bytes = ctypes.create_string_buffer(48)
-        for place, word, kind_of in (
-            (0, kind, ctypes.c_uint32),
-            (8, address, ctypes.c_uint64),
-            (at, value, ctypes.c_uint32),
-        ):
-            kind_of.from_buffer(self._bytes, place).value = word
-
-    def getPtr(self) -> int:
-        return ctypes.addressof(self._bytes)
-
-
-def test_a_native_batch_is_one_array_whose_values_change_in_place() -> None:
-    seen: list[tuple[int, int, list[tuple[int, int, int]]]] = []
-    answers = [0, 700]
-
-    def library(stream: Any, count: Any, array: Any, flags: Any) -> int:
-        raw = ctypes.string_at(array.value, 48 * count.value)
-        ops = [struct.unpack_from("<I4xQI", raw, 48 * index) for index in range(count.value)]
-        seen.append((stream.value, flags.value, ops))
-        return answers.pop(0)
-
-    batch = NativeBatch(
-        SimpleNamespace(CUresult=lambda code: f"error {code}"), library, [Parameter(2, 99, 7), Parameter(1, 88, 7)], 7
-    )
-    function, arguments = batch.bind(5)
-    batch.set((1 << 32) + 3)
-    assert function(*arguments) == (0,)
-    assert function(*arguments) == ("error 700",)
-    assert seen == [(5, 0, [(2, 99, 3), (1, 88, 3)])] * 2
-
-
-def test_another_layout_of_memory_operations_is_noticed() -> None:
-    with pytest.raises(ValueError, match="unknown layout"):
-        NativeBatch(None, None, [Parameter(2, 99, 7, at=20)], 7)
-
-
 # --- misuse and failures ----------------------------------------------------------------------------------------------
 
 
@@ -287,9 +242,9 @@ def test_a_capture_is_refused_and_the_trigger_comes_later(pair: World) -> None:
     armed.arm()
     expected = armed.data.fill(1)
     pair.drivers[0].begin_capture()
-    for wrong in (armed.ranks[0].fire, lambda stream: armed.ranks[0].join(stream, begun=True)):
+    for wrong in (armed.ranks[0].fire, lambda place: armed.ranks[0].join(place, begun=True)):
         with pytest.raises(ValueError, match="captur"):
-            wrong(pair.streams[0].cuda_stream)
+            wrong((pair.streams[0].cuda_stream, True))
     assert pair.drivers[0].end_capture() == []
     armed.fire()
     pair.synchronize()
@@ -336,7 +291,7 @@ def test_a_kernel_that_never_fires_is_a_time_out_of_its_own_rank(pair: World) ->
     armed = Armed(pair, gather(2))
     armed.arm()
     for rank, stream in zip(armed.ranks, pair.streams, strict=True):
-        rank.join(stream.cuda_stream, begun=False)
+        rank.join((stream.cuda_stream, False), begun=False)
     with pytest.raises(PeerTimeoutError, match="has not signalled"):
         pair.synchronize()
     for driver in pair.drivers:

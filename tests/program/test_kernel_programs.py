@@ -16,7 +16,7 @@ from sidelane.device import layout
 from sidelane.errors import PeerError, PeerTimeoutError
 from sidelane.execute.base import Addresses
 from sidelane.execute.cuda import CudaExecutor, DriverFeatures
-from sidelane.execute.cuda.driver import Bound
+from sidelane.execute.cuda.native import Bound
 from sidelane.execute.cuda.watch import BOARD
 from sidelane.execute.monitor import NO_CALL
 from sidelane.execute.submitted import Counts

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
-
-from sidelane.execute.base import LoadedProgram, Pending
+from sidelane.execute.base import Place, Runnable
 from sidelane.program.build.alternating import SLOT_BYTES, TURNS, Alternation, flags_of
 from sidelane.program.collective import MAX_WORLD_SIZE
 from sidelane.program.ir import Program
@@ -25,24 +23,24 @@ class Turns:
     """Counts the alternating calls of one communicator, as every rank of it does.
 
     Args:
-        capture_of: number of the capture that a stream is in, never used twice.
+        capture_of: number of the capture that a place is in, never used twice.
     """
 
-    def __init__(self, capture_of: Callable[[torch.Stream | None], int]) -> None:
+    def __init__(self, capture_of: Callable[[Place], int]) -> None:
         self._capture_of = capture_of
         self._eager = 0
         self._capture: int | None = None
         self._captured = 0
 
-    def eager(self, stream: torch.Stream | None) -> int:
+    def eager(self, place: Place) -> int:
         """Take the next eager turn: 0, 1, 0, 1 ..."""
         turn = self._eager
         self._eager = 1 - turn
         return turn
 
-    def captured(self, stream: torch.Stream | None) -> int:
+    def captured(self, place: Place) -> int:
         """Take the next turn of a graph: ``OPENING``, which is a turn 0, and then 1, 0, 1, 0 ..."""
-        capture = self._capture_of(stream)
+        capture = self._capture_of(place)
         if capture != self._capture:
             # Captures that take turns themselves each begin anew: an opening may follow anything.
             self._capture, self._captured = capture, 1
@@ -53,19 +51,19 @@ class Turns:
 
 
 class AlternatingProgram:
-    """The programs of an alternation, loaded: each start runs that of its turn.
+    """The programs of an alternation, loaded: each call runs that of its turn.
 
     Args:
         alternation: what to run.
         load: loads one program.
-        take_turn: of :class:`Turns`; called once for each start, in the order of the calls.
+        take_turn: of :class:`Turns`; called once for each run, in the order of the calls.
     """
 
     def __init__(
         self,
         alternation: Alternation,
-        load: Callable[[Program], LoadedProgram],
-        take_turn: Callable[[torch.Stream | None], int],
+        load: Callable[[Program], Runnable],
+        take_turn: Callable[[Place], int],
     ) -> None:
         opening = () if alternation.opening is None else (alternation.opening,)
         self._programs: tuple[Program, ...] = (*alternation.turns, *opening)
@@ -78,10 +76,10 @@ class AlternatingProgram:
         """That of turn 0."""
         return self._programs[0]
 
-    def start(self, epoch: int, stream: torch.Stream | None) -> Pending:
-        """Run the program whose turn it is (see :class:`sidelane.execute.base.LoadedProgram`)."""
-        turn = self._take_turn(stream)
+    def run(self, epoch: int, place: Place) -> None:
+        """Run the program whose turn it is (see :class:`sidelane.execute.base.Runnable`)."""
+        turn = self._take_turn(place)
         loaded = self._loaded[turn]
         if loaded is None:
             loaded = self._loaded[turn] = self._load(self._programs[turn])
-        return loaded.start(epoch, stream)
+        loaded.run(epoch, place)

@@ -254,13 +254,19 @@ def check_tensors(function: str, *tensors: object) -> None:
 
 
 def identity(tensor: object) -> Hashable:
-    """Everything about a tensor that validation looks at."""
-    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+    """Everything about a tensor that validation looks at. Every call comes here, and each question takes time."""
+    if not isinstance(tensor, torch.Tensor):
+        return str(type(tensor))
+    try:
+        address = tensor.data_ptr()
+    except RuntimeError:  # it has none, as sparse ones
         return str(type(tensor))
     dtype = tensor.dtype
-    # Only complex tensors can be conjugated, and to ask takes longer than all the rest: every call comes here.
-    contiguous = tensor.is_contiguous() and not tensor.is_neg() and not (dtype.is_complex and tensor.is_conj())
-    return (tensor.data_ptr(), tensor.nbytes, dtype, tensor.device, contiguous)
+    # Only complex tensors can be conjugated.
+    ordinary = tensor.is_contiguous() and not tensor.is_neg() and not (dtype.is_complex and tensor.is_conj())
+    if address:  # which lies on one device
+        return (address, tensor.nbytes, dtype, ordinary)
+    return (address, tensor.nbytes, dtype, ordinary, tensor.device, tensor.layout)
 
 
 def op_name(op: object) -> str:

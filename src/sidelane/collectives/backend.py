@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from sidelane.choice import Abilities
-from sidelane.execute.base import Addresses, Executor, LoadedProgram
+from sidelane.execute.base import Addresses, Executor, LoadedProgram, Place, Runnable
 from sidelane.memory.base import SymmetricMemory
 from sidelane.program.ir import Program
 from sidelane.program.kernel import KernelProgram
@@ -97,20 +97,20 @@ class Backend(Protocol):
         """
         ...
 
-    def capturing(self) -> bool:
-        """True while the caller's work is being captured into a graph."""
+    def place(self) -> Place:
+        """Where the caller stands. Asked once a call, since to ask takes time."""
         ...
 
-    def capture_of(self, stream: torch.Stream | None) -> int:
-        """Number of the capture that ``stream`` is in, which no other capture has or had; 0 outside of captures."""
+    def capture_of(self, place: Place) -> int:
+        """Number of the capture that ``place`` is in, which no other capture has or had; 0 outside of captures."""
         ...
 
     def run(
-        self, loaded: LoadedProgram, epoch: int, async_op: bool, tensors: Sequence[torch.Tensor | None], frozen: bool
+        self, loaded: Runnable, epoch: int, async_op: bool, tensors: Sequence[torch.Tensor | None], place: Place
     ) -> Work | None:
         """Start a program behind the caller's work so far. Without ``async_op``, the caller's next work follows it.
 
-        ``frozen``: the caller's work is being captured, and the program was made for that.
+        ``place``: where the caller stands. If it is being captured, the program was made for that.
         """
         ...
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from sidelane.choice import Abilities
 from sidelane.errors import SidelaneError, UnavailableError
-from sidelane.execute.base import Addresses, LoadedProgram
+from sidelane.execute.base import NO_STREAM, Addresses, LoadedProgram, Place, Runnable
 from sidelane.execute.cpu import CpuExecutor
 from sidelane.memory.control import ControlBlock
 from sidelane.memory.shm import ShmMemory
@@ -36,20 +36,20 @@ class CpuBackend:
     def hold(self, program: Program, addresses: Addresses, host_trigger: bool) -> CpuHeld:
         return CpuHeld(self, program, addresses)
 
-    def capturing(self) -> bool:
-        return False
+    def place(self) -> Place:
+        return NO_STREAM
 
-    def capture_of(self, stream: torch.Stream | None) -> int:
+    def capture_of(self, place: Place) -> int:
         return 0
 
     def run(
-        self, loaded: LoadedProgram, epoch: int, async_op: bool, tensors: Sequence[torch.Tensor | None], frozen: bool
+        self, loaded: Runnable, epoch: int, async_op: bool, tensors: Sequence[torch.Tensor | None], place: Place
     ) -> CpuWork | None:
         if async_op:
             # The future keeps the tensors: a caller may drop them before the thread gets there.
             return self.submit(_run, loaded, epoch, tensors)
         self.synchronize()
-        loaded.start(epoch, None).wait()
+        loaded.run(epoch, place)
         return None
 
     def submit(self, function: Callable[..., None], *arguments: object) -> CpuWork:
@@ -132,5 +132,5 @@ def _result(future: concurrent.futures.Future[None], executor: CpuExecutor) -> N
         raise
 
 
-def _run(loaded: LoadedProgram, epoch: int, tensors: Sequence[torch.Tensor | None]) -> None:
-    loaded.start(epoch, None).wait()
+def _run(loaded: Runnable, epoch: int, tensors: Sequence[torch.Tensor | None]) -> None:
+    loaded.run(epoch, NO_STREAM)

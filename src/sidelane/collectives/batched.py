@@ -84,7 +84,7 @@ class Batched:
                 variant=self._variant,
                 beside=self._beside,
                 async_op=self._async_op,
-                frozen=calls.backend.capturing(),
+                place=calls.backend.place(),
             )
         except KeyboardInterrupt as interrupt:
             calls.fail(interrupt)

@@ -17,6 +17,7 @@ from sidelane.collectives.backend import Backend, Work
 from sidelane.collectives.prepare import Prepared
 from sidelane.config import Config
 from sidelane.errors import CommunicatorClosedError, PeerError
+from sidelane.execute.base import Place
 from sidelane.memory.control import ControlBlock, PostedCall
 
 
@@ -81,15 +82,27 @@ class Calls:
             )
 
     def run(
-        self, prepared: Prepared, call: int, async_op: bool, tensors: tuple[torch.Tensor | None, ...]
+        self,
+        prepared: Prepared,
+        call: int,
+        async_op: bool,
+        tensors: tuple[torch.Tensor | None, ...],
+        place: Place,
     ) -> Work | None:
-        """Start a call that is ready, behind the caller's work. ``tensors``: its own, what it writes first.
+        """Start a call that is ready, behind the caller's work.
+
+        Args:
+            prepared: for a caller who is captured, or for one who is not.
+            call: its number.
+            async_op: the caller's next work does not wait for its end.
+            tensors: its own, what it writes first.
+            place: where the caller stands.
 
         Raises:
             PeerError, PeerTimeoutError: it failed, or an earlier one did.
         """
         try:
-            work = self.backend.run(prepared.loaded, call, async_op, tensors, prepared.frozen)
+            work = self.backend.run(prepared.loaded, call, async_op, tensors, place)
         except (PeerError, KeyboardInterrupt) as error:
             self.fail(error)
             raise

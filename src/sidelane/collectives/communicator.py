@@ -117,7 +117,7 @@ class Communicator:
                 raise TypeError(f"empty: dtype (value={dtype!r}, allowed=a torch.dtype)")
             if any(length < 0 for length in shape):
                 raise ValueError(f"empty: size (value={tuple(shape)}, allowed=lengths of 0 and more)")
-            if self._backend.capturing():
+            if self._backend.place()[1]:
                 raise UnavailableError("empty: symmetric memory cannot be allocated while a graph is captured")
             nbytes = shape.numel() * dtype.itemsize
         self._control.post_call(call, f"empty of {nbytes} bytes")
@@ -410,7 +410,8 @@ class Communicator:
         call = self._calls.number()
         # Plain handlers here and in Calls.run: every call comes here, and a context manager costs a microsecond.
         try:
-            frozen = self._backend.capturing()
+            place = self._backend.place()
+            frozen = place[1]
             key = (kind, variant, beside, details, frozen, generation(), *map(identity, tensors))
             prepared = self._preparer.recall(key)
             if prepared is None and not (listed := holds_lists(kind, tensors)):
@@ -431,7 +432,7 @@ class Communicator:
                     variant=variant,
                     beside=beside,
                     async_op=async_op,
-                    frozen=frozen,
+                    place=place,
                 )
             if prepared is None:
                 prepared = self._prepare(call, Agreement.of(request, variant, frozen, hint), request, key)
@@ -442,7 +443,7 @@ class Communicator:
         except KeyboardInterrupt as error:
             self._calls.fail(error)
             raise
-        return self._calls.run(prepared, call, async_op, tensors)
+        return self._calls.run(prepared, call, async_op, tensors, place)
 
     def _prepare(self, call: int, agreement: Agreement, request: Request, key: Hashable) -> Prepared:
         self._control.post_call(call, agreement.text())

@@ -16,6 +16,7 @@ from sidelane.collectives.heap import Region, generation
 from sidelane.collectives.listed import BATCH, LISTED, ListAgreement, ListRequest, Part
 from sidelane.collectives.plan import check_variant
 from sidelane.collectives.prepare import Preparer
+from sidelane.execute.base import Place
 from sidelane.program.collective import Kind
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
@@ -52,7 +53,7 @@ def call_lists(
     variant: str,
     beside: str | None,
     async_op: bool,
-    frozen: bool,
+    place: Place,
 ) -> Work | None:
     """Run all that was asked for as one call.
 
@@ -66,12 +67,12 @@ def call_lists(
         variant: see ``Communicator.all_gather``.
         beside: likewise.
         async_op: likewise.
-        frozen: the caller's work is being captured.
+        place: where the caller stands.
 
     Raises:
         As ``Communicator.all_gather``.
     """
-    config = calls.config
+    config, frozen = calls.config, place[1]
     with calls.telling_refusals(call, name):
         lists = [_lists(each) for each in asked]
         tensors = tuple(tensor for columns in lists for column in columns for tensor in column)
@@ -99,7 +100,7 @@ def call_lists(
         if config.debug:
             calls.agree(call)
     # In front of the tensors, None for the single one that a call writes: whole lists are written.
-    work = calls.run(prepared, call, async_op, (None, *tensors))
+    work = calls.run(prepared, call, async_op, (None, *tensors), place)
     increment_version([tensor for columns in lists for tensor in columns[0]])
     return work
 

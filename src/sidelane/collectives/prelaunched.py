@@ -280,7 +280,7 @@ def _check_variant(name: str, kind: Kind, variant: str, abilities: Abilities) ->
 
 
 def _refuse_captures(name: str, calls: Calls) -> None:
-    if calls.backend.capturing():
+    if calls.backend.place()[1]:
         raise UnavailableError(
             f"{name}: not while a graph is captured, which hands all of its commands over at once anyway"
         )

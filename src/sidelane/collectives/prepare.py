@@ -16,7 +16,7 @@ from sidelane.collectives.listed import ListRequest
 from sidelane.collectives.plan import AUTO, AnyAgreement, Planner
 from sidelane.collectives.staging import Staging
 from sidelane.device.layout import arena_bytes
-from sidelane.execute.base import Addresses, LoadedProgram, Pieces
+from sidelane.execute.base import Addresses, Pieces, Runnable
 from sidelane.memory.base import SymmetricBlock
 from sidelane.program.batch import Batch
 from sidelane.program.build import Alternation
@@ -42,7 +42,7 @@ class Prepared:
         choice: how it runs, and why.
     """
 
-    loaded: LoadedProgram
+    loaded: Runnable
     signature: str
     frozen: bool
     choice: Choice
@@ -137,7 +137,7 @@ class Preparer:
             # on all ranks at once: a rank that still wrote to the old block would miss a peer that reads the new one.
             self._recent.clear()
 
-    def _load_kernel(self, program: KernelProgram, request: Request | ListRequest, frozen: bool) -> LoadedProgram:
+    def _load_kernel(self, program: KernelProgram, request: Request | ListRequest, frozen: bool) -> Runnable:
         assert isinstance(request, Request), "no kernel takes lists"
         assert self._arena is not None, "backends that have kernels have an arena for them"
         self._reserve(self._kernel_staging, program.staging_bytes, frozen)
@@ -145,9 +145,7 @@ class Preparer:
         addresses = Addresses(buffers, (), self._arena.addresses)
         return self._backend.load_kernel(program, addresses, frozen)
 
-    def _load_alternation(
-        self, alternation: Alternation, request: Request | ListRequest, captured: bool
-    ) -> LoadedProgram:
+    def _load_alternation(self, alternation: Alternation, request: Request | ListRequest, captured: bool) -> Runnable:
         assert isinstance(request, Request), "lists do not take turns"
         program = alternation.turns[0]
         if program.world_size > 1:

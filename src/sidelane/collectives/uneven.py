@@ -53,7 +53,7 @@ def call_uneven(
         if splits[0] is None or splits[1] is None:
             raise ValueError("all_to_all: give both output_split_sizes and input_split_sizes, or none")
         sizes = arguments.split_bytes(output, input, splits[0], splits[1])
-        frozen = backend.capturing()
+        frozen = (place := backend.place())[1]
         head = f"all_to_all with split sizes of {input.dtype}, variant {variant}"
         head += f", beside {hint}" + ", captured" * frozen
         regions = (arguments.heap.locate(output), arguments.heap.locate(input))
@@ -65,4 +65,4 @@ def call_uneven(
         request = arguments.all_to_all_uneven(output, input, agreed)
         with calls.failing_for_good():
             prepared = preparer.prepare(Agreement.of(request, variant, frozen, hint), request, key)
-    return calls.run(prepared, call, async_op, tensors)
+    return calls.run(prepared, call, async_op, tensors, place)

@@ -20,8 +20,9 @@ FLAGS_OFFSET = tl.constexpr(layout.FLAGS_OFFSET)
 MAX_BLOCKS = tl.constexpr(layout.MAX_BLOCKS)
 MAX_RANKS = tl.constexpr(layout.MAX_RANKS)
 WAITING = tl.constexpr(layout.WAITING)
-POLLS = tl.constexpr(256)
-"""Polls, each about a microsecond, between two looks at the board, which lies behind PCIe."""
+POLLS = tl.constexpr(8192)
+"""Polls between two looks at the board: some milliseconds. All warps of a block look, across PCIe, and that traffic holds
+up the fences of the signals: with a look every 256 polls, one late rank made all others late (docs/kernels.md)."""
 
 
 @triton.jit
@@ -94,8 +95,7 @@ def wait(arena, generation, board, spent, PHASE: tl.constexpr, N: tl.constexpr):
         polls += 1
         if polls % POLLS == 0:
             spent = give_up(board, lane, late, generation)
-    # Loads find out when; the addition of 0 acquires. Additions alone would do, but where many blocks repeated them,
-    # signals of peers took milliseconds now and then (docs/kernels.md).
+    # Loads find out when; the addition of 0 acquires.
     missing = tl.max(_late(_acquire(flags, mask), mask, generation))
     while (missing != 0) & (spent == 0):
         missing = tl.max(_late(_acquire(flags, mask), mask, generation))

@@ -100,11 +100,29 @@ class Pending(Protocol):
         ...
 
 
-class LoadedProgram(Protocol):
-    """A program bound to addresses: everything that can be worked out before a call has been."""
+Place = tuple[int, bool]
+"""Where a call stands in the work of its caller: the handle of a stream, and whether it is being captured."""
+
+NO_STREAM: Place = (0, False)
+"""Where all calls stand on a device that has no streams."""
+
+
+class Runnable(Protocol):
+    """What a communicator runs again and again: a loaded program, or several that take turns."""
 
     @property
     def program(self) -> Program | KernelProgram: ...
+
+    def run(self, epoch: int, place: Place) -> None:
+        """Run this rank's queues once, behind the work of ``place`` and in front of what it gets next.
+
+        Devices with streams return at once, others when it has ended. ``epoch`` as in :meth:`LoadedProgram.start`.
+        """
+        ...
+
+
+class LoadedProgram(Runnable, Protocol):
+    """A program bound to addresses: everything that can be worked out before a call has been."""
 
     def start(self, epoch: int, stream: torch.Stream | None) -> Pending:
         """Run this rank's queues once.

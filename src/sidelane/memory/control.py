@@ -86,7 +86,8 @@ class ControlBlock:
         """
         if call < 1:
             raise ValueError(f"ControlBlock.post_call: call numbers begin at 1 (value={call})")
-        self._check_usable("post_call")
+        if self._is_closed:
+            self._check_usable("post_call")
         if self._unread and call >= self._unread + RING_CALLS:
             self._let_peers_read()
         payload = self._payloads.get(signature) if refusal is None else None
@@ -97,9 +98,10 @@ class ControlBlock:
                     self._payloads.clear()
                 self._payloads[signature] = payload
         with self._lock:
-            self._own.slot(call).write(call, _OK if refusal is None else _REFUSED, payload)
-            if refusal is None:
-                self._own.words[_BEGUN] = max(self._own.words[_BEGUN], call)
+            own = self._own
+            own.slots[call % RING_CALLS].write(call, _OK if refusal is None else _REFUSED, payload)
+            if refusal is None and own.words[_BEGUN] < call:
+                own.words[_BEGUN] = call
 
     def begin(self, call: int, step: str) -> None:
         """Say that this rank has begun ``call``; ``step`` describes it in a few words."""
@@ -292,10 +294,10 @@ class _Part:
         self.step = Record(view[64 : 64 + _STEP_BYTES])
         self.abort = Record(view[1024 : 1024 + _ABORT_BYTES])
         slots = view[_PAGE_BYTES:]
-        self._slots = [Record(slots[i * _SLOT_BYTES : (i + 1) * _SLOT_BYTES]) for i in range(RING_CALLS)]
+        self.slots = [Record(slots[i * _SLOT_BYTES : (i + 1) * _SLOT_BYTES]) for i in range(RING_CALLS)]
 
     def slot(self, call: int) -> Record:
-        return self._slots[call % RING_CALLS]
+        return self.slots[call % RING_CALLS]
 
     def posted(self, rank: int, call: int) -> PostedCall | None:
         slot = self.slot(call)

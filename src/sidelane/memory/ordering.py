@@ -20,6 +20,20 @@ from __future__ import annotations
 import threading
 
 
+class Fence:
+    """The fence of one writer, which one thread uses at a time: it need not look for the lock of the thread.
+
+    Call ``release`` and then ``acquire``, which never blocks: together they order as :func:`full_fence` does.
+    """
+
+    __slots__ = ("acquire", "release")
+
+    def __init__(self) -> None:
+        lock = threading.Lock()
+        lock.acquire()
+        self.release, self.acquire = lock.release, lock.acquire
+
+
 class _HeldLock(threading.local):
     """A lock of each thread, always held by it, so that letting go and taking it again never blocks."""
 

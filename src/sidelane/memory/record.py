@@ -6,7 +6,7 @@ import struct
 import time
 import zlib
 
-from sidelane.memory.ordering import full_fence
+from sidelane.memory.ordering import Fence, full_fence
 
 
 class Record:
@@ -29,6 +29,7 @@ class Record:
         self._payload = view[self.HEADER_BYTES :]
         self._written: bytes | None = None  # what this object, the writer's, last put there
         self._written_checksum = 0
+        self._fence = Fence()
 
     @property
     def is_blank(self) -> bool:
@@ -42,18 +43,22 @@ class Record:
 
     def write(self, number: int, status: int, payload: bytes) -> None:
         """Replace the record. Only its owner may, one thread at a time."""
-        if len(payload) > len(self._payload):
+        fresh = payload is not self._written  # calls repeat, and bytes do not change
+        if fresh and len(payload) > len(self._payload):
             raise ValueError(f"Record.write: payload bytes (value={len(payload)}, allowed=..{len(self._payload)})")
-        sequence = (self._words[0] | 1) + 1  # a predecessor that never finished leaves an odd one
-        self._words[0] = sequence - 1
-        full_fence()
-        if payload is not self._written:  # calls repeat, and bytes do not change
+        words, fence = self._words, self._fence
+        sequence = (words[0] | 1) + 1  # a predecessor that never finished leaves an odd one
+        words[0] = sequence - 1
+        fence.release()
+        fence.acquire()
+        if fresh:
             self._payload[: len(payload)] = payload
             self._written, self._written_checksum = payload, zlib.crc32(payload)
-        self._words[1], self._words[2] = number, status
-        self._words[3] = len(payload) << 32 | _checksum(sequence, number, status, self._written_checksum)
-        full_fence()
-        self._words[0] = sequence
+        words[1], words[2] = number, status
+        words[3] = len(payload) << 32 | _checksum(sequence, number, status, self._written_checksum)
+        fence.release()
+        fence.acquire()
+        words[0] = sequence
 
     def read(self) -> tuple[int, int, bytes] | None:
         """(number, status, payload); None if nothing was written, or if no whole record was there for about 20 ms."""
@@ -74,8 +79,8 @@ class Record:
         return None
 
 
-_HEADER = struct.Struct("<QQQ")
+_pack = struct.Struct("<QQQ").pack
 
 
 def _checksum(sequence: int, number: int, status: int, of_payload: int) -> int:
-    return zlib.crc32(_HEADER.pack(sequence, number, status), of_payload)
+    return zlib.crc32(_pack(sequence, number, status), of_payload)

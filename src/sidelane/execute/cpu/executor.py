@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 
 from sidelane.errors import CommunicatorClosedError, PeerError
-from sidelane.execute.base import Addresses, Capabilities
+from sidelane.execute.base import Addresses, Capabilities, Place
 from sidelane.execute.cpu.commands import Step, compile_queue
 from sidelane.execute.cpu.invocation import Delay, EngineThread, Invocation, Site
 from sidelane.execute.monitor import PeerMonitor
@@ -177,6 +177,10 @@ class CpuProgram:
         invocation.leave()
         self._executor.ledger.count(self._entry)
         return invocation
+
+    def run(self, epoch: int, place: Place) -> None:
+        """Run this rank's queues once and wait for their end (see :class:`sidelane.execute.base.Runnable`)."""
+        self.start(epoch, None).wait()
 
     def _launch(self, epoch: int, *, begun: bool) -> Invocation:
         # Counts one part more than there are queues: start's own, so that it is not over before all were submitted.

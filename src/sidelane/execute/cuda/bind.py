@@ -23,7 +23,8 @@ from sidelane.execute.cuda.calls import (
     WaitValue,
     WriteValue,
 )
-from sidelane.execute.cuda.driver import Bound, Driver, MemoryOps
+from sidelane.execute.cuda.driver import Driver
+from sidelane.execute.cuda.native import WORD_MASK, Bound
 from sidelane.program.ir import Comparison, Flag, Program, Value
 
 WORD_BYTES = 4
@@ -109,16 +110,19 @@ class BoundPlan:
         self._driver, self._resolve, self._stamps, self._busy = driver, resolve, stamps, busy
         self._reduce_blocks = reduce_blocks
         self._captured = captured
-        self._batches: dict[int, MemoryOps] = {}
-        self._moving: dict[Value, list[tuple[MemoryOps, int]]] = {}
+        # All operations of the plan in one place, so that few calls give them their values of an invocation.
+        self._ops = driver.memory_ops()
+        self._batches: dict[int, slice] = {}
+        moving: dict[Value, list[int]] = {}
         for call in plan.calls():
             if isinstance(call, MemOps):
-                self._batches[id(call)] = self._batch(call)
+                self._batches[id(call)] = self._append(call, moving)
             elif isinstance(call, Memcpy | MemcpyBatch):
                 for copy in copies_of(call):
                     resolve(copy.dst), resolve(copy.src)  # what has no address is found now, not at the first call
             elif isinstance(call, LaunchReduce):
                 resolve(call.dst), *map(resolve, call.srcs)
+        self._setters = [(value, self._ops.setters(places)) for value, places in moving.items()]
         self._last_epoch = 0
         self._by_caller: dict[int, list[Bound]] = {}
         self.ahead = self._bind(plan.ahead, caller=0)
@@ -127,10 +131,10 @@ class BoundPlan:
         """Give every signal and wait its value of this invocation. Submitting a batch copies its values."""
         if epoch == self._last_epoch:
             return
-        for value, places in self._moving.items():
-            word = self._driver.word(value.at(epoch))
-            for batch, index in places:
-                batch.replace(index, word)
+        for value, setters in self._setters:
+            word = value.at(epoch) & WORD_MASK
+            for set_all in setters:
+                set_all(word)
         self._last_epoch = epoch
 
     def steps(self, caller: int) -> list[Bound]:
@@ -149,7 +153,7 @@ class BoundPlan:
         driver = self._driver
         match call:
             case MemOps():
-                return driver.bind_memory_ops(self._batches[id(call)], stream)
+                return driver.bind_memory_ops(self._ops, stream, self._batches[id(call)])
             case Memcpy(dst, src, nbytes):
                 return driver.bind_copy(self._resolve(dst), self._resolve(src), nbytes, stream)
             case MemcpyBatch(copies):
@@ -165,17 +169,18 @@ class BoundPlan:
             case RecordStamp(slot):
                 return driver.bind_record(self._stamps[slot], stream, external=self._captured)
 
-    def _batch(self, call: MemOps) -> MemoryOps:
-        batch = self._driver.memory_ops()
-        for index, op in enumerate(call.ops):
+    def _append(self, call: MemOps, moving: dict[Value, list[int]]) -> slice:
+        """Add a batch to the operations; where it is. ``moving``: which operations follow the epoch."""
+        first = len(self._ops)
+        for index, op in enumerate(call.ops, first):
             value = op.value
             match op:
                 case WriteValue(target):
                     if target is HostWord.BUSY and value.base:
                         value = Value(self._busy)
-                    batch.write(self._resolve(target), value.at(0))
+                    self._ops.write(self._resolve(target), value.at(0))
                 case WaitValue(flag, _, comparison):
-                    batch.wait(self._resolve(flag), value.at(0), equal=comparison is Comparison.EQ)
+                    self._ops.wait(self._resolve(flag), value.at(0), equal=comparison is Comparison.EQ)
             if value.per_epoch:
-                self._moving.setdefault(value, []).append((batch, index))
-        return batch
+                moving.setdefault(value, []).append(index)
+        return slice(first, len(self._ops))

@@ -8,7 +8,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable
 
-from sidelane.execute.cuda.driver import Bound, Driver
+from sidelane.execute.cuda.driver import Driver
+from sidelane.execute.cuda.native import WORD_MASK, Bound
 
 
 class CachedGraph:
@@ -26,19 +27,14 @@ class CachedGraph:
         self._graph = driver.make_graph(calls, stream)
         self._end = driver.memory_ops()
         self._end.write(finished, 0)
-        self._by_stream: dict[int, list[Bound]] = {}
+        (self._set_end,) = self._end.setters([0])
         weakref.finalize(self, driver.destroy_graph, self._graph).atexit = False
 
-    def steps(self, epoch: int, stream: int) -> list[Bound]:
-        """The calls of invocation ``epoch`` on ``stream``, which must not be the legacy default stream."""
-        self._end.replace(0, self._driver.word(epoch))
-        bound = self._by_stream.get(stream)
-        if bound is None:
-            if len(self._by_stream) >= _MOST_STREAMS:
-                self._by_stream.clear()
-            bound = [self._driver.bind_graph(self._graph, stream), self._driver.bind_memory_ops(self._end, stream)]
-            self._by_stream[stream] = bound
-        return bound
+    def set_epoch(self, epoch: int) -> None:
+        """Say which invocation is launched next."""
+        self._set_end(epoch & WORD_MASK)
 
-
-_MOST_STREAMS = 64  # torch hands out 32 of each priority
+    def steps(self, stream: int) -> list[Bound]:
+        """The calls of an invocation on ``stream``, which must not be the legacy default stream."""
+        driver = self._driver
+        return [driver.bind_graph(self._graph, stream), driver.bind_memory_ops(self._end, stream)]

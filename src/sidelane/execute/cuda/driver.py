@@ -18,13 +18,11 @@ import numpy.typing as npt
 import torch
 
 from sidelane.errors import SidelaneError, UnavailableError
-from sidelane.execute.cuda.native import NativeBatch, NativeCall, load_native
+from sidelane.execute.base import Place
+from sidelane.execute.cuda import native
+from sidelane.execute.cuda.native import Bound, LaunchConfig, MemoryOps, Pointer, load_native, require_native
 from sidelane.program.collective import Reduction
 
-Bound = tuple[Callable[..., Any], tuple[Any, ...]]
-"""A driver function with its arguments. Its result is a tuple that begins with the driver's error code."""
-
-WORD_MASK = 0xFFFFFFFF
 _SHARED_BYTES_WITHOUT_ASKING = 48 << 10
 _MOST_HANDLES = 256
 
@@ -35,50 +33,6 @@ class DriverError(SidelaneError):
     def __init__(self, name: str, call: str) -> None:
         self.name = name
         super().__init__(f"{call} failed: {name}")
-
-
-class MemoryOps:
-    """The parameters of one batch of stream memory operations; values can be replaced between submissions.
-
-    Args:
-        api: ``cuda.bindings.driver``.
-    """
-
-    def __init__(self, api: Any) -> None:
-        self._api = api
-        self.params: list[Any] = []
-        self._views: list[Any] = []
-
-    def write(self, address: int, value: int) -> None:
-        """Append: store ``value`` at ``address``, after everything earlier in the stream can be seen by all ranks.
-
-        The driver's second interface has no write without that fence: NO_MEMORY_BARRIER is an invalid value in a batch.
-        """
-        flag = self._api.CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT
-        param = self._api.CUstreamBatchMemOpParams()
-        operation = self._api.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WRITE_VALUE_32
-        self._append(param, param.writeValue, operation, address, value, int(flag))
-
-    def wait(self, address: int, value: int, *, equal: bool) -> None:
-        """Append: wait until the word at ``address`` equals ``value``, or is at least that (in a circle of 2**32)."""
-        flags = self._api.CUstreamWaitValue_flags
-        flag = flags.CU_STREAM_WAIT_VALUE_EQ if equal else flags.CU_STREAM_WAIT_VALUE_GEQ
-        param = self._api.CUstreamBatchMemOpParams()
-        operation = self._api.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WAIT_VALUE_32
-        self._append(param, param.waitValue, operation, address, value, int(flag))
-
-    def replace(self, index: int, word: Any) -> None:
-        """Give operation ``index`` another value, made by :meth:`Driver.word`."""
-        self._views[index].value = word
-
-    def _append(self, param: Any, view: Any, operation: Any, address: int, value: int, flags: int) -> None:
-        # A view is the same memory as its parameter, which must outlive it: both are kept.
-        view.operation = operation
-        view.address = self._api.CUdeviceptr(address)
-        view.value = self._api.cuuint32_t(value & WORD_MASK)
-        view.flags = flags
-        self.params.append(param)
-        self._views.append(view)
 
 
 class HostWords:
@@ -164,28 +118,17 @@ class Driver:
 
     def memory_ops(self) -> MemoryOps:
         """An empty batch."""
-        return MemoryOps(self._api)
-
-    def word(self, value: int) -> Any:
-        """A value for :meth:`MemoryOps.replace`."""
-        return self._api.cuuint32_t(value & WORD_MASK)
-
-    def native_batch(self, ops: MemoryOps, value: int) -> NativeBatch | None:
-        """``ops``, which all hold ``value``, for the driver's own library; None where its interface is another one."""
-        native = load_native("cuStreamBatchMemOp_v2")
-        try:
-            return None if native is None else NativeBatch(self._api, native, ops.params, value)
-        except (ValueError, AttributeError):
-            return None
+        return MemoryOps()
 
     # --- prepared calls -----------------------------------------------------------------------------------------------
 
-    def bind_memory_ops(self, ops: MemoryOps, stream: int) -> Bound:
-        return self._api.cuStreamBatchMemOp, (self._api.CUstream(stream), len(ops.params), ops.params, 0)
+    def bind_memory_ops(self, ops: MemoryOps, stream: int, part: slice = slice(None)) -> Bound:
+        """Submit ``ops``, or a part of them. Not on the legacy default stream."""
+        return ops.bind(stream, part)
 
     def bind_copy(self, dst: int, src: int, nbytes: int, stream: int) -> Bound:
-        pointer = self._api.CUdeviceptr
-        return self._api.cuMemcpyAsync, (pointer(dst), pointer(src), nbytes, self._api.CUstream(stream))
+        arguments = (ctypes.c_void_p(dst), ctypes.c_void_p(src), ctypes.c_size_t(nbytes), ctypes.c_void_p(stream))
+        return require_native("cuMemcpyAsync"), arguments
 
     def bind_copies(self, copies: Sequence[tuple[int, int, int]], stream: int) -> Bound:
         """Copies (dst, src, bytes) in no order among themselves, as one call. Not on the legacy default stream."""
@@ -195,26 +138,26 @@ class Driver:
         # A hint to leave the SMs to whatever computes; it costs nothing.
         attributes.flags = int(api.CUmemcpyFlags.CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE)
         dsts, srcs, sizes = zip(*copies, strict=True)
-        pointers = [[api.CUdeviceptr(address) for address in side] for side in (dsts, srcs)]
         count = len(copies)
-        native = load_native("cuMemcpyBatchAsync_v2")
-        if native is None:
-            return api.cuMemcpyBatchAsync, (*pointers, list(sizes), count, [attributes], [0], 1, api.CUstream(stream))
+        function = load_native("cuMemcpyBatchAsync_v2")
+        if function is None:  # a driver before CUDA 13: the binding knows its interface
+            pointers = [[api.CUdeviceptr(address) for address in side] for side in (dsts, srcs)]
+            parts = (*pointers, list(sizes), count, [attributes], [0], 1, api.CUstream(stream))
+            return functools.partial(_first_of, api.cuMemcpyBatchAsync), parts
         arrays = [(ctypes.c_void_p * count)(*side) for side in (dsts, srcs)]
-        lengths, first, order = (ctypes.c_size_t * count)(*sizes), (ctypes.c_size_t * 1)(0), attributes.getPtr()
-        arguments = (*arrays, lengths, ctypes.c_size_t(count), ctypes.c_void_p(order), first, ctypes.c_size_t(1))
-        call = NativeCall(api, native, "cuMemcpyBatchAsync", attributes)
-        return call, (*arguments, ctypes.c_void_p(stream))
+        order = (Pointer(int(attributes.getPtr()), attributes), (ctypes.c_size_t * 1)(0), ctypes.c_size_t(1))
+        lengths = (ctypes.c_size_t * count)(*sizes)
+        return function, (*arrays, lengths, ctypes.c_size_t(count), *order, ctypes.c_void_p(stream))
 
     def bind_record(self, event: int, stream: int, *, external: bool = False) -> Bound:
         """``external``: inside a capture, become a node that records at every replay."""
-        handles = (self._api.CUevent(event), self._api.CUstream(stream))
+        handles = (ctypes.c_void_p(event), ctypes.c_void_p(stream))
         if external:
-            return self._api.cuEventRecordWithFlags, (*handles, self._external)
-        return self._api.cuEventRecord, handles
+            return require_native("cuEventRecordWithFlags"), (*handles, ctypes.c_uint(self._external))
+        return require_native("cuEventRecord"), handles
 
     def bind_wait(self, event: int, stream: int) -> Bound:
-        return self._api.cuStreamWaitEvent, (self._api.CUstream(stream), self._api.CUevent(event), 0)
+        return require_native("cuStreamWaitEvent"), (ctypes.c_void_p(stream), ctypes.c_void_p(event), ctypes.c_uint(0))
 
     def bind_reduce(
         self, dst: int, srcs: Sequence[int], nbytes: int, reduction: Reduction, stream: int, blocks: int
@@ -261,14 +204,8 @@ class Driver:
         self, function: int, arguments: int, *, blocks: int, threads: int, shared_bytes: int, stream: int
     ) -> Bound:
         """Launch a loaded function; ``arguments`` is the address of an array of the arguments' addresses."""
-        shape = (blocks, 1, 1, threads, 1, 1, shared_bytes)
-        return self._api.cuLaunchKernel, (
-            self._api.CUfunction(function),
-            *shape,
-            self._api.CUstream(stream),
-            arguments,
-            0,
-        )
+        config = LaunchConfig((blocks, 1, 1), (threads, 1, 1), shared_bytes, stream)
+        return native.bind_launch(function, arguments, config)
 
     def make_graph(self, calls: Iterable[Bound], stream: int) -> int:
         """Record calls that are bound to ``stream`` (and to streams that fork from it) as an executable graph."""
@@ -287,7 +224,7 @@ class Driver:
 
     def bind_graph(self, graph: int, stream: int) -> Bound:
         """Launch an executable graph. Launches of one graph follow each other, on whatever streams."""
-        return self._api.cuGraphLaunch, (self._api.CUgraphExec(graph), self._api.CUstream(stream))
+        return require_native("cuGraphLaunch"), (ctypes.c_void_p(graph), ctypes.c_void_p(stream))
 
     # --- every call ---------------------------------------------------------------------------------------------------
 
@@ -298,9 +235,17 @@ class Driver:
             DriverError: the driver refused one; those before it have been submitted.
         """
         for function, arguments in calls:
-            error = function(*arguments)[0]
+            error = function(*arguments)
             if error:
-                raise DriverError(self._name(error), function.__name__)
+                raise self.refused(function, error)
+
+    def refused(self, function: Any, error: int) -> DriverError:
+        """What to raise for the error that a prepared call returned."""
+        try:
+            name = self._name(self._api.CUresult(error))
+        except ValueError:  # newer than the binding
+            name = f"error {error}"
+        return DriverError(name, getattr(function, "__name__", "a call"))
 
     def is_capturing(self, stream: int) -> bool:
         """True while the work of ``stream`` goes into a graph. The legacy default stream cannot be captured."""
@@ -311,11 +256,14 @@ class Driver:
             raise DriverError(self._name(error), "cuStreamIsCapturing")
         return bool(status)
 
-    def is_current_capturing(self, stream: int) -> bool:
-        """As :meth:`is_capturing`, for torch's current stream, on the current device; takes the host less."""
-        if not stream or _is_current_capturing is None:
-            return self.is_capturing(stream)
-        return bool(_is_current_capturing())
+    def place(self) -> Place:
+        """Torch's current stream on the device, and whether it is captured; every call asks."""
+        handle = _raw_stream(self.index)
+        if not handle:  # it cannot be captured, and to ask is an error while another stream is
+            return handle, False
+        if _is_current_capturing is None or _current_device() != self.index:
+            return handle, self.is_capturing(handle)
+        return handle, _is_current_capturing()
 
     def capture_of(self, stream: int) -> int:
         """Number of the capture that ``stream`` is in, unique in this process; 0 outside of captures."""
@@ -327,13 +275,13 @@ class Driver:
             raise DriverError(self._name(error), "cuStreamGetCaptureInfo")
         return int(number) if status else 0
 
-    def current_stream(self) -> int:
-        """Handle of torch's current stream on the device; 0 is the legacy default stream."""
-        return int(_raw_stream(self.index))
+    def is_current(self) -> bool:
+        """True if the calling thread's device is this one."""
+        return _current_device() == self.index
 
     def current(self) -> contextlib.AbstractContextManager[object]:
-        """Make the device current for a ``with`` block; free of charge where it is."""
-        if torch.cuda.current_device() == self.index:
+        """Make the device current for a ``with`` block; it costs little where it is."""
+        if self.is_current():
             return _NOTHING
         return torch.cuda.device(self.index)
 
@@ -370,8 +318,10 @@ class Driver:
         finally:
             self.call("cuThreadExchangeStreamCaptureMode", previous)
 
-    def second_context(self) -> SecondContext:
-        """Make another context on the device (see :class:`SecondContext`)."""
+    def second_context(self) -> Any:
+        """Make another context on the device (see ``second_context``)."""
+        from sidelane.execute.cuda.second_context import SecondContext
+
         return SecondContext(self, self._api, self._context)
 
     def attach_thread(self) -> None:
@@ -400,50 +350,6 @@ class Driver:
         return f"error {int(error)}" if unknown else name.decode()
 
 
-class SecondContext:
-    """A stream with hardware channels of its own, for memory operations that must get through when all others hang.
-
-    Device memory of the first context can be written from here: the addresses are the same.
-
-    Args:
-        driver: of the device.
-        api: ``cuda.bindings.driver``.
-        first: the context that is current before and after every method.
-
-    Raises:
-        DriverError: no memory for it.
-    """
-
-    def __init__(self, driver: Driver, api: Any, first: Any) -> None:
-        self._driver, self._api, self._first = driver, api, first
-        self._context = driver.call("cuCtxCreate", None, 0, driver.call("cuCtxGetDevice"))
-        try:
-            self._stream = driver.create_stream()
-        finally:
-            driver.call("cuCtxSetCurrent", first)
-
-    def submit(self, batches: Sequence[MemoryOps]) -> None:
-        """Run batches in order."""
-        with self._entered():
-            self._driver.submit(self._driver.bind_memory_ops(batch, self._stream) for batch in batches)
-
-    def is_idle(self) -> bool:
-        with self._entered():
-            return self._driver.is_idle(self._stream)
-
-    def close(self) -> None:
-        """Destroy the context and its stream."""
-        self._driver.call("cuCtxDestroy", self._context)
-
-    @contextlib.contextmanager
-    def _entered(self) -> Iterator[None]:
-        self._driver.call("cuCtxSetCurrent", self._context)
-        try:
-            yield
-        finally:
-            self._driver.call("cuCtxSetCurrent", self._first)
-
-
 @functools.cache
 def load_api() -> Any:
     """``cuda.bindings.driver``, initialised.
@@ -463,12 +369,19 @@ def load_api() -> Any:
     return driver
 
 
-def _raw_stream(index: int) -> int:
-    """The current stream's handle, without making a torch object, which takes two microseconds."""
-    raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # what torch's compiler uses; absent in CPU builds
-    return int(torch.cuda.current_stream(index).cuda_stream if raw is None else raw(index))
+def _first_of(function: Callable[..., tuple[Any, ...]], *arguments: Any) -> Any:
+    """The error that the binding returns, in front of whatever else."""
+    return function(*arguments)[0]
 
 
+def _find_current_stream(index: int) -> int:
+    """Handle of torch's current stream; 0 is the legacy default stream."""
+    return int(torch.cuda.current_stream(index).cuda_stream)
+
+
+# What torch's compiler uses: they make no torch object, which takes two microseconds. CPU builds have none of them.
+_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _find_current_stream)
+_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 _is_current_capturing: Callable[[], bool] | None = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
 
 _NOTHING: contextlib.AbstractContextManager[object] = contextlib.nullcontext()

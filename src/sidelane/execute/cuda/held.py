@@ -15,14 +15,13 @@ from collections.abc import Sequence
 
 from sidelane.execute.cuda.bind import WORD_BYTES
 from sidelane.execute.cuda.calls import Gate, HostWord, MemOps, Plan, Step, WaitValue, WriteValue
-from sidelane.execute.cuda.driver import Bound, Driver
+from sidelane.execute.cuda.driver import Driver
+from sidelane.execute.cuda.native import WORD_MASK, Bound
 from sidelane.execute.cuda.plan import MAX_BATCH
 from sidelane.program.ir import EPOCH
 
 DEFAULT_CONNECTIONS = 8
 """Hardware channels to which a context maps its streams, unless ``CUDA_DEVICE_MAX_CONNECTIONS`` says otherwise."""
-
-_CHECK = 0x5EED5EED
 
 
 def hold_back(plan: Plan, trigger: Gate) -> Plan:
@@ -78,7 +77,7 @@ class Gates:
 
     def store(self, epoch: int) -> None:
         """Store an epoch in the trigger that the host reaches."""
-        self._host.array[0] = epoch & 0xFFFFFFFF
+        self._host.array[0] = epoch & WORD_MASK
 
 
 class SharedValueOps:
@@ -94,25 +93,17 @@ class SharedValueOps:
         self._driver = driver
         self._ops = driver.memory_ops()
         for address in writes:
-            self._ops.write(address, _CHECK)
+            self._ops.write(address, 0)
         for address in waits:
-            self._ops.wait(address, _CHECK, equal=False)
-        self._count = len(writes) + len(waits)
-        self._native = driver.native_batch(self._ops, _CHECK)
+            self._ops.wait(address, 0, equal=False)
+        (self._set_all,) = self._ops.setters(range(len(writes) + len(waits)))
 
     def set(self, value: int) -> None:
         """Give every operation this value; what was submitted keeps its own."""
-        if self._native is not None:
-            self._native.set(value)
-            return
-        word = self._driver.word(value)
-        for index in range(self._count):
-            self._ops.replace(index, word)
+        self._set_all(value & WORD_MASK)
 
     def bind(self, stream: int) -> Bound:
         """The call that submits them on ``stream``, which must not be the legacy default stream."""
-        if self._native is not None:
-            return self._native.bind(stream)
         return self._driver.bind_memory_ops(self._ops, stream)
 
 

@@ -24,7 +24,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from sidelane.errors import UnavailableError
-from sidelane.execute.cuda.driver import Bound, Driver
+from sidelane.execute.cuda.driver import Driver
+from sidelane.execute.cuda.native import Bound
 
 _WARP_THREADS = 32
 _MOST_HIDDEN = 4

@@ -12,9 +12,10 @@ import torch
 
 from sidelane.device import exchange_cells, pull, push, reduce_cells, reduce_pull
 from sidelane.device.launch import Launch, Site
-from sidelane.execute.base import Addresses
-from sidelane.execute.cuda.driver import Bound
-from sidelane.execute.cuda.executor import CudaExecutor, stream_handle
+from sidelane.execute.base import Addresses, Place
+from sidelane.execute.cuda.executor import CudaExecutor
+from sidelane.execute.cuda.loaded import find_place
+from sidelane.execute.cuda.native import Bound
 from sidelane.execute.submitted import Counts, Submitted
 from sidelane.program.collective import Buffer
 from sidelane.program.kernel import KernelProgram, Protocol
@@ -37,7 +38,7 @@ class CudaKernel:
         self._executor = executor
         self._frozen = frozen
         self._launch = arrange(program, executor.rank, addresses, executor.board)
-        self._by_stream: dict[int, Bound | None] = {}
+        self._by_stream: dict[int, tuple[Bound, ...]] = {}
         if self._launch is not None:
             self._bind(executor.internal)  # compiles and loads it; inside a capture it would be too late
         counts = Counts() if self._launch is None else Counts(kernels=1, calls=1)
@@ -52,28 +53,39 @@ class CudaKernel:
             PeerError, PeerTimeoutError: an earlier invocation failed; nothing was submitted.
             DriverError: the driver refused the launch. The executor is of no use any more.
         """
-        executor = self._executor
-        executor.check_usable("start")
-        if stream is None:
-            raise ValueError("start: a stream is needed (value=None)")
-        handle = stream_handle(stream)
-        with executor.lock, executor.driver.current():
-            bound = self._by_stream.get(handle)
-            if bound is None and self._launch is not None:
-                bound = self._bind(handle)
-            if bound is not None:
-                try:
-                    executor.driver.submit((bound,))
-                except BaseException as error:
-                    executor.watch.fail_submission(f"{self.program.collective} {self.program.variant}", error)
-                    raise
-            if not self._frozen:
-                executor.kernel_stream = handle
-            executor.watch.launched(epoch, self.program)
-            executor.ledger.count(self._entry)
-        return KernelPending(executor, None if self._frozen else handle)
+        place = find_place(self._executor, epoch, stream)
+        self.run(epoch, place)
+        return KernelPending(self._executor, None if self._frozen else place[0])
 
-    def _bind(self, handle: int) -> Bound:
+    def run(self, epoch: int, place: Place) -> None:
+        """Launch the kernel (see :class:`sidelane.execute.base.Runnable`). Raises as :meth:`start`."""
+        executor = self._executor
+        if executor.watch.failure is not None or executor.closed:
+            executor.check_usable("start")
+        with executor.lock:
+            if executor.driver.is_current():
+                self._submit(epoch, place[0])
+            else:
+                with executor.driver.current():
+                    self._submit(epoch, place[0])
+
+    def _submit(self, epoch: int, handle: int) -> None:
+        executor = self._executor
+        if self._launch is not None:
+            calls = self._by_stream.get(handle)
+            if calls is None:
+                calls = self._bind(handle)
+            try:
+                executor.driver.submit(calls)
+            except BaseException as error:
+                executor.watch.fail_submission(f"{self.program.collective} {self.program.variant}", error)
+                raise
+        if not self._frozen:
+            executor.kernel_stream = handle
+        executor.watch.launched(epoch, self.program)
+        executor.ledger.count(self._entry)
+
+    def _bind(self, handle: int) -> tuple[Bound, ...]:
         assert self._launch is not None
         if len(self._by_stream) >= _MOST_CALLERS:
             self._by_stream.clear()
@@ -81,8 +93,8 @@ class CudaKernel:
         bound = driver.bind_kernel(
             launch.kernel, launch.constants, launch.arguments, blocks=launch.blocks, warps=launch.warps, stream=handle
         )
-        self._by_stream[handle] = bound
-        return bound
+        calls = self._by_stream[handle] = (bound,)
+        return calls
 
 
 class KernelPending:

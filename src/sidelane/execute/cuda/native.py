@@ -1,17 +1,33 @@
-"""Calls of the driver's own library, for those that must cost the host little.
+"""The library of the driver, called with arguments made once: what an invocation repeats costs the host little.
 
-The binding turns its lists into arrays at every call, which takes longer than the call itself.
+``cuda.bindings`` turns Python numbers and lists into C at every call. Here a call is a function of the library with
+its arguments as C values, kept for as long as it is; to run it is one foreign call, some 0.3 us besides the
+driver's own time. Foreign calls let other threads run meanwhile: a full channel may block one for as long as a peer is
+late, and the watching thread must get on.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-_UNION_BYTES = 48  # cuda.h: CUstreamBatchMemOpParams holds six 64-bit words,
-_VALUE_OFFSET = 16  # and both operations have kind, address and value at 0, 8 and 16
+import numpy as np
+import numpy.typing as npt
+
+from sidelane.errors import UnavailableError
+
+Bound = tuple[Callable[..., Any], tuple[Any, ...]]
+"""A function with its arguments. What it returns is the driver's error code, and false if there is none."""
+
+WORD_MASK = 0xFFFFFFFF
+
+# cuda.h: CUstreamBatchMemOpParams is a union of six 64-bit words. Waits and writes of 32-bit words share a layout.
+_OP_WORDS = 12
+_KIND, _ADDRESS_LOW, _ADDRESS_HIGH, _VALUE, _FLAGS = 0, 2, 3, 4, 6  # 32-bit words of it, on little-endian machines
+_WAIT_VALUE_32, _WRITE_VALUE_32 = 1, 2
+_WAIT_GEQ, _WAIT_EQ, _WRITE_DEFAULT = 0, 1, 0
 
 
 @functools.cache
@@ -23,55 +39,112 @@ def load_native(name: str) -> Any:
         return None
 
 
-class NativeCall:
-    """A function of the library that gives its error as the binding does: the call of a ``driver.Bound``.
-
-    Args:
-        api: ``cuda.bindings.driver``.
-        function: made by :func:`load_native`.
-        name: of the call, for error messages.
-        memory: what its arguments point into, kept for as long as the call.
-    """
-
-    def __init__(self, api: Any, function: Any, name: str, memory: object) -> None:
-        self.__name__ = name
-        self._api, self._function, self._memory = api, function, memory
-
-    def __call__(self, *arguments: Any) -> tuple[Any]:
-        error = self._function(*arguments)
-        return (self._api.CUresult(error) if error else error,)
-
-
-class NativeBatch:
-    """Operations that all have one value, which is set once and submitted on any stream.
-
-    Args:
-        api: ``cuda.bindings.driver``.
-        function: ``cuStreamBatchMemOp`` of the library.
-        params: the operations, with ``value`` in each.
-        value: what they hold.
+def require_native(name: str) -> Any:
+    """As :func:`load_native`.
 
     Raises:
-        ValueError: the layout is another one than cuda.h had when this was written.
+        UnavailableError: the library has no such name.
+    """
+    function = load_native(name)
+    if function is None:
+        raise UnavailableError(f"the CUDA driver is too old: libcuda.so.1 has no {name}")
+    return function
+
+
+class Pointer(ctypes.c_void_p):
+    """An address, as an argument that keeps the memory behind it.
+
+    Args:
+        address: where it points.
+        memory: kept for as long as this.
     """
 
-    def __init__(self, api: Any, function: Any, params: Sequence[Any], value: int) -> None:
-        self._api, self._function, self._count = api, function, len(params)
-        self._array = (ctypes.c_char * (_UNION_BYTES * len(params)))()
-        for index, param in enumerate(params):
-            ctypes.memmove(ctypes.addressof(self._array) + _UNION_BYTES * index, int(param.getPtr()), _UNION_BYTES)
-        places = range(_VALUE_OFFSET, len(self._array), _UNION_BYTES)
-        self._values = [ctypes.c_uint32.from_buffer(self._array, place) for place in places]
-        if any(word.value != value for word in self._values):
-            raise ValueError("NativeBatch: no value where it should be: an unknown layout of memory operations")
+    def __init__(self, address: int, memory: object) -> None:
+        super().__init__(address)
+        self.memory = memory
 
-    def set(self, value: int) -> None:
-        """Give every operation this value, modulo 2**32. Submitting copies it."""
-        for word in self._values:
-            word.value = value & 0xFFFFFFFF
 
-    def bind(self, stream: int) -> tuple[NativeCall, tuple[Any, ...]]:
-        """The call that submits the batch; see ``driver.Bound``."""
-        call = NativeCall(self._api, self._function, "cuStreamBatchMemOp", self._array)
-        array = ctypes.c_void_p(ctypes.addressof(self._array))
-        return call, (ctypes.c_void_p(stream), ctypes.c_uint(self._count), array, ctypes.c_uint(0))
+class LaunchConfig(ctypes.Structure):
+    """``CUlaunchConfig`` of cuda.h: with it a launch has four arguments instead of eleven, each of which takes time."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("attribute_count", ctypes.c_uint),
+    )
+
+
+def bind_launch(function: int, arguments: int, config: LaunchConfig) -> Bound:
+    """The launch of a kernel; ``arguments`` is the address of an array of its arguments' addresses, and kept."""
+    parts = (ctypes.byref(config), ctypes.c_void_p(function), Pointer(int(arguments), arguments), ctypes.c_void_p())
+    return require_native("cuLaunchKernelEx"), parts
+
+
+class MemoryOps:
+    """Stream memory operations, in one array as the driver reads it: it copies what it is given to submit.
+
+    First they are appended, then they are bound. Values can be replaced between submissions at any time.
+    """
+
+    def __init__(self) -> None:
+        self._rows: list[list[int]] = []
+        self._array: npt.NDArray[np.uint32] | None = None
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def write(self, address: int, value: int) -> None:
+        """Append: store ``value`` at ``address``, after everything earlier in the stream can be seen by all ranks.
+
+        The driver's second interface has no write without that fence: NO_MEMORY_BARRIER is an invalid value in a batch.
+        """
+        self._append(_WRITE_VALUE_32, address, value, _WRITE_DEFAULT)
+
+    def wait(self, address: int, value: int, *, equal: bool) -> None:
+        """Append: wait until the word at ``address`` equals ``value``, or is at least that (in a circle of 2**32)."""
+        self._append(_WAIT_VALUE_32, address, value, _WAIT_EQ if equal else _WAIT_GEQ)
+
+    def setters(self, indices: Sequence[int]) -> list[Callable[[int], Any]]:
+        """Functions that, called with one value of 32 bits each, give it to all of these operations.
+
+        One function serves all neighbours, since a call of it takes longer than the operations.
+        """
+        array = self._sealed()
+        return [array[run.start : run.stop, _VALUE].fill for run in _runs(sorted(indices))]
+
+    def bind(self, stream: int, part: slice = slice(None)) -> Bound:
+        """The call that submits them, or a ``part`` of them, on a stream that is not the legacy default one."""
+        array = self._sealed()[part]
+        arguments = (Pointer(array.ctypes.data, array), ctypes.c_uint(0))
+        function = require_native("cuStreamBatchMemOp_v2")
+        return function, (ctypes.c_void_p(stream), ctypes.c_uint(len(array)), *arguments)
+
+    def _append(self, kind: int, address: int, value: int, flags: int) -> None:
+        assert self._array is None, "operations are appended before they are bound: their array has one place"
+        row = [0] * _OP_WORDS
+        row[_KIND], row[_VALUE], row[_FLAGS] = kind, value & WORD_MASK, flags
+        row[_ADDRESS_LOW], row[_ADDRESS_HIGH] = address & WORD_MASK, address >> 32
+        self._rows.append(row)
+
+    def _sealed(self) -> npt.NDArray[np.uint32]:
+        if self._array is None:
+            self._array = np.array(self._rows, np.uint32).reshape(-1, _OP_WORDS)
+        return self._array
+
+
+def _runs(indices: Sequence[int]) -> list[range]:
+    """Neighbours together.
+
+    >>> _runs([0, 1, 2, 5, 7, 8])
+    [range(0, 3), range(5, 6), range(7, 9)]
+    """
+    runs: list[range] = []
+    for index in indices:
+        if runs and runs[-1].stop == index:
+            runs[-1] = range(runs[-1].start, index + 1)
+        else:
+            runs.append(range(index, index + 1))
+    return runs

@@ -9,13 +9,14 @@ from __future__ import annotations
 import weakref
 
 from sidelane.errors import SidelaneError, UnavailableError
-from sidelane.execute.base import Addresses
+from sidelane.execute.base import Addresses, Place
 from sidelane.execute.cuda.bind import BoundPlan, Resolver
 from sidelane.execute.cuda.calls import DEFAULT_STREAMS, Gate, HostWord, Route
 from sidelane.execute.cuda.count import counts_of
-from sidelane.execute.cuda.driver import Bound
-from sidelane.execute.cuda.executor import CudaExecutor, destroy_events
+from sidelane.execute.cuda.executor import CudaExecutor
 from sidelane.execute.cuda.held import SharedValueOps, hold_back, most_connections
+from sidelane.execute.cuda.loaded import destroy_events
+from sidelane.execute.cuda.native import Bound
 from sidelane.execute.cuda.plan import plan_calls
 from sidelane.execute.submitted import Submitted
 from sidelane.program.ir import Program
@@ -118,31 +119,34 @@ class CudaPrelaunched:
                 executor.watch.fail_submission(f"{self.program.collective} {self.program.variant}", error)
                 raise
             self._epoch = epoch
-            executor.watch.issued(epoch, self.program, self._addresses)
+            executor.watch.issued(epoch, (self.program, self._addresses, 0))
             executor.ledger.count(self._entry)
 
-    def fire(self, stream: int) -> None:
-        """Fire behind the work of ``stream`` so far; its next work follows the end. One call to the driver.
+    def fire(self, place: Place) -> None:
+        """Fire behind the work of a stream so far; its next work follows the end. One call to the driver.
 
         Raises:
             ValueError: the stream is being captured.
             PeerError, PeerTimeoutError: an invocation failed.
         """
-        executor = self._executor
-        driver, watch = executor.driver, executor.watch
+        stream, capturing = place
+        driver, watch = self._executor.driver, self._executor.watch
         if watch.failure is not None:
             watch.raise_failure()
-        with driver.current():
-            if driver.is_current_capturing(stream):
-                _refuse_capture("trigger")
-            calls = self._fire_on.get(stream)
-            if calls is None:
-                calls = self._fire_on[stream] = self._bind(self._fire, stream)
-            try:
+        if capturing:
+            _refuse_capture("trigger")
+        calls = self._fire_on.get(stream)
+        if calls is None:
+            calls = self._fire_on[stream] = self._bind(self._fire, stream)
+        try:
+            if driver.is_current():
                 driver.submit(calls)
-            except BaseException as error:  # what is armed would never go
-                watch.fail_submission(f"{self.program.collective} {self.program.variant}", error)
-                raise
+            else:
+                with driver.current():
+                    driver.submit(calls)
+        except BaseException as error:  # what is armed would never go
+            watch.fail_submission(f"{self.program.collective} {self.program.variant}", error)
+            raise
 
     def fire_from_host(self) -> None:
         """Fire at once by one store of this thread.
@@ -157,17 +161,18 @@ class CudaPrelaunched:
         self._executor.check_usable("trigger_from_host")
         self._executor.gates.store(self._epoch)
 
-    def join(self, stream: int, *, begun: bool) -> None:
-        """Order the next work of ``stream`` behind the end. ``begun``: it has been fired, else a kernel will.
+    def join(self, place: Place, *, begun: bool) -> None:
+        """Order the next work of a stream behind the end. ``begun``: it has been fired, else a kernel will.
 
         Raises:
             As :meth:`fire`.
         """
-        executor, driver = self._executor, self._executor.driver
-        executor.check_usable("wait")
+        stream, capturing = place
+        self._executor.check_usable("wait")
+        if capturing:
+            _refuse_capture("wait")
+        driver = self._executor.driver
         with driver.current():
-            if driver.is_current_capturing(stream):
-                _refuse_capture("wait")
             driver.submit(self._bind(self._join if begun else self._begin_and_join, stream))
 
     def finish(self, *, fire: bool) -> None:

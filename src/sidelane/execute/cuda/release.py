@@ -13,7 +13,9 @@ import time
 from collections.abc import Sequence
 
 from sidelane.execute.base import Addresses
-from sidelane.execute.cuda.driver import Driver, DriverError, MemoryOps, SecondContext
+from sidelane.execute.cuda.driver import Driver, DriverError
+from sidelane.execute.cuda.native import MemoryOps
+from sidelane.execute.cuda.second_context import SecondContext
 from sidelane.execute.cuda.stall import RELEASE_STEP
 from sidelane.program.collective import MAX_WORLD_SIZE
 from sidelane.program.ir import Comparison, Program, Wait

@@ -80,7 +80,7 @@ class Watch:
         self._driver, self._rank, self._words, self._monitor, self._rescue = driver, rank, words, monitor, rescue
         self._timeout_s = timeout_s
         self._completed = 0  # last epoch that had finished when the failure came
-        self._running: collections.deque[tuple[int, Program, Addresses, int]] = collections.deque()
+        self._running: collections.deque[tuple[int, tuple[Program, Addresses, int]]] = collections.deque()
         self._first: Subject | None = None
         self._captured: list[Subject] = []
         self._subject: Subject | None = None
@@ -105,10 +105,10 @@ class Watch:
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(timeout=2 * _READ_S + 5)
 
-    def issued(self, epoch: int, program: Program, addresses: Addresses, busy: int = 0) -> None:
-        """An invocation has been submitted; ``busy`` as in :class:`Subject`."""
+    def issued(self, epoch: int, subject: tuple[Program, Addresses, int]) -> None:
+        """An invocation has been submitted, of this program at these addresses; then ``busy`` of :class:`Subject`."""
         self.last_epoch = epoch
-        self._running.append((epoch, program, addresses, busy))
+        self._running.append((epoch, subject))
 
     def launched(self, epoch: int, program: KernelProgram) -> None:
         """A kernel was launched, or captured."""
@@ -242,7 +242,8 @@ class Watch:
         if not self._running:
             self._first = None
         elif ended is None or ended.epoch != self._running[0][0]:
-            self._first = Subject(*self._running[0])
+            epoch, subject = self._running[0]
+            self._first = Subject(epoch, *subject)
             self._monitor.begin(self._first.epoch, str(self._first))
         if ended is not None and ended is not self._first:
             self._monitor.end(ended.epoch)

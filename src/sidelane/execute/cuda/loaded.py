@@ -1,0 +1,288 @@
+"""A program on the streams of one rank: how its invocations get there, from wherever they are called."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from sidelane.execute.base import Addresses, Place
+from sidelane.execute.cuda.bind import BoundPlan, Resolver
+from sidelane.execute.cuda.cached import CachedGraph
+from sidelane.execute.cuda.calls import HostWord, LaunchReduce, RecordStamp, Route, choose_route
+from sidelane.execute.cuda.count import counts_of
+from sidelane.execute.cuda.driver import Driver
+from sidelane.execute.cuda.executor import CELLS, CudaExecutor
+from sidelane.execute.cuda.native import Bound
+from sidelane.execute.cuda.plan import plan_calls
+from sidelane.execute.cuda.watch import Subject, Watch
+from sidelane.execute.submitted import Entry, Submitted
+from sidelane.program.ir import Program, has_epochs
+
+_MOST_PLACES = 64  # of callers that are remembered; torch hands out 32 streams of each priority
+
+
+class Way(NamedTuple):
+    """What an invocation from one place submits.
+
+    Attributes:
+        set_epoch: gives the calls their values of an invocation.
+        calls: to the driver, in order.
+        entry: where they are counted.
+    """
+
+    set_epoch: Callable[[int], Any]
+    calls: tuple[Bound, ...]
+    entry: Entry
+
+
+class CudaProgram:
+    """A program bound to addresses on one rank (see :class:`sidelane.execute.base.LoadedProgram`).
+
+    Attributes:
+        program: what was loaded.
+    """
+
+    def __init__(self, executor: CudaExecutor, program: Program, addresses: Addresses) -> None:
+        self.program = program
+        self._executor = executor
+        self._addresses = addresses
+        self._frozen = not has_epochs(program)
+        self._armed: int | None = None
+        self._events: list[int] = []
+        self._stamps: dict[int, int] = {}
+        self._graph: CachedGraph | None = None
+        self._ways: dict[Place, Way] = {}
+        busy = executor.watch.next_busy_number() if self._frozen else 0
+        self._bound = self._bind(busy)
+        self._subject = (program, addresses, busy)
+        executor.rescue.register(program, executor.rank, addresses)
+        weakref.finalize(self, destroy_events, executor.driver, self._events).atexit = False
+
+    def arm(self, epoch: int) -> None:
+        """Submit everything but the ``caller`` queue of invocation ``epoch``, which must be the executor's next one.
+
+        Unlike on CPUs there is no way back: what was armed must be started.
+
+        Raises:
+            ValueError: the program is not prelaunched, or is armed for another epoch.
+        """
+        executor = self._executor
+        executor.check_usable("arm")
+        if not self.program.prelaunched or self._frozen:
+            raise ValueError(f"arm: not a prelaunched program with epochs (value={self.program.variant!r})")
+        with executor.lock, executor.driver.current():
+            self._arm(epoch)
+
+    def start(self, epoch: int, stream: torch.Stream | None) -> CudaPending:
+        """Submit this rank's queues (see :class:`sidelane.execute.base.LoadedProgram`).
+
+        On a stream that is being captured the invocation becomes part of the graph. Returns at once.
+
+        Raises:
+            ValueError: no stream, an epoch below 1, or a capture of a program that holds epochs.
+            As :meth:`run`.
+        """
+        place = find_place(self._executor, epoch, stream)
+        self.run(epoch, place)
+        return CudaPending(None if place[1] else self._executor.watch, epoch)
+
+    def run(self, epoch: int, place: Place) -> None:
+        """Submit this rank's queues (see :class:`sidelane.execute.base.Runnable`). Every eager call comes here.
+
+        Raises:
+            ValueError: a capture of a program that holds epochs; nothing was submitted.
+            PeerError, PeerTimeoutError: an earlier invocation failed; nothing was submitted.
+            DriverError: the driver refused a call. The executor is of no use any more.
+        """
+        executor = self._executor
+        if executor.watch.failure is not None or executor.closed:
+            executor.check_usable("start")
+        with executor.lock:
+            if executor.driver.is_current():
+                self._submit(epoch, place)
+            else:
+                with executor.driver.current():
+                    self._submit(epoch, place)
+
+    def elapsed_us(self, first: int, last: int) -> float:
+        """Microseconds between two stamp slots of the last invocation or replay, which must have finished."""
+        return self._executor.driver.elapsed_us(self._stamps[first], self._stamps[last])
+
+    def _submit(self, epoch: int, place: Place) -> None:
+        executor = self._executor
+        try:
+            way = self._ways.get(place)
+            if way is None:
+                way = self._find_way(place)
+            way.set_epoch(epoch)
+            executor.driver.submit(way.calls)
+        except ValueError:
+            raise  # found before anything was submitted
+        except BaseException as error:
+            executor.watch.fail_submission(f"{self.program.collective} {self.program.variant}", error)
+            raise
+        if not place[1]:
+            executor.watch.issued(epoch, self._subject)
+        executor.ledger.count(way.entry)
+
+    def _find_way(self, place: Place) -> Way:
+        """Work out what invocations from ``place`` submit; remembered, since most calls repeat."""
+        handle, capturing = place
+        route = choose_route(handle, capturing, self._frozen)
+        executor, bound = self._executor, self._bound
+        calls: Sequence[Bound]
+        if route is Route.CAPTURE:
+            set_epoch, calls = _no_epoch, bound.steps(handle)
+        else:
+            stream = handle if route in (Route.DIRECT, Route.LAUNCH) else executor.internal
+            if self._frozen:
+                graph = self._cached_graph()
+                set_epoch, calls = graph.set_epoch, graph.steps(stream)
+            else:
+                set_epoch = self._arm_and_start if bound.ahead else bound.set_epoch
+                calls = bound.steps(stream)
+            if stream != handle:
+                calls = self._by_way_of_internal(calls, handle)
+        if len(self._ways) >= _MOST_PLACES:
+            self._ways.clear()
+        way = self._ways[place] = Way(set_epoch, tuple(calls), self._entry(route))
+        return way
+
+    def _cached_graph(self) -> CachedGraph:
+        if self._graph is None:
+            executor = self._executor
+            calls = self._bound.steps(executor.internal)
+            self._graph = CachedGraph(executor.driver, calls, executor.internal, executor.host[HostWord.FINISHED])
+        return self._graph
+
+    def _by_way_of_internal(self, inner: Sequence[Bound], handle: int) -> Sequence[Bound]:
+        executor, driver = self._executor, self._executor.driver
+        return [
+            driver.bind_record(executor.into, handle),
+            driver.bind_wait(executor.into, executor.internal),
+            *inner,
+            driver.bind_record(executor.out_of, executor.internal),
+            driver.bind_wait(executor.out_of, handle),
+        ]
+
+    def _entry(self, route: Route) -> Entry:
+        program, captured = self.program, route is Route.CAPTURE
+        counts = counts_of(self._bound.plan, route)
+        return self._executor.ledger.entry(Submitted(str(program.collective), "dma", program.variant, captured, counts))
+
+    def _arm_and_start(self, epoch: int) -> None:
+        self._arm(epoch)
+        self._armed = None
+
+    def _arm(self, epoch: int) -> None:
+        if self._armed == epoch:
+            return
+        if self._armed is not None:
+            raise ValueError(f"arm: armed already, for epoch {self._armed} (value={epoch})")
+        self._bound.set_epoch(epoch)
+        self._executor.driver.submit(self._bound.ahead)
+        self._armed = epoch
+
+    def _bind(self, busy: int) -> BoundPlan:
+        executor, driver, captured = self._executor, self._executor.driver, self._frozen
+        plan = plan_calls(
+            self.program,
+            executor.rank,
+            peer_writes=bool(executor.features.peer_writes),
+            copy_batches=executor.features.copy_batches,
+            captured=captured,
+        )
+        if plan.cells > CELLS:
+            raise ValueError(f"load: signals to peers in one program (value={plan.cells}, allowed=..{CELLS})")
+        count = plan.streams - 1
+        # What is submitted ahead blocks its streams until the call: nobody else may use them.
+        sides = [executor.create_stream() for _ in range(count)] if plan.ahead else executor.shared_sides(count)
+        events = [driver.create_event() for _ in range(plan.events)]
+        self._events += events
+        for call in plan.calls():
+            if isinstance(call, RecordStamp) and call.slot not in self._stamps:
+                self._stamps[call.slot] = driver.create_event(timing=True)
+                self._events.append(self._stamps[call.slot])
+        resolve = Resolver(self.program, executor.rank, self._addresses, executor.cells, executor.host)
+        self._load_kernels(plan.calls(), resolve)
+        bound = BoundPlan(
+            driver,
+            plan,
+            resolve,
+            sides=sides,
+            events=events,
+            stamps=self._stamps,
+            captured=captured,
+            busy=busy,
+            reduce_blocks=executor.reduce_blocks,
+        )
+        if captured:
+            executor.watch.captured(Subject(0, self.program, self._addresses, busy, captured=True))
+        return bound
+
+    def _load_kernels(self, calls: tuple[object, ...], resolve: Resolver) -> None:
+        """Compile and load the kernels now: inside a capture, or behind a stuck stream, it would be too late."""
+        executor = self._executor
+        for call in calls:
+            if isinstance(call, LaunchReduce):
+                dst, srcs = resolve(call.dst), [resolve(src) for src in call.srcs]
+                blocks = executor.reduce_blocks  # they and the bytes decide which kernel it is
+                executor.driver.bind_reduce(dst, srcs, call.nbytes, call.reduction, executor.internal, blocks)
+
+
+class CudaPending:
+    """One submitted invocation (see :class:`sidelane.execute.base.Pending`); a captured one counts as done."""
+
+    __slots__ = ("_epoch", "_watch")
+
+    def __init__(self, watch: Watch | None, epoch: int) -> None:
+        self._watch, self._epoch = watch, epoch
+
+    def done(self) -> bool:
+        return self._watch is None or self._watch.finished(self._epoch)
+
+    def wait(self) -> None:
+        if self._watch is not None:
+            self._watch.wait(self._epoch)
+
+
+def find_place(executor: CudaExecutor, epoch: int, stream: torch.Stream | None) -> Place:
+    """Where the invocation ``epoch`` stands that was started on ``stream``.
+
+    Raises:
+        CommunicatorClosedError: the executor was closed.
+        PeerError, PeerTimeoutError: an earlier invocation failed.
+        ValueError: no stream, or an epoch below 1.
+    """
+    executor.check_usable("start")
+    if stream is None:
+        raise ValueError("start: a stream is needed (value=None)")
+    if epoch < 1:
+        raise ValueError(f"start: epochs begin at 1 (value={epoch})")
+    handle = stream_handle(stream)
+    with executor.driver.current():
+        return handle, executor.driver.is_capturing(handle)
+
+
+def stream_handle(stream: torch.Stream) -> int:
+    """The driver's handle of a torch stream; 0 is the legacy default stream."""
+    handle = getattr(stream, "cuda_stream", None)
+    if handle is None:  # a torch.Stream that is not a torch.cuda.Stream names the same thing by other numbers
+        named = torch.cuda.Stream(
+            stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
+        )
+        handle = named.cuda_stream
+    return int(handle)
+
+
+def _no_epoch(epoch: int) -> None:
+    """A captured invocation has none: a graph would repeat it."""
+
+
+def destroy_events(driver: Driver, events: list[int]) -> None:
+    """For finalizers: release ``events``; what has recorded them still completes."""
+    for event in events:
+        driver.destroy_event(event)
