@@ -74,6 +74,17 @@ def test_explain_on_a_machine_without_gpus_what_four_h200s_would_do():
         assert text in words
 
 
+def test_explain_a_list():
+    shown = run("explain", "all_gather", "64K", "--machine", "h200x4", "--in-place", "--tensors", "10")
+    assert shown.exit_code == 0, shown.output
+    words = " ".join(shown.output.split())
+    assert "all_gather of 640K among 4 ranks, bfloat16, 10 tensors, in place" in words
+    assert "30 peer copies" in words
+    assert "takes one tensor a call" in words
+    for machine in ("cpu", "mi300x8"):
+        assert explain(ExplainOptions(kind=Kind.ALL_REDUCE, nbytes=1000, machine=machine, tensors=3)).submitted
+
+
 @pytest.mark.parametrize("kind", Kind)
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("machine", ["h200x4", "cpu", "mi300x8"])
@@ -127,6 +138,7 @@ def test_a_profile_of_other_software_is_not_used_and_explain_and_info_say_so():
         (("all_gather", "64K", "--profile", "no-such.json"), "no such profile"),
         (("all_gather", "0", "--machine", "h200x4"), "nbytes"),
         (("gather", "64K", "--in-place"), "no in-place form"),
+        (("gather", "64K", "--tensors", "2"), "tensors of gather"),
         (("all_gather", "64K", "--beside", "music"), "compute"),
         (("all_gather", "64X"), "64X"),
     ],

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Iterator
 
 from sidelane.program.collective import Buffer, Span
-from sidelane.program.ir import Command, Comparison, Copy, Program, Queue, Reduce, Signal, Value, Wait
+from sidelane.program.ir import Command, Comparison, Copy, EngineKind, Program, Queue, Reduce, Signal, Value, Wait
 
 Place = tuple[int, int]
 """Index of a queue, index of a command in it."""
@@ -25,6 +25,13 @@ def places(program: Program, *kinds: type) -> Iterator[Place]:
         for c, command in enumerate(queue.commands):
             if isinstance(command, kinds):
                 yield q, c
+
+
+def begins_own_part(program: Program, place: Place) -> bool:
+    """True for the mark that a rank's own part waits for: it could begin at any time."""
+    q, c = place
+    queue = program.queues[q]
+    return queue.engine.kind is EngineKind.LOCAL and c == 0 and all(isinstance(c, Copy) for c in queue.commands[1:])
 
 
 def deleted(program: Program, place: Place) -> Program:

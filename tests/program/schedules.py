@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from sidelane.program.batch import parts_of
 from sidelane.program.collective import Buffer, Collective, Kind, ReduceOp, Span
 from sidelane.program.ir import (
     Broadcast,
@@ -77,11 +78,14 @@ class _Schedule:
         for _ in programs:
             self.epochs.append(self.epochs[-1] + rng.choice((1, 1, 2)))
         # The bytes of all inputs are chosen beforehand, so that a fast rank's output can be checked at once.
+        self.parts = [list(parts_of(program.collective)) for program in programs]
         self.inputs = [
-            [rng.randbytes(program.collective.input_bytes(rank)) for rank in self.ranks] for program in programs
+            [[rng.randbytes(part.input_bytes(rank)) for rank in self.ranks] for part, _ in parts]
+            for parts in self.parts
         ]
         self.outputs = [
-            outputs(program.collective, given) for program, given in zip(programs, self.inputs, strict=True)
+            [outputs(part, data) for (part, _), data in zip(parts, given, strict=True)]
+            for parts, given in zip(self.parts, self.inputs, strict=True)
         ]
         self.unfinished: dict[tuple[int, int], int] = {}
         for invocation, program in enumerate(programs, 1):
@@ -112,23 +116,26 @@ class _Schedule:
                 blocked.clear()
 
     def _caller(self, rank: int) -> Step:
-        for invocation, program in enumerate(self.programs, 1):
-            collective = program.collective
+        for invocation in range(1, len(self.programs) + 1):
+            calls = list(
+                zip(self.parts[invocation - 1], self.inputs[invocation - 1], self.outputs[invocation - 1], strict=True)
+            )
             for buffer in (Buffer.INPUT, Buffer.OUTPUT):
                 memory = self.memory[rank, buffer]
                 memory[:] = self.rng.randbytes(len(memory))
-            given = self.inputs[invocation - 1][rank]
-            self._store(collective.input_span(rank, 0, len(given)), given)
+            for (part, place), given, _ in calls:
+                self._store(place(part.input_span(rank, 0, len(given[rank]))), given[rank])
             yield True
             self.started[rank] = invocation
             yield True
             while self.unfinished[rank, invocation]:
                 yield False
-            right = self.outputs[invocation - 1][rank]
-            if self._load(collective.output_span(rank, 0, len(right))) != right:
-                raise Failure(f"rank {rank} has wrong bytes after invocation {invocation}")
-            if not collective.in_place and self._load(collective.input_span(rank, 0, len(given))) != given:
-                raise Failure(f"rank {rank} lost its input in invocation {invocation}")
+            for (part, place), given, right in calls:
+                if self._load(place(part.output_span(rank, 0, len(right[rank])))) != right[rank]:
+                    raise Failure(f"rank {rank} has wrong bytes after invocation {invocation}")
+                kept = place(part.input_span(rank, 0, len(given[rank])))
+                if not part.in_place and self._load(kept) != given[rank]:
+                    raise Failure(f"rank {rank} lost its input in invocation {invocation}")
             yield True
 
     def _engine(self, work: list[tuple[int, Queue]]) -> Step:

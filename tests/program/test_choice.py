@@ -111,6 +111,9 @@ def test_beside_compute_only_reductions_launch_kernels():
         (Call(Kind.ALL_TO_ALL, 4, SLOT_BYTES + 1), ALTERNATING, "slot"),
         (gather(beside=COMPUTE), ALTERNATING, "may wait"),
         (gather(captured=True), Candidate(DMA, "alternating", launch="graph"), "graph already"),
+        (gather(listed=True), ALTERNATING, "one tensor"),
+        (gather(listed=True), ONE_SHOT, "one tensor"),
+        (gather(listed=True, mixed=True), BCST, "every kind"),
     ],
 )
 def test_what_is_not_legal_says_why(call: Call, candidate: Candidate, reason: str):

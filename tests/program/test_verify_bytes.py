@@ -64,7 +64,7 @@ class TestRaces:
         pulled = build(all_gather((8, 8)), "b2b", Transport.PULL)
         verify(pulled)
         listing = "\n".join(str(pulled).splitlines()[1:])
-        hasty = without(listing, "4: wait flag 3 >= epoch", "3: signal rank 0 flag 3 set epoch")
+        hasty = without(listing, "5: wait flag 3 >= epoch", "4: signal rank 0 flag 3 set epoch")
         refused(gather(hasty), words=("race on input@0[0:8]", "rank 1 dma:0", "reads it while rank 0's caller between"))
 
     def test_staging_that_the_next_invocation_overwrites(self) -> None:
@@ -72,7 +72,7 @@ class TestRaces:
         staged = build(all_gather((8, 8)), "b2b", Transport.STAGED)
         verify(staged)
         listing = "\n".join(str(staged).splitlines()[1:])
-        hasty = without(listing, "3: wait flag 3 >= epoch", "2: signal rank 0 flag 3 set epoch")
+        hasty = without(listing, "4: wait flag 3 >= epoch", "3: signal rank 0 flag 3 set epoch")
         program = gather(hasty, staging=8)
         verify(program, invocations=1)
         refused(

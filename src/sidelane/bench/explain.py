@@ -17,7 +17,8 @@ from sidelane.choice.candidate import EVERYTHING, everything
 from sidelane.choice.key import CPU, Key, key_here
 from sidelane.choice.store import InForce, builtin, builtin_names, in_force, read
 from sidelane.collectives.arguments import SHARD_ALIGNMENT, aligned_shards
-from sidelane.collectives.plan import AUTO, Agreement, Plan, make_program
+from sidelane.collectives.listed import LISTED, ListAgreement, Part
+from sidelane.collectives.plan import AUTO, Agreement, AnyAgreement, Plan, make_program
 from sidelane.config import NOTHING
 from sidelane.execute.sim import simulate
 from sidelane.machine.load import find, machine_names
@@ -46,6 +47,7 @@ class ExplainOptions:
         world_size: ranks; None takes those that the profile was measured with, or those of this machine.
         machine: a built-in table, or a machine of the catalogue that is simulated; None for this machine.
         profile: file to choose by, whatever machine it is of.
+        tensors: a list of that many of these in one call; None for one that is no list.
     """
 
     kind: Kind
@@ -58,12 +60,17 @@ class ExplainOptions:
     world_size: int | None = None
     machine: str | None = None
     profile: Path | None = None
+    tensors: int | None = None
 
     def __post_init__(self) -> None:
         if self.nbytes < 1:
             raise ValueError(f"ExplainOptions: nbytes (value={self.nbytes}, allowed=1 and more)")
         if self.machine is not None and self.profile is not None:
             raise ValueError("explain: --machine and --profile exclude each other")
+        if self.tensors is not None and (self.tensors < 1 or self.kind not in LISTED):
+            raise ValueError(
+                f"explain: tensors of {self.kind} (value={self.tensors}, allowed={', '.join(LISTED)}: 1..)"
+            )
         if self.in_place and self.kind in (Kind.SCATTER, Kind.GATHER):
             raise ValueError(f"explain: {self.kind} has no in-place form")
 
@@ -81,7 +88,7 @@ class Explanation:
         summary: the same in numbers.
     """
 
-    agreement: Agreement
+    agreement: AnyAgreement
     choice: Choice
     by: InForce
     excluded: tuple[tuple[Candidate, str], ...]
@@ -126,6 +133,7 @@ def show(found: Explanation, console: rich.console.Console) -> None:
     call = found.agreement.call
     words = [
         f"{call.kind} of {format_bytes(call.nbytes)} among {call.world_size} ranks, {call.dtype}",
+        *([f"{len(found.agreement.parts)} tensors"] if isinstance(found.agreement, ListAgreement) else []),
         "in place" if call.in_place else "out of place",
         "in a graph" if call.captured else "eager",
         *([] if call.symmetric else ["ordinary memory"]),
@@ -186,9 +194,12 @@ def _placed(by: InForce, key: Key, world_size: int) -> tuple[InForce, str, int, 
     return by, key.device_type, world_size, Abilities() if key.device_type == CPU else EVERYTHING
 
 
-def _agreement(options: ExplainOptions, world_size: int) -> Agreement:
+def _agreement(options: ExplainOptions, world_size: int) -> AnyAgreement:
     collective = _collective(options, world_size)
     place = None if options.ordinary else (0, 0)
+    if options.tensors is not None:
+        parts = (Part(collective, options.dtype, None, place),) * options.tensors
+        return ListAgreement(options.kind, world_size, parts, AUTO, options.captured, options.beside)
     return Agreement(
         collective=collective,
         dtype=options.dtype,
@@ -224,7 +235,7 @@ def _collective(options: ExplainOptions, world_size: int) -> Collective:
     )
 
 
-def _simulated(name: str, agreement: Agreement) -> InForce:
+def _simulated(name: str, agreement: AnyAgreement) -> InForce:
     """A profile of one size, predicted: for machines of the catalogue that nobody has measured."""
     machine, call = find(name), agreement.call
     curves = []

@@ -23,6 +23,7 @@ from sidelane.c3.workload import format_bytes
 from sidelane.machine.inventory import machine_name
 from sidelane.machine.load import find, machine_names
 from sidelane.machine.spec import Machine
+from sidelane.program.batch import Definition
 from sidelane.program.collective import Collective
 from sidelane.program.verify import verify
 
@@ -204,7 +205,8 @@ class _Study:
                 self._check(job, call, programs[0].collective)
         job.calls = tuple(calls)
 
-    def _check(self, job: _Job, call: Call | None, collective: Collective) -> None:
+    def _check(self, job: _Job, call: Call | None, collective: Definition) -> None:
+        assert isinstance(collective, Collective), "programs of this study hold one collective"
         epoch, rank, views = self._next_epoch(), self._rank.rank, self._rig.tensor
         seed = self._options.seed + epoch
 

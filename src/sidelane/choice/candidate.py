@@ -53,6 +53,8 @@ class Call:
         captured: into a graph of the caller's.
         beside: what runs next to it: ``nothing`` or ``compute``.
         even: every two ranks exchange the same number of bytes (the shards of an all_reduce may differ).
+        listed: it is one with many tensors; ``nbytes`` are those of all, the rest is true of every one.
+        mixed: they are not all for one kind of collective; ``kind`` is that with the most bytes.
     """
 
     kind: Kind
@@ -64,17 +66,18 @@ class Call:
     captured: bool = False
     beside: str = NOTHING
     even: bool = True
+    listed: bool = False
+    mixed: bool = False
 
     @staticmethod
     def of(collective: Collective, dtype: str, *, symmetric: bool, captured: bool, beside: str) -> Call:
         """Describe a call of ``collective``."""
         check_beside(str(collective.kind), beside)
-        ranks = range(collective.world_size)
         sizes = {nbytes for row in collective.counts for nbytes in row}
         return Call(
             kind=collective.kind,
             world_size=collective.world_size,
-            nbytes=max(max(collective.input_bytes(rank), collective.output_bytes(rank)) for rank in ranks),
+            nbytes=collective.largest_buffer,
             dtype=dtype,
             in_place=collective.in_place,
             symmetric=symmetric,
@@ -171,11 +174,20 @@ def objection(call: Call, candidate: Candidate, abilities: Abilities = EVERYTHIN
         return "writes into the peers' outputs, which are in ordinary memory"
     if not call.even and (candidate.variant == "swap" or candidate.implementation == SM):
         return "needs equal counts between all ranks"
+    if call.listed and takes_one_tensor(candidate):
+        return "takes one tensor a call"
+    if call.mixed and candidate.variant in ("bcst", "swap", "striped"):
+        return "is not for every kind of collective in the batch"
     if candidate.variant == ALTERNATING and (problem := _no_alternation(call)):
         return problem
     if candidate.implementation == SM and call.world_size > MOST_RANKS:
         return f"kernels address {MOST_RANKS} ranks at most"
     return ""
+
+
+def takes_one_tensor(candidate: Candidate) -> bool:
+    """True for what has no program for lists of tensors."""
+    return candidate.implementation == SM or candidate.variant == ALTERNATING
 
 
 def _no_alternation(call: Call) -> str:

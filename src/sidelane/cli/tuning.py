@@ -64,6 +64,7 @@ def tune(collectives: tuple[str, ...], from_results: Path | None, output: Path |
 @click.option("--ordinary", is_flag=True, help="The tensors are not in symmetric memory.")
 @click.option("--beside", type=click.Choice(BESIDE), default=NOTHING, show_default=True, help="What runs next to it.")
 @click.option("--dtype", type=click.Choice(list(ELEMENT_BYTES)), default="bfloat16", show_default=True)
+@click.option("--tensors", type=click.IntRange(min=1), help="A list of this many in one call, each of SIZE.")
 @click.option("--world-size", type=click.IntRange(min=1), help="Ranks. Default: as measured, or those of this machine.")
 @click.option("--machine", metavar="NAME_OR_FILE", help="For a machine that need not be here: h200x4, mi300x8, ...")
 @click.option(

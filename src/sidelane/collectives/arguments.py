@@ -7,10 +7,10 @@ from collections.abc import Hashable, Sequence
 
 import torch
 
-from sidelane.collectives.agree import Splits
+from sidelane.collectives.agree import Place, Splits
 from sidelane.collectives.heap import Region, SymmetricHeap
 from sidelane.program import collective as define
-from sidelane.program.collective import ELEMENT_BYTES, Collective, ReduceOp, Reduction
+from sidelane.program.collective import ELEMENT_BYTES, REDUCING, Buffer, Collective, Kind, ReduceOp, Reduction
 
 SHARD_ALIGNMENT = 256
 """Bytes to which the shards of an all_reduce are rounded, so that engines and kernels work on aligned spans."""
@@ -31,6 +31,23 @@ class Request:
     def whole(self) -> Region:
         """In place, the bytes that hold both input and output: the only buffer that the program knows."""
         return self.output if self.output.nbytes >= self.input.nbytes else self.input
+
+    def region(self, buffer: Buffer) -> Region:
+        """The bytes that a program knows as ``input`` or ``output``."""
+        return self.whole if self.collective.in_place else self.input if buffer is Buffer.INPUT else self.output
+
+    @property
+    def places(self) -> tuple[Place, Place]:
+        """Places of input and output as far as all ranks must agree on them; None: ordinary memory, or any place."""
+        kind = self.collective.kind
+        if kind in REDUCING:
+            return None, None  # peers write into staging only
+        if self.collective.in_place:
+            # Each rank's part lies elsewhere in the whole, which is what has to be at one place on all ranks.
+            return self.whole.place, self.whole.place
+        output = None if kind is Kind.GATHER else self.output.place
+        # Where peers write into the output, it is its own rank's business where an input lies.
+        return None if kind is Kind.SCATTER or output is not None else self.input.place, output
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

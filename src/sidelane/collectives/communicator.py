@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Hashable, Sequence
 from types import TracebackType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,9 +18,11 @@ from sidelane.choice import Choice
 from sidelane.choice.candidate import FIRST, check_beside
 from sidelane.collectives.arguments import Arguments, Request, identity
 from sidelane.collectives.backend import Work
+from sidelane.collectives.batched import Batched
 from sidelane.collectives.calls import Calls
 from sidelane.collectives.devices import choose_device, make_backend
 from sidelane.collectives.heap import SymmetricHeap, generation
+from sidelane.collectives.lists import Asked, Tensors, call_lists, holds_lists
 from sidelane.collectives.plan import AUTO, Agreement, Planner, check_variant
 from sidelane.collectives.prelaunched import Prelaunched, prepare_prelaunched
 from sidelane.collectives.prepare import Prepared, Preparer
@@ -42,6 +45,9 @@ class Communicator:
     Tensors are contiguous and on the communicator's device. Ordinary tensors are fine everywhere; tensors from
     :meth:`empty` save a copy, and in-place calls save the copy of a rank's own part (docs/programs.md lists both).
     Autograd takes what a call writes as modified in place, as it does with torch.distributed.
+
+    :meth:`all_gather`, :meth:`all_to_all`, :meth:`broadcast`, :meth:`reduce_scatter` and :meth:`all_reduce` also take a
+    list (or tuple) wherever they take a tensor: a call for each tensor, run as one (docs/programs.md).
 
     Args:
         group: the control plane, of any backend; None for the default group. All its ranks must be on one machine.
@@ -122,8 +128,8 @@ class Communicator:
 
     def all_gather(
         self,
-        output: torch.Tensor,
-        input: torch.Tensor,
+        output: Tensors,
+        input: Tensors,
         *,
         async_op: bool = False,
         variant: str = AUTO,
@@ -132,7 +138,7 @@ class Communicator:
         """Concatenate every rank's ``input`` into everyone's ``output`` (torch: ``all_gather_into_tensor``).
 
         Args:
-            output: ``world_size`` times the elements of ``input``, same dtype (any).
+            output: ``world_size`` times the elements of ``input``, same dtype (any). Or a list, as ``input`` then is.
             input: this rank's shard. In place if it is its own part of ``output``.
             async_op: return a :class:`Work` instead of ordering the caller behind the collective.
             variant: ``pcpy``, ``b2b``, ``alternating``, ``bcst`` (``output`` symmetric), ``one_shot`` (a kernel, GPUs
@@ -148,8 +154,8 @@ class Communicator:
 
     def all_to_all(
         self,
-        output: torch.Tensor,
-        input: torch.Tensor,
+        output: Tensors,
+        input: Tensors,
         *,
         output_split_sizes: Sequence[int] | None = None,
         input_split_sizes: Sequence[int] | None = None,
@@ -179,7 +185,7 @@ class Communicator:
                 self._calls,
                 self._arguments,
                 self._preparer,
-                (output, input),
+                (output, input),  # type: ignore[arg-type]  # which refuses lists
                 (output_split_sizes, input_split_sizes),
                 variant=variant,
                 beside=beside,
@@ -191,8 +197,8 @@ class Communicator:
 
     def reduce_scatter(
         self,
-        output: torch.Tensor,
-        input: torch.Tensor,
+        output: Tensors,
+        input: Tensors,
         *,
         op: str | dist.ReduceOp = "sum",
         async_op: bool = False,
@@ -216,10 +222,10 @@ class Communicator:
 
     def all_reduce(
         self,
-        tensor: torch.Tensor,
+        tensor: Tensors,
         *,
         op: str | dist.ReduceOp = "sum",
-        output: torch.Tensor | None = None,
+        output: Tensors | None = None,
         async_op: bool = False,
         variant: str = AUTO,
         beside: str | None = None,
@@ -241,7 +247,7 @@ class Communicator:
         return self._call(Kind.ALL_REDUCE, (target, tensor), (op,), variant, beside, async_op)
 
     def broadcast(
-        self, tensor: torch.Tensor, *, root: int, async_op: bool = False, variant: str = AUTO, beside: str | None = None
+        self, tensor: Tensors, *, root: int, async_op: bool = False, variant: str = AUTO, beside: str | None = None
     ) -> Work | None:
         """Replace everyone's ``tensor`` by that of ``root`` (a rank of the group).
 
@@ -290,6 +296,24 @@ class Communicator:
             As :meth:`all_gather`.
         """
         return self._call(Kind.GATHER, (output, input), (root,), variant, beside, async_op)
+
+    def batch(self, *, variant: str = AUTO, beside: str | None = None, async_op: bool = False) -> Batched:
+        """Collect collectives of any kinds in a ``with`` block, and run them as one call when it ends.
+
+            with comm.batch() as batch:
+                batch.all_gather(weights, shards)
+                batch.all_to_all(tokens_out, tokens)
+
+        Args:
+            variant: of all: ``b2b``, ``pcpy``, what else every kind in the block has for lists, or ``auto``.
+            beside: see :meth:`all_gather`.
+            async_op: ``batch.work`` is then a :class:`Work`.
+
+        Raises:
+            As :meth:`all_gather`, when the block ends.
+        """
+        parts = (self._calls, self._arguments, self._preparer)
+        return Batched(*parts, variant=variant, beside=beside, async_op=async_op)
 
     def prepare_all_gather(
         self, output: torch.Tensor, input: torch.Tensor, *, variant: str = FIRST, host_trigger: bool = False
@@ -377,7 +401,7 @@ class Communicator:
     def _call(
         self,
         kind: Kind,
-        tensors: tuple[torch.Tensor | None, ...],
+        tensors: tuple[Any, ...],
         details: tuple[Hashable, ...],
         variant: str,
         beside: str | None,
@@ -390,7 +414,7 @@ class Communicator:
             frozen = place[1]
             key = (kind, variant, beside, details, frozen, generation(), *map(identity, tensors))
             prepared = self._preparer.recall(key)
-            if prepared is None:
+            if prepared is None and not (listed := holds_lists(kind, tensors)):
                 check_variant(kind, variant, self.abilities)
                 check_beside(kind, hint := self.config.beside if beside is None else beside)
                 request: Request = getattr(self._arguments, kind)(*tensors, *details)
@@ -401,6 +425,15 @@ class Communicator:
             self._calls.fail(error)
             raise
         try:
+            if prepared is None and listed:
+                asked = [Asked(kind, tensors, details)]
+                return call_lists(
+                    *(self._calls, self._arguments, self._preparer, kind, call, asked),
+                    variant=variant,
+                    beside=beside,
+                    async_op=async_op,
+                    place=place,
+                )
             if prepared is None:
                 prepared = self._prepare(call, Agreement.of(request, variant, frozen, hint), request, key)
             else:

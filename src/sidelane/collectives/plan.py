@@ -7,11 +7,12 @@ import hashlib
 from collections.abc import Set as AbstractSet
 
 from sidelane.choice import Abilities, Call, Candidate, Choice, Profile, choose
-from sidelane.choice.candidate import EVERYTHING, GRAPH, SM, everything, find
+from sidelane.choice.candidate import EVERYTHING, GRAPH, SM, everything, find, takes_one_tensor
 from sidelane.collectives.arguments import Request
+from sidelane.collectives.listed import ListAgreement, Part
 from sidelane.config import NOTHING
 from sidelane.execute.base import Capabilities
-from sidelane.program.build import ALTERNATING, Alternation, Transport, alternation, build
+from sidelane.program.build import ALTERNATING, Alternation, Transport, alternation, build, build_batch
 from sidelane.program.collective import REDUCING, Collective, Kind
 from sidelane.program.ir import Move, Program
 from sidelane.program.kernel import KernelProgram, kernel_program
@@ -50,16 +51,7 @@ class Agreement:
 
     @staticmethod
     def of(request: Request, variant: str, frozen: bool, beside: str = NOTHING) -> Agreement:
-        kind = request.collective.kind
-        input_place = None if kind is Kind.SCATTER else request.input.place
-        output_place = None if kind is Kind.GATHER else request.output.place
-        if kind in REDUCING:
-            input_place = output_place = None  # peers write into staging only
-        elif request.collective.in_place:
-            # Each rank's part lies elsewhere in the whole, which is what has to be at one place on all ranks.
-            input_place = output_place = request.whole.place
-        elif output_place is not None:
-            input_place = None  # peers write into the output; where an input lies is its own rank's business
+        input_place, output_place = request.places
         return Agreement(
             collective=request.collective,
             dtype=str(request.dtype).removeprefix("torch."),
@@ -69,6 +61,14 @@ class Agreement:
             frozen=frozen,
             beside=beside,
         )
+
+    @property
+    def name(self) -> str:
+        return self.collective.kind
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        return (self.collective.kind,)
 
     @property
     def call(self) -> Call:
@@ -84,6 +84,9 @@ class Agreement:
         others = ", captured" if self.frozen else ""
         others += f", beside {self.beside}" if self.beside != NOTHING else ""
         return f"{self.collective} of {self.dtype}, {places}, variant {self.variant}{others} #{digest}"
+
+
+AnyAgreement = Agreement | ListAgreement
 
 
 class Planner:
@@ -109,14 +112,14 @@ class Planner:
         self._profile = profile
         self._abilities = abilities
         # In the order of their first call, which all ranks share.
-        self._programs: dict[Agreement, Plan] = {}
-        self._choices: dict[Agreement, Choice] = {}
+        self._programs: dict[AnyAgreement, Plan] = {}
+        self._choices: dict[AnyAgreement, Choice] = {}
 
-    def known(self, agreement: Agreement) -> bool:
+    def known(self, agreement: AnyAgreement) -> bool:
         """True if all ranks have made this call before."""
         return agreement in self._programs
 
-    def program(self, agreement: Agreement) -> Plan:
+    def program(self, agreement: AnyAgreement) -> Plan:
         """The program for a call, or the programs that take turns in it.
 
         Raises:
@@ -135,14 +138,14 @@ class Planner:
             self._programs[agreement] = program
         return program
 
-    def unproved(self, agreement: Agreement) -> Plan:
+    def unproved(self, agreement: AnyAgreement) -> Plan:
         """The same, for a look at what it needs: it is neither verified nor kept."""
         known = self._programs.get(agreement)
         if known is not None:
             return known
         return make_program(agreement, self.choice(agreement).candidate, self._capabilities.moves)
 
-    def choice(self, agreement: Agreement) -> Choice:
+    def choice(self, agreement: AnyAgreement) -> Choice:
         """What will run for a call, and why; the same on every rank.
 
         Raises:
@@ -155,17 +158,19 @@ class Planner:
             choice = self._choices[agreement] = self._choose(agreement)
         return choice
 
-    def _choose(self, agreement: Agreement) -> Choice:
+    def _choose(self, agreement: AnyAgreement) -> Choice:
         if agreement.variant == AUTO:
             return choose(self._profile, agreement.call, self._abilities)
-        kind = agreement.collective.kind
-        check_variant(kind, agreement.variant, self._abilities)
+        listed = isinstance(agreement, ListAgreement)
+        for kind in agreement.kinds:
+            check_variant(kind, agreement.variant, self._abilities, listed=listed)
+        kind = agreement.kinds[0]
         candidate = find(kind, agreement.variant.removesuffix(PRELAUNCH))
         assert candidate is not None, "check_variant lets nothing else through"
         return Choice(candidate, "the caller asked for it", ((candidate, None),))
 
 
-def make_program(agreement: Agreement, candidate: Candidate, moves: AbstractSet[type[Move]]) -> Plan:
+def make_program(agreement: AnyAgreement, candidate: Candidate, moves: AbstractSet[type[Move]]) -> Plan:
     """The program of a call, not verified yet.
 
     Args:
@@ -178,46 +183,55 @@ def make_program(agreement: Agreement, candidate: Candidate, moves: AbstractSet[
     """
     prelaunched = agreement.variant.endswith(PRELAUNCH)
     if candidate.implementation == SM:
+        assert isinstance(agreement, Agreement), "check_variant and choose take no kernel for a list"
         if prelaunched:
             raise ValueError(
-                f"{agreement.collective.kind}: variant (value={agreement.variant!r}, allowed={candidate.variant!r}: "
+                f"{agreement.name}: variant (value={agreement.variant!r}, allowed={candidate.variant!r}: "
                 f"{PRELAUNCH} is for copy engines)"
             )
         symmetric = agreement.output_place is not None
         return kernel_program(agreement.collective, candidate.variant, symmetric_output=symmetric)
     frozen = agreement.frozen or candidate.launch == GRAPH
     if candidate.variant == ALTERNATING:
+        assert isinstance(agreement, Agreement), "check_variant and choose let no list take turns"
         if prelaunched:
             raise ValueError(
-                f"{agreement.collective.kind}: variant (value={agreement.variant!r}, allowed={candidate.name!r}: what "
+                f"{agreement.name}: variant (value={agreement.variant!r}, allowed={candidate.name!r}: what "
                 "takes turns is not known ahead of its call)"
             )
         return alternation(agreement.collective, frozen=frozen, opened=agreement.frozen)
     if prelaunched and frozen:
         raise ValueError(
-            f"{agreement.collective.kind}: variant (value={agreement.variant!r}, allowed in a graph=without "
+            f"{agreement.name}: variant (value={agreement.variant!r}, allowed in a graph=without "
             f"{PRELAUNCH}: a graph hands over all its commands at once anyway)"
         )
-    transport = choose_transport(agreement, candidate.variant)
-    program = lower(build(agreement.collective, candidate.variant, transport), moves)
+    program = lower(_build(agreement, candidate.variant), moves)
     if prelaunched:
         program = prelaunch(program)
     return freeze(program) if frozen else program
 
 
-def check_variant(kind: Kind, variant: str, abilities: Abilities = EVERYTHING) -> None:
-    """Refuse a variant that no call of this kind can have.
+def _build(agreement: AnyAgreement, variant: str) -> Program:
+    if isinstance(agreement, ListAgreement):
+        transports = [choose_transport(part, variant) for part in agreement.parts]
+        return build_batch(agreement.collective, variant, transports)
+    return build(agreement.collective, variant, choose_transport(agreement, variant))
+
+
+def check_variant(kind: Kind, variant: str, abilities: Abilities = EVERYTHING, *, listed: bool = False) -> None:
+    """Refuse a variant that no call of this kind can have. ``listed``: a call with lists of tensors.
 
     Raises:
         ValueError: with the allowed names.
     """
-    names = [found.name for found in everything(kind, abilities)]
+    names = [found.name for found in everything(kind, abilities) if not (listed and takes_one_tensor(found))]
     if variant != AUTO and variant.removesuffix(PRELAUNCH) not in names:
         allowed = ", ".join((AUTO, *names))
-        raise ValueError(f"{kind}: variant (value={variant!r}, allowed={allowed}; all but auto also with {PRELAUNCH})")
+        what = "variant for lists" if listed else "variant"
+        raise ValueError(f"{kind}: {what} (value={variant!r}, allowed={allowed}; all but auto also with {PRELAUNCH})")
 
 
-def choose_transport(agreement: Agreement, variant: str) -> Transport:
+def choose_transport(agreement: Agreement | Part, variant: str) -> Transport:
     """The transport that copies least for the buffers at hand.
 
     Raises:

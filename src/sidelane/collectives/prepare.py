@@ -12,11 +12,13 @@ from sidelane.collectives.alternate import SLOTS_BYTES, AlternatingProgram, Turn
 from sidelane.collectives.arguments import Request
 from sidelane.collectives.backend import Backend
 from sidelane.collectives.heap import Region, SymmetricHeap
-from sidelane.collectives.plan import AUTO, Agreement, Planner
+from sidelane.collectives.listed import ListRequest
+from sidelane.collectives.plan import AUTO, AnyAgreement, Planner
 from sidelane.collectives.staging import Staging
 from sidelane.device.layout import arena_bytes
-from sidelane.execute.base import Addresses, Runnable
+from sidelane.execute.base import Addresses, Pieces, Runnable
 from sidelane.memory.base import SymmetricBlock
+from sidelane.program.batch import Batch
 from sidelane.program.build import Alternation
 from sidelane.program.collective import Buffer
 from sidelane.program.ir import Program, has_epochs
@@ -74,11 +76,11 @@ class Preparer:
         """What an earlier call with the same key prepared, if it still holds."""
         return self._recent.get(key)
 
-    def known(self, agreement: Agreement) -> bool:
+    def known(self, agreement: AnyAgreement) -> bool:
         """True if no rank has anything left to agree on or to allocate for this call."""
         return self._planner.known(agreement)
 
-    def prepare(self, agreement: Agreement, request: Request, key: Hashable = None) -> Prepared:
+    def prepare(self, agreement: AnyAgreement, request: Request | ListRequest, key: Hashable = None) -> Prepared:
         """Plan, allocate staging and load; remembered under ``key``. Collective where the agreement is new."""
         program = self._planner.program(agreement)
         repeats = agreement.variant == AUTO and agreement.call.even  # uneven calls seldom do: no use in planning twice
@@ -101,7 +103,7 @@ class Preparer:
             self._recent[key] = prepared
         return prepared
 
-    def _reserve_for_captures(self, agreement: Agreement) -> None:
+    def _reserve_for_captures(self, agreement: AnyAgreement) -> None:
         """Allocate what the same call needs in a capture, where nothing can be: ``auto`` may choose otherwise there."""
         program = self._planner.unproved(dataclasses.replace(agreement, frozen=True))
         if isinstance(program, KernelProgram):
@@ -109,7 +111,7 @@ class Preparer:
         elif isinstance(program, Program):
             self._reserve(self._staging, max(program.staging_bytes), False)
 
-    def program(self, agreement: Agreement) -> tuple[Program, Choice]:
+    def program(self, agreement: AnyAgreement) -> tuple[Program, Choice]:
         """The program of a call that stays with its caller, who loads it, and how it was chosen.
 
         Raises:
@@ -135,14 +137,16 @@ class Preparer:
             # on all ranks at once: a rank that still wrote to the old block would miss a peer that reads the new one.
             self._recent.clear()
 
-    def _load_kernel(self, program: KernelProgram, request: Request, frozen: bool) -> Runnable:
+    def _load_kernel(self, program: KernelProgram, request: Request | ListRequest, frozen: bool) -> Runnable:
+        assert isinstance(request, Request), "no kernel takes lists"
         assert self._arena is not None, "backends that have kernels have an arena for them"
         self._reserve(self._kernel_staging, program.staging_bytes, frozen)
         buffers = self._buffers(program, request, self._kernel_staging)
         addresses = Addresses(buffers, (), self._arena.addresses)
         return self._backend.load_kernel(program, addresses, frozen)
 
-    def _load_alternation(self, alternation: Alternation, request: Request, captured: bool) -> Runnable:
+    def _load_alternation(self, alternation: Alternation, request: Request | ListRequest, captured: bool) -> Runnable:
+        assert isinstance(request, Request), "lists do not take turns"
         program = alternation.turns[0]
         if program.world_size > 1:
             self._reserve(self._slots, 2 * SLOTS_BYTES if captured else SLOTS_BYTES, captured)
@@ -153,27 +157,49 @@ class Preparer:
         executor = self._backend.executor
         return AlternatingProgram(alternation, lambda turn: executor.load(turn, addresses), take_turn)
 
-    def _addresses(self, program: Program, request: Request, captured: bool) -> Addresses:
+    def _addresses(self, program: Program, request: Request | ListRequest, captured: bool) -> Addresses:
         offset = 4 * FLAGS * _region(program, captured)
         assert program.flag_count <= FLAGS
-        buffers = self._buffers(program, request, self._staging)
-        return Addresses(buffers, tuple(base + offset for base in self._flags.addresses))
+        flags = tuple(base + offset for base in self._flags.addresses)
+        if isinstance(request, Request):
+            return Addresses(self._buffers(program, request, self._staging), flags)
+        return Addresses(_on_all_ranks(self._staging), flags, pieces=self._pieces(program, request))
 
     def _buffers(
         self, program: Program | KernelProgram, request: Request, staging: Staging, offset: int = 0
     ) -> dict[tuple[int, Buffer], int]:
         buffers: dict[tuple[int, Buffer], int] = {}
         remote = program.remote_buffers()
-        for buffer, part in ((Buffer.INPUT, request.input), (Buffer.OUTPUT, request.output)):
-            region = request.whole if program.collective.in_place else part
-            buffers.update(self._reach(buffer, region, buffer in remote))
-        buffers.update({(rank, Buffer.STAGING): base + offset for rank, base in enumerate(staging.addresses)})
-        return buffers
+        for buffer in (Buffer.INPUT, Buffer.OUTPUT):
+            reached = self._reach(request.region(buffer), buffer in remote)
+            buffers.update({(rank, buffer): address for rank, address in reached.items()})
+        return {**buffers, **_on_all_ranks(staging, offset)}
 
-    def _reach(self, buffer: Buffer, region: Region, remote: bool) -> dict[tuple[int, Buffer], int]:
-        if not remote:
-            return {(self._rank, buffer): region.address}
-        return {(rank, buffer): base for rank, base in enumerate(self._heap.addresses(region))}
+    def _pieces(self, program: Program, request: ListRequest) -> dict[tuple[int, Buffer], Pieces]:
+        batch = program.collective
+        assert isinstance(batch, Batch)
+        found: dict[tuple[int, Buffer], Pieces] = {}
+        for buffer in (Buffer.INPUT, Buffer.OUTPUT):
+            regions = [part.region(buffer) for part in request.parts]
+            reached = [self._reach(region, region.symmetric) for region in regions]
+            for rank in range(batch.world_size):
+                sizes = [part.buffer_bytes(rank, buffer) for part in batch.parts]
+                rows = [
+                    (start, nbytes, addresses[rank])
+                    for start, nbytes, addresses in zip(batch.starts(rank, buffer), sizes, reached, strict=True)
+                    if nbytes and rank in addresses
+                ]
+                starts, lengths, addresses = zip(*rows, strict=True) if rows else ((), (), ())
+                found[rank, buffer] = Pieces(starts, lengths, addresses)
+        return found
+
+    def _reach(self, region: Region, remote: bool) -> dict[int, int]:
+        """Address of a region by rank: on all of them, or here only."""
+        return dict(enumerate(self._heap.addresses(region))) if remote else {self._rank: region.address}
+
+
+def _on_all_ranks(staging: Staging, offset: int = 0) -> dict[tuple[int, Buffer], int]:
+    return {(rank, Buffer.STAGING): base + offset for rank, base in enumerate(staging.addresses)}
 
 
 def _region(program: Program, captured: bool) -> int:

@@ -6,6 +6,7 @@ An executor belongs to one rank: it runs that rank's queues of a program. It is 
 from __future__ import annotations
 
 import dataclasses
+from bisect import bisect_right
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -31,6 +32,33 @@ class Capabilities:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Pieces:
+    """A virtual buffer (``program.batch``): those of its pieces that this process reaches, in their order.
+
+    Attributes:
+        starts: offset of each in the buffer.
+        sizes: bytes of each, none of them 0.
+        addresses: of each.
+    """
+
+    starts: tuple[int, ...]
+    sizes: tuple[int, ...]
+    addresses: tuple[int, ...]
+
+    def find(self, offset: int) -> int | None:
+        """Address of a byte; None where there is none.
+
+        >>> pieces = Pieces(starts=(0, 256), sizes=(100, 8), addresses=(9000, 5000))
+        >>> pieces.find(260), pieces.find(100)
+        (5004, None)
+        """
+        index = bisect_right(self.starts, offset) - 1
+        if index < 0 or offset >= self.starts[index] + self.sizes[index]:
+            return None
+        return self.addresses[index] + offset - self.starts[index]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Addresses:
     """Where this process reaches the memory that a program names.
 
@@ -38,11 +66,21 @@ class Addresses:
         buffers: address of each (rank, buffer) that this rank's queues touch.
         flags: address of each rank's flag memory (32-bit words).
         arenas: address of each rank's arena (``device/layout.py``); kernels only.
+        pieces: of each (rank, buffer) that consists of some; these are not among ``buffers``.
     """
 
     buffers: Mapping[tuple[int, Buffer], int]
     flags: tuple[int, ...]
     arenas: tuple[int, ...] = ()
+    pieces: Mapping[tuple[int, Buffer], Pieces] = dataclasses.field(default_factory=dict)
+
+    def find(self, rank: int, buffer: Buffer, offset: int) -> int | None:
+        """Address of a byte of a buffer; None where this process has none."""
+        pieces = self.pieces.get((rank, buffer))
+        if pieces is not None:
+            return pieces.find(offset)
+        base = self.buffers.get((rank, buffer))
+        return None if base is None else base + offset
 
 
 class Pending(Protocol):

@@ -166,6 +166,11 @@ class Collective:
         column = [row[rank] for row in self.counts]
         return sum(column) if self._receives_distinct else max(column)
 
+    @property
+    def largest_buffer(self) -> int:
+        """Bytes of the largest input or output of any rank."""
+        return max(max(self.input_bytes(rank), self.output_bytes(rank)) for rank in range(self.world_size))
+
     def buffer_bytes(self, rank: int, buffer: Buffer) -> int:
         """Size of a user's buffer; in place, the buffer that is not used has 0 bytes."""
         shared = Buffer.INPUT if self.kind is Kind.REDUCE_SCATTER else Buffer.OUTPUT

@@ -10,7 +10,8 @@ import dataclasses
 from collections.abc import Iterator
 from enum import StrEnum
 
-from sidelane.program.collective import Buffer, Collective, Reduction, Span
+from sidelane.program.batch import Definition
+from sidelane.program.collective import Buffer, Reduction, Span
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -158,7 +159,7 @@ class Queue:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Program:
-    """A collective as commands on engines.
+    """A collective, or several at once, as commands on engines.
 
     Attributes:
         collective: what the program claims to do; ``verify`` holds it to that.
@@ -169,7 +170,7 @@ class Program:
         prelaunched: queues start before the collective is called; triggers fired by the ``caller`` queue hold them.
     """
 
-    collective: Collective
+    collective: Definition
     variant: str
     queues: tuple[Queue, ...]
     staging_bytes: tuple[int, ...]

@@ -106,12 +106,12 @@ def _compile(command: Command, queue: Queue, index: int, program: Program, addre
 
 
 def _address(span: Span, addresses: Addresses) -> int:
-    base = addresses.buffers.get((span.rank, span.buffer))
-    if base is None:
+    address = addresses.find(span.rank, span.buffer, span.offset)
+    if address is None:
         if span.nbytes:
             raise ValueError(f"no address for the {span.buffer} of rank {span.rank}")
         return 0
-    return base + span.offset
+    return address
 
 
 def _same_size(*operands: Span) -> int:

@@ -55,13 +55,13 @@ class Resolver:
         """
         match place:
             case Operand(rank, buffer, offset):
-                base = self._addresses.buffers.get((rank, buffer))
-                if base is None:
+                address = self._addresses.find(rank, buffer, offset)
+                if address is None:
                     raise ValueError(
                         f"load: no address of buffer {buffer} of rank {rank}, which rank {self._rank} needs in "
                         f"{self._program.collective} {self._program.variant}"
                     )
-                return base + offset
+                return address
             case Flag(rank, index):
                 return self._addresses.flags[rank] + WORD_BYTES * index
             case Cell(index):

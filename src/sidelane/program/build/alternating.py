@@ -54,7 +54,9 @@ class Alternation:
 
     @property
     def collective(self) -> Collective:
-        return self.turns[0].collective
+        collective = self.turns[0].collective
+        assert isinstance(collective, Collective), "what takes turns is one collective"
+        return collective
 
     def verify(self) -> Verification:
         """Prove the programs in every order in which they may follow each other.

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from sidelane.program.build import moving, reducing
+from sidelane.program.build.beside import beside
 from sidelane.program.build.moving import Transport
+from sidelane.program.build.striped import STRIPED, stripe
 from sidelane.program.collective import REDUCING, Collective, Kind
 from sidelane.program.ir import Program
 
-_MOVING = {
-    "pcpy": moving.pcpy,
-    "b2b": moving.b2b,
-    "striped": moving.striped,
-    "bcst": moving.bcst,
-    "swap": moving.swap,
-}
+_MOVING = {"pcpy": moving.pcpy, "b2b": moving.b2b, "bcst": moving.bcst, "swap": moving.swap}
 
 
 def variants(kind: Kind) -> tuple[str, ...]:
@@ -21,10 +17,10 @@ def variants(kind: Kind) -> tuple[str, ...]:
     if kind in REDUCING:
         return ("pcpy", "b2b")
     if kind in (Kind.ALL_GATHER, Kind.BROADCAST):
-        return ("pcpy", "b2b", "striped", "bcst")
+        return ("pcpy", "b2b", STRIPED, "bcst")
     if kind is Kind.ALL_TO_ALL:
-        return ("pcpy", "b2b", "striped", "swap")
-    return ("pcpy", "b2b", "striped")
+        return ("pcpy", "b2b", STRIPED, "swap")
+    return ("pcpy", "b2b", STRIPED)
 
 
 def build(collective: Collective, variant: str, transport: Transport = Transport.PUSH) -> Program:
@@ -43,4 +39,24 @@ def build(collective: Collective, variant: str, transport: Transport = Transport
         raise ValueError(f"build: variant of {collective.kind} (value={variant!r}, allowed={', '.join(allowed)})")
     if collective.kind in REDUCING:
         return reducing.reduce(collective, variant)
-    return _MOVING[variant](collective, transport)
+    return finish(assemble(collective, variant, transport), variant)
+
+
+def assemble(collective: Collective, variant: str, transport: Transport) -> Program:
+    """What the builder makes of a moving collective, before :func:`finish`."""
+    return _MOVING[base_of(variant)](collective, transport)
+
+
+def base_of(variant: str) -> str:
+    """The variant whose builder makes another one's commands.
+
+    >>> base_of("striped"), base_of("swap")
+    ('b2b', 'swap')
+    """
+    return "b2b" if variant == STRIPED else variant
+
+
+def finish(program: Program, variant: str) -> Program:
+    """The steps behind the builders of moving programs."""
+    program = beside(program)
+    return stripe(program) if variant == STRIPED else program

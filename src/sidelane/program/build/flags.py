@@ -11,8 +11,17 @@ Each flag has one writer. With 4 ranks, the exit of phase 1 that rank 2 writes h
 from __future__ import annotations
 
 import dataclasses
+from enum import StrEnum
 
 from sidelane.program.ir import EPOCH, Flag, Signal, Wait
+
+
+class Role(StrEnum):
+    """What a flag is for."""
+
+    ENTRY = "entry"
+    EXIT = "exit"
+    LOCAL = "local"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,6 +47,17 @@ class FlagPlan:
 
     def wait_exit(self, partner: int, mover: int, phase: int = 0) -> Wait:
         return Wait(self._exit(partner, mover, phase), EPOCH)
+
+    def role(self, flag: Flag) -> tuple[int, Role]:
+        """The phase of a flag (0 for local ones), and what it is for.
+
+        >>> FlagPlan(world_size=4, phases=2).role(Flag(rank=0, index=14))
+        (1, <Role.EXIT: 'exit'>)
+        """
+        if flag.index >= self.handshakes:
+            return 0, Role.LOCAL
+        phase, index = divmod(flag.index, 2 * self.world_size)
+        return phase, Role.ENTRY if index < self.world_size else Role.EXIT
 
     def local(self, rank: int, queue: int) -> Flag:
         """The flag by which another engine of ``rank`` releases its DMA queue number ``queue``."""

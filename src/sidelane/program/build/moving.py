@@ -7,15 +7,10 @@ pcpy     one copy and one engine for every pair of ranks: n(n-1) of each (4.2.1)
 bcst     one command writes to two ranks, half the commands and engines; all_gather and broadcast (4.2.2)
 swap     one command exchanges two chunks, half the commands; all_to_all with equal pairs (4.2.3)
 b2b      all copies of a rank back to back on one engine (4.2.4)
-striped  as b2b, with one half of every copy on a second engine (ours)
 =======  ==============================================================================================
 
-The counts of the paper are for transfers between ranks. Bytes that stay on their rank go through a ``local`` engine. It
-begins when the peers are ready, with the copies to them, and ends in their shadow::
-
-    dma:0    entries | wait for entries |  copies, or halves of them  |     exits | wait for exits
-    dma:1                               :  the other halves (striped) :
-    local:0                             :  own part
+The counts of the paper are for transfers between ranks. Bytes that stay on their rank go through a ``local`` engine
+(``beside``), and so do those that peers fetch from staging.
 """
 
 from __future__ import annotations
@@ -28,22 +23,17 @@ from sidelane.program.build.flags import FlagPlan
 from sidelane.program.collective import Buffer, Chunk, Collective, Kind, Span
 from sidelane.program.ir import (
     EPOCH,
-    MOVES,
     Broadcast,
     Command,
     Copy,
     Engine,
     EngineKind,
-    Flag,
     Program,
     Queue,
     Signal,
     Swap,
     Wait,
 )
-
-STRIPE_ALIGNMENT = 256
-"""Bytes at multiples of which a copy is cut in two."""
 
 
 class Transport(StrEnum):
@@ -67,15 +57,6 @@ def pcpy(collective: Collective, transport: Transport = Transport.PUSH) -> Progr
 def b2b(collective: Collective, transport: Transport = Transport.PUSH) -> Program:
     """One engine a rank, in rotated order: rank r serves r+1 first (paper 003, 4.2.4)."""
     return _Moving(collective, transport, "b2b").program(lambda peers: [list(peers)] if peers else [])
-
-
-def striped(collective: Collective, transport: Transport = Transport.PUSH) -> Program:
-    """Two engines a rank, each with one half of every copy, both in rotated order: one starts while the other ends.
-
-    On four H200s it saves 3 us of 23 for small copies and of 160 for 64 MiB in all; from 64 MiB a peer on it loses
-    (docs/performance.md).
-    """
-    return _Moving(collective, transport, "striped").program(lambda peers: [list(peers)] if peers else [])
 
 
 def bcst(collective: Collective, transport: Transport = Transport.PUSH) -> Program:
@@ -122,7 +103,7 @@ class _Moving:
         self.transport = transport
         self.variant = variant
         self.flags = FlagPlan(collective.world_size, phases=1)
-        self.local_flags = [0] * collective.world_size
+        self.local_flags = 0
         self.own = [chunk for chunk in collective.chunks() if chunk.src_rank == chunk.dst_rank]
         self.transfers = [self._transfer(chunk) for chunk in collective.chunks() if chunk.src_rank != chunk.dst_rank]
         self.active = {(transfer.mover, transfer.partner): transfer for transfer in self.transfers}
@@ -138,10 +119,7 @@ class _Moving:
             local: list[list[Command]] = []
             if self.transport is Transport.STAGED:
                 local.append([*self._staging_commands(rank), *self._releases(rank, dma)])
-            if own := self._own_copies(rank):
-                local.append([*self._readiness(rank, dma), *own])
-            if self.variant == "striped":
-                dma = [stripe for queue in dma for stripe in self._stripes(queue)]
+            local.append(self._own_copies(rank))
             queues += dma
             filled: list[tuple[Command, ...]] = [tuple(commands) for commands in local if commands]
             queues += [Queue(rank, Engine(EngineKind.LOCAL, index), commands) for index, commands in enumerate(filled)]
@@ -150,48 +128,17 @@ class _Moving:
             variant=self.variant,
             queues=tuple(queues),
             staging_bytes=tuple(self._staging_bytes(rank) for rank in range(self.collective.world_size)),
-            flag_count=self.flags.handshakes + max(self.local_flags),
+            flag_count=self.flags.handshakes + self.local_flags,
         )
 
     def _releases(self, rank: int, dma: list[Queue]) -> list[Command]:
         """Keep ``dma`` back until the input has been staged, where they overwrite it; the signals that let them go."""
         if not self._overwrites_own_input:
             return []
-        flags = [self._local_flag(rank) for _ in dma]
+        flags = [self.flags.local(rank, index) for index in range(len(dma))]
+        self.local_flags = max(self.local_flags, len(flags))
         dma[:] = [_preceded(queue, Wait(flag, EPOCH)) for queue, flag in zip(dma, flags, strict=True)]
         return [Signal(flag, EPOCH) for flag in flags]
-
-    def _readiness(self, rank: int, dma: list[Queue]) -> list[Command]:
-        """A wait for the moment at which the first of ``dma`` begins to move, if that is behind a wait for peers."""
-        if not dma or not _waits_before_moving(dma[0]):
-            return []
-        ready = self._local_flag(rank)
-        dma[0] = _before_moves(dma[0], Signal(ready, EPOCH))
-        return [Wait(ready, EPOCH)]
-
-    def _local_flag(self, rank: int) -> Flag:
-        """Another flag between two queues of one rank."""
-        self.local_flags[rank] += 1
-        return self.flags.local(rank, self.local_flags[rank] - 1)
-
-    def _stripes(self, queue: Queue) -> list[Queue]:
-        """The queue with the first halves of its copies, and one with the second halves, where there are any."""
-        halves = [_halves(command) for command in queue.commands if isinstance(command, Copy)]
-        second = [copy for _, copy in halves if copy is not None]
-        if not second:
-            return [queue]
-        start, end = self._local_flag(queue.rank), self._local_flag(queue.rank)
-        place = _first_move(queue)
-        commands: tuple[Command, ...] = (
-            *queue.commands[:place],
-            Signal(start, EPOCH),
-            *(copy for copy, _ in halves),
-            Wait(end, EPOCH),
-            *queue.commands[place + len(halves) :],
-        )
-        beside: tuple[Command, ...] = (Wait(start, EPOCH), *second, Signal(end, EPOCH))
-        engine = Engine(EngineKind.DMA, queue.engine.index + 1)
-        return [dataclasses.replace(queue, commands=commands), Queue(queue.rank, engine, beside)]
 
     def _dma_queues(self, rank: int, groups: list[list[int]]) -> list[Queue]:
         movers = [peer for peer in rotation(rank, self.collective.world_size) if (peer, rank) in self.active]
@@ -264,43 +211,6 @@ class _Moving:
 
 def _preceded(queue: Queue, command: Command) -> Queue:
     return dataclasses.replace(queue, commands=(command, *queue.commands))
-
-
-def _first_move(queue: Queue) -> int:
-    """Position of the first command that moves bytes; the number of commands if none does."""
-    moves = (index for index, command in enumerate(queue.commands) if isinstance(command, MOVES))
-    return next(moves, len(queue.commands))
-
-
-def _waits_before_moving(queue: Queue) -> bool:
-    before = queue.commands[: _first_move(queue)]
-    return len(before) < len(queue.commands) and any(isinstance(command, Wait) for command in before)
-
-
-def _before_moves(queue: Queue, command: Command) -> Queue:
-    place = _first_move(queue)
-    return dataclasses.replace(queue, commands=(*queue.commands[:place], command, *queue.commands[place:]))
-
-
-def _halves(copy: Copy) -> tuple[Copy, Copy | None]:
-    """Both halves of a copy, cut at a multiple of ``STRIPE_ALIGNMENT``; None for a second one without bytes.
-
-    >>> source, target = Span(0, Buffer.INPUT, 0, 1000), Span(1, Buffer.OUTPUT, 0, 1000)
-    >>> [half.src.nbytes for half in _halves(Copy(target, source))]
-    [512, 488]
-    """
-    nbytes = copy.src.nbytes
-    first = -(-nbytes // (2 * STRIPE_ALIGNMENT)) * STRIPE_ALIGNMENT
-    if first >= nbytes:
-        return copy, None
-
-    def part(span: Span, start: int, end: int) -> Span:
-        return dataclasses.replace(span, offset=span.offset + start, nbytes=end - start)
-
-    return (
-        Copy(part(copy.dst, 0, first), part(copy.src, 0, first)),
-        Copy(part(copy.dst, first, nbytes), part(copy.src, first, nbytes)),
-    )
 
 
 def rotation(rank: int, world_size: int) -> Iterable[int]:

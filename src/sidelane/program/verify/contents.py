@@ -83,13 +83,27 @@ class Contents:
             for low, high, content in zip(edges, edges[1:], self._contents[first:behind], strict=False)
         ]
 
+    def whole(self, start: int, end: int) -> Content | None:
+        """What is in bytes ``[start, end)`` if that is one piece, which it mostly is; else None."""
+        first = bisect_right(self._starts, start) - 1
+        behind = first + 1
+        if behind < len(self._starts) and self._starts[behind] < end:
+            return None
+        return self._contents[first]
+
     def write(self, pieces: Iterable[Piece]) -> None:
         """Replace the bytes that ``pieces`` (side by side, in order) cover."""
         pieces = list(pieces)
-        start, end = pieces[0].start, pieces[-1].end
+        self._replace(
+            pieces[0].start, pieces[-1].end, [piece.start for piece in pieces], [piece.content for piece in pieces]
+        )
+
+    def fill(self, start: int, end: int, content: Content) -> None:
+        """Replace bytes ``[start, end)`` by one piece."""
+        self._replace(start, end, [start], [content])
+
+    def _replace(self, start: int, end: int, starts: list[int], contents: list[Content]) -> None:
         first, behind = bisect_left(self._starts, start), bisect_left(self._starts, end)
-        starts = [piece.start for piece in pieces]
-        contents = [piece.content for piece in pieces]
         if end < self.nbytes and (behind == len(self._starts) or self._starts[behind] != end):
             starts.append(end)
             contents.append(self._contents[behind - 1])

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from sidelane.program.collective import REDUCING, Buffer, Kind, Span
+from sidelane.program.batch import parts_of
+from sidelane.program.collective import REDUCING, Buffer, Kind, Reduction, Span
 from sidelane.program.ir import Broadcast, Command, Copy, Program, Reduce, Swap
 from sidelane.program.verify.contents import Content, Contents, Mixture, Origin, Piece, combine
 from sidelane.program.verify.order import Order
@@ -27,7 +28,8 @@ def check_provenance(order: Order) -> list[str]:
     for number in order.sequence:
         event = order.unrolled.events[number]
         if event.command is not None:
-            run.execute(event, event.command)
+            for index, command in enumerate(event.run):
+                run.execute(event, index, command)
             continue
         if event.invocation:
             run.check(event.rank, event.invocation)
@@ -43,20 +45,26 @@ class _Run:
             for rank in range(unrolled.world_size)
             for buffer in Buffer
         }
-        self.expected = {id(program): _expected(program) for program in unrolled.programs}
+        distinct = {id(program): program for program in unrolled.programs}
+        self.expected = {key: _expected(program) for key, program in distinct.items()}
         self.violations: dict[tuple[object, ...], str] = {}
 
     def relabel(self, rank: int, invocation: int) -> None:
         """The caller overwrites its buffers for ``invocation``."""
         for buffer in (Buffer.INPUT, Buffer.OUTPUT):
             if nbytes := self.buffers[rank, buffer].nbytes:
-                self.buffers[rank, buffer].write([Piece(0, nbytes, Content(Origin(rank, buffer, invocation), 0))])
+                self.buffers[rank, buffer].fill(0, nbytes, Content(Origin(rank, buffer, invocation), 0))
 
-    def execute(self, event: Event, command: Command) -> None:
-        """Move origins as the command moves bytes."""
+    def execute(self, event: Event, index: int, command: Command) -> None:
+        """Move origins as the command, number ``index`` of the event's run, moves bytes."""
         match command:
             case Copy(dst, src):
-                self._write(dst, self._read(src))
+                content = self.buffers[src.rank, src.buffer].whole(src.offset, src.end)
+                if content is None:
+                    self._write(dst, self._read(src))
+                else:
+                    moved = content.moved(dst.offset - src.offset)
+                    self.buffers[dst.rank, dst.buffer].fill(dst.offset, dst.end, moved)
             case Broadcast(dsts, src):
                 pieces = self._read(src)
                 for dst in dsts:
@@ -66,7 +74,7 @@ class _Run:
                 self._write(a, from_b)
                 self._write(b, from_a)
             case Reduce():
-                self._write(command.dst, self._reduced(event, command))
+                self._write(command.dst, self._reduced(event, index, command))
 
     def check(self, rank: int, invocation: int) -> None:
         """Compare what ``rank`` holds at the end of ``invocation`` with what it should hold."""
@@ -74,6 +82,8 @@ class _Run:
         found: dict[tuple[Buffer, str], list[tuple[int, int]]] = {}
         stale: set[tuple[Buffer, str]] = set()
         for buffer, start, end, right in self.expected[id(program)][rank]:
+            if _is_origin(self.buffers[rank, buffer].whole(start, end), right, invocation):
+                continue
             right = _of_invocation(right, invocation)
             for piece in self.buffers[rank, buffer].read(start, end):
                 if piece.content != right:
@@ -100,12 +110,12 @@ class _Run:
             Piece(start + span.offset, end + span.offset, content.moved(span.offset)) for start, end, content in pieces
         )
 
-    def _reduced(self, event: Event, command: Reduce) -> list[Piece]:
+    def _reduced(self, event: Event, index: int, command: Reduce) -> list[Piece]:
         sources = [self._read(src) for src in command.srcs]
         element = command.reduction.element_bytes
         if any(piece.start % element or piece.content.shift % element for pieces in sources for piece in pieces):
-            text = f"wrong bytes: {name_event(event)} combines elements that begin inside others"
-            self.violations.setdefault((event.rank, event.engine, event.step), text)
+            text = f"wrong bytes: {name_event(event.at(index))} combines elements that begin inside others"
+            self.violations.setdefault((event.rank, event.engine, event.step + index), text)
         edges = sorted({edge for pieces in sources for piece in pieces for edge in (piece.start, piece.end)})
         walks = [iter(pieces) for pieces in sources]
         current = [next(walk) for walk in walks]
@@ -118,26 +128,24 @@ class _Run:
 
 def _expected(program: Program) -> list[list[tuple[Buffer, int, int, Content]]]:
     """For each rank: (buffer, start, end, content) that it must hold in the end. Origins are of invocation 0 here."""
-    collective = program.collective
-    terms: list[dict[tuple[int, int], list[Content]]] = [{} for _ in range(program.world_size)]
-    outputs: list[dict[tuple[int, int], Span]] = [{} for _ in range(program.world_size)]
-    for chunk in collective.chunks():
-        src = collective.input_span(chunk.src_rank, chunk.src_offset, chunk.nbytes)
-        # Every rank of an all_reduce receives what the chunk's destination reduces.
-        everyone = collective.kind is Kind.ALL_REDUCE
-        for rank in range(program.world_size) if everyone else (chunk.dst_rank,):
-            dst = collective.output_span(rank, chunk.dst_offset, chunk.nbytes)
-            content = Content(Origin(src.rank, src.buffer, 0), src.offset - dst.offset)
-            key = (dst.offset, dst.end)
-            outputs[rank][key] = dst
-            terms[rank].setdefault(key, []).append(content)
+    ranks = range(program.world_size)
+    collected: list[dict[tuple[Buffer, int, int, Reduction | None], list[Content]]] = [{} for _ in ranks]
+    for collective, place in parts_of(program.collective):
+        reduction = collective.reduction if collective.kind in REDUCING else None
+        for chunk in collective.chunks():
+            src = place(collective.input_span(chunk.src_rank, chunk.src_offset, chunk.nbytes))
+            # Every rank of an all_reduce receives what the chunk's destination reduces.
+            everyone = collective.kind is Kind.ALL_REDUCE
+            for rank in ranks if everyone else (chunk.dst_rank,):
+                dst = place(collective.output_span(rank, chunk.dst_offset, chunk.nbytes))
+                content = Content(Origin(src.rank, src.buffer, 0), src.offset - dst.offset)
+                collected[rank].setdefault((dst.buffer, dst.offset, dst.end, reduction), []).append(content)
     result = []
-    for rank in range(program.world_size):
-        pieces = []
-        for key, contents in terms[rank].items():
-            reduction = collective.reduction if collective.kind in REDUCING else None
-            content = combine(reduction, contents) if reduction else contents[0]
-            pieces.append((outputs[rank][key].buffer, *key, content))
+    for rank, outputs in enumerate(collected):
+        pieces = [
+            (buffer, start, end, combine(reduction, contents) if reduction else contents[0])
+            for (buffer, start, end, reduction), contents in outputs.items()
+        ]
         in_input = [(start, end) for buffer, start, end, _ in pieces if buffer is Buffer.INPUT]
         kept = Content(Origin(rank, Buffer.INPUT, 0), 0)
         gaps = _gaps(in_input, program.buffer_bytes(rank, Buffer.INPUT))
@@ -152,6 +160,14 @@ def _gaps(ranges: Sequence[tuple[int, int]], nbytes: int) -> Iterator[tuple[int,
         if position < start:
             yield position, start
         position = end
+
+
+def _is_origin(content: Content | None, right: Content, invocation: int) -> bool:
+    """True if a content is ``right``, in this invocation, and of one rank: as :func:`_of_invocation` tells, faster."""
+    value = right.value
+    if content is None or content.shift != right.shift or not isinstance(value, Origin):
+        return False
+    return content.value == (value.rank, value.buffer, invocation)
 
 
 def _of_invocation(content: Content, invocation: int) -> Content:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from sidelane.program.collective import Span
+from sidelane.program.batch import Batch, Definition
+from sidelane.program.collective import Buffer, Span
 from sidelane.program.ir import (
     MOVES,
     Broadcast,
@@ -37,8 +38,10 @@ def check_structure(program: Program) -> list[str]:
         return violations
     for queue in program.queues:
         for index, command in enumerate(queue.commands):
-            name = name_command(queue.rank, queue.engine, index, command)
-            violations += [f"{name}: {problem}" for problem in _command(program, queue, command)]
+            problems = list(_command(program, queue, command))
+            if problems:
+                name = name_command(queue.rank, queue.engine, index, command)
+                violations += [f"{name}: {problem}" for problem in problems]
     violations += _stamps(program)
     violations += _flags(program)
     return violations
@@ -66,8 +69,7 @@ def _program(program: Program) -> Iterator[str]:
 
 
 def _command(program: Program, queue: Queue, command: Command) -> Iterator[str]:
-    for span in dict.fromkeys(spans(command)):
-        yield from _span(program, queue, span)
+    yield from dict.fromkeys(problem for span in spans(command) for problem in _span(program, queue, span))
     match command:
         case Copy(dst, src):
             yield from _same_size((dst, src))
@@ -106,8 +108,14 @@ def _span(program: Program, queue: Queue, span: Span) -> Iterator[str]:
         yield f"{span} has {span.nbytes} bytes; commands move at least one"
     elif span.offset < 0 or span.end > size:
         yield f"{span} is out of bounds: {span.buffer}@{span.rank} has {size} bytes"
+    elif span.buffer is not Buffer.STAGING and not _in_one_piece(program.collective, span):
+        yield f"{span} is out of bounds: it does not lie within one piece of {program.collective}"
     if queue.engine.kind is EngineKind.LOCAL and span.rank != queue.rank:
         yield f"{span} is on another rank; a local engine moves bytes that stay on rank {queue.rank}"
+
+
+def _in_one_piece(definition: Definition, span: Span) -> bool:
+    return not isinstance(definition, Batch) or definition.holds(span)
 
 
 def _same_size(operands: tuple[Span, ...]) -> Iterator[str]:

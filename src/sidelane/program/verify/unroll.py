@@ -17,15 +17,20 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from sidelane.program.collective import Buffer
-from sidelane.program.ir import Command, Engine, EngineKind, Flag, Program, Signal, SignalOp, Wait
+from sidelane.program.ir import Command, Engine, EngineKind, Flag, Program, Queue, Signal, SignalOp, Wait
 
 
 class Event(NamedTuple):
-    """One command in one invocation, or (without a command) the user event of a rank after that invocation.
+    """One step of a queue in one invocation, or (without a command) the user event of a rank after that invocation.
+
+    A step is a signal, a wait, or a *run*: commands that follow each other without a signal or wait between them.
+    Nothing outside of a run can come between two of its commands, so that one event stands for all of them, and the
+    order of a program costs what its signals and waits do, however many bytes and tensors it moves.
 
     Attributes:
-        step: index of the command in its queue.
+        step: index of the (first) command in its queue.
         value: what a ``Signal`` writes or a ``Wait`` compares with in this invocation.
+        run: all commands of a run; of a signal or wait, that alone.
     """
 
     invocation: int
@@ -34,6 +39,11 @@ class Event(NamedTuple):
     step: int = 0
     command: Command | None = None
     value: int = 0
+    run: tuple[Command, ...] = ()
+
+    def at(self, index: int) -> Event:
+        """One command of the run."""
+        return self._replace(step=self.step + index, command=self.run[index], run=self.run[index : index + 1])
 
 
 @dataclasses.dataclass(slots=True)
@@ -86,21 +96,22 @@ def unroll(programs: Sequence[Program]) -> Unrolled:
     events = [Event(0, rank) for rank in range(world_size)]
     unrolled = Unrolled(tuple(programs), events, [[] for _ in range(world_size)], {})
     users = list(range(world_size))
+    steps = {id(program): [_steps(queue) for queue in program.queues] for program in programs}
     last_of_queue: dict[tuple[int, int, Engine], int] = {}
     for invocation, (program, epoch) in enumerate(zip(programs, epochs(len(programs)), strict=True), start=1):
         # A rank ends after its user event of before even if it has no queue, and after every queue of this invocation.
         ends = [[user] for user in users]
-        for queue in program.queues:
-            if not queue.commands:
+        for queue, runs in zip(program.queues, steps[id(program)], strict=True):
+            if not runs:
                 continue
             key = (id(program), queue.rank, queue.engine)
             if program.prelaunched and queue.engine.kind is not EngineKind.CALLER:
                 before = [last_of_queue[key]] if key in last_of_queue else []
             else:
                 before = [users[queue.rank]]
-            for index, command in enumerate(queue.commands):
-                number = _add(unrolled, Event(invocation, queue.rank, queue.engine, index, command), epoch, before)
-                before = [number]
+            for index, run in runs:
+                event = Event(invocation, queue.rank, queue.engine, index, run[0], run=run)
+                before = [_add(unrolled, event, epoch, before)]
             last_of_queue[key] = before[0]
             ends[queue.rank].append(before[0])
         for rank in range(world_size):
@@ -108,6 +119,21 @@ def unroll(programs: Sequence[Program]) -> Unrolled:
             events.append(Event(invocation, rank))
             unrolled.predecessors.append(ends[rank])
     return unrolled
+
+
+def _steps(queue: Queue) -> list[tuple[int, tuple[Command, ...]]]:
+    """The signals, waits and runs of a queue, each with the index of its first command."""
+    found: list[tuple[int, tuple[Command, ...]]] = []
+    commands = queue.commands
+    start = 0
+    while start < len(commands):
+        end = start + 1
+        if not isinstance(commands[start], Signal | Wait):
+            while end < len(commands) and not isinstance(commands[end], Signal | Wait):
+                end += 1
+        found.append((start, commands[start:end]))
+        start = end
+    return found
 
 
 def _add(unrolled: Unrolled, event: Event, epoch: int, before: list[int]) -> int:

@@ -1,0 +1,91 @@
+"""Collectives of several kinds in one call, collected in a ``with`` block (``Communicator.batch``)."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+import torch.distributed as dist
+
+from sidelane.collectives.arguments import Arguments
+from sidelane.collectives.backend import Work
+from sidelane.collectives.calls import Calls
+from sidelane.collectives.listed import BATCH
+from sidelane.collectives.lists import Asked, Tensors, call_lists
+from sidelane.collectives.prepare import Preparer
+from sidelane.program.collective import Kind
+
+
+class Batched:
+    """Collects collectives, and runs all of them as one when its ``with`` block ends. Made by ``Communicator.batch``.
+
+    Its methods take what those of the communicator take, lists too; they check nothing and return nothing. Nothing
+    orders the collectives among each other: none may read or write what another one writes. A block that ends with an
+    error runs nothing.
+
+    Attributes:
+        work: with ``async_op=True``, what to wait for, from the end of the block on.
+    """
+
+    def __init__(
+        self,
+        calls: Calls,
+        arguments: Arguments,
+        preparer: Preparer,
+        *,
+        variant: str,
+        beside: str | None,
+        async_op: bool,
+    ) -> None:
+        self.work: Work | None = None
+        self._calls, self._arguments, self._preparer = calls, arguments, preparer
+        self._variant, self._beside, self._async_op = variant, beside, async_op
+        self._asked: list[Asked] = []
+        self._ended = False
+
+    def all_gather(self, output: Tensors, input: Tensors) -> None:
+        """See ``Communicator.all_gather``."""
+        self._ask(Asked(Kind.ALL_GATHER, (output, input)))
+
+    def all_to_all(self, output: Tensors, input: Tensors) -> None:
+        """See ``Communicator.all_to_all``; equal parts."""
+        self._ask(Asked(Kind.ALL_TO_ALL, (output, input)))
+
+    def reduce_scatter(self, output: Tensors, input: Tensors, *, op: str | dist.ReduceOp = "sum") -> None:
+        """See ``Communicator.reduce_scatter``."""
+        self._ask(Asked(Kind.REDUCE_SCATTER, (output, input), (op,)))
+
+    def all_reduce(self, tensor: Tensors, *, op: str | dist.ReduceOp = "sum", output: Tensors | None = None) -> None:
+        """See ``Communicator.all_reduce``."""
+        self._ask(Asked(Kind.ALL_REDUCE, (tensor if output is None else output, tensor), (op,)))
+
+    def broadcast(self, tensor: Tensors, *, root: int) -> None:
+        """See ``Communicator.broadcast``; roots may differ from one to another."""
+        self._ask(Asked(Kind.BROADCAST, (tensor,), (root,)))
+
+    def _ask(self, asked: Asked) -> None:
+        if self._ended:
+            raise RuntimeError(f"batch: {asked.kind} behind the end of the block (allowed=inside)")
+        self._asked.append(asked)
+
+    def __enter__(self) -> Batched:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended = True
+        if error is not None:
+            return
+        calls = self._calls
+        call = calls.number()
+        try:
+            self.work = call_lists(
+                *(calls, self._arguments, self._preparer, BATCH, call, self._asked),
+                variant=self._variant,
+                beside=self._beside,
+                async_op=self._async_op,
+                place=calls.backend.place(),
+            )
+        except KeyboardInterrupt as interrupt:
+            calls.fail(interrupt)
+            raise

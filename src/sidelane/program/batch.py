@@ -1,0 +1,112 @@
+"""Several collectives that run as one program: many tensors in one call, with one entry and one exit handshake.
+
+The program sees one ``input`` and one ``output`` a rank, as always. They are *virtual*: a row of pieces, one for each
+part, that lie anywhere in memory. With three parts of an output of 100, 0 and 300 bytes::
+
+    output    | piece 0 | . . | piece 2           |
+              0       100    256                556
+
+No command crosses the end of a piece; ``verify`` sees to it. Executors find a piece through ``Addresses.pieces``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, partial
+from itertools import accumulate
+
+from sidelane.program.collective import Buffer, Collective, Span
+
+PIECE_ALIGNMENT = 256
+"""Bytes to which pieces begin: a multiple of every element, so that reductions see whole ones."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Collectives of one group that begin and end together.
+
+    Attributes:
+        name: for people, as ``kind`` is of one collective.
+        world_size: ranks in the group.
+        parts: what to do. No part may write what another one reads or writes.
+
+    Raises:
+        ValueError: a part has another world size.
+    """
+
+    name: str
+    world_size: int
+    parts: tuple[Collective, ...]
+
+    def __post_init__(self) -> None:
+        for number, part in enumerate(self.parts):
+            if part.world_size != self.world_size:
+                raise ValueError(f"Batch: ranks of part {number} (value={part.world_size}, allowed={self.world_size})")
+
+    def starts(self, rank: int, buffer: Buffer) -> tuple[int, ...]:
+        """Offset of each part's piece of ``input`` or ``output``."""
+        return self._layout[rank, buffer][0]
+
+    def buffer_bytes(self, rank: int, buffer: Buffer) -> int:
+        """Size of a virtual buffer."""
+        return max(self._layout[rank, buffer][1], default=0)
+
+    def placed(self, part: int, span: Span) -> Span:
+        """Where a span of one part's ``input`` or ``output`` is among the pieces of all."""
+        return Span(span.rank, span.buffer, span.offset + self.starts(span.rank, span.buffer)[part], span.nbytes)
+
+    def holds(self, span: Span) -> bool:
+        """True if a span of ``input`` or ``output`` lies within one piece."""
+        starts, ends = self._layout[span.rank, span.buffer]
+        part = bisect_right(starts, span.offset) - 1
+        return part >= 0 and span.offset + span.nbytes <= ends[part]
+
+    @cached_property
+    def _layout(self) -> dict[tuple[int, Buffer], tuple[tuple[int, ...], tuple[int, ...]]]:
+        return {
+            (rank, buffer): lay_out([part.buffer_bytes(rank, buffer) for part in self.parts])
+            for rank in range(self.world_size)
+            for buffer in (Buffer.INPUT, Buffer.OUTPUT)
+        }
+
+    @cached_property
+    def _words(self) -> str:
+        nbytes = sum(part.largest_buffer for part in self.parts)
+        tensors = "1 tensor" if len(self.parts) == 1 else f"{len(self.parts)} tensors"
+        return f"{self.name}({self.world_size} ranks, {tensors}, {nbytes} bytes)"
+
+    def __str__(self) -> str:
+        return self._words  # which every call tells the peers
+
+
+Definition = Collective | Batch
+"""What a program claims to do."""
+
+
+def parts_of(definition: Definition) -> Iterator[tuple[Collective, Callable[[Span], Span]]]:
+    """Each collective of a definition, with what turns its spans into those of the program."""
+    if isinstance(definition, Collective):
+        yield definition, _as_it_is
+        return
+    for number, part in enumerate(definition.parts):
+        yield part, partial(definition.placed, number)
+
+
+def lay_out(sizes: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Put pieces of these sizes behind each other: where each begins and ends.
+
+    >>> lay_out([100, 0, 300])
+    ((0, 256, 256), (100, 256, 556))
+    """
+    starts = tuple(accumulate((_rounded(nbytes) for nbytes in sizes), initial=0))[: len(sizes)]
+    return starts, tuple(start + nbytes for start, nbytes in zip(starts, sizes, strict=True))
+
+
+def _rounded(nbytes: int) -> int:
+    return -(-nbytes // PIECE_ALIGNMENT) * PIECE_ALIGNMENT
+
+
+def _as_it_is(span: Span) -> Span:
+    return span

@@ -1,0 +1,265 @@
+"""Programs for several collectives at once: the commands of each, with one entry and one exit handshake for all.
+
+Each part is built by its own builder, with the transport that its own tensors allow, and then all are merged. A rank,
+two parts, ``b2b``, the first pushed and the second staged::
+
+    part 0   dma    entries | entered | push push push | exits | exited
+    part 1   local  stage, entry, stage, entry, stage, entry
+             dma              entered | pull pull pull | exits | exited
+
+    merged   local  stage, entry, stage, entry, stage, entry
+             dma              entered | push pull, push pull, push pull | exits | exited
+
+What makes this right is that a flag means the same in all parts (``flags``): *entry* says that the partner's side may
+be touched, now for every part, so it comes behind the last staging of any of them; *exit* says that everything has
+been moved. ``verify`` proves the outcome like any other program.
+
+All copies between two ranks follow each other, in the rotation of ``b2b``: ranks stay in step however the sizes differ.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from enum import IntEnum
+
+from sidelane.program.batch import PIECE_ALIGNMENT, Batch
+from sidelane.program.build import reducing as reductions
+from sidelane.program.build.catalog import assemble, base_of, finish, variants
+from sidelane.program.build.flags import FlagPlan, Role
+from sidelane.program.build.moving import Transport
+from sidelane.program.collective import REDUCING, Buffer, Collective, Kind, Span
+from sidelane.program.ir import (
+    Broadcast,
+    Command,
+    Copy,
+    Engine,
+    EngineKind,
+    Flag,
+    Program,
+    Queue,
+    Reduce,
+    Signal,
+    Swap,
+    Wait,
+    spans,
+)
+
+
+def build_batch(batch: Batch, variant: str, transports: Sequence[Transport]) -> Program:
+    """Build the program of a batch.
+
+    Args:
+        batch: what to do; nothing is fine.
+        variant: of every part, one of ``variants`` of its kind.
+        transports: of each part, as in ``build``.
+
+    Raises:
+        ValueError: the variant does not exist for a part, or cannot run with its transport.
+    """
+    built: dict[tuple[Collective, Transport], Program] = {}  # layers of a model have the same few shapes
+    programs = []
+    for part, transport in zip(batch.parts, transports, strict=True):
+        if variant not in variants(part.kind):
+            allowed = ", ".join(variants(part.kind))
+            raise ValueError(f"build_batch: variant of {part.kind} (value={variant!r}, allowed={allowed})")
+        key = (part, transport)
+        if key not in built:
+            # In one piece: phases of different parts would not be about the same flags.
+            reducing = part.kind in REDUCING
+            built[key] = reductions.reduce(part, variant, pieces=1) if reducing else assemble(part, variant, transport)
+        programs.append(built[key])
+    return finish(_Merged(batch, base_of(variant), programs).program(), variant)
+
+
+class _Stage(IntEnum):
+    """The order of the commands on an engine within one handshake."""
+
+    ENTER = 0
+    RELEASED = 1
+    ENTERED = 2
+    MOVE = 3
+    EXIT = 4
+    EXITED = 5
+    REDUCE = 6
+
+
+_SIGNALS = {Role.ENTRY: _Stage.ENTER, Role.EXIT: _Stage.EXIT}
+_WAITS = {Role.LOCAL: _Stage.RELEASED, Role.ENTRY: _Stage.ENTERED, Role.EXIT: _Stage.EXITED}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _PartQueue:
+    """A queue of one part, with its commands about the buffers of the batch.
+
+    ``releases``: for each index that its own engines have in the part, the one that they have in the merged program.
+    """
+
+    part: int
+    queue: Queue
+    releases: dict[int, int]
+
+
+class _Merged:
+    def __init__(self, batch: Batch, variant: str, programs: Sequence[Program]) -> None:
+        self.batch, self.variant, self.programs = batch, variant, programs
+        self.world_size = batch.world_size
+        self.plans = [FlagPlan(self.world_size, _phases(part)) for part in batch.parts]
+        self.flags = FlagPlan(self.world_size, max((plan.phases for plan in self.plans), default=0))
+        self.local_flags = 0
+        self.staging = [[0] * self.world_size for _ in programs]  # where the staging of each part begins
+        self.staging_bytes = [0] * self.world_size
+        for starts, program in zip(self.staging, programs, strict=True):
+            for rank, nbytes in enumerate(program.staging_bytes):
+                if nbytes:
+                    starts[rank] = -(-self.staging_bytes[rank] // PIECE_ALIGNMENT) * PIECE_ALIGNMENT
+                    self.staging_bytes[rank] = starts[rank] + nbytes
+
+    def program(self) -> Program:
+        by_rank: list[list[tuple[int, Queue]]] = [[] for _ in range(self.world_size)]
+        for part, program in enumerate(self.programs):
+            for queue in program.queues:
+                by_rank[queue.rank].append((part, queue))
+        queues = [queue for rank, given in enumerate(by_rank) for queue in self._rank(rank, given)]
+        return Program(
+            collective=self.batch,
+            variant=self.variant,
+            queues=tuple(queues),
+            staging_bytes=tuple(self.staging_bytes),
+            flag_count=self.flags.handshakes + self.local_flags,
+        )
+
+    def _rank(self, rank: int, given: Sequence[tuple[int, Queue]]) -> Iterator[Queue]:
+        dma = [(part, queue) for part, queue in given if queue.engine.kind is EngineKind.DMA]
+        numbers = self._engines(rank, [queue for _, queue in dma])
+        releases: dict[int, dict[int, int]] = {}
+        for (part, queue), number in zip(dma, numbers, strict=True):
+            releases.setdefault(part, {})[queue.engine.index] = number
+        merged: dict[int, list[_PartQueue]] = {}
+        for (part, queue), number in zip(dma, numbers, strict=True):
+            merged.setdefault(number, []).append(_PartQueue(part, queue, releases[part]))
+        local = [_PartQueue(part, queue, releases.get(part, {})) for part, queue in given if _is_local(queue)]
+        behind_copies = _merge_at_signals([self._placed(part) for part in local])
+        compute = [_PartQueue(part, queue, {}) for part, queue in given if queue.engine.kind is EngineKind.COMPUTE]
+        reducing = self._staged(rank, compute, set())
+        done = {command for command in (*behind_copies, *reducing) if _is_partners(command, self.flags)}
+        for number in sorted(merged):
+            commands = self._staged(rank, merged[number], done)
+            done.update(command for command in commands if _is_partners(command, self.flags))
+            yield Queue(rank, Engine(EngineKind.DMA, number), tuple(commands))
+        staged = max((n for n, command in enumerate(behind_copies, 1) if isinstance(command, Signal)), default=0)
+        filled = [commands for commands in (behind_copies[:staged], behind_copies[staged:]) if commands]
+        for number, commands in enumerate(filled):
+            yield Queue(rank, Engine(EngineKind.LOCAL, number), tuple(commands))
+        if reducing:
+            yield Queue(rank, Engine(EngineKind.COMPUTE), tuple(reducing))
+
+    def _engines(self, rank: int, queues: Sequence[Queue]) -> list[int]:
+        """The engine of each queue: one for all of ``b2b``, else queues that move for the same peer share theirs.
+
+        A flag of the mover's must be awaited by one engine, and raised when one engine has moved everything.
+        """
+        if self.variant == "b2b":
+            return [0] * len(queues)
+        peers = [{_distance(command, rank, self.world_size) for command in _moves(queue)} for queue in queues]
+        groups: list[set[int]] = []
+        for near in filter(None, peers):
+            touched = [group for group in groups if group & near]
+            groups = [group for group in groups if not group & near] + [near.union(*touched)]
+        groups.sort(key=min)
+        return [next((n for n, group in enumerate(groups) if group & near), 0) for near in peers]
+
+    def _staged(self, rank: int, parts: Iterable[_PartQueue], done: set[Command]) -> list[Command]:
+        """Commands of all parts, each once, in the order of their stages; ``done``: what stands elsewhere."""
+        syncs: dict[Command, tuple[int, int]] = {}
+        moves: list[tuple[tuple[int, int, int], Command]] = []
+        for part in parts:
+            phase, stage = 0, int(_Stage.ENTER)
+            for command in self._placed(part):
+                if isinstance(command, Signal | Wait):
+                    if command not in syncs:
+                        syncs[command] = self._stage(command)
+                    phase, stage = syncs[command]
+                else:
+                    stage = _Stage.REDUCE if stage >= _Stage.EXITED else max(stage, _Stage.MOVE)
+                    distance = 0 if isinstance(command, Reduce) else _distance(command, rank, self.world_size)
+                    moves.append(((phase, stage, distance), command))
+        held = [((*key, 0), command) for command, key in syncs.items() if command not in done]
+        return [command for _, command in sorted(held + moves, key=lambda entry: entry[0])]
+
+    def _stage(self, command: Signal | Wait) -> tuple[int, int]:
+        phase, role = self.flags.role(command.flag)
+        return phase, _SIGNALS[role] if isinstance(command, Signal) else _WAITS[role]
+
+    def _placed(self, part: _PartQueue) -> Iterator[Command]:
+        """The commands of a part's queue, about the buffers and flags of the batch."""
+        for command in part.queue.commands:
+            if not isinstance(command, Signal | Wait):
+                yield _on(command, {span: self._span(span, part.part) for span in spans(command)})
+            elif self.plans[part.part].role(command.flag)[1] is Role.LOCAL:
+                yield dataclasses.replace(command, flag=self._release(command.flag, part))
+            else:
+                yield command  # handshakes have the same flags in all programs
+
+    def _release(self, flag: Flag, part: _PartQueue) -> Flag:
+        engine = part.releases[flag.index - self.plans[part.part].handshakes]
+        self.local_flags = max(self.local_flags, engine + 1)
+        return self.flags.local(flag.rank, engine)
+
+    def _span(self, span: Span, part: int) -> Span:
+        if span.buffer is Buffer.STAGING:
+            return dataclasses.replace(span, offset=span.offset + self.staging[part][span.rank])
+        return self.batch.placed(part, span)
+
+
+def _merge_at_signals(parts: Sequence[Iterator[Command]]) -> list[Command]:
+    """Copies inside a rank: each signal, once, behind what comes before it in any part; then the rest."""
+    lists = [list(part) for part in parts]
+    merged: list[Command] = []
+    for signal in dict.fromkeys(command for part in lists for command in part if isinstance(command, Signal)):
+        for part in lists:
+            if signal in part:
+                before = part.index(signal)
+                merged += [command for command in part[:before] if not isinstance(command, Signal)]
+                part[:before] = [command for command in part[:before] if isinstance(command, Signal)]
+        merged.append(signal)
+    return merged + [command for part in lists for command in part if not isinstance(command, Signal)]
+
+
+def _on(command: Command, placed: dict[Span, Span]) -> Command:
+    """The same command on other spans."""
+    match command:
+        case Copy(dst, src):
+            return Copy(placed[dst], placed[src])
+        case Broadcast((first, second), src):
+            return Broadcast((placed[first], placed[second]), placed[src])
+        case Swap(a, b):
+            return Swap(placed[a], placed[b])
+        case Reduce(dst, srcs, reduction):
+            return Reduce(placed[dst], tuple(placed[src] for src in srcs), reduction)
+        case _:
+            return command
+
+
+def _phases(part: Collective) -> int:
+    return 2 if part.kind is Kind.ALL_REDUCE else 1
+
+
+def _is_local(queue: Queue) -> bool:
+    return queue.engine.kind is EngineKind.LOCAL
+
+
+def _is_partners(command: Command, flags: FlagPlan) -> bool:
+    """True for what a partner says or hears: once a rank is enough, on the engine that needs it most."""
+    if isinstance(command, Signal):
+        return flags.role(command.flag)[1] is Role.ENTRY
+    return isinstance(command, Wait) and flags.role(command.flag)[1] is Role.EXIT
+
+
+def _moves(queue: Queue) -> Iterator[Command]:
+    return (command for command in queue.commands if not isinstance(command, Signal | Wait))
+
+
+def _distance(command: Command, rank: int, world_size: int) -> int:
+    """How far behind ``rank`` the nearest peer of a move is, on the circle of ranks."""
+    return min((span.rank - rank) % world_size for span in spans(command) if span.rank != rank)

@@ -1,0 +1,60 @@
+"""Bytes that stay on their rank, copied beside those that travel: a pure step behind the builders.
+
+A builder puts a rank's own part on a ``local`` engine, with nothing to wait for. Here it gets a mark to wait for: the
+moment at which the first DMA queue begins to move. Its copy then runs in the shadow of the others::
+
+    dma:0    entries | wait for entries | mark | copies to peers | exits | wait for exits
+    local:0                               wait | own part
+
+Executors need no fork of their own for such a queue, and on GPUs the copy keeps out of the way of the signals.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from sidelane.program.ir import EPOCH, MOVES, Copy, EngineKind, Flag, Program, Queue, Signal, Wait
+
+
+def beside(program: Program) -> Program:
+    """Let queues of nothing but copies inside their rank begin with the moves of its first DMA queue.
+
+    Where that queue waits for nobody before it moves, they stay as they are.
+    """
+    mark = program.flag_count
+    queues: list[Queue] = []
+    marked = False
+    for rank in range(program.world_size):
+        given = program.queues_of(rank)
+        first = next((queue for queue in given if queue.engine.kind is EngineKind.DMA), None)
+        own = [queue for queue in given if _stays(queue)]
+        if first is None or not own or not _waits_before_moving(first):
+            queues += given
+            continue
+        flag, marked = Flag(rank, mark), True
+        assert len(own) == 1, "builders put all of a rank's own part on one engine"
+        changed = {
+            first.engine: _inserted(first, first_move(first), Signal(flag, EPOCH)),
+            own[0].engine: _inserted(own[0], 0, Wait(flag, EPOCH)),
+        }
+        queues += [changed.get(queue.engine, queue) for queue in given]
+    return dataclasses.replace(program, queues=tuple(queues), flag_count=mark + marked)
+
+
+def first_move(queue: Queue) -> int:
+    """Position of the first command that moves bytes; the number of commands if none does."""
+    moves = (index for index, command in enumerate(queue.commands) if isinstance(command, MOVES))
+    return next(moves, len(queue.commands))
+
+
+def _stays(queue: Queue) -> bool:
+    return queue.engine.kind is EngineKind.LOCAL and all(isinstance(command, Copy) for command in queue.commands)
+
+
+def _waits_before_moving(queue: Queue) -> bool:
+    place = first_move(queue)
+    return place < len(queue.commands) and any(isinstance(command, Wait) for command in queue.commands[:place])
+
+
+def _inserted(queue: Queue, place: int, command: Signal | Wait) -> Queue:
+    return dataclasses.replace(queue, commands=(*queue.commands[:place], command, *queue.commands[place:]))

@@ -1,0 +1,127 @@
+"""What ranks execute in the tests of calls with lists on GPUs (``test_device_lists``)."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import list_cases
+import torch
+import torch.distributed as dist
+from device_cases import Context
+from list_cases import MOVING, REDUCING, Case
+
+from sidelane import Communicator, Config
+from sidelane.execute.submitted import Counts
+
+
+def run(context: Context, name: str, *args: Any, stream: bool = False) -> Any:
+    """One of the cases that CPU ranks run too, on the legacy default stream or on another one."""
+    group = dist.group.WORLD
+    torch.set_default_device(torch.device("cuda", context.rank))
+    try:
+        if not stream:
+            return getattr(list_cases, name)(group, *args)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            return getattr(list_cases, name)(group, *args)
+    finally:
+        torch.set_default_device(None)
+
+
+def run_on_stream(context: Context, name: str, *args: Any) -> Any:
+    return run(context, name, *args, stream=True)
+
+
+def captured(context: Context, seed: int, replays: int) -> None:
+    """Lists of every kind and a batch of all kinds in one graph, replayed with fresh inputs and eager calls between."""
+    device = torch.device("cuda", context.rank)
+    torch.set_default_device(device)
+    try:
+        with Communicator(device=device, config=Config(timeout_s=30)) as comm:
+            rng = random.Random(seed)
+            cases = [Case(comm, kind, rng, 4) for kind in (*MOVING, *REDUCING)]
+            together = [Case(comm, kind, rng, 2) for kind in (*MOVING, *REDUCING)]
+            single, own = torch.empty(comm.world_size, dtype=torch.int64), torch.full((1,), comm.rank)
+
+            def fill(again: int) -> None:
+                for case in (*cases, *together):
+                    case.fill(again)
+                torch.cuda.synchronize()
+
+            def make() -> None:
+                for case in cases:
+                    case.call()
+                comm.all_gather(single, own)
+                with comm.batch() as batch:
+                    for case in together:
+                        case.call(batch)
+
+            def check(*told: object) -> None:
+                for case in (*cases, *together):
+                    case.check(*told)
+
+            fill(0)
+            make()  # staging cannot be allocated while a graph is captured
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                make()
+            for number in range(replays):
+                fill(number)
+                if (number + comm.rank) % 5 == 0:
+                    torch.cuda._sleep(3_000_000)
+                graph.replay()
+                check("replay", number)
+                if number % 3 == 0:
+                    fill(number + 1000)
+                    make()
+                    check("eager", number)
+            for _ in range(50):  # back to back, nobody waits for anybody on the host
+                graph.replay()
+            torch.cuda.synchronize()
+            comm.synchronize()
+    finally:
+        torch.set_default_device(None)
+
+
+def submitted(context: Context, count: int) -> tuple[Counts, Counts]:
+    """What one tensor and a list of them give to the engines, in place in symmetric memory."""
+    device = torch.device("cuda", context.rank)
+    with Communicator(device=device, config=Config(timeout_s=30)) as comm, torch.cuda.stream(torch.cuda.Stream(device)):
+        n, rank, size = comm.world_size, comm.rank, 4096
+        outputs = [comm.empty(n * size) for _ in range(count)]
+        inputs = [output[rank * size : (rank + 1) * size] for output in outputs]
+        found = []
+        for out, given in ((outputs[0], inputs[0]), (outputs, inputs)):
+            for index, tensor in enumerate(inputs):
+                tensor.fill_(100 * rank + index)
+            comm.all_gather(out, given, variant="b2b")
+            found.append(comm.last_submitted().counts)
+        for index, output in enumerate(outputs):
+            right = torch.arange(n, device=device).mul(100).add(index).repeat_interleave(size)
+            assert output.eq(right).all()
+        return found[0], found[1]
+
+
+def dropped(context: Context) -> None:
+    """Tensors that nobody holds during asynchronous calls."""
+    device = torch.device("cuda", context.rank)
+    torch.set_default_device(device)
+    try:
+        with Communicator(device=device, config=Config(timeout_s=30)) as comm:
+            n, rank = comm.world_size, comm.rank
+            kept = []
+            for number in range(30):
+                outputs = [torch.empty(n * 70_000) for _ in range(3)]
+                inputs = [torch.full((70_000,), float(number + rank + k)) for k in range(3)]
+                kept.append((number, outputs, comm.all_gather(outputs, inputs, async_op=True)))
+                del inputs
+                torch.full((3 * 70_000,), -1.0)  # would land in the memory of the inputs
+                while len(kept) > 3:
+                    then, outputs, work = kept.pop(0)
+                    work.wait()
+                    for k, output in enumerate(outputs):
+                        right = torch.arange(n).add(then + k).repeat_interleave(70_000)
+                        assert output.eq(right).all()
+            comm.synchronize()
+    finally:
+        torch.set_default_device(None)

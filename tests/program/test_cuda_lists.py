@@ -1,0 +1,208 @@
+"""Lists of tensors on the CUDA executor: what it submits, and the bytes that arrive in tensors all over the memory."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from fake_driver import LEGACY, Stream
+from test_cuda_calls import of_type
+from test_cuda_executor import FLAGS, World, expected_outputs, world_of
+
+from sidelane.execute.base import Addresses, Pieces
+from sidelane.execute.cuda.calls import Memcpy, MemcpyBatch, MemOps, Operand, Step, WaitValue, WriteValue
+from sidelane.execute.cuda.footprint import Footprint
+from sidelane.execute.cuda.plan import _batch_copies, plan_calls
+from sidelane.program import collective as define
+from sidelane.program.batch import Batch, parts_of
+from sidelane.program.build import Transport, build_batch
+from sidelane.program.collective import Buffer, Collective, ReduceOp, Reduction, Span
+from sidelane.program.ir import Copy, Program
+from sidelane.program.transform import freeze, lower, prelaunch
+from sidelane.program.verify import verify
+
+SUM = Reduction(ReduceOp.SUM, "int32")
+
+
+def program_of(parts: list[Collective], transports: list[Transport], variant: str = "b2b") -> Program:
+    batch = Batch("list", parts[0].world_size, tuple(parts))
+    return lower(build_batch(batch, variant, transports), {Copy})
+
+
+def gathers(n: int, count: int) -> Program:
+    return program_of([define.all_gather([64 + k] * n, in_place=True) for k in range(count)], [Transport.PUSH] * count)
+
+
+def test_one_entry_one_call_for_all_copies_one_exit() -> None:
+    program = gathers(4, 20)
+    plan = plan_calls(program, 1)
+    assert [type(call) for call in plan.calls()] == [MemOps, MemcpyBatch, MemOps]
+    entry, copies, exit = plan.calls()
+    assert [type(op) for op in entry.ops] == [WriteValue] * 4 + [WaitValue] * 3
+    assert [copy.dst.rank for copy in copies.copies] == [2] * 20 + [3] * 20 + [0] * 20
+    assert [type(op) for op in exit.ops] == [WriteValue] * 3 + [WaitValue] * 3 + [WriteValue]
+    assert (plan.streams, plan.events) == (1, 0)
+
+
+def test_in_a_graph_copies_are_single_and_handshakes_are_not() -> None:
+    plan = plan_calls(freeze(gathers(4, 5)), 1, captured=True)
+    assert [type(call) for call in plan.calls()] == [MemOps, *[Memcpy] * 15, MemOps]
+
+
+def test_tensors_that_are_pushed_and_pulled_go_in_one_call() -> None:
+    parts = [define.all_gather([64] * 3, in_place=True), define.all_gather([50] * 3)]
+    plan = plan_calls(program_of(parts, [Transport.PUSH, Transport.PULL]), 0)
+    (batch,) = of_type(plan, MemcpyBatch)
+    assert [(copy.dst.rank, copy.src.rank) for copy in batch.copies] == [(1, 0), (0, 1), (2, 0), (0, 2)]
+
+
+def test_copies_are_joined_exactly_as_far_as_none_touches_what_another_one_writes() -> None:
+    """The footprint against a comparison of all pairs."""
+    rng = random.Random(5)
+
+    def overlap(a: Operand, b: Operand, a_bytes: int, b_bytes: int) -> bool:
+        same = (a.rank, a.buffer) == (b.rank, b.buffer)
+        return same and a.offset < b.offset + b_bytes and b.offset < a.offset + a_bytes
+
+    def apart(a: Memcpy, b: Memcpy) -> bool:
+        pairs = ((a.dst, b.dst), (a.dst, b.src), (a.src, b.dst))
+        return not any(overlap(x, y, a.nbytes, b.nbytes) for x, y in pairs)
+
+    verdicts = {True: 0, False: 0}
+    for _ in range(300):
+        span = rng.choice((40, 400))
+        copies = [
+            Memcpy(
+                Operand(0, Buffer.OUTPUT, rng.randrange(span)),
+                Operand(1, rng.choice((Buffer.OUTPUT, Buffer.INPUT)), rng.randrange(span)),
+                rng.randint(1, 9),
+                False,
+            )
+            for _ in range(6)
+        ]
+        copies[3] = Memcpy(copies[3].src, copies[3].dst, copies[3].nbytes, False)
+        footprint = Footprint()
+        for index, copy in enumerate(copies):
+            verdict = footprint.is_apart(copy)
+            assert verdict == all(apart(copy, other) for other in copies[:index])
+            verdicts[verdict] += 1
+            footprint.add(copy)
+        joined = _batch_copies([Step(0, copy) for copy in copies])
+        assert sum(len(s.call.copies) if isinstance(s.call, MemcpyBatch) else 1 for s in joined) == len(copies)
+    assert min(verdicts.values()) > 100
+
+
+class Lists:
+    """A batch loaded on all ranks, every piece an array of its own, in no order."""
+
+    def __init__(self, world: World, program: Program, seed: int, *, frozen: bool = False) -> None:
+        self.world, self.program = world, program
+        batch = program.collective
+        assert isinstance(batch, Batch)
+        self.batch = batch
+        rng = random.Random(seed)
+        places = [
+            (rank, buffer, number)
+            for rank in range(world.world_size)
+            for buffer in (Buffer.INPUT, Buffer.OUTPUT)
+            for number in range(len(batch.parts))
+        ]
+        rng.shuffle(places)
+        self.pieces = {
+            (rank, buffer, number): np.zeros(batch.parts[number].buffer_bytes(rank, buffer), np.uint8)
+            for rank, buffer, number in places
+        }
+        self.staging = [np.zeros(max(1, nbytes), np.uint8) for nbytes in program.staging_bytes]
+        offset = 4 * FLAGS if frozen else 0
+        addresses = Addresses(
+            {(rank, Buffer.STAGING): array.ctypes.data for rank, array in enumerate(self.staging)},
+            tuple(flags.ctypes.data + offset for flags in world.flags),
+            pieces={(r, b): self.table(r, b) for r in range(world.world_size) for b in (Buffer.INPUT, Buffer.OUTPUT)},
+        )
+        self.ranks = [executor.load(program, addresses) for executor in world.executors]
+
+    def table(self, rank: int, buffer: Buffer) -> Pieces:
+        arrays = [self.pieces[rank, buffer, number] for number in range(len(self.batch.parts))]
+        rows = [
+            (start, len(array), array.ctypes.data)
+            for start, array in zip(self.batch.starts(rank, buffer), arrays, strict=True)
+            if len(array)
+        ]
+        return Pieces(*zip(*rows, strict=True)) if rows else Pieces((), (), ())
+
+    def run_checked(self, seed: int) -> None:
+        draw = np.random.default_rng(seed)
+        for array in self.pieces.values():
+            array[:] = draw.integers(0, 256, len(array))
+        expected = []
+        for number, (part, _) in enumerate(parts_of(self.batch)):
+            inputs = [self.view(number, part.input_span(r, 0, part.input_bytes(r))).copy() for r in self.everyone]
+            expected.append(expected_outputs(part, inputs))
+        self.world.epoch += 1
+        for rank, loaded in enumerate(self.ranks):
+            loaded.start(self.world.epoch, self.world.streams[rank])
+        self.world.synchronize()
+        for number, (part, _) in enumerate(parts_of(self.batch)):
+            for rank in self.everyone:
+                have = self.view(number, part.output_span(rank, 0, part.output_bytes(rank)))
+                want = expected[number][rank]
+                assert np.array_equal(have[want >= 0], want[want >= 0]), (number, rank)
+
+    @property
+    def everyone(self) -> range:
+        return range(self.world.world_size)
+
+    def view(self, number: int, span: Span) -> np.ndarray:
+        return self.pieces[span.rank, span.buffer, number][span.offset : span.end]
+
+
+def mixture(n: int) -> Program:
+    parts = [
+        define.all_gather([5] * n),
+        define.all_gather([0] * n),
+        define.all_gather([300] * n, in_place=True),
+        define.all_to_all([[33] * n] * n, in_place=True),
+        define.all_to_all([[8] * n] * n),
+        define.broadcast(70, n, n - 1, in_place=True),
+    ]
+    wanted = [Transport.PULL, Transport.PUSH, Transport.PUSH, Transport.STAGED, Transport.STAGED, Transport.PUSH]
+    return program_of(parts, wanted)
+
+
+def reductions(n: int) -> Program:
+    shards = [8 * (rank + 1) for rank in range(n)]
+    parts = [define.all_reduce(shards, SUM, in_place=True), define.all_reduce([40] * n, SUM)]
+    return program_of(parts, [Transport.PUSH] * 2)
+
+
+@pytest.mark.parametrize("form", ["eager", "prelaunched", "frozen"])
+@pytest.mark.parametrize("make", [mixture, reductions])
+def test_bytes_arrive_in_every_tensor(make: object, form: str) -> None:
+    program = make(3)  # type: ignore[operator]
+    program = {"eager": lambda p: p, "prelaunched": prelaunch, "frozen": freeze}[form](program)
+    verify(program)
+    with world_of(3) as world:
+        lists = Lists(world, program, seed=1, frozen=form == "frozen")
+        for seed in range(4):
+            lists.run_checked(seed)
+
+
+def test_lists_on_the_legacy_stream_and_single_channels() -> None:
+    with world_of(2, channels=1) as world:
+        world.streams = [Stream(LEGACY) for _ in world.streams]
+        lists = Lists(world, mixture(2), seed=2)
+        for seed in range(3):
+            lists.run_checked(seed)
+
+
+def test_a_piece_without_an_address_is_named_when_loading() -> None:
+    program = gathers(2, 3)
+    with world_of(2) as world:
+        lists = Lists(world, program, seed=3)
+        table = lists.table(1, Buffer.OUTPUT)
+        cut = Pieces(*(column[:1] for column in (table.starts, table.sizes, table.addresses)))
+        pieces = {(0, Buffer.OUTPUT): lists.table(0, Buffer.OUTPUT), (1, Buffer.OUTPUT): cut}
+        addresses = Addresses({}, (world.flags[0].ctypes.data, world.flags[1].ctypes.data), pieces=pieces)
+        with pytest.raises(ValueError, match="no address of buffer output of rank 1"):
+            world.executors[0].load(program, addresses)
