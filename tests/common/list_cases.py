@@ -184,6 +184,7 @@ def edges(group: dist.ProcessGroup) -> None:
         work.wait()
         assert [tensor._version for tensor in pair] == [version + 1 for version in before]
         assert [tensor.tolist() for tensor in pair] == [[n * (n - 1) / 2] * 3, [n * (n - 1) // 2]]
+        comm.all_reduce(pair)
         copies = comm.last_submitted().counts
         comm.all_reduce(pair)
         assert comm.last_submitted().counts == copies

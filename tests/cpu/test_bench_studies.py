@@ -223,8 +223,15 @@ def test_collectives_from_end_to_end(tmp_path: Path) -> None:
     ways = {(row.collective, row.variant, row.in_place) for row in results.rows if row.implementation == "dma"}
     assert ways == {
         (kind, variant, in_place)
-        for kind, variants in (("all_gather", ("pcpy", "b2b", "bcst")), ("all_to_all", ("pcpy", "b2b", "swap")))
-        for variant in (*variants, "alternating", "b2b+prelaunch")  # small sizes are measured prelaunched, too
+        for kind, variants in (("all_gather", ("bcst",)), ("all_to_all", ("swap",)))
+        for variant in (
+            "pcpy",
+            "b2b",
+            "striped",
+            *variants,
+            "alternating",
+            "b2b+prelaunch",
+        )  # small sizes are measured prelaunched, too
         for in_place in (False, True)
     }
     for row in results.rows:

@@ -54,7 +54,7 @@ def programs(n: int, seed: int) -> Iterator[Program]:
     for collective in collectives(n):
         for variant in variants(collective.kind):
             transports = [Transport.PUSH]
-            if variant in ("pcpy", "b2b") and collective.reduction is None:
+            if variant in ("pcpy", "b2b", "striped") and collective.reduction is None:
                 if not collective.in_place:
                     transports = list(Transport)
                 elif collective.kind is Kind.ALL_TO_ALL:

@@ -273,7 +273,8 @@ def late_reader(before: Callable[[Queue, int], bool], seconds: float) -> Callabl
 def test_out_of_turn_a_slow_rank_reads_the_next_call(in_turn: bool) -> None:
     """What ``verify`` refuses goes wrong: rank 1 pulls late, rank 0 has copied its next input into the slot by then."""
     collective, n = all_gather([64] * 2), 2
-    pulling = len(alternation(collective, frozen=False, opened=False, slot_bytes=SLOT).turns[0].queues[1].commands) - 1
+    program = alternation(collective, frozen=False, opened=False, slot_bytes=SLOT).turns[0]
+    pulling = len(program.queues_of(1)[0].commands) - 1
     delay = late_reader(lambda queue, index: index == pulling, 0.05)
     with LocalWorld(n, delays={1: delay}) as world:
         stage = Stage(world, n)

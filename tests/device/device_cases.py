@@ -428,7 +428,8 @@ def kernels_of_moving_collectives(context: Context) -> list[str]:
         recorded.export_chrome_trace(file.name)
         events = json.loads(Path(file.name).read_text())["traceEvents"]
     copies = [event for event in events if event.get("cat") == "gpu_memcpy"]
-    assert len(copies) >= 3 * (context.world_size - 1), f"the profiler saw {len(copies)} copies"
+    # A batch of copies is one event: two of them, single copies by pcpy, own parts, and what was staged.
+    assert len(copies) >= context.world_size + 4, f"the profiler saw {len(copies)} copies"
     return sorted({event["name"] for event in events if event.get("cat") == "kernel"})
 
 

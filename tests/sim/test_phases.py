@@ -124,7 +124,7 @@ def test_variants_go_to_the_operations_that_have_them() -> None:
         *("copy b2b", "copies b2b", "copies pcpy"),
         *("all_to_all b2b", "all_to_all pcpy", "all_to_all swap", "all_to_all b2b+graph"),
     ]
-    with pytest.raises(ValueError, match="value=bcst, allowed=b2b, pcpy, swap, each also with"):
+    with pytest.raises(ValueError, match="value=bcst, allowed=b2b, pcpy, striped, swap, each also with"):
         operations(("all_to_all",), ("b2b", "bcst"), 64)
     with pytest.raises(ValueError, match="copy, copies"):
         operations(("move",), ("b2b",), 64)

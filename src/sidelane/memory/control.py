@@ -189,6 +189,7 @@ class ControlBlock:
                 if rank not in found and (posted := part.posted(rank, call) or self._overwritten(rank, call)):
                     found[rank] = posted
             if len(found) == self.world_size:
+                self._check_aborts()  # what follows may wait for a rank that has posted and then given up
                 self._own.words[_AGREED] = self._unread = call
                 self._patience_s = timeout_s
                 return [found[rank] for rank in range(self.world_size)]

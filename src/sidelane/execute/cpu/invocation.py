@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Set
 from sidelane.errors import PeerError, PeerTimeoutError
 from sidelane.execute.cpu.commands import Step
 from sidelane.execute.monitor import PeerMonitor
-from sidelane.program.ir import Flag, Program, Queue, Wait, describe
+from sidelane.program.ir import Command, Flag, Program, Queue, Wait, describe
 
 Delay = Callable[[Queue, int], None]
 
@@ -154,7 +154,10 @@ class Invocation:
             self.stop_if_asked()
             time.sleep(0)
         arrived = check_at = time.monotonic()
-        is_noted = False
+        # Who waits for an engine of the own rank leaves it to that one to say what is missing.
+        from_peers = bool(self._writers(queue.commands[index]) - {queue.rank})
+        timeout_s = self._site.timeout_s * (1 if from_peers else 2)
+        is_noted = not from_peers
         while not is_satisfied():
             self.stop_if_asked()
             now = time.monotonic()
@@ -162,7 +165,7 @@ class Invocation:
             if now >= check_at:
                 check_at = now + _CHECK_INTERVAL_S
                 self._site.monitor.check(self.epoch)
-                if waited > self._site.timeout_s:
+                if waited > timeout_s:
                     self._time_out(queue, index, waited)
                 if waited > _NOTE_AFTER_S and not is_noted:
                     self._site.monitor.note(self.epoch, f"{self}: {self._where(queue, index)}")
@@ -178,11 +181,10 @@ class Invocation:
     def _time_out(self, queue: Queue, index: int, waited_s: float) -> None:
         """Blame the ranks that did not come; if all came, those that should have signalled the flag."""
         monitor, command = self._site.monitor, queue.commands[index]
-        assert isinstance(command, Wait)
         culprits = tuple(monitor.absent(self.epoch))
         reason = "has not come" if len(culprits) == 1 else "have not come"
         if not culprits:
-            writers = self._site.writers.get(command.flag, frozenset())
+            writers = self._writers(command)
             culprits = tuple(sorted(writers - {queue.rank} or writers))
             reason = "began it, but did not signal" if culprits else "nobody signals this flag"
         message = (
@@ -191,6 +193,11 @@ class Invocation:
         )
         monitor.abort(message, culprits, timed_out=True)
         raise PeerTimeoutError(message, culprits)
+
+    def _writers(self, command: Command) -> Set[int]:
+        """The ranks that signal what a command waits for."""
+        assert isinstance(command, Wait)
+        return self._site.writers.get(command.flag, frozenset())
 
     def _where(self, queue: Queue, index: int) -> str:
         return f"queue {queue.engine} command {index} ({describe(queue.commands[index])})"
