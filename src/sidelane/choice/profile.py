@@ -54,12 +54,13 @@ class Curve:
         """Microseconds for a size.
 
         Between two measured sizes, time follows a power of the size. Below the smallest it stays what it is there
-        (latency); above the largest it grows with the bytes (bandwidth).
+        (latency); above the largest a byte takes what it took on average from the smallest to the largest (bandwidth),
+        so that a small latency does not pass for a high bandwidth.
 
         >>> times = ((100, 10.0), (400, 20.0))
         >>> curve = Curve(Kind.ALL_GATHER, 4, "int32", False, False, Candidate("dma", "b2b"), times)
-        >>> curve.at(10), round(curve.at(200), 1), curve.at(800)
-        (10.0, 14.1, 40.0)
+        >>> curve.at(10), round(curve.at(200), 1), round(curve.at(800), 1)
+        (10.0, 14.1, 33.3)
         """
         sizes = [size for size, _ in self.times]
         above = bisect.bisect_left(sizes, nbytes)
@@ -67,7 +68,10 @@ class Curve:
             return self.times[0][1]
         low_bytes, low_us = self.times[above - 1]
         if above == len(sizes):
-            return low_us * nbytes / low_bytes
+            first_bytes, first_us = self.times[0]
+            if low_us <= first_us:  # one size, or nothing but latency
+                return low_us * nbytes / low_bytes
+            return low_us + (nbytes - low_bytes) * (low_us - first_us) / (low_bytes - first_bytes)
         high_bytes, high_us = self.times[above]
         share = math.log(nbytes / low_bytes) / math.log(high_bytes / low_bytes)
         return low_us * math.pow(high_us / low_us, share)
