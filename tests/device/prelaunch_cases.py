@@ -170,6 +170,8 @@ def on_default_stream(context: Context) -> None:
 
 
 def in_a_capture(context: Context) -> list[str]:
+    from cuda.bindings import driver as api
+
     device = torch.device("cuda", context.rank)
     texts = []
     with communicator(context) as comm:
@@ -177,16 +179,20 @@ def in_a_capture(context: Context) -> list[str]:
         output, input = comm.empty(n * 100), torch.ones(100, device=device)
         with comm.prepare_all_gather(output, input) as handle:
             handle.arm()
-            with torch.cuda.stream(torch.cuda.Stream(device)):
-                # Not torch.cuda.graph, which waits until the device is idle: it waits for the trigger.
-                graph = torch.cuda.CUDAGraph()
-                graph.capture_begin()
+            stream = torch.cuda.Stream(device)
+            with torch.cuda.stream(stream):
+                # By the driver: torch's graphs wait for the device, at the beginning and where they are instantiated.
+                captured = api.CUstream(stream.cuda_stream)
+                relaxed = api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+                assert not api.cuStreamBeginCapture(captured, relaxed)[0]
                 for refused in (handle.trigger, handle.wait):
                     try:
                         refused()
                     except ValueError as error:
                         texts.append(str(error))
-                graph.capture_end()
+                error, graph = api.cuStreamEndCapture(captured)
+                assert not error
+                api.cuGraphDestroy(graph)
             handle.trigger()
             assert output.eq(1).all()
         with torch.cuda.graph(torch.cuda.CUDAGraph()):

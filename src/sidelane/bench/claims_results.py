@@ -94,11 +94,11 @@ def role_problems(machine: Machine) -> list[str]:
 
 def fitted_to(row: CollectiveRow) -> bool:
     """True if ``fit_machine`` turns this row into numbers of the description."""
-    if row.launch != "graph" or row.prelaunch or row.time_us is None:
+    if row.launch != "graph" or row.prelaunch or row.time_us is None or row.collective not in tuple(KINDS):
         return False
     if row.implementation == "nccl":
-        return not row.variant and row.collective in tuple(KINDS)
-    if row.implementation != "dma":
+        return not row.variant
+    if row.implementation != "dma" or row.variant not in variants(Kind(row.collective)):
         return False
     large = row.bytes >= LARGE and row.variant in ("b2b", "pcpy")
     return row.bytes <= SMALL or large

@@ -41,10 +41,12 @@ class Resources:
         self.names: list[str] = []
         self._machine = machine
         self._index: dict[tuple[object, ...], int] = {}
-        self._queues: dict[int, int] = {}
+        # Queues that serve the same peers in the same order do not disturb each other: those of ``striped``.
+        self._orders: dict[int, set[tuple[frozenset[int], ...]]] = {}
         for queue in program.queues:
-            if queue.engine.kind is EngineKind.DMA and any(isinstance(c, MOVES) for c in queue.commands):
-                self._queues[queue.rank] = self._queues.get(queue.rank, 0) + 1
+            served = tuple(frozenset(s.rank for s in spans(c)) for c in queue.commands if isinstance(c, MOVES))
+            if queue.engine.kind is EngineKind.DMA and served:
+                self._orders.setdefault(queue.rank, set()).add(served)
 
     def demand(self, command: Move | Reduce, rank: int, engine: Engine) -> Demand:
         """What a command of a queue asks for."""
@@ -96,9 +98,9 @@ class Resources:
     def _engine(self, rank: int, engine: Engine) -> int:
         dma = self._machine.dma
         engines = max(1, int(dma.engines))
-        if self._queues.get(rank, 0) <= engines:
-            return self._of(("engine", rank, engine.index), dma.engine_gbps)
-        return self._of(("engine", rank, engine.index % engines), dma.engine_gbps * dma.shared_queues)
+        undisturbed = len(self._orders.get(rank, ())) <= engines
+        gbps = dma.engine_gbps * (1.0 if undisturbed else dma.shared_queues)
+        return self._of(("engine", rank, engine.index % engines), gbps)
 
     @staticmethod
     def _add(weights: dict[int, float], resource: int, weight: float) -> None:
