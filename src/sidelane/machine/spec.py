@@ -124,8 +124,8 @@ class Dma:
         engines: that serve peers, a GPU.
         engine_gbps: bytes that one engine writes.
         runtime_share: share of ``engine_gbps`` that copies reach through the vendor's runtime instead of bare packets.
-        shared_queues: share of ``engine_gbps`` left when several queues use one engine at once (1: no loss), unless they
-            serve the same peers in the same order.
+        shared_queues: share of ``engine_gbps`` left when several queues use one engine at once (1: no loss), unless
+            they serve the same peers in the same order.
         local_gbps: bytes that a copy inside one GPU writes (own chunks, staging), whichever engine runs it.
         host: which threads prepare commands; a thread does one thing after another.
         control_us: host: prepare one command.
