@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import time
 from collections import Counter
@@ -15,10 +16,12 @@ from sidelane.machine import local
 from sidelane.machine.inventory import machine_name
 
 ROOT = Path(__file__).resolve().parent.parent
+MOST_CHARACTERS = 3000
 
 
 class Summary:
-    """A pytest plugin that keeps each test's outcome and duration."""
+    """A pytest plugin that keeps each test's outcome and duration, and says at once what failed: GPUs are lent by the
+    minute, and a run that is cut short prints nothing at its end."""
 
     def __init__(self) -> None:
         self.outcomes: dict[str, tuple[str, float]] = {}
@@ -29,6 +32,8 @@ class Summary:
         if outcome == "passed" and report.outcome != "passed":
             outcome = report.outcome if report.when == "call" or report.outcome == "skipped" else "error"
         self.outcomes[report.nodeid] = (outcome, seconds + report.duration)
+        if report.failed:
+            print(f"\n{report.nodeid} ({report.when}):\n{report.longreprtext[-MOST_CHARACTERS:]}", flush=True)
 
     def text(self, seconds: float) -> str:
         device, count = provenance.accelerator_name()
@@ -53,6 +58,9 @@ def main() -> int:
     if local.device_type_and_count()[1] == 0:
         print("[sidelane] no GPU that Sidelane drives: there is nothing to test here", file=sys.stderr)
         return 2
+    signal.signal(
+        signal.SIGTERM, signal.default_int_handler
+    )  # what `timeout` sends: end as after Ctrl-C, with a summary
     summary = Summary()
     started = time.monotonic()
     code = pytest.main([str(ROOT / "tests" / "device"), *others], plugins=[summary])
