@@ -17,6 +17,7 @@ from sidelane.machine.inventory import machine_name
 
 ROOT = Path(__file__).resolve().parent.parent
 MOST_CHARACTERS = 3000
+UNFINISHED = "unfinished"
 
 
 class Summary:
@@ -28,9 +29,11 @@ class Summary:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         # A test has three phases: its outcome is the first that is not "passed", its duration that of all.
-        outcome, seconds = self.outcomes.get(report.nodeid, ("passed", 0.0))
-        if outcome == "passed" and report.outcome != "passed":
+        outcome, seconds = self.outcomes.get(report.nodeid, (UNFINISHED, 0.0))
+        if outcome == UNFINISHED and report.outcome != "passed":
             outcome = report.outcome if report.when == "call" or report.outcome == "skipped" else "error"
+        elif outcome == UNFINISHED and report.when == "teardown":
+            outcome = report.outcome
         self.outcomes[report.nodeid] = (outcome, seconds + report.duration)
         if report.failed:
             print(f"\n{report.nodeid} ({report.when}):\n{report.longreprtext[-MOST_CHARACTERS:]}", flush=True)
