@@ -12,8 +12,9 @@ from test_cuda_executor import FLAGS, World, expected_outputs, world_of
 
 from sidelane.execute.base import Addresses, Pieces
 from sidelane.execute.cuda.calls import Memcpy, MemcpyBatch, MemOps, Operand, Step, WaitValue, WriteValue
+from sidelane.execute.cuda.copy_batches import batch_copies
 from sidelane.execute.cuda.footprint import Footprint
-from sidelane.execute.cuda.plan import _batch_copies, plan_calls
+from sidelane.execute.cuda.plan import plan_calls
 from sidelane.program import collective as define
 from sidelane.program.batch import Batch, parts_of
 from sidelane.program.build import Transport, build_batch
@@ -88,7 +89,7 @@ def test_copies_are_joined_exactly_as_far_as_none_touches_what_another_one_write
             assert verdict == all(apart(copy, other) for other in copies[:index])
             verdicts[verdict] += 1
             footprint.add(copy)
-        joined = _batch_copies([Step(0, copy) for copy in copies])
+        joined = batch_copies([Step(0, copy) for copy in copies])
         assert sum(len(s.call.copies) if isinstance(s.call, MemcpyBatch) else 1 for s in joined) == len(copies)
     assert min(verdicts.values()) > 100
 

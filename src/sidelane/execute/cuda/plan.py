@@ -11,7 +11,6 @@ from sidelane.execute.cuda.calls import (
     HostWord,
     LaunchReduce,
     Memcpy,
-    MemcpyBatch,
     MemOps,
     Operand,
     Plan,
@@ -22,7 +21,7 @@ from sidelane.execute.cuda.calls import (
     WaitValue,
     WriteValue,
 )
-from sidelane.execute.cuda.footprint import Footprint
+from sidelane.execute.cuda.copy_batches import batch_copies
 from sidelane.execute.cuda.order import submission_order
 from sidelane.program.collective import Span
 from sidelane.program.ir import (
@@ -69,7 +68,7 @@ def plan_calls(
     plan = _Planner(program, rank, peer_writes, captured).plan()
     if captured or not copy_batches:
         return plan
-    return dataclasses.replace(plan, ahead=_batch_copies(plan.ahead), steps=_batch_copies(plan.steps))
+    return dataclasses.replace(plan, ahead=batch_copies(plan.ahead), steps=batch_copies(plan.steps))
 
 
 class _Planner:
@@ -96,7 +95,7 @@ class _Planner:
         if self.split:
             self._begin()
         else:
-            self._fork([stream for stream in sides if not self._meets_first(stream, first=True)])
+            self._fork([stream for stream in sides if not self._forks_by_itself(stream)])
         for position, (index, command) in enumerate(self.commands):
             if position == join_at:
                 self._join(asides)
@@ -106,7 +105,7 @@ class _Planner:
         self._begin()
         if join_at == len(self.commands):
             self._join(asides)
-        self._join([s for s in sides if s not in asides and not self._meets_first(s, first=False)])
+        self._join([s for s in sides if s not in asides and not self._joins_by_itself(s)])
         self._end()
         self._flush()
         ahead = [step for step in self.steps if self.split and step.stream]
@@ -302,23 +301,25 @@ class _Planner:
             return None
         return waits[-1][0]
 
-    def _meets_first(self, stream: int, *, first: bool) -> bool:
-        """True if a side stream begins with a wait for stream 0, or ends with what stream 0 waits for.
+    def _forks_by_itself(self, stream: int) -> bool:
+        """True if a side stream begins with a wait for stream 0."""
+        first = self._without_resets(stream)[0]
+        return isinstance(first, Wait) and first.flag in self._signalled(0) & set(self.local_events)
 
-        It then forks or joins there, and needs no event more for that.
-        """
+    def _joins_by_itself(self, stream: int) -> bool:
+        """True if a side stream ends with what stream 0 waits for."""
+        last = self._without_resets(stream)[-1]
+        return isinstance(last, Signal) and last.flag in self._waited(0) & set(self.local_events)
+
+    def _without_resets(self, stream: int) -> list[Command]:
+        """The commands of a stream but for resets of own flags, which events do without."""
         commands = [command for index, command in self.commands if self.stream_of[index] == stream]
-        # Behind a wait for an own flag stands its reset, which events do without.
-        commands = [c for c in commands if not (isinstance(c, Signal) and c.flag in self._waited(stream))]
-        end = commands[0 if first else -1]
-        return (
-            isinstance(end, Wait if first else Signal)
-            and end.flag in self.local_events
-            and any(
-                self.stream_of[index] == 0 and isinstance(c, Signal if first else Wait) and c.flag == end.flag
-                for index, c in self.commands
-            )
-        )
+        waited = self._waited(stream)
+        return [command for command in commands if not (isinstance(command, Signal) and command.flag in waited)]
+
+    def _signalled(self, stream: int) -> set[Flag]:
+        """Flags that a stream raises."""
+        return {c.flag for index, c in self.commands if self.stream_of[index] == stream and isinstance(c, Signal)}
 
     def _waited(self, stream: int) -> set[Flag]:
         """Flags that a stream waits for."""
@@ -367,36 +368,6 @@ def _is_small(queue: Queue) -> bool:
     if queue.engine.kind is EngineKind.COMPUTE and len(work) == 1 and queue.commands[-1] in work:
         return True  # one reduction at the end of everything: there is nothing that it could run beside
     return sum(span.nbytes for command in queue.commands for span in spans(command)) // 2 <= INLINE_BYTES
-
-
-def _batch_copies(steps: Sequence[Step]) -> tuple[Step, ...]:
-    """Join neighbours on one stream: copies to or from peers of which none touches what another one writes."""
-    joined: list[Step] = []
-    touched = Footprint()  # of the last of them
-    for step in steps:
-        last = joined[-1] if joined else None
-        if last is not None and last.stream == step.stream and isinstance(step.call, Memcpy):
-            before = _copies_of(last.call)
-            if before and _crosses(step.call) and touched.is_apart(step.call):
-                joined[-1] = Step(step.stream, MemcpyBatch((*before, step.call)))
-                touched.add(step.call)
-                continue
-        joined.append(step)
-        touched = Footprint()
-        if isinstance(step.call, Memcpy):
-            touched.add(step.call)
-    return tuple(joined)
-
-
-def _copies_of(call: Call) -> tuple[Memcpy, ...]:
-    if isinstance(call, MemcpyBatch):
-        return call.copies
-    return (call,) if isinstance(call, Memcpy) and _crosses(call) else ()
-
-
-def _crosses(copy: Memcpy) -> bool:
-    # One inside the GPU in the same batch slows the others (64 MiB: 183 us instead of 169 with a stream of its own).
-    return not copy.within_rank and isinstance(copy.dst, Operand)
 
 
 def _submits(queue: Queue) -> Iterator[bool]:
