@@ -141,8 +141,8 @@ class Communicator:
             output: ``world_size`` times the elements of ``input``, same dtype (any). Or a list, as ``input`` then is.
             input: this rank's shard. In place if it is its own part of ``output``.
             async_op: return a :class:`Work` instead of ordering the caller behind the collective.
-            variant: ``pcpy``, ``b2b``, ``alternating``, ``bcst`` (``output`` symmetric), ``one_shot`` (a kernel, GPUs
-                only: docs/kernels.md), or ``auto`` (docs/choice.md).
+            variant: ``pcpy``, ``b2b``, ``striped``, ``alternating``, ``bcst`` (``output`` symmetric), ``one_shot``
+                (a kernel, GPUs only: docs/kernels.md), or ``auto`` (docs/choice.md).
             beside: for ``auto``: ``nothing`` runs next to it, or ``compute``, which wants all compute units. None takes
                 ``Config.beside``.
 
@@ -172,8 +172,8 @@ class Communicator:
             input_split_sizes: rows of dimension 0 for each rank. The ranks compare them on the host at every call.
             async_op: see :meth:`all_gather`.
             beside: see :meth:`all_gather`.
-            variant: ``pcpy``, ``b2b``, ``alternating``, ``swap`` (``output`` symmetric, equal counts), ``one_shot``
-                (equal counts), or ``auto``.
+            variant: ``pcpy``, ``b2b``, ``striped``, ``alternating``, ``swap`` (``output`` symmetric, equal counts),
+                ``one_shot`` (equal counts), or ``auto``.
 
         Raises:
             As :meth:`all_gather`.
@@ -256,7 +256,7 @@ class Communicator:
             root: rank of the group whose bytes everyone gets.
             async_op: see :meth:`all_gather`.
             beside: see :meth:`all_gather`.
-            variant: ``pcpy``, ``b2b``, ``alternating``, ``bcst`` (``tensor`` symmetric), or ``auto``.
+            variant: ``pcpy``, ``b2b``, ``striped``, ``alternating``, ``bcst`` (``tensor`` symmetric), or ``auto``.
 
         Raises:
             As :meth:`all_gather`.
