@@ -12,10 +12,10 @@ from sidelane.c3.strategy import STRATEGIES
 from sidelane.c3.workload import GEMM_DTYPES, TABLE_I, format_bytes, parse_gemm, parse_workload
 from sidelane.cli.errors import plain_errors
 from sidelane.cli.options import (
-    KINDS,
     VERSIONS,
     given,
     machine_option,
+    moved_collectives,
     names,
     refuse_beside_machine,
     size,
@@ -35,14 +35,7 @@ from sidelane.program.collective import Kind
     callback=size,
     help="With --gemm: of the collective. Repeatable. On CPUs divided as the GEMM is, see --full-size.",
 )
-@click.option(
-    "--collective",
-    "collectives",
-    multiple=True,
-    type=click.Choice(KINDS),
-    default=("all_gather", "all_to_all"),
-    help="Repeatable. Default: all_gather and all_to_all.",
-)
+@moved_collectives
 @click.option("--dtype", type=click.Choice(GEMM_DTYPES), default="bfloat16", help="On GPUs; CPUs take float32.")
 @click.option(
     "--strategy",

@@ -14,6 +14,7 @@ from sidelane.cli.options import (
     KINDS,
     machine_option,
     measuring_options,
+    moved_collectives,
     names,
     refuse_beside_machine,
     size,
@@ -174,14 +175,7 @@ def phases(
 
 
 @click.command()
-@click.option(
-    "--collective",
-    "collectives",
-    multiple=True,
-    type=click.Choice(KINDS),
-    default=("all_gather", "all_to_all"),
-    help="Repeatable. Default: all_gather and all_to_all.",
-)
+@moved_collectives
 @click.option("--min-bytes", metavar="SIZE", callback=size, default="64M", show_default=True, help="Smallest size.")
 @click.option("--max-bytes", metavar="SIZE", callback=size, default="1G", show_default=True, help="Largest size.")
 @click.option("--factor", type=click.IntRange(min=2), default=4, show_default=True, help="A size over the one before.")

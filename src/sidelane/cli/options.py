@@ -73,6 +73,15 @@ def measuring_options(command: C) -> C:
 
 
 # For studies that can be predicted instead of measured.
+moved_collectives = click.option(
+    "--collective",
+    "collectives",
+    multiple=True,
+    type=click.Choice(KINDS),
+    default=("all_gather", "all_to_all"),
+    help="Repeatable. Default: all_gather and all_to_all.",
+)
+
 machine_option = click.option(
     "--machine",
     metavar="NAME_OR_FILE",

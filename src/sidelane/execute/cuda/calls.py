@@ -29,8 +29,8 @@ legacy one, and the last means another stream in each thread: work goes by way o
 class HostWord(StrEnum):
     """Words of pinned host memory that streams write and the watching thread reads.
 
-    ``started`` and ``finished`` hold the epoch of the last eager invocation that began and ended. ``busy`` is 1 while a
-    captured invocation runs: a graph cannot write an epoch.
+    ``started`` and ``finished`` hold the epoch of the last eager invocation that began and ended. ``busy`` is not 0
+    while a captured invocation may still wait for a peer: a graph cannot write an epoch.
     """
 
     STARTED = "started"

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from sidelane.program.build.beside import beside
 from sidelane.program.build.moving import rotation
 from sidelane.program.collective import REDUCING, Buffer, Collective, Span
 from sidelane.program.ir import EPOCH, Command, Copy, Engine, EngineKind, Flag, Program, Queue, Signal, Wait
@@ -127,34 +128,30 @@ def alternating(collective: Collective, turn: int, *, slot_bytes: int = SLOT_BYT
             commands.append(Copy(slot, collective.input_span(rank, start, end - start)))
         commands += [Signal(Flag(peer, turn * n + rank), EPOCH) for peer in peers]
         commands += [Wait(Flag(rank, turn * n + peer), EPOCH) for peer in peers]
-        pulls, own = _pulls(collective, rank, turn * slot_bytes), _own(collective, rank)
-        if pulls and own:
-            # What stays on this rank is copied beside the pulls: on the same engine each change of side takes its time.
-            ready = Flag(rank, TURNS * n + n + turn)
-            commands.append(Signal(ready, EPOCH))
-            own.insert(0, Wait(ready, EPOCH))
-        commands += pulls
+        commands += _pulls(collective, rank, turn * slot_bytes)
+        own = _own(collective, rank)
         if commands:
             queues.append(Queue(rank, Engine(EngineKind.DMA), tuple(commands)))
         if own:
             queues.append(Queue(rank, Engine(EngineKind.LOCAL), tuple(own)))
-    return Program(
+    program = Program(
         collective=collective,
         variant=f"{ALTERNATING}+opening" if opening else ALTERNATING,
         queues=tuple(queues),
         staging_bytes=(TURNS * slot_bytes,) * n if n > 1 else (0,),
-        flag_count=flags_of(n),
+        flag_count=(TURNS + 1) * n,
     )
+    return beside(program)
 
 
 def flags_of(world_size: int) -> int:
-    """Flags of a rank: a set for each turn and one for the entry handshake, with a flag for every peer, and a flag for
-    each turn between its own engines.
+    """Flags of a rank: a set for each turn and one for the entry handshake, with a flag for every peer, and one between
+    its own engines (``beside``).
 
     >>> flags_of(4)
-    14
+    13
     """
-    return (TURNS + 1) * world_size + TURNS
+    return (TURNS + 1) * world_size + 1
 
 
 def _sent(collective: Collective, rank: int) -> tuple[int, int]:

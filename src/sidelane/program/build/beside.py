@@ -17,7 +17,7 @@ from sidelane.program.ir import EPOCH, MOVES, Copy, EngineKind, Flag, Program, Q
 
 
 def beside(program: Program) -> Program:
-    """Let queues of nothing but copies inside their rank begin with the moves of its first DMA queue.
+    """Let queues of nothing but copies inside their rank begin behind the last wait of its first DMA queue for a move.
 
     Where that queue waits for nobody before it moves, they stay as they are.
     """
@@ -28,13 +28,14 @@ def beside(program: Program) -> Program:
         given = program.queues_of(rank)
         first = next((queue for queue in given if queue.engine.kind is EngineKind.DMA), None)
         own = [queue for queue in given if _stays(queue)]
-        if first is None or not own or not _waits_before_moving(first):
+        place = _behind_waits(first) if first is not None else 0
+        if first is None or not own or not place:
             queues += given
             continue
         flag, marked = Flag(rank, mark), True
         assert len(own) == 1, "builders put all of a rank's own part on one engine"
         changed = {
-            first.engine: _inserted(first, first_move(first), Signal(flag, EPOCH)),
+            first.engine: _inserted(first, place, Signal(flag, EPOCH)),
             own[0].engine: _inserted(own[0], 0, Wait(flag, EPOCH)),
         }
         queues += [changed.get(queue.engine, queue) for queue in given]
@@ -51,9 +52,11 @@ def _stays(queue: Queue) -> bool:
     return queue.engine.kind is EngineKind.LOCAL and all(isinstance(command, Copy) for command in queue.commands)
 
 
-def _waits_before_moving(queue: Queue) -> bool:
-    place = first_move(queue)
-    return place < len(queue.commands) and any(isinstance(command, Wait) for command in queue.commands[:place])
+def _behind_waits(queue: Queue) -> int:
+    """Position behind the last wait that a move follows; 0 if there is none."""
+    moves = [index for index, command in enumerate(queue.commands) if isinstance(command, MOVES)]
+    before = queue.commands[: moves[-1]] if moves else ()
+    return max((index for index, command in enumerate(before, 1) if isinstance(command, Wait)), default=0)
 
 
 def _inserted(queue: Queue, place: int, command: Signal | Wait) -> Queue:
