@@ -62,7 +62,7 @@ def test_the_slowest_rank_of_every_call_counts() -> None:
         for call, total in enumerate(row):
             calls[rank, call] = sample_values(total, 100 * rank + total)
     found = slowest(calls, np.array([True, True, True]))
-    assert (found.total_us, found.copy_us) == (21.0, 120.0)  # medians of 20, 30, 21 and of 120, 30, 121
+    assert (found.total_us, found.copy_us) == (21.0, 121.0)  # of 20, 30 and 21, the call with the median total
     calls[2] = np.nan  # a rank that has no part
     assert slowest(calls, np.array([True, True, True])) == found
 
