@@ -168,7 +168,7 @@ def _stack(axes: Axes, rows: Sequence[PhaseRow]) -> None:
 
 
 def draw_power(rows: Sequence[PowerRow], where: str, directory: Path) -> list[Picture]:
-    """Watts over size and energy of one call over size, one line an implementation and variant."""
+    """Watts over size and energy of each GiB over size, one line an implementation and variant."""
     pictures = []
     for name, alike in grouped([row for row in rows if row.watts and row.energy_mj], power_title):
         lines = grouped(alike, lambda row: (row.implementation, row.variant))
@@ -183,25 +183,25 @@ def draw_power(rows: Sequence[PowerRow], where: str, directory: Path) -> list[Pi
             looks = {"color": colour, "linestyle": style, "marker": marker, "markersize": 4, "linewidth": 1.4}
             for axes, values in (
                 (watts, [row.watts or 0.0 for row in points]),
-                (energy, [row.energy_mj or 0.0 for row in points]),
+                (energy, [(row.energy_mj or 0.0) * 2**30 / row.bytes for row in points]),
             ):
                 axes.plot(sizes, values, **looks)
-                place = -1 if axes is watts else 0
-                ends[axes].append((sizes[place], values[place], f"{implementation} {variant}".rstrip(), colour))
+                ends[axes].append((sizes[-1], values[-1], f"{implementation} {variant}".rstrip(), colour))
         idle = next((row.idle_watts for row in alike if row.idle_watts is not None), None)
         if idle is not None:
             watts.axhline(idle, color=GREY, linewidth=0.9, linestyle="--")
             watts.annotate(
                 "idle", (0.01, idle), xycoords=("axes fraction", "data"), va="bottom", fontsize=8, color=GREY
             )
-        energy.set_yscale("log")
-        for axes, title in ((watts, "Power of a GPU, W"), (energy, "Energy of a call on all GPUs, mJ")):
+        heights = [height for _, height, _, _ in ends[energy]]
+        if max(heights) > 10 * min(heights):  # from small sizes on, where the handshakes are everything
+            energy.set_yscale("log")
+        for axes, title in ((watts, "Power of a GPU, W"), (energy, "Energy of a GiB on all GPUs, mJ")):
             _size_axis(axes, sorted({row.bytes for row in alike}))
             axes.set_title(f"{title} (less is better)")
             axes.grid(axis="y", color="#dddddd", linewidth=0.6)
-        watts.set_ylim(bottom=0)
-        _label(watts, ends[watts], side="right")
-        _label(energy, ends[energy], side="left")
+            axes.set_ylim(bottom=None if axes.get_yscale() == "log" else 0)
+            _label(axes, ends[axes], side="right")
         title = f"{name}: {where}"
         figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
         text = f"Power and energy over size for {name}, one line an implementation and variant."
