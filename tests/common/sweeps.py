@@ -160,8 +160,8 @@ def places(group: dist.ProcessGroup) -> None:
         out.fill_(-1)
         comm.all_gather(out, shard if rank else torch.full((4,), float(rank)))  # symmetric on some ranks only
         assert out.view(n, 4)[:, 0].tolist() == list(range(n))
-        total = torch.empty(4)
-        comm.reduce_scatter(total, out if rank else out.clone(), op=dist.ReduceOp.MAX)
+        total = shards[rank * 4 : rank * 4 + 4] if rank else torch.empty(4)
+        comm.reduce_scatter(total, out, op=dist.ReduceOp.MAX)  # the output likewise
         assert total[0] == rank
         # Rank 0 sends everything and receives one row, as happens between experts.
         send, receive = ([1] * n if rank == 0 else [0] * n), [1] + [0] * (n - 1)

@@ -166,6 +166,31 @@ def test_different_collectives_are_named(pool: RankPool) -> None:
         assert "rank 0: broadcast(" in text and "rank 1: all_reduce(" in text
 
 
+def different_places(group: dist.ProcessGroup, kind: str) -> str:
+    with communicator(group) as comm:
+        n = comm.world_size
+        there = comm.empty(4 * n).fill_(1)
+        source = there.clone() if comm.rank == 1 else there
+        output = torch.full((4,), -1.0)
+        call = (
+            (lambda: comm.reduce_scatter(output, source))
+            if kind == "reduce_scatter"
+            else (lambda: comm.all_reduce(source))
+        )
+        error = error_of(call)
+        assert isinstance(error, MismatchError), error
+        assert (source == 1).all() and (output == -1).all()
+        comm.barrier()
+        return str(error)
+
+
+@pytest.mark.parametrize("kind", ["reduce_scatter", "all_reduce"])
+def test_symmetric_memory_on_some_ranks_only_is_named(pool: RankPool, kind: str) -> None:
+    """Peers read the inputs of reductions, and write the outputs of an all_reduce."""
+    for text in pool.run(different_places, 3, kind):
+        assert f"rank 0: {kind}(3 ranks" in text and "input symmetric" in text and "input ordinary" in text
+
+
 def different_sizes_of_memory(group: dist.ProcessGroup) -> str:
     with communicator(group) as comm:
         error = error_of(comm.empty, 100 + comm.rank)

@@ -19,7 +19,7 @@ import torch
 import triton.language as tl
 from expected import in_rank_order
 
-from sidelane.device import cells, exchange_cells, flags, layout, pull, push, reduce_cells, reduce_pull
+from sidelane.device import cells, exchange_cells, flags, layout, pull, push, reduce_cells, reduce_direct, reduce_pull
 from sidelane.device.launch import Launch, Site
 from sidelane.program.collective import ReduceOp, Reduction
 
@@ -148,12 +148,14 @@ def _reduce_all(world: World, dtype_name: str, delay: random.Random) -> None:
     for call, op in enumerate(ReduceOp):
         for count in (7, 1000, 5003) if op is ReduceOp.SUM else (501,):
             for scatter in (True, False):
-                for way in ("cells", "one", "two"):
-                    if way == "two" and scatter:
+                for way in ("cells", "one", "two", "direct", "direct two"):
+                    if way.endswith("two") and scatter:
                         continue
                     if delay.random() < 0.2:
                         time.sleep(0.01 * delay.random())
                     for in_place in (False, True):
+                        if in_place and way == "direct" and not scatter:
+                            continue
                         _reduce(world, Reduction(op, dtype_name), count, scatter, way, in_place, seed=call)
 
 
@@ -171,11 +173,15 @@ def _reduce(
     length = count * n if scatter else count
     inputs = [_numbers(seed + count, sender, length, dtype) for sender in range(n)]
     mine = inputs[rank].clone()
-    shift = rank % 2  # elements are aligned to themselves, and to nothing else
-    room = torch.full((length + 8,), 77, dtype=dtype)
+    direct = way.startswith("direct")
+    # Elements are aligned to themselves, and to nothing else; on each rank otherwise, but where peers come for them.
+    shift = seed % 2 if direct else rank % 2
+    room, inputs_at = world.carve((length + 8) * element)
+    room = room.view(dtype).fill_(77)
     input = room[shift : shift + length]
     input.copy_(mine)
-    margins = torch.full((count + 8,), 77, dtype=dtype)
+    margins, outputs_at = world.carve((count + 8) * element)
+    margins = margins.view(dtype).fill_(77)
     output = margins[3 : 3 + count]
     if in_place:
         output = input[rank * count : (rank + 1) * count] if scatter else input
@@ -183,6 +189,12 @@ def _reduce(
     there = (output.data_ptr(), input.data_ptr())
     if way == "cells":
         work = reduce_cells.arrange(world.site, *there, nbytes, reduction, distinct=scatter)
+    elif direct:
+        shard = nbytes if way == "direct" else max(element, -(-count // n) * element)
+        inputs_at = tuple(base + shift * element for base in inputs_at)
+        outputs_at = inputs_at if in_place else tuple(base + 3 * element for base in outputs_at)
+        outputs = outputs_at if way == "direct two" else there[:1]
+        work = reduce_direct.arrange(world.site, outputs, inputs_at, shard, length * element, reduction)
     else:
         shard = nbytes if scatter or way == "one" else max(16, -(-nbytes // (16 * n)) * 16)
         _, stagings = world.carve(n * reduce_pull.aligned(shard))

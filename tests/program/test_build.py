@@ -130,17 +130,34 @@ def test_a_staged_all_gather_stages_one_shard() -> None:
 
 def test_reducing_needs_only_staging() -> None:
     for collective in (reduce_scatter([8] * 4, FLOAT_SUM), all_reduce([8] * 4, FLOAT_SUM, in_place=True)):
-        program = build(collective, "b2b")
+        program = build(collective, "b2b", Transport.STAGED)
         assert program.remote_buffers() == {Buffer.STAGING}
         # An all_reduce reduces twice: for the peers, into staging, and for itself.
         assert count(program, Reduce) == (4 if collective.kind is Kind.REDUCE_SCATTER else 8)
 
 
-@pytest.mark.parametrize(("nbytes", "pieces"), [(8, 1), ((64 << 20) - 256, 1), (64 << 20, 2), (1 << 30, 4)])
-def test_large_shards_are_reduced_in_pieces(nbytes: int, pieces: int) -> None:
+@pytest.mark.parametrize("variant", ["pcpy", "b2b"])
+def test_results_are_pushed_into_symmetric_outputs(variant: str) -> None:
+    program = build(all_reduce([8, 0, 8, 8], FLOAT_SUM), variant, Transport.PUSH)
+    assert program.remote_buffers() == {Buffer.STAGING, Buffer.OUTPUT}
+    assert count(program, Reduce) == 3, "each result is made once, in its place"
+    copies = [c for q in program.queues for c in q.commands if isinstance(c, Copy)]
+    results = [c for c in copies if c.dst.buffer is Buffer.OUTPUT]
+    assert len(results) == len(copies) // 2 == 9
+    assert all(c.src.buffer is Buffer.OUTPUT and c.src.rank != c.dst.rank for c in results)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "scatter", "gather"), [(8, 1, 1), ((16 << 20) - 256, 1, 1), (16 << 20, 2, 2), (1 << 30, 4, 2)]
+)
+def test_large_shards_are_reduced_in_pieces(nbytes: int, scatter: int, gather: int) -> None:
+    program = build(all_reduce([nbytes] * 4, FLOAT_SUM), "b2b")
+    assert count(program, Reduce) == 4 * gather
     program = build(reduce_scatter([nbytes] * 4, FLOAT_SUM), "b2b")
-    assert count(program, Reduce) == 4 * pieces
-    assert sum(c.dst.nbytes for q in program.queues for c in q.commands if isinstance(c, Reduce)) == 4 * nbytes
+    assert count(program, Reduce) == 4 * scatter
+    sizes = [c.dst.nbytes for q in program.queues_of(0) for c in q.commands if isinstance(c, Reduce)]
+    assert sum(sizes) == nbytes
+    assert sizes == sorted(sizes, reverse=True), "the last one shows, so it is the smallest"
     for queue in program.queues:
         if queue.engine.kind is EngineKind.DMA:
             moves = [position for position, c in enumerate(queue.commands) if isinstance(c, Copy)]
@@ -150,10 +167,10 @@ def test_large_shards_are_reduced_in_pieces(nbytes: int, pieces: int) -> None:
 
 
 def test_pieces_of_uneven_shards_are_never_empty() -> None:
-    program = reduce(all_reduce([0, 100, 1000, 5000], FLOAT_SUM), "b2b", pieces=4)
+    program = reduce(all_reduce([0, 100, 1000, 5000], FLOAT_SUM), "b2b", pieces=(4, 3, 2, 1))
     assert all(c.dst.nbytes for q in program.queues for c in q.commands if isinstance(c, Copy | Reduce))
     reductions = [sum(isinstance(c, Reduce) for q in program.queues_of(r) for c in q.commands) for r in range(4)]
-    assert reductions == [0, 2, 8, 8]
+    assert reductions == [0, 2, 6, 8]
 
 
 def test_a_reduction_takes_the_ranks_in_order() -> None:
@@ -217,8 +234,9 @@ def test_refusals_name_value_and_choice() -> None:
         build(equal_all_to_all(2, 4, in_place=True), "b2b")
     with pytest.raises(ValueError, match=r"transport \(value=pull, allowed=push"):
         build(all_gather([8] * 4), "bcst", Transport.PULL)
-    with pytest.raises(ValueError, match=r"pieces \(value=0, allowed=1 or more\)"):
-        reduce(all_reduce([8] * 4, FLOAT_SUM), pieces=0)
+    for pieces in ((), (1, 0)):
+        with pytest.raises(ValueError, match=r"pieces \(value=.*, allowed=relative sizes of 1 or more\)"):
+            reduce(all_reduce([8] * 4, FLOAT_SUM), pieces=pieces)
     with pytest.raises(ValueError, match=r"root \(value=4, allowed=0..3\)"):
         broadcast(8, 4, 4)
     with pytest.raises(ValueError, match=r"number of ranks \(value=17, allowed=1..16\)"):

@@ -142,21 +142,23 @@ def test_stripes_begin_and_end_together() -> None:
 
 
 def test_a_reduction_that_nothing_runs_beside_is_on_the_callers_stream() -> None:
-    large = 16 << 20
-    for make, nbytes, streams, launches in (
-        (define.reduce_scatter, 1024, 1, 1),
-        (define.reduce_scatter, large, 1, 1),
-        (define.all_reduce, 1024, 1, 2),
-        (define.all_reduce, large, 2, 2),  # its second one would hold up the pulls
+    large = 12 << 20
+    for make, nbytes, transport, streams, launches in (
+        (define.reduce_scatter, 1024, Transport.PUSH, 1, 1),
+        (define.reduce_scatter, large, Transport.PUSH, 1, 1),
+        (define.all_reduce, 1024, Transport.PUSH, 1, 1),
+        (define.all_reduce, large, Transport.PUSH, 1, 1),
+        (define.all_reduce, 1024, Transport.STAGED, 1, 2),
+        (define.all_reduce, large, Transport.STAGED, 2, 2),  # its second one would hold up the pulls
     ):
-        plan = plan_calls(build(make([nbytes] * 4, SUM), "b2b"), 0)
+        plan = plan_calls(build(make([nbytes] * 4, SUM), "b2b", transport), 0)
         assert plan.streams == streams
         found = [step.stream for step in plan.steps if isinstance(step.call, LaunchReduce)]
         assert found == [streams - 1] * launches
 
 
 def test_only_marks_stand_between_the_pieces_of_a_reduction() -> None:
-    plan = plan_calls(build(define.reduce_scatter([128 << 20] * 4, SUM), "b2b"), 0)
+    plan = plan_calls(build(define.reduce_scatter([256 << 20] * 4, SUM), "b2b"), 0)
     assert plan.streams == 3
     main = plan.calls(0)
     batches = [index for index, call in enumerate(main) if isinstance(call, MemcpyBatch)]
@@ -204,7 +206,7 @@ def test_moving_collectives_are_copies_and_memory_operations_alone(world_size: i
 @pytest.mark.parametrize("kind", [Kind.REDUCE_SCATTER, Kind.ALL_REDUCE])
 def test_reductions_take_the_own_part_from_the_input(kind: Kind) -> None:
     make = define.reduce_scatter if kind is Kind.REDUCE_SCATTER else define.all_reduce
-    program = build(make([256] * 4, SUM), "b2b")
+    program = build(make([256] * 4, SUM), "b2b", Transport.STAGED)
     for rank in range(4):
         launch, *again = of_type(plan_calls(program, rank), LaunchReduce)
         assert [other.srcs for other in again] == [launch.srcs] * (kind is Kind.ALL_REDUCE)

@@ -47,16 +47,36 @@ def all_to_all(part: int, *, in_place: bool = False, ranks: int = 4) -> Collecti
         (all_to_all(MB), "one_shot", False, Protocol.PULL, 4 * MB),
         (all_to_all(MB, in_place=True), "one_shot", True, Protocol.PULL, 4 * MB),
         (define.reduce_scatter([KB] * 4, SUM), "one_shot", False, Protocol.CELLS, 0),
-        (define.reduce_scatter([MB] * 4, SUM), "one_shot", True, Protocol.REDUCE, 4 * MB),
+        (define.reduce_scatter([MB] * 4, SUM), "one_shot", False, Protocol.REDUCE, 4 * MB),
+        (define.reduce_scatter([MB] * 4, SUM), "one_shot", True, Protocol.DIRECT, 0),
+        (define.reduce_scatter([MB] * 4, SUM, in_place=True), "one_shot", True, Protocol.DIRECT, 0),
+        (define.reduce_scatter([MB + 4] * 4, SUM), "one_shot", True, Protocol.REDUCE, 4 * (MB + 16)),
         (define.all_reduce([KB] * 4, SUM), "one_shot", False, Protocol.CELLS, 0),
         (define.all_reduce([MB] * 4, SUM), "one_shot", False, Protocol.REDUCE, 4 * MB),
+        (define.all_reduce([MB] * 4, SUM), "one_shot", True, Protocol.DIRECT, 0),
+        (define.all_reduce([MB] * 4, SUM, in_place=True), "one_shot", True, Protocol.REDUCE, 4 * MB),
+        (define.all_reduce([MB] * 4, SUM), "two_shot", True, Protocol.DIRECT, 0),
+        (define.all_reduce([MB] * 4, SUM, in_place=True), "two_shot", True, Protocol.DIRECT, 0),
         (define.all_reduce([256, 44, 0, 0], SUM), "two_shot", False, Protocol.REDUCE, 4 * 256),
     ],
 )
 def test_which_kernel(collective: Collective, variant: str, symmetric: bool, protocol: Protocol, staging: int) -> None:
-    program = kernel_program(collective, variant, symmetric_output=symmetric)
+    program = kernel_program(collective, variant, symmetric_input=symmetric, symmetric_output=symmetric)
     assert (program.protocol, program.staging_bytes) == (protocol, staging)
-    assert (program.remote_buffers() == {Buffer.OUTPUT}) == (protocol is Protocol.PUSH)
+    assert bool(program.remote_buffers()) == (protocol in (Protocol.PUSH, Protocol.DIRECT))
+
+
+def test_what_peers_touch_of_a_direct_reduction() -> None:
+    def touched(collective: Collective, variant: str = "one_shot", *, output: bool = True) -> set[str]:
+        program = kernel_program(collective, variant, symmetric_input=True, symmetric_output=output)
+        return {str(buffer) for buffer in program.remote_buffers()}
+
+    assert touched(define.reduce_scatter([MB] * 4, SUM), output=False) == {"input"}
+    assert touched(define.reduce_scatter([MB] * 4, SUM, in_place=True)) == {"input"}
+    assert touched(define.all_reduce([MB] * 4, SUM), output=False) == {"input"}
+    assert touched(define.all_reduce([MB] * 4, SUM), "two_shot") == {"input", "output"}
+    assert touched(define.all_reduce([MB] * 4, SUM, in_place=True), "two_shot") == {"output"}
+    assert touched(define.all_reduce([MB] * 4, SUM), "two_shot", output=False) == set(), "results cannot be stored"
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 8])
@@ -69,14 +89,17 @@ def test_cells_fit_into_their_slots(ranks: int, symmetric: bool) -> None:
 
 
 def is_cells(collective: Collective, symmetric: bool) -> bool:
-    return kernel_program(collective, "one_shot", symmetric_output=symmetric).protocol is Protocol.CELLS
+    return (
+        kernel_program(collective, "one_shot", symmetric_input=symmetric, symmetric_output=symmetric).protocol
+        is Protocol.CELLS
+    )
 
 
 def test_what_kernels_refuse() -> None:
     with pytest.raises(ValueError, match=r"ranks .*value=9, allowed=1\.\.8"):
-        kernel_program(define.all_gather([4] * 9), "one_shot", symmetric_output=True)
+        kernel_program(define.all_gather([4] * 9), "one_shot", symmetric_input=True, symmetric_output=True)
     with pytest.raises(ValueError, match="equal parts"):
-        kernel_program(define.all_to_all([[1, 2], [3, 4]]), "one_shot", symmetric_output=True)
+        kernel_program(define.all_to_all([[1, 2], [3, 4]]), "one_shot", symmetric_input=True, symmetric_output=True)
 
 
 # --- launching --------------------------------------------------------------------------------------------------------
@@ -130,7 +153,7 @@ class Rank:
         self.stream = Stream(self.driver.create_stream())
 
     def load(self, collective: Collective, variant: str = "one_shot", *, frozen: bool = False, symmetric: bool = True):  # type: ignore[no-untyped-def]
-        program = kernel_program(collective, variant, symmetric_output=symmetric)
+        program = kernel_program(collective, variant, symmetric_input=symmetric, symmetric_output=symmetric)
         return self.executor.load_kernel(program, addresses(program), frozen=frozen)
 
     def board(self) -> Any:
@@ -196,6 +219,7 @@ def test_nothing_to_move_launches_nothing(rank: Rank) -> None:
         (all_to_all(MB, ranks=3, in_place=True), "one_shot"),
         (define.reduce_scatter([KB] * 3, SUM), "one_shot"),
         (define.reduce_scatter([MB] * 3, SUM, in_place=True), "one_shot"),
+        (define.all_reduce([MB] * 3, SUM), "one_shot"),
         (define.all_reduce([MB] * 3, SUM), "two_shot"),
     ],
     ids=lambda value: str(value),
@@ -208,7 +232,7 @@ def test_every_kernel_gets_its_arguments(rank: Rank, collective: Collective, var
 
 @needs_triton
 def test_a_missing_address_is_found_when_loading(rank: Rank) -> None:
-    program = kernel_program(define.all_gather([MB] * 3), "one_shot", symmetric_output=True)
+    program = kernel_program(define.all_gather([MB] * 3), "one_shot", symmetric_input=True, symmetric_output=True)
     given = addresses(program)
     buffers = {place: address for place, address in given.buffers.items() if place != (2, Buffer.OUTPUT)}
     with pytest.raises(ValueError, match="no address of buffer output of rank 2"):

@@ -57,7 +57,7 @@ def programs(collective: Collective) -> list[Program]:
     """All variants and transports, lowered or not, prelaunched or not, frozen or not."""
     result = []
     for variant in variants(collective.kind):
-        for transport in Transport if collective.kind not in REDUCING else [Transport.PUSH]:
+        for transport in Transport if collective.kind is not Kind.REDUCE_SCATTER else [Transport.PUSH]:
             try:
                 program = build(collective, variant, transport)
             except ValueError:
@@ -75,9 +75,10 @@ def test_reductions_in_pieces_are_accepted(kind: Kind, n: int, in_place: bool) -
     make_it = all_reduce if kind is Kind.ALL_REDUCE else reduce_scatter
     for shards in ([1024] * n, [0, *range(100, 100 + 700 * (n - 1), 700)]):
         for variant in ("pcpy", "b2b"):
-            program = reduce(make_it(shards, SUM, in_place=in_place), variant, pieces=3)
-            for form in (program, freeze(program), prelaunch(program)):
-                verify(form)
+            for transport in (Transport.PUSH, Transport.STAGED):
+                program = reduce(make_it(shards, SUM, in_place=in_place), variant, transport, pieces=(3, 2, 2))
+                for form in (program, freeze(program), prelaunch(program)):
+                    verify(form)
 
 
 @pytest.mark.parametrize("in_place", [False, True], ids=["out", "in"])

@@ -269,7 +269,7 @@ class TestReductions:
         )
 
     def test_result_of_an_all_reduce_in_the_wrong_place(self) -> None:
-        program = build(all_reduce((8, 8), SUM), "b2b")
+        program = build(all_reduce((8, 8), SUM), "b2b", Transport.STAGED)
         listing = "\n".join(str(program).splitlines()[1:])
         line = "copy output@1[0:8] <- staging@0[256:264]"
         assert line in listing

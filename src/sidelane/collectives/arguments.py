@@ -40,11 +40,11 @@ class Request:
     def places(self) -> tuple[Place, Place]:
         """Places of input and output as far as all ranks must agree on them; None: ordinary memory, or any place."""
         kind = self.collective.kind
-        if kind in REDUCING:
-            return None, None  # peers write into staging only
         if self.collective.in_place:
             # Each rank's part lies elsewhere in the whole, which is what has to be at one place on all ranks.
             return self.whole.place, self.whole.place
+        if kind in REDUCING:
+            return self.input.place, None if kind is Kind.REDUCE_SCATTER else self.output.place
         output = None if kind is Kind.GATHER else self.output.place
         # Where peers write into the output, it is its own rank's business where an input lies.
         return None if kind is Kind.SCATTER or output is not None else self.input.place, output

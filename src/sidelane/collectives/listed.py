@@ -38,7 +38,9 @@ class Part:
 
     @staticmethod
     def of(request: Request) -> Part:
-        return Part(request.collective, str(request.dtype).removeprefix("torch."), *request.places)
+        # All that a batch adds goes through staging: where its tensors lie plays no part.
+        places = (None, None) if request.collective.kind in REDUCING else request.places
+        return Part(request.collective, str(request.dtype).removeprefix("torch."), *places)
 
     @property
     def symmetric(self) -> bool:

@@ -15,7 +15,7 @@ from sidelane.execute.base import Capabilities
 from sidelane.program.build import ALTERNATING, Alternation, Transport, alternation, build, build_batch
 from sidelane.program.collective import REDUCING, Collective, Kind
 from sidelane.program.ir import Move, Program
-from sidelane.program.kernel import KernelProgram, kernel_program
+from sidelane.program.kernel import ALIGNMENT, KernelProgram, kernel_program
 from sidelane.program.transform import freeze, lower, prelaunch
 from sidelane.program.verify import verify
 
@@ -73,8 +73,9 @@ class Agreement:
     @property
     def call(self) -> Call:
         """What the choice looks at."""
-        # Peers write into staging when they reduce: where the output lies plays no part.
-        symmetric = self.output_place is not None or self.collective.kind in REDUCING
+        symmetric = self.output_place is not None
+        if self.collective.kind in REDUCING:  # peers write into staging, or kernels read the input
+            symmetric = self.input_place is not None
         return Call.of(self.collective, self.dtype, symmetric=symmetric, captured=self.frozen, beside=self.beside)
 
     def text(self) -> str:
@@ -189,8 +190,11 @@ def make_program(agreement: AnyAgreement, candidate: Candidate, moves: AbstractS
                 f"{agreement.name}: variant (value={agreement.variant!r}, allowed={candidate.variant!r}: "
                 f"{PRELAUNCH} is for copy engines)"
             )
-        symmetric = agreement.output_place is not None
-        return kernel_program(agreement.collective, candidate.variant, symmetric_output=symmetric)
+        places = {
+            "symmetric_input": agreement.input_place is not None and agreement.input_place[1] % ALIGNMENT == 0,
+            "symmetric_output": agreement.output_place is not None,
+        }
+        return kernel_program(agreement.collective, candidate.variant, **places)
     frozen = agreement.frozen or candidate.launch == GRAPH
     if candidate.variant == ALTERNATING:
         assert isinstance(agreement, Agreement), "check_variant and choose let no list take turns"
@@ -232,14 +236,16 @@ def check_variant(kind: Kind, variant: str, abilities: Abilities = EVERYTHING, *
 
 
 def choose_transport(agreement: Agreement | Part, variant: str) -> Transport:
-    """The transport that copies least for the buffers at hand.
+    """The transport that copies least for the buffers at hand (reductions: that moves the results best).
 
     Raises:
         ValueError: ``bcst`` or ``swap`` with an output in ordinary memory.
     """
     collective = agreement.collective
-    if collective.kind in REDUCING or not any(map(any, collective.counts)):
+    if not any(map(any, collective.counts)) or collective.kind is Kind.REDUCE_SCATTER:
         return Transport.PUSH
+    if collective.kind is Kind.ALL_REDUCE:
+        return Transport.PUSH if agreement.output_place is not None else Transport.STAGED
     if variant in ("bcst", "swap"):
         if agreement.output_place is None and collective.world_size > 1:
             raise ValueError(

@@ -23,20 +23,23 @@ BLOCKS, MOST_BLOCKS = 64, 128
 
 LARGE_PART_BYTES = 8 << 20
 
-_ALIGNMENT = 16  # of parts in staging
+ALIGNMENT = 16
+"""Of parts in staging, and of the inputs that peers read: else it would be element by element."""
 
 
 class Protocol(StrEnum):
     """How the bytes travel (docs/kernels.md).
 
     ``cells``: every 4 bytes with a flag of their own, into slots. ``push``: into the peers' outputs. ``pull``: out of
-    the peers' staging. ``reduce``: the same, for collectives that reduce.
+    the peers' staging. ``reduce``: the same, for collectives that reduce. ``direct``: these, but out of the peers'
+    inputs, and in two shots into their outputs.
     """
 
     CELLS = "cells"
     PUSH = "push"
     PULL = "pull"
     REDUCE = "reduce"
+    DIRECT = "direct"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -83,24 +86,30 @@ class KernelProgram:
     @property
     def staging_bytes(self) -> int:
         """Staging that every rank needs, on top of the slots."""
-        if self.protocol in (Protocol.CELLS, Protocol.PUSH):
+        if self.protocol not in (Protocol.PULL, Protocol.REDUCE):
             return 0
-        part = -(-self.part_bytes // _ALIGNMENT) * _ALIGNMENT
+        part = -(-self.part_bytes // ALIGNMENT) * ALIGNMENT
         return part * (self.world_size if self.distinct else 1)
 
     def remote_buffers(self) -> frozenset[Buffer]:
         """Callers' buffers that peers touch."""
-        return frozenset({Buffer.OUTPUT}) if self.protocol is Protocol.PUSH else frozenset()
+        if self.protocol is Protocol.PUSH:
+            return frozenset({Buffer.OUTPUT})
+        if self.protocol is not Protocol.DIRECT:
+            return frozenset()
+        everyones = (self.collective.input_span, self.collective.output_span)[: 2 if self.variant == "two_shot" else 1]
+        return frozenset(span(0, 0, 0).buffer for span in everyones)
 
 
 def kernel_program(
-    collective: Collective, variant: str, *, symmetric_output: bool, blocks: int | None = None
+    collective: Collective, variant: str, *, symmetric_input: bool, symmetric_output: bool, blocks: int | None = None
 ) -> KernelProgram:
     """Choose the kernel of a collective.
 
     Args:
         collective: all_gather, all_to_all, reduce_scatter or all_reduce, equal parts for all ranks.
         variant: ``one_shot``, or ``two_shot`` for all_reduce.
+        symmetric_input: peers can read the input.
         symmetric_output: peers can write into the output.
         blocks: most thread blocks of a launch; None for as many as the size is worth.
 
@@ -112,8 +121,9 @@ def kernel_program(
         raise ValueError(f"{kind}: ranks with variant {variant!r} (value={n}, allowed=1..{MOST_RANKS})")
     if kind is not Kind.ALL_REDUCE and len({nbytes for row in collective.counts for nbytes in row}) > 1:
         raise ValueError(f"{kind}: variant {variant!r} needs equal parts for all ranks (value=parts that differ)")
-    protocol = protocol_of(kind, symmetric_output=symmetric_output, in_place=collective.in_place)
-    program = KernelProgram(collective, variant, protocol, blocks or BLOCKS)
+    program = KernelProgram(collective, variant, Protocol.REDUCE, blocks or BLOCKS)
+    protocol = _protocol_of(program, symmetric_input=symmetric_input, symmetric_output=symmetric_output)
+    program = dataclasses.replace(program, protocol=protocol)
     if blocks is None and program.part_bytes >= LARGE_PART_BYTES:
         program = dataclasses.replace(program, blocks=MOST_BLOCKS)
     if variant == "one_shot" and program.part_bytes <= most_cell_bytes(protocol, n):
@@ -121,13 +131,17 @@ def kernel_program(
     return program
 
 
-def protocol_of(kind: Kind, *, symmetric_output: bool, in_place: bool) -> Protocol:
+def _protocol_of(program: KernelProgram, *, symmetric_input: bool, symmetric_output: bool) -> Protocol:
     """How parts travel that are too large for cells."""
-    if kind in REDUCING:
-        return Protocol.REDUCE
-    if symmetric_output and not (kind is Kind.ALL_TO_ALL and in_place):
-        return Protocol.PUSH
-    return Protocol.PULL
+    kind, in_place = program.collective.kind, program.collective.in_place
+    if kind not in REDUCING:
+        return Protocol.PUSH if symmetric_output and not (kind is Kind.ALL_TO_ALL and in_place) else Protocol.PULL
+    if program.variant == "two_shot":
+        direct = symmetric_input and symmetric_output
+    else:
+        # An all_reduce in one shot reads all of every input: in place, a peer might have overwritten it.
+        direct = symmetric_input and not (kind is Kind.ALL_REDUCE and in_place)
+    return Protocol.DIRECT if direct and program.part_bytes % ALIGNMENT == 0 else Protocol.REDUCE
 
 
 def most_cell_bytes(otherwise: Protocol, world_size: int) -> int:
@@ -140,5 +154,10 @@ def most_cell_bytes(otherwise: Protocol, world_size: int) -> int:
     return min(MOST_CELL_BYTES, _LINK_BYTES[otherwise] // max(1, world_size - 1))
 
 
-_LINK_BYTES = {Protocol.PUSH: 384 << 10, Protocol.PULL: 768 << 10, Protocol.REDUCE: 768 << 10}
+_LINK_BYTES = {
+    Protocol.PUSH: 384 << 10,
+    Protocol.PULL: 768 << 10,
+    Protocol.REDUCE: 768 << 10,
+    Protocol.DIRECT: 384 << 10,
+}
 """What a rank sends to all its peers where cells are about as fast as the other way; four H200s, probes."""

@@ -10,7 +10,7 @@ import time
 
 import torch
 
-from sidelane.device import exchange_cells, pull, push, reduce_cells, reduce_pull
+from sidelane.device import exchange_cells, pull, push, reduce_cells, reduce_direct, reduce_pull
 from sidelane.device.launch import Launch, Site
 from sidelane.execute.base import Addresses, Place
 from sidelane.execute.cuda.executor import CudaExecutor
@@ -153,3 +153,8 @@ def arrange(program: KernelProgram, rank: int, addresses: Addresses, board: int)
             total, gather = program.total_bytes, program.variant == "two_shot"
             stagings = everyone(Buffer.STAGING)
             return reduce_pull.arrange(site, output, input, stagings, part, total, collective.reduction, gather=gather)
+        case Protocol.DIRECT:
+            assert collective.reduction is not None
+            outputs = everyone(target.buffer) if program.variant == "two_shot" else (output,)
+            inputs = everyone(source.buffer)
+            return reduce_direct.arrange(site, outputs, inputs, part, program.total_bytes, collective.reduction)

@@ -365,8 +365,10 @@ def _is_small(queue: Queue) -> bool:
     if queue.engine.kind not in (EngineKind.LOCAL, EngineKind.COMPUTE):
         return False
     work = [command for command in queue.commands if not isinstance(command, Signal | Wait | Stamp)]
-    if queue.engine.kind is EngineKind.COMPUTE and len(work) == 1 and queue.commands[-1] in work:
-        return True  # one reduction at the end of everything: there is nothing that it could run beside
+    if queue.engine.kind is EngineKind.COMPUTE and len(work) == 1:
+        behind = queue.commands[queue.commands.index(work[0]) + 1 :]
+        if all(isinstance(command, Signal) and command.flag.rank == queue.rank for command in behind):
+            return True  # one reduction, at the end or waited for here: there is nothing that it could run beside
     return sum(span.nbytes for command in queue.commands for span in spans(command)) // 2 <= INLINE_BYTES
 
 

@@ -65,9 +65,12 @@ def build_batch(batch: Batch, variant: str, transports: Sequence[Transport]) -> 
             raise ValueError(f"build_batch: variant of {part.kind} (value={variant!r}, allowed={allowed})")
         key = (part, transport)
         if key not in built:
-            # In one piece: phases of different parts would not be about the same flags.
-            reducing = part.kind in REDUCING
-            built[key] = reductions.reduce(part, variant, pieces=1) if reducing else assemble(part, variant, transport)
+            if part.kind in REDUCING:
+                # In one piece: phases of different parts would not be about the same flags. Results are pulled: they
+                # have the entries of the second half, of which there is one for all parts.
+                built[key] = reductions.reduce(part, variant, pieces=(1,))
+            else:
+                built[key] = assemble(part, variant, transport)
         programs.append(built[key])
     return finish(_Merged(batch, base_of(variant), programs).program(), variant)
 

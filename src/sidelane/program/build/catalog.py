@@ -29,7 +29,7 @@ def build(collective: Collective, variant: str, transport: Transport = Transport
     Args:
         collective: what to do (see ``program.collective``).
         variant: one of ``variants(collective.kind)``.
-        transport: which buffers are symmetric. Reducing collectives push into staging whatever is said here.
+        transport: which buffers are symmetric. Reducing collectives begin with staging whatever is said here.
 
     Raises:
         ValueError: the variant does not exist for this collective, or cannot run with this transport.
@@ -38,7 +38,7 @@ def build(collective: Collective, variant: str, transport: Transport = Transport
     if variant not in allowed:
         raise ValueError(f"build: variant of {collective.kind} (value={variant!r}, allowed={', '.join(allowed)})")
     if collective.kind in REDUCING:
-        return reducing.reduce(collective, variant)
+        return reducing.reduce(collective, variant, transport)
     return finish(assemble(collective, variant, transport), variant)
 
 

@@ -2,13 +2,12 @@
 
 A rank's peers push their chunks of its shard into slots of its staging buffer; its compute queue waits for all of them
 and reduces in the order of the ranks, so that the result does not depend on who came first (paper 003, section 6.1,
-sketches this half). An all_reduce leaves the result in staging, from where the peers pull it into their outputs.
-(Pushing it there needs one handshake less and was slower: ranks whose reductions end at different times get in each
-other's way; docs/performance.md.)
+sketches this half). An all_reduce goes on with the results: pushed into the peers' outputs where these are symmetric,
+else left in staging, from where the peers pull them.
 
 Large shards travel in pieces, so that reducing one hides behind the copies of the next. One rank, two pieces, b2b::
 
-    dma:0    entries | copies of piece 0 | copies of piece 1, exits of piece 1 |         | results ...
+    dma:0    entries | copies of piece 0 | copies of piece 1, exits of piece 1 |      | results of 0 | results of 1
     local:0            wait for those ^  : exits of piece 0
     compute            wait for all exits of piece 0: reduce      | wait: reduce
 
@@ -17,28 +16,35 @@ The exits of all pieces but the last have a queue of their own: nothing stands b
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 
 from sidelane.program.build.flags import FlagPlan
-from sidelane.program.build.moving import rotation
+from sidelane.program.build.moving import Transport, rotation
 from sidelane.program.collective import REDUCING, SLOT_ALIGNMENT, Buffer, Chunk, Collective, Kind, Span
 from sidelane.program.ir import EPOCH, Command, Copy, Engine, EngineKind, Flag, Program, Queue, Reduce, Signal, Wait
 
-PIECE_BYTES = 32 << 20
-"""Smallest piece worth its price: on four H200s each costs some 20 us, as much as reducing 16 MiB from every rank."""
+PIECES_FROM = (16 << 20, 64 << 20, 256 << 20)
+"""Bytes of a shard from which two, three and four pieces pay on four H200s. In a reduce_scatter only the last piece's
+reduction shows, so each is smaller than the one before it; the results of an all_reduce's first half hide the second's,
+and more pieces would only let the ranks fall out of step (docs/performance.md)."""
 
-MOST_PIECES = 4
-"""Only the last piece's reduction shows; more of them cost more than they hide."""
 
-
-def reduce(collective: Collective, variant: str = "b2b", pieces: int | None = None) -> Program:
+def reduce(
+    collective: Collective,
+    variant: str = "b2b",
+    transport: Transport = Transport.STAGED,
+    pieces: Sequence[int] | None = None,
+) -> Program:
     """Build a reduce_scatter or all_reduce.
 
     Args:
         collective: made by ``reduce_scatter`` or ``all_reduce``. Input and output may be ordinary memory.
         variant: ``pcpy`` (an engine for each peer) or ``b2b`` (one engine a rank).
-        pieces: into how many a shard is cut; None takes as many as have ``PIECE_BYTES``, up to ``MOST_PIECES``.
+        transport: ``push`` for an all_reduce with symmetric outputs; all else goes through staging.
+        pieces: into which a shard is cut, as their relative sizes; None for what its size is worth.
 
     Raises:
         ValueError: another collective or variant, or no pieces.
@@ -48,12 +54,18 @@ def reduce(collective: Collective, variant: str = "b2b", pieces: int | None = No
     if variant not in ("pcpy", "b2b"):
         raise ValueError(f"reduce: variant (value={variant!r}, allowed='pcpy', 'b2b')")
     if pieces is None:
-        pieces = min(MOST_PIECES, max(collective.counts[0]) // PIECE_BYTES) or 1
-    if pieces < 1:
-        raise ValueError(f"reduce: pieces (value={pieces}, allowed=1 or more)")
+        pieces = worthwhile_pieces(collective)
+    if not pieces or min(pieces) < 1:
+        raise ValueError(f"reduce: pieces (value={tuple(pieces)}, allowed=relative sizes of 1 or more)")
     if collective.world_size == 1:
         return Program(collective, variant, tuple(_copy_alone(collective)), (0,), 0)
-    return _Reducing(collective, variant, pieces).program()
+    return _Reducing(collective, variant, pieces, pushes=transport is Transport.PUSH).program()
+
+
+def worthwhile_pieces(collective: Collective) -> tuple[int, ...]:
+    """Relative sizes of the pieces of a shard."""
+    pieces = 1 + bisect.bisect_right(PIECES_FROM, max(collective.counts[0]))
+    return (1,) * min(pieces, 2) if collective.kind is Kind.ALL_REDUCE else tuple(range(pieces, 0, -1))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,15 +78,18 @@ class _Piece:
 
 
 class _Reducing:
-    def __init__(self, collective: Collective, variant: str, pieces: int) -> None:
+    def __init__(self, collective: Collective, variant: str, pieces: Sequence[int], *, pushes: bool) -> None:
         self.collective = collective
         self.variant = variant
         self.gathers = collective.kind is Kind.ALL_REDUCE
+        self.pushes = pushes and self.gathers
+        self.pulls = self.gathers and not pushes
         self.shards = collective.counts[0]
         self.pieces = [list(_cut(nbytes, pieces)) for nbytes in self.shards]
         self.phases = max(map(len, self.pieces))
-        # The second half has entries for each piece, and exits once.
-        self.flags = FlagPlan(collective.world_size, phases=2 * self.phases if self.gathers else self.phases)
+        # The second half has exits once; entries for each piece where peers pull it.
+        second_half = self.phases if self.pulls else 1 if self.pushes else 0
+        self.flags = FlagPlan(collective.world_size, phases=self.phases + second_half)
         self.chunks = {(chunk.src_rank, chunk.dst_rank): chunk for chunk in collective.chunks()}
 
     def program(self) -> Program:
@@ -91,10 +106,10 @@ class _Reducing:
             if announced := self._announce(rank, groups):
                 queues.append(Queue(rank, Engine(EngineKind.LOCAL), tuple(announced)))
             if self.shards[rank]:
-                queues.append(Queue(rank, Engine(EngineKind.COMPUTE), tuple(self._compute(rank))))
-        slots = world_size if self.gathers else world_size - 1
+                queues.append(Queue(rank, Engine(EngineKind.COMPUTE), tuple(self._compute(rank, len(groups)))))
+        slots = world_size if self.pulls else world_size - 1
         staging = tuple(self._slot(rank, slots) for rank in range(world_size))
-        local_flags = max(0, self.phases - 1) * world_size
+        local_flags = world_size * (max(0, self.phases - 1) + (self.phases if self.pushes else 0))
         return Program(self.collective, self.variant, tuple(queues), staging, self.flags.handshakes + local_flags)
 
     def _dma(self, rank: int, number: int, group: Sequence[int]) -> list[Command]:
@@ -113,7 +128,9 @@ class _Reducing:
                     commands.append(Signal(self._sent(rank, number, phase), EPOCH))
             else:
                 commands += [flags.signal_exit(partner=peer, mover=rank, phase=phase) for peer, _ in moved]
-        if self.gathers:
+        if self.pushes:
+            commands += self._push_results(rank, number, group)
+        elif self.pulls:
             commands += self._pull_results(rank, group)
         return commands
 
@@ -128,7 +145,7 @@ class _Reducing:
                     commands += [self.flags.signal_exit(partner=peer, mover=rank, phase=phase) for peer in told]
         return commands
 
-    def _compute(self, rank: int) -> list[Command]:
+    def _compute(self, rank: int, engines: int) -> list[Command]:
         collective, flags = self.collective, self.flags
         assert collective.reduction is not None
         peers = list(rotation(rank, collective.world_size))
@@ -141,8 +158,10 @@ class _Reducing:
                 for src in range(collective.world_size)
             )
             output = Reduce(self._output_span(rank, rank, piece), srcs, collective.reduction)
-            if not self.gathers:
+            if not self.pulls:
                 commands.append(output)
+                if self.pushes:
+                    commands += [Signal(self._reduced(rank, number, piece.phase), EPOCH) for number in range(engines)]
                 continue
             phase = self.phases + piece.phase
             commands.append(Reduce(self._result_span(rank, piece), srcs, collective.reduction))
@@ -150,6 +169,24 @@ class _Reducing:
             own.append(output)
         # Reducing once more takes what a copy out of staging would, and leaves the engines to the peers' pulls.
         return [*commands, *own]
+
+    def _push_results(self, rank: int, number: int, group: Sequence[int]) -> list[Command]:
+        """Send the own results to the peers of one engine.
+
+        Nobody asks whether a peer's output may be written: it has sent its part of what was reduced, so it is in this
+        call, and done with that part of its input, which in place is where the result goes.
+        """
+        flags = self.flags
+        commands: list[Command] = []
+        for piece in self.pieces[rank]:
+            commands.append(Wait(self._reduced(rank, number, piece.phase), EPOCH))
+            result = self._output_span(rank, rank, piece)
+            commands += [Copy(self._output_span(rank, peer, piece), result) for peer in group]
+        if self.shards[rank]:
+            commands += [flags.signal_exit(partner=peer, mover=rank, phase=self.phases) for peer in group]
+        return commands + [
+            flags.wait_exit(partner=rank, mover=peer, phase=self.phases) for peer in group if self.shards[peer]
+        ]
 
     def _pull_results(self, rank: int, group: Sequence[int]) -> list[Command]:
         """Fetch the results of the peers of one engine, and tell them when their staging may be used again."""
@@ -171,6 +208,10 @@ class _Reducing:
     def _sent(self, rank: int, number: int, phase: int) -> Flag:
         """Engine ``number`` has moved its pieces of ``phase``."""
         return self.flags.local(rank, phase * self.collective.world_size + number)
+
+    def _reduced(self, rank: int, number: int, phase: int) -> Flag:
+        """The result of the piece of ``phase`` is there, for engine ``number`` to send."""
+        return self.flags.local(rank, (self.phases - 1 + phase) * self.collective.world_size + number)
 
     def _slot(self, rank: int, index: int) -> int:
         """Offset of staging slot ``index`` on ``rank``."""
@@ -194,15 +235,18 @@ class _Reducing:
         return self.collective.output_span(rank, offset, piece.nbytes)
 
 
-def _cut(nbytes: int, pieces: int) -> Iterator[_Piece]:
-    """Consecutive pieces of a shard, none of them empty.
+def _cut(nbytes: int, pieces: Sequence[int]) -> Iterator[_Piece]:
+    """Consecutive pieces of a shard with about these relative sizes, none of them empty.
 
-    >>> [(piece.offset, piece.nbytes) for piece in _cut(1000, 3)]
-    [(0, 512), (512, 488)]
+    >>> [(piece.offset, piece.nbytes) for piece in _cut(3000, (2, 1))]
+    [(0, 2048), (2048, 952)]
     """
-    step = -(-nbytes // (pieces * SLOT_ALIGNMENT)) * SLOT_ALIGNMENT
-    for phase, offset in enumerate(range(0, nbytes, step or 1)):
-        yield _Piece(phase, offset, min(step, nbytes - offset))
+    start = phase = 0
+    for upto in itertools.accumulate(pieces):
+        end = min(nbytes, -(-nbytes * upto // (sum(pieces) * SLOT_ALIGNMENT)) * SLOT_ALIGNMENT)
+        if end > start:
+            yield _Piece(phase, start, end - start)
+            start, phase = end, phase + 1
 
 
 def _copy_alone(collective: Collective) -> Iterator[Queue]:
