@@ -19,7 +19,19 @@ import torch
 import triton.language as tl
 from expected import in_rank_order
 
-from sidelane.device import cells, exchange_cells, flags, layout, pull, push, reduce_cells, reduce_direct, reduce_pull
+from sidelane.device import (
+    cells,
+    exchange_cells,
+    exchange_parcels,
+    flags,
+    layout,
+    pull,
+    push,
+    reduce_cells,
+    reduce_direct,
+    reduce_parcels,
+    reduce_pull,
+)
 from sidelane.device.launch import Launch, Site
 from sidelane.program.collective import ReduceOp, Reduction
 
@@ -97,7 +109,7 @@ def moving(world: World) -> None:
     delay = random.Random(world.rank)
     for call, (part, misalign) in enumerate([(1, 0), (48, 0), (4100, 0), (30, 2), (2051, 1), (40_000, 0)]):
         for distinct in (False, True):
-            for way in ("cells", "pull", "push"):
+            for way in ("cells", "parcels", "pull", "push"):
                 for in_place in (False, True):
                     if in_place and distinct and way == "push":
                         continue
@@ -105,8 +117,8 @@ def moving(world: World) -> None:
                         time.sleep(0.01 * delay.random())
                     _move(world, part, misalign, distinct, way, in_place, seed=call)
     walk = stumble(0.3, 0.03) if world.rank == 0 else lambda: None
-    for call in range(20):  # the same staging again, at once
-        _move(world, 4096, 0, True, "pull", False, seed=call)
+    for call in range(24):  # the same staging again, at once
+        _move(world, 4096, 0, True, ("pull", "parcels")[call % 2], False, seed=call)
     walk()
 
 
@@ -124,6 +136,8 @@ def _move(world: World, part: int, misalign: int, distinct: bool, way: str, in_p
     input.copy_(inputs[rank])
     if way == "cells":
         work = exchange_cells.arrange(world.site, output.data_ptr(), input.data_ptr(), part, distinct=distinct)
+    elif way == "parcels":
+        work = exchange_parcels.arrange(world.site, output.data_ptr(), input.data_ptr(), part, distinct=distinct)
     elif way == "push":
         work = push.arrange(world.site, outputs, input.data_ptr(), part, distinct=distinct)
     else:
@@ -148,7 +162,7 @@ def _reduce_all(world: World, dtype_name: str, delay: random.Random) -> None:
     for call, op in enumerate(ReduceOp):
         for count in (7, 1000, 5003) if op is ReduceOp.SUM else (501,):
             for scatter in (True, False):
-                for way in ("cells", "one", "two", "direct", "direct two"):
+                for way in ("cells", "parcels", "one", "two", "direct", "direct two"):
                     if way.endswith("two") and scatter:
                         continue
                     if delay.random() < 0.2:
@@ -189,6 +203,8 @@ def _reduce(
     there = (output.data_ptr(), input.data_ptr())
     if way == "cells":
         work = reduce_cells.arrange(world.site, *there, nbytes, reduction, distinct=scatter)
+    elif way == "parcels":
+        work = reduce_parcels.arrange(world.site, *there, nbytes, reduction, distinct=scatter)
     elif direct:
         shard = nbytes if way == "direct" else max(element, -(-count // n) * element)
         inputs_at = tuple(base + shift * element for base in inputs_at)

@@ -22,7 +22,7 @@ from sidelane.execute.monitor import NO_CALL
 from sidelane.execute.submitted import Counts
 from sidelane.program import collective as define
 from sidelane.program.collective import Buffer, Collective, ReduceOp, Reduction
-from sidelane.program.kernel import MOST_CELL_BYTES, KernelProgram, Protocol, kernel_program
+from sidelane.program.kernel import MOST_CELL_BYTES, MOST_PARCEL_BYTES, KernelProgram, Protocol, kernel_program
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 SUM = Reduction(ReduceOp.SUM, "float32")
@@ -40,6 +40,13 @@ def all_to_all(part: int, *, in_place: bool = False, ranks: int = 4) -> Collecti
     ("collective", "variant", "symmetric", "protocol", "staging"),
     [
         (define.all_gather([KB] * 4), "one_shot", True, Protocol.CELLS, 0),
+        (define.all_gather([128 * KB] * 4), "one_shot", True, Protocol.CELLS, 0),
+        (define.all_gather([256 * KB] * 4), "one_shot", True, Protocol.PARCELS, 0),
+        (define.all_gather([64 * KB] * 8), "one_shot", True, Protocol.PARCELS, 0),
+        (all_to_all(512 * KB, in_place=True), "one_shot", False, Protocol.PARCELS, 0),
+        (define.reduce_scatter([512 * KB] * 4, SUM), "one_shot", True, Protocol.PARCELS, 0),
+        (define.all_reduce([128 * KB] * 4, SUM), "one_shot", False, Protocol.PARCELS, 0),
+        (define.all_reduce([128 * KB] * 4, SUM), "two_shot", False, Protocol.REDUCE, 512 * KB),
         (define.all_gather([MB] * 4), "one_shot", True, Protocol.PUSH, 0),
         (define.all_gather([MB + 1] * 4), "one_shot", False, Protocol.PULL, MB + 16),
         (define.all_gather([MB] * 4, in_place=True), "one_shot", True, Protocol.PUSH, 0),
@@ -82,7 +89,7 @@ def test_what_peers_touch_of_a_direct_reduction() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 8])
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_cells_fit_into_their_slots(ranks: int, symmetric: bool) -> None:
-    assert MOST_CELL_BYTES == layout.SLOT_PAYLOAD_BYTES
+    assert (MOST_CELL_BYTES, MOST_PARCEL_BYTES) == (layout.SLOT_PAYLOAD_BYTES, layout.PARCEL_BYTES)
     sizes = [part for part in range(KB, 2 * MB, KB) if is_cells(define.all_gather([part] * ranks), symmetric)]
     assert sizes == list(range(KB, sizes[-1] + 1, KB)), "from small to large, there is one change"
     assert 32 * KB < sizes[-1] <= layout.SLOT_PAYLOAD_BYTES
@@ -219,6 +226,8 @@ def test_nothing_to_move_launches_nothing(rank: Rank) -> None:
         (all_to_all(MB, ranks=3, in_place=True), "one_shot"),
         (define.reduce_scatter([KB] * 3, SUM), "one_shot"),
         (define.reduce_scatter([MB] * 3, SUM, in_place=True), "one_shot"),
+        (define.all_gather([256 * KB] * 3), "one_shot"),
+        (define.reduce_scatter([256 * KB] * 3, SUM), "one_shot"),
         (define.all_reduce([MB] * 3, SUM), "one_shot"),
         (define.all_reduce([MB] * 3, SUM), "two_shot"),
     ],

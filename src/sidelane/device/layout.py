@@ -5,6 +5,7 @@
     0                counters    the generation of each thread block, int32
     FLAGS_OFFSET     flags       [phase][block][sender], int32: the last generation that the sender has signalled
     CELLS_OFFSET     cells       [parity][sender][cell], int64: 4 bytes of data below, 4 bytes of generation above
+    behind them      parcels     [parity][sender][byte]: data as it is, which could pass for cells in their place
 
 All blocks of all kernels of a communicator tick together, whether a launch has them or not, so that a generation is the
 number of a call. It grows by 1 from 1; behind 2**32 - 1 comes 2, which keeps even and odd in turn and leaves out 0, the
@@ -35,7 +36,10 @@ a kernel that has spun for long on that rank's data writes its generation, again
 
 BOARD_WORDS = 1 + MAX_RANKS
 
+PARCEL_BYTES = 512 << 10
+"""Most bytes that a rank sends to a peer in one generation as a parcel."""
+
 
 def arena_bytes(world_size: int) -> int:
     """Size of the arena of each rank."""
-    return CELLS_OFFSET + 2 * world_size * SLOT_BYTES
+    return CELLS_OFFSET + 2 * world_size * (SLOT_BYTES + PARCEL_BYTES)

@@ -17,6 +17,10 @@ MOST_RANKS = 8
 MOST_CELL_BYTES = 256 << 10
 """Bytes from rank to rank up to which data travels with its own flags; set by the slots (``device/layout.py``)."""
 
+MOST_PARCEL_BYTES = 512 << 10
+"""Bytes from rank to rank up to which data travels as parcels; set by the room for them, like the above. Into symmetric
+outputs they gain 0.9 us over pushes there, of 11; into ordinary ones 5 over pulls, of 16."""
+
 BLOCKS, MOST_BLOCKS = 64, 128
 """Thread blocks that a kernel may have: half of an H200, and for parts from ``LARGE_PART_BYTES`` on nearly all of it.
 64 of them push 64 MiB in 155 us and 1 GiB in 2,354 there, 128 in 152 and 2,309; 16 are enough up to 1 MiB."""
@@ -30,12 +34,13 @@ ALIGNMENT = 16
 class Protocol(StrEnum):
     """How the bytes travel (docs/kernels.md).
 
-    ``cells``: every 4 bytes with a flag of their own, into slots. ``push``: into the peers' outputs. ``pull``: out of
-    the peers' staging. ``reduce``: the same, for collectives that reduce. ``direct``: these, but out of the peers'
-    inputs, and in two shots into their outputs.
+    ``cells``: every 4 bytes with a flag of their own, into slots. ``parcels``: as they are, into slots. ``push``: into
+    the peers' outputs. ``pull``: out of the peers' staging. ``reduce``: the same, for collectives that reduce.
+    ``direct``: these, but out of the peers' inputs, and in two shots into their outputs.
     """
 
     CELLS = "cells"
+    PARCELS = "parcels"
     PUSH = "push"
     PULL = "pull"
     REDUCE = "reduce"
@@ -126,13 +131,15 @@ def kernel_program(
     program = dataclasses.replace(program, protocol=protocol)
     if blocks is None and program.part_bytes >= LARGE_PART_BYTES:
         program = dataclasses.replace(program, blocks=MOST_BLOCKS)
-    if variant == "one_shot" and program.part_bytes <= most_cell_bytes(protocol, n):
+    if variant == "one_shot" and program.part_bytes <= most_cell_bytes(n):
         return dataclasses.replace(program, protocol=Protocol.CELLS)
+    if variant == "one_shot" and program.part_bytes <= MOST_PARCEL_BYTES:
+        return dataclasses.replace(program, protocol=Protocol.PARCELS)
     return program
 
 
 def _protocol_of(program: KernelProgram, *, symmetric_input: bool, symmetric_output: bool) -> Protocol:
-    """How parts travel that are too large for cells."""
+    """How parts travel that are too large for cells and parcels."""
     kind, in_place = program.collective.kind, program.collective.in_place
     if kind not in REDUCING:
         return Protocol.PUSH if symmetric_output and not (kind is Kind.ALL_TO_ALL and in_place) else Protocol.PULL
@@ -144,20 +151,10 @@ def _protocol_of(program: KernelProgram, *, symmetric_input: bool, symmetric_out
     return Protocol.DIRECT if direct and program.part_bytes % ALIGNMENT == 0 else Protocol.REDUCE
 
 
-def most_cell_bytes(otherwise: Protocol, world_size: int) -> int:
-    """Largest part that is sent as cells, which double the bytes on the link but need no handshake.
-
-    Args:
-        otherwise: how larger parts travel.
-        world_size: ranks in the group.
-    """
-    return min(MOST_CELL_BYTES, _LINK_BYTES[otherwise] // max(1, world_size - 1))
+def most_cell_bytes(world_size: int) -> int:
+    """Largest part that is sent as cells, which need one fence less than parcels and double the bytes on the link."""
+    return min(MOST_CELL_BYTES, _CELL_BYTES_OF_A_RANK // max(1, world_size - 1))
 
 
-_LINK_BYTES = {
-    Protocol.PUSH: 384 << 10,
-    Protocol.PULL: 768 << 10,
-    Protocol.REDUCE: 768 << 10,
-    Protocol.DIRECT: 384 << 10,
-}
-"""What a rank sends to all its peers where cells are about as fast as the other way; four H200s, probes."""
+_CELL_BYTES_OF_A_RANK = 384 << 10
+"""What a rank sends to all its peers where cells and parcels are equally fast; four H200s (docs/kernels.md)."""

@@ -10,7 +10,16 @@ import time
 
 import torch
 
-from sidelane.device import exchange_cells, pull, push, reduce_cells, reduce_direct, reduce_pull
+from sidelane.device import (
+    exchange_cells,
+    exchange_parcels,
+    pull,
+    push,
+    reduce_cells,
+    reduce_direct,
+    reduce_parcels,
+    reduce_pull,
+)
 from sidelane.device.launch import Launch, Site
 from sidelane.execute.base import Addresses, Place
 from sidelane.execute.cuda.executor import CudaExecutor
@@ -144,6 +153,10 @@ def arrange(program: KernelProgram, rank: int, addresses: Addresses, board: int)
             return reduce_cells.arrange(site, output, input, part, collective.reduction, distinct=distinct)
         case Protocol.CELLS:
             return exchange_cells.arrange(site, output, input, part, distinct=distinct)
+        case Protocol.PARCELS if collective.reduction:
+            return reduce_parcels.arrange(site, output, input, part, collective.reduction, distinct=distinct)
+        case Protocol.PARCELS:
+            return exchange_parcels.arrange(site, output, input, part, distinct=distinct)
         case Protocol.PUSH:
             return push.arrange(site, everyone(target.buffer), input, part, distinct=distinct)
         case Protocol.PULL:

@@ -1,0 +1,74 @@
+# Kernels are Triton's language, which Python's type checker cannot read.
+# mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment"
+
+"""Parcels: data sent as it is into memory of the receiver's kernel, with one flag behind what a block sends.
+
+Half of the bytes of cells, and one handshake where pushes into an output need two: nobody has to say that he is ready,
+since there are two places for each sender, for even and odd generations, and two are enough (``cells`` says why).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from sidelane.device import layout
+from sidelane.device.launch import Site, padded, unit_bytes
+from sidelane.device.memory import get, put
+
+SLOTS_OFFSET = tl.constexpr(layout.CELLS_OFFSET)
+SLOT_BYTES = tl.constexpr(layout.SLOT_BYTES)
+PARCEL_BYTES = tl.constexpr(layout.PARCEL_BYTES)
+
+TILE_BYTES = 4096
+WARPS = 8
+
+
+def blocks_of(site: Site, part_bytes: int) -> int:
+    """Thread blocks for parcels of ``part_bytes``.
+
+    Raises:
+        ValueError: a part is too large, or nothing.
+    """
+    if not 1 <= part_bytes <= layout.PARCEL_BYTES:
+        raise ValueError(f"parcels: part_bytes (value={part_bytes}, allowed=1..{layout.PARCEL_BYTES})")
+    return site.blocks(-(-part_bytes // TILE_BYTES))
+
+
+def arguments_of(site: Site, output: int, input: int, part_bytes: int, *, distinct: bool) -> tuple[int, ...]:
+    """Arguments that kernels of parcels share: all but the constants."""
+    arguments = (output, input, part_bytes, part_bytes if distinct else 0, site.rank, site.board)
+    return arguments + padded(site.rotated(site.arenas))
+
+
+def constants_of(site: Site, output: int, input: int, part_bytes: int, *, distinct: bool) -> dict[str, object]:
+    """Constants that kernels of parcels share."""
+    return {
+        "N": site.world_size,
+        "DISTINCT": distinct,
+        "UNIT": unit_bytes(output, input, part_bytes),
+        "TILE": TILE_BYTES,
+    }
+
+
+@triton.jit
+def place(arena, generation, sender, N: tl.constexpr):
+    """Where a parcel of ``sender`` lies in an arena of N ranks; a multiple of 16."""
+    parcels = arena + SLOTS_OFFSET + 2 * N * SLOT_BYTES
+    return parcels + ((generation & 1) * N + sender).to(tl.int64) * PARCEL_BYTES
+
+
+@triton.jit
+def send_tile(
+    input, peers, tile, part_bytes, stride, rank, generation,
+    N: tl.constexpr, DISTINCT: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Send one tile of each part, the own one to oneself: then all that came lies in one place."""
+    if DISTINCT:
+        for turn in tl.static_range(N):
+            values = get(input + (rank + turn) % N * stride, tile, part_bytes, UNIT, TILE, WHOLE)
+            put(place(peers[turn], generation, rank, N), values, tile, part_bytes, UNIT, TILE, WHOLE)
+    else:
+        values = get(input, tile, part_bytes, UNIT, TILE, WHOLE)
+        for turn in tl.static_range(N):
+            put(place(peers[turn], generation, rank, N), values, tile, part_bytes, UNIT, TILE, WHOLE)
