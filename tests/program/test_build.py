@@ -148,7 +148,7 @@ def test_results_are_pushed_into_symmetric_outputs(variant: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "scatter", "gather"), [(8, 1, 1), ((16 << 20) - 256, 1, 1), (16 << 20, 2, 2), (1 << 30, 4, 2)]
+    ("nbytes", "scatter", "gather"), [(8, 1, 1), ((32 << 20) - 256, 1, 1), (32 << 20, 2, 2), (1 << 30, 4, 2)]
 )
 def test_large_shards_are_reduced_in_pieces(nbytes: int, scatter: int, gather: int) -> None:
     program = build(all_reduce([nbytes] * 4, FLOAT_SUM), "b2b")

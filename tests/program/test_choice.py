@@ -241,6 +241,18 @@ def test_a_choice_from_other_measurements_says_so():
     assert "measured" not in choose(CROSSING, gather()).reason
 
 
+def test_a_kernel_that_has_to_stage_its_input_takes_that_much_longer():
+    measured = profile(
+        curve(ONE_SHOT, (1 << 28, 600.0), kind=Kind.REDUCE_SCATTER),
+        curve(B2B, (1 << 28, 700.0), kind=Kind.REDUCE_SCATTER),
+    )
+    call = Call(Kind.REDUCE_SCATTER, 4, 1 << 28)
+    assert choose(measured, call).candidate == ONE_SHOT
+    ordinary = choose(measured, dataclasses.replace(call, symmetric=False))
+    assert ordinary.candidate == B2B
+    assert dict(ordinary.table)[ONE_SHOT] == pytest.approx(600 + 168, abs=1)
+
+
 def test_ties_go_to_the_copy_engines():
     tied = profile(curve(ONE_SHOT, (1024, 5.0)), curve(B2B, (1024, 5.0)))
     assert choose(tied, gather(1024)).candidate == B2B

@@ -49,7 +49,8 @@ class Call:
         nbytes: gathered size of an all_gather, the largest local buffer of the others.
         dtype: of the elements; it matters to the reducing collectives only.
         in_place: input and output share memory.
-        symmetric: peers can write into the output (it lies at one place in symmetric memory).
+        symmetric: peers can write into the output (it lies at one place in symmetric memory); of a reduce_scatter read
+            the input, of an all_reduce both.
         captured: into a graph of the caller's.
         beside: what runs next to it: ``nothing`` or ``compute``.
         even: every two ranks exchange the same number of bytes (the shards of an all_reduce may differ).

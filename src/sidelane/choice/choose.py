@@ -7,10 +7,15 @@ import dataclasses
 from sidelane.choice.candidate import DMA, EVERYTHING, FIRST, SM, Abilities, Call, Candidate, candidates
 from sidelane.choice.profile import Profile
 from sidelane.program.build import ALTERNATING
+from sidelane.program.collective import REDUCING
 
 SMALL_BYTES = 1 << 20
 """Without any measurement, kernels are taken below this size where they are legal: on H200s a DMA collective spends
 more on its two handshakes than a kernel on everything up to about here (``results/h200x4/collectives.json``)."""
+
+STAGING_BYTES_PER_US = 1.6e6
+"""Kernels that reduce copy ordinary tensors to staging first, and times are measured on symmetric memory: on four H200s
+64 MiB take 40 us more, 1 GiB 650 (docs/kernels.md). What else ordinary tensors cost is much the same for all."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,7 +47,7 @@ def choose(profile: Profile | None, call: Call, abilities: Abilities = EVERYTHIN
         alone = next(found for found in legal if found.implementation == DMA)
         return Choice(alone, "a single rank has nothing to send", tuple((found, None) for found in legal))
     curves = () if profile is None else profile.comparable(call)
-    measured_us = {curve.candidate: curve.at(call.nbytes) for curve in curves}
+    measured_us = {curve.candidate: curve.at(call.nbytes) + _staging_us(call, curve.candidate) for curve in curves}
     times = [(found, measured_us.get(found)) for found in legal]
     table = tuple(sorted(times, key=lambda entry: (entry[1] is None, entry[1] or 0.0)))
     best, best_us = table[0]
@@ -65,6 +70,12 @@ def choose(profile: Profile | None, call: Call, abilities: Abilities = EVERYTHIN
     if differs:
         reason += f" (measured {', '.join(differs)})"
     return Choice(best, reason, table)
+
+
+def _staging_us(call: Call, candidate: Candidate) -> float:
+    if call.symmetric or call.kind not in REDUCING or candidate.implementation != SM:
+        return 0.0
+    return call.nbytes / STAGING_BYTES_PER_US
 
 
 def _by_thumb(

@@ -74,8 +74,9 @@ class Agreement:
     def call(self) -> Call:
         """What the choice looks at."""
         symmetric = self.output_place is not None
-        if self.collective.kind in REDUCING:  # peers write into staging, or kernels read the input
-            symmetric = self.input_place is not None
+        if self.collective.kind in REDUCING:  # kernels read the inputs; a reduce_scatter has its output for itself
+            scattered = self.collective.kind is Kind.REDUCE_SCATTER
+            symmetric = self.input_place is not None and (symmetric or scattered)
         return Call.of(self.collective, self.dtype, symmetric=symmetric, captured=self.frozen, beside=self.beside)
 
     def text(self) -> str:
