@@ -79,7 +79,8 @@ def test_explain_a_list():
     assert shown.exit_code == 0, shown.output
     words = " ".join(shown.output.split())
     assert "all_gather of 640K among 4 ranks, bfloat16, 10 tensors, in place" in words
-    assert "30 peer copies" in words
+    halves = 2 if "auto takes dma striped" in words else 1  # about as fast here: the table may say either
+    assert f"{halves * 10 * 3} peer copies" in words
     assert "takes one tensor a call" in words
     for machine in ("cpu", "mi300x8"):
         assert explain(ExplainOptions(kind=Kind.ALL_REDUCE, nbytes=1000, machine=machine, tensors=3)).submitted

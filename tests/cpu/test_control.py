@@ -229,6 +229,38 @@ def test_a_rank_that_closed_does_not_come(pool: RankPool) -> None:
     assert "closed, ended call 1" in text
 
 
+def leave_while_looked_at(group: dist.ProcessGroup) -> str:
+    """Rank 1 gives up and closes between the two looks of rank 0: at what was said, and at who is gone."""
+    control = ControlBlock(group)
+    if dist.get_rank(group) == 1:
+        control.post_call(1, "one")
+        dist.barrier(group)
+        control.abort("rank 1 was interrupted", (1,))
+        control.close()
+        dist.barrier(group)
+        return ""
+    look = control._check_aborts
+
+    def look_and_wait() -> None:
+        look()
+        control._check_aborts = look  # type: ignore[method-assign]
+        dist.barrier(group)
+        dist.barrier(group)
+
+    control._check_aborts = look_and_wait  # type: ignore[method-assign]
+    try:
+        control.calls_of_all(2, 10.0)
+    except PeerError as error:
+        return str(error)
+    finally:
+        control.close()
+    raise AssertionError("rank 1 did not come, and no error was raised")
+
+
+def test_a_rank_that_gave_up_before_it_closed_says_why(pool: RankPool) -> None:
+    assert pool.run(leave_while_looked_at, 2)[0] == "rank 1 gave up: rank 1 was interrupted"
+
+
 def die(group: dist.ProcessGroup) -> tuple[tuple[str, tuple[int, ...], str], str, tuple[str, ...]] | None:
     control, rank = ControlBlock(group), dist.get_rank(group)
     control.begin(1, "one")

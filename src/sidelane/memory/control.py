@@ -279,6 +279,7 @@ class ControlBlock:
                 continue
             # Its words are final now that it is gone. A rank that closed in good order had ended what it began.
             if (self.begun(rank) if closed else self.ended(rank)) < call:
+                self._check_aborts()  # what it said before it went, maybe since the last look, is the cause
                 how = "closed its communicator before" if closed else "died in or before"
                 raise PeerError(f"rank {rank} {how} call {call}: {self.describe(rank)}", (rank,))
 
