@@ -12,6 +12,7 @@ from click.testing import CliRunner, Result
 from sidelane import cli
 from sidelane.bench import info, tune
 from sidelane.bench.explain import ExplainOptions, explain
+from sidelane.choice import Candidate
 from sidelane.choice.key import key_here
 from sidelane.choice.profile import parse
 from sidelane.choice.store import builtin, user_file, write
@@ -72,6 +73,17 @@ def test_explain_on_a_machine_without_gpus_what_four_h200s_would_do():
         "stream 0",
     ):
         assert text in words
+
+
+@pytest.mark.parametrize("kind", [Kind.REDUCE_SCATTER, Kind.ALL_REDUCE])
+def test_explain_knows_what_ordinary_memory_costs(kind: Kind):
+    symmetric, ordinary = (
+        explain(ExplainOptions(kind=kind, nbytes=64 << 20, captured=True, machine="h200x4", ordinary=ordinary)).choice
+        for ordinary in (False, True)
+    )
+    assert "symmetric memory" not in symmetric.reason and "symmetric memory" in ordinary.reason
+    kernel = Candidate("sm", "one_shot" if kind is Kind.REDUCE_SCATTER else "two_shot")
+    assert (dict(symmetric.table)[kernel] or 0) + 40 < (dict(ordinary.table)[kernel] or 0)
 
 
 def test_explain_a_list():

@@ -89,10 +89,13 @@ def captured(context: Context, replays: int) -> None:
     """Every kernel in one graph, replayed with fresh inputs, eager calls between, ranks running ahead."""
     with communicator(context) as comm:
         n, rank = comm.world_size, comm.rank
-        small, large = 1021, 300_000
+        small, medium, large = 1021, 60_000, 300_000
         source, shard, big = torch.empty(n * small), torch.empty(small), torch.empty(large)
         gathered, exchanged, pushed = comm.empty(n * small), torch.empty(n * small), comm.empty(n * large)
         pulled, scattered, summed, both = (torch.empty(k) for k in (n * large, small, n * small, large))
+        part, wide, packed, mixed, added = (torch.empty(k * medium) for k in (1, n, n, n, 1))  # parcels
+        there, stored, sent = (comm.empty(n * large) for _ in range(3))  # read and written by the peers
+        read = torch.empty(large)
 
         def calls() -> None:
             comm.all_gather(gathered, shard, variant="one_shot")
@@ -102,19 +105,35 @@ def captured(context: Context, replays: int) -> None:
             comm.all_reduce(source, output=summed, variant="one_shot")
             comm.all_gather(pulled, big, variant="one_shot")
             comm.all_reduce(big, output=both, variant="two_shot")
+            comm.all_gather(packed, part, variant="one_shot")
+            comm.all_to_all(mixed, wide, variant="one_shot")
+            comm.reduce_scatter(added, wide, op="max", variant="one_shot")
+            comm.reduce_scatter(read, there, op="max", variant="one_shot")
+            comm.all_reduce(there, op="max", output=stored, variant="two_shot")
+            comm.all_reduce(there, op="max", output=sent, variant="b2b")
             comm.all_gather(gathered, shard)  # of copy engines, perhaps: they take turns
 
-        def fill(seed: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        def fill(seed: int) -> tuple[list[torch.Tensor], ...]:
             inputs = [numbers(seed, r, n * small, torch.float32) for r in range(n)]
             bigs = [numbers(seed + 500, r, large, torch.float32) for r in range(n)]
             source.copy_(inputs[rank])
             shard.copy_(inputs[rank][:small])
             big.copy_(bigs[rank])
-            for output in (gathered, exchanged, pulled, scattered, summed, both):
+            wides = [numbers(seed + 900, r, n * large, torch.float32) for r in range(n)]
+            there.copy_(wides[rank])
+            wide.copy_(wides[rank][: n * medium])
+            part.copy_(wides[rank][:medium])
+            for output in (gathered, exchanged, pulled, scattered, summed, both, packed, mixed, added, read):
                 output.fill_(float("nan"))
-            return inputs, bigs
+            return inputs, bigs, wides
 
-        def check(inputs: list[torch.Tensor], bigs: list[torch.Tensor]) -> None:
+        def check(inputs: list[torch.Tensor], bigs: list[torch.Tensor], wides: list[torch.Tensor]) -> None:
+            most, mine = reduced(wides, "max"), slice(rank * medium, (rank + 1) * medium)
+            assert same_bytes(packed, torch.cat([tensor[:medium] for tensor in wides]))
+            assert same_bytes(mixed, torch.cat([tensor[mine] for tensor in wides]))
+            assert same_bytes(added, most[mine])
+            assert same_bytes(read, most[rank * large : (rank + 1) * large])
+            assert same_bytes(stored, most) and same_bytes(sent, most)
             own = slice(rank * small, (rank + 1) * small)
             assert same_bytes(gathered, torch.cat([tensor[:small] for tensor in inputs]))
             assert same_bytes(exchanged, torch.cat([tensor[own] for tensor in inputs]))
@@ -151,14 +170,14 @@ def thousand(context: Context, calls: int) -> None:
         heap = comm.empty(n * 50_000)
         found = []
         for call in range(calls):
-            size = (7, 1000, 33, 50_000)[call % 4]
+            size = (7, 50_000, 1000, 50_000, 50_000)[call % 5]  # cells and parcels, after each other and themselves
             value = float(call % 100)
             if call % 50 == rank:
                 torch.cuda._sleep(1_000_000)
             shard = torch.full((size,), value + rank)
             output = heap[: n * size] if call % 3 else torch.empty(n * size)
             comm.all_gather(output, shard, variant="one_shot")
-            comm.all_reduce(shard, variant=("one_shot", "two_shot")[call % 2])
+            comm.all_reduce(shard, variant=("one_shot", "one_shot", "two_shot")[call % 3])
             parts = output.view(n, size)
             found.append(torch.stack([parts[:, 0].sum(), parts[:, -1].sum(), shard.min(), shard.max()]))
         expected = torch.tensor([[n * float(call % 100) + n * (n - 1) / 2] * 4 for call in range(calls)])

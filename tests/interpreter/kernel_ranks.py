@@ -118,7 +118,8 @@ def moving(world: World) -> None:
                     _move(world, part, misalign, distinct, way, in_place, seed=call)
     walk = stumble(0.3, 0.03) if world.rank == 0 else lambda: None
     for call in range(24):  # the same staging again, at once
-        _move(world, 4096, 0, True, ("pull", "parcels")[call % 2], False, seed=call)
+        # Five, so that each meets both parities, and parcels follow parcels: a pull lets ranks catch up.
+        _move(world, 4096, 0, True, ("parcels", "parcels", "pull", "parcels", "parcels")[call % 5], False, seed=call)
     walk()
 
 
@@ -160,7 +161,7 @@ def reducing(world: World, *dtype_names: str) -> None:
 
 def _reduce_all(world: World, dtype_name: str, delay: random.Random) -> None:
     for call, op in enumerate(ReduceOp):
-        for count in (7, 1000, 5003) if op is ReduceOp.SUM else (501,):
+        for count in (7, 2503) if op is ReduceOp.SUM else (501,):
             for scatter in (True, False):
                 for way in ("cells", "parcels", "one", "two", "direct", "direct two"):
                     if way.endswith("two") and scatter:
@@ -210,7 +211,8 @@ def _reduce(
         inputs_at = tuple(base + shift * element for base in inputs_at)
         outputs_at = inputs_at if in_place else tuple(base + 3 * element for base in outputs_at)
         outputs = outputs_at if way == "direct two" else there[:1]
-        work = reduce_direct.arrange(world.site, outputs, inputs_at, shard, length * element, reduction)
+        gather = way == "direct two"
+        work = reduce_direct.arrange(world.site, outputs, inputs_at, shard, length * element, reduction, gather=gather)
     else:
         shard = nbytes if scatter or way == "one" else max(16, -(-nbytes // (16 * n)) * 16)
         _, stagings = world.carve(n * reduce_pull.aligned(shard))
@@ -265,7 +267,7 @@ def generations_wrap(world: World) -> None:
     world.whole[begin : begin + 4 * layout.PHASES * layout.MAX_BLOCKS * layout.MAX_RANKS].view(torch.int32).fill_(start)
     seen = []
     for seed in range(6):
-        _move(world, 100, 0, True, ("cells", "push")[seed % 2], False, seed)
+        _move(world, 100, 0, True, ("cells", "push", "parcels")[seed % 3], False, seed)
         seen.append(int(counters[0]))
         assert (counters == counters[0]).all(), "all blocks tick together"
     assert seen == [-3, -2, -1, 2, 3, 4]

@@ -170,7 +170,7 @@ def test_pieces_of_uneven_shards_are_never_empty() -> None:
     program = reduce(all_reduce([0, 100, 1000, 5000], FLOAT_SUM), "b2b", pieces=(4, 3, 2, 1))
     assert all(c.dst.nbytes for q in program.queues for c in q.commands if isinstance(c, Copy | Reduce))
     reductions = [sum(isinstance(c, Reduce) for q in program.queues_of(r) for c in q.commands) for r in range(4)]
-    assert reductions == [0, 2, 6, 8]
+    assert reductions == [0, 1, 3, 4]
 
 
 def test_a_reduction_takes_the_ranks_in_order() -> None:

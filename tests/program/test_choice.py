@@ -250,7 +250,17 @@ def test_a_kernel_that_has_to_stage_its_input_takes_that_much_longer():
     assert choose(measured, call).candidate == ONE_SHOT
     ordinary = choose(measured, dataclasses.replace(call, symmetric=False))
     assert ordinary.candidate == B2B
-    assert dict(ordinary.table)[ONE_SHOT] == pytest.approx(600 + 168, abs=1)
+    assert dict(ordinary.table)[ONE_SHOT] == pytest.approx(600 + 170, abs=1)
+
+
+def test_small_reductions_stage_nothing_in_one_shot():
+    two_shot = Candidate(SM, "two_shot")
+    measured = profile(*(curve(found, (1024, 10.0), kind=Kind.ALL_REDUCE) for found in (ONE_SHOT, two_shot)))
+    for nbytes, in_place, one_shot_us in ((1024, False, 10.0), (1 << 20, True, 10240.0), (1 << 20, False, 10242.7)):
+        call = Call(Kind.ALL_REDUCE, 4, nbytes, in_place=in_place, symmetric=False)
+        times = dict(choose(measured, call).table)
+        assert times[ONE_SHOT] == pytest.approx(one_shot_us, rel=1e-4)
+        assert times[two_shot] == pytest.approx(10 * nbytes / 1024 + 5 + nbytes / 1.6e6)
 
 
 def test_ties_go_to_the_copy_engines():

@@ -204,8 +204,8 @@ def _agreement(options: ExplainOptions, world_size: int) -> AnyAgreement:
         collective=collective,
         dtype=options.dtype,
         variant=AUTO,
-        input_place=None,
-        output_place=place,
+        input_place=place if options.kind in REDUCING else None,
+        output_place=None if options.kind is Kind.REDUCE_SCATTER else place,
         frozen=options.captured,
         beside=options.beside,
     )

@@ -7,15 +7,18 @@ import dataclasses
 from sidelane.choice.candidate import DMA, EVERYTHING, FIRST, SM, Abilities, Call, Candidate, candidates
 from sidelane.choice.profile import Profile
 from sidelane.program.build import ALTERNATING
-from sidelane.program.collective import REDUCING
+from sidelane.program.collective import REDUCING, Kind
+from sidelane.program.kernel import MOST_PARCEL_BYTES
 
 SMALL_BYTES = 1 << 20
 """Without any measurement, kernels are taken below this size where they are legal: on H200s a DMA collective spends
 more on its two handshakes than a kernel on everything up to about here (``results/h200x4/collectives.json``)."""
 
 STAGING_BYTES_PER_US = 1.6e6
-"""Kernels that reduce copy ordinary tensors to staging first, and times are measured on symmetric memory: on four H200s
-64 MiB take 40 us more, 1 GiB 650 (docs/kernels.md). What else ordinary tensors cost is much the same for all."""
+STAGED_US = {"one_shot": 2.0, "two_shot": 5.0}
+"""What larger reductions by kernels take longer on ordinary tensors, which they copy to staging first, while times are
+measured on symmetric ones: 2 or 5 us, and on four H200s 40 for 64 MiB, 650 for 1 GiB (docs/kernels.md). What ordinary
+tensors cost otherwise is much the same for all candidates."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -75,7 +78,12 @@ def choose(profile: Profile | None, call: Call, abilities: Abilities = EVERYTHIN
 def _staging_us(call: Call, candidate: Candidate) -> float:
     if call.symmetric or call.kind not in REDUCING or candidate.implementation != SM:
         return 0.0
-    return call.nbytes / STAGING_BYTES_PER_US
+    scattered = call.kind is Kind.REDUCE_SCATTER
+    part = call.nbytes // call.world_size if scattered else call.nbytes
+    never_direct = part <= MOST_PARCEL_BYTES or (call.in_place and not scattered)
+    if candidate.variant == "one_shot" and never_direct:
+        return 0.0
+    return STAGED_US[candidate.variant] + call.nbytes / STAGING_BYTES_PER_US
 
 
 def _by_thumb(

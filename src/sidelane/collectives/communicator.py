@@ -209,7 +209,8 @@ class Communicator:
 
         Args:
             output: this rank's part. In place if it is its own part of ``input``.
-            input: ``world_size`` times the elements of ``output``; float32, float16, bfloat16, int32 or int64.
+            input: ``world_size`` times the elements of ``output``; float32, float16, bfloat16, int32 or int64. At one
+                place of symmetric memory on all ranks, or in ordinary memory on all: peers may read it.
             op: ``sum``, ``avg``, ``min`` or ``max`` (torch's ``ReduceOp`` too), in float32 for floats, in rank order.
             async_op: see :meth:`all_gather`.
             beside: see :meth:`all_gather`.
@@ -233,7 +234,8 @@ class Communicator:
         """Reduce everyone's ``tensor`` and give everyone the result, in ``output`` or in place.
 
         Args:
-            tensor: any number of elements; dtypes as for :meth:`reduce_scatter`.
+            tensor: any number of elements; dtypes as for :meth:`reduce_scatter`. Like ``output``, at one place of
+                symmetric memory on all ranks, or in ordinary memory on all.
             op: see :meth:`reduce_scatter`.
             output: same number of elements and dtype; None for in place.
             async_op: see :meth:`all_gather`.

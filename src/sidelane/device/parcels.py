@@ -16,7 +16,7 @@ from sidelane.device import layout
 from sidelane.device.launch import Site, padded, unit_bytes
 from sidelane.device.memory import get, put
 
-SLOTS_OFFSET = tl.constexpr(layout.CELLS_OFFSET)
+CELLS_OFFSET = tl.constexpr(layout.CELLS_OFFSET)
 SLOT_BYTES = tl.constexpr(layout.SLOT_BYTES)
 PARCEL_BYTES = tl.constexpr(layout.PARCEL_BYTES)
 
@@ -54,7 +54,7 @@ def constants_of(site: Site, output: int, input: int, part_bytes: int, *, distin
 @triton.jit
 def place(arena, generation, sender, N: tl.constexpr):
     """Where a parcel of ``sender`` lies in an arena of N ranks; a multiple of 16."""
-    parcels = arena + SLOTS_OFFSET + 2 * N * SLOT_BYTES
+    parcels = arena + CELLS_OFFSET + 2 * N * SLOT_BYTES
     return parcels + ((generation & 1) * N + sender).to(tl.int64) * PARCEL_BYTES
 
 

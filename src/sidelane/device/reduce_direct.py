@@ -38,20 +38,21 @@ def arrange(
     shard_bytes: int,
     total_bytes: int,
     reduction: Reduction,
+    *,
+    gather: bool,
 ) -> Launch:
     """How to reduce shards.
 
     Args:
         site: where.
-        outputs: address of this rank's output of one shard; or of each rank's, of all shards, each of which gets the
-            results of all (all_reduce in two shots).
+        outputs: address of this rank's output of one shard; with ``gather`` of each rank's, of all shards.
         inputs: address of each rank's input of ``total_bytes``.
         shard_bytes: of a shard, a whole number of elements; ``total_bytes`` if all ranks reduce everything.
         total_bytes: of an input; its last shards may be shorter or empty.
         reduction: operation and dtype.
+        gather: every rank gets the results of all (all_reduce in two shots).
     """
     n, element = site.world_size, reduction.element_bytes
-    gather = len(outputs) == n
     shards = n if gather or shard_bytes < total_bytes else 1
     aligned = shards == 1 or shard_bytes % 16 == 0
     constants = {

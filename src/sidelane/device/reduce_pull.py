@@ -9,7 +9,7 @@
 
 ``there``, ``done`` and ``read`` are waits for the blocks of the same number on all peers: block b handles the same
 tiles of each shard on every rank. Two shots use staging twice: only rank r reads its own shard r, so it may put the
-result there. (Storing results into the peers' staging was slow at 64 MiB: docs/kernels.md.)
+result there. Symmetric tensors need no staging: ``reduce_direct``.
 
 Equivalent: see ``reduce_cells``. For an all_reduce in one shot there is one shard, which every rank reduces. In place
 is fine: the input has been staged before anything is written.

@@ -19,7 +19,7 @@ MOST_CELL_BYTES = 256 << 10
 
 MOST_PARCEL_BYTES = 512 << 10
 """Bytes from rank to rank up to which data travels as parcels; set by the room for them, like the above. Into symmetric
-outputs they gain 0.9 us over pushes there, of 11; into ordinary ones 5 over pulls, of 16."""
+outputs they gain 0.9 us over pushes there, of 11; into ordinary ones 4 over pulls, of 15."""
 
 BLOCKS, MOST_BLOCKS = 64, 128
 """Thread blocks that a kernel may have: half of an H200, and for parts from ``LARGE_PART_BYTES`` on nearly all of it.
@@ -34,9 +34,9 @@ ALIGNMENT = 16
 class Protocol(StrEnum):
     """How the bytes travel (docs/kernels.md).
 
-    ``cells``: every 4 bytes with a flag of their own, into slots. ``parcels``: as they are, into slots. ``push``: into
-    the peers' outputs. ``pull``: out of the peers' staging. ``reduce``: the same, for collectives that reduce.
-    ``direct``: these, but out of the peers' inputs, and in two shots into their outputs.
+    ``cells``: every 4 bytes with a flag of their own, into slots. ``parcels``: as it is, into places of its own.
+    ``push``: into the peers' outputs. ``pull``: out of the peers' staging. ``reduce``: the same, for collectives that
+    reduce. ``direct``: these, but out of the peers' inputs, and in two shots into their outputs.
     """
 
     CELLS = "cells"

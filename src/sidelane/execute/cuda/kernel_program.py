@@ -168,6 +168,6 @@ def arrange(program: KernelProgram, rank: int, addresses: Addresses, board: int)
             return reduce_pull.arrange(site, output, input, stagings, part, total, collective.reduction, gather=gather)
         case Protocol.DIRECT:
             assert collective.reduction is not None
-            outputs = everyone(target.buffer) if program.variant == "two_shot" else (output,)
-            inputs = everyone(source.buffer)
-            return reduce_direct.arrange(site, outputs, inputs, part, program.total_bytes, collective.reduction)
+            total, gather = program.total_bytes, program.variant == "two_shot"
+            outputs, inputs = everyone(target.buffer) if gather else (output,), everyone(source.buffer)
+            return reduce_direct.arrange(site, outputs, inputs, part, total, collective.reduction, gather=gather)

@@ -68,7 +68,7 @@ def build_batch(batch: Batch, variant: str, transports: Sequence[Transport]) -> 
             if part.kind in REDUCING:
                 # In one piece: phases of different parts would not be about the same flags. Results are pulled: they
                 # have the entries of the second half, of which there is one for all parts.
-                built[key] = reductions.reduce(part, variant, pieces=(1,))
+                built[key] = reductions.reduce(part, variant, Transport.STAGED, pieces=(1,))
             else:
                 built[key] = assemble(part, variant, transport)
         programs.append(built[key])

@@ -35,15 +35,16 @@ and more pieces would only let the ranks fall out of step (docs/performance.md).
 def reduce(
     collective: Collective,
     variant: str = "b2b",
-    transport: Transport = Transport.STAGED,
+    transport: Transport = Transport.PUSH,
     pieces: Sequence[int] | None = None,
 ) -> Program:
     """Build a reduce_scatter or all_reduce.
 
     Args:
-        collective: made by ``reduce_scatter`` or ``all_reduce``. Input and output may be ordinary memory.
+        collective: made by ``reduce_scatter`` or ``all_reduce``. The input may be ordinary memory.
         variant: ``pcpy`` (an engine for each peer) or ``b2b`` (one engine a rank).
-        transport: ``push`` for an all_reduce with symmetric outputs; all else goes through staging.
+        transport: ``push`` into the outputs of an all_reduce, which must be symmetric; any other leaves its results in
+            staging. A reduce_scatter is the same with all.
         pieces: into which a shard is cut, as their relative sizes; None for what its size is worth.
 
     Raises:
