@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 from pathlib import Path
@@ -10,8 +11,9 @@ import pytest
 import rich.console
 
 from sidelane.bench import claims as command
+from sidelane.bench.claims_power import predict_watts
 from sidelane.bench.claims_results import compare, fitted_to, predict_alone, predict_together, role_problems
-from sidelane.bench.results import C3Row, CollectiveRow, Results, write
+from sidelane.bench.results import C3Row, CollectiveRow, PowerRow, Results, write
 from sidelane.machine.load import named
 from sidelane.model.strategies import predict
 from sidelane.model.study import table_ii_workload
@@ -106,7 +108,15 @@ def test_plausible_ranges_of_our_own_machine(tmp_path):
 def test_the_machine_in_the_catalogue_is_the_one_that_was_measured():
     """The targets of issue 3, on the files of this checkout."""
     found = {v.claim_id: v for v in compare(H200, ROOT / "results" / "h200x4")}
-    for name in ("c3/median", "c3/worst", "collectives/median", "collectives/median of held out"):
+    wholes = (
+        "c3/median",
+        "c3/worst",
+        "collectives/median",
+        "collectives/median of held out",
+        "power/median",
+        "power/worst",
+    )
+    for name in wholes:
         assert found[f"h200x4/{name}"].ok, name
     rows = [name.split("/")[-1] for name in found if name.startswith("h200x4/c3/") and name.count("/") == 4]
     assert {name: rows.count(name) for name in rows} == dict.fromkeys(
@@ -129,6 +139,34 @@ def test_collectives_come_from_the_description_alone():
     for other in ({"launch": "eager"}, {"prelaunch": True}, {"collective": "broadcast"}):
         assert predict_alone(H200, collective_row("dma", "b2b", 1.0, **other)) is None
     assert predict_alone(H200, collective_row("symm_mem", "", 1.0)) is None
+
+
+def power_row(implementation, variant, watts, **more):
+    values = {
+        "collective": "all_gather", "bytes": NBYTES, "implementation": implementation, "variant": variant,
+        "in_place": True, "launch": "graph", "time_us": 1800.0, "watts": watts, "watts_sampled": watts,
+        "idle_watts": 120.0, "energy_mj": 1.0, "energy_above_idle_mj": 1.0, "counters_agree_percent": 100.0,
+    }  # fmt: skip
+    return PowerRow(**(values | more))
+
+
+def test_watts_are_predicted_for_what_paper_003_runs(tmp_path):
+    engines, kernels = (predict_watts(H200, power_row(*way, 1.0)) for way in (("dma", "b2b"), ("nccl", "")))
+    assert 138 < engines < kernels < 700
+    for other in (
+        power_row("nccl", "window", 1.0),
+        power_row("sm", "one_shot", 1.0),
+        power_row("dma", "striped", 1.0),
+        power_row("dma", "b2b", 1.0, in_place=False),
+        power_row("dma", "b2b", 1.0, collective="all_reduce"),
+    ):
+        assert predict_watts(H200, other) is None
+    save(tmp_path, "power", [power_row("dma", "b2b", engines), power_row("nccl", "", 2 * kernels)])
+    verdicts = {v.claim_id.partition("/power/")[2]: v for v in compare(H200, tmp_path)}
+    assert verdicts["all_gather/896M/dma b2b"].ok and not verdicts["all_gather/896M/nccl"].ok
+    assert (verdicts["worst"].unit, verdicts["worst"].predicted) == ("percent", pytest.approx(50, abs=0.1))
+    assert str(verdicts["all_gather/896M/nccl"].role) == "held_out"
+    assert compare(dataclasses.replace(H200, power=None), tmp_path) == [], "no power figures, no verdicts"
 
 
 def test_measurements_are_shown_at_80_columns(tmp_path):

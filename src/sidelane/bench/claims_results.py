@@ -1,24 +1,26 @@
-"""Predictions held against this project's own measurements: ``results/<machine>/c3.json`` and ``collectives.json``.
+"""Predictions held against this project's own measurements: files of ``results/<machine>``.
 
-From a C3 file the model is given the isolated times alone, of the GEMM and of the collective as the strategy runs it,
-and predicts what both take together. From a collectives file it is given nothing: the description says it all. The
-rows of that file that the description was fitted to (``fitted_to``) are not called predictions.
+From ``c3.json`` the model is given the isolated times alone, of the GEMM and of the collective as the strategy runs it,
+and predicts what both take together. From ``collectives.json`` it is given nothing: the description says it all. The
+rows of that file that the description was fitted to (``fitted_to``) are not called predictions. ``power.json``: see
+``claims_power``.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from sidelane.bench import results as result_files
+from sidelane.bench.claims_power import judge_power
+from sidelane.bench.claims_verdicts import judge, with_summary
 from sidelane.bench.results import C3Row, CollectiveRow
 from sidelane.c3.workload import Gemm, format_bytes
 from sidelane.execute.sim import simulate
 from sidelane.machine.spec import Machine
-from sidelane.model.claims import Role, Verdict, error_of, with_ranges
+from sidelane.model.claims import Role, Verdict, with_ranges
 from sidelane.model.device import Gang, Tiled, run_device
 from sidelane.model.kernels import dma_gang, gemm_kernel, library_gang, own_chunk_gang
 from sidelane.model.published import collective_of, library_us
@@ -46,7 +48,7 @@ def compare(
 
     Args:
         machine: the description of what was measured on.
-        folder: with ``c3.json`` or ``collectives.json``, or both.
+        folder: with ``c3.json``, ``collectives.json`` or ``power.json``.
         ranges: predict over the plausible values of the machine's numbers as well.
         progress: told what is being done.
 
@@ -58,13 +60,14 @@ def compare(
     """
     verdicts: list[Verdict] = []
     found = False
-    for study, judge_rows in (("c3", _c3), ("collectives", _collectives)):
+    for study, judge_rows in (("c3", _c3), ("collectives", _collectives), ("power", judge_power)):
         path = folder / f"{study}.json"
         if path.is_file():
             found = True
             verdicts += judge_rows(machine, result_files.read(path).rows)
     if not found:
-        raise ValueError(f"claims: no measurements (value={folder}, allowed=a folder with c3.json or collectives.json)")
+        allowed = "a folder with c3.json, collectives.json or power.json"
+        raise ValueError(f"claims: no measurements (value={folder}, allowed={allowed})")
     if not ranges:
         return verdicts
     variations = []
@@ -166,9 +169,9 @@ def _c3(machine: Machine, rows: Sequence[object]) -> list[Verdict]:
         return f"{row.gemm}_{format_bytes(row.bytes)}/{row.collective}/{row.strategy}"
 
     judged = [
-        _judge(f"{machine.name}/c3/{name(r)}", r.time_us, predict_together(machine, r), C3_WORST) for r in measured
+        judge(f"{machine.name}/c3/{name(r)}", r.time_us, predict_together(machine, r), C3_WORST) for r in measured
     ]
-    return _with_summary(f"{machine.name}/c3", judged, C3_MEDIAN, C3_WORST)
+    return with_summary(f"{machine.name}/c3", judged, C3_MEDIAN, C3_WORST)
 
 
 def _collectives(machine: Machine, rows: Sequence[object]) -> list[Verdict]:
@@ -181,7 +184,7 @@ def _collectives(machine: Machine, rows: Sequence[object]) -> list[Verdict]:
         return f"{row.collective}/{format_bytes(row.bytes)}/{place}/{row.implementation} {row.variant}".strip()
 
     judged = [
-        _judge(
+        judge(
             f"{machine.name}/collectives/{name(r)}",
             r.time_us,
             predict_alone(machine, r),
@@ -190,47 +193,4 @@ def _collectives(machine: Machine, rows: Sequence[object]) -> list[Verdict]:
         )
         for r in measured
     ]
-    return _with_summary(f"{machine.name}/collectives", judged, COLLECTIVE_MEDIAN, None)
-
-
-def _judge(
-    claim_id: str, measured: float | None, predicted: float | None, tolerance: float, role: Role = Role.HELD_OUT
-) -> Verdict | None:
-    if measured is None or predicted is None:
-        return None
-    error = error_of(measured, predicted)
-    assert error is not None
-    return Verdict(claim_id, "measured time", measured, predicted, "us", error, role, error <= tolerance)
-
-
-def _with_summary(name: str, judged: Sequence[Verdict | None], median: float, worst: float | None) -> list[Verdict]:
-    verdicts = [verdict for verdict in judged if verdict is not None]
-    roles = {verdict.role for verdict in verdicts}
-    found = [*verdicts]
-    limits: list[tuple[str, Callable[[Sequence[float]], float], float | None]] = [
-        ("median", statistics.median, median),
-        ("worst", max, worst),
-    ]
-    for word, measure, limit in limits:
-        if limit is None or not verdicts:
-            continue
-        found.append(_summary(f"{name}/{word}", word, measure, verdicts, limit))
-        if len(roles) > 1:
-            held_out = [verdict for verdict in verdicts if verdict.role is Role.HELD_OUT]
-            found.append(_summary(f"{name}/{word} of held out", word, measure, held_out, limit))
-    return found
-
-
-def _summary(
-    claim_id: str,
-    word: str,
-    measure: Callable[[Sequence[float]], float],
-    verdicts: Sequence[Verdict],
-    limit: float,
-) -> Verdict:
-    """A target of the issue. Fitted, as soon as one of its rows is."""
-    error = measure([verdict.error for verdict in verdicts if verdict.error is not None])
-    fitted = any(verdict.role is Role.FITTED for verdict in verdicts)
-    role = Role.FITTED if fitted else Role.HELD_OUT
-    text = f"{word} error of {len(verdicts)} predictions, at most"
-    return Verdict(claim_id, text, 100 * limit, 100 * error, "percent", None, role, error <= limit)
+    return with_summary(f"{machine.name}/collectives", judged, COLLECTIVE_MEDIAN, None)
