@@ -61,9 +61,8 @@ def main() -> int:
     if local.device_type_and_count()[1] == 0:
         print("[sidelane] no GPU that Sidelane drives: there is nothing to test here", file=sys.stderr)
         return 2
-    signal.signal(
-        signal.SIGTERM, signal.default_int_handler
-    )  # what `timeout` sends: end as after Ctrl-C, with a summary
+    # What `timeout` sends: end as after Ctrl-C, with a summary.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     summary = Summary()
     started = time.monotonic()
     code = pytest.main([str(ROOT / "tests" / "device"), *others], plugins=[summary])

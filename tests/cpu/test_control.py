@@ -231,23 +231,24 @@ def test_a_rank_that_closed_does_not_come(pool: RankPool) -> None:
 
 def leave_while_looked_at(group: dist.ProcessGroup) -> str:
     """Rank 1 gives up and closes between the two looks of rank 0: at what was said, and at who is gone."""
-    control = ControlBlock(group)
+
+    class Slow(ControlBlock):
+        looks = 0
+
+        def _check_aborts(self) -> None:
+            super()._check_aborts()
+            self.looks += 1
+            if self.looks == 1:
+                dist.barrier(group)
+                dist.barrier(group)
+
+    control = Slow(group)
     if dist.get_rank(group) == 1:
-        control.post_call(1, "one")
         dist.barrier(group)
         control.abort("rank 1 was interrupted", (1,))
         control.close()
         dist.barrier(group)
         return ""
-    look = control._check_aborts
-
-    def look_and_wait() -> None:
-        look()
-        control._check_aborts = look  # type: ignore[method-assign]
-        dist.barrier(group)
-        dist.barrier(group)
-
-    control._check_aborts = look_and_wait  # type: ignore[method-assign]
     try:
         control.calls_of_all(2, 10.0)
     except PeerError as error:

@@ -20,7 +20,7 @@ MEDIAN, WORST = 0.10, 0.20
 def judge_power(machine: Machine, rows: Sequence[object]) -> list[Verdict]:
     """A verdict on the watts of a GPU for each row that the model speaks to, then on the median and the worst error.
 
-    None where the machine's description has no power figures.
+    Nothing where the machine's description has no power figures.
     """
     if machine.power is None:
         return []

@@ -7,8 +7,8 @@ import dataclasses
 from sidelane.choice.candidate import DMA, EVERYTHING, FIRST, SM, Abilities, Call, Candidate, candidates
 from sidelane.choice.profile import Profile
 from sidelane.program.build import ALTERNATING
-from sidelane.program.collective import REDUCING, Kind
-from sidelane.program.kernel import MOST_PARCEL_BYTES
+from sidelane.program.collective import Kind
+from sidelane.program.kernel import may_be_direct
 
 SMALL_BYTES = 1 << 20
 """Without any measurement, kernels are taken below this size where they are legal: on H200s a DMA collective spends
@@ -76,12 +76,10 @@ def choose(profile: Profile | None, call: Call, abilities: Abilities = EVERYTHIN
 
 
 def _staging_us(call: Call, candidate: Candidate) -> float:
-    if call.symmetric or call.kind not in REDUCING or candidate.implementation != SM:
+    if call.symmetric or candidate.implementation != SM:
         return 0.0
-    scattered = call.kind is Kind.REDUCE_SCATTER
-    part = call.nbytes // call.world_size if scattered else call.nbytes
-    never_direct = part <= MOST_PARCEL_BYTES or (call.in_place and not scattered)
-    if candidate.variant == "one_shot" and never_direct:
+    part = call.nbytes // call.world_size if call.kind is Kind.REDUCE_SCATTER else call.nbytes
+    if not may_be_direct(call.kind, candidate.variant, part, in_place=call.in_place):
         return 0.0
     return STAGED_US[candidate.variant] + call.nbytes / STAGING_BYTES_PER_US
 

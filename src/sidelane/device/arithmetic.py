@@ -22,6 +22,15 @@ DTYPES = {
 
 
 @triton.jit
+def combine(values, N: tl.constexpr, OP: tl.constexpr, FLOAT: tl.constexpr):
+    """Combine a tuple of N tensors, one a rank; still wide."""
+    result = widen(values[0], FLOAT)
+    for rank in tl.static_range(1, N):
+        result = accumulate(result, widen(values[rank], FLOAT), OP)
+    return finish(result, N, OP, FLOAT)
+
+
+@triton.jit
 def widen(value, FLOAT: tl.constexpr):
     """A float as float32; an integer as it is."""
     return value.to(tl.float32) if FLOAT else value

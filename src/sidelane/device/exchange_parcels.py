@@ -16,10 +16,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sidelane.device.flags import addresses_of, end_generation, next_generation, signal, wait
+from sidelane.device.flags import end_generation, next_generation
 from sidelane.device.launch import Launch, Site
 from sidelane.device.memory import get, put
-from sidelane.device.parcels import WARPS, arguments_of, blocks_of, constants_of, place, send_tile
+from sidelane.device.parcels import WARPS, arguments_of, blocks_of, constants_of, exchange, place
 
 
 def arrange(site: Site, output: int, input: int, part_bytes: int, *, distinct: bool) -> Launch:
@@ -50,25 +50,15 @@ def _exchange_parcels(
 ):  # fmt: skip
     peers = (p0, p1, p2, p3, p4, p5, p6, p7)
     generation = next_generation(p0)
-    spent = tl.full((), 0, tl.int32)
+    exchange(input, peers, part_bytes, stride, rank, generation, board, N, DISTINCT, UNIT, TILE)
+
     whole = part_bytes // TILE
     first = tl.program_id(0).to(tl.int64)
-    has_rest = first == whole % tl.num_programs(0)
-
-    tile = first
-    while tile < whole:
-        send_tile(input, peers, tile, part_bytes, stride, rank, generation, N, DISTINCT, UNIT, TILE, True)
-        tile += tl.num_programs(0)
-    if has_rest:
-        send_tile(input, peers, whole, part_bytes, stride, rank, generation, N, DISTINCT, UNIT, TILE, False)
-    signal(addresses_of(peers, N), rank, generation, 0, N)
-    spent = wait(p0, generation, board, spent, 0, N)
-
     tile = first
     while tile < whole:
         _unpack(output, p0, tile, part_bytes, generation, N, UNIT, TILE, True)
         tile += tl.num_programs(0)
-    if has_rest:
+    if first == whole % tl.num_programs(0):
         _unpack(output, p0, whole, part_bytes, generation, N, UNIT, TILE, False)
     end_generation(p0, generation)
 

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from sidelane.device import layout
+from sidelane.device.flags import addresses_of, signal, wait
 from sidelane.device.launch import Site, padded, unit_bytes
 from sidelane.device.memory import get, put
 
@@ -59,7 +60,25 @@ def place(arena, generation, sender, N: tl.constexpr):
 
 
 @triton.jit
-def send_tile(
+def exchange(
+    input, peers, part_bytes, stride, rank, generation, board,
+    N: tl.constexpr, DISTINCT: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Send the tiles of this block and wait until its tiles of all ranks have come."""
+    whole = part_bytes // TILE
+    first = tl.program_id(0).to(tl.int64)
+    tile = first
+    while tile < whole:
+        _send_tile(input, peers, tile, part_bytes, stride, rank, generation, N, DISTINCT, UNIT, TILE, True)
+        tile += tl.num_programs(0)
+    if first == whole % tl.num_programs(0):
+        _send_tile(input, peers, whole, part_bytes, stride, rank, generation, N, DISTINCT, UNIT, TILE, False)
+    signal(addresses_of(peers, N), rank, generation, 0, N)
+    wait(peers[0], generation, board, tl.full((), 0, tl.int32), 0, N)
+
+
+@triton.jit
+def _send_tile(
     input, peers, tile, part_bytes, stride, rank, generation,
     N: tl.constexpr, DISTINCT: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip

@@ -21,7 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sidelane.device.arithmetic import DTYPES, accumulate, finish, widen
+from sidelane.device.arithmetic import DTYPES, combine
 from sidelane.device.flags import addresses_of, end_generation, next_generation, signal, wait
 from sidelane.device.launch import Launch, Site, padded
 from sidelane.device.memory import pointer
@@ -123,10 +123,7 @@ def _reduce_tile(
     values = ()
     for rank in tl.static_range(N):
         values = values + (tl.load(pointer(inputs[rank] + read, DTYPE, INPUT_ALIGNED) + offsets, mask=mask),)
-    result = widen(values[0], FLOAT)
-    for rank in tl.static_range(1, N):
-        result = accumulate(result, widen(values[rank], FLOAT), OP)
-    result = finish(result, N, OP, FLOAT).to(DTYPE)
+    result = combine(values, N, OP, FLOAT).to(DTYPE)
     for turn in tl.static_range(TARGETS):
         tl.store(pointer(outputs[turn] + stored, DTYPE, OUTPUT_ALIGNED) + offsets, result, mask=mask)
 

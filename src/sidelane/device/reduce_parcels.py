@@ -16,11 +16,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sidelane.device.arithmetic import DTYPES, accumulate, finish, widen
-from sidelane.device.flags import addresses_of, end_generation, next_generation, signal, wait
+from sidelane.device.arithmetic import DTYPES, combine
+from sidelane.device.flags import end_generation, next_generation
 from sidelane.device.launch import Launch, Site
 from sidelane.device.memory import pointer
-from sidelane.device.parcels import WARPS, arguments_of, blocks_of, constants_of, place, send_tile
+from sidelane.device.parcels import WARPS, arguments_of, blocks_of, constants_of, exchange, place
 from sidelane.program.collective import Reduction
 
 
@@ -59,27 +59,17 @@ def _reduce_parcels(
 ):  # fmt: skip
     peers = (p0, p1, p2, p3, p4, p5, p6, p7)
     generation = next_generation(p0)
-    spent = tl.full((), 0, tl.int32)
-    whole = part_bytes // TILE
-    first = tl.program_id(0).to(tl.int64)
-    has_rest = first == whole % tl.num_programs(0)
-
-    tile = first
-    while tile < whole:
-        send_tile(input, peers, tile, part_bytes, stride, rank, generation, N, DISTINCT, UNIT, TILE, True)
-        tile += tl.num_programs(0)
-    if has_rest:
-        send_tile(input, peers, whole, part_bytes, stride, rank, generation, N, DISTINCT, UNIT, TILE, False)
-    signal(addresses_of(peers, N), rank, generation, 0, N)
-    spent = wait(p0, generation, board, spent, 0, N)
+    exchange(input, peers, part_bytes, stride, rank, generation, board, N, DISTINCT, UNIT, TILE)
 
     count = part_bytes // ELEMENT_BYTES
+    whole = part_bytes // TILE
+    first = tl.program_id(0).to(tl.int64)
     tile = first
     while tile < whole:
         _reduce_tile(output, p0, tile, count, generation,
                      N, OP, DTYPE, FLOAT, ALIGNED, TILE // ELEMENT_BYTES, True)  # fmt: skip
         tile += tl.num_programs(0)
-    if has_rest:
+    if first == whole % tl.num_programs(0):
         _reduce_tile(output, p0, whole, count, generation,
                      N, OP, DTYPE, FLOAT, ALIGNED, TILE // ELEMENT_BYTES, False)  # fmt: skip
     end_generation(p0, generation)
@@ -98,10 +88,7 @@ def _reduce_tile(
     for sender in tl.static_range(N):
         source = pointer(place(arena, generation, sender, N), DTYPE, True)
         values = values + (tl.load(source + offsets, mask=mask),)
-    result = widen(values[0], FLOAT)
-    for sender in tl.static_range(1, N):
-        result = accumulate(result, widen(values[sender], FLOAT), OP)
-    result = finish(result, N, OP, FLOAT).to(DTYPE)
+    result = combine(values, N, OP, FLOAT).to(DTYPE)
     tl.store(pointer(output, DTYPE, ALIGNED) + offsets, result, mask=mask)
 
 

@@ -77,11 +77,7 @@ class KernelProgram:
     @property
     def part_bytes(self) -> int:
         """What goes from one rank to another; the first shard of those that an all_reduce in two shots has."""
-        if self.variant == "two_shot":
-            return self.collective.counts[0][0]
-        if self.collective.kind is Kind.ALL_REDUCE:
-            return sum(self.collective.counts[0])
-        return self.collective.counts[0][-1]
+        return _part_bytes(self.collective, self.variant)
 
     @property
     def total_bytes(self) -> int:
@@ -102,8 +98,8 @@ class KernelProgram:
             return frozenset({Buffer.OUTPUT})
         if self.protocol is not Protocol.DIRECT:
             return frozenset()
-        everyones = (self.collective.input_span, self.collective.output_span)[: 2 if self.variant == "two_shot" else 1]
-        return frozenset(span(0, 0, 0).buffer for span in everyones)
+        read, stored = (span(0, 0, 0).buffer for span in (self.collective.input_span, self.collective.output_span))
+        return frozenset({read, stored} if self.variant == "two_shot" else {read})
 
 
 def kernel_program(
@@ -126,29 +122,48 @@ def kernel_program(
         raise ValueError(f"{kind}: ranks with variant {variant!r} (value={n}, allowed=1..{MOST_RANKS})")
     if kind is not Kind.ALL_REDUCE and len({nbytes for row in collective.counts for nbytes in row}) > 1:
         raise ValueError(f"{kind}: variant {variant!r} needs equal parts for all ranks (value=parts that differ)")
-    program = KernelProgram(collective, variant, Protocol.REDUCE, blocks or BLOCKS)
-    protocol = _protocol_of(program, symmetric_input=symmetric_input, symmetric_output=symmetric_output)
-    program = dataclasses.replace(program, protocol=protocol)
-    if blocks is None and program.part_bytes >= LARGE_PART_BYTES:
-        program = dataclasses.replace(program, blocks=MOST_BLOCKS)
-    if variant == "one_shot" and program.part_bytes <= most_cell_bytes(n):
-        return dataclasses.replace(program, protocol=Protocol.CELLS)
-    if variant == "one_shot" and program.part_bytes <= MOST_PARCEL_BYTES:
-        return dataclasses.replace(program, protocol=Protocol.PARCELS)
-    return program
+    part = _part_bytes(collective, variant)
+    protocol = _protocol_of(collective, variant, symmetric_input=symmetric_input, symmetric_output=symmetric_output)
+    worthwhile = MOST_BLOCKS if part >= LARGE_PART_BYTES else BLOCKS
+    return KernelProgram(collective, variant, protocol, blocks or worthwhile)
 
 
-def _protocol_of(program: KernelProgram, *, symmetric_input: bool, symmetric_output: bool) -> Protocol:
-    """How parts travel that are too large for cells and parcels."""
-    kind, in_place = program.collective.kind, program.collective.in_place
-    if kind not in REDUCING:
-        return Protocol.PUSH if symmetric_output and not (kind is Kind.ALL_TO_ALL and in_place) else Protocol.PULL
-    if program.variant == "two_shot":
-        direct = symmetric_input and symmetric_output
-    else:
-        # An all_reduce in one shot reads all of every input: in place, a peer might have overwritten it.
-        direct = symmetric_input and not (kind is Kind.ALL_REDUCE and in_place)
-    return Protocol.DIRECT if direct and program.part_bytes % ALIGNMENT == 0 else Protocol.REDUCE
+def _protocol_of(collective: Collective, variant: str, *, symmetric_input: bool, symmetric_output: bool) -> Protocol:
+    kind, part = collective.kind, _part_bytes(collective, variant)
+    if variant == "one_shot" and part <= most_cell_bytes(collective.world_size):
+        return Protocol.CELLS
+    if variant == "one_shot" and part <= MOST_PARCEL_BYTES:
+        return Protocol.PARCELS
+    if kind in REDUCING:
+        symmetric = symmetric_input and (symmetric_output or variant == "one_shot")
+        direct = symmetric and part % ALIGNMENT == 0
+        direct = direct and may_be_direct(kind, variant, part, in_place=collective.in_place)
+        return Protocol.DIRECT if direct else Protocol.REDUCE
+    pushes = symmetric_output and not (kind is Kind.ALL_TO_ALL and collective.in_place)
+    return Protocol.PUSH if pushes else Protocol.PULL
+
+
+def may_be_direct(kind: Kind, variant: str, part_bytes: int, *, in_place: bool) -> bool:
+    """True for reductions that read inputs where they lie if these are symmetric, and stage them otherwise.
+
+    Args:
+        kind: which collective.
+        variant: ``one_shot`` or ``two_shot``.
+        part_bytes: from rank to rank in one shot.
+        in_place: input and output share memory.
+    """
+    if variant == "two_shot":
+        return True
+    # An all_reduce in one shot reads all of every input: in place, a peer might have overwritten it.
+    return kind in REDUCING and part_bytes > MOST_PARCEL_BYTES and not (kind is Kind.ALL_REDUCE and in_place)
+
+
+def _part_bytes(collective: Collective, variant: str) -> int:
+    if variant == "two_shot":
+        return collective.counts[0][0]
+    if collective.kind is Kind.ALL_REDUCE:
+        return sum(collective.counts[0])
+    return collective.counts[0][-1]
 
 
 def most_cell_bytes(world_size: int) -> int:

@@ -82,9 +82,8 @@ class _Reducing:
     def __init__(self, collective: Collective, variant: str, pieces: Sequence[int], *, pushes: bool) -> None:
         self.collective = collective
         self.variant = variant
-        self.gathers = collective.kind is Kind.ALL_REDUCE
-        self.pushes = pushes and self.gathers
-        self.pulls = self.gathers and not pushes
+        gathers = collective.kind is Kind.ALL_REDUCE
+        self.pushes, self.pulls = gathers and pushes, gathers and not pushes
         self.shards = collective.counts[0]
         self.pieces = [list(_cut(nbytes, pieces)) for nbytes in self.shards]
         self.phases = max(map(len, self.pieces))
