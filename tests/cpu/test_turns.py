@@ -63,7 +63,7 @@ def what_ran(group: dist.ProcessGroup) -> list[Any]:
 
 
 def test_one_handshake_is_what_runs(pool: RankPool) -> None:
-    assert pool.run(what_ran, 4) == [["alternating", "alternating", 1, 3, 3, 3, 0]] * 4
+    assert pool.run(what_ran, 4) == [["alternating", "alternating", 2, 3, 4, 4, 0]] * 4
 
 
 def refusals(group: dist.ProcessGroup) -> None:

@@ -134,6 +134,13 @@ class FakeDriver:
 
         return submit, ()
 
+    def bind_rows(self, dst: int, src: int, pitches: tuple[int, int], nbytes: int, rows: int, stream: int) -> Bound:
+        def run() -> None:
+            for row in range(rows):
+                ctypes.memmove(dst + row * pitches[0], src + row * pitches[1], nbytes)
+
+        return lambda: self._put("rows", stream, run), ()
+
     def bind_record(self, event: int, stream: int, *, external: bool = False) -> Bound:
         def submit() -> None:
             reached = self._events[event] = threading.Event()

@@ -16,7 +16,7 @@ from test_verify_pairs import with_flags_behind
 
 from sidelane.errors import ProgramError
 from sidelane.program.build import Transport, build
-from sidelane.program.build.alternating import Alternation, alternating, alternation, flags_of
+from sidelane.program.build.alternating import ROW_BYTES, Alternation, alternating, alternation, flags_of, staging_of
 from sidelane.program.collective import (
     REDUCING,
     Buffer,
@@ -29,7 +29,7 @@ from sidelane.program.collective import (
     gather,
     scatter,
 )
-from sidelane.program.ir import Command, Copy, EngineKind, Program, Signal, Wait, has_epochs
+from sidelane.program.ir import EPOCH, Command, Copy, EngineKind, Flag, Program, Signal, Wait, has_epochs
 from sidelane.program.transform import freeze, prelaunch
 from sidelane.program.verify import verify, verify_sequence
 
@@ -46,13 +46,13 @@ def moved(program: Program, flag_set: int, slots: int) -> Program:
     def span(old: Span) -> Span:
         if old.buffer is not Buffer.STAGING:
             return old
-        return dataclasses.replace(old, offset=old.offset + ORDINARY_STAGING + slots * 2 * SLOT)
+        return dataclasses.replace(old, offset=old.offset + ORDINARY_STAGING + slots * staging_of(SLOT))
 
     def command(old: Command) -> Command:
         return Copy(span(old.dst), span(old.src)) if isinstance(old, Copy) else old
 
     queues = tuple(dataclasses.replace(q, commands=tuple(map(command, q.commands))) for q in program.queues)
-    staging = (ORDINARY_STAGING + 4 * SLOT,) * program.world_size
+    staging = (ORDINARY_STAGING + 2 * staging_of(SLOT),) * program.world_size
     program = dataclasses.replace(program, queues=queues, staging_bytes=staging)
     return with_flags_behind(program, ORDINARY_FLAGS + flag_set * flags_of(program.world_size))
 
@@ -95,6 +95,18 @@ def ordinary(n: int) -> list[Program]:
     return result
 
 
+def all_gather_in_place(n: int, part: int) -> Collective:
+    return all_gather([part] * n, in_place=True)
+
+
+def all_gather_apart(n: int, part: int) -> Collective:
+    return all_gather([part] * n)
+
+
+def all_to_all_even(n: int, part: int) -> Collective:
+    return all_to_all([[part] * n] * n)
+
+
 def commands(program: Program, rank: int) -> list[Command]:
     return [command for queue in program.queues_of(rank) for command in queue.commands]
 
@@ -102,16 +114,20 @@ def commands(program: Program, rank: int) -> list[Command]:
 # --- shape ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_turn_has_one_engine_and_one_handshake():
+def test_a_turn_has_one_handshake_and_the_own_part_stays():
     n = 4
     program = alternating(all_gather([8] * n, in_place=True), 1, slot_bytes=SLOT)
     for rank in range(n):
         own = Span(rank, Buffer.OUTPUT, 8 * rank, 8)
-        found = commands(program, rank)
-        assert len(program.queues_of(rank)) == 1
+        moving, aside = program.queues_of(rank)
+        found = moving.commands
         assert found[0] == Copy(Span(rank, Buffer.STAGING, SLOT, 8), own)
-        assert [type(command) for command in found[1:]] == [Signal] * 3 + [Wait] * 3 + [Copy] * 3
+        assert [type(command) for command in found[1:]] == [Signal] * 3 + [Wait] * 3 + [Signal] + [Copy] * 3
         pulled = [command.src.rank for command in found if isinstance(command, Copy)][1:]
+        spare = Copy(Span(rank, Buffer.STAGING, 2 * SLOT, 8), Span(rank, Buffer.STAGING, SLOT, 8))
+        assert aside.commands == (Wait(Flag(rank, 3 * n), EPOCH), spare), (
+            "a copy that keeps the pulls and the next apart"
+        )
         assert pulled == [(rank + step) % n for step in (1, 2, 3)], "in rotated order"
     assert program.remote_buffers() == {Buffer.STAGING}, "nothing of the caller's has to be symmetric"
 
@@ -125,10 +141,58 @@ def test_the_own_part_is_copied_beside_the_pulls():
 
 def test_an_opening_has_another_handshake_in_front():
     program = alternating(all_gather([8] * 3, in_place=True), 0, opening=True)
-    kinds = [Signal, Signal, Wait, Wait]
-    assert [type(command) for command in commands(program, 1)] == [*kinds, Copy, *kinds, Copy, Copy]
-    flags = [command.flag for command in commands(program, 1) if isinstance(command, Wait)]
+    kinds, moving = [Signal, Signal, Wait, Wait], program.queues_of(1)[0].commands
+    assert [type(command) for command in moving] == [*kinds, Copy, *kinds, Signal, Copy, Copy]
+    flags = [command.flag for command in moving if isinstance(command, Wait)]
     assert len(set(flags)) == 4
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_in_graphs_flags_are_reset_beside_the_pulls(in_place: bool):
+    n, large = 3, ROW_BYTES + 1
+    program = alternating(all_gather([large] * n, in_place=in_place), 0, frozen=True)
+    for rank in range(n):
+        moving, aside = program.queues_of(rank)
+        waited = [command.flag for command in moving.commands if isinstance(command, Wait)]
+        assert not any(isinstance(c, Signal) and c.flag in waited for c in moving.commands)
+        assert [c.flag for c in aside.commands[-2:]] == waited, "the resets, behind the own part"
+        assert [type(c) for c in aside.commands[:-2]] == [Wait, Signal, *[Copy] * (not in_place)]
+
+
+def test_the_resets_of_an_entry_handshake_are_in_a_hurry():
+    """Its next signal may come before this rank has signalled anything else: in the graph of one call, replayed."""
+    program = alternating(all_gather([8] * 3), 0, opening=True, frozen=True)
+    entries = program.queues_of(1)[0].commands[:6]
+    assert [type(command) for command in entries] == [Signal, Signal, Wait, Signal, Wait, Signal]
+
+    def late(program: Program) -> Program:
+        queues = []
+        for queue in program.queues:
+            resets = [queue.commands[3], queue.commands[5]] if queue.engine.kind is EngineKind.DMA else []
+            others = [command for command in queue.commands if command not in resets]
+            queues.append(dataclasses.replace(queue, commands=(*others, *resets)))
+        return dataclasses.replace(program, queues=tuple(queues))
+
+    verify(program)
+    with pytest.raises(ProgramError, match="lost signal"):
+        verify(late(program))
+
+
+@pytest.mark.parametrize("make_collective", [all_gather_in_place, all_gather_apart, all_to_all_even])
+def test_small_parts_in_graphs_are_rows(make_collective):
+    """Equally far apart, this rank's own among them, so that one pitched copy takes them all."""
+    n = 4
+    collective = make_collective(n, 16)
+    program = alternating(collective, 1, slot_bytes=SLOT, frozen=True)
+    for rank in range(n):
+        pulls = [c for c in program.queues_of(rank)[0].commands if isinstance(c, Copy)][1:]
+        offset = SLOT + 16 * rank * (collective.kind is Kind.ALL_TO_ALL)
+        assert [copy.src for copy in pulls] == [Span(peer, Buffer.STAGING, offset, 16) for peer in range(n)]
+        assert [copy.dst for copy in pulls] == [Span(rank, Buffer.OUTPUT, 16 * part, 16) for part in range(n)]
+    eager_pulls = [
+        c for c in alternating(collective, 1, slot_bytes=SLOT).queues_of(1)[0].commands if isinstance(c, Copy)
+    ]
+    assert len(eager_pulls) == n, "what is in the slot first, and then the peers' parts"
 
 
 def test_all_that_a_rank_sends_is_staged_by_one_copy():

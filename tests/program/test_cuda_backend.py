@@ -290,6 +290,31 @@ def test_the_identity_of_a_tensor_tells_apart_what_is_checked() -> None:
     assert identity(whole) == identity(whole.view(16)) == identity(whole.detach())
 
 
+def test_blocks_that_cannot_be_mapped_evenly_stay_where_they_are(pair: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Block:
+        tensor = torch.zeros(1)
+        addresses = (10, 20, 35)
+
+    closed = []
+
+    class Mirror:
+        addresses = (100, 200, 300)
+
+        def __init__(self, driver: FakeDriver, blocks: tuple[int, ...]) -> None:
+            if blocks[0] != 10:
+                raise DriverError("CUDA_ERROR_INVALID_VALUE", "cuMemMap")
+
+        def close(self) -> None:
+            closed.append(self)
+
+    monkeypatch.setattr(backend_cuda, "Mirror", Mirror)
+    backend, alone, refused = pair.backends[0], Block(), Block()
+    alone.addresses, refused.addresses = (10,), (11, 20, 35)
+    assert [backend.spread(block) for block in (Block(), alone, refused)] == [(100, 200, 300), (10,), (11, 20, 35)]
+    backend.close()
+    assert len(closed) == 1
+
+
 def test_the_fake_driver_notices_calls_without_its_device() -> None:
     driver = FakeDriver()
     driver.device_is_current = False

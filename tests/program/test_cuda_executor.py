@@ -25,6 +25,7 @@ from sidelane.program.transform import freeze, lower, prelaunch
 
 SUM = Reduction(ReduceOp.SUM, "int32")
 FLAGS = 256
+SLOT = 256
 
 
 class Monitor:
@@ -90,8 +91,8 @@ class World:
         self.streams = [Stream(driver.create_stream()) for driver in self.drivers]
         self.epoch = 0
 
-    def load(self, program: Program, *, frozen: bool = False) -> Loaded:
-        return Loaded(self, program, frozen)
+    def load(self, program: Program, *, frozen: bool = False, staging_distance: int | None = None) -> Loaded:
+        return Loaded(self, program, frozen, staging_distance)
 
     def synchronize(self) -> None:
         for executor in self.executors:
@@ -108,13 +109,18 @@ class World:
 class Loaded:
     """A program on all ranks, with its buffers."""
 
-    def __init__(self, world: World, program: Program, frozen: bool) -> None:
+    def __init__(self, world: World, program: Program, frozen: bool, staging_distance: int | None = None) -> None:
         self.world, self.program, self.collective = world, program, program.collective
         self.memory = {
             (rank, buffer): np.zeros(max(1, program.buffer_bytes(rank, buffer)), np.uint8)
             for rank in range(world.world_size)
             for buffer in Buffer
         }
+        if staging_distance is not None:
+            staging = np.zeros(world.world_size * staging_distance, np.uint8)
+            for rank in range(world.world_size):
+                assert program.staging_bytes[rank] <= staging_distance
+                self.memory[rank, Buffer.STAGING] = staging[rank * staging_distance :][:staging_distance]
         buffers = {place: array.ctypes.data for place, array in self.memory.items()}
         offset = 4 * FLAGS if frozen else 0
         assert program.flag_count <= FLAGS
@@ -266,6 +272,42 @@ def test_captured_programs_are_replayed_and_their_flags_come_back(
                     driver.synchronize()
                 loaded.check(expected)
             assert not any(flags[FLAGS:].any() for flags in world.flags)
+
+
+@pytest.mark.parametrize("distance", [None, 3 * SLOT])
+@pytest.mark.parametrize(
+    "collective",
+    [
+        define.all_gather([24] * 3),
+        define.all_gather([24] * 3, in_place=True),
+        define.all_to_all([[8] * 3] * 3),
+        define.all_to_all([[8] * 3] * 3, in_place=True),
+        define.all_gather([5, 0, 9]),
+    ],
+    ids=str,
+)
+def test_captured_turns_move_the_right_bytes_as_rows_where_slots_lie_evenly(
+    collective: Collective, distance: int | None
+) -> None:
+    opening = alternating(collective, 0, slot_bytes=SLOT, opening=True, frozen=True)
+    with world_of(3) as world:
+        loaded = world.load(opening, frozen=True, staging_distance=distance)
+        for driver in world.drivers:
+            driver.begin_capture()
+        loaded.start()
+        graphs = [driver.end_capture() for driver in world.drivers]
+        for repeat in range(3):
+            expected = loaded.fill(repeat)
+            for driver, graph in zip(world.drivers, graphs, strict=True):
+                driver.submitted.clear()
+                driver.replay(graph)
+            for driver in world.drivers:
+                driver.synchronize()
+            loaded.check(expected)
+            rows = [kind for kind, _ in world.drivers[0].submitted].count("rows")
+            even = len({nbytes for line in collective.counts for nbytes in line}) == 1
+            assert rows == (distance is not None and even)
+        assert not any(flags[FLAGS:].any() for flags in world.flags)
 
 
 @pytest.mark.parametrize("channels", [None, 1])

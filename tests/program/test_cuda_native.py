@@ -11,7 +11,7 @@ import pytest
 
 from sidelane.errors import UnavailableError
 from sidelane.execute.cuda import native
-from sidelane.execute.cuda.native import Bound, LaunchConfig, MemoryOps, Pointer, bind_launch
+from sidelane.execute.cuda.native import Bound, LaunchConfig, MemoryOps, Pointer, bind_launch, bind_rows
 
 WAIT, WRITE = 1, 2  # as in cuda.h, like the offsets below
 GEQ, EQ = 0, 1
@@ -73,6 +73,15 @@ def test_a_launch_is_described_as_the_driver_reads_it() -> None:
     _, (_, function, arguments, extra) = bind_launch(77, 99, config)
     assert (function.value, arguments.value, extra.value) == (77, 99, None)
     assert struct.unpack("<7I4xQQI4x", bytes(config)) == (3, 1, 1, 128, 1, 1, 64, 5, 0, 0)
+
+
+@pytest.mark.usefixtures("library")
+def test_rows_are_described_as_the_driver_reads_them() -> None:
+    _, (copy, stream) = bind_rows(1000, 2000, (16, 512), 12, 4, 5)
+    words = struct.unpack("<2QI4x4Q2QI4x4Q2Q", bytes(copy._obj))
+    source, destination = (0, 0, 2, 0, 2000, 0, 512), (0, 0, 2, 0, 1000, 0, 16)
+    assert words == (*source, *destination, 12, 4)
+    assert stream.value == 5
 
 
 def test_a_pointer_keeps_what_it_points_to() -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from sidelane.execute.base import Place, Runnable
-from sidelane.program.build.alternating import SLOT_BYTES, TURNS, Alternation, flags_of
+from sidelane.program.build.alternating import SLOT_BYTES, TURNS, Alternation, flags_of, staging_of
 from sidelane.program.collective import MAX_WORLD_SIZE
 from sidelane.program.ir import Program
 
 OPENING = TURNS
 """The turn of the opening program."""
 
-SLOTS_BYTES = TURNS * SLOT_BYTES
+SLOTS_BYTES = staging_of(SLOT_BYTES)
 """What the eager calls of a rank need, and once more what those in graphs need."""
 
 FLAGS = flags_of(MAX_WORLD_SIZE)

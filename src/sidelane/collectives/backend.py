@@ -9,7 +9,7 @@ import torch
 
 from sidelane.choice import Abilities
 from sidelane.execute.base import Addresses, Executor, LoadedProgram, Place, Runnable
-from sidelane.memory.base import SymmetricMemory
+from sidelane.memory.base import SymmetricBlock, SymmetricMemory
 from sidelane.program.ir import Program
 from sidelane.program.kernel import KernelProgram
 
@@ -79,6 +79,10 @@ class Backend(Protocol):
     @property
     def abilities(self) -> Abilities:
         """What ``auto`` may choose among; the same on all ranks."""
+        ...
+
+    def spread(self, block: SymmetricBlock) -> tuple[int, ...]:
+        """Where this process reaches each rank's part of a block, at equal distances if the device can map it so."""
         ...
 
     def load_kernel(self, program: KernelProgram, addresses: Addresses, frozen: bool) -> LoadedProgram:

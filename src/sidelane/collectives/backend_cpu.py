@@ -13,6 +13,7 @@ from sidelane.choice import Abilities
 from sidelane.errors import SidelaneError, UnavailableError
 from sidelane.execute.base import NO_STREAM, Addresses, LoadedProgram, Place, Runnable
 from sidelane.execute.cpu import CpuExecutor
+from sidelane.memory.base import SymmetricBlock
 from sidelane.memory.control import ControlBlock
 from sidelane.memory.shm import ShmMemory
 from sidelane.program.ir import Program
@@ -29,6 +30,9 @@ class CpuBackend:
         self.executor = CpuExecutor(rank, control, timeout_s)
         self._thread = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="sidelane-async")
         self._last: concurrent.futures.Future[None] | None = None
+
+    def spread(self, block: SymmetricBlock) -> tuple[int, ...]:
+        return block.addresses
 
     def load_kernel(self, program: KernelProgram, addresses: Addresses, frozen: bool) -> LoadedProgram:
         raise UnavailableError(f"{program.collective.kind}: variant {program.variant!r} runs on GPUs only")

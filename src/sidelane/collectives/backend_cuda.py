@@ -14,7 +14,9 @@ from sidelane.choice.candidate import DMA, LAUNCHES, SIGNALS, SM
 from sidelane.errors import SidelaneError
 from sidelane.execute.base import Addresses, LoadedProgram, Place, Runnable
 from sidelane.execute.cuda import CudaExecutor, probe
+from sidelane.execute.cuda.mirror import Mirror
 from sidelane.execute.cuda.prelaunched import CudaPrelaunched
+from sidelane.memory.base import SymmetricBlock
 from sidelane.memory.control import ControlBlock
 from sidelane.memory.torch_symm import TorchSymmetricMemory
 from sidelane.program.ir import Program
@@ -32,9 +34,21 @@ class CudaBackend:
         self.device = device
         kernels = find_spec("triton") is not None and dist.get_world_size(group) <= MOST_RANKS
         self.abilities = Abilities((DMA, SM) if kernels else (DMA,), LAUNCHES, SIGNALS)
+        self._mirrors: list[Mirror] = []
         self._async_stream: torch.cuda.Stream | None = None
         self._last: int | None = None  # handle of the stream of the last call
         self._last_captured: int | None = None
+
+    def spread(self, block: SymmetricBlock) -> tuple[int, ...]:
+        if len(block.addresses) == 1:
+            return block.addresses
+        try:
+            with self.executor.driver.current():
+                mirror = Mirror(self.executor.driver, block.addresses)
+        except SidelaneError:  # single copies do what a pitched one would have done
+            return block.addresses
+        self._mirrors.append(mirror)
+        return mirror.addresses
 
     def load_kernel(self, program: KernelProgram, addresses: Addresses, frozen: bool) -> LoadedProgram:
         return self.executor.load_kernel(program, addresses, frozen=frozen)
@@ -79,6 +93,10 @@ class CudaBackend:
 
     def close(self) -> None:
         self.executor.close()
+        with contextlib.suppress(SidelaneError), self.executor.driver.current():
+            for mirror in self._mirrors:
+                mirror.close()
+        self._mirrors.clear()
 
     def _order_after_last(self, place: Place) -> None:
         # The programs of a communicator share flags and staging, so one must end before the next begins. On one stream

@@ -65,7 +65,7 @@ class Preparer:
         if SM in backend.abilities.implementations:
             self._arena = backend.memory.allocate(arena_bytes(len(self._flags.addresses)))
         # Of their own, and twice: replays of a graph know nothing of the turns of the calls between them.
-        self._slots = Staging(backend)
+        self._slots = Staging(backend, spread=True)
         self._turns = Turns(backend.capture_of)
         if GRAPH in backend.abilities.launches and len(self._flags.addresses) > 1:
             self._slots.reserve(2 * SLOTS_BYTES, False)  # a capture could not

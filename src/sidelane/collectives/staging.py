@@ -18,10 +18,12 @@ class Staging:
 
     Args:
         backend: whose memory.
+        spread: the blocks of the ranks lie at equal distances, where the device can map them so.
     """
 
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
+    def __init__(self, backend: Backend, *, spread: bool = False) -> None:
+        self._backend, self._spread = backend, spread
+        self._addresses: tuple[int, ...] = ()
         self._block: SymmetricBlock | None = None
         self._is_captured = False
         self._kept: list[SymmetricBlock] = []
@@ -29,7 +31,7 @@ class Staging:
     @property
     def addresses(self) -> tuple[int, ...]:
         """Where this process reaches the block of each rank; empty before the first call that needs one."""
-        return () if self._block is None else self._block.addresses
+        return self._addresses
 
     def reserve(self, nbytes: int, frozen: bool) -> bool:
         """Have room for a call. Collective where it grows.
@@ -57,7 +59,8 @@ class Staging:
             elif self._block is not None:
                 self._backend.synchronize()  # on every rank before the allocation, which is collective, ends on any
             steps = -(-max(nbytes, have + min(have, MOST_SPARE_BYTES)) // STEP_BYTES)
-            self._block = self._backend.memory.allocate(steps * STEP_BYTES)
+            block = self._block = self._backend.memory.allocate(steps * STEP_BYTES)
+            self._addresses = self._backend.spread(block) if self._spread else block.addresses
             self._is_captured = False
         self._is_captured |= frozen and nbytes > 0
         return grows

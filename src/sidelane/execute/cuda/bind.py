@@ -13,6 +13,7 @@ from sidelane.execute.cuda.calls import (
     LaunchReduce,
     Memcpy,
     MemcpyBatch,
+    MemcpyRows,
     MemOps,
     Operand,
     Plan,
@@ -25,6 +26,7 @@ from sidelane.execute.cuda.calls import (
 )
 from sidelane.execute.cuda.driver import Driver
 from sidelane.execute.cuda.native import WORD_MASK, Bound
+from sidelane.execute.cuda.rows import pitch
 from sidelane.program.ir import Comparison, Flag, Program, Value
 
 WORD_BYTES = 4
@@ -70,9 +72,9 @@ class Resolver:
                 return self._words[place]
 
 
-def copies_of(call: Memcpy | MemcpyBatch) -> tuple[Memcpy, ...]:
+def copies_of(call: Memcpy | MemcpyBatch | MemcpyRows) -> tuple[Memcpy, ...]:
     """The copies that one call submits."""
-    return call.copies if isinstance(call, MemcpyBatch) else (call,)
+    return (call,) if isinstance(call, Memcpy) else call.copies
 
 
 class BoundPlan:
@@ -117,7 +119,7 @@ class BoundPlan:
         for call in plan.calls():
             if isinstance(call, MemOps):
                 self._batches[id(call)] = self._append(call, moving)
-            elif isinstance(call, Memcpy | MemcpyBatch):
+            elif isinstance(call, Memcpy | MemcpyBatch | MemcpyRows):
                 for copy in copies_of(call):
                     resolve(copy.dst), resolve(copy.src)  # what has no address is found now, not at the first call
             elif isinstance(call, LaunchReduce):
@@ -147,7 +149,20 @@ class BoundPlan:
         return bound
 
     def _bind(self, steps: Sequence[Step], caller: int) -> list[Bound]:
-        return [self._bind_call(step.call, self.sides[step.stream - 1] if step.stream else caller) for step in steps]
+        calls = [(call, step.stream) for step in steps for call in self._without_uneven_rows(step.call)]
+        return [self._bind_call(call, self.sides[stream - 1] if stream else caller) for call, stream in calls]
+
+    def _without_uneven_rows(self, call: Call) -> tuple[Call, ...]:
+        if isinstance(call, MemcpyRows) and None in self._pitches(call):
+            return call.copies
+        return (call,)
+
+    def _pitches(self, rows: MemcpyRows) -> tuple[int | None, int | None]:
+        """Distances of destinations and of sources; None where they are not equal."""
+        nbytes = rows.copies[0].nbytes
+        dsts = [self._resolve(copy.dst) for copy in rows.copies]
+        srcs = [self._resolve(copy.src) for copy in rows.copies]
+        return pitch(dsts, nbytes), pitch(srcs, nbytes)
 
     def _bind_call(self, call: Call, stream: int) -> Bound:
         driver = self._driver
@@ -159,6 +174,12 @@ class BoundPlan:
             case MemcpyBatch(copies):
                 resolved = [(self._resolve(copy.dst), self._resolve(copy.src), copy.nbytes) for copy in copies]
                 return driver.bind_copies(resolved, stream)
+            case MemcpyRows(copies):
+                first, (dst_pitch, src_pitch) = copies[0], self._pitches(call)
+                assert dst_pitch is not None, "uneven ones were taken apart"
+                assert src_pitch is not None
+                ends = self._resolve(first.dst), self._resolve(first.src)
+                return driver.bind_rows(*ends, (dst_pitch, src_pitch), first.nbytes, len(copies), stream)
             case LaunchReduce(dst, srcs, nbytes, reduction):
                 sources = [self._resolve(src) for src in srcs]
                 return driver.bind_reduce(self._resolve(dst), sources, nbytes, reduction, stream, self._reduce_blocks)

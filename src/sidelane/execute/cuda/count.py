@@ -9,6 +9,7 @@ from sidelane.execute.cuda.calls import (
     LaunchReduce,
     Memcpy,
     MemcpyBatch,
+    MemcpyRows,
     MemOps,
     Plan,
     RecordEvent,
@@ -43,7 +44,7 @@ def counts_of(plan: Plan, route: Route = Route.DIRECT) -> Counts:
                 found["waits"] += len(ops) - writes
             case Memcpy(within_rank=within):
                 found["local_copies" if within else "peer_copies"] += 1
-            case MemcpyBatch(copies):
+            case MemcpyBatch(copies) | MemcpyRows(copies):
                 local = sum(copy.within_rank for copy in copies)
                 found["local_copies"] += local
                 found["peer_copies"] += len(copies) - local

@@ -10,6 +10,7 @@ from sidelane.execute.cuda.calls import (
     LaunchReduce,
     Memcpy,
     MemcpyBatch,
+    MemcpyRows,
     MemOps,
     Operand,
     RecordEvent,
@@ -34,6 +35,8 @@ def describe_call(call: Call) -> str:
             return f"{'local' if within else 'peer'} copy of {nbytes} bytes, {_place(dst)} <- {_place(src)}"
         case MemcpyBatch(copies):
             return f"{len(copies)} copies in one call: {'; '.join(map(describe_call, copies))}"
+        case MemcpyRows(copies):
+            return f"{len(copies)} rows in one copy: {'; '.join(map(describe_call, copies))}"
         case LaunchReduce(dst, srcs, nbytes, reduction):
             return f"kernel: {reduction} of {len(srcs)} x {nbytes} bytes -> {_place(dst)}"
         case RecordEvent(event):

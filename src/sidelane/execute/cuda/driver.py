@@ -149,6 +149,10 @@ class Driver:
         lengths = (ctypes.c_size_t * count)(*sizes)
         return function, (*arrays, lengths, ctypes.c_size_t(count), *order, ctypes.c_void_p(stream))
 
+    def bind_rows(self, dst: int, src: int, pitches: tuple[int, int], nbytes: int, rows: int, stream: int) -> Bound:
+        """One copy of rows; see :func:`sidelane.execute.cuda.native.bind_rows`."""
+        return native.bind_rows(dst, src, pitches, nbytes, rows, stream)
+
     def bind_record(self, event: int, stream: int, *, external: bool = False) -> Bound:
         """``external``: inside a capture, become a node that records at every replay."""
         handles = (ctypes.c_void_p(event), ctypes.c_void_p(stream))

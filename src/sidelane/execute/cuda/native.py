@@ -28,6 +28,7 @@ _OP_WORDS = 12
 _KIND, _ADDRESS_LOW, _ADDRESS_HIGH, _VALUE, _FLAGS = 0, 2, 3, 4, 6  # 32-bit words of it, on little-endian machines
 _WAIT_VALUE_32, _WRITE_VALUE_32 = 1, 2
 _WAIT_GEQ, _WAIT_EQ, _WRITE_DEFAULT = 0, 1, 0
+_DEVICE_MEMORY = 2  # CU_MEMORYTYPE_DEVICE
 
 
 @functools.cache
@@ -81,6 +82,38 @@ def bind_launch(function: int, arguments: int, config: LaunchConfig) -> Bound:
     """The launch of a kernel; ``arguments`` is the address of an array of its arguments' addresses, and kept."""
     parts = (ctypes.byref(config), ctypes.c_void_p(function), Pointer(int(arguments), arguments), ctypes.c_void_p())
     return require_native("cuLaunchKernelEx"), parts
+
+
+def _placed(side: str) -> tuple[tuple[str, Any], ...]:
+    size, pointer = ctypes.c_size_t, ctypes.c_void_p
+    kinds = {"x_bytes": size, "y": size, "memory_type": ctypes.c_int, "host": pointer, "device": pointer}
+    return tuple((f"{side}_{name}", kind) for name, kind in {**kinds, "array": pointer, "pitch": size}.items())
+
+
+class Copy2D(ctypes.Structure):
+    """``CUDA_MEMCPY2D`` of cuda.h: rows of bytes from one place on the device to another."""
+
+    _fields_ = (
+        *_placed("src"),
+        *_placed("dst"),
+        ("width_bytes", ctypes.c_size_t),
+        ("height", ctypes.c_size_t),
+    )
+
+
+def bind_rows(dst: int, src: int, pitches: tuple[int, int], nbytes: int, rows: int, stream: int) -> Bound:
+    """A copy of ``rows`` rows of ``nbytes``; ``pitches``: bytes from one to the next, at ``dst`` and at ``src``."""
+    copy = Copy2D(
+        src_memory_type=_DEVICE_MEMORY,
+        src_device=src,
+        src_pitch=pitches[1],
+        dst_memory_type=_DEVICE_MEMORY,
+        dst_device=dst,
+        dst_pitch=pitches[0],
+        width_bytes=nbytes,
+        height=rows,
+    )
+    return require_native("cuMemcpy2DAsync_v2"), (ctypes.byref(copy), ctypes.c_void_p(stream))
 
 
 class MemoryOps:

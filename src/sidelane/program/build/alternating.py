@@ -13,7 +13,11 @@ one in every call, whether bytes travel between them or not. (In a program of tu
 rank overwrites what a slow one still pulls: ``verify`` refuses that, and accepts the two in turn.)
 
 *Flags.* The two turns have flags of their own, so that a frozen program may reset them: the next signal of a turn comes
-two calls later, behind a ready of this rank that its reset precedes.
+two calls later, behind a ready of this rank that its reset precedes. So the resets need not be in a hurry: they run
+beside the pulls.
+
+*Rows.* Small parts in a graph are all pulled by one pitched copy: those of all ranks lie equally far apart, this rank's
+own included, and in the output one part apart. So the own part comes out of the slot as well.
 
 *Graphs* repeat what they hold, and two calls of one turn could meet where the last call of a replay is followed by the
 first of the next. An ``opening`` program of turn 0 has an entry handshake in front: it may follow anything. Turn 1 is
@@ -24,9 +28,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from sidelane.program.build.beside import beside
+from sidelane.program.build.beside import beside, resets_beside
 from sidelane.program.build.moving import rotation
-from sidelane.program.collective import REDUCING, Buffer, Collective, Span
+from sidelane.program.collective import REDUCING, Buffer, Collective, Kind, Span
 from sidelane.program.ir import EPOCH, Command, Copy, Engine, EngineKind, Flag, Program, Queue, Signal, Wait
 from sidelane.program.transform import freeze
 from sidelane.program.verify import Verification, verify_sequence
@@ -39,6 +43,13 @@ TURNS = 2
 SLOT_BYTES = 4 << 20
 """Most bytes that a rank sends in one call. All programs must have the same slots, so their size is fixed; from here on
 a handshake is a tenth of the time of a collective or less."""
+
+ROW_BYTES = 128 << 10
+"""Largest part that is pulled as a row. On four H200s a pitched copy of four rows of 256 bytes takes 3.5 us and three
+copies 9, of 64 KB as much as these less 5 us, of 256 KB 3 us more: it moves 90 GB/s."""
+
+SPARE_BYTES = 256
+"""Behind the slots, where nobody reads."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -85,14 +96,14 @@ def alternation(collective: Collective, *, frozen: bool, opened: bool, slot_byte
     Raises:
         ValueError: a reduction, or more bytes than a slot holds.
     """
-    even, odd = (alternating(collective, turn, slot_bytes=slot_bytes) for turn in range(TURNS))
-    first = alternating(collective, 0, slot_bytes=slot_bytes, opening=True) if opened else None
-    if frozen:
-        even, odd, first = freeze(even), freeze(odd), freeze(first) if first is not None else None
+    even, odd = (alternating(collective, turn, slot_bytes=slot_bytes, frozen=frozen) for turn in range(TURNS))
+    first = alternating(collective, 0, slot_bytes=slot_bytes, opening=True, frozen=frozen) if opened else None
     return Alternation((even, odd), first)
 
 
-def alternating(collective: Collective, turn: int, *, slot_bytes: int = SLOT_BYTES, opening: bool = False) -> Program:
+def alternating(
+    collective: Collective, turn: int, *, slot_bytes: int = SLOT_BYTES, opening: bool = False, frozen: bool = False
+) -> Program:
     """Build the program of one turn. Alone, one behind the other, it is wrong: see :class:`Alternation`.
 
     Args:
@@ -100,6 +111,7 @@ def alternating(collective: Collective, turn: int, *, slot_bytes: int = SLOT_BYT
         turn: 0 or 1: the slot that it uses.
         slot_bytes: size of a slot; slot 1 lies behind slot 0.
         opening: with an entry handshake in front.
+        frozen: without epochs.
 
     Raises:
         ValueError: a reduction, another turn, or more bytes than a slot holds.
@@ -109,7 +121,8 @@ def alternating(collective: Collective, turn: int, *, slot_bytes: int = SLOT_BYT
     if turn not in range(TURNS):
         raise ValueError(f"{ALTERNATING}: turn (value={turn}, allowed=0, 1)")
     n = collective.world_size
-    sent = [_sent(collective, rank) for rank in range(n)]
+    rows = frozen and n > 1 and _fits_rows(collective)
+    sent = [_sent(collective, rank, own=rows) for rank in range(n)]
     most = max(end for _, end in sent)
     if most > slot_bytes:
         raise ValueError(
@@ -128,8 +141,11 @@ def alternating(collective: Collective, turn: int, *, slot_bytes: int = SLOT_BYT
             commands.append(Copy(slot, collective.input_span(rank, start, end - start)))
         commands += [Signal(Flag(peer, turn * n + rank), EPOCH) for peer in peers]
         commands += [Wait(Flag(rank, turn * n + peer), EPOCH) for peer in peers]
-        commands += _pulls(collective, rank, turn * slot_bytes)
-        own = _own(collective, rank)
+        pulls = _pulls(collective, rank, turn * slot_bytes, rows=rows)
+        commands += pulls
+        own = [] if rows else _own(collective, rank)
+        if end > start and pulls and not own and not frozen:
+            own = [_spare_copy(rank, TURNS * slot_bytes, slot)]
         if commands:
             queues.append(Queue(rank, Engine(EngineKind.DMA), tuple(commands)))
         if own:
@@ -138,25 +154,39 @@ def alternating(collective: Collective, turn: int, *, slot_bytes: int = SLOT_BYT
         collective=collective,
         variant=f"{ALTERNATING}+opening" if opening else ALTERNATING,
         queues=tuple(queues),
-        staging_bytes=(TURNS * slot_bytes,) * n if n > 1 else (0,),
+        staging_bytes=(staging_of(slot_bytes),) * n if n > 1 else (0,),
         flag_count=(TURNS + 1) * n,
     )
-    return beside(program)
+    program = beside(program)
+    return resets_beside(freeze(program)) if frozen else program
+
+
+def staging_of(slot_bytes: int) -> int:
+    """Bytes of staging that programs with such slots need."""
+    return TURNS * slot_bytes + SPARE_BYTES
 
 
 def flags_of(world_size: int) -> int:
-    """Flags of a rank: a set for each turn and one for the entry handshake, with a flag for every peer, and one between
-    its own engines (``beside``).
+    """Flags of a rank: a set for each turn and one for the entry handshake, with a flag for every peer, and two between
+    its own engines (``beside``, ``resets_beside``).
 
     >>> flags_of(4)
-    13
+    14
     """
-    return (TURNS + 1) * world_size + 1
+    return (TURNS + 1) * world_size + 2
 
 
-def _sent(collective: Collective, rank: int) -> tuple[int, int]:
-    """Bytes of the input of ``rank`` from the first to the last that a peer needs; its own part may lie in between."""
-    chunks = [chunk for chunk in collective.chunks() if chunk.src_rank == rank != chunk.dst_rank]
+def _fits_rows(collective: Collective) -> bool:
+    parts = {nbytes for row in collective.counts for nbytes in row}
+    return collective.kind in (Kind.ALL_GATHER, Kind.ALL_TO_ALL) and len(parts) == 1 and 0 < parts.pop() <= ROW_BYTES
+
+
+def _sent(collective: Collective, rank: int, *, own: bool) -> tuple[int, int]:
+    """Bytes of the input of ``rank`` from the first to the last that a peer needs; its own part may lie in between.
+
+    ``own``: or that it needs itself.
+    """
+    chunks = [chunk for chunk in collective.chunks() if chunk.src_rank == rank and (own or chunk.dst_rank != rank)]
     if not chunks:
         return 0, 0
     return min(chunk.src_offset for chunk in chunks), max(chunk.src_offset + chunk.nbytes for chunk in chunks)
@@ -173,14 +203,28 @@ def _own(collective: Collective, rank: int) -> list[Command]:
     return copies
 
 
-def _pulls(collective: Collective, rank: int, slot: int) -> list[Command]:
-    """One copy from each peer that sends something, in rotated order: at every step each rank serves another one."""
+def _spare_copy(rank: int, spare: int, slot: Span) -> Copy:
+    """A copy inside the GPU for its own sake, beside the pulls, where there is nothing else to copy there.
+
+    The next call's copy into its slot would else follow the pulls directly: to change from peer copies to one inside
+    costs a stream 7 us of 28 there, and nothing behind a join (docs/performance.md).
+    """
+    nbytes = min(slot.nbytes, SPARE_BYTES)
+    return Copy(Span(rank, Buffer.STAGING, spare, nbytes), Span(rank, Buffer.STAGING, slot.offset, nbytes))
+
+
+def _pulls(collective: Collective, rank: int, slot: int, *, rows: bool) -> list[Command]:
+    """One copy from each peer that sends something, in rotated order: at every step each rank serves another one.
+
+    ``rows``: and one from this rank, in the order of the ranks.
+    """
     by_source = {chunk.src_rank: chunk for chunk in collective.chunks() if chunk.dst_rank == rank}
+    n = collective.world_size
     return [
         Copy(
             collective.output_span(rank, chunk.dst_offset, chunk.nbytes),
             Span(peer, Buffer.STAGING, slot + chunk.src_offset, chunk.nbytes),
         )
-        for peer in rotation(rank, collective.world_size)
+        for peer in (range(n) if rows else rotation(rank, n))
         if (chunk := by_source.get(peer)) is not None
     ]
