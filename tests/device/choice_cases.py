@@ -41,19 +41,21 @@ def profiled(context: Context, numel: int) -> Seen:
         look("all_gather beside compute", lambda: comm.all_gather(whole, shard, beside="compute"))
         look("all_gather as a graph", lambda: comm.all_gather(whole, part, variant="b2b+graph"))
         look("all_gather in turn", lambda: comm.all_gather(whole, part, variant="alternating"))
+        look("all_gather in turn as a graph", lambda: comm.all_gather(whole, part, variant="alternating+graph"))
         look("all_to_all", lambda: comm.all_to_all(other, source, variant="b2b"))
         look("all_to_all beside compute", lambda: comm.all_to_all(other, source, beside="compute"))
         look("all_reduce", lambda: comm.all_reduce(source, variant="b2b"))
         if SM in comm.abilities.implementations:
             look("all_gather one_shot", lambda: comm.all_gather(whole, shard, variant="one_shot"))
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-        with torch.cuda.graph(graph, stream=stream):
-            comm.all_gather(whole, part, variant="b2b")
-        captured = comm.last_submitted()
-        assert captured is not None
-        assert captured.captured
-        graph.replay()
-        torch.cuda.synchronize()
-        counts = captured.counts
-        seen["all_gather in a caller's graph"] = (kernels_of(graph.replay), counts.kernels, counts.peer_copies, 0)
+        for variant in ("b2b", "alternating"):
+            graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+            with torch.cuda.graph(graph, stream=stream):
+                comm.all_gather(whole, part, variant=variant)
+            captured = comm.last_submitted()
+            assert captured is not None
+            assert captured.captured
+            graph.replay()
+            torch.cuda.synchronize()
+            counts, names = captured.counts, kernels_of(graph.replay)
+            seen[f"all_gather {variant} in a caller's graph"] = (names, counts.kernels, counts.peer_copies, 0)
     return seen

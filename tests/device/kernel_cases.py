@@ -13,7 +13,9 @@ from expected import any_bytes, close, numbers, reduced, same_bytes
 
 from sidelane import Communicator, CommunicatorClosedError, Config, PeerError
 
-REDUCTIONS = (("reduce_scatter", "one_shot"), ("all_reduce", "one_shot"), ("all_reduce", "two_shot"))
+Reductions = tuple[tuple[str, str], ...]
+REDUCTIONS: Reductions = (("reduce_scatter", "one_shot"), ("all_reduce", "one_shot"), ("all_reduce", "two_shot"))
+NARROW: Reductions = (("reduce_scatter", "one_shot_narrow"), ("all_reduce", "two_shot_narrow"))
 
 
 @contextlib.contextmanager
@@ -53,35 +55,37 @@ def moving(context: Context, sizes: tuple[int, ...]) -> int:
         return len(found)
 
 
-def reducing(context: Context, dtypes: tuple[torch.dtype, ...], sizes: tuple[int, ...]) -> int:
+def reducing(
+    context: Context, dtypes: tuple[torch.dtype, ...], sizes: tuple[int, ...], reductions: Reductions = REDUCTIONS
+) -> int:
     with communicator(context) as comm:
         n, rank = comm.world_size, comm.rank
         checked = 0
         heaps = [comm.empty(n * max(sizes) + 8, dtype=torch.int64) for _ in range(2)]
         # In ordinary memory, or so many elements from the start of symmetric memory; five meet all of what is below.
         shifts = itertools.cycle((None, 0, 8, 0, 1))
-        cases = itertools.product(dtypes, sizes, ("sum", "avg", "min", "max"), REDUCTIONS, (True, False))
-        for seed, (dtype, size, op, (kind, variant), in_place) in enumerate(cases):
-            inputs = [numbers(seed, r, n * size, dtype) for r in range(n)]
-            own = slice(rank * size, (rank + 1) * size)
-            shift, count = next(shifts), n * size
+        for seed, (dtype, size, op) in enumerate(itertools.product(dtypes, sizes, ("sum", "avg", "min", "max"))):
+            inputs = [numbers(seed, r, n * size, dtype) for r in range(n)]  # drawn on the host, which takes a while
+            result = reduced(inputs, op)
+            own, count = slice(rank * size, (rank + 1) * size), n * size
             rooms = [heap.view(dtype) for heap in heaps]
-            source, output = (
-                torch.empty(count, dtype=dtype) if shift is None else room[shift : shift + count] for room in rooms
-            )
-            source.copy_(inputs[rank])
-            if kind == "reduce_scatter":
-                output = source[own] if in_place else output[:size]
-                comm.reduce_scatter(output, source, op=op, variant=variant)
-                expected = reduced(inputs, op)[own]
-            else:
-                output = source if in_place else output
-                comm.all_reduce(source, op=op, output=output, variant=variant)
-                expected = reduced(inputs, op)
-            exact = op in ("min", "max") or not dtype.is_floating_point
-            case = (dtype, size, op, kind, variant, in_place, shift)
-            assert (same_bytes if exact else close)(output, expected), case
-            checked += 1
+            for (kind, variant), in_place in itertools.product(reductions, (True, False)):
+                shift = next(shifts)
+                source, output = (
+                    torch.empty(count, dtype=dtype) if shift is None else room[shift : shift + count] for room in rooms
+                )
+                source.copy_(inputs[rank])
+                if kind == "reduce_scatter":
+                    output = source[own] if in_place else output[:size]
+                    comm.reduce_scatter(output, source, op=op, variant=variant)
+                else:
+                    output = source if in_place else output
+                    comm.all_reduce(source, op=op, output=output, variant=variant)
+                expected = result[own] if kind == "reduce_scatter" else result
+                exact = op in ("min", "max") or not dtype.is_floating_point
+                case = (dtype, size, op, kind, variant, in_place, shift)
+                assert (same_bytes if exact else close)(output, expected), case
+                checked += 1
         return checked
 
 

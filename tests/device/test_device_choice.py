@@ -22,4 +22,4 @@ def test_copy_engine_collectives_launch_no_kernel(fresh_pool: type[Pool], numel:
             halves = 2 if "beside compute" in label and peer_copies >= len(results) else 1  # auto may stripe them
             assert peer_copies == halves * (len(results) - 1), label
             if not label.endswith("beside compute"):  # that is for auto to choose
-                assert graph_launches == (label == "all_gather as a graph"), label
+                assert graph_launches == label.endswith("as a graph"), label

@@ -9,6 +9,7 @@ import time
 import pytest
 import torch
 from device_pool import Pool, Ranks
+from kernel_cases import NARROW
 
 CASES = "kernel_cases."
 
@@ -21,6 +22,11 @@ def test_moving(ranks: Ranks, sizes: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64])
 def test_reducing(ranks: Ranks, dtype: torch.dtype) -> None:
     assert min(ranks.run(CASES + "reducing", (dtype,), (1, 333, 70_001, 300_000), timeout_s=150)) > 0
+
+
+def test_reducing_on_a_tenth_of_the_gpu(ranks: Ranks) -> None:
+    dtypes, sizes = (torch.bfloat16, torch.int32), (333, 70_001, 300_000, 1 << 20)
+    assert min(ranks.run(CASES + "reducing", dtypes, sizes, NARROW, timeout_s=150)) == 2 * 4 * 4 * 2 * 2
 
 
 def test_graphs_replay_between_eager_calls(ranks: Ranks) -> None:

@@ -28,6 +28,7 @@ from sidelane.config import BESIDE, BUILTIN, COMPUTE, Config, from_environment
 from sidelane.program import collective as define
 from sidelane.program.build.alternating import SLOT_BYTES
 from sidelane.program.collective import REDUCING, Kind, ReduceOp, Reduction
+from sidelane.program.kernel import NARROW
 
 B2B, PCPY, BCST, ALTERNATING = (Candidate(DMA, name) for name in ("b2b", "pcpy", "bcst", "alternating"))
 ONE_SHOT = Candidate(SM, "one_shot")
@@ -84,13 +85,15 @@ def test_copy_engines_without_a_kernel_run_every_call():
         assert candidates(call, Abilities()), call
 
 
-def test_beside_compute_only_reductions_launch_kernels():
+def test_beside_compute_only_reductions_launch_kernels_and_on_few_units():
     for call in calls_of_all_kinds():
-        if call.beside == COMPUTE and call.kind not in REDUCING:
-            assert not any(candidate.launches_kernels for candidate in candidates(call)), call
+        if call.beside == COMPUTE:
+            kernels = [found.variant for found in candidates(call) if found.launches_kernels]
+            assert all(call.kind in REDUCING and variant.endswith(NARROW) for variant in kernels), call
     assert ONE_SHOT in candidates(gather())
     assert ONE_SHOT not in candidates(gather(beside=COMPUTE))
-    assert ONE_SHOT in candidates(Call(Kind.ALL_REDUCE, 4, 4096, beside=COMPUTE))
+    reduction = Call(Kind.ALL_REDUCE, 4, 4096, beside=COMPUTE)
+    assert [found.name for found in candidates(reduction) if found.implementation == SM] == ["two_shot_narrow"]
     by_kernel = Candidate(DMA, "b2b", signals="kernel")
     abilities = Abilities(signals=("memops", "kernel"))
     assert "compute units" in objection(gather(beside=COMPUTE), by_kernel, abilities)

@@ -14,7 +14,7 @@ from sidelane.config import BESIDE, COMPUTE, NOTHING
 from sidelane.program.build import ALTERNATING, variants
 from sidelane.program.build.alternating import SLOT_BYTES
 from sidelane.program.collective import REDUCING, Collective, Kind
-from sidelane.program.kernel import MOST_RANKS
+from sidelane.program.kernel import MOST_RANKS, NARROW
 
 DMA, SM = "dma", "sm"
 IMPLEMENTATIONS = (DMA, SM)
@@ -23,8 +23,8 @@ IMPLEMENTATIONS = (DMA, SM)
 SM_VARIANTS: dict[Kind, tuple[str, ...]] = {
     Kind.ALL_GATHER: ("one_shot",),
     Kind.ALL_TO_ALL: ("one_shot",),
-    Kind.REDUCE_SCATTER: ("one_shot",),
-    Kind.ALL_REDUCE: ("one_shot", "two_shot"),
+    Kind.REDUCE_SCATTER: ("one_shot", "one_shot_narrow"),
+    Kind.ALL_REDUCE: ("one_shot", "two_shot", "two_shot_narrow"),
 }
 
 CALLS, GRAPH = "calls", "graph"
@@ -136,7 +136,7 @@ class Candidate:
 
     @property
     def launches_kernels(self) -> bool:
-        """It takes compute units to move or to signal (not counting what a reduction takes)."""
+        """It takes compute units to move or to signal (not counting what the sum of a reduction takes)."""
         return self.implementation == SM or self.signals != SIGNALS[0]
 
     def __str__(self) -> str:
@@ -167,7 +167,7 @@ def objection(call: Call, candidate: Candidate, abilities: Abilities = EVERYTHIN
     """Why a candidate is not legal for a call; empty if it is."""
     if not abilities.include(candidate):
         return "not available on this machine"
-    if call.beside == COMPUTE and candidate.launches_kernels and call.kind not in REDUCING:
+    if call.beside == COMPUTE and candidate.launches_kernels and not candidate.variant.endswith(NARROW):
         return "takes compute units from what runs beside it"
     if call.captured and candidate.launch == GRAPH:
         return "the call is part of a graph already"

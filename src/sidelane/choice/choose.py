@@ -8,7 +8,7 @@ from sidelane.choice.candidate import DMA, EVERYTHING, FIRST, SM, Abilities, Cal
 from sidelane.choice.profile import Profile
 from sidelane.program.build import ALTERNATING
 from sidelane.program.collective import Kind
-from sidelane.program.kernel import may_be_direct
+from sidelane.program.kernel import NARROW, may_be_direct
 
 SMALL_BYTES = 1 << 20
 """Without any measurement, kernels are taken below this size where they are legal: on H200s a DMA collective spends
@@ -81,7 +81,7 @@ def _staging_us(call: Call, candidate: Candidate) -> float:
     part = call.nbytes // call.world_size if call.kind is Kind.REDUCE_SCATTER else call.nbytes
     if not may_be_direct(call.kind, candidate.variant, part, in_place=call.in_place):
         return 0.0
-    return STAGED_US[candidate.variant] + call.nbytes / STAGING_BYTES_PER_US
+    return STAGED_US[candidate.variant.removesuffix(NARROW)] + call.nbytes / STAGING_BYTES_PER_US
 
 
 def _by_thumb(

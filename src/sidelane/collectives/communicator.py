@@ -214,7 +214,7 @@ class Communicator:
             op: ``sum``, ``avg``, ``min`` or ``max`` (torch's ``ReduceOp`` too), in float32 for floats, in rank order.
             async_op: see :meth:`all_gather`.
             beside: see :meth:`all_gather`.
-            variant: ``pcpy``, ``b2b``, ``one_shot`` or ``auto``.
+            variant: ``pcpy``, ``b2b``, ``one_shot``, ``one_shot_narrow`` or ``auto``.
 
         Raises:
             As :meth:`all_gather`.
@@ -240,7 +240,7 @@ class Communicator:
             output: same number of elements and dtype; None for in place.
             async_op: see :meth:`all_gather`.
             beside: see :meth:`all_gather`.
-            variant: ``pcpy``, ``b2b``, ``one_shot``, ``two_shot`` or ``auto``.
+            variant: ``pcpy``, ``b2b``, ``one_shot``, ``two_shot``, ``two_shot_narrow`` or ``auto``.
 
         Raises:
             As :meth:`all_gather`.

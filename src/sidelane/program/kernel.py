@@ -25,6 +25,12 @@ BLOCKS, MOST_BLOCKS = 64, 128
 """Thread blocks that a kernel may have: half of an H200, and for parts from ``LARGE_PART_BYTES`` on nearly all of it.
 64 of them push 64 MiB in 155 us and 1 GiB in 2,354 there, 128 in 152 and 2,309; 16 are enough up to 1 MiB."""
 
+NARROW = "_narrow"
+"""How the variants of reductions end that leave nine tenths of the SMs to others."""
+
+NARROW_BLOCKS = 13
+"""Thread blocks of these: a tenth of an H200. They reduce 64 MiB for a reduce_scatter in 178 us, 128 blocks in 167."""
+
 LARGE_PART_BYTES = 8 << 20
 
 ALIGNMENT = 16
@@ -53,7 +59,7 @@ class KernelProgram:
 
     Attributes:
         collective: what to do.
-        variant: ``one_shot`` or ``two_shot``.
+        variant: ``one_shot`` or ``two_shot``, or one of these on few blocks.
         protocol: how.
         blocks: most thread blocks of a launch.
     """
@@ -70,9 +76,14 @@ class KernelProgram:
         return self.collective.world_size
 
     @property
+    def two_shot(self) -> bool:
+        """An all_reduce in two steps: every rank reduces a shard, and gives it to all."""
+        return _is_two_shot(self.variant)
+
+    @property
     def distinct(self) -> bool:
         """Each peer gets a part of its own."""
-        return self.collective.kind in (Kind.ALL_TO_ALL, Kind.REDUCE_SCATTER) or self.variant == "two_shot"
+        return self.collective.kind in (Kind.ALL_TO_ALL, Kind.REDUCE_SCATTER) or self.two_shot
 
     @property
     def part_bytes(self) -> int:
@@ -99,7 +110,7 @@ class KernelProgram:
         if self.protocol is not Protocol.DIRECT:
             return frozenset()
         read, stored = (span(0, 0, 0).buffer for span in (self.collective.input_span, self.collective.output_span))
-        return frozenset({read, stored} if self.variant == "two_shot" else {read})
+        return frozenset({read, stored} if self.two_shot else {read})
 
 
 def kernel_program(
@@ -109,7 +120,7 @@ def kernel_program(
 
     Args:
         collective: all_gather, all_to_all, reduce_scatter or all_reduce, equal parts for all ranks.
-        variant: ``one_shot``, or ``two_shot`` for all_reduce.
+        variant: ``one_shot``, or ``two_shot`` for all_reduce; for what reduces also with ``_narrow``.
         symmetric_input: peers can read the input.
         symmetric_output: peers can write into the output.
         blocks: most thread blocks of a launch; None for as many as the size is worth.
@@ -125,17 +136,18 @@ def kernel_program(
     part = _part_bytes(collective, variant)
     protocol = _protocol_of(collective, variant, symmetric_input=symmetric_input, symmetric_output=symmetric_output)
     worthwhile = MOST_BLOCKS if part >= LARGE_PART_BYTES else BLOCKS
+    worthwhile = NARROW_BLOCKS if variant.endswith(NARROW) else worthwhile
     return KernelProgram(collective, variant, protocol, blocks or worthwhile)
 
 
 def _protocol_of(collective: Collective, variant: str, *, symmetric_input: bool, symmetric_output: bool) -> Protocol:
-    kind, part = collective.kind, _part_bytes(collective, variant)
-    if variant == "one_shot" and part <= most_cell_bytes(collective.world_size):
+    kind, part, two_shot = collective.kind, _part_bytes(collective, variant), _is_two_shot(variant)
+    if not two_shot and part <= most_cell_bytes(collective.world_size):
         return Protocol.CELLS
-    if variant == "one_shot" and part <= MOST_PARCEL_BYTES:
+    if not two_shot and part <= MOST_PARCEL_BYTES:
         return Protocol.PARCELS
     if kind in REDUCING:
-        symmetric = symmetric_input and (symmetric_output or variant == "one_shot")
+        symmetric = symmetric_input and (symmetric_output or not two_shot)
         direct = symmetric and part % ALIGNMENT == 0
         direct = direct and may_be_direct(kind, variant, part, in_place=collective.in_place)
         return Protocol.DIRECT if direct else Protocol.REDUCE
@@ -148,22 +160,26 @@ def may_be_direct(kind: Kind, variant: str, part_bytes: int, *, in_place: bool) 
 
     Args:
         kind: which collective.
-        variant: ``one_shot`` or ``two_shot``.
+        variant: of kernels.
         part_bytes: from rank to rank in one shot.
         in_place: input and output share memory.
     """
-    if variant == "two_shot":
+    if _is_two_shot(variant):
         return True
     # An all_reduce in one shot reads all of every input: in place, a peer might have overwritten it.
     return kind in REDUCING and part_bytes > MOST_PARCEL_BYTES and not (kind is Kind.ALL_REDUCE and in_place)
 
 
 def _part_bytes(collective: Collective, variant: str) -> int:
-    if variant == "two_shot":
+    if _is_two_shot(variant):
         return collective.counts[0][0]
     if collective.kind is Kind.ALL_REDUCE:
         return sum(collective.counts[0])
     return collective.counts[0][-1]
+
+
+def _is_two_shot(variant: str) -> bool:
+    return variant.removesuffix(NARROW) == "two_shot"
 
 
 def most_cell_bytes(world_size: int) -> int:

@@ -163,11 +163,11 @@ def arrange(program: KernelProgram, rank: int, addresses: Addresses, board: int)
             return pull.arrange(site, output, input, everyone(Buffer.STAGING), part, distinct=distinct)
         case Protocol.REDUCE:
             assert collective.reduction is not None
-            total, gather = program.total_bytes, program.variant == "two_shot"
+            total, gather = program.total_bytes, program.two_shot
             stagings = everyone(Buffer.STAGING)
             return reduce_pull.arrange(site, output, input, stagings, part, total, collective.reduction, gather=gather)
         case Protocol.DIRECT:
             assert collective.reduction is not None
-            total, gather = program.total_bytes, program.variant == "two_shot"
+            total, gather = program.total_bytes, program.two_shot
             outputs, inputs = everyone(target.buffer) if gather else (output,), everyone(source.buffer)
             return reduce_direct.arrange(site, outputs, inputs, part, total, collective.reduction, gather=gather)
