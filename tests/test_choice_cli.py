@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from sidelane.bench import explain as explaining
 from sidelane.bench import info, tune
 from sidelane.bench.explain import ExplainOptions, explain
 from sidelane.bench.launch import Place
-from sidelane.choice import Candidate
+from sidelane.choice import Candidate, Curve
 from sidelane.choice.key import key_here
 from sidelane.choice.profile import parse
 from sidelane.choice.store import builtin, user_file, write
@@ -167,6 +168,23 @@ def test_explain_says_what_a_kernel_does(arguments: str, protocol: Protocol, blo
     submitted = shown.output[shown.output.index("Submitted by rank 0: 1 kernel") :]
     assert f"on {blocks} thread blocks at most" in submitted
     assert f"protocol {protocol}: " in submitted and more in submitted
+
+
+def test_explain_says_what_a_cached_graph_takes():
+    table = builtin("h200x4")
+    assert table is not None
+    graph = Candidate("dma", "b2b", launch="graph")
+    curve = Curve(Kind.ALL_GATHER, 4, "bfloat16", False, False, graph, ((1 << 10, 1.0),))
+    options = ExplainOptions(kind=Kind.ALL_GATHER, nbytes=1 << 16, machine="h200x4")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(explaining, "builtin", lambda name: dataclasses.replace(table, curves=(curve,)))
+        found = explain(options)
+    assert found.choice.candidate == graph
+    assert "1 graph launch, 2 calls" in found.summary and "3 peer copies, 1 local copy" in found.summary
+    assert found.submitted[0] == ("the caller's stream", ("launch the graph that the first such call made:",))
+    assert not any("in one call" in line for _, lines in found.submitted for line in lines), (
+        "batches are for plain calls"
+    )
 
 
 @pytest.mark.parametrize("kind", Kind)

@@ -15,7 +15,7 @@ from sidelane.bench.launch import choose_place
 from sidelane.bench.tables import Line, Table, grouped
 from sidelane.c3.workload import format_bytes
 from sidelane.choice import Abilities, Candidate, Choice, Curve, Profile, candidates, choose, objection
-from sidelane.choice.candidate import EVERYTHING, everything
+from sidelane.choice.candidate import EVERYTHING, GRAPH, everything
 from sidelane.choice.key import CPU, Key, key_here
 from sidelane.choice.store import InForce, builtin, builtin_names, in_force, read
 from sidelane.collectives.arguments import SHARD_ALIGNMENT, aligned_shards
@@ -150,7 +150,7 @@ def explain(options: ExplainOptions) -> Explanation:
     if isinstance(program, KernelProgram):
         submitted, summary = ((CALLERS, _launch(program)),), "1 kernel, 1 call"
     elif has_driver:
-        submitted, summary = _calls(program, agreement.frozen)
+        submitted, summary = _calls(program, agreement.frozen, choice.candidate.launch == GRAPH)
     else:
         queues = program.queues_of(RANK)
         submitted, summary = tuple((f"engine {q.engine}", tuple(map(describe, q.commands))) for q in queues), ""
@@ -319,15 +319,21 @@ def _launch(program: KernelProgram) -> tuple[str, ...]:
     )
 
 
-def _calls(program: Program, captured: bool) -> tuple[tuple[tuple[str, tuple[str, ...]], ...], str]:
-    """What the CUDA executor asks the driver for, by stream."""
+def _calls(program: Program, captured: bool, cached: bool) -> tuple[tuple[tuple[str, tuple[str, ...]], ...], str]:
+    """What the CUDA executor asks the driver for, by stream. ``cached``: what it keeps as a graph, and launches."""
+    from sidelane.execute.cuda.calls import Route
     from sidelane.execute.cuda.count import counts_of
     from sidelane.execute.cuda.describe import describe_call
     from sidelane.execute.cuda.plan import plan_calls
 
-    plan = plan_calls(program, RANK, captured=captured)
+    plan = plan_calls(program, RANK, captured=captured or cached)
     streams = tuple(
-        (CALLERS if number == 0 else f"stream {number}", tuple(map(describe_call, plan.calls(number))))
+        (
+            f"stream {number} in the graph" if cached else f"stream {number}" if number else CALLERS,
+            tuple(map(describe_call, plan.calls(number))),
+        )
         for number in range(plan.streams)
     )
-    return streams, str(counts_of(plan))
+    if cached:
+        streams = (("the caller's stream", ("launch the graph that the first such call made:",)), *streams)
+    return streams, str(counts_of(plan, Route.LAUNCH if cached else Route.CAPTURE if captured else Route.DIRECT))
