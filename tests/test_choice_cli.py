@@ -170,6 +170,17 @@ def test_explain_says_what_a_kernel_does(arguments: str, protocol: Protocol, blo
     assert f"protocol {protocol}: " in submitted and more in submitted
 
 
+def test_the_example_in_the_docs_is_what_is_printed():
+    page = (Path(__file__).parent.parent / "docs" / "choice.md").read_text(encoding="utf-8")
+    block = page[page.index("    $ sidelane explain") :].split("\n\n")[0]
+    command, *lines = block.splitlines()
+    shown = run(*command.split()[2:])
+    assert shown.exit_code == 0, shown.output
+    expected = [line.removeprefix("    ").removesuffix("...").rstrip() for line in lines]
+    assert len(expected) > 5
+    assert [line for line in expected if line not in shown.output] == [], "docs/choice.md: run its command again"
+
+
 def test_explain_says_what_a_cached_graph_takes():
     table = builtin("h200x4")
     assert table is not None
