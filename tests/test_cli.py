@@ -310,6 +310,13 @@ def test_what_happens_on_the_way_is_not_the_users_fault(monkeypatch: pytest.Monk
     assert (result.exit_code, result.output) == (1, "Error: no copy engines here\n")
 
 
+def test_a_folder_that_cannot_be_made_is_no_traceback(tmp_path: Path):
+    (tmp_path / "file").touch()
+    result = run("pipeline", "--machine", "a40x4", "--report", str(tmp_path / "file" / "report"))
+    assert result.exit_code == 1 and isinstance(result.exception, SystemExit)
+    assert result.output.strip().splitlines()[-1].startswith("Error: ") and "Not a directory" in result.output
+
+
 def test_what_a_rank_refused_is(monkeypatch: pytest.MonkeyPatch):
     fail_with(monkeypatch, RankFailedError("rank 0 of 2 failed:\nTraceback ...", 0, "implementations: mpi"))
     result = run("c3")
