@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,13 +11,16 @@ import pytest
 from click.testing import CliRunner, Result
 
 from sidelane import cli
+from sidelane.bench import explain as explaining
 from sidelane.bench import info, tune
 from sidelane.bench.explain import ExplainOptions, explain
-from sidelane.choice import Candidate
+from sidelane.bench.launch import Place
+from sidelane.choice import Candidate, Curve
 from sidelane.choice.key import key_here
 from sidelane.choice.profile import parse
 from sidelane.choice.store import builtin, user_file, write
 from sidelane.program.collective import Kind
+from sidelane.program.kernel import Protocol
 
 
 def run(*arguments: str) -> Result:
@@ -64,7 +68,7 @@ def test_explain_on_a_machine_without_gpus_what_four_h200s_would_do():
     assert shown.exit_code == 0, shown.output
     words = " ".join(shown.output.split())
     for text in (
-        "all_gather of 64K among 4 ranks, bfloat16, in place, eager, beside compute",
+        "all_gather of 64K among 4 ranks, bfloat16, in place, eager, beside compute on 4 x NVIDIA H200 by the built-in",
         "auto takes dma ",
         "us expected",
         "built-in table h200x4",
@@ -100,6 +104,98 @@ def test_explain_a_list():
     assert "takes one tensor a call" in words
     for machine in ("cpu", "mi300x8"):
         assert explain(ExplainOptions(kind=Kind.ALL_REDUCE, nbytes=1000, machine=machine, tensors=3)).submitted
+
+
+@pytest.mark.parametrize(
+    ("arguments", "on", "by"),
+    [
+        ("", "2 CPU processes of this machine, which has fewer than two GPUs", "the built-in table cpu (2"),
+        ("--world-size 4", "4 CPU processes of this machine", "the built-in table cpu (2"),
+        ("--machine cpu", "2 CPU processes\n", "the built-in table cpu (2"),
+        ("--machine h200x4", "4 x NVIDIA H200\n", "the built-in table h200x4 (2"),
+        ("--machine h200x4 --world-size 8", "8 x NVIDIA H200\n", "the built-in table h200x4 (2"),
+        ("--machine mi300x8", "8 x AMD Instinct MI300X\n", "the simulator: predicted"),
+        ("--machine mi300x8 --world-size 4", "4 ranks of 8 x AMD Instinct MI300X\n", "the simulator: predicted"),
+    ],
+)
+def test_explain_says_on_what_first(monkeypatch: pytest.MonkeyPatch, arguments: str, on: str, by: str):
+    monkeypatch.setattr(explaining, "choose_place", lambda: Place("cpu", 2))
+    shown = run("explain", "all_gather", "64K", *arguments.split())
+    assert shown.exit_code == 0, shown.output
+    first, second, third, _ = shown.output.split("\n", 3)
+    assert first.startswith("all_gather of 64K among")
+    assert f"{second}\n".startswith(f"on {on}") and third.startswith(f"by {by}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "note"),
+    [
+        (
+            "all_gather 63",
+            "63 bytes are not one whole number of bfloat16 elements for each of 4 ranks: explained for 64",
+        ),
+        ("all_to_all 1M --tensors 3", ""),
+        (
+            "all_gather 1001 --tensors 3",
+            "1001 bytes are not one whole number of bfloat16 elements for each of 4 ranks: explained for 1008",
+        ),
+        ("broadcast 62", ""),
+        ("all_reduce 62", ""),
+        ("all_reduce 63", "63 bytes are not a whole number of bfloat16 elements: explained for 64"),
+    ],
+)
+def test_explain_says_where_it_rounds(arguments: str, note: str):
+    shown = run("explain", *arguments.split(), "--machine", "h200x4")
+    assert shown.exit_code == 0, shown.output
+    assert f"note: {note}" in shown.output or not note
+    assert ("note: " in shown.output) == bool(note)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "protocol", "blocks", "more"),
+    [
+        ("all_gather 64K", Protocol.CELLS, 64, "16K from rank to rank"),
+        ("all_gather 1.75M", Protocol.PARCELS, 64, "448K from rank to rank"),
+        ("all_gather 16M", Protocol.PUSH, 64, "4M from rank to rank"),
+        ("all_gather 4M --ordinary", Protocol.PULL, 64, "1M from rank to rank, 1M of staging"),
+        ("all_reduce 64M", Protocol.DIRECT, 128, "the results into their outputs"),
+        ("all_reduce 4M --ordinary", Protocol.REDUCE, 64, "4M of staging"),
+    ],
+)
+def test_explain_says_what_a_kernel_does(arguments: str, protocol: Protocol, blocks: int, more: str):
+    shown = run("explain", *arguments.split(), "--machine", "h200x4")
+    assert shown.exit_code == 0, shown.output
+    submitted = shown.output[shown.output.index("Submitted by rank 0: 1 kernel") :]
+    assert f"on {blocks} thread blocks at most" in submitted
+    assert f"protocol {protocol}: " in submitted and more in submitted
+
+
+def test_the_example_in_the_docs_is_what_is_printed():
+    page = (Path(__file__).parent.parent / "docs" / "choice.md").read_text(encoding="utf-8")
+    block = page[page.index("    $ sidelane explain") :].split("\n\n")[0]
+    command, *lines = block.splitlines()
+    shown = run(*command.split()[2:])
+    assert shown.exit_code == 0, shown.output
+    expected = [line.removeprefix("    ").removesuffix("...").rstrip() for line in lines]
+    assert len(expected) > 5
+    assert [line for line in expected if line not in shown.output] == [], "docs/choice.md: run its command again"
+
+
+def test_explain_says_what_a_cached_graph_takes():
+    table = builtin("h200x4")
+    assert table is not None
+    graph = Candidate("dma", "b2b", launch="graph")
+    curve = Curve(Kind.ALL_GATHER, 4, "bfloat16", False, False, graph, ((1 << 10, 1.0),))
+    options = ExplainOptions(kind=Kind.ALL_GATHER, nbytes=1 << 16, machine="h200x4")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(explaining, "builtin", lambda name: dataclasses.replace(table, curves=(curve,)))
+        found = explain(options)
+    assert found.choice.candidate == graph
+    assert "1 graph launch, 2 calls" in found.summary and "3 peer copies, 1 local copy" in found.summary
+    assert found.submitted[0] == ("the caller's stream", ("launch the graph that the first such call made:",))
+    assert not any("in one call" in line for _, lines in found.submitted for line in lines), (
+        "batches are for plain calls"
+    )
 
 
 @pytest.mark.parametrize("kind", Kind)
@@ -153,7 +249,7 @@ def test_a_profile_of_other_software_is_not_used_and_explain_and_info_say_so():
         (("all_gather", "64K", "--machine", "h201"), "h200x4"),
         (("all_gather", "64K", "--machine", "h200x4", "--profile", "x.json"), "exclude each other"),
         (("all_gather", "64K", "--profile", "no-such.json"), "no such profile"),
-        (("all_gather", "0", "--machine", "h200x4"), "nbytes"),
+        (("all_gather", "0", "--machine", "h200x4"), "Error: explain: SIZE (value=0, allowed=1 byte and more)"),
         (("gather", "64K", "--in-place"), "no in-place form"),
         (("gather", "64K", "--tensors", "2"), "tensors of gather"),
         (("all_gather", "64K", "--beside", "music"), "compute"),

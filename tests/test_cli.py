@@ -12,7 +12,8 @@ from click.testing import CliRunner, Result
 
 import sidelane
 from sidelane import cli
-from sidelane.bench import c3_bench, claims, collective_bench, info, reference, sim_overlap, sim_study
+from sidelane.bench import c3_bench, claims, collective_bench, info, reference, sim_overlap, sim_study, study
+from sidelane.bench.asked import check_asked
 from sidelane.bench.launch import RankFailedError
 from sidelane.c3.workload import parse_workload
 from sidelane.errors import UnavailableError
@@ -250,6 +251,52 @@ def test_mistakes_are_refused_in_one_line(asked: SimpleNamespace, arguments: lis
     assert (asked.collective, asked.c3) == (None, None)
 
 
+@pytest.mark.parametrize(
+    ("command", "reasons"),
+    [
+        ("collective --variants foo,b2b", ["no such variant", "value=foo,", "allowed=pcpy, b2b", "swap"]),
+        ("collective --collective all_gather --variants swap", ["for all_gather", "value=swap"]),
+        ("collective --variants b2b+graph", ["value=b2b+graph"]),
+        ("collective --variants alternating+prelaunch", ["pcpy, b2b, striped, bcst, swap also with +prelaunch"]),
+        ("collective --implementations foo", ["value=foo, allowed=gloo, dma, auto"]),
+        ("collective --launch graph", ["value=graph, allowed=eager"]),
+        ("chain --variants swap", ["for all_gather", "value=swap"]),
+        ("chain --implementations nccl,gloo", ["value=nccl, allowed=gloo, dma, auto"]),
+        ("chain --launch graph", ["value=graph, allowed=eager"]),
+        ("phases --launch graph", ["value=graph, allowed=eager"]),
+        ("c3 --variants one_shot", ["value=one_shot", "allowed=auto, pcpy"]),
+        ("c3 --implementations sm", ["value=sm, allowed=gloo, dma"]),
+        ("collective --max-bytes 0", ["nothing from 1K to 0"]),
+        ("phases --max-bytes 0", ["nothing from 1K to 0"]),
+    ],
+)
+def test_names_are_checked_before_a_rank_starts(monkeypatch: pytest.MonkeyPatch, command: str, reasons: list[str]):
+    def never(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("ranks were started")
+
+    monkeypatch.setattr(study, "run_ranks", never)
+    result = run(*command.split(), "--device", "cpu")
+    assert result.exit_code == 2, result.output
+    message = result.output[result.output.index("Error:") :]
+    assert all(reason in message for reason in reasons), message
+
+
+def test_a_name_of_some_of_the_collectives_is_fine():
+    both = (Kind.ALL_GATHER, Kind.ALL_TO_ALL)
+    check_asked("cpu", both, variants=("swap", "bcst", "b2b+prelaunch"), implementations=("dma",))
+    check_asked("cuda", both, variants=("one_shot", "b2b+graph", "swap"), launches=("graph",))
+    check_asked("cuda", (Kind.ALL_REDUCE,), variants=("b2b",), implementations=("nccl",))
+    for variants, implementations, chosen_from in (
+        ("one_shot", ("dma",), ("dma", "sm")),
+        ("one_shot", (), ("dma",)),
+        ("b2b", ("sm",), ("dma", "sm")),
+        ("one_shot+prelaunch", (), ("dma", "sm")),
+        ("two_shot", (), ("dma", "sm")),
+    ):
+        with pytest.raises(ValueError, match="no such variant"):
+            check_asked("cuda", both, variants=(variants,), implementations=implementations, chosen_from=chosen_from)
+
+
 def fail_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     def fail(options: Any) -> None:
         raise error
@@ -261,6 +308,13 @@ def test_what_happens_on_the_way_is_not_the_users_fault(monkeypatch: pytest.Monk
     fail_with(monkeypatch, UnavailableError("no copy engines here"))
     result = run("c3")
     assert (result.exit_code, result.output) == (1, "Error: no copy engines here\n")
+
+
+def test_a_folder_that_cannot_be_made_is_no_traceback(tmp_path: Path):
+    (tmp_path / "file").touch()
+    result = run("pipeline", "--machine", "a40x4", "--report", str(tmp_path / "file" / "report"))
+    assert result.exit_code == 1 and isinstance(result.exception, SystemExit)
+    assert result.output.strip().splitlines()[-1].startswith("Error: ") and "Not a directory" in result.output
 
 
 def test_what_a_rank_refused_is(monkeypatch: pytest.MonkeyPatch):

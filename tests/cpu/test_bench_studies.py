@@ -298,8 +298,16 @@ def test_tags_are_scaled_down_on_cpus() -> None:
 
 
 def test_an_implementation_that_does_not_exist_here() -> None:
-    with pytest.raises(RankFailedError, match="allowed here=gloo, dma"):
+    with pytest.raises(ValueError, match=r"not known on CPU ranks \(value=nccl, allowed=gloo, dma, auto\)"):
         collective_bench.main(CollectiveOptions(**QUICK, sizes=(1024,), implementations=("nccl",)))
+
+
+def test_a_study_that_would_have_no_rows() -> None:
+    options = CollectiveOptions(
+        **QUICK, collectives=(Kind.BROADCAST,), sizes=(1024,), implementations=("dma",), places=("out",)
+    )
+    with pytest.raises(ValueError, match="nothing .* can run here .collectives=broadcast, implementations=dma, places"):
+        collective_bench.main(options)
 
 
 def absent(group: dist.ProcessGroup) -> list[CollectiveRow]:

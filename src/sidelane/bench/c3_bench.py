@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
+from sidelane.bench.asked import check_asked
 from sidelane.bench.candidates import Prepared, candidates_of
-from sidelane.bench.launch import Rank
+from sidelane.bench.launch import Rank, choose_place
 from sidelane.bench.measure import Job, Meter
 from sidelane.bench.reference import Case, rounded_bytes
 from sidelane.bench.results import C3Row, Results
@@ -18,6 +19,7 @@ from sidelane.c3.outcome import Outcome, Result
 from sidelane.c3.run import Lanes, run_workload
 from sidelane.c3.strategy import STRATEGIES, named
 from sidelane.c3.workload import Workload, parse_workload
+from sidelane.choice.candidate import DMA
 from sidelane.errors import UnavailableError
 from sidelane.program.collective import Kind
 
@@ -63,7 +65,19 @@ class C3Options(StudyOptions):
 
 
 def main(options: C3Options) -> Results | None:
-    """Run the study; see :func:`sidelane.bench.study.run_study`."""
+    """Run the study; see :func:`sidelane.bench.study.run_study`.
+
+    Raises:
+        ValueError: also for an implementation or a variant that is not known here.
+    """
+    check_asked(
+        choose_place(options.ranks, options.device).device_type,
+        options.collectives,
+        implementations=options.implementations,
+        variants=options.variants,
+        chosen_from=(DMA,),
+        with_auto=True,
+    )
     return run_study("c3", C3Row, _measure, options, "computation and communication")
 
 

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
+from sidelane.bench.asked import check_asked
 from sidelane.bench.candidates import Candidate, Implementation, Prepared, candidates_of
-from sidelane.bench.launch import Rank
+from sidelane.bench.launch import Rank, choose_place
 from sidelane.bench.measure import Job, Meter, Rounds
 from sidelane.bench.reference import KINDS, Case, rounded_bytes
 from sidelane.bench.results import CollectiveRow, Results, bus_gbps
@@ -81,7 +82,18 @@ class CollectiveOptions(StudyOptions):
 
 
 def main(options: CollectiveOptions) -> Results | None:
-    """Run the study; see :func:`sidelane.bench.study.run_study`."""
+    """Run the study; see :func:`sidelane.bench.study.run_study`.
+
+    Raises:
+        ValueError: also for an implementation, a variant or a launch that is not known here.
+    """
+    check_asked(
+        choose_place(options.ranks, options.device).device_type,
+        options.collectives,
+        implementations=options.implementations,
+        variants=options.variants,
+        launches=options.launches,
+    )
     return run_study("collectives", CollectiveRow, _measure, options, "collectives")
 
 

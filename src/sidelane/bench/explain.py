@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import rich.console
 import torch
@@ -13,7 +15,7 @@ from sidelane.bench.launch import choose_place
 from sidelane.bench.tables import Line, Table, grouped
 from sidelane.c3.workload import format_bytes
 from sidelane.choice import Abilities, Candidate, Choice, Curve, Profile, candidates, choose, objection
-from sidelane.choice.candidate import EVERYTHING, everything
+from sidelane.choice.candidate import EVERYTHING, GRAPH, everything
 from sidelane.choice.key import CPU, Key, key_here
 from sidelane.choice.store import InForce, builtin, builtin_names, in_force, read
 from sidelane.collectives.arguments import SHARD_ALIGNMENT, aligned_shards
@@ -26,10 +28,31 @@ from sidelane.program import collective as define
 from sidelane.program.build import Alternation
 from sidelane.program.collective import REDUCING, Collective, Kind, ReduceOp, Reduction
 from sidelane.program.ir import MOVES, Copy, Move, Program, describe
-from sidelane.program.kernel import KernelProgram
+from sidelane.program.kernel import KernelProgram, Protocol
 
 RANK = 0
 """Whose part is shown; every rank's is alike."""
+
+UNSHARED = (Kind.BROADCAST, Kind.ALL_REDUCE)
+"""What takes any number of elements: of the others every rank gets as many."""
+
+CALLERS = "stream 0 (of the caller)"
+
+HOW: Mapping[Protocol, str] = MappingProxyType(
+    {
+        Protocol.CELLS: "every 4 bytes with a flag of their own, into the peers' slots",
+        Protocol.PARCELS: "as it is, into places of the peers that are for it alone",
+        Protocol.PUSH: "into the peers' outputs",
+        Protocol.PULL: "out of the peers' staging",
+        Protocol.REDUCE: "out of the peers' staging, and added up",
+        Protocol.DIRECT: "out of the peers' inputs, and added up",
+    }
+)
+"""In few words what ``Protocol`` says."""
+
+SECOND_SHOT: Mapping[Protocol, str] = MappingProxyType(
+    {Protocol.REDUCE: "; the results the same way", Protocol.DIRECT: "; the results into their outputs"}
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,7 +61,8 @@ class ExplainOptions:
 
     Attributes:
         kind: which collective.
-        nbytes: gathered size of an all_gather, local buffer of the others; rounded up to what divides among the ranks.
+        nbytes: gathered size of an all_gather, local buffer of the others; rounded up to whole elements, and to as many
+            for each rank where the collective gives all of them the same.
         dtype: of the elements.
         in_place: input and output share memory.
         captured: into a graph.
@@ -64,7 +88,7 @@ class ExplainOptions:
 
     def __post_init__(self) -> None:
         if self.nbytes < 1:
-            raise ValueError(f"ExplainOptions: nbytes (value={self.nbytes}, allowed=1 and more)")
+            raise ValueError(f"explain: SIZE (value={self.nbytes}, allowed=1 byte and more)")
         if self.machine is not None and self.profile is not None:
             raise ValueError("explain: --machine and --profile exclude each other")
         if self.tensors is not None and (self.tensors < 1 or self.kind not in LISTED):
@@ -83,17 +107,21 @@ class Explanation:
         agreement: the call as all ranks see it.
         choice: what would run.
         by: what it was chosen by.
+        where: on what ranks, in words.
         excluded: candidates that are not legal, with the reason.
         submitted: what rank 0 would hand over, one line each, grouped by where it goes.
         summary: the same in numbers.
+        notes: what is not as it was asked.
     """
 
     agreement: AnyAgreement
     choice: Choice
     by: InForce
+    where: str
     excluded: tuple[tuple[Candidate, str], ...]
     submitted: tuple[tuple[str, tuple[str, ...]], ...]
     summary: str
+    notes: tuple[str, ...] = ()
 
 
 def main(options: ExplainOptions) -> None:
@@ -107,7 +135,7 @@ def explain(options: ExplainOptions) -> Explanation:
     Raises:
         ValueError: no such machine or profile, or a call that does not exist.
     """
-    by, device_type, world_size, abilities = _where(options)
+    by, where, device_type, world_size, abilities = _where(options)
     agreement = _agreement(options, world_size)
     has_driver = by is not None and device_type != CPU
     moves = frozenset[type[Move]]({Copy} if has_driver else MOVES)
@@ -118,21 +146,22 @@ def explain(options: ExplainOptions) -> Explanation:
     reasons = [(found, objection(agreement.call, found, abilities)) for found in everything(options.kind)]
     excluded = tuple((found, reason) for found, reason in reasons if reason)
     program = _one_of(make_program(agreement, choice.candidate, moves))
-    if not isinstance(program, Program):
-        launch = f"launch the kernel {choice.candidate.variant} on {program.blocks} thread blocks at most"
-        return Explanation(agreement, choice, by, excluded, (("stream 0", (launch,)),), "1 kernel, 1 call")
-    if not has_driver:
-        queues = tuple((f"engine {q.engine}", tuple(map(describe, q.commands))) for q in program.queues_of(RANK))
-        return Explanation(agreement, choice, by, excluded, queues, "")
-    submitted, summary = _calls(program, agreement.frozen)
-    return Explanation(agreement, choice, by, excluded, submitted, summary)
+    submitted: tuple[tuple[str, tuple[str, ...]], ...]
+    if isinstance(program, KernelProgram):
+        submitted, summary = ((CALLERS, _launch(program)),), "1 kernel, 1 call"
+    elif has_driver:
+        submitted, summary = _calls(program, agreement.frozen, choice.candidate.launch == GRAPH)
+    else:
+        queues = program.queues_of(RANK)
+        submitted, summary = tuple((f"engine {q.engine}", tuple(map(describe, q.commands))) for q in queues), ""
+    return Explanation(agreement, choice, by, where, excluded, submitted, summary, _rounding(options, agreement))
 
 
 def show(found: Explanation, console: rich.console.Console) -> None:
     """Print for people."""
     call = found.agreement.call
     words = [
-        f"{call.kind} of {format_bytes(call.nbytes)} among {call.world_size} ranks, {call.dtype}",
+        f"{call.kind} of {format_bytes(call.nbytes)} among {_ranks(call.world_size)}, {call.dtype}",
         *([f"{len(found.agreement.parts)} tensors"] if isinstance(found.agreement, ListAgreement) else []),
         "in place" if call.in_place else "out of place",
         "in a graph" if call.captured else "eager",
@@ -140,9 +169,10 @@ def show(found: Explanation, console: rich.console.Console) -> None:
         *([f"beside {call.beside}"] if call.beside != NOTHING else []),
     ]
     console.print(", ".join(words), markup=False, highlight=False, soft_wrap=True)
+    console.print(f"on {found.where}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"by {found.by.where}", markup=False, highlight=False, soft_wrap=True)
     console.print(f"auto takes {found.choice.candidate}: {found.choice.reason}", markup=False, soft_wrap=True)
-    console.print(f"chosen by {found.by.where}", markup=False, soft_wrap=True)
-    for note in found.by.notes:
+    for note in (*found.notes, *found.by.notes):
         console.print(f"note: {note}", markup=False, soft_wrap=True)
     console.print()
     console.print(_table(found).to_rich())
@@ -169,29 +199,55 @@ def _table(found: Explanation) -> Table:
     return Table("Candidates", ("<implementation", "<variant", "expected\nus"), tuple(lines), notes)
 
 
-def _where(options: ExplainOptions) -> tuple[InForce | None, str, int, Abilities]:
-    """What to choose by (None: the machine has to be simulated), type of the devices, ranks, abilities."""
+def _where(options: ExplainOptions) -> tuple[InForce | None, str, str, int, Abilities]:
+    """What to choose by (None: the simulator's times), on what in words, type of the devices, ranks, abilities."""
     name = options.machine
     if options.profile is not None or name in builtin_names():
         profile = builtin(name) if name is not None else read(Path(str(options.profile)))
         if profile is None:
             raise ValueError(f"explain: no such profile (value={str(options.profile)!r})")
-        where = f"the built-in table {name}" if name is not None else str(options.profile)
-        ranks = max((curve.world_size for curve in profile.curves), default=max(profile.key.count, 2))
-        return _placed(InForce(profile, where), profile.key, options.world_size or ranks)
+        where = f"the built-in table {name} ({profile.date[:10]})" if name is not None else str(options.profile)
+        ranks = options.world_size or max(
+            (curve.world_size for curve in profile.curves), default=max(profile.key.count, 2)
+        )
+        return _placed(InForce(profile, where), _devices(profile.key, ranks), profile.key, ranks)
     if name is not None:
         if name not in machine_names() and not name.endswith((".toml", ".json")):
             known = ", ".join(dict.fromkeys((*builtin_names(), *machine_names())))
             raise ValueError(f"explain: machine (value={name!r}, allowed={known}, or a file)")
-        return None, "", options.world_size or find(name).gpus, Abilities()
+        machine = find(name)
+        ranks = options.world_size or machine.gpus
+        devices = machine.title if ranks == machine.gpus else f"{_ranks(ranks)} of {machine.title}"
+        return None, devices, "", ranks, Abilities()
     place = choose_place()
     ranks = options.world_size or place.world_size
     key = key_here(place.device_type, place.world_size)
-    return _placed(in_force(settings.current().profile, key), key, ranks)
+    devices = f"{_devices(key, ranks)} of this machine"
+    if place.on_cpu:
+        devices += ", which has fewer than two GPUs (--machine h200x4 explains some)"
+    return _placed(in_force(settings.current().profile, key), devices, key, ranks)
 
 
-def _placed(by: InForce, key: Key, world_size: int) -> tuple[InForce, str, int, Abilities]:
-    return by, key.device_type, world_size, Abilities() if key.device_type == CPU else EVERYTHING
+def _placed(by: InForce, where: str, key: Key, world_size: int) -> tuple[InForce, str, str, int, Abilities]:
+    return by, where, key.device_type, world_size, Abilities() if key.device_type == CPU else EVERYTHING
+
+
+def _devices(key: Key, ranks: int) -> str:
+    return f"{ranks} CPU process{'es' * (ranks > 1)}" if key.device_type == CPU else f"{ranks} x {key.device}"
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank{'s' * (count > 1)}"
+
+
+def _rounding(options: ExplainOptions, agreement: AnyAgreement) -> tuple[str, ...]:
+    """What is said where the size that was asked for does not exist."""
+    of_all = agreement.call.nbytes // (options.tensors or 1)
+    if of_all == options.nbytes:
+        return ()
+    shared = "" if options.kind in UNSHARED else f" for each of {_ranks(agreement.call.world_size)}"
+    number = "a whole number" if options.kind in UNSHARED else "one whole number"
+    return (f"{options.nbytes} bytes are not {number} of {options.dtype} elements{shared}: explained for {of_all}",)
 
 
 def _agreement(options: ExplainOptions, world_size: int) -> AnyAgreement:
@@ -215,13 +271,14 @@ def _collective(options: ExplainOptions, world_size: int) -> Collective:
     kind, in_place = options.kind, options.in_place
     item = getattr(torch, options.dtype).itemsize
     part = -(-options.nbytes // (world_size * item)) * item
+    whole = -(-options.nbytes // item) * item
     match kind:
         case Kind.ALL_GATHER:
             return define.all_gather([part] * world_size, in_place=in_place)
         case Kind.ALL_TO_ALL:
             return define.all_to_all([[part] * world_size] * world_size, in_place=in_place)
         case Kind.BROADCAST:
-            return define.broadcast(part * world_size, world_size, 0, in_place=True)
+            return define.broadcast(whole, world_size, 0, in_place=True)
         case Kind.SCATTER:
             return define.scatter([part] * world_size, 0)
         case Kind.GATHER:
@@ -230,9 +287,7 @@ def _collective(options: ExplainOptions, world_size: int) -> Collective:
     reduction = Reduction(ReduceOp.SUM, options.dtype)
     if kind is Kind.REDUCE_SCATTER:
         return define.reduce_scatter([part] * world_size, reduction, in_place=in_place)
-    return define.all_reduce(
-        aligned_shards(part * world_size, world_size, SHARD_ALIGNMENT), reduction, in_place=in_place
-    )
+    return define.all_reduce(aligned_shards(whole, world_size, SHARD_ALIGNMENT), reduction, in_place=in_place)
 
 
 def _simulated(name: str, agreement: AnyAgreement) -> InForce:
@@ -245,7 +300,7 @@ def _simulated(name: str, agreement: AnyAgreement) -> InForce:
         times = ((call.nbytes, simulate(program, machine).time_us),)
         curves.append(Curve(call.kind, call.world_size, call.dtype, call.in_place, call.captured, candidate, times))
     profile = Profile(machine.name, Key("", machine.title, machine.gpus), "", "", tuple(curves))
-    return InForce(profile, f"the simulator, for {machine.title}: predicted, and copy engines only")
+    return InForce(profile, "the simulator: predicted, nothing was measured there, and copy engines only")
 
 
 def _one_of(plan: Plan) -> Program | KernelProgram:
@@ -253,15 +308,32 @@ def _one_of(plan: Plan) -> Program | KernelProgram:
     return plan.turns[0] if isinstance(plan, Alternation) else plan
 
 
-def _calls(program: Program, captured: bool) -> tuple[tuple[tuple[str, tuple[str, ...]], ...], str]:
-    """What the CUDA executor asks the driver for, by stream."""
+def _launch(program: KernelProgram) -> tuple[str, ...]:
+    """What a kernel is, and how its bytes travel (docs/kernels.md)."""
+    how = HOW[program.protocol] + (SECOND_SHOT[program.protocol] if program.variant == "two_shot" else "")
+    staging = f", {format_bytes(program.staging_bytes)} of staging" if program.staging_bytes else ""
+    return (
+        f"launch the kernel {program.variant} on {program.blocks} thread blocks at most",
+        f"protocol {program.protocol}: {how}",
+        f"{format_bytes(program.part_bytes)} from rank to rank{staging}",
+    )
+
+
+def _calls(program: Program, captured: bool, cached: bool) -> tuple[tuple[tuple[str, tuple[str, ...]], ...], str]:
+    """What the CUDA executor asks the driver for, by stream. ``cached``: what it keeps as a graph, and launches."""
+    from sidelane.execute.cuda.calls import Route
     from sidelane.execute.cuda.count import counts_of
     from sidelane.execute.cuda.describe import describe_call
     from sidelane.execute.cuda.plan import plan_calls
 
-    plan = plan_calls(program, RANK, captured=captured)
+    plan = plan_calls(program, RANK, captured=captured or cached)
     streams = tuple(
-        (f"stream {number}{' (of the caller)' if number == 0 else ''}", tuple(map(describe_call, plan.calls(number))))
+        (
+            f"stream {number} in the graph" if cached else f"stream {number}" if number else CALLERS,
+            tuple(map(describe_call, plan.calls(number))),
+        )
         for number in range(plan.streams)
     )
-    return streams, str(counts_of(plan))
+    if cached:
+        streams = (("the caller's stream", ("launch the graph that the first such call made:",)), *streams)
+    return streams, str(counts_of(plan, Route.LAUNCH if cached else Route.CAPTURE if captured else Route.DIRECT))

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from sidelane.bench import phases_check
-from sidelane.bench.launch import Rank
+from sidelane.bench.asked import check_asked
+from sidelane.bench.launch import Rank, choose_place
 from sidelane.bench.measure import Meter
 from sidelane.bench.phases_pace import Pacer
 from sidelane.bench.phases_predict import phase_row, predicted_row
@@ -72,7 +73,12 @@ class PhasesOptions(StudyOptions):
 
 
 def main(options: PhasesOptions) -> Results | None:
-    """Run the study; see :func:`sidelane.bench.study.run_study`."""
+    """Run the study; see :func:`sidelane.bench.study.run_study`.
+
+    Raises:
+        ValueError: also for a launch that is not known here.
+    """
+    check_asked(choose_place(options.ranks, options.device).device_type, (), launches=options.launches)
     return run_study("phases", PhaseRow, _measure, options, "phases")
 
 

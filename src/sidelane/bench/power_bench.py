@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from sidelane.bench import results as result_files
+from sidelane.bench.asked import check_asked
 from sidelane.bench.candidates import Candidate, Implementation, Prepared, candidates_of
 from sidelane.bench.collective_bench import calls_per_sample
 from sidelane.bench.launch import Rank, choose_place
@@ -25,6 +26,7 @@ from sidelane.bench.results import PowerRow, Results
 from sidelane.bench.roster import Roster, make_roster
 from sidelane.bench.study import Sender, StudyOptions, run_study
 from sidelane.c3.workload import format_bytes
+from sidelane.choice.candidate import DMA
 from sidelane.errors import UnavailableError
 from sidelane.machine import local
 from sidelane.program.collective import Kind
@@ -85,12 +87,19 @@ def main(options: PowerOptions) -> Results | None:
 
     Raises:
         UnavailableError: nothing here tells its power.
-        ValueError: ``options.fill`` is not a file of collectives of this machine.
+        ValueError: ``options.fill`` is not a file of collectives of this machine, or a name is not known here.
     """
     place = choose_place(options.ranks, options.device)
     problem = "needs GPUs, and here ranks are CPU processes" if place.on_cpu else local.power_problem()
     if problem is not None:
         raise UnavailableError(f"power: {problem} (sidelane power --machine h200x4 predicts instead)")
+    check_asked(
+        place.device_type,
+        options.collectives,
+        implementations=options.implementations,
+        variants=options.variants,
+        chosen_from=(DMA,),
+    )
     collectives = None if options.fill is None else result_files.read(options.fill)
     results = run_study("power", PowerRow, _measure, options, "power")
     if results is not None and collectives is not None and options.fill is not None:
@@ -189,7 +198,7 @@ class PowerBench:
             if name == "auto" and name not in options.implementations:
                 continue  # the choice is one of the others
             launch = options.launch if options.launch in implementation.launches else "eager"
-            only = options.variants if name == "dma" else ()
+            only = options.variants if name == DMA else ()
             for candidate in candidates_of(implementation, case.kind, only=only, launches=(launch,)):
                 if not options.places or ("in" if candidate.in_place else "out") in options.places:
                     found[candidate] = implementation

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection
 import torch.distributed as dist
 
 from sidelane import config as settings
+from sidelane.bench.asked import check_implementations, implementations
 from sidelane.bench.candidates import Auto, Dma, Implementation, Kernels
 from sidelane.bench.launch import Rank
 from sidelane.bench.measure import Meter
@@ -79,6 +80,7 @@ def make_roster(
     Raises:
         ValueError: a name is not known on this kind of device.
     """
+    check_implementations(wanted, rank.device.type, with_auto=with_auto)
     # A group of the study's own: what ranks tell each other after a failure must not meet what a communicator was in
     # the middle of saying.
     control = dist.new_group(backend="gloo")
@@ -116,11 +118,8 @@ def make_roster(
         makers["auto"] = needs_own(Auto)
         if rank.device.type != "cpu":
             makers["sm"] = needs_own(Kernels)
-    unknown = sorted(set(wanted) - set(makers))
-    if unknown:
-        raise ValueError(f"implementations: {', '.join(unknown)} (allowed here={', '.join(makers)})")
     roster = Roster(meter, kernels_of=find_kernels)
-    for name, make in makers.items():
+    for name in implementations(rank.device.type, with_auto=with_auto):
         if not wanted or name in wanted:
-            roster.add(name, make)
+            roster.add(name, makers[name])
     return roster

@@ -150,7 +150,7 @@ def run_study(
 
     Raises:
         RankFailedError: a rank failed. What had been measured until then is published first.
-        ValueError: options do not fit this machine.
+        ValueError: options do not fit this machine, or leave nothing to measure.
     """
     place = choose_place(options.ranks, options.device)
     console = None if options.quiet else rich.console.Console()
@@ -163,6 +163,8 @@ def run_study(
         if not follower.rows:
             raise
         failure = error
+    if not follower.rows:
+        raise ValueError(f"{study}: nothing that was asked for can run here ({_asked(options)})")
     results = collect(
         study, follower.rows, device_type=place.device_type, ranks=place.world_size, command=options.command
     )
@@ -191,6 +193,13 @@ def follow(follower: Follower[R], measure: Callable[..., int], options: StudyOpt
             progress=follower,
         )
     return finished is not None
+
+
+def _asked(options: StudyOptions) -> str:
+    """What narrows a study down, in words."""
+    names = ("collectives", "implementations", "variants", "launches", "places")
+    given = [(name, getattr(options, name, ())) for name in names]
+    return ", ".join(f"{name}={', '.join(value)}" for name, value in given if value)
 
 
 def publish(results: Results, options: StudyOptions, console: rich.console.Console | None) -> None:

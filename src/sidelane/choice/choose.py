@@ -7,7 +7,7 @@ import dataclasses
 from sidelane.choice.candidate import DMA, EVERYTHING, FIRST, SM, Abilities, Call, Candidate, candidates
 from sidelane.choice.profile import Profile
 from sidelane.program.build import ALTERNATING
-from sidelane.program.collective import Kind
+from sidelane.program.collective import REDUCING, Kind
 from sidelane.program.kernel import NARROW, may_be_direct
 
 SMALL_BYTES = 1 << 20
@@ -66,6 +66,7 @@ def choose(profile: Profile | None, call: Call, abilities: Abilities = EVERYTHIN
             (f"with {curve.world_size} ranks", curve.world_size != call.world_size),
             ("in place" if curve.in_place else "out of place", curve.in_place != call.in_place),
             ("in a graph" if curve.captured else "eager", curve.captured != call.captured),
+            (f"with {curve.dtype}", curve.dtype != call.dtype and call.kind in REDUCING),
             ("on symmetric memory", not call.symmetric),
         )
         if different

@@ -87,7 +87,7 @@ def collective(
         from sidelane.bench.launch import choose_place
 
         on_cpu = choose_place(others["ranks"], others["device"]).on_cpu
-        sizes = tuple(sizes_between(min_bytes, max_bytes or (16 << 20 if on_cpu else 4 << 30), factor))
+        sizes = tuple(sizes_between(min_bytes, _or(max_bytes, 16 << 20 if on_cpu else 4 << 30), factor))
         kinds = KINDS if ALL in collectives else collectives
         collective_bench.main(
             collective_bench.CollectiveOptions(
@@ -144,7 +144,7 @@ def phases(
             refuse_beside_machine(*allowed)
             from sidelane.bench import phases_predict
 
-            sizes = tuple(sizes_between(min_bytes, max_bytes or 1 << 30, factor))
+            sizes = tuple(sizes_between(min_bytes, _or(max_bytes, 1 << 30), factor))
             sys.exit(
                 phases_predict.main(
                     phases_predict.PredictOptions(
@@ -165,7 +165,7 @@ def phases(
         phases_bench.main(
             phases_bench.PhasesOptions(
                 operations=chosen,
-                sizes=tuple(sizes_between(min_bytes, max_bytes or (4 << 20 if place.on_cpu else 1 << 30), factor)),
+                sizes=tuple(sizes_between(min_bytes, _or(max_bytes, 4 << 20 if place.on_cpu else 1 << 30), factor)),
                 variants=variants,
                 launches=() if launch == "both" else (launch,),
                 json=json_file,
@@ -243,15 +243,23 @@ def chain(
     """Measure a GEMM, an all-gather of what it made, and a GEMM that reads it, with no host in between."""
     with plain_errors():
         from sidelane.bench import chain_bench
+        from sidelane.bench.asked import check_asked
         from sidelane.bench.launch import choose_place
 
-        on_cpu = choose_place(others["ranks"], others["device"]).on_cpu
-        largest = max_bytes if max_bytes is not None else 4 << 20 if on_cpu else 256 << 20
+        place = choose_place(others["ranks"], others["device"])
+        asked = {name: others[name] for name in ("implementations", "variants")}
+        launches = () if launch == "both" else (launch,)
+        check_asked(place.device_type, (Kind.ALL_GATHER,), launches=launches, **asked)
         chain_bench.main(
             chain_bench.ChainOptions(
-                sizes=tuple(sizes_between(min_bytes, largest, factor)),
-                launches=() if launch == "both" else (launch,),
+                sizes=tuple(sizes_between(min_bytes, _or(max_bytes, 4 << 20 if place.on_cpu else 256 << 20), factor)),
+                launches=launches,
                 json=json_file,
                 **others,
             )
         )
+
+
+def _or(given: int | None, default: int) -> int:
+    """0 is a size that somebody gave, and is refused as such."""
+    return default if given is None else given

@@ -20,6 +20,10 @@ def plain_errors() -> Iterator[None]:
         yield
     except (ValueError, TypeError) as problem:
         raise click.UsageError(str(problem)) from problem
+    except BrokenPipeError:
+        raise  # who reads has seen enough, and click says nothing
+    except OSError as problem:
+        raise click.ClickException(str(problem)) from problem
     except SidelaneError as problem:
         from sidelane.bench.launch import RankFailedError
 

@@ -23,14 +23,20 @@ KINDS = tuple(kind.value for kind in Kind if kind not in (Kind.SCATTER, Kind.GAT
 def size(context: click.Context, option: click.Parameter, value: Any) -> Any:
     """Read ``1K``, ``64M``, ``4G`` or a plain number of bytes; several where the option may be repeated."""
     try:
-        return tuple(map(parse_bytes, value)) if isinstance(value, tuple) else value and parse_bytes(value)
+        return (
+            tuple(map(parse_bytes, value))
+            if isinstance(value, tuple)
+            else value
+            if value is None
+            else parse_bytes(value)
+        )
     except ValueError as problem:
         raise click.BadParameter(str(problem)) from problem
 
 
 def names(context: click.Context, option: click.Parameter, value: str) -> tuple[str, ...]:
-    """Read names separated by commas."""
-    return tuple(filter(None, (part.strip() for part in value.split(","))))
+    """Read names separated by commas, each once."""
+    return tuple(dict.fromkeys(filter(None, (part.strip() for part in value.split(",")))))
 
 
 def study_options(command: C) -> C:

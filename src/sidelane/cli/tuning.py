@@ -57,7 +57,7 @@ def tune(collectives: tuple[str, ...], from_results: Path | None, output: Path |
 
 
 @click.command()
-@click.argument("collective", type=click.Choice([kind.value for kind in Kind]))
+@click.argument("collective", metavar="COLLECTIVE", type=click.Choice([kind.value for kind in Kind]))
 @click.argument("nbytes", metavar="SIZE", callback=size)
 @click.option("--in-place", is_flag=True, help="Input and output share memory.")
 @click.option("--graph", "captured", is_flag=True, help="The call is captured into a graph.")
@@ -73,7 +73,10 @@ def tune(collectives: tuple[str, ...], from_results: Path | None, output: Path |
 def explain(collective: str, **others: Any) -> None:
     """Show what `auto` takes for a call, why, what else it could take, and what would be submitted.
 
-    SIZE is the gathered size of an all_gather and the local buffer of the others: 64K, 1M. Needs no GPU.
+    COLLECTIVE is all_gather, all_to_all, broadcast, scatter, gather, reduce_scatter or all_reduce. SIZE is the gathered
+    size of an all_gather and the local buffer of the others: 64K, 1M.
+
+    Without --machine: for the GPUs that are here, or for CPU processes where there are fewer than two. Needs no GPU.
     """
     with plain_errors():
         from sidelane.bench import explain as explaining

@@ -1,0 +1,91 @@
+"""What a study is asked for by name, held against what there is: mistakes are found before any rank starts."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from sidelane.choice import Abilities, Candidate
+from sidelane.choice.candidate import CALLS, DMA, EVERYTHING, IMPLEMENTATIONS, everything
+from sidelane.choice.key import CPU
+from sidelane.collectives.plan import AUTO, PRELAUNCH
+from sidelane.program.build import ALTERNATING
+from sidelane.program.collective import Kind
+
+ON_CPUS = ("gloo", "dma", "auto")
+ON_GPUS = ("nccl", "nccl_ce", "symm_mem", "dma", "auto", "sm")
+"""Names of implementations, in the order of a study."""
+
+
+def implementations(device_type: str, *, with_auto: bool = False) -> tuple[str, ...]:
+    """Names that a study knows on a kind of device.
+
+    Args:
+        device_type: where the ranks' tensors are.
+        with_auto: ``auto`` is a variant of ``dma`` in this study, and no kernel of Sidelane's takes part.
+
+    >>> implementations("cpu")
+    ('gloo', 'dma', 'auto')
+    """
+    names = ON_CPUS if device_type == CPU else ON_GPUS
+    return tuple(name for name in names if not (with_auto and name in ("auto", "sm")))
+
+
+def check_implementations(wanted: Collection[str], device_type: str, *, with_auto: bool = False) -> None:
+    """Refuse an implementation that is not known on a kind of device.
+
+    Raises:
+        ValueError: with the allowed names.
+    """
+    known = implementations(device_type, with_auto=with_auto)
+    unknown = [name for name in wanted if name not in known]
+    if unknown:
+        where = "CPU ranks" if device_type == CPU else "GPUs"
+        raise ValueError(
+            f"implementations: not known on {where} (value={', '.join(unknown)}, allowed={', '.join(known)})"
+        )
+
+
+def check_asked(
+    device_type: str,
+    kinds: Sequence[Kind],
+    *,
+    implementations: Collection[str] = (),
+    variants: Sequence[str] = (),
+    launches: Collection[str] = (),
+    chosen_from: Sequence[str] = IMPLEMENTATIONS,
+    with_auto: bool = False,
+) -> None:
+    """Refuse names that a study could only leave out in silence. A variant of one of the collectives is enough.
+
+    Args:
+        device_type: where the ranks' tensors are.
+        kinds: collectives of the study.
+        implementations: asked for; empty for all.
+        variants: asked for; empty for all.
+        launches: asked for; empty for all.
+        chosen_from: Sidelane's implementations whose variants can be chosen.
+        with_auto: as :func:`implementations` has it.
+
+    Raises:
+        ValueError: with what was given and what is allowed.
+    """
+    check_implementations(implementations, device_type, with_auto=with_auto)
+    if device_type == CPU and launches and "eager" not in launches:
+        raise ValueError(f"launch: CPU ranks have no graphs (value={', '.join(launches)}, allowed=eager)")
+    abilities = Abilities() if device_type == CPU else EVERYTHING
+    here = [name for name in chosen_from if name in abilities.implementations]
+    own = [name for name in here if name in implementations] or here
+    found = [one for kind in kinds for one in everything(kind, abilities) if one.implementation in own]
+    known = [*([AUTO] if with_auto else []), *dict.fromkeys(one.name for one in found)]
+    ahead = dict.fromkeys(one.name for one in found if _can_be_prelaunched(one))
+    unknown = [name for name in variants if name not in known and name.removesuffix(PRELAUNCH) not in ahead]
+    if unknown:
+        suffixed = f"; {', '.join(ahead)} also with {PRELAUNCH}" if ahead else ""
+        raise ValueError(
+            f"variants: no such variant of {' or '.join(own)} for {' or '.join(kinds)} "
+            f"(value={', '.join(unknown)}, allowed={', '.join(known)}{suffixed})"
+        )
+
+
+def _can_be_prelaunched(candidate: Candidate) -> bool:
+    return candidate.implementation == DMA and candidate.launch == CALLS and candidate.variant != ALTERNATING
