@@ -1,4 +1,4 @@
-"""Baselines on NVIDIA GPUs: NCCL's kernels, NCCL on copy engines, and PyTorch's low-contention all-gather.
+"""Baselines on NVIDIA GPUs: NCCL's kernels, and NCCL on copy engines.
 
 How each gets its best configuration:
 
@@ -10,13 +10,12 @@ How each gets its best configuration:
   of ``ncclMemAlloc``: both buffers are allocated first and registered then, because registering is collective and
   PyTorch's hook for later allocations would do it inside the allocator. (``symm_mem.set_backend("NCCL")`` is the other
   way, but it is global and Sidelane itself uses the CUDA backend.) An all-to-all in place does not exist in NCCL.
-- ``symm_mem``: ``_low_contention_all_gather``, whose input is in symmetric memory (so it needs no staging copy). It
-  allocates its output.
+
+PyTorch's own operators are in ``baselines_symm_mem.py``.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from types import MappingProxyType
@@ -193,51 +192,6 @@ class Windows:
         self._backend.deregister_mem_pool(self._pool)
         del self.buffers
         self._pool = None  # the communicator goes when the process group of the run is destroyed
-
-
-class LowContention:
-    """``torch.ops.symm_mem._low_contention_all_gather``: pulls with copies, between two barrier kernels."""
-
-    name = "symm_mem"
-    launches: tuple[str, ...] = ("eager", "graph")
-
-    def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
-        chosen = group if group is not None else dist.group.WORLD
-        assert chosen is not None
-        self._device = device
-        self._group_name = chosen.group_name
-        self._input: torch.Tensor | None = None
-
-    def variants(self, kind: Kind, in_place: bool) -> tuple[str, ...]:
-        return ("",) if kind is Kind.ALL_GATHER and not in_place else ()
-
-    def reserve(self, output_bytes: int, input_bytes: int) -> None:
-        import torch.distributed._symmetric_memory as symm_mem
-
-        self._input = symm_mem.empty(input_bytes, dtype=torch.uint8, device=self._device)
-        try:
-            symm_mem.rendezvous(self._input, self._group_name)
-        except RuntimeError as error:
-            # Older versions must be told of a group first; newer ones know them all, and warn of being told.
-            if "no group info" not in str(error):
-                raise
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", FutureWarning)
-                symm_mem.enable_symm_mem_for_group(self._group_name)
-            symm_mem.rendezvous(self._input, self._group_name)
-
-    def tensors(self, case: Case, candidate: Candidate) -> Tensors:
-        assert self._input is not None, "reserve comes first"
-        return Tensors(None, self._input[: case.input_bytes].view(case.dtype))
-
-    def start(self, case: Case, tensors: Tensors, variant: str) -> Callable[[], None]:
-        gathered = torch.ops.symm_mem._low_contention_all_gather(tensors.input, self._group_name)
-        # The operator runs on a stream of its own; this orders the current one behind it.
-        tensors.output = torch.ops._c10d_functional.wait_tensor(gathered)
-        return nothing_to_wait_for
-
-    def close(self) -> None:
-        self._input = None
 
 
 def device_barrier(device: torch.device, group: dist.ProcessGroup | None = None) -> Callable[[], None]:

@@ -46,10 +46,17 @@ class Candidate:
 
 @dataclasses.dataclass(slots=True)
 class Tensors:
-    """Where a call reads and writes, 1-d. ``output`` is None until an implementation that allocates it has run."""
+    """Where a call reads and writes, 1-d.
+
+    Attributes:
+        output: None until an implementation that allocates it has run.
+        input: what is read.
+        keeps_input: False where a run overwrites its input although it is out of place.
+    """
 
     output: torch.Tensor | None
     input: torch.Tensor
+    keeps_input: bool = True
 
 
 class Implementation(Protocol):
@@ -247,7 +254,9 @@ class Prepared:
     @property
     def repeatable(self) -> bool:
         """True if a second run on the same input gives the same output: the first one has not overwritten the input."""
-        return not self.in_place or self.case.kind in (Kind.ALL_GATHER, Kind.BROADCAST)
+        if self.in_place:
+            return self.case.kind in (Kind.ALL_GATHER, Kind.BROADCAST)
+        return self._tensors.keeps_input
 
     @property
     def tensors(self) -> Tensors:

@@ -92,7 +92,8 @@ def make_roster(
         meter = Meter(rank.device, timeout_s=timeout_s, group=control)
         makers = {"gloo": Gloo}
     else:
-        from sidelane.bench.baselines_cuda import LowContention, Nccl, NcclCopyEngines, device_barrier, kernels_of
+        from sidelane.bench.baselines_cuda import Nccl, NcclCopyEngines, device_barrier, kernels_of
+        from sidelane.bench.baselines_symm_mem import SymmetricMemory
 
         find_kernels = kernels_of
 
@@ -100,7 +101,7 @@ def make_roster(
         makers = {
             "nccl": lambda: Nccl(rank.device, meter),
             "nccl_ce": lambda: NcclCopyEngines(rank.device, timeout_s, meter),
-            "symm_mem": lambda: LowContention(rank.device),
+            "symm_mem": lambda: SymmetricMemory(rank.device, meter),
         }
     own: list[Dma] = []
 
