@@ -235,7 +235,13 @@ def power(
 @click.option("--max-bytes", metavar="SIZE", callback=size, help="Largest size. Default: 256M on GPUs, 4M on CPUs.")
 @click.option("--factor", type=click.IntRange(min=2), default=4, show_default=True, help="A size over the one before.")
 @click.option("--variants", metavar="NAME,...", callback=names, default="", help="Of Sidelane's. Default: all.")
-@click.option("--launch", type=click.Choice(["eager", "graph", "both"]), default="both", show_default=True)
+@click.option(
+    "--launch",
+    type=click.Choice(["eager", "graph", "prelaunched", ALL]),
+    default=ALL,
+    show_default=True,
+    help="prelaunched: Sidelane's copy engines, armed ahead of the first GEMM.",
+)
 @study_options
 def chain(
     min_bytes: int, max_bytes: int | None, factor: int, launch: str, json_file: Path | None, **others: Any
@@ -250,7 +256,7 @@ def chain(
         chain_bench.main(
             chain_bench.ChainOptions(
                 sizes=tuple(sizes_between(min_bytes, largest, factor)),
-                launches=() if launch == "both" else (launch,),
+                launches=() if launch == ALL else (launch,),
                 json=json_file,
                 **others,
             )
