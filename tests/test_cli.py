@@ -12,7 +12,17 @@ from click.testing import CliRunner, Result
 
 import sidelane
 from sidelane import cli
-from sidelane.bench import c3_bench, claims, collective_bench, info, reference, sim_overlap, sim_study, study
+from sidelane.bench import (
+    c3_bench,
+    chain_bench,
+    claims,
+    collective_bench,
+    info,
+    reference,
+    sim_overlap,
+    sim_study,
+    study,
+)
 from sidelane.bench.asked import check_asked
 from sidelane.bench.launch import RankFailedError
 from sidelane.c3.workload import parse_workload
@@ -28,9 +38,10 @@ def run(*arguments: str) -> Result:
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Stands in for the studies; holds the options that they were called with."""
-    seen = SimpleNamespace(collective=None, c3=None)
+    seen = SimpleNamespace(collective=None, c3=None, chain=None)
     monkeypatch.setattr(collective_bench, "main", lambda options: setattr(seen, "collective", options))
     monkeypatch.setattr(c3_bench, "main", lambda options: setattr(seen, "c3", options))
+    monkeypatch.setattr(chain_bench, "main", lambda options: setattr(seen, "chain", options))
     return seen
 
 
@@ -79,6 +90,16 @@ def test_collective_options(asked: SimpleNamespace, tmp_path: Path):
 def test_all_means_all_that_can_be_measured(asked: SimpleNamespace):
     run("collective", "--collective", "all", "--device", "cpu")
     assert set(asked.collective.collectives) == set(reference.KINDS)
+
+
+@pytest.mark.parametrize(
+    ("words", "launches"), [((), ()), (("--launch", "all"), ()), (("--launch", "prelaunched"), ("prelaunched",))]
+)
+def test_chain_launches(asked: SimpleNamespace, words: tuple[str, ...], launches: tuple[str, ...]):
+    result = run("chain", "--device", "cpu", "--variants", "b2b", *words)
+    assert result.exit_code == 0, result.output
+    assert (asked.chain.launches, asked.chain.variants) == (launches, ("b2b",))
+    assert asked.chain.sizes == (1 << 20, 4 << 20)
 
 
 def test_c3_defaults(asked: SimpleNamespace):

@@ -12,7 +12,7 @@ import rich.console
 
 from sidelane.bench import report
 from sidelane.bench.pictures import draw
-from sidelane.bench.results import C3Row, CollectiveRow, Results, bus_gbps
+from sidelane.bench.results import C3Row, ChainRow, CollectiveRow, Results, bus_gbps
 from sidelane.bench.tables import tables_of
 
 FROM = {
@@ -72,6 +72,29 @@ def c3(pairs: int = 1) -> Results:
     return Results(study="c3", rows=tuple(rows), **FROM)
 
 
+def chain_row(
+    nbytes: int, launch: str, implementation: str, variant: str, time_us: float | None, in_place: bool = True
+) -> ChainRow:
+    note = "" if time_us else "could not run: [no] | luck"
+    figures = (100.0, time_us, time_us, time_us, time_us is not None or None, note)
+    return ChainRow(nbytes, "bfloat16", in_place, launch, implementation, variant, *figures)
+
+
+def chain() -> Results:
+    rows = [
+        chain_row(1 << 20, "eager", "nccl", "window", 4040.0, in_place=False),
+        chain_row(1 << 20, "eager", "nccl_ce", "", 4100.0),
+        chain_row(1 << 20, "eager", "symm_mem", "", None),
+        chain_row(1 << 20, "eager", "auto", "one_shot", 5050.0),
+        chain_row(1 << 20, "eager", "dma", "alternating+graph", 5000.0, in_place=False),
+        chain_row(1 << 20, "prelaunched", "dma", "b2b", 4000.0),
+        chain_row(1 << 20, "prelaunched", "dma", "pcpy", None),
+        chain_row(4 << 20, "graph", "dma", "b2b", 200.0),
+        chain_row(4 << 20, "graph", "auto", "one_shot", 190.0),
+    ]
+    return Results(study="chain", rows=tuple(rows), **FROM)
+
+
 def printed(results: Results, width: int = 120) -> str:
     console = rich.console.Console(file=io.StringIO(), width=width)
     report.show(results, console)
@@ -89,6 +112,17 @@ def test_the_fastest_of_each_size_is_set_off():
     assert [line.cells[0] for line in table.lines if line.rule] == ["1K", "1M", "1G"]
 
 
+def test_the_chain_begins_with_the_fastest_of_both_sides():
+    first, *others = tables_of(chain())
+    assert [(line.cells, line.best) for line in first.lines] == [
+        (("1M", "eager", "alternating+graph out", "5000", "5050", "nccl window out", "4040", "0.808"), False),
+        # Libraries have no prelaunched calls: what they do eagerly is what there is.
+        (("1M", "prelaunched", "b2b in", "4000", "-", "nccl window out", "4040", "1.010"), True),
+        (("4M", "graph", "one_shot in", "190", "190", "", "-", "-"), False),
+    ]
+    assert [table.title.rsplit(", ")[-1] for table in others] == ["eager", "graph", "prelaunched"]
+
+
 def test_different_ways_to_call_do_not_share_a_table():
     results = collectives()
     rows = [dataclasses.replace(results.rows[0], in_place=place, launch=launch) for place in (False, True)
@@ -97,7 +131,7 @@ def test_different_ways_to_call_do_not_share_a_table():
     assert len(set(titles)) == 4
 
 
-@pytest.mark.parametrize("results", [collectives(), c3()], ids=["collectives", "c3"])
+@pytest.mark.parametrize("results", [collectives(), c3(), chain()], ids=["collectives", "c3", "chain"])
 def test_tables_fit_a_terminal_of_80_columns(results: Results):
     text = printed(results, width=80)
     assert "…" not in text

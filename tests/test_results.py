@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sidelane.bench import provenance, results
-from sidelane.bench.results import C3Row, CollectiveRow, Results, bus_gbps, collect, read, write
+from sidelane.bench.results import C3Row, ChainRow, CollectiveRow, Results, bus_gbps, collect, read, write
 
 COLLECTIVE = CollectiveRow(
     "all_gather", 1024, "bfloat16", False, "eager", "dma", "b2b", False, 12.345678, 11.0, 14.0, 0.25, None, True
@@ -18,6 +18,10 @@ COLLECTIVE = CollectiveRow(
 C3 = C3Row(
     *("cb1", 8192, 8192, 8192, "bfloat16", "all_gather", 896 << 20, "C-long", "conccl", ""),
     *(1410.0, 1850.0, 1840.0, 1860.0, 1.747, 1.766, 97.5, 110.0, True, "b2b in place"),
+)
+CHAIN = ChainRow(
+    *(1 << 20, "bfloat16", True, "prelaunched", "dma", "b2b"),
+    *(12.5, 31.0, 30.0, 32.0, True),
 )
 COLLECTIVE_KEYS = [
     *("collective", "bytes", "dtype", "in_place", "launch", "implementation", "variant", "prelaunch"),
@@ -32,8 +36,8 @@ C3_KEYS = [
 ]
 
 
-@pytest.mark.parametrize(("study", "row"), [("collectives", COLLECTIVE), ("c3", C3)])
-def test_files_come_back(tmp_path: Path, study: str, row: CollectiveRow | C3Row):
+@pytest.mark.parametrize(("study", "row"), [("collectives", COLLECTIVE), ("c3", C3), ("chain", CHAIN)])
+def test_files_come_back(tmp_path: Path, study: str, row: CollectiveRow | C3Row | ChainRow):
     written = collect(study, [row], device_type="cpu", ranks=2, command="sidelane something")
     path = write(tmp_path / "deep" / "file.json", written)
     back = read(path)
@@ -66,6 +70,12 @@ def test_the_keys_that_other_tools_read():
 def test_rows_refuse(change: dict[str, object], message: str):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(COLLECTIVE, **change)
+
+
+def test_only_chains_are_prelaunched():
+    for row, launch in ((COLLECTIVE, "prelaunched"), (CHAIN, "lazy")):
+        with pytest.raises(ValueError, match="launch"):
+            dataclasses.replace(row, launch=launch)
 
 
 def test_a_wrong_result_is_a_row_without_a_time():

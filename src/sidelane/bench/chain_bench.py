@@ -3,7 +3,12 @@
     producer GEMM writes this rank's shard -> all-gather -> consumer GEMM reads everyone's
 
 All three are handed to one stream. The end of the producer releases the copies, and their end the consumer, by flags on
-the device; no host stands in between. Eager and as one graph, for every implementation, next to both GEMMs alone.
+the device; no host stands in between. Eager and as one graph, for every implementation, next to both GEMMs alone; and
+with Sidelane's copies prelaunched, which a graph cannot hold (docs/prelaunch.md):
+
+    host      arm(): copies, signals   produce()   trigger()         consume()
+    stream    ........................ GEMM ------ write | wait done . GEMM
+    engines   wait trigger ............................. copies, signals . done
 """
 
 from __future__ import annotations
@@ -15,14 +20,16 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.distributed as dist
 
-from sidelane.bench.candidates import Candidate, Prepared, candidates_of, captured
+from sidelane.bench.candidates import Candidate, Dma, Implementation, Prepared, candidates_of, captured
 from sidelane.bench.launch import Rank
 from sidelane.bench.measure import Job, Meter, Rounds
 from sidelane.bench.reference import Case
-from sidelane.bench.results import ChainRow, Results
+from sidelane.bench.results import LAUNCHES, PRELAUNCHED, ChainRow, Results
 from sidelane.bench.roster import Roster, make_roster
 from sidelane.bench.study import Sender, StudyOptions, run_study
 from sidelane.c3.workload import format_bytes
+from sidelane.collectives import Communicator
+from sidelane.collectives.prelaunched import Prelaunched, prelaunchable
 from sidelane.program.collective import Kind
 
 WIDTH = 4096
@@ -44,7 +51,7 @@ class ChainOptions(StudyOptions):
     Attributes:
         sizes: gathered bytes; multiples of a row of ``WIDTH`` elements on every rank.
         variants: of Sidelane's collectives; empty takes all.
-        launches: ``eager``, ``graph``; empty takes both where both exist.
+        launches: ``eager``, ``graph``, ``prelaunched``; empty takes all that exist.
         warmup: rounds before the measured ones.
         repeats: measured rounds.
     """
@@ -54,6 +61,12 @@ class ChainOptions(StudyOptions):
     launches: tuple[str, ...] = ()
     warmup: int = 3
     repeats: int = 11
+
+    def __post_init__(self) -> None:
+        StudyOptions.__post_init__(self)
+        allowed = (*LAUNCHES, PRELAUNCHED)
+        if not set(self.launches) <= set(allowed):
+            raise ValueError(f"ChainOptions: launches (value={self.launches}, allowed={', '.join(allowed)})")
 
 
 def main(options: ChainOptions) -> Results | None:
@@ -76,7 +89,7 @@ def _measure(rank: Rank, options: ChainOptions) -> int:
     count = 0
     for case in cases:
         sender.step(f"chain over an all-gather of {format_bytes(case.nbytes)}")
-        for row in _rows(roster, case, options, seeds):
+        for row in measure_case(roster, case, options, seeds):
             sender.row(row)
             count += 1
     roster.close()
@@ -90,6 +103,10 @@ class _Chain:
         self.collective = collective
         self._gemms = gemms
         self._graph: torch.cuda.CUDAGraph | None = None
+
+    def preparation(self) -> tuple[Callable[[], None], ...]:
+        """What must come before the first run, in steps each of which can fail."""
+        return ()
 
     def run(self) -> None:
         """Produce, gather, consume, once."""
@@ -112,8 +129,50 @@ class _Chain:
             self.run()
 
     def release(self) -> None:
+        """Drop the graph, and what :meth:`preparation` made. All ranks alike."""
         self._graph = None
         self.collective.release()
+
+
+class _PrelaunchedChain(_Chain):
+    """The chain with its all-gather armed ahead of the producer, and fired behind it."""
+
+    def __init__(self, gemms: _Gemms, collective: Prepared, communicator: Communicator) -> None:
+        super().__init__(gemms, collective)
+        self._communicator = communicator
+        self._handle: Prelaunched | None = None
+
+    def preparation(self) -> tuple[Callable[[], None], ...]:
+        output, input = self.collective.tensors.output, self.collective.tensors.input
+        assert output is not None, "Sidelane writes into tensors that it is given"
+
+        def load() -> None:
+            # CUDA loads a kernel at its first launch, which would wait for what is armed.
+            self._gemms.produce(input)
+            self._gemms.consume(output)
+
+        def prepare() -> None:
+            self._handle = self._communicator.prepare_all_gather(output, input, variant=self.collective.variant)
+
+        return load, prepare
+
+    def run(self) -> None:
+        """Arm, produce, fire, consume, once. Nothing else may come between the first and the third."""
+        handle, tensors = self._handle, self.collective.tensors
+        assert handle is not None, "its preparation comes first"
+        assert tensors.output is not None
+        handle.arm()
+        try:
+            self._gemms.produce(tensors.input)
+        finally:
+            handle.trigger()  # without a product, too: the peers wait for this rank's copies
+        self._gemms.consume(tensors.output)
+
+    def release(self) -> None:
+        if self._handle is not None:
+            self._handle.close()
+        self._handle = None
+        super().release()
 
 
 class _Gemms:
@@ -156,17 +215,26 @@ class _Gemms:
         return torch.mm(torch.cat(parts), self.v)
 
 
-def _rows(roster: Roster, case: Case, options: ChainOptions, seeds: Iterator[int]) -> Iterator[ChainRow]:
+def measure_case(roster: Roster, case: Case, options: ChainOptions, seeds: Iterator[int]) -> Iterator[ChainRow]:
+    """Measure all that takes part at one size. Collective.
+
+    Args:
+        roster: what takes part; its buffers hold the case.
+        case: an all_gather of whole rows of ``WIDTH`` elements.
+        options: of the study.
+        seeds: gives seeds, the same on every rank.
+
+    Yields:
+        Rows, the same on every rank.
+    """
     meter = roster.meter
     ready: dict[Candidate, _Chain] = {}
     problems: dict[Candidate, tuple[str, bool]] = {}
     with meter.on_stream():
         gemms = _Gemms(case, meter)
         for implementation in roster.implementations.values():
-            for candidate in candidates_of(
-                implementation, Kind.ALL_GATHER, only=options.variants, launches=options.launches
-            ):
-                chain = _Chain(gemms, Prepared(candidate, case, implementation))
+            for candidate in _candidates(implementation, options):
+                chain = _chain(gemms, Prepared(candidate, case, implementation), implementation)
                 if chain.collective.tensors.output is None:
                     continue
                 problem = _prepare(meter, gemms, chain, candidate.launch == "graph", seeds)
@@ -188,10 +256,33 @@ def _rows(roster: Roster, case: Case, options: ChainOptions, seeds: Iterator[int
         yield _row(case, candidate, variant, rounds.get(candidate), rounds[ALONE], problems.get(candidate))
 
 
+def _candidates(implementation: Implementation, options: ChainOptions) -> list[Candidate]:
+    """Every way in which an implementation can run the chain."""
+    found = candidates_of(implementation, Kind.ALL_GATHER, only=options.variants, launches=options.launches)
+    if isinstance(implementation, Dma) and (not options.launches or PRELAUNCHED in options.launches):
+        found += [
+            Candidate(implementation.name, variant, in_place, PRELAUNCHED)
+            for in_place in (False, True)
+            for variant in prelaunchable(Kind.ALL_GATHER, implementation.communicator.abilities)
+            if not options.variants or variant in options.variants
+        ]
+    return found
+
+
+def _chain(gemms: _Gemms, collective: Prepared, implementation: Implementation) -> _Chain:
+    if isinstance(implementation, Dma) and collective.candidate.launch == PRELAUNCHED:
+        return _PrelaunchedChain(gemms, collective, implementation.communicator)
+    return _Chain(gemms, collective)
+
+
 def _prepare(
     meter: Meter, gemms: _Gemms, chain: _Chain, as_graph: bool, seeds: Iterator[int]
 ) -> tuple[str, bool] | None:
     candidate = chain.collective.candidate
+    for step in chain.preparation():
+        refused = meter.attempt(step)
+        if refused is not None:
+            return f"{step.__name__}: {refused}", False
     problem = _check(meter, gemms, chain.run, candidate, next(seeds))
     if problem is None and as_graph:
         refused = meter.attempt(chain.capture)

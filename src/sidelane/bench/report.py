@@ -38,7 +38,10 @@ LEGENDS = {
     "power": "Collectives back to back; watts by the GPUs' energy counters, 'read/count' is the mean of power readings "
     "over that. The least energy of each size is bold. Method: docs/power.md.",
     "chain": "A producer GEMM, an all-gather of what it made, a consumer GEMM, on one stream; 'between' is the chain "
-    "less both GEMMs alone. Medians over rounds of the slowest rank; the fastest of each size is bold.",
+    "less both GEMMs alone. Medians over rounds of the slowest rank; the fastest of each size is bold. "
+    "Prelaunched: the copies are armed ahead of the producer and fired behind it. The first table has the fastest of "
+    "NCCL (Gloo on CPUs) over that of Sidelane, bold where ours is ahead; launched alike, but prelaunched calls "
+    "against eager ones. Ours is the best of more ways than theirs; 'auto' is the one that nobody picked afterwards.",
 }
 CPU_WARNING = (
     "Ranks were CPU processes: real bytes through shared memory, moved by one thread for each engine. "

@@ -22,6 +22,7 @@ from sidelane.machine.inventory import machine_name
 
 IMPLEMENTATIONS = ("nccl", "nccl_ce", "symm_mem", "gloo", "dma", "sm", "auto")
 LAUNCHES = ("eager", "graph")
+PRELAUNCHED = "prelaunched"
 MODEL = "model"
 LIBRARY = "library"
 SOURCES = ("measured", "predicted")
@@ -234,6 +235,8 @@ class ChainRow(_Row):
 
     Attributes:
         bytes: gathered size.
+        launch: eager or graph; ``prelaunched`` where the all-gather was submitted ahead of the producer, and fired
+            behind it by one write (docs/prelaunch.md).
         gemms_us: both GEMMs with nothing between them.
         time_us: of the chain, median over the rounds of the slowest rank's time; p10_us and p90_us likewise.
         correct: the consumer's output was compared with a reference in this run; None when it could not run.
@@ -254,7 +257,7 @@ class ChainRow(_Row):
     note: str = ""
 
     def __post_init__(self) -> None:
-        _require("ChainRow", "launch", self.launch, LAUNCHES)
+        _require("ChainRow", "launch", self.launch, (*LAUNCHES, PRELAUNCHED))
         _require("ChainRow", "implementation", self.implementation, IMPLEMENTATIONS)
         _require_times("ChainRow", self.note, self.correct, time_us=self.time_us)
 

@@ -13,7 +13,7 @@ import rich.console
 import rich.table
 import rich.text
 
-from sidelane.bench.results import MODEL, C3Row, ChainRow, CollectiveRow, PhaseRow, PowerRow, Results
+from sidelane.bench.results import MODEL, PRELAUNCHED, C3Row, ChainRow, CollectiveRow, PhaseRow, PowerRow, Results
 from sidelane.c3.workload import format_bytes
 
 R = TypeVar("R")
@@ -51,15 +51,21 @@ PHASE_COLUMNS: tuple[str, ...] = (
     "<correct",
 )
 CHAIN_COLUMNS: tuple[str, ...] = (
-    "bytes",
-    "<implementation",
-    "<variant",
-    "<place",
-    "chain\nus",
-    "GEMMs\nalone us",
-    "between\nus",
-    "<correct",
+    *("bytes", "<implementation", "<variant", "<place", "chain\nus", "GEMMs\nalone us", "between\nus", "<correct"),
 )
+CHAIN_BEST_COLUMNS: tuple[str, ...] = (
+    *(
+        "bytes",
+        "<launch",
+        "<fastest of\nSidelane",
+        "us",
+        "auto\nus",
+        "<fastest of\nthe library",
+        "us",
+        "ratio",
+    ),
+)
+OWN, OF_LIBRARY = ("dma", "sm", "auto"), ("nccl", "nccl_ce", "gloo")
 PREDICTED = "predicted"
 POWER_COLUMNS: tuple[str, ...] = (
     "bytes",
@@ -304,8 +310,8 @@ def _power_cells(row: PowerRow) -> tuple[str, ...]:
 
 
 def _chain_tables(rows: Sequence[ChainRow]) -> list[Table]:
-    """One table for each way to launch, ordered by size and time; each size's fastest is set off."""
-    tables = []
+    """Sidelane's best against the library's, then one table for each way to launch; each size's fastest is set off."""
+    tables = [_chain_summary(rows)] if rows else []
     for launch, alike in grouped(rows, lambda row: row.launch):
         lines = []
         for _, same in grouped(alike, lambda row: row.bytes):
@@ -317,6 +323,26 @@ def _chain_tables(rows: Sequence[ChainRow]) -> list[Table]:
         notes = _notes([(" ".join(_chain_cells(row)[:4]).rstrip(), row.note) for row in alike])
         tables.append(Table(f"GEMM, all_gather, GEMM, {alike[0].dtype}, {launch}", CHAIN_COLUMNS, tuple(lines), notes))
     return tables
+
+
+def _chain_summary(rows: Sequence[ChainRow]) -> Table:
+    """The fastest of both sides, size by size. Libraries have no prelaunched calls: there it is their eager one."""
+
+    def fastest(nbytes: int, launch: str, names: Collection[str]) -> ChainRow | None:
+        found = [row for row in rows if (row.bytes, row.launch) == (nbytes, launch) and row.implementation in names]
+        return min((row for row in found if row.time_us), key=lambda row: row.time_us or 0.0, default=None)
+
+    lines = []
+    for (nbytes, launch), _ in grouped(rows, lambda row: (row.bytes, row.launch)):
+        ours, auto = fastest(nbytes, launch, OWN), fastest(nbytes, launch, ("auto",))
+        theirs = fastest(nbytes, "eager" if launch == PRELAUNCHED else launch, OF_LIBRARY)
+        us = [_number(row.time_us if row else None) for row in (ours, auto, theirs)]
+        # On our side without the implementation: the variant tells it.
+        names = [" ".join(filter(None, _chain_cells(row)[a:4])) if row else "" for row, a in ((ours, 2), (theirs, 1))]
+        ratio = theirs.time_us / ours.time_us if theirs and theirs.time_us and ours and ours.time_us else None
+        cells = (format_bytes(nbytes), launch, names[0], us[0], us[1], names[1], us[2])
+        lines.append(Line((*cells, MISSING if ratio is None else f"{ratio:.3f}"), best=ratio is not None and ratio > 1))
+    return Table(f"GEMM, all_gather, GEMM, {rows[0].dtype}: the fastest", CHAIN_BEST_COLUMNS, tuple(lines))
 
 
 def _chain_cells(row: ChainRow) -> tuple[str, ...]:

@@ -235,7 +235,13 @@ def power(
 @click.option("--max-bytes", metavar="SIZE", callback=size, help="Largest size. Default: 256M on GPUs, 4M on CPUs.")
 @click.option("--factor", type=click.IntRange(min=2), default=4, show_default=True, help="A size over the one before.")
 @click.option("--variants", metavar="NAME,...", callback=names, default="", help="Of Sidelane's. Default: all.")
-@click.option("--launch", type=click.Choice(["eager", "graph", "both"]), default="both", show_default=True)
+@click.option(
+    "--launch",
+    type=click.Choice(["eager", "graph", "prelaunched", ALL]),
+    default=ALL,
+    show_default=True,
+    help="prelaunched: Sidelane's copy engines, armed ahead of the first GEMM.",
+)
 @study_options
 def chain(
     min_bytes: int, max_bytes: int | None, factor: int, launch: str, json_file: Path | None, **others: Any
@@ -248,11 +254,12 @@ def chain(
 
         place = choose_place(others["ranks"], others["device"])
         asked = {name: others[name] for name in ("implementations", "variants")}
-        launches = () if launch == "both" else (launch,)
+        launches = () if launch == ALL else (launch,)
         check_asked(place.device_type, (Kind.ALL_GATHER,), launches=launches, **asked)
+        largest = _or(max_bytes, 4 << 20 if place.on_cpu else 256 << 20)
         chain_bench.main(
             chain_bench.ChainOptions(
-                sizes=tuple(sizes_between(min_bytes, _or(max_bytes, 4 << 20 if place.on_cpu else 256 << 20), factor)),
+                sizes=tuple(sizes_between(min_bytes, largest, factor)),
                 launches=launches,
                 json=json_file,
                 **others,

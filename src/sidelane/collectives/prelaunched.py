@@ -269,12 +269,17 @@ def prepare_prelaunched(
         return Prelaunched(calls, preparer, request, plan, signature, tensors, host_trigger)
 
 
-def _check_variant(name: str, kind: Kind, variant: str, abilities: Abilities) -> None:
-    allowed = [
+def prelaunchable(kind: Kind, abilities: Abilities) -> tuple[str, ...]:
+    """Variants of ``kind`` that a handle can be made of, on a machine with these abilities."""
+    return tuple(
         found.variant
         for found in everything(kind, abilities)
         if found.implementation == DMA and found.launch == CALLS and found.variant != ALTERNATING
-    ]
+    )
+
+
+def _check_variant(name: str, kind: Kind, variant: str, abilities: Abilities) -> None:
+    allowed = prelaunchable(kind, abilities)
     if variant not in allowed:
         raise ValueError(f"{name}: variant (value={variant!r}, allowed={', '.join(allowed)})")
 
