@@ -21,6 +21,12 @@ measured on symmetric ones: 2 or 5 us, and on four H200s 40 for 64 MiB, 650 for 
 tensors cost otherwise is much the same for all candidates."""
 
 
+EQUALS = 1.005
+"""Expected times that differ by less say nothing: medians of a few rounds repeat no better."""
+
+Table = tuple[tuple[Candidate, float | None], ...]
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Choice:
     """What will run, and why.
@@ -28,12 +34,13 @@ class Choice:
     Attributes:
         candidate: the pick.
         reason: in words.
-        table: every legal candidate with its expected time in microseconds, fastest first; None where not measured.
+        table: every legal candidate with its expected time in microseconds, the pick and then the fastest first; None
+            where not measured.
     """
 
     candidate: Candidate
     reason: str
-    table: tuple[tuple[Candidate, float | None], ...]
+    table: Table
 
 
 def choose(profile: Profile | None, call: Call, abilities: Abilities = EVERYTHING) -> Choice:
@@ -53,9 +60,10 @@ def choose(profile: Profile | None, call: Call, abilities: Abilities = EVERYTHIN
     measured_us = {curve.candidate: curve.at(call.nbytes) + _staging_us(call, curve.candidate) for curve in curves}
     times = [(found, measured_us.get(found)) for found in legal]
     table = tuple(sorted(times, key=lambda entry: (entry[1] is None, entry[1] or 0.0)))
-    best, best_us = table[0]
-    if best_us is None:
+    if table[0][1] is None:
         return _by_thumb(call, legal, table, measured=profile is not None)
+    table = _preferred_first(table, legal)
+    best, best_us = table[0]
     reason = f"{best_us:.4g} us expected"
     if len(table) > 1 and (second_us := table[1][1]) is not None:
         reason += f", next {table[1][0]} {second_us:.4g} us"
@@ -76,6 +84,15 @@ def choose(profile: Profile | None, call: Call, abilities: Abilities = EVERYTHIN
     return Choice(best, reason, table)
 
 
+def _preferred_first(table: Table, legal: tuple[Candidate, ...]) -> Table:
+    """Put the preferred one of those that are as good as the fastest in front."""
+    fastest_us = table[0][1]
+    assert fastest_us is not None
+    equals = [entry for entry in table if entry[1] is not None and entry[1] <= EQUALS * fastest_us]
+    chosen = min(equals, key=lambda entry: legal.index(entry[0]))
+    return (chosen, *(entry for entry in table if entry is not chosen))
+
+
 def _staging_us(call: Call, candidate: Candidate) -> float:
     if call.symmetric or candidate.implementation != SM:
         return 0.0
@@ -85,9 +102,7 @@ def _staging_us(call: Call, candidate: Candidate) -> float:
     return STAGED_US[candidate.variant.removesuffix(NARROW)] + call.nbytes / STAGING_BYTES_PER_US
 
 
-def _by_thumb(
-    call: Call, legal: tuple[Candidate, ...], table: tuple[tuple[Candidate, float | None], ...], *, measured: bool
-) -> Choice:
+def _by_thumb(call: Call, legal: tuple[Candidate, ...], table: Table, *, measured: bool) -> Choice:
     kernel = next((found for found in legal if found.implementation == SM), None)
     lacking = f"{call.kind} was not measured" if measured else "nothing was measured"
     if kernel is not None and call.nbytes < SMALL_BYTES:

@@ -13,14 +13,14 @@ _MOVING = {"pcpy": moving.pcpy, "b2b": moving.b2b, "bcst": moving.bcst, "swap": 
 
 
 def variants(kind: Kind) -> tuple[str, ...]:
-    """Names of the variants that exist for a collective."""
+    """Names of the variants that exist for a collective, in order of preference between equals."""
     if kind in REDUCING:
-        return ("pcpy", "b2b")
+        return ("b2b", "pcpy")
     if kind in (Kind.ALL_GATHER, Kind.BROADCAST):
-        return ("pcpy", "b2b", STRIPED, "bcst")
+        return ("b2b", STRIPED, "bcst", "pcpy")
     if kind is Kind.ALL_TO_ALL:
-        return ("pcpy", "b2b", STRIPED, "swap")
-    return ("pcpy", "b2b", STRIPED)
+        return ("b2b", STRIPED, "swap", "pcpy")
+    return ("b2b", STRIPED, "pcpy")
 
 
 def build(collective: Collective, variant: str, transport: Transport = Transport.PUSH) -> Program:
