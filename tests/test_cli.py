@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 
 import sidelane
 from sidelane import cli
-from sidelane.bench import c3_bench, claims, collective_bench, info, reference, sim_overlap, sim_study
+from sidelane.bench import c3_bench, claims, collective_bench, host_bench, info, reference, sim_overlap, sim_study
 from sidelane.bench.launch import RankFailedError
 from sidelane.c3.workload import parse_workload
 from sidelane.errors import UnavailableError
@@ -37,7 +37,7 @@ def test_version():
     assert run("--version").output == f"sidelane {sidelane.__version__}\n"
 
 
-@pytest.mark.parametrize("command", ["info", "collective", "c3", "demo", "machines", "claims", "pipeline"])
+@pytest.mark.parametrize("command", ["info", "collective", "host", "c3", "demo", "machines", "claims", "pipeline"])
 def test_help(command: str):
     result = run(command, "--help")
     assert result.exit_code == 0
@@ -78,6 +78,15 @@ def test_collective_options(asked: SimpleNamespace, tmp_path: Path):
 def test_all_means_all_that_can_be_measured(asked: SimpleNamespace):
     run("collective", "--collective", "all", "--device", "cpu")
     assert set(asked.collective.collectives) == set(reference.KINDS)
+
+
+def test_host_options(monkeypatch: pytest.MonkeyPatch):
+    seen: list[host_bench.HostOptions] = []
+    monkeypatch.setattr(host_bench, "main", seen.append)
+    assert run("host").exit_code == 0
+    assert seen.pop() == host_bench.HostOptions()
+    assert run("host", "--bytes", "2K", "--bytes", "1M", "--variants", "b2b", "--batches", "7").exit_code == 0
+    assert seen.pop() == host_bench.HostOptions(sizes=(2048, 1 << 20), variants=("b2b",), repeats=7)
 
 
 def test_c3_defaults(asked: SimpleNamespace):

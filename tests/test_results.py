@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sidelane.bench import provenance, results
-from sidelane.bench.results import C3Row, CollectiveRow, Results, bus_gbps, collect, read, write
+from sidelane.bench.results import C3Row, CollectiveRow, HostRow, Results, bus_gbps, collect, read, write
 
 COLLECTIVE = CollectiveRow(
     "all_gather", 1024, "bfloat16", False, "eager", "dma", "b2b", False, 12.345678, 11.0, 14.0, 0.25, None, True
@@ -19,6 +19,7 @@ C3 = C3Row(
     *("cb1", 8192, 8192, 8192, "bfloat16", "all_gather", 896 << 20, "C-long", "conccl", ""),
     *(1410.0, 1850.0, 1840.0, 1860.0, 1.747, 1.766, 97.5, 110.0, True, "b2b in place"),
 )
+HOST = HostRow("trigger", 1024, "dma", "b2b", True, None, 4.71, 4.5, 5.25, 4.4, True)
 COLLECTIVE_KEYS = [
     *("collective", "bytes", "dtype", "in_place", "launch", "implementation", "variant", "prelaunch"),
     *("time_us", "p10_us", "p90_us", "bus_gbps", "energy_mj", "correct"),
@@ -32,8 +33,8 @@ C3_KEYS = [
 ]
 
 
-@pytest.mark.parametrize(("study", "row"), [("collectives", COLLECTIVE), ("c3", C3)])
-def test_files_come_back(tmp_path: Path, study: str, row: CollectiveRow | C3Row):
+@pytest.mark.parametrize(("study", "row"), [("collectives", COLLECTIVE), ("c3", C3), ("host", HOST)])
+def test_files_come_back(tmp_path: Path, study: str, row: CollectiveRow | C3Row | HostRow):
     written = collect(study, [row], device_type="cpu", ranks=2, command="sidelane something")
     path = write(tmp_path / "deep" / "file.json", written)
     back = read(path)

@@ -24,6 +24,7 @@ TITLES = {
     "phases": "Where one transfer and one collective spend their time",
     "power": "Power and energy of collectives",
     "chain": "From a GEMM to a collective and back",
+    "host": "What a call takes the host",
 }
 LEGENDS = {
     "collectives": "Times are medians over rounds of the slowest rank; bus bandwidth is defined as in nccl-tests. "
@@ -39,6 +40,9 @@ LEGENDS = {
     "over that. The least energy of each size is bold. Method: docs/power.md.",
     "chain": "A producer GEMM, an all-gather of what it made, a consumer GEMM, on one stream; 'between' is the chain "
     "less both GEMMs alone. Medians over rounds of the slowest rank; the fastest of each size is bold.",
+    "host": "Microseconds from the begin of a repeated call until it returns, behind a device that spins, so that no "
+    "call waits for it. Medians over batches of calls of the slowest rank; 'best' is the fastest batch of any rank. A "
+    "trigger fires a prelaunched call, which was armed before, uncounted. The least of each size is bold.",
 }
 CPU_WARNING = (
     "Ranks were CPU processes: real bytes through shared memory, moved by one thread for each engine. "
