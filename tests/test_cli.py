@@ -17,6 +17,7 @@ from sidelane.bench import (
     chain_bench,
     claims,
     collective_bench,
+    host_bench,
     info,
     reference,
     sim_overlap,
@@ -49,7 +50,7 @@ def test_version():
     assert run("--version").output == f"sidelane {sidelane.__version__}\n"
 
 
-@pytest.mark.parametrize("command", ["info", "collective", "c3", "demo", "machines", "claims", "pipeline"])
+@pytest.mark.parametrize("command", ["info", "collective", "host", "c3", "demo", "machines", "claims", "pipeline"])
 def test_help(command: str):
     result = run(command, "--help")
     assert result.exit_code == 0
@@ -100,6 +101,15 @@ def test_chain_launches(asked: SimpleNamespace, words: tuple[str, ...], launches
     assert result.exit_code == 0, result.output
     assert (asked.chain.launches, asked.chain.variants) == (launches, ("b2b",))
     assert asked.chain.sizes == (1 << 20, 4 << 20)
+
+
+def test_host_options(monkeypatch: pytest.MonkeyPatch):
+    seen: list[host_bench.HostOptions] = []
+    monkeypatch.setattr(host_bench, "main", seen.append)
+    assert run("host").exit_code == 0
+    assert seen.pop() == host_bench.HostOptions()
+    assert run("host", "--bytes", "2K", "--bytes", "1M", "--variants", "b2b", "--batches", "7").exit_code == 0
+    assert seen.pop() == host_bench.HostOptions(sizes=(2048, 1 << 20), variants=("b2b",), repeats=7)
 
 
 def test_c3_defaults(asked: SimpleNamespace):
@@ -275,17 +285,17 @@ def test_mistakes_are_refused_in_one_line(asked: SimpleNamespace, arguments: lis
 @pytest.mark.parametrize(
     ("command", "reasons"),
     [
-        ("collective --variants foo,b2b", ["no such variant", "value=foo,", "allowed=pcpy, b2b", "swap"]),
+        ("collective --variants foo,b2b", ["no such variant", "value=foo,", "allowed=b2b, striped", "swap"]),
         ("collective --collective all_gather --variants swap", ["for all_gather", "value=swap"]),
         ("collective --variants b2b+graph", ["value=b2b+graph"]),
-        ("collective --variants alternating+prelaunch", ["pcpy, b2b, striped, bcst, swap also with +prelaunch"]),
+        ("collective --variants alternating+prelaunch", ["b2b, striped, bcst, pcpy, swap also with +prelaunch"]),
         ("collective --implementations foo", ["value=foo, allowed=gloo, dma, auto"]),
         ("collective --launch graph", ["value=graph, allowed=eager"]),
         ("chain --variants swap", ["for all_gather", "value=swap"]),
         ("chain --implementations nccl,gloo", ["value=nccl, allowed=gloo, dma, auto"]),
         ("chain --launch graph", ["value=graph, allowed=eager"]),
         ("phases --launch graph", ["value=graph, allowed=eager"]),
-        ("c3 --variants one_shot", ["value=one_shot", "allowed=auto, pcpy"]),
+        ("c3 --variants one_shot", ["value=one_shot", "allowed=auto, b2b"]),
         ("c3 --implementations sm", ["value=sm, allowed=gloo, dma"]),
         ("collective --max-bytes 0", ["nothing from 1K to 0"]),
         ("phases --max-bytes 0", ["nothing from 1K to 0"]),

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sidelane.bench import provenance, results
-from sidelane.bench.results import C3Row, ChainRow, CollectiveRow, Results, bus_gbps, collect, read, write
+from sidelane.bench.results import C3Row, ChainRow, CollectiveRow, HostRow, Results, bus_gbps, collect, read, write
 
 COLLECTIVE = CollectiveRow(
     "all_gather", 1024, "bfloat16", False, "eager", "dma", "b2b", False, 12.345678, 11.0, 14.0, 0.25, None, True
@@ -23,6 +23,7 @@ CHAIN = ChainRow(
     *(1 << 20, "bfloat16", True, "prelaunched", "dma", "b2b"),
     *(12.5, 31.0, 30.0, 32.0, True),
 )
+HOST = HostRow("trigger", 1024, "dma", "b2b", True, None, 4.71, 4.5, 5.25, 4.4, True)
 COLLECTIVE_KEYS = [
     *("collective", "bytes", "dtype", "in_place", "launch", "implementation", "variant", "prelaunch"),
     *("time_us", "p10_us", "p90_us", "bus_gbps", "energy_mj", "correct"),
@@ -36,8 +37,8 @@ C3_KEYS = [
 ]
 
 
-@pytest.mark.parametrize(("study", "row"), [("collectives", COLLECTIVE), ("c3", C3), ("chain", CHAIN)])
-def test_files_come_back(tmp_path: Path, study: str, row: CollectiveRow | C3Row | ChainRow):
+@pytest.mark.parametrize(("study", "row"), [("collectives", COLLECTIVE), ("c3", C3), ("chain", CHAIN), ("host", HOST)])
+def test_files_come_back(tmp_path: Path, study: str, row: C3Row | ChainRow | CollectiveRow | HostRow):
     written = collect(study, [row], device_type="cpu", ranks=2, command="sidelane something")
     path = write(tmp_path / "deep" / "file.json", written)
     back = read(path)

@@ -13,7 +13,7 @@ from fake_driver import LEGACY, FakeDriver
 from test_cuda_executor import Loaded, World, world_of
 
 from sidelane.collectives import backend_cuda
-from sidelane.collectives.arguments import identity
+from sidelane.collectives.arguments import identities, identity
 from sidelane.collectives.backend_cuda import CudaBackend
 from sidelane.errors import CommunicatorClosedError, PeerTimeoutError
 from sidelane.execute.cuda import driver as driver_module
@@ -288,6 +288,13 @@ def test_the_identity_of_a_tensor_tells_apart_what_is_checked() -> None:
     ]
     assert len({identity(tensor) for tensor in different}) == len(different)
     assert identity(whole) == identity(whole.view(16)) == identity(whole.detach())
+    pairs = [pair for one in different for pair in ((one, whole), (whole, one), (one, number), (one,))]
+    # Whatever else they are: a call with two dtypes is refused, and what was refused is not remembered.
+    pairs = [pair for pair in pairs if len({getattr(one, "dtype", None) for one in pair}) == 1]
+    found = {identities(pair): pair for pair in pairs}
+    assert len(found) == len({tuple(map(id, pair)) for pair in pairs})
+    assert identities((whole, whole)) == identities((whole.view(16), whole.detach()))
+    assert identities((number, number)) != identities((number, number.conj()))
 
 
 def test_blocks_that_cannot_be_mapped_evenly_stay_where_they_are(pair: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,7 +52,7 @@ class Nccl:
     def __init__(self, device: torch.device, meter: Meter, group: dist.ProcessGroup | None = None) -> None:
         self._device = device
         self._meter = meter
-        self._group = group
+        self.group = group
         self._ordinary: tuple[torch.Tensor, torch.Tensor] | None = None
         self._windows: Windows | None = None
         self._no_windows = ""
@@ -66,7 +66,7 @@ class Nccl:
             torch.empty(input_bytes, dtype=torch.uint8, device=self._device),
         )
         try:
-            self._windows = Windows(self._device, self._meter, self._group, output_bytes, input_bytes)
+            self._windows = Windows(self._device, self._meter, self.group, output_bytes, input_bytes)
         except UnavailableError as error:
             self._no_windows = str(error)
 
@@ -83,15 +83,15 @@ class Nccl:
         assert output is not None
         match case.kind:
             case Kind.ALL_GATHER:
-                all_gather(output, input, group=self._group)
+                all_gather(output, input, group=self.group)
             case Kind.ALL_TO_ALL:
-                dist.all_to_all_single(output, input, group=self._group)
+                dist.all_to_all_single(output, input, group=self.group)
             case Kind.REDUCE_SCATTER:
-                reduce_scatter(output, input, group=self._group)
+                reduce_scatter(output, input, group=self.group)
             case Kind.ALL_REDUCE:
-                dist.all_reduce(output, group=self._group)
+                dist.all_reduce(output, group=self.group)
             case _:
-                dist.broadcast(output, group_src=ROOT, group=self._group)
+                dist.broadcast(output, group_src=ROOT, group=self.group)
         return nothing_to_wait_for
 
     def close(self) -> None:
@@ -137,7 +137,7 @@ class NcclCopyEngines(Nccl):
         return ("",) if in_place in self.places.get(kind, ()) else ()
 
     def reserve(self, output_bytes: int, input_bytes: int) -> None:
-        self._windows = Windows(self._device, self._meter, self._group, output_bytes, input_bytes)
+        self._windows = Windows(self._device, self._meter, self.group, output_bytes, input_bytes)
 
     def tensors(self, case: Case, candidate: Candidate) -> Tensors:
         assert self._windows is not None, "reserve comes first"

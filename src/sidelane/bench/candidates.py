@@ -180,6 +180,11 @@ class Kernels:
         self.launches = dma.launches
         self._dma = dma
 
+    @property
+    def communicator(self) -> Communicator:
+        """Whose collectives these are."""
+        return self._dma.communicator
+
     def variants(self, kind: Kind, in_place: bool) -> tuple[str, ...]:
         return _names(kind, self._dma.communicator, SM)
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -140,6 +140,13 @@ class Meter:
         except Exception as problem:
             error = f"{type(problem).__name__}: {problem}"
         return self.agree(error)
+
+    def of_all_ranks(self, values: Sequence[float]) -> list[list[float]]:
+        """Every rank's numbers, by rank; all ranks have as many. Collective."""
+        mine = torch.tensor(values, dtype=torch.float64)
+        everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._group))]
+        dist.all_gather(everyone, mine, group=self._group)
+        return [theirs.tolist() for theirs in everyone]
 
     def finish(self, what: str) -> None:
         """Wait until the device has done all that is queued on the current stream.

@@ -24,6 +24,7 @@ TITLES = {
     "phases": "Where one transfer and one collective spend their time",
     "power": "Power and energy of collectives",
     "chain": "From a GEMM to a collective and back",
+    "host": "What a call takes the host",
 }
 LEGENDS = {
     "collectives": "Times are medians over rounds of the slowest rank; bus bandwidth is defined as in nccl-tests. "
@@ -42,6 +43,9 @@ LEGENDS = {
     "Prelaunched: the copies are armed ahead of the producer and fired behind it. The first table has the fastest of "
     "NCCL (Gloo on CPUs) over that of Sidelane, bold where ours is ahead; launched alike, but prelaunched calls "
     "against eager ones. Ours is the best of more ways than theirs; 'auto' is the one that nobody picked afterwards.",
+    "host": "Microseconds from the begin of a repeated call until it returns, behind a device that spins, so that no "
+    "call waits for it. Medians over batches of calls of the slowest rank; 'best' is the fastest batch of any rank. A "
+    "trigger fires a prelaunched call, which was armed before, uncounted. The least of each size is bold.",
 }
 CPU_WARNING = (
     "Ranks were CPU processes: real bytes through shared memory, moved by one thread for each engine. "

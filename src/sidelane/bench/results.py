@@ -3,6 +3,8 @@
 One JSON object a study: ``study, machine, gpus, device, ranks, date, commit, command, software, rows``. Rows are flat
 and their names are fixed, since other tools read them. A time that does not exist is null and ``note`` says why: a
 variant that is wrong or could not run is a row that says so.
+
+A little over 400 lines, since the rows of all studies stand together.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ PRELAUNCHED = "prelaunched"
 MODEL = "model"
 LIBRARY = "library"
 SOURCES = ("measured", "predicted")
+HOST_OPERATIONS = ("all_gather", "trigger", "trigger_from_host")
 CLASSES = ("G-long", "C-long", "GC-equal", "")
 
 
@@ -262,13 +265,48 @@ class ChainRow(_Row):
         _require_times("ChainRow", self.note, self.correct, time_us=self.time_us)
 
 
-Row = CollectiveRow | C3Row | PhaseRow | PowerRow | ChainRow
+@dataclasses.dataclass(frozen=True, slots=True)
+class HostRow(_Row):
+    """What a call takes the host: from its begin until it returns, while the device is busy with something else.
+
+    Attributes:
+        operation: ``all_gather``, or what fires a prelaunched one: ``trigger``, ``trigger_from_host``.
+        bytes: gathered size.
+        symmetric: the tensors lie in symmetric memory (of NCCL: in its symmetric windows).
+        driver_calls: to the driver in one call, of Sidelane's own; null for others.
+        host_us: median over the batches of the slowest rank; p10_us and p90_us likewise.
+        best_us: fastest batch of any rank.
+        correct: outputs were compared with a reference in this run; None when it could not run.
+        note: why there is no time, or what to know about this one.
+    """
+
+    operation: str
+    bytes: int
+    implementation: str
+    variant: str
+    symmetric: bool
+    driver_calls: int | None
+    host_us: float | None
+    p10_us: float | None
+    p90_us: float | None
+    best_us: float | None
+    correct: bool | None
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        _require("HostRow", "operation", self.operation, HOST_OPERATIONS)
+        _require("HostRow", "implementation", self.implementation, IMPLEMENTATIONS)
+        _require_times("HostRow", self.note, self.correct, host_us=self.host_us)
+
+
+Row = CollectiveRow | C3Row | PhaseRow | PowerRow | ChainRow | HostRow
 ROWS: dict[str, type[Row]] = {
     "collectives": CollectiveRow,
     "c3": C3Row,
     "phases": PhaseRow,
     "power": PowerRow,
     "chain": ChainRow,
+    "host": HostRow,
 }
 
 

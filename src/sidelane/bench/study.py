@@ -19,9 +19,9 @@ import rich.progress
 from sidelane.bench import report
 from sidelane.bench import results as result_files
 from sidelane.bench.launch import Place, Rank, RankFailedError, choose_place, run_ranks
-from sidelane.bench.results import C3Row, ChainRow, CollectiveRow, PhaseRow, PowerRow, Results, Row, collect
+from sidelane.bench.results import C3Row, ChainRow, CollectiveRow, HostRow, PhaseRow, PowerRow, Results, Row, collect
 
-R = TypeVar("R", CollectiveRow, C3Row, PhaseRow, PowerRow, ChainRow)
+R = TypeVar("R", CollectiveRow, C3Row, PhaseRow, PowerRow, ChainRow, HostRow)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

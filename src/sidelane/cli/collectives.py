@@ -1,4 +1,4 @@
-"""The commands that measure collectives: ``sidelane collective``, ``phases``, ``power`` and ``chain``."""
+"""The commands that measure collectives: ``sidelane collective``, ``phases``, ``power``, ``chain`` and ``host``."""
 
 from __future__ import annotations
 
@@ -265,6 +265,29 @@ def chain(
                 **others,
             )
         )
+
+
+@click.command()
+@click.option("--bytes", "sizes", metavar="SIZE", multiple=True, callback=size, help="Repeatable. Default: 1K and 64K.")
+@click.option(
+    "--variants",
+    metavar="NAME,...",
+    callback=names,
+    default="one_shot,b2b,b2b+graph,alternating,striped",
+    show_default=True,
+    help="Of Sidelane's.",
+)
+@click.option("--calls", type=click.IntRange(min=1), default=40, show_default=True, help="Calls in a batch.")
+@click.option("--batches", "repeats", type=click.IntRange(min=1), default=50, show_default=True)
+@study_options
+def host(sizes: tuple[int, ...], json_file: Path | None, **others: Any) -> None:
+    """Measure what a call takes the host: repeated all-gathers, and triggers of prelaunched ones."""
+    with plain_errors():
+        from sidelane.bench import host_bench
+
+        if sizes:
+            others["sizes"] = sizes
+        host_bench.main(host_bench.HostOptions(json=json_file, **others))
 
 
 def _or(given: int | None, default: int) -> int:

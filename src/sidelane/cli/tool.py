@@ -9,7 +9,7 @@ import click
 
 from sidelane import __version__
 from sidelane.cli.c3 import c3
-from sidelane.cli.collectives import chain, collective, phases, power
+from sidelane.cli.collectives import chain, collective, host, phases, power
 from sidelane.cli.info import demo, info
 from sidelane.cli.model import claims, machines, pipeline
 from sidelane.cli.tuning import explain, tune
@@ -36,5 +36,5 @@ def main(context: click.Context, traceback: bool) -> None:
     context.obj = traceback
 
 
-for _command in (info, demo, collective, phases, power, chain, c3, tune, explain, machines, claims, pipeline):
+for _command in (info, demo, collective, phases, power, chain, host, c3, tune, explain, machines, claims, pipeline):
     main.add_command(_command)

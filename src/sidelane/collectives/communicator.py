@@ -16,7 +16,7 @@ import torch.distributed as dist
 from sidelane import config as settings
 from sidelane.choice import Choice
 from sidelane.choice.candidate import FIRST, check_beside
-from sidelane.collectives.arguments import Arguments, Request, identity
+from sidelane.collectives.arguments import Arguments, Request, identities
 from sidelane.collectives.backend import Work
 from sidelane.collectives.batched import Batched
 from sidelane.collectives.calls import Calls
@@ -414,7 +414,7 @@ class Communicator:
         try:
             place = self._backend.place()
             frozen = place[1]
-            key = (kind, variant, beside, details, frozen, generation(), *map(identity, tensors))
+            key = (kind, variant, beside, details, frozen, generation(), identities(tensors))
             prepared = self._preparer.recall(key)
             if prepared is None and not (listed := holds_lists(kind, tensors)):
                 check_variant(kind, variant, self.abilities)

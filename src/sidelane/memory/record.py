@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 import time
 import zlib
 
@@ -12,10 +11,14 @@ from sidelane.memory.ordering import Fence, full_fence
 class Record:
     """A number, a status and a payload that change together.
 
-    Words of 8 bytes: sequence, number, status, length and checksum (4 bytes each); then the payload. The sequence is
-    odd while the writer is at work and 0 before the first write. A reader accepts what it copied if the sequence is
-    even, did not change, and goes with the checksum of everything else. The sequence alone would do on x86; the fences
-    make it do elsewhere; the checksum turns a mistake in either into a detected one.
+    Words of 8 bytes: sequence, number, digest (8 bits of status, 24 of length, 32 of checksum), tie; then the payload.
+    The sequence is odd while the writer is at work and 0 before the first write. A reader accepts what it copied if the
+    sequence is even and did not change, the checksum is that of sequence, status and payload, and the tie goes with
+    number and digest. The sequence alone would do on x86; the fences make it do elsewhere; checksum and tie turn a
+    mistake in either into a detected one.
+
+    Most writes change the number alone. They store number and tie, in whichever order others see them: two stores that
+    belong to different numbers do not go together, as number and payload that do not would not.
 
     Args:
         view: where it lives, aligned to 8 bytes, zeroed by whoever allocated it.
@@ -27,8 +30,9 @@ class Record:
     def __init__(self, view: memoryview) -> None:
         self._words = view[: self.HEADER_BYTES].cast("Q")
         self._payload = view[self.HEADER_BYTES :]
-        self._written: bytes | None = None  # what this object, the writer's, last put there
-        self._written_checksum = 0
+        # What this object, the writer's, last put there; None while it does.
+        self._written: bytes | None = None
+        self._status = self._digest = 0
         self._fence = Fence()
 
     @property
@@ -42,23 +46,27 @@ class Record:
         return self._words[1]
 
     def write(self, number: int, status: int, payload: bytes) -> None:
-        """Replace the record. Only its owner may, one thread at a time."""
-        fresh = payload is not self._written  # calls repeat, and bytes do not change
-        if fresh and len(payload) > len(self._payload):
-            raise ValueError(f"Record.write: payload bytes (value={len(payload)}, allowed=..{len(self._payload)})")
-        words, fence = self._words, self._fence
+        """Replace the record. Only its owner may, one thread at a time. ``status`` is below 256."""
+        words = self._words
+        if payload is self._written and status == self._status:  # calls repeat, and bytes do not change
+            words[1] = number
+            words[3] = number ^ self._digest
+            return
+        length = len(payload)
+        if length > len(self._payload):
+            raise ValueError(f"Record.write: payload bytes (value={length}, allowed=..{len(self._payload)})")
+        self._written, fence = None, self._fence
         sequence = (words[0] | 1) + 1  # a predecessor that never finished leaves an odd one
         words[0] = sequence - 1
         fence.release()
         fence.acquire()
-        if fresh:
-            self._payload[: len(payload)] = payload
-            self._written, self._written_checksum = payload, zlib.crc32(payload)
-        words[1], words[2] = number, status
-        words[3] = len(payload) << 32 | _checksum(sequence, number, status, self._written_checksum)
+        self._payload[:length] = payload
+        digest = status << 56 | length << 32 | _checksum(sequence, status, payload)
+        words[1], words[2], words[3] = number, digest, number ^ digest
         fence.release()
         fence.acquire()
         words[0] = sequence
+        self._written, self._status, self._digest = payload, status, digest
 
     def read(self) -> tuple[int, int, bytes] | None:
         """(number, status, payload); None if nothing was written, or if no whole record was there for about 20 ms."""
@@ -69,18 +77,16 @@ class Record:
             if sequence == 0:
                 return None
             full_fence()
-            number, status, sizes = self._words[1], self._words[2], self._words[3]
-            length, checksum = sizes >> 32, sizes & 0xFFFFFFFF
+            number, digest, tie = self._words[1:4]
+            status, length = digest >> 56, digest >> 32 & 0xFFFFFF
             payload = bytes(self._payload[:length])
             full_fence()
-            settled = sequence % 2 == 0 and self._words[0] == sequence
-            if settled and _checksum(sequence, number, status, zlib.crc32(payload)) == checksum:
+            settled = sequence % 2 == 0 and self._words[0] == sequence and number ^ digest == tie
+            if settled and _checksum(sequence, status, payload) == digest & 0xFFFFFFFF:
                 return number, status, payload
         return None
 
 
-_pack = struct.Struct("<QQQ").pack
-
-
-def _checksum(sequence: int, number: int, status: int, of_payload: int) -> int:
-    return zlib.crc32(_pack(sequence, number, status), of_payload)
+def _checksum(sequence: int, status: int, payload: bytes) -> int:
+    """Of the payload, from a start that is another one for every status and each of millions of sequences."""
+    return zlib.crc32(payload, (sequence << 8 | status) & 0xFFFFFFFF)

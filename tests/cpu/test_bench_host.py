@@ -1,0 +1,111 @@
+"""The study of host time: from end to end on CPU ranks, and with calls that can be timed as on GPUs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from ranks import RankPool
+
+from sidelane.bench import host_bench
+from sidelane.bench.baselines_cpu import Gloo
+from sidelane.bench.candidates import Tensors
+from sidelane.bench.host_bench import BLOCKS, HostOptions
+from sidelane.bench.host_ways import Way, ways_of
+from sidelane.bench.launch import Rank
+from sidelane.bench.measure import Meter
+from sidelane.bench.reference import Case
+from sidelane.bench.results import HostRow, Results, read
+from sidelane.bench.tables import tables_of
+from sidelane.program.collective import Kind
+
+CPU = torch.device("cpu")
+QUICK = {"device": "cpu", "ranks": 2, "quiet": True, "warmup": 1, "repeats": 2, "timeout_s": 100.0}
+WAIT_S = 2e-3
+
+
+def test_on_cpus_all_is_checked_and_only_the_store_is_timed(tmp_path: Path):
+    path = tmp_path / "host.json"
+    results = host_bench.main(HostOptions(**QUICK, sizes=(1000,), variants=("b2b",), json=path))
+    assert isinstance(results, Results)
+    rows = [row for row in read(path).rows if isinstance(row, HostRow)]
+    assert [(row.operation, row.implementation, row.symmetric) for row in rows] == [
+        *(("all_gather", "dma", symmetric) for symmetric in (True, False)),
+        *(
+            (operation, "dma", symmetric)
+            for operation in ("trigger", "trigger_from_host")
+            for symmetric in (True, False)
+        ),
+        *(("all_gather", "auto", symmetric) for symmetric in (True, False)),
+    ]
+    for row in rows:
+        timed = row.operation == "trigger_from_host"
+        assert (row.bytes, row.correct, row.note) == (1024 - 1024 % 32, True, "" if timed else BLOCKS)
+        assert (row.host_us is not None) == timed
+        assert row.best_us is None or row.best_us <= row.host_us
+    assert [table.notes for table in tables_of(results)] == [(f"all: {BLOCKS}",), (f"all: {BLOCKS}",), ()]
+
+
+class Slow(Gloo):
+    """Takes rank 1's host a while before every call."""
+
+    name = "symm_mem"
+
+    def start(self, case: Case, tensors: Tensors, variant: str) -> Callable[[], None]:
+        time.sleep(WAIT_S * case.rank)
+        return super().start(case, tensors, variant)
+
+
+class Spoilt(Gloo):
+    """Right when it is checked first, wrong under way."""
+
+    name = "nccl"
+    calls = 0
+
+    def start(self, case: Case, tensors: Tensors, variant: str) -> Callable[[], None]:
+        self.calls += 1
+        return super().start(case, tensors, variant) if self.calls < 3 else lambda: None
+
+
+def rows_of_made_up_calls(group: dist.ProcessGroup) -> tuple[list[HostRow], list[int]]:
+    """Every call waits for its own end: there is no device behind which it could be queued."""
+    spins: list[int] = []
+    torch.cuda._sleep, kept = spins.append, torch.cuda._sleep  # type: ignore[assignment]
+    try:
+        rank = Rank(dist.get_rank(group), dist.get_world_size(group), CPU, print)
+        study = host_bench._Study(Meter(CPU, group=group), rank, HostOptions(**QUICK, calls=3))
+        study._on_cpu = False
+        case = Case(Kind.ALL_GATHER, 1024, torch.bfloat16, rank.rank, rank.world_size, CPU)
+        implementations = (Gloo(group), Slow(group), Spoilt(group))
+        for implementation in implementations:
+            implementation.reserve(1024, 1024)
+        rows = []
+        for way in ways_of(implementations, ("b2b",), case):
+            way.call = until_done(implementations, way, case)
+            rows.append(study.row(case, way))
+        return rows, spins
+    finally:
+        torch.cuda._sleep = kept  # type: ignore[assignment]
+
+
+def until_done(implementations: tuple[Gloo, ...], way: Way, case: Case) -> Callable[[], None]:
+    (found,) = (one for one in implementations if one.name == way.implementation)
+    return lambda: found.start(case, way.tensors, way.variant)()
+
+
+def test_the_slowest_rank_counts_and_a_wrong_output_has_no_time(pool: RankPool):
+    by_rank = pool.run(rows_of_made_up_calls, 2)
+    assert by_rank[0][0] == by_rank[1][0]
+    gloo, slow, spoilt = by_rank[0][0]
+    assert gloo.correct is slow.correct is True
+    assert slow.host_us >= 1e6 * WAIT_S
+    assert slow.best_us <= slow.p10_us <= slow.host_us <= slow.p90_us
+    assert (gloo.driver_calls, gloo.symmetric, slow.symmetric) == (None, False, True)
+    assert (spoilt.correct, spoilt.host_us, spoilt.best_us) == (False, None, None)
+    assert "output bytes are wrong" in spoilt.note
+    spins = by_rank[0][1]
+    assert len(spins) == 3 * (QUICK["warmup"] + QUICK["repeats"]), "one in front of every batch"
+    assert min(spins[4:6]) >= 2 * 3 * slow.best_us, "long enough for what the batches before took"
