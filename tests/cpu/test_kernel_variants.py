@@ -32,4 +32,4 @@ def ask_for_kernels(group: dist.ProcessGroup) -> list[str]:
 
 def test_kernels_are_refused(pool: RankPool) -> None:
     for texts in pool.run(ask_for_kernels, 2):
-        assert all("variant (value=" in text and "allowed=auto, pcpy" in text for text in texts), texts
+        assert all("variant (value=" in text and "allowed=auto, b2b" in text for text in texts), texts
