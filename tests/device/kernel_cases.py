@@ -15,7 +15,7 @@ from sidelane import Communicator, CommunicatorClosedError, Config, PeerError
 
 Reductions = tuple[tuple[str, str], ...]
 REDUCTIONS: Reductions = (("reduce_scatter", "one_shot"), ("all_reduce", "one_shot"), ("all_reduce", "two_shot"))
-NARROW: Reductions = (("reduce_scatter", "one_shot_narrow"), ("all_reduce", "two_shot_narrow"))
+NARROW: Reductions = tuple((kind, f"{variant}_narrow") for kind, variant in REDUCTIONS)
 
 
 @contextlib.contextmanager

@@ -85,6 +85,26 @@ def test_copy_engines_without_a_kernel_run_every_call():
         assert candidates(call, Abilities()), call
 
 
+def test_a_narrow_kernel_that_was_not_measured_is_judged_by_the_wide_one():
+    wide, narrow = Candidate(SM, "one_shot"), Candidate(SM, "one_shot_narrow")
+    given = {"kind": Kind.REDUCE_SCATTER}
+    slow = curve(B2B, (1024, 50.0), (1 << 20, 60.0), **given)
+    measured = profile(curve(wide, (1024, 5.0), (1 << 20, 10.0), **given), slow)
+    assert choose(measured, Call(Kind.REDUCE_SCATTER, 4, 1024)).candidate == wide, "and never before it"
+    beside = Call(Kind.REDUCE_SCATTER, 4, 1024, beside=COMPUTE)
+    assert choose(measured, beside).candidate == narrow
+    measured = profile(*measured.curves, curve(narrow, (1024, 70.0), (1 << 20, 80.0), **given))
+    assert choose(measured, beside).candidate == B2B, "its own times count"
+
+
+def test_equals_go_by_preference():
+    close = profile(curve(PCPY, (1024, 10.0)), curve(ONE_SHOT, (1024, 10.01)), curve(B2B, (1024, 10.04)))
+    found = choose(close, gather(1024))
+    assert (found.candidate, found.table[1][0]) == (B2B, PCPY)
+    apart = profile(curve(PCPY, (1024, 10.0)), curve(B2B, (1024, 10.06)))
+    assert choose(apart, gather(1024)).candidate == PCPY
+
+
 def test_beside_compute_only_reductions_launch_kernels_and_on_few_units():
     for call in calls_of_all_kinds():
         if call.beside == COMPUTE:
@@ -93,7 +113,10 @@ def test_beside_compute_only_reductions_launch_kernels_and_on_few_units():
     assert ONE_SHOT in candidates(gather())
     assert ONE_SHOT not in candidates(gather(beside=COMPUTE))
     reduction = Call(Kind.ALL_REDUCE, 4, 4096, beside=COMPUTE)
-    assert [found.name for found in candidates(reduction) if found.implementation == SM] == ["two_shot_narrow"]
+    assert [found.name for found in candidates(reduction) if found.implementation == SM] == [
+        "one_shot_narrow",
+        "two_shot_narrow",
+    ]
     by_kernel = Candidate(DMA, "b2b", signals="kernel")
     abilities = Abilities(signals=("memops", "kernel"))
     assert "compute units" in objection(gather(beside=COMPUTE), by_kernel, abilities)

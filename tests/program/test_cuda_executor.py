@@ -124,7 +124,8 @@ class Loaded:
         buffers = {place: array.ctypes.data for place, array in self.memory.items()}
         offset = 4 * FLAGS if frozen else 0
         assert program.flag_count <= FLAGS
-        addresses = Addresses(buffers, tuple(flags.ctypes.data + offset for flags in world.flags))
+        flags = tuple(flags.ctypes.data + offset for flags in world.flags)
+        addresses = Addresses(buffers, flags, spread=staging_distance is not None)
         self.ranks: list[CudaProgram] = [executor.load(program, addresses) for executor in world.executors]
 
     def fill(self, seed: int) -> list[np.ndarray]:
@@ -271,6 +272,7 @@ def test_captured_programs_are_replayed_and_their_flags_come_back(
                 for driver in world.drivers:
                     driver.synchronize()
                 loaded.check(expected)
+            assert all(kind != "rows" for driver in world.drivers for kind, _ in driver.submitted), "not mapped for it"
             assert not any(flags[FLAGS:].any() for flags in world.flags)
 
 

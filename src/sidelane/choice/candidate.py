@@ -24,7 +24,7 @@ SM_VARIANTS: dict[Kind, tuple[str, ...]] = {
     Kind.ALL_GATHER: ("one_shot",),
     Kind.ALL_TO_ALL: ("one_shot",),
     Kind.REDUCE_SCATTER: ("one_shot", "one_shot_narrow"),
-    Kind.ALL_REDUCE: ("one_shot", "two_shot", "two_shot_narrow"),
+    Kind.ALL_REDUCE: ("one_shot", "two_shot", "one_shot_narrow", "two_shot_narrow"),
 }
 
 CALLS, GRAPH = "calls", "graph"

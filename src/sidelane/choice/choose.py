@@ -58,7 +58,7 @@ def choose(profile: Profile | None, call: Call, abilities: Abilities = EVERYTHIN
         return Choice(alone, "a single rank has nothing to send", tuple((found, None) for found in legal))
     curves = () if profile is None else profile.comparable(call)
     measured_us = {curve.candidate: curve.at(call.nbytes) + _staging_us(call, curve.candidate) for curve in curves}
-    times = [(found, measured_us.get(found)) for found in legal]
+    times = [(found, measured_us.get(found, measured_us.get(_wide(found)))) for found in legal]
     table = tuple(sorted(times, key=lambda entry: (entry[1] is None, entry[1] or 0.0)))
     if table[0][1] is None:
         return _by_thumb(call, legal, table, measured=profile is not None)
@@ -82,6 +82,11 @@ def choose(profile: Profile | None, call: Call, abilities: Abilities = EVERYTHIN
     if differs:
         reason += f" (measured {', '.join(differs)})"
     return Choice(best, reason, table)
+
+
+def _wide(candidate: Candidate) -> Candidate:
+    """What a narrow kernel is measured by where it was not: nothing up to a MiB, some percent above."""
+    return dataclasses.replace(candidate, variant=candidate.variant.removesuffix(NARROW))
 
 
 def _preferred_first(table: Table, legal: tuple[Candidate, ...]) -> Table:

@@ -67,6 +67,15 @@ class Held(Protocol):
         ...
 
 
+class Spread(Protocol):
+    """A second mapping of a symmetric block. It goes with its last reference."""
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Where this process reaches each rank's part, equally far apart."""
+        ...
+
+
 class Backend(Protocol):
     """One device type's part of a communicator."""
 
@@ -81,8 +90,8 @@ class Backend(Protocol):
         """What ``auto`` may choose among; the same on all ranks."""
         ...
 
-    def spread(self, block: SymmetricBlock) -> tuple[int, ...]:
-        """Where this process reaches each rank's part of a block, at equal distances if the device can map it so."""
+    def spread(self, block: SymmetricBlock) -> Spread | None:
+        """Map a block of all ranks once more, at equal distances; None if the device cannot."""
         ...
 
     def load_kernel(self, program: KernelProgram, addresses: Addresses, frozen: bool) -> LoadedProgram:

@@ -31,8 +31,8 @@ class CpuBackend:
         self._thread = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="sidelane-async")
         self._last: concurrent.futures.Future[None] | None = None
 
-    def spread(self, block: SymmetricBlock) -> tuple[int, ...]:
-        return block.addresses
+    def spread(self, block: SymmetricBlock) -> None:
+        return None
 
     def load_kernel(self, program: KernelProgram, addresses: Addresses, frozen: bool) -> LoadedProgram:
         raise UnavailableError(f"{program.collective.kind}: variant {program.variant!r} runs on GPUs only")

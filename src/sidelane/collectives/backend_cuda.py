@@ -34,21 +34,18 @@ class CudaBackend:
         self.device = device
         kernels = find_spec("triton") is not None and dist.get_world_size(group) <= MOST_RANKS
         self.abilities = Abilities((DMA, SM) if kernels else (DMA,), LAUNCHES, SIGNALS)
-        self._mirrors: list[Mirror] = []
         self._async_stream: torch.cuda.Stream | None = None
         self._last: int | None = None  # handle of the stream of the last call
         self._last_captured: int | None = None
 
-    def spread(self, block: SymmetricBlock) -> tuple[int, ...]:
+    def spread(self, block: SymmetricBlock) -> Mirror | None:
         if len(block.addresses) == 1:
-            return block.addresses
+            return None
         try:
             with self.executor.driver.current():
-                mirror = Mirror(self.executor.driver, block.addresses)
+                return Mirror(self.executor.driver, block.addresses)
         except SidelaneError:  # single copies do what a pitched one would have done
-            return block.addresses
-        self._mirrors.append(mirror)
-        return mirror.addresses
+            return None
 
     def load_kernel(self, program: KernelProgram, addresses: Addresses, frozen: bool) -> LoadedProgram:
         return self.executor.load_kernel(program, addresses, frozen=frozen)
@@ -93,10 +90,6 @@ class CudaBackend:
 
     def close(self) -> None:
         self.executor.close()
-        with contextlib.suppress(SidelaneError), self.executor.driver.current():
-            for mirror in self._mirrors:
-                mirror.close()
-        self._mirrors.clear()
 
     def _order_after_last(self, place: Place) -> None:
         # The programs of a communicator share flags and staging, so one must end before the next begins. On one stream

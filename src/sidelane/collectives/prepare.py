@@ -152,7 +152,8 @@ class Preparer:
             self._reserve(self._slots, 2 * SLOTS_BYTES if captured else SLOTS_BYTES, captured)
         offset = 4 * (3 * FLAGS + _region(program, captured) * TURN_FLAGS)
         flags = tuple(base + offset for base in self._flags.addresses)
-        addresses = Addresses(self._buffers(program, request, self._slots, SLOTS_BYTES if captured else 0), flags)
+        buffers = self._buffers(program, request, self._slots, SLOTS_BYTES if captured else 0)
+        addresses = Addresses(buffers, flags, spread=self._slots.is_spread)
         take_turn = self._turns.captured if captured else self._turns.eager
         executor = self._backend.executor
         return AlternatingProgram(alternation, lambda turn: executor.load(turn, addresses), take_turn)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sidelane.collectives.backend import Backend
+from sidelane.collectives.backend import Backend, Spread
 from sidelane.errors import UnavailableError
 from sidelane.memory.base import SymmetricBlock
 
@@ -22,8 +22,8 @@ class Staging:
     """
 
     def __init__(self, backend: Backend, *, spread: bool = False) -> None:
-        self._backend, self._spread = backend, spread
-        self._addresses: tuple[int, ...] = ()
+        self._backend, self._wants_spread = backend, spread
+        self._spread: Spread | None = None
         self._block: SymmetricBlock | None = None
         self._is_captured = False
         self._kept: list[SymmetricBlock] = []
@@ -31,7 +31,14 @@ class Staging:
     @property
     def addresses(self) -> tuple[int, ...]:
         """Where this process reaches the block of each rank; empty before the first call that needs one."""
-        return self._addresses
+        if self._spread is not None:
+            return self._spread.addresses
+        return () if self._block is None else self._block.addresses
+
+    @property
+    def is_spread(self) -> bool:
+        """They lie at equal distances in one mapping."""
+        return self._spread is not None
 
     def reserve(self, nbytes: int, frozen: bool) -> bool:
         """Have room for a call. Collective where it grows.
@@ -60,7 +67,7 @@ class Staging:
                 self._backend.synchronize()  # on every rank before the allocation, which is collective, ends on any
             steps = -(-max(nbytes, have + min(have, MOST_SPARE_BYTES)) // STEP_BYTES)
             block = self._block = self._backend.memory.allocate(steps * STEP_BYTES)
-            self._addresses = self._backend.spread(block) if self._spread else block.addresses
+            self._spread = self._backend.spread(block) if self._wants_spread else None
             self._is_captured = False
         self._is_captured |= frozen and nbytes > 0
         return grows

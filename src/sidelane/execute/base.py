@@ -67,12 +67,14 @@ class Addresses:
         flags: address of each rank's flag memory (32-bit words).
         arenas: address of each rank's arena (``device/layout.py``); kernels only.
         pieces: of each (rank, buffer) that consists of some; these are not among ``buffers``.
+        spread: the staging of all ranks lies at equal distances in one mapping.
     """
 
     buffers: Mapping[tuple[int, Buffer], int]
     flags: tuple[int, ...]
     arenas: tuple[int, ...] = ()
     pieces: Mapping[tuple[int, Buffer], Pieces] = dataclasses.field(default_factory=dict)
+    spread: bool = False
 
     def find(self, rank: int, buffer: Buffer, offset: int) -> int | None:
         """Address of a byte of a buffer; None where this process has none."""

@@ -53,6 +53,8 @@ class Record:
             words[3] = number ^ self._digest
             return
         length = len(payload)
+        if not 0 <= status < 256:
+            raise ValueError(f"Record.write: status (value={status}, allowed=0..255)")
         if length > len(self._payload):
             raise ValueError(f"Record.write: payload bytes (value={length}, allowed=..{len(self._payload)})")
         self._written, fence = None, self._fence

@@ -27,6 +27,7 @@ from sidelane.execute.cuda.calls import (
 from sidelane.execute.cuda.driver import Driver
 from sidelane.execute.cuda.native import WORD_MASK, Bound
 from sidelane.execute.cuda.rows import pitch
+from sidelane.program.collective import Buffer
 from sidelane.program.ir import Comparison, Flag, Program, Value
 
 WORD_BYTES = 4
@@ -47,7 +48,11 @@ class Resolver:
     def __init__(
         self, program: Program, rank: int, addresses: Addresses, cells: int, words: Mapping[HostWord | Gate, int]
     ) -> None:
-        self._program, self._rank, self._addresses, self._cells, self._words = program, rank, addresses, cells, words
+        self._program, self.rank, self._addresses, self._cells, self._words = program, rank, addresses, cells, words
+
+    def is_spread(self, place: Operand | Flag | Cell) -> bool:
+        """True in memory of which all ranks' lies at equal distances in one mapping."""
+        return isinstance(place, Operand) and place.buffer is Buffer.STAGING and self._addresses.spread
 
     def __call__(self, place: Operand | Flag | Cell | HostWord | Gate) -> int:
         """The address.
@@ -60,7 +65,7 @@ class Resolver:
                 address = self._addresses.find(rank, buffer, offset)
                 if address is None:
                     raise ValueError(
-                        f"load: no address of buffer {buffer} of rank {rank}, which rank {self._rank} needs in "
+                        f"load: no address of buffer {buffer} of rank {rank}, which rank {self.rank} needs in "
                         f"{self._program.collective} {self._program.variant}"
                     )
                 return address
@@ -153,13 +158,18 @@ class BoundPlan:
         return [self._bind_call(call, self.sides[stream - 1] if stream else caller) for call, stream in calls]
 
     def _without_uneven_rows(self, call: Call) -> tuple[Call, ...]:
-        if isinstance(call, MemcpyRows) and None in self._pitches(call):
-            return call.copies
-        return (call,)
+        """A call as it is, or its copies where its rows are not at equal distances in one mapping."""
+        if not isinstance(call, MemcpyRows) or None not in self._pitches(call):
+            return (call,)
+        ranks = [copy.src.rank for copy in call.copies if isinstance(copy.src, Operand)]
+        own = ranks.index(self._resolve.rank) + 1 if self._resolve.rank in ranks else 0
+        return (*call.copies[own:], *call.copies[:own])  # in rotated order: not all ranks at one peer
 
     def _pitches(self, rows: MemcpyRows) -> tuple[int | None, int | None]:
-        """Distances of destinations and of sources; None where they are not equal."""
+        """Distances of destinations and of sources; None where a pitched copy cannot take them."""
         nbytes = rows.copies[0].nbytes
+        if not all(self._resolve.is_spread(copy.src) for copy in rows.copies):
+            return None, None
         dsts = [self._resolve(copy.dst) for copy in rows.copies]
         srcs = [self._resolve(copy.src) for copy in rows.copies]
         return pitch(dsts, nbytes), pitch(srcs, nbytes)

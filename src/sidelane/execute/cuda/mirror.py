@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Sequence
 
-from sidelane.errors import UnavailableError
+from sidelane.errors import SidelaneError, UnavailableError
 from sidelane.execute.cuda.driver import Driver, load_api
 
 
 class Mirror:
     """A second mapping of memory that this process has mapped already. Whoever uses it keeps the first one as well.
 
+    It goes with its last reference, once the device has done all that it was given: graphs may still be replayed.
+
     Args:
         driver: of the device that will read and write there; its device is current.
         blocks: address of each rank's block, in an allocation of its own, all of the same size.
 
     Attributes:
-        addresses: of the same blocks.
+        addresses: of the same blocks, equally far apart.
 
     Raises:
         DriverError, UnavailableError: the device cannot map them so.
@@ -32,31 +35,28 @@ class Mirror:
         size = sizes.pop()
         total = size * len(blocks)
         start = int(driver.call("cuMemAddressReserve", total, 0, api.CUdeviceptr(0), 0))
-        mapped: list[tuple[int, int]] = []
-        self._end = weakref.finalize(self, _unmap, driver, start, total, mapped)
-        self._end.atexit = False
+        places: list[int] = []
+        weakref.finalize(self, _unmap, driver, start, total, places, size).atexit = False
         for number, base in enumerate(bases):
             handle = driver.call("cuMemRetainAllocationHandle", base)
-            place = api.CUdeviceptr(start + number * size)
-            driver.call("cuMemMap", place, size, 0, handle, 0)
-            mapped.append((int(place), size))
-            driver.call("cuMemRelease", handle)  # the mapping keeps it
+            try:
+                driver.call("cuMemMap", api.CUdeviceptr(start + number * size), size, 0, handle, 0)
+                places.append(start + number * size)
+            finally:
+                driver.call("cuMemRelease", handle)  # the mapping keeps it
         access = api.CUmemAccessDesc()
         access.location.type = api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         access.location.id = driver.index
         access.flags = api.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         driver.call("cuMemSetAccess", api.CUdeviceptr(start), total, [access], 1)
-        self.addresses = tuple(
-            start + number * size + block - base for number, (block, base) in enumerate(zip(blocks, bases, strict=True))
-        )
-
-    def close(self) -> None:
-        """Unmap. Nothing on the device may use the addresses any more. Idempotent."""
-        self._end()
+        self.addresses = tuple(place + block - base for place, block, base in zip(places, blocks, bases, strict=True))
 
 
-def _unmap(driver: Driver, start: int, total: int, mapped: list[tuple[int, int]]) -> None:
+def _unmap(driver: Driver, start: int, total: int, places: Sequence[int], size: int) -> None:
     api = load_api()
-    for place, size in mapped:
-        driver.call("cuMemUnmap", api.CUdeviceptr(place), size)
-    driver.call("cuMemAddressFree", api.CUdeviceptr(start), total)
+    with contextlib.suppress(SidelaneError), driver.current():
+        driver.call("cuCtxSynchronize")  # as torch does with the first mapping: to unmap does not wait by itself
+        for place in places:
+            with contextlib.suppress(SidelaneError):
+                driver.call("cuMemUnmap", api.CUdeviceptr(place), size)
+        driver.call("cuMemAddressFree", api.CUdeviceptr(start), total)
