@@ -88,7 +88,7 @@ def accepts(program: Program) -> bool:
     return True
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_any_list_of_one_kind(data: st.DataObject) -> None:
     """Sizes, places and transports differ from tensor to tensor; some have no bytes."""
@@ -107,7 +107,7 @@ def test_any_list_of_one_kind(data: st.DataObject) -> None:
     assert schedules.failure((chosen,) * 3, range(3)) is None
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_any_mixture_of_kinds(data: st.DataObject) -> None:
     n = data.draw(st.integers(1, 5), label="ranks")
