@@ -16,7 +16,7 @@ from ranks import RankPool
 from sidelane.bench import c3_bench, collective_bench
 from sidelane.bench.baselines_cpu import Gloo
 from sidelane.bench.c3_bench import C3Instruments, C3Options, rows_of
-from sidelane.bench.candidates import Prepared, Tensors, candidates_of
+from sidelane.bench.candidates import Candidate, Prepared, Tensors, candidates_of
 from sidelane.bench.collective_bench import (
     CollectiveOptions,
     absent_rows,
@@ -68,6 +68,17 @@ class Refusing(Gloo):
         return lambda: None
 
 
+class Homeless(Gloo):
+    """Has no buffers on one rank."""
+
+    name = "nccl"
+
+    def tensors(self, case: Case, candidate: Candidate) -> Tensors:
+        if case.rank == 2:
+            raise UnavailableError("no windows here")
+        return super().tensors(case, candidate)
+
+
 class SecondTimeWrong(Gloo):
     """Right when it is checked first, wrong under way."""
 
@@ -90,7 +101,7 @@ def roster_of(group: dist.ProcessGroup, *implementations: Gloo) -> Roster:
 
 
 def measured_rows(group: dist.ProcessGroup) -> list[CollectiveRow]:
-    roster = roster_of(group, Gloo(group), Forgetful(group), Refusing(group), SecondTimeWrong(group))
+    roster = roster_of(group, Gloo(group), Forgetful(group), Refusing(group), Homeless(group), SecondTimeWrong(group))
     case = Case(Kind.ALL_TO_ALL, 3 * 1024, torch.bfloat16, dist.get_rank(group), dist.get_world_size(group), CPU)
     return list(measure_case(roster, case, CollectiveOptions(**QUICK), itertools.count(1)))
 
@@ -104,6 +115,7 @@ def test_a_wrong_implementation_is_flagged_and_its_time_is_not_given(pool: RankP
         for name, correct, note in (
             ("symm_mem", False, "rank 1: 1 of 3072 output bytes are wrong"),
             ("sm", None, "rank 1: RuntimeError: no such buffer"),
+            ("nccl", None, "rank 2: UnavailableError: no windows here"),
             ("auto", False, "output bytes are wrong"),
         ):
             assert found[name].correct is correct

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -202,7 +203,9 @@ def measure_case(
     with meter.on_stream():
         for implementation in roster.implementations.values():
             for candidate in wanted_candidates(implementation, case, options):
-                bound = _prepare(meter, Prepared(candidate, case, implementation, calls), next(seeds))
+                bound = _prepare(
+                    meter, functools.partial(Prepared, candidate, case, implementation, calls), next(seeds)
+                )
                 if isinstance(bound, _Problem):
                     problems[candidate] = bound
                 else:
@@ -233,8 +236,15 @@ def wanted_candidates(implementation: Implementation, case: Case, options: Colle
     return [c for c in found if not options.places or ("in" if c.in_place else "out") in options.places]
 
 
-def _prepare(meter: Meter, prepared: Prepared, seed: int) -> Prepared | _Problem:
-    """Run a candidate once, capture it if it is to be a graph, and check its output. Collective."""
+def _prepare(meter: Meter, make: Callable[[], Prepared], seed: int) -> Prepared | _Problem:
+    """Make a candidate, run it once, capture it if it is to be a graph, and check its output. Collective."""
+    made: list[Prepared] = []
+    refused = meter.attempt(lambda: made.append(make()))  # buffers that a library does not take, for one
+    if refused is not None:
+        for prepared in made:
+            prepared.release()
+        return _Problem(refused, wrong=False)
+    (prepared,) = made
     problem: _Problem | None = None
     if prepared.candidate.launch == "graph":
         # A first call outside of a capture: libraries connect and allocate in it. Every step is agreed on before the
