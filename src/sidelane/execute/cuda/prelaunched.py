@@ -158,8 +158,10 @@ class CudaPrelaunched:
             raise ValueError(
                 "trigger_from_host: the trigger is in device memory (allowed=prepare with host_trigger=True)"
             )
-        self._executor.check_usable("trigger_from_host")
-        self._executor.gates.store(self._epoch)
+        executor = self._executor
+        if executor.watch.failure is not None or executor.closed:
+            executor.check_usable("trigger_from_host")
+        executor.gates.store(self._epoch)
 
     def join(self, place: Place, *, begun: bool) -> None:
         """Order the next work of a stream behind the end. ``begun``: it has been fired, else a kernel will.
