@@ -84,8 +84,8 @@ def chains(group: dist.ProcessGroup, options: ChainOptions, broken: str) -> tupl
                 assert not any(handle.armed for handle in handles), "the consumer came before the trigger"
                 super().consume(whole)
 
-        comm.prepare_all_gather = prepare  # type: ignore[method-assign]
-        chain_bench._Gemms = Watched  # type: ignore[misc]
+        comm.prepare_all_gather = prepare
+        chain_bench._Gemms = Watched
         dma = Dma(comm)
         made = (Gloo(group), Forgetful(group), dma, Auto(dma))
         roster = Roster(Meter(CPU, group=group), {implementation.name: implementation for implementation in made})

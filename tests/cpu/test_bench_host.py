@@ -73,7 +73,7 @@ class Spoilt(Gloo):
 def rows_of_made_up_calls(group: dist.ProcessGroup) -> tuple[list[HostRow], list[int]]:
     """Every call waits for its own end: there is no device behind which it could be queued."""
     spins: list[int] = []
-    torch.cuda._sleep, kept = spins.append, torch.cuda._sleep  # type: ignore[assignment]
+    torch.cuda._sleep, kept = spins.append, torch.cuda._sleep
     try:
         rank = Rank(dist.get_rank(group), dist.get_world_size(group), CPU, print)
         study = host_bench._Study(Meter(CPU, group=group), rank, HostOptions(**QUICK, calls=3))
@@ -88,7 +88,7 @@ def rows_of_made_up_calls(group: dist.ProcessGroup) -> tuple[list[HostRow], list
             rows.append(study.row(case, way))
         return rows, spins
     finally:
-        torch.cuda._sleep = kept  # type: ignore[assignment]
+        torch.cuda._sleep = kept
 
 
 def until_done(implementations: tuple[Gloo, ...], way: Way, case: Case) -> Callable[[], None]:

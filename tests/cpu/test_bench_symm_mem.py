@@ -120,7 +120,7 @@ def made(monkeypatch: pytest.MonkeyPatch, meter: Any = None, *, offset: int = 0)
 
     monkeypatch.setattr(symm_mem, "empty", torch.empty)
     monkeypatch.setattr(symm_mem, "rendezvous", rendezvous)
-    implementation = SymmetricMemory(CPU, meter or Alone(), SimpleNamespace(group_name="all"))  # type: ignore[arg-type]
+    implementation = SymmetricMemory(CPU, meter or Alone(), SimpleNamespace(group_name="all"))
     implementation.reserve(NBYTES, NBYTES)
     return implementation
 
@@ -241,7 +241,7 @@ def test_a_refused_case_is_a_note_of_its_row(monkeypatch: pytest.MonkeyPatch, me
     def refuse(*arguments: Any) -> None:
         raise RuntimeError("Not implemented for world_size=3")
 
-    operators.reduce_scatter_out = refuse  # type: ignore[method-assign]
+    operators.reduce_scatter_out = refuse
     play(monkeypatch, operators)
     rows = rows_of(made(monkeypatch, meter), meter, operators.case)
     assert rows["low_contention", OUT].correct
@@ -262,7 +262,7 @@ def test_without_symmetric_memory_it_takes_no_part(monkeypatch: pytest.MonkeyPat
     def refuse(*arguments: Any, **options: Any) -> None:
         raise RuntimeError("no peer access")
 
-    implementation = SymmetricMemory(CPU, Alone(), SimpleNamespace(group_name="all"))  # type: ignore[arg-type]
+    implementation = SymmetricMemory(CPU, Alone(), SimpleNamespace(group_name="all"))
     monkeypatch.setattr(symm_mem, "empty", refuse)
     with pytest.raises(UnavailableError, match="rank 0: RuntimeError: no peer access"):
         implementation.reserve(NBYTES, NBYTES)
@@ -281,5 +281,5 @@ def test_a_torch_that_knows_no_groups_is_told_of_this_one(monkeypatch: pytest.Mo
     monkeypatch.setattr(symm_mem, "empty", torch.empty)
     monkeypatch.setattr(symm_mem, "rendezvous", rendezvous)
     monkeypatch.setattr(symm_mem, "enable_symm_mem_for_group", told.append)
-    SymmetricMemory(CPU, Alone(), SimpleNamespace(group_name="all")).reserve(64, 64)  # type: ignore[arg-type]
+    SymmetricMemory(CPU, Alone(), SimpleNamespace(group_name="all")).reserve(64, 64)
     assert told == ["all"]

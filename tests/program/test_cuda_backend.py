@@ -372,7 +372,7 @@ def test_blocks_that_cannot_be_mapped_evenly_stay_where_they_are(pair: Ranks, mo
 
     monkeypatch.setattr(backend_cuda, "Mirror", refuse)
     blocks = [SimpleNamespace(addresses=addresses) for addresses in ((10, 25), (11, 25), (10,))]
-    spread, refused, alone = (pair.backends[0].spread(block) for block in blocks)  # type: ignore[arg-type]
+    spread, refused, alone = (pair.backends[0].spread(block) for block in blocks)
     assert spread is not None
     assert spread.addresses == (100, 200)
     assert refused is None

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from sidelane.choice import Abilities, Candidate
-from sidelane.choice.candidate import CALLS, DMA, EVERYTHING, IMPLEMENTATIONS, everything
+from sidelane.choice import Abilities
+from sidelane.choice.candidate import DMA, EVERYTHING, IMPLEMENTATIONS, everything
 from sidelane.choice.key import CPU
 from sidelane.collectives.plan import AUTO, PRELAUNCH
-from sidelane.program.build import ALTERNATING
+from sidelane.collectives.prelaunched import prelaunchable
 from sidelane.program.collective import Kind
 
 ON_CPUS = ("gloo", "dma", "auto")
@@ -77,7 +77,7 @@ def check_asked(
     own = [name for name in here if name in implementations] or here
     found = [one for kind in kinds for one in everything(kind, abilities) if one.implementation in own]
     known = [*([AUTO] if with_auto else []), *dict.fromkeys(one.name for one in found)]
-    ahead = dict.fromkeys(one.name for one in found if _can_be_prelaunched(one))
+    ahead = dict.fromkeys(name for kind in kinds if DMA in own for name in prelaunchable(kind, abilities))
     unknown = [name for name in variants if name not in known and name.removesuffix(PRELAUNCH) not in ahead]
     if unknown:
         suffixed = f"; {', '.join(ahead)} also with {PRELAUNCH}" if ahead else ""
@@ -85,7 +85,3 @@ def check_asked(
             f"variants: no such variant of {' or '.join(own)} for {' or '.join(kinds)} "
             f"(value={', '.join(unknown)}, allowed={', '.join(known)}{suffixed})"
         )
-
-
-def _can_be_prelaunched(candidate: Candidate) -> bool:
-    return candidate.implementation == DMA and candidate.launch == CALLS and candidate.variant != ALTERNATING
