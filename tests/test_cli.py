@@ -371,6 +371,23 @@ def test_info_as_json():
     assert set(found["uses"]) >= {"ranks", "moves", "signals"}
 
 
+@pytest.mark.parametrize(
+    ("native", "module", "said"),
+    [
+        (True, "a module", "in C (compiled by cc)"),
+        (True, None, "in Python, slower: compiled by cc"),
+        (False, "", "NATIVE=0"),
+    ],
+)
+def test_info_tells_how_calls_are_repeated(monkeypatch: pytest.MonkeyPatch, native: bool, module: Any, said: str):
+    from sidelane.config import Config, override
+    from sidelane.native import Replays
+
+    monkeypatch.setattr(info, "load_replays", lambda: Replays(module, "compiled by cc"))
+    with override(Config(native=native)):
+        assert said in info._repeats()
+
+
 def test_info_of_a_machine_with_gpus(monkeypatch: pytest.MonkeyPatch):
     """What a machine with four GPUs would show, made up."""
     from sidelane.bench.launch import Place

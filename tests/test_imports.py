@@ -25,6 +25,7 @@ LAYERS = (
     ("execute",),
     ("device",),
     ("memory", "machine", "program"),
+    ("native",),
     ("config", "errors"),
 )
 HEIGHT = {part: -number for number, layer in enumerate(LAYERS) for part in layer}

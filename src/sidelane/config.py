@@ -8,9 +8,11 @@ variable                   meaning                                              
 ``SIDELANE_VERIFY``        0: do not verify programs before their first run                            1
 ``SIDELANE_BESIDE``        what runs beside calls that do not say: ``nothing`` or ``compute``          nothing
 ``SIDELANE_PROFILE``       file of measured times to choose by; ``builtin``: never the user's          (a)
+``SIDELANE_NATIVE``        0: repeat calls on GPUs in Python, compile nothing                          1
 =========================  ==========================================================================  =======
 
 (a) ``sidelane/profiles/<machine>.json`` in ``XDG_CONFIG_HOME``, or in ``~/.config`` without it. See docs/choice.md.
+What is compiled is kept in ``sidelane`` in ``XDG_CACHE_HOME``, or in ``~/.cache`` without it. See docs/performance.md.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ class Config:
         beside: what runs next to collectives whose calls do not say (``nothing`` or ``compute``).
         profile: file of measured times to choose by; ``builtin`` for the tables of this package; None for the user's
             file of this machine where there is one. Rank 0's counts.
+        native: repeat calls on GPUs in compiled code, where there is a C compiler.
     """
 
     timeout_s: float = 600.0
@@ -48,6 +51,7 @@ class Config:
     verify: bool = True
     beside: str = NOTHING
     profile: str | None = None
+    native: bool = True
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
@@ -73,13 +77,18 @@ def from_environment(environment: Mapping[str, str]) -> Config:
         verify=_switch(environment, "SIDELANE_VERIFY", default=True),
         beside=environment.get("SIDELANE_BESIDE", NOTHING),
         profile=environment.get("SIDELANE_PROFILE") or None,
+        native=_switch(environment, "SIDELANE_NATIVE", default=True),
     )
 
 
 def profile_folder() -> Path:
     """Where ``sidelane tune`` keeps a user's profiles, as the XDG base directory specification has it."""
-    base = os.environ.get("XDG_CONFIG_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".config") / "sidelane" / "profiles"
+    return _user_folder("XDG_CONFIG_HOME", ".config") / "profiles"
+
+
+def cache_folder() -> Path:
+    """Where compiled code is kept for the next process of this user."""
+    return _user_folder("XDG_CACHE_HOME", ".cache")
 
 
 def current() -> Config:
@@ -101,6 +110,11 @@ def override(config: Config) -> Iterator[Config]:
 
 
 _stack: list[Config] = []
+
+
+def _user_folder(variable: str, default: str) -> Path:
+    base = os.environ.get(variable, "")
+    return (Path(base) if os.path.isabs(base) else Path.home() / default) / "sidelane"
 
 
 def _switch(environment: Mapping[str, str], name: str, *, default: bool) -> bool:

@@ -134,9 +134,13 @@ def test_calls_of_different_programs_share_their_turns() -> None:
     captures = iter((1, 1, 1, 2))
     turns = Turns(lambda place: next(captures))
     collectives = [all_gather([8] * 2), all_to_all([[4] * 2] * 2)]
-    calls = [AlternatingProgram(alternation(c, frozen=False, opened=False), load, turns.eager) for c in collectives]
+    calls = [
+        AlternatingProgram(alternation(c, frozen=False, opened=False), load, turns, captured=False) for c in collectives
+    ]
     assert len(loads) == 4, "both turns, before the first call"
-    graph = [AlternatingProgram(alternation(c, frozen=True, opened=True), load, turns.captured) for c in collectives]
+    graph = [
+        AlternatingProgram(alternation(c, frozen=True, opened=True), load, turns, captured=True) for c in collectives
+    ]
     assert len(loads) == 4, "in a graph only what is needed"
     for epoch, call in enumerate((calls[0], calls[1], calls[1], *graph, graph[0], graph[0]), start=1):
         call.run(epoch, NO_STREAM)

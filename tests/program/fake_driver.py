@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from sidelane.execute.base import Place
-from sidelane.execute.cuda.driver import DriverError
+from sidelane.execute.cuda.driver import DriverError, Questions
 from sidelane.execute.cuda.native import Bound
 
 LEGACY = 0
@@ -43,6 +43,9 @@ class FakeMemoryOps:
 
     def __len__(self) -> int:
         return len(self.ops)
+
+    def places(self, indices: Sequence[int]) -> list[Callable[[int], None]]:
+        return self.setters(indices)
 
     def setters(self, indices: Sequence[int]) -> list[Callable[[int], None]]:
         def set_all(word: int) -> None:
@@ -177,11 +180,20 @@ class FakeDriver:
     def destroy_graph(self, graph: int) -> None:
         del self._graphs[graph]
 
-    def bind_graph(self, graph: int, stream: int) -> Bound:
+    def has_normal_priority(self, stream: int) -> bool:
+        return stream not in self.urgent
+
+    def questions(self) -> Questions:
+        return Questions(lambda index: self.caller, lambda: self.is_capturing(self.caller), self._device, self.index)
+
+    def _device(self) -> int:
+        return self.index if self.device_is_current else self.index + 1
+
+    def bind_graph(self, graph: int, stream: int, *, owner: object = None) -> Bound:
         """The recorded calls run on the stream of their recording, between two events of the launching stream."""
         calls, inner = self._graphs[graph]
 
-        def submit() -> None:
+        def submit(kept: object = owner) -> None:
             self.submitted.append(("graph", stream))
             before, after = threading.Event(), threading.Event()
             if stream != inner:

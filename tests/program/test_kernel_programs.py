@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import threading
 import time
@@ -16,6 +17,7 @@ from sidelane.device import layout
 from sidelane.errors import PeerError, PeerTimeoutError
 from sidelane.execute.base import Addresses
 from sidelane.execute.cuda import CudaExecutor, DriverFeatures
+from sidelane.execute.cuda.driver import DriverError
 from sidelane.execute.cuda.native import Bound
 from sidelane.execute.cuda.watch import BOARD
 from sidelane.execute.monitor import NO_CALL
@@ -195,6 +197,54 @@ def test_one_launch_a_call_on_the_callers_stream(rank: Rank) -> None:
     assert rank.driver.submitted == kernel_calls, "nothing but the kernel"
     assert rank.executor.ledger.total() == Counts(kernels=3, calls=3)
     assert rank.executor.ledger.last.implementation == "sm"
+
+
+@needs_triton
+def test_a_call_that_repeats_is_launched_as_a_graph(rank: Rank) -> None:
+    loaded = rank.load(define.all_gather([KB] * 3))
+    place = (rank.stream.cuda_stream, False)
+    loaded.run(1, place)
+    rank.driver.synchronize()
+    found = loaded.repetition(place)
+    assert len(rank.driver._graphs) == 1
+    rank.driver.submitted.clear()
+    for function, arguments, _ in found.steps:
+        function(*arguments)
+    rank.driver.synchronize()
+    assert rank.driver.submitted == [("graph", place[0]), ("kernel", rank.executor.internal)], "the captured stream's"
+    assert found.words == ()
+    entries = [value for _, target, name, value in found.notes if target is rank.executor.ledger]
+    assert entries[0].submitted.counts == Counts(kernels=1, graph_launches=1, calls=1)
+    with pytest.raises(DriverError, match="CUDA_ERROR"):
+        found.failed(0, DriverError("CUDA_ERROR_LAUNCH_FAILED", "cuGraphLaunch"))
+    assert "all_gather" in str(rank.executor.watch.failure)
+
+
+@needs_triton
+def test_a_graph_goes_with_what_launches_it(rank: Rank) -> None:
+    found = rank.load(define.all_gather([KB] * 3)).repetition((rank.stream.cuda_stream, False))
+    assert len(rank.driver._graphs) == 1
+    del found
+    gc.collect()
+    assert rank.driver._graphs == {}
+
+
+@needs_triton
+def test_a_call_from_an_urgent_stream_is_launched_as_it_is(rank: Rank) -> None:
+    urgent = rank.driver.create_stream(urgent=True)
+    found = rank.load(define.all_gather([KB] * 3)).repetition((urgent, False))
+    assert rank.driver._graphs == {}, "its node would have the priority of another stream"
+    ((function, arguments, _),) = found.steps
+    function(*arguments)
+    rank.driver.synchronize()
+    assert rank.driver.submitted == [("kernel", urgent)]
+
+
+@needs_triton
+def test_what_a_graph_holds_does_not_repeat(rank: Rank) -> None:
+    place = (rank.stream.cuda_stream, True)
+    assert rank.load(define.all_gather([KB] * 3), frozen=True).repetition(place) is None
+    assert rank.load(define.all_gather([0] * 3)).repetition(place) is None
 
 
 @needs_triton

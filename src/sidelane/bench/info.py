@@ -19,6 +19,7 @@ from sidelane.choice.store import in_force
 from sidelane.errors import SidelaneError
 from sidelane.machine import local
 from sidelane.machine.inventory import Accelerators, Inventory
+from sidelane.native import load_replays
 
 GIB = 1 << 30
 PROBE_TIMEOUT_S = 120.0
@@ -133,9 +134,10 @@ def _uses(machine: Inventory, on_cpu: bool, world_size: int) -> list[tuple[str, 
         engines = " with its kernels and with copy engines" if found.library_uses_copy_engines else ""
         return [
             ("ranks", f"one process a GPU, {world_size} in all"),
-            ("moves", "the GPUs' copy engines, through the driver; no kernel"),
+            ("moves", "the GPUs' copy engines, through the driver, or a kernel where that is faster"),
+            ("repeated calls", _repeats()),
             ("signals", "stream memory operations where the driver lets them reach a peer, else 4-byte copies"),
-            ("reductions", "a kernel of torch on the compute units: copy engines cannot add"),
+            ("reductions", "kernels on as few compute units as it takes: copy engines cannot add"),
             ("memory", "symmetric tensors directly; ordinary ones through a staging buffer"),
             ("baseline", f"{found.library}{engines}"),
         ]
@@ -147,6 +149,14 @@ def _uses(machine: Inventory, on_cpu: bool, world_size: int) -> list[tuple[str, 
         ("reductions", "torch on the CPU"),
         ("baseline", "Gloo"),
     ]
+
+
+def _repeats() -> str:
+    """How the host makes them."""
+    if not settings.current().native:
+        return "in Python (SIDELANE_NATIVE=0)"
+    found = load_replays()
+    return f"in C ({found.words})" if found.module is not None else f"in Python, slower: {found.words}"
 
 
 def _choice(place: Place) -> list[tuple[str, str]]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
-from sidelane.execute.base import Place, Runnable
+from sidelane.execute.base import Place, Repetition, Runnable
+from sidelane.native import Effect
 from sidelane.program.build.alternating import SLOT_BYTES, TURNS, Alternation, flags_of, staging_of
 from sidelane.program.collective import MAX_WORLD_SIZE
 from sidelane.program.ir import Program
@@ -24,18 +26,21 @@ class Turns:
 
     Args:
         capture_of: number of the capture that a place is in, never used twice.
+
+    Attributes:
+        next_eager: the next eager turn.
     """
 
     def __init__(self, capture_of: Callable[[Place], int]) -> None:
+        self.next_eager = 0
         self._capture_of = capture_of
-        self._eager = 0
         self._capture: int | None = None
         self._captured = 0
 
     def eager(self, place: Place) -> int:
         """Take the next eager turn: 0, 1, 0, 1 ..."""
-        turn = self._eager
-        self._eager = 1 - turn
+        turn = self.next_eager
+        self.next_eager = 1 - turn
         return turn
 
     def captured(self, place: Place) -> int:
@@ -56,18 +61,22 @@ class AlternatingProgram:
     Args:
         alternation: what to run.
         load: loads one program.
-        take_turn: of :class:`Turns`; called once for each run, in the order of the calls.
+        turns: of the communicator.
+        captured: for a graph.
     """
 
     def __init__(
         self,
         alternation: Alternation,
         load: Callable[[Program], Runnable],
-        take_turn: Callable[[Place], int],
+        turns: Turns,
+        *,
+        captured: bool,
     ) -> None:
         opening = () if alternation.opening is None else (alternation.opening,)
         self._programs: tuple[Program, ...] = (*alternation.turns, *opening)
-        self._load, self._take_turn = load, take_turn
+        self._load, self._turns, self._captured = load, turns, captured
+        self._take_turn = turns.captured if captured else turns.eager
         # A call in a graph has one turn for good. Others will have both: loaded now, off the path of the calls.
         self._loaded = [None if opening else load(program) for program in self._programs]
 
@@ -75,6 +84,17 @@ class AlternatingProgram:
     def program(self) -> Program:
         """That of turn 0."""
         return self._programs[0]
+
+    def repetition(self, place: Place) -> Repetition | None:
+        """See :class:`sidelane.execute.base.Runnable`; what every other call does."""
+        turns = self._turns
+        turn = 1 - turns.next_eager
+        loaded = self._loaded[turn]
+        found = None if self._captured or loaded is None else loaded.repetition(place)
+        if found is None:
+            return None
+        notes = (*found.notes, (Effect.SET, turns, "next_eager", 1 - turn))
+        return dataclasses.replace(found, notes=notes, turn=(turns, "next_eager", turn))
 
     def run(self, epoch: int, place: Place) -> None:
         """Run the program whose turn it is (see :class:`sidelane.execute.base.Runnable`)."""

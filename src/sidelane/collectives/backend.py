@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+import threading
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -76,6 +77,39 @@ class Spread(Protocol):
         ...
 
 
+class HostPath(NamedTuple):
+    """What a call that is not asynchronous asks before it runs.
+
+    Attributes:
+        questions: where the caller stands.
+        last: object and attribute that hold the stream of the last call, None before the first: on another one a call
+            must be ordered behind that.
+        lock: of the executor, held while commands are submitted.
+        guards: (object, attribute, what it is while nothing stands in the way of a call).
+    """
+
+    questions: Questions
+    last: tuple[object, str]
+    lock: threading.Lock
+    guards: tuple[tuple[object, str, object], ...]
+
+
+class Questions(Protocol):
+    """How to find the stream of the caller (``execute/cuda/driver.py``)."""
+
+    @property
+    def stream_of(self) -> Callable[[int], int]: ...
+
+    @property
+    def capturing(self) -> Callable[[], bool]: ...
+
+    @property
+    def current_device(self) -> Callable[[], int]: ...
+
+    @property
+    def device(self) -> int: ...
+
+
 class Backend(Protocol):
     """One device type's part of a communicator."""
 
@@ -125,6 +159,10 @@ class Backend(Protocol):
 
         ``place``: where the caller stands. If it is being captured, the program was made for that.
         """
+        ...
+
+    def host_path(self) -> HostPath | None:
+        """What repeated calls ask on their way; None if they cost no time that matters."""
         ...
 
     def synchronize(self) -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from sidelane.choice import Abilities
 from sidelane.choice.candidate import DMA, LAUNCHES, SIGNALS, SM
+from sidelane.collectives.backend import HostPath
 from sidelane.errors import SidelaneError
 from sidelane.execute.base import Addresses, LoadedProgram, Place, Runnable
 from sidelane.execute.cuda import CudaExecutor, probe
@@ -68,6 +69,12 @@ class CudaBackend:
             self._order_after_last(place)
         loaded.run(epoch, place)
         return None
+
+    def host_path(self) -> HostPath | None:
+        questions = self.executor.driver.questions()
+        if questions is None:
+            return None
+        return HostPath(questions, (self, "_last"), self.executor.lock, ((self.executor.watch, "failure", None),))
 
     def _run_aside(
         self, loaded: Runnable, epoch: int, tensors: Sequence[torch.Tensor | None], place: Place

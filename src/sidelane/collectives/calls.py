@@ -45,6 +45,7 @@ class Calls:
         unfinished: prelaunched calls that are armed, or fired without anybody having waited for them: their tensors
             are in use.
         failure: what ended the communicator, if anything did.
+        numbers: of the calls to come.
     """
 
     def __init__(self, control: ControlBlock, backend: Backend, config: Config) -> None:
@@ -54,7 +55,7 @@ class Calls:
         self.unfinished: set[Handle] = set()
         self.failure: BaseException | None = None
         self.closed = False
-        self._numbers = itertools.count(1)
+        self.numbers = itertools.count(1)
 
     def number(self) -> int:
         """Take the number of a new call.
@@ -65,7 +66,7 @@ class Calls:
         """
         if self.closed or self.failure is not None or self.armed is not None:
             self.require_open()
-        return next(self._numbers)
+        return next(self.numbers)
 
     def require_open(self) -> None:
         """Raise as :meth:`number` does."""

@@ -27,9 +27,10 @@ from sidelane.collectives.plan import AUTO, Agreement, Planner, check_variant
 from sidelane.collectives.prelaunched import Prelaunched, prepare_prelaunched
 from sidelane.collectives.prepare import Prepared, Preparer
 from sidelane.collectives.profile import agree_on_profile
+from sidelane.collectives.repeat import Repeats
 from sidelane.collectives.uneven import call_uneven
 from sidelane.config import Config
-from sidelane.errors import SidelaneError, UnavailableError
+from sidelane.errors import PeerError, SidelaneError, UnavailableError
 from sidelane.execute.submitted import Counts, Submitted
 from sidelane.memory.control import ControlBlock
 from sidelane.program.collective import Kind
@@ -94,6 +95,9 @@ class Communicator:
         )
         self._preparer = Preparer(self.rank, self._heap, self._backend, planner)
         self._calls = Calls(self._control, self._backend, self.config)
+        self._repeats = Repeats.of(self._calls)
+        if self._repeats is not None:
+            self._preparer.keepers.append(self._repeats.forget)
         self._barrier_tensor: torch.Tensor | None = None
 
     def empty(self, *size: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -382,6 +386,8 @@ class Communicator:
             with contextlib.suppress(SidelaneError):
                 handle.close()
         self._calls.closed = True
+        if self._repeats is not None:
+            self._repeats.forget()
         self._backend.close()
         self._preparer.close()
         self._heap.close()
@@ -410,6 +416,14 @@ class Communicator:
         beside: str | None,
         async_op: bool,
     ) -> Work | None:
+        repeats = None if async_op else self._repeats
+        if repeats is not None:
+            try:
+                if repeats.run(kind, tensors, details, variant, beside):
+                    return None
+            except (PeerError, KeyboardInterrupt) as error:
+                self._calls.fail(error)
+                raise
         call = self._calls.number()
         # Plain handlers here and in Calls.run: every call comes here, and a context manager costs a microsecond.
         try:
@@ -439,6 +453,7 @@ class Communicator:
                 )
             if prepared is None:
                 prepared = self._prepare(call, Agreement.of(request, variant, frozen, hint), request, key)
+                repeats = None  # until it comes again
             else:
                 self._control.post_call(call, prepared.signature)
                 if self.config.debug:
@@ -446,7 +461,10 @@ class Communicator:
         except KeyboardInterrupt as error:
             self._calls.fail(error)
             raise
-        return self._calls.run(prepared, call, async_op, tensors, place)
+        work = self._calls.run(prepared, call, async_op, tensors, place)
+        if repeats is not None:
+            repeats.remember(key, prepared, place)
+        return work
 
     def _prepare(self, call: int, agreement: Agreement, request: Request, key: Hashable) -> Prepared:
         self._control.post_call(call, agreement.text())

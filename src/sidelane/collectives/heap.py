@@ -51,7 +51,7 @@ class SymmetricHeap:
     def allocate(self, nbytes: int) -> SymmetricBlock:
         """Allocate a block on every rank. Collective."""
         block = self._memory.allocate(nbytes)
-        _generation[0] += 1
+        generation_cell[0] += 1
         number = len(self._blocks)
         self._blocks.append(block)
         start = block.tensor.data_ptr()
@@ -107,8 +107,10 @@ class SymmetricHeap:
 
 def generation() -> int:
     """Grows with every symmetric block of this process: what an address was is not what it is for ever."""
-    return _generation[0]
+    return generation_cell[0]
 
 
-_generation = [0]
+generation_cell = [0]
+"""What :func:`generation` returns, for code that does not call it."""
+
 _heaps: weakref.WeakSet[SymmetricHeap] = weakref.WeakSet()

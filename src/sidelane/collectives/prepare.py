@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 from sidelane.choice import Choice
 from sidelane.choice.candidate import GRAPH, SM
@@ -49,7 +49,11 @@ class Prepared:
 
 
 class Preparer:
-    """Owns what all programs of a communicator share: flag memory and staging."""
+    """Owns what all programs of a communicator share: flag memory and staging.
+
+    Attributes:
+        keepers: called when programs move, of whoever else keeps loaded ones that nobody recalls.
+    """
 
     def __init__(self, rank: int, heap: SymmetricHeap, backend: Backend, planner: Planner) -> None:
         self._rank = rank
@@ -71,6 +75,7 @@ class Preparer:
             self._slots.reserve(2 * SLOTS_BYTES, False)  # a capture could not
         self._kept: list[object] = []
         self._recent: dict[Hashable, Prepared] = {}
+        self.keepers: list[Callable[[], object]] = []
 
     def recall(self, key: Hashable) -> Prepared | None:
         """What an earlier call with the same key prepared, if it still holds."""
@@ -136,6 +141,8 @@ class Preparer:
             # Captured graphs keep the block that they were loaded with. Everything else must move to the new one now,
             # on all ranks at once: a rank that still wrote to the old block would miss a peer that reads the new one.
             self._recent.clear()
+            for forget in self.keepers:
+                forget()
 
     def _load_kernel(self, program: KernelProgram, request: Request | ListRequest, frozen: bool) -> Runnable:
         assert isinstance(request, Request), "no kernel takes lists"
@@ -154,9 +161,10 @@ class Preparer:
         flags = tuple(base + offset for base in self._flags.addresses)
         buffers = self._buffers(program, request, self._slots, SLOTS_BYTES if captured else 0)
         addresses = Addresses(buffers, flags, spread=self._slots.is_spread)
-        take_turn = self._turns.captured if captured else self._turns.eager
         executor = self._backend.executor
-        return AlternatingProgram(alternation, lambda turn: executor.load(turn, addresses), take_turn)
+        return AlternatingProgram(
+            alternation, lambda program: executor.load(program, addresses), self._turns, captured=captured
+        )
 
     def _addresses(self, program: Program, request: Request | ListRequest, captured: bool) -> Addresses:
         offset = 4 * FLAGS * _region(program, captured)

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 from bisect import bisect_right
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn, Protocol
 
 import torch
 
 from sidelane.execute.submitted import Ledger
+from sidelane.native import Note
 from sidelane.program.collective import Buffer
 from sidelane.program.ir import Move, Program
 from sidelane.program.kernel import KernelProgram
@@ -109,6 +110,33 @@ NO_STREAM: Place = (0, False)
 """Where all calls stand on a device that has no streams."""
 
 
+Step = tuple[int | Callable[..., Any], tuple[Any, ...], object]
+"""A C function of integers by its address, or a Python one; its arguments; what keeps the memory that they point to. It
+returns an int, 0 for success (Python: or None)."""
+
+Places = tuple[int, int, int] | Callable[[int], Any]
+"""Places of one 32-bit word (first address, distance in bytes, how many), or a function that puts it there."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Repetition:
+    """What :meth:`Runnable.run` does each time from one place, for code that does it without calling that.
+
+    Attributes:
+        steps: calls to the driver, in order, all with the executor's lock held.
+        words: before that, what depends on the number of the invocation: (base, increment for each number, where).
+        notes: after that, what is noted down.
+        failed: called with the index of a step and its error (what it returned or raised): raises.
+        turn: (object, attribute, what it is when it is the turn of this); None where every call does the same.
+    """
+
+    steps: tuple[Step, ...]
+    words: tuple[tuple[int, int, Places], ...]
+    notes: tuple[Note, ...]
+    failed: Callable[[int, Any], NoReturn]
+    turn: tuple[object, str, object] | None = None
+
+
 class Runnable(Protocol):
     """What a communicator runs again and again: a loaded program, or several that take turns."""
 
@@ -120,6 +148,10 @@ class Runnable(Protocol):
 
         Devices with streams return at once, others when it has ended. ``epoch`` as in :meth:`LoadedProgram.start`.
         """
+        ...
+
+    def repetition(self, place: Place) -> Repetition | None:
+        """What the last :meth:`run`, from ``place``, did, where a later one will do the same; else None."""
         ...
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from sidelane.native import Effect, Note
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Counts:
@@ -108,6 +110,10 @@ class Ledger:
         """One more invocation."""
         entry.tally[0] += 1
         self._last = entry
+
+    def notes(self, entry: Entry) -> tuple[Note, ...]:
+        """What :meth:`count` does."""
+        return (Effect.COUNT, entry.tally, "", None), (Effect.SET, self, "_last", entry)
 
     def total(self) -> Counts:
         """What went to the device. Captured invocations are left out: who replays a graph does not tell."""

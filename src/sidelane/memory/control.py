@@ -12,6 +12,7 @@ sequence number and a checksum, so that a reader gets either a whole record or n
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import threading
 import time
@@ -41,6 +42,21 @@ _LIVENESS_INTERVAL_S = 0.1  # a look at a process costs a system call or two
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class OwnPosts:
+    """Where a rank posts its calls, for code that does so without :meth:`ControlBlock.post_call`.
+
+    Attributes:
+        records: call ``n`` is posted in number ``n % len(records)``.
+        begun_address: of the 64-bit word that holds the last call begun.
+        lock: held by whoever writes there.
+    """
+
+    records: list[Record]
+    begun_address: int
+    lock: threading.Lock
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class PostedCall:
     """What one rank posted for one call: its signature, and why it refused (None: it did not)."""
 
@@ -57,6 +73,9 @@ class ControlBlock:
     Args:
         group: the ranks, all on one machine.
 
+    Attributes:
+        unread: a call that peers may still have to read here; 0 if there is none.
+
     Raises:
         UnavailableError, PeerError, PeerTimeoutError: as :class:`sidelane.memory.host_shared.SharedBytes` does.
     """
@@ -71,7 +90,7 @@ class ControlBlock:
         self._lock = threading.Lock()  # threads of this rank share one writer's role
         self._open_calls: set[int] = set()
         self._last_ended = 0
-        self._unread, self._patience_s = 0, 0.0  # a call that peers may still have to read here; how long they may take
+        self.unread, self._patience_s = 0, 0.0  # and how long they may take
         self._payloads: dict[str, bytes] = {}  # of signatures posted before: most calls are repetitions
         self._dead: set[int] = set()
         self._look_at = 0.0
@@ -88,7 +107,7 @@ class ControlBlock:
             raise ValueError(f"ControlBlock.post_call: call numbers begin at 1 (value={call})")
         if self._is_closed:
             self._check_usable("post_call")
-        if self._unread and call >= self._unread + RING_CALLS:
+        if self.unread and call >= self.unread + RING_CALLS:
             self._let_peers_read()
         payload = self._payloads.get(signature) if refusal is None else None
         if payload is None:
@@ -102,6 +121,15 @@ class ControlBlock:
             own.slots[call % RING_CALLS].write(call, _OK if refusal is None else _REFUSED, payload)
             if refusal is None and own.words[_BEGUN] < call:
                 own.words[_BEGUN] = call
+
+    def own_posts(self) -> OwnPosts:
+        """Where :meth:`post_call` writes."""
+        begun = ctypes.addressof(ctypes.c_char.from_buffer(self._own.words)) + 8 * _BEGUN
+        return OwnPosts(self._own.slots, begun, self._lock)
+
+    def payload(self, signature: str) -> bytes | None:
+        """What posts with ``signature`` put there; None before the first."""
+        return self._payloads.get(signature)
 
     def begin(self, call: int, step: str) -> None:
         """Say that this rank has begun ``call``; ``step`` describes it in a few words."""
@@ -190,7 +218,7 @@ class ControlBlock:
                     found[rank] = posted
             if len(found) == self.world_size:
                 self._check_aborts()  # what follows may wait for a rank that has posted and then given up
-                self._own.words[_AGREED] = self._unread = call
+                self._own.words[_AGREED] = self.unread = call
                 self._patience_s = timeout_s
                 return [found[rank] for rank in range(self.world_size)]
             self._check_aborts()
@@ -228,7 +256,7 @@ class ControlBlock:
         Whoever has not read it by the time-out, or has left, does without: that failure shows elsewhere. One call is
         enough to remember, since peers that posted for an agreement had read what was posted for the one before.
         """
-        call, self._unread = self._unread, 0
+        call, self.unread = self.unread, 0
         until = time.monotonic() + self._patience_s
         while any(part.words[_AGREED] < call and not part.words[_CLOSED] for part in self._parts):
             try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 import zlib
 
@@ -22,6 +23,9 @@ class Record:
 
     Args:
         view: where it lives, aligned to 8 bytes, zeroed by whoever allocated it.
+
+    Attributes:
+        written, status, digest: what this object, the writer's, last put there; ``written`` is None while it does.
     """
 
     HEADER_BYTES = 32
@@ -30,9 +34,8 @@ class Record:
     def __init__(self, view: memoryview) -> None:
         self._words = view[: self.HEADER_BYTES].cast("Q")
         self._payload = view[self.HEADER_BYTES :]
-        # What this object, the writer's, last put there; None while it does.
-        self._written: bytes | None = None
-        self._status = self._digest = 0
+        self.written: bytes | None = None
+        self.status = self.digest = 0
         self._fence = Fence()
 
     @property
@@ -45,19 +48,24 @@ class Record:
         """The number alone, from a single load: a hint whether ``read`` is worth it."""
         return self._words[1]
 
+    @property
+    def address(self) -> int:
+        """Where the words are, in this process."""
+        return ctypes.addressof(ctypes.c_char.from_buffer(self._words))
+
     def write(self, number: int, status: int, payload: bytes) -> None:
         """Replace the record. Only its owner may, one thread at a time. ``status`` is below 256."""
         words = self._words
-        if payload is self._written and status == self._status:  # calls repeat, and bytes do not change
-            words[1] = number
-            words[3] = number ^ self._digest
+        if payload is self.written and status == self.status:  # calls repeat, and bytes do not change
+            words[1] = number  # as in native/replay.c
+            words[3] = number ^ self.digest
             return
         length = len(payload)
         if not 0 <= status < 256:
             raise ValueError(f"Record.write: status (value={status}, allowed=0..255)")
         if length > len(self._payload):
             raise ValueError(f"Record.write: payload bytes (value={length}, allowed=..{len(self._payload)})")
-        self._written, fence = None, self._fence
+        self.written, fence = None, self._fence
         sequence = (words[0] | 1) + 1  # a predecessor that never finished leaves an odd one
         words[0] = sequence - 1
         fence.release()
@@ -68,7 +76,7 @@ class Record:
         fence.release()
         fence.acquire()
         words[0] = sequence
-        self._written, self._status, self._digest = payload, status, digest
+        self.written, self.status, self.digest = payload, status, digest
 
     def read(self) -> tuple[int, int, bytes] | None:
         """(number, status, payload); None if nothing was written, or if no whole record was there for about 20 ms."""

@@ -178,6 +178,9 @@ class CpuProgram:
         self._executor.ledger.count(self._entry)
         return invocation
 
+    def repetition(self, place: Place) -> None:
+        """None: it is all Python."""
+
     def run(self, epoch: int, place: Place) -> None:
         """Run this rank's queues once and wait for their end (see :class:`sidelane.execute.base.Runnable`)."""
         self.start(epoch, None).wait()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from sidelane.execute.base import Addresses
+from sidelane.execute.base import Addresses, Places
 from sidelane.execute.cuda.calls import (
     Call,
     Cell,
@@ -29,6 +29,9 @@ from sidelane.execute.cuda.native import WORD_MASK, Bound
 from sidelane.execute.cuda.rows import pitch
 from sidelane.program.collective import Buffer
 from sidelane.program.ir import Comparison, Flag, Program, Value
+
+Moving = tuple[tuple[int, int, Places], ...]
+"""Words that follow the epoch, as :class:`sidelane.execute.base.Repetition` has them."""
 
 WORD_BYTES = 4
 _MOST_CALLERS = 64  # streams for which bound calls are remembered; torch hands out 32 of each priority
@@ -96,6 +99,9 @@ class BoundPlan:
         busy: what ``HostWord.BUSY`` holds while a captured invocation runs.
         reduce_blocks: most thread blocks of a reduction.
 
+    Attributes:
+        words: what :meth:`set_epoch` sets.
+
     Raises:
         ValueError: an operand has no address.
     """
@@ -130,6 +136,11 @@ class BoundPlan:
             elif isinstance(call, LaunchReduce):
                 resolve(call.dst), *map(resolve, call.srcs)
         self._setters = [(value, self._ops.setters(places)) for value, places in moving.items()]
+        self.words: Moving = tuple(
+            (value.at(0) & WORD_MASK, value.per_epoch & WORD_MASK, where)
+            for value, places in moving.items()
+            for where in self._ops.places(places)
+        )
         self._last_epoch = 0
         self._by_caller: dict[int, list[Bound]] = {}
         self.ahead = self._bind(plan.ahead, caller=0)

@@ -11,7 +11,7 @@ import ctypes
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -48,6 +48,18 @@ class HostWords:
         self._tensor = torch.zeros(count, dtype=torch.int32, device="cpu", pin_memory=True)
         self.array: npt.NDArray[np.uint32] = self._tensor.numpy().view(np.uint32)
         self.address: int = self._tensor.data_ptr()
+
+
+class Questions(NamedTuple):
+    """How to find the caller's place: the handle of the stream that is current on ``device``, whether the stream
+    that is current on the current device is captured (not to be asked on the legacy default stream), and which device
+    that is.
+    """
+
+    stream_of: Callable[[int], int]
+    capturing: Callable[[], bool]
+    current_device: Callable[[], int]
+    device: int
 
 
 class Driver:
@@ -226,9 +238,9 @@ class Driver:
     def destroy_graph(self, graph: int) -> None:
         self.call("cuGraphExecDestroy", self._api.CUgraphExec(graph))
 
-    def bind_graph(self, graph: int, stream: int) -> Bound:
-        """Launch an executable graph. Launches of one graph follow each other, on whatever streams."""
-        return require_native("cuGraphLaunch"), (ctypes.c_void_p(graph), ctypes.c_void_p(stream))
+    def bind_graph(self, graph: int, stream: int, *, owner: object = None) -> Bound:
+        """Launch an executable graph. Launches of one graph follow each other, on whatever streams. ``owner``: kept."""
+        return require_native("cuGraphLaunch"), (Pointer(graph, owner), ctypes.c_void_p(stream))
 
     # --- every call ---------------------------------------------------------------------------------------------------
 
@@ -260,6 +272,10 @@ class Driver:
             raise DriverError(self._name(error), "cuStreamIsCapturing")
         return bool(status)
 
+    def has_normal_priority(self, stream: int) -> bool:
+        """True for streams that are neither urgent nor the opposite."""
+        return bool(self.call("cuStreamGetPriority", self._handle(stream)) == self._normal_priority)
+
     def place(self) -> Place:
         """Torch's current stream on the device, and whether it is captured; every call asks."""
         handle = _raw_stream(self.index)
@@ -268,6 +284,12 @@ class Driver:
         if _is_current_capturing is None or _current_device() != self.index:
             return handle, self.is_capturing(handle)
         return handle, _is_current_capturing()
+
+    def questions(self) -> Questions | None:
+        """What :meth:`place` asks, for code that asks itself; None where torch is too old for that."""
+        if _is_current_capturing is None:
+            return None
+        return Questions(_raw_stream, _is_current_capturing, _current_device, self.index)
 
     def capture_of(self, stream: int) -> int:
         """Number of the capture that ``stream`` is in, unique in this process; 0 outside of captures."""

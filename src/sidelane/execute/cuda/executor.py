@@ -13,6 +13,8 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import torch
 
@@ -21,6 +23,7 @@ from sidelane.execute.base import Addresses, Capabilities, LoadedProgram
 from sidelane.execute.cuda.calls import Gate, HostWord
 from sidelane.execute.cuda.driver import Driver
 from sidelane.execute.cuda.held import Gates
+from sidelane.execute.cuda.native import Bound
 from sidelane.execute.cuda.probe import DriverFeatures
 from sidelane.execute.cuda.release import FlagRescue
 from sidelane.execute.cuda.watch import BOARD, BUSY, FINISHED, HOST_WORDS, STARTED, Watch
@@ -190,6 +193,17 @@ class CudaExecutor:
         self._check_open(method)
         if self.watch.failure is not None:
             self.watch.raise_failure()  # a call only where there is something to raise: this is the way of every start
+
+    def failing(self, calls: Sequence[Bound], program: Program | KernelProgram) -> Callable[[int, Any], NoReturn]:
+        """What to do about the failure of one of the calls of an invocation: called with its index and error."""
+
+        def failed(index: int, error: Any) -> NoReturn:
+            if not isinstance(error, BaseException):
+                error = self.driver.refused(calls[index][0], error)
+            self.watch.fail_submission(f"{program.collective} {program.variant}", error)
+            raise error
+
+        return failed
 
     def _check_open(self, method: str) -> None:
         if self.closed:

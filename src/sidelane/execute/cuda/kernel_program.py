@@ -21,11 +21,13 @@ from sidelane.device import (
     reduce_pull,
 )
 from sidelane.device.launch import Launch, Site
-from sidelane.execute.base import Addresses, Place
+from sidelane.execute.base import Addresses, Place, Repetition
+from sidelane.execute.cuda.cached import LaunchGraph
 from sidelane.execute.cuda.executor import CudaExecutor
 from sidelane.execute.cuda.loaded import find_place
-from sidelane.execute.cuda.native import Bound
-from sidelane.execute.submitted import Counts, Submitted
+from sidelane.execute.cuda.native import Bound, steps_of
+from sidelane.execute.submitted import Counts, Entry, Submitted
+from sidelane.native import Effect
 from sidelane.program.collective import Buffer
 from sidelane.program.kernel import KernelProgram, Protocol
 
@@ -50,9 +52,7 @@ class CudaKernel:
         self._by_stream: dict[int, tuple[Bound, ...]] = {}
         if self._launch is not None:
             self._bind(executor.internal)  # compiles and loads it; inside a capture it would be too late
-        counts = Counts() if self._launch is None else Counts(kernels=1, calls=1)
-        submitted = Submitted(str(program.collective), "sm", program.variant, frozen, counts)
-        self._entry = executor.ledger.entry(submitted)
+        self._entry = self._enter(Counts() if self._launch is None else Counts(kernels=1, calls=1))
 
     def start(self, epoch: int, stream: torch.Stream | None) -> KernelPending:
         """Launch the kernel (see :class:`sidelane.execute.base.LoadedProgram`). Returns at once.
@@ -78,6 +78,24 @@ class CudaKernel:
                 with executor.driver.current():
                     self._submit(epoch, place[0])
 
+    def repetition(self, place: Place) -> Repetition | None:
+        """See :class:`sidelane.execute.base.Runnable`."""
+        if self._frozen or self._launch is None:
+            return None
+        handle, executor = place[0], self._executor
+        calls, entry = self._bind(handle), self._entry
+        with executor.lock, executor.driver.current():
+            # Nodes of a graph have the priority of the stream that was captured, whatever they are launched on.
+            if executor.driver.has_normal_priority(handle):
+                calls = (LaunchGraph(executor.driver, self._bind(executor.internal), executor.internal).bind(handle),)
+                entry = self._enter(Counts(kernels=1, graph_launches=1, calls=1))
+        notes = (
+            (Effect.SET, executor, "kernel_stream", handle),
+            *executor.watch.launch_notes(self.program),
+            *executor.ledger.notes(entry),
+        )
+        return Repetition(steps_of(calls), (), notes, executor.failing(calls, self.program))
+
     def _submit(self, epoch: int, handle: int) -> None:
         executor = self._executor
         if self._launch is not None:
@@ -93,6 +111,11 @@ class CudaKernel:
             executor.kernel_stream = handle
         executor.watch.launched(epoch, self.program)
         executor.ledger.count(self._entry)
+
+    def _enter(self, counts: Counts) -> Entry:
+        program = self.program
+        submitted = Submitted(str(program.collective), "sm", program.variant, self._frozen, counts)
+        return self._executor.ledger.entry(submitted)
 
     def _bind(self, handle: int) -> tuple[Bound, ...]:
         assert self._launch is not None

@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sidelane.execute.base import Addresses, Place
-from sidelane.execute.cuda.bind import BoundPlan, Resolver
+from sidelane.execute.base import Addresses, Place, Repetition
+from sidelane.execute.cuda.bind import BoundPlan, Moving, Resolver
 from sidelane.execute.cuda.cached import CachedGraph
 from sidelane.execute.cuda.calls import HostWord, LaunchReduce, RecordStamp, Route, choose_route
 from sidelane.execute.cuda.count import counts_of
 from sidelane.execute.cuda.driver import Driver
 from sidelane.execute.cuda.executor import CELLS, CudaExecutor
-from sidelane.execute.cuda.native import Bound
+from sidelane.execute.cuda.native import Bound, steps_of
 from sidelane.execute.cuda.plan import plan_calls
 from sidelane.execute.cuda.watch import Subject, Watch
 from sidelane.execute.submitted import Entry, Submitted
@@ -31,11 +31,13 @@ class Way(NamedTuple):
         set_epoch: gives the calls their values of an invocation.
         calls: to the driver, in order.
         entry: where they are counted.
+        words: what ``set_epoch`` does (see :class:`sidelane.execute.base.Repetition`); None where it does more.
     """
 
     set_epoch: Callable[[int], Any]
     calls: tuple[Bound, ...]
     entry: Entry
+    words: Moving | None
 
 
 class CudaProgram:
@@ -107,6 +109,15 @@ class CudaProgram:
                 with executor.driver.current():
                     self._submit(epoch, place)
 
+    def repetition(self, place: Place) -> Repetition | None:
+        """See :class:`sidelane.execute.base.Runnable`."""
+        way = self._ways.get(place)
+        if way is None or way.words is None:
+            return None
+        executor = self._executor
+        notes = (*executor.watch.issue_notes(self._subject), *executor.ledger.notes(way.entry))
+        return Repetition(steps_of(way.calls), way.words, notes, executor.failing(way.calls, self.program))
+
     def elapsed_us(self, first: int, last: int) -> float:
         """Microseconds between two stamp slots of the last invocation or replay, which must have finished."""
         return self._executor.driver.elapsed_us(self._stamps[first], self._stamps[last])
@@ -134,21 +145,23 @@ class CudaProgram:
         route = choose_route(handle, capturing, self._frozen)
         executor, bound = self._executor, self._bound
         calls: Sequence[Bound]
+        words: Moving | None = None
         if route is Route.CAPTURE:
             set_epoch, calls = _no_epoch, bound.steps(handle)
         else:
             stream = handle if route in (Route.DIRECT, Route.LAUNCH) else executor.internal
             if self._frozen:
                 graph = self._cached_graph()
-                set_epoch, calls = graph.set_epoch, graph.steps(stream)
+                set_epoch, calls, words = graph.set_epoch, graph.steps(stream), graph.words
+            elif bound.ahead:
+                set_epoch, calls = self._arm_and_start, bound.steps(stream)
             else:
-                set_epoch = self._arm_and_start if bound.ahead else bound.set_epoch
-                calls = bound.steps(stream)
+                set_epoch, calls, words = bound.set_epoch, bound.steps(stream), bound.words
             if stream != handle:
                 calls = self._by_way_of_internal(calls, handle)
         if len(self._ways) >= _MOST_PLACES:
             self._ways.clear()
-        way = self._ways[place] = Way(set_epoch, tuple(calls), self._entry(route))
+        way = self._ways[place] = Way(set_epoch, tuple(calls), self._entry(route), words)
         return way
 
     def _cached_graph(self) -> CachedGraph:

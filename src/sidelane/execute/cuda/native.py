@@ -10,18 +10,21 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from sidelane.errors import UnavailableError
+from sidelane.execute.base import Step
 
 Bound = tuple[Callable[..., Any], tuple[Any, ...]]
 """A function with its arguments. What it returns is the driver's error code, and false if there is none."""
 
 WORD_MASK = 0xFFFFFFFF
+
+MOST_INTEGERS = 8  # arguments of a call that C code makes: MOST_ARGUMENTS of native/replay.c
 
 # cuda.h: CUstreamBatchMemOpParams is a union of six 64-bit words. Waits and writes of 32-bit words share a layout.
 _OP_WORDS = 12
@@ -148,6 +151,13 @@ class MemoryOps:
         array = self._sealed()
         return [array[run.start : run.stop, _VALUE].fill for run in _runs(sorted(indices))]
 
+    def places(self, indices: Sequence[int]) -> list[tuple[int, int, int]]:
+        """Where the values of these operations are: (first address, distance in bytes, how many), by neighbours."""
+        array = self._sealed()
+        first = array.ctypes.data + array.itemsize * _VALUE
+        distance = array.itemsize * _OP_WORDS
+        return [(first + distance * run.start, distance, len(run)) for run in _runs(sorted(indices))]
+
     def bind(self, stream: int, part: slice = slice(None)) -> Bound:
         """The call that submits them, or a ``part`` of them, on a stream that is not the legacy default one."""
         array = self._sealed()[part]
@@ -166,6 +176,30 @@ class MemoryOps:
         if self._array is None:
             self._array = np.array(self._rows, np.uint32).reshape(-1, _OP_WORDS)
         return self._array
+
+
+def steps_of(calls: Iterable[Bound]) -> tuple[Step, ...]:
+    """Prepared calls as :class:`sidelane.execute.base.Repetition` has them."""
+    return tuple((*(_integers(bound) or bound), bound) for bound in calls)
+
+
+def _integers(bound: Bound) -> tuple[int, tuple[int, ...]] | None:
+    """Address and arguments of a prepared call, as C code passes them; None if Python must make it."""
+    function, arguments = bound
+    if not isinstance(function, ctypes._CFuncPtr) or len(arguments) > MOST_INTEGERS:  # type: ignore[attr-defined]
+        return None
+    address = ctypes.cast(function, ctypes.c_void_p).value
+    values = tuple(value for value in map(_integer, arguments) if value is not None)
+    return None if address is None or len(values) < len(arguments) else (address, values)
+
+
+def _integer(argument: Any) -> int | None:
+    if isinstance(argument, ctypes.Array | ctypes.Structure):  # passed by their address
+        return ctypes.addressof(argument)
+    referred = getattr(argument, "_obj", None)  # of ctypes.byref
+    if referred is not None:
+        return ctypes.addressof(referred)
+    return (argument.value or 0) if isinstance(argument, ctypes._SimpleCData) else None
 
 
 def _runs(indices: Sequence[int]) -> list[range]:

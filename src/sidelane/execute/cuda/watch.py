@@ -25,6 +25,7 @@ from sidelane.execute.cuda.driver import Driver, HostWords
 from sidelane.execute.cuda.release import FlagRescue
 from sidelane.execute.cuda.stall import Stall, Words, assume_missing, find_stall, reached
 from sidelane.execute.monitor import NO_CALL, PeerMonitor
+from sidelane.native import Effect, Note
 from sidelane.program.ir import Program
 from sidelane.program.kernel import KernelProgram
 
@@ -113,6 +114,14 @@ class Watch:
     def launched(self, epoch: int, program: KernelProgram) -> None:
         """A kernel was launched, or captured."""
         self._last_kernel = (epoch, program)
+
+    def issue_notes(self, subject: tuple[Program, Addresses, int]) -> tuple[Note, ...]:
+        """What :meth:`issued` does."""
+        return (Effect.SET_NUMBER, self, "last_epoch", None), (Effect.APPEND_PAIR, self._running.append, "", subject)
+
+    def launch_notes(self, program: KernelProgram) -> tuple[Note, ...]:
+        """What :meth:`launched` does."""
+        return ((Effect.SET_PAIR, self, "_last_kernel", program),)
 
     def next_busy_number(self) -> int:
         """What the next captured program writes into ``BUSY`` while it runs."""

@@ -1,0 +1,96 @@
+"""Repeated calls on GPUs, by way of compiled code (``native/replay.c``): what it is told, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+
+from sidelane.collectives import heap
+from sidelane.collectives.calls import Calls
+from sidelane.collectives.prepare import Prepared
+from sidelane.execute.base import Place
+from sidelane.native import Effect, load_replays
+
+
+class Repeats:
+    """Remembers calls that were made twice, to make them again. Threads may share it, as they do a communicator.
+
+    Args:
+        calls: of the communicator.
+
+    Attributes:
+        run: makes a call again: ``run(kind, tensors, details, variant, beside)``. False, with nothing done, if it is
+            not one that was remembered, or not the same any more; then Python makes it, or says what is wrong.
+    """
+
+    def __init__(self, calls: Calls, replay: Any) -> None:
+        self._calls = calls
+        self._replay = replay
+        self.run = replay.run
+
+    def forget(self) -> None:
+        """Let go of all calls."""
+        self._replay.forget()
+
+    @staticmethod
+    def of(calls: Calls) -> Repeats | None:
+        """For a communicator; None where there is no use in it, or no compiler."""
+        path = calls.backend.host_path()
+        # With debug, every call is compared with the peers'.
+        if path is None or calls.config.debug or not calls.config.native:
+            return None
+        module = load_replays().module
+        if module is None:
+            return None
+        control, posts, questions = calls.control, calls.control.own_posts(), path.questions
+        guards = (
+            (calls, "closed", False),
+            (calls, "failure", None),
+            (calls, "armed", None),
+            *path.guards,
+        )
+        replay = module.Replay(
+            guards,
+            *(questions.stream_of, questions.capturing, questions.current_device, questions.device),
+            *(heap.generation_cell, path.last, calls.numbers),
+            *(posts.records, tuple(record.address for record in posts.records), posts.begun_address),
+            *(control, control.post_call, posts.lock, path.lock.acquire, path.lock.release),
+            *(torch._C._increment_version, torch.Tensor),
+        )
+        return Repeats(calls, replay)
+
+    def remember(self, key: tuple[Hashable, ...], prepared: Prepared, place: Place) -> None:
+        """Remember a call that has just been made, if it will be made the same way again.
+
+        Args:
+            key: kind, variant, beside, details, frozen, generation, identities of the tensors.
+            prepared: what it ran as.
+            place: where.
+        """
+        kind, variant, beside, details, frozen, _, identities = key
+        repetition = None if frozen else prepared.loaded.repetition(place)
+        payload = self._calls.control.payload(prepared.signature)
+        if repetition is None or payload is None or not all(map(_is_ordinary, identities)):  # type: ignore[call-overload]
+            return
+        tensors = tuple(identity[:3] for identity in identities)  # type: ignore[attr-defined]
+        # The number itself, not an equal one: it is compared by identity.
+        generation = heap.generation_cell[0]
+        if generation != key[5]:
+            return
+        notes = (*repetition.notes, (Effect.SET, self._calls, "last_choice", prepared.choice))
+        self._replay.remember(
+            *(kind, tensors, details, variant, beside, generation, repetition.turn, place[0]),
+            *(prepared.signature, payload, repetition.steps, repetition.words, notes, repetition.failed, prepared),
+        )
+
+
+def _is_ordinary(identity: tuple[Any, ...]) -> bool:
+    """True for what ``collectives/arguments.py`` says of a tensor that has an address, is contiguous and real, and does
+    not negate what it views.
+    """
+    match identity:
+        case (address, _, dtype, True, False) | (address, _, dtype, True):
+            return bool(address) and not dtype.is_complex
+    return False

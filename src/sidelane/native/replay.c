@@ -1,0 +1,739 @@
+/* Calls of a communicator that repeat: what Python does for them, in one function.
+
+   A call that was made before, with the same tensors in the same places, from the same stream, does the same again: it
+   takes a number, posts it for the peers, gives memory operations their values, runs the prepared calls of the driver,
+   and notes what it did. Python does that in some fifteen functions and 4 microseconds. Here a call is remembered once,
+   by Python, as C values; to repeat it is to compare and to run. Whatever is not exactly as it was, `run` says so by
+   returning False before anything has happened, and Python does it: this file decides nothing.
+
+   What Python reads and writes too (watch, ledger) stays Python's, and is reached by the attributes that `remember` and
+   `Replay` are told. The GIL is held throughout but for the calls of the driver, which may block for as long as a peer
+   is late; the executor's lock is held around them, as everywhere.
+
+   It is compiled where it is first used (see build.py), and nothing needs it. */
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdint.h>
+#include <string.h>
+
+#define TABLE 256          /* calls remembered */
+#define PROBES 4           /* places of the table where one may be */
+#define MOST_ARGUMENTS 8   /* of a call of the driver */
+#define MOST_TENSORS 2
+
+enum Effect { SET, SET_NUMBER, SET_PAIR, APPEND_PAIR, COUNT, EFFECTS };
+
+typedef struct {
+    uint64_t address, nbytes;
+    PyObject *dtype;
+} Tensor;
+
+/* A call of the driver: a C function of integers, or else a Python callable with its arguments. */
+typedef struct {
+    void *function;
+    int count;
+    uint64_t arguments[MOST_ARGUMENTS];
+    PyObject *callable, *tuple;
+} Step;
+
+/* 32-bit values `base + per_call * number`, at `count` places `stride` bytes apart, or given to a Python callable. */
+typedef struct {
+    uint32_t base, per_call;
+    char *first;
+    Py_ssize_t stride, count;
+    PyObject *setter;
+} Words;
+
+typedef struct {
+    enum Effect what;
+    PyObject *target, *name, *value;
+} Note;
+
+typedef struct {
+    PyObject *keep; /* a tuple of everything below: the one reference */
+    PyObject *kind, *details, *variant, *beside, *generation, *turn, *signature, *payload, *failed;
+    long long stream;
+    int tensors, steps, words, notes;
+    Tensor tensor[MOST_TENSORS];
+    Step *step;
+    Words *word;
+    Note *note;
+    int users; /* runs that are under way */
+    int dropped;
+} Entry;
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *keep; /* a tuple of everything below */
+    PyObject *guards, *stream_of, *capturing, *current_device, *index, *generation, *last, *last_name, *numbers;
+    PyObject *control, *post, *post_lock, *try_lock, *unlock, *count_version, *tensor_type;
+    PyObject *records; /* a list */
+    uint64_t **record_words, *begun;
+    Py_ssize_t record_count;
+    long long index_value;
+    Entry *table[TABLE];
+    unsigned next_victim;
+} Replay;
+
+static PyObject *n_data_ptr, *n_nbytes, *n_dtype, *n_is_contiguous, *n_is_neg, *n_locked, *n_written, *n_status, *n_digest, *n_unread;
+
+/* --- small questions --------------------------------------------------------------------------------------------- */
+
+static int same(PyObject *a, PyObject *b) { return a == b ? 1 : PyObject_RichCompareBool(a, b, Py_EQ); }
+
+/* What a callable without arguments returns, as a number; -1 with an error set. */
+static long long number_from(PyObject *object)
+{
+    if (object == NULL)
+        return -1;
+    long long value = PyLong_AsLongLong(object);
+    Py_DECREF(object);
+    return value;
+}
+
+static int is_true(PyObject *object) /* of a new reference; -1 with an error set */
+{
+    if (object == NULL)
+        return -1;
+    int value = object == Py_True ? 1 : object == Py_False ? 0 : PyObject_IsTrue(object);
+    Py_DECREF(object);
+    return value;
+}
+
+static int is_guard(PyObject *guard)
+{
+    if (PyTuple_Check(guard) && PyTuple_GET_SIZE(guard) == 3)
+        return 1;
+    PyErr_SetString(PyExc_TypeError, "a guard is (object, attribute, the value that lets calls pass)");
+    return 0;
+}
+
+/* 1: the attribute is the very object that lets calls pass. 0: it is not. -1: an error. */
+static int passes(PyObject *guard)
+{
+    PyObject *found = PyObject_GetAttr(PyTuple_GET_ITEM(guard, 0), PyTuple_GET_ITEM(guard, 1));
+    Py_XDECREF(found); /* compared, not used */
+    return found == NULL ? -1 : found == PyTuple_GET_ITEM(guard, 2);
+}
+
+static PyObject *ask(PyObject *object, PyObject *method) { return PyObject_VectorcallMethod(method, &object, 1, NULL); }
+
+/* 1: the tensor, which lies where it did, is as it was. 0: it is not. -1: an error. */
+static int same_tensor(PyObject *object, const Tensor *tensor)
+{
+    PyObject *found = PyObject_GetAttr(object, n_nbytes);
+    if (found == NULL)
+        return -1;
+    uint64_t value = PyLong_AsUnsignedLongLong(found);
+    Py_DECREF(found);
+    if (value != tensor->nbytes)
+        return PyErr_Occurred() ? -1 : 0;
+    if ((found = PyObject_GetAttr(object, n_dtype)) == NULL)
+        return -1;
+    Py_DECREF(found); /* compared, not used */
+    if (found != tensor->dtype)
+        return 0;
+    int answer = is_true(ask(object, n_is_contiguous));
+    if (answer != 1)
+        return answer;
+    answer = is_true(ask(object, n_is_neg));
+    return answer < 0 ? -1 : !answer;
+}
+
+/* --- entries ----------------------------------------------------------------------------------------------------- */
+
+static void free_entry(Entry *entry)
+{
+    if (entry->users) {
+        entry->dropped = 1;
+        return;
+    }
+    PyObject *keep = entry->keep;
+    PyMem_Free(entry->step);
+    PyMem_Free(entry->word);
+    PyMem_Free(entry->note);
+    PyMem_Free(entry);
+    Py_DECREF(keep);
+}
+
+static void leave_entry(Entry *entry)
+{
+    if (!--entry->users && entry->dropped)
+        free_entry(entry);
+}
+
+static unsigned place_of(PyObject *kind, long long stream, uint64_t first, uint64_t second)
+{
+    uint64_t mix = (first >> 4) * 0x9E3779B97F4A7C15u ^ (second >> 4) * 0xC2B2AE3D27D4EB4Fu;
+    mix ^= (uint64_t)(uintptr_t)kind * 0x165667B19E3779F9u ^ (uint64_t)stream * 0x27D4EB2F165667C5u;
+    return (unsigned)(mix >> 32) % TABLE;
+}
+
+static int read_steps(Entry *entry, PyObject *steps)
+{
+    Py_ssize_t count = PyTuple_GET_SIZE(steps);
+    entry->step = PyMem_Calloc(count ? count : 1, sizeof(Step));
+    if (entry->step == NULL)
+        return PyErr_NoMemory(), -1;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *target, *arguments, *pair = PyTuple_GET_ITEM(steps, i);
+        Step *step = &entry->step[i];
+        PyObject *kept; /* what the addresses among the arguments point to */
+        if (!PyArg_ParseTuple(pair, "OO!O", &target, &PyTuple_Type, &arguments, &kept))
+            return -1;
+        if (!PyLong_Check(target)) {
+            step->callable = target, step->tuple = arguments;
+        } else {
+            step->function = PyLong_AsVoidPtr(target);
+            step->count = (int)PyTuple_GET_SIZE(arguments);
+            if (step->function == NULL || step->count > MOST_ARGUMENTS) {
+                PyErr_Format(PyExc_ValueError, "remember: a call (value=%zd arguments, allowed=..%d, and a function)",
+                             (Py_ssize_t)step->count, MOST_ARGUMENTS);
+                return -1;
+            }
+            for (int a = 0; a < step->count; a++)
+                step->arguments[a] = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(arguments, a));
+        }
+        if (PyErr_Occurred())
+            return -1;
+        entry->steps++;
+    }
+    return 0;
+}
+
+static int read_words(Entry *entry, PyObject *words)
+{
+    Py_ssize_t count = PyTuple_GET_SIZE(words);
+    entry->word = PyMem_Calloc(count ? count : 1, sizeof(Words));
+    if (entry->word == NULL)
+        return PyErr_NoMemory(), -1;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        Words *word = &entry->word[i];
+        PyObject *where;
+        unsigned long base, per_call;
+        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(words, i), "kkO", &base, &per_call, &where))
+            return -1;
+        word->base = (uint32_t)base, word->per_call = (uint32_t)per_call;
+        if (!PyTuple_Check(where)) {
+            word->setter = where;
+        } else {
+            unsigned long long first;
+            if (!PyArg_ParseTuple(where, "Knn", &first, &word->stride, &word->count))
+                return -1;
+            word->first = (char *)(uintptr_t)first;
+        }
+        entry->words++;
+    }
+    return 0;
+}
+
+static int read_notes(Entry *entry, PyObject *notes)
+{
+    Py_ssize_t count = PyTuple_GET_SIZE(notes);
+    entry->note = PyMem_Calloc(count ? count : 1, sizeof(Note));
+    if (entry->note == NULL)
+        return PyErr_NoMemory(), -1;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        Note *note = &entry->note[i];
+        int what;
+        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(notes, i), "iOOO", &what, &note->target, &note->name, &note->value))
+            return -1;
+        note->what = (enum Effect)what;
+        if (what < 0 || what >= EFFECTS || (what == COUNT && !PyList_Check(note->target))) {
+            PyErr_Format(PyExc_ValueError, "remember: an effect (value=%d, allowed=0..%d)", what, EFFECTS - 1);
+            return -1;
+        }
+        entry->notes++;
+    }
+    return 0;
+}
+
+PyDoc_STRVAR(remember_doc, "remember(kind, tensors, details, variant, beside, generation, turn, stream, signature, "
+                           "payload, steps, words, notes, failed, owner)\n--\n\n"
+                           "Remember a call; see sidelane.collectives.repeat, which makes the arguments.");
+
+static PyObject *replay_remember(Replay *self, PyObject *all)
+{
+    PyObject *tensors, *steps, *words, *notes, *owner; /* of whatever the steps need, kept like everything */
+    Entry *entry = PyMem_Calloc(1, sizeof(Entry));
+    if (entry == NULL)
+        return PyErr_NoMemory();
+    entry->keep = Py_NewRef(all);
+    if (!PyArg_ParseTuple(all, "OO!OOOOOLOSO!O!O!OO", &entry->kind, &PyTuple_Type, &tensors, &entry->details,
+                          &entry->variant, &entry->beside, &entry->generation, &entry->turn, &entry->stream,
+                          &entry->signature, &entry->payload, &PyTuple_Type, &steps, &PyTuple_Type, &words,
+                          &PyTuple_Type, &notes, &entry->failed, &owner))
+        goto fail;
+    if (entry->turn != Py_None && !is_guard(entry->turn))
+        goto fail;
+    entry->tensors = (int)PyTuple_GET_SIZE(tensors);
+    if (entry->tensors < 1 || entry->tensors > MOST_TENSORS) {
+        PyErr_Format(PyExc_ValueError, "remember: tensors (value=%d, allowed=1..%d)", entry->tensors, MOST_TENSORS);
+        goto fail;
+    }
+    for (int i = 0; i < entry->tensors; i++) {
+        unsigned long long address, nbytes;
+        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(tensors, i), "KKO", &address, &nbytes, &entry->tensor[i].dtype))
+            goto fail;
+        entry->tensor[i].address = address, entry->tensor[i].nbytes = nbytes;
+    }
+    if (read_steps(entry, steps) || read_words(entry, words) || read_notes(entry, notes))
+        goto fail;
+    uint64_t second = entry->tensors > 1 ? entry->tensor[1].address : 0;
+    unsigned home = place_of(entry->kind, entry->stream, entry->tensor[0].address, second), chosen = TABLE;
+    for (unsigned probe = 0; probe < PROBES && chosen == TABLE; probe++)
+        if (self->table[(home + probe) % TABLE] == NULL)
+            chosen = (home + probe) % TABLE;
+    if (chosen == TABLE)
+        chosen = (home + self->next_victim++ % PROBES) % TABLE;
+    Entry *old = self->table[chosen];
+    self->table[chosen] = entry;
+    if (old != NULL)
+        free_entry(old);
+    Py_RETURN_NONE;
+fail:
+    free_entry(entry);
+    return NULL;
+}
+
+/* --- a repeated call ---------------------------------------------------------------------------------------------- */
+
+/* 1: nothing stands in the way. 0: something does, which Python will name. -1: an error. */
+static int is_open(Replay *self)
+{
+    int open = 1;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(self->guards) && open == 1; i++)
+        open = passes(PyTuple_GET_ITEM(self->guards, i));
+    return open;
+}
+
+/* The caller's stream where it is not captured, its device is current, and the last call was on it; -1 elsewhere. */
+static long long find_stream(Replay *self)
+{
+    long long device = number_from(PyObject_CallNoArgs(self->current_device));
+    if (device != self->index_value)
+        return -1;
+    long long stream = number_from(PyObject_CallOneArg(self->stream_of, self->index));
+    if (stream == -1 || (stream && is_true(PyObject_CallNoArgs(self->capturing)) != 0))
+        return -1;
+    PyObject *last = PyObject_GetAttr(self->last, self->last_name);
+    if (last == Py_None) {
+        Py_DECREF(last);
+        return -1;
+    }
+    return number_from(last) == stream ? stream : -1;
+}
+
+static int matches(Replay *self, Entry *entry, PyObject *const *arguments, long long stream)
+{
+    PyObject *tensors = arguments[1];
+    if (entry->stream != stream || entry->generation != PyList_GET_ITEM(self->generation, 0))
+        return 0;
+    if (PyTuple_GET_SIZE(tensors) != entry->tensors)
+        return 0;
+    int answer = entry->turn == Py_None ? 1 : passes(entry->turn);
+    if (answer == 1)
+        answer = same(entry->kind, arguments[0]);
+    if (answer == 1)
+        answer = same(entry->variant, arguments[3]);
+    if (answer == 1)
+        answer = same(entry->beside, arguments[4]);
+    if (answer == 1)
+        answer = same(entry->details, arguments[2]);
+    for (int i = 0; i < entry->tensors && answer == 1; i++)
+        answer = same_tensor(PyTuple_GET_ITEM(tensors, i), &entry->tensor[i]);
+    return answer;
+}
+
+/* The remembered call, with a user more; NULL if there is none, or with an error set. */
+static Entry *find(Replay *self, PyObject *const *arguments, long long stream)
+{
+    PyObject *tensors = arguments[1];
+    uint64_t addresses[MOST_TENSORS] = {0};
+    Py_ssize_t count = PyTuple_GET_SIZE(tensors);
+    if (count < 1 || count > MOST_TENSORS)
+        return NULL;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *tensor = PyTuple_GET_ITEM(tensors, i);
+        if (!PyObject_TypeCheck(tensor, (PyTypeObject *)self->tensor_type))
+            return NULL;
+        PyObject *address = ask(tensor, n_data_ptr);
+        if (address == NULL)
+            return NULL;
+        addresses[i] = PyLong_AsUnsignedLongLong(address);
+        Py_DECREF(address);
+    }
+    unsigned home = place_of(arguments[0], stream, addresses[0], addresses[1]);
+    for (unsigned probe = 0; probe < PROBES; probe++) {
+        Entry *entry = self->table[(home + probe) % TABLE];
+        if (entry == NULL || entry->tensor[0].address != addresses[0] || entry->tensor[1].address != addresses[1])
+            continue;
+        entry->users++; /* comparing may run Python, which may remember something else in its place */
+        int answer = matches(self, entry, arguments, stream);
+        if (answer == 1 && !entry->dropped)
+            return entry;
+        leave_entry(entry);
+        if (answer < 0)
+            return NULL;
+    }
+    return NULL;
+}
+
+/* 1: peers may still have to read what a post of this number replaces, so that Python waits for them. -1: an error. */
+static int is_unread(Replay *self, uint64_t number)
+{
+    PyObject *unread = PyObject_GetAttr(self->control, n_unread);
+    if (unread == NULL)
+        return -1;
+    uint64_t call = PyLong_AsUnsignedLongLong(unread);
+    Py_DECREF(unread);
+    return PyErr_Occurred() ? -1 : call && number >= call + (uint64_t)self->record_count;
+}
+
+/* Let the peers know of the call. Most posts change the number of a record alone (see sidelane.memory.record). */
+static int post_number(Replay *self, Entry *entry, PyObject *number, uint64_t value)
+{
+    Py_ssize_t slot = (Py_ssize_t)(value % (uint64_t)self->record_count);
+    PyObject *record = PyList_GET_ITEM(self->records, slot);
+    PyObject *written = PyObject_GetAttr(record, n_written), *status = PyObject_GetAttr(record, n_status);
+    PyObject *digest = PyObject_GetAttr(record, n_digest);
+    int known = written != NULL && status != NULL && digest != NULL;
+    int repeats = known && written == entry->payload && PyLong_Check(status) && PyObject_Not(status) == 1;
+    uint64_t tie = repeats ? value ^ PyLong_AsUnsignedLongLong(digest) : 0;
+    Py_XDECREF(written);
+    Py_XDECREF(status);
+    Py_XDECREF(digest);
+    int unread = known ? is_unread(self, value) : -1;
+    if (unread < 0 || PyErr_Occurred())
+        return -1;
+    if (!repeats || unread) {
+        PyObject *arguments[] = {number, entry->signature};
+        PyObject *done = PyObject_Vectorcall(self->post, arguments, 2, NULL);
+        Py_XDECREF(done);
+        return done == NULL ? -1 : 0;
+    }
+    uint64_t *words = self->record_words[slot];
+    __atomic_store_n(&words[1], value, __ATOMIC_RELAXED);
+    __atomic_store_n(&words[3], tie, __ATOMIC_RELAXED);
+    if (__atomic_load_n(self->begun, __ATOMIC_RELAXED) < value)
+        __atomic_store_n(self->begun, value, __ATOMIC_RELEASE);
+    return 0;
+}
+
+static int set_words(Entry *entry, uint64_t number)
+{
+    for (int i = 0; i < entry->words; i++) {
+        Words *word = &entry->word[i];
+        uint32_t value = word->base + word->per_call * (uint32_t)number;
+        char *place = word->first;
+        for (Py_ssize_t n = 0; n < word->count; n++, place += word->stride)
+            memcpy(place, &value, sizeof value);
+        if (word->setter != NULL) {
+            PyObject *object = PyLong_FromUnsignedLong(value);
+            PyObject *done = object == NULL ? NULL : PyObject_CallOneArg(word->setter, object);
+            Py_XDECREF(object);
+            Py_XDECREF(done);
+            if (done == NULL)
+                return -1;
+        }
+    }
+    return 0;
+}
+
+typedef uint64_t U;
+
+static int call_driver(const Step *step)
+{
+    const U *a = step->arguments;
+    void *f = step->function;
+    switch (step->count) {
+    case 0: return ((int (*)(void))f)();
+    case 1: return ((int (*)(U))f)(a[0]);
+    case 2: return ((int (*)(U, U))f)(a[0], a[1]);
+    case 3: return ((int (*)(U, U, U))f)(a[0], a[1], a[2]);
+    case 4: return ((int (*)(U, U, U, U))f)(a[0], a[1], a[2], a[3]);
+    case 5: return ((int (*)(U, U, U, U, U))f)(a[0], a[1], a[2], a[3], a[4]);
+    case 6: return ((int (*)(U, U, U, U, U, U))f)(a[0], a[1], a[2], a[3], a[4], a[5]);
+    case 7: return ((int (*)(U, U, U, U, U, U, U))f)(a[0], a[1], a[2], a[3], a[4], a[5], a[6]);
+    default: return ((int (*)(U, U, U, U, U, U, U, U))f)(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7]);
+    }
+}
+
+/* Run the steps; `failed` is told of what the driver refused, or of what a Python step raised, and raises. */
+static int submit(Entry *entry)
+{
+    int refused = 0, i = 0;
+    while (i < entry->steps && !refused) {
+        if (entry->step[i].callable == NULL) {
+            Py_BEGIN_ALLOW_THREADS
+            for (; i < entry->steps && entry->step[i].callable == NULL && !refused; i++)
+                refused = call_driver(&entry->step[i]);
+            Py_END_ALLOW_THREADS
+        } else {
+            PyObject *result = PyObject_CallObject(entry->step[i].callable, entry->step[i].tuple);
+            if (result == NULL) {
+                PyObject *type, *error, *trace;
+                PyErr_Fetch(&type, &error, &trace);
+                PyErr_NormalizeException(&type, &error, &trace);
+                if (trace != NULL)
+                    PyException_SetTraceback(error, trace);
+                PyObject *done = PyObject_CallFunction(entry->failed, "iO", i, error);
+                Py_XDECREF(type);
+                Py_XDECREF(error);
+                Py_XDECREF(trace);
+                Py_XDECREF(done);
+                if (done != NULL)
+                    PyErr_SetString(PyExc_SystemError, "a failed call was not raised");
+                return -1;
+            }
+            refused = result == Py_None ? 0 : (int)PyLong_AsLong(result);
+            Py_DECREF(result);
+            i++;
+        }
+    }
+    if (!refused)
+        return 0;
+    PyErr_Clear();
+    PyObject *done = PyObject_CallFunction(entry->failed, "ii", i - 1, refused);
+    Py_XDECREF(done);
+    if (done != NULL)
+        PyErr_SetString(PyExc_SystemError, "a failed call was not raised");
+    return -1;
+}
+
+static int take_note(const Note *note, PyObject *number)
+{
+    PyObject *value = NULL, *done = NULL;
+    int failed = -1;
+    switch (note->what) {
+    case SET:
+        return PyObject_SetAttr(note->target, note->name, note->value);
+    case SET_NUMBER:
+        return PyObject_SetAttr(note->target, note->name, number);
+    case SET_PAIR:
+        value = PyTuple_Pack(2, number, note->value);
+        failed = value == NULL ? -1 : PyObject_SetAttr(note->target, note->name, value);
+        break;
+    case APPEND_PAIR:
+        value = PyTuple_Pack(2, number, note->value);
+        done = value == NULL ? NULL : PyObject_CallOneArg(note->target, value);
+        failed = done == NULL ? -1 : 0;
+        break;
+    case COUNT: {
+        if (PyList_GET_SIZE(note->target) < 1)
+            return PyErr_SetString(PyExc_IndexError, "a tally is empty"), -1;
+        long long count = PyLong_AsLongLong(PyList_GET_ITEM(note->target, 0));
+        value = count == -1 ? NULL : PyLong_FromLongLong(count + 1);
+        return value == NULL ? -1 : PyList_SetItem(note->target, 0, value); /* which takes the reference */
+    }
+    default:
+        break;
+    }
+    Py_XDECREF(value);
+    Py_XDECREF(done);
+    return failed;
+}
+
+/* Everything from the number to the notes, with the lock of the executor held. */
+static int repeat(Replay *self, Entry *entry, PyObject *written)
+{
+    PyObject *number = Py_TYPE(self->numbers)->tp_iternext(self->numbers);
+    if (number == NULL)
+        return -1;
+    uint64_t value = PyLong_AsUnsignedLongLong(number);
+    int failed = PyErr_Occurred() != NULL || post_number(self, entry, number, value) || set_words(entry, value);
+    failed = failed || submit(entry);
+    for (int i = 0; i < entry->notes && !failed; i++)
+        failed = take_note(&entry->note[i], number);
+    Py_DECREF(number);
+    if (failed)
+        return -1;
+    PyObject *tuple = PyTuple_Pack(1, written), *done = NULL;
+    if (tuple != NULL)
+        done = PyObject_CallOneArg(self->count_version, tuple);
+    Py_XDECREF(tuple);
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
+}
+
+PyDoc_STRVAR(run_doc, "run(kind, tensors, details, variant, beside)\n--\n\n"
+                      "Repeat a remembered call. False, with nothing done, if it is not one.");
+
+static PyObject *replay_run(Replay *self, PyObject *const *arguments, Py_ssize_t count)
+{
+    if (self->keep == NULL || count != 5 || !PyTuple_Check(arguments[1])) {
+        PyErr_SetString(PyExc_TypeError, "run: kind, a tuple of tensors, details, variant and beside are needed");
+        return NULL;
+    }
+    int open = is_open(self);
+    if (open != 1)
+        return open < 0 ? NULL : Py_NewRef(Py_False);
+    long long stream = find_stream(self);
+    Entry *entry = stream < 0 ? NULL : find(self, arguments, stream);
+    if (entry == NULL) {
+        PyErr_Clear(); /* Python will find the same, and say so in its own words */
+        Py_RETURN_FALSE;
+    }
+    PyObject *arguments_of_lock[] = {Py_False};
+    PyObject *result = NULL;
+    int locked = is_true(PyObject_Vectorcall(self->try_lock, arguments_of_lock, 1, NULL));
+    if (locked == 1) {
+        int posting = is_true(ask(self->post_lock, n_locked));
+        int failed = posting == 0 ? repeat(self, entry, PyTuple_GET_ITEM(arguments[1], 0)) : posting < 0 ? -1 : 0;
+        PyObject *type, *error, *trace;
+        PyErr_Fetch(&type, &error, &trace);
+        Py_XDECREF(PyObject_CallNoArgs(self->unlock));
+        PyErr_Restore(type, error, trace);
+        if (!failed && !PyErr_Occurred())
+            result = Py_NewRef(posting ? Py_False : Py_True);
+    } else if (locked == 0) {
+        result = Py_NewRef(Py_False);
+    }
+    leave_entry(entry);
+    return result;
+}
+
+/* --- the type ----------------------------------------------------------------------------------------------------- */
+
+static int read_records(Replay *self, PyObject *words)
+{
+    self->record_count = PyList_GET_SIZE(self->records);
+    if (self->record_count < 1 || self->record_count != PyTuple_GET_SIZE(words)) {
+        PyErr_SetString(PyExc_ValueError, "Replay: every record has its words, and there is one at least");
+        return -1;
+    }
+    self->record_words = PyMem_Calloc(self->record_count, sizeof(uint64_t *));
+    if (self->record_words == NULL)
+        return PyErr_NoMemory(), -1;
+    for (Py_ssize_t i = 0; i < self->record_count; i++)
+        self->record_words[i] = PyLong_AsVoidPtr(PyTuple_GET_ITEM(words, i));
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+static int replay_init(Replay *self, PyObject *all, PyObject *keywords)
+{
+    PyObject *words;
+    unsigned long long begun;
+    if (self->keep != NULL || (keywords != NULL && PyDict_GET_SIZE(keywords))) {
+        PyErr_SetString(PyExc_TypeError, "Replay: made once, with positional arguments");
+        return -1;
+    }
+    if (!PyArg_ParseTuple(all, "O!OOOOO!(OO)OO!O!KOOOOOOO", &PyTuple_Type, &self->guards, &self->stream_of,
+                          &self->capturing, &self->current_device, &self->index, &PyList_Type, &self->generation,
+                          &self->last, &self->last_name, &self->numbers, &PyList_Type, &self->records, &PyTuple_Type,
+                          &words, &begun, &self->control, &self->post, &self->post_lock, &self->try_lock, &self->unlock,
+                          &self->count_version, &self->tensor_type))
+        return -1;
+    self->begun = (uint64_t *)(uintptr_t)begun;
+    self->index_value = PyLong_AsLongLong(self->index);
+    if (PyErr_Occurred())
+        return -1;
+    if (!PyIter_Check(self->numbers) || !PyType_Check(self->tensor_type) || !PyList_GET_SIZE(self->generation)) {
+        PyErr_SetString(PyExc_TypeError, "Replay: an iterator of numbers, a type of tensors and a generation are needed");
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(self->guards); i++)
+        if (!is_guard(PyTuple_GET_ITEM(self->guards, i)))
+            return -1;
+    if (read_records(self, words))
+        return -1;
+    self->keep = Py_NewRef(all);
+    return 0;
+}
+
+static int replay_traverse(Replay *self, visitproc visit, void *arg)
+{
+    Py_VISIT(self->keep);
+    for (int i = 0; i < TABLE; i++)
+        if (self->table[i] != NULL)
+            Py_VISIT(self->table[i]->keep);
+    return 0;
+}
+
+static PyObject *replay_clear_table(Replay *self, PyObject *unused)
+{
+    for (int i = 0; i < TABLE; i++) {
+        Entry *entry = self->table[i];
+        self->table[i] = NULL;
+        if (entry != NULL)
+            free_entry(entry);
+    }
+    Py_RETURN_NONE;
+}
+
+static int replay_clear(Replay *self)
+{
+    Py_XDECREF(replay_clear_table(self, NULL)); /* `keep` stays: a run may be under way, and no cycle needs it broken */
+    return 0;
+}
+
+static void replay_dealloc(Replay *self)
+{
+    PyObject_GC_UnTrack(self);
+    replay_clear(self);
+    Py_CLEAR(self->keep);
+    PyMem_Free(self->record_words);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static PyObject *replay_count(Replay *self, void *unused)
+{
+    long count = 0;
+    for (int i = 0; i < TABLE; i++)
+        count += self->table[i] != NULL;
+    return PyLong_FromLong(count);
+}
+
+static PyMethodDef replay_methods[] = {
+    {"remember", (PyCFunction)replay_remember, METH_VARARGS, remember_doc},
+    {"run", (PyCFunction)(void (*)(void))replay_run, METH_FASTCALL, run_doc},
+    {"forget", (PyCFunction)replay_clear_table, METH_NOARGS, "Forget every call."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef replay_properties[] = {
+    {"remembered", (getter)replay_count, NULL, "How many calls are remembered.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyTypeObject ReplayType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "sidelane.native.Replay",
+    .tp_doc = "The calls of one communicator that repeat; see sidelane.collectives.repeat, which makes the arguments.",
+    .tp_basicsize = sizeof(Replay),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .tp_new = PyType_GenericNew,
+    .tp_init = (initproc)replay_init,
+    .tp_dealloc = (destructor)replay_dealloc,
+    .tp_traverse = (traverseproc)replay_traverse,
+    .tp_clear = (inquiry)replay_clear,
+    .tp_methods = replay_methods,
+    .tp_getset = replay_properties,
+};
+
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "sidelane_replay", NULL, -1, NULL, NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit_sidelane_replay(void)
+{
+    struct {
+        PyObject **object;
+        const char *text;
+    } names[] = {{&n_data_ptr, "data_ptr"}, {&n_nbytes, "nbytes"}, {&n_dtype, "dtype"},
+                 {&n_is_contiguous, "is_contiguous"}, {&n_is_neg, "is_neg"}, {&n_locked, "locked"},
+                 {&n_written, "written"}, {&n_status, "status"}, {&n_digest, "digest"}, {&n_unread, "unread"}};
+    for (size_t i = 0; i < sizeof names / sizeof names[0]; i++)
+        if ((*names[i].object = PyUnicode_InternFromString(names[i].text)) == NULL)
+            return NULL;
+    if (PyType_Ready(&ReplayType) < 0)
+        return NULL;
+    PyObject *module = PyModule_Create(&definition);
+    const char *effects[] = {"SET", "SET_NUMBER", "SET_PAIR", "APPEND_PAIR", "COUNT"};
+    for (int i = 0; module != NULL && i < EFFECTS; i++)
+        if (PyModule_AddIntConstant(module, effects[i], i) < 0)
+            Py_CLEAR(module);
+    if (module != NULL && PyModule_AddIntConstant(module, "MOST_ARGUMENTS", MOST_ARGUMENTS) < 0)
+        Py_CLEAR(module);
+    if (module != NULL && PyModule_AddObjectRef(module, "Replay", (PyObject *)&ReplayType) < 0)
+        Py_CLEAR(module);
+    return module;
+}

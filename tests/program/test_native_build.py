@@ -1,0 +1,98 @@
+"""Compiling the helper: once, whole, by whatever compiler there is, and never an error where there is none."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sidelane import config
+from sidelane.native import build
+from sidelane.native.build import Replays
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("CC", raising=False)
+    return tmp_path / "cache" / "sidelane"
+
+
+def load() -> Replays:
+    return build.load_replays.__wrapped__()
+
+
+def test_it_is_compiled_once(cache: Path) -> None:
+    first = load()
+    assert first.module is not None
+    assert first.words.startswith("compiled by ")
+    (file,) = cache.iterdir()
+    assert stat.S_IMODE(cache.stat().st_mode) == 0o700
+    made = file.stat().st_mtime_ns
+    assert load().words == "compiled before"
+    assert file.stat().st_mtime_ns == made
+
+
+def test_ranks_may_compile_at_the_same_time(cache: Path) -> None:
+    script = "from sidelane.native import load_replays as load; r = load(); assert r.module.Replay, r; print(r.words)"
+    environment = {**os.environ, "PYTHONPATH": str(Path(build.__file__).parents[2])}
+    children = [
+        subprocess.Popen([sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(4)
+    ]
+    words = [child.communicate(timeout=60)[0] for child in children]
+    assert all(child.returncode == 0 for child in children), words
+    assert len(list(cache.iterdir())) == 1, "nothing but the module is left"
+
+
+def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert load() == Replays(None, "no C compiler (looked for CC, cc, gcc, clang)")
+    assert not cache.exists()
+
+
+def test_a_compiler_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch, cache: Path, tmp_path: Path) -> None:
+    compiler = tmp_path / "mycc"
+    compiler.write_text("#!/bin/sh\necho no such header >&2\nexit 3\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", f"{compiler} -m64")
+    found = load()
+    assert found.module is None
+    assert "mycc failed: no such header" in found.words
+    assert list(cache.iterdir()) == []
+
+
+def test_a_file_that_was_cut_short_is_made_again(cache: Path) -> None:
+    assert load().module is not None
+    (file,) = cache.iterdir()
+    file.unlink()  # this process has it loaded
+    file.write_bytes(b"\x7fELF")
+    script = "from sidelane.native import load_replays as load; r = load(); assert r.module, r; print(r.words)"
+    environment = {**os.environ, "PYTHONPATH": str(Path(build.__file__).parents[2])}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith("compiled by "), done
+
+
+def test_a_home_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    compile_to = build.compile_to
+
+    def refuse(path: Path, *rest: object) -> None:
+        if path.parent == cache:
+            raise PermissionError(13, "read-only")
+        compile_to(path, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(build, "compile_to", refuse)
+    found = load()
+    assert found.module is not None, found.words
+    assert found.module.Replay is not None
+
+
+def test_the_switch_is_in_the_environment() -> None:
+    assert config.from_environment({}).native
+    assert not config.from_environment({"SIDELANE_NATIVE": "0"}).native
+    with pytest.raises(ValueError, match="SIDELANE_NATIVE"):
+        config.from_environment({"SIDELANE_NATIVE": "no"})

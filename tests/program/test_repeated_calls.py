@@ -1,0 +1,203 @@
+"""A communicator's repeated calls go by way of C, with the same outcome as without: with a made-up driver, one rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from fake_driver import FakeDriver
+
+from sidelane.collectives import backend_cuda, communicator
+from sidelane.collectives.communicator import Communicator
+from sidelane.config import Config
+from sidelane.errors import CommunicatorClosedError
+from sidelane.execute.cuda import CudaExecutor, DriverFeatures
+from sidelane.native import load_replays
+
+
+class Block:
+    def __init__(self, nbytes: int) -> None:
+        self.tensor = torch.zeros(nbytes, dtype=torch.uint8)
+        self.addresses = (self.tensor.data_ptr(),)
+
+
+class Memory:
+    def allocate(self, nbytes: int) -> Block:
+        return Block(nbytes)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    assert load_replays().module is not None, load_replays().words
+    file: Path = tmp_path_factory.mktemp("group") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@dataclasses.dataclass
+class Rank:
+    comm: Communicator
+    driver: FakeDriver
+    native: list[bool]
+    """Whether C made each call."""
+
+    def finish(self) -> None:
+        self.comm.synchronize()
+        self.driver.synchronize()
+
+
+FEATURES = DriverFeatures("13.0", 3, stream_memory_ops=True, peer_writes=True, copy_batches=True)
+
+
+def make_rank(monkeypatch: pytest.MonkeyPatch, driver: FakeDriver, **config: Any) -> Rank:
+    monkeypatch.setattr(backend_cuda, "TorchSymmetricMemory", lambda *_: Memory())
+    monkeypatch.setattr(backend_cuda, "probe", lambda *_: FEATURES)
+    monkeypatch.setattr(
+        backend_cuda,
+        "CudaExecutor",
+        lambda *arguments: CudaExecutor(*arguments, driver=driver),  # type: ignore[arg-type]
+    )
+    monkeypatch.setattr(communicator, "make_backend", backend_cuda.CudaBackend)
+    monkeypatch.setattr(communicator, "choose_device", lambda device: torch.device("cpu"))
+    driver.caller = driver.create_stream()
+    comm = Communicator(config=Config(profile="builtin", **config))
+    rank = Rank(comm, driver, [])
+    repeats = comm._repeats
+    if repeats is not None:
+        run = repeats.run
+
+        def seen(*arguments: Any) -> bool:
+            rank.native.append(run(*arguments))
+            return rank.native[-1]
+
+        repeats.run = seen
+    return rank
+
+
+@pytest.fixture
+def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
+    driver = FakeDriver()
+    made = make_rank(monkeypatch, driver)
+    yield made
+    made.comm.close()
+    driver.stop()
+
+
+def gather(rank: Rank, output: torch.Tensor, input: torch.Tensor, **how: Any) -> None:
+    """Call, and see that it did what it should."""
+    input.random_(0, 250)
+    output.fill_(255)
+    rank.comm.all_gather(output, input, variant="b2b", **how)
+    rank.finish()
+    assert torch.equal(output, input)
+
+
+def test_the_third_call_is_made_in_c(rank: Rank) -> None:
+    output, input = torch.zeros(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
+    submitted, counted, versions = [], [], []
+    for _ in range(80):  # once around the ring of posts
+        rank.driver.submitted.clear()
+        gather(rank, output, input)
+        submitted.append(list(rank.driver.submitted))
+        counted.append((rank.comm.submitted().calls, rank.comm.last_submitted(), rank.comm.last_choice()))
+        versions.append(output._version)
+    assert rank.native == [False, False] + [True] * 78
+    assert submitted[2:] == submitted[1:2] * 78, "the same commands"
+    calls, last, choice = counted[0]
+    assert counted == [((index + 1) * calls, last, choice) for index in range(80)]
+    assert {b - a for a, b in itertools.pairwise(versions)} == {versions[2] - versions[1]}
+
+
+def test_calls_in_c_and_in_python_take_turns(rank: Rank) -> None:
+    """Tensors, streams, captures and asynchronous calls change; each goes where it should, and is right."""
+    tensors = [torch.zeros(2, size, dtype=torch.uint8) for size in (16, 64, 256)]
+    other = rank.driver.create_stream()
+    first = rank.driver.caller
+    for turn in range(60):
+        output, input = tensors[turn % 3]
+        rank.driver.caller = other if turn % 7 == 3 else first
+        if turn % 5 == 4:
+            input.random_(0, 250)
+            work = rank.comm.all_to_all(output, input, variant="b2b")
+            assert work is None
+            rank.finish()
+            assert torch.equal(output, input)
+        gather(rank, output, input)
+    assert any(rank.native)
+    assert not all(rank.native[20:])
+
+
+def test_staging_that_moves_takes_remembered_calls_with_it(rank: Rank) -> None:
+    output, input = torch.zeros(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
+    for _ in range(4):
+        gather(rank, output, input)
+    assert rank.native[-1]
+    preparer = rank.comm._preparer
+    preparer._reserve(
+        preparer._staging, preparer._staging._block.tensor.nbytes + 1 if preparer._staging._block else 1, False
+    )
+    gather(rank, output, input)
+    assert not rank.native[-1], "it would run where staging was"
+
+
+def test_new_symmetric_memory_makes_calls_be_looked_at_again(rank: Rank) -> None:
+    output, input = torch.zeros(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
+    for _ in range(3):
+        gather(rank, output, input)
+    rank.comm.empty(16)
+    gather(rank, output, input)
+    assert rank.native == [False, False, True, False]
+
+
+def test_what_is_wrong_is_said_by_python(rank: Rank) -> None:
+    output, input = torch.zeros(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
+    for _ in range(3):
+        gather(rank, output, input)
+    with pytest.raises(ValueError, match="variant"):
+        rank.comm.all_gather(output, input, variant="none")
+    with pytest.raises(ValueError, match="output must hold"):
+        rank.comm.all_gather(output[:32], input)
+    gather(rank, output, input)
+    assert rank.native[-1]
+    rank.comm.close()
+    with pytest.raises(CommunicatorClosedError):
+        rank.comm.all_gather(output, input, variant="b2b")
+
+
+def test_a_call_that_the_driver_refuses_ends_the_communicator(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    output, input = torch.zeros(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
+    for _ in range(3):
+        gather(rank, output, input)
+
+    def refuse(kind: str, stream: int, work: Any) -> None:
+        raise OSError("the driver says no")
+
+    monkeypatch.setattr(rank.driver, "_put", refuse)
+    with pytest.raises(OSError, match="says no"):
+        rank.comm.all_gather(output, input, variant="b2b")
+    assert rank.native == [False, False, True], "the last one raised"
+    monkeypatch.undo()
+    with pytest.raises(Exception, match="could not submit it: OSError: the driver says no"):
+        rank.comm.all_gather(output, input, variant="b2b")
+
+
+@pytest.mark.parametrize("config", [{"native": False}, {"debug": True}], ids=["switched off", "debug"])
+def test_where_python_makes_every_call(monkeypatch: pytest.MonkeyPatch, config: dict[str, bool]) -> None:
+    driver = FakeDriver()
+    rank = make_rank(monkeypatch, driver, **config)
+    assert rank.comm._repeats is None
+    output, input = torch.zeros(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
+    for _ in range(4):
+        gather(rank, output, input)
+    rank.comm.close()
+    driver.stop()
