@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+# Here, and not by whichever test comes first: importing it looks operators up in torch.ops, which tests replace.
+import torch.distributed._symmetric_memory as symm_mem
+
 from sidelane.bench.baselines_symm_mem import OPERATORS, SymmetricMemory
 from sidelane.bench.candidates import Candidate, Prepared, candidates_of
 from sidelane.bench.collective_bench import CollectiveOptions, measure_case
@@ -113,8 +116,6 @@ def case_of(kind: Kind, rank: int = 1) -> Case:
 
 
 def made(monkeypatch: pytest.MonkeyPatch, meter: Any = None, *, offset: int = 0) -> SymmetricMemory:
-    import torch.distributed._symmetric_memory as symm_mem
-
     def rendezvous(tensor: torch.Tensor, group: str) -> Any:
         return SimpleNamespace(rank=0, buffer_ptrs=[tensor.data_ptr() - offset])
 
@@ -173,8 +174,6 @@ def test_the_output_that_is_checked_is_what_the_operator_made(
 def test_operators_get_arguments_of_their_schema_and_symmetric_inputs(
     monkeypatch: pytest.MonkeyPatch, kind: Kind, variant: str, in_place: bool
 ) -> None:
-    import torch.distributed._symmetric_memory
-
     schema = getattr(torch.ops.symm_mem, OPERATORS[kind, variant].name).default._schema
     operators = Torch(case_of(kind))
     play(monkeypatch, operators)
@@ -257,8 +256,6 @@ def test_kernels_are_not_given_memory_that_they_would_look_for_elsewhere(monkeyp
 
 
 def test_without_symmetric_memory_it_takes_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch.distributed._symmetric_memory as symm_mem
-
     def refuse(*arguments: Any, **options: Any) -> None:
         raise RuntimeError("no peer access")
 
@@ -269,8 +266,6 @@ def test_without_symmetric_memory_it_takes_no_part(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_torch_that_knows_no_groups_is_told_of_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch.distributed._symmetric_memory as symm_mem
-
     told: list[str] = []
 
     def rendezvous(tensor: torch.Tensor, group: str) -> Any:
