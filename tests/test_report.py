@@ -131,7 +131,68 @@ def test_different_ways_to_call_do_not_share_a_table():
     assert len(set(titles)) == 4
 
 
-@pytest.mark.parametrize("results", [collectives(), c3(), chain()], ids=["collectives", "c3", "chain"])
+def lists() -> Results:
+    times = {
+        ("auto", "b2b"): 20.0, ("auto", "one_shot+separate"): 80.0, ("dma", "pcpy"): 19.0, ("nccl", ""): 42.0,
+        ("nccl", "window+separate"): 30.0, ("nccl_ce", "separate"): 31.0, ("nccl_ce", ""): None,
+    }  # fmt: skip
+    rows = [
+        collective_row(nbytes, implementation, variant, time_us, tensors=8)
+        for nbytes in (1 << 20, 64 << 20)
+        for (implementation, variant), time_us in times.items()
+    ]
+    rows.append(collective_row(256 << 20, "auto", "b2b", 900.0, tensors=8))
+    longest = {"collective": "reduce_scatter", "launch": "graph", "tensors": 1000}
+    rows.append(collective_row(1 << 20, "auto", "b2b", 12345.0, **longest))
+    rows.append(collective_row(1 << 20, "auto", "striped+separate", 123456.0, **longest))
+    rows.append(collective_row(1 << 20, "nccl", "window+separate", 12345.0, **longest))
+    return Results(study="collectives", rows=tuple(rows), **FROM)
+
+
+def test_lists_begin_with_what_they_save():
+    first, *_ = tables_of(lists())
+    assert first.title == "all_gather, bfloat16, out of place, lists of 8 tensors against separate calls"
+    assert [(line.cells, line.best) for line in first.lines] == [
+        (("1M", "eager", "20", "80", "75", "nccl window+separate", "30", "1.500"), True),
+        (("64M", "eager", "20", "80", "75", "nccl window+separate", "30", "1.500"), True),
+        (("256M", "eager", "900", "-", "-", "", "-", "-"), True),
+    ]
+    slow = dataclasses.replace(lists().rows[0], time_us=81.0)
+    first, *_ = tables_of(dataclasses.replace(lists(), rows=(slow, *lists().rows[1:7])))
+    assert [(line.cells[4], line.best) for line in first.lines] == [("-1", False)]
+
+
+def test_lists_share_no_table_and_no_picture_with_single_tensors(tmp_path: Path):
+    mixed = dataclasses.replace(collectives(), rows=(*collectives().rows, *lists().rows[:7]))
+    titles = [table.title for table in tables_of(mixed)]
+    way = "all_gather, bfloat16, out of place, eager"
+    assert titles[1:] == [way, f"{way}, lists of 8 tensors"]
+    assert [len(table.lines) for table in tables_of(mixed)[1:]] == [len(collectives().rows), 7]
+    pictures = [picture.name for picture in draw(mixed, tmp_path)]
+    assert pictures == [
+        "all_gather-bfloat16-out-of-place-eager",
+        "all_gather-bfloat16-out-of-place-eager-lists-of-8-tensors",
+    ]
+
+
+def test_what_auto_chose_is_one_line_for_lists_and_one_for_separate_calls(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    from sidelane.bench import pictures
+
+    ends: list[list[str]] = []
+    label = pictures._label
+    monkeypatch.setattr(
+        pictures, "_label", lambda axes, points, side: (ends.append([p[2] for p in points]), label(axes, points, side))
+    )
+    rows = (*lists().rows[:14], dataclasses.replace(lists().rows[0], bytes=4 << 20, variant="pcpy"))
+    draw(dataclasses.replace(lists(), rows=rows), tmp_path)
+    assert [name for name in ends[0] if name.startswith("auto")] == ["auto", "auto separate"]
+
+
+@pytest.mark.parametrize(
+    "results", [collectives(), c3(), chain(), lists()], ids=["collectives", "c3", "chain", "lists"]
+)
 def test_tables_fit_a_terminal_of_80_columns(results: Results):
     text = printed(results, width=80)
     assert "…" not in text

@@ -66,6 +66,7 @@ def test_the_keys_that_other_tools_read():
         ({"time_us": float("nan")}, "time_us"),
         ({"time_us": None}, "note"),
         ({"correct": False}, "wrong result"),
+        ({"tensors": 0}, r"tensors \(value=0, allowed=1 and more\)"),
     ],
 )
 def test_rows_refuse(change: dict[str, object], message: str):
@@ -82,6 +83,21 @@ def test_only_chains_are_prelaunched():
 def test_a_wrong_result_is_a_row_without_a_time():
     row = dataclasses.replace(COLLECTIVE, correct=False, time_us=None, bus_gbps=None, note="byte 7 of rank 1 differs")
     assert CollectiveRow.from_dict(row.to_dict()) == row
+
+
+def test_rows_of_older_files_are_of_one_tensor():
+    older = {key: value for key, value in COLLECTIVE.to_dict().items() if key != "tensors"}
+    assert CollectiveRow.from_dict(older).tensors == 1
+    listed = dataclasses.replace(COLLECTIVE, tensors=8, time_us=12.5)
+    assert listed.to_dict()["tensors"] == 8
+    assert CollectiveRow.from_dict(listed.to_dict()) == listed
+
+
+@pytest.mark.parametrize(
+    ("variant", "separate"), [("separate", True), ("window+separate", True), ("b2b+graph", False), ("", False)]
+)
+def test_separate_calls_are_told_by_their_variant(variant: str, separate: bool):
+    assert dataclasses.replace(COLLECTIVE, tensors=8, variant=variant).separate is separate
 
 
 def test_rows_refuse_other_keys():

@@ -88,6 +88,15 @@ def test_rows_that_were_fitted_to_are_not_called_predictions(tmp_path):
     }
 
 
+def test_nothing_is_predicted_of_lists_nor_fitted_to_them(tmp_path):
+    single, listed = (collective_row("dma", "b2b", 2100.0, nbytes=1 << 30, tensors=n) for n in (1, 8))
+    assert not fitted_to(listed)
+    assert predict_alone(H200, single) is not None
+    assert predict_alone(H200, listed) is None
+    save(tmp_path, "collectives", [single, listed])
+    assert len([v for v in compare(H200, tmp_path) if "b2b" in v.claim_id]) == 1
+
+
 def test_a_number_from_runs_side_by_side_is_a_mistake(tmp_path, capsys):
     assert role_problems(H200) == []
     cheat = 'base = "h200x4"\nname = "h200x4"\ntitle = "x"\n[interference]\n'

@@ -97,6 +97,8 @@ def role_problems(machine: Machine) -> list[str]:
 
 def fitted_to(row: CollectiveRow) -> bool:
     """True if ``fit_machine`` turns this row into numbers of the description."""
+    if row.tensors > 1:
+        return False
     if row.launch != "graph" or row.prelaunch or row.time_us is None or row.collective not in tuple(KINDS):
         return False
     if row.implementation == "nccl":
@@ -143,7 +145,7 @@ def predict_together(machine: Machine, row: C3Row) -> float | None:
 
 def predict_alone(machine: Machine, row: CollectiveRow) -> float | None:
     """What a collective takes alone; None if the model does not speak to it."""
-    if row.collective not in tuple(KINDS) or row.launch != "graph":
+    if row.collective not in tuple(KINDS) or row.launch != "graph" or row.tensors > 1:
         return None
     kind = Kind(row.collective)
     if row.implementation == "nccl" and not row.variant:  # on symmetric windows it has other kernels
@@ -175,9 +177,8 @@ def _c3(machine: Machine, rows: Sequence[object]) -> list[Verdict]:
 
 
 def _collectives(machine: Machine, rows: Sequence[object]) -> list[Verdict]:
-    measured = [
-        row for row in rows if isinstance(row, CollectiveRow) and row.time_us is not None and row.bytes >= SMALLEST
-    ]
+    timed = [row for row in rows if isinstance(row, CollectiveRow) and row.time_us is not None]
+    measured = [row for row in timed if row.bytes >= SMALLEST and row.tensors == 1]
 
     def name(row: CollectiveRow) -> str:
         place = "in place" if row.in_place else "out of place"

@@ -19,7 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from sidelane.bench.results import C3Row, CollectiveRow, PhaseRow, PowerRow, Results
+from sidelane.bench.results import SEPARATE, C3Row, CollectiveRow, PhaseRow, PowerRow, Results
 from sidelane.bench.tables import PREDICTED, grouped, phase_title, power_title, too_few_cores, way_to_call
 from sidelane.c3.workload import format_bytes
 
@@ -89,8 +89,7 @@ def draw(results: Results, directory: Path) -> list[Picture]:
 
 def _sizes(way: str, rows: Sequence[CollectiveRow], results: Results, directory: Path) -> Picture:
     """Bus bandwidth over size and time over size, one line an implementation and variant."""
-    # One line for what auto chose, whatever that was at each size.
-    lines = grouped(rows, lambda row: (row.implementation, row.variant * (row.implementation != "auto"), row.prelaunch))
+    lines = grouped(rows, lambda row: (row.implementation, _line_of(row), row.prelaunch))
     lines.sort(key=lambda line: list(COLOURS).index(line[0][0]))
     styles = {name: itertools.cycle(STYLES) for name in COLOURS}
     figure = Figure(figsize=(11, 4.4), layout="constrained")
@@ -122,6 +121,11 @@ def _sizes(way: str, rows: Sequence[CollectiveRow], results: Results, directory:
     figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
     text = f"Bus bandwidth and time over size for {way}, one line an implementation and variant."
     return _save(figure, _file_name(way), title, text, directory)
+
+
+def _line_of(row: CollectiveRow) -> str:
+    """The variant; one line for what auto chose, whatever that was at each size."""
+    return row.variant if row.implementation != "auto" else SEPARATE if row.separate else ""
 
 
 def draw_phases(rows: Sequence[PhaseRow], where: str, directory: Path) -> list[Picture]:

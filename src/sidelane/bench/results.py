@@ -25,6 +25,7 @@ from sidelane.machine.inventory import machine_name
 IMPLEMENTATIONS = ("nccl", "nccl_ce", "symm_mem", "gloo", "dma", "sm", "auto")
 LAUNCHES = ("eager", "graph")
 PRELAUNCHED = "prelaunched"
+SEPARATE = "separate"
 MODEL = "model"
 LIBRARY = "library"
 SOURCES = ("measured", "predicted")
@@ -63,12 +64,17 @@ class CollectiveRow(_Row):
 
     Attributes:
         bytes: gathered size for an all_gather, the whole local buffer for the others.
-        variant: algorithm within the implementation (``pcpy``, ``b2b``, ...; empty where there is one only).
-        time_us: median over the rounds of the slowest rank's time; p10_us and p90_us likewise.
+        variant: algorithm within the implementation (``pcpy``, ``b2b``, ...; empty where there is one only). With
+            ``separate`` or ``+separate``: a call for each tensor of the list, one behind the other, instead of one call
+            (NCCL: one group of calls) with all of them.
+        time_us: of all calls for the bytes, median over the rounds of the slowest rank's time; p10_us and p90_us
+            likewise.
         bus_gbps: see :func:`bus_gbps`.
         energy_mj: of all GPUs for one call; None when it was not measured.
         correct: outputs were compared with a reference in this run; None when it could not run.
         note: why there is no time, or what to know about this one.
+        tensors: that share the bytes: 1 where a call takes one tensor, as in files without this key; otherwise the
+            length of a list.
     """
 
     collective: str
@@ -86,6 +92,7 @@ class CollectiveRow(_Row):
     energy_mj: float | None
     correct: bool | None
     note: str = ""
+    tensors: int = 1
 
     def __post_init__(self) -> None:
         _require("CollectiveRow", "launch", self.launch, LAUNCHES)
@@ -93,6 +100,13 @@ class CollectiveRow(_Row):
         _require_times("CollectiveRow", self.note, self.correct, time_us=self.time_us, bus_gbps=self.bus_gbps)
         if self.bytes < 0:
             raise ValueError(f"CollectiveRow: bytes must not be negative (value={self.bytes})")
+        if self.tensors < 1:
+            raise ValueError(f"CollectiveRow: tensors (value={self.tensors}, allowed=1 and more)")
+
+    @property
+    def separate(self) -> bool:
+        """A list, in a call for each tensor."""
+        return self.variant.rpartition("+")[2] == SEPARATE
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Rows of a study as tables, for a terminal, for Markdown and for HTML.
 
-A little over 400 lines, since the tables of all studies stand together.
+Over 400 lines, since the tables of all studies stand together.
 """
 
 from __future__ import annotations
@@ -41,6 +41,9 @@ COLLECTIVE_COLUMNS: tuple[str, ...] = (
     "bus\nGB/s",
     "energy\nmJ",
     "<correct",
+)
+LIST_COLUMNS: tuple[str, ...] = (
+    *("bytes", "<launch", "list\nus", "separate\nus", "saves\n%", "<fastest of\nthe library", "us", "ratio"),
 )
 C3_COLUMNS: tuple[str, ...] = (
     "<strategy",
@@ -188,9 +191,14 @@ def tables_of(results: Results) -> list[Table]:
 
 
 def _collective_tables(rows: Sequence[CollectiveRow]) -> list[Table]:
-    """One table for each way to call a collective, ordered by size as in nccl-tests; each size's fastest is set off."""
-    tables = []
-    for _, alike in grouped(rows, lambda row: (row.collective, row.dtype, row.in_place, row.launch)):
+    """One table for each way to call a collective, ordered by size as in nccl-tests; each size's fastest is set off.
+
+    Lists of tensors have one before these that holds them against separate calls and against the library.
+    """
+    listed = [row for row in rows if row.tensors > 1]
+    calls = grouped(listed, lambda row: (row.collective, row.dtype, row.in_place, row.tensors))
+    tables = [_list_summary(alike) for _, alike in calls]
+    for _, alike in grouped(rows, lambda row: (row.collective, row.dtype, row.in_place, row.launch, row.tensors)):
         lines = []
         for _, same in grouped(alike, lambda row: row.bytes):
             ranked = sorted(same, key=lambda row: (row.time_us is None, row.time_us or 0.0))
@@ -203,10 +211,39 @@ def _collective_tables(rows: Sequence[CollectiveRow]) -> list[Table]:
     return tables
 
 
+def _list_summary(rows: Sequence[CollectiveRow]) -> Table:
+    """What a list saves: ``auto`` with it in one call, ``auto`` in a call for each tensor, and the library's best."""
+    lines = []
+    for (nbytes, launch), same in grouped(rows, lambda row: (row.bytes, row.launch)):
+        timed = [row for row in same if row.time_us is not None]
+        auto = {row.separate: row.time_us for row in timed if row.implementation == "auto"}
+        theirs = min((row for row in timed if row.implementation in OF_LIBRARY), key=_time_of, default=None)
+        one, each, other = auto.get(False), auto.get(True), None if theirs is None else theirs.time_us
+        saves = f"{100 * (1 - one / each):.0f}" if one and each else MISSING
+        ratio = f"{other / one:.3f}" if one and other else MISSING
+        name = f"{theirs.implementation} {theirs.variant}".rstrip() if theirs else ""
+        cells = (format_bytes(nbytes), launch, _number(one), _number(each), saves, name, _number(other), ratio)
+        lines.append(Line(cells, best=bool(one and one <= min(each or one, other or one))))
+    first = rows[0]
+    title = f"{first.collective}, {first.dtype}, {_place(first)}, lists of {first.tensors} tensors"
+    note = (
+        "list, separate: auto, in one call and in a call for each tensor; ratio: the library's time over that of list"
+    )
+    return Table(f"{title} against separate calls", LIST_COLUMNS, tuple(lines), (note,))
+
+
+def _place(row: CollectiveRow) -> str:
+    return "in place" if row.in_place else "out of place"
+
+
+def _time_of(row: CollectiveRow) -> float:
+    return row.time_us or 0.0
+
+
 def way_to_call(row: CollectiveRow) -> str:
     """What rows of one table and one picture have in common."""
-    place = "in place" if row.in_place else "out of place"
-    return f"{row.collective}, {row.dtype}, {place}, {row.launch}"
+    listed = f", lists of {row.tensors} tensors" if row.tensors > 1 else ""
+    return f"{row.collective}, {row.dtype}, {_place(row)}, {row.launch}{listed}"
 
 
 def _collective_cells(row: CollectiveRow) -> tuple[str, ...]:
