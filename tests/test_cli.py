@@ -88,6 +88,14 @@ def test_collective_options(asked: SimpleNamespace, tmp_path: Path):
     assert not options.profile
 
 
+def test_lists(asked: SimpleNamespace):
+    assert run("collective", "--device", "cpu").exit_code == 0
+    assert asked.collective.tensors == 1
+    assert run("collective", "--device", "cpu", "--tensors", "8").exit_code == 0
+    assert asked.collective.tensors == 8
+    assert "--tensors" in run("collective", "--help").output
+
+
 def test_all_means_all_that_can_be_measured(asked: SimpleNamespace):
     run("collective", "--collective", "all", "--device", "cpu")
     assert set(asked.collective.collectives) == set(reference.KINDS)
@@ -195,6 +203,7 @@ def test_predictions(asked: SimpleNamespace, predicted: list[tuple[Any, ...]], a
         ("c3 --machine mi300x8 cb1_1M --collective broadcast", ["broadcast", "all_gather, all_to_all, all_reduce"]),
         ("c3 --version 002", ["--version", "needs --machine"]),
         ("collective --machine mi300x8 --no-profile", ["--profile does not go with --machine"]),
+        ("collective --machine mi300x8 --tensors 8", ["--tensors does not go with --machine", "--report"]),
         ("collective --machine mi300x8 --min-bytes 1K", ["--min-bytes"]),
         ("pipeline", ["--machine"]),
         ("claims --version 001", ["001"]),
@@ -265,6 +274,8 @@ def test_demo_looks_and_then_measures(asked: SimpleNamespace, tmp_path: Path):
         (["collective", "--collective", "all_gatter"], "all_gatter"),
         (["collective", "--ranks", "0"], "--ranks"),
         (["collective", "--device", "cpu", "--dtype", "float128"], "float128"),
+        (["collective", "--device", "cpu", "--tensors", "0"], "--tensors"),
+        (["collective", "--device", "cpu", "--tensors", "2000"], "tensors (value=2000, allowed=1..1024)"),
         (["c3", "cb9_1M"], "cb9"),
         (["c3", "cb1"], "cb1_896M"),
         (["c3", "--gemm", "cb1"], "--bytes"),
@@ -289,6 +300,10 @@ def test_mistakes_are_refused_in_one_line(asked: SimpleNamespace, arguments: lis
         ("collective --collective all_gather --variants swap", ["for all_gather", "value=swap"]),
         ("collective --variants b2b+graph", ["value=b2b+graph"]),
         ("collective --variants alternating+prelaunch", ["b2b, striped, bcst, pcpy, swap also with +prelaunch"]),
+        (
+            "collective --tensors 8 --variants alternating",
+            ["dma for lists of", "value=alternating, allowed=b2b, striped"],
+        ),
         ("collective --implementations foo", ["value=foo, allowed=gloo, dma, auto"]),
         ("collective --launch graph", ["value=graph, allowed=eager"]),
         ("chain --variants swap", ["for all_gather", "value=swap"]),

@@ -16,9 +16,10 @@ from test_call_errors import communicator, error_of
 
 from sidelane.bench import chain_bench
 from sidelane.bench.baselines_cpu import Gloo
-from sidelane.bench.candidates import Auto, Dma, Tensors
+from sidelane.bench.candidates import Tensors
 from sidelane.bench.chain_bench import CALLS, ChainOptions
 from sidelane.bench.measure import Meter
+from sidelane.bench.own import Auto, Dma
 from sidelane.bench.reference import Case
 from sidelane.bench.results import ChainRow, read
 from sidelane.bench.roster import Roster

@@ -50,6 +50,8 @@ ROWS = (
     row("b2b", 1024, 0.5, "auto"),
     row("", 1024, 0.5, "nccl"),
     row("one_shot", 1024, 0.5, "dma"),
+    row("b2b", 1024, 0.5, tensors=8),
+    row("b2b", 65536, 0.5, tensors=8),
 )
 RESULTS = Results(
     "collectives", "h999x4", 4, "NVIDIA H999", 4, "2026-01-02T03:04:05+00:00", "abc", "sidelane collective",
@@ -70,6 +72,15 @@ def test_curves_are_what_candidates_took() -> None:
     assert choose(profile, Call(Kind.ALL_GATHER, 4, 1024)).candidate == Candidate("sm", "one_shot")
     with pytest.raises(ValueError, match="no times"):
         profile_of(dataclasses.replace(RESULTS, rows=ROWS[4:]))
+
+
+def test_lists_are_no_times_to_choose_by() -> None:
+    listed = tuple(dataclasses.replace(one, tensors=2) for one in ROWS)
+    assert curves_of(listed, 4) == ()
+    with pytest.raises(ValueError, match="one tensor a call"):
+        profile_of(dataclasses.replace(RESULTS, rows=listed))
+    with pytest.raises(ValueError, match=r"tensors \(value=2, allowed=1"):
+        TuneOptions(tensors=2)
 
 
 def test_a_table_from_a_result_file(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from sidelane.choice import Abilities
-from sidelane.choice.candidate import DMA, EVERYTHING, IMPLEMENTATIONS, everything
+from sidelane.choice.candidate import DMA, EVERYTHING, IMPLEMENTATIONS, everything, takes_one_tensor
 from sidelane.choice.key import CPU
 from sidelane.collectives.plan import AUTO, PRELAUNCH
 from sidelane.collectives.prelaunched import prelaunchable
@@ -14,6 +14,12 @@ from sidelane.program.collective import Kind
 ON_CPUS = ("gloo", "dma", "auto")
 ON_GPUS = ("nccl", "nccl_ce", "symm_mem", "dma", "auto", "sm")
 """Names of implementations, in the order of a study."""
+
+ONE_TENSOR = {
+    "symm_mem": "PyTorch's operators on symmetric memory take one tensor a call",
+    "sm": "Sidelane's kernels take one tensor a call",
+}
+"""What takes no part in a study of lists, with the reason."""
 
 
 def implementations(device_type: str, *, with_auto: bool = False) -> tuple[str, ...]:
@@ -30,8 +36,10 @@ def implementations(device_type: str, *, with_auto: bool = False) -> tuple[str, 
     return tuple(name for name in names if not (with_auto and name in ("auto", "sm")))
 
 
-def check_implementations(wanted: Collection[str], device_type: str, *, with_auto: bool = False) -> None:
-    """Refuse an implementation that is not known on a kind of device.
+def check_implementations(
+    wanted: Collection[str], device_type: str, *, with_auto: bool = False, listed: bool = False
+) -> None:
+    """Refuse an implementation that is not known on a kind of device, or (``listed``) that takes no lists.
 
     Raises:
         ValueError: with the allowed names.
@@ -42,6 +50,13 @@ def check_implementations(wanted: Collection[str], device_type: str, *, with_aut
         where = "CPU ranks" if device_type == CPU else "GPUs"
         raise ValueError(
             f"implementations: not known on {where} (value={', '.join(unknown)}, allowed={', '.join(known)})"
+        )
+    refused = [name for name in wanted if listed and name in ONE_TENSOR]
+    if refused:
+        reasons = "; ".join(ONE_TENSOR[name] for name in refused)
+        allowed = ", ".join(name for name in known if name not in ONE_TENSOR)
+        raise ValueError(
+            f"implementations: not with lists of tensors: {reasons} (value={', '.join(refused)}, allowed={allowed})"
         )
 
 
@@ -54,6 +69,7 @@ def check_asked(
     launches: Collection[str] = (),
     chosen_from: Sequence[str] = IMPLEMENTATIONS,
     with_auto: bool = False,
+    listed: bool = False,
 ) -> None:
     """Refuse names that a study could only leave out in silence. A variant of one of the collectives is enough.
 
@@ -65,23 +81,26 @@ def check_asked(
         launches: asked for; empty for all.
         chosen_from: Sidelane's implementations whose variants can be chosen.
         with_auto: as :func:`implementations` has it.
+        listed: calls with lists of tensors.
 
     Raises:
         ValueError: with what was given and what is allowed.
     """
-    check_implementations(implementations, device_type, with_auto=with_auto)
+    check_implementations(implementations, device_type, with_auto=with_auto, listed=listed)
     if device_type == CPU and set(launches) == {"graph"}:
         raise ValueError(f"launch: CPU ranks have no graphs (value={', '.join(launches)}, allowed=eager)")
     abilities = Abilities() if device_type == CPU else EVERYTHING
-    here = [name for name in chosen_from if name in abilities.implementations]
+    here = [name for name in chosen_from if name in abilities.implementations and not (listed and name in ONE_TENSOR)]
     own = [name for name in here if name in implementations] or here
     found = [one for kind in kinds for one in everything(kind, abilities) if one.implementation in own]
+    found = [one for one in found if not (listed and takes_one_tensor(one))]
     known = [*([AUTO] if with_auto else []), *dict.fromkeys(one.name for one in found)]
     ahead = dict.fromkeys(name for kind in kinds if DMA in own for name in prelaunchable(kind, abilities))
     unknown = [name for name in variants if name not in known and name.removesuffix(PRELAUNCH) not in ahead]
     if unknown:
         suffixed = f"; {', '.join(ahead)} also with {PRELAUNCH}" if ahead else ""
+        lists = "lists of " if listed else ""
         raise ValueError(
-            f"variants: no such variant of {' or '.join(own)} for {' or '.join(kinds)} "
+            f"variants: no such variant of {' or '.join(own)} for {lists}{' or '.join(kinds)} "
             f"(value={', '.join(unknown)}, allowed={', '.join(known)}{suffixed})"
         )

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from sidelane.bench.candidates import Candidate, Tensors, all_gather, reduce_scatter, views
+from sidelane.bench.candidates import (
+    Candidate,
+    Lists,
+    Tensors,
+    all_gather,
+    reduce_scatter,
+    views,
+)
+from sidelane.bench.listed import COALESCED, coalesced, separately
 from sidelane.bench.reference import ROOT, Case
 from sidelane.program.collective import Kind
 
 
 class Gloo:
-    """Gloo's collectives on ordinary tensors. Every call is asynchronous, so that a GEMM can run next to it."""
+    """Gloo's collectives on ordinary tensors. Every call is asynchronous, so that a GEMM can run next to it.
+
+    A list is one coalesced operation where torch has it for Gloo, elsewhere calls that are all begun before the first
+    one is waited for.
+    """
 
     name = "gloo"
     launches: tuple[str, ...] = ("eager",)
@@ -59,9 +72,27 @@ class Gloo:
                 work = dist.broadcast(output, group_src=ROOT, group=self._group, async_op=True)
         return lambda: _wait(work)
 
+    def list_variants(self, kind: Kind, in_place: bool) -> tuple[str, ...]:
+        return tuple(name for one in self.variants(kind, in_place) for name in (one, separately(one)))
+
+    def start_list(self, lists: Lists, variant: str) -> Callable[[], None]:
+        calls = list(zip(lists.parts, lists.pairs, strict=True))
+        if calls[0][0].kind not in COALESCED:
+            waits = [self.start(part, pair, variant) for part, pair in calls]
+            return lambda: _each(waits)
+        with coalesced(self._group, async_ops=True) as begun:
+            for part, pair in calls:
+                self.start(part, pair, variant)
+        return lambda: _wait(begun)
+
     def close(self) -> None:
         self._output = self._input = None
 
 
-def _wait(work: dist.Work) -> None:
+def _wait(work: Any) -> None:
     work.wait()
+
+
+def _each(waits: Sequence[Callable[[], None]]) -> None:
+    for wait in waits:
+        wait()

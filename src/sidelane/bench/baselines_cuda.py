@@ -11,6 +11,12 @@ How each gets its best configuration:
   PyTorch's hook for later allocations would do it inside the allocator. (``symm_mem.set_backend("NCCL")`` is the other
   way, but it is global and Sidelane itself uses the CUDA backend.) An all-to-all in place does not exist in NCCL.
 
+A list of tensors is a group of NCCL's calls (``ncclGroupStart`` to ``ncclGroupEnd``), which NCCL may run as one kernel:
+torch's coalesced operations where it has them (all_gather, reduce_scatter, all_reduce), the manager with the calls
+between its begin and its end elsewhere. The variants ``separate`` are the same calls without the group. So much holds
+for ordinary memory, for windows (all tensors lie in the two that there are) and for copy engines alike; what NCCL or
+torch does not take in a group is a row with a note.
+
 PyTorch's own operators are in ``baselines_symm_mem.py``.
 """
 
@@ -24,7 +30,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from sidelane.bench.candidates import Candidate, Tensors, all_gather, nothing_to_wait_for, reduce_scatter, views
+from sidelane.bench.candidates import (
+    Candidate,
+    Lists,
+    Tensors,
+    all_gather,
+    nothing_to_wait_for,
+    reduce_scatter,
+    views,
+)
+from sidelane.bench.listed import COALESCED, coalesced, separately
 from sidelane.bench.measure import Meter
 from sidelane.bench.reference import ROOT, Case
 from sidelane.errors import UnavailableError
@@ -60,6 +75,9 @@ class Nccl:
     def variants(self, kind: Kind, in_place: bool) -> tuple[str, ...]:
         return ("", WINDOW) if in_place in self.places.get(kind, ()) else ()
 
+    def list_variants(self, kind: Kind, in_place: bool) -> tuple[str, ...]:
+        return tuple(name for one in self.variants(kind, in_place) for name in (one, separately(one)))
+
     def reserve(self, output_bytes: int, input_bytes: int) -> None:
         self._ordinary = (
             torch.empty(output_bytes, dtype=torch.uint8, device=self._device),
@@ -92,6 +110,12 @@ class Nccl:
                 dist.all_reduce(output, group=self.group)
             case _:
                 dist.broadcast(output, group_src=ROOT, group=self.group)
+        return nothing_to_wait_for
+
+    def start_list(self, lists: Lists, variant: str) -> Callable[[], None]:
+        with coalesced(self.group, None if lists.parts[0].kind in COALESCED else self._device):
+            for part, pair in zip(lists.parts, lists.pairs, strict=True):
+                self.start(part, pair, variant)
         return nothing_to_wait_for
 
     def close(self) -> None:

@@ -1,7 +1,8 @@
 """What a study can run: every implementation of a collective behind one interface.
 
 An :class:`Implementation` owns one pair of buffers that serves all sizes. A :class:`Candidate` names one way to call
-it. :class:`Prepared` is a candidate bound to a :class:`Case`: it can be filled, run, timed and checked.
+it. :class:`Prepared` is a candidate bound to a :class:`Case`: it can be filled, run, timed and checked. Calls with
+lists of tensors are in ``listed.py``, Sidelane's own implementations in ``own.py``.
 """
 
 from __future__ import annotations
@@ -9,16 +10,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 
 from sidelane.bench.measure import Job
-from sidelane.bench.reference import ROOT, Case, fill_input, output_error, poison
-from sidelane.choice.candidate import DMA, GRAPH, SM, everything, find
-from sidelane.collectives import Communicator
-from sidelane.errors import UnavailableError
+from sidelane.bench.reference import Case, fill_input, output_error, poison
+from sidelane.choice.candidate import DMA, GRAPH, SM, find
 from sidelane.program.collective import Kind
 
 # PyTorch 2.13 renamed both and warns of the old names.
@@ -59,6 +58,22 @@ class Tensors:
     keeps_input: bool = True
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Lists:
+    """Where a call with a list reads and writes.
+
+    Attributes:
+        parts: the case of each tensor.
+        pairs: its tensors.
+        outputs, inputs: the same as lists.
+    """
+
+    parts: tuple[Case, ...]
+    pairs: tuple[Tensors, ...]
+    outputs: list[torch.Tensor]
+    inputs: list[torch.Tensor]
+
+
 class Implementation(Protocol):
     """A library that can run some collectives.
 
@@ -91,12 +106,38 @@ class Implementation(Protocol):
         ...
 
 
+@runtime_checkable
+class TakesLists(Protocol):
+    """An implementation that has calls with lists of tensors."""
+
+    def list_variants(self, kind: Kind, in_place: bool) -> tuple[str, ...]:
+        """The variants of such calls; one that ends with ``separate`` is a call for each tensor."""
+        ...
+
+    def start_list(self, lists: Lists, variant: str) -> Callable[[], None]:
+        """As ``Implementation.start``, for all tensors in one call."""
+        ...
+
+
+@runtime_checkable
+class Chooses(Protocol):
+    """An implementation whose rows name what it chose as their variant."""
+
+    def chosen(self) -> str:
+        """What the last call was run as."""
+        ...
+
+
 def nothing_to_wait_for() -> None:
     """What ``start`` returns where the stream keeps the order."""
 
 
 def views(case: Case, in_place: bool, output: torch.Tensor, input: torch.Tensor) -> Tensors:
-    """Views of two byte buffers for one case; in place as torch.distributed defines it for each collective."""
+    """Views of two byte buffers for one case; in place as torch.distributed defines it for each collective.
+
+    A tensor of a list lies where its case says.
+    """
+    output, input = output[case.output_at :], input[case.input_at :]
     shard = slice(case.rank * case.shard_bytes, (case.rank + 1) * case.shard_bytes)
     if not in_place:
         whole_output, whole_input = output[: case.output_bytes], input[: case.input_bytes]
@@ -107,117 +148,6 @@ def views(case: Case, in_place: bool, output: torch.Tensor, input: torch.Tensor)
     else:
         whole_output = whole_input = output[: case.nbytes]
     return Tensors(whole_output.view(case.dtype), whole_input.view(case.dtype))
-
-
-class Dma:
-    """Sidelane's own collectives, on symmetric tensors."""
-
-    name = "dma"
-
-    def __init__(self, communicator: Communicator, *, with_auto: bool = False) -> None:
-        self.launches: tuple[str, ...] = ("eager",) if communicator.device.type == "cpu" else ("eager", "graph")
-        self._communicator = communicator
-        self._auto = ("auto",) if with_auto else ()
-        self._output: torch.Tensor | None = None
-        self._input: torch.Tensor | None = None
-
-    def variants(self, kind: Kind, in_place: bool) -> tuple[str, ...]:
-        if kind is Kind.BROADCAST and not in_place:
-            return ()
-        return self._auto + _names(kind, self._communicator, DMA)
-
-    @property
-    def communicator(self) -> Communicator:
-        """Whose collectives these are."""
-        return self._communicator
-
-    def reserve(self, output_bytes: int, input_bytes: int) -> None:
-        have = [0 if buffer is None else buffer.nbytes for buffer in (self._output, self._input)]
-        if have[0] >= output_bytes and have[1] >= input_bytes:
-            return  # asked before, by an implementation that shares them
-        self._output = self._communicator.empty(output_bytes, dtype=torch.uint8)
-        self._input = self._communicator.empty(input_bytes, dtype=torch.uint8)
-
-    def tensors(self, case: Case, candidate: Candidate) -> Tensors:
-        assert self._output is not None, "reserve comes first"
-        assert self._input is not None
-        return views(case, candidate.in_place, self._output, self._input)
-
-    def start(self, case: Case, tensors: Tensors, variant: str) -> Callable[[], None]:
-        communicator, output, input = self._communicator, tensors.output, tensors.input
-        assert output is not None
-        # On a CPU a synchronous call would return when the collective has ended, and nothing could run next to it.
-        on_cpu = case.device.type == "cpu"
-        match case.kind:
-            case Kind.ALL_GATHER:
-                work = communicator.all_gather(output, input, variant=variant, async_op=on_cpu)
-            case Kind.ALL_TO_ALL:
-                work = communicator.all_to_all(output, input, variant=variant, async_op=on_cpu)
-            case Kind.REDUCE_SCATTER:
-                work = communicator.reduce_scatter(output, input, variant=variant, async_op=on_cpu)
-            case Kind.ALL_REDUCE:
-                work = communicator.all_reduce(input, output=output, variant=variant, async_op=on_cpu)
-            case _:
-                work = communicator.broadcast(output, root=ROOT, variant=variant, async_op=on_cpu)
-        return nothing_to_wait_for if work is None else work.wait
-
-    def close(self) -> None:
-        self._communicator.close()
-
-
-class Kernels:
-    """Sidelane's collectives that kernels run, with the communicator and the buffers of :class:`Dma`.
-
-    Raises:
-        UnavailableError: this machine does not have them.
-    """
-
-    name = SM
-
-    def __init__(self, dma: Dma) -> None:
-        if SM not in dma.communicator.abilities.implementations:
-            raise UnavailableError("this device or this installation has no kernels for collectives")
-        self.launches = dma.launches
-        self._dma = dma
-
-    @property
-    def communicator(self) -> Communicator:
-        """Whose collectives these are."""
-        return self._dma.communicator
-
-    def variants(self, kind: Kind, in_place: bool) -> tuple[str, ...]:
-        return _names(kind, self._dma.communicator, SM)
-
-    def reserve(self, output_bytes: int, input_bytes: int) -> None:
-        self._dma.reserve(output_bytes, input_bytes)
-
-    def tensors(self, case: Case, candidate: Candidate) -> Tensors:
-        return self._dma.tensors(case, candidate)
-
-    def start(self, case: Case, tensors: Tensors, variant: str) -> Callable[[], None]:
-        return self._dma.start(case, tensors, variant)
-
-    def close(self) -> None:
-        self._dma.close()
-
-
-class Auto(Kernels):
-    """Sidelane's own choice among its collectives. Its rows name what it chose as their variant."""
-
-    name = "auto"
-
-    def __init__(self, dma: Dma) -> None:
-        self.launches = dma.launches
-        self._dma = dma
-
-    def variants(self, kind: Kind, in_place: bool) -> tuple[str, ...]:
-        return ("auto",) if self._dma.variants(kind, in_place) else ()
-
-    def chosen(self) -> str:
-        """What the last call was run as."""
-        choice = self._dma.communicator.last_choice()
-        assert choice is not None, "a call comes first"
-        return choice.candidate.name
 
 
 class Prepared:
@@ -273,6 +203,9 @@ class Prepared:
         if self._one_call is not None:
             self._one_call.replay()
             return nothing_to_wait_for
+        return self._call()
+
+    def _call(self) -> Callable[[], None]:
         return self._implementation.start(self.case, self._tensors, self.candidate.variant)
 
     def run(self) -> None:
@@ -281,7 +214,7 @@ class Prepared:
 
     def settle(self) -> None:
         """Note what was chosen, after a first call (and the capture, if there is one), where that is the question."""
-        if isinstance(self._implementation, Auto):
+        if isinstance(self._implementation, Chooses):
             self.variant = self._implementation.chosen()
 
     def capture(self) -> None:
@@ -299,7 +232,7 @@ class Prepared:
         return Job(self.run, repeats=self.calls, calls=self.calls, hide_launch_us=hide_launch_us)
 
     def _captured(self, calls: int) -> torch.cuda.CUDAGraph:
-        return captured(lambda: self._implementation.start(self.case, self._tensors, self.candidate.variant)(), calls)
+        return captured(lambda: self._call()(), calls)
 
     def fill(self, seed: int) -> None:
         """Poison the output and put fresh random bytes, the same for the same seed, into the input."""
@@ -339,7 +272,12 @@ def captured(run: Callable[[], None], calls: int) -> torch.cuda.CUDAGraph:
 
 
 def candidates_of(
-    implementation: Implementation, kind: Kind, *, only: tuple[str, ...] = (), launches: tuple[str, ...] = ()
+    implementation: Implementation,
+    kind: Kind,
+    *,
+    only: tuple[str, ...] = (),
+    launches: tuple[str, ...] = (),
+    listed: bool = False,
 ) -> list[Candidate]:
     """Every way in which an implementation can run a collective.
 
@@ -348,19 +286,22 @@ def candidates_of(
         kind: which collective.
         only: variants to keep, where the implementation has any; empty keeps all. ``b2b+prelaunch`` keeps that.
         launches: launches to keep; empty keeps all.
+        listed: calls with lists of tensors; none where the implementation takes one tensor a call.
     """
+    only = only if implementation.name in (DMA, SM) else ()
     return [
         Candidate(implementation.name, variant, in_place, launch)
         for in_place in (False, True)
-        for variant in _kept(implementation.variants(kind, in_place), only if implementation.name in (DMA, SM) else ())
+        for variant in _kept(_variants(implementation, kind, in_place, listed), only)
         for launch in implementation.launches
         if (not launches or launch in launches) and not (launch == "graph" and _only_eager(kind, variant))
     ]
 
 
-def _names(kind: Kind, communicator: Communicator, implementation: str) -> tuple[str, ...]:
-    found = everything(kind, communicator.abilities)
-    return tuple(candidate.name for candidate in found if candidate.implementation == implementation)
+def _variants(implementation: Implementation, kind: Kind, in_place: bool, listed: bool) -> tuple[str, ...]:
+    if not listed:
+        return implementation.variants(kind, in_place)
+    return implementation.list_variants(kind, in_place) if isinstance(implementation, TakesLists) else ()
 
 
 def _only_eager(kind: Kind, variant: str) -> bool:

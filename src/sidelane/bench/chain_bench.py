@@ -20,9 +20,10 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.distributed as dist
 
-from sidelane.bench.candidates import Candidate, Dma, Implementation, Prepared, candidates_of, captured
+from sidelane.bench.candidates import Candidate, Implementation, Prepared, candidates_of, captured
 from sidelane.bench.launch import Rank
 from sidelane.bench.measure import Job, Meter, Rounds
+from sidelane.bench.own import Dma
 from sidelane.bench.reference import Case
 from sidelane.bench.results import LAUNCHES, PRELAUNCHED, ChainRow, Results
 from sidelane.bench.roster import Roster, make_roster

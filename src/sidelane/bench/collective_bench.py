@@ -12,8 +12,9 @@ import torch
 from sidelane.bench.asked import check_asked
 from sidelane.bench.candidates import Candidate, Implementation, Prepared, candidates_of
 from sidelane.bench.launch import Rank, choose_place
+from sidelane.bench.listed import prepare
 from sidelane.bench.measure import Job, Meter, Rounds
-from sidelane.bench.reference import KINDS, Case, rounded_bytes
+from sidelane.bench.reference import KINDS, MOST_TENSORS, Case, rounded_bytes
 from sidelane.bench.results import CollectiveRow, Results, bus_gbps
 from sidelane.bench.roster import Roster, make_roster
 from sidelane.bench.study import Sender, StudyOptions, run_study
@@ -45,7 +46,9 @@ class CollectiveOptions(StudyOptions):
     Attributes:
         collectives: kinds, in this order.
         sizes: bytes: gathered size of an all_gather, local buffer of the others; empty takes ``default_sizes``. A size
-            that does not divide among the ranks is rounded up.
+            that does not divide among the ranks (and tensors) is rounded up.
+        tensors: that share the bytes of a size evenly: more than 1 measures calls with lists of them, and separate
+            calls for comparison. What takes one tensor a call (``bench.asked``) takes no part then.
         dtype: of the elements; it matters to the reducing collectives only.
         variants: of Sidelane's collectives, ``pcpy+prelaunch`` and so on included; empty takes all without prelaunch,
             and ``b2b+prelaunch`` up to ``PRELAUNCHED_BYTES``.
@@ -58,6 +61,7 @@ class CollectiveOptions(StudyOptions):
 
     collectives: tuple[Kind, ...] = (Kind.ALL_GATHER, Kind.ALL_TO_ALL)
     sizes: tuple[int, ...] = ()
+    tensors: int = 1
     dtype: str = "bfloat16"
     variants: tuple[str, ...] = ()
     launches: tuple[str, ...] = ()
@@ -75,6 +79,8 @@ class CollectiveOptions(StudyOptions):
             raise ValueError(f"CollectiveOptions: places (value={self.places}, allowed=in, out)")
         if self.dtype not in ELEMENT_BYTES:
             raise ValueError(f"CollectiveOptions: dtype (value={self.dtype!r}, allowed={', '.join(ELEMENT_BYTES)})")
+        if not 1 <= self.tensors <= MOST_TENSORS:
+            raise ValueError(f"CollectiveOptions: tensors (value={self.tensors}, allowed=1..{MOST_TENSORS})")
         if self.repeats < 1 or self.warmup < 0 or any(size < 1 for size in self.sizes):
             raise ValueError(
                 f"CollectiveOptions: repeats, warmup and sizes must be positive "
@@ -94,6 +100,7 @@ def main(options: CollectiveOptions) -> Results | None:
         implementations=options.implementations,
         variants=options.variants,
         launches=options.launches,
+        listed=options.tensors > 1,
     )
     return run_study("collectives", CollectiveRow, _measure, options, "collectives")
 
@@ -107,38 +114,42 @@ def default_sizes(device_type: str) -> tuple[int, ...]:
     return tuple(1024 * 4**exponent for exponent in range(8 if device_type == "cpu" else 12))
 
 
-def calls_per_sample(kind: Kind, nbytes: int, device_type: str) -> int:
-    """Operations in a sample: as many as make it long enough to time, at most 20.
+def calls_per_sample(kind: Kind, nbytes: int, device_type: str, tensors: int = 1) -> int:
+    """Operations in a sample: as many as make it long enough to time, at most 20. Of lists as of separate calls.
 
     >>> [calls_per_sample(Kind.ALL_GATHER, size, "cuda") for size in (1 << 10, 64 << 20, 4 << 30)]
     [20, 14, 1]
+    >>> calls_per_sample(Kind.ALL_GATHER, 1 << 10, "cuda", tensors=32)
+    6
     """
     sample_us = SAMPLE_US["cpu" if device_type == "cpu" else "gpu"]
-    return max(1, min(MOST_CALLS, round(sample_us / _expected_us(kind, nbytes, device_type))))
+    return max(1, min(MOST_CALLS, round(sample_us / _expected_us(kind, nbytes, device_type, tensors))))
 
 
-def _expected_us(kind: Kind, nbytes: int, device_type: str) -> float:
+def _expected_us(kind: Kind, nbytes: int, device_type: str, calls: int = 1) -> float:
     """A rough time, only to size samples with: latency, and bytes at the pace of one engine or one core."""
     passes = 2 if kind is Kind.ALL_REDUCE else 1
     if device_type == "cpu":
-        return 300.0 + passes * nbytes / 1e3
-    return 10.0 + passes * nbytes / 500e3
+        return 300.0 * calls + passes * nbytes / 1e3
+    return 10.0 * calls + passes * nbytes / 500e3
 
 
 def _measure(rank: Rank, options: CollectiveOptions) -> int:
     """Every rank's part of the study. Returns the number of rows."""
-    sizes = sorted({rounded_bytes(s, rank.world_size) for s in options.sizes or default_sizes(rank.device.type)})
+    asked = options.sizes or default_sizes(rank.device.type)
+    sizes = sorted({rounded_bytes(nbytes, rank.world_size, options.tensors) for nbytes in asked})
     sender = Sender(rank, len(sizes) * len(options.collectives))
-    roster = make_roster(rank, wanted=options.implementations, timeout_s=options.step_s)
+    roster = make_roster(rank, wanted=options.implementations, timeout_s=options.step_s, listed=options.tensors > 1)
     cases = [_case(rank, options, kind, nbytes) for kind in options.collectives for nbytes in sizes]
-    roster.reserve(max(case.output_bytes for case in cases), max(case.input_bytes for case in cases))
+    roster.reserve(max(case.output_room for case in cases), max(case.input_room for case in cases))
     for name, reason in roster.unavailable.items():
         sender.note(f"{name} takes no part: {reason}")
     seeds = itertools.count(options.seed + 1)
     count = 0
     for case in cases:
-        calls = calls_per_sample(case.kind, case.nbytes, rank.device.type)
-        sender.step(f"{case.kind} {format_bytes(case.nbytes)}, {calls} call{'s' * (calls > 1)} a sample")
+        calls = calls_per_sample(case.kind, case.nbytes, rank.device.type, case.tensors)
+        spread = f" in {case.tensors} tensors" if case.tensors > 1 else ""
+        sender.step(f"{case.kind} {format_bytes(case.nbytes)}{spread}, {calls} call{'s' * (calls > 1)} a sample")
         absent = absent_rows(roster, case) if case.nbytes == sizes[0] else []
         for row in itertools.chain(absent, measure_case(roster, case, options, seeds)):
             sender.row(row)
@@ -151,7 +162,8 @@ def _measure(rank: Rank, options: CollectiveOptions) -> int:
 
 
 def _case(rank: Rank, options: CollectiveOptions, kind: Kind, nbytes: int) -> Case:
-    return Case(kind, nbytes, getattr(torch, options.dtype), rank.rank, rank.world_size, rank.device)
+    sizes = (nbytes // options.tensors,) * options.tensors if options.tensors > 1 else ()
+    return Case(kind, nbytes, getattr(torch, options.dtype), rank.rank, rank.world_size, rank.device, sizes)
 
 
 def _kernels(roster: Roster, cases: Sequence[Case], options: CollectiveOptions, seed: int) -> Iterator[str]:
@@ -164,7 +176,7 @@ def _kernels(roster: Roster, cases: Sequence[Case], options: CollectiveOptions, 
         case = max((c for c in sizes if c.nbytes <= PROFILED_BYTES), key=lambda c: c.nbytes, default=sizes[0])
         for implementation in roster.implementations.values():
             for candidate in wanted_candidates(implementation, case, options):
-                prepared = Prepared(candidate, case, implementation)
+                prepared = prepare(candidate, case, implementation)
                 found: list[str] = []
 
                 def step(prepared: Prepared = prepared, found: list[str] = found) -> None:
@@ -197,15 +209,13 @@ def measure_case(
 ) -> Iterator[CollectiveRow]:
     """Prepare and check everything, time what is right, check once more, and make rows. Collective."""
     meter = roster.meter
-    calls = calls_per_sample(case.kind, case.nbytes, case.device.type)
+    calls = calls_per_sample(case.kind, case.nbytes, case.device.type, case.tensors)
     prepared: dict[Candidate, Prepared] = {}
     problems: dict[Candidate, _Problem] = {}
     with meter.on_stream():
         for implementation in roster.implementations.values():
             for candidate in wanted_candidates(implementation, case, options):
-                bound = _prepare(
-                    meter, functools.partial(Prepared, candidate, case, implementation, calls), next(seeds)
-                )
+                bound = _prepare(meter, functools.partial(prepare, candidate, case, implementation, calls), next(seeds))
                 if isinstance(bound, _Problem):
                     problems[candidate] = bound
                 else:
@@ -225,14 +235,16 @@ def measure_case(
 
 def wanted_candidates(implementation: Implementation, case: Case, options: CollectiveOptions) -> list[Candidate]:
     """Every way to run a case that the options ask for."""
-    found = candidates_of(implementation, case.kind, only=options.variants, launches=options.launches)
+    listed = bool(case.sizes)
+    find = functools.partial(candidates_of, implementation, case.kind, launches=options.launches, listed=listed)
+    found = find(only=options.variants)
     small = case.nbytes <= PRELAUNCHED_BYTES and case.kind not in REDUCING
     if not options.variants:  # cached graphs differ from plain calls in one way only, so one of them tells enough
         found = [c for c in found if not c.variant.endswith("+graph") or c.variant in CACHED]
     if case.input_bytes > SLOT_BYTES:
         found = [c for c in found if not c.variant.startswith(ALTERNATING)]
     if implementation.name == DMA and small and not options.variants:
-        found += candidates_of(implementation, case.kind, only=PRELAUNCHED, launches=options.launches)
+        found += find(only=PRELAUNCHED)
     return [c for c in found if not options.places or ("in" if c.in_place else "out") in options.places]
 
 
@@ -284,8 +296,9 @@ def _attempt_run(meter: Meter, prepared: Prepared, seed: int, *, runs: int) -> _
 def _time(
     meter: Meter, prepared: Mapping[Candidate, Prepared], case: Case, options: CollectiveOptions
 ) -> dict[Candidate, Rounds]:
-    # What takes long is bound by the device, however it is launched; the clock starts when the host is done.
-    expected_us = _expected_us(case.kind, case.nbytes, case.device.type)
+    # What takes long is bound by the device, however it is launched; the clock starts when the host is done. Of a list
+    # each tensor must take that long: to hand over fewer calls is a part of what a list is for.
+    expected_us = _expected_us(case.kind, case.nbytes // case.tensors, case.device.type)
     hide_us = HIDE_LAUNCH_FROM_US if expected_us >= HIDE_LAUNCH_FROM_US and case.device.type != "cpu" else 0.0
     jobs: dict[Candidate, Job] = {candidate: bound.job(hide_us) for candidate, bound in prepared.items()}
     repeats = min(options.repeats, FEW_ROUNDS) if case.nbytes >= FEW_ROUNDS_FROM_BYTES else options.repeats
@@ -311,4 +324,5 @@ def _row(case: Case, candidate: Candidate, rounds: Rounds | None, problem: _Prob
         energy_mj=None,
         correct=True if problem is None else False if problem.wrong else None,
         note="" if problem is None else problem.text,
+        tensors=case.tensors,
     )

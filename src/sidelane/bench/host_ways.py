@@ -10,15 +10,14 @@ import torch
 
 from sidelane.bench.candidates import (
     Candidate,
-    Dma,
     Implementation,
-    Kernels,
     Tensors,
     all_gather,
     candidates_of,
     nothing_to_wait_for,
     views,
 )
+from sidelane.bench.own import Dma, Kernels
 from sidelane.bench.reference import Case
 from sidelane.collectives import Communicator
 

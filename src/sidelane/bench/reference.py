@@ -7,6 +7,7 @@ were given, so the reference depends on no collective.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Iterator
 
 import torch
@@ -19,13 +20,31 @@ POISON = 0xA5
 BLOCK_BYTES = 64 << 20  # references are made and compared in blocks, so that checking needs no buffer of its own
 GRANULE_BYTES = 16
 
+APART_BYTES = 512
+"""The tensors of a list begin at multiples of it, as do those that torch's allocator gives."""
+
+MOST_TENSORS = 1024
+"""Of a list: proving a program takes longer with each, and a study makes one for every variant and size."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Spot:
+    """Which tensor of a list it is, and where it begins in an implementation's buffers, in bytes."""
+
+    number: int
+    output_at: int
+    input_at: int
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Case:
     """One collective of one size on this rank.
 
     Attributes:
-        nbytes: gathered size of an all_gather, size of the whole local buffer for the others.
+        nbytes: gathered size of an all_gather, size of the whole local buffer for the others; of a list, of all tensors
+            together.
+        sizes: of the tensors of a list, which add up to ``nbytes``; empty for a single tensor.
+        spot: of one tensor of a list (:attr:`parts` makes them); None for all else.
     """
 
     kind: Kind
@@ -34,14 +53,62 @@ class Case:
     rank: int
     world_size: int
     device: torch.device
+    sizes: tuple[int, ...] = ()
+    spot: Spot | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"Case: kind (value={self.kind}, allowed={', '.join(KINDS)})")
-        if self.nbytes < 1 or self.nbytes % (self.world_size * GRANULE_BYTES):
+        # Kernels of other libraries move whole granules of a single tensor; a list may hold anything.
+        granule = GRANULE_BYTES if not self.sizes and self.spot is None else self.dtype.itemsize
+        step = self.world_size * granule
+        if any(nbytes < 1 or nbytes % step for nbytes in (self.nbytes, *self.sizes)):
+            given = ", ".join(map(str, self.sizes or (self.nbytes,)))
+            raise ValueError(f"Case: nbytes (value={given}, allowed=multiples of {step})")
+        if self.sizes and (sum(self.sizes) != self.nbytes or len(self.sizes) > MOST_TENSORS):
             raise ValueError(
-                f"Case: nbytes (value={self.nbytes}, allowed=multiples of {self.world_size * GRANULE_BYTES})"
+                f"Case: sizes (value={len(self.sizes)} of {sum(self.sizes)} bytes, "
+                f"allowed=up to {MOST_TENSORS} of {self.nbytes} bytes)"
             )
+
+    @property
+    def tensors(self) -> int:
+        """That the bytes are spread over; 1 for a single one."""
+        return len(self.sizes) or 1
+
+    @property
+    def parts(self) -> tuple[Case, ...]:
+        """A case for each tensor, one behind the other in the buffers; of a single tensor itself."""
+        if not self.sizes:
+            return (self,)
+        parts: list[Case] = []
+        output_at = input_at = 0
+        for number, nbytes in enumerate(self.sizes):
+            spot = Spot(number, output_at, input_at)
+            parts.append(dataclasses.replace(self, nbytes=nbytes, sizes=(), spot=spot))
+            output_at += _apart(parts[-1].output_bytes)
+            input_at += _apart(parts[-1].input_bytes)
+        return tuple(parts)
+
+    @property
+    def output_at(self) -> int:
+        return 0 if self.spot is None else self.spot.output_at
+
+    @property
+    def input_at(self) -> int:
+        return 0 if self.spot is None else self.spot.input_at
+
+    @property
+    def output_room(self) -> int:
+        """Bytes of the buffer that holds the outputs."""
+        last = self.parts[-1]
+        return last.output_at + last.output_bytes
+
+    @property
+    def input_room(self) -> int:
+        """Bytes of the buffer that holds the inputs."""
+        last = self.parts[-1]
+        return last.input_at + last.input_bytes
 
     @property
     def shard_bytes(self) -> int:
@@ -56,13 +123,13 @@ class Case:
         return self.shard_bytes if self.kind is Kind.ALL_GATHER else self.nbytes
 
 
-def rounded_bytes(nbytes: int, world_size: int) -> int:
-    """The nearest size from ``nbytes`` up that every collective here can have.
+def rounded_bytes(nbytes: int, world_size: int, tensors: int = 1) -> int:
+    """The nearest size from ``nbytes`` up that every collective here can have, shared by ``tensors`` of one size.
 
-    >>> rounded_bytes(1000, 3)
-    1008
+    >>> rounded_bytes(1000, 3), rounded_bytes(1000, 3, tensors=8)
+    (1008, 1152)
     """
-    step = world_size * GRANULE_BYTES
+    step = world_size * GRANULE_BYTES * tensors
     return max(step, -(-nbytes // step) * step)
 
 
@@ -138,9 +205,10 @@ def _blocks(tensor: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
 
 def _generate(block: torch.Tensor, case: Case, seed: int, part: Part, begin: int) -> None:
     """Fill a block of bytes with what ``part`` holds at ``begin``."""
-    source, chunk = part
-    number = ((seed * 64 + source) * 64 + chunk) * 4096 + begin // BLOCK_BYTES
-    generator = torch.Generator(device=block.device).manual_seed(number)
+    # Hashed, since a CPU's generator looks at 32 bits of its seed only.
+    names = (seed, 0 if case.spot is None else case.spot.number, *part, begin // BLOCK_BYTES)
+    digest = hashlib.blake2b(repr(names).encode(), digest_size=8).digest()
+    generator = torch.Generator(device=block.device).manual_seed(int.from_bytes(digest))
     if case.kind in REDUCING:
         # Small whole numbers: their sums are exact in every dtype, in whatever order a library adds them.
         elements = block.view(case.dtype)
@@ -148,3 +216,7 @@ def _generate(block: torch.Tensor, case: Case, seed: int, part: Part, begin: int
         elements.copy_(values)
     else:
         block.view(torch.int64 if block.numel() % 8 == 0 else torch.uint8).random_(generator=generator)
+
+
+def _apart(nbytes: int) -> int:
+    return -(-nbytes // APART_BYTES) * APART_BYTES

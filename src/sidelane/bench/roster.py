@@ -8,10 +8,11 @@ from collections.abc import Callable, Collection
 import torch.distributed as dist
 
 from sidelane import config as settings
-from sidelane.bench.asked import check_implementations, implementations
-from sidelane.bench.candidates import Auto, Dma, Implementation, Kernels
+from sidelane.bench.asked import ONE_TENSOR, check_implementations, implementations
+from sidelane.bench.candidates import Implementation
 from sidelane.bench.launch import Rank
 from sidelane.bench.measure import Meter
+from sidelane.bench.own import Auto, Dma, Kernels
 from sidelane.collectives import Communicator
 from sidelane.config import COMPUTE, NOTHING
 
@@ -66,7 +67,12 @@ class Roster:
 
 
 def make_roster(
-    rank: Rank, *, wanted: Collection[str] = (), timeout_s: float = 60.0, with_auto: bool = False
+    rank: Rank,
+    *,
+    wanted: Collection[str] = (),
+    timeout_s: float = 60.0,
+    with_auto: bool = False,
+    listed: bool = False,
 ) -> Roster:
     """Make the meter and the implementations of this machine. Collective.
 
@@ -76,11 +82,12 @@ def make_roster(
         timeout_s: longest that one step may take, on the device or for a peer.
         with_auto: list the variant ``auto`` of Sidelane's copy-engine collectives, for what runs beside a computation,
             in the place of the implementation ``auto``.
+        listed: calls will have lists of tensors; what takes one tensor a call is left out, with the reason.
 
     Raises:
         ValueError: a name is not known on this kind of device.
     """
-    check_implementations(wanted, rank.device.type, with_auto=with_auto)
+    check_implementations(wanted, rank.device.type, with_auto=with_auto, listed=listed)
     # A group of the study's own: what ranks tell each other after a failure must not meet what a communicator was in
     # the middle of saying.
     control = dist.new_group(backend="gloo")
@@ -121,6 +128,10 @@ def make_roster(
             makers["sm"] = needs_own(Kernels)
     roster = Roster(meter, kernels_of=find_kernels)
     for name in implementations(rank.device.type, with_auto=with_auto):
-        if not wanted or name in wanted:
+        if wanted and name not in wanted:
+            continue
+        if listed and name in ONE_TENSOR:
+            roster.unavailable[name] = ONE_TENSOR[name]
+        else:
             roster.add(name, makers[name])
     return roster

@@ -16,7 +16,8 @@ Way = tuple[Kind, str, bool, bool, Candidate]
 def curves_of(rows: Iterable[CollectiveRow], world_size: int) -> tuple[Curve, ...]:
     """The times of Sidelane's own collectives, in the order of the rows.
 
-    Rows without a time are left out, and those of other libraries, of ``auto`` and of prelaunched programs.
+    Rows without a time are left out, and those of other libraries, of ``auto``, of prelaunched programs and of lists:
+    ``auto`` expects of a list what one tensor of all its bytes takes.
 
     Args:
         rows: of one run.
@@ -24,7 +25,7 @@ def curves_of(rows: Iterable[CollectiveRow], world_size: int) -> tuple[Curve, ..
     """
     found: dict[Way, dict[int, float]] = {}
     for row in rows:
-        if row.implementation not in IMPLEMENTATIONS or row.time_us is None:
+        if row.implementation not in IMPLEMENTATIONS or row.time_us is None or row.tensors > 1:
             continue
         kind = Kind(row.collective)
         candidate = find(kind, row.variant)
@@ -45,7 +46,10 @@ def profile_of(results: Results) -> Profile:
     """
     curves = curves_of((row for row in results.rows if isinstance(row, CollectiveRow)), results.ranks)
     if not curves:
-        raise ValueError(f"profile_of: no times of dma or sm (value=results of {results.study} on {results.machine})")
+        raise ValueError(
+            f"profile_of: no times of dma or sm with one tensor a call "
+            f"(value=results of {results.study} on {results.machine})"
+        )
     versions = results.software
     software = tuple(sorted((name, versions[name]) for name in SOFTWARE if name in versions))
     key = (

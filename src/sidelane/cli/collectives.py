@@ -39,6 +39,13 @@ PHASED = ("copy", "copies", "all_gather", "all_gather_in_place", "all_to_all")
 @click.option("--min-bytes", metavar="SIZE", callback=size, default="1K", show_default=True, help="Smallest size.")
 @click.option("--max-bytes", metavar="SIZE", callback=size, help="Largest size. Default: 4G on GPUs, 16M on CPUs.")
 @click.option("--factor", type=click.IntRange(min=2), default=4, show_default=True, help="A size over the one before.")
+@click.option(
+    "--tensors",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Spread each size over a list of that many tensors: in one call, and in a call each.",
+)
 @click.option("--dtype", type=click.Choice(list(ELEMENT_BYTES)), default="bfloat16", show_default=True)
 @click.option(
     "--variants",
@@ -73,6 +80,9 @@ def collective(
     **others: Any,
 ) -> None:
     """Measure collectives over sizes: every implementation and variant, checked before it is timed.
+
+    With --tensors: calls with lists, next to separate calls one behind the other (variants that end with "separate").
+    A size is then that of all tensors together.
 
     With --machine: predict paper 003's study (all_gather and all_to_all, 1K to 4G) for a machine that need not be here.
     """
