@@ -372,6 +372,32 @@ def test_nccl_gets_a_list_as_one_group(monkeypatch: pytest.MonkeyPatch, kind: Ki
     assert apart.variant.endswith("separate")
 
 
+def rows_of_nccl(group: dist.ProcessGroup) -> dict[tuple[Kind, str], CollectiveRow]:
+    """NCCL's baseline with torch's own manager, on ranks whose library is Gloo."""
+    meter = Meter(CPU, group=group)
+    roster = Roster(meter, {"nccl": Nccl(CPU, meter, group)})
+    roster.reserve(1 << 14, 1 << 14)
+    options = CollectiveOptions(**QUICK, launches=("eager",), places=("out",), tensors=3)
+    return {
+        (kind, row.variant): row
+        for kind in (Kind.ALL_TO_ALL, Kind.ALL_GATHER)
+        for row in measure_case(roster, case_here(group, kind, (48, 1, 1021)), options, itertools.count(1))
+    }
+
+
+def test_what_a_library_takes_in_no_group_is_a_row_and_the_rest_is_right(pool: RankPool) -> None:
+    for rows in pool.run(rows_of_nccl, 2):
+        for (kind, variant), row in rows.items():
+            if variant.startswith("window"):
+                assert row.note.startswith("rank 0: UnavailableError: NCCL's symmetric windows")
+            elif (kind, variant) == (Kind.ALL_TO_ALL, ""):
+                assert (row.correct, row.time_us) == (None, None)
+                assert "does not implement startCoalescing" in row.note
+            else:
+                assert row.correct is True, row
+        assert len(rows) == 2 * 4
+
+
 def test_copy_engines_of_nccl_get_lists_too() -> None:
     found = NcclCopyEngines.__new__(NcclCopyEngines)
     assert found.list_variants(Kind.ALL_GATHER, True) == ("", "separate")
