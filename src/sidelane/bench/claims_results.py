@@ -177,8 +177,9 @@ def _c3(machine: Machine, rows: Sequence[object]) -> list[Verdict]:
 
 
 def _collectives(machine: Machine, rows: Sequence[object]) -> list[Verdict]:
-    timed = [row for row in rows if isinstance(row, CollectiveRow) and row.time_us is not None]
-    measured = [row for row in timed if row.bytes >= SMALLEST and row.tensors == 1]
+    measured = [
+        row for row in rows if isinstance(row, CollectiveRow) and row.time_us is not None and row.bytes >= SMALLEST
+    ]
 
     def name(row: CollectiveRow) -> str:
         place = "in place" if row.in_place else "out of place"
