@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 
 import torch
@@ -124,6 +124,7 @@ class CudaHeld:
 
     def __init__(self, backend: CudaBackend, program: CudaPrelaunched) -> None:
         self._backend, self._program = backend, program
+        self.fire_from_host: Callable[[], None] = program.fire_from_host
 
     @property
     def trigger_address(self) -> int:
@@ -137,9 +138,6 @@ class CudaHeld:
         place = self._backend.place()
         self._program.fire(place)
         self._backend.follow(place[0])  # which waits for the end: the next call needs no event to come behind it
-
-    def fire_from_host(self) -> None:
-        self._program.fire_from_host()
 
     def wait(self, *, begun: bool) -> None:
         self._program.join(self._backend.place(), begun=begun)

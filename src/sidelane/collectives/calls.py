@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Protocol
 
 import torch
-from torch.autograd.graph import increment_version
+from torch.autograd import graph
 
 from sidelane.choice import Choice
 from sidelane.collectives.agree import compare
@@ -19,6 +19,11 @@ from sidelane.config import Config
 from sidelane.errors import CommunicatorClosedError, PeerError
 from sidelane.execute.base import Place
 from sidelane.memory.control import ControlBlock, PostedCall
+
+count_writes: Callable[[tuple[torch.Tensor, ...]], None] = getattr(
+    torch._C, "_increment_version", graph.increment_version
+)
+"""Tell autograd that tensors were written: ``torch.autograd.graph.increment_version`` without its detour."""
 
 
 class Handle(Protocol):
@@ -110,7 +115,7 @@ class Calls:
         self.last_choice = prepared.choice
         written = tensors[0]
         if written is not None:
-            increment_version(written)
+            count_writes((written,))
         return work
 
     def posts(self, call: int) -> Sequence[PostedCall]:

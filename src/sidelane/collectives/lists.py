@@ -6,12 +6,11 @@ from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.graph import increment_version
 
 from sidelane.choice.candidate import check_beside
 from sidelane.collectives.arguments import Arguments, Request, identity
 from sidelane.collectives.backend import Work
-from sidelane.collectives.calls import Calls
+from sidelane.collectives.calls import Calls, count_writes
 from sidelane.collectives.heap import Region, generation
 from sidelane.collectives.listed import BATCH, LISTED, ListAgreement, ListRequest, Part
 from sidelane.collectives.plan import check_variant
@@ -101,7 +100,7 @@ def call_lists(
             calls.agree(call)
     # In front of the tensors, None for the single one that a call writes: whole lists are written.
     work = calls.run(prepared, call, async_op, (None, *tensors), place)
-    increment_version([tensor for columns in lists for tensor in columns[0]])
+    count_writes(tuple(tensor for columns in lists for tensor in columns[0]))
     return work
 
 

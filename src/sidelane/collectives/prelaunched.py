@@ -11,13 +11,12 @@ import contextlib
 from types import TracebackType
 
 import torch
-from torch.autograd.graph import increment_version
 
 from sidelane.choice import Abilities, Choice
 from sidelane.choice.candidate import CALLS, DMA, everything
 from sidelane.collectives.arguments import Arguments, Request, check_tensors
 from sidelane.collectives.backend import Held
-from sidelane.collectives.calls import Calls
+from sidelane.collectives.calls import Calls, count_writes
 from sidelane.collectives.plan import Agreement
 from sidelane.collectives.prepare import Preparer
 from sidelane.errors import PeerError, SidelaneError, UnavailableError
@@ -132,7 +131,7 @@ class Prelaunched:
             raise
         self._is_armed, calls.armed = False, None
         calls.unfinished.discard(self)
-        increment_version(self._output)
+        count_writes(self._output)
 
     def trigger_from_host(self) -> None:
         """Fire it at once, by one store: not behind the caller's work, which must have ended as far as it matters.
@@ -151,7 +150,7 @@ class Prelaunched:
             calls.fail(error)
             raise
         self._is_armed, calls.armed = False, None
-        increment_version(self._output)
+        count_writes(self._output)
 
     def wait(self) -> None:
         """Order the caller's next work behind the end: after a trigger from the host, or once a kernel that fires it is
@@ -170,7 +169,7 @@ class Prelaunched:
         calls.unfinished.discard(self)
         if self._is_armed:
             self._is_armed, calls.armed = False, None
-            increment_version(self._output)
+            count_writes(self._output)
 
     def close(self) -> None:
         """Let go of everything. Idempotent. What is armed is cancelled on CPUs; GPUs cannot: they fire it and block

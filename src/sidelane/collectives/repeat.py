@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from sidelane.collectives import heap
-from sidelane.collectives.calls import Calls
+from sidelane.collectives.calls import Calls, count_writes
 from sidelane.collectives.prepare import Prepared
 from sidelane.execute.base import Place
 from sidelane.native import Effect, load_replays
@@ -57,7 +57,7 @@ class Repeats:
             *(heap.generation_cell, path.last, calls.numbers),
             *(posts.records, tuple(record.address for record in posts.records), posts.begun_address),
             *(control, control.post_call, posts.lock, path.lock.acquire, path.lock.release),
-            *(torch._C._increment_version, torch.Tensor),
+            *(count_writes, torch.Tensor),
         )
         return Repeats(calls, replay)
 
