@@ -52,7 +52,7 @@ def test_ranks_may_compile_at_the_same_time(cache: Path) -> None:
 def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     monkeypatch.setenv("PATH", "")
     assert load() == Replays(None, "no C compiler (looked for CC, cc, gcc, clang)")
-    assert not cache.exists()
+    assert list(cache.iterdir()) == []
 
 
 def test_a_compiler_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch, cache: Path, tmp_path: Path) -> None:
@@ -77,18 +77,57 @@ def test_a_file_that_was_cut_short_is_made_again(cache: Path) -> None:
     assert done.stdout.startswith("compiled by "), done
 
 
-def test_a_home_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+@pytest.mark.parametrize("error", [PermissionError(13, "read-only"), OSError(28, "full"), ImportError("noexec")])
+def test_a_home_that_is_of_no_use(monkeypatch: pytest.MonkeyPatch, cache: Path, error: Exception) -> None:
     compile_to = build.compile_to
 
     def refuse(path: Path, *rest: object) -> None:
         if path.parent == cache:
-            raise PermissionError(13, "read-only")
+            raise error
         compile_to(path, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(build, "compile_to", refuse)
     found = load()
     assert found.module is not None, found.words
     assert found.module.Replay is not None
+    assert list(cache.iterdir()) == []
+
+
+def test_no_home_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nowhere() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(build, "cache_folder", nowhere)
+    assert load().module is not None
+
+
+@pytest.mark.parametrize("what", ["folder", "file"])
+def test_what_others_can_write_is_not_loaded(cache: Path, what: str) -> None:
+    assert load().module is not None
+    (file,) = cache.iterdir()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o700
+    (cache if what == "folder" else file).chmod(0o777)
+    found = load()
+    assert found.module is not None
+    assert found.words.startswith("compiled by"), "for this process alone"
+
+
+def test_a_compiler_that_hangs_is_killed_with_its_children(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cache: Path
+) -> None:
+    compiler = tmp_path / "hang"
+    compiler.write_text("#!/bin/sh\nsleep 1000 &\nwait\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    monkeypatch.setattr(build, "TIMEOUT_S", 0.3)
+    assert load() == Replays(None, "RuntimeError: hang took longer than 0 s")
+
+
+@pytest.mark.parametrize("command", ['gcc "', "/dev/null"])
+def test_nothing_that_is_wrong_with_the_machine_gets_out(monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    monkeypatch.setenv("CC", command)
+    found = load()
+    assert (found.module is None) == (command != "/dev/null"), found.words
 
 
 def test_the_switch_is_in_the_environment() -> None:

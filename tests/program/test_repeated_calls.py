@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
@@ -76,9 +77,10 @@ def make_rank(monkeypatch: pytest.MonkeyPatch, driver: FakeDriver, **config: Any
     if repeats is not None:
         run = repeats.run
 
-        def seen(*arguments: Any) -> bool:
-            rank.native.append(run(*arguments))
-            return rank.native[-1]
+        def seen(*arguments: Any) -> bool | None:
+            made = run(*arguments)
+            rank.native.append(made is True)
+            return made
 
         repeats.run = seen
     return rank
@@ -93,11 +95,11 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
     driver.stop()
 
 
-def gather(rank: Rank, output: torch.Tensor, input: torch.Tensor, **how: Any) -> None:
+def gather(rank: Rank, output: torch.Tensor, input: torch.Tensor, *, variant: str = "b2b") -> None:
     """Call, and see that it did what it should."""
     input.random_(0, 250)
     output.fill_(255)
-    rank.comm.all_gather(output, input, variant="b2b", **how)
+    rank.comm.all_gather(output, input, variant=variant)
     rank.finish()
     assert torch.equal(output, input)
 
@@ -111,7 +113,8 @@ def test_the_third_call_is_made_in_c(rank: Rank) -> None:
         submitted.append(list(rank.driver.submitted))
         counted.append((rank.comm.submitted().calls, rank.comm.last_submitted(), rank.comm.last_choice()))
         versions.append(output._version)
-    assert rank.native == [False, False] + [True] * 78
+    # Peers may still have to read the post of the first call when that of the 65th replaces it: Python waits for them.
+    assert rank.native == [False] * 2 + [True] * 54 + [False] * 9 + [True] * 15
     assert submitted[2:] == submitted[1:2] * 78, "the same commands"
     calls, last, choice = counted[0]
     assert counted == [((index + 1) * calls, last, choice) for index in range(80)]
@@ -133,8 +136,7 @@ def test_calls_in_c_and_in_python_take_turns(rank: Rank) -> None:
             rank.finish()
             assert torch.equal(output, input)
         gather(rank, output, input)
-    assert any(rank.native)
-    assert not all(rank.native[20:])
+    assert 5 < sum(rank.native) < len(rank.native) - 5
 
 
 def test_staging_that_moves_takes_remembered_calls_with_it(rank: Rank) -> None:
@@ -201,3 +203,36 @@ def test_where_python_makes_every_call(monkeypatch: pytest.MonkeyPatch, config: 
         gather(rank, output, input)
     rank.comm.close()
     driver.stop()
+
+
+def test_a_remembered_call_keeps_what_it_runs(rank: Rank) -> None:
+    output, input = torch.zeros(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
+    for variant in ("b2b", "b2b+graph"):
+        for _ in range(3):
+            gather(rank, output, input, variant=variant)
+    rank.comm._preparer._recent.clear()  # as if many other calls had come
+    gc.collect()
+    for variant in ("b2b", "b2b+graph"):
+        gather(rank, output, input, variant=variant)
+        assert rank.native[-1]
+
+
+def test_calls_from_two_streams_are_not_remembered_again_and_again(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    remembered = []
+    remember = rank.comm._repeats.remember
+
+    def count(*arguments: Any) -> None:
+        remembered.append(arguments)
+        remember(*arguments)
+
+    monkeypatch.setattr(rank.comm._repeats, "remember", count)
+    output, input = torch.zeros(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
+    streams = rank.driver.caller, rank.driver.create_stream()
+    for turn in range(40):
+        rank.driver.caller = streams[turn % 2]
+        gather(rank, output, input)
+    assert len(remembered) == 0, "each call is ordered behind the last one, by Python"
+    for _ in range(4):
+        gather(rank, output, input)
+    assert len(remembered) == 1
+    assert rank.native[-2:] == [True, True]

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Callable
 
 from sidelane.execute.base import Place, Repetition, Runnable
-from sidelane.native import Effect
 from sidelane.program.build.alternating import SLOT_BYTES, TURNS, Alternation, flags_of, staging_of
 from sidelane.program.collective import MAX_WORLD_SIZE
 from sidelane.program.ir import Program
@@ -93,8 +92,7 @@ class AlternatingProgram:
         found = None if self._captured or loaded is None else loaded.repetition(place)
         if found is None:
             return None
-        notes = (*found.notes, (Effect.SET, turns, "next_eager", 1 - turn))
-        return dataclasses.replace(found, notes=notes, turn=(turns, "next_eager", turn))
+        return dataclasses.replace(found, turn=(turns, "next_eager", turn, 1 - turn))
 
     def run(self, epoch: int, place: Place) -> None:
         """Run the program whose turn it is (see :class:`sidelane.execute.base.Runnable`)."""

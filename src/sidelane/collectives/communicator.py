@@ -96,8 +96,6 @@ class Communicator:
         self._preparer = Preparer(self.rank, self._heap, self._backend, planner)
         self._calls = Calls(self._control, self._backend, self.config)
         self._repeats = Repeats.of(self._calls)
-        if self._repeats is not None:
-            self._preparer.keepers.append(self._repeats.forget)
         self._barrier_tensor: torch.Tensor | None = None
 
     def empty(self, *size: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -419,8 +417,11 @@ class Communicator:
         repeats = None if async_op else self._repeats
         if repeats is not None:
             try:
-                if repeats.run(kind, tensors, details, variant, beside):
+                made = repeats.run(kind, tensors, details, variant, beside)
+                if made:
                     return None
+                if made is None:
+                    repeats = None  # it may be remembered, and its time come again
             except (PeerError, KeyboardInterrupt) as error:
                 self._calls.fail(error)
                 raise
@@ -463,7 +464,11 @@ class Communicator:
             raise
         work = self._calls.run(prepared, call, async_op, tensors, place)
         if repeats is not None:
-            repeats.remember(key, prepared, place)
+            try:
+                repeats.remember(key, prepared, place)
+            except KeyboardInterrupt as error:
+                self._calls.fail(error)
+                raise
         return work
 
     def _prepare(self, call: int, agreement: Agreement, request: Request, key: Hashable) -> Prepared:

@@ -106,11 +106,11 @@ class SymmetricHeap:
 
 
 def generation() -> int:
-    """Grows with every symmetric block of this process: what an address was is not what it is for ever."""
+    """Grows with every symmetric block of this process, staging too: what an address was is not what it is for ever."""
     return generation_cell[0]
 
 
 generation_cell = [0]
-"""What :func:`generation` returns, for code that does not call it."""
+"""What :func:`generation` returns; whoever adds to it puts another object there."""
 
 _heaps: weakref.WeakSet[SymmetricHeap] = weakref.WeakSet()

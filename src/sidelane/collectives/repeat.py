@@ -21,8 +21,10 @@ class Repeats:
         calls: of the communicator.
 
     Attributes:
-        run: makes a call again: ``run(kind, tensors, details, variant, beside)``. False, with nothing done, if it is
-            not one that was remembered, or not the same any more; then Python makes it, or says what is wrong.
+        run: makes a call again: ``run(kind, tensors, details, variant, beside)``. With nothing done: False if it is not
+            one that is remembered, or not the same any more; None if it is not its time: after a failure, inside a
+            capture, behind work on another stream, or while another thread submits. Then Python makes it, or says what
+            is wrong.
     """
 
     def __init__(self, calls: Calls, replay: Any) -> None:
@@ -55,7 +57,7 @@ class Repeats:
             guards,
             *(questions.stream_of, questions.capturing, questions.current_device, questions.device),
             *(heap.generation_cell, path.last, calls.numbers),
-            *(posts.records, tuple(record.address for record in posts.records), posts.begun_address),
+            *(tuple(posts.records), tuple(record.address for record in posts.records), posts.begun_address),
             *(control, control.post_call, posts.lock, path.lock.acquire, path.lock.release),
             *(count_writes, torch.Tensor),
         )

@@ -127,14 +127,15 @@ class Repetition:
         words: before that, what depends on the number of the invocation: (base, increment for each number, where).
         notes: after that, what is noted down.
         failed: called with the index of a step and its error (what it returned or raised): raises.
-        turn: (object, attribute, what it is when it is the turn of this); None where every call does the same.
+        turn: (object, attribute, what it is when it is the turn of this, what it is next); None where every call does
+            the same.
     """
 
     steps: tuple[Step, ...]
     words: tuple[tuple[int, int, Places], ...]
     notes: tuple[Note, ...]
     failed: Callable[[int, Any], NoReturn]
-    turn: tuple[object, str, object] | None = None
+    turn: tuple[object, str, object, object] | None = None
 
 
 class Runnable(Protocol):

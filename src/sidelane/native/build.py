@@ -2,10 +2,14 @@
 
 Triton compiles its launchers on the same machines in the same way, so that where kernels run this does too. Nothing is
 compiled when the package is installed: wheels stay pure, and a machine without a compiler does without.
+
+What is loaded runs with all rights of this process. So it is kept in a folder, and in files, that belong to this user
+and that nobody else can write; where the user's cache is not like that, every process compiles for itself.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -13,12 +17,16 @@ import importlib.machinery
 import importlib.resources
 import importlib.util
 import os
+import platform
 import shlex
 import shutil
+import signal
+import stat
 import subprocess
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -45,31 +53,35 @@ class Replays:
 
 @functools.cache
 def load_replays() -> Replays:
-    """The module, compiled now if no earlier process of this user has. Takes a second then. Raises nothing."""
+    """The module, compiled now if no earlier process of this user has. Takes half a second then. Raises nothing."""
+    try:
+        return _load_or_compile()
+    except Exception as problem:  # whatever is wrong with the machine, Sidelane runs without
+        return Replays(None, f"{type(problem).__name__}: {problem}"[:_MOST_LETTERS])
+
+
+def _load_or_compile() -> Replays:
     if sys.implementation.name != "cpython" or sysconfig.get_config_var("Py_GIL_DISABLED"):
         return Replays(None, f"not for this Python ({sys.implementation.name}, with the GIL: the C code relies on it)")
     source = (importlib.resources.files("sidelane.native") / "replay.c").read_bytes()
     compiler = find_compiler()
-    digest = hashlib.blake2b(source + repr((compiler, sys.version)).encode(), digest_size=8).hexdigest()
-    name = f"{MODULE}-{digest}{importlib.machinery.EXTENSION_SUFFIXES[0]}"
-    with tempfile.TemporaryDirectory(prefix="sidelane-") as temporary:
-        for folder in (cache_folder(), Path(temporary)):
-            path = folder / name
-            try:
-                return Replays(load(path), "compiled before")
-            except (ImportError, OSError):  # not there, or cut short
-                pass
-            if not compiler:
-                return Replays(None, "no C compiler (looked for CC, cc, gcc, clang)")
-            try:
-                folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-                compile_to(path, source, compiler)
-                return Replays(load(path), f"compiled by {Path(compiler[0]).name}")
-            except PermissionError:
-                continue  # a home that cannot be written: once for this process alone
-            except (ImportError, OSError, RuntimeError, subprocess.SubprocessError) as problem:
-                return Replays(None, f"{type(problem).__name__}: {problem}"[:_MOST_LETTERS])
-    return Replays(None, "no folder to compile in")
+    suffix = importlib.machinery.EXTENSION_SUFFIXES[0]
+    made_for = repr((compiler, sys.version, platform.machine(), suffix))
+    name = f"{MODULE}-{hashlib.blake2b(source + made_for.encode(), digest_size=8).hexdigest()}{suffix}"
+    problem: Exception | None = None
+    for folder in _folders():
+        try:
+            with folder as path:
+                if (known := load(path / name)) is not None:
+                    return Replays(known, "compiled before")
+                if not compiler:
+                    return Replays(None, "no C compiler (looked for CC, cc, gcc, clang)")
+                compile_to(path / name, source, compiler)
+                if (made := load(path / name)) is not None:
+                    return Replays(made, f"compiled by {Path(compiler[0]).name}")
+        except (ImportError, OSError) as error:  # a home that is full, or cannot be written or run from
+            problem = error
+    raise problem or ImportError(f"{name} was not there any more")
 
 
 def find_compiler() -> tuple[str, ...]:
@@ -82,32 +94,81 @@ def find_compiler() -> tuple[str, ...]:
 
 
 def compile_to(path: Path, source: bytes, compiler: tuple[str, ...]) -> None:
-    """Write the module whole or not at all: ranks may do so at the same time.
+    """Put the module there whole or not at all, unless another process has by now.
 
     Raises:
-        RuntimeError: the compiler says so.
-        OSError, subprocess.SubprocessError: it could not be run, or took longer than ``TIMEOUT_S``.
+        RuntimeError: the compiler says so, or took longer than ``TIMEOUT_S``.
+        OSError: it could not be run, or its output not be written.
     """
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{MODULE}-") as temporary:
         text, binary = Path(temporary) / "replay.c", Path(temporary) / path.name
         text.write_bytes(source)
-        include = sysconfig.get_paths()["include"]
-        command = [*compiler, *_FLAGS, f"-I{include}", str(text), "-o", str(binary)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-        if done.returncode:
-            raise RuntimeError(f"{Path(compiler[0]).name} failed: {done.stderr.strip() or done.returncode}")
-        os.replace(binary, path)
+        includes = dict.fromkeys(sysconfig.get_paths()[kind] for kind in ("include", "platinclude"))
+        command = [*compiler, *_FLAGS, *(f"-I{folder}" for folder in includes), str(text), "-o", str(binary)]
+        _run(command)
+        binary.chmod(0o700)
+        with binary.open("rb") as file:
+            os.fsync(file.fileno())  # a crash of the machine must not leave a name without its bytes
+        with contextlib.suppress(FileExistsError):
+            os.link(binary, path)
 
 
-def load(path: Path) -> ModuleType:
-    """Load a compiled module.
+def load(path: Path) -> ModuleType | None:
+    """Load a compiled module; None if there is none, or not one for this Python, which is removed.
 
     Raises:
-        ImportError, OSError: there is none, or it is not one for this Python.
+        OSError: it cannot be removed.
     """
+    if not path.exists():
+        return None
+    if not _is_private(path):
+        raise PermissionError(f"{path.name} can be written by others")
     loader = importlib.machinery.ExtensionFileLoader(MODULE, str(path))
     spec = importlib.util.spec_from_file_location(MODULE, path, loader=loader)
     assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    loader.exec_module(module)
+    try:
+        module = importlib.util.module_from_spec(spec)
+        loader.exec_module(module)
+    except ImportError:
+        path.unlink()
+        return None
     return module
+
+
+def _folders() -> Iterator[contextlib.AbstractContextManager[Path]]:
+    """The user's cache, then one for this process alone."""
+    with contextlib.suppress(OSError, RuntimeError):  # there may be no home
+        folder = cache_folder()
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if _is_private(folder):
+            yield contextlib.nullcontext(folder)
+    yield _temporary_folder()
+
+
+@contextlib.contextmanager
+def _temporary_folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="sidelane-") as name:
+        yield Path(name)
+
+
+def _is_private(path: Path) -> bool:
+    found = path.stat()
+    return found.st_uid == os.geteuid() and not stat.S_IMODE(found.st_mode) & 0o022
+
+
+def _run(command: list[str]) -> None:
+    # With all its children: what is killed alone leaves them, and their hold on the pipes, behind.
+    name = Path(command[0]).name
+    silent, pipe = subprocess.DEVNULL, subprocess.PIPE
+    with subprocess.Popen(
+        command, stdin=silent, stdout=pipe, stderr=subprocess.STDOUT, start_new_session=True
+    ) as child:
+        try:
+            said, _ = child.communicate(timeout=TIMEOUT_S)
+        except BaseException as error:
+            os.killpg(child.pid, signal.SIGKILL)
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise RuntimeError(f"{name} took longer than {TIMEOUT_S:.0f} s") from None
+            raise
+    if child.returncode:
+        raise RuntimeError(f"{name} failed: {said.decode(errors='replace').strip() or child.returncode}")

@@ -3,8 +3,8 @@
    A call that was made before, with the same tensors in the same places, from the same stream, does the same again: it
    takes a number, posts it for the peers, gives memory operations their values, runs the prepared calls of the driver,
    and notes what it did. Python does that in some fifteen functions and 4 microseconds. Here a call is remembered once,
-   by Python, as C values; to repeat it is to compare and to run. Whatever is not exactly as it was, `run` says so by
-   returning False before anything has happened, and Python does it: this file decides nothing.
+   by Python, as C values; to repeat it is to compare and to run. Whatever is not exactly as it was, `run` says so before
+   anything has happened, and Python does it: this file decides nothing.
 
    What Python reads and writes too (watch, ledger) stays Python's, and is reached by the attributes that `remember` and
    `Replay` are told. The GIL is held throughout but for the calls of the driver, which may block for as long as a peer
@@ -17,8 +17,8 @@
 #include <stdint.h>
 #include <string.h>
 
-#define TABLE 256          /* calls remembered */
-#define PROBES 4           /* places of the table where one may be */
+#define TABLE 1024         /* calls remembered */
+#define PROBES 8           /* places of the table where one may be */
 #define MOST_ARGUMENTS 8   /* of a call of the driver */
 #define MOST_TENSORS 2
 
@@ -28,6 +28,13 @@ typedef struct {
     uint64_t address, nbytes;
     PyObject *dtype;
 } Tensor;
+
+/* What a caller asks for, of whose tensors everything is known. */
+typedef struct {
+    PyObject *kind, *details, *variant, *beside;
+    Py_ssize_t tensors;
+    Tensor tensor[MOST_TENSORS];
+} Request;
 
 /* A call of the driver: a C function of integers, or else a Python callable with its arguments. */
 typedef struct {
@@ -52,10 +59,10 @@ typedef struct {
 
 typedef struct {
     PyObject *keep; /* a tuple of everything below: the one reference */
-    PyObject *kind, *details, *variant, *beside, *generation, *turn, *signature, *payload, *failed;
+    PyObject *generation, *turn, *signature, *payload, *failed;
+    Request request;
     long long stream;
-    int tensors, steps, words, notes;
-    Tensor tensor[MOST_TENSORS];
+    int steps, words, notes;
     Step *step;
     Words *word;
     Note *note;
@@ -68,7 +75,7 @@ typedef struct {
     PyObject *keep; /* a tuple of everything below */
     PyObject *guards, *stream_of, *capturing, *current_device, *index, *generation, *last, *last_name, *numbers;
     PyObject *control, *post, *post_lock, *try_lock, *unlock, *count_version, *tensor_type;
-    PyObject *records; /* a list */
+    PyObject *records;
     uint64_t **record_words, *begun;
     Py_ssize_t record_count;
     long long index_value;
@@ -101,11 +108,12 @@ static int is_true(PyObject *object) /* of a new reference; -1 with an error set
     return value;
 }
 
-static int is_guard(PyObject *guard)
+static int is_guard(PyObject *guard, Py_ssize_t size)
 {
-    if (PyTuple_Check(guard) && PyTuple_GET_SIZE(guard) == 3)
+    if (PyTuple_Check(guard) && PyTuple_GET_SIZE(guard) == size)
         return 1;
-    PyErr_SetString(PyExc_TypeError, "a guard is (object, attribute, the value that lets calls pass)");
+    PyErr_SetString(PyExc_TypeError, "a guard is (object, attribute, the value that lets calls pass), a turn has its "
+                                     "successor besides");
     return 0;
 }
 
@@ -119,26 +127,32 @@ static int passes(PyObject *guard)
 
 static PyObject *ask(PyObject *object, PyObject *method) { return PyObject_VectorcallMethod(method, &object, 1, NULL); }
 
-/* 1: the tensor, which lies where it did, is as it was. 0: it is not. -1: an error. */
-static int same_tensor(PyObject *object, const Tensor *tensor)
+static int unsigned_from(PyObject *object, uint64_t *value) /* of a new reference; 0, or -1 with an error set */
 {
-    PyObject *found = PyObject_GetAttr(object, n_nbytes);
-    if (found == NULL)
+    if (object == NULL)
         return -1;
-    uint64_t value = PyLong_AsUnsignedLongLong(found);
-    Py_DECREF(found);
-    if (value != tensor->nbytes)
-        return PyErr_Occurred() ? -1 : 0;
-    if ((found = PyObject_GetAttr(object, n_dtype)) == NULL)
-        return -1;
-    Py_DECREF(found); /* compared, not used */
-    if (found != tensor->dtype)
+    *value = PyLong_AsUnsignedLongLong(object);
+    Py_DECREF(object);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+/* 1: found out what a tensor is. 0: it is none that is remembered. -1: an error. */
+static int look_at(PyObject *object, PyObject *tensor_type, Tensor *tensor)
+{
+    if (!PyObject_TypeCheck(object, (PyTypeObject *)tensor_type))
         return 0;
-    int answer = is_true(ask(object, n_is_contiguous));
-    if (answer != 1)
+    int answer = is_true(ask(object, n_is_neg)); /* which lets other threads run, so that it is asked first */
+    if (answer)
+        return answer < 0 ? -1 : 0;
+    if ((answer = is_true(ask(object, n_is_contiguous))) != 1)
         return answer;
-    answer = is_true(ask(object, n_is_neg));
-    return answer < 0 ? -1 : !answer;
+    if (unsigned_from(ask(object, n_data_ptr), &tensor->address))
+        return -1;
+    if (unsigned_from(PyObject_GetAttr(object, n_nbytes), &tensor->nbytes))
+        return -1;
+    tensor->dtype = PyObject_GetAttr(object, n_dtype);
+    Py_XDECREF(tensor->dtype); /* compared, not used */
+    return tensor->dtype == NULL ? -1 : 1;
 }
 
 /* --- entries ----------------------------------------------------------------------------------------------------- */
@@ -163,11 +177,30 @@ static void leave_entry(Entry *entry)
         free_entry(entry);
 }
 
-static unsigned place_of(PyObject *kind, long long stream, uint64_t first, uint64_t second)
+static unsigned place_of(const Request *request, long long stream)
 {
-    uint64_t mix = (first >> 4) * 0x9E3779B97F4A7C15u ^ (second >> 4) * 0xC2B2AE3D27D4EB4Fu;
-    mix ^= (uint64_t)(uintptr_t)kind * 0x165667B19E3779F9u ^ (uint64_t)stream * 0x27D4EB2F165667C5u;
+    uint64_t mix = (request->tensor[0].address >> 4) * 0x9E3779B97F4A7C15u;
+    mix ^= (request->tensor[1].address >> 4) * 0xC2B2AE3D27D4EB4Fu;
+    mix ^= (uint64_t)(uintptr_t)request->kind * 0x165667B19E3779F9u ^ (uint64_t)stream * 0x27D4EB2F165667C5u;
     return (unsigned)(mix >> 32) % TABLE;
+}
+
+/* 1: both ask for the same. 0: they do not. -1: an error. */
+static int same_request(const Request *a, const Request *b)
+{
+    if (a->tensors != b->tensors)
+        return 0;
+    for (Py_ssize_t i = 0; i < a->tensors; i++) {
+        const Tensor *one = &a->tensor[i], *other = &b->tensor[i];
+        if (one->address != other->address || one->nbytes != other->nbytes || one->dtype != other->dtype)
+            return 0;
+    }
+    int answer = same(a->kind, b->kind);
+    if (answer == 1)
+        answer = same(a->variant, b->variant);
+    if (answer == 1)
+        answer = same(a->beside, b->beside);
+    return answer == 1 ? same(a->details, b->details) : answer;
 }
 
 static int read_steps(Entry *entry, PyObject *steps)
@@ -249,6 +282,25 @@ static int read_notes(Entry *entry, PyObject *notes)
     return 0;
 }
 
+/* Where an entry goes: in place of the same call, or of one that will never come again, or where nothing is. */
+static unsigned choose_place(Replay *self, const Entry *entry)
+{
+    unsigned home = place_of(&entry->request, entry->stream), free = TABLE;
+    for (unsigned probe = 0; probe < PROBES; probe++) {
+        unsigned place = (home + probe) % TABLE;
+        Entry *other = self->table[place];
+        if (other == NULL || other->generation != entry->generation) {
+            free = free == TABLE ? place : free;
+        } else if (other->stream == entry->stream && same_request(&other->request, &entry->request) == 1) {
+            if (other->turn == Py_None || entry->turn == Py_None)
+                return place;
+            if (PyTuple_GET_ITEM(other->turn, 2) == PyTuple_GET_ITEM(entry->turn, 2))
+                return place;
+        }
+    }
+    return free != TABLE ? free : (home + self->next_victim++ % PROBES) % TABLE;
+}
+
 PyDoc_STRVAR(remember_doc, "remember(kind, tensors, details, variant, beside, generation, turn, stream, signature, "
                            "payload, steps, words, notes, failed, owner)\n--\n\n"
                            "Remember a call; see sidelane.collectives.repeat, which makes the arguments.");
@@ -260,33 +312,31 @@ static PyObject *replay_remember(Replay *self, PyObject *all)
     if (entry == NULL)
         return PyErr_NoMemory();
     entry->keep = Py_NewRef(all);
-    if (!PyArg_ParseTuple(all, "OO!OOOOOLOSO!O!O!OO", &entry->kind, &PyTuple_Type, &tensors, &entry->details,
-                          &entry->variant, &entry->beside, &entry->generation, &entry->turn, &entry->stream,
+    if (!PyArg_ParseTuple(all, "OO!OOOOOLOSO!O!O!OO", &entry->request.kind, &PyTuple_Type, &tensors,
+                          &entry->request.details, &entry->request.variant, &entry->request.beside,
+                          &entry->generation, &entry->turn, &entry->stream,
                           &entry->signature, &entry->payload, &PyTuple_Type, &steps, &PyTuple_Type, &words,
                           &PyTuple_Type, &notes, &entry->failed, &owner))
         goto fail;
-    if (entry->turn != Py_None && !is_guard(entry->turn))
+    if (entry->turn != Py_None && !is_guard(entry->turn, 4))
         goto fail;
-    entry->tensors = (int)PyTuple_GET_SIZE(tensors);
-    if (entry->tensors < 1 || entry->tensors > MOST_TENSORS) {
-        PyErr_Format(PyExc_ValueError, "remember: tensors (value=%d, allowed=1..%d)", entry->tensors, MOST_TENSORS);
+    Request *request = &entry->request;
+    request->tensors = PyTuple_GET_SIZE(tensors);
+    if (request->tensors < 1 || request->tensors > MOST_TENSORS) {
+        PyErr_Format(PyExc_ValueError, "remember: tensors (value=%zd, allowed=1..%d)", request->tensors, MOST_TENSORS);
         goto fail;
     }
-    for (int i = 0; i < entry->tensors; i++) {
+    for (Py_ssize_t i = 0; i < request->tensors; i++) {
         unsigned long long address, nbytes;
-        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(tensors, i), "KKO", &address, &nbytes, &entry->tensor[i].dtype))
+        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(tensors, i), "KKO", &address, &nbytes, &request->tensor[i].dtype))
             goto fail;
-        entry->tensor[i].address = address, entry->tensor[i].nbytes = nbytes;
+        request->tensor[i].address = address, request->tensor[i].nbytes = nbytes;
     }
     if (read_steps(entry, steps) || read_words(entry, words) || read_notes(entry, notes))
         goto fail;
-    uint64_t second = entry->tensors > 1 ? entry->tensor[1].address : 0;
-    unsigned home = place_of(entry->kind, entry->stream, entry->tensor[0].address, second), chosen = TABLE;
-    for (unsigned probe = 0; probe < PROBES && chosen == TABLE; probe++)
-        if (self->table[(home + probe) % TABLE] == NULL)
-            chosen = (home + probe) % TABLE;
-    if (chosen == TABLE)
-        chosen = (home + self->next_victim++ % PROBES) % TABLE;
+    unsigned chosen = choose_place(self, entry);
+    if (PyErr_Occurred())
+        goto fail;
     Entry *old = self->table[chosen];
     self->table[chosen] = entry;
     if (old != NULL)
@@ -325,52 +375,18 @@ static long long find_stream(Replay *self)
     return number_from(last) == stream ? stream : -1;
 }
 
-static int matches(Replay *self, Entry *entry, PyObject *const *arguments, long long stream)
-{
-    PyObject *tensors = arguments[1];
-    if (entry->stream != stream || entry->generation != PyList_GET_ITEM(self->generation, 0))
-        return 0;
-    if (PyTuple_GET_SIZE(tensors) != entry->tensors)
-        return 0;
-    int answer = entry->turn == Py_None ? 1 : passes(entry->turn);
-    if (answer == 1)
-        answer = same(entry->kind, arguments[0]);
-    if (answer == 1)
-        answer = same(entry->variant, arguments[3]);
-    if (answer == 1)
-        answer = same(entry->beside, arguments[4]);
-    if (answer == 1)
-        answer = same(entry->details, arguments[2]);
-    for (int i = 0; i < entry->tensors && answer == 1; i++)
-        answer = same_tensor(PyTuple_GET_ITEM(tensors, i), &entry->tensor[i]);
-    return answer;
-}
-
 /* The remembered call, with a user more; NULL if there is none, or with an error set. */
-static Entry *find(Replay *self, PyObject *const *arguments, long long stream)
+static Entry *find(Replay *self, const Request *request, long long stream)
 {
-    PyObject *tensors = arguments[1];
-    uint64_t addresses[MOST_TENSORS] = {0};
-    Py_ssize_t count = PyTuple_GET_SIZE(tensors);
-    if (count < 1 || count > MOST_TENSORS)
-        return NULL;
-    for (Py_ssize_t i = 0; i < count; i++) {
-        PyObject *tensor = PyTuple_GET_ITEM(tensors, i);
-        if (!PyObject_TypeCheck(tensor, (PyTypeObject *)self->tensor_type))
-            return NULL;
-        PyObject *address = ask(tensor, n_data_ptr);
-        if (address == NULL)
-            return NULL;
-        addresses[i] = PyLong_AsUnsignedLongLong(address);
-        Py_DECREF(address);
-    }
-    unsigned home = place_of(arguments[0], stream, addresses[0], addresses[1]);
+    unsigned home = place_of(request, stream);
     for (unsigned probe = 0; probe < PROBES; probe++) {
         Entry *entry = self->table[(home + probe) % TABLE];
-        if (entry == NULL || entry->tensor[0].address != addresses[0] || entry->tensor[1].address != addresses[1])
+        if (entry == NULL || entry->stream != stream || entry->generation != PyList_GET_ITEM(self->generation, 0))
             continue;
-        entry->users++; /* comparing may run Python, which may remember something else in its place */
-        int answer = matches(self, entry, arguments, stream);
+        entry->users++; /* to compare may run Python, which may remember something else in its place */
+        int answer = same_request(&entry->request, request);
+        if (answer == 1 && entry->turn != Py_None)
+            answer = passes(entry->turn);
         if (answer == 1 && !entry->dropped)
             return entry;
         leave_entry(entry);
@@ -395,7 +411,7 @@ static int is_unread(Replay *self, uint64_t number)
 static int post_number(Replay *self, Entry *entry, PyObject *number, uint64_t value)
 {
     Py_ssize_t slot = (Py_ssize_t)(value % (uint64_t)self->record_count);
-    PyObject *record = PyList_GET_ITEM(self->records, slot);
+    PyObject *record = PyTuple_GET_ITEM(self->records, slot);
     PyObject *written = PyObject_GetAttr(record, n_written), *status = PyObject_GetAttr(record, n_status);
     PyObject *digest = PyObject_GetAttr(record, n_digest);
     int known = written != NULL && status != NULL && digest != NULL;
@@ -538,11 +554,17 @@ static int take_note(const Note *note, PyObject *number)
 /* Everything from the number to the notes, with the lock of the executor held. */
 static int repeat(Replay *self, Entry *entry, PyObject *written)
 {
-    PyObject *number = Py_TYPE(self->numbers)->tp_iternext(self->numbers);
-    if (number == NULL)
+    PyObject *number = PyIter_Next(self->numbers);
+    if (number == NULL) {
+        if (!PyErr_Occurred())
+            PyErr_SetString(PyExc_RuntimeError, "run: there are no numbers left");
         return -1;
+    }
     uint64_t value = PyLong_AsUnsignedLongLong(number);
     int failed = PyErr_Occurred() != NULL || post_number(self, entry, number, value) || set_words(entry, value);
+    PyObject *turn = entry->turn;
+    if (!failed && turn != Py_None) /* before other threads can see the call run */
+        failed = PyObject_SetAttr(PyTuple_GET_ITEM(turn, 0), PyTuple_GET_ITEM(turn, 1), PyTuple_GET_ITEM(turn, 3));
     failed = failed || submit(entry);
     for (int i = 0; i < entry->notes && !failed; i++)
         failed = take_note(&entry->note[i], number);
@@ -557,8 +579,33 @@ static int repeat(Replay *self, Entry *entry, PyObject *written)
     return done == NULL ? -1 : 0;
 }
 
+/* What became of an attempt: it was made, it is not remembered, it cannot be made now, an error is set. */
+enum Outcome { MADE, UNKNOWN, NOT_NOW, ERROR };
+
+/* With the lock of the executor held, which whoever changes what is asked here holds too, or the GIL. */
+static enum Outcome attempt(Replay *self, const Request *request, PyObject *written)
+{
+    int open = is_open(self);
+    if (open == 1) {
+        int posting = is_true(ask(self->post_lock, n_locked));
+        /* Some calls early, since calls that are refused take numbers that are not begun. */
+        open = posting ? (posting < 0 ? -1 : 0) : !is_unread(self, *self->begun + 1 + (uint64_t)self->record_count / 8);
+    }
+    if (open != 1)
+        return open < 0 || PyErr_Occurred() ? ERROR : NOT_NOW;
+    long long stream = find_stream(self);
+    if (stream < 0)
+        return PyErr_Occurred() ? ERROR : NOT_NOW;
+    Entry *entry = find(self, request, stream);
+    if (entry == NULL)
+        return PyErr_Occurred() ? ERROR : UNKNOWN;
+    int failed = repeat(self, entry, written);
+    leave_entry(entry);
+    return failed ? ERROR : MADE;
+}
+
 PyDoc_STRVAR(run_doc, "run(kind, tensors, details, variant, beside)\n--\n\n"
-                      "Repeat a remembered call. False, with nothing done, if it is not one.");
+                      "Repeat a remembered call. With nothing done: False if it is not one, None if it is not its time.");
 
 static PyObject *replay_run(Replay *self, PyObject *const *arguments, Py_ssize_t count)
 {
@@ -566,39 +613,36 @@ static PyObject *replay_run(Replay *self, PyObject *const *arguments, Py_ssize_t
         PyErr_SetString(PyExc_TypeError, "run: kind, a tuple of tensors, details, variant and beside are needed");
         return NULL;
     }
-    int open = is_open(self);
-    if (open != 1)
-        return open < 0 ? NULL : Py_NewRef(Py_False);
-    long long stream = find_stream(self);
-    Entry *entry = stream < 0 ? NULL : find(self, arguments, stream);
-    if (entry == NULL) {
+    PyObject *tensors = arguments[1];
+    Request request = {arguments[0], arguments[2], arguments[3], arguments[4], PyTuple_GET_SIZE(tensors), {{0}}};
+    int known = request.tensors >= 1 && request.tensors <= MOST_TENSORS;
+    for (Py_ssize_t i = 0; i < request.tensors && known == 1; i++)
+        known = look_at(PyTuple_GET_ITEM(tensors, i), self->tensor_type, &request.tensor[i]);
+    if (known < 0 && PyErr_ExceptionMatches(PyExc_Exception))
         PyErr_Clear(); /* Python will find the same, and say so in its own words */
-        Py_RETURN_FALSE;
-    }
-    PyObject *arguments_of_lock[] = {Py_False};
-    PyObject *result = NULL;
-    int locked = is_true(PyObject_Vectorcall(self->try_lock, arguments_of_lock, 1, NULL));
-    if (locked == 1) {
-        int posting = is_true(ask(self->post_lock, n_locked));
-        int failed = posting == 0 ? repeat(self, entry, PyTuple_GET_ITEM(arguments[1], 0)) : posting < 0 ? -1 : 0;
-        PyObject *type, *error, *trace;
-        PyErr_Fetch(&type, &error, &trace);
-        Py_XDECREF(PyObject_CallNoArgs(self->unlock));
+    if (known != 1)
+        return PyErr_Occurred() ? NULL : Py_NewRef(Py_False);
+    PyObject *without_blocking[] = {Py_False};
+    int locked = is_true(PyObject_Vectorcall(self->try_lock, without_blocking, 1, NULL));
+    if (locked != 1)
+        return locked < 0 ? NULL : Py_NewRef(Py_None);
+    enum Outcome outcome = attempt(self, &request, PyTuple_GET_ITEM(tensors, 0));
+    PyObject *type, *error, *trace;
+    PyErr_Fetch(&type, &error, &trace);
+    PyObject *unlocked = PyObject_CallNoArgs(self->unlock);
+    Py_XDECREF(unlocked);
+    if (outcome == ERROR)
         PyErr_Restore(type, error, trace);
-        if (!failed && !PyErr_Occurred())
-            result = Py_NewRef(posting ? Py_False : Py_True);
-    } else if (locked == 0) {
-        result = Py_NewRef(Py_False);
-    }
-    leave_entry(entry);
-    return result;
+    if (outcome == ERROR || unlocked == NULL)
+        return NULL;
+    return Py_NewRef(outcome == MADE ? Py_True : outcome == UNKNOWN ? Py_False : Py_None);
 }
 
 /* --- the type ----------------------------------------------------------------------------------------------------- */
 
 static int read_records(Replay *self, PyObject *words)
 {
-    self->record_count = PyList_GET_SIZE(self->records);
+    self->record_count = PyTuple_GET_SIZE(self->records);
     if (self->record_count < 1 || self->record_count != PyTuple_GET_SIZE(words)) {
         PyErr_SetString(PyExc_ValueError, "Replay: every record has its words, and there is one at least");
         return -1;
@@ -615,13 +659,13 @@ static int replay_init(Replay *self, PyObject *all, PyObject *keywords)
 {
     PyObject *words;
     unsigned long long begun;
-    if (self->keep != NULL || (keywords != NULL && PyDict_GET_SIZE(keywords))) {
+    if (self->keep != NULL || self->record_words != NULL || (keywords != NULL && PyDict_GET_SIZE(keywords))) {
         PyErr_SetString(PyExc_TypeError, "Replay: made once, with positional arguments");
         return -1;
     }
     if (!PyArg_ParseTuple(all, "O!OOOOO!(OO)OO!O!KOOOOOOO", &PyTuple_Type, &self->guards, &self->stream_of,
                           &self->capturing, &self->current_device, &self->index, &PyList_Type, &self->generation,
-                          &self->last, &self->last_name, &self->numbers, &PyList_Type, &self->records, &PyTuple_Type,
+                          &self->last, &self->last_name, &self->numbers, &PyTuple_Type, &self->records, &PyTuple_Type,
                           &words, &begun, &self->control, &self->post, &self->post_lock, &self->try_lock, &self->unlock,
                           &self->count_version, &self->tensor_type))
         return -1;
@@ -634,7 +678,7 @@ static int replay_init(Replay *self, PyObject *all, PyObject *keywords)
         return -1;
     }
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(self->guards); i++)
-        if (!is_guard(PyTuple_GET_ITEM(self->guards, i)))
+        if (!is_guard(PyTuple_GET_ITEM(self->guards, i), 3))
             return -1;
     if (read_records(self, words))
         return -1;

@@ -13,15 +13,16 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
 
 from sidelane.errors import CommunicatorClosedError, SidelaneError, UnavailableError
 from sidelane.execute.base import Addresses, Capabilities, LoadedProgram
+from sidelane.execute.cuda.cached import LaunchGraph
 from sidelane.execute.cuda.calls import Gate, HostWord
-from sidelane.execute.cuda.driver import Driver
+from sidelane.execute.cuda.driver import Driver, DriverError
 from sidelane.execute.cuda.held import Gates
 from sidelane.execute.cuda.native import Bound
 from sidelane.execute.cuda.probe import DriverFeatures
@@ -34,6 +35,8 @@ from sidelane.program.kernel import KernelProgram
 
 DEFAULT_REDUCE_BLOCKS = 32
 """Thread blocks of a reduction: a quarter of an H200, enough to read peers' slots at memory speed."""
+
+MOST_LAUNCH_GRAPHS = 256  # 28 MB of device memory
 
 CELLS = 4096  # signals to peers in one program, where they go as 4-byte copies
 _DRAIN_S = 2.0
@@ -81,6 +84,7 @@ class CudaExecutor:
         self._streams: list[int] = []
         self._sides: list[int] = []
         self._held: int | None = None
+        self._launch_graphs: weakref.WeakSet[LaunchGraph] = weakref.WeakSet()
         with self.driver.current():
             words, self.gates = self.driver.host_words(HOST_WORDS), Gates(self.driver)
             self.host: dict[HostWord | Gate, int] = {
@@ -188,6 +192,18 @@ class CudaExecutor:
         if self._held is None:
             self._held = self.create_stream()
         return self._held
+
+    def launch_graph(self, launch: Iterable[Bound]) -> LaunchGraph | None:
+        """A launch, bound to the internal stream, as a graph; None where there are enough of them, or no memory."""
+        if len(self._launch_graphs) >= MOST_LAUNCH_GRAPHS:
+            return None
+        try:
+            with self.driver.relaxed_capture():
+                graph = LaunchGraph(self.driver, launch, self.internal)
+        except DriverError:
+            return None
+        self._launch_graphs.add(graph)
+        return graph
 
     def check_usable(self, method: str) -> None:
         self._check_open(method)

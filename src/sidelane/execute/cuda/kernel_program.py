@@ -50,6 +50,7 @@ class CudaKernel:
         self._frozen = frozen
         self._launch = arrange(program, executor.rank, addresses, executor.board)
         self._by_stream: dict[int, tuple[Bound, ...]] = {}
+        self._graph: LaunchGraph | None = None
         if self._launch is not None:
             self._bind(executor.internal)  # compiles and loads it; inside a capture it would be too late
         self._entry = self._enter(Counts() if self._launch is None else Counts(kernels=1, calls=1))
@@ -86,9 +87,11 @@ class CudaKernel:
         calls, entry = self._bind(handle), self._entry
         with executor.lock, executor.driver.current():
             # Nodes of a graph have the priority of the stream that was captured, whatever they are launched on.
-            if executor.driver.has_normal_priority(handle):
-                calls = (LaunchGraph(executor.driver, self._bind(executor.internal), executor.internal).bind(handle),)
-                entry = self._enter(Counts(kernels=1, graph_launches=1, calls=1))
+            normal = executor.driver.has_normal_priority(handle)
+            if normal and self._graph is None:
+                self._graph = executor.launch_graph(self._bind(executor.internal))
+        if normal and self._graph is not None:
+            calls, entry = (self._graph.bind(handle),), self._enter(Counts(kernels=1, graph_launches=1, calls=1))
         notes = (
             (Effect.SET, executor, "kernel_stream", handle),
             *executor.watch.launch_notes(self.program),

@@ -24,6 +24,8 @@ Bound = tuple[Callable[..., Any], tuple[Any, ...]]
 
 WORD_MASK = 0xFFFFFFFF
 
+_ALL_BITS = (1 << 64) - 1
+
 MOST_INTEGERS = 8  # arguments of a call that C code makes: MOST_ARGUMENTS of native/replay.c
 
 # cuda.h: CUstreamBatchMemOpParams is a union of six 64-bit words. Waits and writes of 32-bit words share a layout.
@@ -199,7 +201,7 @@ def _integer(argument: Any) -> int | None:
     referred = getattr(argument, "_obj", None)  # of ctypes.byref
     if referred is not None:
         return ctypes.addressof(referred)
-    return (argument.value or 0) if isinstance(argument, ctypes._SimpleCData) else None
+    return (argument.value or 0) & _ALL_BITS if isinstance(argument, ctypes._SimpleCData) else None
 
 
 def _runs(indices: Sequence[int]) -> list[range]:
