@@ -10,12 +10,22 @@ from fake_driver import FakeDriver
 from test_cuda_executor import FLAGS, world_of
 
 from sidelane.errors import UnavailableError
-from sidelane.execute.cuda.calls import Memcpy, MemcpyBatch, MemOps, Plan, RecordEvent, RecordStamp, WaitEvent
+from sidelane.execute.cuda.calls import (
+    Memcpy,
+    MemcpyBatch,
+    MemcpyRows,
+    MemOps,
+    Plan,
+    RecordEvent,
+    RecordStamp,
+    WaitEvent,
+)
 from sidelane.execute.cuda.plan import INLINE_BYTES, plan_calls
 from sidelane.execute.cuda.round_trip import round_trip_us
 from sidelane.model.published import bare
 from sidelane.program import collective as define
-from sidelane.program.build import Transport, build, variants
+from sidelane.program.build import Alternation, Transport, alternation, build, variants
+from sidelane.program.build.alternating import alternating
 from sidelane.program.collective import Collective
 from sidelane.program.ir import MOVES, Copy, EngineKind, Stamp
 from sidelane.program.transform import freeze, lower, prelaunch, stamp
@@ -77,7 +87,7 @@ def test_stamps_come_once_and_before_the_trigger() -> None:
 
 def kinds_of(plan: Plan) -> list[str]:
     """The calls of stream 0 by kind; of stamps the mark."""
-    names = {MemOps: "ops", Memcpy: "copy", MemcpyBatch: "copies"}
+    names = {MemOps: "ops", Memcpy: "copy", MemcpyBatch: "copies", MemcpyRows: "rows"}
     return [
         Mark(call.slot % len(Mark)).name
         if isinstance(call, RecordStamp)
@@ -86,35 +96,96 @@ def kinds_of(plan: Plan) -> list[str]:
     ]
 
 
-def test_the_copies_of_a_stamped_plan_are_the_copies_of_the_plan() -> None:
-    """The run that is stamped must differ from the one that is not by nothing but the stamps."""
-    for collective in (gather(), gather(in_place=True), gather(nbytes=INLINE_BYTES + 64)):
-        for captured in (False, True):
-            program = build(collective, "b2b")
-            marked = stamp(program)
-            if captured:
-                program, marked = freeze(program), freeze(marked)
-            plain, stamped = (plan_calls(each, 0, captured=captured) for each in (program, marked))
-            moves = [[c for c in plan.calls() if isinstance(c, Memcpy | MemcpyBatch)] for plan in (plain, stamped)]
-            assert moves[0] == moves[1] != []
-            assert (plain.streams, plain.events) == (stamped.streams, stamped.events)
+def without_stamps(plan: Plan) -> list[tuple[int, object]]:
+    """The calls with their streams, those of the flags taken together where a stamp has split them."""
+    found: list[tuple[int, object]] = []
+    for step in plan.steps:
+        call = step.call
+        if isinstance(call, RecordStamp):
+            continue
+        if found and isinstance(call, MemOps) and isinstance(found[-1][1], MemOps) and found[-1][0] == step.stream:
+            call = MemOps((*found.pop()[1].ops, *call.ops))
+        found.append((step.stream, call))
+    return found
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize(
+    "collective",
+    [gather(), gather(in_place=True), gather(nbytes=INLINE_BYTES + 64), gather(2), define.all_to_all([[64] * 4] * 4)],
+    ids=str,
+)
+def test_a_stamped_plan_is_the_plan_and_the_stamps(collective: Collective, captured: bool) -> None:
+    """The run that is stamped must differ from the one that is not by nothing else."""
+    program = build(collective, "b2b")
+    pairs = [(freeze(program), freeze(stamp(program))) if captured else (program, stamp(program))]
+    for turn, opening in ((0, False), (1, False), (0, True)):
+        one = alternating(collective, turn, opening=opening, frozen=captured, slot_bytes=16 << 20)
+        pairs.append((one, stamp(one)))
+    for program, marked in pairs:
+        plain, stamped = (plan_calls(each, 0, captured=captured) for each in (program, marked))
+        assert without_stamps(stamped) == without_stamps(plain)
+        assert any(isinstance(c, Memcpy | MemcpyBatch | MemcpyRows) for c in plain.calls())
+        assert (plain.streams, plain.events) == (stamped.streams, stamped.events)
+        assert any(isinstance(c, RecordStamp) for c in stamped.calls()), stamped
+
+
+def test_one_handshake_is_told_from_the_copies_around_it() -> None:
+    pulls, own = stamp(alternating(gather(3), 0)).queues_of(0)
+    assert marks_of(pulls.commands) == [
+        *["FIRST", "copy", "STAGED", *["flag"] * 5, "READY", "copy", "copy", "LAST"],
+    ]
+    assert marks_of(own.commands) == ["flag", "copy", "LAST"]
+    opening, _ = stamp(alternating(gather(3), 0, opening=True)).queues_of(0)
+    assert marks_of(opening.commands)[:7] == ["BEGIN", *["flag"] * 4, "FIRST", "copy"]
+
+
+def test_flags_that_are_reset_beside_the_pulls_have_an_end_of_their_own() -> None:
+    program = stamp(alternating(gather(4), 0, frozen=True))
+    pulls, resets = program.queues_of(0)
+    assert marks_of(pulls.commands)[-6:] == ["READY", *["copy"] * 4, "LAST"]
+    assert marks_of(resets.commands) == [*["flag"] * 5, "END"]
+    plan = plan_calls(program, 0, captured=True)
+    assert kinds_of(plan) == [
+        *["FIRST", "copy", "STAGED", "ops", "RecordEvent", "READY", "rows", "LAST", "WaitEvent"],
+    ], "the end of the pulls is not that of the resets"
+    assert [type(call) for call in plan.calls(1)] == [WaitEvent, MemOps, RecordStamp, MemOps, RecordEvent]
+
+
+def test_copies_to_peers_in_front_of_a_wait_are_no_staging() -> None:
+    """An all_reduce sends parts, waits for the result and sends that: nothing of it is a slot."""
+    hybrid = define.all_reduce([64] * 3, define.Reduction(define.ReduceOp.SUM, "float32"))
+    marks = marks_of(stamp(build(hybrid, "b2b", Transport.PUSH)).queues_of(0)[0].commands)
+    assert "STAGED" not in marks and "READY" not in marks
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_stamped_turns_are_proven_in_turn(frozen: bool, in_place: bool) -> None:
+    made = alternation(gather(3, in_place=in_place), frozen=frozen, opened=frozen)
+    opening = None if made.opening is None else stamp(made.opening)
+    even, odd = map(stamp, made.turns)
+    Alternation((even, odd), opening).verify()
 
 
 def test_the_own_chunk_is_stamped_beside_the_copies() -> None:
     plan = plan_calls(stamp(build(gather(), "b2b")), 0)
     assert kinds_of(plan) == [
-        *["ops", "BEGIN", "ops", "RecordEvent", "FIRST", "copies", "LAST", "ops", "WaitEvent", "ops", "END", "ops"]
+        *["BEGIN", "ops", "RecordEvent", "FIRST", "copies", "LAST", "ops", "WaitEvent", "ops", "END", "ops"]
     ]
     assert [type(call) for call in plan.calls(1)] == [WaitEvent, Memcpy, RecordStamp, RecordEvent]
 
 
 def test_marks_are_the_outermost_of_all_queues() -> None:
-    # Two engines (slots 0 to 3 and 4 to 7), and an own chunk that ends last (slot 10).
-    times = {0: 0.0, 1: 5.0, 2: 9.0, 3: 11.0, 4: 1.0, 5: 4.0, 6: 8.0, 7: 12.0, 10: 20.0}
-    found = times_of(times)
-    assert found == {Mark.BEGIN: 0.0, Mark.FIRST: 4.0, Mark.LAST: 20.0, Mark.END: 20.0}
-    del times[10]
-    assert times_of(times) == {Mark.BEGIN: 0.0, Mark.FIRST: 4.0, Mark.LAST: 9.0, Mark.END: 12.0}
+    # Two engines (slots 0 to 3 and 6 to 9), and an own chunk that ends last (slot 14).
+    times = {0: 0.0, 1: 5.0, 2: 9.0, 3: 11.0, 6: 1.0, 7: 4.0, 8: 8.0, 9: 12.0, 14: 20.0}
+    nothing_staged = {Mark.STAGED: 4.0, Mark.READY: 4.0}
+    assert times_of(times) == {Mark.BEGIN: 0.0, Mark.FIRST: 4.0, Mark.LAST: 20.0, Mark.END: 20.0, **nothing_staged}
+    del times[14]
+    assert times_of(times) == {Mark.BEGIN: 0.0, Mark.FIRST: 4.0, Mark.LAST: 9.0, Mark.END: 12.0, **nothing_staged}
+    # One that copies into its slot (until 5) and pulls (from 7), and resets flags beside that (slot 9).
+    staged = times_of({1: 4.0, 4: 5.0, 5: 7.0, 2: 9.0, 9: 10.0})
+    assert (staged[Mark.STAGED], staged[Mark.READY], staged[Mark.END]) == (5.0, 7.0, 10.0)
 
 
 @pytest.mark.parametrize("captured", [False, True])

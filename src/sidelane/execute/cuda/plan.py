@@ -23,6 +23,7 @@ from sidelane.execute.cuda.calls import (
 )
 from sidelane.execute.cuda.copy_batches import batch_copies
 from sidelane.execute.cuda.order import submission_order
+from sidelane.execute.cuda.own_flags import flags_between_own_queues, waits_for
 from sidelane.execute.cuda.rows import join_rows
 from sidelane.program.collective import Span
 from sidelane.program.ir import (
@@ -82,7 +83,8 @@ class _Planner:
         self.queues = program.queues_of(rank)
         self.stream_of = self._assign_streams()
         self.commands = self._order_commands()
-        self.local_events = {flag: event for event, flag in enumerate(self._flags_between_own_queues())}
+        own_flags = flags_between_own_queues(program, rank, self.split)
+        self.local_events = {flag: event for event, flag in enumerate(own_flags)}
         self.events = len(self.local_events)
         self.forks: dict[int, int] = {}
         self.cells = 0
@@ -101,9 +103,12 @@ class _Planner:
             self._begin()
         else:
             self._fork([stream for stream in sides if not self._forks_by_itself(stream)])
+        begin_at = self._place_of_begin()
         for position, (index, command) in enumerate(self.commands):
             if position == join_at:
                 self._join_asides(asides, ends_aside)
+            if position == begin_at:
+                self._begin()
             self._lower_next(index, command)
             if position == last_wait and not ends_aside:
                 self._end()
@@ -122,8 +127,6 @@ class _Planner:
         fork = self.forks.pop(stream, None)
         if fork is not None:
             self._emit(stream, WaitEvent(fork))
-        if not stream and not isinstance(command, Signal) and not _copies_within_rank(command):
-            self._begin()  # behind the signals that peers wait for: its word goes to the host
         self._lower(stream, self.queues[index], command)
 
     def _fork(self, streams: Sequence[int]) -> None:
@@ -158,7 +161,7 @@ class _Planner:
             case Signal(flag, value, SignalOp.SET):
                 if flag not in self.local_events:
                     self._signal(stream, flag, value)
-                elif not _waits_for(queue, flag) and not self._same_stream(flag):
+                elif not waits_for(queue, flag) and not self._same_stream(flag):
                     # (A queue that also waits for the flag is resetting it, which events do not need.)
                     self._record(stream, flag)
             case Wait(flag, value, comparison) if flag.rank == self.rank:
@@ -212,6 +215,15 @@ class _Planner:
             self.steps.append(Step(self.stream, MemOps(tuple(self.batch))))
             self.steps += [Step(self.stream, copy) for copy in self.cell_copies]
         self.batch, self.cell_copies = [], []
+
+    def _place_of_begin(self) -> int | None:
+        """Position behind the signals that peers wait for: its word goes to the host. Not behind a stamp there."""
+        first = [(n, command) for n, (index, command) in enumerate(self.commands) if not self.stream_of[index]]
+        others = (n for n, (_, c) in enumerate(first) if not isinstance(c, Signal | Stamp) and not _stays(c))
+        place = next(others, None)
+        while place and isinstance(first[place - 1][1], Stamp):
+            place -= 1
+        return None if place is None else first[place][0]
 
     def _begin(self) -> None:
         if not self.begun:
@@ -277,6 +289,8 @@ class _Planner:
         main = [entry for entry in self.commands if self.stream_of[entry[0]] not in asides]
         first = [(n, command) for n, (index, command) in enumerate(main) if not self.stream_of[index]]
         last_move = max((n for n, c in first if not isinstance(c, Signal | Wait | Stamp)), default=-1)
+        while (last_move + 1, Stamp) in [(n, type(c)) for n, c in first]:
+            last_move += 1  # what is stamped there is the end of the copies, not of what joins them
         marks = {c.flag for n, c in first if n <= last_move and isinstance(c, Signal)}
         if not all(self._waited(stream) <= marks for stream in asides):
             return [], len(self.commands)
@@ -347,29 +361,8 @@ class _Planner:
         }
         return len(touching) == 1
 
-    def _flags_between_own_queues(self) -> list[Flag]:
-        """Flags by which a queue of this rank waits for another one of the same rank, in a fixed order.
 
-        They become events: dependencies that the scheduler can see, which matters most inside a graph, where it may
-        put two branches on one channel. Triggers of a split program cannot: they are waited for before they are fired.
-        """
-        signals: dict[Flag, list[Queue]] = {}
-        for queue in self.program.queues:
-            for command in queue.commands:
-                if isinstance(command, Signal) and command.flag.rank == self.rank:
-                    signals.setdefault(command.flag, []).append(queue)
-        found = []
-        for flag, senders in signals.items():
-            waiters = [queue for queue in self.queues for c in queue.commands if isinstance(c, Wait) and c.flag == flag]
-            setters = [queue for queue in senders if not _waits_for(queue, flag)]
-            local = all(queue.rank == self.rank for queue in senders)
-            trigger = self.split and any(queue.engine.kind is EngineKind.CALLER for queue in setters)
-            if local and not trigger and len(setters) == len(waiters) == 1:
-                found.append(flag)
-        return found
-
-
-def _copies_within_rank(command: Command) -> bool:
+def _stays(command: Command) -> bool:
     return isinstance(command, Copy) and command.dst.rank == command.src.rank
 
 
@@ -391,10 +384,6 @@ def _submits(queue: Queue) -> Iterator[bool]:
                 yield span.nbytes > 0
             case _:
                 yield True
-
-
-def _waits_for(queue: Queue, flag: Flag) -> bool:
-    return any(isinstance(command, Wait) and command.flag == flag for command in queue.commands)
 
 
 def _operand(span: Span) -> Operand:

@@ -4,15 +4,23 @@ No stamp stands between two copies of an engine, nor where nothing would lie bet
 
     dma     stamp begin | entry handshake | stamp first | copy copy copy | stamp last | exit handshake | stamp end
     local   copy of the own chunk | stamp last
+
+A queue that copies into its own rank's staging before it waits for its peers (``alternating``) has two stamps more, so
+that the handshake is told from the copies around it. What is done beside the copies, as flags that are reset, is
+stamped at its end::
+
+    dma     stamp first | copy into the slot | stamp staged | handshake | stamp ready | pull pull pull | stamp last
+    local   wait for the handshake | resets | stamp end
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 
-from sidelane.program.ir import MOVES, Command, EngineKind, Program, Queue, Reduce, Stamp
+from sidelane.program.ir import MOVES, Command, EngineKind, Program, Queue, Reduce, Stamp, Wait, spans
 
 
 class Mark(IntEnum):
@@ -22,6 +30,8 @@ class Mark(IntEnum):
     FIRST = 1
     LAST = 2
     END = 3
+    STAGED = 4
+    READY = 5
 
 
 def stamp(program: Program) -> Program:
@@ -51,10 +61,10 @@ def times_of(stamps: Mapping[int, float]) -> dict[Mark, float]:
     """From slots with times to the marks of a rank: its earliest ``BEGIN`` and ``FIRST``, its latest others.
 
     A mark that no queue has is where its neighbour is: without an entry handshake ``BEGIN`` is ``FIRST``, without an
-    exit handshake ``END`` is ``LAST``.
+    exit handshake ``END`` is ``LAST``; where nothing is staged, ``STAGED`` and ``READY`` are ``FIRST``.
 
-    >>> {str(mark.name): time for mark, time in times_of({1: 5.0, 2: 9.0, 6: 8.0}).items()}
-    {'BEGIN': 5.0, 'FIRST': 5.0, 'LAST': 9.0, 'END': 9.0}
+    >>> {str(mark.name): time for mark, time in times_of({1: 5.0, 2: 9.0, 8: 8.0}).items()}
+    {'BEGIN': 5.0, 'FIRST': 5.0, 'LAST': 9.0, 'END': 9.0, 'STAGED': 5.0, 'READY': 5.0}
 
     Raises:
         ValueError: no queue of the rank copies anything.
@@ -63,24 +73,45 @@ def times_of(stamps: Mapping[int, float]) -> dict[Mark, float]:
     if not of[Mark.FIRST] or not of[Mark.LAST]:
         raise ValueError(f"times_of: no stamps around copies (value={sorted(stamps)})")
     first, last = min(of[Mark.FIRST]), max(of[Mark.LAST])
-    begin, end = min([first, *of[Mark.BEGIN]]), max([last, *of[Mark.END]])
-    return {Mark.BEGIN: begin, Mark.FIRST: first, Mark.LAST: last, Mark.END: end}
+    return {
+        Mark.BEGIN: min([first, *of[Mark.BEGIN]]),
+        Mark.FIRST: first,
+        Mark.LAST: last,
+        Mark.END: max([last, *of[Mark.END]]),
+        Mark.STAGED: max(of[Mark.STAGED], default=first),
+        Mark.READY: max(of[Mark.READY], default=first),
+    }
 
 
 def _marked(queue: Queue, position: int) -> tuple[Command, ...]:
-    if queue.engine.kind is EngineKind.CALLER:
+    if queue.engine.kind is EngineKind.CALLER or not queue.commands:
         return queue.commands
     commands = list(queue.commands)
     slots = {mark: Stamp(len(Mark) * position + mark) for mark in Mark}
     moves = [index for index, command in enumerate(commands) if isinstance(command, (*MOVES, Reduce))]
     peers = queue.engine.kind is EngineKind.DMA
     if not moves:
-        return (slots[Mark.BEGIN], *commands, slots[Mark.END]) if peers and commands else queue.commands
+        return (*((slots[Mark.BEGIN],) if peers else ()), *commands, slots[Mark.END])
     before, copies, after = commands[: moves[0]], commands[moves[0] : moves[-1] + 1], commands[moves[-1] + 1 :]
+    end = (*after, slots[Mark.END]) if after else ()
     if not peers:
-        return (*before, *copies, slots[Mark.LAST], *after)
-    return (
-        *((slots[Mark.BEGIN], *before) if before else ()),
-        *(slots[Mark.FIRST], *copies, slots[Mark.LAST]),
-        *((*after, slots[Mark.END]) if after else ()),
-    )
+        return (*before, *copies, slots[Mark.LAST], *end)
+    begin = (slots[Mark.BEGIN], *before) if before else ()
+    staged, pulls = _around_handshake(copies)
+    if pulls:
+        copies = [*copies[:staged], slots[Mark.STAGED], *copies[staged:pulls], slots[Mark.READY], *copies[pulls:]]
+    return (*begin, slots[Mark.FIRST], *copies, slots[Mark.LAST], *end)
+
+
+def _around_handshake(commands: Sequence[Command]) -> tuple[int, int]:
+    """Positions behind the copies into the own rank's staging and of the first copy behind the wait that follows them.
+
+    Two zeros where no such copies come before the first wait.
+    """
+    moves = [index for index, command in enumerate(commands) if isinstance(command, MOVES)]
+    for before, after in itertools.pairwise(moves):
+        if len({span.rank for span in spans(commands[before])}) > 1:
+            break
+        if any(isinstance(command, Wait) for command in commands[before:after]):
+            return before + 1, after
+    return 0, 0
