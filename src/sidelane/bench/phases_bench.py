@@ -14,9 +14,10 @@ from sidelane.bench.launch import Rank, choose_place
 from sidelane.bench.measure import Meter
 from sidelane.bench.phases_pace import Pacer
 from sidelane.bench.phases_predict import phase_row, predicted_row
-from sidelane.bench.phases_programs import OPERATIONS, TRANSFERS, Operation, operations
-from sidelane.bench.phases_rig import Call, Rig
+from sidelane.bench.phases_programs import GRAPH, OPENING, OPERATIONS, TRANSFERS, Operation, operations
+from sidelane.bench.phases_rig import Rig
 from sidelane.bench.phases_split import slowest, split
+from sidelane.bench.phases_turns import Call
 from sidelane.bench.reference import rounded_bytes
 from sidelane.bench.results import LAUNCHES, PhaseRow, Results
 from sidelane.bench.study import Sender, StudyOptions, run_study
@@ -25,6 +26,7 @@ from sidelane.machine.inventory import machine_name
 from sidelane.machine.load import find, machine_names
 from sidelane.machine.spec import Machine
 from sidelane.program.batch import Definition
+from sidelane.program.build import Alternation
 from sidelane.program.collective import Collective
 from sidelane.program.verify import verify
 
@@ -43,7 +45,8 @@ class PhasesOptions(StudyOptions):
     Attributes:
         operations: names (``phases_programs.OPERATIONS``).
         sizes: bytes (see ``Operation``); empty takes ``default_sizes``.
-        variants: of the programs (see ``Operation``); those with ``+prelaunch`` and ``+graph`` run eagerly only.
+        variants: of the programs (see ``Operation``); those with ``+prelaunch`` and ``+graph`` run eagerly only, and
+            ``phases_programs.OPENING`` in graphs only.
         launches: ``eager``, ``graph``; empty takes both where both exist.
         calls: measured calls of each; from 64 MiB up at most 9.
         warmup: calls before them.
@@ -76,9 +79,13 @@ def main(options: PhasesOptions) -> Results | None:
     """Run the study; see :func:`sidelane.bench.study.run_study`.
 
     Raises:
-        ValueError: also for a launch that is not known here.
+        ValueError: also for a launch that is not known here, and a variant that has none of those asked for.
     """
-    check_asked(choose_place(options.ranks, options.device).device_type, (), launches=options.launches)
+    place = choose_place(options.ranks, options.device)
+    check_asked(place.device_type, (), launches=options.launches)
+    if OPENING in options.variants and (place.on_cpu or GRAPH not in (options.launches or LAUNCHES)):
+        where = "CPU ranks have no graphs" if place.on_cpu else f"launch={', '.join(options.launches)}"
+        raise ValueError(f"variants: runs in graphs only (value={OPENING}, {where}, allowed=on GPUs, launch graph)")
     return run_study("phases", PhaseRow, _measure, options, "phases")
 
 
@@ -106,16 +113,17 @@ def _measure(rank: Rank, options: PhasesOptions) -> int:
     study = _Study(rank, options)
     count = 0
     with study.meter.on_stream():
-        rig = study.open(by_size[-1])
+        rig = study.open([operation for chosen in by_size for operation in chosen])
         if rig.notice:
             sender.note(rig.notice)
         for nbytes, chosen in zip(sizes, by_size, strict=True):
             sender.step(f"phases {format_bytes(nbytes)}")
             ways = [(operation, launch) for operation in chosen for launch in launches]
-            jobs = [_Job(*way) for way in ways if not (way[0].only_eager and way[1] == "graph")]
+            jobs = [_Job(*way) for way in ways if way[1] in way[0].launches]
             rows = study.rows(nbytes, jobs)
             if machine.world_size >= rank.world_size:
-                rows += [predicted_row(machine, operation, rank.world_size, note) for operation in chosen]
+                there = [operation for operation in chosen if not operation.problem(rank.world_size)]
+                rows += [predicted_row(machine, operation, rank.world_size, note) for operation in there]
             for row in rows:
                 sender.row(row)
                 count += 1
@@ -156,11 +164,11 @@ class _Study:
         self._pacer = Pacer(rank.device, control)
         self._epoch = 0
 
-    def open(self, largest: Sequence[Operation]) -> Rig:
+    def open(self, chosen: Sequence[Operation]) -> Rig:
         """Make the rig, with room for these. Collective."""
-        self._rig = Rig(self._rank, self._options.step_s)
+        self._rig, ranks = Rig(self._rank, self._options.step_s), self._rank.world_size
         self._native = self._rig.executor.capabilities.moves
-        self._rig.reserve([op.program(self._rank.world_size, native=self._native) for op in largest])
+        self._rig.reserve([op.plan(ranks, native=self._native) for op in chosen if not op.problem(ranks)])
         return self._rig
 
     def rows(self, nbytes: int, jobs: Sequence[_Job]) -> list[PhaseRow]:
@@ -196,19 +204,26 @@ class _Study:
         """Load both programs, run each once and check its bytes. Collective."""
         operation = job.operation
         ranks = self._rank.world_size
-        programs = [operation.program(ranks, stamped=stamped, native=self._native) for stamped in (True, False)]
+        job.problem = operation.problem(ranks)
+        if job.problem:
+            return
+        frozen = job.launch == GRAPH
+        plans = [operation.plan(ranks, stamped=s, native=self._native, frozen=frozen) for s in (True, False)]
         calls: list[Call | None] = []
 
         def load() -> None:
-            for program in programs:
-                if operation.name not in TRANSFERS:  # those have no flags: the host orders them
-                    verify(program)
-                calls.append(self._rig.prepare(program, job.launch))
+            for plan in plans:
+                if isinstance(plan, Alternation):
+                    plan.verify()
+                elif operation.name not in TRANSFERS:  # those have no flags: the host orders them
+                    verify(plan)
+                calls.append(self._rig.prepare(plan, job.launch))
 
         job.problem = self.meter.attempt(load) or ""
         for call in calls:
-            if not job.problem:
-                self._check(job, call, programs[0].collective)
+            for _ in range(operation.turns):
+                if not job.problem:
+                    self._check(job, call, plans[0].collective)
         job.calls = tuple(calls)
 
     def _check(self, job: _Job, call: Call | None, collective: Definition) -> None:

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from sidelane.bench.phases_rig import Call
 from sidelane.bench.phases_split import FIELDS
+from sidelane.bench.phases_turns import Call
 
 LATE_US = {"cpu": 500.0, "gpu": 5.0}
 """A call that begins this much too late on some rank does not count."""

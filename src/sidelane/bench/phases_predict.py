@@ -70,11 +70,13 @@ def main(options: PredictOptions) -> int:
 
 
 def predicted_row(machine: Machine, operation: Operation, ranks: int, note: str = "") -> PhaseRow:
-    """Phases of an operation on a machine that is described.
+    """Phases of an operation on a machine that is described; a row without times where it does not have this size.
 
     Raises:
         ValueError: the machine has fewer GPUs than there are ranks, or the variant does not exist.
     """
+    if problem := operation.problem(ranks):
+        return phase_row(operation, MODEL, PREDICTED, None, note=problem)
     phases = predict(operation.program(ranks, stamped=True), machine)
     return phase_row(operation, MODEL, PREDICTED, phases, note=note)
 

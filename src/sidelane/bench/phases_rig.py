@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -15,38 +15,23 @@ import torch.distributed as dist
 from sidelane.bench.candidates import captured
 from sidelane.bench.launch import Rank
 from sidelane.bench.phases_split import Sample
+from sidelane.bench.phases_turns import Call, InTurn, TurnCounter
+from sidelane.collectives.alternate import FLAGS as TURN_FLAGS
+from sidelane.collectives.alternate import SLOTS_BYTES
 from sidelane.collectives.devices import make_backend
+from sidelane.collectives.staging import Staging
 from sidelane.errors import PeerTimeoutError, SidelaneError
 from sidelane.execute.base import Addresses
 from sidelane.memory.base import SymmetricBlock
 from sidelane.memory.control import ControlBlock
+from sidelane.program.build import Alternation
 from sidelane.program.collective import Buffer
 from sidelane.program.ir import Program, has_epochs
-from sidelane.program.transform import freeze
 from sidelane.program.transform.stamp import slots_of
 
 FLAGS = 4096
-"""Flags in each of two regions: programs with epochs, and frozen ones that reset their flags."""
-
-
-class Call(Protocol):
-    """A program that this rank calls again and again. Its methods are called in this order, once a call."""
-
-    def arm(self, epoch: int) -> None:
-        """Prepare what may be prepared before the call."""
-        ...
-
-    def begin(self, epoch: int) -> None:
-        """The call. Returns when the host is done with it."""
-        ...
-
-    def finish(self) -> None:
-        """Return as soon as the host can know that everything has finished."""
-        ...
-
-    def sample(self, begin_ns: int, returned_ns: int, known_ns: int) -> Sample:
-        """What was seen, with stamps if the program has any."""
-        ...
+"""Flags in each of two regions: programs with epochs, and frozen ones that reset their flags. Those that take turns
+have ``TURN_FLAGS`` more in each."""
 
 
 class Rig:
@@ -69,8 +54,12 @@ class Rig:
         self._backend = make_backend(group, rank.rank, rank.device, self._control, timeout_s)
         # Stamps are no part of what all executors have in common.
         self.executor = cast(Any, self._backend.executor)
-        self._flags = self._backend.memory.allocate(2 * FLAGS * 4)
+        self._flags = self._backend.memory.allocate(2 * (FLAGS + TURN_FLAGS) * 4)
         self._blocks: dict[Buffer, SymmetricBlock] = {}
+        # One pair of slots and one count for all that take turns: a call ends here before the next one begins, in
+        # graphs as well.
+        self._slots = Staging(self._backend, spread=True)
+        self._turns = TurnCounter()
         self.notify_us, self.notice = 0.0, ""
         if rank.device.type != "cpu":
             self._measure_notify()
@@ -84,35 +73,53 @@ class Rig:
         except SidelaneError as problem:
             self.notice = f"what a stream needs to tell the host counts as schedule: {problem}"
 
-    def reserve(self, programs: Sequence[Program]) -> None:
+    def reserve(self, plans: Sequence[Program | Alternation]) -> None:
         """Allocate buffers that are large enough for all of them."""
+        programs = [plan if isinstance(plan, Program) else plan.turns[0] for plan in plans]
+        turning = [isinstance(plan, Alternation) for plan in plans]
         for buffer in Buffer:
-            nbytes = max(p.buffer_bytes(rank, buffer) for p in programs for rank in range(p.world_size))
-            if nbytes:
-                self._blocks[buffer] = self._backend.memory.allocate(nbytes)
+            sizes = [
+                program.buffer_bytes(rank, buffer)
+                for program, takes_turns in zip(programs, turning, strict=True)
+                for rank in range(program.world_size)
+                if not (takes_turns and buffer is Buffer.STAGING)
+            ]
+            if any(sizes):
+                self._blocks[buffer] = self._backend.memory.allocate(max(sizes))
+        if any(turning):
+            self._slots.reserve(SLOTS_BYTES, False)
 
     def tensor(self, buffer: Buffer, nbytes: int) -> torch.Tensor:
         """The first bytes of this rank's buffer."""
         return self._blocks[buffer].tensor[:nbytes]
 
-    def prepare(self, program: Program, launch: str) -> Call | None:
-        """Load a program, and capture it for ``graph``; None if this rank has no part in it."""
-        if not program.queues_of(self.rank.rank):
-            return None
-        if self.rank.device.type == "cpu":
-            return CpuCall(self, program)
-        return GraphCall(self, program) if launch == "graph" else EagerCall(self, program)
+    def prepare(self, plan: Program | Alternation, launch: str) -> Call | None:
+        """Load a program, or those that take turns, and capture each for ``graph``; None if this rank has no part."""
+        if isinstance(plan, Alternation):
+            programs = plan.turns if plan.opening is None else (plan.opening,)
+            calls = [self._call(self.load(program, slots=True), launch) for program in programs]
+            return InTurn(self._turns, calls)
+        return self._call(self.load(plan), launch) if plan.queues_of(self.rank.rank) else None
 
-    def load(self, program: Program) -> Any:
-        """The program bound to this rig's memory."""
+    def _call(self, loaded: Any, launch: str) -> Call:
+        if self.rank.device.type == "cpu":
+            return CpuCall(loaded)
+        return GraphCall(self, loaded) if launch == "graph" else EagerCall(self, loaded)
+
+    def load(self, program: Program, *, slots: bool = False) -> Any:
+        """The program bound to this rig's memory. ``slots``: it is one of those that take turns."""
         buffers = {
             (rank, buffer): address
             for buffer, block in self._blocks.items()
             for rank, address in enumerate(block.addresses)
         }
-        offset = 0 if has_epochs(program) else 4 * FLAGS
-        assert program.flag_count <= FLAGS
-        return self.executor.load(program, Addresses(buffers, tuple(base + offset for base in self._flags.addresses)))
+        offset = 0 if has_epochs(program) else FLAGS
+        if slots:
+            buffers.update({(rank, Buffer.STAGING): at for rank, at in enumerate(self._slots.addresses)})
+            offset = 2 * FLAGS + (0 if has_epochs(program) else TURN_FLAGS)
+        assert program.flag_count <= (TURN_FLAGS if slots else FLAGS)
+        flags = tuple(base + 4 * offset for base in self._flags.addresses)
+        return self.executor.load(program, Addresses(buffers, flags, spread=slots and self._slots.is_spread))
 
     def close(self) -> None:
         """Release everything. Not after a failure."""
@@ -125,8 +132,8 @@ class Rig:
 class CpuCall:
     """On a CPU: stamps and host have one clock."""
 
-    def __init__(self, rig: Rig, program: Program) -> None:
-        self._loaded = rig.load(program)
+    def __init__(self, loaded: Any) -> None:
+        self._loaded = loaded
         self._pending: Any = None
 
     def arm(self, epoch: int) -> None:
@@ -148,11 +155,11 @@ class CpuCall:
 class EagerCall:
     """On a GPU: stamps are events, and the host asks whether the stream has run empty."""
 
-    def __init__(self, rig: Rig, program: Program) -> None:
+    def __init__(self, rig: Rig, loaded: Any) -> None:
         self._rig = rig
         self._stream = torch.cuda.current_stream(rig.rank.device)
-        self._loaded = rig.load(program)
-        self._slots = slots_of(program, rig.rank.rank)
+        self._loaded = loaded
+        self._slots = slots_of(loaded.program, rig.rank.rank)
 
     def arm(self, epoch: int) -> None:
         if self._loaded.program.prelaunched:
@@ -184,10 +191,10 @@ class EagerCall:
 
 
 class GraphCall(EagerCall):
-    """The same, captured once and replayed."""
+    """The same for a program without epochs, captured once and replayed."""
 
-    def __init__(self, rig: Rig, program: Program) -> None:
-        super().__init__(rig, freeze(program) if has_epochs(program) else program)
+    def __init__(self, rig: Rig, loaded: Any) -> None:
+        super().__init__(rig, loaded)
         self._graph = captured(lambda: self._loaded.start(1, self._stream), calls=1)
 
     def arm(self, epoch: int) -> None:

@@ -33,7 +33,8 @@ LEGENDS = {
     "% of ideal = 100 (speedup - 1) / (ideal - 1). The best collective is the fastest of every implementation "
     "measured; '% of ideal (library)' takes NCCL's (Gloo's on CPUs) in its place, as the papers do.",
     "phases": "control: the host submits; schedule: until the first byte may move, entry handshake included; copy: "
-    "until the last byte has arrived, own chunk included; sync: exit handshake, and until the host knows. Medians of "
+    "until the last byte has arrived, own chunk included; sync: exit handshake, and until the host knows. With one "
+    "handshake, that is schedule, and 'slot' the part of copy in front of it. Medians of "
     "single calls of the slowest rank; 'no stamps' is the whole call without looking, 'host' what the call takes the "
     "host. Definitions: docs/phases.md.",
     "power": "Collectives back to back; watts by the GPUs' energy counters, 'read/count' is the mean of power readings "

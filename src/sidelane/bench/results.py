@@ -174,6 +174,7 @@ class PhaseRow(_Row):
         entry_us, exit_us: the handshakes, parts of ``schedule_us`` and ``sync_us``.
         correct: outputs were compared with a reference in this run; None when nothing ran.
         note: why there is no time, or what to know about this one.
+        stage_us: of ``copy_us``: the copy into the rank's own slot (``alternating``); 0 where there is none.
     """
 
     operation: str
@@ -192,6 +193,7 @@ class PhaseRow(_Row):
     exit_us: float | None
     correct: bool | None = None
     note: str = ""
+    stage_us: float | None = None
 
     def __post_init__(self) -> None:
         _require("PhaseRow", "launch", self.launch, (*LAUNCHES, MODEL))

@@ -60,6 +60,7 @@ PHASE_COLUMNS: tuple[str, ...] = (
     "control\nus",
     "schedule\nus",
     "copy\nus",
+    "slot\nus",
     "sync\nus",
     "total\nus",
     "no stamps\nus",
@@ -314,8 +315,8 @@ def phase_tables(rows: Sequence[PhaseRow]) -> list[Table]:
         sizes = grouped(alike, lambda row: row.bytes)
         rule = any(len(same) > 1 for _, same in sizes)
         lines = [Line(_phase_cells(row), rule=rule and row is same[-1]) for _, same in sizes for row in same]
-        measured, predicted = ([row for row in alike if (row.source == PREDICTED) is side] for side in (False, True))
-        notes = _notes([(f"{format_bytes(row.bytes)} {row.launch}", row.note) for row in measured])
+        predicted = [row for row in alike if row.source == PREDICTED and row.total_us is not None]
+        notes = _notes([(f"{format_bytes(row.bytes)} {row.launch}", row.note) for row in alike if row not in predicted])
         notes += tuple(dict.fromkeys(row.note for row in predicted if row.note))
         tables.append(_without_empty_columns(Table(title, PHASE_COLUMNS, tuple(lines), notes)))
     return tables
@@ -327,11 +328,12 @@ def phase_title(row: PhaseRow) -> str:
 
 
 def _phase_cells(row: PhaseRow) -> tuple[str, ...]:
-    times = (row.control_us, row.schedule_us, row.copy_us, row.sync_us, row.total_us)
+    before, after = (row.control_us, row.schedule_us, row.copy_us), (row.sync_us, row.total_us)
+    times = (*map(_number, before), _number(row.stage_us) if row.stage_us else "", *map(_number, after))
     if row.source == PREDICTED:
-        return (format_bytes(row.bytes), PREDICTED, *map(_number, times), "", _number(row.host_us), "")
+        return (format_bytes(row.bytes), PREDICTED, *times, "", _number(row.host_us), "")
     looked = (_number(row.total_unstamped_us), _number(row.host_us), _verdict(row.correct))
-    return (format_bytes(row.bytes), row.launch, *map(_number, times), *looked)
+    return (format_bytes(row.bytes), row.launch, *times, *looked)
 
 
 def power_tables(rows: Sequence[PowerRow]) -> list[Table]:

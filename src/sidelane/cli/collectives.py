@@ -123,7 +123,8 @@ def collective(
     callback=names,
     default="b2b",
     show_default=True,
-    help="pcpy, bcst, swap, b2b, b2b+graph, b2b+prelaunch, ...",
+    help="pcpy, bcst, swap, b2b, striped, b2b+graph, b2b+prelaunch, ..., alternating, alternating+graph, and in graphs "
+    "alternating+opening, the first call of one.",
 )
 @click.option("--launch", type=click.Choice(["eager", "graph", "both"]), default="both", show_default=True)
 @click.option("--calls", type=click.IntRange(min=1), default=31, show_default=True, help="Measured calls of each.")
