@@ -237,7 +237,12 @@ def test_predictions(asked: SimpleNamespace) -> None:
         ("power --machine mi300x8 --seconds 1", "--seconds does not go with --machine"),
         ("phases --operation move", "move"),
         ("phases --machine mi300", "mi300x8"),
-        ("power --machine mi300x8 --collective all_reduce", "allowed=all_gather, all_to_all"),
+        (
+            "power --machine mi300x8 --collective broadcast",
+            "allowed=all_gather, all_to_all, reduce_scatter",
+        ),
+        ("phases --device cpu --variants alternating+prelaunch", "alternating, alternating+graph, alternating+opening"),
+        ("phases --device cpu --variants alternating+opening", "in graphs only"),
         ("phases --device cpu --variants ring", "ring"),
         ("power --seconds 0.1", "seconds"),
     ],

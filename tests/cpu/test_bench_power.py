@@ -10,11 +10,13 @@ import torch
 import torch.distributed as dist
 from ranks import RankPool
 
+from sidelane import Communicator, Config
 from sidelane.bench import power_bench
 from sidelane.bench.baselines_cpu import Gloo
-from sidelane.bench.candidates import Tensors
+from sidelane.bench.candidates import Dma, Tensors
 from sidelane.bench.measure import Meter
 from sidelane.bench.power_bench import PowerBench, PowerOptions
+from sidelane.bench.power_inputs import LARGEST, ReducedInput, calls_between
 from sidelane.bench.power_meter import Recorder
 from sidelane.bench.reference import Case
 from sidelane.bench.results import PowerRow
@@ -24,6 +26,7 @@ from sidelane.program.collective import Kind
 
 CPU = torch.device("cpu")
 IDLE_W = 100.0
+SOME_EXPONENT = LARGEST + 21  # calls of a sample may go on beyond the count
 
 
 class MadeUp:
@@ -123,6 +126,64 @@ def test_what_is_drawn_is_what_is_reported(pool: RankPool) -> None:
     assert "output bytes are wrong" in wrong.note
     assert (refused.implementation, refused.correct, refused.watts) == ("nccl_ce", None, None)
     assert "not today" in refused.note
+
+
+class Adding(Gloo):
+    """Notes the largest value of its input, and how many there are, before every call."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group)
+        self.largest: list[float] = []
+        self.fewest = 1 << 30
+
+    def start(self, case: Case, tensors: Tensors, variant: str) -> Callable[[], None]:
+        self.largest.append(float(tensors.input.abs().max()))
+        self.fewest = min(self.fewest, len(tensors.input.unique()))
+        return super().start(case, tensors, variant)
+
+
+def reduced(group: dist.ProcessGroup, kind: Kind) -> tuple[list[PowerRow], list[float], int]:
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    with Communicator(group, config=Config(timeout_s=60)) as comm:
+        added = Adding(group)
+        roster = Roster(Meter(CPU, group=group), {"gloo": added, "dma": Dma(comm)})
+        roster.reserve(1 << 12, 1 << 12)
+        recorder = Recorder(MadeUp(rank), interval_s=0.001)
+        try:
+            bench = PowerBench(roster, recorder, PowerOptions(seconds=0.8, idle_s=0.2, variants=("b2b", "pcpy")), group)
+            rows = list(bench.rows(Case(kind, 1 << 12, torch.bfloat16, rank, ranks, CPU)))
+            return rows, added.largest, added.fewest
+        finally:
+            recorder.close()
+
+
+def test_an_all_reduce_in_place_adds_up_numbers_however_long_it_runs(pool: RankPool) -> None:
+    rows, largest, fewest = pool.run(reduced, 2, Kind.ALL_REDUCE, timeout_s=120)[0]
+    ways = [(row.implementation, row.variant, row.in_place) for row in rows]
+    assert ways == [("gloo", "", True), ("dma", "b2b", True), ("dma", "pcpy", True)], "in the place of the library"
+    assert all(row.correct and row.energy_mj > 0 for row in rows)
+    assert len(largest) > calls_between(2), "else nothing is shown"
+    assert max(largest) < 2.0**SOME_EXPONENT, "they double in every call"
+    assert min(largest) < 2.0**-90, "and are given anew"
+    assert fewest >= 15, "they stay as different as they were"
+
+
+def test_a_reduce_scatter_out_of_place_keeps_what_it_was_given(pool: RankPool) -> None:
+    rows, largest, _ = pool.run(reduced, 2, Kind.REDUCE_SCATTER, timeout_s=120)[0]
+    assert {(row.implementation, row.variant) for row in rows} == {("gloo", ""), ("dma", "b2b"), ("dma", "pcpy")}
+    assert {row.in_place for row in rows if row.implementation == "dma"} == {False}, "nothing to compare in place with"
+    assert all(row.correct for row in rows)
+    assert {value for value in largest if value < 1} == {max(value for value in largest if value < 1)}
+
+
+def test_inputs_of_reductions_are_refused_where_they_could_not_last() -> None:
+    for kind, dtype, word in (
+        (Kind.ALL_GATHER, torch.bfloat16, "kind"),
+        (Kind.ALL_REDUCE, torch.float16, "dtype"),
+        (Kind.ALL_REDUCE, torch.int32, "dtype"),
+    ):
+        with pytest.raises(ValueError, match=rf"ReducedInput: {word} \(value="):
+            ReducedInput(Case(kind, 1 << 10, dtype, 0, 2, CPU), 1)
 
 
 def test_cpus_have_no_power_to_read() -> None:

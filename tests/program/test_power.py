@@ -15,9 +15,12 @@ from sidelane.bench.power_meter import Draw, Reading, Recorder, draw_of
 from sidelane.bench.power_predict import PredictOptions, predicted
 from sidelane.bench.results import CollectiveRow, PowerRow, Results
 from sidelane.errors import SidelaneError, UnavailableError
+from sidelane.execute.cuda.executor import DEFAULT_REDUCE_BLOCKS
 from sidelane.machine import local, nvidia_power
 from sidelane.machine.load import named
 from sidelane.machine.nvidia_power import NvmlSensor
+from sidelane.model.power import REDUCE_UNITS, hybrid_power
+from sidelane.program.build import variants
 from sidelane.program.collective import Kind
 
 MB = 1 << 20
@@ -264,6 +267,43 @@ def test_prediction_is_that_of_the_model() -> None:
         assert row.energy_above_idle_mj == pytest.approx((row.watts - row.idle_watts) * 8 * row.time_us / 1e3)
 
 
+@pytest.mark.parametrize("kind", [Kind.REDUCE_SCATTER, Kind.ALL_REDUCE])
+@pytest.mark.parametrize("name", ["h200x4", "mi300x8"])
+def test_reductions_are_predicted_from_the_programs_that_run(kind: Kind, name: str) -> None:
+    machine = named(name)
+    rows = {row.variant or row.implementation: row for row in predicted(machine, kind, 256 * MB)}
+    assert list(rows) == ["library", *variants(kind)]
+    for row in rows.values():
+        assert row.in_place is (kind is Kind.ALL_REDUCE)
+        assert row.idle_watts < row.watts < 2 * rows["library"].watts
+        assert row.energy_mj == pytest.approx(row.watts * machine.gpus * row.time_us / 1e3)
+    assert rows["b2b"].watts < rows["library"].watts, "compute units work only while something is added"
+
+
+def test_the_power_of_a_hybrid_is_that_of_its_bytes_engines_and_units() -> None:
+    machine, n, nbytes = named("h200x4"), 4, 64 * MB
+    power = machine.power
+    for kind, copied in ((Kind.REDUCE_SCATTER, 1), (Kind.ALL_REDUCE, 2)):
+        draw = hybrid_power(machine, kind, nbytes, "b2b")
+        # In parts of a rank: a copy reads and writes; a reduction reads n parts and writes one.
+        memory = (copied * 2 * (n - 1) + n + 1) * nbytes / n / draw.time_us / 1e3
+        wire = copied * (n - 1) * nbytes / n / draw.time_us / 1e3
+        rest = power.idle_w - power.compute_idle_w + power.engine_w
+        rest += power.memory_w * memory / machine.gpu.memory_gbps + power.links_w * wire / machine.links.usable_gbps
+        assert draw.rest_w == pytest.approx(rest)
+        share = (draw.compute_w - power.compute_idle_w) / power.compute_w / (REDUCE_UNITS / machine.gpu.units)
+        reduction_us = (n + 1) * nbytes / n / machine.gpu.memory_gbps / 1e3
+        assert share * draw.time_us == pytest.approx(reduction_us, rel=0.15), "the time in which units add"
+    with pytest.raises(ValueError, match=r"hybrid_power: kind \(value=all_gather, allowed=reduce_scatter, all_reduce"):
+        hybrid_power(machine, Kind.ALL_GATHER, nbytes, "b2b")
+    with pytest.raises(ValueError, match="no power figures"):
+        hybrid_power(dataclasses.replace(machine, power=None), Kind.ALL_REDUCE, nbytes, "b2b")
+
+
+def test_a_reduction_takes_the_units_that_the_executor_gives_it() -> None:
+    assert REDUCE_UNITS == DEFAULT_REDUCE_BLOCKS
+
+
 def test_the_command_prints_and_writes(tmp_path, capsys) -> None:
     options = PredictOptions(
         machine="mi300x8",
@@ -279,5 +319,10 @@ def test_the_command_prints_and_writes(tmp_path, capsys) -> None:
     assert (content["study"], content["machine"]) == ("power", "mi300x8")
     assert len([PowerRow.from_dict(row) for row in content["rows"]]) == 16
     assert (tmp_path / "report" / "power-all_gather-in-place.png").stat().st_size > 5000
-    with pytest.raises(ValueError, match="allowed=all_gather, all_to_all"):
-        power_predict.main(dataclasses.replace(options, collectives=(Kind.ALL_REDUCE,)))
+    reductions = dataclasses.replace(options, collectives=(Kind.REDUCE_SCATTER, Kind.ALL_REDUCE))
+    assert power_predict.main(reductions) == 0
+    shown = capsys.readouterr().out
+    assert "all_reduce, in place" in shown and "reduce_scatter, out of place" in shown
+    assert (tmp_path / "report" / "power-all_reduce-in-place.png").stat().st_size > 5000
+    with pytest.raises(ValueError, match=r"no model .* \(value=broadcast, allowed=all_gather, .*without --machine"):
+        power_predict.main(dataclasses.replace(options, collectives=(Kind.BROADCAST,)))

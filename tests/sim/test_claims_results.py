@@ -162,12 +162,18 @@ def power_row(implementation, variant, watts, **more):
 def test_watts_are_predicted_for_what_paper_003_runs(tmp_path):
     engines, kernels = (predict_watts(H200, power_row(*way, 1.0)) for way in (("dma", "b2b"), ("nccl", "")))
     assert 138 < engines < kernels < 700
+    adding = [("dma", "b2b"), ("dma", "pcpy"), ("nccl", "")]
+    for where in ({"collective": "all_reduce"}, {"collective": "reduce_scatter", "in_place": False}):
+        assert all(138 < predict_watts(H200, power_row(*way, 1.0, **where)) < 700 for way in adding)
     for other in (
         power_row("nccl", "window", 1.0),
         power_row("sm", "one_shot", 1.0),
         power_row("dma", "striped", 1.0),
         power_row("dma", "b2b", 1.0, in_place=False),
-        power_row("dma", "b2b", 1.0, collective="all_reduce"),
+        power_row("dma", "b2b", 1.0, collective="all_reduce", in_place=False),
+        power_row("nccl", "", 1.0, collective="reduce_scatter"),
+        power_row("sm", "two_shot", 1.0, collective="all_reduce"),
+        power_row("dma", "b2b", 1.0, collective="broadcast"),
     ):
         assert predict_watts(H200, other) is None
     save(tmp_path, "power", [power_row("dma", "b2b", engines), power_row("nccl", "", 2 * kernels)])

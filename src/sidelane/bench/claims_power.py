@@ -1,17 +1,17 @@
-"""Predicted watts held against ``power.json``: NCCL's ordinary kernels, and the variants of paper 003."""
+"""Predicted watts held against ``power.json``: NCCL's ordinary kernels, the variants of paper 003, hybrids."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from sidelane.bench.claims_verdicts import judge, with_summary
+from sidelane.bench.power_predict import IN_PLACE, PREDICTED_VARIANTS
 from sidelane.bench.results import PowerRow
 from sidelane.c3.workload import format_bytes
 from sidelane.machine.spec import Machine
 from sidelane.model.claims import Verdict
-from sidelane.model.power import dma_power, library_power
-from sidelane.model.published import PUBLISHED_VARIANTS
-from sidelane.program.collective import Kind
+from sidelane.model.power import dma_power, hybrid_power, library_power
+from sidelane.program.collective import REDUCING, Kind
 
 MEDIAN, WORST = 0.10, 0.20
 """Errors that are still right."""
@@ -34,15 +34,16 @@ def judge_power(machine: Machine, rows: Sequence[object]) -> list[Verdict]:
 
 
 def predict_watts(machine: Machine, row: PowerRow) -> float | None:
-    """Watts of one GPU as paper 003 runs the collective (an all_gather in place, an all_to_all out of place)."""
+    """Watts of one GPU, in the place that is predicted: all_gather and all_reduce in place, the others out of place."""
     kind = Kind(row.collective)
-    if kind not in PUBLISHED_VARIANTS or row.in_place != (kind is Kind.ALL_GATHER):
+    if kind not in PREDICTED_VARIANTS or row.in_place != (kind in IN_PLACE):
         return None
     if row.implementation == "nccl" and not row.variant:  # on symmetric windows it has other kernels
         return library_power(machine, kind, row.bytes).total_w
-    if row.implementation != "dma" or row.variant not in PUBLISHED_VARIANTS[kind]:
+    if row.implementation != "dma" or row.variant not in PREDICTED_VARIANTS[kind]:
         return None
-    return dma_power(machine, kind, row.bytes, row.variant).total_w
+    draw = hybrid_power if kind in REDUCING else dma_power
+    return draw(machine, kind, row.bytes, row.variant).total_w
 
 
 def _words(row: PowerRow) -> str:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from sidelane.bench.collective_bench import calls_per_sample
 from sidelane.bench.launch import Rank, choose_place
 from sidelane.bench.measure import Job
 from sidelane.bench.power_figures import Point, figures_of, with_energy
+from sidelane.bench.power_inputs import ReducedInput
 from sidelane.bench.power_meter import Draw, Recorder
 from sidelane.bench.reference import KINDS, Case, rounded_bytes
 from sidelane.bench.results import PowerRow, Results
@@ -29,7 +31,7 @@ from sidelane.c3.workload import format_bytes
 from sidelane.choice.candidate import DMA
 from sidelane.errors import UnavailableError
 from sidelane.machine import local
-from sidelane.program.collective import Kind
+from sidelane.program.collective import REDUCING, Kind
 
 DEFAULT_SIZES = (64 << 20, 256 << 20, 1 << 30)
 OWN = ("dma", "sm", "auto")
@@ -44,7 +46,7 @@ class PowerOptions(StudyOptions):
     Attributes:
         collectives: kinds, in this order.
         sizes: bytes, as in the study of collectives.
-        variants: of Sidelane's collectives.
+        variants: of Sidelane's collectives on copy engines; all of its kernels take part.
         launch: ``graph`` (several calls in one, so that no host limits anything) or ``eager``.
         places: keep ``in`` place, ``out`` of place, or both (empty).
         seconds: that each implementation runs, a round. The first ``SETTLE_S`` of them do not count.
@@ -168,8 +170,12 @@ class PowerBench:
         good: dict[Candidate, Prepared] = {}
         problems: dict[Candidate, tuple[str, bool]] = {}
         with meter.on_stream():
+            inputs: list[ReducedInput] = []
+            refused = None
+            if case.kind in REDUCING:
+                refused = meter.attempt(lambda: inputs.append(ReducedInput(case, next(self._seeds))))
             for candidate, implementation in self._candidates(case):
-                found = self._prepare(candidate, case, implementation)
+                found = (refused, False) if refused else self._prepare(candidate, case, implementation)
                 if isinstance(found, Prepared):
                     good[candidate] = found
                 else:
@@ -180,7 +186,7 @@ class PowerBench:
             for number in range(options.rounds):
                 shift = number % max(1, len(names))
                 for candidate in names[shift:] + names[:shift]:  # each round begins with another one
-                    points[candidate].append(self._run(good[candidate], replays[candidate]))
+                    points[candidate].append(self._run(good[candidate], replays[candidate], *inputs))
             for candidate, prepared in good.items():
                 wrong = self._check(prepared)
                 if wrong is not None:
@@ -245,23 +251,33 @@ class PowerBench:
             for candidate, measured in rounds.items()
         }
 
-    def _run(self, prepared: Prepared, replays: int) -> Point:
-        """Run one candidate back to back and read the counters. Collective."""
-        job = prepared.job()
+    def _run(self, prepared: Prepared, replays: int, given: ReducedInput | None = None) -> Point:
+        """Run one candidate back to back and read the counters. Collective. ``given``: what a reduction adds up."""
+        job, again = prepared.job(), lambda: None
+        every = replays
+        if given is not None:
+            given.put(prepared)
+            self._meter.finish("filling the input")
+            every = given.replays_between(prepared, job.calls) or replays
+            again = functools.partial(given.put, prepared)
         self._meter.agree(None)  # the ranks begin together, to a fraction of a millisecond
         begin = time.perf_counter()
-        time_us = self._elapsed_us(job, replays, prepared.label) / (replays * job.calls)
+        time_us = self._elapsed_us(job, replays, prepared.label, every, again) / (replays * job.calls)
         end = time.perf_counter()
         return self._point(time_us, self._recorder.draw(begin + min(SETTLE_S, (end - begin) / 4), end))
 
-    def _elapsed_us(self, job: Job, replays: int, label: str) -> float:
+    def _elapsed_us(self, job: Job, replays: int, label: str, every: int, again: Callable[[], object]) -> float:
+        """Time of all replays, with ``again`` between every so many of them."""
         on_cpu = self._meter.device.type == "cpu"
         begin = time.perf_counter()
         if not on_cpu:
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
-        for _ in range(replays * job.repeats):
-            job.run()
+        for number in range(replays):
+            if number and number % every == 0:
+                again()
+            for _ in range(job.repeats):
+                job.run()
         if on_cpu:
             return (time.perf_counter() - begin) * 1e6
         end.record()

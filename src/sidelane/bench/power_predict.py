@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import matplotlib as mpl
 import rich.console
@@ -14,9 +16,18 @@ from sidelane.bench.sim_study import write_numbers
 from sidelane.bench.tables import power_tables
 from sidelane.machine.load import find
 from sidelane.machine.spec import Machine
-from sidelane.model.power import Draw, dma_power, library_power
+from sidelane.model.power import Draw, dma_power, hybrid_power, library_power
 from sidelane.model.published import PUBLISHED_VARIANTS
-from sidelane.program.collective import Kind
+from sidelane.program.build import variants
+from sidelane.program.collective import REDUCING, Kind
+
+PREDICTED_VARIANTS: Mapping[Kind, tuple[str, ...]] = MappingProxyType(
+    {**PUBLISHED_VARIANTS, **{kind: variants(kind) for kind in (Kind.REDUCE_SCATTER, Kind.ALL_REDUCE)}}
+)
+"""Of the copy engines, by collective. No model speaks to the power of Sidelane's kernels, nor to a broadcast."""
+
+IN_PLACE = (Kind.ALL_GATHER, Kind.ALL_REDUCE)
+"""Where both places exist, the one that is predicted: what paper 003 ran, and what the library has."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,7 +36,7 @@ class PredictOptions:
 
     Attributes:
         machine: name in the catalogue, or a TOML or JSON file with a section ``power``.
-        collectives: all_gather, all_to_all or both: those that paper 003 has variants for.
+        collectives: keys of ``PREDICTED_VARIANTS``.
         sizes: bytes.
         json: file for the rows; None writes none.
         report: folder for pictures and the rows; None writes none.
@@ -48,8 +59,9 @@ def main(options: PredictOptions) -> int:
         ValueError: no such machine, no power figures in its description, or another collective.
     """
     for kind in options.collectives:
-        if kind not in PUBLISHED_VARIANTS:
-            raise ValueError(f"power: collective (value={kind}, allowed={', '.join(PUBLISHED_VARIANTS)})")
+        if kind not in PREDICTED_VARIANTS:
+            allowed = f"{', '.join(PREDICTED_VARIANTS)}; without --machine it is measured"
+            raise ValueError(f"power: no model speaks to this collective (value={kind}, allowed={allowed})")
     machine = find(options.machine)
     console = rich.console.Console()
     rows = [row for kind in options.collectives for nbytes in options.sizes for row in predicted(machine, kind, nbytes)]
@@ -68,14 +80,15 @@ def main(options: PredictOptions) -> int:
 
 
 def predicted(machine: Machine, kind: Kind, nbytes: int) -> list[PowerRow]:
-    """The vendor library and every variant of paper 003, as that paper ran them.
+    """The vendor library and every variant: of paper 003 as that paper ran it, of a reduction as a communicator does.
 
     Raises:
         ValueError: the machine's description has no power figures.
     """
     rows = [_row(machine, kind, nbytes, LIBRARY, "", library_power(machine, kind, nbytes))]
-    for variant in PUBLISHED_VARIANTS[kind]:
-        rows.append(_row(machine, kind, nbytes, "dma", variant, dma_power(machine, kind, nbytes, variant)))
+    draw = hybrid_power if kind in REDUCING else dma_power
+    for variant in PREDICTED_VARIANTS[kind]:
+        rows.append(_row(machine, kind, nbytes, "dma", variant, draw(machine, kind, nbytes, variant)))
     return rows
 
 
@@ -88,7 +101,7 @@ def _row(machine: Machine, kind: Kind, nbytes: int, implementation: str, variant
         bytes=nbytes,
         implementation=implementation,
         variant=variant,
-        in_place=kind is Kind.ALL_GATHER,
+        in_place=kind in IN_PLACE,
         launch=MODEL,
         time_us=draw.time_us,
         watts=draw.total_w,

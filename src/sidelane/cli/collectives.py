@@ -190,7 +190,14 @@ def phases(
 @click.option("--min-bytes", metavar="SIZE", callback=size, default="64M", show_default=True, help="Smallest size.")
 @click.option("--max-bytes", metavar="SIZE", callback=size, default="1G", show_default=True, help="Largest size.")
 @click.option("--factor", type=click.IntRange(min=2), default=4, show_default=True, help="A size over the one before.")
-@click.option("--variants", metavar="NAME,...", callback=names, default="b2b", show_default=True, help="Of Sidelane's.")
+@click.option(
+    "--variants",
+    metavar="NAME,...",
+    callback=names,
+    default="b2b",
+    show_default=True,
+    help="Of Sidelane's copy engines: pcpy, striped, ...; reductions have b2b and pcpy. Kernels all take part.",
+)
 @click.option("--launch", type=click.Choice(["eager", "graph"]), default="graph", show_default=True)
 @click.option("--place", "places", type=click.Choice(["in", "out", "both"]), default="both", show_default=True)
 @click.option("--seconds", type=float, default=0.7, show_default=True, help="That each runs in a round.")
@@ -214,7 +221,8 @@ def power(
 ) -> None:
     """Measure power and energy of collectives: every implementation back to back, with the GPUs' counters read.
 
-    With --machine: predict them, as paper 003 ran its variants, for a machine that need not be here.
+    With --machine: predict them for a machine that need not be here: as paper 003 ran its variants, and reductions as
+    Sidelane runs them on copy engines.
     """
     with plain_errors():
         kinds = tuple(map(Kind, collectives))

@@ -1,14 +1,25 @@
-"""Watts of one GPU during a collective, by component, where its description has them (paper 003, section 5.4)."""
+"""Watts of one GPU during a collective, by component, where its description has them (paper 003, section 5.4).
+
+Paper 003 has no reductions. Those of the library are its kernels, and what is said of a hybrid follows from its Program
+as a communicator runs it, with one figure more: the compute units that a reduction takes.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 
+from sidelane.execute.sim import simulate
 from sidelane.machine.spec import Machine, Power
 from sidelane.model.kernels import library_gang, wire_gbps, wire_peak_gbps
 from sidelane.model.published import default_units, dma_run, published_program
-from sidelane.program.collective import Kind
-from sidelane.program.ir import reads, writes
+from sidelane.program.build import build
+from sidelane.program.collective import Kind, ReduceOp, Reduction, all_reduce, reduce_scatter
+from sidelane.program.ir import MOVES, Engine, EngineKind, Program, reads, writes
+
+REDUCE_UNITS = 32
+"""Compute units that a reduction of a hybrid takes: the thread blocks that the CUDA executor gives it."""
+
+_GRANULE = 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,7 +47,8 @@ class Draw:
 
 
 def library_power(machine: Machine, kind: Kind, nbytes: int) -> Draw:
-    """During the vendor library's kernel collective.
+    """During the vendor library's kernel collective. A reduce_scatter is taken for an all_gather: as many bytes over
+    the same links, with no figures of its own.
 
     Raises:
         ValueError: the machine's description has no power figures.
@@ -59,6 +71,44 @@ def dma_power(machine: Machine, kind: Kind, nbytes: int, variant: str, prelaunch
     moved = sum(span.nbytes for command in commands for span in (*reads(command), *writes(command)))
     memory = moved / machine.gpus / time / 1e3
     return _draw(machine, 0.0, memory, wire_gbps(machine, kind, nbytes, time), len(queues) / machine.gpus, time)
+
+
+def hybrid_power(machine: Machine, kind: Kind, nbytes: int, variant: str) -> Draw:
+    """During a reduction whose bytes travel on copy engines: an all_reduce in place, a reduce_scatter out of place.
+
+    Args:
+        machine: one node of it.
+        kind: reduce_scatter or all_reduce.
+        nbytes: of the local buffer.
+        variant: ``b2b`` or ``pcpy``.
+
+    Raises:
+        ValueError: the machine's description has no power figures, or another kind or variant.
+    """
+    program = _hybrid(kind, nbytes, machine.gpus, variant)
+    run = simulate(program, machine, record=True)
+    reducing = sum(
+        interval.end_us - interval.start_us
+        for interval in run.timeline
+        if interval.lane == str(Engine(EngineKind.COMPUTE)) and interval.label.startswith("reduce")
+    )
+    busy = min(1.0, REDUCE_UNITS / machine.gpu.units) * reducing / machine.gpus / run.time_us
+    commands = [command for queue in program.queues for command in queue.commands]
+    touched = sum(span.nbytes for command in commands for span in (*reads(command), *writes(command)))
+    engines = sum(any(isinstance(command, MOVES) for command in queue.commands) for queue in program.queues)
+    memory, wire = touched / machine.gpus / run.time_us / 1e3, wire_gbps(machine, kind, nbytes, run.time_us)
+    return _draw(machine, busy, memory, wire, engines / machine.gpus, run.time_us)
+
+
+def _hybrid(kind: Kind, nbytes: int, ranks: int, variant: str) -> Program:
+    counts = [max(1, nbytes // ranks // _GRANULE) * _GRANULE] * ranks
+    total = Reduction(ReduceOp.SUM, "bfloat16")
+    match kind:
+        case Kind.REDUCE_SCATTER:
+            return build(reduce_scatter(counts, total), variant)
+        case Kind.ALL_REDUCE:
+            return build(all_reduce(counts, total, in_place=True), variant)
+    raise ValueError(f"hybrid_power: kind (value={kind}, allowed={Kind.REDUCE_SCATTER}, {Kind.ALL_REDUCE})")
 
 
 def _draw(machine: Machine, busy: float, memory_gbps: float, wire_gbps: float, engines: float, time_us: float) -> Draw:
