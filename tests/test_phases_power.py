@@ -235,7 +235,11 @@ def test_predictions(asked: SimpleNamespace) -> None:
     [
         ("phases --machine mi300x8 --calls 3", "--calls does not go with --machine"),
         ("power --machine mi300x8 --seconds 1", "--seconds does not go with --machine"),
-        ("phases --operation move", "move"),
+        ("phases --operation move", "(value='move', allowed=copy, copies, all_gather,"),
+        ("phases --device cpu --operation all_reduce", "all_to_all): compute units add between two handshakes"),
+        ("phases --machine h200x4 --operation reduce_scatter", "sidelane power measure it"),
+        ("phases --operation move --variants ring", "value='move'"),
+        ("phases --device cpu --operation broadcast", "ranks that copy nothing have no phases"),
         ("phases --machine mi300", "mi300x8"),
         (
             "power --machine mi300x8 --collective broadcast",

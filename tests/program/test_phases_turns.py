@@ -1,102 +1,177 @@
-"""Stamped programs that take turns on the CUDA executor: eager, as graphs of their own, in a graph of the caller's."""
+"""Stamped programs that take turns, as the study of phases calls them on GPUs, with a made-up driver for each rank.
+
+Everything but the driver, the memory and the capture is what runs there: rigs, calls, executors.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from fake_driver import FakeDriver
-from test_cuda_executor import FLAGS, Loaded, World, world_of
+from test_cuda_executor import World, world_of
 
+from sidelane.bench import phases_check, phases_rig
 from sidelane.bench.phases_programs import OPENING, Operation
+from sidelane.bench.phases_rig import Rig
 from sidelane.bench.phases_split import Sample, split
 from sidelane.bench.phases_turns import InTurn, TurnCounter
-from sidelane.program.build.alternating import staging_of
-from sidelane.program.transform.stamp import Mark, slots_of
+from sidelane.collectives.alternate import FLAGS as TURN_FLAGS
+from sidelane.collectives.alternate import SLOTS_BYTES
+from sidelane.program.collective import Buffer
+from sidelane.program.transform.stamp import Mark
 
 RANKS = 3
 LATE_US = 50_000
+NBYTES = 3 * 1024
 
 
-class WorldCall:
-    """What ``phases_rig`` makes of one program on one GPU, for all ranks of a world at once; samples are of rank 0."""
+class Memory:
+    """Buffers of all ranks; slots lie next to each other, as a mirror maps them, or are said not to."""
 
-    def __init__(self, world: World, loaded: Loaded, *, captured: bool) -> None:
-        self.world, self.loaded = world, loaded
-        self.slots = slots_of(loaded.program, 0)
-        self.graphs: list[list] = []
-        if captured:
-            for driver in world.drivers:
-                driver.begin_capture()
-            loaded.start()
-            self.graphs = [driver.end_capture() for driver in world.drivers]
+    def __init__(self, *, spread: bool) -> None:
+        self.flags = torch.zeros(RANKS, 2 * (phases_rig.FLAGS + TURN_FLAGS), dtype=torch.int32)
+        self.slots = torch.zeros(RANKS, SLOTS_BYTES, dtype=torch.uint8)
+        self.buffers = {
+            buffer: torch.zeros(RANKS, NBYTES, dtype=torch.uint8) for buffer in (Buffer.INPUT, Buffer.OUTPUT)
+        }
+        self.spread = spread
 
-    def arm(self, epoch: int) -> None:
-        self.expected = self.loaded.fill(epoch)
+    def block(self, whole: torch.Tensor, rank: int) -> Any:
+        return SimpleNamespace(tensor=whole[rank], addresses=addresses_of(whole), is_spread=self.spread)
 
-    def begin(self, epoch: int) -> None:
-        for driver, graph in zip(self.world.drivers, self.graphs, strict=False):
-            driver.replay(graph)
-        if not self.graphs:
-            self.loaded.start()
 
-    def finish(self) -> None:
-        for driver in self.world.drivers:
+def addresses_of(whole: torch.Tensor) -> tuple[int, ...]:
+    return tuple(part.data_ptr() for part in whole)
+
+
+class FakeStream:
+    def __init__(self, driver: FakeDriver, handle: int) -> None:
+        self.cuda_stream, self._driver = handle, driver
+
+    def query(self) -> bool:
+        return self._driver.is_idle(self.cuda_stream)
+
+
+class FakeGraph:
+    def __init__(self, driver: FakeDriver, run: Callable[[], None]) -> None:
+        driver.begin_capture()
+        run()
+        self._driver, self._graph = driver, driver.end_capture()
+
+    def replay(self) -> None:
+        self._driver.replay(self._graph)
+
+
+class Rigs:
+    """The rigs of all ranks, in one process."""
+
+    def __init__(self, world: World, memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.world, self.memory, self.epoch = world, memory, 0
+        self._driver = world.drivers[0]
+        self.streams = [FakeStream(d, s.cuda_stream) for d, s in zip(world.drivers, world.streams, strict=True)]
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.streams[device.index])
+        monkeypatch.setattr(phases_rig, "captured", lambda run, calls: FakeGraph(self._driver, run))
+        self.rigs = [self._rig(rank) for rank in range(RANKS)]
+
+    def _rig(self, rank: int) -> Rig:
+        rig, memory = object.__new__(Rig), self.memory
+        rig.rank = SimpleNamespace(rank=rank, world_size=RANKS, device=torch.device("cuda", rank))
+        rig.timeout_s, rig.notify_us, rig.notice = 30.0, 0.0, ""
+        rig.executor, rig._turns = self.world.executors[rank], TurnCounter()
+        rig._flags, rig._slots = memory.block(memory.flags, rank), memory.block(memory.slots, rank)
+        rig._blocks = {buffer: memory.block(whole, rank) for buffer, whole in memory.buffers.items()}
+        return rig
+
+    def prepare(self, operation: Operation, launch: str, *, stamped: bool = True) -> Calls:
+        plan = operation.plan(RANKS, stamped=stamped, frozen=launch == "graph")
+        plan.verify()
+        calls = []
+        for rig, driver in zip(self.rigs, self.world.drivers, strict=True):
+            self._driver = driver  # whose capture it is
+            calls.append(rig.prepare(plan, launch))
+        return Calls(self, plan.collective, calls)
+
+
+class Calls:
+    """One call of all ranks."""
+
+    def __init__(self, rigs: Rigs, collective: Any, calls: list[InTurn]) -> None:
+        self.rigs, self.collective, self.calls = rigs, collective, calls
+
+    def run(self, late: Callable[[], None] = lambda: None) -> list[Sample]:
+        rigs = self.rigs
+        rigs.epoch += 1
+        for rank, rig in enumerate(rigs.rigs):
+            phases_check.fill(self.collective, rank, rig.tensor, rigs.epoch)
+        for call in self.calls:
+            call.arm(rigs.epoch)
+        begin = time.perf_counter_ns()
+        for call in self.calls:
+            call.begin(rigs.epoch)
+        returned = time.perf_counter_ns()
+        late()
+        for call in self.calls:
+            call.finish()
+        known = time.perf_counter_ns()
+        for driver in rigs.world.drivers:
             driver.synchronize()
-        self.loaded.check(self.expected)
-
-    def sample(self, begin_ns: int, returned_ns: int, known_ns: int) -> Sample:
-        host, total = (returned_ns - begin_ns) / 1e3, (known_ns - begin_ns) / 1e3
-        stamps = {slot: self.loaded.ranks[0].elapsed_us(self.slots[0], slot) for slot in self.slots}
-        return Sample.stamped(host, total, stamps, known_us=None)
+        for rank, rig in enumerate(rigs.rigs):
+            assert phases_check.error(self.collective, rank, rig.tensor, rigs.epoch, own_chunk=True) is None
+        return [call.sample(begin, returned, known) for call in self.calls]
 
 
-def calls_of(world: World, operation: Operation, turns: TurnCounter, *, captured: bool, spread: bool) -> InTurn:
-    plan = operation.plan(RANKS, stamped=True, frozen=captured)
-    plan.verify()
-    frozen = captured or operation.variant != "alternating"
-    distance = staging_of(4 << 20) if spread else None
-    programs = plan.turns if plan.opening is None else (plan.opening,)
-    loaded = [world.load(program, frozen=frozen, staging_distance=distance) for program in programs]
-    return InTurn(turns, [WorldCall(world, each, captured=captured) for each in loaded])
-
-
-def timed(call: InTurn, epoch: int) -> Sample:
-    call.arm(epoch)
-    begin = time.perf_counter_ns()
-    call.begin(epoch)
-    returned = time.perf_counter_ns()
-    call.finish()
-    return call.sample(begin, returned, time.perf_counter_ns())
+@contextlib.contextmanager
+def rigs_of(monkeypatch: pytest.MonkeyPatch, *, spread: bool) -> Iterator[Rigs]:
+    with world_of(RANKS) as world:
+        yield Rigs(world, Memory(spread=spread), monkeypatch)
 
 
 @pytest.mark.parametrize("spread", [False, True], ids=["copies", "rows"])
 @pytest.mark.parametrize("name", ["all_gather", "all_gather_in_place", "all_to_all"])
 @pytest.mark.parametrize(
-    ("variant", "captured"),
-    [("alternating", False), ("alternating+graph", False), ("alternating", True), (OPENING, True)],
+    ("variant", "launch"),
+    [("alternating", "eager"), ("alternating+graph", "eager"), ("alternating", "graph"), (OPENING, "graph")],
 )
 def test_every_turn_moves_its_bytes_and_the_phases_add_up(
-    variant: str, captured: bool, name: str, spread: bool
+    monkeypatch: pytest.MonkeyPatch, variant: str, launch: str, name: str, spread: bool
 ) -> None:
-    with world_of(RANKS) as world:
-        calls = calls_of(world, Operation(name, variant, 3 * 1024), TurnCounter(), captured=captured, spread=spread)
-        for epoch in range(1, 6):
-            sample = timed(calls, epoch)
-            found = split(sample)
-            phases = (found.control_us, found.schedule_us, found.copy_us, found.sync_us)
-            assert all(phase >= 0 for phase in phases)
-            assert sum(phases) == pytest.approx(found.total_us)
-            assert 0 < found.stage_us < found.copy_us
-            assert found.entry_us > 0
-            # Exit is what resets take beyond the pulls, where they stand beside them.
-            assert found.exit_us == 0 or captured or variant.endswith("+graph")
-        if variant != "alternating" or captured:
-            assert not any(flags[FLAGS:].any() for flags in world.flags), "flags come back"
-        if captured:
-            kinds = [kind for kind, _ in world.drivers[0].submitted]
+    with rigs_of(monkeypatch, spread=spread) as rigs:
+        calls = rigs.prepare(Operation(name, variant, NBYTES), launch)
+        frozen = launch == "graph" or variant != "alternating"
+        for _ in range(5):
+            for found in map(split, calls.run()):
+                phases = (found.control_us, found.schedule_us, found.copy_us, found.sync_us)
+                assert all(phase >= 0 for phase in phases)
+                assert sum(phases) == pytest.approx(found.total_us)
+                assert 0 < found.stage_us < found.copy_us
+                assert found.entry_us > 0
+                assert found.exit_us == 0 or frozen, "where resets stand beside the pulls, what they take beyond them"
+        if frozen:
+            assert not rigs.memory.flags.any(), "flags come back"
+            kinds = [kind for kind, _ in rigs.world.drivers[0].submitted]
             assert ("rows" in kinds) is spread, "the pulls of a stamped program are rows as well"
+
+
+def test_calls_of_all_kinds_share_the_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a round of the study: with stamps and without, eager and in graphs, an odd number of each."""
+    with rigs_of(monkeypatch, spread=True) as rigs:
+        ways = [("alternating", "eager"), ("alternating", "graph"), ("alternating+graph", "eager"), (OPENING, "graph")]
+        calls = [
+            rigs.prepare(Operation(name, *way, NBYTES), launch, stamped=stamped)
+            for *way, launch in ways
+            for name in ("all_gather", "all_to_all")
+            for stamped in (True, False)
+        ]
+        for number in range(3 * len(calls)):
+            samples = calls[5 * number % len(calls)].run()
+            assert all(sample.total_us > 0 for sample in samples)
 
 
 def wait_for(driver: FakeDriver, event: int) -> None:
@@ -106,20 +181,19 @@ def wait_for(driver: FakeDriver, event: int) -> None:
         time.sleep(1e-4)
 
 
-@pytest.mark.parametrize("captured", [False, True])
-def test_a_peer_that_is_late_shows_in_the_handshake_and_not_in_the_copies(captured: bool) -> None:
-    with world_of(RANKS) as world:
-        operation = Operation("all_gather", "alternating", 3 * 1024)
-        calls = calls_of(world, operation, TurnCounter(), captured=captured, spread=captured)
+@pytest.mark.parametrize("launch", ["eager", "graph"])
+def test_a_peer_that_is_late_shows_in_the_handshake_and_not_in_the_copies(
+    monkeypatch: pytest.MonkeyPatch, launch: str
+) -> None:
+    with rigs_of(monkeypatch, spread=True) as rigs:
+        calls = rigs.prepare(Operation("all_gather", "alternating", NBYTES), launch)
         late = threading.Event()
-        world.drivers[2].do(world.streams[2].cuda_stream, late.wait)
-        calls.arm(1)
-        begin = time.perf_counter_ns()
-        calls.begin(1)
-        loaded = calls._now.loaded
-        wait_for(world.drivers[0], loaded.ranks[0]._stamps[Mark.STAGED])
-        time.sleep(LATE_US / 1e6)
-        late.set()
-        calls.finish()
-        sample = calls.sample(begin, begin, time.perf_counter_ns())
+        rigs.world.drivers[2].do(rigs.streams[2].cuda_stream, late.wait)
+
+        def come() -> None:
+            wait_for(rigs.world.drivers[0], calls.calls[0]._now._loaded._stamps[Mark.STAGED])
+            time.sleep(LATE_US / 1e6)
+            late.set()
+
+        sample = calls.run(come)[0]
         assert sample.entry_us >= LATE_US > sample.copy_us, sample

@@ -16,7 +16,7 @@ from sidelane.bench.results import LAUNCHES
 from sidelane.collectives.plan import PRELAUNCH
 from sidelane.model.published import bare
 from sidelane.program.build import ALTERNATING, Alternation, Transport, alternation, build, variants
-from sidelane.program.collective import Collective, Kind, all_gather, all_to_all, scatter
+from sidelane.program.collective import REDUCING, Collective, Kind, all_gather, all_to_all, scatter
 from sidelane.program.ir import MOVES, Move, Program, has_epochs
 from sidelane.program.transform import freeze, lower, prelaunch, stamp
 
@@ -40,6 +40,18 @@ KIND_OF: Mapping[str, Kind] = MappingProxyType(
     }
 )
 OPERATIONS = tuple(KIND_OF)
+_ADDS = (
+    "compute units add between two handshakes, beside the copies of other pieces, which is none of the four phases; "
+    "sidelane collective and sidelane power measure it"
+)
+_RECEIVES = "ranks that copy nothing have no phases; sidelane collective measures broadcasts"
+NO_PHASES: Mapping[str, str] = MappingProxyType(
+    {
+        **{kind.value: _ADDS for kind in REDUCING},
+        **{kind.value: _RECEIVES for kind in (Kind.BROADCAST, Kind.SCATTER, Kind.GATHER)},
+    }
+)
+"""Why a collective is no operation of this study."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,8 +71,7 @@ class Operation:
     nbytes: int
 
     def __post_init__(self) -> None:
-        if self.name not in OPERATIONS:
-            raise ValueError(f"Operation: name (value={self.name!r}, allowed={', '.join(OPERATIONS)})")
+        _check_name(self.name)
         if self.nbytes < 1:
             raise ValueError(f"Operation: nbytes (value={self.nbytes}, allowed=1 and more)")
 
@@ -146,6 +157,12 @@ class Operation:
                 return all_gather([part] * ranks, in_place=self.name.endswith("in_place"))
 
 
+def _check_name(name: str) -> None:
+    if name not in OPERATIONS:
+        why = f": {NO_PHASES[name]}" if name in NO_PHASES else ""
+        raise ValueError(f"Operation: name (value={name!r}, allowed={', '.join(OPERATIONS)}){why}")
+
+
 def _stamped(made: Alternation) -> Alternation:
     even, odd = map(stamp, made.turns)
     return Alternation((even, odd), None if made.opening is None else stamp(made.opening))
@@ -171,6 +188,7 @@ def operations(names: Sequence[str], wanted: Sequence[str], nbytes: int) -> list
     found = []
     used: set[str] = set()
     for name in names:
+        _check_name(name)
         allowed = _variants(name)
         kept = [variant for variant in wanted if variant in allowed]
         used.update(kept)
@@ -189,7 +207,6 @@ def operations(names: Sequence[str], wanted: Sequence[str], nbytes: int) -> list
 
 
 def _variants(name: str) -> tuple[str, ...]:
-    """Names that an operation has; those of one that does not exist are refused when it is made."""
-    plain = variants(KIND_OF.get(name, Kind.SCATTER))
+    plain = variants(KIND_OF[name])
     turning = () if name in TRANSFERS else TURNING
     return (*plain, *turning, *(variant + suffix for variant in plain for suffix in SUFFIXES))

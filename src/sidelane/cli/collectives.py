@@ -112,8 +112,11 @@ def collective(
         )
 
 
+# The study says why something else is none, so this is no click.Choice.
 @click.command()
-@click.option("--operation", "operations", multiple=True, type=click.Choice(PHASED), help="Repeatable. Default: all.")
+@click.option(
+    "--operation", "operations", multiple=True, metavar=f"[{'|'.join(PHASED)}]", help="Repeatable. Default: all."
+)
 @click.option("--min-bytes", metavar="SIZE", callback=size, default="1K", show_default=True, help="Smallest size.")
 @click.option("--max-bytes", metavar="SIZE", callback=size, help="Largest size. Default: 1G on GPUs, 4M on CPUs.")
 @click.option("--factor", type=click.IntRange(min=2), default=4, show_default=True, help="A size over the one before.")
