@@ -277,6 +277,7 @@ def test_reductions_are_predicted_from_the_programs_that_run(kind: Kind, name: s
         assert row.in_place is (kind is Kind.ALL_REDUCE)
         assert row.idle_watts < row.watts < 2 * rows["library"].watts
         assert row.energy_mj == pytest.approx(row.watts * machine.gpus * row.time_us / 1e3)
+    assert ("taken for an all_gather" in rows["library"].note) is (kind is Kind.REDUCE_SCATTER)
     assert rows["b2b"].watts < rows["library"].watts, "compute units work only while something is added"
 
 

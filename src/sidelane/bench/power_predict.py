@@ -26,6 +26,8 @@ PREDICTED_VARIANTS: Mapping[Kind, tuple[str, ...]] = MappingProxyType(
 )
 """Of the copy engines, by collective. No model speaks to the power of Sidelane's kernels, nor to a broadcast."""
 
+TAKEN_FOR = "taken for an all_gather: as many bytes over the same links, and no figures of its own"
+
 IN_PLACE = (Kind.ALL_GATHER, Kind.ALL_REDUCE)
 """Where both places exist, the one that is predicted: what paper 003 ran, and what the library has."""
 
@@ -85,7 +87,8 @@ def predicted(machine: Machine, kind: Kind, nbytes: int) -> list[PowerRow]:
     Raises:
         ValueError: the machine's description has no power figures.
     """
-    rows = [_row(machine, kind, nbytes, LIBRARY, "", library_power(machine, kind, nbytes))]
+    library = _row(machine, kind, nbytes, LIBRARY, "", library_power(machine, kind, nbytes))
+    rows = [dataclasses.replace(library, note=TAKEN_FOR) if kind is Kind.REDUCE_SCATTER else library]
     draw = hybrid_power if kind in REDUCING else dma_power
     for variant in PREDICTED_VARIANTS[kind]:
         rows.append(_row(machine, kind, nbytes, "dma", variant, draw(machine, kind, nbytes, variant)))
