@@ -13,8 +13,9 @@ from ranks import RankPool
 from sidelane import Communicator, Config
 from sidelane.bench import power_bench
 from sidelane.bench.baselines_cpu import Gloo
-from sidelane.bench.candidates import Dma, Tensors
+from sidelane.bench.candidates import Tensors
 from sidelane.bench.measure import Meter
+from sidelane.bench.own import Dma
 from sidelane.bench.power_bench import PowerBench, PowerOptions
 from sidelane.bench.power_inputs import LARGEST, ReducedInput, calls_between
 from sidelane.bench.power_meter import Recorder

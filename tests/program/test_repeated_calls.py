@@ -152,6 +152,25 @@ def test_staging_that_moves_takes_remembered_calls_with_it(rank: Rank) -> None:
     assert not rank.native[-1], "it would run where staging was"
 
 
+def test_what_is_void_by_the_time_it_is_remembered_is_forgotten(rank: Rank) -> None:
+    """Another thread may move staging between a call and its being remembered."""
+    output, input = torch.zeros(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
+    gather(rank, output, input)
+    repeats = rank.comm._repeats
+    remember = repeats._replay.remember
+
+    class Late:
+        run, forget = repeats._replay.run, repeats._replay.forget
+
+        def remember(self, *arguments: Any) -> None:
+            rank.comm._preparer._recent.clear()
+            remember(*arguments)
+
+    repeats._replay, replay = Late(), repeats._replay
+    gather(rank, output, input)
+    assert replay.remembered == 0
+
+
 def test_new_symmetric_memory_makes_calls_be_looked_at_again(rank: Rank) -> None:
     output, input = torch.zeros(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
     for _ in range(3):

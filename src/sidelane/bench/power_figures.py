@@ -106,7 +106,7 @@ def _key(row: CollectiveRow | PowerRow) -> tuple[object, ...]:
 
 
 def _filled(row: CollectiveRow, found: PowerRow | None) -> CollectiveRow:
-    if found is None or row.time_us is None or found.time_us is None:
+    if found is None or row.tensors > 1 or row.time_us is None or found.time_us is None:  # it measures no lists
         return row
     if abs(found.time_us / row.time_us - 1.0) * 100 > SAME_TIME_PERCENT:
         return row

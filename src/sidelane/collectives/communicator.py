@@ -95,7 +95,7 @@ class Communicator:
         )
         self._preparer = Preparer(self.rank, self._heap, self._backend, planner)
         self._calls = Calls(self._control, self._backend, self.config)
-        self._repeats = Repeats.of(self._calls)
+        self._repeats = Repeats.of(self._calls, self._preparer)
         self._barrier_tensor: torch.Tensor | None = None
 
     def empty(self, *size: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:

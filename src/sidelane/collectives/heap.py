@@ -106,7 +106,7 @@ class SymmetricHeap:
 
 
 def generation() -> int:
-    """Grows with every symmetric block of this process, staging too: what an address was is not what it is for ever."""
+    """Grows with every symmetric block of this process: what an address was is not what it is for ever."""
     return generation_cell[0]
 
 

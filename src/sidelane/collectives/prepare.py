@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 from sidelane.choice import Choice
 from sidelane.choice.candidate import GRAPH, SM
@@ -11,7 +11,7 @@ from sidelane.collectives.alternate import FLAGS as TURN_FLAGS
 from sidelane.collectives.alternate import SLOTS_BYTES, AlternatingProgram, Turns
 from sidelane.collectives.arguments import Request
 from sidelane.collectives.backend import Backend
-from sidelane.collectives.heap import Region, SymmetricHeap, generation_cell
+from sidelane.collectives.heap import Region, SymmetricHeap
 from sidelane.collectives.listed import ListRequest
 from sidelane.collectives.plan import AUTO, AnyAgreement, Planner
 from sidelane.collectives.staging import Staging
@@ -49,7 +49,11 @@ class Prepared:
 
 
 class Preparer:
-    """Owns what all programs of a communicator share: flag memory and staging."""
+    """Owns what all programs of a communicator share: flag memory and staging.
+
+    Attributes:
+        keepers: called when what :meth:`recall` knew is void, of whoever keeps any of it.
+    """
 
     def __init__(self, rank: int, heap: SymmetricHeap, backend: Backend, planner: Planner) -> None:
         self._rank = rank
@@ -71,6 +75,7 @@ class Preparer:
             self._slots.reserve(2 * SLOTS_BYTES, False)  # a capture could not
         self._kept: list[object] = []
         self._recent: dict[Hashable, Prepared] = {}
+        self.keepers: list[Callable[[], object]] = []
 
     def recall(self, key: Hashable) -> Prepared | None:
         """What an earlier call with the same key prepared, if it still holds."""
@@ -136,7 +141,8 @@ class Preparer:
             # Captured graphs keep the block that they were loaded with. Everything else must move to the new one now,
             # on all ranks at once: a rank that still wrote to the old block would miss a peer that reads the new one.
             self._recent.clear()
-            generation_cell[0] += 1  # for whoever else remembers calls
+            for forget in self.keepers:
+                forget()
 
     def _load_kernel(self, program: KernelProgram, request: Request | ListRequest, frozen: bool) -> Runnable:
         assert isinstance(request, Request), "no kernel takes lists"

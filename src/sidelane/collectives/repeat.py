@@ -9,7 +9,7 @@ import torch
 
 from sidelane.collectives import heap
 from sidelane.collectives.calls import Calls, count_writes
-from sidelane.collectives.prepare import Prepared
+from sidelane.collectives.prepare import Prepared, Preparer
 from sidelane.execute.base import Place
 from sidelane.native import Effect, load_replays
 
@@ -19,6 +19,8 @@ class Repeats:
 
     Args:
         calls: of the communicator.
+        preparer: likewise.
+        replay: made by ``native/replay.c``.
 
     Attributes:
         run: makes a call again: ``run(kind, tensors, details, variant, beside)``. With nothing done: False if it is not
@@ -27,17 +29,18 @@ class Repeats:
             is wrong.
     """
 
-    def __init__(self, calls: Calls, replay: Any) -> None:
-        self._calls = calls
+    def __init__(self, calls: Calls, preparer: Preparer, replay: Any) -> None:
+        self._calls, self._preparer = calls, preparer
         self._replay = replay
         self.run = replay.run
+        preparer.keepers.append(replay.forget)
 
     def forget(self) -> None:
         """Let go of all calls."""
         self._replay.forget()
 
     @staticmethod
-    def of(calls: Calls) -> Repeats | None:
+    def of(calls: Calls, preparer: Preparer) -> Repeats | None:
         """For a communicator; None where there is no use in it, or no compiler."""
         path = calls.backend.host_path()
         # With debug, every call is compared with the peers'.
@@ -61,7 +64,7 @@ class Repeats:
             *(control, control.post_call, posts.lock, path.lock.acquire, path.lock.release),
             *(count_writes, torch.Tensor),
         )
-        return Repeats(calls, replay)
+        return Repeats(calls, preparer, replay)
 
     def remember(self, key: tuple[Hashable, ...], prepared: Prepared, place: Place) -> None:
         """Remember a call that has just been made, if it will be made the same way again.
@@ -80,12 +83,16 @@ class Repeats:
         # The number itself, not an equal one: it is compared by identity.
         generation = heap.generation_cell[0]
         if generation != key[5]:
-            return
+            return  # memory was allocated since
         notes = (*repetition.notes, (Effect.SET, self._calls, "last_choice", prepared.choice))
         self._replay.remember(
             *(kind, tensors, details, variant, beside, generation, repetition.turn, place[0]),
             *(prepared.signature, payload, repetition.steps, repetition.words, notes, repetition.failed, prepared),
         )
+        if (
+            self._preparer.recall(key) is not prepared
+        ):  # another thread has moved staging, maybe before it was remembered
+            self.forget()
 
 
 def _is_ordinary(identity: tuple[Any, ...]) -> bool:
