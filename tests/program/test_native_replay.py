@@ -335,6 +335,16 @@ def test_ctrl_c_in_a_question_gets_out(host: Host) -> None:
     assert not host.lock.locked()
 
 
+def test_many_sizes_and_ways_to_run_one_call_have_places(host: Host) -> None:
+    """A study tries every variant with every size, at the same two addresses."""
+    names, whole = [f"variant {number}" for number in range(12)], host.tensors
+    hosts = [(name, (whole[0][: 2 * n], whole[1][:n])) for name in names for n in (1, 2, 3, 4)]
+    for name, host.tensors in hosts:
+        host.remember((host.step(name),), variant=name)
+    for name, host.tensors in hosts:
+        assert host.run(variant=name), name
+
+
 def test_equal_words_are_the_same_words(host: Host) -> None:
     host.remember(variant="one_shot", details=("sum", 3))
     assert host.run(variant="".join(["one", "_shot"]), details=("".join(["su", "m"]), int("3")))

@@ -177,11 +177,16 @@ static void leave_entry(Entry *entry)
         free_entry(entry);
 }
 
+/* Where to look first; an error of a strange variant's hash is none of a place. */
 static unsigned place_of(const Request *request, long long stream)
 {
-    uint64_t mix = (request->tensor[0].address >> 4) * 0x9E3779B97F4A7C15u;
-    mix ^= (request->tensor[1].address >> 4) * 0xC2B2AE3D27D4EB4Fu;
+    Py_hash_t variant = PyObject_Hash(request->variant);
+    if (variant == -1)
+        PyErr_Clear();
+    uint64_t mix = ((request->tensor[0].address >> 4) + request->tensor[0].nbytes) * 0x9E3779B97F4A7C15u;
+    mix ^= ((request->tensor[1].address >> 4) + request->tensor[1].nbytes) * 0xC2B2AE3D27D4EB4Fu;
     mix ^= (uint64_t)(uintptr_t)request->kind * 0x165667B19E3779F9u ^ (uint64_t)stream * 0x27D4EB2F165667C5u;
+    mix ^= (uint64_t)variant;
     return (unsigned)(mix >> 32) % TABLE;
 }
 
