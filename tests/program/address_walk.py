@@ -1,0 +1,304 @@
+"""A walk through everything that a communicator submits on GPUs, with a driver that checks every address and handle.
+
+Run by ``test_addresses`` in a process whose ``libcuda.so.1`` is ``checking_driver.c``. This is rank 0 of four whose
+peers are addresses only: nothing moves, and what is posted here stands for what all post.
+
+    address_walk.py SEED STEPS SABOTAGE
+
+Prints a JSON object of what was checked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import json
+import os
+import random
+import sys
+import tempfile
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from sidelane.collectives import backend_cuda, communicator, profile
+from sidelane.config import Config
+from sidelane.execute.cuda import driver
+from sidelane.execute.cuda.probe import DriverFeatures
+from sidelane.memory.control import ControlBlock
+from sidelane.native import load_replays
+
+WORLD = 4
+SIZES = (1, 16, 250, 1000, 4096, 30_000, 65_536, 100_001)
+ARENA_BYTES = 1 << 21
+VARIANTS = {
+    "all_gather": (
+        "b2b",
+        "b2b+graph",
+        "striped",
+        "alternating",
+        "alternating+graph",
+        "pcpy",
+        "bcst",
+        "one_shot",
+        "auto",
+    ),
+    "all_to_all": ("b2b", "alternating", "striped", "pcpy+graph", "swap", "one_shot", "auto"),
+    "broadcast": ("b2b", "alternating", "alternating+graph", "striped", "bcst", "auto"),
+    "reduce_scatter": ("b2b", "b2b+graph", "one_shot", "one_shot_narrow", "auto"),
+    "all_reduce": ("b2b", "one_shot", "two_shot", "two_shot_narrow", "auto"),
+}
+
+checker = ctypes.CDLL("libcuda.so.1")
+checker.checker_allow.argtypes = (ctypes.c_uint64, ctypes.c_uint64)
+checker.checker_forbid.argtypes = (ctypes.c_uint64,)
+checker.checker_checks.restype = checker.checker_violations.restype = ctypes.c_uint64
+checker.cuGraphLaunch.argtypes = (ctypes.c_uint64, ctypes.c_void_p)
+checker.cuGraphExecDestroy.argtypes = (ctypes.c_uint64,)
+
+
+def bytes_that_may_be_touched(nbytes: int) -> torch.Tensor:
+    """Memory that is allowed until this tensor goes; views of it do not count."""
+    made = torch.zeros(max(1, nbytes), dtype=torch.uint8)
+    checker.checker_allow(made.data_ptr(), made.nbytes)
+    weakref.finalize(made, checker.checker_forbid, made.data_ptr())
+    return made
+
+
+class Words:
+    """As ``driver.HostWords``."""
+
+    def __init__(self, count: int) -> None:
+        self.memory = bytes_that_may_be_touched(4 * count)
+        self.array = self.memory.numpy().view(np.uint32)
+        self.address = self.memory.data_ptr()
+
+
+class Block:
+    """A symmetric block, the parts of the ranks one behind the other."""
+
+    def __init__(self, nbytes: int) -> None:
+        part = -(-nbytes // 256) * 256
+        self.memory = bytes_that_may_be_touched(WORLD * part)
+        self.tensor = self.memory[:part]
+        self.addresses = tuple(self.memory.data_ptr() + rank * part for rank in range(WORLD))
+
+
+class Memory:
+    """As ``TorchSymmetricMemory``."""
+
+    allocate = staticmethod(Block)
+
+    def close(self) -> None:
+        pass
+
+
+class Control(ControlBlock):
+    """What this rank posts, all ranks have posted."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group)
+        self.world_size = WORLD
+        self._parts, self._peers = self._parts * WORLD, self._peers * WORLD
+
+
+class Stream:
+    """As ``torch.cuda.Stream``."""
+
+    def __init__(self, *_: Any, handle: int = 0x500, **__: Any) -> None:
+        self.cuda_stream = handle
+
+    def synchronize(self) -> None:
+        pass
+
+
+class StubKernel:
+    """As ``kernel_launch.LoadedKernel``, without a compiler behind it."""
+
+    def __init__(self, owner: driver.Driver) -> None:
+        self._driver = owner
+
+    def bind(self, arguments: Any, *, blocks: int, stream: int) -> driver.Bound:
+        from sidelane.execute.cuda.kernel_launch import PackedArguments
+
+        packed = PackedArguments.of(list(arguments))
+        return self._driver.bind_launch(0x600, packed, blocks=blocks, threads=128, shared_bytes=0, stream=stream)
+
+
+caller = SimpleNamespace(stream=0x500, capturing=False)
+
+
+def take_over() -> None:
+    """Put all this in the places of what needs GPUs and other processes."""
+    driver.HostWords = Words  # type: ignore[assignment,misc]
+    driver.Driver.device_words = lambda self, count: ((words := Words(count)).address, words)  # type: ignore[method-assign]
+    driver._raw_stream = lambda index: caller.stream
+    driver._is_current_capturing = lambda: caller.capturing
+    driver._current_device = lambda: 0
+    torch.cuda.Stream = Stream  # type: ignore[misc,assignment]
+    torch.cuda.current_stream = lambda device=None: Stream(handle=caller.stream)  # type: ignore[assignment]
+    torch.cuda.current_device = lambda: 0
+    torch.cuda.device = lambda index: contextlib.nullcontext()  # type: ignore[misc,assignment]
+    backend_cuda.TorchSymmetricMemory = lambda *_: Memory()  # type: ignore[misc,assignment]
+    features = DriverFeatures("13.0", 3, stream_memory_ops=True, peer_writes=True, copy_batches=True)
+    backend_cuda.probe = lambda *_: features  # type: ignore[assignment]
+    spread = lambda self, block: SimpleNamespace(addresses=block.addresses)  # noqa: E731
+    backend_cuda.CudaBackend.spread = spread  # type: ignore[method-assign,assignment]
+    control = Control(dist.group.WORLD)  # type: ignore[arg-type]
+    communicator.ControlBlock = lambda group: control  # type: ignore[misc,assignment]
+    dist.get_world_size = lambda group=None: WORLD
+    communicator.make_backend = backend_cuda.CudaBackend  # type: ignore[assignment]
+    communicator.choose_device = lambda device: torch.device("cpu")  # type: ignore[assignment]
+    profile.exchange = lambda group, item, what: [item] * WORLD  # type: ignore[assignment,attr-defined]
+    with contextlib.suppress(ImportError):
+        from sidelane.execute.cuda import kernel_launch
+
+        kernel_launch.Kernels.load = lambda self, *_: StubKernel(self._driver)  # type: ignore[assignment,method-assign]
+
+
+class Walk:
+    """Calls of every kind on tensors that come and go, from streams that change, captured, and all again."""
+
+    def __init__(self, comm: communicator.Communicator, seed: int) -> None:
+        self.comm, self.rng = comm, random.Random(seed)
+        self.captures = seed % 2 == 0  # which keep staging for good
+        self.symmetric = [comm.empty(ARENA_BYTES // 2, dtype=torch.uint8) for _ in range(4)]
+        self.ordinary = [bytes_that_may_be_touched(ARENA_BYTES) for _ in range(4)]
+        self.recent: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+        self.graphs: list[tuple[int, object]] = []
+        self.refused = self.made = self.growths = 0
+
+    def step(self) -> None:
+        rng = self.rng
+        if rng.random() < 0.02:
+            caller.stream = rng.choice((0x500, 0x500, 0x500, 0x600, 0))
+        self.change(rng.random())
+        again = self.recent and rng.random() < 0.85
+        call = rng.choice(self.recent) if again else self.new_call()
+        captured = self.captures and rng.random() < 0.02
+        checker.checker_doing(f"{call[0]} {call[2]['variant']}, captured {captured}".encode())
+        stream = caller.stream
+        if captured:
+            caller.stream, caller.capturing = stream or 0x500, True
+            checker.cuStreamBeginCapture_v2(None, 0)
+        try:
+            for _ in range(1 if captured else rng.choice((1, 1, 2, 5))):
+                getattr(self.comm, call[0])(*call[1], **call[2])
+                self.made += 1
+        except ValueError:  # tensors that overlap, or a variant that these cannot have
+            self.refused += 1
+            self.recent = [other for other in self.recent if other is not call]
+        finally:
+            if captured:
+                self.keep_graph((call, list(self.ordinary)))
+                caller.stream, caller.capturing = stream, False
+
+    def change(self, chance: float) -> None:
+        """Now and then, what else happens to a communicator."""
+        if chance < 0.002:
+            self.ordinary[self.rng.randrange(4)] = bytes_that_may_be_touched(ARENA_BYTES)
+            self.recent.clear()
+        elif chance < 0.003:
+            self.comm.empty(self.rng.choice((10, 5000)))
+        elif chance < 0.004:
+            gc.collect()
+        elif chance < 0.008 and self.graphs:
+            checker.checker_doing(b"a replay of the caller's graph")
+            checker.cuGraphLaunch(self.rng.choice(self.graphs)[0], None)
+        elif chance < 0.010 and self.growths < 6:  # as if a larger call had come
+            self.growths += 1
+            preparer = self.comm._preparer
+            for staging in (preparer._staging, preparer._kernel_staging):
+                have = 0 if staging._block is None else staging._block.tensor.nbytes
+                preparer._reserve(staging, have + 1, False)
+        elif chance < 0.011:  # as if thousands of other calls had come
+            self.comm._preparer._recent.clear()
+            gc.collect()
+
+    def keep_graph(self, needs: object) -> None:
+        graph, executable = ctypes.c_uint64(), ctypes.c_uint64()
+        checker.cuStreamEndCapture(None, ctypes.byref(graph))
+        checker.cuGraphInstantiateWithFlags(ctypes.byref(executable), graph, ctypes.c_uint64(0))
+        self.graphs.append((executable.value, needs))
+        if len(self.graphs) > 30:
+            checker.cuGraphExecDestroy(self.graphs.pop(0)[0])
+
+    def new_call(self) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
+        rng = self.rng
+        kind = rng.choice(list(VARIANTS))
+        dtype = rng.choice((torch.bfloat16, torch.float32))
+        symmetric, in_place, first = rng.random() < 0.6, rng.random() < 0.3, rng.randrange(4)
+        listed = rng.random() < 0.2
+        places = [16 * number for number in range(rng.randrange(1, 4))] if listed else [rng.randrange(4)]
+        rows = [self.tensors(kind, rng.choice(SIZES), dtype, symmetric, in_place, first, place) for place in places]
+        columns = [list(column) if listed else column[0] for column in zip(*rows, strict=True)]
+        details: dict[str, Any] = {"variant": rng.choice(VARIANTS[kind])}
+        if kind == "broadcast":
+            details["root"] = rng.randrange(2)
+        if kind == "all_reduce":
+            details["output"] = None if in_place else columns.pop()
+        call = (kind, tuple(columns), details)
+        self.recent = [*self.recent[-40:], call]
+        return call
+
+    def tensors(
+        self, kind: str, size: int, dtype: torch.dtype, symmetric: bool, in_place: bool, first: int, place: int
+    ) -> tuple[torch.Tensor, ...]:
+        def pick(number: int, elements: int) -> torch.Tensor:
+            memory = (self.symmetric if symmetric else self.ordinary)[(first + number) % 4]
+            start = place * 4096
+            return memory[start : start + elements * dtype.itemsize].view(dtype)
+
+        whole, other = pick(0, WORLD * size), pick(1, WORLD * size)
+        match kind:
+            case "all_gather":
+                return whole, whole[:size] if in_place else other[:size]
+            case "all_to_all":
+                return whole, whole if in_place else other
+            case "broadcast":
+                return (whole,)
+            case "reduce_scatter":
+                return (whole[:size], whole) if in_place else (other[:size], whole)
+            case _:
+                return (whole,) if in_place else (whole, other)
+
+
+def main() -> None:
+    seed, steps, sabotage = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        take_over()
+        comm = communicator.Communicator(config=Config(profile="builtin"))
+    assert comm._repeats is not None, load_replays().words
+    native, run = [], comm._repeats.run
+
+    def seen(*arguments: Any) -> bool | None:
+        native.append(run(*arguments))
+        return native[-1]
+
+    comm._repeats.run = seen
+    walk = Walk(comm, seed)
+    for number in range(steps):
+        if number == steps // 2 and sabotage == "flags":
+            checker.checker_forbid(comm._preparer._flags.memory.data_ptr())
+        if number == steps // 2 and sabotage == "events":
+            for prepared in comm._preparer._recent.values():
+                for event in getattr(prepared.loaded, "_events", ()):
+                    checker.cuEventDestroy_v2(ctypes.c_uint64(event))
+        walk.step()
+        if checker.checker_violations():
+            break
+    comm.synchronize()
+    found = {"made": walk.made, "refused": walk.refused, "native": sum(made is True for made in native)}
+    found |= {"checks": checker.checker_checks(), "violations": checker.checker_violations()}
+    print(json.dumps(found), flush=True)
+    os._exit(0)  # the pool of words is gone before what would be tidied up
+
+
+if __name__ == "__main__":
+    main()

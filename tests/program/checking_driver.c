@@ -1,0 +1,264 @@
+/* A libcuda.so.1 that runs nothing and checks everything: each address that it is given must lie in memory that a test
+   allows, and each event and graph must be one that was made and not destroyed. What a graph holds is checked again at
+   every launch. Only what Sidelane calls is here; of what is not checked, success is claimed. */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <pthread.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef int Result;
+typedef uint64_t Address;
+enum { FREED, EVENT, GRAPH, EXECUTABLE, MOST_HANDLES = 1 << 20, MOST_RANGES = 1 << 16, FIRST_HANDLE = 0x1000 };
+
+typedef struct {
+    Address first;
+    uint64_t bytes;
+} Range;
+
+typedef struct {
+    Range *ranges;
+    size_t count, room;
+} Recording;
+
+static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
+static Range allowed[MOST_RANGES];
+static size_t allowed_count, handle_count;
+static unsigned char kinds[MOST_HANDLES];
+static Recording *recordings[MOST_HANDLES], *recording;
+static uint64_t checks, violations;
+static char doing[512];
+
+/* --- for the test -------------------------------------------------------------------------------------------------- */
+
+void checker_allow(Address first, uint64_t bytes)
+{
+    pthread_mutex_lock(&mutex);
+    if (allowed_count < MOST_RANGES)
+        allowed[allowed_count++] = (Range){first, bytes};
+    pthread_mutex_unlock(&mutex);
+}
+
+void checker_forbid(Address first)
+{
+    pthread_mutex_lock(&mutex);
+    for (size_t i = 0; i < allowed_count; i++)
+        if (allowed[i].first == first) {
+            allowed[i] = allowed[--allowed_count];
+            break;
+        }
+    pthread_mutex_unlock(&mutex);
+}
+
+void checker_doing(const char *text) { snprintf(doing, sizeof doing, "%s", text); }
+uint64_t checker_checks(void) { return checks; }
+uint64_t checker_violations(void) { return violations; }
+
+static void complain(const char *what, uint64_t where, uint64_t more)
+{
+    if (violations++ < 10)
+        fprintf(stderr, "VIOLATION: %s 0x%llx (%llu) in %s\n", what, (unsigned long long)where,
+                (unsigned long long)more, doing);
+}
+
+static int is_allowed(Address first, uint64_t bytes)
+{
+    for (size_t i = 0; i < allowed_count; i++)
+        if (first >= allowed[i].first && first + bytes <= allowed[i].first + allowed[i].bytes)
+            return 1;
+    return 0;
+}
+
+static int touch(const char *what, Address first, uint64_t bytes)
+{
+    if (!bytes)
+        return 0;
+    pthread_mutex_lock(&mutex);
+    checks++;
+    int fine = is_allowed(first, bytes);
+    if (!fine)
+        complain(what, first, bytes);
+    if (recording != NULL) {
+        if (recording->count == recording->room) {
+            recording->room = 2 * recording->room + 16;
+            recording->ranges = realloc(recording->ranges, recording->room * sizeof(Range));
+        }
+        recording->ranges[recording->count++] = (Range){first, bytes};
+    }
+    pthread_mutex_unlock(&mutex);
+    return fine;
+}
+
+static uint64_t make(int kind)
+{
+    pthread_mutex_lock(&mutex);
+    size_t number = handle_count < MOST_HANDLES - 1 ? handle_count++ : handle_count;
+    kinds[number] = (unsigned char)kind;
+    pthread_mutex_unlock(&mutex);
+    return FIRST_HANDLE + 16 * number;
+}
+
+static size_t number_of(uint64_t handle) { return (handle - FIRST_HANDLE) / 16; }
+
+static Result use(const char *what, uint64_t handle, int kind)
+{
+    checks++;
+    if (handle < FIRST_HANDLE || number_of(handle) >= handle_count || kinds[number_of(handle)] != kind)
+        complain(what, handle, (uint64_t)kind);
+    return 0;
+}
+
+static Result end(const char *what, uint64_t handle, int kind)
+{
+    use(what, handle, kind);
+    kinds[number_of(handle)] = FREED;
+    return 0;
+}
+
+/* --- the driver ---------------------------------------------------------------------------------------------------- */
+
+static Result succeed(void) { return 0; }
+Result cuInit(unsigned flags) { return 0; }
+Result cuDriverGetVersion(int *version) { return *version = 13000, 0; }
+Result cuCtxGetCurrent(uint64_t *context) { return *context = 0x77, 0; }
+Result cuCtxGetStreamPriorityRange(int *low, int *high) { return *low = 0, *high = -5, 0; }
+Result cuCtxGetDevice(int *device) { return *device = 0, 0; }
+Result cuGetErrorName(int error, const char **name) { return *name = "CUDA_ERROR_CHECKER", 0; }
+Result cuDeviceGetAttribute(int *value, int attribute, int device) { return *value = attribute == 75 ? 9 : 0, 0; }
+Result cuStreamCreateWithPriority(uint64_t *stream, unsigned flags, int priority) { return *stream = make(FREED), 0; }
+Result cuStreamGetPriority(void *stream, int *priority) { return *priority = 0, 0; }
+Result cuStreamIsCapturing(void *stream, int *status) { return *status = 0, 0; }
+Result cuModuleLoadData(uint64_t *module, void *image) { return *module = make(FREED), 0; }
+Result cuModuleGetFunction(uint64_t *function, void *module, char *name) { return *function = make(FREED), 0; }
+
+Result cuEventCreate(uint64_t *event, unsigned flags) { return *event = make(EVENT), 0; }
+Result cuEventDestroy_v2(uint64_t event) { return end("event destroyed", event, EVENT); }
+Result cuEventRecord(uint64_t event, void *stream) { return use("event recorded", event, EVENT); }
+Result cuStreamWaitEvent(void *stream, uint64_t event, unsigned flags) { return use("event waited for", event, EVENT); }
+
+Result cuMemcpyAsync(Address to, Address from, size_t bytes, void *stream)
+{
+    return touch("copy to", to, bytes), touch("copy from", from, bytes), 0;
+}
+
+Result cuMemcpyBatchAsync_v2(Address *to, Address *from, size_t *bytes, size_t count, void *attributes, size_t *places,
+                             size_t attribute_count, void *stream)
+{
+    for (size_t i = 0; i < count; i++)
+        touch("copy to", to[i], bytes[i]), touch("copy from", from[i], bytes[i]);
+    if (attributes == NULL || attribute_count != 1 || places[0] != 0)
+        complain("attributes of a batch", (uint64_t)attributes, attribute_count);
+    return 0;
+}
+
+typedef struct {
+    size_t x, y;
+    unsigned memory;
+    Address host, device, array;
+    size_t pitch;
+} Side;
+
+typedef struct {
+    Side from, to;
+    size_t width, height;
+} Rows;
+
+Result cuMemcpy2DAsync_v2(const Rows *copy, void *stream)
+{
+    if (copy->from.memory != 2 || copy->to.memory != 2)
+        complain("memory of rows", copy->from.memory, copy->to.memory);
+    for (size_t row = 0; row < copy->height; row++) {
+        touch("row to", copy->to.device + row * copy->to.pitch, copy->width);
+        touch("row from", copy->from.device + row * copy->from.pitch, copy->width);
+    }
+    return 0;
+}
+
+typedef struct {
+    uint32_t kind, unused;
+    Address address;
+    uint32_t value, high, flags, padding;
+    uint64_t more[2];
+} MemoryOp;
+
+Result cuStreamBatchMemOp_v2(void *stream, unsigned count, const MemoryOp *ops, unsigned flags)
+{
+    if (count < 1 || count > 255)
+        complain("memory operations", count, 0);
+    for (unsigned i = 0; i < count; i++) {
+        if (ops[i].kind != 1 && ops[i].kind != 2)
+            complain("kind of a memory operation", ops[i].kind, i);
+        if (touch("memory operation", ops[i].address, 4) && ops[i].kind == 2)
+            *(volatile uint32_t *)ops[i].address = ops[i].value; /* the host waits for some of them */
+    }
+    return 0;
+}
+
+typedef struct {
+    unsigned grid[3], block[3], shared;
+    void *stream, *attributes;
+    unsigned attribute_count;
+} Launch;
+
+Result cuLaunchKernelEx(const Launch *launch, void *function, void **arguments, void **extra)
+{
+    if (function == NULL || launch->grid[0] < 1 || launch->grid[0] > 1024 || launch->block[0] > 1024)
+        complain("launch", (uint64_t)function, launch->grid[0]);
+    return 0;
+}
+
+Result cuStreamBeginCapture_v2(void *stream, int mode) { return recording = calloc(1, sizeof(Recording)), 0; }
+
+Result cuStreamEndCapture(void *stream, uint64_t *graph)
+{
+    *graph = make(GRAPH);
+    recordings[number_of(*graph)] = recording;
+    return recording = NULL, 0;
+}
+
+Result cuGraphInstantiateWithFlags(uint64_t *executable, uint64_t graph, unsigned long long flags)
+{
+    use("graph", graph, GRAPH);
+    *executable = make(EXECUTABLE);
+    recordings[number_of(*executable)] = recordings[number_of(graph)];
+    return 0;
+}
+
+Result cuGraphDestroy(uint64_t graph) { return end("graph destroyed", graph, GRAPH); }
+Result cuGraphExecDestroy(uint64_t executable) { return end("graph destroyed", executable, EXECUTABLE); }
+
+Result cuGraphLaunch(uint64_t executable, void *stream)
+{
+    use("graph launched", executable, EXECUTABLE);
+    const Recording *held = recordings[number_of(executable)];
+    for (size_t i = 0; held != NULL && i < held->count; i++)
+        touch("memory of a graph", held->ranges[i].first, held->ranges[i].bytes);
+    return 0;
+}
+
+Result cuGetProcAddress_v2(const char *symbol, void **function, int version, uint64_t flags, int *status)
+{
+    static void *self;
+    Dl_info info;
+    if (self == NULL && dladdr((void *)cuInit, &info))
+        self = dlopen(info.dli_fname, RTLD_NOW);
+    const char *suffixes[] = {"", "_v2", "WithFlags"};
+    char name[256];
+    *function = NULL;
+    for (size_t i = 0; i < 3 && *function == NULL; i++) {
+        snprintf(name, sizeof name, "%s%s", symbol, suffixes[i]);
+        *function = dlsym(self, name);
+    }
+    if (*function == NULL)
+        *function = (void *)succeed;
+    if (status != NULL)
+        *status = 0;
+    return 0;
+}
+
+Result cuGetProcAddress(const char *symbol, void **function, int version, uint64_t flags)
+{
+    return cuGetProcAddress_v2(symbol, function, version, flags, NULL);
+}
