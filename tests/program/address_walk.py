@@ -127,7 +127,9 @@ class StubKernel:
         from sidelane.execute.cuda.kernel_launch import PackedArguments
 
         packed = PackedArguments.of(list(arguments))
-        return self._driver.bind_launch(0x600, packed, blocks=blocks, threads=128, shared_bytes=0, stream=stream)
+        # The driver that checks learns from the bytes of shared memory how many arguments there are.
+        count = len(packed.values)
+        return self._driver.bind_launch(0x600, packed, blocks=blocks, threads=128, shared_bytes=count, stream=stream)
 
 
 caller = SimpleNamespace(stream=0x500, capturing=False)

@@ -102,20 +102,21 @@ static uint64_t make(int kind)
 
 static size_t number_of(uint64_t handle) { return (handle - FIRST_HANDLE) / 16; }
 
-static Result use(const char *what, uint64_t handle, int kind)
+static int is_live(const char *what, uint64_t handle, int kind, int after)
 {
+    pthread_mutex_lock(&mutex);
     checks++;
-    if (handle < FIRST_HANDLE || number_of(handle) >= handle_count || kinds[number_of(handle)] != kind)
+    int live = handle >= FIRST_HANDLE && number_of(handle) < handle_count && kinds[number_of(handle)] == kind;
+    if (live)
+        kinds[number_of(handle)] = (unsigned char)after;
+    else
         complain(what, handle, (uint64_t)kind);
-    return 0;
+    pthread_mutex_unlock(&mutex);
+    return live;
 }
 
-static Result end(const char *what, uint64_t handle, int kind)
-{
-    use(what, handle, kind);
-    kinds[number_of(handle)] = FREED;
-    return 0;
-}
+static Result use(const char *what, uint64_t handle, int kind) { return is_live(what, handle, kind, kind), 0; }
+static Result end(const char *what, uint64_t handle, int kind) { return is_live(what, handle, kind, FREED), 0; }
 
 /* --- the driver ---------------------------------------------------------------------------------------------------- */
 
@@ -206,6 +207,11 @@ Result cuLaunchKernelEx(const Launch *launch, void *function, void **arguments, 
 {
     if (function == NULL || launch->grid[0] < 1 || launch->grid[0] > 1024 || launch->block[0] > 1024)
         complain("launch", (uint64_t)function, launch->grid[0]);
+    for (unsigned i = 0; i < launch->shared; i++) { /* the test's kernels say there how many arguments they have */
+        Address address = *(const Address *)arguments[i];
+        if (address >> 32) /* or else it is a count; some are the end of a buffer */
+            touch("argument of a kernel", is_allowed(address, 1) ? address : address - 1, 1);
+    }
     return 0;
 }
 
@@ -220,7 +226,8 @@ Result cuStreamEndCapture(void *stream, uint64_t *graph)
 
 Result cuGraphInstantiateWithFlags(uint64_t *executable, uint64_t graph, unsigned long long flags)
 {
-    use("graph", graph, GRAPH);
+    if (!is_live("graph", graph, GRAPH, GRAPH))
+        return 1;
     *executable = make(EXECUTABLE);
     recordings[number_of(*executable)] = recordings[number_of(graph)];
     return 0;
@@ -231,7 +238,8 @@ Result cuGraphExecDestroy(uint64_t executable) { return end("graph destroyed", e
 
 Result cuGraphLaunch(uint64_t executable, void *stream)
 {
-    use("graph launched", executable, EXECUTABLE);
+    if (!is_live("graph launched", executable, EXECUTABLE, EXECUTABLE))
+        return 0;
     const Recording *held = recordings[number_of(executable)];
     for (size_t i = 0; held != NULL && i < held->count; i++)
         touch("memory of a graph", held->ranges[i].first, held->ranges[i].bytes);

@@ -6,6 +6,7 @@ import os
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -44,7 +45,11 @@ def test_ranks_may_compile_at_the_same_time(cache: Path) -> None:
         subprocess.Popen([sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, text=True)
         for _ in range(4)
     ]
-    words = [child.communicate(timeout=60)[0] for child in children]
+    try:
+        words = [child.communicate(timeout=60)[0] for child in children]
+    finally:
+        for child in children:
+            child.kill()
     assert all(child.returncode == 0 for child in children), words
     assert len(list(cache.iterdir())) == 1, "nothing but the module is left"
 
@@ -77,20 +82,37 @@ def test_a_file_that_was_cut_short_is_made_again(cache: Path) -> None:
     assert done.stdout.startswith("compiled by "), done
 
 
-@pytest.mark.parametrize("error", [PermissionError(13, "read-only"), OSError(28, "full"), ImportError("noexec")])
-def test_a_home_that_is_of_no_use(monkeypatch: pytest.MonkeyPatch, cache: Path, error: Exception) -> None:
-    compile_to = build.compile_to
+@pytest.mark.parametrize(
+    ("step", "error"),
+    [
+        ("compile_to", PermissionError(13, "read-only")),
+        ("compile_to", OSError(28, "full")),
+        ("load", ImportError("noexec")),
+    ],
+    ids=str,
+)
+def test_a_home_that_is_of_no_use(monkeypatch: pytest.MonkeyPatch, cache: Path, step: str, error: Exception) -> None:
+    real = getattr(build, step)
 
-    def refuse(path: Path, *rest: object) -> None:
+    def refuse(path: Path, *rest: object) -> object:
         if path.parent == cache:
             raise error
-        compile_to(path, *rest)  # type: ignore[arg-type]
+        return real(path, *rest)
 
-    monkeypatch.setattr(build, "compile_to", refuse)
+    monkeypatch.setattr(build, step, refuse)
     found = load()
     assert found.module is not None, found.words
     assert found.module.Replay is not None
-    assert list(cache.iterdir()) == []
+
+
+def test_why_a_module_does_not_load_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    compiler = tmp_path / "emptycc"
+    compiler.write_text('#!/bin/sh\nfor last; do :; done\necho "int x;" | cc -x c -shared -fPIC - -o "$last"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    found = load()
+    assert found.module is None
+    assert "PyInit" in found.words, found.words
 
 
 def test_no_home_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,11 +138,16 @@ def test_a_compiler_that_hangs_is_killed_with_its_children(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cache: Path
 ) -> None:
     compiler = tmp_path / "hang"
-    compiler.write_text("#!/bin/sh\nsleep 1000 &\nwait\n")
+    compiler.write_text(f"#!/bin/sh\nsleep 1000 &\necho $! > {tmp_path}/child\nwait\n")
     compiler.chmod(0o755)
     monkeypatch.setenv("CC", str(compiler))
-    monkeypatch.setattr(build, "TIMEOUT_S", 0.3)
-    assert load() == Replays(None, "RuntimeError: hang took longer than 0 s")
+    monkeypatch.setattr(build, "TIMEOUT_S", 1.0)
+    assert load() == Replays(None, "RuntimeError: hang took longer than 1 s")
+    child = Path(f"/proc/{(tmp_path / 'child').read_text().strip()}")
+    deadline = time.monotonic() + 10
+    while child.exists() and "\nState:\tZ" not in (child / "status").read_text():
+        assert time.monotonic() < deadline, "it is left behind"
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("command", ['gcc "', "/dev/null"])

@@ -75,9 +75,11 @@ class Repeats:
             place: where.
         """
         kind, variant, beside, details, frozen, _, identities = key
-        repetition = None if frozen else prepared.loaded.repetition(place)
+        if frozen or not all(map(_is_ordinary, identities)):  # type: ignore[call-overload]
+            return
+        repetition = prepared.loaded.repetition(place)
         payload = self._calls.control.payload(prepared.signature)
-        if repetition is None or payload is None or not all(map(_is_ordinary, identities)):  # type: ignore[call-overload]
+        if repetition is None or payload is None:
             return
         tensors = tuple(identity[:3] for identity in identities)  # type: ignore[attr-defined]
         # The number itself, not an equal one: it is compared by identity.

@@ -72,16 +72,16 @@ def _load_or_compile() -> Replays:
     for folder in _folders():
         try:
             with folder as path:
-                if (known := load(path / name)) is not None:
+                if (known := _load_earlier(path / name)) is not None:
                     return Replays(known, "compiled before")
                 if not compiler:
                     return Replays(None, "no C compiler (looked for CC, cc, gcc, clang)")
                 compile_to(path / name, source, compiler)
-                if (made := load(path / name)) is not None:
-                    return Replays(made, f"compiled by {Path(compiler[0]).name}")
+                return Replays(load(path / name), f"compiled by {Path(compiler[0]).name}")
         except (ImportError, OSError) as error:  # a home that is full, or cannot be written or run from
             problem = error
-    raise problem or ImportError(f"{name} was not there any more")
+    assert problem is not None, "there are folders"
+    raise problem
 
 
 def find_compiler() -> tuple[str, ...]:
@@ -113,26 +113,32 @@ def compile_to(path: Path, source: bytes, compiler: tuple[str, ...]) -> None:
             os.link(binary, path)
 
 
-def load(path: Path) -> ModuleType | None:
-    """Load a compiled module; None if there is none, or not one for this Python, which is removed.
+def load(path: Path) -> ModuleType:
+    """Load a compiled module.
 
     Raises:
-        OSError: it cannot be removed.
+        ImportError: it is not one for this Python, or not whole.
+        PermissionError: somebody else can write it.
     """
-    if not path.exists():
-        return None
     if not _is_private(path):
         raise PermissionError(f"{path.name} can be written by others")
     loader = importlib.machinery.ExtensionFileLoader(MODULE, str(path))
     spec = importlib.util.spec_from_file_location(MODULE, path, loader=loader)
     assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+def _load_earlier(path: Path) -> ModuleType | None:
+    """What an earlier process compiled; None if there is nothing of use, which is removed."""
+    if not path.exists():
+        return None
     try:
-        module = importlib.util.module_from_spec(spec)
-        loader.exec_module(module)
+        return load(path)
     except ImportError:
         path.unlink()
         return None
-    return module
 
 
 def _folders() -> Iterator[contextlib.AbstractContextManager[Path]]:

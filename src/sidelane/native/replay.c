@@ -10,7 +10,8 @@
    `Replay` are told. The GIL is held throughout but for the calls of the driver, which may block for as long as a peer
    is late; the executor's lock is held around them, as everywhere.
 
-   It is compiled where it is first used (see build.py), and nothing needs it. */
+   It is compiled where it is first used (see build.py), and nothing needs it. One file, since one command compiles it:
+   questions about tensors, entries and their place in the table, a repeated call, the type. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -287,7 +288,15 @@ static int read_notes(Entry *entry, PyObject *notes)
     return 0;
 }
 
-/* Where an entry goes: in place of the same call, or of one that will never come again, or where nothing is. */
+static int same_turn(const Entry *a, const Entry *b)
+{
+    if (a->turn == Py_None || b->turn == Py_None)
+        return 1;
+    return PyTuple_GET_ITEM(a->turn, 2) == PyTuple_GET_ITEM(b->turn, 2);
+}
+
+/* Where an entry goes: in place of the same call, or of one that will never come again, or where nothing is. With an
+   error set, nowhere. */
 static unsigned choose_place(Replay *self, const Entry *entry)
 {
     unsigned home = place_of(&entry->request, entry->stream), free = TABLE;
@@ -296,10 +305,13 @@ static unsigned choose_place(Replay *self, const Entry *entry)
         Entry *other = self->table[place];
         if (other == NULL || other->generation != entry->generation) {
             free = free == TABLE ? place : free;
-        } else if (other->stream == entry->stream && same_request(&other->request, &entry->request) == 1) {
-            if (other->turn == Py_None || entry->turn == Py_None)
-                return place;
-            if (PyTuple_GET_ITEM(other->turn, 2) == PyTuple_GET_ITEM(entry->turn, 2))
+        } else if (other->stream == entry->stream) {
+            other->users++; /* to compare may run Python, which may forget it */
+            int answer = same_request(&other->request, &entry->request);
+            if (answer == 1)
+                answer = same_turn(other, entry);
+            leave_entry(other);
+            if (answer)
                 return place;
         }
     }
@@ -421,14 +433,15 @@ static int post_number(Replay *self, Entry *entry, PyObject *number, uint64_t va
     PyObject *digest = PyObject_GetAttr(record, n_digest);
     int known = written != NULL && status != NULL && digest != NULL;
     int repeats = known && written == entry->payload && PyLong_Check(status) && PyObject_Not(status) == 1;
+    int posting = known ? is_true(ask(self->post_lock, n_locked)) : -1; /* another thread of this rank */
     uint64_t tie = repeats ? value ^ PyLong_AsUnsignedLongLong(digest) : 0;
     Py_XDECREF(written);
     Py_XDECREF(status);
     Py_XDECREF(digest);
     int unread = known ? is_unread(self, value) : -1;
-    if (unread < 0 || PyErr_Occurred())
+    if (unread < 0 || posting < 0 || PyErr_Occurred())
         return -1;
-    if (!repeats || unread) {
+    if (!repeats || unread || posting) {
         PyObject *arguments[] = {number, entry->signature};
         PyObject *done = PyObject_Vectorcall(self->post, arguments, 2, NULL);
         Py_XDECREF(done);
@@ -591,11 +604,8 @@ enum Outcome { MADE, UNKNOWN, NOT_NOW, ERROR };
 static enum Outcome attempt(Replay *self, const Request *request, PyObject *written)
 {
     int open = is_open(self);
-    if (open == 1) {
-        int posting = is_true(ask(self->post_lock, n_locked));
-        /* Some calls early, since calls that are refused take numbers that are not begun. */
-        open = posting ? (posting < 0 ? -1 : 0) : !is_unread(self, *self->begun + 1 + (uint64_t)self->record_count / 8);
-    }
+    if (open == 1) /* some calls early, since calls that are refused take numbers that are not begun */
+        open = !is_unread(self, *self->begun + 1 + (uint64_t)self->record_count / 8);
     if (open != 1)
         return open < 0 || PyErr_Occurred() ? ERROR : NOT_NOW;
     long long stream = find_stream(self);
