@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sidelane.choice import Abilities, Call, Candidate, Curve, Profile, candidates, choose, expected_us, objection
-from sidelane.choice.candidate import DMA, IMPLEMENTATIONS, LAUNCHES, SIGNALS, SM, everything, find
+from sidelane.choice.candidate import DMA, EVERYTHING, IMPLEMENTATIONS, LAUNCHES, SIGNALS, SM, everything, find
 from sidelane.choice.key import Key
 from sidelane.choice.profile import parse
 from sidelane.choice.store import (
@@ -309,6 +309,21 @@ def test_nothing_measured_leaves_a_rule_of_thumb():
     assert "reduce_scatter was not measured" in choose(CROSSING, Call(Kind.REDUCE_SCATTER, 4, 64 << 20)).reason
     assert choose(CROSSING, Call(Kind.SCATTER, 4, 1024)).candidate == ALTERNATING
     assert choose(CROSSING, Call(Kind.SCATTER, 4, 1 << 20)).candidate == B2B
+
+
+@pytest.mark.parametrize("given", [None, CROSSING], ids=["nothing measured", "measured"])
+def test_lists_have_one_engine_and_small_ones_are_graphs(given: Profile | None):
+    def choice(nbytes: int, abilities: Abilities = EVERYTHING, **others: object) -> Candidate:
+        return choose(given, gather(nbytes, listed=True, **others), abilities).candidate
+
+    graph = Candidate(DMA, "b2b", launch="graph")
+    for nbytes, launched in ((1024, graph), ((64 << 20) - 1, graph), (64 << 20, B2B), (4 << 30, B2B)):
+        assert choice(nbytes) == launched
+        assert choice(nbytes, beside=COMPUTE) == launched
+        assert choice(nbytes, mixed=True) == launched
+        assert choice(nbytes, captured=True) == B2B, "it is part of a graph already"
+        assert choice(nbytes, Abilities()) in (B2B, PCPY), "where there are no graphs, by the times of single tensors"
+    assert "a list of tensors" in choose(given, gather(1024, listed=True)).reason
 
 
 def test_one_rank_alone():

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 
-from sidelane.choice.candidate import DMA, EVERYTHING, FIRST, SM, Abilities, Call, Candidate, candidates
+from sidelane.choice.candidate import (
+    CALLS,
+    DMA,
+    EVERYTHING,
+    FIRST,
+    GRAPH,
+    SM,
+    Abilities,
+    Call,
+    Candidate,
+    candidates,
+)
 from sidelane.choice.profile import Profile
 from sidelane.program.build import ALTERNATING
 from sidelane.program.collective import REDUCING, Kind
@@ -20,6 +31,11 @@ STAGED_US = {"one_shot": 2.0, "two_shot": 5.0}
 measured on symmetric ones: 2 or 5 us, and on four H200s 40 for 64 MiB, 650 for 1 GiB (docs/kernels.md). What ordinary
 tensors cost otherwise is much the same for all candidates."""
 
+
+LISTED_GRAPH_BYTES = 64 << 20
+"""Below this an eager list is launched as one graph: its copies are as many calls of the host as there are tensors and
+peers. On two H200s, with eight tensors, that takes 1.04 times as long as the best in the geometric mean from 64 KB to
+256 MB, plain calls 1.32; from 256 MB on plain calls are as good (``results/h200x2/lists.json``)."""
 
 EQUALS = 1.005
 """Expected times that differ by less say nothing: medians of a few rounds repeat no better."""
@@ -56,6 +72,8 @@ def choose(profile: Profile | None, call: Call, abilities: Abilities = EVERYTHIN
     if call.world_size == 1:
         alone = next(found for found in legal if found.implementation == DMA)
         return Choice(alone, "a single rank has nothing to send", tuple((found, None) for found in legal))
+    if call.listed and GRAPH in abilities.launches:
+        return _of_list(call, legal)
     curves = () if profile is None else profile.comparable(call)
     measured_us = {curve.candidate: curve.at(call.nbytes) + _staging_us(call, curve.candidate) for curve in curves}
     times = [(found, measured_us.get(found, measured_us.get(_wide(found)))) for found in legal]
@@ -82,6 +100,18 @@ def choose(profile: Profile | None, call: Call, abilities: Abilities = EVERYTHIN
     if differs:
         reason += f" (measured {', '.join(differs)})"
     return Choice(best, reason, table)
+
+
+def _of_list(call: Call, legal: tuple[Candidate, ...]) -> Choice:
+    """By what was measured of lists, since a profile has times of single tensors, by which ``striped`` seems good.
+
+    In graphs one engine a rank is 1% slower than the best on two H200s, ``striped`` 29%: it doubles what is many.
+    """
+    launch = GRAPH if not call.captured and call.nbytes < LISTED_GRAPH_BYTES else CALLS
+    pick = next(found for found in legal if found.variant == FIRST and found.launch == launch)
+    others = tuple((found, None) for found in legal if found is not pick)
+    how = f", as one graph below {LISTED_GRAPH_BYTES >> 20} MiB" if launch == GRAPH else ""
+    return Choice(pick, f"a list of tensors: one copy engine a rank{how}", ((pick, None), *others))
 
 
 def _wide(candidate: Candidate) -> Candidate:
