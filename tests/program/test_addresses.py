@@ -48,12 +48,12 @@ def walk(library: Path, seed: int, steps: int, sabotage: str = "none") -> tuple[
 
 
 @needs_driver_api
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_all_that_is_submitted_lies_where_it_may(library: Path, seed: int) -> None:
-    found, errors = walk(library, seed, 2500)
+    found, errors = walk(library, seed, 2000)
     assert found["violations"] == 0, errors
     assert found["native"] > found["made"] // 2, "made by compiled code"
-    assert found["checks"] > 50_000
+    assert found["checks"] > 40_000
     assert found["refused"] < found["made"] // 10
 
 
