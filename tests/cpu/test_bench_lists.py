@@ -258,7 +258,7 @@ def test_lists_from_end_to_end(tmp_path: Path) -> None:
 
 def without_ranks() -> list[Any]:
     meter: Any = SimpleNamespace()
-    return [Nccl(CPU, meter), SymmetricMemory(CPU, meter, SimpleNamespace(group_name="all"))]  # type: ignore[arg-type]
+    return [Nccl(CPU, meter), SymmetricMemory(CPU, meter, SimpleNamespace(group_name="all"))]
 
 
 def test_what_takes_one_tensor_a_call_has_no_candidates_for_lists() -> None:
@@ -347,9 +347,9 @@ class Recorder:
 @pytest.mark.parametrize("variant", ["", "window"])
 def test_nccl_gets_a_list_as_one_group(monkeypatch: pytest.MonkeyPatch, kind: Kind, variant: str) -> None:
     recorder = Recorder(monkeypatch)
-    nccl = Nccl(CPU, SimpleNamespace(), "group")  # type: ignore[arg-type]
+    nccl = Nccl(CPU, SimpleNamespace(), "group")
     ordinary, windows = ((torch.zeros(1 << 16, dtype=torch.uint8),) * 2 for _ in range(2))
-    nccl._ordinary, nccl._windows = ordinary, SimpleNamespace(buffers=windows)  # type: ignore[assignment]
+    nccl._ordinary, nccl._windows = ordinary, SimpleNamespace(buffers=windows)
     case = case_of(kind, 0, 2, (64, 128))
     where = windows if variant else ordinary
     offsets = [512 * number // case.dtype.itemsize for number in (0, 1)]
@@ -418,7 +418,7 @@ def test_a_graph_holds_every_call_of_a_list(monkeypatch: pytest.MonkeyPatch) -> 
             recorder.log.append("replay")
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    nccl = Nccl(CPU, SimpleNamespace(), "group")  # type: ignore[arg-type]
+    nccl = Nccl(CPU, SimpleNamespace(), "group")
     nccl._ordinary = (torch.zeros(4096, dtype=torch.uint8),) * 2
     case = case_of(Kind.ALL_GATHER, 0, 2, (64, 128))
     one = ["all_gather 0 group", "all_gather 512 group"]

@@ -137,30 +137,30 @@ caller = SimpleNamespace(stream=0x500, capturing=False)
 
 def take_over() -> None:
     """Put all this in the places of what needs GPUs and other processes."""
-    driver.HostWords = Words  # type: ignore[assignment,misc]
-    driver.Driver.device_words = lambda self, count: ((words := Words(count)).address, words)  # type: ignore[method-assign]
+    driver.HostWords = Words
+    driver.Driver.device_words = lambda self, count: ((words := Words(count)).address, words)
     driver._raw_stream = lambda index: caller.stream
     driver._is_current_capturing = lambda: caller.capturing
     driver._current_device = lambda: 0
-    torch.cuda.Stream = Stream  # type: ignore[misc,assignment]
-    torch.cuda.current_stream = lambda device=None: Stream(handle=caller.stream)  # type: ignore[assignment]
+    torch.cuda.Stream = Stream
+    torch.cuda.current_stream = lambda device=None: Stream(handle=caller.stream)
     torch.cuda.current_device = lambda: 0
-    torch.cuda.device = lambda index: contextlib.nullcontext()  # type: ignore[misc,assignment]
-    backend_cuda.TorchSymmetricMemory = lambda *_: Memory()  # type: ignore[misc,assignment]
+    torch.cuda.device = lambda index: contextlib.nullcontext()
+    backend_cuda.TorchSymmetricMemory = lambda *_: Memory()
     features = DriverFeatures("13.0", 3, stream_memory_ops=True, peer_writes=True, copy_batches=True)
-    backend_cuda.probe = lambda *_: features  # type: ignore[assignment]
+    backend_cuda.probe = lambda *_: features
     spread = lambda self, block: SimpleNamespace(addresses=block.addresses)  # noqa: E731
-    backend_cuda.CudaBackend.spread = spread  # type: ignore[method-assign,assignment]
-    control = Control(dist.group.WORLD)  # type: ignore[arg-type]
-    communicator.ControlBlock = lambda group: control  # type: ignore[misc,assignment]
+    backend_cuda.CudaBackend.spread = spread
+    control = Control(dist.group.WORLD)
+    communicator.ControlBlock = lambda group: control
     dist.get_world_size = lambda group=None: WORLD
-    communicator.make_backend = backend_cuda.CudaBackend  # type: ignore[assignment]
-    communicator.choose_device = lambda device: torch.device("cpu")  # type: ignore[assignment]
-    profile.exchange = lambda group, item, what: [item] * WORLD  # type: ignore[assignment,attr-defined]
+    communicator.make_backend = backend_cuda.CudaBackend
+    communicator.choose_device = lambda device: torch.device("cpu")
+    profile.exchange = lambda group, item, what: [item] * WORLD
     with contextlib.suppress(ImportError):
         from sidelane.execute.cuda import kernel_launch
 
-        kernel_launch.Kernels.load = lambda self, *_: StubKernel(self._driver)  # type: ignore[assignment,method-assign]
+        kernel_launch.Kernels.load = lambda self, *_: StubKernel(self._driver)
 
 
 class Walk:

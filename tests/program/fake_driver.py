@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from sidelane.execute.base import Place
-from sidelane.execute.cuda.driver import DriverError, Questions
+from sidelane.execute.base import Place, Questions
+from sidelane.execute.cuda.driver import DriverError
 from sidelane.execute.cuda.native import Bound
 
 LEGACY = 0

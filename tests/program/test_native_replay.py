@@ -437,7 +437,7 @@ def test_the_table_is_bounded_and_lets_go(host: Host) -> None:
 def test_a_cycle_is_collected(module: ModuleType) -> None:
     host = Host(module)
     owner = Kept()
-    owner.host = host  # type: ignore[attr-defined]
+    owner.host = host
     host.remember(((host.log.append, (1,), owner),))
     found = weakref.ref(owner)
     del host, owner

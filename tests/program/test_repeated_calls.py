@@ -66,7 +66,7 @@ def make_rank(monkeypatch: pytest.MonkeyPatch, driver: FakeDriver, **config: Any
     monkeypatch.setattr(
         backend_cuda,
         "CudaExecutor",
-        lambda *arguments: CudaExecutor(*arguments, driver=driver),  # type: ignore[arg-type]
+        lambda *arguments: CudaExecutor(*arguments, driver=driver),
     )
     monkeypatch.setattr(communicator, "make_backend", backend_cuda.CudaBackend)
     monkeypatch.setattr(communicator, "choose_device", lambda device: torch.device("cpu"))

@@ -35,7 +35,7 @@ tensors cost otherwise is much the same for all candidates."""
 LISTED_GRAPH_BYTES = 64 << 20
 """Below this an eager list is launched as one graph: its copies are as many calls of the host as there are tensors and
 peers. On two H200s, with eight tensors, that takes 1.04 times as long as the best in the geometric mean from 64 KB to
-256 MB, plain calls 1.32; from 256 MB on plain calls are as good (``results/h200x2/lists.json``)."""
+256 MB, plain calls 1.31; at 256 MB those are better (``results/h200x2/lists.json``)."""
 
 EQUALS = 1.005
 """Expected times that differ by less say nothing: medians of a few rounds repeat no better."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 
 from sidelane.choice import Abilities
-from sidelane.execute.base import Addresses, Executor, LoadedProgram, Place, Runnable
+from sidelane.execute.base import Addresses, Executor, LoadedProgram, Place, Questions, Runnable
 from sidelane.memory.base import SymmetricBlock, SymmetricMemory
 from sidelane.program.ir import Program
 from sidelane.program.kernel import KernelProgram
@@ -92,22 +92,6 @@ class HostPath(NamedTuple):
     last: tuple[object, str]
     lock: threading.Lock
     guards: tuple[tuple[object, str, object], ...]
-
-
-class Questions(Protocol):
-    """How to find the stream of the caller (``execute/cuda/driver.py``)."""
-
-    @property
-    def stream_of(self) -> Callable[[int], int]: ...
-
-    @property
-    def capturing(self) -> Callable[[], bool]: ...
-
-    @property
-    def current_device(self) -> Callable[[], int]: ...
-
-    @property
-    def device(self) -> int: ...
 
 
 class Backend(Protocol):

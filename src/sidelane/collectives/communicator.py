@@ -1,6 +1,6 @@
 """The communicator: collectives with the semantics of torch.distributed, run as programs on copy engines.
 
-A little over 400 lines, since the documentation of each collective stands with it.
+Over 400 lines, since the documentation of each collective stands with it.
 """
 
 from __future__ import annotations

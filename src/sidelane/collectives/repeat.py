@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -74,14 +74,15 @@ class Repeats:
             prepared: what it ran as.
             place: where.
         """
-        kind, variant, beside, details, frozen, _, identities = key
-        if frozen or not all(map(_is_ordinary, identities)):  # type: ignore[call-overload]
+        kind, variant, beside, details, frozen, _, asked = key
+        identities = cast("tuple[tuple[Any, ...], ...]", asked)
+        if frozen or not all(map(_is_ordinary, identities)):
             return
         repetition = prepared.loaded.repetition(place)
         payload = self._calls.control.payload(prepared.signature)
         if repetition is None or payload is None:
             return
-        tensors = tuple(identity[:3] for identity in identities)  # type: ignore[attr-defined]
+        tensors = tuple(identity[:3] for identity in identities)
         # The number itself, not an equal one: it is compared by identity.
         generation = heap.generation_cell[0]
         if generation != key[5]:

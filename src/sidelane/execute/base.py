@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 
@@ -108,6 +108,23 @@ Place = tuple[int, bool]
 
 NO_STREAM: Place = (0, False)
 """Where all calls stand on a device that has no streams."""
+
+
+class Questions(NamedTuple):
+    """How to find the place of a caller on GPU ``device``, for code that asks often.
+
+    Attributes:
+        stream_of: handle of the stream that is current on a device.
+        capturing: whether the stream that is current on the current device is captured; not to be asked on the legacy
+            default stream.
+        current_device: which one that is.
+        device: of the executor.
+    """
+
+    stream_of: Callable[[int], int]
+    capturing: Callable[[], bool]
+    current_device: Callable[[], int]
+    device: int
 
 
 Step = tuple[int | Callable[..., Any], tuple[Any, ...], object]

@@ -12,8 +12,27 @@ from sidelane.execute.cuda.driver import Driver
 from sidelane.execute.cuda.native import WORD_MASK, Bound
 
 
+class ExecutableGraph:
+    """Calls of the driver as one graph. It goes with its last reference, and what runs of it still ends.
+
+    Args:
+        driver: of the device.
+        calls: what to record, bound to ``stream``.
+        stream: an idle one of the executor's.
+    """
+
+    def __init__(self, driver: Driver, calls: Iterable[Bound], stream: int) -> None:
+        self._driver = driver
+        self._graph = driver.make_graph(calls, stream)
+        weakref.finalize(self, driver.destroy_graph, self._graph).atexit = False
+
+    def bind(self, stream: int) -> Bound:
+        """Its launch on ``stream``, any one that is not captured; the call keeps the graph."""
+        return self._driver.bind_graph(self._graph, stream, owner=self)
+
+
 class CachedGraph:
-    """An executable graph, launched any number of times, in order.
+    """An executable graph of a whole invocation, launched any number of times, in order.
 
     Args:
         driver: of the device.
@@ -27,12 +46,11 @@ class CachedGraph:
 
     def __init__(self, driver: Driver, calls: Iterable[Bound], stream: int, finished: int) -> None:
         self._driver = driver
-        self._graph = driver.make_graph(calls, stream)
+        self._graph = ExecutableGraph(driver, calls, stream)
         self._end = driver.memory_ops()
         self._end.write(finished, 0)
         (self._set_end,) = self._end.setters([0])
         self.words = tuple((0, 1, where) for where in self._end.places([0]))
-        weakref.finalize(self, driver.destroy_graph, self._graph).atexit = False
 
     def set_epoch(self, epoch: int) -> None:
         """Say which invocation is launched next."""
@@ -40,27 +58,4 @@ class CachedGraph:
 
     def steps(self, stream: int) -> list[Bound]:
         """The calls of an invocation on ``stream``, which must not be the legacy default stream."""
-        driver = self._driver
-        return [driver.bind_graph(self._graph, stream), driver.bind_memory_ops(self._end, stream)]
-
-
-class LaunchGraph:
-    """One kernel launch as an executable graph. It goes with its last reference, and what runs of it still ends.
-
-    To launch it took the host 1.4 us where the launch of the kernel took 3.4, and the device 0.1 us more (H200, CUDA
-    13.0: docs/performance.md). It takes 110 KB of device memory, so that an executor has a few hundred at most.
-
-    Args:
-        driver: of the device.
-        launch: the prepared launch, on ``stream``.
-        stream: an idle one of the executor's.
-    """
-
-    def __init__(self, driver: Driver, launch: Iterable[Bound], stream: int) -> None:
-        self._driver = driver
-        self._graph = driver.make_graph(launch, stream)
-        weakref.finalize(self, driver.destroy_graph, self._graph).atexit = False
-
-    def bind(self, stream: int) -> Bound:
-        """Its launch on ``stream``, any one that is not captured; the call keeps the graph."""
-        return self._driver.bind_graph(self._graph, stream, owner=self)
+        return [self._graph.bind(stream), self._driver.bind_memory_ops(self._end, stream)]

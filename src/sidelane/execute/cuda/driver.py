@@ -11,14 +11,14 @@ import ctypes
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from sidelane.errors import SidelaneError, UnavailableError
-from sidelane.execute.base import Place
+from sidelane.execute.base import Place, Questions
 from sidelane.execute.cuda import native
 from sidelane.execute.cuda.native import Bound, LaunchConfig, MemoryOps, Pointer, load_native, require_native
 from sidelane.program.collective import Reduction
@@ -48,18 +48,6 @@ class HostWords:
         self._tensor = torch.zeros(count, dtype=torch.int32, device="cpu", pin_memory=True)
         self.array: npt.NDArray[np.uint32] = self._tensor.numpy().view(np.uint32)
         self.address: int = self._tensor.data_ptr()
-
-
-class Questions(NamedTuple):
-    """How to find the caller's place: the handle of the stream that is current on ``device``, whether the stream
-    that is current on the current device is captured (not to be asked on the legacy default stream), and which device
-    that is.
-    """
-
-    stream_of: Callable[[int], int]
-    capturing: Callable[[], bool]
-    current_device: Callable[[], int]
-    device: int
 
 
 class Driver:

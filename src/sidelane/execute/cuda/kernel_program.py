@@ -22,7 +22,7 @@ from sidelane.device import (
 )
 from sidelane.device.launch import Launch, Site
 from sidelane.execute.base import Addresses, Place, Repetition
-from sidelane.execute.cuda.cached import LaunchGraph
+from sidelane.execute.cuda.cached import ExecutableGraph
 from sidelane.execute.cuda.executor import CudaExecutor
 from sidelane.execute.cuda.loaded import find_place
 from sidelane.execute.cuda.native import Bound, steps_of
@@ -50,7 +50,7 @@ class CudaKernel:
         self._frozen = frozen
         self._launch = arrange(program, executor.rank, addresses, executor.board)
         self._by_stream: dict[int, tuple[Bound, ...]] = {}
-        self._graph: LaunchGraph | None = None
+        self._graph: ExecutableGraph | None = None
         if self._launch is not None:
             self._bind(executor.internal)  # compiles and loads it; inside a capture it would be too late
         self._entry = self._enter(Counts() if self._launch is None else Counts(kernels=1, calls=1))

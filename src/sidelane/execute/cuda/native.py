@@ -188,7 +188,8 @@ def steps_of(calls: Iterable[Bound]) -> tuple[Step, ...]:
 def _integers(bound: Bound) -> tuple[int, tuple[int, ...]] | None:
     """Address and arguments of a prepared call, as C code passes them; None if Python must make it."""
     function, arguments = bound
-    if not isinstance(function, ctypes._CFuncPtr) or len(arguments) > MOST_INTEGERS:  # type: ignore[attr-defined]
+    c_function: Any = ctypes._CFuncPtr  # type: ignore[attr-defined]  # the class of all of them, which stubs leave out
+    if not isinstance(function, c_function) or len(arguments) > MOST_INTEGERS:
         return None
     address = ctypes.cast(function, ctypes.c_void_p).value
     values = tuple(value for value in map(_integer, arguments) if value is not None)
