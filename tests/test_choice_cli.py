@@ -96,8 +96,13 @@ def test_explain_knows_what_ordinary_memory_costs(kind: Kind):
 
 
 def test_explain_a_list():
-    shown = run("explain", "all_gather", "64K", "--machine", "h200x4", "--in-place", "--tensors", "10")
+    arguments = ("explain", "all_gather", "64K", "--machine", "h200x4", "--in-place", "--tensors", "10")
+    shown = run(*arguments)
     assert shown.exit_code == 0, shown.output
+    words = " ".join(shown.output.split())
+    assert "auto takes sm one_shot: a list of tensors: one kernel for all" in words
+    assert "160K from rank to rank" in words
+    shown = run(*arguments, "--beside", "compute")
     words = " ".join(shown.output.split())
     assert "all_gather of 640K among 4 ranks, bfloat16, 10 tensors, in place" in words
     assert f"{10 * 3 * _halves(words)} peer copies" in words

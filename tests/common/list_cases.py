@@ -24,21 +24,31 @@ REDUCING = (Kind.REDUCE_SCATTER, Kind.ALL_REDUCE)
 class Case:
     """Lists for one call, and what must be in the outputs afterwards.
 
-    All ranks draw the same from ``rng``. Of each tensor: whether it is symmetric, in place, its size and its dtype.
+    All ranks draw the same from ``rng``. Of each tensor: whether it is symmetric, in place, its size (one of ``sizes``)
+    and its dtype. ``alike``: what reduces has one dtype, as kernels need it.
     """
 
     def __init__(
-        self, comm: Communicator, kind: Kind, rng: random.Random, count: int, symmetric: bool | None = None
+        self,
+        comm: Communicator,
+        kind: Kind,
+        rng: random.Random,
+        count: int,
+        symmetric: bool | None = None,
+        sizes: Sequence[int] = (0, 1, 7, 257, 1024, 5003),
+        alike: bool = False,
     ) -> None:
         self.comm, self.kind = comm, kind
         self.root = rng.randrange(comm.world_size)
         self.op = rng.choice(("sum", "avg", "min", "max"))
         self.outputs: list[torch.Tensor] = []
         self.inputs: list[torch.Tensor] = []
+        dtypes = MOVING_DTYPES if kind in MOVING else REDUCING_DTYPES
+        dtypes = (rng.choice(dtypes),) if alike and kind in REDUCING else dtypes
         self.drawn = [
             (
-                rng.choice((0, 1, 7, 257, 1024, 5003)),
-                rng.choice(MOVING_DTYPES if kind in MOVING else REDUCING_DTYPES),
+                rng.choice(sizes),
+                rng.choice(dtypes),
                 rng.random() < 0.4,
                 (rng.random() < 0.5) if symmetric is None else symmetric,
                 (rng.random() < 0.5) if symmetric is None else symmetric,
@@ -316,7 +326,7 @@ def refused(group: dist.ProcessGroup) -> list[str]:
             (ValueError, lambda: comm.all_gather(outputs, inputs[:1])),
             (ValueError, lambda: comm.all_gather(outputs, inputs[::-1])),
             (ValueError, lambda: comm.all_gather(outputs, inputs, variant="alternating")),
-            (ValueError, lambda: comm.all_gather(outputs, inputs, variant="one_shot")),
+            (ValueError, lambda: comm.all_gather(outputs, inputs, variant="one_shot_narrow")),
             (ValueError, lambda: comm.all_gather(outputs, inputs, variant="bcst")),
             (ValueError, lambda: comm.all_gather(overlapping, pairs(4, 4)[1])),
             (ValueError, lambda: comm.all_gather([outputs[0], outputs[1]], [inputs[0], outputs[0][:5]])),

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
 import list_cases
+import pytest
 import torch
 import torch.distributed as dist
 from device_cases import Context
 from list_cases import MOVING, REDUCING, Case
 
 from sidelane import Communicator, Config
+from sidelane.choice.candidate import SM, everything
 from sidelane.execute.submitted import Counts
+from sidelane.program.collective import Kind
+
+KERNELS = (Kind.ALL_GATHER, Kind.ALL_TO_ALL, *REDUCING)
+SMALL, LARGE = (0, 1, 7, 257, 5003), (300_001, 262_144)
 
 
 def run(context: Context, name: str, *args: Any, stream: bool = False) -> Any:
@@ -32,6 +39,40 @@ def run_on_stream(context: Context, name: str, *args: Any) -> Any:
     return run(context, name, *args, stream=True)
 
 
+def by_kernels(context: Context, seed: int) -> int:
+    """Every kernel that takes lists, on few and on many bytes, each call made three times; then back to back."""
+    device = torch.device("cuda", context.rank)
+    torch.set_default_device(device)
+    made = 0
+    try:
+        with Communicator(device=device, config=Config(timeout_s=30)) as comm, torch.cuda.stream(torch.cuda.Stream()):
+            rng = random.Random(seed)
+            for kind, sizes in itertools.product(KERNELS, (SMALL, SMALL + LARGE)):
+                variants = [one.name for one in everything(kind) if one.implementation == SM]
+                case = Case(comm, kind, rng, rng.randint(2, 6), sizes=sizes, alike=True)
+                for variant, again in itertools.product([v for v in variants if not v.endswith("_narrow")], range(3)):
+                    case.fill(again)
+                    before = comm.submitted()
+                    case.call(variant=variant)
+                    case.check(variant, again)
+                    made += 1
+                    moved = any(size for size, *_ in case.drawn)
+                    assert comm.submitted().kernels - before.kernels == int(moved)
+                    assert comm.submitted().peer_copies == before.peer_copies
+            long = Case(comm, Kind.ALL_GATHER, rng, 300, sizes=(1, 24, 4096), symmetric=False)
+            long.fill(0)
+            for _ in range(50):  # nobody waits for anybody on the host
+                long.call(variant="one_shot")
+            long.check("many tensors")
+            with pytest.raises(ValueError, match="one collective and one reduction"):
+                comm.all_reduce([torch.zeros(3), torch.zeros(3, dtype=torch.int32)], variant="one_shot")
+            comm.all_reduce(mixed := [torch.ones(3), torch.ones(3, dtype=torch.int32)])
+            assert [tensor.tolist() for tensor in mixed] == [[comm.world_size] * 3] * 2
+        return made
+    finally:
+        torch.set_default_device(None)
+
+
 def captured(context: Context, seed: int, replays: int) -> None:
     """Lists of every kind and a batch of all kinds in one graph, replayed with fresh inputs and eager calls between."""
     device = torch.device("cuda", context.rank)
@@ -40,6 +81,7 @@ def captured(context: Context, seed: int, replays: int) -> None:
         with Communicator(device=device, config=Config(timeout_s=30)) as comm:
             rng = random.Random(seed)
             cases = [Case(comm, kind, rng, 4) for kind in (*MOVING, *REDUCING)]
+            cases += [Case(comm, kind, rng, 4, sizes=SMALL + LARGE, alike=True) for kind in KERNELS]
             together = [Case(comm, kind, rng, 2) for kind in (*MOVING, *REDUCING)]
             single, own = torch.empty(comm.world_size, dtype=torch.int64), torch.full((1,), comm.rank)
 

@@ -19,6 +19,11 @@ def test_lists_of_tensors_to_reduce(ranks: Ranks) -> None:
     ranks.run(CASES + "run_on_stream", "lists", REDUCING, 1, 4, timeout_s=150)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_lists_by_kernels(ranks: Ranks, seed: int) -> None:
+    ranks.run(CASES + "by_kernels", seed, timeout_s=150)
+
+
 @pytest.mark.parametrize("name", ["edges", "planned_once", "refused", "refused_batches"])
 def test_what_cpu_ranks_do(ranks: Ranks, name: str) -> None:
     ranks.run(CASES + "run", name, timeout_s=120)

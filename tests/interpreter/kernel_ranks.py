@@ -25,6 +25,9 @@ from sidelane.device import (
     exchange_parcels,
     flags,
     layout,
+    list_parcels,
+    list_pull,
+    parcels,
     pull,
     push,
     reduce_cells,
@@ -33,6 +36,7 @@ from sidelane.device import (
     reduce_pull,
 )
 from sidelane.device.launch import Launch, Site
+from sidelane.device.list_table import Piece, Table
 from sidelane.program.collective import ReduceOp, Reduction
 
 flags.POLLS = cells.POLLS = tl.constexpr(256)  # the interpreter takes a thousand times as long for one
@@ -226,6 +230,78 @@ def _reduce(
     if not in_place:
         assert torch.equal(input, mine) or dtype.is_floating_point, f"{where}: the input has changed"
         assert (margins[:3] == 77).all() and (margins[3 + count :] == 77).all(), f"{where}: wrote beyond its bytes"
+    world.release()
+
+
+def lists(world: World) -> None:
+    """Lists of tensors by one kernel: every kind, odd sizes next to even ones, calls at once after each other."""
+    delay = random.Random(world.rank)
+    draw = random.Random(5)  # alike on all ranks
+    for call in range(8):
+        counts = [draw.choice((1, 3, 8, 64, 700, 2503)) for _ in range(draw.randint(1, 5))]
+        for kind in ("all_gather", "all_to_all", "reduce_scatter", "all_reduce", "two_shot"):
+            for parcels_ in (True, False):
+                if parcels_ and kind == "two_shot":
+                    continue
+                if delay.random() < 0.2:
+                    time.sleep(0.01 * delay.random())
+                dtype = draw.choice(("float32", "int64", "bfloat16"))
+                reduction = Reduction(draw.choice(list(ReduceOp)), dtype)
+                _list(world, kind, counts, reduction, parcels_, in_place=bool(call % 2), seed=call)
+
+
+def _list(
+    world: World, kind: str, counts: list[int], reduction: Reduction, by_parcels: bool, *, in_place: bool, seed: int
+) -> None:
+    n, rank, dtype = world.world_size, world.rank, getattr(torch, reduction.dtype)
+    element, reduces = reduction.element_bytes, kind not in ("all_gather", "all_to_all")
+    distinct, gathers = kind in ("all_to_all", "reduce_scatter"), kind in ("all_gather", "all_to_all")
+    margin, place, checks, pieces = 5, 0, [], []
+    for number, count in enumerate(counts):
+        inputs = [_numbers(seed + 10 * number, sender, count * (n if distinct else 1), dtype) for sender in range(n)]
+        room = torch.full((count * n + 2 * margin,), 77, dtype=dtype)
+        begin = margin + (number + rank) % 2 * 3  # aligned otherwise on each rank
+        output = room[begin : begin + (count * n if gathers else count)]
+        input = torch.empty(len(inputs[rank]) + 1, dtype=dtype)[number % 2 :][: len(inputs[rank])]
+        if in_place:
+            own = slice(rank * count, (rank + 1) * count)
+            input = {"all_gather": output[own]}.get(kind, output) if kind != "reduce_scatter" else input
+            output = input[own] if kind == "reduce_scatter" else output
+        input.copy_(inputs[rank])
+        nbytes = count * element
+        pieces.append(
+            Piece(
+                input=input.data_ptr(),
+                output=output.data_ptr(),
+                nbytes=nbytes,
+                input_stride=nbytes if distinct else 0,
+                output_stride=nbytes if gathers else 0,
+                place=place,
+            )
+        )
+        place += -(-nbytes // 16) * 16
+        parts = [data[rank * count : (rank + 1) * count] if distinct else data for data in inputs]
+        wanted = in_rank_order(parts, reduction.op) if reduces else torch.cat(parts)
+        checks.append((output, wanted, room, begin, input))
+    tile = parcels.TILE_BYTES if by_parcels else list_pull.tile_bytes(reduction if reduces else None)
+    table = Table.of(pieces, tile)
+    given = (world.site, table, table.rows.ctypes.data)
+    operation = reduction if reduces else None
+    if by_parcels:
+        work = list_parcels.arrange(*given, operation, distinct=distinct)
+    else:
+        _, stagings = world.carve(place * (n if distinct else 1))
+        gather = kind == "two_shot"
+        work = list_pull.arrange(*given, stagings, place, operation, distinct=distinct, gather=gather)
+    launch(work)
+    for number, (output, wanted, room, begin, _) in enumerate(checks):
+        where = f"rank {rank}: {kind} {reduction} counts={counts} number={number} {by_parcels=} {in_place=} {seed=}"
+        if reduces:
+            _compare(output, wanted, where)
+        else:
+            assert torch.equal(output.view(torch.uint8), wanted.view(torch.uint8)), where
+        margins = torch.cat([room[:begin], room[begin + len(output) :]])
+        assert (margins == 77).all() or (in_place and kind == "reduce_scatter"), f"{where}: wrote beyond its bytes"
     world.release()
 
 

@@ -36,6 +36,12 @@ def test_reducing(dtypes: str, world_size: int) -> None:
 
 
 @needs_triton
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_lists(world_size: int) -> None:
+    run("lists", world_size)
+
+
+@needs_triton
 def test_a_dead_peer_is_named_and_kernels_give_up() -> None:
     run("dead_peer", 3)
 

@@ -197,6 +197,51 @@ Result cuStreamBatchMemOp_v2(void *stream, unsigned count, const MemoryOp *ops, 
     return 0;
 }
 
+/* What is allocated here are tables of lists (device/list_table.py): rows of input, output, bytes and more. */
+typedef struct {
+    Address first;
+    uint64_t bytes;
+} Table;
+static Table tables[MOST_RANGES];
+static size_t table_count;
+
+Result cuMemAlloc_v2(Address *address, size_t bytes)
+{
+    *address = (Address)calloc(1, bytes);
+    checker_allow(*address, bytes);
+    if (table_count < MOST_RANGES)
+        tables[table_count++] = (Table){*address, bytes};
+    return 0;
+}
+
+Result cuMemFree_v2(Address address)
+{
+    touch("memory freed", address, 1);
+    checker_forbid(address);
+    for (size_t i = 0; i < table_count; i++)
+        if (tables[i].first == address)
+            tables[i] = tables[--table_count];
+    free((void *)address);
+    return 0;
+}
+
+Result cuMemcpyHtoDAsync_v2(Address to, const void *from, size_t bytes, void *stream)
+{
+    if (touch("table to", to, bytes))
+        memcpy((void *)to, from, bytes);
+    return 0;
+}
+
+static void touch_rows(Address address)
+{
+    for (size_t i = 0; i < table_count; i++)
+        for (const int64_t *row = (const int64_t *)address; tables[i].first == address; row += 8) {
+            if ((Address)row >= address + tables[i].bytes)
+                return;
+            touch("input of a tile", row[0], row[2]), touch("output of a tile", row[1], row[2]);
+        }
+}
+
 typedef struct {
     unsigned grid[3], block[3], shared;
     void *stream, *attributes;
@@ -210,7 +255,7 @@ Result cuLaunchKernelEx(const Launch *launch, void *function, void **arguments, 
     for (unsigned i = 0; i < launch->shared; i++) { /* the test's kernels say there how many arguments they have */
         Address address = *(const Address *)arguments[i];
         if (address >> 32) /* or else it is a count; some are the end of a buffer */
-            touch("argument of a kernel", is_allowed(address, 1) ? address : address - 1, 1);
+            touch("argument of a kernel", is_allowed(address, 1) ? address : address - 1, 1), touch_rows(address);
     }
     return 0;
 }

@@ -31,6 +31,12 @@ class FakeHostWords:
         self.address = self.array.ctypes.data
 
 
+class FakeTable:
+    def __init__(self, values: np.ndarray) -> None:
+        self.values = values.copy()
+        self.address = self.values.ctypes.data
+
+
 class FakeMemoryOps:
     def __init__(self) -> None:
         self.ops: list[list[Any]] = []
@@ -109,6 +115,9 @@ class FakeDriver:
     def device_words(self, count: int) -> tuple[int, object]:
         words = FakeHostWords(count)
         return words.address, words
+
+    def device_table(self, values: np.ndarray, stream: int) -> FakeTable:
+        return FakeTable(values)
 
     def memory_ops(self) -> FakeMemoryOps:
         return FakeMemoryOps()

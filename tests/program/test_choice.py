@@ -138,7 +138,9 @@ def test_beside_compute_only_reductions_launch_kernels_and_on_few_units():
         (gather(beside=COMPUTE), ALTERNATING, "may wait"),
         (gather(captured=True), Candidate(DMA, "alternating", launch="graph"), "graph already"),
         (gather(listed=True), ALTERNATING, "one tensor"),
-        (gather(listed=True), ONE_SHOT, "one tensor"),
+        (gather(listed=True, mixed=True), ONE_SHOT, "every kind"),
+        (gather(listed=True, even=False), ONE_SHOT, "equal counts"),
+        (gather(listed=True, uniform=False), ONE_SHOT, "one dtype"),
         (gather(listed=True, mixed=True), BCST, "every kind"),
     ],
 )
@@ -312,18 +314,34 @@ def test_nothing_measured_leaves_a_rule_of_thumb():
 
 
 @pytest.mark.parametrize("given", [None, CROSSING], ids=["nothing measured", "measured"])
-def test_lists_have_one_engine_and_small_ones_are_graphs(given: Profile | None):
+def test_lists_are_one_kernel_or_have_one_engine_and_small_ones_are_graphs(given: Profile | None):
     def choice(nbytes: int, abilities: Abilities = EVERYTHING, **others: object) -> Candidate:
         return choose(given, gather(nbytes, listed=True, **others), abilities).candidate
 
     graph = Candidate(DMA, "b2b", launch="graph")
-    for nbytes, launched in ((1024, graph), ((64 << 20) - 1, graph), (64 << 20, B2B), (4 << 30, B2B)):
-        assert choice(nbytes) == launched
-        assert choice(nbytes, beside=COMPUTE) == launched
-        assert choice(nbytes, mixed=True) == launched
-        assert choice(nbytes, captured=True) == B2B, "it is part of a graph already"
+    engines = Abilities(launches=EVERYTHING.launches)
+    for nbytes, kernel, launched in (
+        (1024, True, graph),
+        ((32 << 20) - 1, True, graph),
+        (32 << 20, False, graph),
+        ((64 << 20) - 1, False, graph),
+        (64 << 20, False, B2B),
+        (4 << 30, False, B2B),
+    ):
+        assert choice(nbytes) == (ONE_SHOT if kernel else launched)
+        assert choice(nbytes, captured=True) == (ONE_SHOT if kernel else B2B), "it is part of a graph already"
+        for reason in ({"beside": COMPUTE}, {"mixed": True}, {"even": False}, {"uniform": False}):
+            assert choice(nbytes, **reason) == launched
+        assert choice(nbytes, engines) == launched
         assert choice(nbytes, Abilities()) in (B2B, PCPY), "where there are no graphs, by the times of single tensors"
     assert "a list of tensors" in choose(given, gather(1024, listed=True)).reason
+
+
+def test_lists_to_reduce_everywhere_are_in_one_shot_or_two_by_size():
+    def variant(nbytes: int) -> str:
+        return choose(None, Call(Kind.ALL_REDUCE, 4, nbytes, listed=True)).candidate.name
+
+    assert [variant(nbytes) for nbytes in (1, 512 << 10, (512 << 10) + 1)] == ["one_shot", "one_shot", "two_shot"]
 
 
 def test_one_rank_alone():

@@ -17,7 +17,6 @@ ON_GPUS = ("nccl", "nccl_ce", "symm_mem", "dma", "auto", "sm")
 
 ONE_TENSOR = {
     "symm_mem": "PyTorch's operators on symmetric memory take one tensor a call",
-    "sm": "Sidelane's kernels take one tensor a call",
 }
 """What takes no part in a study of lists, with the reason."""
 

@@ -29,6 +29,7 @@ from sidelane.program.build import Alternation
 from sidelane.program.collective import REDUCING, Collective, Kind, ReduceOp, Reduction
 from sidelane.program.ir import MOVES, Copy, Move, Program, describe
 from sidelane.program.kernel import KernelProgram, Protocol
+from sidelane.program.kernel_list import AnyKernelProgram, KernelListProgram
 
 RANK = 0
 """Whose part is shown; every rank's is alike."""
@@ -147,7 +148,7 @@ def explain(options: ExplainOptions) -> Explanation:
     excluded = tuple((found, reason) for found, reason in reasons if reason)
     program = _one_of(make_program(agreement, choice.candidate, moves))
     submitted: tuple[tuple[str, tuple[str, ...]], ...]
-    if isinstance(program, KernelProgram):
+    if isinstance(program, KernelProgram | KernelListProgram):
         submitted, summary = ((CALLERS, _launch(program)),), "1 kernel, 1 call"
     elif has_driver:
         submitted, summary = _calls(program, agreement.frozen, choice.candidate.launch == GRAPH)
@@ -303,12 +304,12 @@ def _simulated(name: str, agreement: AnyAgreement) -> InForce:
     return InForce(profile, "the simulator: predicted, nothing was measured there, and copy engines only")
 
 
-def _one_of(plan: Plan) -> Program | KernelProgram:
+def _one_of(plan: Plan) -> Program | AnyKernelProgram:
     """The program of a call; where several take turns, one of them: they differ in their slots and flags only."""
     return plan.turns[0] if isinstance(plan, Alternation) else plan
 
 
-def _launch(program: KernelProgram) -> tuple[str, ...]:
+def _launch(program: AnyKernelProgram) -> tuple[str, ...]:
     """What a kernel is, and how its bytes travel (docs/kernels.md)."""
     how = HOW[program.protocol] + (SECOND_SHOT[program.protocol] if program.variant == "two_shot" else "")
     staging = f", {format_bytes(program.staging_bytes)} of staging" if program.staging_bytes else ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -35,8 +35,7 @@ class Dma:
         return self._auto + _names(kind, self._communicator, DMA)
 
     def list_variants(self, kind: Kind, in_place: bool) -> tuple[str, ...]:
-        found = self.variants(kind, in_place)
-        return tuple(name for name in found if (one := find(kind, name)) is None or not takes_one_tensor(one))
+        return _that_take_lists(kind, self.variants(kind, in_place))
 
     @property
     def communicator(self) -> Communicator:
@@ -107,6 +106,9 @@ class Kernels:
     def variants(self, kind: Kind, in_place: bool) -> tuple[str, ...]:
         return _names(kind, self._dma.communicator, SM)
 
+    def list_variants(self, kind: Kind, in_place: bool) -> tuple[str, ...]:
+        return _that_take_lists(kind, self.variants(kind, in_place))
+
     def reserve(self, output_bytes: int, input_bytes: int) -> None:
         self._dma.reserve(output_bytes, input_bytes)
 
@@ -115,6 +117,9 @@ class Kernels:
 
     def start(self, case: Case, tensors: Tensors, variant: str) -> Callable[[], None]:
         return self._dma.start(case, tensors, variant)
+
+    def start_list(self, lists: Lists, variant: str) -> Callable[[], None]:
+        return self._dma.start_list(lists, variant)
 
     def close(self) -> None:
         self._dma.close()
@@ -136,14 +141,15 @@ class Auto(Kernels):
         """The list in one call, and for comparison a call for each tensor, which may run as something else."""
         return tuple(name for auto in self.variants(kind, in_place) for name in (auto, separately(auto)))
 
-    def start_list(self, lists: Lists, variant: str) -> Callable[[], None]:
-        return self._dma.start_list(lists, variant)
-
     def chosen(self) -> str:
         """What the last call was run as."""
         choice = self._dma.communicator.last_choice()
         assert choice is not None, "a call comes first"
         return choice.candidate.name
+
+
+def _that_take_lists(kind: Kind, names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(name for name in names if (one := find(kind, name)) is None or not takes_one_tensor(one))
 
 
 def _names(kind: Kind, communicator: Communicator, implementation: str) -> tuple[str, ...]:

@@ -56,6 +56,7 @@ class Call:
         even: every two ranks exchange the same number of bytes (the shards of an all_reduce may differ).
         listed: it is one with many tensors; ``nbytes`` are those of all, the rest is true of every one.
         mixed: they are not all for one kind of collective; ``kind`` is that with the most bytes.
+        uniform: they have one reduction and dtype, where they reduce.
     """
 
     kind: Kind
@@ -69,6 +70,7 @@ class Call:
     even: bool = True
     listed: bool = False
     mixed: bool = False
+    uniform: bool = True
 
     @staticmethod
     def of(collective: Collective, dtype: str, *, symmetric: bool, captured: bool, beside: str) -> Call:
@@ -177,8 +179,10 @@ def objection(call: Call, candidate: Candidate, abilities: Abilities = EVERYTHIN
         return "needs equal counts between all ranks"
     if call.listed and takes_one_tensor(candidate):
         return "takes one tensor a call"
-    if call.mixed and candidate.variant in ("bcst", "swap", "striped"):
+    if call.mixed and (candidate.implementation == SM or candidate.variant in ("bcst", "swap", "striped")):
         return "is not for every kind of collective in the batch"
+    if not call.uniform and candidate.implementation == SM:
+        return "reduces one dtype in one way"
     if candidate.variant == ALTERNATING and (problem := _no_alternation(call)):
         return problem
     if candidate.implementation == SM and call.world_size > MOST_RANKS:
@@ -188,7 +192,7 @@ def objection(call: Call, candidate: Candidate, abilities: Abilities = EVERYTHIN
 
 def takes_one_tensor(candidate: Candidate) -> bool:
     """True for what has no program for lists of tensors."""
-    return candidate.implementation == SM or candidate.variant == ALTERNATING
+    return candidate.variant == ALTERNATING or candidate.variant.endswith(NARROW)
 
 
 def _no_alternation(call: Call) -> str:

@@ -19,7 +19,7 @@ from sidelane.choice.candidate import (
 from sidelane.choice.profile import Profile
 from sidelane.program.build import ALTERNATING
 from sidelane.program.collective import REDUCING, Kind
-from sidelane.program.kernel import NARROW, may_be_direct
+from sidelane.program.kernel import MOST_PARCEL_BYTES, NARROW, may_be_direct
 
 SMALL_BYTES = 1 << 20
 """Without any measurement, kernels are taken below this size where they are legal: on H200s a DMA collective spends
@@ -36,6 +36,14 @@ LISTED_GRAPH_BYTES = 64 << 20
 """Below this an eager list is launched as one graph: its copies are as many calls of the host as there are tensors and
 peers. On two H200s, with eight tensors, that takes 1.04 times as long as the best in the geometric mean from 64 KB to
 256 MB, plain calls 1.31; at 256 MB those are better (``results/h200x2/lists.json``)."""
+
+LISTED_KERNEL_BYTES = {
+    Kind.ALL_GATHER: 32 << 20,
+    Kind.ALL_TO_ALL: 32 << 20,
+    Kind.REDUCE_SCATTER: 64 << 20,
+    Kind.ALL_REDUCE: 64 << 20,
+}
+"""Below this a list goes by one kernel, where nothing computes beside it."""
 
 EQUALS = 1.005
 """Expected times that differ by less say nothing: medians of a few rounds repeat no better."""
@@ -103,15 +111,18 @@ def choose(profile: Profile | None, call: Call, abilities: Abilities = EVERYTHIN
 
 
 def _of_list(call: Call, legal: tuple[Candidate, ...]) -> Choice:
-    """By what was measured of lists, since a profile has times of single tensors, by which ``striped`` seems good.
-
-    In graphs one engine a rank is 1% slower than the best on two H200s, ``striped`` 29%: it doubles what is many.
-    """
-    launch = GRAPH if not call.captured and call.nbytes < LISTED_GRAPH_BYTES else CALLS
-    pick = next(found for found in legal if found.variant == FIRST and found.launch == launch)
+    """By what was measured of lists, since a profile has times of single tensors, by which ``striped`` seems good."""
+    shots = ("two_shot", "one_shot") if call.nbytes > MOST_PARCEL_BYTES else ("one_shot",)
+    kernels = {found.variant: found for found in legal if found.implementation == SM}
+    kernel = next((kernels[variant] for variant in shots if variant in kernels), None)
+    if kernel is not None and call.nbytes < (most := LISTED_KERNEL_BYTES[call.kind]):
+        pick, how = kernel, f"one kernel for all below {most >> 20} MiB"
+    else:
+        launch = GRAPH if not call.captured and call.nbytes < LISTED_GRAPH_BYTES else CALLS
+        pick = next(found for found in legal if found.variant == FIRST and found.launch == launch)
+        how = "one copy engine a rank" + (f", as one graph below {LISTED_GRAPH_BYTES >> 20} MiB" * (launch == GRAPH))
     others = tuple((found, None) for found in legal if found is not pick)
-    how = f", as one graph below {LISTED_GRAPH_BYTES >> 20} MiB" if launch == GRAPH else ""
-    return Choice(pick, f"a list of tensors: one copy engine a rank{how}", ((pick, None), *others))
+    return Choice(pick, f"a list of tensors: {how}", ((pick, None), *others))
 
 
 def _wide(candidate: Candidate) -> Candidate:

@@ -12,7 +12,7 @@ from sidelane.choice import Abilities
 from sidelane.execute.base import Addresses, Executor, LoadedProgram, Place, Questions, Runnable
 from sidelane.memory.base import SymmetricBlock, SymmetricMemory
 from sidelane.program.ir import Program
-from sidelane.program.kernel import KernelProgram
+from sidelane.program.kernel_list import AnyKernelProgram
 
 
 class Work(Protocol):
@@ -112,7 +112,7 @@ class Backend(Protocol):
         """Map a block of all ranks once more, at equal distances; None if the device cannot."""
         ...
 
-    def load_kernel(self, program: KernelProgram, addresses: Addresses, frozen: bool) -> LoadedProgram:
+    def load_kernel(self, program: AnyKernelProgram, addresses: Addresses, frozen: bool) -> LoadedProgram:
         """Bind a collective that one kernel runs. ``frozen``: for a graph under capture.
 
         Raises:

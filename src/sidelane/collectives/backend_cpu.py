@@ -17,7 +17,7 @@ from sidelane.memory.base import SymmetricBlock
 from sidelane.memory.control import ControlBlock
 from sidelane.memory.shm import ShmMemory
 from sidelane.program.ir import Program
-from sidelane.program.kernel import KernelProgram
+from sidelane.program.kernel_list import AnyKernelProgram
 
 
 class CpuBackend:
@@ -34,8 +34,8 @@ class CpuBackend:
     def spread(self, block: SymmetricBlock) -> None:
         return None
 
-    def load_kernel(self, program: KernelProgram, addresses: Addresses, frozen: bool) -> LoadedProgram:
-        raise UnavailableError(f"{program.collective.kind}: variant {program.variant!r} runs on GPUs only")
+    def load_kernel(self, program: AnyKernelProgram, addresses: Addresses, frozen: bool) -> LoadedProgram:
+        raise UnavailableError(f"{program.collective}: variant {program.variant!r} runs on GPUs only")
 
     def hold(self, program: Program, addresses: Addresses, host_trigger: bool) -> CpuHeld:
         return CpuHeld(self, program, addresses)

@@ -21,7 +21,8 @@ from sidelane.memory.base import SymmetricBlock
 from sidelane.memory.control import ControlBlock
 from sidelane.memory.torch_symm import TorchSymmetricMemory
 from sidelane.program.ir import Program
-from sidelane.program.kernel import MOST_RANKS, KernelProgram
+from sidelane.program.kernel import MOST_RANKS
+from sidelane.program.kernel_list import AnyKernelProgram
 
 
 class CudaBackend:
@@ -48,7 +49,7 @@ class CudaBackend:
         except SidelaneError:  # single copies do what a pitched one would have done
             return None
 
-    def load_kernel(self, program: KernelProgram, addresses: Addresses, frozen: bool) -> LoadedProgram:
+    def load_kernel(self, program: AnyKernelProgram, addresses: Addresses, frozen: bool) -> LoadedProgram:
         return self.executor.load_kernel(program, addresses, frozen=frozen)
 
     def hold(self, program: Program, addresses: Addresses, host_trigger: bool) -> CudaHeld:

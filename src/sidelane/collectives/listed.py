@@ -105,6 +105,7 @@ class ListAgreement:
             even=all(call.even for call in calls),
             listed=True,
             mixed=len(self.kinds) > 1,
+            uniform=len({part.collective.reduction for part in self.parts}) <= 1,
         )
 
     def text(self) -> str:

@@ -15,14 +15,15 @@ from sidelane.execute.base import Capabilities
 from sidelane.program.build import ALTERNATING, Alternation, Transport, alternation, build, build_batch
 from sidelane.program.collective import REDUCING, Collective, Kind
 from sidelane.program.ir import Move, Program
-from sidelane.program.kernel import ALIGNMENT, KernelProgram, kernel_program
+from sidelane.program.kernel import ALIGNMENT, kernel_program
+from sidelane.program.kernel_list import AnyKernelProgram, kernel_list_program
 from sidelane.program.transform import freeze, lower, prelaunch
 from sidelane.program.verify import verify
 
 AUTO = "auto"
 PRELAUNCH = "+prelaunch"
 
-Plan = Program | KernelProgram | Alternation
+Plan = Program | AnyKernelProgram | Alternation
 """What a call runs as."""
 
 MOST_PROGRAMS = 1024
@@ -185,12 +186,13 @@ def make_program(agreement: AnyAgreement, candidate: Candidate, moves: AbstractS
     """
     prelaunched = agreement.variant.endswith(PRELAUNCH)
     if candidate.implementation == SM:
-        assert isinstance(agreement, Agreement), "check_variant and choose take no kernel for a list"
         if prelaunched:
             raise ValueError(
                 f"{agreement.name}: variant (value={agreement.variant!r}, allowed={candidate.variant!r}: "
                 f"{PRELAUNCH} is for copy engines)"
             )
+        if isinstance(agreement, ListAgreement):
+            return kernel_list_program(agreement.collective, candidate.variant)
         places = {
             "symmetric_input": agreement.input_place is not None and agreement.input_place[1] % ALIGNMENT == 0,
             "symmetric_output": agreement.output_place is not None,

@@ -23,6 +23,7 @@ from sidelane.program.build import Alternation
 from sidelane.program.collective import Buffer
 from sidelane.program.ir import Program, has_epochs
 from sidelane.program.kernel import KernelProgram
+from sidelane.program.kernel_list import AnyKernelProgram, KernelListProgram
 
 FLAGS = 4096
 """Flags in each of three regions: programs with epochs, captured ones that reset their flags, and cached graphs."""
@@ -91,7 +92,7 @@ class Preparer:
         repeats = agreement.variant == AUTO and agreement.call.even  # uneven calls seldom do: no use in planning twice
         if repeats and not agreement.frozen and GRAPH in self._backend.abilities.launches:
             self._reserve_for_captures(agreement)
-        if isinstance(program, KernelProgram):
+        if isinstance(program, KernelProgram | KernelListProgram):
             loaded = self._load_kernel(program, request, agreement.frozen)
         elif isinstance(program, Alternation):
             loaded = self._load_alternation(program, request, agreement.frozen)
@@ -111,7 +112,7 @@ class Preparer:
     def _reserve_for_captures(self, agreement: AnyAgreement) -> None:
         """Allocate what the same call needs in a capture, where nothing can be: ``auto`` may choose otherwise there."""
         program = self._planner.unproved(dataclasses.replace(agreement, frozen=True))
-        if isinstance(program, KernelProgram):
+        if isinstance(program, KernelProgram | KernelListProgram):
             self._reserve(self._kernel_staging, program.staging_bytes, False)
         elif isinstance(program, Program):
             self._reserve(self._staging, max(program.staging_bytes), False)
@@ -144,12 +145,17 @@ class Preparer:
             for forget in self.keepers:
                 forget()
 
-    def _load_kernel(self, program: KernelProgram, request: Request | ListRequest, frozen: bool) -> Runnable:
-        assert isinstance(request, Request), "no kernel takes lists"
+    def _load_kernel(self, program: AnyKernelProgram, request: Request | ListRequest, frozen: bool) -> Runnable:
         assert self._arena is not None, "backends that have kernels have an arena for them"
         self._reserve(self._kernel_staging, program.staging_bytes, frozen)
-        buffers = self._buffers(program, request, self._kernel_staging)
-        addresses = Addresses(buffers, (), self._arena.addresses)
+        arenas = self._arena.addresses
+        if isinstance(program, KernelListProgram):
+            assert isinstance(request, ListRequest), "only calls with lists have these"
+            staging, pieces = _on_all_ranks(self._kernel_staging), self._pieces(program.collective, request)
+            addresses = Addresses(staging, (), arenas, pieces=pieces)
+        else:
+            assert isinstance(request, Request), "calls with lists have others"
+            addresses = Addresses(self._buffers(program, request, self._kernel_staging), (), arenas)
         return self._backend.load_kernel(program, addresses, frozen)
 
     def _load_alternation(self, alternation: Alternation, request: Request | ListRequest, captured: bool) -> Runnable:
@@ -172,7 +178,8 @@ class Preparer:
         flags = tuple(base + offset for base in self._flags.addresses)
         if isinstance(request, Request):
             return Addresses(self._buffers(program, request, self._staging), flags)
-        return Addresses(_on_all_ranks(self._staging), flags, pieces=self._pieces(program, request))
+        assert isinstance(program.collective, Batch)
+        return Addresses(_on_all_ranks(self._staging), flags, pieces=self._pieces(program.collective, request))
 
     def _buffers(
         self, program: Program | KernelProgram, request: Request, staging: Staging, offset: int = 0
@@ -184,9 +191,7 @@ class Preparer:
             buffers.update({(rank, buffer): address for rank, address in reached.items()})
         return {**buffers, **_on_all_ranks(staging, offset)}
 
-    def _pieces(self, program: Program, request: ListRequest) -> dict[tuple[int, Buffer], Pieces]:
-        batch = program.collective
-        assert isinstance(batch, Batch)
+    def _pieces(self, batch: Batch, request: ListRequest) -> dict[tuple[int, Buffer], Pieces]:
         found: dict[tuple[int, Buffer], Pieces] = {}
         for buffer in (Buffer.INPUT, Buffer.OUTPUT):
             regions = [part.region(buffer) for part in request.parts]

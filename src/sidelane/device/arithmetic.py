@@ -8,8 +8,12 @@ Integers wrap. NaN spreads through every operation. An integer average truncates
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
+
+from sidelane.program.collective import Reduction
 
 DTYPES = {
     "float32": tl.float32,
@@ -19,6 +23,21 @@ DTYPES = {
     "int64": tl.int64,
 }
 """What can be reduced, by torch's names (``program.collective.ELEMENT_BYTES``)."""
+
+
+FLOATS = ("float32", "float16", "bfloat16")
+
+
+def reduction_constants(reduction: Reduction | None) -> dict[str, Any]:
+    """Constants that kernels have for an operation and a dtype; OP is empty for None, where bytes only move."""
+    if reduction is None:
+        return {"OP": "", "DTYPE": tl.int8, "ELEMENT_BYTES": 1, "FLOAT": False}
+    return {
+        "OP": str(reduction.op),
+        "DTYPE": DTYPES[reduction.dtype],
+        "ELEMENT_BYTES": reduction.element_bytes,
+        "FLOAT": reduction.dtype in FLOATS,
+    }
 
 
 @triton.jit

@@ -55,6 +55,12 @@ def addresses_of(peers, N: tl.constexpr):
 
 
 @triton.jit
+def address_of(addresses, index, N: tl.constexpr):
+    """That of the tuple's first N addresses which has this index."""
+    return tl.sum(tl.where(tl.arange(0, MAX_RANKS) == index, addresses_of(addresses, N), 0))
+
+
+@triton.jit
 def signal(arenas, rank, generation, PHASE: tl.constexpr, N: tl.constexpr):
     """Tell the block with this number, on each of N ranks, that this rank has come to ``PHASE`` of ``generation``.
 

@@ -46,7 +46,7 @@ def get(address, tile, nbytes, UNIT: tl.constexpr, TILE: tl.constexpr, WHOLE: tl
     if WHOLE:
         return tl.load(unit_pointer(address, UNIT) + offsets)
     else:
-        return tl.load(unit_pointer(address, UNIT) + offsets, mask=offsets < nbytes // ELEMENT)
+        return tl.load(unit_pointer(address, UNIT) + offsets, mask=offsets < count_of(nbytes, UNIT, ELEMENT))
 
 
 @triton.jit
@@ -57,7 +57,16 @@ def put(address, values, tile, nbytes, UNIT: tl.constexpr, TILE: tl.constexpr, W
     if WHOLE:
         tl.store(unit_pointer(address, UNIT) + offsets, values)
     else:
-        tl.store(unit_pointer(address, UNIT) + offsets, values, mask=offsets < nbytes // ELEMENT)
+        tl.store(unit_pointer(address, UNIT) + offsets, values, mask=offsets < count_of(nbytes, UNIT, ELEMENT))
+
+
+@triton.jit
+def count_of(nbytes, UNIT: tl.constexpr, ELEMENT: tl.constexpr):
+    """Elements in ``nbytes``, a multiple of UNIT, said so that a compiler sees that a mask cuts no access in two."""
+    if UNIT > ELEMENT:
+        return nbytes // UNIT * (UNIT // ELEMENT)
+    else:
+        return nbytes // ELEMENT
 
 
 @triton.jit

@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sidelane.device.arithmetic import DTYPES, accumulate, finish, widen
+from sidelane.device.arithmetic import accumulate, finish, reduction_constants, widen
 from sidelane.device.cells import put_cells, slot, wait_for_cells
 from sidelane.device.flags import end_generation, next_generation
 from sidelane.device.launch import Launch, Site, cells_launch
@@ -39,12 +39,7 @@ def arrange(site: Site, output: int, input: int, part_bytes: int, reduction: Red
     Raises:
         ValueError: a part is too large, or nothing.
     """
-    constants = {
-        "OP": str(reduction.op),
-        "DTYPE": DTYPES[reduction.dtype],
-        "ELEMENT_BYTES": reduction.element_bytes,
-        "FLOAT": reduction.dtype in ("float32", "float16", "bfloat16"),
-    }
+    constants = reduction_constants(reduction)
     return cells_launch(KERNEL, site, output, input, part_bytes, distinct=distinct, constants=constants)
 
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sidelane.device.arithmetic import DTYPES, combine
+from sidelane.device.arithmetic import combine, reduction_constants
 from sidelane.device.flags import addresses_of, end_generation, next_generation, signal, wait
 from sidelane.device.launch import Launch, Site, padded
 from sidelane.device.memory import pointer
@@ -62,10 +62,7 @@ def arrange(
         "N": n,
         "SHARDS": shards,
         "TARGETS": len(outputs),
-        "OP": str(reduction.op),
-        "DTYPE": DTYPES[reduction.dtype],
-        "ELEMENT_BYTES": element,
-        "FLOAT": reduction.dtype in ("float32", "float16", "bfloat16"),
+        **reduction_constants(reduction),
         "INPUT_ALIGNED": aligned and all(address % 16 == 0 for address in inputs),
         "OUTPUT_ALIGNED": (aligned or not gather) and all(address % 16 == 0 for address in outputs),
         "TILE": tile_bytes // element,

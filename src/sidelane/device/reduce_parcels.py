@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sidelane.device.arithmetic import DTYPES, combine
+from sidelane.device.arithmetic import combine, reduction_constants
 from sidelane.device.flags import end_generation, next_generation
 from sidelane.device.launch import Launch, Site
 from sidelane.device.memory import pointer
@@ -41,10 +41,7 @@ def arrange(site: Site, output: int, input: int, part_bytes: int, reduction: Red
     given = (site, output, input, part_bytes)
     constants = {
         **constants_of(*given, distinct=distinct),
-        "OP": str(reduction.op),
-        "DTYPE": DTYPES[reduction.dtype],
-        "ELEMENT_BYTES": reduction.element_bytes,
-        "FLOAT": reduction.dtype in ("float32", "float16", "bfloat16"),
+        **reduction_constants(reduction),
         "ALIGNED": output % 16 == 0,
     }
     return Launch(KERNEL, blocks_of(site, part_bytes), WARPS, arguments_of(*given, distinct=distinct), constants)

@@ -22,8 +22,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sidelane.device.arithmetic import DTYPES, combine
-from sidelane.device.flags import MAX_RANKS, addresses_of, end_generation, next_generation, signal, wait
+from sidelane.device.arithmetic import combine, reduction_constants
+from sidelane.device.flags import address_of, addresses_of, end_generation, next_generation, signal, wait
 from sidelane.device.launch import Launch, Site, padded
 from sidelane.device.memory import pointer
 from sidelane.program.collective import Reduction
@@ -67,10 +67,7 @@ def arrange(
         "N": n,
         "SHARDS": shards,
         "GATHER": gather,
-        "OP": str(reduction.op),
-        "DTYPE": DTYPES[reduction.dtype],
-        "ELEMENT_BYTES": element,
-        "FLOAT": reduction.dtype in ("float32", "float16", "bfloat16"),
+        **reduction_constants(reduction),
         "INPUT_ALIGNED": input % 16 == 0 and (shards == 1 or shard_bytes % 16 == 0),
         "OUTPUT_ALIGNED": output % 16 == 0 and (not gather or shard_bytes % 16 == 0),
         "TILE": TILE_BYTES // element,
@@ -92,7 +89,7 @@ def _reduce_pull(
 ):  # fmt: skip
     arenas = addresses_of((p0, p1, p2, p3, p4, p5, p6, p7), N)
     stagings = (s0, s1, s2, s3, s4, s5, s6, s7)
-    own_staging = _address(stagings, rank, N)
+    own_staging = address_of(stagings, rank, N)
     generation = next_generation(p0)
     spent = tl.full((), 0, tl.int32)
 
@@ -123,7 +120,7 @@ def _reduce_pull(
         results = ()
         for turn in tl.static_range(1, N):
             owner = (rank + turn) % N
-            results = results + (_address(stagings, owner, N) + owner * staged,)
+            results = results + (address_of(stagings, owner, N) + owner * staged,)
         shortest = tl.maximum(total - (N - 1) * shard, 0) // TILE
         tile = first
         while tile < shortest:
@@ -190,12 +187,6 @@ def _fetch(
         first = (rank + turn) % N * shard
         mask = None if WHOLE else offsets < tl.minimum(total - first, shard)
         tl.store(pointer(output + first * ELEMENT_BYTES, DTYPE, ALIGNED) + offsets, values[turn - 1], mask=mask)
-
-
-@triton.jit
-def _address(addresses, rank, N: tl.constexpr):
-    """That of the tuple's addresses which belongs to ``rank``."""
-    return tl.sum(tl.where(tl.arange(0, MAX_RANKS) == rank, addresses_of(addresses, N), 0))
 
 
 KERNEL = _reduce_pull

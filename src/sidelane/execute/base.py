@@ -16,7 +16,7 @@ from sidelane.execute.submitted import Ledger
 from sidelane.native import Note
 from sidelane.program.collective import Buffer
 from sidelane.program.ir import Move, Program
-from sidelane.program.kernel import KernelProgram
+from sidelane.program.kernel_list import AnyKernelProgram
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -159,7 +159,7 @@ class Runnable(Protocol):
     """What a communicator runs again and again: a loaded program, or several that take turns."""
 
     @property
-    def program(self) -> Program | KernelProgram: ...
+    def program(self) -> Program | AnyKernelProgram: ...
 
     def run(self, epoch: int, place: Place) -> None:
         """Run this rank's queues once, behind the work of ``place`` and in front of what it gets next.

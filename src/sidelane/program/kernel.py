@@ -78,17 +78,17 @@ class KernelProgram:
     @property
     def two_shot(self) -> bool:
         """An all_reduce in two steps: every rank reduces a shard, and gives it to all."""
-        return _is_two_shot(self.variant)
+        return is_two_shot(self.variant)
 
     @property
     def distinct(self) -> bool:
         """Each peer gets a part of its own."""
-        return self.collective.kind in (Kind.ALL_TO_ALL, Kind.REDUCE_SCATTER) or self.two_shot
+        return is_distinct(self.collective.kind) or self.two_shot
 
     @property
     def part_bytes(self) -> int:
         """What goes from one rank to another; the first shard of those that an all_reduce in two shots has."""
-        return _part_bytes(self.collective, self.variant)
+        return part_bytes_of(self.collective, self.variant)
 
     @property
     def total_bytes(self) -> int:
@@ -133,7 +133,7 @@ def kernel_program(
         raise ValueError(f"{kind}: ranks with variant {variant!r} (value={n}, allowed=1..{MOST_RANKS})")
     if kind is not Kind.ALL_REDUCE and len({nbytes for row in collective.counts for nbytes in row}) > 1:
         raise ValueError(f"{kind}: variant {variant!r} needs equal parts for all ranks (value=parts that differ)")
-    part = _part_bytes(collective, variant)
+    part = part_bytes_of(collective, variant)
     protocol = _protocol_of(collective, variant, symmetric_input=symmetric_input, symmetric_output=symmetric_output)
     worthwhile = MOST_BLOCKS if part >= LARGE_PART_BYTES else BLOCKS
     worthwhile = NARROW_BLOCKS if variant.endswith(NARROW) else worthwhile
@@ -141,7 +141,7 @@ def kernel_program(
 
 
 def _protocol_of(collective: Collective, variant: str, *, symmetric_input: bool, symmetric_output: bool) -> Protocol:
-    kind, part, two_shot = collective.kind, _part_bytes(collective, variant), _is_two_shot(variant)
+    kind, part, two_shot = collective.kind, part_bytes_of(collective, variant), is_two_shot(variant)
     if not two_shot and part <= most_cell_bytes(collective.world_size):
         return Protocol.CELLS
     if not two_shot and part <= MOST_PARCEL_BYTES:
@@ -164,21 +164,28 @@ def may_be_direct(kind: Kind, variant: str, part_bytes: int, *, in_place: bool) 
         part_bytes: from rank to rank in one shot.
         in_place: input and output share memory.
     """
-    if _is_two_shot(variant):
+    if is_two_shot(variant):
         return True
     # An all_reduce in one shot reads all of every input: in place, a peer might have overwritten it.
     return kind in REDUCING and part_bytes > MOST_PARCEL_BYTES and not (kind is Kind.ALL_REDUCE and in_place)
 
 
-def _part_bytes(collective: Collective, variant: str) -> int:
-    if _is_two_shot(variant):
+def is_distinct(kind: Kind) -> bool:
+    """True where each peer gets a part of its own in one shot."""
+    return kind in (Kind.ALL_TO_ALL, Kind.REDUCE_SCATTER)
+
+
+def part_bytes_of(collective: Collective, variant: str) -> int:
+    """What goes from one rank to another; the first shard where a variant has two shots."""
+    if is_two_shot(variant):
         return collective.counts[0][0]
     if collective.kind is Kind.ALL_REDUCE:
         return sum(collective.counts[0])
     return collective.counts[0][-1]
 
 
-def _is_two_shot(variant: str) -> bool:
+def is_two_shot(variant: str) -> bool:
+    """True for an all_reduce in two steps: every rank reduces a shard, and gives it to all."""
     return variant.removesuffix(NARROW) == "two_shot"
 
 

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import functools
 import itertools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -48,6 +49,20 @@ class HostWords:
         self._tensor = torch.zeros(count, dtype=torch.int32, device="cpu", pin_memory=True)
         self.array: npt.NDArray[np.uint32] = self._tensor.numpy().view(np.uint32)
         self.address: int = self._tensor.data_ptr()
+
+
+class DeviceTable:
+    """Device memory that goes with its last reference, once the device has done all that it was given.
+
+    Not torch's: its allocator would take it out of the pool of a graph that is being captured.
+
+    Attributes:
+        address: of the first byte.
+    """
+
+    def __init__(self, driver: Driver, nbytes: int) -> None:
+        self.address = int(driver.call("cuMemAlloc", nbytes))
+        weakref.finalize(self, driver.free, self.address).atexit = False
 
 
 class Driver:
@@ -98,6 +113,13 @@ class Driver:
         words = torch.zeros(count, dtype=torch.int32, device=torch.device("cuda", self.index))
         torch.cuda.current_stream(self.index).synchronize()
         return words.data_ptr(), words
+
+    def device_table(self, values: npt.NDArray[np.int64], stream: int) -> DeviceTable:
+        """Copy values to device memory, by way of an idle ``stream``; inside captures too, in ``relaxed_capture``."""
+        table = DeviceTable(self, values.nbytes)
+        self.call("cuMemcpyHtoDAsync", table.address, values.ctypes.data, values.nbytes, self._handle(stream))
+        self.call("cuStreamSynchronize", self._handle(stream))
+        return table
 
     def load_function(self, image: bytes, name: str, shared_bytes: int) -> int:
         """Load the kernel ``name`` of a binary, for good; launches of it load nothing any more."""
@@ -222,6 +244,11 @@ class Driver:
         executable = self.call("cuGraphInstantiate", graph, 0)
         self.call("cuGraphDestroy", graph)
         return int(executable)
+
+    def free(self, address: int) -> None:
+        """Free memory that the driver has allocated; waits for the device."""
+        with contextlib.suppress(SidelaneError), self.current():
+            self.call("cuMemFree", self._api.CUdeviceptr(address))
 
     def destroy_graph(self, graph: int) -> None:
         self.call("cuGraphExecDestroy", self._api.CUgraphExec(graph))

@@ -31,7 +31,7 @@ from sidelane.execute.cuda.watch import BOARD, BUSY, FINISHED, HOST_WORDS, START
 from sidelane.execute.monitor import PeerMonitor
 from sidelane.execute.submitted import Ledger
 from sidelane.program.ir import Copy, Program
-from sidelane.program.kernel import KernelProgram
+from sidelane.program.kernel_list import AnyKernelProgram
 
 DEFAULT_REDUCE_BLOCKS = 32
 """Thread blocks of a reduction: a quarter of an H200, enough to read peers' slots at memory speed."""
@@ -123,7 +123,7 @@ class CudaExecutor:
         with self.lock, self.driver.current(), self.driver.relaxed_capture():
             return CudaProgram(self, program, addresses)
 
-    def load_kernel(self, program: KernelProgram, addresses: Addresses, *, frozen: bool) -> LoadedProgram:
+    def load_kernel(self, program: AnyKernelProgram, addresses: Addresses, *, frozen: bool) -> LoadedProgram:
         """Compile, load and bind the kernel of a collective. ``frozen``: for a graph under capture, in which it works.
 
         Raises:
@@ -214,7 +214,7 @@ class CudaExecutor:
         if self.watch.failure is not None:
             self.watch.raise_failure()  # a call only where there is something to raise: this is the way of every start
 
-    def failing(self, calls: Sequence[Bound], program: Program | KernelProgram) -> Callable[[int, Any], NoReturn]:
+    def failing(self, calls: Sequence[Bound], program: Program | AnyKernelProgram) -> Callable[[int, Any], NoReturn]:
         """What to do about the failure of one of the calls of an invocation: called with its index and error."""
 
         def failed(index: int, error: Any) -> NoReturn:

@@ -24,12 +24,14 @@ from sidelane.device.launch import Launch, Site
 from sidelane.execute.base import Addresses, Place, Repetition
 from sidelane.execute.cuda.cached import ExecutableGraph
 from sidelane.execute.cuda.executor import CudaExecutor
+from sidelane.execute.cuda.kernel_list import arrange_list
 from sidelane.execute.cuda.loaded import find_place
 from sidelane.execute.cuda.native import Bound, steps_of
 from sidelane.execute.submitted import Counts, Entry, Submitted
 from sidelane.native import Effect
 from sidelane.program.collective import Buffer
 from sidelane.program.kernel import KernelProgram, Protocol
+from sidelane.program.kernel_list import AnyKernelProgram, KernelListProgram
 
 _MOST_CALLERS = 64  # streams for which launches are remembered
 
@@ -44,11 +46,19 @@ class CudaKernel:
         frozen: it is for a graph under capture.
     """
 
-    def __init__(self, executor: CudaExecutor, program: KernelProgram, addresses: Addresses, *, frozen: bool) -> None:
+    def __init__(
+        self, executor: CudaExecutor, program: AnyKernelProgram, addresses: Addresses, *, frozen: bool
+    ) -> None:
         self.program = program
         self._executor = executor
         self._frozen = frozen
-        self._launch = arrange(program, executor.rank, addresses, executor.board)
+        self._launch: Launch | None = None
+        if isinstance(program, KernelListProgram):
+            arranged = arrange_list(program, executor, addresses)
+            if arranged is not None:
+                self._launch, self._table = arranged
+        else:
+            self._launch = arrange(program, executor.rank, addresses, executor.board)
         self._by_stream: dict[int, tuple[Bound, ...]] = {}
         self._graph: ExecutableGraph | None = None
         if self._launch is not None:

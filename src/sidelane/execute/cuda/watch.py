@@ -27,7 +27,7 @@ from sidelane.execute.cuda.stall import Stall, Words, assume_missing, find_stall
 from sidelane.execute.monitor import NO_CALL, PeerMonitor
 from sidelane.native import Effect, Note
 from sidelane.program.ir import Program
-from sidelane.program.kernel import KernelProgram
+from sidelane.program.kernel_list import AnyKernelProgram
 
 STARTED, FINISHED, BUSY, BOARD = range(4)  # host words; the board is the last of them, and has several
 HOST_WORDS = BOARD + BOARD_WORDS
@@ -89,7 +89,7 @@ class Watch:
         self._doomed_since: float | None = None
         self._flags_before: dict[int, object] | None = None
         self._board = words.array[BOARD:]
-        self._last_kernel: tuple[int, KernelProgram] | None = None
+        self._last_kernel: tuple[int, AnyKernelProgram] | None = None
         self._spin: tuple[tuple[int, int], ...] = ()
         self._spin_since = 0.0
         self._stop = threading.Event()
@@ -111,7 +111,7 @@ class Watch:
         self.last_epoch = epoch
         self._running.append((epoch, subject))
 
-    def launched(self, epoch: int, program: KernelProgram) -> None:
+    def launched(self, epoch: int, program: AnyKernelProgram) -> None:
         """A kernel was launched, or captured."""
         self._last_kernel = (epoch, program)
 
@@ -119,7 +119,7 @@ class Watch:
         """What :meth:`issued` does."""
         return (Effect.SET_NUMBER, self, "last_epoch", None), (Effect.APPEND_PAIR, self._running.append, "", subject)
 
-    def launch_notes(self, program: KernelProgram) -> tuple[Note, ...]:
+    def launch_notes(self, program: AnyKernelProgram) -> tuple[Note, ...]:
         """What :meth:`launched` does."""
         return ((Effect.SET_PAIR, self, "_last_kernel", program),)
 

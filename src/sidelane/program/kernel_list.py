@@ -1,0 +1,128 @@
+"""Lists of tensors that one kernel runs, as data: the counterpart of ``kernel`` for a :class:`Batch`.
+
+All tensors of a call lie behind each other among what a rank sends to another one, each from a multiple of 16 bytes on;
+with three parts of 100, 0 and 300 bytes from rank to rank::
+
+    place    | part 0 | . | part 2                  |
+             0       100 112                       412
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cached_property
+from itertools import accumulate
+
+from sidelane.program.batch import Batch
+from sidelane.program.collective import Kind, Reduction
+from sidelane.program.kernel import (
+    ALIGNMENT,
+    BLOCKS,
+    LARGE_PART_BYTES,
+    MOST_BLOCKS,
+    MOST_PARCEL_BYTES,
+    MOST_RANKS,
+    KernelProgram,
+    Protocol,
+    is_distinct,
+    is_two_shot,
+    part_bytes_of,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelListProgram:
+    """Collectives of one kind for one kernel. Make it with :func:`kernel_list_program`.
+
+    Attributes:
+        collective: what to do.
+        variant: ``one_shot`` or ``two_shot``.
+        protocol: how: ``parcels``, ``pull`` or ``reduce``.
+        blocks: most thread blocks of a launch.
+    """
+
+    collective: Batch
+    variant: str
+    protocol: Protocol
+    blocks: int
+
+    prelaunched = False
+
+    @property
+    def world_size(self) -> int:
+        return self.collective.world_size
+
+    @property
+    def two_shot(self) -> bool:
+        """See :class:`KernelProgram`."""
+        return is_two_shot(self.variant)
+
+    @cached_property
+    def distinct(self) -> bool:
+        """Each peer gets a part of its own."""
+        return any(is_distinct(part.kind) for part in self.collective.parts)
+
+    @cached_property
+    def reduction(self) -> Reduction | None:
+        """Of all parts; None for what only moves."""
+        return next((part.reduction for part in self.collective.parts), None)
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """What goes from one rank to another, of each part."""
+        return tuple(part_bytes_of(part, "one_shot") for part in self.collective.parts)
+
+    @cached_property
+    def places(self) -> tuple[int, ...]:
+        """Where each part begins among what goes from one rank to another, and where the last one ends."""
+        return tuple(accumulate((-(-nbytes // ALIGNMENT) * ALIGNMENT for nbytes in self.sizes), initial=0))
+
+    @property
+    def part_bytes(self) -> int:
+        """What goes from one rank to another, of all parts together."""
+        return self.places[-1]
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all inputs."""
+        return self.part_bytes * (self.world_size if self.distinct else 1)
+
+    @property
+    def staging_bytes(self) -> int:
+        """Staging that every rank needs."""
+        return 0 if self.protocol is Protocol.PARCELS else self.total_bytes
+
+
+AnyKernelProgram = KernelProgram | KernelListProgram
+
+
+def kernel_list_program(batch: Batch, variant: str) -> KernelListProgram:
+    """Choose the kernel for a list.
+
+    Args:
+        batch: of all_gathers, all_to_alls, reduce_scatters or all_reduces; reductions of one operation and dtype.
+        variant: ``one_shot``, or ``two_shot`` for all_reduces.
+
+    Raises:
+        ValueError: too many ranks, or collectives that differ in more than their size.
+    """
+    n, name = batch.world_size, batch.name
+    if n > MOST_RANKS:
+        raise ValueError(f"{name}: ranks with variant {variant!r} (value={n}, allowed=1..{MOST_RANKS})")
+    alike = {(part.kind, part.reduction) for part in batch.parts}
+    if len(alike) > 1:
+        found = "; ".join(sorted(f"{kind} {reduction or ''}".strip() for kind, reduction in alike))
+        raise ValueError(
+            f"{name}: variant {variant!r} needs tensors for one collective and one reduction (value={found})"
+        )
+    for number, part in enumerate(batch.parts):
+        if part.kind is not Kind.ALL_REDUCE and len({nbytes for row in part.counts for nbytes in row}) > 1:
+            raise ValueError(
+                f"{name}: variant {variant!r} needs equal parts for all ranks (value=tensor {number} differs)"
+            )
+    program = KernelListProgram(batch, variant, Protocol.PARCELS, BLOCKS)
+    if program.part_bytes <= MOST_PARCEL_BYTES and not program.two_shot:
+        return program
+    protocol = Protocol.PULL if program.reduction is None else Protocol.REDUCE
+    blocks = MOST_BLOCKS if program.part_bytes >= LARGE_PART_BYTES else BLOCKS
+    return dataclasses.replace(program, protocol=protocol, blocks=blocks)
