@@ -139,6 +139,26 @@ def test_calls_in_c_and_in_python_take_turns(rank: Rank) -> None:
     assert 5 < sum(rank.native) < len(rank.native) - 5
 
 
+def test_lists_are_made_in_c_too(rank: Rank) -> None:
+    sizes = (16, 64, 256)
+    outputs, inputs = ([torch.zeros(size, dtype=torch.uint8) for size in sizes] for _ in range(2))
+    for turn in range(12):
+        for tensor in inputs:
+            tensor.random_(0, 250)
+        changed = turn in (5, 9)
+        given = (outputs[::-1], inputs[::-1]) if changed else (outputs, inputs)
+        versions = [tensor._version for tensor in outputs]
+        rank.comm.all_to_all(*given, variant="b2b+graph" if turn % 2 else "b2b")
+        rank.finish()
+        assert all(map(torch.equal, outputs, inputs))
+        assert [tensor._version for tensor in outputs] == [version + 1 for version in versions]
+        assert rank.native[-1] == (turn > 3 and not changed)
+        assert "3 tensors" in rank.comm.last_submitted().collective
+    with rank.comm.batch() as batch:
+        batch.all_to_all(outputs, inputs)
+    assert len(rank.native) == 12, "several kinds go by Python"
+
+
 def test_staging_that_moves_takes_remembered_calls_with_it(rank: Rank) -> None:
     output, input = torch.zeros(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
     for _ in range(4):

@@ -7,10 +7,11 @@ from types import TracebackType
 import torch.distributed as dist
 
 from sidelane.collectives.arguments import Arguments
+from sidelane.collectives.asked import Asked
 from sidelane.collectives.backend import Work
 from sidelane.collectives.calls import Calls
 from sidelane.collectives.listed import BATCH
-from sidelane.collectives.lists import Asked, Tensors, call_lists
+from sidelane.collectives.lists import Tensors, call_lists
 from sidelane.collectives.prepare import Preparer
 from sidelane.program.collective import Kind
 

@@ -17,12 +17,13 @@ from sidelane import config as settings
 from sidelane.choice import Choice
 from sidelane.choice.candidate import FIRST, check_beside
 from sidelane.collectives.arguments import Arguments, Request, identities
+from sidelane.collectives.asked import Asked
 from sidelane.collectives.backend import Work
 from sidelane.collectives.batched import Batched
 from sidelane.collectives.calls import Calls
 from sidelane.collectives.devices import choose_device, make_backend
 from sidelane.collectives.heap import SymmetricHeap, generation
-from sidelane.collectives.lists import Asked, Tensors, call_lists, holds_lists
+from sidelane.collectives.lists import Tensors, call_lists, holds_lists
 from sidelane.collectives.plan import AUTO, Agreement, Planner, check_variant
 from sidelane.collectives.prelaunched import Prelaunched, prepare_prelaunched
 from sidelane.collectives.prepare import Prepared, Preparer
@@ -451,6 +452,7 @@ class Communicator:
                     beside=beside,
                     async_op=async_op,
                     place=place,
+                    repeats=repeats,
                 )
             if prepared is None:
                 prepared = self._prepare(call, Agreement.of(request, variant, frozen, hint), request, key)

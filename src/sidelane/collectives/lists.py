@@ -2,38 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from sidelane.choice.candidate import check_beside
 from sidelane.collectives.arguments import Arguments, Request, identity
+from sidelane.collectives.asked import Asked
 from sidelane.collectives.backend import Work
 from sidelane.collectives.calls import Calls, count_writes
 from sidelane.collectives.heap import Region, generation
 from sidelane.collectives.listed import BATCH, LISTED, ListAgreement, ListRequest, Part
 from sidelane.collectives.plan import check_variant
 from sidelane.collectives.prepare import Preparer
+from sidelane.collectives.repeat import Repeats
 from sidelane.execute.base import Place
 from sidelane.program.collective import Kind
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
 """A tensor, or a list of them: all tensor arguments of a call are the one or the other."""
-
-
-class Asked(NamedTuple):
-    """A collective on one or many tensors, as its caller asked for it.
-
-    Attributes:
-        kind: which.
-        given: outputs and inputs, or the one argument that is both.
-        details: root or operation.
-    """
-
-    kind: Kind
-    given: tuple[Any, ...]
-    details: tuple[Hashable, ...] = ()
 
 
 def holds_lists(kind: Kind, arguments: Sequence[object]) -> bool:
@@ -53,6 +40,7 @@ def call_lists(
     beside: str | None,
     async_op: bool,
     place: Place,
+    repeats: Repeats | None = None,
 ) -> Work | None:
     """Run all that was asked for as one call.
 
@@ -67,6 +55,7 @@ def call_lists(
         beside: likewise.
         async_op: likewise.
         place: where the caller stands.
+        repeats: remembers the call if it is of one kind and comes again.
 
     Raises:
         As ``Communicator.all_gather``.
@@ -76,7 +65,7 @@ def call_lists(
         lists = [_lists(each) for each in asked]
         tensors = tuple(tensor for columns in lists for column in columns for tensor in column)
         shape = tuple((each.kind, each.details, len(columns[0])) for each, columns in zip(asked, lists, strict=True))
-        key = (name, shape, variant, beside, frozen, generation(), tuple(map(identity, tensors)))
+        key = (name, variant, beside, shape, frozen, generation(), tuple(map(identity, tensors)))
         prepared = preparer.recall(key)
         if prepared is None:
             for kind in dict.fromkeys(each.kind for each in asked):
@@ -87,6 +76,7 @@ def call_lists(
             request = ListRequest(tuple(_requests(arguments, rows, where)))
             _check_apart(name, request.parts, where)
             parts = tuple(map(Part.of, request.parts))
+    known = prepared is not None
     if prepared is None:
         agreement = ListAgreement(name, arguments.world_size, parts, variant, frozen, hint)
         calls.control.post_call(call, agreement.text())
@@ -101,6 +91,8 @@ def call_lists(
     # In front of the tensors, None for the single one that a call writes: whole lists are written.
     work = calls.run(prepared, call, async_op, (None, *tensors), place)
     count_writes(tuple(tensor for columns in lists for tensor in columns[0]))
+    if known and repeats is not None:
+        repeats.remember(key, prepared, place, asked=asked[0])
     return work
 
 

@@ -8,10 +8,14 @@ from typing import Any, cast
 import torch
 
 from sidelane.collectives import heap
+from sidelane.collectives.asked import Asked
 from sidelane.collectives.calls import Calls, count_writes
 from sidelane.collectives.prepare import Prepared, Preparer
 from sidelane.execute.base import Place
 from sidelane.native import Effect, load_replays
+
+MOST_TENSORS = 128
+"""Of a call that is remembered, in all of its lists: ``MOST_TENSORS`` of ``native/replay.c``."""
 
 
 class Repeats:
@@ -66,17 +70,23 @@ class Repeats:
         )
         return Repeats(calls, preparer, replay)
 
-    def remember(self, key: tuple[Hashable, ...], prepared: Prepared, place: Place) -> None:
+    def remember(
+        self, key: tuple[Hashable, ...], prepared: Prepared, place: Place, *, asked: Asked | None = None
+    ) -> None:
         """Remember a call that has just been made, if it will be made the same way again.
 
         Args:
             key: kind, variant, beside, details, frozen, generation, identities of the tensors.
             prepared: what it ran as.
             place: where.
+            asked: of a call with lists, what was; ``details`` says more than its own then.
         """
-        kind, variant, beside, details, frozen, _, asked = key
-        identities = cast("tuple[tuple[Any, ...], ...]", asked)
-        if frozen or not all(map(_is_ordinary, identities)):
+        kind, variant, beside, details, frozen, _, tensors_asked = key
+        identities = cast("tuple[tuple[Any, ...], ...]", tensors_asked)
+        lists = 0
+        if asked is not None:
+            details, lists = asked.details, len(asked.given)
+        if frozen or not 0 < len(identities) <= MOST_TENSORS or not all(map(_is_ordinary, identities)):
             return
         repetition = prepared.loaded.repetition(place)
         payload = self._calls.control.payload(prepared.signature)
@@ -89,7 +99,7 @@ class Repeats:
             return  # memory was allocated since
         notes = (*repetition.notes, (Effect.SET, self._calls, "last_choice", prepared.choice))
         self._replay.remember(
-            *(kind, tensors, details, variant, beside, generation, repetition.turn, place[0]),
+            *(kind, tensors, lists, details, variant, beside, generation, repetition.turn, place[0]),
             *(prepared.signature, payload, repetition.steps, repetition.words, notes, repetition.failed, prepared),
         )
         if (

@@ -21,7 +21,7 @@
 #define TABLE 1024         /* calls remembered */
 #define PROBES 8           /* places of the table where one may be */
 #define MOST_ARGUMENTS 8   /* of a call of the driver */
-#define MOST_TENSORS 2
+#define MOST_TENSORS 128   /* of a call, in all of its lists */
 
 enum Effect { SET, SET_NUMBER, SET_PAIR, APPEND_PAIR, COUNT, EFFECTS };
 
@@ -30,11 +30,12 @@ typedef struct {
     PyObject *dtype;
 } Tensor;
 
-/* What a caller asks for, of whose tensors everything is known. */
+/* What a caller asks for, of whose tensors everything is known. There is room for two at least. */
 typedef struct {
     PyObject *kind, *details, *variant, *beside;
     Py_ssize_t tensors;
-    Tensor tensor[MOST_TENSORS];
+    int lists; /* in which they came, all of one length; 0 for tensors by themselves */
+    Tensor *tensor;
 } Request;
 
 /* A call of the driver: a C function of integers, or else a Python callable with its arguments. */
@@ -165,6 +166,7 @@ static void free_entry(Entry *entry)
         return;
     }
     PyObject *keep = entry->keep;
+    PyMem_Free(entry->request.tensor);
     PyMem_Free(entry->step);
     PyMem_Free(entry->word);
     PyMem_Free(entry->note);
@@ -194,7 +196,7 @@ static unsigned place_of(const Request *request, long long stream)
 /* 1: both ask for the same. 0: they do not. -1: an error. */
 static int same_request(const Request *a, const Request *b)
 {
-    if (a->tensors != b->tensors)
+    if (a->tensors != b->tensors || a->lists != b->lists)
         return 0;
     for (Py_ssize_t i = 0; i < a->tensors; i++) {
         const Tensor *one = &a->tensor[i], *other = &b->tensor[i];
@@ -318,8 +320,8 @@ static unsigned choose_place(Replay *self, const Entry *entry)
     return free != TABLE ? free : (home + self->next_victim++ % PROBES) % TABLE;
 }
 
-PyDoc_STRVAR(remember_doc, "remember(kind, tensors, details, variant, beside, generation, turn, stream, signature, "
-                           "payload, steps, words, notes, failed, owner)\n--\n\n"
+PyDoc_STRVAR(remember_doc, "remember(kind, tensors, lists, details, variant, beside, generation, turn, stream, "
+                           "signature, payload, steps, words, notes, failed, owner)\n--\n\n"
                            "Remember a call; see sidelane.collectives.repeat, which makes the arguments.");
 
 static PyObject *replay_remember(Replay *self, PyObject *all)
@@ -329,8 +331,8 @@ static PyObject *replay_remember(Replay *self, PyObject *all)
     if (entry == NULL)
         return PyErr_NoMemory();
     entry->keep = Py_NewRef(all);
-    if (!PyArg_ParseTuple(all, "OO!OOOOOLOSO!O!O!OO", &entry->request.kind, &PyTuple_Type, &tensors,
-                          &entry->request.details, &entry->request.variant, &entry->request.beside,
+    if (!PyArg_ParseTuple(all, "OO!iOOOOOLOSO!O!O!OO", &entry->request.kind, &PyTuple_Type, &tensors,
+                          &entry->request.lists, &entry->request.details, &entry->request.variant, &entry->request.beside,
                           &entry->generation, &entry->turn, &entry->stream,
                           &entry->signature, &entry->payload, &PyTuple_Type, &steps, &PyTuple_Type, &words,
                           &PyTuple_Type, &notes, &entry->failed, &owner))
@@ -341,6 +343,11 @@ static PyObject *replay_remember(Replay *self, PyObject *all)
     request->tensors = PyTuple_GET_SIZE(tensors);
     if (request->tensors < 1 || request->tensors > MOST_TENSORS) {
         PyErr_Format(PyExc_ValueError, "remember: tensors (value=%zd, allowed=1..%d)", request->tensors, MOST_TENSORS);
+        goto fail;
+    }
+    request->tensor = PyMem_Calloc(request->tensors + 1, sizeof(Tensor));
+    if (request->tensor == NULL) {
+        PyErr_NoMemory();
         goto fail;
     }
     for (Py_ssize_t i = 0; i < request->tensors; i++) {
@@ -589,7 +596,7 @@ static int repeat(Replay *self, Entry *entry, PyObject *written)
     Py_DECREF(number);
     if (failed)
         return -1;
-    PyObject *tuple = PyTuple_Pack(1, written), *done = NULL;
+    PyObject *tuple = PyTuple_Check(written) ? Py_NewRef(written) : PyTuple_Pack(1, written), *done = NULL;
     if (tuple != NULL)
         done = PyObject_CallOneArg(self->count_version, tuple);
     Py_XDECREF(tuple);
@@ -619,20 +626,37 @@ static enum Outcome attempt(Replay *self, const Request *request, PyObject *writ
     return failed ? ERROR : MADE;
 }
 
-PyDoc_STRVAR(run_doc, "run(kind, tensors, details, variant, beside)\n--\n\n"
-                      "Repeat a remembered call. With nothing done: False if it is not one, None if it is not its time.");
-
-static PyObject *replay_run(Replay *self, PyObject *const *arguments, Py_ssize_t count)
+/* A new tuple of all tensors, where a call has lists of one length; NULL where it has anything else, or with an error. */
+static PyObject *line_up(PyObject *columns)
 {
-    if (self->keep == NULL || count != 5 || !PyTuple_Check(arguments[1])) {
-        PyErr_SetString(PyExc_TypeError, "run: kind, a tuple of tensors, details, variant and beside are needed");
-        return NULL;
+    PyObject *all = NULL;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(columns); i++) {
+        PyObject *column = PyTuple_GET_ITEM(columns, i);
+        if (!PyList_Check(column) && !PyTuple_Check(column)) {
+            Py_XDECREF(all);
+            return NULL;
+        }
+        PyObject *longer = NULL, *tensors = PySequence_Tuple(column); /* which nobody changes meanwhile */
+        if (tensors != NULL && (all == NULL || PyTuple_GET_SIZE(tensors) * i == PyTuple_GET_SIZE(all)))
+            longer = all == NULL ? Py_NewRef(tensors) : PySequence_Concat(all, tensors);
+        Py_XDECREF(tensors);
+        Py_XDECREF(all);
+        if (longer == NULL)
+            return NULL;
+        all = longer;
     }
-    PyObject *tensors = arguments[1];
-    Request request = {arguments[0], arguments[2], arguments[3], arguments[4], PyTuple_GET_SIZE(tensors), {{0}}};
-    int known = request.tensors >= 1 && request.tensors <= MOST_TENSORS;
-    for (Py_ssize_t i = 0; i < request.tensors && known == 1; i++)
-        known = look_at(PyTuple_GET_ITEM(tensors, i), self->tensor_type, &request.tensor[i]);
+    return all;
+}
+
+/* Look at all tensors and make the call again; `written` are one tensor or a tuple. A new reference. */
+static PyObject *look_and_run(Replay *self, Request *request, PyObject *tensors, PyObject *written)
+{
+    Tensor room[MOST_TENSORS];
+    memset(room, 0, 2 * sizeof *room);
+    request->tensors = PyTuple_GET_SIZE(tensors), request->tensor = room;
+    int known = request->tensors >= 1 && request->tensors <= MOST_TENSORS;
+    for (Py_ssize_t i = 0; i < request->tensors && known == 1; i++)
+        known = look_at(PyTuple_GET_ITEM(tensors, i), self->tensor_type, &room[i]);
     if (known < 0 && PyErr_ExceptionMatches(PyExc_Exception))
         PyErr_Clear(); /* Python will find the same, and say so in its own words */
     if (known != 1)
@@ -641,7 +665,7 @@ static PyObject *replay_run(Replay *self, PyObject *const *arguments, Py_ssize_t
     int locked = is_true(PyObject_Vectorcall(self->try_lock, without_blocking, 1, NULL));
     if (locked != 1)
         return locked < 0 ? NULL : Py_NewRef(Py_None);
-    enum Outcome outcome = attempt(self, &request, PyTuple_GET_ITEM(tensors, 0));
+    enum Outcome outcome = attempt(self, request, written);
     PyObject *type, *error, *trace;
     PyErr_Fetch(&type, &error, &trace);
     PyObject *unlocked = PyObject_CallNoArgs(self->unlock);
@@ -651,6 +675,36 @@ static PyObject *replay_run(Replay *self, PyObject *const *arguments, Py_ssize_t
     if (outcome == ERROR || unlocked == NULL)
         return NULL;
     return Py_NewRef(outcome == MADE ? Py_True : outcome == UNKNOWN ? Py_False : Py_None);
+}
+
+PyDoc_STRVAR(run_doc, "run(kind, tensors, details, variant, beside)\n--\n\n"
+                      "Repeat a remembered call, of tensors or of lists of them, what it writes first. With nothing done: "
+                      "False if it is not one, None if it is not its time.");
+
+static PyObject *replay_run(Replay *self, PyObject *const *arguments, Py_ssize_t count)
+{
+    if (self->keep == NULL || count != 5 || !PyTuple_Check(arguments[1])) {
+        PyErr_SetString(PyExc_TypeError, "run: kind, a tuple of tensors, details, variant and beside are needed");
+        return NULL;
+    }
+    PyObject *given = arguments[1];
+    Request request = {arguments[0], arguments[2], arguments[3], arguments[4], 0, 0, NULL};
+    PyObject *first = PyTuple_GET_SIZE(given) ? PyTuple_GET_ITEM(given, 0) : Py_None;
+    if (!PyList_Check(first) && !PyTuple_Check(first))
+        return look_and_run(self, &request, given, first);
+    PyObject *tensors = line_up(given);
+    if (tensors == NULL) {
+        if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception))
+            return NULL;
+        PyErr_Clear();
+        return Py_NewRef(Py_False);
+    }
+    request.lists = (int)PyTuple_GET_SIZE(given);
+    PyObject *written = PyTuple_GetSlice(tensors, 0, PyTuple_GET_SIZE(tensors) / request.lists);
+    PyObject *made = written == NULL ? NULL : look_and_run(self, &request, tensors, written);
+    Py_XDECREF(written);
+    Py_DECREF(tensors);
+    return made;
 }
 
 /* --- the type ----------------------------------------------------------------------------------------------------- */
@@ -791,6 +845,8 @@ PyMODINIT_FUNC PyInit_sidelane_replay(void)
         if (PyModule_AddIntConstant(module, effects[i], i) < 0)
             Py_CLEAR(module);
     if (module != NULL && PyModule_AddIntConstant(module, "MOST_ARGUMENTS", MOST_ARGUMENTS) < 0)
+        Py_CLEAR(module);
+    if (module != NULL && PyModule_AddIntConstant(module, "MOST_TENSORS", MOST_TENSORS) < 0)
         Py_CLEAR(module);
     if (module != NULL && PyModule_AddObjectRef(module, "Replay", (PyObject *)&ReplayType) < 0)
         Py_CLEAR(module);
