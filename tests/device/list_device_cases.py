@@ -47,9 +47,9 @@ def by_kernels(context: Context, seed: int) -> int:
     try:
         with Communicator(device=device, config=Config(timeout_s=30)) as comm, torch.cuda.stream(torch.cuda.Stream()):
             rng = random.Random(seed)
-            for kind, sizes in itertools.product(KERNELS, (SMALL, SMALL + LARGE)):
+            for kind, sizes, symmetric in itertools.product(KERNELS, (SMALL, SMALL + LARGE), (None, True)):
                 variants = [one.name for one in everything(kind) if one.implementation == SM]
-                case = Case(comm, kind, rng, rng.randint(2, 6), sizes=sizes, alike=True)
+                case = Case(comm, kind, rng, rng.randint(2, 6), symmetric, sizes, alike=True)
                 for variant, again in itertools.product([v for v in variants if not v.endswith("_narrow")], range(3)):
                     case.fill(again)
                     before = comm.submitted()
@@ -81,7 +81,8 @@ def captured(context: Context, seed: int, replays: int) -> None:
         with Communicator(device=device, config=Config(timeout_s=30)) as comm:
             rng = random.Random(seed)
             cases = [Case(comm, kind, rng, 4) for kind in (*MOVING, *REDUCING)]
-            cases += [Case(comm, kind, rng, 4, sizes=SMALL + LARGE, alike=True) for kind in KERNELS]
+            for symmetric in (None, True):
+                cases += [Case(comm, kind, rng, 4, symmetric, SMALL + LARGE, alike=True) for kind in KERNELS]
             together = [Case(comm, kind, rng, 2) for kind in (*MOVING, *REDUCING)]
             single, own = torch.empty(comm.world_size, dtype=torch.int64), torch.full((1,), comm.rank)
 

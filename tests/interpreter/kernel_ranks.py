@@ -25,8 +25,10 @@ from sidelane.device import (
     exchange_parcels,
     flags,
     layout,
+    list_direct,
     list_parcels,
     list_pull,
+    list_push,
     parcels,
     pull,
     push,
@@ -240,69 +242,101 @@ def lists(world: World) -> None:
     for call in range(8):
         counts = [draw.choice((1, 3, 8, 64, 700, 2503)) for _ in range(draw.randint(1, 5))]
         for kind in ("all_gather", "all_to_all", "reduce_scatter", "all_reduce", "two_shot"):
-            for parcels_ in (True, False):
-                if parcels_ and kind == "two_shot":
+            for way in ("parcels", "pull", "symmetric"):
+                in_place = bool(call % 2)
+                if (kind, way) == ("two_shot", "parcels"):
+                    continue
+                if way == "symmetric" and in_place and kind in ("all_to_all", "all_reduce"):
                     continue
                 if delay.random() < 0.2:
                     time.sleep(0.01 * delay.random())
-                dtype = draw.choice(("float32", "int64", "bfloat16"))
-                reduction = Reduction(draw.choice(list(ReduceOp)), dtype)
-                _list(world, kind, counts, reduction, parcels_, in_place=bool(call % 2), seed=call)
+                reduction = Reduction(draw.choice(list(ReduceOp)), draw.choice(("float32", "int64", "bfloat16")))
+                _list(world, kind, counts, reduction, way, in_place=in_place, seed=call)
 
 
 def _list(
-    world: World, kind: str, counts: list[int], reduction: Reduction, by_parcels: bool, *, in_place: bool, seed: int
+    world: World, kind: str, counts: list[int], reduction: Reduction, way: str, *, in_place: bool, seed: int
 ) -> None:
     n, rank, dtype = world.world_size, world.rank, getattr(torch, reduction.dtype)
-    element, reduces = reduction.element_bytes, kind not in ("all_gather", "all_to_all")
-    distinct, gathers = kind in ("all_to_all", "reduce_scatter"), kind in ("all_gather", "all_to_all")
+    element, gathers = reduction.element_bytes, kind in ("all_gather", "all_to_all")
+    distinct = kind in ("all_to_all", "reduce_scatter")
+    symmetric = way == "symmetric"
     margin, place, checks, pieces = 5, 0, [], []
+
+    def room_of(count: int, shift: int) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]:
+        """A tensor, the room that it lies in, and its addresses on all ranks."""
+        nbytes = (count + 2 * margin + 4) * element
+        room, addresses = world.carve(nbytes) if symmetric else (torch.empty(nbytes, dtype=torch.uint8), (0,) * n)
+        room = room.view(dtype).fill_(77)
+        begin = margin + shift
+        return room[begin : begin + count], room, tuple(base + begin * element for base in addresses)
+
     for number, count in enumerate(counts):
+        nbytes, shift = count * element, (number + (0 if symmetric else rank)) % 2 * 3
         inputs = [_numbers(seed + 10 * number, sender, count * (n if distinct else 1), dtype) for sender in range(n)]
-        room = torch.full((count * n + 2 * margin,), 77, dtype=dtype)
-        begin = margin + (number + rank) % 2 * 3  # aligned otherwise on each rank
-        output = room[begin : begin + (count * n if gathers else count)]
-        input = torch.empty(len(inputs[rank]) + 1, dtype=dtype)[number % 2 :][: len(inputs[rank])]
-        if in_place:
-            own = slice(rank * count, (rank + 1) * count)
-            input = {"all_gather": output[own]}.get(kind, output) if kind != "reduce_scatter" else input
-            output = input[own] if kind == "reduce_scatter" else output
+        output, margins, outputs_at = room_of(count * n if gathers else count, shift)
+        input, _, inputs_at = room_of(len(inputs[rank]), number % 2)
+        own, moved = slice(rank * count, (rank + 1) * count), [rank * nbytes] * n
+        if in_place and kind == "reduce_scatter":
+            output, margins = input[own], output
+        elif in_place:
+            input = output[own] if kind == "all_gather" else output
+            inputs_at = outputs_at
         input.copy_(inputs[rank])
-        nbytes = count * element
-        pieces.append(
-            Piece(
-                input=input.data_ptr(),
-                output=output.data_ptr(),
-                nbytes=nbytes,
-                input_stride=nbytes if distinct else 0,
-                output_stride=nbytes if gathers else 0,
-                place=place,
-            )
-        )
+        groups: tuple[tuple[int, ...], ...] = ()
+        if symmetric and gathers:
+            groups = (world.site.rotated(tuple(base + there for base, there in zip(outputs_at, moved, strict=True))),)
+        elif symmetric:
+            read = rank * nbytes if distinct else 0
+            groups = (tuple(base + read for base in inputs_at),)
+            groups += (world.site.rotated(outputs_at),) * (kind == "two_shot")
+        strides = {"input_stride": nbytes if distinct else 0, "output_stride": nbytes if gathers else 0}
+        pieces.append(Piece(input.data_ptr(), output.data_ptr(), nbytes, **strides, place=place, groups=groups))
         place += -(-nbytes // 16) * 16
-        parts = [data[rank * count : (rank + 1) * count] if distinct else data for data in inputs]
-        wanted = in_rank_order(parts, reduction.op) if reduces else torch.cat(parts)
-        checks.append((output, wanted, room, begin, input))
-    tile = parcels.TILE_BYTES if by_parcels else list_pull.tile_bytes(reduction if reduces else None)
-    table = Table.of(pieces, tile)
-    given = (world.site, table, table.rows.ctypes.data)
-    operation = reduction if reduces else None
-    if by_parcels:
-        work = list_parcels.arrange(*given, operation, distinct=distinct)
-    else:
-        _, stagings = world.carve(place * (n if distinct else 1))
-        gather = kind == "two_shot"
-        work = list_pull.arrange(*given, stagings, place, operation, distinct=distinct, gather=gather)
-    launch(work)
-    for number, (output, wanted, room, begin, _) in enumerate(checks):
-        where = f"rank {rank}: {kind} {reduction} counts={counts} number={number} {by_parcels=} {in_place=} {seed=}"
-        if reduces:
-            _compare(output, wanted, where)
-        else:
+        parts = [data[own] if distinct else data for data in inputs]
+        wanted = torch.cat(parts) if gathers else in_rank_order(parts, reduction.op)
+        checks.append((output, wanted, margins, input))
+    operation = None if gathers else reduction
+    _launch_list(world, way, pieces, place, operation, distinct=distinct, gather=kind == "two_shot")
+    for number, (output, wanted, margins, _) in enumerate(checks):
+        where = f"rank {rank}: {kind} {reduction} counts={counts} number={number} {way} {in_place=} {seed=}"
+        if gathers:
             assert torch.equal(output.view(torch.uint8), wanted.view(torch.uint8)), where
-        margins = torch.cat([room[:begin], room[begin + len(output) :]])
-        assert (margins == 77).all() or (in_place and kind == "reduce_scatter"), f"{where}: wrote beyond its bytes"
+        else:
+            _compare(output, wanted, where)
+        first = (output.data_ptr() - margins.data_ptr()) // element
+        if 0 <= first < len(margins):
+            rest = torch.cat([margins[:first], margins[first + len(output) :]])
+            assert (rest == 77).all(), f"{where}: wrote beyond its bytes"
     world.release()
+
+
+def _launch_list(
+    world: World,
+    way: str,
+    pieces: list[Piece],
+    place: int,
+    reduction: Reduction | None,
+    *,
+    distinct: bool,
+    gather: bool,
+) -> None:
+    tile_bytes = {
+        "parcels": parcels.TILE_BYTES,
+        "pull": list_pull.tile_bytes(reduction),
+        "symmetric": list_push.TILE_BYTES if reduction is None else list_direct.TILE_BYTES,
+    }[way]
+    table = Table.of(pieces, tile_bytes)  # stays until the kernel has ended
+    given = (world.site, table, table.rows.ctypes.data)
+    if way == "parcels":
+        launch(list_parcels.arrange(*given, reduction, distinct=distinct))
+    elif way == "pull":
+        _, stagings = world.carve(place * (world.world_size if distinct else 1))
+        launch(list_pull.arrange(*given, stagings, place, reduction, distinct=distinct, gather=gather))
+    elif reduction is None:
+        launch(list_push.arrange(*given, distinct=distinct))
+    else:
+        launch(list_direct.arrange(*given, reduction, gather=gather))
 
 
 def dead_peer(world: World) -> None:

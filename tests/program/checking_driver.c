@@ -232,14 +232,23 @@ Result cuMemcpyHtoDAsync_v2(Address to, const void *from, size_t bytes, void *st
     return 0;
 }
 
-static void touch_rows(Address address)
+/* Of a table, behind whose address a kernel is told how many rows it has. */
+static void touch_rows(Address address, uint64_t count)
 {
-    for (size_t i = 0; i < table_count; i++)
-        for (const int64_t *row = (const int64_t *)address; tables[i].first == address; row += 8) {
-            if ((Address)row >= address + tables[i].bytes)
-                return;
+    for (size_t i = 0; i < table_count; i++) {
+        if (tables[i].first != address)
+            continue;
+        const int64_t *row = (const int64_t *)address;
+        size_t words = tables[i].bytes / 8 / count;
+        if (words != 8 && words != 16 && words != 24)
+            complain("words of a row", words, count);
+        for (uint64_t n = 0; n < count; n++, row += words) {
             touch("input of a tile", row[0], row[2]), touch("output of a tile", row[1], row[2]);
+            for (size_t peer = 8; peer < words; peer++)
+                if (row[peer])
+                    touch("tile of a peer", row[peer], row[2]);
         }
+    }
 }
 
 typedef struct {
@@ -255,7 +264,9 @@ Result cuLaunchKernelEx(const Launch *launch, void *function, void **arguments, 
     for (unsigned i = 0; i < launch->shared; i++) { /* the test's kernels say there how many arguments they have */
         Address address = *(const Address *)arguments[i];
         if (address >> 32) /* or else it is a count; some are the end of a buffer */
-            touch("argument of a kernel", is_allowed(address, 1) ? address : address - 1, 1), touch_rows(address);
+            touch("argument of a kernel", is_allowed(address, 1) ? address : address - 1, 1);
+        if (i + 1 < launch->shared)
+            touch_rows(address, *(const Address *)arguments[i + 1]);
     }
     return 0;
 }

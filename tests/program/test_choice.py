@@ -338,10 +338,12 @@ def test_lists_are_one_kernel_or_have_one_engine_and_small_ones_are_graphs(given
 
 
 def test_lists_to_reduce_everywhere_are_in_one_shot_or_two_by_size():
-    def variant(nbytes: int) -> str:
-        return choose(None, Call(Kind.ALL_REDUCE, 4, nbytes, listed=True)).candidate.name
+    def variants(ranks: int, **others: object) -> list[str]:
+        calls = (Call(Kind.ALL_REDUCE, ranks, nbytes, listed=True, **others) for nbytes in (1, 512 << 10, 513 << 10))
+        return [choose(None, call).candidate.name for call in calls]
 
-    assert [variant(nbytes) for nbytes in (1, 512 << 10, (512 << 10) + 1)] == ["one_shot", "one_shot", "two_shot"]
+    assert variants(4) == variants(2) == variants(4, symmetric=False) == ["one_shot", "one_shot", "two_shot"]
+    assert variants(2, symmetric=False) == ["one_shot"] * 3
 
 
 def test_one_rank_alone():

@@ -254,15 +254,17 @@ def _rounding(options: ExplainOptions, agreement: AnyAgreement) -> tuple[str, ..
 def _agreement(options: ExplainOptions, world_size: int) -> AnyAgreement:
     collective = _collective(options, world_size)
     place = None if options.ordinary else (0, 0)
+    reads, scatters = options.kind in REDUCING, options.kind is Kind.REDUCE_SCATTER
+    places = (place if reads else None, None if scatters else place)
     if options.tensors is not None:
-        parts = (Part(collective, options.dtype, None, place),) * options.tensors
+        parts = (Part(collective, options.dtype, *places),) * options.tensors
         return ListAgreement(options.kind, world_size, parts, AUTO, options.captured, options.beside)
     return Agreement(
         collective=collective,
         dtype=options.dtype,
         variant=AUTO,
-        input_place=place if options.kind in REDUCING else None,
-        output_place=None if options.kind is Kind.REDUCE_SCATTER else place,
+        input_place=places[0],
+        output_place=places[1],
         frozen=options.captured,
         beside=options.beside,
     )

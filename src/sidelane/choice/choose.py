@@ -112,7 +112,9 @@ def choose(profile: Profile | None, call: Call, abilities: Abilities = EVERYTHIN
 
 def _of_list(call: Call, legal: tuple[Candidate, ...]) -> Choice:
     """By what was measured of lists, since a profile has times of single tensors, by which ``striped`` seems good."""
-    shots = ("two_shot", "one_shot") if call.nbytes > MOST_PARCEL_BYTES else ("one_shot",)
+    # Among two ranks both shots move the same bytes, but the second takes a handshake through staging.
+    twice = call.nbytes > MOST_PARCEL_BYTES and (call.symmetric or call.world_size > 2)
+    shots = ("two_shot", "one_shot") if twice else ("one_shot",)
     kernels = {found.variant: found for found in legal if found.implementation == SM}
     kernel = next((kernels[variant] for variant in shots if variant in kernels), None)
     if kernel is not None and call.nbytes < (most := LISTED_KERNEL_BYTES[call.kind]):

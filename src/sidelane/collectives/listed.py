@@ -38,15 +38,22 @@ class Part:
 
     @staticmethod
     def of(request: Request) -> Part:
-        # All that a batch adds goes through staging: where its tensors lie plays no part.
-        places = (None, None) if request.collective.kind in REDUCING else request.places
-        return Part(request.collective, str(request.dtype).removeprefix("torch."), *places)
+        return Part(request.collective, str(request.dtype).removeprefix("torch."), *request.places)
+
+    def for_engines(self) -> Part:
+        """What copy engines make of it: all that they add goes through staging, wherever the tensors lie."""
+        if self.collective.kind not in REDUCING:
+            return self
+        return dataclasses.replace(self, input_place=None, output_place=None)
 
     @property
     def symmetric(self) -> bool:
-        """Where its output lies plays no part, or peers can write into it."""
-        empty = not any(map(any, self.collective.counts))
-        return empty or self.output_place is not None or self.collective.kind in REDUCING
+        """Peers reach the output, and of a reduction the input; what is scattered has its output for itself."""
+        if not any(map(any, self.collective.counts)):
+            return True
+        kind = self.collective.kind
+        read = kind not in REDUCING or self.input_place is not None
+        return read and (kind is Kind.REDUCE_SCATTER or self.output_place is not None)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -192,7 +192,13 @@ def make_program(agreement: AnyAgreement, candidate: Candidate, moves: AbstractS
                 f"{PRELAUNCH} is for copy engines)"
             )
         if isinstance(agreement, ListAgreement):
-            return kernel_list_program(agreement.collective, candidate.variant)
+            there = [part for part in agreement.parts if any(map(any, part.collective.counts))]
+            return kernel_list_program(
+                agreement.collective,
+                candidate.variant,
+                symmetric_input=all(part.input_place is not None for part in there),
+                symmetric_output=all(part.output_place is not None for part in there),
+            )
         places = {
             "symmetric_input": agreement.input_place is not None and agreement.input_place[1] % ALIGNMENT == 0,
             "symmetric_output": agreement.output_place is not None,
@@ -220,7 +226,7 @@ def make_program(agreement: AnyAgreement, candidate: Candidate, moves: AbstractS
 
 def _build(agreement: AnyAgreement, variant: str) -> Program:
     if isinstance(agreement, ListAgreement):
-        transports = [choose_transport(part, variant) for part in agreement.parts]
+        transports = [choose_transport(part.for_engines(), variant) for part in agreement.parts]
         return build_batch(agreement.collective, variant, transports)
     return build(agreement.collective, variant, choose_transport(agreement, variant))
 

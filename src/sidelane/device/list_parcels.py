@@ -9,7 +9,8 @@
 Equivalent: ``exchange_cells`` or ``reduce_cells`` for each tensor. In place is fine: a block sends all that lies where
 it writes before it writes.
 
-Legend: N ranks; NARROW as in ``list_table``; UNIT and TILE as in ``memory``; OP is empty for what only moves.
+Legend: N ranks; WORDS a row of the table has; NARROW as in ``list_table``; UNIT and TILE as in ``memory``; OP is empty
+for what only moves.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ def arrange(site: Site, table: Table, address: int, reduction: Reduction | None,
     constants = {
         "N": site.world_size,
         "DISTINCT": distinct,
-        "NARROW": table.narrow,
         "TILE": TILE_BYTES,
+        **table.constants,
         **reduction_constants(reduction),
     }
     tiles = len(table.rows)
@@ -63,15 +64,15 @@ def arrange(site: Site, table: Table, address: int, reduction: Reduction | None,
 def _list_parcels(
     table, tiles, rank, board,
     p0, p1, p2, p3, p4, p5, p6, p7,
-    N: tl.constexpr, DISTINCT: tl.constexpr, NARROW: tl.constexpr, TILE: tl.constexpr, OP: tl.constexpr,
-    DTYPE: tl.constexpr, ELEMENT_BYTES: tl.constexpr, FLOAT: tl.constexpr,
+    N: tl.constexpr, DISTINCT: tl.constexpr, WORDS: tl.constexpr, NARROW: tl.constexpr, TILE: tl.constexpr,
+    OP: tl.constexpr, DTYPE: tl.constexpr, ELEMENT_BYTES: tl.constexpr, FLOAT: tl.constexpr,
 ):  # fmt: skip
     peers = (p0, p1, p2, p3, p4, p5, p6, p7)
     generation = next_generation(p0)
     first = tl.program_id(0).to(tl.int64)
     tile = first
     while tile < tiles:
-        row = row_of(table, tile)
+        row = row_of(table, tile, WORDS)
         if value(row, WIDE) != 0:
             _send(row, peers, rank, generation, N, DISTINCT, 16, TILE)
         else:
@@ -82,7 +83,7 @@ def _list_parcels(
 
     tile = first
     while tile < tiles:
-        row = row_of(table, tile)
+        row = row_of(table, tile, WORDS)
         if value(row, WIDE) != 0:
             _take(row, p0, generation, N, 16, TILE, OP, DTYPE, ELEMENT_BYTES, FLOAT)
         else:

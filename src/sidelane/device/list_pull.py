@@ -15,8 +15,8 @@ has tiles of every owner in turn.
 Equivalent: ``exchange_cells`` or ``reduce_cells`` for each tensor. In place is fine: a block stages all that lies where
 it writes before it writes.
 
-Legend: N ranks; SHARDS shards in what is staged (1 or N); GATHER: two shots; NARROW as in ``list_table``; UNIT and TILE
-as in ``memory``; OP is empty for what only moves. Stagings come in the order of the ranks.
+Legend: N ranks; SHARDS shards in what is staged (1 or N); GATHER: two shots; WORDS a row of the table has; NARROW as in
+``list_table``; UNIT and TILE as in ``memory``; OP is empty for what only moves. Stagings are in the order of the ranks.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def arrange(
         "N": n,
         "SHARDS": n if distinct else 1,
         "GATHER": gather,
-        "NARROW": table.narrow,
         "TILE": tile_bytes(reduction),
+        **table.constants,
         **reduction_constants(reduction),
     }
     tiles = len(table.rows)
@@ -94,8 +94,8 @@ def _list_pull(
     table, tiles, staged, rank, board,
     p0, p1, p2, p3, p4, p5, p6, p7,
     s0, s1, s2, s3, s4, s5, s6, s7,
-    N: tl.constexpr, SHARDS: tl.constexpr, GATHER: tl.constexpr, NARROW: tl.constexpr, TILE: tl.constexpr,
-    OP: tl.constexpr, DTYPE: tl.constexpr, ELEMENT_BYTES: tl.constexpr, FLOAT: tl.constexpr,
+    N: tl.constexpr, SHARDS: tl.constexpr, GATHER: tl.constexpr, WORDS: tl.constexpr, NARROW: tl.constexpr,
+    TILE: tl.constexpr, OP: tl.constexpr, DTYPE: tl.constexpr, ELEMENT_BYTES: tl.constexpr, FLOAT: tl.constexpr,
 ):  # fmt: skip
     arenas = addresses_of((p0, p1, p2, p3, p4, p5, p6, p7), N)
     stagings = (s0, s1, s2, s3, s4, s5, s6, s7)
@@ -106,7 +106,7 @@ def _list_pull(
 
     tile = first
     while tile < tiles:
-        row = row_of(table, tile)
+        row = row_of(table, tile, WORDS)
         if value(row, WIDE) != 0:
             _stage(row, own, staged, rank, SHARDS, OP == "", 16, TILE)
         else:
@@ -119,7 +119,7 @@ def _list_pull(
     tile = first
     owner = rank * 0
     while tile < tiles:
-        row = row_of(table, tile)
+        row = row_of(table, tile, WORDS)
         if OP == "":
             if value(row, WIDE) != 0:
                 _fetch(row, stagings, offset, rank, N, 16, TILE)
@@ -139,7 +139,7 @@ def _list_pull(
         tile = first
         owner = rank * 0
         while tile < tiles:
-            row = row_of(table, tile)
+            row = row_of(table, tile, WORDS)
             if owner != rank:
                 source = address_of(stagings, owner, N)
                 if value(row, WIDE) != 0:

@@ -18,7 +18,6 @@ from sidelane.program.collective import Kind, Reduction
 from sidelane.program.kernel import (
     ALIGNMENT,
     BLOCKS,
-    LARGE_PART_BYTES,
     MOST_BLOCKS,
     MOST_PARCEL_BYTES,
     MOST_RANKS,
@@ -29,6 +28,9 @@ from sidelane.program.kernel import (
     part_bytes_of,
 )
 
+LARGE_LIST_BYTES = 2 << 20
+"""Bytes from rank to rank from which on a kernel may have ``MOST_BLOCKS``: a block waits for rows of the table, too."""
+
 
 @dataclasses.dataclass(frozen=True)
 class KernelListProgram:
@@ -37,7 +39,7 @@ class KernelListProgram:
     Attributes:
         collective: what to do.
         variant: ``one_shot`` or ``two_shot``.
-        protocol: how: ``parcels``, ``pull`` or ``reduce``.
+        protocol: how: all of them but ``cells``.
         blocks: most thread blocks of a launch.
     """
 
@@ -90,18 +92,22 @@ class KernelListProgram:
     @property
     def staging_bytes(self) -> int:
         """Staging that every rank needs."""
-        return 0 if self.protocol is Protocol.PARCELS else self.total_bytes
+        return self.total_bytes if self.protocol in (Protocol.PULL, Protocol.REDUCE) else 0
 
 
 AnyKernelProgram = KernelProgram | KernelListProgram
 
 
-def kernel_list_program(batch: Batch, variant: str) -> KernelListProgram:
+def kernel_list_program(
+    batch: Batch, variant: str, *, symmetric_input: bool, symmetric_output: bool
+) -> KernelListProgram:
     """Choose the kernel for a list.
 
     Args:
         batch: of all_gathers, all_to_alls, reduce_scatters or all_reduces; reductions of one operation and dtype.
         variant: ``one_shot``, or ``two_shot`` for all_reduces.
+        symmetric_input: peers can read every input.
+        symmetric_output: peers can write into every output.
 
     Raises:
         ValueError: too many ranks, or collectives that differ in more than their size.
@@ -112,17 +118,21 @@ def kernel_list_program(batch: Batch, variant: str) -> KernelListProgram:
     alike = {(part.kind, part.reduction) for part in batch.parts}
     if len(alike) > 1:
         found = "; ".join(sorted(f"{kind} {reduction or ''}".strip() for kind, reduction in alike))
-        raise ValueError(
-            f"{name}: variant {variant!r} needs tensors for one collective and one reduction (value={found})"
-        )
+        raise ValueError(f"{name}: variant {variant!r} runs one collective and one reduction (value={found})")
     for number, part in enumerate(batch.parts):
         if part.kind is not Kind.ALL_REDUCE and len({nbytes for row in part.counts for nbytes in row}) > 1:
-            raise ValueError(
-                f"{name}: variant {variant!r} needs equal parts for all ranks (value=tensor {number} differs)"
-            )
+            differs = f"value=parts that differ, in number {number}"
+            raise ValueError(f"{name}: variant {variant!r} needs equal parts for all ranks ({differs})")
     program = KernelListProgram(batch, variant, Protocol.PARCELS, BLOCKS)
     if program.part_bytes <= MOST_PARCEL_BYTES and not program.two_shot:
         return program
-    protocol = Protocol.PULL if program.reduction is None else Protocol.REDUCE
-    blocks = MOST_BLOCKS if program.part_bytes >= LARGE_PART_BYTES else BLOCKS
+    in_place = any(part.in_place for part in batch.parts)
+    if program.reduction is None:
+        pushes = symmetric_output and not (program.distinct and in_place)
+        protocol = Protocol.PUSH if pushes else Protocol.PULL
+    else:
+        whole = not (program.distinct or program.two_shot)  # every rank reads all of every input
+        direct = symmetric_input and (symmetric_output or not program.two_shot) and not (whole and in_place)
+        protocol = Protocol.DIRECT if direct else Protocol.REDUCE
+    blocks = MOST_BLOCKS if program.part_bytes >= LARGE_LIST_BYTES else BLOCKS
     return dataclasses.replace(program, protocol=protocol, blocks=blocks)

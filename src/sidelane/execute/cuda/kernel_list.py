@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from sidelane.device import list_parcels, list_pull
+from sidelane.device import list_direct, list_parcels, list_pull, list_push, parcels
 from sidelane.device.launch import Launch, Site
 from sidelane.device.list_table import Piece, Table
-from sidelane.device.parcels import TILE_BYTES as PARCEL_TILE
 from sidelane.execute.base import Addresses
 from sidelane.execute.cuda.driver import DeviceTable
 from sidelane.execute.cuda.executor import CudaExecutor
-from sidelane.program.collective import Buffer, Span
+from sidelane.program.collective import Buffer, Collective, Span
 from sidelane.program.kernel import Protocol
 from sidelane.program.kernel_list import KernelListProgram
 
@@ -29,42 +28,69 @@ def arrange_list(
     """
     if not program.part_bytes:
         return None
-    pieces = find_pieces(program, executor.rank, addresses)
-    parcels = program.protocol is Protocol.PARCELS
-    table = Table.of(pieces, PARCEL_TILE if parcels else list_pull.tile_bytes(program.reduction))
-    held = executor.driver.device_table(table.rows, executor.internal)
     site = Site(executor.rank, addresses.arenas, executor.board, program.blocks)
+    table = Table.of(find_pieces(program, site, addresses), tile_bytes(program))
+    held = executor.driver.device_table(table.rows, executor.internal)
     given, reduction, distinct = (site, table, held.address), program.reduction, program.distinct
-    if parcels:
-        return list_parcels.arrange(*given, reduction, distinct=distinct), held
-    staged = (tuple(addresses.buffers[rank, Buffer.STAGING] for rank in range(program.world_size)), program.part_bytes)
+    match program.protocol:
+        case Protocol.PARCELS:
+            return list_parcels.arrange(*given, reduction, distinct=distinct), held
+        case Protocol.PUSH:
+            return list_push.arrange(*given, distinct=distinct), held
+        case Protocol.DIRECT:
+            assert reduction is not None
+            return list_direct.arrange(*given, reduction, gather=program.two_shot), held
+    stagings = tuple(addresses.buffers[rank, Buffer.STAGING] for rank in range(program.world_size))
+    staged = (stagings, program.part_bytes)
     return list_pull.arrange(*given, *staged, reduction, distinct=distinct, gather=program.two_shot), held
 
 
-def find_pieces(program: KernelListProgram, rank: int, addresses: Addresses) -> list[Piece]:
-    """The parts that have bytes, as ``rank`` sees them. Raises as :func:`arrange_list`."""
-    batch = program.collective
+def tile_bytes(program: KernelListProgram) -> int:
+    """Size of the tiles of a table."""
+    match program.protocol:
+        case Protocol.PARCELS:
+            return parcels.TILE_BYTES
+        case Protocol.PUSH:
+            return list_push.TILE_BYTES
+        case Protocol.DIRECT:
+            return list_direct.TILE_BYTES
+    return list_pull.tile_bytes(program.reduction)
+
+
+def find_pieces(program: KernelListProgram, site: Site, addresses: Addresses) -> list[Piece]:
+    """The parts that have bytes, as the rank of ``site`` sees them. Raises as :func:`arrange_list`."""
+    batch, rank, everyone = program.collective, site.rank, range(program.world_size)
 
     def address(part: int, span: Span) -> int:
         there = batch.placed(part, span)
-        found = addresses.find(rank, there.buffer, there.offset)
+        found = addresses.find(there.rank, there.buffer, there.offset)
         if found is None:
-            raise ValueError(f"load: no address of buffer {span.buffer} of part {part} on rank {rank} ({batch})")
+            raise ValueError(f"load: no address of buffer {span.buffer} of part {part} on rank {span.rank} ({batch})")
         return found
 
-    pieces = []
-    for number, (part, nbytes) in enumerate(zip(batch.parts, program.sizes, strict=True)):
-        if not nbytes:
-            continue
-        output_stride = nbytes if program.reduction is None else 0
-        pieces.append(
-            Piece(
-                input=address(number, part.input_span(rank, 0, nbytes)),
-                output=address(number, part.output_span(rank, 0, nbytes)),
-                nbytes=nbytes,
-                input_stride=nbytes if program.distinct else 0,
-                output_stride=output_stride,
-                place=program.places[number],
-            )
+    def groups(number: int, part: Collective, nbytes: int) -> tuple[tuple[int, ...], ...]:
+        """What peers touch of their tensors, or this rank of theirs."""
+        own = rank * nbytes
+        if program.protocol is Protocol.PUSH:
+            return (site.rotated(tuple(address(number, part.output_span(peer, own, nbytes)) for peer in everyone)),)
+        if program.protocol is not Protocol.DIRECT:
+            return ()
+        read = own if program.distinct else 0
+        inputs = tuple(address(number, part.input_span(peer, read, nbytes)) for peer in everyone)
+        if not program.two_shot:
+            return (inputs,)
+        return inputs, site.rotated(tuple(address(number, part.output_span(peer, 0, nbytes)) for peer in everyone))
+
+    return [
+        Piece(
+            input=address(number, part.input_span(rank, 0, nbytes)),
+            output=address(number, part.output_span(rank, 0, nbytes)),
+            nbytes=nbytes,
+            input_stride=nbytes if program.distinct else 0,
+            output_stride=nbytes if program.reduction is None else 0,
+            place=program.places[number],
+            groups=groups(number, part, nbytes),
         )
-    return pieces
+        for number, (part, nbytes) in enumerate(zip(batch.parts, program.sizes, strict=True))
+        if nbytes
+    ]
