@@ -327,7 +327,7 @@ def _launch_list(
         "symmetric": list_push.TILE_BYTES if reduction is None else list_direct.TILE_BYTES,
     }[way]
     table = Table.of(pieces, tile_bytes)  # stays until the kernel has ended
-    given = (world.site, table, table.rows.ctypes.data)
+    given = (world.site, table, table.values.ctypes.data)
     if way == "parcels":
         launch(list_parcels.arrange(*given, reduction, distinct=distinct))
     elif way == "pull":

@@ -197,7 +197,7 @@ Result cuStreamBatchMemOp_v2(void *stream, unsigned count, const MemoryOp *ops, 
     return 0;
 }
 
-/* What is allocated here are tables of lists (device/list_table.py): rows of input, output, bytes and more. */
+/* What is copied from the host are tables of lists (device/list_table.py): ends of pieces, and their rows. */
 typedef struct {
     Address first;
     uint64_t bytes;
@@ -209,8 +209,6 @@ Result cuMemAlloc_v2(Address *address, size_t bytes)
 {
     *address = (Address)calloc(1, bytes);
     checker_allow(*address, bytes);
-    if (table_count < MOST_RANGES)
-        tables[table_count++] = (Table){*address, bytes};
     return 0;
 }
 
@@ -218,35 +216,48 @@ Result cuMemFree_v2(Address address)
 {
     touch("memory freed", address, 1);
     checker_forbid(address);
-    for (size_t i = 0; i < table_count; i++)
-        if (tables[i].first == address)
-            tables[i] = tables[--table_count];
     free((void *)address);
     return 0;
 }
 
 Result cuMemcpyHtoDAsync_v2(Address to, const void *from, size_t bytes, void *stream)
 {
-    if (touch("table to", to, bytes))
-        memcpy((void *)to, from, bytes);
+    size_t i = 0;
+    while (i < table_count && tables[i].first != to)
+        i++;
+    if (!touch("table to", to, bytes) || i >= MOST_RANGES)
+        return 0;
+    memcpy((void *)to, from, bytes);
+    tables[i] = (Table){to, bytes};
+    table_count += i == table_count;
     return 0;
 }
 
-/* Of a table, behind whose address a kernel is told how many rows it has. */
-static void touch_rows(Address address, uint64_t count)
+/* Of a table, behind whose address a kernel is told how many tiles there are. */
+static void touch_rows(Address address, uint64_t tiles)
 {
+    static const size_t rooms[] = {16, 128, 1024, 4096};
     for (size_t i = 0; i < table_count; i++) {
         if (tables[i].first != address)
             continue;
-        const int64_t *row = (const int64_t *)address;
-        size_t words = tables[i].bytes / 8 / count;
+        const int64_t *ends = (const int64_t *)address;
+        size_t all = tables[i].bytes / 8, pieces = 0, words = 0, room = 0;
+        for (size_t n = 0; n < 4 && words != 8 && words != 16 && words != 24; n++) {
+            room = rooms[n];
+            for (pieces = 0; pieces < room && ends[pieces] < (int64_t)1 << 62;)
+                pieces++;
+            words = pieces && all > room && (all - room) % pieces == 0 ? (all - room) / pieces : 0;
+        }
         if (words != 8 && words != 16 && words != 24)
-            complain("words of a row", words, count);
-        for (uint64_t n = 0; n < count; n++, row += words) {
-            touch("input of a tile", row[0], row[2]), touch("output of a tile", row[1], row[2]);
+            complain("words of a row", words, all);
+        else if ((uint64_t)ends[pieces - 1] != tiles)
+            complain("tiles of a table", (uint64_t)ends[pieces - 1], tiles);
+        const int64_t *row = ends + room;
+        for (size_t n = 0; n < pieces && words; n++, row += words) {
+            touch("input of a list", row[0], row[2]), touch("output of a list", row[1], row[2]);
             for (size_t peer = 8; peer < words; peer++)
                 if (row[peer])
-                    touch("tile of a peer", row[peer], row[2]);
+                    touch("tensor of a peer", row[peer], row[2]);
         }
     }
 }

@@ -31,12 +31,6 @@ class FakeHostWords:
         self.address = self.array.ctypes.data
 
 
-class FakeTable:
-    def __init__(self, values: np.ndarray) -> None:
-        self.values = values.copy()
-        self.address = self.values.ctypes.data
-
-
 class FakeMemoryOps:
     def __init__(self) -> None:
         self.ops: list[list[Any]] = []
@@ -78,6 +72,7 @@ class FakeDriver:
         self.urgent: list[int] = []
         self.fail_next: str | None = None
         self.second_contexts = 0
+        self.allocated: dict[int, FakeHostWords] = {}
         self.caller = LEGACY  # the caller's current stream
         self.device_is_current = True
         self._graphs: dict[int, tuple[list[Callable[[], None]], int]] = {}
@@ -116,8 +111,27 @@ class FakeDriver:
         words = FakeHostWords(count)
         return words.address, words
 
-    def device_table(self, values: np.ndarray, stream: int) -> FakeTable:
-        return FakeTable(values)
+    def allocate(self, nbytes: int) -> int:
+        memory = FakeHostWords(-(-nbytes // 4))
+        self.allocated[memory.address] = memory
+        return memory.address
+
+    def free(self, address: int) -> None:
+        del self.allocated[address]
+
+    def upload(self, address: int, values: np.ndarray, stream: int) -> None:
+        done = threading.Event()
+        values = values.copy()
+
+        def run() -> None:
+            ctypes.memmove(address, values.ctypes.data, values.nbytes)
+            done.set()
+
+        self._enqueue(stream, run)
+        assert done.wait(10), "an upload waits for what does not end"
+
+    def has_passed(self, event: int) -> bool:
+        return self._events[event].is_set()
 
     def memory_ops(self) -> FakeMemoryOps:
         return FakeMemoryOps()

@@ -141,6 +141,7 @@ def test_beside_compute_only_reductions_launch_kernels_and_on_few_units():
         (gather(listed=True, mixed=True), ONE_SHOT, "every kind"),
         (gather(listed=True, even=False), ONE_SHOT, "equal counts"),
         (gather(listed=True, uniform=False), ONE_SHOT, "one dtype"),
+        (gather(listed=True, tensors=4097), ONE_SHOT, "4096 tensors at most"),
         (gather(listed=True, mixed=True), BCST, "every kind"),
     ],
 )
@@ -320,21 +321,41 @@ def test_lists_are_one_kernel_or_have_one_engine_and_small_ones_are_graphs(given
 
     graph = Candidate(DMA, "b2b", launch="graph")
     engines = Abilities(launches=EVERYTHING.launches)
-    for nbytes, kernel, launched in (
-        (1024, True, graph),
-        ((32 << 20) - 1, True, graph),
-        (32 << 20, False, graph),
-        ((64 << 20) - 1, False, graph),
-        (64 << 20, False, B2B),
-        (4 << 30, False, B2B),
-    ):
+    for nbytes, launched in ((1024, graph), ((64 << 20) - 1, graph), (64 << 20, B2B), (4 << 30, B2B)):
+        kernel = nbytes < 256 << 20
         assert choice(nbytes) == (ONE_SHOT if kernel else launched)
         assert choice(nbytes, captured=True) == (ONE_SHOT if kernel else B2B), "it is part of a graph already"
+        assert choice(nbytes, symmetric=False) == (ONE_SHOT if nbytes < 64 << 20 else launched), "it is staged"
         for reason in ({"beside": COMPUTE}, {"mixed": True}, {"even": False}, {"uniform": False}):
             assert choice(nbytes, **reason) == launched
         assert choice(nbytes, engines) == launched
         assert choice(nbytes, Abilities()) in (B2B, PCPY), "where there are no graphs, by the times of single tensors"
     assert "a list of tensors" in choose(given, gather(1024, listed=True)).reason
+
+
+@pytest.mark.parametrize(
+    ("kind", "in_place", "symmetric", "most"),
+    [
+        (Kind.ALL_TO_ALL, False, True, 256),
+        (Kind.ALL_TO_ALL, True, True, 64),
+        (Kind.REDUCE_SCATTER, True, True, None),
+        (Kind.REDUCE_SCATTER, False, False, 128),
+        (Kind.ALL_REDUCE, True, True, None),
+        (Kind.ALL_REDUCE, True, False, 128),
+    ],
+)
+def test_up_to_where_lists_are_one_kernel(kind: Kind, in_place: bool, symmetric: bool, most: int | None):
+    def by_kernel(nbytes: int) -> bool:
+        call = Call(kind, 4, nbytes, in_place=in_place, symmetric=symmetric, listed=True)
+        return choose(None, call).candidate.implementation == SM
+
+    assert by_kernel(1)
+    if most is None:
+        assert by_kernel(64 << 30)
+    else:
+        assert [by_kernel((most << 20) - 1), by_kernel(most << 20)] == [True, False]
+    broadcast = Call(Kind.BROADCAST, 4, 1024, listed=True)
+    assert choose(None, broadcast).candidate.implementation == DMA
 
 
 def test_lists_to_reduce_everywhere_are_in_one_shot_or_two_by_size():

@@ -15,6 +15,7 @@ from sidelane.program.build import ALTERNATING, variants
 from sidelane.program.build.alternating import SLOT_BYTES
 from sidelane.program.collective import REDUCING, Collective, Kind
 from sidelane.program.kernel import MOST_RANKS, NARROW
+from sidelane.program.kernel_list import MOST_LISTED
 
 DMA, SM = "dma", "sm"
 IMPLEMENTATIONS = (DMA, SM)
@@ -55,6 +56,7 @@ class Call:
         beside: what runs next to it: ``nothing`` or ``compute``.
         even: every two ranks exchange the same number of bytes (the shards of an all_reduce may differ).
         listed: it is one with many tensors; ``nbytes`` are those of all, the rest is true of every one.
+        tensors: how many.
         mixed: they are not all for one kind of collective; ``kind`` is that with the most bytes.
         uniform: they have one reduction and dtype, where they reduce.
     """
@@ -69,6 +71,7 @@ class Call:
     beside: str = NOTHING
     even: bool = True
     listed: bool = False
+    tensors: int = 1
     mixed: bool = False
     uniform: bool = True
 
@@ -181,6 +184,8 @@ def objection(call: Call, candidate: Candidate, abilities: Abilities = EVERYTHIN
         return "takes one tensor a call"
     if call.mixed and (candidate.implementation == SM or candidate.variant in ("bcst", "swap", "striped")):
         return "is not for every kind of collective in the batch"
+    if call.tensors > MOST_LISTED and candidate.implementation == SM:
+        return f"takes {MOST_LISTED} tensors at most"
     if not call.uniform and candidate.implementation == SM:
         return "reduces one dtype in one way"
     if candidate.variant == ALTERNATING and (problem := _no_alternation(call)):

@@ -111,6 +111,7 @@ class ListAgreement:
             beside=self.beside,
             even=all(call.even for call in calls),
             listed=True,
+            tensors=len(self.parts),
             mixed=len(self.kinds) > 1,
             uniform=len({part.collective.reduction for part in self.parts}) <= 1,
         )

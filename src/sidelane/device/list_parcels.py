@@ -9,8 +9,8 @@
 Equivalent: ``exchange_cells`` or ``reduce_cells`` for each tensor. In place is fine: a block sends all that lies where
 it writes before it writes.
 
-Legend: N ranks; WORDS a row of the table has; NARROW as in ``list_table``; UNIT and TILE as in ``memory``; OP is empty
-for what only moves.
+Legend: N ranks; PIECES and WORDS as in ``list_table``; NARROW the bytes of an access in tiles that are not wide; UNIT
+and TILE as in ``memory``; OP is empty for what only moves.
 """
 
 from __future__ import annotations
@@ -24,17 +24,16 @@ from sidelane.device.launch import Launch, Site, padded
 from sidelane.device.list_table import (
     INPUT,
     INPUT_STRIDE,
-    NBYTES,
     OUTPUT,
     OUTPUT_STRIDE,
     PLACE,
-    WIDE,
     Table,
-    row_of,
+    ends_of,
+    find_tile,
     value,
 )
 from sidelane.device.memory import count_of, get, pointer, put
-from sidelane.device.parcels import TILE_BYTES, WARPS, place
+from sidelane.device.parcels import WARPS, place
 from sidelane.program.collective import Reduction
 
 
@@ -43,19 +42,18 @@ def arrange(site: Site, table: Table, address: int, reduction: Reduction | None,
 
     Args:
         site: where.
-        table: of tiles of ``TILE_BYTES``.
-        address: of its rows in device memory.
+        table: of tiles of ``parcels.TILE_BYTES``.
+        address: of its values in device memory.
         reduction: operation and dtype; None for what only moves.
         distinct: each peer gets a part of its own (all_to_all, reduce_scatter), else all get the same.
     """
     constants = {
         "N": site.world_size,
         "DISTINCT": distinct,
-        "TILE": TILE_BYTES,
         **table.constants,
         **reduction_constants(reduction),
     }
-    tiles = len(table.rows)
+    tiles = table.tiles
     arguments = (address, tiles, site.rank, site.board, *padded(site.rotated(site.arenas)))
     return Launch(KERNEL, site.blocks(tiles), WARPS, arguments, constants)
 
@@ -64,41 +62,42 @@ def arrange(site: Site, table: Table, address: int, reduction: Reduction | None,
 def _list_parcels(
     table, tiles, rank, board,
     p0, p1, p2, p3, p4, p5, p6, p7,
-    N: tl.constexpr, DISTINCT: tl.constexpr, WORDS: tl.constexpr, NARROW: tl.constexpr, TILE: tl.constexpr,
-    OP: tl.constexpr, DTYPE: tl.constexpr, ELEMENT_BYTES: tl.constexpr, FLOAT: tl.constexpr,
+    N: tl.constexpr, DISTINCT: tl.constexpr, PIECES: tl.constexpr, WORDS: tl.constexpr, NARROW: tl.constexpr,
+    TILE: tl.constexpr, OP: tl.constexpr, DTYPE: tl.constexpr, ELEMENT_BYTES: tl.constexpr, FLOAT: tl.constexpr,
 ):  # fmt: skip
     peers = (p0, p1, p2, p3, p4, p5, p6, p7)
     generation = next_generation(p0)
+    ends = ends_of(table, PIECES)
     first = tl.program_id(0).to(tl.int64)
     tile = first
     while tile < tiles:
-        row = row_of(table, tile, WORDS)
-        if value(row, WIDE) != 0:
-            _send(row, peers, rank, generation, N, DISTINCT, 16, TILE)
+        row, offset, nbytes, wide = find_tile(table, ends, tile, PIECES, WORDS, TILE)
+        if wide:
+            _send(row, offset, nbytes, peers, rank, generation, N, DISTINCT, 16, TILE)
         else:
-            _send(row, peers, rank, generation, N, DISTINCT, NARROW, TILE)
+            _send(row, offset, nbytes, peers, rank, generation, N, DISTINCT, NARROW, TILE)
         tile += tl.num_programs(0)
     signal(addresses_of(peers, N), rank, generation, 0, N)
     wait(p0, generation, board, tl.full((), 0, tl.int32), 0, N)
 
     tile = first
     while tile < tiles:
-        row = row_of(table, tile, WORDS)
-        if value(row, WIDE) != 0:
-            _take(row, p0, generation, N, 16, TILE, OP, DTYPE, ELEMENT_BYTES, FLOAT)
+        row, offset, nbytes, wide = find_tile(table, ends, tile, PIECES, WORDS, TILE)
+        if wide:
+            _take(row, offset, nbytes, p0, generation, N, 16, TILE, OP, DTYPE, ELEMENT_BYTES, FLOAT)
         else:
-            _take(row, p0, generation, N, NARROW, TILE, OP, DTYPE, ELEMENT_BYTES, FLOAT)
+            _take(row, offset, nbytes, p0, generation, N, NARROW, TILE, OP, DTYPE, ELEMENT_BYTES, FLOAT)
         tile += tl.num_programs(0)
     end_generation(p0, generation)
 
 
 @triton.jit
 def _send(
-    row, peers, rank, generation,
+    row, offset, nbytes, peers, rank, generation,
     N: tl.constexpr, DISTINCT: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Send one tile of each part, the own one to oneself: then all that came lies in one place."""
-    input, nbytes, there = value(row, INPUT), value(row, NBYTES), value(row, PLACE)
+    input, there = value(row, INPUT) + offset, value(row, PLACE) + offset
     if DISTINCT:
         stride = value(row, INPUT_STRIDE)
         for turn in tl.static_range(N):
@@ -112,19 +111,24 @@ def _send(
 
 @triton.jit
 def _take(
-    row, arena, generation,
+    row, offset, nbytes, arena, generation,
     N: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr, OP: tl.constexpr, DTYPE: tl.constexpr,
     ELEMENT_BYTES: tl.constexpr, FLOAT: tl.constexpr,
 ):  # fmt: skip
-    """Copy or reduce one tile of every parcel, all loads in front of all stores."""
-    output, nbytes, there = value(row, OUTPUT), value(row, NBYTES), value(row, PLACE)
+    """Copy or reduce one tile of every parcel; all loads in front of all stores, unless small units fill registers."""
+    output, there = value(row, OUTPUT) + offset, value(row, PLACE) + offset
     tiles = ()
     if OP == "":
         stride = value(row, OUTPUT_STRIDE)
         for sender in tl.static_range(N):
-            tiles = tiles + (get(place(arena, generation, sender, N) + there, 0, nbytes, UNIT, TILE, False),)
-        for sender in tl.static_range(N):
-            put(output + sender * stride, tiles[sender], 0, nbytes, UNIT, TILE, False)
+            values = get(place(arena, generation, sender, N) + there, 0, nbytes, UNIT, TILE, False)
+            if UNIT == 16:
+                tiles = tiles + (values,)
+            else:
+                put(output + sender * stride, values, 0, nbytes, UNIT, TILE, False)
+        if UNIT == 16:
+            for sender in tl.static_range(N):
+                put(output + sender * stride, tiles[sender], 0, nbytes, UNIT, TILE, False)
     else:
         offsets = tl.arange(0, TILE // ELEMENT_BYTES)
         mask = offsets < count_of(nbytes, UNIT, ELEMENT_BYTES)

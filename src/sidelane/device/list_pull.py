@@ -15,8 +15,9 @@ has tiles of every owner in turn.
 Equivalent: ``exchange_cells`` or ``reduce_cells`` for each tensor. In place is fine: a block stages all that lies where
 it writes before it writes.
 
-Legend: N ranks; SHARDS shards in what is staged (1 or N); GATHER: two shots; WORDS a row of the table has; NARROW as in
-``list_table``; UNIT and TILE as in ``memory``; OP is empty for what only moves. Stagings are in the order of the ranks.
+Legend: N ranks; SHARDS shards in what is staged (1 or N); GATHER: two shots; PIECES and WORDS as in ``list_table``;
+NARROW the bytes of an access in tiles that are not wide; UNIT and TILE as in ``memory``; OP is empty for what only
+moves. Stagings are in the order of the ranks.
 """
 
 from __future__ import annotations
@@ -30,13 +31,12 @@ from sidelane.device.launch import Launch, Site, padded
 from sidelane.device.list_table import (
     INPUT,
     INPUT_STRIDE,
-    NBYTES,
     OUTPUT,
     OUTPUT_STRIDE,
     PLACE,
-    WIDE,
     Table,
-    row_of,
+    ends_of,
+    find_tile,
     value,
 )
 from sidelane.device.memory import count_of, get, pointer, put
@@ -67,7 +67,7 @@ def arrange(
     Args:
         site: where.
         table: of tiles of ``tile_bytes(reduction)``.
-        address: of its rows in device memory.
+        address: of its values in device memory.
         stagings: address of each rank's staging, aligned to 16 bytes.
         staged_bytes: where the places end, a multiple of 16; staging has as much for each shard.
         reduction: operation and dtype; None for what only moves.
@@ -79,11 +79,10 @@ def arrange(
         "N": n,
         "SHARDS": n if distinct else 1,
         "GATHER": gather,
-        "TILE": tile_bytes(reduction),
         **table.constants,
         **reduction_constants(reduction),
     }
-    tiles = len(table.rows)
+    tiles = table.tiles
     arguments = (address, tiles, staged_bytes, site.rank, site.board)
     addresses = padded(site.rotated(site.arenas)) + padded(stagings)
     return Launch(KERNEL, site.blocks(-(-tiles // n) if gather else tiles), WARPS, arguments + addresses, constants)
@@ -94,42 +93,46 @@ def _list_pull(
     table, tiles, staged, rank, board,
     p0, p1, p2, p3, p4, p5, p6, p7,
     s0, s1, s2, s3, s4, s5, s6, s7,
-    N: tl.constexpr, SHARDS: tl.constexpr, GATHER: tl.constexpr, WORDS: tl.constexpr, NARROW: tl.constexpr,
-    TILE: tl.constexpr, OP: tl.constexpr, DTYPE: tl.constexpr, ELEMENT_BYTES: tl.constexpr, FLOAT: tl.constexpr,
+    N: tl.constexpr, SHARDS: tl.constexpr, GATHER: tl.constexpr, PIECES: tl.constexpr, WORDS: tl.constexpr,
+    NARROW: tl.constexpr, TILE: tl.constexpr, OP: tl.constexpr, DTYPE: tl.constexpr, ELEMENT_BYTES: tl.constexpr,
+    FLOAT: tl.constexpr,
 ):  # fmt: skip
     arenas = addresses_of((p0, p1, p2, p3, p4, p5, p6, p7), N)
     stagings = (s0, s1, s2, s3, s4, s5, s6, s7)
     own = address_of(stagings, rank, N)
     generation = next_generation(p0)
+    ends = ends_of(table, PIECES)
     spent = tl.full((), 0, tl.int32)
     first = tl.program_id(0).to(tl.int64)
 
     tile = first
     while tile < tiles:
-        row = row_of(table, tile, WORDS)
-        if value(row, WIDE) != 0:
-            _stage(row, own, staged, rank, SHARDS, OP == "", 16, TILE)
+        row, offset, nbytes, wide = find_tile(table, ends, tile, PIECES, WORDS, TILE)
+        if wide:
+            _stage(row, offset, nbytes, own, staged, rank, SHARDS, OP == "", 16, TILE)
         else:
-            _stage(row, own, staged, rank, SHARDS, OP == "", NARROW, TILE)
+            _stage(row, offset, nbytes, own, staged, rank, SHARDS, OP == "", NARROW, TILE)
         tile += tl.num_programs(0)
     signal(arenas, rank, generation, 0, N)
     spent = wait(p0, generation, board, spent, 0, N)
 
-    offset = rank * staged if SHARDS > 1 else rank * 0
+    shard = rank * staged if SHARDS > 1 else rank * 0
     tile = first
     owner = rank * 0
     while tile < tiles:
-        row = row_of(table, tile, WORDS)
-        if OP == "":
-            if value(row, WIDE) != 0:
-                _fetch(row, stagings, offset, rank, N, 16, TILE)
+        if (not GATHER) | (owner == rank):
+            row, offset, nbytes, wide = find_tile(table, ends, tile, PIECES, WORDS, TILE)
+            if wide:
+                if OP == "":
+                    _fetch(row, offset, nbytes, stagings, shard, rank, N, 16, TILE)
+                else:
+                    _reduce(row, offset, nbytes, own, stagings, shard,
+                            N, GATHER, 16, TILE, OP, DTYPE, ELEMENT_BYTES, FLOAT)  # fmt: skip
+            elif OP == "":
+                _fetch(row, offset, nbytes, stagings, shard, rank, N, NARROW, TILE)
             else:
-                _fetch(row, stagings, offset, rank, N, NARROW, TILE)
-        elif (not GATHER) | (owner == rank):
-            if value(row, WIDE) != 0:
-                _reduce(row, own, stagings, offset, N, GATHER, 16, TILE, OP, DTYPE, ELEMENT_BYTES, FLOAT)
-            else:
-                _reduce(row, own, stagings, offset, N, GATHER, NARROW, TILE, OP, DTYPE, ELEMENT_BYTES, FLOAT)
+                _reduce(row, offset, nbytes, own, stagings, shard,
+                        N, GATHER, NARROW, TILE, OP, DTYPE, ELEMENT_BYTES, FLOAT)  # fmt: skip
         owner = (owner + 1) % N
         tile += tl.num_programs(0)
     signal(arenas, rank, generation, 1, N)
@@ -139,13 +142,13 @@ def _list_pull(
         tile = first
         owner = rank * 0
         while tile < tiles:
-            row = row_of(table, tile, WORDS)
             if owner != rank:
+                row, offset, nbytes, wide = find_tile(table, ends, tile, PIECES, WORDS, TILE)
                 source = address_of(stagings, owner, N)
-                if value(row, WIDE) != 0:
-                    _fetch_result(row, source, 16, TILE)
+                if wide:
+                    _fetch_result(row, offset, nbytes, source, 16, TILE)
                 else:
-                    _fetch_result(row, source, NARROW, TILE)
+                    _fetch_result(row, offset, nbytes, source, NARROW, TILE)
             owner = (owner + 1) % N
             tile += tl.num_programs(0)
         signal(arenas, rank, generation, 2, N)
@@ -155,12 +158,12 @@ def _list_pull(
 
 @triton.jit
 def _stage(
-    row, staging, staged, rank,
+    row, offset, nbytes, staging, staged, rank,
     SHARDS: tl.constexpr, MOVES: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Stage one tile of each part; where bytes only move, the part that stays here is written to its place at once."""
-    input, nbytes, there = value(row, INPUT), value(row, NBYTES), value(row, PLACE)
-    output = value(row, OUTPUT) + rank * value(row, OUTPUT_STRIDE)
+    input, there = value(row, INPUT) + offset, value(row, PLACE) + offset
+    output = value(row, OUTPUT) + rank * value(row, OUTPUT_STRIDE) + offset
     stride = value(row, INPUT_STRIDE)
     for shard in tl.static_range(SHARDS):
         values = get(input + shard * stride, 0, nbytes, UNIT, TILE, False)
@@ -170,31 +173,36 @@ def _stage(
 
 
 @triton.jit
-def _fetch(row, stagings, offset, rank, N: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr):
-    """Read one tile of every peer, the next rank's first, all loads in front of all stores."""
-    output, nbytes, there = value(row, OUTPUT), value(row, NBYTES), value(row, PLACE)
+def _fetch(row, offset, nbytes, stagings, shard, rank, N: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr):
+    """Read one tile of every peer, all loads in front of all stores, unless small units fill registers."""
+    output, there = value(row, OUTPUT) + offset, value(row, PLACE) + offset + shard
     stride = value(row, OUTPUT_STRIDE)
     tiles = ()
     for turn in tl.static_range(1, N):
-        source = address_of(stagings, (rank + turn) % N, N) + offset + there
-        tiles = tiles + (get(source, 0, nbytes, UNIT, TILE, False),)
-    for turn in tl.static_range(1, N):
-        put(output + (rank + turn) % N * stride, tiles[turn - 1], 0, nbytes, UNIT, TILE, False)
+        peer = (rank + turn) % N
+        values = get(address_of(stagings, peer, N) + there, 0, nbytes, UNIT, TILE, False)
+        if UNIT == 16:
+            tiles = tiles + (values,)
+        else:
+            put(output + peer * stride, values, 0, nbytes, UNIT, TILE, False)
+    if UNIT == 16:
+        for turn in tl.static_range(1, N):
+            put(output + (rank + turn) % N * stride, tiles[turn - 1], 0, nbytes, UNIT, TILE, False)
 
 
 @triton.jit
 def _reduce(
-    row, own, stagings, offset,
+    row, offset, nbytes, own, stagings, shard,
     N: tl.constexpr, GATHER: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr, OP: tl.constexpr,
     DTYPE: tl.constexpr, ELEMENT_BYTES: tl.constexpr, FLOAT: tl.constexpr,
 ):  # fmt: skip
     """Reduce a tile of everyone's staging, in the order of the ranks."""
-    output, nbytes, there = value(row, OUTPUT), value(row, NBYTES), value(row, PLACE)
+    output, there = value(row, OUTPUT) + offset, value(row, PLACE) + offset + shard
     offsets = tl.arange(0, TILE // ELEMENT_BYTES)
     mask = offsets < count_of(nbytes, UNIT, ELEMENT_BYTES)
     values = ()
     for rank in tl.static_range(N):
-        values = values + (tl.load(pointer(stagings[rank] + offset + there, DTYPE, True) + offsets, mask=mask),)
+        values = values + (tl.load(pointer(stagings[rank] + there, DTYPE, True) + offsets, mask=mask),)
     result = combine(values, N, OP, FLOAT).to(DTYPE)
     tl.store(pointer(output, DTYPE, UNIT == 16) + offsets, result, mask=mask)
     if GATHER:
@@ -202,11 +210,10 @@ def _reduce(
 
 
 @triton.jit
-def _fetch_result(row, staging, UNIT: tl.constexpr, TILE: tl.constexpr):
+def _fetch_result(row, offset, nbytes, staging, UNIT: tl.constexpr, TILE: tl.constexpr):
     """Read a tile's result from its owner."""
-    nbytes = value(row, NBYTES)
-    values = get(staging + value(row, PLACE), 0, nbytes, UNIT, TILE, False)
-    put(value(row, OUTPUT), values, 0, nbytes, UNIT, TILE, False)
+    values = get(staging + value(row, PLACE) + offset, 0, nbytes, UNIT, TILE, False)
+    put(value(row, OUTPUT) + offset, values, 0, nbytes, UNIT, TILE, False)
 
 
 KERNEL = _list_pull

@@ -1,16 +1,20 @@
 # Kernels are Triton's language, which Python's type checker cannot read.
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment"
 
-"""The tiles of a list of tensors, as a table in device memory: what a kernel does where one tensor is not all there is.
+"""The tensors of a list, as a table in device memory: what a kernel needs where one tensor is not all there is.
 
-Every tensor (or pair) is cut into tiles, the last one of each as small as it comes; a thread block takes a tile as it
-takes one of a single tensor, and finds in its row where it lies. Ranks agree on sizes and places, so the tile of a
-number is the same one on all of them; addresses are each rank's own::
+Every tensor (or pair) is cut into tiles, the last one of each as small as it comes, and the tiles of all are numbered.
+A thread block takes a tile as it takes one of a single tensor: it finds the piece that the tile is of, and in its row
+where that lies. Ranks agree on sizes and places, so the tile of a number is the same one on all of them; addresses are
+each rank's own::
 
-    row   input | output | bytes | input stride | output stride | place | wide | - | 8 addresses | 8 addresses
+    ends of the pieces, as numbers of tiles | row 0 | row 1 | ...
+    row   input | output | bytes | input stride | output stride | place | aligned | first tile | 8 addresses | 8 more
 
-``wide``: addresses, bytes and strides are multiples of 16, so that the tile moves in accesses of 16 bytes. Rows end
-where a kernel needs no more: the groups of addresses, one for each rank, are for tensors that peers read or write.
+``aligned``: addresses and strides are multiples of 16, so that whole tiles move in accesses of 16 bytes. Rows end where
+a kernel needs no more: the groups of addresses, one for each rank, are for tensors that peers read or write.
+
+Legend: PIECES the power of two that ends are padded to; WORDS a row has.
 """
 
 from __future__ import annotations
@@ -24,10 +28,16 @@ import triton
 import triton.language as tl
 
 from sidelane.device.launch import unit_bytes
+from sidelane.program.kernel_list import MOST_LISTED
 
-INPUT, OUTPUT, NBYTES, INPUT_STRIDE, OUTPUT_STRIDE, PLACE, WIDE, FIRST_GROUP, SECOND_GROUP = map(
-    tl.constexpr, (0, 1, 2, 3, 4, 5, 6, 8, 16)
+INPUT, OUTPUT, NBYTES, INPUT_STRIDE, OUTPUT_STRIDE, PLACE, ALIGNED, FIRST_TILE, FIRST_GROUP, SECOND_GROUP = map(
+    tl.constexpr, (0, 1, 2, 3, 4, 5, 6, 7, 8, 16)
 )
+
+ROOMS = (16, 128, 1024, MOST_LISTED)
+"""Values of PIECES, each of which is a kernel to compile."""
+
+_BEYOND = 1 << 62
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,55 +64,69 @@ class Piece:
 
     @property
     def unit_bytes(self) -> int:
-        """The largest access that suits every tile."""
+        """The largest access that suits it where the end of a tile does not matter."""
         strides = (self.input_stride, self.output_stride)
-        return unit_bytes(
-            self.input, self.output, self.nbytes, *strides, *(each for group in self.groups for each in group)
-        )
+        peers = (address for group in self.groups for address in group)
+        return unit_bytes(self.input, self.output, *strides, *peers)
 
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Rows for the device.
+    """What the device needs to know.
 
     Attributes:
-        rows: int64[tiles, words of a row].
-        narrow: bytes of an access in the tiles that are not wide (1, 2 or 4); 16 if all are.
+        values: int64, the ends and the rows.
+        tiles: of all pieces.
+        constants: that kernels have for it.
     """
 
-    rows: npt.NDArray[np.int64]
-    narrow: int
-
-    @property
-    def constants(self) -> dict[str, int]:
-        """Constants that kernels have for a table."""
-        return {"WORDS": self.rows.shape[1], "NARROW": self.narrow}
+    values: npt.NDArray[np.int64]
+    tiles: int
+    constants: dict[str, int]
 
     @staticmethod
     def of(pieces: Sequence[Piece], tile_bytes: int) -> Table:
-        """Cut pieces into tiles, in their order."""
-        rows = np.concatenate([_rows(piece, tile_bytes) for piece in pieces])
-        return Table(rows, min(piece.unit_bytes for piece in pieces))
+        """Number the tiles of 1 to ``MOST_LISTED`` pieces, in their order."""
+        counts = np.array([-(-piece.nbytes // tile_bytes) for piece in pieces], np.int64)
+        ends = np.cumsum(counts)
+        room = next(room for room in ROOMS if room >= len(pieces))
+        padding = np.full(room - len(pieces), _BEYOND, np.int64)
+        rows = np.stack([_row(piece, int(end - count)) for piece, end, count in zip(pieces, ends, counts, strict=True)])
+        # Of the last tiles of pieces, too, whose bytes need not be a multiple of 16.
+        narrow = min(unit_bytes(piece.unit_bytes, piece.nbytes) for piece in pieces)
+        constants = {"PIECES": room, "WORDS": rows.shape[1], "NARROW": narrow, "TILE": tile_bytes}
+        return Table(np.concatenate([ends, padding, rows.ravel()]), int(ends[-1]), constants)
 
 
-def _rows(piece: Piece, tile_bytes: int) -> npt.NDArray[np.int64]:
-    offsets = np.arange(0, piece.nbytes, tile_bytes, dtype=np.int64)
-    rows = np.zeros((len(offsets), FIRST_GROUP.value * (1 + len(piece.groups))), np.int64)
-    rows[:, INPUT.value] = piece.input + offsets
-    rows[:, OUTPUT.value] = piece.output + offsets
-    rows[:, NBYTES.value] = np.minimum(piece.nbytes - offsets, tile_bytes)
-    rows[:, INPUT_STRIDE.value], rows[:, OUTPUT_STRIDE.value] = piece.input_stride, piece.output_stride
-    rows[:, PLACE.value] = piece.place + offsets
+def _row(piece: Piece, first_tile: int) -> npt.NDArray[np.int64]:
+    row = np.zeros(FIRST_GROUP.value * (1 + len(piece.groups)), np.int64)
+    strides = (piece.input_stride, piece.output_stride)
+    row[: FIRST_GROUP.value] = (
+        *(piece.input, piece.output, piece.nbytes, *strides, piece.place, piece.unit_bytes == 16, first_tile),
+    )
     for group, first in zip(piece.groups, (FIRST_GROUP.value, SECOND_GROUP.value), strict=False):
-        rows[:, first : first + len(group)] = np.array(group) + offsets[:, None]
-    rows[:, WIDE.value] = (np.bitwise_or.reduce(rows, axis=1) & 15) == 0
-    return rows
+        row[first : first + len(group)] = group
+    return row
 
 
 @triton.jit
-def row_of(table, tile, WORDS: tl.constexpr):
-    """Address of the row of a tile."""
-    return table + 8 * WORDS * tile
+def ends_of(table, PIECES: tl.constexpr):
+    """int64[PIECES]: numbers of the tiles behind the last ones of the pieces."""
+    return tl.load(table.to(tl.pointer_type(tl.int64)) + tl.arange(0, PIECES))
+
+
+@triton.jit
+def find_tile(table, ends, tile, PIECES: tl.constexpr, WORDS: tl.constexpr, TILE: tl.constexpr):
+    """Where a tile lies.
+
+    Returns:
+        Address of the row of its piece, its offset in there, its bytes, and whether it moves in accesses of 16 bytes.
+    """
+    piece = tl.sum((ends <= tile).to(tl.int64))
+    row = table + 8 * (PIECES + WORDS * piece)
+    offset = (tile - value(row, FIRST_TILE)) * TILE
+    nbytes = tl.minimum(value(row, NBYTES) - offset, TILE)
+    return row, offset, nbytes, (value(row, ALIGNED) != 0) & (nbytes % 16 == 0)
 
 
 @triton.jit

@@ -95,6 +95,9 @@ class KernelListProgram:
         return self.total_bytes if self.protocol in (Protocol.PULL, Protocol.REDUCE) else 0
 
 
+MOST_LISTED = 4096
+"""Tensors of a list that a kernel finds its way among."""
+
 AnyKernelProgram = KernelProgram | KernelListProgram
 
 
@@ -115,6 +118,9 @@ def kernel_list_program(
     n, name = batch.world_size, batch.name
     if n > MOST_RANKS:
         raise ValueError(f"{name}: ranks with variant {variant!r} (value={n}, allowed=1..{MOST_RANKS})")
+    if len(batch.parts) > MOST_LISTED:
+        counts = f"value={len(batch.parts)}, allowed=..{MOST_LISTED}"
+        raise ValueError(f"{name}: tensors with variant {variant!r} ({counts})")
     alike = {(part.kind, part.reduction) for part in batch.parts}
     if len(alike) > 1:
         found = "; ".join(sorted(f"{kind} {reduction or ''}".strip() for kind, reduction in alike))

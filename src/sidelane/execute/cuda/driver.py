@@ -10,7 +10,6 @@ import contextlib
 import ctypes
 import functools
 import itertools
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -49,20 +48,6 @@ class HostWords:
         self._tensor = torch.zeros(count, dtype=torch.int32, device="cpu", pin_memory=True)
         self.array: npt.NDArray[np.uint32] = self._tensor.numpy().view(np.uint32)
         self.address: int = self._tensor.data_ptr()
-
-
-class DeviceTable:
-    """Device memory that goes with its last reference, once the device has done all that it was given.
-
-    Not torch's: its allocator would take it out of the pool of a graph that is being captured.
-
-    Attributes:
-        address: of the first byte.
-    """
-
-    def __init__(self, driver: Driver, nbytes: int) -> None:
-        self.address = int(driver.call("cuMemAlloc", nbytes))
-        weakref.finalize(self, driver.free, self.address).atexit = False
 
 
 class Driver:
@@ -114,12 +99,18 @@ class Driver:
         torch.cuda.current_stream(self.index).synchronize()
         return words.data_ptr(), words
 
-    def device_table(self, values: npt.NDArray[np.int64], stream: int) -> DeviceTable:
-        """Copy values to device memory, by way of an idle ``stream``; inside captures too, in ``relaxed_capture``."""
-        table = DeviceTable(self, values.nbytes)
-        self.call("cuMemcpyHtoDAsync", table.address, values.ctypes.data, values.nbytes, self._handle(stream))
+    def allocate(self, nbytes: int) -> int:
+        """Address of new device memory. Not torch's, which would come out of the pool of a graph under capture."""
+        return int(self.call("cuMemAlloc", nbytes))
+
+    def free(self, address: int) -> None:
+        """Free what :meth:`allocate` gave; waits for the device."""
+        self.call("cuMemFree", self._api.CUdeviceptr(address))
+
+    def upload(self, address: int, values: npt.NDArray[np.int64], stream: int) -> None:
+        """Copy values to device memory behind the work of ``stream``, and wait for that."""
+        self.call("cuMemcpyHtoDAsync", address, values.ctypes.data, values.nbytes, self._handle(stream))
         self.call("cuStreamSynchronize", self._handle(stream))
-        return table
 
     def load_function(self, image: bytes, name: str, shared_bytes: int) -> int:
         """Load the kernel ``name`` of a binary, for good; launches of it load nothing any more."""
@@ -245,11 +236,6 @@ class Driver:
         self.call("cuGraphDestroy", graph)
         return int(executable)
 
-    def free(self, address: int) -> None:
-        """Free memory that the driver has allocated; waits for the device."""
-        with contextlib.suppress(SidelaneError), self.current():
-            self.call("cuMemFree", self._api.CUdeviceptr(address))
-
     def destroy_graph(self, graph: int) -> None:
         self.call("cuGraphExecDestroy", self._api.CUgraphExec(graph))
 
@@ -344,6 +330,13 @@ class Driver:
         if error:
             raise DriverError(self._name(error), "cuStreamQuery")
         return True
+
+    def has_passed(self, event: int) -> bool:
+        """True once the device has reached what was recorded last."""
+        error = self._api.cuEventQuery(self._api.CUevent(event))[0]
+        if error and error != self._not_ready:
+            raise DriverError(self._name(error), "cuEventQuery")
+        return not error
 
     def elapsed_us(self, first: int, second: int) -> float:
         """Microseconds between two events made with ``timing``; both must have been reached."""

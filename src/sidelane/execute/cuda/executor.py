@@ -16,6 +16,8 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from sidelane.errors import CommunicatorClosedError, SidelaneError, UnavailableError
@@ -27,6 +29,7 @@ from sidelane.execute.cuda.held import Gates
 from sidelane.execute.cuda.native import Bound
 from sidelane.execute.cuda.probe import DriverFeatures
 from sidelane.execute.cuda.release import FlagRescue
+from sidelane.execute.cuda.tables import DeviceTable, Tables
 from sidelane.execute.cuda.watch import BOARD, BUSY, FINISHED, HOST_WORDS, STARTED, Watch
 from sidelane.execute.monitor import PeerMonitor
 from sidelane.execute.submitted import Ledger
@@ -98,6 +101,7 @@ class CudaExecutor:
             self.internal = self.create_stream()
             self.into, self.out_of, self._turn = (self.driver.create_event() for _ in range(3))
             self.rescue = FlagRescue(self.driver)
+            self._tables = Tables(self.driver, self.create_stream)
             for gate in (Gate.TRIGGER, Gate.HOST_TRIGGER):  # whoever has passed one writes DONE itself
                 self.rescue.register_word(self.gates.addresses[gate])
         self.watch = Watch(self.driver, rank, words, monitor, self.rescue, timeout_s)
@@ -128,6 +132,7 @@ class CudaExecutor:
 
         Raises:
             UnavailableError: Triton is not installed.
+            DriverError: the device has no memory for it. The executor is of no use any more, and the peers are told.
         """
         self._check_open("load_kernel")
         try:
@@ -135,7 +140,11 @@ class CudaExecutor:
         except ImportError as error:
             raise UnavailableError(f"collectives in kernels need Triton ({error}): pip install triton") from error
         with self.lock, self.driver.current(), self.driver.relaxed_capture():
-            return CudaKernel(self, program, addresses, frozen=frozen)
+            try:
+                return CudaKernel(self, program, addresses, frozen=frozen)
+            except DriverError as error:  # the peers launch theirs: generations would differ from here on
+                self.watch.fail_submission(f"{program.collective} {program.variant}", error)
+                raise
 
     def order(self, first: int, second: int) -> None:
         """Let the next work of stream ``second`` follow what ``first`` has so far; both are captured, or neither is."""
@@ -169,6 +178,8 @@ class CudaExecutor:
             self.drain()
         with self.driver.current():
             self._end_watch()
+            if self not in _stuck:
+                self._tables.close()
             self.rescue.close()
             for event in (self.into, self.out_of, self._turn):
                 self.driver.destroy_event(event)
@@ -208,6 +219,11 @@ class CudaExecutor:
             return None
         self._launch_graphs.add(graph)
         return graph
+
+    def place_table(self, values: npt.NDArray[np.int64]) -> DeviceTable:
+        """Values in device memory, for kernels; with the lock held and inside ``Driver.relaxed_capture``."""
+        last = self.kernel_stream
+        return self._tables.place(values, None if last is None or self.driver.is_capturing(last) else last)
 
     def check_usable(self, method: str) -> None:
         self._check_open(method)

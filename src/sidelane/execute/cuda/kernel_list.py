@@ -6,8 +6,8 @@ from sidelane.device import list_direct, list_parcels, list_pull, list_push, par
 from sidelane.device.launch import Launch, Site
 from sidelane.device.list_table import Piece, Table
 from sidelane.execute.base import Addresses
-from sidelane.execute.cuda.driver import DeviceTable
 from sidelane.execute.cuda.executor import CudaExecutor
+from sidelane.execute.cuda.tables import DeviceTable
 from sidelane.program.collective import Buffer, Collective, Span
 from sidelane.program.kernel import Protocol
 from sidelane.program.kernel_list import KernelListProgram
@@ -30,7 +30,7 @@ def arrange_list(
         return None
     site = Site(executor.rank, addresses.arenas, executor.board, program.blocks)
     table = Table.of(find_pieces(program, site, addresses), tile_bytes(program))
-    held = executor.driver.device_table(table.rows, executor.internal)
+    held = executor.place_table(table.values)
     given, reduction, distinct = (site, table, held.address), program.reduction, program.distinct
     match program.protocol:
         case Protocol.PARCELS:

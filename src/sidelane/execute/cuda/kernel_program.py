@@ -27,6 +27,7 @@ from sidelane.execute.cuda.executor import CudaExecutor
 from sidelane.execute.cuda.kernel_list import arrange_list
 from sidelane.execute.cuda.loaded import find_place
 from sidelane.execute.cuda.native import Bound, steps_of
+from sidelane.execute.cuda.tables import DeviceTable
 from sidelane.execute.submitted import Counts, Entry, Submitted
 from sidelane.native import Effect
 from sidelane.program.collective import Buffer
@@ -53,6 +54,7 @@ class CudaKernel:
         self._executor = executor
         self._frozen = frozen
         self._launch: Launch | None = None
+        self._table: DeviceTable | None = None
         if isinstance(program, KernelListProgram):
             arranged = arrange_list(program, executor, addresses)
             if arranged is not None:
