@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import gc
+import weakref
 from collections.abc import Iterator
 
 import numpy as np
@@ -185,11 +187,31 @@ def test_nothing_to_move_needs_no_table(rank: Rank) -> None:
 
 @needs_triton
 def test_tables_go_with_what_was_loaded(rank: Rank) -> None:
-    for count in range(200):
-        made = Made(rank, program_of(*gathers(*[16 + count] * 9)))
-        _, rows = launched(rank, made)
-        assert rows[0][2] == 16 + count
+    gc.disable()  # nothing goes in circles
+    try:
+        for count in range(700):  # 2 KB each, more than a chunk in all
+            made = Made(rank, program_of(*gathers(*[16 + count] * 15)))
+            _, rows = launched(rank, made)
+            assert rows[0][2] == 16 + count
+            del made
+    finally:
+        gc.enable()
     assert len(rank.driver.allocated) == 1
+
+
+@needs_triton
+def test_an_executor_that_is_dropped_goes_at_once(rank: Rank) -> None:
+    other = Rank(30.0)
+    Made(other, program_of(*gathers(16)))
+    gone = weakref.ref(other.executor)
+    gc.disable()
+    try:
+        driver = other.driver
+        del other
+        assert gone() is None
+    finally:
+        gc.enable()
+    driver.stop()
 
 
 @needs_triton

@@ -14,12 +14,13 @@ import torch
 import torch.distributed as dist
 from fake_driver import FakeDriver
 
-from sidelane.collectives import backend_cuda, communicator
+from sidelane.collectives import backend_cuda, communicator, prepare
 from sidelane.collectives.communicator import Communicator
 from sidelane.config import Config
 from sidelane.errors import CommunicatorClosedError
 from sidelane.execute.cuda import CudaExecutor, DriverFeatures
 from sidelane.native import load_replays
+from sidelane.program.batch import Batch
 
 
 class Block:
@@ -158,6 +159,18 @@ def test_lists_are_made_in_c_too(rank: Rank) -> None:
         batch.all_to_all(outputs, inputs)
     rank.finish()  # before the tensors go
     assert len(rank.native) == 12, "several kinds go by Python"
+
+
+def test_lists_that_come_and_go_are_forgotten_sooner(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare, "MOST_RECENT_LISTS", 3)
+    kept = [[torch.zeros(size, dtype=torch.uint8) for size in (16, 32)] for _ in range(6)]
+    single, recent = torch.zeros(64, dtype=torch.uint8), rank.comm._preparer._recent
+    for turn in range(18):
+        tensors = kept[turn % 6]
+        rank.comm.all_to_all(tensors, tensors, variant="b2b")
+        gather(rank, single, torch.zeros(64, dtype=torch.uint8))
+        assert sum(isinstance(prepared.loaded.program.collective, Batch) for prepared in recent.values()) <= 3
+    rank.finish()
 
 
 def test_staging_that_moves_takes_remembered_calls_with_it(rank: Rank) -> None:

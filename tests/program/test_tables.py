@@ -25,7 +25,7 @@ def driver() -> Iterator[FakeDriver]:
 
 @pytest.fixture
 def tables(driver: FakeDriver) -> Iterator[Tables]:
-    made = Tables(driver, driver.create_stream)  # type: ignore[arg-type]
+    made = Tables(driver, driver.create_stream())  # type: ignore[arg-type]
     yield made
     made.close()
     assert not driver.allocated
@@ -67,6 +67,28 @@ def test_a_stream_under_capture_is_not_asked(tables: Tables, driver: FakeDriver)
     driver.synchronize()
     kept.append(tables.place(values, stream))
     assert address in (kept[-1].address, tables.place(values, stream).address)
+
+
+def test_a_stream_that_is_gone_is_asked_another_time(tables: Tables, driver: FakeDriver) -> None:
+    values, stream = np.ones(4, np.int64), driver.create_stream()
+    address = tables.place(values, None).address
+    gc.collect()
+    driver.fail_next = "CUDA_ERROR_STREAM_CAPTURE_IMPLICIT"
+    kept = [tables.place(values, stream)]
+    kept.append(tables.place(values, stream))
+    driver.synchronize()
+    assert tables.place(values, stream).address == address
+
+
+def test_what_cannot_be_freed_keeps_nobody_from_closing(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(address: int) -> None:
+        raise DriverError("CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED", "cuMemFree")
+
+    tables = Tables(driver, driver.create_stream())  # type: ignore[arg-type]
+    tables.place(np.ones(4, np.int64), None)
+    monkeypatch.setattr(driver, "free", refuse)
+    tables.close()
+    tables.close()
 
 
 def test_many_lists_that_come_and_go_take_little_memory(tables: Tables, driver: FakeDriver) -> None:

@@ -49,7 +49,7 @@ class Call:
         world_size: ranks in the group.
         nbytes: gathered size of an all_gather, the largest local buffer of the others.
         dtype: of the elements; it matters to the reducing collectives only.
-        in_place: input and output share memory.
+        in_place: input and output share memory; of a list, of some tensor.
         symmetric: peers can write into the output (it lies at one place in symmetric memory); of a reduce_scatter read
             the input, of an all_reduce both.
         captured: into a graph of the caller's.

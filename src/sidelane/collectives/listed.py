@@ -105,7 +105,7 @@ class ListAgreement:
             world_size=self.world_size,
             nbytes=sum(call.nbytes for call in calls),
             dtype=calls[0].dtype if calls else "uint8",
-            in_place=all(call.in_place for call in calls),
+            in_place=any(call.in_place for call in calls),
             symmetric=all(call.symmetric for call in calls),
             captured=self.frozen,
             beside=self.beside,

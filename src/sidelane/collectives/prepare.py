@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable, Hashable
 
@@ -30,6 +31,9 @@ FLAGS = 4096
 
 MOST_RECENT = 4096
 """Calls remembered by the addresses of their tensors; the oldest goes first. Programs are kept for good."""
+
+MOST_RECENT_LISTS = 512
+"""Of these, calls with lists, of which each may hold a table of some hundred kilobytes on the device."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -76,6 +80,7 @@ class Preparer:
             self._slots.reserve(2 * SLOTS_BYTES, False)  # a capture could not
         self._kept: list[object] = []
         self._recent: dict[Hashable, Prepared] = {}
+        self._recent_lists: collections.deque[Hashable] = collections.deque()
         self.keepers: list[Callable[[], object]] = []
 
     def recall(self, key: Hashable) -> Prepared | None:
@@ -106,6 +111,10 @@ class Preparer:
         if key is not None:
             if len(self._recent) >= MOST_RECENT:
                 del self._recent[next(iter(self._recent))]
+            if isinstance(request, ListRequest):
+                if len(self._recent_lists) >= MOST_RECENT_LISTS:
+                    self._recent.pop(self._recent_lists.popleft(), None)
+                self._recent_lists.append(key)
             self._recent[key] = prepared
         return prepared
 
@@ -135,6 +144,7 @@ class Preparer:
     def close(self) -> None:
         """Forget every loaded program."""
         self._recent.clear()
+        self._recent_lists.clear()
         self._kept.clear()
 
     def _reserve(self, staging: Staging, nbytes: int, frozen: bool) -> None:
@@ -142,6 +152,7 @@ class Preparer:
             # Captured graphs keep the block that they were loaded with. Everything else must move to the new one now,
             # on all ranks at once: a rank that still wrote to the old block would miss a peer that reads the new one.
             self._recent.clear()
+            self._recent_lists.clear()
             for forget in self.keepers:
                 forget()
 

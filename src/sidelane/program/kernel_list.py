@@ -113,7 +113,7 @@ def kernel_list_program(
         symmetric_output: peers can write into every output.
 
     Raises:
-        ValueError: too many ranks, or collectives that differ in more than their size.
+        ValueError: too many ranks or tensors, or collectives that differ in more than their size.
     """
     n, name = batch.world_size, batch.name
     if n > MOST_RANKS:

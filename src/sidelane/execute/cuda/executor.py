@@ -101,7 +101,7 @@ class CudaExecutor:
             self.internal = self.create_stream()
             self.into, self.out_of, self._turn = (self.driver.create_event() for _ in range(3))
             self.rescue = FlagRescue(self.driver)
-            self._tables = Tables(self.driver, self.create_stream)
+            self._tables = Tables(self.driver, self.create_stream())
             for gate in (Gate.TRIGGER, Gate.HOST_TRIGGER):  # whoever has passed one writes DONE itself
                 self.rescue.register_word(self.gates.addresses[gate])
         self.watch = Watch(self.driver, rank, words, monitor, self.rescue, timeout_s)
@@ -132,7 +132,8 @@ class CudaExecutor:
 
         Raises:
             UnavailableError: Triton is not installed.
-            DriverError: the device has no memory for it. The executor is of no use any more, and the peers are told.
+            DriverError: the driver refused something, memory for one. The executor is of no use any more, and the peers
+                are told.
         """
         self._check_open("load_kernel")
         try:
@@ -177,9 +178,10 @@ class CudaExecutor:
         except SidelaneError:
             self.drain()
         with self.driver.current():
-            self._end_watch()
             if self not in _stuck:
-                self._tables.close()
+                with self.lock:
+                    self._tables.close()  # while the thread still lets go what waits in vain
+            self._end_watch()
             self.rescue.close()
             for event in (self.into, self.out_of, self._turn):
                 self.driver.destroy_event(event)
@@ -220,9 +222,17 @@ class CudaExecutor:
         self._launch_graphs.add(graph)
         return graph
 
-    def place_table(self, values: npt.NDArray[np.int64]) -> DeviceTable:
-        """Values in device memory, for kernels; with the lock held and inside ``Driver.relaxed_capture``."""
-        last = self.kernel_stream
+    def place_table(self, values: npt.NDArray[np.int64], *, frozen: bool) -> DeviceTable:
+        """Values in device memory, for kernels; with the lock held and inside ``Driver.relaxed_capture``.
+
+        Args:
+            values: of the table.
+            frozen: a stream is being captured, so that others may not be asked.
+
+        Raises:
+            DriverError: there is no memory.
+        """
+        last = None if frozen else self.kernel_stream
         return self._tables.place(values, None if last is None or self.driver.is_capturing(last) else last)
 
     def check_usable(self, method: str) -> None:

@@ -14,7 +14,7 @@ from sidelane.program.kernel_list import KernelListProgram
 
 
 def arrange_list(
-    program: KernelListProgram, executor: CudaExecutor, addresses: Addresses
+    program: KernelListProgram, executor: CudaExecutor, addresses: Addresses, *, frozen: bool
 ) -> tuple[Launch, DeviceTable] | None:
     """The launch of this rank, and what it needs for as long as it may run; None if there is nothing to move.
 
@@ -22,15 +22,17 @@ def arrange_list(
         program: what to run.
         executor: of this rank; its lock is held and its device current.
         addresses: where.
+        frozen: it is for a graph under capture.
 
     Raises:
         ValueError: an address is missing.
+        DriverError: there is no memory for its table.
     """
     if not program.part_bytes:
         return None
     site = Site(executor.rank, addresses.arenas, executor.board, program.blocks)
     table = Table.of(find_pieces(program, site, addresses), tile_bytes(program))
-    held = executor.place_table(table.values)
+    held = executor.place_table(table.values, frozen=frozen)
     given, reduction, distinct = (site, table, held.address), program.reduction, program.distinct
     match program.protocol:
         case Protocol.PARCELS:
@@ -58,7 +60,7 @@ def tile_bytes(program: KernelListProgram) -> int:
 
 
 def find_pieces(program: KernelListProgram, site: Site, addresses: Addresses) -> list[Piece]:
-    """The parts that have bytes, as the rank of ``site`` sees them. Raises as :func:`arrange_list`."""
+    """The parts that have bytes, as the rank of ``site`` sees them. Raises ValueError where an address is missing."""
     batch, rank, everyone = program.collective, site.rank, range(program.world_size)
 
     def address(part: int, span: Span) -> int:

@@ -56,7 +56,7 @@ class CudaKernel:
         self._launch: Launch | None = None
         self._table: DeviceTable | None = None
         if isinstance(program, KernelListProgram):
-            arranged = arrange_list(program, executor, addresses)
+            arranged = arrange_list(program, executor, addresses, frozen=frozen)
             if arranged is not None:
                 self._launch, self._table = arranged
         else:

@@ -7,13 +7,13 @@ asked nothing then. The memory is used again once the device has passed all kern
 from __future__ import annotations
 
 import collections
+import contextlib
 import weakref
-from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 
-from sidelane.execute.cuda.driver import Driver
+from sidelane.execute.cuda.driver import Driver, DriverError
 
 SMALLEST_BYTES = 512
 CHUNK_BYTES = 1 << 20
@@ -38,12 +38,11 @@ class Tables:
 
     Args:
         driver: of the device.
-        create_stream: makes one that is for the tables alone.
+        stream: for the tables alone.
     """
 
-    def __init__(self, driver: Driver, create_stream: Callable[[], int]) -> None:
-        self._driver, self._create_stream = driver, create_stream
-        self._stream: int | None = None
+    def __init__(self, driver: Driver, stream: int) -> None:
+        self._driver, self._stream = driver, stream
         self._chunks: list[int] = []
         self._rest: Block = (0, 0)
         self._free: dict[int, list[int]] = collections.defaultdict(list)
@@ -56,7 +55,7 @@ class Tables:
 
         Args:
             values: of the table.
-            last_stream: that of the last kernel that may read a table, not under capture; None if there is none.
+            last_stream: that of the last kernel that may read a table; None if there is none, or it may not be asked.
 
         Raises:
             DriverError: there is no memory.
@@ -64,21 +63,21 @@ class Tables:
         self._collect(last_stream)
         nbytes = max(SMALLEST_BYTES, 1 << (values.nbytes - 1).bit_length())
         address = self._take(nbytes)
-        if self._stream is None:
-            self._stream = self._create_stream()
         table = DeviceTable(address)
         weakref.finalize(table, self._released.append, (nbytes, address)).atexit = False
         self._driver.upload(address, values, self._stream)
         return table
 
     def close(self) -> None:
-        """Free everything. No kernel may run any more."""
-        for chunk in self._chunks:
-            self._driver.free(chunk)
-        for event in (*self._events, *(event for event, _ in self._waiting)):
-            self._driver.destroy_event(event)
+        """Free everything, which waits for the device."""
+        with self._driver.relaxed_capture(), contextlib.suppress(DriverError):
+            for event in (*self._events, *(event for event, _ in self._waiting)):
+                self._driver.destroy_event(event)
+            for chunk in self._chunks:
+                self._driver.free(chunk)
         self._chunks.clear()
         self._waiting.clear()
+        self._events.clear()
 
     def _take(self, nbytes: int) -> int:
         if self._free[nbytes]:
@@ -106,5 +105,10 @@ class Tables:
             return
         event = self._events.pop() if self._events else self._driver.create_event()
         blocks = [self._released.popleft() for _ in range(len(self._released))]
-        self._driver.submit([self._driver.bind_record(event, last_stream)])
-        self._waiting.append((event, blocks))
+        try:
+            self._driver.submit([self._driver.bind_record(event, last_stream)])
+        except DriverError:  # of a stream that is gone, or captured by others: another time
+            self._released.extend(blocks)
+            self._events.append(event)
+        else:
+            self._waiting.append((event, blocks))
