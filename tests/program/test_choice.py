@@ -321,7 +321,8 @@ def test_lists_are_one_kernel_or_have_one_engine_and_small_ones_are_graphs(given
 
     graph = Candidate(DMA, "b2b", launch="graph")
     engines = Abilities(launches=EVERYTHING.launches)
-    for nbytes, launched in ((1024, graph), ((64 << 20) - 1, graph), (64 << 20, B2B), (4 << 30, B2B)):
+    for nbytes, launched in ((1024, graph), ((32 << 20) - 1, graph), (32 << 20, B2B), (4 << 30, B2B)):
+        assert choice(nbytes, beside=COMPUTE, in_place=True) == B2B, "its copies are one call"
         kernel = nbytes < 256 << 20
         assert choice(nbytes) == (ONE_SHOT if kernel else launched)
         assert choice(nbytes, captured=True) == (ONE_SHOT if kernel else B2B), "it is part of a graph already"

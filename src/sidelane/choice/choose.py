@@ -35,12 +35,12 @@ measured on symmetric ones: 2 or 5 us, and on four H200s 40 for 64 MiB, 650 for 
 tensors cost otherwise is much the same for all candidates."""
 
 
-LISTED_GRAPH_BYTES = 64 << 20
-"""Below this an eager list is launched as one graph: its copies are as many calls of the host as there are tensors and
-peers. On two H200s, with eight tensors, that takes 1.04 times as long as the best in the geometric mean from 64 KB to
-256 MB, plain calls 1.31; at 256 MB those are better (``results/h200x2/lists.json``)."""
-
 MB = 1 << 20
+LISTED_GRAPH_BYTES = 32 * MB
+"""Below this an eager list of copy engines is launched as one graph where its copies are several calls of the host: not
+an all_gather or a broadcast in place, whose copies are one call anyway. On two H200s, with eight tensors from 64 KB to
+256 MB, that takes 1.02 times as long as their best, plain calls 1.20 (``results/h200x2/lists.json``)."""
+
 LISTED_KERNEL_BYTES: Mapping[Kind, tuple[int, float]] = MappingProxyType(
     {
         Kind.ALL_GATHER: (64 * MB, 256 * MB),
@@ -132,7 +132,8 @@ def _of_list(call: Call, legal: tuple[Candidate, ...]) -> Choice:
     if kernel is not None and call.nbytes < most:
         pick, how = kernel, "one kernel for all" + (f" below {int(most) >> 20} MiB" if most < math.inf else "")
     else:
-        launch = GRAPH if not call.captured and call.nbytes < LISTED_GRAPH_BYTES else CALLS
+        one_call = call.in_place and call.kind in (Kind.ALL_GATHER, Kind.BROADCAST) and not call.mixed
+        launch = GRAPH if not call.captured and not one_call and call.nbytes < LISTED_GRAPH_BYTES else CALLS
         pick = next(found for found in legal if found.variant == FIRST and found.launch == launch)
         how = "one copy engine a rank" + (f", as one graph below {LISTED_GRAPH_BYTES >> 20} MiB" * (launch == GRAPH))
     others = tuple((found, None) for found in legal if found is not pick)
