@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +14,7 @@ import torch.distributed as dist
 from ranks import RankPool
 
 from sidelane.bench.baselines_cpu import Gloo
-from sidelane.bench.candidates import Candidate, Prepared, candidates_of, views
+from sidelane.bench.candidates import Candidate, Prepared, Tensors, candidates_of, views
 from sidelane.bench.measure import Job, Meter, Rounds
 from sidelane.bench.reference import KINDS, Case, fill_input, output_error, poison, rounded_bytes
 from sidelane.program.collective import Kind
@@ -202,3 +205,27 @@ def test_meters_agree_and_interleave(pool: RankPool) -> None:
         assert found["runs"] == "abb" + "bba" + "abb" + "bba"
         assert found["times"] == facts[0]["times"]  # the slowest rank's, known to all
         assert all(len(times) == 3 for times in found["times"])
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_what_is_timed_on_a_device_is_the_call_alone(device: str) -> None:
+    made: list[str] = []
+
+    class Library:
+        name, launches = "library", ("eager",)
+
+        def tensors(self, case: object, candidate: Candidate) -> Tensors:
+            return Tensors(torch.empty(1), torch.empty(1))
+
+        def bind(self, case: object, tensors: Tensors, variant: str) -> Callable[[], object]:
+            return functools.partial(made.append, f"bound {variant}")
+
+        def start(self, case: object, tensors: Tensors, variant: str) -> Callable[[], None]:
+            return functools.partial(made.append, f"waited for {variant}")
+
+    case: Any = SimpleNamespace(device=torch.device(device), sizes=())
+    library: Any = Library()
+    job = Prepared(Candidate("library", "window"), case, library, calls=3).job()
+    assert (job.repeats, job.calls) == (3, 3)
+    job.run()
+    assert made == [{"cuda": "bound window", "cpu": "waited for window"}[device]]

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -97,20 +98,22 @@ class Nccl:
         return views(case, candidate.in_place, *self._windows.buffers)
 
     def start(self, case: Case, tensors: Tensors, variant: str) -> Callable[[], None]:
+        self.bind(case, tensors, variant)()
+        return nothing_to_wait_for
+
+    def bind(self, case: Case, tensors: Tensors, variant: str) -> Callable[[], object]:
         output, input = tensors.output, tensors.input
         assert output is not None
         match case.kind:
             case Kind.ALL_GATHER:
-                all_gather(output, input, group=self.group)
+                return partial(all_gather, output, input, group=self.group)
             case Kind.ALL_TO_ALL:
-                dist.all_to_all_single(output, input, group=self.group)
+                return partial(dist.all_to_all_single, output, input, group=self.group)
             case Kind.REDUCE_SCATTER:
-                reduce_scatter(output, input, group=self.group)
+                return partial(reduce_scatter, output, input, group=self.group)
             case Kind.ALL_REDUCE:
-                dist.all_reduce(output, group=self.group)
-            case _:
-                dist.broadcast(output, group_src=ROOT, group=self.group)
-        return nothing_to_wait_for
+                return partial(dist.all_reduce, output, group=self.group)
+        return partial(dist.broadcast, output, group_src=ROOT, group=self.group)
 
     def start_list(self, lists: Lists, variant: str) -> Callable[[], None]:
         with coalesced(self.group, None if lists.parts[0].kind in COALESCED else self._device):

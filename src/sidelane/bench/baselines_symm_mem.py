@@ -37,6 +37,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -117,6 +118,10 @@ class SymmetricMemory:
         )
 
     def start(self, case: Case, tensors: Tensors, variant: str) -> Callable[[], None]:
+        self.bind(case, tensors, variant)()
+        return nothing_to_wait_for
+
+    def bind(self, case: Case, tensors: Tensors, variant: str) -> Callable[[], object]:
         operator = OPERATORS[case.kind, variant]
         # Not earlier: here a refusal becomes the row's note, on all ranks alike, since all have the same torch.
         call = getattr(torch.ops.symm_mem, operator.name, None)
@@ -125,21 +130,27 @@ class SymmetricMemory:
         if not operator.allocates and self._misplaced is not None:
             raise UnavailableError(f"PyTorch's symmetric memory: {self._misplaced}")
         output, input, group = tensors.output, tensors.input, self._group_name
+        wait = torch.ops._c10d_functional.wait_tensor
+
+        def gather() -> None:
+            tensors.output = wait(call(input, group))
+
+        def scatter() -> None:
+            tensors.output = wait(call(input, "sum", group))
+
         match operator.name:
             case "_low_contention_all_gather":
-                tensors.output = torch.ops._c10d_functional.wait_tensor(call(input, group))
+                return gather
             case "_low_contention_reduce_scatter":
-                tensors.output = torch.ops._c10d_functional.wait_tensor(call(input, "sum", group))
+                return scatter
             case "one_shot_all_reduce_copy_out":
                 assert isinstance(tensors, Staged)
-                call(tensors.staging, input, "sum", group, output)
+                return partial(call, tensors.staging, input, "sum", group, output)
             case "two_shot_all_reduce_":
-                call(input, "sum", group)
+                return partial(call, input, "sum", group)
             case "reduce_scatter_out":
-                call(input, group, False, output)
-            case _:
-                call(input, "sum", group, output)
-        return nothing_to_wait_for
+                return partial(call, input, group, False, output)
+        return partial(call, input, "sum", group, output)
 
     def close(self) -> None:
         self._ordinary = self._symmetric = None

@@ -107,6 +107,15 @@ class Implementation(Protocol):
 
 
 @runtime_checkable
+class Binds(Protocol):
+    """An implementation whose calls can be decided ahead of time, so that no question of a study is timed with them."""
+
+    def bind(self, case: Case, tensors: Tensors, variant: str) -> Callable[[], object]:
+        """What calls the library as ``Implementation.start`` does, and nothing else."""
+        ...
+
+
+@runtime_checkable
 class TakesLists(Protocol):
     """An implementation that has calls with lists of tensors."""
 
@@ -208,6 +217,12 @@ class Prepared:
     def _call(self) -> Callable[[], None]:
         return self._implementation.start(self.case, self._tensors, self.candidate.variant)
 
+    def _bound(self) -> Callable[[], object]:
+        """The quickest way to make the call on a device, where the stream waits for its end."""
+        if isinstance(self._implementation, Binds):
+            return self._implementation.bind(self.case, self._tensors, self.candidate.variant)
+        return self.run
+
     def run(self) -> None:
         """One run from beginning to end."""
         self.start()()
@@ -229,7 +244,9 @@ class Prepared:
         """The job that samples ``calls`` operations."""
         if self._all_calls is not None:
             return Job(self._all_calls.replay, calls=self.calls, hide_launch_us=hide_launch_us)
-        return Job(self.run, repeats=self.calls, calls=self.calls, hide_launch_us=hide_launch_us)
+        # On a CPU a call has to be waited for.
+        run = self.run if self._one_call is not None or self.case.device.type == "cpu" else self._bound()
+        return Job(run, repeats=self.calls, calls=self.calls, hide_launch_us=hide_launch_us)
 
     def _captured(self, calls: int) -> torch.cuda.CUDAGraph:
         return captured(lambda: self._call()(), calls)

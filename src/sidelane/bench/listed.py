@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from sidelane.bench.candidates import Candidate, Implementation, Lists, Prepared, TakesLists, nothing_to_wait_for
+from sidelane.bench.candidates import Binds, Candidate, Implementation, Lists, Prepared, TakesLists, nothing_to_wait_for
 from sidelane.bench.reference import Case, fill_input, output_error, poison
 from sidelane.bench.results import SEPARATE
 from sidelane.program.collective import Kind
@@ -97,6 +97,18 @@ class PreparedList(Prepared):
         for part, pair in zip(self._parts, self._lists.pairs, strict=True):
             start(part, pair, variant)()
         return nothing_to_wait_for
+
+    def _bound(self) -> Callable[[], object]:
+        implementation, variant = self._implementation, self._variant
+        if not (is_separate(self.candidate.variant) and isinstance(implementation, Binds)):
+            return self.run
+        calls = [implementation.bind(*pair, variant) for pair in zip(self._parts, self._lists.pairs, strict=True)]
+
+        def run() -> None:
+            for call in calls:
+                call()
+
+        return run
 
 
 @contextlib.contextmanager

@@ -45,7 +45,7 @@ class Job:
             starts. 0: what the host takes is part of the time, as it is in an eager program.
     """
 
-    run: Callable[[], None]
+    run: Callable[[], object]
     repeats: int = 1
     calls: int = 1
     hide_launch_us: float = 0.0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -10,7 +12,7 @@ from sidelane.bench.candidates import Candidate, Lists, Tensors, nothing_to_wait
 from sidelane.bench.listed import separately
 from sidelane.bench.reference import ROOT, Case
 from sidelane.choice.candidate import DMA, SM, everything, find, takes_one_tensor
-from sidelane.collectives import Communicator
+from sidelane.collectives import Communicator, Work
 from sidelane.errors import UnavailableError
 from sidelane.program.collective import Kind
 
@@ -54,30 +56,31 @@ class Dma:
         assert self._input is not None
         return views(case, candidate.in_place, self._output, self._input)
 
-    def start(self, case: Case, tensors: Tensors, variant: str) -> Callable[[], None]:
+    def bind(self, case: Case, tensors: Tensors, variant: str) -> Callable[[], Work | None]:
         output, input = tensors.output, tensors.input
         assert output is not None
-        return self._start(case.kind, output, input, variant)
+        return self._bind(case.kind, output, input, variant)
+
+    def start(self, case: Case, tensors: Tensors, variant: str) -> Callable[[], None]:
+        work = self.bind(case, tensors, variant)()
+        return nothing_to_wait_for if work is None else work.wait
 
     def start_list(self, lists: Lists, variant: str) -> Callable[[], None]:
-        return self._start(lists.parts[0].kind, lists.outputs, lists.inputs, variant)
-
-    def _start(self, kind: Kind, output: Given, input: Given, variant: str) -> Callable[[], None]:
-        communicator = self._communicator
-        # On a CPU a synchronous call would return when the collective has ended, and nothing could run next to it.
-        on_cpu = communicator.device.type == "cpu"
-        match kind:
-            case Kind.ALL_GATHER:
-                work = communicator.all_gather(output, input, variant=variant, async_op=on_cpu)
-            case Kind.ALL_TO_ALL:
-                work = communicator.all_to_all(output, input, variant=variant, async_op=on_cpu)
-            case Kind.REDUCE_SCATTER:
-                work = communicator.reduce_scatter(output, input, variant=variant, async_op=on_cpu)
-            case Kind.ALL_REDUCE:
-                work = communicator.all_reduce(input, output=output, variant=variant, async_op=on_cpu)
-            case _:
-                work = communicator.broadcast(output, root=ROOT, variant=variant, async_op=on_cpu)
+        work = self._bind(lists.parts[0].kind, lists.outputs, lists.inputs, variant)()
         return nothing_to_wait_for if work is None else work.wait
+
+    def _bind(self, kind: Kind, output: Given, input: Given, variant: str) -> Callable[[], Work | None]:
+        communicator = self._communicator
+        options: dict[str, Any] = {"variant": variant}
+        if communicator.device.type == "cpu":
+            options["async_op"] = True  # a synchronous call returns when it has ended, and nothing could run next to it
+        match kind:
+            case Kind.ALL_REDUCE:
+                return partial(communicator.all_reduce, input, output=output, **options)
+            case Kind.BROADCAST:
+                return partial(communicator.broadcast, output, root=ROOT, **options)
+        collective: Callable[..., Work | None] = getattr(communicator, kind)
+        return partial(collective, output, input, **options)
 
     def close(self) -> None:
         self._communicator.close()
@@ -114,6 +117,9 @@ class Kernels:
 
     def tensors(self, case: Case, candidate: Candidate) -> Tensors:
         return self._dma.tensors(case, candidate)
+
+    def bind(self, case: Case, tensors: Tensors, variant: str) -> Callable[[], object]:
+        return self._dma.bind(case, tensors, variant)
 
     def start(self, case: Case, tensors: Tensors, variant: str) -> Callable[[], None]:
         return self._dma.start(case, tensors, variant)
