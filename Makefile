@@ -4,13 +4,15 @@
 # TORCH_INSTALL  what pip installs as torch where there is none. On Linux a plain index gives the CUDA build, some
 #                gigabytes; PyTorch's installation page lists indexes of smaller, CPU-only builds. Use one with
 #                    make demo TORCH_INSTALL="torch==2.13.0 --index-url <index of CPU builds>"
-# RESULTS        file for the summary of `make test-device`.
+# RESULTS        file for the summary of `make test-device`; folder for the files of `make results`.
+# STUDIES        what `make results` measures; all if empty (tools/measure_node.py has the list).
 # DEMO, TESTS    further options of `sidelane demo`; what pytest runs in `make test`.
 # PARALLEL       how `make test` shares the test files among processes. Most tests start ranks of their own: few is best.
 
 PYTHON ?= python3
 TORCH_INSTALL ?= torch==2.13.0
 RESULTS ?=
+STUDIES ?=
 DEMO ?=
 TESTS ?= tests --ignore=tests/device
 PARALLEL ?= --numprocesses 2 --dist loadfile
@@ -19,7 +21,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-device lint format venv clean
+.PHONY: help demo test test-device results lint format venv clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -37,6 +39,9 @@ test: $(READY) ## lint, check types, run every test that needs no GPU
 
 test-device: $(READY) ## run the tests that need GPUs; RESULTS=file writes a summary
 	@$(BIN)/python tools/device_tests.py $(if $(RESULTS),--summary "$(RESULTS)")
+
+results: $(READY) ## measure all that is published of a machine with GPUs, into the folder RESULTS
+	@$(BIN)/python tools/measure_node.py --out "$(or $(RESULTS),$(error RESULTS=folder is needed))" $(STUDIES)
 
 lint: $(READY) ## ruff and mypy
 	@echo "[sidelane] ruff check"
