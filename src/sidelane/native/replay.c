@@ -18,7 +18,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#define TABLE 1024         /* calls remembered */
+#define TABLE 4096         /* calls remembered, as many as Python remembers */
 #define PROBES 8           /* places of the table where one may be */
 #define MOST_ARGUMENTS 8   /* of a call of the driver */
 #define MOST_TENSORS 128   /* of a call, in all of its lists */
