@@ -40,7 +40,7 @@ test: $(READY) ## lint, check types, run every test that needs no GPU
 test-device: $(READY) ## run the tests that need GPUs; RESULTS=file writes a summary
 	@$(BIN)/python tools/device_tests.py $(if $(RESULTS),--summary "$(RESULTS)")
 
-results: $(READY) ## measure all that is published of a machine with GPUs, into the folder RESULTS
+results: $(READY) ## measure a machine with GPUs: all but c3 of what is published, into the folder RESULTS
 	@$(BIN)/python tools/measure_node.py --out "$(or $(RESULTS),$(error RESULTS=folder is needed))" $(STUDIES)
 
 lint: $(READY) ## ruff and mypy

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from sidelane.bench.launch import Place
+
 FILE = Path(__file__).resolve().parent.parent / "tools" / "measure_node.py"
 
 
@@ -85,6 +87,34 @@ def test_every_command_of_the_tool_exists(tool: ModuleType) -> None:
         shown = CliRunner().invoke(main, [part.arguments[0], "--help"])
         options = [word for word in part.arguments if word.startswith("--")]
         assert shown.exit_code == 0 and all(option.removeprefix("--no") in shown.output for option in options), part
+
+
+def test_what_has_ended_is_there_while_the_next_part_runs(
+    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows: list[int] = []
+
+    def run(command: list[str], timeout_s: float) -> None:
+        if rows:
+            assert json.loads((tmp_path / "lists.json").read_text())["rows"] == rows
+            raise KeyboardInterrupt
+        rows.append(7)
+        Path(command[-1]).write_text(json.dumps(result(rows)))
+
+    monkeypatch.setattr(tool, "run", run)
+    with pytest.raises(KeyboardInterrupt):
+        tool.measure("lists", [tool.Part(("fine",), 1.0)] * 2, tmp_path)
+    assert json.loads((tmp_path / "lists.json").read_text())["rows"] == rows
+
+
+def test_without_gpus_it_says_so_at_once(
+    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tool, "choose_place", lambda: Place("cpu", 2))
+    with pytest.raises(SystemExit):
+        tool.main(["--out", str(tmp_path / "new")])
+    assert "two GPUs are needed" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
 
 
 def test_an_unknown_study_is_named(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Measure all that is published of a machine: studies in parts, each with a time-out, merged into a file a study.
+"""Measure a machine with GPUs, all but c3 of what is published: studies in parts with time-outs, a file a study.
 
 `make results RESULTS=folder` calls it. There are parts because GPUs are lent by the minute: what has ended is kept,
 whatever becomes of the rest.
@@ -17,6 +17,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from sidelane.bench.launch import choose_place
 
 SIDELANE = str(Path(sys.executable).with_name("sidelane"))
 BOTH_ENDS = ("all_gather", "all_to_all")
@@ -80,6 +82,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     unknown = [name for name in given.studies if name not in STUDIES]
     if unknown:
         parser.error(f"STUDY (value={', '.join(unknown)}, allowed={', '.join(STUDIES)})")
+    if choose_place().on_cpu:
+        parser.error(
+            "two GPUs are needed at least (without them: sidelane collective, host, phases ... measure CPU ranks)"
+        )
     given.out.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + given.seconds
     ended = [measure(name, STUDIES[name], given.out, deadline) for name in given.studies or STUDIES]
@@ -87,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(name: str, parts: Sequence[Part], out: Path, deadline: float = float("inf")) -> bool:
-    """Run the parts of a study and write what came of them; True if all ended well.
+    """Run the parts of a study and write what has come of them after each; True if all ended well.
 
     Args:
         name: of the study, and of the file.
@@ -107,12 +113,11 @@ def measure(name: str, parts: Sequence[Part], out: Path, deadline: float = float
         seconds = time.monotonic() - began
         if problem is None and rows_file.exists():
             found.append(json.loads(rows_file.read_text()))
+            (out / f"{name}.json").write_text(json.dumps(merge(found, name), indent=1) + "\n")
             print(f"{title} {len(found[-1]['rows'])} rows in {seconds:.0f} s", flush=True)
         else:
             print(f"{title} failed after {seconds:.0f} s: {problem or 'it wrote nothing'}", flush=True)
         rows_file.unlink(missing_ok=True)
-    if found:
-        (out / f"{name}.json").write_text(json.dumps(merge(found, name), indent=1) + "\n")
     return len(found) == len(parts)
 
 

@@ -141,7 +141,7 @@ def rank() -> Iterator[Rank]:
 
 def launched(rank: Rank, made: Made) -> tuple[int, list[list[int]]]:
     seen: list[tuple[int, ...]] = []
-    rank.driver.kernel = seen.append  # type: ignore[assignment]
+    rank.driver.kernel = seen.append
     made.loaded.start(1, rank.stream).wait()
     rank.driver.synchronize()
     return made.rows(seen[-1])

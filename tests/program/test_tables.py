@@ -25,7 +25,7 @@ def driver() -> Iterator[FakeDriver]:
 
 @pytest.fixture
 def tables(driver: FakeDriver) -> Iterator[Tables]:
-    made = Tables(driver, driver.create_stream())  # type: ignore[arg-type]
+    made = Tables(driver, driver.create_stream())
     yield made
     made.close()
     assert not driver.allocated
@@ -84,7 +84,7 @@ def test_what_cannot_be_freed_keeps_nobody_from_closing(driver: FakeDriver, monk
     def refuse(address: int) -> None:
         raise DriverError("CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED", "cuMemFree")
 
-    tables = Tables(driver, driver.create_stream())  # type: ignore[arg-type]
+    tables = Tables(driver, driver.create_stream())
     tables.place(np.ones(4, np.int64), None)
     monkeypatch.setattr(driver, "free", refuse)
     tables.close()

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 
 from sidelane.bench.candidates import (
+    Binds,
     Candidate,
     Implementation,
     Tensors,
-    all_gather,
     candidates_of,
     nothing_to_wait_for,
     views,
@@ -116,11 +116,8 @@ def _own(own: Dma | Kernels, candidate: Candidate, where: tuple[bool, Tensors]) 
 def _baseline(implementation: Implementation, candidate: Candidate, case: Case) -> Way:
     tensors = implementation.tensors(case, candidate)
     symmetric = candidate.variant == "window" or implementation.name in ("nccl_ce", "symm_mem")
-    call: Callable[[], object]
-    if implementation.name in ("nccl", "nccl_ce"):
-        call = functools.partial(
-            all_gather, tensors.output, tensors.input, group=getattr(implementation, "group", None)
-        )
-    else:  # two calls, or one that must be waited for
-        call = functools.partial(implementation.start, case, tensors, candidate.variant)
+    given = (case, tensors, candidate.variant)
+    call: Callable[[], object] = functools.partial(implementation.start, *given)  # gives back what to wait for
+    if isinstance(implementation, Binds):
+        call = implementation.bind(*given)
     return Way("all_gather", implementation.name, candidate.variant, symmetric, tensors, call)

@@ -50,8 +50,9 @@ LISTED_KERNEL_BYTES: Mapping[Kind, tuple[int, float]] = MappingProxyType(
     }
 )
 """Below this a list goes by one kernel: by way of staging, and where peers reach the tensors. On two H200s, with eight
-tensors, from there on copy engines are as fast or faster; what they add hides nothing, so that kernels which read where
-the tensors lie stay ahead (``results/h200x2/lists.json``)."""
+tensors, copy engines are within 4% from there on, and take no compute units; what they add hides nothing, so that
+kernels which read where the tensors lie stay ahead (``results/h200x2/lists.json``). Staged lists: probes, in
+docs/performance.md."""
 
 EQUALS = 1.005
 """Expected times that differ by less say nothing: medians of a few rounds repeat no better."""

@@ -100,10 +100,8 @@ class Table:
 
 def _row(piece: Piece, first_tile: int) -> npt.NDArray[np.int64]:
     row = np.zeros(FIRST_GROUP.value * (1 + len(piece.groups)), np.int64)
-    strides = (piece.input_stride, piece.output_stride)
-    row[: FIRST_GROUP.value] = (
-        *(piece.input, piece.output, piece.nbytes, *strides, piece.place, piece.unit_bytes == 16, first_tile),
-    )
+    where = (piece.input, piece.output, piece.nbytes, piece.input_stride, piece.output_stride, piece.place)
+    row[: FIRST_GROUP.value] = (*where, piece.unit_bytes == 16, first_tile)
     for group, first in zip(piece.groups, (FIRST_GROUP.value, SECOND_GROUP.value), strict=False):
         row[first : first + len(group)] = group
     return row
