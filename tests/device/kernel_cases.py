@@ -55,6 +55,42 @@ def moving(context: Context, sizes: tuple[int, ...]) -> int:
         return len(found)
 
 
+def broadcasting(context: Context, sizes: tuple[int, ...]) -> int:
+    """From every root, by every protocol, next to another kernel, back to back: roots hear of no data."""
+    with communicator(context) as comm:
+        n, rank = comm.world_size, comm.rank
+        heap = comm.empty(max(sizes) + 64, dtype=torch.uint8)
+        whole, part = torch.empty(n, dtype=torch.int64), torch.full((1,), rank)
+        found = []
+        cases = list(itertools.product(sizes, range(n), (True, False), (0, 16, 5)))
+        for seed, (size, root, symmetric, shift) in enumerate(cases):
+            room = heap if symmetric else torch.empty(size + 64, dtype=torch.uint8)
+            shift += 0 if symmetric else rank  # aligned otherwise on each rank
+            tensor = room[shift : shift + size]
+            expected = any_bytes(seed, root, size, torch.uint8)
+            tensor.copy_(expected if rank == root else any_bytes(seed, n, size, torch.uint8))
+            comm.broadcast(tensor, root=root, variant="one_shot")
+            found.append((tensor.clone(), expected, (size, root, symmetric, shift)))
+            if seed % 3 == 0:
+                comm.all_gather(whole, part, variant="one_shot")
+                found.append((whole.clone(), torch.arange(n), "all_gather between"))
+        for output, expected, case in found:
+            assert same_bytes(output, expected), case
+        assert comm.submitted().kernels == len(found)
+        assert comm.submitted().peer_copies == 0
+        small = torch.full((3,), rank)
+        for number in range(2000):  # a root may not run away from its peers
+            root = number // 500 % n
+            if rank == (root + 1) % n and number % 100 == 0:
+                torch.cuda._sleep(1_000_000)
+            small.fill_(number if rank == root else -1)
+            comm.broadcast(small, root=root, variant="one_shot")
+            found.append((small.clone(), torch.full((3,), number), number))
+        for output, expected, case in found[-2000:]:
+            assert same_bytes(output, expected), case
+        return len(cases)
+
+
 def reducing(
     context: Context, dtypes: tuple[torch.dtype, ...], sizes: tuple[int, ...], reductions: Reductions = REDUCTIONS
 ) -> int:

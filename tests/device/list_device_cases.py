@@ -18,7 +18,7 @@ from sidelane.choice.candidate import SM, everything
 from sidelane.execute.submitted import Counts
 from sidelane.program.collective import Kind
 
-KERNELS = (Kind.ALL_GATHER, Kind.ALL_TO_ALL, *REDUCING)
+KERNELS = (*MOVING, *REDUCING)
 SMALL, LARGE = (0, 1, 7, 257, 5003), (300_001, 262_144)
 
 
@@ -64,7 +64,7 @@ def by_kernels(context: Context, seed: int) -> int:
             for _ in range(50):  # nobody waits for anybody on the host
                 long.call(variant="one_shot")
             long.check("many tensors")
-            with pytest.raises(ValueError, match="one collective and one reduction"):
+            with pytest.raises(ValueError, match="one collective, reduction and root"):
                 comm.all_reduce([torch.zeros(3), torch.zeros(3, dtype=torch.int32)], variant="one_shot")
             comm.all_reduce(mixed := [torch.ones(3), torch.ones(3, dtype=torch.int32)])
             assert [tensor.tolist() for tensor in mixed] == [[comm.world_size] * 3] * 2

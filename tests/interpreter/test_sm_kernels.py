@@ -42,6 +42,12 @@ def test_lists(world_size: int) -> None:
 
 
 @needs_triton
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_broadcasting(world_size: int) -> None:
+    run("broadcasting", world_size)
+
+
+@needs_triton
 def test_a_dead_peer_is_named_and_kernels_give_up() -> None:
     run("dead_peer", 3)
 

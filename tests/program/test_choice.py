@@ -343,6 +343,7 @@ def test_lists_are_one_kernel_or_have_one_engine_and_small_ones_are_graphs(given
         (Kind.REDUCE_SCATTER, False, False, 128),
         (Kind.ALL_REDUCE, True, True, None),
         (Kind.ALL_REDUCE, True, False, 128),
+        (Kind.BROADCAST, True, True, None),
     ],
 )
 def test_up_to_where_lists_are_one_kernel(kind: Kind, in_place: bool, symmetric: bool, most: int | None):
@@ -355,8 +356,18 @@ def test_up_to_where_lists_are_one_kernel(kind: Kind, in_place: bool, symmetric:
         assert by_kernel(64 << 30)
     else:
         assert [by_kernel((most << 20) - 1), by_kernel(most << 20)] == [True, False]
-    broadcast = Call(Kind.BROADCAST, 4, 1024, listed=True)
-    assert choose(None, broadcast).candidate.implementation == DMA
+
+
+@pytest.mark.parametrize(("listed", "symmetric", "most"), [(False, True, 128), (True, True, 128), (True, False, 64)])
+def test_broadcasts_by_a_kernel(listed: bool, symmetric: bool, most: int):
+    def implementation(ranks: int, nbytes: int, **others: object) -> str:
+        call = Call(Kind.BROADCAST, ranks, nbytes, in_place=True, symmetric=symmetric, listed=listed, **others)
+        return choose(None, call).candidate.implementation
+
+    assert [implementation(2, (most << 20) - 1), implementation(2, most << 20)] == [SM, DMA]
+    assert implementation(3, 4 << 30) == SM, "copy engines would send it twice"
+    assert implementation(3, 1024, beside=COMPUTE) == DMA
+    assert implementation(3, 1024, uniform=False) == DMA
 
 
 def test_lists_to_reduce_everywhere_are_in_one_shot_or_two_by_size():

@@ -46,6 +46,10 @@ def reduces(*sizes: int, in_place: bool = False) -> tuple[Collective, ...]:
     return tuple(define.all_reduce(define.split_evenly(size, 3, 4), SUM, in_place=in_place) for size in sizes)
 
 
+def broadcasts(*sizes: int, root: int = 1) -> tuple[Collective, ...]:
+    return tuple(define.broadcast(size, 3, root, in_place=True) for size in sizes)
+
+
 @pytest.mark.parametrize(
     ("parts", "variant", "reads", "writes", "protocol", "staging"),
     [
@@ -66,6 +70,9 @@ def reduces(*sizes: int, in_place: bool = False) -> tuple[Collective, ...]:
         (reduces(MB, 4, in_place=True), "one_shot", True, True, Protocol.REDUCE, MB + 16),
         (reduces(MB, 4, in_place=True), "two_shot", True, True, Protocol.DIRECT, 0),
         (reduces(MB, 4), "two_shot", True, False, Protocol.REDUCE, MB + 16),
+        (broadcasts(KB, 3, 0), "one_shot", False, False, Protocol.PARCELS, 0),
+        (broadcasts(MB, 3), "one_shot", True, True, Protocol.PUSH, 0),
+        (broadcasts(MB, 3), "one_shot", False, False, Protocol.STAGE, MB + 16),
         ((), "one_shot", True, True, Protocol.PARCELS, 0),
     ],
 )
@@ -79,15 +86,17 @@ def test_which_kernel(
 @pytest.mark.parametrize(
     ("parts", "words"),
     [
-        ((*gathers(4), *exchanges(4)), "one collective and one reduction .value=all_gather; all_to_all"),
+        ((*gathers(4), *exchanges(4)), "one collective, reduction and root .value=all_gather; all_to_all"),
         ((*scatters(4), define.reduce_scatter([4] * 3, Reduction(ReduceOp.MAX, "float32"))), "max float32"),
         ((*scatters(4), define.reduce_scatter([4] * 3, Reduction(ReduceOp.SUM, "int32"))), "sum int32"),
         (
             (*exchanges(4), define.all_to_all([[1, 2, 3]] * 3)),
-            "equal parts for all ranks .value=parts that differ, in number 1",
+            "equal parts for all ranks .value=parts that differ., in number 1",
         ),
         (gathers(*[4] * (MOST_LISTED + 1)), f"value={MOST_LISTED + 1}, allowed=..{MOST_LISTED}"),
         ((define.all_gather([4] * 9),), "value=9, allowed=1..8"),
+        ((*broadcasts(4), *broadcasts(4, root=2)), "root .value=broadcast root 1; broadcast root 2"),
+        ((define.broadcast(4, 3, 0),), "in place .value=out of place., in number 0"),
     ],
 )
 def test_what_kernels_refuse(parts: tuple[Collective, ...], words: str) -> None:

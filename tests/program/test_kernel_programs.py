@@ -67,6 +67,10 @@ def all_to_all(part: int, *, in_place: bool = False, ranks: int = 4) -> Collecti
         (define.all_reduce([MB] * 4, SUM), "two_shot", True, Protocol.DIRECT, 0),
         (define.all_reduce([MB] * 4, SUM, in_place=True), "two_shot", True, Protocol.DIRECT, 0),
         (define.all_reduce([256, 44, 0, 0], SUM), "two_shot", False, Protocol.REDUCE, 4 * 256),
+        (define.broadcast(KB, 4, 3, in_place=True), "one_shot", False, Protocol.CELLS, 0),
+        (define.broadcast(512 * KB, 4, 3, in_place=True), "one_shot", True, Protocol.PARCELS, 0),
+        (define.broadcast(MB + 1, 4, 3, in_place=True), "one_shot", True, Protocol.PUSH, 0),
+        (define.broadcast(MB + 1, 4, 3, in_place=True), "one_shot", False, Protocol.STAGE, MB + 16),
     ],
 )
 def test_which_kernel(collective: Collective, variant: str, symmetric: bool, protocol: Protocol, staging: int) -> None:
@@ -109,6 +113,8 @@ def test_what_kernels_refuse() -> None:
         kernel_program(define.all_gather([4] * 9), "one_shot", symmetric_input=True, symmetric_output=True)
     with pytest.raises(ValueError, match="equal parts"):
         kernel_program(define.all_to_all([[1, 2], [3, 4]]), "one_shot", symmetric_input=True, symmetric_output=True)
+    with pytest.raises(ValueError, match=r"broadcast: .*in place .value=out of place"):
+        kernel_program(define.broadcast(4, 3, 1), "one_shot", symmetric_input=True, symmetric_output=True)
 
 
 # --- launching --------------------------------------------------------------------------------------------------------
@@ -280,6 +286,9 @@ def test_nothing_to_move_launches_nothing(rank: Rank) -> None:
         (define.reduce_scatter([256 * KB] * 3, SUM), "one_shot"),
         (define.all_reduce([MB] * 3, SUM), "one_shot"),
         (define.all_reduce([MB] * 3, SUM), "two_shot"),
+        (define.broadcast(KB, 3, 0, in_place=True), "one_shot"),
+        (define.broadcast(512 * KB, 3, 1, in_place=True), "one_shot"),
+        (define.broadcast(9 * MB, 3, 2, in_place=True), "one_shot"),
     ],
     ids=lambda value: str(value),
 )

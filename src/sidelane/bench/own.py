@@ -32,9 +32,8 @@ class Dma:
         self._input: torch.Tensor | None = None
 
     def variants(self, kind: Kind, in_place: bool) -> tuple[str, ...]:
-        if kind is Kind.BROADCAST and not in_place:
-            return ()
-        return self._auto + _names(kind, self._communicator, DMA)
+        names = _names(kind, in_place, self._communicator, DMA)
+        return self._auto + names if names else ()
 
     def list_variants(self, kind: Kind, in_place: bool) -> tuple[str, ...]:
         return _that_take_lists(kind, self.variants(kind, in_place))
@@ -107,7 +106,7 @@ class Kernels:
         return self._dma.communicator
 
     def variants(self, kind: Kind, in_place: bool) -> tuple[str, ...]:
-        return _names(kind, self._dma.communicator, SM)
+        return _names(kind, in_place, self._dma.communicator, SM)
 
     def list_variants(self, kind: Kind, in_place: bool) -> tuple[str, ...]:
         return _that_take_lists(kind, self.variants(kind, in_place))
@@ -158,6 +157,8 @@ def _that_take_lists(kind: Kind, names: Iterable[str]) -> tuple[str, ...]:
     return tuple(name for name in names if (one := find(kind, name)) is None or not takes_one_tensor(one))
 
 
-def _names(kind: Kind, communicator: Communicator, implementation: str) -> tuple[str, ...]:
+def _names(kind: Kind, in_place: bool, communicator: Communicator, implementation: str) -> tuple[str, ...]:
+    if kind is Kind.BROADCAST and not in_place:
+        return ()
     found = everything(kind, communicator.abilities)
     return tuple(candidate.name for candidate in found if candidate.implementation == implementation)

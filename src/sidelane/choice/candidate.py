@@ -24,6 +24,7 @@ IMPLEMENTATIONS = (DMA, SM)
 SM_VARIANTS: dict[Kind, tuple[str, ...]] = {
     Kind.ALL_GATHER: ("one_shot",),
     Kind.ALL_TO_ALL: ("one_shot",),
+    Kind.BROADCAST: ("one_shot",),
     Kind.REDUCE_SCATTER: ("one_shot", "one_shot_narrow"),
     Kind.ALL_REDUCE: ("one_shot", "two_shot", "one_shot_narrow", "two_shot_narrow"),
 }
@@ -54,11 +55,12 @@ class Call:
             the input, of an all_reduce both.
         captured: into a graph of the caller's.
         beside: what runs next to it: ``nothing`` or ``compute``.
-        even: every two ranks exchange the same number of bytes (the shards of an all_reduce may differ).
+        even: every two ranks exchange the same number of bytes, the root and each of the others if there is one (the
+            shards of an all_reduce may differ).
         listed: it is one with many tensors; ``nbytes`` are those of all, the rest is true of every one.
         tensors: how many.
         mixed: they are not all for one kind of collective; ``kind`` is that with the most bytes.
-        uniform: they have one reduction and dtype, where they reduce.
+        uniform: they have one reduction and dtype, where they reduce, and one root, where they have any.
     """
 
     kind: Kind
@@ -89,7 +91,7 @@ class Call:
             symmetric=symmetric,
             captured=captured,
             beside=beside,
-            even=len(sizes) == 1 or collective.kind is Kind.ALL_REDUCE,
+            even=len(sizes) == 1 or collective.kind in (Kind.ALL_REDUCE, Kind.BROADCAST),
         )
 
 
@@ -187,7 +189,7 @@ def objection(call: Call, candidate: Candidate, abilities: Abilities = EVERYTHIN
     if call.tensors > MOST_LISTED and candidate.implementation == SM:
         return f"takes {MOST_LISTED} tensors at most"
     if not call.uniform and candidate.implementation == SM:
-        return "reduces one dtype in one way"
+        return "runs one reduction of one dtype, or one root"
     if candidate.variant == ALTERNATING and (problem := _no_alternation(call)):
         return problem
     if candidate.implementation == SM and call.world_size > MOST_RANKS:

@@ -28,6 +28,11 @@ SMALL_BYTES = 1 << 20
 """Without any measurement, kernels are taken below this size where they are legal: on H200s a DMA collective spends
 more on its two handshakes than a kernel on everything up to about here (``results/h200x4/collectives.json``)."""
 
+BROADCAST_BYTES = 128 << 20
+"""Likewise for broadcasts among two ranks: on two H200s kernels take 53 us for 16 MB and copy engines 67, for 64 MB 187
+and 191, for 256 MB 732 and 698 (``results/h200x2/broadcasts.json``). Among more ranks kernels are taken at any size:
+what they send leaves the root once, and with copy engines once for each peer. Nothing there was measured."""
+
 STAGING_BYTES_PER_US = 1.6e6
 STAGED_US = {"one_shot": 2.0, "two_shot": 5.0}
 """What larger reductions by kernels take longer on ordinary tensors, which they copy to staging first, while times are
@@ -45,6 +50,7 @@ LISTED_KERNEL_BYTES: Mapping[Kind, tuple[int, float]] = MappingProxyType(
     {
         Kind.ALL_GATHER: (64 * MB, 256 * MB),
         Kind.ALL_TO_ALL: (64 * MB, 256 * MB),
+        Kind.BROADCAST: (64 * MB, BROADCAST_BYTES),
         Kind.REDUCE_SCATTER: (128 * MB, math.inf),
         Kind.ALL_REDUCE: (128 * MB, math.inf),
     }
@@ -52,7 +58,7 @@ LISTED_KERNEL_BYTES: Mapping[Kind, tuple[int, float]] = MappingProxyType(
 """Below this a list goes by one kernel: by way of staging, and where peers reach the tensors. On two H200s, with eight
 tensors, copy engines are within 4% from there on, and take no compute units; what they add hides nothing, so that
 kernels which read where the tensors lie stay ahead (``results/h200x2/lists.json``). Staged lists: probes, in
-docs/performance.md."""
+docs/performance.md. Broadcasts among more than two ranks: see ``BROADCAST_BYTES``."""
 
 EQUALS = 1.005
 """Expected times that differ by less say nothing: medians of a few rounds repeat no better."""
@@ -130,6 +136,8 @@ def _of_list(call: Call, legal: tuple[Candidate, ...]) -> Choice:
     # An all_to_all in place cannot be written into while it is read.
     reaches = call.symmetric and not (call.kind is Kind.ALL_TO_ALL and call.in_place)
     most = reached if reaches else staged
+    if call.kind is Kind.BROADCAST and call.world_size > 2:
+        most = math.inf
     if kernel is not None and call.nbytes < most:
         pick, how = kernel, "one kernel for all" + (f" below {int(most) >> 20} MiB" if most < math.inf else "")
     else:
@@ -167,10 +175,19 @@ def _staging_us(call: Call, candidate: Candidate) -> float:
 def _by_thumb(call: Call, legal: tuple[Candidate, ...], table: Table, *, measured: bool) -> Choice:
     kernel = next((found for found in legal if found.implementation == SM), None)
     lacking = f"{call.kind} was not measured" if measured else "nothing was measured"
-    if kernel is not None and call.nbytes < SMALL_BYTES:
-        return Choice(kernel, f"{lacking}; rule of thumb: a kernel below {SMALL_BYTES >> 20} MiB", table)
+    most = _most_by_thumb(call)
+    if kernel is not None and call.nbytes < most:
+        below = f" below {int(most) >> 20} MiB" if most < math.inf else ""
+        return Choice(kernel, f"{lacking}; rule of thumb: a kernel{below}", table)
     once = next((found for found in legal if found.variant == ALTERNATING), None)
     if once is not None and call.nbytes < SMALL_BYTES:
         return Choice(once, f"{lacking}; rule of thumb: one handshake below {SMALL_BYTES >> 20} MiB", table)
     engines = next((found for found in legal if found.variant == FIRST), legal[0])
     return Choice(engines, f"{lacking}; rule of thumb: one copy engine a rank", table)
+
+
+def _most_by_thumb(call: Call) -> float:
+    """Bytes below which a kernel is taken that was not measured."""
+    if call.kind is not Kind.BROADCAST:
+        return SMALL_BYTES
+    return BROADCAST_BYTES if call.world_size == 2 else math.inf

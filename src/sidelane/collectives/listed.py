@@ -113,7 +113,7 @@ class ListAgreement:
             listed=True,
             tensors=len(self.parts),
             mixed=len(self.kinds) > 1,
-            uniform=len({part.collective.reduction for part in self.parts}) <= 1,
+            uniform=len({(part.collective.reduction, part.collective.root) for part in self.parts}) <= 1,
         )
 
     def text(self) -> str:

@@ -20,6 +20,10 @@ FLAGS_OFFSET = tl.constexpr(layout.FLAGS_OFFSET)
 MAX_BLOCKS = tl.constexpr(layout.MAX_BLOCKS)
 MAX_RANKS = tl.constexpr(layout.MAX_RANKS)
 WAITING = tl.constexpr(layout.WAITING)
+MOST_AHEAD = tl.constexpr(8)
+"""A power of two, more than the generations that a flag may be ahead: 1, or 3 where they begin anew. What looks further
+ahead was not written for 2**31 generations."""
+
 POLLS = tl.constexpr(8192)
 """Polls between two looks at the board: some milliseconds. All warps of a block look, across PCIe, and that traffic
 holds up the fences of signals: with a look every 256 polls, one late rank made all others late (docs/kernels.md)."""
@@ -61,15 +65,15 @@ def address_of(addresses, index, N: tl.constexpr):
 
 
 @triton.jit
-def signal(arenas, rank, generation, PHASE: tl.constexpr, N: tl.constexpr):
-    """Tell the block with this number, on each of N ranks, that this rank has come to ``PHASE`` of ``generation``.
+def signal(arenas, rank, generation, phase, N: tl.constexpr):
+    """Tell the block with this number, on each of N ranks, that this rank has come to ``phase`` of ``generation``.
 
     Releases at system scope: whoever sees the flag in a :func:`wait` sees all that this block has read and written.
     """
     # The release is one thread's; the barrier puts the accesses of all threads in front of it.
     tl.debug_barrier()
     lane = tl.arange(0, MAX_RANKS)
-    flags = _flags(arenas, PHASE) + rank
+    flags = _flags(arenas, phase) + rank
     tl.atomic_xchg(flags, tl.zeros([MAX_RANKS], tl.int32) + generation, mask=lane < N, sem="release", scope="sys")
 
 
@@ -83,7 +87,7 @@ def relaxed_signal(arenas, rank, generation, PHASE: tl.constexpr, N: tl.constexp
 
 @triton.jit
 def wait(arena, generation, board, spent, PHASE: tl.constexpr, N: tl.constexpr):
-    """Wait until each of N ranks has come to ``PHASE`` of ``generation`` or beyond (in a circle of 2**32).
+    """Wait until each of N ranks has come to ``PHASE`` of ``generation``, or of the next one (in a circle of 2**32).
 
     Acquires at system scope, for all threads of the block.
 
@@ -91,8 +95,20 @@ def wait(arena, generation, board, spent, PHASE: tl.constexpr, N: tl.constexpr):
         ``spent``, not 0 if the host has told the kernel to give up.
     """
     lane = tl.arange(0, MAX_RANKS)
-    flags = _flags(arena + tl.zeros([MAX_RANKS], tl.int64), PHASE) + lane
-    mask = lane < N
+    return _wait_for(arena, lane < N, generation, board, spent, PHASE)
+
+
+@triton.jit
+def wait_for_rank(arena, sender, generation, board, spent, phase):
+    """As :func:`wait`, for one rank and a phase that need not be a constant."""
+    lane = tl.arange(0, MAX_RANKS)
+    return _wait_for(arena, lane == sender, generation, board, spent, phase)
+
+
+@triton.jit
+def _wait_for(arena, mask, generation, board, spent, phase):
+    lane = tl.arange(0, MAX_RANKS)
+    flags = _flags(arena + tl.zeros([MAX_RANKS], tl.int64), phase) + lane
     missing = tl.max(_late(tl.load(flags, mask=mask, other=0, volatile=True), mask, generation))
     polls = 0
     while (missing != 0) & (spent == 0):
@@ -118,8 +134,8 @@ def give_up(board, ranks, late, generation):
 
 
 @triton.jit
-def _flags(arenas, PHASE: tl.constexpr):
-    place = FLAGS_OFFSET + 4 * MAX_RANKS * (PHASE * MAX_BLOCKS + tl.program_id(0))
+def _flags(arenas, phase):
+    place = FLAGS_OFFSET + 4 * MAX_RANKS * (phase * MAX_BLOCKS + tl.program_id(0))
     return (arenas + place).to(tl.pointer_type(tl.int32))
 
 
@@ -130,5 +146,5 @@ def _acquire(flags, mask):
 
 @triton.jit
 def _late(words, mask, generation):
-    """int32[P]: 1 for each rank that has not come."""
-    return (mask & (words - generation < 0)).to(tl.int32)
+    """int32[P]: 1 for each rank that has not come. Peers are one generation ahead at most: what is beyond is old."""
+    return (mask & (((words - generation) & -MOST_AHEAD) != 0)).to(tl.int32)

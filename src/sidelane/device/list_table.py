@@ -131,3 +131,9 @@ def find_tile(table, ends, tile, PIECES: tl.constexpr, WORDS: tl.constexpr, TILE
 def value(row, COLUMN: tl.constexpr):
     """int64: one value of a row."""
     return tl.load(row.to(tl.pointer_type(tl.int64)) + COLUMN)
+
+
+@triton.jit
+def address_in(row, GROUP: tl.constexpr, index):
+    """int64: one of a group's addresses."""
+    return tl.load(row.to(tl.pointer_type(tl.int64)) + GROUP + index)

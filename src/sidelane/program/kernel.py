@@ -41,16 +41,22 @@ class Protocol(StrEnum):
     """How the bytes travel (docs/kernels.md).
 
     ``cells``: every 4 bytes with a flag of their own, into slots. ``parcels``: as it is, into places of its own.
-    ``push``: into the peers' outputs. ``pull``: out of the peers' staging. ``reduce``: the same, for collectives that
-    reduce. ``direct``: these, but out of the peers' inputs, and in two shots into their outputs.
+    ``push``: into the peers' outputs. ``stage``: into their staging, for broadcasts. ``pull``: out of the peers'
+    staging. ``reduce``: the same, for collectives that reduce. ``direct``: these, but out of the peers' inputs, and in
+    two shots into their outputs.
     """
 
     CELLS = "cells"
     PARCELS = "parcels"
     PUSH = "push"
+    STAGE = "stage"
     PULL = "pull"
     REDUCE = "reduce"
     DIRECT = "direct"
+
+
+STAGING = (Protocol.STAGE, Protocol.PULL, Protocol.REDUCE)
+"""Protocols that need it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -92,13 +98,13 @@ class KernelProgram:
 
     @property
     def total_bytes(self) -> int:
-        """Size of an input."""
-        return self.collective.input_bytes(0)
+        """Size of an input; of the root's, where there is one."""
+        return self.collective.input_bytes(self.collective.root or 0)
 
     @property
     def staging_bytes(self) -> int:
         """Staging that every rank needs, on top of the slots."""
-        if self.protocol not in (Protocol.PULL, Protocol.REDUCE):
+        if self.protocol not in STAGING:
             return 0
         part = -(-self.part_bytes // ALIGNMENT) * ALIGNMENT
         return part * (self.world_size if self.distinct else 1)
@@ -119,7 +125,8 @@ def kernel_program(
     """Choose the kernel of a collective.
 
     Args:
-        collective: all_gather, all_to_all, reduce_scatter or all_reduce, equal parts for all ranks.
+        collective: all_gather, all_to_all, reduce_scatter or all_reduce, equal parts for all ranks; a broadcast in
+            place.
         variant: ``one_shot``, or ``two_shot`` for all_reduce; for what reduces also with ``_narrow``.
         symmetric_input: peers can read the input.
         symmetric_output: peers can write into the output.
@@ -131,8 +138,8 @@ def kernel_program(
     kind, n = collective.kind, collective.world_size
     if n > MOST_RANKS:
         raise ValueError(f"{kind}: ranks with variant {variant!r} (value={n}, allowed=1..{MOST_RANKS})")
-    if kind is not Kind.ALL_REDUCE and len({nbytes for row in collective.counts for nbytes in row}) > 1:
-        raise ValueError(f"{kind}: variant {variant!r} needs equal parts for all ranks (value=parts that differ)")
+    if problem := unfit(collective):
+        raise ValueError(f"{kind}: variant {variant!r} {problem}")
     part = part_bytes_of(collective, variant)
     protocol = _protocol_of(collective, variant, symmetric_input=symmetric_input, symmetric_output=symmetric_output)
     worthwhile = MOST_BLOCKS if part >= LARGE_PART_BYTES else BLOCKS
@@ -151,8 +158,19 @@ def _protocol_of(collective: Collective, variant: str, *, symmetric_input: bool,
         direct = symmetric and part % ALIGNMENT == 0
         direct = direct and may_be_direct(kind, variant, part, in_place=collective.in_place)
         return Protocol.DIRECT if direct else Protocol.REDUCE
+    if kind is Kind.BROADCAST:
+        return Protocol.PUSH if symmetric_output else Protocol.STAGE
     pushes = symmetric_output and not (kind is Kind.ALL_TO_ALL and collective.in_place)
     return Protocol.PUSH if pushes else Protocol.PULL
+
+
+def unfit(collective: Collective) -> str:
+    """Why no kernel runs a collective; empty if one does."""
+    if collective.kind is Kind.BROADCAST:
+        return "" if collective.in_place else "is for broadcasts in place (value=out of place)"
+    if collective.kind is not Kind.ALL_REDUCE and len({nbytes for row in collective.counts for nbytes in row}) > 1:
+        return "needs equal parts for all ranks (value=parts that differ)"
+    return ""
 
 
 def may_be_direct(kind: Kind, variant: str, part_bytes: int, *, in_place: bool) -> bool:
@@ -181,7 +199,7 @@ def part_bytes_of(collective: Collective, variant: str) -> int:
         return collective.counts[0][0]
     if collective.kind is Kind.ALL_REDUCE:
         return sum(collective.counts[0])
-    return collective.counts[0][-1]
+    return collective.counts[collective.root or 0][-1]
 
 
 def is_two_shot(variant: str) -> bool:

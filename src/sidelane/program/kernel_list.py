@@ -21,11 +21,13 @@ from sidelane.program.kernel import (
     MOST_BLOCKS,
     MOST_PARCEL_BYTES,
     MOST_RANKS,
+    STAGING,
     KernelProgram,
     Protocol,
     is_distinct,
     is_two_shot,
     part_bytes_of,
+    unfit,
 )
 
 LARGE_LIST_BYTES = 2 << 20
@@ -70,6 +72,16 @@ class KernelListProgram:
         return next((part.reduction for part in self.collective.parts), None)
 
     @cached_property
+    def root(self) -> int | None:
+        """Of all parts; None for what has none."""
+        return next((part.root for part in self.collective.parts), None)
+
+    @property
+    def gathers(self) -> bool:
+        """An output has a part of every rank."""
+        return self.reduction is None and self.root is None
+
+    @cached_property
     def sizes(self) -> tuple[int, ...]:
         """What goes from one rank to another, of each part."""
         return tuple(part_bytes_of(part, "one_shot") for part in self.collective.parts)
@@ -92,7 +104,7 @@ class KernelListProgram:
     @property
     def staging_bytes(self) -> int:
         """Staging that every rank needs."""
-        return self.total_bytes if self.protocol in (Protocol.PULL, Protocol.REDUCE) else 0
+        return self.total_bytes if self.protocol in STAGING else 0
 
 
 MOST_LISTED = 4096
@@ -107,7 +119,8 @@ def kernel_list_program(
     """Choose the kernel for a list.
 
     Args:
-        batch: of all_gathers, all_to_alls, reduce_scatters or all_reduces; reductions of one operation and dtype.
+        batch: of all_gathers, all_to_alls, reduce_scatters, all_reduces, or broadcasts in place; reductions of one
+            operation and dtype, broadcasts of one root.
         variant: ``one_shot``, or ``two_shot`` for all_reduces.
         symmetric_input: peers can read every input.
         symmetric_output: peers can write into every output.
@@ -121,24 +134,27 @@ def kernel_list_program(
     if len(batch.parts) > MOST_LISTED:
         counts = f"value={len(batch.parts)}, allowed=..{MOST_LISTED}"
         raise ValueError(f"{name}: tensors with variant {variant!r} ({counts})")
-    alike = {(part.kind, part.reduction) for part in batch.parts}
+    alike = {(part.kind, part.reduction, part.root) for part in batch.parts}
     if len(alike) > 1:
-        found = "; ".join(sorted(f"{kind} {reduction or ''}".strip() for kind, reduction in alike))
-        raise ValueError(f"{name}: variant {variant!r} runs one collective and one reduction (value={found})")
+        found = "; ".join(sorted(map(_words, *zip(*alike, strict=True))))
+        raise ValueError(f"{name}: variant {variant!r} runs one collective, reduction and root (value={found})")
     for number, part in enumerate(batch.parts):
-        if part.kind is not Kind.ALL_REDUCE and len({nbytes for row in part.counts for nbytes in row}) > 1:
-            differs = f"value=parts that differ, in number {number}"
-            raise ValueError(f"{name}: variant {variant!r} needs equal parts for all ranks ({differs})")
+        if problem := unfit(part):
+            raise ValueError(f"{name}: variant {variant!r} {problem}, in number {number}")
     program = KernelListProgram(batch, variant, Protocol.PARCELS, BLOCKS)
     if program.part_bytes <= MOST_PARCEL_BYTES and not program.two_shot:
         return program
     in_place = any(part.in_place for part in batch.parts)
     if program.reduction is None:
         pushes = symmetric_output and not (program.distinct and in_place)
-        protocol = Protocol.PUSH if pushes else Protocol.PULL
+        protocol = Protocol.PUSH if pushes else Protocol.PULL if program.root is None else Protocol.STAGE
     else:
         whole = not (program.distinct or program.two_shot)  # every rank reads all of every input
         direct = symmetric_input and (symmetric_output or not program.two_shot) and not (whole and in_place)
         protocol = Protocol.DIRECT if direct else Protocol.REDUCE
     blocks = MOST_BLOCKS if program.part_bytes >= LARGE_LIST_BYTES else BLOCKS
     return dataclasses.replace(program, protocol=protocol, blocks=blocks)
+
+
+def _words(kind: Kind, reduction: Reduction | None, root: int | None) -> str:
+    return f"{kind} {reduction or ''}".strip() + ("" if root is None else f" root {root}")

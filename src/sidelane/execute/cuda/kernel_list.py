@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from sidelane.device import list_direct, list_parcels, list_pull, list_push, parcels
+from sidelane.device import (
+    list_broadcast_parcels,
+    list_broadcast_push,
+    list_direct,
+    list_parcels,
+    list_pull,
+    list_push,
+    parcels,
+    relay,
+)
 from sidelane.device.launch import Launch, Site
 from sidelane.device.list_table import Piece, Table
 from sidelane.execute.base import Addresses
@@ -35,6 +44,10 @@ def arrange_list(
     held = executor.place_table(table.values, frozen=frozen)
     given, reduction, distinct = (site, table, held.address), program.reduction, program.distinct
     match program.protocol:
+        case Protocol.PARCELS if program.root is not None:
+            return list_broadcast_parcels.arrange(site, table, held.address, program.root), held
+        case Protocol.PUSH if program.root is not None:
+            return list_broadcast_push.arrange(site, table, held.address, program.root, None), held
         case Protocol.PARCELS:
             return list_parcels.arrange(*given, reduction, distinct=distinct), held
         case Protocol.PUSH:
@@ -43,6 +56,8 @@ def arrange_list(
             assert reduction is not None
             return list_direct.arrange(*given, reduction, gather=program.two_shot), held
     stagings = tuple(addresses.buffers[rank, Buffer.STAGING] for rank in range(program.world_size))
+    if program.root is not None:
+        return list_broadcast_push.arrange(site, table, held.address, program.root, stagings), held
     staged = (stagings, program.part_bytes)
     return list_pull.arrange(*given, *staged, reduction, distinct=distinct, gather=program.two_shot), held
 
@@ -52,6 +67,8 @@ def tile_bytes(program: KernelListProgram) -> int:
     match program.protocol:
         case Protocol.PARCELS:
             return parcels.TILE_BYTES
+        case Protocol.PUSH | Protocol.STAGE if program.root is not None:
+            return relay.TILE_BYTES
         case Protocol.PUSH:
             return list_push.TILE_BYTES
         case Protocol.DIRECT:
@@ -73,6 +90,9 @@ def find_pieces(program: KernelListProgram, site: Site, addresses: Addresses) ->
     def groups(number: int, part: Collective, nbytes: int) -> tuple[tuple[int, ...], ...]:
         """What peers touch of their tensors, or this rank of theirs."""
         own = rank * nbytes
+        if program.protocol is Protocol.PUSH and program.root is not None:
+            outputs = tuple(address(number, part.output_span(peer, 0, nbytes)) for peer in everyone)
+            return (relay.from_root(outputs, program.root),)
         if program.protocol is Protocol.PUSH:
             return (site.rotated(tuple(address(number, part.output_span(peer, own, nbytes)) for peer in everyone)),)
         if program.protocol is not Protocol.DIRECT:
@@ -89,7 +109,7 @@ def find_pieces(program: KernelListProgram, site: Site, addresses: Addresses) ->
             output=address(number, part.output_span(rank, 0, nbytes)),
             nbytes=nbytes,
             input_stride=nbytes if program.distinct else 0,
-            output_stride=nbytes if program.reduction is None else 0,
+            output_stride=nbytes if program.gathers else 0,
             place=program.places[number],
             groups=groups(number, part, nbytes),
         )

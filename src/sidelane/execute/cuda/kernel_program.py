@@ -7,10 +7,14 @@ graph. The host hears of a kernel only if it waits for long (``watch``). Import 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import torch
 
 from sidelane.device import (
+    broadcast_cells,
+    broadcast_parcels,
+    broadcast_push,
     exchange_cells,
     exchange_parcels,
     pull,
@@ -186,6 +190,8 @@ def arrange(program: KernelProgram, rank: int, addresses: Addresses, board: int)
     source = collective.input_span(rank, 0, 0)
     target = collective.output_span(rank, 0, 0)
     input, output = (address(span.buffer, rank) + span.offset for span in (source, target))
+    if collective.root is not None:
+        return _arrange_broadcast(site, program, output, everyone)
     match program.protocol:
         case Protocol.CELLS if collective.reduction:
             return reduce_cells.arrange(site, output, input, part, collective.reduction, distinct=distinct)
@@ -204,8 +210,22 @@ def arrange(program: KernelProgram, rank: int, addresses: Addresses, board: int)
             total, gather = program.total_bytes, program.two_shot
             stagings = everyone(Buffer.STAGING)
             return reduce_pull.arrange(site, output, input, stagings, part, total, collective.reduction, gather=gather)
-        case Protocol.DIRECT:
-            assert collective.reduction is not None
-            total, gather = program.total_bytes, program.two_shot
-            outputs, inputs = everyone(target.buffer) if gather else (output,), everyone(source.buffer)
-            return reduce_direct.arrange(site, outputs, inputs, part, total, collective.reduction, gather=gather)
+    assert program.protocol is Protocol.DIRECT
+    assert collective.reduction is not None
+    total, gather = program.total_bytes, program.two_shot
+    outputs, inputs = everyone(target.buffer) if gather else (output,), everyone(source.buffer)
+    return reduce_direct.arrange(site, outputs, inputs, part, total, collective.reduction, gather=gather)
+
+
+def _arrange_broadcast(
+    site: Site, program: KernelProgram, data: int, everyone: Callable[[Buffer], tuple[int, ...]]
+) -> Launch:
+    part, root = program.part_bytes, program.collective.root
+    assert root is not None
+    if program.protocol is Protocol.CELLS:
+        return broadcast_cells.arrange(site, data, part, root)
+    if program.protocol is Protocol.PARCELS:
+        return broadcast_parcels.arrange(site, data, part, root)
+    staged = program.protocol is Protocol.STAGE
+    targets = everyone(Buffer.STAGING if staged else Buffer.OUTPUT)
+    return broadcast_push.arrange(site, data, targets, part, root, staged=staged)

@@ -1,0 +1,59 @@
+# Kernels are Triton's language, which Python's type checker cannot read.
+# mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment"
+
+"""Relays: how a broadcast of many bytes leaves the root once, not once for each peer.
+
+Tiles have owners, the peers in turn. The root stores a tile where its owner wants it, and the owner stores it where the
+others do. A block does that in *chunks*, so that a chunk is relayed while the root sends the next::
+
+    root    ready? | chunk 0 -> owners, signal | chunk 1 -> owners, signal | ...
+    others  ready. | wait: chunk 0 | -> others | wait: chunk 1 | -> others | ... | done?
+
+With one peer nothing is relayed, and a chunk is all there is. Targets are symmetric outputs, or else staging, from
+where each rank copies to its own output: its own tiles with each chunk, the others at the end.
+
+The floor is ``S / B`` for S bytes over a link of B, and one chunk; without relays ``(N - 1) S / B``.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from sidelane.device import layout
+from sidelane.device.launch import Site
+
+TILE_BYTES = 16384
+WARPS = 16
+
+DONE = tl.constexpr(layout.PHASES - 1)
+MOST_CHUNKS = layout.PHASES - 2
+LEAST_ROUNDS = 2
+"""Tiles of a block in a chunk: its signal waits for all that was stored."""
+
+
+def blocks_and_rounds(site: Site, tiles: int, *, staged: bool) -> tuple[int, int]:
+    """Thread blocks, and tiles that each of them moves in a chunk; the same on all ranks."""
+    blocks = site.blocks(tiles)
+    rounds = -(-tiles // blocks)
+    if site.world_size <= 2 and not staged:
+        return blocks, max(1, rounds)
+    return blocks, max(LEAST_ROUNDS, -(-rounds // MOST_CHUNKS))
+
+
+def from_root(addresses: tuple[int, ...], root: int) -> tuple[int, ...]:
+    """One address a rank, beginning with the root's."""
+    return addresses[root:] + addresses[:root]
+
+
+@triton.jit
+def chunks_of(tiles, rounds):
+    """How many there are."""
+    each = tl.num_programs(0) * rounds
+    return (tiles + each - 1) // each
+
+
+@triton.jit
+def owner_of(turn, N: tl.constexpr):
+    """Which peer owns the tile that a block moves as number ``turn``, 1 to N - 1 ranks behind the root."""
+    return 1 + turn % (N - 1)

@@ -1,0 +1,460 @@
+"""What kernels that talk to each other do in tests, wherever the ranks are: each function is one rank's part.
+
+``tests/interpreter`` runs it in processes under Triton's interpreter, ``tests/device`` in threads that share a GPU.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from expected import in_rank_order
+
+from sidelane.device import (
+    broadcast_cells,
+    broadcast_parcels,
+    broadcast_push,
+    exchange_cells,
+    exchange_parcels,
+    layout,
+    list_broadcast_parcels,
+    list_broadcast_push,
+    list_direct,
+    list_parcels,
+    list_pull,
+    list_push,
+    parcels,
+    pull,
+    push,
+    reduce_cells,
+    reduce_direct,
+    reduce_parcels,
+    reduce_pull,
+    relay,
+)
+from sidelane.device.launch import Launch, Site
+from sidelane.device.list_table import Piece, Table
+from sidelane.program.collective import ReduceOp, Reduction
+
+HEAP_BYTES = 1 << 20
+POISON = 0x5A
+
+
+class World(Protocol):
+    """The memory of all ranks, and one rank's view of it.
+
+    Attributes:
+        world_size, rank: as always.
+        device: of tensors.
+        site: of this rank.
+        arenas: address of each rank's.
+        whole: all memory, as bytes.
+        base: its address.
+    """
+
+    world_size: int
+    rank: int
+    device: torch.device
+    site: Site
+    arenas: tuple[int, ...]
+    whole: torch.Tensor
+    base: int
+
+    def carve(self, nbytes: int, misalign: int = 0) -> tuple[torch.Tensor, tuple[int, ...]]:
+        """Bytes of this rank's heap at one place on all ranks, and their addresses."""
+
+    def release(self) -> None:
+        """Give back all that was carved."""
+
+    def launch(self, work: Launch) -> None:
+        """Run a kernel, and wait for it."""
+
+    def place_table(self, values: npt.NDArray[np.int64]) -> int:
+        """Where a kernel finds the values of a table, until the next call."""
+
+    def stumble(self, probability: float, longest_s: float) -> Callable[[], None]:
+        """Let this rank's kernels pause, if they can; what ends it."""
+
+
+class Heap:
+    """Memory of all ranks in one piece, and where each has what. A base for worlds."""
+
+    def __init__(self, world_size: int, most_blocks: int) -> None:
+        self.world_size, self.most_blocks = world_size, most_blocks
+        self.span = layout.arena_bytes(world_size) + HEAP_BYTES + 4096
+        self.rank = -1
+        self.used = 0
+
+    whole: torch.Tensor
+    base: int
+
+    def become(self, rank: int) -> None:
+        """Be this rank."""
+        self.rank = rank
+        self.arenas = tuple(self.base + peer * self.span for peer in range(self.world_size))
+        self.heaps = tuple(arena + layout.arena_bytes(self.world_size) for arena in self.arenas)
+        self.board = self.heaps[rank] + HEAP_BYTES
+        self.site = Site(rank, self.arenas, self.board, self.most_blocks)
+
+    def carve(self, nbytes: int, misalign: int = 0) -> tuple[torch.Tensor, tuple[int, ...]]:
+        start = self.used + misalign
+        self.used = -(-(start + nbytes) // 64) * 64
+        assert self.used <= HEAP_BYTES, "the heap is too small"
+        offset = self.heaps[self.rank] - self.base + start
+        return self.whole[offset : offset + nbytes], tuple(heap + start for heap in self.heaps)
+
+    def release(self) -> None:
+        self.used = 0
+
+    def words(self) -> torch.Tensor:
+        """The board of this rank."""
+        offset = self.board - self.base
+        return self.whole[offset : offset + 4 * layout.BOARD_WORDS].view(torch.int32)
+
+
+def moving(world: World) -> None:
+    """Every kernel that moves bytes; calls follow each other at once, with odd delays."""
+    delay = random.Random(world.rank)
+    for call, (part, misalign) in enumerate([(1, 0), (48, 0), (4100, 0), (30, 2), (2051, 1), (40_000, 0)]):
+        for distinct in (False, True):
+            for way in ("cells", "parcels", "pull", "push"):
+                for in_place in (False, True):
+                    if in_place and distinct and way == "push":
+                        continue
+                    if delay.random() < 0.2:
+                        time.sleep(0.01 * delay.random())
+                    _move(world, part, misalign, distinct, way, in_place, seed=call)
+    walk = world.stumble(0.3, 0.03) if world.rank == 0 else lambda: None
+    for call in range(24):  # the same staging again, at once
+        # Five, so that each meets both parities, and parcels follow parcels: a pull lets ranks catch up.
+        _move(world, 4096, 0, True, ("parcels", "parcels", "pull", "parcels", "parcels")[call % 5], False, seed=call)
+    walk()
+
+
+def _move(world: World, part: int, misalign: int, distinct: bool, way: str, in_place: bool, seed: int) -> None:
+    n, rank = world.world_size, world.rank
+    inputs = [_bytes(seed, sender, n * part if distinct else part) for sender in range(n)]
+    output, outputs = world.carve(n * part, misalign)
+    output.fill_(POISON)
+    margin = 32  # a kernel must not write there
+    if in_place:
+        input = output if distinct else output[rank * part : (rank + 1) * part]
+    else:
+        # Another alignment on each rank: nothing that ranks agree on may depend on it.
+        input = torch.empty(len(inputs[rank]) + margin, dtype=torch.uint8, device=world.device)[
+            rank % 3 : rank % 3 + len(inputs[rank])
+        ]
+    input.copy_(inputs[rank])
+    if way == "cells":
+        work = exchange_cells.arrange(world.site, output.data_ptr(), input.data_ptr(), part, distinct=distinct)
+    elif way == "parcels":
+        work = exchange_parcels.arrange(world.site, output.data_ptr(), input.data_ptr(), part, distinct=distinct)
+    elif way == "push":
+        work = push.arrange(world.site, outputs, input.data_ptr(), part, distinct=distinct)
+    else:
+        need = pull.staging_bytes(part, n, distinct=distinct)
+        _, stagings = world.carve(need)
+        work = pull.arrange(world.site, output.data_ptr(), input.data_ptr(), stagings, part, distinct=distinct)
+    world.launch(work)
+    parts = [data[rank * part : (rank + 1) * part] if distinct else data for data in inputs]
+    where = f"rank {rank}: {way} part={part} misalign={misalign} distinct={distinct} in_place={in_place}"
+    assert torch.equal(output.cpu(), torch.cat(parts)), where
+    world.release()
+
+
+def reducing(world: World, *dtype_names: str) -> None:
+    """Every kernel that reduces."""
+    delay = random.Random(world.rank)
+    for dtype_name in dtype_names:
+        _reduce_all(world, dtype_name, delay)
+
+
+def _reduce_all(world: World, dtype_name: str, delay: random.Random) -> None:
+    for call, op in enumerate(ReduceOp):
+        for count in (7, 2503) if op is ReduceOp.SUM else (501,):
+            for scatter in (True, False):
+                for way in ("cells", "parcels", "one", "two", "direct", "direct two"):
+                    if way.endswith("two") and scatter:
+                        continue
+                    if delay.random() < 0.2:
+                        time.sleep(0.01 * delay.random())
+                    for in_place in (False, True):
+                        if in_place and way == "direct" and not scatter:
+                            continue
+                        _reduce(world, Reduction(op, dtype_name), count, scatter, way, in_place, seed=call)
+
+
+def _reduce(
+    world: World,
+    reduction: Reduction,
+    count: int,
+    scatter: bool,
+    way: str,
+    in_place: bool,
+    seed: int,
+) -> None:
+    n, rank, element = world.world_size, world.rank, reduction.element_bytes
+    dtype = getattr(torch, reduction.dtype)
+    length = count * n if scatter else count
+    inputs = [_numbers(seed + count, sender, length, dtype) for sender in range(n)]
+    mine = inputs[rank].clone()
+    direct = way.startswith("direct")
+    # Elements are aligned to themselves, and to nothing else; on each rank otherwise, but where peers come for them.
+    shift = seed % 2 if direct else rank % 2
+    room, inputs_at = world.carve((length + 8) * element)
+    room = room.view(dtype).fill_(77)
+    input = room[shift : shift + length]
+    input.copy_(mine)
+    margins, outputs_at = world.carve((count + 8) * element)
+    margins = margins.view(dtype).fill_(77)
+    output = margins[3 : 3 + count]
+    if in_place:
+        output = input[rank * count : (rank + 1) * count] if scatter else input
+    nbytes = count * element
+    there = (output.data_ptr(), input.data_ptr())
+    if way == "cells":
+        work = reduce_cells.arrange(world.site, *there, nbytes, reduction, distinct=scatter)
+    elif way == "parcels":
+        work = reduce_parcels.arrange(world.site, *there, nbytes, reduction, distinct=scatter)
+    elif direct:
+        shard = nbytes if way == "direct" else max(element, -(-count // n) * element)
+        inputs_at = tuple(base + shift * element for base in inputs_at)
+        outputs_at = inputs_at if in_place else tuple(base + 3 * element for base in outputs_at)
+        outputs = outputs_at if way == "direct two" else there[:1]
+        gather = way == "direct two"
+        work = reduce_direct.arrange(world.site, outputs, inputs_at, shard, length * element, reduction, gather=gather)
+    else:
+        shard = nbytes if scatter or way == "one" else max(16, -(-nbytes // (16 * n)) * 16)
+        _, stagings = world.carve(n * reduce_pull.aligned(shard))
+        work = reduce_pull.arrange(
+            world.site, *there, stagings, shard, length * element, reduction, gather=way == "two"
+        )
+    world.launch(work)
+    parts = [data[rank * count : (rank + 1) * count] if scatter else data for data in inputs]
+    where = f"rank {rank}: {way} {reduction} count={count} scatter={scatter} in_place={in_place}"
+    _compare(output, in_rank_order(parts, reduction.op), where)
+    if not in_place:
+        assert torch.equal(input.cpu(), mine) or dtype.is_floating_point, f"{where}: the input has changed"
+        assert (margins[:3] == 77).all() and (margins[3 + count :] == 77).all(), f"{where}: wrote beyond its bytes"
+    world.release()
+
+
+def broadcasting(world: World) -> None:
+    """Every kernel that broadcasts, from every root, one tensor and several, and other kernels between."""
+    delay = random.Random(world.rank)
+    draw = random.Random(6)  # alike on all ranks
+    for call in range(30):
+        if delay.random() < 0.3:
+            time.sleep(0.01 * delay.random())
+        way, root = draw.choice(("cells", "parcels", "push", "stage")), draw.randrange(world.world_size)
+        tiles = draw.choice((0, 1, 3, 8, 17))
+        sizes = [tiles * relay.TILE_BYTES + draw.choice((1, 48, 4100, 2051)) if way in ("push", "stage") else 4099]
+        if draw.random() < 0.5:
+            sizes += [draw.choice((1, 30, 64, 5000, 40_000)) for _ in range(draw.randint(0, 4))]
+            sizes = [min(nbytes, 40_000) if way in ("cells", "parcels") else nbytes for nbytes in sizes]
+        _broadcast(world, sizes, way, root, seed=call)
+        if draw.random() < 0.3:
+            _move(world, 100, 0, True, draw.choice(("cells", "parcels", "pull")), False, seed=call)
+    walk = world.stumble(0.3, 0.03) if world.rank == 0 else lambda: None
+    for call in range(16):  # a root hears nothing of its peers' data, and must not run away from them
+        _broadcast(world, [4096], ("cells", "cells", "parcels", "parcels")[call % 4], call // 4 % 2, seed=call)
+    walk()
+
+
+def _broadcast(world: World, sizes: list[int], way: str, root: int, seed: int) -> None:
+    root %= world.world_size
+    margin, place, held, pieces = 64, 0, [], []
+    for number, nbytes in enumerate(sizes):
+        odd = number % 2 * (1 if way == "push" else 1 + world.rank)  # peers reach it at one place
+        room, addresses = world.carve(nbytes + 2 * margin)
+        data = room.fill_(POISON)[margin + odd : margin + odd + nbytes]
+        wanted = _bytes(seed + number, root, nbytes)
+        data.copy_(wanted if world.rank == root else _bytes(seed + number, root + 1, nbytes))
+        reached = tuple(base + margin + odd for base in addresses)
+        held.append((data, room, wanted, reached))
+        groups = (relay.from_root(reached, root),) if way == "push" else ()
+        pieces.append(Piece(data.data_ptr(), data.data_ptr(), nbytes, 0, 0, place, groups))
+        place += -(-nbytes // 16) * 16
+    stagings = world.carve(place)[1] if way == "stage" else None
+    if len(sizes) > 1:
+        table = Table.of(pieces, relay.TILE_BYTES if way in ("push", "stage") else parcels.TILE_BYTES)
+        given: tuple[Any, ...] = (world.site, table, world.place_table(table.values), root)
+        if way in ("push", "stage"):
+            world.launch(list_broadcast_push.arrange(*given, stagings))
+        else:
+            world.launch(list_broadcast_parcels.arrange(*given))
+    else:
+        data, _, _, reached = held[0]
+        given = (data.data_ptr(), sizes[0], root)
+        if way == "cells":
+            world.launch(broadcast_cells.arrange(world.site, *given))
+        elif way == "parcels":
+            world.launch(broadcast_parcels.arrange(world.site, *given))
+        else:
+            targets = reached if stagings is None else stagings
+            world.launch(broadcast_push.arrange(world.site, given[0], targets, *given[1:], staged=way == "stage"))
+    for data, room, wanted, _ in held:
+        where = f"rank {world.rank}: broadcast {way} {sizes=} {root=} {seed=}"
+        assert torch.equal(data.cpu(), wanted), where
+        first = data.data_ptr() - room.data_ptr()
+        rest = torch.cat([room[:first], room[first + len(data) :]])
+        assert (rest == POISON).all(), f"{where}: wrote beyond its bytes"
+    world.release()
+
+
+def lists(world: World) -> None:
+    """Lists of tensors by one kernel: every kind, odd sizes next to even ones, calls at once after each other."""
+    delay = random.Random(world.rank)
+    draw = random.Random(5)  # alike on all ranks
+    for call in range(8):
+        counts = [draw.choice((1, 3, 8, 64, 700, 2503)) for _ in range(draw.randint(1, 5))]
+        for kind in ("all_gather", "all_to_all", "reduce_scatter", "all_reduce", "two_shot"):
+            for way in ("parcels", "pull", "symmetric"):
+                in_place = bool(call % 2)
+                if (kind, way) == ("two_shot", "parcels"):
+                    continue
+                if way == "symmetric" and in_place and kind in ("all_to_all", "all_reduce"):
+                    continue
+                if delay.random() < 0.2:
+                    time.sleep(0.01 * delay.random())
+                reduction = Reduction(draw.choice(list(ReduceOp)), draw.choice(("float32", "int64", "bfloat16")))
+                _list(world, kind, counts, reduction, way, in_place=in_place, seed=call)
+
+
+def _list(
+    world: World, kind: str, counts: list[int], reduction: Reduction, way: str, *, in_place: bool, seed: int
+) -> None:
+    n, rank, dtype = world.world_size, world.rank, getattr(torch, reduction.dtype)
+    element, gathers = reduction.element_bytes, kind in ("all_gather", "all_to_all")
+    distinct = kind in ("all_to_all", "reduce_scatter")
+    symmetric = way == "symmetric"
+    margin, place, checks, pieces = 5, 0, [], []
+
+    def room_of(count: int, shift: int) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]:
+        """A tensor, the room that it lies in, and its addresses on all ranks."""
+        nbytes = (count + 2 * margin + 4) * element
+        room, addresses = (
+            world.carve(nbytes)
+            if symmetric
+            else (torch.empty(nbytes, dtype=torch.uint8, device=world.device), (0,) * n)
+        )
+        room = room.view(dtype).fill_(77)
+        begin = margin + shift
+        return room[begin : begin + count], room, tuple(base + begin * element for base in addresses)
+
+    for number, count in enumerate(counts):
+        nbytes, shift = count * element, (number + (0 if symmetric else rank)) % 2 * 3
+        inputs = [_numbers(seed + 10 * number, sender, count * (n if distinct else 1), dtype) for sender in range(n)]
+        output, margins, outputs_at = room_of(count * n if gathers else count, shift)
+        input, _, inputs_at = room_of(len(inputs[rank]), number % 2)
+        own, moved = slice(rank * count, (rank + 1) * count), [rank * nbytes] * n
+        if in_place and kind == "reduce_scatter":
+            output, margins = input[own], output
+        elif in_place:
+            input = output[own] if kind == "all_gather" else output
+            inputs_at = outputs_at
+        input.copy_(inputs[rank])
+        groups: tuple[tuple[int, ...], ...] = ()
+        if symmetric and gathers:
+            groups = (world.site.rotated(tuple(base + there for base, there in zip(outputs_at, moved, strict=True))),)
+        elif symmetric:
+            read = rank * nbytes if distinct else 0
+            groups = (tuple(base + read for base in inputs_at),)
+            groups += (world.site.rotated(outputs_at),) * (kind == "two_shot")
+        strides = {"input_stride": nbytes if distinct else 0, "output_stride": nbytes if gathers else 0}
+        pieces.append(Piece(input.data_ptr(), output.data_ptr(), nbytes, **strides, place=place, groups=groups))
+        place += -(-nbytes // 16) * 16
+        parts = [data[own] if distinct else data for data in inputs]
+        wanted = torch.cat(parts) if gathers else in_rank_order(parts, reduction.op)
+        checks.append((output, wanted, margins, input))
+    operation = None if gathers else reduction
+    _launch_list(world, way, pieces, place, operation, distinct=distinct, gather=kind == "two_shot")
+    for number, (output, wanted, margins, _) in enumerate(checks):
+        where = f"rank {rank}: {kind} {reduction} counts={counts} number={number} {way} {in_place=} {seed=}"
+        if gathers:
+            assert torch.equal(output.cpu().view(torch.uint8), wanted.view(torch.uint8)), where
+        else:
+            _compare(output, wanted, where)
+        first = (output.data_ptr() - margins.data_ptr()) // element
+        if 0 <= first < len(margins):
+            rest = torch.cat([margins[:first], margins[first + len(output) :]])
+            assert (rest == 77).all(), f"{where}: wrote beyond its bytes"
+    world.release()
+
+
+def _launch_list(
+    world: World,
+    way: str,
+    pieces: list[Piece],
+    place: int,
+    reduction: Reduction | None,
+    *,
+    distinct: bool,
+    gather: bool,
+) -> None:
+    tile_bytes = {
+        "parcels": parcels.TILE_BYTES,
+        "pull": list_pull.tile_bytes(reduction),
+        "symmetric": list_push.TILE_BYTES if reduction is None else list_direct.TILE_BYTES,
+    }[way]
+    table = Table.of(pieces, tile_bytes)  # stays until the kernel has ended
+    given: tuple[Any, ...] = (world.site, table, world.place_table(table.values))
+    if way == "parcels":
+        world.launch(list_parcels.arrange(*given, reduction, distinct=distinct))
+    elif way == "pull":
+        _, stagings = world.carve(place * (world.world_size if distinct else 1))
+        world.launch(list_pull.arrange(*given, stagings, place, reduction, distinct=distinct, gather=gather))
+    elif reduction is None:
+        world.launch(list_push.arrange(*given, distinct=distinct))
+    else:
+        world.launch(list_direct.arrange(*given, reduction, gather=gather))
+
+
+def generations_wrap(world: World) -> None:
+    """Behind the largest generation comes one that is not that of untouched memory, and slots still alternate."""
+    start = -4  # as if 2**32 - 4 calls had been
+    offset = world.arenas[world.rank] - world.base
+    counters = world.whole[offset : offset + 4 * layout.MAX_BLOCKS].view(torch.int32)
+    counters.fill_(start)
+    begin = offset + layout.FLAGS_OFFSET
+    world.whole[begin : begin + 4 * layout.PHASES * layout.MAX_BLOCKS * layout.MAX_RANKS].view(torch.int32).fill_(start)
+    seen = []
+    for seed in range(6):
+        _move(world, 100, 0, True, ("cells", "push", "parcels")[seed % 3], False, seed)
+        seen.append(int(counters[0]))
+        assert (counters == counters[0]).all(), "all blocks tick together"
+    assert seen == [-3, -2, -1, 2, 3, 4]
+
+
+# --- data -------------------------------------------------------------------------------------------------------------
+
+
+def _bytes(seed: int, rank: int, count: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    return torch.randint(0, 256, (count,), generator=generator, dtype=torch.uint8)
+
+
+def _numbers(seed: int, rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    if dtype.is_floating_point:
+        values = (100 * torch.randn(count, generator=generator)).to(dtype)
+        values[count // 2 :: 500] = float("nan") if rank == 1 else 1
+        return values
+    limits = torch.iinfo(dtype)
+    return torch.randint(limits.min, limits.max, (count,), generator=generator, dtype=dtype)
+
+
+def _compare(found: torch.Tensor, wanted: torch.Tensor, where: str) -> None:
+    # The interpreter truncates to bfloat16 where hardware rounds to nearest: one unit in the last place.
+    found = found.cpu()
+    tolerance = 2**-7 if found.dtype is torch.bfloat16 else 0
+    if tolerance:
+        found, wanted = found.float(), wanted.float()
+    torch.testing.assert_close(
+        found, wanted, rtol=tolerance, atol=0, equal_nan=True, msg=lambda text: f"{where}: {text}"
+    )
