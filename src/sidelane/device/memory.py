@@ -42,22 +42,31 @@ def unit_pointer(address, UNIT: tl.constexpr):
 def get(address, tile, nbytes, UNIT: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr):
     """Load tile number ``tile`` of the ``nbytes`` at ``address``, maybe a peer's. ``WHOLE``: it is a full one."""
     ELEMENT: tl.constexpr = 8 if UNIT == 16 else UNIT
-    offsets = tile * (TILE // ELEMENT) + tl.arange(0, TILE // ELEMENT)
+    offsets = tl.arange(0, TILE // ELEMENT)
+    source = unit_pointer(address + tile * TILE, UNIT) + offsets
     if WHOLE:
-        return tl.load(unit_pointer(address, UNIT) + offsets)
+        return tl.load(source)
     else:
-        return tl.load(unit_pointer(address, UNIT) + offsets, mask=offsets < count_of(nbytes, UNIT, ELEMENT))
+        return tl.load(source, mask=offsets < _count_in(tile, nbytes, UNIT, ELEMENT, TILE))
 
 
 @triton.jit
 def put(address, values, tile, nbytes, UNIT: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr):
     """Store a tile that :func:`get` has loaded at ``address``, which may be a peer's."""
     ELEMENT: tl.constexpr = 8 if UNIT == 16 else UNIT
-    offsets = tile * (TILE // ELEMENT) + tl.arange(0, TILE // ELEMENT)
+    offsets = tl.arange(0, TILE // ELEMENT)
+    target = unit_pointer(address + tile * TILE, UNIT) + offsets
     if WHOLE:
-        tl.store(unit_pointer(address, UNIT) + offsets, values)
+        tl.store(target, values)
     else:
-        tl.store(unit_pointer(address, UNIT) + offsets, values, mask=offsets < count_of(nbytes, UNIT, ELEMENT))
+        tl.store(target, values, mask=offsets < _count_in(tile, nbytes, UNIT, ELEMENT, TILE))
+
+
+@triton.jit
+def _count_in(tile, nbytes, UNIT: tl.constexpr, ELEMENT: tl.constexpr, TILE: tl.constexpr):
+    """Elements of one tile, in 32 bits: masks and addresses of 64 bits for each element would fill registers."""
+    there = tl.minimum(nbytes - tile * TILE, TILE).to(tl.int32)
+    return count_of(there, UNIT, ELEMENT)
 
 
 @triton.jit

@@ -115,14 +115,20 @@ def _fetch(
     output, stagings, tile, part_bytes, staged, rank,
     N: tl.constexpr, SHARDS: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Read one tile of every peer, all loads in front of all stores: a load takes its time over the link."""
+    """Read one tile of every peer, all loads in front of all stores: a load takes its time over the link. Units of one
+    or two bytes would fill registers, and local memory behind them, which takes up to a gigabyte of the GPU.
+    """
     offset = rank * staged if SHARDS > 1 else 0
     tiles = ()
     for turn in tl.static_range(1, N):
-        tiles = tiles + (get(stagings[turn] + offset, tile, part_bytes, UNIT, TILE, WHOLE),)
-    for turn in tl.static_range(1, N):
-        sender = (rank + turn) % N
-        put(output + sender * part_bytes, tiles[turn - 1], tile, part_bytes, UNIT, TILE, WHOLE)
+        values = get(stagings[turn] + offset, tile, part_bytes, UNIT, TILE, WHOLE)
+        if UNIT >= 4:
+            tiles = tiles + (values,)
+        else:
+            put(output + (rank + turn) % N * part_bytes, values, tile, part_bytes, UNIT, TILE, WHOLE)
+    if UNIT >= 4:
+        for turn in tl.static_range(1, N):
+            put(output + (rank + turn) % N * part_bytes, tiles[turn - 1], tile, part_bytes, UNIT, TILE, WHOLE)
 
 
 KERNEL = _pull

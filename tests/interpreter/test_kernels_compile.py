@@ -1,0 +1,114 @@
+"""Every kernel as an H200 gets it: compiled here, where no GPU is, for 8 ranks, aligned and not."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+
+import triton
+from triton.backends.compiler import GPUTarget
+
+from sidelane.device import (
+    broadcast_cells,
+    broadcast_parcels,
+    broadcast_push,
+    exchange_cells,
+    exchange_parcels,
+    list_broadcast_parcels,
+    list_broadcast_push,
+    list_direct,
+    list_parcels,
+    list_pull,
+    list_push,
+    parcels,
+    pull,
+    push,
+    reduce_cells,
+    reduce_direct,
+    reduce_parcels,
+    reduce_pull,
+    relay,
+)
+from sidelane.device.launch import Launch, Site
+from sidelane.device.list_table import Piece, Table
+from sidelane.execute.cuda.kernel_launch import compile_for
+from sidelane.program.collective import ReduceOp, Reduction
+
+H200 = GPUTarget("cuda", 90, 32)
+MOST_STACK_BYTES = 1024
+"""Of a thread, as a context has from the start: for more, the driver waits until nothing runs, and takes up to a
+gigabyte of the GPU."""
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+AVERAGE = Reduction(ReduceOp.AVG, "bfloat16")
+MB = 1 << 20
+
+
+RANKS = 8
+SITE = Site(0, tuple(range(MB, (RANKS + 1) * MB, MB)), 64, 64)
+STAGINGS = (16 * MB,) * RANKS
+
+
+def moving(odd: int) -> Iterator[Launch]:
+    """One of each kernel; addresses and sizes are ``odd`` bytes beyond a multiple of 16."""
+    here, small, large = 16 * MB + odd, 4096 + odd, MB + odd
+    reached = (here,) * RANKS
+    for distinct in (True, False):
+        yield exchange_cells.arrange(SITE, here, here, small, distinct=distinct)
+        yield exchange_parcels.arrange(SITE, here, here, small, distinct=distinct)
+        yield push.arrange(SITE, reached, here, large, distinct=distinct)
+        yield pull.arrange(SITE, here, here, STAGINGS, large, distinct=distinct)
+    yield broadcast_cells.arrange(SITE, here, small, 1)
+    yield broadcast_parcels.arrange(SITE, here, small, 1)
+    yield broadcast_push.arrange(SITE, here, reached, large, 1, staged=False)
+    yield broadcast_push.arrange(SITE, here, STAGINGS, large, 1, staged=True)
+    tables = table(odd, parcels.TILE_BYTES)
+    yield list_parcels.arrange(*tables, None, distinct=True)
+    yield list_push.arrange(*table(odd, list_push.TILE_BYTES, 1), distinct=True)
+    moved = table(odd, list_pull.tile_bytes(None))
+    yield list_pull.arrange(*moved, STAGINGS, 2 * MB + 32, None, distinct=True)
+    yield list_broadcast_parcels.arrange(*tables, 1)
+    yield list_broadcast_push.arrange(*table(odd, relay.TILE_BYTES, 1), 1, None)
+    yield list_broadcast_push.arrange(*table(odd, relay.TILE_BYTES), 1, STAGINGS)
+
+
+def reducing(odd: int) -> Iterator[Launch]:
+    here, small, large = 16 * MB + odd, 4096 + odd, MB + odd
+    reached = (here,) * RANKS
+    yield reduce_cells.arrange(SITE, here, here, small, AVERAGE, distinct=True)
+    yield reduce_parcels.arrange(SITE, here, here, small, AVERAGE, distinct=True)
+    for gather in (True, False):
+        outputs = reached if gather else (here,)
+        yield reduce_pull.arrange(SITE, here, here, STAGINGS, large, RANKS * large, AVERAGE, gather=gather)
+        yield reduce_direct.arrange(SITE, outputs, reached, large, RANKS * large, AVERAGE, gather=gather)
+    yield list_parcels.arrange(*table(odd, parcels.TILE_BYTES), AVERAGE, distinct=False)
+    yield list_direct.arrange(*table(odd, list_direct.TILE_BYTES, 2), AVERAGE, gather=True)
+    reduced = table(odd, list_pull.tile_bytes(AVERAGE))
+    yield list_pull.arrange(*reduced, STAGINGS, 2 * MB + 32, AVERAGE, distinct=False, gather=True)
+
+
+def table(odd: int, tile_bytes: int, groups: int = 0) -> tuple[Site, Table, int]:
+    here = 16 * MB + odd
+    piece = Piece(here, here, MB + odd, MB + odd, MB + odd, 0, ((here,) * RANKS,) * groups)
+    return SITE, Table.of([piece] * 2, tile_bytes), 64
+
+
+@pytest.mark.parametrize(("what", "odd"), [(moving, 0), (moving, 1), (reducing, 0), (reducing, 2)])
+def test_every_kernel_compiles_and_fits_into_registers(what, odd: int, tmp_path: Path) -> None:
+    binary = tmp_path / "kernel.cubin"
+    for launch in what(odd):
+        compiled = compile_for(H200, launch.kernel, launch.constants, launch.warps)
+        binary.write_bytes(compiled.asm["cubin"])
+        text = subprocess.run(
+            [CUOBJDUMP, "--dump-resource-usage", binary], capture_output=True, text=True, check=True
+        ).stdout
+        (stack,) = re.findall(r"STACK:(\d+)", text)
+        assert int(stack) <= MOST_STACK_BYTES, (launch.kernel.__name__, launch.constants)
