@@ -1,4 +1,4 @@
-"""These tests need at least two GPUs and run each rank in a process of its own."""
+"""These tests need at least two GPUs and run each rank in a process of its own; a crowd of ranks needs one GPU."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.device)
             if item.config.pluginmanager.hasplugin("timeout"):
                 item.add_marker(pytest.mark.timeout(180))
-            if found < 2:
-                item.add_marker(pytest.mark.skip(reason=f"needs at least two GPUs (found {found})"))
+            if found < (1 if item.path.stem == "test_device_crowd" else 2):
+                item.add_marker(pytest.mark.skip(reason=f"needs more GPUs (found {found})"))
 
 
 @pytest.fixture(scope="session")
