@@ -120,4 +120,4 @@ def test_without_gpus_it_says_so_at_once(
 def test_an_unknown_study_is_named(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         tool.main(["--out", str(tmp_path), "lists", "list"])
-    assert "STUDY (value=list, allowed=collectives, lists, chain" in capsys.readouterr().err
+    assert "STUDY (value=list, allowed=collectives, lists, broadcasts, chain" in capsys.readouterr().err
