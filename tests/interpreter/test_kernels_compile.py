@@ -1,4 +1,4 @@
-"""Every kernel as an H200 gets it: compiled here, where no GPU is, for 8 ranks, aligned and not."""
+"""Every kernel as an H200 gets it: compiled here, where no GPU is, for 8 ranks and odd sizes."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def table(odd: int, tile_bytes: int, groups: int = 0) -> tuple[Site, Table, int]
     return SITE, Table.of([piece] * 2, tile_bytes), 64
 
 
-@pytest.mark.parametrize(("what", "odd"), [(moving, 0), (moving, 1), (reducing, 0), (reducing, 2)])
+@pytest.mark.parametrize(("what", "odd"), [(moving, 1), (reducing, 2)])
 def test_every_kernel_compiles_and_fits_into_registers(what, odd: int, tmp_path: Path) -> None:
     binary = tmp_path / "kernel.cubin"
     for launch in what(odd):

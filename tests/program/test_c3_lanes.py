@@ -136,6 +136,13 @@ def test_a_sample_lines_the_ranks_up_behind_the_spin(device: FakeDevice, meter: 
     assert rounds.late == 0
 
 
+def test_calls_ahead_have_ended_before_the_ranks_line_up(device: FakeDevice, meter: Meter) -> None:
+    job = Job(device.queue("work"), ahead=2)
+    meter.rounds({"job": job}, warmup=0, repeats=1)
+    assert device.log[:5] == ["caller: work", "caller: work", "finish job", "caller: barrier", "caller: record e1"]
+    assert device.log.count("caller: work") == 3
+
+
 def test_a_late_host_is_counted_and_gets_more_time(device: FakeDevice, meter: Meter) -> None:
     device.started = True
     job = Job(device.queue("work"), hide_launch_us=500)

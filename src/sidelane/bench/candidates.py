@@ -24,6 +24,9 @@ from sidelane.program.collective import Kind
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+CALLS_AHEAD = 2
+"""Eager calls that a sample makes in front of the clock: see ``measure.Job``."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Candidate:
@@ -246,7 +249,8 @@ class Prepared:
             return Job(self._all_calls.replay, calls=self.calls, hide_launch_us=hide_launch_us)
         # On a CPU a call has to be waited for.
         run = self.run if self._one_call is not None or self.case.device.type == "cpu" else self._bound()
-        return Job(run, repeats=self.calls, calls=self.calls, hide_launch_us=hide_launch_us)
+        ahead = 0 if hide_launch_us or self._one_call is not None else CALLS_AHEAD
+        return Job(run, repeats=self.calls, calls=self.calls, ahead=ahead, hide_launch_us=hide_launch_us)
 
     def _captured(self, calls: int) -> torch.cuda.CUDAGraph:
         return captured(lambda: self._call()(), calls)

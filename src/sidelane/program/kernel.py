@@ -142,7 +142,8 @@ def kernel_program(
         raise ValueError(f"{kind}: variant {variant!r} {problem}")
     part = part_bytes_of(collective, variant)
     protocol = _protocol_of(collective, variant, symmetric_input=symmetric_input, symmetric_output=symmetric_output)
-    worthwhile = MOST_BLOCKS if part >= LARGE_PART_BYTES else BLOCKS
+    pair = protocol is Protocol.DIRECT and n == 2 and is_two_shot(variant)
+    worthwhile = MOST_BLOCKS if part >= LARGE_PART_BYTES or pair else BLOCKS
     worthwhile = NARROW_BLOCKS if variant.endswith(NARROW) else worthwhile
     return KernelProgram(collective, variant, protocol, blocks or worthwhile)
 
