@@ -165,6 +165,8 @@ def test_explain_says_where_it_rounds(arguments: str, note: str):
         ("all_gather 4M --ordinary", Protocol.PULL, 64, "1M from rank to rank, 1M of staging"),
         ("all_reduce 64M", Protocol.DIRECT, 128, "the results into their outputs"),
         ("all_reduce 4M --ordinary", Protocol.REDUCE, 64, "4M of staging"),
+        ("broadcast 4M", Protocol.PUSH, 64, "4M from rank to rank"),
+        ("broadcast 4M --ordinary", Protocol.STAGE, 64, "4M of staging"),
     ],
 )
 def test_explain_says_what_a_kernel_does(arguments: str, protocol: Protocol, blocks: int, more: str):
