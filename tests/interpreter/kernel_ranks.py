@@ -22,8 +22,20 @@ import numpy.typing as npt
 import torch
 import triton.language as tl
 
-from sidelane.device import cells, exchange_cells, flags, layout, push
+from sidelane.device import (
+    broadcast_cells,
+    broadcast_parcels,
+    broadcast_push,
+    cells,
+    exchange_cells,
+    flags,
+    layout,
+    list_broadcast_push,
+    push,
+    relay,
+)
 from sidelane.device.launch import Launch
+from sidelane.device.list_table import Piece, Table
 
 flags.POLLS = cells.POLLS = tl.constexpr(256)  # the interpreter takes a thousand times as long for one
 
@@ -72,9 +84,15 @@ def dead_peer(world: World) -> None:
     words = world.words()
     output, outputs = world.carve(n * part)
     input = torch.zeros(n * part, dtype=torch.uint8)
+    piece = Piece(output.data_ptr(), output.data_ptr(), part, 0, 0, 0, (relay.from_root(outputs, 0),))
+    table = Table.of([piece], relay.TILE_BYTES)
     for work in (
         exchange_cells.arrange(world.site, output.data_ptr(), input.data_ptr(), part, distinct=True),
         push.arrange(world.site, outputs, input.data_ptr(), part, distinct=True),
+        broadcast_cells.arrange(world.site, input.data_ptr(), part, 0),
+        broadcast_parcels.arrange(world.site, input.data_ptr(), part, 0),
+        broadcast_push.arrange(world.site, output.data_ptr(), outputs, part, 0, staged=False),
+        list_broadcast_push.arrange(world.site, table, world.place_table(table.values), 0, None),
     ):
         words.zero_()
         child = os.fork()

@@ -24,6 +24,8 @@ MOST_AHEAD = tl.constexpr(8)
 """A power of two, more than the generations that a flag may be ahead: 1, or 3 where they begin anew. What looks further
 ahead was not written for 2**31 generations."""
 
+MOST_THREADS = tl.constexpr(1024)
+
 POLLS = tl.constexpr(8192)
 """Polls between two looks at the board: some milliseconds. All warps of a block look, across PCIe, and that traffic
 holds up the fences of signals: with a look every 256 polls, one late rank made all others late (docs/kernels.md)."""
@@ -117,10 +119,14 @@ def _wait_for(arena, mask, generation, board, spent, phase):
         polls += 1
         if polls % POLLS == 0:
             spent = give_up(board, lane, late, generation)
-    # Loads find out when; the addition of 0 acquires.
+    # Loads find out when; the addition of 0 acquires. Each warp has polled for itself, so that some may have been told
+    # to give up and others not: what decides from here on is the same for all, since they meet at barriers.
     missing = tl.max(_late(_acquire(flags, mask), mask, generation))
-    while (missing != 0) & (spent == 0):
+    while missing != 0:
         missing = tl.max(_late(_acquire(flags, mask), mask, generation))
+        told = _told_to_give_up(board)
+        missing = tl.where(told != 0, 0, missing)
+        spent = tl.where(told != 0, told, spent)
     tl.debug_barrier()
     return spent
 
@@ -131,6 +137,12 @@ def give_up(board, ranks, late, generation):
     words = board.to(tl.pointer_type(tl.int32))
     tl.store(words + WAITING + ranks, tl.zeros_like(late) + generation, mask=late != 0)
     return tl.load(words, volatile=True)
+
+
+@triton.jit
+def _told_to_give_up(board):
+    """What the host has said, the same for all threads of a block: each reads it, and the largest value counts."""
+    return tl.max(tl.load(board.to(tl.pointer_type(tl.int32)) + tl.zeros([MOST_THREADS], tl.int32), volatile=True))
 
 
 @triton.jit
@@ -146,5 +158,7 @@ def _acquire(flags, mask):
 
 @triton.jit
 def _late(words, mask, generation):
-    """int32[P]: 1 for each rank that has not come. Peers are one generation ahead at most: what is beyond is old."""
-    return (mask & (((words - generation) & -MOST_AHEAD) != 0)).to(tl.int32)
+    """int32[P]: 1 for each rank that has not come. Peers are one generation ahead at most: what is beyond is old, and 0
+    is no generation.
+    """
+    return (mask & ((((words - generation) & -MOST_AHEAD) != 0) | (words == 0))).to(tl.int32)

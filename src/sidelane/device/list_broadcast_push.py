@@ -74,8 +74,8 @@ def _list_broadcast_push(
         turn = rounds * 0
         chunk = rounds * 0
         relaxed_signal(arenas, rank, generation, 0, N)
+        spent = wait(p0, generation, board, spent, 0, N)
         if rank == root:
-            spent = wait(p0, generation, board, spent, 0, N)
             while chunk < chunks:
                 end = tl.minimum(tiles, (chunk + 1) * step)
                 while tile < end:

@@ -7,7 +7,10 @@ Tiles have owners, the peers in turn. The root stores a tile where its owner wan
 others do. A block does that in *chunks*, so that a chunk is relayed while the root sends the next::
 
     root    ready? | chunk 0 -> owners, signal | chunk 1 -> owners, signal | ...
-    others  ready. | wait: chunk 0 | -> others | wait: chunk 1 | -> others | ... | done?
+    others  ready? | wait: chunk 0 | -> others | wait: chunk 1 | -> others | ... | done?
+
+All wait for all to be ready, though only the root depends on it: who waited for the root's chunks alone would name the
+root where another peer is late.
 
 With one peer nothing is relayed, and a chunk is all there is. Targets are symmetric outputs, or else staging, from
 where each rank copies to its own output: its own tiles with each chunk, the others at the end.
@@ -55,5 +58,8 @@ def chunks_of(tiles, rounds):
 
 @triton.jit
 def owner_of(turn, N: tl.constexpr):
-    """Which peer owns the tile that a block moves as number ``turn``, 1 to N - 1 ranks behind the root."""
-    return 1 + turn % (N - 1)
+    """Which peer owns the tile that this block moves as number ``turn``, 1 to N - 1 ranks behind the root.
+
+    Blocks begin with different ones: if they have a tile each, all peers still relay as many.
+    """
+    return 1 + (tl.program_id(0) + turn) % (N - 1)
