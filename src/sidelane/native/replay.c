@@ -11,7 +11,7 @@
    is late; the executor's lock is held around them, as everywhere.
 
    It is compiled where it is first used (see build.py), and nothing needs it. One file, since one command compiles it:
-   questions about tensors, entries and their place in the table, a repeated call, the type. */
+   questions about tensors, entries and their place in the table, records, a repeated call, the type. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -22,6 +22,7 @@
 #define PROBES 8           /* places of the table where one may be */
 #define MOST_ARGUMENTS 8   /* of a call of the driver */
 #define MOST_TENSORS 128   /* of a call, in all of its lists */
+#define HEADER_WORDS 4     /* of a record, in front of its payload */
 
 enum Effect { SET, SET_NUMBER, SET_PAIR, APPEND_PAIR, COUNT, EFFECTS };
 
@@ -371,6 +372,61 @@ fail:
     return NULL;
 }
 
+/* --- records that peers read (sidelane.memory.record says how) ---------------------------------------------------- */
+
+static uint32_t crc_table[8][256];
+
+static void make_crc_table(void)
+{
+    for (uint32_t byte = 0; byte < 256; byte++) {
+        uint32_t crc = byte;
+        for (int bit = 0; bit < 8; bit++)
+            crc = crc >> 1 ^ (crc & 1 ? 0xEDB88320u : 0);
+        crc_table[0][byte] = crc;
+    }
+    for (int ahead = 1; ahead < 8; ahead++)
+        for (int byte = 0; byte < 256; byte++)
+            crc_table[ahead][byte] = crc_table[ahead - 1][byte] >> 8 ^ crc_table[0][crc_table[ahead - 1][byte] & 255];
+}
+
+/* zlib's crc32. */
+static uint32_t checksum(uint32_t start, const unsigned char *bytes, Py_ssize_t count)
+{
+    uint32_t crc = ~start;
+#if __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+    for (; count >= 8; bytes += 8, count -= 8) {
+        uint32_t low, high;
+        memcpy(&low, bytes, 4);
+        memcpy(&high, bytes + 4, 4);
+        low ^= crc;
+        crc = crc_table[7][low & 255] ^ crc_table[6][low >> 8 & 255] ^ crc_table[5][low >> 16 & 255] ^
+              crc_table[4][low >> 24] ^ crc_table[3][high & 255] ^ crc_table[2][high >> 8 & 255] ^
+              crc_table[1][high >> 16 & 255] ^ crc_table[0][high >> 24];
+    }
+#endif
+    for (; count > 0; bytes++, count--)
+        crc = crc >> 8 ^ crc_table[0][(crc ^ *bytes) & 255];
+    return ~crc;
+}
+
+/* Replace a record: its number, its status, which is 0, and its payload, which fits. The digest that it has now. */
+static uint64_t write_record(uint64_t *words, uint64_t number, PyObject *payload)
+{
+    Py_ssize_t length = PyBytes_GET_SIZE(payload);
+    const char *bytes = PyBytes_AS_STRING(payload);
+    uint64_t sequence = (__atomic_load_n(&words[0], __ATOMIC_RELAXED) | 1) + 1;
+    __atomic_store_n(&words[0], sequence - 1, __ATOMIC_RELAXED);
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+    memcpy(words + HEADER_WORDS, bytes, length);
+    uint64_t digest = (uint64_t)length << 32 | checksum((uint32_t)(sequence << 8), (const unsigned char *)bytes, length);
+    __atomic_store_n(&words[1], number, __ATOMIC_RELAXED);
+    __atomic_store_n(&words[2], digest, __ATOMIC_RELAXED);
+    __atomic_store_n(&words[3], number ^ digest, __ATOMIC_RELAXED);
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+    __atomic_store_n(&words[0], sequence, __ATOMIC_RELAXED);
+    return digest;
+}
+
 /* --- a repeated call ---------------------------------------------------------------------------------------------- */
 
 /* 1: nothing stands in the way. 0: something does, which Python will name. -1: an error. */
@@ -431,7 +487,18 @@ static int is_unread(Replay *self, uint64_t number)
     return PyErr_Occurred() ? -1 : call && number >= call + (uint64_t)self->record_count;
 }
 
-/* Let the peers know of the call. Most posts change the number of a record alone (see sidelane.memory.record). */
+/* Keep in a record's attributes what its memory holds; they are what Python's writer goes by. */
+static int note_written(PyObject *record, PyObject *payload, uint64_t digest)
+{
+    PyObject *status = PyLong_FromLong(0), *number = PyLong_FromUnsignedLongLong(digest);
+    int failed = status == NULL || number == NULL || PyObject_SetAttr(record, n_status, status) ||
+                 PyObject_SetAttr(record, n_digest, number) || PyObject_SetAttr(record, n_written, payload);
+    Py_XDECREF(status);
+    Py_XDECREF(number);
+    return failed ? -1 : 0;
+}
+
+/* Let the peers know of the call. A post like the one that it replaces changes the number of a record alone. */
 static int post_number(Replay *self, Entry *entry, PyObject *number, uint64_t value)
 {
     Py_ssize_t slot = (Py_ssize_t)(value % (uint64_t)self->record_count);
@@ -448,15 +515,20 @@ static int post_number(Replay *self, Entry *entry, PyObject *number, uint64_t va
     int unread = known ? is_unread(self, value) : -1;
     if (unread < 0 || posting < 0 || PyErr_Occurred())
         return -1;
-    if (!repeats || unread || posting) {
+    if (unread || posting) {
         PyObject *arguments[] = {number, entry->signature};
         PyObject *done = PyObject_Vectorcall(self->post, arguments, 2, NULL);
         Py_XDECREF(done);
         return done == NULL ? -1 : 0;
     }
     uint64_t *words = self->record_words[slot];
-    __atomic_store_n(&words[1], value, __ATOMIC_RELAXED);
-    __atomic_store_n(&words[3], tie, __ATOMIC_RELAXED);
+    if (repeats) {
+        __atomic_store_n(&words[1], value, __ATOMIC_RELAXED);
+        __atomic_store_n(&words[3], tie, __ATOMIC_RELAXED);
+    } else if (PyObject_SetAttr(record, n_written, Py_None) ||
+               note_written(record, entry->payload, write_record(words, value, entry->payload))) {
+        return -1;
+    }
     if (__atomic_load_n(self->begun, __ATOMIC_RELAXED) < value)
         __atomic_store_n(self->begun, value, __ATOMIC_RELEASE);
     return 0;
@@ -839,6 +911,7 @@ PyMODINIT_FUNC PyInit_sidelane_replay(void)
             return NULL;
     if (PyType_Ready(&ReplayType) < 0)
         return NULL;
+    make_crc_table();
     PyObject *module = PyModule_Create(&definition);
     const char *effects[] = {"SET", "SET_NUMBER", "SET_PAIR", "APPEND_PAIR", "COUNT"};
     for (int i = 0; module != NULL && i < EFFECTS; i++)
