@@ -8,6 +8,7 @@ import pytest
 import torch.distributed as dist
 from ranks import RankPool
 
+from sidelane.memory import ordering
 from sidelane.memory.host_shared import SharedBytes
 from sidelane.memory.record import Record
 
@@ -51,6 +52,16 @@ def test_every_changed_byte_is_noticed(position: int, again: bool) -> None:
         record.write(8, 1, payload)
     memory[position] ^= 1
     assert record.read() is None
+
+
+def test_ctrl_c_within_a_fence_harms_no_later_one() -> None:
+    _, record = fresh()
+    record.write(1, 0, b"hello")
+    record._fence._lock.release()  # as if it had come between release and acquire
+    ordering._own.lock.acquire(False)
+    ordering._own.lock.release()
+    record.write(2, 0, b"world")
+    assert record.read() == (2, 0, b"world")
 
 
 def test_a_writer_that_died_at_work_leaves_no_record_and_its_successor_does() -> None:

@@ -216,6 +216,11 @@ def test_what_a_record_holds_otherwise_is_replaced(host: Host, change: str) -> N
     assert host.posted == []
 
 
+def test_a_payload_that_no_record_has_room_for_is_refused(host: Host) -> None:
+    with pytest.raises(ValueError, match=r"payload bytes .value=33, allowed=..32"):
+        host.remember(payload=bytes(33))
+
+
 def test_records_of_any_length_are_what_python_reads(module: ModuleType) -> None:
     host, draw = Host(module), random.Random(3)
     room = 32 + 2048

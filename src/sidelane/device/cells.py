@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from sidelane.device import layout
-from sidelane.device.flags import POLLS, give_up
+from sidelane.device.flags import POLLS, say_who_is_late, told_to_give_up
 from sidelane.device.memory import pointer
 
 CELLS_OFFSET = tl.constexpr(layout.CELLS_OFFSET)
@@ -60,7 +60,8 @@ def wait_for_cells(slot_address, ranks, index, mask, generation, board, spent):
         late = _late(cells, mask, generation)
         polls += 1
         if polls % POLLS == 0:
-            spent = give_up(board, tl.reshape(ranks, late.shape), late, generation)
+            say_who_is_late(board, tl.reshape(ranks, late.shape), late, generation)
+            spent = told_to_give_up(board)  # warps go on together: what is late they found out together
     return cells.to(tl.int32), spent
 
 

@@ -118,13 +118,14 @@ def _wait_for(arena, mask, generation, board, spent, phase):
         missing = tl.max(late)
         polls += 1
         if polls % POLLS == 0:
-            spent = give_up(board, lane, late, generation)
+            say_who_is_late(board, lane, late, generation)
+            spent = tl.load(board.to(tl.pointer_type(tl.int32)), volatile=True)
     # Loads find out when; the addition of 0 acquires. Each warp has polled for itself, so that some may have been told
     # to give up and others not: what decides from here on is the same for all, since they meet at barriers.
     missing = tl.max(_late(_acquire(flags, mask), mask, generation))
     while missing != 0:
         missing = tl.max(_late(_acquire(flags, mask), mask, generation))
-        told = _told_to_give_up(board)
+        told = told_to_give_up(board)
         missing = tl.where(told != 0, 0, missing)
         spent = tl.where(told != 0, told, spent)
     tl.debug_barrier()
@@ -132,16 +133,17 @@ def _wait_for(arena, mask, generation, board, spent, phase):
 
 
 @triton.jit
-def give_up(board, ranks, late, generation):
-    """Write on the board which of ``ranks`` are late, and read there whether to give up: 0 for going on."""
-    words = board.to(tl.pointer_type(tl.int32))
-    tl.store(words + WAITING + ranks, tl.zeros_like(late) + generation, mask=late != 0)
-    return tl.load(words, volatile=True)
+def say_who_is_late(board, ranks, late, generation):
+    """Write on the board which of ``ranks`` are late."""
+    words = board.to(tl.pointer_type(tl.int32)) + WAITING
+    tl.store(words + ranks, tl.zeros_like(late) + generation, mask=late != 0)
 
 
 @triton.jit
-def _told_to_give_up(board):
-    """What the host has said, the same for all threads of a block: each reads it, and the largest value counts."""
+def told_to_give_up(board):
+    """What the host has said, 0 for going on, the same for all threads of a block: each reads it, and the largest value
+    counts.
+    """
     return tl.max(tl.load(board.to(tl.pointer_type(tl.int32)) + tl.zeros([MOST_THREADS], tl.int32), volatile=True))
 
 

@@ -21,32 +21,35 @@ import threading
 
 
 class Fence:
-    """The fence of one writer, which one thread uses at a time: it need not look for the lock of the thread.
+    """The fence of one writer, which one thread uses at a time: it need not look for the lock of the thread."""
 
-    Call ``release`` and then ``acquire``, which never blocks: together they order as :func:`full_fence` does.
-    """
-
-    __slots__ = ("acquire", "release")
+    __slots__ = ("_lock",)
 
     def __init__(self) -> None:
-        lock = threading.Lock()
-        lock.acquire()
-        self.release, self.acquire = lock.release, lock.acquire
+        self._lock = threading.Lock()
+
+    def full(self) -> None:
+        """Order as :func:`full_fence` does."""
+        _order(self._lock)
 
 
-class _HeldLock(threading.local):
-    """A lock of each thread, always held by it, so that letting go and taking it again never blocks."""
+class _OwnLock(threading.local):
+    """A lock of each thread, which nobody else takes."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.lock.acquire()
 
 
-_held = _HeldLock()
+_own = _OwnLock()
 
 
 def full_fence() -> None:
     """Order every access of this thread before the call in front of every one after it, as other processes see them."""
-    lock = _held.lock
+    _order(_own.lock)
+
+
+def _order(lock: threading.Lock) -> None:
+    # It is held between the calls, or else a Ctrl-C came in here.
+    lock.acquire(False)
     lock.release()
     lock.acquire()

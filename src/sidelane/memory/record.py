@@ -26,6 +26,7 @@ class Record:
 
     Attributes:
         written, status, digest: what this object, the writer's, last put there; ``written`` is None while it does.
+        room: bytes that a payload may have.
     """
 
     HEADER_BYTES = 32
@@ -34,6 +35,7 @@ class Record:
     def __init__(self, view: memoryview) -> None:
         self._words = view[: self.HEADER_BYTES].cast("Q")
         self._payload = view[self.HEADER_BYTES :]
+        self.room = len(self._payload)
         self.written: bytes | None = None
         self.status = self.digest = 0
         self._fence = Fence()
@@ -63,18 +65,16 @@ class Record:
         length = len(payload)
         if not 0 <= status < 256:
             raise ValueError(f"Record.write: status (value={status}, allowed=0..255)")
-        if length > len(self._payload):
-            raise ValueError(f"Record.write: payload bytes (value={length}, allowed=..{len(self._payload)})")
+        if length > self.room:
+            raise ValueError(f"Record.write: payload bytes (value={length}, allowed=..{self.room})")
         self.written, fence = None, self._fence
         sequence = (words[0] | 1) + 1  # a predecessor that never finished leaves an odd one
         words[0] = sequence - 1
-        fence.release()
-        fence.acquire()
+        fence.full()
         self._payload[:length] = payload
         digest = status << 56 | length << 32 | _checksum(sequence, status, payload)
         words[1], words[2], words[3] = number, digest, number ^ digest
-        fence.release()
-        fence.acquire()
+        fence.full()
         words[0] = sequence
         self.written, self.status, self.digest = payload, status, digest
 

@@ -80,7 +80,7 @@ typedef struct {
     PyObject *control, *post, *post_lock, *try_lock, *unlock, *count_version, *tensor_type;
     PyObject *records;
     uint64_t **record_words, *begun;
-    Py_ssize_t record_count;
+    Py_ssize_t record_count, room; /* records, and bytes of a payload that each has room for */
     long long index_value;
     Entry *table[TABLE];
     unsigned next_victim;
@@ -340,6 +340,11 @@ static PyObject *replay_remember(Replay *self, PyObject *all)
         goto fail;
     if (entry->turn != Py_None && !is_guard(entry->turn, 4))
         goto fail;
+    if (PyBytes_GET_SIZE(entry->payload) > self->room) {
+        PyErr_Format(PyExc_ValueError, "remember: payload bytes (value=%zd, allowed=..%zd)",
+                     PyBytes_GET_SIZE(entry->payload), self->room);
+        goto fail;
+    }
     Request *request = &entry->request;
     request->tensors = PyTuple_GET_SIZE(tensors);
     if (request->tensors < 1 || request->tensors > MOST_TENSORS) {
@@ -525,9 +530,11 @@ static int post_number(Replay *self, Entry *entry, PyObject *number, uint64_t va
     if (repeats) {
         __atomic_store_n(&words[1], value, __ATOMIC_RELAXED);
         __atomic_store_n(&words[3], tie, __ATOMIC_RELAXED);
-    } else if (PyObject_SetAttr(record, n_written, Py_None) ||
-               note_written(record, entry->payload, write_record(words, value, entry->payload))) {
-        return -1;
+    } else {
+        if (PyObject_SetAttr(record, n_written, Py_None))
+            return -1;
+        if (note_written(record, entry->payload, write_record(words, value, entry->payload)))
+            PyErr_Clear(); /* there is no memory, but a post: what is written is not known, and replaced the next time */
     }
     if (__atomic_load_n(self->begun, __ATOMIC_RELAXED) < value)
         __atomic_store_n(self->begun, value, __ATOMIC_RELEASE);
@@ -788,6 +795,11 @@ static int read_records(Replay *self, PyObject *words)
         PyErr_SetString(PyExc_ValueError, "Replay: every record has its words, and there is one at least");
         return -1;
     }
+    PyObject *room = PyObject_GetAttrString(PyTuple_GET_ITEM(self->records, 0), "room");
+    self->room = room == NULL ? -1 : PyLong_AsSsize_t(room);
+    Py_XDECREF(room);
+    if (PyErr_Occurred())
+        return -1;
     self->record_words = PyMem_Calloc(self->record_count, sizeof(uint64_t *));
     if (self->record_words == NULL)
         return PyErr_NoMemory(), -1;
