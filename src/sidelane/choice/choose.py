@@ -29,8 +29,8 @@ SMALL_BYTES = 1 << 20
 more on its two handshakes than a kernel on everything up to about here (``results/h200x4/collectives.json``)."""
 
 BROADCAST_BYTES = 128 << 20
-"""Likewise for broadcasts among two ranks: on two H200s kernels take 53 us for 16 MB and copy engines 67, for 64 MB 187
-and 191, for 256 MB 732 and 698 (``results/h200x2/broadcasts.json``). Among more ranks kernels are taken at any size:
+"""Likewise for broadcasts among two ranks: on two H200s kernels take 52 us for 16 MB and copy engines 65, for 64 MB 187
+and 193, for 256 MB 732 and 699 (``results/h200x2/broadcasts.json``). Among more ranks kernels are taken at any size:
 what they send leaves the root once, and with copy engines once for each peer. Nothing there was measured."""
 
 STAGING_BYTES_PER_US = 1.6e6
