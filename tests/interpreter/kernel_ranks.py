@@ -24,7 +24,6 @@ import triton.language as tl
 
 from sidelane.device import (
     broadcast_cells,
-    broadcast_parcels,
     broadcast_push,
     cells,
     exchange_cells,
@@ -90,7 +89,6 @@ def dead_peer(world: World) -> None:
         exchange_cells.arrange(world.site, output.data_ptr(), input.data_ptr(), part, distinct=True),
         push.arrange(world.site, outputs, input.data_ptr(), part, distinct=True),
         broadcast_cells.arrange(world.site, input.data_ptr(), part, 0),
-        broadcast_parcels.arrange(world.site, input.data_ptr(), part, 0),
         broadcast_push.arrange(world.site, output.data_ptr(), outputs, part, 0, staged=False),
         list_broadcast_push.arrange(world.site, table, world.place_table(table.values), 0, None),
     ):
