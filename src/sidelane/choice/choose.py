@@ -136,8 +136,7 @@ def _of_list(call: Call, legal: tuple[Candidate, ...]) -> Choice:
     # An all_to_all in place cannot be written into while it is read.
     reaches = call.symmetric and not (call.kind is Kind.ALL_TO_ALL and call.in_place)
     most = reached if reaches else staged
-    if call.kind is Kind.BROADCAST and call.world_size > 2:
-        most = math.inf
+    most = math.inf if _is_relayed(call) else most
     if kernel is not None and call.nbytes < most:
         pick, how = kernel, "one kernel for all" + (f" below {int(most) >> 20} MiB" if most < math.inf else "")
     else:
@@ -190,4 +189,9 @@ def _most_by_thumb(call: Call) -> float:
     """Bytes below which a kernel is taken that was not measured."""
     if call.kind is not Kind.BROADCAST:
         return SMALL_BYTES
-    return BROADCAST_BYTES if call.world_size == 2 else math.inf
+    return math.inf if _is_relayed(call) else BROADCAST_BYTES
+
+
+def _is_relayed(call: Call) -> bool:
+    """A kernel sends it from the root once, and copy engines once for each peer: see ``BROADCAST_BYTES``."""
+    return call.kind is Kind.BROADCAST and call.world_size > 2

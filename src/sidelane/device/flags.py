@@ -25,6 +25,7 @@ MOST_AHEAD = tl.constexpr(8)
 ahead was not written for 2**31 generations."""
 
 MOST_THREADS = tl.constexpr(1024)
+"""Of a block: what as many lanes read, all of its threads have read."""
 
 POLLS = tl.constexpr(8192)
 """Polls between two looks at the board: some milliseconds. All warps of a block look, across PCIe, and that traffic

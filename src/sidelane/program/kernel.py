@@ -23,7 +23,8 @@ outputs they gain 0.9 us over pushes there, of 11; into ordinary ones 4 over pul
 
 BLOCKS, MOST_BLOCKS = 64, 128
 """Thread blocks that a kernel may have: half of an H200, and for parts from ``LARGE_PART_BYTES`` on nearly all of it.
-64 of them push 64 MiB in 155 us and 1 GiB in 2,354 there, 128 in 152 and 2,309; 16 are enough up to 1 MiB."""
+64 of them push 64 MiB in 155 us and 1 GiB in 2,354 there, 128 in 152 and 2,309; 16 are enough up to 1 MiB. Direct
+reductions in two shots among two ranks may have all of them at any size (``device/reduce_direct.py``)."""
 
 NARROW = "_narrow"
 """How the variants of reductions end that leave nine tenths of the SMs to others."""
