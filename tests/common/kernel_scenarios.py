@@ -19,6 +19,7 @@ from sidelane.device import (
     broadcast_cells,
     broadcast_parcels,
     broadcast_push,
+    broadcast_relay,
     exchange_cells,
     exchange_parcels,
     layout,
@@ -248,13 +249,16 @@ def broadcasting(world: World) -> None:
     """Every kernel that broadcasts, from every root, one tensor and several, and other kernels between."""
     delay = random.Random(world.rank)
     draw = random.Random(6)  # alike on all ranks
-    for call in range(20):
+    ways = ("cells", "parcels", "push", "stage", *["relay"] * (world.world_size > 2))
+    for call in range(24):
         if delay.random() < 0.3:
             time.sleep(0.01 * delay.random())
-        way, root = draw.choice(("cells", "parcels", "push", "stage")), draw.randrange(world.world_size)
+        way, root = draw.choice(ways), draw.randrange(world.world_size)
         tiles = draw.choice((0, 1, 3, 8, 17))
         sizes = [tiles * relay.TILE_BYTES + draw.choice((1, 48, 4100, 2051)) if way in ("push", "stage") else 4099]
-        if draw.random() < 0.5:
+        if way == "relay":
+            sizes = [draw.choice((1, 4096, 20_000, 50_001))]
+        elif draw.random() < 0.5:
             sizes += [draw.choice((1, 30, 64, 5000, 40_000)) for _ in range(draw.randint(0, 4))]
             sizes = [min(nbytes, 40_000) if way in ("cells", "parcels") else nbytes for nbytes in sizes]
         _broadcast(world, sizes, way, root, seed=call)
@@ -262,7 +266,8 @@ def broadcasting(world: World) -> None:
             _move(world, 100, 0, True, draw.choice(("cells", "parcels", "pull")), False, seed=call)
     walk = world.stumble(0.3, 0.03) if world.rank == 0 else lambda: None
     for call in range(12):  # a root hears nothing of its peers' data, and must not run away from them
-        _broadcast(world, [4096], ("cells", "cells", "parcels", "parcels")[call % 4], call // 3 % 2, seed=call)
+        way = ("cells", "cells", "parcels", "parcels", ways[-1], ways[-1])[call % 6]
+        _broadcast(world, [4096], way, call // 3 % 2, seed=call)
     walk()
 
 
@@ -295,6 +300,8 @@ def _broadcast(world: World, sizes: list[int], way: str, root: int, seed: int) -
             world.launch(broadcast_cells.arrange(world.site, *given))
         elif way == "parcels":
             world.launch(broadcast_parcels.arrange(world.site, *given))
+        elif way == "relay":
+            world.launch(broadcast_relay.arrange(world.site, *given))
         else:
             targets = reached if stagings is None else stagings
             world.launch(broadcast_push.arrange(world.site, given[0], targets, *given[1:], staged=way == "stage"))

@@ -19,7 +19,7 @@ def test_moving(ranks: Ranks, sizes: tuple[int, ...]) -> None:
     assert min(ranks.run(CASES + "moving", sizes, timeout_s=120)) == 24 * len(sizes)
 
 
-@pytest.mark.parametrize("sizes", [(1, 7, 4096, 70_001), (393_216, 524_288, 524_289, 3_000_001, 40 << 20)])
+@pytest.mark.parametrize("sizes", [(1, 7, 4096, 70_001), (393_216, 524_288, 524_289, 1_572_864, 3_000_001, 40 << 20)])
 def test_broadcasting(ranks: Ranks, sizes: tuple[int, ...]) -> None:
     ranks_of = ranks.run(CASES + "broadcasting", sizes, timeout_s=120)
     assert min(ranks_of) == len(sizes) * len(ranks_of) * 6

@@ -20,6 +20,7 @@ from sidelane.device import (
     broadcast_cells,
     broadcast_parcels,
     broadcast_push,
+    broadcast_relay,
     exchange_cells,
     exchange_parcels,
     list_broadcast_parcels,
@@ -68,6 +69,7 @@ def moving(odd: int) -> Iterator[Launch]:
         yield pull.arrange(SITE, here, here, STAGINGS, large, distinct=distinct)
     yield broadcast_cells.arrange(SITE, here, small, 1)
     yield broadcast_parcels.arrange(SITE, here, small, 1)
+    yield broadcast_relay.arrange(SITE, here, large, 1)
     yield broadcast_push.arrange(SITE, here, reached, large, 1, staged=False)
     yield broadcast_push.arrange(SITE, here, STAGINGS, large, 1, staged=True)
     tables = table(odd, parcels.TILE_BYTES)

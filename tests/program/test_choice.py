@@ -321,11 +321,12 @@ def test_lists_are_one_kernel_or_have_one_engine_and_small_ones_are_graphs(given
 
     graph = Candidate(DMA, "b2b", launch="graph")
     engines = Abilities(launches=EVERYTHING.launches)
-    for nbytes, launched in ((1024, graph), ((32 << 20) - 1, graph), (32 << 20, B2B), (4 << 30, B2B)):
+    for nbytes, launched in ((1024, graph), ((32 << 20) - 1, graph), (32 << 20, B2B), (256 << 20, B2B), (4 << 30, B2B)):
         assert choice(nbytes, beside=COMPUTE, in_place=True) == B2B, "its copies are one call"
         kernel = nbytes < 256 << 20
         assert choice(nbytes) == (ONE_SHOT if kernel else launched)
-        assert choice(nbytes, captured=True) == (ONE_SHOT if kernel else B2B), "it is part of a graph already"
+        in_a_graph = ONE_SHOT if nbytes < 512 << 20 else B2B
+        assert choice(nbytes, captured=True) == in_a_graph, "it is part of a graph already"
         assert choice(nbytes, symmetric=False) == (ONE_SHOT if nbytes < 64 << 20 else launched), "it is staged"
         for reason in ({"beside": COMPUTE}, {"mixed": True}, {"even": False}, {"uniform": False}):
             assert choice(nbytes, **reason) == launched

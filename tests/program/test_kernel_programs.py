@@ -69,8 +69,11 @@ def all_to_all(part: int, *, in_place: bool = False, ranks: int = 4) -> Collecti
         (define.all_reduce([256, 44, 0, 0], SUM), "two_shot", False, Protocol.REDUCE, 4 * 256),
         (define.broadcast(KB, 4, 3, in_place=True), "one_shot", False, Protocol.CELLS, 0),
         (define.broadcast(512 * KB, 4, 3, in_place=True), "one_shot", True, Protocol.PARCELS, 0),
-        (define.broadcast(MB + 1, 4, 3, in_place=True), "one_shot", True, Protocol.PUSH, 0),
-        (define.broadcast(MB + 1, 4, 3, in_place=True), "one_shot", False, Protocol.STAGE, MB + 16),
+        (define.broadcast(512 * KB + 1, 4, 3, in_place=True), "one_shot", False, Protocol.RELAY, 0),
+        (define.broadcast(1536 * KB, 4, 3, in_place=True), "one_shot", True, Protocol.RELAY, 0),
+        (define.broadcast(MB + 1, 2, 1, in_place=True), "one_shot", True, Protocol.PUSH, 0),
+        (define.broadcast(2 * MB, 4, 3, in_place=True), "one_shot", True, Protocol.PUSH, 0),
+        (define.broadcast(2 * MB + 1, 4, 3, in_place=True), "one_shot", False, Protocol.STAGE, 2 * MB + 16),
     ],
 )
 def test_which_kernel(collective: Collective, variant: str, symmetric: bool, protocol: Protocol, staging: int) -> None:
@@ -176,10 +179,9 @@ class Rank:
 
 
 def addresses(program: KernelProgram) -> Addresses:
-    bases = {
-        (rank, buffer): MB * (10 * rank + 1 + list(Buffer).index(buffer)) for rank in range(3) for buffer in Buffer
-    }
-    return Addresses(bases, (), (64 * MB, 128 * MB, 192 * MB))
+    ranks = range(program.world_size)
+    bases = {(rank, buffer): MB * (10 * rank + 1 + list(Buffer).index(buffer)) for rank in ranks for buffer in Buffer}
+    return Addresses(bases, (), tuple(64 * MB * (1 + rank) for rank in ranks))
 
 
 @pytest.fixture
@@ -288,6 +290,7 @@ def test_nothing_to_move_launches_nothing(rank: Rank) -> None:
         (define.all_reduce([MB] * 3, SUM), "two_shot"),
         (define.broadcast(KB, 3, 0, in_place=True), "one_shot"),
         (define.broadcast(512 * KB, 3, 1, in_place=True), "one_shot"),
+        (define.broadcast(MB, 4, 1, in_place=True), "one_shot"),
         (define.broadcast(9 * MB, 3, 2, in_place=True), "one_shot"),
     ],
     ids=lambda value: str(value),

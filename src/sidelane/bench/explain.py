@@ -43,6 +43,7 @@ HOW: Mapping[Protocol, str] = MappingProxyType(
     {
         Protocol.CELLS: "every 4 bytes with a flag of their own, into the peers' slots",
         Protocol.PARCELS: "as it is, into places of the peers that are for it alone",
+        Protocol.RELAY: "a parcel for each peer, which passes it on to all others",
         Protocol.PUSH: "into the peers' outputs",
         Protocol.STAGE: "into the peers' staging, and from there into each output",
         Protocol.PULL: "out of the peers' staging",

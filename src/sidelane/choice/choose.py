@@ -31,7 +31,8 @@ more on its two handshakes than a kernel on everything up to about here (``resul
 BROADCAST_BYTES = 128 << 20
 """Likewise for broadcasts among two ranks: on two H200s kernels take 52 us for 16 MB and copy engines 65, for 64 MB 187
 and 193, for 256 MB 732 and 699 (``results/h200x2/broadcasts.json``). Among more ranks kernels are taken at any size:
-what they send leaves the root once, and with copy engines once for each peer. Nothing there was measured."""
+what they send leaves the root once, and with copy engines once for each peer: 1 GiB among four 3.1 ms and 8.1
+(``results/h200x4/broadcasts.json``)."""
 
 STAGING_BYTES_PER_US = 1.6e6
 STAGED_US = {"one_shot": 2.0, "two_shot": 5.0}
@@ -46,19 +47,20 @@ LISTED_GRAPH_BYTES = 32 * MB
 an all_gather or a broadcast in place, whose copies are one call anyway. On two H200s, with eight tensors from 64 KB to
 256 MB, that takes 1.02 times as long as their best, plain calls 1.20 (``results/h200x2/lists.json``)."""
 
-LISTED_KERNEL_BYTES: Mapping[Kind, tuple[int, float]] = MappingProxyType(
+LISTED_KERNEL_BYTES: Mapping[Kind, tuple[int, float, float]] = MappingProxyType(
     {
-        Kind.ALL_GATHER: (64 * MB, 256 * MB),
-        Kind.ALL_TO_ALL: (64 * MB, 256 * MB),
-        Kind.BROADCAST: (64 * MB, BROADCAST_BYTES),
-        Kind.REDUCE_SCATTER: (128 * MB, math.inf),
-        Kind.ALL_REDUCE: (128 * MB, math.inf),
+        Kind.ALL_GATHER: (64 * MB, 256 * MB, 512 * MB),
+        Kind.ALL_TO_ALL: (64 * MB, 256 * MB, 512 * MB),
+        Kind.BROADCAST: (64 * MB, BROADCAST_BYTES, BROADCAST_BYTES),
+        Kind.REDUCE_SCATTER: (128 * MB, math.inf, math.inf),
+        Kind.ALL_REDUCE: (128 * MB, math.inf, math.inf),
     }
 )
-"""Below this a list goes by one kernel: by way of staging, and where peers reach the tensors. On two H200s, with eight
-tensors, copy engines are within 4% from there on, and take no compute units; what they add hides nothing, so that
-kernels which read where the tensors lie stay ahead (``results/h200x2/lists.json``). Staged lists: probes, in
-docs/performance.md. Broadcasts among more than two ranks: see ``BROADCAST_BYTES``."""
+"""Below this a list goes by one kernel: by way of staging; where peers reach the tensors, eager; the same, in graphs.
+With eight tensors, copy engines are within 4% from there on, and take no compute units; in graphs of 256 MB, where
+every copy is a node, they are 3 to 5% behind on two H200s and 6 to 9% on four. What they add hides nothing, so that
+kernels which read where the tensors lie stay ahead (``lists.json`` in ``results/h200x2`` and ``h200x4``). Staged lists:
+probes, in docs/performance.md. Broadcasts among more than two ranks: see ``BROADCAST_BYTES``."""
 
 EQUALS = 1.005
 """Expected times that differ by less say nothing: medians of a few rounds repeat no better."""
@@ -132,10 +134,10 @@ def _of_list(call: Call, legal: tuple[Candidate, ...]) -> Choice:
     shots = ("two_shot", "one_shot") if twice else ("one_shot",)
     kernels = {found.variant: found for found in legal if found.implementation == SM}
     kernel = next((kernels[variant] for variant in shots if variant in kernels), None)
-    staged, reached = LISTED_KERNEL_BYTES.get(call.kind, (0, 0))
+    staged, reached, reached_in_graphs = LISTED_KERNEL_BYTES.get(call.kind, (0, 0, 0))
     # An all_to_all in place cannot be written into while it is read.
     reaches = call.symmetric and not (call.kind is Kind.ALL_TO_ALL and call.in_place)
-    most = reached if reaches else staged
+    most = (reached_in_graphs if call.captured else reached) if reaches else staged
     most = math.inf if _is_relayed(call) else most
     if kernel is not None and call.nbytes < most:
         pick, how = kernel, "one kernel for all" + (f" below {int(most) >> 20} MiB" if most < math.inf else "")

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from sidelane.device.cells import put_cells, slot, wait_for_cells
-from sidelane.device.flags import addresses_of, end_generation, next_generation, relaxed_signal, wait
+from sidelane.device.flags import addresses_of, end_generation, next_generation, relaxed_signal, relaxed_wait
 from sidelane.device.launch import Launch, Site, cells_launch
 from sidelane.device.memory import load_words, store_words
 
@@ -73,7 +73,7 @@ def _broadcast_cells(
             )
             store_words(output, index, words, nbytes, index < cells, UNIT, ALIGNED)
             start += step
-    spent = wait(p0, generation, board, spent, 0, N)
+    relaxed_wait(p0, generation, board, spent, 0, N)
     end_generation(p0, generation)
 
 

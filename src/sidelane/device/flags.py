@@ -109,18 +109,20 @@ def wait_for_rank(arena, sender, generation, board, spent, phase):
 
 
 @triton.jit
+def relaxed_wait(arena, generation, board, spent, PHASE: tl.constexpr, N: tl.constexpr):
+    """As :func:`wait`, but acquires nothing, and warps go on one by one: for a block that only needs to know that the
+    kernels of all ranks run, and does nothing after it but end.
+    """
+    lane = tl.arange(0, MAX_RANKS)
+    flags = _flags(arena + tl.zeros([MAX_RANKS], tl.int64), PHASE) + lane
+    _poll(flags, lane < N, generation, board, spent)
+
+
+@triton.jit
 def _wait_for(arena, mask, generation, board, spent, phase):
     lane = tl.arange(0, MAX_RANKS)
     flags = _flags(arena + tl.zeros([MAX_RANKS], tl.int64), phase) + lane
-    missing = tl.max(_late(tl.load(flags, mask=mask, other=0, volatile=True), mask, generation))
-    polls = 0
-    while (missing != 0) & (spent == 0):
-        late = _late(tl.load(flags, mask=mask, other=0, volatile=True), mask, generation)
-        missing = tl.max(late)
-        polls += 1
-        if polls % POLLS == 0:
-            say_who_is_late(board, lane, late, generation)
-            spent = tl.load(board.to(tl.pointer_type(tl.int32)), volatile=True)
+    spent = _poll(flags, mask, generation, board, spent)
     # Loads find out when; the addition of 0 acquires. Each warp has polled for itself, so that some may have been told
     # to give up and others not: what decides from here on is the same for all, since they meet at barriers.
     missing = tl.max(_late(_acquire(flags, mask), mask, generation))
@@ -130,6 +132,22 @@ def _wait_for(arena, mask, generation, board, spent, phase):
         missing = tl.where(told != 0, 0, missing)
         spent = tl.where(told != 0, told, spent)
     tl.debug_barrier()
+    return spent
+
+
+@triton.jit
+def _poll(flags, mask, generation, board, spent):
+    """Load until nobody is late; not 0 if the host has told this warp to give up."""
+    lane = tl.arange(0, MAX_RANKS)
+    missing = tl.max(_late(tl.load(flags, mask=mask, other=0, volatile=True), mask, generation))
+    polls = 0
+    while (missing != 0) & (spent == 0):
+        late = _late(tl.load(flags, mask=mask, other=0, volatile=True), mask, generation)
+        missing = tl.max(late)
+        polls += 1
+        if polls % POLLS == 0:
+            say_who_is_late(board, lane, late, generation)
+            spent = tl.load(board.to(tl.pointer_type(tl.int32)), volatile=True)
     return spent
 
 

@@ -42,13 +42,14 @@ class Protocol(StrEnum):
     """How the bytes travel (docs/kernels.md).
 
     ``cells``: every 4 bytes with a flag of their own, into slots. ``parcels``: as it is, into places of its own.
-    ``push``: into the peers' outputs. ``stage``: into their staging, for broadcasts. ``pull``: out of the peers'
-    staging. ``reduce``: the same, for collectives that reduce. ``direct``: these, but out of the peers' inputs, and in
-    two shots into their outputs.
+    ``relay``: a parcel for each peer, which all others get from there, for broadcasts. ``push``: into the peers'
+    outputs. ``stage``: into their staging, for broadcasts. ``pull``: out of the peers' staging. ``reduce``: the same,
+    for collectives that reduce. ``direct``: these, but out of the peers' inputs, and in two shots into their outputs.
     """
 
     CELLS = "cells"
     PARCELS = "parcels"
+    RELAY = "relay"
     PUSH = "push"
     STAGE = "stage"
     PULL = "pull"
@@ -153,6 +154,8 @@ def _protocol_of(collective: Collective, variant: str, *, symmetric_input: bool,
     kind, part, two_shot = collective.kind, part_bytes_of(collective, variant), is_two_shot(variant)
     if not two_shot and part <= most_cell_bytes(collective.world_size):
         return Protocol.CELLS
+    if kind is Kind.BROADCAST and _is_worth_relaying(part, collective.world_size):
+        return Protocol.RELAY
     if not two_shot and part <= MOST_PARCEL_BYTES:
         return Protocol.PARCELS
     if kind in REDUCING:
@@ -213,6 +216,20 @@ def most_cell_bytes(world_size: int) -> int:
     """Largest part that is sent as cells, which need one fence less than parcels and double the bytes on the link."""
     return min(MOST_CELL_BYTES, _CELL_BYTES_OF_A_RANK // max(1, world_size - 1))
 
+
+def _is_worth_relaying(nbytes: int, world_size: int) -> bool:
+    """True for broadcasts as parcels that peers pass on: less to send for the root, one hop more.
+
+    >>> [_is_worth_relaying(512 << 10, world_size) for world_size in (2, 3, 4, 5, 8)]
+    [False, False, False, True, True]
+    """
+    saved = nbytes * (world_size - 2)
+    return world_size > 2 and saved > _RELAY_SAVES_BYTES and nbytes <= (world_size - 1) * MOST_PARCEL_BYTES
+
+
+_RELAY_SAVES_BYTES = 1 << 20
+"""What a relay saves the root at least: among four, parcels take 8.6 us for 256 KB and 10.9 for 512 KB, relayed ones
+10.5 and 11.3; 1 MB takes 15.5 as pushes into outputs, relayed 14.5 (docs/kernels.md)."""
 
 _CELL_BYTES_OF_A_RANK = 384 << 10
 """What a rank sends to all its peers where cells and parcels are equally fast; four H200s (docs/kernels.md)."""

@@ -15,6 +15,7 @@ from sidelane.device import (
     broadcast_cells,
     broadcast_parcels,
     broadcast_push,
+    broadcast_relay,
     exchange_cells,
     exchange_parcels,
     pull,
@@ -226,6 +227,8 @@ def _arrange_broadcast(
         return broadcast_cells.arrange(site, data, part, root)
     if program.protocol is Protocol.PARCELS:
         return broadcast_parcels.arrange(site, data, part, root)
+    if program.protocol is Protocol.RELAY:
+        return broadcast_relay.arrange(site, data, part, root)
     staged = program.protocol is Protocol.STAGE
     targets = everyone(Buffer.STAGING if staged else Buffer.OUTPUT)
     return broadcast_push.arrange(site, data, targets, part, root, staged=staged)
