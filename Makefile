@@ -7,6 +7,7 @@
 # RESULTS        file for the summary of `make test-device`; folder for the files of `make results`.
 # STUDIES        what `make results` measures; all if empty (tools/measure_node.py has the list).
 # DEMO, TESTS    further options of `sidelane demo`; what pytest runs in `make test`.
+# DEVICE_TESTS   what pytest runs in `make test-device`: some of its files where GPUs are lent for less than all takes.
 # PARALLEL       how `make test` shares the test files among processes. Most tests start ranks of their own: few is best.
 
 PYTHON ?= python3
@@ -15,6 +16,7 @@ RESULTS ?=
 STUDIES ?=
 DEMO ?=
 TESTS ?= tests --ignore=tests/device
+DEVICE_TESTS ?= tests/device
 PARALLEL ?= --numprocesses 2 --dist loadfile
 
 BIN := .venv/bin
@@ -38,7 +40,7 @@ test: $(READY) ## lint, check types, run every test that needs no GPU
 	@$(BIN)/python -m pytest $$($(BIN)/python -c "import xdist" 2>/dev/null && echo $(PARALLEL)) $(TESTS)
 
 test-device: $(READY) ## run the tests that need GPUs; RESULTS=file writes a summary
-	@$(BIN)/python tools/device_tests.py $(if $(RESULTS),--summary "$(RESULTS)")
+	@$(BIN)/python tools/device_tests.py $(DEVICE_TESTS) $(if $(RESULTS),--summary "$(RESULTS)")
 
 results: $(READY) ## measure a machine with GPUs: all but c3 of what is published, into the folder RESULTS
 	@$(BIN)/python tools/measure_node.py --out "$(or $(RESULTS),$(error RESULTS=folder is needed))" $(STUDIES)

@@ -1,4 +1,7 @@
-"""Run the tests that need GPUs and, if asked, write down what ran where. `make test-device` calls it."""
+"""Run the tests that need GPUs and, if asked, write down what ran where. `make test-device` calls it.
+
+All other arguments are pytest's, the files to run among them.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,6 @@ from sidelane.bench import provenance
 from sidelane.machine import local
 from sidelane.machine.inventory import machine_name
 
-ROOT = Path(__file__).resolve().parent.parent
 MOST_CHARACTERS = 3000
 UNFINISHED = "unfinished"
 
@@ -57,7 +59,7 @@ class Summary:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--summary", type=Path, help="file for what ran where")
-    arguments, others = parser.parse_known_args()
+    arguments, of_pytest = parser.parse_known_args()
     if local.device_type_and_count()[1] == 0:
         print("[sidelane] no GPU that Sidelane drives: there is nothing to test here", file=sys.stderr)
         return 2
@@ -65,7 +67,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     summary = Summary()
     started = time.monotonic()
-    code = pytest.main([str(ROOT / "tests" / "device"), *others], plugins=[summary])
+    code = pytest.main(of_pytest, plugins=[summary])
     if arguments.summary:
         arguments.summary.parent.mkdir(parents=True, exist_ok=True)
         arguments.summary.write_text(summary.text(time.monotonic() - started), encoding="utf-8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from ranks import RankPool
 
 from sidelane.bench.baselines_cpu import Gloo
 from sidelane.bench.candidates import Candidate, Prepared, Tensors, candidates_of, views
+from sidelane.bench.collective_bench import hides_launches
 from sidelane.bench.measure import Job, Meter, Rounds
 from sidelane.bench.reference import KINDS, Case, fill_input, output_error, poison, rounded_bytes
 from sidelane.program.collective import Kind
@@ -229,3 +231,19 @@ def test_what_is_timed_on_a_device_is_the_call_alone(device: str) -> None:
     assert (job.repeats, job.calls) == (3, 3)
     job.run()
     assert made == [{"cuda": "bound window", "cpu": "waited for window"}[device]]
+
+
+@pytest.mark.parametrize(
+    ("device", "launch", "nbytes", "hidden"),
+    [
+        ("cuda", "eager", 48 << 14, False),
+        ("cuda", "eager", 48 << 20, True),
+        ("cuda", "graph", 480, True),
+        ("cpu", "eager", 48 << 20, False),
+    ],
+)
+def test_launches_are_no_part_of_graphs_and_of_what_takes_long(
+    device: str, launch: str, nbytes: int, hidden: bool
+) -> None:
+    case = dataclasses.replace(case_of(Kind.ALL_GATHER, nbytes=nbytes), device=torch.device(device))
+    assert hides_launches(case, Candidate("nccl", launch=launch)) == hidden

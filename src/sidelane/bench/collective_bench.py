@@ -29,7 +29,8 @@ SAMPLE_US = {"cpu": 10_000.0, "gpu": 2_000.0}
 
 FEW_ROUNDS_FROM_BYTES = 256 << 20
 FEW_ROUNDS = 9
-HIDE_LAUNCH_FROM_US = 100.0
+HIDDEN_LAUNCH_US = 100.0
+"""What takes as long is timed without its launches, behind a spin of the device that takes that long."""
 PROFILED_BYTES = 16 << 20
 CACHED = ("b2b+graph", f"{ALTERNATING}+graph")
 """Variants that are measured as cached graphs too, without being asked for."""
@@ -296,13 +297,22 @@ def _attempt_run(meter: Meter, prepared: Prepared, seed: int, *, runs: int) -> _
 def _time(
     meter: Meter, prepared: Mapping[Candidate, Prepared], case: Case, options: CollectiveOptions
 ) -> dict[Candidate, Rounds]:
-    # What takes long is bound by the device, however it is launched; the clock starts when the host is done. Of a list
-    # each tensor must take that long: to hand over fewer calls is a part of what a list is for.
-    expected_us = _expected_us(case.kind, case.nbytes // case.tensors, case.device.type)
-    hide_us = HIDE_LAUNCH_FROM_US if expected_us >= HIDE_LAUNCH_FROM_US and case.device.type != "cpu" else 0.0
-    jobs: dict[Candidate, Job] = {candidate: bound.job(hide_us) for candidate, bound in prepared.items()}
+    jobs: dict[Candidate, Job] = {
+        candidate: bound.job(HIDDEN_LAUNCH_US if hides_launches(case, candidate) else 0.0)
+        for candidate, bound in prepared.items()
+    }
     repeats = min(options.repeats, FEW_ROUNDS) if case.nbytes >= FEW_ROUNDS_FROM_BYTES else options.repeats
     return meter.rounds(jobs, warmup=options.warmup, repeats=repeats) if jobs else {}
+
+
+def hides_launches(case: Case, candidate: Candidate) -> bool:
+    """True where the clock starts when the host is done.
+
+    What takes long is bound by the device, however it is launched, and a graph is timed for what the device makes of
+    it. Of a list each tensor must take that long: to hand over fewer calls is a part of what a list is for.
+    """
+    expected_us = _expected_us(case.kind, case.nbytes // case.tensors, case.device.type)
+    return case.device.type != "cpu" and (candidate.launch == "graph" or expected_us >= HIDDEN_LAUNCH_US)
 
 
 def _row(case: Case, candidate: Candidate, rounds: Rounds | None, problem: _Problem | None) -> CollectiveRow:
