@@ -90,11 +90,19 @@ def test_a_narrow_kernel_that_was_not_measured_is_judged_by_the_wide_one():
     given = {"kind": Kind.REDUCE_SCATTER}
     slow = curve(B2B, (1024, 50.0), (1 << 20, 60.0), **given)
     measured = profile(curve(wide, (1024, 5.0), (1 << 20, 10.0), **given), slow)
-    assert choose(measured, Call(Kind.REDUCE_SCATTER, 4, 1024)).candidate == wide, "and never before it"
     beside = Call(Kind.REDUCE_SCATTER, 4, 1024, beside=COMPUTE)
     assert choose(measured, beside).candidate == narrow
     measured = profile(*measured.curves, curve(narrow, (1024, 70.0), (1 << 20, 80.0), **given))
     assert choose(measured, beside).candidate == B2B, "its own times count"
+
+
+def test_a_narrow_kernel_is_for_calls_beside_compute():
+    wide, narrow = Candidate(SM, "one_shot"), Candidate(SM, "one_shot_narrow")
+    given = {"kind": Kind.REDUCE_SCATTER}
+    measured = profile(curve(wide, (1024, 5.0), **given), curve(narrow, (1024, 4.8), **given))
+    call = Call(Kind.REDUCE_SCATTER, 4, 1024)
+    assert choose(measured, call).candidate == wide, "it is the same kernel, and its time chance"
+    assert "nothing runs beside" in objection(call, narrow)
 
 
 def test_equals_go_by_preference():

@@ -174,8 +174,11 @@ def objection(call: Call, candidate: Candidate, abilities: Abilities = EVERYTHIN
     """Why a candidate is not legal for a call; empty if it is."""
     if not abilities.include(candidate):
         return "not available on this machine"
-    if call.beside == COMPUTE and candidate.launches_kernels and not candidate.variant.endswith(NARROW):
+    narrow = candidate.variant.endswith(NARROW)
+    if call.beside == COMPUTE and candidate.launches_kernels and not narrow:
         return "takes compute units from what runs beside it"
+    if call.beside != COMPUTE and narrow:
+        return "leaves compute units to nobody: nothing runs beside it"
     if call.captured and candidate.launch == GRAPH:
         return "the call is part of a graph already"
     if candidate.variant in ("bcst", "swap") and not call.symmetric and call.world_size > 1:
