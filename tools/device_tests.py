@@ -1,6 +1,6 @@
 """Run the tests that need GPUs and, if asked, write down what ran where. `make test-device` calls it.
 
-All other arguments are pytest's, the files to run among them.
+Options that it does not know are pytest's.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class Summary:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--summary", type=Path, help="file for what ran where")
-    arguments, of_pytest = parser.parse_known_args()
+    parser.add_argument("tests", nargs="*", default=["tests/device"], help="files; default: tests/device")
+    arguments, options = parser.parse_known_args()
     if local.device_type_and_count()[1] == 0:
         print("[sidelane] no GPU that Sidelane drives: there is nothing to test here", file=sys.stderr)
         return 2
@@ -67,7 +68,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     summary = Summary()
     started = time.monotonic()
-    code = pytest.main(of_pytest, plugins=[summary])
+    code = pytest.main([*arguments.tests, *options], plugins=[summary])
     if arguments.summary:
         arguments.summary.parent.mkdir(parents=True, exist_ok=True)
         arguments.summary.write_text(summary.text(time.monotonic() - started), encoding="utf-8")

@@ -250,7 +250,7 @@ def broadcasting(world: World) -> None:
     delay = random.Random(world.rank)
     draw = random.Random(6)  # alike on all ranks
     ways = ("cells", "parcels", "push", "stage", *["relay"] * (world.world_size > 2))
-    for call in range(24):
+    for call in range(18):
         if delay.random() < 0.3:
             time.sleep(0.01 * delay.random())
         way, root = draw.choice(ways), draw.randrange(world.world_size)

@@ -55,6 +55,12 @@ def moving_sweep(group: dist.ProcessGroup, dtypes: tuple[torch.dtype, ...], size
                     tensor.copy_(shards[rank])
                 comm.broadcast(tensor, root=root, variant=variant)
                 assert same_bytes(tensor, shards[root]), ("broadcast", variant, dtype, size, symmetric)
+            for root, variant in itertools.product(range(n), ("relay", "relay+prelaunch") if symmetric else ()):
+                tensor = place(comm, symmetric, size, dtype)
+                if rank == root:
+                    tensor.copy_(shards[rank])
+                comm.broadcast(tensor, root=root, variant=variant)
+                assert same_bytes(tensor, shards[root]), ("broadcast", variant, dtype, size, root)
             exchanged = torch.cat([tensor[rank * size : (rank + 1) * size] for tensor in inputs])
             for variant in variants + (("swap", "swap+prelaunch") if symmetric else ()):
                 out = place(comm, symmetric, n * size, dtype)
@@ -126,6 +132,13 @@ def large_messages(group: dist.ProcessGroup) -> None:
         assert same_bytes(out, torch.cat([tensor[rank * size : (rank + 1) * size] for tensor in inputs]))
         comm.all_to_all(inputs[rank], inputs[rank])
         assert same_bytes(out, inputs[rank])
+        relayed = comm.empty(3 * size, dtype=torch.uint8)  # several rounds of the root
+        for root in range(n):
+            sent = any_bytes(8 + root, root, 3 * size, torch.uint8)
+            if rank == root:
+                relayed.copy_(sent)
+            comm.broadcast(relayed, root=root, variant="relay")
+            assert same_bytes(relayed, sent), root
 
 
 def uneven(group: dist.ProcessGroup) -> None:

@@ -57,6 +57,7 @@ def captured(context: Context, replays: int) -> None:
             gathered, exchanged = comm.empty(n * size), torch.empty(n * size)
             scattered, summed = torch.empty(size), torch.empty(n * size)
             swapped, root = comm.empty(n * size), comm.empty(size)
+            relayed = comm.empty(3_000_001)  # several rounds
 
             def calls() -> None:
                 comm.all_gather(gathered, shard)
@@ -65,6 +66,7 @@ def captured(context: Context, replays: int) -> None:
                 comm.all_reduce(source, output=summed)
                 comm.all_to_all(swapped, swapped, variant="swap")
                 comm.broadcast(root, root=n - 1, variant="bcst")
+                comm.broadcast(relayed, root=0, variant="relay")
 
             def fill(seed: int) -> list[torch.Tensor]:
                 inputs = [numbers(seed, r, n * size, torch.float32) for r in range(n)]
@@ -72,6 +74,7 @@ def captured(context: Context, replays: int) -> None:
                 shard.copy_(inputs[rank][:size])
                 swapped.copy_(inputs[rank])
                 root.fill_(float(seed + rank))
+                relayed.copy_(torch.arange(len(relayed)) % 1000 + (seed if rank == 0 else -1))
                 for output in (gathered, exchanged, scattered, summed):
                     output.fill_(float("nan"))
                 return inputs
@@ -84,6 +87,7 @@ def captured(context: Context, replays: int) -> None:
                 assert same_bytes(scattered, reduced(inputs, "max")[rank * size : (rank + 1) * size])
                 assert close(summed, reduced(inputs, "sum"))
                 assert root.eq(seed + n - 1).all()
+                assert relayed.eq(torch.arange(len(relayed)) % 1000 + seed).all()
 
             calls()  # staging cannot be allocated while a graph is captured
             graph = torch.cuda.CUDAGraph()

@@ -21,6 +21,7 @@ def test_features_are_found_and_equal_on_all_ranks(ranks: Ranks) -> None:
         ("all_to_all", 7, 1),
         ("all_to_all", 1_048_579, 3),
         ("broadcast", 300_007, 1),
+        ("broadcast", 20_000_003, 1),  # several rounds of a relay
         ("scatter", 300_007, 1),
         ("gather", 300_007, 1),
     ],

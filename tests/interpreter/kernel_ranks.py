@@ -25,6 +25,7 @@ import triton.language as tl
 from sidelane.device import (
     broadcast_cells,
     broadcast_push,
+    broadcast_relay,
     cells,
     exchange_cells,
     flags,
@@ -89,6 +90,8 @@ def dead_peer(world: World) -> None:
         exchange_cells.arrange(world.site, output.data_ptr(), input.data_ptr(), part, distinct=True),
         push.arrange(world.site, outputs, input.data_ptr(), part, distinct=True),
         broadcast_cells.arrange(world.site, input.data_ptr(), part, 0),
+        broadcast_relay.arrange(world.site, input.data_ptr(), part, 0),  # a peer's part is late
+        broadcast_relay.arrange(world.site, input.data_ptr(), part, n - 1),  # the root's
         broadcast_push.arrange(world.site, output.data_ptr(), outputs, part, 0, staged=False),
         list_broadcast_push.arrange(world.site, table, world.place_table(table.values), 0, None),
     ):

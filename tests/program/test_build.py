@@ -7,6 +7,7 @@ import pytest
 from sidelane.program.build import Transport, build, variants
 from sidelane.program.build.moving import rotation, swap_issuer
 from sidelane.program.build.reducing import reduce
+from sidelane.program.build.relayed import relay
 from sidelane.program.collective import (
     Buffer,
     Kind,
@@ -92,6 +93,35 @@ def test_each_swap_has_one_issuer(n: int) -> None:
     for i in range(n):
         for j in range(i):
             assert swap_issuer(i, j, n) == swap_issuer(j, i, n) in (i, j)
+
+
+@pytest.mark.parametrize(("n", "nbytes", "rounds"), [(2, 5000, 1), (3, 1000, 2), (4, 9 << 20, 3), (8, 200_001, 2)])
+def test_a_relayed_broadcast_sends_once_from_the_root(n: int, nbytes: int, rounds: int) -> None:
+    program = relay(broadcast(nbytes, n, n - 1, in_place=True), rounds=rounds)
+    sent = [0] * n
+    for queue in program.queues:
+        sent[queue.rank] += sum(command.src.nbytes for command in queue.commands if isinstance(command, Copy))
+    assert sent[n - 1] == nbytes
+    assert sum(sent) == (n - 1) * nbytes
+    assert program.staging_bytes == (0,) * n and engines(program)[n - 1] == 1
+
+
+@pytest.mark.parametrize("n", [4, 6, 8])
+def test_no_two_relays_go_to_the_same_rank_at_once(n: int) -> None:
+    """Steps: the root sends a part in each, and a peer relays in the steps behind that in which it got one."""
+    program = relay(broadcast(n << 20, n, 0, in_place=True), rounds=3)
+    targets: dict[int, list[int]] = {}
+    queues = {queue.rank: queue for queue in program.queues if queue.engine.kind is EngineKind.DMA}
+    given = [command.dst.rank for command in queues[0].commands if isinstance(command, Copy)]
+    for step, owner in enumerate(given):
+        targets.setdefault(step, []).append(owner)
+    for rank in range(1, n):
+        relayed = [command.dst.rank for command in queues[rank].commands if isinstance(command, Copy)]
+        steps = [step + 1 + turn for step, owner in enumerate(given) if owner == rank for turn in range(n - 2)]
+        assert len(relayed) == len(steps)
+        for step, target in zip(steps, relayed, strict=True):
+            targets.setdefault(step, []).append(target)
+    assert all(len(set(reached)) == len(reached) for reached in targets.values()), targets
 
 
 def test_a_collective_of_no_bytes_has_no_commands() -> None:
@@ -223,6 +253,15 @@ def test_freeze_leaves_no_epoch_and_resets_after_each_wait() -> None:
                 assert command.value.per_epoch == 0
             if isinstance(command, Wait):
                 assert isinstance(following, Signal) and following.flag == command.flag and following.value.base == 0
+
+
+def test_relays_refuse_what_they_cannot_do() -> None:
+    with pytest.raises(ValueError, match="value=all_gather, allowed=broadcast"):
+        relay(all_gather([8] * 4))
+    with pytest.raises(ValueError, match="value=staged, allowed=push"):
+        build(broadcast(8, 4, 0), "relay", Transport.STAGED)
+    with pytest.raises(ValueError, match="rounds .value=0"):
+        relay(broadcast(8, 4, 0), rounds=0)
 
 
 def test_refusals_name_value_and_choice() -> None:

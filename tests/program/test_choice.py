@@ -379,6 +379,23 @@ def test_broadcasts_by_a_kernel(listed: bool, symmetric: bool, most: int):
     assert implementation(3, 1024, uniform=False) == DMA
 
 
+@pytest.mark.parametrize(
+    ("ranks", "nbytes", "others", "variant"),
+    [
+        (4, 8 << 20, {}, "relay"),
+        (4, (8 << 20) - 1, {}, "b2b"),
+        (8, 3 << 20, {}, "relay"),
+        (2, 1 << 30, {}, "b2b"),
+        (4, 1 << 30, {"symmetric": False}, "b2b"),
+        (4, 1 << 30, {"listed": True}, "b2b"),
+    ],
+)
+def test_broadcasts_by_copy_engines_are_relayed(ranks: int, nbytes: int, others: dict[str, object], variant: str):
+    call = Call(Kind.BROADCAST, ranks, nbytes, in_place=True, beside=COMPUTE, **others)
+    found = choose(None, call).candidate
+    assert (found.implementation, found.name) == (DMA, variant)
+
+
 def test_lists_to_reduce_everywhere_are_in_one_shot_or_two_by_size():
     def variants(ranks: int, **others: object) -> list[str]:
         calls = (Call(Kind.ALL_REDUCE, ranks, nbytes, listed=True, **others) for nbytes in (1, 512 << 10, 513 << 10))

@@ -26,10 +26,12 @@ from sidelane.execute.cuda.calls import (
 )
 from sidelane.execute.cuda.order import submission_order
 from sidelane.execute.cuda.plan import INLINE_BYTES, MAX_BATCH, plan_calls
+from sidelane.execute.cuda.release import READ_CAPACITY
 from sidelane.execute.cuda.rows import join_rows
 from sidelane.program import collective as define
-from sidelane.program.build import ROW_BYTES, Transport, build, variants
+from sidelane.program.build import INTO_OUTPUTS, ROW_BYTES, Transport, build, variants
 from sidelane.program.build.alternating import alternating
+from sidelane.program.build.relayed import relay
 from sidelane.program.collective import Buffer, Collective, Kind, ReduceOp, Reduction, Span
 from sidelane.program.ir import (
     EPOCH,
@@ -76,7 +78,7 @@ def programs(world_size: int) -> list[Program]:
         lower(build(collective, variant, transport), {Copy})
         for collective in collectives(world_size)
         for variant in variants(collective.kind)
-        for transport in ([Transport.PUSH] if variant in ("bcst", "swap") else list(Transport))
+        for transport in ([Transport.PUSH] if variant in INTO_OUTPUTS else list(Transport))
     ]
 
 
@@ -217,6 +219,37 @@ def test_only_marks_stand_between_the_pieces_of_a_reduction() -> None:
     marks = [call.event for call in between]
     assert [call.event for call in plan.calls(1) if isinstance(call, WaitEvent)] == marks
     assert len([call for call in plan.calls(2) if isinstance(call, LaunchReduce)]) == 4
+
+
+def test_nothing_but_marks_stands_between_the_copies_of_a_root_that_is_relayed() -> None:
+    program = relay(define.broadcast(24 << 20, 4, 1, in_place=True), rounds=2)
+    for captured in (False, True):
+        plan = plan_calls(freeze(program) if captured else program, 1, captured=captured)
+        main = plan.calls(0)
+        copies = [index for index, call in enumerate(main) if isinstance(call, Memcpy)]
+        assert len(copies) == 6 and sum(main[index].nbytes for index in copies) == 24 << 20, "once, not once a peer"
+        between = [call for call in main[copies[0] : copies[-1]] if not isinstance(call, Memcpy)]
+        assert len(between) == 5 and all(isinstance(call, RecordEvent) for call in between)
+        waited = [call.event for call in plan.calls(1) if isinstance(call, WaitEvent)]
+        assert waited == [call.event for call in between], "another stream tells the peers"
+
+
+def test_peers_hear_of_a_part_before_the_next_is_handed_over() -> None:
+    steps = plan_calls(relay(define.broadcast(24 << 20, 4, 1, in_place=True), rounds=2), 1).steps
+    handed = [(step.stream, type(step.call)) for step in steps if isinstance(step.call, Memcpy | MemOps)]
+    first = handed.index((0, Memcpy))
+    assert handed[first : first + 10] == [(0, Memcpy), (1, MemOps)] * 5
+
+
+def test_flags_of_all_programs_can_be_read_to_explain_a_stall() -> None:
+    for n in (2, 3, 4, 8, 16):
+        huge = [
+            define.broadcast(64 << 30, n, 0),
+            define.all_reduce([1 << 30] * n, SUM),
+            define.all_gather([1 << 30] * n),
+        ]
+        for collective, variant in ((each, variant) for each in huge for variant in variants(each.kind)):
+            assert prelaunch(build(collective, variant)).flag_count <= READ_CAPACITY, (collective, variant)
 
 
 def test_every_queue_but_the_first_forks_and_joins_once() -> None:

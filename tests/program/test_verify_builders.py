@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from sidelane.program.build import Transport, build, variants
 from sidelane.program.build.reducing import reduce
+from sidelane.program.build.relayed import relay
 from sidelane.program.collective import (
     ELEMENT_BYTES,
     REDUCING,
@@ -163,3 +164,12 @@ def test_programs_of_one_communicator_follow_each_other(seed: int, frozen: bool)
         sequence = rng.sample(pool, 3)
         verify_sequence(sequence)
         assert schedules.failure(tuple(sequence) * 2, range(4)) is None
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["out", "in"])
+@pytest.mark.parametrize(("n", "root", "rounds"), [(2, 0, 2), (3, 2, 3), (4, 1, 2), (5, 0, 2)])
+def test_relays_in_rounds_are_accepted(n: int, root: int, rounds: int, in_place: bool) -> None:
+    for nbytes in (300, 700, 1 << 14):
+        program = relay(broadcast(nbytes, n, root, in_place=in_place), rounds=rounds)
+        for form in (program, freeze(program), prelaunch(program), freeze(prelaunch(program))):
+            verify(form)

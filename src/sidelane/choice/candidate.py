@@ -11,7 +11,7 @@ import functools
 import itertools
 
 from sidelane.config import BESIDE, COMPUTE, NOTHING
-from sidelane.program.build import ALTERNATING, variants
+from sidelane.program.build import ALTERNATING, INTO_OUTPUTS, RELAY, variants
 from sidelane.program.build.alternating import SLOT_BYTES
 from sidelane.program.collective import REDUCING, Collective, Kind
 from sidelane.program.kernel import MOST_RANKS, NARROW
@@ -181,8 +181,10 @@ def objection(call: Call, candidate: Candidate, abilities: Abilities = EVERYTHIN
         return "leaves compute units to nobody: nothing runs beside it"
     if call.captured and candidate.launch == GRAPH:
         return "the call is part of a graph already"
-    if candidate.variant in ("bcst", "swap") and not call.symmetric and call.world_size > 1:
+    if candidate.variant in INTO_OUTPUTS and not call.symmetric and call.world_size > 1:
         return "writes into the peers' outputs, which are in ordinary memory"
+    if candidate.variant == RELAY and call.world_size <= 2:
+        return "has no third rank to relay to"
     if not call.even and (candidate.variant == "swap" or candidate.implementation == SM):
         return "needs equal counts between all ranks"
     if call.listed and takes_one_tensor(candidate):
@@ -202,7 +204,7 @@ def objection(call: Call, candidate: Candidate, abilities: Abilities = EVERYTHIN
 
 def takes_one_tensor(candidate: Candidate) -> bool:
     """True for what has no program for lists of tensors."""
-    return candidate.variant == ALTERNATING or candidate.variant.endswith(NARROW)
+    return candidate.variant in (ALTERNATING, RELAY) or candidate.variant.endswith(NARROW)
 
 
 def _no_alternation(call: Call) -> str:

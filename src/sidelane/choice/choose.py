@@ -20,7 +20,7 @@ from sidelane.choice.candidate import (
     candidates,
 )
 from sidelane.choice.profile import Profile
-from sidelane.program.build import ALTERNATING
+from sidelane.program.build import ALTERNATING, RELAY
 from sidelane.program.collective import REDUCING, Kind
 from sidelane.program.kernel import MOST_PARCEL_BYTES, NARROW, may_be_direct
 
@@ -33,6 +33,10 @@ BROADCAST_BYTES = 128 << 20
 and 193, for 256 MB 732 and 699 (``results/h200x2/broadcasts.json``). Among more ranks kernels are taken at any size:
 what they send leaves the root once, and with copy engines once for each peer: 1 GiB among four 3.1 ms and 8.1
 (``results/h200x4/broadcasts.json``)."""
+
+RELAY_SAVES_BYTES = 16 << 20
+"""Copy engines relay a broadcast from where the root so sends as much less: 8 MiB among four, which take 79 us instead
+of 95 on H200s (simulated; 4 MiB 61 and 63)."""
 
 STAGING_BYTES_PER_US = 1.6e6
 STAGED_US = {"one_shot": 2.0, "two_shot": 5.0}
@@ -183,6 +187,9 @@ def _by_thumb(call: Call, legal: tuple[Candidate, ...], table: Table, *, measure
     once = next((found for found in legal if found.variant == ALTERNATING), None)
     if once is not None and call.nbytes < SMALL_BYTES:
         return Choice(once, f"{lacking}; rule of thumb: one handshake below {SMALL_BYTES >> 20} MiB", table)
+    relay = next((found for found in legal if found.variant == RELAY), None)
+    if relay is not None and call.nbytes * (call.world_size - 2) >= RELAY_SAVES_BYTES:
+        return Choice(relay, f"{lacking}; rule of thumb: one copy engine a rank, relayed by the peers", table)
     engines = next((found for found in legal if found.variant == FIRST), legal[0])
     return Choice(engines, f"{lacking}; rule of thumb: one copy engine a rank", table)
 

@@ -262,8 +262,8 @@ class Communicator:
             root: rank of the group whose bytes everyone gets.
             async_op: see :meth:`all_gather`.
             beside: see :meth:`all_gather`.
-            variant: ``pcpy``, ``b2b``, ``striped``, ``alternating``, ``bcst`` (``tensor`` symmetric), ``one_shot``
-                (a kernel, on GPUs) or ``auto``.
+            variant: ``pcpy``, ``b2b``, ``striped``, ``alternating``, ``relay`` and ``bcst`` (``tensor`` symmetric),
+                ``one_shot`` (a kernel, on GPUs) or ``auto``.
 
         Raises:
             As :meth:`all_gather`.

@@ -12,7 +12,7 @@ from sidelane.collectives.arguments import Request
 from sidelane.collectives.listed import ListAgreement, Part
 from sidelane.config import NOTHING
 from sidelane.execute.base import Capabilities
-from sidelane.program.build import ALTERNATING, Alternation, Transport, alternation, build, build_batch
+from sidelane.program.build import ALTERNATING, INTO_OUTPUTS, Alternation, Transport, alternation, build, build_batch
 from sidelane.program.collective import REDUCING, Collective, Kind
 from sidelane.program.ir import Move, Program
 from sidelane.program.kernel import ALIGNMENT, kernel_program
@@ -248,14 +248,14 @@ def choose_transport(agreement: Agreement | Part, variant: str) -> Transport:
     """The transport that copies least for the buffers at hand (reductions: that moves the results best).
 
     Raises:
-        ValueError: ``bcst`` or ``swap`` with an output in ordinary memory.
+        ValueError: a variant of ``INTO_OUTPUTS`` with an output in ordinary memory.
     """
     collective = agreement.collective
     if not any(map(any, collective.counts)) or collective.kind is Kind.REDUCE_SCATTER:
         return Transport.PUSH
     if collective.kind is Kind.ALL_REDUCE:
         return Transport.PUSH if agreement.output_place is not None else Transport.STAGED
-    if variant in ("bcst", "swap"):
+    if variant in INTO_OUTPUTS:
         if agreement.output_place is None and collective.world_size > 1:
             raise ValueError(
                 f"{collective.kind}: variant {variant!r} writes into the peers' outputs, so output must be "

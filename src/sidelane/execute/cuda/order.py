@@ -18,7 +18,9 @@ def submission_order(program: Program) -> tuple[tuple[Place, ...], ...]:
     """Order the commands of every rank as in one execution of the whole program.
 
     A rank stays with a queue for as long as anybody gets on, so that few orders jump between queues (a jump splits a
-    batch of signals and waits). A program that deadlocks, which ``verify`` refuses, keeps its rest queue by queue.
+    batch of signals and waits). Only a queue that does nothing but tell peers of marks in others comes right behind
+    each mark: else peers would hear of the first of many copies when all have been handed over. A program that
+    deadlocks, which ``verify`` refuses, keeps its rest queue by queue.
 
     Returns:
         For each rank, its commands.
@@ -42,18 +44,34 @@ class _Rank:
         self.next = [0] * len(queues)
         self.current = 0
         self.order: list[Place] = []
+        self.tellers = [
+            index
+            for index, queue in enumerate(queues)
+            if all(isinstance(command, Signal | Wait) for command in queue.commands)
+        ]
 
     def advance(self, words: dict[Flag, int]) -> bool:
         """Execute the current queue until it blocks or ends. True if anything happened."""
+        return bool(self.queues) and self._run(self.current, words)
+
+    def _run(self, index: int, words: dict[Flag, int]) -> bool:
         moved = False
-        while self.queues and (command := self._head(self.current)) is not None and not _blocks(command, words):
+        while (command := self._head(index)) is not None and not _blocks(command, words):
             if isinstance(command, Signal):
                 grown = words.get(command.flag, 0) if command.op is SignalOp.ADD else 0
                 words[command.flag] = grown + command.value.at(1)
-            self.order.append((self.current, self.next[self.current]))
-            self.next[self.current] += 1
+            self.order.append((index, self.next[index]))
+            self.next[index] += 1
             moved = True
+            if isinstance(command, Signal):
+                self._tell(index, command.flag, words)
         return moved
+
+    def _tell(self, behind: int, mark: Flag, words: dict[Flag, int]) -> None:
+        for index in self.tellers:
+            waiting = self._head(index)
+            if index != behind and isinstance(waiting, Wait) and waiting.flag == mark:
+                self._run(index, words)
 
     def switch(self, words: dict[Flag, int]) -> bool:
         """Turn to the next queue, in a circle, whose first command can run. False if there is none."""

@@ -27,7 +27,9 @@ LANES = 8
 """Streams for reading and releasing: one may share a channel with a stuck stream, all of them hardly."""
 
 _WORD_BYTES = 4
-_READ_CAPACITY = 256  # flags of each rank that are read to explain a stall
+READ_CAPACITY = 512
+"""Flags of each rank that are read to explain a stall: more than any program has."""
+
 _READ_PATIENCE_S = 0.02
 _RELEASE_PATIENCE_S = 0.1
 _MAX_BATCH = 255
@@ -41,7 +43,7 @@ class FlagRescue:
         self._lanes = [driver.create_stream(urgent=True) for _ in range(LANES)]
         self._second: SecondContext | None = None
         # A part for each lane: what a lane reads late must not touch what another has read.
-        self._scratch = driver.host_words(len(self._lanes) * MAX_WORLD_SIZE * _READ_CAPACITY)
+        self._scratch = driver.host_words(len(self._lanes) * MAX_WORLD_SIZE * READ_CAPACITY)
         # By address of a flag memory of this rank: how many flags, and the values that waits for equality ask for.
         self._regions: dict[int, tuple[int, dict[int, int]]] = {}
 
@@ -89,13 +91,13 @@ class FlagRescue:
     def read(self, program: Program, addresses: Addresses, timeout_s: float) -> dict[int, Sequence[int]]:
         """Flag words of all ranks of ``program``; nothing if they do not come within ``timeout_s``."""
         count = program.flag_count
-        if not 0 < count <= _READ_CAPACITY:
+        if not 0 < count <= READ_CAPACITY:
             return {}
         deadline = time.monotonic() + timeout_s
         for number, lane in enumerate(self._lanes):
             try:
                 if self._driver.is_idle(lane) and self._read_on(number, addresses, count):
-                    first = number * MAX_WORLD_SIZE * _READ_CAPACITY
+                    first = number * MAX_WORLD_SIZE * READ_CAPACITY
                     words = self._scratch.array[first : first + count * len(addresses.flags)].reshape(-1, count)
                     return {rank: row.tolist() for rank, row in enumerate(words)}
             except DriverError:
@@ -127,7 +129,7 @@ class FlagRescue:
 
     def _read_on(self, number: int, addresses: Addresses, count: int) -> bool:
         """Copy all flags to the host on one lane. False if it does not get through."""
-        lane, part = self._lanes[number], self._scratch.address + _WORD_BYTES * number * MAX_WORLD_SIZE * _READ_CAPACITY
+        lane, part = self._lanes[number], self._scratch.address + _WORD_BYTES * number * MAX_WORLD_SIZE * READ_CAPACITY
         nbytes = _WORD_BYTES * count
         self._driver.submit(
             self._driver.bind_copy(part + nbytes * rank, base, nbytes, lane)

@@ -2,7 +2,19 @@
 
 from sidelane.program.build.alternating import ALTERNATING, ROW_BYTES, Alternation, alternation
 from sidelane.program.build.batched import build_batch
-from sidelane.program.build.catalog import build, variants
+from sidelane.program.build.catalog import INTO_OUTPUTS, build, variants
 from sidelane.program.build.moving import Transport
+from sidelane.program.build.relayed import RELAY
 
-__all__ = ["ALTERNATING", "ROW_BYTES", "Alternation", "Transport", "alternation", "build", "build_batch", "variants"]
+__all__ = [
+    "ALTERNATING",
+    "INTO_OUTPUTS",
+    "RELAY",
+    "ROW_BYTES",
+    "Alternation",
+    "Transport",
+    "alternation",
+    "build",
+    "build_batch",
+    "variants",
+]

@@ -28,6 +28,7 @@ from sidelane.program.build import reducing as reductions
 from sidelane.program.build.catalog import assemble, base_of, finish, variants
 from sidelane.program.build.flags import FlagPlan, Role
 from sidelane.program.build.moving import Transport
+from sidelane.program.build.relayed import RELAY
 from sidelane.program.collective import REDUCING, Buffer, Collective, Kind, Span
 from sidelane.program.ir import (
     Broadcast,
@@ -60,8 +61,9 @@ def build_batch(batch: Batch, variant: str, transports: Sequence[Transport]) -> 
     built: dict[tuple[Collective, Transport], Program] = {}  # layers of a model have the same few shapes
     programs = []
     for part, transport in zip(batch.parts, transports, strict=True):
-        if variant not in variants(part.kind):
-            allowed = ", ".join(variants(part.kind))
+        of_lists = [name for name in variants(part.kind) if name != RELAY]
+        if variant not in of_lists:
+            allowed = ", ".join(of_lists)
             raise ValueError(f"build_batch: variant of {part.kind} (value={variant!r}, allowed={allowed})")
         key = (part, transport)
         if key not in built:

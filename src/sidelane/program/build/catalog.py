@@ -5,19 +5,25 @@ from __future__ import annotations
 from sidelane.program.build import moving, reducing
 from sidelane.program.build.beside import beside
 from sidelane.program.build.moving import Transport
+from sidelane.program.build.relayed import RELAY, relay
 from sidelane.program.build.striped import STRIPED, stripe
 from sidelane.program.collective import REDUCING, Collective, Kind
 from sidelane.program.ir import Program
 
-_MOVING = {"pcpy": moving.pcpy, "b2b": moving.b2b, "bcst": moving.bcst, "swap": moving.swap}
+_MOVING = {"pcpy": moving.pcpy, "b2b": moving.b2b, "bcst": moving.bcst, "swap": moving.swap, RELAY: relay}
+
+INTO_OUTPUTS = ("bcst", "swap", RELAY)
+"""Variants in which ranks write into the outputs of others, which must be symmetric."""
 
 
 def variants(kind: Kind) -> tuple[str, ...]:
     """Names of the variants that exist for a collective, in order of preference between equals."""
     if kind in REDUCING:
         return ("b2b", "pcpy")
-    if kind in (Kind.ALL_GATHER, Kind.BROADCAST):
+    if kind is Kind.ALL_GATHER:
         return ("b2b", STRIPED, "bcst", "pcpy")
+    if kind is Kind.BROADCAST:
+        return ("b2b", STRIPED, RELAY, "bcst", "pcpy")
     if kind is Kind.ALL_TO_ALL:
         return ("b2b", STRIPED, "swap", "pcpy")
     return ("b2b", STRIPED, "pcpy")
