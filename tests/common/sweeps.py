@@ -32,15 +32,22 @@ def place(comm: Communicator, symmetric: bool, numel: int, dtype: torch.dtype) -
     return tensor
 
 
-def moving_sweep(group: dist.ProcessGroup, dtypes: tuple[torch.dtype, ...], sizes: tuple[int, ...]) -> int:
-    """Every moving collective in every variant, with ordinary and symmetric tensors, in and out of place."""
+VARIANTS = ("auto", "pcpy", "b2b", "pcpy+prelaunch", "b2b+prelaunch")
+
+
+def moving_sweep(
+    group: dist.ProcessGroup,
+    dtypes: tuple[torch.dtype, ...],
+    sizes: tuple[int, ...],
+    variants: tuple[str, ...] = VARIANTS,
+) -> int:
+    """Every moving collective in ``variants`` and its own, with ordinary and symmetric tensors, in and out of place."""
     checked = 0
     with communicator(group) as comm:
         n, rank = comm.world_size, comm.rank
         for seed, (dtype, size, symmetric) in enumerate(itertools.product(dtypes, sizes, (False, True))):
             inputs = [any_bytes(seed, r, n * size, dtype) for r in range(n)]
             shards = [tensor[:size] for tensor in inputs]
-            variants = ("auto", "pcpy", "b2b", "pcpy+prelaunch", "b2b+prelaunch")
             for variant in variants + (("bcst",) if symmetric else ()):
                 out = place(comm, symmetric, n * size, dtype)
                 comm.all_gather(out, shards[rank], variant=variant)
@@ -49,18 +56,13 @@ def moving_sweep(group: dist.ProcessGroup, dtypes: tuple[torch.dtype, ...], size
                 out[rank * size : (rank + 1) * size] = shards[rank]
                 comm.all_gather(out, out[rank * size : (rank + 1) * size], variant=variant)
                 assert same_bytes(out, torch.cat(shards)), ("all_gather in place", variant, dtype, size, symmetric)
+            root = seed % n
+            for variant in variants + (("bcst", "relay", "relay+prelaunch") if symmetric else ()):
                 tensor = place(comm, symmetric, size, dtype)
-                root = seed % n
                 if rank == root:
                     tensor.copy_(shards[rank])
                 comm.broadcast(tensor, root=root, variant=variant)
                 assert same_bytes(tensor, shards[root]), ("broadcast", variant, dtype, size, symmetric)
-            for root, variant in itertools.product(range(n), ("relay", "relay+prelaunch") if symmetric else ()):
-                tensor = place(comm, symmetric, size, dtype)
-                if rank == root:
-                    tensor.copy_(shards[rank])
-                comm.broadcast(tensor, root=root, variant=variant)
-                assert same_bytes(tensor, shards[root]), ("broadcast", variant, dtype, size, root)
             exchanged = torch.cat([tensor[rank * size : (rank + 1) * size] for tensor in inputs])
             for variant in variants + (("swap", "swap+prelaunch") if symmetric else ()):
                 out = place(comm, symmetric, n * size, dtype)

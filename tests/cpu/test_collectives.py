@@ -27,7 +27,8 @@ def test_moving_collectives(pool: RankPool, n: int) -> None:
 
 @pytest.mark.parametrize("n", [3])
 def test_every_dtype_moves(pool: RankPool, n: int) -> None:
-    assert pool.run(sweeps.moving_sweep, n, MOVING_DTYPES, (37,), timeout_s=120) == [2 * len(MOVING_DTYPES)] * n
+    some = ("auto", "b2b")
+    assert pool.run(sweeps.moving_sweep, n, MOVING_DTYPES, (37,), some, timeout_s=120) == [2 * len(MOVING_DTYPES)] * n
 
 
 @pytest.mark.parametrize("n", range(2, 9))

@@ -16,7 +16,7 @@ def test_moving_collectives(ranks: Ranks, case: str) -> None:
 
 
 def test_every_dtype_moves(ranks: Ranks) -> None:
-    ranks.run(CASES + "sweep_on_stream", "moving_sweep", MOVING_DTYPES, (37,), timeout_s=150)
+    ranks.run(CASES + "sweep_on_stream", "moving_sweep", MOVING_DTYPES, (37,), ("auto", "b2b"), timeout_s=150)
 
 
 def test_reducing_collectives(ranks: Ranks) -> None:
