@@ -13,7 +13,7 @@ from mutants import begins_own_part, deleted, edited, mutant, perturbed_copies, 
 
 from sidelane.errors import ProgramError
 from sidelane.program.batch import Batch
-from sidelane.program.build import Transport, build, build_batch, variants
+from sidelane.program.build import Transport, build, build_batch, list_variants
 from sidelane.program.collective import (
     REDUCING,
     Buffer,
@@ -94,7 +94,7 @@ def test_any_list_of_one_kind(data: st.DataObject) -> None:
     """Sizes, places and transports differ from tensor to tensor; some have no bytes."""
     n = data.draw(st.integers(1, 8), label="ranks")
     kind = data.draw(st.sampled_from(LISTED), label="kind")
-    variant = data.draw(st.sampled_from(variants(kind)), label="variant")
+    variant = data.draw(st.sampled_from(list_variants(kind)), label="variant")
     root = data.draw(st.integers(0, n - 1), label="root")
     drawn = data.draw(
         st.lists(st.tuples(st.integers(0, 9), st.booleans(), st.sampled_from(Transport)), max_size=5), label="tensors"

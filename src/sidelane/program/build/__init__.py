@@ -2,7 +2,7 @@
 
 from sidelane.program.build.alternating import ALTERNATING, ROW_BYTES, Alternation, alternation
 from sidelane.program.build.batched import build_batch
-from sidelane.program.build.catalog import INTO_OUTPUTS, build, variants
+from sidelane.program.build.catalog import INTO_OUTPUTS, build, list_variants, variants
 from sidelane.program.build.moving import Transport
 from sidelane.program.build.relayed import RELAY
 
@@ -16,5 +16,6 @@ __all__ = [
     "alternation",
     "build",
     "build_batch",
+    "list_variants",
     "variants",
 ]

@@ -25,10 +25,9 @@ from enum import IntEnum
 
 from sidelane.program.batch import PIECE_ALIGNMENT, Batch
 from sidelane.program.build import reducing as reductions
-from sidelane.program.build.catalog import assemble, base_of, finish, variants
+from sidelane.program.build.catalog import assemble, base_of, finish, list_variants
 from sidelane.program.build.flags import FlagPlan, Role
 from sidelane.program.build.moving import Transport
-from sidelane.program.build.relayed import RELAY
 from sidelane.program.collective import REDUCING, Buffer, Collective, Kind, Span
 from sidelane.program.ir import (
     Broadcast,
@@ -52,7 +51,7 @@ def build_batch(batch: Batch, variant: str, transports: Sequence[Transport]) -> 
 
     Args:
         batch: what to do; nothing is fine.
-        variant: of every part, one of ``variants`` of its kind.
+        variant: of every part, one of ``list_variants`` of its kind.
         transports: of each part, as in ``build``.
 
     Raises:
@@ -61,9 +60,8 @@ def build_batch(batch: Batch, variant: str, transports: Sequence[Transport]) -> 
     built: dict[tuple[Collective, Transport], Program] = {}  # layers of a model have the same few shapes
     programs = []
     for part, transport in zip(batch.parts, transports, strict=True):
-        of_lists = [name for name in variants(part.kind) if name != RELAY]
-        if variant not in of_lists:
-            allowed = ", ".join(of_lists)
+        if variant not in list_variants(part.kind):
+            allowed = ", ".join(list_variants(part.kind))
             raise ValueError(f"build_batch: variant of {part.kind} (value={variant!r}, allowed={allowed})")
         key = (part, transport)
         if key not in built:

@@ -29,6 +29,11 @@ def variants(kind: Kind) -> tuple[str, ...]:
     return ("b2b", STRIPED, "pcpy")
 
 
+def list_variants(kind: Kind) -> tuple[str, ...]:
+    """Those of :func:`variants` for batches, which have one handshake for all of their parts: relays have many."""
+    return tuple(name for name in variants(kind) if name != RELAY)
+
+
 def build(collective: Collective, variant: str, transport: Transport = Transport.PUSH) -> Program:
     """Build the program of a collective.
 
