@@ -7,7 +7,7 @@
 # RESULTS        file for the summary of `make test-device`; folder for the files of `make results`.
 # STUDIES        what `make results` measures; all if empty (tools/measure_node.py has the list).
 # DEMO, TESTS    further options of `sidelane demo`; what pytest runs in `make test`.
-# DEVICE_TESTS   what pytest runs in `make test-device`: some of its files where GPUs are lent for less than all takes.
+# DEVICE_TESTS   files of tests/device for `make test-device`, where GPUs are lent for less than all takes; all if empty.
 # PARALLEL       how `make test` shares the test files among processes. Most tests start ranks of their own: few is best.
 
 PYTHON ?= python3
@@ -16,7 +16,7 @@ RESULTS ?=
 STUDIES ?=
 DEMO ?=
 TESTS ?= tests --ignore=tests/device
-DEVICE_TESTS ?= tests/device
+DEVICE_TESTS ?=
 PARALLEL ?= --numprocesses 2 --dist loadfile
 
 BIN := .venv/bin

@@ -18,6 +18,7 @@ from sidelane.bench import provenance
 from sidelane.machine import local
 from sidelane.machine.inventory import machine_name
 
+TESTS = Path(__file__).resolve().parent.parent / "tests" / "device"
 MOST_CHARACTERS = 3000
 UNFINISHED = "unfinished"
 
@@ -59,7 +60,7 @@ class Summary:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--summary", type=Path, help="file for what ran where")
-    parser.add_argument("tests", nargs="*", default=["tests/device"], help="files; default: tests/device")
+    parser.add_argument("tests", nargs="*", default=[str(TESTS)], help="files; default: tests/device")
     arguments, options = parser.parse_known_args()
     if local.device_type_and_count()[1] == 0:
         print("[sidelane] no GPU that Sidelane drives: there is nothing to test here", file=sys.stderr)

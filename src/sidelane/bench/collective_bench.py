@@ -30,7 +30,7 @@ SAMPLE_US = {"cpu": 10_000.0, "gpu": 2_000.0}
 FEW_ROUNDS_FROM_BYTES = 256 << 20
 FEW_ROUNDS = 9
 HIDDEN_LAUNCH_US = 100.0
-"""What takes as long is timed without its launches, behind a spin of the device that takes that long."""
+"""What takes as long is timed without its launches, as graphs are: behind a spin of the device that takes that long."""
 PROFILED_BYTES = 16 << 20
 CACHED = ("b2b+graph", f"{ALTERNATING}+graph")
 """Variants that are measured as cached graphs too, without being asked for."""

@@ -224,7 +224,7 @@ def _is_worth_relaying(nbytes: int, world_size: int) -> bool:
     [False, False, False, True, True]
     """
     saved = nbytes * (world_size - 2)
-    return world_size > 2 and saved > _RELAY_SAVES_BYTES and nbytes <= (world_size - 1) * MOST_PARCEL_BYTES
+    return saved > _RELAY_SAVES_BYTES and nbytes <= (world_size - 1) * MOST_PARCEL_BYTES
 
 
 _RELAY_SAVES_BYTES = 1 << 20

@@ -95,7 +95,7 @@ class _Relay:
         self.collective, self.root = collective, collective.root
         self.peers = list(rotation(self.root, collective.world_size))
         self.flags = FlagPlan(collective.world_size, phases=rounds)
-        self.parts = list(_cut(collective.largest_buffer, self.peers, rounds))
+        self.parts = _cut(collective.largest_buffer, self.peers, rounds)
         self.owners = {part.owner for part in self.parts}  # few bytes are not enough for all
 
     def program(self) -> Program:
@@ -127,8 +127,9 @@ class _Relay:
         others = [self.peers[(place - step) % count] for step in range(1, count)]
         movers = [peer for peer in others if peer in self.owners]
         own = [part for part in self.parts if part.owner == rank]
-        commands: list[Command] = [flags.signal_entry(rank, mover) for mover in (*[self.root][: len(own)], *movers)]
+        commands: list[Command] = [flags.signal_entry(rank, mover) for mover in movers]
         if own:
+            commands.insert(0, flags.signal_entry(rank, self.root))
             commands += [flags.wait_entry(other, rank) for other in others]
         for part in own:
             commands.append(flags.wait_exit(rank, self.root, part.turn))

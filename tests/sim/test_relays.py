@@ -1,0 +1,64 @@
+"""Relayed broadcasts in the simulator: the figures of docs/performance.md, and what the rule of thumb rests on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from sidelane.choice.choose import RELAY_SAVES_BYTES
+from sidelane.execute.sim.simulate import simulate
+from sidelane.machine.load import named
+from sidelane.program.build import build
+from sidelane.program.build.relayed import relay
+from sidelane.program.collective import broadcast
+from sidelane.program.ir import Program
+from sidelane.program.transform import freeze
+
+MB = 1 << 20
+RANKS = 4
+MEASURED = Path(__file__).parents[2] / "results" / "h200x4" / "broadcasts.json"
+
+
+def simulated_us(program: Program) -> float:
+    return simulate(freeze(program), named("h200x4")).time_us
+
+
+def by_variant(nbytes: int, variant: str) -> float:
+    return simulated_us(build(broadcast(nbytes, RANKS, 0, in_place=True), variant))
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "relayed_us", "direct_us"),
+    [(16 * MB, 110, 159), (64 * MB, 275, 544), (256 * MB, 863, 2083), (1024 * MB, 3064, 8240)],
+)
+def test_figures_of_the_docs(nbytes: int, relayed_us: float, direct_us: float) -> None:
+    assert by_variant(nbytes, "relay") == pytest.approx(relayed_us, rel=0.01)
+    assert by_variant(nbytes, "b2b") == pytest.approx(direct_us, rel=0.01)
+
+
+def test_what_is_simulated_without_relays_is_what_was_measured() -> None:
+    rows = json.loads(MEASURED.read_text())["rows"]
+    measured = {
+        row["bytes"]: row["time_us"]
+        for row in rows
+        if (row["implementation"], row["variant"], row["launch"], row["tensors"]) == ("dma", "b2b", "graph", 1)
+    }
+    sizes = [nbytes for nbytes in measured if nbytes >= MB]
+    assert len(sizes) > 4
+    for nbytes in sizes:
+        assert by_variant(nbytes, "b2b") == pytest.approx(measured[nbytes], rel=0.05)
+
+
+def test_relays_pay_where_the_rule_of_thumb_takes_them() -> None:
+    least = RELAY_SAVES_BYTES // (RANKS - 2)
+    for nbytes in (least, 3 * least, 100 * least):
+        assert by_variant(nbytes, "relay") < 0.9 * by_variant(nbytes, "b2b")
+
+
+@pytest.mark.parametrize("nbytes", [16 * MB, 64 * MB, 256 * MB, 1024 * MB])
+def test_as_many_rounds_as_the_square_root_says_are_the_best(nbytes: int) -> None:
+    collective = broadcast(nbytes, RANKS, 0, in_place=True)
+    best_us = min(simulated_us(relay(collective, rounds=rounds)) for rounds in (1, 2, 4, 8, 16, 32))
+    assert simulated_us(relay(collective)) <= 1.01 * best_us
