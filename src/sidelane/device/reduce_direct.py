@@ -13,7 +13,8 @@ handles the same tiles of each shard, so blocks depend on blocks of their number
 Equivalent: see ``reduce_cells``. For an all_reduce in one shot there is one shard, which every rank reduces. In place
 is fine but for that: shard r of any input is read by rank r only, before shard r of any output is stored, by rank r.
 
-Legend: N ranks, SHARDS shards in an input (1 or N), TARGETS outputs to store to (1 or N), TILE elements a tile.
+Legend: N ranks, SHARDS shards in an input (1 or N), TARGETS outputs to store to (1 or N), TILE elements a tile,
+STAGES tiles that a block has on their way or at hand.
 """
 
 from __future__ import annotations
@@ -32,8 +33,10 @@ PAIR_TILE_BYTES, PAIR_WARPS, PAIR_GATHER_WARPS = 8192, 16, 8
 """Of two ranks: a block has as many bytes on their way as four ranks give it. A reduce_scatter of 4 MiB takes 14.1 us,
 else 16.0. Results that are stored for both need fewer threads: 21.9 us for 4 MiB on 128 blocks, 23.8 on 64 of more."""
 
-FEW_BLOCKS, FEW_TILE_BYTES, FEW_WARPS = 24, 16384, 32
-"""So few blocks need more bytes on their way each: 13 of them take 178 us for 64 MiB like this, else 416."""
+FEW_BLOCKS, FEW_TILE_BYTES, FEW_WARPS, MOST_STAGES = 24, 16384, 32, 6
+FEW_SHARED_BYTES = 192 << 10
+"""So few blocks need more bytes on their way each: the compiler copies tiles ahead into shared memory (``num_stages``).
+13 blocks take 168 us for 64 MiB of four ranks like this, 232 without copying ahead, and 416 with tiles of 4 KB."""
 
 
 def arrange(
@@ -62,8 +65,10 @@ def arrange(
     tile_bytes, warps = TILE_BYTES, WARPS
     if n == 2:
         tile_bytes, warps = PAIR_TILE_BYTES, PAIR_GATHER_WARPS if gather else PAIR_WARPS
+    stages = 1
     if site.most_blocks <= FEW_BLOCKS:
-        tile_bytes, warps = FEW_TILE_BYTES, FEW_WARPS
+        tile_bytes, warps = FEW_TILE_BYTES // max(1, n // 4), FEW_WARPS
+        stages = min(MOST_STAGES, 1 + FEW_SHARED_BYTES // (n * tile_bytes))
     aligned = shards == 1 or shard_bytes % 16 == 0
     constants = {
         "N": n,
@@ -73,6 +78,7 @@ def arrange(
         "INPUT_ALIGNED": aligned and all(address % 16 == 0 for address in inputs),
         "OUTPUT_ALIGNED": (aligned or not gather) and all(address % 16 == 0 for address in outputs),
         "TILE": tile_bytes // element,
+        "STAGES": stages,
     }
     arguments = (shard_bytes // element, total_bytes // element, site.rank, site.board)
     targets = site.rotated(outputs) if gather else outputs
@@ -88,7 +94,7 @@ def _reduce_direct(
     o0, o1, o2, o3, o4, o5, o6, o7,
     N: tl.constexpr, SHARDS: tl.constexpr, TARGETS: tl.constexpr, OP: tl.constexpr, DTYPE: tl.constexpr,
     ELEMENT_BYTES: tl.constexpr, FLOAT: tl.constexpr, INPUT_ALIGNED: tl.constexpr, OUTPUT_ALIGNED: tl.constexpr,
-    TILE: tl.constexpr,
+    TILE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     arenas = addresses_of((p0, p1, p2, p3, p4, p5, p6, p7), N)
     inputs = (i0, i1, i2, i3, i4, i5, i6, i7)
@@ -104,11 +110,9 @@ def _reduce_direct(
     stored = read if TARGETS > 1 else read * 0
     whole = tl.maximum(length, 0) // TILE
     first = tl.program_id(0).to(tl.int64)
-    tile = first
-    while tile < whole:
+    for tile in tl.range(first, whole, tl.num_programs(0), num_stages=STAGES):
         _reduce_tile(outputs, inputs, stored, read, tile, length, N, TARGETS,
                      OP, DTYPE, ELEMENT_BYTES, FLOAT, INPUT_ALIGNED, OUTPUT_ALIGNED, TILE, True)  # fmt: skip
-        tile += tl.num_programs(0)
     if first == whole % tl.num_programs(0):
         _reduce_tile(outputs, inputs, stored, read, whole, length, N, TARGETS,
                      OP, DTYPE, ELEMENT_BYTES, FLOAT, INPUT_ALIGNED, OUTPUT_ALIGNED, TILE, False)  # fmt: skip

@@ -29,8 +29,9 @@ reductions in two shots among two ranks may have all of them at any size (``devi
 NARROW = "_narrow"
 """How the variants of reductions end that leave nine tenths of the SMs to others."""
 
-NARROW_BLOCKS = 13
-"""Thread blocks of these: a tenth of an H200. They reduce 64 MiB for a reduce_scatter in 178 us, 128 blocks in 167."""
+NARROW_BLOCKS = 10
+"""Thread blocks of these: 8% of an H200. They reduce 64 MiB of four ranks for a reduce_scatter in 167 us, 8 in 171,
+6 in 181, and 128 wide ones in 164."""
 
 LARGE_PART_BYTES = 8 << 20
 
