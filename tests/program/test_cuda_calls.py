@@ -221,24 +221,23 @@ def test_only_marks_stand_between_the_pieces_of_a_reduction() -> None:
     assert len([call for call in plan.calls(2) if isinstance(call, LaunchReduce)]) == 4
 
 
-def test_nothing_but_marks_stands_between_the_copies_of_a_root_that_is_relayed() -> None:
-    program = relay(define.broadcast(24 << 20, 4, 1, in_place=True), rounds=2)
-    for captured in (False, True):
-        plan = plan_calls(freeze(program) if captured else program, 1, captured=captured)
-        main = plan.calls(0)
-        copies = [index for index, call in enumerate(main) if isinstance(call, Memcpy)]
-        assert len(copies) == 6 and sum(main[index].nbytes for index in copies) == 24 << 20, "once, not once a peer"
-        between = [call for call in main[copies[0] : copies[-1]] if not isinstance(call, Memcpy)]
-        assert len(between) == 5 and all(isinstance(call, RecordEvent) for call in between)
-        waited = [call.event for call in plan.calls(1) if isinstance(call, WaitEvent)]
-        assert waited == [call.event for call in between], "another stream tells the peers"
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+def test_engines_of_a_relay_are_handed_their_chunks_in_turn(captured: bool) -> None:
+    program = relay(define.broadcast(24 << 20, 4, 1, in_place=True), rounds=3)
+    for rank, expected in ((1, [0, 1] * 3), (2, [0, 1] * 3), (0, [])):
+        steps = plan_calls(freeze(program) if captured else program, rank, captured=captured).steps
+        copies = [step for step in steps if isinstance(step.call, Memcpy)]
+        assert [step.stream for step in copies] == expected
+        assert sum(step.call.nbytes for step in copies) == (24 << 20 if copies else 0), "once, not once a peer"
 
 
-def test_peers_hear_of_a_part_before_the_next_is_handed_over() -> None:
-    steps = plan_calls(relay(define.broadcast(24 << 20, 4, 1, in_place=True), rounds=2), 1).steps
+def test_the_next_rank_hears_of_a_chunk_before_the_next_one_is_handed_over() -> None:
+    steps = plan_calls(relay(define.broadcast(24 << 20, 4, 1, in_place=True), rounds=3), 1).steps
     handed = [(step.stream, type(step.call)) for step in steps if isinstance(step.call, Memcpy | MemOps)]
     first = handed.index((0, Memcpy))
-    assert handed[first : first + 10] == [(0, Memcpy), (1, MemOps)] * 5
+    chunks = [(lane, call) for lane in (0, 1, 0, 1) for call in (Memcpy, MemOps)]
+    chunks.insert(2, (1, MemOps))  # waits for the entry
+    assert handed[first : first + len(chunks)] == chunks
 
 
 def test_flags_of_all_programs_can_be_read_to_explain_a_stall() -> None:

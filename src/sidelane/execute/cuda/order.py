@@ -8,7 +8,9 @@ wait depends on was handed over before it, here and on the peers.
 
 from __future__ import annotations
 
-from sidelane.program.ir import Command, Comparison, Flag, Program, Queue, Signal, SignalOp, Wait
+import itertools
+
+from sidelane.program.ir import Command, Comparison, Copy, Flag, Program, Queue, Signal, SignalOp, Wait
 
 Place = tuple[int, int]
 """A command of one rank: (position of its queue among the queues of the rank, position in the queue)."""
@@ -18,9 +20,10 @@ def submission_order(program: Program) -> tuple[tuple[Place, ...], ...]:
     """Order the commands of every rank as in one execution of the whole program.
 
     A rank stays with a queue for as long as anybody gets on, so that few orders jump between queues (a jump splits a
-    batch of signals and waits). Only a queue that does nothing but tell peers of marks in others comes right behind
-    each mark: else peers would hear of the first of many copies when all have been handed over. A program that
-    deadlocks, which ``verify`` refuses, keeps its rest queue by queue.
+    batch of signals and waits). Two kinds of queue take turns with others, since peers would hear of the first of many
+    copies when all have been handed over: one that does nothing but tell peers of marks comes right behind each mark,
+    and one that copies on behind a signal to a peer lets others go first there. A program that deadlocks, which
+    ``verify`` refuses, keeps its rest queue by queue.
 
     Returns:
         For each rank, its commands.
@@ -49,10 +52,16 @@ class _Rank:
             for index, queue in enumerate(queues)
             if all(isinstance(command, Signal | Wait) for command in queue.commands)
         ]
+        self.turns = [_turns(queue) for queue in queues]
 
     def advance(self, words: dict[Flag, int]) -> bool:
-        """Execute the current queue until it blocks or ends. True if anything happened."""
-        return bool(self.queues) and self._run(self.current, words)
+        """Execute the current queue until it blocks, ends, or lets another one go first. True if anything happened."""
+        if not self.queues:
+            return False
+        moved = self._run(self.current, words)
+        if self.next[self.current] in self.turns[self.current]:
+            self.switch(words)
+        return moved
 
     def _run(self, index: int, words: dict[Flag, int]) -> bool:
         moved = False
@@ -65,6 +74,8 @@ class _Rank:
             moved = True
             if isinstance(command, Signal):
                 self._tell(index, command.flag, words)
+            if self.next[index] in self.turns[index]:
+                break
         return moved
 
     def _tell(self, behind: int, mark: Flag, words: dict[Flag, int]) -> None:
@@ -90,6 +101,19 @@ class _Rank:
     def _head(self, index: int) -> Command | None:
         commands = self.queues[index].commands
         return commands[self.next[index]] if self.next[index] < len(commands) else None
+
+
+def _turns(queue: Queue) -> frozenset[int]:
+    """Positions before which others go first: behind signals to peers, where a copy went before and one comes behind.
+
+    A wait behind such a signal stays with it, for both are one call.
+    """
+    copies = [index for index, command in enumerate(queue.commands) if isinstance(command, Copy)]
+    return frozenset(
+        later
+        for earlier, later in itertools.pairwise(copies)
+        if any(isinstance(c, Signal) and c.flag.rank != queue.rank for c in queue.commands[earlier:later])
+    )
 
 
 def _blocks(command: Command, words: dict[Flag, int]) -> bool:
