@@ -20,10 +20,9 @@ def submission_order(program: Program) -> tuple[tuple[Place, ...], ...]:
     """Order the commands of every rank as in one execution of the whole program.
 
     A rank stays with a queue for as long as anybody gets on, so that few orders jump between queues (a jump splits a
-    batch of signals and waits). Two kinds of queue take turns with others, since peers would hear of the first of many
-    copies when all have been handed over: one that does nothing but tell peers of marks comes right behind each mark,
-    and one that copies on behind a signal to a peer lets others go first there. A program that deadlocks, which
-    ``verify`` refuses, keeps its rest queue by queue.
+    batch of signals and waits). Only queues that copy to the same ranks take turns, behind every copy that a peer is
+    told of: else one engine would be handed all of its copies before another one gets its first. A program that
+    deadlocks, which ``verify`` refuses, keeps its rest queue by queue.
 
     Returns:
         For each rank, its commands.
@@ -47,47 +46,35 @@ class _Rank:
         self.next = [0] * len(queues)
         self.current = 0
         self.order: list[Place] = []
-        self.tellers = [
-            index
-            for index, queue in enumerate(queues)
-            if all(isinstance(command, Signal | Wait) for command in queue.commands)
-        ]
         self.turns = [_turns(queue) for queue in queues]
+        self.reached = [_reached(queue) for queue in queues]
 
     def advance(self, words: dict[Flag, int]) -> bool:
-        """Execute the current queue until it blocks, ends, or lets another one go first. True if anything happened."""
-        if not self.queues:
-            return False
-        moved = self._run(self.current, words)
-        if self.next[self.current] in self.turns[self.current]:
-            self.switch(words)
-        return moved
-
-    def _run(self, index: int, words: dict[Flag, int]) -> bool:
+        """Execute the current queue until it blocks, ends, or it is another one's turn. True if anything happened."""
         moved = False
-        while (command := self._head(index)) is not None and not _blocks(command, words):
+        index = self.current
+        while self.queues and (command := self._head(index)) is not None and not _blocks(command, words):
             if isinstance(command, Signal):
                 grown = words.get(command.flag, 0) if command.op is SignalOp.ADD else 0
                 words[command.flag] = grown + command.value.at(1)
             self.order.append((index, self.next[index]))
             self.next[index] += 1
             moved = True
-            if isinstance(command, Signal):
-                self._tell(index, command.flag, words)
-            if self.next[index] in self.turns[index]:
+            if self.next[index] in self.turns[index] and self.switch(words, self.reached[index]):
                 break
         return moved
 
-    def _tell(self, behind: int, mark: Flag, words: dict[Flag, int]) -> None:
-        for index in self.tellers:
-            waiting = self._head(index)
-            if index != behind and isinstance(waiting, Wait) and waiting.flag == mark:
-                self._run(index, words)
+    def switch(self, words: dict[Flag, int], reached: frozenset[int] | None = None) -> bool:
+        """Turn to the next queue, in a circle, whose first command can run. False if there is none.
 
-    def switch(self, words: dict[Flag, int]) -> bool:
-        """Turn to the next queue, in a circle, whose first command can run. False if there is none."""
+        Args:
+            words: flags.
+            reached: ranks that it must copy to; None for any.
+        """
         for step in range(1, len(self.queues) + 1):
             candidate = (self.current + step) % len(self.queues)
+            if reached is not None and self.reached[candidate] != reached:
+                continue
             command = self._head(candidate)
             if command is not None and not _blocks(command, words):
                 self.current = candidate
@@ -103,8 +90,13 @@ class _Rank:
         return commands[self.next[index]] if self.next[index] < len(commands) else None
 
 
+def _reached(queue: Queue) -> frozenset[int]:
+    """The ranks that it copies to."""
+    return frozenset(command.dst.rank for command in queue.commands if isinstance(command, Copy))
+
+
 def _turns(queue: Queue) -> frozenset[int]:
-    """Positions before which others go first: behind signals to peers, where a copy went before and one comes behind.
+    """Positions of copies before which others go first: peers have been told of the copy before.
 
     A wait behind such a signal stays with it, for both are one call.
     """
