@@ -31,12 +31,11 @@ more on its two handshakes than a kernel on everything up to about here (``resul
 BROADCAST_BYTES = 128 << 20
 """Likewise for broadcasts among two ranks: on two H200s kernels take 52 us for 16 MB and copy engines 65, for 64 MB 187
 and 193, for 256 MB 732 and 699 (``results/h200x2/broadcasts.json``). Among more ranks kernels are taken at any size:
-what they send leaves the root once, and with copy engines once for each peer: 1 GiB among four 3.1 ms and 8.1
-(``results/h200x4/broadcasts.json``)."""
+1 GiB among four in 3.06 ms, by copy engines relayed in 3.28 (``results/h200x4/broadcasts.json``)."""
 
 RELAY_SAVES_BYTES = 16 << 20
-"""Copy engines relay a broadcast from where the root so sends as much less: 8 MiB among four, which take 79 us instead
-of 95 on H200s (simulated; 4 MiB 61 and 63)."""
+"""Copy engines relay a broadcast from where the root so sends as much less, 8 MiB among four: on H200s 4 MiB take 55 us
+either way, 8 MiB 80 and not 95 (simulated), 16 MiB 105 and not 149."""
 
 STAGING_BYTES_PER_US = 1.6e6
 STAGED_US = {"one_shot": 2.0, "two_shot": 5.0}
