@@ -164,7 +164,7 @@ class _Moving:
             first, second = transfers
             return [*waits, Broadcast((first.dst, second.dst), first.src), *exits]
         # Nothing stands between the copies of an engine: a signal or wait there would keep it from overlapping the end
-        # of one with the beginning of the next (docs/performance.md has the difference).
+        # of one with the beginning of the next (docs/probes.md has the difference).
         return [*waits, *(Copy(transfer.dst, transfer.src) for transfer in transfers), *exits]
 
     def _own_copies(self, rank: int) -> list[Command]:

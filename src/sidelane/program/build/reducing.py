@@ -29,7 +29,7 @@ from sidelane.program.ir import EPOCH, Command, Copy, Engine, EngineKind, Flag, 
 PIECES_FROM = (32 << 20, 64 << 20, 256 << 20)
 """Bytes of a shard from which two, three and four pieces pay on four H200s. In a reduce_scatter only the last piece's
 reduction shows, so each is smaller than the one before it; the results of an all_reduce's first half hide the second's,
-and more pieces would only let the ranks fall out of step (docs/performance.md)."""
+and more pieces would only let the ranks fall out of step (docs/probes.md)."""
 
 
 def reduce(
