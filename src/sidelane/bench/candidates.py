@@ -27,6 +27,9 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 CALLS_AHEAD = 2
 """Eager calls that a sample makes in front of the clock: see ``measure.Job``."""
 
+HIDDEN_LAUNCH_US = 100.0
+"""What takes as long is timed without its launches, as graphs are: behind a spin of the device that takes that long."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Candidate:

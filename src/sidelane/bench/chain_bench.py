@@ -20,7 +20,15 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.distributed as dist
 
-from sidelane.bench.candidates import Candidate, Implementation, Prepared, candidates_of, captured
+from sidelane.bench.candidates import (
+    CALLS_AHEAD,
+    HIDDEN_LAUNCH_US,
+    Candidate,
+    Implementation,
+    Prepared,
+    candidates_of,
+    captured,
+)
 from sidelane.bench.launch import Rank
 from sidelane.bench.measure import Job, Meter, Rounds
 from sidelane.bench.own import Dma
@@ -43,6 +51,7 @@ CALLS = 8
 """Chains in a sample."""
 
 ALONE = Candidate("", "GEMMs alone")
+ALONE_AS_GRAPH = dataclasses.replace(ALONE, launch="graph")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -129,6 +138,12 @@ class _Chain:
         for _ in range(CALLS):
             self.run()
 
+    def job(self) -> Job:
+        """All chains of a sample, timed as a study of collectives times its calls."""
+        if self._graph is not None:
+            return Job(self._graph.replay, calls=CALLS, hide_launch_us=HIDDEN_LAUNCH_US)
+        return Job(self.run, repeats=CALLS, calls=CALLS, ahead=CALLS_AHEAD)
+
     def release(self) -> None:
         """Drop the graph, and what :meth:`preparation` made. All ranks alike."""
         self._graph = None
@@ -203,10 +218,9 @@ class _Gemms:
         torch.mm(whole.view(-1, WIDTH), self.v, out=self.y)
 
     def alone(self) -> None:
-        """Both, with nothing between them."""
-        for _ in range(CALLS):
-            self.produce(self.shard)
-            self.consume(self.whole)
+        """Both, once, with nothing between them."""
+        self.produce(self.shard)
+        self.consume(self.whole)
 
     def expected(self) -> torch.Tensor:
         """What the consumer must have made, by way of the process group."""
@@ -244,8 +258,11 @@ def measure_case(roster: Roster, case: Case, options: ChainOptions, seeds: Itera
                 else:
                     problems[candidate] = problem
                     chain.release()
-        jobs: dict[Candidate, Job] = {ALONE: Job(gemms.alone, calls=CALLS)}
-        jobs |= {candidate: Job(chain.sample, calls=CALLS) for candidate, chain in ready.items()}
+        jobs = {ALONE: Job(gemms.alone, repeats=CALLS, calls=CALLS, ahead=CALLS_AHEAD)}
+        if any(candidate.launch == "graph" for candidate in ready):
+            graph = captured(gemms.alone, CALLS)
+            jobs[ALONE_AS_GRAPH] = Job(graph.replay, calls=CALLS, hide_launch_us=HIDDEN_LAUNCH_US)
+        jobs |= {candidate: chain.job() for candidate, chain in ready.items()}
         rounds = meter.rounds(jobs, warmup=options.warmup, repeats=options.repeats)
         for candidate, chain in ready.items():
             problem = _check(meter, gemms, chain.sample, candidate, next(seeds))
@@ -254,7 +271,8 @@ def measure_case(roster: Roster, case: Case, options: ChainOptions, seeds: Itera
             chain.release()
     for candidate in (*ready, *(c for c in problems if c not in ready)):
         variant = ready[candidate].collective.variant if candidate in ready else candidate.variant
-        yield _row(case, candidate, variant, rounds.get(candidate), rounds[ALONE], problems.get(candidate))
+        alone = rounds.get(ALONE_AS_GRAPH, rounds[ALONE]) if candidate.launch == "graph" else rounds[ALONE]
+        yield _row(case, candidate, variant, rounds.get(candidate), alone, problems.get(candidate))
 
 
 def _candidates(implementation: Implementation, options: ChainOptions) -> list[Candidate]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 
 from sidelane.bench.asked import check_asked
-from sidelane.bench.candidates import Candidate, Implementation, Prepared, candidates_of
+from sidelane.bench.candidates import HIDDEN_LAUNCH_US, Candidate, Implementation, Prepared, candidates_of
 from sidelane.bench.launch import Rank, choose_place
 from sidelane.bench.listed import prepare
 from sidelane.bench.measure import Job, Meter, Rounds
@@ -29,8 +29,6 @@ SAMPLE_US = {"cpu": 10_000.0, "gpu": 2_000.0}
 
 FEW_ROUNDS_FROM_BYTES = 256 << 20
 FEW_ROUNDS = 9
-HIDDEN_LAUNCH_US = 100.0
-"""What takes as long is timed without its launches, as graphs are: behind a spin of the device that takes that long."""
 PROFILED_BYTES = 16 << 20
 CACHED = ("b2b+graph", f"{ALTERNATING}+graph")
 """Variants that are measured as cached graphs too, without being asked for."""
