@@ -1,0 +1,43 @@
+"""What tests of the choice share: candidates, curves and profiles of a made-up machine."""
+
+from __future__ import annotations
+
+import itertools
+
+from sidelane.choice import Call, Candidate, Curve, Profile
+from sidelane.choice.candidate import DMA, SM
+from sidelane.choice.key import Key
+from sidelane.config import BESIDE
+from sidelane.program.collective import Kind
+
+B2B, PCPY, BCST, ALTERNATING = (Candidate(DMA, name) for name in ("b2b", "pcpy", "bcst", "alternating"))
+ONE_SHOT = Candidate(SM, "one_shot")
+KEY = Key("cuda", "NVIDIA H999", 4, "18 to a switch", (("driver", "1.0"), ("torch", "2.0")))
+
+
+def curve(candidate: Candidate, *times: tuple[int, float], **others: object) -> Curve:
+    given = {"kind": Kind.ALL_GATHER, "world_size": 4, "dtype": "bfloat16", "in_place": False, "captured": False}
+    return Curve(**{**given, **others}, candidate=candidate, times=times)  # type: ignore[arg-type]
+
+
+def profile(*curves: Curve) -> Profile:
+    return Profile("h999x4", KEY, "2026-01-02T03:04:05+00:00", "sidelane tune", curves)
+
+
+def gather(nbytes: int = 4096, **others: object) -> Call:
+    return Call(Kind.ALL_GATHER, 4, nbytes, **others)  # type: ignore[arg-type]
+
+
+CROSSING = profile(
+    curve(ONE_SHOT, (1024, 5.0), (1 << 20, 50.0)),
+    curve(B2B, (1024, 20.0), (1 << 20, 25.0)),
+    curve(PCPY, (1024, 21.0), (1 << 20, 40.0)),
+)
+
+
+def calls_of_all_kinds() -> list[Call]:
+    axes = itertools.product(Kind, (1, 2, 8, 16), (False, True), (False, True), (False, True), BESIDE, (False, True))
+    return [
+        Call(kind, n, 4096, "int32", place, symm, captured, hint, even)
+        for kind, n, place, symm, captured, hint, even in axes
+    ]

@@ -1,0 +1,166 @@
+"""Profiles: what lies between their sizes, their files, and which of them is in force."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from choices import B2B, CROSSING, KEY, PCPY, curve, gather, profile
+
+from sidelane.choice import Call, expected_us
+from sidelane.choice.candidate import find
+from sidelane.choice.key import Key
+from sidelane.choice.store import (
+    InForce,
+    builtin,
+    builtin_for,
+    builtin_names,
+    in_force,
+    name_of,
+    read,
+    user_file,
+    write,
+)
+from sidelane.config import BUILTIN, Config, from_environment
+from sidelane.program.collective import Kind
+
+
+def test_times_between_measured_sizes_follow_a_power_of_the_size():
+    measured = curve(B2B, (1000, 10.0), (10_000, 10.0), (1_000_000, 1000.0))
+    assert measured.at(1) == measured.at(1000) == 10.0
+    assert measured.at(3000) == pytest.approx(10.0)
+    assert measured.at(100_000) == pytest.approx(100.0)  # the middle, in both logarithms
+    assert measured.at(1_001_000) == pytest.approx(1000.0 + 0.99, rel=1e-3)  # a byte as dear as from end to end
+    sizes = [2**power for power in range(8, 30)]
+    times = [measured.at(size) for size in sizes]
+    assert times == sorted(times)
+
+
+@pytest.mark.parametrize(
+    "times", [(), ((2, 1.0), (1, 1.0)), ((1, 1.0), (1, 2.0)), ((0, 1.0),), ((1, 0.0),), ((1, float("nan")),)]
+)
+def test_a_curve_that_cannot_be_is_refused(times: tuple[tuple[int, float], ...]):
+    with pytest.raises(ValueError, match="Curve"):
+        curve(B2B, *times)
+
+
+def test_a_profile_survives_its_file(tmp_path: Path):
+    write(tmp_path / "deep" / "profile.json", CROSSING)
+    assert read(tmp_path / "deep" / "profile.json") == CROSSING
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["profile.json"]
+    assert read(tmp_path / "none.json") is None
+
+
+@pytest.mark.parametrize("change", [{"format": 99}, {"curves": [{}]}, {"curves": None}, {"key": {"device": "x"}}])
+def test_a_file_that_is_no_profile_is_refused(tmp_path: Path, change: dict[str, object]):
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps({**json.loads(CROSSING.to_text()), **change}))
+    with pytest.raises(ValueError, match="not a profile"):
+        read(path)
+    path.write_text("{")
+    with pytest.raises(ValueError, match="not a profile"):
+        read(path)
+
+
+def test_the_nearest_way_to_call_that_was_measured_answers():
+    both = profile(
+        curve(B2B, (1024, 1.0)),
+        curve(B2B, (1024, 2.0), in_place=True),
+        curve(B2B, (1024, 3.0), captured=True),
+        curve(B2B, (1024, 4.0), world_size=2),
+        curve(B2B, (1024, 5.0), kind=Kind.ALL_REDUCE, dtype="float32"),
+        curve(B2B, (1024, 6.0), kind=Kind.ALL_REDUCE, dtype="bfloat16"),
+    )
+    asked = {
+        1.0: gather(1024),
+        2.0: gather(1024, in_place=True),
+        3.0: gather(1024, captured=True),
+        4.0: dataclasses.replace(gather(1024), world_size=2),
+        5.0: Call(Kind.ALL_REDUCE, 4, 1024, "float32"),
+        6.0: Call(Kind.ALL_REDUCE, 4, 1024, "bfloat16"),
+    }
+    for expected, call in asked.items():
+        assert expected_us(both, call, B2B) == expected
+    assert expected_us(both, dataclasses.replace(gather(1024), world_size=3), B2B) == 1.0
+    assert expected_us(both, gather(1024, dtype="int32"), B2B) == 1.0, "bytes are bytes where nothing is added"
+    assert expected_us(both, gather(1024), PCPY) is None
+    assert expected_us(both, Call(Kind.BROADCAST, 4, 1024), B2B) is None
+
+
+def test_new_curves_replace_all_of_the_same_collective_and_world_size():
+    old = profile(curve(B2B, (1024, 1.0)), curve(PCPY, (1024, 1.0)), curve(B2B, (1024, 1.0), world_size=2))
+    new = old.replacing((curve(B2B, (4096, 7.0)),))
+    assert [(c.world_size, c.times) for c in new.curves] == [(2, ((1024, 1.0),)), (4, ((4096, 7.0),))]
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    return tmp_path / "sidelane" / "profiles"
+
+
+def test_the_users_file_is_for_one_machine(home: Path):
+    assert user_file(KEY) == home / "h999x4.json"
+    assert user_file(Key("cpu", "A processor", 2)) == home / "cpu.json"
+    assert name_of(dataclasses.replace(KEY, count=8)) == "h999x8"
+
+
+def test_the_users_file_is_used_when_its_key_fits(home: Path):
+    write(home / "h999x4.json", CROSSING)
+    found = in_force(None, KEY)
+    assert found.profile == CROSSING
+    assert "h999x4.json" in found.where and not found.notes
+    assert InForce.from_text(found.to_text()) == found
+    assert in_force(BUILTIN, KEY).profile is None
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"software": (("driver", "2.0"), ("torch", "2.0"))}, "driver (1.0 there, 2.0 here)"),
+        ({"links": "none"}, "links (18 to a switch there, none here)"),
+    ],
+)
+def test_a_profile_with_another_key_is_not_used_and_the_note_says_why(home: Path, change: dict, said: str):
+    write(home / "h999x4.json", CROSSING)
+    found = in_force(None, dataclasses.replace(KEY, **change))
+    assert found.profile is None
+    assert said in found.notes[0] and "rule of thumb" in found.where
+    assert InForce.from_text(found.to_text()) == found
+
+
+def test_a_broken_file_is_a_note_if_nobody_named_it_and_an_error_if_somebody_did(home: Path, tmp_path: Path):
+    (home).mkdir(parents=True)
+    (home / "h999x4.json").write_text("{}")
+    assert "not a profile" in in_force(None, KEY).notes[0]
+    with pytest.raises(ValueError, match="not a profile"):
+        in_force(str(home / "h999x4.json"), KEY)
+    with pytest.raises(ValueError, match="no such file"):
+        in_force(str(tmp_path / "none.json"), KEY)
+
+
+def test_built_in_tables_are_for_a_device_whatever_its_software():
+    assert {"h200x4", "cpu"} <= set(builtin_names())
+    h200 = builtin("h200x4")
+    assert h200 is not None and builtin("nothing") is None
+    newer = Key("cuda", "NVIDIA H200", 8, "18 to a switch", (("driver", "999"),))
+    assert builtin_for(newer) == h200
+    assert "8 here" in in_force(BUILTIN, newer).where
+    assert builtin_for(KEY) is None
+    assert builtin_for(Key("cpu", "Some processor", 64)) == builtin("cpu")
+    for name in builtin_names():
+        table = builtin(name)
+        assert table is not None and table.machine == name
+        for measured in table.curves:
+            assert find(measured.kind, measured.candidate.name) == measured.candidate, "names that nothing has any more"
+
+
+def test_settings():
+    assert (Config().beside, Config().profile) == ("nothing", None)
+    found = from_environment({"SIDELANE_BESIDE": "compute", "SIDELANE_PROFILE": "x.json"})
+    assert (found.beside, found.profile) == ("compute", "x.json")
+    assert from_environment({"SIDELANE_PROFILE": ""}).profile is None
+    with pytest.raises(ValueError, match="beside.*music"):
+        Config(beside="music")
