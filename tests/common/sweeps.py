@@ -134,7 +134,7 @@ def large_messages(group: dist.ProcessGroup) -> None:
         assert same_bytes(out, torch.cat([tensor[rank * size : (rank + 1) * size] for tensor in inputs]))
         comm.all_to_all(inputs[rank], inputs[rank])
         assert same_bytes(out, inputs[rank])
-        relayed = comm.empty(3 * size, dtype=torch.uint8)  # several rounds of the root
+        relayed = comm.empty(3 * size, dtype=torch.uint8)  # 24 MiB: three chunks for each engine
         for root in range(n):
             sent = any_bytes(8 + root, root, 3 * size, torch.uint8)
             if rank == root:

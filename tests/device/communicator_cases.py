@@ -57,7 +57,7 @@ def captured(context: Context, replays: int) -> None:
             gathered, exchanged = comm.empty(n * size), torch.empty(n * size)
             scattered, summed = torch.empty(size), torch.empty(n * size)
             swapped, root = comm.empty(n * size), comm.empty(size)
-            relayed = comm.empty(3_000_001)  # several rounds
+            relayed = comm.empty((5 << 20) + 1)  # 20 MiB: two rounds
 
             def calls() -> None:
                 comm.all_gather(gathered, shard)

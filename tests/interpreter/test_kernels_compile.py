@@ -42,6 +42,7 @@ from sidelane.device.launch import Launch, Site
 from sidelane.device.list_table import Piece, Table
 from sidelane.execute.cuda.kernel_launch import compile_for
 from sidelane.program.collective import ReduceOp, Reduction
+from sidelane.program.kernel import NARROW_BLOCKS
 
 H200 = GPUTarget("cuda", 90, 32)
 MOST_STACK_BYTES = 1024
@@ -95,6 +96,16 @@ def reducing(odd: int) -> Iterator[Launch]:
     yield list_direct.arrange(*table(odd, list_direct.TILE_BYTES, 2), AVERAGE, gather=True)
     reduced = table(odd, list_pull.tile_bytes(AVERAGE))
     yield list_pull.arrange(*reduced, STAGINGS, 2 * MB + 32, AVERAGE, distinct=False, gather=True)
+
+
+@pytest.mark.parametrize(("ranks", "available"), [(4, 227 << 10), (8, 227 << 10), (4, 163 << 10), (3, 0)])
+def test_narrow_reductions_take_no_more_shared_memory_than_there_is(ranks: int, available: int) -> None:
+    site = Site(0, SITE.arenas[:ranks], 64, NARROW_BLOCKS, available)
+    inputs = (16 * MB,) * ranks
+    launch = reduce_direct.arrange(site, inputs, inputs, MB, ranks * MB, AVERAGE, gather=True)
+    shared = compile_for(H200, launch.kernel, launch.constants, launch.warps).metadata.shared
+    assert shared <= max(available, 1024)
+    assert shared > available // 2, "tiles are copied ahead"
 
 
 def table(odd: int, tile_bytes: int, groups: int = 0) -> tuple[Site, Table, int]:

@@ -188,7 +188,7 @@ def _by_thumb(call: Call, legal: tuple[Candidate, ...], table: Table, *, measure
         return Choice(once, f"{lacking}; rule of thumb: one handshake below {SMALL_BYTES >> 20} MiB", table)
     relay = next((found for found in legal if found.variant == RELAY), None)
     if relay is not None and call.nbytes * (call.world_size - 2) >= RELAY_SAVES_BYTES:
-        return Choice(relay, f"{lacking}; rule of thumb: one copy engine a rank, relayed by the peers", table)
+        return Choice(relay, f"{lacking}; rule of thumb: copy engines, relayed from rank to rank", table)
     engines = next((found for found in legal if found.variant == FIRST), legal[0])
     return Choice(engines, f"{lacking}; rule of thumb: one copy engine a rank", table)
 
@@ -201,5 +201,5 @@ def _most_by_thumb(call: Call) -> float:
 
 
 def _is_relayed(call: Call) -> bool:
-    """A kernel sends it from the root once, and copy engines once for each peer: see ``BROADCAST_BYTES``."""
+    """A broadcast that leaves the root once: see ``BROADCAST_BYTES``."""
     return call.kind is Kind.BROADCAST and call.world_size > 2

@@ -40,6 +40,7 @@ class Site:
         arenas: address of each rank's arena (see ``layout``).
         board: address of the board of this rank's host.
         most_blocks: thread blocks that a launch may have; the same on every rank.
+        shared_bytes: shared memory that a block may ask for.
 
     Raises:
         ValueError: too many ranks or blocks.
@@ -49,6 +50,7 @@ class Site:
     arenas: tuple[int, ...]
     board: int
     most_blocks: int
+    shared_bytes: int = 0
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.arenas) <= MAX_RANKS:

@@ -68,7 +68,7 @@ def arrange(
     stages = 1
     if site.most_blocks <= FEW_BLOCKS:
         tile_bytes, warps = FEW_TILE_BYTES // max(1, n // 4), FEW_WARPS
-        stages = min(MOST_STAGES, 1 + FEW_SHARED_BYTES // (n * tile_bytes))
+        stages = min(MOST_STAGES, 1 + min(FEW_SHARED_BYTES, site.shared_bytes) // (n * tile_bytes))
     aligned = shards == 1 or shard_bytes % 16 == 0
     constants = {
         "N": n,

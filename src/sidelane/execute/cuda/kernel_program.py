@@ -65,7 +65,7 @@ class CudaKernel:
             if arranged is not None:
                 self._launch, self._table = arranged
         else:
-            self._launch = arrange(program, executor.rank, addresses, executor.board)
+            self._launch = arrange(program, executor.rank, addresses, executor.board, executor.features.shared_bytes)
         self._by_stream: dict[int, tuple[Bound, ...]] = {}
         self._graph: ExecutableGraph | None = None
         if self._launch is not None:
@@ -167,8 +167,8 @@ class KernelPending:
         self._executor.check()
 
 
-def arrange(program: KernelProgram, rank: int, addresses: Addresses, board: int) -> Launch | None:
-    """The launch of one rank; None if there is nothing to move.
+def arrange(program: KernelProgram, rank: int, addresses: Addresses, board: int, shared_bytes: int) -> Launch | None:
+    """The launch of one rank; None if there is nothing to move. ``shared_bytes``: see ``Site``.
 
     Raises:
         ValueError: an address is missing.
@@ -176,7 +176,7 @@ def arrange(program: KernelProgram, rank: int, addresses: Addresses, board: int)
     collective, part, distinct = program.collective, program.part_bytes, program.distinct
     if not program.total_bytes:
         return None
-    site = Site(rank, addresses.arenas, board, program.blocks)
+    site = Site(rank, addresses.arenas, board, program.blocks, shared_bytes)
     buffers = addresses.buffers
 
     def address(buffer: Buffer, of_rank: int) -> int:

@@ -29,6 +29,7 @@ class DriverFeatures:
             signal is a 4-byte copy.
         copy_batches: several copies can be submitted in one call.
         note: why something does not work; "" if all does.
+        shared_bytes: shared memory that a thread block may ask for.
     """
 
     cuda_version: str
@@ -37,6 +38,7 @@ class DriverFeatures:
     peer_writes: bool | None
     copy_batches: bool = False
     note: str = ""
+    shared_bytes: int = 0
 
     def require(self) -> None:
         """Raise UnavailableError unless programs can run."""
@@ -80,6 +82,7 @@ def probe_device(device: torch.device) -> DriverFeatures:
             peer_writes=None,
             copy_batches=copy_batches,
             note=problem,
+            shared_bytes=driver.attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"),
         )
 
 
