@@ -70,7 +70,7 @@ def programs(draw: st.DrawFn) -> Program | None:
 
 
 @given(program=programs(), seed=st.integers(0, 2**16), steps=st.lists(st.integers(1, 3), min_size=3, max_size=3))
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_accepted_programs_give_right_bytes(program: Program | None, seed: int, steps: list[int]) -> None:
     assume(program is not None)
     assert program is not None
