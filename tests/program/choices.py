@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 from sidelane.choice import Call, Candidate, Curve, Profile
 from sidelane.choice.candidate import DMA, SM
@@ -15,17 +16,23 @@ ONE_SHOT = Candidate(SM, "one_shot")
 KEY = Key("cuda", "NVIDIA H999", 4, "18 to a switch", (("driver", "1.0"), ("torch", "2.0")))
 
 
-def curve(candidate: Candidate, *times: tuple[int, float], **others: object) -> Curve:
-    given = {"kind": Kind.ALL_GATHER, "world_size": 4, "dtype": "bfloat16", "in_place": False, "captured": False}
-    return Curve(**{**given, **others}, candidate=candidate, times=times)  # type: ignore[arg-type]
+def curve(candidate: Candidate, *times: tuple[int, float], **others: Any) -> Curve:
+    given: dict[str, Any] = {
+        "kind": Kind.ALL_GATHER,
+        "world_size": 4,
+        "dtype": "bfloat16",
+        "in_place": False,
+        "captured": False,
+    }
+    return Curve(**{**given, **others}, candidate=candidate, times=times)
 
 
 def profile(*curves: Curve) -> Profile:
     return Profile("h999x4", KEY, "2026-01-02T03:04:05+00:00", "sidelane tune", curves)
 
 
-def gather(nbytes: int = 4096, **others: object) -> Call:
-    return Call(Kind.ALL_GATHER, 4, nbytes, **others)  # type: ignore[arg-type]
+def gather(nbytes: int = 4096, **others: Any) -> Call:
+    return Call(Kind.ALL_GATHER, 4, nbytes, **others)
 
 
 CROSSING = profile(

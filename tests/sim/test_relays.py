@@ -47,7 +47,8 @@ def test_what_is_simulated_without_relays_is_what_was_measured() -> None:
     sizes = [nbytes for nbytes in measured if nbytes >= MB]
     assert len(sizes) > 4
     for nbytes in sizes:
-        assert by_variant(nbytes, "b2b") == pytest.approx(measured[nbytes], rel=0.07)
+        # At 1 MiB it is the latencies that count, and those were fitted to another file.
+        assert by_variant(nbytes, "b2b") == pytest.approx(measured[nbytes], rel=0.05 if nbytes > MB else 0.07)
 
 
 def test_relays_are_simulated_about_as_measured() -> None:

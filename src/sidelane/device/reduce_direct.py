@@ -36,7 +36,8 @@ else 16.0. Results that are stored for both need fewer threads: 21.9 us for 4 Mi
 FEW_BLOCKS, FEW_TILE_BYTES, FEW_WARPS, MOST_STAGES = 24, 16384, 32, 6
 FEW_SHARED_BYTES = 192 << 10
 """So few blocks need more bytes on their way each: the compiler copies tiles ahead into shared memory (``num_stages``).
-13 blocks take 168 us for 64 MiB of four ranks like this, 232 without copying ahead, and 416 with tiles of 4 KB."""
+13 blocks take 168 us for 64 MiB of four ranks like this, 232 without copying ahead, and 416 with tiles of 4 KB
+(probes: docs/probes.md)."""
 
 
 def arrange(

@@ -31,7 +31,7 @@ NARROW = "_narrow"
 
 NARROW_BLOCKS = 10
 """Thread blocks of these: 8% of an H200. They reduce 64 MiB of four ranks for a reduce_scatter in 167 us, 8 in 171,
-6 in 181, and 128 wide ones in 164."""
+6 in 181, and 128 wide ones in 164 (probes: docs/probes.md)."""
 
 LARGE_PART_BYTES = 8 << 20
 

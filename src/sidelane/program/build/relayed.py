@@ -9,7 +9,7 @@ Rank 0 is the root; ``0>1`` copies a chunk from rank 0 to rank 1::
     rank 3   dma:0   entries for 2 | chunk? chunk? ...
 
 So the bytes leave every rank once, where the other variants send them once to each peer, and every link has one rank
-that writes to it. Where every peer gave a part of its own to all others, four H200s took 5.5 ms for 1 GiB, not 3.2: two
+that writes to it. Where every peer gave a part of its own to all others, four H200s took 5.5 ms for 1 GiB, not 3.3: two
 ranks that write to a third one have half of its link each, and wait for each other's parts. The engines take turns, one
 chunk each, so that one copies while the other signals and waits.
 
