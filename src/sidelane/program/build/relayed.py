@@ -2,11 +2,11 @@
 
 Rank 0 is the root; ``0>1`` copies a chunk from rank 0 to rank 1::
 
-    rank 0   dma:0   entry of 1 | 0>1, its exit | 0>1, its exit ...
-             dma:1   entry of 1 | 0>1, its exit | 0>1, its exit ...
-    rank 1   dma:0   entries for 0 | entry of 2 | chunk? 1>2, its exit | chunk? 1>2, its exit ...
-             dma:1                   entry of 2 | chunk? ...
-    rank 3   dma:0   entries for 2 | chunk? chunk? ...
+    rank 0   dma:0   entry of 1, mark | 0>1, its exit | 0>1, its exit ...
+             dma:1   mark?            | 0>1, its exit | 0>1, its exit ...
+    rank 1   dma:0   entry for 0 | entry of 2, mark | chunk? 1>2, its exit | chunk? 1>2, its exit ...
+             dma:1                 mark?            | chunk? ...
+    rank 3   dma:0   entry for 2 | chunk? chunk? ...
 
 So the bytes leave every rank once, where the other variants send them once to each peer, and every link has one rank
 that writes to it. Where every peer gave a part of its own to all others, four H200s took 5.5 ms for 1 GiB, not 3.3: two
@@ -24,7 +24,7 @@ import dataclasses
 from sidelane.program.build.flags import FlagPlan
 from sidelane.program.build.moving import Transport, rotation
 from sidelane.program.collective import Collective, Kind
-from sidelane.program.ir import Command, Copy, Engine, EngineKind, Program, Queue
+from sidelane.program.ir import EPOCH, Command, Copy, Engine, EngineKind, Program, Queue, Signal, Wait
 
 RELAY = "relay"
 """Name of the variant."""
@@ -98,7 +98,7 @@ class _Relay:
             for queue in (*(self._lane(place, lane) for lane in range(LANES)), self._own(place))
         ]
         filled = tuple(queue for queue in queues if queue.commands)
-        return Program(self.collective, RELAY, filled, (0,) * self.collective.world_size, self.flags.handshakes)
+        return Program(self.collective, RELAY, filled, (0,) * self.collective.world_size, self.flags.handshakes + 1)
 
     def _lane(self, place: int, lane: int) -> Queue:
         """What an engine does at the rank that the chunks reach ``place``-th."""
@@ -106,10 +106,14 @@ class _Relay:
         before = self.ranks[place - 1] if place else None
         behind = self.ranks[place + 1] if place + 1 < len(self.ranks) else None
         commands: list[Command] = []
-        if before is not None and lane == 0:
-            commands += [flags.signal_entry(rank, before, used) for used in range(LANES) if self.chunks[used::LANES]]
-        if behind is not None and self.chunks[lane::LANES]:
-            commands.append(flags.wait_entry(behind, rank, lane))
+        if lane == 0 and self.chunks:
+            commands += [flags.signal_entry(rank, before)] if before is not None else []
+            commands += [flags.wait_entry(behind, rank)] if behind is not None else []
+        # One entry releases both: entries of later phases share flags with local ones of other programs, which a rank
+        # that is still in such a call would write over them.
+        if behind is not None and self.chunks[1:]:
+            mark = flags.local(rank, 0)
+            commands.append(Signal(mark, EPOCH) if lane == 0 else Wait(mark, EPOCH))
         for chunk in self.chunks[lane::LANES]:
             if before is not None:
                 commands.append(flags.wait_exit(rank, before, chunk.number))
