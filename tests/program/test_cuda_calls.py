@@ -31,6 +31,7 @@ from sidelane.execute.cuda.rows import join_rows
 from sidelane.program import collective as define
 from sidelane.program.build import INTO_OUTPUTS, ROW_BYTES, Transport, build, variants
 from sidelane.program.build.alternating import alternating
+from sidelane.program.build.reducing import reduce
 from sidelane.program.build.relayed import relay
 from sidelane.program.collective import Buffer, Collective, Kind, ReduceOp, Reduction, Span
 from sidelane.program.ir import (
@@ -207,18 +208,37 @@ def test_a_reduction_that_nothing_runs_beside_is_on_the_callers_stream() -> None
         assert found == [streams - 1] * launches
 
 
-def test_only_marks_stand_between_the_pieces_of_a_reduction() -> None:
-    plan = plan_calls(build(define.reduce_scatter([256 << 20] * 4, SUM), "b2b"), 0)
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_piece_is_added_up_between_the_copies_of_the_next_and_their_signals(rank: int) -> None:
+    """Where all streams share a channel, it is free there: a signal holds it until the copies before it have ended."""
+    plan = plan_calls(build(define.reduce_scatter([256 << 20] * 4, SUM), "b2b"), rank)
+    assert plan.streams == 2
+    moves = {MemcpyBatch: "copies", MemOps: "signals", LaunchReduce: "sum"}
+    handed = [(step.stream, moves[type(step.call)]) for step in plan.steps if isinstance(step.call, (*moves,))]
+    first = handed.index((0, "copies"))
+    copies, told, waits, added = (0, "copies"), (0, "signals"), (1, "signals"), (1, "sum")
+    assert handed[first:-1] == [copies, told, *[copies, waits, added, told] * 3, waits, added]
+    batches = [step.call for step in plan.steps if isinstance(step.call, MemcpyBatch)]
+    assert [len(call.copies) for call in batches] == [3] * 4
+
+
+def test_a_small_shard_among_large_ones_is_added_up_on_the_callers_stream() -> None:
+    program = build(define.reduce_scatter([256 << 20, 1024, 0, 256 << 20], SUM), "b2b")
+    sums = [
+        [step.stream for step in plan_calls(program, rank).steps if isinstance(step.call, LaunchReduce)]
+        for rank in range(4)
+    ]
+    assert sums == [[1] * 4, [0] * 3, [], [1] * 4]
+
+
+def test_an_all_reduce_tells_of_its_first_piece_on_a_stream_of_its_own() -> None:
+    plan = plan_calls(build(define.all_reduce([256 << 20] * 4, SUM), "b2b"), 0)
     assert plan.streams == 3
     main = plan.calls(0)
-    batches = [index for index, call in enumerate(main) if isinstance(call, MemcpyBatch)]
-    assert len(batches) == 4 and all(len(main[index].copies) == 3 for index in batches)
-    between = [call for call in main[batches[0] : batches[-1]] if not isinstance(call, MemcpyBatch)]
-    assert len(between) == 3 and all(isinstance(call, RecordEvent) for call in between)
-    # Each mark lets one stream tell the peers, while another one reduces what they sent.
-    marks = [call.event for call in between]
-    assert [call.event for call in plan.calls(1) if isinstance(call, WaitEvent)] == marks
-    assert len([call for call in plan.calls(2) if isinstance(call, LaunchReduce)]) == 4
+    first, second = [index for index, call in enumerate(main) if isinstance(call, MemcpyBatch)][:2]
+    (mark,) = main[first + 1 : second]
+    assert isinstance(mark, RecordEvent)
+    assert [call.event for call in plan.calls(1) if isinstance(call, WaitEvent)] == [mark.event]
 
 
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
@@ -405,11 +425,20 @@ def test_routes() -> None:
     assert has_epochs(program) and not has_epochs(freeze(program))
 
 
+@pytest.mark.parametrize("inline", [False, True], ids=["aside", "inline"])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 8])
-def test_one_channel_a_rank_is_enough(world_size: int) -> None:
+def test_one_channel_a_rank_is_enough(world_size: int, inline: bool) -> None:
     """Run every rank's commands one after the other, as if all its streams shared one first-in-first-out channel."""
-    for program in programs(world_size) + [freeze(program) for program in programs(world_size)]:
-        order = submission_order(program)
+    uneven = [(rank % 3) * 3000 for rank in range(world_size)]
+    in_pieces = [
+        reduce(collective, variant, transport, pieces=(3, 2, 1))
+        for collective in (define.reduce_scatter(uneven, SUM), define.all_reduce(uneven, SUM))
+        for variant in ("b2b", "pcpy")
+        for transport in (Transport.PUSH, Transport.STAGED)
+    ]
+    eager = programs(world_size) + in_pieces
+    for program in eager + [freeze(program) for program in eager]:
+        order = submission_order(program, lambda queue: inline)
         for rank, places in enumerate(order):
             queues = program.queues_of(rank)
             assert sorted(places) == [(q, i) for q in range(len(queues)) for i in range(len(queues[q].commands))]
@@ -431,4 +460,6 @@ def test_one_channel_a_rank_is_enough(world_size: int) -> None:
 
 def test_a_rank_with_one_queue_keeps_its_order() -> None:
     program = build(all_gather(4, in_place=True), "b2b")
-    assert submission_order(program)[3] == tuple((0, index) for index in range(len(program.queues_of(3)[0].commands)))
+    assert submission_order(program, lambda queue: False)[3] == tuple(
+        (0, index) for index in range(len(program.queues_of(3)[0].commands))
+    )

@@ -15,11 +15,22 @@ from test_verify_builders import make
 from sidelane.collectives.prepare import FLAGS
 from sidelane.errors import ProgramError
 from sidelane.program.build import Transport, build, variants
-from sidelane.program.collective import REDUCING, Kind
+from sidelane.program.build.reducing import reduce
+from sidelane.program.build.relayed import relay
+from sidelane.program.collective import (
+    REDUCING,
+    Kind,
+    ReduceOp,
+    Reduction,
+    all_reduce,
+    broadcast,
+    reduce_scatter,
+)
 from sidelane.program.ir import Command, Copy, Flag, Program, Signal, Wait
 from sidelane.program.transform import freeze, lower, prelaunch
 from sidelane.program.verify import verify, verify_sequence
 
+SUM = Reduction(ReduceOp.SUM, "int32")
 SIZES = (3, 1, 6)  # elements of a part, give or take one: 0 and odd ones among them
 
 
@@ -85,6 +96,24 @@ def test_pairs_with_prelaunched_programs(n: int) -> None:
     """Their queues do not hang behind the caller: only triggers and handshakes hold them."""
     programs = pool(n)
     check_pairs([prelaunch(program) for program in programs[::7]], programs[::2])
+
+
+@pytest.mark.parametrize("n", [3, 4])
+def test_pairs_with_programs_in_pieces(n: int) -> None:
+    """Their flags of later phases lie where other programs have local ones, which a rank that is late may yet write."""
+    large = [1 << 14] * n
+    pieces = (2, 1)
+    in_pieces = [
+        *(relay(broadcast(1 << 14, n, root), rounds=2) for root in range(n)),
+        reduce(reduce_scatter(large, SUM), "b2b", pieces=pieces),
+        *(
+            reduce(all_reduce(large, SUM), "pcpy", transport, pieces)
+            for transport in (Transport.PUSH, Transport.STAGED)
+        ),
+    ]
+    check_pairs(in_pieces)
+    others = {program.variant: program for program in pool(n) if program.collective.kind is not Kind.SCATTER}
+    check_pairs([form for program in others.values() for form in (program, prelaunch(program))], in_pieces)
 
 
 @pytest.mark.parametrize("n", [2, 3])

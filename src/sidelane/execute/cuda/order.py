@@ -9,62 +9,103 @@ wait depends on was handed over before it, here and on the peers.
 from __future__ import annotations
 
 import itertools
+from collections import ChainMap
+from collections.abc import Callable, MutableMapping, Sequence
 
-from sidelane.program.ir import Command, Comparison, Copy, Flag, Program, Queue, Signal, SignalOp, Wait
+from sidelane.program.ir import Command, Comparison, Copy, EngineKind, Flag, Program, Queue, Signal, SignalOp, Wait
 
 Place = tuple[int, int]
 """A command of one rank: (position of its queue among the queues of the rank, position in the queue)."""
 
+Words = MutableMapping[Flag, int]
+"""Values of flags; one that was never written is 0."""
 
-def submission_order(program: Program) -> tuple[tuple[Place, ...], ...]:
+
+def submission_order(program: Program, is_inline: Callable[[Queue], bool]) -> tuple[tuple[Place, ...], ...]:
     """Order the commands of every rank as in one execution of the whole program.
 
     A rank stays with a queue for as long as anybody gets on, so that few orders jump between queues (a jump splits a
-    batch of signals and waits). Only queues that copy to the same ranks take turns, behind every copy that a peer is
-    told of: else one engine would be handed all of its copies before another one gets its first. A program that
-    deadlocks, which ``verify`` refuses, keeps its rest queue by queue.
+    batch of signals and waits). But it stops behind every copy that a peer is told of, if another copy follows:
+
+    - queues that copy to the same ranks take turns there, or one engine would be handed all of its copies before
+      another one gets its first;
+    - what adds up one piece, in a stream of its own, is handed over between the next piece's copies and their signals.
+      A signal holds its channel until those copies have ended, and a sum behind it would begin when they have.
+
+    A program that deadlocks, which ``verify`` refuses, keeps its rest queue by queue.
+
+    Args:
+        program: what to order.
+        is_inline: tells queues that share the stream of the first one.
 
     Returns:
         For each rank, its commands.
     """
-    ranks = [_Rank(program.queues_of(rank)) for rank in range(program.world_size)]
+    ranks = [_Rank(program.queues_of(rank), is_inline) for rank in range(program.world_size)]
     words: dict[Flag, int] = {}
-    while True:
-        # Sums, not any(): every rank gets its turn.
-        while sum(rank.advance(words) for rank in ranks):
-            pass
-        if not sum(rank.switch(words) for rank in ranks):
-            break
+    while _round(ranks, words, _Rank.advance) or _round(ranks, words, _Rank.switch):
+        pass
     for rank in ranks:
         rank.finish()
     return tuple(tuple(rank.order) for rank in ranks)
 
 
+def _round(ranks: Sequence[_Rank], words: dict[Flag, int], step: Callable[[_Rank, Words], bool]) -> bool:
+    """Let every rank take a step. It sees what its peers had signalled before, so that all ranks are equally far.
+
+    Returns:
+        Whether any rank got on.
+    """
+    own: list[dict[Flag, int]] = [{} for _ in ranks]
+    moved = [step(rank, ChainMap(written, words)) for rank, written in zip(ranks, own, strict=True)]
+    for written in own:
+        words.update(written)
+    return any(moved)
+
+
 class _Rank:
-    def __init__(self, queues: tuple[Queue, ...]) -> None:
+    def __init__(self, queues: tuple[Queue, ...], is_inline: Callable[[Queue], bool]) -> None:
         self.queues = queues
+        self.summing = [
+            index
+            for index, queue in enumerate(queues)
+            if queue.engine.kind is EngineKind.COMPUTE and not is_inline(queue)
+        ]
         self.next = [0] * len(queues)
         self.current = 0
         self.order: list[Place] = []
         self.turns = [_turns(queue) for queue in queues]
+        self.told = [_told(queue) for queue in queues]
         self.reached = [_reached(queue) for queue in queues]
 
-    def advance(self, words: dict[Flag, int]) -> bool:
-        """Execute the current queue until it blocks, ends, or it is another one's turn. True if anything happened."""
-        moved = False
-        index = self.current
-        while self.queues and (command := self._head(index)) is not None and not _blocks(command, words):
-            if isinstance(command, Signal):
-                grown = words.get(command.flag, 0) if command.op is SignalOp.ADD else 0
-                words[command.flag] = grown + command.value.at(1)
-            self.order.append((index, self.next[index]))
-            self.next[index] += 1
+    def advance(self, words: Words) -> bool:
+        """Execute the current queue until it blocks, ends, or stops. True if anything happened."""
+        if not self.queues:
+            return False
+        moved, index = False, self.current
+        while (command := self._head(index)) is not None and not _blocks(command, words):
+            self._execute(index, command, words)
             moved = True
-            if self.next[index] in self.turns[index] and self.switch(words, self.reached[index]):
+            if self.next[index] in self.turns[index]:
+                self.switch(words, self.reached[index])
                 break
+            if self.next[index] in self.told[index]:
+                self._compute(words)
         return moved
 
-    def switch(self, words: dict[Flag, int], reached: frozenset[int] | None = None) -> bool:
+    def _execute(self, index: int, command: Command, words: Words) -> None:
+        if isinstance(command, Signal):
+            grown = words.get(command.flag, 0) if command.op is SignalOp.ADD else 0
+            words[command.flag] = grown + command.value.at(1)
+        self.order.append((index, self.next[index]))
+        self.next[index] += 1
+
+    def _compute(self, words: Words) -> None:
+        for index in self.summing:
+            while (command := self._head(index)) is not None and not _blocks(command, words):
+                self._execute(index, command, words)
+
+    def switch(self, words: Words, reached: frozenset[int] | None = None) -> bool:
         """Turn to the next queue, in a circle, whose first command can run. False if there is none.
 
         Args:
@@ -108,7 +149,16 @@ def _turns(queue: Queue) -> frozenset[int]:
     )
 
 
-def _blocks(command: Command, words: dict[Flag, int]) -> bool:
+def _told(queue: Queue) -> frozenset[int]:
+    """Positions of signals to peers right behind a copy."""
+    return frozenset(
+        index
+        for index, (before, command) in enumerate(itertools.pairwise(queue.commands), 1)
+        if isinstance(before, Copy) and isinstance(command, Signal) and command.flag.rank != queue.rank
+    )
+
+
+def _blocks(command: Command, words: Words) -> bool:
     if not isinstance(command, Wait):
         return False
     word, value = words.get(command.flag, 0), command.value.at(1)

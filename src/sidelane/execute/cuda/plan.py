@@ -269,7 +269,7 @@ class _Planner:
 
     def _order_commands(self) -> list[tuple[int, Command]]:
         """The commands that are submitted, each with the position of its queue, in the order of submission."""
-        order = submission_order(self.program)[self.rank]
+        order = submission_order(self.program, _is_small)[self.rank]
         commands = [(index, self.queues[index].commands[position]) for index, position in order]
         return [(index, command) for index, command in commands if index in self.stream_of]
 
