@@ -122,13 +122,11 @@ def test_the_machine_in_the_catalogue_is_the_one_that_was_measured():
         "c3/worst",
         "collectives/median",
         "collectives/median of held out",
+        "power/median",
+        "power/worst",
     )
     for name in wholes:
         assert found[f"h200x4/{name}"].ok, name
-    # Missed, by as much as docs/model.md says: the machine of that file draws more than the one that met the targets.
-    for name, percent in (("power/median", 12.9), ("power/worst", 22.7)):
-        assert not found[f"h200x4/{name}"].ok, "met again: back to the targets above, here and in docs/model.md"
-        assert found[f"h200x4/{name}"].predicted == pytest.approx(percent, abs=0.1)
     rows = [name.split("/")[-1] for name in found if name.startswith("h200x4/c3/") and name.count("/") == 4]
     assert {name: rows.count(name) for name in rows} == dict.fromkeys(
         ("serial", "c3_base", "c3_sp", "conccl", "nccl_ce"), 8
