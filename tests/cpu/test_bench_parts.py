@@ -16,12 +16,13 @@ from ranks import RankPool
 
 from sidelane.bench.baselines_cpu import Gloo
 from sidelane.bench.candidates import Candidate, Prepared, Tensors, candidates_of, views
-from sidelane.bench.collective_bench import hides_launches
+from sidelane.bench.collective_bench import HOST_ROUNDS, CollectiveOptions, hides_launches, time_candidates
 from sidelane.bench.measure import Job, Meter, Rounds
 from sidelane.bench.reference import KINDS, Case, fill_input, output_error, poison, rounded_bytes
 from sidelane.program.collective import Kind
 
 CPU = torch.device("cpu")
+LAUNCHES = ("eager", "graph")
 
 
 def case_of(
@@ -247,3 +248,28 @@ def test_launches_are_no_part_of_graphs_and_of_what_takes_long(
 ) -> None:
     case = dataclasses.replace(case_of(Kind.ALL_GATHER, nbytes=nbytes), device=torch.device(device))
     assert hides_launches(case, Candidate("nccl", launch=launch)) == hidden
+
+
+@pytest.mark.parametrize(
+    ("device", "nbytes", "expected"),
+    [
+        ("cuda", 960, [({"graph"}, 5), ({"eager"}, 5 * HOST_ROUNDS)]),
+        ("cuda", 480 << 20, [({"eager", "graph"}, 5)]),
+        ("cpu", 960, [({"eager", "graph"}, 5)]),
+    ],
+)
+def test_what_the_host_limits_is_sampled_more_often(
+    device: str, nbytes: int, expected: list[tuple[set[str], int]]
+) -> None:
+    asked = []
+
+    class Recorder:
+        def rounds(self, jobs: dict[Candidate, Any], *, warmup: int, repeats: int) -> dict[Candidate, Rounds]:
+            assert warmup == 2
+            asked.append(({candidate.launch for candidate in jobs}, repeats))
+            return {candidate: Rounds((float(len(asked)),)) for candidate in jobs}
+
+    case = dataclasses.replace(case_of(Kind.ALL_GATHER, nbytes=nbytes), device=torch.device(device))
+    prepared = {Candidate("nccl", launch=launch): SimpleNamespace(job=lambda hidden: hidden) for launch in LAUNCHES}
+    times = time_candidates(Recorder(), prepared, case, CollectiveOptions(repeats=5, warmup=2))  # type: ignore[arg-type]
+    assert asked == expected and set(times) == set(prepared)

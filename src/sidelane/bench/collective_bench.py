@@ -29,6 +29,11 @@ SAMPLE_US = {"cpu": 10_000.0, "gpu": 2_000.0}
 
 FEW_ROUNDS_FROM_BYTES = 256 << 20
 FEW_ROUNDS = 9
+HOST_ROUNDS = 4
+"""Times as many rounds of what is bound by the host of a GPU: twenty calls take it a quarter of a millisecond, and for
+milliseconds it may be half as fast. With nine rounds the same kernel took 12.8 us by its name and 17.0 as the pick of
+``auto`` (``results/h200x4/collectives.json``, 7876871: 8 KB)."""
+
 PROFILED_BYTES = 16 << 20
 CACHED = ("b2b+graph", f"{ALTERNATING}+graph")
 """Variants that are measured as cached graphs too, without being asked for."""
@@ -54,7 +59,7 @@ class CollectiveOptions(StudyOptions):
         launches: ``eager``, ``graph``; empty takes both where both exist.
         places: keep ``in`` place, ``out`` of place, or both (empty).
         warmup: rounds before the measured ones.
-        repeats: measured rounds; from 256 MiB up at most 9.
+        repeats: measured rounds; from 256 MiB up at most 9, and four times as many of what is bound by the host.
         profile: at the end, look with a profiler which implementations launched kernels.
     """
 
@@ -220,7 +225,7 @@ def measure_case(
                 else:
                     bound.settle()
                     prepared[candidate] = bound
-        rounds = _time(meter, prepared, case, options)
+        rounds = time_candidates(meter, prepared, case, options)
         for candidate, bound in prepared.items():
             # After hundreds of calls, and twice back to back where that can be: what a first call does not show.
             problem = _check(meter, bound, next(seeds), runs=2 if bound.repeatable else 1)
@@ -292,15 +297,23 @@ def _attempt_run(meter: Meter, prepared: Prepared, seed: int, *, runs: int) -> _
     return None if refused is None else _Problem(refused, wrong=False)
 
 
-def _time(
+def time_candidates(
     meter: Meter, prepared: Mapping[Candidate, Prepared], case: Case, options: CollectiveOptions
 ) -> dict[Candidate, Rounds]:
-    jobs: dict[Candidate, Job] = {
-        candidate: bound.job(HIDDEN_LAUNCH_US if hides_launches(case, candidate) else 0.0)
-        for candidate, bound in prepared.items()
-    }
+    """Time them, interleaved; what the host limits apart from what the device does, and more often. Collective."""
+    by_device: dict[Candidate, Job] = {}
+    by_host: dict[Candidate, Job] = {}
+    for candidate, bound in prepared.items():
+        if hides_launches(case, candidate):
+            by_device[candidate] = bound.job(HIDDEN_LAUNCH_US)
+        else:
+            by_host[candidate] = bound.job(0.0)
     repeats = min(options.repeats, FEW_ROUNDS) if case.nbytes >= FEW_ROUNDS_FROM_BYTES else options.repeats
-    return meter.rounds(jobs, warmup=options.warmup, repeats=repeats) if jobs else {}
+    times = meter.rounds(by_device, warmup=options.warmup, repeats=repeats) if by_device else {}
+    if by_host:
+        more = repeats if case.device.type == "cpu" else HOST_ROUNDS * repeats
+        times |= meter.rounds(by_host, warmup=options.warmup, repeats=more)
+    return times
 
 
 def hides_launches(case: Case, candidate: Candidate) -> bool:

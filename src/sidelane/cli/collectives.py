@@ -62,7 +62,13 @@ PHASED = ("copy", "copies", "all_gather", "all_gather_in_place", "all_to_all")
     show_default=True,
     help="Keep calls in place, out of place, or both.",
 )
-@click.option("--iterations", type=click.IntRange(min=1), default=15, show_default=True, help="Measured rounds.")
+@click.option(
+    "--iterations",
+    type=click.IntRange(min=1),
+    default=15,
+    show_default=True,
+    help="Measured rounds; of short eager calls on GPUs four times as many.",
+)
 @click.option("--warmup", type=click.IntRange(min=0), default=3, show_default=True, help="Rounds before them.")
 @click.option("--profile/--no-profile", default=True, help="On GPUs: look which implementations launched kernels.")
 @machine_option
