@@ -50,7 +50,7 @@ from sidelane.program.ir import (
     Wait,
     has_epochs,
 )
-from sidelane.program.transform import freeze, lower, prelaunch
+from sidelane.program.transform import freeze, lower, prelaunch, stamp
 
 SUM = Reduction(ReduceOp.SUM, "int32")
 
@@ -208,10 +208,12 @@ def test_a_reduction_that_nothing_runs_beside_is_on_the_callers_stream() -> None
         assert found == [streams - 1] * launches
 
 
-@pytest.mark.parametrize("rank", [0, 3])
-def test_a_piece_is_added_up_between_the_copies_of_the_next_and_their_signals(rank: int) -> None:
+@pytest.mark.parametrize("stamped", [False, True], ids=["plain", "stamped"])
+@pytest.mark.parametrize("rank", range(4))
+def test_a_piece_is_added_up_between_the_copies_of_the_next_and_their_signals(rank: int, stamped: bool) -> None:
     """Where all streams share a channel, it is free there: a signal holds it until the copies before it have ended."""
-    plan = plan_calls(build(define.reduce_scatter([256 << 20] * 4, SUM), "b2b"), rank)
+    program = build(define.reduce_scatter([256 << 20] * 4, SUM), "b2b")
+    plan = plan_calls(stamp(program) if stamped else program, rank)
     assert plan.streams == 2
     moves = {MemcpyBatch: "copies", MemOps: "signals", LaunchReduce: "sum"}
     handed = [(step.stream, moves[type(step.call)]) for step in plan.steps if isinstance(step.call, (*moves,))]
@@ -223,12 +225,28 @@ def test_a_piece_is_added_up_between_the_copies_of_the_next_and_their_signals(ra
 
 
 def test_a_small_shard_among_large_ones_is_added_up_on_the_callers_stream() -> None:
+    """And behind its copies: these would wait for peers if it stood between them."""
     program = build(define.reduce_scatter([256 << 20, 1024, 0, 256 << 20], SUM), "b2b")
+    small = [type(call) for call in plan_calls(program, 1).calls(0) if isinstance(call, MemcpyBatch | LaunchReduce)]
+    assert small == [MemcpyBatch] * 4 + [LaunchReduce] * 3
     sums = [
         [step.stream for step in plan_calls(program, rank).steps if isinstance(step.call, LaunchReduce)]
         for rank in range(4)
     ]
     assert sums == [[1] * 4, [0] * 3, [], [1] * 4]
+
+
+def test_waits_that_no_sum_follows_are_not_handed_over_early() -> None:
+    """An engine for each peer: what one of them has moved is no piece yet."""
+    program = build(define.reduce_scatter([256 << 20] * 4, SUM), "pcpy")
+    for rank in range(4):
+        steps = plan_calls(program, rank).steps
+        last_copies = max(n for n, step in enumerate(steps) if isinstance(step.call, Memcpy | MemcpyBatch))
+        sums = [n for n, step in enumerate(steps) if isinstance(step.call, LaunchReduce)]
+        aside = steps[sums[0]].stream
+        waits = [n for n, step in enumerate(steps) if step.stream == aside and isinstance(step.call, MemOps)]
+        early = [n - 1 for n in sums if n < last_copies]
+        assert [n for n in waits if sums[0] - 1 <= n < last_copies] == early != []
 
 
 def test_an_all_reduce_tells_of_its_first_piece_on_a_stream_of_its_own() -> None:

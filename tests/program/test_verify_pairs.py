@@ -112,7 +112,7 @@ def test_pairs_with_programs_in_pieces(n: int) -> None:
         ),
     ]
     check_pairs(in_pieces)
-    others = {program.variant: program for program in pool(n) if program.collective.kind is not Kind.SCATTER}
+    others = {(program.collective.kind, program.variant): program for program in pool(n)}
     check_pairs([form for program in others.values() for form in (program, prelaunch(program))], in_pieces)
 
 

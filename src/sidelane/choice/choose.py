@@ -31,7 +31,7 @@ more on its two handshakes than a kernel on everything up to about here (``resul
 BROADCAST_BYTES = 128 << 20
 """Likewise for broadcasts among two ranks: on two H200s kernels take 52 us for 16 MB and copy engines 65, for 64 MB 187
 and 193, for 256 MB 732 and 699 (``results/h200x2/broadcasts.json``). Among more ranks kernels are taken at any size:
-1 GiB among four in 3.06 ms, by copy engines relayed in 3.28 (``results/h200x4/broadcasts.json``)."""
+1 GiB among four in 3.09 ms, by copy engines relayed in 3.29 (``results/h200x4/broadcasts.json``)."""
 
 RELAY_SAVES_BYTES = 16 << 20
 """Copy engines relay a broadcast from where the root so sends as much less, 8 MiB among four: on H200s 4 MiB take 55 us

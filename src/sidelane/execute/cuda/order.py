@@ -12,7 +12,7 @@ import itertools
 from collections import ChainMap
 from collections.abc import Callable, MutableMapping, Sequence
 
-from sidelane.program.ir import Command, Comparison, Copy, EngineKind, Flag, Program, Queue, Signal, SignalOp, Wait
+from sidelane.program.ir import Command, Comparison, Copy, EngineKind, Flag, Program, Queue, Reduce, Signal, Stamp, Wait
 
 Place = tuple[int, int]
 """A command of one rank: (position of its queue among the queues of the rank, position in the queue)."""
@@ -21,11 +21,11 @@ Words = MutableMapping[Flag, int]
 """Values of flags; one that was never written is 0."""
 
 
-def submission_order(program: Program, is_inline: Callable[[Queue], bool]) -> tuple[tuple[Place, ...], ...]:
+def submission_order(program: Program, is_small: Callable[[Queue], bool]) -> tuple[tuple[Place, ...], ...]:
     """Order the commands of every rank as in one execution of the whole program.
 
     A rank stays with a queue for as long as anybody gets on, so that few orders jump between queues (a jump splits a
-    batch of signals and waits). But it stops behind every copy that a peer is told of, if another copy follows:
+    batch of signals and waits). But it rests behind every copy that a peer is told of, if another copy follows:
 
     - queues that copy to the same ranks take turns there, or one engine would be handed all of its copies before
       another one gets its first;
@@ -35,13 +35,13 @@ def submission_order(program: Program, is_inline: Callable[[Queue], bool]) -> tu
     A program that deadlocks, which ``verify`` refuses, keeps its rest queue by queue.
 
     Args:
-        program: what to order.
-        is_inline: tells queues that share the stream of the first one.
+        program: what to order; its signals set flags and add nothing to them.
+        is_small: tells queues that add up too little to be handed over early, or once at the end.
 
     Returns:
         For each rank, its commands.
     """
-    ranks = [_Rank(program.queues_of(rank), is_inline) for rank in range(program.world_size)]
+    ranks = [_Rank(program.queues_of(rank), is_small) for rank in range(program.world_size)]
     words: dict[Flag, int] = {}
     while _round(ranks, words, _Rank.advance) or _round(ranks, words, _Rank.switch):
         pass
@@ -64,12 +64,12 @@ def _round(ranks: Sequence[_Rank], words: dict[Flag, int], step: Callable[[_Rank
 
 
 class _Rank:
-    def __init__(self, queues: tuple[Queue, ...], is_inline: Callable[[Queue], bool]) -> None:
+    def __init__(self, queues: tuple[Queue, ...], is_small: Callable[[Queue], bool]) -> None:
         self.queues = queues
         self.summing = [
             index
             for index, queue in enumerate(queues)
-            if queue.engine.kind is EngineKind.COMPUTE and not is_inline(queue)
+            if queue.engine.kind is EngineKind.COMPUTE and not is_small(queue)
         ]
         self.next = [0] * len(queues)
         self.current = 0
@@ -95,15 +95,27 @@ class _Rank:
 
     def _execute(self, index: int, command: Command, words: Words) -> None:
         if isinstance(command, Signal):
-            grown = words.get(command.flag, 0) if command.op is SignalOp.ADD else 0
-            words[command.flag] = grown + command.value.at(1)
+            words[command.flag] = command.value.at(1)
         self.order.append((index, self.next[index]))
         self.next[index] += 1
 
     def _compute(self, words: Words) -> None:
         for index in self.summing:
-            while (command := self._head(index)) is not None and not _blocks(command, words):
+            for _ in range(self._until_summed(index, words)):
+                command = self._head(index)
+                if command is None or _blocks(command, words):
+                    break
                 self._execute(index, command, words)
+
+    def _until_summed(self, index: int, words: Words) -> int:
+        """How many commands of a queue can run, to the last sum among them and what tells of it."""
+        found = count = 0
+        for count, command in enumerate(self.queues[index].commands[self.next[index] :], 1):
+            if _blocks(command, words):
+                break
+            if isinstance(command, Reduce) or (found == count - 1 and isinstance(command, Signal)):
+                found = count
+        return found
 
     def switch(self, words: Words, reached: frozenset[int] | None = None) -> bool:
         """Turn to the next queue, in a circle, whose first command can run. False if there is none.
@@ -150,10 +162,11 @@ def _turns(queue: Queue) -> frozenset[int]:
 
 
 def _told(queue: Queue) -> frozenset[int]:
-    """Positions of signals to peers right behind a copy."""
+    """Positions of signals to peers right behind a copy, stamps between them left aside."""
+    commands = [(index, command) for index, command in enumerate(queue.commands) if not isinstance(command, Stamp)]
     return frozenset(
         index
-        for index, (before, command) in enumerate(itertools.pairwise(queue.commands), 1)
+        for (_, before), (index, command) in itertools.pairwise(commands)
         if isinstance(before, Copy) and isinstance(command, Signal) and command.flag.rank != queue.rank
     )
 

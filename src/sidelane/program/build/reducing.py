@@ -18,7 +18,8 @@ Large shards travel in pieces, so that reducing one hides behind the copies of t
 
 In a reduce_scatter the exits of a piece stand between its copies and those of the next, 5 us of hundreds. In a stream
 of their own they come late where that shares a hardware channel with the copies, and nothing overlaps: 2,480 us for
-1 GiB in a graph, not 2,230. Captured all_reduces are slower with it, 5,650 us and not 4,450 (docs/probes.md).
+1 GiB in a graph, not 2,230. An all_reduce has them there all the same: with exits between the copies a captured one
+took 5,650 us, not 4,450 (docs/probes.md).
 """
 
 from __future__ import annotations
