@@ -103,7 +103,7 @@ def test_what_the_host_takes_counts_until_each_tensor_takes_long(nbytes: int, te
     asked: list[float] = []
     prepared: Any = SimpleNamespace(job=asked.append)
     meter: Any = SimpleNamespace(rounds=lambda *_, **__: {})
-    collective_bench._time(meter, {Candidate("dma"): prepared}, case, CollectiveOptions(tensors=tensors))
+    collective_bench.time_candidates(meter, {Candidate("dma"): prepared}, case, CollectiveOptions(tensors=tensors))
     assert [us > 0 for us in asked] == [hidden]
 
 
