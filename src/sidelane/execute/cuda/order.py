@@ -79,7 +79,7 @@ class _Rank:
         self.reached = [_reached(queue) for queue in queues]
 
     def advance(self, words: Words) -> bool:
-        """Execute the current queue until it blocks, ends, or stops. True if anything happened."""
+        """Execute the current queue until it blocks, ends, or rests. True if anything happened."""
         if not self.queues:
             return False
         moved, index = False, self.current
@@ -100,6 +100,7 @@ class _Rank:
         self.next[index] += 1
 
     def _compute(self, words: Words) -> None:
+        """Execute the sums aside whose parts are there."""
         for index in self.summing:
             for _ in range(self._until_summed(index, words)):
                 command = self._head(index)
@@ -109,7 +110,7 @@ class _Rank:
 
     def _until_summed(self, index: int, words: Words) -> int:
         """How many commands of a queue can run, to the last sum among them and what tells of it."""
-        found = count = 0
+        found = 0
         for count, command in enumerate(self.queues[index].commands[self.next[index] :], 1):
             if _blocks(command, words):
                 break
