@@ -270,6 +270,8 @@ def test_what_the_host_limits_is_sampled_more_often(
             return {candidate: Rounds((float(len(asked)),)) for candidate in jobs}
 
     case = dataclasses.replace(case_of(Kind.ALL_GATHER, nbytes=nbytes), device=torch.device(device))
-    prepared = {Candidate("nccl", launch=launch): SimpleNamespace(job=lambda hidden: hidden) for launch in LAUNCHES}
-    times = time_candidates(Recorder(), prepared, case, CollectiveOptions(repeats=5, warmup=2))  # type: ignore[arg-type]
+    meter: Any = Recorder()
+    bound: Any = SimpleNamespace(job=lambda hidden_us: hidden_us)
+    prepared = {Candidate("nccl", launch=launch): bound for launch in LAUNCHES}
+    times = time_candidates(meter, prepared, case, CollectiveOptions(repeats=5, warmup=2))
     assert asked == expected and set(times) == set(prepared)

@@ -59,7 +59,8 @@ class CollectiveOptions(StudyOptions):
         launches: ``eager``, ``graph``; empty takes both where both exist.
         places: keep ``in`` place, ``out`` of place, or both (empty).
         warmup: rounds before the measured ones.
-        repeats: measured rounds; from 256 MiB up at most 9, and four times as many of what is bound by the host.
+        repeats: measured rounds; from 256 MiB up at most 9. On GPUs ``HOST_ROUNDS`` times as many of what the host
+            limits.
         profile: at the end, look with a profiler which implementations launched kernels.
     """
 

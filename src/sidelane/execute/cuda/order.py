@@ -102,21 +102,21 @@ class _Rank:
     def _compute(self, words: Words) -> None:
         """Execute the sums aside whose parts are there."""
         for index in self.summing:
-            for _ in range(self._until_summed(index, words)):
-                command = self._head(index)
-                if command is None or _blocks(command, words):
+            for command in self._until_summed(index, words):
+                if _blocks(command, words):
                     break
                 self._execute(index, command, words)
 
-    def _until_summed(self, index: int, words: Words) -> int:
-        """How many commands of a queue can run, to the last sum among them and what tells of it."""
+    def _until_summed(self, index: int, words: Words) -> Sequence[Command]:
+        """The next commands of a queue that can run, to the last sum among them and what tells of it."""
+        commands = self.queues[index].commands[self.next[index] :]
         found = 0
-        for count, command in enumerate(self.queues[index].commands[self.next[index] :], 1):
+        for count, command in enumerate(commands, 1):
             if _blocks(command, words):
                 break
             if isinstance(command, Reduce) or (found == count - 1 and isinstance(command, Signal)):
                 found = count
-        return found
+        return commands[:found]
 
     def switch(self, words: Words, reached: frozenset[int] | None = None) -> bool:
         """Turn to the next queue, in a circle, whose first command can run. False if there is none.

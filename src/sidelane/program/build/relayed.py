@@ -109,8 +109,7 @@ class _Relay:
         if lane == 0 and self.chunks:
             commands += [flags.signal_entry(rank, before)] if before is not None else []
             commands += [flags.wait_entry(behind, rank)] if behind is not None else []
-        # One entry releases both: entries of later phases share flags with local ones of other programs, which a rank
-        # that is still in such a call would write over them.
+        # One entry releases both engines: nothing comes before it, so it has phase 0 (see ``flags``).
         if behind is not None and self.chunks[1:]:
             mark = flags.local(rank, 0)
             commands.append(Signal(mark, EPOCH) if lane == 0 else Wait(mark, EPOCH))
