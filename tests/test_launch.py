@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from sidelane.bench import launch
 from sidelane.bench.launch import Place, Rank, RankFailedError, choose_place, run_ranks
 
 
@@ -41,6 +42,36 @@ def die_on_rank_1(rank: Rank) -> None:
     dist.barrier()
 
 
+def die_after_the_others_failed(rank: Rank, folder: str) -> None:
+    seen = Path(folder, "seen")
+    if rank.rank == 1:
+        assert until(seen.exists)
+        time.sleep(0.2)  # what rank 0 raised is on its way
+        os._exit(7)
+    seen.touch()
+    raise LookupError("rank one does not answer")
+
+
+def fail_unheard_on_rank_1(rank: Rank, folder: str) -> None:
+    raised = Path(folder, "raised")
+    if rank.rank == 1:
+        raise SlowToTell(raised)
+    assert until(raised.exists)
+    raise LookupError("rank one does not answer")
+
+
+class SlowToTell(Exception):
+    """Its text is ready only after another rank has failed because of it."""
+
+    def __init__(self, raised: Path) -> None:
+        self.raised = raised
+
+    def __str__(self) -> str:
+        self.raised.touch()
+        time.sleep(0.2)
+        return "the first of all"
+
+
 def sleep_and_clean_up(rank: Rank, folder: str) -> None:
     path = Path(folder, f"rank{rank.rank}")
     path.write_text(str(os.getpid()))
@@ -52,6 +83,12 @@ def sleep_and_clean_up(rank: Rank, folder: str) -> None:
 
 def leave_nothing(rank: Rank) -> None:
     return None
+
+
+@pytest.fixture
+def every_rank_is_heard(monkeypatch: pytest.MonkeyPatch):
+    """However busy the machine is: these tests are about who is at fault, not about how soon ranks tell of it."""
+    monkeypatch.setattr(launch, "SETTLE_S", 60.0)
 
 
 def no_children_left() -> bool:
@@ -82,11 +119,28 @@ def test_refused_arguments_are_told_apart():
     assert caught.value.refused == "refuse: colour (value='blue', allowed=red)"
 
 
+@pytest.mark.usefixtures("every_rank_is_heard")
 def test_a_dead_rank_is_named_with_its_exit_code():
     with pytest.raises(RankFailedError, match="exit code 7") as caught:
         run_ranks(die_on_rank_1, 2, timeout_s=60)
     assert caught.value.rank == 1
     assert no_children_left()
+
+
+@pytest.mark.usefixtures("every_rank_is_heard")
+def test_a_rank_that_died_is_named_though_others_tell_of_it_first(tmp_path: Path):
+    with pytest.raises(RankFailedError, match=r"^rank 1 of 2 failed:\nthe process ended with exit code 7") as caught:
+        run_ranks(die_after_the_others_failed, 2, str(tmp_path), timeout_s=60)
+    assert caught.value.rank == 1
+    assert "rank 0 then failed too: LookupError: rank one does not answer" in str(caught.value)
+
+
+@pytest.mark.usefixtures("every_rank_is_heard")
+def test_the_rank_that_raised_first_is_named_though_it_is_heard_last(tmp_path: Path):
+    with pytest.raises(RankFailedError, match="rank 0 then failed too: LookupError") as caught:
+        run_ranks(fail_unheard_on_rank_1, 2, str(tmp_path), timeout_s=60)
+    assert caught.value.rank == 1
+    assert "SlowToTell: the first of all" in str(caught.value)
 
 
 def test_ranks_that_do_not_finish_are_ended_and_clean_up(tmp_path: Path):

@@ -32,6 +32,7 @@ from sidelane.machine import local
 T = TypeVar("T")
 HOST = "127.0.0.1"
 GRACE_S = 5.0  # between asking a rank to end, so that it can remove its shared memory, and killing it
+DIED = float("-inf")  # before everything that anyone raised
 SETTLE_S = 0.5  # after the first failure: other ranks may be about to say what they saw of it
 
 
@@ -39,7 +40,7 @@ class RankFailedError(SidelaneError):
     """A rank raised, died or did not finish in time.
 
     Attributes:
-        rank: the one at fault; the first, if there are several.
+        rank: the one at fault. Of several it is one that died, else the one that raised first.
         refused: text of the ``ValueError`` or ``TypeError`` with which it refused its arguments; else empty.
     """
 
@@ -156,6 +157,21 @@ class _Child:
     pipe: connection.Connection
 
 
+@dataclasses.dataclass(frozen=True, slots=True, order=True)
+class _Failure:
+    """Ordered as causes are: one rank's end makes the others fail, and what they say of it can arrive before it does.
+
+    Attributes:
+        at_s: when the rank raised, on the clock that all processes share; ``DIED`` where it could not say.
+        rank: the one that failed.
+        text: its traceback, or how its process ended.
+    """
+
+    at_s: float
+    rank: int
+    text: str
+
+
 @contextlib.contextmanager
 def _processes(
     context: SpawnContext, function: Callable[..., Any], place: Place, args: Sequence[Any], timeout_s: float, port: int
@@ -192,7 +208,7 @@ def _collect(children: Sequence[_Child], timeout_s: float, progress: Callable[[s
     """Read the pipes until every rank has returned."""
     deadline = time.monotonic() + timeout_s
     running = {child.pipe: rank for rank, child in enumerate(children)}
-    failures: list[tuple[int, str]] = []
+    failures: list[_Failure] = []
     result: Any = None
     while running:
         ready = connection.wait(list(running), timeout=max(0.0, deadline - time.monotonic()))
@@ -205,22 +221,24 @@ def _collect(children: Sequence[_Child], timeout_s: float, progress: Callable[[s
                 tag, payload = pipe.recv()
             except (EOFError, ConnectionResetError):
                 children[rank].process.join(GRACE_S)
-                tag, payload = "error", f"the process ended with exit code {children[rank].process.exitcode}"
+                exit_code = children[rank].process.exitcode
+                tag, payload = "error", _Failure(DIED, rank, f"the process ended with exit code {exit_code}")
             if tag == "say":
                 progress(payload)
                 continue
             del running[pipe]
             if tag == "error":
-                failures.append((rank, payload))
+                failures.append(payload)
                 deadline = min(deadline, time.monotonic() + SETTLE_S)
             elif rank == 0:
                 result = pickle.loads(payload)
     if failures:
-        rank, text = failures[0]
-        also = "".join(f"\nrank {other} then failed too: {_last_line(more)}" for other, more in failures[1:])
-        kind, _, reason = _last_line(text).partition(": ")
+        first, *others = sorted(failures)
+        also = "".join(f"\nrank {other.rank} then failed too: {_last_line(other.text)}" for other in others)
+        kind, _, reason = _last_line(first.text).partition(": ")
         refused = reason if kind in ("ValueError", "TypeError") else ""
-        raise RankFailedError(f"rank {rank} of {len(children)} failed:\n{text.rstrip()}{also}", rank, refused)
+        text = f"rank {first.rank} of {len(children)} failed:\n{first.text.rstrip()}{also}"
+        raise RankFailedError(text, first.rank, refused)
     if running:
         late = sorted(running.values())
         names = ", ".join(map(str, late))
@@ -257,9 +275,9 @@ def _child_main(
         with _process_group(place, rank, rank, timeout_s, store) as device:
             say = (lambda line: pipe.send(("say", line))) if rank == 0 else _say_nothing
             result = function(Rank(rank, place.world_size, device, say), *args)
-        answer: tuple[str, str | bytes] = ("result", pickle.dumps(result if rank == 0 else None))
+        answer: tuple[str, _Failure | bytes] = ("result", pickle.dumps(result if rank == 0 else None))
     except Exception:
-        answer = ("error", traceback.format_exc())
+        answer = ("error", _Failure(time.monotonic(), rank, traceback.format_exc()))
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # nothing is left to clean up, and the exit is on its way
     pipe.send(answer)
     if answer[0] == "error":
