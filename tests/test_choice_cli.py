@@ -12,9 +12,10 @@ from click.testing import CliRunner, Result
 
 from sidelane import cli
 from sidelane.bench import explain as explaining
-from sidelane.bench import info, tune
+from sidelane.bench import info
 from sidelane.bench.explain import ExplainOptions, explain
-from sidelane.bench.launch import Place
+from sidelane.bench.running.launch import Place
+from sidelane.bench.tune import command as tune
 from sidelane.choice import Candidate, Curve
 from sidelane.choice.key import key_here
 from sidelane.choice.profile import parse

@@ -12,20 +12,18 @@ from click.testing import CliRunner, Result
 
 import sidelane
 from sidelane import cli
-from sidelane.bench import (
-    c3_bench,
-    chain_bench,
-    claims,
-    collective_bench,
-    host_bench,
-    info,
-    reference,
-    sim_overlap,
-    sim_study,
-    study,
-)
-from sidelane.bench.asked import check_asked
-from sidelane.bench.launch import RankFailedError
+from sidelane.bench import info
+from sidelane.bench.c3 import study as c3_study
+from sidelane.bench.candidates import reference
+from sidelane.bench.chain import study as chain_study
+from sidelane.bench.claims import command as claims
+from sidelane.bench.collectives import study as collective_study
+from sidelane.bench.host import study as host_study
+from sidelane.bench.running import study
+from sidelane.bench.running.asked import check_asked
+from sidelane.bench.running.launch import RankFailedError
+from sidelane.bench.simulated import overlap as sim_overlap
+from sidelane.bench.simulated import study as sim_study
 from sidelane.c3.workload import parse_workload
 from sidelane.errors import UnavailableError
 from sidelane.machine.load import machine_names
@@ -40,9 +38,9 @@ def run(*arguments: str) -> Result:
 def asked(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Stands in for the studies; holds the options that they were called with."""
     seen = SimpleNamespace(collective=None, c3=None, chain=None)
-    monkeypatch.setattr(collective_bench, "main", lambda options: setattr(seen, "collective", options))
-    monkeypatch.setattr(c3_bench, "main", lambda options: setattr(seen, "c3", options))
-    monkeypatch.setattr(chain_bench, "main", lambda options: setattr(seen, "chain", options))
+    monkeypatch.setattr(collective_study, "main", lambda options: setattr(seen, "collective", options))
+    monkeypatch.setattr(c3_study, "main", lambda options: setattr(seen, "c3", options))
+    monkeypatch.setattr(chain_study, "main", lambda options: setattr(seen, "chain", options))
     return seen
 
 
@@ -62,7 +60,7 @@ def test_collective_defaults(asked: SimpleNamespace):
     assert run("collective", "--device", "cpu").exit_code == 0
     options = asked.collective
     assert options.collectives == (Kind.ALL_GATHER, Kind.ALL_TO_ALL)
-    assert options.sizes == collective_bench.default_sizes("cpu")
+    assert options.sizes == collective_study.default_sizes("cpu")
     assert (options.launches, options.variants, options.implementations) == ((), (), ())
     assert (options.warmup, options.repeats, options.ranks, options.json) == (3, 15, None, None)
 
@@ -112,12 +110,12 @@ def test_chain_launches(asked: SimpleNamespace, words: tuple[str, ...], launches
 
 
 def test_host_options(monkeypatch: pytest.MonkeyPatch):
-    seen: list[host_bench.HostOptions] = []
-    monkeypatch.setattr(host_bench, "main", seen.append)
+    seen: list[host_study.HostOptions] = []
+    monkeypatch.setattr(host_study, "main", seen.append)
     assert run("host").exit_code == 0
-    assert seen.pop() == host_bench.HostOptions()
+    assert seen.pop() == host_study.HostOptions()
     assert run("host", "--bytes", "2K", "--bytes", "1M", "--variants", "b2b", "--batches", "7").exit_code == 0
-    assert seen.pop() == host_bench.HostOptions(sizes=(2048, 1 << 20), variants=("b2b",), repeats=7)
+    assert seen.pop() == host_study.HostOptions(sizes=(2048, 1 << 20), variants=("b2b",), repeats=7)
 
 
 def test_c3_defaults(asked: SimpleNamespace):
@@ -347,7 +345,7 @@ def fail_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     def fail(options: Any) -> None:
         raise error
 
-    monkeypatch.setattr(c3_bench, "main", fail)
+    monkeypatch.setattr(c3_study, "main", fail)
 
 
 def test_what_happens_on_the_way_is_not_the_users_fault(monkeypatch: pytest.MonkeyPatch):
@@ -405,7 +403,7 @@ def test_info_tells_how_calls_are_repeated(monkeypatch: pytest.MonkeyPatch, nati
 
 def test_info_of_a_machine_with_gpus(monkeypatch: pytest.MonkeyPatch):
     """What a machine with four GPUs would show, made up."""
-    from sidelane.bench.launch import Place
+    from sidelane.bench.running.launch import Place
     from sidelane.machine.inventory import Accelerators, Gpu, Inventory
 
     gpus = tuple(Gpu(i, "Example GPU", 141 << 30, 132, 3, 18, True, 700.0) for i in range(4))

@@ -15,8 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sidelane.bench import launch
-from sidelane.bench.launch import Place, Rank, RankFailedError, choose_place, run_ranks
+from sidelane.bench.running import launch
+from sidelane.bench.running.launch import Place, Rank, RankFailedError, choose_place, run_ranks
 
 
 def add_ranks(rank: Rank, offset: int) -> tuple[float, str]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from sidelane.bench.launch import Place
+from sidelane.bench.running.launch import Place
 
 FILE = Path(__file__).resolve().parent.parent / "tools" / "measure_node.py"
 

@@ -12,10 +12,15 @@ import rich.console
 from click.testing import CliRunner, Result
 
 from sidelane import cli
-from sidelane.bench import phases_bench, phases_predict, power_bench, power_predict, report
-from sidelane.bench.phases_programs import OPERATIONS
-from sidelane.bench.results import PhaseRow, PowerRow, Results, read, write
-from sidelane.bench.tables import tables_of
+from sidelane.bench.phases import predict as phases_predict
+from sidelane.bench.phases import study as phases_study
+from sidelane.bench.phases.programs import OPERATIONS
+from sidelane.bench.power import predict as power_predict
+from sidelane.bench.power import study as power_study
+from sidelane.bench.report import page as report
+from sidelane.bench.report.tables import tables_of
+from sidelane.bench.results.files import Results, read, write
+from sidelane.bench.results.rows import PhaseRow, PowerRow
 from sidelane.program.collective import Kind
 
 MB = 1 << 20
@@ -158,7 +163,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         seen.options = options
         return 3
 
-    for module in (phases_bench, phases_predict, power_bench, power_predict):
+    for module in (phases_study, phases_predict, power_study, power_predict):
         monkeypatch.setattr(module, "main", stand_in)
     return seen
 
@@ -179,7 +184,7 @@ def test_phases_options(asked: SimpleNamespace, tmp_path: Path) -> None:
     assert run("phases", "--device", "cpu").exit_code == 0
     defaults = asked.options
     assert (defaults.operations, defaults.variants, defaults.launches) == (OPERATIONS, ("b2b",), ())
-    assert defaults.sizes == phases_bench.default_sizes("cpu")
+    assert defaults.sizes == phases_study.default_sizes("cpu")
     result = run(
         *("phases", "--operation", "copy", "--operation", "all_to_all", "--min-bytes", "4K", "--max-bytes", "1M"),
         *("--factor", "16", "--variants", "b2b,b2b+graph", "--launch", "eager", "--calls", "5", "--warmup", "2"),
@@ -195,7 +200,7 @@ def test_phases_options(asked: SimpleNamespace, tmp_path: Path) -> None:
 def test_power_options(asked: SimpleNamespace, tmp_path: Path) -> None:
     assert run("power").exit_code == 0
     defaults = asked.options
-    assert defaults.sizes == power_bench.DEFAULT_SIZES
+    assert defaults.sizes == power_study.DEFAULT_SIZES
     assert (defaults.seconds, defaults.rounds, defaults.launch, defaults.places) == (0.7, 2, "graph", ())
     filled = tmp_path / "collectives.json"
     filled.write_text("{}")
@@ -226,7 +231,7 @@ def test_predictions(asked: SimpleNamespace) -> None:
     assert asked.options == phases_predict.PredictOptions(machine="mi300x8", operations=("copy",), sizes=(1024, 4096))
     assert run("power", "--machine", "mi300x8", "--collective", "all_gather").exit_code == 3
     assert asked.options == power_predict.PredictOptions(
-        machine="mi300x8", collectives=(Kind.ALL_GATHER,), sizes=power_bench.DEFAULT_SIZES
+        machine="mi300x8", collectives=(Kind.ALL_GATHER,), sizes=power_study.DEFAULT_SIZES
     )
 
 

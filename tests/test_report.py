@@ -5,15 +5,20 @@ from __future__ import annotations
 import dataclasses
 import io
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import rich.console
+from matplotlib.axes import Axes
 
-from sidelane.bench import report
-from sidelane.bench.pictures import draw
-from sidelane.bench.results import C3Row, ChainRow, CollectiveRow, Results, bus_gbps
-from sidelane.bench.tables import tables_of
+from sidelane.bench.collectives import pictures
+from sidelane.bench.report import page as report
+from sidelane.bench.report.drawing import label_ends
+from sidelane.bench.report.pictures import draw
+from sidelane.bench.report.tables import tables_of
+from sidelane.bench.results.files import Results
+from sidelane.bench.results.rows import C3Row, ChainRow, CollectiveRow, bus_gbps
 
 FROM = {
     "machine": "h200x4",
@@ -178,13 +183,13 @@ def test_lists_share_no_table_and_no_picture_with_single_tensors(tmp_path: Path)
 def test_what_auto_chose_is_one_line_for_lists_and_one_for_separate_calls(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    from sidelane.bench import pictures
-
     ends: list[list[str]] = []
-    label = pictures._label
-    monkeypatch.setattr(
-        pictures, "_label", lambda axes, points, side: (ends.append([p[2] for p in points]), label(axes, points, side))
-    )
+
+    def noted(axes: Axes, points: Sequence[tuple[float, float, str, str]], side: str) -> None:
+        ends.append([name for _, _, name, _ in points])
+        label_ends(axes, points, side)
+
+    monkeypatch.setattr(pictures, "label_ends", noted)
     rows = (*lists().rows[:14], dataclasses.replace(lists().rows[0], bytes=4 << 20, variant="pcpy"))
     draw(dataclasses.replace(lists(), rows=rows), tmp_path)
     assert [name for name in ends[0] if name.startswith("auto")] == ["auto", "auto separate"]

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from sidelane.bench import provenance, results
-from sidelane.bench.results import C3Row, ChainRow, CollectiveRow, HostRow, Results, bus_gbps, collect, read, write
+from sidelane.bench.results import files as results
+from sidelane.bench.results import provenance
+from sidelane.bench.results.files import Results, collect, read, write
+from sidelane.bench.results.rows import C3Row, ChainRow, CollectiveRow, HostRow, bus_gbps
 
 COLLECTIVE = CollectiveRow(
     "all_gather", 1024, "bfloat16", False, "eager", "dma", "b2b", False, 12.345678, 11.0, 14.0, 0.25, None, True
@@ -144,7 +146,25 @@ def test_bus_bandwidth_is_that_of_nccl_tests():
         assert bus_gbps(collective, 10**9, 4, 10_000.0) == pytest.approx(100 * factor)
 
 
-def test_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def git_that_answers(monkeypatch: pytest.MonkeyPatch, *, toplevel: Path, changed: str = "") -> None:
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        answers = {"--show-toplevel": str(toplevel), "HEAD": "0123abc", "--porcelain": changed}
+        asked = next(answer for argument, answer in answers.items() if argument in command)
+        return subprocess.CompletedProcess(command, 0, stdout=f"{asked}\n", stderr="")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.delenv("SIDELANE_COMMIT", raising=False)
+
+
+def test_commit_of_this_checkout(monkeypatch: pytest.MonkeyPatch):
+    checkout = Path(__file__).resolve().parent.parent
+    git_that_answers(monkeypatch, toplevel=checkout)
+    assert provenance.commit() == "0123abc"
+    git_that_answers(monkeypatch, toplevel=checkout, changed=" M README.md")
+    assert provenance.commit() == "0123abc-dirty"
+
+
+def test_commit_without_git(monkeypatch: pytest.MonkeyPatch):
     def without_git(*_: object, **__: object) -> None:
         raise FileNotFoundError("git")
 
@@ -156,8 +176,8 @@ def test_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_commit_of_somebody_elses_repository_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    answer = subprocess.CompletedProcess([], 0, stdout=f"{tmp_path}\n", stderr="")
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: answer)
+    git_that_answers(monkeypatch, toplevel=tmp_path)
+    assert provenance.commit() == "unknown"
     monkeypatch.setenv("SIDELANE_COMMIT", "ours")
     assert provenance.commit() == "ours"
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from sidelane.bench import provenance
+from sidelane.bench.results import provenance
 from sidelane.machine import local
 from sidelane.machine.inventory import machine_name
 

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sidelane.bench.launch import choose_place
+from sidelane.bench.running.launch import choose_place
 
 SIDELANE = str(Path(sys.executable).with_name("sidelane"))
 BOTH_ENDS = ("all_gather", "all_to_all")

@@ -14,15 +14,16 @@ import torch.distributed as dist
 from ranks import crew
 from test_call_errors import communicator, error_of
 
-from sidelane.bench import chain_bench
-from sidelane.bench.baselines_cpu import Gloo
-from sidelane.bench.candidates import Tensors
-from sidelane.bench.chain_bench import CALLS, ChainOptions
-from sidelane.bench.measure import Meter
-from sidelane.bench.own import Auto, Dma
-from sidelane.bench.reference import Case
-from sidelane.bench.results import ChainRow, read
-from sidelane.bench.roster import Roster
+from sidelane.bench.candidates.baselines_cpu import Gloo
+from sidelane.bench.candidates.candidate import Tensors
+from sidelane.bench.candidates.own import Auto, Dma
+from sidelane.bench.candidates.reference import Case
+from sidelane.bench.candidates.roster import Roster
+from sidelane.bench.chain import study as chain_study
+from sidelane.bench.chain.study import CALLS, ChainOptions
+from sidelane.bench.results.files import read
+from sidelane.bench.results.rows import ChainRow
+from sidelane.bench.running.measure import Meter
 from sidelane.collectives.prelaunched import Prelaunched
 from sidelane.program.collective import Kind
 
@@ -60,7 +61,7 @@ def chains(group: dist.ProcessGroup, options: ChainOptions, broken: str) -> tupl
         Rows; the steps of prelaunched chains; what each handle says to being armed once more.
     """
     torch.set_num_threads(1)
-    chain_bench.WIDTH = chain_bench.CONSUMED = 16
+    chain_study.WIDTH = chain_study.CONSUMED = 16
     steps: list[str] = []
     handles: list[Prelaunched] = []
     with communicator(group) as comm:
@@ -73,7 +74,7 @@ def chains(group: dist.ProcessGroup, options: ChainOptions, broken: str) -> tupl
             handles.append(prepare_all_gather(output, input[1:] if wrong else input, **named))
             return handles[-1]
 
-        class Watched(chain_bench._Gemms):
+        class Watched(chain_study._Gemms):
             def produce(self, shard: torch.Tensor) -> None:
                 if any(handle.armed for handle in handles):
                     steps.append("produce")
@@ -86,12 +87,12 @@ def chains(group: dist.ProcessGroup, options: ChainOptions, broken: str) -> tupl
                 super().consume(whole)
 
         comm.prepare_all_gather = prepare
-        chain_bench._Gemms = Watched
+        chain_study._Gemms = Watched
         dma = Dma(comm)
         made = (Gloo(group), Forgetful(group), dma, Auto(dma))
         roster = Roster(Meter(CPU, group=group), {implementation.name: implementation for implementation in made})
         roster.reserve(case.output_bytes, case.input_bytes)
-        rows = list(chain_bench.measure_case(roster, case, options, itertools.count(1)))
+        rows = list(chain_study.measure_case(roster, case, options, itertools.count(1)))
         closed = [str(error_of(handle.arm)) for handle in handles]
         comm.barrier()  # nothing is armed, and ranks are in step
     return rows, steps, closed
@@ -145,7 +146,7 @@ def test_from_end_to_end(tmp_path: Path) -> None:
         report=tmp_path / "report",
         command="test",
     )
-    results = chain_bench.main(options)
+    results = chain_study.main(options)
     assert results is not None
     assert read(tmp_path / "chain.json").rows == results.rows
     rows = json.loads((tmp_path / "chain.json").read_text())["rows"]

@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sidelane.bench import baselines_cuda
-from sidelane.bench.baselines_cuda import Nccl, NcclCopyEngines
-from sidelane.bench.candidates import Candidate, Prepared, Tensors, candidates_of, nothing_to_wait_for, views
-from sidelane.bench.reference import POISON, Case
+from sidelane.bench.candidates import baselines_cuda
+from sidelane.bench.candidates.baselines_cuda import Nccl, NcclCopyEngines
+from sidelane.bench.candidates.candidate import Candidate, Prepared, Tensors, candidates_of, nothing_to_wait_for, views
+from sidelane.bench.candidates.reference import POISON, Case
 from sidelane.errors import UnavailableError
 from sidelane.program.collective import Kind
 

@@ -10,16 +10,17 @@ import torch
 import torch.distributed as dist
 from ranks import RankPool
 
-from sidelane.bench import host_bench
-from sidelane.bench.baselines_cpu import Gloo
-from sidelane.bench.candidates import Tensors
-from sidelane.bench.host_bench import BLOCKS, HostOptions
-from sidelane.bench.host_ways import Way, ways_of
-from sidelane.bench.launch import Rank
-from sidelane.bench.measure import Meter
-from sidelane.bench.reference import Case
-from sidelane.bench.results import HostRow, Results, read
-from sidelane.bench.tables import tables_of
+from sidelane.bench.candidates.baselines_cpu import Gloo
+from sidelane.bench.candidates.candidate import Tensors
+from sidelane.bench.candidates.reference import Case
+from sidelane.bench.host import study as host_study
+from sidelane.bench.host.study import BLOCKS, HostOptions
+from sidelane.bench.host.ways import Way, ways_of
+from sidelane.bench.report.tables import tables_of
+from sidelane.bench.results.files import Results, read
+from sidelane.bench.results.rows import HostRow
+from sidelane.bench.running.launch import Rank
+from sidelane.bench.running.measure import Meter
 from sidelane.program.collective import Kind
 
 CPU = torch.device("cpu")
@@ -29,7 +30,7 @@ WAIT_S = 2e-3
 
 def test_on_cpus_all_is_checked_and_only_the_store_is_timed(tmp_path: Path):
     path = tmp_path / "host.json"
-    results = host_bench.main(HostOptions(**QUICK, sizes=(1000,), variants=("b2b",), json=path))
+    results = host_study.main(HostOptions(**QUICK, sizes=(1000,), variants=("b2b",), json=path))
     assert isinstance(results, Results)
     rows = [row for row in read(path).rows if isinstance(row, HostRow)]
     assert [(row.operation, row.implementation, row.symmetric) for row in rows] == [
@@ -76,7 +77,7 @@ def rows_of_made_up_calls(group: dist.ProcessGroup) -> tuple[list[HostRow], list
     torch.cuda._sleep, kept = spins.append, torch.cuda._sleep
     try:
         rank = Rank(dist.get_rank(group), dist.get_world_size(group), CPU, print)
-        study = host_bench._Study(Meter(CPU, group=group), rank, HostOptions(**QUICK, calls=3))
+        study = host_study._Study(Meter(CPU, group=group), rank, HostOptions(**QUICK, calls=3))
         study._on_cpu = False
         case = Case(Kind.ALL_GATHER, 1024, torch.bfloat16, rank.rank, rank.world_size, CPU)
         implementations = (Gloo(group), Slow(group), Spoilt(group))

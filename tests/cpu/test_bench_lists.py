@@ -16,19 +16,21 @@ import torch.distributed as dist
 from ranks import RankPool
 from test_call_errors import communicator
 
-from sidelane.bench import baselines_cuda, collective_bench
-from sidelane.bench.asked import check_asked
-from sidelane.bench.baselines_cpu import Gloo
-from sidelane.bench.baselines_cuda import Nccl, NcclCopyEngines
-from sidelane.bench.baselines_symm_mem import SymmetricMemory
-from sidelane.bench.candidates import Candidate, Lists, Prepared, Tensors, candidates_of
-from sidelane.bench.collective_bench import CollectiveOptions, calls_per_sample, measure_case
-from sidelane.bench.listed import COALESCED, PreparedList, coalesced, is_separate, prepare
-from sidelane.bench.measure import Meter
-from sidelane.bench.own import Auto, Dma
-from sidelane.bench.reference import KINDS, MOST_TENSORS, Case, fill_input, rounded_bytes
-from sidelane.bench.results import CollectiveRow, read
-from sidelane.bench.roster import Roster, make_roster
+from sidelane.bench.candidates import baselines_cuda
+from sidelane.bench.candidates.baselines_cpu import Gloo
+from sidelane.bench.candidates.baselines_cuda import Nccl, NcclCopyEngines
+from sidelane.bench.candidates.baselines_symm_mem import SymmetricMemory
+from sidelane.bench.candidates.candidate import Candidate, Lists, Prepared, Tensors, candidates_of
+from sidelane.bench.candidates.listed import COALESCED, PreparedList, coalesced, is_separate, prepare
+from sidelane.bench.candidates.own import Auto, Dma
+from sidelane.bench.candidates.reference import KINDS, MOST_TENSORS, Case, fill_input, rounded_bytes
+from sidelane.bench.candidates.roster import Roster, make_roster
+from sidelane.bench.collectives import study as collective_study
+from sidelane.bench.collectives.study import CollectiveOptions, calls_per_sample, measure_case
+from sidelane.bench.results.files import read
+from sidelane.bench.results.rows import CollectiveRow
+from sidelane.bench.running.asked import check_asked
+from sidelane.bench.running.measure import Meter
 from sidelane.choice.candidate import takes_one_tensor
 from sidelane.program.collective import REDUCING, Kind
 
@@ -103,7 +105,7 @@ def test_what_the_host_takes_counts_until_each_tensor_takes_long(nbytes: int, te
     asked: list[float] = []
     prepared: Any = SimpleNamespace(job=asked.append)
     meter: Any = SimpleNamespace(rounds=lambda *_, **__: {})
-    collective_bench.time_candidates(meter, {Candidate("dma"): prepared}, case, CollectiveOptions(tensors=tensors))
+    collective_study.time_candidates(meter, {Candidate("dma"): prepared}, case, CollectiveOptions(tensors=tensors))
     assert [us > 0 for us in asked] == [hidden]
 
 
@@ -236,7 +238,7 @@ def test_lists_from_end_to_end(tmp_path: Path) -> None:
         **QUICK, collectives=(Kind.ALL_GATHER,), sizes=(1000, 16384), tensors=5, json=tmp_path / "lists.json",
         report=tmp_path / "report", command="test",
     )  # fmt: skip
-    results = collective_bench.main(options)
+    results = collective_study.main(options)
     assert results is not None
     assert read(tmp_path / "lists.json").rows == results.rows
     assert (
@@ -291,7 +293,7 @@ def test_names_that_take_no_lists_are_refused_with_those_that_do() -> None:
 def test_a_study_of_lists_says_what_takes_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
     monkeypatch.setattr(dist, "new_group", lambda **_: None)
-    monkeypatch.setattr("sidelane.bench.roster.Meter", lambda *_, **__: None)
+    monkeypatch.setattr("sidelane.bench.candidates.roster.Meter", lambda *_, **__: None)
     monkeypatch.setattr(Roster, "add", lambda self, name, make: made.append(name))
     monkeypatch.setattr(baselines_cuda, "device_barrier", lambda device: None)
     rank: Any = SimpleNamespace(device=torch.device("cuda"), rank=0)

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from ranks import RankPool
 
-from sidelane.bench.baselines_cpu import Gloo
-from sidelane.bench.candidates import Candidate, Prepared, Tensors, candidates_of, views
-from sidelane.bench.collective_bench import HOST_ROUNDS, CollectiveOptions, hides_launches, time_candidates
-from sidelane.bench.measure import Job, Meter, Rounds
-from sidelane.bench.reference import KINDS, Case, fill_input, output_error, poison, rounded_bytes
+from sidelane.bench.candidates.baselines_cpu import Gloo
+from sidelane.bench.candidates.candidate import Candidate, Prepared, Tensors, candidates_of, views
+from sidelane.bench.candidates.reference import KINDS, Case, fill_input, output_error, poison, rounded_bytes
+from sidelane.bench.collectives.study import HOST_ROUNDS, CollectiveOptions, hides_launches, time_candidates
+from sidelane.bench.running.measure import Job, Meter, Rounds
 from sidelane.program.collective import Kind
 
 CPU = torch.device("cpu")

@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from sidelane.bench import phases_bench, phases_check
-from sidelane.bench.phases_bench import PhasesOptions
-from sidelane.bench.phases_programs import OPERATIONS
-from sidelane.bench.phases_split import Sample
-from sidelane.bench.phases_turns import InTurn, TurnCounter
-from sidelane.bench.results import read
+from sidelane.bench.phases import check as phases_check
+from sidelane.bench.phases import study as phases_study
+from sidelane.bench.phases.programs import OPERATIONS
+from sidelane.bench.phases.split import Sample
+from sidelane.bench.phases.study import PhasesOptions
+from sidelane.bench.phases.turns import InTurn, TurnCounter
+from sidelane.bench.results.files import read
 from sidelane.program import collective as define
 from sidelane.program.build.alternating import SLOT_BYTES
 from sidelane.program.collective import Buffer, Collective
@@ -30,7 +31,7 @@ def test_phases_from_end_to_end(tmp_path: Path) -> None:
         report=tmp_path / "report",
         command="test",
     )
-    results = phases_bench.main(options)
+    results = phases_study.main(options)
     assert results is not None
     assert read(tmp_path / "phases.json").rows == results.rows
     assert (tmp_path / "report" / "phases-all_gather-b2b.png").exists()
@@ -73,7 +74,7 @@ def test_programs_that_take_turns_have_phases_too(tmp_path: Path) -> None:
         report=tmp_path / "report",
         command="test",
     )
-    results = phases_bench.main(options)
+    results = phases_study.main(options)
     assert results is not None
     assert read(tmp_path / "phases.json").rows == results.rows
     rows = [row for row in results.rows if row.variant in variants]
@@ -99,7 +100,7 @@ def test_programs_that_take_turns_have_phases_too(tmp_path: Path) -> None:
 def test_the_opening_of_a_graph_is_refused_where_there_is_no_graph() -> None:
     options = PhasesOptions(**QUICK, variants=("alternating", "alternating+opening"))
     with pytest.raises(ValueError, match=r"in graphs only \(value=alternating\+opening, CPU ranks have no graphs"):
-        phases_bench.main(options)
+        phases_study.main(options)
 
 
 class Seen:
@@ -144,7 +145,7 @@ def test_a_machine_with_too_few_gpus_predicts_nothing(capsys: pytest.CaptureFixt
     options = PhasesOptions(
         **{**QUICK, "ranks": 5, "quiet": False}, sizes=(1024,), operations=("copy",), predict="h200x4"
     )
-    results = phases_bench.main(options)
+    results = phases_study.main(options)
     assert results is not None
     assert [row.source for row in results.rows] == ["measured"]
     assert "nothing is predicted: 4 x NVIDIA H200" in capsys.readouterr().out
@@ -194,4 +195,4 @@ def test_options_are_checked_when_made() -> None:
     ):
         with pytest.raises(ValueError, match="value="):
             PhasesOptions(**wrong)
-    assert phases_bench.default_sizes("cuda")[-1] == 1 << 30
+    assert phases_study.default_sizes("cuda")[-1] == 1 << 30

@@ -11,17 +11,17 @@ import torch.distributed as dist
 from ranks import RankPool
 
 from sidelane import Communicator, Config
-from sidelane.bench import power_bench
-from sidelane.bench.baselines_cpu import Gloo
-from sidelane.bench.candidates import Tensors
-from sidelane.bench.measure import Meter
-from sidelane.bench.own import Dma
-from sidelane.bench.power_bench import PowerBench, PowerOptions
-from sidelane.bench.power_inputs import LARGEST, ReducedInput, calls_between
-from sidelane.bench.power_meter import Recorder
-from sidelane.bench.reference import Case
-from sidelane.bench.results import PowerRow
-from sidelane.bench.roster import Roster
+from sidelane.bench.candidates.baselines_cpu import Gloo
+from sidelane.bench.candidates.candidate import Tensors
+from sidelane.bench.candidates.own import Dma
+from sidelane.bench.candidates.reference import Case
+from sidelane.bench.candidates.roster import Roster
+from sidelane.bench.power import study as power_study
+from sidelane.bench.power.inputs import LARGEST, ReducedInput, calls_between
+from sidelane.bench.power.meter import Recorder
+from sidelane.bench.power.study import PowerBench, PowerOptions
+from sidelane.bench.results.rows import PowerRow
+from sidelane.bench.running.measure import Meter
 from sidelane.errors import UnavailableError
 from sidelane.program.collective import Kind
 
@@ -189,7 +189,7 @@ def test_inputs_of_reductions_are_refused_where_they_could_not_last() -> None:
 
 def test_cpus_have_no_power_to_read() -> None:
     with pytest.raises(UnavailableError, match="needs GPUs.*--machine h200x4 predicts"):
-        power_bench.main(PowerOptions(device="cpu", ranks=2, quiet=True))
+        power_study.main(PowerOptions(device="cpu", ranks=2, quiet=True))
 
 
 def test_options_are_checked_when_made() -> None:

@@ -13,23 +13,25 @@ import torch
 import torch.distributed as dist
 from ranks import RankPool
 
-from sidelane.bench import c3_bench, collective_bench
-from sidelane.bench.baselines_cpu import Gloo
-from sidelane.bench.c3_bench import C3Instruments, C3Options, rows_of
-from sidelane.bench.candidates import Candidate, Prepared, Tensors, candidates_of
-from sidelane.bench.collective_bench import (
+from sidelane.bench.c3 import study as c3_study
+from sidelane.bench.c3.study import C3Instruments, C3Options, rows_of
+from sidelane.bench.candidates.baselines_cpu import Gloo
+from sidelane.bench.candidates.candidate import Candidate, Prepared, Tensors, candidates_of
+from sidelane.bench.candidates.reference import Case
+from sidelane.bench.candidates.roster import Roster
+from sidelane.bench.collectives import study as collective_study
+from sidelane.bench.collectives.study import (
     CollectiveOptions,
     absent_rows,
     calls_per_sample,
     default_sizes,
     measure_case,
 )
-from sidelane.bench.launch import RankFailedError
-from sidelane.bench.measure import Meter
-from sidelane.bench.reference import Case
-from sidelane.bench.results import CollectiveRow, read
-from sidelane.bench.roster import Roster
-from sidelane.bench.study import Follower
+from sidelane.bench.results.files import read
+from sidelane.bench.results.rows import CollectiveRow
+from sidelane.bench.running.launch import RankFailedError
+from sidelane.bench.running.measure import Meter
+from sidelane.bench.running.study import Follower
 from sidelane.c3.run import run_workload
 from sidelane.c3.strategy import STRATEGIES, Order, Strategy
 from sidelane.c3.workload import parse_workload
@@ -223,7 +225,7 @@ def test_collectives_from_end_to_end(tmp_path: Path) -> None:
     options = CollectiveOptions(
         **QUICK, sizes=(1000, 16384), json=tmp_path / "collectives.json", report=tmp_path / "report", command="test"
     )
-    results = collective_bench.main(options)
+    results = collective_study.main(options)
     assert results is not None
     assert read(tmp_path / "collectives.json").rows == results.rows
     assert (tmp_path / "report" / "index.html").exists()
@@ -262,7 +264,7 @@ def test_which_calls_are_measured() -> None:
 
     def wanted(nbytes: int, kind: Kind = Kind.ALL_GATHER, **others: Any) -> set[tuple[str, bool, str]]:
         case = Case(kind, nbytes, torch.bfloat16, 0, 2, CPU)
-        found = collective_bench.wanted_candidates(Engines(), case, CollectiveOptions(**others))
+        found = collective_study.wanted_candidates(Engines(), case, CollectiveOptions(**others))
         return {(c.variant, c.in_place, c.launch) for c in found}
 
     prelaunched = {("b2b+prelaunch", in_place, "eager") for in_place in (False, True)}
@@ -278,7 +280,7 @@ def test_c3_from_end_to_end(tmp_path: Path) -> None:
     options = C3Options(
         **{**QUICK, "ranks": 3}, workloads=("64x64x64_30K", "96x64x32_1K"), json=tmp_path / "c3.json", command="test"
     )
-    results = c3_bench.main(options)
+    results = c3_study.main(options)
     assert results is not None
     content = json.loads((tmp_path / "c3.json").read_text())
     assert (content["study"], content["gpus"], content["ranks"]) == ("c3", 0, 3)
@@ -302,7 +304,7 @@ def test_c3_from_end_to_end(tmp_path: Path) -> None:
 
 def test_tags_are_scaled_down_on_cpus() -> None:
     options = C3Options(**{**QUICK, "warmup": 0, "repeats": 1}, workloads=("cb1_8M",), collectives=(Kind.ALL_TO_ALL,))
-    results = c3_bench.main(options)
+    results = c3_study.main(options)
     assert results is not None
     assert {(row.gemm, row.m, row.n, row.k, row.bytes) for row in results.rows} == {
         ("cb1/8", 1024, 1024, 1024, 1 << 20)
@@ -311,7 +313,7 @@ def test_tags_are_scaled_down_on_cpus() -> None:
 
 def test_an_implementation_that_does_not_exist_here() -> None:
     with pytest.raises(ValueError, match=r"not known on CPU ranks \(value=nccl, allowed=gloo, dma, auto\)"):
-        collective_bench.main(CollectiveOptions(**QUICK, sizes=(1024,), implementations=("nccl",)))
+        collective_study.main(CollectiveOptions(**QUICK, sizes=(1024,), implementations=("nccl",)))
 
 
 def test_a_study_that_would_have_no_rows() -> None:
@@ -319,7 +321,7 @@ def test_a_study_that_would_have_no_rows() -> None:
         **QUICK, collectives=(Kind.BROADCAST,), sizes=(1024,), implementations=("dma",), places=("out",)
     )
     with pytest.raises(ValueError, match="nothing .* can run here .collectives=broadcast, implementations=dma, places"):
-        collective_bench.main(options)
+        collective_study.main(options)
 
 
 def absent(group: dist.ProcessGroup) -> list[CollectiveRow]:
@@ -365,9 +367,9 @@ def test_rows_until_a_failure_are_published(tmp_path: Path, monkeypatch: pytest.
         progress(json.dumps({"row": row.to_dict()}))
         raise RankFailedError("rank 1 hangs", 1)
 
-    monkeypatch.setattr("sidelane.bench.study.run_ranks", half_way)
+    monkeypatch.setattr("sidelane.bench.running.study.run_ranks", half_way)
     with pytest.raises(RankFailedError, match="hangs"):
-        collective_bench.main(CollectiveOptions(**QUICK, json=tmp_path / "collectives.json"))
+        collective_study.main(CollectiveOptions(**QUICK, json=tmp_path / "collectives.json"))
     assert read(tmp_path / "collectives.json").rows == (row,)
 
 

@@ -12,13 +12,13 @@ import torch
 # Here, and not by whichever test comes first: importing it looks operators up in torch.ops, which tests replace.
 import torch.distributed._symmetric_memory as symm_mem
 
-from sidelane.bench.baselines_symm_mem import OPERATORS, SymmetricMemory
-from sidelane.bench.candidates import Candidate, Prepared, candidates_of
-from sidelane.bench.collective_bench import CollectiveOptions, measure_case
-from sidelane.bench.measure import Meter
-from sidelane.bench.reference import KINDS, Case, fill_input
-from sidelane.bench.results import CollectiveRow
-from sidelane.bench.roster import Roster
+from sidelane.bench.candidates.baselines_symm_mem import OPERATORS, SymmetricMemory
+from sidelane.bench.candidates.candidate import Candidate, Prepared, candidates_of
+from sidelane.bench.candidates.reference import KINDS, Case, fill_input
+from sidelane.bench.candidates.roster import Roster
+from sidelane.bench.collectives.study import CollectiveOptions, measure_case
+from sidelane.bench.results.rows import CollectiveRow
+from sidelane.bench.running.measure import Meter
 from sidelane.errors import UnavailableError
 from sidelane.program.collective import Kind
 

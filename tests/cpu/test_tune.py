@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from sidelane.bench import tune
-from sidelane.bench.results import CollectiveRow, Results, write
-from sidelane.bench.tune import TuneOptions, passes
-from sidelane.bench.tune_changes import changes_table
-from sidelane.bench.tune_profile import curves_of, profile_of
+from sidelane.bench.results.files import Results, write
+from sidelane.bench.results.rows import CollectiveRow
+from sidelane.bench.tune import command as tune
+from sidelane.bench.tune.changes import changes_table
+from sidelane.bench.tune.command import TuneOptions, passes
+from sidelane.bench.tune.profile import curves_of, profile_of
 from sidelane.choice import Call, Candidate, choose
 from sidelane.choice.key import key_here
 from sidelane.choice.store import InForce, builtin, in_force, read

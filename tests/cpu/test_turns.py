@@ -15,7 +15,7 @@ from ranks import RankPool
 from worlds import POISON, LocalWorld, check, fill, random_delays, wrong_bytes
 
 from sidelane import Communicator, Config
-from sidelane.bench.phases_turns import TurnCounter
+from sidelane.bench.phases.turns import TurnCounter
 from sidelane.collectives.alternate import OPENING, AlternatingProgram, Turns
 from sidelane.execute.base import NO_STREAM, Addresses, Place
 from sidelane.execute.cpu import CpuExecutor

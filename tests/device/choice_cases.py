@@ -8,7 +8,7 @@ import torch
 from device_cases import Context
 
 from sidelane import Communicator, Config
-from sidelane.bench.baselines_cuda import kernels_of
+from sidelane.bench.candidates.baselines_cuda import kernels_of
 from sidelane.choice.candidate import SM
 
 Seen = dict[str, tuple[list[str], int, int, int]]

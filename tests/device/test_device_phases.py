@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sidelane.bench import phases_bench
-from sidelane.bench.phases_bench import PhasesOptions
-from sidelane.bench.phases_programs import OPENING
+from sidelane.bench.phases import study as phases_study
+from sidelane.bench.phases.programs import OPENING
+from sidelane.bench.phases.study import PhasesOptions
 
 
 def test_phases_of_programs_that_take_turns() -> None:
@@ -21,7 +21,7 @@ def test_phases_of_programs_that_take_turns() -> None:
         quiet=True,
         timeout_s=150.0,
     )
-    results = phases_bench.main(options)
+    results = phases_study.main(options)
     assert results is not None
     rows = [row for row in results.rows if row.source == "measured"]
     assert len(rows) == len(operations) * 2 * (2 + 2 + 1 + 1), "both launches, or the one that there is"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from sidelane.bench.measure import Job, Meter
+from sidelane.bench.running.measure import Job, Meter
 from sidelane.c3.run import Lanes, Pairs
 from sidelane.c3.strategy import Order
 

@@ -17,11 +17,12 @@ import torch
 from fake_driver import FakeDriver
 from test_cuda_executor import World, world_of
 
-from sidelane.bench import phases_check, phases_rig
-from sidelane.bench.phases_programs import OPENING, Operation
-from sidelane.bench.phases_rig import Rig
-from sidelane.bench.phases_split import Sample, split
-from sidelane.bench.phases_turns import InTurn, TurnCounter
+from sidelane.bench.phases import check as phases_check
+from sidelane.bench.phases import rig as phases_rig
+from sidelane.bench.phases.programs import OPENING, Operation
+from sidelane.bench.phases.rig import Rig
+from sidelane.bench.phases.split import Sample, split
+from sidelane.bench.phases.turns import InTurn, TurnCounter
 from sidelane.collectives.alternate import FLAGS as TURN_FLAGS
 from sidelane.collectives.alternate import SLOTS_BYTES
 from sidelane.program.collective import Buffer

@@ -9,11 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from sidelane.bench import power_predict
-from sidelane.bench.power_figures import Point, figures_of, with_energy
-from sidelane.bench.power_meter import Draw, Reading, Recorder, draw_of
-from sidelane.bench.power_predict import PredictOptions, predicted
-from sidelane.bench.results import CollectiveRow, PowerRow, Results
+from sidelane.bench.power import predict as power_predict
+from sidelane.bench.power.figures import Point, figures_of, with_energy
+from sidelane.bench.power.meter import Draw, Reading, Recorder, draw_of
+from sidelane.bench.power.predict import PredictOptions, predicted
+from sidelane.bench.results.files import Results
+from sidelane.bench.results.rows import CollectiveRow, PowerRow
 from sidelane.errors import SidelaneError, UnavailableError
 from sidelane.execute.cuda.executor import DEFAULT_REDUCE_BLOCKS
 from sidelane.machine import local, nvidia_power

@@ -9,7 +9,7 @@ import json
 import pytest
 import rich.console
 
-from sidelane.bench import claims as command
+from sidelane.bench.claims import command
 from sidelane.machine.load import named
 from sidelane.machine.spec import Quantity, Source
 from sidelane.model import claims_c3, claims_dma

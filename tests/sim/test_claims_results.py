@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import rich.console
 
-from sidelane.bench import claims as command
-from sidelane.bench.claims_power import predict_watts
-from sidelane.bench.claims_results import compare, fitted_to, predict_alone, predict_together, role_problems
-from sidelane.bench.results import C3Row, CollectiveRow, PowerRow, Results, write
+from sidelane.bench.claims import command
+from sidelane.bench.claims.power import predict_watts
+from sidelane.bench.claims.results import compare, fitted_to, predict_alone, predict_together, role_problems
+from sidelane.bench.results.files import Results, write
+from sidelane.bench.results.rows import C3Row, CollectiveRow, PowerRow
 from sidelane.machine.load import named
 from sidelane.model.strategies import predict
 from sidelane.model.study import table_ii_workload

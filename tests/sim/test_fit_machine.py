@@ -8,8 +8,9 @@ import tomllib
 import pytest
 
 from sidelane.bench import fit_machine
-from sidelane.bench.claims_results import predict_alone
-from sidelane.bench.results import C3Row, CollectiveRow, Results, write
+from sidelane.bench.claims.results import predict_alone
+from sidelane.bench.results.files import Results, write
+from sidelane.bench.results.rows import C3Row, CollectiveRow
 from sidelane.c3.workload import parse_gemm
 from sidelane.machine.load import named, parse
 from sidelane.model.kernels import gemm_us

@@ -9,11 +9,11 @@ import math
 import numpy as np
 import pytest
 
-from sidelane.bench import phases_predict
-from sidelane.bench.phases_predict import PredictOptions, predicted_row
-from sidelane.bench.phases_programs import OPERATIONS, TURNING, Operation, operations
-from sidelane.bench.phases_split import FIELDS, Sample, predict, slowest, split
-from sidelane.bench.results import PhaseRow
+from sidelane.bench.phases import predict as phases_predict
+from sidelane.bench.phases.predict import PredictOptions, predicted_row
+from sidelane.bench.phases.programs import OPERATIONS, TURNING, Operation, operations
+from sidelane.bench.phases.split import FIELDS, Sample, predict, slowest, split
+from sidelane.bench.results.rows import PhaseRow
 from sidelane.machine.load import named
 from sidelane.model.claims_dma import DmaContext
 from sidelane.program.build import alternation

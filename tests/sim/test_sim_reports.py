@@ -8,7 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from sidelane.bench import claims, sim_figures, sim_overlap, sim_scale, sim_study
+from sidelane.bench.claims import command as claims
+from sidelane.bench.simulated import figures as sim_figures
+from sidelane.bench.simulated import overlap as sim_overlap
+from sidelane.bench.simulated import scale as sim_scale
+from sidelane.bench.simulated import study as sim_study
 from sidelane.c3.workload import parse_workload
 from sidelane.machine.load import named
 from sidelane.model.claims_overlap import OverlapContext
@@ -82,7 +86,7 @@ def test_scale_is_recorded_with_its_command(tmp_path):
     sim_scale.record(path, sim_scale.measure((16,)))
     ours = json.loads(path.read_text())
     recorded = json.loads((ROOT / "results" / "simulator" / "scale.json").read_text())
-    assert ours["command"] == recorded["command"] == "python -m sidelane.bench.sim_scale scale.json"
+    assert ours["command"] == recorded["command"] == "python -m sidelane.bench.simulated.scale scale.json"
     assert set(ours) == set(recorded) and set(ours["rows"][0]) == set(recorded["rows"][0])
     assert tuple(row["ranks"] for row in recorded["rows"]) == sim_scale.RANKS
     first, last = recorded["rows"][0], recorded["rows"][-1]

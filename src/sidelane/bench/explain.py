@@ -11,8 +11,8 @@ import rich.console
 import torch
 
 from sidelane import config as settings
-from sidelane.bench.launch import choose_place
-from sidelane.bench.tables import Line, Table, grouped
+from sidelane.bench.report.table import Line, Table, grouped
+from sidelane.bench.running.launch import choose_place
 from sidelane.c3.workload import format_bytes
 from sidelane.choice import Abilities, Candidate, Choice, Curve, Profile, candidates, choose, objection
 from sidelane.choice.candidate import EVERYTHING, GRAPH, everything

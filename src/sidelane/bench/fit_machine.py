@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from sidelane.bench import results as result_files
-from sidelane.bench.claims_results import LARGE, SMALL, fitted_to, predict_alone
-from sidelane.bench.results import C3Row, CollectiveRow
+from sidelane.bench.claims.results import LARGE, SMALL, fitted_to, predict_alone
+from sidelane.bench.results import files as result_files
+from sidelane.bench.results.rows import C3Row, CollectiveRow
 from sidelane.c3.workload import Gemm
 from sidelane.machine.spec import Machine, Quantity, Source, Topology
 from sidelane.model.kernels import gemm_us

@@ -12,8 +12,8 @@ import rich.table
 import torch.distributed as dist
 
 from sidelane import config as settings
-from sidelane.bench.launch import Place, Rank, choose_place, run_ranks
-from sidelane.bench.provenance import software_versions
+from sidelane.bench.results.provenance import software_versions
+from sidelane.bench.running.launch import Place, Rank, choose_place, run_ranks
 from sidelane.choice.key import key_here
 from sidelane.choice.store import in_force
 from sidelane.errors import SidelaneError

@@ -9,7 +9,7 @@ from typing import Any
 
 import rich.console
 
-from sidelane.bench.tables import Line, Table
+from sidelane.bench.report.table import Line, Table
 from sidelane.machine.load import machine_names, named
 from sidelane.machine.spec import Machine, Source
 

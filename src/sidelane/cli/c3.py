@@ -97,10 +97,10 @@ def c3(
         if given("version"):
             raise ValueError("--version chooses between versions of the paper; it needs --machine")
 
-        from sidelane.bench import c3_bench
+        from sidelane.bench.c3 import study as c3_study
 
         workloads = workloads or ["cb1_896M"]
-        c3_bench.main(c3_bench.C3Options(workloads=tuple(workloads), collectives=kinds, json=json_file, **others))
+        c3_study.main(c3_study.C3Options(workloads=tuple(workloads), collectives=kinds, json=json_file, **others))
 
 
 def predict_c3(machine: str, pairs: list[str], kinds: tuple[Kind, ...], version: str, report: Path | None) -> NoReturn:
@@ -113,7 +113,7 @@ def predict_c3(machine: str, pairs: list[str], kinds: tuple[Kind, ...], version:
         refuse_beside_machine("pairs", "gemms", "sizes", "collectives", "report")
     else:
         refuse_beside_machine("version", "report")
-    from sidelane.bench import sim_study
+    from sidelane.bench.simulated import study as sim_study
 
     workloads = [parse_workload(pair, kind) for kind in kinds for pair in pairs]
     sys.exit(sim_study.c3_main(sim_study.Options(machine, report, version), workloads))

@@ -95,18 +95,18 @@ def collective(
     with plain_errors():
         if machine is not None:
             refuse_beside_machine("report")
-            from sidelane.bench import sim_study
+            from sidelane.bench.simulated import study as sim_study
 
             sys.exit(sim_study.collective_main(sim_study.Options(machine, others["report"])))
 
-        from sidelane.bench import collective_bench
-        from sidelane.bench.launch import choose_place
+        from sidelane.bench.collectives import study as collective_study
+        from sidelane.bench.running.launch import choose_place
 
         on_cpu = choose_place(others["ranks"], others["device"]).on_cpu
         sizes = tuple(sizes_between(min_bytes, _or(max_bytes, 16 << 20 if on_cpu else 4 << 30), factor))
         kinds = KINDS if ALL in collectives else collectives
-        collective_bench.main(
-            collective_bench.CollectiveOptions(
+        collective_study.main(
+            collective_study.CollectiveOptions(
                 collectives=tuple(map(Kind, kinds)),
                 sizes=sizes,
                 launches=() if launch == "both" else (launch,),
@@ -162,7 +162,7 @@ def phases(
         if machine is not None:
             allowed = ("operations", "min_bytes", "max_bytes", "factor", "variants", "json_file", "report")
             refuse_beside_machine(*allowed)
-            from sidelane.bench import phases_predict
+            from sidelane.bench.phases import predict as phases_predict
 
             sizes = tuple(sizes_between(min_bytes, _or(max_bytes, 1 << 30), factor))
             sys.exit(
@@ -178,12 +178,12 @@ def phases(
                 )
             )
 
-        from sidelane.bench import phases_bench
-        from sidelane.bench.launch import choose_place
+        from sidelane.bench.phases import study as phases_study
+        from sidelane.bench.running.launch import choose_place
 
         place = choose_place(others["ranks"], others["device"])
-        phases_bench.main(
-            phases_bench.PhasesOptions(
+        phases_study.main(
+            phases_study.PhasesOptions(
                 operations=chosen,
                 sizes=tuple(sizes_between(min_bytes, _or(max_bytes, 4 << 20 if place.on_cpu else 1 << 30), factor)),
                 variants=variants,
@@ -238,17 +238,17 @@ def power(
         sizes = tuple(sizes_between(min_bytes, max_bytes, factor))
         if machine is not None:
             refuse_beside_machine("collectives", "min_bytes", "max_bytes", "factor", "json_file", "report")
-            from sidelane.bench import power_predict
+            from sidelane.bench.power import predict as power_predict
 
             asked = power_predict.PredictOptions(
                 machine=machine, collectives=kinds, sizes=sizes, json=json_file, report=others["report"]
             )
             sys.exit(power_predict.main(asked))
 
-        from sidelane.bench import power_bench
+        from sidelane.bench.power import study as power_study
 
-        power_bench.main(
-            power_bench.PowerOptions(
+        power_study.main(
+            power_study.PowerOptions(
                 collectives=kinds,
                 sizes=sizes,
                 places=() if places == "both" else (places,),
@@ -276,17 +276,17 @@ def chain(
 ) -> None:
     """Measure a GEMM, an all-gather of what it made, and a GEMM that reads it, with no host in between."""
     with plain_errors():
-        from sidelane.bench import chain_bench
-        from sidelane.bench.asked import check_asked
-        from sidelane.bench.launch import choose_place
+        from sidelane.bench.chain import study as chain_study
+        from sidelane.bench.running.asked import check_asked
+        from sidelane.bench.running.launch import choose_place
 
         place = choose_place(others["ranks"], others["device"])
         asked = {name: others[name] for name in ("implementations", "variants")}
         launches = () if launch == ALL else (launch,)
         check_asked(place.device_type, (Kind.ALL_GATHER,), launches=launches, **asked)
         largest = _or(max_bytes, 4 << 20 if place.on_cpu else 256 << 20)
-        chain_bench.main(
-            chain_bench.ChainOptions(
+        chain_study.main(
+            chain_study.ChainOptions(
                 sizes=tuple(sizes_between(min_bytes, largest, factor)),
                 launches=launches,
                 json=json_file,
@@ -311,11 +311,11 @@ def chain(
 def host(sizes: tuple[int, ...], json_file: Path | None, **others: Any) -> None:
     """Measure what a call takes the host: repeated all-gathers, and triggers of prelaunched ones."""
     with plain_errors():
-        from sidelane.bench import host_bench
+        from sidelane.bench.host import study as host_study
 
         if sizes:
             others["sizes"] = sizes
-        host_bench.main(host_bench.HostOptions(json=json_file, **others))
+        host_study.main(host_study.HostOptions(json=json_file, **others))
 
 
 def _or(given: int | None, default: int) -> int:

@@ -25,7 +25,7 @@ def plain_errors() -> Iterator[None]:
     except OSError as problem:
         raise click.ClickException(str(problem)) from problem
     except SidelaneError as problem:
-        from sidelane.bench.launch import RankFailedError
+        from sidelane.bench.running.launch import RankFailedError
 
         if isinstance(problem, RankFailedError) and problem.refused:
             raise click.UsageError(f"{problem.refused} (sidelane --traceback shows where)") from problem

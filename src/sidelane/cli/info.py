@@ -34,12 +34,13 @@ def demo(ranks: int | None, device: str, report: Path) -> None:
     Without GPUs the bytes travel between CPU processes; what GPUs would give is then predicted, for eight MI300X.
     """
     with plain_errors():
-        from sidelane.bench import c3_bench, info
-        from sidelane.bench.launch import choose_place
+        from sidelane.bench import info
+        from sidelane.bench.c3 import study as c3_study
+        from sidelane.bench.running.launch import choose_place
 
         info.main(probe=False)
-        c3_bench.main(c3_bench.C3Options(workloads=DEMO_WORKLOADS, ranks=ranks, device=device, report=report))
+        c3_study.main(c3_study.C3Options(workloads=DEMO_WORKLOADS, ranks=ranks, device=device, report=report))
         if choose_place(ranks, device).on_cpu:
-            from sidelane.bench import sim_study
+            from sidelane.bench.simulated import study as sim_study
 
             sim_study.preview(DEMO_MACHINE)

@@ -44,7 +44,7 @@ def claims(machine: str, as_json: bool, results: Path, version: str, report: Pat
     shown, not punished.
     """
     with plain_errors():
-        from sidelane.bench import claims
+        from sidelane.bench.claims import command as claims
 
         with_ranges = (not as_json or report is not None) if ranges is None else ranges
         sys.exit(claims.main(claims.Options(machine, as_json, results, version, report, with_ranges)))
@@ -58,6 +58,6 @@ def claims(machine: str, as_json: bool, results: Path, version: str, report: Pat
 def pipeline(machine: str, report: Path | None) -> None:
     """Predict pipelined iterations of a GEMM and a collective (paper 004): tiles, thread blocks, priority."""
     with plain_errors():
-        from sidelane.bench import sim_overlap
+        from sidelane.bench.simulated import overlap as sim_overlap
 
         sys.exit(sim_overlap.main(machine, report))

@@ -44,7 +44,7 @@ def tune(collectives: tuple[str, ...], from_results: Path | None, output: Path |
     after they are timed. Says which choices change.
     """
     with plain_errors():
-        from sidelane.bench import tune as tuning
+        from sidelane.bench.tune import command as tuning
 
         if from_results is not None:
             if output is None:

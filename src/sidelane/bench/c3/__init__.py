@@ -1,0 +1,1 @@
+"""The C3 study: a GEMM next to a collective."""

@@ -1,0 +1,230 @@
+"""The C3 study: pairs of a GEMM and a collective under every strategy, side by side in one run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+
+from sidelane.bench.candidates.candidate import Prepared, candidates_of
+from sidelane.bench.candidates.reference import Case, rounded_bytes
+from sidelane.bench.candidates.roster import Roster, make_roster
+from sidelane.bench.results.files import Results
+from sidelane.bench.results.rows import C3Row
+from sidelane.bench.running.asked import check_asked
+from sidelane.bench.running.launch import Rank, choose_place
+from sidelane.bench.running.measure import Job, Meter
+from sidelane.bench.running.study import Sender, StudyOptions, run_study
+from sidelane.c3.outcome import Outcome, Result
+from sidelane.c3.run import Lanes, run_workload
+from sidelane.c3.strategy import STRATEGIES, named
+from sidelane.c3.workload import Workload, parse_workload
+from sidelane.choice.candidate import DMA
+from sidelane.errors import UnavailableError
+from sidelane.program.collective import Kind
+
+HIDE_LAUNCH_US = 500.0
+"""The host queues a GEMM, a collective and a dozen events in less; the meter notices if not, and waits longer."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class C3Options(StudyOptions):
+    """What to measure.
+
+    Attributes:
+        workloads: pairs as Table II of paper 000 writes them (``cb1_896M``, ``4096x4096x4096_64M``).
+        collectives: kinds; every pair runs with each.
+        strategies: names; empty takes all.
+        variants: of Sidelane's collectives; its best is reported, as every implementation's best is. ``auto`` is what
+            a caller gets who asks for none.
+        dtype: of the GEMM and of the collective on accelerators; CPUs take float32.
+        full_size: run GEMMs at their full size on a CPU too, instead of scaled down.
+        warmup: rounds before the measured ones (paper 000: 6).
+        repeats: measured rounds (paper 000: 9).
+    """
+
+    workloads: tuple[str, ...] = ("cb1_896M",)
+    collectives: tuple[Kind, ...] = (Kind.ALL_GATHER, Kind.ALL_TO_ALL)
+    strategies: tuple[str, ...] = ()
+    variants: tuple[str, ...] = ("auto",)
+    dtype: str = "bfloat16"
+    full_size: bool = False
+    warmup: int = 6
+    repeats: int = 9
+
+    def __post_init__(self) -> None:
+        StudyOptions.__post_init__(self)
+        if not self.workloads or not self.collectives:
+            raise ValueError("C3Options: at least one workload and one collective are needed (value=none)")
+        for text in self.workloads:
+            parse_workload(text, dtype=self.dtype)
+        for name in self.strategies:
+            named(name)
+        if self.repeats < 1 or self.warmup < 0:
+            raise ValueError(f"C3Options: repeats and warmup must be positive (value={self.repeats}, {self.warmup})")
+
+
+def main(options: C3Options) -> Results | None:
+    """Run the study; see :func:`sidelane.bench.running.study.run_study`.
+
+    Raises:
+        ValueError: also for an implementation or a variant that is not known here.
+    """
+    check_asked(
+        choose_place(options.ranks, options.device).device_type,
+        options.collectives,
+        implementations=options.implementations,
+        variants=options.variants,
+        chosen_from=(DMA,),
+        with_auto=True,
+    )
+    return run_study("c3", C3Row, _measure, options, "computation and communication")
+
+
+def _measure(rank: Rank, options: C3Options) -> int:
+    """Every rank's part of the study. Returns the number of rows."""
+    on_cpu = rank.device.type == "cpu"
+    if on_cpu:
+        torch.set_num_threads(1)  # the ranks share the cores
+    workloads = [_workload(text, kind, options, rank) for text in options.workloads for kind in options.collectives]
+    sender = Sender(rank, len(workloads))
+    roster = make_roster(rank, wanted=options.implementations, timeout_s=options.step_s, with_auto=True)
+    cases = [_case(rank, workload) for workload in workloads]
+    roster.reserve(max(case.output_bytes for case in cases), max(case.input_bytes for case in cases))
+    for name, reason in roster.unavailable.items():
+        sender.note(f"{name} takes no part: {reason}")
+    instruments = C3Instruments(roster.meter, options)
+    lanes = Lanes.on(rank.device)
+    device_name = "" if on_cpu else torch.cuda.get_device_name(rank.device)
+    count = 0
+    for number, (workload, case) in enumerate(zip(workloads, cases, strict=True)):
+        sender.step(workload.name)
+        outcome = run_workload(
+            workload,
+            list(_runs(roster, case, options)),
+            instruments,
+            device=rank.device,
+            lanes=lanes,
+            strategies=[named(name) for name in options.strategies] or STRATEGIES,
+            unavailable=roster.unavailable,
+            seed=options.seed + 1_000_000 * number,
+            device_name=device_name,
+        )
+        for row in rows_of(outcome):
+            sender.row(row)
+            count += 1
+        for line in _explanations(outcome, instruments.late):
+            sender.note(line)
+    roster.close()
+    return count
+
+
+class C3Instruments:
+    """The meter as ``c3.run`` wants it: every sample hides what the host takes to launch."""
+
+    def __init__(self, meter: Meter, options: C3Options) -> None:
+        self._meter = meter
+        self._options = options
+        self.late: dict[str, int] = {}
+        self.on_stream = meter.on_stream
+        self.attempt = meter.attempt
+        self.finish = meter.finish
+
+    def time(self, runs: Mapping[str, Callable[[], None]]) -> Mapping[str, Sequence[float]]:
+        hide_us = 0.0 if self._meter.device.type == "cpu" else HIDE_LAUNCH_US
+        jobs = {name: Job(run, hide_launch_us=hide_us) for name, run in runs.items()}
+        rounds = self._meter.rounds(jobs, warmup=self._options.warmup, repeats=self._options.repeats)
+        self.late = {name: measured.late for name, measured in rounds.items() if measured.late}
+        return {name: measured.times_us for name, measured in rounds.items()}
+
+
+def _workload(text: str, kind: Kind, options: C3Options, rank: Rank) -> Workload:
+    workload = parse_workload(text, kind, options.dtype)
+    if rank.device.type == "cpu":
+        if not options.full_size:
+            workload = workload.scaled_for_cpu()
+        workload = dataclasses.replace(workload, gemm=dataclasses.replace(workload.gemm, dtype="float32"))
+    return dataclasses.replace(workload, nbytes=rounded_bytes(workload.nbytes, rank.world_size))
+
+
+def _case(rank: Rank, workload: Workload) -> Case:
+    dtype = getattr(torch, workload.gemm.dtype)
+    return Case(workload.collective, workload.nbytes, dtype, rank.rank, rank.world_size, rank.device)
+
+
+def _runs(roster: Roster, case: Case, options: C3Options) -> Iterator[Prepared]:
+    """Every configuration that takes part: in and out of place where both exist, launched eagerly.
+
+    At the sizes of this study a graph changes nothing: what the host takes is hidden for every one of them.
+    """
+    for implementation in roster.implementations.values():
+        for candidate in candidates_of(implementation, case.kind, only=options.variants, launches=("eager",)):
+            yield Prepared(candidate, case, implementation)
+
+
+def rows_of(outcome: Outcome) -> list[C3Row]:
+    """One row for each strategy in its best configuration, and one that says what ``auto`` picks.
+
+    Raises:
+        UnavailableError: no implementation of the collective works, so nothing can be compared.
+    """
+    if outcome.c3_class is None:
+        reasons = "; ".join(f"{alone.label}: {alone.failure.text}" for alone in outcome.isolated if alone.failure)
+        raise UnavailableError(f"{outcome.workload.name}: no implementation works: {reasons}")
+    rows = [_row(outcome, result) for result in outcome.results]
+    if outcome.choice is not None:
+        picked = next(row for row in rows if row.strategy == outcome.choice.strategy)
+        rows.append(
+            dataclasses.replace(
+                picked, strategy="auto", chosen=picked.strategy, note=f"picked: {outcome.choice.reason}"
+            )
+        )
+    return rows
+
+
+def _row(outcome: Outcome, result: Result) -> C3Row:
+    gemm, failure = outcome.workload.gemm, result.failure
+    assert outcome.c3_class is not None
+    return C3Row(
+        gemm=gemm.name,
+        m=gemm.m,
+        n=gemm.n,
+        k=gemm.k,
+        dtype=gemm.dtype,
+        collective=outcome.workload.collective,
+        bytes=outcome.workload.nbytes,
+        c3_class=outcome.c3_class,
+        strategy=result.strategy,
+        chosen="",
+        gemm_us=outcome.gemm_us,
+        comm_us=result.comm_us,
+        best_comm_us=outcome.best_comm_us,
+        time_us=result.time_us,
+        speedup=result.speedup,
+        ideal=result.ideal,
+        percent_of_ideal=result.percent_of_ideal,
+        percent_of_ideal_nccl=result.percent_of_ideal_library,
+        correct=True if failure is None else False if failure.wrong else None,
+        note=result.label if failure is None else failure.text,
+    )
+
+
+def _explanations(outcome: Outcome, late: Mapping[str, int]) -> Iterator[str]:
+    """What the rows leave out: every isolated time, the choice, and samples that are in doubt."""
+    times = ", ".join(
+        f"{alone.label} {alone.time_us:.0f} us" if alone.time_us is not None else f"{alone.label} failed"
+        for alone in outcome.isolated
+    )
+    yield f"  alone: GEMM {outcome.gemm_us:.0f} us, {times}"
+    for alone in outcome.isolated:
+        if alone.failure is not None:
+            yield f"  {alone.label}: {'wrong' if alone.failure.wrong else 'could not run'}: {alone.failure.text}"
+    if outcome.choice is not None:
+        yield f"  auto takes {outcome.choice.reason}"
+    if late:
+        yield f"  the host was late in some samples: {', '.join(f'{name} ({n})' for name, n in late.items())}"
+    gemm = outcome.workload.gemm
+    if gemm.divisor > 1:
+        what = f"bytes and every dimension of {gemm.tag or 'the GEMM'} divided by {gemm.divisor}"
+        yield f"  scaled for CPUs: {what} (--full-size: not)"

@@ -1,0 +1,137 @@
+"""Which implementations take part on this machine: made together by all ranks, or left out by all with a reason."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection
+
+import torch.distributed as dist
+
+from sidelane import config as settings
+from sidelane.bench.candidates.candidate import Implementation
+from sidelane.bench.candidates.own import Auto, Dma, Kernels
+from sidelane.bench.running.asked import ONE_TENSOR, check_implementations, implementations
+from sidelane.bench.running.launch import Rank
+from sidelane.bench.running.measure import Meter
+from sidelane.collectives import Communicator
+from sidelane.config import COMPUTE, NOTHING
+
+
+@dataclasses.dataclass(slots=True)
+class Roster:
+    """What takes part on this rank, in the same order on every rank.
+
+    Attributes:
+        meter: measures, and lets ranks agree.
+        implementations: by name.
+        unavailable: those that belong here but cannot take part, with the reason.
+        kernels_of: finds the names of the kernels that a run launches; None where there are no kernels.
+    """
+
+    meter: Meter
+    implementations: dict[str, Implementation] = dataclasses.field(default_factory=dict)
+    unavailable: dict[str, str] = dataclasses.field(default_factory=dict)
+    kernels_of: Callable[[Callable[[], None]], list[str]] | None = None
+
+    def add(self, name: str, make: Callable[[], Implementation]) -> None:
+        """Make an implementation on all ranks, or note why one of them could not. Collective."""
+
+        def step() -> None:
+            self.implementations[name] = make()
+
+        with self.meter.on_stream():
+            self._settle(name, self.meter.attempt(step))
+
+    def reserve(self, output_bytes: int, input_bytes: int) -> None:
+        """Allocate the buffers of every implementation; those that cannot are left out. Collective."""
+        for name, implementation in list(self.implementations.items()):
+
+            def step(implementation: Implementation = implementation) -> None:
+                implementation.reserve(output_bytes, input_bytes)
+
+            with self.meter.on_stream():
+                self._settle(name, self.meter.attempt(step))
+                self.meter.finish(f"allocating the buffers of {name}")
+        # Some allocate, and clear, on the default stream whatever the current one is.
+        self.meter.finish("allocating the buffers")
+
+    def close(self) -> None:
+        """Release everything, last made first. Not after a failure: releasing can wait for a peer."""
+        for name in reversed(list(self.implementations)):
+            self.implementations.pop(name).close()
+
+    def _settle(self, name: str, error: str | None) -> None:
+        if error is not None:
+            self.implementations.pop(name, None)
+            self.unavailable[name] = error
+
+
+def make_roster(
+    rank: Rank,
+    *,
+    wanted: Collection[str] = (),
+    timeout_s: float = 60.0,
+    with_auto: bool = False,
+    listed: bool = False,
+) -> Roster:
+    """Make the meter and the implementations of this machine. Collective.
+
+    Args:
+        rank: of this process.
+        wanted: names to keep; empty keeps all.
+        timeout_s: longest that one step may take, on the device or for a peer.
+        with_auto: list the variant ``auto`` of Sidelane's copy-engine collectives, for what runs beside a computation,
+            in the place of the implementation ``auto``.
+        listed: calls will have lists of tensors; what takes one tensor a call is left out, with the reason.
+
+    Raises:
+        ValueError: a name is not known on this kind of device.
+    """
+    check_implementations(wanted, rank.device.type, with_auto=with_auto, listed=listed)
+    # A group of the study's own: what ranks tell each other after a failure must not meet what a communicator was in
+    # the middle of saying.
+    control = dist.new_group(backend="gloo")
+    makers: dict[str, Callable[[], Implementation]]
+    find_kernels: Callable[[Callable[[], None]], list[str]] | None = None
+    if rank.device.type == "cpu":
+        from sidelane.bench.candidates.baselines_cpu import Gloo
+
+        meter = Meter(rank.device, timeout_s=timeout_s, group=control)
+        makers = {"gloo": Gloo}
+    else:
+        from sidelane.bench.candidates.baselines_cuda import Nccl, NcclCopyEngines, device_barrier, kernels_of
+        from sidelane.bench.candidates.baselines_symm_mem import SymmetricMemory
+
+        find_kernels = kernels_of
+
+        meter = Meter(rank.device, device_barrier=device_barrier(rank.device), timeout_s=timeout_s, group=control)
+        makers = {
+            "nccl": lambda: Nccl(rank.device, meter),
+            "nccl_ce": lambda: NcclCopyEngines(rank.device, timeout_s, meter),
+            "symm_mem": lambda: SymmetricMemory(rank.device, meter),
+        }
+    own: list[Dma] = []
+
+    def make_own() -> Dma:
+        # Next to a computation the choice is among what leaves it its compute units.
+        config = dataclasses.replace(settings.current(), timeout_s=timeout_s, beside=COMPUTE if with_auto else NOTHING)
+        own.append(Dma(Communicator(dist.group.WORLD, device=rank.device, config=config), with_auto=with_auto))
+        return own[0]
+
+    def needs_own(make: Callable[[Dma], Implementation]) -> Callable[[], Implementation]:
+        return lambda: make(own[0] if own else make_own())
+
+    makers["dma"] = make_own
+    if not with_auto:
+        makers["auto"] = needs_own(Auto)
+        if rank.device.type != "cpu":
+            makers["sm"] = needs_own(Kernels)
+    roster = Roster(meter, kernels_of=find_kernels)
+    for name in implementations(rank.device.type, with_auto=with_auto):
+        if wanted and name not in wanted:
+            continue
+        if listed and name in ONE_TENSOR:
+            roster.unavailable[name] = ONE_TENSOR[name]
+        else:
+            roster.add(name, makers[name])
+    return roster

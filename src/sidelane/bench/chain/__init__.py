@@ -1,0 +1,1 @@
+"""The study of chains: GEMM, all-gather, GEMM."""

@@ -1,0 +1,1 @@
+"""What the papers claim and what was measured, held against the model."""

@@ -1,0 +1,221 @@
+"""``sidelane claims``: what the papers claim, what the model predicts, and whether that was fitted or foretold."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import rich.console
+import rich.padding
+import rich.table
+import rich.text
+
+from sidelane.bench.claims.figures import draw_claims
+from sidelane.bench.claims.results import compare, role_problems
+from sidelane.machine.load import find
+from sidelane.machine.spec import Machine
+from sidelane.model import claims_c3, claims_dma, claims_overlap
+from sidelane.model.claims import Check, Role, Verdict, judge, problems, published, with_ranges
+
+MI300X = "mi300x8"
+VERSIONS = ("000", "002")
+
+
+def not_modelled() -> dict[str, str]:
+    """Claims that the model does not speak to, with the reason."""
+    fused = {claim_id: "fused operators are not simulated" for claim_id in published() if claim_id.startswith("FU-")}
+    return {**fused, **claims_c3.NOT_MODELLED, **claims_dma.NOT_MODELLED, **claims_overlap.NOT_MODELLED}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Options:
+    """What ``sidelane claims`` takes.
+
+    Attributes:
+        machine: name in the catalogue, or a file.
+        json: print a list of objects, and nothing else.
+        results: folder of measurements, with one folder for each machine; used where no paper is about the machine.
+        version: of paper 000, where its two versions disagree: ``000`` or ``002``.
+        report: folder for ``claims.json`` and a picture of predicted against published; None: neither.
+        ranges: predict over the plausible values of the machine's numbers as well (some twenty times the work).
+    """
+
+    machine: str = MI300X
+    json: bool = False
+    results: Path = Path("results")
+    version: str = "000"
+    report: Path | None = None
+    ranges: bool = True
+
+    def __post_init__(self) -> None:
+        if self.version not in VERSIONS:
+            raise ValueError(f"claims: version (value={self.version!r}, allowed={', '.join(VERSIONS)})")
+
+
+def main(options: Options) -> int:
+    """Print every claim with its prediction: the papers' for the machine that they are about, else our measurements.
+
+    Returns:
+        0; 1 if a role is missing or a number was fitted to a held-out claim. Wrong predictions are shown, not punished.
+
+    Raises:
+        ValueError: no such machine, or one that neither a paper nor a measurement is about.
+    """
+    machine = find(options.machine)
+    console = rich.console.Console(stderr=True)
+
+    if machine.name != MI300X:
+        with console.status("simulating") as status:
+            folder = options.results / machine.name
+            verdicts = compare(machine, folder, ranges=options.ranges, progress=status.update)
+        wrong = role_problems(machine)
+    else:
+        with console.status("simulating") as status:
+            verdicts, wrong = evaluate(machine, version=options.version, ranges=options.ranges, progress=status.update)
+    text = json.dumps([verdict.to_dict() for verdict in verdicts], indent=1) + "\n"
+    if options.json:
+        sys.stdout.write(text)
+    else:
+        show(verdicts)
+    if options.report is not None:
+        draw_claims(verdicts, f"Claims about {machine.title}", options.report)
+        (options.report / "claims.json").write_text(text, encoding="utf-8")
+    for line in wrong:
+        console.print(f"claims: {line}", style="red")
+    return 1 if wrong else 0
+
+
+def evaluate(
+    machine: Machine,
+    *,
+    version: str = "000",
+    ranges: bool = False,
+    progress: Callable[[str], None] | None = None,
+) -> tuple[list[Verdict], list[str]]:
+    """Predict every claim that is about a machine.
+
+    Args:
+        machine: of the catalogue, or with changed numbers; its name decides which claims are about it.
+        version: of paper 000.
+        ranges: add ranges over the plausible values of its uncertain numbers.
+        progress: told what is being done.
+
+    Returns:
+        The verdicts, and what is wrong with the roles.
+    """
+    families = _families(machine, version)
+    verdicts = [judge(check, context) for f in families for context in [f.context(machine)] for check in f.checks]
+    if ranges:
+        variations = _vary(machine, families, [verdict.predicted for verdict in verdicts], progress)
+        verdicts = [with_ranges(verdict, found) for verdict, found in zip(verdicts, variations, strict=True)]
+    return verdicts, problems([check for f in families for check in f.checks], machine, not_modelled())
+
+
+def _vary(
+    machine: Machine,
+    families: Sequence[_Family],
+    unchanged: Sequence[Any],
+    progress: Callable[[str], None] | None = None,
+) -> list[list[Any]]:
+    """Predictions of every check with one uncertain number of the machine at one end of its range, all in turn."""
+    variations: list[list[Any]] = [[] for _ in unchanged]
+    for path, quantity in machine.quantities().items():
+        for value in (quantity.low, quantity.high):
+            if value is None:
+                continue
+            if progress is not None:
+                progress(f"{path} = {value:g}")
+            changed = machine.with_value(path, value)
+            place = 0
+            for family in families:
+                concerned = path.partition(".")[0] in family.depends_on
+                context = family.context(changed) if concerned else None
+                for check in family.checks:
+                    variations[place].append(check.predict(context) if concerned else unchanged[place])
+                    place += 1
+    return variations
+
+
+def show(verdicts: Sequence[Verdict], console: rich.console.Console | None = None) -> None:
+    """Print every prediction, readable at 80 columns, and how many of each role are right."""
+    console = console or rich.console.Console()
+    if any("/" in verdict.claim_id for verdict in verdicts):
+        _show_measured(verdicts, console)
+    else:
+        _show_published(verdicts, console)
+    for role in Role:
+        of_role = [verdict for verdict in verdicts if verdict.role is role]
+        right = sum(verdict.ok for verdict in of_role)
+        console.print(f"{role}: {right} of {len(of_role)} right")
+
+
+def _show_published(verdicts: Sequence[Verdict], console: rich.console.Console) -> None:
+    """What a claim says takes a line or two; what is held against it stands below, indented."""
+    for verdict in verdicts:
+        console.print(rich.text.Text(f"{verdict.claim_id}  {verdict.text}", "bold"))
+        parts = [f"published {_text(verdict.claimed)}", f"predicted {_text(verdict.predicted)}"]
+        if verdict.low is not None and verdict.low != verdict.high:
+            parts.append(f"plausible {_text(verdict.low)} .. {_text(verdict.high)}")
+        if verdict.error is not None:
+            parts.append(f"error {verdict.error:.3g}")
+        line = rich.text.Text("; ".join([*parts, f"{verdict.role}: "])).append_text(_mark(verdict))
+        console.print(rich.padding.Padding(line, (0, 0, 0, 4)))
+
+
+def _show_measured(verdicts: Sequence[Verdict], console: rich.console.Console) -> None:
+    """A line for each row of a result file, whose id says what it is; ids wrap at words."""
+    varied = any(verdict.low is not None for verdict in verdicts)
+    headings = ["measured", "predicted", *(["plausible"] if varied else []), "error", "role", "ok"]
+    columns = [rich.table.Column(name, no_wrap=True, justify="right") for name in headings]
+    table = rich.table.Table(rich.table.Column("us", min_width=18), *columns, box=None, padding=(0, 1, 0, 0))
+    for verdict in verdicts:
+        claimed, predicted = f"{verdict.claimed:.0f}", f"{verdict.predicted:.0f}"
+        error = "" if verdict.error is None else f"{verdict.error:.1%}"
+        plausible = [] if verdict.low is None else [f"{verdict.low:.0f} .. {verdict.high:.0f}"]
+        if verdict.error is None:  # a limit
+            claimed, predicted = f"<= {claimed}%", f"{verdict.predicted:.1f}%"
+            plausible = [f"{verdict.low:.1f} .. {verdict.high:.1f}%"] if plausible else []
+        if varied and not plausible:
+            plausible = [""]
+        name = verdict.claim_id.partition("/")[2].replace("/", " ")
+        table.add_row(name, claimed, predicted, *plausible, error, str(verdict.role), _mark(verdict))
+    console.print(table)
+
+
+def _mark(verdict: Verdict) -> rich.text.Text:
+    return rich.text.Text("yes") if verdict.ok else rich.text.Text("NO", "red")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Family:
+    """Claims of one paper, what they are predicted from, and the sections of a machine that matter to them."""
+
+    context: Callable[[Machine], Any]
+    checks: Sequence[Check[Any]]
+    depends_on: frozenset[str]
+
+
+def _families(machine: Machine, version: str) -> list[_Family]:
+    if machine.name != MI300X:
+        raise ValueError(f"claims: no claim is about this machine (value={machine.name!r}, allowed={MI300X})")
+    overlap = claims_overlap.OverlapContext()  # of other machines
+    shared = frozenset({"gpu", "links", "dma", "library", "matmul"})
+    return [
+        _Family(lambda changed: claims_c3.C3Context(changed, version), claims_c3.checks(), shared | {"interference"}),
+        _Family(claims_dma.DmaContext, claims_dma.checks(), shared | {"power"}),
+        _Family(lambda changed: overlap, claims_overlap.checks(), frozenset()),
+    ]
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool) or value is None or isinstance(value, str):
+        return str(value)
+    if isinstance(value, int | float):
+        return f"{value:.4g}"
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_text(part)}" for name, part in value.items())
+    return "[" + ", ".join(_text(part) for part in value) + "]"

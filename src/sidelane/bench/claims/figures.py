@@ -1,0 +1,70 @@
+"""Published against predicted, as a picture: one mark for each claim that is a number, with its plausible range."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib as mpl
+from matplotlib.figure import Figure
+
+from sidelane.bench.report.drawing import BLACK, BLUE, GREEN, ORANGE, RC
+from sidelane.model.claims import Role, Verdict, numbers
+
+SHADES = {Role.INPUT: ORANGE, Role.FITTED: GREEN, Role.HELD_OUT: BLUE}
+MARKS = {Role.INPUT: "^", Role.FITTED: "s", Role.HELD_OUT: "o"}
+
+
+def draw_claims(verdicts: Sequence[Verdict], title: str, folder: Path) -> Path:
+    """Draw predicted over published, on a logarithmic scale; 1 is right. Inputs are left out, which are always right,
+    and what is no number but a limit.
+
+    Returns:
+        The PNG; an SVG lies next to it.
+    """
+    marks = [
+        mark
+        for verdict in verdicts
+        if verdict.role is not Role.INPUT and verdict.error is not None
+        for mark in _marks(verdict)
+    ]
+    with mpl.rc_context(RC):
+        figure = Figure(figsize=(9, 1.4 + 0.17 * len(marks)), layout="constrained")
+        axes = figure.subplots()
+        for place, (_, role, ratio, low, high) in enumerate(marks):
+            axes.plot([low, high], [place, place], color=SHADES[role], linewidth=1.2)
+            axes.plot(ratio, place, color=SHADES[role], marker=MARKS[role], markersize=4, linestyle="none")
+        for role in (Role.FITTED, Role.HELD_OUT):
+            axes.plot([], [], color=SHADES[role], marker=MARKS[role], linestyle="none", label=str(role))
+        axes.axvline(1, color=BLACK, linewidth=0.8)
+        axes.axvspan(0.8, 1.25, color="#eeeeee", zorder=0)
+        axes.set_xscale("log", base=2)
+        ticks = (0.25, 0.5, 0.8, 1, 1.25, 2, 4)
+        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axes.set_xlim(0.2, 10)
+        axes.set_yticks(range(len(marks)), [name for name, *_ in marks], fontsize=6)
+        axes.set_ylim(len(marks), -1)
+        axes.set_xlabel("predicted / published or measured (grey: within 25%)")
+        axes.set_title(title)
+        axes.legend(fontsize=7)
+        folder.mkdir(parents=True, exist_ok=True)
+        for ending in ("png", "svg"):
+            figure.savefig(folder / f"claims.{ending}", dpi=130, metadata={"Date": None} if ending == "svg" else None)
+    return folder / "claims.png"
+
+
+def _marks(verdict: Verdict) -> list[tuple[str, Role, float, float, float]]:
+    """Name, role, ratio and its range for each number of a claim that has a ratio."""
+    claimed, predicted = numbers(verdict.claimed), numbers(verdict.predicted)
+    low, high = numbers(verdict.low), numbers(verdict.high)
+    return [
+        (
+            f"{verdict.claim_id.partition('/')[2] or verdict.claim_id} {key.strip('/')}".strip(),
+            verdict.role,
+            predicted[key] / value,
+            max(low.get(key, predicted[key]), 1e-3 * value) / value,
+            high.get(key, predicted[key]) / value,
+        )
+        for key, value in claimed.items()
+        if value > 0 and predicted.get(key, 0) > 0
+    ]

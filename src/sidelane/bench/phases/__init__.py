@@ -1,0 +1,1 @@
+"""The study of phases: measured and predicted."""

@@ -1,0 +1,1 @@
+"""The study of power and energy: measured and predicted."""

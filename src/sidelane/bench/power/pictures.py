@@ -1,0 +1,57 @@
+"""Power and energy as pictures."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from sidelane.bench.power.tables import power_title
+from sidelane.bench.report.drawing import COLOURS, GREY, STYLES, Picture, file_name, label_ends, save, size_axis
+from sidelane.bench.report.table import grouped
+from sidelane.bench.results.rows import PowerRow
+
+
+def draw_power(rows: Sequence[PowerRow], where: str, directory: Path) -> list[Picture]:
+    """Watts over size and energy of each GiB over size, one line an implementation and variant."""
+    pictures = []
+    for name, alike in grouped([row for row in rows if row.watts and row.energy_mj], power_title):
+        lines = grouped(alike, lambda row: (row.implementation, row.variant))
+        styles = {key: itertools.cycle(STYLES) for key in {row.implementation for row in alike}}
+        figure = Figure(figsize=(11, 4.4), layout="constrained")
+        watts, energy = figure.subplots(1, 2)
+        ends: dict[Axes, list[tuple[float, float, str, str]]] = {watts: [], energy: []}
+        for (implementation, variant), points in lines:
+            points = sorted(points, key=lambda row: row.bytes)
+            style, marker = next(styles[implementation])
+            colour, sizes = COLOURS.get(implementation, GREY), [row.bytes for row in points]
+            looks = {"color": colour, "linestyle": style, "marker": marker, "markersize": 4, "linewidth": 1.4}
+            for axes, values in (
+                (watts, [row.watts or 0.0 for row in points]),
+                (energy, [(row.energy_mj or 0.0) * 2**30 / row.bytes for row in points]),
+            ):
+                axes.plot(sizes, values, **looks)
+                ends[axes].append((sizes[-1], values[-1], f"{implementation} {variant}".rstrip(), colour))
+        idle = next((row.idle_watts for row in alike if row.idle_watts is not None), None)
+        if idle is not None:
+            watts.axhline(idle, color=GREY, linewidth=0.9, linestyle="--")
+            watts.annotate(
+                "idle", (0.01, idle), xycoords=("axes fraction", "data"), va="bottom", fontsize=8, color=GREY
+            )
+        heights = [height for _, height, _, _ in ends[energy]]
+        if max(heights) > 10 * min(heights):  # from small sizes on, where the handshakes are everything
+            energy.set_yscale("log")
+        for axes, title in ((watts, "Power of a GPU, W"), (energy, "Energy of a GiB on all GPUs, mJ")):
+            size_axis(axes, sorted({row.bytes for row in alike}))
+            axes.set_title(f"{title} (less is better)")
+            axes.grid(axis="y", color="#dddddd", linewidth=0.6)
+            axes.set_ylim(bottom=None if axes.get_yscale() == "log" else 0)
+            label_ends(axes, ends[axes], side="right")
+        title = f"{name}: {where}"
+        figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
+        text = f"Power and energy over size for {name}, one line an implementation and variant."
+        pictures.append(save(figure, file_name(f"power {name}"), title, text, directory))
+    return pictures

@@ -1,0 +1,1 @@
+"""Studies for readers: tables, pictures and a page."""

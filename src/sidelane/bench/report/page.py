@@ -1,0 +1,156 @@
+"""A study for readers: tables on the terminal, and a folder with one page, pictures and the figures themselves.
+
+The page ``index.html`` holds everything it shows, so that it can be sent as one file; ``report.md`` says the same in
+Markdown, with the pictures next to it.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+from collections.abc import Sequence
+from pathlib import Path
+
+import rich.console
+
+from sidelane.bench.c3.tables import too_few_cores
+from sidelane.bench.report.drawing import Picture
+from sidelane.bench.report.pictures import draw
+from sidelane.bench.report.table import Table
+from sidelane.bench.report.tables import tables_of
+from sidelane.bench.results import files as result_files
+from sidelane.bench.results.files import Results
+
+TITLES = {
+    "collectives": "Collectives by size and implementation",
+    "c3": "Computation and communication side by side",
+    "phases": "Where one transfer and one collective spend their time",
+    "power": "Power and energy of collectives",
+    "chain": "From a GEMM to a collective and back",
+    "host": "What a call takes the host",
+}
+LEGENDS = {
+    "collectives": "Times are medians over rounds of the slowest rank; bus bandwidth is defined as in nccl-tests. "
+    "The fastest of each size is bold. Every output was compared with a reference in the same run.",
+    "c3": "speedup = (GEMM alone + best collective alone) / together; ideal = the same sum / the longer of the two; "
+    "% of ideal = 100 (speedup - 1) / (ideal - 1). The best collective is the fastest of every implementation "
+    "measured; '% of ideal (library)' takes NCCL's (Gloo's on CPUs) in its place, as the papers do.",
+    "phases": "control: the host submits; schedule: until the first byte may move, entry handshake included; copy: "
+    "until the last byte has arrived, own chunk included; sync: exit handshake, and until the host knows. With one "
+    "handshake, that is schedule, and 'slot' the part of copy in front of it. Medians of "
+    "single calls of the slowest rank; 'no stamps' is the whole call without looking, 'host' what the call takes the "
+    "host. Definitions: docs/phases.md.",
+    "power": "Collectives back to back; watts by the GPUs' energy counters, 'read/count' is the mean of power readings "
+    "over that. The least energy of each size is bold. Method: docs/power.md.",
+    "chain": "A producer GEMM, an all-gather of what it made, a consumer GEMM, on one stream; 'between' is the chain "
+    "less both GEMMs alone. Medians over rounds of the slowest rank; the fastest of each size is bold. "
+    "Prelaunched: the copies are armed ahead of the producer and fired behind it. The first table has the fastest of "
+    "NCCL (Gloo on CPUs) over that of Sidelane, bold where ours is ahead; launched alike, but prelaunched calls "
+    "against eager ones. Ours is the best of more ways than theirs; 'auto' is the one that nobody picked afterwards.",
+    "host": "Microseconds from the begin of a repeated call until it returns, behind a device that spins, so that no "
+    "call waits for it. Medians over batches of calls of the slowest rank; 'best' is the fastest batch of any rank. A "
+    "trigger fires a prelaunched call, which was armed before, uncounted. The least of each size is bold.",
+}
+CPU_WARNING = (
+    "Ranks were CPU processes: real bytes through shared memory, moved by one thread for each engine. "
+    "These figures show that the machinery works. They do not predict what GPUs do."
+)
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #1a1a1a; max-width: 1180px; margin: 2em auto; padding: 0 1em }
+h1 { margin-bottom: 0 } h2 { margin-top: 2em; border-bottom: 1px solid #bbb }
+h3 { margin: 1.6em 0 .4em; font-size: 1em }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 13px }
+th { border-bottom: 1px solid #444 } th, td { padding: .15em .7em; text-align: right } .l { text-align: left }
+tr.best td { font-weight: 600; background: #e8f1f8 } tr.rule td { border-bottom: 1px solid #ccc }
+.warn { background: #fff3d6; padding: .6em 1em } .about td { text-align: left } img { max-width: 100%; margin: .6em 0 }
+code { background: #f2f2f2; padding: .1em .3em } .note { color: #555; font-size: 13px }
+"""
+
+
+def show(results: Results, console: rich.console.Console | None = None) -> None:
+    """Print the tables of a study."""
+    console = console or rich.console.Console()
+    for table in tables_of(results):
+        console.print(table.to_rich())
+    console.print(LEGENDS[results.study], style="dim")
+    if results.on_cpu:
+        console.print(_warning(results), style="yellow")
+
+
+def write(directory: str | Path, studies: Results | Sequence[Results]) -> Path:
+    """Write the report of one or more studies.
+
+    Args:
+        directory: made if need be; files of earlier reports that carry the same names are replaced.
+        studies: at least one, of different names.
+
+    Returns:
+        The page, ``directory/index.html``.
+
+    Raises:
+        ValueError: no study, or two of one name.
+    """
+    chosen = [studies] if isinstance(studies, Results) else list(studies)
+    names = [results.study for results in chosen]
+    if not names or len(set(names)) < len(names):
+        raise ValueError(f"report.write: studies of different names are needed, at least one (value={names})")
+    folder = Path(directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    page, text = [], []
+    for results in chosen:
+        result_files.write(folder / f"{results.study}.json", results)
+        pictures, tables = draw(results, folder), tables_of(results)
+        page.append(_html_section(results, tables, pictures, folder))
+        text.append(_markdown_section(results, tables, pictures))
+    (folder / "report.md").write_text("# Sidelane report\n\n" + "\n".join(text), encoding="utf-8")
+    index = folder / "index.html"
+    head = f"<!doctype html><html lang=en><meta charset=utf-8><title>Sidelane report</title><style>{STYLE}</style>"
+    index.write_text(f"{head}<h1>Sidelane report</h1>{''.join(page)}</html>\n", encoding="utf-8")
+    return index
+
+
+def _warning(results: Results) -> str:
+    """What readers must know about figures from CPU processes."""
+    return " ".join(filter(None, (CPU_WARNING, too_few_cores(results))))
+
+
+def _about(results: Results) -> list[tuple[str, str]]:
+    where = "CPU processes" if results.on_cpu else "GPUs"
+    return [
+        ("machine", f"{results.machine}: {results.device}"),
+        ("ranks", f"{results.ranks} {where}"),
+        ("command", results.command),
+        ("date", results.date),
+        ("commit", results.commit),
+        ("software", ", ".join(f"{name} {version}" for name, version in results.software.items())),
+    ]
+
+
+def _html_section(results: Results, tables: Sequence[Table], pictures: Sequence[Picture], folder: Path) -> str:
+    about = "".join(
+        f"<tr><td>{html.escape(name)}</td><td>"
+        + (f"<code>{html.escape(value)}</code>" if name == "command" else html.escape(value))
+        + "</td></tr>"
+        for name, value in _about(results)
+    )
+    warning = f"<p class=warn>{html.escape(_warning(results))}</p>" if results.on_cpu else ""
+    images = "".join(
+        f'<img alt="{html.escape(picture.text)}" src="data:image/svg+xml;base64,{_inline(folder, picture)}">'
+        for picture in pictures
+    )
+    return (
+        f"<h2>{html.escape(TITLES[results.study])}</h2><table class=about>{about}</table>{warning}{images}"
+        f"<p class=note>{html.escape(LEGENDS[results.study])}</p>{''.join(table.to_html() for table in tables)}"
+    )
+
+
+def _inline(folder: Path, picture: Picture) -> str:
+    return base64.b64encode((folder / f"{picture.name}.svg").read_bytes()).decode()
+
+
+def _markdown_section(results: Results, tables: Sequence[Table], pictures: Sequence[Picture]) -> str:
+    about = "\n".join(f"- {name}: {f'`{value}`' if name == 'command' else value}" for name, value in _about(results))
+    warning = [f"> {_warning(results)}"] if results.on_cpu else []
+    images = [f"![{picture.text}]({picture.name}.png)" for picture in pictures]
+    parts = [f"## {TITLES[results.study]}", about, *warning, *images, LEGENDS[results.study]]
+    return "\n\n".join([*parts, *(table.to_markdown() for table in tables)]) + "\n"

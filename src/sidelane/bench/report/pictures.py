@@ -1,0 +1,36 @@
+"""The pictures of any study, each a PNG and an SVG."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib as mpl
+
+from sidelane.bench.c3.pictures import draw_strategies
+from sidelane.bench.collectives.pictures import draw_sizes
+from sidelane.bench.collectives.tables import way_to_call
+from sidelane.bench.phases.pictures import draw_phases
+from sidelane.bench.power.pictures import draw_power
+from sidelane.bench.report.drawing import RC, Picture, where_from
+from sidelane.bench.report.table import grouped
+from sidelane.bench.results.files import Results
+from sidelane.bench.results.rows import C3Row, CollectiveRow, PhaseRow, PowerRow
+
+
+def draw(results: Results, directory: Path) -> list[Picture]:
+    """Draw every picture of a study into ``directory``, as ``name.png`` and ``name.svg``."""
+    with mpl.rc_context(RC):
+        if results.study == "collectives":
+            rows = [row for row in results.rows if isinstance(row, CollectiveRow) and row.time_us]
+            ways = grouped(rows, way_to_call)
+            return [draw_sizes(way, alike, results, directory) for way, alike in ways]
+        if results.study == "phases":
+            return draw_phases([r for r in results.rows if isinstance(r, PhaseRow)], where_from(results), directory)
+        if results.study == "power":
+            return draw_power([r for r in results.rows if isinstance(r, PowerRow)], where_from(results), directory)
+        pairs = [row for row in results.rows if isinstance(row, C3Row) and row.speedup is not None]
+        return [
+            picture
+            for collective, alike in grouped(pairs, lambda row: row.collective)
+            for picture in draw_strategies(collective, alike, results, directory)
+        ]

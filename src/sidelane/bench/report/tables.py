@@ -1,0 +1,28 @@
+"""The tables of any study."""
+
+from __future__ import annotations
+
+from sidelane.bench.c3.tables import c3_tables
+from sidelane.bench.chain.tables import chain_tables
+from sidelane.bench.collectives.tables import collective_tables
+from sidelane.bench.host.tables import host_tables
+from sidelane.bench.phases.tables import phase_tables
+from sidelane.bench.power.tables import power_tables
+from sidelane.bench.report.table import Table
+from sidelane.bench.results.files import Results
+from sidelane.bench.results.rows import C3Row, ChainRow, CollectiveRow, HostRow, PhaseRow, PowerRow
+
+
+def tables_of(results: Results) -> list[Table]:
+    """The tables of a study."""
+    if results.study == "collectives":
+        return collective_tables([row for row in results.rows if isinstance(row, CollectiveRow)])
+    if results.study == "phases":
+        return phase_tables([row for row in results.rows if isinstance(row, PhaseRow)])
+    if results.study == "power":
+        return power_tables([row for row in results.rows if isinstance(row, PowerRow)])
+    if results.study == "chain":
+        return chain_tables([row for row in results.rows if isinstance(row, ChainRow)])
+    if results.study == "host":
+        return host_tables([row for row in results.rows if isinstance(row, HostRow)])
+    return c3_tables([row for row in results.rows if isinstance(row, C3Row)])

@@ -1,0 +1,1 @@
+"""Result files: their rows, and where they come from."""

@@ -1,0 +1,72 @@
+"""Where a result comes from: the machine, the code and the versions that a study ran on."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+import sidelane
+from sidelane import __version__
+from sidelane.machine import local
+
+
+def commit() -> str:
+    """``SIDELANE_COMMIT`` where it is set (for copies of a checkout), else the checkout's commit, else ``unknown``."""
+    package = Path(sidelane.__file__).resolve().parent
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(package), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+
+    if given := os.environ.get("SIDELANE_COMMIT"):
+        return given
+    try:
+        # An installed copy may lie inside somebody else's repository.
+        if Path(git("rev-parse", "--show-toplevel")) == package.parent.parent:
+            dirty = "-dirty" if git("status", "--porcelain", "--untracked-files=no") else ""
+            return git("rev-parse", "HEAD") + dirty
+    except (OSError, subprocess.SubprocessError):
+        pass
+    return "unknown"
+
+
+def command_line() -> str:
+    """This process's command as a person would type it, without the folders of this machine."""
+    program = Path(sys.argv[0])
+    name = "sidelane" if program.name in ("sidelane", "__main__.py") else f"python {program.name}"
+    return " ".join([name, *(shlex.quote(re.sub(r"(^|=)/(.*/)?", r"\1", argument)) for argument in sys.argv[1:])])
+
+
+def software_versions() -> dict[str, str]:
+    """Versions of what may change a figure."""
+    versions = {
+        "sidelane": __version__,
+        "python": platform.python_version(),
+        "os": f"{platform.system()} {platform.machine()}",
+    }
+    for name in ("torch", "triton", "numpy", "cuda-bindings"):
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions | local.software_versions()
+
+
+def accelerator_name() -> tuple[str, int]:
+    """Full name of the accelerators here, and their number."""
+    device_type, count = local.device_type_and_count()
+    assert count, "results of a device type that this machine does not have"
+    return str(torch.get_device_module(device_type).get_device_name(0)), count
+
+
+def processor_name() -> str:
+    """Name of the processor and the number of cores that this process may use."""
+    return f"{local.processor()}, {local.cores()} cores"

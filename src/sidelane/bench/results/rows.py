@@ -1,0 +1,348 @@
+"""Rows of result files, a type a study. They are flat and their names are fixed, since other tools read them.
+
+A time that does not exist is null and ``note`` says why: a variant that is wrong or could not run
+is a row that says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar, Self
+
+IMPLEMENTATIONS = ("nccl", "nccl_ce", "symm_mem", "gloo", "dma", "sm", "auto")
+LAUNCHES = ("eager", "graph")
+PRELAUNCHED = "prelaunched"
+SEPARATE = "separate"
+MODEL = "model"
+LIBRARY = "library"
+PREDICTED = "predicted"
+SOURCES = ("measured", PREDICTED)
+HOST_OPERATIONS = ("all_gather", "trigger", "trigger_from_host")
+OF_LIBRARY = ("nccl", "nccl_ce", "gloo")
+CLASSES = ("G-long", "C-long", "GC-equal", "")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Row:
+    """Flat row: its fields are the keys of the file, in their order."""
+
+    renamed: ClassVar[dict[str, str]] = {}
+
+    def to_dict(self) -> dict[str, Any]:
+        names = [field.name for field in dataclasses.fields(self)]
+        return {self.renamed.get(name, name): _plain(getattr(self, name)) for name in names}
+
+    @classmethod
+    def from_dict(cls, row: dict[str, Any]) -> Self:
+        """Make a row from the object of a file.
+
+        Raises:
+            ValueError: keys are missing or unknown, or a value is not allowed.
+        """
+        fields = {cls.renamed.get(field.name, field.name): field for field in dataclasses.fields(cls)}
+        required = {key for key, field in fields.items() if field.default is dataclasses.MISSING}
+        missing, unknown = sorted(required - set(row)), sorted(set(row) - set(fields))
+        if missing or unknown:
+            raise ValueError(f"{cls.__name__}: wrong keys (missing={missing}, unknown={unknown})")
+        return cls(**{fields[key].name: value for key, value in row.items()})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CollectiveRow(_Row):
+    """One line of a table like that of nccl-tests.
+
+    Attributes:
+        bytes: gathered size for an all_gather, the whole local buffer for the others.
+        variant: algorithm within the implementation (``pcpy``, ``b2b``, ...; empty where there is one only). With
+            ``separate`` or ``+separate``: a call for each tensor of the list, one behind the other, instead of one call
+            (NCCL: one group of calls) with all of them.
+        time_us: of all calls for the bytes, median over the rounds of the slowest rank's time; p10_us and p90_us
+            likewise.
+        bus_gbps: see :func:`bus_gbps`.
+        energy_mj: of all GPUs for one call; None when it was not measured.
+        correct: outputs were compared with a reference in this run; None when it could not run.
+        note: why there is no time, or what to know about this one.
+        tensors: that share the bytes: 1 where a call takes one tensor, as in files without this key; otherwise the
+            length of a list.
+    """
+
+    collective: str
+    bytes: int
+    dtype: str
+    in_place: bool
+    launch: str
+    implementation: str
+    variant: str
+    prelaunch: bool
+    time_us: float | None
+    p10_us: float | None
+    p90_us: float | None
+    bus_gbps: float | None
+    energy_mj: float | None
+    correct: bool | None
+    note: str = ""
+    tensors: int = 1
+
+    def __post_init__(self) -> None:
+        require("CollectiveRow", "launch", self.launch, LAUNCHES)
+        require("CollectiveRow", "implementation", self.implementation, IMPLEMENTATIONS)
+        _require_times("CollectiveRow", self.note, self.correct, time_us=self.time_us, bus_gbps=self.bus_gbps)
+        if self.bytes < 0:
+            raise ValueError(f"CollectiveRow: bytes must not be negative (value={self.bytes})")
+        if self.tensors < 1:
+            raise ValueError(f"CollectiveRow: tensors (value={self.tensors}, allowed=1 and more)")
+
+    @property
+    def separate(self) -> bool:
+        """A list, in a call for each tensor."""
+        return self.variant.rpartition("+")[2] == SEPARATE
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class C3Row(_Row):
+    """A GEMM and a collective under one strategy, as design and papers define the figures.
+
+    Attributes:
+        gemm: tag of paper 000's Table I, or ``m,n,k``.
+        bytes: as in :class:`CollectiveRow`.
+        c3_class: ``class`` in the file: G-long, C-long or GC-equal; empty when no collective could run.
+        strategy: what was run; ``chosen`` is what the strategy ``auto`` picked, else empty.
+        gemm_us: isolated time of the GEMM.
+        comm_us: isolated time of this strategy's own collective.
+        best_comm_us: fastest isolated time of this collective over every implementation measured.
+        time_us: both, side by side.
+        speedup: (gemm + best_comm) / time.
+        ideal: (gemm + best_comm) / max(gemm, best_comm).
+        percent_of_ideal: 100 (speedup - 1) / (ideal - 1).
+        percent_of_ideal_nccl: the same with the library's isolated time (NCCL's, Gloo's on CPUs) as best_comm.
+        correct: outputs of both were compared with a reference in this run.
+        note: why there is no time, or what to know about this one.
+    """
+
+    renamed: ClassVar[dict[str, str]] = {"c3_class": "class"}
+
+    gemm: str
+    m: int
+    n: int
+    k: int
+    dtype: str
+    collective: str
+    bytes: int
+    c3_class: str
+    strategy: str
+    chosen: str
+    gemm_us: float | None
+    comm_us: float | None
+    best_comm_us: float | None
+    time_us: float | None
+    speedup: float | None
+    ideal: float | None
+    percent_of_ideal: float | None
+    percent_of_ideal_nccl: float | None
+    correct: bool | None = None
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        require("C3Row", "class", self.c3_class, CLASSES)
+        _require_times("C3Row", self.note, self.correct, time_us=self.time_us, speedup=self.speedup)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PhaseRow(_Row):
+    """Where one transfer or one collective spends its time (definitions: docs/phases.md). All times in microseconds.
+
+    Attributes:
+        operation: ``copy``, ``copies``, ``all_gather``, ``all_gather_in_place`` or ``all_to_all``.
+        bytes: of each copy of a transfer; of a collective as in :class:`CollectiveRow`.
+        launch: eager or graph; ``model`` where a description of a machine does not tell them apart.
+        source: ``measured`` or ``predicted``.
+        control_us, schedule_us, copy_us, sync_us: the phases; they add up to ``total_us``.
+        total_us: from the call until the host knows, with the stamps that the phases need.
+        total_unstamped_us: the same without any stamp.
+        host_us: of the call without stamps: until it returns.
+        entry_us, exit_us: the handshakes, parts of ``schedule_us`` and ``sync_us``.
+        correct: outputs were compared with a reference in this run; None when nothing ran.
+        note: why there is no time, or what to know about this one.
+        stage_us: of ``copy_us``: the copy into the rank's own slot (``alternating``); 0 where there is none.
+    """
+
+    operation: str
+    variant: str
+    bytes: int
+    launch: str
+    source: str
+    control_us: float | None
+    schedule_us: float | None
+    copy_us: float | None
+    sync_us: float | None
+    total_us: float | None
+    total_unstamped_us: float | None
+    host_us: float | None
+    entry_us: float | None
+    exit_us: float | None
+    correct: bool | None = None
+    note: str = ""
+    stage_us: float | None = None
+
+    def __post_init__(self) -> None:
+        require("PhaseRow", "launch", self.launch, (*LAUNCHES, MODEL))
+        require("PhaseRow", "source", self.source, SOURCES)
+        times = {name: getattr(self, name) for name in _PHASE_TIMES}
+        _require_times("PhaseRow", self.note, self.correct, **times)
+
+
+_PHASE_TIMES = ("control_us", "schedule_us", "copy_us", "sync_us", "total_us", "total_unstamped_us")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PowerRow(_Row):
+    """What a collective draws, run back to back (method: docs/power.md).
+
+    Attributes:
+        bytes: as in :class:`CollectiveRow`.
+        implementation: as there; ``library`` in predictions.
+        launch: eager or graph; ``model`` in predictions.
+        time_us: of one call, the slowest rank's.
+        watts: mean over the GPUs, by their energy counters.
+        watts_sampled: the same by their power readings.
+        idle_watts: before the study, with everything set up and nothing running.
+        energy_mj: of all GPUs for one call: watts x GPUs x time.
+        energy_above_idle_mj: what is left of it above ``idle_watts``.
+        counters_agree_percent: 100 x watts_sampled / watts.
+        correct: outputs were compared with a reference in this run; None when nothing ran.
+        note: why there are no figures, or what to know about these.
+    """
+
+    collective: str
+    bytes: int
+    implementation: str
+    variant: str
+    in_place: bool
+    launch: str
+    time_us: float | None
+    watts: float | None
+    watts_sampled: float | None
+    idle_watts: float | None
+    energy_mj: float | None
+    energy_above_idle_mj: float | None
+    counters_agree_percent: float | None
+    correct: bool | None = None
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        require("PowerRow", "launch", self.launch, (*LAUNCHES, MODEL))
+        require("PowerRow", "implementation", self.implementation, (*IMPLEMENTATIONS, LIBRARY))
+        _require_times(
+            "PowerRow", self.note, self.correct, time_us=self.time_us, watts=self.watts, energy_mj=self.energy_mj
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ChainRow(_Row):
+    """A GEMM, an all-gather of what it made and a GEMM that reads what was gathered, one behind the other.
+
+    Attributes:
+        bytes: gathered size.
+        launch: eager or graph; ``prelaunched`` where the all-gather was submitted ahead of the producer, and fired
+            behind it by one write (docs/prelaunch.md).
+        gemms_us: both GEMMs with nothing between them, launched as the chain is (``prelaunched``: eager).
+        time_us: of the chain, median over the rounds of the slowest rank's time; p10_us and p90_us likewise.
+        correct: the consumer's output was compared with a reference in this run; None when it could not run.
+        note: why there is no time, or what to know about this one.
+    """
+
+    bytes: int
+    dtype: str
+    in_place: bool
+    launch: str
+    implementation: str
+    variant: str
+    gemms_us: float
+    time_us: float | None
+    p10_us: float | None
+    p90_us: float | None
+    correct: bool | None
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        require("ChainRow", "launch", self.launch, (*LAUNCHES, PRELAUNCHED))
+        require("ChainRow", "implementation", self.implementation, IMPLEMENTATIONS)
+        _require_times("ChainRow", self.note, self.correct, time_us=self.time_us)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HostRow(_Row):
+    """What a call takes the host: from its begin until it returns, while the device is busy with something else.
+
+    Attributes:
+        operation: ``all_gather``, or what fires a prelaunched one: ``trigger``, ``trigger_from_host``.
+        bytes: gathered size.
+        symmetric: the tensors lie in symmetric memory (of NCCL: in its symmetric windows).
+        driver_calls: to the driver in one call, of Sidelane's own; null for others.
+        host_us: median over the batches of the slowest rank; p10_us and p90_us likewise.
+        best_us: fastest batch of any rank.
+        correct: outputs were compared with a reference in this run; None when it could not run.
+        note: why there is no time, or what to know about this one.
+    """
+
+    operation: str
+    bytes: int
+    implementation: str
+    variant: str
+    symmetric: bool
+    driver_calls: int | None
+    host_us: float | None
+    p10_us: float | None
+    p90_us: float | None
+    best_us: float | None
+    correct: bool | None
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        require("HostRow", "operation", self.operation, HOST_OPERATIONS)
+        require("HostRow", "implementation", self.implementation, IMPLEMENTATIONS)
+        _require_times("HostRow", self.note, self.correct, host_us=self.host_us)
+
+
+Row = CollectiveRow | C3Row | PhaseRow | PowerRow | ChainRow | HostRow
+ROWS: dict[str, type[Row]] = {
+    "collectives": CollectiveRow,
+    "c3": C3Row,
+    "phases": PhaseRow,
+    "power": PowerRow,
+    "chain": ChainRow,
+    "host": HostRow,
+}
+
+
+def bus_gbps(collective: str, nbytes: int, ranks: int, time_us: float) -> float:
+    """Bus bandwidth as nccl-tests defines it (its PERFORMANCE.md): comparable over collectives and numbers of ranks.
+
+    >>> bus_gbps("all_gather", 4_000_000_000, 4, 10_000.0)
+    300.0
+    """
+    shares = {"all_reduce": 2 * (ranks - 1) / ranks, "broadcast": 1.0}
+    return nbytes / (time_us * 1e3) * shares.get(collective, (ranks - 1) / ranks)
+
+
+def _plain(value: Any) -> Any:
+    # Five significant digits are more than any clock here gives, and keep the files readable.
+    return float(f"{value:.5g}") if isinstance(value, float) else value
+
+
+def require(where: str, name: str, value: str, allowed: Sequence[str]) -> None:
+    """Refuse a value that is not one of ``allowed``, saying where and which."""
+    if value not in allowed:
+        raise ValueError(f"{where}: {name} (value={value!r}, allowed={', '.join(allowed)})")
+
+
+def _require_times(where: str, note: str, correct: bool | None, **figures: float | None) -> None:
+    for name, value in figures.items():
+        if value is None and not note:
+            raise ValueError(f"{where}: a row without {name} needs a note that says why (value=None)")
+        if value is not None and not (math.isfinite(value) and value >= 0):
+            raise ValueError(f"{where}: {name} must be finite and not negative (value={value})")
+        if value is not None and correct is False:
+            raise ValueError(f"{where}: {name} of a wrong result must not be given (value={value}, allowed=None)")

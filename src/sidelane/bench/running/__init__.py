@@ -1,0 +1,1 @@
+"""Starting ranks, following them, and timing what they do."""

@@ -1,0 +1,1 @@
+"""Studies on machines that need not be here."""

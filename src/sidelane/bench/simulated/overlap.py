@@ -1,0 +1,69 @@
+"""Pipelined iterations of GEMM and collective (paper 004) on a machine one does not have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import rich.console
+
+from sidelane.bench.report.table import Line, Table
+from sidelane.bench.simulated import figures as sim_figures
+from sidelane.c3.workload import parse_gemm
+from sidelane.execute.sim import write_chrome_trace
+from sidelane.machine.load import find
+from sidelane.machine.spec import Machine
+from sidelane.model.claims_overlap import BLOCKS, NBYTES, PAIRS, OverlapContext, measure
+from sidelane.model.pipeline import OPT1, OPT2, Pipeline, Tile, blocks_per_unit, run_pipeline
+
+TILES = {"opt1": OPT1, "opt2": OPT2}
+DTYPE = "bfloat16"
+
+
+def main(machine_name: str, report: Path | None = None) -> int:
+    """Predict overlap by tile, number of blocks and priority.
+
+    Args:
+        machine_name: in the catalogue, or a file.
+        report: folder for figures (of the paper's four platforms) and a timeline of this machine.
+
+    Returns:
+        0.
+
+    Raises:
+        ValueError: no such machine.
+    """
+    machine = find(machine_name)
+    console = rich.console.Console()
+    for name, tile in TILES.items():
+        console.print(blocks_table(machine, name, tile).to_rich())
+    if report is not None:
+        sim_figures.draw_overlap(OverlapContext(), report)
+        tag, kind = PAIRS["cb-ar"]
+        pipeline = Pipeline(parse_gemm(tag), kind, NBYTES, OPT1, BLOCKS[2], iterations=4)
+        for priority in (False, True):
+            name = "timeline-pipeline" + ("-priority" if priority else "")
+            timeline = run_pipeline(machine, pipeline, priority=priority, record=True).timeline
+            write_chrome_trace(report / f"{name}.trace.json", timeline)
+            sim_figures.draw_timeline(timeline, f"cb-ar on {machine.title}, {pipeline.blocks} blocks", report, name)
+        console.print(f"written to {report}", style="dim")
+    return 0
+
+
+def blocks_table(machine: Machine, name: str, tile: Tile) -> Table:
+    """Times over sequential execution, without and with priority, and overlap rates, by pair and blocks."""
+    lines = []
+    for pair in PAIRS:
+        for blocks in BLOCKS:
+            row = measure(machine, pair, blocks, tile)
+            figures = (
+                f"{row['base']:.2f}",
+                f"{row['priority']:.2f}",
+                f"{row['reduction']:.1f}",
+                f"{row['overlap']:.0f}",
+            )
+            lines.append(Line((pair, str(blocks), *figures), rule=blocks == BLOCKS[-1]))
+    resident = blocks_per_unit(machine, tile, DTYPE)
+    title = f"{machine.title}, tile {name}: predicted"
+    note = f"{tile.m}x{tile.n}x{tile.k}: {tile.shared_kb(DTYPE):g} KB, {resident} blocks a unit"
+    columns = ("<pair", "blocks", "overlapped /\nsequential", "with\npriority", "saved\n%", "overlap\nrate %")
+    return Table(title, columns, tuple(lines), (note,))

@@ -1,0 +1,236 @@
+"""``sidelane c3 --machine`` and ``sidelane collective --machine``: the papers' studies on a machine one does not
+have.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import rich.console
+
+from sidelane.bench.report.table import Line, Table, grouped
+from sidelane.bench.results import provenance
+from sidelane.bench.simulated import figures as sim_figures
+from sidelane.c3.workload import C3Class, Workload, format_bytes
+from sidelane.execute.sim import write_chrome_trace
+from sidelane.machine.load import find
+from sidelane.machine.spec import Machine
+from sidelane.model.published import PUBLISHED_VARIANTS, dma_run
+from sidelane.model.strategies import C3_VARIANTS, STRATEGIES, Prediction, predict
+from sidelane.model.study import COLLECTIVES, SIZES, TABLE_II, C3Study, DmaStudy, c3_study, dma_study, pair_name
+from sidelane.program.collective import Kind
+
+HEADINGS = {
+    name: name.replace("c3_", "c3\n").replace("l_rp", "l\n_rp").replace("prior", "prior-\n") for name in STRATEGIES
+}
+"""Strategies in columns narrow enough for a terminal of 80."""
+TRACED_BYTES = 1 << 20
+"""Size of the collective whose timelines are written."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Options:
+    """What both commands take.
+
+    Attributes:
+        machine: name in the catalogue, or a TOML or JSON file.
+        report: folder for figures, timelines and the numbers; None: a table on the terminal only.
+        version: of paper 000 where its two versions disagree (``000`` or ``002``); c3 only.
+    """
+
+    machine: str
+    report: Path | None = None
+    version: str = "000"
+
+
+def c3_main(options: Options, workloads: Sequence[Workload] = ()) -> int:
+    """Predict C3 strategies: of the given pairs, or the whole study of paper 000.
+
+    Returns:
+        0.
+
+    Raises:
+        ValueError: no such machine, or version.
+    """
+    machine = find(options.machine)
+    console = rich.console.Console()
+    if workloads:
+        rows = [predict(machine, workload, strategy) for workload in workloads for strategy in STRATEGIES]
+        for _, alike in grouped(rows, lambda row: row.workload.collective, ordered=False):
+            console.print(pairs_table(machine, alike, lambda row: row.workload.name.split()[0]).to_rich())
+        if options.report is not None:
+            write_numbers(options.report / "c3_predicted.json", "c3_predicted", machine, [_flat(row) for row in rows])
+        return 0
+    with console.status("simulating") as status:
+        study = c3_study(machine, version=options.version, progress=status.update)
+    for kind in COLLECTIVES:
+        alike = [row for row in study.rows if row.workload.collective is kind]
+        console.print(pairs_table(machine, alike, pair_name).to_rich())
+    console.print(averages_table(study).to_rich())
+    if options.report is not None:
+        with console.status("drawing, over the plausible values of the machine's numbers"):
+            _report_c3(study, machine, options.report)
+        console.print(f"written to {options.report}", style="dim")
+    return 0
+
+
+def preview(machine_name: str) -> None:
+    """Print the averages of paper 000's study on a machine: the short form, for ``sidelane demo``.
+
+    Raises:
+        ValueError: no such machine.
+    """
+    machine = find(machine_name)
+    console = rich.console.Console()
+    console.print(f"\nPredicted for {machine.title}, which is not here:")
+    console.print(averages_table(c3_study(machine)).to_rich())
+    console.print(f"every pair, and pictures: sidelane c3 --machine {machine.name} --report report", style="dim")
+
+
+def collective_main(options: Options) -> int:
+    """Predict the variants of paper 003 and the vendor library's collectives by size.
+
+    Returns:
+        0.
+
+    Raises:
+        ValueError: no such machine.
+    """
+    machine = find(options.machine)
+    console = rich.console.Console()
+    study = dma_study(machine)
+    for kind in COLLECTIVES:
+        console.print(sizes_table(study, machine, kind).to_rich())
+    if options.report is not None:
+        _report_dma(study, machine, options.report)
+        console.print(f"written to {options.report}", style="dim")
+    return 0
+
+
+def _report_c3(study: C3Study, machine: Machine, folder: Path) -> None:
+    write_numbers(folder / "c3_predicted.json", "c3_predicted", machine, [_flat(row) for row in study.rows])
+    sim_figures.draw_c3(study, machine, folder, ranges=True)
+    workload = study.rows[-1].workload
+    for strategy in ("c3_base", "c3_sp", "conccl"):
+        timeline = predict(machine, workload, strategy, record=True).timeline
+        name = f"timeline-{strategy}"
+        write_chrome_trace(folder / f"{name}.trace.json", timeline)
+        sim_figures.draw_timeline(timeline, f"{workload.name} under {strategy}", folder, name)
+
+
+def _report_dma(study: DmaStudy, machine: Machine, folder: Path) -> None:
+    rows: list[dict[str, Any]] = [
+        {"collective": str(kind), "variant": variant, "prelaunch": prelaunched, "bytes": nbytes, "time_us": us}
+        for (kind, variant, prelaunched, nbytes), us in study.dma_us.items()
+    ]
+    rows += [
+        {"collective": str(kind), "variant": "library", "prelaunch": False, "bytes": nbytes, "time_us": us}
+        for (kind, nbytes), us in study.library_us.items()
+    ]
+    write_numbers(folder / "collectives_predicted.json", "collectives_predicted", machine, rows)
+    sim_figures.draw_dma(study, machine, folder)
+    for variant in PUBLISHED_VARIANTS[Kind.ALL_GATHER]:
+        timeline = dma_run(machine, Kind.ALL_GATHER, TRACED_BYTES, variant, record=True).timeline
+        name = f"timeline-all_gather-{variant}"
+        write_chrome_trace(folder / f"{name}.trace.json", timeline)
+        ends = ("host", "rank 0", f"rank {machine.gpus - 1}")
+        shown = [i for i in timeline if i.group in ends or i.lane.startswith("link 0 ")]
+        title = f"all_gather of {format_bytes(TRACED_BYTES)}, {variant}: host, first and last rank, links of the first"
+        sim_figures.draw_timeline(shown, title, folder, name)
+
+
+def pairs_table(machine: Machine, rows: Sequence[Prediction], name: Callable[[Prediction], str]) -> Table:
+    """Percent of ideal of every strategy, a line for each pair."""
+    lines = []
+    pairs: dict[str, list[Prediction]] = {}
+    for row in rows:
+        pairs.setdefault(name(row), []).append(row)
+    for pair, alike in pairs.items():
+        first = alike[0]
+        cells = [
+            pair,
+            str(first.c3_class),
+            f"{first.gemm_us / 1e3:.3g}",
+            f"{first.comm_us / 1e3:.3g}",
+            f"{first.ideal:.2f}",
+        ]
+        concurrent = [row for row in alike if row.strategy != "serial"]
+        cells += [f"{row.percent:.0f}" + (f"@{row.units}" if row.units else "") for row in concurrent]
+        lines.append(Line(tuple(cells)))
+    strategies = [row.strategy for row in next(iter(pairs.values())) if row.strategy != "serial"]
+    columns = ("<pair", "<class", "GEMM\nms", "lib.\nms", "ideal", *(HEADINGS[name] for name in strategies))
+    title = f"{rows[0].workload.collective} on {machine.title}: percent of ideal, predicted (@: compute units given)"
+    return Table(title, columns, tuple(lines))
+
+
+def averages_table(study: C3Study) -> Table:
+    """Percent of ideal by group, from mean speedups."""
+    lines = []
+    for strategy in STRATEGIES[1:]:
+        cells = [strategy, f"{statistics.fmean(row.speedup for row in study.select(strategy)):.2f}"]
+        cells.append(f"{study.percent(strategy):.0f}")
+        cells += [f"{study.percent(strategy, kind):.0f}" for kind in COLLECTIVES]
+        cells += [f"{study.percent(strategy, None, c3_class):.0f}" for c3_class in C3Class]
+        lines.append(Line(tuple(cells)))
+    best = [Line(("c3_best", "", f"{study.best_percent(C3_VARIANTS):.0f}", "", "", "", "", ""))]
+    columns = ("<strategy", "mean\nspeedup", "all", *(str(kind) for kind in COLLECTIVES), *(str(c) for c in C3Class))
+    note = f"{len(TABLE_II)} pairs with {len(COLLECTIVES)} collectives; predicted"
+    return Table("Percent of ideal by group", columns, (*lines, *best), (note,))
+
+
+def sizes_table(study: DmaStudy, machine: Machine, kind: Kind) -> Table:
+    """Time by size for the library and every variant; the fastest is starred."""
+    variants = [(variant, prelaunched) for variant in PUBLISHED_VARIANTS[kind] for prelaunched in (False, True)]
+    lines = []
+    for nbytes in SIZES:
+        times = [study.library_us[kind, nbytes], *(study.dma_us[kind, v, p, nbytes] for v, p in variants)]
+        cells = [f"{us:.1f}" + ("*" if us == min(times) else " ") for us in times]
+        variant, prelaunched = study.best(kind, nbytes)
+        lines.append(Line((format_bytes(nbytes), *cells, variant + ("+prelaunch" if prelaunched else ""))))
+    names = [variant + ("\n+pre-\nlaunch" if prelaunched else "") for variant, prelaunched in variants]
+    title = f"{kind} on {machine.title}: time in us, predicted (* fastest)"
+    return Table(title, ("bytes", "library", *names, "<DMA to take"), tuple(lines))
+
+
+def write_numbers(path: Path, study: str, machine: Machine, rows: Sequence[dict[str, Any]]) -> Path:
+    """Write predictions with what they were made from."""
+    content = {
+        "study": study,
+        "machine": machine.name,
+        "predicted": True,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": provenance.commit(),
+        "command": provenance.command_line(),
+        "numbers": {name: [float(q), str(q.source), q.of] for name, q in machine.quantities().items()},
+        "rows": list(rows),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    return path
+
+
+def _flat(row: Prediction) -> dict[str, Any]:
+    gemm = row.workload.gemm
+    return {
+        "gemm": gemm.tag or f"{gemm.m},{gemm.n},{gemm.k}",
+        "m": gemm.m,
+        "n": gemm.n,
+        "k": gemm.k,
+        "collective": str(row.workload.collective),
+        "bytes": row.workload.nbytes,
+        "class": str(row.c3_class),
+        "strategy": row.strategy,
+        "units": row.units,
+        "gemm_us": row.gemm_us,
+        "comm_us": row.comm_us,
+        "time_us": row.time_us,
+        "speedup": row.speedup,
+        "ideal": row.ideal,
+        "percent_of_ideal_nccl": row.percent,
+    }

@@ -1,0 +1,1 @@
+"""``sidelane tune``: from measurements to the profile of a machine."""
