@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from cuda_world import Loaded, World, world_of
 from fake_driver import LEGACY, FakeDriver
-from test_cuda_executor import Loaded, World, world_of
 
 from sidelane.collectives import backend_cuda
 from sidelane.collectives.arguments import identities, identity

@@ -6,9 +6,9 @@ import random
 
 import numpy as np
 import pytest
+from cuda_world import FLAGS, World, expected_outputs, world_of
 from fake_driver import LEGACY, Stream
 from test_cuda_calls import of_type
-from test_cuda_executor import FLAGS, World, expected_outputs, world_of
 
 from sidelane.execute.base import Addresses, Pieces
 from sidelane.execute.cuda.calls import Memcpy, MemcpyBatch, MemOps, Operand, Step, WaitValue, WriteValue

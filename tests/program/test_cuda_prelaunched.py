@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
-from test_cuda_executor import World, programs, world_of
+from cuda_world import World, programs, world_of
 
 from sidelane.errors import PeerError, PeerTimeoutError, UnavailableError
 from sidelane.execute.cuda import plan as planning

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
+from cuda_world import Monitor, RankMonitor
 from fake_driver import FakeDriver, Stream
-from test_cuda_executor import Monitor, RankMonitor
 
 from sidelane.device import layout
 from sidelane.errors import PeerError, PeerTimeoutError

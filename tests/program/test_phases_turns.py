@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+from cuda_world import World, world_of
 from fake_driver import FakeDriver
-from test_cuda_executor import World, world_of
 
 from sidelane.bench.phases import check as phases_check
 from sidelane.bench.phases import rig as phases_rig

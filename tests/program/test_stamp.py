@@ -6,8 +6,8 @@ import threading
 import time
 
 import pytest
+from cuda_world import FLAGS, world_of
 from fake_driver import FakeDriver
-from test_cuda_executor import FLAGS, world_of
 
 from sidelane.errors import UnavailableError
 from sidelane.execute.cuda.calls import (

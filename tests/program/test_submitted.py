@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from test_cuda_executor import SUM, world_of
+from cuda_world import SUM, world_of
 
 from sidelane.execute.cuda.calls import Route
 from sidelane.execute.cuda.count import counts_of

@@ -1,0 +1,212 @@
+"""Ranks of the CUDA executor in one process, all but the driver: streams as threads, host memory as device memory."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from fake_driver import FakeDriver, Stream
+
+from sidelane.errors import PeerError, PeerTimeoutError
+from sidelane.execute.base import Addresses
+from sidelane.execute.cuda import CudaExecutor, CudaProgram, DriverFeatures
+from sidelane.program import collective as define
+from sidelane.program.build import Transport, build, variants
+from sidelane.program.build.alternating import alternating
+from sidelane.program.collective import Buffer, Collective, ReduceOp, Reduction
+from sidelane.program.ir import Copy, Program
+from sidelane.program.transform import lower
+
+SUM = Reduction(ReduceOp.SUM, "int32")
+FLAGS = 256
+SLOT = 256
+
+
+class Monitor:
+    """What a ControlBlock does, for ranks of one process."""
+
+    def __init__(self, world_size: int) -> None:
+        self.begun_calls = [0] * world_size
+        self.ended_calls = [0] * world_size
+        self.aborted: tuple[str, tuple[int, ...], bool] | None = None
+        self.dead: set[int] = set()
+
+    def of(self, rank: int) -> RankMonitor:
+        return RankMonitor(self, rank)
+
+
+class RankMonitor:
+    def __init__(self, shared: Monitor, rank: int) -> None:
+        self.shared, self.rank = shared, rank
+
+    def begin(self, call: int, step: str) -> None:
+        self.shared.begun_calls[self.rank] = call
+
+    def note(self, call: int, step: str) -> None:
+        pass
+
+    def end(self, call: int) -> None:
+        self.shared.ended_calls[self.rank] = call
+
+    def check(self, call: int) -> None:
+        if self.shared.aborted:
+            text, ranks, timed_out = self.shared.aborted
+            raise (PeerTimeoutError if timed_out else PeerError)(f"a rank gave up: {text}", ranks)
+        for rank in self.shared.dead:
+            raise PeerError(f"rank {rank} died", (rank,))
+
+    def absent(self, call: int) -> Sequence[int]:
+        return [rank for rank, begun in enumerate(self.shared.begun_calls) if begun < call]
+
+    def describe(self, rank: int, call: int = 0) -> str:
+        return f"rank {rank}"
+
+    def abort(self, message: str, ranks: Sequence[int] = (), *, timed_out: bool = False) -> None:
+        if self.shared.aborted is None:
+            self.shared.aborted = (message, tuple(ranks), timed_out)
+
+
+class World:
+    """Ranks with their drivers, executors and memory."""
+
+    def __init__(
+        self, world_size: int, *, timeout_s: float = 30.0, peer_writes: bool = True, channels: int | None = None
+    ) -> None:
+        self.world_size = world_size
+        self.monitor = Monitor(world_size)
+        self.drivers = [FakeDriver(channels=channels) for _ in range(world_size)]
+        self.own_drivers = list(self.drivers)
+        features = DriverFeatures("13.0", 3, stream_memory_ops=True, peer_writes=peer_writes, copy_batches=True)
+        self.executors = [
+            CudaExecutor(rank, None, self.monitor.of(rank), timeout_s, features, driver=self.drivers[rank])  # type: ignore[arg-type]
+            for rank in range(world_size)
+        ]
+        self.flags = [np.zeros(2 * FLAGS, np.uint32) for _ in range(world_size)]
+        self.streams = [Stream(driver.create_stream()) for driver in self.drivers]
+        self.epoch = 0
+
+    def load(self, program: Program, *, frozen: bool = False, staging_distance: int | None = None) -> Loaded:
+        return Loaded(self, program, frozen, staging_distance)
+
+    def synchronize(self) -> None:
+        for executor in self.executors:
+            executor.synchronize()
+
+    def close(self) -> None:
+        for executor in self.executors:
+            executor.close()
+        for driver in self.own_drivers:
+            driver.stop()
+        self.own_drivers = []
+
+
+class Loaded:
+    """A program on all ranks, with its buffers."""
+
+    def __init__(self, world: World, program: Program, frozen: bool, staging_distance: int | None = None) -> None:
+        self.world, self.program, self.collective = world, program, program.collective
+        self.memory = {
+            (rank, buffer): np.zeros(max(1, program.buffer_bytes(rank, buffer)), np.uint8)
+            for rank in range(world.world_size)
+            for buffer in Buffer
+        }
+        if staging_distance is not None:
+            staging = np.zeros(world.world_size * staging_distance, np.uint8)
+            for rank in range(world.world_size):
+                assert program.staging_bytes[rank] <= staging_distance
+                self.memory[rank, Buffer.STAGING] = staging[rank * staging_distance :][:staging_distance]
+        buffers = {place: array.ctypes.data for place, array in self.memory.items()}
+        offset = 4 * FLAGS if frozen else 0
+        assert program.flag_count <= FLAGS
+        flags = tuple(flags.ctypes.data + offset for flags in world.flags)
+        addresses = Addresses(buffers, flags, spread=staging_distance is not None)
+        self.ranks: list[CudaProgram] = [executor.load(program, addresses) for executor in world.executors]
+
+    def fill(self, seed: int) -> list[np.ndarray]:
+        """Random inputs and poisoned outputs; the expected output of each rank."""
+        random = np.random.default_rng(seed)
+        for array in self.memory.values():
+            array[:] = random.integers(0, 256, len(array))
+        inputs = []
+        for rank in range(self.world.world_size):
+            span = self.collective.input_span(rank, 0, self.collective.input_bytes(rank))
+            inputs.append(self.memory[rank, span.buffer][span.offset : span.end].copy())
+        return expected_outputs(self.collective, inputs)
+
+    def start(self, streams: Sequence[Stream] | None = None, ranks: Sequence[int] | None = None) -> list:
+        self.world.epoch += 1
+        streams = streams or self.world.streams
+        chosen = range(self.world.world_size) if ranks is None else ranks
+        return [self.ranks[rank].start(self.world.epoch, streams[rank]) for rank in chosen]
+
+    def outputs(self) -> list[np.ndarray]:
+        found = []
+        for rank in range(self.world.world_size):
+            span = self.collective.output_span(rank, 0, self.collective.output_bytes(rank))
+            found.append(self.memory[rank, span.buffer][span.offset : span.end].copy())
+        return found
+
+    def check(self, expected: list[np.ndarray]) -> None:
+        for rank, (want, have) in enumerate(zip(expected, self.outputs(), strict=True)):
+            covered = want >= 0
+            assert np.array_equal(want[covered], have[covered]), f"rank {rank} of {self.program.variant}"
+
+
+def expected_outputs(collective: Collective, inputs: list[np.ndarray]) -> list[np.ndarray]:
+    """What ``chunks`` defines, as int64 per byte; -1 where a collective leaves bytes alone."""
+    outputs = [np.full(collective.output_bytes(rank), -1, np.int64) for rank in range(collective.world_size)]
+    if collective.reduction:
+        for chunk in collective.chunks():
+            part = inputs[chunk.src_rank][chunk.src_offset : chunk.src_offset + chunk.nbytes].view(np.int32)
+            place = slice(chunk.dst_offset, chunk.dst_offset + chunk.nbytes)
+            before = outputs[chunk.dst_rank][place]
+            total = part if before[0] < 0 else before.astype(np.uint8).view(np.int32) + part
+            outputs[chunk.dst_rank][place] = total.view(np.uint8)
+        if collective.kind is define.Kind.ALL_REDUCE:
+            whole = np.maximum.reduce(outputs)
+            outputs = [whole] * collective.world_size
+        return outputs
+    for chunk in collective.chunks():
+        place = slice(chunk.dst_offset, chunk.dst_offset + chunk.nbytes)
+        outputs[chunk.dst_rank][place] = inputs[chunk.src_rank][chunk.src_offset : chunk.src_offset + chunk.nbytes]
+    return outputs
+
+
+@contextlib.contextmanager
+def world_of(world_size: int, **options: object) -> Iterator[World]:
+    world = World(world_size, **options)  # type: ignore[arg-type]
+    try:
+        yield world
+    finally:
+        world.close()
+
+
+def programs(world_size: int) -> list[Program]:
+    shards = [4 * (3 + rank) for rank in range(world_size)]
+    odd = [[1 + (i * 3 + j) % 5 for j in range(world_size)] for i in range(world_size)]
+    even = [[8] * world_size] * world_size
+    cases: list[tuple[Collective, list[Transport]]] = [
+        (define.all_gather([5 * rank for rank in range(world_size)]), list(Transport)),
+        (define.all_gather(shards, in_place=True), [Transport.PUSH, Transport.PULL]),
+        (define.all_to_all(odd), list(Transport)),
+        (define.all_to_all(even), [Transport.PUSH]),
+        (define.all_to_all(even, in_place=True), [Transport.STAGED]),
+        (define.broadcast(13, world_size, 1, in_place=True), [Transport.PUSH]),
+        (define.scatter(shards, 0), [Transport.PULL]),
+        (define.gather(shards, world_size - 1), [Transport.STAGED]),
+        (define.reduce_scatter(shards, SUM), [Transport.PUSH]),
+        (define.all_reduce(shards, SUM, in_place=True), [Transport.PUSH]),
+    ]
+    made = []
+    for collective, transports in cases:
+        for variant in variants(collective.kind):
+            if variant == "swap" and collective.counts != tuple(map(tuple, even)):
+                continue
+            for transport in transports:
+                if variant in ("bcst", "swap") and transport is not Transport.PUSH:
+                    continue
+                made.append(lower(build(collective, variant, transport), {Copy}))
+    for collective, _ in cases[:-2]:
+        made += [alternating(collective, 1, slot_bytes=256), alternating(collective, 0, slot_bytes=256, opening=True)]
+    return made

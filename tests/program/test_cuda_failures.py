@@ -1,0 +1,145 @@
+"""The CUDA executor when a peer or the driver fails: who is named, and that the streams drain."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from cuda_world import world_of
+
+from sidelane.errors import PeerError, PeerTimeoutError, SidelaneError
+from sidelane.execute.cuda.driver import DriverError
+from sidelane.execute.cuda.release import LANES
+from sidelane.program import collective as define
+from sidelane.program.build import build
+from sidelane.program.transform import freeze
+
+
+def test_a_launch_without_its_peer_names_the_invocation_and_drains() -> None:
+    with world_of(2, timeout_s=0.3) as world:
+        loaded = world.load(freeze(build(define.all_gather([8] * 2), "b2b")), frozen=True)
+        loaded.start()
+        world.synchronize()
+        (pending,) = loaded.start(ranks=[0])
+        with pytest.raises(PeerTimeoutError, match=r"invocation 2: rank 0 waited .*rank 1") as caught:
+            pending.wait()
+        assert caught.value.ranks == (1,)
+        world.drivers[0].synchronize()
+
+
+@pytest.mark.parametrize("channels", [None, 1])
+def test_a_peer_that_does_not_come_is_named_and_the_streams_drain(channels: int | None) -> None:
+    """With one channel neither reads nor writes of other streams pass the stuck one: only a second context does."""
+    with world_of(3, timeout_s=0.3, channels=channels) as world:
+        loaded = world.load(build(define.all_gather([8] * 3), "b2b"))
+        loaded.start()
+        world.synchronize()
+        pending = loaded.start(ranks=[0, 1])
+        for rank, each in enumerate(pending):
+            with pytest.raises(PeerTimeoutError, match=r"rank 2 .*has not come") as caught:
+                each.wait()
+            assert caught.value.ranks == (2,)
+            assert "dma:0 command" in str(caught.value)
+            with pytest.raises(PeerTimeoutError):
+                world.executors[rank].check()
+            with pytest.raises(PeerTimeoutError):
+                loaded.ranks[rank].start(9, world.streams[rank])
+        for driver in world.drivers[:2]:
+            driver.synchronize()
+            assert driver.second_contexts == (channels == 1)
+
+
+def test_a_peer_that_stops_half_way_is_told_apart_from_those_that_wait_for_it() -> None:
+    with world_of(3, timeout_s=0.4) as world:
+        loaded = world.load(build(define.all_gather([8] * 3, in_place=True), "b2b"))
+        stuck = threading.Event()
+        world.drivers[1].do(world.streams[1].cuda_stream, stuck.wait)  # rank 1 has called, but its stream does not move
+        pending = loaded.start()
+        world.monitor.begun_calls = [1, 1, 1]
+        for rank in (0, 2):
+            text = r"rank 1 has not signalled \(queue dma:0 command [01] \(signal rank"
+            with pytest.raises(PeerTimeoutError, match=text) as caught:
+                pending[rank].wait()
+            assert caught.value.ranks == (1,)
+        stuck.set()
+        for driver in world.drivers:
+            driver.synchronize()
+
+
+def test_a_peer_that_died_is_reported_before_the_time_out() -> None:
+    with world_of(2, timeout_s=60.0) as world:
+        loaded = world.load(build(define.all_gather([8] * 2), "b2b"))
+        (pending,) = loaded.start(ranks=[0])
+        began = time.monotonic()
+        world.monitor.dead.add(1)
+        with pytest.raises(PeerError, match=r"rank 1 died .*queue dma:0 command 1 \(wait flag") as caught:
+            pending.wait()
+        assert caught.value.ranks == (1,) and time.monotonic() - began < 30
+        world.drivers[0].synchronize()
+
+
+def test_ctrl_c_in_one_rank_lets_its_streams_go_and_tells_the_peers() -> None:
+    """What a communicator does when Ctrl-C hits a wait: it says so to all, and closes. The time-out is far away."""
+    with world_of(3, timeout_s=1000.0) as world:
+        loaded = world.load(build(define.all_gather([64] * 3), "b2b"))
+        pending = loaded.start(ranks=[0, 1])
+        began = time.monotonic()
+        world.monitor.of(0).abort("rank 0 was interrupted", (0,))
+        world.executors[0].close()
+        for one in pending:
+            with pytest.raises(PeerError, match="rank 0 was interrupted") as caught:
+                one.wait()
+            assert caught.value.ranks == (0,)
+        assert time.monotonic() - began < 30
+        for driver in world.drivers[:2]:
+            driver.synchronize()
+        # The one that comes late hears of it too: what its peers have let pass would look like their part of its call.
+        while world.executors[2].watch.failure is None:
+            assert time.monotonic() - began < 30
+            time.sleep(0.01)
+        with pytest.raises(PeerError, match="rank 0 was interrupted"):
+            loaded.ranks[2].start(1, world.streams[2])
+
+
+@pytest.mark.parametrize("channels", [None, 1])
+def test_a_replay_without_its_peer_drains_too(channels: int | None) -> None:
+    with world_of(2, timeout_s=0.3, channels=channels) as world:
+        loaded = world.load(freeze(build(define.all_gather([8] * 2), "b2b")), frozen=True)
+        world.drivers[0].begin_capture()
+        loaded.ranks[0].start(1, world.streams[0])
+        graph = world.drivers[0].end_capture()
+        for _ in range(3):
+            world.drivers[0].replay(graph)
+        world.drivers[0].synchronize()
+        with pytest.raises(PeerTimeoutError, match="replayed from a graph") as caught:
+            world.executors[0].check()
+        assert caught.value.ranks == (1,)
+
+
+def test_a_long_queue_in_front_is_not_a_late_peer() -> None:
+    with world_of(2, timeout_s=0.2) as world:
+        loaded = world.load(build(define.all_gather([8] * 2), "b2b"))
+        expected = loaded.fill(0)
+        for driver, stream in zip(world.drivers, world.streams, strict=True):
+            driver.do(stream.cuda_stream, lambda: time.sleep(0.6))
+        loaded.start()
+        world.synchronize()
+        loaded.check(expected)
+
+
+def test_a_driver_error_in_the_middle_breaks_the_executor_and_tells_the_peers() -> None:
+    with world_of(2, timeout_s=5.0) as world:
+        loaded = world.load(build(define.all_gather([8] * 2), "b2b"))
+        world.drivers[0].fail_next = "CUDA_ERROR_UNKNOWN"
+        with pytest.raises(DriverError, match="CUDA_ERROR_UNKNOWN"):
+            loaded.ranks[0].start(1, world.streams[0])
+        with pytest.raises(SidelaneError, match="could not submit"):
+            world.executors[0].check()
+        with pytest.raises(PeerError, match="CUDA_ERROR_UNKNOWN"):
+            loaded.ranks[1].start(1, world.streams[1]).wait()
+
+
+def test_streams_for_the_rescue_are_made_at_the_start() -> None:
+    with world_of(1) as world:
+        assert len(world.drivers[0].urgent) == LANES and not world.drivers[0].second_contexts
