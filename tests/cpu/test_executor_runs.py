@@ -89,6 +89,26 @@ def test_a_rank_without_queues_is_done_at_once() -> None:
         assert world.state.ended == [3, 3]
 
 
+@pytest.mark.parametrize("armed", [False, True])
+def test_a_start_that_a_close_overtakes_fails_and_leaves_no_thread(
+    armed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The start has seen that the executor is open, and hands over its queues when it no longer is."""
+    with LocalWorld(2) as world:
+        loaded = world.load(build(all_gather([8] * 2), "b2b"))
+        loaded.run_checked(1)
+        if armed:
+            loaded.ranks[0].arm(2)
+        world.executors[0].close()
+        monkeypatch.setattr(world.executors[0], "check_open", lambda method: None)
+        pending = loaded.ranks[0].start(2, None)
+        with pytest.raises(CommunicatorClosedError, match="closed its executor"):
+            pending.wait()
+        assert not [thread for thread in threads() if thread.name.startswith("sidelane-0")]
+        with pytest.raises(PeerError, match="closed its executor"):
+            loaded.ranks[1].start(2, None).wait()
+
+
 # --- arming -----------------------------------------------------------------------------------------------------------
 
 

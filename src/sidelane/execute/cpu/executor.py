@@ -20,14 +20,14 @@ import torch
 from sidelane.errors import CommunicatorClosedError, PeerError
 from sidelane.execute.base import Addresses, Capabilities, Place
 from sidelane.execute.cpu.commands import Step, compile_queue
-from sidelane.execute.cpu.invocation import Delay, EngineThread, Invocation, Site
+from sidelane.execute.cpu.engines import Engines
+from sidelane.execute.cpu.invocation import Delay, Invocation, Site
 from sidelane.execute.monitor import PeerMonitor
 from sidelane.execute.submitted import Counts, Ledger, Submitted
 from sidelane.program.ir import (
     MOVES,
     Broadcast,
     Copy,
-    Engine,
     EngineKind,
     Flag,
     Program,
@@ -38,8 +38,6 @@ from sidelane.program.ir import (
     Wait,
     spans,
 )
-
-_JOIN_S = 30.0
 
 
 class CpuExecutor:
@@ -57,11 +55,11 @@ class CpuExecutor:
             raise ValueError(f"CpuExecutor: timeout_s must be positive (value={timeout_s!r})")
         self.rank, self.monitor, self.timeout_s, self.delay = rank, monitor, timeout_s, delay
         self.ledger = Ledger()
-        self._engines: dict[Engine, EngineThread] = {}
-        self._running: weakref.WeakSet[Invocation] = weakref.WeakSet()
+        engines = Engines(rank)
+        self.submit = engines.submit
         # Runs once: on close, when the executor is forgotten, or at exit of the interpreter, since no thread may touch
         # memory that is being torn down.
-        self._shut_down = weakref.finalize(self, _shut_down, rank, self._engines, self._running)
+        self._shut_down = weakref.finalize(self, engines.shut_down)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -84,15 +82,6 @@ class CpuExecutor:
     def close(self) -> None:
         """Fail what still runs, here and on the peers, then stop and join the engine threads. Idempotent."""
         self._shut_down()
-
-    def submit(self, invocation: Invocation, queue: Queue, steps: tuple[Step, ...]) -> None:
-        """Give one queue of an invocation to its engine, behind what the engine already has."""
-        self._running.add(invocation)
-        engine = self._engines.get(queue.engine)
-        if engine is None:
-            engine = self._engines[queue.engine] = EngineThread(f"sidelane-{self.rank}-{queue.engine}")
-            engine.start()
-        engine.work.put((invocation, queue, steps))
 
     def check_open(self, method: str) -> None:
         if not self._shut_down.alive:
@@ -208,13 +197,3 @@ def counts_of(queues: Sequence[Queue]) -> Counts:
         kernels=sum(isinstance(command, Reduce) for _, command in commands),
         calls=len(queues),
     )
-
-
-def _shut_down(rank: int, engines: dict[Engine, EngineThread], running: weakref.WeakSet[Invocation]) -> None:
-    for invocation in list(running):
-        invocation.cancel(CommunicatorClosedError(f"rank {rank} closed its executor during {invocation}"))
-    for engine in engines.values():
-        engine.work.put(None)
-    for engine in engines.values():
-        engine.join(_JOIN_S)
-    engines.clear()

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import queue as queues
 import threading
 import time
 from collections.abc import Callable, Mapping, Set
 
-from sidelane.errors import PeerError, PeerTimeoutError
+from sidelane.errors import CommunicatorClosedError, PeerError, PeerTimeoutError
 from sidelane.execute.cpu.commands import Step
 from sidelane.execute.monitor import PeerMonitor
 from sidelane.program.ir import Command, Flag, Program, Queue, Wait, describe
@@ -88,17 +87,27 @@ class Invocation:
             raise self._error
 
     def cancel(self, error: Exception | None = None) -> None:
-        """Make all threads leave; with ``error``, if it has begun and is not over, fail here and tell the peers."""
-        if error is not None and self._begun.is_set() and not self._over.is_set():
+        """Make all threads leave; with ``error``, if it has begun and is not over, fail here and tell the peers.
+
+        One that has not begun fails when it does.
+        """
+        with self._lock:
+            fails = error is not None and self._begun.is_set() and self._remaining > 0 and self._error is None
+            if fails:
+                self._error = error
+            self._is_stopping = True
+        if fails:
             self._site.monitor.abort(str(error), (self._site.rank,))
-            self._fail(error)
-        self._is_stopping = True
 
     # --- for the loaded program ---------------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """The call has come: queues that were armed ahead of it go on, and time-outs count from here."""
-        self._begun.set()
+        with self._lock:
+            self._begun.set()
+            was_stopped = self._is_stopping
+        if was_stopped:
+            self.cancel(CommunicatorClosedError(f"rank {self._site.rank} closed its executor before {self}"))
 
     def leave(self) -> None:
         """One part has ended, whichever way."""
@@ -201,20 +210,6 @@ class Invocation:
 
     def _where(self, queue: Queue, index: int) -> str:
         return f"queue {queue.engine} command {index} ({describe(queue.commands[index])})"
-
-
-class EngineThread(threading.Thread):
-    """One engine of one rank. Work put in runs in order; None ends the thread."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name=name, daemon=True)
-        self.work: queues.SimpleQueue[tuple[Invocation, Queue, tuple[Step, ...]] | None] = queues.SimpleQueue()
-
-    def run(self) -> None:
-        while (item := self.work.get()) is not None:
-            invocation, queue, steps = item
-            invocation.run(queue, steps)
-            del item, invocation, queue, steps  # while idle, hold on to nothing
 
 
 class _Stopped(Exception):

@@ -1,0 +1,51 @@
+"""A thread that makes asynchronous calls in order. Unlike that of an executor of the standard library, it ends with the
+interpreter: such a one is waited for at exit before anything can tell it to stop, for as long as a call may take.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import queue
+import threading
+from collections.abc import Callable
+
+_Job = tuple["concurrent.futures.Future[None]", Callable[..., None], tuple[object, ...]]
+
+
+class CallThread:
+    """Runs what it is given, one after the other; its thread begins with the first."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+
+    def submit(self, function: Callable[..., None], *arguments: object) -> concurrent.futures.Future[None]:
+        """Run ``function`` behind everything that was submitted before."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="sidelane-async", daemon=True)
+            self._thread.start()
+        future: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._jobs.put((future, function, arguments))
+        return future
+
+    def close(self) -> None:
+        """Wait for the call under way, and cancel those behind it."""
+        self._is_closed = True
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            future, function, arguments = job
+            if self._is_closed:
+                future.cancel()
+            if future.set_running_or_notify_cancel():
+                try:
+                    function(*arguments)
+                except BaseException as error:
+                    future.set_exception(error)
+                else:
+                    future.set_result(None)
+            del job, future, function, arguments  # while idle, hold on to nothing
