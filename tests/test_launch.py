@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from sidelane import Communicator, Config
 from sidelane.bench.running import launch
 from sidelane.bench.running.launch import Place, Rank, RankFailedError, choose_place, run_ranks
 
@@ -70,6 +71,41 @@ class SlowToTell(Exception):
         self.raised.touch()
         time.sleep(0.2)
         return "the first of all"
+
+
+def fail_inside_a_communicator(rank: Rank) -> None:
+    with Communicator(config=Config(timeout_s=20)) as communicator:
+        communicator.all_reduce(torch.ones(3))
+        try:
+            if rank.rank == 1:
+                raise LookupError("rank one has lost its way")
+            communicator.all_reduce(torch.ones(3))
+        finally:
+            # Closed here, so that the peers hear of it; and then there is more to clean up than they have.
+            communicator.close()
+            time.sleep(0.2 * rank.rank)
+
+
+def talk_for_ever(rank: Rank) -> None:
+    while True:
+        rank.say("x")
+        if rank.rank:
+            time.sleep(1)
+
+
+def end_in_the_middle_of_a_line(rank: Rank) -> None:
+    if rank.rank == 0:
+        rank.say("a row")
+        threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+        rank.say("x" * (64 << 20))  # longer than the parent, which is busy with the row, leaves room for
+    time.sleep(100)
+
+
+def wait_for_nothing(rank: Rank, folder: str) -> None:
+    """Deaf to being asked to end, as whoever waits inside of a library is."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    Path(folder, f"rank{rank.rank}").write_text(str(os.getpid()))
+    time.sleep(100)
 
 
 def sleep_and_clean_up(rank: Rank, folder: str) -> None:
@@ -143,6 +179,38 @@ def test_the_rank_that_raised_first_is_named_though_it_is_heard_last(tmp_path: P
     assert "SlowToTell: the first of all" in str(caught.value)
 
 
+@pytest.mark.usefixtures("every_rank_is_heard")
+def test_the_rank_with_an_error_of_its_own_is_named_though_it_cleans_up_longer():
+    with pytest.raises(RankFailedError, match="rank 0 then failed too: .*rank 1 closed its communicator") as caught:
+        run_ranks(fail_inside_a_communicator, 2, timeout_s=60)
+    assert caught.value.rank == 1
+    assert "LookupError: rank one has lost its way" in str(caught.value)
+
+
+def test_ranks_that_talk_all_the_time_are_ended_too():
+    until = time.monotonic() + 60
+
+    def busy(line: str) -> None:
+        assert time.monotonic() < until, "the time-out is not looked at"
+        time.sleep(0.001)
+
+    with pytest.raises(RankFailedError, match="not finished within 6 s"):
+        run_ranks(talk_for_ever, 2, timeout_s=6, progress=busy)
+    assert no_children_left()
+
+
+def test_a_rank_that_ends_in_the_middle_of_a_line_is_one_that_died():
+    said: list[str] = []
+
+    def slow(line: str) -> None:
+        said.append(line)
+        time.sleep(1)
+
+    with pytest.raises(RankFailedError, match="rank 0 of 2 failed:\nthe process ended with exit code -9"):
+        run_ranks(end_in_the_middle_of_a_line, 2, timeout_s=60, progress=slow)
+    assert said == ["a row"]
+
+
 def test_ranks_that_do_not_finish_are_ended_and_clean_up(tmp_path: Path):
     with pytest.raises(RankFailedError, match=r"not finished within 6 s: rank\(s\) 0, 1"):
         run_ranks(sleep_and_clean_up, 2, str(tmp_path), timeout_s=6)
@@ -150,31 +218,45 @@ def test_ranks_that_do_not_finish_are_ended_and_clean_up(tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "killed parent"])
-def test_ranks_end_with_their_parent(tmp_path: Path, how: signal.Signals):
+def parent_of(function: str, folder: Path) -> tuple[subprocess.Popen[str], list[int]]:
+    """A process that runs ``function`` on two ranks, and the ids of these once they are at work."""
     script = (
         "from test_launch import *\n"
-        f"if __name__ == '__main__': run_ranks(sleep_and_clean_up, 2, {str(tmp_path)!r}, timeout_s=100)\n"
+        f"if __name__ == '__main__': run_ranks({function}, 2, {str(folder)!r}, timeout_s=100)\n"
     )
-    (tmp_path / "parent.py").write_text(script)
+    (folder / "parent.py").write_text(script)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
     parent = subprocess.Popen(
-        [sys.executable, str(tmp_path / "parent.py")],
+        [sys.executable, str(folder / "parent.py")],
         env=environment,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
     )
-    files = [tmp_path / "rank0", tmp_path / "rank1"]
+    files = [folder / "rank0", folder / "rank1"]
     assert until(lambda: all(file.exists() and file.read_text() for file in files)), "ranks did not start"
-    ranks = [int(file.read_text()) for file in files]
+    return parent, [int(file.read_text()) for file in files]
+
+
+def test_a_second_ctrl_c_ends_ranks_that_do_not_listen(tmp_path: Path):
+    parent, ranks = parent_of("wait_for_nothing", tmp_path)
+    for _ in range(2):
+        os.killpg(parent.pid, signal.SIGINT)
+        time.sleep(0.5)
+    parent.communicate(timeout=60)
+    assert until(lambda: not any(map(alive, ranks))), "ranks outlived their parent"
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "killed parent"])
+def test_ranks_end_with_their_parent(tmp_path: Path, how: signal.Signals):
+    parent, ranks = parent_of("sleep_and_clean_up", tmp_path)
     if how is signal.SIGINT:
         os.killpg(parent.pid, how)  # a terminal sends Ctrl-C to all of them
     else:
         parent.send_signal(how)
     _, errors = parent.communicate(timeout=60)
     assert until(lambda: not any(map(alive, ranks))), "ranks outlived their parent"
-    assert not any(file.exists() for file in files), "ranks did not clean up"
+    assert not list(tmp_path.glob("rank*")), "ranks did not clean up"
     if how is signal.SIGINT:
         assert errors.count("KeyboardInterrupt") == 1, errors
 

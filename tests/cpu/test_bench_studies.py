@@ -357,7 +357,12 @@ def test_nothing_that_works_is_an_error_with_the_reasons() -> None:
         rows_of(outcome)
 
 
-def test_rows_until_a_failure_are_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "failure", [RankFailedError("rank 1 hangs", 1), KeyboardInterrupt("hangs"), LookupError("hangs")]
+)
+def test_rows_until_a_failure_are_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: BaseException
+) -> None:
     row = CollectiveRow("all_gather", 64, "uint8", False, "eager", "gloo", "", False, 1.0, 1.0, 1.0, 0.1, None, True)
 
     def half_way(
@@ -365,10 +370,10 @@ def test_rows_until_a_failure_are_published(tmp_path: Path, monkeypatch: pytest.
     ) -> None:
         progress(json.dumps({"step": 0, "of": 2, "text": "all_gather"}))
         progress(json.dumps({"row": row.to_dict()}))
-        raise RankFailedError("rank 1 hangs", 1)
+        raise failure
 
     monkeypatch.setattr("sidelane.bench.running.study.run_ranks", half_way)
-    with pytest.raises(RankFailedError, match="hangs"):
+    with pytest.raises(type(failure), match="hangs"):
         collective_study.main(CollectiveOptions(**QUICK, json=tmp_path / "collectives.json"))
     assert read(tmp_path / "collectives.json").rows == (row,)
 

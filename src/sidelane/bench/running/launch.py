@@ -26,13 +26,12 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from sidelane.errors import SidelaneError
+from sidelane.errors import PeerError, SidelaneError
 from sidelane.machine import local
 
 T = TypeVar("T")
 HOST = "127.0.0.1"
 GRACE_S = 5.0  # between asking a rank to end, so that it can remove its shared memory, and killing it
-DIED = float("-inf")  # before everything that anyone raised
 SETTLE_S = 0.5  # after the first failure: other ranks may be about to say what they saw of it
 
 
@@ -40,7 +39,8 @@ class RankFailedError(SidelaneError):
     """A rank raised, died or did not finish in time.
 
     Attributes:
-        rank: the one at fault. Of several it is one that died, else the one that raised first.
+        rank: the one at fault. Of several it is one that died, else one that raised an error of its own, else one that
+            was told of a peer's; the first of these.
         refused: text of the ``ValueError`` or ``TypeError`` with which it refused its arguments; else empty.
     """
 
@@ -162,14 +162,19 @@ class _Failure:
     """Ordered as causes are: one rank's end makes the others fail, and what they say of it can arrive before it does.
 
     Attributes:
-        at_s: when the rank raised, on the clock that all processes share; ``DIED`` where it could not say.
+        reach: ``_DIED``; ``_RAISED`` something of its own; or ``_TOLD`` of a failed peer, be it this one or another.
+        at_s: when the rank had raised and cleaned up, on the clock that all processes share.
         rank: the one that failed.
         text: its traceback, or how its process ended.
     """
 
+    reach: int
     at_s: float
     rank: int
     text: str
+
+
+_DIED, _RAISED, _TOLD = range(3)
 
 
 @contextlib.contextmanager
@@ -191,17 +196,23 @@ def _processes(
 
 
 def _end(children: Sequence[_Child]) -> None:
-    """Ask, wait, kill: in that order, so that ranks remove their shared memory and none is left behind."""
-    for child in children:
-        if child.process.is_alive():
-            child.process.terminate()
-    deadline = time.monotonic() + GRACE_S
-    for child in children:
-        child.process.join(max(0.0, deadline - time.monotonic()))
-        if child.process.is_alive():
-            child.process.kill()
+    """Ask, wait, kill: in that order, so that ranks remove their shared memory and none is left behind.
+
+    A second Ctrl-C ends the waiting.
+    """
+    try:
+        for child in children:
+            if child.process.is_alive():
+                child.process.terminate()
+        deadline = time.monotonic() + GRACE_S
+        for child in children:
+            child.process.join(max(0.0, deadline - time.monotonic()))
+    finally:
+        for child in children:
+            if child.process.is_alive():
+                child.process.kill()
             child.process.join()
-        child.pipe.close()
+            child.pipe.close()
 
 
 def _collect(children: Sequence[_Child], timeout_s: float, progress: Callable[[str], None]) -> Any:
@@ -210,19 +221,17 @@ def _collect(children: Sequence[_Child], timeout_s: float, progress: Callable[[s
     running = {child.pipe: rank for rank, child in enumerate(children)}
     failures: list[_Failure] = []
     result: Any = None
-    while running:
-        ready = connection.wait(list(running), timeout=max(0.0, deadline - time.monotonic()))
-        if not ready:
-            break
-        for pipe in ready:
+    # Ranks that talk all the time leave something to read at every moment: the clock is looked at all the same.
+    while running and (left := deadline - time.monotonic()) > 0:
+        for pipe in connection.wait(list(running), timeout=left):
             assert isinstance(pipe, connection.Connection)
             rank = running[pipe]
             try:
                 tag, payload = pipe.recv()
-            except (EOFError, ConnectionResetError):
+            except (EOFError, OSError):  # it ended between two messages, or in the middle of one
                 children[rank].process.join(GRACE_S)
                 exit_code = children[rank].process.exitcode
-                tag, payload = "error", _Failure(DIED, rank, f"the process ended with exit code {exit_code}")
+                tag, payload = "error", _Failure(_DIED, 0.0, rank, f"the process ended with exit code {exit_code}")
             if tag == "say":
                 progress(payload)
                 continue
@@ -276,8 +285,9 @@ def _child_main(
             say = (lambda line: pipe.send(("say", line))) if rank == 0 else _say_nothing
             result = function(Rank(rank, place.world_size, device, say), *args)
         answer: tuple[str, _Failure | bytes] = ("result", pickle.dumps(result if rank == 0 else None))
-    except Exception:
-        answer = ("error", _Failure(time.monotonic(), rank, traceback.format_exc()))
+    except Exception as error:
+        reach = _TOLD if isinstance(error, PeerError) else _RAISED
+        answer = ("error", _Failure(reach, time.monotonic(), rank, traceback.format_exc()))
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # nothing is left to clean up, and the exit is on its way
     pipe.send(answer)
     if answer[0] == "error":

@@ -20,7 +20,7 @@ from sidelane.bench.report import page as report
 from sidelane.bench.results import files as result_files
 from sidelane.bench.results.files import Results, collect
 from sidelane.bench.results.rows import C3Row, ChainRow, CollectiveRow, HostRow, PhaseRow, PowerRow, Row
-from sidelane.bench.running.launch import Place, Rank, RankFailedError, choose_place, run_ranks
+from sidelane.bench.running.launch import Place, Rank, choose_place, run_ranks
 
 R = TypeVar("R", CollectiveRow, C3Row, PhaseRow, PowerRow, ChainRow, HostRow)
 
@@ -150,17 +150,17 @@ def run_study(
         The results; None on the other ranks under torchrun.
 
     Raises:
-        RankFailedError: a rank failed. What had been measured until then is published first.
+        RankFailedError: a rank failed. What had been measured until then is published first, as it is at Ctrl-C.
         ValueError: options do not fit this machine, or leave nothing to measure.
     """
     place = choose_place(options.ranks, options.device)
     console = None if options.quiet else rich.console.Console()
     follower = Follower(row_type, console)
-    failure: RankFailedError | None = None
+    failure: BaseException | None = None
     try:
         if not follow(follower, measure, options, place, title):
             return None
-    except RankFailedError as error:
+    except (Exception, KeyboardInterrupt) as error:  # under torchrun it is whatever the rank raised
         if not follower.rows:
             raise
         failure = error
@@ -204,11 +204,11 @@ def _asked(options: StudyOptions) -> str:
 
 
 def publish(results: Results, options: StudyOptions, console: rich.console.Console | None) -> None:
-    """Show the tables, and write what the options ask for."""
-    if console is not None:
-        report.show(results, console)
+    """Write what the options ask for, and show the tables: a file is there even if nobody reads these to their end."""
     if options.json is not None:
         result_files.write(options.json, results)
+    if console is not None:
+        report.show(results, console)
     if options.report is not None:
         page = report.write(options.report, results)
         if console is not None:
