@@ -9,10 +9,7 @@ from typing import Any
 
 from sidelane.collectives.heap import Region
 from sidelane.errors import MismatchError, PeerError
-from sidelane.memory.control import ControlBlock, PostedCall
-
-_SPLITS = " splits "
-_DIFFERENT = "ranks made different calls"
+from sidelane.memory.control import SPLITS, ControlBlock, PostedCall
 
 Place = tuple[int, int] | None
 """Number of a symmetric block and offset in it; None for ordinary memory."""
@@ -39,19 +36,21 @@ def compare(control: ControlBlock, call: int, posts: Sequence[PostedCall], *, sp
         PeerError: a rank refused the call; its reason is repeated.
         MismatchError: two ranks made different calls; both are named.
     """
-    texts = [post.signature.partition(_SPLITS)[0] if splits else post.signature for post in posts]
-    refused = [(rank, post.refusal) for rank, post in enumerate(posts) if post.refusal is not None]
+    texts = [post.common if splits else post.signature for post in posts]
+    # What a rank posts that compared first repeats what is found here.
+    refused = [(post.rank, post.refusal) for post in posts if post.refusal is not None and post.blames is None]
     error: MismatchError | PeerError | None = None
     if refused:
-        rank, reason = refused[0]
-        if _DIFFERENT in reason:  # another rank compared first and found this
-            raise MismatchError(reason)
-        error = PeerError(f"call {call}: rank {rank} refused it: {reason}", ranks=[rank for rank, _ in refused])
+        culprit, reason = refused[0]
+        error = PeerError(f"call {call}: rank {culprit} refused it: {reason}", ranks=[rank for rank, _ in refused])
     elif other := next((rank for rank, text in enumerate(texts) if text != texts[0]), None):
-        error = MismatchError(f"call {call}: {_DIFFERENT}: rank 0: {texts[0]}; rank {other}: {texts[other]}")
+        culprit = other
+        error = MismatchError(
+            f"call {call}: ranks made different calls: rank 0: {texts[0]}; rank {other}: {texts[other]}"
+        )
     if error is not None:
         # A rank that had made its call before did not compare; it finds the refusal while it waits for this one.
-        control.post_call(call, posts[control.rank].signature, refusal=str(error))
+        control.post_call(call, posts[control.rank].signature, refusal=str(error), blames=culprit)
         raise error
 
 
@@ -60,7 +59,7 @@ def with_splits(
 ) -> str:
     """The signature of an uneven all_to_all: ``head`` is compared, the rest is for :func:`agree_on_splits`."""
     own = [list(input_bytes), list(output_bytes), _shown(input), _shown(output)]
-    return head + _SPLITS + json.dumps(own, separators=(",", ":"))
+    return head + SPLITS + json.dumps(own, separators=(",", ":"))
 
 
 def agree_on_splits(control: ControlBlock, call: int, posts: Sequence[PostedCall]) -> Splits:
@@ -72,7 +71,7 @@ def agree_on_splits(control: ControlBlock, call: int, posts: Sequence[PostedCall
     """
     compare(control, call, posts, splits=True)
     sent, expected, inputs, outputs = zip(
-        *(json.loads(post.signature.partition(_SPLITS)[2]) for post in posts), strict=True
+        *(json.loads(post.signature.partition(SPLITS)[2]) for post in posts), strict=True
     )
     for src in range(len(posts)):
         for dst in range(len(posts)):

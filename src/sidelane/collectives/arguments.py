@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Hashable, Sequence
 
 import torch
@@ -96,13 +97,18 @@ class Arguments:
         result = []
         for name, tensor, splits in (("output", output, output_splits), ("input", input, input_splits)):
             rows = tensor.shape[0] if tensor.dim() else 0
-            if len(splits) != self.world_size or any(size < 0 for size in splits) or sum(splits) != rows:
+            try:
+                sizes = [operator.index(size) for size in splits]
+            except TypeError:
+                allowed = f"allowed={self.world_size} whole numbers"
+                raise TypeError(f"all_to_all: {name}_split_sizes (value={splits!r}, {allowed})") from None
+            if len(sizes) != self.world_size or any(size < 0 for size in sizes) or sum(sizes) != rows:
                 raise ValueError(
                     f"all_to_all: {name}_split_sizes must be {self.world_size} sizes that add up to dimension 0 "
-                    f"(value={list(splits)}, allowed sum={rows})"
+                    f"(value={sizes}, allowed sum={rows})"
                 )
             row_bytes = tensor.nbytes // rows if rows else 0
-            result.append(tuple(size * row_bytes for size in splits))
+            result.append(tuple(size * row_bytes for size in sizes))
         return result[0], result[1]
 
     def all_to_all_uneven(self, output: torch.Tensor, input: torch.Tensor, agreed: Splits) -> Request:
@@ -294,7 +300,8 @@ def identity(tensor: object) -> Hashable:
 
 def op_name(op: object) -> str:
     """``sum`` for ``"sum"`` and for ``torch.distributed.ReduceOp.SUM``."""
-    return op if isinstance(op, str) else str(getattr(op, "name", op)).lower()
+    given = getattr(op, "op", op)  # ReduceOp(ReduceOp.SUM), as PyTorch hands it on, holds one
+    return given if isinstance(given, str) else str(getattr(given, "name", given)).lower()
 
 
 def aligned_shards(nbytes: int, world_size: int, alignment: int) -> tuple[int, ...]:

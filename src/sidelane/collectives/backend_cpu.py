@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from sidelane.choice import Abilities
-from sidelane.errors import SidelaneError, UnavailableError
+from sidelane.collectives.call_thread import CallThread
+from sidelane.errors import CommunicatorClosedError, SidelaneError, UnavailableError
 from sidelane.execute.base import NO_STREAM, Addresses, LoadedProgram, Place, Runnable
 from sidelane.execute.cpu import CpuExecutor
 from sidelane.memory.base import SymmetricBlock
@@ -28,7 +29,8 @@ class CpuBackend:
     def __init__(self, group: dist.ProcessGroup, rank: int, control: ControlBlock, timeout_s: float) -> None:
         self.memory = ShmMemory(group)
         self.executor = CpuExecutor(rank, control, timeout_s)
-        self._thread = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="sidelane-async")
+        self._control = control
+        self._thread = CallThread()
         self._last: concurrent.futures.Future[None] | None = None
 
     def spread(self, block: SymmetricBlock) -> None:
@@ -51,10 +53,15 @@ class CpuBackend:
     ) -> CpuWork | None:
         if async_op:
             # The future keeps the tensors: a caller may drop them before the thread gets there.
-            return self.submit(_run, loaded, epoch, tensors)
+            return self.submit(self._run, loaded, epoch, tensors)
         self.synchronize()
-        loaded.run(epoch, place)
+        self._run(loaded, epoch, tensors)
         return None
+
+    def _run(self, loaded: Runnable, epoch: int, tensors: Sequence[torch.Tensor | None]) -> None:
+        loaded.run(epoch, NO_STREAM)
+        # Calls that are known are not compared beforehand. Whoever signalled this rank in it has posted what it made.
+        self._control.check_same(epoch)
 
     def submit(self, function: Callable[..., None], *arguments: object) -> CpuWork:
         """Run something behind all asynchronous calls so far, and in front of whatever comes next."""
@@ -71,7 +78,7 @@ class CpuBackend:
 
     def close(self) -> None:
         self.executor.close()  # first: it ends what the thread may be waiting for
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._thread.close()
 
 
 class CpuHeld:
@@ -133,11 +140,9 @@ class CpuWork:
 def _result(future: concurrent.futures.Future[None], executor: CpuExecutor) -> None:
     try:
         future.result()
+    except concurrent.futures.CancelledError:
+        raise CommunicatorClosedError("the communicator was closed before this call began") from None
     except KeyboardInterrupt:
         # It reached this thread, not the one that runs the collective: end that one, which tells the peers.
         executor.close()
         raise
-
-
-def _run(loaded: Runnable, epoch: int, tensors: Sequence[torch.Tensor | None]) -> None:
-    loaded.run(epoch, NO_STREAM)

@@ -41,7 +41,7 @@ class Batched:
         self._calls, self._arguments, self._preparer = calls, arguments, preparer
         self._variant, self._beside, self._async_op = variant, beside, async_op
         self._asked: list[Asked] = []
-        self._ended = False
+        self._is_open = self._has_ended = False
 
     def all_gather(self, output: Tensors, input: Tensors) -> None:
         """See ``Communicator.all_gather``."""
@@ -64,17 +64,21 @@ class Batched:
         self._ask(Asked(Kind.BROADCAST, (tensor,), (root,)))
 
     def _ask(self, asked: Asked) -> None:
-        if self._ended:
-            raise RuntimeError(f"batch: {asked.kind} behind the end of the block (allowed=inside)")
+        if not self._is_open:
+            where = "behind the end of the block" if self._has_ended else "without a with block"
+            raise RuntimeError(f"batch: {asked.kind} {where} (allowed=inside of one)")
         self._asked.append(asked)
 
     def __enter__(self) -> Batched:
+        if self._is_open or self._has_ended:
+            raise RuntimeError("batch: entered a second time (allowed=once; each call has a batch of its own)")
+        self._is_open = True
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._ended = True
+        self._is_open, self._has_ended = False, True
         if error is not None:
             return
         calls = self._calls

@@ -16,7 +16,7 @@ from sidelane.collectives.agree import compare
 from sidelane.collectives.backend import Backend, Work
 from sidelane.collectives.prepare import Prepared
 from sidelane.config import Config
-from sidelane.errors import CommunicatorClosedError, PeerError
+from sidelane.errors import CommunicatorClosedError, PeerError, PeerTimeoutError
 from sidelane.execute.base import Place
 from sidelane.memory.control import ControlBlock, PostedCall
 
@@ -154,7 +154,9 @@ class Calls:
             raise
 
     def fail(self, error: PeerError | KeyboardInterrupt) -> None:
-        """End the communicator; of a Ctrl-C, the peers do not know yet."""
+        """End the communicator, and tell the peers: this rank comes to none of their calls any more."""
         self.failure = error
         if isinstance(error, KeyboardInterrupt):
             self.control.abort(f"rank {self.control.rank} was interrupted", (self.control.rank,))
+        else:
+            self.control.abort(str(error), error.ranks, timed_out=isinstance(error, PeerTimeoutError))

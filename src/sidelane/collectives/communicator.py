@@ -61,6 +61,7 @@ class Communicator:
         profile: the measured times that it chooses by, rank 0's.
 
     Raises:
+        ValueError: a device or a setting that there is not; the other ranks raise PeerError and say which.
         UnavailableError: the ranks are on several machines, or the device lacks symmetric memory.
         PeerTimeoutError: a rank of the group did not come.
     """
@@ -80,8 +81,13 @@ class Communicator:
         self.world_size: int = dist.get_world_size(chosen)
         if self.rank < 0:
             raise ValueError("Communicator: this rank is not in the group")
-        self.device = choose_device(device)
-        self.config = config if config is not None else settings.current()
+        try:
+            self.device = choose_device(device)
+            self.config = config if config is not None else settings.current()
+        except Exception as error:
+            with contextlib.suppress(SidelaneError):  # what the peers raise
+                ControlBlock(chosen, refusal=f"{type(error).__name__}: {error}")
+            raise
         self._control = ControlBlock(chosen)
         self._backend = make_backend(chosen, self.rank, self.device, self._control, self.config.timeout_s)
         self._heap = SymmetricHeap(self._backend.memory, owner=f"ranks {dist.get_process_group_ranks(chosen)}")

@@ -64,11 +64,18 @@ class SymmetricHeap:
         """Find a contiguous tensor.
 
         Raises:
-            ValueError: the tensor is symmetric memory of another communicator, or sticks out of its block.
+            ValueError: the tensor is symmetric memory of another communicator, sticks out of its block, or has no
+                memory for what its shape says: a fake one, or one whose storage was resized.
         """
         address, nbytes = tensor.data_ptr(), tensor.nbytes
         if nbytes == 0:
             return Region(address, 0)
+        there = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.itemsize if address else 0
+        if there < nbytes:
+            raise ValueError(
+                f"a tensor has no memory for its elements (value={max(there, 0)} bytes, allowed={nbytes} and more): "
+                f"{type(tensor).__name__} of shape {tuple(tensor.shape)}"
+            )
         number = self._find(address)
         if number is None:
             for heap in _heaps:

@@ -122,6 +122,10 @@ class Planner:
         """True if all ranks have made this call before."""
         return agreement in self._programs
 
+    def forget(self, agreement: AnyAgreement) -> None:
+        """What became of its first call is not known: it is not a call that all ranks have made."""
+        self._programs.pop(agreement, None)
+
     def program(self, agreement: AnyAgreement) -> Plan:
         """The program for a call, or the programs that take turns in it.
 
@@ -238,6 +242,8 @@ def check_variant(kind: Kind, variant: str, abilities: Abilities = EVERYTHING, *
         ValueError: with the allowed names.
     """
     names = [found.name for found in everything(kind, abilities) if not (listed and takes_one_tensor(found))]
+    if not isinstance(variant, str):
+        raise TypeError(f"{kind}: variant (value={variant!r}, allowed={', '.join((AUTO, *names))})")
     if variant != AUTO and variant.removesuffix(PRELAUNCH) not in names:
         allowed = ", ".join((AUTO, *names))
         what = "variant for lists" if listed else "variant"

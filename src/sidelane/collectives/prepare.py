@@ -93,17 +93,13 @@ class Preparer:
 
     def prepare(self, agreement: AnyAgreement, request: Request | ListRequest, key: Hashable = None) -> Prepared:
         """Plan, allocate staging and load; remembered under ``key``. Collective where the agreement is new."""
-        program = self._planner.program(agreement)
-        repeats = agreement.variant == AUTO and agreement.call.even  # uneven calls seldom do: no use in planning twice
-        if repeats and not agreement.frozen and GRAPH in self._backend.abilities.launches:
-            self._reserve_for_captures(agreement)
-        if isinstance(program, KernelProgram | KernelListProgram):
-            loaded = self._load_kernel(program, request, agreement.frozen)
-        elif isinstance(program, Alternation):
-            loaded = self._load_alternation(program, request, agreement.frozen)
-        else:
-            self._reserve(self._staging, max(program.staging_bytes), agreement.frozen)
-            loaded = self._backend.executor.load(program, self._addresses(program, request, agreement.frozen))
+        was_known = self._planner.known(agreement)
+        try:
+            loaded = self._load(agreement, request)
+        except BaseException:
+            if not was_known:
+                self._planner.forget(agreement)
+            raise
         if agreement.frozen:
             # A captured graph refers to what was loaded for as long as it lives, which nobody tells us.
             self._kept.append(loaded)
@@ -117,6 +113,18 @@ class Preparer:
                 self._recent_lists.append(key)
             self._recent[key] = prepared
         return prepared
+
+    def _load(self, agreement: AnyAgreement, request: Request | ListRequest) -> Runnable:
+        program = self._planner.program(agreement)
+        repeats = agreement.variant == AUTO and agreement.call.even  # uneven calls seldom do: no use in planning twice
+        if repeats and not agreement.frozen and GRAPH in self._backend.abilities.launches:
+            self._reserve_for_captures(agreement)
+        if isinstance(program, KernelProgram | KernelListProgram):
+            return self._load_kernel(program, request, agreement.frozen)
+        if isinstance(program, Alternation):
+            return self._load_alternation(program, request, agreement.frozen)
+        self._reserve(self._staging, max(program.staging_bytes), agreement.frozen)
+        return self._backend.executor.load(program, self._addresses(program, request, agreement.frozen))
 
     def _reserve_for_captures(self, agreement: AnyAgreement) -> None:
         """Allocate what the same call needs in a capture, where nothing can be: ``auto`` may choose otherwise there."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import os
 import threading
 import time
 import zlib
@@ -35,9 +36,12 @@ _ABORT_BYTES = 2048
 _SLOT_BYTES = Record.HEADER_BYTES + 2 * _TEXT_BYTES  # a signature and a refusal
 _PART_BYTES = _PAGE_BYTES + RING_CALLS * _SLOT_BYTES
 _BEGUN, _ENDED, _CLOSED, _AGREED = range(4)  # words
-_OK, _REFUSED = range(2)  # status of a call
+_OK, _REFUSED, _REPEATED = range(3)  # status of a call; from _REPEATED on, with the rank at fault added
 _FAILED, _TIMED_OUT = range(2)  # status of an abort
 _MOST_PAYLOADS = 4096
+SPLITS = " splits "
+"""Stands in a signature in front of what may differ between the ranks."""
+
 _LIVENESS_INTERVAL_S = 0.1  # a look at a process costs a system call or two
 
 
@@ -58,11 +62,24 @@ class OwnPosts:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PostedCall:
-    """What one rank posted for one call: its signature, and why it refused (None: it did not)."""
+    """What one rank posted for one call.
+
+    Attributes:
+        rank: whose post it is.
+        signature: what the call is there.
+        refusal: why it cannot be made; None: it can.
+        blames: the rank at fault, where the one that posted only repeats what another one did.
+    """
 
     rank: int
     signature: str
     refusal: str | None
+    blames: int | None = None
+
+    @property
+    def common(self) -> str:
+        """What of the signature is the same on all ranks."""
+        return self.signature.partition(SPLITS)[0]
 
 
 class ControlBlock:
@@ -72,6 +89,7 @@ class ControlBlock:
 
     Args:
         group: the ranks, all on one machine.
+        refusal: why this rank cannot take part; makes all ranks raise.
 
     Attributes:
         unread: a call that peers may still have to read here; 0 if there is none.
@@ -80,8 +98,8 @@ class ControlBlock:
         UnavailableError, PeerError, PeerTimeoutError: as :class:`sidelane.memory.host_shared.SharedBytes` does.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        shared = SharedBytes(group, _PART_BYTES)
+    def __init__(self, group: dist.ProcessGroup, *, refusal: str = "") -> None:
+        shared = SharedBytes(group, _PART_BYTES, refusal=refusal)
         self.rank, self.world_size = shared.rank, shared.world_size
         self._peers = shared.peers
         self._self = ProcessIdentity.own()
@@ -98,9 +116,10 @@ class ControlBlock:
 
     # --- what this rank says ------------------------------------------------------------------------------------------
 
-    def post_call(self, call: int, signature: str, refusal: str | None = None) -> None:
+    def post_call(self, call: int, signature: str, refusal: str | None = None, *, blames: int | None = None) -> None:
         """Say what call number ``call`` is here, or why this rank refuses it (its arguments were wrong).
 
+        With ``blames``, the refusal repeats that the call of that rank cannot be made, for ranks that did not compare.
         Texts beyond 1024 bytes are cut, with a digest of the whole at the end, so that different ones stay different.
         """
         if call < 1:
@@ -118,7 +137,8 @@ class ControlBlock:
                 self._payloads[signature] = payload
         with self._lock:
             own = self._own
-            own.slots[call % RING_CALLS].write(call, _OK if refusal is None else _REFUSED, payload)
+            status = _OK if refusal is None else _REFUSED if blames is None else _REPEATED + blames
+            own.slots[call % RING_CALLS].write(call, status, payload)
             if refusal is None and own.words[_BEGUN] < call:
                 own.words[_BEGUN] = call
 
@@ -160,6 +180,8 @@ class ControlBlock:
             ranks: the ranks at fault; this one if none is given.
             timed_out: peers raise PeerTimeoutError instead of PeerError.
         """
+        if os.getpid() != self._self.pid:
+            return  # a forked copy shares the memory, but is no rank
         culprits = ",".join(map(str, ranks or (self.rank,)))
         with self._lock:
             if self._own.abort.is_blank:
@@ -169,9 +191,11 @@ class ControlBlock:
 
     def close(self) -> None:
         """Say that this rank takes part in no further call. Idempotent. The memory goes with the last reference."""
+        self._is_closed = True
+        if os.getpid() != self._self.pid:
+            return  # a forked copy shares the memory, but is no rank
         with self._lock:
             self._own.words[_CLOSED] = 1
-            self._is_closed = True
 
     # --- what this rank sees ------------------------------------------------------------------------------------------
 
@@ -197,8 +221,26 @@ class ControlBlock:
         self._check_aborts()
         for rank, part in enumerate(self._parts):
             if rank != self.rank and (posted := part.posted(rank, call)) and posted.refusal is not None:
+                if posted.blames is not None:
+                    raise PeerError(posted.refusal, (posted.blames,))
                 raise PeerError(f"rank {rank} refused call {call}, {posted.signature}: {posted.refusal}", (rank,))
         self._check_gone(call)
+
+    def check_same(self, call: int) -> None:
+        """Raise if a rank has posted another call under this number, where that is known. Costs a microsecond a rank.
+
+        Raises:
+            PeerError: with both calls.
+        """
+        own = self._own.slot(call)
+        for rank, part in enumerate(self._parts):
+            if part.slot(call).number != call or part.slot(call).looks_like(own):
+                continue
+            mine, other = self._own.posted(self.rank, call), part.posted(rank, call)
+            if mine is None or other is None or other.common == mine.common:
+                continue
+            both = f"rank {self.rank}: {mine.signature}; rank {rank}: {other.signature}"
+            raise PeerError(f"call {call}: ranks made different calls, and bytes have moved: {both}", (rank,))
 
     def calls_of_all(self, call: int, timeout_s: float) -> list[PostedCall]:
         """Wait until every rank has posted ``call``; what they posted, by rank, refusals included.
@@ -337,7 +379,10 @@ class _Part:
         if record is None or record[0] != call:
             return None
         signature, refusal = (text.decode(errors="replace") for text in record[2].split(b"\0", 1))
-        return PostedCall(rank, signature, refusal if record[1] == _REFUSED else None)
+        status = record[1]
+        if status == _OK:
+            return PostedCall(rank, signature, None)
+        return PostedCall(rank, signature, refusal, status - _REPEATED if status >= _REPEATED else None)
 
 
 def _fit(text: str, limit: int = _TEXT_BYTES - 1) -> bytes:

@@ -32,6 +32,7 @@ class SharedBytes:
     Args:
         group: any ProcessGroup with an object collective; the handles travel over it. All ranks on one machine.
         nbytes: size of one rank's part, > 0, the same on every rank.
+        refusal: why this rank cannot take part; makes all ranks raise. Empty: it can.
 
     Raises:
         ValueError: ``nbytes`` is not positive, or this process is not in the group.
@@ -40,7 +41,7 @@ class SharedBytes:
         PeerError: the exchange over ``group`` failed; PeerTimeoutError when its own time-out ran out.
     """
 
-    def __init__(self, group: dist.ProcessGroup, nbytes: int) -> None:
+    def __init__(self, group: dist.ProcessGroup, nbytes: int, *, refusal: str = "") -> None:
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         if self.rank < 0:
@@ -49,6 +50,7 @@ class SharedBytes:
         # Parts begin on pages of their own: a page is the unit that first touch places in memory near its rank.
         self._stride = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
         offer, opened = _offer(self.rank, nbytes, self._stride * self.world_size)
+        offer = dataclasses.replace(offer, refusal=refusal)
         try:
             offers: list[_Offer] = exchange(group, offer, "SharedBytes")
             _agree(offers)
@@ -121,6 +123,7 @@ class _Offer:
     path: str = ""
     inode: tuple[int, int] = (0, 0)
     problem: str = ""
+    refusal: str = ""
 
 
 class _Opened:
@@ -167,6 +170,10 @@ def _agree(offers: list[_Offer]) -> None:
     if len(machines) > 1:
         places = ", ".join(f"rank {rank} on {offer.process.host}" for rank, offer in enumerate(offers))
         raise UnavailableError(f"SharedBytes: the ranks of the group must be on one machine: {places}")
+    refused = [rank for rank, offer in enumerate(offers) if offer.refusal]
+    if refused:
+        named = "; ".join(f"rank {rank}: {offers[rank].refusal}" for rank in refused)
+        raise PeerError(f"SharedBytes: not every rank can take part: {named}", refused)
     sizes = [offer.nbytes for offer in offers]
     if len(set(sizes)) > 1:
         named = ", ".join(f"rank {rank}: {size}" for rank, size in enumerate(sizes))

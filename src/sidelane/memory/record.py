@@ -50,6 +50,10 @@ class Record:
         """The number alone, from a single load: a hint whether ``read`` is worth it."""
         return self._words[1]
 
+    def looks_like(self, other: Record) -> bool:
+        """True if both have the same number, status and payload, from single loads: a hint, as ``number`` is."""
+        return self._words[1] == other._words[1] and self._words[2] == other._words[2]
+
     @property
     def address(self) -> int:
         """Where the words are, in this process."""

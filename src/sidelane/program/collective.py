@@ -7,6 +7,7 @@ chunks into commands; ``verify`` checks the outcome against this file and nothin
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from itertools import accumulate
@@ -274,6 +275,10 @@ def _sizes(name: str, sizes: Sequence[int]) -> tuple[int, ...]:
 def _rooted(kind: Kind, shard_bytes: Sequence[int], root: int, in_place: bool) -> Collective:
     shards = _sizes(kind, shard_bytes)
     world_size = len(shards)
+    try:
+        root = operator.index(root)
+    except TypeError:
+        raise TypeError(f"{kind}: root (value={root!r}, allowed=0..{world_size - 1})") from None
     if not 0 <= root < world_size:
         raise ValueError(f"{kind}: root (value={root}, allowed=0..{world_size - 1})")
     nothing = (0,) * world_size

@@ -1,0 +1,277 @@
+"""Who is at fault, and what is refused, where it is easy to blame another rank or to go on with nonsense."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankPool
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from sidelane import Communicator, CommunicatorClosedError, Config, UnavailableError
+from sidelane.collectives.agree import compare
+from sidelane.memory import host_shared
+from sidelane.memory.control import ControlBlock
+
+
+def communicator(group: dist.ProcessGroup, **settings: Any) -> Communicator:
+    return Communicator(group, device="cpu", config=Config(**{"timeout_s": 20, **settings}))
+
+
+def outcome(function: Any, *args: Any, **kwargs: Any) -> tuple[str, tuple[int, ...], str]:
+    """Type, ranks at fault and text of the error; empty for none."""
+    try:
+        function(*args, **kwargs)
+    except Exception as error:
+        return type(error).__name__, getattr(error, "ranks", ()), str(error)
+    return "", (), ""
+
+
+def refused_by_one_compared_first_by_another(group: dist.ProcessGroup) -> list[tuple[str, tuple[int, ...], str]]:
+    control = ControlBlock(group)
+    found = []
+    control.post_call(1, "all_gather", refusal="ValueError: odd" if control.rank == 2 else None)
+    control.post_call(2, f"all_gather of {5 if control.rank == 1 else 4}")
+    for call in (1, 2):
+        if control.rank == 1:
+            found.append(outcome(compare, control, call, control.calls_of_all(call, 20.0)))
+        dist.barrier(group)
+        if control.rank == 0:
+            found.append(outcome(compare, control, call, control.calls_of_all(call, 20.0)))
+            found.append(outcome(control.check, call))
+        dist.barrier(group)
+    return found
+
+
+def test_who_repeats_a_refusal_is_not_at_fault(pool: RankPool) -> None:
+    late, first, _ = pool.run(refused_by_one_compared_first_by_another, 3)
+    refused = ("PeerError", (2,), "call 1: rank 2 refused it: ValueError: odd")
+    different = "call 2: ranks made different calls: rank 0: all_gather of 4; rank 1: all_gather of 5"
+    assert first == [refused, ("MismatchError", (), different)]
+    assert late == [refused, refused, ("MismatchError", (), different), ("PeerError", (1,), different)]
+
+
+def roots_and_splits(group: dist.ProcessGroup) -> list[tuple[str, tuple[int, ...], str]]:
+    found = []
+    with communicator(group) as comm:
+        n = comm.world_size
+        for root in (0.5, 1.0, "1", None):
+            found.append(outcome(comm.broadcast, torch.ones(3), root=root))
+        for splits in ([1.0] * n, n, "abc"):
+            found.append(
+                outcome(
+                    comm.all_to_all, torch.ones(n), torch.ones(n), output_split_sizes=splits, input_split_sizes=[1] * n
+                )
+            )
+        # What counts as a whole number elsewhere does here, on one rank and not on another.
+        tensor = torch.full((3,), float(comm.rank))
+        comm.broadcast(tensor, root=np.int64(1) if comm.rank else 1)
+        assert tensor.tolist() == [1.0] * 3
+        sizes = (np.ones(n, dtype=np.int64), torch.ones(n, dtype=torch.int64), [1] * n)[comm.rank]
+        output = torch.empty(n)
+        comm.all_to_all(output, torch.arange(n) + 10.0 * comm.rank, output_split_sizes=sizes, input_split_sizes=sizes)
+        assert output.tolist() == [10.0 * src + comm.rank for src in range(n)]
+    return found
+
+
+def test_roots_and_splits_are_whole_numbers(pool: RankPool) -> None:
+    for found in pool.run(roots_and_splits, 3):
+        assert [name for name, _, _ in found] == ["TypeError"] * 7
+        assert [text for _, _, text in found[:2]] == [
+            "broadcast: root (value=0.5, allowed=0..2)",
+            "broadcast: root (value=1.0, allowed=0..2)",
+        ]
+        assert found[4][2] == "all_to_all: output_split_sizes (value=[1.0, 1.0, 1.0], allowed=3 whole numbers)"
+
+
+def tensors_without_memory(group: dist.ProcessGroup) -> list[tuple[str, tuple[int, ...], str]]:
+    found = []
+    with communicator(group) as comm:
+        n = comm.world_size
+        for how in ("freed", "shrunk", "fake"):
+            tensor = torch.ones(4096)
+            if comm.rank == 1:
+                if how == "fake":
+                    with FakeTensorMode():
+                        tensor = torch.ones(4096)
+                else:
+                    tensor.untyped_storage().resize_(0 if how == "freed" else 64)
+            found.append(outcome(comm.all_reduce, tensor))
+        total = torch.ones(3)
+        comm.all_reduce(total)
+        assert total.tolist() == [n] * 3
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+def test_a_tensor_without_memory_is_refused(pool: RankPool) -> None:
+    peer, wrong = pool.run(tensors_without_memory, 2)
+    assert [name for name, _, _ in wrong] == ["ValueError"] * 3
+    assert all("has no memory for its elements" in text for _, _, text in wrong)
+    assert all((name, ranks) == ("PeerError", (1,)) for name, ranks, _ in peer)
+
+
+def wrong_communicators(group: dist.ProcessGroup, environment: dict[str, str]) -> tuple[str, tuple[int, ...], str]:
+    device = "cpu"
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank(group) == 2:
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            device = "cpu" if environment else "xpu"
+        return outcome(Communicator, group, device=device)
+
+
+@pytest.mark.parametrize(
+    ("environment", "text"),
+    [({}, "device (value=xpu, allowed=cpu, cuda)"), ({"SIDELANE_TIMEOUT_S": "never"}, "SIDELANE_TIMEOUT_S")],
+    ids=["device", "setting"],
+)
+def test_a_rank_that_cannot_make_a_communicator_is_named(
+    pool: RankPool, environment: dict[str, str], text: str
+) -> None:
+    *peers, wrong = pool.run(wrong_communicators, 3, environment)
+    assert wrong[0] == "ValueError" and text in wrong[2]
+    for name, ranks, why in peers:
+        assert (name, ranks) == ("PeerError", (2,)) and text in why
+
+
+def refused_for_want_of_memory(group: dist.ProcessGroup) -> list[str]:
+    with communicator(group) as comm:
+        n, part = comm.world_size, 3 << 18
+        output, shard = torch.empty(n * part), torch.ones(part)
+        comm.all_reduce(torch.ones(3))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(host_shared, "available_bytes", lambda: 1000)
+            with pytest.raises(UnavailableError, match="1000 available"):
+                comm.all_gather(output, shard)
+        # The call has failed on all ranks: it is not one that they know. Rank 1 gets it wrong, and the others hear of
+        # it before they allocate what rank 1 does not.
+        texts = [outcome(comm.all_gather, output, shard[1:] if comm.rank == 1 else shard)[2]]
+        comm.all_gather(output, shard)
+        assert bool((output == 1).all())
+    return texts
+
+
+def test_a_call_that_found_no_memory_is_compared_again(pool: RankPool) -> None:
+    texts = pool.run(refused_for_want_of_memory, 3)
+    assert "rank 1 refused it" in texts[0][0] and "rank 1 refused it" in texts[2][0]
+
+
+def known_calls_of_different_sizes(group: dist.ProcessGroup, symmetric: bool) -> tuple[str, tuple[int, ...], str]:
+    comm = communicator(group)
+    n = comm.world_size
+    empty = comm.empty if symmetric else torch.empty
+    calls = [(empty(n * elements), torch.ones(elements)) for elements in (4, 8)]
+    for output, shard in calls:
+        comm.all_gather(output, shard)
+    found = outcome(comm.all_gather, *calls[comm.rank == 1])
+    assert outcome(comm.all_gather, *calls[0])[0] == "CommunicatorClosedError"
+    comm.close()
+    return found
+
+
+@pytest.mark.parametrize("symmetric", [False, True], ids=["ordinary", "symmetric"])
+def test_known_calls_that_differ_do_not_pass_for_one(pool: RankPool, symmetric: bool) -> None:
+    """The bytes of all ranks fit somehow: only what they posted tells."""
+    for name, _, text in pool.run(known_calls_of_different_sizes, 2, symmetric):
+        assert name == "PeerError"
+        assert "ranks made different calls" in text and "32 bytes" in text and "64 bytes" in text
+
+
+def refuses_a_known_call(group: dist.ProcessGroup) -> list[tuple[str, tuple[int, ...], str]]:
+    comm = communicator(group, timeout_s=60)
+    output, shard = torch.empty(2 * comm.world_size), torch.ones(2)
+    comm.all_gather(output, shard)
+    began = time.monotonic()
+    found = [outcome(comm.all_gather, output, shard[comm.rank :]), outcome(comm.all_gather, output, shard)]
+    assert time.monotonic() - began < 30
+    comm.close()
+    return found
+
+
+def test_who_goes_on_hears_that_its_peer_does_not(pool: RankPool) -> None:
+    """Rank 1 refuses a call that rank 0 knows, and so does not wait for: rank 0's communicator is unusable."""
+    zero, one = pool.run(refuses_a_known_call, 2)
+    assert [name for name, _, _ in zero] == ["PeerError", "CommunicatorClosedError"]
+    assert [name for name, _, _ in one] == ["ValueError", "PeerError"]
+    assert one[1][1] == (1,) and "rank 0 gave up: rank 1 refused call 2" in one[1][2]
+
+
+def odd_batches(group: dist.ProcessGroup) -> None:
+    with communicator(group) as comm:
+        n, tensor = comm.world_size, torch.ones(3)
+        batch = comm.batch()
+        with pytest.raises(RuntimeError, match="without a with block"):
+            batch.all_reduce(tensor)
+        with batch:
+            batch.all_reduce(tensor)
+        with pytest.raises(RuntimeError, match="entered a second time"), batch:
+            pass
+        assert tensor.tolist() == [n] * 3
+        comm.all_reduce(tensor, op=dist.ReduceOp(dist.ReduceOp.SUM))  # type: ignore[arg-type]
+        assert tensor.tolist() == [n * n] * 3
+        with pytest.raises(TypeError, match=r"variant \(value=None, allowed=auto, "):
+            comm.all_reduce(tensor, variant=None)  # type: ignore[arg-type]
+
+
+def test_batches_are_made_once_inside_their_block(pool: RankPool) -> None:
+    pool.run(odd_batches, 2)
+
+
+def closes_with_calls_under_way(group: dist.ProcessGroup) -> list[str]:
+    names = []
+    for pause_s in (0.0, 0.0, 0.001, 0.003):
+        comm = communicator(group)
+        output, shard = torch.empty(5 * comm.world_size), torch.empty(5)
+        comm.all_gather(output, shard)
+        dist.barrier(group)
+        if comm.rank == 0:
+            works = [comm.all_gather(output, shard, async_op=True) for _ in range(2)]
+            time.sleep(pause_s)
+            comm.close()
+            names += [outcome(work.wait)[0] for work in works]  # type: ignore[union-attr]
+        dist.barrier(group)
+        comm.close()
+    return names
+
+
+def test_calls_that_a_close_overtakes_say_so(pool: RankPool) -> None:
+    names = pool.run(closes_with_calls_under_way, 2)[0]
+    assert set(names) == {CommunicatorClosedError.__name__}
+
+
+def forks_in_a_call(group: dist.ProcessGroup) -> str:
+    with communicator(group) as comm:
+        output, shard = torch.empty(5 * comm.world_size), torch.ones(5)
+        comm.all_gather(output, shard)
+        dist.barrier(group)
+        if comm.rank == 0:
+            work = comm.all_gather(output, shard, async_op=True)
+            time.sleep(0.1)
+            child = os.fork()
+            if child == 0:
+                try:
+                    comm._backend.executor.close()  # type: ignore[attr-defined]  # as it would at the end of a process
+                    comm._control.abort("a forked copy ends")
+                    comm._control.close()
+                finally:
+                    os._exit(0)
+            os.waitpid(child, 0)
+            dist.barrier(group)
+            work.wait()  # type: ignore[union-attr]
+        else:
+            dist.barrier(group)
+            comm.all_gather(output, shard)
+        return outcome(comm.all_gather, output, shard)[2]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork") or sys.platform == "darwin", reason="no fork here")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+def test_the_end_of_a_forked_copy_is_not_that_of_its_rank(pool: RankPool) -> None:
+    assert pool.run(forks_in_a_call, 2) == ["", ""]
