@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 POOL_RANKS = 8
-START_S = 60.0  # eight imports of torch on two busy cores
+START_S = 100.0  # eight imports of torch, on two cores that may do the same for another worker
 JOIN_S = 10.0
 
 

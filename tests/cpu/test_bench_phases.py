@@ -60,7 +60,7 @@ def test_phases_from_end_to_end(tmp_path: Path) -> None:
                 assert row.entry_us + row.exit_us > 0
         else:
             assert (row.launch, row.correct) == ("model", None)
-            assert row.note == "predicted for 8 x AMD Instinct MI300X"
+            assert row.note == "predicted for 3 ranks of 8 x AMD Instinct MI300X"
 
 
 def test_programs_that_take_turns_have_phases_too(tmp_path: Path) -> None:

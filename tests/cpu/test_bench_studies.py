@@ -378,6 +378,19 @@ def test_rows_until_a_failure_are_published(
     assert read(tmp_path / "collectives.json").rows == (row,)
 
 
+def test_what_cannot_be_written_is_said_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: Any, **__: Any) -> None:
+        raise AssertionError("it was measured")
+
+    monkeypatch.setattr("sidelane.bench.running.study.run_ranks", never)
+    (tmp_path / "file").touch()
+    for name, value in (("json", tmp_path / "file" / "x.json"), ("json", tmp_path), ("report", tmp_path / "file")):
+        with pytest.raises(ValueError, match=rf"--{name}: cannot be written \(value="):
+            collective_study.main(CollectiveOptions(**QUICK, **{name: value}))
+
+
 def test_options_are_checked_when_made() -> None:
     for wrong in (
         {"collectives": (Kind.SCATTER,)},

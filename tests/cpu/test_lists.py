@@ -44,8 +44,8 @@ def test_lists_and_single_tensors_in_turn(pool: RankPool, seed: int) -> None:
 
 def test_what_is_refused(pool: RankPool) -> None:
     words = (
-        "lists of tensors, but not both (value=Tensor next to a list)",
-        "lists of tensors, but not both (value=Tensor next to a list)",
+        "lists of tensors, but not both (value=Tensor next to a list; the parts of one collective are one tensor here)",
+        "lists of tensors, but not both (value=Tensor next to a list; the parts of one collective are one tensor here)",
         "(number 1 in the lists)",
         "one length (value=2, 1)",
         "(number 0 in the lists)",

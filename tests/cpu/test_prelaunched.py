@@ -146,6 +146,21 @@ def left_by_an_error(group: dist.ProcessGroup) -> tuple[str, str]:
     return "", ""
 
 
+def from_host_without_asking(group: dist.ProcessGroup) -> str:
+    with communicator(group) as comm:
+        out, shard = torch.empty(4 * comm.world_size), torch.ones(4)
+        with comm.prepare_all_gather(out, shard) as handle:
+            handle.arm()
+            text = str(error_of(handle.trigger_from_host))
+            handle.trigger()
+        assert bool((out == 1).all())
+        return text
+
+
+def test_what_gpus_refuse_of_a_host_trigger_cpus_refuse_too(pool: RankPool) -> None:
+    assert all("allowed=prepare with host_trigger=True" in text for text in pool.run(from_host_without_asking, 2))
+
+
 def test_an_exception_before_the_trigger_reaches_the_peers(pool: RankPool) -> None:
     results = pool.run(left_by_an_error, 3)
     assert results[1] == ("KeyError", "'the producer'")

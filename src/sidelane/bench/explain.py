@@ -208,7 +208,9 @@ def _where(options: ExplainOptions) -> tuple[InForce | None, str, str, int, Abil
     if options.profile is not None or name in builtin_names():
         profile = builtin(name) if name is not None else read(Path(str(options.profile)))
         if profile is None:
-            raise ValueError(f"explain: no such profile (value={str(options.profile)!r})")
+            raise ValueError(
+                f"explain: no such profile (value={str(options.profile)!r}, allowed=a file of sidelane tune)"
+            )
         where = f"the built-in table {name} ({profile.date[:10]})" if name is not None else str(options.profile)
         ranks = options.world_size or max(
             (curve.world_size for curve in profile.curves), default=max(profile.key.count, 2)

@@ -126,5 +126,7 @@ def sizes_between(smallest: int, largest: int, factor: int) -> Iterator[int]:
         ValueError: there is none.
     """
     if not 1 <= smallest <= largest:
-        raise ValueError(f"sizes: nothing from {format_bytes(smallest)} to {format_bytes(largest)}")
+        raise ValueError(
+            f"sizes: nothing from {format_bytes(smallest)} to {format_bytes(largest)} (--min-bytes, --max-bytes)"
+        )
     return itertools.takewhile(lambda size: size <= largest, (smallest * factor**power for power in itertools.count()))

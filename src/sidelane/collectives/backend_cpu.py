@@ -40,7 +40,7 @@ class CpuBackend:
         raise UnavailableError(f"{program.collective}: variant {program.variant!r} runs on GPUs only")
 
     def hold(self, program: Program, addresses: Addresses, host_trigger: bool) -> CpuHeld:
-        return CpuHeld(self, program, addresses)
+        return CpuHeld(self, program, addresses, host_trigger)
 
     def place(self) -> Place:
         return NO_STREAM
@@ -84,8 +84,8 @@ class CpuBackend:
 class CpuHeld:
     """See :class:`sidelane.collectives.backend.Held`: engine threads that hold a program until they are told to go."""
 
-    def __init__(self, backend: CpuBackend, program: Program, addresses: Addresses) -> None:
-        self._backend = backend
+    def __init__(self, backend: CpuBackend, program: Program, addresses: Addresses, host_trigger: bool) -> None:
+        self._backend, self._has_host_trigger = backend, host_trigger
         self._loaded = backend.executor.load(program, addresses)
         self._epoch = 0
         self._work: CpuWork | None = None
@@ -103,6 +103,8 @@ class CpuHeld:
         self._loaded.start(self._epoch, None).wait()
 
     def fire_from_host(self) -> None:
+        if not self._has_host_trigger:  # nothing here needs it; a program that runs here is to run on GPUs
+            raise ValueError("trigger_from_host: prepared without it (allowed=prepare with host_trigger=True)")
         self._work = self._backend.submit(self._loaded.start(self._epoch, None).wait)
 
     def wait(self, *, begun: bool) -> None:

@@ -104,7 +104,7 @@ def _lists(asked: Asked) -> list[Sequence[torch.Tensor]]:
         if listed and not isinstance(argument, list | tuple):
             raise TypeError(
                 f"{asked.kind}: tensors, or lists of tensors, but not both "
-                f"(value={type(argument).__name__} next to a list)"
+                f"(value={type(argument).__name__} next to a list; the parts of one collective are one tensor here)"
             )
         lists.append(argument if listed else [argument])
     if len(set(map(len, lists))) > 1:

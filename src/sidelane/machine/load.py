@@ -64,7 +64,7 @@ def named(name: str) -> Machine:
         ValueError: there is none.
     """
     if name not in machine_names():
-        raise ValueError(f"machine: name (value={name!r}, allowed={', '.join(machine_names())}, or a file)")
+        raise ValueError(f"machine: name (value={name!r}, allowed={', '.join(machine_names())}, or a .toml or .json)")
     entry = importlib.resources.files("sidelane.machine") / "catalog" / f"{name}.toml"
     return parse(entry.read_text(encoding="utf-8"), f"{name}.toml")
 
@@ -78,7 +78,10 @@ def find(name_or_path: str) -> Machine:
     path = Path(name_or_path)
     if path.suffix in (".toml", ".json"):
         if not path.is_file():
-            raise ValueError(f"machine: no such file (value={name_or_path!r})")
+            names = ", ".join(machine_names())
+            raise ValueError(
+                f"machine: no such file (value={name_or_path!r}, allowed={names}, or a file that there is)"
+            )
         try:
             return parse(path.read_text(encoding="utf-8"), name_or_path)
         except (OSError, UnicodeDecodeError) as problem:

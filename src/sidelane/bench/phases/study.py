@@ -139,7 +139,8 @@ def _described(rank: Rank, options: PhasesOptions) -> tuple[Machine, str]:
         if here in machine_names():
             return find(here), ""
     machine = find(options.predict or FALLBACK_MACHINE)
-    return machine, f"predicted for {machine.title}"
+    ranks = f"{rank.world_size} ranks of " if rank.world_size < machine.world_size else ""
+    return machine, f"predicted for {ranks}{machine.title}"
 
 
 @dataclasses.dataclass(slots=True)

@@ -251,7 +251,9 @@ def _collect(children: Sequence[_Child], timeout_s: float, progress: Callable[[s
     if running:
         late = sorted(running.values())
         names = ", ".join(map(str, late))
-        raise RankFailedError(f"run_ranks: not finished within {timeout_s:g} s: rank(s) {names}", late[0])
+        raise RankFailedError(
+            f"run_ranks: not finished within {timeout_s:g} s: rank(s) {names} (--timeout sets it)", late[0]
+        )
     return result
 
 

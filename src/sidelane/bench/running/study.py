@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -154,6 +155,7 @@ def run_study(
         ValueError: options do not fit this machine, or leave nothing to measure.
     """
     place = choose_place(options.ranks, options.device)
+    check_targets(options)
     console = None if options.quiet else rich.console.Console()
     follower = Follower(row_type, console)
     failure: BaseException | None = None
@@ -201,6 +203,26 @@ def _asked(options: StudyOptions) -> str:
     names = ("collectives", "implementations", "variants", "launches", "places")
     given = [(name, getattr(options, name, ())) for name in names]
     return ", ".join(f"{name}={', '.join(value)}" for name, value in given if value)
+
+
+def check_targets(options: StudyOptions) -> None:
+    """Find out that what is measured could not be written, before it is measured.
+
+    Raises:
+        ValueError: with the option and the reason.
+    """
+    for name, folder in (("json", options.json and Path(options.json).parent), ("report", options.report)):
+        if folder is None:
+            continue
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as problem:
+            given = str(getattr(options, name))
+            raise ValueError(f"--{name}: cannot be written (value={given!r}): {problem.strerror}") from problem
+    if options.json is not None and Path(options.json).is_dir():
+        raise ValueError(f"--json: cannot be written (value={str(options.json)!r}): a folder is there")
 
 
 def publish(results: Results, options: StudyOptions, console: rich.console.Console | None) -> None:

@@ -166,7 +166,8 @@ def pairs_table(machine: Machine, rows: Sequence[Prediction], name: Callable[[Pr
     strategies = [row.strategy for row in next(iter(pairs.values())) if row.strategy != "serial"]
     columns = ("<pair", "<class", "GEMM\nms", "lib.\nms", "ideal", *(HEADINGS[name] for name in strategies))
     title = f"{rows[0].workload.collective} on {machine.title}: percent of ideal, predicted (@: compute units given)"
-    return Table(title, columns, tuple(lines))
+    note = "ideal: both at once in the time of the longer, with the library's collective; a faster one can pass 100"
+    return Table(title, columns, tuple(lines), (note,))
 
 
 def averages_table(study: C3Study) -> Table:

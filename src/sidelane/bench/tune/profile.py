@@ -48,8 +48,8 @@ def profile_of(results: Results) -> Profile:
     curves = curves_of((row for row in results.rows if isinstance(row, CollectiveRow)), results.ranks)
     if not curves:
         raise ValueError(
-            f"profile_of: no times of dma or sm with one tensor a call "
-            f"(value=results of {results.study} on {results.machine})"
+            f"profile_of: no times of dma or sm with one tensor a call (value=results of {results.study} on "
+            f"{results.machine}, allowed=a file of sidelane collective --json)"
         )
     versions = results.software
     software = tuple(sorted((name, versions[name]) for name in SOFTWARE if name in versions))
