@@ -159,7 +159,7 @@ def test_what_was_armed_for_another_epoch_is_dropped() -> None:
 
 
 def test_a_rank_that_does_not_come_is_named_with_the_step() -> None:
-    with LocalWorld(3, timeout_s=0.2) as world:
+    with LocalWorld(3, timeout_s=2.0) as world:
         loaded = world.load(build(all_gather([NBYTES] * 3), "pcpy"))
         pendings = [loaded.ranks[0].start(4, None), loaded.ranks[2].start(4, None)]
         texts = []
@@ -226,7 +226,7 @@ def test_no_thread_touches_memory_after_wait_has_raised() -> None:
     copy = Copy(Span(0, Buffer.OUTPUT, 0, nbytes), Span(0, Buffer.INPUT, 0, nbytes))
     queues = (Queue(0, DMA, (Wait(Flag(0, 0), EPOCH),)), Queue(0, LOCAL, (copy,) * 10_000))
     program = Program(all_gather([nbytes]), "by hand", queues, (0,), 1)
-    with LocalWorld(1, timeout_s=0.1) as world:
+    with LocalWorld(1, timeout_s=1.0) as world:
         loaded = world.load(program)
         loaded.memory[0, Buffer.INPUT].fill_(1)
         (pending,) = loaded.start(1)

@@ -288,7 +288,7 @@ def test_out_of_turn_a_slow_rank_reads_the_next_call(in_turn: bool) -> None:
     collective, n = all_gather([64] * 2), 2
     program = alternation(collective, frozen=False, opened=False, slot_bytes=SLOT).turns[0]
     pulling = len(program.queues_of(1)[0].commands) - 1
-    delay = late_reader(lambda queue, index: index == pulling, 0.05)
+    delay = late_reader(lambda queue, index: index == pulling, 0.5)
     with LocalWorld(n, delays={1: delay}) as world:
         stage = Stage(world, n)
         even, odd = stage.turns(collective, frozen=False, opened=False, flag_set=0)

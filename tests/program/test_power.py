@@ -173,7 +173,7 @@ def test_the_recorder_reads_all_the_time_and_forgets_what_was_asked_for() -> Non
             found = recorder.draw(begin, time.perf_counter())
             assert found.sampled_w == pytest.approx(200.0)
             assert found.counted_w is not None
-            assert len(recorder._readings) <= 10
+            assert len(recorder._readings) <= 60
     finally:
         recorder.close()
 

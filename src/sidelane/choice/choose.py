@@ -113,7 +113,7 @@ def choose(profile: Profile | None, call: Call, abilities: Abilities = EVERYTHIN
     reason = f"{best_us:.4g} us expected"
     if len(table) > 1 and (second_us := table[1][1]) is not None:
         reason += f", next {table[1][0]} {second_us:.4g} us"
-        if second_us < best_us:
+        if best_us is not None and second_us < best_us:
             reason += f" (no faster than by {100 * (EQUALS - 1):.2g}%: the first in order of preference)"
     curve = curves[0]
     differs = [
