@@ -21,8 +21,14 @@ import contextlib
 import dataclasses
 import math
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+
+VARIABLES = (
+    *("SIDELANE_TIMEOUT_S", "SIDELANE_DEBUG", "SIDELANE_VERIFY", "SIDELANE_BESIDE", "SIDELANE_PROFILE"),
+    *("SIDELANE_NATIVE", "SIDELANE_COMMIT"),  # the last one is for results: which code ran
+)
 
 NOTHING, COMPUTE = "nothing", "compute"
 BESIDE = (NOTHING, COMPUTE)
@@ -66,11 +72,16 @@ def from_environment(environment: Mapping[str, str]) -> Config:
     Raises:
         ValueError: a variable holds something else than what the table above allows.
     """
+    for name in environment:
+        if name.startswith("SIDELANE_") and name not in VARIABLES:
+            warnings.warn(f"{name}: no such setting, ignored (allowed={', '.join(VARIABLES)})", stacklevel=2)
     timeout = environment.get("SIDELANE_TIMEOUT_S", "600")
     try:
         timeout_s = float(timeout)
     except ValueError:
-        raise ValueError(f"SIDELANE_TIMEOUT_S: not a number of seconds (value={timeout!r})") from None
+        raise ValueError(
+            f"SIDELANE_TIMEOUT_S: not a number of seconds (value={timeout!r}, allowed=a number above 0)"
+        ) from None
     return Config(
         timeout_s=timeout_s,
         debug=_switch(environment, "SIDELANE_DEBUG", default=False),

@@ -218,6 +218,8 @@ def odd_batches(group: dist.ProcessGroup) -> None:
         assert tensor.tolist() == [n * n] * 3
         with pytest.raises(TypeError, match=r"variant \(value=None, allowed=auto, "):
             comm.all_reduce(tensor, variant=None)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="on this machine; one_shot is for others"):
+            comm.all_reduce(tensor, variant="one_shot")
 
 
 def test_batches_are_made_once_inside_their_block(pool: RankPool) -> None:

@@ -164,3 +164,8 @@ def test_settings():
     assert from_environment({"SIDELANE_PROFILE": ""}).profile is None
     with pytest.raises(ValueError, match="beside.*music"):
         Config(beside="music")
+
+
+def test_a_variable_that_means_nothing_is_told() -> None:
+    with pytest.warns(UserWarning, match=r"SIDELANE_TIMEOUT: no such setting, ignored \(allowed=SIDELANE_TIMEOUT_S, "):
+        assert from_environment({"SIDELANE_TIMEOUT": "5"}) == Config()

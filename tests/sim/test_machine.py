@@ -46,6 +46,18 @@ def test_a_file_may_state_what_differs(tmp_path):
     assert mine.gpu == named("mi300x8").gpu
 
 
+def test_of_another_gpu_nothing_is_known_but_what_the_file_states():
+    base = named("h200x4")
+    other = parse('base = "h200x4"\n[gpu]\nunits = { value = 84, source = "datasheet" }\n', "other.toml")
+    assert other.gpu.units.source is Source.DATASHEET
+    taken_over = {path: q for path, q in other.quantities().items() if path != "gpu.units"}
+    assert {quantity.source for path, quantity in taken_over.items() if not path.startswith("gpu.")} == {Source.ASSUMED}
+    assert other.dma.copy_us == base.dma.copy_us and other.dma.copy_us.of.startswith("as on 4 x NVIDIA H200: ")
+    assert other.power is None and base.power is not None
+    same_gpu = parse('base = "h200x4"\n[links]\nusable_gbps = 40\n', "same.toml")
+    assert same_gpu.power == base.power and same_gpu.dma == base.dma
+
+
 def test_json_is_the_same(tmp_path):
     path = tmp_path / "mine.json"
     number = {"value": 40, "source": "measured", "of": "results/mine/collectives.json", "low": 39, "high": 41}

@@ -41,6 +41,7 @@ MAY_BE_ZERO = (
 )
 """Ends of the names whose numbers nothing is divided by. Of the shares, only ``late_share``."""
 NEVER_ZERO = ("runtime_share", "low_latency_share")
+OF_ONE_GPU = ("power",)  # optional sections that a machine with other GPUs does not take over from its base
 QUANTITY_KEYS = ("value", "source", "of", "low", "high")
 
 
@@ -135,8 +136,12 @@ def _machine(content: Any) -> Machine:
         least = 2 if key == "gpus" else 1
         if key in ("gpus", "nodes") and not (type(value) is int and least <= value <= 4096):
             raise _Mistake((key,), f"missing or wrong (value={value!r}, allowed=a whole number from {least} to 4096)")
+    another_gpu = "gpu" in content
     for name, (section, optional) in sections.items():
         inherited = getattr(base, name) if base is not None else None
+        if base is not None and inherited is not None and another_gpu:
+            # Watts follow the GPU more than anything else does: those of another one are worse than none.
+            inherited = None if name in OF_ONE_GPU else _assumed(inherited, base.title)
         if name in content:
             values[name] = _section(name, section, content[name], inherited)
         elif inherited is not None or optional:
@@ -165,6 +170,17 @@ def _section(name: str, section: type, content: Any, inherited: Any) -> Any:
         else:
             values[key] = _quantity((name, key), content[key])
     return section(**values)
+
+
+def _assumed(section: Any, title: str) -> Any:
+    """A section taken over from a machine with other GPUs: what was found out about those is assumed of these."""
+    changes = {}
+    for field in dataclasses.fields(section):
+        given = getattr(section, field.name)
+        if isinstance(given, Quantity) and given.source is not Source.ASSUMED:
+            text = f"as on {title}: {given.of or given.source}"
+            changes[field.name] = Quantity(float(given), Source.ASSUMED, text, given.low, given.high)
+    return dataclasses.replace(section, **changes)
 
 
 def _quantity(path: tuple[str, ...], content: Any) -> Quantity:

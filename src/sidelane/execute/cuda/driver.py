@@ -395,9 +395,10 @@ def load_api() -> Any:
         from cuda.bindings import driver
 
         (error,) = driver.cuInit(0)
-    except (ImportError, RuntimeError) as problem:
-        hint = "copy engines need cuda-bindings and a CUDA driver (pip install cuda-bindings)"
-        raise UnavailableError(f"{hint}: {problem}") from problem
+    except ImportError as problem:
+        raise UnavailableError(f"copy engines need cuda-bindings (pip install cuda-bindings): {problem}") from problem
+    except RuntimeError as problem:
+        raise UnavailableError(f"copy engines need a CUDA driver: {problem}") from problem
     if error:
         raise UnavailableError(f"the CUDA driver does not start (cuInit: {error})")
     return driver
