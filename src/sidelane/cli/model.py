@@ -26,7 +26,12 @@ def machines(as_json: bool) -> None:
 @click.command()
 @click.option("--machine", metavar="NAME_OR_FILE", default=DEMO_MACHINE, help="Default: mi300x8, the papers' machine.")
 @click.option("--json", "as_json", is_flag=True, help="Print a list of objects, and nothing else.")
-@click.option("--results", type=click.Path(path_type=Path), default=Path("results"), help="Folder of measurements.")
+@click.option(
+    "--results",
+    type=click.Path(path_type=Path),
+    default=Path("results"),
+    help="Folder with a folder of measurements for each machine.",
+)
 @click.option("--version", type=click.Choice(VERSIONS), default="000", show_default=True, help="Of paper 000.")
 @click.option(
     "--report", type=click.Path(file_okay=False, path_type=Path), help="Write claims.json and a picture here."

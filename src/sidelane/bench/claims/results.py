@@ -66,8 +66,8 @@ def compare(
             found = True
             verdicts += judge_rows(machine, result_files.read(path).rows)
     if not found:
-        allowed = "a folder with c3.json, collectives.json or power.json"
-        raise ValueError(f"claims: no measurements (value={folder}, allowed={allowed})")
+        allowed = f"--results with a folder {folder.name} of c3.json, collectives.json or power.json"
+        raise ValueError(f"claims: no measurements of {machine.name} (value={folder.resolve()}, allowed={allowed})")
     if not ranges:
         return verdicts
     variations = []
