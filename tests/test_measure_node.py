@@ -45,22 +45,27 @@ def test_different_runs_are_not_put_together(tool: ModuleType, difference: dict[
         tool.merge([result([1]), result([2], **difference)], "lists")
 
 
-def test_what_ends_well_is_kept(
+def test_what_was_measured_is_kept(
     tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     program = tmp_path / "sidelane"
     program.write_text(
         f"#!{sys.executable}\nimport json, sys, time\n"
         "name, _, file = sys.argv[1:]\n"
-        "if name == 'slow': print('nearly', flush=True); time.sleep(60)\n"
+        "if name in ('slow', 'half'):\n"
+        "    try: print('nearly', flush=True); time.sleep(60)\n"
+        "    except KeyboardInterrupt:\n"
+        f"        if name == 'half': open(file, 'w').write(json.dumps({result([5])!r}))\n"
+        "        raise\n"
         "if name == 'wrong': print('no such thing'); sys.exit(3)\n"
         f"open(file, 'w').write(json.dumps({result([7])!r}))\n"
     )
     program.chmod(0o755)
     monkeypatch.setattr(tool, "SIDELANE", str(program))
     monkeypatch.setattr(tool, "ENDING_S", 3.0)
-    names = ("fine", "slow", "wrong", "fine", "late")
-    parts = [tool.Part((name,), 2 if name == "slow" else 1000 if name == "late" else 30) for name in names]
+    names = ("fine", "slow", "wrong", "half", "late")
+    seconds = {"slow": 5, "half": 5, "late": 1000}
+    parts = [tool.Part((name,), seconds.get(name, 30)) for name in names]
     began = time.monotonic()
     assert not tool.measure("lists", parts, tmp_path, began + 500)
     assert time.monotonic() - began < 40
@@ -68,12 +73,14 @@ def test_what_ends_well_is_kept(
     for words in (
         "1/5] 1 rows",
         "2/5] failed",
-        "longer than 2 s\nnearly",
+        "longer than 5 s\nnearly",
         "exit status 3\nno such thing",
+        "4/5] 1 rows",
+        "4/5] failed",
         "5/5] left out",
     ):
         assert words in printed
-    assert json.loads((tmp_path / "lists.json").read_text())["rows"] == [7, 7]
+    assert json.loads((tmp_path / "lists.json").read_text())["rows"] == [7, 5]
     assert not list(tmp_path.glob("*part*"))
     assert tool.measure("host", parts[:1], tmp_path)
 

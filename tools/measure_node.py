@@ -1,6 +1,6 @@
 """Measure a machine with GPUs, all but c3 of what is published: studies in parts with time-outs, a file a study.
 
-`make results RESULTS=folder` calls it. There are parts because GPUs are lent by the minute: what has ended is kept,
+`make results RESULTS=folder` calls it. There are parts because GPUs are lent by the minute: what was measured is kept,
 whatever becomes of the rest.
 """
 
@@ -96,6 +96,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def measure(name: str, parts: Sequence[Part], out: Path, deadline: float = float("inf")) -> bool:
     """Run the parts of a study and write what has come of them after each; True if all ended well.
 
+    A study that is ended writes the rows until then: they are kept, too.
+
     Args:
         name: of the study, and of the file.
         parts: in order.
@@ -103,6 +105,7 @@ def measure(name: str, parts: Sequence[Part], out: Path, deadline: float = float
         deadline: of ``time.monotonic``: a part that might end later is left out.
     """
     found: list[dict[str, Any]] = []
+    ended_well = 0
     for number, part in enumerate(parts, 1):
         title = f"[{name} {number}/{len(parts)}]"
         if time.monotonic() + part.timeout_s > deadline:
@@ -112,14 +115,17 @@ def measure(name: str, parts: Sequence[Part], out: Path, deadline: float = float
         began = time.monotonic()
         problem = run([SIDELANE, *part.arguments, "--json", str(rows_file)], part.timeout_s)
         seconds = time.monotonic() - began
-        if problem is None and rows_file.exists():
+        written = rows_file.exists()
+        if written:
             found.append(json.loads(rows_file.read_text()))
             (out / f"{name}.json").write_text(json.dumps(merge(found, name), indent=1) + "\n")
             print(f"{title} {len(found[-1]['rows'])} rows in {seconds:.0f} s", flush=True)
-        else:
+        if problem is not None or not written:
             print(f"{title} failed after {seconds:.0f} s: {problem or 'it wrote nothing'}", flush=True)
+        else:
+            ended_well += 1
         rows_file.unlink(missing_ok=True)
-    return len(found) == len(parts)
+    return ended_well == len(parts)
 
 
 def merge(found: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
