@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import threading
 import weakref
 
 import torch
@@ -46,7 +47,8 @@ class SymmetricHeap:
         self._blocks: list[SymmetricBlock] = []
         self._starts: list[int] = []
         self._numbers: list[int] = []
-        _heaps.add(self)
+        with _heaps_lock:
+            _heaps.add(self)
 
     def allocate(self, nbytes: int) -> SymmetricBlock:
         """Allocate a block on every rank. Collective."""
@@ -78,7 +80,9 @@ class SymmetricHeap:
             )
         number = self._find(address)
         if number is None:
-            for heap in _heaps:
+            with _heaps_lock:
+                heaps = list(_heaps)
+            for heap in heaps:
                 if heap is not self and heap._find(address) is not None:
                     raise ValueError(
                         f"a tensor is symmetric memory of another communicator ({heap.owner}); "
@@ -101,7 +105,8 @@ class SymmetricHeap:
     def close(self) -> None:
         """Forget the blocks. Tensors that callers still have stay valid as ordinary memory."""
         self._blocks, self._starts, self._numbers = [], [], []
-        _heaps.discard(self)
+        with _heaps_lock:
+            _heaps.discard(self)
         self._memory.close()
 
     def _find(self, address: int) -> int | None:
@@ -121,3 +126,4 @@ generation_cell = [0]
 """What :func:`generation` returns; whoever adds to it puts another object there."""
 
 _heaps: weakref.WeakSet[SymmetricHeap] = weakref.WeakSet()
+_heaps_lock = threading.Lock()  # communicators may be made and closed on several threads

@@ -22,6 +22,7 @@ from sidelane.bench.results import files as result_files
 from sidelane.bench.results.files import Results, collect
 from sidelane.bench.results.rows import C3Row, ChainRow, CollectiveRow, HostRow, PhaseRow, PowerRow, Row
 from sidelane.bench.running.launch import Place, Rank, choose_place, run_ranks
+from sidelane.machine import local
 
 R = TypeVar("R", CollectiveRow, C3Row, PhaseRow, PowerRow, ChainRow, HostRow)
 
@@ -158,6 +159,8 @@ def run_study(
     check_targets(options)
     console = None if options.quiet else rich.console.Console()
     follower = Follower(row_type, console)
+    if console is not None and place.on_cpu and place.world_size > local.cores():
+        console.print(f"{place.world_size} ranks on {local.cores()} cores: they take turns, which takes long")
     failure: BaseException | None = None
     try:
         if not follow(follower, measure, options, place, title):
