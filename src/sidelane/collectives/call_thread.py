@@ -1,5 +1,7 @@
-"""A thread that makes asynchronous calls in order. Unlike that of an executor of the standard library, it ends with the
-interpreter: such a one is waited for at exit before anything can tell it to stop, for as long as a call may take.
+"""A thread that makes asynchronous calls in order, and ends with the interpreter.
+
+The standard library's executors wait for their threads at exit, before anything can tell these to stop: for as long as
+a call may take.
 """
 
 from __future__ import annotations

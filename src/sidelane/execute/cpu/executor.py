@@ -48,6 +48,9 @@ class CpuExecutor:
         monitor: what is known about the peers; a ``ControlBlock``.
         timeout_s: seconds that a wait for a flag may take before it becomes PeerTimeoutError.
         delay: called before every command on the thread of its engine. For tests: it may sleep, or raise to fail.
+
+    Attributes:
+        submit: gives one queue of an invocation to its engine (:meth:`Engines.submit`).
     """
 
     def __init__(self, rank: int, monitor: PeerMonitor, timeout_s: float, *, delay: Delay | None = None) -> None:
