@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -214,10 +216,10 @@ def odd_batches(group: dist.ProcessGroup) -> None:
         with pytest.raises(RuntimeError, match="entered a second time"), batch:
             pass
         assert tensor.tolist() == [n] * 3
-        comm.all_reduce(tensor, op=dist.ReduceOp(dist.ReduceOp.SUM))  # type: ignore[arg-type]
+        comm.all_reduce(tensor, op=dist.ReduceOp(dist.ReduceOp.SUM))
         assert tensor.tolist() == [n * n] * 3
         with pytest.raises(TypeError, match=r"variant \(value=None, allowed=auto, "):
-            comm.all_reduce(tensor, variant=None)  # type: ignore[arg-type]
+            comm.all_reduce(tensor, variant=None)
         with pytest.raises(ValueError, match="on this machine; one_shot is for others"):
             comm.all_reduce(tensor, variant="one_shot")
 
@@ -237,7 +239,7 @@ def closes_with_calls_under_way(group: dist.ProcessGroup) -> list[str]:
             works = [comm.all_gather(output, shard, async_op=True) for _ in range(2)]
             time.sleep(pause_s)
             comm.close()
-            names += [outcome(work.wait)[0] for work in works]  # type: ignore[union-attr]
+            names += [outcome(work.wait)[0] for work in works]
         dist.barrier(group)
         comm.close()
     return names
@@ -259,21 +261,60 @@ def forks_in_a_call(group: dist.ProcessGroup) -> str:
             child = os.fork()
             if child == 0:
                 try:
-                    comm._backend.executor.close()  # type: ignore[attr-defined]  # as it would at the end of a process
-                    comm._control.abort("a forked copy ends")
-                    comm._control.close()
+                    comm.close()  # as it would be at the end of a process
                 finally:
                     os._exit(0)
             os.waitpid(child, 0)
             dist.barrier(group)
-            work.wait()  # type: ignore[union-attr]
+            work.wait()
         else:
             dist.barrier(group)
             comm.all_gather(output, shard)
         return outcome(comm.all_gather, output, shard)[2]
 
 
-@pytest.mark.skipif(not hasattr(os, "fork") or sys.platform == "darwin", reason="no fork here")
+@pytest.mark.skipif(sys.platform == "darwin", reason="macOS: its libraries end a forked copy of a process with threads")
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
 def test_the_end_of_a_forked_copy_is_not_that_of_its_rank(pool: RankPool) -> None:
     assert pool.run(forks_in_a_call, 2) == ["", ""]
+
+
+# Rank 0's program ends by an exception, with a call under way and without a `with` block.
+PROGRAM = """
+import sys, time, torch, torch.distributed as dist
+from sidelane import Communicator, Config, PeerError
+
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 2), rank=rank, world_size=2)
+communicator = Communicator(device="cpu", config=Config(timeout_s=300))
+output, shard = torch.zeros(10), torch.ones(5)
+communicator.all_gather(output, shard)
+dist.barrier()
+if rank == 0:
+    work = communicator.all_gather(output, shard, async_op=True)
+    raise LookupError("rank 0 has lost its way")
+time.sleep(1)
+try:
+    communicator.all_gather(output, shard)
+except PeerError as error:
+    print(error.ranks)
+"""
+
+
+def test_a_program_that_ends_by_an_exception_does_not_wait_for_its_calls(tmp_path: Path) -> None:
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(rank), str(tmp_path / "store")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        (_, errors), (said, _) = (rank.communicate(timeout=100) for rank in ranks)  # the calls' time-out is 300 s
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert "LookupError: rank 0 has lost its way" in errors
+    assert said.strip() == "(0,)"

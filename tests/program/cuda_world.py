@@ -79,7 +79,7 @@ class World:
         self.own_drivers = list(self.drivers)
         features = DriverFeatures("13.0", 3, stream_memory_ops=True, peer_writes=peer_writes, copy_batches=True)
         self.executors = [
-            CudaExecutor(rank, None, self.monitor.of(rank), timeout_s, features, driver=self.drivers[rank])  # type: ignore[arg-type]
+            CudaExecutor(rank, None, self.monitor.of(rank), timeout_s, features, driver=self.drivers[rank])
             for rank in range(world_size)
         ]
         self.flags = [np.zeros(2 * FLAGS, np.uint32) for _ in range(world_size)]
@@ -175,7 +175,7 @@ def expected_outputs(collective: Collective, inputs: list[np.ndarray]) -> list[n
 
 @contextlib.contextmanager
 def world_of(world_size: int, **options: object) -> Iterator[World]:
-    world = World(world_size, **options)  # type: ignore[arg-type]
+    world = World(world_size, **options)
     try:
         yield world
     finally:

@@ -29,14 +29,14 @@ class Splits:
     output_place: Place
 
 
-def compare(control: ControlBlock, call: int, posts: Sequence[PostedCall], *, splits: bool = False) -> None:
+def compare(control: ControlBlock, call: int, posts: Sequence[PostedCall]) -> None:
     """Check that all ranks posted the same call.
 
     Raises:
         PeerError: a rank refused the call; its reason is repeated.
         MismatchError: two ranks made different calls; both are named.
     """
-    texts = [post.common if splits else post.signature for post in posts]
+    texts = [post.common for post in posts]
     # What a rank posts that compared first repeats what is found here.
     refused = [(post.rank, post.refusal) for post in posts if post.refusal is not None and post.blames is None]
     error: MismatchError | PeerError | None = None
@@ -69,7 +69,7 @@ def agree_on_splits(control: ControlBlock, call: int, posts: Sequence[PostedCall
         As :func:`compare`, and MismatchError where a rank expects other sizes than its peer sends, or where tensors lie
             in different places.
     """
-    compare(control, call, posts, splits=True)
+    compare(control, call, posts)
     sent, expected, inputs, outputs = zip(
         *(json.loads(post.signature.partition(SPLITS)[2]) for post in posts), strict=True
     )

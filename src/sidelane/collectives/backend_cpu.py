@@ -60,7 +60,7 @@ class CpuBackend:
 
     def _run(self, loaded: Runnable, epoch: int, tensors: Sequence[torch.Tensor | None]) -> None:
         loaded.run(epoch, NO_STREAM)
-        # Calls that are known are not compared beforehand. Whoever signalled this rank in it has posted what it made.
+        # Calls that are known are not compared beforehand; whoever has signalled this rank in it has posted its own.
         self._control.check_same(epoch)
 
     def submit(self, function: Callable[..., None], *arguments: object) -> CpuWork:

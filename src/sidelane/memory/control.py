@@ -227,7 +227,7 @@ class ControlBlock:
         self._check_gone(call)
 
     def check_same(self, call: int) -> None:
-        """Raise if a rank has posted another call under this number, where that is known. Costs a microsecond a rank.
+        """Raise if a rank has posted another call under this number, where that is known. One or two loads a rank.
 
         Raises:
             PeerError: with both calls.

@@ -44,7 +44,7 @@ class Point:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Figures:
-    """Figures of a row, as :class:`sidelane.bench.results.files.PowerRow` has them."""
+    """Figures of a row, as :class:`sidelane.bench.results.rows.PowerRow` has them."""
 
     time_us: float
     watts: float
