@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import time
 from collections.abc import Callable
@@ -36,13 +37,15 @@ from sidelane.device import (
     reduce_direct,
     reduce_parcels,
     reduce_pull,
+    reduce_push,
     relay,
 )
 from sidelane.device.launch import Launch, Site
 from sidelane.device.list_table import Piece, Table
+from sidelane.program import pushed
 from sidelane.program.collective import ReduceOp, Reduction
 
-HEAP_BYTES = 1 << 20
+HEAP_BYTES = 10 << 20
 POISON = 0x5A
 
 
@@ -179,7 +182,7 @@ def _reduce_all(world: World, dtype_name: str, delay: random.Random) -> None:
     for call, op in enumerate(ReduceOp):
         for count in (7, 2503) if op is ReduceOp.SUM else (501,):
             for scatter in (True, False):
-                for way in ("cells", "parcels", "one", "two", "direct", "direct two"):
+                for way in ("cells", "parcels", "one", "two", "direct", "direct two", "push two"):
                     if way.endswith("two") and scatter:
                         continue
                     if delay.random() < 0.2:
@@ -189,6 +192,19 @@ def _reduce_all(world: World, dtype_name: str, delay: random.Random) -> None:
                         if in_place and way == "direct" and not scatter:
                             continue
                         _reduce(world, Reduction(op, dtype_name), count, scatter, way, in_place, seed=call)
+    _reduce_in_chunks(world, dtype_name)
+
+
+def _reduce_in_chunks(world: World, dtype_name: str) -> None:
+    """More chunks than their slots, from ranks that pause now and then."""
+    reduction = Reduction(ReduceOp.SUM, dtype_name)
+    shard_bytes = 26 * pushed.TILE_BYTES - 100 * reduction.element_bytes
+    assert pushed.chunks_of(shard_bytes, 1).count > pushed.SLOTS
+    walk = world.stumble(0.3, 0.03)
+    for call in range(2):
+        count = world.world_size * shard_bytes // reduction.element_bytes - call
+        _reduce(world, reduction, count, False, "push two", bool(call), seed=call, most_blocks=1)
+    walk()
 
 
 def _reduce(
@@ -199,15 +215,17 @@ def _reduce(
     way: str,
     in_place: bool,
     seed: int,
+    most_blocks: int | None = None,
 ) -> None:
     n, rank, element = world.world_size, world.rank, reduction.element_bytes
+    site = dataclasses.replace(world.site, most_blocks=most_blocks or world.site.most_blocks)
     dtype = getattr(torch, reduction.dtype)
     length = count * n if scatter else count
     inputs = [_numbers(seed + count, sender, length, dtype) for sender in range(n)]
     mine = inputs[rank].clone()
-    direct = way.startswith("direct")
+    reached = way.startswith(("direct", "push"))
     # Elements are aligned to themselves, and to nothing else; on each rank otherwise, but where peers come for them.
-    shift = seed % 2 if direct else rank % 2
+    shift = seed % 2 if reached else rank % 2
     room, inputs_at = world.carve((length + 8) * element)
     room = room.view(dtype).fill_(77)
     input = room[shift : shift + length]
@@ -220,22 +238,25 @@ def _reduce(
     nbytes = count * element
     there = (output.data_ptr(), input.data_ptr())
     if way == "cells":
-        work = reduce_cells.arrange(world.site, *there, nbytes, reduction, distinct=scatter)
+        work = reduce_cells.arrange(site, *there, nbytes, reduction, distinct=scatter)
     elif way == "parcels":
-        work = reduce_parcels.arrange(world.site, *there, nbytes, reduction, distinct=scatter)
-    elif direct:
+        work = reduce_parcels.arrange(site, *there, nbytes, reduction, distinct=scatter)
+    elif reached:
         shard = nbytes if way == "direct" else max(element, -(-count // n) * element)
         inputs_at = tuple(base + shift * element for base in inputs_at)
         outputs_at = inputs_at if in_place else tuple(base + 3 * element for base in outputs_at)
-        outputs = outputs_at if way == "direct two" else there[:1]
-        gather = way == "direct two"
-        work = reduce_direct.arrange(world.site, outputs, inputs_at, shard, length * element, reduction, gather=gather)
+        outputs = outputs_at if way.endswith("two") else there[:1]
+        if way == "push two":
+            _, stagings = world.carve(max(1, n - 1) * pushed.chunks_of(shard, site.most_blocks).peer_bytes)
+            work = reduce_push.arrange(site, outputs, there[1], stagings, shard, length * element, reduction)
+        else:
+            work = reduce_direct.arrange(
+                site, outputs, inputs_at, shard, length * element, reduction, gather=way == "direct two"
+            )
     else:
         shard = nbytes if scatter or way == "one" else max(16, -(-nbytes // (16 * n)) * 16)
         _, stagings = world.carve(n * reduce_pull.aligned(shard))
-        work = reduce_pull.arrange(
-            world.site, *there, stagings, shard, length * element, reduction, gather=way == "two"
-        )
+        work = reduce_pull.arrange(site, *there, stagings, shard, length * element, reduction, gather=way == "two")
     world.launch(work)
     parts = [data[rank * count : (rank + 1) * count] if scatter else data for data in inputs]
     where = f"rank {rank}: {way} {reduction} count={count} scatter={scatter} in_place={in_place}"

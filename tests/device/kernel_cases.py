@@ -12,10 +12,13 @@ from device_cases import Context
 from expected import any_bytes, close, numbers, reduced, same_bytes
 
 from sidelane import Communicator, CommunicatorClosedError, Config, PeerError
+from sidelane.program.kernel import MOST_BLOCKS
+from sidelane.program.pushed import SLOTS, TILE_BYTES, chunks_of
 
 Reductions = tuple[tuple[str, str], ...]
-REDUCTIONS: Reductions = (("reduce_scatter", "one_shot"), ("all_reduce", "one_shot"), ("all_reduce", "two_shot"))
-NARROW: Reductions = tuple((kind, f"{variant}_narrow") for kind, variant in REDUCTIONS)
+SHOTS: Reductions = (("reduce_scatter", "one_shot"), ("all_reduce", "one_shot"), ("all_reduce", "two_shot"))
+REDUCTIONS: Reductions = (*SHOTS, ("all_reduce", "two_shot_push"))
+NARROW: Reductions = tuple((kind, f"{variant}_narrow") for kind, variant in SHOTS)
 
 
 @contextlib.contextmanager
@@ -125,6 +128,29 @@ def reducing(
         return checked
 
 
+def reducing_in_chunks(context: Context, calls: int) -> None:
+    """All_reduces of more chunks than their slots, back to back, ranks running ahead."""
+    with communicator(context) as comm:
+        n, rank = comm.world_size, comm.rank
+        shard = 26 * MOST_BLOCKS * TILE_BYTES // 4 - 1001
+        source, output = comm.empty(n * shard, dtype=torch.int32), comm.empty(n * shard, dtype=torch.int32)
+        assert chunks_of(4 * shard, MOST_BLOCKS).count > SLOTS
+        generator = torch.Generator(source.device)
+        wrong = torch.zeros((), dtype=torch.int64)
+        for call in range(calls):
+            expected = torch.zeros_like(output)
+            for sender in range(n):
+                generator.manual_seed(8 * call + sender)
+                drawn = torch.randint(-(1 << 20), 1 << 20, (n * shard,), generator=generator, dtype=torch.int32)
+                expected += drawn
+                if sender == rank:
+                    source.copy_(drawn)
+            target = source if call % 2 else output
+            comm.all_reduce(source, output=target, variant="two_shot_push")
+            wrong += (target != expected).sum()
+        assert int(wrong.item()) == 0
+
+
 def captured(context: Context, replays: int) -> None:
     """Every kernel in one graph, replayed with fresh inputs, eager calls between, ranks running ahead."""
     with communicator(context) as comm:
@@ -134,7 +160,7 @@ def captured(context: Context, replays: int) -> None:
         gathered, exchanged, pushed = comm.empty(n * small), torch.empty(n * small), comm.empty(n * large)
         pulled, scattered, summed, both = (torch.empty(k) for k in (n * large, small, n * small, large))
         part, wide, packed, mixed, added = (torch.empty(k * medium) for k in (1, n, n, n, 1))  # parcels
-        there, stored, sent = (comm.empty(n * large) for _ in range(3))  # read and written by the peers
+        there, stored, sent, kept = (comm.empty(n * large) for _ in range(4))  # read and written by the peers
         read = torch.empty(large)
 
         def calls() -> None:
@@ -151,6 +177,7 @@ def captured(context: Context, replays: int) -> None:
             comm.reduce_scatter(read, there, op="max", variant="one_shot")
             comm.all_reduce(there, op="max", output=stored, variant="two_shot")
             comm.all_reduce(there, op="max", output=sent, variant="b2b")
+            comm.all_reduce(there, op="max", output=kept, variant="two_shot_push")
             comm.all_gather(gathered, shard)  # of copy engines, perhaps: they take turns
 
         def fill(seed: int) -> tuple[list[torch.Tensor], ...]:
@@ -173,7 +200,7 @@ def captured(context: Context, replays: int) -> None:
             assert same_bytes(mixed, torch.cat([tensor[mine] for tensor in wides]))
             assert same_bytes(added, most[mine])
             assert same_bytes(read, most[rank * large : (rank + 1) * large])
-            assert same_bytes(stored, most) and same_bytes(sent, most)
+            assert all(same_bytes(output, most) for output in (stored, sent, kept))
             own = slice(rank * small, (rank + 1) * small)
             assert same_bytes(gathered, torch.cat([tensor[:small] for tensor in inputs]))
             assert same_bytes(exchanged, torch.cat([tensor[own] for tensor in inputs]))

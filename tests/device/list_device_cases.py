@@ -14,7 +14,7 @@ from device_cases import Context
 from list_cases import MOVING, REDUCING, Case
 
 from sidelane import Communicator, Config
-from sidelane.choice.candidate import SM, everything
+from sidelane.choice.candidate import SM, everything, takes_one_tensor
 from sidelane.execute.submitted import Counts
 from sidelane.program.collective import Kind
 
@@ -48,9 +48,9 @@ def by_kernels(context: Context, seed: int) -> int:
         with Communicator(device=device, config=Config(timeout_s=30)) as comm, torch.cuda.stream(torch.cuda.Stream()):
             rng = random.Random(seed)
             for kind, sizes, symmetric in itertools.product(KERNELS, (SMALL, SMALL + LARGE), (None, True)):
-                variants = [one.name for one in everything(kind) if one.implementation == SM]
+                variants = [v.name for v in everything(kind) if v.implementation == SM and not takes_one_tensor(v)]
                 case = Case(comm, kind, rng, rng.randint(2, 6), symmetric, sizes, alike=True)
-                for variant, again in itertools.product([v for v in variants if not v.endswith("_narrow")], range(3)):
+                for variant, again in itertools.product(variants, range(3)):
                     case.fill(again)
                     before = comm.submitted()
                     case.call(variant=variant)

@@ -81,6 +81,7 @@ CALLS = (
     ("all_reduce", "b2b", 5000, torch.float32),
     ("all_reduce", "one_shot", 77, torch.int64),
     ("all_reduce", "two_shot_narrow", 1 << 19, torch.float32),
+    ("all_reduce", "two_shot_push", 300_001, torch.bfloat16),
 )
 
 

@@ -35,6 +35,10 @@ def test_reducing_on_a_tenth_of_the_gpu(ranks: Ranks) -> None:
     assert min(ranks.run(CASES + "reducing", dtypes, sizes, NARROW, timeout_s=150)) == 2 * 4 * 4 * 3 * 2
 
 
+def test_reducing_in_chunks(ranks: Ranks) -> None:
+    ranks.run(CASES + "reducing_in_chunks", 20, timeout_s=120)
+
+
 def test_graphs_replay_between_eager_calls(ranks: Ranks) -> None:
     ranks.run(CASES + "captured", 20, timeout_s=120)
 

@@ -36,6 +36,7 @@ from sidelane.device import (
     reduce_direct,
     reduce_parcels,
     reduce_pull,
+    reduce_push,
     relay,
 )
 from sidelane.device.launch import Launch, Site
@@ -92,6 +93,7 @@ def reducing(odd: int) -> Iterator[Launch]:
         outputs = reached if gather else (here,)
         yield reduce_pull.arrange(SITE, here, here, STAGINGS, large, RANKS * large, AVERAGE, gather=gather)
         yield reduce_direct.arrange(SITE, outputs, reached, large, RANKS * large, AVERAGE, gather=gather)
+    yield reduce_push.arrange(SITE, reached, here, STAGINGS, large, RANKS * large, AVERAGE)
     yield list_parcels.arrange(*table(odd, parcels.TILE_BYTES), AVERAGE, distinct=False)
     yield list_direct.arrange(*table(odd, list_direct.TILE_BYTES, 2), AVERAGE, gather=True)
     reduced = table(odd, list_pull.tile_bytes(AVERAGE))

@@ -51,7 +51,7 @@ VARIANTS = {
     "all_to_all": ("b2b", "alternating", "striped", "pcpy+graph", "swap", "one_shot", "auto"),
     "broadcast": ("b2b", "alternating", "alternating+graph", "striped", "bcst", "auto"),
     "reduce_scatter": ("b2b", "b2b+graph", "one_shot", "one_shot_narrow", "auto"),
-    "all_reduce": ("b2b", "one_shot", "two_shot", "two_shot_narrow", "auto"),
+    "all_reduce": ("b2b", "one_shot", "two_shot", "two_shot_push", "two_shot_narrow", "auto"),
 }
 
 checker = ctypes.CDLL("libcuda.so.1")

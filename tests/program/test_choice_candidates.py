@@ -13,6 +13,8 @@ from sidelane.program.build.alternating import SLOT_BYTES
 from sidelane.program.collective import REDUCING, Kind, ReduceOp, Reduction
 from sidelane.program.kernel import NARROW
 
+PUSHED = Candidate(SM, "two_shot_push")
+
 
 @pytest.mark.parametrize("kind", Kind)
 def test_names_are_unique_and_lead_back(kind: Kind):
@@ -94,6 +96,8 @@ def test_beside_compute_only_reductions_launch_kernels_and_on_few_units():
         (gather(beside=COMPUTE), ALTERNATING, "may wait"),
         (gather(captured=True), Candidate(DMA, "alternating", launch="graph"), "graph already"),
         (gather(listed=True), ALTERNATING, "one tensor"),
+        (Call(Kind.ALL_REDUCE, 4, 4096, listed=True), PUSHED, "one tensor"),
+        (Call(Kind.ALL_REDUCE, 4, 4096, symmetric=False), PUSHED, "ordinary memory"),
         (gather(listed=True, mixed=True), ONE_SHOT, "every kind"),
         (gather(listed=True, even=False), ONE_SHOT, "equal counts"),
         (gather(listed=True, uniform=False), ONE_SHOT, "one dtype"),

@@ -67,6 +67,11 @@ def all_to_all(part: int, *, in_place: bool = False, ranks: int = 4) -> Collecti
         (define.all_reduce([MB] * 4, SUM), "two_shot", True, Protocol.DIRECT, 0),
         (define.all_reduce([MB] * 4, SUM, in_place=True), "two_shot", True, Protocol.DIRECT, 0),
         (define.all_reduce([256, 44, 0, 0], SUM), "two_shot", False, Protocol.REDUCE, 4 * 256),
+        (define.all_reduce([256, 44, 0, 0], SUM), "two_shot_push", True, Protocol.SEND, 3 * 16 * KB),
+        (define.all_reduce([MB] * 4, SUM, in_place=True), "two_shot_push", True, Protocol.SEND, 3 * MB),
+        (define.all_reduce([MB] * 4, SUM), "two_shot_push", False, Protocol.REDUCE, 4 * MB),
+        (define.all_reduce([256 * MB] * 2, SUM), "two_shot_push", True, Protocol.SEND, 96 * MB),
+        (define.all_reduce([MB], SUM), "two_shot_push", True, Protocol.SEND, MB),
         (define.broadcast(KB, 4, 3, in_place=True), "one_shot", False, Protocol.CELLS, 0),
         (define.broadcast(512 * KB, 4, 3, in_place=True), "one_shot", True, Protocol.PARCELS, 0),
         (define.broadcast(512 * KB + 1, 4, 3, in_place=True), "one_shot", False, Protocol.RELAY, 0),
@@ -79,7 +84,7 @@ def all_to_all(part: int, *, in_place: bool = False, ranks: int = 4) -> Collecti
 def test_which_kernel(collective: Collective, variant: str, symmetric: bool, protocol: Protocol, staging: int) -> None:
     program = kernel_program(collective, variant, symmetric_input=symmetric, symmetric_output=symmetric)
     assert (program.protocol, program.staging_bytes) == (protocol, staging)
-    assert bool(program.remote_buffers()) == (protocol in (Protocol.PUSH, Protocol.DIRECT))
+    assert bool(program.remote_buffers()) == (protocol in (Protocol.PUSH, Protocol.DIRECT, Protocol.SEND))
 
 
 def test_what_peers_touch_of_a_direct_reduction() -> None:
@@ -92,6 +97,7 @@ def test_what_peers_touch_of_a_direct_reduction() -> None:
     assert touched(define.all_reduce([MB] * 4, SUM), output=False) == {"input"}
     assert touched(define.all_reduce([MB] * 4, SUM), "two_shot") == {"input", "output"}
     assert touched(define.all_reduce([MB] * 4, SUM, in_place=True), "two_shot") == {"output"}
+    assert touched(define.all_reduce([MB] * 4, SUM), "two_shot_push") == {"output"}
     assert touched(define.all_reduce([MB] * 4, SUM), "two_shot", output=False) == set(), "results cannot be stored"
 
 
@@ -288,6 +294,7 @@ def test_nothing_to_move_launches_nothing(rank: Rank) -> None:
         (define.reduce_scatter([256 * KB] * 3, SUM), "one_shot"),
         (define.all_reduce([MB] * 3, SUM), "one_shot"),
         (define.all_reduce([MB] * 3, SUM), "two_shot"),
+        (define.all_reduce([MB] * 3, SUM, in_place=True), "two_shot_push"),
         (define.broadcast(KB, 3, 0, in_place=True), "one_shot"),
         (define.broadcast(512 * KB, 3, 1, in_place=True), "one_shot"),
         (define.broadcast(MB, 4, 1, in_place=True), "one_shot"),

@@ -49,12 +49,17 @@ HOW: Mapping[Protocol, str] = MappingProxyType(
         Protocol.PULL: "out of the peers' staging",
         Protocol.REDUCE: "out of the peers' staging, and added up",
         Protocol.DIRECT: "out of the peers' inputs, and added up",
+        Protocol.SEND: "into the staging of who adds them up",
     }
 )
 """In few words what ``Protocol`` says."""
 
 SECOND_SHOT: Mapping[Protocol, str] = MappingProxyType(
-    {Protocol.REDUCE: "; the results the same way", Protocol.DIRECT: "; the results into their outputs"}
+    {
+        Protocol.REDUCE: "; the results the same way",
+        Protocol.DIRECT: "; the results into their outputs",
+        Protocol.SEND: "; the results into the outputs",
+    }
 )
 
 
@@ -317,7 +322,7 @@ def _one_of(plan: Plan) -> Program | AnyKernelProgram:
 
 def _launch(program: AnyKernelProgram) -> tuple[str, ...]:
     """What a kernel is, and how its bytes travel (docs/kernels.md)."""
-    how = HOW[program.protocol] + (SECOND_SHOT[program.protocol] if program.variant == "two_shot" else "")
+    how = HOW[program.protocol] + (SECOND_SHOT[program.protocol] if program.two_shot else "")
     staging = f", {format_bytes(program.staging_bytes)} of staging" if program.staging_bytes else ""
     return (
         f"launch the kernel {program.variant} on {program.blocks} thread blocks at most",

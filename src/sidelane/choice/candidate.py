@@ -14,7 +14,7 @@ from sidelane.config import BESIDE, COMPUTE, NOTHING
 from sidelane.program.build import ALTERNATING, INTO_OUTPUTS, RELAY, variants
 from sidelane.program.build.alternating import SLOT_BYTES
 from sidelane.program.collective import REDUCING, Collective, Kind
-from sidelane.program.kernel import MOST_RANKS, NARROW
+from sidelane.program.kernel import MOST_RANKS, NARROW, PUSH
 from sidelane.program.kernel_list import MOST_LISTED
 
 DMA, SM = "dma", "sm"
@@ -26,7 +26,7 @@ SM_VARIANTS: dict[Kind, tuple[str, ...]] = {
     Kind.ALL_TO_ALL: ("one_shot",),
     Kind.BROADCAST: ("one_shot",),
     Kind.REDUCE_SCATTER: ("one_shot", "one_shot_narrow"),
-    Kind.ALL_REDUCE: ("one_shot", "two_shot", "one_shot_narrow", "two_shot_narrow"),
+    Kind.ALL_REDUCE: ("one_shot", "two_shot", "two_shot_push", "one_shot_narrow", "two_shot_narrow"),
 }
 
 CALLS, GRAPH = "calls", "graph"
@@ -183,6 +183,8 @@ def objection(call: Call, candidate: Candidate, abilities: Abilities = EVERYTHIN
         return "the call is part of a graph already"
     if candidate.variant in INTO_OUTPUTS and not call.symmetric and call.world_size > 1:
         return "writes into the peers' outputs, which are in ordinary memory"
+    if candidate.variant.endswith(PUSH) and not call.symmetric and call.world_size > 1:
+        return "stores results into the peers' outputs, which are in ordinary memory"
     if candidate.variant == RELAY and call.world_size <= 2:
         return "has no third rank to relay to"
     if not call.even and (candidate.variant == "swap" or candidate.implementation == SM):
@@ -204,7 +206,7 @@ def objection(call: Call, candidate: Candidate, abilities: Abilities = EVERYTHIN
 
 def takes_one_tensor(candidate: Candidate) -> bool:
     """True for what has no program for lists of tensors."""
-    return candidate.variant in (ALTERNATING, RELAY) or candidate.variant.endswith(NARROW)
+    return candidate.variant in (ALTERNATING, RELAY) or candidate.variant.endswith((NARROW, PUSH))
 
 
 def _no_alternation(call: Call) -> str:

@@ -22,7 +22,7 @@ from sidelane.choice.candidate import (
 from sidelane.choice.profile import Profile
 from sidelane.program.build import ALTERNATING, RELAY
 from sidelane.program.collective import REDUCING, Kind
-from sidelane.program.kernel import MOST_PARCEL_BYTES, NARROW, may_be_direct
+from sidelane.program.kernel import MOST_PARCEL_BYTES, NARROW, PUSH, may_be_direct
 
 SMALL_BYTES = 1 << 20
 """Without any measurement, kernels are taken below this size where they are legal: on H200s a DMA collective spends
@@ -175,7 +175,7 @@ def _staging_us(call: Call, candidate: Candidate) -> float:
     part = call.nbytes // call.world_size if call.kind is Kind.REDUCE_SCATTER else call.nbytes
     if not may_be_direct(call.kind, candidate.variant, part, in_place=call.in_place):
         return 0.0
-    return STAGED_US[candidate.variant.removesuffix(NARROW)] + call.nbytes / STAGING_BYTES_PER_US
+    return STAGED_US[candidate.variant.removesuffix(NARROW).removesuffix(PUSH)] + call.nbytes / STAGING_BYTES_PER_US
 
 
 def _by_thumb(call: Call, legal: tuple[Candidate, ...], table: Table, *, measured: bool) -> Choice:

@@ -249,8 +249,8 @@ class Communicator:
             output: same number of elements and dtype; None for in place.
             async_op: see :meth:`all_gather`.
             beside: see :meth:`all_gather`.
-            variant: ``pcpy``, ``b2b``, ``one_shot``, ``two_shot``, ``one_shot_narrow``,
-                ``two_shot_narrow`` or ``auto``.
+            variant: ``pcpy``, ``b2b``, ``one_shot``, ``two_shot``, ``two_shot_push``,
+                ``one_shot_narrow``, ``two_shot_narrow`` or ``auto``.
 
         Raises:
             As :meth:`all_gather`.

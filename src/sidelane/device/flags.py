@@ -89,8 +89,8 @@ def relaxed_signal(arenas, rank, generation, PHASE: tl.constexpr, N: tl.constexp
 
 
 @triton.jit
-def wait(arena, generation, board, spent, PHASE: tl.constexpr, N: tl.constexpr):
-    """Wait until each of N ranks has come to ``PHASE`` of ``generation``, or of the next one (in a circle of 2**32).
+def wait(arena, generation, board, spent, phase, N: tl.constexpr):
+    """Wait until each of N ranks has come to ``phase`` of ``generation``, or of the next one (in a circle of 2**32).
 
     Acquires at system scope, for all threads of the block.
 
@@ -98,12 +98,12 @@ def wait(arena, generation, board, spent, PHASE: tl.constexpr, N: tl.constexpr):
         ``spent``, not 0 if the host has told the kernel to give up.
     """
     lane = tl.arange(0, MAX_RANKS)
-    return _wait_for(arena, lane < N, generation, board, spent, PHASE)
+    return _wait_for(arena, lane < N, generation, board, spent, phase)
 
 
 @triton.jit
 def wait_for_rank(arena, sender, generation, board, spent, phase):
-    """As :func:`wait`, for one rank and a phase that need not be a constant."""
+    """As :func:`wait`, for one rank."""
     lane = tl.arange(0, MAX_RANKS)
     return _wait_for(arena, lane == sender, generation, board, spent, phase)
 

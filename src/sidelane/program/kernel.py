@@ -10,6 +10,7 @@ import dataclasses
 from enum import StrEnum
 
 from sidelane.program.collective import REDUCING, Buffer, Collective, Kind
+from sidelane.program.pushed import chunks_of
 
 MOST_RANKS = 8
 """Ranks that kernels know how to address."""
@@ -33,6 +34,10 @@ NARROW_BLOCKS = 10
 """Thread blocks of these: 8% of an H200. They reduce 64 MiB of four ranks for a reduce_scatter in 167 us, 8 in 171,
 6 in 181, and 128 wide ones in 164 (probes: docs/probes.md)."""
 
+PUSH = "_push"
+"""How the variant of an all_reduce in two shots ends that stores shards with the ranks that add them up, where others
+let these fetch them."""
+
 LARGE_PART_BYTES = 8 << 20
 
 ALIGNMENT = 16
@@ -46,6 +51,7 @@ class Protocol(StrEnum):
     ``relay``: a parcel for each peer, which all others get from there, for broadcasts. ``push``: into the peers'
     outputs. ``stage``: into their staging, for broadcasts. ``pull``: out of the peers' staging. ``reduce``: the same,
     for collectives that reduce. ``direct``: these, but out of the peers' inputs, and in two shots into their outputs.
+    ``send``: these in two shots, but into the peers' staging.
     """
 
     CELLS = "cells"
@@ -56,9 +62,10 @@ class Protocol(StrEnum):
     PULL = "pull"
     REDUCE = "reduce"
     DIRECT = "direct"
+    SEND = "send"
 
 
-STAGING = (Protocol.STAGE, Protocol.PULL, Protocol.REDUCE)
+STAGING = (Protocol.STAGE, Protocol.PULL, Protocol.REDUCE, Protocol.SEND)
 """Protocols that need it."""
 
 
@@ -68,7 +75,7 @@ class KernelProgram:
 
     Attributes:
         collective: what to do.
-        variant: ``one_shot`` or ``two_shot``, or one of these on few blocks.
+        variant: ``one_shot`` or ``two_shot``, one of these on few blocks, or ``two_shot_push``.
         protocol: how.
         blocks: most thread blocks of a launch.
     """
@@ -109,6 +116,8 @@ class KernelProgram:
         """Staging that every rank needs, on top of the slots."""
         if self.protocol not in STAGING:
             return 0
+        if self.protocol is Protocol.SEND:
+            return max(1, self.world_size - 1) * chunks_of(self.part_bytes, self.blocks).peer_bytes
         part = -(-self.part_bytes // ALIGNMENT) * ALIGNMENT
         return part * (self.world_size if self.distinct else 1)
 
@@ -116,9 +125,11 @@ class KernelProgram:
         """Callers' buffers that peers touch."""
         if self.protocol is Protocol.PUSH:
             return frozenset({Buffer.OUTPUT})
+        read, stored = (span(0, 0, 0).buffer for span in (self.collective.input_span, self.collective.output_span))
+        if self.protocol is Protocol.SEND:
+            return frozenset({stored})
         if self.protocol is not Protocol.DIRECT:
             return frozenset()
-        read, stored = (span(0, 0, 0).buffer for span in (self.collective.input_span, self.collective.output_span))
         return frozenset({read, stored} if self.two_shot else {read})
 
 
@@ -130,7 +141,8 @@ def kernel_program(
     Args:
         collective: all_gather, all_to_all, reduce_scatter or all_reduce, equal parts for all ranks; a broadcast in
             place.
-        variant: ``one_shot``, or ``two_shot`` for all_reduce; for what reduces also with ``_narrow``.
+        variant: ``one_shot``, or ``two_shot`` for all_reduce; for what reduces also with ``_narrow``, for all_reduce
+            ``two_shot_push``.
         symmetric_input: peers can read the input.
         symmetric_output: peers can write into the output.
         blocks: most thread blocks of a launch; None for as many as the size is worth.
@@ -146,7 +158,7 @@ def kernel_program(
     part = part_bytes_of(collective, variant)
     protocol = _protocol_of(collective, variant, symmetric_input=symmetric_input, symmetric_output=symmetric_output)
     pair = protocol is Protocol.DIRECT and n == 2 and is_two_shot(variant)
-    worthwhile = MOST_BLOCKS if part >= LARGE_PART_BYTES or pair else BLOCKS
+    worthwhile = MOST_BLOCKS if part >= LARGE_PART_BYTES or pair or protocol is Protocol.SEND else BLOCKS
     worthwhile = NARROW_BLOCKS if variant.endswith(NARROW) else worthwhile
     return KernelProgram(collective, variant, protocol, blocks or worthwhile)
 
@@ -160,6 +172,8 @@ def _protocol_of(collective: Collective, variant: str, *, symmetric_input: bool,
     if not two_shot and part <= MOST_PARCEL_BYTES:
         return Protocol.PARCELS
     if kind in REDUCING:
+        if variant.endswith(PUSH) and symmetric_output:
+            return Protocol.SEND
         symmetric = symmetric_input and (symmetric_output or not two_shot)
         direct = symmetric and part % ALIGNMENT == 0
         direct = direct and may_be_direct(kind, variant, part, in_place=collective.in_place)
@@ -210,7 +224,7 @@ def part_bytes_of(collective: Collective, variant: str) -> int:
 
 def is_two_shot(variant: str) -> bool:
     """True for an all_reduce in two steps: every rank reduces a shard, and gives it to all."""
-    return variant.removesuffix(NARROW) == "two_shot"
+    return variant.startswith("two_shot")
 
 
 def most_cell_bytes(world_size: int) -> int:

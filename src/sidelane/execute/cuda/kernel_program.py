@@ -24,6 +24,7 @@ from sidelane.device import (
     reduce_direct,
     reduce_parcels,
     reduce_pull,
+    reduce_push,
 )
 from sidelane.device.launch import Launch, Site
 from sidelane.execute.base import Addresses, Place, Repetition
@@ -211,6 +212,10 @@ def arrange(program: KernelProgram, rank: int, addresses: Addresses, board: int,
             total, gather = program.total_bytes, program.two_shot
             stagings = everyone(Buffer.STAGING)
             return reduce_pull.arrange(site, output, input, stagings, part, total, collective.reduction, gather=gather)
+        case Protocol.SEND:
+            assert collective.reduction is not None
+            outputs, stagings = everyone(target.buffer), everyone(Buffer.STAGING)
+            return reduce_push.arrange(site, outputs, input, stagings, part, program.total_bytes, collective.reduction)
     assert program.protocol is Protocol.DIRECT
     assert collective.reduction is not None
     total, gather = program.total_bytes, program.two_shot
