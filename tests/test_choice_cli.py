@@ -52,12 +52,13 @@ def test_tune_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     assert (seen.options.quick, seen.options.budget_s, seen.options.output) == (True, 5.0, where)
 
 
-def test_a_table_from_results(tmp_path: Path):
-    results = Path(__file__).parent.parent / "results" / "h200x4" / "collectives.json"
+@pytest.mark.parametrize("machine", ["h200x2", "h200x4"])
+def test_a_table_from_results(tmp_path: Path, machine: str):
+    results = Path(__file__).parent.parent / "results" / machine / "collectives.json"
     assert "needs --output" in run("tune", "--from-results", str(results)).output
     made = run("tune", "--from-results", str(results), "--output", str(tmp_path / "t.json"))
     assert made.exit_code == 0, made.output
-    assert parse((tmp_path / "t.json").read_text()) == builtin("h200x4")
+    assert parse((tmp_path / "t.json").read_text()) == builtin(machine)
     (tmp_path / "no.json").write_text("{}")
     refused = run("tune", "--from-results", str(tmp_path / "no.json"), "--output", str(tmp_path / "t.json"))
     assert refused.exit_code == 2
@@ -196,7 +197,7 @@ def test_explain_says_what_a_cached_graph_takes():
     curve = Curve(Kind.ALL_GATHER, 4, "bfloat16", False, False, graph, ((1 << 10, 1.0),))
     options = ExplainOptions(kind=Kind.ALL_GATHER, nbytes=1 << 16, machine="h200x4")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(explaining, "builtin", lambda name: dataclasses.replace(table, curves=(curve,)))
+        patch.setattr(explaining, "builtin_for", lambda key: dataclasses.replace(table, curves=(curve,)))
         found = explain(options)
     assert found.choice.candidate == graph
     assert "1 graph launch, 2 calls" in found.summary and "3 peer copies, 1 local copy" in found.summary

@@ -142,11 +142,13 @@ def test_a_broken_file_is_a_note_if_nobody_named_it_and_an_error_if_somebody_did
 
 
 def test_built_in_tables_are_for_a_device_whatever_its_software():
-    assert {"h200x4", "cpu"} <= set(builtin_names())
+    assert {"h200x2", "h200x4", "cpu"} <= set(builtin_names())
     h200 = builtin("h200x4")
     assert h200 is not None and builtin("nothing") is None
     newer = Key("cuda", "NVIDIA H200", 8, "18 to a switch", (("driver", "999"),))
-    assert builtin_for(newer) == h200
+    found = builtin_for(newer)
+    assert found is not None and found.machine == "h200x4"
+    assert [curve for curve in found.curves if curve.world_size == 4] == list(h200.curves)
     assert "8 here" in in_force(BUILTIN, newer).where
     assert builtin_for(KEY) is None
     assert builtin_for(Key("cpu", "Some processor", 64)) == builtin("cpu")
@@ -155,6 +157,17 @@ def test_built_in_tables_are_for_a_device_whatever_its_software():
         assert table is not None and table.machine == name
         for measured in table.curves:
             assert find(measured.kind, measured.candidate.name) == measured.candidate, "names that nothing has any more"
+
+
+@pytest.mark.parametrize("gpus", [2, 4])
+def test_two_ranks_are_judged_by_what_two_ranks_took(gpus: int):
+    four, two = builtin("h200x4"), builtin("h200x2")
+    table = builtin_for(Key("cuda", "NVIDIA H200", gpus))
+    assert four is not None and two is not None and table is not None
+    assert table.machine == f"h200x{gpus}"
+    for ranks, measured in ((2, two), (3, four), (4, four), (8, four)):
+        call = Call(Kind.ALL_REDUCE, ranks, 64 << 20)
+        assert table.comparable(call) == measured.comparable(call)
 
 
 def test_settings():

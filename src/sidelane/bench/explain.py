@@ -17,7 +17,7 @@ from sidelane.c3.workload import format_bytes
 from sidelane.choice import Abilities, Candidate, Choice, Curve, Profile, candidates, choose, objection
 from sidelane.choice.candidate import EVERYTHING, GRAPH, everything
 from sidelane.choice.key import CPU, Key, key_here
-from sidelane.choice.store import InForce, builtin, builtin_names, in_force, read
+from sidelane.choice.store import InForce, builtin, builtin_for, builtin_names, in_force, read
 from sidelane.collectives.arguments import SHARD_ALIGNMENT, aligned_shards
 from sidelane.collectives.listed import LISTED, ListAgreement, Part
 from sidelane.collectives.plan import AUTO, Agreement, AnyAgreement, Plan, make_program
@@ -220,6 +220,7 @@ def _where(options: ExplainOptions) -> tuple[InForce | None, str, str, int, Abil
         ranks = options.world_size or max(
             (curve.world_size for curve in profile.curves), default=max(profile.key.count, 2)
         )
+        profile = (builtin_for(profile.key) if name is not None else None) or profile
         return _placed(InForce(profile, where), _devices(profile.key, ranks), profile.key, ranks)
     if name is not None:
         if name not in machine_names() and not name.endswith((".toml", ".json")):

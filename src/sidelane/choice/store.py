@@ -141,12 +141,21 @@ def builtin_names() -> tuple[str, ...]:
 
 
 def builtin_for(key: Key) -> Profile | None:
-    """The table for a machine: of the same device, whatever its software, and of the nearest count."""
+    """The table for a machine: of the same device, whatever its software, and of the nearest count.
+
+    For world sizes that it lacks with the times of the other tables of that device: two ranks on a machine of four GPUs
+    are nearer to two on one of two.
+    """
     tables = [table for name in builtin_names() if (table := builtin(name)) is not None]
     if key.device_type == CPU:
         return next((table for table in tables if table.key.device_type == CPU), None)
     same = [table for table in tables if table.key.device == key.device]
-    return min(same, key=lambda table: abs(table.key.count - key.count), default=None)
+    nearest = min(same, key=lambda table: abs(table.key.count - key.count), default=None)
+    if nearest is None:
+        return None
+    sizes = {curve.world_size for curve in nearest.curves}
+    others = tuple(curve for table in same for curve in table.curves if curve.world_size not in sizes)
+    return dataclasses.replace(nearest, curves=(*nearest.curves, *others))
 
 
 def _shown(path: Path) -> str:
