@@ -179,6 +179,14 @@ def test_explain_says_what_a_kernel_does(arguments: str, protocol: Protocol, blo
     assert f"protocol {protocol}: " in submitted and more in submitted
 
 
+def test_explain_says_what_is_stored_with_its_owner():
+    shown = run("explain", "all_reduce", "64M", "--machine", "h200x2")
+    assert shown.exit_code == 0, shown.output
+    assert "auto takes sm two_shot_push" in shown.output
+    assert "protocol send: into the staging of who adds them up; the results into the outputs" in shown.output
+    assert "32M from rank to rank, 32M of staging" in shown.output
+
+
 def test_the_example_in_the_docs_is_what_is_printed():
     page = (Path(__file__).parent.parent / "docs" / "choice.md").read_text(encoding="utf-8")
     block = page[page.index("    $ sidelane explain") :].split("\n\n")[0]
