@@ -19,7 +19,7 @@ from sidelane.bench.tune import command as tune
 from sidelane.choice import Candidate, Curve
 from sidelane.choice.key import key_here
 from sidelane.choice.profile import parse
-from sidelane.choice.store import builtin, user_file, write
+from sidelane.choice.store import InForce, builtin, user_file, write
 from sidelane.program.collective import Kind
 from sidelane.program.kernel import Protocol
 
@@ -205,7 +205,7 @@ def test_explain_says_what_a_cached_graph_takes():
     curve = Curve(Kind.ALL_GATHER, 4, "bfloat16", False, False, graph, ((1 << 10, 1.0),))
     options = ExplainOptions(kind=Kind.ALL_GATHER, nbytes=1 << 16, machine="h200x4")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(explaining, "builtin_for", lambda key: dataclasses.replace(table, curves=(curve,)))
+        patch.setattr(explaining, "builtin_for", lambda key: InForce(dataclasses.replace(table, curves=(curve,)), "it"))
         found = explain(options)
     assert found.choice.candidate == graph
     assert "1 graph launch, 2 calls" in found.summary and "3 peer copies, 1 local copy" in found.summary

@@ -45,7 +45,7 @@ from sidelane.device.list_table import Piece, Table
 from sidelane.program import pushed
 from sidelane.program.collective import ReduceOp, Reduction
 
-HEAP_BYTES = 10 << 20
+HEAP_BYTES = 27 << 20
 POISON = 0x5A
 
 
@@ -196,11 +196,11 @@ def _reduce_all(world: World, dtype_name: str, delay: random.Random) -> None:
 
 
 def _reduce_in_chunks(world: World, dtype_name: str) -> None:
-    """More chunks than their slots, from ranks that pause now and then."""
+    """More chunks than their slots, while rank 0 pauses so long that the others could get two chunks ahead."""
     reduction = Reduction(ReduceOp.SUM, dtype_name)
-    shard_bytes = 26 * pushed.TILE_BYTES - 100 * reduction.element_bytes
-    assert pushed.chunks_of(shard_bytes, 1).count > pushed.SLOTS
-    walk = world.stumble(0.3, 0.03)
+    shard_bytes = 82 * pushed.TILE_BYTES - 100 * reduction.element_bytes
+    assert pushed.chunks_of(shard_bytes, 1).count > 2 * pushed.SLOTS
+    walk = world.stumble(0.1, 0.2) if world.rank == 0 else lambda: None
     for call in range(2):
         count = world.world_size * shard_bytes // reduction.element_bytes - call
         _reduce(world, reduction, count, False, "push two", bool(call), seed=call, most_blocks=1)

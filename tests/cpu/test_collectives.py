@@ -115,6 +115,24 @@ def test_a_first_call_reserves_what_its_capture_needs(pool: RankPool) -> None:
     pool.run(staging_of_captures, 3)
 
 
+def without_staging_in_a_capture(group: dist.ProcessGroup) -> tuple[str, str]:
+    """``auto`` would take what needs staging in a capture, and no call has been made before."""
+    with sweeps.communicator(group) as comm:
+        tensor = comm.empty(comm.world_size * 200_000)
+        request = comm._arguments.all_to_all(tensor, tensor)
+        found = [one for name in ("b2b", "swap") if (one := find(Kind.ALL_TO_ALL, name)) is not None]
+        table = tuple((candidate, None) for candidate in found)
+        comm._preparer._planner.choice = lambda _: Choice(found[0], "as the test wants it", table)  # type: ignore[method-assign]
+        prepared = comm._preparer.prepare(Agreement.of(request, "auto", frozen=True), request)
+        comm.all_to_all(tensor, tensor, variant="b2b")
+        again = comm._preparer.prepare(Agreement.of(request, "auto", frozen=True), request)
+        return prepared.choice.candidate.name, again.choice.candidate.name
+
+
+def test_a_capture_does_without_staging_that_is_not_there(pool: RankPool) -> None:
+    assert pool.run(without_staging_in_a_capture, 3) == [("swap", "b2b")] * 3
+
+
 def test_asynchronous_calls_keep_their_order(pool: RankPool) -> None:
     pool.run(sweeps.asynchronous, 4)
 

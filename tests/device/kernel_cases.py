@@ -132,9 +132,9 @@ def reducing_in_chunks(context: Context, calls: int) -> None:
     """All_reduces of more chunks than their slots, back to back, ranks running ahead."""
     with communicator(context) as comm:
         n, rank = comm.world_size, comm.rank
-        shard = 26 * MOST_BLOCKS * TILE_BYTES // 4 - 1001
+        shard = 82 * MOST_BLOCKS * TILE_BYTES // 4 - 1001
         source, output = comm.empty(n * shard, dtype=torch.int32), comm.empty(n * shard, dtype=torch.int32)
-        assert chunks_of(4 * shard, MOST_BLOCKS).count > SLOTS
+        assert chunks_of(4 * shard, MOST_BLOCKS).count > 2 * SLOTS
         generator = torch.Generator(source.device)
         wrong = torch.zeros((), dtype=torch.int64)
         for call in range(calls):
@@ -145,6 +145,8 @@ def reducing_in_chunks(context: Context, calls: int) -> None:
                 expected += drawn
                 if sender == rank:
                     source.copy_(drawn)
+            if call % 5 == rank:
+                torch.cuda._sleep(2_000_000)
             target = source if call % 2 else output
             comm.all_reduce(source, output=target, variant="two_shot_push")
             wrong += (target != expected).sum()

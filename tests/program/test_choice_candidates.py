@@ -97,7 +97,7 @@ def test_beside_compute_only_reductions_launch_kernels_and_on_few_units():
         (gather(captured=True), Candidate(DMA, "alternating", launch="graph"), "graph already"),
         (gather(listed=True), ALTERNATING, "one tensor"),
         (Call(Kind.ALL_REDUCE, 4, 4096, listed=True), PUSHED, "one tensor"),
-        (Call(Kind.ALL_REDUCE, 4, 4096, symmetric=False), PUSHED, "ordinary memory"),
+        (Call(Kind.ALL_REDUCE, 4, 4096, symmetric=False), PUSHED, "in ordinary memory it is two_shot"),
         (gather(listed=True, mixed=True), ONE_SHOT, "every kind"),
         (gather(listed=True, even=False), ONE_SHOT, "equal counts"),
         (gather(listed=True, uniform=False), ONE_SHOT, "one dtype"),

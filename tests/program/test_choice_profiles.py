@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -147,11 +148,12 @@ def test_built_in_tables_are_for_a_device_whatever_its_software():
     assert h200 is not None and builtin("nothing") is None
     newer = Key("cuda", "NVIDIA H200", 8, "18 to a switch", (("driver", "999"),))
     found = builtin_for(newer)
-    assert found is not None and found.machine == "h200x4"
-    assert [curve for curve in found.curves if curve.world_size == 4] == list(h200.curves)
+    assert found is not None and found.profile is not None and found.profile.machine == "h200x4"
+    assert [curve for curve in found.profile.curves if curve.world_size == 4] == list(h200.curves)
     assert "8 here" in in_force(BUILTIN, newer).where
     assert builtin_for(KEY) is None
-    assert builtin_for(Key("cpu", "Some processor", 64)) == builtin("cpu")
+    by_cpu = builtin_for(Key("cpu", "Some processor", 64))
+    assert by_cpu is not None and by_cpu.profile == builtin("cpu")
     for name in builtin_names():
         table = builtin(name)
         assert table is not None and table.machine == name
@@ -159,15 +161,22 @@ def test_built_in_tables_are_for_a_device_whatever_its_software():
             assert find(measured.kind, measured.candidate.name) == measured.candidate, "names that nothing has any more"
 
 
-@pytest.mark.parametrize("gpus", [2, 4])
-def test_two_ranks_are_judged_by_what_two_ranks_took(gpus: int):
+@pytest.mark.parametrize(
+    ("gpus", "where"),
+    [
+        (2, r"h200x2 \(....-..-..; 4 ranks by h200x4\)"),
+        (3, r"h200x4 \(....-..-..; 2 ranks by h200x2; 3 here\)"),
+        (4, r"h200x4 \(....-..-..; 2 ranks by h200x2\)"),
+    ],
+)
+def test_two_ranks_are_judged_by_what_two_ranks_took(gpus: int, where: str):
     four, two = builtin("h200x4"), builtin("h200x2")
-    table = builtin_for(Key("cuda", "NVIDIA H200", gpus))
-    assert four is not None and two is not None and table is not None
-    assert table.machine == f"h200x{gpus}"
+    found = builtin_for(Key("cuda", "NVIDIA H200", gpus))
+    assert four is not None and two is not None and found is not None and found.profile is not None
+    assert re.search(where, found.where)
     for ranks, measured in ((2, two), (3, four), (4, four), (8, four)):
         call = Call(Kind.ALL_REDUCE, ranks, 64 << 20)
-        assert table.comparable(call) == measured.comparable(call)
+        assert found.profile.comparable(call) == measured.comparable(call)
 
 
 def test_settings():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import itertools
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +25,7 @@ from sidelane.execute.cuda.watch import BOARD
 from sidelane.execute.monitor import NO_CALL
 from sidelane.execute.submitted import Counts
 from sidelane.program import collective as define
+from sidelane.program import pushed
 from sidelane.program.collective import Buffer, Collective, ReduceOp, Reduction
 from sidelane.program.kernel import MOST_CELL_BYTES, MOST_PARCEL_BYTES, KernelProgram, Protocol, kernel_program
 
@@ -72,6 +75,7 @@ def all_to_all(part: int, *, in_place: bool = False, ranks: int = 4) -> Collecti
         (define.all_reduce([MB] * 4, SUM), "two_shot_push", False, Protocol.REDUCE, 4 * MB),
         (define.all_reduce([256 * MB] * 2, SUM), "two_shot_push", True, Protocol.SEND, 96 * MB),
         (define.all_reduce([MB], SUM), "two_shot_push", True, Protocol.SEND, MB),
+        (define.all_reduce([0, 0], SUM), "two_shot_push", True, Protocol.SEND, 0),
         (define.broadcast(KB, 4, 3, in_place=True), "one_shot", False, Protocol.CELLS, 0),
         (define.broadcast(512 * KB, 4, 3, in_place=True), "one_shot", True, Protocol.PARCELS, 0),
         (define.broadcast(512 * KB + 1, 4, 3, in_place=True), "one_shot", False, Protocol.RELAY, 0),
@@ -99,6 +103,19 @@ def test_what_peers_touch_of_a_direct_reduction() -> None:
     assert touched(define.all_reduce([MB] * 4, SUM, in_place=True), "two_shot") == {"output"}
     assert touched(define.all_reduce([MB] * 4, SUM), "two_shot_push") == {"output"}
     assert touched(define.all_reduce([MB] * 4, SUM), "two_shot", output=False) == set(), "results cannot be stored"
+
+
+def test_chunks_have_signals_and_lie_inside_of_staging() -> None:
+    assert pushed.MOST_CHUNKS == layout.PHASES - 2, "all phases but ready and done"
+    rng = random.Random(11)
+    sizes = [rng.randrange(1, 1 << rng.randrange(1, 37)) for _ in range(2000)]
+    for shard, most_blocks in itertools.product((1, 2 << 30, (2 << 30) + 1, *sizes), (1, 10, 64, 128)):
+        chunks = pushed.chunks_of(shard, most_blocks)
+        assert chunks.count <= pushed.MOST_CHUNKS
+        step = chunks.blocks * chunks.rounds
+        assert (chunks.count - 1) * step < chunks.tiles <= chunks.count * step
+        ends = [chunk % pushed.SLOTS * step + min(step, chunks.tiles - chunk * step) for chunk in range(chunks.count)]
+        assert max(ends) * pushed.TILE_BYTES == chunks.peer_bytes
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 8])

@@ -216,12 +216,12 @@ def _where(options: ExplainOptions) -> tuple[InForce | None, str, str, int, Abil
             raise ValueError(
                 f"explain: no such profile (value={str(options.profile)!r}, allowed=a file of sidelane tune)"
             )
-        where = f"the built-in table {name} ({profile.date[:10]})" if name is not None else str(options.profile)
         ranks = options.world_size or max(
             (curve.world_size for curve in profile.curves), default=max(profile.key.count, 2)
         )
-        profile = (builtin_for(profile.key) if name is not None else None) or profile
-        return _placed(InForce(profile, where), _devices(profile.key, ranks), profile.key, ranks)
+        tables = builtin_for(profile.key) if name is not None else None
+        chosen_by = tables or InForce(profile, str(options.profile))
+        return _placed(chosen_by, _devices(profile.key, ranks), profile.key, ranks)
     if name is not None:
         if name not in machine_names() and not name.endswith((".toml", ".json")):
             known = ", ".join(dict.fromkeys((*builtin_names(), *machine_names())))

@@ -184,7 +184,7 @@ def objection(call: Call, candidate: Candidate, abilities: Abilities = EVERYTHIN
     if candidate.variant in INTO_OUTPUTS and not call.symmetric and call.world_size > 1:
         return "writes into the peers' outputs, which are in ordinary memory"
     if candidate.variant.endswith(PUSH) and not call.symmetric and call.world_size > 1:
-        return "stores results into the peers' outputs, which are in ordinary memory"
+        return "needs input and output in symmetric memory: in ordinary memory it is two_shot"
     if candidate.variant == RELAY and call.world_size <= 2:
         return "has no third rank to relay to"
     if not call.even and (candidate.variant == "swap" or candidate.implementation == SM):

@@ -77,8 +77,7 @@ def in_force(setting: str | None, key: Key) -> InForce:
             notes.append(f"{_shown(path)} is not used: {problem}")
     table = builtin_for(key)
     if table is not None:
-        different = "" if table.key.count == key.count or key.device_type == CPU else f"; {key.count} here"
-        return InForce(table, f"the built-in table {table.machine} ({table.date[:10]}{different})", tuple(notes))
+        return dataclasses.replace(table, notes=tuple(notes))
     return InForce(None, f"a rule of thumb: no table for {key.device} (sidelane tune makes one)", tuple(notes))
 
 
@@ -140,22 +139,34 @@ def builtin_names() -> tuple[str, ...]:
     return tuple(sorted(entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json")))
 
 
-def builtin_for(key: Key) -> Profile | None:
+def builtin_for(key: Key) -> InForce | None:
     """The table for a machine: of the same device, whatever its software, and of the nearest count.
 
-    For world sizes that it lacks with the times of the other tables of that device: two ranks on a machine of four GPUs
-    are nearer to two on one of two.
+    For world sizes that it lacks with the times of the device's other tables: two ranks on a machine of four GPUs are
+    nearer to two on one of two.
     """
     tables = [table for name in builtin_names() if (table := builtin(name)) is not None]
     if key.device_type == CPU:
-        return next((table for table in tables if table.key.device_type == CPU), None)
+        found = next((table for table in tables if table.key.device_type == CPU), None)
+        return None if found is None else InForce(found, f"the built-in table {found.machine} ({found.date[:10]})")
     same = [table for table in tables if table.key.device == key.device]
-    nearest = min(same, key=lambda table: abs(table.key.count - key.count), default=None)
-    if nearest is None:
+    same.sort(key=lambda table: (abs(table.key.count - key.count), -table.key.count))
+    if not same:
         return None
-    sizes = {curve.world_size for curve in nearest.curves}
-    others = tuple(curve for table in same for curve in table.curves if curve.world_size not in sizes)
-    return dataclasses.replace(nearest, curves=(*nearest.curves, *others))
+    nearest, *others = same
+    curves, sizes = nearest.curves, {curve.world_size for curve in nearest.curves}
+    words = [nearest.date[:10]]
+    for table in others:
+        more = tuple(curve for curve in table.curves if curve.world_size not in sizes)
+        if more:
+            curves, new = (*curves, *more), {curve.world_size for curve in more}
+            sizes |= new
+            words.append(f"{', '.join(map(str, sorted(new)))} ranks by {table.machine}")
+    if nearest.key.count != key.count:
+        words.append(f"{key.count} here")
+    return InForce(
+        dataclasses.replace(nearest, curves=curves), f"the built-in table {nearest.machine} ({'; '.join(words)})"
+    )
 
 
 def _shown(path: Path) -> str:

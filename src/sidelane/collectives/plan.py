@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 
 from sidelane.choice import Abilities, Call, Candidate, Choice, Profile, choose
@@ -135,14 +136,34 @@ class Planner:
         """
         program = self._programs.get(agreement)
         if program is None:
-            program = make_program(agreement, self.choice(agreement).candidate, self._capabilities.moves)
-            if self._verify and isinstance(program, Program):
-                verify(program)
-            elif self._verify and isinstance(program, Alternation):
-                program.verify()
+            program = self._proved(agreement, self.choice(agreement).candidate)
             if len(self._programs) >= MOST_PROGRAMS:
                 del self._programs[next(iter(self._programs))]
             self._programs[agreement] = program
+        return program
+
+    def program_that_fits(self, agreement: AnyAgreement, fits: Callable[[Plan], bool]) -> tuple[Plan, Choice]:
+        """The program for a call, and its choice. Where ``auto`` chose what does not fit: the best that does, if any.
+
+        Args:
+            agreement: the call.
+            fits: answers alike on all ranks.
+        """
+        program, choice = self.program(agreement), self.choice(agreement)
+        if agreement.variant != AUTO or fits(program):
+            return program, choice
+        for candidate, _ in choice.table:
+            if fits(make_program(agreement, candidate, self._capabilities.moves)):
+                reason = f"{choice.candidate} needs staging that is not there, and a capture can allocate none"
+                return self._proved(agreement, candidate), Choice(candidate, reason, choice.table)
+        return program, choice
+
+    def _proved(self, agreement: AnyAgreement, candidate: Candidate) -> Plan:
+        program = make_program(agreement, candidate, self._capabilities.moves)
+        if self._verify and isinstance(program, Program):
+            verify(program)
+        elif self._verify and isinstance(program, Alternation):
+            program.verify()
         return program
 
     def unproved(self, agreement: AnyAgreement) -> Plan:

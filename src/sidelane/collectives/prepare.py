@@ -14,7 +14,7 @@ from sidelane.collectives.arguments import Request
 from sidelane.collectives.backend import Backend
 from sidelane.collectives.heap import Region, SymmetricHeap
 from sidelane.collectives.listed import ListRequest
-from sidelane.collectives.plan import AUTO, AnyAgreement, Planner
+from sidelane.collectives.plan import AUTO, AnyAgreement, Plan, Planner
 from sidelane.collectives.staging import Staging
 from sidelane.device.layout import arena_bytes
 from sidelane.execute.base import Addresses, Pieces, Runnable
@@ -95,7 +95,7 @@ class Preparer:
         """Plan, allocate staging and load; remembered under ``key``. Collective where the agreement is new."""
         was_known = self._planner.known(agreement)
         try:
-            loaded = self._load(agreement, request)
+            loaded, choice = self._load(agreement, request)
         except BaseException:
             if not was_known:
                 self._planner.forget(agreement)
@@ -103,7 +103,7 @@ class Preparer:
         if agreement.frozen:
             # A captured graph refers to what was loaded for as long as it lives, which nobody tells us.
             self._kept.append(loaded)
-        prepared = Prepared(loaded, agreement.text(), agreement.frozen, self._planner.choice(agreement))
+        prepared = Prepared(loaded, agreement.text(), agreement.frozen, choice)
         if key is not None:
             if len(self._recent) >= MOST_RECENT:
                 del self._recent[next(iter(self._recent))]
@@ -114,17 +114,30 @@ class Preparer:
             self._recent[key] = prepared
         return prepared
 
-    def _load(self, agreement: AnyAgreement, request: Request | ListRequest) -> Runnable:
-        program = self._planner.program(agreement)
+    def _load(self, agreement: AnyAgreement, request: Request | ListRequest) -> tuple[Runnable, Choice]:
+        if agreement.frozen:
+            program, choice = self._planner.program_that_fits(agreement, self._has_staging)
+        else:
+            program, choice = self._planner.program(agreement), self._planner.choice(agreement)
         repeats = agreement.variant == AUTO and agreement.call.even  # uneven calls seldom do: no use in planning twice
         if repeats and not agreement.frozen and GRAPH in self._backend.abilities.launches:
             self._reserve_for_captures(agreement)
+        return self._load_program(program, request, agreement.frozen), choice
+
+    def _load_program(self, program: Plan, request: Request | ListRequest, frozen: bool) -> Runnable:
         if isinstance(program, KernelProgram | KernelListProgram):
-            return self._load_kernel(program, request, agreement.frozen)
+            return self._load_kernel(program, request, frozen)
         if isinstance(program, Alternation):
-            return self._load_alternation(program, request, agreement.frozen)
-        self._reserve(self._staging, max(program.staging_bytes), agreement.frozen)
-        return self._backend.executor.load(program, self._addresses(program, request, agreement.frozen))
+            return self._load_alternation(program, request, frozen)
+        self._reserve(self._staging, max(program.staging_bytes), frozen)
+        return self._backend.executor.load(program, self._addresses(program, request, frozen))
+
+    def _has_staging(self, plan: Plan) -> bool:
+        if isinstance(plan, KernelProgram | KernelListProgram):
+            return self._kernel_staging.has(plan.staging_bytes)
+        if isinstance(plan, Alternation):
+            return plan.turns[0].world_size == 1 or self._slots.has(2 * SLOTS_BYTES)
+        return self._staging.has(max(plan.staging_bytes))
 
     def _reserve_for_captures(self, agreement: AnyAgreement) -> None:
         """Allocate what the same call needs in a capture, where nothing can be: ``auto`` may choose otherwise there."""

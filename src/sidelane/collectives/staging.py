@@ -40,6 +40,10 @@ class Staging:
         """They lie at equal distances in one mapping."""
         return self._spread is not None
 
+    def has(self, nbytes: int) -> bool:
+        """True if there is room for so many bytes on every rank; all answer alike."""
+        return nbytes <= (0 if self._block is None else self._block.tensor.nbytes)
+
     def reserve(self, nbytes: int, frozen: bool) -> bool:
         """Have room for a call. Collective where it grows.
 
@@ -54,11 +58,12 @@ class Staging:
             UnavailableError: it would have to grow during a capture, or the memory is not there.
         """
         have = 0 if self._block is None else self._block.tensor.nbytes
-        grows = nbytes > have
+        grows = not self.has(nbytes)
         if grows and frozen:
             raise UnavailableError(
                 f"this call needs {nbytes} bytes of staging and memory cannot be allocated while a graph is captured "
-                f"(have={have}): make the call once before the capture, or use tensors from Communicator.empty"
+                f"(have={have}): make the call once before the capture (most need less with tensors from "
+                f"Communicator.empty)"
             )
         if grows:
             if self._block is not None and self._is_captured:

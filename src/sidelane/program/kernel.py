@@ -114,7 +114,7 @@ class KernelProgram:
     @property
     def staging_bytes(self) -> int:
         """Staging that every rank needs, on top of the slots."""
-        if self.protocol not in STAGING:
+        if self.protocol not in STAGING or not self.part_bytes:
             return 0
         if self.protocol is Protocol.SEND:
             return max(1, self.world_size - 1) * chunks_of(self.part_bytes, self.blocks).peer_bytes

@@ -1,0 +1,63 @@
+"""From an agreed call to its program, where staging cannot be allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from sidelane.choice.store import builtin
+from sidelane.collectives.plan import AUTO, Agreement, Plan, Planner
+from sidelane.execute.base import Capabilities
+from sidelane.program import collective as define
+from sidelane.program.collective import ReduceOp, Reduction
+from sidelane.program.ir import MOVES, Program
+from sidelane.program.kernel import KernelProgram
+
+MB = 1 << 20
+
+
+def takes_at_most(nbytes: int) -> Callable[[Plan], bool]:
+    def fits(plan: Plan) -> bool:
+        if isinstance(plan, Program):
+            return max(plan.staging_bytes) <= nbytes
+        return isinstance(plan, KernelProgram) and plan.staging_bytes <= nbytes
+
+    return fits
+
+
+@pytest.fixture
+def planner() -> Planner:
+    return Planner(Capabilities(frozenset(MOVES), "cuda"), verify_programs=True, profile=builtin("h200x2"))
+
+
+def captured(size: int, variant: str = AUTO) -> Agreement:
+    collective = define.all_reduce([size // 2] * 2, Reduction(ReduceOp.SUM, "bfloat16"))
+    return Agreement(collective, "bfloat16", variant, (0, 0), (0, size), frozen=True, beside="nothing")
+
+
+@pytest.mark.parametrize(("room", "variant"), [(0, "two_shot"), (32 * MB - 1, "two_shot"), (32 * MB, "two_shot_push")])
+def test_a_capture_takes_the_best_that_staging_has_room_for(planner: Planner, room: int, variant: str):
+    call = captured(64 * MB)
+    assert planner.choice(call).candidate.variant == "two_shot_push"
+    program, choice = planner.program_that_fits(call, takes_at_most(room))
+    assert program.variant == choice.candidate.variant == variant
+    assert ("needs staging that is not there" in choice.reason) == (variant != "two_shot_push")
+    assert choice.table == planner.choice(call).table
+
+
+def test_the_next_capture_may_have_room(planner: Planner):
+    call = captured(64 * MB)
+    assert planner.program_that_fits(call, takes_at_most(0))[0].variant == "two_shot"
+    assert planner.program_that_fits(call, takes_at_most(64 * MB))[0].variant == "two_shot_push"
+
+
+def test_what_the_caller_named_is_not_replaced(planner: Planner):
+    program, choice = planner.program_that_fits(captured(64 * MB, "two_shot_push"), takes_at_most(0))
+    assert program.variant == choice.candidate.variant == "two_shot_push"
+
+
+def test_where_nothing_fits_the_choice_stands(planner: Planner):
+    """Whoever allocates says what is missing."""
+    program, choice = planner.program_that_fits(captured(64 * MB), lambda plan: False)
+    assert program.variant == choice.candidate.variant == "two_shot_push"
