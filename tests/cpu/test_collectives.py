@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import weakref
+from unittest import mock
 
 import pytest
 import sweeps
@@ -122,10 +123,11 @@ def without_staging_in_a_capture(group: dist.ProcessGroup) -> tuple[str, str]:
         request = comm._arguments.all_to_all(tensor, tensor)
         found = [one for name in ("b2b", "swap") if (one := find(Kind.ALL_TO_ALL, name)) is not None]
         table = tuple((candidate, None) for candidate in found)
-        comm._preparer._planner.choice = lambda _: Choice(found[0], "as the test wants it", table)  # type: ignore[method-assign]
-        prepared = comm._preparer.prepare(Agreement.of(request, "auto", frozen=True), request)
-        comm.all_to_all(tensor, tensor, variant="b2b")
-        again = comm._preparer.prepare(Agreement.of(request, "auto", frozen=True), request)
+        wanted = Choice(found[0], "as the test wants it", table)
+        with mock.patch.object(comm._preparer._planner, "choice", return_value=wanted):
+            prepared = comm._preparer.prepare(Agreement.of(request, "auto", frozen=True), request)
+            comm.all_to_all(tensor, tensor, variant="b2b")
+            again = comm._preparer.prepare(Agreement.of(request, "auto", frozen=True), request)
         return prepared.choice.candidate.name, again.choice.candidate.name
 
 

@@ -17,6 +17,7 @@ from collections.abc import Callable
 os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"  # streams that share one wait for each other's kernels
 
 import kernel_scenarios
+import kernel_worlds
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -29,8 +30,8 @@ TIMEOUT_S = 30.0
 DEVICE = torch.device("cuda", 0)
 
 
-class World(kernel_scenarios.Heap):
-    """See ``kernel_scenarios.World``.
+class World(kernel_worlds.Heap):
+    """See ``kernel_worlds.World``.
 
     Args:
         whole: memory of all ranks.
@@ -79,7 +80,7 @@ def main(scenario: str, world_size: int, most_blocks: int) -> int:
     driver = Driver(DEVICE)
     worlds: list[World] = []
     together = threading.Barrier(world_size)
-    span = kernel_scenarios.Heap(world_size, most_blocks).span
+    span = kernel_worlds.Heap(world_size, most_blocks).span
     whole = torch.zeros(span * world_size, dtype=torch.uint8, device=DEVICE)
     failed = []
 

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from ctypes import addressof, c_uint8
 
 import kernel_scenarios
+import kernel_worlds
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -42,8 +43,8 @@ flags.POLLS = cells.POLLS = tl.constexpr(256)  # the interpreter takes a thousan
 TIMEOUT_S = 90
 
 
-class World(kernel_scenarios.Heap):
-    """See ``kernel_scenarios.World``."""
+class World(kernel_worlds.Heap):
+    """See ``kernel_worlds.World``."""
 
     device = torch.device("cpu")
 

@@ -146,10 +146,8 @@ def builtin_for(key: Key) -> InForce | None:
     nearer to two on one of two.
     """
     tables = [table for name in builtin_names() if (table := builtin(name)) is not None]
-    if key.device_type == CPU:
-        found = next((table for table in tables if table.key.device_type == CPU), None)
-        return None if found is None else InForce(found, f"the built-in table {found.machine} ({found.date[:10]})")
-    same = [table for table in tables if table.key.device == key.device]
+    on_cpu = key.device_type == CPU
+    same = [t for t in tables if (t.key.device_type == CPU if on_cpu else t.key.device == key.device)]
     same.sort(key=lambda table: (abs(table.key.count - key.count), -table.key.count))
     if not same:
         return None
@@ -162,7 +160,7 @@ def builtin_for(key: Key) -> InForce | None:
             curves, new = (*curves, *more), {curve.world_size for curve in more}
             sizes |= new
             words.append(f"{', '.join(map(str, sorted(new)))} ranks by {table.machine}")
-    if nearest.key.count != key.count:
+    if nearest.key.count != key.count and not on_cpu:
         words.append(f"{key.count} here")
     return InForce(
         dataclasses.replace(nearest, curves=curves), f"the built-in table {nearest.machine} ({'; '.join(words)})"

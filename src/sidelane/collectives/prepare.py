@@ -134,10 +134,10 @@ class Preparer:
 
     def _has_staging(self, plan: Plan) -> bool:
         if isinstance(plan, KernelProgram | KernelListProgram):
-            return self._kernel_staging.has(plan.staging_bytes)
+            return plan.staging_bytes <= self._kernel_staging.nbytes
         if isinstance(plan, Alternation):
-            return plan.turns[0].world_size == 1 or self._slots.has(2 * SLOTS_BYTES)
-        return self._staging.has(max(plan.staging_bytes))
+            return plan.turns[0].world_size == 1 or self._slots.nbytes >= 2 * SLOTS_BYTES
+        return max(plan.staging_bytes) <= self._staging.nbytes
 
     def _reserve_for_captures(self, agreement: AnyAgreement) -> None:
         """Allocate what the same call needs in a capture, where nothing can be: ``auto`` may choose otherwise there."""

@@ -40,9 +40,10 @@ class Staging:
         """They lie at equal distances in one mapping."""
         return self._spread is not None
 
-    def has(self, nbytes: int) -> bool:
-        """True if there is room for so many bytes on every rank; all answer alike."""
-        return nbytes <= (0 if self._block is None else self._block.tensor.nbytes)
+    @property
+    def nbytes(self) -> int:
+        """What every rank has."""
+        return 0 if self._block is None else self._block.tensor.nbytes
 
     def reserve(self, nbytes: int, frozen: bool) -> bool:
         """Have room for a call. Collective where it grows.
@@ -57,8 +58,8 @@ class Staging:
         Raises:
             UnavailableError: it would have to grow during a capture, or the memory is not there.
         """
-        have = 0 if self._block is None else self._block.tensor.nbytes
-        grows = not self.has(nbytes)
+        have = self.nbytes
+        grows = nbytes > have
         if grows and frozen:
             raise UnavailableError(
                 f"this call needs {nbytes} bytes of staging and memory cannot be allocated while a graph is captured "

@@ -10,14 +10,14 @@ import dataclasses
 import math
 
 TILE_BYTES = 16 << 10
-"""What a thread block moves at a time: 16 MiB of two H200s take 53 us, in tiles of 8 KB 58 (probes: docs/probes.md)."""
+"""What a thread block moves at a time: 16 MiB of two H200s take 54 us, in tiles of 8 KB 58 (probes: docs/probes.md)."""
 
 SLOTS = 4
 """A rank stores chunk c where chunk c - 4 lay. Before that it has waited for each peer's signal of chunk c - 2, which a
 peer gives when it has added up its chunk c - 4: so slots need no signal of their own, and three would."""
 
 MOST_CHUNKS = 32
-"""As many as kernels have signals for."""
+"""As many as kernels have signals for (``device/layout.py``)."""
 
 LEAST_ROUNDS = 2
 
