@@ -202,7 +202,6 @@ def reduction(line: str, *, op: ReduceOp = ReduceOp.SUM, in_place: bool = False)
 class TestReductions:
     def test_right(self) -> None:
         verify(reduction("reduce output@0[0:8] <- sum float32(input@0[0:8], staging@0[0:8])"))
-        verify(reduction("reduce output@0[0:8] <- sum float32(staging@0[0:8], input@0[0:8])"))
 
     def test_in_two_steps(self) -> None:
         steps = "copy output@0[0:8] <- input@0[0:8]\n reduce output@0[0:8] <- {} float32(output@0[0:8], staging@0[0:8])"
@@ -213,7 +212,7 @@ class TestReductions:
         verify(
             reduction(
                 "reduce output@0[0:4] <- sum float32(input@0[0:4], staging@0[0:4])\n"
-                "reduce output@0[4:8] <- sum float32(staging@0[4:8], input@0[4:8])"
+                "reduce output@0[4:8] <- sum float32(input@0[4:8], staging@0[4:8])"
             )
         )
 
@@ -222,13 +221,13 @@ class TestReductions:
         [
             (
                 "reduce output@0[0:8] <- sum float32(input@0[0:8], input@0[0:8])",
-                "the sum float32 of (2 times input@0[0:8]), not the sum float32 of (input@0[0:8], input@1[0:8])",
+                "the sum float32 of (input@0[0:8], input@0[0:8]), not the sum float32 of (input@0[0:8], input@1[0:8])",
             ),
             (
                 "reduce output@0[0:8] <- sum float32(input@0[0:8], staging@0[0:8], staging@0[0:8])",
-                "holding the sum float32 of (input@0[0:8], 2 times input@1[0:8])",
+                "holding the sum float32 of (input@0[0:8], input@1[0:8], input@1[0:8])",
             ),
-            ("reduce output@0[0:8] <- sum float32(staging@0[0:8])", "holding input@1[0:8], not the sum float32 of"),
+            ("copy output@0[0:8] <- staging@0[0:8]", "holding input@1[0:8], not the sum float32 of"),
             ("copy output@0[0:8] <- input@0[0:8]", "holding input@0[0:8], not the sum float32 of"),
             ("reduce output@0[0:8] <- max float32(input@0[0:8], staging@0[0:8])", "holding the max float32 of"),
             ("reduce output@0[0:8] <- sum int32(input@0[0:8], staging@0[0:8])", "holding the sum int32 of"),
@@ -298,4 +297,4 @@ def test_a_sequence_of_different_programs() -> None:
         build(all_to_all([[4, 4], [4, 4]], in_place=True), "swap"),
     ]
     verification = verify_sequence(programs)
-    assert verification.invocations == 12
+    assert verification.invocations == 8

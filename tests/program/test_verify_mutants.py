@@ -66,7 +66,7 @@ def transformed(program: Program) -> list[Program]:
     return [program, lowered, freeze(lowered), prelaunch(lowered), freeze(prelaunch(program))]
 
 
-def accepts(*programs: Program, rounds: int = 3) -> bool:
+def accepts(*programs: Program, rounds: int = 2) -> bool:
     try:
         verify_sequence(programs, rounds=rounds)
     except ProgramError:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from sidelane.execute.base import Place, Repetition, Runnable
 from sidelane.program.build.alternating import SLOT_BYTES, TURNS, Alternation, flags_of, staging_of
-from sidelane.program.collective import MAX_WORLD_SIZE
+from sidelane.program.collective import MAX_NODE_RANKS
 from sidelane.program.ir import Program
 
 OPENING = TURNS
@@ -16,7 +16,7 @@ OPENING = TURNS
 SLOTS_BYTES = staging_of(SLOT_BYTES)
 """What the eager calls of a rank need, and once more what those in graphs need."""
 
-FLAGS = flags_of(MAX_WORLD_SIZE)
+FLAGS = flags_of(MAX_NODE_RANKS)
 """What programs need that may share flags."""
 
 

@@ -12,7 +12,11 @@ from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from itertools import accumulate
 
-MAX_WORLD_SIZE = 16
+MAX_WORLD_SIZE = 4096
+"""Ranks that a description may have: simulated and verified ones, among several nodes."""
+
+MAX_NODE_RANKS = 16
+"""Ranks of one communicator: flags, posts and kernels have room for so many."""
 
 SLOT_ALIGNMENT = 256
 """Bytes to which staging slots are aligned: copy engines and reducing kernels are fastest on whole vectors."""
@@ -24,6 +28,8 @@ class Buffer(StrEnum):
     INPUT = "input"
     OUTPUT = "output"
     STAGING = "staging"
+
+    __hash__ = str.__hash__  # that of enumerations is Python, and buffers are looked up by the million
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,6 +75,7 @@ class ReduceOp(StrEnum):
 
 
 ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int32": 4, "int64": 8}
+INTEGERS = ("int32", "int64")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -42,6 +42,10 @@ class Value:
 
 EPOCH = Value(base=0, per_epoch=1)
 
+RENEWAL_CALLS = 2**26
+"""Calls of a communicator after which it renews its flags, so that none holds anything older: flags are 32-bit words,
+and what is compared must be less than half of their circle apart. Five minutes of calls of 5 us."""
+
 
 class SignalOp(StrEnum):
     """What a signal does to its flag."""
@@ -256,7 +260,7 @@ def describe(command: Command) -> str:
         case Copy(dst, src):
             return f"copy {dst} <- {src}"
         case Broadcast(dsts, src):
-            return f"broadcast {dsts[0]}, {dsts[1]} <- {src}"
+            return f"broadcast {', '.join(map(str, dsts))} <- {src}"
         case Swap(a, b):
             return f"swap {a} <-> {b}"
         case Reduce(dst, srcs, reduction):

@@ -19,7 +19,7 @@ import triton.language as tl
 from sidelane.device.arithmetic import DTYPES, accumulate, finish, widen
 from sidelane.device.launch import Launch
 from sidelane.device.memory import pointer
-from sidelane.program.collective import MAX_WORLD_SIZE, Reduction
+from sidelane.program.collective import MAX_NODE_RANKS, Reduction
 
 WARPS = 16
 _BLOCK_BYTES = (32768, 16384, 8192)
@@ -43,15 +43,15 @@ def arrange(dst: int, srcs: Sequence[int], nbytes: int, reduction: Reduction, bl
     Raises:
         ValueError: too many sources, or bytes that are no whole number of elements.
     """
-    if not 1 <= len(srcs) <= MAX_WORLD_SIZE:
-        raise ValueError(f"arrange: sources (value={len(srcs)}, allowed=1..{MAX_WORLD_SIZE})")
+    if not 1 <= len(srcs) <= MAX_NODE_RANKS:
+        raise ValueError(f"arrange: sources (value={len(srcs)}, allowed=1..{MAX_NODE_RANKS})")
     if nbytes % reduction.element_bytes:
         raise ValueError(f"arrange: nbytes (value={nbytes}, allowed=multiples of {reduction.element_bytes})")
     fitting = [size for size in _BLOCK_BYTES if size * blocks <= nbytes and size * len(srcs) <= _MOST_IN_FLIGHT]
     block = (fitting or _BLOCK_BYTES[-1:])[0] // reduction.element_bytes
     elements = nbytes // reduction.element_bytes
     # Unused places repeat an address: every launch has the same arguments.
-    padded = (*srcs, *[dst] * (MAX_WORLD_SIZE - len(srcs)))
+    padded = (*srcs, *[dst] * (MAX_NODE_RANKS - len(srcs)))
     constants = {
         "N": len(srcs),
         "OP": str(reduction.op),
@@ -65,7 +65,7 @@ def arrange(dst: int, srcs: Sequence[int], nbytes: int, reduction: Reduction, bl
     return Launch(KERNEL, max(1, min(blocks, -(-elements // block))), WARPS, arguments, constants)
 
 
-_ADDRESSES = ["dst", "end", *(f"s{index}" for index in range(MAX_WORLD_SIZE))]
+_ADDRESSES = ["dst", "end", *(f"s{index}" for index in range(MAX_NODE_RANKS))]
 
 
 @triton.jit

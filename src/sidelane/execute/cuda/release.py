@@ -17,7 +17,7 @@ from sidelane.execute.cuda.driver import Driver, DriverError
 from sidelane.execute.cuda.native import MemoryOps
 from sidelane.execute.cuda.second_context import SecondContext
 from sidelane.execute.cuda.stall import RELEASE_STEP
-from sidelane.program.collective import MAX_WORLD_SIZE
+from sidelane.program.collective import MAX_NODE_RANKS
 from sidelane.program.ir import Comparison, Program, Wait
 
 FLAG_CAPACITY = 8192
@@ -43,7 +43,7 @@ class FlagRescue:
         self._lanes = [driver.create_stream(urgent=True) for _ in range(LANES)]
         self._second: SecondContext | None = None
         # A part for each lane: what a lane reads late must not touch what another has read.
-        self._scratch = driver.host_words(len(self._lanes) * MAX_WORLD_SIZE * READ_CAPACITY)
+        self._scratch = driver.host_words(len(self._lanes) * MAX_NODE_RANKS * READ_CAPACITY)
         # By address of a flag memory of this rank: how many flags, and the values that waits for equality ask for.
         self._regions: dict[int, tuple[int, dict[int, int]]] = {}
 
@@ -97,7 +97,7 @@ class FlagRescue:
         for number, lane in enumerate(self._lanes):
             try:
                 if self._driver.is_idle(lane) and self._read_on(number, addresses, count):
-                    first = number * MAX_WORLD_SIZE * READ_CAPACITY
+                    first = number * MAX_NODE_RANKS * READ_CAPACITY
                     words = self._scratch.array[first : first + count * len(addresses.flags)].reshape(-1, count)
                     return {rank: row.tolist() for rank, row in enumerate(words)}
             except DriverError:
@@ -129,7 +129,7 @@ class FlagRescue:
 
     def _read_on(self, number: int, addresses: Addresses, count: int) -> bool:
         """Copy all flags to the host on one lane. False if it does not get through."""
-        lane, part = self._lanes[number], self._scratch.address + _WORD_BYTES * number * MAX_WORLD_SIZE * READ_CAPACITY
+        lane, part = self._lanes[number], self._scratch.address + _WORD_BYTES * number * MAX_NODE_RANKS * READ_CAPACITY
         nbytes = _WORD_BYTES * count
         self._driver.submit(
             self._driver.bind_copy(part + nbytes * rank, base, nbytes, lane)

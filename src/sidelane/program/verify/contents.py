@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from sidelane.program.collective import Buffer, ReduceOp, Reduction
+from sidelane.program.collective import INTEGERS, Buffer, ReduceOp, Reduction
 
 
 class Origin(NamedTuple):
@@ -19,10 +18,10 @@ class Origin(NamedTuple):
 
 
 class Mixture(NamedTuple):
-    """Elements that a ``Reduce`` combined: each term with how often it went in."""
+    """Elements that a ``Reduce`` combined, in its order (sorted, where the order makes no difference)."""
 
     reduction: Reduction
-    terms: frozenset[tuple[Content, int]]
+    terms: tuple[Content, ...]
 
 
 class Content(NamedTuple):
@@ -45,24 +44,45 @@ class Piece(NamedTuple):
 
 
 def combine(reduction: Reduction, contents: Sequence[Content]) -> Content:
-    """Content of elements that are the reduction of ``contents``.
+    """Content of elements that are the reduction of ``contents``, in this order; one alone stays what it is.
 
-    A reduction of reductions is the reduction of everything, but not for averages. One term alone stays what it is.
+    Equal contents are equal bit by bit: floats accumulate in float32 in the order of the sources and are rounded once,
+    so that another order, or a reduction of a reduction, is something else. Three things make no difference: the order
+    of integers; a reduction of reductions of integers, but for averages, or of minima or maxima; and a float32 sum that
+    begins with a sum, as it would go on without the step.
     """
     if len(contents) == 1:
         return contents[0]
-    terms: Counter[Content] = Counter()
+    terms: list[Content] = []
     for content in contents:
         value = content.value
-        if isinstance(value, Mixture) and value.reduction == reduction and reduction.op is not ReduceOp.AVG:
-            for term, count in value.terms:
-                terms[Content(term.value, term.shift + content.shift)] += count
+        if isinstance(value, Mixture) and value.reduction == reduction and _goes_on(reduction, is_first=not terms):
+            terms += [Content(term.value, term.shift + content.shift) for term in value.terms]
         else:
-            terms[content] += 1
+            terms.append(content)
+    if _is_exact(reduction):
+        terms.sort(key=_sorted_by)
     base = min(term.shift for term in terms)
-    return Content(
-        Mixture(reduction, frozenset((Content(term.value, term.shift - base), n) for term, n in terms.items())), base
-    )
+    return Content(Mixture(reduction, tuple(Content(term.value, term.shift - base) for term in terms)), base)
+
+
+def _is_exact(reduction: Reduction) -> bool:
+    return reduction.dtype in INTEGERS
+
+
+def _goes_on(reduction: Reduction, *, is_first: bool) -> bool:
+    """True where a reduction of reductions has the bits of a reduction of everything."""
+    if reduction.op is ReduceOp.AVG:
+        return False
+    exact = _is_exact(reduction) or reduction.op in (ReduceOp.MIN, ReduceOp.MAX)
+    return exact or (is_first and reduction.dtype == "float32")
+
+
+def _sorted_by(content: Content) -> tuple[bool, object]:
+    value = content.value
+    if isinstance(value, Mixture):
+        return True, repr(content)
+    return False, (value, content.shift)
 
 
 class Contents:

@@ -1,172 +1,206 @@
-"""Whether a signal can get lost on its way to its wait, and whether signals and waits have each other.
+"""What a flag has been, and whether a signal can get lost on its way to its wait.
 
-Works on a finished happens-before order (``order``), for which ``support`` said what each wait proves.
+Here are flags that are *set*, by epochs or with resets; what is added to is in ``counters``. For such a flag it is
+required, and checked as ``order`` goes through the events, that
+
+- its writes are in one order in every run (else one can erase the other before anybody has seen it);
+- once a wait has the value that it waits for, the flag keeps one that it accepts until the wait has seen it;
+- each wait needs a signal of its own invocation, and each signal is needed by a wait.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
-from sidelane.program.ir import Comparison, Signal
-from sidelane.program.verify.order import Order
-from sidelane.program.verify.report import name_command
-from sidelane.program.verify.structure import is_reset
-from sidelane.program.verify.support import (
-    INITIAL,
-    Support,
-    acceptable_writes,
-    comparison_of,
-    holds,
-    is_add,
-    possible_adds,
-    support,
-)
-from sidelane.program.verify.unroll import FlagUse, Unrolled
+import numpy as np
+
+from sidelane.program.ir import Signal
+from sidelane.program.verify.counters import Counter, Counters
+from sidelane.program.verify.layout import SIGNAL, FlagUse, Layout, Place, Plan, event_at
+from sidelane.program.verify.races import Clock
+from sidelane.program.verify.report import name_event
+from sidelane.program.verify.values import is_reset
+
+NOBODY: tuple[int, ...] = ()
 
 
-def check_flags(order: Order) -> list[str]:
-    """Return lost signals, waits that may hang although they are signalled, and waits and signals without each other.
+_Write = list[Any]
+"""A value that a flag has had; the chain that wrote it, and its tick; the clock that it left behind, or None once
+nobody asks for that; where it was."""
 
-    Each wait must need a signal of its own invocation: one that an older signal satisfies holds nothing back.
+_Seen = tuple[int, int, int, int, Place]
+"""A wait that has ended, while a write may yet come that takes from it what it waited for: the value, whether it must
+be equal, the chain, its tick, where it was."""
+
+
+class _State:
+    """A flag that is set.
+
+    Attributes:
+        history: its writes, from the last on that is sure to be over whenever anybody looks.
+        seen: waits of which the writers may not know.
+        blocked: chains that wait.
+        alone: one chain waits for this flag, so that nobody else asks for what that has seen.
     """
-    violations: dict[str, None] = {}
-    awaited: set[tuple[object, ...]] = set()
-    idle: dict[tuple[object, ...], str] = {}
-    events, ancestors = order.unrolled.events, order.ancestors
-    for use in order.unrolled.flags.values():
-        lost = list(_lost_signals(order, use))
-        violations |= dict.fromkeys(lost)
-        for wait in use.waits:
-            found = support(events, ancestors, use, wait)
-            assert found is not None, "a deadlock, which is reported before"
-            fresh = [signal for signal in found.witnesses if events[signal].invocation == events[wait].invocation]
-            awaited.update(_key(order.unrolled, signal) for signal in fresh)
-            if not fresh:
-                idle.setdefault(_key(order.unrolled, wait), _idle(order, use, found, wait))
-            if not lost and (problem := _may_hang(order, use, wait)):
-                violations[problem] = None
-    return [*violations, *idle.values(), *_unawaited(order.unrolled, awaited)]
+
+    __slots__ = ("alone", "blocked", "history", "lost", "seen", "use")
+
+    def __init__(self, use: FlagUse) -> None:
+        self.use = use
+        self.history: list[_Write] = []
+        self.seen: list[_Seen] = []
+        self.blocked: set[int] = set()
+        self.alone = len(use.waits) < 2 or len({plan.chain for plan, _ in use.waits}) == 1
+        self.lost: tuple[Place, Place] | None = None
 
 
-def check_progress(order: Order) -> list[str]:
-    """Return one line for each cycle and each wait that never ends; then signals on flags that nobody waits for at all.
+class FlagStates:
+    """All flags of a layout.
 
-    That is all that can be said about a program that deadlocks. Nothing if it does not.
+    Args:
+        layout: of the programs.
+        counters: what is claimed of them.
+        ticks: of each chain; a write is a tick of its chain.
     """
-    if not order.stuck and not order.cycles:
-        return []
-    events = order.unrolled.events
-    lines: dict[tuple[object, ...], str] = {}  # by command: the first invocation in which it hangs says it all
-    for use, wait in order.stuck:
-        key = (events[wait].rank, events[wait].engine, events[wait].step)
-        lines.setdefault(key, f"deadlock: {order.name(wait)} never ends: {_why_stuck(order, use, wait)}")
-    signalled = order.unrolled.flags.values()
-    awaited = {_key(order.unrolled, signal) for use in signalled if use.waits for signal in use.writes}
-    return [*lines.values(), *order.cycles, *_unawaited(order.unrolled, awaited)]
 
+    def __init__(self, layout: Layout, counters: Counters, ticks: list[int]) -> None:
+        self._layout, self._ticks = layout, ticks
+        self._states = [_State(use) for use in layout.flags]
+        self.counters = {number: Counter(use, counters, ticks) for number, use in enumerate(layout.flags) if use.counts}
+        self._awaited = bytearray(layout.steps)
+        self._idle: dict[tuple[Plan | None, int], str] = {}
+        self._hanging: dict[tuple[int, Plan | None, int], tuple[int, Place, Place]] = {}
 
-def _why_stuck(order: Order, use: FlagUse, wait: int) -> str:
-    """Say why no signal can satisfy ``wait``."""
-    events = order.unrolled.events
-    if not use.writes:
-        return "no command signals this flag"
-    if use.counts:
-        reachable = [w for w in use.writes if is_add(events[w]) and not order.before(wait, w)]
-        total = sum(events[w].value for w in reachable)
-        return f"the signals that can come before it add up to {total}, it waits for {events[wait].value}"
-    right = [w for w in use.writes if holds(events[wait], events[w].value)]
-    if not right:
-        values = ", ".join(dict.fromkeys(str(events[w].value) for w in use.writes))
-        return f"it waits for {events[wait].value}, the flag is only ever set to {values}"
-    for signal in right:
-        if order.before(wait, signal):
-            return f"its signal comes after it: {order.chain(wait, signal)}"
-    return f"{order.name(right[0])} is always overwritten before the wait begins"
+    def write(self, target: int, value: int, chain: int, clock: Clock, place: Place) -> Iterable[int]:
+        """A signal sets a flag; the chains that may go on for it."""
+        state = self._states[target]
+        if state.use.counts:
+            return self.counters[target].reset(chain, clock, place)
+        history = state.history
+        if history:
+            _, writer, tick, _, before = history[-1]
+            if writer != chain and clock[writer] <= tick and state.lost is None:
+                state.lost = (before, place)
+        if state.seen:
+            self._keep_unseen(target, state, value, chain, clock, place)
+        tick = self._ticks[chain]
+        self._ticks[chain] = tick + 1
+        past = None
+        if value:  # no wait accepts 0
+            past = clock.copy()
+            past[chain] = tick + 1
+        history.append([value, chain, tick, past, place])
+        if not state.blocked:
+            return NOBODY
+        woken, state.blocked = state.blocked, set()
+        return woken
 
+    def add(self, target: int, value: int, chain: int, clock: Clock, place: Place) -> Iterable[int]:
+        """A signal adds to a flag; the chains that may go on for it."""
+        return self.counters[target].add(value, chain, clock, place)
 
-def _lost_signals(order: Order, use: FlagUse) -> Iterator[str]:
-    """Find writes of one flag that can come in either order: one then erases the other."""
-    events = order.unrolled.events
-    writes = sorted(use.writes, key=order.position.__getitem__)
-    for k, first in enumerate(writes):
-        # Plain flags: neighbours suffice, the order is transitive. Counters: adds may come in any order, resets not.
-        for second in writes[k + 1 :] if use.counts else writes[k + 1 : k + 2]:
-            if (is_add(events[first]) and is_add(events[second])) or order.before(first, second):
+    def wait(self, target: int, value: int, equal: int, chain: int, clock: Clock, place: Place) -> bool:
+        """A chain comes to a wait. True if it goes on, with what it now knows in its clock."""
+        state = self._states[target]
+        if state.use.counts:
+            return self.counters[target].wait(value, equal, chain, clock, place)
+        history = state.history
+        first = len(history) - 1
+        while first > 0 and history[first][1] != chain and clock[history[first][1]] <= history[first][2]:
+            first -= 1
+        for number in range(max(first, 0), len(history)):
+            was = history[number][0]
+            if was == value or (was > value and not equal):
+                break
+        else:
+            state.blocked.add(chain)
+            return False
+        if number + 1 < len(history):
+            for later in history[number + 1 :]:
+                if not (later[0] == value or (later[0] > value and not equal)):
+                    self._hanging.setdefault(place, (target, place, later[4]))
+        write = history[number]
+        _, writer, _, past, (invocation, plan, step) = write
+        if invocation == place[0]:
+            self._awaited[plan.first + step] = True
+        elif place[1:] not in self._idle:
+            older = name_event(event_at(write[4]))
+            self._idle[place[1:]] = f"{name_event(event_at(place))} is already satisfied by {older}"
+        if past is not None:
+            if writer != chain:
+                np.maximum(clock, past, out=clock)
+            if state.alone:
+                write[3] = None
+        if state.alone and number:
+            del history[:number]
+        state.seen.append((value, equal, chain, self._ticks[chain], place))
+        return True
+
+    def _keep_unseen(self, target: int, state: _State, value: int, chain: int, clock: Clock, place: Place) -> None:
+        """Forget the waits that come before a write for sure; the others must accept what it writes."""
+        unseen = []
+        for seen in state.seen:
+            wanted, equal, waiter, tick, where = seen
+            if waiter == chain or clock[waiter] > tick:
                 continue
-            # Name the one first that a run would have first: in the hazard, the earlier invocation's write comes late.
-            one, other = sorted((first, second))
-            yield (
-                f"lost signal on flag {use.flag.index} of rank {use.flag.rank}: nothing orders {order.name(one)} and "
-                f"{order.name(other)}, so that one can erase the other"
-            )
-            return
+            if value == wanted or (value > wanted and not equal):
+                unseen.append(seen)
+            else:
+                self._hanging.setdefault(where, (target, where, place))
+        state.seen = unseen
 
+    def lost(self) -> list[str]:
+        """Signals that can get lost, so that waits may hang although they are signalled."""
+        lost = {number: state.lost for number, state in enumerate(self._states) if state.lost is not None}
+        lines = [_lost(self._states[number].use, *places) for number, places in lost.items()]
+        for target, wait, culprit in self._hanging.values():
+            if target not in lost:
+                lines.append(
+                    f"lost signal: {name_event(event_at(wait))} may never see {_value(wait)}: "
+                    f"{name_event(event_at(culprit))} may come first"
+                )
+        return lines
 
-def _may_hang(order: Order, use: FlagUse, wait: int) -> str | None:
-    """Check that the flag, once right, stays right until the wait has seen it."""
-    events = order.unrolled.events
-    if use.counts:
-        return _may_miscount(order, use, wait)
-    culprit = None
-    for source in acceptable_writes(events, order.ancestors, use, wait):
-        if source != INITIAL and not order.before(source, wait):
-            continue
-        spoilers = (
-            write
-            for write in use.writes
-            if not holds(events[wait], events[write].value)
-            and not (source != INITIAL and order.before(write, source))
-            and not order.before(wait, write)
-        )
-        spoiler = next(spoilers, None)
-        if spoiler is None:
-            return None
-        culprit = spoiler if culprit is None else culprit
-    reason = "no signal is certain to come before it" if culprit is None else f"{order.name(culprit)} may come first"
-    return f"lost signal: {order.name(wait)} may never see {events[wait].value}: {reason}"
+    def violations(self) -> list[str]:
+        """What :meth:`lost` says, and waits and signals without each other."""
+        lines = self.lost() + [f"unpaired wait: {text}" for text in self._idle.values()]
+        for counter in self.counters.values():
+            counter.judge()
+            lines += counter.violations
+            for step in counter.awaited:
+                self._awaited[step] = True
+        return [*dict.fromkeys(lines), *self.unpaired(self._awaited)]
 
-
-def _may_miscount(order: Order, use: FlagUse, wait: int) -> str | None:
-    events = order.unrolled.events
-    target = events[wait].value
-    possible = possible_adds(events, order.ancestors, use, wait)
-    certain = [add for add in possible if order.before(add, wait)]
-    least = sum(events[add].value for add in certain)
-    if least < target:
-        return f"lost signal: {order.name(wait)} is not sure to see {target}: only {least} is certain to come before it"
-    if comparison_of(events[wait]) is Comparison.EQ and sum(events[add].value for add in possible) != target:
-        return f"lost signal: {order.name(wait)} may never see {target}: more can be added before it looks"
-    for write in use.writes:
-        if not is_add(events[write]) and not order.before(write, wait) and not order.before(wait, write):
-            return f"lost signal: {order.name(wait)} may never see {target}: {order.name(write)} may come first"
-    return None
-
-
-def _idle(order: Order, use: FlagUse, found: Support, wait: int) -> str:
-    if found.witnesses:
-        why = f"is already satisfied by {order.name(found.witnesses[0])}"
-    else:
-        why = "needs none of its signals: others suffice" if use.counts else "is satisfied before anybody signals"
-    return f"unpaired wait: {order.name(wait)} {why}"
-
-
-def _unawaited(unrolled: Unrolled, awaited: set[tuple[object, ...]]) -> Iterator[str]:
-    done: set[tuple[object, ...]] = set()
-    for use in unrolled.flags.values():
-        for write in use.writes:
-            event = unrolled.events[write]
-            key = _key(unrolled, write)
-            if key in awaited or key in done:
+    def unpaired(self, awaited: bytearray | None = None) -> Iterator[str]:
+        """Signals that no wait needs; without ``awaited``, those on flags that nobody waits for at all."""
+        for state in self._states:
+            use = state.use
+            if awaited is None and use.waits:
                 continue
-            done.add(key)
-            assert isinstance(event.command, Signal)
-            assert event.engine is not None
-            if not is_reset(event.rank, event.command):
-                name = name_command(event.rank, event.engine, event.step, event.command)
+            for plan, number in use.writes:
+                kind, index, *_ = plan.steps[number]
+                command = plan.queue.commands[index]
+                assert isinstance(command, Signal)
+                if awaited is not None and awaited[plan.first + number]:
+                    continue
+                if kind == SIGNAL and is_reset(plan.queue.rank, command):
+                    continue
+                name = name_event(event_at((0, plan, number))).rpartition(" in invocation")[0]
                 yield f"unpaired signal: {name}: no wait of rank {use.flag.rank} needs it"
 
 
-def _key(unrolled: Unrolled, number: int) -> tuple[object, ...]:
-    """What identifies a command in all invocations of its program."""
-    event = unrolled.events[number]
-    return id(unrolled.programs[event.invocation - 1]), event.rank, event.engine, event.step
+def _lost(use: FlagUse, first: Place, second: Place) -> str:
+    # Name the one first that a run would have first: in the hazard, the earlier invocation's write comes late.
+    one, other = sorted((first, second), key=lambda place: place[0])
+    return (
+        f"lost signal on flag {use.flag.index} of rank {use.flag.rank}: nothing orders {name_event(event_at(one))} and "
+        f"{name_event(event_at(other))}, so that one can erase the other"
+    )
+
+
+def _value(place: Place) -> int:
+    invocation, plan, number = place
+    assert plan is not None
+    _, _, _, base, per_epoch, _ = plan.steps[number]
+    return base + per_epoch * invocation

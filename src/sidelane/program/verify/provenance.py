@@ -3,20 +3,26 @@
 One linearization stands for all: it is checked only once no two unordered commands touch the same bytes. Before each
 invocation every input and output is relabelled with that invocation, so that bytes of an earlier one are told apart,
 and outputs that nobody writes hold what their caller left there.
+
+One invocation of each program stands for all, too. What staging holds before it is an origin of its own, which no
+output may have: so the outputs come out right whatever staging holds, and that is all that invocations leave for each
+other. Only of a program that is wrong all invocations are looked at, since bytes may be stale.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from itertools import pairwise
 
 from sidelane.program.batch import parts_of
-from sidelane.program.collective import REDUCING, Buffer, Kind, Reduction, Span
+from sidelane.program.collective import REDUCING, Buffer, Kind, Span
 from sidelane.program.ir import Broadcast, Command, Copy, Program, Reduce, Swap
 from sidelane.program.verify.contents import Content, Contents, Mixture, Origin, Piece, combine
+from sidelane.program.verify.layout import Layout, Place, event_at
 from sidelane.program.verify.order import Order
 from sidelane.program.verify.report import joined, name_bytes, name_event
-from sidelane.program.verify.unroll import Event, Unrolled
 
 
 def check_provenance(order: Order) -> list[str]:
@@ -24,28 +30,41 @@ def check_provenance(order: Order) -> list[str]:
 
     Inputs must be left as they were, except where the output of an in-place call lies in them.
     """
-    run = _Run(order.unrolled)
-    for number in order.sequence:
-        event = order.unrolled.events[number]
-        if event.command is not None:
-            for index, command in enumerate(event.run):
-                run.execute(event, index, command)
+    distinct = {id(program): number for number, program in reversed(list(enumerate(order.layout.programs, 1)))}
+    firsts = set(distinct.values())
+    alone = [place for place in order.places if place[0] in firsts or place[1] is None]
+    found = _go_through(order.layout, alone, firsts)
+    everything = set(range(1, len(order.layout.programs) + 1))
+    return found and _go_through(order.layout, order.places, everything)
+
+
+def _go_through(layout: Layout, places: Sequence[Place], checked: AbstractSet[int]) -> list[str]:
+    run = _Run(layout)
+    for place in places:
+        invocation, plan, number = place
+        if plan is None:
+            if invocation in checked:
+                run.check(number, invocation)
+            run.relabel(number, invocation + 1)
             continue
-        if event.invocation:
-            run.check(event.rank, event.invocation)
-        run.relabel(event.rank, event.invocation + 1)
+        _, first, _, behind, _, _ = plan.steps[number]
+        for index in range(first, behind):
+            run.execute(place, index, plan.queue.commands[index])
     return list(run.violations.values())
 
 
 class _Run:
-    def __init__(self, unrolled: Unrolled) -> None:
-        self.programs = unrolled.programs
+    def __init__(self, layout: Layout) -> None:
+        self.programs = layout.programs
+        distinct = {id(program): program for program in layout.programs}
         self.buffers = {
-            (rank, buffer): Contents(unrolled.buffer_bytes(rank, buffer), Content(Origin(rank, buffer, 0), 0))
-            for rank in range(unrolled.world_size)
+            (rank, buffer): Contents(
+                max(program.buffer_bytes(rank, buffer) for program in distinct.values()),
+                Content(Origin(rank, buffer, 0), 0),
+            )
+            for rank in range(layout.world_size)
             for buffer in Buffer
         }
-        distinct = {id(program): program for program in unrolled.programs}
         self.expected = {key: _expected(program) for key, program in distinct.items()}
         self.violations: dict[tuple[object, ...], str] = {}
 
@@ -55,8 +74,8 @@ class _Run:
             if nbytes := self.buffers[rank, buffer].nbytes:
                 self.buffers[rank, buffer].fill(0, nbytes, Content(Origin(rank, buffer, invocation), 0))
 
-    def execute(self, event: Event, index: int, command: Command) -> None:
-        """Move origins as the command, number ``index`` of the event's run, moves bytes."""
+    def execute(self, place: Place, index: int, command: Command) -> None:
+        """Move origins as the command, number ``index`` of its queue, moves bytes."""
         match command:
             case Copy(dst, src):
                 content = self.buffers[src.rank, src.buffer].whole(src.offset, src.end)
@@ -74,7 +93,7 @@ class _Run:
                 self._write(a, from_b)
                 self._write(b, from_a)
             case Reduce():
-                self._write(command.dst, self._reduced(event, index, command))
+                self._write(command.dst, self._reduced(place, index, command))
 
     def check(self, rank: int, invocation: int) -> None:
         """Compare what ``rank`` holds at the end of ``invocation`` with what it should hold."""
@@ -110,12 +129,13 @@ class _Run:
             Piece(start + span.offset, end + span.offset, content.moved(span.offset)) for start, end, content in pieces
         )
 
-    def _reduced(self, event: Event, index: int, command: Reduce) -> list[Piece]:
-        sources = [self._read(src) for src in command.srcs]
+    def _reduced(self, place: Place, index: int, command: Reduce) -> list[Piece]:
+        sources = [_joined(self._read(src)) for src in command.srcs]
         element = command.reduction.element_bytes
         if any(piece.start % element or piece.content.shift % element for pieces in sources for piece in pieces):
-            text = f"wrong bytes: {name_event(event.at(index))} combines elements that begin inside others"
-            self.violations.setdefault((event.rank, event.engine, event.step + index), text)
+            event = event_at(place, index)
+            text = f"wrong bytes: {name_event(event)} combines elements that begin inside others"
+            self.violations.setdefault(event[1:4], text)
         edges = sorted({edge for pieces in sources for piece in pieces for edge in (piece.start, piece.end)})
         walks = [iter(pieces) for pieces in sources]
         current = [next(walk) for walk in walks]
@@ -126,31 +146,54 @@ class _Run:
         return result
 
 
-def _expected(program: Program) -> list[list[tuple[Buffer, int, int, Content]]]:
-    """For each rank: (buffer, start, end, content) that it must hold in the end. Origins are of invocation 0 here."""
+def _joined(pieces: Sequence[Piece]) -> list[Piece]:
+    """Pieces side by side that go on where the one before ends, as one: bytes may have come in any portions."""
+    result = list(pieces[:1])
+    for piece in pieces[1:]:
+        if piece.content == result[-1].content:
+            result[-1] = Piece(result[-1].start, piece.end, piece.content)
+        else:
+            result.append(piece)
+    return result
+
+
+Expected = tuple[Buffer, int, int, Content]
+"""Buffer, first byte, byte behind the last, what is there. Origins are of invocation 0 here."""
+
+
+def _expected(program: Program) -> list[list[Expected]]:
+    """For each rank, what it must hold in the end."""
     ranks = range(program.world_size)
-    collected: list[dict[tuple[Buffer, int, int, Reduction | None], list[Content]]] = [{} for _ in ranks]
+    found: list[list[Expected]] = [[] for _ in ranks]
     for collective, place in parts_of(program.collective):
-        reduction = collective.reduction if collective.kind in REDUCING else None
+        # Where a rank's part of the input, and of the output, begins: the same for all chunks.
+        inputs = [place(collective.input_span(rank, 0, 0)) for rank in ranks]
+        outputs = [place(collective.output_span(rank, 0, 0)) for rank in ranks]
+        terms: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
         for chunk in collective.chunks():
-            src = place(collective.input_span(chunk.src_rank, chunk.src_offset, chunk.nbytes))
-            # Every rank of an all_reduce receives what the chunk's destination reduces.
-            everyone = collective.kind is Kind.ALL_REDUCE
-            for rank in ranks if everyone else (chunk.dst_rank,):
-                dst = place(collective.output_span(rank, chunk.dst_offset, chunk.nbytes))
-                content = Content(Origin(src.rank, src.buffer, 0), src.offset - dst.offset)
-                collected[rank].setdefault((dst.buffer, dst.offset, dst.end, reduction), []).append(content)
-    result = []
-    for rank, outputs in enumerate(collected):
-        pieces = [
-            (buffer, start, end, combine(reduction, contents) if reduction else contents[0])
-            for (buffer, start, end, reduction), contents in outputs.items()
-        ]
+            term = (chunk.src_rank, inputs[chunk.src_rank].offset + chunk.src_offset)
+            if collective.kind in REDUCING:
+                terms.setdefault((chunk.dst_rank, chunk.dst_offset, chunk.nbytes), []).append(term)
+                continue
+            out = outputs[chunk.dst_rank]
+            start = out.offset + chunk.dst_offset
+            content = Content(Origin(term[0], inputs[0].buffer, 0), term[1] - start)
+            found[chunk.dst_rank].append((out.buffer, start, start + chunk.nbytes, content))
+        for (rank, offset, nbytes), sources in terms.items():
+            # Every rank of an all_reduce receives what the chunk's destination reduces, bit by bit the same.
+            for receiver in ranks if collective.kind is Kind.ALL_REDUCE else (rank,):
+                out = outputs[receiver]
+                start = out.offset + offset
+                contents = [Content(Origin(src, inputs[0].buffer, 0), at - start) for src, at in sources]
+                assert collective.reduction is not None
+                content = combine(collective.reduction, contents)
+                found[receiver].append((out.buffer, start, start + nbytes, content))
+    for rank, pieces in enumerate(found):
         in_input = [(start, end) for buffer, start, end, _ in pieces if buffer is Buffer.INPUT]
         kept = Content(Origin(rank, Buffer.INPUT, 0), 0)
-        gaps = _gaps(in_input, program.buffer_bytes(rank, Buffer.INPUT))
-        result.append([*pieces, *((Buffer.INPUT, start, end, kept) for start, end in gaps)])
-    return result
+        gaps = list(_gaps(in_input, program.buffer_bytes(rank, Buffer.INPUT)))
+        pieces += [(Buffer.INPUT, start, end, kept) for start, end in gaps]
+    return found
 
 
 def _gaps(ranges: Sequence[tuple[int, int]], nbytes: int) -> Iterator[tuple[int, int]]:
@@ -174,15 +217,19 @@ def _of_invocation(content: Content, invocation: int) -> Content:
     value = content.value
     if isinstance(value, Origin):
         return Content(value._replace(invocation=invocation), content.shift)
-    terms = frozenset((_of_invocation(term, invocation), count) for term, count in value.terms)
-    return Content(Mixture(value.reduction, terms), content.shift)
+    return Content(Mixture(value.reduction, _terms_of(value.terms, invocation)), content.shift)
+
+
+@functools.lru_cache(maxsize=4096)  # of all ranks of an all_reduce, the same; and of all pieces of a shard
+def _terms_of(terms: tuple[Content, ...], invocation: int) -> tuple[Content, ...]:
+    return tuple(_of_invocation(term, invocation) for term in terms)
 
 
 def _invocations(content: Content) -> set[int]:
     """Invocations for which the caller left what went into a content."""
     if isinstance(content.value, Origin):
         return {content.value.invocation}
-    return {invocation for term, _ in content.value.terms for invocation in _invocations(term)}
+    return {invocation for term in content.value.terms for invocation in _invocations(term)}
 
 
 def _name(piece: Piece, content: Content, invocation: int) -> str:
@@ -190,12 +237,8 @@ def _name(piece: Piece, content: Content, invocation: int) -> str:
     value = content.value
     start, end = piece.start + content.shift, piece.end + content.shift
     if isinstance(value, Mixture):
-        terms = sorted(value.terms, key=str)
-        inner = [
-            (f"{count} times " if count > 1 else "") + _name(Piece(start, end, term), term, invocation)
-            for term, count in terms
-        ]
-        return f"the {value.reduction} of ({', '.join(inner)})"
+        inner = ", ".join(_name(Piece(start, end, term), term, invocation) for term in value.terms)
+        return f"the {value.reduction} of ({inner})"
     where = Span(value.rank, value.buffer, start, end - start)
     if value.buffer is Buffer.STAGING:
         return f"{where}, which nobody wrote"

@@ -1,8 +1,13 @@
 """Races: two accesses to the same bytes, one of them a write, that nothing orders.
 
-Who touches which bytes is the same in every invocation of a program. So bytes are looked at once, by *site* (a step of
-a queue, or a rank's caller, in all invocations), and bytes that the same sites touch are compared once: a program that
-does the same with a hundred tensors costs little more than with one.
+Who touches which bytes is the same in every invocation of a program. So bytes are looked at once, by *site* (a run of a
+queue, in all invocations): bytes that the same sites touch in the same way are one *pattern*, and patterns are what is
+watched while ``order`` goes through the events. A program that does the same with a hundred tensors costs little more
+than with one.
+
+Watching a pattern is what race detectors do with a variable (FastTrack, Flanagan and Freund, PLDI 2009, section 3):
+each access must come after the last write, and a write after all reads since. "After" is must-order here, not what
+happened in one run, so that what is found holds for all runs.
 """
 
 from __future__ import annotations
@@ -12,141 +17,203 @@ from collections import defaultdict
 from collections.abc import Iterator
 from itertools import pairwise
 
-from sidelane.program.collective import Buffer
+import numpy as np
+import numpy.typing as npt
+
+from sidelane.program.collective import Buffer, Span
 from sidelane.program.ir import Command, reads, writes
-from sidelane.program.verify.order import Order
+from sidelane.program.verify.layout import Event, Layout, Place, event_at
 from sidelane.program.verify.report import name_bytes, name_event, name_user
-from sidelane.program.verify.unroll import Event
 
-Access = tuple[int, int, int, bool]
-"""First byte, byte behind the last, site, whether it writes."""
+Clock = npt.NDArray[np.int32]
 
-Cell = tuple[int, int, dict[int, bool]]
-"""First byte, byte behind the last, the sites that touch it and whether they write it."""
+Access = tuple[int, int, int]
+"""First byte, byte behind the last, and twice the site, plus 1 if it writes."""
 
 
-def check_races(order: Order) -> tuple[list[str], int]:
-    """Compare all accesses to every byte.
+Stamp = tuple[int, int, Place]
+"""An access: the chain, how often that had told others of its past by then, and the place."""
 
-    User events touch the whole input and output of their rank, and never staging.
 
-    Returns:
-        One line for each race, and the number of pairs compared.
+class Watched:
+    """One pattern: who wrote it last, and who has read it since."""
+
+    __slots__ = ("readers", "writer")
+
+    def __init__(self) -> None:
+        self.writer: Stamp | None = None
+        self.readers: list[Stamp] = []
+
+
+class Accesses:
+    """Watches the bytes of all buffers.
+
+    Attributes:
+        races: for each pair of accesses that nothing orders, the pattern and both places.
+        pairs: of accesses that were compared.
     """
-    sites = _sites(order)
-    known: dict[frozenset[tuple[int, bool]], list[tuple[int, int]]] = {}
-    pairs = 0
-    lines: dict[tuple[object, ...], str] = {}
-    for (rank, buffer), accesses in _accesses(order, sites).items():
-        found: dict[tuple[Event, Event], list[tuple[int, int]]] = {}
-        for start, end, touching in _cells(accesses):
-            pattern = frozenset(touching.items())
-            if pattern not in known:
-                known[pattern], compared = _races(order, {n: touching[site] for site in touching for n in sites[site]})
-                pairs += compared
-            for first, second in known[pattern]:
-                found.setdefault(_commands(order, first, second, rank, buffer, start), []).append((start, end))
-        for (one, other), ranges in found.items():
-            # The same two commands race in every invocation: say it once, for the first.
-            key = (rank, buffer, one[1:5], other[1:5], other.invocation - one.invocation)
-            lines.setdefault(key, _describe(one, other, rank, buffer, ranges))
-    return list(lines.values()), pairs
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._numbers: dict[object, int] = {}
+        self._watched: list[Watched] = []
+        self._reads: list[list[Watched]] = [[] for _ in layout.sites]
+        self._writes: list[list[Watched]] = [[] for _ in layout.sites]
+        self._users: list[list[Watched]] = [[] for _ in range(layout.world_size)]
+        self._accesses = _accesses(layout)
+        for (rank, buffer), accesses in self._accesses.items():
+            user = rank if buffer is not Buffer.STAGING else -1
+            for touching in {tuple(sorted(touching)) for _, _, touching in _cells(accesses)}:
+                self._watch(user, touching)
+        self.races: list[tuple[Watched, Place, Place]] = []
+        self.pairs = 0
+
+    def _watch(self, user: int, touching: tuple[int, ...]) -> None:
+        key = (user, touching)
+        if key in self._numbers:
+            return
+        self._numbers[key] = len(self._watched)
+        watched = Watched()
+        self._watched.append(watched)
+        writing = {access >> 1 for access in touching if access & 1}
+        for site in writing:
+            self._writes[site].append(watched)
+        for access in touching:
+            if access >> 1 not in writing:
+                self._reads[access >> 1].append(watched)
+        if user >= 0:
+            self._users[user].append(watched)
+
+    def run(self, site: int, stamp: Stamp, clock: Clock) -> None:
+        """A run of commands, at a place whose past is ``clock``."""
+        chain = stamp[0]
+        for watched in self._reads[site]:
+            if watched.writer is not None:
+                writer, tick, place = watched.writer
+                self.pairs += 1
+                if writer != chain and clock[writer] <= tick:
+                    self.races.append((watched, place, stamp[2]))
+            watched.readers.append(stamp)
+        if self._writes[site]:
+            self._write(self._writes[site], stamp, clock)
+
+    def user(self, rank: int, stamp: Stamp, clock: Clock) -> None:
+        """A rank's caller, who may read and write all of its input and output."""
+        self._write(self._users[rank], stamp, clock)
+
+    def _write(self, all_watched: list[Watched], stamp: Stamp, clock: Clock) -> None:
+        chain = stamp[0]
+        for watched in all_watched:
+            if watched.readers:  # which come after the last write: behind them, it is left behind, too
+                self.pairs += len(watched.readers)
+                for reader, tick, place in watched.readers:
+                    if reader != chain and clock[reader] <= tick:
+                        self.races.append((watched, place, stamp[2]))
+                watched.readers.clear()
+            elif watched.writer is not None:
+                writer, tick, place = watched.writer
+                self.pairs += 1
+                if writer != chain and clock[writer] <= tick:
+                    self.races.append((watched, place, stamp[2]))
+            watched.writer = stamp
+
+    def describe(self) -> list[str]:
+        """One line for each race: where it is, and whose."""
+        raced = {id(watched) for watched, _, _ in self.races}
+        if not raced:
+            return []
+        lines: dict[tuple[object, ...], str] = {}
+        for (rank, buffer), accesses in self._accesses.items():
+            user = rank if buffer is not Buffer.STAGING else -1
+            found: dict[tuple[Event, Event], list[tuple[int, int]]] = {}
+            for start, end, touching in _cells(accesses):
+                watched = self._watched[self._numbers[user, tuple(sorted(touching))]]
+                if id(watched) not in raced:
+                    continue
+                for other, first, second in self.races:
+                    if other is watched:
+                        pair = _commands(first, second, rank, buffer, start)
+                        found.setdefault(pair, []).append((start, end))
+            for (one, other_one), ranges in found.items():
+                # The same two commands race in every invocation: say it once, for the first.
+                key = (rank, buffer, one[1:4], other_one[1:4], other_one.invocation - one.invocation)
+                lines.setdefault(key, _describe(one, other_one, rank, buffer, ranges))
+        return list(lines.values())
 
 
-def _sites(order: Order) -> list[list[int]]:
-    """The events of each site, by invocation."""
-    found: dict[tuple[object, ...], list[int]] = {}
-    programs = order.unrolled.programs
-    for number, event in enumerate(order.unrolled.events):
-        program = None if event.command is None else id(programs[event.invocation - 1])
-        found.setdefault((program, event.rank, event.engine, event.step), []).append(number)
-    return list(found.values())
-
-
-def _accesses(order: Order, sites: list[list[int]]) -> dict[tuple[int, Buffer], list[Access]]:
+def _accesses(layout: Layout) -> dict[tuple[int, Buffer], list[Access]]:
     result: dict[tuple[int, Buffer], list[Access]] = defaultdict(list)
-    unrolled = order.unrolled
-    for site, (first, *_) in enumerate(sites):
-        event = unrolled.events[first]
-        if event.command is None:
-            for buffer in (Buffer.INPUT, Buffer.OUTPUT):
-                if nbytes := unrolled.buffer_bytes(event.rank, buffer):
-                    result[event.rank, buffer].append((0, nbytes, site, True))
-        for command in event.run:
+    for site, (plan, number) in enumerate(layout.sites):
+        _, first, _, behind, _, _ = plan.steps[number]
+        for command in plan.queue.commands[first:behind]:
             for span in reads(command):
-                result[span.rank, span.buffer].append((span.offset, span.end, site, False))
+                result[span.rank, span.buffer].append((span.offset, span.offset + span.nbytes, 2 * site))
             for span in writes(command):
-                result[span.rank, span.buffer].append((span.offset, span.end, site, True))
+                result[span.rank, span.buffer].append((span.offset, span.offset + span.nbytes, 2 * site + 1))
     return result
 
 
-def _cells(accesses: list[Access]) -> list[Cell]:
-    """Cut a buffer wherever an access begins or ends; give each piece with its sites and whether they write it."""
-    edges = sorted({edge for start, end, _, _ in accesses for edge in (start, end)})
-    cells: list[Cell] = [(start, end, {}) for start, end in pairwise(edges)]
-    for start, end, site, is_write in accesses:
-        for cell in cells[bisect_left(edges, start) : bisect_left(edges, end)]:
-            cell[2][site] = cell[2].get(site, False) or is_write
-    return cells
+def _cells(accesses: list[Access]) -> Iterator[tuple[int, int, set[int]]]:
+    """Cut a buffer wherever an access begins or ends; give each piece with who touches it, and how."""
+    whole: dict[tuple[int, int], set[int]] = {}
+    for start, end, access in accesses:
+        whole.setdefault((start, end), set()).add(access)
+    ranges = sorted(whole)
+    if all(first[1] <= second[0] for first, second in pairwise(ranges)):
+        for start, end in ranges:
+            yield start, end, whole[start, end]
+        return
+    edges = sorted({edge for each in ranges for edge in each})
+    cells: list[set[int]] = [set() for _ in edges]
+    for start, end in ranges:
+        for touching in cells[bisect_left(edges, start) : bisect_left(edges, end)]:
+            touching |= whole[start, end]
+    for (start, end), touching in zip(pairwise(edges), cells, strict=False):
+        if touching:
+            yield start, end, touching
 
 
-def _races(order: Order, touching: dict[int, bool]) -> tuple[list[tuple[int, int]], int]:
-    """Find unordered pairs. Neighbours suffice, since the order is transitive: write-write, write-read, read-write."""
-    races = []
-    compared = 0
-    last_write: int | None = None
-    readers: list[int] = []
-    for event in sorted(touching, key=order.position.__getitem__):
-        if touching[event] and readers:
-            before, readers = readers, []
-        else:
-            before = [] if last_write is None else [last_write]
-        compared += len(before)
-        races += [(first, event) for first in before if not order.before(first, event)]
-        if touching[event]:
-            last_write = event
-        else:
-            readers.append(event)
-    return races, compared
-
-
-def _commands(order: Order, first: int, second: int, rank: int, buffer: Buffer, byte: int) -> tuple[Event, Event]:
+def _commands(first: Place, second: Place, rank: int, buffer: Buffer, byte: int) -> tuple[Event, Event]:
     """Of two steps that race on a byte, the commands that do: the last one of the first, the first of the second."""
-    one, other = order.unrolled.events[first], order.unrolled.events[second]
-    pairs = [(a, b) for a in _touching(one, rank, buffer, byte) for b in _touching(other, rank, buffer, byte)]
+    one, other = sorted((first, second), key=lambda place: (place[0], place[1] is not None))
+    firsts, seconds = list(_touching(one, rank, buffer, byte)), list(_touching(other, rank, buffer, byte))
+    pairs = [(a, b) for a in firsts for b in seconds]
     writing = (
         (a, b)
         for a, b in sorted(pairs, key=lambda pair: (-pair[0].step, pair[1].step))
-        if any(event.command is None or _writes(event.command, rank, buffer, byte) for event in (a, b))
+        if any(event.command is None or _hits(writes(event.command), rank, buffer, byte) for event in (a, b))
     )
     return next(writing)
 
 
-def _touching(event: Event, rank: int, buffer: Buffer, byte: int) -> Iterator[Event]:
-    if event.command is None:
-        yield event
-    for index, command in enumerate(event.run):
-        touched = (*reads(command), *writes(command))
-        if any((s.rank, s.buffer) == (rank, buffer) and s.offset <= byte < s.end for s in touched):
-            yield event.at(index)
+def _touching(place: Place, rank: int, buffer: Buffer, byte: int) -> Iterator[Event]:
+    _, plan, number = place
+    if plan is None:
+        yield event_at(place)
+        return
+    _, first, _, behind, _, _ = plan.steps[number]
+    for index in range(first, behind):
+        command = plan.queue.commands[index]
+        if _hits((*reads(command), *writes(command)), rank, buffer, byte):
+            yield event_at(place, index)
 
 
-def _writes(command: Command, rank: int, buffer: Buffer, byte: int) -> bool:
-    return any((s.rank, s.buffer) == (rank, buffer) and s.offset <= byte < s.end for s in writes(command))
+def _hits(spans: tuple[Span, ...], rank: int, buffer: Buffer, byte: int) -> bool:
+    return any((s.rank, s.buffer) == (rank, buffer) and s.offset <= byte < s.end for s in spans)
 
 
 def _describe(one: Event, other: Event, rank: int, buffer: Buffer, ranges: list[tuple[int, int]]) -> str:
     where = name_bytes(rank, buffer, ranges)
     if other.command is None:
         one, other = other, one
-    verb = _verb(other, rank, buffer, ranges[0][0])
+    verb = _verb(other.command, rank, buffer, ranges[0][0])
     if one.command is None:
         return f"race on {where}: {name_event(other)} {verb} it while {name_user(one)} may use it"
     return (
-        f"race on {where}: nothing orders {name_event(one)}, which {_verb(one, rank, buffer, ranges[0][0])} it, "
-        f"and {name_event(other)}, which {verb} it"
+        f"race on {where}: nothing orders {name_event(one)}, which {_verb(one.command, rank, buffer, ranges[0][0])} it,"
+        f" and {name_event(other)}, which {verb} it"
     )
 
 
-def _verb(event: Event, rank: int, buffer: Buffer, byte: int) -> str:
-    return "writes" if event.command is not None and _writes(event.command, rank, buffer, byte) else "reads"
+def _verb(command: Command | None, rank: int, buffer: Buffer, byte: int) -> str:
+    return "writes" if command is not None and _hits(writes(command), rank, buffer, byte) else "reads"

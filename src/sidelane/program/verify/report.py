@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from sidelane.program.collective import Buffer, Span
 from sidelane.program.ir import Command, Engine, describe
-from sidelane.program.verify.unroll import Event
+from sidelane.program.verify.layout import Event
 
 
 def name_command(rank: int, engine: Engine, index: int, command: Command) -> str:

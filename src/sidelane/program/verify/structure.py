@@ -1,4 +1,4 @@
-"""Rules that each command, queue and flag of a program must keep on its own, whatever runs when."""
+"""Rules that each command and queue of a program must keep on its own, whatever runs when."""
 
 from __future__ import annotations
 
@@ -18,17 +18,12 @@ from sidelane.program.ir import (
     Queue,
     Reduce,
     Signal,
-    SignalOp,
     Stamp,
     Swap,
-    Value,
     Wait,
     spans,
 )
 from sidelane.program.verify.report import name_command
-
-MAX_FLAG_VALUE = 2**31 - 1
-"""Flags are 32-bit words, and hardware compares them by the sign of their difference (cuStreamWaitValue32, GEQ)."""
 
 
 def check_structure(program: Program) -> list[str]:
@@ -36,20 +31,33 @@ def check_structure(program: Program) -> list[str]:
     violations = list(_program(program))
     if violations:
         return violations
+    sizes = Sizes(program)
     for queue in program.queues:
         for index, command in enumerate(queue.commands):
-            problems = list(_command(program, queue, command))
+            if _is_plainly_right(program, sizes, queue, command):
+                continue
+            problems = list(_command(program, sizes, queue, command))
             if problems:
                 name = name_command(queue.rank, queue.engine, index, command)
                 violations += [f"{name}: {problem}" for problem in problems]
     violations += _stamps(program)
-    violations += _flags(program)
     return violations
 
 
-def is_reset(queue_rank: int, signal: Signal) -> bool:
-    """True for the signal by which the owner of a flag takes it back to 0 after its wait; nobody waits for that one."""
-    return signal.flag.rank == queue_rank and signal.op is SignalOp.SET and signal.value == Value(0)
+class Sizes:
+    """Bytes of the buffers of a program, each worked out once."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._found: dict[Buffer, dict[int, int]] = {buffer: {} for buffer in Buffer}
+
+    def of(self, rank: int, buffer: Buffer) -> int:
+        """Bytes of a buffer of a rank that there is."""
+        found = self._found[buffer]
+        size = found.get(rank)
+        if size is None:
+            size = found[rank] = self._program.buffer_bytes(rank, buffer)
+        return size
 
 
 def _program(program: Program) -> Iterator[str]:
@@ -68,8 +76,29 @@ def _program(program: Program) -> Iterator[str]:
             yield f"rank {rank} {engine}: {count} queues on one engine; an engine runs one queue"
 
 
-def _command(program: Program, queue: Queue, command: Command) -> Iterator[str]:
-    yield from dict.fromkeys(problem for span in spans(command) for problem in _span(program, queue, span))
+def _is_plainly_right(program: Program, sizes: Sizes, queue: Queue, command: Command) -> bool:
+    """True for most commands that keep the rules: programs of large groups have millions of them."""
+    match command:
+        case Signal(flag) | Wait(flag):
+            if isinstance(command, Wait) and flag.rank != queue.rank:
+                return False
+            return 0 <= flag.rank < program.world_size and 0 <= flag.index < program.flag_count
+        case Copy(dst, src):
+            if dst.nbytes != src.nbytes or dst.nbytes <= 0 or queue.engine.kind is not EngineKind.DMA:
+                return False
+            if isinstance(program.collective, Batch) or (dst.rank == src.rank and dst.buffer is src.buffer):
+                return False
+            for span in (dst, src):
+                if not 0 <= span.rank < program.world_size or span.offset < 0:
+                    return False
+                if span.offset + span.nbytes > sizes.of(span.rank, span.buffer):
+                    return False
+            return True
+    return False
+
+
+def _command(program: Program, sizes: Sizes, queue: Queue, command: Command) -> Iterator[str]:
+    yield from dict.fromkeys(problem for span in spans(command) for problem in _span(program, sizes, queue, span))
     match command:
         case Copy(dst, src):
             yield from _same_size((dst, src))
@@ -78,18 +107,18 @@ def _command(program: Program, queue: Queue, command: Command) -> Iterator[str]:
             yield from _same_size((a, b))
             yield from _disjoint((a, b))
         case Broadcast(dsts, src):
+            if len(dsts) != 2:
+                yield f"a broadcast has two destinations (value={len(dsts)})"
             yield from _same_size((*dsts, src))
             yield from _disjoint((*dsts, src))
         case Reduce():
             yield from _reduce(command)
             if queue.engine.kind is not EngineKind.COMPUTE:
                 yield "only compute engines reduce; copy engines cannot add"
-        case Signal(flag, value, op):
+        case Signal(flag):
             yield from _flag(program, flag)
-            yield from _value(value, least=1 if op is SignalOp.ADD else 0)
-        case Wait(flag, value):
+        case Wait(flag):
             yield from _flag(program, flag)
-            yield from _value(value, least=0)
             if flag.rank != queue.rank:
                 yield f"waits for a flag of rank {flag.rank}; a queue waits only for flags of its own rank"
         case Stamp(slot):
@@ -99,11 +128,11 @@ def _command(program: Program, queue: Queue, command: Command) -> Iterator[str]:
         yield "the caller engine only signals and waits; it moves no bytes"
 
 
-def _span(program: Program, queue: Queue, span: Span) -> Iterator[str]:
+def _span(program: Program, sizes: Sizes, queue: Queue, span: Span) -> Iterator[str]:
     if not 0 <= span.rank < program.world_size:
         yield f"{span} names a rank outside of 0..{program.world_size - 1}"
         return
-    size = program.buffer_bytes(span.rank, span.buffer)
+    size = sizes.of(span.rank, span.buffer)
     if span.nbytes <= 0:
         yield f"{span} has {span.nbytes} bytes; commands move at least one"
     elif span.offset < 0 or span.end > size:
@@ -136,8 +165,8 @@ def _overlap(a: Span, b: Span) -> bool:
 
 def _reduce(command: Reduce) -> Iterator[str]:
     element = command.reduction.element_bytes
-    if not command.srcs:
-        yield "a reduce needs at least one source"
+    if len(command.srcs) < 2:
+        yield f"a reduce has two sources or more (value={len(command.srcs)}); a copy moves one"
     yield from _same_size((command.dst, *command.srcs))
     for span in dict.fromkeys(spans(command)):
         if span.nbytes % element or span.offset % element:
@@ -154,12 +183,6 @@ def _flag(program: Program, flag: Flag) -> Iterator[str]:
         yield f"flag {flag.index} of rank {flag.rank} is out of range: there are {program.flag_count} flags a rank"
 
 
-def _value(value: Value, least: int) -> Iterator[str]:
-    # Growing with the epoch is fine: hardware compares differences, so that counting on past 2**31 keeps its order.
-    if value.per_epoch < 0 or not least <= value.at(1) <= MAX_FLAG_VALUE:
-        yield f"the value {value} does not fit (allowed={least}..{MAX_FLAG_VALUE} in the first epoch, never shrinking)"
-
-
 def _stamps(program: Program) -> Iterator[str]:
     slots: dict[tuple[int, int], str] = {}
     for queue in program.queues:
@@ -169,19 +192,3 @@ def _stamps(program: Program) -> Iterator[str]:
                 first = slots.setdefault((queue.rank, command.slot), name)
                 if first != name:
                     yield f"{name}: {first} writes the same slot"
-
-
-def _flags(program: Program) -> Iterator[str]:
-    """Keep counters apart from plain flags: a counter is added to by anyone and set only to 0, by its owner."""
-    added: set[Flag] = set()
-    assigned: dict[Flag, str] = {}
-    for queue in program.queues:
-        for index, command in enumerate(queue.commands):
-            if not isinstance(command, Signal):
-                continue
-            if command.op is SignalOp.ADD:
-                added.add(command.flag)
-            elif not is_reset(queue.rank, command):
-                assigned[command.flag] = name_command(queue.rank, queue.engine, index, command)
-    for flag in sorted(added & assigned.keys(), key=lambda flag: (flag.rank, flag.index)):
-        yield f"{assigned[flag]}: other signals add to this flag; a counter is only ever reset to 0, by its own rank"

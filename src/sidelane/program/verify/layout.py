@@ -1,0 +1,192 @@
+"""Programs as the proof sees them: chains of steps, and callers between the invocations.
+
+The model. Between two invocations stands, for each rank, one *user event*: the invocation that ends has joined all
+queues of the rank; its caller then reads and overwrites its whole input and output; then the next one starts::
+
+    user(r, 0) -> first command of each queue of r ... last command of each queue -> user(r, 1) -> ...
+
+Ranks are not tied to each other: a fast rank may be invocations ahead of a slow one unless flags hold it. The queues of
+a prelaunched program were handed to the engines ahead of the call, so they do not hang behind the caller: only behind
+what the same program had given the same queue before. Its ``caller`` queue does, and the end still joins all queues.
+
+A *chain* is everything that happens in one order in every run: what an engine of a rank does, invocation after
+invocation, and on one of its chains the user events of the rank. A *step* of a queue is a signal, a wait, or a *run*:
+commands that follow each other without a signal or wait between them. Nothing outside of a run can come between two of
+its commands, so that one step stands for all of them: the order of a program costs what its signals and waits do,
+however many bytes and tensors it moves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from sidelane.program.ir import Command, Comparison, Engine, EngineKind, Flag, Program, Queue, Signal, SignalOp, Wait
+
+SIGNAL, ADD, WAIT, RUN = range(4)
+
+Step = tuple[int, int, int, int, int, int]
+"""Kind; index of the (first) command in its queue; number of the flag, or of a run's *site* (a run of a program, in all
+invocations); base and change an epoch of the value; 1 for a wait for equality. A run has the index behind its last
+command in place of a base. ``SIGNAL`` sets its flag, ``ADD`` adds to it."""
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Plan:
+    """A queue of a program, with commands.
+
+    Attributes:
+        queue: as in the program.
+        chain: number of the chain that it is on.
+        held: it begins behind the user event of its rank; else (prelaunched) it was handed over ahead.
+        first: steps of all queues before it, so that ``first + number`` names a step.
+        steps: what it does.
+    """
+
+    queue: Queue
+    chain: int
+    held: bool
+    first: int
+    steps: tuple[Step, ...]
+
+
+Place = tuple[int, Plan | None, int]
+"""A step in one invocation: that, its queue, its number among the steps. A user event: invocation, None, its rank."""
+
+
+class FlagUse:
+    """How all programs use one flag.
+
+    Attributes:
+        flag: which.
+        counts: signals add to it.
+        waits: queues and numbers of the steps that wait for it.
+        writes: likewise those that set or add.
+    """
+
+    __slots__ = ("counts", "flag", "waits", "writes")
+
+    def __init__(self, flag: Flag) -> None:
+        self.flag, self.counts = flag, False
+        self.waits: list[tuple[Plan, int]] = []
+        self.writes: list[tuple[Plan, int]] = []
+
+
+@dataclasses.dataclass(slots=True)
+class Layout:
+    """All invocations, of which each runs one program.
+
+    Attributes:
+        programs: ``programs[i - 1]`` runs in invocation i.
+        plans: of each program, by its ``id``.
+        users: the chain that has the user events of each rank.
+        chains: how many there are.
+        steps: likewise, of all queues.
+        flags: every flag in use, by number.
+        sites: queue and number of the step of each site.
+    """
+
+    programs: tuple[Program, ...]
+    plans: dict[int, tuple[Plan, ...]]
+    users: tuple[int, ...]
+    chains: int
+    steps: int
+    flags: list[FlagUse]
+    sites: list[tuple[Plan, int]]
+
+    @property
+    def world_size(self) -> int:
+        return self.programs[0].world_size
+
+    def plans_of(self, invocation: int) -> tuple[Plan, ...]:
+        return self.plans[id(self.programs[invocation - 1])]
+
+
+class Event(NamedTuple):
+    """A command in one invocation, or (without one) the user event of a rank after that invocation, for people."""
+
+    invocation: int
+    rank: int
+    engine: Engine | None = None
+    step: int = 0
+    command: Command | None = None
+
+
+def event_at(place: Place, index: int | None = None) -> Event:
+    """What happens at a place: the first command there, or number ``index`` of its queue."""
+    invocation, plan, number = place
+    if plan is None:
+        return Event(invocation, number)
+    at = plan.steps[number][1] if index is None else index
+    return Event(invocation, plan.queue.rank, plan.queue.engine, at, plan.queue.commands[at])
+
+
+def lay_out(programs: Sequence[Program]) -> Layout:
+    """Lay out ``programs``, one an invocation."""
+    numbers: dict[int, int] = {}
+    flags: list[FlagUse] = []
+    sites: list[tuple[Plan, int]] = []
+    chains: dict[object, int] = {}
+    users: dict[int, int] = {}
+    plans: dict[int, tuple[Plan, ...]] = {}
+    count = 0
+    for program in {id(program): program for program in programs}.values():
+        made = []
+        for queue in program.queues:
+            if not queue.commands:
+                continue
+            held = not program.prelaunched or queue.engine.kind is EngineKind.CALLER
+            key = (queue.rank, queue.engine) if held else (id(program), queue.rank, queue.engine)
+            chain = chains.setdefault(key, len(chains))
+            if held:
+                users.setdefault(queue.rank, chain)
+            plan = Plan(queue, chain, held, count, ())
+            plan.steps = _steps(plan, numbers, flags, sites)
+            count += len(plan.steps)
+            made.append(plan)
+        plans[id(program)] = tuple(made)
+    for rank in range(programs[0].world_size):
+        users.setdefault(rank, chains.setdefault(rank, len(chains)))
+    by_rank = tuple(users[rank] for rank in range(programs[0].world_size))
+    return Layout(tuple(programs), plans, by_rank, len(chains), count, flags, sites)
+
+
+def _steps(
+    plan: Plan, numbers: dict[int, int], flags: list[FlagUse], sites: list[tuple[Plan, int]]
+) -> tuple[Step, ...]:
+    """Cut a queue into steps; note where its flags are used, and its runs."""
+    steps: list[Step] = []
+    run = -1  # where the run begins that is under way
+
+    def end_run(behind: int) -> None:
+        steps.append((RUN, run, len(sites), behind, 0, 0))
+        sites.append((plan, len(steps) - 1))
+
+    for index, command in enumerate(plan.queue.commands):
+        if not isinstance(command, _ON_FLAGS):
+            if run < 0:
+                run = index
+            continue
+        if run >= 0:
+            end_run(index)
+            run = -1
+        flag, value = command.flag, command.value
+        number = numbers.setdefault(flag.rank << 40 | flag.index, len(flags))
+        if number == len(flags):
+            flags.append(FlagUse(flag))
+        use, where = flags[number], (plan, len(steps))
+        if isinstance(command, Wait):
+            use.waits.append(where)
+            steps.append((WAIT, index, number, value.base, value.per_epoch, command.comparison is Comparison.EQ))
+        else:
+            use.writes.append(where)
+            kind = SIGNAL if command.op is SignalOp.SET else ADD
+            use.counts |= kind == ADD
+            steps.append((kind, index, number, value.base, value.per_epoch, 0))
+    if run >= 0:
+        end_run(len(plan.queue.commands))
+    return tuple(steps)
+
+
+_ON_FLAGS = (Signal, Wait)
