@@ -297,3 +297,39 @@ def test_places():
         Place("cpu", 0)
     with pytest.raises(ValueError, match="fewer devices than ranks"):
         Place("cuda", 1000)
+
+
+def listening_outside(rank: Rank) -> list[str]:
+    """Addresses other than the loopback's on which this process or its parent listen, while the ranks have a group."""
+    dist.barrier()
+    found = [f"{pid}: {address}" for pid in (os.getpid(), os.getppid()) for address in _listens(pid)]
+    dist.barrier()
+    everybody: list[list[str]] = [[] for _ in range(rank.world_size)]
+    dist.all_gather_object(everybody, found)
+    return [text for texts in everybody for text in texts]
+
+
+def _listens(pid: int) -> list[str]:
+    own = set()
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            own.add(os.readlink(entry))
+        except OSError:
+            continue  # closed meanwhile
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            address, state, inode = fields[1], fields[3], fields[9]
+            if state == "0A" and f"socket:[{inode}]" in own:
+                found.append(address)
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="the kernel tells who listens")
+def test_ranks_of_a_study_listen_to_nobody_else() -> None:
+    listening = run_ranks(listening_outside, 2, timeout_s=60)
+    assert listening, "the store and gloo do listen"
+    loopback = ("0100007F:", "00000000000000000000000001000000:", "0000000000000000FFFF00000100007F:")
+    outside = [text for text in listening if not text.partition(": ")[2].startswith(loopback)]
+    assert not outside

@@ -30,6 +30,8 @@ VARIABLES = (
     *("SIDELANE_NATIVE", "SIDELANE_COMMIT"),  # the last one is for results: which code ran
 )
 
+DEFAULT_TIMEOUT_S = 600.0
+
 NOTHING, COMPUTE = "nothing", "compute"
 BESIDE = (NOTHING, COMPUTE)
 """What runs next to a call, as its caller says."""
@@ -52,7 +54,7 @@ class Config:
         native: repeat calls on GPUs in compiled code, where there is a C compiler.
     """
 
-    timeout_s: float = 600.0
+    timeout_s: float = DEFAULT_TIMEOUT_S
     debug: bool = False
     verify: bool = True
     beside: str = NOTHING

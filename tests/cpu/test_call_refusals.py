@@ -16,10 +16,11 @@ import torch.distributed as dist
 from ranks import RankPool
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from sidelane import Communicator, CommunicatorClosedError, Config, UnavailableError
+from sidelane import Communicator, CommunicatorClosedError, Config, PeerError, UnavailableError
 from sidelane.collectives.agree import compare
 from sidelane.memory import host_shared
-from sidelane.memory.control import ControlBlock
+from sidelane.memory.control import RING_CALLS, ControlBlock
+from sidelane.memory.exchange import Exchange
 
 
 def communicator(group: dist.ProcessGroup, **settings: Any) -> Communicator:
@@ -36,7 +37,7 @@ def outcome(function: Any, *args: Any, **kwargs: Any) -> tuple[str, tuple[int, .
 
 
 def refused_by_one_compared_first_by_another(group: dist.ProcessGroup) -> list[tuple[str, tuple[int, ...], str]]:
-    control = ControlBlock(group)
+    control = ControlBlock(Exchange(group, 60.0))
     found = []
     control.post_call(1, "all_gather", refusal="ValueError: odd" if control.rank == 2 else None)
     control.post_call(2, f"all_gather of {5 if control.rank == 1 else 4}")
@@ -117,6 +118,102 @@ def test_a_tensor_without_memory_is_refused(pool: RankPool) -> None:
     assert [name for name, _, _ in wrong] == ["ValueError"] * 3
     assert all("has no memory for its elements" in text for _, _, text in wrong)
     assert all((name, ranks) == ("PeerError", (1,)) for name, ranks, _ in peer)
+
+
+def wrong_signatures(group: dist.ProcessGroup) -> list[str]:
+    """A call that does not even fit the method, on one rank: it has its place in the order all the same."""
+    found = []
+    with communicator(group) as comm:
+        n, wrong = comm.world_size, comm.rank == 1
+        total = torch.ones(3)
+        comm.all_reduce(total)
+        for name, few, enough in (
+            ("all_gather", (torch.empty(n),), (torch.empty(n), torch.ones(1))),
+            ("all_reduce", (), (torch.ones(5),)),
+            ("empty", (), (4,)),
+            ("prepare_all_gather", (torch.empty(n),), (torch.empty(n), torch.ones(1))),
+        ):
+            method = getattr(comm, name)
+            more = {"colour": "blue"} if wrong and name == "empty" else {}
+            found.append(outcome(method, *(few if wrong and name != "empty" else enough), **more)[0])
+            total = torch.full((2,), float(comm.rank))
+            comm.all_reduce(total)
+            assert total[0] == sum(range(n))
+        try:
+            with comm.batch() as batch:
+                batch.all_reduce(torch.ones(7))
+                if wrong:
+                    batch.all_gather(torch.empty(n))  # type: ignore[call-arg]
+        except (TypeError, PeerError) as error:
+            found.append(type(error).__name__)
+        comm.all_reduce(total)
+        assert total[0] == n * sum(range(n))
+    return found
+
+
+def test_a_call_that_does_not_fit_its_method_is_refused_on_all(pool: RankPool) -> None:
+    first, wrong, last = pool.run(wrong_signatures, 3)
+    assert wrong == ["TypeError"] * 5
+    assert first == last == ["PeerError"] * 5
+
+
+def compiled(group: dist.ProcessGroup) -> tuple[float, str]:
+    with communicator(group) as comm:
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            doubled = x * 2
+            comm.all_reduce(doubled)
+            return doubled + 1
+
+        found = torch.compile(step, backend="eager")(torch.ones(3))
+        whole = torch.compile(step, backend="eager", fullgraph=True)
+        _, _, text = outcome(whole, torch.ones(4))
+        comm.barrier()
+        return float(found[0]), text
+
+
+def test_a_compiler_breaks_its_graph_at_a_call(pool: RankPool) -> None:
+    for value, text in pool.run(compiled, 1, timeout_s=100):
+        assert value == 2 + 1
+        assert "a call of sidelane.Communicator runs as it is" in text
+
+
+def test_devices_that_are_not_there(pool: RankPool) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there are GPUs here")
+    for name, _, text in pool.run(on_a_gpu, 2):
+        assert name == "ValueError" and text.startswith("Communicator: device (value=cuda, allowed=cpu: ")
+
+
+def on_a_gpu(group: dist.ProcessGroup) -> tuple[str, tuple[int, ...], str]:
+    return outcome(Communicator, group, device="cuda")
+
+
+def test_more_ranks_than_a_communicator_takes() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "is_initialized", lambda: True)
+        patch.setattr(dist, "get_rank", lambda group: 0)
+        patch.setattr(dist, "get_world_size", lambda group: 17)
+        with pytest.raises(ValueError, match=r"ranks of the group \(value=17, allowed=1\.\.16\)"):
+            Communicator(object(), device="cpu")  # type: ignore[arg-type]
+
+
+def refused_long_ago(group: dist.ProcessGroup) -> float:
+    """Posts of a compared call are kept for who is late to compare it; who refused it never does."""
+    with communicator(group) as comm:
+        total = torch.ones(3)
+        comm.all_reduce(total)
+        wrong = torch.empty(5 if comm.rank == 1 else 3 * comm.world_size)
+        refusal = outcome(comm.all_gather, wrong, torch.ones(3))
+        assert refusal[0] == ("ValueError" if comm.rank == 1 else "PeerError")
+        began = time.monotonic()
+        for _ in range(3 * RING_CALLS):
+            comm.all_reduce(total)
+        return time.monotonic() - began
+
+
+def test_a_call_that_one_rank_refused_holds_nobody_up_later(pool: RankPool) -> None:
+    assert max(pool.run(refused_long_ago, 3)) < 15  # the time-out is 20 s
 
 
 def wrong_communicators(group: dist.ProcessGroup, environment: dict[str, str]) -> tuple[str, tuple[int, ...], str]:

@@ -17,6 +17,7 @@ from ranks import RankPool, crew, shared_memory
 
 from sidelane.errors import CommunicatorClosedError, PeerError, PeerTimeoutError
 from sidelane.memory.control import RING_CALLS, ControlBlock
+from sidelane.memory.exchange import Exchange
 from sidelane.memory.process import ProcessIdentity
 
 
@@ -33,7 +34,7 @@ def failure(control: ControlBlock, call: int, within_s: float = 5.0) -> tuple[st
 
 
 def post_and_compare(group: dist.ProcessGroup) -> None:
-    control = ControlBlock(group)
+    control = ControlBlock(Exchange(group, 60.0))
     rank = dist.get_rank(group)
     for call in range(1, 3 * RING_CALLS):
         control.post_call(call, f"call {call} of rank {rank}", "bad dtype" if (call + rank) % 50 == 0 else None)
@@ -67,7 +68,7 @@ def test_posted_calls_reach_all(pool: RankPool, ranks: int | tuple[int, ...]) ->
 
 def slow_reader(group: dist.ProcessGroup) -> list[str]:
     """Rank 1 has read what all posted and makes hundreds of calls, before rank 0 looks."""
-    control, rank = ControlBlock(group), dist.get_rank(group)
+    control, rank = ControlBlock(Exchange(group, 60.0)), dist.get_rank(group)
     control.post_call(1, f"first of rank {rank}")
     dist.barrier(group)
     if rank == 0:
@@ -86,7 +87,7 @@ def test_a_post_stays_until_all_have_read_it(pool: RankPool) -> None:
 def reader_that_left(group: dist.ProcessGroup) -> None:
     """Nobody waits for a reader that has closed its side or given up."""
     for leave in (ControlBlock.close, lambda control: control.abort("had enough")):
-        control, rank = ControlBlock(group), dist.get_rank(group)
+        control, rank = ControlBlock(Exchange(group, 60.0)), dist.get_rank(group)
         control.post_call(1, "first")
         dist.barrier(group)
         if rank == 0:
@@ -104,7 +105,7 @@ def test_nobody_waits_for_a_reader_that_left(pool: RankPool) -> None:
 
 def overwritten(group: dist.ProcessGroup) -> list[str]:
     """Rank 1 has not compared call 5 and is far beyond it."""
-    control, rank = ControlBlock(group), dist.get_rank(group)
+    control, rank = ControlBlock(Exchange(group, 60.0)), dist.get_rank(group)
     for call in range(1, 6 if rank == 0 else 5 + RING_CALLS + 1):
         control.post_call(call, "same text")
     dist.barrier(group)
@@ -120,7 +121,7 @@ def test_a_post_that_is_gone_is_no_time_out(pool: RankPool) -> None:
 
 
 def progress(group: dist.ProcessGroup) -> None:
-    control, rank = ControlBlock(group), dist.get_rank(group)
+    control, rank = ControlBlock(Exchange(group, 60.0)), dist.get_rank(group)
     assert control.absent(1) == (0, 1, 2)
     dist.barrier(group)
     if rank != 1:
@@ -152,7 +153,7 @@ def test_progress_is_seen_and_ends_are_counted_in_order(pool: RankPool) -> None:
 
 
 def wait_for_all(group: dist.ProcessGroup, missing: list[int]) -> tuple[str, tuple[int, ...], str]:
-    control, rank = ControlBlock(group), dist.get_rank(group)
+    control, rank = ControlBlock(Exchange(group, 60.0)), dist.get_rank(group)
     if rank in missing:
         return failure(control, 1)
     control.post_call(1, "all_gather of 12 bytes")
@@ -173,7 +174,7 @@ def test_ranks_that_do_not_post_are_named_to_all(pool: RankPool) -> None:
 
 
 def give_up(group: dist.ProcessGroup) -> list[tuple[str, tuple[int, ...], str]]:
-    control, rank = ControlBlock(group), dist.get_rank(group)
+    control, rank = ControlBlock(Exchange(group, 60.0)), dist.get_rank(group)
     control.check(1)
     dist.barrier(group)
     if rank == 1:
@@ -193,7 +194,7 @@ def test_the_first_abort_speaks_for_all(pool: RankPool) -> None:
 
 
 def refuse(group: dist.ProcessGroup) -> tuple[str, tuple[int, ...], str]:
-    control, rank = ControlBlock(group), dist.get_rank(group)
+    control, rank = ControlBlock(Exchange(group, 60.0)), dist.get_rank(group)
     if rank == 1:
         control.post_call(5, "all_gather", refusal="TypeError: float64")
         control.check(5)  # its own refusal was raised where it was found
@@ -212,7 +213,7 @@ def test_a_refused_call_fails_on_the_others_and_only_that_call(pool: RankPool) -
 
 
 def leave(group: dist.ProcessGroup) -> tuple[str, tuple[int, ...], str]:
-    control, rank = ControlBlock(group), dist.get_rank(group)
+    control, rank = ControlBlock(Exchange(group, 60.0)), dist.get_rank(group)
     control.begin(1, "one")
     control.end(1)
     if rank == 1:
@@ -244,7 +245,7 @@ def leave_while_looked_at(group: dist.ProcessGroup) -> str:
                 dist.barrier(group)
                 dist.barrier(group)
 
-    control = Slow(group)
+    control = Slow(Exchange(group, 60.0))
     if dist.get_rank(group) == 1:
         dist.barrier(group)
         control.abort("rank 1 was interrupted", (1,))
@@ -265,7 +266,7 @@ def test_a_rank_that_gave_up_before_it_closed_says_why(pool: RankPool) -> None:
 
 
 def die(group: dist.ProcessGroup) -> tuple[tuple[str, tuple[int, ...], str], str, tuple[str, ...]] | None:
-    control, rank = ControlBlock(group), dist.get_rank(group)
+    control, rank = ControlBlock(Exchange(group, 60.0)), dist.get_rank(group)
     control.begin(1, "one")
     control.end(1)
     if rank != 1:

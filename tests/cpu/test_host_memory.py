@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ranks import RankPool, shared_memory
 
 from sidelane.errors import CommunicatorClosedError, MismatchError, UnavailableError
-from sidelane.memory import host_shared
+from sidelane.memory.exchange import Exchange
 from sidelane.memory.process import ProcessIdentity
 from sidelane.memory.shm import ShmMemory
 
@@ -43,7 +43,7 @@ def leftovers() -> list[str]:
 
 def peers_see_each_others_bytes(group: dist.ProcessGroup) -> None:
     rank, n = dist.get_rank(group), dist.get_world_size(group)
-    memory = ShmMemory(group)
+    memory = ShmMemory(Exchange(group, 60.0))
     for nbytes in (1, 5000, 3 << 20):
         block = memory.allocate(nbytes)
         assert block.tensor.dtype == torch.uint8
@@ -68,7 +68,7 @@ def test_peers_see_each_others_bytes(pool: RankPool, ranks: int | tuple[int, ...
 
 
 def refused(group: dist.ProcessGroup, sizes: list[int]) -> str:
-    memory = ShmMemory(group)
+    memory = ShmMemory(Exchange(group, 60.0))
     with pytest.raises((ValueError, MismatchError, UnavailableError)) as caught:
         memory.allocate(sizes[dist.get_rank(group)])
     assert memory.allocate(16).tensor.sum() == 0, "the group is as usable as before"
@@ -105,7 +105,7 @@ def refuse_reservation(group: dist.ProcessGroup) -> str:
 
             patch.setattr(os, "posix_fallocate", full)
         with pytest.raises(UnavailableError) as caught:
-            ShmMemory(group).allocate(1 << 20)
+            ShmMemory(Exchange(group, 60.0)).allocate(1 << 20)
     assert leftovers() == []
     return str(caught.value)
 
@@ -123,7 +123,7 @@ def pretend(group: dist.ProcessGroup, **changes: object) -> str:
         if dist.get_rank(group) == 1:
             patch.setattr(ProcessIdentity, "own", classmethod(lambda cls: dataclasses.replace(real, **changes)))
         with pytest.raises(UnavailableError) as caught:
-            ShmMemory(group).allocate(100)
+            ShmMemory(Exchange(group, 60.0)).allocate(100)
     assert leftovers() == []
     return str(caught.value)
 
@@ -147,7 +147,7 @@ def pid_of_somebody_else(group: dist.ProcessGroup) -> str:
         if dist.get_rank(group) == 1:
             patch.setattr(os, "open", lambda path, flags: real(f"/proc/self/fd/{stranger}", flags))
         with pytest.raises(UnavailableError) as caught:
-            ShmMemory(group).allocate(100)
+            ShmMemory(Exchange(group, 60.0)).allocate(100)
     os.close(stranger)
     return str(caught.value)
 
@@ -166,7 +166,7 @@ def named_file(group: dist.ProcessGroup) -> None:
         made: list[tuple[int, str]] = []
         mkstemp = tempfile.mkstemp
         patch.setattr(tempfile, "mkstemp", lambda **options: made.append(mkstemp(**options)) or made[-1])
-        block = ShmMemory(group).allocate(3_000_000)
+        block = ShmMemory(Exchange(group, 60.0)).allocate(3_000_000)
         assert len(made) == (dist.get_rank(group) == 0)
     assert not any(os.path.exists(path) for _, path in made), "the name is gone"
     block.tensor.fill_(dist.get_rank(group) + 1)
@@ -181,7 +181,7 @@ def test_named_files_lose_their_name(pool: RankPool) -> None:
 
 def outlive(group: dist.ProcessGroup) -> None:
     rank = dist.get_rank(group)
-    memory = ShmMemory(group)
+    memory = ShmMemory(Exchange(group, 60.0))
     block = memory.allocate(10_000)
     addresses = block.addresses
     tail = block.tensor[5000:].view(torch.int32)
@@ -223,15 +223,3 @@ def test_the_limit_of_a_container_counts(tmp_path: Path, monkeypatch: pytest.Mon
     assert available.available_bytes() == 90 * 1024
     files.clear()
     assert available.available_bytes() is None
-
-
-def test_exchange_errors_name_the_step() -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_shared.dist, "get_world_size", lambda group: 2)
-
-        def fail(*_: object, **__: object) -> None:
-            raise RuntimeError("Timed out waiting 1000ms for recv operation to complete")
-
-        patch.setattr(host_shared.dist, "all_gather_object", fail)
-        with pytest.raises(host_shared.PeerTimeoutError, match="ShmMemory: exchange.*1000ms"):
-            host_shared.exchange(None, 1, "ShmMemory")  # type: ignore[arg-type]

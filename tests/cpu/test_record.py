@@ -9,6 +9,7 @@ import torch.distributed as dist
 from ranks import RankPool
 
 from sidelane.memory import ordering
+from sidelane.memory.exchange import Exchange
 from sidelane.memory.host_shared import SharedBytes
 from sidelane.memory.record import Record
 
@@ -110,7 +111,7 @@ def interrupt(*arguments: object) -> int:
 
 def write_or_read(group: dist.ProcessGroup, seconds: float) -> int:
     """Rank 0 writes as fast as it can, each payload a few times; the others read. All must belong together."""
-    shared = SharedBytes(group, 2048)
+    shared = SharedBytes(Exchange(group, 60.0), 2048)
     record = Record(shared.view(0))
     rank, count, last = dist.get_rank(group), 0, 0
     dist.barrier(group)

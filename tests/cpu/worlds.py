@@ -21,6 +21,7 @@ from sidelane.errors import PeerError, PeerTimeoutError
 from sidelane.execute.base import Addresses
 from sidelane.execute.cpu import CpuExecutor, CpuProgram, Invocation
 from sidelane.memory.control import ControlBlock
+from sidelane.memory.exchange import Exchange
 from sidelane.memory.shm import ShmMemory
 from sidelane.program.collective import REDUCING, Buffer, Collective, Kind, ReduceOp, Reduction
 from sidelane.program.ir import Program, Queue
@@ -137,7 +138,8 @@ class Rig:
     def __init__(self, group: dist.ProcessGroup, timeout_s: float = 30.0, delay: Delay | None = None) -> None:
         self.before = holdings()
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
-        self.memory, self.control = ShmMemory(group), ControlBlock(group)
+        exchange = Exchange(group, 60.0)
+        self.memory, self.control = ShmMemory(exchange), ControlBlock(exchange)
         self.executor = CpuExecutor(self.rank, self.control, timeout_s, delay=delay)
         self.flags = self.memory.allocate(4 * FLAGS)
 

@@ -23,6 +23,7 @@ from sidelane.execute.cuda.driver import Driver
 from sidelane.execute.cuda.release import FlagRescue
 from sidelane.memory.base import SymmetricBlock
 from sidelane.memory.control import ControlBlock
+from sidelane.memory.exchange import Exchange
 from sidelane.memory.torch_symm import TorchSymmetricMemory
 from sidelane.program import collective as define
 from sidelane.program.build import Transport, build, variants
@@ -43,8 +44,9 @@ class Context:
         self.device = torch.device("cuda", rank)
         self.group = dist.group.WORLD
         assert self.group is not None
-        self.memory = TorchSymmetricMemory(self.group, self.device, timeout_s=60.0)
-        self.features = probe(self.group, self.device, self.memory)
+        exchange = Exchange(self.group, 60.0)
+        self.memory = TorchSymmetricMemory(exchange, self.device, timeout_s=60.0)
+        self.features = probe(exchange, self.device, self.memory)
         self.arena = self.memory.allocate(ARENA_BYTES)
         self.parties: dict[str, Party] = {"main": Party(self)}
         self.stream = torch.cuda.Stream()
@@ -67,7 +69,7 @@ class Party:
 
     def __init__(self, context: Context, *, timeout_s: float = 30.0, **features: Any) -> None:
         self.context = context
-        self.control = ControlBlock(context.group)
+        self.control = ControlBlock(Exchange(context.group, 60.0))
         self.flags: SymmetricBlock = context.memory.allocate(2 * FLAGS * 4)
         found = dataclasses.replace(context.features, **features)
         self.executor = CudaExecutor(context.rank, context.device, self.control, timeout_s, found)
@@ -532,7 +534,7 @@ def sub_groups(context: Context) -> None:
     for pair in pairs:
         group = dist.new_group(list(pair))
         if context.rank in pair:
-            memory = TorchSymmetricMemory(group, context.device, timeout_s=20.0)
+            memory = TorchSymmetricMemory(Exchange(group, 20.0), context.device, timeout_s=20.0)
             check_block(memory.allocate(3 * MEGABYTE + 5), group)
             memory.close()
     check_block(context.memory.allocate(1), context.group)

@@ -26,11 +26,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from sidelane.collectives import backend_cuda, communicator, profile
+from sidelane.collectives import backend_cuda, communicator
 from sidelane.config import Config
 from sidelane.execute.cuda import driver
 from sidelane.execute.cuda.probe import DriverFeatures
 from sidelane.memory.control import ControlBlock
+from sidelane.memory.exchange import Exchange
 from sidelane.native import load_replays
 
 WORLD = 4
@@ -101,10 +102,19 @@ class Memory:
 class Control(ControlBlock):
     """What this rank posts, all ranks have posted."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        super().__init__(group)
+    def __init__(self, exchange: Exchange) -> None:
+        super().__init__(exchange)
         self.world_size = WORLD
         self._parts, self._peers = self._parts * WORLD, self._peers * WORLD
+
+
+class AloneExchange:
+    """As ``Exchange``: what this rank says, all ranks say."""
+
+    rank, world_size = 0, WORLD
+
+    def __call__(self, what: str, make: Any) -> list[Any]:
+        return [make()] * WORLD
 
 
 class Stream:
@@ -151,12 +161,12 @@ def take_over() -> None:
     backend_cuda.probe = lambda *_: features
     spread = lambda self, block: SimpleNamespace(addresses=block.addresses)  # noqa: E731
     backend_cuda.CudaBackend.spread = spread
-    control = Control(dist.group.WORLD)
-    communicator.ControlBlock = lambda group: control
+    control = Control(Exchange(dist.group.WORLD, 60.0))
+    communicator.ControlBlock = lambda exchange: control
     dist.get_world_size = lambda group=None: WORLD
+    communicator.Exchange = lambda group, timeout_s: AloneExchange()
     communicator.make_backend = backend_cuda.CudaBackend
     communicator.choose_device = lambda device: torch.device("cpu")
-    profile.exchange = lambda group, item, what: [item] * WORLD
     with contextlib.suppress(ImportError):
         from sidelane.execute.cuda import kernel_launch
 

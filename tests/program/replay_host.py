@@ -41,7 +41,7 @@ class Host:
         self.replay = self.module.Replay(
             ((self.state, "closed", False), (self.state, "failure", None)),
             *(lambda index: self.stream, lambda: self.captured, lambda: self.device, DEVICE),
-            *(self.generation, (self.state, "last"), self.numbers),
+            *(self.generation, (self.state, "last"), (self, "numbers")),
             *(tuple(self.records), tuple(record.address for record in self.records), ctypes.addressof(self.begun)),
             *(self, self.post, self.post_lock, self.lock.acquire, self.lock.release),
             *(torch._C._increment_version, torch.Tensor),

@@ -54,7 +54,19 @@ def test_a_profile_survives_its_file(tmp_path: Path):
     assert read(tmp_path / "none.json") is None
 
 
-@pytest.mark.parametrize("change", [{"format": 99}, {"curves": [{}]}, {"curves": None}, {"key": {"device": "x"}}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"format": 99},
+        {"curves": [{}]},
+        {"curves": None},
+        {"key": {"device": "x"}},
+        {"machine": ["h200x4"]},
+        {"date": None},
+        {"key": {"device_type": "cuda", "device": [], "count": 2, "software": {}}},
+        {"key": {"device_type": "cuda", "device": "x", "count": float("inf"), "software": {}}},
+    ],
+)
 def test_a_file_that_is_no_profile_is_refused(tmp_path: Path, change: dict[str, object]):
     path = tmp_path / "p.json"
     path.write_text(json.dumps({**json.loads(CROSSING.to_text()), **change}))
@@ -63,6 +75,30 @@ def test_a_file_that_is_no_profile_is_refused(tmp_path: Path, change: dict[str, 
     path.write_text("{")
     with pytest.raises(ValueError, match="not a profile"):
         read(path)
+
+
+@pytest.mark.parametrize("field", ["dtype", "variant", "implementation", "launch"])
+def test_a_list_where_a_name_belongs_is_refused(tmp_path: Path, field: str):
+    content = json.loads(CROSSING.to_text())
+    content["curves"][0][field] = ["b2b"]
+    (tmp_path / "p.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=rf"not a profile: TypeError: {field} \(value="):
+        read(tmp_path / "p.json")
+
+
+@pytest.mark.parametrize("times", ["[[1024, Infinity]]", "[[Infinity, 3.0]]", "[[1e999, 3.0]]", "[[1024, NaN]]"])
+def test_times_that_are_no_numbers_are_refused(tmp_path: Path, times: str):
+    content = json.loads(CROSSING.to_text())
+    content["curves"][0]["times"] = "TIMES"
+    (tmp_path / "p.json").write_text(json.dumps(content).replace('"TIMES"', times))
+    with pytest.raises(ValueError, match="not a profile"):
+        read(tmp_path / "p.json")
+
+
+def test_a_file_that_is_nested_too_deep_is_refused(tmp_path: Path):
+    (tmp_path / "p.json").write_text('{"format": ' + "[" * 200_000 + "]" * 200_000 + "}")
+    with pytest.raises(ValueError, match="not a profile: RecursionError"):
+        read(tmp_path / "p.json")
 
 
 def test_the_nearest_way_to_call_that_was_measured_answers():

@@ -37,11 +37,11 @@ class Ranks:
         self.world = world
         monkeypatch.setattr(backend_cuda, "TorchSymmetricMemory", lambda *_: None)
         monkeypatch.setattr(backend_cuda, "probe", lambda *_: None)
-        monkeypatch.setattr(backend_cuda.dist, "get_world_size", lambda group: world.world_size)
         self.backends = []
         for rank, executor in enumerate(world.executors):
             monkeypatch.setattr(backend_cuda, "CudaExecutor", lambda *_, executor=executor: executor)
-            self.backends.append(CudaBackend(None, rank, torch.device("cpu"), None, 1.0))  # type: ignore[arg-type]
+            exchange = SimpleNamespace(rank=rank, world_size=world.world_size)
+            self.backends.append(CudaBackend(exchange, torch.device("cpu"), None, 1.0))  # type: ignore[arg-type]
         self.second = [driver.create_stream() for driver in world.drivers]
         self.on(0)
 

@@ -180,11 +180,13 @@ def _block(title: str, lines: Sequence[tuple[str, ...]]) -> rich.table.Table:
 def _probe(rank: Rank) -> list[str]:
     """On every rank: try what the executor of this device relies on."""
     from sidelane.execute.cuda import probe
+    from sidelane.memory.exchange import Exchange
     from sidelane.memory.torch_symm import TorchSymmetricMemory
 
     group = dist.group.WORLD
     assert group is not None
-    memory = TorchSymmetricMemory(group, rank.device)
-    features = probe(group, rank.device, memory)
+    exchange = Exchange(group, settings.current().timeout_s)
+    memory = TorchSymmetricMemory(exchange, rank.device)
+    features = probe(exchange, rank.device, memory)
     memory.close()
     return features.lines()

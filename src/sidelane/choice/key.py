@@ -49,7 +49,11 @@ class Key:
     @staticmethod
     def from_dict(content: Mapping[str, Any]) -> Key:
         """What :meth:`to_dict` made."""
-        return Key(**{**content, "software": tuple(sorted(content["software"].items()))})
+        for name in ("device_type", "device", "links"):
+            if not isinstance(content.get(name, ""), str):
+                raise TypeError(f"{name} (value={content[name]!r}, allowed=a text)")
+        software = tuple(sorted((str(name), str(version)) for name, version in content["software"].items()))
+        return Key(**{**content, "count": int(content["count"]), "software": software})
 
 
 def key_here(device_type: str, world_size: int = 1) -> Key:

@@ -134,13 +134,15 @@ def parse(text: str) -> Profile:
         ValueError: it is not one, or is of another format; the text says what is wrong.
     """
     try:
-        content = json.loads(text)
+        content = json.loads(text, parse_constant=_no_number)
         if content["format"] != FORMAT:
             raise ValueError(f"format (value={content['format']!r}, allowed={FORMAT})")
         curves = tuple(map(_curve_from_dict, content["curves"]))
         key = Key.from_dict(content["key"])
-        return Profile(content["machine"], key, content["date"], content["command"], curves)
-    except (ValueError, KeyError, TypeError, AttributeError) as problem:
+        names = (_text(content, name) for name in ("machine", "date", "command"))
+        machine, date, command = names
+        return Profile(machine, key, date, command, curves)
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as problem:
         raise ValueError(f"not a profile: {type(problem).__name__}: {problem}") from problem
 
 
@@ -154,6 +156,17 @@ def _prefer(curves: tuple[Curve, ...], name: str, value: object) -> tuple[Curve,
     """Those whose ``name`` is ``value``; if there is none, all that share the first one's."""
     same = tuple(curve for curve in curves if getattr(curve, name) == value)
     return same or tuple(curve for curve in curves if getattr(curve, name) == getattr(curves[0], name))
+
+
+def _no_number(text: str) -> float:
+    raise ValueError(f"no number (value={text}, allowed=finite numbers)")
+
+
+def _text(content: Mapping[str, Any], name: str) -> str:
+    value = content[name]
+    if not isinstance(value, str):
+        raise TypeError(f"{name} (value={value!r}, allowed=a text)")
+    return value
 
 
 def _curve_to_dict(curve: Curve) -> dict[str, Any]:
@@ -173,9 +186,9 @@ def _curve_from_dict(row: Mapping[str, Any]) -> Curve:
     return Curve(
         kind=Kind(row["collective"]),
         world_size=int(row["ranks"]),
-        dtype=str(row["dtype"]),
+        dtype=_text(row, "dtype"),
         in_place=bool(row["in_place"]),
         captured=bool(row["captured"]),
-        candidate=Candidate(**{name: row[name] for name in names}),
+        candidate=Candidate(**{name: _text(row, name) for name in names}),
         times=tuple((int(nbytes), float(us)) for nbytes, us in row["times"]),
     )

@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from sidelane.choice import Abilities
+from sidelane.errors import SidelaneError
 from sidelane.execute.base import Addresses, Executor, LoadedProgram, Place, Questions, Runnable
 from sidelane.memory.base import SymmetricBlock, SymmetricMemory
 from sidelane.program.ir import Program
@@ -151,6 +152,17 @@ class Backend(Protocol):
 
     def synchronize(self) -> None:
         """Block the host until every call has finished. Raises what went wrong."""
+        ...
+
+    def renew(self, call: int) -> None:
+        """Let words of its own that follow calls count as set by ``call``; return when what was stored so far is there.
+
+        Nothing may be under way.
+        """
+        ...
+
+    def disown(self, error: SidelaneError) -> None:
+        """This process is a forked copy: whoever waits for anything here gets ``error``, and nothing is touched."""
         ...
 
     def close(self) -> None: ...

@@ -7,7 +7,6 @@ import contextlib
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.distributed as dist
 
 from sidelane.choice import Abilities
 from sidelane.collectives.call_thread import CallThread
@@ -16,6 +15,8 @@ from sidelane.execute.base import NO_STREAM, Addresses, LoadedProgram, Place, Ru
 from sidelane.execute.cpu import CpuExecutor
 from sidelane.memory.base import SymmetricBlock
 from sidelane.memory.control import ControlBlock
+from sidelane.memory.exchange import Exchange
+from sidelane.memory.ordering import full_fence
 from sidelane.memory.shm import ShmMemory
 from sidelane.program.ir import Program
 from sidelane.program.kernel_list import AnyKernelProgram
@@ -26,12 +27,13 @@ class CpuBackend:
 
     abilities = Abilities()
 
-    def __init__(self, group: dist.ProcessGroup, rank: int, control: ControlBlock, timeout_s: float) -> None:
-        self.memory = ShmMemory(group)
-        self.executor = CpuExecutor(rank, control, timeout_s)
+    def __init__(self, exchange: Exchange, control: ControlBlock, timeout_s: float) -> None:
+        self.memory = ShmMemory(exchange)
+        self.executor = CpuExecutor(exchange.rank, control, timeout_s)
         self._control = control
         self._thread = CallThread()
         self._last: concurrent.futures.Future[None] | None = None
+        self._disowned: SidelaneError | None = None
 
     def spread(self, block: SymmetricBlock) -> None:
         return None
@@ -66,15 +68,34 @@ class CpuBackend:
     def submit(self, function: Callable[..., None], *arguments: object) -> CpuWork:
         """Run something behind all asynchronous calls so far, and in front of whatever comes next."""
         self._last = self._thread.submit(function, *arguments)
-        return CpuWork(self._last, self.executor)
+        return CpuWork(self._last, self)
 
     def host_path(self) -> None:
         """None: bytes are moved by threads, which take longer."""
 
     def synchronize(self) -> None:
         if self._last is not None:
-            _result(self._last, self.executor)
+            self.result(self._last)
             self._last = None
+
+    def result(self, future: concurrent.futures.Future[None]) -> None:
+        """Wait for an asynchronous call; raise what went wrong."""
+        if self._disowned is not None and not future.done():  # its thread is in another process
+            raise self._disowned
+        try:
+            future.result()
+        except concurrent.futures.CancelledError:
+            raise CommunicatorClosedError("the communicator was closed before this call began") from None
+        except KeyboardInterrupt:
+            # It reached this thread, not the one that runs the collective: end that one, which tells the peers.
+            self.executor.close()
+            raise
+
+    def renew(self, call: int) -> None:
+        full_fence()
+
+    def disown(self, error: SidelaneError) -> None:
+        self._disowned = error
 
     def close(self) -> None:
         self.executor.close()  # first: it ends what the thread may be waiting for
@@ -129,22 +150,11 @@ class CpuHeld:
 class CpuWork:
     """See :class:`sidelane.collectives.backend.Work`."""
 
-    def __init__(self, future: concurrent.futures.Future[None], executor: CpuExecutor) -> None:
-        self._future, self._executor = future, executor
+    def __init__(self, future: concurrent.futures.Future[None], backend: CpuBackend) -> None:
+        self._future, self._backend = future, backend
 
     def wait(self) -> None:
-        _result(self._future, self._executor)
+        self._backend.result(self._future)
 
     def is_completed(self) -> bool:
         return self._future.done()
-
-
-def _result(future: concurrent.futures.Future[None], executor: CpuExecutor) -> None:
-    try:
-        future.result()
-    except concurrent.futures.CancelledError:
-        raise CommunicatorClosedError("the communicator was closed before this call began") from None
-    except KeyboardInterrupt:
-        # It reached this thread, not the one that runs the collective: end that one, which tells the peers.
-        executor.close()
-        raise

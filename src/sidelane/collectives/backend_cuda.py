@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 
 import torch
-import torch.distributed as dist
 
 from sidelane.choice import Abilities
 from sidelane.choice.candidate import DMA, LAUNCHES, SIGNALS, SM
@@ -19,6 +18,7 @@ from sidelane.execute.cuda.mirror import Mirror
 from sidelane.execute.cuda.prelaunched import CudaPrelaunched
 from sidelane.memory.base import SymmetricBlock
 from sidelane.memory.control import ControlBlock
+from sidelane.memory.exchange import Exchange
 from sidelane.memory.torch_symm import TorchSymmetricMemory
 from sidelane.program.ir import Program
 from sidelane.program.kernel import MOST_RANKS
@@ -28,13 +28,12 @@ from sidelane.program.kernel_list import AnyKernelProgram
 class CudaBackend:
     """See :class:`sidelane.collectives.backend.Backend`."""
 
-    def __init__(
-        self, group: dist.ProcessGroup, rank: int, device: torch.device, control: ControlBlock, timeout_s: float
-    ) -> None:
-        self.memory = TorchSymmetricMemory(group, device, timeout_s)
-        self.executor = CudaExecutor(rank, device, control, timeout_s, probe(group, device, self.memory))
+    def __init__(self, exchange: Exchange, device: torch.device, control: ControlBlock, timeout_s: float) -> None:
+        self.memory = TorchSymmetricMemory(exchange, device, timeout_s)
+        features = probe(exchange, device, self.memory)
+        self.executor = CudaExecutor(exchange.rank, device, control, timeout_s, features)
         self.device = device
-        kernels = find_spec("triton") is not None and dist.get_world_size(group) <= MOST_RANKS
+        kernels = find_spec("triton") is not None and exchange.world_size <= MOST_RANKS
         self.abilities = Abilities((DMA, SM) if kernels else (DMA,), LAUNCHES, SIGNALS)
         self._async_stream: torch.cuda.Stream | None = None
         self._last: int | None = None  # handle of the stream of the last call
@@ -95,6 +94,13 @@ class CudaBackend:
 
     def synchronize(self) -> None:
         self.executor.synchronize()
+
+    def renew(self, call: int) -> None:
+        torch.cuda.current_stream(self.device).synchronize()  # torch has stored flags there
+        self.executor.renew(call)
+
+    def disown(self, error: SidelaneError) -> None:
+        self.executor.watch.failure = error
 
     def close(self) -> None:
         self.executor.close()

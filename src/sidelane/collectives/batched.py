@@ -10,6 +10,7 @@ from sidelane.collectives.arguments import Arguments
 from sidelane.collectives.asked import Asked
 from sidelane.collectives.backend import Work
 from sidelane.collectives.calls import Calls
+from sidelane.collectives.entry import entry
 from sidelane.collectives.listed import BATCH
 from sidelane.collectives.lists import Tensors, call_lists
 from sidelane.collectives.prepare import Preparer
@@ -79,9 +80,16 @@ class Batched:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._is_open, self._has_ended = False, True
-        if error is not None:
-            return
+        self._run(error)
+
+    @entry
+    def _run(self, error: BaseException | None) -> None:
         calls = self._calls
+        if error is not None:
+            # The peers may have come to the end of theirs: the block has its place in the order of calls all the same.
+            if isinstance(error, Exception) and not calls.closed and calls.failure is None and calls.armed is None:
+                calls.refuse(calls.number(), BATCH, error)
+            return
         call = calls.number()
         try:
             self.work = call_lists(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
+import os
+import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import torch
 from torch.autograd import graph
@@ -16,9 +18,23 @@ from sidelane.collectives.agree import compare
 from sidelane.collectives.backend import Backend, Work
 from sidelane.collectives.prepare import Prepared
 from sidelane.config import Config
-from sidelane.errors import CommunicatorClosedError, PeerError, PeerTimeoutError
+from sidelane.errors import (
+    CommunicatorClosedError,
+    MismatchError,
+    PeerError,
+    PeerTimeoutError,
+    ProgramError,
+    UnavailableError,
+)
 from sidelane.execute.base import Place
 from sidelane.memory.control import ControlBlock, PostedCall
+from sidelane.program.ir import RENEWAL_CALLS
+
+_ALIKE = (ValueError, MismatchError, ProgramError, UnavailableError)
+"""Errors behind an agreement that all ranks raise, or none."""
+
+_CAPTURE_CALLS = 4096
+"""By how many calls a renewal is put off while a graph is captured."""
 
 count_writes: Callable[[tuple[torch.Tensor, ...]], None] = getattr(
     torch._C, "_increment_version", graph.increment_version
@@ -30,6 +46,10 @@ class Handle(Protocol):
     """A prelaunched call, as the communicator sees it."""
 
     def close(self) -> None: ...
+
+    def disown(self) -> None:
+        """Forget the call: this process is a copy of the one that made it."""
+        ...
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -50,17 +70,25 @@ class Calls:
         unfinished: prelaunched calls that are armed, or fired without anybody having waited for them: their tensors
             are in use.
         failure: what ended the communicator, if anything did.
-        numbers: of the calls to come.
+        closed: there are no more calls.
+        forked: this process is a copy of the one that made it.
+        numbers: of the calls to come, up to the next renewal.
+        entrance: held by the thread that is inside of a call (``entry``).
+        renew: makes all flags of this rank count as set by the call of that number (:data:`RENEWAL_CALLS`).
     """
 
-    def __init__(self, control: ControlBlock, backend: Backend, config: Config) -> None:
-        self.control, self.backend, self.config = control, backend, config
+    def __init__(
+        self, control: ControlBlock, backend: Backend, config: Config, renew: Callable[[int], None] = lambda call: None
+    ) -> None:
+        self.control, self.backend, self.config, self.renew = control, backend, config, renew
         self.last_choice: Choice | None = None
         self.armed: Handle | None = None
         self.unfinished: set[Handle] = set()
         self.failure: BaseException | None = None
-        self.closed = False
-        self.numbers = itertools.count(1)
+        self.closed = self.forked = False
+        self.entrance = threading.Lock()
+        self.count_from(1)
+        _watch_for_forks(self)
 
     def number(self) -> int:
         """Take the number of a new call.
@@ -71,6 +99,35 @@ class Calls:
         """
         if self.closed or self.failure is not None or self.armed is not None:
             self.require_open()
+        number = next(self.numbers, 0)
+        return number or self._renewed()
+
+    def count_from(self, number: int) -> None:
+        """Let the next call have a number; what is counted from there ends where flags must be renewed."""
+        self._renewal = (number // RENEWAL_CALLS + 1) * RENEWAL_CALLS
+        self.numbers = iter(range(number, self._renewal))
+
+    def _renewed(self) -> int:
+        """Renew all flags, all ranks together, and take the number of the next call.
+
+        A flag holds the number of the call that set it last, in 32 bits. One that was not set for 2**31 calls would
+        count as set by a call to come. So after every ``RENEWAL_CALLS`` calls the ranks wait until all have ended,
+        make their own flags count as set by the call before, and wait until all have done so.
+        """
+        first = self._renewal
+        if self.backend.place()[1]:
+            # Nothing can be waited for in a capture, and what is captured follows no numbers. All ranks capture alike.
+            self._renewal = first + _CAPTURE_CALLS
+            self.numbers = iter(range(first, self._renewal))
+            return next(self.numbers)
+        with self.failing_for_good():
+            self.backend.synchronize()
+            self.control.post_call(first, "renewal of flags: all calls have ended")
+            self.agree(first)
+            self.renew(first)
+            self.control.post_call(first + 1, "renewal of flags: all flags are renewed")
+            self.agree(first + 1)
+        self.count_from(first + 2)
         return next(self.numbers)
 
     def require_open(self) -> None:
@@ -78,9 +135,8 @@ class Calls:
         if self.closed:
             raise CommunicatorClosedError("Communicator: closed")
         if self.failure is not None:
-            raise CommunicatorClosedError(
-                f"Communicator: unusable since a call failed: {self.failure}"
-            ) from self.failure
+            why = "" if isinstance(self.failure, CommunicatorClosedError) else "unusable since a call failed: "
+            raise CommunicatorClosedError(f"Communicator: {why}{self.failure}") from self.failure
         if self.armed is not None:
             raise RuntimeError(
                 f"Communicator: another call while a prelaunched one waits for its trigger (value={self.armed}, "
@@ -140,6 +196,40 @@ class Calls:
             self.refuse(call, name, error)
             raise
 
+    def refuse_second_thread(self, name: str) -> NoReturn:
+        """Another thread is inside of a call, so that no order of calls is left; see ``entry``.
+
+        Raises:
+            CommunicatorClosedError: there can be no calls any more anyway.
+            RuntimeError: always.
+        """
+        if self.closed or self.failure is not None:
+            self.require_open()
+        rank = self.control.rank
+        error = RuntimeError(
+            f"{name}: another call of this communicator is under way in another thread (value="
+            f"{threading.current_thread().name!r}, allowed=one call at a time: a communicator for each thread, or "
+            "threads that see to the order of their calls). Which of them comes first is not known, so that the "
+            "communicator is of no use any more"
+        )
+        self.failure = error
+        self.control.abort(f"rank {rank} called {name} in two threads at once", (rank,))
+        raise error
+
+    def disown(self) -> None:
+        """This process is a copy of the one that made the communicator: it has none of its threads, and is no rank."""
+        self.forked = True
+        self.failure = failure = CommunicatorClosedError(
+            f"it was made in another process (pid {self.control.pid}), of which this one (pid {os.getpid()}) is a "
+            "forked copy (allowed=a communicator of its own, in a process that is a rank of a group)"
+        )
+        self.entrance = threading.Lock()
+        self.armed = None
+        for handle in list(self.unfinished):
+            handle.disown()
+        self.unfinished.clear()
+        self.backend.disown(failure)
+
     def refuse(self, call: int, name: str, error: Exception) -> None:
         """Tell the peers that this rank does not make the call, and why."""
         self.control.post_call(call, name, refusal=f"{type(error).__name__}: {error}")
@@ -153,6 +243,23 @@ class Calls:
             self.fail(error)
             raise
 
+    @contextlib.contextmanager
+    def making_ready(self) -> Iterator[None]:
+        """Behind an agreement, whatever goes wrong on this rank alone ends the communicator: the peers make the call.
+
+        What all ranks find out alike, from what they agreed on, does not.
+        """
+        try:
+            with self.failing_for_good():
+                yield
+        except (PeerError, *_ALIKE):
+            raise
+        except Exception as error:
+            rank = self.control.rank
+            self.failure = error
+            self.control.abort(f"rank {rank} could not make its call: {type(error).__name__}: {error}", (rank,))
+            raise
+
     def fail(self, error: PeerError | KeyboardInterrupt) -> None:
         """End the communicator, and tell the peers: this rank comes to none of their calls any more."""
         self.failure = error
@@ -160,3 +267,24 @@ class Calls:
             self.control.abort(f"rank {self.control.rank} was interrupted", (self.control.rank,))
         else:
             self.control.abort(str(error), error.ranks, timed_out=isinstance(error, PeerTimeoutError))
+
+
+_alive: weakref.WeakSet[Calls] = weakref.WeakSet()
+_registering = threading.Lock()
+
+
+def _watch_for_forks(calls: Calls) -> None:
+    """Have a forked copy of this process know that it is no rank."""
+    with _registering:
+        if not _hooks and hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=_disown_all)
+            _hooks.append(_disown_all)
+        _alive.add(calls)
+
+
+def _disown_all() -> None:
+    for calls in list(_alive):
+        calls.disown()
+
+
+_hooks: list[Callable[[], None]] = []

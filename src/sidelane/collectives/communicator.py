@@ -22,6 +22,7 @@ from sidelane.collectives.backend import Work
 from sidelane.collectives.batched import Batched
 from sidelane.collectives.calls import Calls
 from sidelane.collectives.devices import choose_device, make_backend
+from sidelane.collectives.entry import entry
 from sidelane.collectives.heap import SymmetricHeap, generation
 from sidelane.collectives.lists import Tensors, call_lists, holds_lists
 from sidelane.collectives.plan import AUTO, Agreement, Planner, check_variant
@@ -30,18 +31,20 @@ from sidelane.collectives.prepare import Prepared, Preparer
 from sidelane.collectives.profile import agree_on_profile
 from sidelane.collectives.repeat import Repeats
 from sidelane.collectives.uneven import call_uneven
-from sidelane.config import Config
+from sidelane.config import DEFAULT_TIMEOUT_S, Config
 from sidelane.errors import PeerError, SidelaneError, UnavailableError
 from sidelane.execute.submitted import Counts, Submitted
 from sidelane.memory.control import ControlBlock
-from sidelane.program.collective import Kind
+from sidelane.memory.exchange import Exchange
+from sidelane.program.collective import MAX_NODE_RANKS, Kind
 
 
 class Communicator:
     """Collectives among the ranks of a process group on one node.
 
-    Every rank of the group makes the communicator and makes the same calls in the same order. A call takes its place in
-    the caller's order of work: on CPUs it returns when it is done, on GPUs it is queued on the current stream (inside a
+    Every rank of the group makes the communicator and makes the same calls in the same order, one at a time: threads
+    may take turns, or have a communicator each, but two that call at once are an error. A call takes its place in the
+    caller's order of work: on CPUs it returns when it is done, on GPUs it is queued on the current stream (inside a
     CUDA graph capture it becomes part of the graph). ``async_op=True`` returns a :class:`Work` instead.
 
     Tensors are contiguous and on the communicator's device. Ordinary tensors are fine everywhere; tensors from
@@ -61,7 +64,8 @@ class Communicator:
         profile: the measured times that it chooses by, rank 0's.
 
     Raises:
-        ValueError: a device or a setting that there is not; the other ranks raise PeerError and say which.
+        ValueError: more than 16 ranks. A device or a setting that there is not; the other ranks raise PeerError and say
+            which.
         UnavailableError: the ranks are on several machines, or the device lacks symmetric memory.
         PeerTimeoutError: a rank of the group did not come.
     """
@@ -81,19 +85,21 @@ class Communicator:
         self.world_size: int = dist.get_world_size(chosen)
         if self.rank < 0:
             raise ValueError("Communicator: this rank is not in the group")
+        if self.world_size > MAX_NODE_RANKS:
+            raise ValueError(f"Communicator: ranks of the group (value={self.world_size}, allowed=1..{MAX_NODE_RANKS})")
         try:
             self.device = choose_device(device)
             self.config = config if config is not None else settings.current()
         except Exception as error:
-            with contextlib.suppress(SidelaneError):  # what the peers raise
-                ControlBlock(chosen, refusal=f"{type(error).__name__}: {error}")
+            Exchange(chosen, DEFAULT_TIMEOUT_S).refuse(error)
             raise
-        self._control = ControlBlock(chosen)
-        self._backend = make_backend(chosen, self.rank, self.device, self._control, self.config.timeout_s)
+        exchange = Exchange(chosen, self.config.timeout_s)
+        self._control = ControlBlock(exchange)
+        self._backend = make_backend(exchange, self.device, self._control, self.config.timeout_s)
         self._heap = SymmetricHeap(self._backend.memory, owner=f"ranks {dist.get_process_group_ranks(chosen)}")
         self._arguments = Arguments(self.rank, self.world_size, self.device, self._heap)
         self.abilities = self._backend.abilities
-        self.profile = agree_on_profile(chosen, self.device.type, self.config.profile)
+        self.profile = agree_on_profile(exchange, self.device.type, self.config.profile)
         planner = Planner(
             self._backend.executor.capabilities,
             verify_programs=self.config.verify,
@@ -101,10 +107,11 @@ class Communicator:
             abilities=self.abilities,
         )
         self._preparer = Preparer(self.rank, self._heap, self._backend, planner)
-        self._calls = Calls(self._control, self._backend, self.config)
+        self._calls = Calls(self._control, self._backend, self.config, self._preparer.renew)
         self._repeats = Repeats.of(self._calls, self._preparer)
         self._barrier_tensor: torch.Tensor | None = None
 
+    @entry
     def empty(self, *size: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Make an uninitialised tensor in symmetric memory. Collective: same size and dtype on every rank.
 
@@ -119,6 +126,9 @@ class Communicator:
             PeerTimeoutError: a rank did not come.
             UnavailableError: the device does not have the memory.
         """
+        return self._empty(size, dtype)
+
+    def _empty(self, size: tuple[int | Sequence[int], ...], dtype: torch.dtype) -> torch.Tensor:
         call = self._calls.number()
         with self._calls.telling_refusals(call, "empty"):
             shape = torch.Size(size[0] if len(size) == 1 and not isinstance(size[0], int) else size)  # type: ignore[arg-type]
@@ -131,10 +141,11 @@ class Communicator:
             nbytes = shape.numel() * dtype.itemsize
         self._control.post_call(call, f"empty of {nbytes} bytes")
         self._calls.agree(call)
-        with self._calls.failing_for_good():
+        with self._calls.making_ready():
             block = self._heap.allocate(max(nbytes, 1))
         return block.tensor[:nbytes].view(dtype).view(shape)
 
+    @entry
     def all_gather(
         self,
         output: Tensors,
@@ -161,6 +172,7 @@ class Communicator:
         """
         return self._call(Kind.ALL_GATHER, (output, input), (), variant, beside, async_op)
 
+    @entry
     def all_to_all(
         self,
         output: Tensors,
@@ -204,6 +216,7 @@ class Communicator:
             self._calls.fail(error)
             raise
 
+    @entry
     def reduce_scatter(
         self,
         output: Tensors,
@@ -230,6 +243,7 @@ class Communicator:
         """
         return self._call(Kind.REDUCE_SCATTER, (output, input), (op,), variant, beside, async_op)
 
+    @entry
     def all_reduce(
         self,
         tensor: Tensors,
@@ -258,6 +272,7 @@ class Communicator:
         target = tensor if output is None else output
         return self._call(Kind.ALL_REDUCE, (target, tensor), (op,), variant, beside, async_op)
 
+    @entry
     def broadcast(
         self, tensor: Tensors, *, root: int, async_op: bool = False, variant: str = AUTO, beside: str | None = None
     ) -> Work | None:
@@ -276,6 +291,7 @@ class Communicator:
         """
         return self._call(Kind.BROADCAST, (tensor,), (root,), variant, beside, async_op)
 
+    @entry
     def scatter(
         self,
         output: torch.Tensor,
@@ -293,6 +309,7 @@ class Communicator:
         """
         return self._call(Kind.SCATTER, (output, input), (root,), variant, beside, async_op)
 
+    @entry
     def gather(
         self,
         output: torch.Tensor | None,
@@ -328,6 +345,7 @@ class Communicator:
         parts = (self._calls, self._arguments, self._preparer)
         return Batched(*parts, variant=variant, beside=beside, async_op=async_op)
 
+    @entry
     def prepare_all_gather(
         self, output: torch.Tensor, input: torch.Tensor, *, variant: str = FIRST, host_trigger: bool = False
     ) -> Prelaunched:
@@ -348,6 +366,7 @@ class Communicator:
         parts = (self._calls, self._arguments, self._preparer)
         return prepare_prelaunched(*parts, Kind.ALL_GATHER, (output, input), variant, host_trigger)
 
+    @entry
     def prepare_all_to_all(
         self, output: torch.Tensor, input: torch.Tensor, *, variant: str = FIRST, host_trigger: bool = False
     ) -> Prelaunched:
@@ -355,12 +374,13 @@ class Communicator:
         parts = (self._calls, self._arguments, self._preparer)
         return prepare_prelaunched(*parts, Kind.ALL_TO_ALL, (output, input), variant, host_trigger)
 
+    @entry
     def barrier(self) -> None:
         """Order the caller's next work behind everything that all ranks had queued before their barrier."""
         if self._barrier_tensor is None:
-            self._barrier_tensor = self.empty(self.world_size, dtype=torch.uint8)
+            self._barrier_tensor = self._empty((self.world_size,), torch.uint8)
         tensor = self._barrier_tensor
-        self.all_gather(tensor, tensor[self.rank : self.rank + 1])
+        self._call(Kind.ALL_GATHER, (tensor, tensor[self.rank : self.rank + 1]), (), AUTO, None, False)
 
     def synchronize(self) -> None:
         """Block the host until every call has finished on this rank.
@@ -386,7 +406,7 @@ class Communicator:
 
     def close(self) -> None:
         """Release threads, streams and memory. Idempotent. Not a collective: peers may close later."""
-        if self._calls.closed:
+        if self._calls.closed or self._calls.forked:
             return
         for handle in list(self._calls.unfinished):
             with contextlib.suppress(SidelaneError):
@@ -484,5 +504,5 @@ class Communicator:
         self._control.post_call(call, agreement.text())
         if self.config.debug or not self._preparer.known(agreement):
             self._calls.agree(call)
-        with self._calls.failing_for_good():
+        with self._calls.making_ready():
             return self._preparer.prepare(agreement, request, key)

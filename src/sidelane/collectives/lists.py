@@ -82,7 +82,7 @@ def call_lists(
         calls.control.post_call(call, agreement.text())
         if config.debug or not preparer.known(agreement):
             calls.agree(call)
-        with calls.failing_for_good():
+        with calls.making_ready():
             prepared = preparer.prepare(agreement, request, key)
     else:
         calls.control.post_call(call, prepared.signature)

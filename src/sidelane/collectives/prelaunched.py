@@ -17,6 +17,7 @@ from sidelane.choice.candidate import CALLS, DMA, everything
 from sidelane.collectives.arguments import Arguments, Request, check_tensors
 from sidelane.collectives.backend import Held
 from sidelane.collectives.calls import Calls, count_writes
+from sidelane.collectives.entry import entry
 from sidelane.collectives.plan import Agreement
 from sidelane.collectives.prepare import Preparer
 from sidelane.errors import PeerError, SidelaneError, UnavailableError
@@ -84,6 +85,7 @@ class Prelaunched:
         self._require_armed("trigger_value")
         return self._epoch & 0xFFFFFFFF
 
+    @entry
     def arm(self) -> None:
         """Take the place of a call in the order of calls, and submit everything, to wait for the trigger.
 
@@ -104,7 +106,7 @@ class Prelaunched:
             calls.control.post_call(call, self._signature)
         if calls.config.debug:
             calls.agree(call)
-        with calls.failing_for_good():
+        with calls.making_ready():
             self._held = self._load()
             calls.armed, self._epoch, self._is_armed = self, call, True
             calls.unfinished.add(self)
@@ -196,6 +198,10 @@ class Prelaunched:
             calls.unfinished.discard(self)
             self._tensors = self._output = ()
 
+    def disown(self) -> None:
+        """Let go of everything, and touch nothing: this process is a copy of the one that made the handle."""
+        self._is_armed, self._is_closed = False, True
+
     def __enter__(self) -> Prelaunched:
         return self
 
@@ -265,7 +271,7 @@ def prepare_prelaunched(
     with calls.failing_for_good():
         calls.control.post_call(call, f"{name}: {agreement.text()}")
     calls.agree(call)
-    with calls.failing_for_good():
+    with calls.making_ready():
         plan = preparer.program(agreement)
         signature = f"prelaunched {agreement.text()}"
         return Prelaunched(calls, preparer, request, plan, signature, tensors, host_trigger)

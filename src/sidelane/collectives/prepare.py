@@ -6,6 +6,8 @@ import collections
 import dataclasses
 from collections.abc import Callable, Hashable
 
+import torch
+
 from sidelane.choice import Choice
 from sidelane.choice.candidate import GRAPH, SM
 from sidelane.collectives.alternate import FLAGS as TURN_FLAGS
@@ -27,7 +29,8 @@ from sidelane.program.kernel import KernelProgram
 from sidelane.program.kernel_list import AnyKernelProgram, KernelListProgram
 
 FLAGS = 4096
-"""Flags in each of three regions: programs with epochs, captured ones that reset their flags, and cached graphs."""
+"""Flags in each of three regions: programs with epochs, captured ones that reset their flags, and cached graphs. Behind
+them are three such regions of ``TURN_FLAGS``, for programs that take turns."""
 
 MOST_RECENT = 4096
 """Calls remembered by the addresses of their tensors; the oldest goes first. Programs are kept for good."""
@@ -161,6 +164,15 @@ class Preparer:
         """Where that program runs now: staging may move before its next call. Collective at first."""
         self._reserve(self._staging, max(program.staging_bytes), False)
         return self._addresses(program, request, False)
+
+    def renew(self, call: int) -> None:
+        """Make all flags of this rank that follow calls count as set by ``call``. Nothing may be under way anywhere."""
+        words = self._flags.tensor.view(torch.int32)
+        value = call & 0xFFFFFFFF
+        value -= (value >> 31) << 32  # as a signed word
+        words[:FLAGS] = value
+        words[3 * FLAGS : 3 * FLAGS + TURN_FLAGS] = value
+        self._backend.renew(call)
 
     def close(self) -> None:
         """Forget every loaded program."""

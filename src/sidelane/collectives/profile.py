@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import torch.distributed as dist
-
 from sidelane.choice.key import key_here
 from sidelane.choice.store import InForce, in_force
-from sidelane.memory.host_shared import exchange
+from sidelane.memory.exchange import Exchange
 
 
-def agree_on_profile(group: dist.ProcessGroup, device_type: str, setting: str | None) -> InForce:
-    """The profile that rank 0 has, on every rank. Collective: one exchange of its text over the group.
+def agree_on_profile(exchange: Exchange, device_type: str, setting: str | None) -> InForce:
+    """The profile that rank 0 has, on every rank. Collective: one exchange of its text.
 
     Args:
-        group: of any backend.
+        exchange: of the ranks.
         device_type: of the ranks' tensors.
         setting: ``Config.profile``; rank 0's counts.
 
@@ -21,13 +19,16 @@ def agree_on_profile(group: dist.ProcessGroup, device_type: str, setting: str | 
         ValueError: on every rank, if rank 0 was told of a file that is missing or is not a profile.
         PeerError, PeerTimeoutError: a rank did not take part.
     """
-    text, problem = "", ""
-    if dist.get_rank(group) == 0:
+
+    def own() -> tuple[str, str]:
+        if exchange.rank:
+            return "", ""
         try:
-            text = in_force(setting, key_here(device_type, dist.get_world_size(group))).to_text()
+            return in_force(setting, key_here(device_type, exchange.world_size)).to_text(), ""
         except ValueError as error:
-            problem = str(error)
-    text, problem = exchange(group, (text, problem), "the profile to choose by")[0]
+            return "", str(error)
+
+    text, problem = exchange("the profile to choose by", own)[0]
     if problem:
         raise ValueError(f"Communicator: {problem}")
     return InForce.from_text(text)

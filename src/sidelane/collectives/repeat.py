@@ -63,7 +63,7 @@ class Repeats:
         replay = module.Replay(
             guards,
             *(questions.stream_of, questions.capturing, questions.current_device, questions.device),
-            *(heap.generation_cell, path.last, calls.numbers),
+            *(heap.generation_cell, path.last, (calls, "numbers")),
             *(tuple(posts.records), tuple(record.address for record in posts.records), posts.begun_address),
             *(control, control.post_call, posts.lock, path.lock.acquire, path.lock.release),
             *(count_writes, torch.Tensor),

@@ -63,6 +63,6 @@ def call_uneven(
     prepared = preparer.recall(key)
     if prepared is None:
         request = arguments.all_to_all_uneven(output, input, agreed)
-        with calls.failing_for_good():
+        with calls.making_ready():
             prepared = preparer.prepare(Agreement.of(request, variant, frozen, hint), request, key)
     return calls.run(prepared, call, async_op, tensors, place)

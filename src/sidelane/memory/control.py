@@ -20,9 +20,8 @@ import time
 import zlib
 from collections.abc import Sequence
 
-import torch.distributed as dist
-
 from sidelane.errors import CommunicatorClosedError, PeerError, PeerTimeoutError
+from sidelane.memory.exchange import Exchange
 from sidelane.memory.host_shared import SharedBytes
 from sidelane.memory.process import ProcessIdentity
 from sidelane.memory.record import Record
@@ -88,21 +87,22 @@ class ControlBlock:
     Calls are numbered from 1 by the communicator, growing, the same on every rank; executors call them epochs.
 
     Args:
-        group: the ranks, all on one machine.
-        refusal: why this rank cannot take part; makes all ranks raise.
+        exchange: of the ranks, all on one machine. From here on it notices what is said here.
 
     Attributes:
         unread: a call that peers may still have to read here; 0 if there is none.
+        pid: of the process that is this rank.
 
     Raises:
         UnavailableError, PeerError, PeerTimeoutError: as :class:`sidelane.memory.host_shared.SharedBytes` does.
     """
 
-    def __init__(self, group: dist.ProcessGroup, *, refusal: str = "") -> None:
-        shared = SharedBytes(group, _PART_BYTES, refusal=refusal)
+    def __init__(self, exchange: Exchange) -> None:
+        shared = SharedBytes(exchange, _PART_BYTES)
         self.rank, self.world_size = shared.rank, shared.world_size
         self._peers = shared.peers
         self._self = ProcessIdentity.own()
+        self.pid = self._self.pid
         self._parts = [_Part(shared.view(rank)) for rank in range(shared.world_size)]
         self._own = self._parts[shared.rank]
         self._lock = threading.Lock()  # threads of this rank share one writer's role
@@ -113,6 +113,7 @@ class ControlBlock:
         self._dead: set[int] = set()
         self._look_at = 0.0
         self._is_closed = False
+        exchange.look = self._look
 
     # --- what this rank says ------------------------------------------------------------------------------------------
 
@@ -141,6 +142,8 @@ class ControlBlock:
             own.slots[call % RING_CALLS].write(call, status, payload)
             if refusal is None and own.words[_BEGUN] < call:
                 own.words[_BEGUN] = call
+            if refusal is not None and own.words[_AGREED] < call:
+                own.words[_AGREED] = call  # who refuses does not compare: nobody need keep a post for this rank
 
     def own_posts(self) -> OwnPosts:
         """Where :meth:`post_call` writes."""
@@ -291,6 +294,10 @@ class ControlBlock:
         doing = f", {step[2].decode(errors='replace')}" if step and step[0] == begun and begun > ended else ""
         progress = f"in call {begun}" if begun > ended else f"ended call {ended}" if ended else "has begun no call"
         return f"rank {rank} (pid {peer.pid}, {state}, {progress}{doing}{self._other_call(rank, call)})"
+
+    def _look(self) -> None:
+        """Raise if what all ranks agreed on last cannot complete any more."""
+        self.check(int(self._own.words[_AGREED]))
 
     def _let_peers_read(self) -> None:
         """Before a post is overwritten that all ranks agreed on: this rank may have run ahead while another one slept.

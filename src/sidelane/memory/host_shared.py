@@ -14,10 +14,9 @@ import sys
 import tempfile
 from typing import Any
 
-import torch.distributed as dist
-
-from sidelane.errors import MismatchError, PeerError, PeerTimeoutError, UnavailableError
+from sidelane.errors import MismatchError, UnavailableError
 from sidelane.memory.available import available_bytes
+from sidelane.memory.exchange import Exchange
 from sidelane.memory.process import ProcessIdentity
 
 # Reserved piece by piece, so that a signal (Ctrl-C, a profiler's timer) interrupts one piece and not all of it.
@@ -30,33 +29,37 @@ class SharedBytes:
     Making one is collective. A rank that fails makes all fail, with the reason of the one that did.
 
     Args:
-        group: any ProcessGroup with an object collective; the handles travel over it. All ranks on one machine.
+        exchange: of the ranks, all on one machine.
         nbytes: size of one rank's part, > 0, the same on every rank.
-        refusal: why this rank cannot take part; makes all ranks raise. Empty: it can.
 
     Raises:
-        ValueError: ``nbytes`` is not positive, or this process is not in the group.
+        ValueError: ``nbytes`` is not positive.
         MismatchError: ranks asked for different sizes.
         UnavailableError: ranks on several machines or in several pid namespaces, or not enough memory.
-        PeerError: the exchange over ``group`` failed; PeerTimeoutError when its own time-out ran out.
+        PeerError, PeerTimeoutError: as :class:`sidelane.memory.exchange.Exchange` does.
     """
 
-    def __init__(self, group: dist.ProcessGroup, nbytes: int, *, refusal: str = "") -> None:
-        self.rank = dist.get_rank(group)
-        self.world_size = dist.get_world_size(group)
-        if self.rank < 0:
-            raise ValueError("SharedBytes: this process is not a rank of the group")
+    def __init__(self, exchange: Exchange, nbytes: int) -> None:
+        self.rank, self.world_size = exchange.rank, exchange.world_size
         self.nbytes = nbytes
         # Parts begin on pages of their own: a page is the unit that first touch places in memory near its rank.
         self._stride = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
-        offer, opened = _offer(self.rank, nbytes, self._stride * self.world_size)
-        offer = dataclasses.replace(offer, refusal=refusal)
+        opened = _Opened()
         try:
-            offers: list[_Offer] = exchange(group, offer, "SharedBytes")
+            offers = exchange(
+                "shared memory", lambda: _offer(self.rank, nbytes, self._stride * self.world_size, opened)
+            )
             _agree(offers)
             self.peers = tuple(each.process for each in offers)
-            mapped, problem = self._attach(offers[0])
-            problems: list[str] = exchange(group, problem, "SharedBytes")
+            exchange.peers = exchange.peers or self.peers
+            mapped: mmap.mmap | None = None
+
+            def attach() -> str:
+                nonlocal mapped
+                mapped, problem = self._attach(offers[0])
+                return problem
+
+            problems = exchange("shared memory, mapped", attach)
         finally:
             opened.close()
         if any(problems):
@@ -98,22 +101,6 @@ class SharedBytes:
             os.close(descriptor)
 
 
-def exchange(group: dist.ProcessGroup, item: Any, what: str) -> list[Any]:
-    """``item`` of every rank, by group rank. ``what`` begins the text of an error.
-
-    Raises:
-        PeerTimeoutError: the group's time-out ran out.
-        PeerError: the exchange failed in another way, as it does when a peer dies in it.
-    """
-    items: list[Any] = [None] * dist.get_world_size(group)
-    try:
-        dist.all_gather_object(items, item, group=group)
-    except RuntimeError as error:
-        kind = PeerTimeoutError if "time" in str(error).lower() and "out" in str(error).lower() else PeerError
-        raise kind(f"{what}: exchange over the process group failed: {error}") from error
-    return items
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Offer:
     """What a rank tells the others before it opens anything; path and inode are rank 0's alone."""
@@ -123,15 +110,26 @@ class _Offer:
     path: str = ""
     inode: tuple[int, int] = (0, 0)
     problem: str = ""
-    refusal: str = ""
 
 
 class _Opened:
     """Rank 0's own hold on the file while the others attach."""
 
-    def __init__(self, descriptor: int = -1, unlink: str = "") -> None:
-        self._descriptor = descriptor
-        self._unlink = unlink
+    def __init__(self) -> None:
+        self._descriptor = -1
+        self._unlink = ""
+
+    def open(self) -> int:
+        """Make the file; its descriptor. ``path`` is where the others find it."""
+        if hasattr(os, "memfd_create"):
+            self._descriptor = os.memfd_create("sidelane", os.MFD_CLOEXEC)
+        else:
+            self._descriptor, self._unlink = tempfile.mkstemp(prefix="sidelane-")
+        return self._descriptor
+
+    @property
+    def path(self) -> str:
+        return self._unlink or f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
     def close(self) -> None:
         if self._descriptor >= 0:
@@ -141,27 +139,20 @@ class _Opened:
         self._descriptor, self._unlink = -1, ""
 
 
-def _offer(rank: int, nbytes: int, total_bytes: int) -> tuple[_Offer, _Opened]:
+def _offer(rank: int, nbytes: int, total_bytes: int, opened: _Opened) -> _Offer:
     process = ProcessIdentity.own()
     if rank or nbytes <= 0:
-        return _Offer(process, nbytes), _Opened()
+        return _Offer(process, nbytes)
     room = available_bytes()
     if room is not None and total_bytes > room:
-        return _Offer(process, nbytes, problem=f"{total_bytes} bytes for all ranks, {room} available"), _Opened()
-    descriptor, opened = -1, _Opened()
+        return _Offer(process, nbytes, problem=f"{total_bytes} bytes for all ranks, {room} available")
     try:
-        if hasattr(os, "memfd_create"):
-            descriptor = os.memfd_create("sidelane", os.MFD_CLOEXEC)
-            path, opened = f"/proc/{process.pid}/fd/{descriptor}", _Opened(descriptor)
-        else:
-            descriptor, path = tempfile.mkstemp(prefix="sidelane-")
-            opened = _Opened(descriptor, unlink=path)
+        descriptor = opened.open()
         os.ftruncate(descriptor, total_bytes)
         status = os.fstat(descriptor)
     except OSError as error:
-        opened.close()
-        return _Offer(process, nbytes, problem=f"cannot make {total_bytes} bytes of shared memory: {error}"), _Opened()
-    return _Offer(process, nbytes, path, (status.st_dev, status.st_ino)), opened
+        return _Offer(process, nbytes, problem=f"cannot make {total_bytes} bytes of shared memory: {error}")
+    return _Offer(process, nbytes, opened.path, (status.st_dev, status.st_ino))
 
 
 def _agree(offers: list[_Offer]) -> None:
@@ -170,10 +161,6 @@ def _agree(offers: list[_Offer]) -> None:
     if len(machines) > 1:
         places = ", ".join(f"rank {rank} on {offer.process.host}" for rank, offer in enumerate(offers))
         raise UnavailableError(f"SharedBytes: the ranks of the group must be on one machine: {places}")
-    refused = [rank for rank, offer in enumerate(offers) if offer.refusal]
-    if refused:
-        named = "; ".join(f"rank {rank}: {offers[rank].refusal}" for rank in refused)
-        raise PeerError(f"SharedBytes: not every rank can take part: {named}", refused)
     sizes = [offer.nbytes for offer in offers]
     if len(set(sizes)) > 1:
         named = ", ".join(f"rank {rank}: {size}" for rank, size in enumerate(sizes))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-import torch.distributed as dist
 
 from sidelane.errors import CommunicatorClosedError
+from sidelane.memory.exchange import Exchange
 from sidelane.memory.host_shared import SharedBytes
 
 
@@ -30,11 +30,11 @@ class ShmMemory:
     """Allocator of symmetric CPU blocks for one group. All ranks on one machine.
 
     Args:
-        group: the ranks that allocate together; the memory handles travel over it.
+        exchange: of the ranks that allocate together; the memory handles travel through it.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group: dist.ProcessGroup | None = group
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange: Exchange | None = exchange
 
     def allocate(self, nbytes: int) -> ShmBlock:
         """Allocate ``nbytes`` (> 0) on every rank, zeroed and page-aligned. Collective; the bytes are reserved at once.
@@ -45,13 +45,13 @@ class ShmMemory:
         Raises:
             ValueError: ``nbytes`` is not positive.
             MismatchError: ranks asked for different sizes.
-            PeerError: a peer died in the exchange; PeerTimeoutError: the time-out of the process group ran out.
+            PeerError: a rank failed or died in the exchange; PeerTimeoutError: one did not come.
             UnavailableError: not enough memory, or ranks on several machines.
             CommunicatorClosedError: ``close`` was called.
         """
-        if self._group is None:
+        if self._exchange is None:
             raise CommunicatorClosedError("ShmMemory.allocate: the memory was closed")
-        shared = SharedBytes(self._group, nbytes)
+        shared = SharedBytes(self._exchange, nbytes)
         # frombuffer holds on to the mapping, so a tensor outlives the block, this object and the group.
         tensors = tuple(
             torch.frombuffer(shared.mapping, dtype=torch.uint8, count=nbytes, offset=shared.offset(rank))
@@ -60,5 +60,5 @@ class ShmMemory:
         return ShmBlock(tensors[shared.rank], tuple(tensor.data_ptr() for tensor in tensors), tensors)
 
     def close(self) -> None:
-        """Let go of the group. Tensors that callers still have stay valid. Idempotent."""
-        self._group = None
+        """Let go of the exchange. Tensors that callers still have stay valid. Idempotent."""
+        self._exchange = None

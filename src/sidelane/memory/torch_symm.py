@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from sidelane.errors import CommunicatorClosedError, MismatchError, PeerError, PeerTimeoutError, UnavailableError
-from sidelane.memory.host_shared import exchange
+from sidelane.memory.exchange import Exchange
 
 DEFAULT_TIMEOUT_S = 600.0
 _NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
@@ -51,27 +51,24 @@ class TorchSymmetricMemory:
     Making one is collective.
 
     Args:
-        group: the control plane, of any backend.
+        exchange: of the ranks.
         device: of this rank.
         timeout_s: seconds that a rank may take to come to an allocation.
 
     Raises:
-        ValueError: the device is no CUDA device, or this process is not in the group.
+        ValueError: the device is no CUDA device.
         PeerError, PeerTimeoutError: a rank did not take part.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+    def __init__(self, exchange: Exchange, device: torch.device, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         if device.type != "cuda":
             raise ValueError(f"TorchSymmetricMemory: device (value={device}, allowed=cuda)")
-        self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
-        if self._rank < 0:
-            raise ValueError("TorchSymmetricMemory: this process is not a rank of the group")
+        self._rank, self._world_size = exchange.rank, exchange.world_size
         self._device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-        self._group: dist.ProcessGroup | None = group
-        # Rank 0 names the instance: two communicators on one group must not read each other's keys.
-        own_name = f"sidelane/{os.getpid()}/{next(_instances)}"
-        name: str = exchange(group, own_name, "TorchSymmetricMemory")[0]
-        self._alias = _Alias(name, _store_of(group), self._rank, self._world_size, timeout_s)
+        self._exchange: Exchange | None = exchange
+        # Rank 0 names the instance: torch keeps groups by name, in all of the process.
+        name = exchange("symmetric memory", lambda: f"sidelane/{os.getpid()}/{next(_instances)}")[0]
+        self._alias = _Alias(name, exchange.store, self._rank, self._world_size, timeout_s)
 
     def allocate(self, nbytes: int) -> TorchSymmetricBlock:
         """Allocate ``nbytes`` (> 0) on every rank, zeroed. Collective. Synchronises the current stream.
@@ -84,12 +81,18 @@ class TorchSymmetricMemory:
             PeerError, PeerTimeoutError: a rank did not take part.
             CommunicatorClosedError: ``close`` was called.
         """
-        if self._group is None:
+        if self._exchange is None:
             raise CommunicatorClosedError("TorchSymmetricMemory.allocate: the memory was closed")
         if nbytes <= 0:
             raise ValueError(f"allocate: nbytes must be positive (value={nbytes})")
-        tensor, problem = self._take(nbytes)
-        offers: list[tuple[int, str]] = exchange(self._group, (nbytes, problem), "allocate")
+        tensor: torch.Tensor | None = None
+
+        def take() -> tuple[int, str]:
+            nonlocal tensor
+            tensor, problem = self._take(nbytes)
+            return nbytes, problem
+
+        offers = self._exchange("allocate", take)
         sizes = [size for size, _ in offers]
         if len(set(sizes)) > 1:
             named = ", ".join(f"rank {rank}: {size}" for rank, size in enumerate(sizes))
@@ -106,10 +109,10 @@ class TorchSymmetricMemory:
         return TorchSymmetricBlock(tensor, tuple(base + offset for base in handle.buffer_ptrs), handle)
 
     def close(self) -> None:
-        """Let go of the group. Tensors that callers still have stay valid. Idempotent."""
-        if self._group is not None:
+        """Let go of the exchange. Tensors that callers still have stay valid. Idempotent."""
+        if self._exchange is not None:
             self._alias.close()
-        self._group = None
+        self._exchange = None
 
     def _take(self, nbytes: int) -> tuple[torch.Tensor | None, str]:
         """Zeroed memory of this rank that peers can map, or why there is none."""
@@ -232,12 +235,6 @@ def _symmetric_memory() -> Any:
     if found is None:
         raise UnavailableError("this PyTorch has no symmetric memory (needs 2.11 or newer, built with CUDA)")
     return found
-
-
-def _store_of(group: dist.ProcessGroup) -> dist.Store:
-    from torch.distributed import distributed_c10d
-
-    return distributed_c10d._get_process_group_store(group)
 
 
 _instances = itertools.count()

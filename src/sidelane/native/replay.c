@@ -76,7 +76,7 @@ typedef struct {
 typedef struct {
     PyObject_HEAD
     PyObject *keep; /* a tuple of everything below */
-    PyObject *guards, *stream_of, *capturing, *current_device, *index, *generation, *last, *last_name, *numbers;
+    PyObject *guards, *stream_of, *capturing, *current_device, *index, *generation, *last, *last_name, *counter, *counter_name;
     PyObject *control, *post, *post_lock, *try_lock, *unlock, *count_version, *tensor_type;
     PyObject *records;
     uint64_t **record_words, *begun;
@@ -655,15 +655,24 @@ static int take_note(const Note *note, PyObject *number)
     return failed;
 }
 
-/* Everything from the number to the notes, with the lock of the executor held. */
+/* The next number; NULL if there is none left, so that Python must see to more, or with an error set. */
+static PyObject *take_number(Replay *self)
+{
+    PyObject *numbers = PyObject_GetAttr(self->counter, self->counter_name), *number = NULL;
+    if (numbers != NULL && PyIter_Check(numbers))
+        number = PyIter_Next(numbers);
+    else if (numbers != NULL)
+        PyErr_SetString(PyExc_TypeError, "run: the numbers of calls are to be an iterator");
+    Py_XDECREF(numbers);
+    return number;
+}
+
+/* Everything from the number to the notes, with the lock of the executor held. 1: there was no number, nothing is done. */
 static int repeat(Replay *self, Entry *entry, PyObject *written)
 {
-    PyObject *number = PyIter_Next(self->numbers);
-    if (number == NULL) {
-        if (!PyErr_Occurred())
-            PyErr_SetString(PyExc_RuntimeError, "run: there are no numbers left");
-        return -1;
-    }
+    PyObject *number = take_number(self);
+    if (number == NULL)
+        return PyErr_Occurred() ? -1 : 1;
     uint64_t value = PyLong_AsUnsignedLongLong(number);
     int failed = PyErr_Occurred() != NULL || post_number(self, entry, number, value) || set_words(entry, value);
     PyObject *turn = entry->turn;
@@ -700,9 +709,9 @@ static enum Outcome attempt(Replay *self, const Request *request, PyObject *writ
     Entry *entry = find(self, request, stream);
     if (entry == NULL)
         return PyErr_Occurred() ? ERROR : UNKNOWN;
-    int failed = repeat(self, entry, written);
+    int outcome = repeat(self, entry, written);
     leave_entry(entry);
-    return failed ? ERROR : MADE;
+    return outcome < 0 ? ERROR : outcome ? NOT_NOW : MADE;
 }
 
 /* A new tuple of all tensors, where a call has lists of one length; NULL where it has anything else, or with an error. */
@@ -816,9 +825,9 @@ static int replay_init(Replay *self, PyObject *all, PyObject *keywords)
         PyErr_SetString(PyExc_TypeError, "Replay: made once, with positional arguments");
         return -1;
     }
-    if (!PyArg_ParseTuple(all, "O!OOOOO!(OO)OO!O!KOOOOOOO", &PyTuple_Type, &self->guards, &self->stream_of,
+    if (!PyArg_ParseTuple(all, "O!OOOOO!(OO)(OO)O!O!KOOOOOOO", &PyTuple_Type, &self->guards, &self->stream_of,
                           &self->capturing, &self->current_device, &self->index, &PyList_Type, &self->generation,
-                          &self->last, &self->last_name, &self->numbers, &PyTuple_Type, &self->records, &PyTuple_Type,
+                          &self->last, &self->last_name, &self->counter, &self->counter_name, &PyTuple_Type, &self->records, &PyTuple_Type,
                           &words, &begun, &self->control, &self->post, &self->post_lock, &self->try_lock, &self->unlock,
                           &self->count_version, &self->tensor_type))
         return -1;
@@ -826,8 +835,8 @@ static int replay_init(Replay *self, PyObject *all, PyObject *keywords)
     self->index_value = PyLong_AsLongLong(self->index);
     if (PyErr_Occurred())
         return -1;
-    if (!PyIter_Check(self->numbers) || !PyType_Check(self->tensor_type) || !PyList_GET_SIZE(self->generation)) {
-        PyErr_SetString(PyExc_TypeError, "Replay: an iterator of numbers, a type of tensors and a generation are needed");
+    if (!PyType_Check(self->tensor_type) || !PyList_GET_SIZE(self->generation)) {
+        PyErr_SetString(PyExc_TypeError, "Replay: a type of tensors and a generation are needed");
         return -1;
     }
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(self->guards); i++)

@@ -24,6 +24,7 @@ from sidelane.errors import PeerTimeoutError, SidelaneError
 from sidelane.execute.base import Addresses
 from sidelane.memory.base import SymmetricBlock
 from sidelane.memory.control import ControlBlock
+from sidelane.memory.exchange import Exchange
 from sidelane.program.build import Alternation
 from sidelane.program.collective import Buffer
 from sidelane.program.ir import Program, has_epochs
@@ -50,8 +51,9 @@ class Rig:
         group = dist.group.WORLD
         assert group is not None
         self.rank, self.timeout_s = rank, timeout_s
-        self._control = ControlBlock(group)
-        self._backend = make_backend(group, rank.rank, rank.device, self._control, timeout_s)
+        exchange = Exchange(group, timeout_s)
+        self._control = ControlBlock(exchange)
+        self._backend = make_backend(exchange, rank.device, self._control, timeout_s)
         # Stamps are no part of what all executors have in common.
         self.executor = cast(Any, self._backend.executor)
         self._flags = self._backend.memory.allocate(2 * (FLAGS + TURN_FLAGS) * 4)

@@ -139,11 +139,20 @@ def run_ranks(
     place = Place(device_type, world_size)
     if under_torchrun():
         return _run_inherited(function, place, args, timeout_s, progress)
-    store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    store = store_on_loopback()
     context = multiprocessing.get_context("spawn")
     with _processes(context, function, place, args, timeout_s, store.port) as ranks:
         result: T = _collect(ranks, timeout_s, progress or _say_nothing)
         return result
+
+
+def store_on_loopback() -> dist.TCPStore:
+    """A store for ranks of this machine: torch's own socket would listen to everybody, whatever host it is told."""
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.bind((HOST, 0))
+    listener.listen(socket.SOMAXCONN)
+    port = listener.getsockname()[1]
+    return dist.TCPStore(HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def under_torchrun() -> bool:
@@ -274,12 +283,14 @@ def _child_main(
     # an exception here so that `finally` blocks run.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _exit_once)
-    _end_with_parent()
+    end_with_parent()
     try:
-        # All ranks are on this machine: without this, gloo asks the name service for its own address.
+        # All ranks are on this machine: without this, gloo asks the name service for its own address, and both listen to
+        # other machines.
         loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
         if loopback:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
         if place.on_cpu:
             torch.set_num_threads(max(1, local.cores() // place.world_size))
         store = dist.TCPStore(HOST, port, is_master=False, timeout=timedelta(seconds=timeout_s))
@@ -347,7 +358,8 @@ def _say_nothing(line: str) -> None:
     pass
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
+    """Have a thread end this process when the process that started it has gone."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 

@@ -25,8 +25,8 @@ from sidelane.execute.base import Addresses, Capabilities, LoadedProgram
 from sidelane.execute.cuda.cached import ExecutableGraph
 from sidelane.execute.cuda.calls import Gate, HostWord
 from sidelane.execute.cuda.driver import Driver, DriverError
-from sidelane.execute.cuda.held import Gates
-from sidelane.execute.cuda.native import Bound
+from sidelane.execute.cuda.held import Gates, SharedValueOps
+from sidelane.execute.cuda.native import WORD_MASK, Bound
 from sidelane.execute.cuda.probe import DriverFeatures
 from sidelane.execute.cuda.release import FlagRescue
 from sidelane.execute.cuda.tables import DeviceTable, Tables
@@ -90,6 +90,7 @@ class CudaExecutor:
         self._launch_graphs: weakref.WeakSet[ExecutableGraph] = weakref.WeakSet()
         with self.driver.current():
             words, self.gates = self.driver.host_words(HOST_WORDS), Gates(self.driver)
+            self._words = words
             self.host: dict[HostWord | Gate, int] = {
                 word: words.address + 4 * index
                 for word, index in ((HostWord.STARTED, STARTED), (HostWord.FINISHED, FINISHED), (HostWord.BUSY, BUSY))
@@ -153,6 +154,18 @@ class CudaExecutor:
         driver = self.driver
         with self.lock, driver.current():
             driver.submit([driver.bind_record(self._turn, first), driver.bind_wait(self._turn, second)])
+
+    def renew(self, epoch: int) -> None:
+        """Let all words that follow epochs count as written by ``epoch``; with no invocation under way."""
+        with self.lock, self.driver.current():
+            self._words.array[STARTED] = self._words.array[FINISHED] = epoch & WORD_MASK
+            self.gates.store(epoch)
+            gates = [self.gates.addresses[gate] for gate in (Gate.TRIGGER, Gate.DONE)]
+            writes = SharedValueOps(self.driver, gates, [])
+            writes.set(epoch)
+            self.driver.submit([writes.bind(self.internal)])
+            while not self.driver.is_idle(self.internal):
+                time.sleep(1e-5)
 
     def check(self) -> None:
         """Raise what went wrong with any invocation so far.

@@ -6,12 +6,11 @@ import dataclasses
 import time
 
 import torch
-import torch.distributed as dist
 
 from sidelane.errors import UnavailableError
 from sidelane.execute.cuda.driver import Driver, DriverError
 from sidelane.memory.base import SymmetricBlock, SymmetricMemory
-from sidelane.memory.host_shared import exchange
+from sidelane.memory.exchange import Exchange
 
 _WORD_BYTES = 4
 _PATIENCE_S = 5.0
@@ -86,11 +85,11 @@ def probe_device(device: torch.device) -> DriverFeatures:
         )
 
 
-def probe(group: dist.ProcessGroup, device: torch.device, memory: SymmetricMemory) -> DriverFeatures:
-    """Find out what works among the ranks of ``group``. Collective; every rank gets the same ``peer_writes``.
+def probe(exchange: Exchange, device: torch.device, memory: SymmetricMemory) -> DriverFeatures:
+    """Find out what works among the ranks. Collective; every rank gets the same ``peer_writes``.
 
     Args:
-        group: the control plane.
+        exchange: of the ranks.
         device: of this rank.
         memory: where a word for each rank is allocated.
 
@@ -99,20 +98,20 @@ def probe(group: dist.ProcessGroup, device: torch.device, memory: SymmetricMemor
         PeerError, PeerTimeoutError: a rank did not take part.
     """
     features = probe_device(device)
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    rank, world_size = exchange.rank, exchange.world_size
     if world_size == 1:
         return dataclasses.replace(features, peer_writes=True)
     block = memory.allocate(_WORD_BYTES * world_size)
     driver = Driver(device)
     with driver.current():
         problem = features.note or _write_to_peers(driver, block, rank)
-        problems: list[str] = exchange(group, problem, "probe")
+        problems = exchange("probe of writes to peers", lambda: problem)
         # Reading back on the host's side: what a peer's stream could see says nothing about this one's.
         words = block.tensor.view(torch.int32).cpu().tolist()
     missing = [peer for peer in range(world_size) if peer != rank and words[peer] != peer + 1]
     if missing and not any(problems):
         problem = f"writes of ranks {missing} did not arrive at rank {rank}"
-    problems = exchange(group, problem, "probe")
+    problems = exchange("probe of what has arrived", lambda: problem)
     first = next((text for text in problems if text), "")
     return dataclasses.replace(features, peer_writes=not first, note=features.note or first)
 

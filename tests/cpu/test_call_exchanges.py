@@ -1,0 +1,226 @@
+"""What ranks exchange to share memory: who fails, dies or means something else there is named at once."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankPool, crew
+from test_call_refusals import communicator, outcome
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from sidelane import MismatchError, PeerTimeoutError
+from sidelane.memory import exchange as exchanges
+from sidelane.memory import host_shared
+from sidelane.memory.exchange import Exchange
+
+
+def told(group: dist.ProcessGroup) -> list[list[object]]:
+    exchange = Exchange(group, 20.0)
+    large = bytes(3 << 20)
+    found = [exchange("ranks", lambda: exchange.rank), exchange("bytes", lambda: large[: 1000 * exchange.rank])]
+    return [found[0], list(map(len, found[1]))]
+
+
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_everybody_hears_what_everybody_says(pool: RankPool, n: int) -> None:
+    assert pool.run(told, n) == [[list(range(n)), [1000 * rank for rank in range(n)]]] * n
+
+
+def about_other_things(group: dist.ProcessGroup) -> str:
+    exchange = Exchange(group, 20.0)
+    with pytest.raises(MismatchError) as caught:
+        exchange("apples" if exchange.rank else "pears", lambda: 1)
+    assert exchange("fruit", lambda: exchange.rank) == [0, 1, 2]
+    return str(caught.value)
+
+
+def test_exchanges_are_compared(pool: RankPool) -> None:
+    first, second, _ = pool.run(about_other_things, 3)
+    assert "rank 0 is about: pears; rank 1: apples" in first and "exchange 1 of communicator" in first
+    assert "rank 1 is about: apples; rank 0: pears" in second
+
+
+def one_fails(group: dist.ProcessGroup) -> tuple[str, tuple[int, ...], str]:
+    exchange = Exchange(group, 20.0)
+
+    def make() -> int:
+        if exchange.rank == 2:
+            raise LookupError("no key")
+        return 1
+
+    began = time.monotonic()
+    found = outcome(exchange, "keys", make)
+    assert time.monotonic() - began < 10
+    return found
+
+
+def test_what_fails_on_one_rank_is_told_to_all(pool: RankPool) -> None:
+    first, second, wrong = pool.run(one_fails, 3)
+    assert wrong == ("LookupError", (), "no key")
+    assert first == second
+    assert (
+        first[:2] == ("PeerError", (2,))
+        and "keys: not every rank can take part: rank 2: LookupError: no key" in first[2]
+    )
+
+
+def late(group: dist.ProcessGroup) -> list[str]:
+    """A rank that does not come is named; the next communicator is the one that the others wait for then."""
+    rank = dist.get_rank(group)
+    texts = []
+    if rank != 1:
+        exchange = Exchange(group, 1.0)
+        with pytest.raises(PeerTimeoutError) as caught:
+            exchange("lunch", lambda: rank)
+        texts.append(f"{caught.value} {caught.value.ranks}")
+    dist.barrier(group)
+    assert Exchange(group, 20.0)("dinner", lambda: rank) == [0, 1, 2]
+    return texts
+
+
+def test_who_does_not_come_is_named_and_may_come_to_the_next(pool: RankPool) -> None:
+    (text,), *_ = pool.run(late, 3)
+    assert "lunch (exchange 1 of communicator" in text and "waited 1." in text and "for ranks 1 (1,)" in text
+
+
+def two_at_once(group: dist.ProcessGroup) -> list[list[Any]]:
+    """Two communicators' worth of exchanges on one group, at random times: neither meets the other's."""
+    several = [Exchange(group, 20.0) for _ in range(2)]
+    found: list[list[Any]] = [[], []]
+
+    def talk(which: int) -> None:
+        for k in range(40):
+            time.sleep(1e-3 * ((7 * k + 3 * which + several[0].rank) % 5))
+            found[which].append(several[which](f"step {k}", lambda k=k: (which, k, several[which].rank)))
+
+    threads = [threading.Thread(target=talk, args=(which,)) for which in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return found
+
+
+def test_exchanges_of_two_threads_do_not_meet(pool: RankPool) -> None:
+    for found in pool.run(two_at_once, 3, timeout_s=100):
+        for which in range(2):
+            assert found[which] == [[(which, k, rank) for rank in range(3)] for k in range(40)]
+
+
+def what_is_left_in_the_store(group: dist.ProcessGroup) -> int:
+    exchange = Exchange(group, 20.0)
+    for k in range(30):
+        exchange(f"step {k}", lambda: bytes(1000))
+    dist.barrier(group)
+    return sum(exchange._store.check([f"{k}/{exchange.rank}"]) for k in range(1, 31))  # type: ignore[union-attr]
+
+
+def test_the_store_does_not_fill_up(pool: RankPool) -> None:
+    assert pool.run(what_is_left_in_the_store, 2) == [1, 1]
+
+
+def test_a_group_without_a_store_is_refused() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist.distributed_c10d, "_get_process_group_store", lambda group: None)
+        with pytest.raises(exchanges.UnavailableError, match="the group has no store"):
+            exchanges.store_of(object())  # type: ignore[arg-type]
+
+
+def wrong_profiles(group: dist.ProcessGroup, text: str) -> tuple[str, tuple[int, ...], str]:
+    profile = None
+    if dist.get_rank(group) == 0:
+        profile = os.path.join(tempfile.mkdtemp(prefix="sidelane-test-"), "p.json")
+        Path(profile).write_text(text)
+    began = time.monotonic()
+    found = outcome(communicator, group, profile=profile)
+    assert time.monotonic() - began < 10
+    with communicator(group) as comm:  # the group is as good as before
+        comm.barrier()
+    return found
+
+
+@pytest.mark.parametrize("text", ['{"format": ' + "[" * 200_000, "{", '{"format": 1, "curves": [], "key": Infinity}'])
+def test_a_profile_that_is_none_is_refused_by_all(pool: RankPool, text: str) -> None:
+    for name, _, why in pool.run(wrong_profiles, 3, text):
+        assert name == "ValueError" and "not a profile" in why
+
+
+def failing_in_exchanges(group: dist.ProcessGroup, where: str) -> tuple[tuple[str, tuple[int, ...], str], str]:
+    """Rank 1 fails in an exchange that only this library makes; its peers are in that exchange then."""
+    began = time.monotonic()
+    with pytest.MonkeyPatch.context() as patch:
+        wrong = dist.get_rank(group) == 1
+
+        def fail(*_: Any, **__: Any) -> Any:
+            raise RecursionError("too deep here")
+
+        comm = communicator(group)
+        numel = 5 << 18
+        if where == "staging" and wrong:
+            patch.setattr(host_shared, "_reserve", fail)
+        if where == "offer" and wrong:
+            patch.setattr(host_shared.ProcessIdentity, "own", fail)
+        if where == "plan" and wrong:
+            patch.setattr("sidelane.collectives.plan.make_program", fail)
+        found = outcome(comm.all_reduce, torch.ones(numel))
+    later = outcome(comm.barrier)
+    assert time.monotonic() - began < 10
+    comm.close()
+    return found, later[0]
+
+
+@pytest.mark.parametrize("where", ["staging", "offer", "plan"])
+def test_a_rank_that_fails_inside_an_exchange_says_why(pool: RankPool, where: str) -> None:
+    first, wrong, last = pool.run(failing_in_exchanges, 3, where)
+    assert wrong[0] == ("RecursionError", (), "too deep here")
+    for (name, ranks, why), later in (first, last):
+        assert (name, ranks, later) == ("PeerError", (1,), "CommunicatorClosedError")
+        assert "RecursionError: too deep here" in why
+    assert wrong[1] in ("CommunicatorClosedError", "PeerError")
+
+
+def real_tensors_under_fake_mode(group: dist.ProcessGroup) -> tuple[str, str]:
+    """One rank's allocation of staging runs where torch makes no real tensors."""
+    began = time.monotonic()
+    comm = communicator(group)
+    shard, output = torch.ones(5 << 18), torch.empty(comm.world_size * 5 << 18)
+    if comm.rank == 1:
+        with FakeTensorMode():
+            found = outcome(comm.all_gather, output, shard)
+    else:
+        found = outcome(comm.all_gather, output, shard)
+    assert time.monotonic() - began < 10
+    comm.close()
+    return found[0], found[2]
+
+
+def test_real_tensors_under_fake_mode_are_an_error_on_all(pool: RankPool) -> None:
+    (peer, why), (wrong, own) = pool.run(real_tensors_under_fake_mode, 2)
+    if wrong:  # else this torch has no quarrel with it
+        assert peer == "PeerError" and own.splitlines()[0][:60] in why
+
+
+def dying_in_an_exchange(group: dist.ProcessGroup) -> tuple[str, tuple[int, ...], float]:
+    comm = communicator(group)
+    began = time.monotonic()
+    if comm.rank == 1:
+        host_shared._reserve = lambda *_: os._exit(5)  # type: ignore[assignment]
+    found = outcome(comm.empty, 100)
+    comm.close()
+    return found[0], found[1], time.monotonic() - began
+
+
+def test_a_rank_that_dies_inside_an_exchange_is_named() -> None:
+    with crew(3) as ranks:
+        first, code, last = ranks.run(dying_in_an_exchange, dying=(1,))
+    assert code == 5
+    for name, ranks, seconds in (first, last):
+        assert (name, ranks) == ("PeerError", (1,)) and seconds < 10
