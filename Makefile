@@ -8,6 +8,8 @@
 # STUDIES        what `make results` measures; all if empty (tools/measure_node.py has the list).
 # DEMO, TESTS    further options of `sidelane demo`; what pytest runs in `make test`.
 # DEVICE_TESTS   files of tests/device for `make test-device`, where GPUs are lent for less than all takes; all if empty.
+# SECONDS, SEED  for how long `make attack` goes on; which cases it makes up, others each time if empty.
+# ATTACK         its further options: "--case 7" runs one case again, "--output FILE" writes all that was found.
 # PARALLEL       how `make test` shares the test files among processes. Most tests start ranks of their own: few is best.
 
 PYTHON ?= python3
@@ -17,13 +19,16 @@ STUDIES ?=
 DEMO ?=
 TESTS ?= tests --ignore=tests/device
 DEVICE_TESTS ?=
+SECONDS ?= 600
+SEED ?=
+ATTACK ?=
 PARALLEL ?= --numprocesses 2 --dist loadfile
 
 BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-device results lint format venv clean
+.PHONY: help demo test test-device attack results lint format venv clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -41,6 +46,9 @@ test: $(READY) ## lint, check types, run every test that needs no GPU
 
 test-device: $(READY) ## run the tests that need GPUs; RESULTS=file writes a summary
 	@$(BIN)/python tools/device_tests.py $(DEVICE_TESTS) $(if $(RESULTS),--summary "$(RESULTS)")
+
+attack: $(READY) ## try to prove verify wrong, with random programs and schedules; SECONDS=600 SEED=1
+	@PYTHONPATH=tests:tests/common $(BIN)/python -m attack --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(ATTACK)
 
 results: $(READY) ## measure a machine with GPUs: all but c3 of what is published, into the folder RESULTS
 	@$(BIN)/python tools/measure_node.py --out "$(or $(RESULTS),$(error RESULTS=folder is needed))" $(STUDIES)

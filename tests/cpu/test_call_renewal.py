@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from counting import skip
 from ranks import RankPool
 
 from sidelane import Communicator, Config, PeerError
@@ -17,18 +18,6 @@ from sidelane.program.ir import RENEWAL_CALLS
 
 def communicator(group: dist.ProcessGroup, **settings: Any) -> Communicator:
     return Communicator(group, device="cpu", config=Config(**{"timeout_s": 20, **settings}))
-
-
-def skip(comm: Communicator, to: int) -> None:
-    """Let the communicator have made calls of other kinds in between, up to number ``to``, renewals included."""
-    calls = comm._calls
-    number = calls.number()  # which nobody makes: all ranks leave it out
-    while number < to - 3:
-        number = min(to - 3, (number // RENEWAL_CALLS + 1) * RENEWAL_CALLS - 1)
-        calls.count_from(number)
-        number = calls.number()
-        if number % RENEWAL_CALLS == RENEWAL_CALLS - 1:
-            number = calls.number()  # the next one renews
 
 
 def call_all(comm: Communicator, seed: int, *, late: int) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 
 import pytest
-import schedules
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from attack.interpreter import failure
 from sidelane.program.build import Transport, build, variants
 from sidelane.program.build.reducing import reduce
 from sidelane.program.build.relayed import relay
@@ -145,7 +145,7 @@ def test_any_sizes(data: st.DataObject) -> None:
         }[kind]()
     program = data.draw(st.sampled_from(programs(collective)), label="program")
     verify(program)
-    assert schedules.failure((program,) * 3, range(4)) is None
+    assert failure((program,) * 3, range(4)) is None
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["eager", "frozen"])
@@ -163,7 +163,7 @@ def test_programs_of_one_communicator_follow_each_other(seed: int, frozen: bool)
     for _ in range(3):
         sequence = rng.sample(pool, 3)
         verify_sequence(sequence)
-        assert schedules.failure(tuple(sequence) * 2, range(4)) is None
+        assert failure(tuple(sequence) * 2, range(4)) is None
 
 
 @pytest.mark.parametrize("in_place", [False, True], ids=["out", "in"])

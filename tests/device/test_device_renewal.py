@@ -1,0 +1,22 @@
+"""Communicators on GPUs behind billions of calls, in several threads, and in forked copies."""
+
+from __future__ import annotations
+
+from device_pool import Ranks
+
+CASES = "renewal_cases."
+AROUND = [2**26 - 100, 2**31 - 50, 2**31 + 1000, 2**32 - 50, 2**32 + 1000]
+
+
+def test_flags_that_nobody_set_for_billions_of_calls(ranks: Ranks) -> None:
+    for found in ranks.run(CASES + "behind_billions", AROUND, timeout_s=120):
+        assert all(asked <= made < asked + 2**27 for made, asked in zip(found, AROUND, strict=True)), found
+
+
+def test_two_communicators_of_one_group_have_a_thread_each(ranks: Ranks) -> None:
+    assert set(ranks.run(CASES + "a_communicator_for_each_thread", 20, timeout_s=120)) == {40}
+
+
+def test_a_forked_copy_is_told_at_once(ranks: Ranks) -> None:
+    for text in ranks.run(CASES + "forked", timeout_s=60):
+        assert text.count("CommunicatorClosedError") == 3 and "it was made in another process" in text
