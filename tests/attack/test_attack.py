@@ -105,7 +105,7 @@ def test_variations_stay_right() -> None:
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_verify_has_none_of_the_holes_that_it_had(name: str) -> None:
-    """What fails is refused. What is right is accepted, but for a flag that one program adds to and another one sets."""
+    """What fails is refused. What is right is accepted, but for a flag that one program adds to and another sets."""
     known = KNOWN[name]
     lines = campaign.refused(known.make())
     assert bool(lines) == (bool(known.shows) or name == "a counter that is also set"), lines

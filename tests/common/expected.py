@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
-from sidelane.program.collective import ReduceOp
+from sidelane.bench.candidates.reference import MOVING_DTYPES, in_rank_order
 
-MOVING_DTYPES = (
-    torch.bool,
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.uint16,
-    torch.uint32,
-    torch.uint64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-    torch.complex64,
-    torch.complex128,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-)
+__all__ = [
+    "MOVING_DTYPES",
+    "REDUCING_DTYPES",
+    "any_bytes",
+    "close",
+    "in_rank_order",
+    "numbers",
+    "reduced",
+    "same_bytes",
+]
+
 REDUCING_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64)
 
 
@@ -63,21 +53,6 @@ def reduced(inputs: list[torch.Tensor], op: str) -> torch.Tensor:
     total = wide.sum(0)
     if op == "avg":
         total = total / len(inputs) if dtype.is_floating_point else torch.div(total, len(inputs), rounding_mode="trunc")
-    return total.to(dtype)
-
-
-def in_rank_order(rows: Sequence[torch.Tensor], op: ReduceOp) -> torch.Tensor:
-    """Reduce in the order of the ranks, floats in float32 and rounded once: bit for bit what kernels must give."""
-    dtype = rows[0].dtype
-    wide = [row.float() for row in rows] if dtype.is_floating_point else list(rows)
-    if op in (ReduceOp.MIN, ReduceOp.MAX):
-        stack = torch.stack(wide)
-        return (stack.amin(0) if op is ReduceOp.MIN else stack.amax(0)).to(dtype)
-    total = wide[0].clone()
-    for row in wide[1:]:
-        total += row
-    if op is ReduceOp.AVG:
-        total = total / len(rows) if dtype.is_floating_point else torch.div(total, len(rows), rounding_mode="trunc")
     return total.to(dtype)
 
 

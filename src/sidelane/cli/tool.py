@@ -12,6 +12,7 @@ from sidelane.cli.c3 import c3
 from sidelane.cli.collectives import chain, collective, host, phases, power
 from sidelane.cli.info import demo, info
 from sidelane.cli.model import claims, machines, pipeline
+from sidelane.cli.soak import soak
 from sidelane.cli.tuning import explain, tune
 
 
@@ -36,5 +37,6 @@ def main(context: click.Context, traceback: bool) -> None:
     context.obj = traceback
 
 
-for _command in (info, demo, collective, phases, power, chain, host, c3, tune, explain, machines, claims, pipeline):
+_ALL = (info, demo, collective, phases, power, chain, host, c3, tune, explain, machines, claims, pipeline, soak)
+for _command in _ALL:
     main.add_command(_command)

@@ -10,7 +10,8 @@ from sidelane.bench.phases.tables import phase_tables
 from sidelane.bench.power.tables import power_tables
 from sidelane.bench.report.table import Table
 from sidelane.bench.results.files import Results
-from sidelane.bench.results.rows import C3Row, ChainRow, CollectiveRow, HostRow, PhaseRow, PowerRow
+from sidelane.bench.results.rows import C3Row, ChainRow, CollectiveRow, HostRow, PhaseRow, PowerRow, SoakRow
+from sidelane.bench.soak.tables import soak_tables
 
 
 def tables_of(results: Results) -> list[Table]:
@@ -25,4 +26,6 @@ def tables_of(results: Results) -> list[Table]:
         return chain_tables([row for row in results.rows if isinstance(row, ChainRow)])
     if results.study == "host":
         return host_tables([row for row in results.rows if isinstance(row, HostRow)])
+    if results.study == "soak":
+        return soak_tables([row for row in results.rows if isinstance(row, SoakRow)])
     return c3_tables([row for row in results.rows if isinstance(row, C3Row)])

@@ -285,8 +285,8 @@ def _child_main(
     signal.signal(signal.SIGTERM, _exit_once)
     end_with_parent()
     try:
-        # All ranks are on this machine: without this, gloo asks the name service for its own address, and both listen to
-        # other machines.
+        # All ranks are on this machine: without this, gloo asks the name service for its own address, and both listen
+        # to other machines.
         loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
         if loopback:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)

@@ -1,0 +1,149 @@
+"""An episode on one rank, from its first step until nothing is left of it."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+
+from sidelane.bench.soak import endings, leftovers
+from sidelane.bench.soak.actor import Actor
+from sidelane.bench.soak.endings import Told
+from sidelane.bench.soak.episode import Episode
+from sidelane.bench.soak.finale import Finale, RaisedError
+from sidelane.bench.soak.plan import Plan
+from sidelane.bench.soak.seat import Outcome, Seat
+from sidelane.bench.soak.steps import Step
+from sidelane.bench.soak.tally import Tally
+
+
+class _LeftError(Exception):
+    """Leaves the block of the communicators, as the error of a failed call does in a program."""
+
+
+def perform(episode: Episode, seat: Seat) -> Outcome:
+    """Do everything that a rank does.
+
+    Raises:
+        RaisedError: the episode has this rank end by it.
+    """
+    groups = _groups_of(episode)
+    tally, told = Tally(), None
+    try:
+        if episode.lanes:
+            _lanes(episode, seat, groups, tally)
+        else:
+            told = _alone(episode, seat, groups, tally)
+    except KeyboardInterrupt:
+        told = Told("KeyboardInterrupt", (), "", time.monotonic())
+    except RaisedError:
+        if episode.ending == endings.UNCAUGHT:
+            raise
+    except Exception:
+        tally.fail(traceback.format_exc())
+    outcome = Outcome(seat.rank, tally, told)
+    gc.collect()  # errors hold frames, and frames hold tensors
+    outcome.leftovers = leftovers.of_this_process()
+    return outcome
+
+
+def _alone(episode: Episode, seat: Seat, groups: Sequence[dist.ProcessGroup | None], tally: Tally) -> Told | None:
+    """The main thread does it all."""
+    told: Told | None = None
+    with _recorded(tally) as actors, contextlib.suppress(_LeftError), contextlib.ExitStack() as stack:
+        actor = Actor(episode, seat, groups, stack)
+        actors.append(actor)
+        plan = Plan(episode, lambda: actor.first.abilities)
+        for step in plan.body():
+            _do(actor, step)
+            seat.beat(actor.tally.calls.total())
+        actor.judge.settle()
+        told = Finale(actor, plan, stack).play()
+        actor.judge.settle()
+        actor.clear()
+        if told is not None and (episode.number + seat.rank) % 2:
+            raise _LeftError
+    return told
+
+
+def _lanes(episode: Episode, seat: Seat, groups: Sequence[dist.ProcessGroup | None], tally: Tally) -> None:
+    """Several threads, each with a communicator of its own of the same group."""
+    errors: list[str] = []
+    with _recorded(tally) as actors, contextlib.ExitStack() as stack:
+        bodies: list[Iterator[Step]] = []
+        for lane in range(episode.lanes):  # made in one order on all ranks
+            actor = Actor(episode, seat, groups, stack)
+            actors.append(actor)
+            bodies.append(Plan(episode, lambda actor=actor: actor.first.abilities, lane).body())  # type: ignore[misc]
+            actor.do(next(bodies[-1]))
+
+        def run(actor: Actor, body: Iterator[Step]) -> None:
+            try:
+                with _device_of(seat):
+                    for step in body:
+                        _do(actor, step)
+                    actor.judge.settle()
+            except Exception:
+                errors.append(traceback.format_exc())
+
+        if seat.device.type != "cpu":
+            torch.cuda.synchronize()  # the threads go on on streams of their own
+        threads = [
+            threading.Thread(target=run, args=pair, name=f"sidelane-soak-lane{lane}", daemon=True)
+            for lane, pair in enumerate(zip(actors, bodies, strict=True))
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            while thread.is_alive():
+                thread.join(0.2)
+                seat.beat(sum(actor.tally.calls.total() for actor in actors))
+        for actor in actors:
+            actor.clear()
+    for text in errors:
+        tally.fail(text)
+
+
+def _do(actor: Actor, step: Step) -> None:
+    try:
+        actor.do(step)
+    except Exception as error:
+        error.add_note(f"in {step}")
+        raise
+
+
+@contextlib.contextmanager
+def _recorded(tally: Tally) -> Iterator[list[Actor]]:
+    """Whatever happens, what the actors have counted is kept."""
+    actors: list[Actor] = []
+    try:
+        yield actors
+    finally:
+        for actor in actors:
+            tally.add(actor.counted())
+
+
+@contextlib.contextmanager
+def _device_of(seat: Seat) -> Iterator[None]:
+    """What a thread of its own needs on a GPU: the device, and a stream that no other thread uses."""
+    if seat.device.type == "cpu":
+        yield
+        return
+    torch.cuda.set_device(seat.device)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        yield
+
+
+def _groups_of(episode: Episode) -> list[dist.ProcessGroup | None]:
+    """The process groups of an episode, where this rank is in them. Collective."""
+    groups: list[dist.ProcessGroup | None] = [dist.group.WORLD]
+    for ranks in episode.groups[1:]:
+        group = dist.new_group(list(ranks))
+        groups.append(group if dist.get_rank() in ranks else None)
+    return groups
