@@ -4,7 +4,7 @@
 # TORCH_INSTALL  what pip installs as torch where there is none. On Linux a plain index gives the CUDA build, some
 #                gigabytes; PyTorch's installation page lists indexes of smaller, CPU-only builds. Use one with
 #                    make demo TORCH_INSTALL="torch==2.13.0 --index-url <index of CPU builds>"
-# RESULTS        file for the summary of `make test-device`; folder for the files of `make results`.
+# RESULTS        file for what `make test-device` and `make sanitize` find; folder for the files of `make results`.
 # STUDIES        what `make results` measures; all if empty (tools/measure_node.py has the list).
 # DEMO, TESTS    further options of `sidelane demo`; what pytest runs in `make test`.
 # DEVICE_TESTS   files of tests/device for `make test-device`, where GPUs are lent for less than all takes; all if empty.
@@ -28,7 +28,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-device attack results lint format venv clean
+.PHONY: help demo test test-device attack sanitize results lint format venv clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -49,6 +49,9 @@ test-device: $(READY) ## run the tests that need GPUs; RESULTS=file writes a sum
 
 attack: $(READY) ## try to prove verify wrong, with random programs and schedules; SECONDS=600 SEED=1
 	@PYTHONPATH=tests:tests/common $(BIN)/python -m attack --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(ATTACK)
+
+sanitize: $(READY) ## look into every kernel with compute-sanitizer; needs a GPU; RESULTS=file writes what was found
+	@$(BIN)/python tools/sanitize_kernels.py $(if $(RESULTS),--out "$(RESULTS)")
 
 results: $(READY) ## measure a machine with GPUs: all but c3 of what is published, into the folder RESULTS
 	@$(BIN)/python tools/measure_node.py --out "$(or $(RESULTS),$(error RESULTS=folder is needed))" $(STUDIES)
