@@ -235,6 +235,16 @@ def test_findings_are_one_cases_and_time_outs_are_told(
     assert "exchange_cells" in table(study.rows) and "NOT FOUND" in table(study.rows)
 
 
+@pytest.mark.parametrize(("text", "verdict"), [(CLEAN_OF_RACES, "not seen, as expected"), (UNATTACHED, "NOT RUN")])
+def test_a_tool_that_did_not_come_to_its_end_has_judged_nothing(tool: ModuleType, text: str, verdict: str) -> None:
+    from sanitizer.jobs import Job, Outcome
+    from sanitizer.report import parse
+    from sanitizer.rows import is_bad, row_of_planted
+
+    row = row_of_planted(Job("racecheck", "together", planted="global_race"), Outcome(parse(text), {}, None, "", 1.0))
+    assert verdict in row["note"] and is_bad(row) == (text is UNATTACHED)
+
+
 def test_what_is_out_of_time_is_a_row_that_says_so(tool: ModuleType, tmp_path: Path) -> None:
     study = tool.Study(tmp_path, ["memcheck"], "push", 2, time.monotonic() - 1)
     study._compile = lambda ways: None

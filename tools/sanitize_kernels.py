@@ -92,10 +92,10 @@ class Study:
         """Run everything; ``way`` as in the command line."""
         began = time.monotonic()
         ways = dict.fromkeys(self.tools, way if way in ranks.WAYS else ranks.APART)
+        self._compile(set(ways.values()))
         probes = [self._pool.submit(self._probe, tool) for tool in self.tools if way == "auto"]
         mistakes = [Job(tool, ranks.TOGETHER, planted=name) for tool, name in self.planted]
         waiting = {self._pool.submit(self._run, job) for job in mistakes}
-        self._compile(set(ways.values()))
         ways |= dict(probe.result() for probe in probes)
         self._compile(set(ways.values()) - {ranks.APART})
         print(f"[{time.monotonic() - began:.0f} s] launches: {ways}", flush=True)

@@ -139,11 +139,14 @@ def progress(group: dist.ProcessGroup) -> None:
         control.note(4, "still four")
     dist.barrier(group)
     assert [control.ended(r) for r in range(3)] == [3, 0, 0]
+    assert control.at_fault((0, 1, 2)) == (1, 2), "0 waits for a peer itself"
+    assert control.at_fault((0,)) == (0,)
     dist.barrier(group)
     control.end(4) if rank == 0 else None
     dist.barrier(group)
     assert [control.ended(r) for r in range(3)] == [6, 0, 0]
     assert "ended call 6" in control.describe(0)
+    assert control.at_fault((0, 1)) == (0, 1)
     control.check(6)
     dist.barrier(group)
 

@@ -124,6 +124,9 @@ class LocalMonitor:
     def absent(self, call: int) -> Sequence[int]:
         return [rank for rank, begun in enumerate(self.state.begun) if begun < call]
 
+    def at_fault(self, ranks: Sequence[int]) -> Sequence[int]:
+        return ranks
+
     def describe(self, rank: int, call: int = 0) -> str:
         return f"rank {rank} (in call {self.state.begun[rank]})"
 

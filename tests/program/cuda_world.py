@@ -59,6 +59,9 @@ class RankMonitor:
     def absent(self, call: int) -> Sequence[int]:
         return [rank for rank, begun in enumerate(self.shared.begun_calls) if begun < call]
 
+    def at_fault(self, ranks: Sequence[int]) -> Sequence[int]:
+        return ranks
+
     def describe(self, rank: int, call: int = 0) -> str:
         return f"rank {rank}"
 

@@ -18,11 +18,16 @@ from sanitizer.planted import MEMCHECK
 from sanitizer.ranks import APART, TOGETHER
 from sanitizer.report import Report, parse
 
-START_S, CASE_S, ENDING_S = 60.0, 30.0, 10.0
-"""What the start of a process may take, a case, and the tool's last words."""
+START_S, CASE_S, ENDING_S = 150.0, 30.0, 10.0
+"""What the start of a process may take (on a cold machine, importing torch takes most of it), a case, and the tool's
+last words."""
 
 SANITIZER = "compute-sanitizer"
-OPTIONS = ("--target-processes", "application-only", "--show-backtrace", "no", "--print-limit", "20")
+OPTIONS = (
+    *("--target-processes", "application-only", "--show-backtrace", "no", "--print-limit", "20"),
+    # Seconds until it gives up on a process that has not come to CUDA yet; 10 unless said otherwise.
+    *("--launch-timeout", f"{START_S:.0f}"),
+)
 GUARD_BYTES = 512
 OF_MEMCHECK = ("--leak-check", "no", "--report-api-errors", "no", "--padding", str(GUARD_BYTES))
 _TAIL = 600

@@ -33,6 +33,8 @@ LIMITS = {
     "earlier call; arenas are zeroed but for parcels, as they must be.",
 }
 
+NOT_FOUND, NOT_RUN = "NOT FOUND", "NOT RUN to its end"
+
 
 def identify(case: Case) -> Row:
     """Columns that say which case it is; the kernel is the one that the project chooses."""
@@ -50,8 +52,10 @@ def row_of_planted(job: Job, outcome: Outcome) -> Row:
     """A mistake made on purpose: ``planted`` is its variant."""
     mistake, errors = PLANTED[job.planted], outcome.report.errors
     found = bool(errors or outcome.report.first)
-    if job.tool in mistake.found_by:
-        verdict = "found, as it must be" if found else "NOT FOUND"
+    if errors is None and not found:
+        verdict = NOT_RUN
+    elif job.tool in mistake.found_by:
+        verdict = "found, as it must be" if found else NOT_FOUND
     else:
         verdict = (
             "found, though the tool was not known to" if found else "not seen, as expected: the tool cannot judge it"
@@ -72,9 +76,9 @@ def row_of_planted(job: Job, outcome: Outcome) -> Row:
 
 
 def is_bad(row: Row) -> bool:
-    """An error of a kernel, a case that did not end, or a planted mistake that was not found."""
+    """An error of a kernel, a case that did not end, or a planted mistake that was not found or not run."""
     if row["variant"] == "planted":
-        return "NOT FOUND" in row["note"]
+        return NOT_FOUND in row["note"] or NOT_RUN in row["note"]
     return bool(row["errors"] or row["errors"] is None or row["seconds"] is None or "wrong result" in row["note"])
 
 

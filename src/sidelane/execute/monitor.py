@@ -17,7 +17,7 @@ class PeerMonitor(Protocol):
         ...
 
     def note(self, call: int, step: str) -> None:
-        """Say what this rank is waiting for in ``call``."""
+        """Say that this rank waits for a peer in ``call``, and at which step."""
         ...
 
     def end(self, call: int) -> None:
@@ -30,6 +30,10 @@ class PeerMonitor(Protocol):
 
     def absent(self, call: int) -> Sequence[int]:
         """Ranks that have not begun ``call``."""
+        ...
+
+    def at_fault(self, ranks: Sequence[int]) -> Sequence[int]:
+        """Of ranks that somebody waits for, those that do not wait for a peer themselves; all, if all of them do."""
         ...
 
     def describe(self, rank: int, call: int = 0) -> str:

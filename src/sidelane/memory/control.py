@@ -37,6 +37,7 @@ _PART_BYTES = _PAGE_BYTES + RING_CALLS * _SLOT_BYTES
 _BEGUN, _ENDED, _CLOSED, _AGREED = range(4)  # words
 _OK, _REFUSED, _REPEATED = range(3)  # status of a call; from _REPEATED on, with the rank at fault added
 _FAILED, _TIMED_OUT = range(2)  # status of an abort
+_RUNS, _WAITS = range(2)  # status of a step
 _MOST_PAYLOADS = 4096
 SPLITS = " splits "
 """Stands in a signature in front of what may differ between the ranks."""
@@ -160,12 +161,12 @@ class ControlBlock:
         with self._lock:
             self._open_calls.add(call)
             self._own.words[_BEGUN] = max(self._own.words[_BEGUN], call)
-            self._own.step.write(call, _OK, _fit(step, _STEP_TEXT_BYTES - 1))
+            self._own.step.write(call, _RUNS, _fit(step, _STEP_TEXT_BYTES - 1))
 
     def note(self, call: int, step: str) -> None:
-        """Replace the step of ``call``, for peers that describe this rank."""
+        """Say that this rank waits for a peer in ``call``; ``step`` takes the place of what ``begin`` said."""
         with self._lock:
-            self._own.step.write(call, _OK, _fit(step, _STEP_TEXT_BYTES - 1))
+            self._own.step.write(call, _WAITS, _fit(step, _STEP_TEXT_BYTES - 1))
 
     def end(self, call: int) -> None:
         """Say that nothing of ``call`` runs here any more, whichever way it ended."""
@@ -213,6 +214,10 @@ class ControlBlock:
     def absent(self, call: int) -> tuple[int, ...]:
         """Ranks that have not begun ``call``."""
         return tuple(rank for rank in range(self.world_size) if self.begun(rank) < call)
+
+    def at_fault(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """Of ranks that somebody waits for, those that do not wait for a peer themselves; all, if all of them do."""
+        return tuple(rank for rank in ranks if not self._waits(rank)) or tuple(ranks)
 
     def check(self, call: int) -> None:
         """Raise if ``call`` cannot complete any more. Costs microseconds; processes are looked at every 100 ms.
@@ -275,8 +280,9 @@ class ControlBlock:
                 message = f"call {call} ({mine}): waited {waited:.1f} s on rank {self.rank} for " + "; ".join(
                     self.describe(rank) for rank in missing
                 )
-                self.abort(message, missing, timed_out=True)
-                raise PeerTimeoutError(message, missing)
+                culprits = self.at_fault(missing)
+                self.abort(message, culprits, timed_out=True)
+                raise PeerTimeoutError(message, culprits)
             time.sleep(min(max(waited / 8, 20e-6), 5e-3))
 
     def describe(self, rank: int, call: int = 0) -> str:
@@ -294,6 +300,10 @@ class ControlBlock:
         doing = f", {step[2].decode(errors='replace')}" if step and step[0] == begun and begun > ended else ""
         progress = f"in call {begun}" if begun > ended else f"ended call {ended}" if ended else "has begun no call"
         return f"rank {rank} (pid {peer.pid}, {state}, {progress}{doing}{self._other_call(rank, call)})"
+
+    def _waits(self, rank: int) -> bool:
+        step = self._parts[rank].step.read()
+        return step is not None and step[1] == _WAITS and step[0] > self.ended(rank)
 
     def _look(self) -> None:
         """Raise if what all ranks agreed on last cannot complete any more."""

@@ -188,17 +188,21 @@ class Invocation:
         self._is_stopping = True
 
     def _time_out(self, queue: Queue, index: int, waited_s: float) -> None:
-        """Blame the ranks that did not come; if all came, those that should have signalled the flag."""
+        """Blame the ranks that did not come; if all came, those that should have signalled the flag.
+
+        Not those of them, though, that wait for another one.
+        """
         monitor, command = self._site.monitor, queue.commands[index]
-        culprits = tuple(monitor.absent(self.epoch))
-        reason = "has not come" if len(culprits) == 1 else "have not come"
-        if not culprits:
+        missing = tuple(monitor.absent(self.epoch))
+        reason = "has not come" if len(missing) == 1 else "have not come"
+        if not missing:
             writers = self._writers(command)
-            culprits = tuple(sorted(writers - {queue.rank} or writers))
-            reason = "began it, but did not signal" if culprits else "nobody signals this flag"
+            missing = tuple(sorted(writers - {queue.rank} or writers))
+            reason = "began it, but did not signal" if missing else "nobody signals this flag"
+        culprits = tuple(monitor.at_fault(missing))
         message = (
             f"{self}: rank {queue.rank} {self._where(queue, index)} waited {waited_s:.1f} s; "
-            f"{', '.join(monitor.describe(rank, self.epoch) for rank in culprits)} {reason}"
+            f"{', '.join(monitor.describe(rank, self.epoch) for rank in missing)} {reason}"
         )
         monitor.abort(message, culprits, timed_out=True)
         raise PeerTimeoutError(message, culprits)
