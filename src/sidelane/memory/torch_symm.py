@@ -8,6 +8,8 @@ Three things are done differently from ``symm_mem.empty`` followed by ``symm_mem
   rendezvous meanwhile would look for its peers under other numbers, and hang. A store that renumbers the keys, under a
   group name of its own, keeps sub-groups apart.
 - Multicast objects are never made, whatever the environment says.
+- torch passes the handles of memory through a socket of which each process has one. Threads with a communicator each
+  would take each other's, so one rendezvous at a time is under way in a process, chosen by its rank 0.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import contextlib
 import dataclasses
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -25,6 +27,7 @@ import torch.distributed as dist
 
 from sidelane.errors import CommunicatorClosedError, MismatchError, PeerError, PeerTimeoutError, UnavailableError
 from sidelane.memory.exchange import Exchange
+from sidelane.memory.process_lock import LockTimeoutError, alone_in
 
 DEFAULT_TIMEOUT_S = 600.0
 _NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
@@ -66,6 +69,7 @@ class TorchSymmetricMemory:
         self._rank, self._world_size = exchange.rank, exchange.world_size
         self._device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         self._exchange: Exchange | None = exchange
+        self._timeout_s = timeout_s
         # Rank 0 names the instance: torch keeps groups by name, in all of the process.
         name = exchange("symmetric memory", lambda: f"sidelane/{os.getpid()}/{next(_instances)}")[0]
         self._alias = _Alias(name, exchange.store, self._rank, self._world_size, timeout_s)
@@ -87,23 +91,23 @@ class TorchSymmetricMemory:
             raise ValueError(f"allocate: nbytes must be positive (value={nbytes})")
         tensor: torch.Tensor | None = None
 
-        def take() -> tuple[int, str]:
+        def take() -> tuple[int, str, int]:
             nonlocal tensor
             tensor, problem = self._take(nbytes)
-            return nbytes, problem
+            return nbytes, problem, os.getpid()
 
         offers = self._exchange("allocate", take)
-        sizes = [size for size, _ in offers]
+        sizes = [size for size, _, _ in offers]
         if len(set(sizes)) > 1:
             named = ", ".join(f"rank {rank}: {size}" for rank, size in enumerate(sizes))
             raise MismatchError(f"allocate: ranks ask for different sizes in bytes: {named}")
-        problems = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(offers) if text]
+        problems = [f"rank {rank}: {text}" for rank, (_, text, _) in enumerate(offers) if text]
         if problems:
             raise UnavailableError(f"allocate: no symmetric memory of {nbytes} bytes: {'; '.join(problems)}")
         assert tensor is not None
         if self._world_size == 1:
             return TorchSymmetricBlock(tensor, (tensor.data_ptr(),), None)
-        handle = self._alias.rendezvous(tensor)
+        handle = self._map(tensor, [pid for _, _, pid in offers])
         # Blocks begin at the tensor; torch's addresses begin at the allocation.
         offset = tensor.data_ptr() - handle.buffer_ptrs[self._rank]
         return TorchSymmetricBlock(tensor, tuple(base + offset for base in handle.buffer_ptrs), handle)
@@ -113,6 +117,28 @@ class TorchSymmetricMemory:
         if self._exchange is not None:
             self._alias.close()
         self._exchange = None
+
+    def _map(self, tensor: torch.Tensor, pids: Sequence[int]) -> Any:
+        """The handle of everyone's memory, made while none of these processes makes another one."""
+        assert self._exchange is not None
+        with contextlib.ExitStack() as stack:
+
+            def take_turn() -> None:
+                if self._rank == 0:
+                    stack.enter_context(alone_in(pids, self._timeout_s / 2))  # the others wait, too
+
+            handle: Any = None
+
+            def map_all() -> None:
+                nonlocal handle
+                handle = self._alias.rendezvous(tensor)
+
+            try:
+                self._exchange("allocate: one at a time", take_turn)
+            except LockTimeoutError as error:
+                raise PeerTimeoutError(f"allocate: {error}", (pids.index(error.pid),)) from error
+            self._exchange("allocate: map", map_all)
+        return handle
 
     def _take(self, nbytes: int) -> tuple[torch.Tensor | None, str]:
         """Zeroed memory of this rank that peers can map, or why there is none."""
