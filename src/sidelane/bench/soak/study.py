@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import datetime
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import rich.console
-import rich.progress
-import rich.text
 
 from sidelane.bench.report import page as report
 from sidelane.bench.results import files as result_files
@@ -21,6 +17,7 @@ from sidelane.bench.results.files import Results, collect
 from sidelane.bench.results.rows import SOAKED, SoakRow
 from sidelane.bench.running.launch import Place, choose_place, under_torchrun
 from sidelane.bench.soak.episode import CALLS, CPU, SIZES, Episode, Setting
+from sidelane.bench.soak.shown import shown
 from sidelane.bench.soak.tally import shortened
 from sidelane.bench.soak.world import Verdict, run_episode
 
@@ -87,7 +84,7 @@ def main(options: SoakOptions) -> int:
     campaign = Campaign(options, place)
     console = None if options.quiet else rich.console.Console()
     try:
-        with _shown(campaign, console):
+        with shown(campaign.line, console):
             campaign.run()
     finally:  # at Ctrl-C, too
         if console is not None and campaign.rows():
@@ -131,6 +128,13 @@ class Campaign:
     @property
     def episodes(self) -> int:
         return sum(row.episodes for row in self._kinds.values())
+
+    def line(self) -> str:
+        """How far it has come."""
+        episode = self.episode
+        now = "" if episode is None else f": {episode.world_size} ranks, {episode.ending}"
+        bad = f", {self.failed} failed" if self.failed else ""
+        return f"{self.calls + self.heard:,} calls, episode {self.episodes}{now}{bad}"
 
     def run(self) -> None:
         """Episode after episode, until there is enough."""
@@ -243,35 +247,3 @@ def _empty(episode: Episode) -> SoakRow:
         leftovers=0,
         **zeros,
     )
-
-
-@contextlib.contextmanager
-def _shown(campaign: Campaign, console: rich.console.Console | None) -> Iterator[None]:
-    """One line that is rewritten, on a terminal."""
-    if console is None or not console.is_terminal:
-        yield
-        return
-
-    def line() -> str:
-        episode = campaign.episode
-        now = "" if episode is None else f": {episode.world_size} ranks, {episode.ending}"
-        bad = f", {campaign.failed} failed" if campaign.failed else ""
-        return f"{campaign.calls + campaign.heard:,} calls, episode {campaign.episodes}{now}{bad}"
-
-    columns = (rich.progress.SpinnerColumn(), _Said(line), rich.progress.TimeElapsedColumn())
-    with rich.progress.Progress(*columns, console=console, transient=True) as progress:
-        progress.add_task("soak", total=None)
-        yield
-
-
-class _Said(rich.progress.ProgressColumn):
-    """A column that says how things are whenever it is drawn."""
-
-    max_refresh = 0.5
-
-    def __init__(self, line: Callable[[], str]) -> None:
-        self._line = line
-        super().__init__()
-
-    def render(self, task: rich.progress.Task) -> rich.text.Text:
-        return rich.text.Text(self._line())
