@@ -29,7 +29,20 @@ from sidelane.bench.soak.mistakes import MISTAKES
 from sidelane.bench.soak.performance import perform
 from sidelane.bench.soak.plan import Plan
 from sidelane.bench.soak.seat import Outcome, Seat
-from sidelane.bench.soak.steps import Capture, Differ, Fire, Freeze, Once, Overlap, Refuse, Replay, Step, Stream
+from sidelane.bench.soak.steps import (
+    Barrier,
+    Capture,
+    Differ,
+    Fire,
+    Freeze,
+    Once,
+    Overlap,
+    Pause,
+    Refuse,
+    Replay,
+    Step,
+    Stream,
+)
 from sidelane.bench.soak.study import Campaign, SoakOptions
 from sidelane.bench.soak.tally import Tally
 from sidelane.bench.soak.values import Values
@@ -61,7 +74,8 @@ def episode(world_size: int = 2, ending: str = endings.GOOD, **changes: Any) -> 
 
 
 def steps_of(one: Episode, abilities: Callable[[], Abilities] = Abilities) -> list[Step]:
-    return list(Plan(one, abilities).body())
+    plan = Plan(one, abilities)
+    return [*plan.beginning(), *plan.body()]
 
 
 # --- the plan ---------------------------------------------------------------------------------------------------------
@@ -73,6 +87,7 @@ def test_a_plan_is_the_same_wherever_it_is_made():
     assert len({(one.world_size, one.ending, one.groups) for one in drawn}) > 6
     assert steps_of(drawn[1]) == steps_of(drawn[1]) != steps_of(drawn[2])
     first, second = (Plan(drawn[1], Abilities) for _ in range(2))
+    assert list(first.beginning()) == list(second.beginning())
     assert list(first.body()) == list(second.body())
     for _, a, b in zip(range(100), first.window(), second.window(), strict=False):
         assert a == b
@@ -107,7 +122,7 @@ def test_gpus_have_graphs_and_kernels():
     setting = Setting("cuda", (2,), 4000)
     steps = [
         step
-        for number in range(4)
+        for number in range(24)
         for step in steps_of(episode(2, setting=setting, calls=4000, number=number), lambda: EVERYTHING)
     ]
     calls = [step.call for step in steps if isinstance(step, Once)]
@@ -122,6 +137,15 @@ def test_gpus_have_graphs_and_kernels():
     assert Episode.draw(0, 0, setting).world_size == 2
     endings_of_gpus = {Episode.draw(0, number, setting).ending for number in range(500)}
     assert endings.KILLED in endings_of_gpus and endings.ANOTHER_CALL not in endings_of_gpus
+
+
+def test_threads_on_a_gpu_make_no_new_call():
+    plan = Plan(episode(2, setting=Setting("cuda", (2,)), calls=900, lanes=2), lambda: EVERYTHING, 1)
+    known = {step.call for step in plan.beginning() if isinstance(step, Once)}
+    body = list(plan.body())
+    assert {step.call for step in body if isinstance(step, Once)} <= known
+    assert {call for step in body if isinstance(step, Overlap) for call, _ in step.calls} <= known
+    assert {type(step) for step in body} <= {Once, Overlap, Barrier, Pause}
 
 
 def pairs(calls: Sequence[Call]) -> list[tuple[Call, Call]]:

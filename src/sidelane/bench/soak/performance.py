@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import threading
 import time
 import traceback
@@ -60,7 +61,7 @@ def _alone(episode: Episode, seat: Seat, groups: Sequence[dist.ProcessGroup | No
         actor = Actor(episode, seat, groups, stack)
         actors.append(actor)
         plan = Plan(episode, lambda: actor.first.abilities)
-        for step in plan.body():
+        for step in itertools.chain(plan.beginning(), plan.body()):
             _do(actor, step)
             seat.beat(actor.tally.calls.total())
         actor.judge.settle()
@@ -80,8 +81,12 @@ def _lanes(episode: Episode, seat: Seat, groups: Sequence[dist.ProcessGroup | No
         for lane in range(episode.lanes):  # made in one order on all ranks
             actor = Actor(episode, seat, groups, stack)
             actors.append(actor)
-            bodies.append(Plan(episode, lambda actor=actor: actor.first.abilities, lane).body())  # type: ignore[misc]
-            actor.do(next(bodies[-1]))
+            plan = Plan(episode, lambda actor=actor: actor.first.abilities, lane)  # type: ignore[misc]
+            for step in plan.beginning():
+                _do(actor, step)
+                seat.beat(sum(each.tally.calls.total() for each in actors))
+            actor.judge.settle()
+            bodies.append(plan.body())
 
         def run(actor: Actor, body: Iterator[Step]) -> None:
             try:
