@@ -30,14 +30,12 @@ from sidelane.bench.soak.performance import perform
 from sidelane.bench.soak.plan import Plan
 from sidelane.bench.soak.seat import Outcome, Seat
 from sidelane.bench.soak.steps import (
-    Barrier,
     Capture,
     Differ,
     Fire,
     Freeze,
     Once,
     Overlap,
-    Pause,
     Refuse,
     Replay,
     Step,
@@ -45,6 +43,7 @@ from sidelane.bench.soak.steps import (
 )
 from sidelane.bench.soak.study import Campaign, SoakOptions
 from sidelane.bench.soak.tally import Tally
+from sidelane.bench.soak.turns import Turns
 from sidelane.bench.soak.values import Values
 from sidelane.bench.soak.world import Verdict, run_episode
 from sidelane.choice import Abilities
@@ -137,15 +136,6 @@ def test_gpus_have_graphs_and_kernels():
     assert Episode.draw(0, 0, setting).world_size == 2
     endings_of_gpus = {Episode.draw(0, number, setting).ending for number in range(500)}
     assert endings.KILLED in endings_of_gpus and endings.ANOTHER_CALL not in endings_of_gpus
-
-
-def test_threads_on_a_gpu_make_no_new_call():
-    plan = Plan(episode(2, setting=Setting("cuda", (2,)), calls=900, lanes=2), lambda: EVERYTHING, 1)
-    known = {step.call for step in plan.beginning() if isinstance(step, Once)}
-    body = list(plan.body())
-    assert {step.call for step in body if isinstance(step, Once)} <= known
-    assert {call for step in body if isinstance(step, Overlap) for call, _ in step.calls} <= known
-    assert {type(step) for step in body} <= {Once, Overlap, Barrier, Pause}
 
 
 def pairs(calls: Sequence[Call]) -> list[tuple[Call, Call]]:
@@ -327,6 +317,23 @@ def test_threads_with_a_communicator_each():
     verdict = run_episode(episode(2, calls=200, lanes=3))
     assert not verdict.failures, verdict.failures
     assert verdict.tally.calls.total() >= 190
+
+
+def test_threads_take_turns_in_one_order():
+    turns, seen = Turns(3), []
+
+    def work(number: int, times: int) -> None:
+        for _ in range(times):
+            with turns.take(number):
+                seen.append(number)
+        turns.leave(number)
+
+    threads = [threading.Thread(target=work, args=pair) for pair in ((0, 2), (1, 5), (2, 3))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert seen == [0, 1, 2, 0, 1, 2, 1, 2, 1, 1]
 
 
 def test_a_rank_that_hangs_shows_where(monkeypatch: pytest.MonkeyPatch):

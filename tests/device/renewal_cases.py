@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -14,6 +15,7 @@ from device_cases import Context
 from repeat_cases import Repeated
 
 from sidelane import Communicator, Config
+from sidelane.bench.soak.turns import Turns
 
 CALLS = (
     ("all_gather", "b2b", 1000, torch.bfloat16),
@@ -71,8 +73,9 @@ def behind_billions(context: Context, numbers: list[int]) -> list[int]:
     return found
 
 
-def a_communicator_for_each_thread(context: Context, rounds: int) -> int:
+def a_communicator_for_each_thread(context: Context, rounds: int, in_turn: bool) -> int:
     """Each with a stream of its own; both need memory of the peers again and again."""
+    turns = Turns(2) if in_turn else None
     group = dist.group.WORLD
     comms = [Communicator(group, device=context.device, config=Config(timeout_s=30)) for _ in range(2)]
     errors: list[BaseException] = []
@@ -85,15 +88,19 @@ def a_communicator_for_each_thread(context: Context, rounds: int) -> int:
             with torch.cuda.stream(torch.cuda.Stream()):
                 for k in range(rounds):
                     numel = (1 << 14) * (k % 7 + 1) * (which + 1) + 64 * k
-                    call = Repeated(comm, "all_gather", "b2b" if k % 2 else "auto", numel, torch.int32, "ordinary")
-                    for _ in range(3):
-                        call.call()
+                    with contextlib.nullcontext() if turns is None else turns.take(which):
+                        call = Repeated(comm, "all_gather", "b2b" if k % 2 else "auto", numel, torch.int32, "ordinary")
+                        for _ in range(3):
+                            call.call()
+                        if k % 5 == which:
+                            comm.empty(1 << 16)
                     call.check()
-                    if k % 5 == which:
-                        comm.empty(1 << 16)
                     made[which] += 1
         except BaseException as error:
             errors.append(error)
+        finally:
+            if turns is not None:
+                turns.leave(which)
 
     threads = [threading.Thread(target=work, args=(which,)) for which in range(2)]
     for thread in threads:

@@ -22,6 +22,7 @@ from sidelane.bench.soak.plan import Plan
 from sidelane.bench.soak.seat import Outcome, Seat
 from sidelane.bench.soak.steps import Step
 from sidelane.bench.soak.tally import Tally
+from sidelane.bench.soak.turns import Turns
 
 
 class _LeftError(Exception):
@@ -74,8 +75,9 @@ def _alone(episode: Episode, seat: Seat, groups: Sequence[dist.ProcessGroup | No
 
 
 def _lanes(episode: Episode, seat: Seat, groups: Sequence[dist.ProcessGroup | None], tally: Tally) -> None:
-    """Several threads, each with a communicator of its own of the same group."""
+    """Several threads, each with a communicator of its own of the same group; on GPUs they take turns."""
     errors: list[str] = []
+    turns = None if seat.device.type == "cpu" else Turns(episode.lanes)
     with _recorded(tally) as actors, contextlib.ExitStack() as stack:
         bodies: list[Iterator[Step]] = []
         for lane in range(episode.lanes):  # made in one order on all ranks
@@ -88,20 +90,25 @@ def _lanes(episode: Episode, seat: Seat, groups: Sequence[dist.ProcessGroup | No
             actor.judge.settle()
             bodies.append(plan.body())
 
-        def run(actor: Actor, body: Iterator[Step]) -> None:
+        def run(lane: int) -> None:
+            actor = actors[lane]
             try:
                 with _device_of(seat):
-                    for step in body:
-                        _do(actor, step)
+                    for step in bodies[lane]:
+                        with contextlib.nullcontext() if turns is None else turns.take(lane):
+                            _do(actor, step)
                     actor.judge.settle()
             except Exception:
                 errors.append(traceback.format_exc())
+            finally:
+                if turns is not None:
+                    turns.leave(lane)
 
         if seat.device.type != "cpu":
             torch.cuda.synchronize()  # the threads go on on streams of their own
         threads = [
-            threading.Thread(target=run, args=pair, name=f"sidelane-soak-lane{lane}", daemon=True)
-            for lane, pair in enumerate(zip(actors, bodies, strict=True))
+            threading.Thread(target=run, args=(lane,), name=f"sidelane-soak-lane{lane}", daemon=True)
+            for lane in range(episode.lanes)
         ]
         for thread in threads:
             thread.start()

@@ -34,9 +34,6 @@ from sidelane.bench.soak.steps import (
 from sidelane.choice import Abilities
 from sidelane.program.ir import RENEWAL_CALLS
 
-MADE_BEFORE = 40
-"""Calls of a thread on a GPU before there are others; it makes them again and again then."""
-
 MOST_KNOWN, MOST_COMMUNICATORS, MOST_HANDLES, MOST_GRAPHS, MOST_CAPTURES, MOST_BLOCKS = 48, 3, 3, 4, 24, 12
 
 
@@ -68,7 +65,6 @@ class Plan:
         self._in_window = False
         on_cpu = episode.setting.on_cpu
         everyone = lane is None
-        self._made_before = 0 if everyone or on_cpu else MADE_BEFORE
         self._table: list[tuple[float, Callable[[_Channel], Step | None]]] = [
             (70.0, self._known),
             (5.0 if on_cpu and episode.world_size <= 4 else 2.0 if on_cpu else 3.0, self._new),
@@ -87,13 +83,6 @@ class Plan:
             # While one thread captures, the others may not do whatever they like.
             *([(0.4, self._capture), (7.0, self._replay), (1.0, self._stream)] * (everyone and not on_cpu)),
         ]
-        if self._made_before:
-            self._table = [
-                (70.0, self._known),
-                (2.0, self._overlap),
-                (2.0, self._barrier),
-                (1.0, self._pause),
-            ]
         # What allocates or closes is on its own in the end: the rest is what hits a rank at any time.
         self._last: list[tuple[float, Callable[[_Channel], Step | None]]] = [
             (70.0, self._known),
@@ -106,17 +95,8 @@ class Plan:
         ]
 
     def beginning(self) -> Iterator[Step]:
-        """The first communicator; and for one of several threads on a GPU, all that may wait for the device.
-
-        Loading a kernel waits for everything that the device does, calls of other communicators included, and those
-        for their peers, whose threads may be loading kernels, too: a circle that no library can see (docs/failure.md).
-        """
+        """The first communicator."""
         yield self._opened(0)
-        if self._made_before:
-            for rank in range(self._episode.world_size):
-                yield Pause(rank, 1e-3, on_stream=True)
-            for _ in range(self._made_before):
-                yield self._new(self._channels[0])
 
     def body(self) -> Iterator[Step]:
         """What lies between the beginning and the end: at least as many calls as the episode has."""
