@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from listings import parse
 
 from attack.edits import at, cut, deleted, places, replaced, respanned
-from sidelane.program.build import build
+from sidelane.program.builders import build
 from sidelane.program.collective import ReduceOp, Reduction, all_gather, all_reduce, reduce_scatter
 from sidelane.program.ir import Broadcast, Copy, Program
 

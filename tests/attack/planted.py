@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 
 from attack.edits import at, changed, deleted, edited, places, reflagged, replaced, rewritten, without_flag
-from sidelane.program.build import Transport, alternation, build
+from sidelane.program.builders import Transport, alternation, build
 from sidelane.program.collective import (
     Buffer,
     Collective,

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 from sidelane.program import collective as define
 from sidelane.program.batch import Batch
-from sidelane.program.build import INTO_OUTPUTS, Transport, build, build_batch, list_variants, variants
-from sidelane.program.build.reducing import reduce
-from sidelane.program.build.relayed import RELAY, relay
+from sidelane.program.builders import Transport, build, build_batch, list_variants, variants, writes_into_outputs
+from sidelane.program.builders.reducing import reduce
+from sidelane.program.builders.relayed import RELAY, relay
 from sidelane.program.collective import ELEMENT_BYTES, REDUCING, Collective, Kind, ReduceOp, Reduction
 from sidelane.program.ir import Broadcast, Copy, Move, Program, Swap
 from sidelane.program.transform import freeze, lower, prelaunch, stamp
@@ -112,7 +112,7 @@ def _batch(rng: random.Random, ranks: int) -> Program:
 
 
 def _transport(part: Collective, variant: str, rng: random.Random) -> Transport:
-    if variant in INTO_OUTPUTS or part.kind in REDUCING:
+    if writes_into_outputs(variant) or part.kind in REDUCING:
         return Transport.PUSH
     return Transport.STAGED if part.kind is Kind.ALL_TO_ALL and part.in_place else rng.choice(list(Transport))
 

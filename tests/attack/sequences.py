@@ -7,8 +7,8 @@ import random
 
 from attack.edits import reflagged, respanned, rewritten
 from attack.programs import WORLDS, collective, program
-from sidelane.program.build import alternation
-from sidelane.program.build.alternating import Alternation, flags_of, staging_of
+from sidelane.program.builders import alternation
+from sidelane.program.builders.alternating import Alternation, flags_of, staging_of
 from sidelane.program.collective import REDUCING, SLOT_ALIGNMENT, Buffer, Kind, Span
 from sidelane.program.ir import Flag, Program
 

@@ -15,7 +15,7 @@ from sidelane.bench.phases.study import PhasesOptions
 from sidelane.bench.phases.turns import InTurn, TurnCounter
 from sidelane.bench.results.files import read
 from sidelane.program import collective as define
-from sidelane.program.build.alternating import SLOT_BYTES
+from sidelane.program.builders.alternating import SLOT_BYTES
 from sidelane.program.collective import Buffer, Collective
 
 QUICK = {"device": "cpu", "ranks": 2, "quiet": True, "warmup": 1, "calls": 3, "timeout_s": 100.0}

@@ -36,7 +36,7 @@ from sidelane.c3.run import run_workload
 from sidelane.c3.strategy import STRATEGIES, Order, Strategy
 from sidelane.c3.workload import parse_workload
 from sidelane.errors import UnavailableError
-from sidelane.program.build import variants
+from sidelane.program.builders import variants
 from sidelane.program.collective import Kind
 
 CPU = torch.device("cpu")

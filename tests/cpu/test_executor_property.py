@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from worlds import LocalWorld, random_delays
 
-from sidelane.program.build import Transport, build, variants
+from sidelane.program.builders import Transport, build, variants
 from sidelane.program.collective import (
     ELEMENT_BYTES,
     Collective,

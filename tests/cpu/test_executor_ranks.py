@@ -16,7 +16,7 @@ from ranks import RankPool, crew
 from worlds import Rig, holdings, random_delays
 
 from sidelane.errors import PeerError, PeerTimeoutError
-from sidelane.program.build import Transport, build, variants
+from sidelane.program.builders import Transport, build, variants
 from sidelane.program.collective import (
     Collective,
     Kind,

@@ -14,7 +14,7 @@ import torch
 from worlds import POISON, LocalWorld, wrong_bytes
 
 from sidelane.errors import CommunicatorClosedError, PeerError, PeerTimeoutError, ProgramError
-from sidelane.program.build import Transport, build
+from sidelane.program.builders import Transport, build
 from sidelane.program.collective import Buffer, Collective, Span, all_gather, all_to_all, broadcast
 from sidelane.program.ir import (
     EPOCH,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ranks import RankPool
 
 from sidelane import Communicator, Config
-from sidelane.program.build import INTO_OUTPUTS, variants
+from sidelane.program.builders import variants, writes_into_outputs
 from sidelane.program.collective import Kind
 
 
@@ -37,7 +37,7 @@ def cases(draw: st.DrawFn) -> Case:
         numel=draw(st.one_of(st.integers(0, 20), st.integers(0, 5000))),
         dtype=draw(st.sampled_from((torch.float32, torch.bfloat16, torch.int32, torch.int64))),
         variant=variant + "+prelaunch" * (prelaunched and variant != "auto"),
-        symmetric=variant in INTO_OUTPUTS or draw(st.booleans()),
+        symmetric=writes_into_outputs(variant) or draw(st.booleans()),
         op=draw(st.sampled_from(("sum", "min", "max"))),
         seed=draw(st.integers(0, 1000)),
     )

@@ -14,10 +14,11 @@ from sidelane.bench.tune import command as tune
 from sidelane.bench.tune.changes import changes_table
 from sidelane.bench.tune.command import TuneOptions, passes
 from sidelane.bench.tune.profile import curves_of, profile_of
-from sidelane.choice import Call, Candidate, choose
+from sidelane.choice import Candidate, choose
 from sidelane.choice.key import key_here
 from sidelane.choice.store import InForce, builtin, in_force, read
 from sidelane.program.collective import Kind
+from sidelane.program.shape import CallShape
 
 
 def row(
@@ -70,7 +71,7 @@ def test_curves_are_what_candidates_took() -> None:
     profile = profile_of(RESULTS)
     assert (profile.machine, profile.key.device, profile.key.count) == ("h999x4", "NVIDIA H999", 4)
     assert profile.key.software == (("driver", "1.0"), ("torch", "2.0"))
-    assert choose(profile, Call(Kind.ALL_GATHER, 4, 1024)).candidate == Candidate("sm", "one_shot")
+    assert choose(profile, CallShape(Kind.ALL_GATHER, 4, 1024)).candidate == Candidate("sm", "one_shot")
     with pytest.raises(ValueError, match="no times"):
         profile_of(dataclasses.replace(RESULTS, rows=ROWS[4:]))
 

@@ -19,8 +19,8 @@ from sidelane.bench.phases.turns import TurnCounter
 from sidelane.collectives.alternate import OPENING, AlternatingProgram, Turns
 from sidelane.execute.base import NO_STREAM, Addresses, Place
 from sidelane.execute.cpu import CpuExecutor
-from sidelane.program.build import build
-from sidelane.program.build.alternating import SLOT_BYTES, alternation, flags_of
+from sidelane.program.builders import build
+from sidelane.program.builders.alternating import SLOT_BYTES, alternation, flags_of
 from sidelane.program.collective import (
     Buffer,
     Collective,

@@ -26,7 +26,7 @@ from sidelane.memory.control import ControlBlock
 from sidelane.memory.exchange import Exchange
 from sidelane.memory.torch_symm import TorchSymmetricMemory
 from sidelane.program import collective as define
-from sidelane.program.build import Transport, build, variants
+from sidelane.program.builders import Transport, build, variants
 from sidelane.program.collective import Buffer, Collective, Kind, ReduceOp, Reduction
 from sidelane.program.ir import Copy, Program
 from sidelane.program.transform import freeze, lower, prelaunch

@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from sidelane.choice import Call, Candidate, Curve, Profile
+from sidelane.choice import Candidate, Curve, Profile
 from sidelane.choice.candidate import DMA, SM
 from sidelane.choice.key import Key
 from sidelane.config import BESIDE
 from sidelane.program.collective import Kind
+from sidelane.program.shape import CallShape
 
 B2B, PCPY, BCST, ALTERNATING = (Candidate(DMA, name) for name in ("b2b", "pcpy", "bcst", "alternating"))
 ONE_SHOT = Candidate(SM, "one_shot")
@@ -31,8 +32,8 @@ def profile(*curves: Curve) -> Profile:
     return Profile("h999x4", KEY, "2026-01-02T03:04:05+00:00", "sidelane tune", curves)
 
 
-def gather(nbytes: int = 4096, **others: Any) -> Call:
-    return Call(Kind.ALL_GATHER, 4, nbytes, **others)
+def gather(nbytes: int = 4096, **others: Any) -> CallShape:
+    return CallShape(Kind.ALL_GATHER, 4, nbytes, **others)
 
 
 CROSSING = profile(
@@ -42,9 +43,9 @@ CROSSING = profile(
 )
 
 
-def calls_of_all_kinds() -> list[Call]:
+def calls_of_all_kinds() -> list[CallShape]:
     axes = itertools.product(Kind, (1, 2, 8, 16), (False, True), (False, True), (False, True), BESIDE, (False, True))
     return [
-        Call(kind, n, 4096, "int32", place, symm, captured, hint, even)
+        CallShape(kind, n, 4096, "int32", place, symm, captured, hint, even)
         for kind, n, place, symm, captured, hint, even in axes
     ]

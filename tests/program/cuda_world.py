@@ -12,8 +12,8 @@ from sidelane.errors import PeerError, PeerTimeoutError
 from sidelane.execute.base import Addresses
 from sidelane.execute.cuda import CudaExecutor, CudaProgram, DriverFeatures
 from sidelane.program import collective as define
-from sidelane.program.build import Transport, build, variants
-from sidelane.program.build.alternating import alternating
+from sidelane.program.builders import Transport, build, variants
+from sidelane.program.builders.alternating import alternating
 from sidelane.program.collective import Buffer, Collective, ReduceOp, Reduction
 from sidelane.program.ir import Copy, Program
 from sidelane.program.transform import lower

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from sidelane.program.batch import Batch
-from sidelane.program.build import Transport, build, build_batch
+from sidelane.program.builders import Transport, build, build_batch
 from sidelane.program.collective import Buffer, ReduceOp, Reduction, Span, all_gather, all_reduce, all_to_all
 from sidelane.program.ir import EPOCH, Command, Copy, Engine, EngineKind, Flag, Program, Queue, Signal, Wait
 from sidelane.program.verify import verify

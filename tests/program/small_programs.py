@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sidelane.program import collective as define
-from sidelane.program.build import INTO_OUTPUTS, Transport, build, variants
+from sidelane.program.builders import Transport, build, variants, writes_into_outputs
 from sidelane.program.collective import Collective, ReduceOp, Reduction
 from sidelane.program.ir import Copy, Program
 from sidelane.program.transform import lower
@@ -35,5 +35,5 @@ def programs(world_size: int) -> list[Program]:
         lower(build(collective, variant, transport), {Copy})
         for collective in collectives(world_size)
         for variant in variants(collective.kind)
-        for transport in ([Transport.PUSH] if variant in INTO_OUTPUTS else list(Transport))
+        for transport in ([Transport.PUSH] if writes_into_outputs(variant) else list(Transport))
     ]

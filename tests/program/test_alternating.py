@@ -15,8 +15,8 @@ from test_verify_builders import make
 from test_verify_pairs import with_flags_behind
 
 from sidelane.errors import ProgramError
-from sidelane.program.build import Transport, build
-from sidelane.program.build.alternating import ROW_BYTES, Alternation, alternating, alternation, flags_of, staging_of
+from sidelane.program.builders import Transport, build
+from sidelane.program.builders.alternating import ROW_BYTES, Alternation, alternating, alternation, flags_of, staging_of
 from sidelane.program.collective import (
     REDUCING,
     Buffer,

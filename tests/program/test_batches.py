@@ -13,7 +13,7 @@ from attack.edits import begins_own_part, deleted, edited, perturbed_copies, pla
 from attack.interpreter import failure
 from sidelane.errors import ProgramError
 from sidelane.program.batch import Batch
-from sidelane.program.build import Transport, build, build_batch, list_variants
+from sidelane.program.builders import Transport, build, build_batch, list_variants
 from sidelane.program.collective import (
     REDUCING,
     Buffer,

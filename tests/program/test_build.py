@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from sidelane.program.build import Transport, build, variants
-from sidelane.program.build.moving import rotation, swap_issuer
-from sidelane.program.build.reducing import reduce
-from sidelane.program.build.relayed import relay
+from sidelane.program.builders import Transport, build, variants
+from sidelane.program.builders.moving import rotation, swap_issuer
+from sidelane.program.builders.reducing import reduce
+from sidelane.program.builders.relayed import relay
 from sidelane.program.collective import (
     Buffer,
     Kind,

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from choices import ALTERNATING, B2B, BCST, CROSSING, ONE_SHOT, PCPY, calls_of_all_kinds, curve, gather, profile
 
-from sidelane.choice import Abilities, Call, Candidate, candidates, choose
+from sidelane.choice import Abilities, Candidate, candidates, choose
 from sidelane.choice.candidate import DMA, SM
 from sidelane.choice.profile import parse
 from sidelane.choice.store import (
@@ -15,6 +15,7 @@ from sidelane.choice.store import (
 )
 from sidelane.config import COMPUTE
 from sidelane.program.collective import Kind
+from sidelane.program.shape import CallShape
 
 
 def test_the_fastest_is_taken_and_the_reason_says_how_fast():
@@ -45,7 +46,7 @@ def test_a_kernel_that_has_to_stage_its_input_takes_that_much_longer():
         curve(ONE_SHOT, (1 << 28, 600.0), kind=Kind.REDUCE_SCATTER),
         curve(B2B, (1 << 28, 700.0), kind=Kind.REDUCE_SCATTER),
     )
-    call = Call(Kind.REDUCE_SCATTER, 4, 1 << 28)
+    call = CallShape(Kind.REDUCE_SCATTER, 4, 1 << 28)
     assert choose(measured, call).candidate == ONE_SHOT
     ordinary = choose(measured, dataclasses.replace(call, symmetric=False))
     assert ordinary.candidate == B2B
@@ -56,7 +57,7 @@ def test_small_reductions_stage_nothing_in_one_shot():
     two_shot = Candidate(SM, "two_shot")
     measured = profile(*(curve(found, (1024, 10.0), kind=Kind.ALL_REDUCE) for found in (ONE_SHOT, two_shot)))
     for nbytes, in_place, one_shot_us in ((1024, False, 10.0), (1 << 20, True, 10240.0), (1 << 20, False, 10242.7)):
-        call = Call(Kind.ALL_REDUCE, 4, nbytes, in_place=in_place, symmetric=False)
+        call = CallShape(Kind.ALL_REDUCE, 4, nbytes, in_place=in_place, symmetric=False)
         times = dict(choose(measured, call).table)
         assert times[ONE_SHOT] == pytest.approx(one_shot_us, rel=1e-4)
         assert times[two_shot] == pytest.approx(10 * nbytes / 1024 + 5 + nbytes / 1.6e6)
@@ -75,13 +76,13 @@ def test_nothing_measured_leaves_a_rule_of_thumb():
     assert choose(None, gather(64 << 20), Abilities()).candidate == B2B
     assert choose(None, gather(1024, beside=COMPUTE)).candidate == B2B
     assert choose(None, gather(1024, beside=COMPUTE, symmetric=False)).candidate == ALTERNATING
-    assert "reduce_scatter was not measured" in choose(CROSSING, Call(Kind.REDUCE_SCATTER, 4, 64 << 20)).reason
-    assert choose(CROSSING, Call(Kind.SCATTER, 4, 1024)).candidate == ALTERNATING
-    assert choose(CROSSING, Call(Kind.SCATTER, 4, 1 << 20)).candidate == B2B
+    assert "reduce_scatter was not measured" in choose(CROSSING, CallShape(Kind.REDUCE_SCATTER, 4, 64 << 20)).reason
+    assert choose(CROSSING, CallShape(Kind.SCATTER, 4, 1024)).candidate == ALTERNATING
+    assert choose(CROSSING, CallShape(Kind.SCATTER, 4, 1 << 20)).candidate == B2B
 
 
 def test_one_rank_alone():
-    choice = choose(CROSSING, Call(Kind.ALL_GATHER, 1, 1024))
+    choice = choose(CROSSING, CallShape(Kind.ALL_GATHER, 1, 1024))
     assert choice.candidate.implementation == DMA
     assert "single rank" in choice.reason
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 from choices import ALTERNATING, B2B, BCST, ONE_SHOT, PCPY, calls_of_all_kinds, curve, gather, profile
 
-from sidelane.choice import Abilities, Call, Candidate, candidates, choose, objection
+from sidelane.choice import Abilities, Candidate, candidates, choose, objection
 from sidelane.choice.candidate import DMA, IMPLEMENTATIONS, LAUNCHES, SIGNALS, SM, everything, find
 from sidelane.config import COMPUTE
 from sidelane.program import collective as define
-from sidelane.program.build.alternating import SLOT_BYTES
+from sidelane.program.builders.alternating import SLOT_BYTES
 from sidelane.program.collective import REDUCING, Kind, ReduceOp, Reduction
 from sidelane.program.kernel import NARROW
+from sidelane.program.shape import CallShape
 
 PUSHED = Candidate(SM, "two_shot_push")
 
@@ -40,7 +41,7 @@ def test_a_narrow_kernel_that_was_not_measured_is_judged_by_the_wide_one():
     given = {"kind": Kind.REDUCE_SCATTER}
     slow = curve(B2B, (1024, 50.0), (1 << 20, 60.0), **given)
     measured = profile(curve(wide, (1024, 5.0), (1 << 20, 10.0), **given), slow)
-    beside = Call(Kind.REDUCE_SCATTER, 4, 1024, beside=COMPUTE)
+    beside = CallShape(Kind.REDUCE_SCATTER, 4, 1024, beside=COMPUTE)
     assert choose(measured, beside).candidate == narrow
     measured = profile(*measured.curves, curve(narrow, (1024, 70.0), (1 << 20, 80.0), **given))
     assert choose(measured, beside).candidate == B2B, "its own times count"
@@ -50,7 +51,7 @@ def test_a_narrow_kernel_is_for_calls_beside_compute():
     wide, narrow = Candidate(SM, "one_shot"), Candidate(SM, "one_shot_narrow")
     given = {"kind": Kind.REDUCE_SCATTER}
     measured = profile(curve(wide, (1024, 5.0), **given), curve(narrow, (1024, 4.8), **given))
-    call = Call(Kind.REDUCE_SCATTER, 4, 1024)
+    call = CallShape(Kind.REDUCE_SCATTER, 4, 1024)
     assert choose(measured, call).candidate == wide, "it is the same kernel, and its time chance"
     assert "nothing runs beside" in objection(call, narrow)
 
@@ -70,7 +71,7 @@ def test_beside_compute_only_reductions_launch_kernels_and_on_few_units():
             assert all(call.kind in REDUCING and variant.endswith(NARROW) for variant in kernels), call
     assert ONE_SHOT in candidates(gather())
     assert ONE_SHOT not in candidates(gather(beside=COMPUTE))
-    reduction = Call(Kind.ALL_REDUCE, 4, 4096, beside=COMPUTE)
+    reduction = CallShape(Kind.ALL_REDUCE, 4, 4096, beside=COMPUTE)
     assert [found.name for found in candidates(reduction) if found.implementation == SM] == [
         "one_shot_narrow",
         "two_shot_narrow",
@@ -85,19 +86,19 @@ def test_beside_compute_only_reductions_launch_kernels_and_on_few_units():
     ("call", "candidate", "reason"),
     [
         (gather(symmetric=False), BCST, "ordinary memory"),
-        (Call(Kind.ALL_TO_ALL, 4, 4096, symmetric=False), Candidate(DMA, "swap"), "ordinary memory"),
-        (Call(Kind.ALL_TO_ALL, 4, 4096, even=False), Candidate(DMA, "swap"), "equal counts"),
-        (Call(Kind.ALL_TO_ALL, 4, 4096, even=False), ONE_SHOT, "equal counts"),
+        (CallShape(Kind.ALL_TO_ALL, 4, 4096, symmetric=False), Candidate(DMA, "swap"), "ordinary memory"),
+        (CallShape(Kind.ALL_TO_ALL, 4, 4096, even=False), Candidate(DMA, "swap"), "equal counts"),
+        (CallShape(Kind.ALL_TO_ALL, 4, 4096, even=False), ONE_SHOT, "equal counts"),
         (gather(captured=True), Candidate(DMA, "b2b", launch="graph"), "graph already"),
-        (Call(Kind.ALL_GATHER, 16, 4096), ONE_SHOT, "ranks at most"),
+        (CallShape(Kind.ALL_GATHER, 16, 4096), ONE_SHOT, "ranks at most"),
         (gather(4 * SLOT_BYTES + 4), ALTERNATING, "slot"),
         (gather(SLOT_BYTES + 1, even=False), ALTERNATING, "slot"),
-        (Call(Kind.ALL_TO_ALL, 4, SLOT_BYTES + 1), ALTERNATING, "slot"),
+        (CallShape(Kind.ALL_TO_ALL, 4, SLOT_BYTES + 1), ALTERNATING, "slot"),
         (gather(beside=COMPUTE), ALTERNATING, "may wait"),
         (gather(captured=True), Candidate(DMA, "alternating", launch="graph"), "graph already"),
         (gather(listed=True), ALTERNATING, "one tensor"),
-        (Call(Kind.ALL_REDUCE, 4, 4096, listed=True), PUSHED, "one tensor"),
-        (Call(Kind.ALL_REDUCE, 4, 4096, symmetric=False), PUSHED, "in ordinary memory it is two_shot"),
+        (CallShape(Kind.ALL_REDUCE, 4, 4096, listed=True), PUSHED, "one tensor"),
+        (CallShape(Kind.ALL_REDUCE, 4, 4096, symmetric=False), PUSHED, "in ordinary memory it is two_shot"),
         (gather(listed=True, mixed=True), ONE_SHOT, "every kind"),
         (gather(listed=True, even=False), ONE_SHOT, "equal counts"),
         (gather(listed=True, uniform=False), ONE_SHOT, "one dtype"),
@@ -105,7 +106,7 @@ def test_beside_compute_only_reductions_launch_kernels_and_on_few_units():
         (gather(listed=True, mixed=True), BCST, "every kind"),
     ],
 )
-def test_what_is_not_legal_says_why(call: Call, candidate: Candidate, reason: str):
+def test_what_is_not_legal_says_why(call: CallShape, candidate: Candidate, reason: str):
     assert reason in objection(call, candidate)
     assert candidate not in candidates(call)
     assert not objection(gather(), B2B)
@@ -114,7 +115,7 @@ def test_what_is_not_legal_says_why(call: Call, candidate: Candidate, reason: st
 def test_a_copy_that_every_program_needs_is_no_objection():
     for call in (
         gather(beside=COMPUTE, symmetric=False),
-        Call(Kind.ALL_TO_ALL, 4, SLOT_BYTES, in_place=True, beside=COMPUTE),
+        CallShape(Kind.ALL_TO_ALL, 4, SLOT_BYTES, in_place=True, beside=COMPUTE),
         gather(4 * SLOT_BYTES, captured=True),
     ):
         assert not objection(call, ALTERNATING), call
@@ -128,10 +129,13 @@ def test_implementations_that_a_machine_lacks():
 
 def test_a_call_is_described_by_what_all_ranks_know():
     uneven = define.all_to_all([[1, 2, 3], [0, 4, 100], [7, 7, 7]])
-    call = Call.of(uneven, "int32", symmetric=False, captured=True, beside=COMPUTE)
+    call = CallShape.of(uneven, "int32", symmetric=False, captured=True, beside=COMPUTE)
     assert (call.nbytes, call.even, call.world_size, call.captured) == (110, False, 3, True)
     reduced = define.all_reduce((512, 512, 40), Reduction(ReduceOp.SUM, "float32"), in_place=True)
-    assert Call.of(reduced, "float32", symmetric=True, captured=False, beside="nothing").even
-    assert Call.of(define.all_gather([64] * 4), "int32", symmetric=True, captured=False, beside="nothing").nbytes == 256
+    assert CallShape.of(reduced, "float32", symmetric=True, captured=False, beside="nothing").even
+    assert (
+        CallShape.of(define.all_gather([64] * 4), "int32", symmetric=True, captured=False, beside="nothing").nbytes
+        == 256
+    )
     with pytest.raises(ValueError, match="beside.*value='music', allowed=nothing, compute"):
-        Call.of(uneven, "int32", symmetric=True, captured=False, beside="music")
+        CallShape.of(uneven, "int32", symmetric=True, captured=False, beside="music")

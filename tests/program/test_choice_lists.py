@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 from choices import B2B, CROSSING, ONE_SHOT, PCPY, gather
 
-from sidelane.choice import Abilities, Call, Candidate, Profile, choose
+from sidelane.choice import Abilities, Candidate, Profile, choose
 from sidelane.choice.candidate import DMA, EVERYTHING, SM
 from sidelane.config import COMPUTE
 from sidelane.program.collective import Kind
+from sidelane.program.shape import CallShape
 
 
 @pytest.mark.parametrize("given", [None, CROSSING], ids=["nothing measured", "measured"])
@@ -46,7 +47,7 @@ def test_lists_are_one_kernel_or_have_one_engine_and_small_ones_are_graphs(given
 )
 def test_up_to_where_lists_are_one_kernel(kind: Kind, in_place: bool, symmetric: bool, most: int | None):
     def by_kernel(nbytes: int) -> bool:
-        call = Call(kind, 4, nbytes, in_place=in_place, symmetric=symmetric, listed=True)
+        call = CallShape(kind, 4, nbytes, in_place=in_place, symmetric=symmetric, listed=True)
         return choose(None, call).candidate.implementation == SM
 
     assert by_kernel(1)
@@ -59,7 +60,7 @@ def test_up_to_where_lists_are_one_kernel(kind: Kind, in_place: bool, symmetric:
 @pytest.mark.parametrize(("listed", "symmetric", "most"), [(False, True, 128), (True, True, 128), (True, False, 64)])
 def test_broadcasts_by_a_kernel(listed: bool, symmetric: bool, most: int):
     def implementation(ranks: int, nbytes: int, **others: object) -> str:
-        call = Call(Kind.BROADCAST, ranks, nbytes, in_place=True, symmetric=symmetric, listed=listed, **others)
+        call = CallShape(Kind.BROADCAST, ranks, nbytes, in_place=True, symmetric=symmetric, listed=listed, **others)
         return choose(None, call).candidate.implementation
 
     assert [implementation(2, (most << 20) - 1), implementation(2, most << 20)] == [SM, DMA]
@@ -80,14 +81,16 @@ def test_broadcasts_by_a_kernel(listed: bool, symmetric: bool, most: int):
     ],
 )
 def test_broadcasts_by_copy_engines_are_relayed(ranks: int, nbytes: int, others: dict[str, object], variant: str):
-    call = Call(Kind.BROADCAST, ranks, nbytes, in_place=True, beside=COMPUTE, **others)
+    call = CallShape(Kind.BROADCAST, ranks, nbytes, in_place=True, beside=COMPUTE, **others)
     found = choose(None, call).candidate
     assert (found.implementation, found.name) == (DMA, variant)
 
 
 def test_lists_to_reduce_everywhere_are_in_one_shot_or_two_by_size():
     def variants(ranks: int, **others: object) -> list[str]:
-        calls = (Call(Kind.ALL_REDUCE, ranks, nbytes, listed=True, **others) for nbytes in (1, 512 << 10, 513 << 10))
+        calls = (
+            CallShape(Kind.ALL_REDUCE, ranks, nbytes, listed=True, **others) for nbytes in (1, 512 << 10, 513 << 10)
+        )
         return [choose(None, call).candidate.name for call in calls]
 
     assert variants(4) == variants(2) == variants(4, symmetric=False) == ["one_shot", "one_shot", "two_shot"]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from choices import B2B, CROSSING, KEY, PCPY, curve, gather, profile
 
-from sidelane.choice import Call, expected_us
+from sidelane.choice import expected_us
 from sidelane.choice.candidate import find
 from sidelane.choice.key import Key
 from sidelane.choice.store import (
@@ -26,6 +26,7 @@ from sidelane.choice.store import (
 )
 from sidelane.config import BUILTIN, Config, from_environment
 from sidelane.program.collective import Kind
+from sidelane.program.shape import CallShape
 
 
 def test_times_between_measured_sizes_follow_a_power_of_the_size():
@@ -115,15 +116,15 @@ def test_the_nearest_way_to_call_that_was_measured_answers():
         2.0: gather(1024, in_place=True),
         3.0: gather(1024, captured=True),
         4.0: dataclasses.replace(gather(1024), world_size=2),
-        5.0: Call(Kind.ALL_REDUCE, 4, 1024, "float32"),
-        6.0: Call(Kind.ALL_REDUCE, 4, 1024, "bfloat16"),
+        5.0: CallShape(Kind.ALL_REDUCE, 4, 1024, "float32"),
+        6.0: CallShape(Kind.ALL_REDUCE, 4, 1024, "bfloat16"),
     }
     for expected, call in asked.items():
         assert expected_us(both, call, B2B) == expected
     assert expected_us(both, dataclasses.replace(gather(1024), world_size=3), B2B) == 1.0
     assert expected_us(both, gather(1024, dtype="int32"), B2B) == 1.0, "bytes are bytes where nothing is added"
     assert expected_us(both, gather(1024), PCPY) is None
-    assert expected_us(both, Call(Kind.BROADCAST, 4, 1024), B2B) is None
+    assert expected_us(both, CallShape(Kind.BROADCAST, 4, 1024), B2B) is None
 
 
 def test_new_curves_replace_all_of_the_same_collective_and_world_size():
@@ -211,7 +212,7 @@ def test_two_ranks_are_judged_by_what_two_ranks_took(gpus: int, where: str):
     assert four is not None and two is not None and found is not None and found.profile is not None
     assert re.search(where, found.where)
     for ranks, measured in ((2, two), (3, four), (4, four), (8, four)):
-        call = Call(Kind.ALL_REDUCE, ranks, 64 << 20)
+        call = CallShape(Kind.ALL_REDUCE, ranks, 64 << 20)
         assert found.profile.comparable(call) == measured.comparable(call)
 
 

@@ -25,7 +25,7 @@ from sidelane.execute.cuda import mirror as mirror_module
 from sidelane.execute.cuda.driver import Driver, DriverError
 from sidelane.execute.cuda.mirror import Mirror
 from sidelane.program import collective as define
-from sidelane.program.build import build
+from sidelane.program.builders import build
 from sidelane.program.ir import Program
 from sidelane.program.transform import freeze
 

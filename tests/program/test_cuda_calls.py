@@ -29,8 +29,8 @@ from sidelane.execute.cuda.plan import INLINE_BYTES, MAX_BATCH, plan_calls
 from sidelane.execute.cuda.release import READ_CAPACITY
 from sidelane.execute.cuda.rows import join_rows
 from sidelane.program import collective as define
-from sidelane.program.build import ROW_BYTES, Transport, build, variants
-from sidelane.program.build.alternating import alternating
+from sidelane.program.builders import ROW_BYTES, Transport, build, variants
+from sidelane.program.builders.alternating import alternating
 from sidelane.program.collective import Buffer, Kind, Span
 from sidelane.program.ir import (
     EPOCH,

@@ -14,8 +14,8 @@ from sidelane.errors import CommunicatorClosedError
 from sidelane.execute.base import Addresses
 from sidelane.execute.cuda import plan
 from sidelane.program import collective as define
-from sidelane.program.build import build
-from sidelane.program.build.alternating import alternating
+from sidelane.program.builders import build
+from sidelane.program.builders.alternating import alternating
 from sidelane.program.collective import Collective
 from sidelane.program.transform import freeze, prelaunch
 

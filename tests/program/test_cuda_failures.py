@@ -12,7 +12,7 @@ from sidelane.errors import PeerError, PeerTimeoutError, SidelaneError
 from sidelane.execute.cuda.driver import DriverError
 from sidelane.execute.cuda.release import LANES
 from sidelane.program import collective as define
-from sidelane.program.build import build
+from sidelane.program.builders import build
 from sidelane.program.transform import freeze
 
 

@@ -17,7 +17,7 @@ from sidelane.execute.cuda.footprint import Footprint
 from sidelane.execute.cuda.plan import plan_calls
 from sidelane.program import collective as define
 from sidelane.program.batch import Batch, parts_of
-from sidelane.program.build import Transport, build_batch
+from sidelane.program.builders import Transport, build_batch
 from sidelane.program.collective import Buffer, Collective, ReduceOp, Reduction, Span
 from sidelane.program.ir import Copy, Program
 from sidelane.program.transform import freeze, lower, prelaunch

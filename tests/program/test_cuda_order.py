@@ -9,9 +9,9 @@ from sidelane.execute.cuda.calls import LaunchReduce, Memcpy, MemcpyBatch, MemOp
 from sidelane.execute.cuda.order import submission_order
 from sidelane.execute.cuda.plan import plan_calls
 from sidelane.program import collective as define
-from sidelane.program.build import Transport, build
-from sidelane.program.build.reducing import reduce
-from sidelane.program.build.relayed import relay
+from sidelane.program.builders import Transport, build
+from sidelane.program.builders.reducing import reduce
+from sidelane.program.builders.relayed import relay
 from sidelane.program.ir import Flag, Signal, Wait
 from sidelane.program.transform import freeze, stamp
 

@@ -19,7 +19,7 @@ from sidelane.execute.cuda.held import hold_back
 from sidelane.execute.cuda.plan import plan_calls
 from sidelane.execute.cuda.prelaunched import CudaPrelaunched
 from sidelane.program import collective as define
-from sidelane.program.build import build
+from sidelane.program.builders import build
 from sidelane.program.collective import Buffer
 from sidelane.program.ir import EPOCH, Program
 from sidelane.program.transform import prelaunch

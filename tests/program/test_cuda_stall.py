@@ -6,7 +6,7 @@ import pytest
 
 from sidelane.execute.cuda.stall import assume_missing, find_stall, reached
 from sidelane.program import collective as define
-from sidelane.program.build import Transport, build
+from sidelane.program.builders import Transport, build
 from sidelane.program.collective import ReduceOp, Reduction
 from sidelane.program.ir import Copy, Program, Signal, Wait
 from sidelane.program.transform import freeze, lower

@@ -21,7 +21,7 @@ from sidelane.machine import local, nvidia_power
 from sidelane.machine.load import named
 from sidelane.machine.nvidia_power import NvmlSensor
 from sidelane.model.power import REDUCE_UNITS, hybrid_power
-from sidelane.program.build import variants
+from sidelane.program.builders import variants
 from sidelane.program.collective import Kind
 
 MB = 1 << 20

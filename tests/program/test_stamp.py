@@ -24,8 +24,8 @@ from sidelane.execute.cuda.plan import INLINE_BYTES, plan_calls
 from sidelane.execute.cuda.round_trip import round_trip_us
 from sidelane.model.published import bare
 from sidelane.program import collective as define
-from sidelane.program.build import Alternation, Transport, alternation, build, variants
-from sidelane.program.build.alternating import alternating
+from sidelane.program.builders import Alternation, Transport, alternation, build, variants
+from sidelane.program.builders.alternating import alternating
 from sidelane.program.collective import Collective
 from sidelane.program.ir import MOVES, Copy, EngineKind, Stamp
 from sidelane.program.transform import freeze, lower, prelaunch, stamp

@@ -10,7 +10,7 @@ from sidelane.execute.cuda.count import counts_of
 from sidelane.execute.cuda.plan import plan_calls
 from sidelane.execute.submitted import Counts, Ledger, Submitted
 from sidelane.program import collective as define
-from sidelane.program.build import Transport, build
+from sidelane.program.builders import Transport, build
 from sidelane.program.ir import Copy, Program
 from sidelane.program.transform import freeze, lower
 

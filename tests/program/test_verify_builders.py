@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attack.interpreter import failure
-from sidelane.program.build import Transport, build, variants
-from sidelane.program.build.reducing import reduce
-from sidelane.program.build.relayed import relay
+from sidelane.program.builders import Transport, build, variants
+from sidelane.program.builders.reducing import reduce
+from sidelane.program.builders.relayed import relay
 from sidelane.program.collective import (
     ELEMENT_BYTES,
     REDUCING,

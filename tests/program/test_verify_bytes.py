@@ -6,7 +6,7 @@ import pytest
 from listings import parse, replace, without
 from refusals import GATHER, gather, refused
 
-from sidelane.program.build import Transport, build
+from sidelane.program.builders import Transport, build
 from sidelane.program.collective import (
     ReduceOp,
     Reduction,

@@ -8,7 +8,7 @@ import pytest
 from listings import parse, replace
 from refusals import refused
 
-from sidelane.program.build import Transport, build
+from sidelane.program.builders import Transport, build
 from sidelane.program.collective import ReduceOp, Reduction, all_reduce, broadcast, reduce_scatter
 from sidelane.program.ir import Broadcast
 from sidelane.program.verify import verify

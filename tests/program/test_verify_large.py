@@ -8,7 +8,7 @@ import pytest
 from large_programs import hierarchical, ring
 from refusals import refused
 
-from sidelane.program.build import Transport, build
+from sidelane.program.builders import Transport, build
 from sidelane.program.collective import ReduceOp, Reduction, all_gather, all_reduce, all_to_all
 from sidelane.program.ir import Copy, Program, Wait
 from sidelane.program.verify import verify

@@ -14,7 +14,7 @@ from refusals import CYCLE, EPOCH_BARRIER, GATHER, RESET_BARRIER, gather, nothin
 from attack.edits import begins_own_part, deleted, perturbed_copies, places, replaced, without_flag
 from attack.interpreter import failure
 from sidelane.errors import ProgramError
-from sidelane.program.build import Transport, build, variants
+from sidelane.program.builders import Transport, build, variants
 from sidelane.program.collective import (
     REDUCING,
     Collective,

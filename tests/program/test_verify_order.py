@@ -6,7 +6,7 @@ import pytest
 from listings import replace, without
 from refusals import CYCLE, EPOCH_BARRIER, GATHER, RESET_BARRIER, gather, nothing, refused
 
-from sidelane.program.build import build
+from sidelane.program.builders import build
 from sidelane.program.collective import all_gather
 from sidelane.program.transform import freeze, prelaunch
 from sidelane.program.verify import verify, verify_sequence

@@ -14,9 +14,9 @@ from test_verify_builders import make
 
 from sidelane.collectives.prepare import FLAGS
 from sidelane.errors import ProgramError
-from sidelane.program.build import Transport, build, variants
-from sidelane.program.build.reducing import reduce
-from sidelane.program.build.relayed import relay
+from sidelane.program.builders import Transport, build, variants
+from sidelane.program.builders.reducing import reduce
+from sidelane.program.builders.relayed import relay
 from sidelane.program.collective import (
     REDUCING,
     Kind,

@@ -10,7 +10,7 @@ from listings import parse, replace
 from refusals import GATHER, gather, refused
 
 from sidelane.errors import ProgramError
-from sidelane.program.build import build
+from sidelane.program.builders import build
 from sidelane.program.collective import (
     ReduceOp,
     Reduction,

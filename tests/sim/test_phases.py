@@ -16,7 +16,7 @@ from sidelane.bench.phases.split import FIELDS, Sample, predict, slowest, split
 from sidelane.bench.results.rows import PhaseRow
 from sidelane.machine.load import named
 from sidelane.model.claims_dma import DmaContext
-from sidelane.program.build import alternation
+from sidelane.program.builders import alternation
 from sidelane.program.collective import Kind
 from sidelane.program.ir import Copy
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from sidelane.choice.choose import RELAY_SAVES_BYTES
 from sidelane.execute.sim.simulate import simulate
 from sidelane.machine.load import named
-from sidelane.program.build import build
+from sidelane.program.builders import build
+from sidelane.program.builders.relayed import SAVES_BYTES
 from sidelane.program.collective import broadcast
 from sidelane.program.ir import Program
 from sidelane.program.transform import freeze
@@ -59,6 +59,6 @@ def test_relays_are_simulated_about_as_measured() -> None:
 
 
 def test_relays_pay_where_the_rule_of_thumb_takes_them() -> None:
-    least = RELAY_SAVES_BYTES // (RANKS - 2)
+    least = SAVES_BYTES // (RANKS - 2)
     for nbytes in (least, 3 * least, 100 * least):
         assert by_variant(nbytes, "relay") < 0.9 * by_variant(nbytes, "b2b")

@@ -11,7 +11,7 @@ from sidelane.execute.sim import DeadlockError, chrome_trace, simulate, write_ch
 from sidelane.machine.load import named
 from sidelane.model.published import bare, dma_run, published_program
 from sidelane.model.scale import ring_all_gather, two_level_all_gather
-from sidelane.program.build import Transport, build, variants
+from sidelane.program.builders import Transport, build, variants
 from sidelane.program.collective import Kind, ReduceOp, Reduction, all_gather, all_reduce, all_to_all, broadcast
 from sidelane.program.ir import EPOCH, Engine, EngineKind, Flag, Program, Queue, Wait
 from sidelane.program.transform import freeze, lower, prelaunch

@@ -25,7 +25,7 @@ from sidelane.config import NOTHING
 from sidelane.execute.sim import simulate
 from sidelane.machine.load import find, machine_names
 from sidelane.program import collective as define
-from sidelane.program.build import Alternation
+from sidelane.program.builders import Alternation
 from sidelane.program.collective import REDUCING, Collective, Kind, ReduceOp, Reduction
 from sidelane.program.ir import MOVES, Copy, Move, Program, describe
 from sidelane.program.kernel import KernelProgram, Protocol

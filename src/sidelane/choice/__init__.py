@@ -1,12 +1,11 @@
 """Which way of running a collective suits a call: candidates, measured profiles, and the choice with its reason."""
 
-from sidelane.choice.candidate import Abilities, Call, Candidate, candidates, objection
+from sidelane.choice.candidate import Abilities, Candidate, candidates, objection
 from sidelane.choice.choose import Choice, choose
 from sidelane.choice.profile import Curve, Profile, expected_us
 
 __all__ = [
     "Abilities",
-    "Call",
     "Candidate",
     "Choice",
     "Curve",

@@ -1,7 +1,8 @@
-"""What a call is, for the choice, and every way in which it could run.
+"""Every way in which a call could run.
 
-A value is added to an axis by adding it to its tuple (``SM_VARIANTS``, ``LAUNCHES``, ``SIGNALS``) and, where it is not
-legal for every call, a line to :func:`objection`. Backends say what their machine has of it (``Abilities``).
+Algorithms for copy engines say themselves what they are legal for (``program.builders``). A value is added to another
+axis by adding it to its tuple (``SM_VARIANTS``, ``LAUNCHES``, ``SIGNALS``) and, where it is not legal for every call, a
+line to :func:`objection`. Backends say what their machine has of it (``Abilities``).
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ import dataclasses
 import functools
 import itertools
 
-from sidelane.config import BESIDE, COMPUTE, NOTHING
-from sidelane.program.build import ALTERNATING, INTO_OUTPUTS, RELAY, variants
-from sidelane.program.build.alternating import SLOT_BYTES
-from sidelane.program.collective import REDUCING, Collective, Kind
+from sidelane.config import COMPUTE
+from sidelane.program.builders import Algorithm, algorithms, find_algorithm
+from sidelane.program.builders.registry import for_every_kind, in_turns, merges
+from sidelane.program.collective import Kind
 from sidelane.program.kernel import MOST_RANKS, NARROW, PUSH
 from sidelane.program.kernel_list import MOST_LISTED
+from sidelane.program.shape import CallShape
 
 DMA, SM = "dma", "sm"
 IMPLEMENTATIONS = (DMA, SM)
@@ -39,60 +41,6 @@ SIGNALS = ("memops",)
 
 FIRST = "b2b"
 """One engine a rank: where peers share a copy engine, as on the machines measured so far, the variant to try first."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Call:
-    """Everything about a call that the choice looks at; the same on every rank.
-
-    Attributes:
-        kind: which collective.
-        world_size: ranks in the group.
-        nbytes: gathered size of an all_gather, the largest local buffer of the others.
-        dtype: of the elements; it matters to the reducing collectives only.
-        in_place: input and output share memory; of a list, of some tensor.
-        symmetric: peers can write into the output (it lies at one place in symmetric memory); of a reduce_scatter read
-            the input, of an all_reduce both.
-        captured: into a graph of the caller's.
-        beside: what runs next to it: ``nothing`` or ``compute``.
-        even: every two ranks exchange the same number of bytes, the root and each of the others if there is one (the
-            shards of an all_reduce may differ).
-        listed: it is one with many tensors; ``nbytes`` are those of all, the rest is true of every one.
-        tensors: how many.
-        mixed: they are not all for one kind of collective; ``kind`` is that with the most bytes.
-        uniform: they have one reduction and dtype, where they reduce, and one root, where they have any.
-    """
-
-    kind: Kind
-    world_size: int
-    nbytes: int
-    dtype: str = "bfloat16"
-    in_place: bool = False
-    symmetric: bool = True
-    captured: bool = False
-    beside: str = NOTHING
-    even: bool = True
-    listed: bool = False
-    tensors: int = 1
-    mixed: bool = False
-    uniform: bool = True
-
-    @staticmethod
-    def of(collective: Collective, dtype: str, *, symmetric: bool, captured: bool, beside: str) -> Call:
-        """Describe a call of ``collective``."""
-        check_beside(str(collective.kind), beside)
-        sizes = {nbytes for row in collective.counts for nbytes in row}
-        return Call(
-            kind=collective.kind,
-            world_size=collective.world_size,
-            nbytes=collective.largest_buffer,
-            dtype=dtype,
-            in_place=collective.in_place,
-            symmetric=symmetric,
-            captured=captured,
-            beside=beside,
-            even=len(sizes) == 1 or collective.kind in (Kind.ALL_REDUCE, Kind.BROADCAST),
-        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -146,6 +94,15 @@ class Candidate:
         """It takes compute units to move or to signal (not counting what the sum of a reduction takes)."""
         return self.implementation == SM or self.signals != SIGNALS[0]
 
+    @property
+    def takes_turns(self) -> bool:
+        """Its calls run two programs in turn."""
+        return self.implementation == DMA and in_turns(self.variant)
+
+    def algorithm(self, kind: Kind) -> Algorithm | None:
+        """What builds its programs; None for kernels."""
+        return find_algorithm(kind, self.variant) if self.implementation == DMA else None
+
     def __str__(self) -> str:
         return f"{self.implementation} {self.name}"
 
@@ -160,7 +117,7 @@ def everything(kind: Kind, abilities: Abilities = EVERYTHING) -> tuple[Candidate
     return tuple(filter(abilities.include, _by_name(kind).values()))
 
 
-def candidates(call: Call, abilities: Abilities = EVERYTHING) -> tuple[Candidate, ...]:
+def candidates(call: CallShape, abilities: Abilities = EVERYTHING) -> tuple[Candidate, ...]:
     """The legal ways to run a call, in order of preference between equals.
 
     Args:
@@ -170,7 +127,7 @@ def candidates(call: Call, abilities: Abilities = EVERYTHING) -> tuple[Candidate
     return tuple(found for found in everything(call.kind, abilities) if not objection(call, found, abilities))
 
 
-def objection(call: Call, candidate: Candidate, abilities: Abilities = EVERYTHING) -> str:
+def objection(call: CallShape, candidate: Candidate, abilities: Abilities = EVERYTHING) -> str:
     """Why a candidate is not legal for a call; empty if it is."""
     if not abilities.include(candidate):
         return "not available on this machine"
@@ -181,60 +138,46 @@ def objection(call: Call, candidate: Candidate, abilities: Abilities = EVERYTHIN
         return "leaves compute units to nobody: nothing runs beside it"
     if call.captured and candidate.launch == GRAPH:
         return "the call is part of a graph already"
-    if candidate.variant in INTO_OUTPUTS and not call.symmetric and call.world_size > 1:
-        return "writes into the peers' outputs, which are in ordinary memory"
-    if candidate.variant.endswith(PUSH) and not call.symmetric and call.world_size > 1:
-        return "needs input and output in symmetric memory: in ordinary memory it is two_shot"
-    if candidate.variant == RELAY and call.world_size <= 2:
-        return "has no third rank to relay to"
-    if not call.even and (candidate.variant == "swap" or candidate.implementation == SM):
-        return "needs equal counts between all ranks"
     if call.listed and takes_one_tensor(candidate):
         return "takes one tensor a call"
-    if call.mixed and (candidate.implementation == SM or candidate.variant in ("bcst", "swap", "striped")):
+    algorithm = candidate.algorithm(call.kind)
+    return _of_kernel(call, candidate) if algorithm is None else _of_algorithm(call, algorithm)
+
+
+def _of_algorithm(call: CallShape, algorithm: Algorithm) -> str:
+    if algorithm.into_outputs and not call.symmetric and call.world_size > 1:
+        return "writes into the peers' outputs, which are in ordinary memory"
+    if call.mixed and not for_every_kind(algorithm.name):
         return "is not for every kind of collective in the batch"
-    if call.tensors > MOST_LISTED and candidate.implementation == SM:
+    return algorithm.objection(call)
+
+
+def _of_kernel(call: CallShape, candidate: Candidate) -> str:
+    if candidate.variant.endswith(PUSH) and not call.symmetric and call.world_size > 1:
+        return "needs input and output in symmetric memory: in ordinary memory it is two_shot"
+    if not call.even:
+        return "needs equal counts between all ranks"
+    if call.mixed:
+        return "is not for every kind of collective in the batch"
+    if call.tensors > MOST_LISTED:
         return f"takes {MOST_LISTED} tensors at most"
-    if not call.uniform and candidate.implementation == SM:
+    if not call.uniform:
         return "runs one reduction of one dtype, or one root"
-    if candidate.variant == ALTERNATING and (problem := _no_alternation(call)):
-        return problem
-    if candidate.implementation == SM and call.world_size > MOST_RANKS:
+    if call.world_size > MOST_RANKS:
         return f"kernels address {MOST_RANKS} ranks at most"
     return ""
 
 
 def takes_one_tensor(candidate: Candidate) -> bool:
     """True for what has no program for lists of tensors."""
-    return candidate.variant in (ALTERNATING, RELAY) or candidate.variant.endswith((NARROW, PUSH))
-
-
-def _no_alternation(call: Call) -> str:
-    # An uneven all_gather might send it all from one rank.
-    most = call.nbytes // call.world_size if call.kind is Kind.ALL_GATHER and call.even else call.nbytes
-    if most > SLOT_BYTES:
-        return f"copies what a rank sends into a slot of {SLOT_BYTES >> 20} MiB"
-    # Other programs need this copy as well for outputs in ordinary memory, and for an all_to_all in place.
-    copies_anyway = not call.symmetric or (call.kind is Kind.ALL_TO_ALL and call.in_place)
-    if call.beside == COMPUTE and not copies_anyway:
-        return "begins with a copy inside the rank, which may wait for what runs beside it"
-    return ""
-
-
-def check_beside(function: str, beside: str) -> None:
-    """Refuse an unknown hint.
-
-    Raises:
-        ValueError: with the allowed ones.
-    """
-    if beside not in BESIDE:
-        raise ValueError(f"{function}: beside (value={beside!r}, allowed={', '.join(BESIDE)})")
+    if candidate.implementation == DMA:
+        return not merges(candidate.variant)
+    return candidate.variant.endswith((NARROW, PUSH))
 
 
 @functools.cache
 def _by_name(kind: Kind) -> dict[str, Candidate]:
-    alternating = () if kind in REDUCING else (ALTERNATING,)
-    found = {DMA: (*variants(kind), *alternating), SM: SM_VARIANTS.get(kind, ())}
+    found = {DMA: tuple(each.name for each in algorithms(kind)), SM: SM_VARIANTS.get(kind, ())}
     axes = [
         Candidate(implementation, variant, launch, signals)
         for implementation in IMPLEMENTATIONS

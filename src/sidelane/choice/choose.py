@@ -15,14 +15,13 @@ from sidelane.choice.candidate import (
     GRAPH,
     SM,
     Abilities,
-    Call,
     Candidate,
     candidates,
 )
 from sidelane.choice.profile import Profile
-from sidelane.program.build import ALTERNATING, RELAY
 from sidelane.program.collective import REDUCING, Kind
 from sidelane.program.kernel import MOST_PARCEL_BYTES, NARROW, PUSH, may_be_direct
+from sidelane.program.shape import CallShape
 
 SMALL_BYTES = 1 << 20
 """Without any measurement, kernels are taken below this size where they are legal: on H200s a DMA collective spends
@@ -32,10 +31,6 @@ BROADCAST_BYTES = 128 << 20
 """Likewise for broadcasts among two ranks: on two H200s kernels take 52 us for 16 MB and copy engines 65, for 64 MB 187
 and 193, for 256 MB 732 and 699 (``results/h200x2/broadcasts.json``). Among more ranks kernels are taken at any size:
 1 GiB among four in 3.09 ms, by copy engines relayed in 3.29 (``results/h200x4/broadcasts.json``)."""
-
-RELAY_SAVES_BYTES = 16 << 20
-"""Copy engines relay a broadcast from where the root so sends as much less, 8 MiB among four: on H200s 4 MiB take 55 us
-either way, 8 MiB 80 and not 95 (simulated), 16 MiB 105 and not 149."""
 
 STAGING_BYTES_PER_US = 1.6e6
 STAGED_US = {"one_shot": 2.0, "two_shot": 5.0}
@@ -87,7 +82,7 @@ class Choice:
     table: Table
 
 
-def choose(profile: Profile | None, call: Call, abilities: Abilities = EVERYTHING) -> Choice:
+def choose(profile: Profile | None, call: CallShape, abilities: Abilities = EVERYTHING) -> Choice:
     """Choose for a call. Deterministic: the same arguments give the same choice on every rank.
 
     Args:
@@ -132,7 +127,7 @@ def choose(profile: Profile | None, call: Call, abilities: Abilities = EVERYTHIN
     return Choice(best, reason, table)
 
 
-def _of_list(call: Call, legal: tuple[Candidate, ...]) -> Choice:
+def _of_list(call: CallShape, legal: tuple[Candidate, ...]) -> Choice:
     """By what was measured of lists, since a profile has times of single tensors, by which ``striped`` seems good."""
     # Among two ranks both shots move the same bytes, but the second takes a handshake through staging.
     twice = call.nbytes > MOST_PARCEL_BYTES and (call.symmetric or call.world_size > 2)
@@ -169,7 +164,7 @@ def _preferred_first(table: Table, legal: tuple[Candidate, ...]) -> Table:
     return (chosen, *(entry for entry in table if entry is not chosen))
 
 
-def _staging_us(call: Call, candidate: Candidate) -> float:
+def _staging_us(call: CallShape, candidate: Candidate) -> float:
     if call.symmetric or candidate.implementation != SM:
         return 0.0
     part = call.nbytes // call.world_size if call.kind is Kind.REDUCE_SCATTER else call.nbytes
@@ -178,30 +173,28 @@ def _staging_us(call: Call, candidate: Candidate) -> float:
     return STAGED_US[candidate.variant.removesuffix(NARROW).removesuffix(PUSH)] + call.nbytes / STAGING_BYTES_PER_US
 
 
-def _by_thumb(call: Call, legal: tuple[Candidate, ...], table: Table, *, measured: bool) -> Choice:
+def _by_thumb(call: CallShape, legal: tuple[Candidate, ...], table: Table, *, measured: bool) -> Choice:
     kernel = next((found for found in legal if found.implementation == SM), None)
     lacking = f"{call.kind} was not measured" if measured else "nothing was measured"
     most = _most_by_thumb(call)
     if kernel is not None and call.nbytes < most:
         below = f" below {int(most) >> 20} MiB" if most < math.inf else ""
         return Choice(kernel, f"{lacking}; rule of thumb: a kernel{below}", table)
-    once = next((found for found in legal if found.variant == ALTERNATING), None)
-    if once is not None and call.nbytes < SMALL_BYTES:
-        return Choice(once, f"{lacking}; rule of thumb: one handshake below {SMALL_BYTES >> 20} MiB", table)
-    relay = next((found for found in legal if found.variant == RELAY), None)
-    if relay is not None and call.nbytes * (call.world_size - 2) >= RELAY_SAVES_BYTES:
-        return Choice(relay, f"{lacking}; rule of thumb: copy engines, relayed from rank to rank", table)
+    for found in legal:
+        algorithm = found.algorithm(call.kind)
+        if algorithm is not None and (why := algorithm.thumb(call)):
+            return Choice(found, f"{lacking}; rule of thumb: {why}", table)
     engines = next((found for found in legal if found.variant == FIRST), legal[0])
     return Choice(engines, f"{lacking}; rule of thumb: one copy engine a rank", table)
 
 
-def _most_by_thumb(call: Call) -> float:
+def _most_by_thumb(call: CallShape) -> float:
     """Bytes below which a kernel is taken that was not measured."""
     if call.kind is not Kind.BROADCAST:
         return SMALL_BYTES
     return math.inf if _is_relayed(call) else BROADCAST_BYTES
 
 
-def _is_relayed(call: Call) -> bool:
+def _is_relayed(call: CallShape) -> bool:
     """A broadcast that leaves the root once: see ``BROADCAST_BYTES``."""
     return call.kind is Kind.BROADCAST and call.world_size > 2

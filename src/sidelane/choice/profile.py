@@ -13,9 +13,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from sidelane.choice.candidate import Call, Candidate
+from sidelane.choice.candidate import Candidate
 from sidelane.choice.key import Key
 from sidelane.program.collective import REDUCING, Kind
+from sidelane.program.shape import CallShape
 
 FORMAT = 1
 """Changes with every change of the file's keys or of what they mean. A profile of another format is not used."""
@@ -32,7 +33,7 @@ class Curve:
         in_place: input and output shared memory (both symmetric).
         captured: as part of a graph; else eager, the host's time included.
         candidate: what ran.
-        times: (bytes, microseconds), by growing bytes; bytes as in :class:`sidelane.choice.Call`.
+        times: (bytes, microseconds), by growing bytes; bytes as in :class:`sidelane.program.shape.CallShape`.
     """
 
     kind: Kind
@@ -95,7 +96,7 @@ class Profile:
     command: str
     curves: tuple[Curve, ...]
 
-    def comparable(self, call: Call) -> tuple[Curve, ...]:
+    def comparable(self, call: CallShape) -> tuple[Curve, ...]:
         """Curves that answer for a call: of its collective and, as near as was measured, of its way to be called."""
         found = tuple(curve for curve in self.curves if curve.kind is call.kind)
         if not found:
@@ -146,7 +147,7 @@ def parse(text: str) -> Profile:
         raise ValueError(f"not a profile: {type(problem).__name__}: {problem}") from problem
 
 
-def expected_us(profile: Profile, call: Call, candidate: Candidate) -> float | None:
+def expected_us(profile: Profile, call: CallShape, candidate: Candidate) -> float | None:
     """Microseconds that a call is expected to take as ``candidate``; None where that was not measured."""
     curve = next((curve for curve in profile.comparable(call) if curve.candidate == candidate), None)
     return None if curve is None else curve.at(call.nbytes)

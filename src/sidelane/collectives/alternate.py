@@ -1,4 +1,4 @@
-"""Calls whose programs take turns (``program/build/alternating.py``): whose turn it is, and where their slots lie."""
+"""Calls whose programs take turns (``program/builders/alternating.py``): whose turn it is, and where slots lie."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 
 from sidelane.execute.base import Place, Repetition, Runnable
-from sidelane.program.build.alternating import SLOT_BYTES, TURNS, Alternation, flags_of, staging_of
+from sidelane.program.builders.alternating import SLOT_BYTES, TURNS, Alternation, flags_of, staging_of
 from sidelane.program.collective import MAX_NODE_RANKS
 from sidelane.program.ir import Program
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from sidelane import config as settings
 from sidelane.choice import Choice
-from sidelane.choice.candidate import FIRST, check_beside
+from sidelane.choice.candidate import FIRST
 from sidelane.collectives.arguments import Arguments, Request, identities
 from sidelane.collectives.asked import Asked
 from sidelane.collectives.backend import Work
@@ -37,6 +37,7 @@ from sidelane.execute.submitted import Counts, Submitted
 from sidelane.memory.control import ControlBlock
 from sidelane.memory.exchange import Exchange
 from sidelane.program.collective import MAX_NODE_RANKS, Kind
+from sidelane.program.shape import check_beside
 
 
 class Communicator:

@@ -6,12 +6,12 @@ import dataclasses
 import hashlib
 from functools import cached_property
 
-from sidelane.choice import Call
 from sidelane.collectives.agree import Place
 from sidelane.collectives.arguments import Request
 from sidelane.config import NOTHING
 from sidelane.program.batch import Batch
 from sidelane.program.collective import REDUCING, Collective, Kind
+from sidelane.program.shape import CallShape
 
 LISTED = (Kind.ALL_GATHER, Kind.ALL_TO_ALL, Kind.BROADCAST, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE)
 """The collectives that take lists, and that a batch takes."""
@@ -94,13 +94,15 @@ class ListAgreement:
         return tuple(sorted(nbytes, key=lambda kind: (-nbytes[kind], kind))) or (Kind.ALL_GATHER,)
 
     @property
-    def call(self) -> Call:
+    def call(self) -> CallShape:
         """What the choice looks at: the bytes of all tensors together, for the kind that has most of them."""
         calls = [
-            Call.of(part.collective, part.dtype, symmetric=part.symmetric, captured=self.frozen, beside=self.beside)
+            CallShape.of(
+                part.collective, part.dtype, symmetric=part.symmetric, captured=self.frozen, beside=self.beside
+            )
             for part in self.parts
         ]
-        return Call(
+        return CallShape(
             kind=self.kinds[0],
             world_size=self.world_size,
             nbytes=sum(call.nbytes for call in calls),

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from sidelane.choice.candidate import check_beside
 from sidelane.collectives.arguments import Arguments, Request, identity
 from sidelane.collectives.asked import Asked
 from sidelane.collectives.backend import Work
@@ -18,6 +17,7 @@ from sidelane.collectives.prepare import Preparer
 from sidelane.collectives.repeat import Repeats
 from sidelane.execute.base import Place
 from sidelane.program.collective import Kind
+from sidelane.program.shape import check_beside
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
 """A tensor, or a list of them: all tensor arguments of a call are the one or the other."""

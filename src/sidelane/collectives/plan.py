@@ -7,17 +7,18 @@ import hashlib
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 
-from sidelane.choice import Abilities, Call, Candidate, Choice, Profile, choose
+from sidelane.choice import Abilities, Candidate, Choice, Profile, choose
 from sidelane.choice.candidate import EVERYTHING, GRAPH, SM, everything, find, takes_one_tensor
 from sidelane.collectives.arguments import Request
 from sidelane.collectives.listed import ListAgreement, Part
 from sidelane.config import NOTHING
 from sidelane.execute.base import Capabilities
-from sidelane.program.build import ALTERNATING, INTO_OUTPUTS, Alternation, Transport, alternation, build, build_batch
+from sidelane.program.builders import Alternation, Transport, alternation, build, build_batch, writes_into_outputs
 from sidelane.program.collective import REDUCING, Collective, Kind
 from sidelane.program.ir import Move, Program
 from sidelane.program.kernel import ALIGNMENT, kernel_program
 from sidelane.program.kernel_list import AnyKernelProgram, kernel_list_program
+from sidelane.program.shape import CallShape
 from sidelane.program.transform import freeze, lower, prelaunch
 from sidelane.program.verify import verify
 
@@ -73,13 +74,13 @@ class Agreement:
         return (self.collective.kind,)
 
     @property
-    def call(self) -> Call:
+    def call(self) -> CallShape:
         """What the choice looks at."""
         symmetric = self.output_place is not None
         if self.collective.kind in REDUCING:  # kernels read the inputs; a reduce_scatter has its output for itself
             scattered = self.collective.kind is Kind.REDUCE_SCATTER
             symmetric = self.input_place is not None and (symmetric or scattered)
-        return Call.of(self.collective, self.dtype, symmetric=symmetric, captured=self.frozen, beside=self.beside)
+        return CallShape.of(self.collective, self.dtype, symmetric=symmetric, captured=self.frozen, beside=self.beside)
 
     def text(self) -> str:
         """One line for people and for comparison between ranks; the digest covers what the words leave out."""
@@ -230,7 +231,7 @@ def make_program(agreement: AnyAgreement, candidate: Candidate, moves: AbstractS
         }
         return kernel_program(agreement.collective, candidate.variant, **places)
     frozen = agreement.frozen or candidate.launch == GRAPH
-    if candidate.variant == ALTERNATING:
+    if candidate.takes_turns:
         assert isinstance(agreement, Agreement), "check_variant and choose let no list take turns"
         if prelaunched:
             raise ValueError(
@@ -278,14 +279,14 @@ def choose_transport(agreement: Agreement | Part, variant: str) -> Transport:
     """The transport that copies least for the buffers at hand (reductions: that moves the results best).
 
     Raises:
-        ValueError: a variant of ``INTO_OUTPUTS`` with an output in ordinary memory.
+        ValueError: a variant that writes into outputs, with an output in ordinary memory.
     """
     collective = agreement.collective
     if not any(map(any, collective.counts)) or collective.kind is Kind.REDUCE_SCATTER:
         return Transport.PUSH
     if collective.kind is Kind.ALL_REDUCE:
         return Transport.PUSH if agreement.output_place is not None else Transport.STAGED
-    if variant in INTO_OUTPUTS:
+    if writes_into_outputs(variant):
         if agreement.output_place is None and collective.world_size > 1:
             raise ValueError(
                 f"{collective.kind}: variant {variant!r} writes into the peers' outputs, so output must be "

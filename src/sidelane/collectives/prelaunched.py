@@ -22,7 +22,6 @@ from sidelane.collectives.plan import Agreement
 from sidelane.collectives.prepare import Preparer
 from sidelane.errors import PeerError, SidelaneError, UnavailableError
 from sidelane.execute.base import Addresses
-from sidelane.program.build import ALTERNATING
 from sidelane.program.collective import Kind
 from sidelane.program.ir import Program
 
@@ -282,7 +281,7 @@ def prelaunchable(kind: Kind, abilities: Abilities) -> tuple[str, ...]:
     return tuple(
         found.variant
         for found in everything(kind, abilities)
-        if found.implementation == DMA and found.launch == CALLS and found.variant != ALTERNATING
+        if found.implementation == DMA and found.launch == CALLS and not found.takes_turns
     )
 
 

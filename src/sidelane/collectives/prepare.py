@@ -22,7 +22,7 @@ from sidelane.device.layout import arena_bytes
 from sidelane.execute.base import Addresses, Pieces, Runnable
 from sidelane.memory.base import SymmetricBlock
 from sidelane.program.batch import Batch
-from sidelane.program.build import Alternation
+from sidelane.program.builders import Alternation
 from sidelane.program.collective import Buffer
 from sidelane.program.ir import Program, has_epochs
 from sidelane.program.kernel import KernelProgram

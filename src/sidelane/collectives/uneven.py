@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-from sidelane.choice.candidate import check_beside
 from sidelane.collectives.agree import agree_on_splits, with_splits
 from sidelane.collectives.arguments import Arguments, check_tensors, identity
 from sidelane.collectives.backend import Work
@@ -15,6 +14,7 @@ from sidelane.collectives.heap import generation
 from sidelane.collectives.plan import Agreement, check_variant
 from sidelane.collectives.prepare import Preparer
 from sidelane.program.collective import Kind
+from sidelane.program.shape import check_beside
 
 
 def call_uneven(

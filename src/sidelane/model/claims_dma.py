@@ -15,7 +15,7 @@ from sidelane.model.kernels import gemm_us
 from sidelane.model.power import dma_power, library_power
 from sidelane.model.published import PUBLISHED_VARIANTS, bare, dma_run, geomean, published_program
 from sidelane.model.study import SIZES, DmaStudy, dma_study
-from sidelane.program.build import build
+from sidelane.program.builders import build
 from sidelane.program.collective import Kind, broadcast
 
 KB, MB, GB = 1 << 10, 1 << 20, 1 << 30

@@ -12,7 +12,7 @@ from sidelane.execute.sim import simulate
 from sidelane.machine.spec import Machine, Power
 from sidelane.model.kernels import library_gang, wire_gbps, wire_peak_gbps
 from sidelane.model.published import default_units, dma_run, published_program
-from sidelane.program.build import build
+from sidelane.program.builders import build
 from sidelane.program.collective import Kind, ReduceOp, Reduction, all_reduce, reduce_scatter
 from sidelane.program.ir import MOVES, Engine, EngineKind, Program, reads, writes
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 from sidelane.execute.sim import Run, simulate
 from sidelane.machine.spec import Library, Machine, Topology
-from sidelane.program.build import build
+from sidelane.program.builders import build
 from sidelane.program.collective import Collective, Kind, ReduceOp, Reduction, all_gather, all_reduce, all_to_all
 from sidelane.program.ir import MOVES, EngineKind, Program
 from sidelane.program.transform import prelaunch

@@ -24,7 +24,7 @@ from sidelane.model.claims import Role, Verdict, with_ranges
 from sidelane.model.device import Gang, Tiled, run_device
 from sidelane.model.kernels import dma_gang, gemm_kernel, library_gang, own_chunk_gang
 from sidelane.model.published import collective_of, library_us
-from sidelane.program.build import Transport, build, variants
+from sidelane.program.builders import Transport, build, variants
 from sidelane.program.collective import Kind
 from sidelane.program.ir import Copy, Program
 from sidelane.program.transform import freeze, lower

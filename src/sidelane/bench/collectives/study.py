@@ -21,7 +21,7 @@ from sidelane.bench.running.measure import Job, Meter, Rounds
 from sidelane.bench.running.study import Sender, StudyOptions, run_study
 from sidelane.c3.workload import format_bytes
 from sidelane.choice.candidate import DMA
-from sidelane.program.build.alternating import ALTERNATING, SLOT_BYTES
+from sidelane.program.builders.alternating import ALTERNATING, SLOT_BYTES
 from sidelane.program.collective import ELEMENT_BYTES, REDUCING, Kind
 
 MOST_CALLS = 20

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from sidelane.bench.results.rows import LAUNCHES
 from sidelane.collectives.plan import PRELAUNCH
 from sidelane.model.published import bare
-from sidelane.program.build import ALTERNATING, Alternation, Transport, alternation, build, variants
+from sidelane.program.builders import ALTERNATING, Alternation, Transport, alternation, build, variants
 from sidelane.program.collective import REDUCING, Collective, Kind, all_gather, all_to_all, scatter
 from sidelane.program.ir import MOVES, Move, Program, has_epochs
 from sidelane.program.transform import freeze, lower, prelaunch, stamp
@@ -61,7 +61,7 @@ class Operation:
     Attributes:
         name: ``copy``: rank 0 copies ``nbytes`` to rank 1. ``copies``: to every peer, ``nbytes`` each. The collectives:
             out of place unless the name says otherwise.
-        variant: as ``Communicator`` takes it: of ``program.build``; with ``+prelaunch`` behind a trigger, with
+        variant: as ``Communicator`` takes it: of ``program.builders``; with ``+prelaunch`` behind a trigger, with
             ``+graph`` without epochs, which the CUDA executor launches as one graph of its own; and ``OPENING``.
         nbytes: of each copy of a transfer; gathered bytes of an all_gather, the local buffer of an all_to_all.
     """
@@ -169,7 +169,7 @@ def _stamped(made: Alternation) -> Alternation:
 
 
 def base_of(variant: str) -> str:
-    """The name that ``program.build`` knows.
+    """The name that ``program.builders`` knows.
 
     >>> base_of("b2b+prelaunch"), base_of("pcpy")
     ('b2b', 'pcpy')

@@ -25,7 +25,7 @@ from sidelane.execute.base import Addresses
 from sidelane.memory.base import SymmetricBlock
 from sidelane.memory.control import ControlBlock
 from sidelane.memory.exchange import Exchange
-from sidelane.program.build import Alternation
+from sidelane.program.builders import Alternation
 from sidelane.program.collective import Buffer
 from sidelane.program.ir import Program, has_epochs
 from sidelane.program.transform.stamp import slots_of

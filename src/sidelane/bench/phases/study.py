@@ -27,7 +27,7 @@ from sidelane.machine.inventory import machine_name
 from sidelane.machine.load import find, machine_names
 from sidelane.machine.spec import Machine
 from sidelane.program.batch import Definition
-from sidelane.program.build import Alternation
+from sidelane.program.builders import Alternation
 from sidelane.program.collective import Collective
 from sidelane.program.verify import verify
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from sidelane.bench.phases.split import Sample
-from sidelane.program.build.alternating import TURNS
+from sidelane.program.builders.alternating import TURNS
 
 
 class Call(Protocol):

@@ -19,7 +19,7 @@ from sidelane.machine.load import find
 from sidelane.machine.spec import Machine
 from sidelane.model.power import Draw, dma_power, hybrid_power, library_power
 from sidelane.model.published import PUBLISHED_VARIANTS
-from sidelane.program.build import variants
+from sidelane.program.builders import variants
 from sidelane.program.collective import REDUCING, Kind
 
 PREDICTED_VARIANTS: Mapping[Kind, tuple[str, ...]] = MappingProxyType(

@@ -11,13 +11,12 @@ import torch
 from sidelane.bench.candidates.reference import MOVING_DTYPES
 from sidelane.bench.soak.described import FRESH, Call, Form, Part, Spot
 from sidelane.choice import Abilities
-from sidelane.choice import Call as Asked
 from sidelane.choice.candidate import CALLS, DMA, candidates
 from sidelane.collectives.plan import AUTO, PRELAUNCH
 from sidelane.collectives.prelaunched import prelaunchable
 from sidelane.config import COMPUTE, NOTHING
-from sidelane.program.build import ALTERNATING
 from sidelane.program.collective import ELEMENT_BYTES, REDUCING, Kind, ReduceOp
+from sidelane.program.shape import CallShape
 
 GUARD_BYTES = 16
 """In front of and behind everything that a call writes: nobody may touch them."""
@@ -227,16 +226,16 @@ class Drawing:
         names += [
             each.name + PRELAUNCH
             for each in found
-            if each.implementation == DMA and each.launch == CALLS and each.variant != ALTERNATING
+            if each.implementation == DMA and each.launch == CALLS and not each.takes_turns
         ]
         return (draw.choice(names), beside) if names else (AUTO, None)
 
     def _asked(
         self, parts: Sequence[Part], *, beside: str = NOTHING, captured: bool = False, form: Form = Form.ONE
-    ) -> Asked:
+    ) -> CallShape:
         """The call as Sidelane's list of legal candidates is asked for it."""
         sizes = [max(self._room(part, ITEM_BYTES[part.dtype])) for part in parts]
-        return Asked(
+        return CallShape(
             kind=parts[0].kind,
             world_size=self._n,
             nbytes=sum(sizes),

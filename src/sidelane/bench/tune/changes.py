@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from sidelane.bench.report.table import Line, Table
 from sidelane.c3.workload import format_bytes
-from sidelane.choice import Abilities, Call, Candidate, Curve, Profile, choose
+from sidelane.choice import Abilities, Candidate, Curve, Profile, choose
 from sidelane.choice.store import InForce
+from sidelane.program.shape import CallShape
 
 COLUMNS = ("<collective", "<call", "bytes", "<before", "<now", "us", "instead of")
 
@@ -45,14 +46,14 @@ def abilities_of(candidates: Sequence[Candidate]) -> Abilities:
     return Abilities(*(tuple(dict.fromkeys(values)) for values in axes))
 
 
-def _calls(curve: Curve) -> Sequence[Call]:
+def _calls(curve: Curve) -> Sequence[CallShape]:
     return [
-        Call(curve.kind, curve.world_size, nbytes, curve.dtype, curve.in_place, captured=curve.captured)
+        CallShape(curve.kind, curve.world_size, nbytes, curve.dtype, curve.in_place, captured=curve.captured)
         for nbytes, _ in curve.times
     ]
 
 
-def _order(call: Call) -> tuple[str, bool, bool, int]:
+def _order(call: CallShape) -> tuple[str, bool, bool, int]:
     return str(call.kind), call.in_place, call.captured, call.nbytes
 
 

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Sequence
 
 from sidelane.execute.cuda.calls import Call, Memcpy, MemcpyRows, Operand, Step
-from sidelane.program.build import ROW_BYTES
+from sidelane.program.builders import ROW_BYTES
 
 MOST_PITCH = (1 << 31) - 1
 """Distance of rows that the driver takes."""

@@ -28,10 +28,13 @@ from __future__ import annotations
 
 import dataclasses
 
-from sidelane.program.build.beside import beside, resets_beside
-from sidelane.program.build.moving import rotation
+from sidelane.config import COMPUTE
+from sidelane.program.builders.beside import beside, resets_beside
+from sidelane.program.builders.moving import MOVING, rotation
+from sidelane.program.builders.registry import Algorithm, register
 from sidelane.program.collective import REDUCING, Buffer, Collective, Kind, Span
 from sidelane.program.ir import EPOCH, Command, Copy, Engine, EngineKind, Flag, Program, Queue, Signal, Wait
+from sidelane.program.shape import CallShape
 from sidelane.program.transform import freeze
 from sidelane.program.verify import Verification, verify_sequence
 
@@ -47,6 +50,9 @@ a handshake is a tenth of the time of a collective or less."""
 ROW_BYTES = 128 << 10
 """Largest part that is pulled as a row. On four H200s a pitched copy of four rows of 256 bytes takes 3.5 us and three
 copies 9, of 64 KB as much as these less 5 us, of 256 KB 3 us more: it moves 90 GB/s."""
+
+THUMB_BYTES = 1 << 20
+"""Below this, one handshake is taken where nothing was measured."""
 
 SPARE_BYTES = 256
 """Behind the slots, where nobody reads."""
@@ -228,3 +234,33 @@ def _pulls(collective: Collective, rank: int, slot: int, *, rows: bool) -> list[
         for peer in (range(n) if rows else rotation(rank, n))
         if (chunk := by_source.get(peer)) is not None
     ]
+
+
+def _no_alternation(shape: CallShape) -> str:
+    # An uneven all_gather might send it all from one rank.
+    gathers_evenly = shape.kind is Kind.ALL_GATHER and shape.even
+    most = shape.nbytes // shape.world_size if gathers_evenly else shape.nbytes
+    if most > SLOT_BYTES:
+        return f"copies what a rank sends into a slot of {SLOT_BYTES >> 20} MiB"
+    # Other programs need this copy as well for outputs in ordinary memory, and for an all_to_all in place.
+    copies_anyway = not shape.symmetric or (shape.kind is Kind.ALL_TO_ALL and shape.in_place)
+    if shape.beside == COMPUTE and not copies_anyway:
+        return "begins with a copy inside the rank, which may wait for what runs beside it"
+    return ""
+
+
+def _thumb(shape: CallShape) -> str:
+    return f"one handshake below {THUMB_BYTES >> 20} MiB" if shape.nbytes < THUMB_BYTES else ""
+
+
+register(
+    Algorithm(
+        name=ALTERNATING,
+        kinds=MOVING,
+        preference=95,
+        merges=False,
+        in_turns=True,
+        objection=_no_alternation,
+        thumb=_thumb,
+    )
+)

@@ -29,8 +29,10 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 
-from sidelane.program.build.flags import FlagPlan
-from sidelane.program.build.moving import Transport, rotation
+from sidelane.program.builders.flags import FlagPlan
+from sidelane.program.builders.moving import rotation
+from sidelane.program.builders.registry import Algorithm, register
+from sidelane.program.builders.transport import Transport
 from sidelane.program.collective import REDUCING, SLOT_ALIGNMENT, Buffer, Chunk, Collective, Kind, Span
 from sidelane.program.ir import EPOCH, Command, Copy, Engine, EngineKind, Flag, Program, Queue, Reduce, Signal, Wait
 
@@ -262,3 +264,19 @@ def _copy_alone(collective: Collective) -> Iterator[Queue]:
         src = collective.input_span(0, chunk.src_offset, chunk.nbytes)
         dst = collective.output_span(0, chunk.dst_offset, chunk.nbytes)
         yield Queue(0, Engine(EngineKind.LOCAL), (Copy(dst, src),))
+
+
+def _register(variant: str, preference: int) -> None:
+    def part(collective: Collective, transport: Transport) -> Program:
+        # In one piece: phases of different parts would not be about the same flags. Results are pulled: they have the
+        # entries of the second half, of which there is one for all parts.
+        return reduce(collective, variant, Transport.STAGED, pieces=(1,))
+
+    def whole(collective: Collective, transport: Transport) -> Program:
+        return reduce(collective, variant, transport)
+
+    register(Algorithm(name=variant, kinds=tuple(sorted(REDUCING)), preference=preference, assemble=part, whole=whole))
+
+
+_register("b2b", 0)
+_register("pcpy", 90)

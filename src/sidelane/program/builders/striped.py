@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from sidelane.program.build.beside import first_move
+from sidelane.program.builders.beside import beside, first_move
+from sidelane.program.builders.moving import MOVING, b2b
+from sidelane.program.builders.registry import Algorithm, register
 from sidelane.program.collective import Span
 from sidelane.program.ir import EPOCH, Command, Copy, Engine, EngineKind, Flag, Program, Queue, Signal, Wait
 
@@ -69,3 +71,8 @@ def _halves(copy: Copy) -> tuple[Copy, Copy | None]:
         Copy(part(copy.dst, 0, first), part(copy.src, 0, first)),
         Copy(part(copy.dst, first, nbytes), part(copy.src, first, nbytes)),
     )
+
+
+register(
+    Algorithm(name=STRIPED, kinds=MOVING, preference=10, assemble=b2b, finish=lambda program: stripe(beside(program)))
+)

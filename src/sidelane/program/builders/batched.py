@@ -20,15 +20,15 @@ All copies between two ranks follow each other, in the rotation of ``b2b``: rank
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import IntEnum
 
 from sidelane.program.batch import PIECE_ALIGNMENT, Batch
-from sidelane.program.build import reducing as reductions
-from sidelane.program.build.catalog import assemble, base_of, finish, list_variants
-from sidelane.program.build.flags import FlagPlan, Role
-from sidelane.program.build.moving import Transport
-from sidelane.program.collective import REDUCING, Buffer, Collective, Kind, Span
+from sidelane.program.builders.beside import beside
+from sidelane.program.builders.flags import FlagPlan, Role
+from sidelane.program.builders.registry import find_algorithm, list_variants
+from sidelane.program.builders.transport import Transport
+from sidelane.program.collective import Buffer, Collective, Kind, Span
 from sidelane.program.ir import (
     Broadcast,
     Command,
@@ -59,20 +59,19 @@ def build_batch(batch: Batch, variant: str, transports: Sequence[Transport]) -> 
     """
     built: dict[tuple[Collective, Transport], Program] = {}  # layers of a model have the same few shapes
     programs = []
+    finish: Callable[[Program], Program] = beside
     for part, transport in zip(batch.parts, transports, strict=True):
-        if variant not in list_variants(part.kind):
+        algorithm = find_algorithm(part.kind, variant)
+        if algorithm is None or algorithm.assemble is None or not algorithm.merges:
             allowed = ", ".join(list_variants(part.kind))
             raise ValueError(f"build_batch: variant of {part.kind} (value={variant!r}, allowed={allowed})")
         key = (part, transport)
         if key not in built:
-            if part.kind in REDUCING:
-                # In one piece: phases of different parts would not be about the same flags. Results are pulled: they
-                # have the entries of the second half, of which there is one for all parts.
-                built[key] = reductions.reduce(part, variant, Transport.STAGED, pieces=(1,))
-            else:
-                built[key] = assemble(part, variant, transport)
+            built[key] = algorithm.assemble(part, transport)
         programs.append(built[key])
-    return finish(_Merged(batch, base_of(variant), programs).program(), variant)
+        finish = algorithm.finish
+    base = programs[0].variant if programs else variant
+    return finish(_Merged(batch, base, programs).program())
 
 
 class _Stage(IntEnum):

@@ -17,10 +17,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from enum import StrEnum
 
-from sidelane.program.build.flags import FlagPlan
-from sidelane.program.collective import Buffer, Chunk, Collective, Kind, Span
+from sidelane.program.builders.flags import FlagPlan
+from sidelane.program.builders.registry import Algorithm, register
+from sidelane.program.builders.transport import Transport
+from sidelane.program.collective import REDUCING, Buffer, Chunk, Collective, Kind, Span
 from sidelane.program.ir import (
     EPOCH,
     Broadcast,
@@ -34,19 +35,9 @@ from sidelane.program.ir import (
     Swap,
     Wait,
 )
+from sidelane.program.shape import CallShape
 
-
-class Transport(StrEnum):
-    """Which rank moves a chunk, and so which buffers must be in symmetric memory.
-
-    ``push``: the source writes into its peer's output (output symmetric). ``pull``: the destination reads its peer's
-    input (input symmetric). ``staged``: the source copies its input to staging and its peers pull from there; nothing
-    of the caller's needs to be symmetric, for one more copy of the bytes that a rank sends.
-    """
-
-    PUSH = "push"
-    PULL = "pull"
-    STAGED = "staged"
+MOVING = tuple(kind for kind in Kind if kind not in REDUCING)
 
 
 def pcpy(collective: Collective, transport: Transport = Transport.PUSH) -> Program:
@@ -281,3 +272,19 @@ def _swap(collective: Collective) -> Program:
 
 def _output_span_of(chunk: Chunk, collective: Collective) -> Span:
     return collective.output_span(chunk.dst_rank, chunk.dst_offset, chunk.nbytes)
+
+
+def _no_swap(shape: CallShape) -> str:
+    return "" if shape.even else "needs equal counts between all ranks"
+
+
+register(Algorithm(name="b2b", kinds=MOVING, preference=0, assemble=b2b))
+register(Algorithm(name="pcpy", kinds=MOVING, preference=90, assemble=pcpy))
+register(
+    Algorithm(name="bcst", kinds=(Kind.ALL_GATHER, Kind.BROADCAST), preference=30, assemble=bcst, into_outputs=True)
+)
+register(
+    Algorithm(
+        name="swap", kinds=(Kind.ALL_TO_ALL,), preference=30, assemble=swap, into_outputs=True, objection=_no_swap
+    )
+)

@@ -1,0 +1,34 @@
+"""Builders: pure functions from (collective, variant, transport) to a Program. Each file registers what it builds."""
+
+from sidelane.program.builders.alternating import ALTERNATING, ROW_BYTES, Alternation, alternation
+from sidelane.program.builders.batched import build_batch
+from sidelane.program.builders.everything import FILES
+from sidelane.program.builders.registry import (
+    Algorithm,
+    algorithms,
+    build,
+    find_algorithm,
+    list_variants,
+    register,
+    variants,
+    writes_into_outputs,
+)
+from sidelane.program.builders.transport import Transport
+
+__all__ = [
+    "ALTERNATING",
+    "FILES",
+    "ROW_BYTES",
+    "Algorithm",
+    "Alternation",
+    "Transport",
+    "algorithms",
+    "alternation",
+    "build",
+    "build_batch",
+    "find_algorithm",
+    "list_variants",
+    "register",
+    "variants",
+    "writes_into_outputs",
+]
