@@ -243,7 +243,7 @@ def test_predictions(asked: SimpleNamespace) -> None:
         ("phases --operation move", "(value='move', allowed=copy, copies, all_gather,"),
         ("phases --device cpu --operation all_reduce", "all_to_all): compute units add between two handshakes"),
         ("phases --machine h200x4 --operation reduce_scatter", "sidelane power measure it"),
-        ("phases --operation move --variants ring", "value='move'"),
+        ("phases --operation move --variants circle", "value='move'"),
         ("phases --device cpu --operation broadcast", "ranks that copy nothing have no phases"),
         ("phases --machine mi300", "mi300x8"),
         (
@@ -252,7 +252,7 @@ def test_predictions(asked: SimpleNamespace) -> None:
         ),
         ("phases --device cpu --variants alternating+prelaunch", "alternating, alternating+graph, alternating+opening"),
         ("phases --device cpu --variants alternating+opening", "in graphs only"),
-        ("phases --device cpu --variants ring", "ring"),
+        ("phases --device cpu --variants circle", "circle"),
         ("power --seconds 0.1", "seconds"),
     ],
 )

@@ -187,7 +187,7 @@ def test_options_are_checked_when_made() -> None:
     for wrong in (
         {"operations": ()},
         {"operations": ("move",)},
-        {"variants": ("ring",)},
+        {"variants": ("circle",)},
         {"calls": 0},
         {"warmup": 0},
         {"sizes": (0,)},

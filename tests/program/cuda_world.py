@@ -12,7 +12,7 @@ from sidelane.errors import PeerError, PeerTimeoutError
 from sidelane.execute.base import Addresses
 from sidelane.execute.cuda import CudaExecutor, CudaProgram, DriverFeatures
 from sidelane.program import collective as define
-from sidelane.program.builders import Transport, build, variants
+from sidelane.program.builders import Transport, build, variants, writes_into_outputs
 from sidelane.program.builders.alternating import alternating
 from sidelane.program.collective import Buffer, Collective, ReduceOp, Reduction
 from sidelane.program.ir import Copy, Program
@@ -207,7 +207,7 @@ def programs(world_size: int) -> list[Program]:
             if variant == "swap" and collective.counts != tuple(map(tuple, even)):
                 continue
             for transport in transports:
-                if variant in ("bcst", "swap") and transport is not Transport.PUSH:
+                if writes_into_outputs(variant) and transport is not Transport.PUSH:
                     continue
                 made.append(lower(build(collective, variant, transport), {Copy}))
     for collective, _ in cases[:-2]:

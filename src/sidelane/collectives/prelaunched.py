@@ -8,11 +8,12 @@ engines            wait .................................copies .|
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 from types import TracebackType
 
 import torch
 
-from sidelane.choice import Abilities, Choice
+from sidelane.choice import Abilities, Candidate, Choice
 from sidelane.choice.candidate import CALLS, DMA, everything
 from sidelane.collectives.arguments import Arguments, Request, check_tensors
 from sidelane.collectives.backend import Held
@@ -276,17 +277,17 @@ def prepare_prelaunched(
         return Prelaunched(calls, preparer, request, plan, signature, tensors, host_trigger)
 
 
-def prelaunchable(kind: Kind, abilities: Abilities) -> tuple[str, ...]:
-    """Variants of ``kind`` that a handle can be made of, on a machine with these abilities."""
+def prelaunchable(candidates: Iterable[Candidate]) -> tuple[str, ...]:
+    """Variants, of these candidates, that a handle can be made of."""
     return tuple(
         found.variant
-        for found in everything(kind, abilities)
+        for found in candidates
         if found.implementation == DMA and found.launch == CALLS and not found.takes_turns
     )
 
 
 def _check_variant(name: str, kind: Kind, variant: str, abilities: Abilities) -> None:
-    allowed = prelaunchable(kind, abilities)
+    allowed = prelaunchable(everything(kind, abilities))
     if variant not in allowed:
         raise ValueError(f"{name}: variant (value={variant!r}, allowed={', '.join(allowed)})")
 

@@ -11,7 +11,7 @@ import torch
 from sidelane.bench.candidates.candidate import Candidate, Lists, Tensors, nothing_to_wait_for, views
 from sidelane.bench.candidates.listed import separately
 from sidelane.bench.candidates.reference import ROOT, Case
-from sidelane.choice.candidate import DMA, SM, everything, find, takes_one_tensor
+from sidelane.choice.candidate import DMA, SM, applicable, find, takes_one_tensor
 from sidelane.collectives import Communicator, Work
 from sidelane.errors import UnavailableError
 from sidelane.program.collective import Kind
@@ -160,5 +160,5 @@ def _that_take_lists(kind: Kind, names: Iterable[str]) -> tuple[str, ...]:
 def _names(kind: Kind, in_place: bool, communicator: Communicator, implementation: str) -> tuple[str, ...]:
     if kind is Kind.BROADCAST and not in_place:
         return ()
-    found = everything(kind, communicator.abilities)
+    found = applicable(kind, communicator.world_size, communicator.abilities)
     return tuple(candidate.name for candidate in found if candidate.implementation == implementation)

@@ -38,6 +38,7 @@ from sidelane.bench.running.launch import Rank
 from sidelane.bench.running.measure import Job, Meter, Rounds
 from sidelane.bench.running.study import Sender, StudyOptions, run_study
 from sidelane.c3.workload import format_bytes
+from sidelane.choice.candidate import applicable
 from sidelane.collectives import Communicator
 from sidelane.collectives.prelaunched import Prelaunched, prelaunchable
 from sidelane.program.collective import Kind
@@ -280,10 +281,11 @@ def _candidates(implementation: Implementation, options: ChainOptions) -> list[C
     """Every way in which an implementation can run the chain."""
     found = candidates_of(implementation, Kind.ALL_GATHER, only=options.variants, launches=options.launches)
     if isinstance(implementation, Dma) and (not options.launches or PRELAUNCHED in options.launches):
+        comm = implementation.communicator
         found += [
             Candidate(implementation.name, variant, in_place, PRELAUNCHED)
             for in_place in (False, True)
-            for variant in prelaunchable(Kind.ALL_GATHER, implementation.communicator.abilities)
+            for variant in prelaunchable(applicable(Kind.ALL_GATHER, comm.world_size, comm.abilities))
             if not options.variants or variant in options.variants
         ]
     return found

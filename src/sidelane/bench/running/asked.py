@@ -94,7 +94,7 @@ def check_asked(
     found = [one for kind in kinds for one in everything(kind, abilities) if one.implementation in own]
     found = [one for one in found if not (listed and takes_one_tensor(one))]
     known = [*([AUTO] if with_auto else []), *dict.fromkeys(one.name for one in found)]
-    ahead = dict.fromkeys(name for kind in kinds if DMA in own for name in prelaunchable(kind, abilities))
+    ahead = dict.fromkeys(name for kind in kinds if DMA in own for name in prelaunchable(everything(kind, abilities)))
     unknown = [name for name in variants if name not in known and name.removesuffix(PRELAUNCH) not in ahead]
     if unknown:
         suffixed = f"; {', '.join(ahead)} also with {PRELAUNCH}" if ahead else ""

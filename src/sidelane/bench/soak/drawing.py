@@ -95,8 +95,7 @@ class Drawing:
         """One for a handle that is armed ahead of the call."""
         draw = self._draw
         part = self._part(draw.choice(HELD))
-        legal = {found.name for found in candidates(self._asked([part]), self._abilities())}
-        names = [name for name in prelaunchable(part.kind, self._abilities()) if name in legal]
+        names = prelaunchable(candidates(self._asked([part]), self._abilities()))
         return Call(next(self._numbers), Form.ONE, (part,), draw.choice(names))
 
     def unheard(self, kind: Kind, dtype: str = "") -> Call | None:
