@@ -182,7 +182,7 @@ def edges(group: dist.ProcessGroup) -> None:
             comm.all_gather(empty, empty)
             comm.all_to_all(empty, empty, variant="swap")
             comm.all_reduce(empty)
-            assert comm.broadcast(empty, root=0, async_op=True).wait() is None
+            assert comm.broadcast(empty, root=0, async_op=True).wait()
         comm.all_gather([torch.empty(0), torch.empty(0)], [torch.empty(0), torch.empty(0)])
         one = torch.full((2,), rank)
         (out,) = outputs = (torch.empty(2 * n, dtype=torch.int64),)

@@ -1,8 +1,8 @@
 """Collectives that torch.distributed users know, run as verified programs."""
 
-from sidelane.collectives.backend import Work
 from sidelane.collectives.batched import Batched
 from sidelane.collectives.communicator import Communicator
 from sidelane.collectives.prelaunched import Prelaunched
+from sidelane.collectives.work import Work
 
 __all__ = ["Batched", "Communicator", "Prelaunched", "Work"]

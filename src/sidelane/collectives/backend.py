@@ -9,27 +9,12 @@ from typing import NamedTuple, Protocol
 import torch
 
 from sidelane.choice import Abilities
+from sidelane.collectives.work import Work
 from sidelane.errors import SidelaneError
 from sidelane.execute.base import Addresses, Executor, LoadedProgram, Place, Questions, Runnable
 from sidelane.memory.base import SymmetricBlock, SymmetricMemory
 from sidelane.program.ir import Program
 from sidelane.program.kernel_list import AnyKernelProgram
-
-
-class Work(Protocol):
-    """A collective started with ``async_op=True``."""
-
-    def wait(self) -> None:
-        """Order the caller behind the collective: a CPU caller blocks, a GPU caller's current stream waits.
-
-        Raises:
-            PeerError, PeerTimeoutError: a peer failed; on GPUs only once the failure has been noticed.
-        """
-        ...
-
-    def is_completed(self) -> bool:
-        """True once the output may be read. Never blocks."""
-        ...
 
 
 class Held(Protocol):

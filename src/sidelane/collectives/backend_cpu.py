@@ -5,12 +5,14 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 
 import torch
 
 from sidelane.choice import Abilities
 from sidelane.collectives.call_thread import CallThread
-from sidelane.errors import CommunicatorClosedError, SidelaneError, UnavailableError
+from sidelane.collectives.work import NO_TIMEOUT, Work, timed_out
+from sidelane.errors import CommunicatorClosedError, PeerTimeoutError, SidelaneError, UnavailableError
 from sidelane.execute.base import NO_STREAM, Addresses, LoadedProgram, Place, Runnable
 from sidelane.execute.cpu import CpuExecutor
 from sidelane.memory.base import SymmetricBlock
@@ -147,14 +149,39 @@ class CpuHeld:
                 self._work.wait()
 
 
-class CpuWork:
-    """See :class:`sidelane.collectives.backend.Work`."""
+class CpuWork(Work):
+    """See :class:`sidelane.collectives.work.Work`."""
 
     def __init__(self, future: concurrent.futures.Future[None], backend: CpuBackend) -> None:
+        super().__init__()
         self._future, self._backend = future, backend
 
-    def wait(self) -> None:
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        if timeout > NO_TIMEOUT:
+            done, _ = concurrent.futures.wait([self._future], timeout.total_seconds())
+            if not done:
+                raise PeerTimeoutError(timed_out(timeout, self.outputs))
         self._backend.result(self._future)
+        return True
 
     def is_completed(self) -> bool:
         return self._future.done()
+
+    def exception(self) -> BaseException | None:
+        if not self._future.done() or self._future.cancelled():
+            return None
+        return self._future.exception()
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+
+        def pass_on(_: concurrent.futures.Future[None]) -> None:
+            try:
+                self._backend.result(self._future)
+            except Exception as error:
+                future.set_exception(error)  # type: ignore[arg-type]  # the stubs have it wrong
+            else:
+                future.set_result(list(self.outputs))
+
+        self._future.add_done_callback(pass_on)
+        return future

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from importlib.util import find_spec
 
 import torch
@@ -11,7 +13,8 @@ import torch
 from sidelane.choice import Abilities
 from sidelane.choice.candidate import DMA, LAUNCHES, SIGNALS, SM
 from sidelane.collectives.backend import HostPath
-from sidelane.errors import SidelaneError
+from sidelane.collectives.work import NO_TIMEOUT, Work, timed_out
+from sidelane.errors import PeerTimeoutError, SidelaneError
 from sidelane.execute.base import Addresses, LoadedProgram, Place, Runnable
 from sidelane.execute.cuda import CudaExecutor, probe
 from sidelane.execute.cuda.mirror import Mirror
@@ -23,6 +26,8 @@ from sidelane.memory.torch_symm import TorchSymmetricMemory
 from sidelane.program.ir import Program
 from sidelane.program.kernel import MOST_RANKS
 from sidelane.program.kernel_list import AnyKernelProgram
+
+_POLL_S = 50e-6
 
 
 class CudaBackend:
@@ -160,17 +165,38 @@ class CudaHeld:
             self._program.finish(fire=False)
 
 
-class CudaWork:
-    """See :class:`sidelane.collectives.backend.Work`."""
+class CudaWork(Work):
+    """See :class:`sidelane.collectives.work.Work`."""
 
     def __init__(self, backend: CudaBackend, stream: torch.cuda.Stream) -> None:
+        super().__init__()
         self._backend = backend
         self._event = torch.cuda.Event()
         self._event.record(stream)
 
-    def wait(self) -> None:
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         self._backend.executor.check()
         torch.cuda.current_stream(self._backend.device).wait_event(self._event)
+        if timeout > NO_TIMEOUT:
+            until = time.monotonic() + timeout.total_seconds()
+            while not self._event.query():
+                self._backend.executor.check()
+                if time.monotonic() > until:
+                    raise PeerTimeoutError(timed_out(timeout, self.outputs))
+                time.sleep(_POLL_S)
+        return True
 
     def is_completed(self) -> bool:
         return bool(self._event.query())
+
+    def exception(self) -> BaseException | None:
+        return self._backend.executor.watch.failure
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        device = self._backend.device
+        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=[device])
+        side = torch.cuda.Stream(device)
+        side.wait_event(self._event)
+        with torch.cuda.stream(side):
+            future.set_result(list(self.outputs))  # it remembers this stream, and lets those of callbacks wait for it
+        return future

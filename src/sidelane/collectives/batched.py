@@ -8,12 +8,12 @@ import torch.distributed as dist
 
 from sidelane.collectives.arguments import Arguments
 from sidelane.collectives.asked import Asked
-from sidelane.collectives.backend import Work
 from sidelane.collectives.calls import Calls
 from sidelane.collectives.entry import entry
 from sidelane.collectives.listed import BATCH
 from sidelane.collectives.lists import Tensors, call_lists
 from sidelane.collectives.prepare import Preparer
+from sidelane.collectives.work import Work
 from sidelane.program.collective import Kind
 
 

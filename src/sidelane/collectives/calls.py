@@ -15,8 +15,9 @@ from torch.autograd import graph
 
 from sidelane.choice import Choice
 from sidelane.collectives.agree import compare
-from sidelane.collectives.backend import Backend, Work
+from sidelane.collectives.backend import Backend
 from sidelane.collectives.prepare import Prepared
+from sidelane.collectives.work import Work
 from sidelane.config import Config
 from sidelane.errors import (
     CommunicatorClosedError,
@@ -149,6 +150,7 @@ class Calls:
         call: int,
         async_op: bool,
         tensors: tuple[torch.Tensor | None, ...],
+        written: tuple[torch.Tensor, ...],
         place: Place,
     ) -> Work | None:
         """Start a call that is ready, behind the caller's work.
@@ -157,7 +159,8 @@ class Calls:
             prepared: for a caller who is captured, or for one who is not.
             call: its number.
             async_op: the caller's next work does not wait for its end.
-            tensors: its own, what it writes first.
+            tensors: its own.
+            written: those of them that it writes.
             place: where the caller stands.
 
         Raises:
@@ -169,9 +172,10 @@ class Calls:
             self.fail(error)
             raise
         self.last_choice = prepared.choice
-        written = tensors[0]
-        if written is not None:
-            count_writes((written,))
+        if written:
+            count_writes(written)
+        if work is not None:
+            work.outputs = written
         return work
 
     def posts(self, call: int) -> Sequence[PostedCall]:

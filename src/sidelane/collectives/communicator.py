@@ -18,7 +18,6 @@ from sidelane.choice import Choice
 from sidelane.choice.candidate import FIRST
 from sidelane.collectives.arguments import Arguments, Request, identities
 from sidelane.collectives.asked import Asked
-from sidelane.collectives.backend import Work
 from sidelane.collectives.batched import Batched
 from sidelane.collectives.calls import Calls
 from sidelane.collectives.devices import choose_device, make_backend
@@ -31,6 +30,7 @@ from sidelane.collectives.prepare import Prepared, Preparer
 from sidelane.collectives.profile import agree_on_profile
 from sidelane.collectives.repeat import Repeats
 from sidelane.collectives.uneven import call_uneven
+from sidelane.collectives.work import Work
 from sidelane.config import DEFAULT_TIMEOUT_S, Config
 from sidelane.errors import PeerError, SidelaneError, UnavailableError
 from sidelane.execute.submitted import Counts, Submitted
@@ -492,7 +492,8 @@ class Communicator:
         except KeyboardInterrupt as error:
             self._calls.fail(error)
             raise
-        work = self._calls.run(prepared, call, async_op, tensors, place)
+        written = () if tensors[0] is None else (tensors[0],)
+        work = self._calls.run(prepared, call, async_op, tensors, written, place)
         if repeats is not None:
             try:
                 repeats.remember(key, prepared, place)

@@ -8,13 +8,13 @@ import torch
 
 from sidelane.collectives.arguments import Arguments, Request, identity
 from sidelane.collectives.asked import Asked
-from sidelane.collectives.backend import Work
-from sidelane.collectives.calls import Calls, count_writes
+from sidelane.collectives.calls import Calls
 from sidelane.collectives.heap import Region, generation
 from sidelane.collectives.listed import BATCH, LISTED, ListAgreement, ListRequest, Part
 from sidelane.collectives.plan import check_variant
 from sidelane.collectives.prepare import Preparer
 from sidelane.collectives.repeat import Repeats
+from sidelane.collectives.work import Work
 from sidelane.execute.base import Place
 from sidelane.program.collective import Kind
 from sidelane.program.shape import check_beside
@@ -88,9 +88,8 @@ def call_lists(
         calls.control.post_call(call, prepared.signature)
         if config.debug:
             calls.agree(call)
-    # In front of the tensors, None for the single one that a call writes: whole lists are written.
-    work = calls.run(prepared, call, async_op, (None, *tensors), place)
-    count_writes(tuple(tensor for columns in lists for tensor in columns[0]))
+    written = tuple(tensor for columns in lists for tensor in columns[0])
+    work = calls.run(prepared, call, async_op, tensors, written, place)
     if known and repeats is not None:
         repeats.remember(key, prepared, place, asked=asked[0])
     return work

@@ -8,11 +8,11 @@ import torch
 
 from sidelane.collectives.agree import agree_on_splits, with_splits
 from sidelane.collectives.arguments import Arguments, check_tensors, identity
-from sidelane.collectives.backend import Work
 from sidelane.collectives.calls import Calls
 from sidelane.collectives.heap import generation
 from sidelane.collectives.plan import Agreement, check_variant
 from sidelane.collectives.prepare import Preparer
+from sidelane.collectives.work import Work
 from sidelane.program.collective import Kind
 from sidelane.program.shape import check_beside
 
@@ -65,4 +65,4 @@ def call_uneven(
         request = arguments.all_to_all_uneven(output, input, agreed)
         with calls.making_ready():
             prepared = preparer.prepare(Agreement.of(request, variant, frozen, hint), request, key)
-    return calls.run(prepared, call, async_op, tensors, place)
+    return calls.run(prepared, call, async_op, tensors, (output,), place)

@@ -62,11 +62,11 @@ class Dma:
 
     def start(self, case: Case, tensors: Tensors, variant: str) -> Callable[[], None]:
         work = self.bind(case, tensors, variant)()
-        return nothing_to_wait_for if work is None else work.wait
+        return nothing_to_wait_for if work is None else work.synchronize
 
     def start_list(self, lists: Lists, variant: str) -> Callable[[], None]:
         work = self._bind(lists.parts[0].kind, lists.outputs, lists.inputs, variant)()
-        return nothing_to_wait_for if work is None else work.wait
+        return nothing_to_wait_for if work is None else work.synchronize
 
     def _bind(self, kind: Kind, output: Given, input: Given, variant: str) -> Callable[[], Work | None]:
         communicator = self._communicator

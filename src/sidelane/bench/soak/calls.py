@@ -16,7 +16,7 @@ from sidelane.bench.soak.mistakes import MISTAKES, Wrong
 from sidelane.bench.soak.steps import Differ, Overlap, Refuse
 from sidelane.bench.soak.tally import Tally
 from sidelane.collectives import Communicator
-from sidelane.collectives.backend import Work
+from sidelane.collectives.work import Work
 from sidelane.errors import MismatchError, PeerError, PeerTimeoutError
 from sidelane.program.collective import Kind
 

@@ -1,0 +1,95 @@
+"""What ``async_op=True`` returns is a ``torch.distributed.Work``, to wait for, to ask, and to hang callbacks on."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankPool
+
+from sidelane import Communicator, Config, Work
+from sidelane.errors import PeerError, PeerTimeoutError
+
+
+def asked_in_every_way(group: dist.ProcessGroup) -> None:
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    with Communicator(group, device="cpu") as comm:
+        output, input = torch.zeros(2 * n), torch.full((2,), float(rank))
+        expected = torch.arange(n).float().repeat_interleave(2)
+        work = comm.all_gather(output, input, async_op=True)
+        assert isinstance(work, Work) and isinstance(work, dist.Work)
+        assert work.wait() is True and work.is_completed() and work.is_success() and work.exception() is None
+        (found,) = work.result()
+        assert found is output and torch.equal(output, expected)
+
+        total = torch.ones(3)
+        work = comm.all_reduce(total, async_op=True)
+        assert work is not None
+        later = work.get_future().then(lambda future: future.value()[0] / n)
+        assert torch.equal(later.wait(), torch.ones(3)) and torch.equal(total, torch.full((3,), float(n)))
+        assert torch.equal(work.get_future().wait()[0], total), "of one that has ended, too"
+
+        many = [torch.zeros(n), torch.zeros(3 * n)]
+        work = comm.all_gather(many, [torch.ones(1), torch.ones(3)], async_op=True)
+        assert work is not None and [tensor.numel() for tensor in work.result()] == [n, 3 * n]
+        with comm.batch(async_op=True) as batch:
+            batch.all_gather(output, input)
+            batch.all_reduce(total)
+        assert batch.work is not None
+        assert [id(tensor) for tensor in batch.work.get_future().wait()] == [id(output), id(total)]
+        empty = comm.gather(output if rank == 0 else None, input, root=0, async_op=True)
+        assert empty is not None and len(empty.result()) == (rank == 0)
+
+
+def test_work_is_what_torch_expects(pool: RankPool) -> None:
+    pool.run(asked_in_every_way, 3)
+
+
+def waits_for_a_late_peer(group: dist.ProcessGroup) -> float:
+    with Communicator(group, device="cpu", config=Config(timeout_s=30)) as comm:
+        tensor = torch.ones(4)
+        comm.all_reduce(tensor)
+        if dist.get_rank(group) == 1:
+            time.sleep(1.0)
+        work = comm.all_reduce(tensor, async_op=True)
+        assert work is not None
+        waited = 0.0
+        if dist.get_rank(group) == 0:
+            began = time.monotonic()
+            with pytest.raises(PeerTimeoutError, match=r"shape \(4,\)\) has not ended within 0.1 s"):
+                work.wait(timedelta(milliseconds=100))
+            waited = time.monotonic() - began
+            assert not work.is_completed() and work.exception() is None and not work.is_success()
+        assert work.wait(timedelta(seconds=20))
+        assert torch.equal(tensor, torch.full((4,), 4.0))
+        return waited
+
+
+def test_a_wait_with_a_time_out_gives_up_and_the_collective_goes_on(pool: RankPool) -> None:
+    waited, _ = pool.run(waits_for_a_late_peer, 2)
+    assert 0.1 <= waited < 1.0
+
+
+def fails(group: dist.ProcessGroup) -> str:
+    with Communicator(group, device="cpu", config=Config(timeout_s=1)) as comm:
+        tensor = torch.ones(4)
+        comm.all_reduce(tensor)
+        if dist.get_rank(group) == 1:
+            time.sleep(3.0)
+            return ""
+        work = comm.all_reduce(tensor, async_op=True)
+        assert work is not None
+        future = work.get_future()
+        with pytest.raises(RuntimeError, match="rank 1 .* has not come"):
+            future.wait()
+        assert work.is_completed() and not work.is_success()
+        with pytest.raises(PeerError):
+            work.result()
+        return type(work.exception()).__name__
+
+
+def test_a_failure_goes_to_whoever_asks(pool: RankPool) -> None:
+    assert pool.run(fails, 2)[0] == "PeerTimeoutError"
