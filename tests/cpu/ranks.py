@@ -21,6 +21,8 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from sidelane.bench.running.processes import environment, rank_context, take_over
+
 POOL_RANKS = 8
 START_S = 100.0  # eight imports of torch, on two cores that may do the same for another worker
 JOIN_S = 10.0
@@ -41,12 +43,14 @@ class Crew:
         self.world_size = world_size
         self._folder = tempfile.TemporaryDirectory(prefix="sidelane-test-")
         store = os.path.join(self._folder.name, "store")
-        context = multiprocessing.get_context("spawn")
+        context, inherited = rank_context(), environment()
         self._pipes: list[multiprocessing.connection.Connection] = []
         self.processes: list[multiprocessing.process.BaseProcess] = []
         for rank in range(world_size):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, world_size, store, there), name=f"rank-{rank}")
+            process = context.Process(
+                target=_serve, args=(rank, world_size, store, there, inherited), name=f"rank-{rank}"
+            )
             process.start()
             there.close()
             self._pipes.append(here)
@@ -192,10 +196,17 @@ def shared_memory() -> list[str]:
     return lines
 
 
-def _serve(rank: int, world_size: int, store: str, pipe: multiprocessing.connection.Connection) -> None:
+def _serve(
+    rank: int,
+    world_size: int,
+    store: str,
+    pipe: multiprocessing.connection.Connection,
+    inherited: dict[str, str],
+) -> None:
     import torch
     import torch.distributed as dist
 
+    take_over(inherited)
     faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {}

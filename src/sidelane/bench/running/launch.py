@@ -20,12 +20,13 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing import connection
-from multiprocessing.context import SpawnContext, SpawnProcess
+from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from sidelane.bench.running.processes import environment, rank_context, take_over
 from sidelane.errors import PeerError, SidelaneError
 from sidelane.machine import local
 
@@ -122,7 +123,7 @@ def run_ranks(
     """Call ``function(rank, *args)`` on every rank and return what rank 0 returned.
 
     Args:
-        function: importable from its module (ranks are spawned); its first argument is a :class:`Rank`.
+        function: importable from its module; its first argument is a :class:`Rank`.
         world_size: number of ranks; under torchrun it must be torchrun's.
         args: passed to every rank; they and the result travel as pickles.
         device_type: ``cpu`` (gloo), or the accelerator's name in torch (its own backend, and gloo for CPU tensors).
@@ -140,8 +141,7 @@ def run_ranks(
     if under_torchrun():
         return _run_inherited(function, place, args, timeout_s, progress)
     store = store_on_loopback()
-    context = multiprocessing.get_context("spawn")
-    with _processes(context, function, place, args, timeout_s, store.port) as ranks:
+    with _processes(function, place, args, timeout_s, store.port) as ranks:
         result: T = _collect(ranks, timeout_s, progress or _say_nothing)
         return result
 
@@ -162,7 +162,7 @@ def under_torchrun() -> bool:
 
 @dataclasses.dataclass(slots=True)
 class _Child:
-    process: SpawnProcess
+    process: BaseProcess
     pipe: connection.Connection
 
 
@@ -188,13 +188,14 @@ _DIED, _RAISED, _TOLD = range(3)
 
 @contextlib.contextmanager
 def _processes(
-    context: SpawnContext, function: Callable[..., Any], place: Place, args: Sequence[Any], timeout_s: float, port: int
+    function: Callable[..., Any], place: Place, args: Sequence[Any], timeout_s: float, port: int
 ) -> Iterator[list[_Child]]:
+    context, inherited = rank_context(), environment()
     children: list[_Child] = []
     try:
         for rank in range(place.world_size):
             ours, theirs = context.Pipe()
-            job = (rank, place, port, timeout_s, function, tuple(args), theirs)
+            job = (rank, place, port, timeout_s, function, tuple(args), theirs, inherited)
             process = context.Process(target=_child_main, args=job, name=f"sidelane-rank{rank}", daemon=True)
             process.start()
             theirs.close()
@@ -278,7 +279,9 @@ def _child_main(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     pipe: connection.Connection,
+    inherited: dict[str, str],
 ) -> None:
+    take_over(inherited)
     # A terminal sends Ctrl-C to parent and ranks alike; the parent alone decides, and asks with SIGTERM, which becomes
     # an exception here so that `finally` blocks run.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import multiprocessing
 import os
 import signal
 import tempfile
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sidelane.bench.running.launch import store_on_loopback
+from sidelane.bench.running.processes import rank_context
 from sidelane.bench.soak import endings, leftovers
 from sidelane.bench.soak.endings import ENDINGS, SLACK_S, objections
 from sidelane.bench.soak.episode import Episode
@@ -25,9 +25,6 @@ from sidelane.bench.soak.tally import Tally
 
 END_S = 20.0
 """That a process may take to end once it has said how it went."""
-
-PRELOADED = ("sidelane.bench.soak.process", "sidelane.collectives.backend_cpu")
-"""What the process imports that all ranks are forked from: it starts no thread and touches no device."""
 
 _CULPRITS_LEFT = (endings.STOPPED, endings.CONTINUED, endings.NEVER_COMES, endings.NEVER_MAKES)
 """Endings in which the others are done before the culprit goes on, or never does."""
@@ -86,7 +83,7 @@ class _World:
 
     def run(self) -> None:
         """Start the ranks, hear them out, and judge what they say."""
-        context = _context()
+        context = rank_context()
         store = store_on_loopback()
         for rank in range(self._episode.world_size):
             ours, theirs = context.Pipe()
@@ -230,12 +227,3 @@ class _World:
         if pid is not None and self._processes[rank].is_alive():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signum)
-
-
-def _context() -> Any:
-    """Processes that are forked from one that has imported everything, where the system can do that."""
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOADED))
-    return context
