@@ -22,7 +22,7 @@ DEVICE_TESTS ?=
 SECONDS ?= 600
 SEED ?=
 ATTACK ?=
-PARALLEL ?= --numprocesses 2 --dist loadfile
+PARALLEL ?= --numprocesses 3 --dist loadfile
 
 BIN := .venv/bin
 READY := .venv/.ready

@@ -100,6 +100,7 @@ def reducing(world: World, *dtype_names: str) -> None:
     delay = random.Random(world.rank)
     for dtype_name in dtype_names:
         _reduce_all(world, dtype_name, delay)
+    _reduce_in_chunks(world, dtype_names[0])
 
 
 def _reduce_all(world: World, dtype_name: str, delay: random.Random) -> None:
@@ -116,7 +117,6 @@ def _reduce_all(world: World, dtype_name: str, delay: random.Random) -> None:
                         if in_place and way == "direct" and not scatter:
                             continue
                         _reduce(world, Reduction(op, dtype_name), count, scatter, way, in_place, seed=call)
-    _reduce_in_chunks(world, dtype_name)
 
 
 def _reduce_in_chunks(world: World, dtype_name: str) -> None:
