@@ -6,46 +6,17 @@ import time
 from datetime import timedelta
 
 import pytest
+import sweeps
 import torch
 import torch.distributed as dist
 from ranks import RankPool
 
-from sidelane import Communicator, Config, Work
+from sidelane import Communicator, Config
 from sidelane.errors import PeerError, PeerTimeoutError
 
 
-def asked_in_every_way(group: dist.ProcessGroup) -> None:
-    rank, n = dist.get_rank(group), dist.get_world_size(group)
-    with Communicator(group, device="cpu") as comm:
-        output, input = torch.zeros(2 * n), torch.full((2,), float(rank))
-        expected = torch.arange(n).float().repeat_interleave(2)
-        work = comm.all_gather(output, input, async_op=True)
-        assert isinstance(work, Work) and isinstance(work, dist.Work)
-        assert work.wait() is True and work.is_completed() and work.is_success() and work.exception() is None
-        (found,) = work.result()
-        assert found is output and torch.equal(output, expected)
-
-        total = torch.ones(3)
-        work = comm.all_reduce(total, async_op=True)
-        assert work is not None
-        later = work.get_future().then(lambda future: future.value()[0] / n)
-        assert torch.equal(later.wait(), torch.ones(3)) and torch.equal(total, torch.full((3,), float(n)))
-        assert torch.equal(work.get_future().wait()[0], total), "of one that has ended, too"
-
-        many = [torch.zeros(n), torch.zeros(3 * n)]
-        work = comm.all_gather(many, [torch.ones(1), torch.ones(3)], async_op=True)
-        assert work is not None and [tensor.numel() for tensor in work.result()] == [n, 3 * n]
-        with comm.batch(async_op=True) as batch:
-            batch.all_gather(output, input)
-            batch.all_reduce(total)
-        assert batch.work is not None
-        assert [id(tensor) for tensor in batch.work.get_future().wait()] == [id(output), id(total)]
-        empty = comm.gather(output if rank == 0 else None, input, root=0, async_op=True)
-        assert empty is not None and len(empty.result()) == (rank == 0)
-
-
 def test_work_is_what_torch_expects(pool: RankPool) -> None:
-    pool.run(asked_in_every_way, 3)
+    pool.run(sweeps.works, 3)
 
 
 def waits_for_a_late_peer(group: dist.ProcessGroup) -> float:

@@ -24,7 +24,8 @@ def test_reducing_collectives(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["nothing_and_alone", "large_messages", "uneven", "places", "growing_staging", "versions", "asynchronous"]
+    "name",
+    ["nothing_and_alone", "large_messages", "uneven", "places", "growing_staging", "versions", "asynchronous", "works"],
 )
 def test_what_cpu_ranks_do(ranks: Ranks, name: str) -> None:
     ranks.run(CASES + "sweep", name, timeout_s=120)
