@@ -46,8 +46,8 @@ def modules() -> dict[str, Path]:
 MODULES = modules()
 
 
-def imports(path: Path, *, only_top: bool = False) -> set[str]:
-    """Full names of what a file imports, wherever it does (``only_top``: when the file is imported, or for types)."""
+def imports(path: Path) -> set[str]:
+    """Full names of what a file imports, wherever it does: in functions and for types, too."""
     found: set[str] = set()
     waiting: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
     while waiting:
@@ -59,9 +59,7 @@ def imports(path: Path, *, only_top: bool = False) -> set[str]:
             assert node.module is not None
             names = {f"{node.module}.{alias.name}" for alias in node.names}
             found |= {name if name in MODULES else node.module for name in names}
-        deferred = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        if not (only_top and deferred):
-            waiting.extend(ast.iter_child_nodes(node))
+        waiting.extend(ast.iter_child_nodes(node))
     return found
 
 
@@ -99,7 +97,7 @@ def test_imports_point_downwards():
 
 
 def test_no_cycles_between_modules():
-    graph = {name: ours(imports(path, only_top=True)) - {name} for name, path in MODULES.items() if name != "sidelane"}
+    graph = {name: ours(imports(path)) - {name} for name, path in MODULES.items() if name != "sidelane"}
     # Importing a module imports its packages first: a package that imports its own modules is no cycle, as those do not
     # import the package.
     try:

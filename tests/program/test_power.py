@@ -16,7 +16,7 @@ from sidelane.bench.power.predict import PredictOptions, predicted
 from sidelane.bench.results.files import Results
 from sidelane.bench.results.rows import CollectiveRow, PowerRow
 from sidelane.errors import SidelaneError, UnavailableError
-from sidelane.execute.cuda.executor import DEFAULT_REDUCE_BLOCKS
+from sidelane.execute.cuda.site import DEFAULT_REDUCE_BLOCKS
 from sidelane.machine import local, nvidia_power
 from sidelane.machine.load import named
 from sidelane.machine.nvidia_power import NvmlSensor

@@ -14,7 +14,7 @@ from sanitizer.cases import LOCAL_REDUCE, Case
 from sidelane.device.launch import Launch
 from sidelane.execute.base import Addresses, Pieces
 from sidelane.execute.cuda import kernel_list, kernel_program, reduce
-from sidelane.execute.cuda.executor import CudaExecutor
+from sidelane.execute.cuda.site import CudaSite
 from sidelane.execute.cuda.tables import DeviceTable
 from sidelane.program.collective import Buffer, Kind, ReduceOp
 from sidelane.program.kernel_list import KernelListProgram
@@ -110,7 +110,7 @@ def set_up(case: Case, memory: Memory) -> Setup:
     launches: list[Launch] = []
     for rank in range(n):
         if isinstance(program, KernelListProgram):
-            executor = cast(CudaExecutor, _Executor(rank, memory.board(), memory))
+            executor = cast(CudaSite, _Executor(rank, memory.board(), memory))
             arranged = kernel_list.arrange_list(program, executor, addresses, frozen=False)
             launch = None if arranged is None else arranged[0]
         else:

@@ -21,6 +21,7 @@ from sidelane.errors import SidelaneError, UnavailableError
 from sidelane.execute.base import Place, Questions
 from sidelane.execute.cuda import native
 from sidelane.execute.cuda.native import Bound, LaunchConfig, MemoryOps, Pointer, load_native, require_native
+from sidelane.execute.cuda.second_context import SecondContext
 from sidelane.program.collective import Reduction
 
 _SHARED_BYTES_WITHOUT_ASKING = 48 << 10
@@ -352,10 +353,8 @@ class Driver:
         finally:
             self.call("cuThreadExchangeStreamCaptureMode", previous)
 
-    def second_context(self) -> Any:
+    def second_context(self) -> SecondContext:
         """Make another context on the device (see ``second_context``)."""
-        from sidelane.execute.cuda.second_context import SecondContext
-
         return SecondContext(self, self._api, self._context)
 
     def attach_thread(self) -> None:

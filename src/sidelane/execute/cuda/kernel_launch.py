@@ -16,7 +16,7 @@ Import it late: it needs Triton.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -24,11 +24,24 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from sidelane.errors import UnavailableError
-from sidelane.execute.cuda.driver import Driver
 from sidelane.execute.cuda.native import Bound
 
 _WARP_THREADS = 32
 _MOST_HIDDEN = 4
+
+
+class Loader(Protocol):
+    """What kernels need of the driver."""
+
+    def attribute(self, name: str) -> int: ...
+
+    def load_function(self, image: bytes, name: str, shared_bytes: int) -> int: ...
+
+    def count_parameters(self, function: int) -> int: ...
+
+    def bind_launch(
+        self, function: int, arguments: int, *, blocks: int, threads: int, shared_bytes: int, stream: int
+    ) -> Bound: ...
 
 
 class Kernels:
@@ -38,7 +51,7 @@ class Kernels:
         driver: of the device, which must be current in every method.
     """
 
-    def __init__(self, driver: Driver) -> None:
+    def __init__(self, driver: Loader) -> None:
         self._driver = driver
         major, minor = (driver.attribute(f"COMPUTE_CAPABILITY_{part}") for part in ("MAJOR", "MINOR"))
         self._target = GPUTarget("cuda", 10 * major + minor, _WARP_THREADS)
@@ -72,7 +85,7 @@ class LoadedKernel:
         compiled: what Triton made.
     """
 
-    def __init__(self, driver: Driver, compiled: Any) -> None:
+    def __init__(self, driver: Loader, compiled: Any) -> None:
         metadata = compiled.metadata
         scratch = [getattr(metadata, f"{kind}_scratch_size", 0) for kind in ("global", "profile")]
         if any(scratch) or getattr(metadata, "num_ctas", 1) != 1:

@@ -15,7 +15,7 @@ from sidelane.device import (
 from sidelane.device.launch import Launch, Site
 from sidelane.device.list_table import Piece, Table
 from sidelane.execute.base import Addresses
-from sidelane.execute.cuda.executor import CudaExecutor
+from sidelane.execute.cuda.site import CudaSite
 from sidelane.execute.cuda.tables import DeviceTable
 from sidelane.program.collective import Buffer, Collective, Span
 from sidelane.program.kernel import Protocol
@@ -23,7 +23,7 @@ from sidelane.program.kernel_list import KernelListProgram
 
 
 def arrange_list(
-    program: KernelListProgram, executor: CudaExecutor, addresses: Addresses, *, frozen: bool
+    program: KernelListProgram, executor: CudaSite, addresses: Addresses, *, frozen: bool
 ) -> tuple[Launch, DeviceTable] | None:
     """The launch of this rank, and what it needs for as long as it may run; None if there is nothing to move.
 

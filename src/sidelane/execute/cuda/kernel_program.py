@@ -29,10 +29,10 @@ from sidelane.device import (
 from sidelane.device.launch import Launch, Site
 from sidelane.execute.base import Addresses, Place, Repetition
 from sidelane.execute.cuda.cached import ExecutableGraph
-from sidelane.execute.cuda.executor import CudaExecutor
 from sidelane.execute.cuda.kernel_list import arrange_list
 from sidelane.execute.cuda.loaded import find_place
 from sidelane.execute.cuda.native import Bound, steps_of
+from sidelane.execute.cuda.site import CudaSite
 from sidelane.execute.cuda.tables import DeviceTable
 from sidelane.execute.submitted import Counts, Entry, Submitted
 from sidelane.native import Effect
@@ -53,9 +53,7 @@ class CudaKernel:
         frozen: it is for a graph under capture.
     """
 
-    def __init__(
-        self, executor: CudaExecutor, program: AnyKernelProgram, addresses: Addresses, *, frozen: bool
-    ) -> None:
+    def __init__(self, executor: CudaSite, program: AnyKernelProgram, addresses: Addresses, *, frozen: bool) -> None:
         self.program = program
         self._executor = executor
         self._frozen = frozen
@@ -155,7 +153,7 @@ class KernelPending:
 
     __slots__ = ("_executor", "_handle")
 
-    def __init__(self, executor: CudaExecutor, handle: int | None) -> None:
+    def __init__(self, executor: CudaSite, handle: int | None) -> None:
         self._executor, self._handle = executor, handle
 
     def done(self) -> bool:

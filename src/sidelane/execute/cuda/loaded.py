@@ -14,9 +14,9 @@ from sidelane.execute.cuda.cached import CachedGraph
 from sidelane.execute.cuda.calls import HostWord, LaunchReduce, RecordStamp, Route, choose_route
 from sidelane.execute.cuda.count import counts_of
 from sidelane.execute.cuda.driver import Driver
-from sidelane.execute.cuda.executor import CELLS, CudaExecutor
 from sidelane.execute.cuda.native import Bound, steps_of
 from sidelane.execute.cuda.plan import plan_calls
+from sidelane.execute.cuda.site import CELLS, CudaSite
 from sidelane.execute.cuda.watch import Subject, Watch
 from sidelane.execute.submitted import Entry, Submitted
 from sidelane.program.ir import Program, has_epochs
@@ -47,7 +47,7 @@ class CudaProgram:
         program: what was loaded.
     """
 
-    def __init__(self, executor: CudaExecutor, program: Program, addresses: Addresses) -> None:
+    def __init__(self, executor: CudaSite, program: Program, addresses: Addresses) -> None:
         self.program = program
         self._executor = executor
         self._addresses = addresses
@@ -262,7 +262,7 @@ class CudaPending:
             self._watch.wait(self._epoch)
 
 
-def find_place(executor: CudaExecutor, epoch: int, stream: torch.Stream | None) -> Place:
+def find_place(executor: CudaSite, epoch: int, stream: torch.Stream | None) -> Place:
     """Where the invocation ``epoch`` stands that was started on ``stream``.
 
     Raises:

@@ -13,11 +13,11 @@ from sidelane.execute.base import Addresses, Place
 from sidelane.execute.cuda.bind import BoundPlan, Resolver
 from sidelane.execute.cuda.calls import DEFAULT_STREAMS, Gate, HostWord, Route
 from sidelane.execute.cuda.count import counts_of
-from sidelane.execute.cuda.executor import CudaExecutor
 from sidelane.execute.cuda.held import SharedValueOps, hold_back, most_connections
 from sidelane.execute.cuda.loaded import destroy_events
 from sidelane.execute.cuda.native import Bound
 from sidelane.execute.cuda.plan import plan_calls
+from sidelane.execute.cuda.site import CudaSite
 from sidelane.execute.submitted import Submitted
 from sidelane.program.ir import Program
 
@@ -43,7 +43,7 @@ class CudaPrelaunched:
     """
 
     def __init__(
-        self, executor: CudaExecutor, program: Program, addresses: Addresses, *, host_trigger: bool = False
+        self, executor: CudaSite, program: Program, addresses: Addresses, *, host_trigger: bool = False
     ) -> None:
         executor.check_usable("prelaunch")
         self.program, self.host_trigger = program, host_trigger

@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Protocol
 
-from sidelane.execute.cuda.driver import Driver
-from sidelane.execute.cuda.native import MemoryOps
+from sidelane.execute.cuda.native import Bound, MemoryOps
+
+
+class Calls(Protocol):
+    """What it needs of the driver, whose context is current."""
+
+    def call(self, function: str, *arguments: Any) -> Any: ...
+
+    def create_stream(self) -> int: ...
+
+    def bind_memory_ops(self, ops: MemoryOps, stream: int) -> Bound: ...
+
+    def submit(self, calls: Iterable[Bound]) -> None: ...
+
+    def is_idle(self, stream: int) -> bool: ...
 
 
 class SecondContext:
@@ -24,7 +37,7 @@ class SecondContext:
         DriverError: no memory for it.
     """
 
-    def __init__(self, driver: Driver, api: Any, first: Any) -> None:
+    def __init__(self, driver: Calls, api: Any, first: Any) -> None:
         self._driver, self._api, self._first = driver, api, first
         self._context = driver.call("cuCtxCreate", None, 0, driver.call("cuCtxGetDevice"))
         try:

@@ -1,0 +1,233 @@
+"""What the programs and kernels of one rank's executor share: driver, streams, words, the watch, the ledger."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sidelane.errors import CommunicatorClosedError, SidelaneError
+from sidelane.execute.cuda.cached import ExecutableGraph
+from sidelane.execute.cuda.calls import Gate, HostWord
+from sidelane.execute.cuda.driver import Driver, DriverError
+from sidelane.execute.cuda.held import Gates, SharedValueOps
+from sidelane.execute.cuda.native import WORD_MASK, Bound
+from sidelane.execute.cuda.probe import DriverFeatures
+from sidelane.execute.cuda.release import FlagRescue
+from sidelane.execute.cuda.tables import DeviceTable, Tables
+from sidelane.execute.cuda.watch import BOARD, BUSY, FINISHED, HOST_WORDS, STARTED, Watch
+from sidelane.execute.monitor import PeerMonitor
+from sidelane.execute.submitted import Ledger
+from sidelane.program.ir import Program
+from sidelane.program.kernel_list import AnyKernelProgram
+
+DEFAULT_REDUCE_BLOCKS = 32
+"""Thread blocks of a reduction: a quarter of an H200, enough to read peers' slots at memory speed."""
+
+MOST_LAUNCH_GRAPHS = 256  # 28 MB of device memory
+
+CELLS = 4096  # signals to peers in one program, where they go as 4-byte copies
+_DRAIN_S = 2.0
+_stuck: list[CudaSite] = []
+
+
+class CudaSite:
+    """Where a rank's queues run. What is loaded goes by this; :class:`sidelane.execute.cuda.CudaExecutor` loads it.
+
+    Args:
+        rank, device, monitor, timeout_s, features, reduce_blocks, driver: as there.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        device: torch.device,
+        monitor: PeerMonitor,
+        timeout_s: float,
+        features: DriverFeatures,
+        *,
+        reduce_blocks: int = DEFAULT_REDUCE_BLOCKS,
+        driver: Driver | None = None,
+    ) -> None:
+        if not timeout_s > 0:
+            raise ValueError(f"CudaExecutor: timeout_s must be positive (value={timeout_s!r})")
+        features.require()
+        self.rank, self.features, self.reduce_blocks = rank, features, reduce_blocks
+        self.driver = driver if driver is not None else Driver(device)
+        self.lock = threading.Lock()
+        self.ledger = Ledger()
+        self.timeout_s = timeout_s
+        self.closed = False
+        self._streams: list[int] = []
+        self._sides: list[int] = []
+        self._held: int | None = None
+        self._launch_graphs: weakref.WeakSet[ExecutableGraph] = weakref.WeakSet()
+        with self.driver.current():
+            words, self.gates = self.driver.host_words(HOST_WORDS), Gates(self.driver)
+            self._words = words
+            self.host: dict[HostWord | Gate, int] = {
+                word: words.address + 4 * index
+                for word, index in ((HostWord.STARTED, STARTED), (HostWord.FINISHED, FINISHED), (HostWord.BUSY, BUSY))
+            }
+            self.host.update(self.gates.addresses)
+            self.board = words.address + 4 * BOARD
+            self.kernel_stream: int | None = None  # of the last kernel that went to the device
+            self.cells, self._cells_owner = self.driver.device_words(CELLS)
+            self.internal = self.create_stream()
+            self.into, self.out_of, self._turn = (self.driver.create_event() for _ in range(3))
+            self.rescue = FlagRescue(self.driver)
+            self._tables = Tables(self.driver, self.create_stream())
+            for gate in (Gate.TRIGGER, Gate.HOST_TRIGGER):  # whoever has passed one writes DONE itself
+                self.rescue.register_word(self.gates.addresses[gate])
+        self.watch = Watch(self.driver, rank, words, monitor, self.rescue, timeout_s)
+        self.watch.start()
+        # For an executor that is dropped without close. The thread holds the watch, not this object.
+        self._end_watch = weakref.finalize(self, self.watch.stop)
+
+    def order(self, first: int, second: int) -> None:
+        """Let the next work of stream ``second`` follow what ``first`` has so far; both are captured, or neither is."""
+        self.check_open("order")
+        driver = self.driver
+        with self.lock, driver.current():
+            driver.submit([driver.bind_record(self._turn, first), driver.bind_wait(self._turn, second)])
+
+    def renew(self, epoch: int) -> None:
+        """Let all words that follow epochs count as written by ``epoch``; with no invocation under way."""
+        with self.lock, self.driver.current():
+            self._words.array[STARTED] = self._words.array[FINISHED] = epoch & WORD_MASK
+            self.gates.store(epoch)
+            gates = [self.gates.addresses[gate] for gate in (Gate.TRIGGER, Gate.DONE)]
+            writes = SharedValueOps(self.driver, gates, [])
+            writes.set(epoch)
+            self.driver.submit([writes.bind(self.internal)])
+            while not self.driver.is_idle(self.internal):
+                time.sleep(1e-5)
+
+    def check(self) -> None:
+        """Raise what went wrong with any invocation so far.
+
+        Raises:
+            PeerError, PeerTimeoutError: a peer failed, died or did not come; the text names rank and command.
+        """
+        self.watch.raise_failure()
+
+    def synchronize(self) -> None:
+        """Block the host until every eager invocation has finished. Raises as :meth:`check` does."""
+        self.watch.wait(self.watch.last_epoch)
+        self._wait_for_kernels()
+        self.check()
+
+    def close(self) -> None:
+        """Wait for what runs (until it ends or times out), stop the thread, release streams and events. Idempotent."""
+        if self.closed:
+            return
+        self.closed = True
+        try:
+            self.synchronize()
+        except SidelaneError:
+            self.drain()
+        with self.driver.current():
+            if self not in _stuck:
+                with self.lock:
+                    self._tables.close()  # while the thread still lets go what waits in vain
+            self._end_watch()
+            self.rescue.close()
+            for event in (self.into, self.out_of, self._turn):
+                self.driver.destroy_event(event)
+            for stream in self._streams:
+                self.driver.destroy_stream(stream)
+
+    # --- for loaded programs ------------------------------------------------------------------------------------------
+
+    def create_stream(self) -> int:
+        self._streams.append(self.driver.create_stream())
+        return self._streams[-1]
+
+    def shared_sides(self, count: int) -> list[int]:
+        """Side streams that all programs share: invocations are ordered, so they do not meet there."""
+        while len(self._sides) < count:
+            self._sides.append(self.create_stream())
+        return self._sides[:count]
+
+    def held_stream(self) -> int:
+        """The stream on which prelaunched programs wait for their trigger."""
+        if self._held is None:
+            self._held = self.create_stream()
+        return self._held
+
+    def launch_graph(self, launch: Iterable[Bound]) -> ExecutableGraph | None:
+        """A launch, bound to the internal stream, as a graph; None where there are enough of them, or no memory.
+
+        To launch it took the host 1.4 us where the launch of the kernel took 3.3, the device 0.1 us more (H200, CUDA
+        13.0: docs/performance.md). It takes 110 KB of device memory.
+        """
+        if len(self._launch_graphs) >= MOST_LAUNCH_GRAPHS:
+            return None
+        try:
+            with self.driver.relaxed_capture():
+                graph = ExecutableGraph(self.driver, launch, self.internal)
+        except DriverError:
+            return None
+        self._launch_graphs.add(graph)
+        return graph
+
+    def place_table(self, values: npt.NDArray[np.int64], *, frozen: bool) -> DeviceTable:
+        """Values in device memory, for kernels; with the lock held and inside ``Driver.relaxed_capture``.
+
+        Args:
+            values: of the table.
+            frozen: a stream is being captured, so that others may not be asked.
+
+        Raises:
+            DriverError: there is no memory.
+        """
+        last = None if frozen else self.kernel_stream
+        return self._tables.place(values, None if last is None or self.driver.is_capturing(last) else last)
+
+    def check_usable(self, method: str) -> None:
+        self.check_open(method)
+        if self.watch.failure is not None:
+            self.watch.raise_failure()  # a call only where there is something to raise: this is the way of every start
+
+    def failing(self, calls: Sequence[Bound], program: Program | AnyKernelProgram) -> Callable[[int, Any], NoReturn]:
+        """What to do about the failure of one of the calls of an invocation: called with its index and error."""
+
+        def failed(index: int, error: Any) -> NoReturn:
+            if not isinstance(error, BaseException):
+                error = self.driver.refused(calls[index][0], error)
+            self.watch.fail_submission(f"{program.collective} {program.variant}", error)
+            raise error
+
+        return failed
+
+    def check_open(self, method: str) -> None:
+        if self.closed:
+            raise CommunicatorClosedError(f"CudaExecutor.{method}: the executor was closed")
+
+    def _wait_for_kernels(self) -> None:
+        """Kernels tell the host nothing when they end, but their stream does."""
+        with self.driver.current():
+            while self.watch.failure is None and not self._kernels_idle():
+                time.sleep(1e-4)
+
+    def _kernels_idle(self) -> bool:
+        handle = self.kernel_stream
+        if handle is None or self.driver.is_capturing(handle):  # a stream under capture may not be asked
+            return True
+        return self.driver.is_idle(handle)
+
+    def drain(self) -> None:
+        """After a failure, let the streams pass the waits that the thread lets go: none may be destroyed stuck."""
+        deadline = time.monotonic() + _DRAIN_S
+        with self.driver.current():
+            while not (self._kernels_idle() and all(map(self.driver.is_idle, self._streams))):
+                if time.monotonic() > deadline:
+                    _stuck.append(self)  # streams may still write to its memory
+                    return
+                time.sleep(1e-3)
