@@ -10,6 +10,7 @@ from typing import Any
 from attack.campaign import SHOWN, Finding, Tally
 from attack.interpreter import run
 from attack.machine import Failure, Machine
+from sidelane.bench.results import provenance
 from sidelane.program.ir import Program, describe
 
 
@@ -83,7 +84,11 @@ def as_json(tally: Tally, seed: int, seconds: float) -> dict[str, Any]:
     counters = ("made", "accepted", "refused", "hidden")
     return {
         "study": "attack",
+        "machine": "cpu",
         "date": time.strftime("%Y-%m-%d"),
+        "commit": provenance.commit(),
+        "command": f"make attack SECONDS={seconds:.0f} SEED={seed}",
+        "software": provenance.software_versions(),
         "seed": seed,
         "seconds": round(seconds, 1),
         "cases": tally.cases,
