@@ -32,7 +32,7 @@ def entry(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P],
     in. (Threads that take turns, as backward passes do, are fine.) A call that Python refuses for its signature has its
     place in the order, too: the peers may have made it. And what a compiler traces would be done while it traces.
 
-    It costs 0.2 us a call (``sidelane host``).
+    It costs 0.5 us a call (two cores of an EPYC, Python 3.11; eager calls take the host 4 us and more).
     """
 
     @functools.wraps(method)
