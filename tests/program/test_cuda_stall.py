@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from sidelane.execute.cuda.stall import assume_missing, find_stall, reached
+from sidelane.execute.cuda.stall import assume_missing, find_stall
 from sidelane.program import collective as define
 from sidelane.program.builders import Transport, build
 from sidelane.program.collective import ReduceOp, Reduction
 from sidelane.program.ir import Copy, Program, Signal, Wait
 from sidelane.program.transform import freeze, lower
+from sidelane.program.words import reached
 
 EPOCH = 5
 

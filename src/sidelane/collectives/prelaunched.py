@@ -25,6 +25,7 @@ from sidelane.errors import PeerError, SidelaneError, UnavailableError
 from sidelane.execute.base import Addresses
 from sidelane.program.collective import Kind
 from sidelane.program.ir import Program
+from sidelane.program.words import WORD_MASK
 
 
 class Prelaunched:
@@ -83,7 +84,7 @@ class Prelaunched:
             RuntimeError: it is not armed.
         """
         self._require_armed("trigger_value")
-        return self._epoch & 0xFFFFFFFF
+        return self._epoch & WORD_MASK
 
     @entry
     def arm(self) -> None:

@@ -12,6 +12,7 @@ from enum import StrEnum
 
 from sidelane.program.batch import Definition
 from sidelane.program.collective import Buffer, Reduction, Span
+from sidelane.program.words import WORD_MASK, reached
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,6 +60,10 @@ class Comparison(StrEnum):
 
     EQ = "=="
     GE = ">="
+
+    def holds(self, word: int, value: int) -> bool:
+        """True if a wait for ``value`` goes on while the flag's word is ``word``, as the hardware compares."""
+        return word == value & WORD_MASK if self is Comparison.EQ else reached(word, value)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ from sidelane.program.ir import (
     describe,
     spans,
 )
+from sidelane.program.words import WORD_MASK
 
 _COPY_BYTES = 8 << 20
 _SWAP_BYTES = 256 << 10  # through a scratch buffer that stays in the second-level cache
@@ -160,7 +161,7 @@ def _signal(address: int, value: Value) -> Step:
     def step(run: Run) -> None:
         # Everything that the queue has read and written so far comes before the flag, for every observer.
         full_fence()
-        word.value = value.at(run.epoch) & 0xFFFFFFFF
+        word.value = value.at(run.epoch) & WORD_MASK
 
     return step
 
@@ -169,12 +170,8 @@ def _wait(address: int, value: Value, comparison: Comparison, queue: Queue, inde
     word = ctypes.c_uint32.from_address(address)
 
     def step(run: Run) -> None:
-        wanted = value.at(run.epoch) & 0xFFFFFFFF
-        if comparison is Comparison.EQ:
-            run.hold(lambda: word.value == wanted, queue, index)
-        else:
-            # At least, on a circle of 2**32: the difference is less than half a turn. Epochs may wrap around.
-            run.hold(lambda: (word.value - wanted) & 0xFFFFFFFF < 0x80000000, queue, index)
+        wanted = value.at(run.epoch) & WORD_MASK
+        run.hold(lambda: comparison.holds(word.value, wanted), queue, index)
         full_fence()  # the flag was read before the bytes that it announces
 
     return step

@@ -25,10 +25,11 @@ from sidelane.execute.cuda.calls import (
     WriteValue,
 )
 from sidelane.execute.cuda.driver import Driver
-from sidelane.execute.cuda.native import WORD_MASK, Bound
+from sidelane.execute.cuda.native import Bound
 from sidelane.execute.cuda.rows import pitch
 from sidelane.program.collective import Buffer
 from sidelane.program.ir import Comparison, Flag, Program, Value
+from sidelane.program.words import WORD_MASK
 
 Moving = tuple[tuple[int, int, Places], ...]
 """Words that follow the epoch, as :class:`sidelane.execute.base.Repetition` has them."""

@@ -9,7 +9,8 @@ import weakref
 from collections.abc import Iterable
 
 from sidelane.execute.cuda.driver import Driver
-from sidelane.execute.cuda.native import WORD_MASK, Bound
+from sidelane.execute.cuda.native import Bound
+from sidelane.program.words import WORD_MASK
 
 
 class ExecutableGraph:

@@ -16,9 +16,10 @@ from collections.abc import Sequence
 from sidelane.execute.cuda.bind import WORD_BYTES
 from sidelane.execute.cuda.calls import Gate, HostWord, MemOps, Plan, Step, WaitValue, WriteValue
 from sidelane.execute.cuda.driver import Driver
-from sidelane.execute.cuda.native import WORD_MASK, Bound
+from sidelane.execute.cuda.native import Bound
 from sidelane.execute.cuda.plan import MAX_BATCH
 from sidelane.program.ir import EPOCH
+from sidelane.program.words import WORD_MASK
 
 DEFAULT_CONNECTIONS = 8
 """Hardware channels to which a context maps its streams, unless ``CUDA_DEVICE_MAX_CONNECTIONS`` says otherwise."""

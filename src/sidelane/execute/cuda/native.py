@@ -18,11 +18,10 @@ import numpy.typing as npt
 
 from sidelane.errors import UnavailableError
 from sidelane.execute.base import Step
+from sidelane.program.words import WORD_MASK
 
 Bound = tuple[Callable[..., Any], tuple[Any, ...]]
 """A function with its arguments. What it returns is the driver's error code, and false if there is none."""
-
-WORD_MASK = 0xFFFFFFFF
 
 _ALL_BITS = (1 << 64) - 1
 

@@ -12,7 +12,7 @@ import itertools
 from collections import ChainMap
 from collections.abc import Callable, MutableMapping, Sequence
 
-from sidelane.program.ir import Command, Comparison, Copy, EngineKind, Flag, Program, Queue, Reduce, Signal, Stamp, Wait
+from sidelane.program.ir import Command, Copy, EngineKind, Flag, Program, Queue, Reduce, Signal, Stamp, Wait
 
 Place = tuple[int, int]
 """A command of one rank: (position of its queue among the queues of the rank, position in the queue)."""
@@ -175,5 +175,4 @@ def _told(queue: Queue) -> frozenset[int]:
 def _blocks(command: Command, words: Words) -> bool:
     if not isinstance(command, Wait):
         return False
-    word, value = words.get(command.flag, 0), command.value.at(1)
-    return word != value if command.comparison is Comparison.EQ else word < value
+    return not command.comparison.holds(words.get(command.flag, 0), command.value.at(1))

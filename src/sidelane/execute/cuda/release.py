@@ -19,6 +19,7 @@ from sidelane.execute.cuda.second_context import SecondContext
 from sidelane.execute.cuda.stall import RELEASE_STEP
 from sidelane.program.collective import MAX_NODE_RANKS
 from sidelane.program.ir import Comparison, Program, Wait
+from sidelane.program.words import WORD_MASK
 
 FLAG_CAPACITY = 8192
 """Flags of one rank, over all flag memories that its programs use, that can be released."""
@@ -77,7 +78,7 @@ class FlagRescue:
         Raises:
             DriverError: no lane gets through, and there is no room for a second context.
         """
-        batches = self._batches((epoch + RELEASE_STEP) & 0xFFFFFFFF)
+        batches = self._batches((epoch + RELEASE_STEP) & WORD_MASK)
         if self._second is None:
             lanes = [lane for lane in self._lanes if self._driver.is_idle(lane)]
             for lane in lanes:

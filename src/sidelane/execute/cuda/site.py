@@ -17,7 +17,7 @@ from sidelane.execute.cuda.cached import ExecutableGraph
 from sidelane.execute.cuda.calls import Gate, HostWord
 from sidelane.execute.cuda.driver import Driver, DriverError
 from sidelane.execute.cuda.held import Gates, SharedValueOps
-from sidelane.execute.cuda.native import WORD_MASK, Bound
+from sidelane.execute.cuda.native import Bound
 from sidelane.execute.cuda.probe import DriverFeatures
 from sidelane.execute.cuda.release import FlagRescue
 from sidelane.execute.cuda.tables import DeviceTable, Tables
@@ -26,6 +26,7 @@ from sidelane.execute.monitor import PeerMonitor
 from sidelane.execute.submitted import Ledger
 from sidelane.program.ir import Program
 from sidelane.program.kernel_list import AnyKernelProgram
+from sidelane.program.words import WORD_MASK
 
 DEFAULT_REDUCE_BLOCKS = 32
 """Thread blocks of a reduction: a quarter of an H200, enough to read peers' slots at memory speed."""

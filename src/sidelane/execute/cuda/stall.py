@@ -37,11 +37,6 @@ class Stall:
         return tuple(rank for rank, _ in self.missing)
 
 
-def reached(word: int, value: int) -> bool:
-    """True if ``word`` is at least ``value`` in a circle of 2**32, as the hardware compares."""
-    return (word - value) & 0xFFFFFFFF < 0x80000000
-
-
 def find_stall(program: Program, rank: int, epoch: int, words: Words) -> Stall:
     """Find out what ``rank`` waits for in invocation ``epoch``.
 
@@ -126,8 +121,7 @@ class _Search:
         words = self.words.get(wait.flag.rank)
         if words is None:
             return True
-        word, value = int(words[wait.flag.index]), wait.value.at(self.epoch)
-        return word == value & 0xFFFFFFFF if wait.comparison is Comparison.EQ else reached(word, value)
+        return wait.comparison.holds(int(words[wait.flag.index]), wait.value.at(self.epoch))
 
 
 def _resets(queue: Queue, signal: Signal) -> bool:

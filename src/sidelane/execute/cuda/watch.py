@@ -23,11 +23,12 @@ from sidelane.errors import PeerError, PeerTimeoutError, SidelaneError
 from sidelane.execute.base import Addresses
 from sidelane.execute.cuda.driver import Driver, HostWords
 from sidelane.execute.cuda.release import FlagRescue
-from sidelane.execute.cuda.stall import Stall, Words, assume_missing, find_stall, reached
+from sidelane.execute.cuda.stall import Stall, Words, assume_missing, find_stall
 from sidelane.execute.monitor import NO_CALL, PeerMonitor
 from sidelane.native import Effect, Note
 from sidelane.program.ir import Program
 from sidelane.program.kernel_list import AnyKernelProgram
+from sidelane.program.words import reached
 
 STARTED, FINISHED, BUSY, BOARD = range(4)  # host words; the board is the last of them, and has several
 HOST_WORDS = BOARD + BOARD_WORDS

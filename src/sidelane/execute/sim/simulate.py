@@ -17,7 +17,6 @@ from sidelane.execute.sim.timeline import Interval
 from sidelane.machine.spec import HostThreads, Machine
 from sidelane.program.ir import (
     MOVES,
-    Comparison,
     EngineKind,
     Flag,
     Program,
@@ -241,8 +240,7 @@ class _Simulation:
         self._advance(lane)
 
     def _satisfied(self, command: Wait) -> bool:
-        value, wanted = self.flags.get(command.flag, 0), command.value.at(1)
-        return value == wanted if command.comparison is Comparison.EQ else value >= wanted
+        return command.comparison.holds(self.flags.get(command.flag, 0), command.value.at(1))
 
     def _at(self, time: float, action: Callable[..., None], *arguments: object) -> None:
         self.sequence += 1

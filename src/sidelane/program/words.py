@@ -1,0 +1,15 @@
+"""Flags are words of 32 bits, which are compared on a circle: what grows for ever comes round."""
+
+from __future__ import annotations
+
+WORD_MASK = 0xFFFFFFFF
+_HALF = 0x80000000
+
+
+def reached(word: int, value: int) -> bool:
+    """True if ``word`` is at least ``value``: the step from value to word is less than half of the circle.
+
+    >>> reached(5, 5), reached(4, 5), reached(3, WORD_MASK), reached(WORD_MASK, 3)
+    (True, False, True, False)
+    """
+    return (word - value) & WORD_MASK < _HALF
