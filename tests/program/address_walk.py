@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from sidelane.collectives import backend_cuda, communicator
 from sidelane.config import Config
-from sidelane.execute.cuda import driver
+from sidelane.execute.cuda import allocations, driver
 from sidelane.execute.cuda.probe import DriverFeatures
 from sidelane.memory.control import ControlBlock
 from sidelane.memory.exchange import Exchange
@@ -59,6 +59,7 @@ checker = ctypes.CDLL("libcuda.so.1")
 checker.checker_allow.argtypes = (ctypes.c_uint64, ctypes.c_uint64)
 checker.checker_forbid.argtypes = (ctypes.c_uint64,)
 checker.checker_checks.restype = checker.checker_violations.restype = ctypes.c_uint64
+checker.checker_renew.argtypes = (ctypes.c_uint64,)
 checker.cuGraphLaunch.argtypes = (ctypes.c_uint64, ctypes.c_void_p)
 checker.cuGraphExecDestroy.argtypes = (ctypes.c_uint64,)
 
@@ -228,7 +229,9 @@ class Walk:
             for staging in (preparer._staging, preparer._kernel_staging):
                 have = 0 if staging._block is None else staging._block.tensor.nbytes
                 preparer._reserve(staging, have + 1, False)
-        elif chance < 0.011:  # as if thousands of other calls had come
+        elif chance < 0.016 and not self.graphs:  # the caller's need their memory
+            checker.checker_renew(self.rng.choice(self.ordinary).data_ptr())
+        elif chance < 0.017:  # as if thousands of other calls had come
             self.comm._preparer._recent.clear()
             gc.collect()
 
@@ -302,6 +305,8 @@ def main() -> None:
             for prepared in comm._preparer._recent.values():
                 for event in getattr(prepared.loaded, "_events", ()):
                     checker.cuEventDestroy_v2(ctypes.c_uint64(event))
+        if number == steps // 2 and sabotage == "allocations":
+            allocations.Allocations.stand = lambda self: True
         walk.step()
         if checker.checker_violations():
             break

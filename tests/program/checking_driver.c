@@ -1,6 +1,6 @@
 /* A libcuda.so.1 that runs nothing and checks everything: each address that it is given must lie in memory that a test
    allows, and each event and graph must be one that was made and not destroyed. What a graph holds is checked again at
-   every launch. Only what Sidelane calls is here; of what is not checked, success is claimed. */
+   every launch, and must lie in the same allocations as when it was recorded. Only what Sidelane calls is here; of what is not checked, success is claimed. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <pthread.h>
@@ -15,7 +15,7 @@ enum { FREED, EVENT, GRAPH, EXECUTABLE, MOST_HANDLES = 1 << 20, MOST_RANGES = 1 
 
 typedef struct {
     Address first;
-    uint64_t bytes;
+    uint64_t bytes, number; /* of the allocation */
 } Range;
 
 typedef struct {
@@ -26,6 +26,7 @@ typedef struct {
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static Range allowed[MOST_RANGES];
 static size_t allowed_count, handle_count;
+static uint64_t allocations;
 static unsigned char kinds[MOST_HANDLES];
 static Recording *recordings[MOST_HANDLES], *recording;
 static uint64_t checks, violations;
@@ -37,7 +38,7 @@ void checker_allow(Address first, uint64_t bytes)
 {
     pthread_mutex_lock(&mutex);
     if (allowed_count < MOST_RANGES)
-        allowed[allowed_count++] = (Range){first, bytes};
+        allowed[allowed_count++] = (Range){first, bytes, ++allocations};
     pthread_mutex_unlock(&mutex);
 }
 
@@ -52,6 +53,16 @@ void checker_forbid(Address first)
     pthread_mutex_unlock(&mutex);
 }
 
+/* As if it had been freed, and given out again at the same place. */
+void checker_renew(Address first)
+{
+    pthread_mutex_lock(&mutex);
+    for (size_t i = 0; i < allowed_count; i++)
+        if (allowed[i].first == first)
+            allowed[i].number = ++allocations;
+    pthread_mutex_unlock(&mutex);
+}
+
 void checker_doing(const char *text) { snprintf(doing, sizeof doing, "%s", text); }
 uint64_t checker_checks(void) { return checks; }
 uint64_t checker_violations(void) { return violations; }
@@ -63,12 +74,12 @@ static void complain(const char *what, uint64_t where, uint64_t more)
                 (unsigned long long)more, doing);
 }
 
-static int is_allowed(Address first, uint64_t bytes)
+static const Range *range_of(Address first, uint64_t bytes)
 {
     for (size_t i = 0; i < allowed_count; i++)
         if (first >= allowed[i].first && first + bytes <= allowed[i].first + allowed[i].bytes)
-            return 1;
-    return 0;
+            return &allowed[i];
+    return NULL;
 }
 
 static int touch(const char *what, Address first, uint64_t bytes)
@@ -77,18 +88,29 @@ static int touch(const char *what, Address first, uint64_t bytes)
         return 0;
     pthread_mutex_lock(&mutex);
     checks++;
-    int fine = is_allowed(first, bytes);
-    if (!fine)
+    const Range *range = range_of(first, bytes);
+    if (range == NULL)
         complain(what, first, bytes);
     if (recording != NULL) {
         if (recording->count == recording->room) {
             recording->room = 2 * recording->room + 16;
             recording->ranges = realloc(recording->ranges, recording->room * sizeof(Range));
         }
-        recording->ranges[recording->count++] = (Range){first, bytes};
+        recording->ranges[recording->count++] = (Range){first, bytes, 0};
     }
     pthread_mutex_unlock(&mutex);
-    return fine;
+    return range != NULL;
+}
+
+/* One end of a copy. In a graph it belongs to an allocation; what a kernel is told is a number like any other. */
+static void touch_copied(const char *what, Address first, uint64_t bytes)
+{
+    touch(what, first, bytes);
+    pthread_mutex_lock(&mutex);
+    const Range *range = range_of(first, bytes);
+    if (recording != NULL && bytes && range != NULL)
+        recording->ranges[recording->count - 1].number = range->number;
+    pthread_mutex_unlock(&mutex);
 }
 
 static uint64_t make(int kind)
@@ -141,14 +163,14 @@ Result cuStreamWaitEvent(void *stream, uint64_t event, unsigned flags) { return 
 
 Result cuMemcpyAsync(Address to, Address from, size_t bytes, void *stream)
 {
-    return touch("copy to", to, bytes), touch("copy from", from, bytes), 0;
+    return touch_copied("copy to", to, bytes), touch_copied("copy from", from, bytes), 0;
 }
 
 Result cuMemcpyBatchAsync_v2(Address *to, Address *from, size_t *bytes, size_t count, void *attributes, size_t *places,
                              size_t attribute_count, void *stream)
 {
     for (size_t i = 0; i < count; i++)
-        touch("copy to", to[i], bytes[i]), touch("copy from", from[i], bytes[i]);
+        touch_copied("copy to", to[i], bytes[i]), touch_copied("copy from", from[i], bytes[i]);
     if (attributes == NULL || attribute_count != 1 || places[0] != 0)
         complain("attributes of a batch", (uint64_t)attributes, attribute_count);
     return 0;
@@ -171,8 +193,8 @@ Result cuMemcpy2DAsync_v2(const Rows *copy, void *stream)
     if (copy->from.memory != 2 || copy->to.memory != 2)
         complain("memory of rows", copy->from.memory, copy->to.memory);
     for (size_t row = 0; row < copy->height; row++) {
-        touch("row to", copy->to.device + row * copy->to.pitch, copy->width);
-        touch("row from", copy->from.device + row * copy->from.pitch, copy->width);
+        touch_copied("row to", copy->to.device + row * copy->to.pitch, copy->width);
+        touch_copied("row from", copy->from.device + row * copy->from.pitch, copy->width);
     }
     return 0;
 }
@@ -218,6 +240,20 @@ Result cuMemFree_v2(Address address)
     checker_forbid(address);
     free((void *)address);
     return 0;
+}
+
+enum { BUFFER_ID = 7, RANGE_START_ADDR = 11, RANGE_SIZE = 12 };
+
+Result cuPointerGetAttribute(uint64_t *value, int attribute, Address address)
+{
+    pthread_mutex_lock(&mutex);
+    const Range *range = range_of(address, 1);
+    if (range != NULL)
+        *value = attribute == BUFFER_ID ? range->number : attribute == RANGE_SIZE ? range->bytes : range->first;
+    if (attribute != BUFFER_ID && attribute != RANGE_START_ADDR && attribute != RANGE_SIZE)
+        complain("attribute of a pointer", (uint64_t)attribute, address);
+    pthread_mutex_unlock(&mutex);
+    return range == NULL;
 }
 
 Result cuMemcpyHtoDAsync_v2(Address to, const void *from, size_t bytes, void *stream)
@@ -275,7 +311,7 @@ Result cuLaunchKernelEx(const Launch *launch, void *function, void **arguments, 
     for (unsigned i = 0; i < launch->shared; i++) { /* the test's kernels say there how many arguments they have */
         Address address = *(const Address *)arguments[i];
         if (address >> 32) /* or else it is a count; some are the end of a buffer */
-            touch("argument of a kernel", is_allowed(address, 1) ? address : address - 1, 1);
+            touch("argument of a kernel", range_of(address, 1) ? address : address - 1, 1);
         if (i + 1 < launch->shared)
             touch_rows(address, *(const Address *)arguments[i + 1]);
     }
@@ -308,8 +344,11 @@ Result cuGraphLaunch(uint64_t executable, void *stream)
     if (!is_live("graph launched", executable, EXECUTABLE, EXECUTABLE))
         return 0;
     const Recording *held = recordings[number_of(executable)];
-    for (size_t i = 0; held != NULL && i < held->count; i++)
-        touch("memory of a graph", held->ranges[i].first, held->ranges[i].bytes);
+    for (size_t i = 0; held != NULL && i < held->count; i++) {
+        const Range *then = &held->ranges[i], *now = range_of(then->first, then->bytes);
+        if (touch("memory of a graph", then->first, then->bytes) && then->number && now->number != then->number)
+            complain("memory of a graph, freed since", then->first, then->bytes);
+    }
     return 0;
 }
 

@@ -21,6 +21,7 @@ from sidelane.execute.base import Place, Questions
 from sidelane.execute.cuda.driver import DriverError
 from sidelane.execute.cuda.native import Bound
 
+_QUESTION = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_uint64), ctypes.c_int, ctypes.c_void_p)
 LEGACY = 0
 WORD = 0xFFFFFFFF
 
@@ -73,6 +74,7 @@ class FakeDriver:
         self.fail_next: str | None = None
         self.second_contexts = 0
         self.allocated: dict[int, FakeHostWords] = {}
+        self.frees = 0  # how often all memory was freed and given out again, everywhere where it was
         self.caller = LEGACY  # the caller's current stream
         self.device_is_current = True
         self._graphs: dict[int, tuple[list[Callable[[], None]], int]] = {}
@@ -84,6 +86,7 @@ class FakeDriver:
         self._reached_ns: dict[int, int] = {}
         self._numbers = iter(range(100, 1_000_000))
         self._lock = threading.Lock()
+        self._ask = _QUESTION(self._number_allocation)
         self._add_stream(LEGACY)
 
     # --- what Driver has ----------------------------------------------------------------------------------------------
@@ -118,6 +121,12 @@ class FakeDriver:
 
     def free(self, address: int) -> None:
         del self.allocated[address]
+
+    def allocation_question(self) -> tuple[Any, int]:
+        return self._ask, 7
+
+    def allocations_in(self, address: int, nbytes: int) -> list[int]:
+        return [address] if nbytes else []
 
     def upload(self, address: int, values: np.ndarray, stream: int) -> None:
         done = threading.Event()
@@ -274,6 +283,10 @@ class FakeDriver:
     def is_idle(self, stream: int) -> bool:
         with self._lock:
             return self._pending[stream] == 0
+
+    def _number_allocation(self, number: Any, question: int, address: int | None) -> int:
+        number[0] = 1 + self.frees
+        return 0 if question == 7 and address else 1
 
     # --- for tests ----------------------------------------------------------------------------------------------------
 

@@ -270,6 +270,18 @@ def test_a_remembered_call_keeps_what_it_runs(rank: Rank) -> None:
         assert rank.native[-1]
 
 
+def test_a_graph_is_made_anew_when_memory_that_it_copies_has_been_freed(rank: Rank) -> None:
+    """Freed memory may be given out again at the same addresses; launches of graphs from before crashed on GPUs."""
+    output, input = torch.zeros(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
+    for frees in range(3):
+        rank.driver.frees += 1
+        for _ in range(4):
+            gather(rank, output, input, variant="b2b+graph")
+        assert rank.driver.captures == 1 + frees, "one for the first call behind each"
+        python = 2 if frees == 0 else 1
+        assert rank.native[-4:] == [False] * python + [True] * (4 - python)
+
+
 def test_calls_from_two_streams_are_not_remembered_again_and_again(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     remembered = []
     remember = rank.comm._repeats.remember

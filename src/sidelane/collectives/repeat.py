@@ -100,7 +100,8 @@ class Repeats:
         notes = (*repetition.notes, (Effect.SET, self._calls, "last_choice", prepared.choice))
         self._replay.remember(
             *(kind, tensors, lists, details, variant, beside, generation, repetition.turn, place[0]),
-            *(prepared.signature, payload, repetition.steps, repetition.words, notes, repetition.failed, prepared),
+            *(prepared.signature, payload, repetition.steps, repetition.words, notes, repetition.failed),
+            *(repetition.standing, prepared),
         )
         if (
             self._preparer.recall(key) is not prepared

@@ -135,6 +135,11 @@ Places = tuple[int, int, int] | Callable[[int], Any]
 """Places of one 32-bit word (first address, distance in bytes, how many), or a function that puts it there."""
 
 
+Standing = tuple[int, int, tuple[tuple[int, int], ...]]
+"""(address of a function, a question, ((address, number), ...)): memory is what it was for as long as
+``function(uint64_t *number, int question, void *address)`` returns 0 and finds these numbers."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Repetition:
     """What :meth:`Runnable.run` does each time from one place, for code that does it without calling that.
@@ -146,6 +151,7 @@ class Repetition:
         failed: called with the index of a step and its error (what it returned or raised): raises.
         turn: (object, attribute, what it is when it is the turn of this, what it is next); None where every call does
             the same.
+        standing: the allocations that the steps take for granted; None if there are none.
     """
 
     steps: tuple[Step, ...]
@@ -153,6 +159,7 @@ class Repetition:
     notes: tuple[Note, ...]
     failed: Callable[[int, Any], NoReturn]
     turn: tuple[object, str, object, object] | None = None
+    standing: Standing | None = None
 
 
 class Runnable(Protocol):

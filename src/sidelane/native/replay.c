@@ -55,6 +55,11 @@ typedef struct {
     PyObject *setter;
 } Words;
 
+/* An address, and the number of the allocation around it. */
+typedef struct {
+    uint64_t address, number;
+} Allocation;
+
 typedef struct {
     enum Effect what;
     PyObject *target, *name, *value;
@@ -65,7 +70,10 @@ typedef struct {
     PyObject *generation, *turn, *signature, *payload, *failed;
     Request request;
     long long stream;
-    int steps, words, notes;
+    int (*ask)(uint64_t *number, int question, void *address); /* for the number of an allocation */
+    int question;
+    int allocations, steps, words, notes;
+    Allocation *allocation; /* that the steps take for granted */
     Step *step;
     Words *word;
     Note *note;
@@ -168,6 +176,7 @@ static void free_entry(Entry *entry)
     }
     PyObject *keep = entry->keep;
     PyMem_Free(entry->request.tensor);
+    PyMem_Free(entry->allocation);
     PyMem_Free(entry->step);
     PyMem_Free(entry->word);
     PyMem_Free(entry->note);
@@ -291,6 +300,29 @@ static int read_notes(Entry *entry, PyObject *notes)
     return 0;
 }
 
+static int read_allocations(Entry *entry, PyObject *standing)
+{
+    unsigned long long function;
+    PyObject *rows;
+    if (standing == Py_None)
+        return 0;
+    if (!PyArg_ParseTuple(standing, "KiO!", &function, &entry->question, &PyTuple_Type, &rows))
+        return -1;
+    entry->ask = (int (*)(uint64_t *, int, void *))(uintptr_t)function;
+    Py_ssize_t count = PyTuple_GET_SIZE(rows);
+    entry->allocation = PyMem_Calloc(count ? count : 1, sizeof(Allocation));
+    if (entry->allocation == NULL)
+        return PyErr_NoMemory(), -1;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        unsigned long long address, number;
+        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(rows, i), "KK", &address, &number))
+            return -1;
+        entry->allocation[i].address = address, entry->allocation[i].number = number;
+        entry->allocations++;
+    }
+    return 0;
+}
+
 static int same_turn(const Entry *a, const Entry *b)
 {
     if (a->turn == Py_None || b->turn == Py_None)
@@ -322,21 +354,21 @@ static unsigned choose_place(Replay *self, const Entry *entry)
 }
 
 PyDoc_STRVAR(remember_doc, "remember(kind, tensors, lists, details, variant, beside, generation, turn, stream, "
-                           "signature, payload, steps, words, notes, failed, owner)\n--\n\n"
+                           "signature, payload, steps, words, notes, failed, standing, owner)\n--\n\n"
                            "Remember a call; see sidelane.collectives.repeat, which makes the arguments.");
 
 static PyObject *replay_remember(Replay *self, PyObject *all)
 {
-    PyObject *tensors, *steps, *words, *notes, *owner; /* of whatever the steps need, kept like everything */
+    PyObject *tensors, *steps, *words, *notes, *standing, *owner; /* of whatever the steps need, kept like everything */
     Entry *entry = PyMem_Calloc(1, sizeof(Entry));
     if (entry == NULL)
         return PyErr_NoMemory();
     entry->keep = Py_NewRef(all);
-    if (!PyArg_ParseTuple(all, "OO!iOOOOOLOSO!O!O!OO", &entry->request.kind, &PyTuple_Type, &tensors,
+    if (!PyArg_ParseTuple(all, "OO!iOOOOOLOSO!O!O!OOO", &entry->request.kind, &PyTuple_Type, &tensors,
                           &entry->request.lists, &entry->request.details, &entry->request.variant, &entry->request.beside,
                           &entry->generation, &entry->turn, &entry->stream,
                           &entry->signature, &entry->payload, &PyTuple_Type, &steps, &PyTuple_Type, &words,
-                          &PyTuple_Type, &notes, &entry->failed, &owner))
+                          &PyTuple_Type, &notes, &entry->failed, &standing, &owner))
         goto fail;
     if (entry->turn != Py_None && !is_guard(entry->turn, 4))
         goto fail;
@@ -362,7 +394,8 @@ static PyObject *replay_remember(Replay *self, PyObject *all)
             goto fail;
         request->tensor[i].address = address, request->tensor[i].nbytes = nbytes;
     }
-    if (read_steps(entry, steps) || read_words(entry, words) || read_notes(entry, notes))
+    if (read_steps(entry, steps) || read_words(entry, words) || read_notes(entry, notes) ||
+        read_allocations(entry, standing))
         goto fail;
     unsigned chosen = choose_place(self, entry);
     if (PyErr_Occurred())
@@ -479,6 +512,22 @@ static Entry *find(Replay *self, const Request *request, long long stream)
             return NULL;
     }
     return NULL;
+}
+
+/* 1: no memory has been freed that the steps take for granted. 0: some has, so that Python prepares the call anew. */
+static int stands(const Entry *entry)
+{
+    int all = 1;
+    if (!entry->allocations)
+        return 1;
+    Py_BEGIN_ALLOW_THREADS
+    for (int i = 0; i < entry->allocations && all; i++) {
+        uint64_t number = 0;
+        int refused = entry->ask(&number, entry->question, (void *)(uintptr_t)entry->allocation[i].address);
+        all = !refused && number == entry->allocation[i].number;
+    }
+    Py_END_ALLOW_THREADS
+    return all;
 }
 
 /* 1: peers may still have to read what a post of this number replaces, so that Python waits for them. -1: an error. */
@@ -698,20 +747,22 @@ enum Outcome { MADE, UNKNOWN, NOT_NOW, ERROR };
 /* With the lock of the executor held, which whoever changes what is asked here holds too, or the GIL. */
 static enum Outcome attempt(Replay *self, const Request *request, PyObject *written)
 {
-    int open = is_open(self);
-    if (open == 1) /* some calls early, since calls that are refused take numbers that are not begun */
-        open = !is_unread(self, *self->begun + 1 + (uint64_t)self->record_count / 8);
-    if (open != 1)
-        return open < 0 || PyErr_Occurred() ? ERROR : NOT_NOW;
     long long stream = find_stream(self);
     if (stream < 0)
         return PyErr_Occurred() ? ERROR : NOT_NOW;
     Entry *entry = find(self, request, stream);
     if (entry == NULL)
         return PyErr_Occurred() ? ERROR : UNKNOWN;
-    int outcome = repeat(self, entry, written);
+    enum Outcome outcome = UNKNOWN;
+    if (stands(entry)) { /* which lets other threads run, so that the rest is asked behind it */
+        int open = is_open(self);
+        if (open == 1) /* some calls early, since calls that are refused take numbers that are not begun */
+            open = !is_unread(self, *self->begun + 1 + (uint64_t)self->record_count / 8);
+        int repeated = open == 1 && !PyErr_Occurred() ? repeat(self, entry, written) : open < 0 ? -1 : 1;
+        outcome = repeated < 0 || PyErr_Occurred() ? ERROR : repeated ? NOT_NOW : MADE;
+    }
     leave_entry(entry);
-    return outcome < 0 ? ERROR : outcome ? NOT_NOW : MADE;
+    return outcome;
 }
 
 /* A new tuple of all tensors, where a call has lists of one length; NULL where it has anything else, or with an error. */

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import sys
 import threading
 import time
 import traceback
@@ -48,7 +49,10 @@ def perform(episode: Episode, seat: Seat) -> Outcome:
         if episode.ending == endings.UNCAUGHT:
             raise
     except Exception:
-        tally.fail(traceback.format_exc())
+        text = traceback.format_exc()
+        sys.stderr.write(text)  # the process may abort before it has said anything
+        sys.stderr.flush()
+        tally.fail(text)
     outcome = Outcome(seat.rank, tally, told)
     gc.collect()  # errors hold frames, and frames hold tensors
     outcome.leftovers = leftovers.of_this_process()

@@ -42,6 +42,7 @@ def rank_main(rank: int, episode: Episode, port: int, folder: str, line: connect
         os.dup2(errors, descriptor)
     os.close(errors)
     os.environ["TMPDIR"], tempfile.tempdir = str(Path(folder) / "tmp"), None
+    faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     end_with_parent()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 
-MOST_TEXTS, MOST_TEXT = 6, 1500
+MOST_TEXTS, MOST_TEXT = 6, 8000
 
 
 @dataclasses.dataclass(slots=True)
@@ -38,9 +38,7 @@ class Tally:
     def tell(self, text: str) -> None:
         """Keep a text."""
         if len(self.texts) < MOST_TEXTS:
-            self.texts.append(
-                text if len(text) <= MOST_TEXT else f"{text[: MOST_TEXT // 2]} ... {text[-MOST_TEXT // 2 :]}"
-            )
+            self.texts.append(shortened(text, MOST_TEXT))
 
     def add(self, other: Tally) -> None:
         """Add what another rank or thread counted."""

@@ -21,7 +21,7 @@ from sidelane.bench.soak.endings import ENDINGS, SLACK_S, objections
 from sidelane.bench.soak.episode import Episode
 from sidelane.bench.soak.process import START_S, errors_of, rank_main
 from sidelane.bench.soak.seat import BEAT, COUNTED, DONE, FAULTED, FROZEN, THAWED, Outcome
-from sidelane.bench.soak.tally import Tally
+from sidelane.bench.soak.tally import MOST_TEXT, Tally, shortened
 
 END_S = 20.0
 """That a process may take to end once it has said how it went."""
@@ -219,7 +219,7 @@ class _World:
 
     def _said(self, rank: int) -> str:
         with contextlib.suppress(OSError):
-            return errors_of(self._folder, rank).read_text(errors="replace")[-1500:]
+            return shortened(errors_of(self._folder, rank).read_text(errors="replace"), MOST_TEXT)
         return ""
 
     def _signal(self, rank: int, signum: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from sidelane.execute.base import Addresses, Places
 from sidelane.execute.cuda.calls import (
@@ -146,6 +146,15 @@ class BoundPlan:
         self._by_caller: dict[int, list[Bound]] = {}
         self.ahead = self._bind(plan.ahead, caller=0)
 
+    def own_spans(self) -> Iterator[tuple[int, int]]:
+        """(address, bytes) of this rank's inputs and outputs that are copied: the rest is the communicator's memory."""
+        for call in self.plan.calls():
+            if isinstance(call, Memcpy | MemcpyBatch | MemcpyRows):
+                for copy in copies_of(call):
+                    for end in (copy.dst, copy.src):
+                        if isinstance(end, Operand) and self._is_callers(end):
+                            yield self._resolve(end), copy.nbytes
+
     def set_epoch(self, epoch: int) -> None:
         """Give every signal and wait its value of this invocation. Submitting a batch copies its values."""
         if epoch == self._last_epoch:
@@ -168,6 +177,9 @@ class BoundPlan:
     def _bind(self, steps: Sequence[Step], caller: int) -> list[Bound]:
         calls = [(call, step.stream) for step in steps for call in self._without_uneven_rows(step.call)]
         return [self._bind_call(call, self.sides[stream - 1] if stream else caller) for call, stream in calls]
+
+    def _is_callers(self, operand: Operand) -> bool:
+        return operand.rank == self._resolve.rank and operand.buffer is not Buffer.STAGING
 
     def _without_uneven_rows(self, call: Call) -> tuple[Call, ...]:
         """A call as it is, or its copies where its rows are not at equal distances in one mapping."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable
 
+from sidelane.execute.base import Standing
+from sidelane.execute.cuda.allocations import Allocations
 from sidelane.execute.cuda.driver import Driver
 from sidelane.execute.cuda.native import Bound
 from sidelane.program.words import WORD_MASK
@@ -40,18 +42,30 @@ class CachedGraph:
         calls: what to record, bound to ``stream``.
         stream: an idle one of the executor's.
         finished: address of the word that receives the epoch of an invocation when it has ended.
+        allocations: of what the calls copy, where it may be freed.
 
     Attributes:
         words: what :meth:`set_epoch` sets (see :class:`sidelane.execute.base.Repetition`).
     """
 
-    def __init__(self, driver: Driver, calls: Iterable[Bound], stream: int, finished: int) -> None:
-        self._driver = driver
+    def __init__(
+        self, driver: Driver, calls: Iterable[Bound], stream: int, finished: int, allocations: Allocations
+    ) -> None:
+        self._driver, self._allocations = driver, allocations
         self._graph = ExecutableGraph(driver, calls, stream)
         self._end = driver.memory_ops()
         self._end.write(finished, 0)
         (self._set_end,) = self._end.setters([0])
         self.words = tuple((0, 1, where) for where in self._end.places([0]))
+
+    @property
+    def standing(self) -> Standing | None:
+        """See :class:`sidelane.execute.base.Repetition`."""
+        return self._allocations.standing
+
+    def stands(self) -> bool:
+        """False once memory has been freed that it copies: it must not be launched any more."""
+        return self._allocations.stand()
 
     def set_epoch(self, epoch: int) -> None:
         """Say which invocation is launched next."""

@@ -108,6 +108,26 @@ class Driver:
         """Free what :meth:`allocate` gave; waits for the device."""
         self.call("cuMemFree", self._api.CUdeviceptr(address))
 
+    def allocation_question(self) -> tuple[Any, int]:
+        """A function of the driver, and what to ask it for the number of the allocation around an address.
+
+        It is called as :data:`sidelane.execute.base.Standing` says. The numbers are unique in this process.
+        """
+        number = self._api.CUpointer_attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID
+        return require_native("cuPointerGetAttribute"), int(number)
+
+    def allocations_in(self, address: int, nbytes: int) -> Iterator[int]:
+        """An address in each allocation that has bytes of a span; with expandable segments there may be several."""
+        start = self._api.CUpointer_attribute.CU_POINTER_ATTRIBUTE_RANGE_START_ADDR
+        size = self._api.CUpointer_attribute.CU_POINTER_ATTRIBUTE_RANGE_SIZE
+        end = address + nbytes
+        while address < end:
+            yield address
+            found = [self._api.cuPointerGetAttribute(which, self._api.CUdeviceptr(address)) for which in (start, size)]
+            if any(error for error, *_ in found):
+                return
+            address = max(address + 1, sum(int(value) for _, value in found))
+
     def upload(self, address: int, values: npt.NDArray[np.int64], stream: int) -> None:
         """Copy values to device memory behind the work of ``stream``, and wait for that."""
         self.call("cuMemcpyHtoDAsync", address, values.ctypes.data, values.nbytes, self._handle(stream))

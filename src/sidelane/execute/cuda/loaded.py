@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sidelane.execute.base import Addresses, Place, Repetition
+from sidelane.execute.cuda.allocations import Allocations
 from sidelane.execute.cuda.bind import BoundPlan, Moving, Resolver
 from sidelane.execute.cuda.cached import CachedGraph
 from sidelane.execute.cuda.calls import HostWord, LaunchReduce, RecordStamp, Route, choose_route
@@ -32,12 +33,14 @@ class Way(NamedTuple):
         calls: to the driver, in order.
         entry: where they are counted.
         words: what ``set_epoch`` does (see :class:`sidelane.execute.base.Repetition`); None where it does more.
+        graph: that ``calls`` launch; None if they launch none.
     """
 
     set_epoch: Callable[[int], Any]
     calls: tuple[Bound, ...]
     entry: Entry
     words: Moving | None
+    graph: CachedGraph | None
 
 
 class CudaProgram:
@@ -116,7 +119,9 @@ class CudaProgram:
             return None
         executor = self._executor
         notes = (*executor.watch.issue_notes(self._subject), *executor.ledger.notes(way.entry))
-        return Repetition(steps_of(way.calls), way.words, notes, executor.failing(way.calls, self.program))
+        standing = None if way.graph is None else way.graph.standing
+        failing = executor.failing(way.calls, self.program)
+        return Repetition(steps_of(way.calls), way.words, notes, failing, standing=standing)
 
     def elapsed_us(self, first: int, last: int) -> float:
         """Microseconds between two stamp slots of the last invocation or replay, which must have finished."""
@@ -126,7 +131,7 @@ class CudaProgram:
         executor = self._executor
         try:
             way = self._ways.get(place)
-            if way is None:
+            if way is None or (way.graph is not None and not way.graph.stands()):
                 way = self._find_way(place)
             way.set_epoch(epoch)
             executor.driver.submit(way.calls)
@@ -146,6 +151,7 @@ class CudaProgram:
         executor, bound = self._executor, self._bound
         calls: Sequence[Bound]
         words: Moving | None = None
+        graph: CachedGraph | None = None
         if route is Route.CAPTURE:
             set_epoch, calls = _no_epoch, bound.steps(handle)
         else:
@@ -161,14 +167,15 @@ class CudaProgram:
                 calls = self._by_way_of_internal(calls, handle)
         if len(self._ways) >= _MOST_PLACES:
             self._ways.clear()
-        way = self._ways[place] = Way(set_epoch, tuple(calls), self._entry(route), words)
+        way = self._ways[place] = Way(set_epoch, tuple(calls), self._entry(route), words, graph)
         return way
 
     def _cached_graph(self) -> CachedGraph:
-        if self._graph is None:
+        if self._graph is None or not self._graph.stands():
             executor = self._executor
-            calls = self._bound.steps(executor.internal)
-            self._graph = CachedGraph(executor.driver, calls, executor.internal, executor.host[HostWord.FINISHED])
+            calls, finished = self._bound.steps(executor.internal), executor.host[HostWord.FINISHED]
+            allocations = Allocations(executor.driver, self._bound.own_spans())
+            self._graph = CachedGraph(executor.driver, calls, executor.internal, finished, allocations)
         return self._graph
 
     def _by_way_of_internal(self, inner: Sequence[Bound], handle: int) -> Sequence[Bound]:
