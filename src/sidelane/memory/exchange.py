@@ -107,6 +107,27 @@ class Exchange:
             )
         return [item for _, _, item in found]
 
+    def wait_for(self, what: str, missing: Callable[[], Sequence[int]]) -> None:
+        """Wait until ``missing`` names no rank any more.
+
+        Raises:
+            PeerError: one of them died, or something else is known to have gone wrong; PeerTimeoutError: it is late.
+        """
+        began = looked = time.monotonic()
+        while ranks := missing():
+            now = time.monotonic()
+            if now - looked > _LIVENESS_INTERVAL_S:
+                looked = now
+                self._look_around(what, ranks)
+            if now - began > self._timeout_s:
+                named = ", ".join(map(str, ranks))
+                raise PeerTimeoutError(
+                    f"{what} (exchange {self._number} of communicator {self.name}): rank {self.rank} waited "
+                    f"{now - began:.1f} s for ranks {named}",
+                    ranks,
+                )
+            time.sleep(min(max((now - began) / 8, _SHORTEST_SLEEP_S), _LONGEST_SLEEP_S))
+
     def refuse(self, error: BaseException) -> None:
         """Tell the others that this rank takes part in nothing, and why."""
         self._number += 1
@@ -120,30 +141,20 @@ class Exchange:
 
     def _collect(self, what: str) -> list[tuple[str, str, Any]]:
         """What every rank posted; None for this one's."""
-        assert self._store is not None
+        store = self._store
+        assert store is not None
         found: dict[int, Any] = {self.rank: None}
-        began = looked = time.monotonic()
-        while True:
+
+        def read() -> list[int]:
             for rank in range(self.world_size):
                 key = f"{self._number}/{rank}"
                 with self._reaching_the_store(what):
-                    if rank not in found and self._store.check([key]):
-                        found[rank] = pickle.loads(self._store.get(key))
-            if len(found) == self.world_size:
-                return [found[rank] for rank in range(self.world_size)]
-            now = time.monotonic()
-            missing = [rank for rank in range(self.world_size) if rank not in found]
-            if now - looked > _LIVENESS_INTERVAL_S:
-                looked = now
-                self._look_around(what, missing)
-            if now - began > self._timeout_s:
-                named = ", ".join(map(str, missing))
-                raise PeerTimeoutError(
-                    f"{what} (exchange {self._number} of communicator {self.name}): rank {self.rank} waited "
-                    f"{now - began:.1f} s for ranks {named}",
-                    missing,
-                )
-            time.sleep(min(max((now - began) / 8, _SHORTEST_SLEEP_S), _LONGEST_SLEEP_S))
+                    if rank not in found and store.check([key]):
+                        found[rank] = pickle.loads(store.get(key))
+            return [rank for rank in range(self.world_size) if rank not in found]
+
+        self.wait_for(what, read)
+        return [found[rank] for rank in range(self.world_size)]
 
     def _look_around(self, what: str, missing: Sequence[int]) -> None:
         if self.look is not None:

@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -72,7 +73,7 @@ class TorchSymmetricMemory:
         self._timeout_s = timeout_s
         # Rank 0 names the instance: torch keeps groups by name, in all of the process.
         name = exchange("symmetric memory", lambda: f"sidelane/{os.getpid()}/{next(_instances)}")[0]
-        self._alias = _Alias(name, exchange.store, self._rank, self._world_size, timeout_s)
+        self._alias = _Alias(name, exchange)
 
     def allocate(self, nbytes: int) -> TorchSymmetricBlock:
         """Allocate ``nbytes`` (> 0) on every rank, zeroed. Collective. Synchronises the current stream.
@@ -159,10 +160,11 @@ class TorchSymmetricMemory:
 class _Alias:
     """The group under a name that only Sidelane uses, with the renumbering store."""
 
-    def __init__(self, name: str, store: dist.Store, rank: int, world_size: int, timeout_s: float) -> None:
-        self._name, self._rank, self._world_size = name, rank, world_size
-        self._store = RenumberingStore(dist.PrefixStore(name, store), timedelta(seconds=timeout_s))
-        self._group = dist.ProcessGroup(self._store, rank, world_size)
+    def __init__(self, name: str, exchange: Exchange) -> None:
+        self._name, self._rank, self._world_size = name, exchange.rank, exchange.world_size
+        wait_for = functools.partial(exchange.wait_for, "allocate: map")
+        self._store = RenumberingStore(dist.PrefixStore(name, exchange.store), wait_for)
+        self._group = dist.ProcessGroup(self._store, self._rank, self._world_size)
         _c10d()._register_process_group(name, self._group)
         self._told = False
 
@@ -170,14 +172,14 @@ class _Alias:
         """Map everyone's memory. Collective.
 
         Raises:
-            PeerTimeoutError: a rank did not come. PeerError: it failed in another way.
+            PeerTimeoutError: a rank did not come. PeerError: it died or failed in another way.
         """
         self._store.begin_round()
         try:
             with _without_multicast():
                 return self._map(tensor)
-        except dist.DistStoreError as error:
-            raise PeerTimeoutError(f"allocate: a rank did not come: {error}") from error
+        except PeerError:
+            raise  # of the store
         except dist.DistError as error:
             raise PeerError(f"allocate: exchanging memory handles failed: {error}") from error
         except RuntimeError as error:
@@ -206,12 +208,16 @@ class RenumberingStore(dist.Store):
     torch's keys are ``<prefix>/<number>/<rank>``. The number is replaced by that of the rendezvous on this store and,
     within it, the order in which numbers first appear: in the second rendezvous, ``CUDASymmetricMemory/7/0`` and
     ``.../8/0`` become ``2/0/0`` and ``2/1/0``, on a rank where torch is at 7 as on one where it is at 3.
+
+    Args:
+        store: that keeps them.
+        wait_for: waits until no rank is missing any more (see :meth:`Exchange.wait_for`): a rank that dies is noticed
+            where torch would wait for the time-out.
     """
 
-    def __init__(self, store: dist.Store, timeout: timedelta) -> None:
+    def __init__(self, store: dist.Store, wait_for: Callable[[Callable[[], Sequence[int]]], None]) -> None:
         super().__init__()
-        self._store = store
-        self._timeout = timeout
+        self._store, self._wait_for = store, wait_for
         self._round = 0
         self._numbers: dict[str, int] = {}
 
@@ -224,10 +230,17 @@ class RenumberingStore(dist.Store):
         self._store.set(self._renumber(key), value)
 
     def get(self, key: str) -> bytes:
+        self.wait([key])
         return self._store.get(self._renumber(key))
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        self._store.wait([self._renumber(key) for key in keys], timeout or self._timeout)
+        """The time-out is that of the communicator."""
+        renamed = [self._renumber(key) for key in keys]
+
+        def missing() -> list[int]:
+            return [int(key.rpartition("/")[2]) for key in renamed if not self._store.check([key])]
+
+        self._wait_for(missing)
 
     def _renumber(self, key: str) -> str:
         prefix, number, rank = key.rsplit("/", 2)
