@@ -206,6 +206,7 @@ def refuse(group: dist.ProcessGroup) -> tuple[str, tuple[int, ...], str]:
         seen = failure(control, 5)
         control.check(4)
         control.check(6)
+        control.check_present(5)
     dist.barrier(group)
     return seen
 
@@ -223,6 +224,10 @@ def leave(group: dist.ProcessGroup) -> tuple[str, tuple[int, ...], str]:
         control.close()
     dist.barrier(group)
     control.check(1)
+    control.check_present(1)
+    if rank == 0:
+        with pytest.raises(PeerError):
+            control.check_present(2)
     seen = failure(control, 2) if rank == 0 else ("", (), "")
     dist.barrier(group)
     return seen

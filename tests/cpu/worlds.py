@@ -121,6 +121,9 @@ class LocalMonitor:
             if self.state.dead:
                 raise PeerError(f"ranks {self.state.dead} died", sorted(self.state.dead))
 
+    def check_present(self, call: int) -> None:
+        self.check(call)
+
     def absent(self, call: int) -> Sequence[int]:
         return [rank for rank, begun in enumerate(self.state.begun) if begun < call]
 

@@ -31,6 +31,7 @@ class Monitor:
         self.ended_calls = [0] * world_size
         self.aborted: tuple[str, tuple[int, ...], bool] | None = None
         self.dead: set[int] = set()
+        self.refused: dict[int, int] = {}  # by whom, by call
 
     def of(self, rank: int) -> RankMonitor:
         return RankMonitor(self, rank)
@@ -49,12 +50,18 @@ class RankMonitor:
     def end(self, call: int) -> None:
         self.shared.ended_calls[self.rank] = call
 
-    def check(self, call: int) -> None:
+    def check_present(self, call: int) -> None:
         if self.shared.aborted:
             text, ranks, timed_out = self.shared.aborted
             raise (PeerTimeoutError if timed_out else PeerError)(f"a rank gave up: {text}", ranks)
         for rank in self.shared.dead:
             raise PeerError(f"rank {rank} died", (rank,))
+
+    def check(self, call: int) -> None:
+        self.check_present(call)
+        if self.shared.refused.get(call, self.rank) != self.rank:
+            rank = self.shared.refused[call]
+            raise PeerError(f"rank {rank} refused call {call}", (rank,))
 
     def absent(self, call: int) -> Sequence[int]:
         return [rank for rank, begun in enumerate(self.shared.begun_calls) if begun < call]

@@ -117,6 +117,25 @@ def test_a_replay_without_its_peer_drains_too(channels: int | None) -> None:
         assert caught.value.ranks == (1,)
 
 
+def test_a_call_that_a_peer_refuses_does_not_end_a_replay() -> None:
+    with world_of(2, timeout_s=20.0) as world:
+        loaded = world.load(freeze(build(define.all_gather([8] * 2), "b2b")), frozen=True)
+        graphs = []
+        for rank, driver in enumerate(world.drivers):
+            driver.begin_capture()
+            loaded.ranks[rank].start(1, world.streams[rank])
+            graphs.append(driver.end_capture())
+        expected = loaded.fill(0)
+        world.drivers[0].replay(graphs[0])
+        world.monitor.refused[world.executors[0].watch.last_epoch + 1] = 1
+        time.sleep(0.8)
+        world.executors[0].check()
+        world.drivers[1].replay(graphs[1])  # late, and as it should be
+        for driver in world.drivers:
+            driver.synchronize()
+        loaded.check(expected)
+
+
 def test_a_long_queue_in_front_is_not_a_late_peer() -> None:
     with world_of(2, timeout_s=0.2) as world:
         loaded = world.load(build(define.all_gather([8] * 2), "b2b"))

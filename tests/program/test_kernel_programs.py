@@ -178,9 +178,9 @@ class KernelDriver(FakeDriver):
 class KernelMonitor(RankMonitor):
     """A death is no trouble while nothing is known to wait for it, as for a ``ControlBlock``."""
 
-    def check(self, call: int) -> None:
+    def check_present(self, call: int) -> None:
         if call != NO_CALL or self.shared.aborted:
-            super().check(call)
+            super().check_present(call)
 
 
 class Rank:
@@ -394,6 +394,21 @@ def test_a_spin_that_gets_on_is_none(rank: Rank) -> None:
     rank.board()[layout.ABORT] = 1
     rank.driver.synchronize()
     rank.executor.synchronize()
+
+
+@needs_triton
+def test_a_call_that_a_peer_refuses_does_not_end_the_one_before(rank: Rank) -> None:
+    """Every rank hears of the refusal, and other calls follow; meanwhile a late peer may keep a kernel waiting."""
+    rank.driver.kernel = spin(rank, 1, lambda: 7)
+    loaded = rank.load(define.all_gather([KB] * 3))
+    loaded.start(5, rank.stream)
+    rank.monitor.refused[6] = 1
+    time.sleep(0.8)
+    rank.executor.check()
+    rank.monitor.refused[5] = 1  # which this rank has begun: its kernel waits for ever
+    with pytest.raises(PeerError, match=r"rank 1 refused call 5 \(seen by rank 0 in a kernel"):
+        rank.executor.synchronize()
+    rank.driver.synchronize()
 
 
 @needs_triton

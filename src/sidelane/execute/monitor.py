@@ -25,7 +25,11 @@ class PeerMonitor(Protocol):
         ...
 
     def check(self, call: int) -> None:
-        """Raise PeerError (PeerTimeoutError after a time-out) if a peer gave up, refused, closed or died."""
+        """Raise PeerError (PeerTimeoutError after a time-out) if a peer gave up, refused it, closed or died."""
+        ...
+
+    def check_present(self, call: int) -> None:
+        """As :meth:`check`, but that peers may refuse ``call``: for what may run then without being part of it."""
         ...
 
     def absent(self, call: int) -> Sequence[int]:

@@ -227,11 +227,12 @@ class ControlBlock:
                 its side before this call, or died in it. PeerTimeoutError if a rank gave up because of a time-out.
         """
         self._check_aborts()
-        for rank, part in enumerate(self._parts):
-            if rank != self.rank and (posted := part.posted(rank, call)) and posted.refusal is not None:
-                if posted.blames is not None:
-                    raise PeerError(posted.refusal, (posted.blames,))
-                raise PeerError(f"rank {rank} refused call {call}, {posted.signature}: {posted.refusal}", (rank,))
+        self._check_refusals(call)
+        self._check_gone(call)
+
+    def check_present(self, call: int) -> None:
+        """As :meth:`check`, but that ranks may have refused ``call``: others follow it then."""
+        self._check_aborts()
         self._check_gone(call)
 
     def check_same(self, call: int) -> None:
@@ -353,6 +354,13 @@ class ControlBlock:
         error = PeerTimeoutError if status == _TIMED_OUT else PeerError
         text = message.decode(errors="replace")
         raise error(f"rank {rank} gave up: {text}", [int(culprit) for culprit in culprits.split(b",")])
+
+    def _check_refusals(self, call: int) -> None:
+        for rank, part in enumerate(self._parts):
+            if rank != self.rank and (posted := part.posted(rank, call)) and posted.refusal is not None:
+                if posted.blames is not None:
+                    raise PeerError(posted.refusal, (posted.blames,))
+                raise PeerError(f"rank {rank} refused call {call}, {posted.signature}: {posted.refusal}", (rank,))
 
     def _check_gone(self, call: int, ranks: Sequence[int] | None = None) -> None:
         """Raise for a peer that cannot contribute to ``call`` any more."""

@@ -128,7 +128,7 @@ class CudaKernel:
                 raise
         if not self._frozen:
             executor.kernel_stream = handle
-        executor.watch.launched(epoch, self.program)
+        executor.watch.launched(epoch, self.program, captured=self._frozen)
         executor.ledger.count(self._entry)
 
     def _enter(self, counts: Counts) -> Entry:

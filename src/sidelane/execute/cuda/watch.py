@@ -16,7 +16,7 @@ import collections
 import dataclasses
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from sidelane.device.layout import ABORT, BOARD_WORDS, MAX_RANKS, WAITING
 from sidelane.errors import PeerError, PeerTimeoutError, SidelaneError
@@ -90,7 +90,7 @@ class Watch:
         self._doomed_since: float | None = None
         self._flags_before: dict[int, object] | None = None
         self._board = words.array[BOARD:]
-        self._last_kernel: tuple[int, AnyKernelProgram] | None = None
+        self._last_kernel: tuple[int, tuple[AnyKernelProgram, bool]] | None = None  # and if it was captured
         self._spin: tuple[tuple[int, int], ...] = ()
         self._spin_since = 0.0
         self._stop = threading.Event()
@@ -112,17 +112,17 @@ class Watch:
         self.last_epoch = epoch
         self._running.append((epoch, subject))
 
-    def launched(self, epoch: int, program: AnyKernelProgram) -> None:
+    def launched(self, epoch: int, program: AnyKernelProgram, *, captured: bool) -> None:
         """A kernel was launched, or captured."""
-        self._last_kernel = (epoch, program)
+        self._last_kernel = (epoch, (program, captured))
 
     def issue_notes(self, subject: tuple[Program, Addresses, int]) -> tuple[Note, ...]:
         """What :meth:`issued` does."""
         return (Effect.SET_NUMBER, self, "last_epoch", None), (Effect.APPEND_PAIR, self._running.append, "", subject)
 
     def launch_notes(self, program: AnyKernelProgram) -> tuple[Note, ...]:
-        """What :meth:`launched` does."""
-        return ((Effect.SET_PAIR, self, "_last_kernel", program),)
+        """What :meth:`launched` does for one that is not captured."""
+        return ((Effect.SET_PAIR, self, "_last_kernel", (program, False)),)
 
     def next_busy_number(self) -> int:
         """What the next captured program writes into ``BUSY`` while it runs."""
@@ -196,13 +196,13 @@ class Watch:
             self._subject, self._since, self._doomed_since, self._flags_before = subject, None, None, None
         if subject is None:
             # A peer that gave up lets its streams go: that would look like its part of the next call here.
-            trouble = self._trouble(NO_CALL)
+            trouble = _trouble(self._monitor.check, NO_CALL)
             if trouble is not None:
                 self.fail(type(trouble)(str(trouble), trouble.ranks))
             return
         if self._since is None and (started or subject.captured):
             self._since = now
-        trouble = self._trouble(self._call(subject))
+        trouble = self._trouble_of(subject)
         if trouble is None:
             self._doomed_since = None
         elif self._doomed_since is None:
@@ -225,14 +225,17 @@ class Watch:
         if not spin or self._last_kernel is None:
             return
         waited_s = now - self._spin_since
-        epoch, program = self._last_kernel
+        epoch, (program, captured) = self._last_kernel
         generation = max(generation for _, generation in spin)
         title = (
             f"a kernel (generation {generation}; last started: {program.collective} {program.variant}, call {epoch})"
         )
         ranks = tuple(rank for rank, _ in spin)
-        # A graph may be replayed behind the last call: a rank that has closed or died by now will not send any more.
-        trouble = self._trouble(max(epoch, self.last_epoch) + 1) if waited_s > _GRACE_S else None
+        trouble = None
+        if waited_s > _GRACE_S:
+            trouble = None if captured else _trouble(self._monitor.check, epoch)
+            # A graph may be replayed behind the last call: who has closed or died by now will not send any more.
+            trouble = trouble or _trouble(self._monitor.check_present, max(epoch, self.last_epoch) + 1)
         if trouble is not None:
             text = f"{trouble} (seen by rank {self._rank} in {title}, which waits for data of ranks {list(ranks)})"
             self._monitor.abort(text, trouble.ranks, timed_out=isinstance(trouble, PeerTimeoutError))
@@ -268,16 +271,11 @@ class Watch:
         busy = int(self._words.array[BUSY])
         return self._captured[busy - 1] if 0 < busy <= len(self._captured) else None
 
-    def _call(self, subject: Subject) -> int:
-        """A graph may be replayed at any time after its capture, as part of whatever call the ranks are at."""
-        return self.last_epoch + 1 if subject.captured else subject.epoch
-
-    def _trouble(self, call: int) -> PeerError | None:
-        try:
-            self._monitor.check(call)
-        except PeerError as error:
-            return error
-        return None
+    def _trouble_of(self, subject: Subject) -> PeerError | None:
+        """Why it cannot end. A graph may be replayed at any time after its capture, whatever call the ranks are at."""
+        if subject.captured:
+            return _trouble(self._monitor.check_present, self.last_epoch + 1)
+        return _trouble(self._monitor.check, subject.epoch)
 
     def _stands_still(self, subject: Subject) -> bool:
         """False while a graph might merely be replayed so often that every look finds it running."""
@@ -307,7 +305,7 @@ class Watch:
         absent = () if subject.captured else tuple(self._monitor.absent(subject.epoch))
         stall = self._stall(subject, absent)
         # A peer that gave up first has let its own waits pass, and looks at fault itself: it says so before it does.
-        trouble = self._trouble(self._call(subject))
+        trouble = self._trouble_of(subject)
         if trouble is not None:
             self._give_up(subject, trouble)
             return
@@ -325,3 +323,12 @@ class Watch:
         self._monitor.abort(text, culprits, timed_out=True)
         self.fail(PeerTimeoutError(text, culprits))
         self._rescue.release(self.last_epoch)
+
+
+def _trouble(check: Callable[[int], None], call: int) -> PeerError | None:
+    """What a check of ``call`` raises."""
+    try:
+        check(call)
+    except PeerError as error:
+        return error
+    return None
