@@ -84,15 +84,15 @@ def set_up(case: Case, memory: Memory) -> Setup:
     if case.kind == LOCAL_REDUCE:
         return _set_up_local(case, memory)
     program, parts, n = case.program(), case.collectives(), case.ranks
-    rooms: dict[tuple[int, Buffer, int], Room] = {}
+    rooms: dict[tuple[int, str, int], Room] = {}
     for number, part in enumerate(parts):
         for rank in range(n):
             for buffer in (Buffer.INPUT, Buffer.OUTPUT):
                 nbytes = part.buffer_bytes(rank, buffer)
                 if nbytes:
                     rooms[rank, buffer, number] = Room(memory.data(nbytes, case.misalignment(number)), nbytes)
-    buffers: dict[tuple[int, Buffer], int] = {}
-    pieces: dict[tuple[int, Buffer], Pieces] = {}
+    buffers: dict[tuple[int, str], int] = {}
+    pieces: dict[tuple[int, str], Pieces] = {}
     for rank in range(n):
         if program.staging_bytes:
             buffers[rank, Buffer.STAGING] = memory.data(program.staging_bytes, 0)

@@ -36,7 +36,7 @@ class Request:
 
     def region(self, buffer: Buffer) -> Region:
         """The bytes that a program knows as ``input`` or ``output``."""
-        return self.whole if self.collective.in_place else self.input if buffer is Buffer.INPUT else self.output
+        return self.whole if self.collective.in_place else self.input if buffer == Buffer.INPUT else self.output
 
     @property
     def places(self) -> tuple[Place, Place]:

@@ -228,16 +228,16 @@ class Preparer:
 
     def _buffers(
         self, program: Program | KernelProgram, request: Request, staging: Staging, offset: int = 0
-    ) -> dict[tuple[int, Buffer], int]:
-        buffers: dict[tuple[int, Buffer], int] = {}
+    ) -> dict[tuple[int, str], int]:
+        buffers: dict[tuple[int, str], int] = {}
         remote = program.remote_buffers()
         for buffer in (Buffer.INPUT, Buffer.OUTPUT):
             reached = self._reach(request.region(buffer), buffer in remote)
             buffers.update({(rank, buffer): address for rank, address in reached.items()})
         return {**buffers, **_on_all_ranks(staging, offset)}
 
-    def _pieces(self, batch: Batch, request: ListRequest) -> dict[tuple[int, Buffer], Pieces]:
-        found: dict[tuple[int, Buffer], Pieces] = {}
+    def _pieces(self, batch: Batch, request: ListRequest) -> dict[tuple[int, str], Pieces]:
+        found: dict[tuple[int, str], Pieces] = {}
         for buffer in (Buffer.INPUT, Buffer.OUTPUT):
             regions = [part.region(buffer) for part in request.parts]
             reached = [self._reach(region, region.symmetric) for region in regions]
@@ -257,7 +257,7 @@ class Preparer:
         return dict(enumerate(self._heap.addresses(region))) if remote else {self._rank: region.address}
 
 
-def _on_all_ranks(staging: Staging, offset: int = 0) -> dict[tuple[int, Buffer], int]:
+def _on_all_ranks(staging: Staging, offset: int = 0) -> dict[tuple[int, str], int]:
     return {(rank, Buffer.STAGING): base + offset for rank, base in enumerate(staging.addresses)}
 
 

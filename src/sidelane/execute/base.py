@@ -14,7 +14,6 @@ import torch
 
 from sidelane.execute.submitted import Ledger
 from sidelane.native import Note
-from sidelane.program.collective import Buffer
 from sidelane.program.ir import Move, Program
 from sidelane.program.kernel_list import AnyKernelProgram
 
@@ -71,13 +70,13 @@ class Addresses:
         spread: the staging of all ranks lies at equal distances in one mapping.
     """
 
-    buffers: Mapping[tuple[int, Buffer], int]
+    buffers: Mapping[tuple[int, str], int]
     flags: tuple[int, ...]
     arenas: tuple[int, ...] = ()
-    pieces: Mapping[tuple[int, Buffer], Pieces] = dataclasses.field(default_factory=dict)
+    pieces: Mapping[tuple[int, str], Pieces] = dataclasses.field(default_factory=dict)
     spread: bool = False
 
-    def find(self, rank: int, buffer: Buffer, offset: int) -> int | None:
+    def find(self, rank: int, buffer: str, offset: int) -> int | None:
         """Address of a byte of a buffer; None where this process has none."""
         pieces = self.pieces.get((rank, buffer))
         if pieces is not None:

@@ -18,6 +18,7 @@ from functools import cached_property, partial
 from itertools import accumulate
 
 from sidelane.program.collective import Buffer, Collective, Span
+from sidelane.program.contract import Contract
 
 PIECE_ALIGNMENT = 256
 """Bytes to which pieces begin: a multiple of every element, so that reductions see whole ones."""
@@ -45,13 +46,16 @@ class Batch:
             if part.world_size != self.world_size:
                 raise ValueError(f"Batch: ranks of part {number} (value={part.world_size}, allowed={self.world_size})")
 
-    def starts(self, rank: int, buffer: Buffer) -> tuple[int, ...]:
+    names = (Buffer.INPUT, Buffer.OUTPUT)
+    """Of the buffers that callers have."""
+
+    def starts(self, rank: int, buffer: str) -> tuple[int, ...]:
         """Offset of each part's piece of ``input`` or ``output``."""
         return self._layout[rank, buffer][0]
 
-    def buffer_bytes(self, rank: int, buffer: Buffer) -> int:
-        """Size of a virtual buffer."""
-        return max(self._layout[rank, buffer][1], default=0)
+    def buffer_bytes(self, rank: int, buffer: str) -> int:
+        """Size of a virtual buffer; 0 for one that there is not."""
+        return max(self._layout[rank, buffer][1], default=0) if buffer in self.names else 0
 
     def placed(self, part: int, span: Span) -> Span:
         """Where a span of one part's ``input`` or ``output`` is among the pieces of all."""
@@ -64,11 +68,11 @@ class Batch:
         return part >= 0 and span.offset + span.nbytes <= ends[part]
 
     @cached_property
-    def _layout(self) -> dict[tuple[int, Buffer], tuple[tuple[int, ...], tuple[int, ...]]]:
+    def _layout(self) -> dict[tuple[int, str], tuple[tuple[int, ...], tuple[int, ...]]]:
         return {
             (rank, buffer): lay_out([part.buffer_bytes(rank, buffer) for part in self.parts])
             for rank in range(self.world_size)
-            for buffer in (Buffer.INPUT, Buffer.OUTPUT)
+            for buffer in self.names
         }
 
     @cached_property
@@ -81,11 +85,11 @@ class Batch:
         return self._words  # which every call tells the peers
 
 
-Definition = Collective | Batch
+Definition = Collective | Batch | Contract
 """What a program claims to do."""
 
 
-def parts_of(definition: Definition) -> Iterator[tuple[Collective, Callable[[Span], Span]]]:
+def parts_of(definition: Collective | Batch) -> Iterator[tuple[Collective, Callable[[Span], Span]]]:
     """Each collective of a definition, with what turns its spans into those of the program."""
     if isinstance(definition, Collective):
         yield definition, _as_it_is

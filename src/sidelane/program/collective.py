@@ -34,10 +34,10 @@ class Buffer(StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Span:
-    """Bytes ``[offset, offset + nbytes)`` of ``buffer`` on ``rank``."""
+    """Bytes ``[offset, offset + nbytes)`` of ``buffer`` on ``rank``: a ``Buffer``, or one that a contract names."""
 
     rank: int
-    buffer: Buffer
+    buffer: str
     offset: int
     nbytes: int
 
@@ -179,12 +179,15 @@ class Collective:
         """Bytes of the largest input or output of any rank."""
         return max(max(self.input_bytes(rank), self.output_bytes(rank)) for rank in range(self.world_size))
 
-    def buffer_bytes(self, rank: int, buffer: Buffer) -> int:
-        """Size of a user's buffer; in place, the buffer that is not used has 0 bytes."""
+    names = (Buffer.INPUT, Buffer.OUTPUT)
+    """Of the buffers that callers have."""
+
+    def buffer_bytes(self, rank: int, buffer: str) -> int:
+        """Size of a user's buffer; in place, the buffer that is not used has 0 bytes, as one that there is not."""
         shared = Buffer.INPUT if self.kind is Kind.REDUCE_SCATTER else Buffer.OUTPUT
-        if self.in_place and buffer is not shared:
+        if buffer not in self.names or (self.in_place and buffer != shared):
             return 0
-        return self.input_bytes(rank) if buffer is Buffer.INPUT else self.output_bytes(rank)
+        return self.input_bytes(rank) if buffer == Buffer.INPUT else self.output_bytes(rank)
 
     def input_span(self, rank: int, offset: int, nbytes: int) -> Span:
         """Where bytes of a rank's input lie.

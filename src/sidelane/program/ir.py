@@ -171,7 +171,7 @@ class Program:
     """A collective, or several at once, as commands on engines.
 
     Attributes:
-        collective: what the program claims to do; ``verify`` holds it to that.
+        collective: what the program claims to do, collectives or a contract; ``verify`` holds it to that.
         variant: name of the algorithm, with the transforms applied (``pcpy``, ``b2b+prelaunch``).
         queues: at most one queue for each (rank, engine).
         staging_bytes: size of each rank's staging buffer.
@@ -190,16 +190,16 @@ class Program:
     def world_size(self) -> int:
         return self.collective.world_size
 
-    def buffer_bytes(self, rank: int, buffer: Buffer) -> int:
+    def buffer_bytes(self, rank: int, buffer: str) -> int:
         """Size in bytes of ``buffer`` on ``rank`` (0 where the program has no such buffer)."""
-        if buffer is Buffer.STAGING:
+        if buffer == Buffer.STAGING:
             return self.staging_bytes[rank]
         return self.collective.buffer_bytes(rank, buffer)
 
     def queues_of(self, rank: int) -> tuple[Queue, ...]:
         return tuple(queue for queue in self.queues if queue.rank == rank)
 
-    def remote_buffers(self) -> frozenset[Buffer]:
+    def remote_buffers(self) -> frozenset[str]:
         """Buffers that engines of another rank read or write: these must be in symmetric memory."""
         return frozenset(
             span.buffer

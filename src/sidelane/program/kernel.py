@@ -121,7 +121,7 @@ class KernelProgram:
         part = -(-self.part_bytes // ALIGNMENT) * ALIGNMENT
         return part * (self.world_size if self.distinct else 1)
 
-    def remote_buffers(self) -> frozenset[Buffer]:
+    def remote_buffers(self) -> frozenset[str]:
         """Callers' buffers that peers touch."""
         if self.protocol is Protocol.PUSH:
             return frozenset({Buffer.OUTPUT})

@@ -10,7 +10,7 @@ import torch
 from sidelane.bench.candidates.reference import poison
 from sidelane.program.collective import Buffer, Collective
 
-Views = Callable[[Buffer, int], torch.Tensor]
+Views = Callable[[str, int], torch.Tensor]
 """The first bytes of a buffer of this rank."""
 
 

@@ -57,7 +57,7 @@ class Rig:
         # Stamps are no part of what all executors have in common.
         self.executor = cast(Any, self._backend.executor)
         self._flags = self._backend.memory.allocate(2 * (FLAGS + TURN_FLAGS) * 4)
-        self._blocks: dict[Buffer, SymmetricBlock] = {}
+        self._blocks: dict[str, SymmetricBlock] = {}
         # One pair of slots and one count for all that take turns: a call ends here before the next one begins, in
         # graphs as well.
         self._slots = Staging(self._backend, spread=True)
@@ -84,14 +84,14 @@ class Rig:
                 program.buffer_bytes(rank, buffer)
                 for program, takes_turns in zip(programs, turning, strict=True)
                 for rank in range(program.world_size)
-                if not (takes_turns and buffer is Buffer.STAGING)
+                if not (takes_turns and buffer == Buffer.STAGING)
             ]
             if any(sizes):
                 self._blocks[buffer] = self._backend.memory.allocate(max(sizes))
         if any(turning):
             self._slots.reserve(SLOTS_BYTES, False)
 
-    def tensor(self, buffer: Buffer, nbytes: int) -> torch.Tensor:
+    def tensor(self, buffer: str, nbytes: int) -> torch.Tensor:
         """The first bytes of this rank's buffer."""
         return self._blocks[buffer].tensor[:nbytes]
 

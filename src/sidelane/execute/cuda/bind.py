@@ -56,7 +56,7 @@ class Resolver:
 
     def is_spread(self, place: Operand | Flag | Cell) -> bool:
         """True in memory of which all ranks' lies at equal distances in one mapping."""
-        return isinstance(place, Operand) and place.buffer is Buffer.STAGING and self._addresses.spread
+        return isinstance(place, Operand) and place.buffer == Buffer.STAGING and self._addresses.spread
 
     def __call__(self, place: Operand | Flag | Cell | HostWord | Gate) -> int:
         """The address.
@@ -179,7 +179,7 @@ class BoundPlan:
         return [self._bind_call(call, self.sides[stream - 1] if stream else caller) for call, stream in calls]
 
     def _is_callers(self, operand: Operand) -> bool:
-        return operand.rank == self._resolve.rank and operand.buffer is not Buffer.STAGING
+        return operand.rank == self._resolve.rank and operand.buffer != Buffer.STAGING
 
     def _without_uneven_rows(self, call: Call) -> tuple[Call, ...]:
         """A call as it is, or its copies where its rows are not at equal distances in one mapping."""

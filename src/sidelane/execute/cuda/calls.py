@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 from enum import StrEnum
 
-from sidelane.program.collective import Buffer, Reduction
+from sidelane.program.collective import Reduction
 from sidelane.program.ir import Comparison, Flag, Value
 
 DEFAULT_STREAMS = (0, 1, 2)
@@ -54,7 +54,7 @@ class Operand:
     """Bytes from ``offset`` on in a buffer of a rank."""
 
     rank: int
-    buffer: Buffer
+    buffer: str
     offset: int
 
 

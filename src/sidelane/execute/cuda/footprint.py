@@ -5,15 +5,14 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 
 from sidelane.execute.cuda.calls import Memcpy, Operand
-from sidelane.program.collective import Buffer
 
 
 class Footprint:
     """Bytes of buffers that copies touch; to add one, or ask about one, takes the logarithm of their number."""
 
     def __init__(self) -> None:
-        self._read: dict[tuple[int, Buffer], Ranges] = {}
-        self._written: dict[tuple[int, Buffer], Ranges] = {}
+        self._read: dict[tuple[int, str], Ranges] = {}
+        self._written: dict[tuple[int, str], Ranges] = {}
 
     def add(self, copy: Memcpy) -> None:
         """Count in what a copy touches."""
@@ -56,7 +55,7 @@ class Ranges:
         return index >= 0 and self._ends[index] > start
 
 
-def _meet(touched: dict[tuple[int, Buffer], Ranges], place: object, nbytes: int) -> bool:
+def _meet(touched: dict[tuple[int, str], Ranges], place: object, nbytes: int) -> bool:
     if not isinstance(place, Operand) or (place.rank, place.buffer) not in touched:
         return False
     return touched[place.rank, place.buffer].meet(place.offset, place.offset + nbytes)

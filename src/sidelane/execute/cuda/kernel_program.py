@@ -178,13 +178,13 @@ def arrange(program: KernelProgram, rank: int, addresses: Addresses, board: int,
     site = Site(rank, addresses.arenas, board, program.blocks, shared_bytes)
     buffers = addresses.buffers
 
-    def address(buffer: Buffer, of_rank: int) -> int:
+    def address(buffer: str, of_rank: int) -> int:
         found = buffers.get((of_rank, buffer))
         if found is None:
             raise ValueError(f"load: no address of buffer {buffer} of rank {of_rank} ({collective}, {program.variant})")
         return found
 
-    def everyone(buffer: Buffer) -> tuple[int, ...]:
+    def everyone(buffer: str) -> tuple[int, ...]:
         return tuple(address(buffer, peer) for peer in range(program.world_size))
 
     source = collective.input_span(rank, 0, 0)

@@ -209,7 +209,7 @@ class _Merged:
         return self.flags.local(flag.rank, engine)
 
     def _span(self, span: Span, part: int) -> Span:
-        if span.buffer is Buffer.STAGING:
+        if span.buffer == Buffer.STAGING:
             return dataclasses.replace(span, offset=span.offset + self.staging[part][span.rank])
         return self.batch.placed(part, span)
 

@@ -6,14 +6,14 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from sidelane.program.collective import INTEGERS, Buffer, ReduceOp, Reduction
+from sidelane.program.collective import INTEGERS, ReduceOp, Reduction
 
 
 class Origin(NamedTuple):
     """Bytes that the caller of ``rank`` left in ``buffer`` for ``invocation`` (staging: that nobody ever wrote)."""
 
     rank: int
-    buffer: Buffer
+    buffer: str
     invocation: int
 
 

@@ -18,6 +18,7 @@ from itertools import pairwise
 
 from sidelane.program.batch import parts_of
 from sidelane.program.collective import REDUCING, Buffer, Kind, Span
+from sidelane.program.contract import Contract
 from sidelane.program.ir import Broadcast, Command, Copy, Program, Reduce, Swap
 from sidelane.program.verify.contents import Content, Contents, Mixture, Origin, Piece, combine
 from sidelane.program.verify.layout import Layout, Place, event_at
@@ -57,20 +58,21 @@ class _Run:
     def __init__(self, layout: Layout) -> None:
         self.programs = layout.programs
         distinct = {id(program): program for program in layout.programs}
+        self.names = tuple(dict.fromkeys(name for program in distinct.values() for name in program.collective.names))
         self.buffers = {
             (rank, buffer): Contents(
                 max(program.buffer_bytes(rank, buffer) for program in distinct.values()),
                 Content(Origin(rank, buffer, 0), 0),
             )
             for rank in range(layout.world_size)
-            for buffer in Buffer
+            for buffer in (*self.names, Buffer.STAGING)
         }
         self.expected = {key: _expected(program) for key, program in distinct.items()}
         self.violations: dict[tuple[object, ...], str] = {}
 
     def relabel(self, rank: int, invocation: int) -> None:
         """The caller overwrites its buffers for ``invocation``."""
-        for buffer in (Buffer.INPUT, Buffer.OUTPUT):
+        for buffer in self.names:
             if nbytes := self.buffers[rank, buffer].nbytes:
                 self.buffers[rank, buffer].fill(0, nbytes, Content(Origin(rank, buffer, invocation), 0))
 
@@ -98,8 +100,8 @@ class _Run:
     def check(self, rank: int, invocation: int) -> None:
         """Compare what ``rank`` holds at the end of ``invocation`` with what it should hold."""
         program = self.programs[invocation - 1]
-        found: dict[tuple[Buffer, str], list[tuple[int, int]]] = {}
-        stale: set[tuple[Buffer, str]] = set()
+        found: dict[tuple[str, str], list[tuple[int, int]]] = {}
+        stale: set[tuple[str, str]] = set()
         for buffer, start, end, right in self.expected[id(program)][rank]:
             if _is_origin(self.buffers[rank, buffer].whole(start, end), right, invocation):
                 continue
@@ -157,12 +159,14 @@ def _joined(pieces: Sequence[Piece]) -> list[Piece]:
     return result
 
 
-Expected = tuple[Buffer, int, int, Content]
+Expected = tuple[str, int, int, Content]
 """Buffer, first byte, byte behind the last, what is there. Origins are of invocation 0 here."""
 
 
 def _expected(program: Program) -> list[list[Expected]]:
     """For each rank, what it must hold in the end."""
+    if isinstance(program.collective, Contract):
+        return _contracted(program.collective)
     ranks = range(program.world_size)
     found: list[list[Expected]] = [[] for _ in ranks]
     for collective, place in parts_of(program.collective):
@@ -189,10 +193,28 @@ def _expected(program: Program) -> list[list[Expected]]:
                 content = combine(collective.reduction, contents)
                 found[receiver].append((out.buffer, start, start + nbytes, content))
     for rank, pieces in enumerate(found):
-        in_input = [(start, end) for buffer, start, end, _ in pieces if buffer is Buffer.INPUT]
+        in_input = [(start, end) for buffer, start, end, _ in pieces if buffer == Buffer.INPUT]
         kept = Content(Origin(rank, Buffer.INPUT, 0), 0)
         gaps = list(_gaps(in_input, program.buffer_bytes(rank, Buffer.INPUT)))
         pieces += [(Buffer.INPUT, start, end, kept) for start, end in gaps]
+    return found
+
+
+def _contracted(contract: Contract) -> list[list[Expected]]:
+    """For each rank, what a contract says, and everything else as its caller left it."""
+    found: list[list[Expected]] = [[] for _ in range(contract.world_size)]
+    for result in contract.results:
+        dst = result.dst
+        sources = [Content(Origin(src.rank, src.buffer, 0), src.offset - dst.offset) for src in result.srcs]
+        content = sources[0] if result.reduction is None else combine(result.reduction, sources)
+        found[dst.rank].append((dst.buffer, dst.offset, dst.end, content))
+    for rank, pieces in enumerate(found):
+        results = list(pieces)
+        for buffer in set(contract.names) - contract.scratch:
+            claimed = [(start, end) for name, start, end, _ in results if name == buffer]
+            kept = Content(Origin(rank, buffer, 0), 0)
+            gaps = _gaps(claimed, contract.buffer_bytes(rank, buffer))
+            pieces += [(buffer, start, end, kept) for start, end in gaps]
     return found
 
 
@@ -240,7 +262,7 @@ def _name(piece: Piece, content: Content, invocation: int) -> str:
         inner = ", ".join(_name(Piece(start, end, term), term, invocation) for term in value.terms)
         return f"the {value.reduction} of ({inner})"
     where = Span(value.rank, value.buffer, start, end - start)
-    if value.buffer is Buffer.STAGING:
+    if value.buffer == Buffer.STAGING:
         return f"{where}, which nobody wrote"
     if value.invocation < invocation:
         return f"stale {where} of invocation {value.invocation}"

@@ -62,7 +62,7 @@ class Accesses:
         self._users: list[list[Watched]] = [[] for _ in range(layout.world_size)]
         self._accesses = _accesses(layout)
         for (rank, buffer), accesses in self._accesses.items():
-            user = rank if buffer is not Buffer.STAGING else -1
+            user = rank if buffer != Buffer.STAGING else -1
             for touching in {tuple(sorted(touching)) for _, _, touching in _cells(accesses)}:
                 self._watch(user, touching)
         self.races: list[tuple[Watched, Place, Place]] = []
@@ -124,7 +124,7 @@ class Accesses:
             return []
         lines: dict[tuple[object, ...], str] = {}
         for (rank, buffer), accesses in self._accesses.items():
-            user = rank if buffer is not Buffer.STAGING else -1
+            user = rank if buffer != Buffer.STAGING else -1
             found: dict[tuple[Event, Event], list[tuple[int, int]]] = {}
             for start, end, touching in _cells(accesses):
                 watched = self._watched[self._numbers[user, tuple(sorted(touching))]]
@@ -141,8 +141,8 @@ class Accesses:
         return list(lines.values())
 
 
-def _accesses(layout: Layout) -> dict[tuple[int, Buffer], list[Access]]:
-    result: dict[tuple[int, Buffer], list[Access]] = defaultdict(list)
+def _accesses(layout: Layout) -> dict[tuple[int, str], list[Access]]:
+    result: dict[tuple[int, str], list[Access]] = defaultdict(list)
     for site, (plan, number) in enumerate(layout.sites):
         _, first, _, behind, _, _ = plan.steps[number]
         for command in plan.queue.commands[first:behind]:
@@ -173,7 +173,7 @@ def _cells(accesses: list[Access]) -> Iterator[tuple[int, int, set[int]]]:
             yield start, end, touching
 
 
-def _commands(first: Place, second: Place, rank: int, buffer: Buffer, byte: int) -> tuple[Event, Event]:
+def _commands(first: Place, second: Place, rank: int, buffer: str, byte: int) -> tuple[Event, Event]:
     """Of two steps that race on a byte, the commands that do: the last one of the first, the first of the second."""
     one, other = sorted((first, second), key=lambda place: (place[0], place[1] is not None))
     firsts, seconds = list(_touching(one, rank, buffer, byte)), list(_touching(other, rank, buffer, byte))
@@ -186,7 +186,7 @@ def _commands(first: Place, second: Place, rank: int, buffer: Buffer, byte: int)
     return next(writing)
 
 
-def _touching(place: Place, rank: int, buffer: Buffer, byte: int) -> Iterator[Event]:
+def _touching(place: Place, rank: int, buffer: str, byte: int) -> Iterator[Event]:
     _, plan, number = place
     if plan is None:
         yield event_at(place)
@@ -198,11 +198,11 @@ def _touching(place: Place, rank: int, buffer: Buffer, byte: int) -> Iterator[Ev
             yield event_at(place, index)
 
 
-def _hits(spans: tuple[Span, ...], rank: int, buffer: Buffer, byte: int) -> bool:
+def _hits(spans: tuple[Span, ...], rank: int, buffer: str, byte: int) -> bool:
     return any((s.rank, s.buffer) == (rank, buffer) and s.offset <= byte < s.end for s in spans)
 
 
-def _describe(one: Event, other: Event, rank: int, buffer: Buffer, ranges: list[tuple[int, int]]) -> str:
+def _describe(one: Event, other: Event, rank: int, buffer: str, ranges: list[tuple[int, int]]) -> str:
     where = name_bytes(rank, buffer, ranges)
     if other.command is None:
         one, other = other, one
@@ -215,5 +215,5 @@ def _describe(one: Event, other: Event, rank: int, buffer: Buffer, ranges: list[
     )
 
 
-def _verb(command: Command | None, rank: int, buffer: Buffer, byte: int) -> str:
+def _verb(command: Command | None, rank: int, buffer: str, byte: int) -> str:
     return "writes" if command is not None and _hits(writes(command), rank, buffer, byte) else "reads"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from sidelane.program.collective import Buffer, Span
+from sidelane.program.collective import Span
 from sidelane.program.ir import Command, Engine, describe
 from sidelane.program.verify.layout import Event
 
@@ -28,7 +28,7 @@ def name_user(event: Event) -> str:
     return f"rank {event.rank}'s caller between invocations {event.invocation} and {event.invocation + 1}"
 
 
-def name_bytes(rank: int, buffer: Buffer, ranges: Iterable[tuple[int, int]]) -> str:
+def name_bytes(rank: int, buffer: str, ranges: Iterable[tuple[int, int]]) -> str:
     """Name byte ranges of one buffer; ranges that touch become one."""
     return ", ".join(str(Span(rank, buffer, start, end - start)) for start, end in joined(ranges))
 

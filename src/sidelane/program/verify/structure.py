@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import collections
 from collections.abc import Iterator
 
 from sidelane.program.batch import Batch, Definition
@@ -49,9 +49,9 @@ class Sizes:
 
     def __init__(self, program: Program) -> None:
         self._program = program
-        self._found: dict[Buffer, dict[int, int]] = {buffer: {} for buffer in Buffer}
+        self._found: dict[str, dict[int, int]] = collections.defaultdict(dict)
 
-    def of(self, rank: int, buffer: Buffer) -> int:
+    def of(self, rank: int, buffer: str) -> int:
         """Bytes of a buffer of a rank that there is."""
         found = self._found[buffer]
         size = found.get(rank)
@@ -71,7 +71,7 @@ def _program(program: Program) -> Iterator[str]:
     for queue in program.queues:
         if not 0 <= queue.rank < world_size:
             yield f"rank {queue.rank} {queue.engine}: a queue on a rank outside of 0..{world_size - 1}"
-    for (rank, engine), count in Counter((queue.rank, queue.engine) for queue in program.queues).items():
+    for (rank, engine), count in collections.Counter((queue.rank, queue.engine) for queue in program.queues).items():
         if count > 1:
             yield f"rank {rank} {engine}: {count} queues on one engine; an engine runs one queue"
 
@@ -86,7 +86,7 @@ def _is_plainly_right(program: Program, sizes: Sizes, queue: Queue, command: Com
         case Copy(dst, src):
             if dst.nbytes != src.nbytes or dst.nbytes <= 0 or queue.engine.kind is not EngineKind.DMA:
                 return False
-            if isinstance(program.collective, Batch) or (dst.rank == src.rank and dst.buffer is src.buffer):
+            if isinstance(program.collective, Batch) or (dst.rank == src.rank and dst.buffer == src.buffer):
                 return False
             for span in (dst, src):
                 if not 0 <= span.rank < program.world_size or span.offset < 0:
@@ -137,7 +137,7 @@ def _span(program: Program, sizes: Sizes, queue: Queue, span: Span) -> Iterator[
         yield f"{span} has {span.nbytes} bytes; commands move at least one"
     elif span.offset < 0 or span.end > size:
         yield f"{span} is out of bounds: {span.buffer}@{span.rank} has {size} bytes"
-    elif span.buffer is not Buffer.STAGING and not _in_one_piece(program.collective, span):
+    elif span.buffer != Buffer.STAGING and not _in_one_piece(program.collective, span):
         yield f"{span} is out of bounds: it does not lie within one piece of {program.collective}"
     if queue.engine.kind is EngineKind.LOCAL and span.rank != queue.rank:
         yield f"{span} is on another rank; a local engine moves bytes that stay on rank {queue.rank}"

@@ -1,0 +1,118 @@
+"""What a program of one's own claims to do: named buffers, and what each of them holds in the end.
+
+The collectives of ``program.collective`` define themselves. Any other movement of bytes, as of a cache from one rank to
+another, is defined by a contract: ``verify`` holds the program to it as it holds others to their collective.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+
+from sidelane.program.collective import MAX_WORLD_SIZE, Buffer, Reduction, Span
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Result:
+    """Bytes that a rank holds in the end.
+
+    Attributes:
+        dst: which.
+        srcs: what they are made of, as the callers left it: one span, or those that ``reduction`` combines, in order.
+        reduction: None for a copy.
+    """
+
+    dst: Span
+    srcs: tuple[Span, ...]
+    reduction: Reduction | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Contract:
+    """A movement of bytes between named buffers of the ranks. Make it with :meth:`of`, which checks its arguments.
+
+    Attributes:
+        name: for people.
+        world_size: ranks.
+        sizes: of each buffer, by name, bytes on each rank.
+        results: everything that changes.
+        scratch: buffers of which nobody cares what they hold in the end.
+    """
+
+    name: str
+    world_size: int
+    sizes: tuple[tuple[str, tuple[int, ...]], ...]
+    results: tuple[Result, ...]
+    scratch: frozenset[str] = frozenset()
+
+    @staticmethod
+    def of(
+        name: str, buffers: Mapping[str, Sequence[int]], results: Iterable[Result], *, scratch: Iterable[str] = ()
+    ) -> Contract:
+        """Define a movement.
+
+        Args:
+            name: for people.
+            buffers: bytes on each rank, by name of the buffer; ``staging`` is what every program has besides.
+            results: what the buffers hold in the end. Every other byte, but for scratch, must be as the caller left it.
+            scratch: names of buffers that may hold anything in the end.
+
+        Raises:
+            ValueError: no buffers, different numbers of ranks, negative sizes, or a result that does not lie in the
+                buffers, overlaps another one, or does not match what it is made of.
+        """
+        sizes = tuple((buffer, tuple(int(size) for size in ranks)) for buffer, ranks in buffers.items())
+        counts = {len(ranks) for _, ranks in sizes}
+        if len(counts) != 1 or not 1 <= min(counts) <= MAX_WORLD_SIZE:
+            raise ValueError(f"Contract: ranks of the buffers (value={sorted(counts)}, allowed=one number for all)")
+        if any(size < 0 for _, ranks in sizes for size in ranks):
+            raise ValueError(f"Contract: sizes must not be negative (value={dict(sizes)})")
+        names = {buffer for buffer, _ in sizes}
+        if Buffer.STAGING in names or not all(names):
+            raise ValueError(f"Contract: names of buffers (value={sorted(names)}, allowed=any but '' and 'staging')")
+        unknown = sorted(set(scratch) - names)
+        if unknown:
+            raise ValueError(f"Contract: scratch (value={unknown}, allowed={sorted(names)})")
+        made = Contract(name, counts.pop(), sizes, tuple(results), frozenset(scratch))
+        made._check_results()
+        return made
+
+    def buffer_bytes(self, rank: int, buffer: str) -> int:
+        """Size of a buffer; 0 where the rank has none of that name."""
+        sizes = self._by_name.get(buffer)
+        return 0 if sizes is None else sizes[rank]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the buffers."""
+        return tuple(self._by_name)
+
+    @cached_property
+    def _by_name(self) -> dict[str, tuple[int, ...]]:
+        return dict(self.sizes)
+
+    def _check_results(self) -> None:
+        ends: dict[tuple[int, str], list[tuple[int, int]]] = {}
+        for result in self.results:
+            for span in (result.dst, *result.srcs):
+                size = self.buffer_bytes(span.rank, span.buffer) if 0 <= span.rank < self.world_size else 0
+                if span.nbytes <= 0 or not 0 <= span.offset <= span.end <= size:
+                    raise ValueError(f"Contract: a result names bytes that there are not (value={span}, have={size})")
+            if any(src.nbytes != result.dst.nbytes for src in result.srcs):
+                raise ValueError(f"Contract: a result and what it is made of differ in size (value={result})")
+            if len(result.srcs) != 1 if result.reduction is None else not result.srcs:
+                raise ValueError(f"Contract: a result is a copy of one span, or a reduction of some (value={result})")
+            if result.dst.buffer in self.scratch:
+                raise ValueError(f"Contract: a result in scratch (value={result.dst}, allowed=other buffers)")
+            ends.setdefault((result.dst.rank, result.dst.buffer), []).append((result.dst.offset, result.dst.end))
+        for (rank, buffer), ranges in ends.items():
+            ranges.sort()
+            for (_, end), (start, _) in itertools.pairwise(ranges):
+                if start < end:
+                    raise ValueError(f"Contract: two results for byte {start} of {buffer} on rank {rank}")
+
+    def __str__(self) -> str:
+        nbytes = sum(result.dst.nbytes for result in self.results)
+        return f"{self.name}({self.world_size} ranks, {nbytes} bytes)"
