@@ -24,7 +24,7 @@ from sidelane.bench.soak.world import Verdict, run_episode
 MOST_FAILED = 20
 """Failed episodes with which a campaign ends: there is enough to look at."""
 
-MOST_NOTES, MOST_NOTE = 12, 8000
+MOST_NOTES, MOST_NOTE = 6, 4000
 """Of a file, which is to be read: everything is counted, and the first are told."""
 
 ON_GPUS = 8000
