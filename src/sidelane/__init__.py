@@ -15,12 +15,13 @@ from sidelane.errors import (
 )
 
 if TYPE_CHECKING:
-    from sidelane.collectives import Batched, Communicator, Prelaunched, Work
+    from sidelane.collectives import Batched, BoundProgram, Communicator, Prelaunched, Work
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Batched",
+    "BoundProgram",
     "Communicator",
     "CommunicatorClosedError",
     "Config",
@@ -37,6 +38,6 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # Importing torch takes seconds; `sidelane --help` and the program tools do without.
-    if name in ("Batched", "Communicator", "Prelaunched", "Work"):
+    if name in ("Batched", "BoundProgram", "Communicator", "Prelaunched", "Work"):
         return getattr(import_module("sidelane.collectives"), name)
     raise AttributeError(f"module 'sidelane' has no attribute {name!r}")

@@ -10,6 +10,7 @@ import threading
 import time
 from typing import Any
 
+import loads
 import sweeps
 import torch
 import torch.distributed as dist
@@ -34,6 +35,51 @@ def sweep(context: Context, name: str, *args: Any, stream: bool = False) -> Any:
 
 def sweep_on_stream(context: Context, name: str, *args: Any) -> Any:
     return sweep(context, name, *args, stream=True)
+
+
+def loaded(context: Context, name: str, *args: Any, stream: bool = False) -> Any:
+    """One of the cases of programs of one's own that CPU ranks run, too."""
+    torch.set_default_device(torch.device("cuda", context.rank))
+    try:
+        with torch.cuda.stream(torch.cuda.Stream() if stream else None):
+            return getattr(loads, name)(dist.group.WORLD, *args)
+    finally:
+        torch.set_default_device(None)
+
+
+def loaded_on_stream(context: Context, name: str, *args: Any) -> Any:
+    return loaded(context, name, *args, stream=True)
+
+
+def loaded_in_a_graph(context: Context, replays: int) -> None:
+    """A program of one's own and a collective in one graph, replayed with eager calls of both in between."""
+    device = torch.device("cuda", context.rank)
+    torch.set_default_device(device)
+    try:
+        with Communicator(device=device, config=Config(timeout_s=30)) as comm:
+            n, rank = comm.world_size, comm.rank
+            case = loads.Case(comm, loads.handover(n))
+            shard, whole = torch.empty(500, dtype=torch.int32), torch.empty(500 * n, dtype=torch.int32)
+
+            def calls() -> None:
+                case.run()
+                comm.all_gather(whole, shard)
+
+            calls()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                calls()
+            for replay in range(replays):
+                case.fill(replay)
+                shard.fill_(replay + rank)
+                calls() if replay % 3 == 2 else graph.replay()
+                comm.synchronize()
+                case.check(replay)
+                assert whole.view(n, -1)[:, 7].tolist() == [replay + peer for peer in range(n)]
+            del graph
+            case.run.close()
+    finally:
+        torch.set_default_device(None)
 
 
 def nccl_control_plane(context: Context) -> None:

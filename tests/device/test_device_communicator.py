@@ -31,6 +31,21 @@ def test_what_cpu_ranks_do(ranks: Ranks, name: str) -> None:
     ranks.run(CASES + "sweep", name, timeout_s=120)
 
 
+@pytest.mark.parametrize("case", ["loaded", "loaded_on_stream"])
+@pytest.mark.parametrize("seed", range(2))
+def test_programs_of_ones_own_next_to_collectives(ranks: Ranks, case: str, seed: int) -> None:
+    ranks.run(CASES + case, "builders", seed, 200, timeout_s=150)
+
+
+@pytest.mark.parametrize("slope", [1, 7])
+def test_a_program_that_no_collective_is(ranks: Ranks, slope: int) -> None:
+    ranks.run(CASES + "loaded", "handed_over", 100, slope)
+
+
+def test_a_program_of_ones_own_in_a_graph(ranks: Ranks) -> None:
+    ranks.run(CASES + "loaded_in_a_graph", 100)
+
+
 def test_two_communicators_interleaved(ranks: Ranks) -> None:
     ranks.run(CASES + "sweep", "interleaved", ())
 

@@ -25,14 +25,16 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from loads import handover
 
 from sidelane.collectives import backend_cuda, communicator
 from sidelane.config import Config
-from sidelane.execute.cuda import allocations, driver
+from sidelane.execute.cuda import driver
 from sidelane.execute.cuda.probe import DriverFeatures
 from sidelane.memory.control import ControlBlock
 from sidelane.memory.exchange import Exchange
 from sidelane.native import load_replays
+from sidelane.program.ir import Program
 
 WORLD = 4
 SIZES = (1, 16, 250, 1000, 4096, 30_000, 65_536, 100_001)
@@ -182,9 +184,16 @@ class Walk:
         self.captures = seed % 2 == 0  # which keep staging for good
         self.symmetric = [comm.empty(ARENA_BYTES // 2, dtype=torch.uint8) for _ in range(4)]
         self.ordinary = [bytes_that_may_be_touched(ARENA_BYTES) for _ in range(4)]
+        self.own = [self.load(handover(WORLD, nbytes)) for nbytes in (4000, 33)]
         self.recent: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
         self.graphs: list[tuple[int, object]] = []
         self.refused = self.made = self.growths = 0
+
+    def load(self, program: Program) -> Any:
+        """A program of the caller's own, on tensors that it keeps."""
+        sizes = {name: program.buffer_bytes(0, name) for name in program.collective.names}
+        cache = bytes_that_may_be_touched(sizes["cache"])
+        return self.comm.load(program, {"cache": cache, "inbox": self.comm.empty(sizes["inbox"], dtype=torch.uint8)})
 
     def step(self) -> None:
         rng = self.rng
@@ -200,6 +209,8 @@ class Walk:
             caller.stream, caller.capturing = stream or 0x500, True
             checker.cuStreamBeginCapture_v2(None, 0)
         try:
+            if rng.random() < 0.1:
+                rng.choice(self.own)()
             for _ in range(1 if captured else rng.choice((1, 1, 2, 5))):
                 getattr(self.comm, call[0])(*call[1], **call[2])
                 self.made += 1
@@ -231,7 +242,10 @@ class Walk:
                 preparer._reserve(staging, have + 1, False)
         elif chance < 0.016 and not self.graphs:  # the caller's need their memory
             checker.checker_renew(self.rng.choice(self.ordinary).data_ptr())
-        elif chance < 0.017:  # as if thousands of other calls had come
+        elif chance < 0.0165 and not self.graphs:  # a program goes, and another one comes
+            self.own.pop(0).close()
+            self.own.append(self.load(handover(WORLD, self.rng.randrange(1, 9000))))
+        elif chance < 0.0175:  # as if thousands of other calls had come
             self.comm._preparer._recent.clear()
             gc.collect()
 
@@ -297,6 +311,8 @@ def main() -> None:
         return native[-1]
 
     comm._repeats.run = seen
+    if sabotage == "allocations":
+        driver.Driver.allocations_in = lambda *_: iter(())
     walk = Walk(comm, seed)
     for number in range(steps):
         if number == steps // 2 and sabotage == "flags":
@@ -305,8 +321,6 @@ def main() -> None:
             for prepared in comm._preparer._recent.values():
                 for event in getattr(prepared.loaded, "_events", ()):
                     checker.cuEventDestroy_v2(ctypes.c_uint64(event))
-        if number == steps // 2 and sabotage == "allocations":
-            allocations.Allocations.stand = lambda self: True
         walk.step()
         if checker.checker_violations():
             break

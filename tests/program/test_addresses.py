@@ -40,7 +40,11 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def walk(library: Path, seed: int, steps: int, sabotage: str = "none") -> tuple[dict[str, int], str]:
-    environment = {**os.environ, "LD_LIBRARY_PATH": str(library), "PYTHONPATH": str(HERE.parent.parent / "src")}
+    environment = {
+        **os.environ,
+        "LD_LIBRARY_PATH": str(library),
+        "PYTHONPATH": os.pathsep.join(map(str, (HERE.parent.parent / "src", HERE.parent / "common"))),
+    }
     command = [sys.executable, str(HERE / "address_walk.py"), str(seed), str(steps), sabotage]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -61,6 +65,6 @@ def test_all_that_is_submitted_lies_where_it_may(library: Path, seed: int) -> No
 @pytest.mark.parametrize("sabotage", ["flags", "events", "allocations"])
 def test_what_is_gone_is_noticed(library: Path, sabotage: str) -> None:
     # Where callers have graphs, they keep the memory.
-    found, errors = walk(library, 1 if sabotage == "allocations" else 0, 1000, sabotage)
+    found, errors = walk(library, 1, 3000, sabotage) if sabotage == "allocations" else walk(library, 0, 1000, sabotage)
     assert found["violations"] > 0
     assert "VIOLATION" in errors

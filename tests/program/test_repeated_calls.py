@@ -13,11 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from fake_driver import FakeDriver
+from loads import handover
 
 from sidelane.collectives import backend_cuda, communicator, prepare
 from sidelane.collectives.communicator import Communicator
 from sidelane.config import Config
-from sidelane.errors import CommunicatorClosedError
+from sidelane.errors import CommunicatorClosedError, UnavailableError
 from sidelane.execute.cuda import CudaExecutor, DriverFeatures
 from sidelane.native import load_replays
 from sidelane.program.batch import Batch
@@ -70,6 +71,7 @@ def make_rank(monkeypatch: pytest.MonkeyPatch, driver: FakeDriver, **config: Any
         lambda *arguments: CudaExecutor(*arguments, driver=driver),
     )
     monkeypatch.setattr(communicator, "make_backend", backend_cuda.CudaBackend)
+    monkeypatch.setattr(backend_cuda.CudaBackend, "settle", lambda backend: None)  # torch's tensors are on the CPU
     monkeypatch.setattr(communicator, "choose_device", lambda device: torch.device("cpu"))
     driver.caller = driver.create_stream()
     comm = Communicator(config=Config(profile="builtin", **config))
@@ -280,6 +282,49 @@ def test_a_graph_is_made_anew_when_memory_that_it_copies_has_been_freed(rank: Ra
         assert rank.driver.captures == 1 + frees, "one for the first call behind each"
         python = 2 if frees == 0 else 1
         assert rank.native[-4:] == [False] * python + [True] * (4 - python)
+
+
+def test_a_program_of_ones_own_runs_eager_and_captured(rank: Rank) -> None:
+    """On streams, with its own flags; in a graph as it is frozen, which replays next to eager calls."""
+    driver, cache, inbox = rank.driver, torch.zeros(4100, dtype=torch.uint8), torch.zeros(4032, dtype=torch.uint8)
+    run = rank.comm.load(handover(1), {"cache": cache, "inbox": inbox})
+
+    def handed_over(call: Any) -> None:
+        cache.random_(0, 250)
+        inbox.fill_(255)
+        call()
+        rank.finish()
+        assert torch.equal(inbox[16:4016], cache[64:4064])
+        assert inbox[:16].eq(255).all()
+        assert inbox[4016:].eq(255).all()
+
+    for _ in range(3):
+        handed_over(run)
+    last = rank.comm.last_submitted()
+    assert last is not None and last.counts.kernels == 0
+    driver.begin_capture()
+    run()
+    graph = driver.end_capture()
+    for _ in range(3):
+        handed_over(lambda: driver.replay(graph))
+        handed_over(run)
+    choice = rank.comm.last_choice()
+    assert choice is not None and choice.reason == "a program of the caller's own"
+    run.close()
+
+
+def test_a_program_that_cannot_be_captured_says_so(rank: Rank) -> None:
+    tensors = {"cache": torch.zeros(4100, dtype=torch.uint8), "inbox": torch.zeros(4032, dtype=torch.uint8)}
+    run = rank.comm.load(handover(1, slope=2), tensors)
+    run()
+    rank.driver.begin_capture()
+    with pytest.raises(UnavailableError, match=r"handover.* cannot be captured: freeze: cannot freeze .*2\*epoch"):
+        run()
+    with pytest.raises(UnavailableError, match="load: memory cannot be allocated while a graph is captured"):
+        rank.comm.load(handover(1), tensors)
+    assert rank.driver.end_capture() == []
+    run()
+    rank.finish()
 
 
 def test_calls_from_two_streams_are_not_remembered_again_and_again(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:

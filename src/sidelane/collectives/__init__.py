@@ -1,8 +1,9 @@
 """Collectives that torch.distributed users know, run as verified programs."""
 
 from sidelane.collectives.batched import Batched
+from sidelane.collectives.bound import BoundProgram
 from sidelane.collectives.communicator import Communicator
 from sidelane.collectives.prelaunched import Prelaunched
 from sidelane.collectives.work import Work
 
-__all__ = ["Batched", "Communicator", "Prelaunched", "Work"]
+__all__ = ["Batched", "BoundProgram", "Communicator", "Prelaunched", "Work"]

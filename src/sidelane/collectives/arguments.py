@@ -69,7 +69,7 @@ class Arguments:
                 f"all_gather: output must hold {self.world_size} times the elements of input "
                 f"(output={output.numel()}, input={input.numel()}, allowed output={self.world_size * input.numel()})"
             )
-        output_region, input_region = self._regions("all_gather", output, input)
+        output_region, input_region = self.regions("all_gather", output, input)
         in_place = self._in_place("all_gather", output_region, input_region, self.rank * input.nbytes)
         collective = define.all_gather([input.nbytes] * self.world_size, in_place=in_place)
         return Request(collective, input_region, output_region, input.dtype)
@@ -83,7 +83,7 @@ class Arguments:
                 f"(output={output.numel()}, input={input.numel()})"
             )
         part = input.nbytes // self.world_size
-        output_region, input_region = self._regions("all_to_all", output, input)
+        output_region, input_region = self.regions("all_to_all", output, input)
         in_place = self._in_place("all_to_all", output_region, input_region, 0)
         collective = define.all_to_all([[part] * self.world_size] * self.world_size, in_place=in_place)
         return Request(collective, input_region, output_region, input.dtype)
@@ -93,7 +93,7 @@ class Arguments:
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Check the split sizes of an uneven all_to_all (rows of dimension 0) and turn them into bytes."""
         self._same_dtype("all_to_all", output, input)
-        self._apart("all_to_all", *self._regions("all_to_all", output, input))
+        self._apart("all_to_all", *self.regions("all_to_all", output, input))
         result = []
         for name, tensor, splits in (("output", output, output_splits), ("input", input, input_splits)):
             rows = tensor.shape[0] if tensor.dim() else 0
@@ -116,7 +116,7 @@ class Arguments:
         output_region, input_region = (
             dataclasses.replace(region, block=place[0], offset=place[1]) if place else region
             for region, place in zip(
-                self._regions("all_to_all", output, input), (agreed.output_place, agreed.input_place), strict=True
+                self.regions("all_to_all", output, input), (agreed.output_place, agreed.input_place), strict=True
             )
         )
         return Request(define.all_to_all(agreed.counts), input_region, output_region, input.dtype)
@@ -129,7 +129,7 @@ class Arguments:
                 f"reduce_scatter: input must hold {self.world_size} times the elements of output "
                 f"(input={input.numel()}, output={output.numel()}, allowed input={self.world_size * output.numel()})"
             )
-        output_region, input_region = self._regions("reduce_scatter", output, input)
+        output_region, input_region = self.regions("reduce_scatter", output, input)
         in_place = self._in_place("reduce_scatter", input_region, output_region, self.rank * output.nbytes)
         reduction = self._reduction("reduce_scatter", op, input.dtype)
         collective = define.reduce_scatter([output.nbytes] * self.world_size, reduction, in_place=in_place)
@@ -142,7 +142,7 @@ class Arguments:
             raise ValueError(
                 f"all_reduce: output must hold the elements of input (output={output.numel()}, input={input.numel()})"
             )
-        output_region, input_region = self._regions("all_reduce", output, input)
+        output_region, input_region = self.regions("all_reduce", output, input)
         in_place = self._in_place("all_reduce", output_region, input_region, 0)
         reduction = self._reduction("all_reduce", op, input.dtype)
         shards = aligned_shards(input.nbytes, self.world_size, SHARD_ALIGNMENT)
@@ -153,7 +153,7 @@ class Arguments:
     def broadcast(self, tensor: torch.Tensor, root: int) -> Request:
         """In place: the root's bytes replace everybody's."""
         check_tensors("broadcast", tensor)
-        (region,) = self._regions("broadcast", tensor)
+        (region,) = self.regions("broadcast", tensor)
         collective = define.broadcast(tensor.nbytes, self.world_size, root, in_place=True)
         return Request(collective, region, region, tensor.dtype)
 
@@ -163,8 +163,8 @@ class Arguments:
         collective = define.scatter([output.nbytes] * self.world_size, root)
         self._rooted_argument("scatter", "input", input, output, root)
         if input is None:
-            return Request(collective, EMPTY, self._regions("scatter", output)[0], output.dtype)
-        output_region, input_region = self._regions("scatter", output, input)
+            return Request(collective, EMPTY, self.regions("scatter", output)[0], output.dtype)
+        output_region, input_region = self.regions("scatter", output, input)
         self._apart("scatter", output_region, input_region)
         return Request(collective, input_region, output_region, output.dtype)
 
@@ -174,8 +174,8 @@ class Arguments:
         collective = define.gather([input.nbytes] * self.world_size, root)
         self._rooted_argument("gather", "output", output, input, root)
         if output is None:
-            return Request(collective, self._regions("gather", input)[0], EMPTY, input.dtype)
-        output_region, input_region = self._regions("gather", output, input)
+            return Request(collective, self.regions("gather", input)[0], EMPTY, input.dtype)
+        output_region, input_region = self.regions("gather", output, input)
         self._apart("gather", output_region, input_region)
         return Request(collective, input_region, output_region, input.dtype)
 
@@ -196,7 +196,8 @@ class Arguments:
                 f"({name}={tensor.numel()}, part={part.numel()}, allowed={self.world_size * part.numel()})"
             )
 
-    def _regions(self, function: str, *tensors: torch.Tensor) -> tuple[Region, ...]:
+    def regions(self, function: str, *tensors: torch.Tensor) -> tuple[Region, ...]:
+        """Where tensors lie. Raises ValueError for those that no call takes."""
         for tensor in tensors:
             if tensor.layout is not torch.strided:
                 raise ValueError(f"{function}: layout (value={tensor.layout}, allowed=torch.strided)")
@@ -221,7 +222,7 @@ class Arguments:
 
     def _in_place(self, function: str, whole: Region, part: Region, offset: int) -> bool:
         """True if ``part`` is exactly the bytes of ``whole`` at ``offset``; any other overlap is an error."""
-        if not self._overlap(whole, part):
+        if not self.overlap(whole, part):
             return False
         if part.address == whole.address + offset:
             return True
@@ -231,11 +232,12 @@ class Arguments:
         )
 
     def _apart(self, function: str, output: Region, input: Region) -> None:
-        if self._overlap(output, input):
+        if self.overlap(output, input):
             raise ValueError(f"{function}: input and output must not overlap")
 
     @staticmethod
-    def _overlap(a: Region, b: Region) -> bool:
+    def overlap(a: Region, b: Region) -> bool:
+        """True if two regions share bytes."""
         return bool(a.nbytes and b.nbytes) and a.address < b.address + b.nbytes and b.address < a.address + a.nbytes
 
     @staticmethod

@@ -139,6 +139,10 @@ class Backend(Protocol):
         """Block the host until every call has finished. Raises what went wrong."""
         ...
 
+    def settle(self) -> None:
+        """Return when what torch was told to store so far is there."""
+        ...
+
     def renew(self, call: int) -> None:
         """Let words of its own that follow calls count as set by ``call``; return when what was stored so far is there.
 

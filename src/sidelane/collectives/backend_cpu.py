@@ -93,6 +93,9 @@ class CpuBackend:
             self.executor.close()
             raise
 
+    def settle(self) -> None:
+        full_fence()
+
     def renew(self, call: int) -> None:
         full_fence()
 

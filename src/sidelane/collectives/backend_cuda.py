@@ -100,8 +100,11 @@ class CudaBackend:
     def synchronize(self) -> None:
         self.executor.synchronize()
 
+    def settle(self) -> None:
+        torch.cuda.current_stream(self.device).synchronize()
+
     def renew(self, call: int) -> None:
-        torch.cuda.current_stream(self.device).synchronize()  # torch has stored flags there
+        self.settle()  # torch has stored flags there
         self.executor.renew(call)
 
     def disown(self, error: SidelaneError) -> None:

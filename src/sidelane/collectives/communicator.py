@@ -6,7 +6,7 @@ Over 400 lines, since the documentation of each collective stands with it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -19,6 +19,7 @@ from sidelane.choice.candidate import FIRST
 from sidelane.collectives.arguments import Arguments, Request, identities
 from sidelane.collectives.asked import Asked
 from sidelane.collectives.batched import Batched
+from sidelane.collectives.bound import BoundProgram, bind_program
 from sidelane.collectives.calls import Calls
 from sidelane.collectives.devices import choose_device, make_backend
 from sidelane.collectives.entry import entry
@@ -37,6 +38,7 @@ from sidelane.execute.submitted import Counts, Submitted
 from sidelane.memory.control import ControlBlock
 from sidelane.memory.exchange import Exchange
 from sidelane.program.collective import MAX_NODE_RANKS, Kind
+from sidelane.program.ir import Program
 from sidelane.program.shape import check_beside
 
 
@@ -374,6 +376,28 @@ class Communicator:
         """Make an :meth:`all_to_all` of equal parts ready; see :meth:`prepare_all_gather`. Also ``swap``."""
         parts = (self._calls, self._arguments, self._preparer)
         return prepare_prelaunched(*parts, Kind.ALL_TO_ALL, (output, input), variant, host_trigger)
+
+    @entry
+    def load(self, program: Program, buffers: Mapping[str, torch.Tensor]) -> BoundProgram:
+        """Prove a program of one's own and bind it to tensors, to call it like a collective. Collective.
+
+        Args:
+            program: the same on every rank (docs/programs.md). What it claims to do is a collective, with the buffers
+                ``input`` and ``output``, or a :class:`sidelane.program.contract.Contract` with buffers of any names.
+            buffers: this rank's tensors by name, any dtype, contiguous, of at least the bytes that the program has
+                there. A buffer that engines of peers touch is symmetric memory (:meth:`empty`) at one place on every
+                rank, also on those that have no bytes in it.
+
+        Returns:
+            What runs it: ``run = communicator.load(program, buffers)``, then ``run()`` on every rank.
+
+        Raises:
+            ProgramError: the proof failed; the text names ranks, commands and bytes.
+            ValueError, TypeError: wrong buffers; nothing was allocated.
+            UnavailableError: inside a capture, or the device cannot run a command of it.
+            MismatchError, PeerError, PeerTimeoutError: see docs/failure.md.
+        """
+        return bind_program(self._calls, self._arguments, self._preparer, program, buffers)
 
     @entry
     def barrier(self) -> None:

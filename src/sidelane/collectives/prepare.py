@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Callable, Hashable
+from typing import Protocol
 
 import torch
 
@@ -57,10 +58,19 @@ class Prepared:
     choice: Choice
 
 
+class OwnProgram(Protocol):
+    """A program of the caller's with flags of its own."""
+
+    def renew(self, call: int) -> None:
+        """Let them count as set by ``call``."""
+        ...
+
+
 class Preparer:
     """Owns what all programs of a communicator share: flag memory and staging.
 
     Attributes:
+        own_programs: that callers have loaded, whose flags are renewed with the others.
         keepers: called when what :meth:`recall` knew is void, of whoever keeps any of it.
     """
 
@@ -85,6 +95,7 @@ class Preparer:
         self._kept: list[object] = []
         self._recent: dict[Hashable, Prepared] = {}
         self._recent_lists: collections.deque[Hashable] = collections.deque()
+        self.own_programs: set[OwnProgram] = set()
         self.keepers: list[Callable[[], object]] = []
 
     def recall(self, key: Hashable) -> Prepared | None:
@@ -173,6 +184,8 @@ class Preparer:
         value -= (value >> 31) << 32  # as a signed word
         words[:FLAGS] = value
         words[3 * FLAGS : 3 * FLAGS + TURN_FLAGS] = value
+        for program in self.own_programs:
+            program.renew(call)
         self._backend.renew(call)
 
     def close(self) -> None:
@@ -180,6 +193,7 @@ class Preparer:
         self._recent.clear()
         self._recent_lists.clear()
         self._kept.clear()
+        self.own_programs.clear()
 
     def _reserve(self, staging: Staging, nbytes: int, frozen: bool) -> None:
         if staging.reserve(nbytes, frozen):
@@ -232,7 +246,7 @@ class Preparer:
         buffers: dict[tuple[int, str], int] = {}
         remote = program.remote_buffers()
         for buffer in (Buffer.INPUT, Buffer.OUTPUT):
-            reached = self._reach(request.region(buffer), buffer in remote)
+            reached = self.reach(request.region(buffer), buffer in remote)
             buffers.update({(rank, buffer): address for rank, address in reached.items()})
         return {**buffers, **_on_all_ranks(staging, offset)}
 
@@ -240,7 +254,7 @@ class Preparer:
         found: dict[tuple[int, str], Pieces] = {}
         for buffer in (Buffer.INPUT, Buffer.OUTPUT):
             regions = [part.region(buffer) for part in request.parts]
-            reached = [self._reach(region, region.symmetric) for region in regions]
+            reached = [self.reach(region, region.symmetric) for region in regions]
             for rank in range(batch.world_size):
                 sizes = [part.buffer_bytes(rank, buffer) for part in batch.parts]
                 rows = [
@@ -252,7 +266,7 @@ class Preparer:
                 found[rank, buffer] = Pieces(starts, lengths, addresses)
         return found
 
-    def _reach(self, region: Region, remote: bool) -> dict[int, int]:
+    def reach(self, region: Region, remote: bool) -> dict[int, int]:
         """Address of a region by rank: on all of them, or here only."""
         return dict(enumerate(self._heap.addresses(region))) if remote else {self._rank: region.address}
 

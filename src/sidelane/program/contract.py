@@ -45,7 +45,7 @@ class Contract:
     world_size: int
     sizes: tuple[tuple[str, tuple[int, ...]], ...]
     results: tuple[Result, ...]
-    scratch: frozenset[str] = frozenset()
+    scratch: tuple[str, ...] = ()
 
     @staticmethod
     def of(
@@ -75,7 +75,7 @@ class Contract:
         unknown = sorted(set(scratch) - names)
         if unknown:
             raise ValueError(f"Contract: scratch (value={unknown}, allowed={sorted(names)})")
-        made = Contract(name, counts.pop(), sizes, tuple(results), frozenset(scratch))
+        made = Contract(name, counts.pop(), sizes, tuple(results), tuple(sorted(set(scratch))))
         made._check_results()
         return made
 

@@ -210,7 +210,7 @@ def _contracted(contract: Contract) -> list[list[Expected]]:
         found[dst.rank].append((dst.buffer, dst.offset, dst.end, content))
     for rank, pieces in enumerate(found):
         results = list(pieces)
-        for buffer in set(contract.names) - contract.scratch:
+        for buffer in (name for name in contract.names if name not in contract.scratch):
             claimed = [(start, end) for name, start, end, _ in results if name == buffer]
             kept = Content(Origin(rank, buffer, 0), 0)
             gaps = _gaps(claimed, contract.buffer_bytes(rank, buffer))

@@ -1,0 +1,224 @@
+"""Programs of one's own on the ranks of a communicator: proved, bound to named buffers, called like collectives."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Set
+
+import torch
+
+from sidelane.choice import Candidate, Choice
+from sidelane.choice.candidate import DMA, GRAPH
+from sidelane.collectives.arguments import Arguments
+from sidelane.collectives.calls import Calls
+from sidelane.collectives.entry import entry
+from sidelane.collectives.named import NamedBuffers
+from sidelane.collectives.prepare import Prepared, Preparer
+from sidelane.collectives.work import Work
+from sidelane.errors import UnavailableError
+from sidelane.execute.base import Addresses
+from sidelane.memory.base import SymmetricBlock
+from sidelane.program.collective import Buffer
+from sidelane.program.ir import Move, Program, Signal, SignalOp, Value, describe, has_epochs
+from sidelane.program.transform import freeze, lower
+from sidelane.program.verify import verify
+from sidelane.program.words import WORD_MASK
+
+_FLAG_BYTES, _ALIGNMENT = 4, 256
+_EAGER, _CAPTURED = range(2)
+"""Regions of flags: replays of a graph know nothing of the calls between them."""
+
+
+class BoundProgram:
+    """A program between these buffers of the ranks. Made by :meth:`Communicator.load`.
+
+    To call it is a call of the communicator: every rank makes it, in the order of all calls. It takes its place in the
+    caller's order of work; inside of a CUDA graph capture it becomes part of the graph. It has flags and staging of its
+    own, and keeps them and the tensors until :meth:`close`.
+
+    Attributes:
+        program: what runs.
+    """
+
+    def __init__(self, calls: Calls, preparer: Preparer, forms: Forms, buffers: NamedBuffers) -> None:
+        self.program = program = buffers.program
+        self._calls, self._preparer, self._forms, self._buffers = calls, preparer, forms, buffers
+        flag_bytes = -(-program.flag_count * _FLAG_BYTES // _ALIGNMENT) * _ALIGNMENT
+        staging_bytes = max(forms.eager.staging_bytes)
+        self._block: SymmetricBlock | None = calls.backend.memory.allocate(max(1, 2 * flag_bytes + staging_bytes))
+        begins = self._block.addresses
+        addresses: dict[tuple[int, str], int] = {
+            (rank, Buffer.STAGING): base + 2 * flag_bytes for rank, base in enumerate(begins)
+        }
+        for name, region in buffers.regions.items():
+            reached = preparer.reach(region, name in buffers.remote)
+            addresses.update({(rank, name): address for rank, address in reached.items()})
+        self._addresses = [
+            Addresses(addresses, tuple(base + region * flag_bytes for base in begins)) for region in (_EAGER, _CAPTURED)
+        ]
+        self._last_signals = _last_signals(program, calls.control.rank)
+        self._signature, self._written = buffers.signature, buffers.written
+        self._prepared: list[Prepared | None] = [self._prepare(forms.eager, _EAGER), None]
+
+    def __str__(self) -> str:
+        return f"{self.program.collective} {self.program.variant}"
+
+    @entry
+    def __call__(self, *, async_op: bool = False) -> Work | None:
+        """Run it once, all ranks together.
+
+        Args:
+            async_op: return a :class:`Work` instead of ordering the caller behind it.
+
+        Raises:
+            RuntimeError: it was closed.
+            UnavailableError: it cannot be captured; nothing has happened.
+            MismatchError, PeerError, PeerTimeoutError: see docs/failure.md.
+        """
+        calls = self._calls
+        call = calls.number()
+        place = calls.backend.place()
+        region = _CAPTURED if place[1] else _EAGER
+        with calls.telling_refusals(call, str(self)):
+            if self._block is None:
+                raise RuntimeError(f"a call of {self}, which was closed")
+            prepared = self._prepared[region]
+            if prepared is None:
+                prepared = self._prepared[region] = self._prepare(self._forms.for_a_graph(), _CAPTURED)
+        with calls.failing_for_good():
+            calls.control.post_call(call, prepared.signature)
+        if calls.config.debug:
+            calls.agree(call)
+        return calls.run(prepared, call, async_op, tuple(self._buffers.tensors.values()), self._written, place)
+
+    def renew(self, call: int) -> None:
+        """Let flags that follow calls count as set by ``call``. Nothing of the program may be under way anywhere."""
+        if self._block is None:
+            return
+        words = self._block.tensor[: _FLAG_BYTES * self.program.flag_count].view(torch.int32)
+        for index, value in self._last_signals.items():
+            word = value.at(call) & WORD_MASK
+            words[index] = word - ((word >> 31) << 32)  # as a signed word
+
+    def close(self) -> None:
+        """Let go of its memory and of the tensors, once this rank's calls have ended. Idempotent, and no collective.
+
+        Raises:
+            PeerError, PeerTimeoutError: a call failed.
+        """
+        if self._block is None:
+            return
+        if not self._calls.closed and self._calls.failure is None:
+            with self._calls.failing_for_good():
+                self._calls.backend.synchronize()
+        self._preparer.own_programs.discard(self)
+        self._prepared, self._block, self._written = [None, None], None, ()
+        self._buffers = dataclasses.replace(self._buffers, tensors={}, regions={})
+
+    def __enter__(self) -> BoundProgram:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _prepare(self, program: Program, region: int) -> Prepared:
+        loaded = self._calls.backend.executor.load(program, self._addresses[region])
+        choice = Choice(Candidate(DMA, self.program.variant), "a program of the caller's own", ())
+        signature = self._signature + ", captured" * (region == _CAPTURED)
+        return Prepared(loaded, signature, region == _CAPTURED, choice)
+
+
+@dataclasses.dataclass(frozen=True)
+class Forms:
+    """A program as it runs, proved.
+
+    Attributes:
+        eager: outside of captures.
+        captured: within; None where it has none.
+        problem: why not.
+    """
+
+    eager: Program
+    captured: Program | None
+    problem: str = ""
+
+    @staticmethod
+    def of(program: Program, capabilities: Set[type[Move]], *, proves: bool, captures: bool) -> Forms:
+        """Find the forms of a program, and prove them.
+
+        Args:
+            program: as its author wrote it.
+            capabilities: moves that the engines have; others are put together from these.
+            proves: whether to.
+            captures: there can be graphs.
+
+        Raises:
+            ProgramError: the program is wrong.
+            UnavailableError: no executor runs one of its commands.
+        """
+        if proves:
+            verify(program)
+        adds = [c for queue in program.queues for c in queue.commands if isinstance(c, Signal) and c.op is SignalOp.ADD]
+        if adds:
+            raise UnavailableError(f"load: engines cannot add to flags (value={describe(adds[0])}, allowed=set)")
+        eager = lower(program, capabilities)
+        if proves and eager is not program:
+            verify(eager)
+        if not captures or not has_epochs(eager):
+            return Forms(eager, eager)
+        try:
+            frozen = freeze(eager)
+        except ValueError as error:
+            return Forms(eager, None, str(error))
+        if proves:
+            verify(frozen)
+        return Forms(eager, frozen)
+
+    def for_a_graph(self) -> Program:
+        """What is captured. Raises UnavailableError if nothing can be."""
+        if self.captured is None:
+            raise UnavailableError(f"{self.eager.collective} {self.eager.variant} cannot be captured: {self.problem}")
+        return self.captured
+
+
+def bind_program(
+    calls: Calls,
+    arguments: Arguments,
+    preparer: Preparer,
+    program: Program,
+    buffers: Mapping[str, torch.Tensor],
+) -> BoundProgram:
+    """Prove a program and bind it to buffers. Collective. See :meth:`Communicator.load`."""
+    call = calls.number()
+    with calls.telling_refusals(call, "load"):
+        if calls.backend.place()[1]:
+            raise UnavailableError("load: memory cannot be allocated while a graph is captured")
+        found = NamedBuffers.check(program, buffers, arguments)
+        backend = calls.backend
+        captures = GRAPH in backend.abilities.launches
+        forms = Forms.of(program, backend.executor.capabilities.moves, proves=calls.config.verify, captures=captures)
+    with calls.failing_for_good():
+        calls.control.post_call(call, f"load {found.signature}")
+    calls.agree(call)
+    ready = calls.number()
+    with calls.failing_for_good():
+        with calls.telling_refusals(ready, "load"):
+            bound = BoundProgram(calls, preparer, forms, found)
+            bound.renew(call)  # new flags hold 0, which a call far on would take for its own
+            backend.settle()
+        calls.control.post_call(ready, f"load {found.signature}: flags are ready")
+    calls.agree(ready)
+    preparer.own_programs.add(bound)
+    return bound
+
+
+def _last_signals(program: Program, rank: int) -> dict[int, Value]:
+    """Of each flag of a rank that follows calls, what an invocation leaves there."""
+    found: dict[int, Value] = {}
+    for queue in program.queues:
+        for command in queue.commands:
+            if isinstance(command, Signal) and command.op is SignalOp.SET and command.flag.rank == rank:
+                value, index = command.value, command.flag.index
+                if value.per_epoch and (index not in found or found[index].base < value.base):
+                    found[index] = value
+    return found
