@@ -15,7 +15,7 @@ from sidelane.errors import (
 )
 
 if TYPE_CHECKING:
-    from sidelane.collectives import Batched, BoundProgram, Communicator, Prelaunched, Work
+    from sidelane.collectives import Batched, BoundProgram, Communicator, Lane, Prelaunched, Session, Work
 
 __version__ = "0.1.0"
 
@@ -25,11 +25,13 @@ __all__ = [
     "Communicator",
     "CommunicatorClosedError",
     "Config",
+    "Lane",
     "MismatchError",
     "PeerError",
     "PeerTimeoutError",
     "Prelaunched",
     "ProgramError",
+    "Session",
     "SidelaneError",
     "UnavailableError",
     "Work",
@@ -38,6 +40,6 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # Importing torch takes seconds; `sidelane --help` and the program tools do without.
-    if name in ("Batched", "BoundProgram", "Communicator", "Prelaunched", "Work"):
+    if name in ("Batched", "BoundProgram", "Communicator", "Lane", "Prelaunched", "Session", "Work"):
         return getattr(import_module("sidelane.collectives"), name)
     raise AttributeError(f"module 'sidelane' has no attribute {name!r}")

@@ -10,6 +10,7 @@ import threading
 import time
 from typing import Any
 
+import lanes
 import loads
 import sweeps
 import torch
@@ -43,6 +44,15 @@ def loaded(context: Context, name: str, *args: Any, stream: bool = False) -> Any
     try:
         with torch.cuda.stream(torch.cuda.Stream() if stream else None):
             return getattr(loads, name)(dist.group.WORLD, *args)
+    finally:
+        torch.set_default_device(None)
+
+
+def in_lanes(context: Context, name: str, *args: Any) -> None:
+    """One of the cases of lanes that CPU ranks run, too."""
+    torch.set_default_device(torch.device("cuda", context.rank))
+    try:
+        getattr(lanes, name)(dist.group.WORLD, *args)
     finally:
         torch.set_default_device(None)
 

@@ -46,6 +46,11 @@ def test_a_program_of_ones_own_in_a_graph(ranks: Ranks) -> None:
     ranks.run(CASES + "loaded_in_a_graph", 100)
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_lanes_of_one_thread(ranks: Ranks, seed: int) -> None:
+    ranks.run(CASES + "in_lanes", "in_turn", seed, 200, timeout_s=120)
+
+
 def test_two_communicators_interleaved(ranks: Ranks) -> None:
     ranks.run(CASES + "sweep", "interleaved", ())
 

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from loads import handover
 
-from sidelane.collectives import backend_cuda, communicator
+from sidelane.collectives import backend_cuda, communicator, session
 from sidelane.config import Config
 from sidelane.execute.cuda import driver
 from sidelane.execute.cuda.probe import DriverFeatures
@@ -165,11 +165,11 @@ def take_over() -> None:
     spread = lambda self, block: SimpleNamespace(addresses=block.addresses)  # noqa: E731
     backend_cuda.CudaBackend.spread = spread
     control = Control(Exchange(dist.group.WORLD, 60.0))
-    communicator.ControlBlock = lambda exchange: control
+    session.ControlBlock = lambda exchange: control
     dist.get_world_size = lambda group=None: WORLD
-    communicator.Exchange = lambda group, timeout_s: AloneExchange()
-    communicator.make_backend = backend_cuda.CudaBackend
-    communicator.choose_device = lambda device: torch.device("cpu")
+    session.Exchange = lambda group, timeout_s: AloneExchange()
+    session.make_backend = backend_cuda.CudaBackend
+    session.choose_device = lambda device: torch.device("cpu")
     with contextlib.suppress(ImportError):
         from sidelane.execute.cuda import kernel_launch
 

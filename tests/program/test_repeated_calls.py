@@ -15,7 +15,7 @@ import torch.distributed as dist
 from fake_driver import FakeDriver
 from loads import handover
 
-from sidelane.collectives import backend_cuda, communicator, prepare
+from sidelane.collectives import backend_cuda, prepare, session
 from sidelane.collectives.communicator import Communicator
 from sidelane.config import Config
 from sidelane.errors import CommunicatorClosedError, UnavailableError
@@ -70,9 +70,9 @@ def make_rank(monkeypatch: pytest.MonkeyPatch, driver: FakeDriver, **config: Any
         "CudaExecutor",
         lambda *arguments: CudaExecutor(*arguments, driver=driver),
     )
-    monkeypatch.setattr(communicator, "make_backend", backend_cuda.CudaBackend)
+    monkeypatch.setattr(session, "make_backend", backend_cuda.CudaBackend)
     monkeypatch.setattr(backend_cuda.CudaBackend, "settle", lambda backend: None)  # torch's tensors are on the CPU
-    monkeypatch.setattr(communicator, "choose_device", lambda device: torch.device("cpu"))
+    monkeypatch.setattr(session, "choose_device", lambda device: torch.device("cpu"))
     driver.caller = driver.create_stream()
     comm = Communicator(config=Config(profile="builtin", **config))
     rank = Rank(comm, driver, [])

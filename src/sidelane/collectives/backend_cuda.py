@@ -16,7 +16,7 @@ from sidelane.collectives.backend import HostPath
 from sidelane.collectives.work import NO_TIMEOUT, Work, timed_out
 from sidelane.errors import PeerTimeoutError, SidelaneError
 from sidelane.execute.base import Addresses, LoadedProgram, Place, Runnable
-from sidelane.execute.cuda import CudaExecutor, probe
+from sidelane.execute.cuda import CudaExecutor, DriverFeatures, probe
 from sidelane.execute.cuda.mirror import Mirror
 from sidelane.execute.cuda.prelaunched import CudaPrelaunched
 from sidelane.memory.base import SymmetricBlock
@@ -33,10 +33,18 @@ _POLL_S = 50e-6
 class CudaBackend:
     """See :class:`sidelane.collectives.backend.Backend`."""
 
-    def __init__(self, exchange: Exchange, device: torch.device, control: ControlBlock, timeout_s: float) -> None:
+    def __init__(
+        self,
+        exchange: Exchange,
+        device: torch.device,
+        control: ControlBlock,
+        timeout_s: float,
+        *,
+        like: CudaBackend | None = None,
+    ) -> None:
         self.memory = TorchSymmetricMemory(exchange, device, timeout_s)
-        features = probe(exchange, device, self.memory)
-        self.executor = CudaExecutor(exchange.rank, device, control, timeout_s, features)
+        self.features: DriverFeatures = probe(exchange, device, self.memory) if like is None else like.features
+        self.executor = CudaExecutor(exchange.rank, device, control, timeout_s, self.features)
         self.device = device
         kernels = find_spec("triton") is not None and exchange.world_size <= MOST_RANKS
         self.abilities = Abilities((DMA, SM) if kernels else (DMA,), LAUNCHES, SIGNALS)

@@ -5,7 +5,6 @@ Over 400 lines, since the documentation of each collective stands with it.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Hashable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -13,31 +12,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from sidelane import config as settings
 from sidelane.choice import Choice
 from sidelane.choice.candidate import FIRST
-from sidelane.collectives.arguments import Arguments, Request, identities
+from sidelane.collectives.arguments import Request, identities
 from sidelane.collectives.asked import Asked
 from sidelane.collectives.batched import Batched
 from sidelane.collectives.bound import BoundProgram, bind_program
-from sidelane.collectives.calls import Calls
-from sidelane.collectives.devices import choose_device, make_backend
 from sidelane.collectives.entry import entry
-from sidelane.collectives.heap import SymmetricHeap, generation
+from sidelane.collectives.heap import generation
 from sidelane.collectives.lists import Tensors, call_lists, holds_lists
-from sidelane.collectives.plan import AUTO, Agreement, Planner, check_variant
+from sidelane.collectives.plan import AUTO, Agreement, check_variant
 from sidelane.collectives.prelaunched import Prelaunched, prepare_prelaunched
-from sidelane.collectives.prepare import Prepared, Preparer
-from sidelane.collectives.profile import agree_on_profile
-from sidelane.collectives.repeat import Repeats
+from sidelane.collectives.prepare import Prepared
+from sidelane.collectives.session import Lane, Session
 from sidelane.collectives.uneven import call_uneven
 from sidelane.collectives.work import Work
-from sidelane.config import DEFAULT_TIMEOUT_S, Config
-from sidelane.errors import PeerError, SidelaneError, UnavailableError
+from sidelane.config import Config
+from sidelane.errors import PeerError, UnavailableError
 from sidelane.execute.submitted import Counts, Submitted
-from sidelane.memory.control import ControlBlock
-from sidelane.memory.exchange import Exchange
-from sidelane.program.collective import MAX_NODE_RANKS, Kind
+from sidelane.program.collective import Kind
 from sidelane.program.ir import Program
 from sidelane.program.shape import check_beside
 
@@ -75,43 +68,25 @@ class Communicator:
 
     def __init__(
         self,
-        group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | Lane | None = None,
         *,
         device: torch.device | str | int | None = None,
         config: Config | None = None,
     ) -> None:
-        if not dist.is_initialized():
-            raise RuntimeError("Communicator: torch.distributed is not initialised (call init_process_group first)")
-        chosen = group if group is not None else dist.group.WORLD
-        assert chosen is not None
-        self.rank: int = dist.get_rank(chosen)
-        self.world_size: int = dist.get_world_size(chosen)
-        if self.rank < 0:
-            raise ValueError("Communicator: this rank is not in the group")
-        if self.world_size > MAX_NODE_RANKS:
-            raise ValueError(f"Communicator: ranks of the group (value={self.world_size}, allowed=1..{MAX_NODE_RANKS})")
-        try:
-            self.device = choose_device(device)
-            self.config = config if config is not None else settings.current()
-        except Exception as error:
-            Exchange(chosen, DEFAULT_TIMEOUT_S).refuse(error)
-            raise
-        exchange = Exchange(chosen, self.config.timeout_s)
-        self._control = ControlBlock(exchange)
-        self._backend = make_backend(exchange, self.device, self._control, self.config.timeout_s)
-        self._heap = SymmetricHeap(self._backend.memory, owner=f"ranks {dist.get_process_group_ranks(chosen)}")
-        self._arguments = Arguments(self.rank, self.world_size, self.device, self._heap)
-        self.abilities = self._backend.abilities
-        self.profile = agree_on_profile(exchange, self.device.type, self.config.profile)
-        planner = Planner(
-            self._backend.executor.capabilities,
-            verify_programs=self.config.verify,
-            profile=self.profile.profile,
-            abilities=self.abilities,
-        )
-        self._preparer = Preparer(self.rank, self._heap, self._backend, planner)
-        self._calls = Calls(self._control, self._backend, self.config, self._preparer.renew)
-        self._repeats = Repeats.of(self._calls, self._preparer)
+        if isinstance(group, Lane):
+            if device is not None or config is not None:
+                raise ValueError("Communicator: device and config are the session's (allowed=neither, with a lane)")
+            lane, self._session = group, None
+        else:
+            self._session = Session(group, device=device, config=config)
+            lane = self._session.lane()
+        session = lane.session
+        self.rank, self.world_size = session.rank, session.world_size
+        self.device, self.config = session.device, session.config
+        self.lane, self.profile, self.abilities = lane, lane.profile, lane.backend.abilities
+        # As its own: every call comes by.
+        self._control, self._backend, self._arguments = lane.control, lane.backend, lane.arguments
+        self._preparer, self._calls, self._repeats = lane.preparer, lane.calls, lane.repeats
         self._barrier_tensor: torch.Tensor | None = None
 
     @entry
@@ -145,7 +120,7 @@ class Communicator:
         self._control.post_call(call, f"empty of {nbytes} bytes")
         self._calls.agree(call)
         with self._calls.making_ready():
-            block = self._heap.allocate(max(nbytes, 1))
+            block = self.lane.memory.allocate(max(nbytes, 1))
         return block.tensor[:nbytes].view(dtype).view(shape)
 
     @entry
@@ -413,9 +388,7 @@ class Communicator:
         Raises:
             PeerError, PeerTimeoutError: a peer failed.
         """
-        self._calls.require_open()
-        with self._calls.failing_for_good():
-            self._backend.synchronize()
+        self.lane.synchronize()
 
     def last_choice(self) -> Choice | None:
         """How this rank's last call was run, and why; None before the first call."""
@@ -431,18 +404,9 @@ class Communicator:
 
     def close(self) -> None:
         """Release threads, streams and memory. Idempotent. Not a collective: peers may close later."""
-        if self._calls.closed or self._calls.forked:
-            return
-        for handle in list(self._calls.unfinished):
-            with contextlib.suppress(SidelaneError):
-                handle.close()
-        self._calls.closed = True
-        if self._repeats is not None:
-            self._repeats.forget()
-        self._backend.close()
-        self._preparer.close()
-        self._heap.close()
-        self._control.close()
+        self.lane.close()
+        if self._session is not None:
+            self._session.close()
 
     def __enter__(self) -> Communicator:
         return self
@@ -450,12 +414,7 @@ class Communicator:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None:
-            for handle in list(self._calls.unfinished):
-                handle.__exit__(kind, error, trace)
-        if isinstance(error, KeyboardInterrupt) and not self._calls.closed and self._calls.failure is None:
-            # The peers may be in a call that this rank will not make, and it in one that they do not come to.
-            self._calls.fail(error)
+        self.lane.leave(kind, error, trace)
         self.close()
 
     def _call(

@@ -30,12 +30,28 @@ def choose_device(device: torch.device | str | int | None) -> torch.device:
     return chosen
 
 
-def make_backend(exchange: Exchange, device: torch.device, control: ControlBlock, timeout_s: float) -> Backend:
-    """Make memory and executor for ``device``. Collective."""
+def make_backend(
+    exchange: Exchange,
+    device: torch.device,
+    control: ControlBlock,
+    timeout_s: float,
+    *,
+    like: Backend | None = None,
+) -> Backend:
+    """Make memory and executor for ``device``. Collective.
+
+    Args:
+        exchange: of the ranks.
+        device: of this rank.
+        control: where the ranks tell each other.
+        timeout_s: of calls.
+        like: one of the same ranks and device, of which nothing is found out again.
+    """
     if device.type == "cpu":
         from sidelane.collectives.backend_cpu import CpuBackend
 
         return CpuBackend(exchange, control, timeout_s)
     from sidelane.collectives.backend_cuda import CudaBackend
 
-    return CudaBackend(exchange, device, control, timeout_s)
+    assert like is None or isinstance(like, CudaBackend)
+    return CudaBackend(exchange, device, control, timeout_s, like=like)

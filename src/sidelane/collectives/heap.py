@@ -1,15 +1,20 @@
-"""The symmetric blocks of one communicator, and where a tensor lies in them."""
+"""The symmetric blocks of a session, and where a tensor lies in them."""
 
 from __future__ import annotations
 
 import bisect
 import dataclasses
+import itertools
+import operator
 import threading
 import weakref
 
 import torch
 
 from sidelane.memory.base import SymmetricBlock, SymmetricMemory
+
+_LANE_NUMBERS = 1 << 32
+"""Blocks that a lane may number."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -39,28 +44,27 @@ class Region:
 
 
 class SymmetricHeap:
-    """Blocks in the order of their allocation, which is the same on every rank: a number names a block on all."""
+    """The symmetric blocks of a session. A block has one number on all ranks, by the lane that allocated it.
 
-    def __init__(self, memory: SymmetricMemory, owner: str) -> None:
+    Args:
+        owner: for people.
+    """
+
+    def __init__(self, owner: str) -> None:
         self.owner = owner
-        self._memory = memory
-        self._blocks: list[SymmetricBlock] = []
-        self._starts: list[int] = []
-        self._numbers: list[int] = []
+        self._blocks: dict[int, SymmetricBlock] = {}
+        self._places: list[tuple[int, int, int]] = []  # (address, number, bytes); replaced as a whole, for readers
+        self._lock = threading.Lock()
         with _heaps_lock:
             _heaps.add(self)
 
-    def allocate(self, nbytes: int) -> SymmetricBlock:
-        """Allocate a block on every rank. Collective."""
-        block = self._memory.allocate(nbytes)
-        generation_cell[0] += 1
-        number = len(self._blocks)
-        self._blocks.append(block)
-        start = block.tensor.data_ptr()
-        position = bisect.bisect(self._starts, start)
-        self._starts.insert(position, start)
-        self._numbers.insert(position, number)
-        return block
+    def add(self, number: int, block: SymmetricBlock) -> None:
+        """Know a block of all ranks."""
+        with self._lock:
+            self._blocks[number] = block
+            self._places = sorted([*self._places, (block.tensor.data_ptr(), number, block.tensor.nbytes)])
+        with _heaps_lock:
+            generation_cell[0] += 1
 
     def locate(self, tensor: torch.Tensor) -> Region:
         """Find a contiguous tensor.
@@ -104,17 +108,42 @@ class SymmetricHeap:
 
     def close(self) -> None:
         """Forget the blocks. Tensors that callers still have stay valid as ordinary memory."""
-        self._blocks, self._starts, self._numbers = [], [], []
+        with self._lock:
+            self._blocks, self._places = {}, []
         with _heaps_lock:
             _heaps.discard(self)
-        self._memory.close()
 
     def _find(self, address: int) -> int | None:
-        position = bisect.bisect(self._starts, address) - 1
+        places = self._places
+        position = bisect.bisect(places, address, key=operator.itemgetter(0)) - 1
         if position < 0:
             return None
-        number = self._numbers[position]
-        return number if address < self._starts[position] + self._blocks[number].tensor.nbytes else None
+        start, number, nbytes = places[position]
+        return number if address < start + nbytes else None
+
+
+class LaneMemory:
+    """What one lane adds to the heap of its session, in the order of its own calls.
+
+    Args:
+        heap: of the session.
+        memory: of the lane.
+        number: of the lane in its session, the same on all ranks.
+    """
+
+    def __init__(self, heap: SymmetricHeap, memory: SymmetricMemory, number: int) -> None:
+        self._heap, self._memory = heap, memory
+        self._numbers = itertools.count(number * _LANE_NUMBERS)
+
+    def allocate(self, nbytes: int) -> SymmetricBlock:
+        """Allocate a block on every rank. Collective, in the order of the lane's calls."""
+        block = self._memory.allocate(nbytes)
+        self._heap.add(next(self._numbers), block)
+        return block
+
+    def close(self) -> None:
+        """Allocate no more. What was allocated stays in the heap."""
+        self._memory.close()
 
 
 def generation() -> int:

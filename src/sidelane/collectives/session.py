@@ -1,0 +1,217 @@
+"""A session: what the lanes of one process group share on this rank. A lane: an order of calls of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Mapping
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+
+from sidelane import config as settings
+from sidelane.choice.store import InForce
+from sidelane.collectives.arguments import Arguments
+from sidelane.collectives.backend import Backend
+from sidelane.collectives.bound import BoundProgram, bind_program
+from sidelane.collectives.calls import Calls
+from sidelane.collectives.devices import choose_device, make_backend
+from sidelane.collectives.entry import entry
+from sidelane.collectives.heap import LaneMemory, SymmetricHeap
+from sidelane.collectives.plan import Planner
+from sidelane.collectives.prepare import Preparer
+from sidelane.collectives.profile import agree_on_profile
+from sidelane.collectives.repeat import Repeats
+from sidelane.config import DEFAULT_TIMEOUT_S, Config
+from sidelane.errors import CommunicatorClosedError, SidelaneError
+from sidelane.memory.control import ControlBlock
+from sidelane.memory.exchange import Exchange
+from sidelane.program.collective import MAX_NODE_RANKS
+from sidelane.program.ir import Program
+
+
+class Session:
+    """What lanes share on this rank: device, settings, measured times and symmetric memory.
+
+    Every rank of the group makes the session, and its lanes in the same order.
+
+    Args:
+        group: the control plane, of any backend; None for the default group. All its ranks must be on one machine.
+        device: where the tensors are. None: the current CUDA device where there is one, else the CPU.
+        config: settings; None for those in force (``sidelane.config``).
+
+    Attributes:
+        rank, world_size: in the group.
+        device, config: as they were chosen.
+        heap: the symmetric memory of all lanes.
+
+    Raises:
+        ValueError: more than 16 ranks. A device or a setting that there is not; the other ranks raise PeerError and say
+            which.
+        PeerTimeoutError: a rank of the group did not come.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        device: torch.device | str | int | None = None,
+        config: Config | None = None,
+    ) -> None:
+        if not dist.is_initialized():
+            raise RuntimeError("Communicator: torch.distributed is not initialised (call init_process_group first)")
+        chosen = group if group is not None else dist.group.WORLD
+        assert chosen is not None
+        self.rank: int = dist.get_rank(chosen)
+        self.world_size: int = dist.get_world_size(chosen)
+        if self.rank < 0:
+            raise ValueError("Communicator: this rank is not in the group")
+        if self.world_size > MAX_NODE_RANKS:
+            raise ValueError(f"Communicator: ranks of the group (value={self.world_size}, allowed=1..{MAX_NODE_RANKS})")
+        try:
+            self.device = choose_device(device)
+            self.config = config if config is not None else settings.current()
+        except Exception as error:
+            Exchange(chosen, DEFAULT_TIMEOUT_S).refuse(error)
+            raise
+        self._group = chosen
+        self._making = threading.Lock()
+        self._lanes: list[Lane] = []
+        self._closed = False
+        self._profile: InForce | None = None
+        self.heap = SymmetricHeap(owner=f"ranks {dist.get_process_group_ranks(chosen)}")
+
+    def lane(self, name: str = "") -> Lane:
+        """Make a lane. Collective: the same name on every rank, in the same order.
+
+        Args:
+            name: for people; of this session's lanes, each has its own.
+
+        Raises:
+            ValueError: there is a lane of that name.
+            CommunicatorClosedError: the session was closed.
+            MismatchError: another rank made another lane.
+            UnavailableError: the ranks are on several machines, or the device lacks symmetric memory.
+            PeerError, PeerTimeoutError: a rank failed, or did not come.
+        """
+        with self._making:
+            if self._closed:
+                raise CommunicatorClosedError("Session.lane: the session was closed")
+            if any(lane.name == name for lane in self._lanes):
+                raise ValueError(f"Session.lane: name (value={name!r}, allowed=another one for each lane)")
+            exchange = Exchange(self._group, self.config.timeout_s)
+            made = Lane(self, name, len(self._lanes), exchange)
+            self._lanes.append(made)
+            return made
+
+    def close(self) -> None:
+        """Close all lanes, and let go of the memory. Idempotent. Not a collective: peers may close later."""
+        self._closed = True
+        while self._lanes:
+            self._lanes.pop().close()
+        self.heap.close()
+
+    @property
+    def backend(self) -> Backend | None:
+        """Of the first lane: what was found out about the device holds for the others, too."""
+        return self._lanes[0].backend if self._lanes else None
+
+    def profile_of(self, exchange: Exchange) -> InForce:
+        """The measured times to choose by, on which the ranks agree once."""
+        if self._profile is None:
+            self._profile = agree_on_profile(exchange, self.device.type, self.config.profile)
+        return self._profile
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for lane in self._lanes:
+            lane.leave(kind, error, trace)
+        self.close()
+
+
+class Lane:
+    """An order of calls: those of one lane follow each other on every rank, those of two do not wait for each other.
+
+    Made by :meth:`Session.lane`. ``Communicator(lane)`` makes its collectives; tensors from ``empty`` of any lane are
+    symmetric in all lanes of the session. Each lane has streams and threads of its own, and is used by one thread at a
+    time. On GPUs the lanes of a process share hardware channels: their calls are *submitted* in one order, the same on
+    every rank, though they do not run in it (docs/failure.md, "Threads").
+
+    Attributes:
+        session: whose.
+        name: as it was given.
+        control: where the ranks tell each other.
+        backend: what runs here.
+        arguments: checks what callers pass.
+        preparer: what programs share.
+        calls: their numbers.
+        repeats: those that compiled code makes again; None where there is none.
+        profile: the measured times that ``auto`` chooses by.
+    """
+
+    def __init__(self, session: Session, name: str, number: int, exchange: Exchange) -> None:
+        self.session, self.name = session, name
+        config = session.config
+        if name:
+            exchange(f"lane {name!r}", lambda: None)
+        self.control = ControlBlock(exchange)
+        self.backend = make_backend(exchange, session.device, self.control, config.timeout_s, like=session.backend)
+        self.memory = LaneMemory(session.heap, self.backend.memory, number)
+        self.arguments = Arguments(session.rank, session.world_size, session.device, session.heap)
+        self.profile = session.profile_of(exchange)
+        planner = Planner(
+            self.backend.executor.capabilities,
+            verify_programs=config.verify,
+            profile=self.profile.profile,
+            abilities=self.backend.abilities,
+        )
+        self.preparer = Preparer(session.rank, session.heap, self.backend, planner)
+        self.calls = self._calls = Calls(self.control, self.backend, config, self.preparer.renew)
+        self.repeats = Repeats.of(self.calls, self.preparer)
+
+    @entry
+    def load(self, program: Program, buffers: Mapping[str, torch.Tensor]) -> BoundProgram:
+        """Prove a program of one's own and bind it to tensors. Collective; see ``Communicator.load``."""
+        return bind_program(self.calls, self.arguments, self.preparer, program, buffers)
+
+    def synchronize(self) -> None:
+        """Block the host until every call of the lane has finished on this rank.
+
+        Raises:
+            PeerError, PeerTimeoutError: a peer failed.
+        """
+        self.calls.require_open()
+        with self.calls.failing_for_good():
+            self.backend.synchronize()
+
+    def close(self) -> None:
+        """Release threads and streams. Idempotent. Not a collective: peers may close later."""
+        calls = self.calls
+        if calls.closed or calls.forked:
+            return
+        for handle in list(calls.unfinished):
+            with contextlib.suppress(SidelaneError):
+                handle.close()
+        calls.closed = True
+        if self.repeats is not None:
+            self.repeats.forget()
+        self.backend.close()
+        self.preparer.close()
+        self.memory.close()
+        self.control.close()
+
+    def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Close at the end of a ``with`` block."""
+        calls = self.calls
+        if error is not None:
+            for handle in list(calls.unfinished):
+                handle.__exit__(kind, error, trace)
+        if isinstance(error, KeyboardInterrupt) and not calls.closed and calls.failure is None:
+            # The peers may be in a call that this rank will not make, and it in one that they do not come to.
+            calls.fail(error)
+        self.close()

@@ -1,0 +1,135 @@
+"""What ranks execute in the tests of sessions with lanes: the same functions for CPU processes and for GPUs."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sidelane import Communicator, Config, Session
+
+
+def session(group: dist.ProcessGroup, **settings: Any) -> Session:
+    return Session(group, device=torch.get_default_device(), config=Config(**{"timeout_s": 30, **settings}))
+
+
+def in_turn(group: dist.ProcessGroup, seed: int, calls: int) -> None:
+    """Lanes of one thread: their asynchronous calls overlap, on tensors that are symmetric in all of them."""
+    rng, delays = random.Random(seed), random.Random(seed + 1 + dist.get_rank(group))
+    with session(group) as made:
+        lanes = [Communicator(made.lane(name)) for name in ("prefetch", "reduce", "side")]
+        n, rank = lanes[0].world_size, lanes[0].rank
+        sizes = [rng.randrange(1, 5000) for _ in lanes]
+        # Each tensor comes from another lane than the one that uses it.
+        shared = [lanes[number - 1].empty(n * size, dtype=torch.int32) for number, size in enumerate(sizes)]
+        plain = [torch.empty(n * size, dtype=torch.int32) for size in sizes]
+        for call in range(calls):
+            works = []
+            for number in rng.sample(range(3), 3):
+                target = (shared if rng.random() < 0.5 else plain)[number]
+                if delays.random() < 0.1:
+                    time.sleep(delays.random() * 0.002)
+                shard = torch.full((sizes[number],), 100 * call + rank + number, dtype=torch.int32)
+                work = lanes[number].all_gather(target.fill_(-1), shard, async_op=True)
+                works.append((number, target, work))
+            for number, target, work in rng.sample(works, 3):
+                assert work is not None
+                work.wait()
+                want = [100 * call + peer + number for peer in range(n)]
+                assert target.view(n, -1)[:, -1].tolist() == want, (call, number)
+            total = torch.full((3,), rank + call, dtype=torch.int32)
+            lanes[call % 3].all_reduce(total)
+            assert total.tolist() == [sum(range(n)) + n * call] * 3
+
+
+def at_once(group: dist.ProcessGroup, calls: int) -> None:
+    """Lanes of a thread each, in no common order: each makes its calls, allocates and grows its staging."""
+    errors: list[BaseException] = []
+    with session(group) as made:
+        lanes = [Communicator(made.lane(f"lane {number}")) for number in range(3)]
+
+        def run(number: int) -> None:
+            try:
+                comm, rng = lanes[number], random.Random(number)
+                n, rank = comm.world_size, comm.rank
+                for call in range(calls):
+                    size = rng.randrange(1, 4000 * (1 + call // 10))
+                    if rng.random() < 0.1:
+                        own = comm.empty(size, dtype=torch.int32)
+                        assert own.numel() == size
+                    target = torch.empty(n * size, dtype=torch.int32)
+                    comm.all_gather(target, torch.full((size,), 10 * call + rank + number, dtype=torch.int32))
+                    found = target.view(n, -1)[:, -1].tolist()
+                    assert found == [10 * call + peer + number for peer in range(n)], (number, call)
+            except BaseException as error:
+                errors.append(error)
+                made.close()
+
+        threads = [threading.Thread(target=run, args=(number,)) for number in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+
+
+def waits_for_nobody(group: dist.ProcessGroup) -> float:
+    """While a call of one lane waits for a late rank, calls of the other lane get on. Seconds that they took."""
+    with session(group) as made:
+        slow, fast = Communicator(made.lane("slow")), Communicator(made.lane("fast"))
+        n, rank = slow.world_size, slow.rank
+        late, quick = torch.empty(n * 10), torch.empty(n * 10)
+        for comm in (slow, fast):
+            comm.all_gather(late, torch.ones(10))
+        work = None if rank == 1 else slow.all_gather(late, torch.full((10,), float(rank)), async_op=True)
+        began = time.monotonic()
+        for call in range(20):
+            fast.all_gather(quick, torch.full((10,), float(rank + call)))
+            fast.synchronize()
+            assert quick.view(n, 10)[:, 3].tolist() == [peer + call for peer in range(n)]
+        took_s = time.monotonic() - began
+        assert work is None or not work.is_completed()
+        if rank == 1:
+            time.sleep(0.3)
+            work = slow.all_gather(late, torch.full((10,), float(rank)), async_op=True)
+        assert work is not None
+        work.wait()
+        assert late.view(n, 10)[:, 5].tolist() == list(range(n))
+    return took_s
+
+
+def mistakes(group: dist.ProcessGroup) -> list[str]:
+    """What is refused, and that all goes on."""
+    texts = []
+
+    def told(function: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            function(*args, **kwargs)
+            texts.append("no error")
+        except Exception as error:
+            texts.append(f"{type(error).__name__}: {error}")
+
+    made = session(group)
+    lane = made.lane("one")
+    comm = Communicator(lane)
+    told(made.lane, "one")
+    told(Communicator, lane, device="cpu")
+    told(Communicator, lane, config=Config())
+    told(made.lane, "two" if comm.rank else "another")
+    tensor = comm.empty(4 * comm.world_size)
+    comm.close()
+    told(comm.all_gather, tensor, tensor[:4])
+    other = Communicator(made.lane("three"))
+    other.all_gather(tensor, torch.full((4,), float(comm.rank)))
+    other.synchronize()
+    assert tensor.view(-1, 4)[:, 2].tolist() == list(range(comm.world_size)), "memory outlives the lane that made it"
+    made.close()
+    made.close()
+    told(made.lane, "four")
+    told(other.barrier)
+    return texts

@@ -1,0 +1,66 @@
+"""Sessions with lanes between CPU processes: orders of calls that do not wait for each other, shared memory, misuse."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import lanes
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankPool, crew
+
+from sidelane import Communicator
+
+
+@pytest.mark.parametrize(("n", "seed"), [(1, 0), (2, 1), (4, 2)])
+def test_lanes_of_one_thread(pool: RankPool, n: int, seed: int) -> None:
+    pool.run(lanes.in_turn, n, seed, 60, timeout_s=100)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_a_lane_for_each_thread(pool: RankPool, n: int) -> None:
+    pool.run(lanes.at_once, n, 60, timeout_s=100)
+
+
+def test_a_lane_waits_for_no_other(pool: RankPool) -> None:
+    pool.run(lanes.waits_for_nobody, 3)
+
+
+def test_misuse(pool: RankPool) -> None:
+    expected = [
+        "ValueError: Session.lane: name (value='one', allowed=another one for each lane)",
+        "ValueError: Communicator: device and config are the session's",
+        "ValueError: Communicator: device and config are the session's",
+        "MismatchError: exchange 1 of communicator",
+        "CommunicatorClosedError",
+        "CommunicatorClosedError: Session.lane: the session was closed",
+        "CommunicatorClosedError",
+    ]
+    for texts in pool.run(lanes.mistakes, 3):
+        assert len(texts) == len(expected)
+        for text, words in zip(texts, expected, strict=True):
+            assert text.startswith(words), texts
+
+
+def die(group: dist.ProcessGroup) -> list[str]:
+    texts = []
+    with lanes.session(group, timeout_s=60) as made:
+        comms = [Communicator(made.lane(name)) for name in "ab"]
+        if comms[0].rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        for comm in comms:
+            try:
+                while True:
+                    comm.all_reduce(torch.ones(3))
+            except Exception as error:
+                texts.append(f"{type(error).__name__}: {error}")
+    return texts
+
+
+def test_a_dead_peer_is_named_in_every_lane() -> None:
+    with crew(3) as ranks:
+        first, _, last = ranks.run(die, dying=(1,))
+    for text in (*first, *last):
+        assert text.startswith("PeerError") and "rank 1" in text, text
