@@ -21,7 +21,7 @@ from attack import epochs, scheduling
 from attack.arithmetic import reduced
 from attack.definitions import inputs, outputs
 from attack.epochs import MASK
-from attack.machine import ADD, MOVE, REDUCE, SET, WAIT_EQ, WAIT_GE, Failure, Machine, Work
+from attack.machine import ADD, MOVE, REDUCE, SET, WAIT_EQ, WAIT_GE, Failure, Machine, Place, Work
 from attack.scheduling import Event
 from sidelane.program.collective import Reduction
 from sidelane.program.ir import Program
@@ -33,9 +33,6 @@ BLOCKED, STEPPED, MOVED_PIECE, SIGNALLED, WOKEN, ENDED = map(int, Event)
 
 Step = Generator[int, None, None]
 """What an actor does, an event a step."""
-
-Place = tuple[int, int]
-"""Number of a buffer, offset."""
 
 
 def run(machine: Machine, seed: int, style: str | None = None, trace: list[str] | None = None) -> None:
@@ -223,6 +220,9 @@ class _Run:
         for places, data_of in rights:
             for (buffer, at), data in zip(places, data_of, strict=True):
                 after[buffer][at : at + len(data)] = data
+        for (to, start), places, nbytes, reduction in self.machine.results[invocation]:
+            sources = [bytes(before[src][at : at + nbytes]) for src, at in places]
+            after[to][start : start + nbytes] = sources[0] if reduction is None else reduced(reduction, sources)
         return [(before[k], before[k + 1], after[k], after[k + 1]) for k in range(0, len(sizes), 3)]
 
     def _wrong(self, rank: int, invocation: int) -> Failure:
@@ -233,6 +233,7 @@ class _Run:
             name, number, expected = "input", 3 * rank, kept
         wrong = [k for k, (a, b) in enumerate(zip(self.memory[number], expected, strict=True)) if a != b]
         places = [part.outputs[rank] for part in self.machine.tensors[invocation]]
+        places += [to for to, *_ in self.machine.results[invocation]]
         kind = "wrong bytes" if any(buffer == number for buffer, _ in places) else "lost input"
         return Failure(kind, f"{len(wrong)} bytes of the {name}, the first at {wrong[0]}, on {where}")
 

@@ -10,7 +10,8 @@ from typing import Any
 from attack.scheduling import Actor
 from attack.wellformed import faults
 from sidelane.program.batch import parts_of
-from sidelane.program.collective import Buffer, Collective, Span
+from sidelane.program.collective import Buffer, Collective, Reduction, Span
+from sidelane.program.contract import Contract
 from sidelane.program.ir import (
     Broadcast,
     Command,
@@ -33,6 +34,8 @@ SET, ADD, WAIT_GE, WAIT_EQ, MOVE, REDUCE, NOTHING = range(7)
 """First of the tuple of a command; then flag, base, slope; or moves of (to, offset, from, offset) and their bytes."""
 
 Op = tuple[Any, ...]
+Place = tuple[int, int]
+"""Number of a buffer, offset."""
 
 BUFFERS = (Buffer.INPUT, Buffer.OUTPUT, Buffer.STAGING)
 
@@ -86,6 +89,7 @@ class Machine:
         work: of all engines.
         queues_of: for each invocation and rank, queues to wait for.
         tensors: for each invocation, those of each part.
+        results: for each invocation, those of its contract: (to, from, bytes, reduction).
         slopes: of all values, without 0.
         signals: for each flag, (base, slope) of the signals that follow epochs.
         length: about how many steps there are.
@@ -115,6 +119,8 @@ class Machine:
         self.queues_of = [counts[id(program)] for program in programs]
         layouts = {key: _layout(program) for key, program in distinct.items()}
         self.tensors = [layouts[id(program)] for program in programs]
+        contracts = {key: _results(program) for key, program in distinct.items()}
+        self.results = [contracts[id(program)] for program in programs]
         for key, program in distinct.items():
             invocations = tuple(number for number, other in enumerate(programs) if id(other) == key)
             for queue in program.queues:
@@ -181,7 +187,18 @@ def _steps(op: Op) -> int:
     return 3 if op[0] in (MOVE, REDUCE) else 1
 
 
+def _results(program: Program) -> tuple[tuple[Place, tuple[Place, ...], int, Reduction | None], ...]:
+    if not isinstance(program.collective, Contract):
+        return ()
+    return tuple(
+        (_place(result.dst), tuple(map(_place, result.srcs)), result.dst.nbytes, result.reduction)
+        for result in program.collective.results
+    )
+
+
 def _layout(program: Program) -> tuple[Tensors, ...]:
+    if isinstance(program.collective, Contract):
+        return ()
     ranks = range(program.world_size)
     return tuple(
         Tensors(

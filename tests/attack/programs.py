@@ -39,7 +39,7 @@ def program(rng: random.Random, ranks: int, form: str | None = None) -> Program:
         made = _in_pieces(rng, ranks)
     else:
         made = _single(rng, ranks)
-    return _formed(made, rng, form or rng.choice(FORMS))
+    return formed(made, rng, form)
 
 
 def collective(rng: random.Random, kind: Kind, ranks: int, largest: int = 9, *, even: bool = False) -> Collective:
@@ -117,8 +117,9 @@ def _transport(part: Collective, variant: str, rng: random.Random) -> Transport:
     return Transport.STAGED if part.kind is Kind.ALL_TO_ALL and part.in_place else rng.choice(list(Transport))
 
 
-def _formed(made: Program, rng: random.Random, form: str) -> Program:
+def formed(made: Program, rng: random.Random, form: str | None = None) -> Program:
     """What executors make of a program before it runs: in the order that these transforms have."""
+    form = form or rng.choice(FORMS)
     native: set[type[Move]] = {Copy} | {kind for kind in (Broadcast, Swap) if rng.random() < 0.4}
     made = lower(made, native)
     if "stamped" in form or rng.random() < 0.05:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import random
 
+from attack.contracts import own
 from attack.edits import reflagged, respanned, rewritten
-from attack.programs import WORLDS, collective, program
+from attack.programs import WORLDS, collective, formed, program
 from sidelane.program.builders import alternation
 from sidelane.program.builders.alternating import Alternation, flags_of, staging_of
 from sidelane.program.collective import REDUCING, SLOT_ALIGNMENT, Buffer, Kind, Span
@@ -21,9 +22,11 @@ MOVING = tuple(kind for kind in Kind if kind not in REDUCING)
 def sequence(rng: random.Random) -> tuple[Program, ...]:
     """One round of programs, each an invocation: alone, or up to eight."""
     ranks = rng.choice(WORLDS)
-    style = rng.choice(("one",) * 5 + ("eager", "eager", "frozen", "turns", "graph", "mixed"))
+    style = rng.choice(("one",) * 5 + ("own",) + ("eager", "eager", "frozen", "turns", "graph", "mixed"))
     if style == "one":
         return (program(rng, ranks),)
+    if style == "own":
+        return (formed(own(rng, ranks), rng),)
     ranks = min(ranks, 5)
     if style == "eager":
         return tuple(_eager(rng, ranks) for _ in range(rng.choice((2, 2, 3, 4))))
