@@ -82,11 +82,11 @@ class Session:
         self._profile: InForce | None = None
         self.heap = SymmetricHeap(owner=f"ranks {dist.get_process_group_ranks(chosen)}")
 
-    def lane(self, name: str = "") -> Lane:
+    def lane(self, name: str | None = None) -> Lane:
         """Make a lane. Collective: the same name on every rank, in the same order.
 
         Args:
-            name: for people; of this session's lanes, each has its own.
+            name: for people; of this session's lanes, each has its own. None: its number.
 
         Raises:
             ValueError: there is a lane of that name.
@@ -98,10 +98,13 @@ class Session:
         with self._making:
             if self._closed:
                 raise CommunicatorClosedError("Session.lane: the session was closed")
+            number = len(self._lanes)
             if any(lane.name == name for lane in self._lanes):
                 raise ValueError(f"Session.lane: name (value={name!r}, allowed=another one for each lane)")
             exchange = Exchange(self._group, self.config.timeout_s)
-            made = Lane(self, name, len(self._lanes), exchange)
+            if name is not None:
+                exchange(f"lane {name!r}", lambda: None)
+            made = Lane(self, str(number) if name is None else name, number, exchange)
             self._lanes.append(made)
             return made
 
@@ -157,8 +160,6 @@ class Lane:
     def __init__(self, session: Session, name: str, number: int, exchange: Exchange) -> None:
         self.session, self.name = session, name
         config = session.config
-        if name:
-            exchange(f"lane {name!r}", lambda: None)
         self.control = ControlBlock(exchange)
         self.backend = make_backend(exchange, session.device, self.control, config.timeout_s, like=session.backend)
         self.memory = LaneMemory(session.heap, self.backend.memory, number)

@@ -42,7 +42,7 @@ from sidelane.bench.soak.steps import (
 )
 from sidelane.bench.soak.tally import Tally
 from sidelane.bench.soak.values import Values
-from sidelane.collectives import Communicator
+from sidelane.collectives import Communicator, Session
 from sidelane.config import Config
 from sidelane.errors import CommunicatorClosedError
 
@@ -70,6 +70,7 @@ class Actor:
         seat: of the rank.
         groups: process groups, by the number that the episode gives them; None where this rank is not in.
         stack: closes the communicators.
+        session: of another actor of this rank, of which this one's first communicator is a lane; None: of its own.
     """
 
     def __init__(
@@ -78,7 +79,9 @@ class Actor:
         seat: Seat,
         groups: Sequence[dist.ProcessGroup | None],
         stack: contextlib.ExitStack,
+        session: Session | None = None,
     ) -> None:
+        self._session = session
         self.episode, self.seat = episode, seat
         self.tally = Tally()
         self.judge = Judge(seat.device, self.tally.tell, self._finish_calls)
@@ -156,7 +159,12 @@ class Actor:
             return
         episode = self.episode
         config = Config(timeout_s=episode.timeout_s, debug=episode.debug, verify=episode.verify, profile="builtin")
-        communicator = self._stack.enter_context(Communicator(group, device=self.seat.device, config=config))
+        session = self.first.lane.session if step.is_lane else self._session if not step.comm else None
+        if session is None:
+            communicator = Communicator(group, device=self.seat.device, config=config)
+        else:
+            communicator = Communicator(session.lane())
+        self._stack.enter_context(communicator)
         if step.first_call:
             _begin_at(communicator, group, step.first_call)
         self._stages[step.comm] = _Stage(communicator, step, self._values, self.judge, self.tally)

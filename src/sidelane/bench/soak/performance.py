@@ -85,7 +85,8 @@ def _lanes(episode: Episode, seat: Seat, groups: Sequence[dist.ProcessGroup | No
     with _recorded(tally) as actors, contextlib.ExitStack() as stack:
         bodies: list[Iterator[Step]] = []
         for lane in range(episode.lanes):  # made in one order on all ranks
-            actor = Actor(episode, seat, groups, stack)
+            session = actors[0].first.lane.session if lane and episode.number % 2 else None
+            actor = Actor(episode, seat, groups, stack, session)
             actors.append(actor)
             plan = Plan(episode, lambda actor=actor: actor.first.abilities, lane)  # type: ignore[misc]
             for step in plan.beginning():

@@ -40,8 +40,9 @@ MOST_KNOWN, MOST_COMMUNICATORS, MOST_HANDLES, MOST_GRAPHS, MOST_CAPTURES, MOST_B
 class _Channel:
     """What the plan knows of a communicator."""
 
-    def __init__(self, number: int, members: tuple[int, ...], drawing: Drawing) -> None:
+    def __init__(self, number: int, members: tuple[int, ...], drawing: Drawing, *, is_lane: bool) -> None:
         self.number, self.members, self.drawing = number, members, drawing
+        self.is_lane = is_lane or not number
         self.known: list[Call] = []
         self.handles: dict[int, tuple[Call, bool]] = {}
         self.graphs: dict[int, tuple[Call, ...]] = {}
@@ -149,10 +150,11 @@ class Plan:
         nbytes = self._draw.choice((192 << 10, 192 << 10, 1 << 20) if on_cpu else (1 << 20, 16 << 20))
         large = 3 << 20 if on_cpu else 12 << 20
         drawing = Drawing(self._draw, self._numbers, len(members), self._abilities, nbytes, large)
-        self._channels[number] = _Channel(number, members, drawing)
+        is_lane = bool(number) and not group and self._draw.random() < 0.5
+        self._channels[number] = _Channel(number, members, drawing, is_lane=is_lane)
         late = self._draw.random() < 0.1
         first = RENEWAL_CALLS * self._draw.choice((1, 31, 32, 33, 64)) - self._draw.randrange(2, 200) if late else 0
-        return Open(number, group, nbytes, first)
+        return Open(number, group, nbytes, first, is_lane)
 
     def _open(self, _: _Channel) -> Step | None:
         if len(self._channels) >= MOST_COMMUNICATORS:
@@ -235,7 +237,9 @@ class Plan:
         others = [
             each.number
             for each in self._channels.values()
-            if each is not channel and set(each.members) >= set(channel.members)
+            if each is not channel
+            and set(each.members) >= set(channel.members)
+            and not (each.is_lane and channel.is_lane)  # who share memory
         ]
         names = [name for name, mistake in MISTAKES.items() if others or not mistake.needs_other]
         name = draw.choice(names)

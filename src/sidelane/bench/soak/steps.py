@@ -14,12 +14,14 @@ class Open:
     Attributes:
         block_bytes: of its first block of symmetric memory, and of its ordinary memory.
         first_call: number that its calls begin with; 0 leaves it as it is.
+        is_lane: it is a lane of the first communicator's session, and shares its memory.
     """
 
     comm: int
     group: int
     block_bytes: int
     first_call: int = 0
+    is_lane: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
