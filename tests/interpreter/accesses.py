@@ -1,0 +1,71 @@
+"""What a kernel does to memory, block by block, written down while Triton's interpreter runs it.
+
+A *step* is what lies between two synchronisations of a block: flags that it signals, flags that it waits for, or bytes
+that it reads and writes. Loads of flags without acquire, counters and the board belong to the waiting itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+RELEASE, RELAXED, ACQUIRE = "release", "relaxed", "acquire"
+
+
+@dataclasses.dataclass
+class Access:
+    """One instruction of a block.
+
+    Attributes:
+        what: ``load``, ``store``, or the ordering of an atomic: of an exchange, or of an addition of 0.
+        addresses: that it touches, of each element.
+        item_bytes: of an element.
+        is_exchange: an atomic that stores.
+    """
+
+    what: str
+    addresses: np.ndarray
+    item_bytes: int
+    is_exchange: bool = False
+
+
+@contextmanager
+def recorded() -> Iterator[dict[int, list[Access]]]:
+    """What the kernels of the block do, by number of a thread block."""
+    from triton.runtime.interpreter import InterpreterBuilder as Builder
+
+    found: dict[int, list[Access]] = {}
+    names = ("create_masked_load", "create_masked_store", "create_load", "create_store", "create_atomic_rmw")
+    before: dict[str, Callable[..., Any]] = {name: getattr(Builder, name) for name in names}
+
+    def note(builder: Any, what: str, pointers: Any, mask: Any, *, is_exchange: bool = False) -> None:
+        addresses = np.asarray(pointers.data).reshape(-1).astype(np.int64)
+        if mask is not None:
+            addresses = addresses[np.broadcast_to(np.asarray(mask.data).reshape(-1), addresses.shape)]
+        item = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
+        found.setdefault(int(builder.grid_idx[0]), []).append(Access(what, addresses, item, is_exchange))
+
+    def masked_load(self: Any, ptrs: Any, mask: Any, *rest: Any) -> Any:
+        note(self, "load", ptrs, mask)
+        return before["create_masked_load"](self, ptrs, mask, *rest)
+
+    def masked_store(self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        note(self, "store", ptrs, mask)
+        return before["create_masked_store"](self, ptrs, value, mask, *rest)
+
+    def atomic(self: Any, op: Any, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any) -> Any:
+        ordering = str(sem).rpartition(".")[2].lower()
+        note(self, ordering, ptr, mask, is_exchange="XCHG" in str(op).upper())
+        return before["create_atomic_rmw"](self, op, ptr, val, mask, sem, scope)
+
+    Builder.create_masked_load, Builder.create_masked_store = masked_load, masked_store
+    Builder.create_atomic_rmw = atomic
+    try:
+        yield found
+    finally:
+        for name, function in before.items():
+            setattr(Builder, name, function)
