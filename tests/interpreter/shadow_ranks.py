@@ -13,21 +13,33 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 
-import numpy as np
 import torch
 from accesses import RELAXED, Access, recorded
 from kernel_ranks import World
 
-from sidelane.device import layout, pull, push
+from sidelane.device import layout, pull, push, reduce_direct, reduce_pull
 from sidelane.device.launch import Launch
-from sidelane.program.collective import Buffer, Collective, Span, all_gather, all_to_all
-from sidelane.program.ir import Copy, Flag, Queue, Signal, Wait
+from sidelane.program.collective import (
+    Buffer,
+    Kind,
+    ReduceOp,
+    Reduction,
+    Span,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    reduce_scatter,
+)
+from sidelane.program.ir import Copy, Flag, Queue, Reduce, Signal, Wait
 from sidelane.program.kernel import KernelProgram, Protocol
 from sidelane.program.shadows import SHADOWS
 from sidelane.program.verify import verify
 
 TILE = 64
-push.TILE_BYTES = pull.TILE_BYTES = TILE
+for module in (push, pull, reduce_direct, reduce_pull):
+    module.TILE_BYTES = TILE
+reduce_direct.PAIR_TILE_BYTES = reduce_direct.FEW_TILE_BYTES = TILE
+INTS = Reduction(ReduceOp.SUM, "int32")
 
 Byte = tuple[int, str, int]
 """Rank, buffer, offset."""
@@ -104,8 +116,17 @@ def steps_said(queue: Queue) -> list[Step]:
             case Wait(flag):
                 _add(found, (WAIT, frozenset([(flag.rank, flag.index)]), frozenset()))
             case Copy(dst, src):
-                _add(found, (MOVE, frozenset(_bytes_of(src)), frozenset(_bytes_of(dst))))
+                _add(found, _moved((src,), dst, found))
+            case Reduce(dst, srcs):
+                _add(found, _moved(srcs, dst, found))
     return found
+
+
+def _moved(srcs: Sequence[Span], dst: Span, steps: list[Step]) -> Step:
+    """What was written in the same step is at hand: a block that stores it once more does not load it."""
+    at_hand = steps[-1][2] if steps and steps[-1][0] == MOVE else frozenset()
+    reads = frozenset(byte for src in srcs for byte in _bytes_of(src))
+    return MOVE, reads - at_hand, frozenset(_bytes_of(dst))
 
 
 def _add(steps: list[Step], new: Step) -> None:
@@ -120,10 +141,14 @@ def _bytes_of(span: Span) -> Iterator[Byte]:
     return ((span.rank, str(span.buffer), offset) for offset in range(span.offset, span.end))
 
 
+def _without(stays: frozenset[Byte], steps: list[Step]) -> list[Step]:
+    cut = [(what, first, second - stays) for what, first, second in steps]
+    return [step for step in cut if step[0] != MOVE or step[2] or not step[1] <= stays]
+
+
 def compare(found: list[Step], said: list[Step], stays: frozenset[Byte], where: str) -> None:
     """``stays``: bytes that a kernel may store as they are, since they are in their place."""
-    found = [(what, first, second - stays) for what, first, second in found]
-    found = [step for step in found if step[0] != MOVE or step[2] or not step[1] <= stays]
+    found, said = _without(stays, found), _without(stays, said)
     assert [step[0] for step in found] == [step[0] for step in said], (where, found, said)
     for number, (one, other) in enumerate(zip(found, said, strict=True)):
         for part, (mine, theirs) in enumerate(zip(one[1:], other[1:], strict=True)):
@@ -134,7 +159,7 @@ def compare(found: list[Step], said: list[Step], stays: frozenset[Byte], where: 
 def planted(queue: Queue, mistake: str) -> Queue:
     """A block's shadow with a mistake, where there is room for it."""
     commands = list(queue.commands)
-    copies = [number for number, command in enumerate(commands) if isinstance(command, Copy)]
+    copies = [number for number, command in enumerate(commands) if isinstance(command, Copy | Reduce)]
     signals = [number for number, command in enumerate(commands) if isinstance(command, Signal)]
     if mistake == "copy" and copies:
         del commands[copies[-1]]
@@ -147,54 +172,128 @@ def planted(queue: Queue, mistake: str) -> Queue:
     return dataclasses.replace(queue, commands=tuple(commands))
 
 
-def check(world: World, protocol: Protocol, collective: Collective, mistake: str, *, distinct: bool) -> int:
-    """Run one kernel, see that its bytes are right, and compare. How many steps were compared."""
-    n, rank, in_place = world.world_size, world.rank, collective.in_place
-    part = KernelProgram(collective, "one_shot", protocol, 1).part_bytes
-    inputs = [np.random.default_rng(part + peer).integers(0, 256, n * part, dtype=np.uint8) for peer in range(n)]
-    output, outputs = world.carve(n * part)
-    output.fill_(0xA5)
-    stagings: tuple[int, ...] = ()
-    need = 0
-    if protocol is Protocol.PULL:
-        need = pull.staging_bytes(part, n, distinct=distinct)
-        _, stagings = world.carve(need)
-    size = n * part if distinct else part
-    own = torch.from_numpy(inputs[rank][:size])
-    if in_place:
-        input = output if distinct else output[rank * part : (rank + 1) * part]
-    else:
-        input = torch.empty(size, dtype=torch.uint8)
-    input.copy_(own)
-    work: Launch
-    if protocol is Protocol.PUSH:
-        work = push.arrange(world.site, outputs, input.data_ptr(), part, distinct=distinct)
-    else:
-        work = pull.arrange(world.site, output.data_ptr(), input.data_ptr(), stagings, part, distinct=distinct)
+class Case:
+    """A kernel on this rank, with the memory that it needs.
+
+    Attributes:
+        work: its launch.
+        buffers: where each (rank, buffer) lies, and its bytes.
+        stays: bytes that are in their place already.
+    """
+
+    def __init__(self, world: World, kernel: KernelProgram) -> None:
+        self._world, self._kernel = world, kernel
+        collective, n, rank = kernel.collective, world.world_size, world.rank
+        sizes = {name: collective.buffer_bytes(rank, name) for name in (Buffer.INPUT, Buffer.OUTPUT)}
+        self._tensors: dict[Buffer, torch.Tensor] = {}
+        self.buffers: dict[tuple[int, str], tuple[int, int]] = {}
+        for name, size in sizes.items():
+            self._tensors[name], addresses = world.carve(size)
+            self.buffers |= {(peer, str(name)): (addresses[peer], size) for peer in range(n) if size}
+        shadow_staging = self._staging_bytes()
+        _, stagings = world.carve(shadow_staging)
+        self.buffers |= {(peer, str(Buffer.STAGING)): (stagings[peer], shadow_staging) for peer in range(n)}
+        self.inputs = [collective.input_span(peer, 0, collective.input_bytes(peer)) for peer in range(n)]
+        self.outputs = [collective.output_span(peer, 0, collective.output_bytes(peer)) for peer in range(n)]
+        self.stays = frozenset[Byte]()
+        if collective.in_place and not kernel.two_shot and collective.kind in (Kind.ALL_GATHER, Kind.ALL_TO_ALL):
+            part = kernel.part_bytes
+            self.stays = frozenset(_bytes_of(Span(rank, Buffer.OUTPUT, rank * part, part)))
+        if collective.in_place and n == 1:  # there is nothing to move
+            self.stays = frozenset(_bytes_of(self.outputs[rank]))
+        self.work = self._arrange(stagings)
+
+    def fill(self) -> None:
+        """Poison the output, then write the input, which may lie in it."""
+        for tensor in self._tensors.values():
+            tensor.fill_(0xA5)
+        self._view(self.inputs[self._world.rank]).copy_(self._input(self._world.rank))
+
+    def check(self) -> None:
+        """The output is what it must be."""
+        collective, n, rank = self._kernel.collective, self._world.world_size, self._world.rank
+        inputs, part = [self._input(peer) for peer in range(n)], self._kernel.part_bytes
+        match collective.kind:
+            case Kind.ALL_GATHER:
+                want = torch.cat(inputs)
+            case Kind.ALL_TO_ALL:
+                want = torch.cat([data[rank * part : (rank + 1) * part] for data in inputs])
+            case _:
+                total = torch.stack([data.view(torch.int32) for data in inputs]).sum(0, dtype=torch.int32)
+                want = total.view(torch.uint8)
+                if collective.kind is Kind.REDUCE_SCATTER:
+                    want = want[rank * part : (rank + 1) * part]
+        assert torch.equal(self._view(self.outputs[rank]), want), str(collective)
+
+    def _view(self, span: Span) -> torch.Tensor:
+        return self._tensors[Buffer(span.buffer)][span.offset : span.end]
+
+    def _input(self, rank: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(rank)
+        return torch.randint(0, 250, (self.inputs[rank].nbytes,), dtype=torch.uint8, generator=generator)
+
+    def _address(self, span: Span) -> int:
+        return self.buffers[span.rank, str(span.buffer)][0] + span.offset if span.nbytes else 0
+
+    def _staging_bytes(self) -> int:
+        kernel, n = self._kernel, self._world.world_size
+        if kernel.protocol is Protocol.PULL:
+            return pull.staging_bytes(kernel.part_bytes, n, distinct=kernel.distinct)
+        return reduce_pull.aligned(kernel.part_bytes) * n
+
+    def _arrange(self, stagings: tuple[int, ...]) -> Launch:
+        kernel, site, rank = self._kernel, self._world.site, self._world.rank
+        inputs, outputs = tuple(map(self._address, self.inputs)), tuple(map(self._address, self.outputs))
+        part, distinct, gather = kernel.part_bytes, kernel.distinct, kernel.two_shot
+        if kernel.protocol is Protocol.PUSH:
+            return push.arrange(site, outputs, inputs[rank], part, distinct=distinct)
+        if kernel.protocol is Protocol.PULL:
+            return pull.arrange(site, outputs[rank], inputs[rank], stagings, part, distinct=distinct)
+        reduction = kernel.collective.reduction
+        assert reduction is not None
+        sizes = (part, kernel.total_bytes, reduction)
+        if kernel.protocol is Protocol.DIRECT:
+            targets = outputs if gather else (outputs[rank],)
+            return reduce_direct.arrange(site, targets, inputs, *sizes, gather=gather)
+        return reduce_pull.arrange(site, outputs[rank], inputs[rank], stagings, *sizes, gather=gather)
+
+
+def compare_blocks(world: World, kernel: KernelProgram, mistake: str) -> int:
+    """Run a kernel, see that its bytes are right, and hold every block against its shadow; how many steps it had."""
+    case = Case(world, kernel)
+    case.fill()
     with recorded() as accesses:
-        world.launch(work)
-    parts = [inputs[peer][rank * part : (rank + 1) * part] if distinct else inputs[peer][:part] for peer in range(n)]
-    assert np.array_equal(output.numpy(), np.concatenate(parts))
-    shadow = SHADOWS[protocol](KernelProgram(collective, "one_shot", protocol, work.blocks), work.blocks, TILE)
+        world.launch(case.work)
+    case.check()
+    blocks = case.work.blocks
+    shadow = SHADOWS[kernel.protocol](kernel, blocks, TILE)
     verify(shadow)
-    buffers: dict[tuple[int, str], tuple[int, int]] = {
-        (peer, str(Buffer.OUTPUT)): (outputs[peer], n * part) for peer in range(n)
-    }
-    buffers |= {(peer, str(Buffer.STAGING)): (stagings[peer], need) for peer in range(len(stagings))}
-    if not in_place:
-        buffers[rank, str(Buffer.INPUT)] = (input.data_ptr(), size)
-    places = Places(world, work.blocks, buffers)
-    stays = frozenset(_bytes_of(Span(rank, Buffer.OUTPUT, rank * part, part))) if in_place else frozenset[Byte]()
-    queues = {queue.engine.index: queue for queue in shadow.queues_of(rank)}
+    places = Places(world, blocks, case.buffers)
+    queues = {queue.engine.index: queue for queue in shadow.queues_of(world.rank)}
     assert set(accesses) == set(queues), "the blocks of the launch"
     total = 0
     for block, queue in queues.items():
-        where = f"rank {rank} block {block} of {protocol}, {collective}"
-        found, said = steps_of(accesses[block], places), steps_said(planted(queue, mistake))
-        compare(found, said, stays, where)
+        where = f"rank {world.rank} block {block} of {kernel.protocol}, {kernel.variant}, {kernel.collective}"
+        said = steps_said(planted(queue, mistake))
+        compare(steps_of(accesses[block], places), said, case.stays, where)
         total += len(said)
     world.release()
     return total
+
+
+def kernels(n: int) -> Iterator[KernelProgram]:
+    """Every protocol that has a shadow, in every way that it is for, with fewer tiles than blocks and more."""
+    for protocol, in_place, part in itertools.product(SHADOWS, (False, True), (4, 64, 100, 300)):
+        if protocol in (Protocol.PUSH, Protocol.PULL):
+            yield KernelProgram(all_gather([part] * n, in_place=in_place), "one_shot", protocol, 2)
+            if not (protocol is Protocol.PUSH and in_place):
+                yield KernelProgram(all_to_all([[part] * n] * n, in_place=in_place), "one_shot", protocol, 2)
+            continue
+        yield KernelProgram(reduce_scatter([part] * n, INTS, in_place=in_place), "one_shot", protocol, 2)
+        shorter = [part] * (n - 1) + [part // 8 * 4]
+        yield KernelProgram(all_reduce(shorter, INTS, in_place=in_place), "two_shot", protocol, 2)
+        if not (protocol is Protocol.DIRECT and in_place):
+            yield KernelProgram(all_reduce(shorter, INTS, in_place=in_place), "one_shot", protocol, 2)
 
 
 def main(world_size: int, mistake: str) -> int:
@@ -208,13 +307,9 @@ def main(world_size: int, mistake: str) -> int:
             try:
                 world.become(rank)
                 steps = 0
-                for protocol, distinct, in_place in itertools.product(SHADOWS, (False, True), (False, True)):
-                    if protocol is Protocol.PUSH and distinct and in_place:
-                        continue
-                    for part in (1, 64, 100, 300):
-                        define = all_to_all([[part] * world_size] * world_size, in_place=in_place)
-                        define = define if distinct else all_gather([part] * world_size, in_place=in_place)
-                        steps += check(world, protocol, define, mistake, distinct=distinct)
+                for kernel in kernels(world_size):
+                    if any(map(any, kernel.collective.counts)):
+                        steps += compare_blocks(world, kernel, mistake)
                 print(f"rank {rank}: {steps} steps")
                 code = 0
             except BaseException:

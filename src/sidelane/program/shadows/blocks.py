@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from sidelane.program.collective import Span
-from sidelane.program.ir import EPOCH, Command, Copy, Engine, EngineKind, Flag, Queue, Signal, Wait
+from sidelane.program.ir import EPOCH, Command, Copy, Engine, EngineKind, Flag, Program, Queue, Signal, Wait
+from sidelane.program.kernel import KernelProgram
+
+Commands = Callable[[int, int], Iterator[Command]]
+"""Those of a block of a rank."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,3 +67,12 @@ def copied(dst: Span, src: Span) -> Iterator[Command]:
     """A copy, if there is anything to copy: in place, what stays where it is is stored as it was."""
     if dst.nbytes and dst != src:
         yield Copy(dst, src)
+
+
+def made_of(program: KernelProgram, grid: Blocks, commands: Commands, *, staging_bytes: int) -> Program:
+    """The shadow of a kernel whose blocks have these commands."""
+    n = program.world_size
+    places = [(rank, block) for rank in range(n) for block in range(grid.count)]
+    queues = tuple(grid.queue(rank, block, list(commands(rank, block))) for rank, block in places)
+    name = f"{program.variant} {program.protocol}, in a kernel"
+    return Program(program.collective, name, queues, (staging_bytes,) * n, grid.flag_count)

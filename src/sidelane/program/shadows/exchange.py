@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from sidelane.program.collective import Buffer, Span
 from sidelane.program.ir import Command, Program
 from sidelane.program.kernel import ALIGNMENT, KernelProgram
-from sidelane.program.shadows.blocks import Blocks, copied, rotated
-
-Commands = Callable[[int, int], Iterator[Command]]
-"""Those of a block of a rank."""
+from sidelane.program.shadows.blocks import Blocks, copied, made_of, rotated
 
 
 def push(program: KernelProgram, blocks: int, tile_bytes: int) -> Program:
@@ -26,7 +23,7 @@ def push(program: KernelProgram, blocks: int, tile_bytes: int) -> Program:
                 yield from copied(collective.output_span(peer, rank * part + at, nbytes), src)
         yield from grid.meet(rank, block, 1)
 
-    return _shadow(program, grid, commands, staging_bytes=0)
+    return made_of(program, grid, commands, staging_bytes=0)
 
 
 def pull(program: KernelProgram, blocks: int, tile_bytes: int) -> Program:
@@ -50,11 +47,4 @@ def pull(program: KernelProgram, blocks: int, tile_bytes: int) -> Program:
                 yield from copied(collective.output_span(rank, peer * part + at, nbytes), staged)
         yield from grid.meet(rank, block, 1)
 
-    return _shadow(program, grid, commands, staging_bytes=stride * shards)
-
-
-def _shadow(program: KernelProgram, grid: Blocks, commands: Commands, *, staging_bytes: int) -> Program:
-    n = program.world_size
-    queues = [grid.queue(rank, block, list(commands(rank, block))) for rank in range(n) for block in range(grid.count)]
-    name = f"{program.protocol} in a kernel"
-    return Program(program.collective, name, tuple(queues), (staging_bytes,) * n, grid.flag_count)
+    return made_of(program, grid, commands, staging_bytes=stride * shards)
