@@ -17,7 +17,17 @@ import torch
 from accesses import RELAXED, Access, recorded
 from kernel_ranks import World
 
-from sidelane.device import layout, pull, push, reduce_direct, reduce_pull
+from sidelane.device import (
+    broadcast_parcels,
+    exchange_parcels,
+    layout,
+    parcels,
+    pull,
+    push,
+    reduce_direct,
+    reduce_parcels,
+    reduce_pull,
+)
 from sidelane.device.launch import Launch
 from sidelane.program.collective import (
     Buffer,
@@ -28,15 +38,17 @@ from sidelane.program.collective import (
     all_gather,
     all_reduce,
     all_to_all,
+    broadcast,
     reduce_scatter,
 )
 from sidelane.program.ir import Copy, Flag, Queue, Reduce, Signal, Wait
 from sidelane.program.kernel import KernelProgram, Protocol
 from sidelane.program.shadows import SHADOWS
-from sidelane.program.verify import verify
+from sidelane.program.shadows.parcels import place_bytes
+from sidelane.program.verify import verify_sequence
 
 TILE = 64
-for module in (push, pull, reduce_direct, reduce_pull):
+for module in (push, pull, reduce_direct, reduce_pull, parcels, broadcast_parcels):
     module.TILE_BYTES = TILE
 reduce_direct.PAIR_TILE_BYTES = reduce_direct.FEW_TILE_BYTES = TILE
 INTS = Reduction(ReduceOp.SUM, "int32")
@@ -53,11 +65,20 @@ SIGNAL, WAIT, MOVE = "signal", "wait", "move"
 class Places:
     """What lies where in one rank's process."""
 
-    def __init__(self, world: World, blocks: int, buffers: dict[tuple[int, str], tuple[int, int]]) -> None:
-        self._world, self._blocks, self._buffers = world, blocks, buffers
+    def __init__(
+        self, world: World, blocks: int, buffers: dict[tuple[int, str], tuple[int, int]], place_bytes: int
+    ) -> None:
+        self._world, self._blocks, self._buffers, self._place_bytes = world, blocks, buffers, place_bytes
+        n = world.world_size
+        self._parcels = layout.CELLS_OFFSET + 2 * n * layout.SLOT_BYTES
 
     def byte(self, address: int) -> Byte:
-        """Of a caller's buffer or of staging."""
+        """Of a caller's buffer, of staging, or of the place of a parcel, which shadows have in staging."""
+        for rank, arena in enumerate(self._world.arenas):
+            first = arena + self._parcels
+            if first <= address < first + 2 * self._world.world_size * layout.PARCEL_BYTES:
+                place, offset = divmod(address - first, layout.PARCEL_BYTES)
+                return rank, str(Buffer.STAGING), place * self._place_bytes + offset
         for (rank, buffer), (start, nbytes) in self._buffers.items():
             if start <= address < start + nbytes:
                 return rank, buffer, address - start
@@ -216,6 +237,8 @@ class Case:
         match collective.kind:
             case Kind.ALL_GATHER:
                 want = torch.cat(inputs)
+            case Kind.BROADCAST:
+                want = inputs[collective.root or 0]
             case Kind.ALL_TO_ALL:
                 want = torch.cat([data[rank * part : (rank + 1) * part] for data in inputs])
             case _:
@@ -239,6 +262,8 @@ class Case:
         kernel, n = self._kernel, self._world.world_size
         if kernel.protocol is Protocol.PULL:
             return pull.staging_bytes(kernel.part_bytes, n, distinct=kernel.distinct)
+        if kernel.protocol is Protocol.PARCELS:
+            return 0
         return reduce_pull.aligned(kernel.part_bytes) * n
 
     def _arrange(self, stagings: tuple[int, ...]) -> Launch:
@@ -249,7 +274,14 @@ class Case:
             return push.arrange(site, outputs, inputs[rank], part, distinct=distinct)
         if kernel.protocol is Protocol.PULL:
             return pull.arrange(site, outputs[rank], inputs[rank], stagings, part, distinct=distinct)
-        reduction = kernel.collective.reduction
+        reduction, root = kernel.collective.reduction, kernel.collective.root
+        if kernel.protocol is Protocol.PARCELS:
+            if root is not None:
+                return broadcast_parcels.arrange(site, outputs[rank], part, root)
+            given = (site, outputs[rank], inputs[rank], part)
+            if reduction is None:
+                return exchange_parcels.arrange(*given, distinct=distinct)
+            return reduce_parcels.arrange(*given, reduction, distinct=distinct)
         assert reduction is not None
         sizes = (part, kernel.total_bytes, reduction)
         if kernel.protocol is Protocol.DIRECT:
@@ -258,7 +290,7 @@ class Case:
         return reduce_pull.arrange(site, outputs[rank], inputs[rank], stagings, *sizes, gather=gather)
 
 
-def compare_blocks(world: World, kernel: KernelProgram, mistake: str) -> int:
+def compare_blocks(world: World, kernel: KernelProgram, generation: int, mistake: str) -> int:
     """Run a kernel, see that its bytes are right, and hold every block against its shadow; how many steps it had."""
     case = Case(world, kernel)
     case.fill()
@@ -266,9 +298,10 @@ def compare_blocks(world: World, kernel: KernelProgram, mistake: str) -> int:
         world.launch(case.work)
     case.check()
     blocks = case.work.blocks
-    shadow = SHADOWS[kernel.protocol](kernel, blocks, TILE)
-    verify(shadow)
-    places = Places(world, blocks, case.buffers)
+    turns = SHADOWS[kernel.protocol](kernel, blocks, TILE)
+    verify_sequence(turns)
+    shadow = turns[generation % len(turns)]
+    places = Places(world, blocks, case.buffers, place_bytes(kernel))
     queues = {queue.engine.index: queue for queue in shadow.queues_of(world.rank)}
     assert set(accesses) == set(queues), "the blocks of the launch"
     total = 0
@@ -289,6 +322,13 @@ def kernels(n: int) -> Iterator[KernelProgram]:
             if not (protocol is Protocol.PUSH and in_place):
                 yield KernelProgram(all_to_all([[part] * n] * n, in_place=in_place), "one_shot", protocol, 2)
             continue
+        if protocol is Protocol.PARCELS:
+            yield KernelProgram(all_gather([part] * n, in_place=in_place), "one_shot", protocol, 2)
+            yield KernelProgram(all_to_all([[part] * n] * n, in_place=in_place), "one_shot", protocol, 2)
+            yield KernelProgram(broadcast(part, n, n // 2, in_place=True), "one_shot", protocol, 2)
+            yield KernelProgram(reduce_scatter([part] * n, INTS, in_place=in_place), "one_shot", protocol, 2)
+            yield KernelProgram(all_reduce([part] * n, INTS, in_place=in_place), "one_shot", protocol, 2)
+            continue
         yield KernelProgram(reduce_scatter([part] * n, INTS, in_place=in_place), "one_shot", protocol, 2)
         shorter = [part] * (n - 1) + [part // 8 * 4]
         yield KernelProgram(all_reduce(shorter, INTS, in_place=in_place), "two_shot", protocol, 2)
@@ -307,9 +347,9 @@ def main(world_size: int, mistake: str) -> int:
             try:
                 world.become(rank)
                 steps = 0
-                for kernel in kernels(world_size):
-                    if any(map(any, kernel.collective.counts)):
-                        steps += compare_blocks(world, kernel, mistake)
+                some = [kernel for kernel in kernels(world_size) if any(map(any, kernel.collective.counts))]
+                for generation, kernel in enumerate(some, 1):
+                    steps += compare_blocks(world, kernel, generation, mistake)
                 print(f"rank {rank}: {steps} steps")
                 code = 0
             except BaseException:
