@@ -27,8 +27,10 @@ from sidelane.device import (
     reduce_direct,
     reduce_parcels,
     reduce_pull,
+    reduce_push,
 )
 from sidelane.device.launch import Launch
+from sidelane.program import pushed
 from sidelane.program.collective import (
     Buffer,
     Kind,
@@ -50,6 +52,7 @@ from sidelane.program.verify import verify_sequence
 TILE = 64
 for module in (push, pull, reduce_direct, reduce_pull, parcels, broadcast_parcels):
     module.TILE_BYTES = TILE
+pushed.TILE_BYTES = TILE
 reduce_direct.PAIR_TILE_BYTES = reduce_direct.FEW_TILE_BYTES = TILE
 INTS = Reduction(ReduceOp.SUM, "int32")
 
@@ -66,8 +69,14 @@ class Places:
     """What lies where in one rank's process."""
 
     def __init__(
-        self, world: World, blocks: int, buffers: dict[tuple[int, str], tuple[int, int]], place_bytes: int
+        self,
+        world: World,
+        blocks: int,
+        phases: int,
+        buffers: dict[tuple[int, str], tuple[int, int]],
+        place_bytes: int,
     ) -> None:
+        self._phases = phases
         self._world, self._blocks, self._buffers, self._place_bytes = world, blocks, buffers, place_bytes
         n = world.world_size
         self._parcels = layout.CELLS_OFFSET + 2 * n * layout.SLOT_BYTES
@@ -88,6 +97,7 @@ class Places:
         """Number of a flag as shadows have it: phase, block and sender, of as many as there are."""
         rank, place = self._in_arena(address)
         phase, rest = divmod((place - layout.FLAGS_OFFSET) // 4, layout.MAX_BLOCKS * layout.MAX_RANKS)
+        phase = self._phases - 1 if phase == layout.PHASES - 1 else phase  # the last one of kernels with many
         block, sender = divmod(rest, layout.MAX_RANKS)
         assert block < self._blocks and sender < self._world.world_size
         return rank, (phase * self._blocks + block) * self._world.world_size + sender
@@ -163,8 +173,11 @@ def _bytes_of(span: Span) -> Iterator[Byte]:
 
 
 def _without(stays: frozenset[Byte], steps: list[Step]) -> list[Step]:
-    cut = [(what, first, second - stays) for what, first, second in steps]
-    return [step for step in cut if step[0] != MOVE or step[2] or not step[1] <= stays]
+    kept: list[Step] = []
+    for what, first, second in steps:
+        if what != MOVE or second - stays or not first <= stays:
+            _add(kept, (what, first, second - stays))
+    return kept
 
 
 def compare(found: list[Step], said: list[Step], stays: frozenset[Byte], where: str) -> None:
@@ -264,6 +277,8 @@ class Case:
             return pull.staging_bytes(kernel.part_bytes, n, distinct=kernel.distinct)
         if kernel.protocol is Protocol.PARCELS:
             return 0
+        if kernel.protocol is Protocol.SEND:
+            return max(1, n - 1) * pushed.chunks_of(kernel.part_bytes, self._world.most_blocks).peer_bytes
         return reduce_pull.aligned(kernel.part_bytes) * n
 
     def _arrange(self, stagings: tuple[int, ...]) -> Launch:
@@ -284,6 +299,8 @@ class Case:
             return reduce_parcels.arrange(*given, reduction, distinct=distinct)
         assert reduction is not None
         sizes = (part, kernel.total_bytes, reduction)
+        if kernel.protocol is Protocol.SEND:
+            return reduce_push.arrange(site, outputs, inputs[rank], stagings, *sizes)
         if kernel.protocol is Protocol.DIRECT:
             targets = outputs if gather else (outputs[rank],)
             return reduce_direct.arrange(site, targets, inputs, *sizes, gather=gather)
@@ -301,7 +318,8 @@ def compare_blocks(world: World, kernel: KernelProgram, generation: int, mistake
     turns = SHADOWS[kernel.protocol](kernel, blocks, TILE)
     verify_sequence(turns)
     shadow = turns[generation % len(turns)]
-    places = Places(world, blocks, case.buffers, place_bytes(kernel))
+    phases = shadow.flag_count // (blocks * world.world_size)
+    places = Places(world, blocks, phases, case.buffers, place_bytes(kernel))
     queues = {queue.engine.index: queue for queue in shadow.queues_of(world.rank)}
     assert set(accesses) == set(queues), "the blocks of the launch"
     total = 0
@@ -316,7 +334,8 @@ def compare_blocks(world: World, kernel: KernelProgram, generation: int, mistake
 
 def kernels(n: int) -> Iterator[KernelProgram]:
     """Every protocol that has a shadow, in every way that it is for, with fewer tiles than blocks and more."""
-    for protocol, in_place, part in itertools.product(SHADOWS, (False, True), (4, 64, 100, 300)):
+    parts = {1: (100,), 2: (4, 64, 100, 300)}.get(n, (64, 300))
+    for protocol, in_place, part in itertools.product(SHADOWS, (False, True), parts):
         if protocol in (Protocol.PUSH, Protocol.PULL):
             yield KernelProgram(all_gather([part] * n, in_place=in_place), "one_shot", protocol, 2)
             if not (protocol is Protocol.PUSH and in_place):
@@ -328,6 +347,10 @@ def kernels(n: int) -> Iterator[KernelProgram]:
             yield KernelProgram(broadcast(part, n, n // 2, in_place=True), "one_shot", protocol, 2)
             yield KernelProgram(reduce_scatter([part] * n, INTS, in_place=in_place), "one_shot", protocol, 2)
             yield KernelProgram(all_reduce([part] * n, INTS, in_place=in_place), "one_shot", protocol, 2)
+            continue
+        if protocol is Protocol.SEND:
+            for shards in ([4 * part] * n, [12 * part] * (n - 1) + [part])[part > 100 :]:  # up to five chunks
+                yield KernelProgram(all_reduce(shards, INTS, in_place=in_place), "two_shot_push", protocol, 2)
             continue
         yield KernelProgram(reduce_scatter([part] * n, INTS, in_place=in_place), "one_shot", protocol, 2)
         shorter = [part] * (n - 1) + [part // 8 * 4]

@@ -39,9 +39,17 @@ class Blocks:
         return Flag(rank, (phase * self.count + block) * self.world_size + sender)
 
     def meet(self, rank: int, block: int, phase: int) -> Iterator[Command]:
-        """Tell all ranks, and wait for all. A generation grows by one with each call, as an epoch does."""
+        """Tell all ranks, and wait for all."""
+        yield from self.tell(rank, block, phase)
+        yield from self.hear(rank, block, phase)
+
+    def tell(self, rank: int, block: int, phase: int) -> Iterator[Command]:
+        """Say to all ranks that this block has come to a phase. A generation grows with each call, as an epoch does."""
         for peer in rotated(rank, self.world_size):
             yield Signal(self.flag(peer, phase, block, rank), EPOCH)
+
+    def hear(self, rank: int, block: int, phase: int) -> Iterator[Command]:
+        """Wait until all ranks have come to a phase."""
         for sender in range(self.world_size):
             yield Wait(self.flag(rank, phase, block, sender), EPOCH)
 

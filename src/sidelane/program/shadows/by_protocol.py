@@ -8,7 +8,7 @@ from sidelane.program.ir import Program
 from sidelane.program.kernel import KernelProgram, Protocol
 from sidelane.program.shadows.exchange import pull, push
 from sidelane.program.shadows.parcels import parcels
-from sidelane.program.shadows.reducing import direct, reduce
+from sidelane.program.shadows.reducing import direct, reduce, send
 
 Shadow = Callable[[KernelProgram, int, int], tuple[Program, ...]]
 """From (program, blocks of the launch, bytes of a tile) to the programs of a kernel: one for every call, or several in
@@ -29,6 +29,7 @@ SHADOWS: Mapping[Protocol, Shadow] = {
     Protocol.PULL: _alike(pull),
     Protocol.DIRECT: _alike(direct),
     Protocol.REDUCE: _alike(reduce),
+    Protocol.SEND: _alike(send),
     Protocol.PARCELS: parcels,
 }
 """Of each protocol that has one. A push of a broadcast has none."""

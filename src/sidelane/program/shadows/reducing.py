@@ -1,4 +1,4 @@
-"""Shadows of the kernels that reduce shards: ``device/reduce_direct.py`` and ``device/reduce_pull.py``."""
+"""Shadows of the kernels that reduce shards: ``reduce_direct``, ``reduce_pull`` and ``reduce_push`` of ``device``."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from sidelane.program.collective import Buffer, Span
 from sidelane.program.ir import Command, Program, Reduce
 from sidelane.program.kernel import ALIGNMENT, KernelProgram
+from sidelane.program.pushed import chunks_of
 from sidelane.program.shadows.blocks import Blocks, copied, made_of, rotated
 
 
@@ -63,6 +64,57 @@ def reduce(program: KernelProgram, blocks: int, tile_bytes: int) -> Program:
         yield from grid.meet(rank, block, 2)
 
     return made_of(program, grid, commands, staging_bytes=stride * shards.count)
+
+
+def send(program: KernelProgram, blocks: int, tile_bytes: int) -> Program:
+    """``ready``: all peers run. Chunk by chunk, tiles go into the stagings of their owners, who reduce the chunk before
+    meanwhile, for all outputs. ``done``: by all. Chunks take turns among slots that need no signals of their own.
+    """
+    collective, n, shards = program.collective, program.world_size, _Shards(program)
+    chunks = chunks_of(program.part_bytes, blocks, tile_bytes)
+    grid = Blocks(n, blocks, tile_bytes, phases=chunks.count + 2)
+    each = blocks * chunks.rounds
+
+    def tiles(block: int, chunk: int, shard: int) -> Iterator[tuple[int, int]]:
+        """(number, bytes) of a block's tiles of a shard in a chunk."""
+        for tile in range(chunk * each + block, min(chunks.tiles, (chunk + 1) * each), blocks):
+            yield tile, max(0, min(tile_bytes, shards.length(shard) - tile * tile_bytes))
+
+    def stored(block: int, chunk: int, rank: int) -> Iterator[Command]:
+        for owner in list(rotated(rank, n))[1:]:
+            for tile, nbytes in tiles(block, chunk, owner):
+                src = collective.input_span(rank, shards.start(owner) + tile * tile_bytes, nbytes)
+                yield from copied(Span(owner, Buffer.STAGING, chunks.place(tile, rank, owner), nbytes), src)
+
+    def added(block: int, chunk: int, rank: int) -> Iterator[Command]:
+        for tile, nbytes in tiles(block, chunk, rank):
+            if not nbytes:
+                continue
+            begin = shards.start(rank) + tile * tile_bytes
+            srcs = tuple(
+                collective.input_span(rank, begin, nbytes)
+                if source == rank
+                else Span(rank, Buffer.STAGING, chunks.place(tile, source, rank), nbytes)
+                for source in range(n)
+            )
+            result = collective.output_span(rank, begin, nbytes)
+            yield from shards.reduced(result, srcs)
+            for peer in list(rotated(rank, n))[1:]:
+                yield from copied(collective.output_span(peer, begin, nbytes), result)
+
+    def commands(rank: int, block: int) -> Iterator[Command]:
+        yield from grid.meet(rank, block, 0)
+        for chunk in range(chunks.count):
+            yield from stored(block, chunk, rank)
+            yield from grid.tell(rank, block, 1 + chunk)
+            if chunk:
+                yield from grid.hear(rank, block, chunk)
+                yield from added(block, chunk - 1, rank)
+        yield from grid.hear(rank, block, chunks.count)
+        yield from added(block, chunks.count - 1, rank)
+        yield from grid.meet(rank, block, chunks.count + 1)
+
+    return made_of(program, grid, commands, staging_bytes=max(1, n - 1) * chunks.peer_bytes)
 
 
 class _Shards:
