@@ -301,7 +301,7 @@ def test_what_is_planted_is_found():
 def test_every_end(ending: str):
     ranks = 2 if ENDINGS[ending].times_out else 3
     verdict = run_episode(episode(ranks, ending, calls=30, within_s=0.004 if ENDINGS[ending].within else None))
-    assert not verdict.failures, verdict.failures
+    assert not verdict.failures, "\n".join(text for _, text in verdict.failures)
     assert verdict.tally.calls.total() >= 30 and not verdict.leftovers
 
 
@@ -309,13 +309,13 @@ def test_every_end(ending: str):
 def test_several_communicators(world_size: int):
     groups = (tuple(range(world_size)), (0,), tuple(range(0, world_size, 2)))
     verdict = run_episode(episode(world_size, calls=150, groups=groups, verify=False))
-    assert not verdict.failures, verdict.failures
+    assert not verdict.failures, "\n".join(text for _, text in verdict.failures)
     assert verdict.tally.calls.total() >= 150 and verdict.tally.refusals
 
 
 def test_threads_with_a_communicator_each():
     verdict = run_episode(episode(2, calls=200, lanes=3))
-    assert not verdict.failures, verdict.failures
+    assert not verdict.failures, "\n".join(text for _, text in verdict.failures)
     assert verdict.tally.calls.total() >= 190
 
 

@@ -7,11 +7,14 @@ that it reads and writes. Loads of flags without acquire, counters and the board
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+
+POLL_S = 200e-6
 
 RELEASE, RELAXED, ACQUIRE = "release", "relaxed", "acquire"
 
@@ -51,6 +54,8 @@ def recorded() -> Iterator[dict[int, list[Access]]]:
 
     def masked_load(self: Any, ptrs: Any, mask: Any, *rest: Any) -> Any:
         note(self, "load", ptrs, mask)
+        if rest[-1]:  # volatile: it waits for a peer, which may need the processor
+            time.sleep(POLL_S)
         return before["create_masked_load"](self, ptrs, mask, *rest)
 
     def masked_store(self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:

@@ -102,5 +102,5 @@ class Episode:
             debug=debug,
             verify=n <= 4 or not setting.on_cpu or draw.random() < 0.3,
             # On GPUs a rank may be compiling a kernel that its peers wait for.
-            timeout_s=(3.0 if n <= 4 and setting.on_cpu else 8.0) if ENDINGS[ending].times_out else 40.0,
+            timeout_s=(6.0 if n <= 4 and setting.on_cpu else 8.0) if ENDINGS[ending].times_out else 40.0,
         )
