@@ -22,7 +22,7 @@ from sidelane.program.collective import Buffer
 from sidelane.program.ir import Move, Program, Signal, SignalOp, Value, describe, has_epochs
 from sidelane.program.transform import freeze, lower
 from sidelane.program.verify import verify
-from sidelane.program.words import WORD_MASK
+from sidelane.program.words import as_int32
 
 _FLAG_BYTES, _ALIGNMENT = 4, 256
 _EAGER, _CAPTURED = range(2)
@@ -97,8 +97,7 @@ class BoundProgram:
             return
         words = self._block.tensor[: _FLAG_BYTES * self.program.flag_count].view(torch.int32)
         for index, value in self._last_signals.items():
-            word = value.at(call) & WORD_MASK
-            words[index] = word - ((word >> 31) << 32)  # as a signed word
+            words[index] = as_int32(value.at(call))
 
     def close(self) -> None:
         """Let go of its memory and of the tensors, once this rank's calls have ended. Idempotent, and no collective.

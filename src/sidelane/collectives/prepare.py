@@ -28,7 +28,7 @@ from sidelane.program.collective import Buffer
 from sidelane.program.ir import Program, has_epochs
 from sidelane.program.kernel import KernelProgram
 from sidelane.program.kernel_list import AnyKernelProgram, KernelListProgram
-from sidelane.program.words import WORD_MASK
+from sidelane.program.words import as_int32
 
 FLAGS = 4096
 """Flags in each of three regions: programs with epochs, captured ones that reset their flags, and cached graphs. Behind
@@ -180,8 +180,7 @@ class Preparer:
     def renew(self, call: int) -> None:
         """Make all flags of this rank that follow calls count as set by ``call``. Nothing may be under way anywhere."""
         words = self._flags.tensor.view(torch.int32)
-        value = call & WORD_MASK
-        value -= (value >> 31) << 32  # as a signed word
+        value = as_int32(call)
         words[:FLAGS] = value
         words[3 * FLAGS : 3 * FLAGS + TURN_FLAGS] = value
         for program in self.own_programs:

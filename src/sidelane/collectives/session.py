@@ -104,16 +104,21 @@ class Session:
             exchange = Exchange(self._group, self.config.timeout_s)
             if name is not None:
                 exchange(f"lane {name!r}", lambda: None)
-            made = Lane(self, str(number) if name is None else name, number, exchange)
+            made = Lane(self, f"lane {number}" if name is None else name, number, exchange)
             self._lanes.append(made)
-            return made
+        if self._closed:  # meanwhile, by another thread
+            made.close()
+            raise CommunicatorClosedError("Session.lane: the session was closed")
+        return made
 
     def close(self) -> None:
         """Close all lanes, and let go of the memory. Idempotent. Not a collective: peers may close later."""
         self._closed = True
-        while self._lanes:
-            self._lanes.pop().close()
-        self.heap.close()
+        lanes, self._lanes = self._lanes, []
+        for lane in lanes:
+            lane.close()
+        if not any(lane.calls.forked for lane in lanes):  # of which the memory is the parent's
+            self.heap.close()
 
     @property
     def backend(self) -> Backend | None:

@@ -13,3 +13,12 @@ def reached(word: int, value: int) -> bool:
     (True, False, True, False)
     """
     return (word - value) & WORD_MASK < _HALF
+
+
+def as_int32(value: int) -> int:
+    """The word that holds ``value``, read with a sign, as int32 tensors do.
+
+    >>> as_int32(5), as_int32(-1), as_int32(WORD_MASK), as_int32(_HALF)
+    (5, -1, -1, -2147483648)
+    """
+    return ((value + _HALF) & WORD_MASK) - _HALF
