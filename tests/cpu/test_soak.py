@@ -237,7 +237,7 @@ def performed(group: dist.ProcessGroup, one: Episode, planted: str) -> Outcome:
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
             plant(patch, planted)
-        seat = Seat(dist.get_rank(), dist.get_world_size(), CPU, _Line())  # type: ignore[arg-type]
+        seat = Seat(dist.get_rank(), dist.get_world_size(), CPU, _Line(), 60.0)  # type: ignore[arg-type]
         return perform(one, seat)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import random
@@ -387,3 +388,51 @@ def random_sizes(context: Context, seed: int, calls: int) -> None:
             assert all(same_bytes(a, b) for a, b in pending)
     finally:
         torch.set_default_device(None)
+
+
+def memory_dropped_at_bad_moments(context: Context) -> None:
+    """Symmetric memory of closed communicators goes while a graph is captured and while a call waits for its trigger.
+
+    torch waits for the device in both cases, which ended the process in the first and never ended in the second.
+    """
+    device = torch.device("cuda", context.rank)
+    nbytes = 256 << 20
+
+    def leave_behind() -> list[object]:
+        """The last reference to a tensor of a communicator that was closed, and one that only a collection finds."""
+        with Communicator(device=device, config=Config(timeout_s=30)) as closed:
+            cycle: list[object] = [closed.empty(nbytes, dtype=torch.uint8)]
+            cycle.append(cycle)
+            return [closed.empty(nbytes, dtype=torch.uint8)]
+
+    with Communicator(device=device, config=Config(timeout_s=30)) as comm:
+        n, rank = comm.world_size, comm.rank
+        output, input = comm.empty(n, 1000), comm.empty(1000)
+        comm.all_gather(output, input, variant="b2b")
+        free = torch.cuda.mem_get_info(device)[0]
+        left = leave_behind()
+        torch.cuda.synchronize()
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            comm.all_gather(output, input, variant="b2b")
+            left.clear()
+            gc.collect()
+        for value in range(3):
+            input.fill_(value + 10 * rank)
+            output.fill_(-1)
+            graph.replay()
+            assert output[:, 0].tolist() == [value + 10 * peer for peer in range(n)]
+
+        left = leave_behind()
+        torch.cuda.synchronize()
+        with comm.prepare_all_gather(output, input) as handle:
+            for value in range(3):
+                output.fill_(-1)
+                input.fill_(value + 20 * rank)
+                handle.arm()
+                left.clear()
+                gc.collect()
+                handle.trigger()
+                assert output[:, 0].tolist() == [value + 20 * peer for peer in range(n)]
+        comm.empty(1)  # a good moment
+        assert torch.cuda.mem_get_info(device)[0] > free - nbytes, "what was dropped was not given back"

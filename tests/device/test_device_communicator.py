@@ -51,6 +51,10 @@ def test_lanes_of_one_thread(ranks: Ranks, seed: int) -> None:
     ranks.run(CASES + "in_lanes", "in_turn", seed, 200, timeout_s=120)
 
 
+def test_memory_dropped_at_bad_moments(ranks: Ranks) -> None:
+    ranks.run(CASES + "memory_dropped_at_bad_moments")
+
+
 def test_two_communicators_interleaved(ranks: Ranks) -> None:
     ranks.run(CASES + "sweep", "interleaved", ())
 

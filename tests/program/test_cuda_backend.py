@@ -385,3 +385,17 @@ def test_the_fake_driver_notices_calls_without_its_device() -> None:
     with pytest.raises(AssertionError):
         driver.submit([])
     driver.stop()
+
+
+def test_a_renewed_executor_has_nothing_to_wait_for():
+    """Its last invocation was more than 2**31 calls ago, or there was none: it would count as still to come."""
+    with world_of(2) as world:
+        for executor in world.executors:
+            executor.renew(2**32 - 50)
+        waiting = threading.Thread(target=world.synchronize, daemon=True)
+        waiting.start()
+        waiting.join(10)
+        hangs = waiting.is_alive()
+        for executor in world.executors:
+            executor.renew(0)
+        assert not hangs

@@ -65,6 +65,10 @@ class OwnProgram(Protocol):
         """Let them count as set by ``call``."""
         ...
 
+    def close(self) -> None:
+        """Let go of its memory; no call is under way."""
+        ...
+
 
 class Preparer:
     """Owns what all programs of a communicator share: flag memory and staging.
@@ -188,11 +192,17 @@ class Preparer:
         self._backend.renew(call)
 
     def close(self) -> None:
-        """Forget every loaded program."""
+        """Forget every loaded program, and let go of the memory."""
         self._recent.clear()
         self._recent_lists.clear()
         self._kept.clear()
-        self.own_programs.clear()
+        for program in list(self.own_programs):
+            program.close()
+        self.keepers.clear()
+        for staging in (self._staging, self._kernel_staging, self._slots):
+            staging.close()
+        self._arena = None
+        del self._flags
 
     def _reserve(self, staging: Staging, nbytes: int, frozen: bool) -> None:
         if staging.reserve(nbytes, frozen):

@@ -27,6 +27,7 @@ from sidelane.config import DEFAULT_TIMEOUT_S, Config
 from sidelane.errors import CommunicatorClosedError, SidelaneError
 from sidelane.memory.control import ControlBlock
 from sidelane.memory.exchange import Exchange
+from sidelane.memory.giving_back import give_back
 from sidelane.program.collective import MAX_NODE_RANKS
 from sidelane.program.ir import Program
 
@@ -119,6 +120,7 @@ class Session:
             lane.close()
         if not any(lane.calls.forked for lane in lanes):  # of which the memory is the parent's
             self.heap.close()
+            give_back()
 
     @property
     def backend(self) -> Backend | None:

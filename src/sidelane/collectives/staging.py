@@ -45,6 +45,11 @@ class Staging:
         """What every rank has."""
         return 0 if self._block is None else self._block.tensor.nbytes
 
+    def close(self) -> None:
+        """Let go of the memory, also of what captured graphs refer to."""
+        self._block, self._spread = None, None
+        self._kept.clear()
+
     def reserve(self, nbytes: int, frozen: bool) -> bool:
         """Have room for a call. Collective where it grows.
 

@@ -1,6 +1,6 @@
 """Symmetric memory on GPUs, by way of ``torch.distributed._symmetric_memory`` (its CUDA backend).
 
-Three things are done differently from ``symm_mem.empty`` followed by ``symm_mem.rendezvous`` on the caller's group:
+Some things are done differently from ``symm_mem.empty`` followed by ``symm_mem.rendezvous`` on the caller's group:
 
 - Memory does not come from torch's pool of symmetric segments: which segment a rank gets from there depends on what it
   has freed so far, and a rank that gets a used one skips the rendezvous that its peers wait in.
@@ -8,6 +8,7 @@ Three things are done differently from ``symm_mem.empty`` followed by ``symm_mem
   rendezvous meanwhile would look for its peers under other numbers, and hang. A store that renumbers the keys, under a
   group name of its own, keeps sub-groups apart.
 - Multicast objects are never made, whatever the environment says.
+- Freeing memory waits for the whole device, so that it is done at chosen moments (``giving_back``).
 - torch passes the handles of memory through a socket of which each process has one. Threads with a communicator each
   would take each other's, so one rendezvous at a time is under way in a process, chosen by its rank 0.
 """
@@ -28,6 +29,7 @@ import torch.distributed as dist
 
 from sidelane.errors import CommunicatorClosedError, MismatchError, PeerError, PeerTimeoutError, UnavailableError
 from sidelane.memory.exchange import Exchange
+from sidelane.memory.giving_back import Kept, give_back, keep_bytes, lanes
 from sidelane.memory.process_lock import LockTimeoutError, alone_in
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -41,12 +43,12 @@ class TorchSymmetricBlock:
     Attributes:
         tensor: this rank's bytes, 1-d uint8.
         addresses: where this process reaches the block of each rank.
-        handle: torch's, which keeps the peers' memory mapped; None without peers.
+        handle: keeps the peers' memory mapped; None without peers.
     """
 
     tensor: torch.Tensor
     addresses: tuple[int, ...]
-    handle: Any
+    handle: Kept | None
 
 
 class TorchSymmetricMemory:
@@ -74,6 +76,7 @@ class TorchSymmetricMemory:
         # Rank 0 names the instance: torch keeps groups by name, in all of the process.
         name = exchange("symmetric memory", lambda: f"sidelane/{os.getpid()}/{next(_instances)}")[0]
         self._alias = _Alias(name, exchange)
+        lanes.add(self)
 
     def allocate(self, nbytes: int) -> TorchSymmetricBlock:
         """Allocate ``nbytes`` (> 0) on every rank, zeroed. Collective. Synchronises the current stream.
@@ -90,6 +93,7 @@ class TorchSymmetricMemory:
             raise CommunicatorClosedError("TorchSymmetricMemory.allocate: the memory was closed")
         if nbytes <= 0:
             raise ValueError(f"allocate: nbytes must be positive (value={nbytes})")
+        give_back()
         tensor: torch.Tensor | None = None
 
         def take() -> tuple[int, str, int]:
@@ -107,17 +111,20 @@ class TorchSymmetricMemory:
             raise UnavailableError(f"allocate: no symmetric memory of {nbytes} bytes: {'; '.join(problems)}")
         assert tensor is not None
         if self._world_size == 1:
-            return TorchSymmetricBlock(tensor, (tensor.data_ptr(),), None)
+            return TorchSymmetricBlock(keep_bytes(tensor), (tensor.data_ptr(),), None)
         handle = self._map(tensor, [pid for _, _, pid in offers])
         # Blocks begin at the tensor; torch's addresses begin at the allocation.
         offset = tensor.data_ptr() - handle.buffer_ptrs[self._rank]
-        return TorchSymmetricBlock(tensor, tuple(base + offset for base in handle.buffer_ptrs), handle)
+        addresses = tuple(base + offset for base in handle.buffer_ptrs)
+        return TorchSymmetricBlock(keep_bytes(tensor), addresses, Kept(handle, self._device))
 
     def close(self) -> None:
         """Let go of the exchange. Tensors that callers still have stay valid. Idempotent."""
         if self._exchange is not None:
             self._alias.close()
         self._exchange = None
+        lanes.discard(self)
+        give_back()
 
     def _map(self, tensor: torch.Tensor, pids: Sequence[int]) -> Any:
         """The handle of everyone's memory, made while none of these processes makes another one."""

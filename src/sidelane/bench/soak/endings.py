@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import signal
 
+START_S = 60.0
+"""For a rank to come to the others."""
+
 SLACK_S = 15.0
 """What hearing of a fault may take beyond the time-out, or without one: ranks may share a core with seven others."""
 

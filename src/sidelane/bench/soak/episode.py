@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 
-from sidelane.bench.soak.endings import ENDINGS, GOOD, ON_CPUS_ONLY
+from sidelane.bench.soak.endings import ENDINGS, GOOD, ON_CPUS_ONLY, SLACK_S, START_S
 
 CPU = "cpu"
 SIZES = {1: 5, 2: 53, 3: 17, 4: 10, 5: 4, 6: 4, 7: 3, 8: 4}
@@ -72,6 +72,11 @@ class Episode:
     debug: bool
     verify: bool
     timeout_s: float
+
+    @property
+    def patience_s(self) -> float:
+        """Seconds without a word of any rank after which something hangs."""
+        return START_S + 2 * SLACK_S + 2 * self.timeout_s
 
     @staticmethod
     def draw(seed: int, number: int, setting: Setting) -> Episode:

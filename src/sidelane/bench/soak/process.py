@@ -19,11 +19,10 @@ import torch.distributed as dist
 
 from sidelane.bench.running.launch import HOST, end_with_parent
 from sidelane.bench.soak import endings
+from sidelane.bench.soak.endings import START_S
 from sidelane.bench.soak.episode import Episode
 from sidelane.bench.soak.performance import perform
-from sidelane.bench.soak.seat import Seat
-
-START_S = 60.0
+from sidelane.bench.soak.seat import SHOWS_S, Seat
 
 
 def rank_main(rank: int, episode: Episode, port: int, folder: str, line: connection.Connection) -> None:
@@ -46,9 +45,10 @@ def rank_main(rank: int, episode: Episode, port: int, folder: str, line: connect
     faulthandler.register(signal.SIGUSR1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     end_with_parent()
+    faulthandler.dump_traceback_later(episode.patience_s - SHOWS_S)  # begun anew by each beat
     gc.freeze()  # what was imported stays: nobody need look at it again
     with _process_group(rank, episode, port) as device:
-        line_seat = Seat(rank, episode.world_size, device, line)
+        line_seat = Seat(rank, episode.world_size, device, line, episode.patience_s)
         outcome = perform(episode, line_seat)
         line_seat.done(outcome)
 

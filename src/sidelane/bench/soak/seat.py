@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import faulthandler
 import os
 import signal
 import time
@@ -14,6 +15,9 @@ from sidelane.bench.soak.endings import Told
 from sidelane.bench.soak.tally import Tally
 
 BEAT_S = 0.5
+SHOWS_S = 10.0
+"""Before the parent loses patience, a rank that says nothing shows where it stands: a signal may not reach it."""
+
 BEAT, COUNTED, FROZEN, THAWED, FAULTED, DONE = "beat", "counted", "frozen", "thawed", "faulted", "done"
 
 
@@ -42,11 +46,14 @@ class Seat:
         world_size: ranks.
         device: of its tensors.
         line: to the parent.
+        patience_s: seconds without a word after which the parent ends it.
     """
 
-    def __init__(self, rank: int, world_size: int, device: torch.device, line: connection.Connection) -> None:
+    def __init__(
+        self, rank: int, world_size: int, device: torch.device, line: connection.Connection, patience_s: float
+    ) -> None:
         self.rank, self.world_size, self.device = rank, world_size, device
-        self._line = line
+        self._line, self._patience_s = line, patience_s
         self._next_beat = 0.0
 
     def beat(self, calls: int) -> None:
@@ -55,6 +62,7 @@ class Seat:
         if now >= self._next_beat:
             self._next_beat = now + BEAT_S
             self._line.send((BEAT, calls))
+            faulthandler.dump_traceback_later(self._patience_s - SHOWS_S)
 
     def freeze(self, seconds: float) -> None:
         """Stop this process, all threads at once. The parent lets it go on."""

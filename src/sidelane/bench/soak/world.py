@@ -17,9 +17,9 @@ from typing import Any
 from sidelane.bench.running.launch import store_on_loopback
 from sidelane.bench.running.processes import rank_context
 from sidelane.bench.soak import endings, leftovers
-from sidelane.bench.soak.endings import ENDINGS, SLACK_S, objections
+from sidelane.bench.soak.endings import ENDINGS, objections
 from sidelane.bench.soak.episode import Episode
-from sidelane.bench.soak.process import START_S, errors_of, rank_main
+from sidelane.bench.soak.process import errors_of, rank_main
 from sidelane.bench.soak.seat import BEAT, COUNTED, DONE, FAULTED, FROZEN, THAWED, Outcome
 from sidelane.bench.soak.tally import MOST_TEXT, Tally, shortened
 
@@ -99,7 +99,7 @@ class _World:
 
     def _listen(self) -> None:
         """Until every rank has said how it went, or its process has ended."""
-        patience_s = START_S + 2 * SLACK_S + 2 * self._episode.timeout_s
+        patience_s = self._episode.patience_s
         heard_at = time.monotonic()
         lines = dict(self._lines)
         while lines:

@@ -6,8 +6,11 @@ import contextlib
 import weakref
 from collections.abc import Sequence
 
+import torch
+
 from sidelane.errors import SidelaneError, UnavailableError
 from sidelane.execute.cuda.driver import Driver, load_api
+from sidelane.memory.giving_back import Kept
 
 
 class Mirror:
@@ -36,7 +39,9 @@ class Mirror:
         total = size * len(blocks)
         start = int(driver.call("cuMemAddressReserve", total, 0, api.CUdeviceptr(0), 0))
         places: list[int] = []
-        weakref.finalize(self, _unmap, driver, start, total, places, size).atexit = False
+        mapping = _Mapping()
+        weakref.finalize(mapping, _unmap, driver, start, total, places, size).atexit = False
+        self._mapping = Kept(mapping, torch.device("cuda", driver.index))
         for number, base in enumerate(bases):
             handle = driver.call("cuMemRetainAllocationHandle", base)
             try:
@@ -50,6 +55,10 @@ class Mirror:
         access.flags = api.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         driver.call("cuMemSetAccess", api.CUdeviceptr(start), total, [access], 1)
         self.addresses = tuple(place + block - base for place, block, base in zip(places, blocks, bases, strict=True))
+
+
+class _Mapping:
+    """What is unmapped when nobody refers to it any more."""
 
 
 def _unmap(driver: Driver, start: int, total: int, places: Sequence[int], size: int) -> None:

@@ -118,7 +118,7 @@ class CudaPrelaunched:
             except BaseException as error:
                 executor.watch.fail_submission(f"{self.program.collective} {self.program.variant}", error)
                 raise
-            self._epoch = epoch
+            self._epoch = executor.armed_epoch = epoch
             executor.watch.issued(epoch, (self.program, self._addresses, 0))
             executor.ledger.count(self._entry)
 

@@ -24,6 +24,7 @@ from sidelane.execute.cuda.tables import DeviceTable, Tables
 from sidelane.execute.cuda.watch import BOARD, BUSY, FINISHED, HOST_WORDS, STARTED, Watch
 from sidelane.execute.monitor import PeerMonitor
 from sidelane.execute.submitted import Ledger
+from sidelane.memory.giving_back import submitters
 from sidelane.program.ir import Program
 from sidelane.program.kernel_list import AnyKernelProgram
 from sidelane.program.words import WORD_MASK
@@ -65,6 +66,7 @@ class CudaSite:
         self.ledger = Ledger()
         self.timeout_s = timeout_s
         self.closed = False
+        self.armed_epoch: int | None = None  # of the last invocation that waited for a trigger
         self._streams: list[int] = []
         self._sides: list[int] = []
         self._held: int | None = None
@@ -88,6 +90,7 @@ class CudaSite:
                 self.rescue.register_word(self.gates.addresses[gate])
         self.watch = Watch(self.driver, rank, words, monitor, self.rescue, timeout_s)
         self.watch.start()
+        submitters.add(self)
         # For an executor that is dropped without close. The thread holds the watch, not this object.
         self._end_watch = weakref.finalize(self, self.watch.stop)
 
@@ -101,6 +104,7 @@ class CudaSite:
     def renew(self, epoch: int) -> None:
         """Let all words that follow epochs count as written by ``epoch``; with no invocation under way."""
         with self.lock, self.driver.current():
+            self.watch.last_epoch = epoch  # nobody may wait for one of long ago, which would count as still to come
             self._words.array[STARTED] = self._words.array[FINISHED] = epoch & WORD_MASK
             self.gates.store(epoch)
             gates = [self.gates.addresses[gate] for gate in (Gate.TRIGGER, Gate.DONE)]
@@ -109,6 +113,10 @@ class CudaSite:
             self.driver.submit([writes.bind(self.internal)])
             while not self.driver.is_idle(self.internal):
                 time.sleep(1e-5)
+
+    def waits_for_the_host(self) -> bool:
+        """True if the device may have work that only this process can end: armed, or stuck for good."""
+        return self in _stuck or not (self.armed_epoch is None or self.closed or self.watch.finished(self.armed_epoch))
 
     def check(self) -> None:
         """Raise what went wrong with any invocation so far.

@@ -1,0 +1,139 @@
+"""When memory of a GPU is given back; the device is made up."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sidelane.memory import giving_back
+from sidelane.memory.giving_back import Kept, give_back
+
+GPU = torch.device("cuda", 0)
+
+
+class Memory:
+    """Says when it is freed."""
+
+    def __init__(self, freed: list[int], number: int = 0) -> None:
+        self._freed, self._number = freed, number
+
+    def __del__(self) -> None:
+        self._freed.append(self._number)
+
+
+class Submitter:
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.armed = False
+
+    def waits_for_the_host(self) -> bool:
+        return self.armed
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A GPU that is idle, and captures nothing, with an open lane."""
+    found = SimpleNamespace(idle=threading.Event(), capturing=False, lane=Submitter())
+    found.idle.set()
+
+    def synchronize(device: torch.device) -> None:
+        assert device == GPU
+        found.idle.wait(30)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: found.capturing)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(giving_back, "PATIENCE_S", 0.05)
+    giving_back.lanes.add(found.lane)
+    return found
+
+
+def test_what_is_dropped_is_given_back_when_asked_for(device: SimpleNamespace):
+    freed: list[int] = []
+    kept = [Kept(Memory(freed, number), GPU) for number in range(3)]
+    kept.clear()
+    assert freed == []
+    assert give_back() and freed == [0, 1, 2]
+
+
+def test_without_lanes_it_is_given_back_at_once(device: SimpleNamespace):
+    freed: list[int] = []
+    giving_back.lanes.discard(device.lane)
+    Kept(Memory(freed), GPU)
+    assert freed == [0]
+
+
+def test_garbage_is_given_back_at_no_moment_of_its_own(device: SimpleNamespace):
+    freed: list[int] = []
+    cycle: list[object] = [Kept(Memory(freed), GPU)]
+    cycle.append(cycle)
+    del cycle
+    gc.collect()
+    assert freed == []
+    assert give_back() and freed == [0]
+
+
+def test_not_in_a_capture(device: SimpleNamespace):
+    freed: list[int] = []
+    giving_back.lanes.discard(device.lane)
+    device.capturing = True
+    Kept(Memory(freed), GPU)
+    assert not give_back() and freed == []
+    device.capturing = False
+    assert give_back() and freed == [0]
+
+
+def test_not_while_a_call_waits_for_its_trigger(device: SimpleNamespace):
+    freed: list[int] = []
+    one = Submitter()
+    giving_back.submitters.add(one)
+    one.armed = True
+    Kept(Memory(freed), GPU)
+    assert not give_back() and freed == []
+    one.armed = False
+    assert give_back() and freed == [0]
+    assert not one.lock.locked()
+
+
+def test_not_in_the_middle_of_a_call(device: SimpleNamespace):
+    freed: list[int] = []
+    one = Submitter()
+    giving_back.submitters.add(one)
+    Kept(Memory(freed), GPU)
+    with one.lock:
+        assert not give_back() and freed == []
+    assert give_back() and freed == [0]
+
+
+def test_a_device_that_does_not_become_idle_is_asked_again(device: SimpleNamespace):
+    freed: list[int] = []
+    device.idle.clear()
+    Kept(Memory(freed), GPU)
+    assert not give_back() and not give_back() and freed == []
+    assert sum(thread.name == f"sidelane-waits-{GPU}" for thread in threading.enumerate()) == 1
+    device.idle.set()
+    assert give_back() and freed == [0]
+
+
+def test_what_gives_back_more(device: SimpleNamespace):
+    """Memory that keeps other memory, and some that is dropped in the middle of it all."""
+    freed: list[int] = []
+
+    class Both(Memory):
+        def __init__(self) -> None:
+            super().__init__(freed, 1)
+            self.other = Kept(Memory(freed, 2), GPU)
+
+        def __del__(self) -> None:
+            super().__del__()
+            Kept(Memory(freed, 3), GPU)
+            nested.append(give_back())
+
+    nested: list[bool] = []
+    Kept(Both(), GPU)
+    assert not give_back() and freed == [1] and nested == [False]  # one at a time
+    assert give_back() and sorted(freed) == [1, 2, 3]
