@@ -340,8 +340,8 @@ def test_a_rank_that_hangs_shows_where(monkeypatch: pytest.MonkeyPatch):
     """It is stopped, and nobody knows: the parent gives up, lets it say where it is, and ends it."""
     from sidelane.bench.soak import world
 
-    for name in ("START_S", "SLACK_S", "END_S"):
-        monkeypatch.setattr(world, name, 0.5)
+    monkeypatch.setattr(Episode, "patience_s", 3.0)
+    monkeypatch.setattr(world, "END_S", 0.5)
     monkeypatch.setattr(world, "FROZEN", "nobody listens to this")
     stopped = episode(2, endings.NEVER_COMES, timeout_s=0.7, calls=10)
     monkeypatch.setattr(world, "_CULPRITS_LEFT", ())

@@ -77,6 +77,7 @@ class FakeDriver:
         self.frees = 0  # how often all memory was freed and given out again, everywhere where it was
         self.caller = LEGACY  # the caller's current stream
         self.device_is_current = True
+        self.is_copy = False  # this process is a forked one
         self._graphs: dict[int, tuple[list[Callable[[], None]], int]] = {}
         self._all_channels: list[_Channel] = []
         self._channels = [self._new_channel() for _ in range(channels)] if channels else None
@@ -219,6 +220,7 @@ class FakeDriver:
         return Questions(lambda index: self.caller, lambda: self.is_capturing(self.caller), self._device, self.index)
 
     def _device(self) -> int:
+        assert not self.is_copy, "torch.cuda raises in a forked copy"
         return self.index if self.device_is_current else self.index + 1
 
     def bind_graph(self, graph: int, stream: int, *, owner: object = None) -> Bound:

@@ -231,6 +231,20 @@ def test_what_is_wrong_is_said_by_python(rank: Rank) -> None:
         rank.comm.all_gather(output, input, variant="b2b")
 
 
+def test_a_forked_copy_asks_torch_for_nothing(rank: Rank) -> None:
+    output, input = torch.zeros(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
+    for _ in range(3):
+        gather(rank, output, input)
+    assert rank.native[-1]
+    rank.comm._calls.failure = CommunicatorClosedError("a copy")
+    rank.driver.is_copy = True
+    try:
+        with pytest.raises(CommunicatorClosedError, match="a copy"):
+            rank.comm.all_gather(output, input, variant="b2b")
+    finally:
+        rank.driver.is_copy, rank.comm._calls.failure = False, None
+
+
 def test_a_call_that_the_driver_refuses_ends_the_communicator(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     output, input = torch.zeros(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
     for _ in range(3):

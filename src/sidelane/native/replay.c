@@ -747,6 +747,9 @@ enum Outcome { MADE, UNKNOWN, NOT_NOW, ERROR };
 /* With the lock of the executor held, which whoever changes what is asked here holds too, or the GIL. */
 static enum Outcome attempt(Replay *self, const Request *request, PyObject *written)
 {
+    int open = is_open(self); /* a forked copy may not even ask for its device */
+    if (open != 1)
+        return open < 0 ? ERROR : NOT_NOW;
     long long stream = find_stream(self);
     if (stream < 0)
         return PyErr_Occurred() ? ERROR : NOT_NOW;
@@ -754,8 +757,9 @@ static enum Outcome attempt(Replay *self, const Request *request, PyObject *writ
     if (entry == NULL)
         return PyErr_Occurred() ? ERROR : UNKNOWN;
     enum Outcome outcome = UNKNOWN;
-    if (stands(entry)) { /* which lets other threads run, so that the rest is asked behind it */
-        int open = is_open(self);
+    if (stands(entry)) {
+        if (entry->allocations) /* to ask for them lets other threads run */
+            open = is_open(self);
         if (open == 1) /* some calls early, since calls that are refused take numbers that are not begun */
             open = !is_unread(self, *self->begun + 1 + (uint64_t)self->record_count / 8);
         int repeated = open == 1 && !PyErr_Occurred() ? repeat(self, entry, written) : open < 0 ? -1 : 1;
