@@ -58,6 +58,57 @@ def in_lanes(context: Context, name: str, *args: Any) -> None:
         torch.set_default_device(None)
 
 
+def own_kernel(context: Context, name: str, *args: Any) -> Any:
+    """One of the cases of kernels of one's own that CPU ranks run, too."""
+    import own_kernels
+
+    torch.set_default_device(torch.device("cuda", context.rank))
+    try:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            return getattr(own_kernels, name)(dist.group.WORLD, *args)
+    finally:
+        torch.set_default_device(None)
+
+
+def own_kernel_in_a_graph(context: Context, replays: int) -> list[float]:
+    """A kernel of one's own and a collective in one graph, replayed, with launches in between; times of both, in us."""
+    from own_kernels import push_tiles
+
+    device = torch.device("cuda", context.rank)
+    with torch.cuda.stream(torch.cuda.Stream()), Communicator(device=device, config=Config(timeout_s=30)) as comm:
+        n, rank, count = comm.world_size, comm.rank, 3000
+        output, sums = comm.empty(n, count), torch.zeros(count, device=device)
+        shard = torch.zeros(count, device=device)
+        kernel = comm.load_kernel(push_tiles, flags=16)
+
+        def both() -> None:
+            kernel.launch((8,), comm.peers(output), shard, count, TILE=512)
+            torch.sum(output, 0, out=sums)
+            comm.all_reduce(sums)
+
+        both()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+            both()
+        for step in range(replays):
+            shard.fill_(step + rank)
+            output.fill_(-1)
+            comm.barrier()
+            graph.replay() if step % 3 else both()
+            assert sums.eq(n * sum(step + peer for peer in range(n))).all(), step
+            comm.barrier()
+        assert kernel.generation() == replays + 1
+        times = []
+        for run in (lambda: kernel.launch((8,), comm.peers(output), shard, count, TILE=512), graph.replay):
+            began = time.perf_counter()
+            for _ in range(200):
+                run()
+            times.append((time.perf_counter() - began) / 200 * 1e6)
+            torch.cuda.synchronize()
+        return times
+
+
 def loaded_on_stream(context: Context, name: str, *args: Any) -> Any:
     return loaded(context, name, *args, stream=True)
 

@@ -47,6 +47,27 @@ def test_a_program_of_ones_own_in_a_graph(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("seed", range(2))
+def test_kernels_of_ones_own_next_to_collectives(ranks: Ranks, seed: int) -> None:
+    launches = ranks.run(CASES + "own_kernel", "everything", seed, 300, timeout_s=150)
+    assert len(set(launches)) == 1 and launches[0] > 150
+
+
+def test_kernels_of_ones_own_that_are_refused(ranks: Ranks) -> None:
+    for told in ranks.run(CASES + "own_kernel", "refused"):
+        assert len(told) == 9 and "each program calls end" in told[8], told
+
+
+@pytest.mark.parametrize("flag", [1, -1])
+def test_a_signal_that_nobody_sends(ranks: Ranks, flag: int) -> None:
+    for kind, text, culprits, seconds in ranks.run(CASES + "own_kernel", "waits_in_vain", flag, None):
+        assert kind == "PeerTimeoutError" and "waits_for" in text and culprits and seconds < 15, text
+
+
+def test_a_kernel_of_ones_own_in_a_graph(ranks: Ranks) -> None:
+    print(ranks.run(CASES + "own_kernel_in_a_graph", 100))
+
+
+@pytest.mark.parametrize("seed", range(2))
 def test_lanes_of_one_thread(ranks: Ranks, seed: int) -> None:
     ranks.run(CASES + "in_lanes", "in_turn", seed, 200, timeout_s=120)
 

@@ -21,15 +21,12 @@ import kernel_worlds
 import numpy as np
 import numpy.typing as npt
 import torch
-import triton.language as tl
 
 from sidelane.device import (
     broadcast_cells,
     broadcast_push,
     broadcast_relay,
-    cells,
     exchange_cells,
-    flags,
     layout,
     list_broadcast_push,
     push,
@@ -37,8 +34,6 @@ from sidelane.device import (
 )
 from sidelane.device.launch import Launch
 from sidelane.device.list_table import Piece, Table
-
-flags.POLLS = cells.POLLS = tl.constexpr(256)  # the interpreter takes a thousand times as long for one
 
 TIMEOUT_S = 90
 

@@ -14,6 +14,7 @@ from sidelane.errors import SidelaneError
 from sidelane.execute.base import Addresses, Executor, LoadedProgram, Place, Questions, Runnable
 from sidelane.memory.base import SymmetricBlock, SymmetricMemory
 from sidelane.program.ir import Program
+from sidelane.program.kernel_call import KernelCall
 from sidelane.program.kernel_list import AnyKernelProgram
 
 
@@ -103,6 +104,20 @@ class Backend(Protocol):
 
         Raises:
             UnavailableError: this device runs none (``abilities`` says so).
+        """
+        ...
+
+    @property
+    def board(self) -> int:
+        """Address of what kernels and the host tell each other (``device/layout.py``)."""
+        ...
+
+    def bind_kernel_call(self, call: KernelCall, *, compiles: bool) -> Runnable:
+        """Make a kernel of the caller's own ready to be launched. ``compiles``: see to it that it can be.
+
+        Raises:
+            UnavailableError: this device does not run it.
+            Exception: it cannot be compiled.
         """
         ...
 

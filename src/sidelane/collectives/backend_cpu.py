@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
@@ -15,12 +16,14 @@ from sidelane.collectives.work import NO_TIMEOUT, Work, timed_out
 from sidelane.errors import CommunicatorClosedError, PeerTimeoutError, SidelaneError, UnavailableError
 from sidelane.execute.base import NO_STREAM, Addresses, LoadedProgram, Place, Runnable
 from sidelane.execute.cpu import CpuExecutor
+from sidelane.execute.cpu.kernel_call import Board, CpuKernelCall
 from sidelane.memory.base import SymmetricBlock
 from sidelane.memory.control import ControlBlock
 from sidelane.memory.exchange import Exchange
 from sidelane.memory.ordering import full_fence
 from sidelane.memory.shm import ShmMemory
 from sidelane.program.ir import Program
+from sidelane.program.kernel_call import KernelCall
 from sidelane.program.kernel_list import AnyKernelProgram
 
 
@@ -42,6 +45,17 @@ class CpuBackend:
 
     def load_kernel(self, program: AnyKernelProgram, addresses: Addresses, frozen: bool) -> LoadedProgram:
         raise UnavailableError(f"{program.collective}: variant {program.variant!r} runs on GPUs only")
+
+    @functools.cached_property
+    def _board(self) -> Board:
+        return Board()
+
+    @property
+    def board(self) -> int:
+        return self._board.address
+
+    def bind_kernel_call(self, call: KernelCall, *, compiles: bool) -> CpuKernelCall:
+        return CpuKernelCall(self.executor, self._board, call)
 
     def hold(self, program: Program, addresses: Addresses, host_trigger: bool) -> CpuHeld:
         return CpuHeld(self, program, addresses, host_trigger)

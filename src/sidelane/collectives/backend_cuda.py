@@ -17,6 +17,7 @@ from sidelane.collectives.work import NO_TIMEOUT, Work, timed_out
 from sidelane.errors import PeerTimeoutError, SidelaneError
 from sidelane.execute.base import Addresses, LoadedProgram, Place, Runnable
 from sidelane.execute.cuda import CudaExecutor, DriverFeatures, probe
+from sidelane.execute.cuda.kernel_call import CudaKernelCall
 from sidelane.execute.cuda.mirror import Mirror
 from sidelane.execute.cuda.prelaunched import CudaPrelaunched
 from sidelane.memory.base import SymmetricBlock
@@ -25,6 +26,7 @@ from sidelane.memory.exchange import Exchange
 from sidelane.memory.torch_symm import TorchSymmetricMemory
 from sidelane.program.ir import Program
 from sidelane.program.kernel import MOST_RANKS
+from sidelane.program.kernel_call import KernelCall
 from sidelane.program.kernel_list import AnyKernelProgram
 
 _POLL_S = 50e-6
@@ -63,6 +65,13 @@ class CudaBackend:
 
     def load_kernel(self, program: AnyKernelProgram, addresses: Addresses, frozen: bool) -> LoadedProgram:
         return self.executor.load_kernel(program, addresses, frozen=frozen)
+
+    @property
+    def board(self) -> int:
+        return self.executor.board
+
+    def bind_kernel_call(self, call: KernelCall, *, compiles: bool) -> CudaKernelCall:
+        return CudaKernelCall(self.executor, call, compiles=compiles)
 
     def hold(self, program: Program, addresses: Addresses, host_trigger: bool) -> CudaHeld:
         return CudaHeld(self, CudaPrelaunched(self.executor, program, addresses, host_trigger=host_trigger))

@@ -21,6 +21,7 @@ from sidelane.collectives.bound import BoundProgram, bind_program
 from sidelane.collectives.entry import entry
 from sidelane.collectives.heap import generation
 from sidelane.collectives.lists import Tensors, call_lists, holds_lists
+from sidelane.collectives.own_kernel import OwnKernel, load_kernel
 from sidelane.collectives.plan import AUTO, Agreement, check_variant
 from sidelane.collectives.prelaunched import Prelaunched, prepare_prelaunched
 from sidelane.collectives.prepare import Prepared
@@ -373,6 +374,35 @@ class Communicator:
             MismatchError, PeerError, PeerTimeoutError: see docs/failure.md.
         """
         return bind_program(self._calls, self._arguments, self._preparer, program, buffers)
+
+    @entry
+    def load_kernel(self, kernel: Any, *, flags: int) -> OwnKernel:
+        """Give a Triton kernel of one's own flags, by which it meets its peers. Collective.
+
+        Args:
+            kernel: made by ``triton.jit``. Its first argument is the context (``sidelane.device.context`` has what it
+                can do with it). CPU ranks run it by Triton's interpreter, with ``TRITON_INTERPRET=1``.
+            flags: how many it signals and waits for, of each sender.
+
+        Returns:
+            What launches it: ``push = communicator.load_kernel(push_tiles, flags=8)``, then
+            ``push.launch((8,), communicator.peers(output), shard, TILE=1024)`` on every rank (docs/kernels.md).
+
+        Raises:
+            TypeError, ValueError: no kernel, or a number of flags that there is not; nothing was allocated.
+            UnavailableError: inside a capture, or more than 8 ranks.
+            MismatchError, PeerError, PeerTimeoutError: see docs/failure.md.
+        """
+        return load_kernel(self._calls, self._arguments, self._preparer, kernel, flags)
+
+    def peers(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Addresses of a symmetric tensor on all ranks, for kernels: int64[world_size] on its device. No collective.
+
+        Raises:
+            ValueError: the tensor is not symmetric memory, or not contiguous.
+            UnavailableError: of a new tensor, while a graph is captured.
+        """
+        return self.lane.peers(tensor)
 
     @entry
     def barrier(self) -> None:

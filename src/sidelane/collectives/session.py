@@ -6,6 +6,7 @@ import contextlib
 import threading
 from collections.abc import Mapping
 from types import TracebackType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from sidelane.collectives.calls import Calls
 from sidelane.collectives.devices import choose_device, make_backend
 from sidelane.collectives.entry import entry
 from sidelane.collectives.heap import LaneMemory, SymmetricHeap
+from sidelane.collectives.own_kernel import OwnKernel, Peers, load_kernel
 from sidelane.collectives.plan import Planner
 from sidelane.collectives.prepare import Preparer
 from sidelane.collectives.profile import agree_on_profile
@@ -160,6 +162,7 @@ class Lane:
         arguments: checks what callers pass.
         preparer: what programs share.
         calls: their numbers.
+        peers: see ``Communicator.peers``.
         repeats: those that compiled code makes again; None where there is none.
         profile: the measured times that ``auto`` chooses by.
     """
@@ -180,12 +183,18 @@ class Lane:
         )
         self.preparer = Preparer(session.rank, session.heap, self.backend, planner)
         self.calls = self._calls = Calls(self.control, self.backend, config, self.preparer.renew)
+        self.peers = Peers(session.heap, self.arguments).of
         self.repeats = Repeats.of(self.calls, self.preparer)
 
     @entry
     def load(self, program: Program, buffers: Mapping[str, torch.Tensor]) -> BoundProgram:
         """Prove a program of one's own and bind it to tensors. Collective; see ``Communicator.load``."""
         return bind_program(self.calls, self.arguments, self.preparer, program, buffers)
+
+    @entry
+    def load_kernel(self, kernel: Any, *, flags: int) -> OwnKernel:
+        """Give a Triton kernel of one's own flags. Collective; see ``Communicator.load_kernel``."""
+        return load_kernel(self.calls, self.arguments, self.preparer, kernel, flags)
 
     def synchronize(self) -> None:
         """Block the host until every call of the lane has finished on this rank.

@@ -10,6 +10,8 @@ told the kernel to give up; from then on no wait waits.
 
 from __future__ import annotations
 
+import os
+
 import triton
 import triton.language as tl
 
@@ -22,20 +24,26 @@ MAX_RANKS = tl.constexpr(layout.MAX_RANKS)
 WAITING = tl.constexpr(layout.WAITING)
 MOST_AHEAD = tl.constexpr(8)
 """A power of two, more than the generations that a flag may be ahead: 1, or 3 where they begin anew. What looks further
-ahead was not written for 2**31 generations."""
+ahead was not written for billions of generations."""
 
 MOST_THREADS = tl.constexpr(1024)
 """Of a block: what as many lanes read, all of its threads have read."""
 
-POLLS = tl.constexpr(8192)
+POLLS = tl.constexpr(256 if os.environ.get("TRITON_INTERPRET") == "1" else 8192)
 """Polls between two looks at the board: some milliseconds. All warps of a block look, across PCIe, and that traffic
-holds up the fences of signals: with a look every 256 polls, one late rank made all others late (docs/kernels.md)."""
+holds up the fences of signals: with a look every 256 polls, one late rank made all others late (docs/kernels.md). The
+interpreter takes a thousand times as long for one."""
 
 
 @triton.jit
 def next_generation(arena):
     """The generation of this launch. Nothing but :func:`end_generation` may have been called since it began."""
-    before = tl.load((arena + COUNTERS_OFFSET).to(tl.pointer_type(tl.int32)) + tl.program_id(0))
+    return generation_after(tl.load((arena + COUNTERS_OFFSET).to(tl.pointer_type(tl.int32)) + tl.program_id(0)))
+
+
+@triton.jit
+def generation_after(before):
+    """That which follows: 2 behind 2**32 - 1."""
     return tl.where(before == -1, 2, before + 1)
 
 
@@ -98,14 +106,16 @@ def wait(arena, generation, board, spent, phase, N: tl.constexpr):
         ``spent``, not 0 if the host has told the kernel to give up.
     """
     lane = tl.arange(0, MAX_RANKS)
-    return _wait_for(arena, lane < N, generation, board, spent, phase)
+    flags = _flags(arena + tl.zeros([MAX_RANKS], tl.int64), phase) + lane
+    return wait_for_words(flags, lane < N, generation, board, spent, MOST_AHEAD)
 
 
 @triton.jit
 def wait_for_rank(arena, sender, generation, board, spent, phase):
     """As :func:`wait`, for one rank."""
     lane = tl.arange(0, MAX_RANKS)
-    return _wait_for(arena, lane == sender, generation, board, spent, phase)
+    flags = _flags(arena + tl.zeros([MAX_RANKS], tl.int64), phase) + lane
+    return wait_for_words(flags, lane == sender, generation, board, spent, MOST_AHEAD)
 
 
 @triton.jit
@@ -115,19 +125,25 @@ def relaxed_wait(arena, generation, board, spent, PHASE: tl.constexpr, N: tl.con
     """
     lane = tl.arange(0, MAX_RANKS)
     flags = _flags(arena + tl.zeros([MAX_RANKS], tl.int64), PHASE) + lane
-    _poll(flags, lane < N, generation, board, spent)
+    _poll(flags, lane < N, generation, board, spent, MOST_AHEAD)
 
 
 @triton.jit
-def _wait_for(arena, mask, generation, board, spent, phase):
-    lane = tl.arange(0, MAX_RANKS)
-    flags = _flags(arena + tl.zeros([MAX_RANKS], tl.int64), phase) + lane
-    spent = _poll(flags, mask, generation, board, spent)
+def wait_for_words(flags, mask, generation, board, spent, AHEAD: tl.constexpr):
+    """Wait until the word of each rank in ``mask`` is ``generation``, or less than AHEAD beyond it.
+
+    Acquires at system scope, for all threads of the block. ``flags`` are pointers[P], of each rank; AHEAD is a power of
+    two.
+
+    Returns:
+        As :func:`wait`.
+    """
+    spent = _poll(flags, mask, generation, board, spent, AHEAD)
     # Loads find out when; the addition of 0 acquires. Each warp has polled for itself, so that some may have been told
     # to give up and others not: what decides from here on is the same for all, since they meet at barriers.
-    missing = tl.max(_late(_acquire(flags, mask), mask, generation))
+    missing = tl.max(_late(_acquire(flags, mask), mask, generation, AHEAD))
     while missing != 0:
-        missing = tl.max(_late(_acquire(flags, mask), mask, generation))
+        missing = tl.max(_late(_acquire(flags, mask), mask, generation, AHEAD))
         told = told_to_give_up(board)
         missing = tl.where(told != 0, 0, missing)
         spent = tl.where(told != 0, told, spent)
@@ -136,13 +152,13 @@ def _wait_for(arena, mask, generation, board, spent, phase):
 
 
 @triton.jit
-def _poll(flags, mask, generation, board, spent):
+def _poll(flags, mask, generation, board, spent, AHEAD: tl.constexpr):
     """Load until nobody is late; not 0 if the host has told this warp to give up."""
     lane = tl.arange(0, MAX_RANKS)
-    missing = tl.max(_late(tl.load(flags, mask=mask, other=0, volatile=True), mask, generation))
+    missing = tl.max(_late(tl.load(flags, mask=mask, other=0, volatile=True), mask, generation, AHEAD))
     polls = 0
     while (missing != 0) & (spent == 0):
-        late = _late(tl.load(flags, mask=mask, other=0, volatile=True), mask, generation)
+        late = _late(tl.load(flags, mask=mask, other=0, volatile=True), mask, generation, AHEAD)
         missing = tl.max(late)
         polls += 1
         if polls % POLLS == 0:
@@ -178,8 +194,6 @@ def _acquire(flags, mask):
 
 
 @triton.jit
-def _late(words, mask, generation):
-    """int32[P]: 1 for each rank that has not come. Peers are one generation ahead at most: what is beyond is old, and 0
-    is no generation.
-    """
-    return (mask & ((((words - generation) & -MOST_AHEAD) != 0) | (words == 0))).to(tl.int32)
+def _late(words, mask, generation, AHEAD: tl.constexpr):
+    """int32[P]: 1 for each rank that has not come. What is far ahead is old, and 0 is no generation."""
+    return (mask & ((((words - generation) & -AHEAD) != 0) | (words == 0))).to(tl.int32)

@@ -43,3 +43,23 @@ PARCEL_BYTES = 512 << 10
 def arena_bytes(world_size: int) -> int:
     """Size of the arena of each rank."""
     return CELLS_OFFSET + 2 * world_size * (SLOT_BYTES + PARCEL_BYTES)
+
+
+# --- the context of a kernel of one's own (device/context.py) ---------------------------------------------------------
+
+RANK, WORLD_SIZE, BOARD, FLAG_COUNT, REGIONS = range(5)
+"""Words of 64 bits; from ``REGIONS`` on, the address of each rank's region. Regions are of that kernel alone."""
+
+CONTEXT_WORDS = REGIONS + MAX_RANKS
+
+GENERATION, FINISHED = range(2)
+"""Words of 32 bits of a region: that of the last launch, and how many blocks of this launch have ended."""
+
+REGION_FLAGS_OFFSET = 256
+"""Behind it: [flag][sender], int32, the last generation that the sender has signalled. In front of it: a row of zeros,
+which stands for flags that there are not."""
+
+
+def region_bytes(flag_count: int) -> int:
+    """Size of the region of each rank."""
+    return REGION_FLAGS_OFFSET + 4 * MAX_RANKS * flag_count

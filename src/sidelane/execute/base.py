@@ -15,6 +15,7 @@ import torch
 from sidelane.execute.submitted import Ledger
 from sidelane.native import Note
 from sidelane.program.ir import Move, Program
+from sidelane.program.kernel_call import KernelCall
 from sidelane.program.kernel_list import AnyKernelProgram
 
 
@@ -165,7 +166,7 @@ class Runnable(Protocol):
     """What a communicator runs again and again: a loaded program, or several that take turns."""
 
     @property
-    def program(self) -> Program | AnyKernelProgram: ...
+    def program(self) -> Program | AnyKernelProgram | KernelCall: ...
 
     def run(self, epoch: int, place: Place) -> None:
         """Run this rank's queues once, behind the work of ``place`` and in front of what it gets next.

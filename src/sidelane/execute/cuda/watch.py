@@ -27,6 +27,7 @@ from sidelane.execute.cuda.stall import Stall, Words, assume_missing, find_stall
 from sidelane.execute.monitor import NO_CALL, PeerMonitor
 from sidelane.native import Effect, Note
 from sidelane.program.ir import Program
+from sidelane.program.kernel_call import KernelCall
 from sidelane.program.kernel_list import AnyKernelProgram
 from sidelane.program.words import reached
 
@@ -90,7 +91,9 @@ class Watch:
         self._doomed_since: float | None = None
         self._flags_before: dict[int, object] | None = None
         self._board = words.array[BOARD:]
-        self._last_kernel: tuple[int, tuple[AnyKernelProgram, bool]] | None = None  # and if it was captured
+        self._last_kernel: tuple[int, tuple[AnyKernelProgram | KernelCall, bool]] | None = (
+            None  # and if it was captured
+        )
         self._spin: tuple[tuple[int, int], ...] = ()
         self._spin_since = 0.0
         self._stop = threading.Event()
@@ -112,7 +115,7 @@ class Watch:
         self.last_epoch = epoch
         self._running.append((epoch, subject))
 
-    def launched(self, epoch: int, program: AnyKernelProgram, *, captured: bool) -> None:
+    def launched(self, epoch: int, program: AnyKernelProgram | KernelCall, *, captured: bool) -> None:
         """A kernel was launched, or captured."""
         self._last_kernel = (epoch, (program, captured))
 

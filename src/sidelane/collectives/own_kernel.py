@@ -1,0 +1,219 @@
+"""Kernels of one's own on the ranks of a communicator: with flags of their own, launched like collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from sidelane.choice import Candidate, Choice
+from sidelane.choice.candidate import SM
+from sidelane.collectives.arguments import Arguments
+from sidelane.collectives.calls import Calls
+from sidelane.collectives.entry import entry
+from sidelane.collectives.heap import SymmetricHeap
+from sidelane.collectives.prepare import Prepared, Preparer
+from sidelane.collectives.work import Work
+from sidelane.device.layout import (
+    BOARD,
+    CONTEXT_WORDS,
+    FLAG_COUNT,
+    GENERATION,
+    MAX_RANKS,
+    RANK,
+    REGIONS,
+    WORLD_SIZE,
+    region_bytes,
+)
+from sidelane.errors import UnavailableError
+from sidelane.memory.base import SymmetricBlock
+from sidelane.program.kernel_call import KernelCall
+
+MOST_FLAGS = 1 << 20
+MOST_GRID = (2**31 - 1, 65535, 65535)
+
+
+class OwnKernel:
+    """A Triton kernel that talks to its peers by ``sidelane.device.context``. Made by ``Communicator.load_kernel``.
+
+    Attributes:
+        kernel: what runs.
+        name: of it.
+        flags: how many it has.
+        context: what it gets as its first argument: int64, on the device.
+    """
+
+    def __init__(self, calls: Calls, preparer: Preparer, device: torch.device, kernel: Any, flags: int) -> None:
+        self.kernel, self.name, self.flags = kernel, name_of(kernel), flags
+        self._calls, self._preparer = calls, preparer
+        rank, backend = calls.control.rank, calls.backend
+        block = backend.memory.allocate(region_bytes(flags))
+        self._block: SymmetricBlock | None = block
+        words = torch.zeros(CONTEXT_WORDS, dtype=torch.int64)
+        words[RANK], words[WORLD_SIZE] = rank, len(block.addresses)
+        words[BOARD], words[FLAG_COUNT] = backend.board, flags
+        words[REGIONS : REGIONS + len(block.addresses)] = torch.tensor(block.addresses)
+        self.context = words.to(device)
+        self._compiled: set[str] = set()
+        self._first: torch.cuda.Event | None = None  # behind the first launch on a GPU
+        self._has_launched = self._has_ended = False
+
+    def __str__(self) -> str:
+        return f"kernel {self.name}"
+
+    @entry
+    def launch(self, grid: Sequence[int], /, *arguments: Any, async_op: bool = False, **options: Any) -> Work | None:
+        """Launch it on all ranks together: a call of the communicator, in the order of all calls.
+
+        It takes its place in the caller's order of work; inside of a CUDA graph capture it becomes part of the graph.
+
+        Args:
+            grid: programs in one to three dimensions, the same on every rank.
+            arguments: behind the context, of any type that Triton takes. Their values may differ between ranks.
+            async_op: return a :class:`Work` instead of ordering the caller behind it.
+            options: constants of the kernel and what Triton's launcher takes (``num_warps``), the same on every rank.
+
+        Raises:
+            RuntimeError: it was closed, or its last launch has not come to ``end``.
+            ValueError: a grid that there is not.
+            UnavailableError: this device cannot run it.
+            Exception: what Triton raises where it cannot compile it; nothing has happened.
+            MismatchError, PeerError, PeerTimeoutError: see docs/failure.md.
+        """
+        calls = self._calls
+        call = calls.number()
+        place = calls.backend.place()
+        with calls.telling_refusals(call, str(self)):
+            if self._block is None:
+                raise RuntimeError(f"a launch of {self}, which was closed")
+            if not (self._has_ended or place[1]):
+                self._see_that_it_ends()
+            shape = _checked(grid)
+            values = ", ".join(f"{name}={value}" for name, value in sorted(options.items()))
+            signature = f"{self} {shape}, {values}"
+            given = (self.context, *arguments)
+            launch = KernelCall(self.kernel, self.name, shape, given, options, calls.backend.board)
+            runnable = calls.backend.bind_kernel_call(launch, compiles=signature not in self._compiled)
+        with calls.failing_for_good():
+            calls.control.post_call(call, signature)
+        if signature not in self._compiled:  # a rank whose kernel cannot be compiled launches nothing
+            calls.agree(call)
+            self._compiled.add(signature)
+        elif calls.config.debug:
+            calls.agree(call)
+        choice = Choice(Candidate(SM, self.name), "a kernel of the caller's own", ())
+        tensors = tuple(part for part in given if isinstance(part, torch.Tensor))
+        work = calls.run(Prepared(runnable, signature, place[1], choice), call, async_op, tensors, (), place)
+        if not (self._has_launched or async_op or place[1]):
+            self._has_launched = True
+            if self.context.is_cuda:
+                self._first = torch.cuda.Event()
+                self._first.record()
+        return work
+
+    def generation(self) -> int:
+        """How many launches have come to their end on this rank, replays included. Waits for the caller's work."""
+        if self._block is None:
+            raise RuntimeError(f"generation of {self}, which was closed")
+        return int(self._block.tensor[:8].view(torch.int32)[GENERATION]) & 0xFFFFFFFF
+
+    def _see_that_it_ends(self) -> None:
+        """A kernel without ``end`` has one generation for ever, in which no wait waits. The host does not wait here."""
+        if not self._has_launched or (self._first is not None and not self._first.query()):
+            return
+        with torch.cuda.stream(None if self._first is None else torch.cuda.Stream(self.context.device)):
+            if not self.generation():
+                raise RuntimeError(f"{self}: its first launch has not come to an end (allowed=each program calls end)")
+        self._first, self._has_ended = None, True
+
+    def renew(self, call: int) -> None:
+        """Nothing: generations are its own."""
+
+    def close(self) -> None:
+        """Let go of its flags, once this rank's calls have ended. Idempotent, and no collective.
+
+        Raises:
+            PeerError, PeerTimeoutError: a call failed.
+        """
+        if self._block is None:
+            return
+        if not self._calls.closed and self._calls.failure is None:
+            with self._calls.failing_for_good():
+                self._calls.backend.synchronize()
+        self._preparer.own_programs.discard(self)
+        self._block = None
+
+    def __enter__(self) -> OwnKernel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def load_kernel(calls: Calls, arguments: Arguments, preparer: Preparer, kernel: Any, flags: int) -> OwnKernel:
+    """Give a kernel flags of its own. Collective. See ``Communicator.load_kernel``."""
+    call = calls.number()
+    with calls.telling_refusals(call, "load_kernel"):
+        if calls.backend.place()[1]:
+            raise UnavailableError("load_kernel: memory cannot be allocated while a graph is captured")
+        if arguments.world_size > MAX_RANKS:
+            raise UnavailableError(f"load_kernel: ranks (value={arguments.world_size}, allowed=1..{MAX_RANKS})")
+        if isinstance(flags, bool) or not isinstance(flags, int):
+            raise TypeError(f"load_kernel: flags (value={flags!r}, allowed=a number)")
+        if not 0 <= flags <= MOST_FLAGS:
+            raise ValueError(f"load_kernel: flags (value={flags}, allowed=0..{MOST_FLAGS})")
+        if not callable(getattr(kernel, "__getitem__", None)) or not hasattr(kernel, "run"):
+            raise TypeError(f"load_kernel: kernel (value={type(kernel).__name__}, allowed=made by triton.jit)")
+        signature = f"load_kernel {name_of(kernel)}, {flags} flags"
+    with calls.failing_for_good():
+        calls.control.post_call(call, signature)
+    calls.agree(call)
+    with calls.making_ready():
+        made = OwnKernel(calls, preparer, arguments.device, kernel, flags)
+    preparer.own_programs.add(made)
+    return made
+
+
+class Peers:
+    """Where each rank has a symmetric tensor, for kernels: int64[N] on the device, of each tensor only once.
+
+    Args:
+        heap: of the session.
+        arguments: checks what callers pass.
+    """
+
+    def __init__(self, heap: SymmetricHeap, arguments: Arguments) -> None:
+        self._heap, self._arguments = heap, arguments
+        self._found: dict[tuple[int, int], torch.Tensor] = {}
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See ``Communicator.peers``."""
+        (region,) = self._arguments.regions("peers", tensor)
+        if region.place is None:
+            raise ValueError(
+                "peers: a tensor that peers can reach is symmetric (value=ordinary memory, "
+                "allowed=tensors of Communicator.empty)"
+            )
+        found = self._found.get(region.place)
+        if found is None:
+            if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+                raise UnavailableError("peers: of a new tensor, while a graph is captured (allowed=once before)")
+            addresses = torch.tensor(self._heap.addresses(region), dtype=torch.int64)
+            found = self._found[region.place] = addresses.to(self._arguments.device)
+        return found
+
+
+def name_of(kernel: Any) -> str:
+    """Name of what ``triton.jit`` made."""
+    function = getattr(kernel, "fn", kernel)
+    while hasattr(function, "fn"):  # of an autotuner
+        function = function.fn
+    return str(getattr(function, "__name__", type(kernel).__name__))
+
+
+def _checked(grid: Sequence[int]) -> tuple[int, ...]:
+    shape = tuple(int(length) for length in grid)
+    if not 1 <= len(shape) <= 3 or any(not 1 <= length <= most for length, most in zip(shape, MOST_GRID, strict=False)):
+        raise ValueError(f"launch: grid (value={tuple(grid)}, allowed=one to three numbers of programs, from 1)")
+    return shape

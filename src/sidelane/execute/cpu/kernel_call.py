@@ -1,0 +1,145 @@
+"""A kernel of the caller's own on a CPU rank: Triton's interpreter runs it, and a thread looks at the peers."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import numpy.typing as npt
+
+from sidelane.device.layout import ABORT, BOARD_WORDS, WAITING
+from sidelane.errors import PeerError, PeerTimeoutError, UnavailableError
+from sidelane.execute.base import Place
+from sidelane.execute.cpu.executor import CpuExecutor
+from sidelane.execute.submitted import Counts, Submitted
+from sidelane.program.kernel_call import KernelCall
+
+_LOOK_S = 0.02
+_STILL_WAITS_S = 2.0
+"""A kernel that waits says so again and again, at most so far apart."""
+
+_GRACE_S = 0.2
+
+
+class Board:
+    """What the kernels of one rank's executor and their host tell each other."""
+
+    def __init__(self) -> None:
+        self.words: npt.NDArray[np.int32] = np.zeros(BOARD_WORDS, np.int32)
+
+    @property
+    def address(self) -> int:
+        return int(self.words.ctypes.data)
+
+
+class CpuKernelCall:
+    """See :class:`sidelane.execute.base.Runnable`.
+
+    Raises:
+        UnavailableError: Triton is not installed, or it does not interpret this kernel.
+    """
+
+    def __init__(self, executor: CpuExecutor, board: Board, call: KernelCall) -> None:
+        try:
+            from sidelane.device import interpreted
+        except ImportError as error:
+            raise UnavailableError(f"kernels need Triton ({error}): pip install triton") from error
+        if not interpreted.is_interpreted(call.kernel):
+            raise UnavailableError(
+                f"kernel {call.name}: CPU ranks run kernels by Triton's interpreter (allowed=TRITON_INTERPRET=1 in the "
+                "environment before triton is imported)"
+            )
+        self.program = call
+        self._run = interpreted.run_interpreted
+        self._executor, self._board = executor, board
+
+    def repetition(self, place: Place) -> None:
+        """None: it is all Python."""
+
+    def run(self, epoch: int, place: Place) -> None:
+        """Run it to its end.
+
+        Raises:
+            PeerError, PeerTimeoutError: a rank that it waited for did not come, or is gone.
+        """
+        call, monitor = self.program, self._executor.monitor
+        self._executor.check_open("launch")
+        monitor.begin(epoch, f"kernel {call.name}")
+        try:
+            monitor.check(epoch)
+            look = _Look(self._executor, self._board, epoch, call.name)
+            look.start()
+            try:
+                self._run(call.kernel, call.grid, call.arguments, dict(call.options))
+            except BaseException as error:  # the peers' kernels would wait
+                text = f"kernel {call.name}: rank {self._executor.rank}: {type(error).__name__}: {error}"
+                monitor.abort(text, (self._executor.rank,))
+                raise
+            finally:
+                look.stop()
+        finally:
+            monitor.end(epoch)
+        submitted = Submitted(call.collective, "sm", call.variant, False, Counts(kernels=1, calls=1))
+        self._executor.ledger.count(self._executor.ledger.entry(submitted))
+
+
+class _Look(threading.Thread):
+    """Looks at the board and at the peers until the kernel has ended; tells it to give up when a peer does not come."""
+
+    def __init__(self, executor: CpuExecutor, board: Board, epoch: int, name: str) -> None:
+        super().__init__(name=f"sidelane-kernel-{executor.rank}", daemon=True)
+        self._executor, self._words, self._epoch, self._kernel = executor, board.words, epoch, name
+        self._ended = threading.Event()
+        self._error: PeerError | None = None
+        self._said: dict[int, float] = {}  # when the kernel last said that it waits for a rank
+        self._waits_since: float | None = None
+        self._troubled_since: float | None = None
+        board.words[:] = 0
+
+    def stop(self) -> None:
+        """End the thread. Raises what it found."""
+        self._ended.set()
+        self.join()
+        if self._error is not None:
+            raise self._error
+
+    def run(self) -> None:
+        while not self._ended.wait(_LOOK_S) and self._error is None:
+            self._error = self._look(time.monotonic())
+            if self._error is not None:
+                self._words[ABORT] = 1
+
+    def _look(self, now: float) -> PeerError | None:
+        words = self._words[WAITING:]
+        for rank in np.flatnonzero(words).tolist():
+            self._said[rank] = now
+        words[:] = 0
+        ranks = tuple(rank for rank, at in self._said.items() if now - at < _STILL_WAITS_S)
+        if not ranks:
+            self._waits_since = self._troubled_since = None
+            return None
+        self._waits_since = now if self._waits_since is None else self._waits_since
+        return self._trouble(now, ranks) or self._time_out(now, ranks)
+
+    def _trouble(self, now: float, ranks: tuple[int, ...]) -> PeerError | None:
+        """A peer is gone, or has given up. What it has sent before may be under way."""
+        try:
+            self._executor.monitor.check(self._epoch)
+        except PeerError as error:
+            self._troubled_since = now if self._troubled_since is None else self._troubled_since
+            if now - self._troubled_since > _GRACE_S:
+                text = f"{error} (seen by rank {self._executor.rank} in kernel {self._kernel}, which waits for {ranks})"
+                return type(error)(text, error.ranks)
+        else:
+            self._troubled_since = None
+        return None
+
+    def _time_out(self, now: float, ranks: tuple[int, ...]) -> PeerError | None:
+        assert self._waits_since is not None
+        waited_s, monitor = now - self._waits_since, self._executor.monitor
+        if waited_s < self._executor.timeout_s:
+            return None
+        missing = "; ".join(monitor.describe(rank, self._epoch) for rank in ranks)
+        text = f"kernel {self._kernel}: rank {self._executor.rank} waited {waited_s:.1f} s for signals of {missing}"
+        return PeerTimeoutError(text, tuple(monitor.at_fault(ranks)))
