@@ -142,7 +142,9 @@ class StubKernel:
         packed = PackedArguments.of(list(arguments))
         # The driver that checks learns from the bytes of shared memory how many arguments there are.
         count = len(packed.values)
-        return self._driver.bind_launch(0x600, packed, blocks=blocks, threads=128, shared_bytes=count, stream=stream)
+        return self._driver.bind_launch(
+            0x600, packed, blocks=(blocks, 1, 1), threads=128, shared_bytes=count, stream=stream
+        )
 
 
 caller = SimpleNamespace(stream=0x500, capturing=False)

@@ -64,6 +64,15 @@ class Spread(Protocol):
         ...
 
 
+class KernelRunnable(Runnable, Protocol):
+    """A launch of a kernel of the caller's own."""
+
+    @property
+    def is_prepared(self) -> bool:
+        """True if it can be run again, with the same arguments, and does not keep them."""
+        ...
+
+
 class HostPath(NamedTuple):
     """What a call that is not asynchronous asks before it runs.
 
@@ -112,7 +121,7 @@ class Backend(Protocol):
         """Address of what kernels and the host tell each other (``device/layout.py``)."""
         ...
 
-    def bind_kernel_call(self, call: KernelCall, *, compiles: bool) -> Runnable:
+    def bind_kernel_call(self, call: KernelCall, *, compiles: bool) -> KernelRunnable:
         """Make a kernel of the caller's own ready to be launched. ``compiles``: see to it that it can be.
 
         Raises:

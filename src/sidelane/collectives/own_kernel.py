@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Hashable, Sequence
+from typing import Any, cast
 
 import torch
 
 from sidelane.choice import Candidate, Choice
 from sidelane.choice.candidate import SM
 from sidelane.collectives.arguments import Arguments
+from sidelane.collectives.backend import KernelRunnable
 from sidelane.collectives.calls import Calls
 from sidelane.collectives.entry import entry
 from sidelane.collectives.heap import SymmetricHeap
@@ -31,6 +32,9 @@ from sidelane.memory.base import SymmetricBlock
 from sidelane.program.kernel_call import KernelCall
 
 MOST_FLAGS = 1 << 20
+MOST_RECENT = 1024
+"""Launches remembered by their arguments."""
+
 MOST_GRID = (2**31 - 1, 65535, 65535)
 
 
@@ -56,6 +60,7 @@ class OwnKernel:
         words[REGIONS : REGIONS + len(block.addresses)] = torch.tensor(block.addresses)
         self.context = words.to(device)
         self._compiled: set[str] = set()
+        self._recent: dict[Hashable, Prepared] = {}
         self._first: torch.cuda.Event | None = None  # behind the first launch on a GPU
         self._has_launched = self._has_ended = False
 
@@ -89,28 +94,39 @@ class OwnKernel:
                 raise RuntimeError(f"a launch of {self}, which was closed")
             if not (self._has_ended or place[1]):
                 self._see_that_it_ends()
-            shape = _checked(grid)
-            values = ", ".join(f"{name}={value}" for name, value in sorted(options.items()))
-            signature = f"{self} {shape}, {values}"
-            given = (self.context, *arguments)
-            launch = KernelCall(self.kernel, self.name, shape, given, options, calls.backend.board)
-            runnable = calls.backend.bind_kernel_call(launch, compiles=signature not in self._compiled)
+            key = _key_of(grid, arguments, options, place[1])
+            prepared = self._recent.get(key)
+            if prepared is None:
+                prepared = self._prepare(_checked(grid), arguments, options, place[1])
+        signature = prepared.signature
         with calls.failing_for_good():
             calls.control.post_call(call, signature)
-        if signature not in self._compiled:  # a rank whose kernel cannot be compiled launches nothing
+        is_new = signature not in self._compiled  # a rank whose kernel cannot be compiled launches nothing
+        if is_new or calls.config.debug:
             calls.agree(call)
             self._compiled.add(signature)
-        elif calls.config.debug:
-            calls.agree(call)
-        choice = Choice(Candidate(SM, self.name), "a kernel of the caller's own", ())
-        tensors = tuple(part for part in given if isinstance(part, torch.Tensor))
-        work = calls.run(Prepared(runnable, signature, place[1], choice), call, async_op, tensors, (), place)
+        tensors = tuple(part for part in arguments if isinstance(part, torch.Tensor)) if async_op else ()
+        work = calls.run(prepared, call, async_op, tensors, (), place)
+        if key is not None and cast("KernelRunnable", prepared.loaded).is_prepared:
+            if len(self._recent) >= MOST_RECENT:
+                self._recent.clear()
+            self._recent[key] = prepared
         if not (self._has_launched or async_op or place[1]):
             self._has_launched = True
             if self.context.is_cuda:
                 self._first = torch.cuda.Event()
                 self._first.record()
         return work
+
+    def _prepare(
+        self, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any], captured: bool
+    ) -> Prepared:
+        values = ", ".join(f"{name}={value}" for name, value in sorted(options.items()))
+        signature = f"{self} {grid}, {values}"
+        call = KernelCall(self.kernel, self.name, grid, (self.context, *arguments), options, self._calls.backend.board)
+        runnable = self._calls.backend.bind_kernel_call(call, compiles=signature not in self._compiled)
+        choice = Choice(Candidate(SM, self.name), "a kernel of the caller's own", ())
+        return Prepared(runnable, signature, captured, choice)
 
     def generation(self) -> int:
         """How many launches have come to their end on this rank, replays included. Waits for the caller's work."""
@@ -142,6 +158,7 @@ class OwnKernel:
             with self._calls.failing_for_good():
                 self._calls.backend.synchronize()
         self._preparer.own_programs.discard(self)
+        self._recent.clear()
         self._block = None
 
     def __enter__(self) -> OwnKernel:
@@ -210,6 +227,28 @@ def name_of(kernel: Any) -> str:
     while hasattr(function, "fn"):  # of an autotuner
         function = function.fn
     return str(getattr(function, "__name__", type(kernel).__name__))
+
+
+def _key_of(
+    grid: Sequence[int], arguments: tuple[Any, ...], options: dict[str, Any], captured: bool
+) -> Hashable | None:
+    """All that a launch depends on; None where that is not known."""
+    parts: list[Hashable] = [captured, *grid, *options.items()]
+    for part in arguments:
+        if isinstance(part, torch.Tensor):
+            parts.append((part.data_ptr(), part.dtype))
+        elif isinstance(part, float):
+            parts.append(part.hex())  # 0.0 equals -0.0
+        elif isinstance(part, int):
+            parts.append((part, type(part)))
+        else:
+            return None
+    key = tuple(parts)
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
 
 
 def _checked(grid: Sequence[int]) -> tuple[int, ...]:

@@ -54,6 +54,11 @@ class CpuKernelCall:
         self._run = interpreted.run_interpreted
         self._executor, self._board = executor, board
 
+    @property
+    def is_prepared(self) -> bool:
+        """False: the interpreter looks at the arguments each time."""
+        return False
+
     def repetition(self, place: Place) -> None:
         """None: it is all Python."""
 

@@ -239,10 +239,17 @@ class Driver:
         return bound
 
     def bind_launch(
-        self, function: int, arguments: int, *, blocks: int, threads: int, shared_bytes: int, stream: int
+        self,
+        function: int,
+        arguments: int,
+        *,
+        blocks: tuple[int, int, int],
+        threads: int,
+        shared_bytes: int,
+        stream: int,
     ) -> Bound:
         """Launch a loaded function; ``arguments`` is the address of an array of the arguments' addresses."""
-        config = LaunchConfig((blocks, 1, 1), (threads, 1, 1), shared_bytes, stream)
+        config = LaunchConfig(blocks, (threads, 1, 1), shared_bytes, stream)
         return native.bind_launch(function, arguments, config)
 
     def make_graph(self, calls: Iterable[Bound], stream: int) -> int:

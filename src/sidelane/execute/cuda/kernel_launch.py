@@ -26,7 +26,7 @@ from triton.backends.compiler import GPUTarget
 from sidelane.errors import UnavailableError
 from sidelane.execute.cuda.native import Bound
 
-_WARP_THREADS = 32
+WARP_THREADS = 32
 _MOST_HIDDEN = 4
 
 
@@ -40,7 +40,14 @@ class Loader(Protocol):
     def count_parameters(self, function: int) -> int: ...
 
     def bind_launch(
-        self, function: int, arguments: int, *, blocks: int, threads: int, shared_bytes: int, stream: int
+        self,
+        function: int,
+        arguments: int,
+        *,
+        blocks: tuple[int, int, int],
+        threads: int,
+        shared_bytes: int,
+        stream: int,
     ) -> Bound: ...
 
 
@@ -54,7 +61,7 @@ class Kernels:
     def __init__(self, driver: Loader) -> None:
         self._driver = driver
         major, minor = (driver.attribute(f"COMPUTE_CAPABILITY_{part}") for part in ("MAJOR", "MINOR"))
-        self._target = GPUTarget("cuda", 10 * major + minor, _WARP_THREADS)
+        self._target = GPUTarget("cuda", 10 * major + minor, WARP_THREADS)
         self._loaded: dict[object, LoadedKernel] = {}
 
     def load(self, function: Any, constants: Mapping[str, Any], warps: int) -> LoadedKernel:
@@ -91,7 +98,7 @@ class LoadedKernel:
         if any(scratch) or getattr(metadata, "num_ctas", 1) != 1:
             raise UnavailableError(f"kernel {metadata.name}: it needs Triton's launcher (scratch bytes={scratch})")
         self._driver = driver
-        self._threads = _WARP_THREADS * metadata.num_warps
+        self._threads = WARP_THREADS * metadata.num_warps
         self._shared_bytes = metadata.shared
         self._function = driver.load_function(compiled.asm["cubin"], metadata.name, metadata.shared)
         self._parameters = driver.count_parameters(self._function)
@@ -99,22 +106,37 @@ class LoadedKernel:
 
     def bind(self, arguments: Sequence[int], *, blocks: int, stream: int) -> Bound:
         """Prepare a launch of ``blocks`` thread blocks; the arguments, in the order of the source, are fixed."""
-        # Triton appends pointers to scratch memory that this kernel does not use; how many depends on its version.
-        hidden = self._parameters - len(arguments)
-        if not 0 <= hidden <= _MOST_HIDDEN:
-            raise ValueError(f"bind: arguments of {self._name} (value={len(arguments)}, allowed={self._parameters})")
-        packed = PackedArguments.of([*arguments, *[0] * hidden])
+        packed = packed_for(self._parameters, arguments, self._name)
         return self._driver.bind_launch(
-            self._function, packed, blocks=blocks, threads=self._threads, shared_bytes=self._shared_bytes, stream=stream
+            *(self._function, packed),
+            blocks=(blocks, 1, 1),
+            threads=self._threads,
+            shared_bytes=self._shared_bytes,
+            stream=stream,
         )
+
+
+def packed_for(parameters: int, arguments: Sequence[int], name: str) -> PackedArguments:
+    """Arguments for a function of so many parameters: words of 64 bits, of which it takes as many bits as it needs.
+
+    Raises:
+        ValueError: another number of them.
+    """
+    # Triton appends pointers to scratch memory that this kernel does not use; how many depends on its version.
+    hidden = parameters - len(arguments)
+    if not 0 <= hidden <= _MOST_HIDDEN:
+        raise ValueError(f"bind: arguments of {name} (value={len(arguments)}, allowed={parameters})")
+    return PackedArguments.of([*arguments, *[0] * hidden])
 
 
 class PackedArguments(int):
     """Where the driver finds the arguments of a launch: the address of an array of addresses. Keeps both arrays.
 
-    The driver reads them while it takes the launch, so ``values`` may be changed between launches.
+    The driver reads them while it takes the launch, so ``values`` may be changed between launches. ``keeps``: what a
+    launch needs besides.
     """
 
+    keeps: object = None
     values: npt.NDArray[np.int64]
     _places: npt.NDArray[np.uint64]
 
