@@ -13,6 +13,7 @@ import pytest
 if importlib.util.find_spec("triton") is None:  # it has no packages for macOS, where there is nothing to compile for
     pytest.skip("Triton is not installed", allow_module_level=True)
 
+import own_kernels
 import triton
 from triton.backends.compiler import GPUTarget
 
@@ -98,6 +99,24 @@ def reducing(odd: int) -> Iterator[Launch]:
     yield list_direct.arrange(*table(odd, list_direct.TILE_BYTES, 2), AVERAGE, gather=True)
     reduced = table(odd, list_pull.tile_bytes(AVERAGE))
     yield list_pull.arrange(*reduced, STAGINGS, 2 * MB + 32, AVERAGE, distinct=False, gather=True)
+
+
+OWN = {
+    "push_tiles": {"context": "*i64", "outputs": "*i64", "shard": "*fp32", "count": "i32", "TILE": "constexpr"},
+    "sum_of_all": {"context": "*i64", "output": "*bf16", "inputs": "*i64", "count": "i32", "TILE": "constexpr"},
+    "along_the_ring": {"context": "*i64", "boxes": "*i64", "box": "*i64", "data": "*i64", "TILE": "constexpr"},
+    "waits_for": {"context": "*i64", "peer": "i32", "flag": "i32"},
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_kernels_of_ones_own_compile(name: str) -> None:
+    """Signals release, and waits acquire, at system scope; each in front of or behind a barrier of all threads."""
+    constants = {"TILE": 1024} if "TILE" in OWN[name] else {}
+    source = triton.compiler.ASTSource(getattr(own_kernels, name), OWN[name], constants)
+    text = triton.compile(source, target=H200, options={"num_warps": 4}).asm["ptx"]
+    signals, waits = text.count(".sys.release.exch"), text.count(".sys.acquire.add")
+    assert bool(signals) == (name != "waits_for") and waits and ".gpu.acq_rel.add" in text
 
 
 @pytest.mark.parametrize(("ranks", "available"), [(4, 227 << 10), (8, 227 << 10), (4, 163 << 10), (3, 0)])

@@ -1,7 +1,7 @@
 """A kernel of the caller's own on a GPU: launched by Triton once, then as a prepared call; watched like all kernels.
 
-Triton's launcher finds out each time what a launch is: 100 us of the host for a kernel of five arguments (H100, Triton
-3.6). The arguments of a launch that repeats are packed once instead.
+Triton's launcher finds out each time what a launch is. With everything that a call of ours does, a launch took the host
+105 us by way of it, and takes 18 to 27 us with arguments that are packed once (five of them, H100, Triton 3.6).
 """
 
 from __future__ import annotations
