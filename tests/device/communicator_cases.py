@@ -13,6 +13,7 @@ from typing import Any
 
 import lanes
 import loads
+import slices
 import sweeps
 import torch
 import torch.distributed as dist
@@ -54,6 +55,16 @@ def in_lanes(context: Context, name: str, *args: Any) -> None:
     torch.set_default_device(torch.device("cuda", context.rank))
     try:
         getattr(lanes, name)(dist.group.WORLD, *args)
+    finally:
+        torch.set_default_device(None)
+
+
+def in_slices(context: Context, name: str, *args: Any) -> Any:
+    """One of the cases of programs of slices that CPU ranks run, too."""
+    torch.set_default_device(torch.device("cuda", context.rank))
+    try:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            return getattr(slices, name)(dist.group.WORLD, *args)
     finally:
         torch.set_default_device(None)
 

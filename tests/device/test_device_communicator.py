@@ -46,6 +46,22 @@ def test_a_program_of_ones_own_in_a_graph(ranks: Ranks) -> None:
     ranks.run(CASES + "loaded_in_a_graph", 100)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_slices_go_as_they_come(ranks: Ranks, seed: int) -> None:
+    ranks.run(CASES + "in_slices", "gathered", seed, 200, timeout_s=120)
+
+
+def test_triggers_that_are_fired_in_the_wrong_way(ranks: Ranks) -> None:
+    for told in ranks.run(CASES + "in_slices", "misused"):
+        assert len(told) == 6 and "nothing" not in told, told
+
+
+@pytest.mark.parametrize("how", ["raises", "sleeps"])
+def test_a_rank_that_does_not_fire(ranks: Ranks, how: str) -> None:
+    for kind, text, culprits, seconds in ranks.run(CASES + "in_slices", "left", how)[1:]:
+        assert kind in ("PeerError", "PeerTimeoutError") and culprits == (0,) and seconds < 15, text
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_kernels_of_ones_own_next_to_collectives(ranks: Ranks, seed: int) -> None:
     launches = ranks.run(CASES + "own_kernel", "everything", seed, 300, timeout_s=150)

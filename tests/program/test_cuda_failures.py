@@ -162,3 +162,16 @@ def test_a_driver_error_in_the_middle_breaks_the_executor_and_tells_the_peers() 
 def test_streams_for_the_rescue_are_made_at_the_start() -> None:
     with world_of(1) as world:
         assert len(world.drivers[0].urgent) == LANES and not world.drivers[0].second_contexts
+
+
+def test_whoever_waits_hears_that_a_peer_gave_up_before_it_let_its_streams_go() -> None:
+    """What such a peer let go on looks like the end of a call: the watching thread may not have looked since."""
+    with world_of(2) as world:
+        loaded = world.load(build(define.all_gather([8] * 2), "b2b"))
+        loaded.start()
+        world.synchronize()
+        for executor in world.executors:
+            executor.watch.stop()  # it looks some twenty times a second
+        world.monitor.of(0).abort("it waited for too long", (1,), timed_out=True)
+        with pytest.raises(PeerTimeoutError, match="waited for too long"):
+            world.executors[1].synchronize()

@@ -13,7 +13,7 @@ from sidelane.collectives.work import Work
 from sidelane.errors import SidelaneError
 from sidelane.execute.base import Addresses, Executor, LoadedProgram, Place, Questions, Runnable
 from sidelane.memory.base import SymmetricBlock, SymmetricMemory
-from sidelane.program.ir import Program
+from sidelane.program.ir import Program, Value
 from sidelane.program.kernel_call import KernelCall
 from sidelane.program.kernel_list import AnyKernelProgram
 
@@ -52,6 +52,18 @@ class Held(Protocol):
 
     def drain(self) -> None:
         """After a failure, block until nothing of this rank can touch the tensors any more. Raises nothing."""
+        ...
+
+
+class Trigger(Protocol):
+    """Flags of this rank that its caller signals while a program is under way."""
+
+    def fire(self, epoch: int, place: Place) -> None:
+        """Signal behind the caller's work so far."""
+        ...
+
+    def fire_from_host(self, epoch: int) -> None:
+        """Signal at once."""
         ...
 
 
@@ -127,6 +139,14 @@ class Backend(Protocol):
         Raises:
             UnavailableError: this device does not run it.
             Exception: it cannot be compiled.
+        """
+        ...
+
+    def bind_trigger(self, words: Sequence[tuple[int, Value]], loaded: Runnable) -> Trigger:
+        """Make flags of this rank, (address, value) of each, ready to be signalled while ``loaded`` waits for them.
+
+        Raises:
+            UnavailableError: no trigger could get through to it.
         """
         ...
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import ctypes
 import functools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -22,9 +23,10 @@ from sidelane.memory.control import ControlBlock
 from sidelane.memory.exchange import Exchange
 from sidelane.memory.ordering import full_fence
 from sidelane.memory.shm import ShmMemory
-from sidelane.program.ir import Program
+from sidelane.program.ir import Program, Value
 from sidelane.program.kernel_call import KernelCall
 from sidelane.program.kernel_list import AnyKernelProgram
+from sidelane.program.words import WORD_MASK
 
 
 class CpuBackend:
@@ -56,6 +58,9 @@ class CpuBackend:
 
     def bind_kernel_call(self, call: KernelCall, *, compiles: bool) -> CpuKernelCall:
         return CpuKernelCall(self.executor, self._board, call)
+
+    def bind_trigger(self, words: Sequence[tuple[int, Value]], loaded: Runnable) -> CpuTrigger:
+        return CpuTrigger(words)
 
     def hold(self, program: Program, addresses: Addresses, host_trigger: bool) -> CpuHeld:
         return CpuHeld(self, program, addresses, host_trigger)
@@ -119,6 +124,21 @@ class CpuBackend:
     def close(self) -> None:
         self.executor.close()  # first: it ends what the thread may be waiting for
         self._thread.close()
+
+
+class CpuTrigger:
+    """See :class:`sidelane.collectives.backend.Trigger`."""
+
+    def __init__(self, words: Sequence[tuple[int, Value]]) -> None:
+        self._words = [(ctypes.c_uint32.from_address(address), value) for address, value in words]
+
+    def fire(self, epoch: int, place: Place) -> None:
+        self.fire_from_host(epoch)
+
+    def fire_from_host(self, epoch: int) -> None:
+        full_fence()
+        for word, value in self._words:
+            word.value = value.at(epoch) & WORD_MASK
 
 
 class CpuHeld:

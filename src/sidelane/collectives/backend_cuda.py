@@ -16,15 +16,17 @@ from sidelane.collectives.backend import HostPath
 from sidelane.collectives.work import NO_TIMEOUT, Work, timed_out
 from sidelane.errors import PeerTimeoutError, SidelaneError
 from sidelane.execute.base import Addresses, LoadedProgram, Place, Runnable
-from sidelane.execute.cuda import CudaExecutor, DriverFeatures, probe
+from sidelane.execute.cuda import CudaExecutor, CudaProgram, DriverFeatures, probe
+from sidelane.execute.cuda.held import require_free_channel
 from sidelane.execute.cuda.kernel_call import CudaKernelCall
 from sidelane.execute.cuda.mirror import Mirror
 from sidelane.execute.cuda.prelaunched import CudaPrelaunched
+from sidelane.execute.cuda.trigger import CudaTrigger
 from sidelane.memory.base import SymmetricBlock
 from sidelane.memory.control import ControlBlock
 from sidelane.memory.exchange import Exchange
 from sidelane.memory.torch_symm import TorchSymmetricMemory
-from sidelane.program.ir import Program
+from sidelane.program.ir import Program, Value
 from sidelane.program.kernel import MOST_RANKS
 from sidelane.program.kernel_call import KernelCall
 from sidelane.program.kernel_list import AnyKernelProgram
@@ -72,6 +74,11 @@ class CudaBackend:
 
     def bind_kernel_call(self, call: KernelCall, *, compiles: bool) -> CudaKernelCall:
         return CudaKernelCall(self.executor, call, compiles=compiles)
+
+    def bind_trigger(self, words: Sequence[tuple[int, Value]], loaded: Runnable) -> CudaTrigger:
+        assert isinstance(loaded, CudaProgram)
+        require_free_channel(str(loaded.program.collective), loaded.program.variant, loaded.streams)
+        return CudaTrigger(self.executor, words)
 
     def hold(self, program: Program, addresses: Addresses, host_trigger: bool) -> CudaHeld:
         return CudaHeld(self, CudaPrelaunched(self.executor, program, addresses, host_trigger=host_trigger))
@@ -204,13 +211,16 @@ class CudaWork(Work):
                 if time.monotonic() > until:
                     raise PeerTimeoutError(timed_out(timeout, self.outputs))
                 time.sleep(_POLL_S)
+            self._backend.executor.check_end()
         return True
 
     def is_completed(self) -> bool:
         return bool(self._event.query())
 
     def exception(self) -> BaseException | None:
-        return self._backend.executor.watch.failure
+        watch = self._backend.executor.watch
+        watch.look_for_aborts()
+        return watch.failure
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         device = self._backend.device

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping, Set
+from types import TracebackType
 
 import torch
 
@@ -15,14 +17,15 @@ from sidelane.collectives.entry import entry
 from sidelane.collectives.named import NamedBuffers
 from sidelane.collectives.prepare import Prepared, Preparer
 from sidelane.collectives.work import Work
-from sidelane.errors import UnavailableError
+from sidelane.errors import PeerError, SidelaneError, UnavailableError
 from sidelane.execute.base import Addresses
 from sidelane.memory.base import SymmetricBlock
 from sidelane.program.collective import Buffer
-from sidelane.program.ir import Move, Program, Signal, SignalOp, Value, describe, has_epochs
+from sidelane.program.ir import EngineKind, Move, Program, Signal, SignalOp, Value, describe, has_epochs
 from sidelane.program.transform import freeze, lower
+from sidelane.program.transform.triggers import triggers_of, without_callers
 from sidelane.program.verify import verify
-from sidelane.program.words import as_int32
+from sidelane.program.words import WORD_MASK, as_int32
 
 _FLAG_BYTES, _ALIGNMENT = 4, 256
 _EAGER, _CAPTURED = range(2)
@@ -36,8 +39,12 @@ class BoundProgram:
     caller's order of work; inside of a CUDA graph capture it becomes part of the graph. It has flags and staging of its
     own, and keeps them and the tensors until :meth:`close`.
 
+    A program whose callers have a part in it (``sidelane.program.transform.triggers``) is started ahead, by
+    ``async_op=True``. Each :meth:`trigger` lets go on what waits for it; behind the last, the ``Work`` is waited for.
+
     Attributes:
         program: what runs.
+        triggers: how many this rank fires in each call.
     """
 
     def __init__(self, calls: Calls, preparer: Preparer, forms: Forms, buffers: NamedBuffers) -> None:
@@ -58,7 +65,15 @@ class BoundProgram:
         ]
         self._last_signals = _last_signals(program, calls.control.rank)
         self._signature, self._written = buffers.signature, buffers.written
-        self._prepared: list[Prepared | None] = [self._prepare(forms.eager, _EAGER), None]
+        eager = self._prepare(forms.eager, _EAGER)
+        self._prepared: list[Prepared | None] = [eager, None]
+        own = self._addresses[_EAGER].flags[calls.control.rank]
+        self._words = [[(own + _FLAG_BYTES * s.flag.index, s.value) for s in signals] for signals in forms.triggers]
+        self._triggers = [calls.backend.bind_trigger(words, eager.loaded) for words in self._words]
+        self.triggers = len(self._triggers)
+        self._epoch = 0
+        self._unfired: set[int] = set()
+        self._work: Work | None = None
 
     def __str__(self) -> str:
         return f"{self.program.collective} {self.program.variant}"
@@ -71,7 +86,8 @@ class BoundProgram:
             async_op: return a :class:`Work` instead of ordering the caller behind it.
 
         Raises:
-            RuntimeError: it was closed.
+            RuntimeError: it was closed, or waits for triggers of its last call.
+            ValueError: it has triggers, and the caller would wait for them before firing one.
             UnavailableError: it cannot be captured; nothing has happened.
             MismatchError, PeerError, PeerTimeoutError: see docs/failure.md.
         """
@@ -82,6 +98,8 @@ class BoundProgram:
         with calls.telling_refusals(call, str(self)):
             if self._block is None:
                 raise RuntimeError(f"a call of {self}, which was closed")
+            if self.triggers:
+                self._check_triggers(async_op)
             prepared = self._prepared[region]
             if prepared is None:
                 prepared = self._prepared[region] = self._prepare(self._forms.for_a_graph(), _CAPTURED)
@@ -89,7 +107,48 @@ class BoundProgram:
             calls.control.post_call(call, prepared.signature)
         if calls.config.debug:
             calls.agree(call)
-        return calls.run(prepared, call, async_op, tuple(self._buffers.tensors.values()), self._written, place)
+        work = calls.run(prepared, call, async_op, tuple(self._buffers.tensors.values()), self._written, place)
+        if self.triggers:
+            self._epoch, self._unfired, self._work = call, set(range(self.triggers)), work
+        return work
+
+    def trigger(self, number: int) -> None:
+        """Let go on what waits for a trigger, behind the caller's work so far, which has computed what it is for.
+
+        Args:
+            number: of the trigger, each once in a call: that of the ``caller`` engine of this rank.
+
+        Raises:
+            RuntimeError: no call is under way, or it has been fired in this one.
+            ValueError: there is no such trigger, or a graph is captured.
+            PeerError, PeerTimeoutError: a peer failed.
+        """
+        self._check_number("trigger", number)
+        place = self._calls.backend.place()
+        with self._calls.failing_for_good():
+            self._triggers[number].fire(self._epoch, place)
+        self._unfired.discard(number)
+
+    def trigger_from_host(self, number: int) -> None:
+        """As :meth:`trigger`, but at once: not behind the caller's work, which must have ended as far as it matters."""
+        self._check_number("trigger_from_host", number)
+        with self._calls.failing_for_good():
+            self._triggers[number].fire_from_host(self._epoch)
+        self._unfired.discard(number)
+
+    def trigger_by_kernel(self, number: int) -> tuple[tuple[int, int], ...]:
+        """Where a kernel of this rank fires a trigger: (address, value) of each flag, to be stored as 32 bits, release,
+        at system scope. From here on it counts as fired: a kernel that is not launched is a time-out.
+
+        Raises:
+            UnavailableError: on CPUs.
+            As :meth:`trigger`.
+        """
+        self._check_number("trigger_by_kernel", number)
+        if self._calls.backend.executor.capabilities.device_type == "cpu":
+            raise UnavailableError("trigger_by_kernel: on CPUs (allowed=trigger() and trigger_from_host())")
+        self._unfired.discard(number)
+        return tuple((address, value.at(self._epoch) & WORD_MASK) for address, value in self._words[number])
 
     def renew(self, call: int) -> None:
         """Let flags that follow calls count as set by ``call``. Nothing of the program may be under way anywhere."""
@@ -107,18 +166,56 @@ class BoundProgram:
         """
         if self._block is None:
             return
-        if not self._calls.closed and self._calls.failure is None:
+        if not self._calls.closed and self._calls.failure is not None:
+            with contextlib.suppress(SidelaneError):
+                self._calls.backend.synchronize()  # threads of CPU ranks look at its flags until they have heard of it
+        elif not self._calls.closed:
             with self._calls.failing_for_good():
+                for number in sorted(self._unfired):  # streams that wait cannot be called back
+                    self._triggers[number].fire_from_host(self._epoch)
                 self._calls.backend.synchronize()
+                if self._work is not None:
+                    self._work.wait()
         self._preparer.own_programs.discard(self)
         self._prepared, self._block, self._written = [None, None], None, ()
+        self._triggers, self._work = [], None
+        self._unfired.clear()
         self._buffers = dataclasses.replace(self._buffers, tensors={}, regions={})
 
     def __enter__(self) -> BoundProgram:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        calls = self._calls
+        if error is None or not self._unfired or calls.failure is not None:
+            self.close()
+            return
+        # The peers wait for bytes that this rank will not compute.
+        if isinstance(error, KeyboardInterrupt):
+            calls.fail(error)
+        else:
+            rank = calls.control.rank
+            text = f"rank {rank} left {self}, call {self._epoch}, untriggered: {type(error).__name__}: {error}"
+            calls.fail(PeerError(text, (rank,)))
+        with contextlib.suppress(SidelaneError):  # the first error is the one to see
+            self.close()
+
+    def _check_triggers(self, async_op: bool) -> None:
+        if self._unfired:
+            raise RuntimeError(f"a call of {self}, which waits for its triggers {sorted(self._unfired)}")
+        if not async_op:
+            raise ValueError(f"a call of {self}, which has triggers to be fired meanwhile (allowed=async_op=True)")
+        if self._work is not None:
+            self._work.wait()  # what is computed for this call goes where the last one has read
+
+    def _check_number(self, method: str, number: int) -> None:
+        if not 0 <= number < self.triggers:
+            raise ValueError(f"{method}: number (value={number!r}, allowed=0..{self.triggers - 1})")
+        if number not in self._unfired:
+            state = "closed" if self._block is None else "fired in this call" if self._epoch else "never called"
+            raise RuntimeError(f"{method}: trigger {number} of {self} (value={state}, allowed=once in each call)")
 
     def _prepare(self, program: Program, region: int) -> Prepared:
         loaded = self._calls.backend.executor.load(program, self._addresses[region])
@@ -132,27 +229,31 @@ class Forms:
     """A program as it runs, proved.
 
     Attributes:
-        eager: outside of captures.
+        eager: outside of captures, without what callers do themselves.
         captured: within; None where it has none.
         problem: why not.
+        triggers: what each trigger of this rank signals.
     """
 
     eager: Program
     captured: Program | None
     problem: str = ""
+    triggers: tuple[tuple[Signal, ...], ...] = ()
 
     @staticmethod
-    def of(program: Program, capabilities: Set[type[Move]], *, proves: bool, captures: bool) -> Forms:
+    def of(program: Program, rank: int, capabilities: Set[type[Move]], *, proves: bool, captures: bool) -> Forms:
         """Find the forms of a program, and prove them.
 
         Args:
             program: as its author wrote it.
+            rank: whose triggers.
             capabilities: moves that the engines have; others are put together from these.
             proves: whether to.
             captures: there can be graphs.
 
         Raises:
             ProgramError: the program is wrong.
+            ValueError: what callers do in it is no trigger.
             UnavailableError: no executor runs one of its commands.
         """
         if proves:
@@ -160,9 +261,12 @@ class Forms:
         adds = [c for queue in program.queues for c in queue.commands if isinstance(c, Signal) and c.op is SignalOp.ADD]
         if adds:
             raise UnavailableError(f"load: engines cannot add to flags (value={describe(adds[0])}, allowed=set)")
+        triggers = () if program.prelaunched else triggers_of(program, rank)
         eager = lower(program, capabilities)
         if proves and eager is not program:
             verify(eager)
+        if not program.prelaunched and any(queue.engine.kind is EngineKind.CALLER for queue in eager.queues):
+            return Forms(without_callers(eager), None, "a graph would repeat the triggers of one call", triggers)
         if not captures or not has_epochs(eager):
             return Forms(eager, eager)
         try:
@@ -195,7 +299,8 @@ def bind_program(
         found = NamedBuffers.check(program, buffers, arguments)
         backend = calls.backend
         captures = GRAPH in backend.abilities.launches
-        forms = Forms.of(program, backend.executor.capabilities.moves, proves=calls.config.verify, captures=captures)
+        moves = backend.executor.capabilities.moves
+        forms = Forms.of(program, arguments.rank, moves, proves=calls.config.verify, captures=captures)
     with calls.failing_for_good():
         calls.control.post_call(call, f"load {found.signature}")
     calls.agree(call)

@@ -11,6 +11,7 @@ import torch
 
 from sidelane.collectives.arguments import Arguments, check_tensors
 from sidelane.collectives.heap import Region
+from sidelane.program.contract import Contract
 from sidelane.program.ir import Program, writes
 
 
@@ -45,7 +46,9 @@ class NamedBuffers:
             raise ValueError(f"load: ranks of the program (value={program.world_size}, have={arguments.world_size})")
         if not isinstance(given, Mapping):
             raise TypeError(f"load: buffers (value={type(given).__name__}, allowed=a mapping from names to tensors)")
-        names, remote = program.collective.names, program.remote_buffers().intersection(program.collective.names)
+        definition = program.collective
+        names = definition.bound if isinstance(definition, Contract) else definition.names
+        remote = program.remote_buffers().intersection(names)
         unknown = sorted(set(given) - set(names))
         if unknown:
             raise ValueError(f"load: {program.collective} has no such buffers (value={unknown}, allowed={names})")

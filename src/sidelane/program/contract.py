@@ -39,6 +39,8 @@ class Contract:
         sizes: of each buffer, by name, bytes on each rank.
         results: everything that changes.
         scratch: buffers of which nobody cares what they hold in the end.
+        computed: buffers that stand for what callers compute while the program is under way. They have no memory: a
+            ``caller`` queue copies from them where the caller's own kernels write, in front of a trigger.
     """
 
     name: str
@@ -46,10 +48,16 @@ class Contract:
     sizes: tuple[tuple[str, tuple[int, ...]], ...]
     results: tuple[Result, ...]
     scratch: tuple[str, ...] = ()
+    computed: tuple[str, ...] = ()
 
     @staticmethod
     def of(
-        name: str, buffers: Mapping[str, Sequence[int]], results: Iterable[Result], *, scratch: Iterable[str] = ()
+        name: str,
+        buffers: Mapping[str, Sequence[int]],
+        results: Iterable[Result],
+        *,
+        scratch: Iterable[str] = (),
+        computed: Iterable[str] = (),
     ) -> Contract:
         """Define a movement.
 
@@ -58,6 +66,7 @@ class Contract:
             buffers: bytes on each rank, by name of the buffer; ``staging`` is what every program has besides.
             results: what the buffers hold in the end. Every other byte, but for scratch, must be as the caller left it.
             scratch: names of buffers that may hold anything in the end.
+            computed: names of buffers that stand for what callers compute meanwhile.
 
         Raises:
             ValueError: no buffers, different numbers of ranks, negative sizes, or a result that does not lie in the
@@ -72,10 +81,13 @@ class Contract:
         names = {buffer for buffer, _ in sizes}
         if Buffer.STAGING in names or not all(names):
             raise ValueError(f"Contract: names of buffers (value={sorted(names)}, allowed=any but '' and 'staging')")
-        unknown = sorted(set(scratch) - names)
-        if unknown:
-            raise ValueError(f"Contract: scratch (value={unknown}, allowed={sorted(names)})")
-        made = Contract(name, counts.pop(), sizes, tuple(results), tuple(sorted(set(scratch))))
+        kinds = {"scratch": set(scratch), "computed": set(computed)}
+        for kind, some in kinds.items():
+            if some - names:
+                raise ValueError(f"Contract: {kind} (value={sorted(some - names)}, allowed={sorted(names)})")
+        if both := set.intersection(*kinds.values()):
+            raise ValueError(f"Contract: buffers that are scratch and computed (value={sorted(both)})")
+        made = Contract(*(name, counts.pop(), sizes, tuple(results)), *(tuple(sorted(some)) for some in kinds.values()))
         made._check_results()
         return made
 
@@ -88,6 +100,11 @@ class Contract:
     def names(self) -> tuple[str, ...]:
         """Of the buffers."""
         return tuple(self._by_name)
+
+    @property
+    def bound(self) -> tuple[str, ...]:
+        """Of those that have memory."""
+        return tuple(name for name in self._by_name if name not in self.computed)
 
     @cached_property
     def _by_name(self) -> dict[str, tuple[int, ...]]:
@@ -104,8 +121,10 @@ class Contract:
                 raise ValueError(f"Contract: a result and what it is made of differ in size (value={result})")
             if len(result.srcs) != 1 if result.reduction is None else not result.srcs:
                 raise ValueError(f"Contract: a result is a copy of one span, or a reduction of some (value={result})")
-            if result.dst.buffer in self.scratch:
-                raise ValueError(f"Contract: a result in scratch (value={result.dst}, allowed=other buffers)")
+            if result.dst.buffer in self.scratch + self.computed:
+                raise ValueError(
+                    f"Contract: a result in scratch, or in what is computed (value={result.dst}, allowed=other buffers)"
+                )
             ends.setdefault((result.dst.rank, result.dst.buffer), []).append((result.dst.offset, result.dst.end))
         for (rank, buffer), ranges in ends.items():
             ranges.sort()

@@ -198,7 +198,9 @@ class Invocation:
         if not missing:
             writers = self._writers(command)
             missing = tuple(sorted(writers - {queue.rank} or writers))
-            reason = "began it, but did not signal" if missing else "nobody signals this flag"
+            reason = "began it, but did not signal"
+            if not missing:  # the flag is a trigger
+                missing, reason = (queue.rank,), "has not fired this trigger"
         culprits = tuple(monitor.at_fault(missing))
         message = (
             f"{self}: rank {queue.rank} {self._where(queue, index)} waited {waited_s:.1f} s; "

@@ -13,6 +13,7 @@ import dataclasses
 import os
 from collections.abc import Sequence
 
+from sidelane.errors import UnavailableError
 from sidelane.execute.cuda.bind import WORD_BYTES
 from sidelane.execute.cuda.calls import Gate, HostWord, MemOps, Plan, Step, WaitValue, WriteValue
 from sidelane.execute.cuda.driver import Driver
@@ -58,6 +59,20 @@ def most_connections() -> int:
     """Hardware channels of this process, as the environment sets them for CUDA."""
     text = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
     return int(text) if text.isdigit() and int(text) else DEFAULT_CONNECTIONS
+
+
+def require_free_channel(collective: str, variant: str, streams: int) -> None:
+    """Refuse what would wait for a trigger on every hardware channel: no trigger came through.
+
+    Raises:
+        UnavailableError: with what is allowed.
+    """
+    if streams >= most_connections():
+        raise UnavailableError(
+            f"prelaunch: {collective} {variant} holds {streams} streams back, of {most_connections()} hardware "
+            "channels (CUDA_DEVICE_MAX_CONNECTIONS), so that no trigger would get through; allowed: a variant with "
+            "fewer engines, such as b2b, or more channels"
+        )
 
 
 class Gates:

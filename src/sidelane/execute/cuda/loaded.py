@@ -123,6 +123,11 @@ class CudaProgram:
         failing = executor.failing(way.calls, self.program)
         return Repetition(steps_of(way.calls), way.words, notes, failing, standing=standing)
 
+    @property
+    def streams(self) -> int:
+        """How many streams an invocation is on."""
+        return self._bound.plan.streams
+
     def elapsed_us(self, first: int, last: int) -> float:
         """Microseconds between two stamp slots of the last invocation or replay, which must have finished."""
         return self._executor.driver.elapsed_us(self._stamps[first], self._stamps[last])

@@ -42,12 +42,23 @@ def submission_order(program: Program, is_small: Callable[[Queue], bool]) -> tup
         For each rank, its commands.
     """
     ranks = [_Rank(program.queues_of(rank), is_small) for rank in range(program.world_size)]
-    words: dict[Flag, int] = {}
+    words = _triggers(program)
     while _round(ranks, words, _Rank.advance) or _round(ranks, words, _Rank.switch):
         pass
     for rank in ranks:
         rank.finish()
     return tuple(tuple(rank.order) for rank in ranks)
+
+
+def _triggers(program: Program) -> dict[Flag, int]:
+    """Flags that callers signal while the program is under way (``transform.triggers``), as if all had been fired."""
+    signalled = {c.flag for queue in program.queues for c in queue.commands if isinstance(c, Signal)}
+    found: dict[Flag, int] = {}
+    for queue in program.queues:
+        for command in queue.commands:
+            if isinstance(command, Wait) and command.flag not in signalled:
+                found[command.flag] = max(found.get(command.flag, 0), command.value.at(1))
+    return found
 
 
 def _round(ranks: Sequence[_Rank], words: dict[Flag, int], step: Callable[[_Rank, Words], bool]) -> bool:

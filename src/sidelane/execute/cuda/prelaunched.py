@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import weakref
 
-from sidelane.errors import SidelaneError, UnavailableError
+from sidelane.errors import SidelaneError
 from sidelane.execute.base import Addresses, Place
 from sidelane.execute.cuda.bind import BoundPlan, Resolver
-from sidelane.execute.cuda.calls import DEFAULT_STREAMS, Gate, HostWord, Route
+from sidelane.execute.cuda.calls import Gate, HostWord, Route
 from sidelane.execute.cuda.count import counts_of
-from sidelane.execute.cuda.held import SharedValueOps, hold_back, most_connections
+from sidelane.execute.cuda.held import SharedValueOps, hold_back, require_free_channel
 from sidelane.execute.cuda.loaded import destroy_events
 from sidelane.execute.cuda.native import Bound
 from sidelane.execute.cuda.plan import plan_calls
@@ -56,12 +56,7 @@ class CudaPrelaunched:
         )
         trigger = Gate.HOST_TRIGGER if host_trigger else Gate.TRIGGER
         plan = hold_back(plan, trigger)
-        if plan.streams >= most_connections():
-            raise UnavailableError(
-                f"prelaunch: {program.collective} {program.variant} holds {plan.streams} streams back, of "
-                f"{most_connections()} hardware channels (CUDA_DEVICE_MAX_CONNECTIONS), so that no trigger would get "
-                "through; allowed: a variant with fewer engines, such as b2b, or more channels"
-            )
+        require_free_channel(str(program.collective), program.variant, plan.streams)
         driver = executor.driver
         with executor.lock, driver.current():
             self._home = executor.held_stream()
@@ -208,17 +203,7 @@ class CudaPrelaunched:
             if len(self._by_stream) >= _MOST_CALLERS:
                 self._by_stream.clear()
                 self._fire_on.clear()
-            executor, driver = self._executor, self._executor.driver
-            if stream in DEFAULT_STREAMS:
-                calls = [
-                    driver.bind_record(executor.into, stream),
-                    driver.bind_wait(executor.into, executor.internal),
-                    batch.bind(executor.internal),
-                    driver.bind_record(executor.out_of, executor.internal),
-                    driver.bind_wait(executor.out_of, stream),
-                ]
-            else:
-                calls = [batch.bind(stream)]
+            calls = self._executor.by_way_of_internal(stream, batch.bind)
             self._by_stream[batch, stream] = calls
         return calls
 

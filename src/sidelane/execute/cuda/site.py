@@ -14,7 +14,7 @@ import torch
 
 from sidelane.errors import CommunicatorClosedError, SidelaneError
 from sidelane.execute.cuda.cached import ExecutableGraph
-from sidelane.execute.cuda.calls import Gate, HostWord
+from sidelane.execute.cuda.calls import DEFAULT_STREAMS, Gate, HostWord
 from sidelane.execute.cuda.driver import Driver, DriverError
 from sidelane.execute.cuda.held import Gates, SharedValueOps
 from sidelane.execute.cuda.native import Bound
@@ -101,6 +101,21 @@ class CudaSite:
         with self.lock, driver.current():
             driver.submit([driver.bind_record(self._turn, first), driver.bind_wait(self._turn, second)])
 
+    def by_way_of_internal(self, stream: int, bind: Callable[[int], Bound]) -> list[Bound]:
+        """What submits memory operations behind and in front of the work of any stream: legacy default streams have
+        none, so that the internal stream has them for these.
+        """
+        if stream not in DEFAULT_STREAMS:
+            return [bind(stream)]
+        driver = self.driver
+        return [
+            driver.bind_record(self.into, stream),
+            driver.bind_wait(self.into, self.internal),
+            bind(self.internal),
+            driver.bind_record(self.out_of, self.internal),
+            driver.bind_wait(self.out_of, stream),
+        ]
+
     def renew(self, epoch: int) -> None:
         """Let all words that follow epochs count as written by ``epoch``; with no invocation under way."""
         with self.lock, self.driver.current():
@@ -126,11 +141,16 @@ class CudaSite:
         """
         self.watch.raise_failure()
 
+    def check_end(self) -> None:
+        """As :meth:`check`, for whoever has seen the end of an invocation and goes on to read what it wrote."""
+        self.watch.look_for_aborts()
+        self.check()
+
     def synchronize(self) -> None:
         """Block the host until every eager invocation has finished. Raises as :meth:`check` does."""
         self.watch.wait(self.watch.last_epoch)
         self._wait_for_kernels()
-        self.check()
+        self.check_end()
 
     def close(self) -> None:
         """Wait for what runs (until it ends or times out), stop the thread, release streams and events. Idempotent."""

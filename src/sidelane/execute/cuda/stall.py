@@ -98,8 +98,11 @@ class _Search:
                     todo.append((sender, stop))
         if not culprits:  # everybody waits for somebody: name those that this rank waits for
             for queue, index in own:
-                for sender, position in self._senders_of(queue, index):
+                senders = self._senders_of(queue, index)
+                for sender, position in senders:
                     culprits.setdefault(sender.rank, _where(sender, position))
+                if not senders:
+                    culprits.setdefault(rank, f"its trigger: {_where(queue, index)}")
         return Stall(waiting, tuple(sorted(culprits.items())))
 
     def _senders_of(self, queue: Queue, index: int) -> list[tuple[Queue, int]]:

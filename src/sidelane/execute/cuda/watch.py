@@ -151,6 +151,14 @@ class Watch:
         if self.failure is not None and epoch > self._completed:
             self.raise_failure()
 
+    def look_for_aborts(self) -> None:
+        """Notice that a peer gave up, which it says before it lets its streams go: that looks like its part of a call,
+        of this one or of the next. For whoever has seen the end of one, and must know how it ended.
+        """
+        trouble = None if self.failure is not None else _trouble(self._monitor.check, NO_CALL)
+        if trouble is not None:
+            self.fail(type(trouble)(str(trouble), trouble.ranks))
+
     def raise_failure(self) -> None:
         """Raise what went wrong, if anything did. A new exception each time: tracebacks grow on exceptions."""
         if self.failure is None:
@@ -198,10 +206,7 @@ class Watch:
         if subject is not self._subject:  # one object for as long as it is first
             self._subject, self._since, self._doomed_since, self._flags_before = subject, None, None, None
         if subject is None:
-            # A peer that gave up lets its streams go: that would look like its part of the next call here.
-            trouble = _trouble(self._monitor.check, NO_CALL)
-            if trouble is not None:
-                self.fail(type(trouble)(str(trouble), trouble.ranks))
+            self.look_for_aborts()
             return
         if self._since is None and (started or subject.captured):
             self._since = now

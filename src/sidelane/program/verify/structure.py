@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from sidelane.program.batch import Batch, Definition
 from sidelane.program.collective import Buffer, Span
+from sidelane.program.contract import Contract
 from sidelane.program.ir import (
     MOVES,
     Broadcast,
@@ -36,7 +37,7 @@ def check_structure(program: Program) -> list[str]:
         for index, command in enumerate(queue.commands):
             if _is_plainly_right(program, sizes, queue, command):
                 continue
-            problems = list(_command(program, sizes, queue, command))
+            problems = [*_command(program, sizes, queue, command), *_computed(program, queue, index)]
             if problems:
                 name = name_command(queue.rank, queue.engine, index, command)
                 violations += [f"{name}: {problem}" for problem in problems]
@@ -88,6 +89,8 @@ def _is_plainly_right(program: Program, sizes: Sizes, queue: Queue, command: Com
                 return False
             if isinstance(program.collective, Batch) or (dst.rank == src.rank and dst.buffer == src.buffer):
                 return False
+            if _has_computed(program):
+                return False
             for span in (dst, src):
                 if not 0 <= span.rank < program.world_size or span.offset < 0:
                     return False
@@ -124,8 +127,28 @@ def _command(program: Program, sizes: Sizes, queue: Queue, command: Command) -> 
         case Stamp(slot):
             if slot < 0:
                 yield "the slot is negative"
-    if isinstance(command, MOVES) and queue.engine.kind is EngineKind.CALLER:
-        yield "the caller engine only signals and waits; it moves no bytes"
+
+
+def _computed(program: Program, queue: Queue, index: int) -> Iterator[str]:
+    """What callers do themselves: they compute, which a copy from what is computed stands for, then they signal."""
+    command = queue.commands[index]
+    names = program.collective.computed if isinstance(program.collective, Contract) else ()
+    touched = [span for span in spans(command) if span.buffer in names]
+    if queue.engine.kind is not EngineKind.CALLER:
+        if touched:
+            yield f"{touched[0]} is what callers compute: only caller engines copy from it"
+        return
+    if not isinstance(command, MOVES):
+        return
+    is_own = isinstance(command, Copy) and command.src in touched and command.dst not in touched
+    if not is_own or any(span.rank != queue.rank for span in spans(command)):
+        yield "the caller engine only signals and waits, and copies what its own rank computes"
+    elif any(isinstance(before, Signal) for before in queue.commands[:index]):
+        yield "a caller engine computes in front of its signals, which say that it has"
+
+
+def _has_computed(program: Program) -> bool:
+    return isinstance(program.collective, Contract) and bool(program.collective.computed)
 
 
 def _span(program: Program, sizes: Sizes, queue: Queue, span: Span) -> Iterator[str]:

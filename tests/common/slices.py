@@ -1,0 +1,118 @@
+"""What ranks do with programs of slices: the same on CPU processes and GPUs. Tensors are on the default device."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from sliced import sliced_gather
+
+from sidelane import Communicator, Config, PeerError
+from sidelane.errors import SidelaneError
+
+
+def gathered(group: dist.ProcessGroup, seed: int, calls: int) -> None:
+    """Random slices, in any order, some late, from the stream and from the host, with collectives in between."""
+    late = random.Random(100 * seed + dist.get_rank(group))
+    draw = random.Random(seed)
+    with Communicator(group, device=torch.get_default_device(), config=Config(timeout_s=30)) as comm:
+        n, rank = comm.world_size, comm.rank
+        slices, nbytes = draw.choice(((1, 40), (3, 1000), (5, 64), (4, 1 << 16)))
+        shard = torch.zeros(slices, nbytes, dtype=torch.uint8)
+        output = comm.empty(n, slices * nbytes, dtype=torch.uint8)
+        with comm.load(sliced_gather(n, slices, nbytes), {"shard": shard, "output": output}) as run:
+            assert run.triggers == slices
+            for call in range(calls):
+                order = list(range(slices))
+                late.shuffle(order)
+                work = run(async_op=True)
+                for number in order:
+                    if late.random() < 0.1:
+                        time.sleep(0.005 * late.random())
+                    shard[number] = (17 * call + 5 * rank + number) % 251
+                    if late.random() < 0.3:
+                        if shard.is_cuda:
+                            torch.cuda.current_stream().synchronize()
+                        run.trigger_from_host(number)
+                    else:
+                        run.trigger(number)
+                assert work is not None
+                if draw.random() < 0.7:
+                    work.wait()
+                    found = output.view(n, slices, nbytes)[:, :, nbytes // 2].tolist()
+                    expected = [
+                        [(17 * call + 5 * peer + number) % 251 for number in range(slices)] for peer in range(n)
+                    ]
+                    assert found == expected, (call, found, expected)
+                if draw.random() < 0.3:
+                    total = torch.ones(100)
+                    comm.all_reduce(total)
+                    assert total.eq(n).all()
+        comm.barrier()
+
+
+def misused(group: dist.ProcessGroup) -> list[str]:
+    """What callers are told who fire in the wrong way; the call ends well all the same."""
+    told: list[str] = []
+    with Communicator(group, device=torch.get_default_device(), config=Config(timeout_s=20)) as comm:
+        n, rank = comm.world_size, comm.rank
+        shard, output = torch.full((2, 8), rank + 1, dtype=torch.uint8), comm.empty(n, 16, dtype=torch.uint8)
+
+        def attempt(what: Any) -> None:
+            try:
+                what()
+                told.append("nothing")
+            except (RuntimeError, ValueError) as error:
+                told.append(f"{type(error).__name__}: {error}")
+
+        with comm.load(sliced_gather(n, 2, 8), {"shard": shard, "output": output}) as run:
+            attempt(lambda: run.trigger(0))
+            attempt(run)
+            work = run(async_op=True)
+            attempt(lambda: run.trigger(2))
+            run.trigger(1)
+            attempt(lambda: run.trigger(1))
+            attempt(lambda: run(async_op=True))
+            run.trigger(0)
+            assert work is not None
+            work.wait()
+            assert output.eq(torch.arange(n)[:, None] + 1).all()
+            run(async_op=True)  # closing fires what is left
+        assert output.eq(torch.arange(n)[:, None] + 1).all()
+        attempt(lambda: run.trigger(0))
+        comm.barrier()
+    return told
+
+
+def left(group: dist.ProcessGroup, how: str) -> tuple[str, str, tuple[int, ...], float]:
+    """Rank 0 fires one of two triggers, then ``raises``, ``dies`` or ``sleeps``: what each rank is told, and when."""
+    comm = Communicator(group, device=torch.get_default_device(), config=Config(timeout_s=3))
+    n, rank = comm.world_size, comm.rank
+    shard, output = torch.zeros(2, 8, dtype=torch.uint8), comm.empty(n, 16, dtype=torch.uint8)
+    began = time.monotonic()
+    try:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(comm)
+            run = stack.enter_context(comm.load(sliced_gather(n, 2, 8), {"shard": shard, "output": output}))
+            began = time.monotonic()
+            work = run(async_op=True)
+            run.trigger(0)
+            if rank == 0 and how == "raises":
+                raise RuntimeError("no more")
+            if rank == 0 and how == "dies":
+                os._exit(3)
+            if rank or how != "sleeps":
+                run.trigger(1)
+            assert work is not None
+            work.wait()
+            comm.synchronize()
+    except PeerError as error:
+        return type(error).__name__, str(error), error.ranks, time.monotonic() - began
+    except (RuntimeError, SidelaneError) as error:
+        return type(error).__name__, str(error), (), time.monotonic() - began
+    return "nothing", "", (), time.monotonic() - began

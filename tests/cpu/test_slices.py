@@ -1,0 +1,37 @@
+"""Programs that callers release in slices, between CPU processes."""
+
+from __future__ import annotations
+
+import pytest
+import slices
+from ranks import RankPool, crew
+
+
+@pytest.mark.parametrize(("world_size", "seed"), [(1, 0), (2, 1), (2, 2), (3, 3), (3, 4), (4, 5)])
+def test_slices_go_as_they_come(pool: RankPool, world_size: int, seed: int) -> None:
+    pool.run(slices.gathered, world_size, seed, 60)
+
+
+def test_triggers_that_are_fired_in_the_wrong_way(pool: RankPool) -> None:
+    for told in pool.run(slices.misused, 2):
+        words = [
+            "never called",
+            "allowed=async_op=True",
+            "allowed=0..1",
+            "fired in this call",
+            "triggers [0]",
+            "closed",
+        ]
+        assert len(told) == len(words) and all(word in text for word, text in zip(words, told, strict=True)), told
+
+
+@pytest.mark.parametrize("how", ["raises", "dies", "sleeps"])
+def test_a_rank_that_does_not_fire(how: str) -> None:
+    with crew(3) as own:
+        own_end, *others = own.run(slices.left, None, how, dying=(0,) if how == "dies" else ())
+    for kind, text, ranks, seconds in others:
+        assert ranks == (0,) and seconds < 10, (kind, text, ranks, seconds)
+        assert kind == ("PeerTimeoutError" if how == "sleeps" else "PeerError")
+        assert "untriggered: RuntimeError: no more" in text or how != "raises", text
+    if how != "dies":
+        assert own_end[0] == ("RuntimeError" if how == "raises" else "PeerTimeoutError"), own_end

@@ -1,0 +1,138 @@
+"""Triggers of programs under way on GPUs, with a made-up driver."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import numpy as np
+import pytest
+from cuda_world import World, world_of
+from fake_driver import LEGACY
+from sliced import sliced_gather
+
+from sidelane.errors import PeerTimeoutError, UnavailableError
+from sidelane.execute.base import Addresses
+from sidelane.execute.cuda import CudaProgram
+from sidelane.execute.cuda.held import require_free_channel
+from sidelane.execute.cuda.order import _triggers, submission_order
+from sidelane.execute.cuda.trigger import CudaTrigger
+from sidelane.program.ir import Flag, Program
+from sidelane.program.transform.triggers import triggers_of, without_callers
+
+
+class Sliced:
+    """A program of slices on all ranks of a world, each on a stream aside."""
+
+    def __init__(self, world: World, program: Program) -> None:
+        self.world = world
+        self.memory = {
+            (rank, name): np.zeros(program.collective.buffer_bytes(rank, name), np.uint8)
+            for rank in range(world.world_size)
+            for name in ("shard", "output")
+        }
+        buffers = {place: array.ctypes.data for place, array in self.memory.items()}
+        flags = tuple(flags.ctypes.data for flags in world.flags)
+        runs = without_callers(program)
+        self.ranks: list[CudaProgram] = [executor.load(runs, Addresses(buffers, flags)) for executor in world.executors]
+        self.aside = [driver.create_stream() for driver in world.drivers]
+        self.triggers = [
+            [
+                CudaTrigger(executor, [(flags[rank] + 4 * signal.flag.index, signal.value) for signal in signals])
+                for signals in triggers_of(program, rank)
+            ]
+            for rank, executor in enumerate(world.executors)
+        ]
+
+    def start(self) -> int:
+        self.world.epoch += 1
+        for loaded, stream in zip(self.ranks, self.aside, strict=True):
+            loaded.run(self.world.epoch, (stream, False))
+        return self.world.epoch
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("stream", ["own", "legacy", "host"])
+def test_slices_go_as_they_come(seed: int, stream: str) -> None:
+    draw = random.Random(seed)
+    ranks, slices, nbytes = draw.randrange(1, 4), draw.randrange(1, 5), draw.choice((8, 40))
+    with world_of(ranks) as world:
+        sliced = Sliced(world, sliced_gather(ranks, slices, nbytes))
+        for call in range(6):
+            epoch = sliced.start()
+            fires = [(rank, number) for rank in range(ranks) for number in range(slices)]
+            draw.shuffle(fires)
+            for rank, number in fires:
+                driver, trigger = world.drivers[rank], sliced.triggers[rank][number]
+                tile = sliced.memory[rank, "shard"][number * nbytes :][:nbytes]
+                if stream == "host":
+                    tile[:] = 40 * call + 7 * rank + number
+                    trigger.fire_from_host(epoch)
+                    continue
+                handle = LEGACY if stream == "legacy" else world.streams[rank].cuda_stream
+                driver.do(handle, lambda tile=tile, value=40 * call + 7 * rank + number: tile.fill(value))
+                trigger.fire(epoch, (handle, False))
+            world.synchronize()
+            for driver in world.drivers:
+                driver.synchronize()
+            for rank in range(ranks):
+                found = sliced.memory[rank, "output"].reshape(ranks, slices, nbytes)[:, :, -1].tolist()
+                assert found == [[40 * call + 7 * peer + number for number in range(slices)] for peer in range(ranks)]
+
+
+def test_nothing_moves_before_its_trigger() -> None:
+    with world_of(1) as world:
+        sliced = Sliced(world, sliced_gather(1, 2, 8))
+        output = sliced.memory[0, "output"]
+        sliced.memory[0, "shard"][:] = 9
+        epoch = sliced.start()
+        time.sleep(0.05)
+        assert not output.any()
+        sliced.triggers[0][0].fire_from_host(epoch)
+        deadline = time.monotonic() + 10
+        while not output[:8].all() and time.monotonic() < deadline:
+            time.sleep(1e-3)
+        time.sleep(0.02)
+        assert output[:8].all() and not output[8:].any()
+        sliced.triggers[0][1].fire_from_host(epoch)
+        world.synchronize()
+        assert output.all()
+
+
+def test_the_order_of_submission_is_that_of_an_execution() -> None:
+    """Signals of one rank before the waits of another, in every slice, as if all triggers had been fired."""
+    program = without_callers(sliced_gather(2, 3, 8))
+    for rank, order in enumerate(submission_order(program, lambda queue: True)):
+        (queue,) = program.queues_of(rank)
+        assert order == tuple((0, position) for position in range(len(queue.commands)))
+    assert _triggers(program) == {Flag(rank, number): 1 for rank in range(2) for number in range(3)}
+
+
+def test_a_trigger_that_nobody_fires_is_named() -> None:
+    with world_of(2, timeout_s=0.4) as world:
+        sliced = Sliced(world, sliced_gather(2, 2, 8))
+        epoch = sliced.start()
+        for rank, number in ((0, 0), (1, 0), (1, 1)):
+            sliced.triggers[rank][number].fire_from_host(epoch)
+        for executor in world.executors:
+            with pytest.raises(PeerTimeoutError) as caught:
+                executor.synchronize()
+            assert caught.value.ranks == (0,), caught.value
+            assert "wait flag 1" in str(caught.value), caught.value
+
+
+def test_a_capture_cannot_fire() -> None:
+    with world_of(1) as world:
+        sliced = Sliced(world, sliced_gather(1, 1, 8))
+        epoch = sliced.start()
+        with pytest.raises(ValueError, match="would repeat the trigger"):
+            sliced.triggers[0][0].fire(epoch, (world.streams[0].cuda_stream, True))
+        sliced.triggers[0][0].fire_from_host(epoch)
+        world.synchronize()
+
+
+def test_a_channel_is_left_for_triggers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "2")
+    require_free_channel("all_gather", "b2b", 1)
+    with pytest.raises(UnavailableError, match="holds 2 streams back, of 2 hardware channels"):
+        require_free_channel("all_gather", "pcpy", 2)
