@@ -9,8 +9,10 @@ variable                   meaning                                              
 ``SIDELANE_BESIDE``        what runs beside calls that do not say: ``nothing`` or ``compute``          nothing
 ``SIDELANE_PROFILE``       file of measured times to choose by; ``builtin``: never the user's          (a)
 ``SIDELANE_NATIVE``        0: repeat calls on GPUs in Python, compile nothing                          1
+``SIDELANE_MEMORY_BYTES``  most bytes that ``empty`` may reserve on a rank, for each communicator      (b)
 =========================  ==========================================================================  =======
 
+(b) what the device has.
 (a) ``sidelane/profiles/<machine>.json`` in ``XDG_CONFIG_HOME``, or in ``~/.config`` without it. See docs/choice.md.
 What is compiled is kept in ``sidelane`` in ``XDG_CACHE_HOME``, or in ``~/.cache`` without it. See docs/performance.md.
 """
@@ -27,7 +29,7 @@ from pathlib import Path
 
 VARIABLES = (
     *("SIDELANE_TIMEOUT_S", "SIDELANE_DEBUG", "SIDELANE_VERIFY", "SIDELANE_BESIDE", "SIDELANE_PROFILE"),
-    *("SIDELANE_NATIVE", "SIDELANE_COMMIT"),  # the last one is for results: which code ran
+    *("SIDELANE_NATIVE", "SIDELANE_MEMORY_BYTES", "SIDELANE_COMMIT"),  # the last one is for results: which code ran
 )
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -52,6 +54,8 @@ class Config:
         profile: file of measured times to choose by; ``builtin`` for the tables of this package; None for the user's
             file of this machine where there is one. Rank 0's counts.
         native: repeat calls on GPUs in compiled code, where there is a C compiler.
+        memory_bytes: most bytes of symmetric memory that ``empty`` of a communicator may reserve on a rank; None for
+            what the device has.
     """
 
     timeout_s: float = DEFAULT_TIMEOUT_S
@@ -60,12 +64,15 @@ class Config:
     beside: str = NOTHING
     profile: str | None = None
     native: bool = True
+    memory_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
             raise ValueError(f"Config: timeout_s must be a positive number of seconds (value={self.timeout_s!r})")
         if self.beside not in BESIDE:
             raise ValueError(f"Config: beside (value={self.beside!r}, allowed={', '.join(BESIDE)})")
+        if self.memory_bytes is not None and self.memory_bytes < 0:
+            raise ValueError(f"Config: memory_bytes (value={self.memory_bytes}, allowed=0 and more)")
 
 
 def from_environment(environment: Mapping[str, str]) -> Config:
@@ -91,6 +98,7 @@ def from_environment(environment: Mapping[str, str]) -> Config:
         beside=environment.get("SIDELANE_BESIDE", NOTHING),
         profile=environment.get("SIDELANE_PROFILE") or None,
         native=_switch(environment, "SIDELANE_NATIVE", default=True),
+        memory_bytes=_bytes(environment, "SIDELANE_MEMORY_BYTES"),
     )
 
 
@@ -128,6 +136,15 @@ _stack: list[Config] = []
 def _user_folder(variable: str, default: str) -> Path:
     base = os.environ.get(variable, "")
     return (Path(base) if os.path.isabs(base) else Path.home() / default) / "sidelane"
+
+
+def _bytes(environment: Mapping[str, str], name: str) -> int | None:
+    value = environment.get(name)
+    if not value:
+        return None
+    if not value.isdigit():
+        raise ValueError(f"{name}: not a number of bytes (value={value!r}, allowed=0 and more)")
+    return int(value)
 
 
 def _switch(environment: Mapping[str, str], name: str, *, default: bool) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 
 import lanes
 import loads
+import pooled
 import slices
 import sweeps
 import torch
@@ -67,6 +68,38 @@ def in_slices(context: Context, name: str, *args: Any) -> Any:
             return getattr(slices, name)(dist.group.WORLD, *args)
     finally:
         torch.set_default_device(None)
+
+
+def pooled_memory(context: Context, name: str, *args: Any) -> Any:
+    """One of the cases of memory that comes and goes that CPU ranks run, too."""
+    torch.set_default_device(torch.device("cuda", context.rank))
+    try:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            return getattr(pooled, name)(dist.group.WORLD, *args)
+    finally:
+        torch.set_default_device(None)
+
+
+def captured_memory_stays(context: Context) -> None:
+    """A tensor that a graph has captured is dropped; what is allocated afterwards lies elsewhere."""
+    device = torch.device("cuda", context.rank)
+    with torch.cuda.stream(torch.cuda.Stream()), Communicator(device=device, config=Config(timeout_s=30)) as comm:
+        n, rank = comm.world_size, comm.rank
+        output, input = comm.empty(n, 1000), torch.full((1000,), float(rank), device=device)
+        comm.all_gather(output, input, variant="b2b")
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+            comm.all_gather(output, input, variant="b2b")
+        address = output.data_ptr()
+        del output
+        others = [comm.empty(n, 1000) for _ in range(10)]
+        assert address not in {each.data_ptr() for each in others}
+        for each in others:
+            each.fill_(-1)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(each.eq(-1).all() for each in others)
 
 
 def own_kernel(context: Context, name: str, *args: Any) -> Any:

@@ -46,6 +46,22 @@ def test_a_program_of_ones_own_in_a_graph(ranks: Ranks) -> None:
     ranks.run(CASES + "loaded_in_a_graph", 100)
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_memory_that_comes_and_goes(ranks: Ranks, seed: int) -> None:
+    found = ranks.run(CASES + "pooled_memory", "comes_and_goes", seed, 200, timeout_s=120)
+    places, total, reserved = found[0]
+    assert all(other == found[0] for other in found) and len(set(places)) < len(places) and reserved < total / 2
+
+
+@pytest.mark.parametrize(("name", "steps"), [("a_loop_that_allocates", (50,)), ("bounded", ())])
+def test_what_a_pool_gives_out(ranks: Ranks, name: str, steps: tuple[int, ...]) -> None:
+    ranks.run(CASES + "pooled_memory", name, *steps)
+
+
+def test_captured_memory_stays(ranks: Ranks) -> None:
+    ranks.run(CASES + "captured_memory_stays")
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_slices_go_as_they_come(ranks: Ranks, seed: int) -> None:
     ranks.run(CASES + "in_slices", "gathered", seed, 200, timeout_s=120)

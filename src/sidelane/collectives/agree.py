@@ -70,9 +70,7 @@ def agree_on_splits(control: ControlBlock, call: int, posts: Sequence[PostedCall
             in different places.
     """
     compare(control, call, posts)
-    sent, expected, inputs, outputs = zip(
-        *(json.loads(post.signature.partition(SPLITS)[2]) for post in posts), strict=True
-    )
+    sent, expected, inputs, outputs = zip(*(json.loads(post.differing) for post in posts), strict=True)
     for src in range(len(posts)):
         for dst in range(len(posts)):
             if sent[src][dst] != expected[dst][src]:

@@ -179,6 +179,14 @@ class Backend(Protocol):
         """What repeated calls ask on their way; None if they cost no time that matters."""
         ...
 
+    def follow_all(self) -> None:
+        """Order the caller's next work behind all calls, and behind the work of streams that were noted."""
+        ...
+
+    def note_stream(self) -> None:
+        """Memory is allocated for the work of the caller's stream."""
+        ...
+
     def synchronize(self) -> None:
         """Block the host until every call has finished. Raises what went wrong."""
         ...

@@ -112,6 +112,12 @@ class CpuBackend:
             self.executor.close()
             raise
 
+    def follow_all(self) -> None:
+        """Nothing: callers wait for their calls, and whatever runs on a thread keeps its tensors."""
+
+    def note_stream(self) -> None:
+        """Nothing: there are no streams."""
+
     def settle(self) -> None:
         full_fence()
 

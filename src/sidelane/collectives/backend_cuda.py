@@ -17,6 +17,7 @@ from sidelane.collectives.work import NO_TIMEOUT, Work, timed_out
 from sidelane.errors import PeerTimeoutError, SidelaneError
 from sidelane.execute.base import Addresses, LoadedProgram, Place, Runnable
 from sidelane.execute.cuda import CudaExecutor, CudaProgram, DriverFeatures, probe
+from sidelane.execute.cuda.driver import DriverError
 from sidelane.execute.cuda.held import require_free_channel
 from sidelane.execute.cuda.kernel_call import CudaKernelCall
 from sidelane.execute.cuda.mirror import Mirror
@@ -53,6 +54,7 @@ class CudaBackend:
         kernels = find_spec("triton") is not None and exchange.world_size <= MOST_RANKS
         self.abilities = Abilities((DMA, SM) if kernels else (DMA,), LAUNCHES, SIGNALS)
         self._async_stream: torch.cuda.Stream | None = None
+        self._allocating: set[int] = set()  # handles of streams
         self._last: int | None = None  # handle of the stream of the last call
         self._last_captured: int | None = None
 
@@ -123,6 +125,20 @@ class CudaBackend:
 
     def synchronize(self) -> None:
         self.executor.synchronize()
+
+    def follow_all(self) -> None:
+        current, _ = self.place()
+        others = {*self._allocating, self.last_handle()}
+        if self._async_stream is not None:
+            others.add(int(self._async_stream.cuda_stream))
+        for handle in others - {None, current}:
+            assert handle is not None
+            with contextlib.suppress(DriverError):  # of a stream that is gone
+                if not self.executor.driver.is_capturing(handle):
+                    self.executor.order(handle, current)
+
+    def note_stream(self) -> None:
+        self._allocating.add(self.place()[0])
 
     def settle(self) -> None:
         torch.cuda.current_stream(self.device).synchronize()

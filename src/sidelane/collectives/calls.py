@@ -75,13 +75,19 @@ class Calls:
         forked: this process is a copy of the one that made it.
         numbers: of the calls to come, up to the next renewal.
         entrance: held by the thread that is inside of a call (``entry``).
+        keep: keeps memory that a graph has captured.
         renew: makes all flags of this rank count as set by the call of that number (:data:`RENEWAL_CALLS`).
     """
 
     def __init__(
-        self, control: ControlBlock, backend: Backend, config: Config, renew: Callable[[int], None] = lambda call: None
+        self,
+        control: ControlBlock,
+        backend: Backend,
+        config: Config,
+        renew: Callable[[int], None] = lambda call: None,
+        keep: Callable[[Sequence[torch.Tensor | None]], None] = lambda tensors: None,
     ) -> None:
-        self.control, self.backend, self.config, self.renew = control, backend, config, renew
+        self.control, self.backend, self.config, self.renew, self.keep = control, backend, config, renew, keep
         self.last_choice: Choice | None = None
         self.armed: Handle | None = None
         self.unfinished: set[Handle] = set()
@@ -172,6 +178,8 @@ class Calls:
             self.fail(error)
             raise
         self.last_choice = prepared.choice
+        if prepared.frozen:
+            self.keep(tensors)
         if written:
             count_writes(written)
         if work is not None:

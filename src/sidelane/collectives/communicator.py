@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from sidelane.choice import Choice
 from sidelane.choice.candidate import FIRST
+from sidelane.collectives.agree import compare
 from sidelane.collectives.arguments import Request, identities
 from sidelane.collectives.asked import Asked
 from sidelane.collectives.batched import Batched
@@ -23,6 +24,7 @@ from sidelane.collectives.heap import generation
 from sidelane.collectives.lists import Tensors, call_lists, holds_lists
 from sidelane.collectives.own_kernel import OwnKernel, load_kernel
 from sidelane.collectives.plan import AUTO, Agreement, check_variant
+from sidelane.collectives.pool import MemoryUse
 from sidelane.collectives.prelaunched import Prelaunched, prepare_prelaunched
 from sidelane.collectives.prepare import Prepared
 from sidelane.collectives.session import Lane, Session
@@ -31,6 +33,7 @@ from sidelane.collectives.work import Work
 from sidelane.config import Config
 from sidelane.errors import PeerError, UnavailableError
 from sidelane.execute.submitted import Counts, Submitted
+from sidelane.memory.control import SPLITS
 from sidelane.program.collective import Kind
 from sidelane.program.ir import Program
 from sidelane.program.shape import check_beside
@@ -94,7 +97,9 @@ class Communicator:
     def empty(self, *size: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Make an uninitialised tensor in symmetric memory. Collective: same size and dtype on every rank.
 
-        The memory belongs to the communicator until :meth:`close`; allocate once and reuse.
+        Its bytes come from a pool that grows when there is no room. They go back when the tensor and its views have
+        gone on all ranks; calls that were made before may still use them then, as with torch's own allocator. What a
+        graph has captured is kept until :meth:`close`.
 
         Args:
             size: shape, as in ``torch.empty``.
@@ -103,7 +108,7 @@ class Communicator:
         Raises:
             MismatchError: ranks asked for different sizes; nothing was allocated.
             PeerTimeoutError: a rank did not come.
-            UnavailableError: the device does not have the memory.
+            UnavailableError: the device does not have it, or ``Config.memory_bytes`` are reserved; on all ranks alike.
         """
         return self._empty(size, dtype)
 
@@ -118,11 +123,23 @@ class Communicator:
             if self._backend.place()[1]:
                 raise UnavailableError("empty: symmetric memory cannot be allocated while a graph is captured")
             nbytes = shape.numel() * dtype.itemsize
-        self._control.post_call(call, f"empty of {nbytes} bytes")
-        self._calls.agree(call)
+        memory, most = self.lane.memory, self.config.memory_bytes
+        title = f"empty of {nbytes} bytes" + (f", of {most} at most" if most is not None else "")
+        with self._calls.failing_for_good():
+            self._control.post_call(call, title + SPLITS + memory.what_is_dropped())
+        posts = self._calls.posts(call)
+        compare(self._control, call, posts)
         with self._calls.making_ready():
-            block = self.lane.memory.allocate(max(nbytes, 1))
-        return block.tensor[:nbytes].view(dtype).view(shape)
+            tensor, is_used_again = memory.allocate(max(nbytes, 1), [post.differing for post in posts])
+            self._backend.note_stream()
+            if is_used_again:
+                for lane in self.lane.session.lanes:
+                    lane.backend.follow_all()
+        return tensor[:nbytes].view(dtype).view(shape)
+
+    def memory(self) -> MemoryUse:
+        """The symmetric memory that :meth:`empty` has taken from the device, and how much of it is in use."""
+        return self.lane.memory.use()
 
     @entry
     def all_gather(

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import bisect
+import collections
 import dataclasses
 import itertools
 import operator
 import threading
 import weakref
+from collections.abc import Sequence
 
 import torch
 
+from sidelane.collectives.pool import SEGMENT_BYTES, MemoryUse, Pool, as_text, from_text, rounded
+from sidelane.errors import UnavailableError
 from sidelane.memory.base import SymmetricBlock, SymmetricMemory
+from sidelane.memory.storage import storage_of
 
 _LANE_NUMBERS = 1 << 32
 """Blocks that a lane may number."""
@@ -54,6 +59,7 @@ class SymmetricHeap:
         self.owner = owner
         self._blocks: dict[int, SymmetricBlock] = {}
         self._places: list[tuple[int, int, int]] = []  # (address, number, bytes); replaced as a whole, for readers
+        self._kept: dict[int, torch.Tensor] = {}  # by address of the storage
         self._lock = threading.Lock()
         with _heaps_lock:
             _heaps.add(self)
@@ -106,10 +112,17 @@ class SymmetricHeap:
         assert region.block is not None
         return tuple(base + region.offset for base in self._blocks[region.block].addresses)
 
+    def keep(self, tensors: Sequence[torch.Tensor | None]) -> None:
+        """Keep those that are symmetric until :meth:`close`: a graph knows their addresses."""
+        for tensor in tensors:
+            if tensor is not None and tensor.nbytes and self._find(tensor.data_ptr()) is not None:
+                self._kept[tensor.untyped_storage().data_ptr()] = tensor
+
     def close(self) -> None:
         """Forget the blocks. Tensors that callers still have stay valid as ordinary memory."""
         with self._lock:
             self._blocks, self._places = {}, []
+            self._kept.clear()
         with _heaps_lock:
             _heaps.discard(self)
 
@@ -123,27 +136,80 @@ class SymmetricHeap:
 
 
 class LaneMemory:
-    """What one lane adds to the heap of its session, in the order of its own calls.
+    """What one lane adds to the heap of its session, in the order of its own calls: segments, in a pool.
+
+    A tensor gives its bytes back when its storage goes, on each rank at a time of its own. The ranks say what they have
+    dropped where they agree on the next allocation; what all have dropped is given out again.
 
     Args:
         heap: of the session.
         memory: of the lane.
         number: of the lane in its session, the same on all ranks.
+        world_size: ranks.
+        most_bytes: to be reserved; None for as many as there are.
     """
 
-    def __init__(self, heap: SymmetricHeap, memory: SymmetricMemory, number: int) -> None:
-        self._heap, self._memory = heap, memory
+    def __init__(
+        self, heap: SymmetricHeap, memory: SymmetricMemory, number: int, world_size: int, most_bytes: int | None
+    ) -> None:
+        self._heap, self._memory, self._most = heap, memory, most_bytes
         self._numbers = itertools.count(number * _LANE_NUMBERS)
+        self._pool = Pool(world_size)
+        self._segments: dict[int, SymmetricBlock] = {}
+        self._dropped: collections.deque[int] = collections.deque()  # by whoever has the last reference
+        self._unsaid: list[int] = []
 
-    def allocate(self, nbytes: int) -> SymmetricBlock:
-        """Allocate a block on every rank. Collective, in the order of the lane's calls."""
-        block = self._memory.allocate(nbytes)
-        self._heap.add(next(self._numbers), block)
-        return block
+    def what_is_dropped(self) -> str:
+        """What this rank has dropped, to be said to the others: see :meth:`allocate`."""
+        while self._dropped:
+            bisect.insort(self._unsaid, self._dropped.popleft())
+        return as_text(self._unsaid)[0]
+
+    def allocate(self, nbytes: int, dropped: Sequence[str]) -> tuple[torch.Tensor, bool]:
+        """Give out ``nbytes`` (> 0) on every rank. Collective, in the order of the lane's calls.
+
+        Args:
+            nbytes: the same on every rank.
+            dropped: what each rank has said, this one too.
+
+        Returns:
+            The bytes, 1-d, and whether any calls before may still use them on this rank's streams.
+
+        Raises:
+            UnavailableError: there is no memory, or there may be no more of it. On every rank alike.
+        """
+        self._unsaid = self._unsaid[as_text(self._unsaid)[1] :]
+        for text in dropped:
+            self._pool.drop(from_text(text))
+        taken, grows = self._pool.take(nbytes), False
+        if taken is None:
+            grows = True
+            self._grow(rounded(nbytes, SEGMENT_BYTES))
+            taken = self._pool.take(nbytes)
+            assert taken is not None
+        number, place = taken
+        segment = self._segments[place.segment].tensor
+        return storage_of(segment, place.offset, nbytes, lambda: self._dropped.append(number)), not grows
+
+    def use(self) -> MemoryUse:
+        """What is reserved and used."""
+        return MemoryUse(self._pool.reserved, self._pool.used, self._most)
 
     def close(self) -> None:
         """Allocate no more. What was allocated stays in the heap."""
         self._memory.close()
+        self._segments.clear()
+
+    def _grow(self, nbytes: int) -> None:
+        if self._most is not None and self._pool.reserved + nbytes > self._most:
+            raise UnavailableError(
+                f"empty: {nbytes} more bytes of symmetric memory (value={self._pool.reserved + nbytes} with what is "
+                f"reserved, of which {self._pool.used} are in use; allowed={self._most}, Config.memory_bytes)"
+            )
+        number = next(self._numbers)
+        block = self._segments[number] = self._memory.allocate(nbytes)
+        self._heap.add(number, block)
+        self._pool.grow(number, nbytes)
 
 
 def generation() -> int:

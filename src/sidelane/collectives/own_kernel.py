@@ -105,7 +105,8 @@ class OwnKernel:
         if is_new or calls.config.debug:
             calls.agree(call)
             self._compiled.add(signature)
-        tensors = tuple(part for part in arguments if isinstance(part, torch.Tensor)) if async_op else ()
+        used = async_op or place[1]
+        tensors = tuple(part for part in arguments if isinstance(part, torch.Tensor)) if used else ()
         work = calls.run(prepared, call, async_op, tensors, (), place)
         if key is not None and cast("KernelRunnable", prepared.loaded).is_prepared:
             if len(self._recent) >= MOST_RECENT:

@@ -129,6 +129,11 @@ class Session:
         """Of the first lane: what was found out about the device holds for the others, too."""
         return self._lanes[0].backend if self._lanes else None
 
+    @property
+    def lanes(self) -> tuple[Lane, ...]:
+        """Those that there are."""
+        return tuple(self._lanes)
+
     def profile_of(self, exchange: Exchange) -> InForce:
         """The measured times to choose by, on which the ranks agree once."""
         if self._profile is None:
@@ -172,7 +177,7 @@ class Lane:
         config = session.config
         self.control = ControlBlock(exchange)
         self.backend = make_backend(exchange, session.device, self.control, config.timeout_s, like=session.backend)
-        self.memory = LaneMemory(session.heap, self.backend.memory, number)
+        self.memory = LaneMemory(session.heap, self.backend.memory, number, session.world_size, config.memory_bytes)
         self.arguments = Arguments(session.rank, session.world_size, session.device, session.heap)
         self.profile = session.profile_of(exchange)
         planner = Planner(
@@ -182,7 +187,7 @@ class Lane:
             abilities=self.backend.abilities,
         )
         self.preparer = Preparer(session.rank, session.heap, self.backend, planner)
-        self.calls = self._calls = Calls(self.control, self.backend, config, self.preparer.renew)
+        self.calls = self._calls = Calls(self.control, self.backend, config, self.preparer.renew, session.heap.keep)
         self.peers = Peers(session.heap, self.arguments).of
         self.repeats = Repeats.of(self.calls, self.preparer)
 

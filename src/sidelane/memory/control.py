@@ -81,6 +81,11 @@ class PostedCall:
         """What of the signature is the same on all ranks."""
         return self.signature.partition(SPLITS)[0]
 
+    @property
+    def differing(self) -> str:
+        """What of it may differ."""
+        return self.signature.partition(SPLITS)[2]
+
 
 class ControlBlock:
     """One rank's view of the control parts of all ranks of a group. Making one is collective; any thread may use it.

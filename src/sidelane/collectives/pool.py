@@ -1,0 +1,156 @@
+"""Which bytes of its segments a lane has given out. The same on all ranks, which decide alike from what all know."""
+
+from __future__ import annotations
+
+import bisect
+import collections
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+ALIGNMENT = 512
+"""Of what is given out, in bytes and in place."""
+
+SEGMENT_BYTES = 2 << 20
+"""Segments are multiples of this, as the memory of GPUs is."""
+
+MOST_TEXT = 900
+"""Characters in which a rank says what it has dropped; what does not fit is said next time."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """Symmetric memory of one rank, in bytes; the same on all ranks.
+
+    Attributes:
+        reserved: in segments, which stay until the end of the lane.
+        used: given out, and not yet given back by all ranks.
+        most: that may be reserved; None for what the device has.
+    """
+
+    reserved: int
+    used: int
+    most: int | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Range:
+    """Bytes of a segment.
+
+    Attributes:
+        segment: its number.
+        offset: in it.
+        nbytes: multiple of ``ALIGNMENT``.
+    """
+
+    segment: int
+    offset: int
+    nbytes: int
+
+
+class Pool:
+    """Gives out ranges of segments, smallest hole first, and takes them back.
+
+    Args:
+        world_size: ranks that must have dropped a range.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._holes: list[Range] = []  # by segment and offset; no two touch
+        self._given: dict[int, Range] = {}
+        self._dropped: collections.Counter[int] = collections.Counter()  # by how many ranks
+        self._next = 0
+        self.reserved = 0
+
+    @property
+    def used(self) -> int:
+        """Bytes that are given out."""
+        return sum(found.nbytes for found in self._given.values())
+
+    def take(self, nbytes: int) -> tuple[int, Range] | None:
+        """Give out ``nbytes`` (> 0): a number, of which there is one only, and where. None where there is no room."""
+        wanted = rounded(nbytes, ALIGNMENT)
+        fitting = [hole for hole in self._holes if hole.nbytes >= wanted]
+        if not fitting:
+            return None
+        hole = min(fitting, key=lambda hole: (hole.nbytes, hole.segment, hole.offset))
+        self._holes.remove(hole)
+        if hole.nbytes > wanted:
+            bisect.insort(self._holes, Range(hole.segment, hole.offset + wanted, hole.nbytes - wanted), key=_place)
+        number, self._next = self._next, self._next + 1
+        found = self._given[number] = Range(hole.segment, hole.offset, wanted)
+        return number, found
+
+    def grow(self, segment: int, nbytes: int) -> None:
+        """Have one more segment."""
+        self.reserved += nbytes
+        bisect.insort(self._holes, Range(segment, 0, nbytes), key=_place)
+
+    def drop(self, numbers: Iterable[int]) -> list[Range]:
+        """A rank has dropped ranges. Those that all ranks have dropped by now, which can be given out again."""
+        free: list[Range] = []
+        for number in numbers:
+            self._dropped[number] += 1
+            if self._dropped[number] == self._world_size:
+                del self._dropped[number]
+                free.append(self._given.pop(number))
+                self._add_hole(free[-1])
+        return free
+
+    def _add_hole(self, new: Range) -> None:
+        at = bisect.bisect(self._holes, _place(new), key=_place)
+        before, behind = self._holes[max(0, at - 1) : at], self._holes[at : at + 1]
+        start, end = new.offset, new.offset + new.nbytes
+        if before and before[0].segment == new.segment and before[0].offset + before[0].nbytes == start:
+            start = before[0].offset
+            self._holes.remove(before[0])
+        if behind and behind[0].segment == new.segment and behind[0].offset == end:
+            end += behind[0].nbytes
+            self._holes.remove(behind[0])
+        bisect.insort(self._holes, Range(new.segment, start, end - start), key=_place)
+
+
+def rounded(nbytes: int, multiple: int) -> int:
+    """The next multiple.
+
+    >>> rounded(1, 512), rounded(512, 512), rounded(513, 512)
+    (512, 512, 1024)
+    """
+    return -(-nbytes // multiple) * multiple
+
+
+def as_text(numbers: Sequence[int]) -> tuple[str, int]:
+    """Numbers that grow, and how many of them fit into the text.
+
+    >>> as_text([3, 4, 5, 9])
+    ('3-5,9', 4)
+    """
+    text, fits, position = "", 0, 0
+    while position < len(numbers):
+        end = position + 1
+        while end < len(numbers) and numbers[end] == numbers[end - 1] + 1:
+            end += 1
+        first, last = numbers[position], numbers[end - 1]
+        longer = f"{text},{first}" if text else str(first)
+        longer += f"-{last}" if last > first else ""
+        if len(longer) > MOST_TEXT:
+            break
+        text, fits, position = longer, end, end
+    return text, fits
+
+
+def from_text(text: str) -> list[int]:
+    """What :func:`as_text` has written.
+
+    >>> from_text("3-5,9"), from_text("")
+    ([3, 4, 5, 9], [])
+    """
+    found: list[int] = []
+    for part in filter(None, text.split(",")):
+        first, _, last = part.partition("-")
+        found.extend(range(int(first), int(last or first) + 1))
+    return found
+
+
+def _place(found: Range) -> tuple[int, int]:
+    return found.segment, found.offset
