@@ -19,7 +19,7 @@ from sidelane.bench.chain import study as chain_study
 from sidelane.bench.claims import command as claims
 from sidelane.bench.collectives import study as collective_study
 from sidelane.bench.host import study as host_study
-from sidelane.bench.running import study
+from sidelane.bench.running import launch, study
 from sidelane.bench.running.asked import check_asked
 from sidelane.bench.running.launch import RankFailedError
 from sidelane.bench.simulated import overlap as sim_overlap
@@ -148,7 +148,6 @@ def predicted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
     monkeypatch.setattr(sim_study, "c3_main", stand_in("c3"))
     monkeypatch.setattr(sim_study, "collective_main", stand_in("collective"))
-    monkeypatch.setattr(sim_study, "preview", stand_in("preview"))
     monkeypatch.setattr(sim_overlap, "main", stand_in("pipeline"))
     monkeypatch.setattr(claims, "main", stand_in("claims"))
     return seen
@@ -248,16 +247,9 @@ def test_the_catalogue():
     assert all(name in shown.output for name in machine_names())
 
 
-def test_demo_predicts_where_there_are_no_gpus(asked: SimpleNamespace, tmp_path: Path):
-    result = run("demo", "--device", "cpu", "--report", str(tmp_path))
-    assert result.exit_code == 0, result.output
-    shown = " ".join(result.output.split())
-    assert "Predicted for 8 x AMD Instinct MI300X" in shown and "conccl_rp" in shown
-    assert "--machine mi300x8" in shown
-
-
-def test_demo_looks_and_then_measures(asked: SimpleNamespace, tmp_path: Path):
-    result = run("demo", "--device", "cpu", "--ranks", "2", "--report", str(tmp_path))
+def test_demo_measures_where_there_are_gpus(asked: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(launch, "choose_place", lambda ranks, device: SimpleNamespace(on_cpu=False))
+    result = run("demo", "--report", str(tmp_path))
     assert result.exit_code == 0, result.output
     assert "This machine" in result.output
     assert asked.c3.report == tmp_path

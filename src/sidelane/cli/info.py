@@ -7,7 +7,6 @@ from pathlib import Path
 import click
 
 from sidelane.cli.errors import plain_errors
-from sidelane.cli.model import DEMO_MACHINE
 from sidelane.cli.options import DEVICES
 
 DEMO_WORKLOADS = ("cb1_512M", "cb1_896M")
@@ -29,18 +28,21 @@ def info(as_json: bool, probe: bool) -> None:
 @click.option("--device", type=click.Choice(DEVICES), default="auto", help="auto: GPUs if there are two or more.")
 @click.option("--report", type=click.Path(file_okay=False, path_type=Path), default=Path("report"), show_default=True)
 def demo(ranks: int | None, device: str, report: Path) -> None:
-    """Look at this machine, then measure a GEMM next to a collective and write a report.
+    """See in a minute what Sidelane is, and get a report.
 
-    Without GPUs the bytes travel between CPU processes; what GPUs would give is then predicted, for eight MI300X.
+    With GPUs: a GEMM next to a collective, measured under every strategy. Without: a program and its proof, every
+    collective between CPU processes, and what GPUs give, as predicted and as measured on H200s.
     """
     with plain_errors():
+        from sidelane.bench.running.launch import choose_place
+
+        if choose_place(ranks, device).on_cpu:
+            from sidelane.bench.demo import show
+
+            show.main(report, ranks)
+            return
         from sidelane.bench import info
         from sidelane.bench.c3 import study as c3_study
-        from sidelane.bench.running.launch import choose_place
 
         info.main(probe=False)
         c3_study.main(c3_study.C3Options(workloads=DEMO_WORKLOADS, ranks=ranks, device=device, report=report))
-        if choose_place(ranks, device).on_cpu:
-            from sidelane.bench.simulated import study as sim_study
-
-            sim_study.preview(DEMO_MACHINE)

@@ -139,7 +139,7 @@ def _html_section(results: Results, tables: Sequence[Table], pictures: Sequence[
     )
     warning = f"<p class=warn>{html.escape(_warning(results))}</p>" if results.on_cpu else ""
     images = "".join(
-        f'<img alt="{html.escape(picture.text)}" src="data:image/svg+xml;base64,{_inline(folder, picture)}">'
+        f'<img alt="{html.escape(picture.text)}" src="data:image/svg+xml;base64,{inline(folder, picture)}">'
         for picture in pictures
     )
     return (
@@ -148,7 +148,8 @@ def _html_section(results: Results, tables: Sequence[Table], pictures: Sequence[
     )
 
 
-def _inline(folder: Path, picture: Picture) -> str:
+def inline(folder: Path, picture: Picture) -> str:
+    """The picture as base64, for a page that holds all it shows."""
     return base64.b64encode((folder / f"{picture.name}.svg").read_bytes()).decode()
 
 

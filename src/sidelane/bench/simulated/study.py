@@ -80,19 +80,6 @@ def c3_main(options: Options, workloads: Sequence[Workload] = ()) -> int:
     return 0
 
 
-def preview(machine_name: str) -> None:
-    """Print the averages of paper 000's study on a machine: the short form, for ``sidelane demo``.
-
-    Raises:
-        ValueError: no such machine.
-    """
-    machine = find(machine_name)
-    console = rich.console.Console()
-    console.print(f"\nPredicted for {machine.title}, which is not here:")
-    console.print(averages_table(c3_study(machine)).to_rich())
-    console.print(f"every pair, and pictures: sidelane c3 --machine {machine.name} --report report", style="dim")
-
-
 def collective_main(options: Options) -> int:
     """Predict the variants of paper 003 and the vendor library's collectives by size.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 
 import torch
@@ -14,6 +15,7 @@ from sidelane.collectives import Communicator
 from sidelane.program.collective import Kind
 
 MOST_BOUND = 256
+_PIECES = 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,11 +52,20 @@ class Memory:
         self.blocks = [communicator.empty(nbytes, dtype=torch.uint8)]
         self._ordinary = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         self._guard = torch.full((GUARD_BYTES,), POISON, dtype=torch.uint8, device=self._device)
+        self._pieces: collections.deque[torch.Tensor] = collections.deque()
         self._bound: dict[int, tuple[Bound, ...]] = {}
 
     def allocate(self, nbytes: int) -> None:
-        """Have another block of symmetric memory. Collective."""
+        """Have another block of symmetric memory, and pieces that come and go. Collective.
+
+        No call touches the pieces. They are full of poison, which shows in a call that lies in the same place; each
+        rank keeps them for a time of its own.
+        """
         self.blocks.append(self._communicator.empty(nbytes, dtype=torch.uint8))
+        for part in range(_PIECES):
+            self._pieces.append(self._communicator.empty(1 + nbytes // (7 + part), dtype=torch.uint8).fill_(POISON))
+        while len(self._pieces) > _PIECES + self.rank:
+            self._pieces.popleft()
 
     def bind(self, call: Call) -> tuple[Bound, ...]:
         """The tensors of a call: the same ones every time, but for those in memory of their own."""

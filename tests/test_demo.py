@@ -1,0 +1,67 @@
+"""What ``sidelane demo`` shows where there are no GPUs, all of it, between two processes."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from sidelane import cli
+from sidelane.bench.demo import figures
+from sidelane.bench.demo.checked import Checked
+from sidelane.bench.demo.measured import measured, pick
+from sidelane.bench.demo.proof import prove
+from sidelane.bench.demo.show import NEXT
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_a_right_program_is_proved_and_a_wrong_one_refused() -> None:
+    proof = prove(3)
+    assert proof.verification.commands > 10 and proof.refusal.startswith("race on output@")
+
+
+def test_wrong_bytes_are_counted() -> None:
+    import torch
+
+    row = Checked("all_gather")
+    row.compare(torch.tensor([1, 2]), torch.tensor([1, 2]))
+    row.compare(torch.tensor([1, 2]), torch.tensor([1, 3]))
+    assert (row.wrong, row.nbytes) == (1, 32)
+
+
+def test_measured_figures_are_those_of_the_result_files() -> None:
+    """After new results: python -m sidelane.bench.demo.measured results."""
+    packaged = ROOT / "src" / "sidelane" / "bench" / "data" / "measured.json"
+    assert json.loads(packaged.read_text()) == json.loads(json.dumps(pick(ROOT / "results")))
+
+
+def test_predictions_stand_beside_what_was_measured() -> None:
+    """A model that has gone astray shows here, before anyone sees the picture."""
+    predicted, found, again = figures.overlap_percents(measured())
+    assert all(abs(predicted[name] - figures.PAPER[name]) < 10 for name in figures.PAPER)
+    assert all(abs(again[name] - found[name]) < 10 for name in again)
+    assert found["auto"] > found["nccl_ce"] > found["c3_base"]
+
+
+def test_the_demo(tmp_path: Path) -> None:
+    result = CliRunner().invoke(cli.main, ["demo", "--device", "cpu", "--ranks", "2", "--report", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    shown = " ".join(result.output.split())
+    assert "no race, no deadlock, every byte of every output" in shown and "race on output@1" in shown
+    wrong = re.findall(r"^ (\w+) +(\d+) +[\d.]+ +(\d+) +[\d.]+ *$", result.output, re.MULTILINE)
+    assert len(wrong) == 7 and all((calls, count) == ("36", "0") for _, calls, count in wrong), result.output
+    assert "sidelane c3 --machine mi300x8" in shown
+    page = (tmp_path / "index.html").read_text()
+    assert page.count("data:image/svg+xml;base64,") == 4 and "results/h200x4/c3.json" in page
+    assert "http" not in page.replace("http://www.w3.org", ""), "it holds everything that it shows"
+
+
+@pytest.mark.parametrize("line", [command for command, _ in NEXT[:2]])
+def test_what_it_proposes_runs(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(cli.main, line.split()[1:])
+    assert result.exit_code == 0, result.output
