@@ -28,7 +28,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-device attack sanitize results lint format venv clean
+.PHONY: help demo test test-device attack sanitize results wheel lint format venv clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -55,6 +55,9 @@ sanitize: $(READY) ## look into every kernel with compute-sanitizer; needs a GPU
 
 results: $(READY) ## measure a machine with GPUs: all but c3 of what is published, into the folder RESULTS
 	@$(BIN)/python tools/measure_node.py --out "$(or $(RESULTS),$(error RESULTS=folder is needed))" $(STUDIES)
+
+wheel: $(READY) ## build dist/sidelane-*.whl
+	@$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 
 lint: $(READY) ## ruff and mypy
 	@echo "[sidelane] ruff check"

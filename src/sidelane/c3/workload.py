@@ -193,19 +193,24 @@ def parse_workload(text: str, collective: Kind = Kind.ALL_GATHER, dtype: str = "
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
+_ROUNDED_TO = 16
+
+
 def parse_bytes(text: str) -> int:
     """Read a size: ``1024``, ``64K``, ``896M``, ``3.25G``, also with ``B`` or ``iB`` behind. Units are binary.
 
+    What is no whole number of bytes, as ``1.2G``, is rounded to a multiple of 16, which holds whole elements of any dtype.
+
     Raises:
-        ValueError: not a size, or not a whole number of bytes.
+        ValueError: not a size, or a part of a byte.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE)
     if not match:
         raise ValueError(f"parse_bytes: not a size (value={text!r}, allowed=a number with K, M or G)")
     nbytes = float(match[1]) * _UNITS[match[2].upper()]
-    if nbytes != int(nbytes):
+    if not match[2] and nbytes != int(nbytes):
         raise ValueError(f"parse_bytes: not a whole number of bytes (value={text!r})")
-    return int(nbytes)
+    return int(nbytes) if nbytes == int(nbytes) else max(_ROUNDED_TO, round(nbytes / _ROUNDED_TO) * _ROUNDED_TO)
 
 
 def format_bytes(nbytes: int) -> str:
