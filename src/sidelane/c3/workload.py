@@ -199,7 +199,7 @@ _ROUNDED_TO = 16
 def parse_bytes(text: str) -> int:
     """Read a size: ``1024``, ``64K``, ``896M``, ``3.25G``, also with ``B`` or ``iB`` behind. Units are binary.
 
-    What is no whole number of bytes, as ``1.2G``, is rounded to a multiple of 16, which holds whole elements of any dtype.
+    What is no whole number of bytes, as ``1.2G``, is rounded to a multiple of 16, whole elements of any dtype.
 
     Raises:
         ValueError: not a size, or a part of a byte.
