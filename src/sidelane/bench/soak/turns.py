@@ -35,8 +35,10 @@ class Turns:
                 self._changed.notify_all()
 
     def leave(self, number: int) -> None:
-        """Thread ``number`` takes no more of them."""
+        """Thread ``number`` takes no more of them. Idempotent."""
         with self._changed:
+            if number not in self._left:
+                return
             place = self._left.index(number)
             self._left.remove(number)
             if self._left:
