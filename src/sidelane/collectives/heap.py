@@ -16,6 +16,7 @@ import torch
 from sidelane.collectives.pool import SEGMENT_BYTES, MemoryUse, Pool, as_text, from_text, rounded
 from sidelane.errors import UnavailableError
 from sidelane.memory.base import SymmetricBlock, SymmetricMemory
+from sidelane.memory.giving_back import give_back
 from sidelane.memory.storage import storage_of
 
 _LANE_NUMBERS = 1 << 32
@@ -178,6 +179,7 @@ class LaneMemory:
         Raises:
             UnavailableError: there is no memory, or there may be no more of it. On every rank alike.
         """
+        give_back()
         self._unsaid = self._unsaid[as_text(self._unsaid)[1] :]
         for text in dropped:
             self._pool.drop(from_text(text))
