@@ -1,6 +1,7 @@
 """These tests run each rank in a process of its own, on a GPU of its own.
 
-On a machine with one GPU two ranks share it: what they do is the same, but for the way that the bytes take, and for time.
+On a machine with one GPU two ranks share it: what they do is the same, but for the way that the bytes take, and for
+time.
 """
 
 from __future__ import annotations
