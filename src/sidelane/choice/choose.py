@@ -20,8 +20,9 @@ from sidelane.choice.candidate import (
 )
 from sidelane.choice.profile import Profile
 from sidelane.program.collective import REDUCING, Kind
-from sidelane.program.kernel import MOST_PARCEL_BYTES, NARROW, PUSH, may_be_direct
+from sidelane.program.kernel import MOST_PARCEL_BYTES, may_be_direct
 from sidelane.program.shape import CallShape
+from sidelane.program.variant import Variant
 
 SMALL_BYTES = 1 << 20
 """Without any measurement, kernels are taken below this size where they are legal: on H200s a DMA collective spends
@@ -152,7 +153,7 @@ def _of_list(call: CallShape, legal: tuple[Candidate, ...]) -> Choice:
 
 def _wide(candidate: Candidate) -> Candidate:
     """What a narrow kernel is measured by where it was not: nothing up to a MiB, some percent above."""
-    return dataclasses.replace(candidate, variant=candidate.variant.removesuffix(NARROW))
+    return dataclasses.replace(candidate, variant=Variant.of(candidate.variant).wide)
 
 
 def _preferred_first(table: Table, legal: tuple[Candidate, ...]) -> Table:
@@ -170,7 +171,7 @@ def _staging_us(call: CallShape, candidate: Candidate) -> float:
     part = call.nbytes // call.world_size if call.kind is Kind.REDUCE_SCATTER else call.nbytes
     if not may_be_direct(call.kind, candidate.variant, part, in_place=call.in_place):
         return 0.0
-    return STAGED_US[candidate.variant.removesuffix(NARROW).removesuffix(PUSH)] + call.nbytes / STAGING_BYTES_PER_US
+    return STAGED_US[Variant.of(candidate.variant).algorithm] + call.nbytes / STAGING_BYTES_PER_US
 
 
 def _by_thumb(call: CallShape, legal: tuple[Candidate, ...], table: Table, *, measured: bool) -> Choice:

@@ -20,10 +20,10 @@ from sidelane.program.kernel import ALIGNMENT, kernel_program
 from sidelane.program.kernel_list import AnyKernelProgram, kernel_list_program
 from sidelane.program.shape import CallShape
 from sidelane.program.transform import freeze, lower, prelaunch
+from sidelane.program.variant import PRELAUNCH, Variant
 from sidelane.program.verify import verify
 
 AUTO = "auto"
-PRELAUNCH = "+prelaunch"
 
 Plan = Program | AnyKernelProgram | Alternation
 """What a call runs as."""
@@ -194,7 +194,7 @@ class Planner:
         for kind in agreement.kinds:
             check_variant(kind, agreement.variant, self._abilities, listed=listed)
         kind = agreement.kinds[0]
-        candidate = find(kind, agreement.variant.removesuffix(PRELAUNCH))
+        candidate = find(kind, Variant.of(agreement.variant).called)
         assert candidate is not None, "check_variant lets nothing else through"
         return Choice(candidate, "the caller asked for it", ((candidate, None),))
 
@@ -210,7 +210,7 @@ def make_program(agreement: AnyAgreement, candidate: Candidate, moves: AbstractS
     Raises:
         ValueError: the variant cannot run with these buffers.
     """
-    prelaunched = agreement.variant.endswith(PRELAUNCH)
+    prelaunched = Variant.of(agreement.variant).prelaunched
     if candidate.implementation == SM:
         if prelaunched:
             raise ValueError(
@@ -266,7 +266,7 @@ def check_variant(kind: Kind, variant: str, abilities: Abilities = EVERYTHING, *
     names = [found.name for found in everything(kind, abilities) if not (listed and takes_one_tensor(found))]
     if not isinstance(variant, str):
         raise TypeError(f"{kind}: variant (value={variant!r}, allowed={', '.join((AUTO, *names))})")
-    if variant != AUTO and variant.removesuffix(PRELAUNCH) not in names:
+    if variant != AUTO and Variant.of(variant).called not in names:
         allowed = ", ".join((AUTO, *names))
         elsewhere, here = ({found.name for found in everything(kind, which)} for which in (EVERYTHING, abilities))
         if variant in elsewhere - here:

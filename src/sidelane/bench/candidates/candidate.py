@@ -19,6 +19,7 @@ from sidelane.bench.candidates.reference import Case, fill_input, output_error, 
 from sidelane.bench.running.measure import Job
 from sidelane.choice.candidate import DMA, GRAPH, SM, find
 from sidelane.program.collective import Kind
+from sidelane.program.variant import Variant
 
 # PyTorch 2.13 renamed both and warns of the old names.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -42,7 +43,7 @@ class Candidate:
 
     @property
     def prelaunch(self) -> bool:
-        return self.variant.endswith("+prelaunch")
+        return Variant.of(self.variant).prelaunched
 
     def __str__(self) -> str:
         place = "in place" if self.in_place else "out of place"
@@ -331,10 +332,10 @@ def _variants(implementation: Implementation, kind: Kind, in_place: bool, listed
 def _only_eager(kind: Kind, variant: str) -> bool:
     """True for what differs from another variant only in how an eager call is launched."""
     found = find(kind, variant)
-    return variant.endswith("+prelaunch") or (found is not None and found.launch == GRAPH)
+    return Variant.of(variant).prelaunched or (found is not None and found.launch == GRAPH)
 
 
 def _kept(found: tuple[str, ...], only: tuple[str, ...]) -> tuple[str, ...]:
     if not only:
         return found
-    return tuple(name for name in only if name.removesuffix("+prelaunch") in found)
+    return tuple(name for name in only if Variant.of(name).called in found)

@@ -23,6 +23,7 @@ from sidelane.c3.workload import format_bytes
 from sidelane.choice.candidate import DMA
 from sidelane.program.builders.alternating import ALTERNATING, SLOT_BYTES
 from sidelane.program.collective import ELEMENT_BYTES, REDUCING, Kind
+from sidelane.program.variant import Variant
 
 MOST_CALLS = 20
 SAMPLE_US = {"cpu": 10_000.0, "gpu": 2_000.0}
@@ -246,7 +247,7 @@ def wanted_candidates(implementation: Implementation, case: Case, options: Colle
     found = find(only=options.variants)
     small = case.nbytes <= PRELAUNCHED_BYTES and case.kind not in REDUCING
     if not options.variants:  # cached graphs differ from plain calls in one way only, so one of them tells enough
-        found = [c for c in found if not c.variant.endswith("+graph") or c.variant in CACHED]
+        found = [c for c in found if not Variant.of(c.variant).graph or c.variant in CACHED]
     if case.input_bytes > SLOT_BYTES:
         found = [c for c in found if not c.variant.startswith(ALTERNATING)]
     if implementation.name == DMA and small and not options.variants:

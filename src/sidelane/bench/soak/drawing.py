@@ -12,11 +12,12 @@ from sidelane.bench.candidates.reference import MOVING_DTYPES
 from sidelane.bench.soak.described import FRESH, Call, Form, Part, Spot
 from sidelane.choice import Abilities
 from sidelane.choice.candidate import CALLS, DMA, candidates
-from sidelane.collectives.plan import AUTO, PRELAUNCH
+from sidelane.collectives.plan import AUTO
 from sidelane.collectives.prelaunched import prelaunchable
 from sidelane.config import COMPUTE, NOTHING
 from sidelane.program.collective import ELEMENT_BYTES, REDUCING, Kind, ReduceOp
 from sidelane.program.shape import CallShape
+from sidelane.program.variant import PRELAUNCH
 
 GUARD_BYTES = 16
 """In front of and behind everything that a call writes: nobody may touch them."""
