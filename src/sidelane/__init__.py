@@ -16,6 +16,10 @@ from sidelane.errors import (
 
 if TYPE_CHECKING:
     from sidelane.collectives import Batched, BoundProgram, Communicator, Lane, Prelaunched, Session, Work
+    from sidelane.integrations.ledger import Report, report
+    from sidelane.integrations.process_group import SidelaneGroup
+    from sidelane.integrations.registration import register
+    from sidelane.integrations.wrap import wrap
 
 __version__ = "0.1.0"
 
@@ -31,15 +35,30 @@ __all__ = [
     "PeerTimeoutError",
     "Prelaunched",
     "ProgramError",
+    "Report",
     "Session",
     "SidelaneError",
+    "SidelaneGroup",
     "UnavailableError",
     "Work",
+    "register",
+    "report",
+    "wrap",
 ]
+
+_ELSEWHERE = {
+    "Report": "sidelane.integrations.ledger",
+    "SidelaneGroup": "sidelane.integrations.process_group",
+    "register": "sidelane.integrations.registration",
+    "report": "sidelane.integrations.ledger",
+    "wrap": "sidelane.integrations.wrap",
+}
 
 
 def __getattr__(name: str) -> Any:
     # Importing torch takes seconds; `sidelane --help` and the program tools do without.
     if name in ("Batched", "BoundProgram", "Communicator", "Lane", "Prelaunched", "Session", "Work"):
         return getattr(import_module("sidelane.collectives"), name)
+    if name in _ELSEWHERE:
+        return getattr(import_module(_ELSEWHERE[name]), name)
     raise AttributeError(f"module 'sidelane' has no attribute {name!r}")

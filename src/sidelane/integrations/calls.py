@@ -1,0 +1,265 @@
+"""The calls of a process group as data: what Sidelane would do, what the other group would, and who is to do it.
+
+Whoever does a call is decided by what all ranks know alike: operation, dtype, layout, kind of device, the shapes that
+every rank gives. Where tensors lie, whether they are contiguous or overlap, each rank sees to for itself (``staged``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sidelane.collectives import Communicator
+from sidelane.collectives.arguments import op_name
+from sidelane.collectives.work import NO_TIMEOUT
+from sidelane.integrations.staged import joined, parted, plain, receiving
+from sidelane.program.collective import ELEMENT_BYTES, ReduceOp
+
+DTYPES = frozenset(getattr(torch, name) for name in ELEMENT_BYTES)
+"""That Sidelane can reduce."""
+
+Tensor = torch.Tensor
+Other = Callable[[], dist.Work]
+
+
+@dataclasses.dataclass(slots=True)
+class Call:
+    """One call of the group.
+
+    Attributes:
+        name: of the operation.
+        tensors: all of the caller's.
+        outputs: those that are written.
+        other: makes it on the other group.
+        job: makes it on a communicator; None where Sidelane has no such operation.
+        refusal: why Sidelane does not make it; "" if it does. Alike on all ranks.
+        is_async: the caller goes on before it has ended.
+        timeout: of this call; 0 for the group's.
+    """
+
+    name: str
+    tensors: Sequence[Tensor]
+    outputs: Sequence[Tensor]
+    other: Other
+    job: Callable[[Communicator], None] | None = None
+    refusal: str = ""
+    is_async: bool = True
+    timeout: timedelta = NO_TIMEOUT
+
+    @property
+    def nbytes(self) -> int:
+        """Of the larger side: the gathered bytes of an all_gather, the whole buffer of the others."""
+        written = sum(tensor.nbytes for tensor in self.outputs)
+        return max(written, sum(tensor.nbytes for tensor in self.tensors) - written)
+
+
+def make(
+    name: str,
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    other: Other,
+    job: Callable[[Communicator], None] | None,
+    opts: Any,
+    *,
+    op: Any = None,
+    shapes: str = "",
+) -> Call:
+    """Put a call together, and decide what can be decided without the group.
+
+    Args:
+        name: of the operation.
+        inputs: tensors that are only read.
+        outputs: tensors that are written.
+        other: makes it on the other group.
+        job: makes it on a communicator.
+        opts: of torch; None for its defaults.
+        op: of a reduction.
+        shapes: what is wrong with the shapes for Sidelane; "" for nothing.
+    """
+    tensors = (*outputs, *inputs)
+    refusal = "Sidelane has no such operation" if job is None else shapes or _refusal(tensors, op)
+    is_async = True if opts is None else bool(getattr(opts, "asyncOp", True))
+    timeout = getattr(opts, "timeout", NO_TIMEOUT)
+    return Call(name, tensors, outputs, other, job, refusal, is_async, max(timeout, NO_TIMEOUT))
+
+
+def all_gather(output: Tensor, input: Tensor, opts: Any, other: Other) -> Call:
+    """``all_gather_into_tensor``."""
+
+    def job(communicator: Communicator) -> None:
+        with receiving([output]) as (whole,):
+            communicator.all_gather(whole, plain(input))
+
+    return make("all_gather_into_tensor", (input,), (output,), other, job, opts)
+
+
+def all_gather_coalesced(outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any, other: Other) -> Call:
+    """Several ``all_gather_into_tensor`` at once."""
+
+    def job(communicator: Communicator) -> None:
+        with receiving(outputs) as wholes:
+            communicator.all_gather(wholes, [plain(tensor) for tensor in inputs])
+
+    return make("all_gather_into_tensor_coalesced", inputs, outputs, other, job, opts)
+
+
+def all_gather_list(outputs: Sequence[Tensor], input: Tensor, opts: Any, other: Other) -> Call:
+    """``all_gather``: a tensor for each rank."""
+
+    def job(communicator: Communicator) -> None:
+        with parted(outputs, apart_from=input) as whole:
+            communicator.all_gather(whole, plain(input))
+
+    return make("all_gather", (input,), outputs, other, job, opts, shapes=_unequal(outputs))
+
+
+def all_to_all(
+    output: Tensor, input: Tensor, outputs: Sequence[int], inputs: Sequence[int], opts: Any, other: Other
+) -> Call:
+    """``all_to_all_single``; split sizes are given on all ranks, or on none."""
+
+    def job(communicator: Communicator) -> None:
+        splits = {"output_split_sizes": outputs, "input_split_sizes": inputs} if outputs or inputs else {}
+        with receiving([output]) as (whole,):
+            communicator.all_to_all(whole, plain(input), **splits)  # type: ignore[arg-type]
+
+    return make("all_to_all_single", (input,), (output,), other, job, opts)
+
+
+def all_to_all_list(outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any, other: Other) -> Call:
+    """``all_to_all``: a tensor to each rank, and from each; that all are equal here says nothing of the others."""
+
+    def job(communicator: Communicator) -> None:
+        with parted(outputs, apart_from=None) as whole:
+            communicator.all_to_all(
+                whole,
+                torch.cat([plain(tensor).flatten() for tensor in inputs]),
+                output_split_sizes=[tensor.numel() for tensor in outputs],
+                input_split_sizes=[tensor.numel() for tensor in inputs],
+            )
+
+    return make("all_to_all", inputs, outputs, other, job, opts)
+
+
+def reduce_scatter(output: Tensor, input: Tensor, opts: Any, other: Other) -> Call:
+    """``reduce_scatter_tensor``."""
+    op = _op(opts)
+
+    def job(communicator: Communicator) -> None:
+        with receiving([output]) as (part,):
+            communicator.reduce_scatter(part, plain(input), op=op)
+
+    return make("reduce_scatter_tensor", (input,), (output,), other, job, opts, op=op)
+
+
+def reduce_scatter_coalesced(outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any, other: Other) -> Call:
+    """Several ``reduce_scatter_tensor`` at once."""
+    op = _op(opts)
+
+    def job(communicator: Communicator) -> None:
+        with receiving(outputs) as parts:
+            communicator.reduce_scatter(parts, [plain(tensor) for tensor in inputs], op=op)
+
+    return make("reduce_scatter_tensor_coalesced", inputs, outputs, other, job, opts, op=op)
+
+
+def reduce_scatter_list(output: Tensor, inputs: Sequence[Tensor], opts: Any, other: Other) -> Call:
+    """``reduce_scatter``: a tensor for each rank."""
+    op = _op(opts)
+
+    def job(communicator: Communicator) -> None:
+        with receiving([output]) as (part,):
+            communicator.reduce_scatter(part, joined(inputs, apart_from=output), op=op)
+
+    return make("reduce_scatter", inputs, (output,), other, job, opts, op=op, shapes=_unequal(inputs))
+
+
+def all_reduce(tensors: Sequence[Tensor], opts: Any, other: Other) -> Call:
+    """``all_reduce``, of several tensors at once where there are several."""
+    op = _op(opts)
+
+    def job(communicator: Communicator) -> None:
+        with receiving(tensors, filled=True) as wholes:
+            communicator.all_reduce(wholes[0] if len(wholes) == 1 else wholes, op=op)
+
+    name = "all_reduce" if len(tensors) == 1 else "all_reduce_coalesced"
+    return make(name, (), tensors, other, job, opts, op=op)
+
+
+def broadcast(tensor: Tensor, opts: Any, other: Other) -> Call:
+    """``broadcast``."""
+    root = opts.rootRank
+
+    def job(communicator: Communicator) -> None:
+        with receiving([tensor], filled=communicator.rank == root) as (whole,):
+            communicator.broadcast(whole, root=root)
+
+    return make("broadcast", (), (tensor,), other, job, opts)
+
+
+def scatter(output: Tensor, inputs: Sequence[Tensor], opts: Any, other: Other) -> Call:
+    """``scatter``; ``inputs`` is empty but on the root."""
+    root = opts.rootRank
+
+    def job(communicator: Communicator) -> None:
+        whole = torch.cat([plain(tensor).flatten() for tensor in inputs]) if inputs else None
+        with receiving([output]) as (part,):
+            communicator.scatter(part, whole, root=root)
+
+    call = make("scatter", (), (output,), other, job, opts)  # the others do not know what the root gives
+    call.tensors = (output, *inputs)
+    return call
+
+
+def gather(outputs: Sequence[Tensor], input: Tensor, opts: Any, other: Other) -> Call:
+    """``gather``; ``outputs`` is empty but on the root."""
+    root = opts.rootRank
+
+    def job(communicator: Communicator) -> None:
+        if not outputs:
+            communicator.gather(None, plain(input), root=root)
+            return
+        with parted(outputs, apart_from=input) as whole:
+            communicator.gather(whole, plain(input), root=root)
+
+    call = make("gather", (input,), (), other, job, opts)
+    call.tensors, call.outputs = (*outputs, input), outputs
+    return call
+
+
+def _op(opts: Any) -> str:
+    return "sum" if opts is None else op_name(opts.reduceOp)
+
+
+def _refusal(tensors: Sequence[Tensor], op: str | None) -> str:
+    if not tensors:
+        return "no tensors"
+    first = tensors[0]
+    for tensor in tensors:
+        if tensor.layout is not torch.strided:
+            return f"layout {tensor.layout}"
+        if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            return f"tensors of class {type(tensor).__name__}"
+        if tensor.device.type != first.device.type:
+            return "tensors on several kinds of devices"
+        if tensor.dtype != first.dtype:
+            return "several dtypes"
+    if op is None:
+        return ""
+    if op not in tuple(ReduceOp):
+        return f"operation {op}"
+    return "" if first.dtype in DTYPES else f"{op} of {name_of(first.dtype)}"
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """``float32`` for ``torch.float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _unequal(tensors: Sequence[Tensor]) -> str:
+    return "" if len({tensor.numel() for tensor in tensors}) <= 1 else "parts of several sizes"

@@ -1,0 +1,154 @@
+"""What ran where, and why: kept for each group, asked for with ``sidelane.report()``."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Sequence
+
+SIDELANE = "sidelane"
+_MOST_GROUPS = 256
+
+Key = tuple[str, str, str, str, str]
+
+
+@dataclasses.dataclass(slots=True)
+class _Sum:
+    calls: int = 0
+    nbytes: int = 0
+    reason: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Row:
+    """Calls of one kind.
+
+    Attributes:
+        group: name of the group, as torch has it.
+        ranks: its ranks, in the world.
+        operation: as ``torch.distributed`` calls it.
+        dtype, device: of the tensors; "" where there are none.
+        where: ``sidelane``, or the backend that made the calls (``gloo``, ``nccl``).
+        why: the variant that Sidelane chose, with the reason of the latest of these calls; or why it made none.
+        calls: how many.
+        nbytes: of all of them: gathered bytes for an all_gather, the whole buffer for the others.
+    """
+
+    group: str
+    ranks: tuple[int, ...]
+    operation: str
+    dtype: str
+    device: str
+    where: str
+    why: str
+    calls: int
+    nbytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Report:
+    """What the groups of this process have done on this rank; printed, it is a table.
+
+    Attributes:
+        rows: sums, group by group in the order in which they were made.
+        last: the last call that has ended (GPUs: that was queued), with 1 for ``calls``; None before the first.
+    """
+
+    rows: tuple[Row, ...]
+    last: Row | None
+
+    def __str__(self) -> str:
+        if not self.rows:
+            return "no calls of a Sidelane process group so far"
+        heads = ("group", "operation", "dtype", "device", "where", "calls", "bytes", "why")
+        lines = [heads, *(_cells(row) for row in self.rows)]
+        widths = [max(len(line[column]) for line in lines) for column in range(len(heads))]
+        numbers = (heads.index("calls"), heads.index("bytes"))
+        return "\n".join(
+            "  ".join(
+                cell.rjust(width) if column in numbers else cell.ljust(width)
+                for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+            ).rstrip()
+            for line in lines
+        )
+
+
+class Ledger:
+    """The calls of one group on this rank.
+
+    Args:
+        ranks: of the group, in the world.
+    """
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self.group = ""  # torch tells the name after the group was made
+        self._ranks = tuple(ranks)
+        self._lock = threading.Lock()
+        self._sums: dict[Key, _Sum] = {}
+        with _keeping:
+            _ledgers.append(self)
+            del _ledgers[:-_MOST_GROUPS]
+
+    def note(self, key: Key, reason: str, nbytes: int) -> None:
+        """Write down a call.
+
+        Args:
+            key: operation, dtype, device, where it ran, and what counts as one row of it: the variant, or why not.
+            reason: for the variant; "" for none.
+            nbytes: of the call.
+        """
+        global _last
+        with self._lock:
+            entry = self._sums.setdefault(key, _Sum())
+            entry.calls += 1
+            entry.nbytes += nbytes
+            entry.reason = reason
+        _last = (self, key, _Sum(1, nbytes, reason))
+
+    def forget(self) -> None:
+        """Begin to count afresh."""
+        with self._lock:
+            self._sums.clear()
+
+    def rows(self) -> list[Row]:
+        """Sums, in the order of their first call."""
+        with self._lock:
+            return [self.row(key, entry) for key, entry in self._sums.items()]
+
+    def row(self, key: Key, entry: _Sum) -> Row:
+        """A sum for people."""
+        *where, why = key
+        why = f"{why}: {entry.reason}" if entry.reason else why
+        return Row(self.group, self._ranks, *where, why, entry.calls, entry.nbytes)
+
+
+def report() -> Report:
+    """What every Sidelane group of this process has done on this rank: where its calls ran, and why there.
+
+    Groups that were destroyed are in it, too. Asynchronous calls appear when they have ended.
+    """
+    with _keeping:
+        rows = tuple(row for ledger in _ledgers for row in ledger.rows())
+    last = _last
+    return Report(rows, None if last is None else last[0].row(*last[1:]))
+
+
+def reset() -> None:
+    """Begin to count afresh."""
+    global _last
+    with _keeping:
+        for ledger in _ledgers:
+            ledger.forget()
+        _last = None
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    return (
+        *(row.group, row.operation, row.dtype, row.device, row.where),
+        *(str(row.calls), str(row.nbytes), row.why),
+    )
+
+
+_keeping = threading.Lock()
+_ledgers: list[Ledger] = []
+_last: tuple[Ledger, Key, _Sum] | None = None

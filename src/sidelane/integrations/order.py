@@ -1,0 +1,181 @@
+"""The order of a group's calls: on CPUs a thread keeps it for asynchronous ones, on GPUs a stream."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from sidelane.collectives.work import NO_TIMEOUT
+from sidelane.integrations.works import EndedWork, HostWork
+
+Job = Callable[[], None]
+
+
+class Guard(Protocol):
+    """What a call that waits asks of the group."""
+
+    def late(self) -> tuple[str, Sequence[int]]:
+        """Who has not come: words for the text of a time-out, and their ranks."""
+        ...
+
+    def interrupted(self, error: KeyboardInterrupt) -> None:
+        """Ctrl-C reached somebody who waits."""
+        ...
+
+    def on_stream(self, stream: torch.cuda.Stream, outputs: Sequence[torch.Tensor]) -> dist.Work:
+        """What stands for all that is queued on a stream."""
+        ...
+
+
+class HostOrder:
+    """Calls on CPU tensors. A synchronous one runs in its caller's thread, behind the asynchronous ones.
+
+    Asynchronous calls never block their caller, which a communicator's own would: it compares new calls on the spot.
+
+    Args:
+        guard: asked by calls that wait.
+    """
+
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
+        self._lock = threading.Lock()
+        self._jobs: queue.SimpleQueue[tuple[concurrent.futures.Future[None], Job] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._last: concurrent.futures.Future[None] | None = None
+
+    def run(
+        self,
+        job: Job,
+        tensors: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        is_async: bool,
+        timeout: timedelta,
+    ) -> dist.Work:
+        """Make a call behind all others of the group.
+
+        Args:
+            job: makes it, and returns when it has ended.
+            tensors: of the caller; whoever waits keeps them.
+            outputs: those that it writes.
+            is_async: the caller goes on at once.
+            timeout: of its own; 0 for none.
+        """
+        if is_async or timeout > NO_TIMEOUT:
+            return HostWork(self._submit(job), outputs, timeout, self._guard.late, self._guard.interrupted)
+        self._step_aside()
+        with self._lock:
+            if self._last is not None:
+                concurrent.futures.wait([self._last])  # what went wrong in it is for those who wait for it
+                self._last = None
+            job()
+        return EndedWork(outputs)
+
+    def other(self, call: Callable[[], dist.Work], is_async: bool) -> dist.Work:
+        """Make a call of the other group: on CPUs it waits for nothing of this one."""
+        return call()
+
+    def close(self) -> None:
+        """End the thread, when it has made the calls that it was given."""
+        if self._thread is not None:
+            self._jobs.put(None)
+            if self._thread is not threading.current_thread():
+                self._thread.join()
+            self._thread = None
+
+    def _submit(self, job: Job) -> concurrent.futures.Future[None]:
+        self._step_aside()
+        future: concurrent.futures.Future[None] = concurrent.futures.Future()
+        with self._lock:
+            if self._thread is None:
+                self._start()
+            self._last = future
+            self._jobs.put((future, job))
+        return future
+
+    def _start(self) -> None:
+        self._thread = threading.Thread(target=self._work, name="sidelane-group", daemon=True)
+        self._thread.start()
+
+    def _step_aside(self) -> None:
+        """A callback of a future that makes calls does so on the thread that would make them: let another one."""
+        if threading.current_thread() is self._thread:
+            self._start()
+
+    def _work(self) -> None:
+        while threading.current_thread() is self._thread and (given := self._jobs.get()) is not None:
+            future, job = given
+            try:
+                job()
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(None)  # callbacks run here
+            del future, job, given  # while idle, hold on to nothing
+
+
+class StreamOrder:
+    """Calls on GPU tensors. A synchronous one is queued on the current stream, others on a stream of the group.
+
+    What the other group does asynchronously takes its place on that stream, too: all calls of the group, whoever makes
+    them, run in one order, as those of one NCCL communicator do.
+
+    Args:
+        guard: makes what asynchronous calls return.
+    """
+
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
+        self._side: torch.cuda.Stream | None = None
+
+    def run(
+        self,
+        job: Job,
+        tensors: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        is_async: bool,
+        timeout: timedelta,
+    ) -> dist.Work:
+        """See :meth:`HostOrder.run`; it returns when the call is queued. ``timeout`` is for ``Work.wait`` to give."""
+        device = tensors[0].device
+        if not is_async:
+            if self._side is not None:
+                torch.cuda.current_stream(device).wait_stream(self._side)
+            job()
+            return EndedWork(outputs)
+        side = self._beside(device)
+        with torch.cuda.stream(side):
+            job()
+        for tensor in tensors:
+            tensor.record_stream(side)  # the allocator must not hand out these bytes while the stream uses them
+        return self._guard.on_stream(side, outputs)
+
+    def other(self, call: Callable[[], dist.Work], is_async: bool) -> dist.Work:
+        """Make a call of the other group, behind this one's, and this one's next behind it."""
+        if self._side is None:
+            return call()
+        device = self._side.device
+        if not is_async:
+            torch.cuda.current_stream(device).wait_stream(self._side)
+            return call()
+        side = self._beside(device)
+        with torch.cuda.stream(side):
+            work = call()
+            work.wait()  # the stream does, not the host
+        return work
+
+    def close(self) -> None:
+        """Forget the stream; what is queued there goes on."""
+        self._side = None
+
+    def _beside(self, device: torch.device) -> torch.cuda.Stream:
+        if self._side is None:
+            self._side = torch.cuda.Stream(device, priority=-1)
+        self._side.wait_stream(torch.cuda.current_stream(device))
+        return self._side

@@ -1,0 +1,136 @@
+"""The group behind a Sidelane group: Gloo for CPU tensors and NCCL for CUDA tensors, as torch would have made them."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from sidelane.errors import PeerError
+from sidelane.memory.process import ProcessIdentity
+
+Kind = dist.ProcessGroup.BackendType
+_DYING_S = 2.0  # a peer's connection breaks a moment before its process is gone
+_OF_PEERS = ("connection", "timed out", "timeout", "closed", "peer", "nccl", "remote")
+_MOST_MET = 16
+
+
+def make_other(
+    store: dist.Store, rank: int, size: int, timeout: timedelta, name: str, ranks: Sequence[int], options: Any
+) -> dist.ProcessGroup:
+    """An ordinary process group: Gloo for the CPU and, where torch finds GPUs, NCCL for them.
+
+    Args:
+        store: of these ranks alone.
+        rank: in the group.
+        size: of the group.
+        timeout: of its calls.
+        name: of the group.
+        ranks: in the world; empty for all of it.
+        options: for NCCL; None for its defaults.
+    """
+    group = dist.ProcessGroup(dist.PrefixStore("other/", store), rank, size)
+    gloo = dist.ProcessGroupGloo(dist.PrefixStore("cpu/", store), rank, size, timeout=timeout)
+    gloo._set_sequence_number_for_group()
+    group._set_default_backend(Kind.GLOO)
+    group._register_backend(torch.device("cpu"), Kind.GLOO, gloo)
+    if torch.cuda.is_available() and dist.is_nccl_available():
+        nccl = _nccl(dist.PrefixStore("cuda/", store), rank, size, timeout, name, ranks, options)
+        group._set_default_backend(Kind.NCCL)
+        group._register_backend(torch.device("cuda"), Kind.NCCL, nccl)
+    return group
+
+
+def _nccl(
+    store: dist.Store, rank: int, size: int, timeout: timedelta, name: str, ranks: Sequence[int], options: Any
+) -> Any:
+    nccl = dist.ProcessGroupNCCL
+    if options is None:
+        options = nccl.Options()
+        options.is_high_priority_stream = False
+    options._timeout = timeout
+    if dist.is_initialized() and ranks:
+        # Ranks outside of a group take part in a split of NCCL's communicator, where torch makes one.
+        source = c10d._get_split_source(c10d._get_default_group()) if c10d._get_default_group().bound_device_id else None
+        if source is not None:
+            options.split_from, options.split_color = source, c10d._process_group_color(list(ranks))
+    options.global_ranks_in_group, options.group_name = list(ranks), name
+    made = nccl(store, rank, size, options)
+    made._set_sequence_number_for_group()
+    return made
+
+
+def name_of_backend(group: dist.ProcessGroup, device: str) -> str:
+    """What makes the calls of ``group`` on such tensors, in lower case."""
+    try:
+        return str(group._get_backend(torch.device(device)).name()).lower()
+    except RuntimeError:
+        return "none"
+
+
+def kinds(group: dist.ProcessGroup) -> dict[torch.device, tuple[Any, Any]]:
+    """The backends of a group, with what torch calls their types, by device."""
+    found: dict[torch.device, tuple[Any, Any]] = {}
+    for device in group._device_types:
+        backend = group._get_backend(device)
+        known = {"gloo": Kind.GLOO, "nccl": Kind.NCCL, "mpi": Kind.MPI, "ucc": Kind.UCC}
+        found[device] = (known.get(str(backend.name()).lower(), Kind.CUSTOM), backend)
+    return found
+
+
+class Witness:
+    """Knows the processes of a group, to name those that have died when the other group fails.
+
+    Args:
+        store: of the group.
+        rank: of this process.
+        ranks: of the group, in the world.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, ranks: Sequence[int]) -> None:
+        self._store, self._rank, self._ranks = dist.PrefixStore("sidelane/processes", store), rank, tuple(ranks)
+        self._own = ProcessIdentity.own()
+        self._known: dict[int, ProcessIdentity] = {}
+        if len(ranks) > 1:
+            self._store.set(str(rank), pickle.dumps(self._own))  # type: ignore[arg-type]  # takes bytes
+
+    def explain(self, error: RuntimeError) -> RuntimeError:
+        """What to raise for an error of the other group: one that names the dead, or the same where all live."""
+        if not any(word in str(error).lower() for word in _OF_PEERS):
+            return error
+        until = time.monotonic() + _DYING_S
+        while True:
+            dead = [rank for rank in range(len(self._ranks)) if rank != self._rank and self._is_dead(rank)]
+            if dead or time.monotonic() > until:
+                break
+            time.sleep(0.05)
+        if not dead:
+            return error
+        named = ", ".join(f"rank {rank} (rank {self._ranks[rank]} of the world) died" for rank in dead)
+        return PeerError(f"{named}: {error}", dead)
+
+    def meet(self) -> None:
+        """Read who the others are, as far as they have said: the store may go with the process that dies."""
+        if len(self._ranks) > _MOST_MET:
+            return  # of a large group, when it is needed
+        self._read()
+
+    def _read(self) -> None:
+        for rank in range(len(self._ranks)):
+            if rank not in self._known and rank != self._rank:
+                with contextlib.suppress(RuntimeError):
+                    if self._store.check([str(rank)]):
+                        self._known[rank] = pickle.loads(self._store.get(str(rank)))
+
+    def _is_dead(self, rank: int) -> bool:
+        if rank not in self._known:
+            self._read()
+        process = self._known.get(rank)
+        return process is not None and process.alive(self._own) is False

@@ -1,0 +1,476 @@
+"""The process group: what Sidelane does goes to a communicator, everything else to Gloo or NCCL, in one order.
+
+A Python ``ProcessGroup`` takes the place of torch's own, for all devices. Its methods are those that torch calls, from
+Python (``torch.distributed``) and from C++ (DDP's reducer, functional collectives).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from sidelane import config as settings
+from sidelane.collectives import Communicator
+from sidelane.collectives.work import NO_TIMEOUT
+from sidelane.errors import UnavailableError
+from sidelane.integrations import calls
+from sidelane.integrations.calls import Call
+from sidelane.integrations.ledger import SIDELANE, Ledger
+from sidelane.integrations.order import HostOrder, StreamOrder
+from sidelane.integrations.other import Witness, kinds, make_other, name_of_backend
+from sidelane.integrations.registration import NAME
+from sidelane.integrations.works import JoinedWork, OtherWork, StreamWork
+from sidelane.program.collective import MAX_NODE_RANKS
+
+Tensors = Sequence[torch.Tensor] | torch.Tensor
+
+
+class SidelaneGroup(dist.ProcessGroup):
+    """A process group of which Sidelane does what it can; made by torch, or by :func:`sidelane.wrap`.
+
+    Args:
+        store: of these ranks alone.
+        rank: in the group.
+        size: of the group.
+        timeout: of calls.
+        ranks: in the world.
+        other: does everything else.
+        owned: ``other`` goes with this group.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        ranks: Sequence[int],
+        other: Callable[[], dist.ProcessGroup],
+        *,
+        owned: bool = True,
+    ) -> None:
+        super().__init__(rank, size)  # the form with a store makes an object whose methods torch would not call
+        self._store, self._timeout, self._ranks = store, timeout, tuple(ranks)
+        self._witness = Witness(store, rank, self._ranks)
+        self._other, self._owned = other(), owned
+        self._witness.meet()
+        for device, (kind, backend) in kinds(self._other).items():
+            self._register_backend(device, kind, backend)
+            self._set_default_backend(kind)
+        self._names = {device.type: name_of_backend(self._other, device.type) for device in self._other._device_types}
+        self._ledger = Ledger(self._ranks)
+        self._orders: dict[str, HostOrder | StreamOrder] = {"cpu": HostOrder(self), "cuda": StreamOrder(self)}
+        self._communicators: dict[str, Communicator] = {}
+        self._refusals: dict[str, str] = {}
+        self._making = threading.Lock()
+        self._coalescing: list[dist.Work] | None = None
+
+    @classmethod
+    def of_options(cls, options: Any, backend_options: Any) -> SidelaneGroup:
+        """Make a group for torch. ``options`` are its ``DistributedBackendOptions``, the others those of NCCL."""
+        size, ranks = options.group_size, list(options.global_ranks_in_group)
+        arguments = (options.store, options.group_rank, size, options.timeout)
+
+        def other() -> dist.ProcessGroup:
+            return make_other(*arguments, options.group_id, ranks, backend_options)
+
+        return cls(*arguments, ranks or range(size), other)
+
+    # --- what torch asks of a group -----------------------------------------------------------------------------------
+
+    def getBackendName(self) -> str:
+        """What torch calls it."""
+        return NAME
+
+    def get_group_store(self) -> dist.Store:
+        """The store of these ranks alone."""
+        return self._store
+
+    def split_group(
+        self,
+        new_ranks: list[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: list[torch.device] | None = None,
+    ) -> SidelaneGroup | None:
+        """A group of some of these ranks (numbers in this group); None on the others. See ``dist.split_group``."""
+        if self.rank() not in new_ranks:
+            return None
+        chosen = sorted(new_ranks)
+        ranks = [self._ranks[rank] for rank in chosen]
+        name = group_name or f"{self.group_name}:split:{'-'.join(map(str, chosen))}"
+        store = dist.PrefixStore(f"{name}/", self._store)
+        arguments = (store, chosen.index(self.rank()), len(chosen), timeout or self._timeout)
+        made = SidelaneGroup(*arguments, ranks, lambda: make_other(*arguments, name, ranks, None))
+        made._set_group_name(name)
+        made._set_group_desc(group_desc or f"{self.group_desc}:split")
+        return made
+
+    def shutdown(self) -> None:
+        """Wait for the calls under way, and let go of everything."""
+        for order in self._orders.values():
+            order.close()
+        self._close()
+        if self._owned:
+            self._other.shutdown()
+
+    def abort(self) -> None:
+        """Let go of everything at once: calls under way fail, here and on the other ranks."""
+        self._close()
+        if self._owned:
+            self._other.abort()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Time-out of the calls to come: of Gloo's and NCCL's at once, of Sidelane's before its first."""
+        self._timeout = timeout
+        self._other.set_timeout(timeout)
+
+    # --- collectives --------------------------------------------------------------------------------------------------
+
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
+        """``all_gather_into_tensor``."""
+        opts = opts or dist.AllgatherOptions()
+        return self._run(
+            calls.all_gather(output, input, opts, lambda: self._other._allgather_base(output, input, opts))
+        )
+
+    _allgather_base = all_gather_single
+
+    def all_gather_single_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> dist.Work:
+        """Several ``all_gather_into_tensor``."""
+        opts = opts or dist.AllgatherOptions()
+        other = lambda: self._other.allgather_into_tensor_coalesced(outputs, inputs, opts)  # noqa: E731
+        return self._run(calls.all_gather_coalesced(outputs, inputs, opts, other))
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def allgather(self, outputs: Any, inputs: Tensors, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
+        """``all_gather``."""
+        opts = _with_timeout(opts or dist.AllgatherOptions(), timeout)
+        inputs, outputs = _listed(inputs), outputs if isinstance(outputs[0], list | tuple) else [outputs]
+        other = lambda: self._other.allgather(outputs, inputs, opts)  # noqa: E731
+        if len(inputs) != 1:
+            return self._run(calls.make("all_gather", inputs, [], other, None, opts))
+        return self._run(calls.all_gather_list(outputs[0], inputs[0], opts, other))
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Sequence[int] = (),
+        input_split_sizes: Sequence[int] = (),
+        opts: Any = None,
+        timeout: timedelta | None = None,
+    ) -> dist.Work:
+        """``all_to_all_single``."""
+        opts = _with_timeout(opts or dist.AllToAllOptions(), timeout)
+        sizes = list(output_split_sizes or ()), list(input_split_sizes or ())
+        other = lambda: self._other.alltoall_base(output, input, *sizes, opts)  # noqa: E731
+        return self._run(calls.all_to_all(output, input, *sizes, opts, other))
+
+    alltoall_base = all_to_all_single
+
+    def alltoall(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None, timeout: timedelta | None = None
+    ) -> dist.Work:
+        """``all_to_all``."""
+        opts = _with_timeout(opts or dist.AllToAllOptions(), timeout)
+        other = lambda: self._other.alltoall(outputs, inputs, opts)  # noqa: E731
+        return self._run(calls.all_to_all_list(outputs, inputs, opts, other))
+
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
+        """``reduce_scatter_tensor``."""
+        opts = opts or dist.ReduceScatterOptions()
+        other = lambda: self._other._reduce_scatter_base(output, input, opts)  # noqa: E731
+        return self._run(calls.reduce_scatter(output, input, opts, other))
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> dist.Work:
+        """Several ``reduce_scatter_tensor``."""
+        opts = opts or dist.ReduceScatterOptions()
+        other = lambda: self._other.reduce_scatter_tensor_coalesced(outputs, inputs, opts)  # noqa: E731
+        return self._run(calls.reduce_scatter_coalesced(outputs, inputs, opts, other))
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def reduce_scatter(
+        self, outputs: Tensors, inputs: Any, opts: Any = None, timeout: timedelta | None = None
+    ) -> dist.Work:
+        """``reduce_scatter``."""
+        opts = _with_timeout(_reducing(opts, dist.ReduceScatterOptions), timeout)
+        outputs, inputs = _listed(outputs), inputs if isinstance(inputs[0], list | tuple) else [inputs]
+        other = lambda: self._other.reduce_scatter(outputs, inputs, opts)  # noqa: E731
+        if len(outputs) != 1:
+            return self._run(calls.make("reduce_scatter", [], outputs, other, None, opts))
+        return self._run(calls.reduce_scatter_list(outputs[0], inputs[0], opts, other))
+
+    def allreduce(self, tensors: Tensors, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
+        """``all_reduce``."""
+        opts, tensors = _with_timeout(_reducing(opts, dist.AllreduceOptions), timeout), _listed(tensors)
+        return self._run(calls.all_reduce(tensors, opts, lambda: self._other.allreduce(tensors, opts)))
+
+    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:
+        """Several ``all_reduce``."""
+        opts = opts or dist.AllreduceCoalescedOptions()
+        return self._run(calls.all_reduce(tensors, opts, lambda: self._other.allreduce_coalesced(tensors, opts)))
+
+    def broadcast(
+        self, tensors: Tensors, opts: Any = None, timeout: timedelta | None = None, *, root: int = 0
+    ) -> dist.Work:
+        """``broadcast``."""
+        opts, tensors = _with_timeout(_rooted(opts, dist.BroadcastOptions, root), timeout), _listed(tensors)
+        other = lambda: self._other.broadcast(tensors, opts)  # noqa: E731
+        if len(tensors) != 1 or opts.rootTensor:
+            return self._run(calls.make("broadcast", [], tensors, other, None, opts))
+        return self._run(calls.broadcast(tensors[0], opts, other))
+
+    def scatter(
+        self, outputs: Tensors, inputs: Any, opts: Any = None, timeout: timedelta | None = None, *, root: int = 0
+    ) -> dist.Work:
+        """``scatter``."""
+        opts, outputs = _with_timeout(_rooted(opts, dist.ScatterOptions, root), timeout), _listed(outputs)
+        nested = [inputs] if len(inputs) and isinstance(inputs[0], torch.Tensor) else inputs
+        other = lambda: self._other.scatter(outputs, nested, opts)  # noqa: E731
+        return self._run(calls.scatter(outputs[0], nested[0] if nested else [], opts, other))
+
+    def gather(
+        self, outputs: Any, inputs: Tensors, opts: Any = None, timeout: timedelta | None = None, *, root: int = 0
+    ) -> dist.Work:
+        """``gather``."""
+        opts, inputs = _with_timeout(_rooted(opts, dist.GatherOptions, root), timeout), _listed(inputs)
+        nested = [outputs] if len(outputs) and isinstance(outputs[0], torch.Tensor) else outputs
+        other = lambda: self._other.gather(nested, inputs, opts)  # noqa: E731
+        return self._run(calls.gather(nested[0] if nested else [], inputs[0], opts, other))
+
+    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
+        """``barrier``; on GPUs the host waits for it, as it does with NCCL."""
+        opts = _with_timeout(opts or dist.BarrierOptions(), timeout)
+        device = torch.device("cpu")
+        if opts.device is not None:
+            device = opts.device
+        elif opts.device_ids and "cuda" in self._names:
+            device = torch.device("cuda", opts.device_ids[0])
+        elif self._uses("cpu"):
+            device = torch.device("cuda", torch.cuda.current_device())
+
+        def job(communicator: Communicator) -> None:
+            communicator.barrier()
+            if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+                torch.cuda.current_stream(device).synchronize()
+
+        stands_for_it = torch.empty(0, dtype=torch.uint8, device=device)
+        call = calls.make("barrier", [stands_for_it], [], lambda: self._other.barrier(opts), job, opts)
+        return self._run(call)
+
+    # --- what Sidelane has not ----------------------------------------------------------------------------------------
+
+    def reduce(self, tensors: Tensors, opts: Any = None, timeout: timedelta | None = None, *, root: int = 0) -> dist.Work:
+        """``reduce``."""
+        opts, tensors = _with_timeout(_rooted(opts, dist.ReduceOptions, root), timeout), _listed(tensors)
+        return self._run(
+            calls.make("reduce", [], tensors, lambda: self._other.reduce(tensors, opts), None, opts)
+        )
+
+    def allgather_coalesced(self, outputs: Any, inputs: list[torch.Tensor], opts: Any = None) -> dist.Work:
+        """``all_gather_coalesced``, which torch has deprecated."""
+        opts = opts or dist.AllgatherOptions()
+        other = lambda: self._other.allgather_coalesced(outputs, inputs, opts)  # noqa: E731
+        return self._run(calls.make("all_gather_coalesced", inputs, [], other, None, opts))
+
+    def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> dist.Work:
+        """``send`` to a rank of the group."""
+        return self._pass("send", tensors, lambda: self._other.send(tensors, dst, tag))
+
+    def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> dist.Work:
+        """``recv`` from a rank of the group."""
+        return self._pass("recv", tensors, lambda: self._other.recv(tensors, src, tag))
+
+    def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> dist.Work:
+        """``recv`` from whoever sends."""
+        return self._pass("recv", tensors, lambda: self._other.recv_anysource(tensors, tag))
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """Gloo's."""
+        self._other.monitored_barrier(timeout, wait_all_ranks)
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._coalescing = []
+        if self._names.get(device.type) == "nccl":
+            self._other._start_coalescing(device)
+
+    def _end_coalescing(self, device: torch.device) -> dist.Work:
+        works, self._coalescing = self._coalescing or [], None
+        if self._names.get(device.type) == "nccl":
+            last = self._other._end_coalescing(device)
+            works = [*works, last] if last is not None else works
+        return JoinedWork(works)
+
+    # --- how calls are made -------------------------------------------------------------------------------------------
+
+    def _run(self, call: Call) -> dist.Work:
+        device = call.tensors[0].device.type if call.tensors else "cpu"
+        call.refusal = call.refusal or self._uses(device)
+        order = self._orders.get(device)
+        if order is None:
+            work = self._make_other(call, device)
+        elif call.refusal:
+            work = order.other(lambda: self._make_other(call, device), call.is_async)
+        else:
+            work = order.run(
+                lambda: self._make(call, device), call.tensors, call.outputs, call.is_async, call.timeout
+            )
+        if self._coalescing is not None:
+            self._coalescing.append(work)
+        return work
+
+    def _pass(self, name: str, tensors: Sequence[torch.Tensor], other: Callable[[], dist.Work]) -> dist.Work:
+        """Between two ranks: in no order with the calls of all."""
+        call = calls.make(name, tensors, [], other, None, None)
+        return self._make_other(call, tensors[0].device.type)
+
+    def _make(self, call: Call, device: str) -> None:
+        """Make a call in its turn, by Sidelane if the ranks can."""
+        communicator = self._communicator(device, call)
+        if communicator is None:
+            call.refusal = self._refusals[device]
+            self._make_other(call, device).wait()
+            return
+        assert call.job is not None
+        try:
+            call.job(communicator)
+        except Exception as error:
+            if self._ranks != tuple(range(len(self._ranks))):
+                error.add_note(f"ranks of {self.group_name} are, in the world: {list(self._ranks)}")
+            raise
+        choice = communicator.last_choice()
+        assert choice is not None
+        self._note(call, device, SIDELANE, choice.candidate.name, choice.reason)
+
+    def _make_other(self, call: Call, device: str) -> dist.Work:
+        self._note(call, device, self._names.get(device, "none"), call.refusal)
+        try:
+            work = call.other()
+        except RuntimeError as error:
+            raise self._explain(error) from error
+        return OtherWork(work, self._explain) if work is not None else JoinedWork([])
+
+    def _note(self, call: Call, device: str, where: str, why: str, reason: str = "") -> None:
+        if not self._ledger.group:
+            self._ledger.group = self.group_name
+        dtype = calls.name_of(call.tensors[0].dtype) if call.nbytes else ""
+        self._ledger.note((call.name, dtype, device, where, why), reason, call.nbytes)
+
+    def _uses(self, device: str) -> str:
+        """Why Sidelane does not take tensors of such a device; "" if it does."""
+        known = self._refusals.get(device)
+        if known is None:
+            known = self._refusals[device] = self._settle(device)
+        return known
+
+    def _settle(self, device: str) -> str:
+        if len(self._ranks) > MAX_NODE_RANKS:
+            return f"{len(self._ranks)} ranks, Sidelane takes {MAX_NODE_RANKS}"
+        if device not in self._orders:
+            return f"Sidelane does not know {device}"
+        asked, config = str(c10d._world.pg_map[self][0]), c10d._world.pg_backend_config[self]
+        if asked == NAME:
+            is_control = device == "cpu" and "cuda" in self._names
+            return "tensors of the CPU, on a machine with GPUs (cpu:sidelane would take them)" if is_control else ""
+        names = dict(pair.split(":") for pair in config.split(",")) if ":" in config else {}
+        return "" if names.get(device) == NAME else f"{device} tensors are for {names.get(device, 'others')}, as asked"
+
+    def _communicator(self, device: str, call: Call) -> Communicator | None:
+        """What makes Sidelane's calls; None where the ranks found out together that there can be none."""
+        with self._making:
+            made = self._communicators.get(device)
+            if made is None and not self._refusals[device]:
+                where = call.tensors[0].device if call.tensors else torch.device(device)
+                config = dataclasses.replace(settings.current(), timeout_s=self._timeout.total_seconds())
+                if dist.get_debug_level() == dist.DebugLevel.DETAIL:
+                    config = dataclasses.replace(config, debug=True)
+                try:
+                    made = self._communicators[device] = Communicator(self, device=where, config=config)
+                except UnavailableError as error:
+                    self._refusals[device] = str(error)
+            return made
+
+    def _close(self) -> None:
+        communicators, self._communicators = self._communicators, {}
+        for communicator in communicators.values():
+            communicator.close()
+
+    def _explain(self, error: RuntimeError) -> RuntimeError:
+        return self._witness.explain(error)
+
+    # --- what calls that wait ask (``order.Guard``) -------------------------------------------------------------------
+
+    def late(self) -> tuple[str, Sequence[int]]:
+        """Who has not come to the call that this rank is in."""
+        communicator = self._communicators.get("cpu")
+        if communicator is None:
+            return "", ()
+        control = communicator.lane.control
+        ranks = [rank for rank in control.absent(control.begun(self.rank())) if rank != self.rank()]
+        return "".join(f"; {control.describe(rank)}" for rank in ranks), ranks
+
+    def interrupted(self, error: KeyboardInterrupt) -> None:
+        """End the communicator, whose thread would wait on."""
+        communicator = self._communicators.get("cpu")
+        if communicator is not None:
+            communicator.lane.calls.fail(error)
+
+    def on_stream(self, stream: torch.cuda.Stream, outputs: Sequence[torch.Tensor]) -> dist.Work:
+        """What stands for a call that is queued on a stream."""
+        communicator = self._communicators.get("cuda")
+        if communicator is None:
+            return StreamWork(stream, outputs)
+        from sidelane.collectives.backend_cuda import CudaBackend, CudaWork
+
+        backend = communicator.lane.backend
+        assert isinstance(backend, CudaBackend)
+        work = CudaWork(backend, stream)
+        work.outputs = tuple(outputs)
+        return work
+
+
+def _listed(tensors: Tensors) -> list[torch.Tensor]:
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+
+def _reducing(opts: Any, kind: type[Any]) -> Any:
+    """Options of a reduction, where the caller gave its operation alone, or nothing."""
+    if isinstance(opts, kind):
+        return opts
+    made = kind()
+    if opts is not None:
+        made.reduceOp = opts
+    return made
+
+
+def _rooted(opts: Any, kind: type[Any], root: int) -> Any:
+    """Options of a call with a root, where the caller gave the root alone."""
+    if isinstance(opts, kind):
+        return opts
+    made = kind()
+    made.rootRank = root if opts is None else opts
+    return made
+
+
+def _with_timeout(opts: Any, timeout: timedelta | None) -> Any:
+    if timeout is not None and timeout > NO_TIMEOUT:
+        opts.timeout = timeout
+    return opts

@@ -1,0 +1,29 @@
+"""The name ``sidelane`` for ``torch.distributed.init_process_group``. Registering imports no part of the group itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+NAME = "sidelane"
+DEVICES = ("cpu", "cuda")
+
+
+def register() -> None:
+    """Tell ``torch.distributed`` the name ``sidelane``. Idempotent; what is installed with pip needs no call.
+
+    The package names this function as an entry point, which torch calls: in the group ``torch.backends`` when it is
+    imported (2.5 and later, unless ``TORCH_DEVICE_BACKEND_AUTOLOAD=0``), in the group ``torch.distributed.backends``
+    when the name is first used (2.14 and later).
+    """
+    import torch.distributed as dist
+
+    if not dist.is_available() or NAME.upper() in dist.Backend._plugins:
+        return
+    dist.Backend.register_backend(NAME, _create, extended_api=True, devices=list(DEVICES))
+
+
+def _create(options: Any, backend_options: Any) -> Any:
+    """Make the group: what torch calls in ``init_process_group`` and ``new_group``."""
+    from sidelane.integrations.process_group import SidelaneGroup
+
+    return SidelaneGroup.of_options(options, backend_options)

@@ -1,0 +1,189 @@
+"""What the calls of the process group return, as ``torch.distributed`` knows such things."""
+
+from __future__ import annotations
+
+import concurrent.futures
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sidelane.collectives.work import NO_TIMEOUT, Work, timed_out
+from sidelane.errors import PeerTimeoutError
+
+
+class EndedWork(Work):
+    """A call that has ended, or that is ordered on the caller's stream already."""
+
+    def __init__(self, outputs: Sequence[torch.Tensor] = ()) -> None:
+        super().__init__()
+        self.outputs = tuple(outputs)
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def exception(self) -> None:
+        return None
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        return finished(self.outputs)
+
+
+class HostWork(Work):
+    """A call that runs on a thread of this process.
+
+    Args:
+        future: of the call.
+        outputs: what it writes.
+        timeout: of ``wait`` without one; 0 for none.
+        late: says who has not come, for the text of a time-out, and names them.
+        interrupted: called where Ctrl-C reaches somebody who waits.
+    """
+
+    def __init__(
+        self,
+        future: concurrent.futures.Future[None],
+        outputs: Sequence[torch.Tensor],
+        timeout: timedelta,
+        late: Callable[[], tuple[str, Sequence[int]]],
+        interrupted: Callable[[KeyboardInterrupt], None],
+    ) -> None:
+        super().__init__()
+        self.outputs = tuple(outputs)
+        self._future, self._timeout, self._late, self._interrupted = future, timeout, late, interrupted
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        limit = timeout if timeout > NO_TIMEOUT else self._timeout
+        try:
+            done, _ = concurrent.futures.wait([self._future], limit.total_seconds() if limit > NO_TIMEOUT else None)
+        except KeyboardInterrupt as error:
+            self._interrupted(error)
+            raise
+        if not done:
+            text, ranks = self._late()
+            raise PeerTimeoutError(f"{timed_out(limit, self.outputs)}{text}", ranks)
+        self._future.result()
+        return True
+
+    def is_completed(self) -> bool:
+        return self._future.done()
+
+    def exception(self) -> BaseException | None:
+        return self._future.exception() if self._future.done() else None
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+
+        def pass_on(ended: concurrent.futures.Future[None]) -> None:
+            error = ended.exception()
+            if error is not None:
+                future.set_exception(error)  # type: ignore[arg-type]  # the stubs have it wrong
+            else:
+                future.set_result(list(self.outputs))
+
+        self._future.add_done_callback(pass_on)
+        return future
+
+
+class OtherWork(dist.Work):
+    """A call of the group that stands behind this one; a failure says which ranks have died.
+
+    Args:
+        work: what the other group returned.
+        explain: makes the error to raise out of the one that came.
+    """
+
+    def __init__(self, work: dist.Work, explain: Callable[[RuntimeError], RuntimeError]) -> None:
+        super().__init__()
+        self._work, self._explain = work, explain
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        try:
+            return self._work.wait(timeout) if timeout > NO_TIMEOUT else self._work.wait()
+        except RuntimeError as error:
+            raise self._explain(error) from error
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def is_success(self) -> bool:
+        return self._work.is_success()
+
+    def exception(self) -> Any:
+        return self._work.exception()
+
+    def result(self) -> list[torch.Tensor]:
+        return self._work.result()
+
+    def synchronize(self) -> None:
+        self._work.synchronize()
+
+    def block_current_stream(self) -> None:
+        self._work.block_current_stream()
+
+    def source_rank(self) -> int:
+        return self._work.source_rank()
+
+    def _source_rank(self) -> int:
+        return self._work._source_rank()
+
+    def get_future(self) -> Any:
+        return self._work.get_future()
+
+
+class JoinedWork(Work):
+    """Several calls that were made as one."""
+
+    def __init__(self, works: Sequence[dist.Work]) -> None:
+        super().__init__()
+        self._works = tuple(works)
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        for work in self._works:
+            work.wait(timeout)
+        return True
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def exception(self) -> Any:
+        return next((error for work in self._works if (error := work.exception()) is not None), None)
+
+    def get_future(self) -> Any:
+        joined = torch.futures.collect_all([work.get_future() for work in self._works])
+        return joined.then(lambda futures: [output for each in futures.value() for output in each.value()])
+
+
+class StreamWork(EndedWork):
+    """A call of the other group that is queued on a stream of this one."""
+
+    def __init__(self, stream: torch.cuda.Stream, outputs: Sequence[torch.Tensor]) -> None:
+        super().__init__(outputs)
+        self._stream, self._event = stream, torch.cuda.Event()
+        self._event.record(stream)
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        torch.cuda.current_stream(self._stream.device).wait_event(self._event)
+        return True
+
+    def is_completed(self) -> bool:
+        return bool(self._event.query())
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        side = torch.cuda.Stream(self._stream.device)
+        side.wait_event(self._event)
+        with torch.cuda.stream(side):
+            return super().get_future()  # it remembers this stream, and lets those of callbacks wait for it
+
+
+def finished(outputs: Sequence[torch.Tensor]) -> torch.futures.Future[list[torch.Tensor]]:
+    """A future that is done; on GPUs, what callbacks do comes behind the current stream."""
+    devices = list({tensor.device for tensor in outputs if tensor.is_cuda})
+    future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=devices)
+    future.set_result(list(outputs))
+    return future

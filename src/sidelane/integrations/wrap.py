@@ -1,0 +1,58 @@
+"""An existing process group, with Sidelane in front of it."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from sidelane.integrations.process_group import SidelaneGroup
+from sidelane.integrations.registration import NAME, register
+
+_made: dict[str, itertools.count[int]] = {}
+
+
+def wrap(group: dist.ProcessGroup | None = None) -> SidelaneGroup:
+    """Put Sidelane in front of a process group: what it does better goes to it, everything else to ``group``.
+
+    Every rank of ``group`` wraps it. What is returned is a group like those of ``dist.new_group``: pass it as
+    ``group=`` wherever torch takes one, and destroy it with ``dist.destroy_process_group(wrapped)``; ``group`` stays.
+
+    Args:
+        group: of any backend; None for the default group.
+
+    Returns:
+        The group for calls.
+
+    Raises:
+        RuntimeError: ``torch.distributed`` is not initialised.
+        ValueError: this process is not in the group.
+    """
+    if not dist.is_initialized():
+        raise RuntimeError("wrap: torch.distributed is not initialised (call init_process_group first)")
+    inner = group if group is not None else c10d._get_default_group()
+    if dist.get_rank(inner) < 0:
+        raise ValueError("wrap: this process is not in the group")
+    register()
+    name = inner.group_name
+    number = next(_made.setdefault(name, itertools.count()))
+    name = f"{name}/{NAME}{number}"
+    store = dist.PrefixStore(f"{name}/", c10d._get_process_group_store(inner))
+    ranks = dist.get_process_group_ranks(inner)
+    timeout = c10d._get_default_timeout(dist.get_backend(inner))
+    made = SidelaneGroup(store, inner.rank(), inner.size(), timeout, ranks, lambda: inner, owned=False)
+    made._set_group_name(name)
+    made._set_group_desc(f"{inner.group_desc}, with Sidelane")
+    made.bound_device_id = inner.bound_device_id
+    world = c10d._world
+    world.pg_map[made] = (dist.Backend(NAME), store)
+    world.pg_names[made] = name
+    world.pg_backend_config[made] = ",".join(f"{device.type}:{NAME}" for device in inner._device_types)
+    world.pg_group_ranks[made] = {rank: number for number, rank in enumerate(ranks)}
+    tag = f"ptd:{name}"
+    world.tags_to_pg.setdefault("", []).append(made)
+    world.tags_to_pg.setdefault(tag, []).append(made)
+    world.pg_to_tag[made] = tag
+    c10d._register_process_group(name, made)
+    return made

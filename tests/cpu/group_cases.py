@@ -1,0 +1,444 @@
+"""What ranks do with a Sidelane process group in the tests: every collective next to Gloo's, and training."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch.distributed.device_mesh import DeviceMesh
+
+import sidelane
+from sidelane.integrations import ledger
+
+BYTES = (torch.uint8, torch.bool, torch.float64, torch.complex64, torch.bfloat16)
+REDUCED = (torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64)
+SIZES = (1, 7, 1000)
+Sum = dist.ReduceOp
+
+
+@contextlib.contextmanager
+def sidelane_group(members: dist.ProcessGroup, timeout_s: float = 30) -> Iterator[dist.ProcessGroup]:
+    """A Sidelane group of the same ranks, made as users make one."""
+    sidelane.register()
+    made = dist.new_group(
+        dist.get_process_group_ranks(members),
+        backend="sidelane",
+        timeout=timedelta(seconds=timeout_s),
+        use_local_synchronization=True,
+    )
+    ledger.reset()
+    try:
+        yield made
+    finally:
+        dist.destroy_process_group(made)
+
+
+def data(numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Numbers of which every dtype holds the sum of a few exactly, so that the order of additions does not show."""
+    made = torch.randint(-8, 8, (numel,), generator=torch.Generator().manual_seed(seed))
+    return made.to(dtype)
+
+
+Collective = Callable[[dist.ProcessGroup, torch.dtype, int, bool], list[torch.Tensor]]
+
+
+def ended(work: dist.Work | None, is_async: bool) -> None:
+    assert (work is not None) == is_async
+    if work is not None:
+        work.wait()
+        assert work.is_completed()
+
+
+def all_gather_into_tensor(group: dist.ProcessGroup, dtype: torch.dtype, n: int, a: bool) -> list[torch.Tensor]:
+    output = torch.zeros(group.size() * n, dtype=dtype)
+    ended(dist.all_gather_into_tensor(output, data(n, dtype, group.rank()), group, a), a)
+    in_place = torch.zeros(group.size(), n, dtype=dtype)
+    in_place[group.rank()] = data(n, dtype, group.rank() + 50)
+    ended(dist.all_gather_into_tensor(in_place, in_place[group.rank()], group, a), a)
+    return [output, in_place]
+
+
+def all_gather(group: dist.ProcessGroup, dtype: torch.dtype, n: int, a: bool) -> list[torch.Tensor]:
+    outputs = [torch.zeros(n, 2, dtype=dtype) for _ in range(group.size())]
+    ended(dist.all_gather(outputs, data(2 * n, dtype, group.rank()).view(n, 2), group, a), a)
+    row = list(torch.zeros(group.size(), n, dtype=dtype).unbind())
+    ended(dist.all_gather(row, data(n, dtype, group.rank()), group, a), a)
+    strided = list(torch.zeros(n, group.size(), dtype=dtype).unbind(1)) if group.size() > 1 else []
+    if strided and type(group) is not dist.ProcessGroup:  # Gloo wants contiguous ones
+        ended(dist.all_gather(strided, data(n, dtype, group.rank()), group, a), a)
+        assert all(map(torch.equal, strided, row))
+    return [*outputs, *row]
+
+
+def all_to_all_single(group: dist.ProcessGroup, dtype: torch.dtype, n: int, a: bool) -> list[torch.Tensor]:
+    size, rank = group.size(), group.rank()
+    even = torch.zeros(size * n, dtype=dtype)
+    ended(dist.all_to_all_single(even, data(size * n, dtype, rank), group=group, async_op=a), a)
+    sent = [(rank + 2 * other) % 5 * n for other in range(size)]
+    received = [(other + 2 * rank) % 5 * n for other in range(size)]
+    uneven = torch.zeros(sum(received), 3, dtype=dtype)
+    given = data(3 * sum(sent), dtype, rank).view(-1, 3)
+    ended(dist.all_to_all_single(uneven, given, received, sent, group=group, async_op=a), a)
+    return [even, uneven]
+
+
+def all_to_all(group: dist.ProcessGroup, dtype: torch.dtype, n: int, a: bool) -> list[torch.Tensor]:
+    size, rank = group.size(), group.rank()
+    inputs = [data(n + rank + 2 * other, dtype, rank) for other in range(size)]
+    outputs = [torch.zeros(n + other + 2 * rank, dtype=dtype) for other in range(size)]
+    ended(dist.all_to_all(outputs, inputs, group=group, async_op=a), a)
+    return outputs
+
+
+def broadcast(group: dist.ProcessGroup, dtype: torch.dtype, n: int, a: bool) -> list[torch.Tensor]:
+    tensors = [data(n, dtype, group.rank()) for _ in range(group.size())]
+    for root, tensor in enumerate(tensors):
+        ended(dist.broadcast(tensor, group=group, async_op=a, group_src=root), a)
+    return tensors
+
+
+def scatter(group: dist.ProcessGroup, dtype: torch.dtype, n: int, a: bool) -> list[torch.Tensor]:
+    root, output = group.size() - 1, torch.zeros(n, dtype=dtype)
+    parts = [data(n, dtype, part) for part in range(group.size())] if group.rank() == root else None
+    ended(dist.scatter(output, parts, group=group, async_op=a, group_src=root), a)
+    return [output]
+
+
+def gather(group: dist.ProcessGroup, dtype: torch.dtype, n: int, a: bool) -> list[torch.Tensor]:
+    root = group.size() - 1
+    parts = [torch.zeros(n, dtype=dtype) for _ in range(group.size())] if group.rank() == root else None
+    ended(dist.gather(data(n, dtype, group.rank()), parts, group=group, async_op=a, group_dst=root), a)
+    return parts or []
+
+
+MOVING = (all_gather_into_tensor, all_gather, all_to_all_single, all_to_all, broadcast, scatter, gather)
+
+
+def all_reduce(group: dist.ProcessGroup, dtype: torch.dtype, n: int, a: bool) -> list[torch.Tensor]:
+    found = []
+    for op in (Sum.SUM, Sum.MIN, Sum.MAX):
+        tensor = data(n, dtype, group.rank())
+        ended(dist.all_reduce(tensor, op, group, a), a)
+        found.append(tensor)
+    return found
+
+
+def reduce_scatter_tensor(group: dist.ProcessGroup, dtype: torch.dtype, n: int, a: bool) -> list[torch.Tensor]:
+    output = torch.zeros(n, dtype=dtype)
+    ended(dist.reduce_scatter_tensor(output, data(group.size() * n, dtype, group.rank()), group=group, async_op=a), a)
+    return [output]
+
+
+def reduce_scatter(group: dist.ProcessGroup, dtype: torch.dtype, n: int, a: bool) -> list[torch.Tensor]:
+    output = torch.zeros(n, dtype=dtype)
+    inputs = [data(n, dtype, group.rank() + part) for part in range(group.size())]
+    ended(dist.reduce_scatter(output, inputs, group=group, async_op=a), a)
+    return [output]
+
+
+REDUCING = (all_reduce, reduce_scatter_tensor, reduce_scatter)
+
+
+def like_gloo(gloo: dist.ProcessGroup) -> None:
+    """Every collective, dtype and size, synchronous and not, has the bytes that Gloo's has."""
+    with sidelane_group(gloo) as ours:
+        chosen = [(function, dtype) for function in MOVING for dtype in BYTES]
+        chosen += [(function, dtype) for function in REDUCING for dtype in REDUCED]
+        cases = [(*pair, SIZES[number % len(SIZES)], number % 2 == 0) for number, pair in enumerate(chosen)]
+        for function, dtype, numel, is_async in cases:
+            expected = function(gloo, dtype, numel, is_async)
+            found = function(ours, dtype, numel, is_async)
+            for one, other in zip(expected, found, strict=True):
+                assert torch.equal(one, other), (function.__name__, dtype, numel, is_async)
+        where = {(row.operation, row.where) for row in sidelane.report().rows}
+        assert where == {(function.__name__, "sidelane") for function in (*MOVING, *REDUCING)}, where
+
+
+def averages(gloo: dist.ProcessGroup) -> None:
+    """The average, which Gloo has not for all dtypes: against the sum."""
+    with sidelane_group(gloo) as ours:
+        for dtype in (torch.float32, torch.bfloat16):
+            tensor, output = data(24, dtype, ours.rank()), torch.zeros(24 // ours.size(), dtype=dtype)
+            sums = tensor.float()
+            dist.all_reduce(sums, group=gloo)
+            dist.reduce_scatter_tensor(output, tensor[: output.numel() * ours.size()], Sum.AVG, ours)
+            dist.all_reduce(tensor, Sum.AVG, ours)
+            expected = (sums / ours.size()).to(dtype)
+            assert torch.allclose(tensor, expected)
+            assert torch.allclose(output, expected.split(output.numel())[ours.rank()])
+
+
+def elsewhere(gloo: dist.ProcessGroup) -> list[tuple[str, str, str]]:
+    """What Sidelane does not do goes to Gloo, in between, with the same result on all ranks."""
+    with sidelane_group(gloo) as ours:
+        rank, size = ours.rank(), ours.size()
+        for _ in range(3):
+            work = dist.all_reduce(torch.ones(5), group=ours, async_op=True)
+            flag = torch.tensor([rank == 1, False])
+            dist.all_reduce(flag, Sum.MAX, ours)
+            assert flag.tolist() == [size > 1, False]
+            product = torch.full((3,), 2.0, dtype=torch.float64)
+            dist.all_reduce(product, Sum.PRODUCT, ours)
+            assert product.tolist() == [2.0**size] * 3
+            double = torch.full((2,), float(rank), dtype=torch.float64)
+            dist.reduce(double, group=ours, group_dst=0)
+            assert rank or double.tolist() == [sum(range(size))] * 2
+            sent, received = torch.full((4,), float(rank)), torch.empty(4)
+            requests = dist.batch_isend_irecv(
+                [
+                    dist.P2POp(dist.isend, sent, group=ours, group_peer=(rank + 1) % size),
+                    dist.P2POp(dist.irecv, received, group=ours, group_peer=(rank - 1) % size),
+                ]
+            )
+            for request in requests:
+                request.wait()
+            assert received.tolist() == [(rank - 1) % size] * 4
+            if rank == 0:
+                token = torch.empty(1)
+                assert dist.recv(token, None, group=ours) in dist.get_process_group_ranks(ours)
+            elif rank == 1:
+                dist.send(torch.ones(1), group=ours, group_dst=0)
+            assert work is not None
+            work.wait()
+        rows = sidelane.report().rows
+        return [(row.operation, row.where, row.why) for row in rows if row.where != "sidelane"]
+
+
+def objects(gloo: dist.ProcessGroup) -> None:
+    with sidelane_group(gloo) as ours:
+        rank, size = ours.rank(), ours.size()
+        everything: list[Any] = [None] * size
+        dist.all_gather_object(everything, {"rank": rank, "text": "x" * 100 * rank}, group=ours)
+        assert [each["rank"] for each in everything] == list(range(size))
+        gathered: list[Any] | None = [None] * size if rank == 0 else None
+        dist.gather_object(rank, gathered, group=ours, group_dst=0)
+        assert rank or gathered == list(range(size))
+        told = [("from", 1)] if rank == 1 else [None]
+        dist.broadcast_object_list(told, group=ours, group_src=1)
+        assert told == [("from", 1)]
+        mine: list[Any] = [None]
+        dist.scatter_object_list(mine, [f"for {each}" for each in range(size)], group=ours, group_src=0)
+        assert mine == [f"for {rank}"]
+
+
+def many_back_to_back(gloo: dist.ProcessGroup) -> None:
+    """Calls under way together, fulfilled in order; futures and their callbacks, which may make calls themselves."""
+    with sidelane_group(gloo) as ours:
+        size = ours.size()
+        tensors = [torch.full((50 + number % 7,), float(ours.rank() + number)) for number in range(40)]
+        works = [dist.all_reduce(tensor, group=ours, async_op=True) for tensor in tensors]
+        for number, (work, tensor) in enumerate(zip(works, tensors, strict=True)):
+            assert work is not None and work.wait(timedelta(seconds=20))
+            assert tensor.eq(sum(range(size)) + size * number).all()
+        late = torch.ones(3)
+
+        def again(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+            doubled = future.value()[0] * 2
+            inner = dist.all_reduce(doubled, group=ours, async_op=True)
+            assert inner is not None
+            return inner.get_future().wait()[0]
+
+        work = dist.all_reduce(late, group=ours, async_op=True)
+        assert work is not None
+        assert work.get_future().then(again).wait().tolist() == [2.0 * size * size] * 3
+        assert work.is_success() and work.exception() is None and work.result()[0] is late
+        dist.barrier(ours)
+        waiting = dist.barrier(ours, async_op=True)
+        assert waiting is not None
+        waiting.wait()
+
+
+def coalesced(gloo: dist.ProcessGroup) -> None:
+    with sidelane_group(gloo) as ours:
+        rank, size = ours.rank(), ours.size()
+        for device, is_async in itertools.product((None, torch.device("cpu")), (False, True)):
+            tensors = [torch.full((4 + number,), float(rank)) for number in range(3)]
+            with dist._coalescing_manager(ours, device, async_ops=is_async) as manager:
+                for tensor in tensors:
+                    dist.all_reduce(tensor, group=ours)
+            if is_async:
+                manager.wait()
+            assert all(tensor.eq(sum(range(size))).all() for tensor in tensors)
+            outputs = [torch.empty(size * (2 + number)) for number in range(3)]
+            with dist._coalescing_manager(ours, device, async_ops=is_async) as manager:
+                for output in outputs:
+                    part = torch.full((output.numel() // size,), float(rank))
+                    dist.all_gather_into_tensor(output, part, ours)
+            if is_async:
+                manager.wait()
+            for output in outputs:
+                assert output.view(size, -1).eq(torch.arange(size).view(-1, 1)).all()
+            results = [torch.empty(3), torch.empty(5)]
+            with dist._coalescing_manager(ours, device, async_ops=is_async) as manager:
+                for result in results:
+                    dist.reduce_scatter_tensor(result, torch.ones(size * result.numel()), group=ours)
+            if is_async:
+                manager.wait()
+            assert all(result.eq(size).all() for result in results)
+
+
+def functional_collectives(gloo: dist.ProcessGroup) -> None:
+    with sidelane_group(gloo) as ours:
+        rank, size = ours.rank(), ours.size()
+
+        def everything(group: dist.ProcessGroup) -> list[torch.Tensor]:
+            given = data(size * 6, torch.float32, rank).view(size * 2, 3)
+            found = [
+                functional.all_reduce(given, "sum", group),
+                functional.all_reduce(given, "max", group),
+                functional.all_gather_tensor(given, 1, group),
+                functional.reduce_scatter_tensor(given, "sum", 0, group),
+                functional.broadcast(given, size - 1, group),
+                functional.all_to_all_single(given, [2] * size, [2] * size, group),
+                *functional.all_gather_into_tensor_coalesced([given, given + 1], group),
+                *functional.reduce_scatter_tensor_coalesced([given, given + 1], "sum", [0, 0], group),
+            ]
+            return [each.wait() if isinstance(each, functional.AsyncCollectiveTensor) else each for each in found]
+
+        for one, other in zip(everything(gloo), everything(ours), strict=True):
+            assert torch.equal(one, other)
+        weight = data(6, torch.float32, rank).requires_grad_()
+        functional.all_gather_tensor_autograd(weight, 0, ours).sum().backward()
+        assert weight.grad is not None and weight.grad.eq(size).all()
+
+
+def compiled(gloo: dist.ProcessGroup) -> None:
+    """A compiled function with collectives in it; the back end is the one without a C++ compiler."""
+    with sidelane_group(gloo) as ours:
+        size, name = ours.size(), ours.group_name
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            gathered = functional.all_gather_tensor(x * 2, 0, name)
+            return functional.all_reduce(gathered + 1, "sum", name) * 3
+
+        x = data(8, torch.float32, ours.rank())
+        assert torch.equal(torch.compile(step, backend="aot_eager", fullgraph=True)(x), step(x))
+        assert size * 8 == step(x).numel()
+
+
+def distributed_tensors(gloo: dist.ProcessGroup) -> None:
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    with sidelane_group(gloo) as ours:
+        mesh = DeviceMesh.from_group(ours, "cpu")
+        full = torch.arange(60.0).view(10, 6)
+        split = distribute_tensor(full, mesh, [Shard(0)])
+        assert torch.equal(split.redistribute(mesh, [Shard(1)]).full_tensor(), full)
+        assert torch.equal(split.redistribute(mesh, [Replicate()]).to_local(), full)
+        right = distribute_tensor(full.T.contiguous(), mesh, [Shard(0)])
+        product = distribute_tensor(full, mesh, [Shard(1)]) @ right
+        assert torch.allclose(product.full_tensor(), full @ full.T)
+        assert {row.where for row in sidelane.report().rows if row.operation != "barrier"} == {"sidelane"}
+
+
+def meshes(gloo: dist.ProcessGroup) -> None:
+    """A mesh of two dimensions, whose groups have ranks that do not lie next to each other."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    with sidelane_group(gloo) as ours:
+        rank = ours.rank()
+        rows = [dist.split_group] and [ours.split_group([0, 2]), ours.split_group([1, 3])]
+        mine = next(row for row in rows if row is not None)
+        assert mine.size() == 2 and mine.rank() == rank // 2
+        work = mine.allreduce([tensor := torch.full((3,), float(rank))])
+        work.wait()
+        assert tensor.tolist() == [2.0 + 2 * (rank % 2)] * 3
+        mine.shutdown()
+        pairs = [
+            dist.new_group([first, second], backend="sidelane", use_local_synchronization=True)
+            for first, second in ((0, 3), (1, 2), (0, 1), (2, 3))
+            if rank in (first, second)
+        ]
+        mesh = DeviceMesh.from_group(pairs, "cpu", torch.tensor([[0, 1], [3, 2]]), mesh_dim_names=("far", "near"))
+        full = torch.arange(64.0).view(8, 8)
+        spread = distribute_tensor(full, mesh, [Shard(0), Shard(1)])
+        assert spread.to_local().shape == (4, 4)
+        assert torch.equal(spread.redistribute(mesh, [Shard(1), Shard(0)]).full_tensor(), full)
+        for pair in pairs:
+            dist.destroy_process_group(pair)
+
+
+def wrapped(gloo: dist.ProcessGroup) -> list[str]:
+    """A group with Sidelane in front of it, and the group itself, in turn."""
+    ours, again = sidelane.wrap(gloo), sidelane.wrap(gloo)
+    assert ours.group_name != again.group_name and dist.get_backend(ours) == "sidelane"
+    ledger.reset()
+    for group in (ours, gloo, again, ours):
+        tensor = torch.ones(9)
+        dist.all_reduce(tensor, group=group)
+        assert tensor.eq(gloo.size()).all()
+    flag = torch.tensor([True])
+    dist.all_reduce(flag, Sum.MIN, ours)
+    x = functional.all_reduce(torch.ones(3), "sum", ours)
+    assert x.eq(gloo.size()).all()
+    dist.destroy_process_group(ours)
+    dist.destroy_process_group(again)
+    tensor = torch.ones(2)
+    dist.all_reduce(tensor, group=gloo)  # which is still there
+    return [f"{row.operation} {row.dtype} {row.where} {row.calls}" for row in sidelane.report().rows]
+
+
+def model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        torch.nn.Linear(13, 32), torch.nn.ReLU(), torch.nn.Linear(32, 31), torch.nn.ReLU(), torch.nn.Linear(31, 5)
+    )
+
+
+def losses_of(net: torch.nn.Module, group: dist.ProcessGroup) -> list[float]:
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    losses = []
+    for step in range(20):
+        generator = torch.Generator().manual_seed(100 * step + group.rank())
+        x = torch.randn(8, 13, generator=generator)
+        loss = (net(x) - x[:, :5]).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        told = loss.detach().clone()
+        dist.all_reduce(told, group=group)
+        losses.append(told.item())
+    return losses
+
+
+def trains_ddp(gloo: dist.ProcessGroup) -> None:
+    with sidelane_group(gloo) as ours:
+
+        def losses(group: dist.ProcessGroup) -> list[float]:
+            small = 1e-3  # MB a bucket: several of them
+            return losses_of(
+                torch.nn.parallel.DistributedDataParallel(model(), process_group=group, bucket_cap_mb=small), group
+            )
+
+        expected, found = losses(gloo), losses(ours)
+        assert found[-1] < 0.7 * found[0]
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+        made = {row.operation: row for row in sidelane.report().rows if row.where == "sidelane"}
+        assert made["all_reduce"].calls >= 40 and "broadcast" in made
+
+
+def trains_fsdp(gloo: dist.ProcessGroup) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    with sidelane_group(gloo) as ours:
+
+        def losses(group: dist.ProcessGroup) -> list[float]:
+            net, mesh = model(), DeviceMesh.from_group(group, "cpu")
+            for layer in net:
+                if isinstance(layer, torch.nn.Linear):
+                    fully_shard(layer, mesh=mesh)
+            fully_shard(net, mesh=mesh)
+            return losses_of(net, group)
+
+        expected, found = losses(gloo), losses(ours)
+        assert found[-1] < 0.7 * found[0]
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+        made = {row.operation: row for row in sidelane.report().rows if row.where == "sidelane"}
+        assert {"all_gather_into_tensor", "reduce_scatter_tensor"} <= set(made)
+        assert not [row for row in sidelane.report().rows if row.where != "sidelane"]

@@ -1,0 +1,50 @@
+"""The process group on CPU ranks: the same results as Gloo's, through every door that torch has."""
+
+from __future__ import annotations
+
+import group_cases as cases
+import pytest
+from ranks import RankPool
+
+ALONE = [
+    cases.averages,
+    cases.objects,
+    cases.many_back_to_back,
+    cases.coalesced,
+    cases.functional_collectives,
+    cases.compiled,
+    cases.distributed_tensors,
+    cases.trains_ddp,
+    cases.trains_fsdp,
+]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, (5, 1, 3)])
+def test_every_collective_is_as_gloos(pool: RankPool, ranks: int | tuple[int, ...]) -> None:
+    pool.run(cases.like_gloo, ranks)
+
+
+@pytest.mark.parametrize("case", ALONE, ids=lambda case: case.__name__)
+def test_it_works_as_torch_expects(pool: RankPool, case: object) -> None:
+    pool.run(case, 2)  # type: ignore[arg-type]
+
+
+def test_what_sidelane_does_not_do_goes_to_gloo_and_is_reported(pool: RankPool) -> None:
+    for rows in pool.run(cases.elsewhere, 3):
+        found = {(operation, where) for operation, where, _ in rows}
+        assert {("all_reduce", "gloo"), ("reduce", "gloo"), ("send", "gloo"), ("recv", "gloo")} >= found
+        whys = {why for _, _, why in rows}
+        assert {"max of bool", "operation product", "Sidelane has no such operation"} == whys
+
+
+def test_groups_of_a_mesh_have_scattered_ranks(pool: RankPool) -> None:
+    pool.run(cases.meshes, 4)
+
+
+def test_an_existing_group_is_wrapped_and_stays(pool: RankPool) -> None:
+    for rows in pool.run(cases.wrapped, 2):
+        assert rows == [
+            "all_reduce float32 sidelane 3",
+            "all_reduce bool gloo 1",
+            "all_reduce float32 sidelane 1",
+        ]
