@@ -8,6 +8,7 @@ from ranks import RankPool
 
 ALONE = [
     cases.averages,
+    cases.more_dtypes,
     cases.objects,
     cases.many_back_to_back,
     cases.coalesced,
@@ -35,10 +36,6 @@ def test_what_sidelane_does_not_do_goes_to_gloo_and_is_reported(pool: RankPool) 
         assert {("all_reduce", "gloo"), ("reduce", "gloo"), ("send", "gloo"), ("recv", "gloo")} >= found
         whys = {why for _, _, why in rows}
         assert {"max of bool", "operation product", "Sidelane has no such operation"} == whys
-
-
-def test_groups_of_a_mesh_have_scattered_ranks(pool: RankPool) -> None:
-    pool.run(cases.meshes, 4)
 
 
 def test_an_existing_group_is_wrapped_and_stays(pool: RankPool) -> None:

@@ -54,8 +54,8 @@ class Call:
     @property
     def nbytes(self) -> int:
         """Of the larger side: the gathered bytes of an all_gather, the whole buffer of the others."""
-        written = sum(tensor.nbytes for tensor in self.outputs)
-        return max(written, sum(tensor.nbytes for tensor in self.tensors) - written)
+        written = sum(map(_nbytes, self.outputs))
+        return max(written, sum(map(_nbytes, self.tensors)) - written)
 
 
 def make(
@@ -259,6 +259,10 @@ def _refusal(tensors: Sequence[Tensor], op: str | None) -> str:
 def name_of(dtype: torch.dtype) -> str:
     """``float32`` for ``torch.float32``."""
     return str(dtype).removeprefix("torch.")
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()  # a sparse one has no nbytes
 
 
 def _unequal(tensors: Sequence[Tensor]) -> str:

@@ -101,20 +101,21 @@ class Witness:
         if len(ranks) > 1:
             self._store.set(str(rank), pickle.dumps(self._own))  # type: ignore[arg-type]  # takes bytes
 
-    def explain(self, error: RuntimeError) -> RuntimeError:
+    def explain(self, error: RuntimeError, peers: Sequence[int] | None = None) -> RuntimeError:
         """What to raise for an error of the other group: one that names the dead, or the same where all live."""
         if not any(word in str(error).lower() for word in _OF_PEERS):
             return error
         until = time.monotonic() + _DYING_S
-        while True:
-            dead = [rank for rank in range(len(self._ranks)) if rank != self._rank and self._is_dead(rank)]
-            if dead or time.monotonic() > until:
-                break
+        while not (dead := self.dead(range(len(self._ranks)) if peers is None else peers)):
+            if time.monotonic() > until:
+                return error
             time.sleep(0.05)
-        if not dead:
-            return error
         named = ", ".join(f"rank {rank} (rank {self._ranks[rank]} of the world) died" for rank in dead)
         return PeerError(f"{named}: {error}", dead)
+
+    def dead(self, peers: Sequence[int]) -> list[int]:
+        """Those of ``peers`` whose processes are gone."""
+        return [rank for rank in peers if rank != self._rank and self._is_dead(rank)]
 
     def meet(self) -> None:
         """Read who the others are, as far as they have said: the store may go with the process that dies."""

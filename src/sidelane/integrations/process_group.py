@@ -61,6 +61,9 @@ class SidelaneGroup(dist.ProcessGroup):
         self._witness = Witness(store, rank, self._ranks)
         self._other, self._owned = other(), owned
         self._witness.meet()
+        self._name = self._description = "undefined"
+        self._asked: tuple[str, str] | None = None  # what torch was asked for, in the words of the caller, and in full
+        self.bound_device_id = self._other.bound_device_id  # which registering a backend tells it
         for device, (kind, backend) in kinds(self._other).items():
             self._register_backend(device, kind, backend)
             self._set_default_backend(kind)
@@ -89,6 +92,30 @@ class SidelaneGroup(dist.ProcessGroup):
         """What torch calls it."""
         return NAME
 
+    def take_devices(self, asked: str, config: str | None = None) -> None:
+        """Say for which devices the group is: what was asked for, and that in full, both as torch writes it."""
+        self._asked = asked, config or asked
+
+    def getGroupName(self) -> str:
+        """What torch has told: by it, functional collectives find the group."""
+        return self._name
+
+    def setGroupName(self, name: str) -> None:
+        """Torch tells the name when the group is made."""
+        self._name = self._ledger.group = name
+        if self._owned:
+            self._other._set_group_name(name)
+
+    def getGroupDesc(self) -> str:
+        """Words for people."""
+        return self._description
+
+    def setGroupDesc(self, description: str) -> None:
+        """Torch tells them when the group is made."""
+        self._description = description
+        if self._owned:
+            self._other._set_group_desc(description)
+
     def get_group_store(self) -> dist.Store:
         """The store of these ranks alone."""
         return self._store
@@ -111,8 +138,9 @@ class SidelaneGroup(dist.ProcessGroup):
         store = dist.PrefixStore(f"{name}/", self._store)
         arguments = (store, chosen.index(self.rank()), len(chosen), timeout or self._timeout)
         made = SidelaneGroup(*arguments, ranks, lambda: make_other(*arguments, name, ranks, None))
-        made._set_group_name(name)
-        made._set_group_desc(group_desc or f"{self.group_desc}:split")
+        made.take_devices(*self._what_was_asked())
+        made.setGroupName(name)
+        made.setGroupDesc(group_desc or f"{self.group_desc}:split")
         return made
 
     def shutdown(self) -> None:
@@ -293,15 +321,15 @@ class SidelaneGroup(dist.ProcessGroup):
 
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> dist.Work:
         """``send`` to a rank of the group."""
-        return self._pass("send", tensors, lambda: self._other.send(tensors, dst, tag))
+        return self._pass("send", tensors, lambda: self._other.send(tensors, dst, tag), [dst])
 
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> dist.Work:
         """``recv`` from a rank of the group."""
-        return self._pass("recv", tensors, lambda: self._other.recv(tensors, src, tag))
+        return self._pass("recv", tensors, lambda: self._other.recv(tensors, src, tag), [src])
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> dist.Work:
         """``recv`` from whoever sends."""
-        return self._pass("recv", tensors, lambda: self._other.recv_anysource(tensors, tag))
+        return self._pass("recv", tensors, lambda: self._other.recv_anysource(tensors, tag), [])
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Gloo's."""
@@ -337,10 +365,12 @@ class SidelaneGroup(dist.ProcessGroup):
             self._coalescing.append(work)
         return work
 
-    def _pass(self, name: str, tensors: Sequence[torch.Tensor], other: Callable[[], dist.Work]) -> dist.Work:
+    def _pass(
+        self, name: str, tensors: Sequence[torch.Tensor], other: Callable[[], dist.Work], peers: Sequence[int]
+    ) -> dist.Work:
         """Between two ranks: in no order with the calls of all."""
         call = calls.make(name, tensors, [], other, None, None)
-        return self._make_other(call, tensors[0].device.type)
+        return self._make_other(call, tensors[0].device.type, peers)
 
     def _make(self, call: Call, device: str) -> None:
         """Make a call in its turn, by Sidelane if the ranks can."""
@@ -360,17 +390,16 @@ class SidelaneGroup(dist.ProcessGroup):
         assert choice is not None
         self._note(call, device, SIDELANE, choice.candidate.name, choice.reason)
 
-    def _make_other(self, call: Call, device: str) -> dist.Work:
-        self._note(call, device, self._names.get(device, "none"), call.refusal)
+    def _make_other(self, call: Call, device: str, peers: Sequence[int] | None = None) -> dist.Work:
+        name, needed = self._names.get(device, "none"), range(len(self._ranks)) if peers is None else peers
+        self._note(call, device, name, call.refusal)
         try:
             work = call.other()
         except RuntimeError as error:
-            raise self._explain(error) from error
-        return OtherWork(work, self._explain) if work is not None else JoinedWork([])
+            raise self._witness.explain(error, needed) from error
+        return JoinedWork([]) if work is None else OtherWork(work, self._witness, needed, looks=name == "gloo")
 
     def _note(self, call: Call, device: str, where: str, why: str, reason: str = "") -> None:
-        if not self._ledger.group:
-            self._ledger.group = self.group_name
         dtype = calls.name_of(call.tensors[0].dtype) if call.nbytes else ""
         self._ledger.note((call.name, dtype, device, where, why), reason, call.nbytes)
 
@@ -386,12 +415,17 @@ class SidelaneGroup(dist.ProcessGroup):
             return f"{len(self._ranks)} ranks, Sidelane takes {MAX_NODE_RANKS}"
         if device not in self._orders:
             return f"Sidelane does not know {device}"
-        asked, config = str(c10d._world.pg_map[self][0]), c10d._world.pg_backend_config[self]
+        asked, config = self._what_was_asked()
         if asked == NAME:
             is_control = device == "cpu" and "cuda" in self._names
             return "tensors of the CPU, on a machine with GPUs (cpu:sidelane would take them)" if is_control else ""
         names = dict(pair.split(":") for pair in config.split(",")) if ":" in config else {}
         return "" if names.get(device) == NAME else f"{device} tensors are for {names.get(device, 'others')}, as asked"
+
+    def _what_was_asked(self) -> tuple[str, str]:
+        if self._asked is None:
+            self._asked = str(c10d._world.pg_map[self][0]), c10d._world.pg_backend_config[self]
+        return self._asked
 
     def _communicator(self, device: str, call: Call) -> Communicator | None:
         """What makes Sidelane's calls; None where the ranks found out together that there can be none."""
@@ -412,9 +446,6 @@ class SidelaneGroup(dist.ProcessGroup):
         communicators, self._communicators = self._communicators, {}
         for communicator in communicators.values():
             communicator.close()
-
-    def _explain(self, error: RuntimeError) -> RuntimeError:
-        return self._witness.explain(error)
 
     # --- what calls that wait ask (``order.Guard``) -------------------------------------------------------------------
 

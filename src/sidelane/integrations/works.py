@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import concurrent.futures
+import math
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from sidelane.collectives.work import NO_TIMEOUT, Work, timed_out
 from sidelane.errors import PeerTimeoutError
+
+
+_LOOK_S = 0.5
+_PATIENCE_S = 2.0  # a rank may have done its part before it went: what it sent may still be on its way
+_GAVE_UP = "Operation timed out"  # what torch says of a wait that ends before its call
 
 
 class EndedWork(Work):
@@ -90,23 +97,48 @@ class HostWork(Work):
         return future
 
 
+class Watch(Protocol):
+    """Who knows which peers have died."""
+
+    def dead(self, peers: Sequence[int]) -> list[int]:
+        """Those of ``peers`` whose processes are gone."""
+        ...
+
+    def explain(self, error: RuntimeError, peers: Sequence[int]) -> RuntimeError:
+        """What to raise for an error of the other group: one that names the dead, or the same where all live."""
+        ...
+
+
 class OtherWork(dist.Work):
     """A call of the group that stands behind this one; a failure says which ranks have died.
 
     Args:
         work: what the other group returned.
-        explain: makes the error to raise out of the one that came.
+        watch: knows the dead.
+        peers: those that the call needs.
+        looks: while it waits, too. Gloo notices a death only where it talks to the dead rank itself.
     """
 
-    def __init__(self, work: dist.Work, explain: Callable[[RuntimeError], RuntimeError]) -> None:
+    def __init__(self, work: dist.Work, watch: Watch, peers: Sequence[int], *, looks: bool) -> None:
         super().__init__()
-        self._work, self._explain = work, explain
+        self._work, self._watch, self._peers, self._looks = work, watch, peers, looks
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        try:
-            return self._work.wait(timeout) if timeout > NO_TIMEOUT else self._work.wait()
-        except RuntimeError as error:
-            raise self._explain(error) from error
+        began, noticed = time.monotonic(), math.inf
+        limit = timeout.total_seconds() if timeout > NO_TIMEOUT else math.inf
+        while True:
+            left = limit - (time.monotonic() - began)
+            slice_s = min(_LOOK_S, left) if self._looks else left
+            try:
+                return self._work.wait(NO_TIMEOUT if slice_s == math.inf else timedelta(seconds=max(slice_s, 1e-3)))
+            except RuntimeError as error:
+                if not (self._looks and _GAVE_UP in str(error)) or time.monotonic() - began >= limit:
+                    raise self._watch.explain(error, self._peers) from error
+            if self._watch.dead(self._peers):
+                noticed = min(noticed, time.monotonic())
+                if time.monotonic() - noticed > _PATIENCE_S:
+                    error = RuntimeError("connection closed: its process is gone")
+                    raise self._watch.explain(error, self._peers)
 
     def is_completed(self) -> bool:
         return self._work.is_completed()

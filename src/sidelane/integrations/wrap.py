@@ -42,13 +42,14 @@ def wrap(group: dist.ProcessGroup | None = None) -> SidelaneGroup:
     ranks = dist.get_process_group_ranks(inner)
     timeout = c10d._get_default_timeout(dist.get_backend(inner))
     made = SidelaneGroup(store, inner.rank(), inner.size(), timeout, ranks, lambda: inner, owned=False)
-    made._set_group_name(name)
-    made._set_group_desc(f"{inner.group_desc}, with Sidelane")
-    made.bound_device_id = inner.bound_device_id
+    made.setGroupName(name)
+    made.setGroupDesc(f"{inner.group_desc}, with Sidelane")
     world = c10d._world
+    devices = ",".join(f"{device.type}:{NAME}" for device in inner._device_types)
+    made.take_devices(devices)
     world.pg_map[made] = (dist.Backend(NAME), store)
     world.pg_names[made] = name
-    world.pg_backend_config[made] = ",".join(f"{device.type}:{NAME}" for device in inner._device_types)
+    world.pg_backend_config[made] = devices
     world.pg_group_ranks[made] = {rank: number for number, rank in enumerate(ranks)}
     tag = f"ptd:{name}"
     world.tags_to_pg.setdefault("", []).append(made)

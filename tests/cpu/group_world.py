@@ -1,0 +1,171 @@
+"""What four ranks do whose default group is a Sidelane group; each scenario makes it and takes it down again."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import sidelane
+from sidelane.errors import PeerError, PeerTimeoutError
+from sidelane.integrations import ledger
+
+
+@contextlib.contextmanager
+def world(store: str, backend: str = "sidelane", timeout_s: float = 30) -> Iterator[tuple[int, int]]:
+    """The default group, in the place of the one that the crew has made."""
+    rank, size = int(os.environ["TEST_RANK"]), int(os.environ["TEST_SIZE"])
+    sidelane.register()
+    ledger.reset()
+    dist.init_process_group(
+        backend, store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
+    )
+    try:
+        yield rank, size
+    finally:
+        dist.destroy_process_group()
+
+
+def leave(group: dist.ProcessGroup) -> None:
+    """Forget the crew's own default group."""
+    os.environ["TEST_RANK"], os.environ["TEST_SIZE"] = str(dist.get_rank()), str(dist.get_world_size())
+    dist.destroy_process_group()
+
+
+def forms(group: dist.ProcessGroup, folder: str) -> None:
+    """How a user may ask for it, and where tensors of the CPU go then."""
+    for number, (form, where) in enumerate(
+        [
+            ("sidelane", "sidelane"),
+            ("cpu:sidelane", "sidelane"),
+            ("cuda:sidelane,cpu:gloo", "gloo"),
+            ("cpu:gloo,cuda:sidelane", "gloo"),
+            ("cuda:gloo,cpu:sidelane", "sidelane"),
+        ]
+    ):
+        with world(f"{folder}/form{number}", form) as (_, size):
+            for group in (dist.group.WORLD, dist.new_group()):
+                tensor = torch.ones(3)
+                dist.all_reduce(tensor, group=group)
+                assert tensor.eq(size).all()
+            assert dist.get_backend() == form and dist.get_backend_config(group)
+            rows = sidelane.report().rows
+            assert [row.where for row in rows] == [where] * 2, (form, rows)
+            assert where == "sidelane" or rows[0].why == "cpu tensors are for gloo, as asked"
+        assert not dist.is_initialized()
+
+
+def parts(group: dist.ProcessGroup, folder: str) -> None:
+    """Groups of some ranks, that do not lie next to each other, and a mesh of them."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    with world(f"{folder}/parts") as (rank, size):
+        outer, inner = dist.new_group([0, 3]), dist.new_group([3, 1])
+        for part, ranks in ((outer, [0, 3]), (inner, [1, 3])):
+            tensor = torch.full((5,), float(rank))
+            dist.all_reduce(tensor, group=part)  # which only warns on a rank that is not in it
+            assert tensor.eq(sum(ranks) if rank in ranks else rank).all()
+            if rank in ranks:
+                assert dist.get_process_group_ranks(part) == ranks
+                gathered = [torch.empty(2) for _ in ranks]
+                dist.all_gather(gathered, torch.full((2,), float(rank)), group=part)
+                assert [each[0].item() for each in gathered] == ranks
+                told = torch.full((4,), rank)
+                dist.broadcast(told, src=3, group=part)
+                assert told.eq(3).all()
+                work = dist.all_reduce(tensor, group=part, async_op=True)
+                dist.all_reduce(torch.ones(2, dtype=torch.float64), group=part)
+                assert work is not None and work.wait()
+        assert outer is None or outer is dist.GroupMember.NON_GROUP_MEMBER or outer.size() == 2
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("far", "near"))
+        full = torch.arange(64.0).view(8, 8)
+        spread = distribute_tensor(full, mesh, [Shard(0), Shard(1)])
+        assert spread.to_local().shape == (4, 4)
+        assert torch.equal(spread.redistribute(mesh, [Shard(1), Shard(0)]).full_tensor(), full)
+        sums = spread.sum(0).full_tensor()
+        assert torch.equal(sums, full.sum(0))
+        assert mesh.get_group("far").size() == 2
+        split(rank, dist.group.WORLD)
+        assert ((0, 3) in {row.ranks for row in sidelane.report().rows}) == (rank in (0, 3))
+        dist.destroy_process_group(outer)
+
+
+def split(rank: int, everyone: Any) -> None:
+    """What ``dist.split_group`` does with a group, where there is an accelerator."""
+    found = [everyone.split_group(ranks, timeout=timedelta(seconds=20)) for ranks in ([0, 2], [1, 3])]
+    mine = found[rank % 2]
+    assert found[1 - rank % 2] is None and mine.rank() == rank // 2
+    dist.distributed_c10d._register_pg_in_world(
+        mine,
+        "sidelane",
+        mine.get_group_store(),
+        mine.group_name,
+        "cpu:sidelane",
+        rank_mapping={rank % 2: 0, 2 + rank % 2: 1},
+    )
+    tensor = torch.full((3,), float(rank))
+    dist.all_reduce(tensor, group=mine)
+    assert tensor.eq(2 + 2 * (rank % 2)).all()
+    dist.destroy_process_group(mine)
+
+
+def late(group: dist.ProcessGroup, folder: str) -> None:
+    """A wait with a time-out names who has not come, and the call goes on; that of the group ends it."""
+    with world(f"{folder}/late", timeout_s=3) as (rank, size):
+        tensor = torch.ones(6)
+        dist.all_reduce(tensor)
+        if rank == 2:
+            time.sleep(1.0)
+        work = dist.all_reduce(tensor, async_op=True)
+        assert work is not None
+        if rank == 0:
+            with pytest.raises(PeerTimeoutError, match=r"has not ended within 0.2 s; rank 2 \(pid") as caught:
+                work.wait(timedelta(milliseconds=200))
+            assert caught.value.ranks == (2,) and not work.is_completed()
+        assert work.wait()
+        assert tensor.eq(size * size).all()
+        if rank == 1:
+            time.sleep(5.0)
+            return
+        with pytest.raises(PeerError, match="rank 1") as missing:
+            dist.all_reduce(tensor)
+        assert missing.value.ranks == (1,)
+
+
+def refused(group: dist.ProcessGroup, folder: str) -> None:
+    """A wrong call on one rank is an error on all, and the group goes on."""
+    with world(f"{folder}/refused") as (rank, size):
+        output = torch.empty(size * 4 + (rank == 1))
+        with pytest.raises((ValueError, PeerError), match=r"allowed output=16|rank 1 refused"):
+            dist.all_gather_into_tensor(output, torch.ones(4))
+        tensor = torch.ones(3)
+        dist.all_reduce(tensor)
+        assert tensor.eq(size).all()
+
+
+def dies(group: dist.ProcessGroup, folder: str) -> None:
+    """The others name the rank that has died, whoever makes the call."""
+    with world(f"{folder}/dies") as (rank, size):
+        behind = dist.new_group()
+        for group in (dist.group.WORLD, behind):
+            dist.all_reduce(torch.ones(6), group=group)
+            dist.all_reduce(torch.ones(6, dtype=torch.float64), group=group)
+        if rank == 2:
+            os._exit(7)
+        calls: list[Callable[[], object]] = [
+            lambda: dist.all_reduce(torch.ones(6)),
+            lambda: dist.all_reduce(torch.ones(6), group=behind, async_op=True).wait(),  # type: ignore[union-attr]
+            lambda: dist.all_reduce(torch.ones(6, dtype=torch.float64), group=behind),
+        ]
+        for call in calls:
+            with pytest.raises(PeerError, match="rank 2 .*(died|dead)") as caught:
+                call()
+            assert caught.value.ranks == (2,)

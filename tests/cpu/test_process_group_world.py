@@ -1,0 +1,48 @@
+"""The process group as the default group: forms, parts of it, time-outs and the death of a rank; processes of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import group_world as scenarios
+from ranks import crew
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_a_world_of_its_own_and_its_end(tmp_path: Path) -> None:
+    with crew(4) as ranks:
+        ranks.run(scenarios.leave)
+        for scenario in (scenarios.forms, scenarios.parts, scenarios.late, scenarios.refused):
+            ranks.run(scenario, None, str(tmp_path))
+        found = ranks.run(scenarios.dies, None, str(tmp_path), dying=(2,))
+        assert found == [None, None, 7, None]
+
+
+def test_an_installed_package_needs_no_import(tmp_path: Path) -> None:
+    """torch calls the entry points of what is installed; here, of what pyproject.toml says."""
+    entries = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    assert set(entries) == {"torch.backends", "torch.distributed.backends"}
+    folder = tmp_path / "sidelane-0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Name: sidelane-of-this-test\nVersion: 0\n")
+    lines = [f"[{group}]\n" + "\n".join(f"{name} = {at}" for name, at in those.items()) for group, those in entries.items()]
+    (folder / "entry_points.txt").write_text("\n".join(lines) + "\n")
+    script = """
+import sys, torch, torch.distributed as dist
+assert "sidelane.integrations.registration" in sys.modules
+assert "sidelane.integrations.process_group" not in sys.modules, "importing torch imports all of it"
+dist.init_process_group("sidelane", store=dist.HashStore(), rank=0, world_size=1)
+tensor = torch.ones(3)
+dist.all_reduce(tensor)
+import sidelane
+print(sidelane.report())
+dist.destroy_process_group()
+"""
+    command = [sys.executable, "-c", f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT / 'src')!r}]\n{script}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "all_reduce  float32  cpu     sidelane" in done.stdout

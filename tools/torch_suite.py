@@ -1,0 +1,152 @@
+"""Run PyTorch's own tests of process groups against Sidelane's, and against Gloo, on CPU ranks; `make test-torch`.
+
+The tests ship with torch (``torch.testing._internal.distributed.distributed_test``). Each starts its ranks as processes
+that are forked from this one. A test takes part if torch has it for Gloo; then the same test runs on the other group.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+import tempfile
+import time
+import unittest
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+PASSED, SKIPPED, FAILED = "passed", "skipped", "failed"
+GROUPS = ("gloo", "sidelane")
+SECONDS = 60  # that a test may take
+
+
+def suite(group: str, ranks: int) -> type[unittest.TestCase]:
+    """The test class of torch, with ranks on a group of that name."""
+    folder = tempfile.mkdtemp(prefix="sidelane-torch-suite-")
+    os.environ |= {
+        "BACKEND": "gloo",  # what decides which tests there are
+        "WORLD_SIZE": str(ranks),
+        "TEMP_DIR": folder,
+        "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(SECONDS),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    import torch
+    from torch.testing._internal.distributed import distributed_test as theirs
+
+    import sidelane
+    import sidelane.integrations.process_group  # here, since the ranks are copies of this process
+
+    torch.set_num_threads(1)
+    sidelane.register()
+    theirs.BACKEND = group  # what the ranks use
+    theirs.INIT_METHOD = "env://"
+    for feature in ("ddp", "subgroup", "gpu", "cuda"):
+        theirs.DistTestCases.backend_feature[feature].add(group)
+
+    class Suite(theirs.TestDistBackend, theirs.DistributedTest._DistTestBase):  # type: ignore[misc, name-defined]
+        def setUp(self) -> None:
+            super().setUp()
+            self._start_processes(torch.multiprocessing.get_context("fork").Process)
+
+    Suite.setUpClass()
+    return Suite
+
+
+def run(group: str, ranks: int, pattern: str, out: Path) -> dict[str, list[str]]:
+    """Run the tests whose names fit, and write what came of each: a status, and a reason."""
+    cases = suite(group, ranks)
+    names = [name for name in unittest.TestLoader().getTestCaseNames(cases) if re.search(pattern, name)]
+    found: dict[str, list[str]] = {}
+    for number, name in enumerate(names):
+        began = time.monotonic()
+        result = unittest.TestResult()
+        cases(name).run(result)
+        bad = [*result.failures, *result.errors]
+        if bad:
+            found[name] = [FAILED, reason_of(bad[0][1])]
+        elif result.skipped:
+            found[name] = [SKIPPED, result.skipped[0][1]]
+        else:
+            found[name] = [PASSED, ""]
+        out.write_text(json.dumps(found, indent=1))
+        took = time.monotonic() - began
+        print(f"{number + 1}/{len(names)} {group} {name}: {' '.join(found[name])[:150]} ({took:.1f} s)", flush=True)
+    return found
+
+
+def reason_of(trace: str) -> str:
+    """The line of a traceback that says what went wrong."""
+    lines = [line for line in trace.splitlines() if re.match(r"\s*[\w.]*(Error|Exception|Exit)\b.*:", line)]
+    return (lines[-1] if lines else trace.strip().splitlines()[-1]).strip()[:300]
+
+
+def table(results: dict[str, dict[str, list[str]]], ranks: int, torch_version: str) -> str:
+    """The page for the documentation."""
+    gloo, ours = results["gloo"], results["sidelane"]
+    names = sorted(set(gloo) & set(ours))
+    pairs = Counter((gloo[name][0], ours[name][0]) for name in names)
+    ran = sum(count for (theirs, _), count in pairs.items() if theirs == PASSED)
+    both = pairs[PASSED, PASSED]
+    lines = [
+        "# Compatibility with PyTorch's own tests",
+        "",
+        f"`make test-torch` runs the process-group tests that ship with torch on {ranks} CPU ranks, on Gloo and on the Sidelane",
+        f"group (`tools/torch_suite.py`; this page is its output, with torch {torch_version}). Of {len(names)} tests, Gloo passes {ran};",
+        f"the Sidelane group passes {both} of these ({100 * both / max(ran, 1):.0f}%). What is skipped needs GPUs, other backends or other numbers of ranks.",
+        "",
+        "| Gloo | Sidelane | tests |",
+        "|---|---|---|",
+        *(f"| {theirs} | {mine} | {count} |" for (theirs, mine), count in sorted(pairs.items())),
+        "",
+        "## What differs",
+        "",
+        "| test | Gloo | Sidelane | what it says |",
+        "|---|---|---|---|",
+    ]
+    for name in names:
+        if gloo[name][0] != ours[name][0]:
+            why = (ours[name][1] or gloo[name][1]).replace("|", "\\|")[:160]
+            lines.append(f"| `{name}` | {gloo[name][0]} | {ours[name][0]} | {why} |")
+    lines += ["", "## Every test that ran", ""]
+    lines += [f"- `{name}`: {ours[name][0]}" for name in names if PASSED in (gloo[name][0], ours[name][0])]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--group", choices=GROUPS, help="run on this one (default: on both, and write the page)")
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--match", default="", help="regular expression for names of tests")
+    parser.add_argument("--results", type=Path, default=Path("report"), help="folder for what is found")
+    parser.add_argument("--page", type=Path, help="write the table of both there")
+    given = parser.parse_args()
+    given.results.mkdir(parents=True, exist_ok=True)
+    files = {group: given.results / f"torch_suite_{group}.json" for group in GROUPS}
+    if given.group:
+        found = run(given.group, given.ranks, given.match, files[given.group])
+        print(Counter(status for status, _ in found.values()))
+        return 0
+    options: list[Any] = ["--ranks", str(given.ranks), "--match", given.match, "--results", str(given.results)]
+    for group in GROUPS:  # a process each: torch's module is made for one backend
+        code = os.spawnv(os.P_WAIT, sys.executable, [sys.executable, __file__, "--group", group, *options])
+        if code:
+            return code
+    import torch
+
+    results = {group: json.loads(file.read_text()) for group, file in files.items()}
+    page = table(results, given.ranks, torch.__version__.partition("+")[0])
+    if given.page:
+        given.page.write_text(page)
+    else:
+        print(page)
+    lost = [name for name, (status, _) in results["gloo"].items() if status == PASSED]
+    kept = [name for name in lost if results["sidelane"].get(name, [FAILED])[0] == PASSED]
+    return 0 if len(kept) >= 0.9 * len(lost) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
