@@ -28,7 +28,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-device attack sanitize results wheel lint format venv clean
+.PHONY: help demo test test-device test-torch attack sanitize results wheel lint format venv clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -46,6 +46,10 @@ test: $(READY) ## lint, check types, run every test that needs no GPU
 
 test-device: $(READY) ## run the tests that need GPUs; RESULTS=file writes a summary
 	@$(BIN)/python tools/device_tests.py $(DEVICE_TESTS) $(if $(RESULTS),--summary "$(RESULTS)")
+
+test-torch: $(READY) ## run PyTorch's own tests on the process group, and on Gloo, on CPU ranks; some 8 minutes
+	@$(BIN)/python -c "import expecttest" 2>/dev/null || $(BIN)/python -m pip install --quiet expecttest
+	@PYTHONPATH=src $(BIN)/python -W ignore tools/torch_suite.py --page docs/reference/compatibility.md
 
 attack: $(READY) ## try to prove verify wrong, with random programs and schedules; SECONDS=600 SEED=1
 	@PYTHONPATH=tests:tests/common $(BIN)/python -m attack --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(ATTACK)

@@ -1,4 +1,4 @@
-"""The process group as the default group: forms, parts of it, time-outs and the death of a rank; processes of its own."""
+"""The process group as the default group: forms, parts, time-outs and the death of a rank; processes of its own."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ def test_an_installed_package_needs_no_import(tmp_path: Path) -> None:
     folder = tmp_path / "sidelane-0.dist-info"
     folder.mkdir()
     (folder / "METADATA").write_text("Name: sidelane-of-this-test\nVersion: 0\n")
-    lines = [f"[{group}]\n" + "\n".join(f"{name} = {at}" for name, at in those.items()) for group, those in entries.items()]
+    lines = [
+        f"[{group}]\n" + "\n".join(f"{name} = {at}" for name, at in those.items()) for group, those in entries.items()
+    ]
     (folder / "entry_points.txt").write_text("\n".join(lines) + "\n")
     script = """
 import sys, torch, torch.distributed as dist

@@ -117,9 +117,9 @@ class Ledger:
 
     def row(self, key: Key, entry: _Sum) -> Row:
         """A sum for people."""
-        *where, why = key
+        operation, dtype, device, where, why = key
         why = f"{why}: {entry.reason}" if entry.reason else why
-        return Row(self.group, self._ranks, *where, why, entry.calls, entry.nbytes)
+        return Row(self.group, self._ranks, operation, dtype, device, where, why, entry.calls, entry.nbytes)
 
 
 def report() -> Report:

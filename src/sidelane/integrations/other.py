@@ -58,7 +58,9 @@ def _nccl(
     options._timeout = timeout
     if dist.is_initialized() and ranks:
         # Ranks outside of a group take part in a split of NCCL's communicator, where torch makes one.
-        source = c10d._get_split_source(c10d._get_default_group()) if c10d._get_default_group().bound_device_id else None
+        source = (
+            c10d._get_split_source(c10d._get_default_group()) if c10d._get_default_group().bound_device_id else None
+        )
         if source is not None:
             options.split_from, options.split_color = source, c10d._process_group_color(list(ranks))
     options.global_ranks_in_group, options.group_name = list(ranks), name

@@ -1,13 +1,15 @@
 """The process group: what Sidelane does goes to a communicator, everything else to Gloo or NCCL, in one order.
 
 A Python ``ProcessGroup`` takes the place of torch's own, for all devices. Its methods are those that torch calls, from
-Python (``torch.distributed``) and from C++ (DDP's reducer, functional collectives).
+Python (``torch.distributed``) and from C++ (DDP's reducer, functional collectives). Some have two names: torch 2.13 has
+given them new ones.
 """
+
+# mypy: disable-error-code="override, assignment"
+# torch declares each of these twice, for callers with options and for callers with a root or an operation.
 
 from __future__ import annotations
 
-import dataclasses
-import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -16,18 +18,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from sidelane import config as settings
 from sidelane.collectives import Communicator
 from sidelane.collectives.work import NO_TIMEOUT
-from sidelane.errors import UnavailableError
 from sidelane.integrations import calls
-from sidelane.integrations.calls import Call
-from sidelane.integrations.ledger import SIDELANE, Ledger
-from sidelane.integrations.order import HostOrder, StreamOrder
-from sidelane.integrations.other import Witness, kinds, make_other, name_of_backend
-from sidelane.integrations.registration import NAME
-from sidelane.integrations.works import JoinedWork, OtherWork, StreamWork
-from sidelane.program.collective import MAX_NODE_RANKS
+from sidelane.integrations.dispatch import Dispatcher
+from sidelane.integrations.ledger import SIDELANE
+from sidelane.integrations.other import Witness, kinds, make_other
+from sidelane.integrations.works import JoinedWork
 
 Tensors = Sequence[torch.Tensor] | torch.Tensor
 
@@ -56,24 +53,18 @@ class SidelaneGroup(dist.ProcessGroup):
         *,
         owned: bool = True,
     ) -> None:
-        super().__init__(rank, size)  # the form with a store makes an object whose methods torch would not call
+        super().__init__(rank, size)  # type: ignore[call-arg]  # the form with a store makes an object whose methods torch would not call
         self._store, self._timeout, self._ranks = store, timeout, tuple(ranks)
-        self._witness = Witness(store, rank, self._ranks)
+        witness = Witness(store, rank, self._ranks)
         self._other, self._owned = other(), owned
-        self._witness.meet()
+        witness.meet()
         self._name = self._description = "undefined"
         self._asked: tuple[str, str] | None = None  # what torch was asked for, in the words of the caller, and in full
         self.bound_device_id = self._other.bound_device_id  # which registering a backend tells it
         for device, (kind, backend) in kinds(self._other).items():
             self._register_backend(device, kind, backend)
             self._set_default_backend(kind)
-        self._names = {device.type: name_of_backend(self._other, device.type) for device in self._other._device_types}
-        self._ledger = Ledger(self._ranks)
-        self._orders: dict[str, HostOrder | StreamOrder] = {"cpu": HostOrder(self), "cuda": StreamOrder(self)}
-        self._communicators: dict[str, Communicator] = {}
-        self._refusals: dict[str, str] = {}
-        self._making = threading.Lock()
-        self._coalescing: list[dist.Work] | None = None
+        self._dispatcher = Dispatcher(self, self._other, witness, ranks, timeout, self._what_was_asked)
 
     @classmethod
     def of_options(cls, options: Any, backend_options: Any) -> SidelaneGroup:
@@ -90,7 +81,12 @@ class SidelaneGroup(dist.ProcessGroup):
 
     def getBackendName(self) -> str:
         """What torch calls it."""
-        return NAME
+        return SIDELANE
+
+    def _what_was_asked(self) -> tuple[str, str]:
+        if self._asked is None:  # torch notes it after it has made the group
+            self._asked = str(c10d._world.pg_map[self][0]), c10d._world.pg_backend_config[self]
+        return self._asked
 
     def take_devices(self, asked: str, config: str | None = None) -> None:
         """Say for which devices the group is: what was asked for, and that in full, both as torch writes it."""
@@ -102,9 +98,9 @@ class SidelaneGroup(dist.ProcessGroup):
 
     def setGroupName(self, name: str) -> None:
         """Torch tells the name when the group is made."""
-        self._name = self._ledger.group = name
+        self._name = self._dispatcher.ledger.group = name
         if self._owned:
-            self._other._set_group_name(name)
+            self._other._set_group_name(name)  # type: ignore[arg-type]
 
     def getGroupDesc(self) -> str:
         """Words for people."""
@@ -145,29 +141,28 @@ class SidelaneGroup(dist.ProcessGroup):
 
     def shutdown(self) -> None:
         """Wait for the calls under way, and let go of everything."""
-        for order in self._orders.values():
-            order.close()
-        self._close()
+        self._dispatcher.finish()
+        self._dispatcher.close()
         if self._owned:
             self._other.shutdown()
 
     def abort(self) -> None:
         """Let go of everything at once: calls under way fail, here and on the other ranks."""
-        self._close()
+        self._dispatcher.close()
         if self._owned:
             self._other.abort()
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Time-out of the calls to come: of Gloo's and NCCL's at once, of Sidelane's before its first."""
-        self._timeout = timeout
+        self._timeout = self._dispatcher.timeout = timeout
         self._other.set_timeout(timeout)
 
     # --- collectives --------------------------------------------------------------------------------------------------
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
         """``all_gather_into_tensor``."""
-        opts = opts or dist.AllgatherOptions()
-        return self._run(
+        opts = opts or c10d.AllgatherOptions()
+        return self._dispatcher.run(
             calls.all_gather(output, input, opts, lambda: self._other._allgather_base(output, input, opts))
         )
 
@@ -177,20 +172,20 @@ class SidelaneGroup(dist.ProcessGroup):
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> dist.Work:
         """Several ``all_gather_into_tensor``."""
-        opts = opts or dist.AllgatherOptions()
+        opts = opts or c10d.AllgatherOptions()
         other = lambda: self._other.allgather_into_tensor_coalesced(outputs, inputs, opts)  # noqa: E731
-        return self._run(calls.all_gather_coalesced(outputs, inputs, opts, other))
+        return self._dispatcher.run(calls.all_gather_coalesced(outputs, inputs, opts, other))
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def allgather(self, outputs: Any, inputs: Tensors, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         """``all_gather``."""
-        opts = _with_timeout(opts or dist.AllgatherOptions(), timeout)
+        opts = _with_timeout(opts or c10d.AllgatherOptions(), timeout)
         inputs, outputs = _listed(inputs), outputs if isinstance(outputs[0], list | tuple) else [outputs]
         other = lambda: self._other.allgather(outputs, inputs, opts)  # noqa: E731
         if len(inputs) != 1:
-            return self._run(calls.make("all_gather", inputs, [], other, None, opts))
-        return self._run(calls.all_gather_list(outputs[0], inputs[0], opts, other))
+            return self._dispatcher.run(calls.make("all_gather", inputs, [], other, None, opts))
+        return self._dispatcher.run(calls.all_gather_list(outputs[0], inputs[0], opts, other))
 
     def all_to_all_single(
         self,
@@ -205,23 +200,27 @@ class SidelaneGroup(dist.ProcessGroup):
         opts = _with_timeout(opts or dist.AllToAllOptions(), timeout)
         sizes = list(output_split_sizes or ()), list(input_split_sizes or ())
         other = lambda: self._other.alltoall_base(output, input, *sizes, opts)  # noqa: E731
-        return self._run(calls.all_to_all(output, input, *sizes, opts, other))
+        return self._dispatcher.run(calls.all_to_all(output, input, *sizes, opts, other))
 
     alltoall_base = all_to_all_single
 
     def alltoall(
-        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None, timeout: timedelta | None = None
+        self,
+        outputs: list[torch.Tensor],
+        inputs: list[torch.Tensor],
+        opts: Any = None,
+        timeout: timedelta | None = None,
     ) -> dist.Work:
         """``all_to_all``."""
         opts = _with_timeout(opts or dist.AllToAllOptions(), timeout)
         other = lambda: self._other.alltoall(outputs, inputs, opts)  # noqa: E731
-        return self._run(calls.all_to_all_list(outputs, inputs, opts, other))
+        return self._dispatcher.run(calls.all_to_all_list(outputs, inputs, opts, other))
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
         """``reduce_scatter_tensor``."""
         opts = opts or dist.ReduceScatterOptions()
         other = lambda: self._other._reduce_scatter_base(output, input, opts)  # noqa: E731
-        return self._run(calls.reduce_scatter(output, input, opts, other))
+        return self._dispatcher.run(calls.reduce_scatter(output, input, opts, other))
 
     _reduce_scatter_base = reduce_scatter_single
 
@@ -231,7 +230,7 @@ class SidelaneGroup(dist.ProcessGroup):
         """Several ``reduce_scatter_tensor``."""
         opts = opts or dist.ReduceScatterOptions()
         other = lambda: self._other.reduce_scatter_tensor_coalesced(outputs, inputs, opts)  # noqa: E731
-        return self._run(calls.reduce_scatter_coalesced(outputs, inputs, opts, other))
+        return self._dispatcher.run(calls.reduce_scatter_coalesced(outputs, inputs, opts, other))
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
@@ -243,18 +242,20 @@ class SidelaneGroup(dist.ProcessGroup):
         outputs, inputs = _listed(outputs), inputs if isinstance(inputs[0], list | tuple) else [inputs]
         other = lambda: self._other.reduce_scatter(outputs, inputs, opts)  # noqa: E731
         if len(outputs) != 1:
-            return self._run(calls.make("reduce_scatter", [], outputs, other, None, opts))
-        return self._run(calls.reduce_scatter_list(outputs[0], inputs[0], opts, other))
+            return self._dispatcher.run(calls.make("reduce_scatter", [], outputs, other, None, opts))
+        return self._dispatcher.run(calls.reduce_scatter_list(outputs[0], inputs[0], opts, other))
 
     def allreduce(self, tensors: Tensors, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         """``all_reduce``."""
         opts, tensors = _with_timeout(_reducing(opts, dist.AllreduceOptions), timeout), _listed(tensors)
-        return self._run(calls.all_reduce(tensors, opts, lambda: self._other.allreduce(tensors, opts)))
+        return self._dispatcher.run(calls.all_reduce(tensors, opts, lambda: self._other.allreduce(tensors, opts)))
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:
         """Several ``all_reduce``."""
         opts = opts or dist.AllreduceCoalescedOptions()
-        return self._run(calls.all_reduce(tensors, opts, lambda: self._other.allreduce_coalesced(tensors, opts)))
+        return self._dispatcher.run(
+            calls.all_reduce(tensors, opts, lambda: self._other.allreduce_coalesced(tensors, opts))
+        )
 
     def broadcast(
         self, tensors: Tensors, opts: Any = None, timeout: timedelta | None = None, *, root: int = 0
@@ -263,8 +264,8 @@ class SidelaneGroup(dist.ProcessGroup):
         opts, tensors = _with_timeout(_rooted(opts, dist.BroadcastOptions, root), timeout), _listed(tensors)
         other = lambda: self._other.broadcast(tensors, opts)  # noqa: E731
         if len(tensors) != 1 or opts.rootTensor:
-            return self._run(calls.make("broadcast", [], tensors, other, None, opts))
-        return self._run(calls.broadcast(tensors[0], opts, other))
+            return self._dispatcher.run(calls.make("broadcast", [], tensors, other, None, opts))
+        return self._dispatcher.run(calls.broadcast(tensors[0], opts, other))
 
     def scatter(
         self, outputs: Tensors, inputs: Any, opts: Any = None, timeout: timedelta | None = None, *, root: int = 0
@@ -273,7 +274,7 @@ class SidelaneGroup(dist.ProcessGroup):
         opts, outputs = _with_timeout(_rooted(opts, dist.ScatterOptions, root), timeout), _listed(outputs)
         nested = [inputs] if len(inputs) and isinstance(inputs[0], torch.Tensor) else inputs
         other = lambda: self._other.scatter(outputs, nested, opts)  # noqa: E731
-        return self._run(calls.scatter(outputs[0], nested[0] if nested else [], opts, other))
+        return self._dispatcher.run(calls.scatter(outputs[0], nested[0] if nested else [], opts, other))
 
     def gather(
         self, outputs: Any, inputs: Tensors, opts: Any = None, timeout: timedelta | None = None, *, root: int = 0
@@ -282,7 +283,7 @@ class SidelaneGroup(dist.ProcessGroup):
         opts, inputs = _with_timeout(_rooted(opts, dist.GatherOptions, root), timeout), _listed(inputs)
         nested = [outputs] if len(outputs) and isinstance(outputs[0], torch.Tensor) else outputs
         other = lambda: self._other.gather(nested, inputs, opts)  # noqa: E731
-        return self._run(calls.gather(nested[0] if nested else [], inputs[0], opts, other))
+        return self._dispatcher.run(calls.gather(nested[0] if nested else [], inputs[0], opts, other))
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         """``barrier``; on GPUs the host waits for it, as it does with NCCL."""
@@ -290,9 +291,9 @@ class SidelaneGroup(dist.ProcessGroup):
         device = torch.device("cpu")
         if opts.device is not None:
             device = opts.device
-        elif opts.device_ids and "cuda" in self._names:
+        elif opts.device_ids and "cuda" in self._dispatcher.names:
             device = torch.device("cuda", opts.device_ids[0])
-        elif self._uses("cpu"):
+        elif self._dispatcher.uses("cpu") and "cuda" in self._dispatcher.names:
             device = torch.device("cuda", torch.cuda.current_device())
 
         def job(communicator: Communicator) -> None:
@@ -302,180 +303,55 @@ class SidelaneGroup(dist.ProcessGroup):
 
         stands_for_it = torch.empty(0, dtype=torch.uint8, device=device)
         call = calls.make("barrier", [stands_for_it], [], lambda: self._other.barrier(opts), job, opts)
-        return self._run(call)
+        return self._dispatcher.run(call)
 
     # --- what Sidelane has not ----------------------------------------------------------------------------------------
 
-    def reduce(self, tensors: Tensors, opts: Any = None, timeout: timedelta | None = None, *, root: int = 0) -> dist.Work:
+    def reduce(
+        self, tensors: Tensors, opts: Any = None, timeout: timedelta | None = None, *, root: int = 0
+    ) -> dist.Work:
         """``reduce``."""
         opts, tensors = _with_timeout(_rooted(opts, dist.ReduceOptions, root), timeout), _listed(tensors)
-        return self._run(
+        return self._dispatcher.run(
             calls.make("reduce", [], tensors, lambda: self._other.reduce(tensors, opts), None, opts)
         )
 
     def allgather_coalesced(self, outputs: Any, inputs: list[torch.Tensor], opts: Any = None) -> dist.Work:
         """``all_gather_coalesced``, which torch has deprecated."""
-        opts = opts or dist.AllgatherOptions()
+        opts = opts or c10d.AllgatherOptions()
         other = lambda: self._other.allgather_coalesced(outputs, inputs, opts)  # noqa: E731
-        return self._run(calls.make("all_gather_coalesced", inputs, [], other, None, opts))
+        return self._dispatcher.run(calls.make("all_gather_coalesced", inputs, [], other, None, opts))
 
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> dist.Work:
         """``send`` to a rank of the group."""
-        return self._pass("send", tensors, lambda: self._other.send(tensors, dst, tag), [dst])
+        call = calls.make("send", tensors, [], lambda: self._other.send(tensors, dst, tag), None, None)
+        return self._dispatcher.pass_on(call, [dst])
 
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> dist.Work:
         """``recv`` from a rank of the group."""
-        return self._pass("recv", tensors, lambda: self._other.recv(tensors, src, tag), [src])
+        call = calls.make("recv", tensors, [], lambda: self._other.recv(tensors, src, tag), None, None)
+        return self._dispatcher.pass_on(call, [src])
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> dist.Work:
         """``recv`` from whoever sends."""
-        return self._pass("recv", tensors, lambda: self._other.recv_anysource(tensors, tag), [])
+        call = calls.make("recv", tensors, [], lambda: self._other.recv_anysource(tensors, tag), None, None)
+        return self._dispatcher.pass_on(call, [])
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Gloo's."""
-        self._other.monitored_barrier(timeout, wait_all_ranks)
+        self._other.monitored_barrier(timeout, wait_all_ranks)  # type: ignore[attr-defined]
 
     def _start_coalescing(self, device: torch.device) -> None:
-        self._coalescing = []
-        if self._names.get(device.type) == "nccl":
+        self._dispatcher.begin_coalescing()
+        if self._dispatcher.names.get(device.type) == "nccl":
             self._other._start_coalescing(device)
 
     def _end_coalescing(self, device: torch.device) -> dist.Work:
-        works, self._coalescing = self._coalescing or [], None
-        if self._names.get(device.type) == "nccl":
+        works = self._dispatcher.end_coalescing()
+        if self._dispatcher.names.get(device.type) == "nccl":
             last = self._other._end_coalescing(device)
             works = [*works, last] if last is not None else works
         return JoinedWork(works)
-
-    # --- how calls are made -------------------------------------------------------------------------------------------
-
-    def _run(self, call: Call) -> dist.Work:
-        device = call.tensors[0].device.type if call.tensors else "cpu"
-        call.refusal = call.refusal or self._uses(device)
-        order = self._orders.get(device)
-        if order is None:
-            work = self._make_other(call, device)
-        elif call.refusal:
-            work = order.other(lambda: self._make_other(call, device), call.is_async)
-        else:
-            work = order.run(
-                lambda: self._make(call, device), call.tensors, call.outputs, call.is_async, call.timeout
-            )
-        if self._coalescing is not None:
-            self._coalescing.append(work)
-        return work
-
-    def _pass(
-        self, name: str, tensors: Sequence[torch.Tensor], other: Callable[[], dist.Work], peers: Sequence[int]
-    ) -> dist.Work:
-        """Between two ranks: in no order with the calls of all."""
-        call = calls.make(name, tensors, [], other, None, None)
-        return self._make_other(call, tensors[0].device.type, peers)
-
-    def _make(self, call: Call, device: str) -> None:
-        """Make a call in its turn, by Sidelane if the ranks can."""
-        communicator = self._communicator(device, call)
-        if communicator is None:
-            call.refusal = self._refusals[device]
-            self._make_other(call, device).wait()
-            return
-        assert call.job is not None
-        try:
-            call.job(communicator)
-        except Exception as error:
-            if self._ranks != tuple(range(len(self._ranks))):
-                error.add_note(f"ranks of {self.group_name} are, in the world: {list(self._ranks)}")
-            raise
-        choice = communicator.last_choice()
-        assert choice is not None
-        self._note(call, device, SIDELANE, choice.candidate.name, choice.reason)
-
-    def _make_other(self, call: Call, device: str, peers: Sequence[int] | None = None) -> dist.Work:
-        name, needed = self._names.get(device, "none"), range(len(self._ranks)) if peers is None else peers
-        self._note(call, device, name, call.refusal)
-        try:
-            work = call.other()
-        except RuntimeError as error:
-            raise self._witness.explain(error, needed) from error
-        return JoinedWork([]) if work is None else OtherWork(work, self._witness, needed, looks=name == "gloo")
-
-    def _note(self, call: Call, device: str, where: str, why: str, reason: str = "") -> None:
-        dtype = calls.name_of(call.tensors[0].dtype) if call.nbytes else ""
-        self._ledger.note((call.name, dtype, device, where, why), reason, call.nbytes)
-
-    def _uses(self, device: str) -> str:
-        """Why Sidelane does not take tensors of such a device; "" if it does."""
-        known = self._refusals.get(device)
-        if known is None:
-            known = self._refusals[device] = self._settle(device)
-        return known
-
-    def _settle(self, device: str) -> str:
-        if len(self._ranks) > MAX_NODE_RANKS:
-            return f"{len(self._ranks)} ranks, Sidelane takes {MAX_NODE_RANKS}"
-        if device not in self._orders:
-            return f"Sidelane does not know {device}"
-        asked, config = self._what_was_asked()
-        if asked == NAME:
-            is_control = device == "cpu" and "cuda" in self._names
-            return "tensors of the CPU, on a machine with GPUs (cpu:sidelane would take them)" if is_control else ""
-        names = dict(pair.split(":") for pair in config.split(",")) if ":" in config else {}
-        return "" if names.get(device) == NAME else f"{device} tensors are for {names.get(device, 'others')}, as asked"
-
-    def _what_was_asked(self) -> tuple[str, str]:
-        if self._asked is None:
-            self._asked = str(c10d._world.pg_map[self][0]), c10d._world.pg_backend_config[self]
-        return self._asked
-
-    def _communicator(self, device: str, call: Call) -> Communicator | None:
-        """What makes Sidelane's calls; None where the ranks found out together that there can be none."""
-        with self._making:
-            made = self._communicators.get(device)
-            if made is None and not self._refusals[device]:
-                where = call.tensors[0].device if call.tensors else torch.device(device)
-                config = dataclasses.replace(settings.current(), timeout_s=self._timeout.total_seconds())
-                if dist.get_debug_level() == dist.DebugLevel.DETAIL:
-                    config = dataclasses.replace(config, debug=True)
-                try:
-                    made = self._communicators[device] = Communicator(self, device=where, config=config)
-                except UnavailableError as error:
-                    self._refusals[device] = str(error)
-            return made
-
-    def _close(self) -> None:
-        communicators, self._communicators = self._communicators, {}
-        for communicator in communicators.values():
-            communicator.close()
-
-    # --- what calls that wait ask (``order.Guard``) -------------------------------------------------------------------
-
-    def late(self) -> tuple[str, Sequence[int]]:
-        """Who has not come to the call that this rank is in."""
-        communicator = self._communicators.get("cpu")
-        if communicator is None:
-            return "", ()
-        control = communicator.lane.control
-        ranks = [rank for rank in control.absent(control.begun(self.rank())) if rank != self.rank()]
-        return "".join(f"; {control.describe(rank)}" for rank in ranks), ranks
-
-    def interrupted(self, error: KeyboardInterrupt) -> None:
-        """End the communicator, whose thread would wait on."""
-        communicator = self._communicators.get("cpu")
-        if communicator is not None:
-            communicator.lane.calls.fail(error)
-
-    def on_stream(self, stream: torch.cuda.Stream, outputs: Sequence[torch.Tensor]) -> dist.Work:
-        """What stands for a call that is queued on a stream."""
-        communicator = self._communicators.get("cuda")
-        if communicator is None:
-            return StreamWork(stream, outputs)
-        from sidelane.collectives.backend_cuda import CudaBackend, CudaWork
-
-        backend = communicator.lane.backend
-        assert isinstance(backend, CudaBackend)
-        work = CudaWork(backend, stream)
-        work.outputs = tuple(outputs)
-        return work
 
 
 def _listed(tensors: Tensors) -> list[torch.Tensor]:

@@ -1,10 +1,11 @@
-"""The name ``sidelane`` for ``torch.distributed.init_process_group``. Registering imports no part of the group itself."""
+"""The name ``sidelane`` for ``torch.distributed``. Registering it imports no part of the group itself."""
 
 from __future__ import annotations
 
 from typing import Any
 
-NAME = "sidelane"
+from sidelane.integrations.ledger import SIDELANE as NAME
+
 DEVICES = ("cpu", "cuda")
 
 

@@ -83,4 +83,3 @@ def _in_a_row(tensors: Sequence[torch.Tensor], apart_from: torch.Tensor | None) 
         if low < end and first.data_ptr() < high:
             return None
     return first.data.as_strided((sum(tensor.numel() for tensor in tensors),), (1,))
-

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from sidelane.collectives.work import NO_TIMEOUT, Work, timed_out
 from sidelane.errors import PeerTimeoutError
 
-
 _LOOK_S = 0.5
 _PATIENCE_S = 2.0  # a rank may have done its part before it went: what it sent may still be on its way
 _GAVE_UP = "Operation timed out"  # what torch says of a wait that ends before its call
@@ -137,8 +136,7 @@ class OtherWork(dist.Work):
             if self._watch.dead(self._peers):
                 noticed = min(noticed, time.monotonic())
                 if time.monotonic() - noticed > _PATIENCE_S:
-                    error = RuntimeError("connection closed: its process is gone")
-                    raise self._watch.explain(error, self._peers)
+                    raise self._watch.explain(RuntimeError("connection closed: its process is gone"), self._peers)
 
     def is_completed(self) -> bool:
         return self._work.is_completed()
@@ -215,7 +213,7 @@ class StreamWork(EndedWork):
 
 def finished(outputs: Sequence[torch.Tensor]) -> torch.futures.Future[list[torch.Tensor]]:
     """A future that is done; on GPUs, what callbacks do comes behind the current stream."""
-    devices = list({tensor.device for tensor in outputs if tensor.is_cuda})
+    devices: list[Any] = list({tensor.device for tensor in outputs if tensor.is_cuda})
     future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=devices)
     future.set_result(list(outputs))
     return future

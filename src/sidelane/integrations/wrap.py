@@ -7,8 +7,9 @@ import itertools
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from sidelane.integrations.ledger import SIDELANE as NAME
 from sidelane.integrations.process_group import SidelaneGroup
-from sidelane.integrations.registration import NAME, register
+from sidelane.integrations.registration import register
 
 _made: dict[str, itertools.count[int]] = {}
 
@@ -35,9 +36,8 @@ def wrap(group: dist.ProcessGroup | None = None) -> SidelaneGroup:
     if dist.get_rank(inner) < 0:
         raise ValueError("wrap: this process is not in the group")
     register()
-    name = inner.group_name
-    number = next(_made.setdefault(name, itertools.count()))
-    name = f"{name}/{NAME}{number}"
+    number = next(_made.setdefault(inner.group_name, itertools.count()))
+    name = f"{inner.group_name}/{NAME}{number}"
     store = dist.PrefixStore(f"{name}/", c10d._get_process_group_store(inner))
     ranks = dist.get_process_group_ranks(inner)
     timeout = c10d._get_default_timeout(dist.get_backend(inner))
@@ -48,12 +48,12 @@ def wrap(group: dist.ProcessGroup | None = None) -> SidelaneGroup:
     devices = ",".join(f"{device.type}:{NAME}" for device in inner._device_types)
     made.take_devices(devices)
     world.pg_map[made] = (dist.Backend(NAME), store)
-    world.pg_names[made] = name
+    world.pg_names[made] = name  # type: ignore[assignment]
     world.pg_backend_config[made] = devices
     world.pg_group_ranks[made] = {rank: number for number, rank in enumerate(ranks)}
     tag = f"ptd:{name}"
     world.tags_to_pg.setdefault("", []).append(made)
     world.tags_to_pg.setdefault(tag, []).append(made)
     world.pg_to_tag[made] = tag
-    c10d._register_process_group(name, made)
+    c10d._register_process_group(name, made)  # type: ignore[arg-type]
     return made

@@ -1,0 +1,192 @@
+"""How a group makes its calls: by Sidelane what Sidelane does, by the other group everything else."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from sidelane import config as settings
+from sidelane.collectives import Communicator
+from sidelane.errors import UnavailableError
+from sidelane.integrations import calls
+from sidelane.integrations.calls import Call
+from sidelane.integrations.ledger import SIDELANE, Ledger
+from sidelane.integrations.order import HostOrder, StreamOrder
+from sidelane.integrations.other import Witness, name_of_backend
+from sidelane.integrations.works import JoinedWork, OtherWork, StreamWork
+from sidelane.program.collective import MAX_NODE_RANKS
+
+
+class Dispatcher:
+    """Makes the calls of one group. It is what calls that wait ask (``order.Guard``).
+
+    Args:
+        group: that torch knows.
+        other: that stands behind it.
+        witness: knows the dead.
+        ranks: of the group, in the world.
+        timeout: of Sidelane's calls.
+        asked: for which devices Sidelane is, in the words of the caller and in full, both as torch writes them.
+
+    Attributes:
+        ledger: what was made where.
+        names: of the other group's backends, by device.
+        timeout: of communicators to come.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        other: dist.ProcessGroup,
+        witness: Witness,
+        ranks: Sequence[int],
+        timeout: timedelta,
+        asked: Callable[[], tuple[str, str]],
+    ) -> None:
+        self.ledger, self.timeout = Ledger(ranks), timeout
+        self.names = {device.type: name_of_backend(other, device.type) for device in other._device_types}
+        self._group, self._witness, self._ranks, self._asked = group, witness, tuple(ranks), asked
+        self._orders: dict[str, HostOrder | StreamOrder] = {"cpu": HostOrder(self), "cuda": StreamOrder(self)}
+        self._communicators: dict[str, Communicator] = {}
+        self._refusals: dict[str, str] = {}
+        self._making = threading.Lock()
+        self._coalescing: list[dist.Work] | None = None
+
+    def begin_coalescing(self) -> None:
+        """From here on, :meth:`run` also keeps what it returns."""
+        self._coalescing = []
+
+    def end_coalescing(self) -> list[dist.Work]:
+        """What was kept."""
+        works, self._coalescing = self._coalescing or [], None
+        return works
+
+    def finish(self) -> None:
+        """Wait for the calls under way."""
+        for order in self._orders.values():
+            order.close()
+
+    def close(self) -> None:
+        """Let go of the communicators: calls under way fail, here and on the other ranks."""
+        communicators, self._communicators = self._communicators, {}
+        for communicator in communicators.values():
+            communicator.close()
+
+    def run(self, call: Call) -> dist.Work:
+        """Make a call of all ranks, in its order."""
+        device = call.tensors[0].device.type if call.tensors else "cpu"
+        call.refusal = call.refusal or self.uses(device)
+        order = self._orders.get(device)
+        if order is None:
+            work = self._make_other(call, device)
+        elif call.refusal:
+            work = order.other(lambda: self._make_other(call, device), call.is_async)
+        else:
+            work = order.run(lambda: self._make(call, device), call.tensors, call.outputs, call.is_async, call.timeout)
+        if self._coalescing is not None:
+            self._coalescing.append(work)
+        return work
+
+    def pass_on(self, call: Call, peers: Sequence[int]) -> dist.Work:
+        """Make a call between two ranks: in no order with the calls of all."""
+        return self._make_other(call, call.tensors[0].device.type, peers)
+
+    def _make(self, call: Call, device: str) -> None:
+        """Make a call in its turn, by Sidelane if the ranks can."""
+        communicator = self._communicator(device, call)
+        if communicator is None:
+            call.refusal = self._refusals[device]
+            self._make_other(call, device).wait()
+            return
+        assert call.job is not None
+        try:
+            call.job(communicator)
+        except Exception as error:
+            if self._ranks != tuple(range(len(self._ranks))):
+                error.add_note(f"ranks of {self._group.group_name} are, in the world: {list(self._ranks)}")
+            raise
+        choice = communicator.last_choice()
+        assert choice is not None
+        self._note(call, device, SIDELANE, choice.candidate.name, choice.reason)
+
+    def _make_other(self, call: Call, device: str, peers: Sequence[int] | None = None) -> dist.Work:
+        name, needed = self.names.get(device, "none"), range(len(self._ranks)) if peers is None else peers
+        self._note(call, device, name, call.refusal)
+        try:
+            work = call.other()
+        except RuntimeError as error:
+            raise self._witness.explain(error, needed) from error
+        return JoinedWork([]) if work is None else OtherWork(work, self._witness, needed, looks=name == "gloo")
+
+    def _note(self, call: Call, device: str, where: str, why: str, reason: str = "") -> None:
+        dtype = calls.name_of(call.tensors[0].dtype) if call.nbytes else ""
+        self.ledger.note((call.name, dtype, device, where, why), reason, call.nbytes)
+
+    def uses(self, device: str) -> str:
+        """Why Sidelane does not take tensors of such a device; "" if it does."""
+        known = self._refusals.get(device)
+        if known is None:
+            known = self._refusals[device] = self._settle(device)
+        return known
+
+    def _settle(self, device: str) -> str:
+        if len(self._ranks) > MAX_NODE_RANKS:
+            return f"{len(self._ranks)} ranks, Sidelane takes {MAX_NODE_RANKS}"
+        if device not in self._orders:
+            return f"Sidelane does not know {device}"
+        asked, config = self._asked()
+        if asked == SIDELANE:
+            is_control = device == "cpu" and "cuda" in self.names
+            return "tensors of the CPU, on a machine with GPUs (cpu:sidelane would take them)" if is_control else ""
+        names = dict(pair.split(":") for pair in config.split(",")) if ":" in config else {}
+        return (
+            "" if names.get(device) == SIDELANE else f"{device} tensors are for {names.get(device, 'others')}, as asked"
+        )
+
+    def _communicator(self, device: str, call: Call) -> Communicator | None:
+        """What makes Sidelane's calls; None where the ranks found out together that there can be none."""
+        with self._making:
+            made = self._communicators.get(device)
+            if made is None and not self._refusals[device]:
+                where = call.tensors[0].device if call.tensors else torch.device(device)
+                config = dataclasses.replace(settings.current(), timeout_s=self.timeout.total_seconds())
+                if dist.get_debug_level() == dist.DebugLevel.DETAIL:
+                    config = dataclasses.replace(config, debug=True)
+                try:
+                    made = self._communicators[device] = Communicator(self._group, device=where, config=config)
+                except UnavailableError as error:
+                    self._refusals[device] = str(error)
+            return made
+
+    def late(self) -> tuple[str, Sequence[int]]:
+        """Who has not come to the call that this rank is in."""
+        communicator = self._communicators.get("cpu")
+        if communicator is None:
+            return "", ()
+        control = communicator.lane.control
+        ranks = [rank for rank in control.absent(control.begun(control.rank)) if rank != control.rank]
+        return "".join(f"; {control.describe(rank)}" for rank in ranks), ranks
+
+    def interrupted(self, error: KeyboardInterrupt) -> None:
+        """End the communicator, whose thread would wait on."""
+        communicator = self._communicators.get("cpu")
+        if communicator is not None:
+            communicator.lane.calls.fail(error)
+
+    def on_stream(self, stream: torch.cuda.Stream, outputs: Sequence[torch.Tensor]) -> dist.Work:
+        """What stands for a call that is queued on a stream."""
+        communicator = self._communicators.get("cuda")
+        if communicator is None:
+            return StreamWork(stream, outputs)
+        from sidelane.collectives.backend_cuda import CudaBackend, CudaWork
+
+        backend = communicator.lane.backend
+        assert isinstance(backend, CudaBackend)
+        work = CudaWork(backend, stream)
+        work.outputs = tuple(outputs)
+        return work
