@@ -21,6 +21,7 @@ import kernel_worlds
 import numpy as np
 import numpy.typing as npt
 import torch
+from quick_interpreter import replace_once
 
 from sidelane.device import (
     broadcast_cells,
@@ -112,6 +113,7 @@ def dead_peer(world: World) -> None:
 
 def main(scenario: str, world_size: int) -> int:
     torch.set_num_threads(1)
+    replace_once()
     name, *arguments = scenario.split(":")
     run: Callable[..., None] = globals().get(name) or getattr(kernel_scenarios, name)
     world = World(world_size)

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 from accesses import recorded
 from kernel_ranks import World
+from quick_interpreter import replace_once
 from shadowed_kernels import kernels, name_of
 from steps import Places, bytes_of, compare, steps_of, steps_said
 
@@ -233,6 +234,7 @@ def planted(queues: Sequence[Queue]) -> Iterator[tuple[str, list[Queue]]]:
 
 def main(world_size: int) -> int:
     torch.set_num_threads(1)
+    replace_once()
     world = World(world_size, BLOCKS)
     children = []
     for rank in range(world_size):
@@ -245,9 +247,7 @@ def main(world_size: int) -> int:
                 every = [kernel for part in PARTS[world_size] for kernel in kernels(world_size, part, BLOCKS, INTS)]
                 for generation, kernel in enumerate(every, 1):
                     steps += compare_blocks(world, kernel, generation, noticed)
-                print(f"rank {rank}: {len(every)} kernels, {steps} steps")
-                if rank == 0:
-                    print(*sorted(noticed), sep="\n")
+                print(f"rank {rank}: {len(every)} kernels, {steps} steps", *sorted(noticed), sep="\n")
                 code = 0
             except BaseException:
                 traceback.print_exc()

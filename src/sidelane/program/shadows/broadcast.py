@@ -1,4 +1,4 @@
-"""Shadows of the kernels that push a broadcast, relayed by the peers: ``broadcast_push`` of ``device``, and of lists."""
+"""Shadows of the kernels that push broadcasts, relayed by the peers: ``broadcast_push`` of ``device``, and of lists."""
 
 from __future__ import annotations
 
