@@ -7,17 +7,14 @@ which must be noticed.
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
-import traceback
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from accesses import recorded
-from kernel_ranks import World
-from quick_interpreter import replace_once
+from kernel_ranks import World, run_ranks
 from shadowed_kernels import kernels, name_of
 from steps import Places, bytes_of, compare, steps_of, steps_said
 
@@ -232,35 +229,21 @@ def planted(queues: Sequence[Queue]) -> Iterator[tuple[str, list[Queue]]]:
             yield "something apart in order", with_commands([*queue.commands, *commands])
 
 
-def main(world_size: int) -> int:
-    torch.set_num_threads(1)
-    replace_once()
-    world = World(world_size, BLOCKS)
-    children = []
-    for rank in range(world_size):
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                world.become(rank)
-                steps, noticed = 0, set[str]()
-                every = [kernel for part in PARTS[world_size] for kernel in kernels(world_size, part, BLOCKS, INTS)]
-                for generation, kernel in enumerate(every, 1):
-                    steps += compare_blocks(world, kernel, generation, noticed)
-                print(f"rank {rank}: {len(every)} kernels, {steps} steps", *sorted(noticed), sep="\n")
-                code = 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(code)
-        children.append(child)
-    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    if any(codes):
-        print(f"ranks ended with {codes}", file=sys.stderr)
-    return int(any(codes))
+def cases(world_size: int) -> Iterator[AnyKernelProgram]:
+    """Kernels of one tensor with all sizes, of lists with the last one."""
+    *some, last = PARTS[world_size]
+    for part in some:
+        yield from (kernel for kernel in kernels(world_size, part, BLOCKS, INTS) if isinstance(kernel, KernelProgram))
+    yield from kernels(world_size, last, BLOCKS, INTS)
+
+
+def run(world: World) -> None:
+    steps, noticed = 0, set[str]()
+    every = list(cases(world.world_size))
+    for generation, kernel in enumerate(every, 1):
+        steps += compare_blocks(world, kernel, generation, noticed)
+    print(f"rank {world.rank}: {len(every)} kernels, {steps} steps", *sorted(noticed), sep="\n")
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1])))
+    sys.exit(run_ranks(World(int(sys.argv[1]), BLOCKS), run))
