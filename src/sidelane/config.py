@@ -10,6 +10,7 @@ variable                   meaning                                              
 ``SIDELANE_PROFILE``       file of measured times to choose by; ``builtin``: never the user's          (a)
 ``SIDELANE_NATIVE``        0: repeat calls on GPUs in Python, compile nothing                          1
 ``SIDELANE_MEMORY_BYTES``  most bytes that ``empty`` may reserve on a rank, for each communicator      (b)
+``SIDELANE_MAP_MEMORY``    0: ordinary tensors are staged, even where peers could map them             1
 =========================  ==========================================================================  =======
 
 (b) what the device has.
@@ -29,7 +30,8 @@ from pathlib import Path
 
 VARIABLES = (
     *("SIDELANE_TIMEOUT_S", "SIDELANE_DEBUG", "SIDELANE_VERIFY", "SIDELANE_BESIDE", "SIDELANE_PROFILE"),
-    *("SIDELANE_NATIVE", "SIDELANE_MEMORY_BYTES", "SIDELANE_COMMIT"),  # the last one is for results: which code ran
+    *("SIDELANE_NATIVE", "SIDELANE_MEMORY_BYTES", "SIDELANE_MAP_MEMORY"),
+    "SIDELANE_COMMIT",  # for results: which code ran
 )
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -56,6 +58,7 @@ class Config:
         native: repeat calls on GPUs in compiled code, where there is a C compiler.
         memory_bytes: most bytes of symmetric memory that ``empty`` of a communicator may reserve on a rank; None for
             what the device has.
+        map_memory: let peers reach ordinary tensors without staging where that is possible (docs/internals/reach.md).
     """
 
     timeout_s: float = DEFAULT_TIMEOUT_S
@@ -65,6 +68,7 @@ class Config:
     profile: str | None = None
     native: bool = True
     memory_bytes: int | None = None
+    map_memory: bool = True
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
@@ -99,6 +103,7 @@ def from_environment(environment: Mapping[str, str]) -> Config:
         profile=environment.get("SIDELANE_PROFILE") or None,
         native=_switch(environment, "SIDELANE_NATIVE", default=True),
         memory_bytes=_bytes(environment, "SIDELANE_MEMORY_BYTES"),
+        map_memory=_switch(environment, "SIDELANE_MAP_MEMORY", default=True),
     )
 
 

@@ -24,6 +24,7 @@ from sidelane.collectives.own_kernel import OwnKernel, load_kernel
 from sidelane.collectives.plan import AUTO
 from sidelane.collectives.pool import MemoryUse
 from sidelane.collectives.prelaunched import Prelaunched, prepare_prelaunched
+from sidelane.collectives.reach import Reached
 from sidelane.collectives.session import Lane, Session
 from sidelane.collectives.uneven import UnevenCall
 from sidelane.collectives.work import Work
@@ -402,6 +403,21 @@ class Communicator:
             UnavailableError: of a new tensor, while a graph is captured.
         """
         return self.lane.peers(tensor)
+
+    def reach(self, tensor: torch.Tensor) -> Reached:
+        """How peers get at a tensor: ``symmetric``, ``mapped`` or ``staged``, and why. No collective.
+
+        A tensor that is ``mapped`` is staged all the same where that of another rank is, and in asynchronous calls.
+
+        Raises:
+            ValueError: no call takes this tensor.
+        """
+        (region,) = self.lane.arguments.regions("reach", tensor)
+        if region.symmetric:
+            return Reached("symmetric")
+        if self._path.reach is None:
+            return Reached("staged", "ordinary memory is not mapped on this device, or Config.map_memory is off")
+        return self._path.reach.of(tensor)
 
     @entry
     def barrier(self) -> None:

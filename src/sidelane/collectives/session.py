@@ -224,6 +224,8 @@ class Lane:
             self.path.repeats.forget()
         self.backend.close()
         self.preparer.close()
+        if self.path.reach is not None:
+            self.path.reach.close()
         self.memory.close()
         self.control.close()
 
