@@ -122,8 +122,10 @@ def test_an_error_of_a_setting_says_where_settings_are(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(config, "_stack", [])
     monkeypatch.setenv("SIDELANE_BESIDE", "everything")
-    result = run("explain", "all_gather", "1M")
-    assert result.exit_code == 2
+    monkeypatch.setattr("sidelane.bench.running.study.run_ranks", lambda *_, **__: pytest.fail("ranks were started"))
+    result = run("collective", "--device", "cpu")
+    assert result.exit_code == 2 and "SIDELANE" not in result.stdout
+    assert "Error: Config: beside (value='everything', allowed=nothing, compute)" in result.stderr
     assert result.stderr.splitlines()[-1] == "See docs/reference/settings.md"
 
 

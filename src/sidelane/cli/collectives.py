@@ -252,8 +252,8 @@ def phases(
     default="both",
     help="Calls in place, out of place, or both.",
 )
-@how("--seconds", type=float, default=0.7, help="That each runs in a round.")
-@how("--rounds", type=click.IntRange(min=1), default=2, help="Of all that are measured.")
+@how("--seconds", type=float, default=0.7, help="Seconds that each implementation runs in a round.")
+@how("--rounds", type=click.IntRange(min=1), default=2, help="Rounds over all implementations.")
 @output(
     "--fill",
     type=click.Path(dir_okay=False, exists=True, path_type=Path),
@@ -310,7 +310,14 @@ def power(
     ),
 )
 @size_options("1M", "256M on GPUs, 4M on CPUs")
-@what("--variants", metavar="NAME,...", callback=names, default="", show_default="all", help="Of Sidelane's.")
+@what(
+    "--variants",
+    metavar="NAME,...",
+    callback=names,
+    default="",
+    show_default="all",
+    help="Of Sidelane's: b2b, pcpy, one_shot, ...",
+)
 @what(
     "--launch",
     type=click.Choice(["eager", "graph", "prelaunched", ALL]),
@@ -361,7 +368,7 @@ def chain(min_bytes: int, max_bytes: int | None, factor: int, launch: str, json:
     metavar="NAME,...",
     callback=names,
     default="one_shot,b2b,b2b+graph,alternating,striped",
-    help="Of Sidelane's.",
+    help="Of Sidelane's, that are measured.",
 )
 @how("--calls", type=click.IntRange(min=1), default=40, help="Calls in a batch.")
 @how("--batches", "repeats", type=click.IntRange(min=1), default=50, help="Batches that are measured.")

@@ -8,6 +8,7 @@ from typing import IO, Any
 
 import click
 
+from sidelane import config
 from sidelane.errors import SEE, Page, SidelaneError, page_of
 
 
@@ -51,12 +52,16 @@ class MisusedError(click.UsageError):
 
 @contextlib.contextmanager
 def plain_errors() -> Iterator[None]:
-    """Turn errors that have an explanation into one line: exit code 2 for what the user asked, 1 for what happened."""
+    """Turn errors that have an explanation into one line: exit code 2 for what the user asked, 1 for what happened.
+
+    Settings are read first: ranks that cannot read them would take no part in a study, and it would go on without them.
+    """
     context = click.get_current_context()
     if context.obj:  # --traceback
         yield
         return
     try:
+        config.current()
         yield
     except (ValueError, TypeError) as problem:
         raise MisusedError(str(problem), context, page_of(problem)) from problem

@@ -47,7 +47,7 @@ def machines(json: Path | None) -> None:
     default=Path("results"),
     help="With a folder of measurements for each machine.",
 )
-@what("--version", type=click.Choice(VERSIONS), default="000", help="Of paper 000.")
+@what("--version", type=click.Choice(VERSIONS), default="000", help="Version of paper 000.")
 @how(
     "--ranges/--no-ranges",
     default=None,

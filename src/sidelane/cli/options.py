@@ -107,9 +107,7 @@ ranks_option = where(
 device_option = where(
     "--device", type=click.Choice(DEVICES), default="auto", help="auto takes GPUs if there are two or more."
 )
-timeout_option = how(
-    "--timeout", "timeout_s", type=click.FloatRange(min=1), default=600.0, help="Seconds for all of it."
-)
+timeout_option = how("--timeout", "timeout_s", type=click.FloatRange(min=1), default=600, help="Seconds for all of it.")
 json_option = output(
     "--json",
     type=click.Path(dir_okay=False, path_type=Path, allow_dash=True),

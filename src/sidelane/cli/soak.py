@@ -21,7 +21,12 @@ from sidelane.cli.options import device_option, json_option
         ("sidelane soak --minutes 60 --json soak.json --resume", "go on with an earlier campaign"),
     ),
 )
-@where("--ranks", type=click.IntRange(min=1), show_default="1 to 8 on CPUs, or every GPU", help="Of every episode.")
+@where(
+    "--ranks",
+    type=click.IntRange(min=1),
+    show_default="1 to 8 on CPUs, or every GPU",
+    help="Processes of every episode.",
+)
 @device_option
 @how("--calls", type=click.IntRange(min=1), help="End when so many have been made.")
 @how(
@@ -30,7 +35,7 @@ from sidelane.cli.options import device_option, json_option
     show_default="1, without --calls and --episode",
     help="End after so long.",
 )
-@what("--seed", type=int, default=0, help="Of everything that is random.")
+@what("--seed", type=int, default=0, help="Of all that is random: the same seed makes the same calls.")
 @what("--episode", type=click.IntRange(min=0), help="Run this episode of the campaign alone.")
 @what("--episode-calls", type=click.IntRange(min=1), help="Of an episode of two ranks. Part of what a seed means.")
 @json_option
