@@ -35,12 +35,12 @@ from sidelane.program.collective import Kind
 
 WIDTHS = (40, 60, 80, 120, 200)
 RESULTS = Path(__file__).resolve().parent.parent / "results"
-RECORDED = sorted(
-    path
-    for folder in ("cpu", "h200x2", "h200x4")
-    for path in (RESULTS / folder).glob("*.json")
-    if path.stem in ("collectives", "c3", "phases", "power", "chain", "host", "soak", "lists")
-)
+STUDIES = ("collectives", "lists", "c3", "phases", "power", "chain", "host", "soak")
+# Of each study one file.
+RECORDED = [
+    next(path for folder in ("h200x4", "cpu") if (path := RESULTS / folder / f"{study}.json").exists())
+    for study in STUDIES
+]
 
 
 def printed(table: Table, width: int) -> str:
@@ -124,10 +124,6 @@ MADE: dict[str, Callable[[], list[Table]]] = {
     "tune": of_tune,
     "explain": of_explain,
 }
-
-
-def test_recorded_results_are_of_every_study() -> None:
-    assert len(RECORDED) >= 10
 
 
 @pytest.mark.parametrize("name", MADE)
