@@ -140,3 +140,20 @@ def test_a_machine_without_anything_optional_still_measures() -> None:
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     assert ended.returncode == 0, ended.stderr
     assert "b2b" in ended.stdout
+
+
+ONE_RANK = """
+import sys, torch, torch.distributed as dist
+from sidelane import Communicator
+dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], 1), rank=0, world_size=1)
+with Communicator() as comm:
+    comm.all_gather(torch.zeros(4), torch.zeros(4), variant="no_such")
+"""
+
+
+def test_refused_arguments_of_a_call_say_where_to_read(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", ONE_RANK, str(tmp_path / "store")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    lines = [line.removeprefix("[rank0]: ") for line in ended.stderr.rstrip().splitlines()]  # as torch prints them
+    place = next(n for n, line in enumerate(lines) if line.startswith("ValueError: ") and "no_such" in line)
+    assert lines[place + 1] == f"See {Page.ERRORS}"
