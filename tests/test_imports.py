@@ -26,7 +26,8 @@ LAYERS = (
     ("device",),
     ("memory", "machine", "program"),
     ("native",),
-    ("config", "errors"),
+    ("config",),
+    ("errors", "sizes"),
 )
 HEIGHT = {part: -number for number, layer in enumerate(LAYERS) for part in layer}
 

@@ -10,6 +10,7 @@ import pytest
 import rich.console
 
 from sidelane.bench.claims import command
+from sidelane.bench.results.written import STDOUT
 from sidelane.machine.load import named
 from sidelane.machine.spec import Quantity, Source
 from sidelane.model import claims_c3, claims_dma
@@ -84,7 +85,7 @@ def test_the_command_fails_when_roles_are_wrong(monkeypatch, capsys):
 
 
 def test_json_has_the_agreed_keys(capsys):
-    assert command.main(command.Options(json=True, ranges=False)) == 0
+    assert command.main(command.Options(json=STDOUT, ranges=False)) == 0
     rows = json.loads(capsys.readouterr().out)
     assert {"id", "claimed", "predicted", "unit", "error", "role", "ok"} <= set(rows[0])
     assert {row["role"] for row in rows} == {"input", "fitted", "held_out"}

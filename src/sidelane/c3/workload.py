@@ -8,6 +8,7 @@ import re
 from enum import StrEnum
 
 from sidelane.program.collective import ELEMENT_BYTES, Kind
+from sidelane.sizes import format_bytes, parse_bytes
 
 COMPARABLE = 1.15
 """Two isolated times are comparable if neither exceeds the other by more than this factor (paper 000, section III)."""
@@ -188,35 +189,3 @@ def parse_workload(text: str, collective: Kind = Kind.ALL_GATHER, dtype: str = "
     if not separator:
         raise ValueError(f"parse_workload: not a pair (value={text!r}, allowed=GEMM_BYTES, for example cb1_896M)")
     return Workload(parse_gemm(gemm, dtype), collective, parse_bytes(size))
-
-
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-
-
-_ROUNDED_TO = 16
-
-
-def parse_bytes(text: str) -> int:
-    """Read a size: ``1024``, ``64K``, ``896M``, ``3.25G``, also with ``B`` or ``iB`` behind. Units are binary.
-
-    What is no whole number of bytes, as ``1.2G``, is rounded to a multiple of 16, whole elements of any dtype.
-
-    Raises:
-        ValueError: not a size, or a part of a byte.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE)
-    if not match:
-        raise ValueError(f"parse_bytes: not a size (value={text!r}, allowed=a number with K, M or G)")
-    nbytes = float(match[1]) * _UNITS[match[2].upper()]
-    if not match[2] and nbytes != int(nbytes):
-        raise ValueError(f"parse_bytes: not a whole number of bytes (value={text!r})")
-    return int(nbytes) if nbytes == int(nbytes) else max(_ROUNDED_TO, round(nbytes / _ROUNDED_TO) * _ROUNDED_TO)
-
-
-def format_bytes(nbytes: int) -> str:
-    """The shortest text that ``parse_bytes`` reads back: ``896M``, ``3.25G``, ``1000``."""
-    for unit in ("G", "M", "K"):
-        amount = f"{nbytes / _UNITS[unit]:.2f}".rstrip("0").rstrip(".")
-        if nbytes >= _UNITS[unit] and float(amount) * _UNITS[unit] == nbytes:
-            return amount + unit
-    return str(nbytes)

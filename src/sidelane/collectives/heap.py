@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from sidelane.collectives.pool import SEGMENT_BYTES, MemoryUse, Pool, as_text, from_text, rounded
-from sidelane.errors import UnavailableError
+from sidelane.errors import Page, UnavailableError
 from sidelane.memory.base import SymmetricBlock, SymmetricMemory
 from sidelane.memory.giving_back import give_back
 from sidelane.memory.storage import storage_of
@@ -214,7 +214,8 @@ class LaneMemory:
         if self._most is not None and self._pool.reserved + nbytes > self._most:
             raise UnavailableError(
                 f"empty: {nbytes} more bytes of symmetric memory (value={self._pool.reserved + nbytes} with what is "
-                f"reserved, of which {self._pool.used} are in use; allowed={self._most}, Config.memory_bytes)"
+                f"reserved, of which {self._pool.used} are in use; allowed={self._most}, Config.memory_bytes)",
+                page=Page.SETTINGS,
             )
         number = next(self._numbers)
         block = self._segments[number] = self._memory.allocate(nbytes)

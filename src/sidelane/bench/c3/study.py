@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
@@ -89,6 +90,9 @@ def _measure(rank: Rank, options: C3Options) -> int:
         torch.set_num_threads(1)  # the ranks share the cores
     workloads = [_workload(text, kind, options, rank) for text in options.workloads for kind in options.collectives]
     sender = Sender(rank, len(workloads))
+    if not on_cpu or options.full_size:  # else they are divided as the GEMM is, and the table says what ran
+        asked = dict.fromkeys(parse_workload(text).nbytes for text in options.workloads)
+        sender.note_rounding(asked, functools.partial(rounded_bytes, world_size=rank.world_size))
     roster = make_roster(rank, wanted=options.implementations, timeout_s=options.step_s, with_auto=True)
     cases = [_case(rank, workload) for workload in workloads]
     roster.reserve(max(case.output_bytes for case in cases), max(case.input_bytes for case in cases))

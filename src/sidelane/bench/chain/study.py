@@ -37,11 +37,11 @@ from sidelane.bench.results.rows import LAUNCHES, PRELAUNCHED, ChainRow
 from sidelane.bench.running.launch import Rank
 from sidelane.bench.running.measure import Job, Meter, Rounds
 from sidelane.bench.running.study import Sender, StudyOptions, run_study
-from sidelane.c3.workload import format_bytes
 from sidelane.choice.candidate import applicable
 from sidelane.collectives import Communicator
 from sidelane.collectives.prelaunched import Prelaunched, prelaunchable
 from sidelane.program.collective import Kind
+from sidelane.sizes import format_bytes
 
 WIDTH = 4096
 """Columns of what the producer makes, and its inner dimension: a layer of an 8B model."""
@@ -90,8 +90,13 @@ def _measure(rank: Rank, options: ChainOptions) -> int:
     """Every rank's part of the study. Returns the number of rows."""
     dtype = torch.float32 if rank.device.type == "cpu" else torch.bfloat16
     step = rank.world_size * WIDTH * dtype.itemsize
-    sizes = sorted({-(-size // step) * step for size in options.sizes})
+
+    def rounded(nbytes: int) -> int:
+        return -(-nbytes // step) * step
+
+    sizes = sorted(set(map(rounded, options.sizes)))
     sender = Sender(rank, len(sizes))
+    sender.note_rounding(options.sizes, rounded)
     roster = make_roster(rank, wanted=options.implementations, timeout_s=options.step_s)
     cases = [Case(Kind.ALL_GATHER, size, dtype, rank.rank, rank.world_size, rank.device) for size in sizes]
     roster.reserve(max(case.output_bytes for case in cases), max(case.input_bytes for case in cases))

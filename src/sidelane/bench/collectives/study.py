@@ -19,11 +19,11 @@ from sidelane.bench.running.asked import check_asked
 from sidelane.bench.running.launch import Rank, choose_place
 from sidelane.bench.running.measure import Job, Meter, Rounds
 from sidelane.bench.running.study import Sender, StudyOptions, run_study
-from sidelane.c3.workload import format_bytes
 from sidelane.choice.candidate import DMA
 from sidelane.program.builders.alternating import ALTERNATING, SLOT_BYTES
 from sidelane.program.collective import ELEMENT_BYTES, REDUCING, Kind
 from sidelane.program.variant import Variant
+from sidelane.sizes import format_bytes
 
 MOST_CALLS = 20
 SAMPLE_US = {"cpu": 10_000.0, "gpu": 2_000.0}
@@ -144,8 +144,10 @@ def _expected_us(kind: Kind, nbytes: int, device_type: str, calls: int = 1) -> f
 def _measure(rank: Rank, options: CollectiveOptions) -> int:
     """Every rank's part of the study. Returns the number of rows."""
     asked = options.sizes or default_sizes(rank.device.type)
-    sizes = sorted({rounded_bytes(nbytes, rank.world_size, options.tensors) for nbytes in asked})
+    rounded = functools.partial(rounded_bytes, world_size=rank.world_size, tensors=options.tensors)
+    sizes = sorted(set(map(rounded, asked)))
     sender = Sender(rank, len(sizes) * len(options.collectives))
+    sender.note_rounding(asked, rounded)
     roster = make_roster(rank, wanted=options.implementations, timeout_s=options.step_s, listed=options.tensors > 1)
     cases = [_case(rank, options, kind, nbytes) for kind in options.collectives for nbytes in sizes]
     roster.reserve(max(case.output_room for case in cases), max(case.input_room for case in cases))

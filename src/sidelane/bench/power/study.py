@@ -28,11 +28,11 @@ from sidelane.bench.running.asked import check_asked
 from sidelane.bench.running.launch import Rank, choose_place
 from sidelane.bench.running.measure import Job
 from sidelane.bench.running.study import Sender, StudyOptions, run_study
-from sidelane.c3.workload import format_bytes
 from sidelane.choice.candidate import DMA
 from sidelane.errors import UnavailableError
 from sidelane.machine import local
 from sidelane.program.collective import REDUCING, Kind
+from sidelane.sizes import format_bytes
 
 DEFAULT_SIZES = (64 << 20, 256 << 20, 1 << 30)
 OWN = ("dma", "sm", "auto")
@@ -116,7 +116,9 @@ def _measure(rank: Rank, options: PowerOptions) -> int:
     if sensor.averaged:
         sender.note("these GPUs give power as a mean over a second only: trust the energy counter")
     recorder = Recorder(sensor)
-    sizes = sorted({rounded_bytes(size, rank.world_size) for size in options.sizes})
+    rounded = functools.partial(rounded_bytes, world_size=rank.world_size)
+    sizes = sorted(set(map(rounded, options.sizes)))
+    sender.note_rounding(options.sizes, rounded)
     cases = [
         Case(kind, nbytes, torch.bfloat16, rank.rank, rank.world_size, rank.device)
         for kind in options.collectives

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from sidelane.bench.running.processes import environment, rank_context, take_over
-from sidelane.errors import PeerError, SidelaneError
+from sidelane.errors import PeerError, SidelaneError, last_line
 from sidelane.machine import local
 
 T = TypeVar("T")
@@ -253,8 +253,8 @@ def _collect(children: Sequence[_Child], timeout_s: float, progress: Callable[[s
                 result = pickle.loads(payload)
     if failures:
         first, *others = sorted(failures)
-        also = "".join(f"\nrank {other.rank} then failed too: {_last_line(other.text)}" for other in others)
-        kind, _, reason = _last_line(first.text).partition(": ")
+        also = "".join(f"\nrank {other.rank} then failed too: {last_line(other.text)}" for other in others)
+        kind, _, reason = last_line(first.text).partition(": ")
         refused = reason if kind in ("ValueError", "TypeError") else ""
         text = f"rank {first.rank} of {len(children)} failed:\n{first.text.rstrip()}{also}"
         raise RankFailedError(text, first.rank, refused)
@@ -265,10 +265,6 @@ def _collect(children: Sequence[_Child], timeout_s: float, progress: Callable[[s
             f"run_ranks: not finished within {timeout_s:g} s: rank(s) {names} (--timeout sets it)", late[0]
         )
     return result
-
-
-def _last_line(text: str) -> str:
-    return text.rstrip().rpartition("\n")[2]
 
 
 def _child_main(

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from sidelane.bench.report.drawing import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, RC, SKY, STYLES, VERMILLION
-from sidelane.c3.workload import TABLE_I, C3Class, format_bytes, parse_gemm
+from sidelane.c3.workload import TABLE_I, C3Class, parse_gemm
 from sidelane.execute.sim import Interval
 from sidelane.machine.spec import Machine
 from sidelane.model.claims_dma import DmaContext
@@ -28,6 +28,7 @@ from sidelane.model.published import PUBLISHED_VARIANTS
 from sidelane.model.strategies import partitions
 from sidelane.model.study import COLLECTIVES, SIZES, C3Study, DmaStudy, c3_study, pair_name
 from sidelane.program.collective import Kind
+from sidelane.sizes import format_bytes
 
 COLOURS = (BLUE, VERMILLION, GREEN, ORANGE, PURPLE, SKY, GREY, BLACK)
 SHADES = {"c3_base": GREY, "c3_sp": ORANGE, "c3_rp": VERMILLION, "c3_sp_rp": PURPLE, "conccl": SKY, "conccl_rp": BLUE}
