@@ -14,7 +14,7 @@ from sidelane import cli
 from sidelane.bench import explain as explaining
 from sidelane.bench import info
 from sidelane.bench.explain import ExplainOptions, explain
-from sidelane.bench.running.launch import Place
+from sidelane.bench.running.launch import LaunchTarget
 from sidelane.bench.tune import command as tune
 from sidelane.choice import Candidate, Curve
 from sidelane.choice.key import key_here
@@ -126,7 +126,7 @@ def test_explain_a_list():
     ],
 )
 def test_explain_says_on_what_first(monkeypatch: pytest.MonkeyPatch, arguments: str, on: str, by: str):
-    monkeypatch.setattr(explaining, "choose_place", lambda: Place("cpu", 2))
+    monkeypatch.setattr(explaining, "choose_target", lambda: LaunchTarget("cpu", 2))
     shown = run("explain", "all_gather", "64K", *arguments.split())
     assert shown.exit_code == 0, shown.output
     first, second, third, _ = shown.output.split("\n", 3)

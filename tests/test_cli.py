@@ -251,7 +251,7 @@ def test_the_catalogue():
 
 
 def test_demo_measures_where_there_are_gpus(asked: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(launch, "choose_place", lambda ranks, device: SimpleNamespace(on_cpu=False))
+    monkeypatch.setattr(launch, "choose_target", lambda ranks, device: SimpleNamespace(on_cpu=False))
     result = run("demo", "--report", str(tmp_path))
     assert result.exit_code == 0, result.output
     assert "This machine" in result.output
@@ -401,14 +401,14 @@ def test_info_tells_how_calls_are_repeated(monkeypatch: pytest.MonkeyPatch, nati
 
 def test_info_of_a_machine_with_gpus(monkeypatch: pytest.MonkeyPatch):
     """What a machine with four GPUs would show, made up."""
-    from sidelane.bench.running.launch import Place
+    from sidelane.bench.running.launch import LaunchTarget
     from sidelane.machine.inventory import Accelerators, Gpu, Inventory
 
     gpus = tuple(Gpu(i, "Example GPU", 141 << 30, 132, 3, 18, True, 700.0) for i in range(4))
     access = tuple(tuple((i, j) != (3, 0) for j in range(4)) for i in range(4))
     found = Accelerators("cuda", gpus, access, None, "580.1", "NCCL 2.28.9", True, False, ("a note",))
     monkeypatch.setattr(info.local, "inspect", lambda: Inventory("CPU", 64, 1 << 39, 1 << 38, found))
-    monkeypatch.setattr(info, "choose_place", lambda: Place("cpu", 4))
+    monkeypatch.setattr(info, "choose_target", lambda: LaunchTarget("cpu", 4))
     output = " ".join(run("info", "--no-probe").output.split())
     assert "141 GiB, 132 compute units, 3 copy engines, 18 links to a switch, 700 W at most" in output
     assert "missing for 3->0" in output

@@ -383,7 +383,7 @@ def test_a_campaign_goes_on_where_it_stopped(tmp_path: Path):
 
 def test_an_episode_is_done_again():
     options = SoakOptions(**QUICK, episode=3)
-    campaigns = [Campaign(options, study.choose_place(2, "cpu")) for _ in range(2)]
+    campaigns = [Campaign(options, study.choose_target(2, "cpu")) for _ in range(2)]
     for campaign in campaigns:
         campaign.run()
     assert counted(campaigns[0].rows()) == counted(campaigns[1].rows()) != []
@@ -439,7 +439,7 @@ def test_a_campaign_that_only_fails_ends(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 def test_the_largest_file_is_small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    campaign = Campaign(SoakOptions(device="cpu"), study.choose_place(None, "cpu"))
+    campaign = Campaign(SoakOptions(device="cpu"), study.choose_target(None, "cpu"))
     for ending, size in itertools.product(ENDINGS, range(1, 9)):
         tally = Tally()
         tally.calls.update(dict.fromkeys(SOAKED, 10_000_000))

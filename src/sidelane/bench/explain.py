@@ -15,7 +15,7 @@ from sidelane import config as settings
 from sidelane.bench.report.table import Line, Table, grouped
 from sidelane.bench.report.terminal import say, tables_console
 from sidelane.bench.results.written import write_json
-from sidelane.bench.running.launch import choose_place
+from sidelane.bench.running.launch import choose_target
 from sidelane.choice import Abilities, Candidate, Choice, Curve, Profile, candidates, choose, objection
 from sidelane.choice.candidate import EVERYTHING, GRAPH, everything
 from sidelane.choice.key import CPU, Key, key_here
@@ -257,7 +257,7 @@ def _where(options: ExplainOptions) -> tuple[InForce | None, str, str, int, Abil
         ranks = options.world_size or machine.gpus
         devices = machine.title if ranks == machine.gpus else f"{_ranks(ranks)} of {machine.title}"
         return None, devices, "", ranks, Abilities()
-    place = choose_place()
+    place = choose_target()
     ranks = options.world_size or place.world_size
     key = key_here(place.device_type, place.world_size)
     devices = f"{_devices(key, ranks)} of this machine"

@@ -15,7 +15,7 @@ from sidelane import config as settings
 from sidelane.bench.report.terminal import tables_console
 from sidelane.bench.results.provenance import software_versions
 from sidelane.bench.results.written import write_json
-from sidelane.bench.running.launch import Place, Rank, choose_place, run_ranks
+from sidelane.bench.running.launch import LaunchTarget, Rank, choose_target, run_ranks
 from sidelane.choice.key import key_here
 from sidelane.choice.store import in_force
 from sidelane.errors import SidelaneError, last_line
@@ -64,7 +64,7 @@ def main(json: Path | None = None, *, probe: bool = True) -> None:
 def look(*, probe: bool) -> Findings:
     """Find out everything that :class:`Findings` holds."""
     machine = local.inspect()
-    place = choose_place()
+    place = choose_target()
     driver: tuple[str, ...] = ()
     if probe and machine.accelerators is not None:
         # Alone, a GPU's own stream operations can still be tried; what needs peers is reported as not tried.
@@ -160,7 +160,7 @@ def _repeats() -> str:
     return f"in C ({found.words})" if found.module is not None else f"in Python, slower: {found.words}"
 
 
-def _choice(place: Place) -> list[tuple[str, str]]:
+def _choice(place: LaunchTarget) -> list[tuple[str, str]]:
     """What ``auto`` chooses by, and why not by something else."""
     try:
         by = in_force(settings.current().profile, key_here(place.device_type, place.world_size))

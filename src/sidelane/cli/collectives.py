@@ -114,9 +114,9 @@ def collective(
             sys.exit(sim_study.collective_main(sim_study.Options(machine, others["report"], json=json)))
 
         from sidelane.bench.collectives import study as collective_study
-        from sidelane.bench.running.launch import choose_place
+        from sidelane.bench.running.launch import choose_target
 
-        on_cpu = choose_place(others["ranks"], others["device"]).on_cpu
+        on_cpu = choose_target(others["ranks"], others["device"]).on_cpu
         sizes = tuple(sizes_between(min_bytes, _or(max_bytes, 16 << 20 if on_cpu else 4 << 30), factor))
         kinds = KINDS if ALL in collectives else collectives
         collective_study.main(
@@ -213,9 +213,9 @@ def phases(
             )
 
         from sidelane.bench.phases import study as phases_study
-        from sidelane.bench.running.launch import choose_place
+        from sidelane.bench.running.launch import choose_target
 
-        place = choose_place(others["ranks"], others["device"])
+        place = choose_target(others["ranks"], others["device"])
         phases_study.main(
             phases_study.PhasesOptions(
                 operations=chosen,
@@ -330,9 +330,9 @@ def chain(min_bytes: int, max_bytes: int | None, factor: int, launch: str, json:
     with plain_errors():
         from sidelane.bench.chain import study as chain_study
         from sidelane.bench.running.asked import check_asked
-        from sidelane.bench.running.launch import choose_place
+        from sidelane.bench.running.launch import choose_target
 
-        place = choose_place(others["ranks"], others["device"])
+        place = choose_target(others["ranks"], others["device"])
         asked = {name: others[name] for name in ("implementations", "variants")}
         launches = () if launch == ALL else (launch,)
         check_asked(place.device_type, (Kind.ALL_GATHER,), launches=launches, **asked)

@@ -54,9 +54,9 @@ def demo(ranks: int | None, device: str, json: Path | None, report: Path) -> Non
     collective between CPU processes, and what GPUs give, as predicted and as measured on H200s.
     """
     with plain_errors():
-        from sidelane.bench.running.launch import choose_place
+        from sidelane.bench.running.launch import choose_target
 
-        if choose_place(ranks, device).on_cpu:
+        if choose_target(ranks, device).on_cpu:
             from sidelane.bench.demo import show
 
             show.main(report, ranks, json)

@@ -14,7 +14,7 @@ from sidelane.bench.candidates.roster import Roster, make_roster
 from sidelane.bench.results.files import Results
 from sidelane.bench.results.rows import C3Row
 from sidelane.bench.running.asked import check_asked
-from sidelane.bench.running.launch import Rank, choose_place
+from sidelane.bench.running.launch import Rank, choose_target
 from sidelane.bench.running.measure import Job, Meter
 from sidelane.bench.running.study import Sender, StudyOptions, run_study
 from sidelane.c3.outcome import Outcome, Result
@@ -73,7 +73,7 @@ def main(options: C3Options) -> Results | None:
         ValueError: also for an implementation or a variant that is not known here.
     """
     check_asked(
-        choose_place(options.ranks, options.device).device_type,
+        choose_target(options.ranks, options.device).device_type,
         options.collectives,
         implementations=options.implementations,
         variants=options.variants,

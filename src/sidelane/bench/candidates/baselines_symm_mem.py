@@ -43,7 +43,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from sidelane.bench.candidates.candidate import Candidate, Tensors, nothing_to_wait_for, views
+from sidelane.bench.candidates.candidate import Entrant, Tensors, nothing_to_wait_for, views
 from sidelane.bench.candidates.reference import Case
 from sidelane.bench.running.measure import Meter
 from sidelane.errors import UnavailableError
@@ -103,7 +103,7 @@ class SymmetricMemory:
         self._ordinary, self._symmetric = ordinary, symmetric
         self._misplaced = self._meter.attempt(placed)
 
-    def tensors(self, case: Case, candidate: Candidate) -> Tensors:
+    def tensors(self, case: Case, candidate: Entrant) -> Tensors:
         assert self._ordinary is not None, "reserve comes first"
         assert self._symmetric is not None
         operator = OPERATORS[case.kind, candidate.variant]

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from sidelane.bench.candidates.candidate import (
     CALLS_AHEAD,
     HIDDEN_LAUNCH_US,
-    Candidate,
+    Entrant,
     Implementation,
     Prepared,
     candidates_of,
@@ -52,7 +52,7 @@ CONSUMED = 512
 CALLS = 8
 """Chains in a sample."""
 
-ALONE = Candidate("", "GEMMs alone")
+ALONE = Entrant("", "GEMMs alone")
 ALONE_AS_GRAPH = dataclasses.replace(ALONE, launch="graph")
 
 
@@ -250,8 +250,8 @@ def measure_case(roster: Roster, case: Case, options: ChainOptions, seeds: Itera
         Rows, the same on every rank.
     """
     meter = roster.meter
-    ready: dict[Candidate, _Chain] = {}
-    problems: dict[Candidate, tuple[str, bool]] = {}
+    ready: dict[Entrant, _Chain] = {}
+    problems: dict[Entrant, tuple[str, bool]] = {}
     with meter.on_stream():
         gemms = _Gemms(case, meter)
         for implementation in roster.implementations.values():
@@ -282,13 +282,13 @@ def measure_case(roster: Roster, case: Case, options: ChainOptions, seeds: Itera
         yield _row(case, candidate, variant, rounds.get(candidate), alone, problems.get(candidate))
 
 
-def _candidates(implementation: Implementation, options: ChainOptions) -> list[Candidate]:
+def _candidates(implementation: Implementation, options: ChainOptions) -> list[Entrant]:
     """Every way in which an implementation can run the chain."""
     found = candidates_of(implementation, Kind.ALL_GATHER, only=options.variants, launches=options.launches)
     if isinstance(implementation, Dma) and (not options.launches or PRELAUNCHED in options.launches):
         comm = implementation.communicator
         found += [
-            Candidate(implementation.name, variant, in_place, PRELAUNCHED)
+            Entrant(implementation.name, variant, in_place, PRELAUNCHED)
             for in_place in (False, True)
             for variant in prelaunchable(applicable(Kind.ALL_GATHER, comm.world_size, comm.abilities))
             if not options.variants or variant in options.variants
@@ -319,7 +319,7 @@ def _prepare(
 
 
 def _check(
-    meter: Meter, gemms: _Gemms, run: Callable[[], None], candidate: Candidate, seed: int
+    meter: Meter, gemms: _Gemms, run: Callable[[], None], candidate: Entrant, seed: int
 ) -> tuple[str, bool] | None:
     """Run on a fresh input and compare. Returns what is wrong, and whether it ran and was wrong. Collective."""
 
@@ -344,7 +344,7 @@ def _check(
 
 def _row(
     case: Case,
-    candidate: Candidate,
+    candidate: Entrant,
     variant: str,
     rounds: Rounds | None,
     alone: Rounds,

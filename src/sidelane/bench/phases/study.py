@@ -20,7 +20,7 @@ from sidelane.bench.phases.turns import Call
 from sidelane.bench.results.files import Results
 from sidelane.bench.results.rows import LAUNCHES, PhaseRow
 from sidelane.bench.running.asked import check_asked
-from sidelane.bench.running.launch import Rank, choose_place
+from sidelane.bench.running.launch import Rank, choose_target
 from sidelane.bench.running.measure import Meter
 from sidelane.bench.running.study import Sender, StudyOptions, run_study
 from sidelane.machine.inventory import machine_name
@@ -83,7 +83,7 @@ def main(options: PhasesOptions) -> Results | None:
     Raises:
         ValueError: also for a launch that is not known here, and a variant that has none of those asked for.
     """
-    place = choose_place(options.ranks, options.device)
+    place = choose_target(options.ranks, options.device)
     check_asked(place.device_type, (), launches=options.launches)
     if OPENING in options.variants and (place.on_cpu or GRAPH not in (options.launches or LAUNCHES)):
         where = "CPU ranks have no graphs" if place.on_cpu else f"launch={', '.join(options.launches)}"

@@ -23,7 +23,7 @@ from sidelane.bench.results import files as result_files
 from sidelane.bench.results.files import Results, collect
 from sidelane.bench.results.rows import C3Row, ChainRow, CollectiveRow, HostRow, PhaseRow, PowerRow, Row
 from sidelane.bench.results.written import STDOUT
-from sidelane.bench.running.launch import Place, Rank, choose_place, run_ranks
+from sidelane.bench.running.launch import LaunchTarget, Rank, choose_target, run_ranks
 from sidelane.machine import local
 
 R = TypeVar("R", CollectiveRow, C3Row, PhaseRow, PowerRow, ChainRow, HostRow)
@@ -35,7 +35,7 @@ class StudyOptions:
 
     Attributes:
         ranks: processes; None takes every accelerator, or a few processes on the CPU.
-        device: ``auto``, ``gpu`` or ``cpu`` (see ``launch.choose_place``).
+        device: ``auto``, ``gpu`` or ``cpu`` (see ``launch.choose_target``).
         implementations: names to keep; empty keeps all of this machine.
         json: file for the results, or ``written.STDOUT``, which then has nothing else; None writes none.
         report: folder for the page and the pictures; None writes none.
@@ -168,7 +168,7 @@ def run_study(
         RankFailedError: a rank failed. What had been measured until then is published first, as it is at Ctrl-C.
         ValueError: options do not fit this machine, or leave nothing to measure.
     """
-    place = choose_place(options.ranks, options.device)
+    place = choose_target(options.ranks, options.device)
     check_targets(options)
     progress, tables = (None, None) if options.quiet else (progress_console(), tables_console(options.json))
     follower = Follower(row_type, progress)
@@ -195,7 +195,9 @@ def run_study(
     return results
 
 
-def follow(follower: Follower[R], measure: Callable[..., int], options: StudyOptions, place: Place, title: str) -> bool:
+def follow(
+    follower: Follower[R], measure: Callable[..., int], options: StudyOptions, place: LaunchTarget, title: str
+) -> bool:
     """Run ``measure(rank, options)`` on every rank, and let ``follower`` show and keep what rank 0 sends.
 
     Returns:

@@ -17,7 +17,7 @@ from sidelane.bench.results import provenance
 from sidelane.bench.results.files import Results, collect
 from sidelane.bench.results.rows import SOAKED, SoakRow
 from sidelane.bench.results.written import STDOUT
-from sidelane.bench.running.launch import Place, choose_place, under_torchrun
+from sidelane.bench.running.launch import LaunchTarget, choose_target, under_torchrun
 from sidelane.bench.soak.episode import CALLS, CPU, SIZES, Episode, Setting
 from sidelane.bench.soak.shown import shown
 from sidelane.bench.soak.tally import shortened
@@ -39,7 +39,7 @@ class SoakOptions:
 
     Attributes:
         ranks: of every episode; None draws 1 to 8 on CPUs, and takes all GPUs.
-        device: ``auto``, ``gpu`` or ``cpu`` (see ``launch.choose_place``).
+        device: ``auto``, ``gpu`` or ``cpu`` (see ``launch.choose_target``).
         calls: end behind the episode with which there are as many; None: no matter how many.
         minutes: end behind the episode that begins last within them; None: no matter how long.
         seed: of everything that is random.
@@ -84,7 +84,7 @@ def main(options: SoakOptions) -> int:
     """
     if under_torchrun():
         raise ValueError("soak: it starts its own ranks, and ends them (allowed=without torchrun)")
-    place = choose_place(options.ranks, options.device)
+    place = choose_target(options.ranks, options.device)
     campaign = Campaign(options, place)
     try:
         with shown(campaign.line, None if options.quiet else progress_console()):
@@ -114,7 +114,7 @@ class Campaign:
         episode: under way.
     """
 
-    def __init__(self, options: SoakOptions, place: Place) -> None:
+    def __init__(self, options: SoakOptions, place: LaunchTarget) -> None:
         self._options, self._place = options, place
         sizes = tuple(SIZES) if place.on_cpu and options.ranks is None else (place.world_size,)
         calls = options.episode_calls or (CALLS if place.on_cpu else ON_GPUS)

@@ -23,7 +23,7 @@ from sidelane.bench.results import provenance
 from sidelane.bench.results.files import read
 from sidelane.bench.results.rows import CollectiveRow
 from sidelane.bench.results.written import write_text
-from sidelane.bench.running.launch import Rank, choose_place
+from sidelane.bench.running.launch import Rank, choose_target
 from sidelane.bench.running.study import Follower, Sender, follow
 from sidelane.bench.tune.changes import changes_table
 from sidelane.bench.tune.profile import curves_of, profile_of
@@ -84,7 +84,7 @@ def main(options: TuneOptions) -> Profile | None:
         RankFailedError: a rank failed; the profile is as it was.
         ValueError: options do not fit this machine, or nothing could be measured.
     """
-    place = choose_place(options.ranks, options.device)
+    place = choose_target(options.ranks, options.device)
     where = "cpu" if place.on_cpu else "gpu"
     seconds = options.budget_s or (QUICK_S if options.quick else BUDGET_S)[where]
     options = dataclasses.replace(

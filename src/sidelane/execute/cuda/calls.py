@@ -155,7 +155,7 @@ Call = MemOps | Memcpy | MemcpyBatch | MemcpyRows | LaunchReduce | RecordEvent |
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Step:
+class StreamCall:
     """A call on a stream."""
 
     stream: int
@@ -177,8 +177,8 @@ class Plan:
     streams: int
     events: int
     cells: int
-    ahead: tuple[Step, ...]
-    steps: tuple[Step, ...]
+    ahead: tuple[StreamCall, ...]
+    steps: tuple[StreamCall, ...]
 
     def calls(self, stream: int | None = None) -> tuple[Call, ...]:
         """All calls, or those on one stream."""
