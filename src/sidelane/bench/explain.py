@@ -186,7 +186,8 @@ def explain(options: ExplainOptions) -> Explanation:
     else:
         queues = program.queues_of(RANK)
         submitted, summary = tuple((f"engine {q.engine}", tuple(map(describe, q.commands))) for q in queues), ""
-    return Explanation(agreement, choice, by, where, excluded, submitted, summary, _rounding(options, agreement))
+    notes = (*_rounding(options, agreement), *_reaching(options, device_type))
+    return Explanation(agreement, choice, by, where, excluded, submitted, summary, notes)
 
 
 def show(found: Explanation, console: rich.console.Console) -> None:
@@ -276,6 +277,15 @@ def _devices(key: Key, ranks: int) -> str:
 
 def _ranks(count: int) -> str:
     return f"{count} rank{'s' * (count > 1)}"
+
+
+def _reaching(options: ExplainOptions, device_type: str) -> tuple[str, ...]:
+    """How peers get at tensors that are not symmetric."""
+    if not options.ordinary or options.tensors is not None:
+        return ()
+    if device_type == CPU:
+        return ("ordinary tensors go through staging, unless all ranks have them in shared memory",)
+    return ("ordinary tensors go through staging: GPUs do not map those of their peers yet",)
 
 
 def _rounding(options: ExplainOptions, agreement: AnyAgreement) -> tuple[str, ...]:

@@ -6,9 +6,9 @@ are channels, memory operations on any other stream get through, and copies on s
 memory operations of a second context. That one takes memory and a tenth of a second, so it is made when it is needed.
 Host memory is pinned at start-up: pinning can wait for the device.
 
-A thread that loads a kernel waits for kernels that run and for streams that wait, and until it is through other threads'
-calls for copies do not return either, while memory operations do (H200, driver 580). So copies are asked for on a thread
-of their own, which is left behind if it does not come back.
+A thread that loads a kernel waits for kernels that run and for streams that wait. Until it is through, other threads'
+calls for copies do not return either, while memory operations do (H200, driver 580). So copies are asked for on a
+thread of their own, which is left behind if it does not come back.
 """
 
 from __future__ import annotations
