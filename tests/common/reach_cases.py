@@ -134,7 +134,7 @@ def storm(group: dist.ProcessGroup, seed: int, steps: int) -> tuple[int, int]:
             assert output.view(n, size)[:, 0].tolist() == expected, step
             if late.random() < 0.6:
                 kept.append(output)
-            mapped += any(key[-1] for key in comm.lane.preparer._recent if len(key) == 9)
+            mapped += any(len(key) == 8 for key in comm.lane.preparer._recent)
             del output, input
             if late.random() < 0.05:
                 gc.collect()
@@ -238,3 +238,47 @@ def asynchronous_ones_wait_for_nobody(group: dist.ProcessGroup) -> None:
                     dist.barrier(group)
                 work.wait()
             assert tensor[::10].tolist() == [step + peer for peer in range(n)]
+
+
+def lists(group: dist.ProcessGroup, seed: int, rounds: int) -> int:
+    """Lists, batches of several kinds and uneven exchanges of tensors of which each rank has some in shared memory."""
+    draw, late = random.Random(seed), random.Random(100 * seed + dist.get_rank(group))
+    mapped = 0
+    with Communicator(group, device="cpu", config=Config(timeout_s=30)) as comm:
+        n, rank = comm.world_size, comm.rank
+
+        def make(numel: int) -> torch.Tensor:
+            tensor = torch.empty(numel, dtype=torch.int32)
+            return tensor.share_memory_() if late.random() < share else tensor
+
+        for step in range(rounds):
+            share = draw.choice((0.0, 0.8, 1.0, 1.0))
+            sizes = [draw.choice((1, 7, 300)) for _ in range(draw.randrange(1, 4))]
+            inputs = [make(size).fill_(step + 1000 * rank) for size in sizes]
+            outputs = [make(n * size) for size in sizes]
+            exchanged = [make(n * size) for size in sizes]
+            if draw.random() < 0.5:
+                comm.all_gather(outputs, inputs)
+                comm.all_to_all(exchanged, outputs)
+            else:
+                summed = make(50).fill_(rank + step)
+                with comm.batch() as batch:
+                    batch.all_gather(outputs, inputs)
+                    batch.all_reduce(summed)
+                assert summed.tolist() == [n * step + sum(range(n))] * 50, step
+                with comm.batch() as batch:
+                    batch.all_to_all(exchanged, outputs)
+            for size, output, other in zip(sizes, outputs, exchanged, strict=True):
+                assert output.view(n, size)[:, -1].tolist() == [step + 1000 * peer for peer in range(n)], step
+                assert other.view(n, size).tolist() == [[step + 1000 * rank] * size] * n, step
+            counts = [[draw.randrange(4) for _ in range(n)] for _ in range(n)]
+            sent, expected = counts[rank], [row[rank] for row in counts]
+            source, target = make(sum(sent)).fill_(step + rank), make(sum(expected)).fill_(-1)
+            work = comm.all_to_all(
+                target, source, input_split_sizes=sent, output_split_sizes=expected, async_op=draw.random() < 0.3
+            )
+            if work is not None:
+                work.wait()
+            assert target.tolist() == [step + peer for peer in range(n) for _ in range(expected[peer])], step
+        mapped += sum(len(key) == 8 and bool(key[-1]) for key in comm.lane.preparer._recent)
+    return mapped

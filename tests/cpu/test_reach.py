@@ -34,6 +34,11 @@ def test_a_storm_of_tensors_that_come_and_go(pool: RankPool, n: int) -> None:
         assert left <= 2 * n * 2, "peers let go of what its owner has freed"
 
 
+@pytest.mark.parametrize("n", [2, 3])
+def test_lists_batches_and_uneven_exchanges(pool: RankPool, n: int) -> None:
+    assert min(pool.run(reach_cases.lists, n, n, 40)) > 40
+
+
 def test_nothing_is_left_mapped(pool: RankPool) -> None:
     assert pool.run(reach_cases.nothing_is_left, 3) == [(5 * 3, 2, 0)] * 3
 

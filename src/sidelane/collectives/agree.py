@@ -29,6 +29,10 @@ class Splits:
     output_place: Location
 
 
+OFFER = " offer "
+"""Stands behind the split sizes, in front of the memory that a rank offers (``reach``)."""
+
+
 def compare(control: ControlBlock, call: int, posts: Sequence[PostedCall]) -> None:
     """Check that all ranks posted the same call.
 
@@ -70,7 +74,9 @@ def agree_on_splits(control: ControlBlock, call: int, posts: Sequence[PostedCall
             in different places.
     """
     compare(control, call, posts)
-    sent, expected, inputs, outputs = zip(*(json.loads(post.differing) for post in posts), strict=True)
+    sent, expected, inputs, outputs = zip(
+        *(json.loads(post.differing.partition(OFFER)[0]) for post in posts), strict=True
+    )
     for src in range(len(posts)):
         for dst in range(len(posts)):
             if sent[src][dst] != expected[dst][src]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import NamedTuple, TypeVar
 
+from sidelane.collectives.agree import OFFER, compare
 from sidelane.collectives.arguments import Arguments, Request
 from sidelane.collectives.asked import AnyRequest, Form
 from sidelane.collectives.calls import Calls
 from sidelane.collectives.heap import generation
-from sidelane.collectives.plan import Agreement, AnyAgreement
+from sidelane.collectives.listed import ListRequest
+from sidelane.collectives.plan import AnyAgreement
 from sidelane.collectives.prepare import Prepared, Preparer
 from sidelane.collectives.reach import Offer, Reach
 from sidelane.collectives.repeat import Repeats
@@ -17,7 +19,7 @@ from sidelane.collectives.uneven import UnevenCall
 from sidelane.collectives.work import Work
 from sidelane.errors import UnavailableError
 from sidelane.execute.base import Place
-from sidelane.memory.control import SPLITS
+from sidelane.memory.control import MOST_TEXT_BYTES, SPLITS
 from sidelane.program.shape import check_beside
 
 T = TypeVar("T")
@@ -76,7 +78,7 @@ class CallPath:
             if prepared is None:
                 planned = self._plan(asked, key, variant, beside, place)
                 # An asynchronous call waits for nobody's host.
-                offer = None if async_op else self._offer(asked, planned.request)
+                offer = None if async_op else self._offer(asked, planned)
         except Exception as error:
             calls.refuse(call, asked.name, error)
             raise
@@ -93,7 +95,7 @@ class CallPath:
                     self._announce(call, agreement.text(), again=self.preparer.known(agreement))
                     prepared = self._prepare(agreement, planned.request, key)
                 else:
-                    call, prepared = self._settle(call, key, planned, offer)
+                    call, prepared = self._settle(call, key, asked, planned, offer)
         except KeyboardInterrupt as error:
             calls.fail(error)
             raise
@@ -116,11 +118,24 @@ class CallPath:
                 hint = self._beside(uneven.name, beside)
                 place = calls.backend.place()
                 text = uneven.text(self.arguments, variant, place[1], hint)
-            calls.control.post_call(call, text)
-            asked = uneven.settled(calls, call)
-            key, prepared = self._recall(asked, variant, hint, place)
+                offer = None
+                if self.reach is not None:
+                    room = MOST_TEXT_BYTES - 1 - len(text) - len(OFFER)
+                    offer = self.reach.offer((uneven.outline(self.arguments),), uneven.tensors, room)
+            calls.control.post_call(call, text + (OFFER + offer.text if offer else ""))
+            posts = calls.posts(call)
+            asked = uneven.settled(calls.control, call, posts)
+            request = asked.request(self.arguments)
+            addresses: Hashable = ()
+            if self.reach is not None and offer is not None:
+                texts = [post.differing.partition(OFFER)[2] for post in posts]
+                signature = text.partition(SPLITS)[0]
+                call, reached = self.reach.settle(call, signature, offer, texts, (request,))
+                if reached is not None:
+                    request, addresses = reached[0], (reached[0].input.reached, reached[0].output.reached)
+            key = (*self._recall(asked, variant, hint, place)[0], addresses)
+            prepared = self.preparer.recall(key)
             if prepared is None:
-                request = asked.request(self.arguments)
                 prepared = self._prepare(asked.agreement(request, variant, place[1], hint), request, key)
         except KeyboardInterrupt as error:
             calls.fail(error)
@@ -181,30 +196,36 @@ class CallPath:
             planned = Planned(request, asked.agreement(request, variant, place[1], hint))
         return planned
 
-    def _offer(self, asked: Form, request: AnyRequest) -> Offer | None:
+    def _offer(self, asked: Form, planned: Planned) -> Offer | None:
         """Memory of this rank that its peers may reach in this call."""
-        if self.reach is None or not isinstance(request, Request):
+        if self.reach is None:
             return None
-        return self.reach.offer(request, asked.tensors)
+        room = MOST_TEXT_BYTES - 1 - len(planned.agreement.text()) - len(SPLITS)
+        return self.reach.offer(_parts(planned.request), asked.tensors, room)
 
-    def _settle(self, call: int, key: Key, planned: Planned, offer: Offer) -> tuple[int, Prepared]:
+    def _settle(self, call: int, key: Key, asked: Form, planned: Planned, offer: Offer) -> tuple[int, Prepared]:
         """Agree on the memory that peers reach, with the call; its number from now on, and what it runs as."""
         assert self.reach is not None
-        request, agreement = planned
-        assert isinstance(request, Request)
-        assert isinstance(agreement, Agreement)
         if len(self._planned) >= MOST_PLANNED:
             del self._planned[next(iter(self._planned))]
         self._planned[key] = planned
+        request, agreement = planned
         signature = agreement.text()
         self.calls.control.post_call(call, signature + SPLITS + offer.text)
-        call, reached = self.reach.settle(call, signature, offer, request)
+        posts = self.calls.posts(call)
+        compare(self.calls.control, call, posts)
+        texts = [post.differing for post in posts]
+        call, reached = self.reach.settle(call, signature, offer, texts, _parts(request))
         if reached is not None:
-            request = reached
-            agreement = Agreement.of(reached, agreement.variant, agreement.frozen, agreement.beside)
-            key = (*key, reached.input.reached, reached.output.reached)
+            request = reached[0] if isinstance(request, Request) else ListRequest(tuple(reached))
+            agreement = asked.agreement(request, agreement.variant, agreement.frozen, agreement.beside)
+            key = (*key, tuple((part.input.reached, part.output.reached) for part in reached))
         return call, self.preparer.recall(key) or self._prepare(agreement, request, key)
 
     def _prepare(self, agreement: AnyAgreement, request: AnyRequest, key: Hashable) -> Prepared:
         with self.calls.making_ready():
             return self.preparer.prepare(agreement, request, key)
+
+
+def _parts(request: AnyRequest) -> tuple[Request, ...]:
+    return (request,) if isinstance(request, Request) else request.parts

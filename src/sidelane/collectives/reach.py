@@ -14,7 +14,7 @@ import dataclasses
 import json
 from collections.abc import Mapping as MappingOf
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,14 +30,11 @@ from sidelane.program.collective import Buffer
 MOST_HELD = 64
 """Allocations of a rank that its peers have mapped for a lane; the one that was offered longest ago goes first."""
 
-MOST_TEXT = 700
-"""Characters of an offer; what is longer is staged."""
-
 ALIGNMENT = 256
 """In bytes, to which a place is said to be aligned or not. Allocations are."""
 
-GONE = "gone"
-"""Names of allocations that peers let go of, in the text of an offer."""
+HANDLES, GONE = "handles", "gone"
+"""Keys of an offer as text: allocations with their handles, and names of those that peers let go of."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -94,63 +91,71 @@ class Reach:
         found = self._memory.allocation_of(tensor)
         return Reached("staged", found) if isinstance(found, str) else Reached("mapped")
 
-    def offer(self, request: Request, tensors: Sequence[torch.Tensor | None]) -> Offer | None:
+    def offer(
+        self, requests: Sequence[Request], tensors: Sequence[torch.Tensor | None], most_text: int
+    ) -> Offer | None:
         """What this rank can offer for a call; None if nothing, or if there is no use in it.
 
         Args:
-            request: what it asks.
+            requests: what it asks, for each tensor or pair of them.
             tensors: of the caller.
+            most_text: characters; what takes more is staged.
         """
-        allocations: list[Allocation] = []
-        places: dict[str, Any] = {}
-        for buffer in (Buffer.OUTPUT, Buffer.INPUT):
-            region = request.region(buffer)
-            if region.symmetric:
-                return None  # on all ranks, or they disagree anyway
-            if not region.nbytes:
-                places[buffer] = 0
-            elif (found := self._allocation_at(region.address, tensors)) is not None:
-                places[buffer] = found.name, found.handle, region.address - found.start
-                allocations.append(found)
+        by_address = {tensor.data_ptr(): tensor for tensor in tensors if tensor is not None and tensor.nbytes}
+        allocations: dict[str, Allocation] = {}
+        places: dict[str, list[Any]] = {Buffer.OUTPUT: [], Buffer.INPUT: []}
+        for request in requests:
+            # What is symmetric is so on all ranks, or they disagree anyway.
+            useless = request.output.symmetric or request.input.symmetric
+            for buffer, found in places.items():
+                place = None if useless else self._place(request.region(Buffer(buffer)), by_address)
+                if isinstance(place, Allocation):
+                    allocations.setdefault(place.name, place)
+                    number = list(allocations).index(place.name)
+                    found.append((number, request.region(Buffer(buffer)).address - place.start))
+                else:
+                    found.append(place)
         if not allocations:
             return None
         gone = [name for name, held in self._held.items() if self._memory.is_gone(held)]
         left = [name for name in self._held if name not in gone]
         gone += left[: max(0, len(left) - MOST_HELD)]
-        text = json.dumps({**places, GONE: gone}, separators=(",", ":"))
-        return Offer(text, tuple(allocations), tuple(gone)) if len(text) <= MOST_TEXT else None
+        handles = [(name, allocation.handle) for name, allocation in allocations.items()]
+        text = json.dumps({**places, HANDLES: handles, GONE: gone}, separators=(",", ":"))
+        return Offer(text, tuple(allocations.values()), tuple(gone)) if len(text) <= most_text else None
 
-    def settle(self, call: int, signature: str, offer: Offer, request: Request) -> tuple[int, Request | None]:
-        """Read what all ranks have offered for a call that this rank has posted, and map what is new. Collective.
+    def settle(
+        self, call: int, signature: str, offer: Offer, texts: Sequence[str], requests: Sequence[Request]
+    ) -> tuple[int, list[Request] | None]:
+        """Take what all ranks have offered for a call that they have agreed on, and map what is new. Collective.
 
         Args:
             call: its number.
             signature: what all ranks have alike.
             offer: of this rank.
-            request: what it asks.
+            texts: of the offers of all ranks; empty of those that have none.
+            requests: what it asks.
 
         Returns:
             The number that the call has from now on; and what is asked, with the memory that peers reach. None where
             there is none on all ranks.
 
         Raises:
-            As ``Calls.agree``.
+            PeerError, PeerTimeoutError: see docs/failure.md.
         """
-        posts = self._calls.posts(call)
-        compare(self._calls.control, call, posts)
-        if not all(post.differing for post in posts):
+        if not all(texts):
             return call, None
-        offers = [json.loads(post.differing) for post in posts]
-        for rank, each in enumerate(offers):
-            for name in each[GONE]:
+        heard = [_Heard.of(text) for text in texts]
+        for rank, each in enumerate(heard):
+            for name in each.gone:
                 self._known.pop((rank, name), None)
                 self._refused.discard((rank, name))
         for name in (*offer.gone, *(found.name for found in offer.allocations)):
             self._held.pop(name, None)
         self._held.update({found.name: found for found in offer.allocations})
-        call = self._map_new(call, signature, offers)
-        output, input = (self._addresses(buffer, offers) for buffer in (Buffer.OUTPUT, Buffer.INPUT))
-        return call, _reached(request, output, input, offers) if output or input else None
+        call = self._map_new(call, signature, heard)
+        reached = [self._reached(request, number, heard) for number, request in enumerate(requests)]
+        return call, reached if reached != list(requests) else None
 
     def close(self) -> None:
         """Let go of all that is mapped. Nothing may be under way."""
@@ -158,23 +163,27 @@ class Reach:
         self._refused.clear()
         self._held.clear()
 
-    def _allocation_at(self, address: int, tensors: Sequence[torch.Tensor | None]) -> Allocation | None:
-        for tensor in tensors:
-            if tensor is not None and tensor.data_ptr() == address:
-                found = self._memory.allocation_of(tensor)
-                return found if isinstance(found, Allocation) else None
-        return None
+    def _place(self, region: Region, by_address: MappingOf[int, torch.Tensor]) -> Allocation | int | None:
+        """The allocation that holds a region; 0 for one without bytes; None if peers cannot map it."""
+        if not region.nbytes:
+            return 0
+        tensor = by_address.get(region.address)
+        found = None if tensor is None else self._memory.allocation_of(tensor)
+        return found if isinstance(found, Allocation) else None
 
-    def _map_new(self, call: int, signature: str, offers: Sequence[MappingOf[str, Any]]) -> int:
+    def _map_new(self, call: int, signature: str, heard: Sequence[_Heard]) -> int:
         """Map what is offered for the first time. All ranks know what that is, and hear of what cannot be mapped."""
-        buffers = (Buffer.OUTPUT, Buffer.INPUT)
-        places = [(rank, each.get(buffer)) for rank, each in enumerate(offers) for buffer in buffers]
-        new = {(rank, place[0]): place[1] for rank, place in places if place and (rank, place[0]) not in self._known}
+        new = [
+            (rank, name, handle)
+            for rank, each in enumerate(heard)
+            for name, handle in each.handles
+            if (rank, name) not in self._known
+        ]
         if not new:
             return call
         failed: list[tuple[int, str]] = []
         with self._calls.making_ready():
-            for (rank, name), handle in new.items():
+            for rank, name, handle in new:
                 self._known[rank, name] = None
                 if rank != self._rank:
                     try:
@@ -189,40 +198,56 @@ class Reach:
         self._refused.update((rank, name) for post in posts for rank, name in json.loads(post.differing))
         return ready
 
-    def _addresses(self, buffer: Buffer, offers: Sequence[MappingOf[str, Any]]) -> tuple[int, ...]:
-        """Where this process reaches a buffer on each rank; () if one rank has it where others cannot."""
-        found: list[int] = []
-        for rank, each in enumerate(offers):
-            place = each.get(buffer)
-            if place is None or (place and (rank, place[0]) in self._refused):
-                return ()
+    def _reached(self, request: Request, number: int, heard: Sequence[_Heard]) -> Request:
+        """A request with the memory of which the addresses on all ranks are known."""
+        if request.collective.in_place:  # one of the two is the whole, which is what was offered as both
+            if request.whole is request.output:
+                return dataclasses.replace(request, output=self._mapped(request.output, Buffer.OUTPUT, number, heard))
+            return dataclasses.replace(request, input=self._mapped(request.input, Buffer.INPUT, number, heard))
+        return dataclasses.replace(
+            request,
+            output=self._mapped(request.output, Buffer.OUTPUT, number, heard),
+            input=self._mapped(request.input, Buffer.INPUT, number, heard),
+        )
+
+    def _mapped(self, region: Region, buffer: Buffer, number: int, heard: Sequence[_Heard]) -> Region:
+        """A region as peers reach it; as it was if that of one rank is where others cannot."""
+        addresses: list[int] = []
+        misaligned = False
+        for rank, each in enumerate(heard):
+            place = each.places[buffer][number]
+            if place is None:
+                return region
             if not place:
-                found.append(0)
+                addresses.append(0)
                 continue
-            name, _, offset = place
+            name, offset = each.handles[place[0]][0], place[1]
+            if (rank, name) in self._refused:
+                return region
             mapping = self._known[rank, name]
-            found.append((self._held[name].start if mapping is None else mapping.start) + offset)
-        return tuple(found)
-
-
-def _reached(
-    request: Request, output: tuple[int, ...], input: tuple[int, ...], offers: Sequence[MappingOf[str, Any]]
-) -> Request:
-    """The request with memory of which the addresses on all ranks are known."""
-
-    def mapped(region: Region, buffer: Buffer, addresses: tuple[int, ...]) -> Region:
-        if not addresses:
+            start = self._held[name].start if mapping is None else mapping.start
+            addresses.append(start + offset)
+            misaligned |= offset % ALIGNMENT != 0
+        if not any(addresses):
             return region
-        offsets = [place[2] for each in offers if (place := each[buffer])]
-        misaligned = any(offset % ALIGNMENT for offset in offsets)
-        return dataclasses.replace(region, block=MAPPED, offset=int(misaligned), reached=addresses)
+        return dataclasses.replace(region, block=MAPPED, offset=int(misaligned), reached=tuple(addresses))
 
-    if request.collective.in_place:  # one of the two is the whole, which is what was offered as both
-        if request.whole is request.output:
-            return dataclasses.replace(request, output=mapped(request.output, Buffer.OUTPUT, output))
-        return dataclasses.replace(request, input=mapped(request.input, Buffer.INPUT, input))
-    return dataclasses.replace(
-        request,
-        output=mapped(request.output, Buffer.OUTPUT, output),
-        input=mapped(request.input, Buffer.INPUT, input),
-    )
+
+class _Heard(NamedTuple):
+    """The offer of a rank, as its peers read it.
+
+    Attributes:
+        handles: name and handle of each allocation.
+        gone: names.
+        places: by buffer and number of the tensor, or pair: (number of the allocation, offset); 0 without bytes; None
+            where it is not offered.
+    """
+
+    handles: list[tuple[str, str]]
+    gone: list[str]
+    places: dict[str, list[Any]]
+
+    @staticmethod
+    def of(text: str) -> _Heard:
+        said = json.loads(text)
+        return _Heard(said[HANDLES], said[GONE], {name: said[name] for name in (Buffer.OUTPUT, Buffer.INPUT)})
