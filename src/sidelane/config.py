@@ -13,8 +13,8 @@ variable                   meaning                                              
 =========================  ==========================================================================  =======
 
 (b) what the device has.
-(a) ``sidelane/profiles/<machine>.json`` in ``XDG_CONFIG_HOME``, or in ``~/.config`` without it. See docs/choice.md.
-What is compiled is kept in ``sidelane`` in ``XDG_CACHE_HOME``, or in ``~/.cache`` without it. See docs/performance.md.
+(a) ``sidelane/profiles/<machine>.json`` in ``XDG_CONFIG_HOME``, else in ``~/.config`` (docs/internals/choice.md).
+What is compiled is kept in ``sidelane`` in ``XDG_CACHE_HOME``, else in ``~/.cache`` (docs/lab/performance.md).
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ from sidelane.program.collective import Kind
     type=click.Choice(VERSIONS),
     default="000",
     show_default=True,
-    help="Of paper 000 (docs/model.md), with --machine.",
+    help="Of the ConCCL paper (docs/internals/model.md), with --machine.",
 )
 @study_options
 def c3(

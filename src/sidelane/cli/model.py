@@ -32,7 +32,7 @@ def machines(as_json: bool) -> None:
     default=Path("results"),
     help="Folder with a folder of measurements for each machine.",
 )
-@click.option("--version", type=click.Choice(VERSIONS), default="000", show_default=True, help="Of paper 000.")
+@click.option("--version", type=click.Choice(VERSIONS), default="000", show_default=True, help="Of the ConCCL paper.")
 @click.option(
     "--report", type=click.Path(file_okay=False, path_type=Path), help="Write claims.json and a picture here."
 )
@@ -61,7 +61,7 @@ def claims(machine: str, as_json: bool, results: Path, version: str, report: Pat
 )
 @prediction_report
 def pipeline(machine: str, report: Path | None) -> None:
-    """Predict pipelined iterations of a GEMM and a collective (paper 004): tiles, thread blocks, priority."""
+    """Predict pipelined iterations of a GEMM and a collective (overlap paper): tiles, thread blocks, priority."""
     with plain_errors():
         from sidelane.bench.simulated import overlap as sim_overlap
 

@@ -89,7 +89,7 @@ class BoundProgram:
             RuntimeError: it was closed, or waits for triggers of its last call.
             ValueError: it has triggers, and the caller would wait for them before firing one.
             UnavailableError: it cannot be captured; nothing has happened.
-            MismatchError, PeerError, PeerTimeoutError: see docs/failure.md.
+            MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
         """
         calls = self._calls
         call = calls.number()

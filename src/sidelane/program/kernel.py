@@ -32,7 +32,7 @@ NARROW = "_narrow"
 
 NARROW_BLOCKS = 10
 """Thread blocks of these: 8% of an H200. They reduce 64 MiB of four ranks for a reduce_scatter in 167 us, 8 in 171,
-6 in 181, and 128 wide ones in 164 (probes: docs/probes.md)."""
+6 in 181, and 128 wide ones in 164 (probes: docs/lab/probes.md)."""
 
 PUSH = "_push"
 """How the variant of an all_reduce in two shots ends that stores shards with the ranks that add them up, where others
@@ -45,7 +45,7 @@ ALIGNMENT = 16
 
 
 class Protocol(StrEnum):
-    """How the bytes travel (docs/kernels.md).
+    """How the bytes travel (docs/internals/protocols.md).
 
     ``cells``: every 4 bytes with a flag of their own, into slots. ``parcels``: as it is, into places of its own.
     ``relay``: a parcel for each peer, which all others get from there, for broadcasts. ``push``: into the peers'
@@ -244,7 +244,7 @@ def _is_worth_relaying(nbytes: int, world_size: int) -> bool:
 
 _RELAY_SAVES_BYTES = 1 << 20
 """What a relay saves the root at least: among four, parcels take 8.6 us for 256 KB and 10.9 for 512 KB, relayed ones
-10.5 and 11.3; 1 MB takes 15.5 as pushes into outputs, relayed 14.5 (docs/kernels.md)."""
+10.5 and 11.3; 1 MB takes 15.5 as pushes into outputs, relayed 14.5 (docs/lab/probes.md)."""
 
 _CELL_BYTES_OF_A_RANK = 384 << 10
-"""What a rank sends to all its peers where cells and parcels are equally fast; four H200s (docs/kernels.md)."""
+"""What a rank sends to all its peers where cells and parcels are equally fast; four H200s (docs/lab/kernels.md)."""
