@@ -36,7 +36,7 @@ def test_all_fitted_claims_and_all_inputs_are_met(verdicts):
     assert missed == []
 
 
-# The targets of issue 3 that are held out and met; docs/internals/model.md lists the claims that are missed.
+# The targets of issue 3 that are held out and met; docs/lab/model.md lists the claims that are missed.
 @pytest.mark.parametrize(
     "claim_id",
     [
