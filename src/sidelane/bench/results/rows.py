@@ -102,7 +102,7 @@ class CollectiveRow(_Row):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class C3Row(_Row):
-    """A GEMM and a collective under one strategy, as design and papers define the figures.
+    """A GEMM and a collective under one strategy. The figures are defined as in the papers.
 
     Attributes:
         gemm: tag of the ConCCL paper's Table I, or ``m,n,k``.
