@@ -1,4 +1,4 @@
-"""README and guide: code blocks run, links lead somewhere, lines and pages stay short."""
+"""README and guide: code blocks run, pages stay short."""
 
 from __future__ import annotations
 
@@ -30,19 +30,11 @@ def test_a_code_block_runs_between_two_processes(block: str, tmp_path: Path) -> 
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
-        assert (page.parent / target).exists(), f"{page.name} links to {target}"
-
-
 def test_pages_are_short() -> None:
     assert len(README.read_text().split()) <= 500
     assert sum(len(page.read_text().split()) for page in PAGES) <= 9000
     for page in PAGES:
         assert len(page.read_text().split()) <= 900, page
-        long = [line for line in page.read_text().splitlines() if len(line) > 160]
-        assert not long, (page, long)
 
 
 def test_every_command_is_listed() -> None:

@@ -16,19 +16,17 @@ class Part:
         title: the module from which they are imported.
         text: what they are for.
         names: where each group of names is defined; without names: all that are public.
-        kernels: they are functions of Triton, which the site cannot import where it is made.
     """
 
     title: str
     text: str
     names: tuple[tuple[str, tuple[str, ...]], ...]
-    kernels: bool = False
 
 
 PARTS = (
     Part(
         "sidelane",
-        "Collectives, sessions, and what calls return. These names are stable.",
+        "Collectives, sessions, and what calls return. `OwnKernel` alone is not imported from here.",
         (
             ("sidelane.collectives.communicator", ("Communicator",)),
             ("sidelane.collectives.session", ("Session", "Lane")),
@@ -53,7 +51,6 @@ PARTS = (
         "sidelane.device.context",
         "What a kernel of your own does with its peers ([guide](../guide/kernels.md)).",
         (("sidelane.device.context", ()),),
-        kernels=True,
     ),
     Part(
         "sidelane.program.ir",
@@ -116,11 +113,9 @@ def page() -> str:
         for one in tables:
             if isinstance(one, ast.ClassDef) and (methods := list(_methods(one))):
                 lines += ["", f"### {one.name}", "", "| | |", "|---|---|"]
-                lines += [f"| `{method.name}({signature(method)})` | {first_line(method)} |" for method in methods]
-        if part.kernels:
-            lines += ["", f"<!-- kernels: {part.names[0][0]} -->"]
-        else:
-            lines += ["", *(f"<!-- autodoc: {m} {' '.join(n)}".rstrip() + " -->" for m, n in part.names)]
+                lines += [f"| `{_shown(method)}` | {first_line(method)} |" for method in methods]
+        for module, names in part.names:
+            lines += ["", f"<!-- docstrings: {' '.join((module, *names))} -->"]
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"
 
@@ -131,7 +126,10 @@ def _found(module: str, names: tuple[str, ...]) -> list[Definition]:
 
 
 def _shown(definition: Definition) -> str:
-    return definition.name if isinstance(definition, ast.ClassDef) else f"{definition.name}({signature(definition)})"
+    is_value = any(isinstance(one, ast.Name) and "property" in one.id for one in definition.decorator_list)
+    if isinstance(definition, ast.ClassDef) or is_value:
+        return definition.name
+    return f"{definition.name}({signature(definition)})"
 
 
 def _methods(of: ast.ClassDef) -> list[ast.FunctionDef]:

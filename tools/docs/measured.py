@@ -36,22 +36,16 @@ def rows_of(*names: str) -> list[Row]:
     return [row for name in names for row in load(name)["rows"]]
 
 
-def matches(row: Row, where: Where) -> bool:
-    """The row has all these values; of a tuple, one of them."""
-    return all(
-        row.get(key) in value if isinstance(value, tuple) else row.get(key) == value for key, value in where.items()
-    )
-
-
 def best(rows: Iterable[Row], where: Where, column: str = "time_us") -> float | None:
-    """The least of a column among the rows that match; None if there is none."""
-    found = [row[column] for row in rows if matches(row, where) and row[column] is not None]
-    return min(found) if found else None
+    """The least of a column among the rows that have all these values (of a tuple, one of them); None without any."""
+    allowed = [(key, value if isinstance(value, tuple) else (value,)) for key, value in where.items()]
+    found = [row[column] for row in rows if all(row.get(key) in values for key, values in allowed)]
+    return min((one for one in found if one is not None), default=None)
 
 
 def is_one_call(row: Row) -> bool:
     """A call with all tensors of a list, or with its one tensor: not a call for each."""
-    return row["variant"].rpartition("+")[2] != "separate"
+    return str(row["variant"]).rpartition("+")[2] != "separate"
 
 
 def ratios(rows: Iterable[Row], others: Sequence[str] = LIBRARIES) -> dict[tuple[Any, ...], float]:

@@ -114,13 +114,10 @@ def files() -> str:
             str(len(content.get("rows", ())) or ""),
         ]
         lines.append("| " + " | ".join(line) + " |")
-        for number, command in enumerate(str(content.get("command", "")).split("; ")):
-            made += (
-                _filled(f"`{command}`" if number else f"{name}: `{command}`", "  " if number else "- ")
-                if command
-                else []
-            )
-    lines += ["", "## Commands", "", *_filled("What to type to make each file again:"), "", *made]
+        if "command" in content:
+            made += ["", f"{name}:", ""]
+            made += [line for command in content["command"].split("; ") for line in _typed(command)]
+    lines += ["", "## Commands", "", *_filled("What to type to make each file again."), *made]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -188,6 +185,13 @@ def _filled(text: str, first: str = "") -> list[str]:
         break_on_hyphens=False,
     )
     return [line.replace("\0", " ") for line in lines]
+
+
+def _typed(command: str) -> list[str]:
+    """A block of code, whose lines go on behind a backslash."""
+    options = re.sub(r" (--[\w-]+) (?=[^-])", " \\1\0", command)
+    lines = textwrap.wrap(options, WIDTH - 6, break_long_words=False, break_on_hyphens=False)
+    return ["    " + " \\\n        ".join(lines).replace("\0", " ")]
 
 
 def _linked(text: str) -> str:

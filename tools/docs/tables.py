@@ -353,15 +353,19 @@ def readme() -> Cells:
     rows = rows_of("h200x4/c3.json")
     ours = [row["percent_of_ideal"] for row in rows if row["strategy"] == "conccl"]
     nccl = [row["percent_of_ideal"] for row in rows if row["strategy"] in ("c3_base", "c3_sp")]
+    single, rooted, many, pairs = (
+        f"[{name}](results/h200x4/{name})" for name in ("collectives.json", "broadcasts.json", "lists.json", "c3.json")
+    )
     return [
-        ["", "four H200s"],
-        ["eager calls", four[1][1]],
-        ["in CUDA graphs", four[1][2]],
-        ["broadcasts", four[2][3].strip("*")],
-        ["eight tensors in one call", four[3][3].strip("*")],
+        ["", "four H200s", ""],
+        ["eager calls", four[1][1], single],
+        ["in CUDA graphs", four[1][2], single],
+        ["broadcasts", four[2][3].strip("*"), rooted],
+        ["eight tensors in one call", four[3][3].strip("*"), many],
         [
             f"next to a GEMM: percent of ideal (NCCL's kernels: {min(nccl):.0f} to {max(nccl):.0f})",
             f"{min(ours):.0f} to {max(ours):.0f}",
+            pairs,
         ],
     ]
 

@@ -141,8 +141,7 @@ class BoundProgram:
         at system scope. From here on it counts as fired: a kernel that is not launched is a time-out.
 
         Raises:
-            UnavailableError: on CPUs.
-            As :meth:`trigger`.
+            UnavailableError: on CPUs. Else as :meth:`trigger`.
         """
         self._check_number("trigger_by_kernel", number)
         if self._calls.backend.executor.capabilities.device_type == "cpu":
