@@ -100,7 +100,8 @@ def test_references_in_comments_lead_somewhere(folder: str) -> None:
         numbers = re.findall(r"\bdecisions? (\d+)\b", text)
         wrong += [f"{path}: decision {one}" for one in numbers if not 0 < int(one) <= len(DECISIONS)]
         wrong += [
-            f"{path}: {one}" for one in re.findall(r"[Pp]apers? 00\d|(?<![\w-])peers(?:-2026)?\.md|\.\./shared", text)
+            f"{path}: {one}"
+            for one in re.findall(r"[Pp]apers?[ _]00\d|(?<![\w-])peers(?:-2026)?\.md|\.\./shared", text)
         ]
     assert wrong == []
 
@@ -117,6 +118,14 @@ def test_papers_has_every_section_that_is_cited() -> None:
     }
     assert len(cited) > 20
     assert {(paper, one) for paper, one in cited if not re.search(rf"\b{re.escape(one)}\b", listed[paper])} == set()
+
+
+@pytest.mark.parametrize("module", ["measured", "source"])
+def test_examples_in_docstrings_of_the_tools_are_right(module: str) -> None:
+    command = [sys.executable, "-m", "doctest", str(ROOT / "tools" / "docs" / f"{module}.py")]
+    assert ">>> " in text_of(Path(command[-1]))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_what_is_made_is_up_to_date() -> None:
