@@ -68,7 +68,8 @@ def test_lines_are_short(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=identifier)
 def test_cells_of_tables_are_short(page: Path) -> None:
     cells = (cell for line in text_of(page).splitlines() if line.startswith("|") for cell in line.split(" | "))
-    assert [cell for cell in cells if len(cell) > 230] == []
+    most = 300 if page.parent == DOCS / "reference" else 200  # signatures are as long as they are
+    assert [cell for cell in cells if len(cell) > most] == []
 
 
 def test_pages_are_found_from_the_index_and_on_the_site() -> None:

@@ -49,7 +49,7 @@ PARTS = (
     ),
     Part(
         "sidelane.device.context",
-        "What a kernel of your own does with its peers ([guide](../guide/kernels.md)).",
+        "What a kernel of your own does with its peers ([guide](../guide/own-kernels.md)).",
         (("sidelane.device.context", ()),),
     ),
     Part(

@@ -403,8 +403,8 @@ class Communicator:
             flags: how many it signals and waits for, of each sender.
 
         Returns:
-            What launches it: ``push = communicator.load_kernel(push_tiles, flags=8)``, then
-            ``push.launch((8,), communicator.peers(output), shard, TILE=1024)`` on every rank (docs/guide/kernels.md).
+            What launches it (docs/guide/own-kernels.md): ``push = communicator.load_kernel(push_tiles, flags=8)``, then
+            ``push.launch((8,), communicator.peers(output), shard, TILE=1024)`` on every rank.
 
         Raises:
             TypeError, ValueError: no kernel, or a number of flags that there is not; nothing was allocated.
