@@ -24,6 +24,7 @@ PAGES = {
     "reference/results.md": reference.result_files,
     "lab/files.md": reference.files,
 }
+MARK = "<!-- table: "
 TABLE = re.compile(r"^<!-- table: ([\w-]+) -->\n(?:\|.*\n)*<!-- end of table -->$", re.MULTILINE)
 
 
@@ -34,8 +35,12 @@ def main() -> int:
     made = {ROOT / "docs" / name: page() for name, page in PAGES.items()}
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
         text = path.read_text(encoding="utf-8")
-        if path not in made and "<!-- table: " in text:
-            made[path] = TABLE.sub(lambda match: with_table(match[1]), text)
+        if path not in made and MARK in text:
+            made[path], found = TABLE.subn(lambda match: with_table(match[1]), text)
+            if found != text.count(MARK):
+                parser.error(f"{path.relative_to(ROOT)}: a table is not between two comments, or not alone there")
+    if unused := set(tables.TABLES) - {name for text in made.values() for name in TABLE.findall(text)}:
+        parser.error(f"no page has these tables: {', '.join(sorted(unused))}")
     changed = 0
     for path, text in made.items():
         there = path.read_text(encoding="utf-8") if path.exists() else ""

@@ -14,6 +14,7 @@ RESULTS = ROOT / "results"
 
 Row = dict[str, Any]
 Where = dict[str, Any]
+Cells = list[list[str]]
 
 COPY_ENGINES: Where = {"implementation": "dma", "prelaunch": False}
 KERNELS: Where = {"implementation": "sm", "variant": ("one_shot", "two_shot", "two_shot_push")}
@@ -22,6 +23,22 @@ LIBRARIES = ("nccl", "nccl_ce", "symm_mem")
 OTHERS: Where = {"implementation": LIBRARIES}
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+
+EAGER: Where = {"launch": "eager"}
+GRAPH: Where = {"launch": "graph"}
+IN: Where = {"in_place": True}
+OUT: Where = {"in_place": False}
+GATHER, EXCHANGE = "all_gather", "all_to_all"
+SCATTERED, REDUCED, BROADCAST = "reduce_scatter", "all_reduce", "broadcast"
+AUTO: Where = {"implementation": "auto"}
+
+LABELS = {
+    GATHER: "all-gather",
+    EXCHANGE: "all-to-all",
+    SCATTERED: "reduce-scatter",
+    REDUCED: "all-reduce",
+    BROADCAST: "broadcast",
+}
 
 
 @functools.cache
@@ -99,3 +116,14 @@ def two(value: float | None) -> str:
 def each(places: Iterable[Where], rows: Sequence[Row], write: Callable[[float | None], str] = short) -> str:
     """The best of each place, with semicolons between them."""
     return "; ".join(write(best(rows, place)) for place in places)
+
+
+def ratio(rows: Sequence[Row], where: Where, theirs: Where, ours: Where) -> str:
+    """How many times as fast ours is as theirs."""
+    over, under = best(rows, {**where, **theirs}), best(rows, {**where, **ours})
+    return two(over / under) if over is not None and under is not None else ""
+
+
+def whole(value: float | None) -> str:
+    """No digits behind the point."""
+    return "" if value is None else f"{value:.0f}"
