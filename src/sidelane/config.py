@@ -10,10 +10,13 @@ variable                   meaning                                              
 ``SIDELANE_PROFILE``       file of measured times to choose by; ``builtin``: never the user's          (a)
 ``SIDELANE_NATIVE``        0: repeat calls on GPUs in Python, compile nothing                          1
 ``SIDELANE_MEMORY_BYTES``  most bytes that ``empty`` may reserve on a rank, for each communicator      (b)
+``SIDELANE_COMMIT``        what result files name as the code that ran, where there is no checkout     (c)
 =========================  ==========================================================================  =======
 
-(b) what the device has.
 (a) ``sidelane/profiles/<machine>.json`` in ``XDG_CONFIG_HOME``, else in ``~/.config`` (docs/internals/choice.md).
+(b) what the device has.
+(c) the checkout's commit, or ``unknown``. It is no setting of a communicator.
+
 What is compiled is kept in ``sidelane`` in ``XDG_CACHE_HOME``, else in ``~/.cache`` (docs/lab/performance.md).
 """
 

@@ -22,9 +22,20 @@ from sidelane.bench.results.rows import ROWS
 
 WIDTH = 116
 
+OF_COMMANDS = "`sidelane COMMAND --help` shows the same on the terminal. [Where to begin](../guide/commands.md)."
+OF_VARIABLES = """
+A switch is `0` or `1`. A variable that begins with `SIDELANE_` and is none of these is told in a warning.
+`sidelane tune` writes the profile of a machine ([tuning](../guide/tuning.md))."""
 OF_SETTINGS = """
-Settings come from the environment, which is read once, when the first communicator is made. In a program,
-`Communicator(config=Config(...))` comes before it, and so does `with sidelane.config.override(Config(...)):`."""
+A communicator reads its settings from the environment, once, when the first one is made, or from a `Config`.
+`with sidelane.config.override(Config(...)):` sets them for those that are made inside of the block."""
+EXAMPLE = """
+```python
+from sidelane import Communicator, Config
+
+comm = Communicator(config=Config(timeout_s=60, memory_bytes=1 << 30))
+```
+"""
 OF_ROWS = """
 A study writes one JSON object with `--json FILE`. Rows are flat, and their keys are fixed, since other tools read them.
 A row that could not run or was wrong has no time, and a `note` that says why. Who compares rows of `collectives` must
@@ -36,38 +47,53 @@ most of them on a node of yours."""
 
 def commands() -> str:
     """Every command with every option."""
-    lines = ["# Commands", "", *_filled("`sidelane COMMAND --help` shows the same on the terminal."), ""]
     main = cli.main
     assert isinstance(main, click.Group)
-    lines += ["| command | |", "|---|---|"]
-    lines += [f"| [`{name}`](#{name}) | {_paragraphs(one)[0]} |" for name, one in main.commands.items()]
-    for name, command in main.commands.items():
-        lines += ["", f"## {name}", "", f"    sidelane {name} {_usage(command)}".rstrip(), ""]
-        for paragraph in _paragraphs(command):
-            lines += [*_filled(paragraph), ""]
-        lines += [line for option in _options(command) for line in _filled(_option(option), "- ")]
+    lines = ["# Commands", "", *_filled(OF_COMMANDS)]
+    groups = getattr(main, "groups", {"Commands": list(main.commands)})
+    for heading, names in groups.items():
+        lines += ["", f"**{heading}**", "", "| command | |", "|---|---|"]
+        lines += [f"| [`{name}`](#{name}) | {_paragraphs(main.commands[name])[0]} |" for name in names]
+    for name in (name for names in groups.values() for name in names):
+        lines += ["", f"## {name}", "", *_one_command(name, main.commands[name], main)]
     return "\n".join(lines).rstrip() + "\n"
 
 
+def _one_command(name: str, command: click.Command, main: click.Group) -> Iterator[str]:
+    yield f"    sidelane {name} {_usage(command)}"
+    for paragraph in _paragraphs(command):
+        yield from ("", *_filled(paragraph))
+    options = [one for one in command.params if isinstance(one, click.Option) and not one.hidden]
+    always = bool(main.context_settings.get("show_default"))
+    for group in dict.fromkeys(getattr(option, "group", "") for option in options):
+        yield from ("", f"**{group}**", "") if group else ("",)
+        for option in options:
+            if getattr(option, "group", "") == group:
+                yield from _filled(_option(option, always), "- ")
+    if examples := getattr(command, "examples", ()):
+        yield from ("", "**Examples**", "")
+        for line, does in examples:
+            yield from (*(f"    # {part}" for part in textwrap.wrap(does, WIDTH - 6)), f"    {line}")
+
+
 def settings() -> str:
-    """Variables of the environment, and the attributes of ``Config``."""
+    """Variables of the environment, with the attributes of ``Config``."""
     text = inspect.cleandoc(sidelane.config.__doc__ or "")
     rows = re.findall(r"^``(\w+)``\s{2,}(.*?)\s{2,}(\S+)$", text, re.MULTILINE)
-    assert len(rows) == len(sidelane.config.VARIABLES) - 1, "config.py: a line of its table could not be read"
+    missing = set(sidelane.config.VARIABLES) - {name for name, _, _ in rows}
+    assert not missing, f"config.py: its table lacks {missing}, or could not be read"
     notes = dict(re.findall(r"^\((\w)\) (.*?)$", text, re.MULTILINE))
-    lines = [
-        "# Settings",
-        "",
-        *_filled(OF_SETTINGS),
-    ]
-    lines += ["", "## Environment", "", "| variable | meaning | default |", "|---|---|---|"]
+    fields = {field.name for field in dataclasses.fields(sidelane.config.Config)}
+    lines = ["# Settings", "", *_filled(OF_SETTINGS), EXAMPLE, "## Environment", ""]
+    lines += ["| variable | field of `Config` | meaning | default |", "|---|---|---|---|"]
     for name, meaning, default in rows:
         note = notes.get(default.strip("()"), default) if default.startswith("(") else default
-        lines.append(f"| `{name}` | {to_markdown(meaning)} | {_linked(to_markdown(note)).rstrip('.')} |")
+        field = name.removeprefix("SIDELANE_").lower()
+        cells = [f"`{name}`", f"`{field}`" if field in fields else "", to_markdown(meaning)]
+        lines.append("| " + " | ".join([*cells, _linked(to_markdown(note)).rstrip(".")]) + " |")
     kept = re.search(r"^What is compiled .*", text, re.MULTILINE)
-    lines += ["", *_filled(to_markdown(kept[0]) if kept else ""), ""]
-    lines += _filled("`SIDELANE_COMMIT` says which code ran, in result files of machines without a checkout.")
-    lines += ["", "## Config", "", *_filled("Attributes of `sidelane.Config`:"), ""]
+    lines += ["", *_filled(OF_VARIABLES), "", *_filled(to_markdown(kept[0]) if kept else "")]
+    lines += ["", "## Config", "", *_filled("Fields of `sidelane.Config`:"), ""]
     lines += _described(sidelane.config.Config)
     return "\n".join(lines).rstrip() + "\n"
 
@@ -143,21 +169,24 @@ def _usage(command: click.Command) -> str:
     return " ".join([*words, "[OPTIONS]"])
 
 
-def _options(command: click.Command) -> Iterator[click.Option]:
-    return (one for one in command.params if isinstance(one, click.Option) and not one.hidden)
-
-
-def _option(option: click.Option) -> str:
+def _option(option: click.Option, always: bool) -> str:
     names = ", ".join([*option.opts, *option.secondary_opts])
     text = f"`{names}{'' if option.is_flag else ' ' + _value(option)}`"
     if option.help:
         text += f": {to_markdown(' '.join(option.help.split()))}"
-    if option.show_default and isinstance(option.default, str | int | float | PurePath):
-        default = option.default
-        if isinstance(default, bool):
-            default = (option.opts if default else option.secondary_opts or ("off",))[0]
-        text += f" Default: {default}."
-    return text
+    default = _default(option, always)
+    return f"{text} Default: {default}." if default else text
+
+
+def _default(option: click.Option, always: bool) -> str:
+    """What an option is if it is left out, where its help says so."""
+    shown = always if option.show_default is None else option.show_default
+    if isinstance(shown, str):
+        return shown
+    if isinstance(option.default, bool):
+        names = option.opts if option.default else option.secondary_opts
+        return names[0] if shown and names else ""
+    return str(option.default) if shown and isinstance(option.default, str | int | float | PurePath) else ""
 
 
 def _value(option: click.Option) -> str:
