@@ -55,7 +55,7 @@ STUDIES: dict[str, tuple[Part, ...]] = {
         Part(collectives(REDUCTIONS, "--min-bytes", "64M", "--iterations", "5"), 240),
     ),
     "lists": (Part(collectives((*BOTH_ENDS, *REDUCTIONS), *LISTS), 180),),
-    # By themselves: NCCL 2.28 fails in groups of broadcasts behind groups of others (docs/performance.md).
+    # By themselves: NCCL 2.28 fails in groups of broadcasts behind groups of others (docs/lab/performance.md).
     "broadcasts": (
         Part(collectives(("broadcast",), "--factor", "4", "--max-bytes", "1G", "--iterations", "9"), 90),
         Part(collectives(("broadcast",), *LISTS), 60),

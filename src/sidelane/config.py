@@ -14,10 +14,11 @@ variable                   meaning                                              
 ``SIDELANE_COMMIT``        what result files name as the code that ran, where there is no checkout     (c)
 =========================  ==========================================================================  =======
 
-(a) ``sidelane/profiles/<machine>.json`` in ``XDG_CONFIG_HOME``, or in ``~/.config`` without it. See docs/choice.md.
+(a) ``sidelane/profiles/<machine>.json`` in ``XDG_CONFIG_HOME``, else in ``~/.config`` (docs/internals/choice.md).
 (b) what the device has. A number of bytes, or a size such as ``512M`` or ``1.5G``.
 (c) the checkout's commit, or ``unknown``. It is no setting of a communicator.
-What is compiled is kept in ``sidelane`` in ``XDG_CACHE_HOME``, or in ``~/.cache`` without it. See docs/performance.md.
+
+What is compiled is kept in ``sidelane`` in ``XDG_CACHE_HOME``, else in ``~/.cache`` (docs/lab/performance.md).
 """
 
 from __future__ import annotations

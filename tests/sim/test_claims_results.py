@@ -161,7 +161,7 @@ def power_row(implementation, variant, watts, **more):
     return PowerRow(**(values | more))
 
 
-def test_watts_are_predicted_for_what_paper_003_runs(tmp_path):
+def test_watts_are_predicted_for_what_the_dma_collectives_paper_runs(tmp_path):
     engines, kernels = (predict_watts(H200, power_row(*way, 1.0)) for way in (("dma", "b2b"), ("nccl", "")))
     assert 138 < engines < kernels < 700
     adding = [("dma", "b2b"), ("dma", "pcpy"), ("nccl", "")]

@@ -359,7 +359,7 @@ def _one_of(plan: Plan) -> Program | AnyKernelProgram:
 
 
 def _launch(program: AnyKernelProgram) -> tuple[str, ...]:
-    """What a kernel is, and how its bytes travel (docs/kernels.md)."""
+    """What a kernel is, and how its bytes travel (docs/internals/protocols.md)."""
     how = HOW[program.protocol] + (SECOND_SHOT[program.protocol] if program.two_shot else "")
     staging = f", {format_bytes(program.staging_bytes)} of staging" if program.staging_bytes else ""
     return (

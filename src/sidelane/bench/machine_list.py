@@ -40,8 +40,8 @@ def machines_table(machines: list[Machine]) -> Table:
         lines.append(Line((*cells, str(known), str(sources[Source.FITTED]), str(sources[Source.ASSUMED]))))
     columns = ("<name", "<machine", "units", "<links", "GB/s", "known", "fitted", "assumed")
     note = (
-        "--machine takes a name, or a TOML or JSON file (docs/model.md). units: of a GPU; GB/s: DMA copies over a link "
-        "or port, one direction; known: numbers from data sheets, papers and measurements"
+        "--machine takes a name, or a TOML or JSON file (docs/internals/model.md). units: of a GPU; GB/s: DMA copies "
+        "over a link or port, one direction; known: numbers from data sheets, papers and measurements"
     )
     return Table("Machines that can be predicted", columns, tuple(lines), (note,))
 

@@ -1,4 +1,4 @@
-"""What runs side by side: one GEMM and one collective, and the taxonomy of such pairs (paper 000, section III)."""
+"""What runs side by side: one GEMM and one collective, and the taxonomy of such pairs (ConCCL paper, section III)."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from sidelane.program.collective import ELEMENT_BYTES, Kind
 from sidelane.sizes import format_bytes, parse_bytes
 
 COMPARABLE = 1.15
-"""Two isolated times are comparable if neither exceeds the other by more than this factor (paper 000, section III)."""
+"""Two isolated times are comparable if neither exceeds the other by more than this factor (ConCCL paper, III)."""
 
 CPU_GEMM_FLOPS = 2_500_000_000
 """Largest GEMM that a CPU rank runs: 25 to 50 milliseconds on one core at 50 to 100 GFLOP/s."""
 
 GEMM_DTYPES = ("bfloat16", "float16", "float32")
 
-# Table I of paper 000, in its order of dimensions, which is m x n x k. The paper does not say so; the models do. Every
+# Table I of the ConCCL paper, in its order of dimensions: m x n x k. The paper does not say so; the models do. Every
 # GEMM has one dimension of 8192, the tokens of an iteration. In cb2, cb4 and cb5 (LLaMA-405B: hidden size 16384, fused
 # query, key and value 18432, fused gate and up projections 106496) the tokens come second and the hidden size last: a
 # forward projection with n = tokens and k = hidden size. cb3, mb1 and mb2 end with the tokens: a weight gradient, in
@@ -59,7 +59,7 @@ class Gemm:
         n: columns of the result.
         k: length of the sums.
         dtype: of all three matrices, as torch names it.
-        tag: name in Table I of paper 000, else empty.
+        tag: name in Table I of the ConCCL paper, else empty.
         divisor: what every dimension of the named GEMM was divided by (1: the GEMM itself).
     """
 
@@ -94,7 +94,7 @@ class Gemm:
         return (self.m * self.k + self.k * self.n + self.m * self.n) * ELEMENT_BYTES[self.dtype]
 
     def bound(self, machine_flops_per_byte: float, measured_bytes: float | None = None) -> Bound:
-        """Compute-bound if the GEMM does more operations per byte than the machine can (paper 000, section III).
+        """Compute-bound if the GEMM does more operations per byte than the machine can (ConCCL paper, section III).
 
         Args:
             machine_flops_per_byte: peak arithmetic rate over peak memory bandwidth.
@@ -132,7 +132,7 @@ class Workload:
 
     @property
     def name(self) -> str:
-        """In the style of paper 000's Table II: ``cb1_896M all_gather``."""
+        """In the style of the ConCCL paper's Table II: ``cb1_896M all_gather``."""
         return f"{self.gemm.name}_{format_bytes(self.nbytes)} {self.collective}"
 
     def scaled_for_cpu(self, flops: int = CPU_GEMM_FLOPS) -> Workload:
@@ -153,7 +153,7 @@ class Workload:
 
 
 def classify(gemm_us: float, comm_us: float) -> C3Class:
-    """The C3 type of a pair from isolated times in microseconds (paper 000, section III).
+    """The C3 type of a pair from isolated times in microseconds (ConCCL paper, section III).
 
     >>> str(classify(1410.0, 1840.0))
     'C-long'
@@ -180,7 +180,7 @@ def parse_gemm(text: str, dtype: str = "bfloat16") -> Gemm:
 
 
 def parse_workload(text: str, collective: Kind = Kind.ALL_GATHER, dtype: str = "bfloat16") -> Workload:
-    """Read a pair as Table II of paper 000 writes it: ``cb1_896M``, ``mb2_3.25G``, ``4096x4096x4096_64M``.
+    """Read a pair as Table II of the ConCCL paper writes it: ``cb1_896M``, ``mb2_3.25G``, ``4096x4096x4096_64M``.
 
     Raises:
         ValueError: anything else.

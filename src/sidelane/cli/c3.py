@@ -77,7 +77,7 @@ from sidelane.sizes import format_bytes
     "--version",
     type=click.Choice(VERSIONS),
     default="000",
-    help="Version of paper 000 (docs/model.md), with --machine.",
+    help="Version of the ConCCL paper (docs/internals/model.md), with --machine.",
 )
 @study_options
 def c3(

@@ -104,7 +104,8 @@ def collective(
     With --tensors: calls with lists, next to separate calls one behind the other (variants that end with "separate").
     A size is then that of all tensors together.
 
-    With --machine: predict paper 003's study (all_gather and all_to_all, 1K to 4G) for a machine that need not be here.
+    With --machine: predict the DMA collectives paper's study (all_gather and all_to_all, 1K to 4G) for a machine that
+    need not be here.
     """
     with plain_errors():
         if machine is not None:
@@ -274,8 +275,8 @@ def power(
 ) -> None:
     """Measure power and energy of collectives, by the GPUs' counters.
 
-    With --machine: predict them for a machine that need not be here: as paper 003 ran its variants, and reductions as
-    Sidelane runs them on copy engines.
+    With --machine: predict them for a machine that need not be here: as the DMA collectives paper ran its variants, and
+    reductions as Sidelane runs them on copy engines.
     """
     with plain_errors():
         kinds = tuple(map(Kind, collectives))

@@ -47,7 +47,7 @@ def machines(json: Path | None) -> None:
     default=Path("results"),
     help="With a folder of measurements for each machine.",
 )
-@what("--version", type=click.Choice(VERSIONS), default="000", help="Version of paper 000.")
+@what("--version", type=click.Choice(VERSIONS), default="000", help="Version of the ConCCL paper.")
 @how(
     "--ranges/--no-ranges",
     default=None,
@@ -81,7 +81,7 @@ def claims(
 def pipeline(machine: str, json: Path | None, report: Path | None) -> None:
     """Predict iterations of a GEMM and a collective that overlap.
 
-    By tile, number of thread blocks and priority, as paper 004 measured them.
+    By tile, number of thread blocks and priority, as the overlap paper measured them.
     """
     with plain_errors():
         from sidelane.bench.simulated import overlap as sim_overlap

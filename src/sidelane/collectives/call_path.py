@@ -154,7 +154,7 @@ class CallPath:
 
         Raises:
             UnavailableError: inside a capture.
-            MismatchError, PeerError, PeerTimeoutError: see docs/failure.md.
+            MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
         """
         calls = self.calls
         call = calls.number()

@@ -271,7 +271,7 @@ def check_variant(kind: Kind, variant: str, abilities: Abilities = EVERYTHING, *
         allowed = ", ".join((AUTO, *names))
         elsewhere, here = ({found.name for found in everything(kind, which)} for which in (EVERYTHING, abilities))
         if variant in elsewhere - here:
-            allowed += f" on this machine; {variant} is for others, see docs/kernels.md and sidelane info"
+            allowed += f" on this machine; {variant} is for others, see docs/internals/protocols.md and sidelane info"
         what = "variant for lists" if listed else "variant"
         raise ValueError(f"{kind}: {what} (value={variant!r}, allowed={allowed}; all but auto also with {PRELAUNCH})")
 

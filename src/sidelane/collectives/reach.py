@@ -141,7 +141,7 @@ class Reach:
             there is none on all ranks.
 
         Raises:
-            PeerError, PeerTimeoutError: see docs/failure.md.
+            PeerError, PeerTimeoutError: see docs/internals/failure.md.
         """
         if not all(texts):
             return call, None

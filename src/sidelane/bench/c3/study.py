@@ -34,15 +34,15 @@ class C3Options(StudyOptions):
     """What to measure.
 
     Attributes:
-        workloads: pairs as Table II of paper 000 writes them (``cb1_896M``, ``4096x4096x4096_64M``).
+        workloads: pairs as Table II of the ConCCL paper writes them (``cb1_896M``, ``4096x4096x4096_64M``).
         collectives: kinds; every pair runs with each.
         strategies: names; empty takes all.
         variants: of Sidelane's collectives; its best is reported, as every implementation's best is. ``auto`` is what
             a caller gets who asks for none.
         dtype: of the GEMM and of the collective on accelerators; CPUs take float32.
         full_size: run GEMMs at their full size on a CPU too, instead of scaled down.
-        warmup: rounds before the measured ones (paper 000: 6).
-        repeats: measured rounds (paper 000: 9).
+        warmup: rounds before the measured ones (ConCCL paper: 6).
+        repeats: measured rounds (ConCCL paper: 9).
     """
 
     workloads: tuple[str, ...] = ("cb1_896M",)

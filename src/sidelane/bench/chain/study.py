@@ -1,10 +1,10 @@
-"""GEMM to collective and back (paper 003, 4.3 and Figure 16): a producer, an all-gather of what it made, a consumer.
+"""GEMM to collective and back (DMA collectives paper, 4.3 and Figure 16): producer, all-gather, consumer.
 
     producer GEMM writes this rank's shard -> all-gather -> consumer GEMM reads everyone's
 
 All three are handed to one stream. The end of the producer releases the copies, and their end the consumer, by flags on
 the device; no host stands in between. Eager and as one graph, for every implementation, next to both GEMMs alone; and
-with Sidelane's copies prelaunched, which a graph cannot hold (docs/prelaunch.md):
+with Sidelane's copies prelaunched, which a graph cannot hold (docs/internals/prelaunch.md):
 
     host      arm(): copies, signals   produce()   trigger()         consume()
     stream    ........................ GEMM ------ write | wait done . GEMM

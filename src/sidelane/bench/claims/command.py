@@ -39,7 +39,7 @@ class Options:
         machine: name in the catalogue, or a file.
         json: file for a list of objects, or ``written.STDOUT``; None writes none.
         results: folder of measurements, with one folder for each machine; used where no paper is about the machine.
-        version: of paper 000, where its two versions disagree: ``000`` or ``002``.
+        version: of the ConCCL paper, where its two versions disagree: ``000`` or ``002``.
         report: folder for ``claims.json`` and a picture of predicted against published; None: neither.
         ranges: predict over the plausible values of the machine's numbers as well (some twenty times the work).
     """
@@ -99,7 +99,7 @@ def evaluate(
 
     Args:
         machine: of the catalogue, or with changed numbers; its name decides which claims are about it.
-        version: of paper 000.
+        version: of the ConCCL paper.
         ranges: add ranges over the plausible values of its uncertain numbers.
         progress: told what is being done.
 

@@ -1,4 +1,4 @@
-"""Predicted watts held against ``power.json``: NCCL's ordinary kernels, the variants of paper 003, hybrids."""
+"""Predicted watts held against ``power.json``: NCCL's kernels, the DMA collectives paper's variants, hybrids."""
 
 from __future__ import annotations
 

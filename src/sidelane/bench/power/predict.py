@@ -30,7 +30,7 @@ PREDICTED_VARIANTS: Mapping[Kind, tuple[str, ...]] = MappingProxyType(
 TAKEN_FOR = "taken for an all_gather: as many bytes over the same links, and no figures of its own"
 
 IN_PLACE = (Kind.ALL_GATHER, Kind.ALL_REDUCE)
-"""Where both places exist, the one that is predicted: what paper 003 ran, and what the library has."""
+"""Where both places exist, the one that is predicted: what the DMA collectives paper ran, and what the library has."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ def main(options: PredictOptions) -> int:
 
 
 def predicted(machine: Machine, kind: Kind, nbytes: int) -> list[PowerRow]:
-    """The vendor library and every variant: of paper 003 as that paper ran it, of a reduction as a communicator does.
+    """The vendor library and every variant: the DMA collectives paper's as it ran them, reductions as communicators do.
 
     Raises:
         ValueError: the machine's description has no power figures.

@@ -40,9 +40,9 @@ LEGENDS = {
     "until the last byte has arrived, own chunk included; sync: exit handshake, and until the host knows. With one "
     "handshake, that is schedule, and 'slot' the part of copy in front of it. Medians of "
     "single calls of the slowest rank; 'no stamps' is the whole call without looking, 'host' what the call takes the "
-    "host. Definitions: docs/phases.md.",
+    "host. Definitions: docs/lab/phases.md.",
     "power": "Collectives back to back; watts by the GPUs' energy counters, 'read/count' is the mean of power readings "
-    "over that. The least energy of each size is bold. Method: docs/power.md.",
+    "over that. The least energy of each size is bold. Method: docs/lab/power.md.",
     "chain": "A producer GEMM, an all-gather of what it made, a consumer GEMM, on one stream; 'between' is the chain "
     "less both GEMMs alone. Medians over rounds of the slowest rank; the fastest of each size is bold. "
     "Prelaunched: the copies are armed ahead of the producer and fired behind it. The first table has the fastest of "

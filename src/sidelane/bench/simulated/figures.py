@@ -37,7 +37,7 @@ UNITS = "on compute units (number of workgroups)"
 
 
 def draw_c3(study: C3Study, machine: Machine, folder: Path, *, ranges: bool = False) -> list[Path]:
-    """Figures 5 to 10 of paper 000.
+    """Figures 5 to 10 of the ConCCL paper.
 
     Args:
         study: to draw.
@@ -59,7 +59,7 @@ def draw_c3(study: C3Study, machine: Machine, folder: Path, *, ranges: bool = Fa
 
 
 def draw_dma(study: DmaStudy, machine: Machine, folder: Path) -> list[Path]:
-    """Figures 6, 13, 14, 15 and 16 of paper 003."""
+    """Figures 6, 13, 14, 15 and 16 of the DMA collectives paper."""
     with mpl.rc_context(RC):
         drawn = [_phases(machine, folder)]
         for kind in COLLECTIVES:
@@ -79,7 +79,7 @@ def draw_dma(study: DmaStudy, machine: Machine, folder: Path) -> list[Path]:
 
 
 def draw_overlap(context: OverlapContext, folder: Path) -> list[Path]:
-    """Figures 2 to 4 of paper 004."""
+    """Figures 2 to 4 of the overlap paper."""
     panels = {
         "base": "overlapped over sequential time",
         "reduction": "time saved by priority, %",

@@ -1,4 +1,4 @@
-"""Pipelined iterations of GEMM and collective (paper 004) on a machine one does not have."""
+"""Pipelined iterations of GEMM and collective (overlap paper) on a machine one does not have."""
 
 from __future__ import annotations
 

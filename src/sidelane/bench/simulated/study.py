@@ -42,7 +42,7 @@ class Options:
         machine: name in the catalogue, or a TOML or JSON file.
         report: folder for figures, timelines and the numbers; None: none.
         json: file for the numbers, or ``written.STDOUT``; None: none.
-        version: of paper 000 where its two versions disagree (``000`` or ``002``); c3 only.
+        version: of the ConCCL paper where its two versions disagree (``000`` or ``002``); c3 only.
     """
 
     machine: str
@@ -57,7 +57,7 @@ class Options:
 
 
 def c3_main(options: Options, workloads: Sequence[Workload] = ()) -> int:
-    """Predict C3 strategies: of the given pairs, or the whole study of paper 000.
+    """Predict C3 strategies: of the given pairs, or the whole study of the ConCCL paper.
 
     Returns:
         0.
@@ -92,7 +92,7 @@ def c3_main(options: Options, workloads: Sequence[Workload] = ()) -> int:
 
 
 def collective_main(options: Options) -> int:
-    """Predict the variants of paper 003 and the vendor library's collectives by size.
+    """Predict the variants of the DMA collectives paper and the vendor library's collectives by size.
 
     Returns:
         0.

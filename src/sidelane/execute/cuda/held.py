@@ -4,7 +4,7 @@
     caller                write trigger | wait done
 
 One word holds all of a rank's queues, so that one store fires them: the side streams fork behind the wait. (Programs
-made by ``transform.prelaunch`` have a trigger for each queue, as paper 003 does; section 4.2.5 names both.)
+made by ``transform.prelaunch`` have a trigger for each queue. The DMA collectives paper names both, in 4.2.5.)
 """
 
 from __future__ import annotations
