@@ -72,9 +72,9 @@ def old_staging(group: dist.ProcessGroup, captured: bool) -> list[bool]:
         alive = []
         tensor = torch.ones(100)
         comm.all_reduce(tensor)
-        preparer = comm._preparer
+        preparer = comm.lane.preparer
         if captured:
-            request = comm._arguments.all_reduce(tensor, tensor, "sum")
+            request = comm.lane.arguments.all_reduce(tensor, tensor, "sum")
             preparer.prepare(Agreement.of(request, "b2b", frozen=True), request)
         for size in (1 << 20, 1 << 22):
             assert preparer._staging._block is not None
@@ -96,9 +96,9 @@ def test_only_captured_staging_is_kept(pool: RankPool, captured: bool) -> None:
 def staging_of_captures(group: dist.ProcessGroup) -> None:
     """``auto`` takes another variant in a capture than outside. As on GPUs: CPUs have no captures."""
     with sweeps.communicator(group) as comm:
-        preparer = comm._preparer
+        preparer = comm.lane.preparer
         tensor = comm.empty(comm.world_size * 200_000)
-        request = comm._arguments.all_to_all(tensor, tensor)
+        request = comm.lane.arguments.all_to_all(tensor, tensor)
 
         def choice(agreement: Agreement) -> Choice:
             candidate = find(Kind.ALL_TO_ALL, "b2b" if agreement.frozen else "swap")
@@ -120,14 +120,14 @@ def without_staging_in_a_capture(group: dist.ProcessGroup) -> tuple[str, str]:
     """``auto`` would take what needs staging in a capture, and no call has been made before."""
     with sweeps.communicator(group) as comm:
         tensor = comm.empty(comm.world_size * 200_000)
-        request = comm._arguments.all_to_all(tensor, tensor)
+        request = comm.lane.arguments.all_to_all(tensor, tensor)
         found = [one for name in ("b2b", "swap") if (one := find(Kind.ALL_TO_ALL, name)) is not None]
         table = tuple((candidate, None) for candidate in found)
         wanted = Choice(found[0], "as the test wants it", table)
-        with mock.patch.object(comm._preparer._planner, "choice", return_value=wanted):
-            prepared = comm._preparer.prepare(Agreement.of(request, "auto", frozen=True), request)
+        with mock.patch.object(comm.lane.preparer._planner, "choice", return_value=wanted):
+            prepared = comm.lane.preparer.prepare(Agreement.of(request, "auto", frozen=True), request)
             comm.all_to_all(tensor, tensor, variant="b2b")
-            again = comm._preparer.prepare(Agreement.of(request, "auto", frozen=True), request)
+            again = comm.lane.preparer.prepare(Agreement.of(request, "auto", frozen=True), request)
         return prepared.choice.candidate.name, again.choice.candidate.name
 
 

@@ -64,7 +64,8 @@ def interrupted_at(group: dist.ProcessGroup, where: str) -> tuple[str, str]:
         raise KeyboardInterrupt
 
     if comm.rank == 0:
-        owner: Any = {"recall": comm._preparer, "program": comm._preparer._planner, "post_call": comm._control}[where]
+        preparer = comm.lane.preparer
+        owner: Any = {"recall": preparer, "program": preparer._planner, "post_call": comm._control}[where]
         setattr(owner, where, hit)
     splits = [1] * n
     calls = (

@@ -17,7 +17,7 @@ Seen = dict[str, tuple[list[str], int, int, int]]
 
 def profiled(context: Context, numel: int) -> Seen:
     """Each call once to prepare it, once under the profiler."""
-    device = torch.device("cuda", context.rank)
+    device = context.device
     seen: Seen = {}
     with Communicator(device=device, config=Config(timeout_s=30)) as comm:
         n, rank = comm.world_size, comm.rank

@@ -27,7 +27,7 @@ from sidelane import Communicator, CommunicatorClosedError, Config, PeerError, U
 def sweep(context: Context, name: str, *args: Any, stream: bool = False) -> Any:
     """One of the sweeps that CPU ranks run too, on the legacy default stream or on another one."""
     group = dist.group.WORLD
-    torch.set_default_device(torch.device("cuda", context.rank))
+    torch.set_default_device(context.device)
     try:
         if not stream:
             return getattr(sweeps, name)(group, *args)
@@ -43,7 +43,7 @@ def sweep_on_stream(context: Context, name: str, *args: Any) -> Any:
 
 def loaded(context: Context, name: str, *args: Any, stream: bool = False) -> Any:
     """One of the cases of programs of one's own that CPU ranks run, too."""
-    torch.set_default_device(torch.device("cuda", context.rank))
+    torch.set_default_device(context.device)
     try:
         with torch.cuda.stream(torch.cuda.Stream() if stream else None):
             return getattr(loads, name)(dist.group.WORLD, *args)
@@ -53,7 +53,7 @@ def loaded(context: Context, name: str, *args: Any, stream: bool = False) -> Any
 
 def in_lanes(context: Context, name: str, *args: Any) -> None:
     """One of the cases of lanes that CPU ranks run, too."""
-    torch.set_default_device(torch.device("cuda", context.rank))
+    torch.set_default_device(context.device)
     try:
         getattr(lanes, name)(dist.group.WORLD, *args)
     finally:
@@ -62,7 +62,7 @@ def in_lanes(context: Context, name: str, *args: Any) -> None:
 
 def in_slices(context: Context, name: str, *args: Any) -> Any:
     """One of the cases of programs of slices that CPU ranks run, too."""
-    torch.set_default_device(torch.device("cuda", context.rank))
+    torch.set_default_device(context.device)
     try:
         with torch.cuda.stream(torch.cuda.Stream()):
             return getattr(slices, name)(dist.group.WORLD, *args)
@@ -72,7 +72,7 @@ def in_slices(context: Context, name: str, *args: Any) -> Any:
 
 def pooled_memory(context: Context, name: str, *args: Any) -> Any:
     """One of the cases of memory that comes and goes that CPU ranks run, too."""
-    torch.set_default_device(torch.device("cuda", context.rank))
+    torch.set_default_device(context.device)
     try:
         with torch.cuda.stream(torch.cuda.Stream()):
             return getattr(pooled, name)(dist.group.WORLD, *args)
@@ -82,7 +82,7 @@ def pooled_memory(context: Context, name: str, *args: Any) -> Any:
 
 def captured_memory_stays(context: Context) -> None:
     """A tensor that a graph has captured is dropped; what is allocated afterwards lies elsewhere."""
-    device = torch.device("cuda", context.rank)
+    device = context.device
     with torch.cuda.stream(torch.cuda.Stream()), Communicator(device=device, config=Config(timeout_s=30)) as comm:
         n, rank = comm.world_size, comm.rank
         output, input = comm.empty(n, 1000), torch.full((1000,), float(rank), device=device)
@@ -106,7 +106,7 @@ def own_kernel(context: Context, name: str, *args: Any) -> Any:
     """One of the cases of kernels of one's own that CPU ranks run, too."""
     import own_kernels
 
-    torch.set_default_device(torch.device("cuda", context.rank))
+    torch.set_default_device(context.device)
     try:
         with torch.cuda.stream(torch.cuda.Stream()):
             return getattr(own_kernels, name)(dist.group.WORLD, *args)
@@ -118,7 +118,7 @@ def own_kernel_in_a_graph(context: Context, replays: int) -> list[float]:
     """A kernel of one's own and a collective in one graph, replayed, with launches in between; times of both, in us."""
     from own_kernels import push_tiles
 
-    device = torch.device("cuda", context.rank)
+    device = context.device
     with torch.cuda.stream(torch.cuda.Stream()), Communicator(device=device, config=Config(timeout_s=30)) as comm:
         n, rank, count = comm.world_size, comm.rank, 3000
         output, sums = comm.empty(n, count), torch.zeros(count, device=device)
@@ -159,7 +159,7 @@ def loaded_on_stream(context: Context, name: str, *args: Any) -> Any:
 
 def loaded_in_a_graph(context: Context, replays: int) -> None:
     """A program of one's own and a collective in one graph, replayed with eager calls of both in between."""
-    device = torch.device("cuda", context.rank)
+    device = context.device
     torch.set_default_device(device)
     try:
         with Communicator(device=device, config=Config(timeout_s=30)) as comm:
@@ -189,8 +189,8 @@ def loaded_in_a_graph(context: Context, replays: int) -> None:
 
 
 def nccl_control_plane(context: Context) -> None:
-    group = dist.new_group(backend="nccl", device_id=torch.device("cuda", context.rank))
-    torch.set_default_device(torch.device("cuda", context.rank))
+    group = dist.new_group(backend="nccl", device_id=context.device)
+    torch.set_default_device(context.device)
     try:
         sweeps.moving_sweep(group, (torch.float32,), (33,))
     finally:
@@ -199,7 +199,7 @@ def nccl_control_plane(context: Context) -> None:
 
 def captured(context: Context, replays: int) -> None:
     """Every collective in one graph, replayed with fresh inputs, with eager calls between the replays."""
-    device = torch.device("cuda", context.rank)
+    device = context.device
     torch.set_default_device(device)
     try:
         with Communicator(device=device, config=Config(timeout_s=30)) as comm:
@@ -269,12 +269,12 @@ def graphs_in_turn(context: Context, seed: int, steps: int) -> list[str]:
     Returns:
         The variants that were captured, call by call.
     """
-    device = torch.device("cuda", context.rank)
+    device = context.device
     torch.set_default_device(device)
     try:
         with Communicator(device=device, config=Config(timeout_s=30)) as comm:
             n, rank, size = comm.world_size, comm.rank, (1021, 40_003)[seed]  # rows, and parts too large for that
-            slots = comm._preparer._slots
+            slots = comm.lane.preparer._slots
             assert slots.is_spread, "one copy takes all rows"
             assert len({after - before for before, after in itertools.pairwise(slots.addresses)}) == 1
             draw, mine = random.Random(seed), random.Random(seed + 1 + rank)
@@ -338,7 +338,7 @@ def graphs_in_turn(context: Context, seed: int, steps: int) -> list[str]:
 
 
 def staging_in_a_capture(context: Context) -> str:
-    device = torch.device("cuda", context.rank)
+    device = context.device
     with Communicator(device=device, config=Config(timeout_s=30)) as comm:
         tensor = torch.ones(100_000, device=device)
         try:
@@ -354,7 +354,7 @@ def staging_in_a_capture(context: Context) -> str:
 
 def streams_in_turn(context: Context) -> None:
     """Calls on changing streams: the communicator keeps them in order, since they share flags and staging."""
-    device = torch.device("cuda", context.rank)
+    device = context.device
     with Communicator(device=device, config=Config(timeout_s=30)) as comm:
         n, rank = comm.world_size, comm.rank
         streams = [torch.cuda.Stream() for _ in range(3)]
@@ -376,7 +376,7 @@ def streams_in_turn(context: Context) -> None:
 
 def async_memory(context: Context) -> None:
     """Tensors dropped right after an asynchronous call: the allocator must not reuse them before it has ended."""
-    device = torch.device("cuda", context.rank)
+    device = context.device
     with Communicator(device=device, config=Config(timeout_s=30)) as comm:
         n, rank = comm.world_size, comm.rank
         outputs = []
@@ -397,7 +397,7 @@ def async_memory(context: Context) -> None:
 
 def absent(context: Context) -> tuple[str, tuple[int, ...]]:
     """Rank 1 makes one call fewer; the others find out, their streams drain, and the next call refuses."""
-    device = torch.device("cuda", context.rank)
+    device = context.device
     comm = Communicator(device=device, config=Config(timeout_s=2))
     output, shard = comm.empty(1000 * comm.world_size), torch.ones(1000, device=device)
     comm.all_gather(output, shard)
@@ -423,7 +423,7 @@ def interrupted(context: Context, where: str) -> tuple[str, str, tuple[int, ...]
     In ``synchronize``: in the wait of the host for a queued call. In the ``first_call`` of a kind: in the comparison
     between the ranks. In its ``own_work``: between its calls, inside the ``with`` block.
     """
-    device = torch.device("cuda", context.rank)
+    device = context.device
     last = context.world_size - 1
     began = time.monotonic()
     outcome = ("", "no error was raised", ())
@@ -456,7 +456,7 @@ def interrupted(context: Context, where: str) -> tuple[str, str, tuple[int, ...]
 
 def random_sizes(context: Context, seed: int, calls: int) -> None:
     """Sizes, dtypes and buffers at random, calls back to back without a look from the host."""
-    device = torch.device("cuda", context.rank)
+    device = context.device
     torch.set_default_device(device)
     try:
         with Communicator(device=device, config=Config(timeout_s=30)) as comm:
@@ -490,7 +490,7 @@ def memory_dropped_at_bad_moments(context: Context) -> None:
 
     torch waits for the device in both cases, which ended the process in the first and never ended in the second.
     """
-    device = torch.device("cuda", context.rank)
+    device = context.device
     nbytes = 256 << 20
 
     def leave_behind() -> list[object]:
@@ -504,6 +504,7 @@ def memory_dropped_at_bad_moments(context: Context) -> None:
         n, rank = comm.world_size, comm.rank
         output, input = comm.empty(n, 1000), comm.empty(1000)
         comm.all_gather(output, input, variant="b2b")
+        dist.barrier()  # ranks may share a device
         free = torch.cuda.mem_get_info(device)[0]
         left = leave_behind()
         torch.cuda.synchronize()
@@ -530,4 +531,5 @@ def memory_dropped_at_bad_moments(context: Context) -> None:
                 handle.trigger()
                 assert output[:, 0].tolist() == [value + 20 * peer for peer in range(n)]
         comm.empty(1)  # a good moment
+        dist.barrier()
         assert torch.cuda.mem_get_info(device)[0] > free - nbytes, "what was dropped was not given back"

@@ -41,7 +41,7 @@ class Context:
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
-        self.device = torch.device("cuda", rank)
+        self.device = torch.device("cuda", rank % torch.cuda.device_count())  # one for all, where there is but one
         self.group = dist.group.WORLD
         assert self.group is not None
         exchange = Exchange(self.group, 60.0)

@@ -20,7 +20,7 @@ END_S = 10.0
 
 
 class Pool:
-    """Ranks 0 to ``world_size - 1``, rank r on GPU r.
+    """Ranks 0 to ``world_size - 1``, rank r on GPU r; all on one GPU where there is but one.
 
     Args:
         world_size: number of ranks.
@@ -128,7 +128,7 @@ def _rank_main(rank: int, world_size: int, port: int, pipe: connection.Connectio
     import torch.distributed as dist
 
     try:
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(rank % torch.cuda.device_count())
         store = dist.TCPStore("127.0.0.1", port, world_size, is_master=rank == 0, timeout=timedelta(seconds=60))
         # A store that outlives rank 0 would be nicer; no test kills rank 0.
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))

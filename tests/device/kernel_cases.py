@@ -23,7 +23,7 @@ NARROW: Reductions = tuple((kind, f"{variant}_narrow") for kind, variant in SHOT
 
 @contextlib.contextmanager
 def communicator(context: Context, timeout_s: float = 30.0) -> Iterator[Communicator]:
-    device = torch.device("cuda", context.rank)
+    device = context.device
     torch.set_default_device(device)
     try:
         with Communicator(device=device, config=Config(timeout_s=timeout_s)) as comm:
@@ -255,7 +255,7 @@ def thousand(context: Context, calls: int) -> None:
 
 def absent(context: Context) -> tuple[str, tuple[int, ...]]:
     """Rank 1 makes one call fewer; the others find out, their kernels give up, and the next call refuses."""
-    device = torch.device("cuda", context.rank)
+    device = context.device
     comm = Communicator(device=device, config=Config(timeout_s=2))
     output, shard = torch.empty(1000 * comm.world_size, device=device), torch.ones(1000, device=device)
     comm.all_gather(output, shard, variant="one_shot")
@@ -278,7 +278,7 @@ def absent(context: Context) -> tuple[str, tuple[int, ...]]:
 
 def wait_for_a_dead_peer(context: Context, victim: int) -> str:
     """The victim sleeps until it is killed; the others call. The time-out is far away: the death must be noticed."""
-    device = torch.device("cuda", context.rank)
+    device = context.device
     comm = Communicator(device=device, config=Config(timeout_s=600))
     output, shard = torch.empty(1000 * comm.world_size, device=device), torch.ones(1000, device=device)
     comm.all_gather(output, shard, variant="one_shot")

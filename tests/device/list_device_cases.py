@@ -25,7 +25,7 @@ SMALL, LARGE = (0, 1, 7, 257, 5003), (300_001, 262_144)
 def run(context: Context, name: str, *args: Any, stream: bool = False) -> Any:
     """One of the cases that CPU ranks run too, on the legacy default stream or on another one."""
     group = dist.group.WORLD
-    torch.set_default_device(torch.device("cuda", context.rank))
+    torch.set_default_device(context.device)
     try:
         if not stream:
             return getattr(list_cases, name)(group, *args)
@@ -41,7 +41,7 @@ def run_on_stream(context: Context, name: str, *args: Any) -> Any:
 
 def by_kernels(context: Context, seed: int) -> int:
     """Every kernel that takes lists, on few and on many bytes, each call made three times; then back to back."""
-    device = torch.device("cuda", context.rank)
+    device = context.device
     torch.set_default_device(device)
     made = 0
     try:
@@ -75,7 +75,7 @@ def by_kernels(context: Context, seed: int) -> int:
 
 def captured(context: Context, seed: int, replays: int) -> None:
     """Lists of every kind and a batch of all kinds in one graph, replayed with fresh inputs and eager calls between."""
-    device = torch.device("cuda", context.rank)
+    device = context.device
     torch.set_default_device(device)
     try:
         with Communicator(device=device, config=Config(timeout_s=30)) as comm:
@@ -128,7 +128,7 @@ def captured(context: Context, seed: int, replays: int) -> None:
 
 def submitted(context: Context, count: int) -> tuple[Counts, Counts]:
     """What one tensor and a list of them give to the engines, in place in symmetric memory."""
-    device = torch.device("cuda", context.rank)
+    device = context.device
     with Communicator(device=device, config=Config(timeout_s=30)) as comm, torch.cuda.stream(torch.cuda.Stream(device)):
         n, rank, size = comm.world_size, comm.rank, 4096
         outputs = [comm.empty(n * size) for _ in range(count)]
@@ -147,7 +147,7 @@ def submitted(context: Context, count: int) -> tuple[Counts, Counts]:
 
 def dropped(context: Context) -> None:
     """Tensors that nobody holds during asynchronous calls."""
-    device = torch.device("cuda", context.rank)
+    device = context.device
     torch.set_default_device(device)
     try:
         with Communicator(device=device, config=Config(timeout_s=30)) as comm:

@@ -44,13 +44,13 @@ def signed(value: int) -> int:
 
 
 def communicator(context: Context, **settings: float) -> Communicator:
-    device = torch.device("cuda", context.rank)
+    device = context.device
     return Communicator(device=device, config=Config(**{"timeout_s": 30, **settings}))  # type: ignore[arg-type]
 
 
 def triggers(context: Context, how: str, variant: str, numel: int, rounds: int) -> float:
     """Right bytes in every round, with a producer that takes its time; median host microseconds of a trigger."""
-    device = torch.device("cuda", context.rank)
+    device = context.device
     times: list[float] = []
     with communicator(context) as comm, torch.cuda.stream(torch.cuda.Stream(device)):
         n, rank = comm.world_size, comm.rank
@@ -90,7 +90,7 @@ def triggers(context: Context, how: str, variant: str, numel: int, rounds: int) 
 
 def kernel_that_produces(context: Context, rounds: int) -> None:
     """The kernel that makes the data fires the collective while it still runs."""
-    device = torch.device("cuda", context.rank)
+    device = context.device
     numel, size = 1 << 20, 1024
     with communicator(context) as comm, torch.cuda.stream(torch.cuda.Stream(device)):
         n, rank = comm.world_size, comm.rank
@@ -115,7 +115,7 @@ def kernel_that_produces(context: Context, rounds: int) -> None:
 
 def work_while_armed(context: Context) -> None:
     """What a producer may use gets through while a call is armed: kernels, copies of all kinds, many streams."""
-    device = torch.device("cuda", context.rank)
+    device = context.device
     with communicator(context) as comm:
         n, rank, numel = comm.world_size, comm.rank, 1 << 20
         output, input = comm.empty(n * numel), torch.empty(numel, device=device)
@@ -153,7 +153,7 @@ def _wait_for(done: Callable[[], bool], what: str) -> None:
 
 
 def on_default_stream(context: Context) -> None:
-    device = torch.device("cuda", context.rank)
+    device = context.device
     with communicator(context) as comm:
         n, rank = comm.world_size, comm.rank
         output, input = torch.empty(n * 1000, device=device), torch.empty(1000, device=device)
@@ -172,7 +172,7 @@ def on_default_stream(context: Context) -> None:
 def in_a_capture(context: Context) -> list[str]:
     from cuda.bindings import driver as api
 
-    device = torch.device("cuda", context.rank)
+    device = context.device
     texts = []
     with communicator(context) as comm:
         n = comm.world_size
@@ -205,7 +205,7 @@ def in_a_capture(context: Context) -> list[str]:
 
 def closed_while_armed(context: Context) -> None:
     """It is fired and ends; the communicator goes on."""
-    device = torch.device("cuda", context.rank)
+    device = context.device
     with communicator(context) as comm:
         n = comm.world_size
         output, input = comm.empty(n * 100), torch.ones(100, device=device)
@@ -221,7 +221,7 @@ def closed_while_armed(context: Context) -> None:
 
 def absent(context: Context, arms: bool) -> tuple[str, tuple[int, ...]]:
     """Rank 1 never fires, or does not even arm."""
-    device = torch.device("cuda", context.rank)
+    device = context.device
     comm = communicator(context, timeout_s=2.0)
     output, input = comm.empty(comm.world_size * 100), torch.ones(100, device=device)
     handle = comm.prepare_all_gather(output, input)
@@ -247,7 +247,7 @@ def absent(context: Context, arms: bool) -> tuple[str, tuple[int, ...]]:
 
 
 def wait_for_a_dead_peer(context: Context, victim: int) -> str:
-    device = torch.device("cuda", context.rank)
+    device = context.device
     comm = communicator(context, timeout_s=60.0)
     output, input = comm.empty(comm.world_size * 100), torch.ones(100, device=device)
     handle = comm.prepare_all_gather(output, input)

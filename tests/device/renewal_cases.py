@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import threading
 import time
@@ -74,8 +75,12 @@ def behind_billions(context: Context, numbers: list[int]) -> list[int]:
 
 
 def a_communicator_for_each_thread(context: Context, rounds: int, in_turn: bool) -> int:
-    """Each with a stream of its own; both need memory of the peers again and again."""
-    turns = Turns(2) if in_turn else None
+    """Each with a stream of its own; both need memory of the peers again and again.
+
+    In no order at all, only what has run before in turn: a kernel that is loaded waits for those that run, and these
+    may wait for a peer whose other thread loads one (docs/guide/lanes.md).
+    """
+    turns = Turns(2)
     group = dist.group.WORLD
     comms = [Communicator(group, device=context.device, config=Config(timeout_s=30)) for _ in range(2)]
     errors: list[BaseException] = []
@@ -86,9 +91,9 @@ def a_communicator_for_each_thread(context: Context, rounds: int, in_turn: bool)
             torch.cuda.set_device(context.device)
             comm = comms[which]
             with torch.cuda.stream(torch.cuda.Stream()):
-                for k in range(rounds):
+                for k in itertools.chain(range(rounds), () if in_turn else range(rounds)):
                     numel = (1 << 14) * (k % 7 + 1) * (which + 1) + 64 * k
-                    with contextlib.nullcontext() if turns is None else turns.take(which):
+                    with turns.take(which) if in_turn or made[which] < rounds else contextlib.nullcontext():
                         call = Repeated(comm, "all_gather", "b2b" if k % 2 else "auto", numel, torch.int32, "ordinary")
                         for _ in range(3):
                             call.call()
@@ -96,11 +101,12 @@ def a_communicator_for_each_thread(context: Context, rounds: int, in_turn: bool)
                             comm.empty(1 << 16)
                     call.check()
                     made[which] += 1
+                    if made[which] == rounds:
+                        turns.leave(which)
         except BaseException as error:
             errors.append(error)
         finally:
-            if turns is not None:
-                turns.leave(which)
+            turns.leave(which)
 
     threads = [threading.Thread(target=work, args=(which,)) for which in range(2)]
     for thread in threads:

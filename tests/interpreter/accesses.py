@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-POLL_S = 200e-6
+POLL_S = 2e-3
 
 LOAD, STORE, POLL, BARRIER = "load", "store", "poll", "barrier"
 RELEASE, RELAXED, ACQUIRE = "release", "relaxed", "acquire"

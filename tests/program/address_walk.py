@@ -238,7 +238,7 @@ class Walk:
             checker.cuGraphLaunch(self.rng.choice(self.graphs)[0], None)
         elif chance < 0.010 and self.growths < 6:  # as if a larger call had come
             self.growths += 1
-            preparer = self.comm._preparer
+            preparer = self.comm.lane.preparer
             for staging in (preparer._staging, preparer._kernel_staging):
                 have = 0 if staging._block is None else staging._block.tensor.nbytes
                 preparer._reserve(staging, have + 1, False)
@@ -248,7 +248,7 @@ class Walk:
             self.own.pop(0).close()
             self.own.append(self.load(handover(WORLD, self.rng.randrange(1, 9000))))
         elif chance < 0.0175:  # as if thousands of other calls had come
-            self.comm._preparer._recent.clear()
+            self.comm.lane.preparer._recent.clear()
             gc.collect()
 
     def keep_graph(self, needs: object) -> None:
@@ -318,9 +318,9 @@ def main() -> None:
     walk = Walk(comm, seed)
     for number in range(steps):
         if number == steps // 2 and sabotage == "flags":
-            checker.checker_forbid(comm._preparer._flags.memory.data_ptr())
+            checker.checker_forbid(comm.lane.preparer._flags.memory.data_ptr())
         if number == steps // 2 and sabotage == "events":
-            for prepared in comm._preparer._recent.values():
+            for prepared in comm.lane.preparer._recent.values():
                 for event in getattr(prepared.loaded, "_events", ()):
                     checker.cuEventDestroy_v2(ctypes.c_uint64(event))
         walk.step()

@@ -11,8 +11,8 @@ from sidelane.config import COMPUTE
 from sidelane.program import collective as define
 from sidelane.program.builders.alternating import SLOT_BYTES
 from sidelane.program.collective import REDUCING, Kind, ReduceOp, Reduction
-from sidelane.program.kernel import NARROW
 from sidelane.program.shape import CallShape
+from sidelane.program.variant import Variant
 
 PUSHED = Candidate(SM, "two_shot_push")
 
@@ -68,7 +68,7 @@ def test_beside_compute_only_reductions_launch_kernels_and_on_few_units():
     for call in calls_of_all_kinds():
         if call.beside == COMPUTE:
             kernels = [found.variant for found in candidates(call) if found.launches_kernels]
-            assert all(call.kind in REDUCING and variant.endswith(NARROW) for variant in kernels), call
+            assert all(call.kind in REDUCING and Variant.of(variant).narrow for variant in kernels), call
     assert ONE_SHOT in candidates(gather())
     assert ONE_SHOT not in candidates(gather(beside=COMPUTE))
     reduction = CallShape(Kind.ALL_REDUCE, 4, 4096, beside=COMPUTE)

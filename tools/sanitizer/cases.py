@@ -15,9 +15,10 @@ from sidelane.collectives.arguments import SHARD_ALIGNMENT, aligned_shards
 from sidelane.program import collective as define
 from sidelane.program.batch import Batch
 from sidelane.program.collective import ELEMENT_BYTES, REDUCING, Collective, Kind, ReduceOp, Reduction
-from sidelane.program.kernel import NARROW, NARROW_BLOCKS, KernelProgram, kernel_program
+from sidelane.program.kernel import NARROW_BLOCKS, KernelProgram, kernel_program
 from sidelane.program.kernel_list import KernelListProgram, kernel_list_program
 from sidelane.program.pushed import TILE_BYTES
+from sidelane.program.variant import NARROW, Variant
 
 RANKS = (1, 2, 4, 8)
 BLOCKS = {1: 64, 2: 48, 4: 25, 8: 12}
@@ -89,7 +90,7 @@ class Case:
         """What the project makes of it, on ``blocks`` thread blocks."""
         where = {"symmetric_input": self.symmetric, "symmetric_output": self.symmetric}
         parts = self.collectives()
-        blocks = self.blocks or (NARROW_BLOCKS if self.variant.endswith(NARROW) else BLOCKS[self.ranks])
+        blocks = self.blocks or (NARROW_BLOCKS if Variant.of(self.variant).narrow else BLOCKS[self.ranks])
         if not self.listed:
             return kernel_program(parts[0], self.variant, **where, blocks=blocks)
         batch = Batch(f"{self.kind} of a list", self.ranks, parts)

@@ -15,9 +15,10 @@ from sidelane.config import COMPUTE
 from sidelane.program.builders import Algorithm, algorithms, find_algorithm
 from sidelane.program.builders.registry import for_every_kind, in_turns, merges
 from sidelane.program.collective import Kind
-from sidelane.program.kernel import MOST_RANKS, NARROW, PUSH
+from sidelane.program.kernel import MOST_RANKS
 from sidelane.program.kernel_list import MOST_LISTED
 from sidelane.program.shape import CallShape
+from sidelane.program.variant import Variant
 
 DMA, SM = "dma", "sm"
 IMPLEMENTATIONS = (DMA, SM)
@@ -141,7 +142,7 @@ def objection(call: CallShape, candidate: Candidate, abilities: Abilities = EVER
     """Why a candidate is not legal for a call; empty if it is."""
     if not abilities.include(candidate):
         return "not available on this machine"
-    narrow = candidate.variant.endswith(NARROW)
+    narrow = Variant.of(candidate.variant).narrow
     if call.beside == COMPUTE and candidate.launches_kernels and not narrow:
         return "takes compute units from what runs beside it"
     if call.beside != COMPUTE and narrow:
@@ -163,7 +164,7 @@ def _of_algorithm(call: CallShape, algorithm: Algorithm) -> str:
 
 
 def _of_kernel(call: CallShape, candidate: Candidate) -> str:
-    if candidate.variant.endswith(PUSH) and not call.symmetric and call.world_size > 1:
+    if Variant.of(candidate.variant).pushes and not call.symmetric and call.world_size > 1:
         return "needs input and output in symmetric memory: in ordinary memory it is two_shot"
     if not call.even:
         return "needs equal counts between all ranks"
@@ -182,7 +183,8 @@ def takes_one_tensor(candidate: Candidate) -> bool:
     """True for what has no program for lists of tensors."""
     if candidate.implementation == DMA:
         return not merges(candidate.variant)
-    return candidate.variant.endswith((NARROW, PUSH))
+    variant = Variant.of(candidate.variant)
+    return variant.narrow or variant.pushes
 
 
 @functools.cache

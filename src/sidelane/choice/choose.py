@@ -20,8 +20,9 @@ from sidelane.choice.candidate import (
 )
 from sidelane.choice.profile import Profile
 from sidelane.program.collective import REDUCING, Kind
-from sidelane.program.kernel import MOST_PARCEL_BYTES, NARROW, PUSH, may_be_direct
+from sidelane.program.kernel import MOST_PARCEL_BYTES, may_be_direct
 from sidelane.program.shape import CallShape
+from sidelane.program.variant import Variant
 
 SMALL_BYTES = 1 << 20
 """Without any measurement, kernels are taken below this size where they are legal: on H200s a DMA collective spends
@@ -35,8 +36,8 @@ and 193, for 256 MB 732 and 699 (``results/h200x2/broadcasts.json``). Among more
 STAGING_BYTES_PER_US = 1.6e6
 STAGED_US = {"one_shot": 2.0, "two_shot": 5.0}
 """What larger reductions by kernels take longer on ordinary tensors, which they copy to staging first, while times are
-measured on symmetric ones: 2 or 5 us, and on four H200s 40 for 64 MiB, 650 for 1 GiB (docs/kernels.md). What ordinary
-tensors cost otherwise is much the same for all candidates."""
+measured on symmetric ones: 2 or 5 us, and on four H200s 40 for 64 MiB, 650 for 1 GiB (docs/lab/kernels.md). What
+ordinary tensors cost otherwise is much the same for all candidates."""
 
 
 MB = 1 << 20
@@ -58,7 +59,7 @@ LISTED_KERNEL_BYTES: Mapping[Kind, tuple[int, float, float]] = MappingProxyType(
 With eight tensors, copy engines are within 4% from there on, and take no compute units; in graphs of 256 MB, where
 every copy is a node, they are 3 to 5% behind on two H200s and 6 to 9% on four. What they add hides nothing, so that
 kernels which read where the tensors lie stay ahead (``lists.json`` in ``results/h200x2`` and ``h200x4``). Staged lists:
-probes, in docs/performance.md. Broadcasts among more than two ranks: see ``BROADCAST_BYTES``."""
+probes, in docs/lab/performance.md. Broadcasts among more than two ranks: see ``BROADCAST_BYTES``."""
 
 EQUALS = 1.005
 """Expected times that differ by less say nothing: medians of a few rounds repeat no better."""
@@ -152,7 +153,7 @@ def _of_list(call: CallShape, legal: tuple[Candidate, ...]) -> Choice:
 
 def _wide(candidate: Candidate) -> Candidate:
     """What a narrow kernel is measured by where it was not: nothing up to a MiB, some percent above."""
-    return dataclasses.replace(candidate, variant=candidate.variant.removesuffix(NARROW))
+    return dataclasses.replace(candidate, variant=Variant.of(candidate.variant).wide)
 
 
 def _preferred_first(table: Table, legal: tuple[Candidate, ...]) -> Table:
@@ -170,7 +171,7 @@ def _staging_us(call: CallShape, candidate: Candidate) -> float:
     part = call.nbytes // call.world_size if call.kind is Kind.REDUCE_SCATTER else call.nbytes
     if not may_be_direct(call.kind, candidate.variant, part, in_place=call.in_place):
         return 0.0
-    return STAGED_US[candidate.variant.removesuffix(NARROW).removesuffix(PUSH)] + call.nbytes / STAGING_BYTES_PER_US
+    return STAGED_US[Variant.of(candidate.variant).algorithm] + call.nbytes / STAGING_BYTES_PER_US
 
 
 def _by_thumb(call: CallShape, legal: tuple[Candidate, ...], table: Table, *, measured: bool) -> Choice:

@@ -6,13 +6,11 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from sidelane.collectives.arguments import Arguments
 from sidelane.collectives.asked import Asked
-from sidelane.collectives.calls import Calls
+from sidelane.collectives.call_path import CallPath
 from sidelane.collectives.entry import entry
 from sidelane.collectives.listed import BATCH
-from sidelane.collectives.lists import Tensors, call_lists
-from sidelane.collectives.prepare import Preparer
+from sidelane.collectives.lists import ListedCall, Tensors
 from sidelane.collectives.work import Work
 from sidelane.program.collective import Kind
 
@@ -28,18 +26,9 @@ class Batched:
         work: with ``async_op=True``, what to wait for, from the end of the block on.
     """
 
-    def __init__(
-        self,
-        calls: Calls,
-        arguments: Arguments,
-        preparer: Preparer,
-        *,
-        variant: str,
-        beside: str | None,
-        async_op: bool,
-    ) -> None:
+    def __init__(self, path: CallPath, *, variant: str, beside: str | None, async_op: bool) -> None:
         self.work: Work | None = None
-        self._calls, self._arguments, self._preparer = calls, arguments, preparer
+        self._path, self._calls = path, path.calls
         self._variant, self._beside, self._async_op = variant, beside, async_op
         self._asked: list[Asked] = []
         self._is_open = self._has_ended = False
@@ -90,15 +79,5 @@ class Batched:
             if isinstance(error, Exception) and not calls.closed and calls.failure is None and calls.armed is None:
                 calls.refuse(calls.number(), BATCH, error)
             return
-        call = calls.number()
-        try:
-            self.work = call_lists(
-                *(calls, self._arguments, self._preparer, BATCH, call, self._asked),
-                variant=self._variant,
-                beside=self._beside,
-                async_op=self._async_op,
-                place=calls.backend.place(),
-            )
-        except KeyboardInterrupt as interrupt:
-            calls.fail(interrupt)
-            raise
+        asked = ListedCall(BATCH, self._asked, self._path.arguments.world_size)
+        self.work = self._path.run(asked, variant=self._variant, beside=self._beside, async_op=self._async_op)

@@ -11,7 +11,7 @@ import torch
 
 from sidelane.choice import Candidate, Choice
 from sidelane.choice.candidate import DMA, GRAPH
-from sidelane.collectives.arguments import Arguments
+from sidelane.collectives.call_path import CallPath
 from sidelane.collectives.calls import Calls
 from sidelane.collectives.entry import entry
 from sidelane.collectives.named import NamedBuffers
@@ -89,7 +89,7 @@ class BoundProgram:
             RuntimeError: it was closed, or waits for triggers of its last call.
             ValueError: it has triggers, and the caller would wait for them before firing one.
             UnavailableError: it cannot be captured; nothing has happened.
-            MismatchError, PeerError, PeerTimeoutError: see docs/failure.md.
+            MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
         """
         calls = self._calls
         call = calls.number()
@@ -141,8 +141,7 @@ class BoundProgram:
         at system scope. From here on it counts as fired: a kernel that is not launched is a time-out.
 
         Raises:
-            UnavailableError: on CPUs.
-            As :meth:`trigger`.
+            UnavailableError: on CPUs. Else as :meth:`trigger`.
         """
         self._check_number("trigger_by_kernel", number)
         if self._calls.backend.executor.capabilities.device_type == "cpu":
@@ -284,35 +283,27 @@ class Forms:
         return self.captured
 
 
-def bind_program(
-    calls: Calls,
-    arguments: Arguments,
-    preparer: Preparer,
-    program: Program,
-    buffers: Mapping[str, torch.Tensor],
-) -> BoundProgram:
+def bind_program(path: CallPath, program: Program, buffers: Mapping[str, torch.Tensor]) -> BoundProgram:
     """Prove a program and bind it to buffers. Collective. See :meth:`Communicator.load`."""
-    call = calls.number()
-    with calls.telling_refusals(call, "load"):
-        if calls.backend.place()[1]:
-            raise UnavailableError("load: memory cannot be allocated while a graph is captured")
+    calls, arguments, backend = path.calls, path.arguments, path.calls.backend
+
+    def check() -> tuple[tuple[NamedBuffers, Forms], str]:
         found = NamedBuffers.check(program, buffers, arguments)
-        backend = calls.backend
         captures = GRAPH in backend.abilities.launches
         moves = backend.executor.capabilities.moves
         forms = Forms.of(program, arguments.rank, moves, proves=calls.config.verify, captures=captures)
-    with calls.failing_for_good():
-        calls.control.post_call(call, f"load {found.signature}")
-    calls.agree(call)
+        return (found, forms), f"load {found.signature}"
+
+    call, (found, forms) = path.agree("load", check)
     ready = calls.number()
     with calls.failing_for_good():
         with calls.telling_refusals(ready, "load"):
-            bound = BoundProgram(calls, preparer, forms, found)
+            bound = BoundProgram(calls, path.preparer, forms, found)
             bound.renew(call)  # new flags hold 0, which a call far on would take for its own
             backend.settle()
         calls.control.post_call(ready, f"load {found.signature}: flags are ready")
     calls.agree(ready)
-    preparer.own_programs.add(bound)
+    path.preparer.own_programs.add(bound)
     return bound
 
 

@@ -15,20 +15,18 @@ import torch.distributed as dist
 from sidelane.choice import Choice
 from sidelane.choice.candidate import FIRST
 from sidelane.collectives.agree import compare
-from sidelane.collectives.arguments import Request, identities
-from sidelane.collectives.asked import Asked
+from sidelane.collectives.asked import Asked, Form, SingleCall
 from sidelane.collectives.batched import Batched
 from sidelane.collectives.bound import BoundProgram, bind_program
 from sidelane.collectives.entry import entry
-from sidelane.collectives.heap import generation
-from sidelane.collectives.lists import Tensors, call_lists, holds_lists
+from sidelane.collectives.lists import ListedCall, Tensors, holds_lists
 from sidelane.collectives.own_kernel import OwnKernel, load_kernel
-from sidelane.collectives.plan import AUTO, Agreement, check_variant
+from sidelane.collectives.plan import AUTO
 from sidelane.collectives.pool import MemoryUse
 from sidelane.collectives.prelaunched import Prelaunched, prepare_prelaunched
-from sidelane.collectives.prepare import Prepared
+from sidelane.collectives.reach import Reached
 from sidelane.collectives.session import Lane, Session
-from sidelane.collectives.uneven import call_uneven
+from sidelane.collectives.uneven import UnevenCall
 from sidelane.collectives.work import Work
 from sidelane.config import Config
 from sidelane.errors import PeerError, UnavailableError
@@ -36,7 +34,6 @@ from sidelane.execute.submitted import Counts, Submitted
 from sidelane.memory.control import SPLITS
 from sidelane.program.collective import Kind
 from sidelane.program.ir import Program
-from sidelane.program.shape import check_beside
 
 
 class Communicator:
@@ -48,11 +45,11 @@ class Communicator:
     CUDA graph capture it becomes part of the graph). ``async_op=True`` returns a :class:`Work` instead.
 
     Tensors are contiguous and on the communicator's device. Ordinary tensors are fine everywhere; tensors from
-    :meth:`empty` save a copy, and in-place calls save the copy of a rank's own part (docs/programs.md lists both).
+    :meth:`empty` save a copy, and in-place calls save that of a rank's own part (docs/internals/programs.md has both).
     Autograd takes what a call writes as modified in place, as it does with torch.distributed.
 
     :meth:`all_gather`, :meth:`all_to_all`, :meth:`broadcast`, :meth:`reduce_scatter` and :meth:`all_reduce` also take a
-    list (or tuple) wherever they take a tensor: a call for each tensor, run as one (docs/programs.md).
+    list (or tuple) wherever they take a tensor: a call for each tensor, run as one (docs/internals/programs.md).
 
     Args:
         group: the control plane, of any backend; None for the default group. All its ranks must be on one machine.
@@ -89,8 +86,8 @@ class Communicator:
         self.device, self.config = session.device, session.config
         self.lane, self.profile, self.abilities = lane, lane.profile, lane.backend.abilities
         # As its own: every call comes by.
-        self._control, self._backend, self._arguments = lane.control, lane.backend, lane.arguments
-        self._preparer, self._calls, self._repeats = lane.preparer, lane.calls, lane.repeats
+        self._path, self._calls, self._repeats = lane.path, lane.calls, lane.path.repeats
+        self._control, self._backend = lane.control, lane.backend
         self._barrier_tensor: torch.Tensor | None = None
 
     @entry
@@ -158,13 +155,13 @@ class Communicator:
             input: this rank's shard. In place if it is its own part of ``output``.
             async_op: return a :class:`Work` instead of ordering the caller behind the collective.
             variant: ``pcpy``, ``b2b``, ``striped``, ``alternating``, ``bcst`` (``output`` symmetric), ``one_shot``
-                (a kernel, GPUs only: docs/kernels.md), or ``auto`` (docs/choice.md).
+                (a kernel, GPUs only: docs/internals/protocols.md), or ``auto`` (docs/internals/choice.md).
             beside: for ``auto``: ``nothing`` runs next to it, or ``compute``, which wants all compute units. None takes
                 ``Config.beside``.
 
         Raises:
             ValueError, TypeError: wrong arguments; nothing has moved.
-            MismatchError, PeerError, PeerTimeoutError: see docs/failure.md.
+            MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
         """
         return self._call(Kind.ALL_GATHER, (output, input), (), variant, beside, async_op)
 
@@ -197,20 +194,9 @@ class Communicator:
         """
         if output_split_sizes is None and input_split_sizes is None:
             return self._call(Kind.ALL_TO_ALL, (output, input), (), variant, beside, async_op)
-        try:
-            return call_uneven(
-                self._calls,
-                self._arguments,
-                self._preparer,
-                (output, input),  # type: ignore[arg-type]  # which refuses lists
-                (output_split_sizes, input_split_sizes),
-                variant=variant,
-                beside=beside,
-                async_op=async_op,
-            )
-        except KeyboardInterrupt as error:
-            self._calls.fail(error)
-            raise
+        tensors: Any = (output, input)  # lists are refused there
+        uneven = UnevenCall(tensors, (output_split_sizes, input_split_sizes))
+        return self._path.run_exchanged(uneven, variant=variant, beside=beside, async_op=async_op)
 
     @entry
     def reduce_scatter(
@@ -338,8 +324,7 @@ class Communicator:
         Raises:
             As :meth:`all_gather`, when the block ends.
         """
-        parts = (self._calls, self._arguments, self._preparer)
-        return Batched(*parts, variant=variant, beside=beside, async_op=async_op)
+        return Batched(self._path, variant=variant, beside=beside, async_op=async_op)
 
     @entry
     def prepare_all_gather(
@@ -354,29 +339,28 @@ class Communicator:
             host_trigger: where ``trigger_from_host()`` shall work; the engines then see any trigger a little later.
 
         Returns:
-            The handle (docs/prelaunch.md), to be used in a ``with`` block.
+            The handle (docs/internals/prelaunch.md), to be used in a ``with`` block.
 
         Raises:
             As :meth:`all_gather`, and UnavailableError inside a capture, or where no trigger could get through.
         """
-        parts = (self._calls, self._arguments, self._preparer)
-        return prepare_prelaunched(*parts, Kind.ALL_GATHER, (output, input), variant, host_trigger)
+        return prepare_prelaunched(self._path, Kind.ALL_GATHER, (output, input), variant, host_trigger)
 
     @entry
     def prepare_all_to_all(
         self, output: torch.Tensor, input: torch.Tensor, *, variant: str = FIRST, host_trigger: bool = False
     ) -> Prelaunched:
         """Make an :meth:`all_to_all` of equal parts ready; see :meth:`prepare_all_gather`. Also ``swap``."""
-        parts = (self._calls, self._arguments, self._preparer)
-        return prepare_prelaunched(*parts, Kind.ALL_TO_ALL, (output, input), variant, host_trigger)
+        return prepare_prelaunched(self._path, Kind.ALL_TO_ALL, (output, input), variant, host_trigger)
 
     @entry
     def load(self, program: Program, buffers: Mapping[str, torch.Tensor]) -> BoundProgram:
         """Prove a program of one's own and bind it to tensors, to call it like a collective. Collective.
 
         Args:
-            program: the same on every rank (docs/programs.md). What it claims to do is a collective, with the buffers
-                ``input`` and ``output``, or a :class:`sidelane.program.contract.Contract` with buffers of any names.
+            program: the same on every rank (docs/internals/programs.md). What it claims to do is a collective, with the
+                buffers ``input`` and ``output``, or a :class:`sidelane.program.contract.Contract` with buffers of any
+                names.
             buffers: this rank's tensors by name, any dtype, contiguous, of at least the bytes that the program has
                 there. A buffer that engines of peers touch is symmetric memory (:meth:`empty`) at one place on every
                 rank, also on those that have no bytes in it.
@@ -388,9 +372,9 @@ class Communicator:
             ProgramError: the proof failed; the text names ranks, commands and bytes.
             ValueError, TypeError: wrong buffers; nothing was allocated.
             UnavailableError: inside a capture, or the device cannot run a command of it.
-            MismatchError, PeerError, PeerTimeoutError: see docs/failure.md.
+            MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
         """
-        return bind_program(self._calls, self._arguments, self._preparer, program, buffers)
+        return bind_program(self._path, program, buffers)
 
     @entry
     def load_kernel(self, kernel: Any, *, flags: int) -> OwnKernel:
@@ -402,15 +386,15 @@ class Communicator:
             flags: how many it signals and waits for, of each sender.
 
         Returns:
-            What launches it: ``push = communicator.load_kernel(push_tiles, flags=8)``, then
-            ``push.launch((8,), communicator.peers(output), shard, TILE=1024)`` on every rank (docs/kernels.md).
+            What launches it (docs/guide/own-kernels.md): ``push = communicator.load_kernel(push_tiles, flags=8)``, then
+            ``push.launch((8,), communicator.peers(output), shard, TILE=1024)`` on every rank.
 
         Raises:
             TypeError, ValueError: no kernel, or a number of flags that there is not; nothing was allocated.
             UnavailableError: inside a capture, or more than 8 ranks.
-            MismatchError, PeerError, PeerTimeoutError: see docs/failure.md.
+            MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
         """
-        return load_kernel(self._calls, self._arguments, self._preparer, kernel, flags)
+        return load_kernel(self._path, kernel, flags)
 
     def peers(self, tensor: torch.Tensor) -> torch.Tensor:
         """Addresses of a symmetric tensor on all ranks, for kernels: int64[world_size] on its device. No collective.
@@ -420,6 +404,21 @@ class Communicator:
             UnavailableError: of a new tensor, while a graph is captured.
         """
         return self.lane.peers(tensor)
+
+    def reach(self, tensor: torch.Tensor) -> Reached:
+        """How peers get at a tensor: ``symmetric``, ``mapped`` or ``staged``, and why. No collective.
+
+        A tensor that is ``mapped`` is staged all the same where that of another rank is, and in asynchronous calls.
+
+        Raises:
+            ValueError: no call takes this tensor.
+        """
+        (region,) = self.lane.arguments.regions("reach", tensor)
+        if region.symmetric:
+            return Reached("symmetric")
+        if self._path.reach is None:
+            return Reached("staged", "ordinary memory is not mapped on this device, or Config.map_memory is off")
+        return self._path.reach.of(tensor)
 
     @entry
     def barrier(self) -> None:
@@ -484,57 +483,8 @@ class Communicator:
             except (PeerError, KeyboardInterrupt) as error:
                 self._calls.fail(error)
                 raise
-        call = self._calls.number()
-        # Plain handlers here and in Calls.run: every call comes here, and a context manager costs a microsecond.
-        try:
-            place = self._backend.place()
-            frozen = place[1]
-            key = (kind, variant, beside, details, frozen, generation(), identities(tensors))
-            prepared = self._preparer.recall(key)
-            if prepared is None and not (listed := holds_lists(kind, tensors)):
-                check_variant(kind, variant, self.abilities)
-                check_beside(kind, hint := self.config.beside if beside is None else beside)
-                request: Request = getattr(self._arguments, kind)(*tensors, *details)
-        except Exception as error:
-            self._calls.refuse(call, kind, error)
-            raise
-        except KeyboardInterrupt as error:
-            self._calls.fail(error)
-            raise
-        try:
-            if prepared is None and listed:
-                asked = [Asked(kind, tensors, details)]
-                return call_lists(
-                    *(self._calls, self._arguments, self._preparer, kind, call, asked),
-                    variant=variant,
-                    beside=beside,
-                    async_op=async_op,
-                    place=place,
-                    repeats=repeats,
-                )
-            if prepared is None:
-                prepared = self._prepare(call, Agreement.of(request, variant, frozen, hint), request, key)
-                repeats = None  # until it comes again
-            else:
-                self._control.post_call(call, prepared.signature)
-                if self.config.debug:
-                    self._calls.agree(call)
-        except KeyboardInterrupt as error:
-            self._calls.fail(error)
-            raise
-        written = () if tensors[0] is None else (tensors[0],)
-        work = self._calls.run(prepared, call, async_op, tensors, written, place)
-        if repeats is not None:
-            try:
-                repeats.remember(key, prepared, place)
-            except KeyboardInterrupt as error:
-                self._calls.fail(error)
-                raise
-        return work
-
-    def _prepare(self, call: int, agreement: Agreement, request: Request, key: Hashable) -> Prepared:
-        self._control.post_call(call, agreement.text())
-        if self.config.debug or not self._preparer.known(agreement):
-            self._calls.agree(call)
-        with self._calls.making_ready():
-            return self._preparer.prepare(agreement, request, key)
+        if holds_lists(kind, tensors):
+            asked: Form = ListedCall(kind, [Asked(kind, tensors, details)], self.world_size)
+        else:
+            asked = SingleCall(kind, tensors, details)
+        return self._path.run(asked, variant=variant, beside=beside, async_op=async_op, remember=repeats is not None)

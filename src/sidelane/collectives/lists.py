@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from functools import cached_property
 
 import torch
 
+from sidelane.choice import Abilities
 from sidelane.collectives.arguments import Arguments, Request, identity
 from sidelane.collectives.asked import Asked
-from sidelane.collectives.calls import Calls
-from sidelane.collectives.heap import Region, generation
+from sidelane.collectives.heap import Region
 from sidelane.collectives.listed import BATCH, LISTED, ListAgreement, ListRequest, Part
 from sidelane.collectives.plan import check_variant
-from sidelane.collectives.prepare import Preparer
-from sidelane.collectives.repeat import Repeats
-from sidelane.collectives.work import Work
-from sidelane.execute.base import Place
 from sidelane.program.collective import Kind
-from sidelane.program.shape import check_beside
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
 """A tensor, or a list of them: all tensor arguments of a call are the one or the other."""
@@ -28,71 +24,59 @@ def holds_lists(kind: Kind, arguments: Sequence[object]) -> bool:
     return kind in LISTED and any(isinstance(argument, list | tuple) for argument in arguments)
 
 
-def call_lists(
-    calls: Calls,
-    arguments: Arguments,
-    preparer: Preparer,
-    name: str,
-    call: int,
-    asked: Sequence[Asked],
-    *,
-    variant: str,
-    beside: str | None,
-    async_op: bool,
-    place: Place,
-    repeats: Repeats | None = None,
-) -> Work | None:
-    """Run all that was asked for as one call.
+class ListedCall:
+    """Collectives on lists of tensors, run as one call; with ``BATCH`` for a name, of several kinds.
 
     Args:
-        calls: runs it.
-        arguments: checks each tensor, or pair of tensors.
-        preparer: makes it ready.
         name: of the call: its kind, or ``BATCH``.
-        call: its number.
         asked: what to do, in no order.
-        variant: see ``Communicator.all_gather``.
-        beside: likewise.
-        async_op: likewise.
-        place: where the caller stands.
-        repeats: remembers the call if it is of one kind and comes again.
+        world_size: ranks.
 
-    Raises:
-        As ``Communicator.all_gather``.
     """
-    config, frozen = calls.config, place[1]
-    with calls.telling_refusals(call, name):
-        lists = [_lists(each) for each in asked]
-        tensors = tuple(tensor for columns in lists for column in columns for tensor in column)
-        shape = tuple((each.kind, each.details, len(columns[0])) for each, columns in zip(asked, lists, strict=True))
-        key = (name, variant, beside, shape, frozen, generation(), tuple(map(identity, tensors)))
-        prepared = preparer.recall(key)
-        if prepared is None:
-            for kind in dict.fromkeys(each.kind for each in asked):
-                check_variant(kind, variant, calls.backend.abilities, listed=True)
-            check_beside(name, hint := config.beside if beside is None else beside)
-            where = BATCH if name == BATCH else "lists"
-            rows = [(each, row) for each, columns in zip(asked, lists, strict=True) for row in _rows(columns)]
-            request = ListRequest(tuple(_requests(arguments, rows, where)))
-            _check_apart(name, request.parts, where)
-            parts = tuple(map(Part.of, request.parts))
-    known = prepared is not None
-    if prepared is None:
-        agreement = ListAgreement(name, arguments.world_size, parts, variant, frozen, hint)
-        calls.control.post_call(call, agreement.text())
-        if config.debug or not preparer.known(agreement):
-            calls.agree(call)
-        with calls.making_ready():
-            prepared = preparer.prepare(agreement, request, key)
-    else:
-        calls.control.post_call(call, prepared.signature)
-        if config.debug:
-            calls.agree(call)
-    written = tuple(tensor for columns in lists for tensor in columns[0])
-    work = calls.run(prepared, call, async_op, tensors, written, place)
-    if known and repeats is not None:
-        repeats.remember(key, prepared, place, asked=asked[0])
-    return work
+
+    def __init__(self, name: str, asked: Sequence[Asked], world_size: int) -> None:
+        self.name = name
+        self._asked, self._world_size = asked, world_size
+
+    @cached_property
+    def _lists(self) -> list[list[Sequence[torch.Tensor]]]:
+        """Of each collective. Raises TypeError or ValueError for lists that do not go together."""
+        return [_lists(each) for each in self._asked]
+
+    @cached_property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return tuple(tensor for columns in self._lists for column in columns for tensor in column)
+
+    @property
+    def details(self) -> Hashable:
+        return tuple(
+            (each.kind, each.details, len(columns[0])) for each, columns in zip(self._asked, self._lists, strict=True)
+        )
+
+    @property
+    def repeated_as(self) -> Asked | None:
+        return self._asked[0]
+
+    def identities(self) -> Hashable:
+        return tuple(map(identity, self.tensors))
+
+    def check_variant(self, variant: str, abilities: Abilities) -> None:
+        for kind in dict.fromkeys(each.kind for each in self._asked):
+            check_variant(kind, variant, abilities, listed=True)
+
+    def request(self, arguments: Arguments) -> ListRequest:
+        where = BATCH if self.name == BATCH else "lists"
+        rows = [(each, row) for each, columns in zip(self._asked, self._lists, strict=True) for row in _rows(columns)]
+        asked = ListRequest(tuple(_requests(arguments, rows, where)))
+        _check_apart(self.name, asked.parts, where)
+        return asked
+
+    def agreement(self, request: ListRequest, variant: str, frozen: bool, beside: str) -> ListAgreement:
+        parts = tuple(map(Part.of, request.parts))
+        return ListAgreement(self.name, self._world_size, parts, variant, frozen, beside)
+
+    def written(self) -> tuple[torch.Tensor, ...]:
+        return tuple(tensor for columns in self._lists for tensor in columns[0])
 
 
 def _lists(asked: Asked) -> list[Sequence[torch.Tensor]]:

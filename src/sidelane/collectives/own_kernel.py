@@ -11,6 +11,7 @@ from sidelane.choice import Candidate, Choice
 from sidelane.choice.candidate import SM
 from sidelane.collectives.arguments import Arguments
 from sidelane.collectives.backend import KernelRunnable
+from sidelane.collectives.call_path import CallPath
 from sidelane.collectives.calls import Calls
 from sidelane.collectives.entry import entry
 from sidelane.collectives.heap import SymmetricHeap
@@ -84,7 +85,7 @@ class OwnKernel:
             ValueError: a grid that there is not.
             UnavailableError: this device cannot run it.
             Exception: what Triton raises where it cannot compile it; nothing has happened.
-            MismatchError, PeerError, PeerTimeoutError: see docs/failure.md.
+            MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
         """
         calls = self._calls
         call = calls.number()
@@ -169,12 +170,11 @@ class OwnKernel:
         self.close()
 
 
-def load_kernel(calls: Calls, arguments: Arguments, preparer: Preparer, kernel: Any, flags: int) -> OwnKernel:
+def load_kernel(path: CallPath, kernel: Any, flags: int) -> OwnKernel:
     """Give a kernel flags of its own. Collective. See ``Communicator.load_kernel``."""
-    call = calls.number()
-    with calls.telling_refusals(call, "load_kernel"):
-        if calls.backend.place()[1]:
-            raise UnavailableError("load_kernel: memory cannot be allocated while a graph is captured")
+    arguments = path.arguments
+
+    def check() -> tuple[None, str]:
         if arguments.world_size > MAX_RANKS:
             raise UnavailableError(f"load_kernel: ranks (value={arguments.world_size}, allowed=1..{MAX_RANKS})")
         if isinstance(flags, bool) or not isinstance(flags, int):
@@ -183,13 +183,12 @@ def load_kernel(calls: Calls, arguments: Arguments, preparer: Preparer, kernel: 
             raise ValueError(f"load_kernel: flags (value={flags}, allowed=0..{MOST_FLAGS})")
         if not callable(getattr(kernel, "__getitem__", None)) or not hasattr(kernel, "run"):
             raise TypeError(f"load_kernel: kernel (value={type(kernel).__name__}, allowed=made by triton.jit)")
-        signature = f"load_kernel {name_of(kernel)}, {flags} flags"
-    with calls.failing_for_good():
-        calls.control.post_call(call, signature)
-    calls.agree(call)
-    with calls.making_ready():
-        made = OwnKernel(calls, preparer, arguments.device, kernel, flags)
-    preparer.own_programs.add(made)
+        return None, f"load_kernel {name_of(kernel)}, {flags} flags"
+
+    path.agree("load_kernel", check)
+    with path.calls.making_ready():
+        made = OwnKernel(path.calls, path.preparer, arguments.device, kernel, flags)
+    path.preparer.own_programs.add(made)
     return made
 
 

@@ -10,6 +10,7 @@ from collections.abc import Set as AbstractSet
 from sidelane.choice import Abilities, Candidate, Choice, Profile, choose
 from sidelane.choice.candidate import EVERYTHING, GRAPH, SM, everything, find, takes_one_tensor
 from sidelane.collectives.arguments import Request
+from sidelane.collectives.heap import MAPPED
 from sidelane.collectives.listed import ListAgreement, Part
 from sidelane.config import NOTHING
 from sidelane.execute.base import Capabilities
@@ -20,10 +21,10 @@ from sidelane.program.kernel import ALIGNMENT, kernel_program
 from sidelane.program.kernel_list import AnyKernelProgram, kernel_list_program
 from sidelane.program.shape import CallShape
 from sidelane.program.transform import freeze, lower, prelaunch
+from sidelane.program.variant import PRELAUNCH, Variant
 from sidelane.program.verify import verify
 
 AUTO = "auto"
-PRELAUNCH = "+prelaunch"
 
 Plan = Program | AnyKernelProgram | Alternation
 """What a call runs as."""
@@ -38,8 +39,8 @@ class Agreement:
 
     Attributes:
         variant: as asked by the caller, ``auto`` included.
-        input_place, output_place: number of the symmetric block and offset in it; None for ordinary memory, and for the
-            arguments that only the root has.
+        input_place, output_place: number of the symmetric block and offset in it (of mapped memory: see ``Region``);
+            None for ordinary memory that peers do not reach, and for the arguments that only the root has.
         frozen: the call is being captured into a graph.
         beside: what the caller says runs next to it.
     """
@@ -194,7 +195,7 @@ class Planner:
         for kind in agreement.kinds:
             check_variant(kind, agreement.variant, self._abilities, listed=listed)
         kind = agreement.kinds[0]
-        candidate = find(kind, agreement.variant.removesuffix(PRELAUNCH))
+        candidate = find(kind, Variant.of(agreement.variant).called)
         assert candidate is not None, "check_variant lets nothing else through"
         return Choice(candidate, "the caller asked for it", ((candidate, None),))
 
@@ -210,7 +211,7 @@ def make_program(agreement: AnyAgreement, candidate: Candidate, moves: AbstractS
     Raises:
         ValueError: the variant cannot run with these buffers.
     """
-    prelaunched = agreement.variant.endswith(PRELAUNCH)
+    prelaunched = Variant.of(agreement.variant).prelaunched
     if candidate.implementation == SM:
         if prelaunched:
             raise ValueError(
@@ -266,11 +267,11 @@ def check_variant(kind: Kind, variant: str, abilities: Abilities = EVERYTHING, *
     names = [found.name for found in everything(kind, abilities) if not (listed and takes_one_tensor(found))]
     if not isinstance(variant, str):
         raise TypeError(f"{kind}: variant (value={variant!r}, allowed={', '.join((AUTO, *names))})")
-    if variant != AUTO and variant.removesuffix(PRELAUNCH) not in names:
+    if variant != AUTO and Variant.of(variant).called not in names:
         allowed = ", ".join((AUTO, *names))
         elsewhere, here = ({found.name for found in everything(kind, which)} for which in (EVERYTHING, abilities))
         if variant in elsewhere - here:
-            allowed += f" on this machine; {variant} is for others, see docs/kernels.md and sidelane info"
+            allowed += f" on this machine; {variant} is for others, see docs/internals/protocols.md and sidelane info"
         what = "variant for lists" if listed else "variant"
         raise ValueError(f"{kind}: {what} (value={variant!r}, allowed={allowed}; all but auto also with {PRELAUNCH})")
 
@@ -303,4 +304,6 @@ def choose_transport(agreement: Agreement | Part, variant: str) -> Transport:
 
 
 def _place(place: tuple[int, int] | None) -> str:
-    return "ordinary" if place is None else f"symmetric {place[0]}+{place[1]}"
+    if place is None:
+        return "ordinary"
+    return f"symmetric {place[0]}+{place[1]}" if place[0] != MAPPED else "mapped" + ", not aligned" * place[1]

@@ -1,4 +1,4 @@
-"""Prelaunched calls: submitted ahead of the collective, and fired by one write (paper 003, section 4.2.5).
+"""Prelaunched calls: submitted ahead of the collective, and fired by one write (DMA collectives paper, section 4.2.5).
 
 host     prepare | arm ......... |  produce  | trigger |  use
 stream                           |  kernels  | write --|-- wait --| next kernels
@@ -15,8 +15,9 @@ import torch
 
 from sidelane.choice import Abilities, Candidate, Choice
 from sidelane.choice.candidate import CALLS, DMA, everything
-from sidelane.collectives.arguments import Arguments, Request, check_tensors
+from sidelane.collectives.arguments import Request, check_tensors
 from sidelane.collectives.backend import Held
+from sidelane.collectives.call_path import CallPath
 from sidelane.collectives.calls import Calls, count_writes
 from sidelane.collectives.entry import entry
 from sidelane.collectives.plan import Agreement
@@ -34,7 +35,7 @@ class Prelaunched:
     Every rank arms and fires it as it would make a call: the same handles in the same order. Between :meth:`arm` and
     the trigger the communicator takes no other call. Leave it by ``with`` or :meth:`close`; it holds its tensors until
     then. An exception that leaves the ``with`` block of an armed handle ends the communicator on all ranks: the peers
-    may wait for what this rank will not send. docs/prelaunch.md shows the three triggers.
+    may wait for what this rank will not send. docs/internals/prelaunch.md shows the three triggers.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class Prelaunched:
         Raises:
             RuntimeError: this or another handle is armed, or it was closed; nothing has happened.
             UnavailableError: inside a capture.
-            MismatchError, PeerError, PeerTimeoutError: as other calls (docs/failure.md).
+            MismatchError, PeerError, PeerTimeoutError: as other calls (docs/internals/failure.md).
         """
         calls = self._calls
         if self._is_closed:
@@ -239,20 +240,12 @@ class Prelaunched:
 
 
 def prepare_prelaunched(
-    calls: Calls,
-    arguments: Arguments,
-    preparer: Preparer,
-    kind: Kind,
-    tensors: tuple[torch.Tensor, torch.Tensor],
-    variant: str,
-    host_trigger: bool,
+    path: CallPath, kind: Kind, tensors: tuple[torch.Tensor, torch.Tensor], variant: str, host_trigger: bool
 ) -> Prelaunched:
     """Plan, verify and load a prelaunched ``kind``, which does not reduce. Collective.
 
     Args:
-        calls: of the communicator.
-        arguments: likewise.
-        preparer: likewise.
+        path: of the lane.
         kind: ``all_gather`` or ``all_to_all``.
         tensors: output and input.
         variant: see ``Communicator.prepare_all_gather``.
@@ -261,21 +254,20 @@ def prepare_prelaunched(
     Raises:
         As ``Communicator.prepare_all_gather``.
     """
-    call = calls.number()
-    name = f"prepare_{kind}"
-    with calls.telling_refusals(call, name):
+    calls, name = path.calls, f"prepare_{kind}"
+
+    def check() -> tuple[tuple[Request, Agreement], str]:
         check_tensors(name, *tensors)
         _check_variant(name, kind, variant, calls.backend.abilities)
-        _refuse_captures(name, calls)
-        request: Request = getattr(arguments, kind)(*tensors)
-    agreement = Agreement.of(request, variant, frozen=False)
-    with calls.failing_for_good():
-        calls.control.post_call(call, f"{name}: {agreement.text()}")
-    calls.agree(call)
+        request: Request = getattr(path.arguments, kind)(*tensors)
+        agreement = Agreement.of(request, variant, frozen=False)
+        return (request, agreement), f"{name}: {agreement.text()}"
+
+    _, (request, agreement) = path.agree(name, check)
     with calls.making_ready():
-        plan = preparer.program(agreement)
+        plan = path.preparer.program(agreement)
         signature = f"prelaunched {agreement.text()}"
-        return Prelaunched(calls, preparer, request, plan, signature, tensors, host_trigger)
+        return Prelaunched(calls, path.preparer, request, plan, signature, tensors, host_trigger)
 
 
 def prelaunchable(candidates: Iterable[Candidate]) -> tuple[str, ...]:

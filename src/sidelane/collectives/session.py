@@ -16,6 +16,7 @@ from sidelane.choice.store import InForce
 from sidelane.collectives.arguments import Arguments
 from sidelane.collectives.backend import Backend
 from sidelane.collectives.bound import BoundProgram, bind_program
+from sidelane.collectives.call_path import CallPath
 from sidelane.collectives.calls import Calls
 from sidelane.collectives.devices import choose_device, make_backend
 from sidelane.collectives.entry import entry
@@ -24,7 +25,6 @@ from sidelane.collectives.own_kernel import OwnKernel, Peers, load_kernel
 from sidelane.collectives.plan import Planner
 from sidelane.collectives.prepare import Preparer
 from sidelane.collectives.profile import agree_on_profile
-from sidelane.collectives.repeat import Repeats
 from sidelane.config import DEFAULT_TIMEOUT_S, Config
 from sidelane.errors import CommunicatorClosedError, SidelaneError
 from sidelane.memory.control import ControlBlock
@@ -157,7 +157,7 @@ class Lane:
     Made by :meth:`Session.lane`. ``Communicator(lane)`` makes its collectives; tensors from ``empty`` of any lane are
     symmetric in all lanes of the session. Each lane has streams and threads of its own, and is used by one thread at a
     time. On GPUs the lanes of a process share hardware channels: their calls are *submitted* in one order, the same on
-    every rank, though they do not run in it (docs/failure.md, "Threads").
+    every rank, though they do not run in it (docs/internals/failure.md, "Threads").
 
     Attributes:
         session: whose.
@@ -168,7 +168,7 @@ class Lane:
         preparer: what programs share.
         calls: their numbers.
         peers: see ``Communicator.peers``.
-        repeats: those that compiled code makes again; None where there is none.
+        path: that they take.
         profile: the measured times that ``auto`` chooses by.
     """
 
@@ -189,17 +189,17 @@ class Lane:
         self.preparer = Preparer(session.rank, session.heap, self.backend, planner)
         self.calls = self._calls = Calls(self.control, self.backend, config, self.preparer.renew, session.heap.keep)
         self.peers = Peers(session.heap, self.arguments).of
-        self.repeats = Repeats.of(self.calls, self.preparer)
+        self.path = CallPath(self.calls, self.arguments, self.preparer)
 
     @entry
     def load(self, program: Program, buffers: Mapping[str, torch.Tensor]) -> BoundProgram:
         """Prove a program of one's own and bind it to tensors. Collective; see ``Communicator.load``."""
-        return bind_program(self.calls, self.arguments, self.preparer, program, buffers)
+        return bind_program(self.path, program, buffers)
 
     @entry
     def load_kernel(self, kernel: Any, *, flags: int) -> OwnKernel:
         """Give a Triton kernel of one's own flags. Collective; see ``Communicator.load_kernel``."""
-        return load_kernel(self.calls, self.arguments, self.preparer, kernel, flags)
+        return load_kernel(self.path, kernel, flags)
 
     def synchronize(self) -> None:
         """Block the host until every call of the lane has finished on this rank.
@@ -220,10 +220,12 @@ class Lane:
             with contextlib.suppress(SidelaneError):
                 handle.close()
         calls.closed = True
-        if self.repeats is not None:
-            self.repeats.forget()
+        if self.path.repeats is not None:
+            self.path.repeats.forget()
         self.backend.close()
         self.preparer.close()
+        if self.path.reach is not None:
+            self.path.reach.close()
         self.memory.close()
         self.control.close()
 

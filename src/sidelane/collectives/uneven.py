@@ -2,67 +2,88 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 
-from sidelane.collectives.agree import agree_on_splits, with_splits
-from sidelane.collectives.arguments import Arguments, check_tensors, identity
-from sidelane.collectives.calls import Calls
-from sidelane.collectives.heap import generation
+from sidelane.choice import Abilities
+from sidelane.collectives.agree import Splits, agree_on_splits, with_splits
+from sidelane.collectives.arguments import Arguments, Request, check_tensors, identity
 from sidelane.collectives.plan import Agreement, check_variant
-from sidelane.collectives.prepare import Preparer
-from sidelane.collectives.work import Work
+from sidelane.memory.control import ControlBlock, PostedCall
+from sidelane.program import collective as define
 from sidelane.program.collective import Kind
-from sidelane.program.shape import check_beside
 
 
-def call_uneven(
-    calls: Calls,
-    arguments: Arguments,
-    preparer: Preparer,
-    tensors: tuple[torch.Tensor, torch.Tensor],
-    splits: tuple[Sequence[int] | None, Sequence[int] | None],
-    *,
-    variant: str,
-    beside: str | None,
-    async_op: bool,
-) -> Work | None:
-    """Make the call.
+class UnevenCall:
+    """An all_to_all with split sizes, as one rank asks for it.
 
     Args:
-        calls: numbers it.
-        arguments: checks it.
-        preparer: makes it ready.
         tensors: output and input.
         splits: rows of dimension 0 from each rank, and for each rank.
-        variant: see ``Communicator.all_to_all``.
-        beside: likewise.
-        async_op: likewise.
-
-    Raises:
-        As ``Communicator.all_to_all``.
     """
-    output, input = tensors
-    call = calls.number()
-    backend, config = calls.backend, calls.config
-    with calls.telling_refusals(call, Kind.ALL_TO_ALL):
-        check_variant(Kind.ALL_TO_ALL, variant, backend.abilities)
-        check_beside(Kind.ALL_TO_ALL, hint := config.beside if beside is None else beside)
+
+    name = Kind.ALL_TO_ALL
+
+    def __init__(
+        self, tensors: tuple[torch.Tensor, torch.Tensor], splits: tuple[Sequence[int] | None, Sequence[int] | None]
+    ) -> None:
+        self.tensors, self._splits = tensors, splits
+
+    def check_variant(self, variant: str, abilities: Abilities) -> None:
+        check_variant(self.name, variant, abilities)
+
+    def text(self, arguments: Arguments, variant: str, frozen: bool, beside: str) -> str:
+        """What this rank tells its peers at every call.
+
+        Raises:
+            TypeError, ValueError: this is no such call.
+        """
+        output, input = self.tensors
         check_tensors("all_to_all", output, input)
-        if splits[0] is None or splits[1] is None:
+        sent, expected = self._splits[1], self._splits[0]
+        if sent is None or expected is None:
             raise ValueError("all_to_all: give both output_split_sizes and input_split_sizes, or none")
-        sizes = arguments.split_bytes(output, input, splits[0], splits[1])
-        frozen = (place := backend.place())[1]
+        sizes = arguments.split_bytes(output, input, expected, sent)
         head = f"all_to_all with split sizes of {input.dtype}, variant {variant}"
-        head += f", beside {hint}" + ", captured" * frozen
-        regions = (arguments.heap.locate(output), arguments.heap.locate(input))
-    calls.control.post_call(call, with_splits(head, *sizes, *regions))
-    agreed = agree_on_splits(calls.control, call, calls.posts(call))
-    key = (agreed, variant, hint, frozen, generation(), identity(output), identity(input))
-    prepared = preparer.recall(key)
-    if prepared is None:
-        request = arguments.all_to_all_uneven(output, input, agreed)
-        with calls.making_ready():
-            prepared = preparer.prepare(Agreement.of(request, variant, frozen, hint), request, key)
-    return calls.run(prepared, call, async_op, tensors, (output,), place)
+        head += f", beside {beside}" + ", captured" * frozen
+        return with_splits(head, *sizes, arguments.heap.locate(output), arguments.heap.locate(input))
+
+    def outline(self, arguments: Arguments) -> Request:
+        """Where its tensors lie, before anybody knows how many bytes go where."""
+        n = arguments.world_size
+        output, input = (arguments.heap.locate(tensor) for tensor in self.tensors)
+        return Request(define.all_to_all(((0,) * n,) * n), input, output, self.tensors[1].dtype)
+
+    def settled(self, control: ControlBlock, call: int, posts: Sequence[PostedCall]) -> SettledCall:
+        """The call as all ranks have posted it. Raises as ``agree_on_splits`` does."""
+        return SettledCall(self.tensors, agree_on_splits(control, call, posts))
+
+
+class SettledCall:
+    """An all_to_all of which every rank knows all split sizes: a ``Form``."""
+
+    name = Kind.ALL_TO_ALL
+    repeated_as = None
+
+    def __init__(self, tensors: tuple[torch.Tensor, torch.Tensor], agreed: Splits) -> None:
+        self.tensors, self._agreed = tensors, agreed
+
+    @property
+    def details(self) -> Hashable:
+        return self._agreed
+
+    def identities(self) -> Hashable:
+        return tuple(map(identity, self.tensors))
+
+    def check_variant(self, variant: str, abilities: Abilities) -> None:
+        check_variant(self.name, variant, abilities)
+
+    def request(self, arguments: Arguments) -> Request:
+        return arguments.all_to_all_uneven(*self.tensors, self._agreed)
+
+    def agreement(self, request: Request, variant: str, frozen: bool, beside: str) -> Agreement:
+        return Agreement.of(request, variant, frozen, beside)
+
+    def written(self) -> tuple[torch.Tensor, ...]:
+        return self.tensors[:1]

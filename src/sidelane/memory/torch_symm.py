@@ -8,6 +8,7 @@ Some things are done differently from ``symm_mem.empty`` followed by ``symm_mem.
   rendezvous meanwhile would look for its peers under other numbers, and hang. A store that renumbers the keys, under a
   group name of its own, keeps sub-groups apart.
 - Multicast objects are never made, whatever the environment says.
+- Ranks may share a device, which torch refuses unless it is told: one GPU is enough to try several ranks.
 - Freeing memory waits for the whole device, so that it is done at chosen moments (``giving_back``).
 - torch passes the handles of memory through a socket of which each process has one. Threads with a communicator each
   would take each other's, so one rendezvous at a time is under way in a process, chosen by its rank 0.
@@ -27,13 +28,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from sidelane.errors import CommunicatorClosedError, MismatchError, PeerError, PeerTimeoutError, UnavailableError
+from sidelane.errors import (
+    CommunicatorClosedError,
+    MismatchError,
+    Page,
+    PeerError,
+    PeerTimeoutError,
+    UnavailableError,
+)
 from sidelane.memory.exchange import Exchange
 from sidelane.memory.giving_back import Kept, give_back, keep_bytes, lanes
 from sidelane.memory.process_lock import LockTimeoutError, alone_in
 
 DEFAULT_TIMEOUT_S = 600.0
-_NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+# torch reads these at each rendezvous. Multicast objects are useless here, and on some hosts they have put GPUs out of
+# service.
+_FOR_TORCH = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,7 +62,7 @@ class TorchSymmetricBlock:
 
 
 class TorchSymmetricMemory:
-    """Allocator of symmetric GPU blocks for one group, all ranks on one machine, each on a device of its own.
+    """Allocator of symmetric GPU blocks for one group, all ranks on one machine.
 
     Making one is collective.
 
@@ -183,7 +193,7 @@ class _Alias:
         """
         self._store.begin_round()
         try:
-            with _without_multicast():
+            with _told_in_the_environment():
                 return self._map(tensor)
         except PeerError:
             raise  # of the store
@@ -256,18 +266,17 @@ class RenumberingStore(dist.Store):
 
 
 @contextlib.contextmanager
-def _without_multicast() -> Iterator[None]:
-    # torch reads the variable at each rendezvous. Multicast objects are useless here, and on some hosts they have put
-    # GPUs out of service.
-    before = os.environ.get(_NO_MULTICAST)
-    os.environ[_NO_MULTICAST] = "1"
+def _told_in_the_environment() -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in _FOR_TORCH}
+    os.environ.update(_FOR_TORCH)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[_NO_MULTICAST]
-        else:
-            os.environ[_NO_MULTICAST] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _c10d() -> Any:
@@ -279,7 +288,9 @@ def _c10d() -> Any:
 def _symmetric_memory() -> Any:
     found = getattr(_c10d(), "_SymmetricMemory", None)
     if found is None:
-        raise UnavailableError("this PyTorch has no symmetric memory (needs 2.11 or newer, built with CUDA)")
+        raise UnavailableError(
+            "this PyTorch has no symmetric memory (needs 2.11 or newer, built with CUDA)", page=Page.INSTALLATION
+        )
     return found
 
 

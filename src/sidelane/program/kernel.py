@@ -11,6 +11,7 @@ from enum import StrEnum
 
 from sidelane.program.collective import REDUCING, Buffer, Collective, Kind
 from sidelane.program.pushed import chunks_of
+from sidelane.program.variant import Variant
 
 MOST_RANKS = 8
 """Ranks that kernels know how to address."""
@@ -27,16 +28,9 @@ BLOCKS, MOST_BLOCKS = 64, 128
 64 of them push 64 MiB in 155 us and 1 GiB in 2,354 there, 128 in 152 and 2,309; 16 are enough up to 1 MiB. Direct
 reductions in two shots among two ranks may have all of them at any size (``device/reduce_direct.py``)."""
 
-NARROW = "_narrow"
-"""How the variants of reductions end that leave nine tenths of the SMs to others."""
-
 NARROW_BLOCKS = 10
-"""Thread blocks of these: 8% of an H200. They reduce 64 MiB of four ranks for a reduce_scatter in 167 us, 8 in 171,
-6 in 181, and 128 wide ones in 164 (probes: docs/probes.md)."""
-
-PUSH = "_push"
-"""How the variant of an all_reduce in two shots ends that stores shards with the ranks that add them up, where others
-let these fetch them."""
+"""Thread blocks of narrow variants: 8% of an H200. They reduce 64 MiB of four ranks for a reduce_scatter in 167 us, 8
+in 171, 6 in 181, and 128 wide ones in 164 (probes: docs/lab/probes.md)."""
 
 LARGE_PART_BYTES = 8 << 20
 
@@ -45,7 +39,7 @@ ALIGNMENT = 16
 
 
 class Protocol(StrEnum):
-    """How the bytes travel (docs/kernels.md).
+    """How the bytes travel (docs/internals/protocols.md).
 
     ``cells``: every 4 bytes with a flag of their own, into slots. ``parcels``: as it is, into places of its own.
     ``relay``: a parcel for each peer, which all others get from there, for broadcasts. ``push``: into the peers'
@@ -159,7 +153,7 @@ def kernel_program(
     protocol = _protocol_of(collective, variant, symmetric_input=symmetric_input, symmetric_output=symmetric_output)
     pair = protocol is Protocol.DIRECT and n == 2 and is_two_shot(variant)
     worthwhile = MOST_BLOCKS if part >= LARGE_PART_BYTES or pair or protocol is Protocol.SEND else BLOCKS
-    worthwhile = NARROW_BLOCKS if variant.endswith(NARROW) else worthwhile
+    worthwhile = NARROW_BLOCKS if Variant.of(variant).narrow else worthwhile
     return KernelProgram(collective, variant, protocol, blocks or worthwhile)
 
 
@@ -172,7 +166,7 @@ def _protocol_of(collective: Collective, variant: str, *, symmetric_input: bool,
     if not two_shot and part <= MOST_PARCEL_BYTES:
         return Protocol.PARCELS
     if kind in REDUCING:
-        if variant.endswith(PUSH) and symmetric_output:
+        if Variant.of(variant).pushes and symmetric_output:
             return Protocol.SEND
         symmetric = symmetric_input and (symmetric_output or not two_shot)
         direct = symmetric and part % ALIGNMENT == 0
@@ -244,7 +238,7 @@ def _is_worth_relaying(nbytes: int, world_size: int) -> bool:
 
 _RELAY_SAVES_BYTES = 1 << 20
 """What a relay saves the root at least: among four, parcels take 8.6 us for 256 KB and 10.9 for 512 KB, relayed ones
-10.5 and 11.3; 1 MB takes 15.5 as pushes into outputs, relayed 14.5 (docs/kernels.md)."""
+10.5 and 11.3; 1 MB takes 15.5 as pushes into outputs, relayed 14.5 (docs/lab/probes.md)."""
 
 _CELL_BYTES_OF_A_RANK = 384 << 10
-"""What a rank sends to all its peers where cells and parcels are equally fast; four H200s (docs/kernels.md)."""
+"""What a rank sends to all its peers where cells and parcels are equally fast; four H200s (docs/lab/kernels.md)."""

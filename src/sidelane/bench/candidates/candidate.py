@@ -1,6 +1,6 @@
 """What a study can run: every implementation of a collective behind one interface.
 
-An :class:`Implementation` owns one pair of buffers that serves all sizes. A :class:`Candidate` names one way to call
+An :class:`Implementation` owns one pair of buffers that serves all sizes. A :class:`Entrant` names one way to call
 it. :class:`Prepared` is a candidate bound to a :class:`Case`: it can be filled, run, timed and checked. Calls with
 lists of tensors are in ``listed.py``, Sidelane's own implementations in ``own.py``.
 """
@@ -19,6 +19,7 @@ from sidelane.bench.candidates.reference import Case, fill_input, output_error, 
 from sidelane.bench.running.measure import Job
 from sidelane.choice.candidate import DMA, GRAPH, SM, find
 from sidelane.program.collective import Kind
+from sidelane.program.variant import Variant
 
 # PyTorch 2.13 renamed both and warns of the old names.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -32,7 +33,7 @@ HIDDEN_LAUNCH_US = 100.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Candidate:
+class Entrant:
     """One way to run a collective, by the names of the result file."""
 
     implementation: str
@@ -42,7 +43,7 @@ class Candidate:
 
     @property
     def prelaunch(self) -> bool:
-        return self.variant.endswith("+prelaunch")
+        return Variant.of(self.variant).prelaunched
 
     def __str__(self) -> str:
         place = "in place" if self.in_place else "out of place"
@@ -99,7 +100,7 @@ class Implementation(Protocol):
         """Allocate the buffers for all cases to come. Collective."""
         ...
 
-    def tensors(self, case: Case, candidate: Candidate) -> Tensors:
+    def tensors(self, case: Case, candidate: Entrant) -> Tensors:
         """Views of the buffers for one case, of its dtype."""
         ...
 
@@ -178,7 +179,7 @@ class Prepared:
         Exception: whatever the library raises for buffers that it does not take.
     """
 
-    def __init__(self, candidate: Candidate, case: Case, implementation: Implementation, calls: int = 1) -> None:
+    def __init__(self, candidate: Entrant, case: Case, implementation: Implementation, calls: int = 1) -> None:
         self.candidate = candidate
         self.variant = candidate.variant
         self.case = case
@@ -302,7 +303,7 @@ def candidates_of(
     only: tuple[str, ...] = (),
     launches: tuple[str, ...] = (),
     listed: bool = False,
-) -> list[Candidate]:
+) -> list[Entrant]:
     """Every way in which an implementation can run a collective.
 
     Args:
@@ -314,7 +315,7 @@ def candidates_of(
     """
     only = only if implementation.name in (DMA, SM) else ()
     return [
-        Candidate(implementation.name, variant, in_place, launch)
+        Entrant(implementation.name, variant, in_place, launch)
         for in_place in (False, True)
         for variant in _kept(_variants(implementation, kind, in_place, listed), only)
         for launch in implementation.launches
@@ -331,10 +332,10 @@ def _variants(implementation: Implementation, kind: Kind, in_place: bool, listed
 def _only_eager(kind: Kind, variant: str) -> bool:
     """True for what differs from another variant only in how an eager call is launched."""
     found = find(kind, variant)
-    return variant.endswith("+prelaunch") or (found is not None and found.launch == GRAPH)
+    return Variant.of(variant).prelaunched or (found is not None and found.launch == GRAPH)
 
 
 def _kept(found: tuple[str, ...], only: tuple[str, ...]) -> tuple[str, ...]:
     if not only:
         return found
-    return tuple(name for name in only if name.removesuffix("+prelaunch") in found)
+    return tuple(name for name in only if Variant.of(name).called in found)

@@ -1,8 +1,9 @@
 """The operations whose phases are studied, as Programs: single transfers, and whole collectives.
 
-Transfers are bare copies of rank 0, as paper 003 (section 3) measured one: its host starts the engine and waits, and
-nothing else orders the ranks. Collectives are what a communicator runs, handshakes and own chunk included. Those that
-take turns (``alternating``) are two programs, of which each call runs one; the first call of a graph is a third one.
+Transfers are bare copies of rank 0, as the DMA collectives paper (section 3) measured one: its host starts the engine
+and waits, and nothing else orders the ranks. Collectives are what a communicator runs, handshakes and own chunk
+included. Those that take turns (``alternating``) are two programs, of which each call runs one; the first call of a
+graph is a third one.
 """
 
 from __future__ import annotations
@@ -13,20 +14,20 @@ from collections.abc import Set as AbstractSet
 from types import MappingProxyType
 
 from sidelane.bench.results.rows import LAUNCHES
-from sidelane.collectives.plan import PRELAUNCH
 from sidelane.model.published import bare
 from sidelane.program.builders import ALTERNATING, Alternation, Transport, alternation, build, variants
 from sidelane.program.collective import REDUCING, Collective, Kind, all_gather, all_to_all, scatter
 from sidelane.program.ir import MOVES, Move, Program, has_epochs
 from sidelane.program.transform import freeze, lower, prelaunch, stamp
+from sidelane.program.variant import GRAPH as GRAPH_SUFFIX
+from sidelane.program.variant import PRELAUNCH, Variant
 
 ALL_MOVES: frozenset[type[Move]] = frozenset(MOVES)
-CACHED = "+graph"
-SUFFIXES = (PRELAUNCH, CACHED)
+SUFFIXES = (PRELAUNCH, GRAPH_SUFFIX)
 OPENING = f"{ALTERNATING}+opening"
 """The first call of a graph whose calls take turns: the one that has an entry handshake as well."""
 
-TURNING = (ALTERNATING, ALTERNATING + CACHED, OPENING)
+TURNING = (ALTERNATING, ALTERNATING + GRAPH_SUFFIX, OPENING)
 EAGER, GRAPH = LAUNCHES
 COPY, COPIES = "copy", "copies"
 TRANSFERS = (COPY, COPIES)
@@ -77,7 +78,7 @@ class Operation:
 
     @property
     def prelaunched(self) -> bool:
-        return self.variant.endswith(PRELAUNCH)
+        return Variant.of(self.variant).prelaunched
 
     @property
     def turns(self) -> int:
@@ -129,7 +130,7 @@ class Operation:
         """
         if ranks < 2:
             raise ValueError(f"{self.name}: ranks (value={ranks}, allowed=2 and more)")
-        frozen = frozen or self.variant.endswith(CACHED)
+        frozen = frozen or Variant.of(self.variant).graph
         if self.variant in TURNING and self.name not in TRANSFERS:
             opened = self.variant == OPENING
             made = alternation(self._collective(ranks), frozen=frozen or opened, opened=opened)
@@ -174,7 +175,7 @@ def base_of(variant: str) -> str:
     >>> base_of("b2b+prelaunch"), base_of("pcpy")
     ('b2b', 'pcpy')
     """
-    return next((variant.removesuffix(suffix) for suffix in SUFFIXES if variant.endswith(suffix)), variant)
+    return Variant.of(variant).algorithm
 
 
 def operations(names: Sequence[str], wanted: Sequence[str], nbytes: int) -> list[Operation]:
@@ -193,7 +194,7 @@ def operations(names: Sequence[str], wanted: Sequence[str], nbytes: int) -> list
         kept = [variant for variant in wanted if variant in allowed]
         used.update(kept)
         if name in TRANSFERS:
-            kept = [variant.removesuffix(CACHED) for variant in kept]
+            kept = [variant.removesuffix(GRAPH_SUFFIX) for variant in kept]
         if name == COPY:
             kept = ["b2b" + variant.removeprefix(base_of(variant)) for variant in kept]
         found += [Operation(name, variant, nbytes) for variant in dict.fromkeys(kept)]

@@ -7,9 +7,10 @@ from collections.abc import Collection, Sequence
 from sidelane.choice import Abilities
 from sidelane.choice.candidate import DMA, EVERYTHING, IMPLEMENTATIONS, everything, takes_one_tensor
 from sidelane.choice.key import CPU
-from sidelane.collectives.plan import AUTO, PRELAUNCH
+from sidelane.collectives.plan import AUTO
 from sidelane.collectives.prelaunched import prelaunchable
 from sidelane.program.collective import Kind
+from sidelane.program.variant import PRELAUNCH, Variant
 
 ON_CPUS = ("gloo", "dma", "auto")
 ON_GPUS = ("nccl", "nccl_ce", "symm_mem", "dma", "auto", "sm")
@@ -95,7 +96,7 @@ def check_asked(
     found = [one for one in found if not (listed and takes_one_tensor(one))]
     known = [*([AUTO] if with_auto else []), *dict.fromkeys(one.name for one in found)]
     ahead = dict.fromkeys(name for kind in kinds if DMA in own for name in prelaunchable(everything(kind, abilities)))
-    unknown = [name for name in variants if name not in known and name.removesuffix(PRELAUNCH) not in ahead]
+    unknown = [name for name in variants if name not in known and Variant.of(name).called not in ahead]
     if unknown:
         suffixed = f"; {', '.join(ahead)} also with {PRELAUNCH}" if ahead else ""
         lists = "lists of " if listed else ""

@@ -268,6 +268,6 @@ def _begin_at(communicator: Communicator, group: dist.ProcessGroup, call: int) -
 
     Hundreds of millions of calls would do the same. No user can, which is why it takes the communicator's own parts.
     """
-    communicator._preparer.renew(call - 1)
+    communicator.lane.preparer.renew(call - 1)
     dist.barrier(group)
     communicator._calls.count_from(call)

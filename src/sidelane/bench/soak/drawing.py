@@ -12,11 +12,12 @@ from sidelane.bench.candidates.reference import MOVING_DTYPES
 from sidelane.bench.soak.described import FRESH, Call, Form, Part, Spot
 from sidelane.choice import Abilities
 from sidelane.choice.candidate import CALLS, DMA, candidates
-from sidelane.collectives.plan import AUTO, PRELAUNCH
+from sidelane.collectives.plan import AUTO
 from sidelane.collectives.prelaunched import prelaunchable
 from sidelane.config import COMPUTE, NOTHING
 from sidelane.program.collective import ELEMENT_BYTES, REDUCING, Kind, ReduceOp
 from sidelane.program.shape import CallShape
+from sidelane.program.variant import PRELAUNCH
 
 GUARD_BYTES = 16
 """In front of and behind everything that a call writes: nobody may touch them."""
@@ -186,7 +187,7 @@ class Drawing:
         return [item * max(numel(rank, n) for rank in ranks) for numel in of_kind]
 
     def _masks(self, kind: Kind, in_place: bool) -> tuple[int, int]:
-        """On which ranks output and input lie in symmetric memory: docs/programs.md, "one place on all ranks"."""
+        """On which ranks output and input are symmetric (docs/internals/programs.md, "One place on all ranks")."""
         draw, everywhere = self._draw, self._everywhere
         anywhere = draw.choice((0, everywhere, draw.randrange(everywhere + 1)))
         agreed = draw.choice((0, everywhere)), draw.choice((0, everywhere))

@@ -11,7 +11,7 @@ class Turns:
     """One turn after the other, round and round, for as many threads as there are left.
 
     On GPUs the communicators of a process share the device's channels, so that the calls of all of them need one order
-    (docs/failure.md): whichever thread makes them.
+    (docs/internals/failure.md): whichever thread makes them.
 
     Args:
         count: threads, numbered from 0.
@@ -35,8 +35,10 @@ class Turns:
                 self._changed.notify_all()
 
     def leave(self, number: int) -> None:
-        """Thread ``number`` takes no more of them."""
+        """Thread ``number`` takes no more of them. Idempotent."""
         with self._changed:
+            if number not in self._left:
+                return
             place = self._left.index(number)
             self._left.remove(number)
             if self._left:

@@ -1,0 +1,231 @@
+"""The path that every call takes: its number, what is asked, what the ranks agree on, what is made of it, its start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import NamedTuple, TypeVar
+
+from sidelane.collectives.agree import OFFER, compare
+from sidelane.collectives.arguments import Arguments, Request
+from sidelane.collectives.asked import AnyRequest, Form
+from sidelane.collectives.calls import Calls
+from sidelane.collectives.heap import generation
+from sidelane.collectives.listed import ListRequest
+from sidelane.collectives.plan import AnyAgreement
+from sidelane.collectives.prepare import Prepared, Preparer
+from sidelane.collectives.reach import Offer, Reach
+from sidelane.collectives.repeat import Repeats
+from sidelane.collectives.uneven import UnevenCall
+from sidelane.collectives.work import Work
+from sidelane.errors import UnavailableError
+from sidelane.execute.base import Place
+from sidelane.memory.control import MOST_TEXT_BYTES, SPLITS
+from sidelane.program.shape import check_beside
+
+T = TypeVar("T")
+Key = tuple[Hashable, ...]
+
+MOST_PLANNED = 1024
+"""Calls of which it is remembered what is asked, while what they run as depends on what peers offer each time."""
+
+
+class Planned(NamedTuple):
+    """A call before its peers have been heard."""
+
+    request: AnyRequest
+    agreement: AnyAgreement
+
+
+class CallPath:
+    """Of one lane.
+
+    Attributes:
+        calls: numbers and runs them.
+        arguments: checks what callers pass.
+        preparer: makes them ready.
+        repeats: those that compiled code makes again; None where there is none.
+        reach: how peers get at ordinary memory; None where they do not.
+    """
+
+    def __init__(self, calls: Calls, arguments: Arguments, preparer: Preparer) -> None:
+        self.calls, self.arguments, self.preparer = calls, arguments, preparer
+        self.repeats = Repeats.of(calls, preparer)
+        ordinary = calls.backend.ordinary if calls.config.map_memory and arguments.world_size > 1 else None
+        self.reach = None if ordinary is None else Reach(calls, ordinary)
+        self._planned: dict[Hashable, Planned] = {}
+
+    def run(
+        self, asked: Form, *, variant: str, beside: str | None, async_op: bool, remember: bool = False
+    ) -> Work | None:
+        """Make a call.
+
+        Args:
+            asked: what the caller asks for.
+            variant: see ``Communicator.all_gather``.
+            beside: likewise.
+            async_op: likewise.
+            remember: compiled code may make it when it comes again.
+
+        Raises:
+            As ``Communicator.all_gather``.
+        """
+        calls = self.calls
+        call = calls.number()
+        # Plain handlers here and in Calls.run: every call comes here, and a context manager costs a microsecond.
+        try:
+            place = calls.backend.place()
+            key, prepared = self._recall(asked, variant, beside, place)
+            if prepared is None:
+                planned = self._plan(asked, key, variant, beside, place)
+                # An asynchronous call waits for nobody's host.
+                offer = None if async_op else self._offer(asked, planned)
+        except Exception as error:
+            calls.refuse(call, asked.name, error)
+            raise
+        except KeyboardInterrupt as error:
+            calls.fail(error)
+            raise
+        try:
+            if prepared is not None:
+                self._announce(call, prepared.signature, again=True)
+            else:
+                remember = False  # until it comes again
+                if offer is None:
+                    agreement = planned.agreement
+                    self._announce(call, agreement.text(), again=self.preparer.known(agreement))
+                    prepared = self._prepare(agreement, planned.request, key)
+                else:
+                    call, prepared = self._settle(call, key, asked, planned, offer)
+        except KeyboardInterrupt as error:
+            calls.fail(error)
+            raise
+        work = calls.run(prepared, call, async_op, asked.tensors, asked.written(), place)
+        if remember and self.repeats is not None:
+            try:
+                self.repeats.remember(key, prepared, place, asked=asked.repeated_as)
+            except KeyboardInterrupt as error:
+                calls.fail(error)
+                raise
+        return work
+
+    def run_exchanged(self, uneven: UnevenCall, *, variant: str, beside: str | None, async_op: bool) -> Work | None:
+        """Make a call of which each rank tells its part every time. Raises as ``Communicator.all_to_all`` does."""
+        calls = self.calls
+        call = calls.number()
+        try:
+            with calls.telling_refusals(call, uneven.name):
+                uneven.check_variant(variant, calls.backend.abilities)
+                hint = self._beside(uneven.name, beside)
+                place = calls.backend.place()
+                text = uneven.text(self.arguments, variant, place[1], hint)
+                offer = None
+                if self.reach is not None:
+                    room = MOST_TEXT_BYTES - 1 - len(text) - len(OFFER)
+                    offer = self.reach.offer((uneven.outline(self.arguments),), uneven.tensors, room)
+            calls.control.post_call(call, text + (OFFER + offer.text if offer else ""))
+            posts = calls.posts(call)
+            asked = uneven.settled(calls.control, call, posts)
+            request = asked.request(self.arguments)
+            addresses: Hashable = ()
+            if self.reach is not None and offer is not None:
+                texts = [post.differing.partition(OFFER)[2] for post in posts]
+                signature = text.partition(SPLITS)[0]
+                call, reached = self.reach.settle(call, signature, offer, texts, (request,))
+                if reached is not None:
+                    request, addresses = reached[0], (reached[0].input.reached, reached[0].output.reached)
+            key = (*self._recall(asked, variant, hint, place)[0], addresses)
+            prepared = self.preparer.recall(key)
+            if prepared is None:
+                prepared = self._prepare(asked.agreement(request, variant, place[1], hint), request, key)
+        except KeyboardInterrupt as error:
+            calls.fail(error)
+            raise
+        return calls.run(prepared, call, async_op, asked.tensors, asked.written(), place)
+
+    def agree(self, name: str, check: Callable[[], tuple[T, str]]) -> tuple[int, T]:
+        """Come to what all ranks do together outside of graphs, as loading a program is; for what follows it.
+
+        Args:
+            name: of what they do.
+            check: whether this rank can, and what all of them must have alike; it may raise.
+
+        Returns:
+            The number of the call, and what ``check`` found.
+
+        Raises:
+            UnavailableError: inside a capture.
+            MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
+        """
+        calls = self.calls
+        call = calls.number()
+        with calls.telling_refusals(call, name):
+            if calls.backend.place()[1]:
+                raise UnavailableError(
+                    f"{name}: not while a graph is captured: nothing can be allocated or agreed on there"
+                )
+            found, signature = check()
+        with calls.failing_for_good():
+            calls.control.post_call(call, signature)
+        calls.agree(call)
+        return call, found
+
+    def _recall(self, asked: Form, variant: str, beside: str | None, place: Place) -> tuple[Key, Prepared | None]:
+        """What an earlier call like this one prepared, and what calls that are alike have in common."""
+        key = (asked.name, variant, beside, asked.details, place[1], generation(), asked.identities())
+        return key, self.preparer.recall(key)
+
+    def _beside(self, name: str, beside: str | None) -> str:
+        """What the caller says runs next to the call. Raises ValueError for what there is not."""
+        hint = self.calls.config.beside if beside is None else beside
+        check_beside(name, hint)
+        return hint
+
+    def _announce(self, call: int, signature: str, *, again: bool) -> None:
+        """Tell the peers; compare with them where that is new, or always with ``Config.debug``."""
+        self.calls.control.post_call(call, signature)
+        if self.calls.config.debug or not again:
+            self.calls.agree(call)
+
+    def _plan(self, asked: Form, key: Key, variant: str, beside: str | None, place: Place) -> Planned:
+        """What is asked and to be agreed on. Raises what the caller did wrong."""
+        planned = self._planned.get(key)
+        if planned is None:
+            asked.check_variant(variant, self.calls.backend.abilities)
+            hint = self._beside(asked.name, beside)
+            request = asked.request(self.arguments)
+            planned = Planned(request, asked.agreement(request, variant, place[1], hint))
+        return planned
+
+    def _offer(self, asked: Form, planned: Planned) -> Offer | None:
+        """Memory of this rank that its peers may reach in this call."""
+        if self.reach is None:
+            return None
+        room = MOST_TEXT_BYTES - 1 - len(planned.agreement.text()) - len(SPLITS)
+        return self.reach.offer(_parts(planned.request), asked.tensors, room)
+
+    def _settle(self, call: int, key: Key, asked: Form, planned: Planned, offer: Offer) -> tuple[int, Prepared]:
+        """Agree on the memory that peers reach, with the call; its number from now on, and what it runs as."""
+        assert self.reach is not None
+        if len(self._planned) >= MOST_PLANNED:
+            del self._planned[next(iter(self._planned))]
+        self._planned[key] = planned
+        request, agreement = planned
+        signature = agreement.text()
+        self.calls.control.post_call(call, signature + SPLITS + offer.text)
+        posts = self.calls.posts(call)
+        compare(self.calls.control, call, posts)
+        texts = [post.differing for post in posts]
+        call, reached = self.reach.settle(call, signature, offer, texts, _parts(request))
+        if reached is not None:
+            request = reached[0] if isinstance(request, Request) else ListRequest(tuple(reached))
+            agreement = asked.agreement(request, agreement.variant, agreement.frozen, agreement.beside)
+            key = (*key, tuple((part.input.reached, part.output.reached) for part in reached))
+        return call, self.preparer.recall(key) or self._prepare(agreement, request, key)
+
+    def _prepare(self, agreement: AnyAgreement, request: AnyRequest, key: Hashable) -> Prepared:
+        with self.calls.making_ready():
+            return self.preparer.prepare(agreement, request, key)
+
+
+def _parts(request: AnyRequest) -> tuple[Request, ...]:
+    return (request,) if isinstance(request, Request) else request.parts
