@@ -50,7 +50,8 @@ class CallPath:
     def __init__(self, calls: Calls, arguments: Arguments, preparer: Preparer) -> None:
         self.calls, self.arguments, self.preparer = calls, arguments, preparer
         self.repeats = Repeats.of(calls, preparer)
-        ordinary = calls.backend.ordinary if calls.config.map_memory and arguments.world_size > 1 else None
+        mapped = calls.backend.hosts_meet if calls.config.map_memory is None else calls.config.map_memory
+        ordinary = calls.backend.ordinary if mapped and arguments.world_size > 1 else None
         self.reach = None if ordinary is None else Reach(calls, ordinary)
         self._planned: dict[Hashable, Planned] = {}
 

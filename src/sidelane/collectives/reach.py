@@ -27,8 +27,8 @@ from sidelane.memory.control import SPLITS
 from sidelane.memory.ordinary import Allocation, Mapping, OrdinaryMemory
 from sidelane.program.collective import Buffer
 
-MOST_HELD = 64
-"""Allocations of a rank that its peers have mapped for a lane; the one that was offered longest ago goes first."""
+MOST_GONE = 16
+"""Names that one offer says are gone; others wait for the next."""
 
 ALIGNMENT = 256
 """In bytes, to which a place is said to be aligned or not. Allocations are."""
@@ -118,8 +118,10 @@ class Reach:
         if not allocations:
             return None
         gone = [name for name, held in self._held.items() if self._memory.is_gone(held)]
-        left = [name for name in self._held if name not in gone]
-        gone += left[: max(0, len(left) - MOST_HELD)]
+        if self._memory.most_held is not None:  # the one that was offered longest ago goes first
+            left = [name for name in self._held if name not in gone]
+            gone += left[: max(0, len(left) - self._memory.most_held)]
+        gone = gone[:MOST_GONE]
         handles = [(name, allocation.handle) for name, allocation in allocations.items()]
         text = json.dumps({**places, HANDLES: handles, GONE: gone}, separators=(",", ":"))
         return Offer(text, tuple(allocations.values()), tuple(gone)) if len(text) <= most_text else None
