@@ -26,7 +26,8 @@ class Part:
 PARTS = (
     Part(
         "sidelane",
-        "Collectives, sessions, what calls return, and collectives next to a computation. `OwnKernel` alone is not imported from here.",
+        "Collectives, sessions, what calls return, and collectives next to a computation. "
+        "`OwnKernel` alone is not imported from here.",
         (
             ("sidelane.collectives.communicator", ("Communicator",)),
             ("sidelane.collectives.session", ("Session", "Lane")),
