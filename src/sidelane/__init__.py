@@ -15,6 +15,7 @@ from sidelane.errors import (
 )
 
 if TYPE_CHECKING:
+    from sidelane.c3.overlap import Overlap, overlap
     from sidelane.collectives import Batched, BoundProgram, Communicator, Lane, Prelaunched, Session, Work
     from sidelane.integrations.ledger import Report, report
     from sidelane.integrations.process_group import SidelaneGroup
@@ -31,6 +32,7 @@ __all__ = [
     "Config",
     "Lane",
     "MismatchError",
+    "Overlap",
     "PeerError",
     "PeerTimeoutError",
     "Prelaunched",
@@ -41,14 +43,17 @@ __all__ = [
     "SidelaneGroup",
     "UnavailableError",
     "Work",
+    "overlap",
     "register",
     "report",
     "wrap",
 ]
 
 _ELSEWHERE = {
+    "Overlap": "sidelane.c3.overlap",
     "Report": "sidelane.integrations.ledger",
     "SidelaneGroup": "sidelane.integrations.process_group",
+    "overlap": "sidelane.c3.overlap",
     "register": "sidelane.integrations.registration",
     "report": "sidelane.integrations.ledger",
     "wrap": "sidelane.integrations.wrap",

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sidelane.errors import SidelaneError, UnavailableError
+from sidelane.errors import Page, SidelaneError, UnavailableError, missing
 from sidelane.execute.base import Place, Questions
 from sidelane.execute.cuda import native
 from sidelane.execute.cuda.native import Bound, LaunchConfig, MemoryOps, Pointer, load_native, require_native
@@ -26,6 +26,8 @@ from sidelane.program.collective import Reduction
 
 _SHARED_BYTES_WITHOUT_ASKING = 48 << 10
 _MOST_HANDLES = 256
+_PEERS = 1
+"""``CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS``: the memory may be of another GPU."""
 
 
 class DriverError(SidelaneError):
@@ -128,6 +130,43 @@ class Driver:
                 return
             address = max(address + 1, sum(int(value) for _, value in found))
 
+    def allocation_at(self, address: int) -> tuple[int, int, int] | None:
+        """Number, first byte and size of the allocation around an address; None without one."""
+        kinds = self._api.CUpointer_attribute
+        number, start, size = (
+            self._api.cuPointerGetAttribute(kind, self._api.CUdeviceptr(address))
+            for kind in (
+                kinds.CU_POINTER_ATTRIBUTE_BUFFER_ID,
+                kinds.CU_POINTER_ATTRIBUTE_RANGE_START_ADDR,
+                kinds.CU_POINTER_ATTRIBUTE_RANGE_SIZE,
+            )
+        )
+        if any(error for error, *_ in (number, start, size)):
+            return None
+        return int(number[1]), int(start[1]), int(size[1])
+
+    def allocation_number(self, address: int) -> int:
+        """Number of the allocation around an address; 0 where there is none."""
+        kind = self._api.CUpointer_attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID
+        error, number = self._api.cuPointerGetAttribute(kind, self._api.CUdeviceptr(address))
+        return 0 if error else int(number)
+
+    def export(self, start: int) -> bytes:
+        """The handle by which another process of this machine maps an allocation; DriverError if there is none."""
+        return bytes(self.call("cuIpcGetMemHandle", self._api.CUdeviceptr(start)).reserved)
+
+    def open_exported(self, handle: bytes) -> int:
+        """Map an allocation of another process; where it begins here. Waits for the device at times, some 20 ms."""
+        opened = self._api.CUipcMemHandle()
+        opened.reserved = handle
+        with self.relaxed_capture():
+            return int(self.call("cuIpcOpenMemHandle", opened, _PEERS))
+
+    def close_exported(self, start: int) -> None:
+        """Undo :meth:`open_exported`. Nothing may be under way there."""
+        with self.relaxed_capture():
+            self.call("cuIpcCloseMemHandle", self._api.CUdeviceptr(start))
+
     def upload(self, address: int, values: npt.NDArray[np.int64], stream: int) -> None:
         """Copy values to device memory behind the work of ``stream``, and wait for that."""
         self.call("cuMemcpyHtoDAsync", address, values.ctypes.data, values.nbytes, self._handle(stream))
@@ -208,7 +247,7 @@ class Driver:
         try:
             from sidelane.execute.cuda import reduce
         except ImportError as error:
-            raise UnavailableError(f"collectives that reduce need Triton ({error}): pip install triton") from error
+            raise missing("collectives that reduce need Triton", "triton", error) from error
         launch = reduce.arrange(dst, srcs, nbytes, reduction, blocks)
         return self.bind_kernel(
             launch.kernel, launch.constants, launch.arguments, blocks=launch.blocks, warps=launch.warps, stream=stream
@@ -233,7 +272,7 @@ class Driver:
             try:
                 from sidelane.execute.cuda.kernel_launch import Kernels
             except ImportError as error:
-                raise UnavailableError(f"kernels need Triton ({error}): pip install triton") from error
+                raise missing("kernels need Triton", "triton", error) from error
             self._kernels = Kernels(self)
         bound: Bound = self._kernels.load(function, constants, warps).bind(arguments, blocks=blocks, stream=stream)
         return bound
@@ -422,11 +461,11 @@ def load_api() -> Any:
 
         (error,) = driver.cuInit(0)
     except ImportError as problem:
-        raise UnavailableError(f"copy engines need cuda-bindings (pip install cuda-bindings): {problem}") from problem
+        raise missing("copy engines need cuda-bindings", "cuda.bindings", problem) from problem
     except RuntimeError as problem:
-        raise UnavailableError(f"copy engines need a CUDA driver: {problem}") from problem
+        raise UnavailableError(f"copy engines need a CUDA driver: {problem}", page=Page.INSTALLATION) from problem
     if error:
-        raise UnavailableError(f"the CUDA driver does not start (cuInit: {error})")
+        raise UnavailableError(f"the CUDA driver does not start (cuInit: {error})", page=Page.INSTALLATION)
     return driver
 
 
