@@ -123,7 +123,7 @@ class Exchange:
                 named = ", ".join(map(str, ranks))
                 raise PeerTimeoutError(
                     f"{what} (exchange {self._number} of communicator {self.name}): rank {self.rank} waited "
-                    f"{now - began:.1f} s for ranks {named}",
+                    f"{now - began:.1f} s until its timeout for ranks {named}",
                     ranks,
                 )
             time.sleep(min(max((now - began) / 8, _SHORTEST_SLEEP_S), _LONGEST_SLEEP_S))
