@@ -4,6 +4,7 @@
 # TORCH_INSTALL  what pip installs as torch where there is none. On Linux a plain index gives the CUDA build, some
 #                gigabytes; PyTorch's installation page lists indexes of smaller, CPU-only builds. Use one with
 #                    make demo TORCH_INSTALL="torch==2.13.0 --index-url <index of CPU builds>"
+# NEWEST_TORCH   what pip installs as torch for `make test-newest`: "torch==2.15.0 --index-url <index of CPU builds>"
 # RESULTS        file for what `make test-device` and `make sanitize` find; folder for the files of `make results`.
 # STUDIES        what `make results` measures; all if empty (tools/measure_node.py has the list).
 # DEMO, TESTS    further options of `sidelane demo`; what pytest runs in `make test`.
@@ -14,6 +15,7 @@
 
 PYTHON ?= python3
 TORCH_INSTALL ?= torch==2.13.0
+NEWEST_TORCH ?= torch
 RESULTS ?=
 STUDIES ?=
 DEMO ?=
@@ -32,7 +34,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-device test-torch attack sanitize results wheel docs docs-pages lint format venv clean
+.PHONY: help demo test test-device test-torch test-newest attack sanitize results wheel docs docs-pages lint format venv clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -51,9 +53,14 @@ test: $(READY) ## lint, check types, run every test that needs no GPU
 test-device: $(READY) ## run the tests that need GPUs; RESULTS=file writes a summary
 	@$(BIN)/python tools/device_tests.py $(DEVICE_TESTS) $(if $(RESULTS),--summary "$(RESULTS)")
 
-test-torch: $(READY) ## run PyTorch's own tests on the process group, and on Gloo, on CPU ranks; some 8 minutes
+test-torch: $(READY) ## run PyTorch's own tests on the process group, and on Gloo, on CPU ranks; 5 to 10 minutes
 	@$(BIN)/python -c "import expecttest" 2>/dev/null || $(BIN)/python -m pip install --quiet expecttest
 	@PYTHONPATH=src $(BIN)/python -W ignore tools/torch_suite.py --page docs/reference/compatibility.md
+
+test-newest: ## run the process group's tests with the newest torch of the package index, in build/newest
+	@test -x build/newest/bin/python || $(PYTHON) -m venv build/newest
+	@build/newest/bin/python -m pip install --quiet --upgrade $(NEWEST_TORCH) numpy rich click pytest pytest-timeout
+	@PYTHONPATH=src build/newest/bin/python -W ignore -m pytest -q -o addopts= tests/cpu/test_process_group*.py
 
 attack: $(READY) ## try to prove verify wrong, with random programs and schedules; SECONDS=600 SEED=1
 	@PYTHONPATH=tests:tests/common $(BIN)/python -m attack --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(ATTACK)

@@ -108,13 +108,12 @@ def table(results: dict[str, dict[str, list[str]]], ranks: int, torch_version: s
     lines = [
         "# Compatibility with PyTorch's own tests",
         "",
-        f"`make test-torch` runs the process-group tests that ship with torch (`distributed_test.py`) on {ranks} CPU ranks,",
-        f"those that want more on {MANY_RANKS}, on Gloo and on the Sidelane group. This page is what `tools/torch_suite.py`",
-        f"wrote, with torch {torch_version}. No GPU took part.",
+        "`make test-torch` runs the process-group tests that ship with torch (`distributed_test.py`) on Gloo and the",
+        f"Sidelane group, with {ranks} CPU ranks, and with {MANY_RANKS} where a test wants more. This page is what",
+        f"`tools/torch_suite.py` wrote, with torch {torch_version}. No GPU took part.",
         "",
         f"Of {len(names)} tests, Gloo passes {ran}; the Sidelane group passes {both} of these "
         f"({100 * both / max(ran, 1):.0f}%).",
-        "",
         "",
         "| Gloo | Sidelane | tests |",
         "|---|---|---|",

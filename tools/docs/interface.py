@@ -26,7 +26,7 @@ class Part:
 PARTS = (
     Part(
         "sidelane",
-        "Collectives, sessions, what calls return, and collectives next to a computation. "
+        "Collectives, sessions, what calls return, overlap, and a process group ([guide](../guide/pytorch.md)). "
         "`OwnKernel` alone is not imported from here.",
         (
             ("sidelane.collectives.communicator", ("Communicator",)),
@@ -37,6 +37,9 @@ PARTS = (
             ("sidelane.collectives.bound", ("BoundProgram",)),
             ("sidelane.collectives.own_kernel", ("OwnKernel",)),
             ("sidelane.c3.overlap", ("overlap", "Overlap")),
+            ("sidelane.integrations.registration", ("register",)),
+            ("sidelane.integrations.wrap", ("wrap",)),
+            ("sidelane.integrations.ledger", ("report", "Report")),
         ),
     ),
     Part(
