@@ -9,7 +9,7 @@ import pytest
 from sidelane.c3.workload import C3Class, parse_gemm
 from sidelane.machine.load import named
 from sidelane.model.heuristic import allocate, judge
-from sidelane.model.kernels import dma_gang, gemm_us, library_gang
+from sidelane.model.kernels import dma_gangs, dma_us, gemm_us, library_gang
 from sidelane.model.pipeline import (
     OPT1,
     OPT2,
@@ -110,11 +110,10 @@ def test_more_units_than_workgroups_change_nothing(kind):
 
 def test_dma_takes_the_variant_that_suits_the_machine():
     h200 = named("h200x4")
-    taken = dma_gang(h200, Kind.ALL_GATHER, 896 << 20)
-    assert taken.alone_us == pytest.approx(dma_gang(h200, Kind.ALL_GATHER, 896 << 20, "b2b").alone_us)
+    (taken,) = dma_gangs(h200, Kind.ALL_GATHER, 896 << 20)
+    assert taken.alone_us == pytest.approx(dma_us(h200, Kind.ALL_GATHER, 896 << 20, "b2b"))
     assert taken.units == 0
-    mi300 = dma_gang(MACHINE, Kind.ALL_GATHER, 896 << 20)
-    assert mi300.alone_us == pytest.approx(dma_gang(MACHINE, Kind.ALL_GATHER, 896 << 20, "pcpy").alone_us)
+    assert dma_us(MACHINE, Kind.ALL_GATHER, 896 << 20) == dma_us(MACHINE, Kind.ALL_GATHER, 896 << 20, "pcpy")
 
 
 @pytest.mark.parametrize("strategy", ["c3_base", "c3_sp", "priority"])

@@ -19,9 +19,9 @@ from sidelane.bench.results.rows import C3Row, CollectiveRow
 from sidelane.c3.workload import Gemm
 from sidelane.machine.spec import Machine, Quantity, Source, Topology
 from sidelane.model.kernels import gemm_us
-from sidelane.program.collective import Kind
+from sidelane.program.collective import REDUCING, Kind
 
-LIBRARY = {Kind.ALL_GATHER: "all_gather", Kind.ALL_TO_ALL: "all_to_all", Kind.ALL_REDUCE: "all_reduce"}
+LIBRARY = {kind: str(kind) for kind in (Kind.ALL_GATHER, Kind.ALL_TO_ALL, Kind.ALL_REDUCE, Kind.REDUCE_SCATTER)}
 MOVING = (Kind.ALL_GATHER, Kind.ALL_TO_ALL)
 DMA_LATENCIES = (
     ("dma.doorbell_us",),
@@ -30,6 +30,7 @@ DMA_LATENCIES = (
     ("dma.sync_us",),
 )
 """One value for each entry: more numbers than small collectives tell apart would be invented."""
+REDUCTIONS = (("dma.reduce_us",), ("dma.reduce_gbps",))
 STEPS = 25
 LEAST = 1e-3
 FloatArray = npt.NDArray[np.float64]
@@ -65,7 +66,8 @@ def fit_collectives(machine: Machine, rows: Sequence[CollectiveRow], source: str
     """Latencies and bandwidths from graph launches: of the library's kernels, and of DMA programs."""
     usable = [row for row in rows if fitted_to(row)]
     library = [row for row in usable if row.implementation == "nccl"]
-    engines = [row for row in usable if row.implementation == "dma"]
+    engines = [row for row in usable if row.implementation == "dma" and row.collective not in REDUCING]
+    reductions = [row for row in usable if row.implementation == "dma" and row.collective in REDUCING]
     fitted = _fit_library(machine, library, source)
     bandwidths = _fit_engines(machine, engines, source)
     for path, value in bandwidths.items():
@@ -73,7 +75,10 @@ def fit_collectives(machine: Machine, rows: Sequence[CollectiveRow], source: str
     small = [row for row in engines if row.bytes <= SMALL]
     for path in ("dma.doorbell_us", "dma.sync_us"):
         machine = machine.with_value(path, max(float(machine.quantities()[path]), 2.0))  # away from 0, a flat place
-    return fitted | bandwidths | _least_squares(machine, DMA_LATENCIES if small else (), small, source)
+    latencies = _least_squares(machine, DMA_LATENCIES if small else (), small, source)
+    for path, value in latencies.items():
+        machine = machine.with_value(path, value)
+    return fitted | bandwidths | latencies | _least_squares(machine, REDUCTIONS, reductions, source)
 
 
 def _fit_library(machine: Machine, rows: Sequence[CollectiveRow], source: str) -> dict[str, Quantity]:

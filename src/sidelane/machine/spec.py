@@ -137,6 +137,8 @@ class Dma:
         wait_us: engine: see a flag that has changed.
         trigger_us: host: write a flag that holds a prelaunched queue.
         sync_us: from the last command of a queue until the host knows.
+        reduce_us: of a reduction in the middle of a program: its kernel starts, and the next command sees its end.
+        reduce_gbps: bytes that the kernel of a reduction reads and writes.
     """
 
     engines: Quantity
@@ -154,6 +156,8 @@ class Dma:
     wait_us: Quantity
     trigger_us: Quantity
     sync_us: Quantity
+    reduce_us: Quantity
+    reduce_gbps: Quantity
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -161,8 +165,9 @@ class Library:
     """The vendor's library of collectives, which moves bytes with kernels.
 
     Attributes:
-        all_gather_us, all_to_all_us, all_reduce_us: time of a collective without its bytes.
-        all_gather_gbps, all_to_all_gbps, all_reduce_gbps: bandwidth of a link (mesh) or port (switch) with all units.
+        all_gather_us, all_to_all_us, all_reduce_us, reduce_scatter_us: time of a collective without its bytes.
+        all_gather_gbps, all_to_all_gbps, all_reduce_gbps, reduce_scatter_gbps: bandwidth of a link (mesh) or port
+            (switch) with all units.
         bulk_us: what the protocol for large messages takes on top of that time.
         low_latency_share: share of the bandwidth that the protocol for small messages reaches.
         default_units: workgroups it launches, one a compute unit, for all_gather; ``all_to_all_units`` for the other.
@@ -174,9 +179,11 @@ class Library:
     all_gather_us: Quantity
     all_to_all_us: Quantity
     all_reduce_us: Quantity
+    reduce_scatter_us: Quantity
     all_gather_gbps: Quantity
     all_to_all_gbps: Quantity
     all_reduce_gbps: Quantity
+    reduce_scatter_gbps: Quantity
     bulk_us: Quantity
     low_latency_share: Quantity
     default_units: Quantity

@@ -11,7 +11,7 @@ from sidelane.c3.workload import COMPARABLE, TABLE_I, C3Class, parse_gemm
 from sidelane.machine.spec import Machine
 from sidelane.model.claims import Check, Role
 from sidelane.model.heuristic import EFFICIENCY, PROFILED_GEMMS, PROFILED_SIZES, Allocation, judge
-from sidelane.model.kernels import dma_gang, gemm_kernel, gemm_us, library_gang
+from sidelane.model.kernels import dma_us, gemm_kernel, gemm_us, library_gang
 from sidelane.model.published import default_units, dma_run, library_us, published_program
 from sidelane.model.strategies import C3_VARIANTS, RP_UNITS, partitions
 from sidelane.model.study import COLLECTIVES, TABLE_II, C3Study, c3_study, pair_name, table_ii_workload
@@ -85,7 +85,7 @@ class C3Context:
         """Library's time over that of the DMA engines through the runtime, all_gather, 32 MB and up."""
         sizes = [1 << power for power in range(25, 33)]
         kind = Kind.ALL_GATHER
-        ratios = [library_us(self.machine, kind, n) / dma_gang(self.machine, kind, n).alone_us for n in sizes]
+        ratios = [library_us(self.machine, kind, n) / dma_us(self.machine, kind, n) for n in sizes]
         return statistics.geometric_mean(ratios)
 
     def worst_small(self) -> float:

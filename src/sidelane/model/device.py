@@ -62,6 +62,8 @@ class Gang:
         reserved: compute units are set aside for it, so that it waits for nobody.
         priority: as for tiled kernels.
         after: names of what must have ended before.
+        part_of: name of the collective that this is a part of. Its parts were timed together, so that they do not get
+            in each other's way once more.
     """
 
     name: str
@@ -73,6 +75,7 @@ class Gang:
     reserved: bool = False
     priority: int = 0
     after: tuple[str, ...] = ()
+    part_of: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -222,14 +225,14 @@ class _Device:
         peak = float(self.machine.gpu.memory_gbps)
         use = [gbps / peak for _, gbps in alone]
         factors = self.machine.interference
-        total = sum(use)
         times = []
         for state, (time, _), own in zip(self.active, alone, use, strict=True):
-            slow = 1.0 + factors.memory * own * (total - own)
+            others = sum(u for s, u in zip(self.active, use, strict=True) if not _together(s.kernel, state.kernel))
+            slow = 1.0 + factors.memory * own * others
             beside_copies = any(isinstance(s.kernel, Gang) and not s.kernel.units for s in self.active)
             if isinstance(state.kernel, Tiled) and beside_copies:
                 slow *= 1.0 + factors.copies
-            times.append(time * max(slow, total))
+            times.append(time * max(slow, own + others))
         return times
 
     def _alone(self, state: _State) -> tuple[float, float]:
@@ -249,3 +252,8 @@ class _Device:
         reachable = self.machine.gpu.memory_gbps * self.machine.matmul.memory_efficiency * 1e3
         time = max(kernel.compute_us, resident * traffic / reachable)
         return time, resident * traffic / time / 1e3
+
+
+def _together(a: Tiled | Gang, b: Tiled | Gang) -> bool:
+    """One and the same kernel, or parts of one collective."""
+    return a is b or (isinstance(a, Gang) and isinstance(b, Gang) and a.part_of == b.part_of != "")

@@ -13,7 +13,16 @@ from collections.abc import Iterable
 from sidelane.execute.sim import Run, simulate
 from sidelane.machine.spec import Library, Machine, Topology
 from sidelane.program.builders import build
-from sidelane.program.collective import Collective, Kind, ReduceOp, Reduction, all_gather, all_reduce, all_to_all
+from sidelane.program.collective import (
+    Collective,
+    Kind,
+    ReduceOp,
+    Reduction,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    reduce_scatter,
+)
 from sidelane.program.ir import MOVES, EngineKind, Program
 from sidelane.program.transform import prelaunch
 
@@ -34,20 +43,30 @@ def collective_of(kind: Kind, nbytes: int, ranks: int) -> Collective:
     """The collective of a size as studies count it: gathered bytes of an all_gather, the local buffer otherwise.
 
     Raises:
-        ValueError: another kind than all_gather, all_to_all, all_reduce.
+        ValueError: another kind than all_gather, all_to_all, reduce_scatter, all_reduce.
     """
     part = max(1, nbytes // ranks)
+    whole = -(-part // 4) * 4  # of elements that are added
     if kind is Kind.ALL_GATHER:
         return all_gather([part] * ranks, in_place=True)
     if kind is Kind.ALL_TO_ALL:
         return all_to_all([[part] * ranks] * ranks)
     if kind is Kind.ALL_REDUCE:
-        return all_reduce([-(-part // 4) * 4] * ranks, Reduction(ReduceOp.SUM, "float32"))
-    raise ValueError(f"collective_of: kind (value={kind}, allowed=all_gather, all_to_all, all_reduce)")
+        return all_reduce([whole] * ranks, Reduction(ReduceOp.SUM, "float32"))
+    if kind is Kind.REDUCE_SCATTER:
+        return reduce_scatter([whole] * ranks, Reduction(ReduceOp.SUM, "float32"))
+    raise ValueError(f"collective_of: kind (value={kind}, allowed=all_gather, all_to_all, reduce_scatter, all_reduce)")
 
 
 def published_program(kind: Kind, nbytes: int, ranks: int, variant: str, prelaunched: bool = False) -> Program:
-    """A variant of paper 003, section 4.2, as that paper ran it."""
+    """A variant of paper 003, section 4.2, as that paper ran it.
+
+    Raises:
+        ValueError: a collective that reduces. Paper 003 has none, and its moves alone would not be one.
+    """
+    if kind not in PUBLISHED_VARIANTS:
+        allowed = ", ".join(PUBLISHED_VARIANTS)
+        raise ValueError(f"published_program: kind (value={kind}, allowed={allowed}; others: model.executed)")
     collective = collective_of(kind, nbytes, ranks)
     if variant == "swap":
         collective = dataclasses.replace(collective, in_place=True)
@@ -70,7 +89,7 @@ def library_us(machine: Machine, kind: Kind, nbytes: int, units: int | None = No
 
     Args:
         machine: one node of it.
-        kind: all_gather, all_to_all or all_reduce.
+        kind: all_gather, all_to_all, reduce_scatter or all_reduce.
         nbytes: gathered bytes, or of the local buffer.
         units: compute units that it may use; None: what it takes by default.
     """
@@ -106,4 +125,6 @@ def _figures(library: Library, kind: Kind) -> tuple[float, float]:
         return library.all_to_all_us, library.all_to_all_gbps
     if kind is Kind.ALL_REDUCE:
         return library.all_reduce_us, library.all_reduce_gbps
+    if kind is Kind.REDUCE_SCATTER:
+        return library.reduce_scatter_us, library.reduce_scatter_gbps
     return library.all_gather_us, library.all_gather_gbps

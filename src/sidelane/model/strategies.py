@@ -10,7 +10,7 @@ from sidelane.c3.workload import C3Class, Workload, classify
 from sidelane.execute.sim import Interval
 from sidelane.machine.spec import Machine
 from sidelane.model.device import Gang, Tiled, run_device
-from sidelane.model.kernels import dma_gang, gemm_kernel, gemm_us, library_gang, own_chunk_gang
+from sidelane.model.kernels import dma_gangs, gemm_kernel, gemm_us, library_gang, own_chunk_gang
 from sidelane.program.collective import Kind
 
 STRATEGIES = ("serial", "c3_base", "c3_sp", "c3_rp", "c3_sp_rp", "priority", "conccl", "conccl_rp")
@@ -74,7 +74,7 @@ def predict(
         workload: the pair.
         strategy: one of ``STRATEGIES``.
         units: of the collective, for c3_rp and c3_sp_rp; None takes the best power of two, as the paper's sweep does.
-        write_back: kernels' caches are written back before DMA engines read (see ``kernels.dma_gang``).
+        write_back: kernels' caches are written back before DMA engines read (see ``kernels.dma_gangs``).
         record: keep the timeline.
 
     Raises:
@@ -122,12 +122,12 @@ def _kernels(
         case "conccl" | "conccl_rp":
             bound = workload.gemm.tag.startswith("mb")
             limit = int(machine.gpu.units) - RP_UNITS if strategy == "conccl_rp" and bound else None
-            collective = dma_gang(machine, workload.collective, workload.nbytes, write_back=write_back)
+            collective = dma_gangs(machine, workload.collective, workload.nbytes, write_back=write_back)
             own = None
             if workload.collective is Kind.ALL_TO_ALL:  # out of place, as in all studies; an all_gather is in place
                 own = own_chunk_gang(machine, workload.collective, workload.nbytes)
             computation = gemm_kernel(machine, workload.gemm, limit=limit)
-            return [computation, collective] if own is None else [computation, collective, own]
+            return [computation, *collective, *([] if own is None else [own])]
         case _:
             return _partitioned(machine, workload, units)
 

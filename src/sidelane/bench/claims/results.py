@@ -9,7 +9,6 @@ rows of that file that the description was fitted to (``fitted_to``) are not cal
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -18,22 +17,20 @@ from sidelane.bench.claims.verdicts import judge, with_summary
 from sidelane.bench.results import files as result_files
 from sidelane.bench.results.rows import C3Row, CollectiveRow
 from sidelane.c3.workload import Gemm, format_bytes
-from sidelane.execute.sim import simulate
 from sidelane.machine.spec import Machine
 from sidelane.model.claims import Role, Verdict, with_ranges
 from sidelane.model.device import Gang, Tiled, run_device
-from sidelane.model.kernels import dma_gang, gemm_kernel, library_gang, own_chunk_gang
-from sidelane.model.published import collective_of, library_us
-from sidelane.program.builders import Transport, build, variants
-from sidelane.program.collective import Kind
-from sidelane.program.ir import Copy, Program
-from sidelane.program.transform import freeze, lower
+from sidelane.model.executed import executed_run
+from sidelane.model.kernels import dma_gangs, gemm_kernel, library_gang, own_chunk_gang
+from sidelane.model.published import library_us
+from sidelane.program.builders import variants
+from sidelane.program.collective import REDUCING, Kind
 
 C3_MEDIAN, C3_WORST, COLLECTIVE_MEDIAN = 0.10, 0.20, 0.10
 """Errors that are still right (issue 3)."""
 SMALLEST = 1 << 20
 """Bytes from which collective times are compared (issue 3)."""
-KINDS = (Kind.ALL_GATHER, Kind.ALL_TO_ALL, Kind.ALL_REDUCE)
+KINDS = (Kind.ALL_GATHER, Kind.ALL_TO_ALL, Kind.ALL_REDUCE, Kind.REDUCE_SCATTER)
 SMALL, LARGE = 64 << 10, 256 << 20
 """Bytes up to which latency decides, and from which bandwidth does: ``fit_machine`` uses these rows."""
 OUT_OF_PLACE = "out of place"
@@ -105,6 +102,8 @@ def fitted_to(row: CollectiveRow) -> bool:
         return not row.variant
     if row.implementation != "dma" or row.variant not in variants(Kind(row.collective)):
         return False
+    if row.collective in REDUCING:
+        return row.variant == "b2b"
     large = row.bytes >= LARGE and row.variant in ("b2b", "pcpy")
     return row.bytes <= SMALL or large
 
@@ -119,25 +118,26 @@ def predict_together(machine: Machine, row: C3Row) -> float | None:
     gemm = gemm_kernel(machine, Gemm(row.m, row.n, row.k, row.dtype))
     scale = row.gemm_us / run_device(machine, [gemm]).time_us
     computation = dataclasses.replace(gemm, compute_us=gemm.compute_us * scale)
-    gang: Gang
-    if row.strategy in ON_ENGINES and kind is not Kind.ALL_REDUCE:
-        gang = dma_gang(machine, kind, row.bytes)
+    if row.strategy in ON_ENGINES and (row.strategy == "conccl" or kind not in REDUCING):
+        gangs = dma_gangs(machine, kind, row.bytes)
     elif row.strategy in LIBRARY_STRATEGIES:
-        gang = library_gang(machine, kind, row.bytes)
+        gangs = (library_gang(machine, kind, row.bytes),)
     else:
         return None
-    collective = dataclasses.replace(
-        gang, alone_us=row.comm_us, memory_gbps=gang.memory_gbps * gang.alone_us / row.comm_us
+    longer = row.comm_us / run_device(machine, gangs).time_us
+    gangs = tuple(
+        dataclasses.replace(gang, alone_us=gang.alone_us * longer, memory_gbps=gang.memory_gbps / longer)
+        for gang in gangs
     )
     own = None
     if row.strategy in ON_ENGINES and OUT_OF_PLACE in row.note:
         own = own_chunk_gang(machine, kind, row.bytes)
     if own is not None and row.strategy == "nccl_ce":
         # NCCL queues the own chunk with the others: what waits for the GEMM holds up all.
-        collective = dataclasses.replace(collective, after=(computation.name,))
-    kernels: list[Tiled | Gang] = [computation, collective]
-    if row.strategy != "c3_base":
-        kernels.reverse()
+        gangs = (dataclasses.replace(gangs[0], after=(computation.name,)), *gangs[1:])
+    kernels: list[Tiled | Gang] = [*gangs, computation]
+    if row.strategy == "c3_base":
+        kernels = [computation, *gangs]
     if own is not None and row.strategy != "nccl_ce":
         kernels.append(own)
     return run_device(machine, kernels).time_us
@@ -152,16 +152,7 @@ def predict_alone(machine: Machine, row: CollectiveRow) -> float | None:
         return library_us(machine, kind, row.bytes)
     if row.implementation != "dma" or row.variant not in variants(kind) or row.prelaunch:
         return None
-    return simulate(_executed(kind, row.bytes, machine.gpus, row.variant, row.in_place), machine).time_us
-
-
-@functools.lru_cache(maxsize=256)
-def _executed(kind: Kind, nbytes: int, ranks: int, variant: str, in_place: bool) -> Program:
-    """The program that ran on the GPUs: copies only, and flags that a graph can replay."""
-    collective = dataclasses.replace(collective_of(kind, nbytes, ranks), in_place=in_place)
-    staged = in_place and kind is Kind.ALL_TO_ALL and variant != "swap"
-    program = build(collective, variant, Transport.STAGED if staged else Transport.PUSH)
-    return freeze(lower(program, {Copy}))
+    return executed_run(machine, kind, row.bytes, row.variant, row.in_place).time_us
 
 
 def _c3(machine: Machine, rows: Sequence[object]) -> list[Verdict]:

@@ -22,7 +22,7 @@ from sidelane.execute.sim import Interval
 from sidelane.machine.spec import Machine
 from sidelane.model.claims_dma import DmaContext
 from sidelane.model.claims_overlap import BLOCKS, PLATFORMS, OverlapContext
-from sidelane.model.kernels import dma_gang, gemm_kernel, gemm_us, library_gang
+from sidelane.model.kernels import dma_gangs, dma_us, gemm_kernel, gemm_us, library_gang
 from sidelane.model.power import dma_power, library_power
 from sidelane.model.published import PUBLISHED_VARIANTS
 from sidelane.model.strategies import partitions
@@ -202,7 +202,7 @@ def _against_library(machine: Machine, folder: Path) -> Path:
     figure, axes = _one(f"Collective on DMA engines over the library: {machine.title}, predicted")
     sizes = [n for n in SIZES if n >= 1 << 20]
     for index, kind in enumerate(COLLECTIVES):
-        gains = [library_gang(machine, kind, n).alone_us / dma_gang(machine, kind, n).alone_us for n in sizes]
+        gains = [library_gang(machine, kind, n).alone_us / dma_us(machine, kind, n) for n in sizes]
         _line(axes, sizes, gains, str(kind), COLOURS[index], index)
     axes.axhline(1, color=BLACK, linewidth=0.8)
     axes.set_ylabel("speedup over the library")
@@ -318,7 +318,7 @@ def _bandwidth(machine: Machine, folder: Path) -> Path:
         bars[tag] = min(reach, units * kernel.traffic_bytes / kernel.compute_us / 1e3)
     for kind in COLLECTIVES:
         bars[f"{kind}\nkernel"] = library_gang(machine, kind, LARGE).memory_gbps
-        bars[f"{kind}\nDMA"] = dma_gang(machine, kind, LARGE).memory_gbps
+        bars[f"{kind}\nDMA"] = dma_gangs(machine, kind, LARGE)[0].memory_gbps
     axes.bar(range(len(bars)), [100 * gbps / machine.gpu.memory_gbps for gbps in bars.values()], color=BLUE)
     axes.set_xticks(range(len(bars)), list(bars), fontsize=7)
     axes.set_ylabel("percent of the peak")
