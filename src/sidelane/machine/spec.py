@@ -287,6 +287,19 @@ class Machine:
     def node_of(self, rank: int) -> int:
         return rank // self.gpus
 
+    def refuse_nodes(self, what: str) -> None:
+        """Refuse more than one node where a prediction is about one.
+
+        Args:
+            what: is predicted, for the message.
+
+        Raises:
+            ValueError: there are several nodes.
+        """
+        if self.nodes > 1:
+            text = "what crosses nodes is modelled for programs that the simulator is given, and for nothing else"
+            raise ValueError(f"{what}: nodes of {self.name} (value={self.nodes}, allowed=1; {text})")
+
     def quantities(self) -> dict[str, Quantity]:
         """Every number by its path, ``dma.copy_us`` for example."""
         found: dict[str, Quantity] = {}

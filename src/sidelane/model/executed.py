@@ -46,6 +46,11 @@ def executed_program(kind: Kind, nbytes: int, ranks: int, variant: str, in_place
 def executed_run(
     machine: Machine, kind: Kind, nbytes: int, variant: str, in_place: bool | None = None, *, record: bool = False
 ) -> Run:
-    """Simulate such a program on all GPUs of one node. ``in_place``: None takes what C3 has for that collective."""
+    """Simulate such a program on all GPUs of one node. ``in_place``: None takes what C3 has for that collective.
+
+    Raises:
+        ValueError: the machine has several nodes, or there is no such program.
+    """
+    machine.refuse_nodes("executed_run")
     place = kind in IN_PLACE if in_place is None else in_place
     return simulate(executed_program(kind, nbytes, machine.gpus, variant, place), machine, record=record)

@@ -77,7 +77,12 @@ def published_program(kind: Kind, nbytes: int, ranks: int, variant: str, prelaun
 def dma_run(
     machine: Machine, kind: Kind, nbytes: int, variant: str, prelaunched: bool = False, *, record: bool = False
 ) -> Run:
-    """Simulate a variant of paper 003 on all GPUs of one node."""
+    """Simulate a variant of paper 003 on all GPUs of one node.
+
+    Raises:
+        ValueError: the machine has several nodes, or paper 003 has no such variant.
+    """
+    machine.refuse_nodes("dma_run")
     return simulate(published_program(kind, nbytes, machine.gpus, variant, prelaunched), machine, record=record)
 
 
@@ -92,7 +97,11 @@ def library_us(machine: Machine, kind: Kind, nbytes: int, units: int | None = No
         kind: all_gather, all_to_all, reduce_scatter or all_reduce.
         nbytes: gathered bytes, or of the local buffer.
         units: compute units that it may use; None: what it takes by default.
+
+    Raises:
+        ValueError: the machine has several nodes.
     """
+    machine.refuse_nodes("library_us")
     library, ranks = machine.library, machine.gpus
     latency, gbps = _figures(library, kind)
     # What crosses one link (mesh) or port (switch), one direction; an all_reduce moves everything twice.
