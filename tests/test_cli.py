@@ -197,7 +197,7 @@ def test_predictions(asked: SimpleNamespace, predicted: list[tuple[Any, ...]], a
         ("c3 --machine mi300x8 --collective all_gather", ["--collective", "allowed=--version, --report"]),
         ("c3 --machine mi300x8 --version 002 cb1_1M", ["--version"]),
         ("c3 --machine mi300x8 --json x.json", ["--json"]),
-        ("c3 --machine mi300x8 cb1_1M --collective broadcast", ["broadcast", "all_gather, all_to_all, all_reduce"]),
+        ("c3 --machine mi300x8 cb1_1M --collective broadcast", ["broadcast", "all_gather, all_to_all, reduce_scatter, all_reduce"]),
         ("c3 --version 002", ["--version", "needs --machine"]),
         ("collective --machine mi300x8 --no-profile", ["--profile does not go with --machine"]),
         ("collective --machine mi300x8 --tensors 8", ["--tensors does not go with --machine", "--report"]),
@@ -227,7 +227,7 @@ def test_machines_that_cannot_be_predicted(command: str, tmp_path: Path):
     mine.write_text('base = "mi300x8"\nname = "mine"\n\n[links]\nusable_gpbs = 46\n', encoding="utf-8")
     assert f"{mine}:5: links.usable_gpbs: unknown name (allowed=topology, peak_gbps" in refused(str(mine))
     mine.write_text('base = "mi300x8"\nname = "mine"\n[gpu]\nmemory_gbps = 0\n', encoding="utf-8")
-    assert f"{mine}:4: gpu.memory_gbps: must be greater than 0" in refused(str(mine))
+    assert f"{mine}:4: gpu.memory_gbps: (value=0, allowed=10 to 100000" in refused(str(mine))
     mine.write_bytes(b"\xff\xfe")
     assert "cannot be read as text" in refused(str(mine))
 
