@@ -206,12 +206,15 @@ def test_a_file_is_judged_row_by_row_and_as_a_whole(tmp_path):
     assert verdicts["h200x4/c3/median"].ok and verdicts["h200x4/c3/worst"].ok
     assert verdicts["h200x4/collectives/all_gather/896M/in place/dma b2b"].ok
     assert "h200x4/collectives/worst" not in verdicts
-    assert len(verdicts) == 6
+    assert verdicts["h200x4/gemms/8192x8192x8192"].ok
+    assert len(verdicts) == 6 + 3
 
 
 def test_the_command_takes_the_folder(tmp_path, capsys):
     save(tmp_path / "h200x4", "c3", [c3_row("serial", 5000.0)])
     assert command.main(command.Options(machine="h200x4", json=True, results=tmp_path)) == 0
     rows = json.loads(capsys.readouterr().out)
-    assert [row["ok"] for row in rows] == [False, False, False]
-    assert {row["role"] for row in rows} == {"held_out"}
+    found = {row["id"].partition("/")[2]: row for row in rows}
+    assert [row["ok"] for name, row in found.items() if name.startswith("c3/")] == [False, False, False]
+    assert {row["role"] for name, row in found.items() if name.startswith("c3/")} == {"held_out"}
+    assert found["gemms/median"]["role"] == "fitted"

@@ -12,7 +12,8 @@ from sidelane.c3.workload import parse_gemm, parse_workload
 from sidelane.machine.load import named
 from sidelane.model.device import run_device
 from sidelane.model.executed import REDUCE_UNITS, executed_program, executed_run
-from sidelane.model.kernels import dma_gangs, dma_us, gemm_kernel
+from sidelane.model.gemm import gemm_kernel
+from sidelane.model.kernels import dma_gangs, dma_us
 from sidelane.model.published import library_us, published_program
 from sidelane.model.strategies import predict
 from sidelane.program.collective import REDUCING, Kind

@@ -19,10 +19,10 @@ from sidelane.model.strategies import STRATEGIES, predict
 from sidelane.model.study import dma_study, table_ii_workload
 from sidelane.program.collective import Kind
 
-EXPECTED = {"mi300x8", "mi210x4", "mi250x8", "a40x4", "a100x4", "h100x4", "h200x4", "b200x8"}
+EXPECTED = {"mi300x8", "mi210x4", "mi250x8", "a40x4", "a100x4", "h100x4", "h200x2", "h200x4", "b200x8"}
 
 
-def test_the_catalogue_has_the_eight_machines():
+def test_the_catalogue_has_the_nine_machines():
     assert set(machine_names()) == EXPECTED
     assert all(named(name).name == name and named(name).title for name in machine_names())
 

@@ -98,6 +98,7 @@ LIMITS: dict[str, Limit] = {
     "library.all_to_all_need": _COUNT,
     "library.traffic": Limit(1, 20),
     "library.all_to_all_traffic": Limit(1, 20),
+    "matmul.launch_us": _TIME,
     "matmul.efficiency": _SHARE,
     "matmul.tile_m": Limit(8, 4096, whole=True),
     "matmul.tile_n": Limit(8, 4096, whole=True),
@@ -123,6 +124,7 @@ LIBRARY_SPEEDS = tuple(path for path in LIMITS if path.startswith("library.") an
 AT_MOST: tuple[tuple[str, str], ...] = (
     ("links.usable_gbps", "links.peak_gbps"),
     *((speed, "links.peak_gbps") for speed in LIBRARY_SPEEDS),
+    ("links.peak_gbps", "gpu.memory_gbps"),
     ("dma.engine_gbps", "gpu.memory_gbps"),
     ("dma.local_gbps", "gpu.memory_gbps"),
     ("dma.reduce_gbps", "gpu.memory_gbps"),
@@ -131,6 +133,7 @@ AT_MOST: tuple[tuple[str, str], ...] = (
     ("library.all_to_all_units", "gpu.units"),
     ("library.all_gather_need", "gpu.units"),
     ("library.all_to_all_need", "gpu.units"),
+    ("matmul.bound_intensity", "matmul.intensity"),
     ("gpu.l2_mb", "gpu.cache_mb"),
     ("power.compute_idle_w", "power.idle_w"),
 )

@@ -199,16 +199,18 @@ class Matmul:
     """GEMM kernels of the vendor's library.
 
     Attributes:
-        efficiency: share of ``peak_tflops`` that workgroups reach while all units are busy.
-        tile_m, tile_n: tile of the result that one workgroup computes.
+        launch_us: of the kernel, from its turn until it computes at full speed and from there to its end.
+        efficiency: share of ``peak_tflops`` that a large GEMM reaches.
+        tile_m, tile_n: tile of the result that one workgroup computes, where there are enough of them.
         persistent: 1: one workgroup a unit for the whole GEMM, its tiles dealt out beforehand; beside a kernel that
             holds a unit it can not run.
         memory_efficiency: share of ``memory_gbps`` that a memory-bound GEMM reaches.
-        intensity: operations per byte that GEMMs do in the memory system (compute-bound ones).
-        bound_intensity: the same for the GEMMs that paper 000 measured as memory-bound.
+        intensity: operations per byte in the memory system while what runs at once fits in the last-level cache.
+        bound_intensity: the same where it does not (model/gemm.py).
         cache_gain: share of a memory-bound GEMM's traffic that disappears with fewer workgroups in flight.
     """
 
+    launch_us: Quantity
     efficiency: Quantity
     tile_m: Quantity
     tile_n: Quantity

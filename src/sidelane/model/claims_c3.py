@@ -10,8 +10,9 @@ from collections.abc import Callable
 from sidelane.c3.workload import COMPARABLE, TABLE_I, C3Class, parse_gemm
 from sidelane.machine.spec import Machine
 from sidelane.model.claims import Check, Role
+from sidelane.model.gemm import gemm_kernel, gemm_us
 from sidelane.model.heuristic import EFFICIENCY, PROFILED_GEMMS, PROFILED_SIZES, Allocation, judge
-from sidelane.model.kernels import dma_us, gemm_kernel, gemm_us, library_gang
+from sidelane.model.kernels import dma_us, library_gang
 from sidelane.model.published import default_units, dma_run, library_us, published_program
 from sidelane.model.strategies import C3_VARIANTS, RP_UNITS, partitions
 from sidelane.model.study import COLLECTIVES, TABLE_II, C3Study, c3_study, pair_name, table_ii_workload

@@ -11,7 +11,7 @@ from sidelane.c3.workload import parse_gemm
 from sidelane.execute.sim import simulate
 from sidelane.machine.spec import HostThreads, Machine
 from sidelane.model.claims import Check, Role, published
-from sidelane.model.kernels import gemm_us
+from sidelane.model.gemm import gemm_us
 from sidelane.model.power import dma_power, library_power
 from sidelane.model.published import PUBLISHED_VARIANTS, bare, dma_run, geomean, published_program
 from sidelane.model.study import SIZES, DmaStudy, dma_study

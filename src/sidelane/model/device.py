@@ -34,6 +34,7 @@ class Tiled:
         after: names of what must have ended before.
         cache_gain: share of the traffic that is saved once fewer units are in use.
         together: its workgroups count on running at the same time: none starts before there is room for all.
+        fixed_us: a workgroup's time that neither operations nor bytes explain: its share of the kernel's launch.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Tiled:
     after: tuple[str, ...] = ()
     cache_gain: float = 0.0
     together: bool = False
+    fixed_us: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -250,7 +252,7 @@ class _Device:
         # Paper 000, footnote 3: fewer workgroups in flight miss less; 8 units fewer are enough (VI-G).
         traffic = kernel.traffic_bytes * (1.0 - kernel.cache_gain * min(1.0, missing / 8))
         reachable = self.machine.gpu.memory_gbps * self.machine.matmul.memory_efficiency * 1e3
-        time = max(kernel.compute_us, resident * traffic / reachable)
+        time = max(kernel.compute_us, resident * traffic / reachable) + kernel.fixed_us
         return time, resident * traffic / time / 1e3
 
 

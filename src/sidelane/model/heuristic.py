@@ -11,7 +11,8 @@ import functools
 
 from sidelane.c3.workload import Gemm, Workload, parse_gemm
 from sidelane.machine.spec import Machine
-from sidelane.model.kernels import gemm_us, library_gang, wire_peak_gbps
+from sidelane.model.gemm import gemm_us, is_memory_bound, traffic_bytes
+from sidelane.model.kernels import library_gang, wire_peak_gbps
 from sidelane.model.strategies import partitions, predict
 from sidelane.program.collective import Kind
 
@@ -40,7 +41,7 @@ def allocate(machine: Machine, workload: Workload) -> int:
     """Units for the collective by the look-up heuristic."""
     gemm = _roofline_gemm_us(machine, workload.gemm)
     comm = workload.nbytes * (machine.gpus - 1) / machine.gpus / (wire_peak_gbps(machine) * EFFICIENCY * 1e3)
-    bound = workload.gemm.tag.startswith("mb")
+    bound = is_memory_bound(machine, workload.gemm)
 
     def longer(units: int) -> float:
         slower = comm_slowdown(machine, workload.collective, workload.nbytes, units)
@@ -73,5 +74,4 @@ def comm_slowdown(machine: Machine, kind: Kind, nbytes: int, units: int) -> floa
 
 def _roofline_gemm_us(machine: Machine, gemm: Gemm) -> float:
     compute = gemm.flops / (machine.gpu.peak_tflops * EFFICIENCY * 1e6)
-    intensity = machine.matmul.bound_intensity if gemm.tag.startswith("mb") else machine.matmul.intensity
-    return max(compute, gemm.flops / intensity / (machine.gpu.memory_gbps * EFFICIENCY * 1e3))
+    return max(compute, traffic_bytes(machine, gemm) / (machine.gpu.memory_gbps * EFFICIENCY * 1e3))

@@ -1,14 +1,13 @@
-"""GEMMs and collectives as kernels of the device model."""
+"""Collectives as kernels of the device model."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
+import functools
 
-from sidelane.c3.workload import Gemm
 from sidelane.execute.sim import Run
 from sidelane.machine.spec import HostThreads, Machine, Topology
-from sidelane.model.device import Gang, Tiled, run_device
+from sidelane.model.device import Gang
 from sidelane.model.executed import REDUCE_UNITS, executed_run
 from sidelane.model.published import PUBLISHED_VARIANTS, default_units, dma_run, library_us, unit_speed
 from sidelane.program.collective import REDUCING, Kind
@@ -16,37 +15,6 @@ from sidelane.program.ir import Engine, EngineKind
 
 DMA_TRAFFIC = 2.0
 """Bytes through memory for each byte that crosses a link: read once here, written once there."""
-
-
-def gemm_kernel(machine: Machine, gemm: Gemm, *, limit: int | None = None, name: str = "gemm") -> Tiled:
-    """A GEMM of the vendor's library.
-
-    Args:
-        machine: its ``matmul`` figures.
-        gemm: those tagged ``mb`` do ``bound_intensity`` operations a byte, all others ``intensity``.
-        limit: compute units that it may use.
-        name: of the kernel.
-    """
-    matmul, gpu = machine.matmul, machine.gpu
-    tiles = math.ceil(gemm.m / matmul.tile_m) * math.ceil(gemm.n / matmul.tile_n)
-    memory_bound = gemm.tag.startswith("mb")
-    flops_us = gpu.peak_tflops * matmul.efficiency * 1e6 / gpu.units  # operations a microsecond of one unit
-    # A tile at the edge takes as long as a whole one.
-    tile_flops = 2.0 * matmul.tile_m * matmul.tile_n * gemm.k
-    traffic = tile_flops / (matmul.bound_intensity if memory_bound else matmul.intensity)
-    workgroups, share = tiles, 1.0
-    if matmul.persistent:
-        workgroups = min(tiles, int(gpu.units if limit is None else limit))
-        # Tiles are dealt out in equal parts; a fraction stands for kernels that also split the last tiles.
-        tile_flops, traffic = tile_flops * tiles / workgroups, traffic * tiles / workgroups
-    gain = float(matmul.cache_gain) if memory_bound else 0.0
-    together = bool(matmul.persistent)
-    return Tiled(name, workgroups, tile_flops / flops_us, traffic, share, limit, cache_gain=gain, together=together)
-
-
-def gemm_us(machine: Machine, gemm: Gemm, units: int | None = None) -> float:
-    """Time of a GEMM alone, with all compute units or some."""
-    return run_device(machine, [gemm_kernel(machine, gemm, limit=units)]).time_us
 
 
 def library_gang(
@@ -110,6 +78,7 @@ def dma_gangs(
     return tuple(dataclasses.replace(gang, part_of=str(kind)) for gang in gangs)
 
 
+@functools.lru_cache(maxsize=4096)
 def dma_us(machine: Machine, kind: Kind, nbytes: int, variant: str | None = None) -> float:
     """Time of the collective on DMA engines alone."""
     return dma_collective(machine, kind, nbytes, variant).time_us

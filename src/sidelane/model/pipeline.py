@@ -14,6 +14,7 @@ import dataclasses
 from sidelane.c3.workload import Gemm
 from sidelane.machine.spec import Machine
 from sidelane.model.device import DeviceRun, Gang, Tiled, run_device
+from sidelane.model.gemm import traffic_bytes
 from sidelane.model.kernels import library_gang
 from sidelane.program.collective import ELEMENT_BYTES, Kind
 
@@ -109,8 +110,7 @@ def _gemm(machine: Machine, pipeline: Pipeline, name: str, after: tuple[str, ...
     gemm, gpu, matmul = pipeline.gemm, machine.gpu, machine.matmul
     resident = blocks_per_unit(machine, pipeline.tile, gemm.dtype)
     unit_flops_us = gpu.peak_tflops * matmul.efficiency * 1e6 / gpu.units
-    bound = gemm.tag.startswith("mb")
-    traffic = gemm.flops / (matmul.bound_intensity if bound else matmul.intensity)
+    traffic = traffic_bytes(machine, gemm)
     # A unit's blocks share its throughput evenly, whether or not all of their places are taken.
     compute = gemm.flops / pipeline.blocks / (unit_flops_us / resident)
     return Tiled(name, pipeline.blocks, compute, traffic / pipeline.blocks, 1 / resident, after=after)

@@ -109,6 +109,9 @@ def library_us(machine: Machine, kind: Kind, nbytes: int, units: int | None = No
     rounds = 2 if kind is Kind.ALL_REDUCE else 1
     speed = 1.0 if units is None else unit_speed(library, kind, units)
     bytes_us = rounds * share * nbytes / (gbps * 1e3 * speed)
+    # Whatever crosses a link is read from one memory and written to another.
+    moved = 2 * rounds * (ranks - 1) / ranks * nbytes
+    bytes_us = max(bytes_us, moved / (machine.gpu.memory_gbps * 1e3))
     return latency + min(bytes_us / library.low_latency_share, library.bulk_us + bytes_us)
 
 

@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from sidelane.bench.claims.gemms import gemm_times, judge_gemms
 from sidelane.bench.claims.power import judge_power
 from sidelane.bench.claims.verdicts import judge, with_summary
 from sidelane.bench.results import files as result_files
@@ -21,7 +22,8 @@ from sidelane.machine.spec import Machine
 from sidelane.model.claims import Role, Verdict, with_ranges
 from sidelane.model.device import Gang, Tiled, run_device
 from sidelane.model.executed import executed_run
-from sidelane.model.kernels import dma_gangs, gemm_kernel, library_gang, own_chunk_gang
+from sidelane.model.gemm import gemm_kernel
+from sidelane.model.kernels import dma_gangs, library_gang, own_chunk_gang
 from sidelane.model.published import library_us
 from sidelane.program.builders import variants
 from sidelane.program.collective import REDUCING, Kind
@@ -45,7 +47,7 @@ def compare(
 
     Args:
         machine: the description of what was measured on.
-        folder: with ``c3.json``, ``collectives.json`` or ``power.json``.
+        folder: with ``c3.json``, ``collectives.json``, ``chain.json`` or ``power.json``.
         ranges: predict over the plausible values of the machine's numbers as well.
         progress: told what is being done.
 
@@ -57,13 +59,18 @@ def compare(
     """
     verdicts: list[Verdict] = []
     found = False
-    for study, judge_rows in (("c3", _c3), ("collectives", _collectives), ("power", judge_power)):
+    alone: list[object] = []
+    for study, judge_rows in (("c3", _c3), ("collectives", _collectives), ("power", judge_power), ("chain", _nothing)):
         path = folder / f"{study}.json"
         if path.is_file():
             found = True
-            verdicts += judge_rows(machine, result_files.read(path).rows)
+            rows = result_files.read(path).rows
+            alone += rows
+            verdicts += judge_rows(machine, rows)
+    role = Role.FITTED if fitted_from(machine, "chain.json") else Role.HELD_OUT
+    verdicts += judge_gemms(machine, gemm_times(alone, machine.gpus), role)
     if not found:
-        allowed = f"--results with a folder {folder.name} of c3.json, collectives.json or power.json"
+        allowed = f"--results with a folder {folder.name} of c3.json, collectives.json, chain.json or power.json"
         raise ValueError(f"claims: no measurements of {machine.name} (value={folder.resolve()}, allowed={allowed})")
     if not ranges:
         return verdicts
@@ -92,6 +99,16 @@ def role_problems(machine: Machine) -> list[str]:
     ]
 
 
+def fitted_from(machine: Machine, file: str) -> bool:
+    """True if numbers of the description were fitted to a file of the machine's own results."""
+    return any(f"results/{machine.name}/{file}" in quantity.of for quantity in machine.quantities().values())
+
+
+def _nothing(machine: Machine, rows: Sequence[object]) -> list[Verdict]:
+    """Of chains only the GEMMs are predicted."""
+    return []
+
+
 def fitted_to(row: CollectiveRow) -> bool:
     """True if ``fit_machine`` turns this row into numbers of the description."""
     if row.tensors > 1:
@@ -117,7 +134,12 @@ def predict_together(machine: Machine, row: C3Row) -> float | None:
         return row.gemm_us + row.comm_us
     gemm = gemm_kernel(machine, Gemm(row.m, row.n, row.k, row.dtype))
     scale = row.gemm_us / run_device(machine, [gemm]).time_us
-    computation = dataclasses.replace(gemm, compute_us=gemm.compute_us * scale)
+    computation = dataclasses.replace(
+        gemm,
+        compute_us=gemm.compute_us * scale,
+        traffic_bytes=gemm.traffic_bytes * scale,
+        fixed_us=gemm.fixed_us * scale,
+    )
     if row.strategy in ON_ENGINES and (row.strategy == "conccl" or kind not in REDUCING):
         gangs = dma_gangs(machine, kind, row.bytes)
     elif row.strategy in LIBRARY_STRATEGIES:
@@ -172,6 +194,8 @@ def _collectives(machine: Machine, rows: Sequence[object]) -> list[Verdict]:
         row for row in rows if isinstance(row, CollectiveRow) and row.time_us is not None and row.bytes >= SMALLEST
     ]
 
+    fitted = fitted_from(machine, "collectives.json")
+
     def name(row: CollectiveRow) -> str:
         place = "in place" if row.in_place else "out of place"
         return f"{row.collective}/{format_bytes(row.bytes)}/{place}/{row.implementation} {row.variant}".strip()
@@ -182,7 +206,7 @@ def _collectives(machine: Machine, rows: Sequence[object]) -> list[Verdict]:
             r.time_us,
             predict_alone(machine, r),
             2 * COLLECTIVE_MEDIAN,
-            Role.FITTED if fitted_to(r) else Role.HELD_OUT,
+            Role.FITTED if fitted and fitted_to(r) else Role.HELD_OUT,
         )
         for r in measured
     ]

@@ -22,7 +22,8 @@ from sidelane.execute.sim import Interval
 from sidelane.machine.spec import Machine
 from sidelane.model.claims_dma import DmaContext
 from sidelane.model.claims_overlap import BLOCKS, PLATFORMS, OverlapContext
-from sidelane.model.kernels import dma_gangs, dma_us, gemm_kernel, gemm_us, library_gang
+from sidelane.model.gemm import gemm_kernel, gemm_us
+from sidelane.model.kernels import dma_gangs, dma_us, library_gang
 from sidelane.model.power import dma_power, library_power
 from sidelane.model.published import PUBLISHED_VARIANTS
 from sidelane.model.strategies import partitions
