@@ -203,7 +203,9 @@ def test_a_file_is_judged_row_by_row_and_as_a_whole(tmp_path):
     verdicts = {v.claim_id: v for v in compare(H200, folder)}
     assert verdicts["h200x4/c3/cb1_896M/all_gather/serial"].ok
     assert verdicts["h200x4/c3/cb1_896M/all_gather/c3_base"].error == pytest.approx(0.195, rel=0.02)
-    assert verdicts["h200x4/c3/median"].ok and verdicts["h200x4/c3/worst"].ok
+    assert str(verdicts["h200x4/c3/cb1_896M/all_gather/serial"].role) == "input", "a sum of what was given"
+    assert verdicts["h200x4/c3/median"].predicted == pytest.approx(19.5, rel=0.02), "of what was predicted"
+    assert not verdicts["h200x4/c3/median"].ok and verdicts["h200x4/c3/worst"].ok
     assert verdicts["h200x4/collectives/all_gather/896M/in place/dma b2b"].ok
     assert "h200x4/collectives/worst" not in verdicts
     assert verdicts["h200x4/gemms/8192x8192x8192"].ok
@@ -211,7 +213,7 @@ def test_a_file_is_judged_row_by_row_and_as_a_whole(tmp_path):
 
 
 def test_the_command_takes_the_folder(tmp_path, capsys):
-    save(tmp_path / "h200x4", "c3", [c3_row("serial", 5000.0)])
+    save(tmp_path / "h200x4", "c3", [c3_row("conccl", 5000.0)])
     assert command.main(command.Options(machine="h200x4", json=True, results=tmp_path)) == 0
     rows = json.loads(capsys.readouterr().out)
     found = {row["id"].partition("/")[2]: row for row in rows}

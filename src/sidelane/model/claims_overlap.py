@@ -6,6 +6,7 @@ paper's Table I. Nothing was fitted to this paper.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import statistics
 from typing import Any
@@ -82,20 +83,40 @@ def measure(machine: Machine, pair: str, blocks: int, tile: Tile = OPT1) -> dict
 
 def checks() -> list[Check[OverlapContext]]:
     """Every claim of the paper that the model speaks to."""
-    inp, held = Role.INPUT, Role.HELD_OUT
-    return [
-        Check("RA-HW-01", inp, lambda c: {name: _platform(named(key)) for name, key in PLATFORMS.items()}, 0.4),
-        Check("RA-WL-01", inp, lambda c: NBYTES >> 20, 0),
-        Check("RA-WL-02", inp, lambda c: {n: [t.m, t.n, t.k] for n, t in (("opt1", OPT1), ("opt2", OPT2))}, 0),
-        Check("RA-01", held, lambda c: max(c.of("reduction", (*NVIDIA, "MI250X")))),
-        Check("RA-02", held, lambda c: max(c.of("overlap", NVIDIA)), 0.05),
+    held = Role.HELD_OUT
+    found: list[Check[OverlapContext]] = [
+        Check(
+            "RA-HW-01",
+            Role.INPUT,
+            lambda c: {name: _platform(named(key)) for name, key in PLATFORMS.items()},
+            incomparable="its last figure adds the L1 cache to shared memory, which the descriptions do not have",
+        ),
+        Check("RA-01", held, lambda c: max(c.of("reduction", ("A40",), BLOCKS[1:], "cb-ar"))),
+        Check(
+            "RA-02",
+            held,
+            lambda c: max(c.of("overlap", NVIDIA)),
+            incomparable="the last of n collectives has no GEMM beside it, and the paper does not give n",
+        ),
         Check("RA-03", held, lambda c: min(c.of("base", NVIDIA, BLOCKS[:3]))),
         Check("RA-04", held, lambda c: statistics.fmean(c.of("base", (*NVIDIA, "MI250X"), (MANY,)))),
         Check("RA-05", held, lambda c: max(c.of("base", ("MI250X",), pair="mb-ar")) > 1.0),
         Check("RA-06", held, lambda c: min(c.of("reduction", ("MI250X",), BLOCKS[3:])) < 0),
         Check("RA-07", held, lambda c: c.tiles_in_order()),
     ]
+    return [dataclasses.replace(check, miss=MISSES.get(check.claim_id, "")) for check in found]
 
+
+MISSES = {
+    "RA-01": "the GEMM's sizes are lost in the paper's text; with cb1's, its blocks hold every unit whoever goes first",
+    "RA-03": "below the floor max(G, C) / (G + C) of the schedule that the paper describes",
+}
+
+GIVEN = {
+    "RA-WL-01": "NBYTES is this number",
+    "RA-WL-02": "model.pipeline.OPT1 and OPT2 are these tiles",
+}
+"""Claims that the model repeats."""
 
 NOT_MODELLED = {
     "RA-08": "a measured exception of a few percent",

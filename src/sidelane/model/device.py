@@ -227,9 +227,12 @@ class _Device:
         peak = float(self.machine.gpu.memory_gbps)
         use = [gbps / peak for _, gbps in alone]
         factors = self.machine.interference
+        total = sum(use)
         times = []
         for state, (time, _), own in zip(self.active, alone, use, strict=True):
-            others = sum(u for s, u in zip(self.active, use, strict=True) if not _together(s.kernel, state.kernel))
+            others = total - own
+            if isinstance(state.kernel, Gang) and state.kernel.part_of:
+                others -= sum(u for s, u in zip(self.active, use, strict=True) if _beside(s.kernel, state.kernel))
             slow = 1.0 + factors.memory * own * others
             beside_copies = any(isinstance(s.kernel, Gang) and not s.kernel.units for s in self.active)
             if isinstance(state.kernel, Tiled) and beside_copies:
@@ -256,6 +259,6 @@ class _Device:
         return time, resident * traffic / time / 1e3
 
 
-def _together(a: Tiled | Gang, b: Tiled | Gang) -> bool:
-    """One and the same kernel, or parts of one collective."""
-    return a is b or (isinstance(a, Gang) and isinstance(b, Gang) and a.part_of == b.part_of != "")
+def _beside(a: Tiled | Gang, b: Gang) -> bool:
+    """Another part of the same collective."""
+    return a is not b and isinstance(a, Gang) and a.part_of == b.part_of

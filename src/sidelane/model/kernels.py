@@ -78,12 +78,12 @@ def dma_gangs(
     return tuple(dataclasses.replace(gang, part_of=str(kind)) for gang in gangs)
 
 
-@functools.lru_cache(maxsize=4096)
 def dma_us(machine: Machine, kind: Kind, nbytes: int, variant: str | None = None) -> float:
     """Time of the collective on DMA engines alone."""
     return dma_collective(machine, kind, nbytes, variant).time_us
 
 
+@functools.lru_cache(maxsize=256)
 def dma_collective(
     machine: Machine, kind: Kind, nbytes: int, variant: str | None = None, *, record: bool = False
 ) -> Run:

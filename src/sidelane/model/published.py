@@ -7,6 +7,7 @@ own chunk. Both are taken out here; the moves, their engines and their order are
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable
 
@@ -58,6 +59,7 @@ def collective_of(kind: Kind, nbytes: int, ranks: int) -> Collective:
     raise ValueError(f"collective_of: kind (value={kind}, allowed=all_gather, all_to_all, reduce_scatter, all_reduce)")
 
 
+@functools.lru_cache(maxsize=1024)
 def published_program(kind: Kind, nbytes: int, ranks: int, variant: str, prelaunched: bool = False) -> Program:
     """A variant of paper 003, section 4.2, as that paper ran it.
 

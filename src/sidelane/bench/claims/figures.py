@@ -8,16 +8,16 @@ from pathlib import Path
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from sidelane.bench.report.drawing import BLACK, BLUE, GREEN, ORANGE, RC
+from sidelane.bench.report.drawing import BLACK, BLUE, GREEN, ORANGE, PURPLE, RC
 from sidelane.model.claims import Role, Verdict, numbers
 
-SHADES = {Role.INPUT: ORANGE, Role.FITTED: GREEN, Role.HELD_OUT: BLUE}
-MARKS = {Role.INPUT: "^", Role.FITTED: "s", Role.HELD_OUT: "o"}
+SHADES = {Role.INPUT: ORANGE, Role.FITTED: GREEN, Role.SEEN: PURPLE, Role.HELD_OUT: BLUE}
+MARKS = {Role.INPUT: "^", Role.FITTED: "s", Role.SEEN: "D", Role.HELD_OUT: "o"}
 
 
 def draw_claims(verdicts: Sequence[Verdict], title: str, folder: Path) -> Path:
     """Draw predicted over published, on a logarithmic scale; 1 is right. Inputs are left out, which are always right,
-    and what is no number but a limit.
+    what is no number but a limit, and what cannot be compared.
 
     Returns:
         The PNG; an SVG lies next to it.
@@ -25,7 +25,7 @@ def draw_claims(verdicts: Sequence[Verdict], title: str, folder: Path) -> Path:
     marks = [
         mark
         for verdict in verdicts
-        if verdict.role is not Role.INPUT and verdict.error is not None
+        if verdict.role is not Role.INPUT and verdict.error is not None and not verdict.incomparable
         for mark in _marks(verdict)
     ]
     with mpl.rc_context(RC):
@@ -34,7 +34,7 @@ def draw_claims(verdicts: Sequence[Verdict], title: str, folder: Path) -> Path:
         for place, (_, role, ratio, low, high) in enumerate(marks):
             axes.plot([low, high], [place, place], color=SHADES[role], linewidth=1.2)
             axes.plot(ratio, place, color=SHADES[role], marker=MARKS[role], markersize=4, linestyle="none")
-        for role in (Role.FITTED, Role.HELD_OUT):
+        for role in (Role.FITTED, Role.SEEN, Role.HELD_OUT):
             axes.plot([], [], color=SHADES[role], marker=MARKS[role], linestyle="none", label=str(role))
         axes.axvline(1, color=BLACK, linewidth=0.8)
         axes.axvspan(0.8, 1.25, color="#eeeeee", zorder=0)
@@ -44,6 +44,7 @@ def draw_claims(verdicts: Sequence[Verdict], title: str, folder: Path) -> Path:
         axes.set_xlim(0.2, 10)
         axes.set_yticks(range(len(marks)), [name for name, *_ in marks], fontsize=6)
         axes.set_ylim(len(marks), -1)
+        axes.set_ylabel("claim, and which number of it")
         axes.set_xlabel("predicted / published or measured (grey: within 25%)")
         axes.set_title(title)
         axes.legend(fontsize=7)
