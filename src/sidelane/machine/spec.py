@@ -118,7 +118,7 @@ class Links:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Dma:
-    """DMA engines and the host that feeds them (phases of paper 003, section 3.2).
+    """DMA engines and the host that feeds them (phases of the DMA collectives paper, section 3.2).
 
     Attributes:
         engines: that serve peers, a GPU.

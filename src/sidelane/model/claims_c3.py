@@ -1,4 +1,4 @@
-"""What papers 000 and 002 claim about C3 on eight MI300X, as the model predicts it."""
+"""What the ConCCL paper claims about C3 on eight MI300X, as the model predicts it."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ MISSES = {
     "C3-BASE-05": "GC-equal is too bad with all-gather: one late share stands for all kernels",
     "C3-SP-02": "GC-equal is too good with all-to-all: memory interference is one number for all kernels",
     "C3-HEU-02": "the table has a collective of 1 MB and one of 1 GB, and rooflines take neither waves nor launches",
-    "CC-01": "paper 003 measured 7x with another version of the library, and the model follows that one",
+    "CC-01": "the DMA collectives paper measured 7x with another version of the library; the model follows it",
 }
 
 NOT_MODELLED = {

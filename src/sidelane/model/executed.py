@@ -1,7 +1,8 @@
 """Programs as Sidelane's communicator runs them on copy engines: entries, exits, flags, own chunks and reductions.
 
-``published`` has those of paper 003, which one host process started and watched, so that they need no flags. Both the
-comparison with our measurements and the C3 strategies take theirs from here wherever a paper did not run another one.
+``published`` has those of the DMA collectives paper, which one host process started and watched, so that they need no
+flags. Both the comparison with our measurements and the C3 strategies take theirs from here wherever a paper did not
+run another one.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from sidelane.model.device import Tiled, run_device
 from sidelane.program.collective import ELEMENT_BYTES
 
 CACHED = 2.0
-"""Sizes of the last-level cache at which half of the sharing is lost: between the GEMMs that paper 000 calls
+"""Sizes of the last-level cache at which half of the sharing is lost: between the GEMMs that the ConCCL paper calls
 compute-bound (up to 1.4) and its memory-bound ones (3.7 and more)."""
 STEEPNESS = 8
 """How fast it is lost around there."""

@@ -55,8 +55,8 @@ def dma_gangs(
         kind: all_gather, all_to_all, reduce_scatter or all_reduce.
         nbytes: as studies count it.
         variant: of the collective's builders; None: the faster of an engine for each peer and one engine for all.
-        write_back: kernels' caches are written back first. The two versions of paper 000 disagree on whether an MI300X
-            needs that (VII-B2): the later one says no.
+        write_back: kernels' caches are written back first. The two versions of the ConCCL paper disagree on whether an
+            MI300X needs that (VII-B2): the one with ConCCL in its title says no.
     """
     run = dma_collective(machine, kind, nbytes, variant, record=kind in REDUCING)
     flush_us = machine.gpu.l2_mb / machine.gpu.memory_gbps * 1e3 if write_back else 0.0
@@ -89,8 +89,8 @@ def dma_collective(
 ) -> Run:
     """Simulate the collective that C3 runs on DMA engines, through the vendor's runtime.
 
-    Where one host thread feeds the engines of a node, that is paper 000's: moves and nothing else. Everywhere else, and
-    for collectives that reduce, it is Sidelane's own program, with its flags.
+    Where one host thread feeds the engines of a node, that is the ConCCL paper's: moves and nothing else. Everywhere
+    else, and for collectives that reduce, it is Sidelane's own program, with its flags.
     """
     reached = machine.with_value("dma.engine_gbps", machine.dma.engine_gbps * machine.dma.runtime_share)
     variants = ("pcpy", "b2b") if variant is None else (variant,)

@@ -17,7 +17,7 @@ from sidelane.bench.claims.power import judge_power
 from sidelane.bench.claims.verdicts import judge, with_summary
 from sidelane.bench.results import files as result_files
 from sidelane.bench.results.rows import C3Row, CollectiveRow
-from sidelane.c3.workload import Gemm, format_bytes
+from sidelane.c3.workload import Gemm
 from sidelane.machine.spec import Machine
 from sidelane.model.claims import Role, Verdict, with_ranges
 from sidelane.model.device import Gang, Tiled, run_device
@@ -27,6 +27,7 @@ from sidelane.model.kernels import dma_gangs, library_gang, own_chunk_gang
 from sidelane.model.published import library_us
 from sidelane.program.builders import variants
 from sidelane.program.collective import REDUCING, Kind
+from sidelane.sizes import format_bytes
 
 C3_MEDIAN, C3_WORST, COLLECTIVE_MEDIAN = 0.10, 0.20, 0.10
 """Targets of the whole (issue 3)."""
