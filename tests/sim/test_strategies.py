@@ -13,9 +13,7 @@ from sidelane.model.heuristic import allocate, judge
 from sidelane.model.kernels import dma_gangs, dma_us, library_gang
 from sidelane.model.pipeline import (
     OPT1,
-    OPT2,
     Pipeline,
-    blocks_per_unit,
     overlap_rate,
     run_pipeline,
     sequential_us,
@@ -140,12 +138,6 @@ def test_prelaunch_always_helps_and_large_sizes_do_without():
             assert us < study.dma_us[kind, variant, False, nbytes]
     assert study.best(Kind.ALL_GATHER, 1 << 12) == ("b2b", True)
     assert study.best(Kind.ALL_GATHER, 1 << 32) == ("pcpy", False)
-
-
-def test_occupancy_follows_shared_memory():
-    machine = named("a100x4")
-    assert OPT1.shared_kb("bfloat16") == 16.0
-    assert (blocks_per_unit(machine, OPT1, "bfloat16"), blocks_per_unit(machine, OPT2, "bfloat16")) == (10, 5)
 
 
 @pytest.mark.parametrize("priority", [False, True])

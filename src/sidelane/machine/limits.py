@@ -107,6 +107,7 @@ LIMITS: dict[str, Limit] = {
     "matmul.intensity": Limit(1, 1e5),
     "matmul.bound_intensity": Limit(1, 1e5),
     "matmul.cache_gain": Limit(0, 0.5),
+    "matmul.partition_loss": Limit(0, 1),
     "interference.memory": Limit(0, 100),
     "interference.late_share": _PART,
     "interference.copies": _PART,
@@ -117,6 +118,15 @@ LIMITS: dict[str, Limit] = {
     "power.memory_w": _WATTS,
     "power.links_w": _WATTS,
     "power.engine_w": _WATTS,
+    "occupancy.registers": Limit(1024, 1 << 20, whole=True),
+    "occupancy.threads": Limit(64, 16384, whole=True),
+    "occupancy.unit_gbps": Limit(1, 1e4),
+    "occupancy.cache": Limit(0, 100),
+    "occupancy.drains": _SWITCH,
+    "occupancy.step_us": Limit(0.01, 100),
+    "occupancy.library_threads": Limit(32, 16384, whole=True),
+    "occupancy.library_registers": Limit(8, 1024, whole=True),
+    "occupancy.library_shared_kb": Limit(0, 4096),
 }
 
 LIBRARY_SPEEDS = tuple(path for path in LIMITS if path.startswith("library.") and path.endswith("_gbps"))
@@ -136,6 +146,8 @@ AT_MOST: tuple[tuple[str, str], ...] = (
     ("matmul.bound_intensity", "matmul.intensity"),
     ("gpu.l2_mb", "gpu.cache_mb"),
     ("power.compute_idle_w", "power.idle_w"),
+    ("occupancy.library_threads", "occupancy.threads"),
+    ("occupancy.library_shared_kb", "gpu.shared_kb"),
 )
 """Pairs of numbers of which the first cannot be greater than the second."""
 

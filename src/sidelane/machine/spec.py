@@ -208,6 +208,8 @@ class Matmul:
         intensity: operations per byte in the memory system while what runs at once fits in the last-level cache.
         bound_intensity: the same where it does not (model/gemm.py).
         cache_gain: share of a memory-bound GEMM's traffic that disappears with fewer workgroups in flight.
+        partition_loss: share by which a GEMM that is given nearly all units is slower than in proportion, since the
+            library chooses tiles for the whole GPU; with half of the units nothing is left of it.
     """
 
     launch_us: Quantity
@@ -219,6 +221,7 @@ class Matmul:
     intensity: Quantity
     bound_intensity: Quantity
     cache_gain: Quantity
+    partition_loss: Quantity
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -260,6 +263,34 @@ class Power:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Occupancy:
+    """What blocks share on a compute unit, and what the library's collectives take of it.
+
+    Attributes:
+        registers: of 4 bytes, of a unit.
+        threads: that a unit holds.
+        unit_gbps: bytes that a unit reads from the cache that all share.
+        cache: slowdown for each unit of (own use of that cache x use by the others).
+        drains: 1: while a block waits for room, later kernels get none, so that units drain for it; 0: room that is too
+            small for it goes to them.
+        step_us: from a block's asking for the next part of its inputs until it has them.
+        library_threads: of a block of a collective.
+        library_registers: of each of them.
+        library_shared_kb: shared memory of such a block.
+    """
+
+    registers: Quantity
+    threads: Quantity
+    unit_gbps: Quantity
+    cache: Quantity
+    drains: Quantity
+    step_us: Quantity
+    library_threads: Quantity
+    library_registers: Quantity
+    library_shared_kb: Quantity
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Machine:
     """A node of equal GPUs, or several such nodes.
 
@@ -281,6 +312,7 @@ class Machine:
     matmul: Matmul
     interference: Interference
     power: Power | None = None
+    occupancy: Occupancy | None = None
 
     @property
     def world_size(self) -> int:

@@ -41,10 +41,11 @@ def gemm_kernel(machine: Machine, gemm: Gemm, *, limit: int | None = None, name:
     # Fewer tiles than units are split along k, so that they are no slower for it; they leave units free, though.
     workgroups = min(tiles, usable) if waves == 1 else usable * waves
     spread = min(workgroups, usable)
+    loss = float(matmul.partition_loss) * max(0.0, 2 * usable / units - 1) if usable < units else 0.0
     return Tiled(
         name,
         workgroups,
-        compute_us(machine, gemm) * units / usable / waves,
+        compute_us(machine, gemm) * units / usable / waves * (1 + loss),
         traffic_bytes(machine, gemm) / waves / spread,
         limit=limit,
         cache_gain=float(matmul.cache_gain) if is_memory_bound(machine, gemm) else 0.0,

@@ -35,6 +35,13 @@ COLOURS = (BLUE, VERMILLION, GREEN, ORANGE, PURPLE, SKY, GREY, BLACK)
 SHADES = {"c3_base": GREY, "c3_sp": ORANGE, "c3_rp": VERMILLION, "c3_sp_rp": PURPLE, "conccl": SKY, "conccl_rp": BLUE}
 LARGE = 1 << 30
 UNITS = "on compute units (number of workgroups)"
+PUBLISHED_OVERLAP: dict[tuple[str, str], tuple[tuple[float, str], ...]] = {
+    ("base", ""): ((0.3, "published, fewest blocks"), (1.0, "published, most blocks")),
+    ("reduction", "A40"): ((25.5, "published, cb-ar at most"),),
+    ("overlap", ""): ((90.0, "published, at most"),),
+    ("overlap", "MI250X"): (),
+}
+"""What the overlap paper's text says of its figures 2 to 4: (panel, platform or "" for the others) -> value, words."""
 
 
 def draw_c3(study: C3Study, machine: Machine, folder: Path, *, ranges: bool = False) -> list[Path]:
@@ -96,10 +103,13 @@ def _overlap(context: OverlapContext, key: str, label: str, folder: Path) -> Pat
         for index, pair in enumerate(dict.fromkeys(pair for _, pair, _ in context.rows)):
             values = [context.rows[platform, pair, blocks][key] for blocks in BLOCKS]
             _line(axes, BLOCKS, values, pair, COLOURS[index], index)
+        for value, words in PUBLISHED_OVERLAP.get((key, platform), PUBLISHED_OVERLAP.get((key, ""), ())):
+            axes.axhline(value, color=BLACK, linewidth=0.8, linestyle=":", label=words)
         axes.set_xscale("log", base=2)
         axes.set_title(platform)
         axes.set_xlabel("thread blocks")
-    figure.axes[-1].legend(fontsize=7)
+    for axes in (figure.axes[0], figure.axes[-1]):
+        axes.legend(fontsize=7)
     figure.axes[0].set_ylabel(label)
     figure.suptitle("Pipelined GEMM and collective, predicted", x=0.01, ha="left", fontweight="bold")
     return _save(figure, folder, f"overlap-{key}")
