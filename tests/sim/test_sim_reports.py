@@ -107,7 +107,8 @@ def test_the_recorded_scale_is_that_of_this_simulator():
 def test_claims_write_a_report(tmp_path, capsys):
     assert claims.main(claims.Options(ranges=False, report=tmp_path)) == 0
     capsys.readouterr()
-    assert len(json.loads((tmp_path / "claims.json").read_text())) > 100
+    written = json.loads((tmp_path / "claims.json").read_text())
+    assert len(written["rows"]) > 100 and written["command"] and written["commit"] and written["numbers"]
     assert (tmp_path / "claims.png").stat().st_size > 20000
     assert (tmp_path / "claims.svg").exists()
 

@@ -146,6 +146,12 @@ class _Units:
         ends += [s.ready_us - self.now for s in self.active.values() if s.ready_us > self.now + TINY]
         step = min(ends)  # a kernel that fits on an empty unit finds one at last, so that there is an end
         start, self.now = self.now, self.now + step
+        if self.record:
+            self.timeline += [
+                Interval("GPU", name, f"{self._resident(name)} workgroups", start, self.now)
+                for name in self.active
+                if name in self.began
+            ]
         for units, rates in zip(self.classes, alone, strict=True):
             held: dict[tuple[str, float], int] = {}
             for ((name, left), number), rate in zip(units.held.items(), rates, strict=True):
@@ -155,8 +161,6 @@ class _Units:
             units.held = held
         for name, share in shares.items():
             self.active[name].left -= step * share
-            if self.record and name in self.began:
-                self.timeline.append(Interval("GPU", name, f"{self._resident(name)} workgroups", start, self.now))
         self._retire()
 
     def _retire(self) -> None:

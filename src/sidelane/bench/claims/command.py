@@ -18,6 +18,7 @@ from sidelane.bench.claims.sensitivity import Survival, draw_sensitivity, sensit
 from sidelane.bench.report.table import Line, Table, without_empty_columns
 from sidelane.bench.report.terminal import progress_console, say_written, tables_console
 from sidelane.bench.results.written import write_json
+from sidelane.bench.simulated.study import write_numbers
 from sidelane.machine.load import find
 from sidelane.machine.spec import Machine
 from sidelane.model import claims_c3, claims_dma, claims_overlap
@@ -57,7 +58,8 @@ class Options:
         json: file for a list of objects, or ``written.STDOUT``; None writes none.
         results: folder of measurements, with one folder for each machine; used where no paper is about the machine.
         version: of the ConCCL paper, where its two versions disagree: ``000`` or ``002``.
-        report: folder for ``claims.json`` and a picture of predicted against published; None: neither.
+        report: folder for ``claims.json``, which says what it was made with, and a picture of predicted against
+            published; with ranges about a paper's machine, for the sensitivity as well. None: nothing.
         ranges: predict over the plausible values of the machine's numbers as well (some twenty times the work).
     """
 
@@ -93,15 +95,16 @@ def main(options: Options) -> int:
         else:
             verdicts, wrong, survivals = _evaluate(machine, options.version, options.ranges, status.update)
     met = sum(verdict.ok for verdict in verdicts if verdict.role is Role.HELD_OUT)
-    files = [path for path in (options.json, options.report and options.report / "claims.json") if path is not None]
-    for path in files:
-        write_json(path, [verdict.to_dict() for verdict in verdicts])
+    rows = [verdict.to_dict() for verdict in verdicts]
+    files = [] if options.json is None else [write_json(options.json, rows)]
     if options.report is not None:
         draw_claims(verdicts, f"Claims about {machine.title}", options.report)
+        files.append(write_numbers(options.report / "claims.json", "claims", machine, rows))
         if survivals:
             draw_sensitivity(survivals, met, f"Held-out claims about {machine.title}", options.report)
-            rows = options.report / "claims-sensitivity.json"
-            files.append(write_json(rows, [survival.to_dict() for survival in survivals]))
+            rows = [survival.to_dict() for survival in survivals]
+            path = options.report / "claims-sensitivity.json"
+            files.append(write_numbers(path, "claims_sensitivity", machine, rows))
     tables = tables_console(options.json)
     show(verdicts, tables)
     if survivals:

@@ -12,6 +12,8 @@ from sidelane.bench.report.drawing import BLACK, BLUE, GREEN, ORANGE, PURPLE, RC
 from sidelane.model.claims import Role, Verdict, numbers
 
 SHADES = {Role.INPUT: ORANGE, Role.FITTED: GREEN, Role.SEEN: PURPLE, Role.HELD_OUT: BLUE}
+LEFT, RIGHT = 0.2, 10
+"""Ends of the picture; what goes beyond has an arrow there."""
 MARKS = {Role.INPUT: "^", Role.FITTED: "s", Role.SEEN: "D", Role.HELD_OUT: "o"}
 
 
@@ -33,6 +35,9 @@ def draw_claims(verdicts: Sequence[Verdict], title: str, folder: Path) -> Path:
         axes = figure.subplots()
         for place, (_, role, ratio, low, high) in enumerate(marks):
             axes.plot([low, high], [place, place], color=SHADES[role], linewidth=1.2)
+            for end, beyond, mark in ((LEFT, low < LEFT, "<"), (RIGHT, high > RIGHT, ">")):
+                if beyond:  # goes on outside of the picture
+                    axes.plot(end, place, color=SHADES[role], marker=mark, markersize=6, clip_on=False)
             axes.plot(ratio, place, color=SHADES[role], marker=MARKS[role], markersize=4, linestyle="none")
         for role in (Role.FITTED, Role.SEEN, Role.HELD_OUT):
             axes.plot([], [], color=SHADES[role], marker=MARKS[role], linestyle="none", label=str(role))
@@ -41,7 +46,7 @@ def draw_claims(verdicts: Sequence[Verdict], title: str, folder: Path) -> Path:
         axes.set_xscale("log", base=2)
         ticks = (0.25, 0.5, 0.8, 1, 1.25, 2, 4)
         axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-        axes.set_xlim(0.2, 10)
+        axes.set_xlim(LEFT, RIGHT)
         axes.set_yticks(range(len(marks)), [name for name, *_ in marks], fontsize=6)
         axes.set_ylim(len(marks), -1)
         axes.set_ylabel("claim, and which number of it")
