@@ -24,6 +24,7 @@ from sidelane.bench.running import launch, study
 from sidelane.bench.running.asked import check_asked
 from sidelane.bench.running.launch import RankFailedError
 from sidelane.bench.simulated import overlap as sim_overlap
+from sidelane.bench.simulated import plan as sim_plan
 from sidelane.bench.simulated import study as sim_study
 from sidelane.c3.workload import parse_workload
 from sidelane.errors import UnavailableError
@@ -151,6 +152,7 @@ def predicted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     monkeypatch.setattr(sim_study, "collective_main", stand_in("collective"))
     monkeypatch.setattr(sim_overlap, "main", stand_in("pipeline"))
     monkeypatch.setattr(claims, "main", stand_in("claims"))
+    monkeypatch.setattr(sim_plan, "main", stand_in("plan"))
     return seen
 
 
@@ -173,6 +175,14 @@ OUT = Path("out")
         ("collective --machine h200x4 --report out", ("collective", sim_study.Options("h200x4", OUT))),
         ("pipeline --machine a40x4", ("pipeline", "a40x4", None, None)),
         ("pipeline --machine a40x4 --report out", ("pipeline", "a40x4", OUT, None)),
+        (
+            "plan --model llama-8b-like --machine a40x4 --fsdp",
+            ("plan", sim_plan.Options("a40x4", "llama-8b-like", fsdp=True)),
+        ),
+        (
+            "plan --model llama-70b-like --machine m.toml --fsdp --tokens 4096 --sequence 2048 --layers 4 --json -",
+            ("plan", sim_plan.Options("m.toml", "llama-70b-like", 4096, 2048, 4, fsdp=True, json=STDOUT)),
+        ),
         ("claims", ("claims", claims.Options())),
         ("claims --json", ("claims", claims.Options(json=STDOUT, ranges=False))),
         ("claims --json - --ranges", ("claims", claims.Options(json=STDOUT))),
@@ -206,6 +216,8 @@ def test_predictions(asked: SimpleNamespace, predicted: list[tuple[Any, ...]], a
         ("collective --machine mi300x8 --tensors 8", ["--tensors does not go with --machine", "--report"]),
         ("collective --machine mi300x8 --min-bytes 1K", ["--min-bytes"]),
         ("pipeline", ["--machine"]),
+        ("plan --model llama-8b-like --machine mi300x8", ["allowed=--fsdp"]),
+        ("plan --model gpt --machine mi300x8 --fsdp", ["--model", "llama-8b-like, llama-70b-like"]),
         ("claims --version 001", ["001"]),
     ],
 )
