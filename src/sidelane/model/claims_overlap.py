@@ -79,6 +79,7 @@ class OverlapContext:
         return statistics.fmean(better) > 0.5 and statistics.fmean(same) > 0.5
 
 
+@functools.lru_cache(maxsize=1024)
 def measure(machine: Machine, pair: str, blocks: int, tile: Tile = OPT1) -> dict[str, float]:
     """One point: overlapped times over the sequential time, without and with priority, and the overlap rate."""
     tag, kind = PAIRS[pair]
