@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import subprocess
-import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
 import click
 import pytest
+from as_torchrun import run_program
 
 from sidelane import cli
 
@@ -44,12 +42,7 @@ def programs() -> Iterator[tuple[str, str]]:
 @pytest.mark.parametrize("program", [pytest.param(text, id=name) for name, text in programs()])
 def test_code_blocks_run_between_two_processes(program: str, tmp_path: Path) -> None:
     (tmp_path / "example.py").write_text(program)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "example.py"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=110, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_program(tmp_path / "example.py", tmp_path)
 
 
 def commands() -> Iterator[tuple[str, str]]:

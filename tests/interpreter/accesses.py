@@ -6,14 +6,11 @@ What that means in words of a shadow: ``steps``.
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-
-POLL_S = 2e-3
 
 LOAD, STORE, POLL, BARRIER = "load", "store", "poll", "barrier"
 RELEASE, RELAXED, ACQUIRE = "release", "relaxed", "acquire"
@@ -62,8 +59,6 @@ def recorded() -> Iterator[dict[int, list[Access]]]:
 
     def masked_load(self: Any, ptrs: Any, mask: Any, *rest: Any) -> Any:
         note(self, POLL if rest[-1] else LOAD, ptrs, mask)
-        if rest[-1]:  # volatile: it waits for a peer, which may need the processor
-            time.sleep(POLL_S)
         return before["create_masked_load"](self, ptrs, mask, *rest)
 
     def masked_store(self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:

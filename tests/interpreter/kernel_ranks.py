@@ -21,7 +21,6 @@ import kernel_worlds
 import numpy as np
 import numpy.typing as npt
 import torch
-from quick_interpreter import replace_once
 
 from sidelane.device import (
     broadcast_cells,
@@ -33,6 +32,7 @@ from sidelane.device import (
     push,
     relay,
 )
+from sidelane.device.interpreted import polls_that_sleep, quick_interpreter
 from sidelane.device.launch import Launch
 from sidelane.device.list_table import Piece, Table
 
@@ -126,7 +126,6 @@ def main(scenario: str, world_size: int) -> int:
 def run_ranks(world: World, run: Callable[[World], None]) -> int:
     """Run each rank in a process of its own, until one fails; not 0 if one does."""
     torch.set_num_threads(1)
-    replace_once()
     children = []
     for rank in range(world.world_size):
         child = os.fork()
@@ -134,7 +133,8 @@ def run_ranks(world: World, run: Callable[[World], None]) -> int:
             code = 1
             try:
                 world.become(rank)
-                run(world)
+                with quick_interpreter(), polls_that_sleep():
+                    run(world)
                 code = 0
             except BaseException:
                 traceback.print_exc()
