@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import rich.console
 
-from sidelane.bench.claims import command
+from sidelane.bench.claims import command, figures
 from sidelane.bench.claims.power import predict_watts
 from sidelane.bench.claims.results import compare, fitted_to, predict_alone, predict_together, role_problems
 from sidelane.bench.results.files import Results, write
@@ -221,3 +221,13 @@ def test_the_command_takes_the_folder(tmp_path, capsys):
     assert [row["ok"] for name, row in found.items() if name.startswith("c3/")] == [False, False, False]
     assert {row["role"] for name, row in found.items() if name.startswith("c3/")} == {"held_out"}
     assert found["gemms/median"]["role"] == "fitted"
+
+
+def test_rows_of_many_sizes_share_a_line_of_the_picture():
+    ids = (
+        "h200x4/collectives/all_gather/896M/in place/dma b2b",
+        "h200x4/c3/cb1_1G/all_gather/conccl",
+        "h200x4/gemms/1x2x3",
+    )
+    groups = [figures._group(claim_id.partition("/")[2]) for claim_id in ids]
+    assert groups == ["collectives all_gather dma b2b", "all_gather conccl", "gemms"]
