@@ -14,7 +14,7 @@ import torch.distributed._functional_collectives as functional
 from torch.distributed.device_mesh import DeviceMesh
 
 import sidelane
-from sidelane.integrations import ledger
+from sidelane.integrations import fsdp, ledger
 
 BYTES = (torch.uint8, torch.float64, torch.int32, torch.bfloat16)
 NOT_GLOOS = (torch.bool, torch.complex64, torch.float8_e4m3fn, torch.int16)
@@ -419,22 +419,42 @@ def trains_ddp(gloo: dist.ProcessGroup) -> None:
         assert made["all_reduce"].calls >= 40 and "broadcast" in made
 
 
+def hooks_of_ddp(gloo: dist.ProcessGroup) -> None:
+    """A communication hook makes calls of its own, and callbacks of their futures."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+    with sidelane_group(gloo) as ours:
+
+        def losses(group: dist.ProcessGroup) -> list[float]:
+            net = torch.nn.parallel.DistributedDataParallel(model(), process_group=group, bucket_cap_mb=1e-3)
+            net.register_comm_hook(group, fp16_compress_hook)
+            return losses_of(net, group)
+
+        torch.testing.assert_close(losses(ours), losses(gloo), rtol=1e-2, atol=0)
+        made = {(row.operation, row.dtype): row.where for row in sidelane.report().rows}
+        assert made["all_reduce", "float16"] == "sidelane"
+
+
 def trains_fsdp(gloo: dist.ProcessGroup) -> None:
     from torch.distributed.fsdp import fully_shard
 
     with sidelane_group(gloo) as ours:
 
-        def losses(group: dist.ProcessGroup) -> list[float]:
+        def sharded(group: dist.ProcessGroup) -> torch.nn.Module:
             net, mesh = model(), DeviceMesh.from_group(group, "cpu")
             for layer in net:
                 if isinstance(layer, torch.nn.Linear):
                     fully_shard(layer, mesh=mesh)
-            fully_shard(net, mesh=mesh)
-            return losses_of(net, group)
+            return fully_shard(net, mesh=mesh)
 
-        expected, found = losses(gloo), losses(ours)
+        expected, found = losses_of(sharded(gloo), gloo), losses_of(sharded(ours), ours)
         assert found[-1] < 0.7 * found[0]
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
         made = {row.operation: row for row in sidelane.report().rows if row.where == "sidelane"}
         assert {"all_gather_into_tensor", "reduce_scatter_tensor"} <= set(made)
         assert not [row for row in sidelane.report().rows if row.where != "sidelane"]
+
+        net = sharded(ours)
+        with fsdp.enable(net) as enabled:
+            torch.testing.assert_close(losses_of(net, ours), expected, rtol=1e-5, atol=0)
+        assert enabled.calls and not enabled.elsewhere

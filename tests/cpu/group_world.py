@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import sidelane
-from sidelane.errors import PeerError, PeerTimeoutError
+from sidelane.errors import MismatchError, PeerError, PeerTimeoutError
 from sidelane.integrations import ledger
 
 
@@ -92,9 +94,25 @@ def parts(group: dist.ProcessGroup, folder: str) -> None:
         sums = spread.sum(0).full_tensor()
         assert torch.equal(sums, full.sum(0))
         assert mesh.get_group("far").size() == 2
+        hybrid(rank, mesh)
         split(rank, dist.group.WORLD)
         assert ((0, 3) in {row.ranks for row in sidelane.report().rows}) == (rank in (0, 3))
         dist.destroy_process_group(outer)
+
+
+def hybrid(rank: int, mesh: DeviceMesh) -> None:
+    """FSDP2 on a mesh of two dimensions: shards in one, copies in the other; with the gradient of all ranks."""
+    torch.manual_seed(0)
+    net = fully_shard(torch.nn.Linear(6, 4, bias=False), mesh=mesh)
+    x = torch.arange(12.0).view(2, 6) + rank
+    net(x).sum().backward()
+    grad = net.weight.grad
+    assert isinstance(grad, DTensor)
+    everywhere = torch.arange(12.0).view(2, 6).sum(0) + 2 * (0 + 1 + 2 + 3) / 4
+    torch.testing.assert_close(grad.full_tensor(), everywhere.expand(4, 6))
+    made = {(row.operation, row.ranks) for row in sidelane.report().rows if row.where == "sidelane"}
+    near, far = ((0, 1) if rank < 2 else (2, 3)), ((0, 2) if rank % 2 == 0 else (1, 3))
+    assert {("reduce_scatter_tensor", near), ("all_reduce", far)} <= made
 
 
 def split(rank: int, everyone: Any) -> None:
@@ -148,6 +166,22 @@ def refused(group: dist.ProcessGroup, folder: str) -> None:
         tensor = torch.ones(3)
         dist.all_reduce(tensor)
         assert tensor.eq(size).all()
+
+
+def compared(group: dist.ProcessGroup, folder: str) -> None:
+    """Torch's debug level: every call is compared before it runs, so that a wrong one harms nothing."""
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        with world(f"{folder}/compared") as (rank, size):
+            tensor = torch.ones(3)
+            for _ in range(3):
+                dist.all_reduce(tensor.fill_(1))
+            with pytest.raises(MismatchError, match="rank 0: all_reduce"):
+                dist.all_reduce(torch.ones(3 + (rank == 0)))
+            dist.all_reduce(tensor)
+            assert tensor.eq(size * size).all()
+    finally:
+        dist.set_debug_level(dist.DebugLevel.OFF)
 
 
 def dies(group: dist.ProcessGroup, folder: str) -> None:
