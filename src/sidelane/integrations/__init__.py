@@ -1,1 +1,1 @@
-"""PyTorch programs use Sidelane from here: the process group, and FSDP2. Nothing in it is imported before it is used."""
+"""PyTorch programs use Sidelane from here: the process group, and FSDP2. Nothing is imported before it is used."""
