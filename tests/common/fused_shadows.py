@@ -1,0 +1,206 @@
+"""Kernels of fused operators do what their shadows say: written down by Triton's interpreter, on ranks as processes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from accesses import Access, recorded
+from contracts import map_spans
+from fused_ops import communicator
+
+from sidelane import Communicator
+from sidelane.collectives.own_kernel import OwnKernel
+from sidelane.device import layout
+from sidelane.ops.gemv import GemvAllReduce, Tiling
+from sidelane.program.collective import Buffer, Span
+from sidelane.program.ir import Copy, Flag, Program, Queue, Reduce, Signal, Wait
+from sidelane.program.shadows import fused_gemv
+
+Step = tuple[str, frozenset[object], frozenset[object]]
+"""``signal`` or ``wait`` with (rank, number) of flags; ``move`` with (rank, buffer, offset) of bytes read and written."""
+
+SIGNAL, WAIT, MOVE = "signal", "wait", "move"
+Places = Mapping[tuple[int, str], tuple[int, int]]
+"""Address and bytes of each (rank, buffer); what lies elsewhere is the kernel's own input, or control."""
+
+
+@dataclasses.dataclass
+class Launched:
+    """One launch on this rank, and what says what it should have done.
+
+    Attributes:
+        run: launches it.
+        kernel: whose flags these are.
+        places: where the buffers of the shadow are.
+        shadows: of even and of odd generations, or one for all.
+    """
+
+    run: Callable[[], object]
+    kernel: OwnKernel
+    places: Places
+    shadows: Sequence[Program]
+
+
+def follow(group: dist.ProcessGroup, kind: str, mistake: str) -> int:
+    """Hold each block of two launches against its shadow; how many steps they took. ``mistake`` is planted in it."""
+    steps = 0
+    with communicator(group) as comm:
+        for launched in KINDS[kind](comm):
+            for generation in range(1, 3):
+                with recorded() as found:
+                    launched.run()
+                comm.synchronize()
+                comm.barrier()
+                shadow = launched.shadows[generation % len(launched.shadows)]
+                for queue in shadow.queues_of(comm.rank):
+                    said = steps_said(planted(queue, mistake), {buffer for _, buffer in launched.places})
+                    done = steps_of(found[queue.engine.index], launched)
+                    where = f"rank {comm.rank}, generation {generation}, block {queue.engine.index}"
+                    assert [step[0] for step in done] == [step[0] for step in said], where
+                    for number, (one, other) in enumerate(zip(done, said, strict=True)):
+                        for mine, theirs in zip(one[1:], other[1:], strict=True):
+                            assert mine == theirs, (where, number, one[0], sorted(mine ^ theirs, key=str)[:5])
+                    steps += len(said)
+    return steps
+
+
+def steps_of(accesses: Sequence[Access], launched: Launched) -> list[Step]:
+    """What a block has done to the buffers of the shadow, and to flags."""
+    found: list[Step] = []
+    for access in accesses:
+        addresses = [int(address) for address in access.addresses]
+        if access.what in ("load", "store"):
+            found_at = [place for place in (place_of(address, launched.places) for address in addresses) if place]
+            bytes_ = frozenset((*place[:2], place[2] + k) for place in found_at for k in range(access.item_bytes))
+            if bytes_:
+                nothing: frozenset[object] = frozenset()
+                add(found, (MOVE, bytes_, nothing) if access.what == "load" else (MOVE, nothing, bytes_))
+            continue
+        flags = frozenset(flag for flag in (flag_of(a, launched.kernel) for a in addresses) if flag)
+        if flags:
+            add(found, (SIGNAL if access.is_exchange else WAIT, flags, frozenset()))
+    return found
+
+
+def place_of(address: int, places: Places) -> tuple[int, str, int] | None:
+    """Rank, buffer and offset."""
+    for (rank, buffer), (start, nbytes) in places.items():
+        if start <= address < start + nbytes:
+            return rank, buffer, address - start
+    return None
+
+
+def flag_of(address: int, kernel: OwnKernel) -> tuple[int, int] | None:
+    """Rank and number of a flag, as shadows count them: one for each sender."""
+    context = kernel.context.tolist()
+    for rank in range(context[layout.WORLD_SIZE]):
+        place = address - context[layout.REGIONS + rank] - layout.REGION_FLAGS_OFFSET
+        number, sender = divmod(place // 4, layout.MAX_RANKS)
+        if 0 <= number < kernel.flags:
+            return rank, number * context[layout.WORLD_SIZE] + sender
+    return None
+
+
+def steps_said(queue: Queue, known: set[str]) -> list[Step]:
+    """What a shadow says that a block does; its inputs are computed, and nobody loads them."""
+    found: list[Step] = []
+    for command in queue.commands:
+        match command:
+            case Signal(flag):
+                add(found, (SIGNAL, frozenset([(flag.rank, flag.index)]), frozenset()))
+            case Wait(flag):
+                add(found, (WAIT, frozenset([(flag.rank, flag.index)]), frozenset()))
+            case Copy(dst, src):
+                add(found, moved((src,), dst, found, known))
+            case Reduce(dst, srcs):
+                add(found, moved(srcs, dst, found, known))
+    return found
+
+
+def moved(srcs: Sequence[Span], dst: Span, steps: list[Step], known: set[str]) -> Step:
+    """What was written in the same step is at hand: a block that stores it once more does not load it."""
+    at_hand = steps[-1][2] if steps and steps[-1][0] == MOVE else frozenset()
+    reads = frozenset(byte for src in srcs if src.buffer in known for byte in bytes_of(src))
+    return MOVE, reads - at_hand, frozenset(bytes_of(dst))
+
+
+def add(steps: list[Step], new: Step) -> None:
+    """Neighbours of one sort are one step."""
+    if steps and steps[-1][0] == new[0]:
+        what, first, second = steps.pop()
+        new = (what, first | new[1], second | new[2])
+    steps.append(new)
+
+
+def bytes_of(span: Span) -> Iterator[object]:
+    return ((span.rank, str(span.buffer), offset) for offset in range(span.offset, span.end))
+
+
+def planted(queue: Queue, mistake: str) -> Queue:
+    """A block's shadow with a mistake: a copy left out, a signal in front of copies, or one of another flag."""
+    commands = list(queue.commands)
+    copies = [number for number, command in enumerate(commands) if isinstance(command, Copy | Reduce)]
+    signals = [number for number, command in enumerate(commands) if isinstance(command, Signal)]
+    if mistake == "copy" and copies:
+        del commands[copies[-1]]
+    elif mistake == "order" and copies:
+        commands.insert(copies[0], commands.pop(signals[-1]))
+    elif mistake == "flag":
+        signal = commands[signals[0]]
+        assert isinstance(signal, Signal)
+        commands[signals[0]] = Signal(Flag(signal.flag.rank, signal.flag.index + 1), signal.value)
+    return dataclasses.replace(queue, commands=tuple(commands))
+
+
+def placed(comm: Communicator, buffer: str, tensor: torch.Tensor) -> Places:
+    return {(rank, buffer): (address, tensor.nbytes) for rank, address in enumerate(comm.peers(tensor).tolist())}
+
+
+def gemv(comm: Communicator) -> Iterator[Launched]:
+    """Five tiles of one token, in three blocks at most."""
+    n, tiling = comm.world_size, Tiling(16, 16, 1, 1)
+    rows, weight, x = 80, torch.ones(80, 16), torch.ones(1, 16)
+    tile_bytes = 4 * tiling.rows
+    for schedule, symmetric in (("one_shot", False), ("two_phase", True), ("two_phase", False)):
+        handle = GemvAllReduce(comm, rows, 1, torch.float32, schedule=schedule, tiling=tiling)
+        out = comm.empty(1, rows) if symmetric else torch.empty(1, rows)
+        own: Places = {(comm.rank, str(Buffer.OUTPUT)): (out.data_ptr(), out.nbytes)}
+        places = dict(placed(comm, str(Buffer.STAGING), handle._partials))
+        if schedule == "one_shot":
+            shadows = fused_gemv.one_shot(n, handle._programs, 5, tile_bytes)
+            places |= own
+        else:
+            shadows = (fused_gemv.two_phase(n, handle._programs, 5, tile_bytes, copies=not symmetric),)
+            if symmetric:
+                places |= placed(comm, str(Buffer.OUTPUT), out)
+            else:
+                places |= own
+                places |= placed(comm, "results", handle._results)
+        launched = Launched(
+            lambda handle=handle, out=out: handle(weight, x, out=out),  # type: ignore[misc]
+            handle._kernel,
+            places,
+            tuple(with_results(program, handle._partials.nbytes) for program in shadows),
+        )
+        yield launched
+
+
+def with_results(program: Program, partial_bytes: int) -> Program:
+    """Results have a tensor of their own where a shadow has them behind the partial results."""
+
+    def change(span: Span) -> Span:
+        if span.buffer == Buffer.STAGING and span.offset >= partial_bytes:
+            return dataclasses.replace(span, buffer="results", offset=span.offset - partial_bytes)
+        return span
+
+    queues = tuple(
+        dataclasses.replace(queue, commands=tuple(map_spans(command, change) for command in queue.commands))
+        for queue in program.queues
+    )
+    return dataclasses.replace(program, queues=queues)
+
+
+KINDS: Mapping[str, Callable[[Communicator], Iterator[Launched]]] = {"gemv": gemv}

@@ -1,0 +1,52 @@
+"""Fused operators between CPU processes, by Triton's interpreter, against float64."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+
+import pytest
+from ranks import Crew
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+
+import fused_ops
+import fused_shadows
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Crew]:
+    """Processes that interpret kernels; this one does not, nor does anybody whom it starts later."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        found = Crew(4)
+    yield found
+    found.close()
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_gemv_all_reduce_back_to_back(four: Crew, world_size: int) -> None:
+    assert four.run(fused_ops.gemv_back_to_back, world_size, world_size, 12, timeout_s=110) == [12] * world_size
+
+
+@pytest.mark.parametrize("kind", ["gemv"])
+def test_what_is_refused(four: Crew, kind: str) -> None:
+    """On the rank with the wrong arguments, and on its peers with the reason, before anything has moved."""
+    *others, (own,) = four.run(fused_ops.refusals, 2, kind)
+    assert all(line.startswith(("ValueError", "TypeError")) and "allowed=" in line for line in own), own
+    for (told,) in others:
+        for line, reason in zip(told, own, strict=True):
+            assert line.startswith("PeerError") and reason in line, (line, reason)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("kind", ["gemv"])
+def test_every_block_does_what_its_shadow_says(four: Crew, kind: str, world_size: int) -> None:
+    assert all(steps > 20 for steps in four.run(fused_shadows.follow, world_size, kind, "none"))
+
+
+@pytest.mark.parametrize("mistake", ["copy", "order", "flag"])
+def test_a_shadow_that_says_something_else_is_noticed(four: Crew, mistake: str) -> None:
+    with pytest.raises(AssertionError, match="generation 1, block"):
+        four.run(fused_shadows.follow, 2, "gemv", mistake)

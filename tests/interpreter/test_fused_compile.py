@@ -1,0 +1,63 @@
+"""Kernels of fused operators as an H200 gets them: compiled here, where no GPU is."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+
+import triton
+from triton.backends.compiler import GPUTarget
+
+from sidelane.ops import gemv
+
+H200 = GPUTarget("cuda", 90, 32)
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+MOST_STACK_BYTES = 64
+"""Of a thread: next to nothing is spilled."""
+
+
+def compiled(kernel: Any, kinds: str, constants: Mapping[str, object], warps: int) -> tuple[str, int, int]:
+    """PTX, registers and stack of a thread. ``kinds``: of the arguments that are no constants, in their order."""
+    names = [name for name in kernel.arg_names if name not in constants]
+    signature = dict(zip(names, kinds.split(), strict=True)) | dict.fromkeys(constants, "constexpr")
+    ordered = {name: signature[name] for name in kernel.arg_names}
+    source = triton.compiler.ASTSource(kernel, ordered, dict(constants))
+    made = triton.compile(source, target=H200, options={"num_warps": warps})
+    return made.asm["ptx"], *usage(made.asm["cubin"])
+
+
+def usage(binary: bytes) -> tuple[int, int]:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        command = [CUOBJDUMP, "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    (registers,), (stack,) = re.findall(r"REG:(\d+)", text), re.findall(r"STACK:(\d+)", text)
+    return int(registers), int(stack)
+
+
+GEMV = "*i64 *i64 *fp32 *i64 *{0} *{0} *{0} *{0} i32 i32 i32 i32 i32 i32"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tokens", "phases"), [("bf16", 1, 1), ("bf16", 1, 2), ("fp16", 4, 1), ("bf16", 16, 2), ("fp32", 16, 1)]
+)
+def test_gemv_all_reduce_compiles(dtype: str, tokens: int, phases: int) -> None:
+    tiling = gemv.Tiling(columns=512 if tokens == 1 else 128)
+    constants = {"ROWS": tiling.rows, "COLS": tiling.columns, "TP": tokens, "DOTS": tokens > 4, "WIDE": dtype == "fp32"}
+    constants |= {"PHASES": phases, "REMOTE_FIRST": True, "COPIES": True}
+    text, registers, stack = compiled(gemv.KERNEL, GEMV.format(dtype), constants, tiling.warps)
+    assert stack <= MOST_STACK_BYTES, (registers, stack)
+    assert text.count(".sys.release.exch") >= phases
+    assert text.count(".sys.acquire.add") >= phases
+    assert ".gpu.acq_rel.add" in text, "the end of a launch"
