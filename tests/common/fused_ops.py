@@ -119,11 +119,44 @@ def gemv_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> int:
     return len(kept)
 
 
+def rms_norm_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> int:
+    """Random shapes and dtypes, with a residual and without, in place and not."""
+    with communicator(group) as comm:
+        n, rank = comm.world_size, comm.rank
+        draws = Draws(seed, rank)
+        kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for _ in range(calls):
+            tokens, hidden = draws.sizes.choice((1, 2, 3, 5, 7)), 2 * draws.sizes.choice((1, 17, 40))
+            dtype, in_place = draws.sizes.choice(DTYPES), draws.sizes.random() < 0.5
+            has_residual, eps = draws.sizes.random() < 0.7, draws.sizes.choice((1e-6, 1e-3))
+            xs = [draws.normal(tokens, hidden).to(dtype) for _ in range(n)]
+            residual, weight = draws.normal(tokens, hidden).to(dtype), draws.normal(hidden).to(dtype)
+            total = torch.stack(xs).double().sum(0) + (residual.double() if has_residual else 0)
+            expected = total / (total.square().mean(1, keepdim=True) + eps).sqrt() * weight.double()
+            device = comm.device
+            x, before = xs[rank].to(device), residual.to(device) if has_residual else None
+            draws.late()
+            places: dict[str, Any] = {"out": x, "residual_out": before} if in_place else {}
+            kept += zip(
+                ops.all_reduce_rms_norm(comm, x, before, weight.to(device), eps=eps, **places),
+                (expected, total),
+                strict=True,
+            )
+        comm.synchronize()
+        for number, (result, expected) in enumerate(kept):
+            check_close(result, expected, number)
+        x, weight = torch.full((2, 4), 1.0), torch.full((4,), 2.0)
+        y, total = reference.all_reduce_rms_norm(comm, x, x, weight)
+        check_close(total, torch.full((2, 4), n + 1.0).double(), "unfused")
+        check_close(y, torch.full((2, 4), 2.0).double(), "unfused")
+    return len(kept) // 2
+
+
 def refusals(group: dist.ProcessGroup, kind: str) -> list[list[str]]:
     """For each wrong call, made by the last rank only, what each rank is told; then a call that is right."""
     told: list[str] = []
     with communicator(group) as comm:
-        wrong, right = {"gemv": gemv_calls}[kind](comm)
+        wrong, right = {"gemv": gemv_calls, "rms_norm": rms_norm_calls}[kind](comm)
         for call in wrong:
             try:
                 (call if comm.rank == comm.world_size - 1 else right)()
@@ -151,5 +184,28 @@ def gemv_calls(comm: Communicator) -> tuple[list[Callable[[], Any]], Callable[[]
         call(schedule="ring"),
         call(order="local_first"),
         call(weight=torch.ones(20, 8, dtype=torch.int32)),
+    ]
+    return wrong, call()
+
+
+def rms_norm_calls(comm: Communicator) -> tuple[list[Callable[[], Any]], Callable[[], Any]]:
+    x, weight = torch.ones(3, 8), torch.ones(8)
+
+    def call(x: Any = x, residual: Any = None, weight: Any = weight, **options: Any) -> Callable[[], Any]:
+        return lambda: ops.all_reduce_rms_norm(comm, x, residual, weight, **options)
+
+    odd = torch.ones(25, dtype=torch.float16)[1:].view(3, 8)
+    wrong = [
+        call(x=torch.ones(513, 8)),
+        call(x=torch.ones(8)),
+        call(x=torch.ones(3, 8, dtype=torch.int64)),
+        call(x=torch.ones(3, 7).half(), weight=torch.ones(7).half()),
+        call(x=odd, weight=weight.half()),
+        call(x=torch.ones(8, 3).T),
+        call(x=torch.ones(1, 16384), weight=torch.ones(16384)),
+        call(residual=torch.ones(3, 7)),
+        call(residual=torch.ones(3, 8).half()),
+        call(weight=torch.ones(7)),
+        call(out=torch.ones(2, 8)),
     ]
     return wrong, call()

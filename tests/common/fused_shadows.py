@@ -15,12 +15,13 @@ from sidelane import Communicator
 from sidelane.collectives.own_kernel import OwnKernel
 from sidelane.device import layout
 from sidelane.ops.gemv import GemvAllReduce, Tiling
+from sidelane.ops.rms_norm import AllReduceRmsNorm
 from sidelane.program.collective import Buffer, Span
 from sidelane.program.ir import Copy, Flag, Program, Queue, Reduce, Signal, Wait
-from sidelane.program.shadows import fused_gemv
+from sidelane.program.shadows import fused_gemv, fused_rms_norm
 
 Step = tuple[str, frozenset[object], frozenset[object]]
-"""``signal`` or ``wait`` with (rank, number) of flags; ``move`` with (rank, buffer, offset) of bytes read and written."""
+"""``signal`` or ``wait`` with flags as (rank, number), ``move`` with bytes read and written."""
 
 SIGNAL, WAIT, MOVE = "signal", "wait", "move"
 Places = Mapping[tuple[int, str], tuple[int, int]]
@@ -36,12 +37,14 @@ class Launched:
         kernel: whose flags these are.
         places: where the buffers of the shadow are.
         shadows: of even and of odd generations, or one for all.
+        cells: words that carry their own flags: cell c is flag c of the shadow.
     """
 
     run: Callable[[], object]
     kernel: OwnKernel
     places: Places
     shadows: Sequence[Program]
+    cells: Places = dataclasses.field(default_factory=dict)
 
 
 def follow(group: dist.ProcessGroup, kind: str, mistake: str) -> int:
@@ -72,6 +75,12 @@ def steps_of(accesses: Sequence[Access], launched: Launched) -> list[Step]:
     found: list[Step] = []
     for access in accesses:
         addresses = [int(address) for address in access.addresses]
+        own_flags = frozenset(
+            (place[0], place[2] // 8) for place in (place_of(a, launched.cells) for a in addresses) if place
+        )
+        if own_flags:
+            add(found, (WAIT if access.what == "load" else SIGNAL, own_flags, frozenset()))
+            continue
         if access.what in ("load", "store"):
             found_at = [place for place in (place_of(address, launched.places) for address in addresses) if place]
             bytes_ = frozenset((*place[:2], place[2] + k) for place in found_at for k in range(access.item_bytes))
@@ -114,7 +123,8 @@ def steps_said(queue: Queue, known: set[str]) -> list[Step]:
             case Wait(flag):
                 add(found, (WAIT, frozenset([(flag.rank, flag.index)]), frozenset()))
             case Copy(dst, src):
-                add(found, moved((src,), dst, found, known))
+                if dst.buffer in known:
+                    add(found, moved((src,), dst, found, known))
             case Reduce(dst, srcs):
                 add(found, moved(srcs, dst, found, known))
     return found
@@ -203,4 +213,18 @@ def with_results(program: Program, partial_bytes: int) -> Program:
     return dataclasses.replace(program, queues=queues)
 
 
-KINDS: Mapping[str, Callable[[Communicator], Iterator[Launched]]] = {"gemv": gemv}
+def rms_norm(comm: Communicator) -> Iterator[Launched]:
+    """Five rows of three words, in three blocks at most."""
+    rows, words = 5, 3
+    handle = AllReduceRmsNorm(comm, rows, words, torch.float32)
+    x, weight, out = torch.ones(rows, words), torch.ones(words), torch.empty(rows, words)
+    yield Launched(
+        lambda: handle(x, None, weight, residual_out=out),
+        handle._kernel,
+        {(comm.rank, str(Buffer.OUTPUT)): (out.data_ptr(), out.nbytes)},
+        fused_rms_norm.all_reduce_rms_norm(comm.world_size, handle._programs, rows, words),
+        placed(comm, "cells", handle._cells),
+    )
+
+
+KINDS: Mapping[str, Callable[[Communicator], Iterator[Launched]]] = {"gemv": gemv, "rms_norm": rms_norm}

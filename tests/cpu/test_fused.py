@@ -30,7 +30,12 @@ def test_gemv_all_reduce_back_to_back(four: Crew, world_size: int) -> None:
     assert four.run(fused_ops.gemv_back_to_back, world_size, world_size, 12, timeout_s=110) == [12] * world_size
 
 
-@pytest.mark.parametrize("kind", ["gemv"])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_all_reduce_rms_norm_back_to_back(four: Crew, world_size: int) -> None:
+    assert four.run(fused_ops.rms_norm_back_to_back, world_size, world_size, 16, timeout_s=110) == [16] * world_size
+
+
+@pytest.mark.parametrize("kind", ["gemv", "rms_norm"])
 def test_what_is_refused(four: Crew, kind: str) -> None:
     """On the rank with the wrong arguments, and on its peers with the reason, before anything has moved."""
     *others, (own,) = four.run(fused_ops.refusals, 2, kind)
@@ -41,9 +46,9 @@ def test_what_is_refused(four: Crew, kind: str) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("kind", ["gemv"])
+@pytest.mark.parametrize("kind", ["gemv", "rms_norm"])
 def test_every_block_does_what_its_shadow_says(four: Crew, kind: str, world_size: int) -> None:
-    assert all(steps > 20 for steps in four.run(fused_shadows.follow, world_size, kind, "none"))
+    assert all(steps > 10 for steps in four.run(fused_shadows.follow, world_size, kind, "none"))
 
 
 @pytest.mark.parametrize("mistake", ["copy", "order", "flag"])

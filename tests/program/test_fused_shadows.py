@@ -12,7 +12,7 @@ from contracts import map_spans
 from sidelane.errors import ProgramError
 from sidelane.program.collective import Buffer, Span
 from sidelane.program.ir import Command, Copy, Flag, Program, Reduce, Signal, Wait
-from sidelane.program.shadows import fused_gemv
+from sidelane.program.shadows import fused_gemv, fused_rms_norm
 from sidelane.program.verify import verify_sequence
 
 TILE = 16
@@ -98,3 +98,19 @@ def test_mistakes_of_two_phases_are_refused(copies: bool) -> None:
             for command in commands
         ],
     )
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_all_reduce_rms_norm_is_proved(n: int) -> None:
+    for rows, blocks in itertools.product((1, 3), (1, 2)):
+        verify_sequence(fused_rms_norm.all_reduce_rms_norm(n, blocks, rows, 2))
+
+
+def test_mistakes_of_all_reduce_rms_norm_are_refused() -> None:
+    right = fused_rms_norm.all_reduce_rms_norm(3, 2, 3, 2)
+    refuse(right, "a cell that is not waited for", without(Wait, lambda flag: flag.index % 18 == 7))
+    refuse(right, "a cell that is never sent", without(Signal, lambda flag: flag.index % 18 == 7))
+    refuse(right, "a generation before its data", signals_overtake)
+    with pytest.raises(ProgramError):
+        verify_sequence(right[:1])  # one place for all generations
+        pytest.fail("accepted: one place")

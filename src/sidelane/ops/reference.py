@@ -16,3 +16,14 @@ def gemv_all_reduce(comm: Communicator, weight: torch.Tensor, x: torch.Tensor) -
     result = functional.linear(x, weight)
     comm.all_reduce(result)
     return result
+
+
+def all_reduce_rms_norm(
+    comm: Communicator, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, *, eps: float = 1e-6
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``all_reduce``, an addition and ``rms_norm``; see :func:`sidelane.ops.all_reduce_rms_norm`."""
+    total = x.clone()
+    comm.all_reduce(total)
+    if residual is not None:
+        total += residual
+    return functional.rms_norm(total, weight.shape, weight, eps), total
