@@ -24,11 +24,15 @@ SEED ?=
 ATTACK ?=
 PARALLEL ?= --numprocesses 3 --dist loadfile
 
+# Not `pip install .[docs]`, which would put another sidelane next to the one of this checkout.
+export DOCS_REQUIREMENTS := import tomllib; \
+  print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")
+
 BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-device attack sanitize results wheel lint format venv clean
+.PHONY: help demo test test-device attack sanitize results wheel docs docs-pages lint format venv clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -58,6 +62,18 @@ results: $(READY) ## measure a machine with GPUs: all but c3 of what is publishe
 
 wheel: $(READY) ## build dist/sidelane-*.whl
 	@$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+
+docs: $(READY) ## build the site of docs/ into build/docs; a broken link, reference or example ends it
+	@$(BIN)/python -c "import furo, myst_parser, sphinx" 2>/dev/null || { echo "[sidelane] installing sidelane[docs]"; \
+	$(BIN)/python -c "$$DOCS_REQUIREMENTS" | xargs "$(PYTHON)" -m pip --python $(BIN)/python install -q; }
+	@echo "[sidelane] pages and examples"
+	@$(BIN)/python -m pytest -q tests/test_docs.py tests/test_guide.py
+	@echo "[sidelane] site"
+	@$(BIN)/python -m sphinx -q -E -W --keep-going -c tools/docs docs build/docs
+	@echo "[sidelane] build/docs/index.html"
+
+docs-pages: $(READY) ## write the pages and tables of docs/ that are made from the code and from results/
+	@$(BIN)/python tools/make_docs.py
 
 lint: $(READY) ## ruff and mypy
 	@echo "[sidelane] ruff check"

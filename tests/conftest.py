@@ -1,5 +1,6 @@
 """What every test can rely on."""
 
+import os
 import signal
 
 import pytest
@@ -10,6 +11,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Files in their order: xdist would begin with those of many tests, and end with the few that take minutes."""
+    """Output as a pipe gets it, whoever looks on. Files in their order."""
+    for name in ("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE"):  # xdist's workers get the first two
+        os.environ.pop(name, None)
+    # xdist would begin with the files of many tests, and end with the few that take minutes.
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False

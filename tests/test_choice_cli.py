@@ -14,7 +14,7 @@ from sidelane import cli
 from sidelane.bench import explain as explaining
 from sidelane.bench import info
 from sidelane.bench.explain import ExplainOptions, explain
-from sidelane.bench.running.launch import Place
+from sidelane.bench.running.launch import LaunchTarget
 from sidelane.bench.tune import command as tune
 from sidelane.choice import Candidate, Curve
 from sidelane.choice.key import key_here
@@ -126,7 +126,7 @@ def test_explain_a_list():
     ],
 )
 def test_explain_says_on_what_first(monkeypatch: pytest.MonkeyPatch, arguments: str, on: str, by: str):
-    monkeypatch.setattr(explaining, "choose_place", lambda: Place("cpu", 2))
+    monkeypatch.setattr(explaining, "choose_target", lambda: LaunchTarget("cpu", 2))
     shown = run("explain", "all_gather", "64K", *arguments.split())
     assert shown.exit_code == 0, shown.output
     first, second, third, _ = shown.output.split("\n", 3)
@@ -188,14 +188,14 @@ def test_explain_says_what_is_stored_with_its_owner():
 
 
 def test_the_example_in_the_docs_is_what_is_printed():
-    page = (Path(__file__).parent.parent / "docs" / "choice.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parent.parent / "docs" / "internals" / "choice.md").read_text(encoding="utf-8")
     block = page[page.index("    $ sidelane explain") :].split("\n\n")[0]
     command, *lines = block.splitlines()
     shown = run(*command.split()[2:])
     assert shown.exit_code == 0, shown.output
     expected = [line.removeprefix("    ").removesuffix("...").rstrip() for line in lines]
     assert len(expected) > 5
-    assert [line for line in expected if line not in shown.output] == [], "docs/choice.md: run its command again"
+    assert [line for line in expected if line not in shown.output] == [], "choice.md: run its command again"
 
 
 def test_explain_says_what_a_cached_graph_takes():

@@ -19,6 +19,7 @@ from sidelane.bench.chain import study as chain_study
 from sidelane.bench.claims import command as claims
 from sidelane.bench.collectives import study as collective_study
 from sidelane.bench.host import study as host_study
+from sidelane.bench.results.written import STDOUT
 from sidelane.bench.running import launch, study
 from sidelane.bench.running.asked import check_asked
 from sidelane.bench.running.launch import RankFailedError
@@ -31,7 +32,7 @@ from sidelane.program.collective import Kind
 
 
 def run(*arguments: str) -> Result:
-    return CliRunner().invoke(cli.main, arguments)
+    return CliRunner().invoke(cli.main, arguments, prog_name="sidelane")
 
 
 @pytest.fixture
@@ -170,12 +171,15 @@ OUT = Path("out")
         ("c3 --gemm cb2 --bytes 1M --machine a40x4 --report out", ("c3", sim_study.Options("a40x4", OUT), BOTH)),
         ("collective --machine h200x4", ("collective", sim_study.Options("h200x4"))),
         ("collective --machine h200x4 --report out", ("collective", sim_study.Options("h200x4", OUT))),
-        ("pipeline --machine a40x4", ("pipeline", "a40x4", None)),
-        ("pipeline --machine a40x4 --report out", ("pipeline", "a40x4", OUT)),
+        ("pipeline --machine a40x4", ("pipeline", "a40x4", None, None)),
+        ("pipeline --machine a40x4 --report out", ("pipeline", "a40x4", OUT, None)),
         ("claims", ("claims", claims.Options())),
-        ("claims --json", ("claims", claims.Options(json=True, ranges=False))),
-        ("claims --json --ranges", ("claims", claims.Options(json=True))),
-        ("claims --json --report out", ("claims", claims.Options(json=True, report=OUT))),
+        ("claims --json", ("claims", claims.Options(json=STDOUT, ranges=False))),
+        ("claims --json - --ranges", ("claims", claims.Options(json=STDOUT))),
+        ("claims --json --report out", ("claims", claims.Options(json=STDOUT, report=OUT))),
+        ("pipeline --machine a40x4 --json x.json", ("pipeline", "a40x4", None, Path("x.json"))),
+        ("c3 --machine a40x4 --json -", ("c3", sim_study.Options("a40x4", json=STDOUT), [])),
+        ("collective --machine a40x4 --json -", ("collective", sim_study.Options("a40x4", json=STDOUT))),
         (
             "claims --machine h200x4 --results out --version 002 --no-ranges",
             ("claims", claims.Options("h200x4", results=OUT, version="002", ranges=False)),
@@ -194,9 +198,8 @@ def test_predictions(asked: SimpleNamespace, predicted: list[tuple[Any, ...]], a
     [
         ("c3 --machine mi300x8 --ranks 4", ["--ranks does not go with --machine", "--report"]),
         ("c3 --machine mi300x8 --strategy conccl cb1_1M", ["--strategy", "allowed=pairs"]),
-        ("c3 --machine mi300x8 --collective all_gather", ["--collective", "allowed=--version, --report"]),
+        ("c3 --machine mi300x8 --collective all_gather", ["--collective", "allowed=--version, --json, --report"]),
         ("c3 --machine mi300x8 --version 002 cb1_1M", ["--version"]),
-        ("c3 --machine mi300x8 --json x.json", ["--json"]),
         ("c3 --machine mi300x8 cb1_1M --collective broadcast", ["broadcast", "all_gather, all_to_all, all_reduce"]),
         ("c3 --version 002", ["--version", "needs --machine"]),
         ("collective --machine mi300x8 --no-profile", ["--profile does not go with --machine"]),
@@ -248,7 +251,7 @@ def test_the_catalogue():
 
 
 def test_demo_measures_where_there_are_gpus(asked: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(launch, "choose_place", lambda ranks, device: SimpleNamespace(on_cpu=False))
+    monkeypatch.setattr(launch, "choose_target", lambda ranks, device: SimpleNamespace(on_cpu=False))
     result = run("demo", "--report", str(tmp_path))
     assert result.exit_code == 0, result.output
     assert "This machine" in result.output
@@ -279,7 +282,9 @@ def test_mistakes_are_refused_in_one_line(asked: SimpleNamespace, arguments: lis
     result = run(*arguments)
     assert result.exit_code == 2, result.output
     assert "Traceback" not in result.output
-    assert reason in result.output.strip().splitlines()[-1]
+    *_, error, see = result.output.strip().splitlines()
+    assert error.startswith("Error: ") and reason in error
+    assert see == f"See sidelane {arguments[0]} --help, docs/guide/commands.md"
     assert (asked.collective, asked.c3) == (None, None)
 
 
@@ -343,14 +348,15 @@ def fail_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
 def test_what_happens_on_the_way_is_not_the_users_fault(monkeypatch: pytest.MonkeyPatch):
     fail_with(monkeypatch, UnavailableError("no copy engines here"))
     result = run("c3")
-    assert (result.exit_code, result.output) == (1, "Error: no copy engines here\n")
+    assert (result.exit_code, result.output) == (1, "Error: no copy engines here\nSee docs/guide/errors.md\n")
 
 
 def test_a_folder_that_cannot_be_made_is_no_traceback(tmp_path: Path):
     (tmp_path / "file").touch()
     result = run("pipeline", "--machine", "a40x4", "--report", str(tmp_path / "file" / "report"))
     assert result.exit_code == 1 and isinstance(result.exception, SystemExit)
-    assert result.output.strip().splitlines()[-1].startswith("Error: ") and "Not a directory" in result.output
+    *_, error, see = result.output.strip().splitlines()
+    assert error.startswith("Error: ") and "Not a directory" in error and see == "See docs/guide/errors.md"
 
 
 def test_what_a_rank_refused_is(monkeypatch: pytest.MonkeyPatch):
@@ -395,14 +401,14 @@ def test_info_tells_how_calls_are_repeated(monkeypatch: pytest.MonkeyPatch, nati
 
 def test_info_of_a_machine_with_gpus(monkeypatch: pytest.MonkeyPatch):
     """What a machine with four GPUs would show, made up."""
-    from sidelane.bench.running.launch import Place
+    from sidelane.bench.running.launch import LaunchTarget
     from sidelane.machine.inventory import Accelerators, Gpu, Inventory
 
     gpus = tuple(Gpu(i, "Example GPU", 141 << 30, 132, 3, 18, True, 700.0) for i in range(4))
     access = tuple(tuple((i, j) != (3, 0) for j in range(4)) for i in range(4))
     found = Accelerators("cuda", gpus, access, None, "580.1", "NCCL 2.28.9", True, False, ("a note",))
     monkeypatch.setattr(info.local, "inspect", lambda: Inventory("CPU", 64, 1 << 39, 1 << 38, found))
-    monkeypatch.setattr(info, "choose_place", lambda: Place("cpu", 4))
+    monkeypatch.setattr(info, "choose_target", lambda: LaunchTarget("cpu", 4))
     output = " ".join(run("info", "--no-probe").output.split())
     assert "141 GiB, 132 compute units, 3 copy engines, 18 links to a switch, 700 W at most" in output
     assert "missing for 3->0" in output

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from sidelane import Communicator, Config
 from sidelane.bench.running import launch
-from sidelane.bench.running.launch import Place, Rank, RankFailedError, choose_place, run_ranks
+from sidelane.bench.running.launch import LaunchTarget, Rank, RankFailedError, choose_target, run_ranks
 
 
 def add_ranks(rank: Rank, offset: int) -> tuple[float, str]:
@@ -282,21 +282,21 @@ def alive(pid: int) -> bool:
 def test_torchrun_is_taken_as_it_is(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert choose_place() == Place("cpu", 2)
+    assert choose_target() == LaunchTarget("cpu", 2)
     with pytest.raises(ValueError, match="torchrun"):
-        choose_place(ranks=3)
+        choose_target(ranks=3)
     with pytest.raises(ValueError, match="torchrun"):
         run_ranks(leave_nothing, 3)
 
 
 def test_places():
-    assert choose_place(3, "cpu") == Place("cpu", 3)
+    assert choose_target(3, "cpu") == LaunchTarget("cpu", 3)
     with pytest.raises(ValueError, match="device"):
-        choose_place(device="tpu")
+        choose_target(device="tpu")
     with pytest.raises(ValueError, match="world_size"):
-        Place("cpu", 0)
+        LaunchTarget("cpu", 0)
     with pytest.raises(ValueError, match="fewer devices than ranks"):
-        Place("cuda", 1000)
+        LaunchTarget("cuda", 1000)
 
 
 def listening_outside(rank: Rank) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from sidelane.bench.running.launch import Place
+from sidelane.bench.running.launch import LaunchTarget
 
 FILE = Path(__file__).resolve().parent.parent / "tools" / "measure_node.py"
 
@@ -117,7 +117,7 @@ def test_what_has_ended_is_there_while_the_next_part_runs(
 def test_without_gpus_it_says_so_at_once(
     tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(tool, "choose_place", lambda: Place("cpu", 2))
+    monkeypatch.setattr(tool, "choose_target", lambda: LaunchTarget("cpu", 2))
     with pytest.raises(SystemExit):
         tool.main(["--out", str(tmp_path / "new")])
     assert "two GPUs are needed" in capsys.readouterr().err

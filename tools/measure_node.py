@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sidelane.bench.running.launch import choose_place
+from sidelane.bench.running.launch import choose_target
 
 SIDELANE = str(Path(sys.executable).with_name("sidelane"))
 BOTH_ENDS = ("all_gather", "all_to_all")
@@ -55,7 +55,7 @@ STUDIES: dict[str, tuple[Part, ...]] = {
         Part(collectives(REDUCTIONS, "--min-bytes", "64M", "--iterations", "5"), 240),
     ),
     "lists": (Part(collectives((*BOTH_ENDS, *REDUCTIONS), *LISTS), 180),),
-    # By themselves: NCCL 2.28 fails in groups of broadcasts behind groups of others (docs/performance.md).
+    # By themselves: NCCL 2.28 fails in groups of broadcasts behind groups of others (docs/lab/performance.md).
     "broadcasts": (
         Part(collectives(("broadcast",), "--factor", "4", "--max-bytes", "1G", "--iterations", "9"), 90),
         Part(collectives(("broadcast",), *LISTS), 60),
@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     unknown = [name for name in given.studies if name not in STUDIES]
     if unknown:
         parser.error(f"STUDY (value={', '.join(unknown)}, allowed={', '.join(STUDIES)})")
-    if choose_place().on_cpu:
+    if choose_target().on_cpu:
         parser.error(
             "two GPUs are needed at least (without them: sidelane collective, host, phases ... measure CPU ranks)"
         )

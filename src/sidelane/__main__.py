@@ -2,4 +2,4 @@
 
 from sidelane.cli import main
 
-main()
+main(prog_name="sidelane")

@@ -10,11 +10,15 @@ variable                   meaning                                              
 ``SIDELANE_PROFILE``       file of measured times to choose by; ``builtin``: never the user's          (a)
 ``SIDELANE_NATIVE``        0: repeat calls on GPUs in Python, compile nothing                          1
 ``SIDELANE_MEMORY_BYTES``  most bytes that ``empty`` may reserve on a rank, for each communicator      (b)
+``SIDELANE_MAP_MEMORY``    0: ordinary tensors are staged, even where peers could map them             1
+``SIDELANE_COMMIT``        what result files name as the code that ran, where there is no checkout     (c)
 =========================  ==========================================================================  =======
 
-(b) what the device has.
-(a) ``sidelane/profiles/<machine>.json`` in ``XDG_CONFIG_HOME``, or in ``~/.config`` without it. See docs/choice.md.
-What is compiled is kept in ``sidelane`` in ``XDG_CACHE_HOME``, or in ``~/.cache`` without it. See docs/performance.md.
+(a) ``sidelane/profiles/<machine>.json`` in ``XDG_CONFIG_HOME``, else in ``~/.config`` (docs/internals/choice.md).
+(b) what the device has. A number of bytes, or a size such as ``512M`` or ``1.5G``.
+(c) the checkout's commit, or ``unknown``. It is no setting of a communicator.
+
+What is compiled is kept in ``sidelane`` in ``XDG_CACHE_HOME``, else in ``~/.cache`` (docs/lab/performance.md).
 """
 
 from __future__ import annotations
@@ -27,9 +31,13 @@ import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from sidelane.errors import SEE, Page, see
+from sidelane.sizes import parse_bytes
+
 VARIABLES = (
     *("SIDELANE_TIMEOUT_S", "SIDELANE_DEBUG", "SIDELANE_VERIFY", "SIDELANE_BESIDE", "SIDELANE_PROFILE"),
-    *("SIDELANE_NATIVE", "SIDELANE_MEMORY_BYTES", "SIDELANE_COMMIT"),  # the last one is for results: which code ran
+    *("SIDELANE_NATIVE", "SIDELANE_MEMORY_BYTES", "SIDELANE_MAP_MEMORY"),
+    "SIDELANE_COMMIT",  # for results: which code ran
 )
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -56,6 +64,7 @@ class Config:
         native: repeat calls on GPUs in compiled code, where there is a C compiler.
         memory_bytes: most bytes of symmetric memory that ``empty`` of a communicator may reserve on a rank; None for
             what the device has.
+        map_memory: let peers reach ordinary tensors without staging where that is possible (docs/internals/reach.md).
     """
 
     timeout_s: float = DEFAULT_TIMEOUT_S
@@ -65,14 +74,15 @@ class Config:
     profile: str | None = None
     native: bool = True
     memory_bytes: int | None = None
+    map_memory: bool = True
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
-            raise ValueError(f"Config: timeout_s must be a positive number of seconds (value={self.timeout_s!r})")
+            raise _refused(f"Config: timeout_s must be a positive number of seconds (value={self.timeout_s!r})")
         if self.beside not in BESIDE:
-            raise ValueError(f"Config: beside (value={self.beside!r}, allowed={', '.join(BESIDE)})")
+            raise _refused(f"Config: beside (value={self.beside!r}, allowed={', '.join(BESIDE)})")
         if self.memory_bytes is not None and self.memory_bytes < 0:
-            raise ValueError(f"Config: memory_bytes (value={self.memory_bytes}, allowed=0 and more)")
+            raise _refused(f"Config: memory_bytes (value={self.memory_bytes}, allowed=0 and more)")
 
 
 def from_environment(environment: Mapping[str, str]) -> Config:
@@ -83,12 +93,14 @@ def from_environment(environment: Mapping[str, str]) -> Config:
     """
     for name in environment:
         if name.startswith("SIDELANE_") and name not in VARIABLES:
-            warnings.warn(f"{name}: no such setting, ignored (allowed={', '.join(VARIABLES)})", stacklevel=2)
+            warnings.warn(
+                f"{name}: no such setting, ignored (allowed={', '.join(VARIABLES)}). {SEE}{Page.SETTINGS}", stacklevel=2
+            )
     timeout = environment.get("SIDELANE_TIMEOUT_S", "600")
     try:
         timeout_s = float(timeout)
     except ValueError:
-        raise ValueError(
+        raise _refused(
             f"SIDELANE_TIMEOUT_S: not a number of seconds (value={timeout!r}, allowed=a number above 0)"
         ) from None
     return Config(
@@ -99,6 +111,7 @@ def from_environment(environment: Mapping[str, str]) -> Config:
         profile=environment.get("SIDELANE_PROFILE") or None,
         native=_switch(environment, "SIDELANE_NATIVE", default=True),
         memory_bytes=_bytes(environment, "SIDELANE_MEMORY_BYTES"),
+        map_memory=_switch(environment, "SIDELANE_MAP_MEMORY", default=True),
     )
 
 
@@ -142,9 +155,10 @@ def _bytes(environment: Mapping[str, str], name: str) -> int | None:
     value = environment.get(name)
     if not value:
         return None
-    if not value.isdigit():
-        raise ValueError(f"{name}: not a number of bytes (value={value!r}, allowed=0 and more)")
-    return int(value)
+    try:
+        return parse_bytes(value)
+    except ValueError:
+        raise _refused(f"{name}: not a size (value={value!r}, allowed=bytes, or a number with K, M or G)") from None
 
 
 def _switch(environment: Mapping[str, str], name: str, *, default: bool) -> bool:
@@ -152,5 +166,10 @@ def _switch(environment: Mapping[str, str], name: str, *, default: bool) -> bool
     if value is None:
         return default
     if value not in ("0", "1"):
-        raise ValueError(f"{name}: not a switch (value={value!r}, allowed='0' or '1')")
+        raise _refused(f"{name}: not a switch (value={value!r}, allowed='0' or '1')")
     return value == "1"
+
+
+def _refused(text: str) -> ValueError:
+    """The error of a setting, which says where all of them are described."""
+    return see(ValueError(text), Page.SETTINGS)

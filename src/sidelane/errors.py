@@ -1,12 +1,68 @@
-"""Errors beyond ``ValueError`` and ``TypeError``, which mean that the caller passed something wrong."""
+"""Errors beyond ``ValueError`` and ``TypeError``, which mean that the caller passed something wrong.
+
+Each names the page of the documentation to read on, as a note: tracebacks and the command ``sidelane`` show it at their
+end, and ``str`` of an error, which other ranks repeat, does not hold it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import enum
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import ClassVar, TypeVar
+
+E = TypeVar("E", bound=BaseException)
+
+SEE = "See "
+
+PACKAGES: Mapping[str, str] = MappingProxyType(
+    {"cuda.bindings": "cuda-bindings>=13", "pynvml": "nvidia-ml-py", "triton": "triton>=3.6"}
+)
+"""Modules that nothing needs but GPUs, and what pip calls them: the extra ``cuda`` has them all."""
+
+
+class Page(enum.StrEnum):
+    """Where errors send their readers, from the root of the repository."""
+
+    COMMANDS = "docs/guide/commands.md"
+    ERRORS = "docs/guide/errors.md"
+    INSTALLATION = "docs/guide/installation.md"
+    OWN = "docs/guide/own.md"
+    SETTINGS = "docs/reference/settings.md"
+    TUNING = "docs/guide/tuning.md"
+
+
+def see(error: E, page: Page) -> E:
+    """Have ``error`` say at its end where to read on, and return it."""
+    error.add_note(f"{SEE}{page}")
+    return error
+
+
+def page_of(error: BaseException) -> Page | None:
+    """Where an error sends its readers."""
+    named = [note.removeprefix(SEE) for note in getattr(error, "__notes__", ()) if note.startswith(SEE)]
+    return Page(named[-1]) if named else None
+
+
+def last_line(text: str) -> str:
+    """What a traceback ends with, less where to read on."""
+    lines = [line for line in text.rstrip().split("\n") if not line.startswith(f"{SEE}docs/")]
+    return lines[-1] if lines else ""
 
 
 class SidelaneError(RuntimeError):
-    """Base of every error that is not the caller's argument."""
+    """Base of every error that is not the caller's argument.
+
+    Args:
+        *arguments: the text, first of all.
+        page: where to read on; None: the page of the class.
+    """
+
+    page: ClassVar[Page] = Page.ERRORS
+
+    def __init__(self, *arguments: object, page: Page | None = None) -> None:
+        super().__init__(*arguments)
+        see(self, page or self.page)
 
 
 class ProgramError(SidelaneError):
@@ -14,6 +70,8 @@ class ProgramError(SidelaneError):
 
     ``violations`` lists every finding as one line each; a line names the ranks, the commands and the bytes.
     """
+
+    page = Page.OWN
 
     def __init__(self, title: str, violations: Sequence[str]) -> None:
         self.title, self.violations = title, tuple(violations)
@@ -27,6 +85,21 @@ class ProgramError(SidelaneError):
 
 class UnavailableError(SidelaneError):
     """This machine or this installation lacks something that was asked for; the text says what and how to get it."""
+
+
+def missing(what: str, module: str, problem: BaseException) -> UnavailableError:
+    """The error where ``what`` needs a module of ``PACKAGES`` that is not there.
+
+    >>> str(missing("power needs NVML", "pynvml", ImportError("No module named 'pynvml'")))
+    "power needs NVML (No module named 'pynvml'): pip install nvidia-ml-py"
+    """
+    return UnavailableError(f"{what} ({problem}): {how_to_get(module)}", page=Page.INSTALLATION)
+
+
+def how_to_get(module: str) -> str:
+    """What to type for a module of ``PACKAGES``."""
+    package = PACKAGES[module]
+    return f"pip install '{package}'" if ">" in package else f"pip install {package}"
 
 
 class CommunicatorClosedError(SidelaneError):

@@ -1,21 +1,18 @@
 """What a kernel does to memory, block by block, written down while Triton's interpreter runs it.
 
-A *step* is what lies between two synchronisations of a block: flags that it signals, flags that it waits for, or bytes
-that it reads and writes. Loads of flags without acquire, counters and the board belong to the waiting itself.
+What that means in words of a shadow: ``steps``.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
-POLL_S = 200e-6
-
+LOAD, STORE, POLL, BARRIER = "load", "store", "poll", "barrier"
 RELEASE, RELAXED, ACQUIRE = "release", "relaxed", "acquire"
 
 
@@ -24,7 +21,8 @@ class Access:
     """One instruction of a block.
 
     Attributes:
-        what: ``load``, ``store``, or the ordering of an atomic: of an exchange, or of an addition of 0.
+        what: a load, a store, a poll (a load that is volatile), a barrier of the block's threads, or the ordering of an
+            atomic: of an exchange, or of an addition of 0.
         addresses: that it touches, of each element.
         item_bytes: of an element.
         is_exchange: an atomic that stores.
@@ -42,7 +40,14 @@ def recorded() -> Iterator[dict[int, list[Access]]]:
     from triton.runtime.interpreter import InterpreterBuilder as Builder
 
     found: dict[int, list[Access]] = {}
-    names = ("create_masked_load", "create_masked_store", "create_load", "create_store", "create_atomic_rmw")
+    names = (
+        "create_masked_load",
+        "create_masked_store",
+        "create_load",
+        "create_store",
+        "create_atomic_rmw",
+        "create_barrier",
+    )
     before: dict[str, Callable[..., Any]] = {name: getattr(Builder, name) for name in names}
 
     def note(builder: Any, what: str, pointers: Any, mask: Any, *, is_exchange: bool = False) -> None:
@@ -53,13 +58,11 @@ def recorded() -> Iterator[dict[int, list[Access]]]:
         found.setdefault(int(builder.grid_idx[0]), []).append(Access(what, addresses, item, is_exchange))
 
     def masked_load(self: Any, ptrs: Any, mask: Any, *rest: Any) -> Any:
-        note(self, "load", ptrs, mask)
-        if rest[-1]:  # volatile: it waits for a peer, which may need the processor
-            time.sleep(POLL_S)
+        note(self, POLL if rest[-1] else LOAD, ptrs, mask)
         return before["create_masked_load"](self, ptrs, mask, *rest)
 
     def masked_store(self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
-        note(self, "store", ptrs, mask)
+        note(self, STORE, ptrs, mask)
         return before["create_masked_store"](self, ptrs, value, mask, *rest)
 
     def atomic(self: Any, op: Any, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any) -> Any:
@@ -67,6 +70,10 @@ def recorded() -> Iterator[dict[int, list[Access]]]:
         note(self, ordering, ptr, mask, is_exchange="XCHG" in str(op).upper())
         return before["create_atomic_rmw"](self, op, ptr, val, mask, sem, scope)
 
+    def barrier(self: Any) -> None:
+        found.setdefault(int(self.grid_idx[0]), []).append(Access(BARRIER, np.empty(0, np.int64), 0))
+
+    Builder.create_barrier = barrier
     Builder.create_masked_load, Builder.create_masked_store = masked_load, masked_store
     Builder.create_atomic_rmw = atomic
     try:

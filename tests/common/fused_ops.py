@@ -50,33 +50,9 @@ def check_close(found: torch.Tensor, expected: torch.Tensor, where: object) -> N
 
 @contextlib.contextmanager
 def communicator(group: dist.ProcessGroup) -> Iterator[Communicator]:
-    """A communicator of ranks that leave the processor to each other while they wait, if kernels are interpreted."""
-    with (
-        Communicator(group, device=torch.get_default_device(), config=Config(timeout_s=60)) as comm,
-        contextlib.ExitStack() as stack,
-    ):
-        if comm.device.type == "cpu":
-            stack.enter_context(patient_polls())
+    """One that is patient: CPU ranks interpret kernels."""
+    with Communicator(group, device=torch.get_default_device(), config=Config(timeout_s=60)) as comm:
         yield comm
-
-
-@contextlib.contextmanager
-def patient_polls() -> Iterator[None]:
-    """A volatile load waits for a peer, which may need the processor."""
-    from triton.runtime.interpreter import InterpreterBuilder as Builder
-
-    before: Any = Builder.create_masked_load
-
-    def load(self: Any, ptrs: Any, mask: Any, *rest: Any) -> Any:
-        if rest[-1]:
-            time.sleep(200e-6)
-        return before(self, ptrs, mask, *rest)
-
-    Builder.create_masked_load = load
-    try:
-        yield
-    finally:
-        Builder.create_masked_load = before
 
 
 def gemv_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
-from accesses import Access, recorded
+from accesses import BARRIER, LOAD, POLL, STORE, Access, recorded
 from contracts import map_spans
 from fused_ops import communicator
 
@@ -19,11 +19,13 @@ from sidelane.ops.rms_norm import AllReduceRmsNorm
 from sidelane.program.collective import Buffer, Span
 from sidelane.program.ir import Copy, Flag, Program, Queue, Reduce, Signal, Wait
 from sidelane.program.shadows import fused_gemv, fused_rms_norm
+from sidelane.program.shadows.blocks import block_of
 
 Step = tuple[str, frozenset[object], frozenset[object]]
 """``signal`` or ``wait`` with flags as (rank, number), ``move`` with bytes read and written."""
 
 SIGNAL, WAIT, MOVE = "signal", "wait", "move"
+NOTHING: frozenset[object] = frozenset()
 Places = Mapping[tuple[int, str], tuple[int, int]]
 """Address and bytes of each (rank, buffer); what lies elsewhere is the kernel's own input, or control."""
 
@@ -38,6 +40,7 @@ class Launched:
         places: where the buffers of the shadow are.
         shadows: of even and of odd generations, or one for all.
         cells: words that carry their own flags: cell c is flag c of the shadow.
+        threads: the first flag that stands for a barrier of threads.
     """
 
     run: Callable[[], object]
@@ -45,6 +48,7 @@ class Launched:
     places: Places
     shadows: Sequence[Program]
     cells: Places = dataclasses.field(default_factory=dict)
+    threads: int = 1 << 40
 
 
 def follow(group: dist.ProcessGroup, kind: str, mistake: str) -> int:
@@ -58,10 +62,12 @@ def follow(group: dist.ProcessGroup, kind: str, mistake: str) -> int:
                 comm.synchronize()
                 comm.barrier()
                 shadow = launched.shadows[generation % len(launched.shadows)]
-                for queue in shadow.queues_of(comm.rank):
-                    said = steps_said(planted(queue, mistake), {buffer for _, buffer in launched.places})
-                    done = steps_of(found[queue.engine.index], launched)
-                    where = f"rank {comm.rank}, generation {generation}, block {queue.engine.index}"
+                queues = shadow.queues_of(comm.rank)
+                for block, accesses in found.items():
+                    mine = [queue for queue in queues if block_of(queue)[0] == block]
+                    said = steps_said(planted(mine, mistake), {buffer for _, buffer in launched.places}, launched)
+                    done = steps_of(accesses, launched, barriers=sum(step[0] == BARRIER for step in said))
+                    where = f"rank {comm.rank}, generation {generation}, block {block}"
                     assert [step[0] for step in done] == [step[0] for step in said], where
                     for number, (one, other) in enumerate(zip(done, said, strict=True)):
                         for mine, theirs in zip(one[1:], other[1:], strict=True):
@@ -70,8 +76,8 @@ def follow(group: dist.ProcessGroup, kind: str, mistake: str) -> int:
     return steps
 
 
-def steps_of(accesses: Sequence[Access], launched: Launched) -> list[Step]:
-    """What a block has done to the buffers of the shadow, and to flags."""
+def steps_of(accesses: Sequence[Access], launched: Launched, *, barriers: int) -> list[Step]:
+    """What a block has done to the buffers of the shadow, and to flags; so many barriers of threads are looked at."""
     found: list[Step] = []
     for access in accesses:
         addresses = [int(address) for address in access.addresses]
@@ -79,14 +85,18 @@ def steps_of(accesses: Sequence[Access], launched: Launched) -> list[Step]:
             (place[0], place[2] // 8) for place in (place_of(a, launched.cells) for a in addresses) if place
         )
         if own_flags:
-            add(found, (WAIT if access.what == "load" else SIGNAL, own_flags, frozenset()))
+            add(found, (WAIT if access.what == POLL else SIGNAL, own_flags, NOTHING))
             continue
-        if access.what in ("load", "store"):
+        if access.what == BARRIER:
+            if barriers and found:  # not the one in front of a signal
+                add(found, (BARRIER, NOTHING, NOTHING))
+                barriers -= 1
+            continue
+        if access.what in (LOAD, POLL, STORE):
             found_at = [place for place in (place_of(address, launched.places) for address in addresses) if place]
             bytes_ = frozenset((*place[:2], place[2] + k) for place in found_at for k in range(access.item_bytes))
             if bytes_:
-                nothing: frozenset[object] = frozenset()
-                add(found, (MOVE, bytes_, nothing) if access.what == "load" else (MOVE, nothing, bytes_))
+                add(found, (MOVE, bytes_, NOTHING) if access.what == LOAD else (MOVE, NOTHING, bytes_))
             continue
         flags = frozenset(flag for flag in (flag_of(a, launched.kernel) for a in addresses) if flag)
         if flags:
@@ -113,15 +123,18 @@ def flag_of(address: int, kernel: OwnKernel) -> tuple[int, int] | None:
     return None
 
 
-def steps_said(queue: Queue, known: set[str]) -> list[Step]:
-    """What a shadow says that a block does; its inputs are computed, and nobody loads them."""
+def steps_said(queues: Sequence[Queue], known: set[str], launched: Launched) -> list[Step]:
+    """What a shadow says that a block does, what is apart first; its inputs are computed, and nobody loads them."""
     found: list[Step] = []
-    for command in queue.commands:
+    for command in (command for queue in (*queues[1:], queues[0]) for command in queue.commands):
         match command:
+            case Signal(flag) | Wait(flag) if flag.index >= launched.threads:
+                if isinstance(command, Wait):
+                    add(found, (BARRIER, NOTHING, NOTHING))
             case Signal(flag):
-                add(found, (SIGNAL, frozenset([(flag.rank, flag.index)]), frozenset()))
+                add(found, (SIGNAL, frozenset([(flag.rank, flag.index)]), NOTHING))
             case Wait(flag):
-                add(found, (WAIT, frozenset([(flag.rank, flag.index)]), frozenset()))
+                add(found, (WAIT, frozenset([(flag.rank, flag.index)]), NOTHING))
             case Copy(dst, src):
                 if dst.buffer in known:
                     add(found, moved((src,), dst, found, known))
@@ -149,8 +162,9 @@ def bytes_of(span: Span) -> Iterator[object]:
     return ((span.rank, str(span.buffer), offset) for offset in range(span.offset, span.end))
 
 
-def planted(queue: Queue, mistake: str) -> Queue:
+def planted(queues: Sequence[Queue], mistake: str) -> list[Queue]:
     """A block's shadow with a mistake: a copy left out, a signal in front of copies, or one of another flag."""
+    queue, *apart = queues
     commands = list(queue.commands)
     copies = [number for number, command in enumerate(commands) if isinstance(command, Copy | Reduce)]
     signals = [number for number, command in enumerate(commands) if isinstance(command, Signal)]
@@ -162,7 +176,7 @@ def planted(queue: Queue, mistake: str) -> Queue:
         signal = commands[signals[0]]
         assert isinstance(signal, Signal)
         commands[signals[0]] = Signal(Flag(signal.flag.rank, signal.flag.index + 1), signal.value)
-    return dataclasses.replace(queue, commands=tuple(commands))
+    return [dataclasses.replace(queue, commands=tuple(commands)), *apart]
 
 
 def placed(comm: Communicator, buffer: str, tensor: torch.Tensor) -> Places:
@@ -224,6 +238,7 @@ def rms_norm(comm: Communicator) -> Iterator[Launched]:
         {(comm.rank, str(Buffer.OUTPUT)): (out.data_ptr(), out.nbytes)},
         fused_rms_norm.all_reduce_rms_norm(comm.world_size, handle._programs, rows, words),
         placed(comm, "cells", handle._cells),
+        fused_rms_norm.loaded_flags(comm.world_size, rows, words),
     )
 
 

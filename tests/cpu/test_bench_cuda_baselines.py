@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from sidelane.bench.candidates import baselines_cuda
 from sidelane.bench.candidates.baselines_cuda import Nccl, NcclCopyEngines
-from sidelane.bench.candidates.candidate import Candidate, Prepared, Tensors, candidates_of, nothing_to_wait_for, views
+from sidelane.bench.candidates.candidate import Entrant, Prepared, Tensors, candidates_of, nothing_to_wait_for, views
 from sidelane.bench.candidates.reference import POISON, Case
 from sidelane.errors import UnavailableError
 from sidelane.program.collective import Kind
@@ -89,7 +89,7 @@ def test_each_buffer_is_a_window_of_its_own(library: Library) -> None:
     nccl = NcclCopyEngines(CPU, 10.0, Alone())  # type: ignore[arg-type]
     nccl.reserve(1024, 512)
     case = Case(Kind.ALL_GATHER, 1024, torch.bfloat16, 1, 4, CPU)
-    tensors = nccl.tensors(case, Candidate("nccl_ce", in_place=True))
+    tensors = nccl.tensors(case, Entrant("nccl_ce", in_place=True))
     assert tensors.output is not None
     assert tensors.output.storage_offset() == 0
     assert tensors.output.untyped_storage().nbytes() >= 20 << 20
@@ -139,7 +139,7 @@ class Recorder:
         self.output, self.input = torch.zeros(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
         self.fails = False
 
-    def tensors(self, case: Case, candidate: Candidate) -> Tensors:
+    def tensors(self, case: Case, candidate: Entrant) -> Tensors:
         return views(case, candidate.in_place, self.output, self.input)
 
     def start(self, case: Case, tensors: Tensors, variant: str) -> Callable[[], None]:
@@ -169,7 +169,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 
 def prepared_graph(recorder: Recorder, calls: int) -> Prepared:
     case = Case(Kind.ALL_GATHER, 64, torch.uint8, 0, 2, CPU)
-    return Prepared(Candidate("dma", "b2b", False, "graph"), case, recorder, calls)  # type: ignore[arg-type]
+    return Prepared(Entrant("dma", "b2b", False, "graph"), case, recorder, calls)  # type: ignore[arg-type]
 
 
 def test_a_graph_to_time_holds_all_calls_and_a_graph_to_check_one(recorder: Recorder) -> None:
@@ -203,7 +203,7 @@ def test_a_capture_that_fails_is_ended(recorder: Recorder) -> None:
 
 def test_outputs_are_poisoned_before_inputs_are_filled(recorder: Recorder) -> None:
     case = Case(Kind.ALL_GATHER, 64, torch.uint8, 1, 2, CPU)
-    Prepared(Candidate("dma", "b2b", True), case, recorder).fill(5)  # type: ignore[arg-type]
+    Prepared(Entrant("dma", "b2b", True), case, recorder).fill(5)  # type: ignore[arg-type]
     assert recorder.output[:32].eq(POISON).all()
     assert not recorder.output[32:].eq(POISON).all()  # in place, the input is part of the output
 

@@ -20,7 +20,7 @@ from sidelane.bench.candidates import baselines_cuda
 from sidelane.bench.candidates.baselines_cpu import Gloo
 from sidelane.bench.candidates.baselines_cuda import Nccl, NcclCopyEngines
 from sidelane.bench.candidates.baselines_symm_mem import SymmetricMemory
-from sidelane.bench.candidates.candidate import Candidate, Lists, Prepared, Tensors, candidates_of
+from sidelane.bench.candidates.candidate import Entrant, Lists, Prepared, Tensors, candidates_of
 from sidelane.bench.candidates.listed import COALESCED, PreparedList, coalesced, is_separate, prepare
 from sidelane.bench.candidates.own import Auto, Dma
 from sidelane.bench.candidates.reference import KINDS, MOST_TENSORS, Case, fill_input, rounded_bytes
@@ -105,7 +105,7 @@ def test_what_the_host_takes_counts_until_each_tensor_takes_long(nbytes: int, te
     asked: list[float] = []
     prepared: Any = SimpleNamespace(job=asked.append)
     meter: Any = SimpleNamespace(rounds=lambda *_, **__: {})
-    collective_study.time_candidates(meter, {Candidate("dma"): prepared}, case, CollectiveOptions(tensors=tensors))
+    collective_study.time_candidates(meter, {Entrant("dma"): prepared}, case, CollectiveOptions(tensors=tensors))
     assert [us > 0 for us in asked] == [hidden]
 
 
@@ -356,7 +356,7 @@ def test_nccl_gets_a_list_as_one_group(monkeypatch: pytest.MonkeyPatch, kind: Ki
     offsets = [512 * number // case.dtype.itemsize for number in (0, 1)]
     calls = [f"{kind} {offset} group" for offset in offsets]
 
-    together = PreparedList(Candidate("nccl", variant, in_place=True), case, nccl)
+    together = PreparedList(Entrant("nccl", variant, in_place=True), case, nccl)
     together.run()
     # Those that torch hands over as one operation need no device to stand between.
     device = None if kind in COALESCED else CPU
@@ -365,7 +365,7 @@ def test_nccl_gets_a_list_as_one_group(monkeypatch: pytest.MonkeyPatch, kind: Ki
     assert {t.untyped_storage().data_ptr() for t in together._lists.inputs} == {where[0].data_ptr()}
 
     recorder.log.clear()
-    apart = PreparedList(Candidate("nccl", f"{variant}+separate".lstrip("+"), in_place=True), case, nccl)
+    apart = PreparedList(Entrant("nccl", f"{variant}+separate".lstrip("+"), in_place=True), case, nccl)
     apart.run()
     assert recorder.log == calls
     assert {t.untyped_storage().data_ptr() for t in apart._lists.outputs} == {where[0].data_ptr()}
@@ -424,7 +424,7 @@ def test_a_graph_holds_every_call_of_a_list(monkeypatch: pytest.MonkeyPatch) -> 
     case = case_of(Kind.ALL_GATHER, 0, 2, (64, 128))
     one = ["all_gather 0 group", "all_gather 512 group"]
     for variant, call in (("separate", one), ("", ["begin group None False", *one, "end"])):
-        prepared: Prepared = prepare(Candidate("nccl", variant, launch="graph"), case, nccl, calls=3)
+        prepared: Prepared = prepare(Entrant("nccl", variant, launch="graph"), case, nccl, calls=3)
         recorder.log.clear()
         prepared.capture()
         assert recorder.log == ["capture", *3 * call, "captured", "capture", *call, "captured"]

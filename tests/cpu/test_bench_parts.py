@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ranks import RankPool
 
 from sidelane.bench.candidates.baselines_cpu import Gloo
-from sidelane.bench.candidates.candidate import Candidate, Prepared, Tensors, candidates_of, views
+from sidelane.bench.candidates.candidate import Entrant, Prepared, Tensors, candidates_of, views
 from sidelane.bench.candidates.reference import KINDS, Case, fill_input, output_error, poison, rounded_bytes
 from sidelane.bench.collectives.study import HOST_ROUNDS, CollectiveOptions, hides_launches, time_candidates
 from sidelane.bench.running.measure import Job, Meter, Rounds
@@ -119,10 +119,10 @@ def test_candidates_are_every_variant_place_and_launch() -> None:
     assert len(everything) == (3 + 1) * 2
     kept = candidates_of(Library(), Kind.ALL_TO_ALL, only=("b2b", "swap+prelaunch"))  # type: ignore[arg-type]
     assert kept == [
-        Candidate("dma", "b2b", False, "eager"),
-        Candidate("dma", "b2b", False, "graph"),
-        Candidate("dma", "swap+prelaunch", False, "eager"),
-        Candidate("dma", "swap+prelaunch", True, "eager"),
+        Entrant("dma", "b2b", False, "eager"),
+        Entrant("dma", "b2b", False, "graph"),
+        Entrant("dma", "swap+prelaunch", False, "eager"),
+        Entrant("dma", "swap+prelaunch", True, "eager"),
     ]
     assert [candidate.prelaunch for candidate in kept] == [False, False, True, True]
 
@@ -139,7 +139,7 @@ def test_candidates_are_every_variant_place_and_launch() -> None:
 def test_what_overwrites_its_input_is_run_once_between_checks(kind: Kind, in_place: bool, repeatable: bool) -> None:
     gloo = Gloo()
     gloo.reserve(480, 480)
-    assert Prepared(Candidate("gloo", in_place=in_place), case_of(kind), gloo).repeatable is repeatable
+    assert Prepared(Entrant("gloo", in_place=in_place), case_of(kind), gloo).repeatable is repeatable
 
 
 def test_rounds_have_a_median_and_a_spread() -> None:
@@ -217,7 +217,7 @@ def test_what_is_timed_on_a_device_is_the_call_alone(device: str) -> None:
     class Library:
         name, launches = "library", ("eager",)
 
-        def tensors(self, case: object, candidate: Candidate) -> Tensors:
+        def tensors(self, case: object, candidate: Entrant) -> Tensors:
             return Tensors(torch.empty(1), torch.empty(1))
 
         def bind(self, case: object, tensors: Tensors, variant: str) -> Callable[[], object]:
@@ -228,7 +228,7 @@ def test_what_is_timed_on_a_device_is_the_call_alone(device: str) -> None:
 
     case: Any = SimpleNamespace(device=torch.device(device), sizes=())
     library: Any = Library()
-    job = Prepared(Candidate("library", "window"), case, library, calls=3).job()
+    job = Prepared(Entrant("library", "window"), case, library, calls=3).job()
     assert (job.repeats, job.calls) == (3, 3)
     job.run()
     assert made == [{"cuda": "bound window", "cpu": "waited for window"}[device]]
@@ -247,7 +247,7 @@ def test_launches_are_no_part_of_graphs_and_of_what_takes_long(
     device: str, launch: str, nbytes: int, hidden: bool
 ) -> None:
     case = dataclasses.replace(case_of(Kind.ALL_GATHER, nbytes=nbytes), device=torch.device(device))
-    assert hides_launches(case, Candidate("nccl", launch=launch)) == hidden
+    assert hides_launches(case, Entrant("nccl", launch=launch)) == hidden
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def test_what_the_host_limits_is_sampled_more_often(
     asked = []
 
     class Recorder:
-        def rounds(self, jobs: dict[Candidate, Any], *, warmup: int, repeats: int) -> dict[Candidate, Rounds]:
+        def rounds(self, jobs: dict[Entrant, Any], *, warmup: int, repeats: int) -> dict[Entrant, Rounds]:
             assert warmup == 2
             asked.append(({candidate.launch for candidate in jobs}, repeats))
             return {candidate: Rounds((float(len(asked)),)) for candidate in jobs}
@@ -272,6 +272,6 @@ def test_what_the_host_limits_is_sampled_more_often(
     case = dataclasses.replace(case_of(Kind.ALL_GATHER, nbytes=nbytes), device=torch.device(device))
     meter: Any = Recorder()
     bound: Any = SimpleNamespace(job=lambda hidden_us: hidden_us)
-    prepared = {Candidate("nccl", launch=launch): bound for launch in LAUNCHES}
+    prepared = {Entrant("nccl", launch=launch): bound for launch in LAUNCHES}
     times = time_candidates(meter, prepared, case, CollectiveOptions(repeats=5, warmup=2))
     assert asked == expected and set(times) == set(prepared)

@@ -148,7 +148,7 @@ def test_a_machine_with_too_few_gpus_predicts_nothing(capsys: pytest.CaptureFixt
     results = phases_study.main(options)
     assert results is not None
     assert [row.source for row in results.rows] == ["measured"]
-    assert "nothing is predicted: 4 x NVIDIA H200" in capsys.readouterr().out
+    assert "nothing is predicted: 4 x NVIDIA H200" in capsys.readouterr().err
 
 
 def views_of(collective: Collective, rank: int) -> tuple[dict[Buffer, torch.Tensor], phases_check.Views]:

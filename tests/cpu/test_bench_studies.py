@@ -16,7 +16,7 @@ from ranks import RankPool
 from sidelane.bench.c3 import study as c3_study
 from sidelane.bench.c3.study import C3Instruments, C3Options, rows_of
 from sidelane.bench.candidates.baselines_cpu import Gloo
-from sidelane.bench.candidates.candidate import Candidate, Prepared, Tensors, candidates_of
+from sidelane.bench.candidates.candidate import Entrant, Prepared, Tensors, candidates_of
 from sidelane.bench.candidates.reference import Case
 from sidelane.bench.candidates.roster import Roster
 from sidelane.bench.collectives import study as collective_study
@@ -75,7 +75,7 @@ class Homeless(Gloo):
 
     name = "nccl"
 
-    def tensors(self, case: Case, candidate: Candidate) -> Tensors:
+    def tensors(self, case: Case, candidate: Entrant) -> Tensors:
         if case.rank == 2:
             raise UnavailableError("no windows here")
         return super().tensors(case, candidate)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed._symmetric_memory as symm_mem
 
 from sidelane.bench.candidates.baselines_symm_mem import OPERATORS, SymmetricMemory
-from sidelane.bench.candidates.candidate import Candidate, Prepared, candidates_of
+from sidelane.bench.candidates.candidate import Entrant, Prepared, candidates_of
 from sidelane.bench.candidates.reference import KINDS, Case, fill_input
 from sidelane.bench.candidates.roster import Roster
 from sidelane.bench.collectives.study import CollectiveOptions, measure_case
@@ -159,7 +159,7 @@ def test_the_output_that_is_checked_is_what_the_operator_made(
 ) -> None:
     operators = Torch(case_of(kind, rank))
     play(monkeypatch, operators)
-    candidate = Candidate("symm_mem", variant, in_place)
+    candidate = Entrant("symm_mem", variant, in_place)
     prepared = Prepared(candidate, operators.case, made(monkeypatch))
     prepared.fill(1)
     assert prepared.error(1) is not None
@@ -178,7 +178,7 @@ def test_operators_get_arguments_of_their_schema_and_symmetric_inputs(
     operators = Torch(case_of(kind))
     play(monkeypatch, operators)
     implementation = made(monkeypatch)
-    Prepared(Candidate("symm_mem", variant, in_place), operators.case, implementation).run()
+    Prepared(Entrant("symm_mem", variant, in_place), operators.case, implementation).run()
     [(_, arguments)] = operators.calls
     kinds = {"Tensor": torch.Tensor, "str": str, "bool": bool}
     assert [kinds[str(argument.type)] for argument in schema.arguments] == [type(a) for a in arguments]
@@ -195,12 +195,12 @@ def test_operators_get_arguments_of_their_schema_and_symmetric_inputs(
 def test_what_overwrites_its_input_is_run_once_between_checks(
     monkeypatch: pytest.MonkeyPatch, variant: str, in_place: bool
 ) -> None:
-    candidate = Candidate("symm_mem", variant, in_place)
+    candidate = Entrant("symm_mem", variant, in_place)
     assert not Prepared(candidate, case_of(Kind.ALL_REDUCE), made(monkeypatch)).repeatable
 
 
 def test_what_keeps_its_input_is_run_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Prepared(Candidate("symm_mem", "one_shot"), case_of(Kind.ALL_REDUCE), made(monkeypatch)).repeatable
+    assert Prepared(Entrant("symm_mem", "one_shot"), case_of(Kind.ALL_REDUCE), made(monkeypatch)).repeatable
 
 
 @pytest.fixture
@@ -252,7 +252,7 @@ def test_kernels_are_not_given_memory_that_they_would_look_for_elsewhere(monkeyp
     implementation = made(monkeypatch, offset=512)
     play(monkeypatch, Torch(case_of(Kind.REDUCE_SCATTER)))
     with pytest.raises(UnavailableError, match="512 bytes behind"):
-        Prepared(Candidate("symm_mem", "direct"), case_of(Kind.REDUCE_SCATTER), implementation).run()
+        Prepared(Entrant("symm_mem", "direct"), case_of(Kind.REDUCE_SCATTER), implementation).run()
 
 
 def test_without_symmetric_memory_it_takes_no_part(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -366,11 +366,11 @@ def kinds(rows: Sequence[Any]) -> list[tuple[str, int, int]]:
 
 def test_a_campaign_goes_on_where_it_stopped(tmp_path: Path):
     whole, parts = tmp_path / "whole.json", tmp_path / "parts.json"
-    assert study.main(SoakOptions(**QUICK, calls=240, output=whole)) == 0
-    assert study.main(SoakOptions(**QUICK, calls=100, output=parts)) == 0
+    assert study.main(SoakOptions(**QUICK, calls=240, json=whole)) == 0
+    assert study.main(SoakOptions(**QUICK, calls=100, json=parts)) == 0
     before = read(parts)
     assert sum(row.calls for row in before.rows) < sum(row.calls for row in read(whole).rows)
-    assert study.main(SoakOptions(**QUICK, calls=240, output=parts, resume=True)) == 0
+    assert study.main(SoakOptions(**QUICK, calls=240, json=parts, resume=True)) == 0
     results = read(parts)
     assert counted(results.rows) == counted(read(whole).rows) != []
     assert kinds(results.rows) == kinds(read(whole).rows)
@@ -378,12 +378,12 @@ def test_a_campaign_goes_on_where_it_stopped(tmp_path: Path):
     titles = [table.title for table in tables_of(results)]
     assert titles == ["By ending", "By number of ranks", "Calls by kind"]
     with pytest.raises(ValueError, match="another campaign"):
-        study.main(SoakOptions(**{**QUICK, "seed": 2}, output=parts, resume=True))
+        study.main(SoakOptions(**{**QUICK, "seed": 2}, json=parts, resume=True))
 
 
 def test_an_episode_is_done_again():
     options = SoakOptions(**QUICK, episode=3)
-    campaigns = [Campaign(options, study.choose_place(2, "cpu")) for _ in range(2)]
+    campaigns = [Campaign(options, study.choose_target(2, "cpu")) for _ in range(2)]
     for campaign in campaigns:
         campaign.run()
     assert counted(campaigns[0].rows()) == counted(campaigns[1].rows()) != []
@@ -409,7 +409,7 @@ def test_ctrl_c_keeps_what_there_is(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     path = tmp_path / "soak.json"
     stand_in(monkeypatch, [[], [], KeyboardInterrupt()])
     with pytest.raises(KeyboardInterrupt):
-        study.main(SoakOptions(**QUICK, output=path))
+        study.main(SoakOptions(**QUICK, json=path))
     assert sum(row.calls for row in read(path).rows) == 6
 
 
@@ -433,13 +433,13 @@ def test_a_campaign_that_only_fails_ends(monkeypatch: pytest.MonkeyPatch, tmp_pa
     path = tmp_path / "soak.json"
     long = "x" * 5000
     stand_in(monkeypatch, [[(0, long)] * 9] * 1000)
-    assert study.main(SoakOptions(**{**QUICK, "ranks": None}, output=path)) == 1
+    assert study.main(SoakOptions(**{**QUICK, "ranks": None}, json=path)) == 1
     assert sum(row.episodes for row in read(path).rows) == study.MOST_FAILED
     assert path.stat().st_size < 100_000
 
 
 def test_the_largest_file_is_small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    campaign = Campaign(SoakOptions(device="cpu"), study.choose_place(None, "cpu"))
+    campaign = Campaign(SoakOptions(device="cpu"), study.choose_target(None, "cpu"))
     for ending, size in itertools.product(ENDINGS, range(1, 9)):
         tally = Tally()
         tally.calls.update(dict.fromkeys(SOAKED, 10_000_000))
@@ -451,7 +451,7 @@ def test_the_largest_file_is_small(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     ("arguments", "reason"),
     [
         ("--episode 3 --calls 7", "one episode is run alone"),
-        ("--resume", "with --output"),
+        ("--resume", "with --json FILE"),
         ("--minutes 0", "--minutes"),
         ("--device gpu", "no accelerator"),
     ],

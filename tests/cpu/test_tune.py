@@ -96,7 +96,7 @@ def test_the_built_in_table_is_made_from_the_published_results() -> None:
     table = builtin("h200x4")
     assert table is not None
     made = tune.profile_of(tune.read(published))
-    assert table.to_text() == made.to_text(), "docs/choice.md says how to make it again"
+    assert table.to_text() == made.to_text(), "docs/internals/choice.md says how to make it again"
 
 
 def test_passes_refine_each_other() -> None:

@@ -78,7 +78,7 @@ def a_communicator_for_each_thread(context: Context, rounds: int, in_turn: bool)
     """Each with a stream of its own; both need memory of the peers again and again.
 
     In no order at all, only what has run before in turn: a kernel that is loaded waits for those that run, and these
-    may wait for a peer whose other thread loads one (docs/lanes.md).
+    may wait for a peer whose other thread loads one (docs/guide/lanes.md).
     """
     turns = Turns(2)
     group = dist.group.WORLD

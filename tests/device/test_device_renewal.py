@@ -16,7 +16,7 @@ def test_flags_that_nobody_set_for_billions_of_calls(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("in_turn", [True, False])
 def test_two_communicators_of_one_group_have_a_thread_each(fresh_pool: type[Pool], in_turn: bool) -> None:
-    """In no order at all, they need more hardware channels than CUDA gives unless asked (docs/failure.md)."""
+    """In no order at all, they need more hardware channels than CUDA gives unless asked (docs/internals/failure.md)."""
     pool = fresh_pool(environment={} if in_turn else {"CUDA_DEVICE_MAX_CONNECTIONS": "32"})
     made = pool.run(CASES + "a_communicator_for_each_thread", 20, in_turn, timeout_s=120)
     assert set(made) == {40 if in_turn else 80}

@@ -32,6 +32,7 @@ from sidelane.device import (
     push,
     relay,
 )
+from sidelane.device.interpreted import polls_that_sleep, quick_interpreter
 from sidelane.device.launch import Launch
 from sidelane.device.list_table import Piece, Table
 
@@ -111,30 +112,40 @@ def dead_peer(world: World) -> None:
 
 
 def main(scenario: str, world_size: int) -> int:
-    torch.set_num_threads(1)
     name, *arguments = scenario.split(":")
     run: Callable[..., None] = globals().get(name) or getattr(kernel_scenarios, name)
-    world = World(world_size)
+
+    def of_rank(world: World) -> None:
+        if world.rank == 0:
+            world.stumble(0.05, 0.004)
+        run(world, *arguments)
+
+    return run_ranks(World(world_size), of_rank)
+
+
+def run_ranks(world: World, run: Callable[[World], None]) -> int:
+    """Run each rank in a process of its own, until one fails; not 0 if one does."""
+    torch.set_num_threads(1)
     children = []
-    for rank in range(world_size):
+    for rank in range(world.world_size):
         child = os.fork()
         if child == 0:
             code = 1
             try:
                 world.become(rank)
-                if rank == 0:
-                    world.stumble(0.05, 0.004)
-                run(world, *arguments)
+                with quick_interpreter(), polls_that_sleep():
+                    run(world)
                 code = 0
             except BaseException:
                 traceback.print_exc()
             finally:
+                sys.stdout.flush()
                 sys.stderr.flush()
                 os._exit(code)
         children.append(child)
     deadline = time.monotonic() + TIMEOUT_S
     codes: dict[int, int] = {}
-    while len(codes) < world_size and not any(codes.values()) and time.monotonic() < deadline:
+    while len(codes) < len(children) and not any(codes.values()) and time.monotonic() < deadline:
         for child in set(children) - set(codes):
             done, status = os.waitpid(child, os.WNOHANG)
             if done:
@@ -144,7 +155,9 @@ def main(scenario: str, world_size: int) -> int:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         print(f"rank {children.index(child)} did not end", file=sys.stderr)
-    return 0 if list(codes.values()) == [0] * world_size else 1
+    if any(codes.values()):
+        print(f"ranks ended with {list(codes.values())}", file=sys.stderr)
+    return 0 if list(codes.values()) == [0] * len(children) else 1
 
 
 if __name__ == "__main__":

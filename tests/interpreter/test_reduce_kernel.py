@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
 import sys
+from pathlib import Path
 
+import forked
 import pytest
 import torch
 from expected import in_rank_order
@@ -18,12 +18,8 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 
 @needs_triton
 @pytest.mark.parametrize("dtype", list(ELEMENT_BYTES))
-def test_against_torch(dtype: str) -> None:
-    environment = dict(os.environ, TRITON_INTERPRET="1", PYTHONPATH=os.pathsep.join(sys.path))
-    done = subprocess.run(
-        [sys.executable, __file__, dtype], env=environment, capture_output=True, text=True, timeout=100, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_against_torch(tmp_path: Path, dtype: str) -> None:
+    forked.run(Path(__file__), (dtype,), tmp_path, {"TRITON_INTERPRET": "1"})
 
 
 def compare(dtype_name: str, op: ReduceOp, sources: int, count: int, offset: int) -> None:
@@ -58,11 +54,14 @@ def compare(dtype_name: str, op: ReduceOp, sources: int, count: int, offset: int
 
 
 def main(dtype_name: str) -> None:
-    for op in ReduceOp:
-        for sources, count, offset in ((1, 5, 0), (2, 1, 1), (3, 4096, 0), (4, 4103, 3)):
-            compare(dtype_name, op, sources, count, offset)
-    for sources, count in ((4, 50_001), (16, 20_000)):  # several blocks, several times
-        compare(dtype_name, ReduceOp.SUM, sources, count, 0)
+    from sidelane.device.interpreted import quick_interpreter
+
+    with quick_interpreter():
+        for op in ReduceOp:
+            for sources, count, offset in ((1, 5, 0), (2, 1, 1), (3, 4096, 0), (4, 4103, 3)):
+                compare(dtype_name, op, sources, count, offset)
+        for sources, count in ((4, 50_001), (16, 20_000)):  # several blocks, several times
+            compare(dtype_name, ReduceOp.SUM, sources, count, 0)
 
 
 if __name__ == "__main__":

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import forked
 import pytest
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 RANKS = Path(__file__).with_name("kernel_ranks.py")
+Run = Callable[[str, int], object]
 
 
-def run(scenario: str, world_size: int) -> None:
-    environment = dict(os.environ, TRITON_INTERPRET="1", PYTHONPATH=os.pathsep.join(sys.path))
-    command = [sys.executable, str(RANKS), scenario, str(world_size)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """Run a scenario among so many ranks."""
+    return lambda scenario, ranks: forked.run(RANKS, (scenario, str(ranks)), tmp_path, {"TRITON_INTERPRET": "1"})
 
 
 @needs_triton
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_moving(world_size: int) -> None:
+def test_moving(run: Run, world_size: int) -> None:
     run("moving", world_size)
 
 
@@ -31,27 +30,27 @@ def test_moving(world_size: int) -> None:
 @pytest.mark.parametrize(
     ("dtypes", "world_size"), [("float32", 3), ("bfloat16:float16", 2), ("int32:int64", 2), ("float32", 1)]
 )
-def test_reducing(dtypes: str, world_size: int) -> None:
+def test_reducing(run: Run, dtypes: str, world_size: int) -> None:
     run(f"reducing:{dtypes}", world_size)
 
 
 @needs_triton
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_lists(world_size: int) -> None:
+def test_lists(run: Run, world_size: int) -> None:
     run("lists", world_size)
 
 
 @needs_triton
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_broadcasting(world_size: int) -> None:
+def test_broadcasting(run: Run, world_size: int) -> None:
     run("broadcasting", world_size)
 
 
 @needs_triton
-def test_a_dead_peer_is_named_and_kernels_give_up() -> None:
+def test_a_dead_peer_is_named_and_kernels_give_up(run: Run) -> None:
     run("dead_peer", 3)
 
 
 @needs_triton
-def test_generations_wrap() -> None:
+def test_generations_wrap(run: Run) -> None:
     run("generations_wrap", 2)

@@ -1,4 +1,4 @@
-"""Builders: counts of commands and engines as paper 003 gives them, shapes of the queues, refusals."""
+"""Builders: counts of commands and engines as the DMA collectives paper gives them, shapes of the queues, refusals."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def equal_all_to_all(n: int, part: int, *, in_place: bool = False):
 
 @pytest.mark.parametrize("n", range(1, 17))
 class TestPaperCounts:
-    """Paper 003, sections 4.2.1 to 4.2.4."""
+    """The DMA collectives paper, sections 4.2.1 to 4.2.4."""
 
     def test_pcpy(self, n: int) -> None:
         for collective in (all_gather([8] * n, in_place=True), equal_all_to_all(n, 8)):

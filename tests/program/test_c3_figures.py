@@ -42,7 +42,7 @@ def test_ends_of_the_scale() -> None:
     assert percent_of_ideal(100, 50, 300) == pytest.approx(-100)  # slower than serial: not cut off
 
 
-def test_average_of_paper_000() -> None:
+def test_average_of_the_conccl_paper() -> None:
     # c3_base: 1.13x where 1.6x is ideal is 21% of ideal (section I).
     gemm, comm = 1.0, 0.6
     assert ideal_speedup(gemm, comm) == pytest.approx(1.6)

@@ -19,7 +19,7 @@ from sidelane.execute.cuda.calls import (
     RecordEvent,
     RecordStamp,
     Route,
-    Step,
+    StreamCall,
     WaitEvent,
     WaitValue,
     WriteValue,
@@ -131,9 +131,9 @@ def test_large_parts_in_a_graph_are_single_copies_before_what_stands_beside_them
 
 
 def test_only_equal_parts_of_rank_after_rank_are_rows() -> None:
-    def copy(rank: int, *, dst: int, src: int = 64, nbytes: int = 16) -> Step:
+    def copy(rank: int, *, dst: int, src: int = 64, nbytes: int = 16) -> StreamCall:
         ends = Operand(0, Buffer.OUTPUT, dst), Operand(rank, Buffer.STAGING, src)
-        return Step(0, Memcpy(*ends, nbytes, within_rank=False))
+        return StreamCall(0, Memcpy(*ends, nbytes, within_rank=False))
 
     first = copy(0, dst=0)
     assert [type(step.call) for step in join_rows([first, copy(1, dst=16)])] == [MemcpyRows]

@@ -50,6 +50,26 @@ def test_a_peer_that_does_not_come_is_named_and_the_streams_drain(channels: int 
             assert driver.second_contexts == (channels == 1)
 
 
+def test_copies_that_do_not_return_keep_no_stream_from_being_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as another thread loads a kernel, which waits for the streams that are to be let go."""
+    with world_of(2, timeout_s=0.3) as world:
+        loaded = world.load(build(define.all_gather([8] * 2), "b2b"))
+        loaded.start()
+        world.synchronize()
+        driver, (pending,) = world.drivers[0], loaded.start(ranks=[0])
+        bind_copy = driver.bind_copy
+
+        def late(*arguments: object) -> object:
+            if threading.current_thread() is not threading.main_thread():
+                driver.synchronize()
+            return bind_copy(*arguments)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(driver, "bind_copy", late)
+        with pytest.raises(PeerTimeoutError, match=r"rank 1 .*has not come"):
+            pending.wait()
+        driver.synchronize()
+
+
 def test_a_peer_that_stops_half_way_is_told_apart_from_those_that_wait_for_it() -> None:
     with world_of(3, timeout_s=0.4) as world:
         loaded = world.load(build(define.all_gather([8] * 3, in_place=True), "b2b"))

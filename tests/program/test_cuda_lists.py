@@ -11,7 +11,7 @@ from fake_driver import LEGACY, Stream
 from test_cuda_calls import of_type
 
 from sidelane.execute.base import Addresses, Pieces
-from sidelane.execute.cuda.calls import Memcpy, MemcpyBatch, MemOps, Operand, Step, WaitValue, WriteValue
+from sidelane.execute.cuda.calls import Memcpy, MemcpyBatch, MemOps, Operand, StreamCall, WaitValue, WriteValue
 from sidelane.execute.cuda.copy_batches import batch_copies
 from sidelane.execute.cuda.footprint import Footprint
 from sidelane.execute.cuda.plan import plan_calls
@@ -89,7 +89,7 @@ def test_copies_are_joined_exactly_as_far_as_none_touches_what_another_one_write
             assert verdict == all(apart(copy, other) for other in copies[:index])
             verdicts[verdict] += 1
             footprint.add(copy)
-        joined = batch_copies([Step(0, copy) for copy in copies])
+        joined = batch_copies([StreamCall(0, copy) for copy in copies])
         assert sum(len(s.call.copies) if isinstance(s.call, MemcpyBatch) else 1 for s in joined) == len(copies)
     assert min(verdicts.values()) > 100
 

@@ -8,40 +8,27 @@ from collections.abc import Callable
 
 import pytest
 from contracts import map_spans
+from kernel_mistakes import changed, signals_before_stores, without_flags
 
 from sidelane.errors import ProgramError
 from sidelane.program.collective import Buffer, Span
-from sidelane.program.ir import Command, Copy, Flag, Program, Reduce, Signal, Wait
+from sidelane.program.ir import Command, Flag, Program, Signal, Wait
 from sidelane.program.shadows import fused_gemv, fused_rms_norm
 from sidelane.program.verify import verify_sequence
 
 TILE = 16
-Edit = Callable[[list[Command]], list[Command]]
-
-
-def edited(program: Program, change: Edit) -> Program:
-    queues = tuple(dataclasses.replace(queue, commands=tuple(change(list(queue.commands)))) for queue in program.queues)
-    return dataclasses.replace(program, queues=queues)
+Edit = Callable[[Program], Program]
 
 
 def without(kind: type[Signal] | type[Wait], flags: Callable[[Flag], bool]) -> Edit:
     """Signals, or waits, of some flags left out."""
-    return lambda commands: [found for found in commands if not (isinstance(found, kind) and flags(found.flag))]
+    return lambda program: changed(
+        program, lambda command: None if isinstance(command, kind) and flags(command.flag) else command
+    )
 
 
-def without_flags(flags: Callable[[Flag], bool]) -> Edit:
-    return lambda commands: without(Wait, flags)(without(Signal, flags)(commands))
-
-
-def signals_overtake(commands: list[Command]) -> list[Command]:
-    """What follows moves of bytes directly, of signals, comes in front of these."""
-    found: list[Command] = []
-    for is_signal, some in itertools.groupby(commands, lambda command: isinstance(command, Signal)):
-        first = len(found)
-        while is_signal and first and isinstance(found[first - 1], Copy | Reduce):
-            first -= 1
-        found[first:first] = some
-    return found
+def without_meeting(flags: Callable[[Flag], bool]) -> Edit:
+    return lambda program: without_flags(program, flags)
 
 
 def one_place(program: Program, bytes_of_a_place: int) -> Program:
@@ -52,12 +39,12 @@ def one_place(program: Program, bytes_of_a_place: int) -> Program:
             return dataclasses.replace(span, offset=span.offset % bytes_of_a_place)
         return span
 
-    return edited(program, lambda commands: [map_spans(command, change) for command in commands])
+    return changed(program, lambda command: map_spans(command, change))
 
 
 def refuse(programs: tuple[Program, ...], mistake: str, change: Edit) -> None:
     with pytest.raises(ProgramError):
-        verify_sequence([edited(program, change) for program in programs])
+        verify_sequence([change(program) for program in programs])
         pytest.fail(f"accepted: {mistake}")
 
 
@@ -73,10 +60,10 @@ def test_gemv_all_reduce_is_proved(n: int) -> None:
 
 def test_mistakes_of_one_shot_are_refused() -> None:
     right = fused_gemv.one_shot(3, 2, 5, TILE)
-    refuse(right, "no meeting", without_flags(lambda flag: True))
+    refuse(right, "no meeting", without_meeting(lambda flag: True))
     refuse(right, "no signal", without(Signal, lambda flag: flag.index == 1))
     refuse(right, "no wait", without(Wait, lambda flag: flag.index == 1))
-    refuse(right, "signals before stores", signals_overtake)
+    refuse(right, "signals before stores", signals_before_stores)
     with pytest.raises(ProgramError, match="race on staging"):
         verify_sequence([one_place(program, 3 * 5 * TILE) for program in right])
 
@@ -84,33 +71,32 @@ def test_mistakes_of_one_shot_are_refused() -> None:
 @pytest.mark.parametrize("copies", [False, True])
 def test_mistakes_of_two_phases_are_refused(copies: bool) -> None:
     right = (fused_gemv.two_phase(3, 2, 5, TILE, copies=copies),)
+
+    def one_flag(command: Command) -> Command:
+        if isinstance(command, Signal | Wait):
+            return dataclasses.replace(command, flag=Flag(command.flag.rank, command.flag.index % 6))
+        return command
+
     for phase in range(2):
-        refuse(right, f"no meeting {phase}", without_flags(lambda flag, phase=phase: flag.index // 6 == phase))
+        refuse(right, f"no meeting {phase}", without_meeting(lambda flag, phase=phase: flag.index // 6 == phase))
         refuse(right, f"no wait {phase}", without(Wait, lambda flag, phase=phase: flag.index // 6 == phase))
-    refuse(right, "signals before stores", signals_overtake)
-    refuse(
-        right,
-        "one flag for both phases",
-        lambda commands: [
-            dataclasses.replace(command, flag=Flag(command.flag.rank, command.flag.index % 6))
-            if isinstance(command, Signal | Wait)
-            else command
-            for command in commands
-        ],
-    )
+    refuse(right, "signals before stores", signals_before_stores)
+    refuse(right, "one flag for both phases", lambda program: changed(program, one_flag))
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 def test_all_reduce_rms_norm_is_proved(n: int) -> None:
-    for rows, blocks in itertools.product((1, 3), (1, 2)):
-        verify_sequence(fused_rms_norm.all_reduce_rms_norm(n, blocks, rows, 2))
+    for rows, blocks, in_place in itertools.product((1, 3), (1, 2), (False, True)):
+        verify_sequence(fused_rms_norm.all_reduce_rms_norm(n, blocks, rows, 2, in_place=in_place))
 
 
 def test_mistakes_of_all_reduce_rms_norm_are_refused() -> None:
-    right = fused_rms_norm.all_reduce_rms_norm(3, 2, 3, 2)
-    refuse(right, "a cell that is not waited for", without(Wait, lambda flag: flag.index % 18 == 7))
-    refuse(right, "a cell that is never sent", without(Signal, lambda flag: flag.index % 18 == 7))
-    refuse(right, "a generation before its data", signals_overtake)
+    right = fused_rms_norm.all_reduce_rms_norm(3, 2, 3, 2, in_place=True)
+    refuse(right, "a cell that is not waited for", without(Wait, lambda flag: flag.index in (7, 25)))
+    refuse(right, "a cell that is never sent", without(Signal, lambda flag: flag.index in (7, 25)))
+    refuse(right, "a generation before its data", signals_before_stores)
+    threads = fused_rms_norm.loaded_flags(3, 3, 2)
+    refuse(right, "no barrier of threads", without_meeting(lambda flag: flag.index >= threads))
     with pytest.raises(ProgramError):
         verify_sequence(right[:1])  # one place for all generations
         pytest.fail("accepted: one place")

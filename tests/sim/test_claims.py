@@ -10,6 +10,7 @@ import pytest
 import rich.console
 
 from sidelane.bench.claims import command
+from sidelane.bench.results.written import STDOUT
 from sidelane.machine.load import named
 from sidelane.machine.spec import Quantity, Source
 from sidelane.model import claims_c3, claims_dma
@@ -36,7 +37,7 @@ def test_all_fitted_claims_and_all_inputs_are_met(verdicts):
     assert missed == []
 
 
-# The targets of issue 3 that are held out and met; docs/model.md lists the claims that are missed.
+# The targets of issue 3 that are held out and met; docs/lab/model.md lists the claims that are missed.
 @pytest.mark.parametrize(
     "claim_id",
     [
@@ -84,7 +85,7 @@ def test_the_command_fails_when_roles_are_wrong(monkeypatch, capsys):
 
 
 def test_json_has_the_agreed_keys(capsys):
-    assert command.main(command.Options(json=True, ranges=False)) == 0
+    assert command.main(command.Options(json=STDOUT, ranges=False)) == 0
     rows = json.loads(capsys.readouterr().out)
     assert {"id", "claimed", "predicted", "unit", "error", "role", "ok"} <= set(rows[0])
     assert {row["role"] for row in rows} == {"input", "fitted", "held_out"}
@@ -112,7 +113,7 @@ def test_other_machines_and_versions_are_refused():
         command.Options(version="003")
 
 
-def test_the_later_version_of_the_paper_is_a_switch():
+def test_the_versions_of_the_conccl_paper_are_a_switch():
     check = next(check for check in claims_c3.checks() if check.claim_id == "C3-HW-08")
     assert judge(check, claims_c3.C3Context(MACHINE, "000")).ok
     assert judge(check, claims_c3.C3Context(MACHINE, "002")).predicted == 1

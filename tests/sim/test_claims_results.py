@@ -15,6 +15,7 @@ from sidelane.bench.claims.power import predict_watts
 from sidelane.bench.claims.results import compare, fitted_to, predict_alone, predict_together, role_problems
 from sidelane.bench.results.files import Results, write
 from sidelane.bench.results.rows import C3Row, CollectiveRow, PowerRow
+from sidelane.bench.results.written import STDOUT
 from sidelane.machine.load import named
 from sidelane.model.strategies import predict
 from sidelane.model.study import table_ii_workload
@@ -104,7 +105,7 @@ def test_a_number_from_runs_side_by_side_is_a_mistake(tmp_path, capsys):
     cheat += 'memory = { value = 1, source = "measured", of = "results/h200x4/c3.json" }\n'
     (tmp_path / "cheat.toml").write_text(cheat)
     save(tmp_path / "h200x4", "c3", [c3_row("serial", 3585.0)])
-    options = command.Options(str(tmp_path / "cheat.toml"), json=True, results=tmp_path, ranges=False)
+    options = command.Options(str(tmp_path / "cheat.toml"), json=STDOUT, results=tmp_path, ranges=False)
     assert command.main(options) == 1
     assert "interference.memory" in capsys.readouterr().err
 
@@ -160,7 +161,7 @@ def power_row(implementation, variant, watts, **more):
     return PowerRow(**(values | more))
 
 
-def test_watts_are_predicted_for_what_paper_003_runs(tmp_path):
+def test_watts_are_predicted_for_what_the_dma_collectives_paper_runs(tmp_path):
     engines, kernels = (predict_watts(H200, power_row(*way, 1.0)) for way in (("dma", "b2b"), ("nccl", "")))
     assert 138 < engines < kernels < 700
     adding = [("dma", "b2b"), ("dma", "pcpy"), ("nccl", "")]
@@ -211,7 +212,7 @@ def test_a_file_is_judged_row_by_row_and_as_a_whole(tmp_path):
 
 def test_the_command_takes_the_folder(tmp_path, capsys):
     save(tmp_path / "h200x4", "c3", [c3_row("serial", 5000.0)])
-    assert command.main(command.Options(machine="h200x4", json=True, results=tmp_path)) == 0
+    assert command.main(command.Options(machine="h200x4", json=STDOUT, results=tmp_path)) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [row["ok"] for row in rows] == [False, False, False]
     assert {row["role"] for row in rows} == {"held_out"}

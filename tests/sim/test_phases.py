@@ -84,7 +84,7 @@ def test_calls_that_some_rank_began_late_are_left_out_unless_most_are() -> None:
 
 
 @pytest.mark.parametrize("nbytes", [4 * KB, 64 * KB, 2 * MB])
-def test_one_copy_has_the_phases_that_the_claims_of_paper_003_are_held_against(nbytes: int) -> None:
+def test_one_copy_has_the_phases_that_the_claims_of_the_dma_collectives_paper_are_held_against(nbytes: int) -> None:
     row = predicted_row(MI300X, Operation("copy", "b2b", nbytes), 8)
     shares = DmaContext(MI300X).phases(nbytes)
     for phase in ("control", "schedule", "copy", "sync"):

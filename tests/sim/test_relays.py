@@ -1,4 +1,4 @@
-"""Relayed broadcasts in the simulator: the figures of docs/performance.md, and what the rule of thumb rests on."""
+"""Relayed broadcasts in the simulator: the figures of docs/lab/performance.md, and what the rule of thumb rests on."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def test_ranges_are_drawn_from_the_uncertain_numbers(monkeypatch):
     assert min(spread["conccl"]["all"]) < mean < max(spread["conccl"]["all"])
 
 
-def test_the_study_of_paper_004_is_drawn(tmp_path):
+def test_the_study_of_the_overlap_paper_is_drawn(tmp_path):
     drawn = sim_figures.draw_overlap(OverlapContext(), tmp_path)
     assert [path.name for path in drawn] == ["overlap-base.png", "overlap-reduction.png", "overlap-overlap.png"]
 

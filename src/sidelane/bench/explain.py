@@ -6,14 +6,16 @@ import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import rich.console
 import torch
 
 from sidelane import config as settings
 from sidelane.bench.report.table import Line, Table, grouped
-from sidelane.bench.running.launch import choose_place
-from sidelane.c3.workload import format_bytes
+from sidelane.bench.report.terminal import say, tables_console
+from sidelane.bench.results.written import write_json
+from sidelane.bench.running.launch import choose_target
 from sidelane.choice import Abilities, Candidate, Choice, Curve, Profile, candidates, choose, objection
 from sidelane.choice.candidate import EVERYTHING, GRAPH, everything
 from sidelane.choice.key import CPU, Key, key_here
@@ -30,6 +32,7 @@ from sidelane.program.collective import REDUCING, Collective, Kind, ReduceOp, Re
 from sidelane.program.ir import MOVES, Copy, Move, Program, describe
 from sidelane.program.kernel import KernelProgram, Protocol
 from sidelane.program.kernel_list import AnyKernelProgram, KernelListProgram
+from sidelane.sizes import format_bytes
 
 RANK = 0
 """Whose part is shown; every rank's is alike."""
@@ -80,6 +83,7 @@ class ExplainOptions:
         machine: a built-in table, or a machine of the catalogue that is simulated; None for this machine.
         profile: file to choose by, whatever machine it is of.
         tensors: a list of that many of these in one call; None for one that is no list.
+        json: file for what was found out, or ``written.STDOUT``; None writes none.
     """
 
     kind: Kind
@@ -93,6 +97,7 @@ class ExplainOptions:
     machine: str | None = None
     profile: Path | None = None
     tensors: int | None = None
+    json: Path | None = None
 
     def __post_init__(self) -> None:
         if self.nbytes < 1:
@@ -131,10 +136,29 @@ class Explanation:
     summary: str
     notes: tuple[str, ...] = ()
 
+    def to_dict(self) -> dict[str, Any]:
+        """One JSON object."""
+        table = self.choice.table
+        return {
+            "call": dataclasses.asdict(self.agreement.call),
+            "on": self.where,
+            "by": self.by.where,
+            "takes": _named(self.choice.candidate),
+            "reason": self.choice.reason,
+            "candidates": [{**_named(candidate), "expected_us": us} for candidate, us in table],
+            "not_legal": [{**_named(candidate), "reason": reason} for candidate, reason in self.excluded],
+            "submitted": [{"to": place, "what": list(lines)} for place, lines in self.submitted],
+            "summary": self.summary,
+            "notes": [*self.notes, *self.by.notes],
+        }
+
 
 def main(options: ExplainOptions) -> None:
-    """Explain, and print."""
-    show(explain(options), rich.console.Console())
+    """Explain, print, and write what the options ask for."""
+    found = explain(options)
+    if options.json is not None:
+        write_json(options.json, found.to_dict())
+    show(found, tables_console(options.json))
 
 
 def explain(options: ExplainOptions) -> Explanation:
@@ -162,7 +186,8 @@ def explain(options: ExplainOptions) -> Explanation:
     else:
         queues = program.queues_of(RANK)
         submitted, summary = tuple((f"engine {q.engine}", tuple(map(describe, q.commands))) for q in queues), ""
-    return Explanation(agreement, choice, by, where, excluded, submitted, summary, _rounding(options, agreement))
+    notes = (*_rounding(options, agreement), *_reaching(options, device_type))
+    return Explanation(agreement, choice, by, where, excluded, submitted, summary, notes)
 
 
 def show(found: Explanation, console: rich.console.Console) -> None:
@@ -176,20 +201,23 @@ def show(found: Explanation, console: rich.console.Console) -> None:
         *([] if call.symmetric else ["ordinary memory"]),
         *([f"beside {call.beside}"] if call.beside != NOTHING else []),
     ]
-    console.print(", ".join(words), markup=False, highlight=False, soft_wrap=True)
-    console.print(f"on {found.where}", markup=False, highlight=False, soft_wrap=True)
-    console.print(f"by {found.by.where}", markup=False, highlight=False, soft_wrap=True)
-    console.print(f"auto takes {found.choice.candidate}: {found.choice.reason}", markup=False, soft_wrap=True)
+    say(console, ", ".join(words))
+    say(console, f"on {found.where}")
+    say(console, f"by {found.by.where}")
+    say(console, f"auto takes {found.choice.candidate}: {found.choice.reason}", style="bold")
     for note in (*found.notes, *found.by.notes):
-        console.print(f"note: {note}", markup=False, soft_wrap=True)
+        say(console, f"note: {note}")
     console.print()
     console.print(_table(found).to_rich())
-    summary = f": {found.summary}" if found.summary else ""
-    console.print(f"Submitted by rank {RANK}{summary}", markup=False, highlight=False, soft_wrap=True)
+    say(console, f"Submitted by rank {RANK}" + (f": {found.summary}" if found.summary else ""))
     for place, lines in found.submitted:
-        console.print(f"  {place}", markup=False, highlight=False)
+        say(console, place, indent=2)
         for line in lines:
-            console.print(f"    {line}", markup=False, highlight=False, soft_wrap=True)
+            say(console, line, indent=4)
+
+
+def _named(candidate: Candidate) -> dict[str, str]:
+    return {"implementation": candidate.implementation, "variant": candidate.name}
 
 
 def _table(found: Explanation) -> Table:
@@ -204,7 +232,7 @@ def _table(found: Explanation) -> Table:
     notes = tuple(
         f"not legal here: {', '.join(str(candidate) for candidate, _ in alike)}: {reason}" for reason, alike in reasons
     )
-    return Table("Candidates", ("<implementation", "<variant", "expected\nus"), tuple(lines), notes)
+    return Table("Candidates", ("<implementation", "<variant", "expected\nus"), tuple(lines), notes, keys=2)
 
 
 def _where(options: ExplainOptions) -> tuple[InForce | None, str, str, int, Abilities]:
@@ -230,7 +258,7 @@ def _where(options: ExplainOptions) -> tuple[InForce | None, str, str, int, Abil
         ranks = options.world_size or machine.gpus
         devices = machine.title if ranks == machine.gpus else f"{_ranks(ranks)} of {machine.title}"
         return None, devices, "", ranks, Abilities()
-    place = choose_place()
+    place = choose_target()
     ranks = options.world_size or place.world_size
     key = key_here(place.device_type, place.world_size)
     devices = f"{_devices(key, ranks)} of this machine"
@@ -249,6 +277,15 @@ def _devices(key: Key, ranks: int) -> str:
 
 def _ranks(count: int) -> str:
     return f"{count} rank{'s' * (count > 1)}"
+
+
+def _reaching(options: ExplainOptions, device_type: str) -> tuple[str, ...]:
+    """How peers get at tensors that are not symmetric."""
+    if not options.ordinary or options.tensors is not None:
+        return ()
+    if device_type == CPU:
+        return ("ordinary tensors go through staging, unless all ranks have them in shared memory",)
+    return ("ordinary tensors go through staging: GPUs do not map those of their peers yet",)
 
 
 def _rounding(options: ExplainOptions, agreement: AnyAgreement) -> tuple[str, ...]:
@@ -322,7 +359,7 @@ def _one_of(plan: Plan) -> Program | AnyKernelProgram:
 
 
 def _launch(program: AnyKernelProgram) -> tuple[str, ...]:
-    """What a kernel is, and how its bytes travel (docs/kernels.md)."""
+    """What a kernel is, and how its bytes travel (docs/internals/protocols.md)."""
     how = HOW[program.protocol] + (SECOND_SHOT[program.protocol] if program.two_shot else "")
     staging = f", {format_bytes(program.staging_bytes)} of staging" if program.staging_bytes else ""
     return (

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import rich.console
@@ -12,11 +12,13 @@ import rich.table
 import torch.distributed as dist
 
 from sidelane import config as settings
+from sidelane.bench.report.terminal import tables_console
 from sidelane.bench.results.provenance import software_versions
-from sidelane.bench.running.launch import Place, Rank, choose_place, run_ranks
+from sidelane.bench.results.written import write_json
+from sidelane.bench.running.launch import LaunchTarget, Rank, choose_target, run_ranks
 from sidelane.choice.key import key_here
 from sidelane.choice.store import in_force
-from sidelane.errors import SidelaneError
+from sidelane.errors import SidelaneError, last_line
 from sidelane.machine import local
 from sidelane.machine.inventory import Accelerators, Inventory
 from sidelane.native import load_replays
@@ -46,24 +48,23 @@ class Findings:
         return {**dataclasses.asdict(self), "uses": dict(self.uses)}
 
 
-def main(*, as_json: bool = False, probe: bool = True) -> None:
+def main(json: Path | None = None, *, probe: bool = True) -> None:
     """Look, and print.
 
     Args:
-        as_json: one JSON object instead of tables.
+        json: file for one JSON object, or ``written.STDOUT``; None writes none.
         probe: try the driver on every GPU, with a process each; takes seconds.
     """
     findings = look(probe=probe)
-    if as_json:
-        print(json.dumps(findings.to_dict(), indent=1))
-    else:
-        show(findings, rich.console.Console())
+    if json is not None:
+        write_json(json, findings.to_dict())
+    show(findings, tables_console(json))
 
 
 def look(*, probe: bool) -> Findings:
     """Find out everything that :class:`Findings` holds."""
     machine = local.inspect()
-    place = choose_place()
+    place = choose_target()
     driver: tuple[str, ...] = ()
     if probe and machine.accelerators is not None:
         # Alone, a GPU's own stream operations can still be tried; what needs peers is reported as not tried.
@@ -76,7 +77,7 @@ def look(*, probe: bool) -> Findings:
             )
             driver = tuple(lines or ())
         except SidelaneError as problem:
-            driver = (f"trying the driver failed: {str(problem).rstrip().rpartition(chr(10))[2]}",)
+            driver = (f"trying the driver failed: {last_line(str(problem))}",)
     uses = (*_uses(machine, place.on_cpu, place.world_size), *_choice(place))
     return Findings(machine, software_versions(), driver, uses)
 
@@ -159,7 +160,7 @@ def _repeats() -> str:
     return f"in C ({found.words})" if found.module is not None else f"in Python, slower: {found.words}"
 
 
-def _choice(place: Place) -> list[tuple[str, str]]:
+def _choice(place: LaunchTarget) -> list[tuple[str, str]]:
     """What ``auto`` chooses by, and why not by something else."""
     try:
         by = in_force(settings.current().profile, key_here(place.device_type, place.world_size))

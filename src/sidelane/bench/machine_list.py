@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
-import rich.console
-
 from sidelane.bench.report.table import Line, Table
+from sidelane.bench.report.terminal import tables_console
+from sidelane.bench.results.written import write_json
 from sidelane.machine.load import machine_names, named
 from sidelane.machine.spec import Machine, Source
 
 
-def main(*, as_json: bool = False) -> int:
+def main(json: Path | None = None) -> int:
     """Print every machine of the catalogue.
 
     Args:
-        as_json: a list of objects instead of the table.
+        json: file for a list of objects, or ``written.STDOUT``; None writes none.
 
     Returns:
         0.
     """
     machines = [named(name) for name in machine_names()]
-    if as_json:
-        sys.stdout.write(json.dumps([_flat(machine) for machine in machines], indent=1) + "\n")
-        return 0
-    rich.console.Console().print(machines_table(machines).to_rich())
+    if json is not None:
+        write_json(json, [_flat(machine) for machine in machines])
+    tables_console(json).print(machines_table(machines).to_rich())
     return 0
 
 
@@ -42,8 +40,8 @@ def machines_table(machines: list[Machine]) -> Table:
         lines.append(Line((*cells, str(known), str(sources[Source.FITTED]), str(sources[Source.ASSUMED]))))
     columns = ("<name", "<machine", "units", "<links", "GB/s", "known", "fitted", "assumed")
     note = (
-        "--machine takes a name, or a TOML or JSON file (docs/model.md). units: of a GPU; GB/s: DMA copies over a link "
-        "or port, one direction; known: numbers from data sheets, papers and measurements"
+        "--machine takes a name, or a TOML or JSON file (docs/internals/model.md). units: of a GPU; GB/s: DMA copies "
+        "over a link or port, one direction; known: numbers from data sheets, papers and measurements"
     )
     return Table("Machines that can be predicted", columns, tuple(lines), (note,))
 

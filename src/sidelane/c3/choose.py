@@ -9,8 +9,8 @@ from sidelane.c3.strategy import Order, Strategy
 from sidelane.program.collective import Kind
 
 # Share of the shorter operation that disappears behind the longer one, by strategy.
-# mi300x: averages of paper 000 (section V, figures 8 and 10), percent of ideal over all its pairs.
-# h200: hardware.md, "GEMM next to a collective"; the lower ends of its ranges.
+# mi300x: averages of the ConCCL paper (section V, figures 8 and 10), percent of ideal over all its pairs.
+# h200: docs/lab/hardware.md, "GEMM next to a collective"; the lower ends of its ranges.
 HIDDEN: dict[str, dict[str, float]] = {
     "mi300x": {"c3_base": 0.21, "c3_sp": 0.42, "conccl": 0.66},
     "h200": {"c3_base": 0.0, "c3_sp": 0.02, "conccl": 0.87, "nccl_ce": 0.92},
@@ -19,7 +19,7 @@ DEFAULT_MACHINE = "mi300x"
 
 OWN_CHUNK_HIDDEN = 0.03
 """What remains of that share for ``nccl_ce`` when it copies the caller's own chunk inside the GPU, a copy that waits
-for the GEMM (hardware.md: 2 to 4% of ideal out of place, and for every all-to-all)."""
+for the GEMM (docs/lab/hardware.md: 2 to 4% of ideal out of place, and for every all-to-all)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -43,12 +43,12 @@ class Strategy:
 
 
 # Collective first in conccl too: where it has a copy inside one GPU (the caller's own chunk), that copy would wait for
-# the end of a GEMM that was released before it (hardware.md, "Copy engines").
+# the end of a GEMM that was released before it (docs/lab/hardware.md, "Copy engines").
 STRATEGIES: tuple[Strategy, ...] = (
     Strategy("serial", Order.SERIAL, LIBRARY, "the GEMM, then the library's collective, on one stream"),
-    Strategy("c3_base", Order.GEMM_FIRST, LIBRARY, "two streams, the GEMM first (paper 000, IV-C)"),
-    Strategy("c3_sp", Order.COLLECTIVE_FIRST, LIBRARY, "two streams, the library's collective first (paper 000, V-A)"),
-    Strategy("conccl", Order.COLLECTIVE_FIRST, ("dma",), "the collective on DMA engines (paper 000, VI)"),
+    Strategy("c3_base", Order.GEMM_FIRST, LIBRARY, "two streams, the GEMM first (ConCCL paper, IV-C)"),
+    Strategy("c3_sp", Order.COLLECTIVE_FIRST, LIBRARY, "two streams, library's collective first (ConCCL paper, V-A)"),
+    Strategy("conccl", Order.COLLECTIVE_FIRST, ("dma",), "the collective on DMA engines (ConCCL paper, VI)"),
     Strategy("nccl_ce", Order.COLLECTIVE_FIRST, ("nccl_ce",), "the library's collective on copy engines"),
 )
 
@@ -66,7 +66,7 @@ def named(name: str) -> Strategy:
 
 
 def ideal_speedup(gemm_us: float, comm_us: float) -> float:
-    """Speedup over serial execution if the shorter of the two were hidden entirely (paper 000, section IV-B3).
+    """Speedup over serial execution if the shorter of the two were hidden entirely (ConCCL paper, section IV-B3).
 
     >>> round(ideal_speedup(1410.0, 1840.0), 3)
     1.766

@@ -1,4 +1,4 @@
-"""What runs side by side: one GEMM and one collective, and the taxonomy of such pairs (paper 000, section III)."""
+"""What runs side by side: one GEMM and one collective, and the taxonomy of such pairs (ConCCL paper, section III)."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ import re
 from enum import StrEnum
 
 from sidelane.program.collective import ELEMENT_BYTES, Kind
+from sidelane.sizes import format_bytes, parse_bytes
 
 COMPARABLE = 1.15
-"""Two isolated times are comparable if neither exceeds the other by more than this factor (paper 000, section III)."""
+"""Two isolated times are comparable if neither exceeds the other by more than this factor (ConCCL paper, III)."""
 
 CPU_GEMM_FLOPS = 2_500_000_000
 """Largest GEMM that a CPU rank runs: 25 to 50 milliseconds on one core at 50 to 100 GFLOP/s."""
 
 GEMM_DTYPES = ("bfloat16", "float16", "float32")
 
-# Table I of paper 000, in its order of dimensions, which is m x n x k. The paper does not say so; the models do. Every
+# Table I of the ConCCL paper, in its order of dimensions: m x n x k. The paper does not say so; the models do. Every
 # GEMM has one dimension of 8192, the tokens of an iteration. In cb2, cb4 and cb5 (LLaMA-405B: hidden size 16384, fused
 # query, key and value 18432, fused gate and up projections 106496) the tokens come second and the hidden size last: a
 # forward projection with n = tokens and k = hidden size. cb3, mb1 and mb2 end with the tokens: a weight gradient, in
@@ -58,7 +59,7 @@ class Gemm:
         n: columns of the result.
         k: length of the sums.
         dtype: of all three matrices, as torch names it.
-        tag: name in Table I of paper 000, else empty.
+        tag: name in Table I of the ConCCL paper, else empty.
         divisor: what every dimension of the named GEMM was divided by (1: the GEMM itself).
     """
 
@@ -93,7 +94,7 @@ class Gemm:
         return (self.m * self.k + self.k * self.n + self.m * self.n) * ELEMENT_BYTES[self.dtype]
 
     def bound(self, machine_flops_per_byte: float, measured_bytes: float | None = None) -> Bound:
-        """Compute-bound if the GEMM does more operations per byte than the machine can (paper 000, section III).
+        """Compute-bound if the GEMM does more operations per byte than the machine can (ConCCL paper, section III).
 
         Args:
             machine_flops_per_byte: peak arithmetic rate over peak memory bandwidth.
@@ -131,7 +132,7 @@ class Workload:
 
     @property
     def name(self) -> str:
-        """In the style of paper 000's Table II: ``cb1_896M all_gather``."""
+        """In the style of the ConCCL paper's Table II: ``cb1_896M all_gather``."""
         return f"{self.gemm.name}_{format_bytes(self.nbytes)} {self.collective}"
 
     def scaled_for_cpu(self, flops: int = CPU_GEMM_FLOPS) -> Workload:
@@ -152,7 +153,7 @@ class Workload:
 
 
 def classify(gemm_us: float, comm_us: float) -> C3Class:
-    """The C3 type of a pair from isolated times in microseconds (paper 000, section III).
+    """The C3 type of a pair from isolated times in microseconds (ConCCL paper, section III).
 
     >>> str(classify(1410.0, 1840.0))
     'C-long'
@@ -179,7 +180,7 @@ def parse_gemm(text: str, dtype: str = "bfloat16") -> Gemm:
 
 
 def parse_workload(text: str, collective: Kind = Kind.ALL_GATHER, dtype: str = "bfloat16") -> Workload:
-    """Read a pair as Table II of paper 000 writes it: ``cb1_896M``, ``mb2_3.25G``, ``4096x4096x4096_64M``.
+    """Read a pair as Table II of the ConCCL paper writes it: ``cb1_896M``, ``mb2_3.25G``, ``4096x4096x4096_64M``.
 
     Raises:
         ValueError: anything else.
@@ -188,35 +189,3 @@ def parse_workload(text: str, collective: Kind = Kind.ALL_GATHER, dtype: str = "
     if not separator:
         raise ValueError(f"parse_workload: not a pair (value={text!r}, allowed=GEMM_BYTES, for example cb1_896M)")
     return Workload(parse_gemm(gemm, dtype), collective, parse_bytes(size))
-
-
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-
-
-_ROUNDED_TO = 16
-
-
-def parse_bytes(text: str) -> int:
-    """Read a size: ``1024``, ``64K``, ``896M``, ``3.25G``, also with ``B`` or ``iB`` behind. Units are binary.
-
-    What is no whole number of bytes, as ``1.2G``, is rounded to a multiple of 16, whole elements of any dtype.
-
-    Raises:
-        ValueError: not a size, or a part of a byte.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE)
-    if not match:
-        raise ValueError(f"parse_bytes: not a size (value={text!r}, allowed=a number with K, M or G)")
-    nbytes = float(match[1]) * _UNITS[match[2].upper()]
-    if not match[2] and nbytes != int(nbytes):
-        raise ValueError(f"parse_bytes: not a whole number of bytes (value={text!r})")
-    return int(nbytes) if nbytes == int(nbytes) else max(_ROUNDED_TO, round(nbytes / _ROUNDED_TO) * _ROUNDED_TO)
-
-
-def format_bytes(nbytes: int) -> str:
-    """The shortest text that ``parse_bytes`` reads back: ``896M``, ``3.25G``, ``1000``."""
-    for unit in ("G", "M", "K"):
-        amount = f"{nbytes / _UNITS[unit]:.2f}".rstrip("0").rstrip(".")
-        if nbytes >= _UNITS[unit] and float(amount) * _UNITS[unit] == nbytes:
-            return amount + unit
-    return str(nbytes)

@@ -14,6 +14,7 @@ from typing import Any
 from sidelane.choice.key import CPU, Key
 from sidelane.choice.profile import Profile, parse
 from sidelane.config import BUILTIN, profile_folder
+from sidelane.errors import Page, see
 from sidelane.machine.inventory import machine_name
 
 
@@ -68,9 +69,8 @@ def in_force(setting: str | None, key: Key) -> InForce:
                     f"{'; '.join(differences)} (sidelane tune measures again)"
                 )
             elif setting is not None:
-                raise ValueError(
-                    f"profile: no such file (value={setting!r}, allowed=a file of sidelane tune, {BUILTIN})"
-                )
+                text = f"profile: no such file (value={setting!r}, allowed=a file of sidelane tune, {BUILTIN})"
+                raise see(ValueError(text), Page.TUNING)
         except ValueError as problem:
             if setting is not None:
                 raise
@@ -102,11 +102,12 @@ def read(path: Path) -> Profile | None:
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError) as problem:
-        raise ValueError(f"profile: cannot be read (value={_shown(path)!r}): {problem}") from problem
+        unread = ValueError(f"profile: cannot be read (value={_shown(path)!r}): {problem}")
+        raise see(unread, Page.TUNING) from problem
     try:
         return parse(text)
     except ValueError as problem:
-        raise ValueError(f"profile: {_shown(path)}: {problem}") from problem
+        raise see(ValueError(f"profile: {_shown(path)}: {problem}"), Page.TUNING) from problem
 
 
 def write(path: Path, profile: Profile) -> None:

@@ -1,32 +1,77 @@
-"""Errors in words for a terminal, and exit codes."""
+"""Errors in words for a terminal, with the page to read on at their end, and exit codes."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import IO, Any
 
 import click
 
-from sidelane.errors import SidelaneError
+from sidelane import config
+from sidelane.errors import SEE, Page, SidelaneError, page_of
+
+
+class FailedError(click.ClickException):
+    """Something went wrong that is not what the user typed: exit code 1.
+
+    Args:
+        message: what went wrong.
+        page: where to read on.
+    """
+
+    def __init__(self, message: str, page: Page) -> None:
+        super().__init__(message)
+        self.page = page
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        """Print it to stderr."""
+        click.echo(f"Error: {self.format_message()}\n{SEE}{self.page}", file=file, err=file is None)
+
+
+class MisusedError(click.UsageError):
+    """The user typed something that cannot be: exit code 2.
+
+    Args:
+        message: what was given and what is allowed.
+        context: of the command.
+        page: where to read on; None: the help of the command, and the page of all commands.
+    """
+
+    def __init__(self, message: str, context: click.Context | None = None, page: Page | None = None) -> None:
+        super().__init__(message, context)
+        self.page = page
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        """Print it to stderr, behind how the command is used."""
+        path = "" if self.ctx is None else f"{self.ctx.command_path} --help, "
+        usage = "" if self.ctx is None else f"{self.ctx.get_usage()}\n\n"
+        see = f"{path}{Page.COMMANDS}" if self.page is None else self.page
+        click.echo(f"{usage}Error: {self.format_message()}\n{SEE}{see}", file=file, err=file is None)
 
 
 @contextlib.contextmanager
 def plain_errors() -> Iterator[None]:
-    """Turn errors that have an explanation into one line: exit code 2 for what the user asked, 1 for what happened."""
-    if click.get_current_context().obj:  # --traceback
+    """Turn errors that have an explanation into one line: exit code 2 for what the user asked, 1 for what happened.
+
+    Settings are read first: ranks that cannot read them would take no part in a study, and it would go on without them.
+    """
+    context = click.get_current_context()
+    if context.obj:  # --traceback
         yield
         return
     try:
+        config.current()
         yield
     except (ValueError, TypeError) as problem:
-        raise click.UsageError(str(problem)) from problem
+        raise MisusedError(str(problem), context, page_of(problem)) from problem
     except BrokenPipeError:
         raise  # who reads has seen enough, and click says nothing
     except OSError as problem:
-        raise click.ClickException(str(problem)) from problem
+        raise FailedError(str(problem), Page.ERRORS) from problem
     except SidelaneError as problem:
         from sidelane.bench.running.launch import RankFailedError
 
         if isinstance(problem, RankFailedError) and problem.refused:
-            raise click.UsageError(f"{problem.refused} (sidelane --traceback shows where)") from problem
-        raise click.ClickException(str(problem)) from problem
+            raise MisusedError(f"{problem.refused} (sidelane --traceback shows where)", context) from problem
+        raise FailedError(str(problem), page_of(problem) or Page.ERRORS) from problem

@@ -8,42 +8,58 @@ from pathlib import Path
 import click
 
 from sidelane.cli.errors import plain_errors
-from sidelane.cli.options import VERSIONS, prediction_report
+from sidelane.cli.guided import Command, how, what, where
+from sidelane.cli.options import VERSIONS, json_option, report_option
 
 DEMO_MACHINE = "mi300x8"
 
 
-@click.command()
-@click.option("--json", "as_json", is_flag=True, help="Print a list of objects.")
-def machines(as_json: bool) -> None:
-    """List the machines that can be predicted."""
+@click.command(
+    cls=Command,
+    examples=(
+        ("sidelane machines", "names for --machine"),
+        ("sidelane machines --json -", "the same as a list of objects"),
+    ),
+)
+@json_option
+def machines(json: Path | None) -> None:
+    """List the machines that can be predicted, and where their numbers come from."""
     with plain_errors():
         from sidelane.bench import machine_list
 
-        machine_list.main(as_json=as_json)
+        machine_list.main(json)
 
 
-@click.command()
-@click.option("--machine", metavar="NAME_OR_FILE", default=DEMO_MACHINE, help="Default: mi300x8, the papers' machine.")
-@click.option("--json", "as_json", is_flag=True, help="Print a list of objects, and nothing else.")
-@click.option(
+@click.command(
+    cls=Command,
+    examples=(
+        ("sidelane claims --no-ranges", "every published figure, in two seconds"),
+        ("sidelane claims --machine h200x4", "what was measured on four H200s, in a checkout"),
+    ),
+)
+@where(
+    "--machine", metavar="NAME_OR_FILE", default=DEMO_MACHINE, help="mi300x8 is the papers' machine; others: measured."
+)
+@where(
     "--results",
     type=click.Path(path_type=Path),
+    metavar="FOLDER",
     default=Path("results"),
-    help="Folder with a folder of measurements for each machine.",
+    help="With a folder of measurements for each machine.",
 )
-@click.option("--version", type=click.Choice(VERSIONS), default="000", show_default=True, help="Of paper 000.")
-@click.option(
-    "--report", type=click.Path(file_okay=False, path_type=Path), help="Write claims.json and a picture here."
-)
-@click.option(
+@what("--version", type=click.Choice(VERSIONS), default="000", help="Version of the ConCCL paper.")
+@how(
     "--ranges/--no-ranges",
     default=None,
-    help="Also predict over the plausible values of the machine's numbers: about a minute instead of two seconds. "
-    "Default: with them, except with --json and no --report.",
+    show_default="with them, except with --json and no --report",
+    help="Also predict over the plausible values of the machine's numbers: about a minute instead of two seconds.",
 )
-def claims(machine: str, as_json: bool, results: Path, version: str, report: Path | None, ranges: bool | None) -> None:
-    """Hold predictions against what papers claim, or, of other machines, against measurements (results/<machine>).
+@json_option
+@report_option
+def claims(
+    machine: str, json: Path | None, results: Path, version: str, report: Path | None, ranges: bool | None
+) -> None:
+    """Hold predictions against every figure that papers publish, or against your measurements.
 
     The exit code is 1 if a claim has no role, or if a number was fitted to a held-out claim. Wrong predictions are
     shown, not punished.
@@ -51,18 +67,23 @@ def claims(machine: str, as_json: bool, results: Path, version: str, report: Pat
     with plain_errors():
         from sidelane.bench.claims import command as claims
 
-        with_ranges = (not as_json or report is not None) if ranges is None else ranges
-        sys.exit(claims.main(claims.Options(machine, as_json, results, version, report, with_ranges)))
+        with_ranges = (json is None or report is not None) if ranges is None else ranges
+        sys.exit(claims.main(claims.Options(machine, json, results, version, report, with_ranges)))
 
 
-@click.command()
-@click.option(
-    "--machine", required=True, metavar="NAME_OR_FILE", help="Of the catalogue (sidelane machines), or a file."
+@click.command(
+    cls=Command,
+    examples=(("sidelane pipeline --machine mi300x8", "iterations that overlap, on eight MI300X"),),
 )
-@prediction_report
-def pipeline(machine: str, report: Path | None) -> None:
-    """Predict pipelined iterations of a GEMM and a collective (paper 004): tiles, thread blocks, priority."""
+@where("--machine", required=True, metavar="NAME_OR_FILE", help="One of `sidelane machines`, or a TOML or JSON file.")
+@json_option
+@report_option
+def pipeline(machine: str, json: Path | None, report: Path | None) -> None:
+    """Predict iterations of a GEMM and a collective that overlap.
+
+    By tile, number of thread blocks and priority, as the overlap paper measured them.
+    """
     with plain_errors():
         from sidelane.bench.simulated import overlap as sim_overlap
 
-        sys.exit(sim_overlap.main(machine, report))
+        sys.exit(sim_overlap.main(machine, report, json))

@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 
 import click
 
-from sidelane.c3.workload import format_bytes, parse_bytes
+from sidelane.cli.guided import how, output, what, where
 from sidelane.program.collective import Kind
+from sidelane.sizes import format_bytes, parse_bytes, rounding
 
 C = TypeVar("C", bound=Callable[..., Any])
 DEVICES = ("auto", "gpu", "cpu")
@@ -21,17 +22,29 @@ KINDS = tuple(kind.value for kind in Kind if kind not in (Kind.SCATTER, Kind.GAT
 
 
 def size(context: click.Context, option: click.Parameter, value: Any) -> Any:
-    """Read ``1K``, ``64M``, ``4G`` or a plain number of bytes; several where the option may be repeated."""
+    """Read ``1K``, ``64M``, ``1.2G`` or a plain number of bytes; several where the option may be repeated.
+
+    What is rounded is said on stderr.
+    """
+    if value is None:
+        return None
+    texts = value if isinstance(value, tuple) else (value,)
     try:
-        return (
-            tuple(map(parse_bytes, value))
-            if isinstance(value, tuple)
-            else value
-            if value is None
-            else parse_bytes(value)
-        )
+        sizes = tuple(map(parse_bytes, texts))
+        say_rounding(*texts)
     except ValueError as problem:
         raise click.BadParameter(str(problem)) from problem
+    return sizes if isinstance(value, tuple) else sizes[0]
+
+
+def say_rounding(*texts: str) -> None:
+    """Say on stderr which sizes are not taken as they are written.
+
+    Raises:
+        ValueError: one is none.
+    """
+    for text in filter(None, map(rounding, texts)):
+        click.echo(f"note: {text}", err=True)
 
 
 def names(context: click.Context, option: click.Parameter, value: str) -> tuple[str, ...]:
@@ -41,60 +54,89 @@ def names(context: click.Context, option: click.Parameter, value: str) -> tuple[
 
 def study_options(command: C) -> C:
     """Options that every study has that compares implementations."""
-    option = click.option(
+    option = what(
         "--implementations",
         metavar="NAME,...",
         callback=names,
         default="",
-        help="Keep these: nccl, nccl_ce, symm_mem, gloo, dma, sm, auto. Default: all that this machine has.",
+        show_default="all that this machine has",
+        help="Measure only these: nccl, nccl_ce, symm_mem, gloo, dma, sm, auto.",
     )
     return option(measuring_options(command))
 
 
 def measuring_options(command: C) -> C:
     """Options that every study has."""
-    options = (
-        click.option("--ranks", type=click.IntRange(min=1), help="Processes. Default: every GPU, or a few on the CPU."),
-        click.option(
-            "--device", type=click.Choice(DEVICES), default="auto", help="auto: GPUs if there are two or more."
-        ),
-        click.option(
-            "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the rows here."
-        ),
-        click.option(
-            "--report", type=click.Path(file_okay=False, path_type=Path), help="Write page and pictures here."
-        ),
-        click.option(
-            "--timeout",
-            "timeout_s",
-            type=click.FloatRange(min=1),
-            default=600.0,
-            show_default=True,
-            help="Seconds for all of it.",
-        ),
-    )
-    for option in reversed(options):
+    for option in (timeout_option, report_option, json_option, device_option, ranks_option):
         command = option(command)
     return command
 
 
+def size_options(smallest: str, largest: str, *, fixed: bool = False) -> Callable[[C], C]:
+    """The sizes of a study: from one to another by a factor.
+
+    Args:
+        smallest: what it begins with.
+        largest: what it ends with; in words where that depends on the device.
+        fixed: ``largest`` is a size.
+    """
+    options = (
+        what("--min-bytes", metavar="SIZE", callback=size, default=smallest, help="Smallest size, such as 64K."),
+        what(
+            "--max-bytes",
+            metavar="SIZE",
+            callback=size,
+            default=largest if fixed else None,
+            show_default=True if fixed else largest,
+            help="Largest size, such as 1.2G.",
+        ),
+        what("--factor", type=click.IntRange(min=2), default=4, help="Each size over the one before it."),
+    )
+
+    def with_sizes(command: C) -> C:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return with_sizes
+
+
+ranks_option = where(
+    "--ranks", type=click.IntRange(min=1), show_default="every GPU, or a few on the CPU", help="Processes to start."
+)
+device_option = where(
+    "--device", type=click.Choice(DEVICES), default="auto", help="auto takes GPUs if there are two or more."
+)
+timeout_option = how("--timeout", "timeout_s", type=click.FloatRange(min=1), default=600, help="Seconds for all of it.")
+json_option = output(
+    "--json",
+    type=click.Path(dir_okay=False, path_type=Path, allow_dash=True),
+    metavar="FILE",
+    is_flag=False,
+    flag_value="-",
+    help="Write the figures here as JSON; - prints them, and nothing else.",
+)
+report_option = output(
+    "--report",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="FOLDER",
+    help="Write a page with tables and pictures here.",
+)
+
 # For studies that can be predicted instead of measured.
-moved_collectives = click.option(
+moved_collectives = what(
     "--collective",
     "collectives",
     multiple=True,
     type=click.Choice(KINDS),
     default=("all_gather", "all_to_all"),
-    help="Repeatable. Default: all_gather and all_to_all.",
+    help="May be repeated.",
 )
 
-machine_option = click.option(
+machine_option = where(
     "--machine",
     metavar="NAME_OR_FILE",
-    help="Predict it for this machine instead: of the catalogue (sidelane machines), or a TOML or JSON file.",
-)
-prediction_report = click.option(
-    "--report", type=click.Path(file_okay=False, path_type=Path), help="Write numbers and pictures here."
+    help="Predict for this machine instead of measuring: one of `sidelane machines`, or a TOML or JSON file.",
 )
 
 

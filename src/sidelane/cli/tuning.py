@@ -8,36 +8,56 @@ from typing import Any
 import click
 
 from sidelane.cli.errors import plain_errors
-from sidelane.cli.options import ALL, DEVICES, KINDS, size
+from sidelane.cli.guided import Command, how, output, what, where
+from sidelane.cli.options import ALL, KINDS, device_option, json_option, ranks_option, size
 from sidelane.config import BESIDE, NOTHING
 from sidelane.program.collective import ELEMENT_BYTES, Kind
 
 
-@click.command()
-@click.option(
+@click.command(
+    cls=Command,
+    examples=(
+        ("sidelane tune", "measure this machine, and keep the times for every communicator"),
+        ("sidelane tune --quick --collective all_gather", "one collective, roughly"),
+        ("sidelane tune --from-results collectives.json --output mine.json", "from what was measured already"),
+    ),
+)
+@what(
     "--collective",
     "collectives",
     multiple=True,
     type=click.Choice([*KINDS, ALL]),
     default=(ALL,),
-    help="May be repeated. Default: all. A profile keeps what it had of the others.",
+    help="May be repeated. A profile keeps what it had of the others.",
 )
-@click.option("--quick", is_flag=True, help="Wide steps between the sizes, few rounds: half a minute on GPUs.")
-@click.option("--seconds", "budget_s", type=click.FloatRange(min=1), help="For measuring; what is left out is said.")
-@click.option("--dtype", type=click.Choice(list(ELEMENT_BYTES)), default="bfloat16", show_default=True)
-@click.option("--ranks", type=click.IntRange(min=1), help="Processes. Default: every GPU, or a few on the CPU.")
-@click.option("--device", type=click.Choice(DEVICES), default="auto", help="auto: GPUs if there are two or more.")
-@click.option(
+@what("--dtype", type=click.Choice(list(ELEMENT_BYTES)), default="bfloat16", help="Of the elements.")
+@how("--quick", is_flag=True, help="Wide steps between the sizes, few rounds: half a minute on GPUs.")
+@how(
+    "--seconds",
+    "budget_s",
+    type=click.FloatRange(min=1),
+    show_default="75 on GPUs, 150 on CPUs",
+    help="For measuring; what is left out is said.",
+)
+@ranks_option
+@device_option
+@output(
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Keep the profile here. Default: where every communicator of this user finds it.",
+    metavar="FILE",
+    show_default="where every communicator of this user finds it",
+    help="Keep the profile here.",
 )
-@click.option(
+@output(
     "--from-results",
     type=click.Path(dir_okay=False, exists=True, path_type=Path),
+    metavar="FILE",
     help="Do not measure: take the times of this file of `sidelane collective --json`; needs --output.",
 )
-def tune(collectives: tuple[str, ...], from_results: Path | None, output: Path | None, **others: Any) -> None:
+@json_option
+def tune(
+    collectives: tuple[str, ...], from_results: Path | None, output: Path | None, json: Path | None, **others: Any
+) -> None:
     """Measure how each collective runs best on this machine, and keep it for `auto`.
 
     Every candidate, eager and in graphs, in and out of place, 1K to 256M (16M on CPUs); outputs are checked before and
@@ -49,32 +69,47 @@ def tune(collectives: tuple[str, ...], from_results: Path | None, output: Path |
         if from_results is not None:
             if output is None:
                 raise ValueError("--from-results needs --output: it says nothing about this machine")
-            profile = tuning.from_results(from_results, output)
-            click.echo(f"{len(profile.curves)} curves of {profile.machine}: {output}")
+            tuning.from_results(from_results, output, json)
             return
         kinds = KINDS if ALL in collectives else collectives
-        tuning.main(tuning.TuneOptions(collectives=tuple(map(Kind, kinds)), output=output, **others))
+        tuning.main(tuning.TuneOptions(collectives=tuple(map(Kind, kinds)), output=output, json=json, **others))
 
 
-@click.command()
+@click.command(
+    cls=Command,
+    examples=(
+        ("sidelane explain all_gather 16M --machine h200x4", "what four H200s would do"),
+        ("sidelane explain all_reduce 1.2G --beside compute", "next to a GEMM, on this machine"),
+        ("sidelane explain all_gather 64K --machine h200x4 --json -", "as JSON"),
+    ),
+)
 @click.argument("collective", metavar="COLLECTIVE", type=click.Choice([kind.value for kind in Kind]))
 @click.argument("nbytes", metavar="SIZE", callback=size)
-@click.option("--in-place", is_flag=True, help="Input and output share memory.")
-@click.option("--graph", "captured", is_flag=True, help="The call is captured into a graph.")
-@click.option("--ordinary", is_flag=True, help="The tensors are not in symmetric memory.")
-@click.option("--beside", type=click.Choice(BESIDE), default=NOTHING, show_default=True, help="What runs next to it.")
-@click.option("--dtype", type=click.Choice(list(ELEMENT_BYTES)), default="bfloat16", show_default=True)
-@click.option("--tensors", type=click.IntRange(min=1), help="A list of this many in one call, each of SIZE.")
-@click.option("--world-size", type=click.IntRange(min=1), help="Ranks. Default: as measured, or those of this machine.")
-@click.option("--machine", metavar="NAME_OR_FILE", help="For a machine that need not be here: h200x4, mi300x8, ...")
-@click.option(
-    "--profile", type=click.Path(dir_okay=False, path_type=Path), help="Choose by this file of `sidelane tune`."
+@what("--in-place", is_flag=True, help="Input and output share memory.")
+@what("--graph", "captured", is_flag=True, help="The call is captured into a graph.")
+@what("--ordinary", is_flag=True, help="The tensors are not in symmetric memory.")
+@what("--beside", type=click.Choice(BESIDE), default=NOTHING, help="What runs next to it.")
+@what("--dtype", type=click.Choice(list(ELEMENT_BYTES)), default="bfloat16", help="Of the elements.")
+@what("--tensors", type=click.IntRange(min=1), help="A list of this many in one call, each of SIZE.")
+@where("--world-size", type=click.IntRange(min=1), show_default="as measured, or those of this machine", help="Ranks.")
+@where(
+    "--machine",
+    metavar="NAME_OR_FILE",
+    show_default="this one",
+    help="A machine that need not be here: h200x4, mi300x8, ...",
 )
+@where(
+    "--profile",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Choose by this file of `sidelane tune`.",
+)
+@json_option
 def explain(collective: str, **others: Any) -> None:
-    """Show what `auto` takes for a call, why, what else it could take, and what would be submitted.
+    """Show what `auto` takes for a call, why, and what would be submitted.
 
     COLLECTIVE is all_gather, all_to_all, broadcast, scatter, gather, reduce_scatter or all_reduce. SIZE is the gathered
-    size of an all_gather and the local buffer of the others: 64K, 1M.
+    size of an all_gather and the local buffer of the others: 64K, 1.2G.
 
     Without --machine: for the GPUs that are here, or for CPU processes where there are fewer than two. Needs no GPU.
     """

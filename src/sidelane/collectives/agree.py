@@ -11,7 +11,7 @@ from sidelane.collectives.heap import Region
 from sidelane.errors import MismatchError, PeerError
 from sidelane.memory.control import SPLITS, ControlBlock, PostedCall
 
-Place = tuple[int, int] | None
+Location = tuple[int, int] | None
 """Number of a symmetric block and offset in it; None for ordinary memory."""
 
 
@@ -25,8 +25,12 @@ class Splits:
     """
 
     counts: tuple[tuple[int, ...], ...]
-    input_place: Place
-    output_place: Place
+    input_place: Location
+    output_place: Location
+
+
+OFFER = " offer "
+"""Stands behind the split sizes, in front of the memory that a rank offers (``reach``)."""
 
 
 def compare(control: ControlBlock, call: int, posts: Sequence[PostedCall]) -> None:
@@ -70,7 +74,9 @@ def agree_on_splits(control: ControlBlock, call: int, posts: Sequence[PostedCall
             in different places.
     """
     compare(control, call, posts)
-    sent, expected, inputs, outputs = zip(*(json.loads(post.differing) for post in posts), strict=True)
+    sent, expected, inputs, outputs = zip(
+        *(json.loads(post.differing.partition(OFFER)[0]) for post in posts), strict=True
+    )
     for src in range(len(posts)):
         for dst in range(len(posts)):
             if sent[src][dst] != expected[dst][src]:
@@ -89,7 +95,7 @@ def _shown(region: Region) -> object:
     return None if not region.nbytes else list(region.place) if region.place else 0
 
 
-def _common(call: int, name: str, shown: Sequence[Any]) -> Place:
+def _common(call: int, name: str, shown: Sequence[Any]) -> Location:
     places = {rank: tuple(place) if place else None for rank, place in enumerate(shown) if place is not None}
     first = next(iter(places.items()), (0, None))
     for rank, place in places.items():
@@ -101,5 +107,5 @@ def _common(call: int, name: str, shown: Sequence[Any]) -> Place:
     return first[1]
 
 
-def _words(place: Place) -> str:
+def _words(place: Location) -> str:
     return "ordinary memory" if place is None else f"symmetric memory {place[0]}+{place[1]}"

@@ -9,7 +9,7 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
-from sidelane.collectives.agree import Place, Splits
+from sidelane.collectives.agree import Location, Splits
 from sidelane.collectives.heap import Region, SymmetricHeap
 from sidelane.program import collective as define
 from sidelane.program.collective import ELEMENT_BYTES, REDUCING, Buffer, Collective, Kind, ReduceOp, Reduction
@@ -39,7 +39,7 @@ class Request:
         return self.whole if self.collective.in_place else self.input if buffer == Buffer.INPUT else self.output
 
     @property
-    def places(self) -> tuple[Place, Place]:
+    def places(self) -> tuple[Location, Location]:
         """Places of input and output as far as all ranks must agree on them; None: ordinary memory, or any place."""
         kind = self.collective.kind
         if self.collective.in_place:

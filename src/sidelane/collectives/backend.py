@@ -13,6 +13,7 @@ from sidelane.collectives.work import Work
 from sidelane.errors import SidelaneError
 from sidelane.execute.base import Addresses, Executor, LoadedProgram, Place, Questions, Runnable
 from sidelane.memory.base import SymmetricBlock, SymmetricMemory
+from sidelane.memory.ordinary import OrdinaryMemory
 from sidelane.program.ir import Program, Value
 from sidelane.program.kernel_call import KernelCall
 from sidelane.program.kernel_list import AnyKernelProgram
@@ -107,6 +108,11 @@ class Backend(Protocol):
 
     @property
     def memory(self) -> SymmetricMemory: ...
+
+    @property
+    def ordinary(self) -> OrdinaryMemory | None:
+        """How peers reach other memory; None where they do not."""
+        ...
 
     @property
     def executor(self) -> Executor: ...

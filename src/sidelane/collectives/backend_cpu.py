@@ -22,6 +22,7 @@ from sidelane.memory.base import SymmetricBlock
 from sidelane.memory.control import ControlBlock
 from sidelane.memory.exchange import Exchange
 from sidelane.memory.ordering import full_fence
+from sidelane.memory.shared_tensors import SharedTensors
 from sidelane.memory.shm import ShmMemory
 from sidelane.program.ir import Program, Value
 from sidelane.program.kernel_call import KernelCall
@@ -36,6 +37,7 @@ class CpuBackend:
 
     def __init__(self, exchange: Exchange, control: ControlBlock, timeout_s: float) -> None:
         self.memory = ShmMemory(exchange)
+        self.ordinary = SharedTensors()
         self.executor = CpuExecutor(exchange.rank, control, timeout_s)
         self._control = control
         self._thread = CallThread()

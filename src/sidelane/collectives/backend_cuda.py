@@ -38,6 +38,8 @@ _POLL_S = 50e-6
 class CudaBackend:
     """See :class:`sidelane.collectives.backend.Backend`."""
 
+    ordinary = None
+
     def __init__(
         self,
         exchange: Exchange,

@@ -89,7 +89,7 @@ class BoundProgram:
             RuntimeError: it was closed, or waits for triggers of its last call.
             ValueError: it has triggers, and the caller would wait for them before firing one.
             UnavailableError: it cannot be captured; nothing has happened.
-            MismatchError, PeerError, PeerTimeoutError: see docs/failure.md.
+            MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
         """
         calls = self._calls
         call = calls.number()
@@ -141,8 +141,7 @@ class BoundProgram:
         at system scope. From here on it counts as fired: a kernel that is not launched is a time-out.
 
         Raises:
-            UnavailableError: on CPUs.
-            As :meth:`trigger`.
+            UnavailableError: on CPUs. Else as :meth:`trigger`.
         """
         self._check_number("trigger_by_kernel", number)
         if self._calls.backend.executor.capabilities.device_type == "cpu":

@@ -3,22 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
-from sidelane.collectives.arguments import Arguments
+from sidelane.collectives.agree import OFFER, compare
+from sidelane.collectives.arguments import Arguments, Request
 from sidelane.collectives.asked import AnyRequest, Form
 from sidelane.collectives.calls import Calls
 from sidelane.collectives.heap import generation
+from sidelane.collectives.listed import ListRequest
 from sidelane.collectives.plan import AnyAgreement
 from sidelane.collectives.prepare import Prepared, Preparer
+from sidelane.collectives.reach import Offer, Reach
 from sidelane.collectives.repeat import Repeats
 from sidelane.collectives.uneven import UnevenCall
 from sidelane.collectives.work import Work
 from sidelane.errors import UnavailableError
 from sidelane.execute.base import Place
+from sidelane.memory.control import MOST_TEXT_BYTES, SPLITS
 from sidelane.program.shape import check_beside
 
 T = TypeVar("T")
+Key = tuple[Hashable, ...]
+
+MOST_PLANNED = 1024
+"""Calls of which it is remembered what is asked, while what they run as depends on what peers offer each time."""
+
+
+class Planned(NamedTuple):
+    """A call before its peers have been heard."""
+
+    request: AnyRequest
+    agreement: AnyAgreement
 
 
 class CallPath:
@@ -29,11 +44,15 @@ class CallPath:
         arguments: checks what callers pass.
         preparer: makes them ready.
         repeats: those that compiled code makes again; None where there is none.
+        reach: how peers get at ordinary memory; None where they do not.
     """
 
     def __init__(self, calls: Calls, arguments: Arguments, preparer: Preparer) -> None:
         self.calls, self.arguments, self.preparer = calls, arguments, preparer
         self.repeats = Repeats.of(calls, preparer)
+        ordinary = calls.backend.ordinary if calls.config.map_memory and arguments.world_size > 1 else None
+        self.reach = None if ordinary is None else Reach(calls, ordinary)
+        self._planned: dict[Hashable, Planned] = {}
 
     def run(
         self, asked: Form, *, variant: str, beside: str | None, async_op: bool, remember: bool = False
@@ -57,9 +76,9 @@ class CallPath:
             place = calls.backend.place()
             key, prepared = self._recall(asked, variant, beside, place)
             if prepared is None:
-                asked.check_variant(variant, calls.backend.abilities)
-                hint = self._beside(asked.name, beside)
-                request = asked.request(self.arguments)
+                planned = self._plan(asked, key, variant, beside, place)
+                # An asynchronous call waits for nobody's host.
+                offer = None if async_op else self._offer(asked, planned)
         except Exception as error:
             calls.refuse(call, asked.name, error)
             raise
@@ -71,9 +90,12 @@ class CallPath:
                 self._announce(call, prepared.signature, again=True)
             else:
                 remember = False  # until it comes again
-                agreement = asked.agreement(request, variant, place[1], hint)
-                self._announce(call, agreement.text(), again=self.preparer.known(agreement))
-                prepared = self._prepare(agreement, request, key)
+                if offer is None:
+                    agreement = planned.agreement
+                    self._announce(call, agreement.text(), again=self.preparer.known(agreement))
+                    prepared = self._prepare(agreement, planned.request, key)
+                else:
+                    call, prepared = self._settle(call, key, asked, planned, offer)
         except KeyboardInterrupt as error:
             calls.fail(error)
             raise
@@ -96,11 +118,24 @@ class CallPath:
                 hint = self._beside(uneven.name, beside)
                 place = calls.backend.place()
                 text = uneven.text(self.arguments, variant, place[1], hint)
-            calls.control.post_call(call, text)
-            asked = uneven.settled(calls, call)
-            key, prepared = self._recall(asked, variant, hint, place)
+                offer = None
+                if self.reach is not None:
+                    room = MOST_TEXT_BYTES - 1 - len(text) - len(OFFER)
+                    offer = self.reach.offer((uneven.outline(self.arguments),), uneven.tensors, room)
+            calls.control.post_call(call, text + (OFFER + offer.text if offer else ""))
+            posts = calls.posts(call)
+            asked = uneven.settled(calls.control, call, posts)
+            request = asked.request(self.arguments)
+            addresses: Hashable = ()
+            if self.reach is not None and offer is not None:
+                texts = [post.differing.partition(OFFER)[2] for post in posts]
+                signature = text.partition(SPLITS)[0]
+                call, reached = self.reach.settle(call, signature, offer, texts, (request,))
+                if reached is not None:
+                    request, addresses = reached[0], (reached[0].input.reached, reached[0].output.reached)
+            key = (*self._recall(asked, variant, hint, place)[0], addresses)
+            prepared = self.preparer.recall(key)
             if prepared is None:
-                request = asked.request(self.arguments)
                 prepared = self._prepare(asked.agreement(request, variant, place[1], hint), request, key)
         except KeyboardInterrupt as error:
             calls.fail(error)
@@ -119,7 +154,7 @@ class CallPath:
 
         Raises:
             UnavailableError: inside a capture.
-            MismatchError, PeerError, PeerTimeoutError: see docs/failure.md.
+            MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
         """
         calls = self.calls
         call = calls.number()
@@ -134,9 +169,7 @@ class CallPath:
         calls.agree(call)
         return call, found
 
-    def _recall(
-        self, asked: Form, variant: str, beside: str | None, place: Place
-    ) -> tuple[tuple[Hashable, ...], Prepared | None]:
+    def _recall(self, asked: Form, variant: str, beside: str | None, place: Place) -> tuple[Key, Prepared | None]:
         """What an earlier call like this one prepared, and what calls that are alike have in common."""
         key = (asked.name, variant, beside, asked.details, place[1], generation(), asked.identities())
         return key, self.preparer.recall(key)
@@ -153,6 +186,46 @@ class CallPath:
         if self.calls.config.debug or not again:
             self.calls.agree(call)
 
+    def _plan(self, asked: Form, key: Key, variant: str, beside: str | None, place: Place) -> Planned:
+        """What is asked and to be agreed on. Raises what the caller did wrong."""
+        planned = self._planned.get(key)
+        if planned is None:
+            asked.check_variant(variant, self.calls.backend.abilities)
+            hint = self._beside(asked.name, beside)
+            request = asked.request(self.arguments)
+            planned = Planned(request, asked.agreement(request, variant, place[1], hint))
+        return planned
+
+    def _offer(self, asked: Form, planned: Planned) -> Offer | None:
+        """Memory of this rank that its peers may reach in this call."""
+        if self.reach is None:
+            return None
+        room = MOST_TEXT_BYTES - 1 - len(planned.agreement.text()) - len(SPLITS)
+        return self.reach.offer(_parts(planned.request), asked.tensors, room)
+
+    def _settle(self, call: int, key: Key, asked: Form, planned: Planned, offer: Offer) -> tuple[int, Prepared]:
+        """Agree on the memory that peers reach, with the call; its number from now on, and what it runs as."""
+        assert self.reach is not None
+        if len(self._planned) >= MOST_PLANNED:
+            del self._planned[next(iter(self._planned))]
+        self._planned[key] = planned
+        request, agreement = planned
+        signature = agreement.text()
+        self.calls.control.post_call(call, signature + SPLITS + offer.text)
+        posts = self.calls.posts(call)
+        compare(self.calls.control, call, posts)
+        texts = [post.differing for post in posts]
+        call, reached = self.reach.settle(call, signature, offer, texts, _parts(request))
+        if reached is not None:
+            request = reached[0] if isinstance(request, Request) else ListRequest(tuple(reached))
+            agreement = asked.agreement(request, agreement.variant, agreement.frozen, agreement.beside)
+            key = (*key, tuple((part.input.reached, part.output.reached) for part in reached))
+        return call, self.preparer.recall(key) or self._prepare(agreement, request, key)
+
     def _prepare(self, agreement: AnyAgreement, request: AnyRequest, key: Hashable) -> Prepared:
         with self.calls.making_ready():
             return self.preparer.prepare(agreement, request, key)
+
+
+def _parts(request: AnyRequest) -> tuple[Request, ...]:
+    return (request,) if isinstance(request, Request) else request.parts

@@ -24,6 +24,7 @@ from sidelane.collectives.own_kernel import OwnKernel, load_kernel
 from sidelane.collectives.plan import AUTO
 from sidelane.collectives.pool import MemoryUse
 from sidelane.collectives.prelaunched import Prelaunched, prepare_prelaunched
+from sidelane.collectives.reach import Reached
 from sidelane.collectives.session import Lane, Session
 from sidelane.collectives.uneven import UnevenCall
 from sidelane.collectives.work import Work
@@ -44,11 +45,11 @@ class Communicator:
     CUDA graph capture it becomes part of the graph). ``async_op=True`` returns a :class:`Work` instead.
 
     Tensors are contiguous and on the communicator's device. Ordinary tensors are fine everywhere; tensors from
-    :meth:`empty` save a copy, and in-place calls save the copy of a rank's own part (docs/programs.md lists both).
+    :meth:`empty` save a copy, and in-place calls save that of a rank's own part (docs/internals/programs.md has both).
     Autograd takes what a call writes as modified in place, as it does with torch.distributed.
 
     :meth:`all_gather`, :meth:`all_to_all`, :meth:`broadcast`, :meth:`reduce_scatter` and :meth:`all_reduce` also take a
-    list (or tuple) wherever they take a tensor: a call for each tensor, run as one (docs/programs.md).
+    list (or tuple) wherever they take a tensor: a call for each tensor, run as one (docs/internals/programs.md).
 
     Args:
         group: the control plane, of any backend; None for the default group. All its ranks must be on one machine.
@@ -156,13 +157,13 @@ class Communicator:
             input: this rank's shard. In place if it is its own part of ``output``.
             async_op: return a :class:`Work` instead of ordering the caller behind the collective.
             variant: ``pcpy``, ``b2b``, ``striped``, ``alternating``, ``bcst`` (``output`` symmetric), ``one_shot``
-                (a kernel, GPUs only: docs/kernels.md), or ``auto`` (docs/choice.md).
+                (a kernel, GPUs only: docs/internals/protocols.md), or ``auto`` (docs/internals/choice.md).
             beside: for ``auto``: ``nothing`` runs next to it, or ``compute``, which wants all compute units. None takes
                 ``Config.beside``.
 
         Raises:
             ValueError, TypeError: wrong arguments; nothing has moved.
-            MismatchError, PeerError, PeerTimeoutError: see docs/failure.md.
+            MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
         """
         return self._call(Kind.ALL_GATHER, (output, input), (), variant, beside, async_op)
 
@@ -340,7 +341,7 @@ class Communicator:
             host_trigger: where ``trigger_from_host()`` shall work; the engines then see any trigger a little later.
 
         Returns:
-            The handle (docs/prelaunch.md), to be used in a ``with`` block.
+            The handle (docs/internals/prelaunch.md), to be used in a ``with`` block.
 
         Raises:
             As :meth:`all_gather`, and UnavailableError inside a capture, or where no trigger could get through.
@@ -359,8 +360,9 @@ class Communicator:
         """Prove a program of one's own and bind it to tensors, to call it like a collective. Collective.
 
         Args:
-            program: the same on every rank (docs/programs.md). What it claims to do is a collective, with the buffers
-                ``input`` and ``output``, or a :class:`sidelane.program.contract.Contract` with buffers of any names.
+            program: the same on every rank (docs/internals/programs.md). What it claims to do is a collective, with the
+                buffers ``input`` and ``output``, or a :class:`sidelane.program.contract.Contract` with buffers of any
+                names.
             buffers: this rank's tensors by name, any dtype, contiguous, of at least the bytes that the program has
                 there. A buffer that engines of peers touch is symmetric memory (:meth:`empty`) at one place on every
                 rank, also on those that have no bytes in it.
@@ -372,7 +374,7 @@ class Communicator:
             ProgramError: the proof failed; the text names ranks, commands and bytes.
             ValueError, TypeError: wrong buffers; nothing was allocated.
             UnavailableError: inside a capture, or the device cannot run a command of it.
-            MismatchError, PeerError, PeerTimeoutError: see docs/failure.md.
+            MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
         """
         return bind_program(self._path, program, buffers)
 
@@ -386,13 +388,13 @@ class Communicator:
             flags: how many it signals and waits for, of each sender.
 
         Returns:
-            What launches it: ``push = communicator.load_kernel(push_tiles, flags=8)``, then
-            ``push.launch((8,), communicator.peers(output), shard, TILE=1024)`` on every rank (docs/kernels.md).
+            What launches it (docs/guide/own-kernels.md): ``push = communicator.load_kernel(push_tiles, flags=8)``, then
+            ``push.launch((8,), communicator.peers(output), shard, TILE=1024)`` on every rank.
 
         Raises:
             TypeError, ValueError: no kernel, or a number of flags that there is not; nothing was allocated.
             UnavailableError: inside a capture, or more than 8 ranks.
-            MismatchError, PeerError, PeerTimeoutError: see docs/failure.md.
+            MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
         """
         return load_kernel(self._path, kernel, flags)
 
@@ -413,7 +415,7 @@ class Communicator:
         Raises:
             ValueError: the tensor is not contiguous, or symmetric memory of another communicator.
         """
-        return self._path.arguments.regions("place", tensor)[0].place
+        return self.lane.arguments.regions("place", tensor)[0].place
 
     @entry
     def refuse(self, name: str, error: Exception) -> None:
@@ -422,6 +424,21 @@ class Communicator:
         For operators that are made of calls, and check their arguments before the first one.
         """
         self._calls.refuse(self._calls.number(), name, error)
+
+    def reach(self, tensor: torch.Tensor) -> Reached:
+        """How peers get at a tensor: ``symmetric``, ``mapped`` or ``staged``, and why. No collective.
+
+        A tensor that is ``mapped`` is staged all the same where that of another rank is, and in asynchronous calls.
+
+        Raises:
+            ValueError: no call takes this tensor.
+        """
+        (region,) = self.lane.arguments.regions("reach", tensor)
+        if region.symmetric:
+            return Reached("symmetric")
+        if self._path.reach is None:
+            return Reached("staged", "ordinary memory is not mapped on this device, or Config.map_memory is off")
+        return self._path.reach.of(tensor)
 
     @entry
     def barrier(self) -> None:

@@ -14,10 +14,13 @@ from collections.abc import Sequence
 import torch
 
 from sidelane.collectives.pool import SEGMENT_BYTES, MemoryUse, Pool, as_text, from_text, rounded
-from sidelane.errors import UnavailableError
+from sidelane.errors import Page, UnavailableError
 from sidelane.memory.base import SymmetricBlock, SymmetricMemory
 from sidelane.memory.giving_back import give_back
 from sidelane.memory.storage import storage_of
+
+MAPPED = -1
+"""Number of no block: memory that lies anywhere on each rank, and of which all know where."""
 
 _LANE_NUMBERS = 1 << 32
 """Blocks that a lane may number."""
@@ -30,14 +33,17 @@ class Region:
     Attributes:
         address: in this process.
         nbytes: size.
-        block: number of the symmetric block that holds them; None for ordinary memory.
-        offset: in that block.
+        block: number of the symmetric block that holds them; None for ordinary memory, ``MAPPED`` for ordinary memory
+            that peers have mapped.
+        offset: in that block. Of mapped memory only whether it is aligned (0) or not (1), on all ranks.
+        reached: of mapped memory, where this process reaches the tensor of each rank.
     """
 
     address: int
     nbytes: int
     block: int | None = None
     offset: int = 0
+    reached: tuple[int, ...] = ()
 
     @property
     def symmetric(self) -> bool:
@@ -111,6 +117,8 @@ class SymmetricHeap:
     def addresses(self, region: Region) -> tuple[int, ...]:
         """Where this process reaches the region on each rank. The region must be symmetric."""
         assert region.block is not None
+        if region.reached:
+            return region.reached
         return tuple(base + region.offset for base in self._blocks[region.block].addresses)
 
     def keep(self, tensors: Sequence[torch.Tensor | None]) -> None:
@@ -206,7 +214,8 @@ class LaneMemory:
         if self._most is not None and self._pool.reserved + nbytes > self._most:
             raise UnavailableError(
                 f"empty: {nbytes} more bytes of symmetric memory (value={self._pool.reserved + nbytes} with what is "
-                f"reserved, of which {self._pool.used} are in use; allowed={self._most}, Config.memory_bytes)"
+                f"reserved, of which {self._pool.used} are in use; allowed={self._most}, Config.memory_bytes)",
+                page=Page.SETTINGS,
             )
         number = next(self._numbers)
         block = self._segments[number] = self._memory.allocate(nbytes)

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 from functools import cached_property
 
-from sidelane.collectives.agree import Place
+from sidelane.collectives.agree import Location
 from sidelane.collectives.arguments import Request
 from sidelane.config import NOTHING
 from sidelane.program.batch import Batch
@@ -33,8 +33,8 @@ class Part:
 
     collective: Collective
     dtype: str
-    input_place: Place
-    output_place: Place
+    input_place: Location
+    output_place: Location
 
     @staticmethod
     def of(request: Request) -> Part:

@@ -88,7 +88,7 @@ class OwnKernel:
             ValueError: a grid that there is not.
             UnavailableError: this device cannot run it.
             Exception: what Triton raises where it cannot compile it; nothing has happened.
-            MismatchError, PeerError, PeerTimeoutError: see docs/failure.md.
+            MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
         """
         calls = self._calls
         call = calls.number()

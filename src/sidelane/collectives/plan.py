@@ -10,6 +10,7 @@ from collections.abc import Set as AbstractSet
 from sidelane.choice import Abilities, Candidate, Choice, Profile, choose
 from sidelane.choice.candidate import EVERYTHING, GRAPH, SM, everything, find, takes_one_tensor
 from sidelane.collectives.arguments import Request
+from sidelane.collectives.heap import MAPPED
 from sidelane.collectives.listed import ListAgreement, Part
 from sidelane.config import NOTHING
 from sidelane.execute.base import Capabilities
@@ -38,8 +39,8 @@ class Agreement:
 
     Attributes:
         variant: as asked by the caller, ``auto`` included.
-        input_place, output_place: number of the symmetric block and offset in it; None for ordinary memory, and for the
-            arguments that only the root has.
+        input_place, output_place: number of the symmetric block and offset in it (of mapped memory: see ``Region``);
+            None for ordinary memory that peers do not reach, and for the arguments that only the root has.
         frozen: the call is being captured into a graph.
         beside: what the caller says runs next to it.
     """
@@ -270,7 +271,7 @@ def check_variant(kind: Kind, variant: str, abilities: Abilities = EVERYTHING, *
         allowed = ", ".join((AUTO, *names))
         elsewhere, here = ({found.name for found in everything(kind, which)} for which in (EVERYTHING, abilities))
         if variant in elsewhere - here:
-            allowed += f" on this machine; {variant} is for others, see docs/kernels.md and sidelane info"
+            allowed += f" on this machine; {variant} is for others, see docs/internals/protocols.md and sidelane info"
         what = "variant for lists" if listed else "variant"
         raise ValueError(f"{kind}: {what} (value={variant!r}, allowed={allowed}; all but auto also with {PRELAUNCH})")
 
@@ -303,4 +304,6 @@ def choose_transport(agreement: Agreement | Part, variant: str) -> Transport:
 
 
 def _place(place: tuple[int, int] | None) -> str:
-    return "ordinary" if place is None else f"symmetric {place[0]}+{place[1]}"
+    if place is None:
+        return "ordinary"
+    return f"symmetric {place[0]}+{place[1]}" if place[0] != MAPPED else "mapped" + ", not aligned" * place[1]

@@ -1,4 +1,4 @@
-"""Prelaunched calls: submitted ahead of the collective, and fired by one write (paper 003, section 4.2.5).
+"""Prelaunched calls: submitted ahead of the collective, and fired by one write (DMA collectives paper, section 4.2.5).
 
 host     prepare | arm ......... |  produce  | trigger |  use
 stream                           |  kernels  | write --|-- wait --| next kernels
@@ -35,7 +35,7 @@ class Prelaunched:
     Every rank arms and fires it as it would make a call: the same handles in the same order. Between :meth:`arm` and
     the trigger the communicator takes no other call. Leave it by ``with`` or :meth:`close`; it holds its tensors until
     then. An exception that leaves the ``with`` block of an armed handle ends the communicator on all ranks: the peers
-    may wait for what this rank will not send. docs/prelaunch.md shows the three triggers.
+    may wait for what this rank will not send. docs/internals/prelaunch.md shows the three triggers.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Prelaunched:
         Raises:
             RuntimeError: this or another handle is armed, or it was closed; nothing has happened.
             UnavailableError: inside a capture.
-            MismatchError, PeerError, PeerTimeoutError: as other calls (docs/failure.md).
+            MismatchError, PeerError, PeerTimeoutError: as other calls (docs/internals/failure.md).
         """
         calls = self._calls
         if self._is_closed:

@@ -157,7 +157,7 @@ class Lane:
     Made by :meth:`Session.lane`. ``Communicator(lane)`` makes its collectives; tensors from ``empty`` of any lane are
     symmetric in all lanes of the session. Each lane has streams and threads of its own, and is used by one thread at a
     time. On GPUs the lanes of a process share hardware channels: their calls are *submitted* in one order, the same on
-    every rank, though they do not run in it (docs/failure.md, "Threads").
+    every rank, though they do not run in it (docs/internals/failure.md, "Threads").
 
     Attributes:
         session: whose.
@@ -224,6 +224,8 @@ class Lane:
             self.path.repeats.forget()
         self.backend.close()
         self.preparer.close()
+        if self.path.reach is not None:
+            self.path.reach.close()
         self.memory.close()
         self.control.close()
 

@@ -9,8 +9,9 @@ import torch
 from sidelane.choice import Abilities
 from sidelane.collectives.agree import Splits, agree_on_splits, with_splits
 from sidelane.collectives.arguments import Arguments, Request, check_tensors, identity
-from sidelane.collectives.calls import Calls
 from sidelane.collectives.plan import Agreement, check_variant
+from sidelane.memory.control import ControlBlock, PostedCall
+from sidelane.program import collective as define
 from sidelane.program.collective import Kind
 
 
@@ -48,9 +49,15 @@ class UnevenCall:
         head += f", beside {beside}" + ", captured" * frozen
         return with_splits(head, *sizes, arguments.heap.locate(output), arguments.heap.locate(input))
 
-    def settled(self, calls: Calls, call: int) -> SettledCall:
-        """The call as all ranks have told it. Raises as ``agree_on_splits`` does."""
-        return SettledCall(self.tensors, agree_on_splits(calls.control, call, calls.posts(call)))
+    def outline(self, arguments: Arguments) -> Request:
+        """Where its tensors lie, before anybody knows how many bytes go where."""
+        n = arguments.world_size
+        output, input = (arguments.heap.locate(tensor) for tensor in self.tensors)
+        return Request(define.all_to_all(((0,) * n,) * n), input, output, self.tensors[1].dtype)
+
+    def settled(self, control: ControlBlock, call: int, posts: Sequence[PostedCall]) -> SettledCall:
+        """The call as all ranks have posted it. Raises as ``agree_on_splits`` does."""
+        return SettledCall(self.tensors, agree_on_splits(control, call, posts))
 
 
 class SettledCall:

@@ -26,7 +26,8 @@ Generations count the launches of this kernel, eager and replayed, so that no fl
 bits, compared on the circle: what is waited for must have been signalled at some time in the last three billion
 launches.
 
-When the host has been told that a peer does not come (docs/failure.md), waits pass, and what was moved is garbage.
+When the host has been told that a peer does not come (docs/internals/failure.md), waits pass, and what was moved is
+garbage.
 """
 
 from __future__ import annotations

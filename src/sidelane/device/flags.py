@@ -29,10 +29,10 @@ ahead was not written for billions of generations."""
 MOST_THREADS = tl.constexpr(1024)
 """Of a block: what as many lanes read, all of its threads have read."""
 
-POLLS = tl.constexpr(256 if os.environ.get("TRITON_INTERPRET") == "1" else 8192)
+POLLS = tl.constexpr(32 if os.environ.get("TRITON_INTERPRET") == "1" else 8192)
 """Polls between two looks at the board: some milliseconds. All warps of a block look, across PCIe, and that traffic
-holds up the fences of signals: with a look every 256 polls, one late rank made all others late (docs/kernels.md). The
-interpreter takes a thousand times as long for one."""
+holds up the fences of signals: with a look every 256 polls, one late rank made all others late (docs/lab/kernels.md).
+The interpreter takes a thousand times as long for one."""
 
 
 @triton.jit

@@ -37,7 +37,7 @@ FEW_BLOCKS, FEW_TILE_BYTES, FEW_WARPS, MOST_STAGES = 24, 16384, 32, 6
 FEW_SHARED_BYTES = 192 << 10
 """So few blocks need more bytes on their way each: the compiler copies tiles ahead into shared memory (``num_stages``).
 13 blocks take 168 us for 64 MiB of four ranks like this, 232 without copying ahead, and 416 with tiles of 4 KB
-(probes: docs/probes.md)."""
+(probes: docs/lab/probes.md)."""
 
 
 def arrange(

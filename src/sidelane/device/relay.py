@@ -25,23 +25,20 @@ import triton.language as tl
 
 from sidelane.device import layout
 from sidelane.device.launch import Site
+from sidelane.program.pushed import MOST_CHUNKS
+from sidelane.program.relayed import rounds_of
 
 TILE_BYTES = 16384
 WARPS = 16
 
 DONE = tl.constexpr(layout.PHASES - 1)
-MOST_CHUNKS = layout.PHASES - 2
-LEAST_ROUNDS = 2
-"""Tiles of a block in a chunk: its signal waits for all that was stored."""
+assert layout.PHASES - 2 == MOST_CHUNKS
 
 
 def blocks_and_rounds(site: Site, tiles: int, *, staged: bool) -> tuple[int, int]:
     """Thread blocks, and tiles that each of them moves in a chunk; the same on all ranks."""
     blocks = site.blocks(tiles)
-    rounds = -(-tiles // blocks)
-    if site.world_size <= 2 and not staged:
-        return blocks, max(1, rounds)
-    return blocks, max(LEAST_ROUNDS, -(-rounds // MOST_CHUNKS))
+    return blocks, rounds_of(tiles, blocks, site.world_size, staged=staged)
 
 
 def from_root(addresses: tuple[int, ...], root: int) -> tuple[int, ...]:

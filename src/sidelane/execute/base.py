@@ -127,7 +127,7 @@ class Questions(NamedTuple):
     device: int
 
 
-Step = tuple[int | Callable[..., Any], tuple[Any, ...], object]
+DriverCall = tuple[int | Callable[..., Any], tuple[Any, ...], object]
 """A C function of integers by its address, or a Python one; its arguments; what keeps the memory that they point to. It
 returns an int, 0 for success (Python: or None)."""
 
@@ -154,7 +154,7 @@ class Repetition:
         standing: the allocations that the steps take for granted; None if there are none.
     """
 
-    steps: tuple[Step, ...]
+    steps: tuple[DriverCall, ...]
     words: tuple[tuple[int, int, Places], ...]
     notes: tuple[Note, ...]
     failed: Callable[[int, Any], NoReturn]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from sidelane.errors import how_to_get
 from sidelane.machine.inventory import Accelerators, Gpu
 
 DEVICE_TYPE = "cuda"
@@ -70,7 +71,7 @@ def _nvml(notes: list[str]) -> Iterator[Any]:
         nvml = importlib.import_module("pynvml")
         nvml.nvmlInit()
     except Exception as problem:  # a missing package, a missing library, a refused call: all mean the same here
-        notes.append(f"links and power are not known without NVML ({problem}): install the extra 'cuda'")
+        notes.append(f"links and power are not known without NVML ({problem}): {how_to_get('pynvml')}")
         yield None
         return
     try:
@@ -109,7 +110,7 @@ def _copy_engines(index: int, notes: list[str]) -> int | None:
     try:
         driver = importlib.import_module("cuda.bindings.driver")
     except ImportError as problem:
-        notes.append(f"copy engines are not known without cuda-bindings ({problem}): install the extra 'cuda'")
+        notes.append(f"copy engines are not known without cuda-bindings ({problem}): {how_to_get('cuda.bindings')}")
         return None
     driver.cuInit(0)
     status, device = driver.cuDeviceGet(index)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sidelane.errors import UnavailableError
+from sidelane.errors import UnavailableError, missing
 
 
 class NvmlSensor:
@@ -83,5 +83,5 @@ def load_nvml() -> Any:
         nvml.nvmlInit()
         nvml.nvmlShutdown()
     except Exception as problem:
-        raise UnavailableError(f"power needs NVML ({problem}): pip install nvidia-ml-py") from problem
+        raise missing("power needs NVML", "pynvml", problem) from problem
     return nvml

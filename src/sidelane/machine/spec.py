@@ -118,7 +118,7 @@ class Links:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Dma:
-    """DMA engines and the host that feeds them (phases of paper 003, section 3.2).
+    """DMA engines and the host that feeds them (phases of the DMA collectives paper, section 3.2).
 
     Attributes:
         engines: that serve peers, a GPU.
@@ -198,7 +198,7 @@ class Matmul:
             holds a unit it can not run.
         memory_efficiency: share of ``memory_gbps`` that a memory-bound GEMM reaches.
         intensity: operations per byte that GEMMs do in the memory system (compute-bound ones).
-        bound_intensity: the same for the GEMMs that paper 000 measured as memory-bound.
+        bound_intensity: the same for the GEMMs that the ConCCL paper measured as memory-bound.
         cache_gain: share of a memory-bound GEMM's traffic that disappears with fewer workgroups in flight.
     """
 

@@ -27,12 +27,14 @@ from sidelane.memory.process import ProcessIdentity
 from sidelane.memory.record import Record
 
 RING_CALLS = 64
-_TEXT_BYTES = 1024  # of a call: the split sizes of 16 ranks fit
+MOST_TEXT_BYTES = 1024
+"""Of what is said of a call: the split sizes of 16 ranks fit."""
+
 _STEP_TEXT_BYTES = 512
 _PAGE_BYTES = 4096
 _STEP_BYTES = Record.HEADER_BYTES + _STEP_TEXT_BYTES
 _ABORT_BYTES = 2048
-_SLOT_BYTES = Record.HEADER_BYTES + 2 * _TEXT_BYTES  # a signature and a refusal
+_SLOT_BYTES = Record.HEADER_BYTES + 2 * MOST_TEXT_BYTES  # a signature and a refusal
 _PART_BYTES = _PAGE_BYTES + RING_CALLS * _SLOT_BYTES
 _BEGUN, _ENDED, _CLOSED, _AGREED = range(4)  # words
 _OK, _REFUSED, _REPEATED = range(3)  # status of a call; from _REPEATED on, with the rank at fault added
@@ -415,7 +417,7 @@ class _Part:
         return PostedCall(rank, signature, refusal, status - _REPEATED if status >= _REPEATED else None)
 
 
-def _fit(text: str, limit: int = _TEXT_BYTES - 1) -> bytes:
+def _fit(text: str, limit: int = MOST_TEXT_BYTES - 1) -> bytes:
     """``text`` as utf-8 without NUL in at most ``limit`` bytes, cut between characters, ending in a digest when cut."""
     data = text.replace("\0", "\ufffd").encode(errors="replace")
     if len(data) <= limit:

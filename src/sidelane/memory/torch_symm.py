@@ -28,7 +28,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from sidelane.errors import CommunicatorClosedError, MismatchError, PeerError, PeerTimeoutError, UnavailableError
+from sidelane.errors import (
+    CommunicatorClosedError,
+    MismatchError,
+    Page,
+    PeerError,
+    PeerTimeoutError,
+    UnavailableError,
+)
 from sidelane.memory.exchange import Exchange
 from sidelane.memory.giving_back import Kept, give_back, keep_bytes, lanes
 from sidelane.memory.process_lock import LockTimeoutError, alone_in
@@ -281,7 +288,9 @@ def _c10d() -> Any:
 def _symmetric_memory() -> Any:
     found = getattr(_c10d(), "_SymmetricMemory", None)
     if found is None:
-        raise UnavailableError("this PyTorch has no symmetric memory (needs 2.11 or newer, built with CUDA)")
+        raise UnavailableError(
+            "this PyTorch has no symmetric memory (needs 2.11 or newer, built with CUDA)", page=Page.INSTALLATION
+        )
     return found
 
 

@@ -1,4 +1,4 @@
-"""What papers 000 and 002 claim about C3 on eight MI300X, as the model predicts it."""
+"""What the ConCCL paper claims about C3 on eight MI300X, as the model predicts it."""
 
 from __future__ import annotations
 

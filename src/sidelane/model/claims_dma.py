@@ -1,4 +1,4 @@
-"""What paper 003 claims about DMA collectives on eight MI300X, as the model predicts it."""
+"""What the DMA collectives paper claims about DMA collectives on eight MI300X, as the model predicts it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What paper 004 claims about priority and occupancy on four platforms, as the model predicts it.
+"""What the overlap paper claims about priority and occupancy on four platforms, as the model predicts it.
 
-The sizes of its GEMMs are lost in the text; it follows paper 000, so ``cb`` and ``mb`` are cb1 and mb1 of that
+The sizes of its GEMMs are lost in the text; it follows the ConCCL paper, so ``cb`` and ``mb`` are cb1 and mb1 of that
 paper's Table I. Nothing was fitted to this paper.
 """
 
@@ -32,7 +32,7 @@ MANY = BLOCKS[-1]
 
 
 class OverlapContext:
-    """The study of paper 004, made when first asked for. It has its own machines; the one given is not used."""
+    """The study of the overlap paper, made when first asked for. It has its own machines; the one given is not used."""
 
     def __init__(self, machine: Machine | None = None) -> None:
         self.machine = machine

@@ -244,7 +244,7 @@ class _Device:
         if not resident:
             return float("inf"), 0.0
         missing = self.units - resident * kernel.share
-        # Paper 000, footnote 3: fewer workgroups in flight miss less; 8 units fewer are enough (VI-G).
+        # The ConCCL paper, footnote 3: fewer workgroups in flight miss less; 8 units fewer are enough (VI-G).
         traffic = kernel.traffic_bytes * (1.0 - kernel.cache_gain * min(1.0, missing / 8))
         reachable = self.machine.gpu.memory_gbps * self.machine.matmul.memory_efficiency * 1e3
         time = max(kernel.compute_us, resident * traffic / reachable)

@@ -1,4 +1,4 @@
-"""The look-up heuristic of paper 000, section V-C: how many compute units to give to a collective.
+"""The look-up heuristic of the ConCCL paper, section V-C: how many compute units to give to a collective.
 
 A table of slowdowns by units, made once for a machine from two GEMMs and two sizes of each collective, scales
 roofline times; the allocation with the least max(GEMM, collective) is taken.
@@ -16,7 +16,7 @@ from sidelane.model.strategies import partitions, predict
 from sidelane.program.collective import Kind
 
 EFFICIENCY = 0.7
-"""Of peak compute, memory and network bandwidth (paper 000, V-C)."""
+"""Of peak compute, memory and network bandwidth (ConCCL paper, V-C)."""
 PROFILED_GEMMS = {True: "mb1", False: "cb5"}
 PROFILED_SIZES = (1 << 20, 1 << 30)
 TIE = 1.001

@@ -78,9 +78,9 @@ def dma_gang(
         machine: its ``dma`` figures.
         kind: of collective.
         nbytes: as studies count it.
-        variant: of paper 003; None: the faster of an engine for each peer and one engine for all.
-        write_back: kernels' caches are written back first. The two versions of paper 000 disagree on whether an MI300X
-            needs that (VII-B2): the later one says no.
+        variant: of the DMA collectives paper; None: the faster of an engine for each peer and one engine for all.
+        write_back: kernels' caches are written back first. The two versions of the ConCCL paper disagree on whether an
+            MI300X needs that (VII-B2): the one with ConCCL in its title says no.
     """
     reached = machine.with_value("dma.engine_gbps", machine.dma.engine_gbps * machine.dma.runtime_share)
     variants = ("pcpy", "b2b") if variant is None else (variant,)

@@ -1,4 +1,4 @@
-"""Pipelined iterations of GEMM and collective on two streams, with occupancy and priority (paper 004).
+"""Pipelined iterations of GEMM and collective on two streams, with occupancy and priority (overlap paper).
 
     compute  | G0 | G1 | G2 | G3 |
     comm          | C0 | C1 | C2 | C3 |
@@ -20,7 +20,7 @@ from sidelane.program.collective import ELEMENT_BYTES, Kind
 STAGES = 2
 """Tiles of each input that a block keeps in shared memory: one in use, one on its way."""
 COLLECTIVE_SHARE = 0.25
-"""Of a compute unit's room, for a block of the vendor library's collective. Assumed: they are light (paper 004,
+"""Of a compute unit's room, for a block of the vendor library's collective. Assumed: they are light (overlap paper,
 3.1)."""
 
 

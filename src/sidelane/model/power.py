@@ -1,7 +1,7 @@
-"""Watts of one GPU during a collective, by component, where its description has them (paper 003, section 5.4).
+"""Watts of one GPU during a collective, by component, where its description has them (DMA collectives paper, 5.4).
 
-Paper 003 has no reductions. Those of the library are its kernels, and what is said of a hybrid follows from its Program
-as a communicator runs it, with one figure more: the compute units that a reduction takes.
+The DMA collectives paper has no reductions. Those of the library are its kernels, and what is said of a hybrid follows
+from its Program as a communicator runs it, with one figure more: the compute units that a reduction takes.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def library_power(machine: Machine, kind: Kind, nbytes: int) -> Draw:
 
 
 def dma_power(machine: Machine, kind: Kind, nbytes: int, variant: str, prelaunched: bool = False) -> Draw:
-    """During a variant of paper 003, from its Program: engines, and bytes read and written.
+    """During a variant of the DMA collectives paper, from its Program: engines, and bytes read and written.
 
     Raises:
         ValueError: the machine's description has no power figures.

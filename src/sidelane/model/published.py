@@ -1,4 +1,4 @@
-"""Programs as paper 003 ran them: one host process starts every engine and waits for all, so nothing else orders them.
+"""Programs as the DMA collectives paper ran them: one process starts all engines and waits; nothing else orders them.
 
 Our own programs also hold handshakes between ranks, since no single process owns all GPUs, and copies of the caller's
 own chunk. Both are taken out here; the moves, their engines and their order are the builders'.
@@ -47,7 +47,7 @@ def collective_of(kind: Kind, nbytes: int, ranks: int) -> Collective:
 
 
 def published_program(kind: Kind, nbytes: int, ranks: int, variant: str, prelaunched: bool = False) -> Program:
-    """A variant of paper 003, section 4.2, as that paper ran it."""
+    """A variant of the DMA collectives paper, section 4.2, as that paper ran it."""
     collective = collective_of(kind, nbytes, ranks)
     if variant == "swap":
         collective = dataclasses.replace(collective, in_place=True)
@@ -58,7 +58,7 @@ def published_program(kind: Kind, nbytes: int, ranks: int, variant: str, prelaun
 def dma_run(
     machine: Machine, kind: Kind, nbytes: int, variant: str, prelaunched: bool = False, *, record: bool = False
 ) -> Run:
-    """Simulate a variant of paper 003 on all GPUs of one node."""
+    """Simulate a variant of the DMA collectives paper on all GPUs of one node."""
     return simulate(published_program(kind, nbytes, machine.gpus, variant, prelaunched), machine, record=record)
 
 
@@ -85,7 +85,7 @@ def library_us(machine: Machine, kind: Kind, nbytes: int, units: int | None = No
 
 
 def unit_speed(library: Library, kind: Kind, units: float) -> float:
-    """Share of its full bandwidth that a collective reaches with some compute units (paper 000, figure 5 b and c)."""
+    """Share of its full bandwidth that a collective reaches with some compute units (ConCCL paper, fig. 5 b, c)."""
     need = library.all_to_all_need if kind is Kind.ALL_TO_ALL else library.all_gather_need
     return min(1.0, units / need)
 

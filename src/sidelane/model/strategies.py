@@ -1,4 +1,4 @@
-"""C3 strategies on the device model: what a GEMM and a collective take together (papers 000 and 004)."""
+"""C3 strategies on the device model: what a GEMM and a collective take together (ConCCL and overlap papers)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sidelane.program.collective import Kind
 STRATEGIES = ("serial", "c3_base", "c3_sp", "c3_rp", "c3_sp_rp", "priority", "conccl", "conccl_rp")
 C3_VARIANTS = ("c3_base", "c3_sp", "c3_rp", "c3_sp_rp")
 RP_UNITS = 8
-"""Compute units that conccl_rp takes from a memory-bound GEMM (paper 000, VI-G)."""
+"""Compute units that conccl_rp takes from a memory-bound GEMM (ConCCL paper, VI-G)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ def predict_all(machine: Machine, workload: Workload, strategies: Iterable[str] 
 
 
 def partitions(machine: Machine) -> list[int]:
-    """Powers of two of compute units that a collective can be given, from 8 (paper 000, V-B)."""
+    """Powers of two of compute units that a collective can be given, from 8 (ConCCL paper, V-B)."""
     return [1 << k for k in range(3, 10) if (1 << k) <= machine.gpu.units / 2]
 
 

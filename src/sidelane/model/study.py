@@ -13,7 +13,7 @@ from sidelane.model.published import PUBLISHED_VARIANTS, dma_run, library_us
 from sidelane.model.strategies import STRATEGIES, Prediction, partitions, predict
 from sidelane.program.collective import Kind
 
-# Table II of paper 000, with the class that the paper measured.
+# Table II of the ConCCL paper, with the class that the paper measured.
 TABLE_II: dict[str, C3Class] = {
     **dict.fromkeys(
         ("mb1_896M", "mb2_3.25G", "mb1_4G", "mb1_6G", "cb3_512M", "cb4_512M", "cb5_1.63G", "cb4_1G"), C3Class.G_LONG
@@ -23,7 +23,7 @@ TABLE_II: dict[str, C3Class] = {
 }
 COLLECTIVES = (Kind.ALL_GATHER, Kind.ALL_TO_ALL)
 SIZES = tuple(1 << power for power in range(10, 33))
-"""1 KB to 4 GB, as paper 003 studies."""
+"""1 KB to 4 GB, as the DMA collectives paper studies."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def c3_study(
     version: str = "000",
     progress: Callable[[str], None] | None = None,
 ) -> C3Study:
-    """Predict the study of paper 000: 15 pairs, 2 collectives.
+    """Predict the study of the ConCCL paper: 15 pairs, 2 collectives.
 
     Figure 8 has a bar for each collective and class, and of the partitions that were swept it plots "the best
     performing one" (V-B): here the partition with the highest mean speedup of the bar's pairs. ``predict`` takes the
@@ -128,7 +128,7 @@ def table_ii_workload(name: str, kind: Kind) -> Workload:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DmaStudy:
-    """Times of paper 003's variants and of the library, by (collective, variant, prelaunched, bytes)."""
+    """Times of the DMA collectives paper's variants and the library, by (collective, variant, prelaunched, bytes)."""
 
     dma_us: dict[tuple[Kind, str, bool, int], float]
     library_us: dict[tuple[Kind, int], float]
@@ -146,7 +146,7 @@ class DmaStudy:
 
 
 def dma_study(machine: Machine, sizes: Sequence[int] = SIZES) -> DmaStudy:
-    """Predict the study of paper 003: every variant, with and without prelaunch, by size."""
+    """Predict the study of the DMA collectives paper: every variant, with and without prelaunch, by size."""
     dma = {
         (kind, variant, prelaunched, nbytes): dma_run(machine, kind, nbytes, variant, prelaunched).time_us
         for kind in COLLECTIVES

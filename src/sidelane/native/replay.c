@@ -332,7 +332,7 @@ static int same_turn(const Entry *a, const Entry *b)
 
 /* Where an entry goes: in place of the same call, or of one that will never come again, or where nothing is. With an
    error set, nowhere. */
-static unsigned choose_place(Replay *self, const Entry *entry)
+static unsigned choose_target(Replay *self, const Entry *entry)
 {
     unsigned home = place_of(&entry->request, entry->stream), free = TABLE;
     for (unsigned probe = 0; probe < PROBES; probe++) {
@@ -397,7 +397,7 @@ static PyObject *replay_remember(Replay *self, PyObject *all)
     if (read_steps(entry, steps) || read_words(entry, words) || read_notes(entry, notes) ||
         read_allocations(entry, standing))
         goto fail;
-    unsigned chosen = choose_place(self, entry);
+    unsigned chosen = choose_target(self, entry);
     if (PyErr_Occurred())
         goto fail;
     Entry *old = self->table[chosen];

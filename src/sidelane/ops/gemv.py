@@ -6,7 +6,8 @@
 Equivalent: ``y = x @ weight.T; comm.all_reduce(y)`` (``reference.gemv_all_reduce``), with partial results in float32
 that are rounded once.
 
-Two phases, each rank adding up its share of the tiles (paper 001, section III.B and Figure 7); block b of two ranks::
+Two phases, each rank adding up its share of the tiles (the fused operators paper, section III.B and Figure 7); block b
+of two ranks::
 
     rank 0   tiles of 1 -> 1 | signal 1 | tiles of 0 | signal 0 | wait all | add tiles of 0 -> all | signal, wait all
     rank 1   tiles of 0 -> 0 | signal 0 | tiles of 1 | signal 1 | wait all | add tiles of 1 -> all | signal, wait all
@@ -111,7 +112,7 @@ class GemvAllReduce:
     Raises:
         ValueError, TypeError: a size or dtype that there is not.
         UnavailableError: inside a capture, or more than 8 ranks.
-        MismatchError, PeerError, PeerTimeoutError: see docs/failure.md.
+        MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """
 
     def __init__(
@@ -230,7 +231,7 @@ def gemv_all_reduce(
     Raises:
         ValueError, TypeError: wrong arguments; nothing has moved.
         UnavailableError: a new shape inside of a capture; a device that cannot run it.
-        MismatchError, PeerError, PeerTimeoutError: see docs/failure.md.
+        MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """
     with telling_refusals(comm, NAME):
         check_choice(NAME, "schedule", schedule, SCHEDULES)

@@ -20,7 +20,8 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 REMOTE_FIRST, OBLIVIOUS = "remote_first", "oblivious"
 ORDERS = (REMOTE_FIRST, OBLIVIOUS)
-"""What a kernel computes first: what peers wait for (paper 001, section III.A), or what has the lowest number."""
+"""What a kernel computes first: what peers wait for (the fused operators paper, section III.A), or what has the lowest
+number."""
 
 INTERPRETED_PROGRAMS = 3
 """Programs of a grid on CPU ranks, which run one after the other: enough for them to differ."""

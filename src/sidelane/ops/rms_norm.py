@@ -52,7 +52,7 @@ class AllReduceRmsNorm:
     Raises:
         ValueError, TypeError: a size or dtype that there is not.
         UnavailableError: inside a capture, or more than 8 ranks.
-        MismatchError, PeerError, PeerTimeoutError: see docs/failure.md.
+        MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """
 
     def __init__(self, comm: Communicator, tokens: int, hidden: int, dtype: torch.dtype) -> None:
@@ -143,7 +143,7 @@ def all_reduce_rms_norm(
     Raises:
         ValueError, TypeError: wrong arguments; nothing has moved.
         UnavailableError: a new shape inside of a capture; a device that cannot run it.
-        MismatchError, PeerError, PeerTimeoutError: see docs/failure.md.
+        MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """
     with telling_refusals(comm, NAME):
         _check(comm, x, residual, weight, out, residual_out)

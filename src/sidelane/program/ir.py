@@ -76,7 +76,7 @@ class Copy:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Broadcast:
-    """Read ``src`` once and write it to two destinations (paper 003, section 4.1.1)."""
+    """Read ``src`` once and write it to two destinations (DMA collectives paper, section 4.1.1)."""
 
     dsts: tuple[Span, Span]
     src: Span
@@ -84,7 +84,7 @@ class Broadcast:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Swap:
-    """Exchange the bytes of ``a`` and ``b`` in place (paper 003, section 4.1.1)."""
+    """Exchange the bytes of ``a`` and ``b`` in place (DMA collectives paper, section 4.1.1)."""
 
     a: Span
     b: Span

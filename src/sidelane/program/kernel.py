@@ -30,7 +30,7 @@ reductions in two shots among two ranks may have all of them at any size (``devi
 
 NARROW_BLOCKS = 10
 """Thread blocks of narrow variants: 8% of an H200. They reduce 64 MiB of four ranks for a reduce_scatter in 167 us, 8
-in 171, 6 in 181, and 128 wide ones in 164 (probes: docs/probes.md)."""
+in 171, 6 in 181, and 128 wide ones in 164 (probes: docs/lab/probes.md)."""
 
 LARGE_PART_BYTES = 8 << 20
 
@@ -39,7 +39,7 @@ ALIGNMENT = 16
 
 
 class Protocol(StrEnum):
-    """How the bytes travel (docs/kernels.md).
+    """How the bytes travel (docs/internals/protocols.md).
 
     ``cells``: every 4 bytes with a flag of their own, into slots. ``parcels``: as it is, into places of its own.
     ``relay``: a parcel for each peer, which all others get from there, for broadcasts. ``push``: into the peers'
@@ -238,7 +238,7 @@ def _is_worth_relaying(nbytes: int, world_size: int) -> bool:
 
 _RELAY_SAVES_BYTES = 1 << 20
 """What a relay saves the root at least: among four, parcels take 8.6 us for 256 KB and 10.9 for 512 KB, relayed ones
-10.5 and 11.3; 1 MB takes 15.5 as pushes into outputs, relayed 14.5 (docs/kernels.md)."""
+10.5 and 11.3; 1 MB takes 15.5 as pushes into outputs, relayed 14.5 (docs/lab/probes.md)."""
 
 _CELL_BYTES_OF_A_RANK = 384 << 10
-"""What a rank sends to all its peers where cells and parcels are equally fast; four H200s (docs/kernels.md)."""
+"""What a rank sends to all its peers where cells and parcels are equally fast; four H200s (docs/lab/kernels.md)."""

@@ -10,7 +10,7 @@ import dataclasses
 import math
 
 TILE_BYTES = 16 << 10
-"""What a thread block moves at a time: 16 MiB of two H200s take 54 us, in tiles of 8 KB 58 (probes: docs/probes.md)."""
+"""What a thread block moves at a time: 16 MiB of two H200s take 54 us, in tiles of 8 KB 58 (docs/lab/probes.md)."""
 
 SLOTS = 4
 """A rank stores chunk c where chunk c - 4 lay. Before that it has waited for each peer's signal of chunk c - 2, which a

@@ -14,7 +14,7 @@ from sidelane.bench.report.drawing import BLACK, COLOURS, GREY, VERMILLION, Pict
 from sidelane.bench.report.table import grouped
 from sidelane.bench.results.files import Results
 from sidelane.bench.results.rows import C3Row
-from sidelane.c3.workload import format_bytes
+from sidelane.sizes import format_bytes
 
 PAIRS_A_PICTURE = 4
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
@@ -13,7 +14,7 @@ from sidelane.bench.candidates.roster import Roster, make_roster
 from sidelane.bench.results.files import Results
 from sidelane.bench.results.rows import C3Row
 from sidelane.bench.running.asked import check_asked
-from sidelane.bench.running.launch import Rank, choose_place
+from sidelane.bench.running.launch import Rank, choose_target
 from sidelane.bench.running.measure import Job, Meter
 from sidelane.bench.running.study import Sender, StudyOptions, run_study
 from sidelane.c3.outcome import Outcome, Result
@@ -33,15 +34,15 @@ class C3Options(StudyOptions):
     """What to measure.
 
     Attributes:
-        workloads: pairs as Table II of paper 000 writes them (``cb1_896M``, ``4096x4096x4096_64M``).
+        workloads: pairs as Table II of the ConCCL paper writes them (``cb1_896M``, ``4096x4096x4096_64M``).
         collectives: kinds; every pair runs with each.
         strategies: names; empty takes all.
         variants: of Sidelane's collectives; its best is reported, as every implementation's best is. ``auto`` is what
             a caller gets who asks for none.
         dtype: of the GEMM and of the collective on accelerators; CPUs take float32.
         full_size: run GEMMs at their full size on a CPU too, instead of scaled down.
-        warmup: rounds before the measured ones (paper 000: 6).
-        repeats: measured rounds (paper 000: 9).
+        warmup: rounds before the measured ones (ConCCL paper: 6).
+        repeats: measured rounds (ConCCL paper: 9).
     """
 
     workloads: tuple[str, ...] = ("cb1_896M",)
@@ -72,7 +73,7 @@ def main(options: C3Options) -> Results | None:
         ValueError: also for an implementation or a variant that is not known here.
     """
     check_asked(
-        choose_place(options.ranks, options.device).device_type,
+        choose_target(options.ranks, options.device).device_type,
         options.collectives,
         implementations=options.implementations,
         variants=options.variants,
@@ -89,6 +90,9 @@ def _measure(rank: Rank, options: C3Options) -> int:
         torch.set_num_threads(1)  # the ranks share the cores
     workloads = [_workload(text, kind, options, rank) for text in options.workloads for kind in options.collectives]
     sender = Sender(rank, len(workloads))
+    if not on_cpu or options.full_size:  # else they are divided as the GEMM is, and the table says what ran
+        asked = dict.fromkeys(parse_workload(text).nbytes for text in options.workloads)
+        sender.note_rounding(asked, functools.partial(rounded_bytes, world_size=rank.world_size))
     roster = make_roster(rank, wanted=options.implementations, timeout_s=options.step_s, with_auto=True)
     cases = [_case(rank, workload) for workload in workloads]
     roster.reserve(max(case.output_bytes for case in cases), max(case.input_bytes for case in cases))

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from sidelane.bench.candidates.candidate import (
-    Candidate,
+    Entrant,
     Lists,
     Tensors,
     all_gather,
@@ -50,7 +50,7 @@ class Gloo:
         self._output = torch.empty(output_bytes, dtype=torch.uint8)
         self._input = torch.empty(input_bytes, dtype=torch.uint8)
 
-    def tensors(self, case: Case, candidate: Candidate) -> Tensors:
+    def tensors(self, case: Case, candidate: Entrant) -> Tensors:
         assert self._output is not None, "reserve comes first"
         assert self._input is not None
         return views(case, candidate.in_place, self._output, self._input)

@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 from sidelane.bench.candidates.candidate import (
-    Candidate,
+    Entrant,
     Lists,
     Tensors,
     all_gather,
@@ -89,7 +89,7 @@ class Nccl:
         except UnavailableError as error:
             self._no_windows = str(error)
 
-    def tensors(self, case: Case, candidate: Candidate) -> Tensors:
+    def tensors(self, case: Case, candidate: Entrant) -> Tensors:
         assert self._ordinary is not None, "reserve comes first"
         if candidate.variant != WINDOW:
             return views(case, candidate.in_place, *self._ordinary)
@@ -166,7 +166,7 @@ class NcclCopyEngines(Nccl):
     def reserve(self, output_bytes: int, input_bytes: int) -> None:
         self._windows = Windows(self._device, self._meter, self.group, output_bytes, input_bytes)
 
-    def tensors(self, case: Case, candidate: Candidate) -> Tensors:
+    def tensors(self, case: Case, candidate: Entrant) -> Tensors:
         assert self._windows is not None, "reserve comes first"
         return views(case, candidate.in_place, *self._windows.buffers)
 

@@ -29,7 +29,7 @@ operator takes one. Nothing else can be set: all kernels use up to 24 blocks, wh
   numbers from -7 to 7, whose sums are exact in bfloat16 for up to 36 ranks: outputs are compared byte for byte.
 
 Left out: an all_to_all and a broadcast, which torch has for the NVSHMEM and NCCL backends only (``all_to_all_vdev``,
-``nvshmem_all_to_all``), and ``multimem_*``, which need NVLink multicast (docs/performance.md, *Who is compared*).
+``nvshmem_all_to_all``), and ``multimem_*``, which need NVLink multicast (docs/lab/performance.md, *Who is compared*).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from sidelane.bench.candidates.candidate import Candidate, Tensors, nothing_to_wait_for, views
+from sidelane.bench.candidates.candidate import Entrant, Tensors, nothing_to_wait_for, views
 from sidelane.bench.candidates.reference import Case
 from sidelane.bench.running.measure import Meter
 from sidelane.errors import UnavailableError
@@ -103,7 +103,7 @@ class SymmetricMemory:
         self._ordinary, self._symmetric = ordinary, symmetric
         self._misplaced = self._meter.attempt(placed)
 
-    def tensors(self, case: Case, candidate: Candidate) -> Tensors:
+    def tensors(self, case: Case, candidate: Entrant) -> Tensors:
         assert self._ordinary is not None, "reserve comes first"
         assert self._symmetric is not None
         operator = OPERATORS[case.kind, candidate.variant]

@@ -1,6 +1,6 @@
 """What a study can run: every implementation of a collective behind one interface.
 
-An :class:`Implementation` owns one pair of buffers that serves all sizes. A :class:`Candidate` names one way to call
+An :class:`Implementation` owns one pair of buffers that serves all sizes. A :class:`Entrant` names one way to call
 it. :class:`Prepared` is a candidate bound to a :class:`Case`: it can be filled, run, timed and checked. Calls with
 lists of tensors are in ``listed.py``, Sidelane's own implementations in ``own.py``.
 """
@@ -33,7 +33,7 @@ HIDDEN_LAUNCH_US = 100.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Candidate:
+class Entrant:
     """One way to run a collective, by the names of the result file."""
 
     implementation: str
@@ -100,7 +100,7 @@ class Implementation(Protocol):
         """Allocate the buffers for all cases to come. Collective."""
         ...
 
-    def tensors(self, case: Case, candidate: Candidate) -> Tensors:
+    def tensors(self, case: Case, candidate: Entrant) -> Tensors:
         """Views of the buffers for one case, of its dtype."""
         ...
 
@@ -179,7 +179,7 @@ class Prepared:
         Exception: whatever the library raises for buffers that it does not take.
     """
 
-    def __init__(self, candidate: Candidate, case: Case, implementation: Implementation, calls: int = 1) -> None:
+    def __init__(self, candidate: Entrant, case: Case, implementation: Implementation, calls: int = 1) -> None:
         self.candidate = candidate
         self.variant = candidate.variant
         self.case = case
@@ -303,7 +303,7 @@ def candidates_of(
     only: tuple[str, ...] = (),
     launches: tuple[str, ...] = (),
     listed: bool = False,
-) -> list[Candidate]:
+) -> list[Entrant]:
     """Every way in which an implementation can run a collective.
 
     Args:
@@ -315,7 +315,7 @@ def candidates_of(
     """
     only = only if implementation.name in (DMA, SM) else ()
     return [
-        Candidate(implementation.name, variant, in_place, launch)
+        Entrant(implementation.name, variant, in_place, launch)
         for in_place in (False, True)
         for variant in _kept(_variants(implementation, kind, in_place, listed), only)
         for launch in implementation.launches

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from sidelane.bench.candidates.candidate import (
     Binds,
-    Candidate,
+    Entrant,
     Implementation,
     Lists,
     Prepared,
@@ -58,7 +58,7 @@ def in_one_call(variant: str) -> str:
     return variant.rpartition("+")[0] if is_separate(variant) else variant
 
 
-def prepare(candidate: Candidate, case: Case, implementation: Implementation, calls: int = 1) -> Prepared:
+def prepare(candidate: Entrant, case: Case, implementation: Implementation, calls: int = 1) -> Prepared:
     """Bind a candidate to a case, which may be one of a list. See :class:`Prepared`."""
     return (PreparedList if case.sizes else Prepared)(candidate, case, implementation, calls)
 
@@ -66,7 +66,7 @@ def prepare(candidate: Candidate, case: Case, implementation: Implementation, ca
 class PreparedList(Prepared):
     """A candidate bound to a case with a list. Arguments as those of :class:`Prepared`."""
 
-    def __init__(self, candidate: Candidate, case: Case, implementation: Implementation, calls: int = 1) -> None:
+    def __init__(self, candidate: Entrant, case: Case, implementation: Implementation, calls: int = 1) -> None:
         self._parts = case.parts
         self._variant = in_one_call(candidate.variant)
         each = dataclasses.replace(candidate, variant=self._variant)

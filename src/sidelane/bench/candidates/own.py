@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from sidelane.bench.candidates.candidate import Candidate, Lists, Tensors, nothing_to_wait_for, views
+from sidelane.bench.candidates.candidate import Entrant, Lists, Tensors, nothing_to_wait_for, views
 from sidelane.bench.candidates.listed import separately
 from sidelane.bench.candidates.reference import ROOT, Case
 from sidelane.choice.candidate import DMA, SM, applicable, find, takes_one_tensor
@@ -50,7 +50,7 @@ class Dma:
         self._output = self._communicator.empty(output_bytes, dtype=torch.uint8)
         self._input = self._communicator.empty(input_bytes, dtype=torch.uint8)
 
-    def tensors(self, case: Case, candidate: Candidate) -> Tensors:
+    def tensors(self, case: Case, candidate: Entrant) -> Tensors:
         assert self._output is not None, "reserve comes first"
         assert self._input is not None
         return views(case, candidate.in_place, self._output, self._input)
@@ -114,7 +114,7 @@ class Kernels:
     def reserve(self, output_bytes: int, input_bytes: int) -> None:
         self._dma.reserve(output_bytes, input_bytes)
 
-    def tensors(self, case: Case, candidate: Candidate) -> Tensors:
+    def tensors(self, case: Case, candidate: Entrant) -> Tensors:
         return self._dma.tensors(case, candidate)
 
     def bind(self, case: Case, tensors: Tensors, variant: str) -> Callable[[], object]:

@@ -1,10 +1,10 @@
-"""GEMM to collective and back (paper 003, 4.3 and Figure 16): a producer, an all-gather of what it made, a consumer.
+"""GEMM to collective and back (DMA collectives paper, 4.3 and Figure 16): producer, all-gather, consumer.
 
     producer GEMM writes this rank's shard -> all-gather -> consumer GEMM reads everyone's
 
 All three are handed to one stream. The end of the producer releases the copies, and their end the consumer, by flags on
 the device; no host stands in between. Eager and as one graph, for every implementation, next to both GEMMs alone; and
-with Sidelane's copies prelaunched, which a graph cannot hold (docs/prelaunch.md):
+with Sidelane's copies prelaunched, which a graph cannot hold (docs/internals/prelaunch.md):
 
     host      arm(): copies, signals   produce()   trigger()         consume()
     stream    ........................ GEMM ------ write | wait done . GEMM
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from sidelane.bench.candidates.candidate import (
     CALLS_AHEAD,
     HIDDEN_LAUNCH_US,
-    Candidate,
+    Entrant,
     Implementation,
     Prepared,
     candidates_of,
@@ -37,11 +37,11 @@ from sidelane.bench.results.rows import LAUNCHES, PRELAUNCHED, ChainRow
 from sidelane.bench.running.launch import Rank
 from sidelane.bench.running.measure import Job, Meter, Rounds
 from sidelane.bench.running.study import Sender, StudyOptions, run_study
-from sidelane.c3.workload import format_bytes
 from sidelane.choice.candidate import applicable
 from sidelane.collectives import Communicator
 from sidelane.collectives.prelaunched import Prelaunched, prelaunchable
 from sidelane.program.collective import Kind
+from sidelane.sizes import format_bytes
 
 WIDTH = 4096
 """Columns of what the producer makes, and its inner dimension: a layer of an 8B model."""
@@ -52,7 +52,7 @@ CONSUMED = 512
 CALLS = 8
 """Chains in a sample."""
 
-ALONE = Candidate("", "GEMMs alone")
+ALONE = Entrant("", "GEMMs alone")
 ALONE_AS_GRAPH = dataclasses.replace(ALONE, launch="graph")
 
 
@@ -90,8 +90,13 @@ def _measure(rank: Rank, options: ChainOptions) -> int:
     """Every rank's part of the study. Returns the number of rows."""
     dtype = torch.float32 if rank.device.type == "cpu" else torch.bfloat16
     step = rank.world_size * WIDTH * dtype.itemsize
-    sizes = sorted({-(-size // step) * step for size in options.sizes})
+
+    def rounded(nbytes: int) -> int:
+        return -(-nbytes // step) * step
+
+    sizes = sorted(set(map(rounded, options.sizes)))
     sender = Sender(rank, len(sizes))
+    sender.note_rounding(options.sizes, rounded)
     roster = make_roster(rank, wanted=options.implementations, timeout_s=options.step_s)
     cases = [Case(Kind.ALL_GATHER, size, dtype, rank.rank, rank.world_size, rank.device) for size in sizes]
     roster.reserve(max(case.output_bytes for case in cases), max(case.input_bytes for case in cases))
@@ -245,8 +250,8 @@ def measure_case(roster: Roster, case: Case, options: ChainOptions, seeds: Itera
         Rows, the same on every rank.
     """
     meter = roster.meter
-    ready: dict[Candidate, _Chain] = {}
-    problems: dict[Candidate, tuple[str, bool]] = {}
+    ready: dict[Entrant, _Chain] = {}
+    problems: dict[Entrant, tuple[str, bool]] = {}
     with meter.on_stream():
         gemms = _Gemms(case, meter)
         for implementation in roster.implementations.values():
@@ -277,13 +282,13 @@ def measure_case(roster: Roster, case: Case, options: ChainOptions, seeds: Itera
         yield _row(case, candidate, variant, rounds.get(candidate), alone, problems.get(candidate))
 
 
-def _candidates(implementation: Implementation, options: ChainOptions) -> list[Candidate]:
+def _candidates(implementation: Implementation, options: ChainOptions) -> list[Entrant]:
     """Every way in which an implementation can run the chain."""
     found = candidates_of(implementation, Kind.ALL_GATHER, only=options.variants, launches=options.launches)
     if isinstance(implementation, Dma) and (not options.launches or PRELAUNCHED in options.launches):
         comm = implementation.communicator
         found += [
-            Candidate(implementation.name, variant, in_place, PRELAUNCHED)
+            Entrant(implementation.name, variant, in_place, PRELAUNCHED)
             for in_place in (False, True)
             for variant in prelaunchable(applicable(Kind.ALL_GATHER, comm.world_size, comm.abilities))
             if not options.variants or variant in options.variants
@@ -314,7 +319,7 @@ def _prepare(
 
 
 def _check(
-    meter: Meter, gemms: _Gemms, run: Callable[[], None], candidate: Candidate, seed: int
+    meter: Meter, gemms: _Gemms, run: Callable[[], None], candidate: Entrant, seed: int
 ) -> tuple[str, bool] | None:
     """Run on a fresh input and compare. Returns what is wrong, and whether it ran and was wrong. Collective."""
 
@@ -339,7 +344,7 @@ def _check(
 
 def _row(
     case: Case,
-    candidate: Candidate,
+    candidate: Entrant,
     variant: str,
     rounds: Rounds | None,
     alone: Rounds,

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 from sidelane.bench.report.table import MISSING, Line, Table, grouped, notes_of, number, verdict
 from sidelane.bench.results.rows import OF_LIBRARY, PRELAUNCHED, ChainRow
-from sidelane.c3.workload import format_bytes
+from sidelane.sizes import format_bytes
 
 CHAIN_COLUMNS: tuple[str, ...] = (
     *("bytes", "<implementation", "<variant", "<place", "chain\nus", "GEMMs\nalone us", "between\nus", "<correct"),
@@ -38,7 +38,9 @@ def chain_tables(rows: Sequence[ChainRow]) -> list[Table]:
                 for place, row in enumerate(ranked)
             ]
         notes = notes_of([(" ".join(_chain_cells(row)[:4]).rstrip(), row.note) for row in alike])
-        tables.append(Table(f"GEMM, all_gather, GEMM, {alike[0].dtype}, {launch}", CHAIN_COLUMNS, tuple(lines), notes))
+        tables.append(
+            Table(f"GEMM, all_gather, GEMM, {alike[0].dtype}, {launch}", CHAIN_COLUMNS, tuple(lines), notes, keys=4)
+        )
     return tables
 
 
@@ -59,7 +61,7 @@ def _chain_summary(rows: Sequence[ChainRow]) -> Table:
         ratio = theirs.time_us / ours.time_us if theirs and theirs.time_us and ours and ours.time_us else None
         cells = (format_bytes(nbytes), launch, names[0], us[0], us[1], names[1], us[2])
         lines.append(Line((*cells, MISSING if ratio is None else f"{ratio:.3f}"), best=ratio is not None and ratio > 1))
-    return Table(f"GEMM, all_gather, GEMM, {rows[0].dtype}: the fastest", CHAIN_BEST_COLUMNS, tuple(lines))
+    return Table(f"GEMM, all_gather, GEMM, {rows[0].dtype}: the fastest", CHAIN_BEST_COLUMNS, tuple(lines), keys=2)
 
 
 def _chain_cells(row: ChainRow) -> tuple[str, ...]:

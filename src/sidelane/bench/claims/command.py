@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import rich.console
 import rich.padding
-import rich.table
 import rich.text
 
 from sidelane.bench.claims.figures import draw_claims
 from sidelane.bench.claims.results import compare, role_problems
+from sidelane.bench.report.table import Line, Table, without_empty_columns
+from sidelane.bench.report.terminal import progress_console, say_written, tables_console
+from sidelane.bench.results.written import write_json
 from sidelane.machine.load import find
 from sidelane.machine.spec import Machine
 from sidelane.model import claims_c3, claims_dma, claims_overlap
@@ -37,15 +37,15 @@ class Options:
 
     Attributes:
         machine: name in the catalogue, or a file.
-        json: print a list of objects, and nothing else.
+        json: file for a list of objects, or ``written.STDOUT``; None writes none.
         results: folder of measurements, with one folder for each machine; used where no paper is about the machine.
-        version: of paper 000, where its two versions disagree: ``000`` or ``002``.
+        version: of the ConCCL paper, where its two versions disagree: ``000`` or ``002``.
         report: folder for ``claims.json`` and a picture of predicted against published; None: neither.
         ranges: predict over the plausible values of the machine's numbers as well (some twenty times the work).
     """
 
     machine: str = MI300X
-    json: bool = False
+    json: Path | None = None
     results: Path = Path("results")
     version: str = "000"
     report: Path | None = None
@@ -66,26 +66,25 @@ def main(options: Options) -> int:
         ValueError: no such machine, or one that neither a paper nor a measurement is about.
     """
     machine = find(options.machine)
-    console = rich.console.Console(stderr=True)
+    progress = progress_console()
 
     if machine.name != MI300X:
-        with console.status("simulating") as status:
+        with progress.status("simulating") as status:
             folder = options.results / machine.name
             verdicts = compare(machine, folder, ranges=options.ranges, progress=status.update)
         wrong = role_problems(machine)
     else:
-        with console.status("simulating") as status:
+        with progress.status("simulating") as status:
             verdicts, wrong = evaluate(machine, version=options.version, ranges=options.ranges, progress=status.update)
-    text = json.dumps([verdict.to_dict() for verdict in verdicts], indent=1) + "\n"
-    if options.json:
-        sys.stdout.write(text)
-    else:
-        show(verdicts)
     if options.report is not None:
         draw_claims(verdicts, f"Claims about {machine.title}", options.report)
-        (options.report / "claims.json").write_text(text, encoding="utf-8")
+    files = [path for path in (options.json, options.report and options.report / "claims.json") if path is not None]
+    for path in files:
+        write_json(path, [verdict.to_dict() for verdict in verdicts])
+    show(verdicts, tables_console(options.json))
+    say_written(files)
     for line in wrong:
-        console.print(f"claims: {line}", style="red")
+        progress.print(f"claims: {line}", style="red")
     return 1 if wrong else 0
 
 
@@ -100,7 +99,7 @@ def evaluate(
 
     Args:
         machine: of the catalogue, or with changed numbers; its name decides which claims are about it.
-        version: of paper 000.
+        version: of the ConCCL paper.
         ranges: add ranges over the plausible values of its uncertain numbers.
         progress: told what is being done.
 
@@ -140,11 +139,10 @@ def _vary(
     return variations
 
 
-def show(verdicts: Sequence[Verdict], console: rich.console.Console | None = None) -> None:
-    """Print every prediction, readable at 80 columns, and how many of each role are right."""
-    console = console or rich.console.Console()
+def show(verdicts: Sequence[Verdict], console: rich.console.Console) -> None:
+    """Print every prediction, and how many of each role are right."""
     if any("/" in verdict.claim_id for verdict in verdicts):
-        _show_measured(verdicts, console)
+        console.print(measured_table(verdicts).to_rich())
     else:
         _show_published(verdicts, console)
     for role in Role:
@@ -163,27 +161,24 @@ def _show_published(verdicts: Sequence[Verdict], console: rich.console.Console) 
         if verdict.error is not None:
             parts.append(f"error {verdict.error:.3g}")
         line = rich.text.Text("; ".join([*parts, f"{verdict.role}: "])).append_text(_mark(verdict))
-        console.print(rich.padding.Padding(line, (0, 0, 0, 4)))
+        console.print(rich.padding.Padding(line, (0, 0, 0, 4), expand=False))
 
 
-def _show_measured(verdicts: Sequence[Verdict], console: rich.console.Console) -> None:
-    """A line for each row of a result file, whose id says what it is; ids wrap at words."""
-    varied = any(verdict.low is not None for verdict in verdicts)
-    headings = ["measured", "predicted", *(["plausible"] if varied else []), "error", "role", "ok"]
-    columns = [rich.table.Column(name, no_wrap=True, justify="right") for name in headings]
-    table = rich.table.Table(rich.table.Column("us", min_width=18), *columns, box=None, padding=(0, 1, 0, 0))
+def measured_table(verdicts: Sequence[Verdict]) -> Table:
+    """A line for each row of a result file, whose id says what it is."""
+    lines = []
     for verdict in verdicts:
         claimed, predicted = f"{verdict.claimed:.0f}", f"{verdict.predicted:.0f}"
         error = "" if verdict.error is None else f"{verdict.error:.1%}"
-        plausible = [] if verdict.low is None else [f"{verdict.low:.0f} .. {verdict.high:.0f}"]
+        plausible = "" if verdict.low is None else f"{verdict.low:.0f} .. {verdict.high:.0f}"
         if verdict.error is None:  # a limit
             claimed, predicted = f"<= {claimed}%", f"{verdict.predicted:.1f}%"
-            plausible = [f"{verdict.low:.1f} .. {verdict.high:.1f}%"] if plausible else []
-        if varied and not plausible:
-            plausible = [""]
+            plausible = f"{verdict.low:.1f} .. {verdict.high:.1f}%" if plausible else ""
         name = verdict.claim_id.partition("/")[2].replace("/", " ")
-        table.add_row(name, claimed, predicted, *plausible, error, str(verdict.role), _mark(verdict))
-    console.print(table)
+        ok = "yes" if verdict.ok else "NO"
+        lines.append(Line((name, claimed, predicted, plausible, error, str(verdict.role), ok)))
+    columns = ("<us", "measured", "predicted", "plausible", "error", "<role", "<ok")
+    return without_empty_columns(Table("Predicted and measured times", columns, tuple(lines)))
 
 
 def _mark(verdict: Verdict) -> rich.text.Text:

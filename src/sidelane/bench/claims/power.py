@@ -1,4 +1,4 @@
-"""Predicted watts held against ``power.json``: NCCL's ordinary kernels, the variants of paper 003, hybrids."""
+"""Predicted watts held against ``power.json``: NCCL's kernels, the DMA collectives paper's variants, hybrids."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from sidelane.bench.claims.verdicts import judge, with_summary
 from sidelane.bench.power.predict import IN_PLACE, PREDICTED_VARIANTS
 from sidelane.bench.results.rows import PowerRow
-from sidelane.c3.workload import format_bytes
 from sidelane.machine.spec import Machine
 from sidelane.model.claims import Verdict
 from sidelane.model.power import dma_power, hybrid_power, library_power
 from sidelane.program.collective import REDUCING, Kind
+from sidelane.sizes import format_bytes
 
 MEDIAN, WORST = 0.10, 0.20
 """Errors that are still right."""

@@ -17,7 +17,7 @@ from sidelane.bench.claims.power import judge_power
 from sidelane.bench.claims.verdicts import judge, with_summary
 from sidelane.bench.results import files as result_files
 from sidelane.bench.results.rows import C3Row, CollectiveRow
-from sidelane.c3.workload import Gemm, format_bytes
+from sidelane.c3.workload import Gemm
 from sidelane.execute.sim import simulate
 from sidelane.machine.spec import Machine
 from sidelane.model.claims import Role, Verdict, with_ranges
@@ -28,6 +28,7 @@ from sidelane.program.builders import Transport, build, variants
 from sidelane.program.collective import Kind
 from sidelane.program.ir import Copy, Program
 from sidelane.program.transform import freeze, lower
+from sidelane.sizes import format_bytes
 
 C3_MEDIAN, C3_WORST, COLLECTIVE_MEDIAN = 0.10, 0.20, 0.10
 """Errors that are still right (issue 3)."""

@@ -9,21 +9,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
-from sidelane.bench.candidates.candidate import HIDDEN_LAUNCH_US, Candidate, Implementation, Prepared, candidates_of
+from sidelane.bench.candidates.candidate import HIDDEN_LAUNCH_US, Entrant, Implementation, Prepared, candidates_of
 from sidelane.bench.candidates.listed import prepare
 from sidelane.bench.candidates.reference import KINDS, MOST_TENSORS, Case, rounded_bytes
 from sidelane.bench.candidates.roster import Roster, make_roster
 from sidelane.bench.results.files import Results
 from sidelane.bench.results.rows import CollectiveRow, bus_gbps
 from sidelane.bench.running.asked import check_asked
-from sidelane.bench.running.launch import Rank, choose_place
+from sidelane.bench.running.launch import Rank, choose_target
 from sidelane.bench.running.measure import Job, Meter, Rounds
 from sidelane.bench.running.study import Sender, StudyOptions, run_study
-from sidelane.c3.workload import format_bytes
 from sidelane.choice.candidate import DMA
 from sidelane.program.builders.alternating import ALTERNATING, SLOT_BYTES
 from sidelane.program.collective import ELEMENT_BYTES, REDUCING, Kind
 from sidelane.program.variant import Variant
+from sidelane.sizes import format_bytes
 
 MOST_CALLS = 20
 SAMPLE_US = {"cpu": 10_000.0, "gpu": 2_000.0}
@@ -102,7 +102,7 @@ def main(options: CollectiveOptions) -> Results | None:
         ValueError: also for an implementation, a variant or a launch that is not known here.
     """
     check_asked(
-        choose_place(options.ranks, options.device).device_type,
+        choose_target(options.ranks, options.device).device_type,
         options.collectives,
         implementations=options.implementations,
         variants=options.variants,
@@ -144,8 +144,10 @@ def _expected_us(kind: Kind, nbytes: int, device_type: str, calls: int = 1) -> f
 def _measure(rank: Rank, options: CollectiveOptions) -> int:
     """Every rank's part of the study. Returns the number of rows."""
     asked = options.sizes or default_sizes(rank.device.type)
-    sizes = sorted({rounded_bytes(nbytes, rank.world_size, options.tensors) for nbytes in asked})
+    rounded = functools.partial(rounded_bytes, world_size=rank.world_size, tensors=options.tensors)
+    sizes = sorted(set(map(rounded, asked)))
     sender = Sender(rank, len(sizes) * len(options.collectives))
+    sender.note_rounding(asked, rounded)
     roster = make_roster(rank, wanted=options.implementations, timeout_s=options.step_s, listed=options.tensors > 1)
     cases = [_case(rank, options, kind, nbytes) for kind in options.collectives for nbytes in sizes]
     roster.reserve(max(case.output_room for case in cases), max(case.input_room for case in cases))
@@ -200,7 +202,7 @@ def _kernels(roster: Roster, cases: Sequence[Case], options: CollectiveOptions, 
 def absent_rows(roster: Roster, case: Case) -> list[CollectiveRow]:
     """One row for each implementation that belongs on this machine and cannot take part, with the reason."""
     problems = {name: _Problem(f"takes no part: {reason}", wrong=False) for name, reason in roster.unavailable.items()}
-    return [_row(case, Candidate(name), None, problem) for name, problem in problems.items()]
+    return [_row(case, Entrant(name), None, problem) for name, problem in problems.items()]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -217,8 +219,8 @@ def measure_case(
     """Prepare and check everything, time what is right, check once more, and make rows. Collective."""
     meter = roster.meter
     calls = calls_per_sample(case.kind, case.nbytes, case.device.type, case.tensors)
-    prepared: dict[Candidate, Prepared] = {}
-    problems: dict[Candidate, _Problem] = {}
+    prepared: dict[Entrant, Prepared] = {}
+    problems: dict[Entrant, _Problem] = {}
     with meter.on_stream():
         for implementation in roster.implementations.values():
             for candidate in wanted_candidates(implementation, case, options):
@@ -240,7 +242,7 @@ def measure_case(
         yield dataclasses.replace(row, variant=prepared[candidate].variant) if candidate in prepared else row
 
 
-def wanted_candidates(implementation: Implementation, case: Case, options: CollectiveOptions) -> list[Candidate]:
+def wanted_candidates(implementation: Implementation, case: Case, options: CollectiveOptions) -> list[Entrant]:
     """Every way to run a case that the options ask for."""
     listed = bool(case.sizes)
     find = functools.partial(candidates_of, implementation, case.kind, launches=options.launches, listed=listed)
@@ -301,11 +303,11 @@ def _attempt_run(meter: Meter, prepared: Prepared, seed: int, *, runs: int) -> _
 
 
 def time_candidates(
-    meter: Meter, prepared: Mapping[Candidate, Prepared], case: Case, options: CollectiveOptions
-) -> dict[Candidate, Rounds]:
+    meter: Meter, prepared: Mapping[Entrant, Prepared], case: Case, options: CollectiveOptions
+) -> dict[Entrant, Rounds]:
     """Time them, interleaved; what the host limits apart from what the device does, and more often. Collective."""
-    by_device: dict[Candidate, Job] = {}
-    by_host: dict[Candidate, Job] = {}
+    by_device: dict[Entrant, Job] = {}
+    by_host: dict[Entrant, Job] = {}
     for candidate, bound in prepared.items():
         if hides_launches(case, candidate):
             by_device[candidate] = bound.job(HIDDEN_LAUNCH_US)
@@ -319,7 +321,7 @@ def time_candidates(
     return times
 
 
-def hides_launches(case: Case, candidate: Candidate) -> bool:
+def hides_launches(case: Case, candidate: Entrant) -> bool:
     """True where the clock starts when the host is done.
 
     What takes long is bound by the device, however it is launched, and a graph is timed for what the device makes of
@@ -329,7 +331,7 @@ def hides_launches(case: Case, candidate: Candidate) -> bool:
     return case.device.type != "cpu" and (candidate.launch == "graph" or expected_us >= HIDDEN_LAUNCH_US)
 
 
-def _row(case: Case, candidate: Candidate, rounds: Rounds | None, problem: _Problem | None) -> CollectiveRow:
+def _row(case: Case, candidate: Entrant, rounds: Rounds | None, problem: _Problem | None) -> CollectiveRow:
     usable = rounds if problem is None else None
     time_us = None if usable is None else usable.median_us
     return CollectiveRow(

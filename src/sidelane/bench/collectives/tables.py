@@ -16,7 +16,7 @@ from sidelane.bench.report.table import (
     without_empty_columns,
 )
 from sidelane.bench.results.rows import OF_LIBRARY, CollectiveRow
-from sidelane.c3.workload import format_bytes
+from sidelane.sizes import format_bytes
 
 COLLECTIVE_COLUMNS: tuple[str, ...] = (
     "bytes",
@@ -50,7 +50,9 @@ def collective_tables(rows: Sequence[CollectiveRow]) -> list[Table]:
                 for place, row in enumerate(ranked)
             ]
         notes = notes_of([(f"{' '.join(_collective_cells(row)[:3]).rstrip()}", row.note) for row in alike])
-        tables.append(without_empty_columns(Table(way_to_call(alike[0]), COLLECTIVE_COLUMNS, tuple(lines), notes)))
+        tables.append(
+            without_empty_columns(Table(way_to_call(alike[0]), COLLECTIVE_COLUMNS, tuple(lines), notes, keys=3))
+        )
     return tables
 
 
@@ -72,7 +74,7 @@ def _list_summary(rows: Sequence[CollectiveRow]) -> Table:
     note = (
         "list, separate: auto, in one call and in a call for each tensor; ratio: the library's time over that of list"
     )
-    return Table(f"{title} against separate calls", LIST_COLUMNS, tuple(lines), (note,))
+    return Table(f"{title} against separate calls", LIST_COLUMNS, tuple(lines), (note,), keys=2)
 
 
 def way_to_call(row: CollectiveRow) -> str:

@@ -27,10 +27,11 @@ from sidelane.bench.report.drawing import (
     size_axis,
 )
 from sidelane.bench.simulated.figures import draw_timeline
-from sidelane.c3.workload import format_bytes, parse_workload
+from sidelane.c3.workload import parse_workload
 from sidelane.machine.load import named
 from sidelane.model.strategies import predict
 from sidelane.model.study import c3_study
+from sidelane.sizes import format_bytes
 
 PREDICTED, MEASURED_LIKE = "mi300x8", "h200x4"
 PAPER = {"c3_base": 21.0, "c3_sp": 42.0, "conccl": 66.0, "conccl_rp": 72.0}

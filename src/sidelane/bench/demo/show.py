@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import html
 import time
 from collections.abc import Sequence
 from pathlib import Path
-
-import rich.console
-import rich.markup
+from typing import Any
 
 from sidelane.bench.demo import figures
 from sidelane.bench.demo.checked import Checked, check
@@ -18,10 +17,12 @@ from sidelane.bench.explain import ExplainOptions, explain
 from sidelane.bench.report.drawing import Picture
 from sidelane.bench.report.page import STYLE, inline
 from sidelane.bench.report.table import Line, Table
+from sidelane.bench.report.terminal import progress_console, say, tables_console
+from sidelane.bench.results.written import write_json
 from sidelane.bench.running.launch import run_ranks
-from sidelane.c3.workload import format_bytes
 from sidelane.config import COMPUTE, NOTHING
 from sidelane.program.collective import Kind
+from sidelane.sizes import format_bytes
 
 RANKS = 4
 CHOICE_BYTES = (64 << 10, 16 << 20, 1 << 30)
@@ -38,33 +39,60 @@ OVERLAP_NOTE = (
 )
 
 
-def main(report: Path, ranks: int | None = None) -> None:
-    """Show everything, and write ``report/index.html``."""
-    console, began = rich.console.Console(), time.perf_counter()
+def main(report: Path, ranks: int | None = None, json: Path | None = None) -> None:
+    """Show everything, and write ``report/index.html``.
+
+    Args:
+        report: folder of the page.
+        ranks: processes that exchange real bytes.
+        json: file for the figures, or ``written.STDOUT``; None writes none.
+    """
+    console, progress, began = tables_console(json), progress_console(), time.perf_counter()
     console.print("\n[bold]1. A collective is a program.[/] Two ranks gather, each by its copy engines:\n")
     proof = prove()
     console.print(str(proof.program), highlight=False, markup=False)
     console.print(f"\n{proof_text(proof)}\n")
-    console.print("[bold]2. A mistake is refused.[/]", mistake_text(proof), "\n")
+    told, refusal = mistake_text(proof).split("\n")
+    console.print("[bold]2. A mistake is refused.[/]", told)
+    say(console, refusal.strip(), indent=2)
+    console.print()
     count = RANKS if ranks is None else ranks
     console.print(f"[bold]3. Real bytes.[/] Every collective between {count} processes of this machine, checked:")
-    with console.status("starting processes"):
+    with progress.status("starting processes"):
         checked = run_ranks(check, count)
     assert checked is not None
     console.print(checked_table(checked, count).to_rich())
-    with console.status("simulating, drawing"):
+    with progress.status("simulating, drawing"):
         data = measured()
         pictures = figures.draw(data, report)
         percents = figures.overlap_percents(data)
     console.print("[bold]4. On GPUs.[/] What communication costs next to a GEMM that needs all compute units:")
-    tables = [overlap_table(data, *percents), choice_table()]
+    choices = choices_of()
+    tables = [overlap_table(data, *percents), choice_table(choices)]
     console.print(tables[0].to_rich())
     console.print("[bold]5. Nobody has to pick.[/] What a call takes by itself:")
     console.print(tables[1].to_rich())
     page = write(report, proof, [checked_table(checked, count), *tables], pictures, data)
     console.print(f"[bold]6. All of it on one page:[/] {page}   ({time.perf_counter() - began:.0f} s)\n")
     for command, what in NEXT:
-        console.print(f"  {rich.markup.escape(command)}\n      [dim]{what}[/]", highlight=False)
+        say(console, command, indent=2)
+        say(console, what, indent=6, style="dim")
+    if json is not None:
+        write_json(json, figures_of(proof, checked, percents, choices))
+
+
+def figures_of(
+    proof: Proof, checked: Sequence[Checked], percents: Sequence[dict[str, float]], choices: Sequence[Chosen]
+) -> dict[str, Any]:
+    """What the demo shows, as one JSON object."""
+    names = ("mi300x8_predicted", "h200x4_measured", "h200x4_predicted")
+    return {
+        "study": "demo",
+        "proof": {"commands": proof.verification.commands, "seconds": proof.seconds, "refused": proof.refusal},
+        "checked": [dataclasses.asdict(row) for row in checked],
+        "percent_of_ideal": {"mi300x8_paper": figures.PAPER, **dict(zip(names, percents, strict=True))},
+        "choices": [dataclasses.asdict(choice) for choice in choices],
+    }
 
 
 def proof_text(proof: Proof) -> str:
@@ -108,22 +136,50 @@ def overlap_table(
     return Table("Percent of the ideal overlap", columns, tuple(lines), notes)
 
 
-def choice_table() -> Table:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Chosen:
+    """What one call takes by itself.
+
+    Attributes:
+        bytes: gathered size.
+        beside: what runs beside it.
+        implementation: ``sm`` for a kernel, ``dma`` for copy engines.
+        variant: of it.
+        expected_us: what it is expected to take.
+    """
+
+    bytes: int
+    beside: str
+    implementation: str
+    variant: str
+    expected_us: float | None
+
+
+def choices_of() -> list[Chosen]:
     """What is taken, by size and by what runs beside."""
-    lines = []
+    chosen = []
     for nbytes in CHOICE_BYTES:
-        for beside, words in ((NOTHING, "nothing"), (COMPUTE, "a GEMM")):
+        for beside in (NOTHING, COMPUTE):
             options = ExplainOptions(
                 kind=Kind.ALL_GATHER, nbytes=nbytes, machine=CHOICE_MACHINE, beside=beside, captured=True
             )
-            found = explain(options)
-            how = "a kernel" if found.choice.candidate.implementation == "sm" else "copy engines"
-            expected = found.choice.table[0][1]
-            time_us = "" if expected is None else f"{expected:.1f}"
-            lines.append(Line((format_bytes(nbytes), words, how, found.choice.candidate.name, time_us)))
+            choice = explain(options).choice
+            taken = choice.candidate
+            chosen.append(Chosen(nbytes, beside, taken.implementation, taken.name, choice.table[0][1]))
+    return chosen
+
+
+def choice_table(choices: Sequence[Chosen]) -> Table:
+    """What is taken, in words."""
+    lines = []
+    for choice in choices:
+        beside = "nothing" if choice.beside == NOTHING else "a GEMM"
+        how = "a kernel" if choice.implementation == "sm" else "copy engines"
+        time_us = "" if choice.expected_us is None else f"{choice.expected_us:.1f}"
+        lines.append(Line((format_bytes(choice.bytes), beside, how, choice.variant, time_us)))
     columns = ("bytes", "<beside it", "<runs on", "<variant", "us\nexpected")
     note = "by times that were measured on four H200s; `sidelane tune` measures yours"
-    return Table("all_gather in a CUDA graph on four H200s", columns, tuple(lines), (note,))
+    return Table("all_gather in a CUDA graph on four H200s", columns, tuple(lines), (note,), keys=2)
 
 
 def write(folder: Path, proof: Proof, tables: Sequence[Table], pictures: Sequence[Picture], data: Measured) -> Path:

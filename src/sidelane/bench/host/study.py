@@ -16,6 +16,7 @@ tells threads to go, and is timed; everything else is run and checked.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import statistics
 import time
@@ -32,8 +33,8 @@ from sidelane.bench.results.rows import HostRow
 from sidelane.bench.running.launch import Rank
 from sidelane.bench.running.measure import SPIN_CYCLES_PER_US, Meter
 from sidelane.bench.running.study import Sender, StudyOptions, run_study
-from sidelane.c3.workload import format_bytes
 from sidelane.program.collective import Kind
+from sidelane.sizes import format_bytes
 
 BLOCKS = "on CPUs the call returns when the collective is done: it has no host time of its own"
 MOST_SPIN_US = 50_000.0
@@ -74,7 +75,9 @@ def _measure(rank: Rank, options: HostOptions) -> int:
     # What blocks anyway has nothing to be compared with.
     wanted = options.implementations or (("dma", "auto") if on_cpu else ())
     roster = make_roster(rank, wanted=wanted, timeout_s=options.step_s)
-    sizes = sorted({rounded_bytes(size, rank.world_size) for size in options.sizes})
+    rounded = functools.partial(rounded_bytes, world_size=rank.world_size)
+    sizes = sorted(set(map(rounded, options.sizes)))
+    sender.note_rounding(options.sizes, rounded)
     cases = [Case(Kind.ALL_GATHER, size, torch.bfloat16, rank.rank, rank.world_size, rank.device) for size in sizes]
     roster.reserve(max(case.output_bytes for case in cases), max(case.input_bytes for case in cases))
     for name, reason in roster.unavailable.items():

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from sidelane.bench.report.table import Line, Table, grouped, notes_of, number, verdict, without_empty_columns
 from sidelane.bench.results.rows import HostRow
-from sidelane.c3.workload import format_bytes
+from sidelane.sizes import format_bytes
 
 HOST_COLUMNS: tuple[str, ...] = (
     "bytes",
@@ -35,7 +35,9 @@ def host_tables(rows: Sequence[HostRow]) -> list[Table]:
         of_all = {row.note for row in alike}
         names = [" ".join(_host_cells(row)[:4]) if len(of_all) > 1 else "all" for row in alike]
         notes = notes_of(list(dict.fromkeys(zip(names, (row.note for row in alike), strict=True))))
-        tables.append(without_empty_columns(Table(f"{operation}: host time", HOST_COLUMNS, tuple(lines), notes)))
+        tables.append(
+            without_empty_columns(Table(f"{operation}: host time", HOST_COLUMNS, tuple(lines), notes, keys=4))
+        )
     return tables
 
 

@@ -10,7 +10,7 @@ import torch
 
 from sidelane.bench.candidates.candidate import (
     Binds,
-    Candidate,
+    Entrant,
     Implementation,
     Tensors,
     candidates_of,
@@ -98,14 +98,14 @@ def _triggers(own: Dma, case: Case) -> Iterator[Way]:
 
 def _both(own: Dma | Kernels, case: Case) -> Iterator[tuple[bool, Tensors]]:
     """Tensors in symmetric memory, and in ordinary memory."""
-    yield True, own.tensors(case, Candidate(own.name))
+    yield True, own.tensors(case, Entrant(own.name))
     buffers = (
         torch.empty(size, dtype=torch.uint8, device=case.device) for size in (case.output_bytes, case.input_bytes)
     )
     yield False, views(case, False, *buffers)
 
 
-def _own(own: Dma | Kernels, candidate: Candidate, where: tuple[bool, Tensors]) -> Way:
+def _own(own: Dma | Kernels, candidate: Entrant, where: tuple[bool, Tensors]) -> Way:
     symmetric, tensors = where
     communicator = own.communicator
     assert tensors.output is not None
@@ -113,7 +113,7 @@ def _own(own: Dma | Kernels, candidate: Candidate, where: tuple[bool, Tensors]) 
     return Way("all_gather", own.name, candidate.variant, symmetric, tensors, call, communicator)
 
 
-def _baseline(implementation: Implementation, candidate: Candidate, case: Case) -> Way:
+def _baseline(implementation: Implementation, candidate: Entrant, case: Case) -> Way:
     tensors = implementation.tensors(case, candidate)
     symmetric = candidate.variant == "window" or implementation.name in ("nccl_ce", "symm_mem")
     given = (case, tensors, candidate.variant)

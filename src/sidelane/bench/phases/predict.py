@@ -6,13 +6,13 @@ import dataclasses
 from pathlib import Path
 
 import matplotlib as mpl
-import rich.console
 
 from sidelane.bench.phases.pictures import draw_phases
 from sidelane.bench.phases.programs import OPERATIONS, Operation, operations
 from sidelane.bench.phases.split import Phases, predict
 from sidelane.bench.phases.tables import phase_tables
 from sidelane.bench.report.drawing import RC
+from sidelane.bench.report.terminal import say_written, tables_console
 from sidelane.bench.results.rows import MODEL, PREDICTED, PhaseRow
 from sidelane.bench.simulated.study import write_numbers
 from sidelane.machine.load import find
@@ -28,7 +28,7 @@ class PredictOptions:
         operations: names (``phases_programs.OPERATIONS``).
         variants: of the programs.
         sizes: bytes.
-        json: file for the rows; None writes none.
+        json: file for the rows, or ``written.STDOUT``; None writes none.
         report: folder for pictures and the rows; None writes none.
     """
 
@@ -50,7 +50,7 @@ def main(options: PredictOptions) -> int:
         ValueError: no such machine, operation or variant.
     """
     machine = find(options.machine)
-    console = rich.console.Console()
+    console = tables_console(options.json)
     rows = [
         predicted_row(machine, operation, machine.gpus)
         for nbytes in options.sizes
@@ -65,8 +65,7 @@ def main(options: PredictOptions) -> int:
     if options.report is not None:
         with mpl.rc_context(RC):
             draw_phases(rows, machine.title, options.report)
-    if files:
-        console.print(f"written to {', '.join(map(str, files))}", style="dim", markup=False)
+    say_written(files)
     return 0
 
 

@@ -1,8 +1,9 @@
 """The operations whose phases are studied, as Programs: single transfers, and whole collectives.
 
-Transfers are bare copies of rank 0, as paper 003 (section 3) measured one: its host starts the engine and waits, and
-nothing else orders the ranks. Collectives are what a communicator runs, handshakes and own chunk included. Those that
-take turns (``alternating``) are two programs, of which each call runs one; the first call of a graph is a third one.
+Transfers are bare copies of rank 0, as the DMA collectives paper (section 3) measured one: its host starts the engine
+and waits, and nothing else orders the ranks. Collectives are what a communicator runs, handshakes and own chunk
+included. Those that take turns (``alternating``) are two programs, of which each call runs one; the first call of a
+graph is a third one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From what two clocks saw of a call to its phases, which add up to its time (docs/phases.md has the definitions)."""
+"""From what two clocks saw of a call to its phases, which add up to its time (definitions: docs/lab/phases.md)."""
 
 from __future__ import annotations
 

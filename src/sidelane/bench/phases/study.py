@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -19,10 +20,9 @@ from sidelane.bench.phases.turns import Call
 from sidelane.bench.results.files import Results
 from sidelane.bench.results.rows import LAUNCHES, PhaseRow
 from sidelane.bench.running.asked import check_asked
-from sidelane.bench.running.launch import Rank, choose_place
+from sidelane.bench.running.launch import Rank, choose_target
 from sidelane.bench.running.measure import Meter
 from sidelane.bench.running.study import Sender, StudyOptions, run_study
-from sidelane.c3.workload import format_bytes
 from sidelane.machine.inventory import machine_name
 from sidelane.machine.load import find, machine_names
 from sidelane.machine.spec import Machine
@@ -30,6 +30,7 @@ from sidelane.program.batch import Definition
 from sidelane.program.builders import Alternation
 from sidelane.program.collective import Collective
 from sidelane.program.verify import verify
+from sidelane.sizes import format_bytes
 
 FALLBACK_MACHINE = "h200x4"
 """Predicted next to measurements on a machine that the catalogue does not have."""
@@ -82,7 +83,7 @@ def main(options: PhasesOptions) -> Results | None:
     Raises:
         ValueError: also for a launch that is not known here, and a variant that has none of those asked for.
     """
-    place = choose_place(options.ranks, options.device)
+    place = choose_target(options.ranks, options.device)
     check_asked(place.device_type, (), launches=options.launches)
     if OPENING in options.variants and (place.on_cpu or GRAPH not in (options.launches or LAUNCHES)):
         where = "CPU ranks have no graphs" if place.on_cpu else f"launch={', '.join(options.launches)}"
@@ -102,12 +103,15 @@ def default_sizes(device_type: str) -> tuple[int, ...]:
 def _measure(rank: Rank, options: PhasesOptions) -> int:
     """Every rank's part of the study. Returns the number of rows."""
     on_cpu = rank.device.type == "cpu"
-    sizes = sorted({rounded_bytes(s, rank.world_size) for s in options.sizes or default_sizes(rank.device.type)})
+    asked = options.sizes or default_sizes(rank.device.type)
+    rounded = functools.partial(rounded_bytes, world_size=rank.world_size)
+    sizes = sorted(set(map(rounded, asked)))
     launches = [name for name in LAUNCHES if not (on_cpu and name == "graph")]
     if options.launches:
         launches = [name for name in launches if name in options.launches]
     by_size = [operations(options.operations, options.variants, nbytes) for nbytes in sizes]
     sender = Sender(rank, len(sizes))
+    sender.note_rounding(asked, rounded)
     machine, note = _described(rank, options)
     if machine.world_size < rank.world_size:
         sender.note(f"nothing is predicted: {machine.title} has fewer GPUs than there are ranks")

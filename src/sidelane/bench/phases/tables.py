@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from sidelane.bench.report.table import Line, Table, grouped, notes_of, number, verdict, without_empty_columns
 from sidelane.bench.results.rows import PREDICTED, PhaseRow
-from sidelane.c3.workload import format_bytes
+from sidelane.sizes import format_bytes
 
 PHASE_COLUMNS: tuple[str, ...] = (
     "bytes",
@@ -35,7 +35,7 @@ def phase_tables(rows: Sequence[PhaseRow]) -> list[Table]:
             [(f"{format_bytes(row.bytes)} {row.launch}", row.note) for row in alike if row not in predicted]
         )
         notes += tuple(dict.fromkeys(row.note for row in predicted if row.note))
-        tables.append(without_empty_columns(Table(title, PHASE_COLUMNS, tuple(lines), notes)))
+        tables.append(without_empty_columns(Table(title, PHASE_COLUMNS, tuple(lines), notes, keys=2)))
     return tables
 
 

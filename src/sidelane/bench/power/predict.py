@@ -8,11 +8,11 @@ from pathlib import Path
 from types import MappingProxyType
 
 import matplotlib as mpl
-import rich.console
 
 from sidelane.bench.power.pictures import draw_power
 from sidelane.bench.power.tables import power_tables
 from sidelane.bench.report.drawing import RC
+from sidelane.bench.report.terminal import say_written, tables_console
 from sidelane.bench.results.rows import LIBRARY, MODEL, PowerRow
 from sidelane.bench.simulated.study import write_numbers
 from sidelane.machine.load import find
@@ -30,7 +30,7 @@ PREDICTED_VARIANTS: Mapping[Kind, tuple[str, ...]] = MappingProxyType(
 TAKEN_FOR = "taken for an all_gather: as many bytes over the same links, and no figures of its own"
 
 IN_PLACE = (Kind.ALL_GATHER, Kind.ALL_REDUCE)
-"""Where both places exist, the one that is predicted: what paper 003 ran, and what the library has."""
+"""Where both places exist, the one that is predicted: what the DMA collectives paper ran, and what the library has."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class PredictOptions:
         machine: name in the catalogue, or a TOML or JSON file with a section ``power``.
         collectives: keys of ``PREDICTED_VARIANTS``.
         sizes: bytes.
-        json: file for the rows; None writes none.
+        json: file for the rows, or ``written.STDOUT``; None writes none.
         report: folder for pictures and the rows; None writes none.
     """
 
@@ -66,7 +66,7 @@ def main(options: PredictOptions) -> int:
             allowed = f"{', '.join(PREDICTED_VARIANTS)}; without --machine it is measured"
             raise ValueError(f"power: no model speaks to this collective (value={kind}, allowed={allowed})")
     machine = find(options.machine)
-    console = rich.console.Console()
+    console = tables_console(options.json)
     rows = [row for kind in options.collectives for nbytes in options.sizes for row in predicted(machine, kind, nbytes)]
     console.print(f"Power and energy predicted for {machine.title}", style="bold")
     for table in power_tables(rows):
@@ -77,13 +77,12 @@ def main(options: PredictOptions) -> int:
     if options.report is not None:
         with mpl.rc_context(RC):
             draw_power(rows, f"{machine.title}, predicted", options.report)
-    if files:
-        console.print(f"written to {', '.join(map(str, files))}", style="dim", markup=False)
+    say_written(files)
     return 0
 
 
 def predicted(machine: Machine, kind: Kind, nbytes: int) -> list[PowerRow]:
-    """The vendor library and every variant: of paper 003 as that paper ran it, of a reduction as a communicator does.
+    """The vendor library and every variant: the DMA collectives paper's as it ran them, reductions as communicators do.
 
     Raises:
         ValueError: the machine's description has no power figures.

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from sidelane.bench.candidates.candidate import Candidate, Implementation, Prepared, candidates_of
+from sidelane.bench.candidates.candidate import Entrant, Implementation, Prepared, candidates_of
 from sidelane.bench.candidates.reference import KINDS, Case, rounded_bytes
 from sidelane.bench.candidates.roster import Roster, make_roster
 from sidelane.bench.collectives.study import calls_per_sample
@@ -25,14 +25,14 @@ from sidelane.bench.results import files as result_files
 from sidelane.bench.results.files import Results
 from sidelane.bench.results.rows import LAUNCHES, PowerRow
 from sidelane.bench.running.asked import check_asked
-from sidelane.bench.running.launch import Rank, choose_place
+from sidelane.bench.running.launch import Rank, choose_target
 from sidelane.bench.running.measure import Job
 from sidelane.bench.running.study import Sender, StudyOptions, run_study
-from sidelane.c3.workload import format_bytes
 from sidelane.choice.candidate import DMA
 from sidelane.errors import UnavailableError
 from sidelane.machine import local
 from sidelane.program.collective import REDUCING, Kind
+from sidelane.sizes import format_bytes
 
 DEFAULT_SIZES = (64 << 20, 256 << 20, 1 << 30)
 OWN = ("dma", "sm", "auto")
@@ -90,7 +90,7 @@ def main(options: PowerOptions) -> Results | None:
         UnavailableError: nothing here tells its power.
         ValueError: ``options.fill`` is not a file of collectives of this machine, or a name is not known here.
     """
-    place = choose_place(options.ranks, options.device)
+    place = choose_target(options.ranks, options.device)
     problem = "needs GPUs, and here ranks are CPU processes" if place.on_cpu else local.power_problem()
     if problem is not None:
         raise UnavailableError(f"power: {problem} (sidelane power --machine h200x4 predicts instead)")
@@ -116,7 +116,9 @@ def _measure(rank: Rank, options: PowerOptions) -> int:
     if sensor.averaged:
         sender.note("these GPUs give power as a mean over a second only: trust the energy counter")
     recorder = Recorder(sensor)
-    sizes = sorted({rounded_bytes(size, rank.world_size) for size in options.sizes})
+    rounded = functools.partial(rounded_bytes, world_size=rank.world_size)
+    sizes = sorted(set(map(rounded, options.sizes)))
+    sender.note_rounding(options.sizes, rounded)
     cases = [
         Case(kind, nbytes, torch.bfloat16, rank.rank, rank.world_size, rank.device)
         for kind in options.collectives
@@ -166,8 +168,8 @@ class PowerBench:
     def rows(self, case: Case) -> Iterator[PowerRow]:
         """Prepare and check every candidate, run what is right in rounds, and make rows. Collective."""
         meter, options = self._meter, self._options
-        good: dict[Candidate, Prepared] = {}
-        problems: dict[Candidate, tuple[str, bool]] = {}
+        good: dict[Entrant, Prepared] = {}
+        problems: dict[Entrant, tuple[str, bool]] = {}
         with meter.on_stream():
             inputs: list[ReducedInput] = []
             refused = None
@@ -180,7 +182,7 @@ class PowerBench:
                 else:
                     problems[candidate] = found
             replays = self._replays(good)
-            points: dict[Candidate, list[Point]] = {candidate: [] for candidate in good}
+            points: dict[Entrant, list[Point]] = {candidate: [] for candidate in good}
             names = list(good)
             for number in range(options.rounds):
                 shift = number % max(1, len(names))
@@ -196,9 +198,9 @@ class PowerBench:
             row = self._row(case, candidate, points.get(candidate, []), problems.get(candidate))
             yield dataclasses.replace(row, variant=variant)
 
-    def _candidates(self, case: Case) -> Iterator[tuple[Candidate, Implementation]]:
+    def _candidates(self, case: Case) -> Iterator[tuple[Entrant, Implementation]]:
         options = self._options
-        found: dict[Candidate, Implementation] = {}
+        found: dict[Entrant, Implementation] = {}
         for name, implementation in self._roster.implementations.items():
             if name == "auto" and name not in options.implementations:
                 continue  # the choice is one of the others
@@ -211,7 +213,7 @@ class PowerBench:
         others = {candidate.in_place for candidate in found if candidate.implementation not in OWN}
         return ((c, implementation) for c, implementation in found.items() if c.in_place in others or not others)
 
-    def _prepare(self, candidate: Candidate, case: Case, implementation: Implementation) -> Prepared | tuple[str, bool]:
+    def _prepare(self, candidate: Entrant, case: Case, implementation: Implementation) -> Prepared | tuple[str, bool]:
         """Run once, capture, check. If that fails: what is wrong, and whether its bytes were. Collective."""
         meter, seed = self._meter, next(self._seeds)
         calls = calls_per_sample(case.kind, case.nbytes, case.device.type)
@@ -240,7 +242,7 @@ class PowerBench:
         prepared.run()
         self._meter.finish(prepared.label)
 
-    def _replays(self, good: Mapping[Candidate, Prepared]) -> dict[Candidate, int]:
+    def _replays(self, good: Mapping[Entrant, Prepared]) -> dict[Entrant, int]:
         """How often each has to run its sample to last as long as asked, the same on every rank."""
         if not good:
             return {}
@@ -293,7 +295,7 @@ class PowerBench:
         return Point(max(times), tuple(None if math.isnan(watt) else watt for watt in counts), tuple(samples))
 
     def _row(
-        self, case: Case, candidate: Candidate, points: Sequence[Point], problem: tuple[str, bool] | None
+        self, case: Case, candidate: Entrant, points: Sequence[Point], problem: tuple[str, bool] | None
     ) -> PowerRow:
         row = PowerRow(
             collective=case.kind,

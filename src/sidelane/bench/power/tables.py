@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from sidelane.bench.report.table import Line, Table, grouped, notes_of, number, place_of, verdict, without_empty_columns
 from sidelane.bench.results.rows import MODEL, PowerRow
-from sidelane.c3.workload import format_bytes
+from sidelane.sizes import format_bytes
 
 POWER_COLUMNS: tuple[str, ...] = (
     "bytes",
@@ -35,7 +35,7 @@ def power_tables(rows: Sequence[PowerRow]) -> list[Table]:
         idle = next((f", idle {row.idle_watts:.0f} W" for row in alike if row.idle_watts is not None), "")
         notes = notes_of([(" ".join(_power_cells(row)[:3]).rstrip(), row.note) for row in alike])
         title = f"{power_title(alike[0])}: W a GPU{idle}, energy of all GPUs for one call"
-        tables.append(without_empty_columns(Table(title, POWER_COLUMNS, tuple(lines), notes)))
+        tables.append(without_empty_columns(Table(title, POWER_COLUMNS, tuple(lines), notes, keys=3)))
     return tables
 
 

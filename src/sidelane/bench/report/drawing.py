@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from sidelane.bench.results.files import Results
-from sidelane.c3.workload import format_bytes
+from sidelane.sizes import format_bytes
 
 BLUE, SKY, GREEN, ORANGE, VERMILLION, PURPLE = "#0072B2", "#56B4E9", "#009E73", "#E69F00", "#D55E00", "#CC79A7"
 BLACK, GREY = "#000000", "#666666"

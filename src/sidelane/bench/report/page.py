@@ -40,9 +40,9 @@ LEGENDS = {
     "until the last byte has arrived, own chunk included; sync: exit handshake, and until the host knows. With one "
     "handshake, that is schedule, and 'slot' the part of copy in front of it. Medians of "
     "single calls of the slowest rank; 'no stamps' is the whole call without looking, 'host' what the call takes the "
-    "host. Definitions: docs/phases.md.",
+    "host. Definitions: docs/lab/phases.md.",
     "power": "Collectives back to back; watts by the GPUs' energy counters, 'read/count' is the mean of power readings "
-    "over that. The least energy of each size is bold. Method: docs/power.md.",
+    "over that. The least energy of each size is bold. Method: docs/lab/power.md.",
     "chain": "A producer GEMM, an all-gather of what it made, a consumer GEMM, on one stream; 'between' is the chain "
     "less both GEMMs alone. Medians over rounds of the slowest rank; the fastest of each size is bold. "
     "Prelaunched: the copies are armed ahead of the producer and fired behind it. The first table has the fastest of "
@@ -59,6 +59,9 @@ CPU_WARNING = (
     "Ranks were CPU processes: real bytes through shared memory, moved by one thread for each engine. "
     "These figures show that the machinery works. They do not predict what GPUs do."
 )
+PAGE = "index.html"
+"""What to open in the folder of a report."""
+
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1a1a1a; max-width: 1180px; margin: 2em auto; padding: 0 1em }
 h1 { margin-bottom: 0 } h2 { margin-top: 2em; border-bottom: 1px solid #bbb }
@@ -71,9 +74,8 @@ code { background: #f2f2f2; padding: .1em .3em } .note { color: #555; font-size:
 """
 
 
-def show(results: Results, console: rich.console.Console | None = None) -> None:
+def show(results: Results, console: rich.console.Console) -> None:
     """Print the tables of a study."""
-    console = console or rich.console.Console()
     for table in tables_of(results):
         console.print(table.to_rich())
     console.print(LEGENDS[results.study], style="dim")
@@ -107,7 +109,7 @@ def write(directory: str | Path, studies: Results | Sequence[Results]) -> Path:
         page.append(_html_section(results, tables, pictures, folder))
         text.append(_markdown_section(results, tables, pictures))
     (folder / "report.md").write_text("# Sidelane report\n\n" + "\n".join(text), encoding="utf-8")
-    index = folder / "index.html"
+    index = folder / PAGE
     head = f"<!doctype html><html lang=en><meta charset=utf-8><title>Sidelane report</title><style>{STYLE}</style>"
     index.write_text(f"{head}<h1>Sidelane report</h1>{''.join(page)}</html>\n", encoding="utf-8")
     return index

@@ -7,10 +7,7 @@ import html
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
-import rich.box
-import rich.console
-import rich.table
-import rich.text
+from sidelane.bench.report.fitted import FittedTable
 
 R = TypeVar("R")
 K = TypeVar("K", bound=Any)  # hashable, and comparable where groups are ordered
@@ -36,23 +33,19 @@ class Table:
             them keep columns narrow on a terminal.
         lines: the lines.
         notes: what a reader must know, one line each.
+        keys: columns, the first ones, that say what a line is about; where a terminal is too narrow for all columns,
+            these are repeated.
     """
 
     title: str
     columns: tuple[str, ...]
     lines: tuple[Line, ...]
     notes: tuple[str, ...] = ()
+    keys: int = 1
 
-    def to_rich(self) -> rich.console.Group:
-        """For a terminal."""
-        table = rich.table.Table(title=self.title, title_justify="left", box=rich.box.SIMPLE_HEAD, padding=0)
-        for column in self.columns:
-            table.add_column(column.removeprefix("<"), justify=_side(column), no_wrap=True)
-        for line in self.lines:
-            # As text: square brackets in a cell are no markup.
-            cells = [rich.text.Text(cell) for cell in line.cells]
-            table.add_row(*cells, style="bold" if line.best else None, end_section=line.rule)
-        return rich.console.Group(table, *(rich.text.Text(f" {note}", style="dim") for note in self.notes), "")
+    def to_rich(self) -> FittedTable:
+        """For a terminal of any width."""
+        return FittedTable(self)
 
     def to_markdown(self) -> str:
         """For a Markdown file; the best lines are bold."""
@@ -103,7 +96,8 @@ def without_empty_columns(table: Table) -> Table:
     """The table less the columns in which no line has anything."""
     kept = [index for index in range(len(table.columns)) if any(line.cells[index] for line in table.lines)]
     lines = tuple(dataclasses.replace(line, cells=tuple(line.cells[index] for index in kept)) for line in table.lines)
-    return dataclasses.replace(table, columns=tuple(table.columns[index] for index in kept), lines=lines)
+    columns, keys = tuple(table.columns[index] for index in kept), sum(index < table.keys for index in kept)
+    return dataclasses.replace(table, columns=columns, lines=lines, keys=keys)
 
 
 def place_of(in_place: bool) -> str:

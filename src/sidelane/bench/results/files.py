@@ -9,13 +9,13 @@ import dataclasses
 import datetime
 import json
 import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from sidelane.bench.results import provenance
 from sidelane.bench.results.rows import ROWS, Row, require
+from sidelane.bench.results.written import write_json
 from sidelane.machine.inventory import machine_name
 
 
@@ -90,20 +90,8 @@ def collect(study: str, rows: Sequence[Row], *, device_type: str, ranks: int, co
 
 
 def write(path: str | os.PathLike[str], results: Results) -> Path:
-    """Write the file whole or not at all, making its folder."""
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(results.to_dict(), indent=1, allow_nan=False) + "\n"
-    descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(temporary, 0o644)  # mkstemp makes it private
-        os.replace(temporary, target)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-    return target
+    """Write the file whole or not at all, making its folder; or to stdout (``written.STDOUT``)."""
+    return write_json(path, results.to_dict(), allow_nan=False)
 
 
 def read(path: str | os.PathLike[str]) -> Results:

@@ -102,10 +102,10 @@ class CollectiveRow(_Row):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class C3Row(_Row):
-    """A GEMM and a collective under one strategy, as design and papers define the figures.
+    """A GEMM and a collective under one strategy. The figures are defined as in the papers.
 
     Attributes:
-        gemm: tag of paper 000's Table I, or ``m,n,k``.
+        gemm: tag of the ConCCL paper's Table I, or ``m,n,k``.
         bytes: as in :class:`CollectiveRow`.
         c3_class: ``class`` in the file: G-long, C-long or GC-equal; empty when no collective could run.
         strategy: what was run; ``chosen`` is what the strategy ``auto`` picked, else empty.
@@ -151,7 +151,7 @@ class C3Row(_Row):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PhaseRow(_Row):
-    """Where one transfer or one collective spends its time (definitions: docs/phases.md). All times in microseconds.
+    """Where one transfer or one collective spends its time, in microseconds (definitions: docs/lab/phases.md).
 
     Attributes:
         operation: ``copy``, ``copies``, ``all_gather``, ``all_gather_in_place`` or ``all_to_all``.
@@ -198,7 +198,7 @@ _PHASE_TIMES = ("control_us", "schedule_us", "copy_us", "sync_us", "total_us", "
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PowerRow(_Row):
-    """What a collective draws, run back to back (method: docs/power.md).
+    """What a collective draws, run back to back (method: docs/lab/power.md).
 
     Attributes:
         bytes: as in :class:`CollectiveRow`.
@@ -246,7 +246,7 @@ class ChainRow(_Row):
     Attributes:
         bytes: gathered size.
         launch: eager or graph; ``prelaunched`` where the all-gather was submitted ahead of the producer, and fired
-            behind it by one write (docs/prelaunch.md).
+            behind it by one write (docs/internals/prelaunch.md).
         gemms_us: both GEMMs with nothing between them, launched as the chain is (``prelaunched``: eager).
         time_us: of the chain, median over the rounds of the slowest rank's time; p10_us and p90_us likewise.
         correct: the consumer's output was compared with a reference in this run; None when it could not run.

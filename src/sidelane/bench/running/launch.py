@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from sidelane.bench.running.processes import environment, rank_context, take_over
-from sidelane.errors import PeerError, SidelaneError
+from sidelane.errors import PeerError, SidelaneError, last_line
 from sidelane.machine import local
 
 T = TypeVar("T")
@@ -69,7 +69,7 @@ class Rank:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Place:
+class LaunchTarget:
     """Where ranks run: ``world_size`` processes on devices of ``device_type`` (``cpu``, ``cuda``, ...)."""
 
     device_type: str
@@ -77,17 +77,17 @@ class Place:
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
-            raise ValueError(f"Place: world_size (value={self.world_size}, allowed=1 or more)")
+            raise ValueError(f"world_size (value={self.world_size}, allowed=1 or more)")
         count = local.device_type_and_count()[1]
         if not self.on_cpu and not under_torchrun() and self.world_size > count:
-            raise ValueError(f"Place: fewer devices than ranks (value={self.world_size}, allowed=1..{count})")
+            raise ValueError(f"fewer devices than ranks (value={self.world_size}, allowed=1..{count})")
 
     @property
     def on_cpu(self) -> bool:
         return self.device_type == "cpu"
 
 
-def choose_place(ranks: int | None = None, device: str = "auto") -> Place:
+def choose_target(ranks: int | None = None, device: str = "auto") -> LaunchTarget:
     """Decide where a study runs.
 
     Args:
@@ -98,18 +98,18 @@ def choose_place(ranks: int | None = None, device: str = "auto") -> Place:
         ValueError: the machine does not have that many devices.
     """
     if device not in ("auto", "gpu", "cpu"):
-        raise ValueError(f"choose_place: device (value={device!r}, allowed='auto', 'gpu' or 'cpu')")
+        raise ValueError(f"choose_target: device (value={device!r}, allowed='auto', 'gpu' or 'cpu')")
     if under_torchrun():
         inherited = int(os.environ["WORLD_SIZE"])
         if ranks not in (None, inherited):
-            raise ValueError(f"choose_place: ranks differs from torchrun's (value={ranks}, allowed={inherited})")
+            raise ValueError(f"choose_target: ranks differs from torchrun's (value={ranks}, allowed={inherited})")
         ranks = inherited
     accelerator, found = local.device_type_and_count()
     if device == "gpu" and not found:
-        raise ValueError("choose_place: no accelerator on this machine (value='gpu', allowed='auto' or 'cpu')")
+        raise ValueError("choose_target: no accelerator on this machine (value='gpu', allowed='auto' or 'cpu')")
     if device == "gpu" or (device == "auto" and found >= 2):
-        return Place(accelerator, ranks or found)
-    return Place("cpu", ranks or (4 if local.cores() >= 4 else 2))
+        return LaunchTarget(accelerator, ranks or found)
+    return LaunchTarget("cpu", ranks or (4 if local.cores() >= 4 else 2))
 
 
 def run_ranks(
@@ -137,7 +137,7 @@ def run_ranks(
         RankFailedError: a rank raised, died, or did not finish within ``timeout_s``.
         ValueError: there are fewer devices than ranks.
     """
-    place = Place(device_type, world_size)
+    place = LaunchTarget(device_type, world_size)
     if under_torchrun():
         return _run_inherited(function, place, args, timeout_s, progress)
     store = store_on_loopback()
@@ -188,7 +188,7 @@ _DIED, _RAISED, _TOLD = range(3)
 
 @contextlib.contextmanager
 def _processes(
-    function: Callable[..., Any], place: Place, args: Sequence[Any], timeout_s: float, port: int
+    function: Callable[..., Any], place: LaunchTarget, args: Sequence[Any], timeout_s: float, port: int
 ) -> Iterator[list[_Child]]:
     context, inherited = rank_context(), environment()
     children: list[_Child] = []
@@ -253,8 +253,8 @@ def _collect(children: Sequence[_Child], timeout_s: float, progress: Callable[[s
                 result = pickle.loads(payload)
     if failures:
         first, *others = sorted(failures)
-        also = "".join(f"\nrank {other.rank} then failed too: {_last_line(other.text)}" for other in others)
-        kind, _, reason = _last_line(first.text).partition(": ")
+        also = "".join(f"\nrank {other.rank} then failed too: {last_line(other.text)}" for other in others)
+        kind, _, reason = last_line(first.text).partition(": ")
         refused = reason if kind in ("ValueError", "TypeError") else ""
         text = f"rank {first.rank} of {len(children)} failed:\n{first.text.rstrip()}{also}"
         raise RankFailedError(text, first.rank, refused)
@@ -267,13 +267,9 @@ def _collect(children: Sequence[_Child], timeout_s: float, progress: Callable[[s
     return result
 
 
-def _last_line(text: str) -> str:
-    return text.rstrip().rpartition("\n")[2]
-
-
 def _child_main(
     rank: int,
-    place: Place,
+    place: LaunchTarget,
     port: int,
     timeout_s: float,
     function: Callable[..., Any],
@@ -317,7 +313,7 @@ def _exit_once(signum: int, frame: object) -> None:
 
 def _run_inherited(
     function: Callable[..., T],
-    place: Place,
+    place: LaunchTarget,
     args: Sequence[Any],
     timeout_s: float,
     progress: Callable[[str], None] | None,
@@ -336,7 +332,7 @@ def _run_inherited(
 
 @contextlib.contextmanager
 def _process_group(
-    place: Place, rank: int, local_rank: int, timeout_s: float, store: dist.Store | None
+    place: LaunchTarget, rank: int, local_rank: int, timeout_s: float, store: dist.Store | None
 ) -> Iterator[torch.device]:
     if place.on_cpu:
         device, backend = torch.device("cpu"), "gloo"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -18,10 +18,12 @@ import rich.console
 import rich.progress
 
 from sidelane.bench.report import page as report
+from sidelane.bench.report.terminal import progress_console, tables_console
 from sidelane.bench.results import files as result_files
 from sidelane.bench.results.files import Results, collect
 from sidelane.bench.results.rows import C3Row, ChainRow, CollectiveRow, HostRow, PhaseRow, PowerRow, Row
-from sidelane.bench.running.launch import Place, Rank, choose_place, run_ranks
+from sidelane.bench.results.written import STDOUT
+from sidelane.bench.running.launch import LaunchTarget, Rank, choose_target, run_ranks
 from sidelane.machine import local
 
 R = TypeVar("R", CollectiveRow, C3Row, PhaseRow, PowerRow, ChainRow, HostRow)
@@ -33,9 +35,9 @@ class StudyOptions:
 
     Attributes:
         ranks: processes; None takes every accelerator, or a few processes on the CPU.
-        device: ``auto``, ``gpu`` or ``cpu`` (see ``launch.choose_place``).
+        device: ``auto``, ``gpu`` or ``cpu`` (see ``launch.choose_target``).
         implementations: names to keep; empty keeps all of this machine.
-        json: file for the results; None writes none.
+        json: file for the results, or ``written.STDOUT``, which then has nothing else; None writes none.
         report: folder for the page and the pictures; None writes none.
         timeout_s: for the whole study.
         step_timeout_s: for one sample, check or allocation; a device that takes longer counts as hanging.
@@ -92,6 +94,17 @@ class Sender:
     def note(self, text: str) -> None:
         """Say something that is no row: a reason, a choice."""
         self._send({"note": text})
+
+    def note_rounding(self, asked: Iterable[int], rounded: Callable[[int], int]) -> None:
+        """Say which sizes are not measured as they were asked for.
+
+        Args:
+            asked: bytes.
+            rounded: what is measured in place of a size.
+        """
+        changed = [f"{nbytes} as {taken}" for nbytes in asked if (taken := rounded(nbytes)) != nbytes]
+        if changed:
+            self.note(f"rounded up to bytes that {self._rank.world_size} ranks share evenly: {', '.join(changed)}")
 
     def _send(self, message: dict[str, object]) -> None:
         if self._rank.rank == 0:
@@ -155,12 +168,12 @@ def run_study(
         RankFailedError: a rank failed. What had been measured until then is published first, as it is at Ctrl-C.
         ValueError: options do not fit this machine, or leave nothing to measure.
     """
-    place = choose_place(options.ranks, options.device)
+    place = choose_target(options.ranks, options.device)
     check_targets(options)
-    console = None if options.quiet else rich.console.Console()
-    follower = Follower(row_type, console)
-    if console is not None and place.on_cpu and place.world_size > local.cores():
-        console.print(f"{place.world_size} ranks on {local.cores()} cores: they take turns, which takes long")
+    progress, tables = (None, None) if options.quiet else (progress_console(), tables_console(options.json))
+    follower = Follower(row_type, progress)
+    if progress is not None and place.on_cpu and place.world_size > local.cores():
+        progress.print(f"{place.world_size} ranks on {local.cores()} cores: they take turns, which takes long")
     failure: BaseException | None = None
     try:
         if not follow(follower, measure, options, place, title):
@@ -174,13 +187,17 @@ def run_study(
     results = collect(
         study, follower.rows, device_type=place.device_type, ranks=place.world_size, command=options.command
     )
-    publish(results, options, console)
+    publish(results, options, tables)
+    if progress is not None and options.report is not None:
+        progress.print(f"report: {options.report / report.PAGE}", markup=False)
     if failure is not None:
         raise failure
     return results
 
 
-def follow(follower: Follower[R], measure: Callable[..., int], options: StudyOptions, place: Place, title: str) -> bool:
+def follow(
+    follower: Follower[R], measure: Callable[..., int], options: StudyOptions, place: LaunchTarget, title: str
+) -> bool:
     """Run ``measure(rank, options)`` on every rank, and let ``follower`` show and keep what rank 0 sends.
 
     Returns:
@@ -215,7 +232,7 @@ def check_targets(options: StudyOptions) -> None:
         ValueError: with the option and the reason.
     """
     for name, folder in (("json", options.json and Path(options.json).parent), ("report", options.report)):
-        if folder is None:
+        if folder is None or (name == "json" and options.json == STDOUT):
             continue
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
@@ -228,13 +245,11 @@ def check_targets(options: StudyOptions) -> None:
         raise ValueError(f"--json: cannot be written (value={str(options.json)!r}): a folder is there")
 
 
-def publish(results: Results, options: StudyOptions, console: rich.console.Console | None) -> None:
+def publish(results: Results, options: StudyOptions, tables: rich.console.Console | None) -> None:
     """Write what the options ask for, and show the tables: a file is there even if nobody reads these to their end."""
     if options.json is not None:
         result_files.write(options.json, results)
-    if console is not None:
-        report.show(results, console)
+    if tables is not None:
+        report.show(results, tables)
     if options.report is not None:
-        page = report.write(options.report, results)
-        if console is not None:
-            console.print(f"report: {page}", markup=False)
+        report.write(options.report, results)

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from sidelane.bench.report.drawing import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, RC, SKY, STYLES, VERMILLION
-from sidelane.c3.workload import TABLE_I, C3Class, format_bytes, parse_gemm
+from sidelane.c3.workload import TABLE_I, C3Class, parse_gemm
 from sidelane.execute.sim import Interval
 from sidelane.machine.spec import Machine
 from sidelane.model.claims_dma import DmaContext
@@ -28,6 +28,7 @@ from sidelane.model.published import PUBLISHED_VARIANTS
 from sidelane.model.strategies import partitions
 from sidelane.model.study import COLLECTIVES, SIZES, C3Study, DmaStudy, c3_study, pair_name
 from sidelane.program.collective import Kind
+from sidelane.sizes import format_bytes
 
 COLOURS = (BLUE, VERMILLION, GREEN, ORANGE, PURPLE, SKY, GREY, BLACK)
 SHADES = {"c3_base": GREY, "c3_sp": ORANGE, "c3_rp": VERMILLION, "c3_sp_rp": PURPLE, "conccl": SKY, "conccl_rp": BLUE}
@@ -36,7 +37,7 @@ UNITS = "on compute units (number of workgroups)"
 
 
 def draw_c3(study: C3Study, machine: Machine, folder: Path, *, ranges: bool = False) -> list[Path]:
-    """Figures 5 to 10 of paper 000.
+    """Figures 5 to 10 of the ConCCL paper.
 
     Args:
         study: to draw.
@@ -58,7 +59,7 @@ def draw_c3(study: C3Study, machine: Machine, folder: Path, *, ranges: bool = Fa
 
 
 def draw_dma(study: DmaStudy, machine: Machine, folder: Path) -> list[Path]:
-    """Figures 6, 13, 14, 15 and 16 of paper 003."""
+    """Figures 6, 13, 14, 15 and 16 of the DMA collectives paper."""
     with mpl.rc_context(RC):
         drawn = [_phases(machine, folder)]
         for kind in COLLECTIVES:
@@ -78,7 +79,7 @@ def draw_dma(study: DmaStudy, machine: Machine, folder: Path) -> list[Path]:
 
 
 def draw_overlap(context: OverlapContext, folder: Path) -> list[Path]:
-    """Figures 2 to 4 of paper 004."""
+    """Figures 2 to 4 of the overlap paper."""
     panels = {
         "base": "overlapped over sequential time",
         "reduction": "time saved by priority, %",

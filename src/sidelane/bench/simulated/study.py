@@ -6,18 +6,17 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import json
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import rich.console
-
 from sidelane.bench.report.table import Line, Table, grouped
+from sidelane.bench.report.terminal import progress_console, say_written, tables_console
 from sidelane.bench.results import provenance
+from sidelane.bench.results.written import write_json
 from sidelane.bench.simulated import figures as sim_figures
-from sidelane.c3.workload import C3Class, Workload, format_bytes
+from sidelane.c3.workload import C3Class, Workload
 from sidelane.execute.sim import write_chrome_trace
 from sidelane.machine.load import find
 from sidelane.machine.spec import Machine
@@ -25,6 +24,7 @@ from sidelane.model.published import PUBLISHED_VARIANTS, dma_run
 from sidelane.model.strategies import C3_VARIANTS, STRATEGIES, Prediction, predict
 from sidelane.model.study import COLLECTIVES, SIZES, TABLE_II, C3Study, DmaStudy, c3_study, dma_study, pair_name
 from sidelane.program.collective import Kind
+from sidelane.sizes import format_bytes
 
 HEADINGS = {
     name: name.replace("c3_", "c3\n").replace("l_rp", "l\n_rp").replace("prior", "prior-\n") for name in STRATEGIES
@@ -40,17 +40,24 @@ class Options:
 
     Attributes:
         machine: name in the catalogue, or a TOML or JSON file.
-        report: folder for figures, timelines and the numbers; None: a table on the terminal only.
-        version: of paper 000 where its two versions disagree (``000`` or ``002``); c3 only.
+        report: folder for figures, timelines and the numbers; None: none.
+        json: file for the numbers, or ``written.STDOUT``; None: none.
+        version: of the ConCCL paper where its two versions disagree (``000`` or ``002``); c3 only.
     """
 
     machine: str
     report: Path | None = None
     version: str = "000"
+    json: Path | None = None
+
+    @property
+    def files(self) -> list[Path]:
+        """What is written as JSON, and where the report is."""
+        return [path for path in (self.json, self.report) if path is not None]
 
 
 def c3_main(options: Options, workloads: Sequence[Workload] = ()) -> int:
-    """Predict C3 strategies: of the given pairs, or the whole study of paper 000.
+    """Predict C3 strategies: of the given pairs, or the whole study of the ConCCL paper.
 
     Returns:
         0.
@@ -59,29 +66,33 @@ def c3_main(options: Options, workloads: Sequence[Workload] = ()) -> int:
         ValueError: no such machine, or version.
     """
     machine = find(options.machine)
-    console = rich.console.Console()
+    console, progress = tables_console(options.json), progress_console()
     if workloads:
         rows = [predict(machine, workload, strategy) for workload in workloads for strategy in STRATEGIES]
         for _, alike in grouped(rows, lambda row: row.workload.collective, ordered=False):
             console.print(pairs_table(machine, alike, lambda row: row.workload.name.split()[0]).to_rich())
-        if options.report is not None:
-            write_numbers(options.report / "c3_predicted.json", "c3_predicted", machine, [_flat(row) for row in rows])
+        for path in (options.json, options.report and options.report / "c3_predicted.json"):
+            if path is not None:
+                write_numbers(path, "c3_predicted", machine, [_flat(row) for row in rows])
+        say_written(options.files)
         return 0
-    with console.status("simulating") as status:
+    with progress.status("simulating") as status:
         study = c3_study(machine, version=options.version, progress=status.update)
     for kind in COLLECTIVES:
         alike = [row for row in study.rows if row.workload.collective is kind]
         console.print(pairs_table(machine, alike, pair_name).to_rich())
     console.print(averages_table(study).to_rich())
+    if options.json is not None:
+        write_numbers(options.json, "c3_predicted", machine, [_flat(row) for row in study.rows])
     if options.report is not None:
-        with console.status("drawing, over the plausible values of the machine's numbers"):
+        with progress.status("drawing, over the plausible values of the machine's numbers"):
             _report_c3(study, machine, options.report)
-        console.print(f"written to {options.report}", style="dim")
+    say_written(options.files)
     return 0
 
 
 def collective_main(options: Options) -> int:
-    """Predict the variants of paper 003 and the vendor library's collectives by size.
+    """Predict the variants of the DMA collectives paper and the vendor library's collectives by size.
 
     Returns:
         0.
@@ -90,13 +101,15 @@ def collective_main(options: Options) -> int:
         ValueError: no such machine.
     """
     machine = find(options.machine)
-    console = rich.console.Console()
+    console = tables_console(options.json)
     study = dma_study(machine)
     for kind in COLLECTIVES:
         console.print(sizes_table(study, machine, kind).to_rich())
+    if options.json is not None:
+        write_numbers(options.json, "collectives_predicted", machine, dma_rows(study))
     if options.report is not None:
         _report_dma(study, machine, options.report)
-        console.print(f"written to {options.report}", style="dim")
+    say_written(options.files)
     return 0
 
 
@@ -111,7 +124,8 @@ def _report_c3(study: C3Study, machine: Machine, folder: Path) -> None:
         sim_figures.draw_timeline(timeline, f"{workload.name} under {strategy}", folder, name)
 
 
-def _report_dma(study: DmaStudy, machine: Machine, folder: Path) -> None:
+def dma_rows(study: DmaStudy) -> list[dict[str, Any]]:
+    """What was predicted, an object for each time."""
     rows: list[dict[str, Any]] = [
         {"collective": str(kind), "variant": variant, "prelaunch": prelaunched, "bytes": nbytes, "time_us": us}
         for (kind, variant, prelaunched, nbytes), us in study.dma_us.items()
@@ -120,7 +134,11 @@ def _report_dma(study: DmaStudy, machine: Machine, folder: Path) -> None:
         {"collective": str(kind), "variant": "library", "prelaunch": False, "bytes": nbytes, "time_us": us}
         for (kind, nbytes), us in study.library_us.items()
     ]
-    write_numbers(folder / "collectives_predicted.json", "collectives_predicted", machine, rows)
+    return rows
+
+
+def _report_dma(study: DmaStudy, machine: Machine, folder: Path) -> None:
+    write_numbers(folder / "collectives_predicted.json", "collectives_predicted", machine, dma_rows(study))
     sim_figures.draw_dma(study, machine, folder)
     for variant in PUBLISHED_VARIANTS[Kind.ALL_GATHER]:
         timeline = dma_run(machine, Kind.ALL_GATHER, TRACED_BYTES, variant, record=True).timeline
@@ -187,7 +205,7 @@ def sizes_table(study: DmaStudy, machine: Machine, kind: Kind) -> Table:
 
 
 def write_numbers(path: Path, study: str, machine: Machine, rows: Sequence[dict[str, Any]]) -> Path:
-    """Write predictions with what they were made from."""
+    """Write predictions with what they were made from, to a file or to stdout (``written.STDOUT``)."""
     content = {
         "study": study,
         "machine": machine.name,
@@ -198,9 +216,7 @@ def write_numbers(path: Path, study: str, machine: Machine, rows: Sequence[dict[
         "numbers": {name: [float(q), str(q.source), q.of] for name, q in machine.quantities().items()},
         "rows": list(rows),
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    return path
+    return write_json(path, content)
 
 
 def _flat(row: Prediction) -> dict[str, Any]:

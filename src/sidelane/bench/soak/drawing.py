@@ -187,7 +187,7 @@ class Drawing:
         return [item * max(numel(rank, n) for rank in ranks) for numel in of_kind]
 
     def _masks(self, kind: Kind, in_place: bool) -> tuple[int, int]:
-        """On which ranks output and input lie in symmetric memory: docs/programs.md, "one place on all ranks"."""
+        """On which ranks output and input are symmetric (docs/internals/programs.md, "One place on all ranks")."""
         draw, everywhere = self._draw, self._everywhere
         anywhere = draw.choice((0, everywhere, draw.randrange(everywhere + 1)))
         agreed = draw.choice((0, everywhere)), draw.choice((0, everywhere))

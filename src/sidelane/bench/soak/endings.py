@@ -1,4 +1,4 @@
-"""How an episode can end, and what every rank must then see (docs/failure.md promises it)."""
+"""How an episode can end, and what every rank must then see (docs/internals/failure.md promises it)."""
 
 from __future__ import annotations
 

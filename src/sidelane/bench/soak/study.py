@@ -11,11 +11,13 @@ from typing import Any
 import rich.console
 
 from sidelane.bench.report import page as report
+from sidelane.bench.report.terminal import progress_console, tables_console
 from sidelane.bench.results import files as result_files
 from sidelane.bench.results import provenance
 from sidelane.bench.results.files import Results, collect
 from sidelane.bench.results.rows import SOAKED, SoakRow
-from sidelane.bench.running.launch import Place, choose_place, under_torchrun
+from sidelane.bench.results.written import STDOUT
+from sidelane.bench.running.launch import LaunchTarget, choose_target, under_torchrun
 from sidelane.bench.soak.episode import CALLS, CPU, SIZES, Episode, Setting
 from sidelane.bench.soak.shown import shown
 from sidelane.bench.soak.tally import shortened
@@ -37,13 +39,13 @@ class SoakOptions:
 
     Attributes:
         ranks: of every episode; None draws 1 to 8 on CPUs, and takes all GPUs.
-        device: ``auto``, ``gpu`` or ``cpu`` (see ``launch.choose_place``).
+        device: ``auto``, ``gpu`` or ``cpu`` (see ``launch.choose_target``).
         calls: end behind the episode with which there are as many; None: no matter how many.
         minutes: end behind the episode that begins last within them; None: no matter how long.
         seed: of everything that is random.
         episode: run this one alone; None runs all from the first on.
         episode_calls: of an episode of two ranks (more ranks of a CPU make fewer); None: what suits the device.
-        output: file for the summary; None writes none.
+        json: file for the summary, or ``written.STDOUT``; None writes none.
         resume: go on behind what the file holds.
         command: what to type to run it again; empty takes this process's command line.
         quiet: neither progress nor tables.
@@ -56,16 +58,18 @@ class SoakOptions:
     seed: int = 0
     episode: int | None = None
     episode_calls: int | None = None
-    output: Path | None = None
+    json: Path | None = None
     resume: bool = False
     command: str = ""
     quiet: bool = False
 
     def __post_init__(self) -> None:
-        if self.episode is not None and (self.resume or self.output or self.calls or self.minutes):
-            raise ValueError("soak: one episode is run alone (allowed=without --resume, --output, --calls, --minutes)")
-        if self.resume and self.output is None:
-            raise ValueError("soak: --resume goes on with a file (allowed=with --output)")
+        if self.episode is not None and (self.resume or self.json not in (None, STDOUT) or self.calls or self.minutes):
+            raise ValueError(
+                "soak: one episode is run alone (allowed=without --resume, --json FILE, --calls, --minutes)"
+            )
+        if self.resume and self.json in (None, STDOUT):
+            raise ValueError("soak: --resume goes on with a file (allowed=with --json FILE)")
         for name in ("ranks", "calls", "minutes", "episode_calls"):
             value = getattr(self, name)
             if value is not None and value <= 0:
@@ -80,14 +84,16 @@ def main(options: SoakOptions) -> int:
     """
     if under_torchrun():
         raise ValueError("soak: it starts its own ranks, and ends them (allowed=without torchrun)")
-    place = choose_place(options.ranks, options.device)
+    place = choose_target(options.ranks, options.device)
     campaign = Campaign(options, place)
-    console = None if options.quiet else rich.console.Console()
     try:
-        with shown(campaign.line, console):
+        with shown(campaign.line, None if options.quiet else progress_console()):
             campaign.run()
     finally:  # at Ctrl-C, too
-        if console is not None and campaign.rows():
+        if options.json == STDOUT and campaign.rows():
+            result_files.write(STDOUT, campaign.results())
+        if not options.quiet and campaign.rows():
+            console = tables_console(options.json)
             report.show(campaign.results(), console)
             for row in campaign.rows():
                 if row.note:
@@ -108,7 +114,7 @@ class Campaign:
         episode: under way.
     """
 
-    def __init__(self, options: SoakOptions, place: Place) -> None:
+    def __init__(self, options: SoakOptions, place: LaunchTarget) -> None:
         self._options, self._place = options, place
         sizes = tuple(SIZES) if place.on_cpu and options.ranks is None else (place.world_size,)
         calls = options.episode_calls or (CALLS if place.on_cpu else ON_GPUS)
@@ -118,8 +124,9 @@ class Campaign:
         self.failed = self.heard = 0
         self.episode: Episode | None = None
         self._frame: Results | None = None
-        if options.resume and options.output is not None and options.output.exists():
-            self._take_up(result_files.read(options.output))
+        self._file = None if options.json == STDOUT else options.json
+        if options.resume and self._file is not None and self._file.exists():
+            self._take_up(result_files.read(self._file))
 
     @property
     def calls(self) -> int:
@@ -149,8 +156,8 @@ class Campaign:
             or self.failed >= MOST_FAILED
         ):
             self.add(self._perform(self.episodes))
-            if options.output is not None:
-                result_files.write(options.output, self.results())
+            if self._file is not None:
+                result_files.write(self._file, self.results())
 
     def add(self, verdict: Verdict) -> None:
         """Count an episode."""
@@ -203,7 +210,7 @@ class Campaign:
 
     def _take_up(self, results: Results) -> None:
         rows = [row for row in results.rows if isinstance(row, SoakRow)]
-        where = self._options.output
+        where = self._file
         commit = provenance.commit()
         found = {(row.seed, row.episode_calls, results.on_cpu) for row in rows}
         mine = (self._options.seed, self._setting.calls, self._place.on_cpu)

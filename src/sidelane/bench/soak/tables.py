@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from sidelane.bench.report.table import Line, Table, grouped
 from sidelane.bench.results.rows import SOAKED, SoakRow
 from sidelane.bench.soak.tally import shortened
+from sidelane.errors import last_line
 
 COLUMNS = ("episodes", "failed", "calls", "calls/s", "refusals", "wrong", "errors", "left")
 MOST_SHOWN = 100
@@ -34,7 +35,7 @@ def soak_tables(rows: Sequence[SoakRow]) -> list[Table]:
     if told:
         lines = [_told(row) for row in told]
         tables.append(
-            Table("Not as it must be", ("seed", "episode", "<ending", "ranks", "rank", "<what"), tuple(lines))
+            Table("Not as it must be", ("seed", "episode", "<ending", "ranks", "rank", "<what"), tuple(lines), keys=2)
         )
     return tables
 
@@ -63,5 +64,5 @@ def _sums(rows: Sequence[SoakRow]) -> tuple[str, ...]:
 def _told(row: SoakRow) -> Line:
     """Of a traceback, its last line."""
     rank = "" if row.rank is None else str(row.rank)
-    what = row.note.rstrip().rpartition("\n")[2]
+    what = last_line(row.note)
     return Line((str(row.seed), str(row.episode), row.ending, str(row.ranks), rank, shortened(what, MOST_SHOWN)))

@@ -11,7 +11,7 @@ class Turns:
     """One turn after the other, round and round, for as many threads as there are left.
 
     On GPUs the communicators of a process share the device's channels, so that the calls of all of them need one order
-    (docs/failure.md): whichever thread makes them.
+    (docs/internals/failure.md): whichever thread makes them.
 
     Args:
         count: threads, numbered from 0.

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sidelane.bench.report.table import Line, Table
-from sidelane.c3.workload import format_bytes
 from sidelane.choice import Abilities, Candidate, Curve, Profile, choose
 from sidelane.choice.store import InForce
 from sidelane.program.shape import CallShape
+from sidelane.sizes import format_bytes
 
 COLUMNS = ("<collective", "<call", "bytes", "<before", "<now", "us", "instead of")
 
@@ -37,7 +37,7 @@ def changes_table(before: InForce, after: Profile, curves: Sequence[Curve]) -> T
         f"{len(calls) - len(lines)} of {len(calls)} choices stay as they are; before: {before.where}",
         "us: measured now; instead of: what the choice before would take now",
     )
-    return Table("What auto will do differently", COLUMNS, tuple(lines), notes)
+    return Table("What auto will do differently", COLUMNS, tuple(lines), notes, keys=3)
 
 
 def abilities_of(candidates: Sequence[Candidate]) -> Abilities:

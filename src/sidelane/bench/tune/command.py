@@ -13,20 +13,20 @@ import itertools
 import time
 from pathlib import Path
 
-import rich.console
 import torch
 
 from sidelane.bench.candidates.reference import Case, rounded_bytes
 from sidelane.bench.candidates.roster import make_roster
 from sidelane.bench.collectives.study import CollectiveOptions, measure_case
+from sidelane.bench.report.terminal import progress_console, say, tables_console
 from sidelane.bench.results import provenance
 from sidelane.bench.results.files import read
 from sidelane.bench.results.rows import CollectiveRow
-from sidelane.bench.running.launch import Rank, choose_place
+from sidelane.bench.results.written import write_text
+from sidelane.bench.running.launch import Rank, choose_target
 from sidelane.bench.running.study import Follower, Sender, follow
 from sidelane.bench.tune.changes import changes_table
 from sidelane.bench.tune.profile import curves_of, profile_of
-from sidelane.c3.workload import format_bytes
 from sidelane.choice import Profile
 from sidelane.choice.candidate import DMA, SM, everything
 from sidelane.choice.key import Key, key_here
@@ -34,6 +34,7 @@ from sidelane.choice.store import InForce, in_force, name_of, user_file, write
 from sidelane.choice.store import read as read_profile
 from sidelane.config import BUILTIN
 from sidelane.program.collective import Kind
+from sidelane.sizes import format_bytes
 
 SMALLEST_BYTES = 1 << 10
 LARGEST_BYTES = {"cpu": 16 << 20, "gpu": 256 << 20}
@@ -54,6 +55,7 @@ class TuneOptions(CollectiveOptions):
         budget_s: seconds for measuring; None takes ``BUDGET_S``, or ``QUICK_S``.
         quick: wide steps between the sizes, few rounds.
         output: file of the profile; None takes the user's of this machine.
+        json: another file for it, or ``written.STDOUT``.
     """
 
     collectives: tuple[Kind, ...] = tuple(kind for kind in Kind if kind not in (Kind.SCATTER, Kind.GATHER))
@@ -82,7 +84,7 @@ def main(options: TuneOptions) -> Profile | None:
         RankFailedError: a rank failed; the profile is as it was.
         ValueError: options do not fit this machine, or nothing could be measured.
     """
-    place = choose_place(options.ranks, options.device)
+    place = choose_target(options.ranks, options.device)
     where = "cpu" if place.on_cpu else "gpu"
     seconds = options.budget_s or (QUICK_S if options.quick else BUDGET_S)[where]
     options = dataclasses.replace(
@@ -95,8 +97,8 @@ def main(options: TuneOptions) -> Profile | None:
         # By their names, so that nothing is measured that is no candidate.
         variants=options.variants or tuple({found.name: None for kind in Kind for found in everything(kind)}),
     )
-    console = None if options.quiet else rich.console.Console()
-    follower = Follower(CollectiveRow, console)
+    progress = None if options.quiet else progress_console()
+    follower = Follower(CollectiveRow, progress)
     if not follow(follower, _measure, options, place, "tuning"):
         return None
     key = key_here(place.device_type, place.world_size)
@@ -111,23 +113,33 @@ def main(options: TuneOptions) -> Profile | None:
     # Of the profile that was in the file only what this run did not measure, and only if it is of the same machine.
     profile = dataclasses.replace(fresh, curves=(previous or fresh).replacing(curves).curves)
     write(path, profile)
-    if console is not None:
-        console.print(changes_table(before, profile, curves).to_rich())
+    if options.json is not None:
+        write_text(options.json, profile.to_text())
+    if progress is not None:
+        tables_console(options.json).print(changes_table(before, profile, curves).to_rich())
         wrong = [row for row in follower.rows if row.time_us is None]
         for row in wrong:
-            console.print(f"left out: {row.collective} {row.implementation} {row.variant}: {row.note}", markup=False)
-        console.print(f"kept: {path}", markup=False, soft_wrap=True)
+            say(progress, f"left out: {row.collective} {row.implementation} {row.variant}: {row.note}")
+        progress.print(f"kept: {path}", markup=False, soft_wrap=True)
     return profile
 
 
-def from_results(file: Path, output: Path) -> Profile:
+def from_results(file: Path, output: Path, json: Path | None = None) -> Profile:
     """Make a profile from a result file of ``sidelane collective`` instead of measuring: the built-in tables are such.
+
+    Args:
+        file: with the times.
+        output: file of the profile.
+        json: another file for it, or ``written.STDOUT``; None writes none.
 
     Raises:
         ValueError: the file is no result file, or has no times of Sidelane's collectives.
     """
     profile = profile_of(read(file))
     write(output, profile)
+    if json is not None:
+        write_text(json, profile.to_text())
+    say(progress_console(), f"{len(profile.curves)} curves of {profile.machine}: {output}")
     return profile
 
 

@@ -59,10 +59,10 @@ class Run(Protocol):
     def stamp(self, slot: int, time_ns: int) -> None: ...
 
 
-Step = Callable[[Run], None]
+Action = Callable[[Run], None]
 
 
-def compile_queue(queue: Queue, program: Program, addresses: Addresses) -> tuple[Step, ...]:
+def compile_queue(queue: Queue, program: Program, addresses: Addresses) -> tuple[Action, ...]:
     """One step for each command of ``queue``.
 
     Raises:
@@ -78,7 +78,7 @@ def compile_queue(queue: Queue, program: Program, addresses: Addresses) -> tuple
     return tuple(steps)
 
 
-def _compile(command: Command, queue: Queue, index: int, program: Program, addresses: Addresses) -> Step:
+def _compile(command: Command, queue: Queue, index: int, program: Program, addresses: Addresses) -> Action:
     for span in spans(command):
         size = program.buffer_bytes(span.rank, span.buffer)
         if not 0 <= span.offset <= span.end <= size:
@@ -128,7 +128,7 @@ def _flag(rank: int, index: int, program: Program, addresses: Addresses) -> int:
     return addresses.flags[rank] + 4 * index
 
 
-def _copy(dsts: list[int], src: int, nbytes: int) -> Step:
+def _copy(dsts: list[int], src: int, nbytes: int) -> Action:
     def step(run: Run) -> None:
         for offset in range(0, nbytes, _COPY_BYTES):
             run.stop_if_asked()
@@ -139,7 +139,7 @@ def _copy(dsts: list[int], src: int, nbytes: int) -> Step:
     return step
 
 
-def _swap(a: int, b: int, nbytes: int) -> Step:
+def _swap(a: int, b: int, nbytes: int) -> Action:
     # One scratch for all invocations: those of one queue run one after the other, on one thread.
     scratch = ctypes.create_string_buffer(max(1, min(nbytes, _SWAP_BYTES)))
     held = ctypes.addressof(scratch)
@@ -155,7 +155,7 @@ def _swap(a: int, b: int, nbytes: int) -> Step:
     return step
 
 
-def _signal(address: int, value: Value) -> Step:
+def _signal(address: int, value: Value) -> Action:
     word = ctypes.c_uint32.from_address(address)
 
     def step(run: Run) -> None:
@@ -166,7 +166,7 @@ def _signal(address: int, value: Value) -> Step:
     return step
 
 
-def _wait(address: int, value: Value, comparison: Comparison, queue: Queue, index: int) -> Step:
+def _wait(address: int, value: Value, comparison: Comparison, queue: Queue, index: int) -> Action:
     word = ctypes.c_uint32.from_address(address)
 
     def step(run: Run) -> None:
@@ -177,7 +177,7 @@ def _wait(address: int, value: Value, comparison: Comparison, queue: Queue, inde
     return step
 
 
-def _reduce(dst: int, srcs: list[int], nbytes: int, reduction: Reduction) -> Step:
+def _reduce(dst: int, srcs: list[int], nbytes: int, reduction: Reduction) -> Action:
     """Floats accumulate in float32 in the order of ``srcs`` and round once; integers wrap in their own type."""
     if not srcs:
         raise ValueError("nothing to reduce (value=0 sources)")

@@ -8,7 +8,7 @@ import threading
 import weakref
 
 from sidelane.errors import CommunicatorClosedError
-from sidelane.execute.cpu.commands import Step
+from sidelane.execute.cpu.commands import Action
 from sidelane.execute.cpu.invocation import Invocation
 from sidelane.program.ir import Engine, Queue
 
@@ -30,7 +30,7 @@ class Engines:
         self._is_shut_down = False
         self._process = os.getpid()
 
-    def submit(self, invocation: Invocation, queue: Queue, steps: tuple[Step, ...]) -> None:
+    def submit(self, invocation: Invocation, queue: Queue, steps: tuple[Action, ...]) -> None:
         """Run one queue of an invocation behind what its engine already has; fail it where there are none any more."""
         with self._lock:
             if not self._is_shut_down:
@@ -69,7 +69,7 @@ class EngineThread(threading.Thread):
 
     def __init__(self, name: str) -> None:
         super().__init__(name=name, daemon=True)
-        self.work: queues.SimpleQueue[tuple[Invocation, Queue, tuple[Step, ...]] | None] = queues.SimpleQueue()
+        self.work: queues.SimpleQueue[tuple[Invocation, Queue, tuple[Action, ...]] | None] = queues.SimpleQueue()
 
     def run(self) -> None:
         while (item := self.work.get()) is not None:

@@ -19,7 +19,7 @@ import torch
 
 from sidelane.errors import CommunicatorClosedError, PeerError
 from sidelane.execute.base import Addresses, Capabilities, Place
-from sidelane.execute.cpu.commands import Step, compile_queue
+from sidelane.execute.cpu.commands import Action, compile_queue
 from sidelane.execute.cpu.engines import Engines
 from sidelane.execute.cpu.invocation import Delay, Invocation, Site
 from sidelane.execute.monitor import PeerMonitor
@@ -99,7 +99,7 @@ class CpuProgram:
     """
 
     def __init__(
-        self, executor: CpuExecutor, program: Program, compiled: Sequence[tuple[Queue, tuple[Step, ...]]]
+        self, executor: CpuExecutor, program: Program, compiled: Sequence[tuple[Queue, tuple[Action, ...]]]
     ) -> None:
         self.program = program
         self._executor = executor

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Set
 
 from sidelane.errors import CommunicatorClosedError, PeerError, PeerTimeoutError
-from sidelane.execute.cpu.commands import Step
+from sidelane.execute.cpu.commands import Action
 from sidelane.execute.monitor import PeerMonitor
 from sidelane.program.ir import Command, Flag, Program, Queue, Wait, describe
 
@@ -120,7 +120,7 @@ class Invocation:
 
     # --- for the engine threads ---------------------------------------------------------------------------------------
 
-    def run(self, queue: Queue, steps: tuple[Step, ...]) -> None:
+    def run(self, queue: Queue, steps: tuple[Action, ...]) -> None:
         """Run one queue to its end or to the failure of the invocation."""
         index, delay = 0, self._site.delay
         try:

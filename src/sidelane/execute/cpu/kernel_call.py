@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sidelane.device.layout import ABORT, BOARD_WORDS, WAITING
-from sidelane.errors import PeerError, PeerTimeoutError, UnavailableError
+from sidelane.errors import PeerError, PeerTimeoutError, UnavailableError, missing
 from sidelane.execute.base import Place
 from sidelane.execute.cpu.executor import CpuExecutor
 from sidelane.execute.submitted import Counts, Submitted
@@ -44,7 +44,7 @@ class CpuKernelCall:
         try:
             from sidelane.device import interpreted
         except ImportError as error:
-            raise UnavailableError(f"kernels need Triton ({error}): pip install triton") from error
+            raise missing("kernels need Triton", "triton", error) from error
         if not interpreted.is_interpreted(call.kernel):
             raise UnavailableError(
                 f"kernel {call.name}: CPU ranks run kernels by Triton's interpreter (allowed=TRITON_INTERPRET=1 in the "

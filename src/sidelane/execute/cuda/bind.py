@@ -19,7 +19,7 @@ from sidelane.execute.cuda.calls import (
     Plan,
     RecordEvent,
     RecordStamp,
-    Step,
+    StreamCall,
     WaitEvent,
     WaitValue,
     WriteValue,
@@ -174,7 +174,7 @@ class BoundPlan:
             bound = self._by_caller[caller] = self._bind(self.plan.steps, caller)
         return bound
 
-    def _bind(self, steps: Sequence[Step], caller: int) -> list[Bound]:
+    def _bind(self, steps: Sequence[StreamCall], caller: int) -> list[Bound]:
         calls = [(call, step.stream) for step in steps for call in self._without_uneven_rows(step.call)]
         return [self._bind_call(call, self.sides[stream - 1] if stream else caller) for call, stream in calls]
 

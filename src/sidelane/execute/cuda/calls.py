@@ -103,7 +103,7 @@ class Memcpy:
 class MemcpyBatch:
     """Copies to peers that do not depend on each other, as one call; the driver cannot capture it.
 
-    On an H200, three copies of 4 KB take 2.8 us instead of 7.3, three of 16 MB 4 us less (``docs/probes.md``).
+    On an H200, three copies of 4 KB take 2.8 us instead of 7.3, three of 16 MB 4 us less (``docs/lab/probes.md``).
     """
 
     copies: tuple[Memcpy, ...]
@@ -114,7 +114,7 @@ class MemcpyRows:
     """Small copies from ranks in their order to places at equal distances: one pitched copy, where the sources lie at
     equal distances too (``mirror``), and single copies elsewhere. It can be captured.
 
-    On four H200s four rows of 256 bytes take 3.5 us in a graph, three copies 9 (``docs/probes.md``).
+    On four H200s four rows of 256 bytes take 3.5 us in a graph, three copies 9 (``docs/lab/probes.md``).
     """
 
     copies: tuple[Memcpy, ...]
@@ -155,7 +155,7 @@ Call = MemOps | Memcpy | MemcpyBatch | MemcpyRows | LaunchReduce | RecordEvent |
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Step:
+class StreamCall:
     """A call on a stream."""
 
     stream: int
@@ -177,8 +177,8 @@ class Plan:
     streams: int
     events: int
     cells: int
-    ahead: tuple[Step, ...]
-    steps: tuple[Step, ...]
+    ahead: tuple[StreamCall, ...]
+    steps: tuple[StreamCall, ...]
 
     def calls(self, stream: int | None = None) -> tuple[Call, ...]:
         """All calls, or those on one stream."""

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sidelane.execute.cuda.calls import Call, Memcpy, MemcpyBatch, Operand, Step
+from sidelane.execute.cuda.calls import Call, Memcpy, MemcpyBatch, Operand, StreamCall
 from sidelane.execute.cuda.footprint import Footprint
 
 
-def batch_copies(steps: Sequence[Step]) -> tuple[Step, ...]:
+def batch_copies(steps: Sequence[StreamCall]) -> tuple[StreamCall, ...]:
     """Join neighbours on one stream: copies to or from peers of which none touches what another one writes."""
-    joined: list[Step] = []
+    joined: list[StreamCall] = []
     touched = Footprint()  # of the last of them
     for step in steps:
         last = joined[-1] if joined else None
         if last is not None and last.stream == step.stream and isinstance(step.call, Memcpy):
             before = _copies_of(last.call)
             if before and _crosses(step.call) and touched.is_apart(step.call):
-                joined[-1] = Step(step.stream, MemcpyBatch((*before, step.call)))
+                joined[-1] = StreamCall(step.stream, MemcpyBatch((*before, step.call)))
                 touched.add(step.call)
                 continue
         joined.append(step)

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sidelane.errors import SidelaneError, UnavailableError
+from sidelane.errors import Page, SidelaneError, UnavailableError, missing
 from sidelane.execute.base import Place, Questions
 from sidelane.execute.cuda import native
 from sidelane.execute.cuda.native import Bound, LaunchConfig, MemoryOps, Pointer, load_native, require_native
@@ -208,7 +208,7 @@ class Driver:
         try:
             from sidelane.execute.cuda import reduce
         except ImportError as error:
-            raise UnavailableError(f"collectives that reduce need Triton ({error}): pip install triton") from error
+            raise missing("collectives that reduce need Triton", "triton", error) from error
         launch = reduce.arrange(dst, srcs, nbytes, reduction, blocks)
         return self.bind_kernel(
             launch.kernel, launch.constants, launch.arguments, blocks=launch.blocks, warps=launch.warps, stream=stream
@@ -233,7 +233,7 @@ class Driver:
             try:
                 from sidelane.execute.cuda.kernel_launch import Kernels
             except ImportError as error:
-                raise UnavailableError(f"kernels need Triton ({error}): pip install triton") from error
+                raise missing("kernels need Triton", "triton", error) from error
             self._kernels = Kernels(self)
         bound: Bound = self._kernels.load(function, constants, warps).bind(arguments, blocks=blocks, stream=stream)
         return bound
@@ -422,11 +422,11 @@ def load_api() -> Any:
 
         (error,) = driver.cuInit(0)
     except ImportError as problem:
-        raise UnavailableError(f"copy engines need cuda-bindings (pip install cuda-bindings): {problem}") from problem
+        raise missing("copy engines need cuda-bindings", "cuda.bindings", problem) from problem
     except RuntimeError as problem:
-        raise UnavailableError(f"copy engines need a CUDA driver: {problem}") from problem
+        raise UnavailableError(f"copy engines need a CUDA driver: {problem}", page=Page.INSTALLATION) from problem
     if error:
-        raise UnavailableError(f"the CUDA driver does not start (cuInit: {error})")
+        raise UnavailableError(f"the CUDA driver does not start (cuInit: {error})", page=Page.INSTALLATION)
     return driver
 
 

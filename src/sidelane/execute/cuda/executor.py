@@ -10,7 +10,7 @@ armed program must live until it was started.
 
 from __future__ import annotations
 
-from sidelane.errors import UnavailableError
+from sidelane.errors import missing
 from sidelane.execute.base import Addresses, Capabilities, LoadedProgram
 from sidelane.execute.cuda.driver import DriverError
 from sidelane.execute.cuda.loaded import CudaProgram
@@ -65,7 +65,7 @@ class CudaExecutor(CudaSite):
         try:
             from sidelane.execute.cuda.kernel_program import CudaKernel
         except ImportError as error:
-            raise UnavailableError(f"collectives in kernels need Triton ({error}): pip install triton") from error
+            raise missing("collectives in kernels need Triton", "triton", error) from error
         with self.lock, self.driver.current(), self.driver.relaxed_capture():
             try:
                 return CudaKernel(self, program, addresses, frozen=frozen)

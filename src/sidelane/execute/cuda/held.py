@@ -4,7 +4,7 @@
     caller                write trigger | wait done
 
 One word holds all of a rank's queues, so that one store fires them: the side streams fork behind the wait. (Programs
-made by ``transform.prelaunch`` have a trigger for each queue, as paper 003 does; section 4.2.5 names both.)
+made by ``transform.prelaunch`` have a trigger for each queue. The DMA collectives paper names both, in 4.2.5.)
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from sidelane.errors import UnavailableError
 from sidelane.execute.cuda.bind import WORD_BYTES
-from sidelane.execute.cuda.calls import Gate, HostWord, MemOps, Plan, Step, WaitValue, WriteValue
+from sidelane.execute.cuda.calls import Gate, HostWord, MemOps, Plan, StreamCall, WaitValue, WriteValue
 from sidelane.execute.cuda.driver import Driver
 from sidelane.execute.cuda.native import Bound
 from sidelane.execute.cuda.plan import MAX_BATCH
@@ -42,16 +42,16 @@ def hold_back(plan: Plan, trigger: Gate) -> Plan:
     wait = WaitValue(trigger, EPOCH)
     first = steps[0]
     if not first.stream and isinstance(first.call, MemOps) and len(first.call.ops) < MAX_BATCH:
-        steps[0] = Step(0, MemOps((wait, *first.call.ops)))
+        steps[0] = StreamCall(0, MemOps((wait, *first.call.ops)))
     else:
-        steps.insert(0, Step(0, MemOps((wait,))))
+        steps.insert(0, StreamCall(0, MemOps((wait,))))
     # In front of the word to the host, which takes a microsecond or two.
     ended = WriteValue(HostWord.FINISHED, EPOCH)
     last = steps[-1].call
     assert isinstance(last, MemOps), "every plan ends with the words to the host"
     assert last.ops[-1] == ended
     done = (*last.ops[:-1], WriteValue(Gate.DONE, EPOCH))
-    steps[-1:] = [Step(0, MemOps(ops)) for ops in _cut((*done, ended))]
+    steps[-1:] = [StreamCall(0, MemOps(ops)) for ops in _cut((*done, ended))]
     return dataclasses.replace(plan, steps=tuple(steps))
 
 

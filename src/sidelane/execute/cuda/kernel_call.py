@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from sidelane.errors import UnavailableError
+from sidelane.errors import UnavailableError, missing
 from sidelane.execute.base import Place
 from sidelane.execute.cuda.native import Bound
 from sidelane.execute.cuda.site import CudaSite
@@ -46,7 +46,7 @@ class CudaKernelCall:
         try:
             from sidelane.device.interpreted import is_interpreted
         except ImportError as error:
-            raise UnavailableError(f"kernels need Triton ({error}): pip install triton") from error
+            raise missing("kernels need Triton", "triton", error) from error
         if is_interpreted(call.kernel):
             raise UnavailableError(f"kernel {call.name}: GPUs run compiled kernels (allowed=without TRITON_INTERPRET)")
         self.program = call

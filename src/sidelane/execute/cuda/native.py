@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sidelane.errors import UnavailableError
-from sidelane.execute.base import Step
+from sidelane.execute.base import DriverCall
 from sidelane.program.words import WORD_MASK
 
 Bound = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -179,7 +179,7 @@ class MemoryOps:
         return self._array
 
 
-def steps_of(calls: Iterable[Bound]) -> tuple[Step, ...]:
+def steps_of(calls: Iterable[Bound]) -> tuple[DriverCall, ...]:
     """Prepared calls as :class:`sidelane.execute.base.Repetition` has them."""
     return tuple((*(_integers(bound) or bound), bound) for bound in calls)
 

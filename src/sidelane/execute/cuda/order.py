@@ -14,14 +14,14 @@ from collections.abc import Callable, MutableMapping, Sequence
 
 from sidelane.program.ir import Command, Copy, EngineKind, Flag, Program, Queue, Reduce, Signal, Stamp, Wait
 
-Place = tuple[int, int]
+CommandIndex = tuple[int, int]
 """A command of one rank: (position of its queue among the queues of the rank, position in the queue)."""
 
 Words = MutableMapping[Flag, int]
 """Values of flags; one that was never written is 0."""
 
 
-def submission_order(program: Program, is_small: Callable[[Queue], bool]) -> tuple[tuple[Place, ...], ...]:
+def submission_order(program: Program, is_small: Callable[[Queue], bool]) -> tuple[tuple[CommandIndex, ...], ...]:
     """Order the commands of every rank as in one execution of the whole program.
 
     A rank stays with a queue for as long as anybody gets on, so that few orders jump between queues (a jump splits a
@@ -84,7 +84,7 @@ class _Rank:
         ]
         self.next = [0] * len(queues)
         self.current = 0
-        self.order: list[Place] = []
+        self.order: list[CommandIndex] = []
         self.turns = [_turns(queue) for queue in queues]
         self.told = [_told(queue) for queue in queues]
         self.reached = [_reached(queue) for queue in queues]

@@ -16,7 +16,7 @@ from sidelane.execute.cuda.calls import (
     Plan,
     RecordEvent,
     RecordStamp,
-    Step,
+    StreamCall,
     WaitEvent,
     WaitValue,
     WriteValue,
@@ -89,7 +89,7 @@ class _Planner:
         self.forks: dict[int, int] = {}
         self.cells = 0
         self.begun = self.ended = False
-        self.steps: list[Step] = []
+        self.steps: list[StreamCall] = []
         self.batch: list[WriteValue | WaitValue] = []
         self.cell_copies: list[Memcpy] = []
         self.stream = 0
@@ -207,13 +207,13 @@ class _Planner:
 
     def _emit(self, stream: int, call: Call) -> None:
         self._flush()
-        self.steps.append(Step(stream, call))
+        self.steps.append(StreamCall(stream, call))
 
     def _flush(self) -> None:
         """Submit the batch. It must not cross a call on another stream, or the order of submission would be lost."""
         if self.batch:
-            self.steps.append(Step(self.stream, MemOps(tuple(self.batch))))
-            self.steps += [Step(self.stream, copy) for copy in self.cell_copies]
+            self.steps.append(StreamCall(self.stream, MemOps(tuple(self.batch))))
+            self.steps += [StreamCall(self.stream, copy) for copy in self.cell_copies]
         self.batch, self.cell_copies = [], []
 
     def _place_of_begin(self) -> int | None:

@@ -5,10 +5,15 @@ priority, and a stuck stream holds its channel. Measured on H200s with driver 58
 are channels, memory operations on any other stream get through, and copies on some; from then on nothing does but the
 memory operations of a second context. That one takes memory and a tenth of a second, so it is made when it is needed.
 Host memory is pinned at start-up: pinning can wait for the device.
+
+A thread that loads a kernel waits for kernels that run and for streams that wait. Until it is through, other threads'
+calls for copies do not return either, while memory operations do (H200, driver 580). So copies are asked for on a
+thread of their own, which is left behind if it does not come back.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 
@@ -33,6 +38,7 @@ READ_CAPACITY = 512
 
 _READ_PATIENCE_S = 0.02
 _RELEASE_PATIENCE_S = 0.1
+_LEAVING_S = 5.0  # that a copy may take to be asked for once the streams have been let go
 _MAX_BATCH = 255
 
 
@@ -45,6 +51,8 @@ class FlagRescue:
         self._second: SecondContext | None = None
         # A part for each lane: what a lane reads late must not touch what another has read.
         self._scratch = driver.host_words(len(self._lanes) * MAX_NODE_RANKS * READ_CAPACITY)
+        self._reader: threading.Thread | None = None
+        self._reads_on: int | None = None  # the lane that it is busy with
         # By address of a flag memory of this rank: how many flags, and the values that waits for equality ask for.
         self._regions: dict[int, tuple[int, dict[int, int]]] = {}
 
@@ -80,7 +88,7 @@ class FlagRescue:
         """
         batches = self._batches((epoch + RELEASE_STEP) & WORD_MASK)
         if self._second is None:
-            lanes = [lane for lane in self._lanes if self._driver.is_idle(lane)]
+            lanes = [lane for lane in self._lanes if lane != self._reads_on and self._driver.is_idle(lane)]
             for lane in lanes:
                 self._driver.submit(self._driver.bind_memory_ops(batch, lane) for batch in batches)
             if any(self._becomes_idle(lane, _RELEASE_PATIENCE_S / LANES) for lane in lanes):
@@ -91,26 +99,46 @@ class FlagRescue:
 
     def read(self, program: Program, addresses: Addresses, timeout_s: float) -> dict[int, Sequence[int]]:
         """Flag words of all ranks of ``program``; nothing if they do not come within ``timeout_s``."""
+        if not 0 < program.flag_count <= READ_CAPACITY or self._reader is not None:
+            return {}  # there is no end of the last read
+        found: list[dict[int, Sequence[int]]] = []
+        reader = threading.Thread(
+            target=lambda: found.append(self._read(program, addresses, timeout_s)), name="sidelane-reads", daemon=True
+        )
+        reader.start()
+        reader.join(timeout_s + _READ_PATIENCE_S)
+        if reader.is_alive():
+            self._reader = reader
+        return found[0] if found else {}
+
+    def _read(self, program: Program, addresses: Addresses, timeout_s: float) -> dict[int, Sequence[int]]:
+        self._driver.attach_thread()
         count = program.flag_count
-        if not 0 < count <= READ_CAPACITY:
-            return {}
         deadline = time.monotonic() + timeout_s
         for number, lane in enumerate(self._lanes):
             try:
-                if self._driver.is_idle(lane) and self._read_on(number, addresses, count):
+                if not self._driver.is_idle(lane):
+                    continue
+                self._reads_on = lane
+                if self._read_on(number, addresses, count):
                     first = number * MAX_NODE_RANKS * READ_CAPACITY
                     words = self._scratch.array[first : first + count * len(addresses.flags)].reshape(-1, count)
                     return {rank: row.tolist() for rank, row in enumerate(words)}
             except DriverError:
                 return {}
+            finally:
+                self._reads_on = None
             if time.monotonic() > deadline:
                 break
         return {}
 
     def close(self) -> None:
         """Destroy the streams. What is in flight still completes."""
+        if self._reader is not None:
+            self._reader.join(_LEAVING_S)
         for lane in self._lanes:
-            self._driver.destroy_stream(lane)
+            if lane != self._reads_on:
+                self._driver.destroy_stream(lane)
         if self._second is not None:
             self._second.close()
 

@@ -6,22 +6,22 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 
-from sidelane.execute.cuda.calls import Call, Memcpy, MemcpyRows, Operand, Step
+from sidelane.execute.cuda.calls import Call, Memcpy, MemcpyRows, Operand, StreamCall
 from sidelane.program.builders import ROW_BYTES
 
 MOST_PITCH = (1 << 31) - 1
 """Distance of rows that the driver takes."""
 
 
-def join_rows(steps: Sequence[Step]) -> tuple[Step, ...]:
+def join_rows(steps: Sequence[StreamCall]) -> tuple[StreamCall, ...]:
     """Join neighbours on one stream that copy equal parts from rank after rank to one buffer, part after part."""
-    joined: list[Step] = []
+    joined: list[StreamCall] = []
     for step in steps:
         last = joined[-1] if joined else None
         if last is not None and last.stream == step.stream and isinstance(step.call, Memcpy):
             before = _copies_of(last.call)
             if before and _continues(before[-1], step.call):
-                joined[-1] = Step(step.stream, MemcpyRows((*before, step.call)))
+                joined[-1] = StreamCall(step.stream, MemcpyRows((*before, step.call)))
                 continue
         joined.append(step)
     return tuple(joined)

@@ -194,7 +194,7 @@ class CudaSite:
         """A launch, bound to the internal stream, as a graph; None where there are enough of them, or no memory.
 
         To launch it took the host 1.4 us where the launch of the kernel took 3.3, the device 0.1 us more (H200, CUDA
-        13.0: docs/performance.md). It takes 110 KB of device memory.
+        13.0: docs/lab/performance.md). It takes 110 KB of device memory.
         """
         if len(self._launch_graphs) >= MOST_LAUNCH_GRAPHS:
             return None

@@ -57,7 +57,7 @@ class Resources:
             case Broadcast(dsts, src):
                 self._carry(weights, src, dsts[0])
                 self._carry(weights, src, dsts[1])
-                weights[self._memory(src.rank)] -= 1.0  # the source is read once (paper 003, 6.2)
+                weights[self._memory(src.rank)] -= 1.0  # the source is read once (DMA collectives paper, 6.2)
             case Swap(a, src):
                 self._carry(weights, a, src)
                 self._carry(weights, src, a)

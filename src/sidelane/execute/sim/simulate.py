@@ -1,7 +1,7 @@
 """Run a Program in virtual time on a described machine.
 
-The host prepares commands and rings doorbells one after another (paper 003, section 3.2: control, schedule); engines
-then work through their queues at the same time, held by flags, links and memory; a last sync tells the host.
+The host prepares commands and rings doorbells one after another (DMA collectives paper, 3.2: control, schedule);
+engines then work through their queues at the same time, held by flags, links and memory; a last sync tells the host.
 """
 
 from __future__ import annotations

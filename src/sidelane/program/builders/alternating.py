@@ -213,7 +213,7 @@ def _spare_copy(rank: int, spare: int, slot: Span) -> Copy:
     """A copy inside the GPU for its own sake, beside the pulls, where there is nothing else to copy there.
 
     The next call's copy into its slot would else follow the pulls directly: to change from peer copies to one inside
-    costs a stream 7 us of 28 there, and nothing behind a join (docs/probes.md).
+    costs a stream 7 us of 28 there, and nothing behind a join (docs/lab/probes.md).
     """
     nbytes = min(slot.nbytes, SPARE_BYTES)
     return Copy(Span(rank, Buffer.STAGING, spare, nbytes), Span(rank, Buffer.STAGING, slot.offset, nbytes))

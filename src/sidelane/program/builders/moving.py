@@ -1,4 +1,4 @@
-"""Programs for the collectives that only move bytes, in the variants of paper 003, section 4.2.
+"""Programs for the collectives that only move bytes, in the variants of the DMA collectives paper, section 4.2.
 
 =======  ==============================================================================================
 variant  commands
@@ -41,17 +41,17 @@ MOVING = tuple(kind for kind in Kind if kind not in REDUCING)
 
 
 def pcpy(collective: Collective, transport: Transport = Transport.PUSH) -> Program:
-    """One engine for each pair of ranks (paper 003, 4.2.1)."""
+    """One engine for each pair of ranks (DMA collectives paper, 4.2.1)."""
     return _Moving(collective, transport, "pcpy").program(lambda peers: [[peer] for peer in peers])
 
 
 def b2b(collective: Collective, transport: Transport = Transport.PUSH) -> Program:
-    """One engine a rank, in rotated order: rank r serves r+1 first (paper 003, 4.2.4)."""
+    """One engine a rank, in rotated order: rank r serves r+1 first (DMA collectives paper, 4.2.4)."""
     return _Moving(collective, transport, "b2b").program(lambda peers: [list(peers)] if peers else [])
 
 
 def bcst(collective: Collective, transport: Transport = Transport.PUSH) -> Program:
-    """Broadcast commands with two destinations, and one copy where a peer is left over (paper 003, 4.2.2)."""
+    """Broadcast commands with two destinations, and one copy for a peer left over (DMA collectives paper, 4.2.2)."""
     if collective.kind not in (Kind.ALL_GATHER, Kind.BROADCAST):
         raise ValueError(f"bcst: collective (value={collective.kind}, allowed=all_gather, broadcast)")
     if transport is not Transport.PUSH:
@@ -62,7 +62,7 @@ def bcst(collective: Collective, transport: Transport = Transport.PUSH) -> Progr
 
 
 def swap(collective: Collective, transport: Transport = Transport.PUSH) -> Program:
-    """Exchange chunks in pairs inside the output; out of place, the input is copied there first (paper 003, 4.2.3)."""
+    """Exchange chunks in pairs inside the output, where an input is copied first (DMA collectives paper, 4.2.3)."""
     counts = collective.counts
     if collective.kind is not Kind.ALL_TO_ALL:
         raise ValueError(f"swap: collective (value={collective.kind}, allowed=all_to_all)")
@@ -155,7 +155,7 @@ class _Moving:
             first, second = transfers
             return [*waits, Broadcast((first.dst, second.dst), first.src), *exits]
         # Nothing stands between the copies of an engine: a signal or wait there would keep it from overlapping the end
-        # of one with the beginning of the next (docs/probes.md has the difference).
+        # of one with the beginning of the next (docs/lab/probes.md has the difference).
         return [*waits, *(Copy(transfer.dst, transfer.src) for transfer in transfers), *exits]
 
     def _own_copies(self, rank: int) -> list[Command]:

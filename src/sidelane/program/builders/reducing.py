@@ -1,9 +1,9 @@
 """Hybrid programs for the collectives that add: copy engines move the bytes, compute units reduce them.
 
 A rank's peers push their chunks of its shard into slots of its staging buffer; its compute queue waits for all of them
-and reduces in the order of the ranks, so that the result does not depend on who came first (paper 003, section 6.1,
-sketches this half). An all_reduce goes on with the results: pushed into the peers' outputs where these are symmetric,
-else left in staging, from where the peers pull them.
+and reduces in the order of the ranks, so that the result does not depend on who came first (DMA collectives paper,
+6.1, sketches this half). An all_reduce goes on with the results: pushed into the peers' outputs where these are
+symmetric, else left in staging, from where the peers pull them.
 
 Large shards travel in pieces, so that reducing one hides behind the copies of the next. One rank, two pieces, b2b::
 
@@ -19,7 +19,7 @@ Large shards travel in pieces, so that reducing one hides behind the copies of t
 In a reduce_scatter the exits of a piece stand between its copies and those of the next, 5 us of hundreds. In a stream
 of their own they come late where that shares a hardware channel with the copies, and nothing overlaps: 2,480 us for
 1 GiB in a graph, not 2,230. An all_reduce has them there all the same: with exits between the copies a captured one
-took 5,650 us, not 4,450 (docs/probes.md).
+took 5,650 us, not 4,450 (docs/lab/probes.md).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from sidelane.program.ir import EPOCH, Command, Copy, Engine, EngineKind, Flag, 
 PIECES_FROM = (32 << 20, 64 << 20, 256 << 20)
 """Bytes of a shard from which two, three and four pieces pay on four H200s. In a reduce_scatter only the last piece's
 reduction shows, so each is smaller than the one before it; the results of an all_reduce's first half hide the second's,
-and more pieces would only let the ranks fall out of step (docs/probes.md)."""
+and more pieces would only let the ranks fall out of step (docs/lab/probes.md)."""
 
 
 def reduce(

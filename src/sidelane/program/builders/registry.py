@@ -29,7 +29,7 @@ class Algorithm:
         name: as callers write it in ``variant=``.
         kinds: of the collectives that it runs.
         preference: the least is taken first among those that are expected to be equally fast.
-        assemble: makes the commands of a moving collective, before :attr:`finish`; None for one that takes turns.
+        assemble: makes the commands of a moving collective, before ``finish``; None for one that takes turns.
         whole: makes a whole program where more than that is to be done; None: ``finish(assemble(...))``.
         finish: the steps behind ``assemble``, or behind the merging of many.
         into_outputs: ranks write into the outputs of others, which must be symmetric.

@@ -4,7 +4,7 @@
     dma:1                                 wait | second halves | mark
 
 Both go round in the order of ``b2b``. On four H200s that saves 3 us of 23 for small copies, and 5 of 161 for 64 MiB in
-all; from 64 MiB a peer on it loses (docs/probes.md). Ours.
+all; from 64 MiB a peer on it loses (docs/lab/probes.md). Ours.
 """
 
 from __future__ import annotations

@@ -1,15 +1,38 @@
-"""What shadows are made of: the tiles, flags and generations of thread blocks (``device/flags.py``)."""
+"""What shadows are made of: the flags and generations of thread blocks (``device/flags.py``), and what orders nothing.
+
+Flags have the numbers that they have in an arena (``device/layout.py``): so any two shadows can follow each other.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
-from sidelane.program.collective import Span
-from sidelane.program.ir import EPOCH, Command, Copy, Engine, EngineKind, Flag, Program, Queue, Signal, Wait
-from sidelane.program.kernel import KernelProgram
+from sidelane.program.collective import Reduction, Span
+from sidelane.program.ir import EPOCH, Command, Copy, Engine, EngineKind, Flag, Program, Queue, Reduce, Signal, Wait
+from sidelane.program.kernel import MOST_BLOCKS, MOST_RANKS
+from sidelane.program.kernel_list import AnyKernelProgram
+from sidelane.program.pushed import MOST_CHUNKS
 
-Commands = Callable[[int, int], Iterator[Command]]
+DONE = MOST_CHUNKS + 1
+"""The last phase, of kernels that have one for each chunk."""
+
+BLOCK_FLAGS = (DONE + 1) * MOST_BLOCKS * MOST_RANKS
+"""Of each rank: one for each phase, block and sender."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Apart:
+    """Commands of a block that nothing orders with what else it does in the same launch: a queue of their own.
+
+    What is relaxed is said so: a signal that releases nothing, a wait that acquires nothing but for what follows the
+    kernel, a cell, which vouches for nothing but its own bytes.
+    """
+
+    commands: tuple[Command, ...]
+
+
+Commands = Callable[[int, int], Iterator[Command | Apart]]
 """Those of a block of a rank."""
 
 
@@ -21,54 +44,47 @@ class Blocks:
         world_size: ranks.
         count: blocks of a rank. Block b of each rank meets the blocks b of the others.
         tile_bytes: that a block moves at a time.
-        phases: in which blocks meet.
     """
 
     world_size: int
     count: int
     tile_bytes: int
-    phases: int
-
-    @property
-    def flag_count(self) -> int:
-        """Flags of each rank: one for each phase, block and sender."""
-        return self.phases * self.count * self.world_size
 
     def flag(self, rank: int, phase: int, block: int, sender: int) -> Flag:
         """Where ``sender`` tells a block of ``rank`` that it has come to ``phase``."""
-        return Flag(rank, (phase * self.count + block) * self.world_size + sender)
+        return Flag(rank, (phase * MOST_BLOCKS + block) * MOST_RANKS + sender)
 
     def meet(self, rank: int, block: int, phase: int) -> Iterator[Command]:
         """Tell all ranks, and wait for all."""
         yield from self.tell(rank, block, phase)
         yield from self.hear(rank, block, phase)
 
-    def tell(self, rank: int, block: int, phase: int) -> Iterator[Command]:
-        """Say to all ranks that this block has come to a phase. A generation grows with each call, as an epoch does."""
+    def tell(self, rank: int, block: int, phase: int, *, but: int | None = None) -> Iterator[Command]:
+        """Say to all ranks (but one, who does not listen) that this block has come to a phase. A generation grows with
+        each call, as an epoch does.
+        """
         for peer in rotated(rank, self.world_size):
-            yield Signal(self.flag(peer, phase, block, rank), EPOCH)
+            if peer != but:
+                yield Signal(self.flag(peer, phase, block, rank), EPOCH)
 
     def hear(self, rank: int, block: int, phase: int) -> Iterator[Command]:
         """Wait until all ranks have come to a phase."""
         for sender in range(self.world_size):
-            yield Wait(self.flag(rank, phase, block, sender), EPOCH)
+            yield self.hear_from(sender, rank, block, phase)
 
-    def tiles(self, block: int, nbytes: int) -> Iterator[tuple[int, int]]:
-        """(first byte, bytes) of what a block moves of a part: every so many tiles, then what is left over, if its."""
-        whole, rest = divmod(nbytes, self.tile_bytes)
-        for tile in range(block, whole, self.count):
-            yield tile * self.tile_bytes, self.tile_bytes
-        if rest and block == whole % self.count:
-            yield whole * self.tile_bytes, rest
-
-    def queue(self, rank: int, block: int, commands: Sequence[Command]) -> Queue:
-        """The commands of one block."""
-        return Queue(rank, Engine(EngineKind.COMPUTE, block), tuple(commands))
+    def hear_from(self, sender: int, rank: int, block: int, phase: int) -> Command:
+        """Wait until one rank has come to a phase."""
+        return Wait(self.flag(rank, phase, block, sender), EPOCH)
 
 
 def rotated(rank: int, world_size: int) -> Iterator[int]:
     """Ranks in the order in which a rank turns to them, itself first."""
     return ((rank + turn) % world_size for turn in range(world_size))
+
+
+def others(rank: int, world_size: int) -> list[int]:
+    """The same without itself."""
+    return list(rotated(rank, world_size))[1:]
 
 
 def copied(dst: Span, src: Span) -> Iterator[Command]:
@@ -77,10 +93,36 @@ def copied(dst: Span, src: Span) -> Iterator[Command]:
         yield Copy(dst, src)
 
 
-def made_of(program: KernelProgram, grid: Blocks, commands: Commands, *, staging_bytes: int) -> Program:
-    """The shadow of a kernel whose blocks have these commands."""
+def reduced(dst: Span, srcs: tuple[Span, ...], reduction: Reduction | None) -> Iterator[Command]:
+    """Combine, in the order of the ranks; of a single one there is nothing to add."""
+    assert reduction is not None
+    if len(srcs) > 1:
+        yield Reduce(dst, srcs, reduction)
+    else:
+        yield from copied(dst, srcs[0])
+
+
+def made_of(
+    program: AnyKernelProgram, grid: Blocks, commands: Commands, *, staging_bytes: int, flags: int = BLOCK_FLAGS
+) -> Program:
+    """The shadow of a kernel whose blocks have these commands: a queue for each block, and one for what is apart."""
     n = program.world_size
     places = [(rank, block) for rank in range(n) for block in range(grid.count)]
-    queues = tuple(grid.queue(rank, block, list(commands(rank, block))) for rank, block in places)
+    queues = tuple(queue for place in places for queue in queues_of(*place, commands(*place)))
     name = f"{program.variant} {program.protocol}, in a kernel"
-    return Program(program.collective, name, queues, (staging_bytes,) * n, grid.flag_count)
+    return Program(program.collective, name, queues, (staging_bytes,) * n, flags)
+
+
+def block_of(queue: Queue) -> tuple[int, bool]:
+    """Whose commands a queue of a shadow has, and whether they are apart."""
+    turn, block = divmod(queue.engine.index, MOST_BLOCKS)
+    return block, turn > 0
+
+
+def queues_of(rank: int, block: int, commands: Iterable[Command | Apart]) -> Iterator[Queue]:
+    """Those of a block: one, and one for each of what is apart."""
+    everything = list(commands)
+    together = tuple(command for command in everything if not isinstance(command, Apart))
+    apart = (command.commands for command in everything if isinstance(command, Apart))
+    for turn, some in enumerate((together, *apart)):
+        yield Queue(rank, Engine(EngineKind.COMPUTE, turn * MOST_BLOCKS + block), some)

@@ -1,35 +1,54 @@
-"""Which protocols of kernels have a shadow."""
+"""The shadow of each kernel, by protocol."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
 from sidelane.program.ir import Program
-from sidelane.program.kernel import KernelProgram, Protocol
+from sidelane.program.kernel import Protocol
+from sidelane.program.kernel_list import AnyKernelProgram
+from sidelane.program.shadows.broadcast import broadcast
+from sidelane.program.shadows.cells import cells
 from sidelane.program.shadows.exchange import pull, push
-from sidelane.program.shadows.parcels import parcels
+from sidelane.program.shadows.parcels import parcels, relay
 from sidelane.program.shadows.reducing import direct, reduce, send
+from sidelane.program.shadows.tensors import root_of
 
-Shadow = Callable[[KernelProgram, int, int], tuple[Program, ...]]
-"""From (program, blocks of the launch, bytes of a tile) to the programs of a kernel: one for every call, or several in
-turn: number ``generation % len`` is that of a generation."""
+Shadow = Callable[[AnyKernelProgram, int, int], tuple[Program, ...]]
 
 
-def _alike(shadow: Callable[[KernelProgram, int, int], Program]) -> Shadow:
+def _alike(shadow: Callable[[AnyKernelProgram, int, int], Program]) -> Shadow:
     """Of a kernel that does the same in all generations."""
 
-    def shadows(program: KernelProgram, blocks: int, tile_bytes: int) -> tuple[Program, ...]:
+    def shadows(program: AnyKernelProgram, blocks: int, tile_bytes: int) -> tuple[Program, ...]:
         return (shadow(program, blocks, tile_bytes),)
 
     return shadows
 
 
 SHADOWS: Mapping[Protocol, Shadow] = {
-    Protocol.PUSH: _alike(push),
-    Protocol.PULL: _alike(pull),
-    Protocol.DIRECT: _alike(direct),
-    Protocol.REDUCE: _alike(reduce),
-    Protocol.SEND: _alike(send),
+    Protocol.CELLS: cells,
     Protocol.PARCELS: parcels,
+    Protocol.RELAY: relay,
+    Protocol.PUSH: _alike(push),
+    Protocol.STAGE: _alike(broadcast),
+    Protocol.PULL: _alike(pull),
+    Protocol.REDUCE: _alike(reduce),
+    Protocol.DIRECT: _alike(direct),
+    Protocol.SEND: _alike(send),
 }
-"""Of each protocol that has one. A push of a broadcast has none."""
+
+
+def shadows_of(program: AnyKernelProgram, blocks: int, tile_bytes: int) -> tuple[Program, ...]:
+    """What a kernel does, as a program.
+
+    Args:
+        program: of one tensor or a list, with bytes to move.
+        blocks: of the launch.
+        tile_bytes: what a block moves at a time.
+
+    Returns:
+        One program for every call, or several in turn: number ``generation % len`` is that of a generation.
+    """
+    pushes = program.protocol is Protocol.PUSH and root_of(program) is not None
+    return SHADOWS[Protocol.STAGE if pushes else program.protocol](program, blocks, tile_bytes)

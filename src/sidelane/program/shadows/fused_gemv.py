@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sidelane.program.collective import Buffer, ReduceOp, Reduction, Span, all_reduce
-from sidelane.program.ir import EPOCH, Command, Program, Reduce, Signal
-from sidelane.program.shadows.blocks import Blocks, copied, rotated
-
-SUM = Reduction(ReduceOp.SUM, "float32")
+from sidelane.program.collective import Buffer, Span, all_reduce
+from sidelane.program.ir import EPOCH, Command, Program, Signal
+from sidelane.program.shadows.blocks import copied, reduced, rotated
+from sidelane.program.shadows.own_grid import SUM, OwnGrid
 
 
 def one_shot(world_size: int, blocks: int, tiles: int, tile_bytes: int) -> tuple[Program, ...]:
@@ -24,7 +23,7 @@ def one_shot(world_size: int, blocks: int, tiles: int, tile_bytes: int) -> tuple
 
 
 def _one_shot(n: int, blocks: int, tiles: int, tile_bytes: int, parity: int) -> Program:
-    grid = Blocks(n, blocks, tile_bytes, phases=1)
+    grid = OwnGrid(n, blocks, tile_bytes)
     collective = all_reduce([tiles * tile_bytes] + [0] * (n - 1), SUM)
 
     def place(rank: int, sender: int, tile: int) -> Span:
@@ -38,11 +37,10 @@ def _one_shot(n: int, blocks: int, tiles: int, tile_bytes: int, parity: int) -> 
         yield from grid.meet(rank, block, 0)
         for tile in range(block, tiles, blocks):
             result = collective.output_span(rank, tile * tile_bytes, tile_bytes)
-            yield from added(result, tuple(place(rank, sender, tile) for sender in range(n)))
+            yield from reduced(result, tuple(place(rank, sender, tile) for sender in range(n)), SUM)
 
-    queues = tuple(grid.queue(rank, block, list(commands(rank, block))) for rank in range(n) for block in range(blocks))
-    staging = (2 * n * tiles * tile_bytes,) * n
-    return Program(collective, "one_shot gemv_all_reduce, in a kernel", queues, staging, grid.flag_count)
+    staging_bytes, flags = 2 * n * tiles * tile_bytes, grid.flag_count(1)
+    return grid.made(collective, "one_shot gemv_all_reduce", commands, staging_bytes=staging_bytes, flags=flags)
 
 
 def two_phase(
@@ -59,7 +57,7 @@ def two_phase(
         remote_first: the tiles of others are computed first.
     """
     n, each = world_size, -(-tiles // world_size)
-    grid = Blocks(n, blocks, tile_bytes, phases=2)
+    grid = OwnGrid(n, blocks, tile_bytes)
     owned = [max(0, min(each, tiles - owner * each)) for owner in range(n)]
     collective = all_reduce([count * tile_bytes for count in owned], SUM)
     partial_bytes = n * each * tile_bytes
@@ -80,7 +78,7 @@ def two_phase(
         yield from grid.hear(rank, block, 0)
         for number in range(block, owned[rank], blocks):
             tile = rank * each + number
-            yield from added(result(rank, tile), tuple(place(rank, sender, number) for sender in range(n)))
+            yield from reduced(result(rank, tile), tuple(place(rank, sender, number) for sender in range(n)), SUM)
             for peer in list(rotated(rank, n))[1:]:
                 yield from copied(result(peer, tile), result(rank, tile))
         yield from grid.meet(rank, block, 1)
@@ -89,14 +87,5 @@ def two_phase(
                 output = collective.output_span(rank, tile * tile_bytes, tile_bytes)
                 yield from copied(output, result(rank, tile))
 
-    queues = tuple(grid.queue(rank, block, list(commands(rank, block))) for rank in range(n) for block in range(blocks))
-    staging = (partial_bytes + tiles * tile_bytes * copies,) * n
-    return Program(collective, "two_phase gemv_all_reduce, in a kernel", queues, staging, grid.flag_count)
-
-
-def added(dst: Span, srcs: tuple[Span, ...]) -> Iterator[Command]:
-    """The sum, in the order of the ranks; of a single one there is nothing to add."""
-    if len(srcs) > 1:
-        yield Reduce(dst, srcs, SUM)
-    else:
-        yield from copied(dst, srcs[0])
+    staging_bytes, flags = partial_bytes + tiles * tile_bytes * copies, grid.flag_count(2)
+    return grid.made(collective, "two_phase gemv_all_reduce", commands, staging_bytes=staging_bytes, flags=flags)

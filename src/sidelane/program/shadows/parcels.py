@@ -1,62 +1,98 @@
-"""Shadows of the kernels of parcels: ``exchange_parcels``, ``reduce_parcels`` and ``broadcast_parcels`` of ``device``.
-
-Nobody says that he is ready: each sender has two places with every receiver, for even and odd generations. So there are
-two programs, whose calls take turns, and that two places are enough is proved of both together.
+"""Shadows of the kernels of parcels: ``exchange_parcels``, ``reduce_parcels``, ``broadcast_parcels`` and
+``broadcast_relay`` of ``device``, and those of lists. Nobody says that he is ready (``arena``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sidelane.program.collective import REDUCING, Buffer, Kind, Span
-from sidelane.program.ir import Command, Program, Reduce
-from sidelane.program.kernel import ALIGNMENT, KernelProgram
-from sidelane.program.shadows.blocks import Blocks, copied, made_of, rotated
+from sidelane.program.collective import Span
+from sidelane.program.ir import Command, Program
+from sidelane.program.kernel import KernelProgram
+from sidelane.program.kernel_list import AnyKernelProgram
+from sidelane.program.shadows.arena import arena_end, parcel
+from sidelane.program.shadows.blocks import Apart, Blocks, copied, made_of, others, reduced, rotated
+from sidelane.program.shadows.tensors import Tensors, Tile
 
 
-def place_bytes(program: KernelProgram) -> int:
-    """What a shadow gives a sender's place; in an arena it is as large as the largest parcel."""
-    return -(-program.part_bytes // ALIGNMENT) * ALIGNMENT
-
-
-def parcels(program: KernelProgram, blocks: int, tile_bytes: int) -> tuple[Program, ...]:
+def parcels(program: AnyKernelProgram, blocks: int, tile_bytes: int) -> tuple[Program, ...]:
     """Of even and of odd generations: tiles go into the places of all. ``there``: what came is put together."""
     return tuple(_parcels(program, blocks, tile_bytes, parity) for parity in range(2))
 
 
-def _parcels(program: KernelProgram, blocks: int, tile_bytes: int, parity: int) -> Program:
-    collective, n, part = program.collective, program.world_size, program.part_bytes
-    grid = Blocks(n, blocks, tile_bytes, phases=1)
-    root = collective.root if collective.kind is Kind.BROADCAST else None
+def _parcels(program: AnyKernelProgram, blocks: int, tile_bytes: int, parity: int) -> Program:
+    n = program.world_size
+    grid = Blocks(n, blocks, tile_bytes)
+    tensors = Tensors(program, grid)
+    root = tensors.root
 
-    def place(rank: int, sender: int, at: int, nbytes: int) -> Span:
-        return Span(rank, Buffer.STAGING, (parity * n + sender) * place_bytes(program) + at, nbytes)
+    def place(rank: int, sender: int, tile: Tile) -> Span:
+        return parcel(rank, sender, parity, n, tile.place, tile.nbytes)
 
-    def send(rank: int, at: int, nbytes: int) -> Iterator[Command]:
+    def send(rank: int, tile: Tile) -> Iterator[Command]:
         for peer in rotated(rank, n):
             if peer != root and root in (None, rank):
-                src = collective.input_span(rank, peer * part * program.distinct + at, nbytes)
-                yield from copied(place(peer, rank, at, nbytes), src)
+                yield from copied(place(peer, rank, tile), tile.input(rank, peer if tensors.shards > 1 else 0))
 
-    def receive(rank: int, at: int, nbytes: int) -> Iterator[Command]:
-        if collective.kind in REDUCING:
-            assert collective.reduction is not None
-            srcs = tuple(place(rank, sender, at, nbytes) for sender in range(n))
-            dst = collective.output_span(rank, at, nbytes)
-            yield from [Reduce(dst, srcs, collective.reduction)] if n > 1 else copied(dst, srcs[0])
+    def receive(rank: int, tile: Tile) -> Iterator[Command]:
+        if tensors.reduction is not None:
+            srcs = tuple(place(rank, sender, tile) for sender in range(n))
+            yield from reduced(tile.output(rank), srcs, tensors.reduction)
         elif root is None:
             for sender in range(n):
-                yield from copied(
-                    collective.output_span(rank, sender * part + at, nbytes), place(rank, sender, at, nbytes)
-                )
+                yield from copied(tile.output(rank, sender), place(rank, sender, tile))
         elif rank != root:
-            yield from copied(collective.output_span(rank, at, nbytes), place(rank, root, at, nbytes))
+            yield from copied(tile.output(rank), place(rank, root, tile))
 
-    def commands(rank: int, block: int) -> Iterator[Command]:
-        for tile in grid.tiles(block, part):
-            yield from send(rank, *tile)
+    def commands(rank: int, block: int) -> Iterator[Command | Apart]:
+        for tile in tensors.tiles(block):
+            yield from send(rank, tile)
         yield from grid.meet(rank, block, 0)
-        for tile in grid.tiles(block, part):
-            yield from receive(rank, *tile)
+        for tile in tensors.tiles(block):
+            yield from receive(rank, tile)
 
-    return made_of(program, grid, commands, staging_bytes=2 * n * place_bytes(program))
+    return made_of(program, grid, commands, staging_bytes=arena_end(n))
+
+
+def relay(program: AnyKernelProgram, blocks: int, tile_bytes: int) -> tuple[Program, ...]:
+    """Of even and of odd generations: a part for each peer goes into the root's place with it. There, it goes on into
+    the peer's places with the others. ``there``: all parts are put together.
+    """
+    return tuple(_relay(program, blocks, tile_bytes, parity) for parity in range(2))
+
+
+def _relay(program: AnyKernelProgram, blocks: int, tile_bytes: int, parity: int) -> Program:
+    assert isinstance(program, KernelProgram)
+    collective, n, root = program.collective, program.world_size, program.collective.root
+    assert root is not None
+    grid = Blocks(n, blocks, tile_bytes)
+    part = -(-program.part_bytes // ((n - 1) * tile_bytes)) * tile_bytes
+
+    def tiles(block: int, peer: int) -> Iterator[tuple[int, int]]:
+        """(first byte, bytes) of a block's tiles of what is for a peer: the last parts are shorter, or empty."""
+        length = min(part, program.part_bytes - ((peer - root) % n - 1) * part)
+        for at in range(block * tile_bytes, length, grid.count * tile_bytes):
+            yield at, min(tile_bytes, length - at)
+
+    def data(rank: int, peer: int, at: int, nbytes: int) -> Span:
+        return collective.output_span(rank, ((peer - root) % n - 1) * part + at, nbytes)
+
+    def commands(rank: int, block: int) -> Iterator[Command | Apart]:
+        if rank == root:
+            for peer in others(root, n):
+                for tile in tiles(block, peer):
+                    yield from copied(parcel(peer, root, parity, n, *tile), data(root, peer, *tile))
+            yield from grid.tell(root, block, 0, but=root)
+        else:
+            yield grid.hear_from(root, rank, block, 0)
+            for tile in tiles(block, rank):
+                for peer in others(rank, n):
+                    if peer != root:
+                        yield from copied(parcel(peer, rank, parity, n, *tile), parcel(rank, root, parity, n, *tile))
+        yield from grid.meet(rank, block, 1)
+        for peer in others(root, n) if rank != root else ():
+            sender = root if peer == rank else peer
+            for tile in tiles(block, peer):
+                yield from copied(data(rank, peer, *tile), parcel(rank, sender, parity, n, *tile))
+
+    return made_of(program, grid, commands, staging_bytes=arena_end(n))

@@ -2,7 +2,7 @@
 
 A flag then goes 0 -> 1 by its signal and 1 -> 0 by the waiter, right after the wait. This is safe only where a rank
 cannot signal again before its last signal was consumed; the entry handshake of the builders gives that, and ``verify``
-proves it (see the lost signal in docs/programs.md).
+proves it (see the lost signal in docs/internals/programs.md).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Put every queue behind a trigger, so that commands are handed to the engines before the collective is called.
 
-Paper 003, section 4.2.5: only copies and signals stay on the critical path.
+The DMA collectives paper, section 4.2.5: only copies and signals stay on the critical path.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Programs that their callers release in slices: what runs on engines, and what is left to the callers.
 
 A ``caller`` queue of such a program says what its rank does itself while the program is under way: it computes (a copy
-from a buffer that is ``computed``, docs/programs.md) and then signals. An executor gets the other queues; trigger k of
-a rank is what its queue ``caller:k`` signals, fired when its bytes are there.
+from a buffer that is ``computed``, docs/internals/programs.md) and then signals. An executor gets the other queues;
+trigger k of a rank is what its queue ``caller:k`` signals, fired when its bytes are there.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sidelane.program.verify.layout import FlagUse, Place, event_at
+from sidelane.program.verify.layout import FlagUse, Occurrence, event_at
 from sidelane.program.verify.races import Clock
 from sidelane.program.verify.report import name_event
 
@@ -30,7 +30,7 @@ class Counters:
     def __init__(self) -> None:
         self._claims: dict[int, frozenset[int]] = {}
 
-    def may_require(self, wait: Place, add: Place) -> bool:
+    def may_require(self, wait: Occurrence, add: Occurrence) -> bool:
         """True if it is (still) claimed that a wait requires a signal of its own invocation."""
         claims = self._claims.get(_step(wait))
         return wait[0] == add[0] and (claims is None or _step(add) in claims)
@@ -52,7 +52,7 @@ class _Use(NamedTuple):
     chain: int
     tick: int
     past: Clock
-    place: Place
+    place: Occurrence
     value: int
     equal: int = 0
 
@@ -73,7 +73,7 @@ class Counter:
 
     def __init__(self, use: FlagUse, known: Counters, ticks: list[int]) -> None:
         self.use, self._known, self._ticks = use, known, ticks
-        self._adds: dict[Place, _Use] = {}
+        self._adds: dict[Occurrence, _Use] = {}
         self._resets: list[_Use] = []
         self._waits: list[_Use] = []
         self._blocked: set[int] = set()
@@ -81,20 +81,20 @@ class Counter:
         self.violations: list[str] = []
         self.awaited: set[int] = set()
 
-    def add(self, value: int, chain: int, clock: Clock, place: Place) -> Iterable[int]:
+    def add(self, value: int, chain: int, clock: Clock, place: Occurrence) -> Iterable[int]:
         """See ``FlagStates.add``."""
         self._adds[place] = self._note(value, chain, clock, place, signal=True)
         self.sum += value
         woken, self._blocked = self._blocked, set()
         return woken
 
-    def reset(self, chain: int, clock: Clock, place: Place) -> Iterable[int]:
+    def reset(self, chain: int, clock: Clock, place: Occurrence) -> Iterable[int]:
         """See ``FlagStates.write``."""
         self._resets.append(self._note(0, chain, clock, place, signal=True))
         self.sum = 0
         return ()
 
-    def wait(self, value: int, equal: int, chain: int, clock: Clock, place: Place) -> bool:
+    def wait(self, value: int, equal: int, chain: int, clock: Clock, place: Occurrence) -> bool:
         """See ``FlagStates.wait``."""
         if self.sum < value:
             self._blocked.add(chain)
@@ -129,7 +129,7 @@ class Counter:
             if not lost and (problem := self._miscounts(wait)):
                 self.violations.append(problem)
 
-    def _note(self, value: int, chain: int, clock: Clock, place: Place, *, signal: bool, equal: int = 0) -> _Use:
+    def _note(self, value: int, chain: int, clock: Clock, place: Occurrence, *, signal: bool, equal: int = 0) -> _Use:
         tick, past = self._ticks[chain], clock.copy()
         if signal:
             self._ticks[chain] = past[chain] = tick + 1
@@ -188,7 +188,7 @@ class Counter:
         return None
 
 
-def _step(place: Place) -> int:
+def _step(place: Occurrence) -> int:
     _, plan, number = place
     assert plan is not None
     return plan.first + number

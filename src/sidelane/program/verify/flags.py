@@ -17,7 +17,7 @@ import numpy as np
 
 from sidelane.program.ir import Signal
 from sidelane.program.verify.counters import Counter, Counters
-from sidelane.program.verify.layout import SIGNAL, FlagUse, Layout, Place, Plan, event_at
+from sidelane.program.verify.layout import SIGNAL, FlagUse, Layout, Occurrence, Plan, event_at
 from sidelane.program.verify.races import Clock
 from sidelane.program.verify.report import name_event
 from sidelane.program.verify.values import is_reset
@@ -29,7 +29,7 @@ _Write = list[Any]
 """A value that a flag has had; the chain that wrote it, and its tick; the clock that it left behind, or None once
 nobody asks for that; where it was."""
 
-_Seen = tuple[int, int, int, int, Place]
+_Seen = tuple[int, int, int, int, Occurrence]
 """A wait that has ended, while a write may yet come that takes from it what it waited for: the value, whether it must
 be equal, the chain, its tick, where it was."""
 
@@ -52,7 +52,7 @@ class _State:
         self.seen: list[_Seen] = []
         self.blocked: set[int] = set()
         self.alone = len(use.waits) < 2 or len({plan.chain for plan, _ in use.waits}) == 1
-        self.lost: tuple[Place, Place] | None = None
+        self.lost: tuple[Occurrence, Occurrence] | None = None
 
 
 class FlagStates:
@@ -70,9 +70,9 @@ class FlagStates:
         self.counters = {number: Counter(use, counters, ticks) for number, use in enumerate(layout.flags) if use.counts}
         self._awaited = bytearray(layout.steps)
         self._idle: dict[tuple[Plan | None, int], str] = {}
-        self._hanging: dict[tuple[int, Plan | None, int], tuple[int, Place, Place]] = {}
+        self._hanging: dict[tuple[int, Plan | None, int], tuple[int, Occurrence, Occurrence]] = {}
 
-    def write(self, target: int, value: int, chain: int, clock: Clock, place: Place) -> Iterable[int]:
+    def write(self, target: int, value: int, chain: int, clock: Clock, place: Occurrence) -> Iterable[int]:
         """A signal sets a flag; the chains that may go on for it."""
         state = self._states[target]
         if state.use.counts:
@@ -96,11 +96,11 @@ class FlagStates:
         woken, state.blocked = state.blocked, set()
         return woken
 
-    def add(self, target: int, value: int, chain: int, clock: Clock, place: Place) -> Iterable[int]:
+    def add(self, target: int, value: int, chain: int, clock: Clock, place: Occurrence) -> Iterable[int]:
         """A signal adds to a flag; the chains that may go on for it."""
         return self.counters[target].add(value, chain, clock, place)
 
-    def wait(self, target: int, value: int, equal: int, chain: int, clock: Clock, place: Place) -> bool:
+    def wait(self, target: int, value: int, equal: int, chain: int, clock: Clock, place: Occurrence) -> bool:
         """A chain comes to a wait. True if it goes on, with what it now knows in its clock."""
         state = self._states[target]
         if state.use.counts:
@@ -137,7 +137,7 @@ class FlagStates:
         state.seen.append((value, equal, chain, self._ticks[chain], place))
         return True
 
-    def _keep_unseen(self, target: int, state: _State, value: int, chain: int, clock: Clock, place: Place) -> None:
+    def _keep_unseen(self, target: int, state: _State, value: int, chain: int, clock: Clock, place: Occurrence) -> None:
         """Forget the waits that come before a write for sure; the others must accept what it writes."""
         unseen = []
         for seen in state.seen:
@@ -190,7 +190,7 @@ class FlagStates:
                 yield f"unpaired signal: {name}: no wait of rank {use.flag.rank} needs it"
 
 
-def _lost(use: FlagUse, first: Place, second: Place) -> str:
+def _lost(use: FlagUse, first: Occurrence, second: Occurrence) -> str:
     # Name the one first that a run would have first: in the hazard, the earlier invocation's write comes late.
     one, other = sorted((first, second), key=lambda place: place[0])
     return (
@@ -199,7 +199,7 @@ def _lost(use: FlagUse, first: Place, second: Place) -> str:
     )
 
 
-def _value(place: Place) -> int:
+def _value(place: Occurrence) -> int:
     invocation, plan, number = place
     assert plan is not None
     _, _, _, base, per_epoch, _ = plan.steps[number]

@@ -26,7 +26,7 @@ from sidelane.program.ir import Command, Comparison, Engine, EngineKind, Flag, P
 
 SIGNAL, ADD, WAIT, RUN = range(4)
 
-Step = tuple[int, int, int, int, int, int]
+ProofStep = tuple[int, int, int, int, int, int]
 """Kind; index of the (first) command in its queue; number of the flag, or of a run's *site* (a run of a program, in all
 invocations); base and change an epoch of the value; 1 for a wait for equality. A run has the index behind its last
 command in place of a base. ``SIGNAL`` sets its flag, ``ADD`` adds to it."""
@@ -48,10 +48,10 @@ class Plan:
     chain: int
     held: bool
     first: int
-    steps: tuple[Step, ...]
+    steps: tuple[ProofStep, ...]
 
 
-Place = tuple[int, Plan | None, int]
+Occurrence = tuple[int, Plan | None, int]
 """A step in one invocation: that, its queue, its number among the steps. A user event: invocation, None, its rank."""
 
 
@@ -113,7 +113,7 @@ class Event(NamedTuple):
     command: Command | None = None
 
 
-def event_at(place: Place, index: int | None = None) -> Event:
+def event_at(place: Occurrence, index: int | None = None) -> Event:
     """What happens at a place: the first command there, or number ``index`` of its queue."""
     invocation, plan, number = place
     if plan is None:
@@ -154,9 +154,9 @@ def lay_out(programs: Sequence[Program]) -> Layout:
 
 def _steps(
     plan: Plan, numbers: dict[int, int], flags: list[FlagUse], sites: list[tuple[Plan, int]]
-) -> tuple[Step, ...]:
+) -> tuple[ProofStep, ...]:
     """Cut a queue into steps; note where its flags are used, and its runs."""
-    steps: list[Step] = []
+    steps: list[ProofStep] = []
     run = -1  # where the run begins that is under way
 
     def end_run(behind: int) -> None:

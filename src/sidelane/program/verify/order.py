@@ -25,7 +25,7 @@ import numpy as np
 
 from sidelane.program.verify.counters import Counters
 from sidelane.program.verify.flags import FlagStates
-from sidelane.program.verify.layout import ADD, RUN, SIGNAL, Layout, Place, Plan
+from sidelane.program.verify.layout import ADD, RUN, SIGNAL, Layout, Occurrence, Plan
 from sidelane.program.verify.races import Accesses, Clock
 
 
@@ -46,8 +46,8 @@ class Order:
 
     def __init__(self, layout: Layout, counters: Counters) -> None:
         self.layout = layout
-        self.places: list[Place] = []
-        self.blocked: dict[int, Place] = {}
+        self.places: list[Occurrence] = []
+        self.blocked: dict[int, Occurrence] = {}
         count, ranks, last = layout.chains, range(layout.world_size), len(layout.programs)
         self._clocks: list[Clock] = [np.zeros(count, np.int32) for _ in range(count)]
         self._ticks = [0] * count
@@ -76,7 +76,7 @@ class Order:
         while self._ready:
             self._advance(self._ready.popleft())
 
-    def has_done(self, place: Place) -> bool:
+    def has_done(self, place: Occurrence) -> bool:
         """True if a step of a queue has been gone through."""
         invocation, plan, number = place
         assert plan is not None
@@ -84,7 +84,7 @@ class Order:
         now = work[at][0] if at < len(work) else len(self.layout.programs) + 1
         return invocation < now or (invocation == now and number < self._step[plan.chain])
 
-    def holder(self, place: Place) -> Place:
+    def holder(self, place: Occurrence) -> Occurrence:
         """The wait that keeps a step from being reached."""
         _, plan, _ = place
         assert plan is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sidelane.program.verify.layout import Event, Place, event_at
+from sidelane.program.verify.layout import Event, Occurrence, event_at
 from sidelane.program.verify.order import Order
 from sidelane.program.verify.report import name_chain, name_event
 
@@ -29,7 +29,7 @@ def check_progress(order: Order) -> list[str]:
     return [*lines.values(), *order.flags.unpaired()]
 
 
-def _why_stuck(order: Order, place: Place) -> str:
+def _why_stuck(order: Order, place: Occurrence) -> str:
     """Say why no signal can satisfy a wait; empty if one could, but does not come."""
     invocation, plan, number = place
     assert plan is not None
@@ -58,7 +58,7 @@ def _why_stuck(order: Order, place: Place) -> str:
     return ""
 
 
-def _writes(order: Order, target: int) -> Iterator[tuple[Place, int, bool]]:
+def _writes(order: Order, target: int) -> Iterator[tuple[Occurrence, int, bool]]:
     """Each write of a flag: where, what it sets or adds, and whether it has happened."""
     layout = order.layout
     for invocation in range(1, len(layout.programs) + 1):
@@ -72,10 +72,10 @@ def _writes(order: Order, target: int) -> Iterator[tuple[Place, int, bool]]:
 
 def _cycles(order: Order) -> Iterator[str]:
     """Follow each wait to a signal that it needs, and from there to the wait that holds this one back."""
-    told: set[Place] = set()
+    told: set[Occurrence] = set()
     for start in sorted(order.blocked):
-        path: list[Place] = []  # waits, each of which waits for the next
-        signals: list[Place] = []
+        path: list[Occurrence] = []  # waits, each of which waits for the next
+        signals: list[Occurrence] = []
         place = order.blocked[start]
         while place not in path and place not in told:
             path.append(place)
@@ -92,7 +92,7 @@ def _cycles(order: Order) -> Iterator[str]:
         yield f"deadlock: {name_chain(events, [k % 2 == 1 for k in range(len(events) - 1)])}"
 
 
-def _missing(order: Order, place: Place) -> Place:
+def _missing(order: Order, place: Occurrence) -> Occurrence:
     """A signal that a wait needs, and that has not come."""
     invocation, plan, number = place
     assert plan is not None

@@ -21,7 +21,7 @@ from sidelane.program.collective import REDUCING, Buffer, Kind, Span
 from sidelane.program.contract import Contract
 from sidelane.program.ir import Broadcast, Command, Copy, Program, Reduce, Swap
 from sidelane.program.verify.contents import Content, Contents, Mixture, Origin, Piece, combine
-from sidelane.program.verify.layout import Layout, Place, event_at
+from sidelane.program.verify.layout import Layout, Occurrence, event_at
 from sidelane.program.verify.order import Order
 from sidelane.program.verify.report import joined, name_bytes, name_event
 
@@ -39,7 +39,7 @@ def check_provenance(order: Order) -> list[str]:
     return found and _go_through(order.layout, order.places, everything)
 
 
-def _go_through(layout: Layout, places: Sequence[Place], checked: AbstractSet[int]) -> list[str]:
+def _go_through(layout: Layout, places: Sequence[Occurrence], checked: AbstractSet[int]) -> list[str]:
     run = _Run(layout)
     for place in places:
         invocation, plan, number = place
@@ -76,7 +76,7 @@ class _Run:
             if nbytes := self.buffers[rank, buffer].nbytes:
                 self.buffers[rank, buffer].fill(0, nbytes, Content(Origin(rank, buffer, invocation), 0))
 
-    def execute(self, place: Place, index: int, command: Command) -> None:
+    def execute(self, place: Occurrence, index: int, command: Command) -> None:
         """Move origins as the command, number ``index`` of its queue, moves bytes."""
         match command:
             case Copy(dst, src):
@@ -131,7 +131,7 @@ class _Run:
             Piece(start + span.offset, end + span.offset, content.moved(span.offset)) for start, end, content in pieces
         )
 
-    def _reduced(self, place: Place, index: int, command: Reduce) -> list[Piece]:
+    def _reduced(self, place: Occurrence, index: int, command: Reduce) -> list[Piece]:
         sources = [_joined(self._read(src)) for src in command.srcs]
         element = command.reduction.element_bytes
         if any(piece.start % element or piece.content.shift % element for pieces in sources for piece in pieces):

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from sidelane.program.collective import Buffer, Span
 from sidelane.program.ir import Command, reads, writes
-from sidelane.program.verify.layout import Event, Layout, Place, event_at
+from sidelane.program.verify.layout import Event, Layout, Occurrence, event_at
 from sidelane.program.verify.report import name_bytes, name_event, name_user
 
 Clock = npt.NDArray[np.int32]
@@ -31,7 +31,7 @@ Access = tuple[int, int, int]
 """First byte, byte behind the last, and twice the site, plus 1 if it writes."""
 
 
-Stamp = tuple[int, int, Place]
+Stamp = tuple[int, int, Occurrence]
 """An access: the chain, how often that had told others of its past by then, and the place."""
 
 
@@ -65,7 +65,7 @@ class Accesses:
             user = rank if buffer != Buffer.STAGING else -1
             for touching in {tuple(sorted(touching)) for _, _, touching in _cells(accesses)}:
                 self._watch(user, touching)
-        self.races: list[tuple[Watched, Place, Place]] = []
+        self.races: list[tuple[Watched, Occurrence, Occurrence]] = []
         self.pairs = 0
 
     def _watch(self, user: int, touching: tuple[int, ...]) -> None:
@@ -173,7 +173,7 @@ def _cells(accesses: list[Access]) -> Iterator[tuple[int, int, set[int]]]:
             yield start, end, touching
 
 
-def _commands(first: Place, second: Place, rank: int, buffer: str, byte: int) -> tuple[Event, Event]:
+def _commands(first: Occurrence, second: Occurrence, rank: int, buffer: str, byte: int) -> tuple[Event, Event]:
     """Of two steps that race on a byte, the commands that do: the last one of the first, the first of the second."""
     one, other = sorted((first, second), key=lambda place: (place[0], place[1] is not None))
     firsts, seconds = list(_touching(one, rank, buffer, byte)), list(_touching(other, rank, buffer, byte))
@@ -186,7 +186,7 @@ def _commands(first: Place, second: Place, rank: int, buffer: str, byte: int) ->
     return next(writing)
 
 
-def _touching(place: Place, rank: int, buffer: str, byte: int) -> Iterator[Event]:
+def _touching(place: Occurrence, rank: int, buffer: str, byte: int) -> Iterator[Event]:
     _, plan, number = place
     if plan is None:
         yield event_at(place)

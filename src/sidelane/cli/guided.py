@@ -1,0 +1,139 @@
+"""Help that reads like the guide: commands and options in groups, defaults, examples at the end, and where to read on.
+
+What click has for one list of options and one of commands is done here for several.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import click
+
+from sidelane.cli.errors import MisusedError
+
+LONGEST_METAVAR = 26
+"""Characters of what may be given, in the column of options. Longer lists of choices stand in the text."""
+
+Example = tuple[str, str]
+"""What to type, and what it does."""
+
+
+class Option(click.Option):
+    """An option under a heading. ``group``: the heading; headings stand in the order of ``GROUPS``."""
+
+    def __init__(self, *arguments: Any, group: str, **attributes: Any) -> None:
+        super().__init__(*arguments, **attributes)
+        self.group = group
+
+    def make_metavar(self, ctx: click.Context) -> str:
+        """What stands for the value: a short word for numbers and for long lists of choices."""
+        if self.metavar is None and isinstance(self.type, click.types.IntParamType | click.types.FloatParamType):
+            return "N"
+        metavar = super().make_metavar(ctx)
+        return "NAME" if isinstance(self.type, click.Choice) and len(metavar) > LONGEST_METAVAR else metavar
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        """The line of the help, with a long list of choices in its text."""
+        record = super().get_help_record(ctx)
+        if record is None or not isinstance(self.type, click.Choice) or self.make_metavar(ctx) != "NAME":
+            return record
+        text, bracket, extra = record[1].partition("  [")
+        return record[0], f"{text} One of: {', '.join(self.type.choices)}.{bracket}{extra}".lstrip()
+
+    def get_help_extra(self, ctx: click.Context) -> Any:
+        """What stands in brackets: a default in words without the parentheses that click puts around it."""
+        extra = super().get_help_extra(ctx)
+        if isinstance(self.show_default, str) and "default" in extra:
+            extra["default"] = self.show_default
+        return extra
+
+
+WHAT, HOW, WHERE, OUTPUT, OTHER = GROUPS = ("What", "How", "Where", "Output", "Other")
+
+what = functools.partial(click.option, cls=Option, group=WHAT)
+how = functools.partial(click.option, cls=Option, group=HOW)
+where = functools.partial(click.option, cls=Option, group=WHERE)
+output = functools.partial(click.option, cls=Option, group=OUTPUT)
+
+
+class Command(click.Command):
+    """A command with options in groups. ``examples``: what to try, at the end of its help."""
+
+    def __init__(self, *arguments: Any, examples: Sequence[Example] = (), **attributes: Any) -> None:
+        super().__init__(*arguments, **attributes)
+        self.examples = tuple(examples)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write a list of options for each group."""
+        shown: dict[str, list[tuple[str, str]]] = {group: [] for group in GROUPS}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None and isinstance(parameter, click.Option):
+                shown[getattr(parameter, "group", OTHER)].append(record)
+        for group, records in shown.items():
+            if records:
+                with formatter.section(group):
+                    formatter.write_dl(records)
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the examples."""
+        if self.examples:
+            with formatter.section("Examples"):
+                for line, does in self.examples:
+                    formatter.write(f"{'':>{formatter.current_indent}}{line}\n")
+                    with formatter.indentation(), formatter.indentation():
+                        formatter.write_text(does)
+
+
+class Commands(click.Group):
+    """Commands under headings, which come first: what one can do.
+
+    Args:
+        groups: names of commands by heading.
+    """
+
+    command_class = Command
+
+    def __init__(self, *arguments: Any, groups: Mapping[str, Sequence[str]], **attributes: Any) -> None:
+        super().__init__(*arguments, **attributes)
+        self.groups = dict(groups)
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """In the order of the help."""
+        return [name for names in self.groups.values() for name in names]
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the commands with the first sentence of each, whole, and then the options."""
+        for heading, names in self.groups.items():
+            with formatter.section(heading):
+                formatter.write_dl([(name, self.sentence(name)) for name in names])
+        records = [record for option in self.get_params(ctx) if (record := option.get_help_record(ctx)) is not None]
+        with formatter.section("Options"):
+            formatter.write_dl(records)
+
+    def sentence(self, name: str) -> str:
+        """What a command does."""
+        return " ".join((self.commands[name].help or "").split("\n\n")[0].split())
+
+    def make_context(self, *arguments: Any, **attributes: Any) -> click.Context:
+        """Read the group's own options."""
+        with _where_to_read():
+            return super().make_context(*arguments, **attributes)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Read what is behind them, and run the command."""
+        with _where_to_read():
+            return super().invoke(ctx)
+
+
+@contextlib.contextmanager
+def _where_to_read() -> Iterator[None]:
+    try:
+        yield
+    except MisusedError:
+        raise
+    except click.UsageError as problem:
+        raise MisusedError(problem.format_message(), problem.ctx) from problem

@@ -1,0 +1,253 @@
+"""How peers reach ordinary memory: what each rank offers for a call, and where the others map it.
+
+Rank r may write into ordinary memory of rank p only if p has offered it for this very call. So each rank that can posts
+its allocations with the call, and waits for the posts of its peers, before anything is planned: where all have offered,
+the call runs as if the memory were symmetric; else it is staged. What an offer names is the allocation and not its
+address: memory that was freed and given out again at the same address has another name, and is never taken for the
+old. What a rank has offered and freed since it says with its next offer, and the peers close it.
+``docs/internals/reach.md`` has the reasons; ``tests/program/test_reach_model.py`` looks at all interleavings.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping as MappingOf
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from sidelane.collectives.agree import compare
+from sidelane.collectives.arguments import Request
+from sidelane.collectives.calls import Calls
+from sidelane.collectives.heap import MAPPED, Region
+from sidelane.errors import UnavailableError
+from sidelane.memory.control import SPLITS
+from sidelane.memory.ordinary import Allocation, Mapping, OrdinaryMemory
+from sidelane.program.collective import Buffer
+
+MOST_HELD = 64
+"""Allocations of a rank that its peers have mapped for a lane; the one that was offered longest ago goes first."""
+
+ALIGNMENT = 256
+"""In bytes, to which a place is said to be aligned or not. Allocations are."""
+
+HANDLES, GONE = "handles", "gone"
+"""Keys of an offer as text: allocations with their handles, and names of those that peers let go of."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reached:
+    """How peers get at a tensor.
+
+    Attributes:
+        how: ``symmetric``, ``mapped`` (ordinary memory that peers map, where theirs can be as well) or ``staged``.
+        why: for ``staged``.
+    """
+
+    how: str
+    why: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.how}: {self.why}" if self.why else self.how
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Offer:
+    """What a rank offers for a call.
+
+    Attributes:
+        text: for its peers.
+        allocations: that hold the tensors.
+        gone: names of those that its peers let go of.
+    """
+
+    text: str
+    allocations: tuple[Allocation, ...]
+    gone: tuple[str, ...]
+
+
+class Reach:
+    """Of one lane.
+
+    Args:
+        calls: of the lane.
+        memory: what the device allows.
+    """
+
+    def __init__(self, calls: Calls, memory: OrdinaryMemory) -> None:
+        self._calls, self._memory = calls, memory
+        self._rank = calls.control.rank
+        # What all ranks know alike: it changes only with calls that all of them have offered memory for.
+        self._known: dict[tuple[int, str], Mapping | None] = {}  # by rank and name; None for this rank's own
+        self._refused: set[tuple[int, str]] = set()  # of these, what some rank cannot map
+        self._held: dict[str, Allocation] = {}  # this rank's, which peers have mapped; that used last is last
+
+    def of(self, tensor: torch.Tensor) -> Reached:
+        """How peers get at an ordinary tensor, as far as this rank knows."""
+        if not tensor.nbytes:
+            return Reached("mapped", "it has no bytes")
+        found = self._memory.allocation_of(tensor)
+        return Reached("staged", found) if isinstance(found, str) else Reached("mapped")
+
+    def offer(
+        self, requests: Sequence[Request], tensors: Sequence[torch.Tensor | None], most_text: int
+    ) -> Offer | None:
+        """What this rank can offer for a call; None if nothing, or if there is no use in it.
+
+        Args:
+            requests: what it asks, for each tensor or pair of them.
+            tensors: of the caller.
+            most_text: characters; what takes more is staged.
+        """
+        by_address = {tensor.data_ptr(): tensor for tensor in tensors if tensor is not None and tensor.nbytes}
+        allocations: dict[str, Allocation] = {}
+        places: dict[str, list[Any]] = {Buffer.OUTPUT: [], Buffer.INPUT: []}
+        for request in requests:
+            # What is symmetric is so on all ranks, or they disagree anyway.
+            useless = request.output.symmetric or request.input.symmetric
+            for buffer, found in places.items():
+                place = None if useless else self._place(request.region(Buffer(buffer)), by_address)
+                if isinstance(place, Allocation):
+                    allocations.setdefault(place.name, place)
+                    number = list(allocations).index(place.name)
+                    found.append((number, request.region(Buffer(buffer)).address - place.start))
+                else:
+                    found.append(place)
+        if not allocations:
+            return None
+        gone = [name for name, held in self._held.items() if self._memory.is_gone(held)]
+        left = [name for name in self._held if name not in gone]
+        gone += left[: max(0, len(left) - MOST_HELD)]
+        handles = [(name, allocation.handle) for name, allocation in allocations.items()]
+        text = json.dumps({**places, HANDLES: handles, GONE: gone}, separators=(",", ":"))
+        return Offer(text, tuple(allocations.values()), tuple(gone)) if len(text) <= most_text else None
+
+    def settle(
+        self, call: int, signature: str, offer: Offer, texts: Sequence[str], requests: Sequence[Request]
+    ) -> tuple[int, list[Request] | None]:
+        """Take what all ranks have offered for a call that they have agreed on, and map what is new. Collective.
+
+        Args:
+            call: its number.
+            signature: what all ranks have alike.
+            offer: of this rank.
+            texts: of the offers of all ranks; empty of those that have none.
+            requests: what it asks.
+
+        Returns:
+            The number that the call has from now on; and what is asked, with the memory that peers reach. None where
+            there is none on all ranks.
+
+        Raises:
+            PeerError, PeerTimeoutError: see docs/internals/failure.md.
+        """
+        if not all(texts):
+            return call, None
+        heard = [_Heard.of(text) for text in texts]
+        for rank, each in enumerate(heard):
+            for name in each.gone:
+                self._known.pop((rank, name), None)
+                self._refused.discard((rank, name))
+        for name in (*offer.gone, *(found.name for found in offer.allocations)):
+            self._held.pop(name, None)
+        self._held.update({found.name: found for found in offer.allocations})
+        call = self._map_new(call, signature, heard)
+        reached = [self._reached(request, number, heard) for number, request in enumerate(requests)]
+        return call, reached if reached != list(requests) else None
+
+    def close(self) -> None:
+        """Let go of all that is mapped. Nothing may be under way."""
+        self._known.clear()
+        self._refused.clear()
+        self._held.clear()
+
+    def _place(self, region: Region, by_address: MappingOf[int, torch.Tensor]) -> Allocation | int | None:
+        """The allocation that holds a region; 0 for one without bytes; None if peers cannot map it."""
+        if not region.nbytes:
+            return 0
+        tensor = by_address.get(region.address)
+        found = None if tensor is None else self._memory.allocation_of(tensor)
+        return found if isinstance(found, Allocation) else None
+
+    def _map_new(self, call: int, signature: str, heard: Sequence[_Heard]) -> int:
+        """Map what is offered for the first time. All ranks know what that is, and hear of what cannot be mapped."""
+        new = [
+            (rank, name, handle)
+            for rank, each in enumerate(heard)
+            for name, handle in each.handles
+            if (rank, name) not in self._known
+        ]
+        if not new:
+            return call
+        failed: list[tuple[int, str]] = []
+        with self._calls.making_ready():
+            for rank, name, handle in new:
+                self._known[rank, name] = None
+                if rank != self._rank:
+                    try:
+                        self._known[rank, name] = self._memory.map(handle, name)
+                    except UnavailableError:
+                        failed.append((rank, name))
+        ready = self._calls.number()
+        with self._calls.failing_for_good():
+            self._calls.control.post_call(ready, signature + SPLITS + json.dumps(failed))
+        posts = self._calls.posts(ready)
+        compare(self._calls.control, ready, posts)
+        self._refused.update((rank, name) for post in posts for rank, name in json.loads(post.differing))
+        return ready
+
+    def _reached(self, request: Request, number: int, heard: Sequence[_Heard]) -> Request:
+        """A request with the memory of which the addresses on all ranks are known."""
+        if request.collective.in_place:  # one of the two is the whole, which is what was offered as both
+            if request.whole is request.output:
+                return dataclasses.replace(request, output=self._mapped(request.output, Buffer.OUTPUT, number, heard))
+            return dataclasses.replace(request, input=self._mapped(request.input, Buffer.INPUT, number, heard))
+        return dataclasses.replace(
+            request,
+            output=self._mapped(request.output, Buffer.OUTPUT, number, heard),
+            input=self._mapped(request.input, Buffer.INPUT, number, heard),
+        )
+
+    def _mapped(self, region: Region, buffer: Buffer, number: int, heard: Sequence[_Heard]) -> Region:
+        """A region as peers reach it; as it was if that of one rank is where others cannot."""
+        addresses: list[int] = []
+        misaligned = False
+        for rank, each in enumerate(heard):
+            place = each.places[buffer][number]
+            if place is None:
+                return region
+            if not place:
+                addresses.append(0)
+                continue
+            name, offset = each.handles[place[0]][0], place[1]
+            if (rank, name) in self._refused:
+                return region
+            mapping = self._known[rank, name]
+            start = self._held[name].start if mapping is None else mapping.start
+            addresses.append(start + offset)
+            misaligned |= offset % ALIGNMENT != 0
+        if not any(addresses):
+            return region
+        return dataclasses.replace(region, block=MAPPED, offset=int(misaligned), reached=tuple(addresses))
+
+
+class _Heard(NamedTuple):
+    """The offer of a rank, as its peers read it.
+
+    Attributes:
+        handles: name and handle of each allocation.
+        gone: names.
+        places: by buffer and number of the tensor, or pair: (number of the allocation, offset); 0 without bytes; None
+            where it is not offered.
+    """
+
+    handles: list[tuple[str, str]]
+    gone: list[str]
+    places: dict[str, list[Any]]
+
+    @staticmethod
+    def of(text: str) -> _Heard:
+        said = json.loads(text)
+        return _Heard(said[HANDLES], said[GONE], {name: said[name] for name in (Buffer.OUTPUT, Buffer.INPUT)})

@@ -1,0 +1,55 @@
+"""Ordinary memory that peers reach: what an allocation is called, and how another process maps it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Protocol
+
+import torch
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Allocation:
+    """Memory of this process that others can map.
+
+    Attributes:
+        name: of this allocation and no other one, as long as anybody has it mapped: an address that was freed and
+            given out again has another name.
+        handle: by which another process maps it, printable.
+        start: address of its first byte here.
+        nbytes: size.
+    """
+
+    name: str
+    handle: str
+    start: int
+    nbytes: int
+
+
+class Mapping(Protocol):
+    """An allocation of another process, mapped until the last reference to this object goes."""
+
+    @property
+    def start(self) -> int:
+        """Address of its first byte here."""
+        ...
+
+
+class OrdinaryMemory(Protocol):
+    """What a device's ordinary memory allows."""
+
+    def allocation_of(self, tensor: torch.Tensor) -> Allocation | str:
+        """The allocation that holds a tensor with bytes; or why peers cannot map it."""
+        ...
+
+    def is_gone(self, allocation: Allocation) -> bool:
+        """True once it was freed: its name means nothing any more."""
+        ...
+
+    def map(self, handle: str, name: str) -> Mapping:
+        """Map an allocation of another process on this machine.
+
+        Raises:
+            UnavailableError: that is not possible, or the handle is of another allocation by now.
+        """
+        ...

@@ -1,0 +1,56 @@
+"""Where cells and parcels lie, which shadows have behind all staging (``device/layout.py``).
+
+Each sender has two places with every receiver, for even and odd generations: so such a kernel has two shadows, whose
+calls take turns, and that two places are enough is proved of both together.
+"""
+
+from __future__ import annotations
+
+from sidelane.program.collective import Buffer, Span
+from sidelane.program.ir import Flag
+from sidelane.program.kernel import MOST_CELL_BYTES, MOST_PARCEL_BYTES
+from sidelane.program.shadows.blocks import BLOCK_FLAGS
+
+CELL_BYTES = 4
+"""Of data, with a flag of their own."""
+
+ARENA = 1 << 40
+"""Where it begins in staging."""
+
+_CELLS = MOST_CELL_BYTES // CELL_BYTES
+
+
+def arena_end(world_size: int) -> int:
+    """Behind it."""
+    return _cells(world_size) + 2 * world_size * MOST_CELL_BYTES
+
+
+def parcel(rank: int, sender: int, parity: int, world_size: int, at: int, nbytes: int) -> Span:
+    """Bytes of a sender's parcel with a rank."""
+    place = parity * world_size + sender
+    return Span(rank, Buffer.STAGING, ARENA + place * MOST_PARCEL_BYTES + at, nbytes)
+
+
+def cells(rank: int, sender: int, parity: int, world_size: int, at: int, nbytes: int) -> Span:
+    """Data of a sender's cells with a rank."""
+    slot = parity * world_size + sender
+    return Span(rank, Buffer.STAGING, _cells(world_size) + slot * MOST_CELL_BYTES + at, nbytes)
+
+
+def cell_flag(rank: int, sender: int, parity: int, world_size: int, cell: int) -> Flag:
+    """That of a cell, which holds the generation."""
+    return Flag(rank, BLOCK_FLAGS + (parity * world_size + sender) * _CELLS + cell)
+
+
+def loaded_flag(rank: int, peer: int, world_size: int, cell: int) -> Flag:
+    """Not in memory: that a block has loaded what it sends as a cell, as its own threads know behind a barrier."""
+    return Flag(rank, BLOCK_FLAGS + (2 * world_size + peer) * _CELLS + cell)
+
+
+def cell_flags(world_size: int) -> int:
+    """Flags of a rank with these."""
+    return BLOCK_FLAGS + 3 * world_size * _CELLS
+
+
+def _cells(world_size: int) -> int:
+    return ARENA + 2 * world_size * MOST_PARCEL_BYTES

@@ -1,0 +1,79 @@
+"""Shadows of the kernels of cells: ``exchange_cells``, ``reduce_cells`` and ``broadcast_cells`` of ``device``.
+
+A cell vouches for its own bytes and nothing else. So each one is apart: a queue that stores its data and then signals
+its flag, ordered with nothing else of its kernel, as if all others came later. What a block has waited for in a cell is
+that cell, and that its sender's kernel has begun. Only the sender's own threads know, behind a barrier, that the input
+of a cell has been loaded, and may then write where it lay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from sidelane.program.collective import Span
+from sidelane.program.ir import EPOCH, Command, Comparison, Copy, Program, Signal, Wait
+from sidelane.program.kernel_list import AnyKernelProgram
+from sidelane.program.shadows.arena import CELL_BYTES, arena_end, cell_flag, cell_flags, loaded_flag
+from sidelane.program.shadows.arena import cells as cells_at
+from sidelane.program.shadows.blocks import Apart, Blocks, copied, made_of, others, reduced, rotated
+from sidelane.program.shadows.tensors import Tensors, Tile
+
+
+def cells(program: AnyKernelProgram, blocks: int, tile_bytes: int) -> tuple[Program, ...]:
+    """Of even and of odd generations: all cells go to all who need them, and are put together as they come."""
+    return tuple(_cells(program, blocks, tile_bytes, parity) for parity in range(2))
+
+
+def _cells(program: AnyKernelProgram, blocks: int, tile_bytes: int, parity: int) -> Program:
+    n = program.world_size
+    grid = Blocks(n, blocks, tile_bytes)
+    tensors = Tensors(program, grid)
+    root = tensors.root
+    reduces = tensors.reduction is not None
+
+    def data(rank: int, sender: int, tile: Tile) -> Span:
+        return cells_at(rank, sender, parity, n, tile.place, tile.nbytes)
+
+    def put(rank: int, peer: int, tile: Tile) -> Iterator[Apart]:
+        for cell in tile.cut(CELL_BYTES):
+            number = cell.place // CELL_BYTES
+            copy = Copy(data(peer, rank, cell), cell.input(rank, peer if tensors.shards > 1 else 0))
+            there = Signal(cell_flag(peer, rank, parity, n, number), EPOCH)
+            loaded = Signal(loaded_flag(rank, peer, n, number), EPOCH)
+            yield Apart((copy, there, loaded) if root is None else (copy, there))
+
+    def send(rank: int, tile: Tile) -> Iterator[Command | Apart]:
+        if root is None and not reduces:
+            yield from copied(tile.output(rank, rank), tile.input(rank, rank if tensors.shards > 1 else 0))
+        for peer in rotated(rank, n) if reduces else others(rank, n):
+            yield from put(rank, peer, tile)
+
+    def barrier(rank: int, block: int) -> Iterator[Command]:
+        for tile in tensors.tiles(block):
+            for peer in range(n) if reduces else others(rank, n):
+                for cell in tile.cut(CELL_BYTES):
+                    yield Wait(loaded_flag(rank, peer, n, cell.place // CELL_BYTES), EPOCH)
+
+    def receive(rank: int, tile: Tile) -> Iterator[Command]:
+        senders = [sender for sender in range(n) if reduces or sender != rank] if root is None else [root]
+        for sender in senders:
+            for cell in tile.cut(CELL_BYTES):
+                flag = cell_flag(rank, sender, parity, n, cell.place // CELL_BYTES)
+                yield Wait(flag, EPOCH, Comparison.EQ)
+        if reduces:
+            yield from reduced(tile.output(rank), tuple(data(rank, s, tile) for s in senders), tensors.reduction)
+        else:
+            for sender in senders:
+                yield from copied(tile.output(rank, 0 if sender == root else sender), data(rank, sender, tile))
+
+    def commands(rank: int, block: int) -> Iterator[Command | Apart]:
+        if root is not None:
+            yield Apart(tuple(grid.meet(rank, block, 0)))
+        for tile in tensors.tiles(block) if root in (None, rank) else ():
+            yield from send(rank, tile)
+        if root is None:
+            yield from barrier(rank, block)
+        for tile in tensors.tiles(block) if rank != root else ():
+            yield from receive(rank, tile)
+
+    return made_of(program, grid, commands, staging_bytes=arena_end(n), flags=cell_flags(n))

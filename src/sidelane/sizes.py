@@ -1,0 +1,55 @@
+"""Sizes as people write them: ``64K``, ``896M``, ``1.2G``."""
+
+from __future__ import annotations
+
+import re
+
+ROUNDED_TO = 16
+"""Bytes: a whole number of elements of any dtype."""
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def parse_bytes(text: str) -> int:
+    """Read a size: ``1024``, ``64K``, ``896M``, ``3.25G``, also with ``B`` or ``iB`` behind. Units are binary.
+
+    What is no whole number of bytes, as ``1.2G``, is rounded to a multiple of 16, whole elements of any dtype; see
+    :func:`rounding`.
+
+    Raises:
+        ValueError: not a size, or a part of a byte.
+    """
+    nbytes = _exact(text)
+    return int(nbytes) if nbytes == int(nbytes) else max(ROUNDED_TO, round(nbytes / ROUNDED_TO) * ROUNDED_TO)
+
+
+def rounding(text: str) -> str:
+    """What to tell whoever wrote a size that is not taken as it is written; empty where it is.
+
+    >>> rounding("1.2G"), rounding("1.5G")
+    ('1.2G is taken as 1288490192 bytes, whole elements of any dtype', '')
+
+    Raises:
+        ValueError: as :func:`parse_bytes` has it.
+    """
+    nbytes = parse_bytes(text)
+    return "" if nbytes == _exact(text) else f"{text} is taken as {nbytes} bytes, whole elements of any dtype"
+
+
+def format_bytes(nbytes: int) -> str:
+    """The shortest text that ``parse_bytes`` reads back: ``896M``, ``3.25G``, ``1000``."""
+    for unit in ("G", "M", "K"):
+        amount = f"{nbytes / _UNITS[unit]:.2f}".rstrip("0").rstrip(".")
+        if nbytes >= _UNITS[unit] and float(amount) * _UNITS[unit] == nbytes:
+            return amount + unit
+    return str(nbytes)
+
+
+def _exact(text: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    if not match:
+        raise ValueError(f"parse_bytes: not a size (value={text!r}, allowed=a number with K, M or G)")
+    nbytes = float(match[1]) * _UNITS[match[2].upper()]
+    if not match[2] and nbytes != int(nbytes):
+        raise ValueError(f"parse_bytes: not a whole number of bytes (value={text!r})")
+    return nbytes

@@ -1,0 +1,284 @@
+"""What ranks do with ordinary tensors that peers may reach."""
+
+from __future__ import annotations
+
+import gc
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from expected import any_bytes, close, numbers, reduced, same_bytes
+
+from sidelane import Communicator, Config
+from sidelane.errors import UnavailableError
+from sidelane.memory.shared_tensors import SharedTensors
+
+KINDS = ("all_gather", "all_to_all", "reduce_scatter", "all_reduce", "broadcast", "scatter", "gather")
+DTYPES = (torch.uint8, torch.bfloat16, torch.float32, torch.int64)
+
+
+def shared(numel: int, dtype: torch.dtype, offset: int = 0) -> torch.Tensor:
+    """Ordinary memory that other processes can map, from some element on."""
+    return torch.empty(offset + numel, dtype=dtype).share_memory_()[offset:]
+
+
+def every_kind(group: dist.ProcessGroup, seed: int, sizes: tuple[int, ...]) -> dict[str, int]:
+    """Each collective on tensors that all ranks can reach, that some can, and that none can; bytes of staging after the
+    first."""
+    staging = {}
+    with Communicator(group, device="cpu", config=Config(timeout_s=30)) as comm:
+        draw = random.Random(seed)
+        for reachable in ("all", "some", "none"):
+            for size in sizes:
+                for kind in (
+                    "all_gather",
+                    "all_to_all",
+                    "reduce_scatter",
+                    "all_reduce",
+                    "broadcast",
+                    "scatter",
+                    "gather",
+                ):
+                    _one(comm, kind, size, reachable, draw)
+            staging[reachable] = comm.lane.preparer._staging.nbytes
+        assert comm._path.reach is not None
+    return staging
+
+
+def _one(comm: Communicator, kind: str, size: int, reachable: str, draw: random.Random) -> None:
+    n, rank, seed, root = comm.world_size, comm.rank, draw.randrange(10**9), draw.randrange(comm.world_size)
+    reduces = kind in ("reduce_scatter", "all_reduce")
+    dtype = draw.choice((torch.float32, torch.int32) if reduces else DTYPES)
+    in_place, offset, private = draw.random() < 0.4, draw.choice((0, 3)), draw.randrange(n)
+    is_shared = reachable == "all" or (reachable == "some" and rank != private)
+
+    def make(numel: int) -> torch.Tensor:
+        return shared(numel, dtype, offset) if is_shared else torch.empty(numel, dtype=dtype)
+
+    fill = numbers if reduces else any_bytes
+    whole = kind in ("all_to_all", "reduce_scatter") or kind == "scatter"
+    given = [fill(seed, peer, size * n if whole else size, dtype) for peer in range(n)]
+    parts = [each.chunk(n) for each in given] if whole else []
+    input, output = (
+        make(given[rank].numel()),
+        make(size * n if kind in ("all_gather", "all_to_all", "gather") else size),
+    )
+    match kind:
+        case "all_gather":
+            if in_place:
+                input = output[rank * size : (rank + 1) * size]
+            input.copy_(given[rank])
+            comm.all_gather(output, input)
+            assert same_bytes(output, torch.cat(given)), kind
+        case "all_to_all":
+            input.copy_(given[rank])
+            comm.all_to_all(output, input)
+            assert same_bytes(output, torch.cat([each[rank] for each in parts])), kind
+        case "reduce_scatter":
+            if in_place:
+                output = input[rank * size : (rank + 1) * size]
+            input.copy_(given[rank])
+            comm.reduce_scatter(output, input)
+            assert close(output, reduced([each[rank] for each in parts], "sum")), kind
+        case "all_reduce":
+            input.copy_(given[rank])
+            target = input if in_place else output
+            comm.all_reduce(input, output=None if in_place else output)
+            assert close(target, reduced(given, "sum")), kind
+        case "broadcast":
+            input.copy_(given[rank])
+            comm.broadcast(input, root=root)
+            assert same_bytes(input, given[root]), kind
+        case "scatter":
+            input.copy_(given[rank])
+            comm.scatter(output, input if rank == root else None, root=root)
+            assert same_bytes(output, parts[root][rank]), kind
+        case "gather":
+            input.copy_(given[rank])
+            comm.gather(output if rank == root else None, input, root=root)
+            if rank == root:
+                assert same_bytes(output, torch.cat(given)), kind
+
+
+def storm(group: dist.ProcessGroup, seed: int, steps: int) -> tuple[int, int]:
+    """Tensors come and go on each rank as they like, at addresses that were others' before; collectives on them by two
+    communicators, some of them asynchronous. Mappings of the peers at the end, and calls that were not staged."""
+    late, draw = random.Random(100 * seed + dist.get_rank(group)), random.Random(seed)
+    mapped = 0
+    with (
+        Communicator(group, device="cpu", config=Config(timeout_s=30)) as first,
+        Communicator(group, device="cpu", config=Config(timeout_s=30)) as second,
+    ):
+        n, rank = first.world_size, first.rank
+        kept: list[Any] = []
+        for step in range(steps):
+            comm, size = draw.choice((first, second)), draw.choice((1, 33, 5000, 70_000))
+            keeps, is_async, is_any_private = draw.random() < 0.5, draw.random() < 0.15, draw.random() < 0.1
+            if kept and late.random() < 0.5:
+                del kept[late.randrange(len(kept))]
+            comes_again = keeps and kept and len(kept[-1]) == n * size
+            output = kept[-1] if comes_again else torch.empty(n * size).share_memory_()
+            if is_any_private and late.random() < 0.5:
+                output = torch.empty(n * size)
+            input = shared(size, torch.float32) if late.random() < 0.7 else torch.empty(size)
+            input.fill_(step + 1000 * rank)
+            output.fill_(-1)
+            work = comm.all_gather(output, input, async_op=is_async)
+            if work is not None:
+                work.wait()
+            expected = [float(step + 1000 * peer) for peer in range(n)]
+            assert output.view(n, size)[:, -1].tolist() == expected, step
+            assert output.view(n, size)[:, 0].tolist() == expected, step
+            if late.random() < 0.6:
+                kept.append(output)
+            mapped += any(len(key) == 8 for key in comm.lane.preparer._recent)
+            del output, input
+            if late.random() < 0.05:
+                gc.collect()
+        kept.clear()
+        for comm in (first, second):  # what has gone is said with the next offer
+            last = shared(4 * n, torch.int32)
+            comm.all_gather(last, last[4 * rank : 4 * rank + 4])
+        dist.barrier(group)
+        left = sum(len(comm._path.reach._known) for comm in (first, second))  # type: ignore[union-attr]
+    return left, mapped
+
+
+def files_of_others() -> int:
+    """Shared memory of torch that this process has mapped."""
+    return Path("/proc/self/maps").read_text().count("/dev/shm/torch_")
+
+
+def nothing_is_left(group: dist.ProcessGroup) -> tuple[int, int, int]:
+    """Files that are mapped while peers offer them, beyond those before; behind a call with another one, when the
+    tensors have gone; and when the communicator has."""
+    gc.collect()
+    before = files_of_others()
+    with Communicator(group, device="cpu", config=Config(timeout_s=30)) as comm:
+        n, rank = comm.world_size, comm.rank
+        tensors = [shared(n * 1000, torch.float32) for _ in range(5)]
+        for tensor in tensors:
+            comm.all_gather(tensor, tensor[1000 * rank : 1000 * rank + 1000])
+        during = files_of_others() - before
+        tensor = None  # type: ignore[assignment]
+        tensors.clear()
+        last = shared(n, torch.float32)
+        comm.all_gather(last, last[rank : rank + 1])
+        dist.barrier(group)
+        del last
+        gc.collect()
+        then = files_of_others() - before
+    gc.collect()
+    return during, then, files_of_others() - before
+
+
+def one_cannot_map(group: dist.ProcessGroup) -> tuple[str, int]:
+    """A rank that may not open what its peers offer: all ranks stage that, and go on."""
+    rank = dist.get_rank(group)
+    with Communicator(group, device="cpu", config=Config(timeout_s=30)) as comm:
+        n = comm.world_size
+        assert isinstance(comm._backend.ordinary, SharedTensors)
+        allowed = comm._backend.ordinary.map
+
+        def refuse(handle: str, name: str) -> Any:
+            raise UnavailableError("planted")
+
+        tensor, other = shared(n * 100, torch.float32), shared(n * 100, torch.float32)
+        for step in range(3):
+            if rank == 1:
+                comm._backend.ordinary.map = refuse if step == 0 else allowed  # type: ignore[method-assign]
+            for each in (tensor, other) if step else (tensor,):
+                each.fill_(-1)
+                each[100 * rank : 100 * rank + 100] = step + rank
+                comm.all_gather(each, each[100 * rank : 100 * rank + 100])
+                assert each[::100].tolist() == [step + peer for peer in range(n)]
+        return str(comm.reach(tensor)), len(comm._path.reach._refused)  # type: ignore[union-attr]
+
+
+def answers(group: dist.ProcessGroup) -> list[str]:
+    """What a communicator says of tensors."""
+    found = []
+    with Communicator(group, device="cpu", config=Config(timeout_s=30)) as comm:
+        found += [str(comm.reach(each)) for each in (comm.empty(4), shared(4, torch.float32), torch.zeros(4))]
+        found.append(str(comm.reach(torch.zeros(0))))
+        for _ in range(3):
+            output, input = shared(4 * comm.world_size, torch.float32), shared(4, torch.float32).fill_(comm.rank)
+            comm.all_gather(output, input)
+            comm.all_gather(output, torch.zeros(4))  # where the output is reached, it does not matter where inputs are
+            comm.all_to_all(output, shared(4 * comm.world_size, torch.float32))
+            comm.gather(torch.zeros(4 * comm.world_size) if comm.rank == 0 else None, input, root=0)
+        assert comm.lane.preparer._staging.nbytes == 0, "nothing was staged"
+    with Communicator(group, device="cpu", config=Config(timeout_s=30, map_memory=False)) as comm:
+        tensor = shared(comm.world_size, torch.float32).fill_(comm.rank)
+        comm.all_gather(tensor, tensor[comm.rank : comm.rank + 1])
+        assert tensor.tolist() == list(range(comm.world_size))
+        found.append(str(comm.reach(tensor)))
+    return found
+
+
+def asynchronous_ones_wait_for_nobody(group: dist.ProcessGroup) -> None:
+    """Rank 0 starts a call and then tells its peers to come: a call that waited for their hosts would never return."""
+    with Communicator(group, device="cpu", config=Config(timeout_s=20)) as comm:
+        n, rank = comm.world_size, comm.rank
+        tensor = shared(n * 10, torch.float32)
+        for step in range(3):
+            tensor.fill_(-1)
+            tensor[10 * rank : 10 * rank + 10] = step + rank
+            if rank and step:  # the first one of its kind is agreed on
+                dist.barrier(group)
+            # The ranks that come late need not be asynchronous themselves.
+            work = comm.all_gather(tensor, tensor[10 * rank : 10 * rank + 10], async_op=rank == 0)
+            if rank == 0:
+                assert work is not None
+                if step:
+                    time.sleep(0.01)
+                    dist.barrier(group)
+                work.wait()
+            assert tensor[::10].tolist() == [step + peer for peer in range(n)]
+
+
+def lists(group: dist.ProcessGroup, seed: int, rounds: int) -> int:
+    """Lists, batches of several kinds and uneven exchanges of tensors of which each rank has some in shared memory."""
+    draw, late = random.Random(seed), random.Random(100 * seed + dist.get_rank(group))
+    mapped = 0
+    with Communicator(group, device="cpu", config=Config(timeout_s=30)) as comm:
+        n, rank = comm.world_size, comm.rank
+
+        def make(numel: int) -> torch.Tensor:
+            tensor = torch.empty(numel, dtype=torch.int32)
+            return tensor.share_memory_() if late.random() < share else tensor
+
+        for step in range(rounds):
+            share = draw.choice((0.0, 0.8, 1.0, 1.0))
+            sizes = [draw.choice((1, 7, 300)) for _ in range(draw.randrange(1, 4))]
+            inputs = [make(size).fill_(step + 1000 * rank) for size in sizes]
+            outputs = [make(n * size) for size in sizes]
+            exchanged = [make(n * size) for size in sizes]
+            if draw.random() < 0.5:
+                comm.all_gather(outputs, inputs)
+                comm.all_to_all(exchanged, outputs)
+            else:
+                summed = make(50).fill_(rank + step)
+                with comm.batch() as batch:
+                    batch.all_gather(outputs, inputs)
+                    batch.all_reduce(summed)
+                assert summed.tolist() == [n * step + sum(range(n))] * 50, step
+                with comm.batch() as batch:
+                    batch.all_to_all(exchanged, outputs)
+            for size, output, other in zip(sizes, outputs, exchanged, strict=True):
+                assert output.view(n, size)[:, -1].tolist() == [step + 1000 * peer for peer in range(n)], step
+                assert other.view(n, size).tolist() == [[step + 1000 * rank] * size] * n, step
+            counts = [[draw.randrange(4) for _ in range(n)] for _ in range(n)]
+            sent, expected = counts[rank], [row[rank] for row in counts]
+            source, target = make(sum(sent)).fill_(step + rank), make(sum(expected)).fill_(-1)
+            work = comm.all_to_all(
+                target, source, input_split_sizes=sent, output_split_sizes=expected, async_op=draw.random() < 0.3
+            )
+            if work is not None:
+                work.wait()
+            assert target.tolist() == [step + peer for peer in range(n) for _ in range(expected[peer])], step
+        mapped += sum(len(key) == 8 and bool(key[-1]) for key in comm.lane.preparer._recent)
+    return mapped

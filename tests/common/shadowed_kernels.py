@@ -1,0 +1,129 @@
+"""Every kernel that has a shadow, in every way that it is for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from sidelane.program.batch import Batch, parts_of
+from sidelane.program.collective import (
+    Collective,
+    Kind,
+    ReduceOp,
+    Reduction,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    broadcast,
+    reduce_scatter,
+    split_evenly,
+)
+from sidelane.program.ir import Program
+from sidelane.program.kernel import KernelProgram, Protocol
+from sidelane.program.kernel_list import AnyKernelProgram, KernelListProgram
+from sidelane.program.shadows import shadows_of
+
+FLOATS = Reduction(ReduceOp.SUM, "float32")
+"""Which are added in the order of the ranks, or else are something else."""
+
+MOVING = (Protocol.CELLS, Protocol.PARCELS, Protocol.PUSH, Protocol.PULL)
+REDUCING = (Protocol.CELLS, Protocol.PARCELS, Protocol.DIRECT, Protocol.REDUCE)
+SENDING = (Protocol.CELLS, Protocol.PARCELS, Protocol.RELAY, Protocol.PUSH, Protocol.STAGE)
+"""Broadcasts."""
+
+
+def kernels(n: int, part: int, blocks: int, reduction: Reduction = FLOATS) -> Iterator[AnyKernelProgram]:
+    """Kernels with so many bytes from rank to rank, about.
+
+    Args:
+        n: ranks.
+        part: bytes from rank to rank; where they reduce, what is near to them in whole elements.
+        blocks: of a launch, at most.
+        reduction: what to reduce.
+    """
+    yield from _single(n, part, blocks, reduction)
+    yield from _lists(n, part, blocks, reduction)
+
+
+def _single(n: int, part: int, blocks: int, reduction: Reduction) -> Iterator[KernelProgram]:
+    few = part // 4 + 1  # cells are many commands
+    for in_place in (False, True):
+        for protocol in MOVING:
+            nbytes = few if protocol is Protocol.CELLS else part
+            yield KernelProgram(all_gather([nbytes] * n, in_place=in_place), "one_shot", protocol, blocks)
+            if not (protocol is Protocol.PUSH and in_place):
+                exchange = all_to_all([[nbytes] * n] * n, in_place=in_place)
+                yield KernelProgram(exchange, "one_shot", protocol, blocks)
+        for protocol in REDUCING:
+            nbytes = _whole(few if protocol is Protocol.CELLS else part, reduction)
+            scatter = reduce_scatter([nbytes] * n, reduction, in_place=in_place)
+            yield KernelProgram(scatter, "one_shot", protocol, blocks)
+            shards = [0] * (n - 1) + [nbytes] if protocol is Protocol.CELLS else _shorter(nbytes, n, reduction)
+            reduce = all_reduce(shards, reduction, in_place=in_place)
+            if not (protocol is Protocol.DIRECT and in_place):
+                yield KernelProgram(reduce, "one_shot", protocol, blocks)
+            if protocol in (Protocol.DIRECT, Protocol.REDUCE):
+                yield KernelProgram(reduce, "two_shot", protocol, blocks)
+        nbytes = _whole(part, reduction)
+        for shards in (_shorter(nbytes, n, reduction), [4 * nbytes] * n):  # up to five chunks
+            sent = all_reduce(shards, reduction, in_place=in_place)
+            yield KernelProgram(sent, "two_shot_push", Protocol.SEND, blocks)
+    for protocol in SENDING:
+        if n > 2 or protocol is not Protocol.RELAY:
+            nbytes = {Protocol.CELLS: few, Protocol.PARCELS: part}.get(protocol, 3 * part)
+            root = n // 2
+            yield KernelProgram(broadcast(nbytes, n, root, in_place=True), "one_shot", protocol, blocks)
+
+
+def _lists(n: int, part: int, blocks: int, reduction: Reduction) -> Iterator[KernelListProgram]:
+    """Of tensors of different sizes, one of them empty."""
+    sizes = (part, 0, part // 2 + 1)
+    whole = [_whole(nbytes, reduction) for nbytes in sizes]
+    element = reduction.element_bytes
+
+    def program(parts: list[Collective], variant: str, protocol: Protocol) -> KernelListProgram:
+        return KernelListProgram(Batch(f"list of {parts[0].kind}", n, tuple(parts)), variant, protocol, blocks)
+
+    for in_place in (False, True):
+        gathers = [all_gather([size] * n, in_place=in_place) for size in sizes]
+        exchanges = [all_to_all([[size] * n] * n, in_place=in_place) for size in sizes]
+        scatters = [reduce_scatter([size] * n, reduction, in_place=in_place) for size in whole]
+        reduces = [all_reduce(split_evenly(n * size, n, element), reduction, in_place=in_place) for size in whole]
+        for protocol in (Protocol.PARCELS, Protocol.PUSH, Protocol.PULL):
+            yield program(gathers, "one_shot", protocol)
+            if not (protocol is Protocol.PUSH and in_place):
+                yield program(exchanges, "one_shot", protocol)
+        for protocol in (Protocol.PARCELS, Protocol.DIRECT, Protocol.REDUCE):
+            yield program(scatters, "one_shot", protocol)
+            if not (protocol is Protocol.DIRECT and in_place):
+                yield program(reduces, "one_shot", protocol)
+            if protocol is not Protocol.PARCELS:
+                yield program(reduces, "two_shot", protocol)
+    for protocol in (Protocol.PARCELS, Protocol.PUSH, Protocol.STAGE):
+        yield program([broadcast(3 * size, n, n - 1, in_place=True) for size in sizes], "one_shot", protocol)
+
+
+def _shorter(nbytes: int, n: int, reduction: Reduction) -> list[int]:
+    """Shards, the last one a third of the others."""
+    return [nbytes] * (n - 1) + [_whole(nbytes // 3, reduction)]
+
+
+def _whole(nbytes: int, reduction: Reduction) -> int:
+    """The next size of whole elements."""
+    return -(-nbytes // reduction.element_bytes) * reduction.element_bytes
+
+
+def name_of(kernel: AnyKernelProgram) -> str:
+    """The protocol, and whether it is of a list or a broadcast."""
+    broadcasts = kinds_of(kernel)[0] is Kind.BROADCAST
+    return f"{'list of ' * isinstance(kernel, KernelListProgram)}{'broadcast ' * broadcasts}{kernel.protocol}"
+
+
+def kinds_of(kernel: AnyKernelProgram) -> tuple[Kind, bool]:
+    """What a kernel does, and whether it does so in place."""
+    part = next(part for part, _ in parts_of(kernel.collective))
+    return part.kind, part.in_place
+
+
+def shadow(kernel: AnyKernelProgram, tile_bytes: int) -> tuple[Program, ...]:
+    """On as many blocks as it may have."""
+    return shadows_of(kernel, kernel.blocks, tile_bytes)

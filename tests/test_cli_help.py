@@ -1,0 +1,133 @@
+"""Help that reads like the guide, sizes that are rounded and say so, and errors that say where to read on."""
+
+from __future__ import annotations
+
+import shlex
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from sidelane import cli
+from sidelane.cli.guided import GROUPS, Command
+from sidelane.sizes import format_bytes, parse_bytes, rounding
+
+NAMES = sorted(cli.main.commands)
+
+
+def run(*arguments: str, width: int = 80) -> Result:
+    return CliRunner().invoke(cli.main, arguments, prog_name="sidelane", terminal_width=width)
+
+
+def command(name: str) -> Command:
+    found = cli.main.commands[name]
+    assert isinstance(found, Command)
+    return found
+
+
+def test_help_begins_with_what_one_can_do() -> None:
+    text = run("--help", width=120).stdout
+    places = [
+        text.index(f"\n{heading}") for heading in ("Look:", "Measure:", "Predict", "Choose and prove:", "Options:")
+    ]
+    assert places == sorted(places)
+    assert sorted(name for names in cli.main.groups.values() for name in names) == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_command_is_told_in_one_sentence(name: str) -> None:
+    sentence = cli.main.sentence(name)
+    assert sentence.endswith(".") and sentence.count(". ") == 0
+    assert len(sentence) <= 95
+    assert sentence.split()[0].istitle()
+
+
+@pytest.mark.parametrize("width", [50, 80, 200])
+@pytest.mark.parametrize("name", NAMES)
+def test_help_of_a_command(name: str, width: int) -> None:
+    text = run(name, "--help", width=width).stdout
+    headings = [line[:-1] for line in text.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    *groups, last = headings
+    assert last == "Examples" and groups == [group for group in GROUPS if group in groups]
+    assert {"Output", "Other"} <= set(groups)
+    lines = text.splitlines()
+    options = lines[: lines.index("Examples:")]
+    assert max(map(len, options)) <= max(width, 50)
+    assert max(map(len, lines)) <= max(width, 80), "an example is too long for a terminal"
+    assert "None" not in text and "RANGE" not in text and '""' not in text and "[default: (" not in text
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_option_is_explained(name: str) -> None:
+    for option in command(name).params:
+        if isinstance(option, click.Option) and not option.hidden:
+            assert option.help, f"{name} {option.opts}"
+            assert "Default:" not in option.help
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_examples_are_commands_that_exist(name: str, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "collectives.json").touch()
+    monkeypatch.chdir(tmp_path)
+    found = command(name)
+    assert found.examples
+    for line, does in found.examples:
+        first, second, *words = shlex.split(line)
+        assert (first, second) == ("sidelane", name) and does
+        found.make_context(name, words)
+
+
+def test_defaults_are_shown() -> None:
+    words = " ".join(run("collective", "--help", width=200).stdout.split())
+    assert "[default: 1K]" in words and "[default: 4G on GPUs, 16M on CPUs]" in words
+    assert "[default: all_gather, all_to_all]" in words
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"), [("1.2G", 1288490192), ("0.3K", 304), ("1.5G", 3 << 29), ("1000", 1000), ("0.001K", 16)]
+)
+def test_sizes_are_whole_elements(text: str, nbytes: int) -> None:
+    assert parse_bytes(text) == nbytes
+    rounded = text in ("1.2G", "0.3K", "0.001K")
+    assert rounding(text) == (f"{text} is taken as {nbytes} bytes, whole elements of any dtype" if rounded else "")
+    assert parse_bytes(format_bytes(nbytes)) == nbytes
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "explain all_gather 1.2G --machine h200x4",
+        "c3 cb1_1.2G --machine mi300x8",
+        "c3 --gemm cb1 --bytes 1.2G --machine mi300x8",
+        "phases --machine mi300x8 --operation copy --min-bytes 1.2K --max-bytes 1.2G --factor 64",
+        "power --machine mi300x8 --min-bytes 1G --max-bytes 1.2G",
+    ],
+)
+def test_what_is_rounded_is_said(line: str) -> None:
+    result = run(*line.split())
+    assert result.exit_code == 0, result.output
+    assert "note: 1.2G is taken as 1288490192 bytes, whole elements of any dtype\n" in result.stderr
+
+
+@pytest.mark.parametrize("name", ["collective", "phases", "power", "chain", "host", "c3", "explain"])
+def test_every_command_with_sizes_reads_them_alike(name: str) -> None:
+    words = {"c3": ["cb1_1.2Q"], "explain": ["all_gather", "1.2Q"], "host": ["--bytes", "1.2Q"]}
+    result = run(name, *words.get(name, ["--min-bytes", "1.2Q"]))
+    assert result.exit_code == 2
+    assert "not a size (value='1.2Q', allowed=a number with K, M or G)" in " ".join(result.stderr.split())
+
+
+def test_an_error_of_a_setting_says_where_settings_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sidelane import config
+
+    monkeypatch.setattr(config, "_stack", [])
+    monkeypatch.setenv("SIDELANE_BESIDE", "everything")
+    monkeypatch.setattr("sidelane.bench.running.study.run_ranks", lambda *_, **__: pytest.fail("ranks were started"))
+    result = run("collective", "--device", "cpu")
+    assert result.exit_code == 2 and "SIDELANE" not in result.stdout
+    assert "Error: Config: beside (value='everything', allowed=nothing, compute)" in result.stderr
+    assert result.stderr.splitlines()[-1] == "See docs/reference/settings.md"
+
+
+def test_an_unknown_command_says_where_to_read() -> None:
+    assert run("colective").stderr.splitlines()[-1] == "See sidelane --help, docs/guide/commands.md"

@@ -1,0 +1,135 @@
+"""Pages of docs/: links and anchors lead somewhere, lines stay short, what is made from code and results is current."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md"))]
+DECISIONS = sorted((DOCS / "decisions").glob("0*.md"))
+SOURCES = [
+    path
+    for folder in ("src", "tests", "tools", "examples")
+    for path in sorted((ROOT / folder).rglob("*"))
+    if path.suffix in (".py", ".c", ".toml") and path != Path(__file__).resolve()
+]
+LINK = re.compile(r"\]\(([^)\s#]*)(#[\w-]+)?\)")
+PAPER = r"(ConCCL|DMA collectives|[Oo]verlap|[Ff]used operators) paper"
+
+
+def identifier(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def text_of(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def prose(page: Path) -> str:
+    """A page without its code."""
+    return re.sub(r"```.*?```|`[^`\n]*`", "", text_of(page), flags=re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """What headings are called in links, as code hosts and the site have it."""
+    titles = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", text_of(page), flags=re.DOTALL), re.MULTILINE)
+    return {"#" + re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-") for title in titles}
+
+
+def outside_of_tables(page: Path) -> Iterator[str]:
+    return (line for line in text_of(page).splitlines() if not line.lstrip().startswith(("|", "![")))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=identifier)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target, anchor in LINK.findall(prose(page)):
+        if re.match(r"\w+:", target):
+            continue
+        path = (page.parent / target).resolve() if target else page
+        assert path.exists(), f"{target}: no such file"
+        assert ROOT in path.parents, f"{target}: outside of the repository"
+        assert not anchor or anchor in anchors(path), f"{target}{anchor}: no such heading"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=identifier)
+def test_lines_are_short(page: Path) -> None:
+    is_read_first = page == ROOT / "README.md" or page.parent == DOCS / "guide"
+    most = 120 if is_read_first else 160
+    assert [line for line in outside_of_tables(page) if len(line) > most] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=identifier)
+def test_cells_of_tables_are_short(page: Path) -> None:
+    cells = (cell for line in text_of(page).splitlines() if line.startswith("|") for cell in line.split(" | "))
+    most = 300 if page.parent == DOCS / "reference" else 200  # signatures are as long as they are
+    assert [cell for cell in cells if len(cell) > most] == []
+
+
+def test_pages_are_found_from_the_index_and_on_the_site() -> None:
+    index, site = DOCS / "README.md", DOCS / "index.md"
+    linked = {(DOCS / target).resolve() for target, _ in LINK.findall(text_of(index)) if target}
+    in_menu = {DOCS / f"{name}.md" for name in re.findall(r"^[\w/-]+$", text_of(site), re.MULTILINE)}
+    pages = {page for page in DOCS.rglob("*.md") if page not in DECISIONS}
+    assert pages - linked - {index, site, DOCS / "changes.md"} == set()
+    assert pages - in_menu - {site} == set()
+
+
+def test_every_decision_has_a_page_and_a_line_in_the_index() -> None:
+    index = text_of(DOCS / "decisions" / "README.md")
+    for number, page in enumerate(DECISIONS, 1):
+        heading = re.match(r"# (\d+)\. (.*)\n", text_of(page))
+        assert heading and int(heading[1]) == number == int(page.name[:4]), page
+        assert f"| {number} | [{heading[2]}]({page.name}) |" in index, page
+    assert len(re.findall(r"^\| \d+ \|", index, re.MULTILINE)) == len(DECISIONS)
+
+
+@pytest.mark.parametrize("folder", ["src", "tests", "tools", "examples", "docs"])
+def test_references_in_comments_lead_somewhere(folder: str) -> None:
+    wrong = []
+    for path in [*SOURCES, *PAGES]:
+        if path.relative_to(ROOT).parts[0] != folder:
+            continue
+        text = text_of(path)
+        wrong += [f"{path}: {name}" for name in re.findall(r"\bdocs/[\w/-]+\.md", text) if not (ROOT / name).exists()]
+        numbers = re.findall(r"\bdecisions? (\d+)\b", text)
+        wrong += [f"{path}: decision {one}" for one in numbers if not 0 < int(one) <= len(DECISIONS)]
+        wrong += [
+            f"{path}: {one}"
+            for one in re.findall(r"[Pp]apers?[ _]00\d|(?<![\w-])peers(?:-2026)?\.md|\.\./shared", text)
+        ]
+    assert wrong == []
+
+
+def test_papers_has_every_section_that_is_cited() -> None:
+    sections = re.split(r"^## ", text_of(DOCS / "papers.md"), flags=re.MULTILINE)
+    listed = {part.split(" paper\n")[0].lower(): part for part in sections if " paper\n" in part}
+    cited = {
+        (paper.lower(), section)
+        for path in SOURCES
+        for paper, section in re.findall(
+            PAPER + r",\s+(?:sections? )?([IVX]+(?:-[A-H]\d*)?|\d+(?:\.\d+)*)\b", text_of(path)
+        )
+    }
+    assert len(cited) > 20
+    assert {(paper, one) for paper, one in cited if not re.search(rf"\b{re.escape(one)}\b", listed[paper])} == set()
+
+
+@pytest.mark.parametrize("module", ["measured", "source"])
+def test_examples_in_docstrings_of_the_tools_are_right(module: str) -> None:
+    command = [sys.executable, "-m", "doctest", str(ROOT / "tools" / "docs" / f"{module}.py")]
+    assert ">>> " in text_of(Path(command[-1]))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_what_is_made_is_up_to_date() -> None:
+    command = [sys.executable, str(ROOT / "tools" / "make_docs.py"), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr

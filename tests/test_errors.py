@@ -1,0 +1,159 @@
+"""Errors say at their end where to read on, and the page says what they name."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import re
+import subprocess
+import sys
+import tomllib
+import traceback
+from pathlib import Path
+
+import pytest
+
+from sidelane import config, errors
+from sidelane.config import VARIABLES, Config, from_environment
+from sidelane.errors import PACKAGES, Page, last_line, missing, page_of, see
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.mark.parametrize("page", Page)
+def test_pages_are_there(page: Page) -> None:
+    assert (ROOT / page).is_file()
+
+
+def test_every_setting_is_described_where_its_errors_send_readers() -> None:
+    text = (ROOT / Page.SETTINGS).read_text(encoding="utf-8")
+    for name in (*VARIABLES, *(field.name for field in dataclasses.fields(Config))):
+        assert f"`{name}`" in text, name
+    assert config.__doc__ is not None and all(f"``{name}``" in config.__doc__ for name in VARIABLES)
+    assert Config.__doc__ is not None and all(f"{f.name}: " in Config.__doc__ for f in dataclasses.fields(Config))
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"SIDELANE_TIMEOUT_S": "soon"},
+        {"SIDELANE_TIMEOUT_S": "-1"},
+        {"SIDELANE_DEBUG": "yes"},
+        {"SIDELANE_VERIFY": "2"},
+        {"SIDELANE_NATIVE": ""},
+        {"SIDELANE_BESIDE": "all"},
+        {"SIDELANE_MEMORY_BYTES": "1.2Q"},
+    ],
+    ids=lambda environment: next(iter(environment)),
+)
+def test_settings_that_are_refused_say_where_they_are_described(environment: dict[str, str]) -> None:
+    with pytest.raises(ValueError) as refused:
+        from_environment(environment)
+    assert page_of(refused.value) is Page.SETTINGS
+    lines = traceback.format_exception(refused.value)
+    assert lines[-1] == "See docs/reference/settings.md\n"
+
+
+def test_an_unknown_setting_warns_with_the_page() -> None:
+    with pytest.warns(UserWarning, match=r"no such setting.*See docs/reference/settings\.md"):
+        from_environment({"SIDELANE_TIMEOUT": "1"})
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"), [("1.2G", 1288490192), ("512M", 512 << 20), ("0", 0), ("1000", 1000), ("", None)]
+)
+def test_memory_is_a_size(text: str, nbytes: int | None) -> None:
+    assert from_environment({"SIDELANE_MEMORY_BYTES": text}).memory_bytes == nbytes
+
+
+def made() -> list[errors.SidelaneError]:
+    return [
+        errors.SidelaneError("text"),
+        errors.ProgramError("title", ["a violation"]),
+        errors.UnavailableError("text"),
+        errors.UnavailableError("text", page=Page.SETTINGS),
+        errors.CommunicatorClosedError("text"),
+        errors.MismatchError("text"),
+        errors.PeerError("text", [1]),
+        errors.PeerTimeoutError("text", [1]),
+    ]
+
+
+@pytest.mark.parametrize("error", made(), ids=lambda error: type(error).__name__)
+def test_errors_keep_their_page_and_text_among_processes(error: errors.SidelaneError) -> None:
+    page, text = page_of(error), str(error)
+    assert page is not None and str(page) not in text
+    again = pickle.loads(pickle.dumps(error))
+    assert (page_of(again), str(again), again.__notes__) == (page, text, [f"See {page}"])
+    assert traceback.format_exception(error)[-1] == f"See {page}\n"
+    assert last_line("".join(traceback.format_exception(error))).endswith(last_line(text))
+
+
+def test_what_an_error_says_last_is_not_where_to_read() -> None:
+    assert last_line("Traceback ...\nValueError: no\nSee docs/guide/errors.md\n") == "ValueError: no"
+    assert last_line("ValueError: no") == "ValueError: no"
+    assert page_of(see(ValueError("no"), Page.TUNING)) is Page.TUNING
+    assert page_of(ValueError("no")) is None
+
+
+def test_what_is_optional_is_in_the_extra() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert set(PACKAGES.values()) == set(project["optional-dependencies"]["cuda"])
+    names = {re.split(r"[<>=]", package)[0] for package in PACKAGES.values()}
+    assert not names & {re.split(r"[<>=]", package)[0] for package in project["dependencies"]}
+
+
+def test_one_sentence_names_the_command() -> None:
+    error = missing("kernels need Triton", "triton", ImportError("No module named 'triton'"))
+    assert str(error) == "kernels need Triton (No module named 'triton'): pip install 'triton>=3.6'"
+    assert page_of(error) is Page.INSTALLATION
+
+
+# What to hide, what to do without it, and what is said.
+HIDDEN = {
+    "cuda.bindings": ("from sidelane.execute.cuda.driver import load_api; load_api()", "copy engines need"),
+    "pynvml": ("from sidelane.machine.nvidia_power import load_nvml; load_nvml()", "power needs NVML"),
+    "triton": (
+        "from sidelane.execute.cpu.kernel_call import CpuKernelCall; CpuKernelCall(None, None, None)",
+        "kernels need Triton",
+    ),
+}
+
+
+@pytest.mark.parametrize("module", PACKAGES)
+def test_what_is_missing_is_told_in_a_sentence(module: str) -> None:
+    does, said = HIDDEN[module]
+    code = f"import sys; sys.modules[{module!r}] = None; {does}"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    *_, error, note = ended.stderr.rstrip().splitlines()
+    assert error.startswith(f"sidelane.errors.UnavailableError: {said}")
+    assert error.endswith(errors.how_to_get(module)) and note == f"See {Page.INSTALLATION}"
+
+
+def test_a_machine_without_anything_optional_still_measures() -> None:
+    hidden = ", ".join(map(repr, PACKAGES))
+    line = "collective --device cpu --ranks 2 --collective all_gather --variants b2b --max-bytes 1K --iterations 1"
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys([{hidden}])); from sidelane.cli import main; "
+        f"main({line.split()!r}, prog_name='sidelane')"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 0, ended.stderr
+    assert "b2b" in ended.stdout
+
+
+ONE_RANK = """
+import sys, torch, torch.distributed as dist
+from sidelane import Communicator
+dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], 1), rank=0, world_size=1)
+with Communicator() as comm:
+    comm.all_gather(torch.zeros(4), torch.zeros(4), variant="no_such")
+"""
+
+
+def test_refused_arguments_of_a_call_say_where_to_read(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", ONE_RANK, str(tmp_path / "store")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    lines = [line.removeprefix("[rank0]: ") for line in ended.stderr.rstrip().splitlines()]  # as torch prints them
+    place = next(n for n, line in enumerate(lines) if line.startswith("ValueError: ") and "no_such" in line)
+    assert lines[place + 1] == f"See {Page.ERRORS}"

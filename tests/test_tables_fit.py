@@ -1,0 +1,184 @@
+"""Every table that the tool prints, on terminals from 40 to 200 columns: nothing is cut, least of all a number."""
+
+from __future__ import annotations
+
+import functools
+import io
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import rich.console
+
+from sidelane.bench import explain, info, machine_list
+from sidelane.bench.claims import command as claims
+from sidelane.bench.claims.results import compare
+from sidelane.bench.demo import show
+from sidelane.bench.demo.checked import Checked
+from sidelane.bench.demo.figures import overlap_percents
+from sidelane.bench.demo.measured import measured
+from sidelane.bench.report import terminal
+from sidelane.bench.report.table import Line, Table
+from sidelane.bench.report.tables import tables_of
+from sidelane.bench.results import files
+from sidelane.bench.results.written import STDOUT
+from sidelane.bench.simulated import overlap
+from sidelane.bench.simulated import study as simulated
+from sidelane.bench.tune.changes import changes_table
+from sidelane.c3.workload import parse_workload
+from sidelane.choice.store import InForce, builtin
+from sidelane.machine.load import machine_names, named
+from sidelane.model.strategies import STRATEGIES, predict
+from sidelane.model.study import c3_study, dma_study, pair_name
+from sidelane.program.collective import Kind
+
+WIDTHS = (40, 60, 80, 120, 200)
+RESULTS = Path(__file__).resolve().parent.parent / "results"
+STUDIES = ("collectives", "lists", "c3", "phases", "power", "chain", "host", "soak")
+# Of each study one file.
+RECORDED = [
+    next(path for folder in ("h200x4", "cpu") if (path := RESULTS / folder / f"{study}.json").exists())
+    for study in STUDIES
+]
+
+
+def printed(table: Table, width: int) -> str:
+    console = rich.console.Console(file=io.StringIO(), width=width)
+    console.print(table.to_rich())
+    return console.file.getvalue()
+
+
+def numbers(texts: list[str]) -> Counter[str]:
+    return Counter(word for text in texts for word in text.split() if any(map(str.isdigit, word)))
+
+
+def check(table: Table, width: int) -> None:
+    text = printed(table, width)
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= width
+    cells = [cell for line in table.lines for cell in line.cells]
+    lost = numbers(cells) - numbers([text])
+    assert not lost, f"not whole at {width} columns: {dict(lost)}\n{text}"
+    words = " ".join(text.split())
+    assert table.title.split()[0] in words and all(" ".join(note.split()) in words for note in table.notes)
+
+
+def recorded(path: Path) -> list[Table]:
+    return tables_of(files.read(path))
+
+
+def predicted_pairs() -> list[Table]:
+    machine = named("mi300x8")
+    workload = parse_workload("cb1_896M", Kind.ALL_GATHER)
+    rows = [predict(machine, workload, strategy) for strategy in STRATEGIES]
+    return [simulated.pairs_table(machine, rows, lambda row: row.workload.name.split()[0])]
+
+
+def predicted_study() -> list[Table]:
+    machine = named("mi300x8")
+    study = c3_study(machine)
+    rows = [row for row in study.rows if row.workload.collective is Kind.ALL_GATHER]
+    return [simulated.pairs_table(machine, rows, pair_name), simulated.averages_table(study)]
+
+
+def predicted_sizes() -> list[Table]:
+    machine = named("mi300x8")
+    return [simulated.sizes_table(dma_study(machine), machine, Kind.ALL_GATHER)]
+
+
+def of_the_demo() -> list[Table]:
+    data = measured()
+    checked = [Checked("all_gather", 36, 123_456_789, 0, 12.3456)]
+    return [
+        show.checked_table(checked, 4),
+        show.overlap_table(data, *overlap_percents(data)),
+        show.choice_table(show.choices_of()),
+    ]
+
+
+def of_tune() -> list[Table]:
+    now, before = builtin("h200x4"), builtin("h200x2")
+    assert now is not None and before is not None
+    return [changes_table(InForce(before, "another table"), now, now.curves)]
+
+
+def of_claims() -> list[Table]:
+    return [claims.measured_table(compare(named("h200x4"), RESULTS / "h200x4", ranges=False))]
+
+
+def of_explain() -> list[Table]:
+    options = explain.ExplainOptions(kind=Kind.ALL_GATHER, nbytes=1 << 20, machine="h200x4", ordinary=True)
+    return [explain._table(explain.explain(options))]
+
+
+MADE: dict[str, Callable[[], list[Table]]] = {
+    **{f"{path.parent.name}/{path.name}": functools.partial(recorded, path) for path in RECORDED},
+    "c3 --machine PAIR": predicted_pairs,
+    "c3 --machine": predicted_study,
+    "collective --machine": predicted_sizes,
+    "pipeline": lambda: [overlap.blocks_table(named("mi300x8"), "opt1", overlap.TILES["opt1"])],
+    "machines": lambda: [machine_list.machines_table([named(name) for name in machine_names()])],
+    "claims --machine": of_claims,
+    "demo": of_the_demo,
+    "tune": of_tune,
+    "explain": of_explain,
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_nothing_is_cut(name: str) -> None:
+    tables = MADE[name]()
+    assert tables
+    for table in tables:
+        for width in WIDTHS:
+            check(table, width)
+
+
+WIDE = Table(
+    "A table",
+    ("bytes", "<variant", *(f"column\n{n}" for n in range(4)), "<what happened"),
+    (Line(("1K", "b2b+prelaunch", "1.25", "10000.5", "3", "4", "nothing of any interest to anybody")),),
+    keys=2,
+)
+
+
+def test_texts_are_folded_before_columns_are_moved() -> None:
+    whole = printed(WIDE, 120)
+    assert "nothing of any interest to anybody" in whole
+    folded = printed(WIDE, 70)
+    assert folded.count("b2b+prelaunch") == 1 and "nothing of any interest to anybody" not in folded
+
+
+def test_columns_below_each_other_repeat_what_a_line_is_about() -> None:
+    assert printed(WIDE, 45).count("b2b+prelaunch") == 2
+
+
+def test_very_narrow_tables_are_paragraphs() -> None:
+    lines = [line.rstrip() for line in printed(WIDE, 28).splitlines()]
+    assert " 1K  b2b+prelaunch" in lines
+    assert "    column 0: 1.25" in lines and "    column 1: 10000.5" in lines
+
+
+def test_pipes_get_full_width_and_json_silences_tables(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    wide = Table("t", ("<name", "<text"), (Line(("a", "x " * 300)),))
+    terminal.tables_console().print(wide.to_rich())
+    assert ("x " * 300).rstrip() in capsys.readouterr().out
+    terminal.tables_console(STDOUT).print(wide.to_rich())
+    assert capsys.readouterr().out == ""
+    monkeypatch.setenv("COLUMNS", "60")
+    terminal.tables_console().print(wide.to_rich())
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 60
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_info_is_folded_between_words(width: int) -> None:
+    console = rich.console.Console(file=io.StringIO(), width=width)
+    found = info.look(probe=False)
+    info.show(found, console)
+    text = console.file.getvalue()
+    assert "…" not in text and max(map(len, text.splitlines())) <= width
+    assert not numbers([f"{found.machine.cores} cores"]) - numbers([text])

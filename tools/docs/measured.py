@@ -1,0 +1,129 @@
+"""Rows of result files, and the figures that tables take of them."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+RESULTS = ROOT / "results"
+
+Row = dict[str, Any]
+Where = dict[str, Any]
+Cells = list[list[str]]
+
+COPY_ENGINES: Where = {"implementation": "dma", "prelaunch": False}
+KERNELS: Where = {"implementation": "sm", "variant": ("one_shot", "two_shot", "two_shot_push")}
+NCCL: Where = {"implementation": ("nccl", "nccl_ce")}
+LIBRARIES = ("nccl", "nccl_ce", "symm_mem")
+OTHERS: Where = {"implementation": LIBRARIES}
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+
+EAGER: Where = {"launch": "eager"}
+GRAPH: Where = {"launch": "graph"}
+IN: Where = {"in_place": True}
+OUT: Where = {"in_place": False}
+GATHER, EXCHANGE = "all_gather", "all_to_all"
+SCATTERED, REDUCED, BROADCAST = "reduce_scatter", "all_reduce", "broadcast"
+AUTO: Where = {"implementation": "auto"}
+
+LABELS = {
+    GATHER: "all-gather",
+    EXCHANGE: "all-to-all",
+    SCATTERED: "reduce-scatter",
+    REDUCED: "all-reduce",
+    BROADCAST: "broadcast",
+}
+
+
+@functools.cache
+def load(name: str) -> dict[str, Any]:
+    """A result file, by its path in results/."""
+    content: dict[str, Any] = json.loads((RESULTS / name).read_text(encoding="utf-8"))
+    return content
+
+
+def rows_of(*names: str) -> list[Row]:
+    """The rows of some files, one after another."""
+    return [row for name in names for row in load(name)["rows"]]
+
+
+def best(rows: Iterable[Row], where: Where, column: str = "time_us") -> float | None:
+    """The least of a column among the rows that have all these values (of a tuple, one of them); None without any."""
+    allowed = [(key, value if isinstance(value, tuple) else (value,)) for key, value in where.items()]
+    found = [row[column] for row in rows if all(row.get(key) in values for key, values in allowed)]
+    return min((one for one in found if one is not None), default=None)
+
+
+def is_one_call(row: Row) -> bool:
+    """A call with all tensors of a list, or with its one tensor: not a call for each."""
+    return str(row["variant"]).rpartition("+")[2] != "separate"
+
+
+def ratios(rows: Iterable[Row], others: Sequence[str] = LIBRARIES) -> dict[tuple[Any, ...], float]:
+    """How many times as fast ``auto`` is as the best of the others, for each way to call that both have."""
+    ours: dict[tuple[Any, ...], float] = {}
+    theirs: dict[tuple[Any, ...], float] = {}
+    for row in rows:
+        if row["time_us"] is None:
+            continue
+        point = tuple(row.get(key) for key in ("collective", "bytes", "in_place", "launch", "tensors"))
+        if row["implementation"] == "auto" and is_one_call(row):
+            ours[point] = min(row["time_us"], ours.get(point, math.inf))
+        elif row["implementation"] in others:
+            theirs[point] = min(row["time_us"], theirs.get(point, math.inf))
+    return {point: theirs[point] / ours[point] for point in ours if point in theirs}
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    logarithms = [math.log(value) for value in values]
+    return math.exp(sum(logarithms) / len(logarithms))
+
+
+def size(nbytes: int) -> str:
+    """In powers of two, as pages write sizes.
+
+    >>> size(65536), size(1 << 30)
+    ('64 KB', '1 GB')
+    """
+    for unit, name in ((GIB, "GB"), (MIB, "MB"), (KIB, "KB")):
+        if nbytes >= unit:
+            return f"{nbytes / unit:g} {name}"
+    return f"{nbytes} bytes"
+
+
+def short(value: float | None) -> str:
+    """Three digits, or all digits of what has more in front of the point.
+
+    >>> short(4.0), short(63.94), short(2091.4), short(None)
+    ('4.00', '63.9', '2091', '')
+    """
+    if value is None:
+        return ""
+    return f"{value:.0f}" if value >= 1000 else f"{value:#.3g}".rstrip(".")
+
+
+def two(value: float | None) -> str:
+    """Two digits behind the point."""
+    return "" if value is None else f"{value:.2f}"
+
+
+def each(places: Iterable[Where], rows: Sequence[Row], write: Callable[[float | None], str] = short) -> str:
+    """The best of each place, with semicolons between them."""
+    return "; ".join(write(best(rows, place)) for place in places)
+
+
+def ratio(rows: Sequence[Row], where: Where, theirs: Where, ours: Where) -> str:
+    """How many times as fast ours is as theirs."""
+    over, under = best(rows, {**where, **theirs}), best(rows, {**where, **ours})
+    return two(over / under) if over is not None and under is not None else ""
+
+
+def whole(value: float | None) -> str:
+    """No digits behind the point."""
+    return "" if value is None else f"{value:.0f}"

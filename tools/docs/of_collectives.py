@@ -1,0 +1,221 @@
+"""Tables of collectives: single tensors, lists, broadcasts, kernels."""
+
+from __future__ import annotations
+
+from docs.measured import (
+    AUTO,
+    BROADCAST,
+    COPY_ENGINES,
+    EAGER,
+    EXCHANGE,
+    GATHER,
+    GIB,
+    GRAPH,
+    IN,
+    KERNELS,
+    KIB,
+    LABELS,
+    MIB,
+    NCCL,
+    OTHERS,
+    OUT,
+    REDUCED,
+    SCATTERED,
+    Cells,
+    Where,
+    best,
+    each,
+    geometric_mean,
+    ratio,
+    ratios,
+    rows_of,
+    short,
+    size,
+    two,
+)
+
+ONE_CALL: Where = {"variant": ("one_shot", "two_shot", "b2b", "b2b+graph", "striped", "alternating")}
+SEPARATE = tuple(f"{name}+separate" for name in ("one_shot", "two_shot", "b2b", "b2b+graph", "striped", "alternating"))
+SIZES_OF_LISTS = [64 * KIB, 512 * KIB, 4 * MIB, 32 * MIB, 256 * MIB]
+GROUP: Where = {"implementation": ("nccl", "nccl_ce"), "variant": ("", "window")}
+
+
+def geometric_means(machine: str) -> Cells:
+    """``auto`` against the best of NCCL and PyTorch, over every way to call that was measured."""
+    broadcasts = rows_of(f"{machine}/broadcasts.json")
+    # Broadcasts are measured by themselves (tools/measure_node.py): those that stand with other lists are older.
+    of_lists = [row for row in rows_of(f"{machine}/lists.json") if row["collective"] != BROADCAST]
+    kinds = {
+        "all-gather, all-to-all, reduce-scatter, all-reduce": ratios(rows_of(f"{machine}/collectives.json")),
+        "broadcast in place": ratios(row for row in broadcasts if row["tensors"] == 1),
+        "lists of eight tensors, all five": ratios([*of_lists, *(row for row in broadcasts if row["tensors"] > 1)]),
+    }
+    cells = [["", "eager", "in graphs", "all"]]
+    for label, points in kinds.items():
+        means = [geometric_mean(points.values())]
+        means[:0] = [geometric_mean(v for k, v in points.items() if k[3] == launch) for launch in ("eager", "graph")]
+        cells.append([f"{label}: {len(points)} points", two(means[0]), two(means[1]), f"**{two(means[2])}**"])
+    return cells
+
+
+def by_implementation() -> Cells:
+    """The best of each implementation in some calls among four H200s."""
+    rows = rows_of("h200x4/collectives.json", "h200x4/broadcasts.json")
+    columns: dict[str, Where] = {
+        "Sidelane, best on copy engines": COPY_ENGINES,
+        "Sidelane, kernel (`one_shot`, `two_shot`)": KERNELS,
+        "NCCL kernels": {"implementation": "nccl", "variant": ""},
+        "NCCL symmetric windows": {"implementation": "nccl", "variant": "window"},
+        "NCCL copy engines": {"implementation": "nccl_ce"},
+        "PyTorch symmetric memory": {"implementation": "symm_mem"},
+    }
+    calls = [
+        (GATHER, GIB, OUT, EAGER),
+        (GATHER, GIB, IN, EAGER),
+        (EXCHANGE, GIB, OUT, EAGER),
+        (GATHER, 256 * MIB, OUT, EAGER),
+        (GATHER, 64 * MIB, OUT, EAGER),
+        (GATHER, 64 * MIB, IN, EAGER),
+        (SCATTERED, GIB, OUT, GRAPH),
+        (SCATTERED, 64 * MIB, OUT, GRAPH),
+        (SCATTERED, 4 * MIB, OUT, GRAPH),
+        (REDUCED, GIB, IN, GRAPH),
+        (REDUCED, 64 * MIB, IN, GRAPH),
+        (REDUCED, 4 * MIB, IN, GRAPH),
+        (BROADCAST, GIB, IN, EAGER),
+        (BROADCAST, 64 * MIB, IN, EAGER),
+        (BROADCAST, 64 * KIB, IN, GRAPH),
+        (GATHER, 16 * MIB, OUT, GRAPH),
+        (GATHER, MIB, OUT, GRAPH),
+        (GATHER, 64 * KIB, OUT, GRAPH),
+        (EXCHANGE, 64 * KIB, OUT, GRAPH),
+        (GATHER, 64 * KIB, OUT, EAGER),
+        (EXCHANGE, MIB, OUT, EAGER),
+        (SCATTERED, 64 * KIB, OUT, EAGER),
+    ]
+    cells = [["", *columns]]
+    for kind, nbytes, place, launch in calls:
+        where = {"collective": kind, "bytes": nbytes, "tensors": 1, **place, **launch}
+        times = [best(rows, {**where, **column}) for column in columns.values()]
+        least = min(time for time in times if time is not None)
+        shown = [f"**{short(time)}**" if time == least else short(time) for time in times]
+        label = LABELS[kind] + ", " + size(nbytes).replace("B", "iB")
+        if kind in (GATHER, REDUCED):
+            label += ", in place" if place == IN else ", out of place"
+        cells.append([label + (", in a graph" if launch == GRAPH else ""), *shown])
+    return cells
+
+
+def large_ratios() -> Cells:
+    """NCCL's best over ours where copy engines matter, eager and in a graph."""
+    rows = rows_of("h200x4/collectives.json")
+    sizes = [64 * MIB, 256 * MIB, GIB]
+    calls = [(GATHER, OUT), (GATHER, IN), (EXCHANGE, OUT), (SCATTERED, OUT), (REDUCED, IN)]
+    cells = [["eager / graph", *map(size, sizes)]]
+    for name, ours in (("copy engines: ", COPY_ENGINES), ("kernels: ", KERNELS)):
+        for number, (kind, place) in enumerate(calls):
+            line = [("" if number else name) + LABELS[kind] + (" in place" if place == IN else " out of place")]
+            for nbytes in sizes:
+                where = {"collective": kind, "bytes": nbytes, **place}
+                line.append(" / ".join(ratio(rows, {**where, **launch}, NCCL, ours) for launch in (EAGER, GRAPH)))
+            cells.append(line)
+    return cells
+
+
+def broadcasts(machine: str) -> Cells:
+    """Broadcasts in place: ``auto``, and NCCL's best."""
+    rows = [row for row in rows_of(f"{machine}/broadcasts.json") if row["tensors"] == 1]
+    sizes = [KIB << 2 * power for power in range(11)]
+    cells = [["", *map(size, sizes)]]
+    for label, launch in (("in a graph: `auto`; NCCL", GRAPH), ("eager: `auto`; NCCL", EAGER)):
+        where = [{"bytes": nbytes, **launch} for nbytes in sizes]
+        cells.append([label, *(each([{**one, **AUTO}, {**one, **NCCL}], rows) for one in where)])
+    return cells
+
+
+def relays() -> Cells:
+    """Broadcasts in place on copy engines."""
+    rows = [row for row in rows_of("h200x4/broadcasts.json") if row["tensors"] == 1]
+    sizes = [16 * MIB, 64 * MIB, 256 * MIB, GIB]
+    cells = [["eager; in a graph", *map(size, sizes)]]
+    for label, variant in (("`b2b`: the root sends to each", "b2b"), ("`relay`: a chain", "relay")):
+        where = [{"bytes": nbytes, "implementation": "dma", "variant": variant} for nbytes in sizes]
+        cells.append([label, *(each([{**w, **launch} for launch in (EAGER, GRAPH)], rows) for w in where)])
+    return cells
+
+
+def small_copies() -> Cells:
+    """Small calls on copy engines: ours, and NCCL's."""
+    rows = rows_of("h200x4/collectives.json")
+    sizes = [KIB, 16 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB]
+    calls = [
+        ("all-gather out of place: copy engines; NCCL's", GATHER, OUT),
+        ("in place", GATHER, IN),
+        ("all-to-all", EXCHANGE, OUT),
+    ]
+    cells = [["", *map(size, sizes)]]
+    for label, kind, place in calls:
+        where = [{"collective": kind, "bytes": nbytes, **place, **GRAPH} for nbytes in sizes]
+        cells.append([label, *(each([{**w, **COPY_ENGINES}, {**w, "implementation": "nccl_ce"}], rows) for w in where)])
+    return cells
+
+
+def lists(machine: str) -> Cells:
+    """Eight tensors in one call: ``auto``, and NCCL's best as a group."""
+    calls = [(GATHER, OUT), (EXCHANGE, OUT), (SCATTERED, OUT), (REDUCED, IN), (BROADCAST, IN)]
+    lines: dict[str, Where] = {"`auto`": {**AUTO, **ONE_CALL}, "NCCL's best, as a group": GROUP}
+    others: dict[str, Where] = {
+        "one call of copy engines": {"implementation": "dma", "prelaunch": False},
+        "`auto` in a call for each tensor": {**AUTO, "variant": SEPARATE},
+    }
+    cells = [["eager; in a graph", *map(size, SIZES_OF_LISTS)]]
+    for number, (kind, place) in enumerate(calls):
+        rows = rows_of(f"{machine}/{'broadcasts' if kind == BROADCAST else 'lists'}.json")
+        name = f"{LABELS[kind]} {'in' if place == IN else 'out of'} place: "
+        for label, who in (lines if number else lines | others).items():
+            places = [{"collective": kind, "bytes": nbytes, "tensors": 8, **place, **who} for nbytes in SIZES_OF_LISTS]
+            cells.append([name + label, *(each([{**w, **launch} for launch in (EAGER, GRAPH)], rows) for w in places)])
+            name = ""
+    return cells
+
+
+def lists_by_kernels(machine: str) -> Cells:
+    """Eight tensors in one call in a graph: NCCL's best as a group, and one kernel."""
+    calls = [(GATHER, OUT), (EXCHANGE, OUT), (SCATTERED, OUT), (REDUCED, IN), (BROADCAST, IN)]
+    cells = [["NCCL; kernel", *map(size, SIZES_OF_LISTS)]]
+    for kind, place in calls:
+        rows = rows_of(f"{machine}/{'broadcasts' if kind == BROADCAST else 'lists'}.json")
+        where = [{"collective": kind, "bytes": nbytes, "tensors": 8, **place, **GRAPH} for nbytes in SIZES_OF_LISTS]
+        name = f"{LABELS[kind]} {'in' if place == IN else 'out of'} place"
+        cells.append([name, *(each([{**w, **GROUP}, {**w, **KERNELS}], rows) for w in where)])
+    return cells
+
+
+def kernel_times() -> Cells:
+    """The best of the others, and ours by kernels, in graphs."""
+    rows = [row for row in rows_of("h200x4/collectives.json", "h200x4/broadcasts.json") if row["tensors"] == 1]
+    calls = [(GATHER, OUT), (EXCHANGE, OUT), (SCATTERED, OUT), (REDUCED, IN), (BROADCAST, IN)]
+    cells = [["bytes", *(f"{LABELS[kind]}: {who}" for kind, _ in calls for who in ("others", "kernel"))]]
+    for nbytes in (KIB << 2 * power for power in range(11)):
+        line = [size(nbytes)]
+        for kind, place in calls:
+            where: Where = {"collective": kind, "bytes": nbytes, **place, **GRAPH}
+            line += [short(best(rows, {**where, **side})) for side in (OTHERS, KERNELS)]
+        cells.append(line)
+    return cells
+
+
+def two_shots() -> Cells:
+    """All-reduces in place of two H200s, in graphs."""
+    rows = rows_of("h200x2/collectives.json")
+    sizes = [MIB, 4 * MIB, 16 * MIB, 32 * MIB, 64 * MIB, 256 * MIB, GIB, 4 * GIB]
+    lines: dict[str, Where] = {
+        "`two_shot`": {"implementation": "sm", "variant": "two_shot"},
+        "`two_shot_push`": {"implementation": "sm", "variant": "two_shot_push"},
+        "the best of NCCL and PyTorch": OTHERS,
+    }
+    cells = [["", *map(size, sizes)]]
+    for label, who in lines.items():
+        where = [{"collective": REDUCED, "bytes": nbytes, **IN, **GRAPH, **who} for nbytes in sizes]
+        cells.append([label, *(short(best(rows, one)) for one in where)])
+    return [*cells, ["the bytes alone, at 391 GB/s", *(short(nbytes / 391e3) for nbytes in sizes)]]

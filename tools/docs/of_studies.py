@@ -1,0 +1,147 @@
+"""Tables of the other studies: chains, phases, host, power, C3, the simulator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from docs.measured import (
+    AUTO,
+    EAGER,
+    GATHER,
+    GIB,
+    GRAPH,
+    IN,
+    KIB,
+    LABELS,
+    MIB,
+    NCCL,
+    OUT,
+    Cells,
+    Where,
+    best,
+    ratio,
+    rows_of,
+    short,
+    size,
+    whole,
+)
+
+
+def one_handshake() -> Cells:
+    """Phases of an all-gather out of place by two handshakes and by one, two H200s."""
+    rows = rows_of("h200x2/phases.json")
+    sizes = [KIB, 64 * KIB, MIB]
+    cells = [["1 KB", "control", "copy (slot)", "sync", *(f"no stamps: {size(one)}" for one in sizes)]]
+    for label, variant, launch in (
+        ("`b2b` in a graph", "b2b", GRAPH),
+        ("`alternating` in a graph", "alternating", GRAPH),
+        ("the first of a graph (`+opening`)", "alternating+opening", GRAPH),
+        ("`b2b` eager", "b2b", EAGER),
+        ("`alternating` eager", "alternating", EAGER),
+        ("`alternating+graph`", "alternating+graph", EAGER),
+    ):
+        where: Where = {"operation": GATHER, "variant": variant, "source": "measured", **launch}
+        control, copy, slot, sync = (
+            best(rows, {**where, "bytes": KIB}, column) for column in ("control_us", "copy_us", "stage_us", "sync_us")
+        )
+        line = [label, short(control), short(copy) + (f" ({short(slot)})" if slot else ""), short(sync)]
+        cells.append(line + [short(best(rows, {**where, "bytes": one}, "total_unstamped_us")) for one in sizes])
+    return cells
+
+
+def chains(machine: str) -> Cells:
+    """A GEMM, an all-gather, a GEMM: NCCL's best over ours."""
+    rows = rows_of(f"{machine}/chain.json")
+    sizes = [MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB]
+    engines: Where = {"implementation": "dma"}
+    cells = [["", *map(size, sizes)]]
+    for label, place, ours in (
+        ("out of place, eager; graph", OUT, AUTO),
+        ("in place, eager; graph", IN, AUTO),
+        ("copy engines alone, out of place", OUT, engines),
+    ):
+        where = [{"bytes": nbytes, **place} for nbytes in sizes]
+        cells.append(
+            [label, *("; ".join(ratio(rows, {**w, **launch}, NCCL, ours) for launch in (EAGER, GRAPH)) for w in where)]
+        )
+    return cells
+
+
+def host(machine: str) -> Cells:
+    """What a call of 1 KB on symmetric tensors takes the host, microseconds."""
+    rows = [row for row in rows_of(f"{machine}/host.json") if row["bytes"] == KIB]
+    calls: dict[str, Where] = {
+        "`auto` (`one_shot`)": {**AUTO, "symmetric": True},
+        "`b2b`": {"implementation": "dma", "variant": "b2b", "operation": GATHER, "symmetric": True},
+        "`b2b+graph`": {"implementation": "dma", "variant": "b2b+graph", "operation": GATHER, "symmetric": True},
+        "`trigger()`": {"operation": "trigger", "symmetric": True},
+        "`trigger_from_host()`": {"operation": "trigger_from_host", "symmetric": True},
+        "NCCL": {"implementation": "nccl", "variant": ""},
+        "NCCL, symmetric windows": {"implementation": "nccl", "variant": "window"},
+        "NCCL, copy engines": {"implementation": "nccl_ce"},
+        "`_low_contention_all_gather`": {"implementation": "symm_mem"},
+    }
+    cells = [["", "median", "best"]]
+    for label, where in calls.items():
+        calls_of_driver = best(rows, where, "driver_calls")
+        if calls_of_driver and calls_of_driver > 1:
+            label += f" ({calls_of_driver:.0f} driver calls)"
+        cells.append([label, *(short(best(rows, where, column)) for column in ("host_us", "best_us"))])
+    return cells
+
+
+def energies(kinds: Sequence[str]) -> Cells:
+    """Millijoules of all GPUs for one call in a graph; the least of each line is bold."""
+    rows = rows_of("h200x4/power.json")
+    columns: dict[str, Where] = {
+        "copy engines (`b2b`)": {"implementation": "dma", "variant": "b2b"},
+        "kernel": {"implementation": "sm", "variant": ("one_shot", "two_shot")},
+        "narrow kernel (10 SMs)": {"implementation": "sm", "variant": ("one_shot_narrow", "two_shot_narrow")},
+        "NCCL kernels": {"implementation": "nccl", "variant": ""},
+        "NCCL symmetric windows": {"implementation": "nccl", "variant": "window"},
+        "NCCL copy engines": {"implementation": "nccl_ce"},
+        "PyTorch, the best": {"implementation": "symm_mem"},
+    }
+    cells = [["", *columns]]
+    for kind in kinds:
+        for nbytes in (64 * MIB, 256 * MIB, GIB):
+            for place in (OUT, IN):
+                where = {"collective": kind, "bytes": nbytes, **place}
+                found = [best(rows, {**where, **column}, "energy_mj") for column in columns.values()]
+                known = [one for one in found if one is not None]
+                if known:
+                    label = (
+                        f"{LABELS[kind]}, {size(nbytes).replace('B', 'iB')}, {'in' if place == IN else 'out of'} place"
+                    )
+                    cells.append([label, *(f"**{one:.0f}**" if one == min(known) else whole(one) for one in found)])
+    used = [column for column in range(len(cells[0])) if not column or any(line[column] for line in cells[1:])]
+    return [[line[column] for column in used] for line in cells]
+
+
+def c3() -> Cells:
+    """Percent of the strict ideal next to a GEMM, by pair and strategy."""
+    rows = rows_of("h200x4/c3.json")
+    strategies = ("c3_base", "c3_sp", "nccl_ce", "conccl", "auto")
+    cells = [["GEMM next to a collective", "class", *(f"`{name}`" for name in strategies)]]
+    for pair in dict.fromkeys((row["gemm"], row["collective"], row["bytes"], row["class"]) for row in rows):
+        gemm, kind, nbytes, kind_of_pair = pair
+        where = {"gemm": gemm, "collective": kind, "bytes": nbytes}
+        found = [best(rows, {**where, "strategy": name}, "percent_of_ideal") for name in strategies]
+        shown = [whole(one) for one in found]
+        most = whole(max(one for one in found if one is not None))
+        cells.append([f"{gemm}, {LABELS[kind]} of {nbytes / MIB:.0f} MiB", kind_of_pair])
+        cells[-1] += [f"**{one}**" if one == most else one for one in shown]
+    return cells
+
+
+def simulator() -> Cells:
+    """How long the simulator takes."""
+    cells = [["ranks", "commands", "seconds", "us a command", "peak MB"]]
+    for row in rows_of("simulator/scale.json"):
+        per_command = row["seconds"] / row["commands"] * 1e6
+        cells.append([str(row["ranks"]), f"{row['commands']:,}".replace(",", " "), f"{row['seconds']:.2g}"])
+        cells[-1] += [
+            f"{per_command:.1f}",
+            f"{row['peak_mb']:.2g}" if row["peak_mb"] < 100 else f"{row['peak_mb']:.0f}",
+        ]
+    return cells

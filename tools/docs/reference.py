@@ -1,0 +1,228 @@
+"""Reference pages: commands from the command line itself, settings and result files from their docstrings."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import re
+import textwrap
+from collections.abc import Iterator
+from pathlib import PurePath
+from typing import Any
+
+import click
+
+import sidelane.config
+from docs.measured import RESULTS
+from docs.source import attributes, to_markdown
+from sidelane import cli
+from sidelane.bench.results.files import Results
+from sidelane.bench.results.rows import ROWS
+
+WIDTH = 116
+
+OF_COMMANDS = "`sidelane COMMAND --help` shows the same on the terminal. [Where to begin](../guide/commands.md)."
+OF_VARIABLES = """
+A switch is `0` or `1`. A variable that begins with `SIDELANE_` and is none of these is told in a warning.
+`sidelane tune` writes the profile of a machine ([tuning](../guide/tuning.md))."""
+OF_SETTINGS = """
+A communicator reads its settings from the environment, once, when the first one is made, or from a `Config`.
+`with sidelane.config.override(Config(...)):` sets them for those that are made inside of the block."""
+EXAMPLE = """
+```python
+from sidelane import Communicator, Config
+
+comm = Communicator(config=Config(timeout_s=60, memory_bytes=1 << 30))
+```
+"""
+OF_ROWS = """
+A study writes one JSON object with `--json FILE`. Rows are flat, and their keys are fixed, since other tools read them.
+A row that could not run or was wrong has no time, and a `note` that says why. Who compares rows of `collectives` must
+compare `tensors`, too. [Which files there are](../lab/files.md)."""
+OF_FILES = """
+One folder a machine, one file a study ([their keys](../reference/results.md)). `make results RESULTS=folder` measures
+most of them on a node of yours."""
+
+
+def commands() -> str:
+    """Every command with every option."""
+    main = cli.main
+    assert isinstance(main, click.Group)
+    lines = ["# Commands", "", *_filled(OF_COMMANDS)]
+    groups = getattr(main, "groups", {"Commands": list(main.commands)})
+    for heading, names in groups.items():
+        lines += ["", f"**{heading}**", "", "| command | |", "|---|---|"]
+        lines += [f"| [`{name}`](#{name}) | {_paragraphs(main.commands[name])[0]} |" for name in names]
+    for name in (name for names in groups.values() for name in names):
+        lines += ["", f"## {name}", "", *_one_command(name, main.commands[name], main)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _one_command(name: str, command: click.Command, main: click.Group) -> Iterator[str]:
+    yield f"    sidelane {name} {_usage(command)}"
+    for paragraph in _paragraphs(command):
+        yield from ("", *_filled(paragraph))
+    options = [one for one in command.params if isinstance(one, click.Option) and not one.hidden]
+    always = bool(main.context_settings.get("show_default"))
+    for group in dict.fromkeys(getattr(option, "group", "") for option in options):
+        yield from ("", f"**{group}**", "") if group else ("",)
+        for option in options:
+            if getattr(option, "group", "") == group:
+                yield from _filled(_option(option, always), "- ")
+    if examples := getattr(command, "examples", ()):
+        yield from ("", "**Examples**", "")
+        for line, does in examples:
+            yield from (*(f"    # {part}" for part in textwrap.wrap(does, WIDTH - 6)), f"    {line}")
+
+
+def settings() -> str:
+    """Variables of the environment, with the attributes of ``Config``."""
+    text = inspect.cleandoc(sidelane.config.__doc__ or "")
+    rows = re.findall(r"^``(\w+)``\s{2,}(.*?)\s{2,}(\S+)$", text, re.MULTILINE)
+    missing = set(sidelane.config.VARIABLES) - {name for name, _, _ in rows}
+    assert not missing, f"config.py: its table lacks {missing}, or could not be read"
+    notes = dict(re.findall(r"^\((\w)\) (.*?)$", text, re.MULTILINE))
+    fields = {field.name for field in dataclasses.fields(sidelane.config.Config)}
+    lines = ["# Settings", "", *_filled(OF_SETTINGS), EXAMPLE, "## Environment", ""]
+    lines += ["| variable | field of `Config` | meaning | default |", "|---|---|---|---|"]
+    for name, meaning, default in rows:
+        note = notes.get(default.strip("()"), default) if default.startswith("(") else default
+        field = name.removeprefix("SIDELANE_").lower()
+        cells = [f"`{name}`", f"`{field}`" if field in fields else "", to_markdown(meaning)]
+        lines.append("| " + " | ".join([*cells, _linked(to_markdown(note)).rstrip(".")]) + " |")
+    kept = re.search(r"^What is compiled .*", text, re.MULTILINE)
+    lines += ["", *_filled(OF_VARIABLES), "", *_filled(to_markdown(kept[0]) if kept else "")]
+    lines += ["", "## Config", "", *_filled("Fields of `sidelane.Config`:"), ""]
+    lines += _described(sidelane.config.Config)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def result_files() -> str:
+    """The keys of result files, study by study."""
+    lines = [
+        "# Result files",
+        "",
+        *_filled(OF_ROWS),
+        "",
+        "## The file",
+        "",
+        *_described(Results),
+        "",
+    ]
+    for study, row in ROWS.items():
+        summary = " ".join(inspect.cleandoc(row.__doc__ or "").split("\n\n")[0].split())
+        lines += [f"## {study}", "", *_filled(to_markdown(summary)), "", *_described(row), ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def files() -> str:
+    """What lies in results/."""
+    lines = [
+        "# Files in results/",
+        "",
+        *_filled(OF_FILES),
+        "",
+        "| file | study | GPUs | measured | commit | rows |",
+        "|---|---|---|---|---|---|",
+    ]
+    made: list[str] = []
+    for path in sorted(RESULTS.glob("*/*")):
+        name = path.relative_to(RESULTS).as_posix()
+        content: Any = json.loads(path.read_text(encoding="utf-8")) if path.suffix == ".json" else None
+        content = content if isinstance(content, dict) else {"rows": content or ()}
+        line = [f"[{name}](../../results/{name})", content.get("study", path.stem), content.get("device", "")]
+        if content.get("gpus"):
+            line[-1] = f"{content['gpus']} x {line[-1]}"
+        line += [
+            str(content.get("date", ""))[:10],
+            str(content.get("commit", ""))[:7],
+            str(len(content.get("rows", ())) or ""),
+        ]
+        lines.append("| " + " | ".join(line) + " |")
+        if "command" in content:
+            made += ["", f"{name}:", ""]
+            made += [line for command in content["command"].split("; ") for line in _typed(command)]
+    lines += ["", "## Commands", "", *_filled("What to type to make each file again."), *made]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _described(of: type) -> list[str]:
+    assert dataclasses.is_dataclass(of)
+    said, renamed = attributes(of.__doc__ or ""), getattr(of, "renamed", {})
+    lines: list[str] = []
+    for field in dataclasses.fields(of):
+        kind = str(field.type).replace("None", "null") if of is not sidelane.config.Config else str(field.type)
+        begin = f"`{renamed.get(field.name, field.name)}` ({kind})"
+        lines += _filled(f"{begin}: {said[field.name]}" if field.name in said else begin, "- ")
+    return lines
+
+
+def _paragraphs(command: click.Command) -> list[str]:
+    text = inspect.cleandoc(command.help or "").replace("\b", "")
+    return [to_markdown(" ".join(one.split())) for one in text.split("\n\n") if one.strip()]
+
+
+def _usage(command: click.Command) -> str:
+    arguments = [one for one in command.params if isinstance(one, click.Argument)]
+    words = [(one.metavar or (one.name or "").upper()) + ("..." if one.nargs == -1 else "") for one in arguments]
+    return " ".join([*words, "[OPTIONS]"])
+
+
+def _option(option: click.Option, always: bool) -> str:
+    names = ", ".join([*option.opts, *option.secondary_opts])
+    text = f"`{names}{'' if option.is_flag else ' ' + _value(option)}`"
+    if option.help:
+        text += f": {to_markdown(' '.join(option.help.split()))}"
+    default = _default(option, always)
+    return f"{text} Default: {default}." if default else text
+
+
+def _default(option: click.Option, always: bool) -> str:
+    """What an option is if it is left out, where its help says so."""
+    shown = always if option.show_default is None else option.show_default
+    if isinstance(shown, str):
+        return shown
+    if isinstance(option.default, bool):
+        names = option.opts if option.default else option.secondary_opts
+        return names[0] if shown and names else ""
+    return str(option.default) if shown and isinstance(option.default, str | int | float | PurePath) else ""
+
+
+def _value(option: click.Option) -> str:
+    if option.metavar:
+        return option.metavar
+    if isinstance(option.type, click.Choice):
+        return "|".join(str(getattr(choice, "value", choice)) for choice in option.type.choices)
+    names = {click.IntRange: "NUMBER", click.FloatRange: "NUMBER", click.Path: "PATH", click.File: "FILE"}
+    for kind, name in names.items():
+        if isinstance(option.type, kind):
+            return name
+    return {"integer": "NUMBER", "float": "NUMBER", "text": "TEXT"}.get(option.type.name, option.type.name.upper())
+
+
+def _filled(text: str, first: str = "") -> list[str]:
+    """Lines of at most ``WIDTH`` characters; code stays in one piece."""
+    text = _linked(text.strip())
+    whole = re.sub(r"`[^`]*`|\[[^\]]*\]\([^)]*\)", lambda match: match[0].replace(" ", "\0"), text)
+    lines = textwrap.wrap(
+        whole,
+        WIDTH,
+        initial_indent=first,
+        subsequent_indent=" " * len(first),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return [line.replace("\0", " ") for line in lines]
+
+
+def _typed(command: str) -> list[str]:
+    """A block of code, whose lines go on behind a backslash."""
+    options = re.sub(r" (--[\w-]+) (?=[^-])", " \\1\0", command)
+    lines = textwrap.wrap(options, WIDTH - 6, break_long_words=False, break_on_hyphens=False)
+    return ["    " + " \\\n        ".join(lines).replace("\0", " ")]
+
+
+def _linked(text: str) -> str:
+    """Pages of docs/ as links, seen from one of its folders."""
+    return re.sub(r"\bdocs/([\w/-]*?)([\w-]+)\.md", r"[\2](../\1\2.md)", text)

@@ -1,0 +1,80 @@
+"""Every table that is made from results/, by the name that its page gives it.
+
+A page holds a table between two comments::
+
+    <!-- table: broadcasts-h200x4 -->
+    ...
+    <!-- end of table -->
+
+What stands between them is written by ``python tools/make_docs.py``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from docs import of_collectives, of_studies
+from docs.measured import EXCHANGE, GATHER, REDUCED, SCATTERED, Cells, rows_of
+
+
+def readme() -> Cells:
+    """The table of the README."""
+    four = of_collectives.geometric_means("h200x4")
+    rows = rows_of("h200x4/c3.json")
+    ours = [row["percent_of_ideal"] for row in rows if row["strategy"] == "conccl"]
+    nccl = [row["percent_of_ideal"] for row in rows if row["strategy"] in ("c3_base", "c3_sp")]
+    single, rooted, many, pairs = (
+        f"[{name}](results/h200x4/{name})" for name in ("collectives.json", "broadcasts.json", "lists.json", "c3.json")
+    )
+    return [
+        ["", "four H200s", ""],
+        ["eager calls", four[1][1], single],
+        ["in CUDA graphs", four[1][2], single],
+        ["broadcasts", four[2][3].strip("*"), rooted],
+        ["eight tensors in one call", four[3][3].strip("*"), many],
+        [
+            f"next to a GEMM: percent of ideal (NCCL's kernels: {min(nccl):.0f} to {max(nccl):.0f})",
+            f"{min(ours):.0f} to {max(ours):.0f}",
+            pairs,
+        ],
+    ]
+
+
+TABLES: dict[str, Callable[[], Cells]] = {
+    "readme": readme,
+    "geometric-means-h200x4": lambda: of_collectives.geometric_means("h200x4"),
+    "geometric-means-h200x2": lambda: of_collectives.geometric_means("h200x2"),
+    "by-implementation-h200x4": of_collectives.by_implementation,
+    "c3-h200x4": of_studies.c3,
+    "large-ratios-h200x4": of_collectives.large_ratios,
+    "broadcasts-h200x4": lambda: of_collectives.broadcasts("h200x4"),
+    "broadcasts-h200x2": lambda: of_collectives.broadcasts("h200x2"),
+    "relays-h200x4": of_collectives.relays,
+    "small-copies-h200x4": of_collectives.small_copies,
+    "lists-h200x4": lambda: of_collectives.lists("h200x4"),
+    "lists-h200x2": lambda: of_collectives.lists("h200x2"),
+    "lists-by-kernels-h200x2": lambda: of_collectives.lists_by_kernels("h200x2"),
+    "phases-h200x2": of_studies.one_handshake,
+    "chain-h200x4": lambda: of_studies.chains("h200x4"),
+    "kernel-times-h200x4": of_collectives.kernel_times,
+    "two-shots-h200x2": of_collectives.two_shots,
+    "host-h200x2": lambda: of_studies.host("h200x2"),
+    "host-h200x4": lambda: of_studies.host("h200x4"),
+    "energy-moving-h200x4": lambda: of_studies.energies((GATHER, EXCHANGE)),
+    "energy-reducing-h200x4": lambda: of_studies.energies((SCATTERED, REDUCED)),
+    "simulator": of_studies.simulator,
+}
+
+
+def lines_of(name: str) -> list[str]:
+    """A table in Markdown.
+
+    Raises:
+        ValueError: there is no table of that name.
+    """
+    if name not in TABLES:
+        raise ValueError(f"table: name (value={name!r}, allowed={', '.join(TABLES)})")
+    cells = TABLES[name]()
+    lines = [re.sub(r"\|\s+(?=\|)", "| ", f"| {' | '.join(line)} |") for line in cells]
+    return [lines[0], "|" + "---|" * len(cells[0]), *lines[1:]]
