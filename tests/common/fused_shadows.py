@@ -14,11 +14,12 @@ from fused_ops import communicator
 from sidelane import Communicator
 from sidelane.collectives.own_kernel import OwnKernel
 from sidelane.device import layout
+from sidelane.ops.embedding import EmbeddingAllToAll
 from sidelane.ops.gemv import GemvAllReduce, Tiling
 from sidelane.ops.rms_norm import AllReduceRmsNorm
 from sidelane.program.collective import Buffer, Span
-from sidelane.program.ir import Copy, Flag, Program, Queue, Reduce, Signal, Wait
-from sidelane.program.shadows import fused_gemv, fused_rms_norm
+from sidelane.program.ir import Command, Copy, Flag, Program, Queue, Reduce, Signal, Wait
+from sidelane.program.shadows import fused_embedding, fused_gemv, fused_rms_norm
 from sidelane.program.shadows.blocks import block_of
 
 Step = tuple[str, frozenset[object], frozenset[object]]
@@ -179,8 +180,11 @@ def planted(queues: Sequence[Queue], mistake: str) -> list[Queue]:
     return [dataclasses.replace(queue, commands=tuple(commands)), *apart]
 
 
-def placed(comm: Communicator, buffer: str, tensor: torch.Tensor) -> Places:
-    return {(rank, buffer): (address, tensor.nbytes) for rank, address in enumerate(comm.peers(tensor).tolist())}
+def placed(comm: Communicator, buffer: str, tensor: torch.Tensor, nbytes: int = 0) -> Places:
+    """``nbytes``: of the largest one of all ranks, where that is not this one."""
+    return {
+        (rank, buffer): (address, nbytes or tensor.nbytes) for rank, address in enumerate(comm.peers(tensor).tolist())
+    }
 
 
 def gemv(comm: Communicator) -> Iterator[Launched]:
@@ -242,4 +246,42 @@ def rms_norm(comm: Communicator) -> Iterator[Launched]:
     )
 
 
-KINDS: Mapping[str, Callable[[Communicator], Iterator[Launched]]] = {"gemv": gemv, "rms_norm": rms_norm}
+def embedding(comm: Communicator) -> Iterator[Launched]:
+    """Uneven tables and an uneven batch; bags of one row of 16 bytes, in three blocks."""
+    n, dim = comm.world_size, 4
+    counts, batch = [1 + rank % 2 for rank in range(n)], 3 * n + 1
+    tables = [torch.ones(3, dim) for _ in range(counts[comm.rank])]
+    indices, offsets = torch.zeros(len(tables) * batch).long(), torch.arange(len(tables) * batch + 1)
+    for slices, order in ((None, "remote_first"), (2, "remote_first"), (2, "oblivious")):
+        handle = EmbeddingAllToAll(comm, tables, batch, slice_bags=slices)
+        shadow = fused_embedding.embedding_all_to_all(
+            counts, handle._programs, batch, 4 * dim, slice_bags=slices or 0, remote_first=order == "remote_first"
+        )
+        yield Launched(
+            lambda handle=handle, order=order: handle(indices, offsets, order=order),  # type: ignore[misc]
+            handle._kernel,
+            placed(comm, "output", handle._output, 4 * sum(counts) * 4 * dim),
+            [without_counters(shadow, handle._kernel.flags * n)],
+        )
+
+
+def without_counters(program: Program, flags: int) -> Program:
+    """Arrivals are counted in memory of the rank's own; what consumers wait for is no part of the kernel."""
+
+    def is_kernels(command: Command) -> bool:
+        if isinstance(command, Signal | Wait) and command.flag.index >= flags:
+            return False
+        consumed = fused_embedding.SLICES * program.world_size
+        return not (isinstance(command, Wait) and command.flag.index >= consumed)
+
+    queues = tuple(
+        dataclasses.replace(queue, commands=tuple(filter(is_kernels, queue.commands))) for queue in program.queues
+    )
+    return dataclasses.replace(program, queues=queues)
+
+
+KINDS: Mapping[str, Callable[[Communicator], Iterator[Launched]]] = {
+    "gemv": gemv,
+    "rms_norm": rms_norm,
+    "embedding": embedding,
+}

@@ -35,7 +35,16 @@ def test_all_reduce_rms_norm_back_to_back(four: Crew, world_size: int) -> None:
     assert four.run(fused_ops.rms_norm_back_to_back, world_size, world_size, 16, timeout_s=110) == [16] * world_size
 
 
-@pytest.mark.parametrize("kind", ["gemv", "rms_norm"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_embedding_all_to_all_back_to_back(four: Crew, world_size: int) -> None:
+    assert four.run(fused_ops.embedding_back_to_back, world_size, world_size, 3, timeout_s=110) == [9] * world_size
+
+
+def test_slices_as_they_come(four: Crew) -> None:
+    assert four.run(fused_ops.slices_as_they_come, 2) == [3, 3]
+
+
+@pytest.mark.parametrize("kind", ["gemv", "rms_norm", "embedding"])
 def test_what_is_refused(four: Crew, kind: str) -> None:
     """On the rank with the wrong arguments, and on its peers with the reason, before anything has moved."""
     *others, (own,) = four.run(fused_ops.refusals, 2, kind)
@@ -46,7 +55,7 @@ def test_what_is_refused(four: Crew, kind: str) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("kind", ["gemv", "rms_norm"])
+@pytest.mark.parametrize("kind", ["gemv", "rms_norm", "embedding"])
 def test_every_block_does_what_its_shadow_says(four: Crew, kind: str, world_size: int) -> None:
     assert all(steps > 10 for steps in four.run(fused_shadows.follow, world_size, kind, "none"))
 

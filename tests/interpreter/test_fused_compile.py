@@ -18,7 +18,7 @@ if importlib.util.find_spec("triton") is None:
 import triton
 from triton.backends.compiler import GPUTarget
 
-from sidelane.ops import gemv, rms_norm
+from sidelane.ops import embedding, gemv, rms_norm
 
 H200 = GPUTarget("cuda", 90, 32)
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -73,3 +73,17 @@ def test_all_reduce_rms_norm_compiles(element_bytes: int, words: int, warps: int
     assert stack <= MOST_STACK_BYTES, (registers, stack)
     assert ".sys.release" not in text, "words carry their own readiness"
     assert "ld.volatile" in text
+
+
+@pytest.mark.parametrize(("dtype", "index", "weighted"), [("fp32", "i32", False), ("bf16", "i64", True)])
+@pytest.mark.parametrize("dim", [256, 92])
+def test_embedding_all_to_all_compiles(dtype: str, index: str, weighted: bool, dim: int) -> None:
+    element = {"fp32": triton.language.float32, "bf16": triton.language.bfloat16}[dtype]
+    constants = {"D": dim, "DP": 1 << (dim - 1).bit_length(), "L": 8, "DTYPE": element, "ALIGNED": dim % 8 == 0}
+    constants |= {"MEAN": not weighted, "WEIGHTED": weighted, "SLICE": 32 if weighted else 0, "REMOTE_FIRST": True}
+    kinds = f"*i64 *i64 *i32 *i64 *{index} *{index} *{dtype if weighted else index} i32 i32 i32 i32 i32"
+    text, registers, stack = compiled(embedding.KERNEL, kinds, constants, embedding.WARPS)
+    assert stack <= MOST_STACK_BYTES, (registers, stack)
+    assert registers <= 80, "6 programs of 4 warps fit on a compute unit"
+    assert (dim == 92) or re.search(r"ld\.global[a-z0-9_:.]*\.v4\.b32", text), "wide loads of rows"
+    assert text.count(".sys.acq_rel.add") == 1 + weighted, "the last program, and that of a slice"

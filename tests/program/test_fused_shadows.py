@@ -8,12 +8,12 @@ from collections.abc import Callable
 
 import pytest
 from contracts import map_spans
-from kernel_mistakes import changed, signals_before_stores, without_flags
+from kernel_mistakes import changed, edited, moves, signals_before_stores, without_flags
 
 from sidelane.errors import ProgramError
 from sidelane.program.collective import Buffer, Span
 from sidelane.program.ir import Command, Flag, Program, Signal, Wait
-from sidelane.program.shadows import fused_gemv, fused_rms_norm
+from sidelane.program.shadows import fused_embedding, fused_gemv, fused_rms_norm
 from sidelane.program.verify import verify_sequence
 
 TILE = 16
@@ -29,6 +29,19 @@ def without(kind: type[Signal] | type[Wait], flags: Callable[[Flag], bool]) -> E
 
 def without_meeting(flags: Callable[[Flag], bool]) -> Edit:
     return lambda program: without_flags(program, flags)
+
+
+def arrivals_before_stores(program: Program) -> Program:
+    """A block counts itself in front of what it moves, each time."""
+
+    def change(commands: list[Command]) -> list[Command]:
+        found = list(commands)
+        for at, (one, other) in enumerate(itertools.pairwise(commands)):
+            if moves(one) and isinstance(other, Signal):
+                found[at : at + 2] = other, one
+        return found
+
+    return edited(program, change)
 
 
 def one_place(program: Program, bytes_of_a_place: int) -> Program:
@@ -100,3 +113,24 @@ def test_mistakes_of_all_reduce_rms_norm_are_refused() -> None:
     with pytest.raises(ProgramError):
         verify_sequence(right[:1])  # one place for all generations
         pytest.fail("accepted: one place")
+
+
+@pytest.mark.parametrize("counts", [(2,), (1, 2), (2, 1, 1), (1, 1, 2, 1)])
+def test_embedding_all_to_all_is_proved(counts: tuple[int, ...]) -> None:
+    """With uneven tables and batches, and with slices of all sizes."""
+    for blocks, slices, first in itertools.product((1, 3), (0, 1, 2), (False, True)):
+        options = {"slice_bags": slices, "remote_first": first}
+        verify_sequence([fused_embedding.embedding_all_to_all(counts, blocks, 2 * len(counts) + 1, 8, **options)])
+
+
+def test_mistakes_of_embedding_all_to_all_are_refused() -> None:
+    n, counts = 3, (2, 1, 1)
+    program = fused_embedding.embedding_all_to_all(counts, 3, 7, 8, slice_bags=2)
+    flags = (fused_embedding.SLICES + 2 * 2) * n  # behind them: arrivals of the launch, then those of slices
+    right = (program,)
+    refuse(right, "nobody says that his output is free", without_meeting(lambda flag: flag.index < n))
+    refuse(right, "one rank is not waited for", without(Wait, lambda flag: flag.index == 1))
+    refuse(right, "the launch does not wait for the others", without_meeting(lambda flag: n <= flag.index < flags))
+    refuse(right, "done is said before all blocks have ended", without(Wait, lambda flag: flag.index == flags))
+    refuse(right, "arrivals before stores", arrivals_before_stores)
+    refuse(right, "a block that does not arrive", without(Signal, lambda flag: flag.index == flags))

@@ -1,6 +1,14 @@
 """Fused operators: kernels that compute, and send what they have computed while they go on. They need Triton."""
 
+from sidelane.ops.embedding import EmbeddingAllToAll, embedding_all_to_all
 from sidelane.ops.gemv import GemvAllReduce, gemv_all_reduce
 from sidelane.ops.rms_norm import AllReduceRmsNorm, all_reduce_rms_norm
 
-__all__ = ["AllReduceRmsNorm", "GemvAllReduce", "all_reduce_rms_norm", "gemv_all_reduce"]
+__all__ = [
+    "AllReduceRmsNorm",
+    "EmbeddingAllToAll",
+    "GemvAllReduce",
+    "all_reduce_rms_norm",
+    "embedding_all_to_all",
+    "gemv_all_reduce",
+]
