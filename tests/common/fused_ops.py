@@ -14,17 +14,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import triton
-import triton.language as tl
 
 from sidelane import Communicator, Config, ops
-from sidelane.device.context import begin, end, wait_acquire
 from sidelane.errors import SidelaneError
 from sidelane.ops import reference
-from sidelane.ops.embedding import EmbeddingAllToAll
 from sidelane.ops.gemv import Tiling
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+Calls = tuple[list[Callable[[], Any]], Callable[[], Any]]
+"""Wrong ones, and one that is right."""
+
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 """Of an element, next to the largest one: the last place of the dtype, twice."""
 
@@ -133,112 +132,11 @@ def rms_norm_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> in
     return len(kept) // 2
 
 
-@triton.jit
-def consumer(context, producer, output, seen, owner, flag, first, count, TILE: tl.constexpr):
-    """Takes a slice once it is there: launched as often as its producer, so that generations are the same."""
-    generation = begin(context)
-    wait_acquire(producer, owner, flag, generation)
-    offsets = tl.arange(0, TILE)
-    tl.store(seen + offsets, tl.load(output + first + offsets, mask=offsets < count), mask=offsets < count)
-    end(context, generation)
-
-
-def embedding_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> int:
-    """Uneven tables and batches, empty bags, all modes and dtypes; outputs that peers write while others are late."""
-    with communicator(group) as comm:
-        n, rank, device = comm.world_size, comm.rank, comm.device
-        draws = Draws(seed, rank)
-        kept: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for dtype in DTYPES:
-            dim, batch = draws.sizes.choice((1, 5, 8)), draws.sizes.randrange(n, 3 * n)
-            counts = [draws.sizes.randrange(1, 3) for _ in range(n)]
-            tables = [
-                [draws.normal(draws.sizes.randrange(1, 30), dim).to(dtype) for _ in range(count)] for count in counts
-            ]
-            own = [table.to(device) for table in tables[rank]]
-            width = sum(counts) * dim
-            shared = comm.empty(-(-batch // n), width, dtype=dtype)
-            samples = [batch // n + (peer < batch % n) for peer in range(n)]
-            mine = slice(sum(samples[:rank]), sum(samples[: rank + 1]))
-            for number in range(calls):
-                kind = draws.sizes.choice(("sum", "mean", "weighted"))
-                index = draws.sizes.choice((torch.int32, torch.int64))
-                order, cut = draws.sizes.choice(("remote_first", "oblivious")), draws.sizes.choice((None, 1, 3))
-                bags = [
-                    [[draws.sizes.randrange(len(table)) for _ in range(draws.sizes.choice((0, 1, 4, 11)))]]
-                    for some in tables
-                    for table in some
-                    for _ in range(batch)
-                ]
-                factors = [draws.normal(len(bag)).to(dtype) for (bag,) in bags]
-                pooled = [
-                    pool(table, bag, factor if kind == "weighted" else None, mean=kind == "mean")
-                    for table, (bag,), factor in zip(
-                        [table for some in tables for table in some for _ in range(batch)], bags, factors, strict=True
-                    )
-                ]
-                expected = torch.stack(pooled).view(sum(counts), batch, dim).transpose(0, 1).reshape(batch, width)[mine]
-                first, last = sum(counts[:rank]) * batch, sum(counts[: rank + 1]) * batch
-                lengths = [len(bag) for (bag,) in bags[first:last]]
-                indices = torch.tensor([row for (bag,) in bags[first:last] for row in bag], dtype=index)
-                offsets = torch.tensor([0, *lengths]).cumsum(0).to(index)
-                weights = torch.cat(factors[first:last]) if kind == "weighted" else None
-                out = shared[: samples[rank]] if number % 2 else None
-                draws.late()
-                mode = "mean" if kind == "mean" else "sum"
-                result = ops.embedding_all_to_all(
-                    *(comm, own, indices.to(device), offsets.to(device)),
-                    mode=mode,
-                    per_sample_weights=None if weights is None else weights.to(device),
-                    out=out,
-                    order=order,
-                    slice_bags=cut,
-                )
-                kept.append((result.clone(), expected))
-            unfused = reference.embedding_all_to_all(
-                comm, own, indices, offsets, counts, mode=mode, per_sample_weights=weights
-            )
-            check_close(unfused, expected, "unfused")
-        comm.synchronize()
-        for number, (result, expected) in enumerate(kept):
-            check_close(result, expected, number)
-    return len(kept)
-
-
-def pool(table: torch.Tensor, bag: list[int], factors: torch.Tensor | None, *, mean: bool) -> torch.Tensor:
-    """A bag in float64."""
-    rows = table.double()[bag] if bag else table.new_zeros(0, table.shape[1]).double()
-    if factors is not None:
-        rows = rows * factors.double()[:, None]
-    return rows.sum(0) / (max(1, len(bag)) if mean else 1)
-
-
-def slices_as_they_come(group: dist.ProcessGroup) -> int:
-    """A consumer of one slice of each owner, launched once for each call."""
-    with communicator(group) as comm:
-        dim, batch = 4, 4 * comm.world_size
-        table = torch.arange(8.0).repeat_interleave(dim).view(8, dim) + 10 * comm.rank
-        handle = EmbeddingAllToAll(comm, [table, table + 100], batch, slice_bags=2)
-        consumers = [comm.load_kernel(consumer, flags=0) for _ in range(comm.world_size)]
-        offsets = torch.arange(2 * batch + 1)
-        for call in range(3):
-            output = handle((torch.arange(2 * batch) + call) % 8, offsets)
-            for owner, kernel in enumerate(consumers):
-                seen, column = torch.zeros(dim), (2 * owner + 1) * dim
-                at, flag = 2 * output.shape[1] + column, handle.flag_of_slice(1, 2)
-                kernel.launch((1,), handle.context, output, seen, owner, flag, at, dim, TILE=4)
-                comm.synchronize()
-                row = (batch + 4 * comm.rank + 2 + call) % 8
-                assert seen.eq(row + 10 * owner + 100).all(), (call, owner, seen)
-            comm.barrier()
-    return 3
-
-
-def refusals(group: dist.ProcessGroup, kind: str) -> list[list[str]]:
+def refusals(group: dist.ProcessGroup, calls: Callable[[Communicator], Calls]) -> list[list[str]]:
     """For each wrong call, made by the last rank only, what each rank is told; then a call that is right."""
     told: list[str] = []
-    with communicator(group, debug=kind == "embedding") as comm:
-        wrong, right = {"gemv": gemv_calls, "rms_norm": rms_norm_calls, "embedding": embedding_calls}[kind](comm)
+    with communicator(group, debug=True) as comm:
+        wrong, right = calls(comm)
         for call in wrong:
             try:
                 (call if comm.rank == comm.world_size - 1 else right)()
@@ -250,7 +148,7 @@ def refusals(group: dist.ProcessGroup, kind: str) -> list[list[str]]:
     return [told]
 
 
-def gemv_calls(comm: Communicator) -> tuple[list[Callable[[], Any]], Callable[[], Any]]:
+def gemv_calls(comm: Communicator) -> Calls:
     weight, x = torch.ones(20, 8), torch.ones(3, 8)
 
     def call(weight: Any = weight, x: Any = x, **options: Any) -> Callable[[], Any]:
@@ -270,7 +168,7 @@ def gemv_calls(comm: Communicator) -> tuple[list[Callable[[], Any]], Callable[[]
     return wrong, call()
 
 
-def rms_norm_calls(comm: Communicator) -> tuple[list[Callable[[], Any]], Callable[[], Any]]:
+def rms_norm_calls(comm: Communicator) -> Calls:
     x, weight = torch.ones(3, 8), torch.ones(8)
 
     def call(x: Any = x, residual: Any = None, weight: Any = weight, **options: Any) -> Callable[[], Any]:
@@ -289,33 +187,5 @@ def rms_norm_calls(comm: Communicator) -> tuple[list[Callable[[], Any]], Callabl
         call(residual=torch.ones(3, 8).half()),
         call(weight=torch.ones(7)),
         call(out=torch.ones(2, 8)),
-    ]
-    return wrong, call()
-
-
-def embedding_calls(comm: Communicator) -> tuple[list[Callable[[], Any]], Callable[[], Any]]:
-    tables, indices, offsets = [torch.ones(5, 4), torch.ones(6, 4)], torch.tensor([0, 4, 3, 5]), torch.arange(5)
-
-    def call(some: Any = tables, rows: Any = indices, starts: Any = offsets, **options: Any) -> Callable[[], Any]:
-        return lambda: ops.embedding_all_to_all(comm, some, rows, starts, **options)
-
-    wrong = [
-        call([]),
-        call([torch.ones(5, 4), torch.ones(6, 3)]),
-        call([torch.ones(5, 4), torch.ones(6, 4).half()]),
-        call([torch.ones(4, 5).T, torch.ones(6, 4)]),
-        call(rows=indices.float()),
-        call(rows=torch.tensor([0, 5, 3, 5])),
-        call(starts=torch.arange(4)),
-        call(starts=torch.tensor([0, 2, 1, 3, 4])),
-        call(starts=torch.tensor([0, 1, 2, 3, 5])),
-        call(mode="max"),
-        call(order="last"),
-        call(slice_bags=0),
-        call(rows=indices[:2], starts=torch.arange(3)),
-        call(mode="mean", per_sample_weights=torch.ones(4)),
-        call(per_sample_weights=torch.ones(3)),
-        call(out=torch.ones(1, 4 * 2 * comm.world_size)),
-        call(out=comm.kept.setdefault("test", torch.ones(2, 2))),
     ]
     return wrong, call()

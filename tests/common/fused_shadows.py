@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from sidelane import Communicator
 from sidelane.collectives.own_kernel import OwnKernel
 from sidelane.device import layout
 from sidelane.ops.embedding import EmbeddingAllToAll
+from sidelane.ops.embedding_backward import EmbeddingBackward
 from sidelane.ops.gemv import GemvAllReduce, Tiling
 from sidelane.ops.rms_norm import AllReduceRmsNorm
 from sidelane.program.collective import Buffer, Span
@@ -51,6 +53,11 @@ class Launched:
     cells: Places = dataclasses.field(default_factory=dict)
     threads: int = 1 << 40
 
+    def is_own(self, flag: tuple[int, int]) -> bool:
+        """A rank has it from itself."""
+        context = self.kernel.context.tolist()
+        return flag[0] == context[layout.RANK] == flag[1] % context[layout.WORLD_SIZE]
+
 
 def follow(group: dist.ProcessGroup, kind: str, mistake: str) -> int:
     """Hold each block of two launches against its shadow; how many steps they took. ``mistake`` is planted in it."""
@@ -67,7 +74,9 @@ def follow(group: dist.ProcessGroup, kind: str, mistake: str) -> int:
                 for block, accesses in found.items():
                     mine = [queue for queue in queues if block_of(queue)[0] == block]
                     said = steps_said(planted(mine, mistake), {buffer for _, buffer in launched.places}, launched)
-                    done = steps_of(accesses, launched, barriers=sum(step[0] == BARRIER for step in said))
+                    known = {command.flag for q in shadow.queues for command in q.commands if is_flag(command)}
+                    barriers = sum(step[0] == BARRIER for step in said)
+                    done = steps_of(accesses, launched, barriers=barriers, known=known)
                     where = f"rank {comm.rank}, generation {generation}, block {block}"
                     assert [step[0] for step in done] == [step[0] for step in said], where
                     for number, (one, other) in enumerate(zip(done, said, strict=True)):
@@ -77,8 +86,11 @@ def follow(group: dist.ProcessGroup, kind: str, mistake: str) -> int:
     return steps
 
 
-def steps_of(accesses: Sequence[Access], launched: Launched, *, barriers: int) -> list[Step]:
-    """What a block has done to the buffers of the shadow, and to flags; so many barriers of threads are looked at."""
+def steps_of(accesses: Sequence[Access], launched: Launched, *, barriers: int, known: set[Flag]) -> list[Step]:
+    """What a block has done to the buffers of the shadow, and to flags; so many barriers of threads are looked at.
+
+    ``known``: flags of the shadow. By others a rank tells itself what it does not wait for.
+    """
     found: list[Step] = []
     for access in accesses:
         addresses = [int(address) for address in access.addresses]
@@ -100,9 +112,14 @@ def steps_of(accesses: Sequence[Access], launched: Launched, *, barriers: int) -
                 add(found, (MOVE, bytes_, NOTHING) if access.what == LOAD else (MOVE, NOTHING, bytes_))
             continue
         flags = frozenset(flag for flag in (flag_of(a, launched.kernel) for a in addresses) if flag)
+        flags = frozenset(flag for flag in flags if Flag(*flag) in known or not launched.is_own(flag))
         if flags:
             add(found, (SIGNAL if access.is_exchange else WAIT, flags, frozenset()))
     return found
+
+
+def is_flag(command: Command) -> TypeGuard[Signal | Wait]:
+    return isinstance(command, Signal | Wait)
 
 
 def place_of(address: int, places: Places) -> tuple[int, str, int] | None:
@@ -137,7 +154,7 @@ def steps_said(queues: Sequence[Queue], known: set[str], launched: Launched) -> 
             case Wait(flag):
                 add(found, (WAIT, frozenset([(flag.rank, flag.index)]), NOTHING))
             case Copy(dst, src):
-                if dst.buffer in known:
+                if {dst.buffer, src.buffer} & known:
                     add(found, moved((src,), dst, found, known))
             case Reduce(dst, srcs):
                 add(found, moved(srcs, dst, found, known))
@@ -148,7 +165,7 @@ def moved(srcs: Sequence[Span], dst: Span, steps: list[Step], known: set[str]) -
     """What was written in the same step is at hand: a block that stores it once more does not load it."""
     at_hand = steps[-1][2] if steps and steps[-1][0] == MOVE else frozenset()
     reads = frozenset(byte for src in srcs if src.buffer in known for byte in bytes_of(src))
-    return MOVE, reads - at_hand, frozenset(bytes_of(dst))
+    return MOVE, reads - at_hand, frozenset(bytes_of(dst)) if dst.buffer in known else NOTHING
 
 
 def add(steps: list[Step], new: Step) -> None:
@@ -265,12 +282,29 @@ def embedding(comm: Communicator) -> Iterator[Launched]:
         )
 
 
+def embedding_backward(comm: Communicator) -> Iterator[Launched]:
+    n, dim = comm.world_size, 4
+    counts, batch = [1 + rank % 2 for rank in range(n)], 3 * n + 1
+    tables = [torch.ones(3, dim) for _ in range(counts[comm.rank])]
+    indices, offsets = torch.zeros(len(tables) * batch).long(), torch.arange(len(tables) * batch + 1)
+    handle = EmbeddingBackward(comm, tables, batch)
+    grad = torch.ones(handle.tables.output_shape)
+    yield Launched(
+        lambda: handle(grad, indices, offsets),
+        handle._kernel,
+        placed(comm, str(Buffer.STAGING), handle._places),
+        [fused_embedding.backward(counts, handle._programs, batch, 4 * dim)],
+    )
+
+
 def without_counters(program: Program, flags: int) -> Program:
     """Arrivals are counted in memory of the rank's own; what consumers wait for is no part of the kernel."""
 
     def is_kernels(command: Command) -> bool:
         if isinstance(command, Signal | Wait) and command.flag.index >= flags:
             return False
+        if isinstance(command, Copy):
+            return command.dst.buffer != "consumed"
         consumed = fused_embedding.SLICES * program.world_size
         return not (isinstance(command, Wait) and command.flag.index >= consumed)
 
@@ -284,4 +318,5 @@ KINDS: Mapping[str, Callable[[Communicator], Iterator[Launched]]] = {
     "gemv": gemv,
     "rms_norm": rms_norm,
     "embedding": embedding,
+    "embedding_backward": embedding_backward,
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from ranks import Crew
@@ -11,6 +11,7 @@ from ranks import Crew
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
+import fused_embeddings
 import fused_ops
 import fused_shadows
 
@@ -37,17 +38,23 @@ def test_all_reduce_rms_norm_back_to_back(four: Crew, world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_embedding_all_to_all_back_to_back(four: Crew, world_size: int) -> None:
-    assert four.run(fused_ops.embedding_back_to_back, world_size, world_size, 3, timeout_s=110) == [9] * world_size
+    assert four.run(fused_embeddings.forward_back_to_back, world_size, world_size, 3, timeout_s=110) == [9] * world_size
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_gradients_of_embeddings(four: Crew, world_size: int) -> None:
+    done = four.run(fused_embeddings.backward_back_to_back, world_size, world_size, 2, timeout_s=110)
+    assert all(found >= 6 for found in done)
 
 
 def test_slices_as_they_come(four: Crew) -> None:
-    assert four.run(fused_ops.slices_as_they_come, 2) == [3, 3]
+    assert four.run(fused_embeddings.slices_as_they_come, 2) == [3, 3]
 
 
-@pytest.mark.parametrize("kind", ["gemv", "rms_norm", "embedding"])
-def test_what_is_refused(four: Crew, kind: str) -> None:
+@pytest.mark.parametrize("calls", [fused_ops.gemv_calls, fused_ops.rms_norm_calls, fused_embeddings.embedding_calls])
+def test_what_is_refused(four: Crew, calls: Callable[..., object]) -> None:
     """On the rank with the wrong arguments, and on its peers with the reason, before anything has moved."""
-    *others, (own,) = four.run(fused_ops.refusals, 2, kind)
+    *others, (own,) = four.run(fused_ops.refusals, 2, calls)
     assert all(line.startswith(("ValueError", "TypeError")) and "allowed=" in line for line in own), own
     for (told,) in others:
         for line, reason in zip(told, own, strict=True):
@@ -55,7 +62,7 @@ def test_what_is_refused(four: Crew, kind: str) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("kind", ["gemv", "rms_norm", "embedding"])
+@pytest.mark.parametrize("kind", ["gemv", "rms_norm", "embedding", "embedding_backward"])
 def test_every_block_does_what_its_shadow_says(four: Crew, kind: str, world_size: int) -> None:
     assert all(steps > 10 for steps in four.run(fused_shadows.follow, world_size, kind, "none"))
 

@@ -18,7 +18,7 @@ if importlib.util.find_spec("triton") is None:
 import triton
 from triton.backends.compiler import GPUTarget
 
-from sidelane.ops import embedding, gemv, rms_norm
+from sidelane.ops import embedding, embedding_backward, gemv, rms_norm
 
 H200 = GPUTarget("cuda", 90, 32)
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -87,3 +87,19 @@ def test_embedding_all_to_all_compiles(dtype: str, index: str, weighted: bool, d
     assert registers <= 80, "6 programs of 4 warps fit on a compute unit"
     assert (dim == 92) or re.search(r"ld\.global[a-z0-9_:.]*\.v4\.b32", text), "wide loads of rows"
     assert text.count(".sys.acq_rel.add") == 1 + weighted, "the last program, and that of a slice"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "weighted", "sparse"), [("fp32", False, False), ("bf16", True, False), ("fp16", False, True)]
+)
+def test_the_backward_of_embeddings_compiles(dtype: str, weighted: bool, sparse: bool) -> None:
+    names = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+    constants = {"D": 256, "DP": 256, "L": 8, "DTYPE": getattr(triton.language, names[dtype]), "ALIGNED": True}
+    constants |= {"MEAN": not weighted, "WEIGHTED": weighted, "SPARSE": sparse}
+    some = dtype if weighted else "i64"
+    kinds = f"*i64 *i64 *{dtype} *{dtype} *i64 *i64 *{some} *i64 *i32 *i64 *{dtype if sparse else 'fp32'}"
+    kinds += f" *{some if weighted else dtype} i32 i32 i32"
+    text, registers, stack = compiled(embedding_backward.KERNEL, kinds, constants, embedding_backward.WARPS)
+    assert stack <= MOST_STACK_BYTES, (registers, stack)
+    assert registers <= 128, "4 programs of 4 warps fit on a compute unit, all at the same time"
+    assert (re.search(r"(red|atom)[.a-z]*\.add\.[a-z0-9.]*f32", text) is None) == sparse

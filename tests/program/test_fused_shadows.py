@@ -134,3 +134,17 @@ def test_mistakes_of_embedding_all_to_all_are_refused() -> None:
     refuse(right, "done is said before all blocks have ended", without(Wait, lambda flag: flag.index == flags))
     refuse(right, "arrivals before stores", arrivals_before_stores)
     refuse(right, "a block that does not arrive", without(Signal, lambda flag: flag.index == flags))
+
+
+@pytest.mark.parametrize("counts", [(2,), (1, 2), (2, 1, 1), (1, 1, 2, 1)])
+def test_the_backward_of_embeddings_is_proved(counts: tuple[int, ...]) -> None:
+    for blocks, rest in itertools.product((1, 3), (0, 1)):
+        verify_sequence([fused_embedding.backward(counts, blocks, 2 * len(counts) + rest, 8)])
+
+
+def test_mistakes_of_the_backward_of_embeddings_are_refused() -> None:
+    right, flags = (fused_embedding.backward((2, 1, 1), 2, 7, 8),), 2 * 3
+    for phase in range(2):
+        refuse(right, f"no meeting {phase}", without_meeting(lambda flag, phase=phase: flag.index // flags == phase))
+        refuse(right, f"no wait {phase}", without(Wait, lambda flag, phase=phase: flag.index // flags == phase))
+    refuse(right, "signals before stores", arrivals_before_stores)

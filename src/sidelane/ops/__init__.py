@@ -1,14 +1,17 @@
 """Fused operators: kernels that compute, and send what they have computed while they go on. They need Triton."""
 
 from sidelane.ops.embedding import EmbeddingAllToAll, embedding_all_to_all
+from sidelane.ops.embedding_backward import EmbeddingBackward, embedding_all_to_all_backward
 from sidelane.ops.gemv import GemvAllReduce, gemv_all_reduce
 from sidelane.ops.rms_norm import AllReduceRmsNorm, all_reduce_rms_norm
 
 __all__ = [
     "AllReduceRmsNorm",
     "EmbeddingAllToAll",
+    "EmbeddingBackward",
     "GemvAllReduce",
     "all_reduce_rms_norm",
     "embedding_all_to_all",
+    "embedding_all_to_all_backward",
     "gemv_all_reduce",
 ]

@@ -28,7 +28,6 @@ elements of a row, in DP lanes, a power of two; L rows are loaded at a time. ``i
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import torch
@@ -50,9 +49,19 @@ from sidelane.device.context import (
     wait_all_acquire,
     world_size_of,
 )
+from sidelane.ops.embedding_tables import (
+    MEAN,
+    MODES,
+    NAME,
+    SUM,
+    Tables,
+    batch_of,
+    check_bags,
+    check_offsets,
+    check_sizes,
+    check_tables,
+)
 from sidelane.ops.handle import (
-    FLOATS,
-    ORDERS,
     REMOTE_FIRST,
     check_choice,
     check_tensor,
@@ -61,12 +70,7 @@ from sidelane.ops.handle import (
     programs_of,
     telling_refusals,
 )
-from sidelane.program.collective import split_evenly
 
-NAME = "embedding_all_to_all"
-MODES = ("sum", "mean")
-MOST_DIM = 1024
-MOST_BAGS = 1 << 30
 READY, DONE, SLICES = range(3)
 """Flags; those of slices follow. Of the counters: first program, last program, slices."""
 
@@ -88,7 +92,7 @@ class EmbeddingAllToAll:
         rows_at_a_time: of a table, a power of two.
 
     Attributes:
-        counts: tables of each rank.
+        tables: next to those of the other ranks.
         context: of the kernel, for consumers of slices.
 
     Raises:
@@ -103,37 +107,29 @@ class EmbeddingAllToAll:
         tables: Sequence[torch.Tensor],
         batch: int,
         *,
-        mode: str = "sum",
+        mode: str = SUM,
         slice_bags: int | None = None,
         per_unit: int = 8,
         rows_at_a_time: int = 8,
     ) -> None:
-        n, device = comm.world_size, comm.device
         with telling_refusals(comm, NAME):
             check_choice(NAME, "mode", mode, MODES)
-            _check_tables(comm, tables)
-            _check_sizes(comm, tables, batch, slice_bags)
+            check_tables(comm, tables)
+            check_sizes(comm, tables, batch, slice_bags)
             if per_unit < 1 or rows_at_a_time < 1 or rows_at_a_time != power_of_two(rows_at_a_time):
                 given, allowed = f"{per_unit}, {rows_at_a_time}", "1 and more; a power of two"
                 raise ValueError(f"{NAME}: per_unit, rows_at_a_time (value={given}, allowed={allowed})")
-        self.comm, self.tables, self.batch, self.mode, self.slice_bags = comm, tuple(tables), batch, mode, slice_bags
-        self.dim, self.dtype = tables[0].shape[1], tables[0].dtype
+        self.comm, self.mode, self.slice_bags = comm, mode, slice_bags
+        self.tables = Tables.kept(comm, tables, batch)
+        counts, samples = self.tables.counts, self.tables.samples
         self._rows_at_a_time = rows_at_a_time
-        own = [len(tables), all(table.data_ptr() % 16 == 0 for table in tables)]
-        of_all = torch.empty(n, 2, dtype=torch.int64, device=device)
-        comm.all_gather(of_all, torch.tensor(own, dtype=torch.int64, device=device))
-        comm.synchronize()
-        self.counts: tuple[int, ...] = tuple(of_all[:, 0].tolist())
-        self._aligned = bool(of_all[:, 1].all()) and self.dim * self.dtype.itemsize % 16 == 0
-        self._samples = split_evenly(batch, n)
-        self._width = sum(self.counts) * self.dim
-        self._slices = -(-self._samples[0] // slice_bags) if slice_bags else 0  # of a table, for one rank
-        self._programs = programs_of(comm, max(self.counts) * batch, per_unit)
-        self._addresses = torch.tensor([table.data_ptr() for table in tables], dtype=torch.int64).to(device)
-        self._counters = torch.zeros(SLICES + n * len(tables) * self._slices, dtype=torch.int32, device=device)
-        whole = comm.empty(self._samples[0], self._width, dtype=self.dtype)
-        self._output = whole[: self._samples[comm.rank]]
-        self._kernel = comm.load_kernel(_embedding_all_to_all, flags=SLICES + max(self.counts) * self._slices)
+        self._slices = -(-samples[0] // slice_bags) if slice_bags else 0  # of a table, for one rank
+        self._programs = programs_of(comm, max(counts) * batch, per_unit)
+        own_slices = comm.world_size * len(tables) * self._slices
+        self._counters = torch.zeros(SLICES + own_slices, dtype=torch.int32, device=comm.device)
+        whole = comm.empty(samples[0], self.tables.width, dtype=self.tables.dtype)
+        self._output = whole[: samples[comm.rank]]
+        self._kernel = comm.load_kernel(_embedding_all_to_all, flags=SLICES + max(counts) * self._slices)
         self.context = self._kernel.context
 
     def flag_of_slice(self, table: int, sample: int) -> int:
@@ -160,34 +156,32 @@ class EmbeddingAllToAll:
         order: str = REMOTE_FIRST,
     ) -> torch.Tensor:
         """Run it. Arguments, result and errors as of :func:`embedding_all_to_all`."""
-        comm = self.comm
+        comm, tables = self.comm, self.tables
         with telling_refusals(comm, NAME):
-            _check_bags(comm, self.tables, indices, offsets, per_sample_weights, order, self.mode)
-            if offsets.numel() != len(self.tables) * self.batch + 1:
-                allowed = f"{len(self.tables) * self.batch + 1}, tables x batch + 1"
-                raise ValueError(f"{NAME}: offsets (value={offsets.numel()}, allowed={allowed})")
+            check_bags(comm, tables.tables, indices, offsets, per_sample_weights, self.mode, order)
+            check_offsets(tables, offsets)
             output = self._output if out is None else out
             place = self._place_of(output)
         self._kernel.launch(
             (self._programs,),
             comm.peers(output),
             self._counters,
-            self._addresses,
+            tables.addresses,
             indices,
             offsets,
             indices if per_sample_weights is None else per_sample_weights,
-            self.batch,
-            len(self.tables),
-            sum(self.counts[: comm.rank]),
-            self._width,
+            tables.batch,
+            len(tables.tables),
+            sum(tables.counts[: comm.rank]),
+            tables.width,
             self._slices,
-            alike=f"batch {self.batch}, output at {place}",
-            D=self.dim,
-            DP=power_of_two(self.dim),
+            alike=f"batch {tables.batch}, output at {place}",
+            D=tables.dim,
+            DP=power_of_two(tables.dim),
             L=self._rows_at_a_time,
-            DTYPE=DTYPES[str(self.dtype).removeprefix("torch.")],
-            ALIGNED=self._aligned and place[1] % 16 == 0,
-            MEAN=self.mode == "mean",
+            DTYPE=DTYPES[str(tables.dtype).removeprefix("torch.")],
+            ALIGNED=tables.are_aligned and place[1] % 16 == 0,
+            MEAN=self.mode == MEAN,
             WEIGHTED=per_sample_weights is not None,
             SLICE=self.slice_bags or 0,
             REMOTE_FIRST=order == REMOTE_FIRST,
@@ -196,8 +190,8 @@ class EmbeddingAllToAll:
         return output
 
     def _place_of(self, output: torch.Tensor) -> tuple[int, int]:
-        shape = (self._samples[self.comm.rank], self._width)
-        check_tensor(NAME, "out", output, self.comm.device, (self.dtype,), (2,))
+        shape = self.tables.output_shape
+        check_tensor(NAME, "out", output, self.comm.device, (self.tables.dtype,), (2,))
         if output.shape != shape or not output.is_contiguous():
             raise ValueError(f"{NAME}: shape of out (value={tuple(output.shape)}, allowed={shape}, contiguous)")
         place = self.comm.place(output)
@@ -216,7 +210,7 @@ def embedding_all_to_all(
     indices: torch.Tensor,
     offsets: torch.Tensor,
     *,
-    mode: str = "sum",
+    mode: str = SUM,
     per_sample_weights: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     order: str = REMOTE_FIRST,
@@ -250,75 +244,13 @@ def embedding_all_to_all(
         MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """
     with telling_refusals(comm, NAME):
-        check_choice(NAME, "mode", mode, MODES)
-        _check_tables(comm, tables)
-        _check_bags(comm, tables, indices, offsets, per_sample_weights, order, mode)
-        batch, rest = divmod(offsets.numel() - 1, len(tables))
-        if rest:
-            raise ValueError(f"{NAME}: offsets (value={offsets.numel()}, allowed=a multiple of {len(tables)}, and 1)")
-        _check_sizes(comm, tables, batch, slice_bags)
-    key = (NAME, tuple(table.data_ptr() for table in tables), tables[0].dtype, batch, mode, slice_bags)
+        check_tables(comm, tables)
+        check_bags(comm, tables, indices, offsets, per_sample_weights, mode, order)
+        batch = batch_of(tables, offsets)
+        check_sizes(comm, tables, batch, slice_bags)
+    key = (*Tables.key_of(tables, batch), mode, slice_bags)
     handle = kept(comm, key, lambda: EmbeddingAllToAll(comm, tables, batch, mode=mode, slice_bags=slice_bags))
     return handle(indices, offsets, per_sample_weights=per_sample_weights, out=out, order=order)
-
-
-def _check_tables(comm: Communicator, tables: Sequence[torch.Tensor]) -> None:
-    if not isinstance(tables, Sequence) or not tables:
-        raise TypeError(f"{NAME}: tables (value={type(tables).__name__}, allowed=a list of at least one tensor)")
-    for number, table in enumerate(tables):
-        check_tensor(NAME, f"table {number}", table, comm.device, FLOATS, (2,))
-        if (table.shape[1], table.dtype) != (tables[0].shape[1], tables[0].dtype):
-            given, allowed = f"{table.shape[1]}, {table.dtype}", f"{tables[0].shape[1]}, {tables[0].dtype}"
-            raise ValueError(f"{NAME}: dim and dtype of table {number} (value={given}, allowed={allowed})")
-        if not table.is_contiguous():
-            raise ValueError(f"{NAME}: strides of table {number} (value={table.stride()}, allowed=contiguous)")
-    if not 1 <= tables[0].shape[1] <= MOST_DIM:
-        raise ValueError(f"{NAME}: dim of the tables (value={tables[0].shape[1]}, allowed=1..{MOST_DIM})")
-
-
-def _check_sizes(comm: Communicator, tables: Sequence[torch.Tensor], batch: int, slice_bags: int | None) -> None:
-    if batch < comm.world_size:
-        raise ValueError(f"{NAME}: batch (value={batch}, allowed={comm.world_size} and more, a sample for each rank)")
-    if batch * len(tables) > MOST_BAGS:
-        raise ValueError(f"{NAME}: tables x batch (value={len(tables)} x {batch}, allowed=1..{MOST_BAGS})")
-    if slice_bags is not None and slice_bags < 1:
-        raise ValueError(f"{NAME}: slice_bags (value={slice_bags}, allowed=1 and more, or None)")
-
-
-def _check_bags(
-    comm: Communicator,
-    tables: Sequence[torch.Tensor],
-    indices: torch.Tensor,
-    offsets: torch.Tensor,
-    weights: torch.Tensor | None,
-    order: str,
-    mode: str,
-) -> None:
-    check_choice(NAME, "order", order, ORDERS)
-    for what, tensor in (("indices", indices), ("offsets", offsets)):
-        check_tensor(NAME, what, tensor, comm.device, (torch.int32, torch.int64), (1,))
-        if not tensor.is_contiguous():
-            raise ValueError(f"{NAME}: strides of {what} (value={tensor.stride()}, allowed=contiguous)")
-    if weights is not None:
-        check_tensor(NAME, "per_sample_weights", weights, comm.device, (tables[0].dtype, torch.float32), (1,))
-        if mode != "sum" or weights.shape != indices.shape or not weights.is_contiguous():
-            given, allowed = f"{tuple(weights.shape)}, mode {mode}", f"{tuple(indices.shape)}, contiguous, mode sum"
-            raise ValueError(f"{NAME}: per_sample_weights (value={given}, allowed={allowed})")
-    if comm.config.debug:
-        _check_indices(tables, indices, offsets)
-
-
-def _check_indices(tables: Sequence[torch.Tensor], indices: torch.Tensor, offsets: torch.Tensor) -> None:
-    """Waits for the device."""
-    ends = offsets.tolist()
-    if ends[0] != 0 or ends[-1] != indices.numel() or any(a > b for a, b in itertools.pairwise(ends)):
-        raise ValueError(f"{NAME}: offsets (value={ends[0]}..{ends[-1]}, allowed=0..{indices.numel()}, not falling)")
-    batch = (len(ends) - 1) // len(tables)
-    for number, table in enumerate(tables):
-        some = indices[ends[number * batch] : ends[(number + 1) * batch]]
-        if some.numel() and not 0 <= int(some.min()) <= int(some.max()) < table.shape[0]:
-            given = f"{int(some.min())}..{int(some.max())}"
-            raise ValueError(f"{NAME}: indices of table {number} (value={given}, allowed=0..{table.shape[0] - 1})")
 
 
 @triton.jit

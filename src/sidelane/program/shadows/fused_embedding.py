@@ -1,4 +1,5 @@
-"""Shadow of ``ops/embedding.py``: bags are bytes of inputs, and counters of arrivals are flags that are added to.
+"""Shadows of ``ops/embedding.py`` and its backward. Bags are bytes of inputs; counters of arrivals are flags that are
+added to.
 
 Any block may come first or last. Here block 0 says that its rank is ready, and the block that ends a slice, or the
 launch, is the last one by number: it waits for the arrivals of the others, which is what being last says. A consumer of
@@ -11,10 +12,10 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 
-from sidelane.program.collective import Span, split_evenly
+from sidelane.program.collective import Buffer, Span, split_evenly
 from sidelane.program.contract import Contract, Result
 from sidelane.program.ir import EPOCH, Command, Copy, Flag, Program, Signal, SignalOp, Value, Wait
-from sidelane.program.shadows.blocks import Apart, copied, rotated
+from sidelane.program.shadows.blocks import Apart, copied, others, rotated
 from sidelane.program.shadows.own_grid import OwnGrid
 
 READY, DONE, SLICES = range(3)
@@ -147,6 +148,60 @@ def embedding_all_to_all(
     contract = Contract.of("embedding_all_to_all", sizes, results)
     flag_count = flags * n + 1 + n * max(counts) * slices
     return grid.made(contract, "embedding_all_to_all", commands, staging_bytes=0, flags=flag_count)
+
+
+def backward(counts: Sequence[int], blocks: int, batch: int, vector_bytes: int) -> Program:
+    """Gradients of bags go to the owners of the tables; ``rows`` stands for what these scatter them into.
+
+    Args:
+        counts: tables of each rank.
+        blocks: of a grid.
+        batch: samples of all ranks.
+        vector_bytes: of a bag.
+    """
+    n, samples = len(counts), split_evenly(batch, len(counts))
+    grid = OwnGrid(n, blocks, vector_bytes)
+    first_tables, first_samples = _starts(counts), _starts(samples)
+
+    def grad(sample_rank: int, owner: int, number: int) -> Span:
+        table, sample = divmod(number, samples[sample_rank])
+        at = sample * sum(counts) + first_tables[owner] + table
+        return Span(sample_rank, "grads", at * vector_bytes, vector_bytes)
+
+    def row(sample_rank: int, owner: int, number: int, buffer: str) -> Span:
+        table, sample = divmod(number, samples[sample_rank])
+        at = table * batch + first_samples[sample_rank] + sample
+        return Span(owner, buffer, at * vector_bytes, vector_bytes)
+
+    def commands(rank: int, block: int) -> Iterator[Command]:
+        yield from grid.tell(rank, block, READY, but=rank)
+        for peer in others(rank, n):
+            yield grid.hear_from(peer, rank, block, READY)
+            for number in range(block, samples[rank] * counts[peer], blocks):
+                yield Copy(row(rank, peer, number, Buffer.STAGING), grad(rank, peer, number))
+            yield Signal(grid.flag(peer, DONE, block, rank), EPOCH)
+        for sender in rotated(rank, n):
+            if sender != rank:
+                yield grid.hear_from(sender, rank, block, DONE)
+            for number in range(block, samples[sender] * counts[rank], blocks):
+                came = grad(rank, rank, number) if sender == rank else row(sender, rank, number, Buffer.STAGING)
+                yield Copy(row(sender, rank, number, "rows"), came)
+
+    row_bytes = [count * batch * vector_bytes for count in counts]
+    sizes = {"grads": [size * sum(counts) * vector_bytes for size in samples], "rows": row_bytes}
+    results = [
+        Result(row(sender, owner, number, "rows"), (grad(sender, owner, number),))
+        for sender, owner in itertools.product(range(n), range(n))
+        for number in range(samples[sender] * counts[owner])
+    ]
+    contract = Contract.of("embedding_all_to_all backward", sizes, results)
+    return grid.made(
+        contract,
+        "embedding_all_to_all backward",
+        commands,
+        staging_bytes=max(row_bytes),
+        flags=grid.flag_count(2),
+    )
 
 
 def _starts(sizes: Sequence[int]) -> list[int]:
