@@ -80,7 +80,9 @@ def forward_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> int
                 )
                 kept.append((result.clone(), expected))
             unfused = reference.embedding_all_to_all(
-                comm, own, indices, offsets, counts, mode=mode, per_sample_weights=weights
+                *(comm, own, indices.to(device), offsets.to(device), counts),
+                mode=mode,
+                per_sample_weights=None if weights is None else weights.to(device),
             )
             check_close(unfused, expected, "unfused")
         comm.synchronize()
@@ -120,7 +122,7 @@ def slices_as_they_come(group: dist.ProcessGroup) -> int:
 
 def backward_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> int:
     """Against autograd in float64: dense gradients and those of rows, of tables and of weights."""
-    with communicator(group) as comm:
+    with communicator(group) as comm, torch.device("cpu"):
         n, rank, device = comm.world_size, comm.rank, comm.device
         draws = Draws(seed, rank)
         kept: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -152,7 +154,7 @@ def backward_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> in
                     per_sample_weights=None if factors is None else factors.to(device),
                     sparse=number % 2 == 1,
                 )
-                results = [part.to_dense() if part.is_sparse else part for part in found]
+                results = [part.double().to_dense().to(dtype) if part.is_sparse else part for part in found]
                 results += [] if of_weights is None else [of_weights]
                 kept += zip(results, expected, strict=True)
         comm.synchronize()

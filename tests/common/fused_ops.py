@@ -33,7 +33,7 @@ class Draws:
 
     def __init__(self, seed: int, rank: int) -> None:
         self.sizes, self._late = random.Random(seed), random.Random(100 * seed + rank)
-        self._values = torch.Generator().manual_seed(seed)
+        self._values = torch.Generator("cpu").manual_seed(seed)
 
     def late(self) -> None:
         """Be late at random."""
@@ -41,13 +41,13 @@ class Draws:
 
     def normal(self, *shape: int) -> torch.Tensor:
         """float32, on the CPU."""
-        return torch.randn(*shape, generator=self._values)
+        return torch.randn(*shape, generator=self._values, device="cpu")
 
 
 def check_close(found: torch.Tensor, expected: torch.Tensor, where: object) -> None:
     """Compare with float64."""
     scale = max(1e-3, float(expected.abs().max())) if expected.numel() else 1.0
-    error = (found.double().cpu() - expected).abs().max().item() / scale if expected.numel() else 0.0
+    error = (found.double().cpu() - expected.cpu()).abs().max().item() / scale if expected.numel() else 0.0
     assert error <= TOLERANCE[found.dtype], (where, error)
 
 
