@@ -12,6 +12,7 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
 import fused_embeddings
+import fused_modules
 import fused_ops
 import fused_shadows
 
@@ -71,3 +72,17 @@ def test_every_block_does_what_its_shadow_says(four: Crew, kind: str, world_size
 def test_a_shadow_that_says_something_else_is_noticed(four: Crew, mistake: str) -> None:
     with pytest.raises(AssertionError, match="generation 1, block"):
         four.run(fused_shadows.follow, 2, "gemv", mistake)
+
+
+@pytest.mark.parametrize("name", ["linear", "embedding", "norm"])
+def test_layers_are_trained_and_compiled_whole(four: Crew, name: str) -> None:
+    """Without breaks of the graph; what a backend makes of the operators is a call."""
+    assert all(four.run(getattr(fused_modules, name), 2, "aot_eager", timeout_s=110))
+
+
+def test_operators_of_pytorch_are_sound(four: Crew) -> None:
+    assert four.run(fused_modules.checked, 2, timeout_s=110) == [3, 3]
+
+
+def test_a_layer_outlives_its_communicator(four: Crew) -> None:
+    assert all("allowed=number_of one that is open" in told for told in four.run(fused_modules.closed, 2))

@@ -45,3 +45,9 @@ def test_what_is_refused(ranks: Ranks, module: str, name: str) -> None:
 @pytest.mark.parametrize("name", ["gemv", "rms_norm", "embedding", "embedding_backward"])
 def test_in_a_graph(ranks: Ranks, name: str) -> None:
     ranks.run(CASES + "in_a_graph", name, 12, timeout_s=120)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("name", ["linear", "embedding", "norm"])
+def test_layers_are_trained_and_compiled_whole(ranks: Ranks, name: str, backend: str) -> None:
+    assert all(ranks.run(CASES + "as_on_cpus", "fused_modules", name, backend, timeout_s=170))
