@@ -15,6 +15,7 @@ from sidelane.errors import (
 )
 
 if TYPE_CHECKING:
+    from sidelane.c3.overlap import Overlap, overlap
     from sidelane.collectives import Batched, BoundProgram, Communicator, Lane, Prelaunched, Session, Work
 
 __version__ = "0.1.0"
@@ -27,6 +28,7 @@ __all__ = [
     "Config",
     "Lane",
     "MismatchError",
+    "Overlap",
     "PeerError",
     "PeerTimeoutError",
     "Prelaunched",
@@ -35,6 +37,7 @@ __all__ = [
     "SidelaneError",
     "UnavailableError",
     "Work",
+    "overlap",
 ]
 
 
@@ -42,4 +45,6 @@ def __getattr__(name: str) -> Any:
     # Importing torch takes seconds; `sidelane --help` and the program tools do without.
     if name in ("Batched", "BoundProgram", "Communicator", "Lane", "Prelaunched", "Session", "Work"):
         return getattr(import_module("sidelane.collectives"), name)
+    if name in ("Overlap", "overlap"):
+        return getattr(import_module("sidelane.c3.overlap"), name)
     raise AttributeError(f"module 'sidelane' has no attribute {name!r}")

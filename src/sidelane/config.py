@@ -10,13 +10,14 @@ variable                   meaning                                              
 ``SIDELANE_PROFILE``       file of measured times to choose by; ``builtin``: never the user's          (a)
 ``SIDELANE_NATIVE``        0: repeat calls on GPUs in Python, compile nothing                          1
 ``SIDELANE_MEMORY_BYTES``  most bytes that ``empty`` may reserve on a rank, for each communicator      (b)
-``SIDELANE_MAP_MEMORY``    0: ordinary tensors are staged, even where peers could map them             1
+``SIDELANE_MAP_MEMORY``    1: peers map ordinary tensors where they can; 0: they are all staged        (d)
 ``SIDELANE_COMMIT``        what result files name as the code that ran, where there is no checkout     (c)
 =========================  ==========================================================================  =======
 
 (a) ``sidelane/profiles/<machine>.json`` in ``XDG_CONFIG_HOME``, else in ``~/.config`` (docs/internals/choice.md).
 (b) what the device has. A number of bytes, or a size such as ``512M`` or ``1.5G``.
 (c) the checkout's commit, or ``unknown``. It is no setting of a communicator.
+(d) 1 on CPU ranks, 0 on GPUs, where the host then waits for its peers' hosts (docs/internals/reach.md).
 
 What is compiled is kept in ``sidelane`` in ``XDG_CACHE_HOME``, else in ``~/.cache`` (docs/lab/performance.md).
 """
@@ -30,6 +31,7 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import overload
 
 from sidelane.errors import SEE, Page, see
 from sidelane.sizes import parse_bytes
@@ -65,6 +67,7 @@ class Config:
         memory_bytes: most bytes of symmetric memory that ``empty`` of a communicator may reserve on a rank; None for
             what the device has.
         map_memory: let peers reach ordinary tensors without staging where that is possible (docs/internals/reach.md).
+            None: on CPU ranks. On GPUs the host of each such call waits for its peers' hosts.
     """
 
     timeout_s: float = DEFAULT_TIMEOUT_S
@@ -74,7 +77,7 @@ class Config:
     profile: str | None = None
     native: bool = True
     memory_bytes: int | None = None
-    map_memory: bool = True
+    map_memory: bool | None = None
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
@@ -111,7 +114,7 @@ def from_environment(environment: Mapping[str, str]) -> Config:
         profile=environment.get("SIDELANE_PROFILE") or None,
         native=_switch(environment, "SIDELANE_NATIVE", default=True),
         memory_bytes=_bytes(environment, "SIDELANE_MEMORY_BYTES"),
-        map_memory=_switch(environment, "SIDELANE_MAP_MEMORY", default=True),
+        map_memory=_switch(environment, "SIDELANE_MAP_MEMORY", default=None),
     )
 
 
@@ -161,7 +164,11 @@ def _bytes(environment: Mapping[str, str], name: str) -> int | None:
         raise _refused(f"{name}: not a size (value={value!r}, allowed=bytes, or a number with K, M or G)") from None
 
 
-def _switch(environment: Mapping[str, str], name: str, *, default: bool) -> bool:
+@overload
+def _switch(environment: Mapping[str, str], name: str, *, default: bool) -> bool: ...
+@overload
+def _switch(environment: Mapping[str, str], name: str, *, default: None) -> bool | None: ...
+def _switch(environment: Mapping[str, str], name: str, *, default: bool | None) -> bool | None:
     value = environment.get(name)
     if value is None:
         return default

@@ -55,8 +55,9 @@ def shared_memory() -> set[str]:
 
 
 def main(world_size: int, device_type: str, folder: Path, rank: int) -> None:
-    device = torch.device(device_type, rank) if device_type == "cuda" else torch.device(device_type)
+    device = torch.device(device_type)
     if device_type == "cuda":
+        device = torch.device("cuda", rank % torch.cuda.device_count())  # one for all, where there is but one
         torch.cuda.set_device(device)
     store = dist.FileStore(str(folder / "store"), world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)

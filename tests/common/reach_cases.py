@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +15,59 @@ from expected import any_bytes, close, numbers, reduced, same_bytes
 
 from sidelane import Communicator, Config
 from sidelane.errors import UnavailableError
-from sidelane.memory.shared_tensors import SharedTensors
 
 KINDS = ("all_gather", "all_to_all", "reduce_scatter", "all_reduce", "broadcast", "scatter", "gather")
+MAPPING = Config(timeout_s=30, map_memory=True)
+SIZES = (1, 33, 5000, 70_000)
+SEGMENTS = (1, 5000, 70_000, 3 << 20, 5 << 20)
+"""So that memory of GPUs is allocated anew, and freed: torch keeps what is smaller than 10 MB together."""
+
 DTYPES = (torch.uint8, torch.bfloat16, torch.float32, torch.int64)
 
 
 def shared(numel: int, dtype: torch.dtype, offset: int = 0) -> torch.Tensor:
     """Ordinary memory that other processes can map, from some element on."""
-    return torch.empty(offset + numel, dtype=dtype).share_memory_()[offset:]
+    whole = torch.empty(offset + numel, dtype=dtype)
+    return (whole if whole.is_cuda else whole.share_memory_())[offset:]
+
+
+def private(numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Ordinary memory that other processes cannot map."""
+    if not on_gpus():
+        return torch.empty(numel, dtype=dtype)
+    nbytes = -(-numel * dtype.itemsize // 512) * 512
+    found: torch.Tensor = next(_carved(nbytes)) if nbytes else torch.empty(0)
+    return found.view(dtype)[:numel]
+
+
+def on_gpus() -> bool:
+    return torch.get_default_device().type == "cuda"
+
+
+_arena: list[Any] = []
+
+
+def _carved(nbytes: int) -> Iterator[torch.Tensor]:
+    """Bytes of an arena of the driver's pools, which it does not export; one after the other, and again."""
+    from cuda.bindings import driver
+
+    if not _arena:
+        error, address = driver.cuMemAllocAsync(1 << 28, 0)
+        assert not error
+        interface = {"shape": (1 << 28,), "typestr": "|u1", "data": (int(address), False), "version": 3}
+        holder = type("Arena", (), {"__cuda_array_interface__": interface})()
+        _arena[:] = [torch.as_tensor(holder, device=torch.get_default_device()), 0]
+    arena, used = _arena
+    start = used if used + nbytes <= arena.nbytes else 0
+    _arena[1] = start + nbytes
+    yield arena[start : start + nbytes]
 
 
 def every_kind(group: dist.ProcessGroup, seed: int, sizes: tuple[int, ...]) -> dict[str, int]:
     """Each collective on tensors that all ranks can reach, that some can, and that none can; bytes of staging after the
     first."""
     staging = {}
-    with Communicator(group, device="cpu", config=Config(timeout_s=30)) as comm:
+    with Communicator(group, device=torch.get_default_device(), config=MAPPING) as comm:
         draw = random.Random(seed)
         for reachable in ("all", "some", "none"):
             for size in sizes:
@@ -52,11 +90,11 @@ def _one(comm: Communicator, kind: str, size: int, reachable: str, draw: random.
     n, rank, seed, root = comm.world_size, comm.rank, draw.randrange(10**9), draw.randrange(comm.world_size)
     reduces = kind in ("reduce_scatter", "all_reduce")
     dtype = draw.choice((torch.float32, torch.int32) if reduces else DTYPES)
-    in_place, offset, private = draw.random() < 0.4, draw.choice((0, 3)), draw.randrange(n)
-    is_shared = reachable == "all" or (reachable == "some" and rank != private)
+    in_place, offset, unshared = draw.random() < 0.4, draw.choice((0, 3)), draw.randrange(n)
+    is_shared = reachable == "all" or (reachable == "some" and rank != unshared)
 
     def make(numel: int) -> torch.Tensor:
-        return shared(numel, dtype, offset) if is_shared else torch.empty(numel, dtype=dtype)
+        return shared(numel, dtype, offset) if is_shared else private(numel, dtype)
 
     fill = numbers if reduces else any_bytes
     whole = kind in ("all_to_all", "reduce_scatter") or kind == "scatter"
@@ -109,21 +147,21 @@ def storm(group: dist.ProcessGroup, seed: int, steps: int) -> tuple[int, int]:
     late, draw = random.Random(100 * seed + dist.get_rank(group)), random.Random(seed)
     mapped = 0
     with (
-        Communicator(group, device="cpu", config=Config(timeout_s=30)) as first,
-        Communicator(group, device="cpu", config=Config(timeout_s=30)) as second,
+        Communicator(group, device=torch.get_default_device(), config=MAPPING) as first,
+        Communicator(group, device=torch.get_default_device(), config=MAPPING) as second,
     ):
         n, rank = first.world_size, first.rank
         kept: list[Any] = []
         for step in range(steps):
-            comm, size = draw.choice((first, second)), draw.choice((1, 33, 5000, 70_000))
+            comm, size = draw.choice((first, second)), draw.choice(SEGMENTS if on_gpus() else SIZES)
             keeps, is_async, is_any_private = draw.random() < 0.5, draw.random() < 0.15, draw.random() < 0.1
             if kept and late.random() < 0.5:
                 del kept[late.randrange(len(kept))]
             comes_again = keeps and kept and len(kept[-1]) == n * size
-            output = kept[-1] if comes_again else torch.empty(n * size).share_memory_()
+            output = kept[-1] if comes_again else shared(n * size, torch.float32)
             if is_any_private and late.random() < 0.5:
-                output = torch.empty(n * size)
-            input = shared(size, torch.float32) if late.random() < 0.7 else torch.empty(size)
+                output = private(n * size)
+            input = shared(size, torch.float32) if late.random() < 0.7 else private(size)
             input.fill_(step + 1000 * rank)
             output.fill_(-1)
             work = comm.all_gather(output, input, async_op=is_async)
@@ -138,7 +176,11 @@ def storm(group: dist.ProcessGroup, seed: int, steps: int) -> tuple[int, int]:
             del output, input
             if late.random() < 0.05:
                 gc.collect()
+                if on_gpus():
+                    torch.cuda.empty_cache()
         kept.clear()
+        if on_gpus():
+            torch.cuda.empty_cache()
         for comm in (first, second):  # what has gone is said with the next offer
             last = shared(4 * n, torch.int32)
             comm.all_gather(last, last[4 * rank : 4 * rank + 4])
@@ -147,8 +189,12 @@ def storm(group: dist.ProcessGroup, seed: int, steps: int) -> tuple[int, int]:
     return left, mapped
 
 
-def files_of_others() -> int:
-    """Shared memory of torch that this process has mapped."""
+def mapped_here() -> int:
+    """Memory of others that this process has mapped, and on CPU ranks of its own."""
+    if on_gpus():
+        from sidelane.execute.cuda import exported
+
+        return len(exported._opened)
     return Path("/proc/self/maps").read_text().count("/dev/shm/torch_")
 
 
@@ -156,31 +202,33 @@ def nothing_is_left(group: dist.ProcessGroup) -> tuple[int, int, int]:
     """Files that are mapped while peers offer them, beyond those before; behind a call with another one, when the
     tensors have gone; and when the communicator has."""
     gc.collect()
-    before = files_of_others()
-    with Communicator(group, device="cpu", config=Config(timeout_s=30)) as comm:
+    before = mapped_here()
+    with Communicator(group, device=torch.get_default_device(), config=MAPPING) as comm:
         n, rank = comm.world_size, comm.rank
         tensors = [shared(n * 1000, torch.float32) for _ in range(5)]
         for tensor in tensors:
             comm.all_gather(tensor, tensor[1000 * rank : 1000 * rank + 1000])
-        during = files_of_others() - before
+        during = mapped_here() - before
         tensor = None  # type: ignore[assignment]
         tensors.clear()
+        if on_gpus():
+            torch.cuda.empty_cache()
         last = shared(n, torch.float32)
         comm.all_gather(last, last[rank : rank + 1])
         dist.barrier(group)
         del last
         gc.collect()
-        then = files_of_others() - before
+        then = mapped_here() - before
     gc.collect()
-    return during, then, files_of_others() - before
+    return during, then, mapped_here() - before
 
 
 def one_cannot_map(group: dist.ProcessGroup) -> tuple[str, int]:
     """A rank that may not open what its peers offer: all ranks stage that, and go on."""
     rank = dist.get_rank(group)
-    with Communicator(group, device="cpu", config=Config(timeout_s=30)) as comm:
+    with Communicator(group, device=torch.get_default_device(), config=MAPPING) as comm:
         n = comm.world_size
-        assert isinstance(comm._backend.ordinary, SharedTensors)
+        assert comm._backend.ordinary is not None
         allowed = comm._backend.ordinary.map
 
         def refuse(handle: str, name: str) -> Any:
@@ -201,17 +249,19 @@ def one_cannot_map(group: dist.ProcessGroup) -> tuple[str, int]:
 def answers(group: dist.ProcessGroup) -> list[str]:
     """What a communicator says of tensors."""
     found = []
-    with Communicator(group, device="cpu", config=Config(timeout_s=30)) as comm:
-        found += [str(comm.reach(each)) for each in (comm.empty(4), shared(4, torch.float32), torch.zeros(4))]
+    with Communicator(group, device=torch.get_default_device(), config=MAPPING) as comm:
+        found += [str(comm.reach(each)) for each in (comm.empty(4), shared(4, torch.float32), private(4))]
         found.append(str(comm.reach(torch.zeros(0))))
         for _ in range(3):
             output, input = shared(4 * comm.world_size, torch.float32), shared(4, torch.float32).fill_(comm.rank)
             comm.all_gather(output, input)
-            comm.all_gather(output, torch.zeros(4))  # where the output is reached, it does not matter where inputs are
+            comm.all_gather(
+                output, private(4).fill_(0)
+            )  # where the output is reached, it does not matter where inputs are
             comm.all_to_all(output, shared(4 * comm.world_size, torch.float32))
-            comm.gather(torch.zeros(4 * comm.world_size) if comm.rank == 0 else None, input, root=0)
+            comm.gather(private(4 * comm.world_size) if comm.rank == 0 else None, input, root=0)
         assert comm.lane.preparer._staging.nbytes == 0, "nothing was staged"
-    with Communicator(group, device="cpu", config=Config(timeout_s=30, map_memory=False)) as comm:
+    with Communicator(group, device=torch.get_default_device(), config=Config(timeout_s=30, map_memory=False)) as comm:
         tensor = shared(comm.world_size, torch.float32).fill_(comm.rank)
         comm.all_gather(tensor, tensor[comm.rank : comm.rank + 1])
         assert tensor.tolist() == list(range(comm.world_size))
@@ -221,7 +271,7 @@ def answers(group: dist.ProcessGroup) -> list[str]:
 
 def asynchronous_ones_wait_for_nobody(group: dist.ProcessGroup) -> None:
     """Rank 0 starts a call and then tells its peers to come: a call that waited for their hosts would never return."""
-    with Communicator(group, device="cpu", config=Config(timeout_s=20)) as comm:
+    with Communicator(group, device=torch.get_default_device(), config=MAPPING) as comm:
         n, rank = comm.world_size, comm.rank
         tensor = shared(n * 10, torch.float32)
         for step in range(3):
@@ -244,12 +294,11 @@ def lists(group: dist.ProcessGroup, seed: int, rounds: int) -> int:
     """Lists, batches of several kinds and uneven exchanges of tensors of which each rank has some in shared memory."""
     draw, late = random.Random(seed), random.Random(100 * seed + dist.get_rank(group))
     mapped = 0
-    with Communicator(group, device="cpu", config=Config(timeout_s=30)) as comm:
+    with Communicator(group, device=torch.get_default_device(), config=MAPPING) as comm:
         n, rank = comm.world_size, comm.rank
 
         def make(numel: int) -> torch.Tensor:
-            tensor = torch.empty(numel, dtype=torch.int32)
-            return tensor.share_memory_() if late.random() < share else tensor
+            return shared(numel, torch.int32) if late.random() < share else private(numel, torch.int32)
 
         for step in range(rounds):
             share = draw.choice((0.0, 0.8, 1.0, 1.0))

@@ -49,7 +49,7 @@ def test_a_rank_that_cannot_map(pool: RankPool) -> None:
 
 def test_what_a_communicator_says_of_tensors(pool: RankPool) -> None:
     staged = "staged: it is not in shared memory (Tensor.share_memory_)"
-    off = "staged: ordinary memory is not mapped on this device, or Config.map_memory is off"
+    off = "staged: Config.map_memory is not on"
     assert pool.run(reach_cases.answers, 2) == [["symmetric", "mapped", staged, "mapped: it has no bytes", off]] * 2
 
 

@@ -26,7 +26,8 @@ class Part:
 PARTS = (
     Part(
         "sidelane",
-        "Collectives, sessions, and what calls return. `OwnKernel` alone is not imported from here.",
+        "Collectives, sessions, what calls return, and collectives next to a computation. "
+        "`OwnKernel` alone is not imported from here.",
         (
             ("sidelane.collectives.communicator", ("Communicator",)),
             ("sidelane.collectives.session", ("Session", "Lane")),
@@ -35,6 +36,7 @@ PARTS = (
             ("sidelane.collectives.prelaunched", ("Prelaunched",)),
             ("sidelane.collectives.bound", ("BoundProgram",)),
             ("sidelane.collectives.own_kernel", ("OwnKernel",)),
+            ("sidelane.c3.overlap", ("overlap", "Overlap")),
         ),
     ),
     Part(

@@ -115,6 +115,11 @@ class Backend(Protocol):
         ...
 
     @property
+    def hosts_meet(self) -> bool:
+        """True where a call waits for its peers' hosts anyway."""
+        ...
+
+    @property
     def executor(self) -> Executor: ...
 
     @property

@@ -34,6 +34,7 @@ class CpuBackend:
     """See :class:`sidelane.collectives.backend.Backend`."""
 
     abilities = Abilities()
+    hosts_meet = True
 
     def __init__(self, exchange: Exchange, control: ControlBlock, timeout_s: float) -> None:
         self.memory = ShmMemory(exchange)

@@ -18,6 +18,7 @@ from sidelane.errors import PeerTimeoutError, SidelaneError
 from sidelane.execute.base import Addresses, LoadedProgram, Place, Runnable
 from sidelane.execute.cuda import CudaExecutor, CudaProgram, DriverFeatures, probe
 from sidelane.execute.cuda.driver import DriverError
+from sidelane.execute.cuda.exported import ExportedMemory
 from sidelane.execute.cuda.held import require_free_channel
 from sidelane.execute.cuda.kernel_call import CudaKernelCall
 from sidelane.execute.cuda.mirror import Mirror
@@ -38,7 +39,7 @@ _POLL_S = 50e-6
 class CudaBackend:
     """See :class:`sidelane.collectives.backend.Backend`."""
 
-    ordinary = None
+    hosts_meet = False
 
     def __init__(
         self,
@@ -52,6 +53,7 @@ class CudaBackend:
         self.memory = TorchSymmetricMemory(exchange, device, timeout_s)
         self.features: DriverFeatures = probe(exchange, device, self.memory) if like is None else like.features
         self.executor = CudaExecutor(exchange.rank, device, control, timeout_s, self.features)
+        self.ordinary = ExportedMemory(self.executor.driver)
         self.device = device
         kernels = find_spec("triton") is not None and exchange.world_size <= MOST_RANKS
         self.abilities = Abilities((DMA, SM) if kernels else (DMA,), LAUNCHES, SIGNALS)

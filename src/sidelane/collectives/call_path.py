@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple, TypeVar
 
 from sidelane.collectives.agree import OFFER, compare
@@ -19,7 +19,7 @@ from sidelane.collectives.uneven import UnevenCall
 from sidelane.collectives.work import Work
 from sidelane.errors import UnavailableError
 from sidelane.execute.base import Place
-from sidelane.memory.control import MOST_TEXT_BYTES, SPLITS
+from sidelane.memory.control import MOST_TEXT_BYTES, SPLITS, PostedCall
 from sidelane.program.shape import check_beside
 
 T = TypeVar("T")
@@ -30,10 +30,25 @@ MOST_PLANNED = 1024
 
 
 class Planned(NamedTuple):
-    """A call before its peers have been heard."""
+    """A call before its peers have been heard; ``text`` is of the agreement."""
 
     request: AnyRequest
     agreement: AnyAgreement
+    text: str
+
+
+class Settled(NamedTuple):
+    """What came of a call of which each rank tells its part every time: the same, if all of them tell the same again.
+
+    Attributes:
+        posts: of all ranks.
+        drops: see :class:`Reach`.
+        key: of what it ran as.
+    """
+
+    posts: Sequence[PostedCall]
+    drops: int
+    key: Hashable
 
 
 class CallPath:
@@ -50,9 +65,11 @@ class CallPath:
     def __init__(self, calls: Calls, arguments: Arguments, preparer: Preparer) -> None:
         self.calls, self.arguments, self.preparer = calls, arguments, preparer
         self.repeats = Repeats.of(calls, preparer)
-        ordinary = calls.backend.ordinary if calls.config.map_memory and arguments.world_size > 1 else None
+        mapped = calls.backend.hosts_meet if calls.config.map_memory is None else calls.config.map_memory
+        ordinary = calls.backend.ordinary if mapped and arguments.world_size > 1 else None
         self.reach = None if ordinary is None else Reach(calls, ordinary)
         self._planned: dict[Hashable, Planned] = {}
+        self._settled: dict[Hashable, Settled] = {}
 
     def run(
         self, asked: Form, *, variant: str, beside: str | None, async_op: bool, remember: bool = False
@@ -92,7 +109,7 @@ class CallPath:
                 remember = False  # until it comes again
                 if offer is None:
                     agreement = planned.agreement
-                    self._announce(call, agreement.text(), again=self.preparer.known(agreement))
+                    self._announce(call, planned.text, again=self.preparer.known(agreement))
                     prepared = self._prepare(agreement, planned.request, key)
                 else:
                     call, prepared = self._settle(call, key, asked, planned, offer)
@@ -193,34 +210,44 @@ class CallPath:
             asked.check_variant(variant, self.calls.backend.abilities)
             hint = self._beside(asked.name, beside)
             request = asked.request(self.arguments)
-            planned = Planned(request, asked.agreement(request, variant, place[1], hint))
+            agreement = asked.agreement(request, variant, place[1], hint)
+            planned = Planned(request, agreement, agreement.text())
         return planned
 
     def _offer(self, asked: Form, planned: Planned) -> Offer | None:
         """Memory of this rank that its peers may reach in this call."""
         if self.reach is None:
             return None
-        room = MOST_TEXT_BYTES - 1 - len(planned.agreement.text()) - len(SPLITS)
+        room = MOST_TEXT_BYTES - 1 - len(planned.text) - len(SPLITS)
         return self.reach.offer(_parts(planned.request), asked.tensors, room)
 
     def _settle(self, call: int, key: Key, asked: Form, planned: Planned, offer: Offer) -> tuple[int, Prepared]:
         """Agree on the memory that peers reach, with the call; its number from now on, and what it runs as."""
         assert self.reach is not None
         if len(self._planned) >= MOST_PLANNED:
-            del self._planned[next(iter(self._planned))]
+            oldest = next(iter(self._planned))
+            del self._planned[oldest]
+            self._settled.pop(oldest, None)
         self._planned[key] = planned
-        request, agreement = planned
-        signature = agreement.text()
+        request, agreement, signature = planned
         self.calls.control.post_call(call, signature + SPLITS + offer.text)
         posts = self.calls.posts(call)
+        settled = self._settled.get(key)
+        if settled is not None and settled.posts == posts and settled.drops == self.reach.drops:
+            prepared = self.preparer.recall(settled.key)
+            if prepared is not None:
+                self.reach.hold(offer)
+                return call, prepared
         compare(self.calls.control, call, posts)
         texts = [post.differing for post in posts]
         call, reached = self.reach.settle(call, signature, offer, texts, _parts(request))
         if reached is not None:
             request = reached[0] if isinstance(request, Request) else ListRequest(tuple(reached))
             agreement = asked.agreement(request, agreement.variant, agreement.frozen, agreement.beside)
-            key = (*key, tuple((part.input.reached, part.output.reached) for part in reached))
-        return call, self.preparer.recall(key) or self._prepare(agreement, request, key)
+        addresses = () if reached is None else tuple((part.input.reached, part.output.reached) for part in reached)
+        full = (*key, addresses) if addresses else key
+        self._settled[key] = Settled(posts, self.reach.drops, full)
+        return call, self.preparer.recall(full) or self._prepare(agreement, request, full)
 
     def _prepare(self, agreement: AnyAgreement, request: AnyRequest, key: Hashable) -> Prepared:
         with self.calls.making_ready():

@@ -437,7 +437,7 @@ class Communicator:
         if region.symmetric:
             return Reached("symmetric")
         if self._path.reach is None:
-            return Reached("staged", "ordinary memory is not mapped on this device, or Config.map_memory is off")
+            return Reached("staged", "Config.map_memory is not on")
         return self._path.reach.of(tensor)
 
     @entry

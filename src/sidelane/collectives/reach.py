@@ -11,9 +11,10 @@ old. What a rank has offered and freed since it says with its next offer, and th
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
+from collections.abc import Iterator, Sequence
 from collections.abc import Mapping as MappingOf
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,8 +28,13 @@ from sidelane.memory.control import SPLITS
 from sidelane.memory.ordinary import Allocation, Mapping, OrdinaryMemory
 from sidelane.program.collective import Buffer
 
-MOST_HELD = 64
-"""Allocations of a rank that its peers have mapped for a lane; the one that was offered longest ago goes first."""
+MOST_GONE = 16
+"""Names that one offer looks at, and says are gone; others wait for the next."""
+
+MOST_OFFERS = 1024
+"""Remembered as text."""
+
+BUFFERS = (Buffer.OUTPUT, Buffer.INPUT)
 
 ALIGNMENT = 256
 """In bytes, to which a place is said to be aligned or not. Allocations are."""
@@ -74,6 +80,10 @@ class Reach:
     Args:
         calls: of the lane.
         memory: what the device allows.
+
+    Attributes:
+        drops: how often this rank has let go of what was mapped, or has heard of what cannot be: until then, the same
+            offers of all ranks mean the same addresses.
     """
 
     def __init__(self, calls: Calls, memory: OrdinaryMemory) -> None:
@@ -83,6 +93,9 @@ class Reach:
         self._known: dict[tuple[int, str], Mapping | None] = {}  # by rank and name; None for this rank's own
         self._refused: set[tuple[int, str]] = set()  # of these, what some rank cannot map
         self._held: dict[str, Allocation] = {}  # this rank's, which peers have mapped; that used last is last
+        self._looked_at: Iterator[str] = iter(())  # names of these
+        self._offers: dict[tuple[Any, ...], Offer] = {}  # by places
+        self.drops = 0
 
     def of(self, tensor: torch.Tensor) -> Reached:
         """How peers get at an ordinary tensor, as far as this rank knows."""
@@ -102,27 +115,30 @@ class Reach:
             most_text: characters; what takes more is staged.
         """
         by_address = {tensor.data_ptr(): tensor for tensor in tensors if tensor is not None and tensor.nbytes}
-        allocations: dict[str, Allocation] = {}
-        places: dict[str, list[Any]] = {Buffer.OUTPUT: [], Buffer.INPUT: []}
+        found: list[tuple[Allocation, int] | int | None] = []
         for request in requests:
             # What is symmetric is so on all ranks, or they disagree anyway.
             useless = request.output.symmetric or request.input.symmetric
-            for buffer, found in places.items():
-                place = None if useless else self._place(request.region(Buffer(buffer)), by_address)
-                if isinstance(place, Allocation):
-                    allocations.setdefault(place.name, place)
-                    number = list(allocations).index(place.name)
-                    found.append((number, request.region(Buffer(buffer)).address - place.start))
-                else:
-                    found.append(place)
-        if not allocations:
-            return None
-        gone = [name for name, held in self._held.items() if self._memory.is_gone(held)]
-        left = [name for name in self._held if name not in gone]
-        gone += left[: max(0, len(left) - MOST_HELD)]
-        handles = [(name, allocation.handle) for name, allocation in allocations.items()]
-        text = json.dumps({**places, HANDLES: handles, GONE: gone}, separators=(",", ":"))
-        return Offer(text, tuple(allocations.values()), tuple(gone)) if len(text) <= most_text else None
+            for buffer in BUFFERS:
+                found.append(None if useless else self._place(request.region(buffer), by_address))
+        gone = self._some_gone()
+        key = tuple((place[0].name, place[1]) if isinstance(place, tuple) else place for place in found)
+        offer = None if gone else self._offers.get(key)
+        if offer is None:
+            allocations = {place[0].name: place[0] for place in found if isinstance(place, tuple)}
+            if not allocations:
+                return None
+            numbers = {name: number for number, name in enumerate(allocations)}
+            shown = [(numbers[place[0].name], place[1]) if isinstance(place, tuple) else place for place in found]
+            places = {buffer: shown[number :: len(BUFFERS)] for number, buffer in enumerate(BUFFERS)}
+            handles = [(name, allocation.handle) for name, allocation in allocations.items()]
+            text = json.dumps({**places, HANDLES: handles, GONE: gone}, separators=(",", ":"))
+            offer = Offer(text, tuple(allocations.values()), tuple(gone))
+            if not gone:
+                if len(self._offers) >= MOST_OFFERS:
+                    del self._offers[next(iter(self._offers))]
+                self._offers[key] = offer
+        return offer if len(offer.text) <= most_text else None
 
     def settle(
         self, call: int, signature: str, offer: Offer, texts: Sequence[str], requests: Sequence[Request]
@@ -150,26 +166,48 @@ class Reach:
             for name in each.gone:
                 self._known.pop((rank, name), None)
                 self._refused.discard((rank, name))
-        for name in (*offer.gone, *(found.name for found in offer.allocations)):
+                self.drops += 1
+        for name in offer.gone:
             self._held.pop(name, None)
-        self._held.update({found.name: found for found in offer.allocations})
+        self.hold(offer)
         call = self._map_new(call, signature, heard)
         reached = [self._reached(request, number, heard) for number, request in enumerate(requests)]
         return call, reached if reached != list(requests) else None
+
+    def hold(self, offer: Offer) -> None:
+        """Know that peers have mapped what this rank offers, and that it was used last."""
+        for found in offer.allocations:
+            self._held.pop(found.name, None)
+            self._held[found.name] = found
 
     def close(self) -> None:
         """Let go of all that is mapped. Nothing may be under way."""
         self._known.clear()
         self._refused.clear()
         self._held.clear()
+        self._offers.clear()
 
-    def _place(self, region: Region, by_address: MappingOf[int, torch.Tensor]) -> Allocation | int | None:
-        """The allocation that holds a region; 0 for one without bytes; None if peers cannot map it."""
+    def _some_gone(self) -> list[str]:
+        """Names of allocations that peers let go of: freed ones among the next few, and what is too much."""
+        if len(self._held) <= MOST_GONE:
+            looked_at = list(self._held)
+        else:
+            looked_at = list(itertools.islice(self._looked_at, MOST_GONE))
+            if len(looked_at) < MOST_GONE:
+                self._looked_at = iter(list(self._held))
+        gone = [name for name in looked_at if name in self._held and self._memory.is_gone(self._held[name])]
+        if self._memory.most_held is not None and len(self._held) > self._memory.most_held:
+            longest_ago = itertools.islice(self._held, len(self._held) - self._memory.most_held)
+            gone += [name for name in longest_ago if name not in gone]
+        return gone[:MOST_GONE]
+
+    def _place(self, region: Region, by_address: MappingOf[int, torch.Tensor]) -> tuple[Allocation, int] | int | None:
+        """The allocation that holds a region, and where; 0 for one without bytes; None if peers cannot map it."""
         if not region.nbytes:
             return 0
         tensor = by_address.get(region.address)
         found = None if tensor is None else self._memory.allocation_of(tensor)
-        return found if isinstance(found, Allocation) else None
+        return (found, region.address - found.start) if isinstance(found, Allocation) else None
 
     def _map_new(self, call: int, signature: str, heard: Sequence[_Heard]) -> int:
         """Map what is offered for the first time. All ranks know what that is, and hear of what cannot be mapped."""
@@ -195,6 +233,7 @@ class Reach:
             self._calls.control.post_call(ready, signature + SPLITS + json.dumps(failed))
         posts = self._calls.posts(ready)
         compare(self._calls.control, ready, posts)
+        self.drops += 1
         self._refused.update((rank, name) for post in posts for rank, name in json.loads(post.differing))
         return ready
 
@@ -250,4 +289,4 @@ class _Heard(NamedTuple):
     @staticmethod
     def of(text: str) -> _Heard:
         said = json.loads(text)
-        return _Heard(said[HANDLES], said[GONE], {name: said[name] for name in (Buffer.OUTPUT, Buffer.INPUT)})
+        return _Heard(said[HANDLES], said[GONE], {name: said[name] for name in BUFFERS})

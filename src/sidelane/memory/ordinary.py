@@ -36,7 +36,14 @@ class Mapping(Protocol):
 
 
 class OrdinaryMemory(Protocol):
-    """What a device's ordinary memory allows."""
+    """What a device's ordinary memory allows.
+
+    Attributes:
+        most_held: allocations of a rank that its peers keep mapped for a lane; None for all that it has.
+    """
+
+    @property
+    def most_held(self) -> int | None: ...
 
     def allocation_of(self, tensor: torch.Tensor) -> Allocation | str:
         """The allocation that holds a tensor with bytes; or why peers cannot map it."""

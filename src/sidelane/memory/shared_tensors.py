@@ -41,6 +41,8 @@ class MappedFile:
 class SharedTensors:
     """See :class:`sidelane.memory.ordinary.OrdinaryMemory`."""
 
+    most_held = 64
+
     def __init__(self) -> None:
         self._known: dict[int, tuple[StorageWeakRef, Allocation | str]] = {}  # by address of the storage
         self._storages: dict[str, StorageWeakRef] = {}  # by name of the allocation

@@ -26,6 +26,8 @@ from sidelane.program.collective import Reduction
 
 _SHARED_BYTES_WITHOUT_ASKING = 48 << 10
 _MOST_HANDLES = 256
+_PEERS = 1
+"""``CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS``: the memory may be of another GPU."""
 
 
 class DriverError(SidelaneError):
@@ -127,6 +129,43 @@ class Driver:
             if any(error for error, *_ in found):
                 return
             address = max(address + 1, sum(int(value) for _, value in found))
+
+    def allocation_at(self, address: int) -> tuple[int, int, int] | None:
+        """Number, first byte and size of the allocation around an address; None without one."""
+        kinds = self._api.CUpointer_attribute
+        number, start, size = (
+            self._api.cuPointerGetAttribute(kind, self._api.CUdeviceptr(address))
+            for kind in (
+                kinds.CU_POINTER_ATTRIBUTE_BUFFER_ID,
+                kinds.CU_POINTER_ATTRIBUTE_RANGE_START_ADDR,
+                kinds.CU_POINTER_ATTRIBUTE_RANGE_SIZE,
+            )
+        )
+        if any(error for error, *_ in (number, start, size)):
+            return None
+        return int(number[1]), int(start[1]), int(size[1])
+
+    def allocation_number(self, address: int) -> int:
+        """Number of the allocation around an address; 0 where there is none."""
+        kind = self._api.CUpointer_attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID
+        error, number = self._api.cuPointerGetAttribute(kind, self._api.CUdeviceptr(address))
+        return 0 if error else int(number)
+
+    def export(self, start: int) -> bytes:
+        """The handle by which another process of this machine maps an allocation; DriverError if there is none."""
+        return bytes(self.call("cuIpcGetMemHandle", self._api.CUdeviceptr(start)).reserved)
+
+    def open_exported(self, handle: bytes) -> int:
+        """Map an allocation of another process; where it begins here. Waits for the device at times, some 20 ms."""
+        opened = self._api.CUipcMemHandle()
+        opened.reserved = handle
+        with self.relaxed_capture():
+            return int(self.call("cuIpcOpenMemHandle", opened, _PEERS))
+
+    def close_exported(self, start: int) -> None:
+        """Undo :meth:`open_exported`. Nothing may be under way there."""
+        with self.relaxed_capture():
+            self.call("cuIpcCloseMemHandle", self._api.CUdeviceptr(start))
 
     def upload(self, address: int, values: npt.NDArray[np.int64], stream: int) -> None:
         """Copy values to device memory behind the work of ``stream``, and wait for that."""

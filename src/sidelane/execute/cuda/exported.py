@@ -1,0 +1,95 @@
+"""Ordinary GPU memory that peers reach: allocations of ``cudaMalloc``, such as the segments of torch's allocator.
+
+The driver numbers allocations and never gives a number twice, so that a number says whether an address is still the
+memory that it was. Memory that is freed while peers have it mapped stays until they let go of it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+
+import torch
+
+from sidelane.errors import UnavailableError
+from sidelane.execute.cuda.driver import Driver, DriverError
+from sidelane.memory.ordinary import Allocation
+
+MOST_KNOWN = 4096
+"""Allocations remembered; the oldest goes first."""
+
+
+class OpenedAllocation:
+    """An allocation of another process. It is unmapped with the last reference to this object."""
+
+    def __init__(self, driver: Driver, start: int) -> None:
+        self.start = start
+        weakref.finalize(self, _close, driver, start).atexit = False  # the end of a process unmaps all
+
+
+class ExportedMemory:
+    """See :class:`sidelane.memory.ordinary.OrdinaryMemory`."""
+
+    most_held = None  # to unmap one that its owner still has, its peers would have to wait for their copies
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._known: dict[int, Allocation | str] = {}  # by number
+
+    def allocation_of(self, tensor: torch.Tensor) -> Allocation | str:
+        address = tensor.data_ptr()
+        number = self._driver.allocation_number(address)
+        found = self._known.get(number)
+        if found is None:
+            if len(self._known) >= MOST_KNOWN:
+                del self._known[next(iter(self._known))]
+            found = self._known[number] = self._export(address)
+        if isinstance(found, Allocation) and address + tensor.nbytes > found.start + found.nbytes:
+            return "it lies in several allocations"
+        return found
+
+    def is_gone(self, allocation: Allocation) -> bool:
+        return _name(self._driver.allocation_number(allocation.start)) != allocation.name
+
+    def map(self, handle: str, name: str) -> OpenedAllocation:
+        with _opening:
+            found = _opened.get((self._driver.index, handle, name))
+            if found is None:
+                try:
+                    found = OpenedAllocation(self._driver, self._driver.open_exported(bytes.fromhex(handle)))
+                except DriverError as error:
+                    raise UnavailableError(f"allocation {name} cannot be mapped: {error}") from error
+                _opened[self._driver.index, handle, name] = found
+            return found
+
+    def _export(self, address: int) -> Allocation | str:
+        found = self._driver.allocation_at(address)
+        if found is None:
+            return "the driver knows no allocation at its address"
+        number, start, nbytes = found
+        try:
+            handle = self._driver.export(start)
+        except DriverError as error:
+            return f"the driver does not export its memory, as that of expandable segments and memory pools ({error})"
+        return Allocation(_name(number), handle.hex(), start, nbytes)
+
+
+def _name(number: int) -> str:
+    return f"{os.getpid()}:{number}"
+
+
+def _close(driver: Driver, start: int) -> None:
+    # What may be under way there has ended: its owner has freed it, and waited for its peers' copies before, or the
+    # lane is closed.
+    try:
+        with driver.current():
+            driver.close_exported(start)
+    except DriverError:  # the device has failed before
+        pass
+
+
+_opened: weakref.WeakValueDictionary[tuple[int, str, str], OpenedAllocation] = weakref.WeakValueDictionary()
+"""What this process has mapped, for all lanes, by device, handle and name."""
+
+_opening = threading.Lock()

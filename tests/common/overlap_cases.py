@@ -1,0 +1,158 @@
+"""What ranks do with a computation and collectives at once: the same on CPU processes and GPUs."""
+
+from __future__ import annotations
+
+import random
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sidelane import Communicator, Config, Overlap, Session, overlap
+from sidelane.c3.overlap import NAMES as WAYS
+
+
+def every_strategy(group: dist.ProcessGroup, seed: int, rounds: int) -> None:
+    """Results of both, gradients through the computation, and what comes behind both."""
+    draw = random.Random(seed)
+    device = torch.get_default_device()
+    with Communicator(group, device=device, config=Config(timeout_s=30)) as comm:
+        n, rank = comm.world_size, comm.rank
+        for step in range(rounds):
+            size, way, symmetric = draw.choice((1, 1000, 300_000)), draw.choice(WAYS), draw.random() < 0.5
+            whole = comm.empty(n, size) if symmetric else torch.empty(n, size)
+            summed = torch.empty(size)
+            a, b = torch.randn(33, 65, requires_grad=True), torch.randn(65, 17)
+            whole.fill_(-1)
+            shard = torch.full((size,), float(step + rank))
+            summed.fill_(step + rank)
+
+            def gather_and_sum(comm: Any) -> str:
+                comm.all_gather(whole, shard)  # noqa: B023
+                comm.all_reduce(summed)  # noqa: B023
+                return "told"
+
+            product, told = overlap(lambda: a @ b, gather_and_sum, comm, strategy=way)  # noqa: B023
+            after = whole.sum(0) + summed  # reads what both have left
+            assert told == "told"
+            total = n * step + sum(range(n))
+            assert whole[:, -1].tolist() == [step + peer for peer in range(n)], (step, way)
+            assert after.unique().tolist() == [2 * total], (step, way)
+            torch.testing.assert_close(product, a.detach() @ b)
+            product.sum().backward()
+            torch.testing.assert_close(a.grad, b.sum(1).expand(33, 65))
+
+
+def several_lanes(group: dist.ProcessGroup, rounds: int) -> None:
+    """Collectives on two lanes next to a computation."""
+    device = torch.get_default_device()
+    with Session(group, device=device, config=Config(timeout_s=30)) as session:
+        gather, scatter = Communicator(session.lane("gather")), Communicator(session.lane("scatter"))
+        n, rank = gather.world_size, gather.rank
+        for step in range(rounds):
+            whole, part, gradients = torch.full((n, 500), -1.0), torch.empty(70), torch.full((n, 70), 1.0 + step)
+
+            def both(gather: Any, scatter: Any) -> torch.Tensor:
+                gather.all_gather(whole, torch.full((500,), float(rank)))  # noqa: B023
+                scatter.reduce_scatter(part, gradients)  # noqa: B023
+                return part  # noqa: B023
+
+            way = WAYS[step % len(WAYS)]
+            computed, told = overlap(lambda: torch.ones(10).cumsum(0), both, (gather, scatter), strategy=way)
+            assert told.unique().tolist() == [n * (1.0 + step)] and computed[-1] == 10
+            assert whole[:, 0].tolist() == list(range(n))
+
+
+def computing_waits_for_nobody(group: dist.ProcessGroup) -> None:
+    """Rank 0 computes before its peers have come: with a collective that blocks, it never would."""
+    with Communicator(group, device="cpu", config=Config(timeout_s=20)) as comm:
+        tensor = torch.empty(100)
+        for way in WAYS:
+            # The first call of a kind is agreed on.
+            overlap(lambda: None, lambda comm: comm.all_reduce(tensor, variant="b2b"), comm, strategy=way)
+            tensor.fill_(comm.rank)
+            if comm.rank:
+                dist.monitored_barrier(group, timedelta(seconds=20))
+            overlap(
+                lambda: dist.monitored_barrier(group, timedelta(seconds=20)) if comm.rank == 0 else None,
+                lambda comm: comm.all_reduce(tensor, variant="b2b"),
+                comm,
+                strategy=way,
+            )
+            assert tensor[0] == sum(range(comm.world_size))
+
+
+def learned(group: dist.ProcessGroup, times: dict[str, list[float]]) -> list[Any]:
+    """A strategy is chosen by times that are made up, of each rank."""
+    device = torch.get_default_device()
+    with Communicator(group, device=device, config=Config(timeout_s=30)) as comm:
+        both = Overlap(comm, rounds=2)
+        before, ran = str(both), []
+        tensor = torch.empty(1000)
+        for step in range(3 * len(WAYS) + 4):
+            ran.append(both.strategy)
+            tensor.fill_(step)
+            computed, _ = both(lambda: step + 1, lambda comm: comm.all_reduce(tensor))  # noqa: B023
+            assert computed == step + 1 and tensor.unique().tolist() == [comm.world_size * step]
+            if step == 3 * len(WAYS) - 1:
+                real = [len(clocks) for clocks in both._clocks]
+                for name, clocks in zip(WAYS, both._clocks, strict=True):
+                    for clock in clocks:
+                        assert clock.us() > 0
+                        clock.us = lambda name=name: times[name][comm.rank]  # type: ignore[method-assign]
+        return [before, real, ran, str(both), both.times_us]
+
+
+def failures(group: dist.ProcessGroup) -> list[str]:
+    """Errors of both parts: what has begun has ended, and the next calls work."""
+    told = []
+    device = torch.get_default_device()
+    with Communicator(group, device=device, config=Config(timeout_s=30)) as comm:
+        tensor = torch.empty(10)
+
+        def attempt(**arguments: Any) -> None:
+            defaults = {"compute": lambda: None, "collective": lambda comm: comm.all_reduce(tensor), "on": comm}
+            tensor.fill_(1.0)
+            try:
+                overlap(**{**defaults, **arguments})
+            except Exception as error:
+                told.append(f"{type(error).__name__}: {error}")
+            else:
+                assert tensor[0] == comm.world_size
+
+        attempt()
+        attempt(strategy="fastest")
+        attempt(on=())
+        attempt(collective=lambda comm: comm.all_reduce(tensor, async_op=True))
+        attempt(compute=lambda: torch.ones(2) @ torch.ones(3))
+        assert tensor[0] == comm.world_size, "the collective has ended"
+        attempt(collective=lambda comm: comm.all_reduce(tensor, op="median"))
+        attempt(collective=lambda comm: comm.no_such_thing())
+        for arguments in ({"strategies": ()}, {"rounds": 0}, {"strategies": ("fastest",)}):
+            try:
+                Overlap(comm, **arguments)  # type: ignore[arg-type]
+            except ValueError as error:
+                told.append(str(error))
+        attempt()
+    return told
+
+
+def compiled(group: dist.ProcessGroup) -> None:
+    """Inside of what torch.compile has made."""
+    device = torch.get_default_device()
+    with Communicator(group, device=device, config=Config(timeout_s=30)) as comm:
+        tensor = torch.empty(10)
+
+        @torch.compile(backend="eager")
+        def step(x: torch.Tensor) -> torch.Tensor:
+            y, _ = overlap(lambda: (2 * x).relu(), lambda comm: comm.all_reduce(tensor), comm)
+            return y + tensor.sum()
+
+        for number in range(3):
+            tensor.fill_(1.0)
+            x = torch.full((4,), float(number), requires_grad=True)
+            result = step(x)
+            assert result.tolist() == [2.0 * number + 10 * comm.world_size] * 4
+            result.sum().backward()
+            assert x.grad is not None and x.grad.tolist() == [2.0 if number else 0.0] * 4

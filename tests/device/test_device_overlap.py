@@ -1,0 +1,33 @@
+"""A computation and collectives at once, on GPUs."""
+
+from __future__ import annotations
+
+import overlap_cases
+from device_pool import Ranks
+
+
+def test_every_strategy(ranks: Ranks) -> None:
+    ranks.run("overlap_device_cases.of", "every_strategy", 1, 60)
+
+
+def test_several_lanes(ranks: Ranks) -> None:
+    ranks.run("overlap_device_cases.of", "several_lanes", 10)
+
+
+def test_the_fastest_is_learned_from_the_slowest_rank(ranks: Ranks) -> None:
+    times = {name: [10.0 + number] * ranks.world_size for number, name in enumerate(overlap_cases.WAYS)}
+    times["conccl"][-1] = 50.0
+    ways = list(overlap_cases.WAYS)
+    for before, real, ran, text, _ in ranks.run("overlap_device_cases.of", "learned", times):
+        assert before == "conccl: not decided yet" and real == [2] * len(ways)
+        assert ran == ways * 3 + ["conccl"] + ["c3_sp"] * 3
+        assert text.startswith("c3_sp: c3_sp 11 us")
+
+
+def test_failures(ranks: Ranks) -> None:
+    for told in ranks.run("overlap_device_cases.of", "failures"):
+        assert len(told) == 9, told
+
+
+def test_in_graphs(ranks: Ranks) -> None:
+    ranks.run("overlap_device_cases.in_graphs", 5)

@@ -1,0 +1,46 @@
+"""Ordinary memory of GPUs that peers reach without staging."""
+
+from __future__ import annotations
+
+import pytest
+from device_pool import Ranks
+
+
+def test_every_kind_at_odd_sizes_and_offsets(ranks: Ranks) -> None:
+    for staging in ranks.run("reach_device_cases.of", "every_kind", 7, (1, 67, 4096, 3 << 20)):
+        assert staging["some"] > 0, "what one rank cannot offer is staged"
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_storm_of_tensors_that_come_and_go(ranks: Ranks, seed: int) -> None:
+    for left, mapped in ranks.run("reach_device_cases.of", "storm", seed, 300, timeout_s=120):
+        assert mapped > 20
+        assert left <= 40, "peers let go of what its owner has freed"
+
+
+def test_lists_batches_and_uneven_exchanges(ranks: Ranks) -> None:
+    assert min(ranks.run("reach_device_cases.of", "lists", 3, 40)) > 20
+
+
+def test_nothing_is_left_mapped(ranks: Ranks) -> None:
+    for during, then, after in ranks.run("reach_device_cases.of", "nothing_is_left"):
+        assert during > 0 and then <= during and after == 0
+
+
+def test_a_rank_that_cannot_map(ranks: Ranks) -> None:
+    for how, refused in ranks.run("reach_device_cases.of", "one_cannot_map"):
+        assert how == "mapped" and refused > 0
+
+
+def test_what_a_communicator_says_of_tensors(ranks: Ranks) -> None:
+    for symmetric, mapped, staged, empty, off in ranks.run("reach_device_cases.of", "answers"):
+        assert [symmetric, mapped, empty] == ["symmetric", "mapped", "mapped: it has no bytes"]
+        assert "does not export" in staged and off == "staged: Config.map_memory is not on"
+
+
+def test_asynchronous_calls_wait_for_nobody(ranks: Ranks) -> None:
+    ranks.run("reach_device_cases.of", "asynchronous_ones_wait_for_nobody")
+
+
+def test_graphs_keep_their_addresses(ranks: Ranks) -> None:
+    ranks.run("reach_device_cases.in_graphs", 20)
