@@ -17,11 +17,12 @@ from sidelane.collectives.own_kernel import OwnKernel
 from sidelane.device import layout
 from sidelane.ops.embedding import EmbeddingAllToAll
 from sidelane.ops.embedding_backward import EmbeddingBackward
+from sidelane.ops.gemm import GemmAllToAll, TileSizes
 from sidelane.ops.gemv import GemvAllReduce, Tiling
 from sidelane.ops.rms_norm import AllReduceRmsNorm
 from sidelane.program.collective import Buffer, Span
 from sidelane.program.ir import Command, Copy, Flag, Program, Queue, Reduce, Signal, Wait
-from sidelane.program.shadows import fused_embedding, fused_gemv, fused_rms_norm
+from sidelane.program.shadows import fused_embedding, fused_gemm, fused_gemv, fused_rms_norm
 from sidelane.program.shadows.blocks import block_of
 
 Step = tuple[str, frozenset[object], frozenset[object]]
@@ -297,7 +298,25 @@ def embedding_backward(comm: Communicator) -> Iterator[Launched]:
     )
 
 
-def without_counters(program: Program, flags: int) -> Program:
+def gemm(comm: Communicator) -> Iterator[Launched]:
+    """Skewed rows, three tiles next to each other of 16 columns."""
+    n, columns = comm.world_size, 48
+    counts = [[(5 * sender + 17 * peer) % 40 for peer in range(n)] for sender in range(n)]
+    most = max(sum(row) for row in zip(*counts, strict=True))
+    handle = GemmAllToAll(comm, most, columns, torch.float32, tiles=TileSizes(16, 16, 16, 1, 1))
+    x, weight = torch.ones(sum(counts[comm.rank]), 8), torch.ones(columns, 8)
+    for order in ("remote_first", "oblivious"):
+        first = order == "remote_first"
+        shadow = fused_gemm.gemm_all_to_all(counts, handle._programs, 16, 3, 64, remote_first=first)
+        yield Launched(
+            lambda order=order: handle(x, weight, torch.tensor(counts), order=order),  # type: ignore[misc]
+            handle._kernel,
+            placed(comm, "output", handle._output),
+            [without_counters(shadow, handle._kernel.flags * n, consumed=1 << 40)],
+        )
+
+
+def without_counters(program: Program, flags: int, consumed: int | None = None) -> Program:
     """Arrivals are counted in memory of the rank's own; what consumers wait for is no part of the kernel."""
 
     def is_kernels(command: Command) -> bool:
@@ -305,8 +324,8 @@ def without_counters(program: Program, flags: int) -> Program:
             return False
         if isinstance(command, Copy):
             return command.dst.buffer != "consumed"
-        consumed = fused_embedding.SLICES * program.world_size
-        return not (isinstance(command, Wait) and command.flag.index >= consumed)
+        first = fused_embedding.SLICES * program.world_size if consumed is None else consumed
+        return not (isinstance(command, Wait) and command.flag.index >= first)
 
     queues = tuple(
         dataclasses.replace(queue, commands=tuple(filter(is_kernels, queue.commands))) for queue in program.queues
@@ -319,4 +338,5 @@ KINDS: Mapping[str, Callable[[Communicator], Iterator[Launched]]] = {
     "rms_norm": rms_norm,
     "embedding": embedding,
     "embedding_backward": embedding_backward,
+    "gemm": gemm,
 }

@@ -12,6 +12,7 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
 import fused_embeddings
+import fused_gemms
 import fused_modules
 import fused_ops
 import fused_shadows
@@ -48,11 +49,18 @@ def test_gradients_of_embeddings(four: Crew, world_size: int) -> None:
     assert all(found >= 6 for found in done)
 
 
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_gemm_all_to_all_back_to_back(four: Crew, world_size: int) -> None:
+    assert four.run(fused_gemms.back_to_back, world_size, world_size, 8, timeout_s=110) == [8] * world_size
+
+
 def test_slices_as_they_come(four: Crew) -> None:
     assert four.run(fused_embeddings.slices_as_they_come, 2) == [3, 3]
 
 
-@pytest.mark.parametrize("calls", [fused_ops.gemv_calls, fused_ops.rms_norm_calls, fused_embeddings.embedding_calls])
+@pytest.mark.parametrize(
+    "calls", [fused_ops.gemv_calls, fused_ops.rms_norm_calls, fused_embeddings.embedding_calls, fused_gemms.wrong_calls]
+)
 def test_what_is_refused(four: Crew, calls: Callable[..., object]) -> None:
     """On the rank with the wrong arguments, and on its peers with the reason, before anything has moved."""
     *others, (own,) = four.run(fused_ops.refusals, 2, calls)
@@ -63,7 +71,7 @@ def test_what_is_refused(four: Crew, calls: Callable[..., object]) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("kind", ["gemv", "rms_norm", "embedding", "embedding_backward"])
+@pytest.mark.parametrize("kind", ["gemv", "rms_norm", "embedding", "embedding_backward", "gemm"])
 def test_every_block_does_what_its_shadow_says(four: Crew, kind: str, world_size: int) -> None:
     assert all(steps > 10 for steps in four.run(fused_shadows.follow, world_size, kind, "none"))
 

@@ -99,9 +99,28 @@ def embedding_backward(comm: Communicator) -> Case:
     )
 
 
+def gemm(comm: Communicator) -> Case:
+    """Routing that changes between replays."""
+    n, device = comm.world_size, comm.device
+    x, weight = torch.randn(200 * n, 64, device=device), torch.randn(300, 64, device=device)
+    counts = torch.zeros(n, n, dtype=torch.int64, device=device)
+    numbers = torch.arange(n * n, device=device).view(n, n)
+
+    def change(step: int) -> None:
+        counts.copy_(numbers * 37 * (step + 1) % 200)
+
+    def call() -> list[torch.Tensor]:
+        result = ops.gemm_all_to_all(comm, x, weight, counts, most_rows=200 * n)
+        row = torch.arange(len(result), device=device)[:, None]
+        return [torch.where(row < counts[:, comm.rank].sum(), result, 0)]
+
+    return change, call
+
+
 CALLS: dict[str, Callable[[Communicator], Case]] = {
     "gemv": gemv,
     "rms_norm": rms_norm,
     "embedding": embedding,
     "embedding_backward": embedding_backward,
+    "gemm": gemm,
 }

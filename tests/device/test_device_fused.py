@@ -20,6 +20,7 @@ CASES = "fused_cases."
         ("fused_ops", "rms_norm_back_to_back", 100),
         ("fused_embeddings", "forward_back_to_back", 10),
         ("fused_embeddings", "backward_back_to_back", 10),
+        ("fused_gemms", "back_to_back", 60),
     ],
 )
 def test_back_to_back(ranks: Ranks, module: str, name: str, calls: int) -> None:
@@ -32,7 +33,12 @@ def test_slices_as_they_come(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize(
     ("module", "name"),
-    [("fused_ops", "gemv_calls"), ("fused_ops", "rms_norm_calls"), ("fused_embeddings", "embedding_calls")],
+    [
+        ("fused_ops", "gemv_calls"),
+        ("fused_ops", "rms_norm_calls"),
+        ("fused_embeddings", "embedding_calls"),
+        ("fused_gemms", "wrong_calls"),
+    ],
 )
 def test_what_is_refused(ranks: Ranks, module: str, name: str) -> None:
     *others, own = ranks.run(CASES + "refusals", module, name, timeout_s=120)
@@ -42,7 +48,7 @@ def test_what_is_refused(ranks: Ranks, module: str, name: str) -> None:
             assert line.startswith("PeerError") and reason in line, (line, reason)
 
 
-@pytest.mark.parametrize("name", ["gemv", "rms_norm", "embedding", "embedding_backward"])
+@pytest.mark.parametrize("name", ["gemv", "rms_norm", "embedding", "embedding_backward", "gemm"])
 def test_in_a_graph(ranks: Ranks, name: str) -> None:
     ranks.run(CASES + "in_a_graph", name, 12, timeout_s=120)
 

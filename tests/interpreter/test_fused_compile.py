@@ -6,7 +6,7 @@ import importlib.util
 import re
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ if importlib.util.find_spec("triton") is None:
 import triton
 from triton.backends.compiler import GPUTarget
 
-from sidelane.ops import embedding, embedding_backward, gemv, rms_norm
+from sidelane.ops import embedding, embedding_backward, gemm, gemv, rms_norm
 
 H200 = GPUTarget("cuda", 90, 32)
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -26,12 +26,19 @@ MOST_STACK_BYTES = 128
 """Of a thread: next to nothing is spilled."""
 
 
-def compiled(kernel: Any, kinds: str, constants: Mapping[str, object], warps: int) -> tuple[str, int, int]:
-    """PTX, registers and stack of a thread. ``kinds``: of the arguments that are no constants, in their order."""
+def compiled(
+    kernel: Any, kinds: str, constants: Mapping[str, object], warps: int, *, multiples: Sequence[str] = ()
+) -> tuple[str, int, int]:
+    """PTX, registers and stack of a thread.
+
+    ``kinds``: of the arguments that are no constants, in their order; ``multiples``: those that are multiples of 16, as
+    Triton finds out at a launch.
+    """
     names = [name for name in kernel.arg_names if name not in constants]
     signature = dict(zip(names, kinds.split(), strict=True)) | dict.fromkeys(constants, "constexpr")
     ordered = {name: signature[name] for name in kernel.arg_names}
-    source = triton.compiler.ASTSource(kernel, ordered, dict(constants))
+    known = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in multiples}
+    source = triton.compiler.ASTSource(kernel, ordered, dict(constants), known)
     made = triton.compile(source, target=H200, options={"num_warps": warps})
     return made.asm["ptx"], *usage(made.asm["cubin"])
 
@@ -103,3 +110,17 @@ def test_the_backward_of_embeddings_compiles(dtype: str, weighted: bool, sparse:
     assert stack <= MOST_STACK_BYTES, (registers, stack)
     assert registers <= 128, "4 programs of 4 warps fit on a compute unit, all at the same time"
     assert (re.search(r"(red|atom)[.a-z]*\.add\.[a-z0-9.]*f32", text) is None) == sparse
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_gemm_all_to_all_compiles(dtype: str) -> None:
+    tiles = gemm.TileSizes()
+    element = {"bf16": triton.language.bfloat16, "fp16": triton.language.float16}[dtype]
+    constants = {"ROWS": tiles.rows, "COLS": tiles.columns, "DEPTH": tiles.depth, "WIDE": False}
+    constants |= {"DTYPE": element, "REMOTE_FIRST": True}
+    kinds = f"*i64 *i64 *i32 *{dtype} *{dtype} *i64 i32 i32 i32 i32 i32 i32"
+    known = ("x", "weight", "depth", "columns", "x_stride", "weight_stride")
+    text, registers, stack = compiled(gemm.KERNEL, kinds, constants, tiles.warps, multiples=known)
+    assert stack == 0 and registers <= 128, (registers, stack)
+    assert "wgmma" in text and "cp.async" in text, "tensor cores, and loads ahead"
+    assert text.count(".sys.acq_rel.add") == 1, "the last program"

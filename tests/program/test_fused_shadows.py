@@ -13,7 +13,7 @@ from kernel_mistakes import changed, edited, moves, signals_before_stores, witho
 from sidelane.errors import ProgramError
 from sidelane.program.collective import Buffer, Span
 from sidelane.program.ir import Command, Flag, Program, Signal, Wait
-from sidelane.program.shadows import fused_embedding, fused_gemv, fused_rms_norm
+from sidelane.program.shadows import fused_embedding, fused_gemm, fused_gemv, fused_rms_norm
 from sidelane.program.verify import verify_sequence
 
 TILE = 16
@@ -148,3 +148,22 @@ def test_mistakes_of_the_backward_of_embeddings_are_refused() -> None:
         refuse(right, f"no meeting {phase}", without_meeting(lambda flag, phase=phase: flag.index // flags == phase))
         refuse(right, f"no wait {phase}", without(Wait, lambda flag, phase=phase: flag.index // flags == phase))
     refuse(right, "signals before stores", arrivals_before_stores)
+
+
+COUNTS = ([[3]], [[2, 3], [1, 0]], [[0, 5, 1], [2, 2, 0], [0, 1, 4]])
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+def test_gemm_all_to_all_is_proved(counts: list[list[int]]) -> None:
+    for blocks, rows, across, first in itertools.product((1, 3), (1, 2), (1, 2), (False, True)):
+        verify_sequence([fused_gemm.gemm_all_to_all(counts, blocks, rows, across, 8, remote_first=first)])
+
+
+def test_mistakes_of_gemm_all_to_all_are_refused() -> None:
+    right, n = (fused_gemm.gemm_all_to_all(COUNTS[2], 3, 2, 2, 8),), 3
+    refuse(right, "nobody says that his output is free", without_meeting(lambda flag: flag.index < n))
+    refuse(right, "one rank is not waited for", without(Wait, lambda flag: flag.index == 1))
+    refuse(right, "the launch does not wait for the others", without_meeting(lambda flag: n <= flag.index < 2 * n))
+    refuse(right, "done is said before all blocks have ended", without(Wait, lambda flag: flag.index == 2 * n))
+    refuse(right, "a block that does not arrive", without(Signal, lambda flag: flag.index == 2 * n))
+    refuse(right, "arrivals before stores", arrivals_before_stores)

@@ -2,6 +2,7 @@
 
 from sidelane.ops.embedding import EmbeddingAllToAll, embedding_all_to_all
 from sidelane.ops.embedding_backward import EmbeddingBackward, embedding_all_to_all_backward
+from sidelane.ops.gemm import GemmAllToAll, gemm_all_to_all
 from sidelane.ops.gemv import GemvAllReduce, gemv_all_reduce
 from sidelane.ops.modules import EmbeddingBagAllToAll, RowParallelLinear
 from sidelane.ops.rms_norm import AllReduceRmsNorm, all_reduce_rms_norm
@@ -11,10 +12,12 @@ __all__ = [
     "EmbeddingAllToAll",
     "EmbeddingBackward",
     "EmbeddingBagAllToAll",
+    "GemmAllToAll",
     "GemvAllReduce",
     "RowParallelLinear",
     "all_reduce_rms_norm",
     "embedding_all_to_all",
     "embedding_all_to_all_backward",
+    "gemm_all_to_all",
     "gemv_all_reduce",
 ]

@@ -72,3 +72,13 @@ def embedding_all_to_all(
         input_split_sizes=[len(tables) * size for size in samples],
     )
     return output.view(sum(counts), local, dim).transpose(0, 1).reshape(local, sum(counts) * dim)
+
+
+def gemm_all_to_all(
+    comm: Communicator, x: torch.Tensor, weight: torch.Tensor, counts: Sequence[Sequence[int]]
+) -> torch.Tensor:
+    """``x @ weight.T`` and an all-to-all with split sizes, which the host must know. See :mod:`sidelane.ops.gemm`."""
+    sent, came = list(counts[comm.rank]), [row[comm.rank] for row in counts]
+    output = x.new_empty(sum(came), weight.shape[0])
+    comm.all_to_all(output, x[: sum(sent)] @ weight.T, output_split_sizes=came, input_split_sizes=sent)
+    return output

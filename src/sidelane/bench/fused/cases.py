@@ -230,6 +230,50 @@ def embedding(comm: Communicator, batch: int, tables: int, pooling: int) -> Case
     )
 
 
+def gemm(comm: Communicator, rows: int, depth: int, columns: int) -> Case:
+    """``rows`` of this rank, half of which its routing keeps for one peer in turn: skewed, as much for each rank."""
+    n, rank, dtype = comm.world_size, comm.rank, dtype_of(comm)
+    share = rows // (2 * n)
+    counts = [[share + (rows - n * share) * (peer == (sender + 1) % n) for peer in range(n)] for sender in range(n)]
+    table = torch.tensor(counts, device=comm.device)
+    sent_rows, came_rows = counts[rank], [row[rank] for row in counts]
+    x, weight = ordinary(comm, rows, depth), ordinary(comm, columns, depth).normal_()
+    y, out = ordinary(comm, rows, columns), ordinary(comm, rows, columns)
+    own_sent, own_out = (comm.empty(rows, columns, dtype=dtype) for _ in range(2))
+
+    def through_group() -> torch.Tensor:
+        dist.all_to_all_single(out, torch.mm(x, weight.T, out=y), came_rows, sent_rows)
+        return out
+
+    def exchange() -> None:
+        comm.all_to_all(own_out, own_sent, output_split_sizes=came_rows, input_split_sizes=sent_rows)
+
+    def through_ours() -> torch.Tensor:
+        torch.mm(x, weight.T, out=own_sent)
+        exchange()
+        return own_out
+
+    def expected() -> torch.Tensor:
+        wide = x.double() @ weight.double().T
+        came = torch.empty_like(wide)
+        dist.all_to_all_single(came, wide, came_rows, sent_rows)
+        return came
+
+    def fused(order: str) -> torch.Tensor:
+        return ops.gemm_all_to_all(comm, x, weight, table, most_rows=rows, order=order)
+
+    return Case(
+        "gemm_all_to_all",
+        f"{rows}x{depth}x{columns} a rank, half for one peer",
+        lambda seed: fill(comm, x, seed),
+        expected,
+        {"mm": lambda: torch.mm(x, weight.T, out=y)},
+        {"process group": lambda: dist.all_to_all_single(out, y, came_rows, sent_rows), "sidelane": exchange},
+        {(NCCL, "mm, process group"): through_group, (OWN, "mm, sidelane"): through_ours},
+        {order: lambda order=order: fused(order) for order in ORDERS},  # type: ignore[misc]
+    )
+
+
 ON_GPUS: dict[str, tuple[Callable[..., Case], tuple[tuple[int, ...], ...]]] = {
     "gemv_all_reduce": (
         gemv,
@@ -240,6 +284,7 @@ ON_GPUS: dict[str, tuple[Callable[..., Case], tuple[tuple[int, ...], ...]]] = {
         embedding,
         ((256, 64, 70), (1024, 64, 1), (1024, 64, 8), (1024, 64, 32), (1024, 64, 70), (4096, 64, 70), (1024, 256, 32)),
     ),
+    "gemm_all_to_all": (gemm, ((4096, 2048, 4096), (4096, 2048, 7168), (8192, 1536, 4096), (16384, 4096, 7168))),
 }
 """Operators, how to make a case, and shapes."""
 
@@ -247,6 +292,7 @@ ON_CPUS: dict[str, tuple[Callable[..., Case], tuple[tuple[int, ...], ...]]] = {
     "gemv_all_reduce": (gemv, ((20, 16, 1),)),
     "all_reduce_rms_norm": (rms_norm, ((2, 16),)),
     "embedding_all_to_all": (embedding, ((4, 2, 2),)),
+    "gemm_all_to_all": (gemm, ((8, 16, 8),)),
 }
 
 
