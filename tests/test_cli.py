@@ -24,6 +24,7 @@ from sidelane.bench.running import launch, study
 from sidelane.bench.running.asked import check_asked
 from sidelane.bench.running.launch import RankFailedError
 from sidelane.bench.simulated import overlap as sim_overlap
+from sidelane.bench.simulated import plan as sim_plan
 from sidelane.bench.simulated import study as sim_study
 from sidelane.c3.workload import parse_workload
 from sidelane.errors import UnavailableError
@@ -151,6 +152,7 @@ def predicted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     monkeypatch.setattr(sim_study, "collective_main", stand_in("collective"))
     monkeypatch.setattr(sim_overlap, "main", stand_in("pipeline"))
     monkeypatch.setattr(claims, "main", stand_in("claims"))
+    monkeypatch.setattr(sim_plan, "main", stand_in("plan"))
     return seen
 
 
@@ -173,6 +175,14 @@ OUT = Path("out")
         ("collective --machine h200x4 --report out", ("collective", sim_study.Options("h200x4", OUT))),
         ("pipeline --machine a40x4", ("pipeline", "a40x4", None, None)),
         ("pipeline --machine a40x4 --report out", ("pipeline", "a40x4", OUT, None)),
+        (
+            "plan --model llama-8b-like --machine a40x4 --fsdp",
+            ("plan", sim_plan.Options("a40x4", "llama-8b-like", fsdp=True)),
+        ),
+        (
+            "plan --model llama-70b-like --machine m.toml --fsdp --tokens 4096 --sequence 2048 --layers 4 --json -",
+            ("plan", sim_plan.Options("m.toml", "llama-70b-like", 4096, 2048, 4, fsdp=True, json=STDOUT)),
+        ),
         ("claims", ("claims", claims.Options())),
         ("claims --json", ("claims", claims.Options(json=STDOUT, ranges=False))),
         ("claims --json - --ranges", ("claims", claims.Options(json=STDOUT))),
@@ -200,12 +210,14 @@ def test_predictions(asked: SimpleNamespace, predicted: list[tuple[Any, ...]], a
         ("c3 --machine mi300x8 --strategy conccl cb1_1M", ["--strategy", "allowed=pairs"]),
         ("c3 --machine mi300x8 --collective all_gather", ["--collective", "allowed=--version, --json, --report"]),
         ("c3 --machine mi300x8 --version 002 cb1_1M", ["--version"]),
-        ("c3 --machine mi300x8 cb1_1M --collective broadcast", ["broadcast", "all_gather, all_to_all, all_reduce"]),
+        ("c3 --machine mi300x8 cb1_1M --collective broadcast", ["broadcast", "all_to_all, reduce_scatter, all_reduce"]),
         ("c3 --version 002", ["--version", "needs --machine"]),
         ("collective --machine mi300x8 --no-profile", ["--profile does not go with --machine"]),
         ("collective --machine mi300x8 --tensors 8", ["--tensors does not go with --machine", "--report"]),
         ("collective --machine mi300x8 --min-bytes 1K", ["--min-bytes"]),
         ("pipeline", ["--machine"]),
+        ("plan --model llama-8b-like --machine mi300x8", ["allowed=--fsdp"]),
+        ("plan --model gpt --machine mi300x8 --fsdp", ["--model", "llama-8b-like, llama-70b-like"]),
         ("claims --version 001", ["001"]),
     ],
 )
@@ -230,7 +242,7 @@ def test_machines_that_cannot_be_predicted(command: str, tmp_path: Path):
     mine.write_text('base = "mi300x8"\nname = "mine"\n\n[links]\nusable_gpbs = 46\n', encoding="utf-8")
     assert f"{mine}:5: links.usable_gpbs: unknown name (allowed=topology, peak_gbps" in refused(str(mine))
     mine.write_text('base = "mi300x8"\nname = "mine"\n[gpu]\nmemory_gbps = 0\n', encoding="utf-8")
-    assert f"{mine}:4: gpu.memory_gbps: must be greater than 0" in refused(str(mine))
+    assert f"{mine}:4: gpu.memory_gbps: (value=0, allowed=10 to 100000" in refused(str(mine))
     mine.write_bytes(b"\xff\xfe")
     assert "cannot be read as text" in refused(str(mine))
 

@@ -31,6 +31,7 @@ COMMANDS: dict[str, set[str]] = {
     "explain all_gather 1.2G --machine h200x4": {"call", "takes", "candidates", "submitted", "notes"},
     "claims --no-ranges": {"id", "claimed", "predicted", "role"},
     "pipeline --machine mi300x8": PREDICTED,
+    "plan --model llama-8b-like --machine h200x2 --fsdp": PREDICTED,
     "power --machine mi300x8 --max-bytes 64M": PREDICTED,
     "c3 --machine mi300x8 cb1_896M": PREDICTED,
     "c3 --machine mi300x8": PREDICTED,

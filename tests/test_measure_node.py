@@ -66,9 +66,7 @@ def test_what_was_measured_is_kept(
     names = ("fine", "slow", "wrong", "half", "late")
     seconds = {"slow": 5, "half": 5, "late": 1000}
     parts = [tool.Part((name,), seconds.get(name, 30)) for name in names]
-    began = time.monotonic()
-    assert not tool.measure("lists", parts, tmp_path, began + 500)
-    assert time.monotonic() - began < 40
+    assert not tool.measure("lists", parts, tmp_path, time.monotonic() + 500)
     printed = capsys.readouterr().out
     for words in (
         "1/5] 1 rows",

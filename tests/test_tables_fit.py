@@ -14,6 +14,7 @@ import rich.console
 from sidelane.bench import explain, info, machine_list
 from sidelane.bench.claims import command as claims
 from sidelane.bench.claims.results import compare
+from sidelane.bench.claims.sensitivity import Survival, sensitivity_table
 from sidelane.bench.demo import show
 from sidelane.bench.demo.checked import Checked
 from sidelane.bench.demo.figures import overlap_percents
@@ -24,11 +25,13 @@ from sidelane.bench.report.tables import tables_of
 from sidelane.bench.results import files
 from sidelane.bench.results.written import STDOUT
 from sidelane.bench.simulated import overlap
+from sidelane.bench.simulated import plan as sim_plan
 from sidelane.bench.simulated import study as simulated
 from sidelane.bench.tune.changes import changes_table
 from sidelane.c3.workload import parse_workload
 from sidelane.choice.store import InForce, builtin
 from sidelane.machine.load import machine_names, named
+from sidelane.model import training
 from sidelane.model.strategies import STRATEGIES, predict
 from sidelane.model.study import c3_study, dma_study, pair_name
 from sidelane.program.collective import Kind
@@ -107,6 +110,19 @@ def of_claims() -> list[Table]:
     return [claims.measured_table(compare(named("h200x4"), RESULTS / "h200x4", ranges=False))]
 
 
+def of_plan() -> list[Table]:
+    step = training.Step(training.MODELS["llama-70b-like"], 8192, 4096)
+    times = training.StepTimes(12_345_678.0, 10_345_678.0, 5_345_678.0)
+    planned = [sim_plan.Planned(strategy, times, 1e6, 3e6) for strategy in training.STRATEGIES]
+    return [sim_plan.plan_table(named("mi300x8"), step, planned)]
+
+
+def of_sensitivity() -> list[Table]:
+    ids = tuple(f"DM-FIN-0{i}" for i in range(4))
+    ends = [Survival("interference.memory", "assumed", value, value > 6, 20, 42, ids) for value in (5.0, 7.5)]
+    return [sensitivity_table(ends, 27)]
+
+
 def of_explain() -> list[Table]:
     options = explain.ExplainOptions(kind=Kind.ALL_GATHER, nbytes=1 << 20, machine="h200x4", ordinary=True)
     return [explain._table(explain.explain(options))]
@@ -118,6 +134,8 @@ MADE: dict[str, Callable[[], list[Table]]] = {
     "c3 --machine": predicted_study,
     "collective --machine": predicted_sizes,
     "pipeline": lambda: [overlap.blocks_table(named("mi300x8"), "opt1", overlap.TILES["opt1"])],
+    "plan": of_plan,
+    "claims, sensitivity": of_sensitivity,
     "machines": lambda: [machine_list.machines_table([named(name) for name in machine_names()])],
     "claims --machine": of_claims,
     "demo": of_the_demo,

@@ -268,21 +268,20 @@ def refused(group: dist.ProcessGroup) -> list[str]:
     return told
 
 
-def waits_in_vain(group: dist.ProcessGroup, flag: int, dead: int | None) -> tuple[str, str, tuple[int, ...], float]:
-    """Wait for a signal that nobody sends, or for a rank that ends; what is told, and after how many seconds."""
+def waits_in_vain(group: dist.ProcessGroup, flag: int, dead: int | None) -> tuple[str, str, tuple[int, ...]]:
+    """Wait for a signal that nobody sends, or for a rank that ends; what is told."""
     device = torch.get_default_device()
     comm = Communicator(group, device=device, config=Config(timeout_s=3))
     kernel = comm.load_kernel(waits_for, flags=2)
     last = comm.world_size - 1
     if comm.rank == dead:
         os._exit(3)
-    began = time.monotonic()
     try:
         kernel.launch((2,), last, flag)
         comm.synchronize()
     except PeerError as error:
-        return type(error).__name__, str(error), error.ranks, time.monotonic() - began
-    return "nothing", "", (), time.monotonic() - began
+        return type(error).__name__, str(error), error.ranks
+    return "nothing", "", ()
 
 
 def without_interpreter(group: dist.ProcessGroup) -> str:

@@ -89,17 +89,15 @@ def misused(group: dist.ProcessGroup) -> list[str]:
     return told
 
 
-def left(group: dist.ProcessGroup, how: str) -> tuple[str, str, tuple[int, ...], float]:
-    """Rank 0 fires one of two triggers, then ``raises``, ``dies`` or ``sleeps``: what each rank is told, and when."""
+def left(group: dist.ProcessGroup, how: str) -> tuple[str, str, tuple[int, ...]]:
+    """Rank 0 fires one of two triggers, then ``raises``, ``dies`` or ``sleeps``: what each rank is told."""
     comm = Communicator(group, device=torch.get_default_device(), config=Config(timeout_s=3))
     n, rank = comm.world_size, comm.rank
     shard, output = torch.zeros(2, 8, dtype=torch.uint8), comm.empty(n, 16, dtype=torch.uint8)
-    began = time.monotonic()
     try:
         with contextlib.ExitStack() as stack:
             stack.enter_context(comm)
             run = stack.enter_context(comm.load(sliced_gather(n, 2, 8), {"shard": shard, "output": output}))
-            began = time.monotonic()
             work = run(async_op=True)
             run.trigger(0)
             if rank == 0 and how == "raises":
@@ -112,7 +110,7 @@ def left(group: dist.ProcessGroup, how: str) -> tuple[str, str, tuple[int, ...],
             work.wait()
             comm.synchronize()
     except PeerError as error:
-        return type(error).__name__, str(error), error.ranks, time.monotonic() - began
+        return type(error).__name__, str(error), error.ranks
     except (RuntimeError, SidelaneError) as error:
-        return type(error).__name__, str(error), (), time.monotonic() - began
-    return "nothing", "", (), time.monotonic() - began
+        return type(error).__name__, str(error), ()
+    return "nothing", "", ()

@@ -63,7 +63,7 @@ class Crew:
         function: Callable[..., Any],
         ranks: int | Sequence[int] | None = None,
         *args: Any,
-        timeout_s: float = 60.0,
+        timeout_s: float = 120.0,
         dying: Sequence[int] = (),
     ) -> list[Any]:
         """Execute ``function(group, *args)`` on ``ranks`` and return what each returned.
@@ -155,7 +155,7 @@ class RankPool:
         self._crew: Crew | None = None
 
     def run(
-        self, function: Callable[..., Any], ranks: int | Sequence[int], *args: Any, timeout_s: float = 60
+        self, function: Callable[..., Any], ranks: int | Sequence[int], *args: Any, timeout_s: float = 120
     ) -> list[Any]:
         """See :meth:`Crew.run`."""
         if self._crew is None:

@@ -56,10 +56,7 @@ def one_fails(group: dist.ProcessGroup) -> tuple[str, tuple[int, ...], str]:
             raise LookupError("no key")
         return 1
 
-    began = time.monotonic()
-    found = outcome(exchange, "keys", make)
-    assert time.monotonic() - began < 10
-    return found
+    return outcome(exchange, "keys", make)
 
 
 def test_what_fails_on_one_rank_is_told_to_all(pool: RankPool) -> None:
@@ -139,9 +136,7 @@ def wrong_profiles(group: dist.ProcessGroup, text: str) -> tuple[str, tuple[int,
     if dist.get_rank(group) == 0:
         profile = os.path.join(tempfile.mkdtemp(prefix="sidelane-test-"), "p.json")
         Path(profile).write_text(text)
-    began = time.monotonic()
     found = outcome(communicator, group, profile=profile)
-    assert time.monotonic() - began < 10
     with communicator(group) as comm:  # the group is as good as before
         comm.barrier()
     return found
@@ -155,7 +150,6 @@ def test_a_profile_that_is_none_is_refused_by_all(pool: RankPool, text: str) -> 
 
 def failing_in_exchanges(group: dist.ProcessGroup, where: str) -> tuple[tuple[str, tuple[int, ...], str], str]:
     """Rank 1 fails in an exchange that only this library makes; its peers are in that exchange then."""
-    began = time.monotonic()
     with pytest.MonkeyPatch.context() as patch:
         wrong = dist.get_rank(group) == 1
 
@@ -172,7 +166,6 @@ def failing_in_exchanges(group: dist.ProcessGroup, where: str) -> tuple[tuple[st
             patch.setattr("sidelane.collectives.plan.make_program", fail)
         found = outcome(comm.all_reduce, torch.ones(numel))
     later = outcome(comm.barrier)
-    assert time.monotonic() - began < 10
     comm.close()
     return found, later[0]
 
@@ -189,7 +182,6 @@ def test_a_rank_that_fails_inside_an_exchange_says_why(pool: RankPool, where: st
 
 def real_tensors_under_fake_mode(group: dist.ProcessGroup) -> tuple[str, str]:
     """One rank's allocation of staging runs where torch makes no real tensors."""
-    began = time.monotonic()
     comm = communicator(group)
     shard, output = torch.ones(5 << 18), torch.empty(comm.world_size * 5 << 18)
     if comm.rank == 1:
@@ -197,7 +189,6 @@ def real_tensors_under_fake_mode(group: dist.ProcessGroup) -> tuple[str, str]:
             found = outcome(comm.all_gather, output, shard)
     else:
         found = outcome(comm.all_gather, output, shard)
-    assert time.monotonic() - began < 10
     comm.close()
     return found[0], found[2]
 
@@ -208,19 +199,18 @@ def test_real_tensors_under_fake_mode_are_an_error_on_all(pool: RankPool) -> Non
         assert peer == "PeerError" and own.splitlines()[0][:60] in why
 
 
-def dying_in_an_exchange(group: dist.ProcessGroup) -> tuple[str, tuple[int, ...], float]:
+def dying_in_an_exchange(group: dist.ProcessGroup) -> tuple[str, tuple[int, ...]]:
     comm = communicator(group)
-    began = time.monotonic()
     if comm.rank == 1:
         host_shared._reserve = lambda *_: os._exit(5)  # type: ignore[assignment]
     found = outcome(comm.empty, 100)
     comm.close()
-    return found[0], found[1], time.monotonic() - began
+    return found[0], found[1]
 
 
 def test_a_rank_that_dies_inside_an_exchange_is_named() -> None:
     with crew(3) as ranks:
         first, code, last = ranks.run(dying_in_an_exchange, dying=(1,))
     assert code == 5
-    for name, ranks, seconds in (first, last):
-        assert (name, ranks) == ("PeerError", (1,)) and seconds < 10
+    for name, ranks in (first, last):
+        assert (name, ranks) == ("PeerError", (1,))

@@ -70,7 +70,6 @@ def two_threads_at_once(group: dist.ProcessGroup) -> tuple[str, str, str]:
     rank = dist.get_rank(group)
     comm = communicator(group)
     inside: list[BaseException] = []
-    began = time.monotonic()
 
     def first() -> None:
         try:
@@ -95,7 +94,6 @@ def two_threads_at_once(group: dist.ProcessGroup) -> tuple[str, str, str]:
         inside.append(caught.value)
     with pytest.raises(CommunicatorClosedError) as later:
         comm.barrier()
-    assert time.monotonic() - began < 10
     comm.close()
     return own, type(inside[0]).__name__, str(later.value)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 
 import loads
 import pytest
@@ -62,24 +61,22 @@ def test_ranks_that_load_different_programs(pool: RankPool) -> None:
         assert all(text.startswith("MismatchError") for text in texts), texts
 
 
-def die(group: dist.ProcessGroup) -> tuple[str, float]:
+def die(group: dist.ProcessGroup) -> str:
     with communicator(group, timeout_s=60) as comm:
         case = loads.Case(comm, loads.handover(comm.world_size))
         case.run()
         comm.barrier()
         if comm.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        began = time.monotonic()
         try:
             while True:
                 case.run()
         except Exception as error:
-            return f"{type(error).__name__}: {error}", time.monotonic() - began
+            return f"{type(error).__name__}: {error}"
 
 
 def test_a_dead_peer_is_named() -> None:
     with crew(3) as ranks:
         first, _, last = ranks.run(die, dying=(1,))
-    for text, took_s in (first, last):
+    for text in (first, last):
         assert text.startswith("PeerError") and "rank 1" in text and "died" in text, text
-        assert took_s < 30

@@ -29,8 +29,8 @@ def test_triggers_that_are_fired_in_the_wrong_way(pool: RankPool) -> None:
 def test_a_rank_that_does_not_fire(how: str) -> None:
     with crew(3) as own:
         own_end, *others = own.run(slices.left, None, how, dying=(0,) if how == "dies" else ())
-    for kind, text, ranks, seconds in others:
-        assert ranks == (0,) and seconds < 10, (kind, text, ranks, seconds)
+    for kind, text, ranks in others:
+        assert ranks == (0,), (kind, text, ranks)
         assert kind == ("PeerTimeoutError" if how == "sleeps" else "PeerError")
         assert "untriggered: RuntimeError: no more" in text or how != "raises", text
     if how != "dies":

@@ -74,8 +74,8 @@ def test_triggers_that_are_fired_in_the_wrong_way(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("how", ["raises", "sleeps"])
 def test_a_rank_that_does_not_fire(ranks: Ranks, how: str) -> None:
-    for kind, text, culprits, seconds in ranks.run(CASES + "in_slices", "left", how)[1:]:
-        assert kind in ("PeerError", "PeerTimeoutError") and culprits == (0,) and seconds < 15, text
+    for kind, text, culprits in ranks.run(CASES + "in_slices", "left", how)[1:]:
+        assert kind in ("PeerError", "PeerTimeoutError") and culprits == (0,), text
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -91,8 +91,8 @@ def test_kernels_of_ones_own_that_are_refused(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("flag", [1, -1])
 def test_a_signal_that_nobody_sends(ranks: Ranks, flag: int) -> None:
-    for kind, text, culprits, seconds in ranks.run(CASES + "own_kernel", "waits_in_vain", flag, None):
-        assert kind == "PeerTimeoutError" and "waits_for" in text and culprits and seconds < 15, text
+    for kind, text, culprits in ranks.run(CASES + "own_kernel", "waits_in_vain", flag, None):
+        assert kind == "PeerTimeoutError" and "waits_for" in text and culprits, text
 
 
 def test_a_kernel_of_ones_own_in_a_graph(ranks: Ranks) -> None:

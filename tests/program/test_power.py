@@ -294,8 +294,8 @@ def test_the_power_of_a_hybrid_is_that_of_its_bytes_engines_and_units() -> None:
         rest += power.memory_w * memory / machine.gpu.memory_gbps + power.links_w * wire / machine.links.usable_gbps
         assert draw.rest_w == pytest.approx(rest)
         share = (draw.compute_w - power.compute_idle_w) / power.compute_w / (REDUCE_UNITS / machine.gpu.units)
-        reduction_us = (n + 1) * nbytes / n / machine.gpu.memory_gbps / 1e3
-        assert share * draw.time_us == pytest.approx(reduction_us, rel=0.15), "the time in which units add"
+        reduction_us = machine.dma.reduce_us + (n + 1) * nbytes / n / machine.dma.reduce_gbps / 1e3
+        assert share * draw.time_us == pytest.approx(reduction_us, rel=0.01), "the time in which units add"
     with pytest.raises(ValueError, match=r"hybrid_power: kind \(value=all_gather, allowed=reduce_scatter, all_reduce"):
         hybrid_power(machine, Kind.ALL_GATHER, nbytes, "b2b")
     with pytest.raises(ValueError, match="no power figures"):

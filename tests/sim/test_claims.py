@@ -5,16 +5,31 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import re
 
 import pytest
 import rich.console
 
 from sidelane.bench.claims import command
+from sidelane.bench.claims.sensitivity import draw_sensitivity, sensitivity_table, survival
 from sidelane.bench.results.written import STDOUT
 from sidelane.machine.load import named
 from sidelane.machine.spec import Quantity, Source
-from sidelane.model import claims_c3, claims_dma
-from sidelane.model.claims import Check, Role, Verdict, cited_claims, error_of, judge, problems, published, with_ranges
+from sidelane.model import claims_c3, claims_dma, claims_overlap
+from sidelane.model.claims import (
+    POINTS,
+    TOLERANCE,
+    Check,
+    Role,
+    Verdict,
+    cited_claims,
+    error_of,
+    judge,
+    problems,
+    published,
+    with_ranges,
+)
+from sidelane.model.claims_overlap import BLOCKS
 
 MACHINE = named("mi300x8")
 
@@ -27,13 +42,82 @@ def verdicts():
 
 
 def test_every_claim_of_the_papers_has_a_role_or_a_reason(verdicts):
-    reasons = command.not_modelled()
-    assert set(published()) == set(verdicts) | set(reasons)
-    assert all(reasons.values())
+    reasons, repeated = command.not_modelled(), command.given()
+    assert set(published()) == set(verdicts) | set(reasons) | set(repeated)
+    assert len(published()) == len(verdicts) + len(reasons) + len(repeated)
+    assert all(reasons.values()) and all(repeated.values())
+
+
+def test_every_miss_is_explained_and_nothing_else_is(verdicts):
+    judged = [verdict for verdict in verdicts.values() if not verdict.incomparable]
+    assert [v.claim_id for v in judged if not v.ok and not v.why] == []
+    explained = {*claims_c3.MISSES, *claims_dma.MISSES, *claims_overlap.MISSES}
+    assert explained == {v.claim_id for v in judged if not v.ok}
+
+
+def test_all_claims_have_one_tolerance(verdicts):
+    """Factors of two had hidden three misses."""
+    assert (TOLERANCE, POINTS) == (0.25, 8.0)
+    for verdict in verdicts.values():
+        if verdict.error is not None and verdict.role is not Role.INPUT and not verdict.incomparable:
+            assert verdict.ok is (verdict.error <= (POINTS if verdict.points else TOLERANCE)), verdict
+        assert verdict.points is ("ideal" in verdict.unit or verdict.claim_id in ("C3-SPRP-01", "C3-CU-08"))
+
+
+def test_claims_are_counted_at_stricter_tolerances_and_where_nothing_is_said(verdicts):
+    lines = command.counted(list(verdicts.values()))
+    held_out = next(line for line in lines if line.startswith("held_out"))
+    counts = [int(word) for word in re.findall(r"(\d+) at", held_out)]
+    assert len(counts) == 3 and counts == sorted(counts, reverse=True) and counts[0] > counts[2]
+    assert "not comparable: 3" in lines and "not spoken to: 40 of 170" in lines
+    assert any(line.endswith("27: fused operators are not simulated") for line in lines)
+
+
+def test_no_claim_is_a_constant_held_against_itself():
+    """A machine without the claim's numbers must not meet it."""
+    other = named("mi210x4")
+    for family in (claims_c3, claims_dma):
+        context = {claims_c3: claims_c3.C3Context, claims_dma: claims_dma.DmaContext}[family](other)
+        inputs = [check for check in family.checks() if check.role is Role.INPUT]
+        met = [check.claim_id for check in inputs if judge(check, context).ok]
+        assert set(met) <= {"C3-HEU-05", "CC-08", "DM-ENG-01", "DM-ENG-02", "DM-ENG-03", "DM-ENG-04", "DM-ENG-06"}
+
+
+def test_priority_is_compared_on_the_gpu_and_the_pair_of_the_claim(verdicts):
+    """25.5% (cb-ar on A40) had been met by the maximum of any case on any machine."""
+    context = claims_overlap.OverlapContext()
+    values = context.of("reduction", ("A40",), BLOCKS[1:], "cb-ar")
+    assert verdicts["RA-01"].predicted == max(values)
+    assert verdicts["RA-02"].incomparable and not verdicts["RA-02"].ok
+
+
+def test_a_trigger_of_half_a_microsecond_costs_claims():
+    check = next(check for check in claims_dma.checks() if check.claim_id == "DM-PL-01")
+    assert MACHINE.dma.trigger_us.high == 0.5
+    slow = judge(check, claims_dma.DmaContext(MACHINE.with_value("dma.trigger_us", 0.5)))
+    before = judge(check, claims_dma.DmaContext(MACHINE))
+    found = survival("dma.trigger_us", "assumed", 0.5, True, [before], [slow])
+    assert (found.met, found.of) == (int(slow.ok), 1) and before.ok
+    assert found.lost == (() if slow.ok else ("DM-PL-01",))
+
+
+def test_sensitivity_is_a_table_and_a_picture(tmp_path):
+    met, missed = (Verdict("CC-05", "", 1.0, 1.0, "", 0.0, Role.HELD_OUT, ok) for ok in (True, False))
+    found = [
+        survival("dma.trigger_us", "assumed", 0.05, False, [met], [met]),
+        survival("dma.trigger_us", "assumed", 0.5, True, [met], [missed]),
+        survival("dma.copy_us", "fitted", 2.4, False, [met], [met]),
+        survival("dma.copy_us", "fitted", 4.4, True, [met], [met]),
+    ]
+    assert [one.met for one in found] == [1, 0, 1, 1] and found[1].lost == ("CC-05",)
+    table = sensitivity_table(found, 1)
+    assert [line.cells[0] for line in table.lines] == ["dma.trigger_us"]
+    assert draw_sensitivity(found, 1, "x", tmp_path).is_file()
 
 
 def test_all_fitted_claims_and_all_inputs_are_met(verdicts):
-    missed = [v.claim_id for v in verdicts.values() if v.role is not Role.HELD_OUT and not v.ok]
+    told = (Role.INPUT, Role.FITTED)
+    missed = [v.claim_id for v in verdicts.values() if v.role in told and not v.ok and not v.incomparable]
     assert missed == []
 
 
@@ -41,7 +125,6 @@ def test_all_fitted_claims_and_all_inputs_are_met(verdicts):
 @pytest.mark.parametrize(
     "claim_id",
     [
-        "C3-RP-01",
         "C3-BEST-01",
         "CC-05",
         "CC-07",
@@ -49,7 +132,6 @@ def test_all_fitted_claims_and_all_inputs_are_met(verdicts):
         "DM-SW-01",
         "DM-BB-02",
         "DM-BB-03",
-        "DM-BB-05",
         "DM-PL-01",
         "DM-FIN-03",
     ],
@@ -59,14 +141,14 @@ def test_held_out_targets(verdicts, claim_id):
     assert verdicts[claim_id].ok, verdicts[claim_id]
 
 
-def test_six_of_eight_size_ranges(verdicts):
-    assert sum(v.ok for v in verdicts.values() if v.claim_id.startswith(("DM-T1", "DM-T2"))) >= 6
+def test_half_of_the_size_ranges_are_exact(verdicts):
+    assert sum(v.ok for v in verdicts.values() if v.claim_id.startswith(("DM-T1", "DM-T2"))) >= 4
 
 
 def test_a_held_out_claim_that_a_number_was_fitted_to_is_found():
     dma = dataclasses.replace(MACHINE.dma, trigger_us=Quantity(0.1, Source.FITTED, "DM-PL-01"))
     found = problems(claims_dma.checks(), dataclasses.replace(MACHINE, dma=dma), {})
-    assert any(line.startswith("DM-PL-01: held out, but dma.trigger_us was fitted") for line in found)
+    assert any(line.startswith("DM-PL-01: held out, but dma.trigger_us was taken") for line in found)
 
 
 def test_a_missing_role_and_a_fit_to_nothing_are_found():
@@ -88,7 +170,8 @@ def test_json_has_the_agreed_keys(capsys):
     assert command.main(command.Options(json=STDOUT, ranges=False)) == 0
     rows = json.loads(capsys.readouterr().out)
     assert {"id", "claimed", "predicted", "unit", "error", "role", "ok"} <= set(rows[0])
-    assert {row["role"] for row in rows} == {"input", "fitted", "held_out"}
+    assert {row["role"] for row in rows} == {"input", "fitted", "seen", "held_out"}
+    assert all(row["why"] for row in rows if not row["ok"]) and not all(row["comparable"] for row in rows)
 
 
 def test_predictions_are_shown_whole_at_80_columns(verdicts):
@@ -100,8 +183,8 @@ def test_predictions_are_shown_whole_at_80_columns(verdicts):
     for verdict in verdicts.values():
         assert f"{verdict.claim_id} {verdict.text.split()[0]}" in joined
     right = sum(verdict.ok for verdict in verdicts.values() if verdict.role is Role.HELD_OUT)
-    assert lines[-1].startswith(f"held_out: {right} of ")
-    assert joined.count(": NO") == sum(not verdict.ok for verdict in verdicts.values())
+    assert any(line.startswith(f"held_out: {right} of ") for line in lines)
+    assert joined.count(": NO") == sum(not v.ok and not v.incomparable for v in verdicts.values())
 
 
 def test_other_machines_and_versions_are_refused():
@@ -114,9 +197,10 @@ def test_other_machines_and_versions_are_refused():
 
 
 def test_the_versions_of_the_conccl_paper_are_a_switch():
-    check = next(check for check in claims_c3.checks() if check.claim_id == "C3-HW-08")
-    assert judge(check, claims_c3.C3Context(MACHINE, "000")).ok
-    assert judge(check, claims_c3.C3Context(MACHINE, "002")).predicted == 1
+    check = next(check for check in claims_c3.checks() if check.claim_id == "CC-03")
+    assert "--version" in claims_c3.GIVEN["C3-HW-08"]
+    values = [judge(check, claims_c3.C3Context(MACHINE, version)).predicted for version in ("000", "002")]
+    assert values[1] < values[0]
 
 
 @pytest.mark.parametrize(

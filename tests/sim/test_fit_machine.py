@@ -13,7 +13,7 @@ from sidelane.bench.results.files import Results, write
 from sidelane.bench.results.rows import C3Row, CollectiveRow
 from sidelane.c3.workload import parse_gemm
 from sidelane.machine.load import named, parse
-from sidelane.model.kernels import gemm_us
+from sidelane.model.gemm import gemm_us
 
 START = named("h200x4")
 TRUTH = (

@@ -1,4 +1,4 @@
-"""Numbers of a machine's description from isolated measurements: ``collectives.json`` and ``c3.json`` of a folder.
+"""Numbers of a machine's description from isolated measurements: a folder's collectives, chains and C3 rows.
 
 Only runs of one thing alone are used: collectives by size, and the GEMM's own time. What two things take together is
 left for ``sidelane claims --machine`` to predict. The result is text to put into the machine's TOML file.
@@ -7,21 +7,21 @@ left for ``sidelane claims --machine`` to predict. The result is text to put int
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from sidelane.bench.claims.gemms import GemmTime, gemm_times, predict_gemms
 from sidelane.bench.claims.results import LARGE, SMALL, fitted_to, predict_alone
 from sidelane.bench.results import files as result_files
-from sidelane.bench.results.rows import C3Row, CollectiveRow
-from sidelane.c3.workload import Gemm
+from sidelane.bench.results.rows import CollectiveRow
 from sidelane.machine.spec import Machine, Quantity, Source, Topology
-from sidelane.model.kernels import gemm_us
-from sidelane.program.collective import Kind
+from sidelane.program.collective import REDUCING, Kind
 
-LIBRARY = {Kind.ALL_GATHER: "all_gather", Kind.ALL_TO_ALL: "all_to_all", Kind.ALL_REDUCE: "all_reduce"}
+LIBRARY = {kind: str(kind) for kind in (Kind.ALL_GATHER, Kind.ALL_TO_ALL, Kind.ALL_REDUCE, Kind.REDUCE_SCATTER)}
 MOVING = (Kind.ALL_GATHER, Kind.ALL_TO_ALL)
 DMA_LATENCIES = (
     ("dma.doorbell_us",),
@@ -30,6 +30,7 @@ DMA_LATENCIES = (
     ("dma.sync_us",),
 )
 """One value for each entry: more numbers than small collectives tell apart would be invented."""
+REDUCTIONS = (("dma.reduce_us",), ("dma.reduce_gbps",))
 STEPS = 25
 LEAST = 1e-3
 FloatArray = npt.NDArray[np.float64]
@@ -46,26 +47,30 @@ def main(machine: Machine, folder: Path) -> str:
     Raises:
         ValueError: there is no file, or one is no result file.
     """
-    files = [folder / f"{study}.json" for study in ("collectives", "c3")]
+    files = [folder / f"{study}.json" for study in ("collectives", "chain", "c3")]
     present = [path for path in files if path.is_file()]
     if not present:
         raise ValueError(
-            f"fit_machine: no measurements (value={folder}, allowed=a folder with collectives.json, c3.json)"
+            f"fit_machine: no measurements (value={folder}, allowed=a folder with {', '.join(f.name for f in files)})"
         )
     fitted: dict[str, Quantity] = {}
+    alone: list[object] = []
     for path in present:
         rows = result_files.read(path).rows
+        alone += rows
         source = f"results/{machine.name}/{path.name}"
         fitted |= fit_collectives(machine, [row for row in rows if isinstance(row, CollectiveRow)], source)
-        fitted |= fit_gemm(machine, [row for row in rows if isinstance(row, C3Row)], source)
-    return to_toml(fitted)
+    times = gemm_times(alone, machine.gpus)
+    names = " and ".join(path.name for path in present if path.name != "collectives.json")
+    return to_toml(fitted | fit_gemm(machine, times, f"results/{machine.name}/{names}, GEMMs alone"))
 
 
 def fit_collectives(machine: Machine, rows: Sequence[CollectiveRow], source: str) -> dict[str, Quantity]:
     """Latencies and bandwidths from graph launches: of the library's kernels, and of DMA programs."""
     usable = [row for row in rows if fitted_to(row)]
     library = [row for row in usable if row.implementation == "nccl"]
-    engines = [row for row in usable if row.implementation == "dma"]
+    engines = [row for row in usable if row.implementation == "dma" and row.collective not in REDUCING]
+    reductions = [row for row in usable if row.implementation == "dma" and row.collective in REDUCING]
     fitted = _fit_library(machine, library, source)
     bandwidths = _fit_engines(machine, engines, source)
     for path, value in bandwidths.items():
@@ -73,7 +78,10 @@ def fit_collectives(machine: Machine, rows: Sequence[CollectiveRow], source: str
     small = [row for row in engines if row.bytes <= SMALL]
     for path in ("dma.doorbell_us", "dma.sync_us"):
         machine = machine.with_value(path, max(float(machine.quantities()[path]), 2.0))  # away from 0, a flat place
-    return fitted | bandwidths | _least_squares(machine, DMA_LATENCIES if small else (), small, source)
+    latencies = _least_squares(machine, DMA_LATENCIES if small else (), small, source)
+    for path, value in latencies.items():
+        machine = machine.with_value(path, value)
+    return fitted | bandwidths | latencies | _least_squares(machine, REDUCTIONS, reductions, source)
 
 
 def _fit_library(machine: Machine, rows: Sequence[CollectiveRow], source: str) -> dict[str, Quantity]:
@@ -127,7 +135,11 @@ def _fit_engines(machine: Machine, rows: Sequence[CollectiveRow], source: str) -
 
 
 def _least_squares(
-    machine: Machine, paths: Sequence[tuple[str, ...]], rows: Sequence[CollectiveRow], source: str
+    machine: Machine,
+    paths: Sequence[tuple[str, ...]],
+    rows: Sequence[Any],
+    source: str,
+    predict: Callable[[Machine, Any], float | None] = predict_alone,
 ) -> dict[str, Quantity]:
     """Choose numbers for the least sum of squared relative errors, by Gauss-Newton with differences.
 
@@ -136,6 +148,7 @@ def _least_squares(
         paths: numbers to choose; those of one entry have the same value.
         rows: measured; as many as numbers, or more.
         source: for the result.
+        predict: microseconds of a row, which the row's ``time_us`` is held against.
     """
     if not paths or len(rows) < len(paths):
         return {}
@@ -146,7 +159,7 @@ def _least_squares(
         for same, value in zip(paths, values, strict=True):
             for path in same:
                 changed = changed.with_value(path, float(value))
-        predicted: FloatArray = np.array([predict_alone(changed, row) for row in rows])
+        predicted: FloatArray = np.array([predict(changed, row) for row in rows])
         relative: FloatArray = predicted / times - 1.0
         return relative
 
@@ -179,14 +192,10 @@ def _least_squares(
     return fitted
 
 
-def fit_gemm(machine: Machine, rows: Sequence[C3Row], source: str) -> dict[str, Quantity]:
-    """Efficiency of GEMMs alone: the median over shapes of what the rows' isolated times say."""
-    times = {(r.m, r.n, r.k, r.dtype): r.gemm_us for r in rows if r.gemm_us is not None}
-    if not times:
-        return {}
-    efficiency = machine.matmul.efficiency
-    values = [gemm_us(machine, Gemm(*shape)) / time * efficiency for shape, time in times.items()]
-    return {"matmul.efficiency": _quantity(values, statistics.median(values), source)}
+def fit_gemm(machine: Machine, times: Sequence[GemmTime], source: str) -> dict[str, Quantity]:
+    """Efficiency of GEMMs alone, and their launch where there are shapes enough to tell the two apart."""
+    paths = (("matmul.efficiency",), ("matmul.launch_us",))
+    return _least_squares(machine, paths if len(times) > 2 else paths[:1], times, source, predict_gemms)
 
 
 def to_toml(fitted: dict[str, Quantity]) -> str:

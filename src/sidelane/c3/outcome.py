@@ -165,8 +165,8 @@ def _judge_strategy(
         time_us=statistics.median(pair),
         speedup=_rounds(speedup, gemm, times[best.label], pair),
         ideal=_rounds(ideal_speedup, gemm, times[best.label]),
-        percent_of_ideal=_rounds(percent_of_ideal, gemm, times[best.label], pair),
-        percent_of_ideal_library=_rounds(percent_of_ideal, gemm, times[library.label], pair) if library else None,
+        percent_of_ideal=_percent(gemm, times[best.label], pair),
+        percent_of_ideal_library=_percent(gemm, times[library.label], pair) if library else None,
     )
     return result, Candidate(strategy, comm_us, chosen.in_place)
 
@@ -182,3 +182,10 @@ def _median(values: Sequence[float] | None) -> float | None:
 
 def _rounds(figure: Callable[..., float], *series: Sequence[float]) -> float:
     return statistics.median(figure(*values) for values in zip(*series, strict=True))
+
+
+def _percent(*series: Sequence[float]) -> float | None:
+    """Percent of ideal, where most rounds have one."""
+    found = [percent_of_ideal(*values) for values in zip(*series, strict=True)]
+    defined = [percent for percent in found if percent is not None]
+    return statistics.median(defined) if 2 * len(defined) > len(found) else None

@@ -13,6 +13,10 @@ LIBRARY = ("nccl", "gloo")
 """The vendor library's own kernels: whichever of these exists on the device. On CPUs its threads play their part."""
 
 
+LEAST_GAIN = 0.05
+"""Ideal gain below which a percentage of it says nothing."""
+
+
 class Order(StrEnum):
     """Who is released first. ``serial``: the collective follows the GEMM on one stream."""
 
@@ -79,8 +83,11 @@ def speedup(gemm_us: float, comm_us: float, time_us: float) -> float:
     return (gemm_us + comm_us) / time_us
 
 
-def percent_of_ideal(gemm_us: float, comm_us: float, time_us: float) -> float:
+def percent_of_ideal(gemm_us: float, comm_us: float, time_us: float) -> float | None:
     """How much of the ideal gain was reached: 0 is serial, 100 is the longer of the two alone; it can be negative.
+
+    Undefined (None) where the shorter of the two is less than 5% of the longer: what is to be gained then is no
+    more than what times differ by from run to run, and the number would be about nothing else.
 
     Args:
         gemm_us: isolated time of the GEMM.
@@ -90,6 +97,10 @@ def percent_of_ideal(gemm_us: float, comm_us: float, time_us: float) -> float:
 
     >>> round(percent_of_ideal(1410.0, 1840.0, 1860.0), 1)
     97.5
+    >>> percent_of_ideal(1410.0, 10.0, 1430.0) is None
+    True
     """
-    gain = speedup(gemm_us, comm_us, time_us) - 1.0
-    return 100.0 * gain / (ideal_speedup(gemm_us, comm_us) - 1.0)
+    possible = ideal_speedup(gemm_us, comm_us) - 1.0
+    if possible < LEAST_GAIN:
+        return None
+    return 100.0 * (speedup(gemm_us, comm_us, time_us) - 1.0) / possible

@@ -1,4 +1,4 @@
-"""The commands that only predict: ``sidelane machines``, ``claims`` and ``pipeline``."""
+"""The commands that only predict: ``sidelane machines``, ``claims``, ``pipeline`` and ``plan``."""
 
 from __future__ import annotations
 
@@ -87,3 +87,30 @@ def pipeline(machine: str, json: Path | None, report: Path | None) -> None:
         from sidelane.bench.simulated import overlap as sim_overlap
 
         sys.exit(sim_overlap.main(machine, report, json))
+
+
+@click.command(
+    cls=Command,
+    examples=(
+        ("sidelane plan --model llama-8b-like --machine mi300x8 --fsdp", "a training step on eight MI300X"),
+        ("sidelane plan --model llama-70b-like --machine h200x4 --fsdp --tokens 4096", "one sequence a rank"),
+    ),
+)
+@where("--machine", required=True, metavar="NAME_OR_FILE", help="One of `sidelane machines`, or a TOML or JSON file.")
+@what("--model", required=True, metavar="NAME", help="llama-8b-like or llama-70b-like.")
+@what("--fsdp", is_flag=True, help="Layers are sharded over all ranks: needed, since nothing else is modelled.")
+@what("--tokens", type=int, default=8192, help="Tokens of a rank in a step.")
+@what("--sequence", type=int, default=4096, help="Tokens that attend to each other.")
+@what("--layers", type=int, default=None, show_default="the model's", help="Another number of layers.")
+@json_option
+def plan(
+    machine: str, model: str, fsdp: bool, tokens: int, sequence: int, layers: int | None, json: Path | None
+) -> None:
+    """Predict the communication of a training step that stays exposed, and say what to change.
+
+    Under the library's kernels, with all-gathers on copy engines, and with reduce-scatters there, too.
+    """
+    with plain_errors():
+        from sidelane.bench.simulated import plan as sim_plan
+
+        sys.exit(sim_plan.main(sim_plan.Options(machine, model, tokens, sequence, layers, fsdp, json)))

@@ -15,39 +15,25 @@ import json
 import re
 import tomllib
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from sidelane.machine.limits import LIBRARY_SPEEDS, contradictions, outside
 from sidelane.machine.spec import Machine, Quantity, Source
 
 TOP_LEVEL = ("name", "title", "gpus", "nodes", "base")
-FEWEST_UNITS = 16
-"""Half of them must be enough for the smallest share of a collective, 8."""
-MAY_BE_ZERO = (
-    "us",
-    "gain",
-    "memory",
-    "share",
-    "copies",
-    "waits",
-    "persistent",
-    "engines",
-    "w",
-    "network_gbps",
-    "mb",
-    "gb",
-)
-"""Ends of the names whose numbers nothing is divided by. Of the shares, only ``late_share``."""
-NEVER_ZERO = ("runtime_share", "low_latency_share")
 OF_ONE_GPU = ("power",)  # optional sections that a machine with other GPUs does not take over from its base
 QUANTITY_KEYS = ("value", "source", "of", "low", "high")
 
 
 class _Mistake(Exception):
-    def __init__(self, path: tuple[str, ...], text: str) -> None:
+    """What is wrong with the number at ``path``. ``beside``: the other number of a contradiction, if need be."""
+
+    def __init__(self, path: tuple[str, ...], text: str, beside: tuple[str, ...] = ()) -> None:
         self.path = path
+        self.beside = beside
         super().__init__(text)
 
 
@@ -113,6 +99,8 @@ def parse(text: str, where: str) -> Machine:
         return _machine(content)
     except _Mistake as mistake:
         line = _line_of(text, mistake.path, is_json)
+        if mistake.beside and not _holds(content, mistake.path):
+            line = _line_of(text, mistake.beside, is_json)
         raise ValueError(f"{where}:{line}: {'.'.join(mistake.path)}: {mistake}") from mistake
 
 
@@ -148,7 +136,52 @@ def _machine(content: Any) -> Machine:
             values[name] = inherited
         else:
             raise _Mistake((name,), "section is missing")
-    return Machine(**values)
+    if base is not None:
+        _follow_links(base, content, values)
+    machine = Machine(**values)
+    for path, other, text in contradictions(machine):
+        raise _Mistake(tuple(path.split(".")), text, beside=tuple(other.split(".")))
+    return machine
+
+
+def _follow_links(base: Machine, content: Mapping[str, Any], values: dict[str, Any]) -> None:
+    """Take what was measured over a base's links, and not stated anew, over to the links that a file states."""
+    stated = content.get("links", {})
+    if "topology" in stated and values["links"].topology is not base.links.topology:
+        needed = ("links.peak_gbps", "links.usable_gbps", "dma.engine_gbps", *LIBRARY_SPEEDS)
+        missing = [path for path in needed if not _holds(content, tuple(path.split(".")))]
+        if missing:
+            text = f"(value={stated['topology']!r}, allowed={base.links.topology} as {base.name} has it"
+            raise _Mistake(("links", "topology"), f"{text}, or with {', '.join(missing)} of these links)")
+    links = values["links"]
+    if "peak_gbps" in stated and "usable_gbps" not in stated:
+        links = _scaled(links, ("usable_gbps",), links.peak_gbps / base.links.peak_gbps, "links.peak_gbps")
+    longer = links.usable_gbps / base.links.usable_gbps
+    speeds = [path.partition(".")[2] for path in LIBRARY_SPEEDS]
+    inherited = [name for name in speeds if not _holds(content, ("library", name))]
+    values["links"] = links
+    values["library"] = _scaled(values["library"], inherited, longer, "links.usable_gbps")
+
+
+def _scaled(section: Any, names: Sequence[str], factor: float, why: str) -> Any:
+    """Numbers of a section in proportion to another number that has changed by a factor."""
+    if factor == 1.0:
+        return section
+    changes = {}
+    for name in names:
+        old = getattr(section, name)
+        ends = (None, None) if old.low is None else (old.low * factor, old.high * factor)
+        changes[name] = Quantity(old * factor, Source.ASSUMED, f"in proportion to {why}: {old.of or old.source}", *ends)
+    return dataclasses.replace(section, **changes)
+
+
+def _holds(content: Any, path: tuple[str, ...]) -> bool:
+    """True if a file states the number at a path."""
+    for key in path:
+        if not isinstance(content, Mapping) or key not in content:
+            return False
+        content = content[key]
+    return True
 
 
 def _section(name: str, section: type, content: Any, inherited: Any) -> Any:
@@ -197,11 +230,10 @@ def _quantity(path: tuple[str, ...], content: Any) -> Quantity:
     for key in ("value", "low", "high"):
         if key in content and (not isinstance(content[key], int | float) or isinstance(content[key], bool)):
             raise _Mistake(path, f"{key} (value={content[key]!r}, allowed=a number)")
-    least = min(content[key] for key in ("value", "low") if key in content)
-    if least == 0 and (path[-1] in NEVER_ZERO or not path[-1].endswith(MAY_BE_ZERO)):
-        raise _Mistake(path, "must be greater than 0, also its low end (value=0)")
-    if path == ("gpu", "units") and least < FEWEST_UNITS:
-        raise _Mistake(path, f"(value={least}, allowed={FEWEST_UNITS} or more)")
+    for key in ("value", "low", "high"):
+        text = outside(".".join(path), content[key]) if key in content else ""
+        if text:
+            raise _Mistake(path, text if key == "value" else f"{key} {text}")
     try:
         return Quantity(content["value"], source, content.get("of", ""), content.get("low"), content.get("high"))
     except ValueError as problem:

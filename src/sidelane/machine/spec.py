@@ -137,6 +137,8 @@ class Dma:
         wait_us: engine: see a flag that has changed.
         trigger_us: host: write a flag that holds a prelaunched queue.
         sync_us: from the last command of a queue until the host knows.
+        reduce_us: of a reduction in the middle of a program: its kernel starts, and the next command sees its end.
+        reduce_gbps: bytes that the kernel of a reduction reads and writes.
     """
 
     engines: Quantity
@@ -154,6 +156,8 @@ class Dma:
     wait_us: Quantity
     trigger_us: Quantity
     sync_us: Quantity
+    reduce_us: Quantity
+    reduce_gbps: Quantity
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -161,8 +165,9 @@ class Library:
     """The vendor's library of collectives, which moves bytes with kernels.
 
     Attributes:
-        all_gather_us, all_to_all_us, all_reduce_us: time of a collective without its bytes.
-        all_gather_gbps, all_to_all_gbps, all_reduce_gbps: bandwidth of a link (mesh) or port (switch) with all units.
+        all_gather_us, all_to_all_us, all_reduce_us, reduce_scatter_us: time of a collective without its bytes.
+        all_gather_gbps, all_to_all_gbps, all_reduce_gbps, reduce_scatter_gbps: bandwidth of a link (mesh) or port
+            (switch) with all units.
         bulk_us: what the protocol for large messages takes on top of that time.
         low_latency_share: share of the bandwidth that the protocol for small messages reaches.
         default_units: workgroups it launches, one a compute unit, for all_gather; ``all_to_all_units`` for the other.
@@ -174,9 +179,11 @@ class Library:
     all_gather_us: Quantity
     all_to_all_us: Quantity
     all_reduce_us: Quantity
+    reduce_scatter_us: Quantity
     all_gather_gbps: Quantity
     all_to_all_gbps: Quantity
     all_reduce_gbps: Quantity
+    reduce_scatter_gbps: Quantity
     bulk_us: Quantity
     low_latency_share: Quantity
     default_units: Quantity
@@ -192,16 +199,20 @@ class Matmul:
     """GEMM kernels of the vendor's library.
 
     Attributes:
-        efficiency: share of ``peak_tflops`` that workgroups reach while all units are busy.
-        tile_m, tile_n: tile of the result that one workgroup computes.
+        launch_us: of the kernel, from its turn until it computes at full speed and from there to its end.
+        efficiency: share of ``peak_tflops`` that a large GEMM reaches.
+        tile_m, tile_n: tile of the result that one workgroup computes, where there are enough of them.
         persistent: 1: one workgroup a unit for the whole GEMM, its tiles dealt out beforehand; beside a kernel that
             holds a unit it can not run.
         memory_efficiency: share of ``memory_gbps`` that a memory-bound GEMM reaches.
-        intensity: operations per byte that GEMMs do in the memory system (compute-bound ones).
-        bound_intensity: the same for the GEMMs that the ConCCL paper measured as memory-bound.
+        intensity: operations per byte in the memory system while what runs at once fits in the last-level cache.
+        bound_intensity: the same where it does not (model/gemm.py).
         cache_gain: share of a memory-bound GEMM's traffic that disappears with fewer workgroups in flight.
+        partition_loss: share by which a GEMM that is given nearly all units is slower than in proportion, since the
+            library chooses tiles for the whole GPU; with half of the units nothing is left of it.
     """
 
+    launch_us: Quantity
     efficiency: Quantity
     tile_m: Quantity
     tile_n: Quantity
@@ -210,6 +221,7 @@ class Matmul:
     intensity: Quantity
     bound_intensity: Quantity
     cache_gain: Quantity
+    partition_loss: Quantity
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -251,6 +263,34 @@ class Power:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Occupancy:
+    """What blocks share on a compute unit, and what the library's collectives take of it.
+
+    Attributes:
+        registers: of 4 bytes, of a unit.
+        threads: that a unit holds.
+        unit_gbps: bytes that a unit reads from the cache that all share.
+        cache: slowdown for each unit of (own use of that cache x use by the others).
+        drains: 1: while a block waits for room, later kernels get none, so that units drain for it; 0: room that is too
+            small for it goes to them.
+        step_us: from a block's asking for the next part of its inputs until it has them.
+        library_threads: of a block of a collective.
+        library_registers: of each of them.
+        library_shared_kb: shared memory of such a block.
+    """
+
+    registers: Quantity
+    threads: Quantity
+    unit_gbps: Quantity
+    cache: Quantity
+    drains: Quantity
+    step_us: Quantity
+    library_threads: Quantity
+    library_registers: Quantity
+    library_shared_kb: Quantity
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Machine:
     """A node of equal GPUs, or several such nodes.
 
@@ -272,6 +312,7 @@ class Machine:
     matmul: Matmul
     interference: Interference
     power: Power | None = None
+    occupancy: Occupancy | None = None
 
     @property
     def world_size(self) -> int:
@@ -279,6 +320,19 @@ class Machine:
 
     def node_of(self, rank: int) -> int:
         return rank // self.gpus
+
+    def refuse_nodes(self, what: str) -> None:
+        """Refuse more than one node where a prediction is about one.
+
+        Args:
+            what: is predicted, for the message.
+
+        Raises:
+            ValueError: there are several nodes.
+        """
+        if self.nodes > 1:
+            text = "what crosses nodes is modelled for programs that the simulator is given, and for nothing else"
+            raise ValueError(f"{what}: nodes of {self.name} (value={self.nodes}, allowed=1; {text})")
 
     def quantities(self) -> dict[str, Quantity]:
         """Every number by its path, ``dma.copy_us`` for example."""

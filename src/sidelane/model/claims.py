@@ -1,8 +1,11 @@
 """What the papers claim, held against what the model predicts.
 
-Each claim that the model speaks to has a role: ``input`` (the model was told), ``fitted`` (a number of the machine's
-description was chosen to meet it; the description names the claim) or ``held_out`` (a prediction). :func:`problems`
-finds claims without a role and held-out claims that a number was fitted to after all.
+Each claim that the model speaks to has a role: ``input`` (the machine's description was told), ``fitted`` (a number of
+it was chosen to meet the claim; the description names it), ``seen`` (no number was turned for it, but a rule or a
+reading went in after the claim had been looked at) or ``held_out`` (a prediction). A claim that the model can only
+repeat, or that says too little to be compared like for like, is not judged, and a reason stands for it. One tolerance
+holds for all: ``TOLERANCE`` of the published value, or ``POINTS`` for percentages of ideal. :func:`problems` finds
+claims without a role, and held-out claims that a number was taken from after all.
 """
 
 from __future__ import annotations
@@ -27,7 +30,14 @@ class Role(StrEnum):
 
     INPUT = "input"
     FITTED = "fitted"
+    SEEN = "seen"
     HELD_OUT = "held_out"
+
+
+TOLERANCE, POINTS = 0.25, 8.0
+"""Error that is still right: as a share of the published value, and of percentages of ideal."""
+STRICTER = ((1.0, "25%, 8 points"), (0.4, "10%, 3.2 points"), (0.2, "5%, 1.6 points"))
+"""Shares of the tolerance at which claims are counted as well, in words."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,17 +48,21 @@ class Check(Generic[Context]):
         claim_id: in ``claims.json``.
         role: see :class:`Role`.
         predict: the model's value, in the claim's form and unit.
-        relative: error that is still right, as a share of the published value.
-        absolute: the same in the claim's unit (for percentages of ideal); None: ``relative`` counts.
-        within: for ranges and limits: tells whether a prediction agrees; None: by error.
+        exact: error that is still right of an input, as a share; other roles have the tolerance that all have.
+        points: a percentage of ideal, whose error counts in its unit.
+        within: for limits and orders: tells whether a prediction agrees; None: by error.
+        incomparable: why the claim cannot be compared like for like; it is shown, and not counted.
+        miss: why the prediction misses it, in a line; "" while it does not.
     """
 
     claim_id: str
     role: Role
     predict: Callable[[Context], Any]
-    relative: float = 0.25
-    absolute: float | None = None
+    exact: float = 0.0
+    points: bool = False
     within: Callable[[Any, Any], bool] | None = None
+    incomparable: str = ""
+    miss: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,8 +70,11 @@ class Verdict:
     """A claim and its prediction.
 
     Attributes:
-        error: largest relative error of its numbers (0.1: 10%), or of the points where ``absolute`` counts; None where
-            it is not a number.
+        error: largest relative error of its numbers (0.1: 10%), or in points of percentages of ideal; None where it is
+            not a number, or a limit.
+        points: the error is in points.
+        incomparable: why the claim is not compared; then ``ok`` is False and counts for nothing.
+        why: of a miss, in a line.
         low, high: the prediction over the plausible values of the fitted and assumed numbers; None without numbers.
     """
 
@@ -69,8 +86,17 @@ class Verdict:
     error: float | None
     role: Role
     ok: bool
+    points: bool = False
+    incomparable: str = ""
+    why: str = ""
     low: Any = None
     high: Any = None
+
+    def met_at(self, share: float) -> bool:
+        """True if the prediction is right at a share of the tolerance. What is no number is right or wrong at all."""
+        if self.error is None or not self.ok:
+            return self.ok
+        return self.error <= share * (POINTS if self.points else TOLERANCE) + 1e-9
 
     def to_dict(self) -> dict[str, Any]:
         """As ``sidelane claims --json`` prints it."""
@@ -82,6 +108,8 @@ class Verdict:
             "error": _rounded(self.error),
             "role": str(self.role),
             "ok": self.ok,
+            "comparable": not self.incomparable,
+            "why": self.incomparable or self.why,
             "low": _rounded(self.low),
             "high": _rounded(self.high),
         }
@@ -96,16 +124,37 @@ def published() -> dict[str, dict[str, Any]]:
 
 def judge(check: Check[Context], context: Context) -> Verdict:
     """Hold a prediction against its claim."""
+    return verdict_on(check, check.predict(context))
+
+
+def verdict_on(check: Check[Any], predicted: Any) -> Verdict:
+    """Hold a value that has been predicted against a check's claim."""
     claim = published()[check.claim_id]
-    claimed, predicted = claim["value"], check.predict(context)
-    error = error_of(claimed, predicted, points=check.absolute is not None)
+    claimed = claim["value"]
+    error = None if check.within else error_of(claimed, predicted, points=check.points)
     if check.within is not None:
         ok = check.within(claimed, predicted)
     elif error is None:
-        ok = claimed == predicted
+        ok = bool(claimed == predicted)
+    elif check.role is Role.INPUT:
+        ok = error <= check.exact + 1e-9
     else:
-        ok = error <= (check.relative if check.absolute is None else check.absolute) + 1e-9
-    return Verdict(check.claim_id, claim["claim"], claimed, predicted, claim["unit"], error, check.role, ok)
+        ok = error <= (POINTS if check.points else TOLERANCE) + 1e-9
+    ok = ok and not check.incomparable
+    why = "" if ok else check.miss
+    return Verdict(
+        check.claim_id,
+        claim["claim"],
+        claimed,
+        predicted,
+        claim["unit"],
+        error,
+        check.role,
+        ok,
+        check.points,
+        check.incomparable,
+        why,
+    )
 
 
 def with_ranges(verdict: Verdict, variations: Sequence[Any]) -> Verdict:
@@ -127,28 +176,28 @@ def with_ranges(verdict: Verdict, variations: Sequence[Any]) -> Verdict:
     )
 
 
-def problems(checks: Sequence[Check[Any]], machine: Machine, not_modelled: Mapping[str, str]) -> list[str]:
-    """What is wrong with the roles: one line each; empty when all is well."""
+def problems(checks: Sequence[Check[Any]], machine: Machine, not_judged: Mapping[str, str]) -> list[str]:
+    """What is wrong with the roles: one line each; empty when all is well. ``not_judged``: reasons, by claim."""
     roles = {check.claim_id: check.role for check in checks}
     found = [f"{check.claim_id}: no such claim" for check in checks if check.claim_id not in published()]
     found += [
         f"{claim_id}: has neither a role nor a reason why the model does not speak to it"
         for claim_id in published()
-        if claim_id not in roles and claim_id not in not_modelled
+        if claim_id not in roles and claim_id not in not_judged
     ]
-    found += [f"{claim_id}: has a role and a reason why it has none" for claim_id in roles if claim_id in not_modelled]
+    found += [f"{claim_id}: has a role and a reason why it has none" for claim_id in roles if claim_id in not_judged]
     cited: set[str] = set()
     for path, quantity in machine.quantities().items():
+        targets = cited_claims(quantity.of)
+        found += [
+            f"{claim_id}: held out, but {path} was taken from it"
+            for claim_id in sorted(targets)
+            if roles.get(claim_id) is Role.HELD_OUT
+        ]
         if quantity.source is Source.FITTED:
-            targets = cited_claims(quantity.of)
             cited |= targets
             if not targets:
                 found.append(f"{path}: fitted, and names no claim that it was fitted to")
-            found += [
-                f"{claim_id}: held out, but {path} was fitted to it"
-                for claim_id in sorted(targets)
-                if roles.get(claim_id) is Role.HELD_OUT
-            ]
     found += [
         f"{claim_id}: fitted, but no number of {machine.name} names it"
         for claim_id, role in roles.items()

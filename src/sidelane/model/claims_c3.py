@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import statistics
 from collections import Counter
 from collections.abc import Callable
 
-from sidelane.c3.workload import COMPARABLE, TABLE_I, C3Class, parse_gemm
+from sidelane.c3.workload import TABLE_I, C3Class, parse_gemm
 from sidelane.machine.spec import Machine
 from sidelane.model.claims import Check, Role
-from sidelane.model.heuristic import EFFICIENCY, PROFILED_GEMMS, PROFILED_SIZES, Allocation, judge
-from sidelane.model.kernels import dma_gang, gemm_kernel, gemm_us, library_gang
+from sidelane.model.gemm import gemm_kernel, gemm_us
+from sidelane.model.heuristic import Allocation, judge
+from sidelane.model.kernels import dma_us, library_gang
 from sidelane.model.published import default_units, dma_run, library_us, published_program
-from sidelane.model.strategies import C3_VARIANTS, RP_UNITS, partitions
+from sidelane.model.strategies import C3_VARIANTS, partitions
 from sidelane.model.study import COLLECTIVES, TABLE_II, C3Study, c3_study, pair_name, table_ii_workload
 from sidelane.program.collective import Kind
 
 CB = tuple(tag for tag in TABLE_I if tag.startswith("cb"))
 MB = tuple(tag for tag in TABLE_I if tag.startswith("mb"))
 LARGE = 1 << 30
-FITTED_POINTS, HELD_OUT_POINTS = 3.0, 8.0
-"""Points of percent of ideal within which averages must lie (issue 3)."""
 
 
 class C3Context:
@@ -42,6 +42,10 @@ class C3Context:
     @functools.cached_property
     def allocations(self) -> list[Allocation]:
         return [judge(self.machine, table_ii_workload(name, kind)) for name in TABLE_II for kind in COLLECTIVES]
+
+    def right_allocations(self) -> int:
+        """How many are the sweep's best whichever of several equally good ones the heuristic had taken."""
+        return sum(a.right and a.alone for a in self.allocations)
 
     def class_range(self, strategy: str, kind: Kind) -> list[float]:
         values = [self.study.percent(strategy, kind, c3_class) for c3_class in C3Class]
@@ -85,7 +89,7 @@ class C3Context:
         """Library's time over that of the DMA engines through the runtime, all_gather, 32 MB and up."""
         sizes = [1 << power for power in range(25, 33)]
         kind = Kind.ALL_GATHER
-        ratios = [library_us(self.machine, kind, n) / dma_gang(self.machine, kind, n).alone_us for n in sizes]
+        ratios = [library_us(self.machine, kind, n) / dma_us(self.machine, kind, n) for n in sizes]
         return statistics.geometric_mean(ratios)
 
     def worst_small(self) -> float:
@@ -106,7 +110,7 @@ class C3Context:
 
 def checks() -> list[Check[C3Context]]:
     """Every claim of the two versions of the paper that the model speaks to."""
-    inp, fit, held = Role.INPUT, Role.FITTED, Role.HELD_OUT
+    inp, fit, seen, held = Role.INPUT, Role.FITTED, Role.SEEN, Role.HELD_OUT
     ag, aa = COLLECTIVES
     found: list[Check[C3Context]] = [
         Check("C3-HW-01", inp, lambda c: int(c.machine.gpu.units), 0),
@@ -115,56 +119,65 @@ def checks() -> list[Check[C3Context]]:
         Check("C3-HW-06", inp, lambda c: int(c.machine.dma.engines) - 2, 0),
         Check("C3-HW-07", inp, lambda c: _links(c.machine), 0),
         Check("C3-HW-03", inp, lambda c: c.machine.gpu.l2_mb / 8, 0),
-        Check("C3-HW-08", inp, lambda c: int(c.version == "002"), 0),
-        Check("C3-TAX-01", inp, lambda c: COMPARABLE, 0),
-        Check("C3-TAX-02", fit, lambda c: dict(Counter(c.classes.values())), 0),
+        Check("C3-TAX-02", fit, lambda c: dict(Counter(c.classes.values()))),
         Check("C3-CU-01", inp, lambda c: [100 * c.units_needed(k) / c.machine.gpu.units for k in COLLECTIVES], 0.1),
         Check("C3-CU-02", inp, lambda c: default_units(c.machine.library, ag), 0),
         Check("C3-CU-03", inp, lambda c: default_units(c.machine.library, aa), 0),
         Check("C3-CU-04", inp, lambda c: c.units_needed(ag), 0),
-        Check("C3-CU-05", fit, lambda c: c.units_needed(aa), 0),
-        Check("C3-CU-06", inp, lambda c: partitions(c.machine)[0], 0),
+        Check("C3-CU-05", fit, lambda c: c.units_needed(aa)),
         Check("C3-CU-07", held, lambda c: [max(c.slowdown(tag, lost) for tag in CB) for lost in (32, 64)]),
-        Check(
-            "C3-CU-08", held, lambda c: max(c.slowdown(tag, lost) for tag in MB for lost in (32, 64)), within=_resilient
-        ),
-        Check("C3-CU-09", inp, lambda c: RP_UNITS, 0),
+        Check("C3-CU-08", seen, lambda c: max(c.slowdown(tag, lost) for tag in MB for lost in (32, 64)), points=True),
         Check("C3-BW-01", fit, lambda c: _bandwidth_gap(c.machine)),
         Check("C3-BW-02", fit, lambda c: c.bandwidth_order()),
         Check("C3-ID-01", held, lambda c: statistics.fmean(row.ideal for row in c.study.select("serial"))),
         Check("C3-ID-02", held, lambda c: _range([row.ideal for row in c.study.select("serial")])),
-        Check("C3-BASE-01", fit, lambda c: c.mean_speedup("c3_base"), 0.05),
-        Check("C3-BASE-02", fit, lambda c: c.study.percent("c3_base"), absolute=FITTED_POINTS),
-        Check("C3-BASE-03", held, lambda c: _range(c.group_speedups("c3_base")), 0.1),
-        Check("C3-BASE-04", held, lambda c: c.class_range("c3_base", aa), absolute=HELD_OUT_POINTS),
-        Check("C3-BASE-05", held, lambda c: c.class_range("c3_base", ag), absolute=HELD_OUT_POINTS),
-        Check("C3-BASE-06", held, lambda c: c.mean_speedup("c3_base", aa), 0.05),
-        Check("C3-SP-01", fit, lambda c: c.study.percent("c3_sp"), absolute=FITTED_POINTS),
-        Check("C3-SP-02", held, lambda c: c.class_range("c3_sp", aa), absolute=HELD_OUT_POINTS),
-        Check("C3-SP-03", held, lambda c: c.class_range("c3_sp", ag), absolute=HELD_OUT_POINTS),
-        Check("C3-RP-01", held, lambda c: c.study.percent("c3_rp"), absolute=HELD_OUT_POINTS),
-        Check(
-            "C3-SPRP-01", held, lambda c: c.study.percent("c3_sp_rp") - c.study.percent("c3_sp"), absolute=FITTED_POINTS
-        ),
-        Check("C3-BEST-01", held, lambda c: c.study.best_percent(C3_VARIANTS), absolute=HELD_OUT_POINTS),
-        Check("C3-HEU-01", held, lambda c: {"right": sum(a.right for a in c.allocations), "of": len(c.allocations)}),
+        Check("C3-BASE-01", fit, lambda c: c.mean_speedup("c3_base")),
+        Check("C3-BASE-02", fit, lambda c: c.study.percent("c3_base"), points=True),
+        Check("C3-BASE-03", held, lambda c: _range(c.group_speedups("c3_base"))),
+        Check("C3-BASE-04", held, lambda c: c.class_range("c3_base", aa), points=True),
+        Check("C3-BASE-05", held, lambda c: c.class_range("c3_base", ag), points=True),
+        Check("C3-BASE-06", held, lambda c: c.mean_speedup("c3_base", aa)),
+        Check("C3-SP-01", fit, lambda c: c.study.percent("c3_sp"), points=True),
+        Check("C3-SP-02", held, lambda c: c.class_range("c3_sp", aa), points=True),
+        Check("C3-SP-03", held, lambda c: c.class_range("c3_sp", ag), points=True),
+        Check("C3-RP-01", seen, lambda c: c.study.percent("c3_rp"), points=True),
+        Check("C3-SPRP-01", seen, lambda c: c.study.percent("c3_sp_rp") - c.study.percent("c3_sp"), points=True),
+        Check("C3-BEST-01", held, lambda c: c.study.best_percent(C3_VARIANTS), points=True),
+        Check("C3-HEU-01", held, lambda c: {"right": c.right_allocations(), "of": len(c.allocations)}),
         Check("C3-HEU-02", held, lambda c: max(a.loss for a in c.allocations) * 100, within=lambda most, x: x <= most),
-        Check("C3-HEU-03", inp, lambda c: EFFICIENCY * 100, 1e-6),
-        Check("C3-HEU-04", inp, lambda c: _profiles(), 0),
         Check("C3-HEU-05", inp, lambda c: _fewest_workgroups_first(c.machine)),
         Check("CC-01", held, lambda c: c.worst_small()),
-        Check("CC-02", fit, lambda c: c.dma_at_par(), 0.05),
-        Check("CC-03", fit, lambda c: c.study.percent("conccl"), absolute=FITTED_POINTS),
-        Check("CC-04", held, lambda c: c.mean_speedup("conccl", aa), 0.1),
-        Check("CC-05", held, lambda c: c.study.percent("conccl_rp"), absolute=HELD_OUT_POINTS),
-        Check("CC-06", held, lambda c: max(row.speedup for row in c.study.select("conccl")), 0.1),
+        Check("CC-02", fit, lambda c: c.dma_at_par()),
+        Check("CC-03", fit, lambda c: c.study.percent("conccl"), points=True),
+        Check("CC-04", held, lambda c: c.mean_speedup("conccl", aa)),
+        Check("CC-05", held, lambda c: c.study.percent("conccl_rp"), points=True),
+        Check("CC-06", held, lambda c: max(row.speedup for row in c.study.select("conccl"))),
         Check("CC-07", held, lambda c: c.order_holds()),
         Check("CC-08", inp, lambda c: _steps(c.machine), 0),
     ]
-    found += [Check(f"C3-T1-{tag}", inp, _size_of(tag), 0) for tag in TABLE_I]
     found += [Check(f"C3-T2-{name.replace('_', '-')}", fit, _class_of(name), 0) for name in TABLE_II]
-    return found
+    return [dataclasses.replace(check, miss=MISSES.get(check.claim_id, "")) for check in found]
 
+
+GIVEN = {
+    "C3-HW-08": "a switch: --version says which version of the paper is followed",
+    "C3-TAX-01": "c3.workload.COMPARABLE is this number",
+    "C3-CU-06": "model.strategies.partitions begins with it",
+    "C3-CU-09": "model.strategies.RP_UNITS is this number",
+    "C3-HEU-03": "model.heuristic.EFFICIENCY is this number",
+    "C3-HEU-04": "model.heuristic.PROFILED_GEMMS and PROFILED_SIZES are these",
+    **{f"C3-T1-{tag}": "c3.workload.TABLE_I holds it" for tag in TABLE_I},
+}
+"""Claims that the model repeats: nothing could come out otherwise, so nothing is judged."""
+
+MISSES = {
+    "C3-CU-07": "all GEMMs lose in proportion to the units taken; the paper's lose more than that when 32 are gone",
+    "C3-BASE-04": "G-long is too good with all-to-all: one late share stands for all kernels",
+    "C3-BASE-05": "GC-equal is too bad with all-gather: one late share stands for all kernels",
+    "C3-SP-02": "GC-equal is too good with all-to-all: memory interference is one number for all kernels",
+    "C3-HEU-02": "the table has a collective of 1 MB and one of 1 GB, and rooflines take neither waves nor launches",
+    "CC-01": "the DMA collectives paper measured 7x with another version of the library; the model follows it",
+}
 
 NOT_MODELLED = {
     "C3-HW-02": "the description counts compute units, not dies",
@@ -176,10 +189,6 @@ NOT_MODELLED = {
     "C3-PRI-01": "prior work on another machine",
     "C3-PRI-02": "prior work on another machine",
 }
-
-
-def _size_of(tag: str) -> Callable[[C3Context], list[int]]:
-    return lambda context: list(TABLE_I[tag])
 
 
 def _class_of(name: str) -> Callable[[C3Context], str]:
@@ -199,24 +208,8 @@ def _bandwidth_gap(machine: Machine) -> float:
     return 100 * (1 - gather / exchange)
 
 
-def _resilient(_: float, slowdown: float) -> bool:
-    """Not slower than what cannot be told from 0; a speedup of a few percent is what the paper saw, too."""
-    return -5 <= slowdown <= 2
-
-
 def _range(values: list[float]) -> list[float]:
     return [min(values), max(values)]
-
-
-def _profiles() -> dict[str, int]:
-    sizes = len(PROFILED_SIZES)
-    kinds = list(PROFILED_GEMMS)
-    return {
-        "memory_bound_gemm": kinds.count(True),
-        "compute_bound_gemm": kinds.count(False),
-        "allgather_sizes": sizes,
-        "alltoall_sizes": sizes,
-    }
 
 
 def _fewest_workgroups_first(machine: Machine) -> bool:

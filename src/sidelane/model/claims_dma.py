@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from collections.abc import Callable, Sequence
@@ -10,8 +11,8 @@ from typing import Any
 from sidelane.c3.workload import parse_gemm
 from sidelane.execute.sim import simulate
 from sidelane.machine.spec import HostThreads, Machine
-from sidelane.model.claims import Check, Role, published
-from sidelane.model.kernels import gemm_us
+from sidelane.model.claims import TOLERANCE, Check, Role, published
+from sidelane.model.gemm import gemm_us
 from sidelane.model.power import dma_power, library_power
 from sidelane.model.published import PUBLISHED_VARIANTS, bare, dma_run, geomean, published_program
 from sidelane.model.study import SIZES, DmaStudy, dma_study
@@ -23,10 +24,10 @@ AG, AA = Kind.ALL_GATHER, Kind.ALL_TO_ALL
 NAMES = {"allgather": AG, "alltoall": AA}
 HALVED = {AG: "bcst", AA: "swap"}
 """The variant with half the commands."""
-BORDER = 2.0
-"""Factor within which the borders of Tables 1 and 2 must lie (issue 3)."""
-PRODUCER = "4096x4096x4096"
-"""GEMM in front of the all_gather; the sizes of figure 16 are not in the text."""
+BORDER = 1 + TOLERANCE
+"""Factor within which the borders of Tables 1 and 2 must lie: sizes are powers of two, so the very one."""
+PRODUCERS = (1024, 2048, 4096, 8192)
+"""Sides of the GEMM in front of the all_gather; those of figure 16 are not in the text, so it must hold for all."""
 AS_GOOD = 1.02
 
 
@@ -114,11 +115,15 @@ class DmaContext:
         return ranges
 
     def producer_from(self) -> float:
-        """Size in MB from which a GEMM and then a DMA all_gather, with host relay, is as good as with the library."""
-        dma, gemm = self.machine.dma, gemm_us(self.machine, parse_gemm(PRODUCER))
+        """Size in MB from which a GEMM and then a DMA all_gather, with host relay, is as good as with the library,
+        whichever of the GEMMs it is.
+        """
+        dma = self.machine.dma
         relay = dma.signal_us + dma.wait_us  # the GEMM's stream writes, the host sees it and pulls the triggers
         worse = [
             n
+            for side in PRODUCERS
+            for gemm in [gemm_us(self.machine, parse_gemm(f"{side}x{side}x{side}"))]
             for n in SIZES
             if gemm + relay + self.study.best_us(AG, n) > AS_GOOD * (gemm + self.study.library_us[AG, n])
         ]
@@ -127,7 +132,7 @@ class DmaContext:
 
 def checks() -> list[Check[DmaContext]]:
     """Every claim of the paper that the model speaks to."""
-    inp, fit, held = Role.INPUT, Role.FITTED, Role.HELD_OUT
+    inp, fit, seen, held = Role.INPUT, Role.FITTED, Role.SEEN, Role.HELD_OUT
     small = [n for n in SIZES if n < 32 * MB]
     large = [n for n in SIZES if n > 32 * MB]
     to_4mb, below_1mb = [n for n in SIZES if n <= 4 * MB], [n for n in SIZES if n < MB]
@@ -138,7 +143,7 @@ def checks() -> list[Check[DmaContext]]:
     found: list[Check[DmaContext]] = [
         Check("DM-HW-01", inp, lambda c: int(c.machine.dma.engines), 0),
         Check("DM-HW-02", inp, lambda c: _links(c.machine), 0),
-        Check("DM-PH-01", fit, lambda c: c.non_copy(4 * KB), 0.1),
+        Check("DM-PH-01", fit, lambda c: c.non_copy(4 * KB)),
         Check("DM-PH-02", fit, lambda c: c.non_copy(2 * MB), within=lambda most, x: x < most),
         Check("DM-PH-03", fit, lambda c: c.phases_in_order()),
         Check("DM-PH-04", fit, lambda c: [_handover(c.phases(n)) for n in (MB, 4 * KB)], within=_up_to),
@@ -149,20 +154,20 @@ def checks() -> list[Check[DmaContext]]:
         Check("DM-ENG-04", inp, lambda c: _engines(c.machine, AG, "b2b") / c.machine.gpus, 0),
         Check("DM-ENG-05", fit, lambda c: {"pcpy": c.host_ratio("pcpy"), "bcst_swap": c.host_ratio("bcst")}),
         Check("DM-ENG-06", inp, lambda c: c.machine.dma.host is HostThreads.NODE),
-        Check("DM-PC-01", fit, lambda c: both(lambda k: 100 * (1 / c.behind_library(k, "pcpy", large) - 1)), 0.1),
-        Check("DM-PC-02", fit, lambda c: both(lambda k: c.behind_library(k, "pcpy", small)), 0.1),
-        Check("DM-PC-03", fit, lambda c: max(c.behind_library(k, "pcpy", [n]) for k in (AG, AA) for n in small), 0.15),
+        Check("DM-PC-01", fit, lambda c: both(lambda k: 100 * (1 / c.behind_library(k, "pcpy", large) - 1))),
+        Check("DM-PC-02", fit, lambda c: both(lambda k: c.behind_library(k, "pcpy", small))),
+        Check("DM-PC-03", fit, lambda c: max(c.behind_library(k, "pcpy", [n]) for k in (AG, AA) for n in small)),
         Check("DM-BC-01", held, lambda c: c.gain(AG, "pcpy", "bcst", to_4mb)),
-        Check("DM-BC-02", held, lambda c: _gap(c, AG, small)),
+        Check("DM-BC-02", seen, lambda c: _gap(c, AG, small)),
         Check("DM-SW-01", held, lambda c: c.gain(AA, "pcpy", "swap", to_4mb)),
-        Check("DM-SW-02", held, lambda c: _gap(c, AA, small)),
-        Check("DM-BB-01", fit, lambda c: both(lambda k: c.gain(k, "pcpy", "b2b", below_1mb)), 0.1),
+        Check("DM-SW-02", seen, lambda c: _gap(c, AA, small)),
+        Check("DM-BB-01", fit, lambda c: both(lambda k: c.gain(k, "pcpy", "b2b", below_1mb))),
         Check("DM-BB-02", held, lambda c: both(lambda k: c.gain(k, HALVED[k], "b2b", below_1mb))),
         Check("DM-BB-03", held, lambda c: both(lambda k: c.gain(k, "b2b", HALVED[k], [MB, 2 * MB, 4 * MB]))),
-        Check("DM-BB-04", held, lambda c: c.cheaper_from(AG, ("bcst", "b2b")) / MB, within=_near),
-        Check("DM-BB-05", held, lambda c: both(lambda k: c.stack_behind_library(k, "b2b", small))),
+        Check("DM-BB-04", held, lambda c: c.cheaper_from(AG, ("bcst", "b2b")) / MB),
+        Check("DM-BB-05", seen, lambda c: both(lambda k: c.stack_behind_library(k, "b2b", small))),
         Check("DM-PL-01", held, lambda c: {v: c.prelaunch_gain(v) for v in ("pcpy", "bcst", "swap", "b2b")}),
-        Check("DM-PL-02", held, lambda c: _prelaunched_borders(c), within=_near),
+        Check("DM-PL-02", held, lambda c: _prelaunched_borders(c)),
         Check("DM-PL-03", held, lambda c: _prelaunched_over_plain(c)),
         Check(
             "DM-FIN-01",
@@ -172,21 +177,35 @@ def checks() -> list[Check[DmaContext]]:
         ),
         Check("DM-FIN-02", held, lambda c: _final_large(c)),
         Check("DM-FIN-03", held, lambda c: _final_small(c, small)),
-        Check("DM-FIN-04", held, lambda c: _further(c), absolute=5),
-        Check("DM-SY-01", held, lambda c: c.producer_from(), within=_near),
-        Check("DM-RG-01", inp, lambda c: {"min_KB": SIZES[0] // KB, "max_GB": SIZES[-1] // GB}, 0),
+        Check("DM-FIN-04", held, lambda c: _further(c)),
+        Check("DM-SY-01", held, lambda c: c.producer_from()),
         Check("DM-RG-02", inp, lambda c: _engines(c.machine, AG, "pcpy") // c.machine.gpus, 0),
     ]
     found += [
         Check("DM-PW-01", held, lambda c: _power_saved(c.machine)),
         Check("DM-PW-02", held, lambda c: _compute_ratio(c.machine)),
-        Check("DM-PW-04", held, lambda c: _saved_between(c.machine, "b2b", (16 * KB, 64 * KB)), absolute=2),
-        Check("DM-PW-05", held, lambda c: _saved_between(c.machine, "bcst", (2 * MB, GB)), absolute=2),
+        Check("DM-PW-04", held, lambda c: _saved_between(c.machine, "b2b", (16 * KB, 64 * KB))),
+        Check("DM-PW-05", held, lambda c: _saved_between(c.machine, "bcst", (2 * MB, GB))),
     ]
     tables = [claim_id for claim_id in published() if re.fullmatch(r"DM-T[12]-\d", claim_id)]
     found += [Check(claim_id, held, _table_line(claim_id), within=_not_refused) for claim_id in tables]
-    return found
+    return [dataclasses.replace(check, miss=MISSES.get(check.claim_id, "")) for check in found]
 
+
+GIVEN = {"DM-RG-01": "model.study.SIZES are these"}
+"""Claims that the model repeats."""
+
+MISSES = {
+    "DM-BB-04": "at 4 MB pcpy is still 6% behind bcst, which sends half as many commands",
+    "DM-PL-02": "prelaunched pcpy is 12% ahead of swap at 2 MB already",
+    "DM-SY-01": "at 4 MB DMA is 3% behind the library after a GEMM of 4096, and 14 to 26% after smaller ones",
+    "DM-PW-04": "watts by component are assumed; prelaunched b2b keeps one engine of seven busy",
+    "DM-PW-05": "watts by component are assumed, and a bcst that takes longer draws less",
+    "DM-T2-1": "b2b stays ahead of swap up to 128 KB, by 11% at 64 KB: small all_to_alls are like all_gathers here",
+    "DM-T2-2": "from where b2b ends (DM-T2-1) to where pcpy begins (DM-PL-02)",
+    "DM-T2-3": "begins at 2 MB (DM-PL-02), and ends at 512 MB, where prelaunch saves 1.8%",
+    "DM-T2-4": "begins at 512 MB, where prelaunch saves 1.8%: less than 2% counts for nothing",
+}
 
 NOT_MODELLED = {
     "DM-PW-03": "the sizes that it holds for are not stated; DM-PW-04 and -05 are its parts",
@@ -209,7 +228,7 @@ def _ratio(text: str) -> float:
 
 
 def _text_near(wanted: dict[str, str], got: dict[str, str]) -> bool:
-    return all(abs(_ratio(got[key]) / _ratio(wanted[key]) - 1) <= 0.25 for key in wanted)
+    return all(abs(_ratio(got[key]) / _ratio(wanted[key]) - 1) <= TOLERANCE for key in wanted)
 
 
 def _up_to(most: list[float], got: list[float]) -> bool:
@@ -236,12 +255,6 @@ def _saved_between(machine: Machine, variant: str, sizes: Sequence[int]) -> list
         for n in sizes
     ]
     return [min(saved), max(saved)]
-
-
-def _near(wanted: Any, got: Any) -> bool:
-    """Sizes, given in powers of two, within the factor that borders may be off."""
-    pairs = [(wanted[key], got[key]) for key in wanted] if isinstance(wanted, dict) else [(wanted, got)]
-    return all(1 / BORDER <= found / size <= BORDER for size, found in pairs)
 
 
 def _links(machine: Machine) -> dict[str, float]:

@@ -1,12 +1,14 @@
 """What the overlap paper claims about priority and occupancy on four platforms, as the model predicts it.
 
 The sizes of its GEMMs are lost in the text; it follows the ConCCL paper, so ``cb`` and ``mb`` are cb1 and mb1 of that
-paper's Table I. Nothing was fitted to this paper.
+paper's Table I. Nothing was fitted to this paper: how blocks share a unit was fitted to a GEMM on an H100.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import itertools
 import statistics
 from typing import Any
 
@@ -50,6 +52,19 @@ class OverlapContext:
     def of(self, key: str, platforms: tuple[str, ...], blocks: tuple[int, ...] = BLOCKS, pair: str = "") -> list[float]:
         return [r[key] for (p, q, b), r in self.rows.items() if p in platforms and b in blocks and pair in ("", q)]
 
+    def gain(self, platform: str, blocks: tuple[int, ...]) -> float:
+        """What priority saves on a platform, percent of the time without it: the mean over pairs and blocks."""
+        return statistics.fmean(self.of("reduction", (platform,), blocks))
+
+    def lowest(self, key: str) -> str:
+        """The platform where the mean of a figure over pairs and blocks is lowest."""
+        return min(PLATFORMS, key=lambda platform: statistics.fmean(self.of(key, (platform,))))
+
+    def rises_with_blocks(self) -> bool:
+        """With more blocks, overlapped time comes closer to sequential time, on every platform with every pair."""
+        curves = [self.of("base", (platform,), pair=pair) for platform in PLATFORMS for pair in PAIRS]
+        return all(a <= b for curve in curves for a, b in itertools.pairwise(curve))
+
     def tiles_in_order(self) -> bool:
         """opt2 at or below opt1 over most block counts, and equal at the highest."""
         better, same = [], []
@@ -64,6 +79,7 @@ class OverlapContext:
         return statistics.fmean(better) > 0.5 and statistics.fmean(same) > 0.5
 
 
+@functools.lru_cache(maxsize=1024)
 def measure(machine: Machine, pair: str, blocks: int, tile: Tile = OPT1) -> dict[str, float]:
     """One point: overlapped times over the sequential time, without and with priority, and the overlap rate."""
     tag, kind = PAIRS[pair]
@@ -81,21 +97,55 @@ def measure(machine: Machine, pair: str, blocks: int, tile: Tile = OPT1) -> dict
 
 
 def checks() -> list[Check[OverlapContext]]:
-    """Every claim of the paper that the model speaks to."""
-    inp, held = Role.INPUT, Role.HELD_OUT
-    return [
-        Check("RA-HW-01", inp, lambda c: {name: _platform(named(key)) for name, key in PLATFORMS.items()}, 0.4),
-        Check("RA-WL-01", inp, lambda c: NBYTES >> 20, 0),
-        Check("RA-WL-02", inp, lambda c: {n: [t.m, t.n, t.k] for n, t in (("opt1", OPT1), ("opt2", OPT2))}, 0),
-        Check("RA-01", held, lambda c: max(c.of("reduction", (*NVIDIA, "MI250X")))),
-        Check("RA-02", held, lambda c: max(c.of("overlap", NVIDIA)), 0.05),
-        Check("RA-03", held, lambda c: min(c.of("base", NVIDIA, BLOCKS[:3]))),
-        Check("RA-04", held, lambda c: statistics.fmean(c.of("base", (*NVIDIA, "MI250X"), (MANY,)))),
-        Check("RA-05", held, lambda c: max(c.of("base", ("MI250X",), pair="mb-ar")) > 1.0),
-        Check("RA-06", held, lambda c: min(c.of("reduction", ("MI250X",), BLOCKS[3:])) < 0),
-        Check("RA-07", held, lambda c: c.tiles_in_order()),
-    ]
+    """Every claim of the paper that the model speaks to.
 
+    No number was fitted to one of them. All had been held against the model when its blocks, and the reading of how the
+    GEMMs follow each other, went in: so none is held out.
+    """
+    seen = Role.SEEN
+    found: list[Check[OverlapContext]] = [
+        Check(
+            "RA-HW-01",
+            Role.INPUT,
+            lambda c: {name: _platform(named(key)) for name, key in PLATFORMS.items()},
+            incomparable="its last figure adds the L1 cache to shared memory, which the descriptions do not have",
+        ),
+        Check("RA-01", seen, lambda c: max(c.of("reduction", ("A40",), BLOCKS[2:], "cb-ar"))),
+        Check(
+            "RA-02",
+            seen,
+            lambda c: max(c.of("overlap", NVIDIA)),
+            incomparable="the last of n collectives has no GEMM beside it, and the paper does not give n",
+        ),
+        Check(
+            "RA-03",
+            seen,
+            lambda c: min(c.of("base", NVIDIA, BLOCKS[:1])),
+            incomparable="n GEMMs of few blocks side by side come down to 1/n, and the paper does not give n",
+        ),
+        Check("RA-04", seen, lambda c: statistics.fmean(c.of("base", (*NVIDIA, "MI250X"), (MANY,)))),
+        Check("RA-05", seen, lambda c: max(c.of("base", ("MI250X",), pair="mb-ar")) > 1.0),
+        Check("RA-06", seen, lambda c: min(c.of("reduction", ("MI250X",), BLOCKS[3:])) < 0),
+        Check("RA-07", seen, lambda c: c.tiles_in_order()),
+        Check("RA-11", seen, lambda c: c.rises_with_blocks()),
+        Check("RA-12", seen, lambda c: c.lowest("overlap") == "MI250X"),
+        Check("RA-13", seen, lambda c: all(c.gain(platform, BLOCKS[2:]) > 0 for platform in NVIDIA)),
+        Check("RA-14", seen, lambda c: all(c.gain(p, BLOCKS[2:]) > c.gain(p, BLOCKS[:2]) for p in NVIDIA)),
+    ]
+    return [dataclasses.replace(check, miss=MISSES.get(check.claim_id, "")) for check in found]
+
+
+MISSES = {
+    "RA-01": "the GEMM's sizes are lost in the text; with cb1's, an all-reduce over PCIe takes several times as long",
+    "RA-05": "RCCL's blocks find no room beside the GEMM's, and two that take turns do not slow each other",
+    "RA-06": "RCCL's blocks find no room beside the GEMM's at any priority, so that it changes nothing",
+}
+
+GIVEN = {
+    "RA-WL-01": "NBYTES is this number",
+    "RA-WL-02": "model.pipeline.OPT1 and OPT2 are these tiles",
+}
+"""Claims that the model repeats."""
 
 NOT_MODELLED = {
     "RA-08": "a measured exception of a few percent",

@@ -28,24 +28,24 @@ class Tiled:
         workgroups: number of them.
         compute_us: a workgroup's time if memory is no limit.
         traffic_bytes: a workgroup's bytes through the memory system.
-        share: of a compute unit that a workgroup takes (1: it has the unit to itself).
         limit: compute units that it may use; None: all.
         priority: the greater goes first; equals go in the order given.
         after: names of what must have ended before.
         cache_gain: share of the traffic that is saved once fewer units are in use.
         together: its workgroups count on running at the same time: none starts before there is room for all.
+        fixed_us: a workgroup's time that neither operations nor bytes explain: its share of the kernel's launch.
     """
 
     name: str
     workgroups: int
     compute_us: float
     traffic_bytes: float
-    share: float = 1.0
     limit: int | None = None
     priority: int = 0
     after: tuple[str, ...] = ()
     cache_gain: float = 0.0
     together: bool = False
+    fixed_us: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,10 +58,11 @@ class Gang:
         memory_gbps: that it moves through the memory system meanwhile.
         units: workgroups, one a compute unit; 0 on DMA engines.
         need: units beyond which it gains nothing.
-        share: of a compute unit that a workgroup takes.
         reserved: compute units are set aside for it, so that it waits for nobody.
         priority: as for tiled kernels.
         after: names of what must have ended before.
+        part_of: name of the collective that this is a part of. Its parts were timed together, so that they do not get
+            in each other's way once more.
     """
 
     name: str
@@ -69,10 +70,10 @@ class Gang:
     memory_gbps: float
     units: int = 0
     need: float = 1.0
-    share: float = 1.0
     reserved: bool = False
     priority: int = 0
     after: tuple[str, ...] = ()
+    part_of: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -148,13 +149,13 @@ class _Device:
 
     def _place(self) -> None:
         """Give free units to workgroups: earlier kernels first, but a later one always gets its late share."""
-        free = self.units - sum(state.resident * state.kernel.share for state in self.active)
+        free = self.units - sum(state.resident for state in self.active)
         reserved = [s for s in self.active if isinstance(s.kernel, Gang) and s.kernel.reserved]
         ahead = next((s for s in self.active if s.pending and s not in reserved), None)
         late = [s for s in self.active if s.pending and s is not ahead and s not in reserved]
         for state in reserved:
             free -= self._put(state, free, state.pending)
-        full = ahead is not None and ahead.pending * ahead.kernel.share > free + TINY
+        full = ahead is not None and ahead.pending > free
         for state in late:
             if full:
                 started = state.kernel.workgroups if isinstance(state.kernel, Tiled) else state.kernel.units
@@ -168,14 +169,14 @@ class _Device:
 
     def _put(self, state: _State, free: float, most: int) -> float:
         kernel = state.kernel
-        count = min(most, state.pending, int(free / kernel.share + TINY))
+        count = min(most, state.pending, int(free))
         if isinstance(kernel, Tiled) and kernel.limit is not None:
-            count = min(count, int(kernel.limit / kernel.share + TINY) - state.resident)
+            count = min(count, kernel.limit - state.resident)
         if count <= 0 or (isinstance(kernel, Tiled) and kernel.together and count < state.pending):
             return 0.0
         state.pending -= count
         state.batches.append([count, 1.0])
-        return count * kernel.share
+        return float(count)
 
     def _step(self) -> None:
         """Advance to the next end of a batch or of a gang."""
@@ -225,11 +226,14 @@ class _Device:
         total = sum(use)
         times = []
         for state, (time, _), own in zip(self.active, alone, use, strict=True):
-            slow = 1.0 + factors.memory * own * (total - own)
+            others = total - own
+            if isinstance(state.kernel, Gang) and state.kernel.part_of:
+                others -= sum(u for s, u in zip(self.active, use, strict=True) if _beside(s.kernel, state.kernel))
+            slow = 1.0 + factors.memory * own * others
             beside_copies = any(isinstance(s.kernel, Gang) and not s.kernel.units for s in self.active)
             if isinstance(state.kernel, Tiled) and beside_copies:
                 slow *= 1.0 + factors.copies
-            times.append(time * max(slow, total))
+            times.append(time * max(slow, own + others))
         return times
 
     def _alone(self, state: _State) -> tuple[float, float]:
@@ -243,9 +247,14 @@ class _Device:
             return (kernel.alone_us / speed if speed else float("inf")), kernel.memory_gbps * speed
         if not resident:
             return float("inf"), 0.0
-        missing = self.units - resident * kernel.share
+        missing = self.units - resident
         # The ConCCL paper, footnote 3: fewer workgroups in flight miss less; 8 units fewer are enough (VI-G).
         traffic = kernel.traffic_bytes * (1.0 - kernel.cache_gain * min(1.0, missing / 8))
         reachable = self.machine.gpu.memory_gbps * self.machine.matmul.memory_efficiency * 1e3
-        time = max(kernel.compute_us, resident * traffic / reachable)
+        time = max(kernel.compute_us, resident * traffic / reachable) + kernel.fixed_us
         return time, resident * traffic / time / 1e3
+
+
+def _beside(a: Tiled | Gang, b: Gang) -> bool:
+    """Another part of the same collective."""
+    return a is not b and isinstance(a, Gang) and a.part_of == b.part_of

@@ -11,7 +11,8 @@ import functools
 
 from sidelane.c3.workload import Gemm, Workload, parse_gemm
 from sidelane.machine.spec import Machine
-from sidelane.model.kernels import gemm_us, library_gang, wire_peak_gbps
+from sidelane.model.gemm import gemm_us, is_memory_bound, traffic_bytes
+from sidelane.model.kernels import library_gang, wire_peak_gbps
 from sidelane.model.strategies import partitions, predict
 from sidelane.program.collective import Kind
 
@@ -25,11 +26,15 @@ TIE = 1.001
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Allocation:
-    """What the heuristic and the sweep chose for a pair, and what the heuristic's choice costs (0.01: 1%)."""
+    """What the heuristic and the sweep chose for a pair, and what the heuristic's choice costs (0.01: 1%).
+
+    ``alone``: so good are all allocations that the heuristic holds for equally good, so that no order of ties decides.
+    """
 
     chosen: int
     best: int
     loss: float
+    alone: bool
 
     @property
     def right(self) -> bool:
@@ -37,24 +42,32 @@ class Allocation:
 
 
 def allocate(machine: Machine, workload: Workload) -> int:
-    """Units for the collective by the look-up heuristic."""
+    """Units for the collective by the look-up heuristic; the fewest of those that it expects to be equally good."""
+    return min(candidates(machine, workload))
+
+
+def candidates(machine: Machine, workload: Workload) -> list[int]:
+    """Allocations that the heuristic expects to be best, and equally good."""
     gemm = _roofline_gemm_us(machine, workload.gemm)
     comm = workload.nbytes * (machine.gpus - 1) / machine.gpus / (wire_peak_gbps(machine) * EFFICIENCY * 1e3)
-    bound = workload.gemm.tag.startswith("mb")
+    bound = is_memory_bound(machine, workload.gemm)
 
     def longer(units: int) -> float:
         slower = comm_slowdown(machine, workload.collective, workload.nbytes, units)
         return max(gemm * gemm_slowdown(machine, bound, units), comm * slower)
 
-    return min(partitions(machine), key=longer)
+    expected = {units: longer(units) for units in partitions(machine)}
+    return [units for units, us in expected.items() if us <= min(expected.values()) * TIE]
 
 
 def judge(machine: Machine, workload: Workload) -> Allocation:
     """Compare the heuristic's choice with the best of all allocations."""
     times = {units: predict(machine, workload, "c3_rp", units=units).time_us for units in partitions(machine)}
     best = min(times, key=lambda units: times[units])
-    chosen = allocate(machine, workload)
-    return Allocation(chosen, best, times[chosen] / times[best] - 1)
+    equal = candidates(machine, workload)
+    chosen = min(equal)
+    differ = max(times[units] for units in equal) > times[best] * TIE
+    return Allocation(chosen, best, times[chosen] / times[best] - 1, alone=not differ)
 
 
 @functools.lru_cache(maxsize=256)
@@ -73,5 +86,4 @@ def comm_slowdown(machine: Machine, kind: Kind, nbytes: int, units: int) -> floa
 
 def _roofline_gemm_us(machine: Machine, gemm: Gemm) -> float:
     compute = gemm.flops / (machine.gpu.peak_tflops * EFFICIENCY * 1e6)
-    intensity = machine.matmul.bound_intensity if gemm.tag.startswith("mb") else machine.matmul.intensity
-    return max(compute, gemm.flops / intensity / (machine.gpu.memory_gbps * EFFICIENCY * 1e3))
+    return max(compute, traffic_bytes(machine, gemm) / (machine.gpu.memory_gbps * EFFICIENCY * 1e3))

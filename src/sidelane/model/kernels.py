@@ -1,48 +1,20 @@
-"""GEMMs and collectives as kernels of the device model."""
+"""Collectives as kernels of the device model."""
 
 from __future__ import annotations
 
-import math
+import dataclasses
+import functools
 
-from sidelane.c3.workload import Gemm
-from sidelane.machine.spec import Machine, Topology
-from sidelane.model.device import Gang, Tiled, run_device
-from sidelane.model.published import default_units, dma_run, library_us, unit_speed
-from sidelane.program.collective import Kind
+from sidelane.execute.sim import Run
+from sidelane.machine.spec import HostThreads, Machine, Topology
+from sidelane.model.device import Gang
+from sidelane.model.executed import REDUCE_UNITS, executed_run
+from sidelane.model.published import PUBLISHED_VARIANTS, default_units, dma_run, library_us, unit_speed
+from sidelane.program.collective import REDUCING, Kind
+from sidelane.program.ir import Engine, EngineKind
 
 DMA_TRAFFIC = 2.0
 """Bytes through memory for each byte that crosses a link: read once here, written once there."""
-
-
-def gemm_kernel(machine: Machine, gemm: Gemm, *, limit: int | None = None, name: str = "gemm") -> Tiled:
-    """A GEMM of the vendor's library.
-
-    Args:
-        machine: its ``matmul`` figures.
-        gemm: those tagged ``mb`` do ``bound_intensity`` operations a byte, all others ``intensity``.
-        limit: compute units that it may use.
-        name: of the kernel.
-    """
-    matmul, gpu = machine.matmul, machine.gpu
-    tiles = math.ceil(gemm.m / matmul.tile_m) * math.ceil(gemm.n / matmul.tile_n)
-    memory_bound = gemm.tag.startswith("mb")
-    flops_us = gpu.peak_tflops * matmul.efficiency * 1e6 / gpu.units  # operations a microsecond of one unit
-    # A tile at the edge takes as long as a whole one.
-    tile_flops = 2.0 * matmul.tile_m * matmul.tile_n * gemm.k
-    traffic = tile_flops / (matmul.bound_intensity if memory_bound else matmul.intensity)
-    workgroups, share = tiles, 1.0
-    if matmul.persistent:
-        workgroups = min(tiles, int(gpu.units if limit is None else limit))
-        # Tiles are dealt out in equal parts; a fraction stands for kernels that also split the last tiles.
-        tile_flops, traffic = tile_flops * tiles / workgroups, traffic * tiles / workgroups
-    gain = float(matmul.cache_gain) if memory_bound else 0.0
-    together = bool(matmul.persistent)
-    return Tiled(name, workgroups, tile_flops / flops_us, traffic, share, limit, cache_gain=gain, together=together)
-
-
-def gemm_us(machine: Machine, gemm: Gemm, units: int | None = None) -> float:
-    """Time of a GEMM alone, with all compute units or some."""
-    return run_device(machine, [gemm_kernel(machine, gemm, limit=units)]).time_us
 
 
 def library_gang(
@@ -68,26 +40,73 @@ def library_gang(
     return Gang("collective", alone, memory, count, need, reserved=reserved, priority=priority)
 
 
-def dma_gang(
+def dma_gangs(
     machine: Machine, kind: Kind, nbytes: int, variant: str | None = None, *, write_back: bool = False
-) -> Gang:
-    """The collective on DMA engines through the vendor's runtime: its Program is simulated to learn what it takes
-    alone.
+) -> tuple[Gang, ...]:
+    """The collective on DMA engines as gangs, in launch order: copies, and the kernels that add where it reduces.
+
+    Its Program is simulated to learn what each takes alone.
+
+    copies of piece 0 | copies of piece 1 |                        | copies of results
+                      | reduction of 0    | ...  reduction of 1    |
 
     Args:
         machine: its ``dma`` figures.
-        kind: of collective.
+        kind: all_gather, all_to_all, reduce_scatter or all_reduce.
         nbytes: as studies count it.
-        variant: of the DMA collectives paper; None: the faster of an engine for each peer and one engine for all.
+        variant: of the collective's builders; None: the faster of an engine for each peer and one engine for all.
         write_back: kernels' caches are written back first. The two versions of the ConCCL paper disagree on whether an
             MI300X needs that (VII-B2): the one with ConCCL in its title says no.
     """
+    run = dma_collective(machine, kind, nbytes, variant, record=kind in REDUCING)
+    flush_us = machine.gpu.l2_mb / machine.gpu.memory_gbps * 1e3 if write_back else 0.0
+    memory = wire_gbps(machine, kind, nbytes, run.time_us) * DMA_TRAFFIC
+    if kind not in REDUCING:
+        return (Gang("collective", run.time_us + flush_us, memory),)
+    spans = _reductions(run)
+    units = min(REDUCE_UNITS, int(machine.gpu.units))
+    adding = min(float(machine.dma.reduce_gbps), float(machine.gpu.memory_gbps))
+    gangs: list[Gang] = []
+    before: tuple[str, ...] = ()
+    reached = -flush_us
+    for number, (start, end) in enumerate(spans):
+        gangs.append(Gang(f"copies {number}", start - reached, memory, after=before))
+        follows = (f"copies {number}", *((f"reduction {number - 1}",) if number else ()))
+        gangs.append(Gang(f"reduction {number}", end - start, adding, units, units, after=follows))
+        before, reached = (f"copies {number}",), start
+    gangs.append(Gang("collective", run.time_us - spans[-1][1], memory, after=(f"reduction {len(spans) - 1}",)))
+    return tuple(dataclasses.replace(gang, part_of=str(kind)) for gang in gangs)
+
+
+def dma_us(machine: Machine, kind: Kind, nbytes: int, variant: str | None = None) -> float:
+    """Time of the collective on DMA engines alone."""
+    return dma_collective(machine, kind, nbytes, variant).time_us
+
+
+@functools.lru_cache(maxsize=256)
+def dma_collective(
+    machine: Machine, kind: Kind, nbytes: int, variant: str | None = None, *, record: bool = False
+) -> Run:
+    """Simulate the collective that C3 runs on DMA engines, through the vendor's runtime.
+
+    Where one host thread feeds the engines of a node, that is the ConCCL paper's: moves and nothing else. Everywhere
+    else, and for collectives that reduce, it is Sidelane's own program, with its flags.
+    """
     reached = machine.with_value("dma.engine_gbps", machine.dma.engine_gbps * machine.dma.runtime_share)
     variants = ("pcpy", "b2b") if variant is None else (variant,)
-    alone = min(dma_run(reached, kind, nbytes, name).time_us for name in variants)
-    memory = wire_gbps(machine, kind, nbytes, alone) * DMA_TRAFFIC
-    flush_us = machine.gpu.l2_mb / machine.gpu.memory_gbps * 1e3 if write_back else 0.0
-    return Gang("collective", alone + flush_us, memory)
+    if machine.dma.host is HostThreads.NODE and kind in PUBLISHED_VARIANTS:
+        return min((dma_run(reached, kind, nbytes, name, record=record) for name in variants), key=lambda r: r.time_us)
+    return min((executed_run(reached, kind, nbytes, name, record=record) for name in variants), key=lambda r: r.time_us)
+
+
+def _reductions(run: Run) -> list[tuple[float, float]]:
+    """When the first rank's kernels add: start and end of each, one after another."""
+    lane = str(Engine(EngineKind.COMPUTE))
+    return sorted(
+        (interval.start_us, interval.end_us)
+        for interval in run.timeline
+        if interval.group == "rank 0" and interval.lane == lane and interval.label.startswith("reduce")
+    )
 
 
 def own_chunk_gang(machine: Machine, kind: Kind, nbytes: int, *, after: str = "gemm") -> Gang | None:
@@ -102,7 +121,7 @@ def own_chunk_gang(machine: Machine, kind: Kind, nbytes: int, *, after: str = "g
     Returns:
         None where such a copy waits for nothing, and so ends long before its peers' bytes have come.
     """
-    if not machine.interference.local_waits or kind is Kind.ALL_REDUCE:
+    if not machine.interference.local_waits or kind in REDUCING:
         return None
     gbps = float(machine.dma.local_gbps)
     return Gang("own chunk", nbytes / machine.gpus / gbps / 1e3, 2 * gbps, after=(after,))

@@ -1,10 +1,13 @@
-"""Pipelined iterations of GEMM and collective on two streams, with occupancy and priority (overlap paper).
+"""Pipelined iterations of GEMM and collective, with occupancy and priority (overlap paper).
 
-    compute  | G0 | G1 | G2 | G3 |
+    compute  | G0 | G2 | ...          GEMMs of different iterations run side by side where there is room
+             | G1 | G3 | ...
     comm          | C0 | C1 | C2 | C3 |
 
-C(i) follows G(i) and C(i-1); G(i+1) follows G(i). A tile of the GEMM takes shared memory, which says how many of its
-blocks a compute unit holds, and so whether a block of the collective finds room beside them.
+C(i) follows G(i) and C(i-1). How the GEMMs follow each other the paper does not say in so many words: it speaks of
+one compute stream, and of GEMMs of different iterations that are scheduled before collectives. ``in_order`` is the
+first reading, G(i+1) after G(i); it can not come below max(G, C) / (G + C) of the sequential time, and few blocks are
+then the worst case. The other, in which they are independent, is the paper's Figure 2 (docs/lab/model.md).
 """
 
 from __future__ import annotations
@@ -13,32 +16,43 @@ import dataclasses
 
 from sidelane.c3.workload import Gemm
 from sidelane.machine.spec import Machine
-from sidelane.model.device import DeviceRun, Gang, Tiled, run_device
+from sidelane.model.blocks import Channels, Footprint, Grid, most_blocks, occupancy
+from sidelane.model.device import DeviceRun
+from sidelane.model.gemm import traffic_bytes
 from sidelane.model.kernels import library_gang
+from sidelane.model.units import run_units
 from sidelane.program.collective import ELEMENT_BYTES, Kind
 
 STAGES = 2
 """Tiles of each input that a block keeps in shared memory: one in use, one on its way."""
-COLLECTIVE_SHARE = 0.25
-"""Of a compute unit's room, for a block of the vendor library's collective. Assumed: they are light (overlap paper,
-3.1)."""
+THREADS = 128
+"""Of a GEMM's block."""
+HOST_GAP_US = 20.0
+"""Between two operations one after another, while the host sees the end of one and launches the next. Assumed; it is
+nothing beside operations of milliseconds."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tile:
-    """Tile of a GEMM: a block computes ``m x n`` of the result in steps of ``k``."""
+    """Tile of a GEMM: a block computes ``m x n`` of the result in steps of ``k``, with some registers a thread."""
 
     m: int
     n: int
     k: int
+    registers: int
 
     def shared_kb(self, dtype: str) -> float:
         """Shared memory that a block of it needs."""
         return STAGES * (self.m + self.n) * self.k * ELEMENT_BYTES[dtype] / 1024
 
+    def footprint(self, dtype: str) -> Footprint:
+        """What a block of it takes of a compute unit."""
+        return Footprint(THREADS, THREADS * self.registers, self.shared_kb(dtype))
 
-OPT1 = Tile(64, 64, 32)
-OPT2 = Tile(64, 64, 64)
+
+OPT1 = Tile(64, 64, 32, registers=72)
+OPT2 = Tile(64, 64, 64, registers=106)
+"""The paper's tiles. Registers are those of a Triton kernel with these tiles on an H100."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,6 +66,7 @@ class Pipeline:
         tile: of the GEMM.
         blocks: of the GEMM's grid; each computes an equal part of it.
         iterations: 2 or more.
+        in_order: a GEMM waits for the one of the iteration before.
     """
 
     gemm: Gemm
@@ -60,6 +75,7 @@ class Pipeline:
     tile: Tile
     blocks: int
     iterations: int = 10
+    in_order: bool = False
 
     def __post_init__(self) -> None:
         if self.blocks < 1 or self.iterations < 2:
@@ -69,48 +85,76 @@ class Pipeline:
 
 
 def blocks_per_unit(machine: Machine, tile: Tile, dtype: str) -> int:
-    """Blocks that a compute unit holds at once: as many as shared memory and the hardware's limit allow."""
-    return max(1, min(int(machine.gpu.shared_kb // tile.shared_kb(dtype)), int(machine.gpu.blocks_per_unit)))
+    """Blocks that a compute unit holds at once: as many as registers, threads, shared memory and places allow."""
+    return most_blocks(machine, tile.footprint(dtype))
 
 
 def run_pipeline(machine: Machine, pipeline: Pipeline, *, priority: bool, record: bool = False) -> DeviceRun:
     """Run the iterations overlapped. ``priority``: the collective's stream goes before the GEMM's."""
-    kernels: list[Tiled | Gang] = []
-    gang = library_gang(machine, pipeline.collective, pipeline.nbytes)
+    kernels: list[Grid | Channels] = []
     for i in range(pipeline.iterations):
-        before = (f"G{i - 1}",) if i else ()
-        kernels.append(_gemm(machine, pipeline, f"G{i}", before))
+        before = (f"G{i - 1}",) if i and pipeline.in_order else ()
+        kernels.append(grid_of(machine, pipeline.gemm, pipeline.tile, pipeline.blocks, f"G{i}", before))
+    gang = library_gang(machine, pipeline.collective, pipeline.nbytes)
+    limits = occupancy(machine)
+    threads = int(limits.library_threads)
+    footprint = Footprint(threads, threads * int(limits.library_registers), float(limits.library_shared_kb))
     for i in range(pipeline.iterations):
         after = (f"G{i}", f"C{i - 1}") if i else (f"G{i}",)
+        name, first = f"C{i}", int(priority)
         kernels.append(
-            dataclasses.replace(gang, name=f"C{i}", after=after, share=COLLECTIVE_SHARE, priority=int(priority))
+            Channels(name, gang.units, gang.alone_us, gang.memory_gbps, gang.need, footprint, after, priority=first)
         )
-    return run_device(machine, kernels, record=record)
+    return run_units(machine, kernels, record=record)
 
 
 def sequential_us(machine: Machine, pipeline: Pipeline) -> float:
-    """Time of the iterations one operation after another."""
-    gemm = run_device(machine, [_gemm(machine, pipeline, "G", ())]).time_us
-    return pipeline.iterations * (gemm + library_gang(machine, pipeline.collective, pipeline.nbytes).alone_us)
+    """Time of the iterations one operation after another, with the host between them."""
+    gemm = run_units(machine, [grid_of(machine, pipeline.gemm, pipeline.tile, pipeline.blocks)]).time_us
+    alone = library_gang(machine, pipeline.collective, pipeline.nbytes).alone_us
+    return pipeline.iterations * (gemm + alone + 2 * HOST_GAP_US)
 
 
 def overlap_rate(run: DeviceRun, iterations: int) -> float:
     """Share of the collectives' time during which a GEMM ran."""
-    gemms = [(run.began_us[f"G{i}"], run.ended_us[f"G{i}"]) for i in range(iterations)]
+    gemms = sorted((run.began_us[f"G{i}"], run.ended_us[f"G{i}"]) for i in range(iterations))
     total = shared = 0.0
     for i in range(iterations):
         start, end = run.began_us[f"C{i}"], run.ended_us[f"C{i}"]
         total += end - start
-        shared += sum(max(0.0, min(end, b) - max(start, a)) for a, b in gemms)
+        reached = start
+        for a, b in gemms:
+            shared += max(0.0, min(end, b) - max(reached, a))
+            reached = max(reached, b)
     return shared / total
 
 
-def _gemm(machine: Machine, pipeline: Pipeline, name: str, after: tuple[str, ...]) -> Tiled:
-    gemm, gpu, matmul = pipeline.gemm, machine.gpu, machine.matmul
-    resident = blocks_per_unit(machine, pipeline.tile, gemm.dtype)
-    unit_flops_us = gpu.peak_tflops * matmul.efficiency * 1e6 / gpu.units
-    bound = gemm.tag.startswith("mb")
-    traffic = gemm.flops / (matmul.bound_intensity if bound else matmul.intensity)
-    # A unit's blocks share its throughput evenly, whether or not all of their places are taken.
-    compute = gemm.flops / pipeline.blocks / (unit_flops_us / resident)
-    return Tiled(name, pipeline.blocks, compute, traffic / pipeline.blocks, 1 / resident, after=after)
+def grid_of(
+    machine: Machine, gemm: Gemm, tile: Tile, blocks: int, name: str = "G", after: tuple[str, ...] = ()
+) -> Grid:
+    """A GEMM of equal blocks, each of which goes over its part in tiles.
+
+    A block waits ``step_us`` for the inputs of each step and then computes; so one alone leaves its unit idle most of
+    the time, and many reach what the unit's operations or its bytes from the shared cache allow.
+    """
+    limits, gpu = occupancy(machine), machine.gpu
+    loaded = (tile.m + tile.n) * tile.k * ELEMENT_BYTES[gemm.dtype]
+    step_flops = 2 * tile.m * tile.n * tile.k
+    full = min(
+        gpu.peak_tflops * machine.matmul.efficiency * 1e6 / gpu.units,
+        limits.unit_gbps * 1e3 * step_flops / loaded,
+    )
+    step_us = limits.step_us + step_flops / full
+    block_us = gemm.flops / blocks / step_flops * step_us
+    traffic = traffic_bytes(machine, gemm) / blocks
+    return Grid(
+        name,
+        blocks,
+        block_us,
+        full * step_us / step_flops,
+        traffic,
+        gemm.flops / blocks / step_flops * loaded,
+        tile.footprint(gemm.dtype),
+        after,
+        delay_us=float(machine.matmul.launch_us),
+    )

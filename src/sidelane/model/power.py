@@ -10,16 +10,11 @@ import dataclasses
 
 from sidelane.execute.sim import simulate
 from sidelane.machine.spec import Machine, Power
+from sidelane.model.executed import IN_PLACE, REDUCE_UNITS, executed_program
 from sidelane.model.kernels import library_gang, wire_gbps, wire_peak_gbps
 from sidelane.model.published import default_units, dma_run, published_program
-from sidelane.program.builders import build
-from sidelane.program.collective import Kind, ReduceOp, Reduction, all_reduce, reduce_scatter
-from sidelane.program.ir import MOVES, Engine, EngineKind, Program, reads, writes
-
-REDUCE_UNITS = 32
-"""Compute units that a reduction of a hybrid takes: the thread blocks that the CUDA executor gives it."""
-
-_GRANULE = 16
+from sidelane.program.collective import REDUCING, Kind
+from sidelane.program.ir import MOVES, Engine, EngineKind, reads, writes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -85,7 +80,9 @@ def hybrid_power(machine: Machine, kind: Kind, nbytes: int, variant: str) -> Dra
     Raises:
         ValueError: the machine's description has no power figures, or another kind or variant.
     """
-    program = _hybrid(kind, nbytes, machine.gpus, variant)
+    if kind not in REDUCING:
+        raise ValueError(f"hybrid_power: kind (value={kind}, allowed={', '.join(REDUCING)})")
+    program = executed_program(kind, nbytes, machine.gpus, variant, kind in IN_PLACE)
     run = simulate(program, machine, record=True)
     reducing = sum(
         interval.end_us - interval.start_us
@@ -98,17 +95,6 @@ def hybrid_power(machine: Machine, kind: Kind, nbytes: int, variant: str) -> Dra
     engines = sum(any(isinstance(command, MOVES) for command in queue.commands) for queue in program.queues)
     memory, wire = touched / machine.gpus / run.time_us / 1e3, wire_gbps(machine, kind, nbytes, run.time_us)
     return _draw(machine, busy, memory, wire, engines / machine.gpus, run.time_us)
-
-
-def _hybrid(kind: Kind, nbytes: int, ranks: int, variant: str) -> Program:
-    counts = [max(1, nbytes // ranks // _GRANULE) * _GRANULE] * ranks
-    total = Reduction(ReduceOp.SUM, "bfloat16")
-    match kind:
-        case Kind.REDUCE_SCATTER:
-            return build(reduce_scatter(counts, total), variant)
-        case Kind.ALL_REDUCE:
-            return build(all_reduce(counts, total, in_place=True), variant)
-    raise ValueError(f"hybrid_power: kind (value={kind}, allowed={Kind.REDUCE_SCATTER}, {Kind.ALL_REDUCE})")
 
 
 def _draw(machine: Machine, busy: float, memory_gbps: float, wire_gbps: float, engines: float, time_us: float) -> Draw:

@@ -7,13 +7,23 @@ own chunk. Both are taken out here; the moves, their engines and their order are
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable
 
 from sidelane.execute.sim import Run, simulate
 from sidelane.machine.spec import Library, Machine, Topology
 from sidelane.program.builders import build
-from sidelane.program.collective import Collective, Kind, ReduceOp, Reduction, all_gather, all_reduce, all_to_all
+from sidelane.program.collective import (
+    Collective,
+    Kind,
+    ReduceOp,
+    Reduction,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    reduce_scatter,
+)
 from sidelane.program.ir import MOVES, EngineKind, Program
 from sidelane.program.transform import prelaunch
 
@@ -34,20 +44,31 @@ def collective_of(kind: Kind, nbytes: int, ranks: int) -> Collective:
     """The collective of a size as studies count it: gathered bytes of an all_gather, the local buffer otherwise.
 
     Raises:
-        ValueError: another kind than all_gather, all_to_all, all_reduce.
+        ValueError: another kind than all_gather, all_to_all, reduce_scatter, all_reduce.
     """
     part = max(1, nbytes // ranks)
+    whole = -(-part // 4) * 4  # of elements that are added
     if kind is Kind.ALL_GATHER:
         return all_gather([part] * ranks, in_place=True)
     if kind is Kind.ALL_TO_ALL:
         return all_to_all([[part] * ranks] * ranks)
     if kind is Kind.ALL_REDUCE:
-        return all_reduce([-(-part // 4) * 4] * ranks, Reduction(ReduceOp.SUM, "float32"))
-    raise ValueError(f"collective_of: kind (value={kind}, allowed=all_gather, all_to_all, all_reduce)")
+        return all_reduce([whole] * ranks, Reduction(ReduceOp.SUM, "float32"))
+    if kind is Kind.REDUCE_SCATTER:
+        return reduce_scatter([whole] * ranks, Reduction(ReduceOp.SUM, "float32"))
+    raise ValueError(f"collective_of: kind (value={kind}, allowed=all_gather, all_to_all, reduce_scatter, all_reduce)")
 
 
+@functools.lru_cache(maxsize=1024)
 def published_program(kind: Kind, nbytes: int, ranks: int, variant: str, prelaunched: bool = False) -> Program:
-    """A variant of the DMA collectives paper, section 4.2, as that paper ran it."""
+    """A variant of the DMA collectives paper, section 4.2, as that paper ran it.
+
+    Raises:
+        ValueError: a collective that reduces. The DMA collectives paper has none, and its moves alone would not be one.
+    """
+    if kind not in PUBLISHED_VARIANTS:
+        allowed = ", ".join(PUBLISHED_VARIANTS)
+        raise ValueError(f"published_program: kind (value={kind}, allowed={allowed}; others: model.executed)")
     collective = collective_of(kind, nbytes, ranks)
     if variant == "swap":
         collective = dataclasses.replace(collective, in_place=True)
@@ -58,7 +79,12 @@ def published_program(kind: Kind, nbytes: int, ranks: int, variant: str, prelaun
 def dma_run(
     machine: Machine, kind: Kind, nbytes: int, variant: str, prelaunched: bool = False, *, record: bool = False
 ) -> Run:
-    """Simulate a variant of the DMA collectives paper on all GPUs of one node."""
+    """Simulate a variant of the DMA collectives paper on all GPUs of one node.
+
+    Raises:
+        ValueError: the machine has several nodes, or the DMA collectives paper has no such variant.
+    """
+    machine.refuse_nodes("dma_run")
     return simulate(published_program(kind, nbytes, machine.gpus, variant, prelaunched), machine, record=record)
 
 
@@ -70,10 +96,14 @@ def library_us(machine: Machine, kind: Kind, nbytes: int, units: int | None = No
 
     Args:
         machine: one node of it.
-        kind: all_gather, all_to_all or all_reduce.
+        kind: all_gather, all_to_all, reduce_scatter or all_reduce.
         nbytes: gathered bytes, or of the local buffer.
         units: compute units that it may use; None: what it takes by default.
+
+    Raises:
+        ValueError: the machine has several nodes.
     """
+    machine.refuse_nodes("library_us")
     library, ranks = machine.library, machine.gpus
     latency, gbps = _figures(library, kind)
     # What crosses one link (mesh) or port (switch), one direction; an all_reduce moves everything twice.
@@ -81,6 +111,9 @@ def library_us(machine: Machine, kind: Kind, nbytes: int, units: int | None = No
     rounds = 2 if kind is Kind.ALL_REDUCE else 1
     speed = 1.0 if units is None else unit_speed(library, kind, units)
     bytes_us = rounds * share * nbytes / (gbps * 1e3 * speed)
+    # Whatever crosses a link is read from one memory and written to another.
+    moved = 2 * rounds * (ranks - 1) / ranks * nbytes
+    bytes_us = max(bytes_us, moved / (machine.gpu.memory_gbps * 1e3))
     return latency + min(bytes_us / library.low_latency_share, library.bulk_us + bytes_us)
 
 
@@ -106,4 +139,6 @@ def _figures(library: Library, kind: Kind) -> tuple[float, float]:
         return library.all_to_all_us, library.all_to_all_gbps
     if kind is Kind.ALL_REDUCE:
         return library.all_reduce_us, library.all_reduce_gbps
+    if kind is Kind.REDUCE_SCATTER:
+        return library.reduce_scatter_us, library.reduce_scatter_gbps
     return library.all_gather_us, library.all_gather_gbps

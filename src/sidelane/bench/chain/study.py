@@ -32,6 +32,7 @@ from sidelane.bench.candidates.candidate import (
 from sidelane.bench.candidates.own import Dma
 from sidelane.bench.candidates.reference import Case
 from sidelane.bench.candidates.roster import Roster, make_roster
+from sidelane.bench.chain.shapes import CONSUMED, WIDTH
 from sidelane.bench.results.files import Results
 from sidelane.bench.results.rows import LAUNCHES, PRELAUNCHED, ChainRow
 from sidelane.bench.running.launch import Rank
@@ -42,12 +43,6 @@ from sidelane.collectives import Communicator
 from sidelane.collectives.prelaunched import Prelaunched, prelaunchable
 from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
-
-WIDTH = 4096
-"""Columns of what the producer makes, and its inner dimension: a layer of an 8B model."""
-
-CONSUMED = 512
-"""Columns of what the consumer makes: it reads all that was gathered, for an eighth of the producer's work a rank."""
 
 CALLS = 8
 """Chains in a sample."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,25 @@ import rich.text
 
 from sidelane.bench.claims.figures import draw_claims
 from sidelane.bench.claims.results import compare, role_problems
+from sidelane.bench.claims.sensitivity import Survival, draw_sensitivity, sensitivity_table, survival
 from sidelane.bench.report.table import Line, Table, without_empty_columns
 from sidelane.bench.report.terminal import progress_console, say_written, tables_console
 from sidelane.bench.results.written import write_json
+from sidelane.bench.simulated.study import write_numbers
 from sidelane.machine.load import find
 from sidelane.machine.spec import Machine
 from sidelane.model import claims_c3, claims_dma, claims_overlap
-from sidelane.model.claims import Check, Role, Verdict, judge, problems, published, with_ranges
+from sidelane.model.claims import (
+    STRICTER,
+    Check,
+    Role,
+    Verdict,
+    judge,
+    problems,
+    published,
+    verdict_on,
+    with_ranges,
+)
 
 MI300X = "mi300x8"
 VERSIONS = ("000", "002")
@@ -31,6 +44,11 @@ def not_modelled() -> dict[str, str]:
     return {**fused, **claims_c3.NOT_MODELLED, **claims_dma.NOT_MODELLED, **claims_overlap.NOT_MODELLED}
 
 
+def given() -> dict[str, str]:
+    """Claims that the model only repeats, with where it has them from."""
+    return {**claims_c3.GIVEN, **claims_dma.GIVEN, **claims_overlap.GIVEN}
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Options:
     """What ``sidelane claims`` takes.
@@ -40,7 +58,8 @@ class Options:
         json: file for a list of objects, or ``written.STDOUT``; None writes none.
         results: folder of measurements, with one folder for each machine; used where no paper is about the machine.
         version: of the ConCCL paper, where its two versions disagree: ``000`` or ``002``.
-        report: folder for ``claims.json`` and a picture of predicted against published; None: neither.
+        report: folder for ``claims.json``, which says what it was made with, and a picture of predicted against
+            published; with ranges about a paper's machine, for the sensitivity as well. None: nothing.
         ranges: predict over the plausible values of the machine's numbers as well (some twenty times the work).
     """
 
@@ -67,21 +86,29 @@ def main(options: Options) -> int:
     """
     machine = find(options.machine)
     progress = progress_console()
-
-    if machine.name != MI300X:
-        with progress.status("simulating") as status:
+    survivals: list[Survival] = []
+    with progress.status("simulating") as status:
+        if machine.name != MI300X:
             folder = options.results / machine.name
             verdicts = compare(machine, folder, ranges=options.ranges, progress=status.update)
-        wrong = role_problems(machine)
-    else:
-        with progress.status("simulating") as status:
-            verdicts, wrong = evaluate(machine, version=options.version, ranges=options.ranges, progress=status.update)
+            wrong = role_problems(machine)
+        else:
+            verdicts, wrong, survivals = _evaluate(machine, options.version, options.ranges, status.update)
+    met = sum(verdict.ok for verdict in verdicts if verdict.role is Role.HELD_OUT)
+    rows = [verdict.to_dict() for verdict in verdicts]
+    files = [] if options.json is None else [write_json(options.json, rows)]
     if options.report is not None:
         draw_claims(verdicts, f"Claims about {machine.title}", options.report)
-    files = [path for path in (options.json, options.report and options.report / "claims.json") if path is not None]
-    for path in files:
-        write_json(path, [verdict.to_dict() for verdict in verdicts])
-    show(verdicts, tables_console(options.json))
+        files.append(write_numbers(options.report / "claims.json", "claims", machine, rows))
+        if survivals:
+            draw_sensitivity(survivals, met, f"Held-out claims about {machine.title}", options.report)
+            rows = [survival.to_dict() for survival in survivals]
+            path = options.report / "claims-sensitivity.json"
+            files.append(write_numbers(path, "claims_sensitivity", machine, rows))
+    tables = tables_console(options.json)
+    show(verdicts, tables)
+    if survivals:
+        tables.print(sensitivity_table(survivals, met).to_rich())
     say_written(files)
     for line in wrong:
         progress.print(f"claims: {line}", style="red")
@@ -106,12 +133,33 @@ def evaluate(
     Returns:
         The verdicts, and what is wrong with the roles.
     """
+    return _evaluate(machine, version, ranges, progress)[:2]
+
+
+def _evaluate(
+    machine: Machine, version: str, ranges: bool, progress: Callable[[str], None] | None
+) -> tuple[list[Verdict], list[str], list[Survival]]:
+    """As :func:`evaluate`, and with ranges what becomes of held-out claims at both ends of each of them."""
     families = _families(machine, version)
+    checks = [check for family in families for check in family.checks]
     verdicts = [judge(check, context) for f in families for context in [f.context(machine)] for check in f.checks]
-    if ranges:
-        variations = _vary(machine, families, [verdict.predicted for verdict in verdicts], progress)
-        verdicts = [with_ranges(verdict, found) for verdict, found in zip(verdicts, variations, strict=True)]
-    return verdicts, problems([check for f in families for check in f.checks], machine, not_modelled())
+    wrong = problems(checks, machine, {**not_modelled(), **given()})
+    if not ranges:
+        return verdicts, wrong, []
+    variations = _vary(machine, families, [verdict.predicted for verdict in verdicts], progress)
+    survivals = []
+    for place, (path, value) in enumerate(_ends(machine)):
+        changed = [verdict_on(check, found[place]) for check, found in zip(checks, variations, strict=True)]
+        quantity = machine.quantities()[path]
+        survivals.append(survival(path, str(quantity.source), value, value == quantity.high, verdicts, changed))
+    ranged = [with_ranges(verdict, found) for verdict, found in zip(verdicts, variations, strict=True)]
+    return ranged, wrong, survivals
+
+
+def _ends(machine: Machine) -> list[tuple[str, float]]:
+    """Every uncertain number at both ends of its range."""
+    ends = ((path, value) for path, q in machine.quantities().items() for value in (q.low, q.high))
+    return [(path, value) for path, value in ends if value is not None]
 
 
 def _vary(
@@ -122,20 +170,17 @@ def _vary(
 ) -> list[list[Any]]:
     """Predictions of every check with one uncertain number of the machine at one end of its range, all in turn."""
     variations: list[list[Any]] = [[] for _ in unchanged]
-    for path, quantity in machine.quantities().items():
-        for value in (quantity.low, quantity.high):
-            if value is None:
-                continue
-            if progress is not None:
-                progress(f"{path} = {value:g}")
-            changed = machine.with_value(path, value)
-            place = 0
-            for family in families:
-                concerned = path.partition(".")[0] in family.depends_on
-                context = family.context(changed) if concerned else None
-                for check in family.checks:
-                    variations[place].append(check.predict(context) if concerned else unchanged[place])
-                    place += 1
+    for path, value in _ends(machine):
+        if progress is not None:
+            progress(f"{path} = {value:g}")
+        changed = machine.with_value(path, value)
+        place = 0
+        for family in families:
+            concerned = path.partition(".")[0] in family.depends_on
+            context = family.context(changed) if concerned else None
+            for check in family.checks:
+                variations[place].append(check.predict(context) if concerned else unchanged[place])
+                place += 1
     return variations
 
 
@@ -145,10 +190,29 @@ def show(verdicts: Sequence[Verdict], console: rich.console.Console) -> None:
         console.print(measured_table(verdicts).to_rich())
     else:
         _show_published(verdicts, console)
+    for line in counted(verdicts):
+        console.print(line)
+
+
+def counted(verdicts: Sequence[Verdict]) -> list[str]:
+    """How many claims of each role are met, at the tolerance and at stricter ones, and how many are not judged."""
+    lines = []
     for role in Role:
-        of_role = [verdict for verdict in verdicts if verdict.role is role]
+        of_role = [verdict for verdict in verdicts if verdict.role is role and not verdict.incomparable]
         right = sum(verdict.ok for verdict in of_role)
-        console.print(f"{role}: {right} of {len(of_role)} right")
+        if role is Role.INPUT or not of_role:
+            lines.append(f"{role}: {right} of {len(of_role)} right")
+            continue
+        shares = [f"{sum(v.met_at(share) for v in of_role)} at {words}" for share, words in STRICTER]
+        lines.append(f"{role}: {right} of {len(of_role)} right ({'; '.join(shares)})")
+    apart = [verdict for verdict in verdicts if verdict.incomparable]
+    lines += [f"not comparable: {len(apart)}"] if apart else []
+    if not any("/" in verdict.claim_id for verdict in verdicts):
+        lines.append(f"repeated, so not judged: {len(given())}")
+        reasons = Counter(not_modelled().values())
+        lines.append(f"not spoken to: {reasons.total()} of {len(published())}")
+        lines += [f"  {count}: {reason}" for reason, count in reasons.most_common()]
+    return lines
 
 
 def _show_published(verdicts: Sequence[Verdict], console: rich.console.Console) -> None:
@@ -159,8 +223,10 @@ def _show_published(verdicts: Sequence[Verdict], console: rich.console.Console) 
         if verdict.low is not None and verdict.low != verdict.high:
             parts.append(f"plausible {_text(verdict.low)} .. {_text(verdict.high)}")
         if verdict.error is not None:
-            parts.append(f"error {verdict.error:.3g}")
+            parts.append(f"error {verdict.error:.3g}" + (" points" if verdict.points else ""))
         line = rich.text.Text("; ".join([*parts, f"{verdict.role}: "])).append_text(_mark(verdict))
+        if verdict.incomparable or verdict.why:
+            line.append(f" ({verdict.incomparable or verdict.why})")
         console.print(rich.padding.Padding(line, (0, 0, 0, 4), expand=False))
 
 
@@ -182,6 +248,8 @@ def measured_table(verdicts: Sequence[Verdict]) -> Table:
 
 
 def _mark(verdict: Verdict) -> rich.text.Text:
+    if verdict.incomparable:
+        return rich.text.Text("not comparable", "yellow")
     return rich.text.Text("yes") if verdict.ok else rich.text.Text("NO", "red")
 
 

@@ -14,7 +14,7 @@ from sidelane.program.collective import REDUCING, Kind
 from sidelane.sizes import format_bytes
 
 MEDIAN, WORST = 0.10, 0.20
-"""Errors that are still right."""
+"""Targets of the whole."""
 
 
 def judge_power(machine: Machine, rows: Sequence[object]) -> list[Verdict]:
@@ -27,7 +27,7 @@ def judge_power(machine: Machine, rows: Sequence[object]) -> list[Verdict]:
     measured = [row for row in rows if isinstance(row, PowerRow) and row.watts is not None]
     name = f"{machine.name}/power"
     judged = [
-        judge(f"{name}/{_words(row)}", row.watts, predict_watts(machine, row), WORST, what="power of a GPU", unit="W")
+        judge(f"{name}/{_words(row)}", row.watts, predict_watts(machine, row), what="power of a GPU", unit="W")
         for row in measured
     ]
     return with_summary(name, judged, MEDIAN, WORST)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 
-from sidelane.model.claims import Role, Verdict, error_of
+from sidelane.model.claims import TOLERANCE, Role, Verdict, error_of
 
 
 def judge(
     claim_id: str,
     measured: float | None,
     predicted: float | None,
-    tolerance: float,
     role: Role = Role.HELD_OUT,
     *,
     what: str = "time",
@@ -23,14 +22,15 @@ def judge(
         return None
     error = error_of(measured, predicted)
     assert error is not None
-    return Verdict(claim_id, f"measured {what}", measured, predicted, unit, error, role, error <= tolerance)
+    return Verdict(claim_id, f"measured {what}", measured, predicted, unit, error, role, error <= TOLERANCE)
 
 
 def with_summary(name: str, judged: Sequence[Verdict | None], median: float, worst: float | None) -> list[Verdict]:
     """The verdicts, and behind them those on their median and worst error, where these have a limit."""
     verdicts = [verdict for verdict in judged if verdict is not None]
-    roles = {verdict.role for verdict in verdicts}
     found = [*verdicts]
+    verdicts = [verdict for verdict in verdicts if verdict.role is not Role.INPUT]  # those were told, not predicted
+    roles = {verdict.role for verdict in verdicts}
     limits: list[tuple[str, Callable[[Sequence[float]], float], float | None]] = [
         ("median", statistics.median, median),
         ("worst", max, worst),
@@ -39,8 +39,8 @@ def with_summary(name: str, judged: Sequence[Verdict | None], median: float, wor
         if limit is None or not verdicts:
             continue
         found.append(_summary(f"{name}/{word}", word, measure, verdicts, limit))
-        if len(roles) > 1:
-            held_out = [verdict for verdict in verdicts if verdict.role is Role.HELD_OUT]
+        held_out = [verdict for verdict in verdicts if verdict.role is Role.HELD_OUT]
+        if len(roles) > 1 and held_out:
             found.append(_summary(f"{name}/{word} of held out", word, measure, held_out, limit))
     return found
 
@@ -52,9 +52,8 @@ def _summary(
     verdicts: Sequence[Verdict],
     limit: float,
 ) -> Verdict:
-    """A target of the issue. Fitted, as soon as one of its rows is."""
+    """A target of the issue. Its role is that of the row that is the least of a prediction."""
     error = measure([verdict.error for verdict in verdicts if verdict.error is not None])
-    fitted = any(verdict.role is Role.FITTED for verdict in verdicts)
-    role = Role.FITTED if fitted else Role.HELD_OUT
+    role = min((verdict.role for verdict in verdicts), key=list(Role).index)
     text = f"{word} error of {len(verdicts)} predictions, at most"
     return Verdict(claim_id, text, 100 * limit, 100 * error, "percent", None, role, error <= limit)

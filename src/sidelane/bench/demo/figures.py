@@ -66,7 +66,9 @@ def overlap_percents(data: Measured) -> tuple[dict[str, float], dict[str, float]
     for row in data.overlaps:
         found.setdefault(row.strategy, []).append(row.percent)
         if row.strategy in ("c3_base", "conccl"):
-            again.setdefault(row.strategy, []).append(predict(machine, row.workload, row.strategy).percent)
+            percent = predict(machine, row.workload, row.strategy).percent_of_library
+            assert percent is not None, "the pairs that were measured have something to gain"
+            again.setdefault(row.strategy, []).append(percent)
     return (
         predicted,
         {strategy: statistics.fmean(values) for strategy, values in found.items()},
@@ -133,7 +135,7 @@ def _timelines(folder: Path) -> list[Picture]:
     made = []
     for strategy, words in (("c3_base", "the library's kernels"), ("conccl", "copy engines")):
         prediction = predict(machine, workload, strategy, record=True)
-        size, percent = format_bytes(workload.nbytes), f"{prediction.percent:.0f}% of ideal"
+        size, percent = format_bytes(workload.nbytes), f"{prediction.percent or 0:.0f}% of ideal"
         title = f"GEMM and all_gather of {size} by {words}: {percent}, predicted for MI300X"
         draw_timeline(prediction.timeline, title, folder, f"timeline-{strategy}")
         made.append(Picture(f"timeline-{strategy}", title, title))

@@ -22,7 +22,8 @@ from sidelane.execute.sim import Interval
 from sidelane.machine.spec import Machine
 from sidelane.model.claims_dma import DmaContext
 from sidelane.model.claims_overlap import BLOCKS, PLATFORMS, OverlapContext
-from sidelane.model.kernels import dma_gang, gemm_kernel, gemm_us, library_gang
+from sidelane.model.gemm import gemm_kernel, gemm_us
+from sidelane.model.kernels import dma_gangs, dma_us, library_gang
 from sidelane.model.power import dma_power, library_power
 from sidelane.model.published import PUBLISHED_VARIANTS
 from sidelane.model.strategies import partitions
@@ -34,6 +35,13 @@ COLOURS = (BLUE, VERMILLION, GREEN, ORANGE, PURPLE, SKY, GREY, BLACK)
 SHADES = {"c3_base": GREY, "c3_sp": ORANGE, "c3_rp": VERMILLION, "c3_sp_rp": PURPLE, "conccl": SKY, "conccl_rp": BLUE}
 LARGE = 1 << 30
 UNITS = "on compute units (number of workgroups)"
+PUBLISHED_OVERLAP: dict[tuple[str, str], tuple[tuple[float, str], ...]] = {
+    ("base", ""): ((0.3, "published: 0.3 and 1"), (1.0, "_")),
+    ("reduction", "A40"): ((25.5, "published, cb-ar at most"),),
+    ("overlap", ""): ((90.0, "published, at most"),),
+    ("overlap", "MI250X"): (),
+}
+"""What the overlap paper's text says of its figures 2 to 4: (panel, platform or "" for the others) -> value, words."""
 
 
 def draw_c3(study: C3Study, machine: Machine, folder: Path, *, ranges: bool = False) -> list[Path]:
@@ -95,10 +103,15 @@ def _overlap(context: OverlapContext, key: str, label: str, folder: Path) -> Pat
         for index, pair in enumerate(dict.fromkeys(pair for _, pair, _ in context.rows)):
             values = [context.rows[platform, pair, blocks][key] for blocks in BLOCKS]
             _line(axes, BLOCKS, values, pair, COLOURS[index], index)
+        for value, words in PUBLISHED_OVERLAP.get((key, platform), PUBLISHED_OVERLAP.get((key, ""), ())):
+            axes.axhline(value, color=BLACK, linewidth=0.8, linestyle=":", label=words)
         axes.set_xscale("log", base=2)
         axes.set_title(platform)
         axes.set_xlabel("thread blocks")
-    figure.axes[-1].legend(fontsize=7)
+    for axes in (figure.axes[0], figure.axes[-1]):
+        axes.legend(fontsize=7)
+    if key != "reduction":
+        figure.axes[0].set_ylim(bottom=0)
     figure.axes[0].set_ylabel(label)
     figure.suptitle("Pipelined GEMM and collective, predicted", x=0.01, ha="left", fontweight="bold")
     return _save(figure, folder, f"overlap-{key}")
@@ -203,7 +216,7 @@ def _against_library(machine: Machine, folder: Path) -> Path:
     figure, axes = _one(f"Collective on DMA engines over the library: {machine.title}, predicted")
     sizes = [n for n in SIZES if n >= 1 << 20]
     for index, kind in enumerate(COLLECTIVES):
-        gains = [library_gang(machine, kind, n).alone_us / dma_gang(machine, kind, n).alone_us for n in sizes]
+        gains = [library_gang(machine, kind, n).alone_us / dma_us(machine, kind, n) for n in sizes]
         _line(axes, sizes, gains, str(kind), COLOURS[index], index)
     axes.axhline(1, color=BLACK, linewidth=0.8)
     axes.set_ylabel("speedup over the library")
@@ -319,7 +332,7 @@ def _bandwidth(machine: Machine, folder: Path) -> Path:
         bars[tag] = min(reach, units * kernel.traffic_bytes / kernel.compute_us / 1e3)
     for kind in COLLECTIVES:
         bars[f"{kind}\nkernel"] = library_gang(machine, kind, LARGE).memory_gbps
-        bars[f"{kind}\nDMA"] = dma_gang(machine, kind, LARGE).memory_gbps
+        bars[f"{kind}\nDMA"] = dma_gangs(machine, kind, LARGE)[0].memory_gbps
     axes.bar(range(len(bars)), [100 * gbps / machine.gpu.memory_gbps for gbps in bars.values()], color=BLUE)
     axes.set_xticks(range(len(bars)), list(bars), fontsize=7)
     axes.set_ylabel("percent of the peak")

@@ -30,6 +30,8 @@ HEADINGS = {
     name: name.replace("c3_", "c3\n").replace("l_rp", "l\n_rp").replace("prior", "prior-\n") for name in STRATEGIES
 }
 """Strategies in columns narrow enough for a terminal of 80."""
+UNDEFINED = "-"
+"""In place of a percentage that is not defined."""
 TRACED_BYTES = 1 << 20
 """Size of the collective whose timelines are written."""
 
@@ -166,13 +168,20 @@ def pairs_table(machine: Machine, rows: Sequence[Prediction], name: Callable[[Pr
             f"{first.ideal:.2f}",
         ]
         concurrent = [row for row in alike if row.strategy != "serial"]
-        cells += [f"{row.percent:.0f}" + (f"@{row.units}" if row.units else "") for row in concurrent]
+        cells += [_percent(row) + (f"@{row.units}" if row.units else "") for row in concurrent]
         lines.append(Line(tuple(cells)))
     strategies = [row.strategy for row in next(iter(pairs.values())) if row.strategy != "serial"]
     columns = ("<pair", "<class", "GEMM\nms", "lib.\nms", "ideal", *(HEADINGS[name] for name in strategies))
     title = f"{rows[0].workload.collective} on {machine.title}: percent of ideal, predicted (@: compute units given)"
-    note = "ideal: both at once in the time of the longer, with the library's collective; a faster one can pass 100"
-    return Table(title, columns, tuple(lines), (note,))
+    notes = (
+        "100: both at once in the time of the longer, with the faster of the library's collective and that of engines",
+        f"{UNDEFINED}: not defined, since there is less than 5% to gain, or more is lost than could be gained",
+    )
+    return Table(title, columns, tuple(lines), notes)
+
+
+def _percent(row: Prediction) -> str:
+    return UNDEFINED if row.percent is None else f"{row.percent:.0f}"
 
 
 def averages_table(study: C3Study) -> Table:
@@ -236,5 +245,7 @@ def _flat(row: Prediction) -> dict[str, Any]:
         "time_us": row.time_us,
         "speedup": row.speedup,
         "ideal": row.ideal,
-        "percent_of_ideal_nccl": row.percent,
+        "best_comm_us": row.best_comm_us,
+        "percent_of_ideal": row.percent,
+        "percent_of_ideal_nccl": row.percent_of_library,
     }

@@ -62,9 +62,10 @@ class Resources:
                 self._carry(weights, a, src)
                 self._carry(weights, src, a)
             case Reduce(dst, srcs):
-                # A kernel on compute units: nothing but the memory holds it.
+                # A kernel on a few compute units: they and the memory hold it.
                 for span in (dst, *srcs):
                     self._add(weights, self._memory(span.rank), 1.0)
+                    self._add(weights, self._of(("reduction", rank), self._machine.dma.reduce_gbps), 1.0)
                 return Demand(float(dst.nbytes), weights, 0.0)
         if engine.kind is not EngineKind.COMPUTE:
             written = 2.0 if isinstance(command, Broadcast | Swap) else 1.0

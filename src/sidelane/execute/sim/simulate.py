@@ -190,7 +190,10 @@ class _Simulation:
                 return
             elif isinstance(command, (*MOVES, Reduce)):
                 move = self.moves[lane.queue.rank, lane.queue.engine][lane.index]
-                issue = dma.next_copy_us if lane.behind_move else dma.copy_us
+                if isinstance(command, Reduce):
+                    issue = dma.reduce_us
+                else:
+                    issue = dma.next_copy_us if lane.behind_move else dma.copy_us
                 self._at(self.now + issue + move.latency_us, self._begin, lane, move, self.now)
                 return
             else:

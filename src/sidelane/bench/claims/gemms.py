@@ -1,0 +1,56 @@
+"""Predicted times of GEMMs alone held against those in ``c3.json`` and ``chain.json``."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Sequence
+
+from sidelane.bench.chain.shapes import chain_gemms
+from sidelane.bench.claims.verdicts import judge, with_summary
+from sidelane.bench.results.rows import C3Row, ChainRow
+from sidelane.c3.workload import Gemm
+from sidelane.machine.spec import Machine
+from sidelane.model.claims import Role, Verdict
+from sidelane.model.gemm import gemm_us
+
+MEDIAN, WORST = 0.05, 0.15
+"""Targets of issue 25."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GemmTime:
+    """GEMMs that ran one behind the other, with nothing beside them, and their time."""
+
+    gemms: tuple[Gemm, ...]
+    time_us: float
+
+    @property
+    def name(self) -> str:
+        return " ".join(gemm.name for gemm in self.gemms)
+
+
+def gemm_times(rows: Sequence[object], ranks: int) -> list[GemmTime]:
+    """Every shape once, with the median of its times: of C3 rows, and of chains in graphs."""
+    found: dict[tuple[Gemm, ...], list[float]] = {}
+    for row in rows:
+        if isinstance(row, C3Row) and row.gemm_us is not None:
+            found.setdefault((Gemm(row.m, row.n, row.k, row.dtype),), []).append(row.gemm_us)
+        if isinstance(row, ChainRow) and row.launch == "graph":
+            found.setdefault(chain_gemms(row.bytes, ranks, row.dtype), []).append(row.gemms_us)
+    return [GemmTime(gemms, statistics.median(times)) for gemms, times in found.items()]
+
+
+def predict_gemms(machine: Machine, time: GemmTime) -> float:
+    """Microseconds of the same GEMMs."""
+    return sum(gemm_us(machine, gemm) for gemm in time.gemms)
+
+
+def judge_gemms(machine: Machine, times: Sequence[GemmTime], role: Role) -> list[Verdict]:
+    """A verdict on each, then on the median and the worst error."""
+    name = f"{machine.name}/gemms"
+    judged = [
+        judge(f"{name}/{time.name}", time.time_us, predict_gemms(machine, time), role, what="time of GEMMs")
+        for time in times
+    ]
+    return with_summary(name, judged, MEDIAN, WORST)

@@ -1,0 +1,57 @@
+"""Programs as Sidelane's communicator runs them on copy engines: entries, exits, flags, own chunks and reductions.
+
+``published`` has those of the DMA collectives paper, which one host process started and watched, so that they need no
+flags. Both the comparison with our measurements and the C3 strategies take theirs from here wherever a paper did not
+run another one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+from sidelane.execute.sim import Run, simulate
+from sidelane.machine.spec import Machine
+from sidelane.model.published import collective_of
+from sidelane.program.builders import Transport, build
+from sidelane.program.collective import Kind
+from sidelane.program.ir import Copy, Program
+from sidelane.program.transform import freeze, lower
+
+REDUCE_UNITS = 32
+"""Compute units that a reduction of a hybrid takes: the thread blocks that the CUDA executor gives it."""
+IN_PLACE = (Kind.ALL_GATHER, Kind.ALL_REDUCE)
+"""Collectives that C3 runs in place; the others have an output of their own."""
+
+
+@functools.lru_cache(maxsize=512)
+def executed_program(kind: Kind, nbytes: int, ranks: int, variant: str, in_place: bool) -> Program:
+    """The program that runs on the GPUs: copies only, and flags that a graph can replay.
+
+    Args:
+        kind: all_gather, all_to_all, reduce_scatter or all_reduce.
+        nbytes: gathered bytes of an all_gather, of the local buffer otherwise.
+        ranks: of the node.
+        variant: of the collective's builders.
+        in_place: input and output are one buffer.
+
+    Raises:
+        ValueError: another kind, or no such variant of it.
+    """
+    collective = dataclasses.replace(collective_of(kind, nbytes, ranks), in_place=in_place)
+    staged = in_place and kind is Kind.ALL_TO_ALL and variant != "swap"
+    program = build(collective, variant, Transport.STAGED if staged else Transport.PUSH)
+    return freeze(lower(program, {Copy}))
+
+
+def executed_run(
+    machine: Machine, kind: Kind, nbytes: int, variant: str, in_place: bool | None = None, *, record: bool = False
+) -> Run:
+    """Simulate such a program on all GPUs of one node. ``in_place``: None takes what C3 has for that collective.
+
+    Raises:
+        ValueError: the machine has several nodes, or there is no such program.
+    """
+    machine.refuse_nodes("executed_run")
+    place = kind in IN_PLACE if in_place is None else in_place
+    return simulate(executed_program(kind, nbytes, machine.gpus, variant, place), machine, record=record)

@@ -1,0 +1,205 @@
+"""A training step of a transformer whose layers are sharded (FSDP2), on the device model.
+
+    forward    all-gather of layer i+1 beside layer i
+    backward   all-gather of layer i-1 and reduce-scatter of layer i+1 beside layer i
+
+An all-gather waits for the one before it and for the layer whose buffer it takes; a reduce-scatter for its layer's
+gradients and for the one before it. Layers are alike: a few of them are simulated, and the rest take as long as the
+last ones. Embedding, head and optimizer are left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from sidelane.c3.workload import Gemm
+from sidelane.machine.spec import Machine
+from sidelane.model.device import Gang, Tiled, run_device
+from sidelane.model.gemm import gemm_kernel
+from sidelane.model.kernels import dma_gangs, library_gang
+from sidelane.program.collective import Kind
+
+ELEMENT = 2
+"""Bytes of parameters, activations and gradients (bfloat16)."""
+ATTENTION_EFFICIENCY = 0.5
+"""Share of the peak that a fused causal attention reaches. Assumed: between published figures of both directions."""
+PARAMETER_BYTES = 40
+"""Bytes through memory for each parameter and step: casts of shards, copies into and out of gathered buffers. From
+kernels' times on two H200s (docs/lab/hardware.md)."""
+PASSES = 74
+"""Times that a layer's forward pass goes through tokens x hidden elements outside of GEMMs and attention: fitted to one
+step on H200s without communication (docs/lab/model.md)."""
+BESIDE_COPIES = 0.14
+"""Share by which sustained GEMMs slow down while copy engines move, since the GPU is at its power cap: between the 10
+and 18% of two H200s (docs/lab/hardware.md). Assumed for other machines."""
+SIMULATED = (3, 5)
+"""Layers that are simulated; the difference is what each further one takes."""
+STRATEGIES = ("library", "dma all-gather", "dma both")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Transformer:
+    """Sizes of a decoder, with ``feed`` the width of its gated feed-forward part."""
+
+    name: str
+    layers: int
+    hidden: int
+    feed: int
+    heads: int
+    kv_heads: int
+
+    @property
+    def parameters(self) -> int:
+        """Of a layer."""
+        kv = self.hidden * self.kv_heads // self.heads
+        return self.hidden * (2 * self.hidden + 2 * kv + 3 * self.feed)
+
+
+MODELS = {
+    model.name: model
+    for model in (
+        Transformer("llama-8b-like", 32, 4096, 14336, 32, 8),
+        Transformer("llama-70b-like", 80, 8192, 28672, 64, 8),
+    )
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Step:
+    """A training step of a rank.
+
+    Attributes:
+        model: its sizes.
+        tokens: of a rank.
+        sequence: tokens that attend to each other.
+    """
+
+    model: Transformer
+    tokens: int
+    sequence: int
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1 or self.sequence < 1 or self.tokens % self.sequence:
+            value = f"{self.tokens}, {self.sequence}"
+            raise ValueError(f"Step: tokens, sequence (value={value}, allowed=whole sequences of one token or more)")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepTimes:
+    """What a step takes, microseconds: with communication, without, and the collectives alone, one after another."""
+
+    time_us: float
+    compute_us: float
+    communication_us: float
+
+    @property
+    def exposed_us(self) -> float:
+        """Communication that nothing hides."""
+        return self.time_us - self.compute_us
+
+
+def compute_us(machine: Machine, step: Step) -> float:
+    """A step without communication."""
+    return _scaled(machine, step, None)
+
+
+def step_times(machine: Machine, step: Step, strategy: str, alone_us: float | None = None) -> StepTimes:
+    """Predict a step.
+
+    Args:
+        machine: one node of it.
+        step: the model and its tokens.
+        strategy: one of ``STRATEGIES``: the library's kernels, all-gathers on copy engines, or reduce-scatters, too.
+        alone_us: of the step without communication, if it is known.
+
+    Raises:
+        ValueError: another strategy, or several nodes.
+    """
+    if strategy not in STRATEGIES:
+        raise ValueError(f"step_times: strategy (value={strategy!r}, allowed={', '.join(STRATEGIES)})")
+    machine.refuse_nodes("step_times")
+    machine = machine.with_value("interference.copies", max(BESIDE_COPIES, float(machine.interference.copies)))
+    nbytes = step.model.parameters * ELEMENT
+    on_engines = {Kind.ALL_GATHER: strategy != "library", Kind.REDUCE_SCATTER: strategy == "dma both"}
+    gangs = {
+        kind: dma_gangs(machine, kind, nbytes) if engines else (library_gang(machine, kind, nbytes),)
+        for kind, engines in on_engines.items()
+    }
+    alone = {kind: run_device(machine, parts).time_us for kind, parts in gangs.items()}
+    layers = step.model.layers
+    communication = (2 * layers - 1) * alone[Kind.ALL_GATHER] + layers * alone[Kind.REDUCE_SCATTER]
+    if alone_us is None:
+        alone_us = compute_us(machine, step)
+    return StepTimes(_scaled(machine, step, gangs), alone_us, communication)
+
+
+def _scaled(machine: Machine, step: Step, gangs: dict[Kind, tuple[Gang, ...]] | None) -> float:
+    few, more = (run_device(machine, _step(machine, step, n, gangs)).time_us for n in SIMULATED)
+    return more + (step.model.layers - SIMULATED[1]) * (more - few) / (SIMULATED[1] - SIMULATED[0])
+
+
+def _step(machine: Machine, step: Step, layers: int, gangs: dict[Kind, tuple[Gang, ...]] | None) -> list[Tiled | Gang]:
+    """Kernels of a step in launch order. A layer's last kernel, and a collective's, has the layer's or its name."""
+    found: list[Tiled | Gang] = []
+    order = [("F", i) for i in range(layers)] + [("B", i) for i in reversed(range(layers))]
+    last = layers - 1
+    gathers = [f"AG {phase}{i}" for phase, i in order if (phase, i) != ("B", last)]  # the last layer stays gathered
+    gathered: list[str] = []
+
+    def gather(name: str, behind: tuple[str, ...]) -> None:
+        if gangs is not None and name in gathers:
+            found.extend(_named(gangs[Kind.ALL_GATHER], name, (*gathered[-1:], *behind)))
+            gathered.append(name)
+
+    gather("AG F0", ())
+    for number, (phase, i) in enumerate(order):
+        before = tuple(f"{p}{k}" for p, k in order[number - 1 : number] if number)
+        if number + 1 < len(order):
+            phase_next, following = order[number + 1]
+            gather(f"AG {phase_next}{following}", before)  # the buffer of the layer before is free
+        needs = (f"AG {phase}{i}",) if f"AG {phase}{i}" in gathered else ()
+        found += _layer(machine, step, f"{phase}{i}", (*before, *needs), backward=phase == "B")
+        if phase == "B" and gangs is not None:
+            behind = (f"B{i}", *((f"RS {i + 1}",) if i < last else ()))
+            found += _named(gangs[Kind.REDUCE_SCATTER], f"RS {i}", behind)
+    return found
+
+
+def _named(parts: Sequence[Gang], name: str, behind: tuple[str, ...]) -> list[Gang]:
+    """A collective's parts under names of their own; the last one has the collective's."""
+    names = {part.name: f"{name} {part.name}" for part in parts[:-1]} | {parts[-1].name: name}
+    renamed = []
+    for part in parts:
+        after = tuple(names[before] for before in part.after) or behind
+        renamed.append(dataclasses.replace(part, name=names[part.name], after=after, part_of=part.part_of and name))
+    return renamed
+
+
+def _layer(machine: Machine, step: Step, name: str, behind: tuple[str, ...], *, backward: bool) -> list[Tiled]:
+    """A layer's kernels one after another; the backward pass has each GEMM twice."""
+    model, rows, gpu = step.model, step.tokens, machine.gpu
+    kv = model.hidden * model.kv_heads // model.heads
+    shapes = [(model.hidden + 2 * kv, model.hidden), (model.hidden, model.hidden)]
+    shapes += [(2 * model.feed, model.hidden), (model.hidden, model.feed)]
+    kernels = [gemm_kernel(machine, Gemm(rows, n, k, "bfloat16")) for n, k in shapes]
+    if backward:
+        kernels = [
+            kernel
+            for n, k in shapes
+            for shape in ((rows, k, n), (n, k, rows))
+            for kernel in [gemm_kernel(machine, Gemm(*shape, "bfloat16"))]
+        ]
+    units = int(gpu.units)
+    attention_flops = 2.0 * rows * step.sequence * model.hidden * (2.5 if backward else 1.0)  # half of it is masked
+    attention_us = attention_flops / (gpu.peak_tflops * ATTENTION_EFFICIENCY * 1e6)
+    launch = float(machine.matmul.launch_us)
+    kernels.append(Tiled("attention", units, attention_us, 0.0, fixed_us=launch))
+    passes = PASSES * (2 if backward else 1) * rows * model.hidden * ELEMENT
+    passes += PARAMETER_BYTES * model.parameters // 2
+    kernels.append(Tiled("elements", units, 0.0, passes / units, fixed_us=launch))
+    named: list[Tiled] = []
+    for place, kernel in enumerate(kernels):
+        label = name if place + 1 == len(kernels) else f"{name} {place}"
+        named.append(dataclasses.replace(kernel, name=label, after=(named[-1].name,) if named else behind))
+    return named

@@ -1,0 +1,224 @@
+"""Models that FSDP2 trains with Sidelane and without: the same on CPU processes and GPUs."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import itertools
+import os
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from sidelane import Config, PeerError
+from sidelane.integrations import fsdp
+
+CONFIG = Config(timeout_s=60)
+
+
+class Block(nn.Module):
+    """Two layers and a norm, of sizes that nothing divides."""
+
+    def __init__(self, width: int, *, recompute: bool) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 3 * width + 1), nn.Linear(3 * width + 1, width, bias=False)
+        self.recompute = recompute
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.recompute:
+            return x + checkpoint(self._inner, x, use_reentrant=False)
+        return x + self._inner(x)
+
+    def _inner(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self, width: int, layers: int, *, recompute: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(37, width)
+        self.blocks = nn.ModuleList(Block(width, recompute=recompute) for _ in range(layers))
+        self.out = nn.Linear(width, 37)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x)
+
+
+def build(mesh: DeviceMesh, *, recompute: bool = False, **options: Any) -> Model:
+    """The same model on every rank, with a shard of it on each."""
+    torch.manual_seed(7)
+    model = Model(11, 3, recompute=recompute)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def train(model: Model, group: dist.ProcessGroup, steps: int, *, accumulate: int = 1) -> Iterator[torch.Tensor]:
+    """The loss of every step, then the gradients of the last one, whole."""
+    rank, generator = dist.get_rank(group), torch.Generator(device=torch.get_default_device())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(steps):
+        for part in range(accumulate):
+            generator.manual_seed(1000 * step + 10 * part + rank)
+            tokens = torch.randint(0, 37, (4, 9), generator=generator)
+            model.set_requires_gradient_sync(part == accumulate - 1)  # type: ignore[attr-defined]
+            loss = nn.functional.cross_entropy(model(tokens).float().flatten(0, 1), tokens.roll(1).flatten())
+            loss.backward()
+            yield loss.detach()
+        if step + 1 < steps:
+            optimizer.step()
+            optimizer.zero_grad()
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        yield parameter.grad.full_tensor()
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "resharded": {},
+    "kept": {"reshard_after_forward": False},
+    "mixed precision": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
+    "bfloat16 sums": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)},
+    "recomputed": {"recompute": True},
+}
+
+
+def mesh_of(group: dist.ProcessGroup) -> DeviceMesh:
+    return DeviceMesh.from_group(group, torch.get_default_device().type)
+
+
+def as_without(group: dist.ProcessGroup, steps: int) -> dict[str, tuple[int, int, dict[str, int]]]:
+    """Loss and gradients, with and without; collectives made, bytes reserved, and what went elsewhere."""
+    told = {}
+    mesh, two = mesh_of(group), dist.get_world_size(group) == 2
+    for name, options in OPTIONS.items():
+        for accumulate in (1, 2) if not options else (1,):
+            wanted = list(train(build(mesh, **options), group, steps, accumulate=accumulate))
+            model = build(mesh, **options)
+            with fsdp.enable(model, config=CONFIG) as enabled:
+                got = list(train(model, group, steps, accumulate=accumulate))
+                told[name] = (
+                    enabled.calls,
+                    enabled.memory().reserved,
+                    {what: elsewhere.calls for what, elsewhere in enabled.elsewhere.items()},
+                )
+            coarse = "bfloat16" in name or "mixed" in name
+            for number, (one, other) in enumerate(zip(got, wanted, strict=True)):
+                # Two values have one sum; of more the order of the ranks is ours, and rounds otherwise.
+                exact = two and not coarse
+                rtol, atol = (0.0, 0.0) if exact else (2e-2, 2e-3) if coarse else (1e-4, 1e-6)
+                where = f"{name} {number}"
+                torch.testing.assert_close(one, other, rtol=rtol, atol=atol, msg=functools.partial(_told, where))
+    return told
+
+
+def _told(where: str, text: str) -> str:
+    return f"{where}: {text}"
+
+
+def prefetched(group: dist.ProcessGroup, seed: int) -> int:
+    """Explicit prefetching, asynchronous unsharding, and evaluation between the steps; bytes reserved at the end."""
+    draw, mesh = random.Random(seed), mesh_of(group)
+    plain, model = build(mesh), build(mesh)
+    blocks = list(model.blocks)
+    for before, behind in itertools.pairwise(blocks):
+        before.set_modules_to_forward_prefetch([behind])
+        behind.set_modules_to_backward_prefetch([before])
+    reserved = []
+    with fsdp.enable(model, config=CONFIG) as enabled:
+        for step in range(6):
+            if draw.random() < 0.5:
+                works = [block.unshard(async_op=True) for block in blocks]
+                for work in works:
+                    if work is not None:
+                        work.wait()
+            torch.manual_seed(step)
+            tokens = torch.randint(0, 37, (2, 5))
+            with torch.no_grad():
+                assert torch.equal(model(tokens), plain(tokens)), step
+            for each in (model, plain):
+                each.zero_grad()
+                each(tokens).square().mean().backward()
+            for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+                assert one.grad is not None and other.grad is not None
+                torch.testing.assert_close(one.grad.to_local(), other.grad.to_local())
+            gc.collect()
+            reserved.append(enabled.memory().reserved)
+        assert reserved[-1] == reserved[2], "it does not grow"
+    return reserved[-1]
+
+
+def in_two_dimensions(group: dist.ProcessGroup) -> dict[str, int]:
+    """HSDP on two times two ranks, and a number for ``reshard_after_forward``."""
+    device = torch.get_default_device()
+    assert dist.get_world_size() == dist.get_world_size(group) == 4
+    both = init_device_mesh(device.type, (2, 2), mesh_dim_names=("replicate", "shard"))
+    wanted = list(train(build(both), group, 3))
+    model = build(both)
+    with fsdp.enable(model, config=CONFIG) as enabled:
+        got = list(train(model, group, 3))
+        assert enabled.calls > 0 and not enabled.elsewhere
+    for one, other in zip(got, wanted, strict=True):
+        torch.testing.assert_close(one, other)
+    mesh = mesh_of(group)
+    wanted = list(train(build(mesh, reshard_after_forward=2), group, 3))
+    model = build(mesh, reshard_after_forward=2)
+    with fsdp.enable(model, config=CONFIG) as enabled:
+        got = list(train(model, group, 3))
+        elsewhere = {what: found.calls for what, found in enabled.elsewhere.items()}
+    for one, other in zip(got, wanted, strict=True):
+        torch.testing.assert_close(one, other)
+    return elsewhere
+
+
+def on_and_off(group: dist.ProcessGroup) -> list[str]:
+    """What is refused; and a model that trains on after it is switched off."""
+    mesh, told = mesh_of(group), []
+    model = build(mesh)
+    before = [(params._all_gather_comm, params._reduce_scatter_comm) for params in fsdp._param_groups(model)]
+    enabled = fsdp.enable(model, config=CONFIG)
+    for wrong in (model, nn.Linear(2, 2)):
+        try:
+            fsdp.enable(wrong, config=CONFIG)
+        except ValueError as error:
+            told.append(str(error))
+    list(train(model, group, 2))
+    enabled.disable()
+    enabled.disable()
+    assert before == [(params._all_gather_comm, params._reduce_scatter_comm) for params in fsdp._param_groups(model)]
+    wanted = list(train(build(mesh), group, 4))
+    model = build(mesh)
+    with fsdp.enable(model, config=CONFIG):
+        got = []
+        for number, loss in enumerate(train(model, group, 4)):
+            got.append(loss)
+            if number == 1:
+                break
+    with fsdp.enable(model, config=CONFIG):  # once more
+        model(torch.zeros(1, 2, dtype=torch.int64))
+    torch.testing.assert_close(got, wanted[:2])
+    return told
+
+
+def dies(group: dist.ProcessGroup) -> str:
+    """The last rank ends in the middle of a step."""
+    model = build(mesh_of(group))
+    fsdp.enable(model, config=Config(timeout_s=1000))
+    number, last = 0, dist.get_world_size(group) - 1
+    try:
+        for number, _ in enumerate(train(model, group, 100)):
+            if number == 3 and dist.get_rank(group) == last:
+                os._exit(3)
+    except PeerError as error:
+        return f"{type(error).__name__} {error.ranks}: {error}"
+    return f"nothing in {number} steps"

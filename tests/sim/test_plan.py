@@ -1,0 +1,117 @@
+"""Training steps: order of their kernels, what stays exposed, and steps as they were measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from sidelane.bench.simulated import plan as sim_plan
+from sidelane.bench.simulated.plan import Options, Planned, advice, plan_table
+from sidelane.machine.load import named
+from sidelane.model.training import MODELS, STRATEGIES, Step, StepTimes, Transformer, compute_us, step_times
+
+H200, MI300X = named("h200x4"), named("mi300x8")
+SMALL, LARGE = MODELS["llama-8b-like"], MODELS["llama-70b-like"]
+
+MEASURED = (
+    (SMALL, 12, 8192, 4096, (268, 262, 259), 248),
+    (SMALL, 12, 4096, 4096, (149.5, 142, 141), 134),
+    (LARGE, 4, 2048, 2048, (108.5, 100, 99), 87),
+    (LARGE, 4, 4096, 4096, (183.5, 176, 177), 162),
+)
+"""Milliseconds of FSDP2 steps on four H200s (docs/lab/hardware.md): by strategy, and without communication. Only the
+first one's time without communication was fitted to."""
+
+
+@pytest.mark.parametrize(("model", "layers", "tokens", "sequence", "measured", "alone"), MEASURED)
+def test_steps_as_measured(model, layers, tokens, sequence, measured, alone):
+    """Steps are up to 20% too long, since NCCL hides nothing here and a third in truth; the order is right."""
+    step = Step(dataclasses.replace(model, layers=layers), tokens, sequence)
+    found = {strategy: step_times(H200, step, strategy) for strategy in STRATEGIES}
+    assert compute_us(H200, step) / 1e3 == pytest.approx(alone, rel=0.07)
+    assert found["library"].compute_us == compute_us(H200, step)
+    for times, wanted in zip(found.values(), measured, strict=True):
+        assert times.time_us / 1e3 == pytest.approx(wanted, rel=0.20)
+    for strategy, wanted in zip(STRATEGIES[1:], measured[1:], strict=True):
+        gained = (found["library"].time_us - found[strategy].time_us) / 1e3
+        assert 1 < gained / (measured[0] - wanted) < 4, "too much, as the table says"
+
+
+def test_parameters_of_a_layer():
+    assert SMALL.parameters == 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336) == 218_103_808
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("machine", [H200, MI300X], ids=lambda machine: machine.name)
+def test_what_is_exposed_lies_between_nothing_and_all(machine, strategy):
+    times = step_times(machine, Step(SMALL, 4096, 4096), strategy)
+    slowed = 1.14 if strategy != "library" else 1.02
+    assert 0 < times.exposed_us < times.communication_us + (slowed - 1) * times.compute_us
+    assert times.time_us >= max(times.compute_us, 0.99 * times.communication_us)
+
+
+def test_a_layer_more_costs_what_a_layer_costs():
+    times = [step_times(H200, Step(dataclasses.replace(SMALL, layers=n), 4096, 4096), "library") for n in (8, 16, 32)]
+    assert times[2].time_us - times[1].time_us == pytest.approx(2 * (times[1].time_us - times[0].time_us))
+
+
+def test_more_tokens_hide_more():
+    shares = []
+    for tokens in (4096, 16384, 65536):
+        times = step_times(MI300X, Step(SMALL, tokens, 4096), "dma both")
+        shares.append(times.exposed_us / times.time_us)
+    assert shares == sorted(shares, reverse=True)
+
+
+def planned(strategy, time, exposed, collectives, low, high):
+    return Planned(strategy, StepTimes(time, time - exposed, collectives), low, high)
+
+
+def test_advice_says_what_to_change_and_when_to_measure_first():
+    step = Step(SMALL, 4096, 4096)
+    library = planned("library", 1000.0, 300.0, 400.0, 250.0, 350.0)
+    better = planned("dma both", 800.0, 100.0, 400.0, 50.0, 150.0)
+    assert advice(H200, step, [library, better])[0].startswith(
+        "Run all-gathers and reduce-scatters on copy engines: 0.2"
+    )
+    unsure = dataclasses.replace(better, high_us=260.0)
+    assert any("measure before" in line for line in advice(H200, step, [library, unsure]))
+    assert advice(H200, step, [library, dataclasses.replace(better, times=library.times)])[0].startswith("Leave")
+    long = planned("dma both", 800.0, 500.0, 900.0, 400.0, 600.0)
+    assert any("about 12288 tokens" in line for line in advice(H200, step, [library, long]))
+
+
+def test_the_command_prints_ranges_and_writes(tmp_path, capsys):
+    path = tmp_path / "plan.json"
+    assert sim_plan.main(Options("h200x2", "llama-8b-like", 4096, 4096, 6, fsdp=True, json=path)) == 0
+    shown = capsys.readouterr().out
+    assert "FSDP on 2 x NVIDIA H200" in shown and "dma all-gather" in shown and " .. " in shown
+    written = json.loads(path.read_text())
+    assert [row["strategy"] for row in written["rows"]] == list(STRATEGIES) and written["command"]
+    for row in written["rows"]:
+        assert 0 <= row["exposed_low_us"] <= row["exposed_us"] <= row["exposed_high_us"]
+
+
+def test_the_table_has_a_line_for_each_strategy():
+    rows = [planned(name, 1000.0, 300.0, 400.0, 250.0, 350.0) for name in STRATEGIES]
+    table = plan_table(H200, Step(SMALL, 4096, 4096), rows)
+    assert [line.cells[0] for line in table.lines] == list(STRATEGIES)
+
+
+def test_what_is_not_modelled_is_refused():
+    with pytest.raises(ValueError, match="no other is modelled"):
+        Options("h200x4", "llama-8b-like")
+    with pytest.raises(ValueError, match="llama-70b-like"):
+        Options("h200x4", "gpt", fsdp=True)
+    with pytest.raises(ValueError, match="1 or more"):
+        Options("h200x4", "llama-8b-like", layers=0, fsdp=True)
+    with pytest.raises(ValueError, match="whole sequences"):
+        Step(SMALL, 5000, 4096)
+    with pytest.raises(ValueError, match="dma both"):
+        step_times(H200, Step(SMALL, 4096, 4096), "magic")
+    with pytest.raises(ValueError, match="nodes of"):
+        step_times(dataclasses.replace(H200, nodes=2), Step(SMALL, 4096, 4096), "library")
+    with pytest.raises(ValueError, match="nodes of"):
+        step_times(dataclasses.replace(H200, nodes=2), Step(Transformer("x", 3, 64, 64, 1, 1), 64, 64), "dma both")
