@@ -61,6 +61,7 @@ STUDIES: dict[str, tuple[Part, ...]] = {
         Part(collectives(("broadcast",), *LISTS), 60),
     ),
     "chain": (Part(("chain", "--max-bytes", "256M"), 120),),
+    "fused": (Part(("fused",), 240),),
     "host": (Part(("host", "--batches", "30"), 90),),
     "phases": (
         Part(("phases", "--variants", "b2b"), 90),

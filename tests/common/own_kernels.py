@@ -18,16 +18,24 @@ import triton.language as tl
 
 from sidelane import Communicator, Config
 from sidelane.device.context import (
+    arrive_acq_rel,
     barrier_acq_rel,
     begin,
     end,
+    first_relaxed,
     get_weak,
+    put_signal_release,
     put_weak,
     rank_of,
+    signal_add_release,
     signal_release,
     wait_acquire,
+    wait_all_acquire,
+    wait_eq_acquire,
+    wait_ge_acquire,
     world_size_of,
 )
+from sidelane.device.layout import GENERATION, MAX_RANKS, REGION_FLAGS_OFFSET
 from sidelane.errors import PeerError, UnavailableError
 
 TILE = 64
@@ -85,6 +93,49 @@ def along_the_ring(context, boxes, box, data, TILE: tl.constexpr):
     signal_release(context, next, 1, generation)
     if rank == 0:
         wait_acquire(context, before, 1, generation)
+    tl.store(data + offsets, tl.load(box + offsets))
+    end(context, generation)
+
+
+@triton.jit
+def counted(context, boxes, box, output, counters, data, TILE: tl.constexpr):
+    """all_gather whose programs all add to one flag of each peer; the last one of a rank waits for the sums of all.
+
+    The first one says that the boxes are free, for all programs.
+    """
+    generation = begin(context)
+    rank, ranks = rank_of(context), world_size_of(context)
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    offsets = tl.arange(0, TILE)
+    if first_relaxed(counters):
+        for turn in range(ranks):
+            signal_release(context, turn, 0, generation)
+    values = tl.load(data + program * TILE + offsets)
+    wait_all_acquire(context, 0, generation)
+    for turn in range(ranks):
+        peer = (rank + 1 + turn) % ranks
+        put_weak(boxes, peer, (rank * programs + program) * TILE + offsets, values)
+        signal_add_release(context, peer, 1, 1)
+    if arrive_acq_rel(counters + 1, programs):
+        tl.store(counters, 0)
+        for sender in range(ranks):
+            wait_ge_acquire(context, sender, 1, generation * programs)
+            wait_eq_acquire(context, sender, 1, generation * programs)  # no peer is ahead: its boxes are not free
+        for tile in range(ranks * programs):
+            tl.store(output + tile * TILE + offsets, tl.load(box + tile * TILE + offsets))
+    end(context, generation)
+
+
+@triton.jit
+def to_the_next(context, boxes, box, data, TILE: tl.constexpr):
+    """A ring of one step: values and their signal in one."""
+    generation = begin(context)
+    rank, ranks = rank_of(context), world_size_of(context)
+    next, before = (rank + 1) % ranks, (rank + ranks - 1) % ranks
+    offsets = tl.arange(0, TILE)
+    barrier_acq_rel(context, 0, generation)
+    put_signal_release(context, boxes, next, offsets, tl.load(data + offsets), 1, generation, offsets < TILE - 1)
+    wait_acquire(context, before, 1, generation)
     tl.store(data + offsets, tl.load(box + offsets))
     end(context, generation)
 
@@ -154,6 +205,36 @@ def everything(group: dist.ProcessGroup, seed: int, launches: int) -> int:
         with pytest.raises(RuntimeError, match="closed"):
             ring.launch((1,), boxes, box, box, TILE=TILE)
     return sum(counts)
+
+
+def counting(group: dist.ProcessGroup, seed: int, launches: int) -> int:
+    """Sums as flags, the first and the last program of a grid, and values with their signal; sums pass 0 and wrap."""
+    late = random.Random(100 * seed + dist.get_rank(group))
+    device = torch.get_default_device()
+    with Communicator(group, device=device, config=Config(timeout_s=40)) as comm:
+        n, rank, programs = comm.world_size, comm.rank, 4
+        gather, ring = comm.load_kernel(counted, flags=2), comm.load_kernel(to_the_next, flags=2)
+        box, counters = comm.empty(n * programs * TILE, dtype=torch.int64), torch.zeros(2, dtype=torch.int32)
+        assert gather._block is not None
+        begun = (1 << 30) - launches // 2  # times 4 programs, that is 0 in the middle
+        words = gather._block.tensor.view(torch.int32)
+        words[REGION_FLAGS_OFFSET // 4 + MAX_RANKS :][:n] = (begun * programs + 2**31) % 2**32 - 2**31
+        words[GENERATION] = begun
+        comm.barrier()
+        for number in range(launches):
+            time.sleep(0.01 * late.random() * (late.random() < 0.3))
+            shards = [torch.arange(programs * TILE) + 1000 * peer + number for peer in range(n)]
+            output = torch.zeros(n * programs * TILE, dtype=torch.int64)
+            gather.launch((programs,), comm.peers(box), box, output, counters, shards[rank], TILE=TILE)
+            assert torch.equal(output, torch.cat(shards)), number
+            assert not counters.any()
+            data = torch.arange(TILE) + 100 * rank + number
+            box[TILE - 1] = -1
+            ring.launch((1,), comm.peers(box), box, data, TILE=TILE)
+            expected = torch.arange(TILE) + 100 * ((rank + n - 1) % n) + number
+            expected[-1] = -1  # outside of the mask
+            assert torch.equal(data, expected), number
+        return gather.generation() - begun
 
 
 def refused(group: dist.ProcessGroup) -> list[str]:

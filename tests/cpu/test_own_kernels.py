@@ -35,6 +35,11 @@ def test_kernels_and_collectives_in_turn(three: Crew, world_size: int) -> None:
     assert len(set(launches)) == 1 and launches[0] > 20
 
 
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_sums_as_flags_and_the_last_program(three: Crew, world_size: int) -> None:
+    assert three.run(own_kernels.counting, world_size, world_size, 6, timeout_s=100) == [6] * world_size
+
+
 def test_what_is_refused(three: Crew) -> None:
     for told in three.run(own_kernels.refused, 3):
         assert [text.split(":")[0] for text in told] == ["ValueError"] * 5 + [

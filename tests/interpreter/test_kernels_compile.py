@@ -105,6 +105,16 @@ OWN = {
     "push_tiles": {"context": "*i64", "outputs": "*i64", "shard": "*fp32", "count": "i32", "TILE": "constexpr"},
     "sum_of_all": {"context": "*i64", "output": "*bf16", "inputs": "*i64", "count": "i32", "TILE": "constexpr"},
     "along_the_ring": {"context": "*i64", "boxes": "*i64", "box": "*i64", "data": "*i64", "TILE": "constexpr"},
+    "counted": {
+        "context": "*i64",
+        "boxes": "*i64",
+        "box": "*i64",
+        "output": "*i64",
+        "counters": "*i32",
+        "data": "*i64",
+        "TILE": "constexpr",
+    },
+    "to_the_next": {"context": "*i64", "boxes": "*i64", "box": "*i64", "data": "*i64", "TILE": "constexpr"},
     "waits_for": {"context": "*i64", "peer": "i32", "flag": "i32"},
 }
 
@@ -116,6 +126,9 @@ def test_kernels_of_ones_own_compile(name: str) -> None:
     source = triton.compiler.ASTSource(getattr(own_kernels, name), OWN[name], constants)
     text = triton.compile(source, target=H200, options={"num_warps": 4}).asm["ptx"]
     signals, waits = text.count(".sys.release.exch"), text.count(".sys.acquire.add")
+    if name == "counted":
+        assert re.search(r"(red|atom)\.[a-z.]*release[a-z.]*sys[a-z.0-9]*add|(red|atom)[a-z.]*sys\.release\.add", text)
+        assert text.count(".sys.acq_rel.add") == 1, "the last program"
     assert bool(signals) == (name != "waits_for") and waits and ".gpu.acq_rel.add" in text
 
 

@@ -58,6 +58,18 @@ PARTS = (
         (("sidelane.device.context", ()),),
     ),
     Part(
+        "sidelane.ops",
+        "Fused operators ([guide](../guide/fused.md)). They need Triton.",
+        (
+            ("sidelane.ops.embedding", ("embedding_all_to_all", "EmbeddingAllToAll")),
+            ("sidelane.ops.embedding_backward", ("embedding_all_to_all_backward",)),
+            ("sidelane.ops.gemm", ("gemm_all_to_all", "GemmAllToAll")),
+            ("sidelane.ops.gemv", ("gemv_all_reduce", "GemvAllReduce")),
+            ("sidelane.ops.rms_norm", ("all_reduce_rms_norm", "AllReduceRmsNorm")),
+            ("sidelane.ops.modules", ("EmbeddingBagAllToAll", "RowParallelLinear")),
+        ),
+    ),
+    Part(
         "sidelane.program.ir",
         "Programs: commands, engines, queues ([how they work](../internals/programs.md)).",
         (("sidelane.program.ir", ()),),

@@ -1,4 +1,4 @@
-"""The commands that measure collectives: ``sidelane collective``, ``phases``, ``power``, ``chain`` and ``host``."""
+"""The commands that measure collectives: ``collective``, ``phases``, ``power``, ``chain``, ``host``, ``fused``."""
 
 from __future__ import annotations
 
@@ -382,6 +382,24 @@ def host(sizes: tuple[int, ...], json: Path | None, **others: Any) -> None:
         if sizes:
             others["sizes"] = sizes
         host_study.main(host_study.HostOptions(json=json, **others))
+
+
+@click.command(
+    cls=Command,
+    examples=(
+        ("sidelane fused", "every operator, at the shapes of the study"),
+        ("sidelane fused --device cpu --ops gemv_all_reduce", "check one on CPU ranks"),
+    ),
+)
+@what("--ops", metavar="NAME,...", callback=names, default="", show_default="all", help="Operators.")
+@how("--repeats", type=click.IntRange(min=1), default=21, help="Rounds that are measured.")
+@study_options
+def fused(json: Path | None, **others: Any) -> None:
+    """Measure fused operators next to the same computation and a collective, one after the other."""
+    with plain_errors():
+        from sidelane.bench.fused import study as fused_study
+
+        fused_study.main(fused_study.FusedOptions(json=json, **others))
 
 
 def _or(given: int | None, default: int) -> int:

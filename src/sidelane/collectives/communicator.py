@@ -58,6 +58,7 @@ class Communicator:
 
     Attributes:
         abilities: what ``auto`` chooses among.
+        kept: what operators that are made of calls keep with it until :meth:`close`, by keys of their own.
         profile: the measured times that it chooses by, rank 0's.
 
     Raises:
@@ -89,6 +90,7 @@ class Communicator:
         self._path, self._calls, self._repeats = lane.path, lane.calls, lane.path.repeats
         self._control, self._backend = lane.control, lane.backend
         self._barrier_tensor: torch.Tensor | None = None
+        self.kept: dict[Hashable, Any] = {}
 
     @entry
     def empty(self, *size: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -405,6 +407,24 @@ class Communicator:
         """
         return self.lane.peers(tensor)
 
+    def place(self, tensor: torch.Tensor) -> tuple[int, int] | None:
+        """Number of the block and offset in bytes of a symmetric tensor; None for ordinary memory. No collective.
+
+        Tensors at the same place of different ranks are those that their peers reach by :meth:`peers`.
+
+        Raises:
+            ValueError: the tensor is not contiguous, or symmetric memory of another communicator.
+        """
+        return self.lane.arguments.regions("place", tensor)[0].place
+
+    @entry
+    def refuse(self, name: str, error: Exception) -> None:
+        """Tell the peers that this rank does not make its next call, and why: they raise PeerError with the reason.
+
+        For operators that are made of calls, and check their arguments before the first one.
+        """
+        self._calls.refuse(self._calls.number(), name, error)
+
     def reach(self, tensor: torch.Tensor) -> Reached:
         """How peers get at a tensor: ``symmetric``, ``mapped`` or ``staged``, and why. No collective.
 
@@ -450,6 +470,7 @@ class Communicator:
 
     def close(self) -> None:
         """Release threads, streams and memory. Idempotent. Not a collective: peers may close later."""
+        self.kept.clear()
         self.lane.close()
         if self._session is not None:
             self._session.close()

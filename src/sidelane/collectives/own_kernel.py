@@ -69,7 +69,9 @@ class OwnKernel:
         return f"kernel {self.name}"
 
     @entry
-    def launch(self, grid: Sequence[int], /, *arguments: Any, async_op: bool = False, **options: Any) -> Work | None:
+    def launch(
+        self, grid: Sequence[int], /, *arguments: Any, async_op: bool = False, alike: str = "", **options: Any
+    ) -> Work | None:
         """Launch it on all ranks together: a call of the communicator, in the order of all calls.
 
         It takes its place in the caller's order of work; inside of a CUDA graph capture it becomes part of the graph.
@@ -78,6 +80,7 @@ class OwnKernel:
             grid: programs in one to three dimensions, the same on every rank.
             arguments: behind the context, of any type that Triton takes. Their values may differ between ranks.
             async_op: return a :class:`Work` instead of ordering the caller behind it.
+            alike: what else must be the same on every rank; compared, like grid and options, where it is new.
             options: constants of the kernel and what Triton's launcher takes (``num_warps``), the same on every rank.
 
         Raises:
@@ -95,10 +98,10 @@ class OwnKernel:
                 raise RuntimeError(f"a launch of {self}, which was closed")
             if not (self._has_ended or place[1]):
                 self._see_that_it_ends()
-            key = _key_of(grid, arguments, options, place[1])
+            key = _key_of((alike, *grid), arguments, options, place[1])
             prepared = self._recent.get(key)
             if prepared is None:
-                prepared = self._prepare(_checked(grid), arguments, options, place[1])
+                prepared = self._prepare(_checked(grid), arguments, options, place[1], alike)
         signature = prepared.signature
         with calls.failing_for_good():
             calls.control.post_call(call, signature)
@@ -121,10 +124,10 @@ class OwnKernel:
         return work
 
     def _prepare(
-        self, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any], captured: bool
+        self, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any], captured: bool, alike: str
     ) -> Prepared:
         values = ", ".join(f"{name}={value}" for name, value in sorted(options.items()))
-        signature = f"{self} {grid}, {values}"
+        signature = f"{self} {grid}, {values}{alike and f', {alike}'}"
         call = KernelCall(self.kernel, self.name, grid, (self.context, *arguments), options, self._calls.backend.board)
         runnable = self._calls.backend.bind_kernel_call(call, compiles=signature not in self._compiled)
         choice = Choice(Candidate(SM, self.name), "a kernel of the caller's own", ())
@@ -230,10 +233,10 @@ def name_of(kernel: Any) -> str:
 
 
 def _key_of(
-    grid: Sequence[int], arguments: tuple[Any, ...], options: dict[str, Any], captured: bool
+    launch: tuple[Hashable, ...], arguments: tuple[Any, ...], options: dict[str, Any], captured: bool
 ) -> Hashable | None:
     """All that a launch depends on; None where that is not known."""
-    parts: list[Hashable] = [captured, *grid, *options.items()]
+    parts: list[Hashable] = [captured, *launch, *options.items()]
     for part in arguments:
         if isinstance(part, torch.Tensor):
             parts.append((part.data_ptr(), part.dtype))

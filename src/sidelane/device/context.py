@@ -116,6 +116,19 @@ def get_weak(addresses, peer, offsets, DTYPE: tl.constexpr, mask=None, ALIGNED: 
 
 
 @triton.jit
+def put_signal_release(
+    context, addresses, peer, offsets, values, flag, generation, mask=None, ALIGNED: tl.constexpr = False
+):
+    """Store values into a peer's tensor, then set this rank's word of a flag there.
+
+    Releases at system scope: whoever waits for the flag sees these values, of all threads, and all that this program
+    has done before. Arguments as of :func:`put_weak` and :func:`signal_release`.
+    """
+    put_weak(addresses, peer, offsets, values, mask, ALIGNED)
+    signal_release(context, peer, flag, generation)
+
+
+@triton.jit
 def signal_release(context, peer, flag, generation):
     """Set this rank's word of a flag of a peer.
 
@@ -136,9 +149,73 @@ def wait_acquire(context, peer, flag, generation):
 @triton.jit
 def barrier_acq_rel(context, flag, generation):
     """Signal a flag of all ranks, then wait for those of all. Releases and acquires at system scope."""
-    there = tl.arange(0, MAX_RANKS) < world_size_of(context)
-    _signal(context, there, flag, generation)
-    _wait(context, there, flag, generation)
+    signal_all_release(context, flag, generation)
+    wait_all_acquire(context, flag, generation)
+
+
+@triton.jit
+def signal_all_release(context, flag, generation):
+    """As :func:`signal_release`, on all ranks, this one too: the first half of a barrier."""
+    _signal(context, tl.arange(0, MAX_RANKS) < world_size_of(context), flag, generation)
+
+
+@triton.jit
+def wait_all_acquire(context, flag, generation):
+    """As :func:`wait_acquire`, for all ranks, this one too: the second half of a barrier."""
+    _wait(context, tl.arange(0, MAX_RANKS) < world_size_of(context), flag, generation)
+
+
+@triton.jit
+def signal_add_release(context, peer, flag, amount):
+    """Add to this rank's word of a flag of a peer: several programs may, in one launch. Such a word counts for ever.
+
+    Releases at system scope: whoever waits for the sum sees all that this program has read and written before.
+    """
+    tl.debug_barrier()
+    there = (peer >= 0) & (peer < world_size_of(context)) & (flag >= 0) & (flag < tl.load(context + FLAG_COUNT))
+    region = tl.load(context + REGIONS + peer, mask=there, other=0)
+    tl.atomic_add(_words(region, flag) + rank_of(context), amount, mask=there, sem="release", scope="sys")
+
+
+@triton.jit
+def wait_ge_acquire(context, peer, flag, value):
+    """Wait until a peer's word of a flag has come to a value, by :func:`signal_add_release`.
+
+    Acquires at system scope, for all threads of the program. The word is the sum of all launches, of 32 bits, compared
+    on the circle: ``generation * amount`` says it for ``amount`` a launch, in the first 4 billion launches.
+    """
+    _wait_for_sum(context, peer, flag, value, MOST_AHEAD)
+
+
+@triton.jit
+def wait_eq_acquire(context, peer, flag, value):
+    """As :func:`wait_ge_acquire`, for a value that is exactly that. A peer that runs ahead must not be able to pass."""
+    _wait_for_sum(context, peer, flag, value, 1)
+
+
+@triton.jit
+def arrive_acq_rel(counter, parts):
+    """int1: this program is the last of ``parts`` that come to a counter, which begins at 0 and ends there.
+
+    Releases and acquires at system scope: what the last one does next comes behind all that the others have read and
+    written before, also where that was the memory of a peer. ``counter`` points to int32 of this rank, for one launch.
+    """
+    tl.debug_barrier()
+    is_last = tl.atomic_add(counter, 1, sem="acq_rel", scope="sys") == parts - 1
+    if is_last:
+        tl.store(counter, 0)
+    tl.debug_barrier()
+    return is_last
+
+
+@triton.jit
+def first_relaxed(counter):
+    """int1: no other program of this launch has come to the counter. Orders nothing.
+
+    Who is first runs: so the others may wait for what it does, whatever their grid. One that comes behind all others
+    must store 0 for the next launch (:func:`arrive_acq_rel` finds it).
+    """
+    return tl.atomic_add(counter, 1, sem="relaxed", scope="gpu") == 0
 
 
 @triton.jit
@@ -159,6 +236,14 @@ def _wait(context, mask, flag, generation):
     # The row in front of the first flag is never written: to wait for what there is not ends in a time-out.
     words = _words(region + tl.zeros([MAX_RANKS], tl.int64), tl.where(_exists(context, flag), flag, -1)) + lane
     wait_for_words(words, mask, generation, tl.load(context + BOARD), tl.full((), 0, tl.int32), MOST_AHEAD)
+
+
+@triton.jit
+def _wait_for_sum(context, peer, flag, value, AHEAD: tl.constexpr):
+    lane = tl.arange(0, MAX_RANKS)
+    region = tl.load(context + REGIONS + rank_of(context))
+    words = _words(region + tl.zeros([MAX_RANKS], tl.int64), tl.where(_exists(context, flag), flag, -1)) + lane
+    wait_for_words(words, lane == peer, value, tl.load(context + BOARD), tl.full((), 0, tl.int32), AHEAD, True)
 
 
 @triton.jit

@@ -129,21 +129,21 @@ def relaxed_wait(arena, generation, board, spent, PHASE: tl.constexpr, N: tl.con
 
 
 @triton.jit
-def wait_for_words(flags, mask, generation, board, spent, AHEAD: tl.constexpr):
+def wait_for_words(flags, mask, generation, board, spent, AHEAD: tl.constexpr, COUNTS: tl.constexpr = False):
     """Wait until the word of each rank in ``mask`` is ``generation``, or less than AHEAD beyond it.
 
     Acquires at system scope, for all threads of the block. ``flags`` are pointers[P], of each rank; AHEAD is a power of
-    two.
+    two. COUNTS: words are sums, of which 0 is one like any other; of generations it is none.
 
     Returns:
         As :func:`wait`.
     """
-    spent = _poll(flags, mask, generation, board, spent, AHEAD)
+    spent = _poll(flags, mask, generation, board, spent, AHEAD, COUNTS)
     # Loads find out when; the addition of 0 acquires. Each warp has polled for itself, so that some may have been told
     # to give up and others not: what decides from here on is the same for all, since they meet at barriers.
-    missing = tl.max(_late(_acquire(flags, mask), mask, generation, AHEAD))
+    missing = tl.max(_late(_acquire(flags, mask), mask, generation, AHEAD, COUNTS))
     while missing != 0:
-        missing = tl.max(_late(_acquire(flags, mask), mask, generation, AHEAD))
+        missing = tl.max(_late(_acquire(flags, mask), mask, generation, AHEAD, COUNTS))
         told = told_to_give_up(board)
         missing = tl.where(told != 0, 0, missing)
         spent = tl.where(told != 0, told, spent)
@@ -152,13 +152,13 @@ def wait_for_words(flags, mask, generation, board, spent, AHEAD: tl.constexpr):
 
 
 @triton.jit
-def _poll(flags, mask, generation, board, spent, AHEAD: tl.constexpr):
+def _poll(flags, mask, generation, board, spent, AHEAD: tl.constexpr, COUNTS: tl.constexpr = False):
     """Load until nobody is late; not 0 if the host has told this warp to give up."""
     lane = tl.arange(0, MAX_RANKS)
-    missing = tl.max(_late(tl.load(flags, mask=mask, other=0, volatile=True), mask, generation, AHEAD))
+    missing = tl.max(_late(tl.load(flags, mask=mask, other=0, volatile=True), mask, generation, AHEAD, COUNTS))
     polls = 0
     while (missing != 0) & (spent == 0):
-        late = _late(tl.load(flags, mask=mask, other=0, volatile=True), mask, generation, AHEAD)
+        late = _late(tl.load(flags, mask=mask, other=0, volatile=True), mask, generation, AHEAD, COUNTS)
         missing = tl.max(late)
         polls += 1
         if polls % POLLS == 0:
@@ -194,6 +194,9 @@ def _acquire(flags, mask):
 
 
 @triton.jit
-def _late(words, mask, generation, AHEAD: tl.constexpr):
+def _late(words, mask, generation, AHEAD: tl.constexpr, COUNTS: tl.constexpr):
     """int32[P]: 1 for each rank that has not come. What is far ahead is old, and 0 is no generation."""
-    return (mask & ((((words - generation) & -AHEAD) != 0) | (words == 0))).to(tl.int32)
+    late = ((words - generation) & -AHEAD) != 0
+    if not COUNTS:
+        late = late | (words == 0)
+    return (mask & late).to(tl.int32)

@@ -44,7 +44,7 @@ def arrange(site: Site, output: int, input: int, part_bytes: int, reduction: Red
 
 
 @triton.jit
-def _elements(words, DTYPE: tl.constexpr, ELEMENT_BYTES: tl.constexpr, FLOAT: tl.constexpr):
+def elements_of(words, DTYPE: tl.constexpr, ELEMENT_BYTES: tl.constexpr, FLOAT: tl.constexpr):
     """int32[CELLS] -> wide[CELLS, 2] for elements of 2 bytes, wide[CELLS] for 4, wide[CELLS / 2] for 8."""
     if ELEMENT_BYTES == 2:
         pair = tl.join(words.to(tl.int16), (words >> 16).to(tl.int16))
@@ -57,8 +57,8 @@ def _elements(words, DTYPE: tl.constexpr, ELEMENT_BYTES: tl.constexpr, FLOAT: tl
 
 
 @triton.jit
-def _words(values, DTYPE: tl.constexpr, ELEMENT_BYTES: tl.constexpr):
-    """The words of wide values: the reverse of :func:`_elements`."""
+def words_of(values, DTYPE: tl.constexpr, ELEMENT_BYTES: tl.constexpr):
+    """The words of wide values: the reverse of :func:`elements_of`."""
     if ELEMENT_BYTES == 2:
         low, high = tl.split(values.to(DTYPE).to(tl.int16, bitcast=True))
         return (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)
@@ -102,11 +102,11 @@ def _reduce_cells(
             slot(p0, generation, 0, N), senders, index[None, :], mask, generation, board, spent
         )
         # Rows one by one, in the order of the ranks: a sum over rows that are 0 but for one is that row.
-        result = _elements(tl.sum(tl.where(senders == 0, words, 0), axis=0), DTYPE, ELEMENT_BYTES, FLOAT)
+        result = elements_of(tl.sum(tl.where(senders == 0, words, 0), axis=0), DTYPE, ELEMENT_BYTES, FLOAT)
         for sender in tl.static_range(1, N):
             row = tl.sum(tl.where(senders == sender, words, 0), axis=0)
-            result = accumulate(result, _elements(row, DTYPE, ELEMENT_BYTES, FLOAT), OP)
-        result = _words(finish(result, N, OP, FLOAT), DTYPE, ELEMENT_BYTES)
+            result = accumulate(result, elements_of(row, DTYPE, ELEMENT_BYTES, FLOAT), OP)
+        result = words_of(finish(result, N, OP, FLOAT), DTYPE, ELEMENT_BYTES)
         store_words(output, index, result, part_bytes, index < cells, UNIT, ALIGNED)
         start += step
     end_generation(p0, generation)

@@ -56,29 +56,27 @@ def survival(
 def sensitivity_table(found: Sequence[Survival], met: int) -> Table:
     """A line for each number whose range changes a verdict, the most sensitive first."""
     lines = []
-    ends = _by_path(found)
-    moving = [path for path, pair in ends.items() if any(one.lost or one.won for one in pair)]
-    for path in moving:
-        low, high = ends[path]
+    moving, others = _moving(found)
+    for path, (low, high) in moving.items():
         lost = sorted({*low.lost, *high.lost})
         names = ", ".join(lost[:3]) + (f" and {len(lost) - 3} more" if len(lost) > 3 else "")
         values = (f"{low.value:.4g}", str(low.met), f"{high.value:.4g}", str(high.met))
         lines.append(Line((path, low.source, *values, names)))
     columns = ("<number", "<source", "low", "met", "high", "met", "<missed there")
     title = f"Held-out claims met with one number at an end of its range ({met} of {found[0].of} at its value)"
-    note = f"{len(ends) - len(moving)} other uncertain numbers change none"
+    note = f"{others} other uncertain numbers change none"
     return Table(title, columns, tuple(lines), (note,))
 
 
 def draw_sensitivity(found: Sequence[Survival], met: int, title: str, folder: Path) -> Path:
-    """Both ends of every uncertain number as marks on a line, with the count at its value as a rule.
+    """Both ends of each number whose range changes a verdict as marks on a line, the count at its value as a rule.
 
     Returns:
         The PNG; an SVG lies next to it.
     """
-    ends = _by_path(found)
+    ends, others = _moving(found)
     with mpl.rc_context(RC):
-        figure = Figure(figsize=(9, 1.4 + 0.17 * len(ends)), layout="constrained")
+        figure = Figure(figsize=(9, 1.8 + 0.22 * len(ends)), layout="constrained")
         axes = figure.subplots()
         for place, (low, high) in enumerate(ends.values()):
             axes.plot([low.met, high.met], [place, place], color=BLACK, linewidth=0.8)
@@ -87,10 +85,10 @@ def draw_sensitivity(found: Sequence[Survival], met: int, title: str, folder: Pa
         axes.plot([], [], "<", color=BLUE, label="least plausible value")
         axes.plot([], [], ">", color=ORANGE, label="greatest plausible value")
         axes.axvline(met, color=BLACK, linewidth=0.8, linestyle=":", label="its value")
-        axes.set_yticks(range(len(ends)), [f"{path} ({pair[0].source})" for path, pair in ends.items()], fontsize=6)
+        axes.set_yticks(range(len(ends)), [f"{path} ({pair[0].source})" for path, pair in ends.items()], fontsize=8)
         axes.set_ylim(len(ends), -1)
         axes.set_xlim(0, found[0].of)
-        axes.set_xlabel(f"held-out claims met, of {found[0].of}")
+        axes.set_xlabel(f"held-out claims met, of {found[0].of} ({others} other uncertain numbers change none)")
         axes.set_ylabel("number of the description")
         axes.set_title(title)
         axes.legend(fontsize=7, loc="lower left")
@@ -101,10 +99,11 @@ def draw_sensitivity(found: Sequence[Survival], met: int, title: str, folder: Pa
     return folder / "claims-sensitivity.png"
 
 
-def _by_path(found: Sequence[Survival]) -> dict[str, tuple[Survival, Survival]]:
-    """Both ends of each number, those that lose the most claims first."""
+def _moving(found: Sequence[Survival]) -> tuple[dict[str, tuple[Survival, Survival]], int]:
+    """Both ends of each number that changes a verdict, those that lose the most claims first; how many change none."""
     ends: dict[str, list[Survival]] = {}
     for one in found:
         ends.setdefault(one.path, []).append(one)
     order = sorted(ends, key=lambda path: min(one.met for one in ends[path]))
-    return {path: (ends[path][0], ends[path][1]) for path in order}
+    moving = [path for path in order if any(one.lost or one.won for one in ends[path])]
+    return {path: (ends[path][0], ends[path][1]) for path in moving}, len(ends) - len(moving)

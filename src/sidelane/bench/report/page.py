@@ -28,6 +28,7 @@ TITLES = {
     "power": "Power and energy of collectives",
     "chain": "From a GEMM to a collective and back",
     "host": "What a call takes the host",
+    "fused": "Fused operators",
     "soak": "Random calls, with faults among them",
 }
 LEGENDS = {
@@ -51,6 +52,9 @@ LEGENDS = {
     "host": "Microseconds from the begin of a repeated call until it returns, behind a device that spins, so that no "
     "call waits for it. Medians over batches of calls of the slowest rank; 'best' is the fastest batch of any rank. A "
     "trigger fires a prelaunched call, which was armed before, uncounted. The least of each size is bold.",
+    "fused": "An operator in one kernel, and the same unfused: with the process group's collective (NCCL, on CPUs "
+    "Gloo), and with Sidelane's. Medians over rounds of the slowest rank; the fastest of each shape is bold. bound: "
+    "the longer of the computation and the collective alone. Outputs were compared with float64, before and after.",
     "soak": "A call counts once for all of its ranks, each of which compared every byte that it must get, what lies "
     "around it, and what it must not touch. Refusals: wrong calls of one rank or all, and calls that differed between "
     "ranks. Endings but 'good' are faults, of which every other rank must hear in time, and of whose they are.",

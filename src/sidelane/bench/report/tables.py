@@ -5,12 +5,13 @@ from __future__ import annotations
 from sidelane.bench.c3.tables import c3_tables
 from sidelane.bench.chain.tables import chain_tables
 from sidelane.bench.collectives.tables import collective_tables
+from sidelane.bench.fused.tables import fused_tables
 from sidelane.bench.host.tables import host_tables
 from sidelane.bench.phases.tables import phase_tables
 from sidelane.bench.power.tables import power_tables
 from sidelane.bench.report.table import Table
 from sidelane.bench.results.files import Results
-from sidelane.bench.results.rows import C3Row, ChainRow, CollectiveRow, HostRow, PhaseRow, PowerRow, SoakRow
+from sidelane.bench.results.rows import C3Row, ChainRow, CollectiveRow, FusedRow, HostRow, PhaseRow, PowerRow, SoakRow
 from sidelane.bench.soak.tables import soak_tables
 
 
@@ -26,6 +27,8 @@ def tables_of(results: Results) -> list[Table]:
         return chain_tables([row for row in results.rows if isinstance(row, ChainRow)])
     if results.study == "host":
         return host_tables([row for row in results.rows if isinstance(row, HostRow)])
+    if results.study == "fused":
+        return fused_tables([row for row in results.rows if isinstance(row, FusedRow)])
     if results.study == "soak":
         return soak_tables([row for row in results.rows if isinstance(row, SoakRow)])
     return c3_tables([row for row in results.rows if isinstance(row, C3Row)])

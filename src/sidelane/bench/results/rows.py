@@ -19,6 +19,8 @@ MODEL = "model"
 LIBRARY = "library"
 PREDICTED = "predicted"
 SOURCES = ("measured", PREDICTED)
+FUSED_OPS = ("gemv_all_reduce", "all_reduce_rms_norm", "embedding_all_to_all", "gemm_all_to_all")
+FUSED_IMPLEMENTATIONS = ("fused", "unfused_nccl", "unfused_sidelane", "unfused_best")
 HOST_OPERATIONS = ("all_gather", "trigger", "trigger_from_host")
 OF_LIBRARY = ("nccl", "nccl_ce", "gloo")
 CLASSES = ("G-long", "C-long", "GC-equal", "")
@@ -307,6 +309,48 @@ class HostRow(_Row):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class FusedRow(_Row):
+    """A fused operator, or the same unfused, at one shape.
+
+    Attributes:
+        op: the operator.
+        shape: in words.
+        implementation: ``fused``; ``unfused_nccl`` with the process group's collective (on CPUs Gloo's),
+            ``unfused_sidelane`` with ours; ``unfused_best`` repeats the fastest of these.
+        schedule: of a fused one; what an unfused one is made of.
+        launch: ``eager`` or ``graph``.
+        time_us: median over the rounds of the slowest rank; p10_us and p90_us likewise.
+        compute_us: the computation alone, the fastest there is.
+        comm_us: the collective alone, likewise.
+        bound_us: the larger of the two.
+        max_rel_err: the largest difference from the result in float64, next to the largest element.
+        correct: None when it could not run.
+        note: why there is no time.
+    """
+
+    op: str
+    shape: str
+    implementation: str
+    schedule: str
+    launch: str
+    time_us: float | None
+    p10_us: float | None
+    p90_us: float | None
+    compute_us: float | None
+    comm_us: float | None
+    bound_us: float | None
+    max_rel_err: float | None
+    correct: bool | None
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        require("FusedRow", "op", self.op, FUSED_OPS)
+        require("FusedRow", "implementation", self.implementation, FUSED_IMPLEMENTATIONS)
+        require("FusedRow", "launch", self.launch, LAUNCHES)
+        _require_times("FusedRow", self.note, self.correct, time_us=self.time_us)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class SoakRow(_Row):
     """Episodes of one ending and one number of ranks; or, with a ``note``, one thing that was not as it must be.
 
@@ -376,7 +420,7 @@ SOAKED = (
 )
 """The columns of a ``SoakRow`` that count calls by kind."""
 
-Row = CollectiveRow | C3Row | PhaseRow | PowerRow | ChainRow | HostRow | SoakRow
+Row = CollectiveRow | C3Row | PhaseRow | PowerRow | ChainRow | HostRow | FusedRow | SoakRow
 ROWS: dict[str, type[Row]] = {
     "collectives": CollectiveRow,
     "c3": C3Row,
@@ -384,6 +428,7 @@ ROWS: dict[str, type[Row]] = {
     "power": PowerRow,
     "chain": ChainRow,
     "host": HostRow,
+    "fused": FusedRow,
     "soak": SoakRow,
 }
 

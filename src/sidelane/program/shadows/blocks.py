@@ -108,7 +108,7 @@ def made_of(
     """The shadow of a kernel whose blocks have these commands: a queue for each block, and one for what is apart."""
     n = program.world_size
     places = [(rank, block) for rank in range(n) for block in range(grid.count)]
-    queues = tuple(queue for place in places for queue in _queues(*place, commands(*place)))
+    queues = tuple(queue for place in places for queue in queues_of(*place, commands(*place)))
     name = f"{program.variant} {program.protocol}, in a kernel"
     return Program(program.collective, name, queues, (staging_bytes,) * n, flags)
 
@@ -119,7 +119,8 @@ def block_of(queue: Queue) -> tuple[int, bool]:
     return block, turn > 0
 
 
-def _queues(rank: int, block: int, commands: Iterable[Command | Apart]) -> Iterator[Queue]:
+def queues_of(rank: int, block: int, commands: Iterable[Command | Apart]) -> Iterator[Queue]:
+    """Those of a block: one, and one for each of what is apart."""
     everything = list(commands)
     together = tuple(command for command in everything if not isinstance(command, Apart))
     apart = (command.commands for command in everything if isinstance(command, Apart))

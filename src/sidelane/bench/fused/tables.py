@@ -1,0 +1,43 @@
+"""Rows of the study of fused operators as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sidelane.bench.report.table import Line, Table, grouped, notes_of, number, verdict
+from sidelane.bench.results.rows import FusedRow
+
+FUSED_COLUMNS: tuple[str, ...] = (
+    *("<shape", "<implementation", "<made of, schedule", "us", "bound\nus", "times the\nbest unfused", "<correct"),
+)
+
+
+def fused_tables(rows: Sequence[FusedRow]) -> list[Table]:
+    """One table an operator and launch; each shape's fastest is set off."""
+    tables = []
+    for (op, launch), alike in grouped(rows, lambda row: (row.op, row.launch), ordered=False):
+        lines = []
+        for _, same in grouped(alike, lambda row: row.shape, ordered=False):
+            best = min((row.time_us for row in same if row.time_us is not None), default=None)
+            unfused = next((row.time_us for row in same if row.implementation == "unfused_best"), None)
+            shown = [row for row in same if row.implementation != "unfused_best"]
+            lines += [
+                Line(_cells(row, unfused), best=best is not None and row.time_us == best, rule=row is shown[-1])
+                for row in shown
+            ]
+        notes = notes_of([(" ".join(_cells(row, None)[:3]), row.note) for row in alike])
+        tables.append(Table(f"{op}, {launch}", FUSED_COLUMNS, tuple(lines), notes, keys=3))
+    return tables
+
+
+def _cells(row: FusedRow, unfused_us: float | None) -> tuple[str, ...]:
+    ratio = None if unfused_us is None or row.time_us is None else unfused_us / row.time_us
+    return (
+        row.shape,
+        row.implementation,
+        row.schedule,
+        number(row.time_us),
+        number(row.bound_us),
+        "" if ratio is None else f"{ratio:.2f}",
+        verdict(row.correct),
+    )

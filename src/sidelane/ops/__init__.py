@@ -1,0 +1,23 @@
+"""Fused operators: kernels that compute, and send what they have computed while they go on. They need Triton."""
+
+from sidelane.ops.embedding import EmbeddingAllToAll, embedding_all_to_all
+from sidelane.ops.embedding_backward import EmbeddingBackward, embedding_all_to_all_backward
+from sidelane.ops.gemm import GemmAllToAll, gemm_all_to_all
+from sidelane.ops.gemv import GemvAllReduce, gemv_all_reduce
+from sidelane.ops.modules import EmbeddingBagAllToAll, RowParallelLinear
+from sidelane.ops.rms_norm import AllReduceRmsNorm, all_reduce_rms_norm
+
+__all__ = [
+    "AllReduceRmsNorm",
+    "EmbeddingAllToAll",
+    "EmbeddingBackward",
+    "EmbeddingBagAllToAll",
+    "GemmAllToAll",
+    "GemvAllReduce",
+    "RowParallelLinear",
+    "all_reduce_rms_norm",
+    "embedding_all_to_all",
+    "embedding_all_to_all_backward",
+    "gemm_all_to_all",
+    "gemv_all_reduce",
+]

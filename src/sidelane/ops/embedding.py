@@ -1,0 +1,327 @@
+# Kernels are Triton's language, which Python's type checker cannot read.
+# mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment"
+
+"""embedding_all_to_all: bags of all local tables, whose results go straight into the peers' outputs.
+
+Equivalent: ``embedding_bag`` of each local table over the global batch, an all-to-all, and a copy into the layout
+[local batch, tables x dim] (``reference.embedding_all_to_all``; the fused operators paper, section III.A, Figure 6).
+
+Any block of two ranks, ``remote_first``; s signals a slice whose last bag it is::
+
+    rank 0   first: ready | wait for 1 | bags for 1 -> 1, s.. | wait for 0 | bags for 0, s.. | last: done, wait for all
+    rank 1   first: ready | wait for 0 | bags for 0 -> 0, s.. | wait for 1 | bags for 1, s.. | last: done, wait for all
+
+``ready``: this rank's output is free, since all in front of its launch has passed. The first block that runs says so,
+and the last one that ends waits for the others' ``done``: a block waits only for what a block that runs is about to do,
+so that any grid will do, however many of its blocks fit on the GPU.
+
+Bags of one table that go to one rank make slices, of a given number of samples. Who ends the last bag of one signals
+it, so that a consumer which runs meanwhile may begin.
+
+Example (Figure 6): 2 ranks, batch 4, slices of 2: samples 0 and 1 go to rank 0, 2 and 3 to rank 1; each table of a rank
+has one slice for each rank. Of the bags for rank 1, number 3 is sample 1 there (3 in the batch) of table 1.
+
+Legend: N ranks; B samples of all ranks, b of a rank (the first ones have more); T tables of this rank, A of all; D
+elements of a row, in DP lanes, a power of two; L rows are loaded at a time. ``indices`` [all bags], ``offsets``
+[T * B + 1], table by table; ``output`` [b, A * D].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from sidelane.collectives import Communicator
+from sidelane.device.arithmetic import DTYPES
+from sidelane.device.context import (
+    arrive_acq_rel,
+    begin,
+    end,
+    first_relaxed,
+    put_weak,
+    rank_of,
+    signal_all_release,
+    signal_release,
+    wait_acquire,
+    wait_all_acquire,
+    world_size_of,
+)
+from sidelane.ops.embedding_tables import (
+    MEAN,
+    MODES,
+    NAME,
+    SUM,
+    Tables,
+    batch_of,
+    check_bags,
+    check_offsets,
+    check_sizes,
+    check_tables,
+)
+from sidelane.ops.handle import (
+    REMOTE_FIRST,
+    check_choice,
+    check_tensor,
+    kept,
+    power_of_two,
+    programs_of,
+    telling_refusals,
+)
+
+READY, DONE, SLICES = range(3)
+"""Flags; those of slices follow. Of the counters: first program, last program, slices."""
+
+WARPS = 4
+
+
+class EmbeddingAllToAll:
+    """The flags, counters and output of :func:`embedding_all_to_all` for some tables. Collective.
+
+    Args:
+        comm: the ranks.
+        tables: of this rank, [rows, D] each, contiguous, one dtype (float32, float16, bfloat16). Ranks may have
+            different numbers of them; D and the dtype are the same on all.
+        batch: samples of all ranks, one for each and more. Rank r gets ``batch // N`` of them, and one more if
+            ``r < batch % N``.
+        mode: ``sum`` or ``mean``.
+        slice_bags: samples of a slice; None for no flags of slices.
+        per_unit: programs on each compute unit.
+        rows_at_a_time: of a table, a power of two.
+
+    Attributes:
+        tables: next to those of the other ranks.
+        context: of the kernel, for consumers of slices.
+
+    Raises:
+        ValueError, TypeError: wrong tables or sizes.
+        UnavailableError: inside a capture, or more than 8 ranks.
+        MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        tables: Sequence[torch.Tensor],
+        batch: int,
+        *,
+        mode: str = SUM,
+        slice_bags: int | None = None,
+        per_unit: int = 8,
+        rows_at_a_time: int = 8,
+    ) -> None:
+        with telling_refusals(comm, NAME):
+            check_choice(NAME, "mode", mode, MODES)
+            check_tables(comm, tables)
+            check_sizes(comm, tables, batch, slice_bags)
+            if per_unit < 1 or rows_at_a_time < 1 or rows_at_a_time != power_of_two(rows_at_a_time):
+                given, allowed = f"{per_unit}, {rows_at_a_time}", "1 and more; a power of two"
+                raise ValueError(f"{NAME}: per_unit, rows_at_a_time (value={given}, allowed={allowed})")
+        self.comm, self.mode, self.slice_bags = comm, mode, slice_bags
+        self.tables = Tables.kept(comm, tables, batch)
+        counts, samples = self.tables.counts, self.tables.samples
+        self._rows_at_a_time = rows_at_a_time
+        self._slices = -(-samples[0] // slice_bags) if slice_bags else 0  # of a table, for one rank
+        self._programs = programs_of(comm, max(counts) * batch, per_unit)
+        own_slices = comm.world_size * len(tables) * self._slices
+        self._counters = torch.zeros(SLICES + own_slices, dtype=torch.int32, device=comm.device)
+        whole = comm.empty(samples[0], self.tables.width, dtype=self.tables.dtype)
+        self._output = whole[: samples[comm.rank]]
+        self._kernel = comm.load_kernel(_embedding_all_to_all, flags=SLICES + max(counts) * self._slices)
+        self.context = self._kernel.context
+
+    def flag_of_slice(self, table: int, sample: int) -> int:
+        """The flag by which its owner tells this rank that a slice is here.
+
+        A kernel that is launched once for each call has the same generations, and waits by
+        ``wait_acquire(context, owner, flag, generation)``, with the context of this handle.
+
+        Args:
+            table: number among the tables of its owner.
+            sample: number among the samples of this rank.
+        """
+        if not self.slice_bags:
+            raise ValueError(f"{NAME}: slices (value=None, allowed=a handle with slice_bags)")
+        return SLICES + table * self._slices + sample // self.slice_bags
+
+    def __call__(
+        self,
+        indices: torch.Tensor,
+        offsets: torch.Tensor,
+        *,
+        per_sample_weights: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        order: str = REMOTE_FIRST,
+    ) -> torch.Tensor:
+        """Run it. Arguments, result and errors as of :func:`embedding_all_to_all`."""
+        comm, tables = self.comm, self.tables
+        with telling_refusals(comm, NAME):
+            check_bags(comm, tables.tables, indices, offsets, per_sample_weights, self.mode, order)
+            check_offsets(tables, offsets)
+            output = self._output if out is None else out
+            place = self._place_of(output)
+        self._kernel.launch(
+            (self._programs,),
+            comm.peers(output),
+            self._counters,
+            tables.addresses,
+            indices,
+            offsets,
+            indices if per_sample_weights is None else per_sample_weights,
+            tables.batch,
+            len(tables.tables),
+            sum(tables.counts[: comm.rank]),
+            tables.width,
+            self._slices,
+            alike=f"batch {tables.batch}, output at {place}",
+            D=tables.dim,
+            DP=power_of_two(tables.dim),
+            L=self._rows_at_a_time,
+            DTYPE=DTYPES[str(tables.dtype).removeprefix("torch.")],
+            ALIGNED=tables.are_aligned and place[1] % 16 == 0,
+            MEAN=self.mode == MEAN,
+            WEIGHTED=per_sample_weights is not None,
+            SLICE=self.slice_bags or 0,
+            REMOTE_FIRST=order == REMOTE_FIRST,
+            num_warps=WARPS,
+        )
+        return output
+
+    def _place_of(self, output: torch.Tensor) -> tuple[int, int]:
+        shape = self.tables.output_shape
+        check_tensor(NAME, "out", output, self.comm.device, (self.tables.dtype,), (2,))
+        if output.shape != shape or not output.is_contiguous():
+            raise ValueError(f"{NAME}: shape of out (value={tuple(output.shape)}, allowed={shape}, contiguous)")
+        place = self.comm.place(output)
+        if place is None:
+            raise ValueError(f"{NAME}: peers write out (value=ordinary memory, allowed=tensors of Communicator.empty)")
+        return place
+
+    def close(self) -> None:
+        """Let go of flags, once this rank's calls have ended. Idempotent, and no collective."""
+        self._kernel.close()
+
+
+def embedding_all_to_all(
+    comm: Communicator,
+    tables: Sequence[torch.Tensor],
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    *,
+    mode: str = SUM,
+    per_sample_weights: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    order: str = REMOTE_FIRST,
+    slice_bags: int | None = None,
+) -> torch.Tensor:
+    """``embedding_bag`` of all local tables, all-to-all, layout copy, in one kernel. A call of the communicator.
+
+    Sums are float32, rounded once. The first call with some tables and a batch makes what it needs
+    (:class:`EmbeddingAllToAll`), with all ranks; later ones may be captured into a graph.
+
+    Args:
+        comm: the ranks.
+        tables: see :class:`EmbeddingAllToAll`. A new list of tables is a new handle, on all ranks together.
+        indices: rows of the bags of all local tables, table by table, sample by sample of the global batch; int32 or
+            int64. On the device nobody checks them; ``Config(debug=True)`` does.
+        offsets: where each bag begins, and where the last one ends: [T * B + 1]; int32 or int64.
+        mode: ``sum`` or ``mean``; an empty bag is 0.
+        per_sample_weights: factors of each index, of the tables' dtype or float32, with ``sum`` only. On all ranks, or
+            on none.
+        out: [b, A * D], symmetric memory at one place on all ranks. None takes the handle's own, which the next call
+            writes again.
+        order: ``remote_first``: bags for peers come first; ``oblivious``: bags in the order of ranks.
+        slice_bags: see :class:`EmbeddingAllToAll`.
+
+    Returns:
+        [b, A * D]: this rank's samples, with the tables of all ranks in their order.
+
+    Raises:
+        ValueError, TypeError: wrong arguments; nothing has moved.
+        UnavailableError: a new shape inside of a capture; a device that cannot run it.
+        MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
+    """
+    with telling_refusals(comm, NAME):
+        check_tables(comm, tables)
+        check_bags(comm, tables, indices, offsets, per_sample_weights, mode, order)
+        batch = batch_of(tables, offsets)
+        check_sizes(comm, tables, batch, slice_bags)
+    key = (*Tables.key_of(tables, batch), mode, slice_bags)
+    handle = kept(comm, key, lambda: EmbeddingAllToAll(comm, tables, batch, mode=mode, slice_bags=slice_bags))
+    return handle(indices, offsets, per_sample_weights=per_sample_weights, out=out, order=order)
+
+
+@triton.jit
+def _pooled(
+    tables, indices, offsets, weights, table, bag,
+    D: tl.constexpr, DP: tl.constexpr, L: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
+    MEAN: tl.constexpr, WEIGHTED: tl.constexpr,
+):  # fmt: skip
+    """float32[DP]: a bag."""
+    lane, line = tl.arange(0, DP), tl.arange(0, L)
+    first = tl.load(offsets + bag).to(tl.int64)
+    stop = tl.load(offsets + bag + 1).to(tl.int64)
+    rows = tl.load(tables + table).to(tl.pointer_type(DTYPE))
+    if ALIGNED:
+        rows = tl.multiple_of(rows, 16)
+    result = tl.zeros([DP], tl.float32)
+    at = first
+    while at < stop:
+        there = at + line < stop
+        index = tl.load(indices + at + line, mask=there, other=0).to(tl.int64)
+        values = tl.load(rows + index[:, None] * D + lane[None, :], mask=there[:, None] & (lane < D)[None, :], other=0)
+        values = values.to(tl.float32)
+        if WEIGHTED:
+            values *= tl.load(weights + at + line, mask=there, other=0).to(tl.float32)[:, None]
+        result += tl.sum(values, axis=0)
+        at += L
+    if MEAN:
+        result = result / tl.maximum(stop - first, 1).to(tl.float32)
+    return result
+
+
+@triton.jit
+def _embedding_all_to_all(
+    context, outputs, counters, tables, indices, offsets, weights,
+    batch, table_count, first_table, width, slices,
+    D: tl.constexpr, DP: tl.constexpr, L: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
+    MEAN: tl.constexpr, WEIGHTED: tl.constexpr, SLICE: tl.constexpr, REMOTE_FIRST: tl.constexpr,
+):  # fmt: skip
+    generation = begin(context)
+    rank, ranks = rank_of(context), world_size_of(context)
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    if first_relaxed(counters):
+        signal_all_release(context, 0, generation)  # ready
+    lane = tl.arange(0, DP)
+    number = program  # of a bag, among those for one rank
+    for turn in range(ranks):
+        peer = (rank + 1 + turn) % ranks if REMOTE_FIRST else turn
+        samples = batch // ranks + (peer < batch % ranks).to(tl.int32)
+        first_sample = peer * (batch // ranks) + tl.minimum(peer, batch % ranks)
+        bags = samples * table_count
+        if number < bags:
+            wait_acquire(context, peer, 0, generation)
+        while number < bags:
+            table, sample = number // samples, number % samples
+            bag = table.to(tl.int64) * batch + first_sample + sample
+            values = _pooled(tables, indices, offsets, weights, table, bag,
+                             D, DP, L, DTYPE, ALIGNED, MEAN, WEIGHTED)  # fmt: skip
+            place = sample.to(tl.int64) * width + (first_table + table) * D
+            put_weak(outputs, peer, place + lane, values.to(DTYPE), lane < D, ALIGNED)
+            if SLICE > 0:
+                slice = table * slices + sample // SLICE
+                parts = tl.minimum(SLICE, samples - sample // SLICE * SLICE)
+                if arrive_acq_rel(counters + 2 + peer * table_count * slices + slice, parts):
+                    signal_release(context, peer, 2 + slice, generation)
+            number += programs
+        number -= bags
+    if arrive_acq_rel(counters + 1, programs):
+        tl.store(counters, 0)
+        signal_all_release(context, 1, generation)  # done
+        wait_all_acquire(context, 1, generation)
+    end(context, generation)
+
+
+KERNEL = _embedding_all_to_all

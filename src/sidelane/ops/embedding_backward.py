@@ -1,0 +1,276 @@
+# Kernels are Triton's language, which Python's type checker cannot read.
+# mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment"
+
+"""The backward of embedding_all_to_all: gradients of pooled bags travel to the owners of the tables, who scatter them.
+
+Equivalent: a copy out of the layout [local batch, tables x dim], an all-to-all, and the backward of ``embedding_bag``
+for each local table (autograd of ``reference.embedding_all_to_all``).
+
+Block b of two ranks; it scatters what blocks b have sent, its own rank's first, while the others' is on its way::
+
+    rank 0   ready b | wait 1 | bags of 1 -> 1 | sent b to 1 | scatter own | wait for sent b of 1 | scatter those of 1
+    rank 1   ready b | wait 0 | bags of 0 -> 0 | sent b to 0 | scatter own | wait for sent b of 0 | scatter those of 0
+
+``ready``: the workspace of this block is free, since the launch before has ended. A block waits only for blocks with
+its own number; a grid has no more of them than fit on the GPU.
+
+Legend: as in ``embedding``. ``grads`` [b, A * D] of this rank's samples; ``places`` [T, B, D], workspace into which
+peers store; ``table_grads`` float32 [rows of all local tables, D], or with SPARSE [all indices, D] of the dtype of
+tables.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from sidelane.collectives import Communicator
+from sidelane.device.arithmetic import DTYPES
+from sidelane.device.context import (
+    begin,
+    end,
+    put_weak,
+    rank_of,
+    signal_all_release,
+    signal_release,
+    wait_acquire,
+    world_size_of,
+)
+from sidelane.ops.embedding_tables import (
+    MEAN,
+    NAME,
+    SUM,
+    Tables,
+    batch_of,
+    check_bags,
+    check_offsets,
+    check_sizes,
+    check_tables,
+)
+from sidelane.ops.handle import check_tensor, kept, power_of_two, programs_of, telling_refusals
+
+WARPS, PER_UNIT, ROWS_AT_A_TIME = 4, 4, 8
+
+
+class EmbeddingBackward:
+    """The flags and workspace of :func:`embedding_all_to_all_backward` for some tables. Collective.
+
+    Args:
+        comm: the ranks.
+        tables: as in the forward.
+        batch: samples of all ranks.
+
+    Raises:
+        UnavailableError: inside a capture, or more than 8 ranks.
+        MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
+    """
+
+    def __init__(self, comm: Communicator, tables: Sequence[torch.Tensor], batch: int) -> None:
+        self.comm, self.tables = comm, Tables.kept(comm, tables, batch)
+        counts, device = self.tables.counts, comm.device
+        starts = list(itertools.accumulate(counts, initial=0))
+        rows = list(itertools.accumulate((table.shape[0] for table in tables), initial=0))
+        self._starts = torch.tensor(starts, dtype=torch.int32).to(device)
+        self._first_rows = torch.tensor(rows, dtype=torch.int64).to(device)
+        self._rows = rows
+        self._programs = programs_of(comm, max(counts) * max(self.tables.samples), PER_UNIT)
+        self._places = comm.empty(max(counts) * batch * self.tables.dim, dtype=self.tables.dtype)
+        self._kernel = comm.load_kernel(_embedding_backward, flags=2 * self._programs)
+
+    def __call__(
+        self,
+        grad: torch.Tensor,
+        indices: torch.Tensor,
+        offsets: torch.Tensor,
+        *,
+        mode: str = SUM,
+        per_sample_weights: torch.Tensor | None = None,
+        sparse: bool = False,
+    ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+        """Run it. Arguments, result and errors as of :func:`embedding_all_to_all_backward`."""
+        comm, tables, weights = self.comm, self.tables, per_sample_weights
+        with telling_refusals(comm, NAME):
+            check_bags(comm, tables.tables, indices, offsets, weights, mode)
+            check_offsets(tables, offsets)
+            check_tensor(NAME, "grad", grad, comm.device, (tables.dtype,), (2,))
+            if grad.shape != tables.output_shape:
+                allowed = tables.output_shape
+                raise ValueError(f"{NAME}: shape of grad (value={tuple(grad.shape)}, allowed={allowed})")
+        if sparse:
+            found = grad.new_empty(indices.numel(), tables.dim)
+        else:
+            found = torch.zeros(self._rows[-1], tables.dim, dtype=torch.float32, device=grad.device)
+        weight_grads = None if weights is None else torch.empty_like(weights)
+        self._kernel.launch(
+            (self._programs,),
+            comm.peers(self._places),
+            self._places,
+            grad.contiguous(),
+            indices,
+            offsets,
+            indices if weights is None else weights,
+            tables.addresses,
+            self._starts,
+            self._first_rows,
+            found,
+            found if weight_grads is None else weight_grads,
+            tables.batch,
+            len(tables.tables),
+            tables.width,
+            alike=f"batch {tables.batch}",
+            D=tables.dim,
+            DP=power_of_two(tables.dim),
+            L=ROWS_AT_A_TIME,
+            DTYPE=DTYPES[str(tables.dtype).removeprefix("torch.")],
+            ALIGNED=tables.are_aligned,
+            MEAN=mode == MEAN,
+            WEIGHTED=weights is not None,
+            SPARSE=sparse,
+            num_warps=WARPS,
+        )
+        if sparse:
+            return self._as_sparse(found, indices, offsets), weight_grads
+        parts = [found[first:stop].to(tables.dtype) for first, stop in itertools.pairwise(self._rows)]
+        return parts, weight_grads
+
+    def _as_sparse(self, values: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor) -> list[torch.Tensor]:
+        """A COO tensor for each table, not coalesced. Waits for the device, to know where tables begin."""
+        cuts = offsets[:: self.tables.batch].tolist()
+        found = []
+        for table, (first, stop) in zip(self.tables.tables, itertools.pairwise(cuts), strict=True):
+            rows = indices[first:stop].long()[None]
+            found.append(torch.sparse_coo_tensor(rows, values[first:stop], table.shape, check_invariants=False))
+        return found
+
+    def close(self) -> None:
+        """Let go of flags and workspace, once this rank's calls have ended. Idempotent, and no collective."""
+        self._kernel.close()
+
+
+def embedding_all_to_all_backward(
+    comm: Communicator,
+    grad: torch.Tensor,
+    tables: Sequence[torch.Tensor],
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    *,
+    mode: str = SUM,
+    per_sample_weights: torch.Tensor | None = None,
+    sparse: bool = False,
+) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+    """Gradients of :func:`sidelane.ops.embedding_all_to_all`, in one kernel. A call of the communicator.
+
+    Dense gradients are added up in float32 by atomic additions, in an order that changes, and rounded once; those of
+    rows (``sparse``) are the same bits each time.
+
+    Args:
+        comm: the ranks.
+        grad: of the output, [b, A * D], of the tables' dtype.
+        tables: as in the forward.
+        indices: as in the forward.
+        offsets: as in the forward.
+        mode: as in the forward.
+        per_sample_weights: as in the forward.
+        sparse: gradients of rows: a COO tensor a table, not coalesced. Waits for the device.
+
+    Returns:
+        A gradient for each local table; that of the weights, if there are any.
+
+    Raises:
+        ValueError, TypeError: wrong arguments; nothing has moved.
+        UnavailableError: new tables inside of a capture; a device that cannot run it.
+        MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
+    """
+    with telling_refusals(comm, NAME):
+        check_tables(comm, tables)
+        check_bags(comm, tables, indices, offsets, per_sample_weights, mode)
+        batch = batch_of(tables, offsets)
+        check_sizes(comm, tables, batch)
+    key = ("backward", *Tables.key_of(tables, batch))
+    handle = kept(comm, key, lambda: EmbeddingBackward(comm, tables, batch))
+    return handle(grad, indices, offsets, mode=mode, per_sample_weights=per_sample_weights, sparse=sparse)
+
+
+@triton.jit
+def _scatter(
+    values, bag, first_row, tables, table, indices, offsets, weights, table_grads, weight_grads,
+    D: tl.constexpr, DP: tl.constexpr, L: tl.constexpr, DTYPE: tl.constexpr,
+    MEAN: tl.constexpr, WEIGHTED: tl.constexpr, SPARSE: tl.constexpr,
+):  # fmt: skip
+    """Add ``values``, float32[DP], to the rows of a bag."""
+    lane, line = tl.arange(0, DP), tl.arange(0, L)
+    first = tl.load(offsets + bag).to(tl.int64)
+    stop = tl.load(offsets + bag + 1).to(tl.int64)
+    rows = tl.load(tables + table).to(tl.pointer_type(DTYPE))
+    if MEAN:
+        values = values / tl.maximum(stop - first, 1).to(tl.float32)
+    at = first
+    while at < stop:
+        there = at + line < stop
+        mask = there[:, None] & (lane < D)[None, :]
+        index = tl.load(indices + at + line, mask=there, other=0).to(tl.int64)
+        parts = tl.zeros([L, DP], tl.float32) + values[None, :]
+        if WEIGHTED:
+            row = tl.load(rows + index[:, None] * D + lane[None, :], mask=mask, other=0).to(tl.float32)
+            products = tl.sum(row * parts, axis=1)
+            tl.store(weight_grads + at + line, products.to(weight_grads.dtype.element_ty), mask=there)
+            parts *= tl.load(weights + at + line, mask=there, other=0).to(tl.float32)[:, None]
+        if SPARSE:
+            tl.store(table_grads + (at + line)[:, None] * D + lane[None, :], parts.to(DTYPE), mask=mask)
+        else:
+            places = table_grads + (first_row + index)[:, None] * D + lane[None, :]
+            tl.atomic_add(places, parts, mask=mask, sem="relaxed", scope="gpu")
+        at += L
+
+
+@triton.jit
+def _embedding_backward(
+    context, places_of, places, grads, indices, offsets, weights, tables, starts, first_rows, table_grads, weight_grads,
+    batch, table_count, width,
+    D: tl.constexpr, DP: tl.constexpr, L: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
+    MEAN: tl.constexpr, WEIGHTED: tl.constexpr, SPARSE: tl.constexpr,
+):  # fmt: skip
+    generation = begin(context)
+    rank, ranks = rank_of(context), world_size_of(context)
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    lane = tl.arange(0, DP)
+    mask = lane < D
+    signal_all_release(context, program, generation)  # ready
+    own_samples = batch // ranks + (rank < batch % ranks).to(tl.int32)
+    own_first = rank * (batch // ranks) + tl.minimum(rank, batch % ranks)
+    for turn in range(1, ranks):
+        peer = (rank + turn) % ranks
+        first_table = tl.load(starts + peer)
+        bags = own_samples * (tl.load(starts + peer + 1) - first_table)
+        wait_acquire(context, peer, program, generation)
+        for number in range(program, bags, programs):
+            table, sample = number // own_samples, number % own_samples
+            column = (first_table + table) * D
+            values = tl.load(grads + sample.to(tl.int64) * width + column + lane, mask=mask)
+            to = (table.to(tl.int64) * batch + own_first + sample) * D
+            put_weak(places_of, peer, to + lane, values, mask, ALIGNED)
+        signal_release(context, peer, programs + program, generation)  # sent
+    for turn in range(ranks):
+        sender = (rank + turn) % ranks
+        samples = batch // ranks + (sender < batch % ranks).to(tl.int32)
+        first = sender * (batch // ranks) + tl.minimum(sender, batch % ranks)
+        if sender != rank:
+            wait_acquire(context, sender, programs + program, generation)
+        for number in range(program, samples * table_count, programs):
+            table, sample = number // samples, number % samples
+            bag = table.to(tl.int64) * batch + first + sample
+            if sender == rank:
+                column = (tl.load(starts + rank) + table) * D
+                values = tl.load(grads + sample.to(tl.int64) * width + column + lane, mask=mask, other=0)
+            else:
+                values = tl.load(places + bag * D + lane, mask=mask, other=0)
+            _scatter(values.to(tl.float32), bag, tl.load(first_rows + table), tables, table, indices, offsets, weights,
+                     table_grads, weight_grads, D, DP, L, DTYPE, MEAN, WEIGHTED, SPARSE)  # fmt: skip
+    end(context, generation)
+
+
+KERNEL = _embedding_backward

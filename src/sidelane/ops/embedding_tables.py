@@ -1,0 +1,146 @@
+"""Tables of embeddings on all ranks: who has how many, which samples belong to whom, and what arguments must be."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+
+from sidelane.collectives import Communicator
+from sidelane.ops.handle import FLOATS, ORDERS, REMOTE_FIRST, check_choice, check_tensor, kept
+from sidelane.program.collective import split_evenly
+
+NAME = "embedding_all_to_all"
+MODES = SUM, MEAN = "sum", "mean"
+MOST_DIM = 1024
+MOST_BAGS = 1 << 30
+
+
+class Tables:
+    """Some tables of this rank, next to those of its peers, and a batch. Collective.
+
+    Args:
+        comm: the ranks.
+        tables: of this rank, [rows, D] each.
+        batch: samples of all ranks.
+
+    Attributes:
+        counts: tables of each rank.
+        samples: of each rank: ``batch // N``, and one more if ``rank < batch % N``.
+        width: elements of a row of the output.
+        are_aligned: rows of all ranks' tables are multiples of 16 bytes.
+        addresses: of this rank's tables, int64 on the device.
+    """
+
+    def __init__(self, comm: Communicator, tables: Sequence[torch.Tensor], batch: int) -> None:
+        n, device = comm.world_size, comm.device
+        self.comm, self.tables, self.batch = comm, tuple(tables), batch
+        self.dim, self.dtype = tables[0].shape[1], tables[0].dtype
+        own = [len(tables), all(table.data_ptr() % 16 == 0 for table in tables)]
+        of_all = torch.empty(n, 2, dtype=torch.int64, device=device)
+        comm.all_gather(of_all, torch.tensor(own, dtype=torch.int64, device=device))
+        comm.synchronize()
+        self.counts: tuple[int, ...] = tuple(of_all[:, 0].tolist())
+        self.are_aligned = bool(of_all[:, 1].all()) and self.dim * self.dtype.itemsize % 16 == 0
+        self.samples = split_evenly(batch, n)
+        self.width = sum(self.counts) * self.dim
+        self.addresses = torch.tensor([table.data_ptr() for table in tables], dtype=torch.int64).to(device)
+
+    @property
+    def output_shape(self) -> tuple[int, int]:
+        """Of this rank's samples."""
+        return self.samples[self.comm.rank], self.width
+
+    @staticmethod
+    def key_of(tables: Sequence[torch.Tensor], batch: int) -> tuple[object, ...]:
+        """What makes them the same as those of another call."""
+        return (NAME, batch, tables[0].dtype, *((table.data_ptr(), *table.shape) for table in tables))
+
+    @classmethod
+    def kept(cls, comm: Communicator, tables: Sequence[torch.Tensor], batch: int) -> Tables:
+        """Those that this communicator has; else made, by all ranks together."""
+        return kept(comm, cls.key_of(tables, batch), lambda: cls(comm, tables, batch))
+
+
+def batch_of(tables: Sequence[torch.Tensor], offsets: torch.Tensor) -> int:
+    """Samples of all ranks. Raises ValueError if the tables have different numbers of bags."""
+    batch, rest = divmod(offsets.numel() - 1, len(tables))
+    if rest or batch < 0:
+        allowed = f"a multiple of {len(tables)}, and 1"
+        raise ValueError(f"{NAME}: offsets (value={offsets.numel()}, allowed={allowed})")
+    return batch
+
+
+def check_offsets(tables: Tables, offsets: torch.Tensor) -> None:
+    """Refuse offsets of another batch. Raises ValueError."""
+    wanted = len(tables.tables) * tables.batch + 1
+    if offsets.numel() != wanted:
+        raise ValueError(f"{NAME}: offsets (value={offsets.numel()}, allowed={wanted}, tables x batch + 1)")
+
+
+def check_tables(comm: Communicator, tables: Sequence[torch.Tensor]) -> None:
+    """Refuse what are no tables of one kind. Raises TypeError, ValueError."""
+    if not isinstance(tables, Sequence) or not tables:
+        raise TypeError(f"{NAME}: tables (value={type(tables).__name__}, allowed=a list of at least one tensor)")
+    for number, table in enumerate(tables):
+        check_tensor(NAME, f"table {number}", table, comm.device, FLOATS, (2,))
+        if (table.shape[1], table.dtype) != (tables[0].shape[1], tables[0].dtype):
+            given, allowed = f"{table.shape[1]}, {table.dtype}", f"{tables[0].shape[1]}, {tables[0].dtype}"
+            raise ValueError(f"{NAME}: dim and dtype of table {number} (value={given}, allowed={allowed})")
+        if not table.is_contiguous():
+            raise ValueError(f"{NAME}: strides of table {number} (value={table.stride()}, allowed=contiguous)")
+    if not 1 <= tables[0].shape[1] <= MOST_DIM:
+        raise ValueError(f"{NAME}: dim of the tables (value={tables[0].shape[1]}, allowed=1..{MOST_DIM})")
+
+
+def check_sizes(comm: Communicator, tables: Sequence[torch.Tensor], batch: int, slice_bags: int | None = None) -> None:
+    """Refuse batches and slices that there are not. Raises ValueError."""
+    if batch < comm.world_size:
+        raise ValueError(f"{NAME}: batch (value={batch}, allowed={comm.world_size} and more, a sample for each rank)")
+    if batch * len(tables) > MOST_BAGS:
+        raise ValueError(f"{NAME}: tables x batch (value={len(tables)} x {batch}, allowed=1..{MOST_BAGS})")
+    if slice_bags is not None and slice_bags < 1:
+        raise ValueError(f"{NAME}: slice_bags (value={slice_bags}, allowed=1 and more, or None)")
+
+
+def check_bags(
+    comm: Communicator,
+    tables: Sequence[torch.Tensor],
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    weights: torch.Tensor | None,
+    mode: str,
+    order: str = REMOTE_FIRST,
+) -> None:
+    """Refuse what are no bags of these tables. With ``Config(debug=True)``, look at all of them, on the host.
+
+    Raises:
+        TypeError, ValueError: they are not.
+    """
+    check_choice(NAME, "mode", mode, MODES)
+    check_choice(NAME, "order", order, ORDERS)
+    for what, tensor in (("indices", indices), ("offsets", offsets)):
+        check_tensor(NAME, what, tensor, comm.device, (torch.int32, torch.int64), (1,))
+        if not tensor.is_contiguous():
+            raise ValueError(f"{NAME}: strides of {what} (value={tensor.stride()}, allowed=contiguous)")
+    if weights is not None:
+        check_tensor(NAME, "per_sample_weights", weights, comm.device, (tables[0].dtype, torch.float32), (1,))
+        if mode != "sum" or weights.shape != indices.shape or not weights.is_contiguous():
+            given, allowed = f"{tuple(weights.shape)}, mode {mode}", f"{tuple(indices.shape)}, contiguous, mode sum"
+            raise ValueError(f"{NAME}: per_sample_weights (value={given}, allowed={allowed})")
+    if comm.config.debug:
+        _check_indices(tables, indices, offsets)
+
+
+def _check_indices(tables: Sequence[torch.Tensor], indices: torch.Tensor, offsets: torch.Tensor) -> None:
+    """Waits for the device."""
+    ends = offsets.tolist()
+    if ends[0] != 0 or ends[-1] != indices.numel() or any(a > b for a, b in itertools.pairwise(ends)):
+        raise ValueError(f"{NAME}: offsets (value={ends[0]}..{ends[-1]}, allowed=0..{indices.numel()}, not falling)")
+    batch = (len(ends) - 1) // len(tables)
+    for number, table in enumerate(tables):
+        some = indices[ends[number * batch] : ends[(number + 1) * batch]]
+        if some.numel() and not 0 <= int(some.min()) <= int(some.max()) < table.shape[0]:
+            given = f"{int(some.min())}..{int(some.max())}"
+            raise ValueError(f"{NAME}: indices of table {number} (value={given}, allowed=0..{table.shape[0] - 1})")

@@ -1,0 +1,296 @@
+# Kernels are Triton's language, which Python's type checker cannot read.
+# mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment"
+
+"""gemm_all_to_all: the last GEMM of experts, whose tiles go to the ranks of their tokens as they are finished.
+
+Equivalent: ``y = x @ weight.T``, then an all-to-all with split sizes (``reference.gemm_all_to_all``; the fused
+operators paper, section III). How many rows go from whom to whom is known on the device only, so that routing may
+change without the host, and inside of a graph.
+
+Any block of two ranks, ``remote_first``::
+
+    rank 0   first: ready | wait for 1 | tiles for 1 -> 1 | wait for 0 | tiles for 0 | last: done, wait for all
+    rank 1   first: ready | wait for 0 | tiles for 0 -> 0 | wait for 1 | tiles for 1 | last: done, wait for all
+
+``ready`` and ``done`` are those of ``embedding``, and so is why any grid will do.
+
+Example: 2 ranks, counts [[2, 3], [1, 0]]: of the five rows of rank 0 the first two stay, and the others become rows 0
+to 2 of rank 1; the one row of rank 1 becomes row 2 of rank 0.
+
+Legend: N ranks; K columns of ``x``; H columns of the result; C rows that an output has room for; a tile is ROWS rows
+and COLS columns, of products over DEPTH columns of ``x`` at a time. ``x`` [rows, K], ``weight`` [H, K], ``outputs``
+[C, H], ``counts`` [N, N].
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import triton
+import triton.language as tl
+
+from sidelane.collectives import Communicator
+from sidelane.device import layout
+from sidelane.device.context import (
+    arrive_acq_rel,
+    begin,
+    end,
+    first_relaxed,
+    put_weak,
+    rank_of,
+    signal_all_release,
+    wait_acquire,
+    wait_all_acquire,
+    world_size_of,
+)
+from sidelane.ops.handle import (
+    FLOATS,
+    INTERPRETED,
+    ORDERS,
+    REMOTE_FIRST,
+    check_choice,
+    check_tensor,
+    kept,
+    power_of_two,
+    programs_of,
+    telling_refusals,
+)
+
+NAME = "gemm_all_to_all"
+MAX_RANKS = tl.constexpr(layout.MAX_RANKS)
+MOST_ELEMENTS = 1 << 40
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TileSizes:
+    """How a product is cut: powers of two, 16 and more.
+
+    Attributes:
+        rows: of a tile.
+        columns: of a tile.
+        depth: of what is multiplied at a time.
+        warps: of a program.
+        per_unit: programs on each compute unit.
+    """
+
+    rows: int = 128
+    columns: int = 128
+    depth: int = 64
+    warps: int = 8
+    per_unit: int = 2
+
+    def __post_init__(self) -> None:
+        for name, value, least in (
+            *(("rows", self.rows, 16), ("columns", self.columns, 16), ("depth", self.depth, 16)),
+            *(("warps", self.warps, 1), ("per_unit", self.per_unit, 1)),
+        ):
+            if value < least or (name != "per_unit" and value != power_of_two(value)):
+                raise ValueError(f"TileSizes: {name} (value={value}, allowed=a power of two from {least})")
+
+
+class GemmAllToAll:
+    """The flags, counters and output of :func:`gemm_all_to_all` for one shape. Collective: alike on all ranks.
+
+    Args:
+        comm: the ranks.
+        most_rows: that any rank gets in a call.
+        columns: H, of the result.
+        dtype: of x, weight and result: float32, float16 or bfloat16.
+        tiles: how the product is cut.
+
+    Raises:
+        ValueError, TypeError: a size or dtype that there is not.
+        UnavailableError: inside a capture, or more than 8 ranks.
+        MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
+    """
+
+    def __init__(
+        self, comm: Communicator, most_rows: int, columns: int, dtype: torch.dtype, *, tiles: TileSizes | None = None
+    ) -> None:
+        self.comm, self.most_rows, self.columns, self.dtype = comm, most_rows, columns, dtype
+        self._tiles = tiles or TileSizes()
+        with telling_refusals(comm, NAME):
+            _check_sizes(most_rows, columns)
+            if dtype not in FLOATS:
+                raise TypeError(f"{NAME}: dtype (value={dtype}, allowed={', '.join(map(str, FLOATS))})")
+        needed = (comm.world_size - 1 + -(-most_rows // self._tiles.rows)) * -(-columns // self._tiles.columns)
+        self._programs = programs_of(comm, needed, self._tiles.per_unit)
+        self._counters = torch.zeros(2, dtype=torch.int32, device=comm.device)
+        self._output = comm.empty(most_rows, columns, dtype=dtype)
+        self._kernel = comm.load_kernel(_gemm_all_to_all, flags=2)
+
+    def __call__(
+        self, x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor, *, order: str = REMOTE_FIRST
+    ) -> torch.Tensor:
+        """Run it. Arguments, result and errors as of :func:`gemm_all_to_all`."""
+        comm, tiles = self.comm, self._tiles
+        with telling_refusals(comm, NAME):
+            _check(comm, x, weight, counts, self.most_rows, order)
+            if (weight.shape[0], weight.dtype) != (self.columns, self.dtype):
+                given, allowed = f"{weight.shape[0]}, {weight.dtype}", f"{self.columns}, {self.dtype}"
+                raise ValueError(f"{NAME}: a handle for another shape (value={given}, allowed={allowed})")
+        self._kernel.launch(
+            (self._programs,),
+            comm.peers(self._output),
+            self._counters,
+            x,
+            weight,
+            counts,
+            x.shape[0],
+            x.shape[1],
+            self.columns,
+            x.stride(0),
+            weight.stride(0),
+            self.most_rows,
+            ROWS=tiles.rows,
+            COLS=tiles.columns,
+            DEPTH=tiles.depth,
+            WIDE=INTERPRETED or self.dtype == torch.float32,
+            DTYPE=getattr(tl, str(self.dtype).removeprefix("torch.")),
+            REMOTE_FIRST=order == REMOTE_FIRST,
+            num_warps=tiles.warps,
+        )
+        return self._output
+
+    def close(self) -> None:
+        """Let go of flags, once this rank's calls have ended. Idempotent, and no collective."""
+        self._kernel.close()
+
+
+def gemm_all_to_all(
+    comm: Communicator,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    counts: torch.Tensor,
+    *,
+    most_rows: int,
+    order: str = REMOTE_FIRST,
+    tiles: TileSizes | None = None,
+) -> torch.Tensor:
+    """``x @ weight.T`` whose rows go to the ranks that ``counts`` says, in one kernel. A call of the communicator.
+
+    Sums are float32, rounded once. The first call of a shape makes what it needs (:class:`GemmAllToAll`), with all
+    ranks; later ones may be captured into a graph, with counts that change between replays.
+
+    Args:
+        comm: the ranks.
+        x: rows for rank 0, for rank 1, and so on, [rows, K]; neighbours in a row are neighbours in memory. Ranks may
+            have different numbers of rows; those beyond what ``counts`` says stay.
+        weight: [H, K], of x's dtype: float32, float16 or bfloat16.
+        counts: rows from rank i to rank j in row i, column j; int32 or int64, the same on all ranks. On the device
+            nobody checks them; ``Config(debug=True)`` does.
+        most_rows: that any rank gets, the same on all ranks and in all calls of a shape. What is beyond is left out.
+        order: ``remote_first``: tiles for peers come first; ``oblivious``: tiles in the order of ranks.
+        tiles: how the product is cut.
+
+    Returns:
+        [most_rows, H]: rows from rank 0, from rank 1, and so on; behind them what was there. The next call of this
+        shape writes it again.
+
+    Raises:
+        ValueError, TypeError: wrong arguments; nothing has moved.
+        UnavailableError: a new shape inside of a capture; a device that cannot run it.
+        MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
+    """
+    with telling_refusals(comm, NAME):
+        _check(comm, x, weight, counts, most_rows, order)
+    columns, dtype = weight.shape[0], weight.dtype
+    key = (NAME, most_rows, columns, dtype, tiles)
+    handle = kept(comm, key, lambda: GemmAllToAll(comm, most_rows, columns, dtype, tiles=tiles))
+    return handle(x, weight, counts, order=order)
+
+
+def _check_sizes(most_rows: int, columns: int) -> None:
+    if most_rows < 1 or columns < 1 or most_rows * columns > MOST_ELEMENTS:
+        allowed = f"1 and more, {MOST_ELEMENTS} together"
+        raise ValueError(f"{NAME}: most_rows, columns of the result (value={most_rows}, {columns}, allowed={allowed})")
+
+
+def _check(comm: Communicator, x: object, weight: object, counts: object, most_rows: int, order: str) -> None:
+    check_choice(NAME, "order", order, ORDERS)
+    check_tensor(NAME, "weight", weight, comm.device, FLOATS, (2,))
+    assert isinstance(weight, torch.Tensor)
+    check_tensor(NAME, "x", x, comm.device, (weight.dtype,), (2,))
+    check_tensor(NAME, "counts", counts, comm.device, (torch.int32, torch.int64), (2,))
+    assert isinstance(x, torch.Tensor)
+    assert isinstance(counts, torch.Tensor)
+    _check_sizes(most_rows, weight.shape[0])
+    n = comm.world_size
+    if counts.shape != (n, n) or not counts.is_contiguous():
+        raise ValueError(f"{NAME}: shape of counts (value={tuple(counts.shape)}, allowed={(n, n)}, contiguous)")
+    if x.shape[1] != weight.shape[1] or not x.shape[1]:
+        raise ValueError(f"{NAME}: columns of x (value={x.shape[1]}, allowed={weight.shape[1]}, those of the weight)")
+    for what, tensor in (("weight", weight), ("x", x)):
+        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            raise ValueError(f"{NAME}: neighbours in a row of {what} lie apart (value={tensor.stride()}, allowed=1)")
+    if comm.config.debug:
+        table = counts.tolist()
+        sent, got = sum(table[comm.rank]), max(map(sum, zip(*table, strict=True)))
+        if min(map(min, table)) < 0 or sent > x.shape[0] or got > most_rows:
+            given, allowed = f"{sent} sent, {got} to one rank", f"up to {x.shape[0]}, up to {most_rows}"
+            raise ValueError(f"{NAME}: counts (value={given}, allowed={allowed}, none negative)")
+
+
+@triton.jit
+def _product(
+    x, weight, row, column, row_mask, depth, x_stride, weight_stride, columns,
+    ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """float32[ROWS, COLS]: a tile."""
+    lane = tl.arange(0, DEPTH)
+    result = tl.zeros([ROWS, COLS], tl.float32)
+    xs = x + row.to(tl.int64)[:, None] * x_stride
+    ws = weight + column.to(tl.int64)[None, :] * weight_stride
+    for first in range(0, depth, DEPTH):
+        at = first + lane
+        v = tl.load(xs + at[None, :], mask=row_mask[:, None] & (at < depth)[None, :], other=0)
+        w = tl.load(ws + at[:, None], mask=(column < columns)[None, :] & (at < depth)[:, None], other=0)
+        if WIDE:  # also where kernels are interpreted, which takes bfloat16 for integers in a dot
+            v, w = v.to(tl.float32), w.to(tl.float32)
+        result = tl.dot(v, w, result, input_precision="ieee")
+    return result
+
+
+@triton.jit
+def _gemm_all_to_all(
+    context, outputs, counters, x, weight, counts, rows, depth, columns, x_stride, weight_stride, most_rows,
+    ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, WIDE: tl.constexpr, DTYPE: tl.constexpr,
+    REMOTE_FIRST: tl.constexpr,
+):  # fmt: skip
+    generation = begin(context)
+    rank, ranks = rank_of(context), world_size_of(context)
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    if first_relaxed(counters):
+        signal_all_release(context, 0, generation)  # ready
+    lane = tl.arange(0, MAX_RANKS)
+    sent = tl.load(counts + rank * ranks + lane, mask=lane < ranks, other=0).to(tl.int32)
+    across = tl.cdiv(columns, COLS)
+    number = program  # of a tile, among those for one rank
+    for turn in range(ranks):
+        peer = (rank + 1 + turn) % ranks if REMOTE_FIRST else turn
+        came = tl.load(counts + lane * ranks + peer, mask=lane < ranks, other=0).to(tl.int32)
+        count = tl.sum(tl.where(lane == peer, sent, 0))
+        first = tl.sum(tl.where(lane < peer, sent, 0))
+        to = tl.sum(tl.where(lane < rank, came, 0))
+        tiles = tl.cdiv(count, ROWS) * across
+        if number < tiles:
+            wait_acquire(context, peer, 0, generation)
+        while number < tiles:
+            row = number // across * ROWS + tl.arange(0, ROWS)
+            column = number % across * COLS + tl.arange(0, COLS)
+            row_mask = (row < count) & (first + row < rows) & (to + row < most_rows)
+            values = _product(x, weight, first + row, column, row_mask, depth, x_stride, weight_stride, columns,
+                              ROWS, COLS, DEPTH, WIDE)  # fmt: skip
+            place = (to + row).to(tl.int64)[:, None] * columns + column[None, :]
+            put_weak(outputs, peer, place, values.to(DTYPE), row_mask[:, None] & (column < columns)[None, :])
+            number += programs
+        number -= tiles
+    if arrive_acq_rel(counters + 1, programs):
+        tl.store(counters, 0)
+        signal_all_release(context, 1, generation)  # done
+        wait_all_acquire(context, 1, generation)
+    end(context, generation)
+
+
+KERNEL = _gemm_all_to_all

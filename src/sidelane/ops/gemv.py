@@ -1,0 +1,391 @@
+# Kernels are Triton's language, which Python's type checker cannot read.
+# mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment"
+
+"""gemv_all_reduce: a row-parallel linear layer for few tokens, whose partial results leave as they are computed.
+
+Equivalent: ``y = x @ weight.T; comm.all_reduce(y)`` (``reference.gemv_all_reduce``), with partial results in float32
+that are rounded once.
+
+Two phases, each rank adding up its share of the tiles (the fused operators paper, section III.B and Figure 7); block b
+of two ranks::
+
+    rank 0   tiles of 1 -> 1 | signal 1 | tiles of 0 | signal 0 | wait all | add tiles of 0 -> all | signal, wait all
+    rank 1   tiles of 0 -> 0 | signal 0 | tiles of 1 | signal 1 | wait all | add tiles of 1 -> all | signal, wait all
+
+One shot, each rank adding up everything::
+
+    rank 0   tiles -> all | signal, wait all | add all tiles -> output
+    rank 1   tiles -> all | signal, wait all | add all tiles -> output
+
+Block b of every rank computes the same tiles, and waits for blocks b only, behind all that these wait for. A grid has
+no more blocks than fit on the GPU, so that all of them run.
+
+Why nobody has to say that he is ready. Two phases: a rank sends partial results again when its last call has ended, so
+after every owner has sent results, having read its partial results; an owner stores results when it has partial results
+of this call from every rank, whose streams have then passed all work in front of it. One shot: nothing says that a
+peer has read, so that there are two places, for even and odd generations; two are enough (``device/cells.py``).
+
+Legend: N ranks; M rows of the weight; K columns, this rank's; T tokens, TP as a power of two, 16 for dots; a tile is
+ROWS rows of all tokens; COLS columns are loaded at a time; E tiles of each owner. ``weight`` [M, K], ``x`` [T, K],
+``output`` and ``results`` [T, M], ``partials`` float32 [places, N, tiles held, ROWS, TP].
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import triton
+import triton.language as tl
+
+from sidelane.collectives import Communicator
+from sidelane.device.context import (
+    barrier_acq_rel,
+    begin,
+    end,
+    put_weak,
+    rank_of,
+    signal_release,
+    wait_all_acquire,
+    world_size_of,
+)
+from sidelane.ops.handle import (
+    FLOATS,
+    INTERPRETED,
+    ORDERS,
+    REMOTE_FIRST,
+    check_choice,
+    check_tensor,
+    kept,
+    power_of_two,
+    programs_of,
+    telling_refusals,
+)
+
+NAME = "gemv_all_reduce"
+AUTO, ONE_SHOT, TWO_PHASE = "auto", "one_shot", "two_phase"
+SCHEDULES = (AUTO, ONE_SHOT, TWO_PHASE)
+MOST_TOKENS = 16
+MOST_ROWS = 1 << 20
+MOST_DOT_COLUMNS = 128
+ONE_SHOT_BYTES = 256 << 10
+"""Most partial results that a rank sends in one shot, if ``auto`` chooses. An estimate: two phases send 2/N of it, and
+take one more trip of about a microsecond. Not measured yet."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tiling:
+    """How a kernel is cut.
+
+    Attributes:
+        rows: of the weight in a tile, a power of two; 16 and more where more than 4 tokens use dots.
+        columns: loaded at a time, a power of two, 16 or more; 128 at most where more than 4 tokens use dots.
+        warps: of a program.
+        per_unit: programs on each compute unit; all of them have to fit at the same time.
+    """
+
+    rows: int = 16
+    columns: int = 512
+    warps: int = 4
+    per_unit: int = 2
+
+    def __post_init__(self) -> None:
+        for name, value, least in (("rows", self.rows, 16), ("columns", self.columns, 16), ("warps", self.warps, 1)):
+            if value < least or value != power_of_two(value):
+                raise ValueError(f"Tiling: {name} (value={value}, allowed=a power of two from {least})")
+        most = max(1, 8 // self.warps)  # 255 registers for each of 256 threads are all that a compute unit has
+        if not 1 <= self.per_unit <= most:
+            raise ValueError(f"Tiling: per_unit (value={self.per_unit}, allowed=1..{most} of {self.warps} warps)")
+
+
+class GemvAllReduce:
+    """The flags and workspace of :func:`gemv_all_reduce` for one shape. Collective: alike on all ranks.
+
+    Args:
+        comm: the ranks.
+        rows: of the weight, the same on all ranks.
+        tokens: most that a call has, 1 to 16.
+        dtype: of weight, x and result: float32, float16 or bfloat16.
+        schedule: ``one_shot``, ``two_phase`` or ``auto``.
+        tiling: how the kernel is cut.
+
+    Raises:
+        ValueError, TypeError: a size or dtype that there is not.
+        UnavailableError: inside a capture, or more than 8 ranks.
+        MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        rows: int,
+        tokens: int,
+        dtype: torch.dtype,
+        *,
+        schedule: str = AUTO,
+        tiling: Tiling | None = None,
+    ) -> None:
+        tiling = tiling or Tiling()
+        with telling_refusals(comm, NAME):
+            check_choice(NAME, "schedule", schedule, SCHEDULES)
+            _check_sizes(rows, tokens)
+            if dtype not in FLOATS:
+                raise TypeError(f"{NAME}: dtype (value={dtype}, allowed={', '.join(map(str, FLOATS))})")
+        self.comm, self.rows, self.tokens, self.dtype, self.tiling = comm, rows, tokens, dtype, tiling
+        n = comm.world_size
+        self._padded = power_of_two(tokens) if tokens <= 4 else MOST_TOKENS
+        tiles = -(-rows // tiling.rows)
+        if schedule == AUTO:
+            schedule = ONE_SHOT if 4 * rows * self._padded <= ONE_SHOT_BYTES else TWO_PHASE
+        self.schedule = schedule
+        two_phase = schedule == TWO_PHASE
+        self._tiles_each = -(-tiles // n) if two_phase else tiles
+        self._programs = programs_of(comm, self._tiles_each, tiling.per_unit)
+        places = 1 if two_phase else 2
+        self._partials = comm.empty(places * n * self._tiles_each * tiling.rows * self._padded)
+        self._results = comm.empty(tokens * rows if two_phase else 1, dtype=dtype)
+        self._kernel = comm.load_kernel(_gemv_all_reduce, flags=2 * self._programs)
+
+    def __call__(
+        self,
+        weight: torch.Tensor,
+        x: torch.Tensor,
+        *,
+        out: torch.Tensor | None = None,
+        order: str = REMOTE_FIRST,
+    ) -> torch.Tensor:
+        """Run it. Arguments, result and errors as of :func:`gemv_all_reduce`."""
+        comm = self.comm
+        with telling_refusals(comm, NAME):
+            _check(comm, weight, x, out, order)
+            tokens = 1 if x.dim() == 1 else x.shape[0]
+            if (weight.shape[0], weight.dtype) != (self.rows, self.dtype) or tokens > self.tokens:
+                given = f"{weight.shape[0]} rows, {tokens} tokens, {weight.dtype}"
+                allowed = f"{self.rows} rows, up to {self.tokens} tokens, {self.dtype}"
+                raise ValueError(f"{NAME}: a handle for another shape (value={given}, allowed={allowed})")
+            place = None if out is None or self.schedule != TWO_PHASE else comm.place(out)
+        output = x.new_empty((*x.shape[:-1], self.rows)) if out is None else out
+        results = self._results if place is None else output
+        self._kernel.launch(
+            (self._programs,),
+            comm.peers(self._partials),
+            self._partials,
+            comm.peers(results),
+            results,
+            output,
+            weight,
+            x,
+            self.rows,
+            weight.shape[1],
+            weight.stride(0),
+            x.stride(0) if x.dim() == 2 else 0,
+            tokens,
+            self._tiles_each,
+            alike=f"{tokens} tokens, output at {place}",
+            ROWS=self.tiling.rows,
+            COLS=min(self.tiling.columns, MOST_DOT_COLUMNS) if self._padded > 4 else self.tiling.columns,
+            TP=self._padded,  # where partial results lie must not change between calls
+            DOTS=self._padded > 4,
+            WIDE=INTERPRETED or self.dtype == torch.float32,
+            PHASES=2 if self.schedule == TWO_PHASE else 1,
+            REMOTE_FIRST=order == REMOTE_FIRST,
+            COPIES=place is None,
+            num_warps=self.tiling.warps,
+        )
+        return output
+
+    def close(self) -> None:
+        """Let go of flags and workspace, once this rank's calls have ended. Idempotent, and no collective."""
+        self._kernel.close()
+
+
+def gemv_all_reduce(
+    comm: Communicator,
+    weight: torch.Tensor,
+    x: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+    schedule: str = AUTO,
+    order: str = REMOTE_FIRST,
+    tiling: Tiling | None = None,
+) -> torch.Tensor:
+    """``y = x @ weight.T; comm.all_reduce(y)`` for few tokens, in one kernel. A call of the communicator.
+
+    Partial results are float32, added up in the order of the ranks and rounded once. The first call of a shape makes
+    what it needs (:class:`GemvAllReduce`), with all ranks; later ones may be captured into a graph.
+
+    Args:
+        comm: the ranks.
+        weight: this rank's columns, [M, K]; float32, float16 or bfloat16; rows may lie apart. K may differ by rank.
+        x: this rank's columns of 1 to 16 tokens, [T, K] or [K], of the weight's dtype.
+        out: for the result, contiguous. Symmetric memory (``comm.empty``), at one place on all ranks, saves a copy in
+            two phases. None makes an ordinary tensor.
+        schedule: ``one_shot`` (every rank adds up everything), ``two_phase`` (each rank its share), or ``auto``.
+        order: ``remote_first``: what peers add up is computed first; ``oblivious``: tiles in their order. In one shot
+            all tiles go to all, and both are the same.
+        tiling: how the kernel is cut.
+
+    Returns:
+        [T, M] or [M], the same bits on every rank.
+
+    Raises:
+        ValueError, TypeError: wrong arguments; nothing has moved.
+        UnavailableError: a new shape inside of a capture; a device that cannot run it.
+        MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
+    """
+    with telling_refusals(comm, NAME):
+        check_choice(NAME, "schedule", schedule, SCHEDULES)
+        _check(comm, weight, x, out, order)
+    tokens = power_of_two(1 if x.dim() == 1 else x.shape[0])
+    rows = weight.shape[0]
+    key = (NAME, rows, tokens, weight.dtype, schedule, tiling)
+    handle = kept(comm, key, lambda: GemvAllReduce(comm, rows, tokens, weight.dtype, schedule=schedule, tiling=tiling))
+    return handle(weight, x, out=out, order=order)
+
+
+def _check_sizes(rows: int, tokens: int) -> None:
+    if not 1 <= rows <= MOST_ROWS:
+        raise ValueError(f"{NAME}: rows of the weight (value={rows}, allowed=1..{MOST_ROWS})")
+    if not 1 <= tokens <= MOST_TOKENS:
+        raise ValueError(f"{NAME}: tokens (value={tokens}, allowed=1..{MOST_TOKENS})")
+
+
+def _check(comm: Communicator, weight: object, x: object, out: object, order: str) -> None:
+    check_choice(NAME, "order", order, ORDERS)
+    check_tensor(NAME, "weight", weight, comm.device, FLOATS, (2,))
+    assert isinstance(weight, torch.Tensor)
+    check_tensor(NAME, "x", x, comm.device, (weight.dtype,), (1, 2))
+    assert isinstance(x, torch.Tensor)
+    _check_sizes(weight.shape[0], 1 if x.dim() == 1 else x.shape[0])
+    if x.shape[-1] != weight.shape[1]:
+        raise ValueError(f"{NAME}: columns of x (value={x.shape[-1]}, allowed={weight.shape[1]}, those of the weight)")
+    for what, tensor in (("weight", weight), ("x", x)):
+        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            raise ValueError(f"{NAME}: neighbours in a row of {what} lie apart (value={tensor.stride()}, allowed=1)")
+    if out is not None:
+        check_tensor(NAME, "out", out, comm.device, (weight.dtype,), (x.dim(),))
+        assert isinstance(out, torch.Tensor)
+        shape = (*x.shape[:-1], weight.shape[0])
+        if out.shape != shape or not out.is_contiguous():
+            raise ValueError(f"{NAME}: shape of out (value={tuple(out.shape)}, allowed={shape}, contiguous)")
+
+
+@triton.jit
+def _partial(
+    weight, x, tile, rows, columns, weight_stride, x_stride, tokens,
+    ROWS: tl.constexpr, COLS: tl.constexpr, TP: tl.constexpr, DOTS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """float32[ROWS, TP]: what this rank's columns add to a tile. Tokens that there are not are 0."""
+    row = tile * ROWS + tl.arange(0, ROWS)
+    token = tl.arange(0, TP)
+    lane = tl.arange(0, COLS)
+    weights = weight + row[:, None].to(tl.int64) * weight_stride
+    if DOTS:
+        result = tl.zeros([ROWS, TP], tl.float32)
+        for first in range(0, columns, COLS):
+            column = first + lane
+            there = (row[:, None] < rows) & (column[None, :] < columns)
+            w = tl.load(weights + column[None, :], mask=there, other=0)
+            known = (token[None, :] < tokens) & (column[:, None] < columns)
+            v = tl.load(x + token[None, :] * x_stride + column[:, None], mask=known, other=0)
+            if WIDE:  # also where kernels are interpreted, which takes bfloat16 for integers in a dot
+                w, v = w.to(tl.float32), v.to(tl.float32)
+            result = tl.dot(w, v, result, input_precision="ieee")
+        return result
+    else:
+        sum0 = tl.zeros([ROWS, COLS], tl.float32)
+        sum1, sum2, sum3 = sum0, sum0, sum0
+        for first in range(0, columns, COLS):
+            column = first + lane
+            there = (row[:, None] < rows) & (column[None, :] < columns)
+            w = tl.load(weights + column[None, :], mask=there, other=0).to(tl.float32)
+            sum0 += w * _token(x, 0, column, columns, x_stride, tokens)[None, :]
+            if TP > 1:
+                sum1 += w * _token(x, 1, column, columns, x_stride, tokens)[None, :]
+            if TP > 2:
+                sum2 += w * _token(x, 2, column, columns, x_stride, tokens)[None, :]
+                sum3 += w * _token(x, 3, column, columns, x_stride, tokens)[None, :]
+        result = tl.where(token[None, :] == 0, tl.sum(sum0, axis=1)[:, None], 0.0)
+        if TP > 1:
+            result = tl.where(token[None, :] == 1, tl.sum(sum1, axis=1)[:, None], result)
+        if TP > 2:
+            result = tl.where(token[None, :] == 2, tl.sum(sum2, axis=1)[:, None], result)
+            result = tl.where(token[None, :] == 3, tl.sum(sum3, axis=1)[:, None], result)
+        return result
+
+
+@triton.jit
+def _token(x, token, column, columns, x_stride, tokens):
+    there = tl.where(token < tokens, columns, 0)
+    return tl.load(x + token * x_stride + column, mask=column < there, other=0).to(tl.float32)
+
+
+@triton.jit
+def _sum_of_ranks(partials, held, step, ranks, inside, mask):
+    """float32[ROWS, TP]: a tile of every rank, added in their order."""
+    result = tl.load(partials + held + inside, mask=mask, other=0)
+    for sender in range(1, ranks):
+        result += tl.load(partials + held + sender * step + inside, mask=mask, other=0)
+    return result
+
+
+@triton.jit
+def _gemv_all_reduce(
+    context, partials_of, partials, results_of, results, output, weight, x,
+    rows, columns, weight_stride, x_stride, tokens, tiles_each,
+    ROWS: tl.constexpr, COLS: tl.constexpr, TP: tl.constexpr, DOTS: tl.constexpr, WIDE: tl.constexpr,
+    PHASES: tl.constexpr, REMOTE_FIRST: tl.constexpr, COPIES: tl.constexpr,
+):  # fmt: skip
+    generation = begin(context)
+    rank, ranks = rank_of(context), world_size_of(context)
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    lane, token = tl.arange(0, ROWS)[:, None], tl.arange(0, TP)[None, :]
+    inside = lane * TP + token
+    each = tiles_each * ROWS * TP  # of what a rank sends to an owner
+    is_token = token < tokens
+    kind = output.dtype.element_ty
+
+    if PHASES == 1:
+        place = (generation & 1) * ranks
+        for tile in range(program, tiles_each, programs):
+            part = _partial(weight, x, tile, rows, columns, weight_stride, x_stride, tokens,
+                            ROWS, COLS, TP, DOTS, WIDE)  # fmt: skip
+            mask = is_token & (tile * ROWS + lane < rows)
+            for turn in range(ranks):
+                peer = (rank + 1 + turn) % ranks
+                put_weak(partials_of, peer, (place + rank) * each + tile * ROWS * TP + inside, part, mask)
+        barrier_acq_rel(context, program, generation)
+        for tile in range(program, tiles_each, programs):
+            mask = is_token & (tile * ROWS + lane < rows)
+            total = _sum_of_ranks(partials, place * each + tile * ROWS * TP, each, ranks, inside, mask)
+            tl.store(output + token * rows + tile * ROWS + lane, total.to(kind), mask=mask)
+    else:
+        for turn in range(ranks):
+            owner = (rank + 1 + turn) % ranks if REMOTE_FIRST else turn
+            for number in range(program, tiles_each, programs):
+                tile = owner * tiles_each + number
+                if tile * ROWS < rows:  # the last owners may have fewer
+                    part = _partial(weight, x, tile, rows, columns, weight_stride, x_stride, tokens,
+                                    ROWS, COLS, TP, DOTS, WIDE)  # fmt: skip
+                    mask = is_token & (tile * ROWS + lane < rows)
+                    put_weak(partials_of, owner, rank * each + number * ROWS * TP + inside, part, mask)
+            signal_release(context, owner, program, generation)
+        wait_all_acquire(context, program, generation)
+        for number in range(program, tiles_each, programs):
+            row = (rank * tiles_each + number) * ROWS + lane
+            mask = is_token & (row < rows)
+            total = _sum_of_ranks(partials, number * ROWS * TP, each, ranks, inside, mask).to(kind)
+            for turn in range(ranks):
+                put_weak(results_of, (rank + 1 + turn) % ranks, token * rows + row, total, mask)
+        barrier_acq_rel(context, programs + program, generation)
+        if COPIES:
+            for owner in range(ranks):
+                for number in range(program, tiles_each, programs):
+                    row = (owner * tiles_each + number) * ROWS + lane
+                    mask = is_token & (row < rows)
+                    value = tl.load(results + token * rows + row, mask=mask)
+                    tl.store(output + token * rows + row, value, mask=mask)
+    end(context, generation)
+
+
+KERNEL = _gemv_all_reduce

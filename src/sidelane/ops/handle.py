@@ -1,0 +1,88 @@
+"""What fused operators share: what they keep on a communicator, and how arguments are refused before anything moves."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Hashable, Iterator
+from typing import TypeVar
+
+import torch
+
+from sidelane.collectives import Communicator
+
+H = TypeVar("H")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Kernels of this process are interpreted; Triton asks the same when it makes them."""
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+REMOTE_FIRST, OBLIVIOUS = "remote_first", "oblivious"
+ORDERS = (REMOTE_FIRST, OBLIVIOUS)
+"""What a kernel computes first: what peers wait for (the fused operators paper, section III.A), or what has the lowest
+number."""
+
+INTERPRETED_PROGRAMS = 3
+"""Programs of a grid on CPU ranks, which run one after the other: enough for them to differ."""
+
+
+@contextlib.contextmanager
+def telling_refusals(comm: Communicator, name: str) -> Iterator[None]:
+    """Arguments are checked inside: what is raised keeps this rank from its next call, and its peers are told."""
+    try:
+        yield
+    except Exception as error:
+        comm.refuse(name, error)
+        raise
+
+
+def kept(comm: Communicator, key: Hashable, make: Callable[[], H]) -> H:
+    """What an operator keeps with a communicator, made on first use by all ranks together."""
+    found: H | None = comm.kept.get(key)
+    if found is None:
+        found = comm.kept[key] = make()
+    return found
+
+
+def programs_of(comm: Communicator, needed: int, per_unit: int) -> int:
+    """Programs of a persistent grid: no more than there is work for, and ``per_unit`` on each compute unit."""
+    if comm.device.type == "cpu":
+        return max(1, min(needed, INTERPRETED_PROGRAMS))
+    units = torch.cuda.get_device_properties(comm.device).multi_processor_count
+    return max(1, min(needed, units * per_unit))
+
+
+def check_tensor(
+    name: str, what: str, tensor: object, device: torch.device, dtypes: tuple[torch.dtype, ...], dims: tuple[int, ...]
+) -> None:
+    """Refuse what is no tensor of such dtypes and dimensions on the device.
+
+    Raises:
+        TypeError: it is no tensor, or one of another dtype.
+        ValueError: another device, or other dimensions.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name}: {what} (value={type(tensor).__name__}, allowed=a tensor)")
+    if tensor.dtype not in dtypes:
+        raise TypeError(f"{name}: dtype of {what} (value={tensor.dtype}, allowed={', '.join(map(str, dtypes))})")
+    if tensor.device != device:
+        raise ValueError(f"{name}: device of {what} (value={tensor.device}, allowed={device})")
+    if tensor.dim() not in dims:
+        allowed = " or ".join(map(str, dims))
+        raise ValueError(f"{name}: dimensions of {what} (value={tensor.dim()}, allowed={allowed})")
+
+
+def check_choice(name: str, what: str, value: object, allowed: tuple[str, ...]) -> None:
+    """Refuse a word that is none of those allowed. Raises ValueError."""
+    if value not in allowed:
+        raise ValueError(f"{name}: {what} (value={value!r}, allowed={', '.join(allowed)})")
+
+
+def power_of_two(number: int) -> int:
+    """The smallest power of two that is no less.
+
+    >>> [power_of_two(number) for number in (1, 2, 3, 8, 9)]
+    [1, 2, 4, 8, 16]
+    """
+    return 1 << max(0, number - 1).bit_length()

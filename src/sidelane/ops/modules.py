@@ -1,0 +1,139 @@
+"""Layers that take the place of PyTorch's: fused with the collective behind them, trained and compiled as they are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from sidelane.collectives import Communicator
+from sidelane.ops import library
+from sidelane.ops.embedding_tables import MODES, SUM
+from sidelane.ops.handle import check_choice, telling_refusals
+from sidelane.program.collective import split_evenly
+
+
+class RowParallelLinear(nn.Module):
+    """``nn.Linear`` whose input features lie on different ranks; all of them get the result. For decoding.
+
+    Up to 16 tokens go through :func:`sidelane.ops.gemv_all_reduce`; more go through a GEMM and an all-reduce.
+
+    Args:
+        comm: the ranks, open for as long as this is used.
+        in_features: of all ranks; rank r has those of ``split_evenly(in_features, N)``.
+        out_features: of the result.
+        bias: one that is added once, the same parameter on every rank.
+        dtype: float32, float16 or bfloat16; None is PyTorch's default.
+
+    Attributes:
+        weight: [out_features, own features].
+        columns: which features of all are this rank's.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        sizes = split_evenly(in_features, comm.world_size)
+        first = sum(sizes[: comm.rank])
+        self.in_features, self.out_features = in_features, out_features
+        self.columns = slice(first, first + sizes[comm.rank])
+        self._comm = library.number_of(comm)
+        options = {"device": comm.device, "dtype": dtype}
+        bound = 1 / math.sqrt(in_features)
+        self.weight = nn.Parameter(torch.empty(out_features, sizes[comm.rank], **options).uniform_(-bound, bound))  # type: ignore[arg-type]
+        self.bias = nn.Parameter(torch.zeros(out_features, **options)) if bias else None  # type: ignore[arg-type]
+
+    @classmethod
+    def from_linear(cls, comm: Communicator, linear: nn.Linear) -> RowParallelLinear:
+        """This rank's columns of a whole layer."""
+        has_bias = linear.bias is not None
+        made = cls(comm, linear.in_features, linear.out_features, bias=has_bias, dtype=linear.weight.dtype)
+        with torch.no_grad():
+            made.weight.copy_(linear.weight[:, made.columns])
+            if made.bias is not None:
+                made.bias.copy_(linear.bias)
+        return made
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., own features] to [..., out_features], the same on every rank."""
+        y: torch.Tensor = library.row_parallel_linear(self._comm, x.reshape(-1, x.shape[-1]), self.weight)
+        y = y if self.bias is None else y + self.bias
+        return y.view(*x.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, own={self.columns}"
+
+
+class EmbeddingBagAllToAll(nn.Module):
+    """A list of ``nn.EmbeddingBag`` on every rank, the exchange of what they pool, and its layout. Collective.
+
+    Args:
+        comm: the ranks, open for as long as this is used.
+        num_embeddings: rows of each table of this rank.
+        embedding_dim: of all tables of all ranks.
+        mode: ``sum`` or ``mean``.
+        dtype: float32, float16 or bfloat16, on all ranks; None is PyTorch's default.
+
+    Attributes:
+        tables: this rank's, [rows, embedding_dim] each.
+        table_count: of all ranks.
+
+    Raises:
+        ValueError, TypeError: sizes that there are not.
+        MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        num_embeddings: Sequence[int],
+        embedding_dim: int,
+        *,
+        mode: str = SUM,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        with telling_refusals(comm, "EmbeddingBagAllToAll"):
+            check_choice("EmbeddingBagAllToAll", "mode", mode, MODES)
+            if not num_embeddings:
+                raise ValueError("EmbeddingBagAllToAll: tables (value=0, allowed=1 and more on each rank)")
+        self.mode, self.embedding_dim = mode, embedding_dim
+        self._comm = library.number_of(comm)
+        self.tables = nn.ParameterList(
+            torch.randn(rows, embedding_dim, device=comm.device, dtype=dtype) for rows in num_embeddings
+        )
+        counts = torch.zeros(comm.world_size, dtype=torch.int64, device=comm.device)
+        comm.all_gather(counts, torch.tensor([len(num_embeddings)], device=comm.device))
+        comm.synchronize()
+        self.table_count = int(counts.sum())
+
+    def forward(
+        self, indices: torch.Tensor, offsets: torch.Tensor, per_sample_weights: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """This rank's samples of all tables.
+
+        Args:
+            indices: rows of all bags of the local tables, table by table, over the samples of all ranks; int32, int64.
+            offsets: where bags begin, and where the last one ends, [tables * batch + 1].
+            per_sample_weights: of each index, with ``sum`` only.
+
+        Returns:
+            [own samples, table_count * embedding_dim], as of :func:`sidelane.ops.embedding_all_to_all`.
+        """
+        tables = list(self.tables)
+        result: torch.Tensor = library.embedding_all_to_all(
+            self._comm, tables, indices, offsets, per_sample_weights, self.mode, self.table_count
+        )
+        return result
+
+    def extra_repr(self) -> str:
+        return f"embedding_dim={self.embedding_dim}, mode={self.mode}, tables of all ranks={self.table_count}"

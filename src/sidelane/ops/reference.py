@@ -1,0 +1,84 @@
+"""The unfused equivalents: what each fused operator does, with PyTorch's operators and a collective behind them.
+
+They are the oracle of the fused operators and their baseline. Each takes the arguments of its fused operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.nn import functional
+
+from sidelane.collectives import Communicator
+from sidelane.program.collective import split_evenly
+
+
+def gemv_all_reduce(comm: Communicator, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """``all_reduce(x @ weight.T)``; see :func:`sidelane.ops.gemv_all_reduce`."""
+    result = functional.linear(x, weight)
+    comm.all_reduce(result)
+    return result
+
+
+def all_reduce_rms_norm(
+    comm: Communicator, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, *, eps: float = 1e-6
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``all_reduce``, an addition and ``rms_norm``; see :func:`sidelane.ops.all_reduce_rms_norm`."""
+    total = x.clone()
+    comm.all_reduce(total)
+    if residual is not None:
+        total += residual
+    return functional.rms_norm(total, weight.shape, weight, eps), total
+
+
+def embedding_all_to_all(
+    comm: Communicator,
+    tables: Sequence[torch.Tensor],
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    counts: Sequence[int],
+    *,
+    mode: str = "sum",
+    per_sample_weights: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """One ``embedding_bag`` a table, an all-to-all, and a copy; see :func:`sidelane.ops.embedding_all_to_all`.
+
+    ``counts`` says how many tables each rank has.
+    """
+    batch, dim = (offsets.numel() - 1) // len(tables), tables[0].shape[1]
+    samples = split_evenly(batch, comm.world_size)
+    pooled = []
+    for number, table in enumerate(tables):
+        starts = offsets[number * batch : (number + 1) * batch + 1]
+        first, stop = int(starts[0]), int(starts[-1])
+        factors = None if per_sample_weights is None else per_sample_weights[first:stop].to(table.dtype)
+        bags = functional.embedding_bag(
+            indices[first:stop].long(),
+            table,
+            (starts - first).long(),
+            mode=mode,
+            per_sample_weights=factors,
+            include_last_offset=True,
+        )
+        pooled.append(bags.split(samples))
+    sent = torch.cat([bags[rank] for rank in range(comm.world_size) for bags in pooled])
+    local = samples[comm.rank]
+    output = sent.new_empty(sum(counts) * local, dim)
+    comm.all_to_all(
+        output,
+        sent,
+        output_split_sizes=[count * local for count in counts],
+        input_split_sizes=[len(tables) * size for size in samples],
+    )
+    return output.view(sum(counts), local, dim).transpose(0, 1).reshape(local, sum(counts) * dim)
+
+
+def gemm_all_to_all(
+    comm: Communicator, x: torch.Tensor, weight: torch.Tensor, counts: Sequence[Sequence[int]]
+) -> torch.Tensor:
+    """``x @ weight.T`` and an all-to-all with split sizes, which the host must know. See :mod:`sidelane.ops.gemm`."""
+    sent, came = list(counts[comm.rank]), [row[comm.rank] for row in counts]
+    output = x.new_empty(sum(came), weight.shape[0])
+    comm.all_to_all(output, x[: sum(sent)] @ weight.T, output_split_sizes=came, input_split_sizes=sent)
+    return output

@@ -1,0 +1,220 @@
+"""What ranks do with embedding_all_to_all in tests; see ``fused_ops``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import triton
+import triton.language as tl
+from fused_ops import DTYPES, Calls, Draws, check_close, communicator
+
+from sidelane import Communicator, ops
+from sidelane.device.context import begin, end, wait_acquire
+from sidelane.ops import reference
+from sidelane.ops.embedding import EmbeddingAllToAll
+
+
+@triton.jit
+def consumer(context, producer, output, seen, owner, flag, first, count, TILE: tl.constexpr):
+    """Takes a slice once it is there: launched as often as its producer, so that generations are the same."""
+    generation = begin(context)
+    wait_acquire(producer, owner, flag, generation)
+    offsets = tl.arange(0, TILE)
+    tl.store(seen + offsets, tl.load(output + first + offsets, mask=offsets < count), mask=offsets < count)
+    end(context, generation)
+
+
+def forward_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> int:
+    """Uneven tables and batches, empty bags, all modes and dtypes; outputs that peers write while others are late."""
+    with communicator(group) as comm:
+        n, rank, device = comm.world_size, comm.rank, comm.device
+        draws = Draws(seed, rank)
+        kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for dtype in DTYPES:
+            dim, batch = draws.sizes.choice((1, 5, 8)), draws.sizes.randrange(n, 3 * n)
+            counts = [draws.sizes.randrange(1, 3) for _ in range(n)]
+            tables = [
+                [draws.normal(draws.sizes.randrange(1, 30), dim).to(dtype) for _ in range(count)] for count in counts
+            ]
+            own = [table.to(device) for table in tables[rank]]
+            width = sum(counts) * dim
+            shared = comm.empty(-(-batch // n), width, dtype=dtype)
+            samples = [batch // n + (peer < batch % n) for peer in range(n)]
+            mine = slice(sum(samples[:rank]), sum(samples[: rank + 1]))
+            for number in range(calls):
+                kind = draws.sizes.choice(("sum", "mean", "weighted"))
+                index = draws.sizes.choice((torch.int32, torch.int64))
+                order, cut = draws.sizes.choice(("remote_first", "oblivious")), draws.sizes.choice((None, 1, 3))
+                bags = [
+                    [[draws.sizes.randrange(len(table)) for _ in range(draws.sizes.choice((0, 1, 4, 11)))]]
+                    for some in tables
+                    for table in some
+                    for _ in range(batch)
+                ]
+                factors = [draws.normal(len(bag)).to(dtype) for (bag,) in bags]
+                pooled = [
+                    pool(table, bag, factor if kind == "weighted" else None, mean=kind == "mean")
+                    for table, (bag,), factor in zip(
+                        [table for some in tables for table in some for _ in range(batch)], bags, factors, strict=True
+                    )
+                ]
+                expected = torch.stack(pooled).view(sum(counts), batch, dim).transpose(0, 1).reshape(batch, width)[mine]
+                first, last = sum(counts[:rank]) * batch, sum(counts[: rank + 1]) * batch
+                lengths = [len(bag) for (bag,) in bags[first:last]]
+                indices = torch.tensor([row for (bag,) in bags[first:last] for row in bag], dtype=index)
+                offsets = torch.tensor([0, *lengths]).cumsum(0).to(index)
+                weights = torch.cat(factors[first:last]) if kind == "weighted" else None
+                out = shared[: samples[rank]] if number % 2 else None
+                draws.late()
+                mode = "mean" if kind == "mean" else "sum"
+                result = ops.embedding_all_to_all(
+                    *(comm, own, indices.to(device), offsets.to(device)),
+                    mode=mode,
+                    per_sample_weights=None if weights is None else weights.to(device),
+                    out=out,
+                    order=order,
+                    slice_bags=cut,
+                )
+                kept.append((result.clone(), expected))
+            unfused = reference.embedding_all_to_all(
+                *(comm, own, indices.to(device), offsets.to(device), counts),
+                mode=mode,
+                per_sample_weights=None if weights is None else weights.to(device),
+            )
+            check_close(unfused, expected, "unfused")
+        comm.synchronize()
+        for number, (result, expected) in enumerate(kept):
+            check_close(result, expected, number)
+    return len(kept)
+
+
+def pool(table: torch.Tensor, bag: list[int], factors: torch.Tensor | None, *, mean: bool) -> torch.Tensor:
+    """A bag in float64."""
+    rows = table.double()[bag] if bag else table.new_zeros(0, table.shape[1]).double()
+    if factors is not None:
+        rows = rows * factors.double()[:, None]
+    return rows.sum(0) / (max(1, len(bag)) if mean else 1)
+
+
+def slices_as_they_come(group: dist.ProcessGroup) -> int:
+    """A consumer of one slice of each owner, launched once for each call."""
+    with communicator(group) as comm:
+        dim, batch = 4, 4 * comm.world_size
+        table = torch.arange(8.0).repeat_interleave(dim).view(8, dim) + 10 * comm.rank
+        handle = EmbeddingAllToAll(comm, [table, table + 100], batch, slice_bags=2)
+        consumers = [comm.load_kernel(consumer, flags=0) for _ in range(comm.world_size)]
+        offsets = torch.arange(2 * batch + 1)
+        for call in range(3):
+            output = handle((torch.arange(2 * batch) + call) % 8, offsets)
+            for owner, kernel in enumerate(consumers):
+                seen, column = torch.zeros(dim), (2 * owner + 1) * dim
+                at, flag = 2 * output.shape[1] + column, handle.flag_of_slice(1, 2)
+                kernel.launch((1,), handle.context, output, seen, owner, flag, at, dim, TILE=4)
+                comm.synchronize()
+                row = (batch + 4 * comm.rank + 2 + call) % 8
+                assert seen.eq(row + 10 * owner + 100).all(), (call, owner, seen)
+            comm.barrier()
+    return 3
+
+
+def backward_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> int:
+    """Against autograd in float64: dense gradients and those of rows, of tables and of weights."""
+    with communicator(group) as comm, torch.device("cpu"):
+        n, rank, device = comm.world_size, comm.rank, comm.device
+        draws = Draws(seed, rank)
+        kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for dtype in DTYPES:
+            dim, batch = draws.sizes.choice((1, 5, 8)), draws.sizes.randrange(n, 3 * n)
+            counts = [draws.sizes.randrange(1, 3) for _ in range(n)]
+            sizes = [[draws.sizes.randrange(1, 12) for _ in range(count)] for count in counts]
+            tables = [[draws.normal(rows, dim).to(dtype) for rows in some] for some in sizes][rank]
+            own = [table.to(device) for table in tables]
+            samples = [batch // n + (peer < batch % n) for peer in range(n)]
+            for number in range(calls):
+                kind = draws.sizes.choice(("sum", "mean", "weighted"))
+                mode, index = "mean" if kind == "mean" else "sum", draws.sizes.choice((torch.int32, torch.int64))
+                lengths = torch.tensor([0, 1, 4, 11])[torch.arange(batch * len(tables)) * (seed + number) % 7 % 4]
+                offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+                rows = [len(table) for table in tables for _ in range(batch)]
+                indices = torch.cat(
+                    [torch.arange(length) * 7 % row for length, row in zip(lengths.tolist(), rows, strict=True)]
+                )
+                factors = torch.arange(len(indices)).sin().to(dtype) if kind == "weighted" else None
+                grad = draws.normal(batch, sum(counts) * dim).to(dtype)
+                mine = grad[sum(samples[:rank]) : sum(samples[: rank + 1])].to(device)
+                column = sum(counts[:rank]) * dim
+                expected = autograd(tables, indices, offsets, mode, factors, grad[:, column:].double())
+                draws.late()
+                found, of_weights = ops.embedding_all_to_all_backward(
+                    *(comm, mine, own, indices.to(index).to(device), offsets.to(index).to(device)),
+                    mode=mode,
+                    per_sample_weights=None if factors is None else factors.to(device),
+                    sparse=number % 2 == 1,
+                )
+                results = [part.double().to_dense().to(dtype) if part.is_sparse else part for part in found]
+                results += [] if of_weights is None else [of_weights]
+                kept += zip(results, expected, strict=True)
+        comm.synchronize()
+        for number, (result, wanted) in enumerate(kept):
+            check_close(result, wanted, number)
+    return len(kept)
+
+
+def autograd(
+    tables: list[torch.Tensor],
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    mode: str,
+    factors: torch.Tensor | None,
+    grad: torch.Tensor,
+) -> list[torch.Tensor]:
+    """Gradients of the tables, and of the factors, by PyTorch in float64; ``grad`` begins with that of table 0."""
+    leaves = [table.double().requires_grad_() for table in tables]
+    of_factors = None if factors is None else factors.double().requires_grad_()
+    batch, dim = (len(offsets) - 1) // len(tables), tables[0].shape[1]
+    for number, table in enumerate(leaves):
+        starts = offsets[number * batch : (number + 1) * batch + 1]
+        bag = slice(int(starts[0]), int(starts[-1]))
+        pooled = torch.nn.functional.embedding_bag(
+            indices[bag],
+            table,
+            starts - starts[0],
+            mode=mode,
+            per_sample_weights=None if of_factors is None else of_factors[bag],
+            include_last_offset=True,
+        )
+        pooled.backward(grad[:, number * dim : (number + 1) * dim])
+    found = [leaf.grad for leaf in (*leaves, *([] if of_factors is None else [of_factors]))]
+    assert all(part is not None for part in found)
+    return [part for part in found if part is not None]
+
+
+def embedding_calls(comm: Communicator) -> Calls:
+    tables, indices, offsets = [torch.ones(5, 4), torch.ones(6, 4)], torch.tensor([0, 4, 3, 5]), torch.arange(5)
+
+    def call(some: Any = tables, rows: Any = indices, starts: Any = offsets, **options: Any) -> Callable[[], Any]:
+        return lambda: ops.embedding_all_to_all(comm, some, rows, starts, **options)
+
+    wrong = [
+        call([]),
+        call([torch.ones(5, 4), torch.ones(6, 3)]),
+        call([torch.ones(5, 4), torch.ones(6, 4).half()]),
+        call([torch.ones(4, 5).T, torch.ones(6, 4)]),
+        call(rows=indices.float()),
+        call(rows=torch.tensor([0, 5, 3, 5])),
+        call(starts=torch.arange(4)),
+        call(starts=torch.tensor([0, 2, 1, 3, 4])),
+        call(starts=torch.tensor([0, 1, 2, 3, 5])),
+        call(mode="max"),
+        call(order="last"),
+        call(slice_bags=0),
+        call(rows=indices[:2], starts=torch.arange(3)),
+        call(mode="mean", per_sample_weights=torch.ones(4)),
+        call(per_sample_weights=torch.ones(3)),
+        call(out=torch.ones(1, 4 * 2 * comm.world_size)),
+        call(out=comm.kept.setdefault("test", torch.ones(2, 2))),
+    ]
+    return wrong, call()

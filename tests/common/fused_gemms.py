@@ -1,0 +1,72 @@
+"""What ranks do with gemm_all_to_all in tests; see ``fused_ops``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fused_ops import DTYPES, Calls, Draws, check_close, communicator
+
+from sidelane import Communicator, ops
+from sidelane.ops import reference
+from sidelane.ops.gemm import TileSizes
+
+TILES = TileSizes(16, 16, 16, 1, 1)
+
+
+def back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> int:
+    """Skewed routing, nothing at all for some, rows that stay; outputs that peers write while others are late."""
+    with communicator(group) as comm:
+        n, rank, device = comm.world_size, comm.rank, comm.device
+        draws = Draws(seed, rank)
+        kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for number in range(calls):
+            dtype, order = draws.sizes.choice(DTYPES), draws.sizes.choice(("remote_first", "oblivious"))
+            columns, depth = draws.sizes.choice((5, 16, 20)), draws.sizes.choice((3, 16, 40))
+            counts = [[draws.sizes.choice((0, 1, 7, 18)) for _ in range(n)] for _ in range(n)]
+            xs = [draws.normal(sum(row) + number % 2, depth).to(dtype) for row in counts]
+            weights = [draws.normal(columns, depth).to(dtype) for _ in range(n)]
+            products = [x.double() @ weight.double().T for x, weight in zip(xs, weights, strict=True)]
+            parts = [
+                products[peer][sum(counts[peer][:rank]) : sum(counts[peer][: rank + 1])]  # what is for this rank
+                for peer in range(n)
+            ]
+            expected = torch.cat(parts)
+            x, weight = xs[rank].to(device), weights[rank].to(device)
+            table = torch.tensor(counts, dtype=draws.sizes.choice((torch.int32, torch.int64)), device=device)
+            draws.late()
+            result = ops.gemm_all_to_all(comm, x, weight, table, most_rows=18 * n, order=order, tiles=TILES)
+            kept.append((result[: len(expected)].clone(), expected))
+            if number == 0:
+                check_close(reference.gemm_all_to_all(comm, x, weight, counts), expected, "unfused")
+        comm.synchronize()
+        for number, (result, expected) in enumerate(kept):
+            check_close(result, expected, number)
+    return len(kept)
+
+
+def wrong_calls(comm: Communicator) -> Calls:
+    n = comm.world_size
+    x, weight, counts = torch.ones(2 * n, 8), torch.ones(4, 8), torch.full((n, n), 2)
+
+    def call(x: Any = x, weight: Any = weight, counts: Any = counts, **options: Any) -> Callable[[], Any]:
+        chosen = {"most_rows": 2 * n, "tiles": TILES, **options}
+        return lambda: ops.gemm_all_to_all(comm, x, weight, counts, **chosen)
+
+    wrong = [
+        call(x=torch.ones(2 * n, 7)),
+        call(x=x.half()),
+        call(x=torch.ones(8, 2 * n).T),
+        call(weight=torch.ones(4)),
+        call(weight=torch.ones(4, 8, dtype=torch.int32)),
+        call(counts=[[2] * n] * n),
+        call(counts=torch.full((n, n + 1), 2)),
+        call(counts=torch.full((n, n), 2.0)),
+        call(counts=torch.full((n, n), 3)),
+        call(counts=torch.full((n, n), -1)),
+        call(most_rows=0),
+        call(order="last"),
+    ]
+    return wrong, call()

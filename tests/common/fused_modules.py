@@ -1,0 +1,137 @@
+"""What ranks do with layers and operators of PyTorch in tests; see ``fused_ops``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fused_embeddings import autograd
+from fused_ops import check_close, communicator
+from torch import nn
+
+from sidelane import Communicator
+from sidelane.ops import EmbeddingBagAllToAll, RowParallelLinear, library
+
+
+def linear(group: dist.ProcessGroup, backend: str) -> int:
+    """Forward and gradients of few tokens and many, next to the whole layer, eager and compiled."""
+    done = 0
+    with communicator(group) as comm:
+        torch.manual_seed(3)
+        whole = nn.Linear(12, 20)
+        layer = RowParallelLinear.from_linear(comm, whole)
+        with torch.no_grad():
+            whole.bias.copy_(torch.arange(20.0))
+            assert layer.bias is not None
+            layer.bias.copy_(whole.bias)
+        for model in (layer, compiled(layer, backend)):
+            for shape in ((2, 3), (1,), (5, 7)):
+                x = torch.randn(*shape, 12)
+                expected = whole(x)
+                mine = x[..., layer.columns].clone().requires_grad_()
+                result = model(mine)
+                check_close(result.detach(), expected.detach().double(), shape)
+                whole.zero_grad()
+                layer.zero_grad()
+                expected.square().sum().backward()
+                result.square().sum().backward()
+                assert whole.weight.grad is not None and mine.grad is not None and layer.weight.grad is not None
+                grad = whole.weight.grad[:, layer.columns].double()
+                check_close(layer.weight.grad, grad, shape)
+                check_close(
+                    mine.grad, (2 * expected.detach() @ whole.weight.detach())[..., layer.columns].double(), shape
+                )
+                done += 1
+    return done
+
+
+def embedding(group: dist.ProcessGroup, backend: str) -> int:
+    """A step of training against autograd in float64, eager and compiled, sums, means and weights."""
+    done = 0
+    with communicator(group) as comm:
+        n, rank, dim, batch = comm.world_size, comm.rank, 4, 2 * comm.world_size + 1
+        for mode, is_weighted in (("sum", False), ("mean", False), ("sum", True)):
+            layer = EmbeddingBagAllToAll(comm, [5] * (1 + rank % 2), dim, mode=mode)
+            tables = len(layer.tables)
+            offsets = torch.arange(tables * batch + 1) * 3
+            indices = torch.arange(3 * tables * batch) * 2 % 5
+            model = compiled(layer, backend)
+            wanted = None
+            for run in (layer, model):
+                weights = torch.arange(1.0, len(indices) + 1).requires_grad_() if is_weighted else None
+                layer.zero_grad()
+                result = run(indices, offsets, weights)
+                (result * 2).sum().backward()
+                assert wanted is None or torch.equal(result, wanted)
+                wanted = result.detach()
+                leaves = [table.detach() for table in layer.tables]
+                grad = torch.full((batch, tables * dim), 2.0, dtype=torch.float64)
+                expected = autograd(leaves, indices, offsets, mode, None if weights is None else weights.detach(), grad)
+                found = [table.grad for table in layer.tables] + ([] if weights is None else [weights.grad])
+                for part, other in zip(found, expected, strict=True):
+                    assert part is not None
+                    check_close(part, other, (mode, is_weighted))
+                done += 1
+            samples = batch // n + (rank < batch % n)
+            assert wanted is not None and wanted.shape == (samples, layer.table_count * dim)
+    return done
+
+
+def norm(group: dist.ProcessGroup, backend: str) -> int:
+    """Gradients of all_reduce_rms_norm against autograd in float64, eager and compiled."""
+    with communicator(group) as comm:
+        number = library.number_of(comm)
+
+        def call(x: Any, residual: Any, weight: Any) -> Any:
+            y, total = library.all_reduce_rms_norm(number, x, residual, weight, 1e-5)
+            return (y * y.detach()).sum() + 3 * total.sum(), y
+
+        for run in (call, torch.compile(call, backend=backend, fullgraph=True)):
+            torch.manual_seed(1)
+            leaves = [torch.randn(*size).requires_grad_() for size in ((3, 8), (3, 8), (8,))]
+            wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
+            loss, y = run(*leaves)
+            loss.backward()
+            total = wide[0] * comm.world_size + wide[1]
+            expected = nn.functional.rms_norm(total, (8,), wide[2], 1e-5)
+            check_close(y.detach(), expected.detach(), "norm")
+            ((expected * expected.detach()).sum() + 3 * total.sum()).backward()
+            for leaf, other, ranks in zip(leaves, wide, (comm.world_size, 1, 1), strict=True):
+                assert leaf.grad is not None and other.grad is not None
+                check_close(leaf.grad, other.grad / ranks, "norm")
+    return 2
+
+
+def checked(group: dist.ProcessGroup) -> int:
+    """PyTorch's own checks of an operator: schema, fake results, autograd."""
+    with communicator(group) as comm:
+        number = library.number_of(comm)
+        batch = 2 * comm.world_size + 1
+        x, weight = torch.randn(3, 8, requires_grad=True), torch.randn(20, 8, requires_grad=True)
+        scale = torch.randn(8, requires_grad=True)
+        tables = [torch.randn(5, 4, requires_grad=True) for _ in range(2)]
+        bags = (torch.arange(2 * batch) % 5, torch.arange(2 * batch + 1))
+        calls: list[tuple[Any, tuple[Any, ...]]] = [
+            (library.row_parallel_linear, (number, x, weight)),
+            (library.all_reduce_rms_norm, (number, x, None, scale, 1e-5)),
+            (library.embedding_all_to_all, (number, tables, *bags, None, "sum", 2 * comm.world_size)),
+        ]
+        for operator, arguments in calls:
+            torch.library.opcheck(operator, arguments)
+    return len(calls)
+
+
+def closed(group: dist.ProcessGroup) -> str:
+    """What a layer says whose communicator is gone."""
+    with Communicator(group) as comm:
+        layer = RowParallelLinear(comm, 4 * comm.world_size, 4)
+    try:
+        layer(torch.ones(1, 4))
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def compiled(layer: nn.Module, backend: str) -> Any:
+    return torch.compile(layer, backend=backend, fullgraph=True)

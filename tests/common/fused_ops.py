@@ -1,0 +1,191 @@
+"""What ranks do with fused operators in tests, under Triton's interpreter or on GPUs: against float64, with late ranks.
+
+A rank's tensors are on its default device, which the processes for GPUs set. All ranks draw the same sizes and inputs,
+so that each knows what the others have.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sidelane import Communicator, Config, ops
+from sidelane.errors import SidelaneError
+from sidelane.ops import reference
+from sidelane.ops.gemv import Tiling
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+Calls = tuple[list[Callable[[], Any]], Callable[[], Any]]
+"""Wrong ones, and one that is right."""
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+"""Of an element, next to the largest one: the last place of the dtype, twice."""
+
+
+class Draws:
+    """Sizes and inputs that all ranks draw alike, and the rank that is late, which each draws for itself."""
+
+    def __init__(self, seed: int, rank: int) -> None:
+        self.sizes, self._late = random.Random(seed), random.Random(100 * seed + rank)
+        self._values = torch.Generator("cpu").manual_seed(seed)
+
+    def late(self) -> None:
+        """Be late at random."""
+        time.sleep(0.02 * self._late.random() * (self._late.random() < 0.3))
+
+    def normal(self, *shape: int) -> torch.Tensor:
+        """float32, on the CPU."""
+        return torch.randn(*shape, generator=self._values, device="cpu")
+
+
+def check_close(found: torch.Tensor, expected: torch.Tensor, where: object) -> None:
+    """Compare with float64."""
+    scale = max(1e-3, float(expected.abs().max())) if expected.numel() else 1.0
+    error = (found.double().cpu() - expected.cpu()).abs().max().item() / scale if expected.numel() else 0.0
+    assert error <= TOLERANCE[found.dtype], (where, error)
+
+
+@contextlib.contextmanager
+def communicator(group: dist.ProcessGroup, *, debug: bool = False) -> Iterator[Communicator]:
+    """One that is patient: CPU ranks interpret kernels."""
+    config = Config(timeout_s=60, debug=debug)
+    with Communicator(group, device=torch.get_default_device(), config=config) as comm:
+        yield comm
+
+
+def gemv_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> int:
+    """Random shapes, dtypes, schedules and orders; outputs of all kinds; who is late changes."""
+    with communicator(group) as comm:
+        n, rank = comm.world_size, comm.rank
+        draws = Draws(seed, rank)
+        tiling = Tiling(16, 32, 1, 1)
+        symmetric = {dtype: comm.empty(16 * 70, dtype=dtype) for dtype in DTYPES}
+        shapes = [(draws.sizes.randrange(1, 70), draws.sizes.choice((1, 2, 3, 5, 16))) for _ in range(6)]
+        kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for number in range(calls):
+            rows, tokens = draws.sizes.choice(shapes)
+            columns = [draws.sizes.randrange(1, 50) for _ in range(n)]
+            dtype, schedule = draws.sizes.choice(DTYPES), draws.sizes.choice(("one_shot", "two_phase"))
+            order, where = draws.sizes.choice(("remote_first", "oblivious")), draws.sizes.randrange(3)
+            weights = [draws.normal(rows, width).to(dtype) for width in columns]
+            xs = [draws.normal(tokens, width).to(dtype) for width in columns]
+            expected = sum(x.double() @ weight.double().T for x, weight in zip(xs, weights, strict=True))
+            assert isinstance(expected, torch.Tensor)
+            weight, x = weights[rank].to(comm.device), xs[rank].to(comm.device)
+            if number % 3 == 0:  # rows that lie apart
+                weight = torch.cat([weight, weight], dim=1)[:, : columns[rank]]
+            if tokens == 1 and number % 2:
+                x, expected = x[0], expected[0]
+            out = None
+            if where:
+                place = symmetric[dtype] if where == 1 else torch.empty(16 * 70, dtype=dtype)
+                out = place[: expected.numel()].view(expected.shape)
+            draws.late()
+            result = ops.gemv_all_reduce(comm, weight, x, out=out, schedule=schedule, order=order, tiling=tiling)
+            if where == 1:
+                result = result.clone()  # peers may store into it in the next call, which comes behind this
+            kept.append((result, expected))
+        comm.synchronize()
+        for number, (result, expected) in enumerate(kept):
+            check_close(result, expected, number)
+        weight, x = torch.ones(20, 8), torch.ones(3, 8)
+        check_close(reference.gemv_all_reduce(comm, weight, x), torch.full((3, 20), 8.0 * n).double(), "unfused")
+    return len(kept)
+
+
+def rms_norm_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> int:
+    """Random shapes and dtypes, with a residual and without, in place and not."""
+    with communicator(group) as comm:
+        n, rank = comm.world_size, comm.rank
+        draws = Draws(seed, rank)
+        kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for _ in range(calls):
+            tokens, hidden = draws.sizes.choice((1, 2, 3, 5, 7)), 2 * draws.sizes.choice((1, 17, 40))
+            dtype, in_place = draws.sizes.choice(DTYPES), draws.sizes.random() < 0.5
+            has_residual, eps = draws.sizes.random() < 0.7, draws.sizes.choice((1e-6, 1e-3))
+            xs = [draws.normal(tokens, hidden).to(dtype) for _ in range(n)]
+            residual, weight = draws.normal(tokens, hidden).to(dtype), draws.normal(hidden).to(dtype)
+            total = torch.stack(xs).double().sum(0) + (residual.double() if has_residual else 0)
+            expected = total / (total.square().mean(1, keepdim=True) + eps).sqrt() * weight.double()
+            device = comm.device
+            x, before = xs[rank].to(device), residual.to(device) if has_residual else None
+            draws.late()
+            places: dict[str, Any] = {"out": x, "residual_out": before} if in_place else {}
+            kept += zip(
+                ops.all_reduce_rms_norm(comm, x, before, weight.to(device), eps=eps, **places),
+                (expected, total),
+                strict=True,
+            )
+        comm.synchronize()
+        for number, (result, expected) in enumerate(kept):
+            check_close(result, expected, number)
+        x, weight = torch.full((2, 4), 1.0), torch.full((4,), 2.0)
+        y, total = reference.all_reduce_rms_norm(comm, x, x, weight)
+        check_close(total, torch.full((2, 4), n + 1.0).double(), "unfused")
+        check_close(y, torch.full((2, 4), 2.0).double(), "unfused")
+    return len(kept) // 2
+
+
+def refusals(group: dist.ProcessGroup, calls: Callable[[Communicator], Calls]) -> list[list[str]]:
+    """For each wrong call, made by the last rank only, what each rank is told; then a call that is right."""
+    told: list[str] = []
+    with communicator(group, debug=True) as comm:
+        wrong, right = calls(comm)
+        for call in wrong:
+            try:
+                (call if comm.rank == comm.world_size - 1 else right)()
+                told.append("nothing")
+            except (TypeError, ValueError, SidelaneError) as error:
+                told.append(f"{type(error).__name__}: {error}")
+        right()
+        comm.synchronize()
+    return [told]
+
+
+def gemv_calls(comm: Communicator) -> Calls:
+    weight, x = torch.ones(20, 8), torch.ones(3, 8)
+
+    def call(weight: Any = weight, x: Any = x, **options: Any) -> Callable[[], Any]:
+        return lambda: ops.gemv_all_reduce(comm, weight, x, **options)
+
+    wrong = [
+        call(x=torch.ones(3, 7)),
+        call(x=torch.ones(17, 8)),
+        call(x=x.half()),
+        call(weight=[1]),
+        call(weight=torch.ones(8, 20).T),
+        call(out=torch.ones(20, 3)),
+        call(schedule="ring"),
+        call(order="local_first"),
+        call(weight=torch.ones(20, 8, dtype=torch.int32)),
+    ]
+    return wrong, call()
+
+
+def rms_norm_calls(comm: Communicator) -> Calls:
+    x, weight = torch.ones(3, 8), torch.ones(8)
+
+    def call(x: Any = x, residual: Any = None, weight: Any = weight, **options: Any) -> Callable[[], Any]:
+        return lambda: ops.all_reduce_rms_norm(comm, x, residual, weight, **options)
+
+    odd = torch.ones(25, dtype=torch.float16)[1:].view(3, 8)
+    wrong = [
+        call(x=torch.ones(513, 8)),
+        call(x=torch.ones(8)),
+        call(x=torch.ones(3, 8, dtype=torch.int64)),
+        call(x=torch.ones(3, 7).half(), weight=torch.ones(7).half()),
+        call(x=odd, weight=weight.half()),
+        call(x=torch.ones(8, 3).T),
+        call(x=torch.ones(1, 16384), weight=torch.ones(16384)),
+        call(residual=torch.ones(3, 7)),
+        call(residual=torch.ones(3, 8).half()),
+        call(weight=torch.ones(7)),
+        call(out=torch.ones(2, 8)),
+    ]
+    return wrong, call()

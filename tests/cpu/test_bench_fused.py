@@ -1,0 +1,39 @@
+"""The study of fused operators, from end to end on CPU ranks."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from sidelane.bench.fused import study
+from sidelane.bench.fused.study import FusedOptions
+from sidelane.bench.report.tables import tables_of
+from sidelane.bench.results.files import Results, read
+from sidelane.bench.results.rows import FUSED_OPS, FusedRow
+
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+
+
+@needs_triton
+def test_everything_is_checked_and_timed(tmp_path: Path) -> None:
+    path = tmp_path / "fused.json"
+    results = study.main(FusedOptions(device="cpu", ranks=2, quiet=True, warmup=0, repeats=1, json=path))
+    assert isinstance(results, Results)
+    rows = [row for row in read(path).rows if isinstance(row, FusedRow)]
+    assert {row.op for row in rows} == set(FUSED_OPS)
+    for op in FUSED_OPS:
+        mine = [row for row in rows if row.op == op]
+        best = [row for row in mine if row.implementation == "unfused_best"]
+        unfused = [row.time_us for row in mine if row.implementation in ("unfused_nccl", "unfused_sidelane")]
+        assert len(best) == 1 and best[0].time_us == min(time for time in unfused if time is not None)
+        assert any(row.implementation == "fused" for row in mine)
+    assert all(row.correct and row.time_us and not row.note for row in rows), rows
+    assert all(row.bound_us == max(row.compute_us or 0, row.comm_us or 0) for row in rows)
+    assert len(tables_of(results)) == len(FUSED_OPS)
+
+
+def test_operators_that_there_are_not() -> None:
+    with pytest.raises(ValueError, match=r"ops \(value=gemm, allowed=gemv_all_reduce"):
+        FusedOptions(ops=("gemm",))

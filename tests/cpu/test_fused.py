@@ -1,0 +1,96 @@
+"""Fused operators between CPU processes, by Triton's interpreter, against float64."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+
+import pytest
+from ranks import Crew
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+
+import fused_embeddings
+import fused_gemms
+import fused_modules
+import fused_ops
+import fused_shadows
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Crew]:
+    """Processes that interpret kernels; this one does not, nor does anybody whom it starts later."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        found = Crew(4)
+    yield found
+    found.close()
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_gemv_all_reduce_back_to_back(four: Crew, world_size: int) -> None:
+    assert four.run(fused_ops.gemv_back_to_back, world_size, world_size, 12, timeout_s=110) == [12] * world_size
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_all_reduce_rms_norm_back_to_back(four: Crew, world_size: int) -> None:
+    assert four.run(fused_ops.rms_norm_back_to_back, world_size, world_size, 16, timeout_s=110) == [16] * world_size
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_embedding_all_to_all_back_to_back(four: Crew, world_size: int) -> None:
+    assert four.run(fused_embeddings.forward_back_to_back, world_size, world_size, 3, timeout_s=110) == [9] * world_size
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_gradients_of_embeddings(four: Crew, world_size: int) -> None:
+    done = four.run(fused_embeddings.backward_back_to_back, world_size, world_size, 2, timeout_s=110)
+    assert all(found >= 6 for found in done)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_gemm_all_to_all_back_to_back(four: Crew, world_size: int) -> None:
+    assert four.run(fused_gemms.back_to_back, world_size, world_size, 8, timeout_s=110) == [8] * world_size
+
+
+def test_slices_as_they_come(four: Crew) -> None:
+    assert four.run(fused_embeddings.slices_as_they_come, 2) == [3, 3]
+
+
+@pytest.mark.parametrize(
+    "calls", [fused_ops.gemv_calls, fused_ops.rms_norm_calls, fused_embeddings.embedding_calls, fused_gemms.wrong_calls]
+)
+def test_what_is_refused(four: Crew, calls: Callable[..., object]) -> None:
+    """On the rank with the wrong arguments, and on its peers with the reason, before anything has moved."""
+    *others, (own,) = four.run(fused_ops.refusals, 2, calls)
+    assert all(line.startswith(("ValueError", "TypeError")) and "allowed=" in line for line in own), own
+    for (told,) in others:
+        for line, reason in zip(told, own, strict=True):
+            assert line.startswith("PeerError") and reason in line, (line, reason)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("kind", ["gemv", "rms_norm", "embedding", "embedding_backward", "gemm"])
+def test_every_block_does_what_its_shadow_says(four: Crew, kind: str, world_size: int) -> None:
+    assert all(steps > 10 for steps in four.run(fused_shadows.follow, world_size, kind, "none"))
+
+
+@pytest.mark.parametrize("mistake", ["copy", "order", "flag"])
+def test_a_shadow_that_says_something_else_is_noticed(four: Crew, mistake: str) -> None:
+    with pytest.raises(AssertionError, match="generation 1, block"):
+        four.run(fused_shadows.follow, 2, "gemv", mistake)
+
+
+@pytest.mark.parametrize("name", ["linear", "embedding", "norm"])
+def test_layers_are_trained_and_compiled_whole(four: Crew, name: str) -> None:
+    """Without breaks of the graph; what a backend makes of the operators is a call."""
+    assert all(four.run(getattr(fused_modules, name), 2, "aot_eager", timeout_s=110))
+
+
+def test_operators_of_pytorch_are_sound(four: Crew) -> None:
+    assert four.run(fused_modules.checked, 2, timeout_s=110) == [3, 3]
+
+
+def test_a_layer_outlives_its_communicator(four: Crew) -> None:
+    assert all("allowed=number_of one that is open" in told for told in four.run(fused_modules.closed, 2))

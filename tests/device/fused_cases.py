@@ -1,0 +1,126 @@
+"""What ranks execute in the tests of fused operators on GPUs (``test_device_fused``)."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from device_cases import Context
+
+from sidelane import Communicator, Config, ops
+
+
+def as_on_cpus(context: Context, module: str, name: str, *args: Any) -> Any:
+    """One of the cases that CPU ranks run, too."""
+    torch.set_default_device(context.device)
+    try:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            return getattr(importlib.import_module(module), name)(dist.group.WORLD, *args)
+    finally:
+        torch.set_default_device(None)
+
+
+def refusals(context: Context, module: str, name: str) -> list[str]:
+    """What this rank is told about wrong calls of the last rank."""
+    calls = getattr(importlib.import_module(module), name)
+    (told,) = as_on_cpus(context, "fused_ops", "refusals", calls)
+    return told
+
+
+def in_a_graph(context: Context, name: str, replays: int) -> None:
+    """An operator captured once and replayed, with eager calls in between: all are what a call alone is."""
+    device = context.device
+    with torch.cuda.stream(torch.cuda.Stream()), Communicator(device=device, config=Config(timeout_s=30)) as comm:
+        change, call = CALLS[name](comm)
+        wanted = []
+        for step in range(replays):
+            change(step)
+            wanted.append([part.clone() for part in call()])
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+            found = call()
+        for step, parts in enumerate(wanted):
+            change(step)
+            if step % 3 == 2:
+                graph.replay()
+                call()  # whatever it leaves behind, the next replay is right
+            graph.replay()
+            for part, other in zip(found, parts, strict=True):
+                torch.testing.assert_close(part, other, rtol=1e-5, atol=1e-4)
+        del graph
+
+
+Case = tuple[Callable[[int], object], Callable[[], list[torch.Tensor]]]
+"""Changes the inputs of a step; makes the call."""
+
+
+def gemv(comm: Communicator) -> Case:
+    device, rank = comm.device, comm.rank
+    x = torch.zeros(4, 96, device=device)
+    weight = torch.randn(1000, 96, device=device, generator=torch.Generator(device).manual_seed(rank))
+    return lambda step: x.fill_(step + rank), lambda: [ops.gemv_all_reduce(comm, weight, x)]
+
+
+def rms_norm(comm: Communicator) -> Case:
+    x, residual, weight = (torch.ones(size, device=comm.device) for size in ((6, 512), (6, 512), (512,)))
+    ramp = torch.arange(512, device=comm.device)
+
+    def change(step: int) -> None:
+        x.copy_((ramp * (step + comm.rank) % 17).expand(6, 512))
+
+    return change, lambda: list(ops.all_reduce_rms_norm(comm, x, residual, weight))
+
+
+def embedding(comm: Communicator) -> Case:
+    device, batch = comm.device, 40
+    tables = [torch.randn(50, 64, device=device) for _ in range(2)]
+    indices = torch.zeros(4 * batch * 2, dtype=torch.int64, device=device)
+    offsets = torch.arange(0, len(indices) + 1, 4, device=device)
+    numbers = torch.arange(len(indices), device=device)
+    return (
+        lambda step: indices.copy_(numbers * (step + 3) % 50),
+        lambda: [ops.embedding_all_to_all(comm, tables, indices, offsets)],
+    )
+
+
+def embedding_backward(comm: Communicator) -> Case:
+    device, batch = comm.device, 40
+    tables = [torch.randn(50, 64, device=device) for _ in range(2)]
+    indices = torch.arange(4 * batch * 2, device=device) % 50
+    offsets = torch.arange(0, len(indices) + 1, 4, device=device)
+    samples = batch // comm.world_size + (comm.rank < batch % comm.world_size)
+    grad = torch.zeros(samples, 64 * 2 * comm.world_size, device=device)
+    return (
+        lambda step: grad.fill_(step + comm.rank),
+        lambda: ops.embedding_all_to_all_backward(comm, grad, tables, indices, offsets)[0],
+    )
+
+
+def gemm(comm: Communicator) -> Case:
+    """Routing that changes between replays."""
+    n, device = comm.world_size, comm.device
+    x, weight = torch.randn(200 * n, 64, device=device), torch.randn(300, 64, device=device)
+    counts = torch.zeros(n, n, dtype=torch.int64, device=device)
+    numbers = torch.arange(n * n, device=device).view(n, n)
+
+    def change(step: int) -> None:
+        counts.copy_(numbers * 37 * (step + 1) % 200)
+
+    def call() -> list[torch.Tensor]:
+        result = ops.gemm_all_to_all(comm, x, weight, counts, most_rows=200 * n)
+        row = torch.arange(len(result), device=device)[:, None]
+        return [torch.where(row < counts[:, comm.rank].sum(), result, 0)]
+
+    return change, call
+
+
+CALLS: dict[str, Callable[[Communicator], Case]] = {
+    "gemv": gemv,
+    "rms_norm": rms_norm,
+    "embedding": embedding,
+    "embedding_backward": embedding_backward,
+    "gemm": gemm,
+}

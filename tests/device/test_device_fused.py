@@ -1,0 +1,59 @@
+"""Fused operators on GPUs: what CPU ranks do in tests/cpu/test_fused.py, and graphs."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+from device_pool import Ranks
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+
+CASES = "fused_cases."
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "calls"),
+    [
+        ("fused_ops", "gemv_back_to_back", 60),
+        ("fused_ops", "rms_norm_back_to_back", 100),
+        ("fused_embeddings", "forward_back_to_back", 10),
+        ("fused_embeddings", "backward_back_to_back", 10),
+        ("fused_gemms", "back_to_back", 60),
+    ],
+)
+def test_back_to_back(ranks: Ranks, module: str, name: str, calls: int) -> None:
+    assert all(ranks.run(CASES + "as_on_cpus", module, name, 7, calls, timeout_s=150))
+
+
+def test_slices_as_they_come(ranks: Ranks) -> None:
+    ranks.run(CASES + "as_on_cpus", "fused_embeddings", "slices_as_they_come", timeout_s=120)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("fused_ops", "gemv_calls"),
+        ("fused_ops", "rms_norm_calls"),
+        ("fused_embeddings", "embedding_calls"),
+        ("fused_gemms", "wrong_calls"),
+    ],
+)
+def test_what_is_refused(ranks: Ranks, module: str, name: str) -> None:
+    *others, own = ranks.run(CASES + "refusals", module, name, timeout_s=120)
+    assert all(line.startswith(("ValueError", "TypeError")) and "allowed=" in line for line in own), own
+    for told in others:
+        for line, reason in zip(told, own, strict=True):
+            assert line.startswith("PeerError") and reason in line, (line, reason)
+
+
+@pytest.mark.parametrize("name", ["gemv", "rms_norm", "embedding", "embedding_backward", "gemm"])
+def test_in_a_graph(ranks: Ranks, name: str) -> None:
+    ranks.run(CASES + "in_a_graph", name, 12, timeout_s=120)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("name", ["linear", "embedding", "norm"])
+def test_layers_are_trained_and_compiled_whole(ranks: Ranks, name: str, backend: str) -> None:
+    assert all(ranks.run(CASES + "as_on_cpus", "fused_modules", name, backend, timeout_s=170))

@@ -1,0 +1,126 @@
+"""Kernels of fused operators as an H200 gets them: compiled here, where no GPU is."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+
+import triton
+from triton.backends.compiler import GPUTarget
+
+from sidelane.ops import embedding, embedding_backward, gemm, gemv, rms_norm
+
+H200 = GPUTarget("cuda", 90, 32)
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+MOST_STACK_BYTES = 128
+"""Of a thread: next to nothing is spilled."""
+
+
+def compiled(
+    kernel: Any, kinds: str, constants: Mapping[str, object], warps: int, *, multiples: Sequence[str] = ()
+) -> tuple[str, int, int]:
+    """PTX, registers and stack of a thread.
+
+    ``kinds``: of the arguments that are no constants, in their order; ``multiples``: those that are multiples of 16, as
+    Triton finds out at a launch.
+    """
+    names = [name for name in kernel.arg_names if name not in constants]
+    signature = dict(zip(names, kinds.split(), strict=True)) | dict.fromkeys(constants, "constexpr")
+    ordered = {name: signature[name] for name in kernel.arg_names}
+    known = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in multiples}
+    source = triton.compiler.ASTSource(kernel, ordered, dict(constants), known)
+    made = triton.compile(source, target=H200, options={"num_warps": warps})
+    return made.asm["ptx"], *usage(made.asm["cubin"])
+
+
+def usage(binary: bytes) -> tuple[int, int]:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        command = [CUOBJDUMP, "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    (registers,), (stack,) = re.findall(r"REG:(\d+)", text), re.findall(r"STACK:(\d+)", text)
+    return int(registers), int(stack)
+
+
+GEMV = "*i64 *i64 *fp32 *i64 *{0} *{0} *{0} *{0} i32 i32 i32 i32 i32 i32"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tokens", "phases"), [("bf16", 1, 1), ("bf16", 1, 2), ("fp16", 4, 1), ("bf16", 16, 2), ("fp32", 16, 1)]
+)
+def test_gemv_all_reduce_compiles(dtype: str, tokens: int, phases: int) -> None:
+    tiling = gemv.Tiling(columns=512 if tokens == 1 else 128)
+    constants = {"ROWS": tiling.rows, "COLS": tiling.columns, "TP": tokens, "DOTS": tokens > 4, "WIDE": dtype == "fp32"}
+    constants |= {"PHASES": phases, "REMOTE_FIRST": True, "COPIES": True}
+    text, registers, stack = compiled(gemv.KERNEL, GEMV.format(dtype), constants, tiling.warps)
+    assert stack <= MOST_STACK_BYTES, (registers, stack)
+    assert text.count(".sys.release.exch") >= phases
+    assert text.count(".sys.acquire.add") >= phases
+    assert ".gpu.acq_rel.add" in text, "the end of a launch"
+
+
+@pytest.mark.parametrize(("element_bytes", "words", "warps"), [(2, 1024, 4), (2, 4096, 8), (4, 8192, 16)])
+def test_all_reduce_rms_norm_compiles(element_bytes: int, words: int, warps: int) -> None:
+    constants = {"W": words, "DTYPE": triton.language.bfloat16, "ELEMENT_BYTES": 2, "HAS_RESIDUAL": True}
+    if element_bytes == 4:
+        constants |= {"DTYPE": triton.language.float32, "ELEMENT_BYTES": 4}
+    kinds = "*i64 *i64 *i64 *i32 *i32 *i32 *i32 *i32 i32 i32 i32 fp32"
+    text, registers, stack = compiled(rms_norm.KERNEL, kinds, constants, warps)
+    assert stack <= MOST_STACK_BYTES, (registers, stack)
+    assert ".sys.release" not in text, "words carry their own readiness"
+    assert "ld.volatile" in text
+
+
+@pytest.mark.parametrize(("dtype", "index", "weighted"), [("fp32", "i32", False), ("bf16", "i64", True)])
+@pytest.mark.parametrize("dim", [256, 92])
+def test_embedding_all_to_all_compiles(dtype: str, index: str, weighted: bool, dim: int) -> None:
+    element = {"fp32": triton.language.float32, "bf16": triton.language.bfloat16}[dtype]
+    constants = {"D": dim, "DP": 1 << (dim - 1).bit_length(), "L": 8, "DTYPE": element, "ALIGNED": dim % 8 == 0}
+    constants |= {"MEAN": not weighted, "WEIGHTED": weighted, "SLICE": 32 if weighted else 0, "REMOTE_FIRST": True}
+    kinds = f"*i64 *i64 *i32 *i64 *{index} *{index} *{dtype if weighted else index} i32 i32 i32 i32 i32"
+    text, registers, stack = compiled(embedding.KERNEL, kinds, constants, embedding.WARPS)
+    assert stack <= MOST_STACK_BYTES, (registers, stack)
+    assert registers <= 80, "6 programs of 4 warps fit on a compute unit"
+    assert (dim == 92) or re.search(r"ld\.global[a-z0-9_:.]*\.v4\.b32", text), "wide loads of rows"
+    assert text.count(".sys.acq_rel.add") == 1 + weighted, "the last program, and that of a slice"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "weighted", "sparse"), [("fp32", False, False), ("bf16", True, False), ("fp16", False, True)]
+)
+def test_the_backward_of_embeddings_compiles(dtype: str, weighted: bool, sparse: bool) -> None:
+    names = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+    constants = {"D": 256, "DP": 256, "L": 8, "DTYPE": getattr(triton.language, names[dtype]), "ALIGNED": True}
+    constants |= {"MEAN": not weighted, "WEIGHTED": weighted, "SPARSE": sparse}
+    some = dtype if weighted else "i64"
+    kinds = f"*i64 *i64 *{dtype} *{dtype} *i64 *i64 *{some} *i64 *i32 *i64 *{dtype if sparse else 'fp32'}"
+    kinds += f" *{some if weighted else dtype} i32 i32 i32"
+    text, registers, stack = compiled(embedding_backward.KERNEL, kinds, constants, embedding_backward.WARPS)
+    assert stack <= MOST_STACK_BYTES, (registers, stack)
+    assert registers <= 128, "4 programs of 4 warps fit on a compute unit, all at the same time"
+    assert (re.search(r"(red|atom)[.a-z]*\.add\.[a-z0-9.]*f32", text) is None) == sparse
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_gemm_all_to_all_compiles(dtype: str) -> None:
+    tiles = gemm.TileSizes()
+    element = {"bf16": triton.language.bfloat16, "fp16": triton.language.float16}[dtype]
+    constants = {"ROWS": tiles.rows, "COLS": tiles.columns, "DEPTH": tiles.depth, "WIDE": False}
+    constants |= {"DTYPE": element, "REMOTE_FIRST": True}
+    kinds = f"*i64 *i64 *i32 *{dtype} *{dtype} *i64 i32 i32 i32 i32 i32 i32"
+    known = ("x", "weight", "depth", "columns", "x_stride", "weight_stride")
+    text, registers, stack = compiled(gemm.KERNEL, kinds, constants, tiles.warps, multiples=known)
+    assert stack == 0 and registers <= 128, (registers, stack)
+    assert "wgmma" in text and "cp.async" in text, "tensor cores, and loads ahead"
+    assert text.count(".sys.acq_rel.add") == 1, "the last program"

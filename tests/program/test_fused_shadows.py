@@ -1,0 +1,169 @@
+"""The protocols of fused operators are proved, back to back, and with a mistake in them they are refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+
+import pytest
+from contracts import map_spans
+from kernel_mistakes import changed, edited, moves, signals_before_stores, without_flags
+
+from sidelane.errors import ProgramError
+from sidelane.program.collective import Buffer, Span
+from sidelane.program.ir import Command, Flag, Program, Signal, Wait
+from sidelane.program.shadows import fused_embedding, fused_gemm, fused_gemv, fused_rms_norm
+from sidelane.program.verify import verify_sequence
+
+TILE = 16
+Edit = Callable[[Program], Program]
+
+
+def without(kind: type[Signal] | type[Wait], flags: Callable[[Flag], bool]) -> Edit:
+    """Signals, or waits, of some flags left out."""
+    return lambda program: changed(
+        program, lambda command: None if isinstance(command, kind) and flags(command.flag) else command
+    )
+
+
+def without_meeting(flags: Callable[[Flag], bool]) -> Edit:
+    return lambda program: without_flags(program, flags)
+
+
+def arrivals_before_stores(program: Program) -> Program:
+    """A block counts itself in front of what it moves, each time."""
+
+    def change(commands: list[Command]) -> list[Command]:
+        found = list(commands)
+        for at, (one, other) in enumerate(itertools.pairwise(commands)):
+            if moves(one) and isinstance(other, Signal):
+                found[at : at + 2] = other, one
+        return found
+
+    return edited(program, change)
+
+
+def one_place(program: Program, bytes_of_a_place: int) -> Program:
+    """Even and odd generations share their places."""
+
+    def change(span: Span) -> Span:
+        if span.buffer == Buffer.STAGING:
+            return dataclasses.replace(span, offset=span.offset % bytes_of_a_place)
+        return span
+
+    return changed(program, lambda command: map_spans(command, change))
+
+
+def refuse(programs: tuple[Program, ...], mistake: str, change: Edit) -> None:
+    with pytest.raises(ProgramError):
+        verify_sequence([change(program) for program in programs])
+        pytest.fail(f"accepted: {mistake}")
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_gemv_all_reduce_is_proved(n: int) -> None:
+    """With fewer tiles than blocks and more, and owners that have fewer than others."""
+    for tiles, blocks in itertools.product((1, 3, 5), (1, 2)):
+        verify_sequence(fused_gemv.one_shot(n, blocks, tiles, TILE))
+        for copies, first in itertools.product((False, True), repeat=2):
+            program = fused_gemv.two_phase(n, blocks, tiles, TILE, copies=copies, remote_first=first)
+            verify_sequence([program])
+
+
+def test_mistakes_of_one_shot_are_refused() -> None:
+    right = fused_gemv.one_shot(3, 2, 5, TILE)
+    refuse(right, "no meeting", without_meeting(lambda flag: True))
+    refuse(right, "no signal", without(Signal, lambda flag: flag.index == 1))
+    refuse(right, "no wait", without(Wait, lambda flag: flag.index == 1))
+    refuse(right, "signals before stores", signals_before_stores)
+    with pytest.raises(ProgramError, match="race on staging"):
+        verify_sequence([one_place(program, 3 * 5 * TILE) for program in right])
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_mistakes_of_two_phases_are_refused(copies: bool) -> None:
+    right = (fused_gemv.two_phase(3, 2, 5, TILE, copies=copies),)
+
+    def one_flag(command: Command) -> Command:
+        if isinstance(command, Signal | Wait):
+            return dataclasses.replace(command, flag=Flag(command.flag.rank, command.flag.index % 6))
+        return command
+
+    for phase in range(2):
+        refuse(right, f"no meeting {phase}", without_meeting(lambda flag, phase=phase: flag.index // 6 == phase))
+        refuse(right, f"no wait {phase}", without(Wait, lambda flag, phase=phase: flag.index // 6 == phase))
+    refuse(right, "signals before stores", signals_before_stores)
+    refuse(right, "one flag for both phases", lambda program: changed(program, one_flag))
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_all_reduce_rms_norm_is_proved(n: int) -> None:
+    for rows, blocks, in_place in itertools.product((1, 3), (1, 2), (False, True)):
+        verify_sequence(fused_rms_norm.all_reduce_rms_norm(n, blocks, rows, 2, in_place=in_place))
+
+
+def test_mistakes_of_all_reduce_rms_norm_are_refused() -> None:
+    right = fused_rms_norm.all_reduce_rms_norm(3, 2, 3, 2, in_place=True)
+    refuse(right, "a cell that is not waited for", without(Wait, lambda flag: flag.index in (7, 25)))
+    refuse(right, "a cell that is never sent", without(Signal, lambda flag: flag.index in (7, 25)))
+    refuse(right, "a generation before its data", signals_before_stores)
+    threads = fused_rms_norm.loaded_flags(3, 3, 2)
+    refuse(right, "no barrier of threads", without_meeting(lambda flag: flag.index >= threads))
+    with pytest.raises(ProgramError):
+        verify_sequence(right[:1])  # one place for all generations
+        pytest.fail("accepted: one place")
+
+
+@pytest.mark.parametrize("counts", [(2,), (1, 2), (2, 1, 1), (1, 1, 2, 1)])
+def test_embedding_all_to_all_is_proved(counts: tuple[int, ...]) -> None:
+    """With uneven tables and batches, and with slices of all sizes."""
+    for blocks, slices, first in itertools.product((1, 3), (0, 1, 2), (False, True)):
+        options = {"slice_bags": slices, "remote_first": first}
+        verify_sequence([fused_embedding.embedding_all_to_all(counts, blocks, 2 * len(counts) + 1, 8, **options)])
+
+
+def test_mistakes_of_embedding_all_to_all_are_refused() -> None:
+    n, counts = 3, (2, 1, 1)
+    program = fused_embedding.embedding_all_to_all(counts, 3, 7, 8, slice_bags=2)
+    flags = (fused_embedding.SLICES + 2 * 2) * n  # behind them: arrivals of the launch, then those of slices
+    right = (program,)
+    refuse(right, "nobody says that his output is free", without_meeting(lambda flag: flag.index < n))
+    refuse(right, "one rank is not waited for", without(Wait, lambda flag: flag.index == 1))
+    refuse(right, "the launch does not wait for the others", without_meeting(lambda flag: n <= flag.index < flags))
+    refuse(right, "done is said before all blocks have ended", without(Wait, lambda flag: flag.index == flags))
+    refuse(right, "arrivals before stores", arrivals_before_stores)
+    refuse(right, "a block that does not arrive", without(Signal, lambda flag: flag.index == flags))
+
+
+@pytest.mark.parametrize("counts", [(2,), (1, 2), (2, 1, 1), (1, 1, 2, 1)])
+def test_the_backward_of_embeddings_is_proved(counts: tuple[int, ...]) -> None:
+    for blocks, rest in itertools.product((1, 3), (0, 1)):
+        verify_sequence([fused_embedding.backward(counts, blocks, 2 * len(counts) + rest, 8)])
+
+
+def test_mistakes_of_the_backward_of_embeddings_are_refused() -> None:
+    right, flags = (fused_embedding.backward((2, 1, 1), 2, 7, 8),), 2 * 3
+    for phase in range(2):
+        refuse(right, f"no meeting {phase}", without_meeting(lambda flag, phase=phase: flag.index // flags == phase))
+        refuse(right, f"no wait {phase}", without(Wait, lambda flag, phase=phase: flag.index // flags == phase))
+    refuse(right, "signals before stores", arrivals_before_stores)
+
+
+COUNTS = ([[3]], [[2, 3], [1, 0]], [[0, 5, 1], [2, 2, 0], [0, 1, 4]])
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+def test_gemm_all_to_all_is_proved(counts: list[list[int]]) -> None:
+    for blocks, rows, across, first in itertools.product((1, 3), (1, 2), (1, 2), (False, True)):
+        verify_sequence([fused_gemm.gemm_all_to_all(counts, blocks, rows, across, 8, remote_first=first)])
+
+
+def test_mistakes_of_gemm_all_to_all_are_refused() -> None:
+    right, n = (fused_gemm.gemm_all_to_all(COUNTS[2], 3, 2, 2, 8),), 3
+    refuse(right, "nobody says that his output is free", without_meeting(lambda flag: flag.index < n))
+    refuse(right, "one rank is not waited for", without(Wait, lambda flag: flag.index == 1))
+    refuse(right, "the launch does not wait for the others", without_meeting(lambda flag: n <= flag.index < 2 * n))
+    refuse(right, "done is said before all blocks have ended", without(Wait, lambda flag: flag.index == 2 * n))
+    refuse(right, "a block that does not arrive", without(Signal, lambda flag: flag.index == 2 * n))
+    refuse(right, "arrivals before stores", arrivals_before_stores)
