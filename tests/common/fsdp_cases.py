@@ -17,8 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from sidelane import Config, PeerError
-from sidelane.integrations import fsdp
+from sidelane import Config, PeerError, fsdp
 
 CONFIG = Config(timeout_s=60)
 
