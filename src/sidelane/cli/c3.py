@@ -97,8 +97,8 @@ def c3(
     GEMM with each size. Without any: cb1_896M.
 
     With --machine: predict them for a machine that need not be here; without any, the paper's whole study (with
-    --report about a minute, for the plausible ranges). --collective, --strategy, --version, --json and --report go with
-    it.
+    --report about a minute, for the plausible ranges). Pairs go with --collective, --strategy, --json and --report, the
+    whole study with --version, --json and --report.
     """
     with plain_errors():
         strategies = tuple(dict.fromkeys(strategies))
