@@ -170,6 +170,10 @@ OUT = Path("out")
             ("c3", sim_study.Options("mi300x8", OUT, "002"), []),
         ),
         ("c3 cb1_896M --machine m.toml --collective all_to_all", ("c3", sim_study.Options("m.toml"), [ONE])),
+        (
+            "c3 cb1_896M --machine a40x4 --collective all_to_all --strategy priority --strategy c3_rp",
+            ("c3", sim_study.Options("a40x4", strategies=("priority", "c3_rp")), [ONE]),
+        ),
         ("c3 --gemm cb2 --bytes 1M --machine a40x4 --report out", ("c3", sim_study.Options("a40x4", OUT), BOTH)),
         ("collective --machine h200x4", ("collective", sim_study.Options("h200x4"))),
         ("collective --machine h200x4 --report out", ("collective", sim_study.Options("h200x4", OUT))),
@@ -207,7 +211,8 @@ def test_predictions(asked: SimpleNamespace, predicted: list[tuple[Any, ...]], a
     ("arguments", "reasons"),
     [
         ("c3 --machine mi300x8 --ranks 4", ["--ranks does not go with --machine", "--report"]),
-        ("c3 --machine mi300x8 --strategy conccl cb1_1M", ["--strategy", "allowed=pairs"]),
+        ("c3 --machine mi300x8 --strategy conccl", ["--strategy does not go with --machine", "--report"]),
+        ("c3 --machine mi300x8 --repeats 3 cb1_1M", ["--repeats", "allowed=pairs", "--strategy"]),
         ("c3 --machine mi300x8 --collective all_gather", ["--collective", "allowed=--version, --json, --report"]),
         ("c3 --machine mi300x8 --version 002 cb1_1M", ["--version"]),
         ("c3 --machine mi300x8 cb1_1M --collective broadcast", ["broadcast", "all_to_all, reduce_scatter, all_reduce"]),

@@ -32,7 +32,7 @@ from sidelane.c3.workload import parse_workload
 from sidelane.choice.store import InForce, builtin
 from sidelane.machine.load import machine_names, named
 from sidelane.model import training
-from sidelane.model.strategies import STRATEGIES, predict
+from sidelane.model.strategies import predict, predictable
 from sidelane.model.study import c3_study, dma_study, pair_name
 from sidelane.program.collective import Kind
 
@@ -74,7 +74,7 @@ def recorded(path: Path) -> list[Table]:
 def predicted_pairs() -> list[Table]:
     machine = named("mi300x8")
     workload = parse_workload("cb1_896M", Kind.ALL_GATHER)
-    rows = [predict(machine, workload, strategy) for strategy in STRATEGIES]
+    rows = [predict(machine, workload, strategy) for strategy in predictable()]
     return [simulated.pairs_table(machine, rows, lambda row: row.workload.name.split()[0])]
 
 

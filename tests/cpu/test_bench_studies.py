@@ -33,7 +33,8 @@ from sidelane.bench.running.launch import RankFailedError
 from sidelane.bench.running.measure import Meter
 from sidelane.bench.running.study import Follower
 from sidelane.c3.run import run_workload
-from sidelane.c3.strategy import STRATEGIES, Order, Strategy
+from sidelane.c3.strategies import named, strategies
+from sidelane.c3.strategy import Mover, Order, Strategy
 from sidelane.c3.workload import parse_workload
 from sidelane.errors import UnavailableError
 from sidelane.program.builders import variants
@@ -46,7 +47,7 @@ QUICK = {"device": "cpu", "ranks": 2, "quiet": True, "warmup": 0, "repeats": 2, 
 class Forgetful(Gloo):
     """Leaves one byte out, on one rank, as an implementation with a race does."""
 
-    name = "symm_mem"
+    name = "nccl_ce"
 
     def start(self, case: Case, tensors: Tensors, variant: str) -> Callable[[], None]:
         wait = super().start(case, tensors, variant)
@@ -115,7 +116,7 @@ def test_a_wrong_implementation_is_flagged_and_its_time_is_not_given(pool: RankP
         assert found["gloo"].time_us is not None
         assert found["gloo"].bus_gbps == pytest.approx(3072 / found["gloo"].time_us / 1e3 * 2 / 3)
         for name, correct, note in (
-            ("symm_mem", False, "rank 1: 1 of 3072 output bytes are wrong"),
+            ("nccl_ce", False, "rank 1: 1 of 3072 output bytes are wrong"),
             ("sm", None, "rank 1: RuntimeError: no such buffer"),
             ("nccl", None, "rank 2: UnavailableError: no windows here"),
             ("auto", False, "output bytes are wrong"),
@@ -138,14 +139,15 @@ def outcome_of_a_pair(group: dist.ProcessGroup) -> dict[str, Any]:
         for candidate in candidates_of(implementation, case.kind)
         if not candidate.in_place or implementation.name == "gloo"
     ]
-    strategies = (
-        *STRATEGIES,
-        Strategy("forgetful", Order.COLLECTIVE_FIRST, ("symm_mem",), ""),
-        Strategy("refusing", Order.GEMM_FIRST, ("sm",), ""),
+    wanted = (
+        *map(named, ("serial", "c3_base", "c3_sp", "priority", "c3_rp", "conccl")),
+        Strategy(name="urgent", order=Order.COLLECTIVE_FIRST, mover=Mover.LIBRARY, priority=1, recipe=""),
+        Strategy(name="forgetful", order=Order.COLLECTIVE_FIRST, mover=Mover.LIBRARY_DMA, recipe=""),
+        Strategy(name="refusing", order=Order.GEMM_FIRST, mover=Mover.SM, recipe=""),
     )
     instruments = C3Instruments(roster.meter, C3Options(**QUICK))
     outcome = run_workload(
-        workload, runs, instruments, device=CPU, strategies=strategies, unavailable={"dma": "no engines"}
+        workload, runs, instruments, device=CPU, strategies=wanted, unavailable={"dma": "no engines"}
     )
     return {row.strategy: row for row in rows_of(outcome)}
 
@@ -153,12 +155,14 @@ def outcome_of_a_pair(group: dist.ProcessGroup) -> dict[str, Any]:
 def test_every_strategy_of_a_pair_is_checked(pool: RankPool) -> None:
     results = pool.run(outcome_of_a_pair, 3)
     for rows in results:
-        assert list(rows) == ["serial", "c3_base", "c3_sp", "conccl", "forgetful", "refusing", "auto"]
-        for name in ("serial", "c3_base", "c3_sp"):
+        ran = ("serial", "c3_base", "c3_sp", "priority", "urgent")
+        assert list(rows) == [*ran[:4], "c3_rp", "conccl", "urgent", "forgetful", "refusing", "auto"]
+        for name in ran:
             row = rows[name]
             assert row.correct is True
             assert row.time_us > 0
             assert row.ideal == pytest.approx(results[0][name].ideal)  # all ranks judge the same times
+        assert rows["c3_rp"].correct is None and "green contexts" in rows["c3_rp"].note
         assert rows["conccl"].correct is None
         assert rows["conccl"].note == "not available: no engines"
         assert rows["forgetful"].correct is False
@@ -166,7 +170,7 @@ def test_every_strategy_of_a_pair_is_checked(pool: RankPool) -> None:
         assert "output bytes are wrong" in rows["forgetful"].note
         assert rows["refusing"].correct is None
         assert "no such buffer" in rows["refusing"].note
-        assert rows["auto"].chosen in ("serial", "c3_base", "c3_sp")
+        assert rows["auto"].chosen in ran
         assert rows["auto"].time_us == rows[rows["auto"].chosen].time_us
 
 
@@ -291,15 +295,23 @@ def test_c3_from_end_to_end(tmp_path: Path) -> None:
         for gemm, nbytes in (("64x64x64", 30720), ("96x64x32", 1056))
         for kind in ("all_gather", "all_to_all")
     }
+    here = {"gloo", "dma"}
+    run = [one.name for one in strategies() if one.implementation(here) and one.partition is None]
+    assert run == ["serial", "c3_base", "c3_sp", "priority", "conccl"]
     for row in rows:
-        assert row["correct"], row
         assert row["dtype"] == "float32"
         assert row["class"] in ("G-long", "C-long", "GC-equal")
-        assert row["ideal"] > 1
+        if row["strategy"] in (*run, "auto"):
+            assert row["correct"], row
+            assert row["ideal"] > 1
+        else:
+            assert (row["correct"], row["time_us"]) == (None, None)
+            reason = "green contexts" if "_rp" in row["strategy"] else "among what runs here (gloo, dma)"
+            assert reason in row["note"], row
     for pair in pairs:
         mine = [row for row in rows if (row["gemm"], row["collective"], row["bytes"]) == pair]
-        assert [row["strategy"] for row in mine] == ["serial", "c3_base", "c3_sp", "conccl", "auto"]
-        assert mine[-1]["chosen"] in ("serial", "c3_base", "c3_sp", "conccl")
+        assert [row["strategy"] for row in mine] == [*(one.name for one in strategies()), "auto"]
+        assert mine[-1]["chosen"] in run
 
 
 def test_tags_are_scaled_down_on_cpus() -> None:
@@ -351,7 +363,7 @@ def test_nothing_that_works_is_an_error_with_the_reasons() -> None:
         implementation, label, in_place = "dma", "dma auto", False
 
     outcome = judge(
-        parse_workload("8x8x8_1K"), [Way()], STRATEGIES, {GEMM: [1.0]}, {"dma auto": Failure("x", True)}, {}, {}
+        parse_workload("8x8x8_1K"), [Way()], strategies(), {GEMM: [1.0]}, {"dma auto": Failure("x", True)}, {}, {}
     )  # type: ignore[list-item]
     with pytest.raises(UnavailableError, match="dma auto: x"):
         rows_of(outcome)

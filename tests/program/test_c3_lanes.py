@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 
 from sidelane.bench.running.measure import Job, Meter
-from sidelane.c3.run import Lanes, Pairs
-from sidelane.c3.strategy import Order
+from sidelane.c3.run import Lanes, Pairs, Workers
+from sidelane.c3.strategies import named
 
 
 class FakeDevice:
@@ -80,16 +79,16 @@ def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     return FakeDevice(monkeypatch)
 
 
-def launched(device: FakeDevice, order: Order) -> list[str]:
-    lanes = Lanes(device.stream("gemm_lane"), device.stream("comm_lane"))  # type: ignore[arg-type]
-    with ThreadPoolExecutor(1) as worker:
-        pairs = Pairs(Work(device.queue("gemm")), lanes, worker)  # type: ignore[arg-type]
-        pairs.launch(order, Work(device.queue("collective")))()  # type: ignore[arg-type]
+def launched(device: FakeDevice, strategy: str) -> list[str]:
+    lanes = Lanes(*map(device.stream, ("gemm_lane", "comm_lane", "urgent_lane")))  # type: ignore[arg-type]
+    with Workers() as workers:
+        pairs = Pairs(Work(device.queue("gemm")), lanes, workers)  # type: ignore[arg-type]
+        pairs.launch(named(strategy), Work(device.queue("collective")))()  # type: ignore[arg-type]
     return device.log
 
 
 def test_the_second_lane_is_released_by_the_first_just_before_its_operation(device: FakeDevice) -> None:
-    assert launched(device, Order.COLLECTIVE_FIRST) == [
+    assert launched(device, "conccl") == [
         "caller: record e1",
         "comm_lane: wait e1",
         "comm_lane: record e2",
@@ -103,13 +102,21 @@ def test_the_second_lane_is_released_by_the_first_just_before_its_operation(devi
 
 
 def test_gemm_first(device: FakeDevice) -> None:
-    log = launched(device, Order.GEMM_FIRST)
+    log = launched(device, "c3_base")
     assert log[1:4] == ["gemm_lane: wait e1", "gemm_lane: record e2", "gemm_lane: gemm"]
     assert log[4] == "comm_lane: wait e2"
 
 
+def test_a_priority_is_that_of_the_lane(device: FakeDevice) -> None:
+    base = launched(device, "c3_base").copy()
+    device.log.clear()
+    device.events = 0
+    urgent = launched(device, "priority")
+    assert urgent == [line.replace("comm_lane", "urgent_lane") for line in base] != base
+
+
 def test_serial_stays_on_the_callers_stream(device: FakeDevice) -> None:
-    assert launched(device, Order.SERIAL) == ["caller: gemm", "caller: collective"]
+    assert launched(device, "serial") == ["caller: gemm", "caller: collective"]
 
 
 @pytest.fixture

@@ -6,10 +6,13 @@ import dataclasses
 
 import pytest
 
+from sidelane.c3.strategies import named as strategy_named
+from sidelane.c3.strategies import strategies
+from sidelane.c3.strategy import Mover, Order, Partition
 from sidelane.c3.workload import C3Class, parse_gemm
 from sidelane.machine.load import named
 from sidelane.model.gemm import gemm_us
-from sidelane.model.heuristic import allocate, judge
+from sidelane.model.heuristic import allocate, judge, spare
 from sidelane.model.kernels import dma_gangs, dma_us, library_gang
 from sidelane.model.pipeline import (
     OPT1,
@@ -20,7 +23,7 @@ from sidelane.model.pipeline import (
 )
 from sidelane.model.power import dma_power, library_power
 from sidelane.model.published import library_us, unit_speed
-from sidelane.model.strategies import STRATEGIES, partitions, predict, predict_all
+from sidelane.model.strategies import partitions, predict, predict_all, predictable
 from sidelane.model.study import COLLECTIVES, TABLE_II, c3_study, dma_study, pair_name, table_ii_workload
 from sidelane.program.collective import Kind
 
@@ -34,7 +37,7 @@ def study():
 
 
 def test_the_study_is_complete_and_all_classes_are_right(study):
-    assert len(study.rows) == 15 * 2 * len(STRATEGIES)
+    assert len(study.rows) == 15 * 2 * len(predictable())
     for row in study.select("serial"):
         expected = next(c for n, c in TABLE_II.items() if table_ii_workload(n, row.workload.collective) == row.workload)
         assert row.c3_class is expected
@@ -86,6 +89,32 @@ def test_a_partition_can_be_given_or_swept():
         predict(MACHINE, PAIR, "c4")
 
 
+def test_the_simulator_takes_the_value_that_runs():
+    sp = strategy_named("c3_sp")
+    assert predict(MACHINE, PAIR, sp).time_us == predict(MACHINE, PAIR, "c3_sp").time_us
+    turned = dataclasses.replace(sp, name="turned", order=Order.GEMM_FIRST)
+    assert predict(MACHINE, PAIR, turned).time_us == predict(MACHINE, PAIR, "c3_base").time_us
+    given = dataclasses.replace(sp, name="given", partition=Partition(64))
+    assert predict(MACHINE, PAIR, given).time_us == predict(MACHINE, PAIR, "c3_sp_rp", units=64).time_us
+    urgent = dataclasses.replace(turned, name="urgent", priority=1)
+    assert predict(MACHINE, PAIR, urgent).time_us == predict(MACHINE, PAIR, "priority").time_us
+
+
+def test_what_is_not_predicted_says_why():
+    unknown = {strategy.mover for strategy in strategies()} - {strategy.mover for strategy in predictable()}
+    assert unknown == {Mover.SM, Mover.LIBRARY_DMA}
+    for name, reason in (("sm_sp", "no times of Sidelane's own kernels"), ("nccl_ce", "the library's copy engines")):
+        with pytest.raises(ValueError, match=reason):
+            predict(MACHINE, PAIR, name)
+
+
+def test_the_heuristics_say_why():
+    pair = table_ii_workload("cb4_1G", Kind.ALL_TO_ALL)
+    assert allocate(MACHINE, pair).reason.startswith(f"{allocate(MACHINE, pair).units} units: GEMM ")
+    assert spare(MACHINE, parse_gemm("mb1")).units == 8  # ConCCL paper, VI-G
+    assert spare(MACHINE, parse_gemm("cb1")).reason == "no units: the GEMM is compute-bound"
+
+
 def test_conccl_rp_touches_memory_bound_gemms_only():
     for name, differs in (("mb1_4G", True), ("cb4_1G", False)):
         pair = table_ii_workload(name, Kind.ALL_TO_ALL)
@@ -128,7 +157,7 @@ def test_the_heuristic_never_beats_the_sweep():
         judged = judge(MACHINE, table_ii_workload(name, Kind.ALL_GATHER))
         assert judged.loss >= 0
         assert judged.right is (judged.loss < 0.001)
-        assert judged.chosen == allocate(MACHINE, table_ii_workload(name, Kind.ALL_GATHER))
+        assert judged.chosen == allocate(MACHINE, table_ii_workload(name, Kind.ALL_GATHER)).units
 
 
 def test_prelaunch_always_helps_and_large_sizes_do_without():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from sidelane.c3.strategy import Order, Strategy
+from sidelane.c3.strategy import Mover, Strategy
 from sidelane.program.collective import Kind
 
 # Share of the shorter operation that disappears behind the longer one, by strategy.
@@ -84,20 +84,20 @@ def hidden_shares(device_name: str) -> Mapping[str, float]:
 def _share(collective: Kind, candidate: Candidate, hidden: Mapping[str, float]) -> float:
     share = hidden.get(candidate.strategy.name, 0.0)
     copies_own_chunk = not (collective is Kind.ALL_GATHER and candidate.in_place)
-    if candidate.strategy.name == "nccl_ce" and copies_own_chunk:
+    if candidate.strategy.mover is Mover.LIBRARY_DMA and copies_own_chunk:
         return min(share, OWN_CHUNK_HIDDEN)
     return share
 
 
 def _predict(gemm_us: float, collective: Kind, candidate: Candidate, hidden: Mapping[str, float]) -> float:
-    if candidate.strategy.order is Order.SERIAL:
+    if not candidate.strategy.concurrent:
         return gemm_us + candidate.comm_us
     longer, shorter = max(gemm_us, candidate.comm_us), min(gemm_us, candidate.comm_us)
     return longer + (1.0 - _share(collective, candidate, hidden)) * shorter
 
 
 def _explain(gemm_us: float, collective: Kind, candidate: Candidate, hidden: Mapping[str, float]) -> str:
-    if candidate.strategy.order is Order.SERIAL:
+    if not candidate.strategy.concurrent:
         return f"{gemm_us:.0f} + {candidate.comm_us:.0f}"
     longer, shorter = max(gemm_us, candidate.comm_us), min(gemm_us, candidate.comm_us)
     return f"{longer:.0f} + {1.0 - _share(collective, candidate, hidden):.2f} x {shorter:.0f}"

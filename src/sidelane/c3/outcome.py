@@ -108,7 +108,7 @@ def judge(
         strategies: what was to be run.
         times: microseconds, one for each round, of the GEMM alone (``GEMM``), of configurations alone (their labels)
             and of strategies (``pair_label``). What failed is not there.
-        failures: by the same names.
+        failures: by the same names, and by the names of strategies that cannot run here.
         unavailable: implementations that should be here and are not, with the reason.
         hidden: shares to choose by (see ``choose``).
     """
@@ -128,7 +128,7 @@ def judge(
         best_comm_us=best_us,
         c3_class=None if best_us is None else classify(gemm_us, best_us),
         isolated=isolated,
-        results=tuple(result for result, _ in judged if result is not None),
+        results=tuple(result for result, _ in judged),
         choice=choose(gemm_us, workload.collective, candidates, hidden) if candidates else None,
     )
 
@@ -139,14 +139,17 @@ def _judge_strategy(
     times: Mapping[str, Sequence[float]],
     failures: Mapping[str, Failure],
     unavailable: Mapping[str, str],
-) -> tuple[Result | None, Candidate | None]:
-    """The result of a strategy (None if it does not belong on this kind of machine), and its candidacy."""
-    name = strategy.implementation({c.implementation for c in configurations})
+) -> tuple[Result, Candidate | None]:
+    """The result of a strategy, and its candidacy if it could run."""
+    if strategy.name in failures:
+        return Result(strategy.name, failure=failures[strategy.name]), None
+    here = dict.fromkeys(c.implementation for c in configurations)
+    name = strategy.implementation(here)
     if name is None:
-        reasons = [unavailable[wanted] for wanted in strategy.implementations if wanted in unavailable]
-        if not reasons:
-            return None, None
-        return Result(strategy.name, failure=Failure(f"not available: {reasons[0]}", wrong=False)), None
+        wanted = strategy.mover.implementations
+        reasons = [unavailable[one] for one in wanted if one in unavailable]
+        absent = f"no {' or '.join(wanted)} among what runs here ({', '.join(here) or 'nothing'})"
+        return Result(strategy.name, failure=Failure(f"not available: {(reasons or [absent])[0]}", wrong=False)), None
     own = [c for c in configurations if c.implementation == name]
     timed = [c for c in own if pair_label(strategy, c) in times]
     if not timed:

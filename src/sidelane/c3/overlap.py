@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import math
 import statistics
@@ -14,7 +13,8 @@ from typing import Any, TypeVar
 import torch
 from torch.utils._pytree import tree_leaves
 
-from sidelane.c3.strategy import Order
+from sidelane.c3.strategies import strategies
+from sidelane.c3.strategy import Mover, Order, Strategy
 from sidelane.collectives import Communicator, Work
 from sidelane.config import COMPUTE, NOTHING
 from sidelane.program.collective import Kind
@@ -23,35 +23,22 @@ T = TypeVar("T")
 S = TypeVar("S")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Together:
-    """One way to run a computation and collectives.
+def objection(strategy: Strategy) -> str:
+    """Why a strategy is not for calls of one's own; empty if it is.
 
-    Attributes:
-        name: as the studies have it (``sidelane c3``).
-        order: who is released first, on GPUs. CPU ranks begin with the collectives, but for ``serial``.
-        beside: what the collectives are told; next to ``compute`` they take copy engines.
-        urgent: the collectives' stream goes first wherever the GPU has to choose.
-        recipe: one line for people.
+    Here Sidelane is the library: under a strategy of the library's kernels a collective runs as it is fastest alone.
     """
+    if strategy.partition is not None:
+        return "it takes compute units from the computation, which needs green contexts: there are none here yet"
+    if strategy.mover not in (Mover.LIBRARY, Mover.DMA):
+        return "a communicator's calls are not told to run so"
+    return ""
 
-    name: str
-    order: Order
-    beside: str
-    urgent: bool
-    recipe: str
 
-
-WAYS: tuple[Together, ...] = (
-    Together("conccl", Order.COLLECTIVE_FIRST, COMPUTE, False, "collectives on copy engines, released first"),
-    Together("c3_sp", Order.COLLECTIVE_FIRST, NOTHING, False, "collectives as they are fastest alone, released first"),
-    Together("priority", Order.GEMM_FIRST, NOTHING, True, "the computation first, collectives on an urgent stream"),
-    Together("c3_base", Order.GEMM_FIRST, NOTHING, False, "two streams, the computation first"),
-    Together("serial", Order.SERIAL, NOTHING, False, "the computation, then the collectives"),
+NAMES = tuple(
+    strategy.name for strategy in sorted(strategies(), key=lambda one: one.preference) if not objection(strategy)
 )
-"""The best guess first (docs/lab/hardware.md, "GEMM next to a collective")."""
-
-NAMES = tuple(way.name for way in WAYS)
+"""Strategies for calls of one's own, the best guess first (docs/lab/hardware.md, "GEMM next to a collective")."""
 
 
 def overlap(
@@ -59,7 +46,7 @@ def overlap(
     collective: Callable[..., S],
     on: Communicator | Sequence[Communicator],
     *,
-    strategy: str = WAYS[0].name,
+    strategy: str = NAMES[0],
 ) -> tuple[T, S]:
     """Run a computation and collectives at once; the caller's next work follows both. Collective.
 
@@ -78,7 +65,7 @@ def overlap(
         ValueError: there is no such strategy, or no communicator.
         Whatever the two raise. What has begun has ended by then, or follows in the order of the current stream.
     """
-    done: tuple[T, S] = _run(named(strategy), compute, collective, _several(on))
+    done: tuple[T, S] = _run(possible(strategy), compute, collective, _several(on))
     return done
 
 
@@ -109,14 +96,14 @@ class Overlap:
         strategies: Sequence[str] = NAMES,
         rounds: int = 5,
     ) -> None:
-        self._on, self._ways, self._rounds = _several(on), tuple(named(name) for name in strategies), rounds
+        self._on, self._ways, self._rounds = _several(on), tuple(map(possible, strategies)), rounds
         if not self._ways or rounds < 1:
             raise ValueError(
                 f"Overlap: strategies, rounds (value={tuple(strategies)}, {rounds}, allowed=one of each and more)"
             )
         self._trials = 0
         self._clocks: list[list[_Clock]] = [[] for _ in self._ways]
-        self._best: Together | None = None if len(self._ways) > 1 else self._ways[0]
+        self._best: Strategy | None = None if len(self._ways) > 1 else self._ways[0]
         self.times_us: dict[str, float] = {}
 
     @property
@@ -156,24 +143,25 @@ class Overlap:
         self._clocks.clear()
 
 
-def named(name: str) -> Together:
+def possible(name: str) -> Strategy:
     """The strategy of that name.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is none, or it is not for calls of one's own.
     """
-    for way in WAYS:
-        if way.name == name:
-            return way
-    raise ValueError(f"overlap: strategy (value={name!r}, allowed={', '.join(NAMES)})")
+    found = next((strategy for strategy in strategies() if strategy.name == name), None)
+    reason = "there is none of that name" if found is None else objection(found)
+    if found is None or reason:
+        raise ValueError(f"overlap: strategy (value={name!r}, allowed={', '.join(NAMES)}): {reason}")
+    return found
 
 
 class _Beside:
     """A communicator whose collectives are told what runs next to them, and wait for nobody on a CPU."""
 
-    def __init__(self, comm: Communicator, way: Together, aside: torch.cuda.Stream | None) -> None:
-        self._comm, self._beside, self._aside = comm, way.beside, aside
-        self._async = comm.device.type == "cpu" and way.order is not Order.SERIAL
+    def __init__(self, comm: Communicator, way: Strategy, aside: torch.cuda.Stream | None) -> None:
+        self._comm, self._beside, self._aside = comm, COMPUTE if way.mover is Mover.DMA else NOTHING, aside
+        self._async = comm.device.type == "cpu" and way.concurrent
         self.works: list[Work] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -194,13 +182,13 @@ class _Beside:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _run(
-    way: Together, compute: Callable[[], T], collective: Callable[..., S], on: Sequence[Communicator]
+    way: Strategy, compute: Callable[[], T], collective: Callable[..., S], on: Sequence[Communicator]
 ) -> tuple[T, S]:
     device = on[0].device
-    if way.order is not Order.SERIAL and device.type == "cuda":
+    if way.concurrent and device.type == "cuda":
         return _on_streams(way, compute, collective, on, device)
     comms = [_Beside(comm, way, None) for comm in on]
-    if way.order is Order.SERIAL:
+    if not way.concurrent:
         return compute(), collective(*comms)
     try:
         told = collective(*comms)
@@ -212,14 +200,14 @@ def _run(
 
 
 def _on_streams(
-    way: Together,
+    way: Strategy,
     compute: Callable[[], T],
     collective: Callable[..., S],
     on: Sequence[Communicator],
     device: torch.device,
 ) -> tuple[T, S]:
     caller = torch.cuda.current_stream(device)
-    aside, *others = streams = [_side_stream(device, way.urgent, number) for number in range(len(on))]
+    aside, *others = streams = [_side_stream(device, bool(way.priority), number) for number in range(len(on))]
     comms = [_Beside(comm, way, stream) for comm, stream in zip(on, (None, *others), strict=True)]
     released = torch.cuda.Event()
     released.record(caller)

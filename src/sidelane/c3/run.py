@@ -8,8 +8,10 @@ stream, then a barrier of all ranks, then the event that starts the clock. Both 
     second                               └─ operation ─────────────┘
 
 The second lane waits for an event that the first one records just before its operation. That hop between streams, about
-2 us, is what keeps the order; the host's launch latency plays no part. On a CPU the collective's threads (or Gloo's)
-work while a thread of ours computes, and the order is that of the calls.
+2 us, is what keeps the order; the host's launch latency plays no part. A strategy with a priority has the collective on
+a stream that the device serves first. On a CPU the collective's threads (or Gloo's) work while a thread of ours
+computes, and the order is that of the calls; priority means a thread that yields (``YIELDING``). What this runner
+cannot do at all is said by ``objection`` and becomes a result with that reason.
 
 Checks: before a strategy may be timed it runs once with fresh random inputs and poisoned outputs, and the bytes of the
 collective and the result of the GEMM are compared.
@@ -20,6 +22,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import os
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,13 +33,18 @@ import torch
 
 from sidelane.c3.choose import hidden_shares
 from sidelane.c3.outcome import GEMM, Configuration, Failure, Outcome, judge, pair_label
-from sidelane.c3.strategy import STRATEGIES, Order, Strategy
+from sidelane.c3.strategies import strategies as all_strategies
+from sidelane.c3.strategy import Order, Strategy
 from sidelane.c3.workload import Gemm, Workload
 
 RELATIVE_ERROR = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 1e-4}
 ABSOLUTE_ERROR = {"bfloat16": 1e-3, "float16": 1e-3, "float32": 1e-5}
 """Allowed deviation of a GEMM from the same GEMM alone: two roundings of the result, and an absolute term in units of
 its standard deviation, sqrt(k) for normal inputs. A library may pick another kernel on another stream."""
+
+YIELDING = 10
+"""Steps of niceness of the thread that computes next to an urgent collective on CPUs: with one core for two threads it
+then gets about a tenth of it."""
 
 
 class CollectiveRun(Configuration, Protocol):
@@ -74,15 +83,31 @@ class Instruments(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Lanes:
-    """The two streams of a pair; make them once a process, since torch hands out a limited number in turn."""
+    """The streams of pairs; make them once a process, since torch hands out a limited number in turn.
+
+    Attributes:
+        gemm: of the GEMM.
+        collective: of a collective without priority.
+        urgent: of one that goes before the GEMM.
+    """
 
     gemm: torch.cuda.Stream
     collective: torch.cuda.Stream
+    urgent: torch.cuda.Stream
 
     @staticmethod
     def on(device: torch.device) -> Lanes | None:
         """Lanes on a device; None on a CPU."""
-        return None if device.type == "cpu" else Lanes(torch.cuda.Stream(device), torch.cuda.Stream(device))
+        if device.type == "cpu":
+            return None
+        return Lanes(torch.cuda.Stream(device), torch.cuda.Stream(device), torch.cuda.Stream(device, priority=-1))
+
+
+def objection(strategy: Strategy) -> str:
+    """Why this runner cannot run a strategy anywhere; empty if it can."""
+    if strategy.partition is not None:
+        return "it takes compute units from the GEMM, which needs green contexts: the runner has none yet"
+    return ""
 
 
 def run_workload(
@@ -92,7 +117,7 @@ def run_workload(
     *,
     device: torch.device,
     lanes: Lanes | None = None,
-    strategies: Sequence[Strategy] = STRATEGIES,
+    strategies: Sequence[Strategy] | None = None,
     unavailable: Mapping[str, str] | None = None,
     seed: int = 0,
     device_name: str = "",
@@ -105,29 +130,34 @@ def run_workload(
         instruments: how to agree and to measure.
         device: of this rank.
         lanes: streams, on an accelerator.
-        strategies: what to run.
+        strategies: what to run; None: all that there are.
         unavailable: implementations that should be here and are not, with the reason.
         seed: of the random inputs.
         device_name: for the shares that the choice is made by.
     """
     seeds = iter(range(seed + 1, seed + 1_000_000))
-    with instruments.on_stream(), ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as worker:
+    strategies = all_strategies() if strategies is None else strategies
+    refused = {
+        strategy.name: Failure(reason, wrong=False) for strategy in strategies if (reason := objection(strategy))
+    }
+    with instruments.on_stream(), Workers() as workers:
         gemm = GemmRun(workload.gemm, device)
-        pairs = Pairs(gemm, lanes, worker)
+        pairs = Pairs(gemm, lanes, workers)
         gemm.fill(next(seeds))
         instruments.finish("the GEMM's inputs")
         alone, failed_alone = _check({run.label: (run, _alone(run)) for run in collectives}, None, instruments, seeds)
         planned = {
-            pair_label(strategy, run): (run, pairs.launch(strategy.order, run))
+            pair_label(strategy, run): (run, pairs.launch(strategy, run))
             for strategy in strategies
             for run in collectives
-            if run.implementation == strategy.implementation({r.implementation for r in collectives})
+            if strategy.name not in refused
+            and run.implementation == strategy.implementation({r.implementation for r in collectives})
             and run.label in alone
         }
         together, failed_together = _check(planned, gemm, instruments, seeds)
         launches = {GEMM: gemm.run, **{label: launch for label, (_, launch) in {**alone, **together}.items()}}
         times = instruments.time(launches)
-    failures = {**failed_alone, **failed_together}
+    failures = {**failed_alone, **failed_together, **refused}
     return judge(workload, collectives, strategies, times, failures, unavailable or {}, hidden_shares(device_name))
 
 
@@ -162,32 +192,47 @@ class GemmRun:
         return f"the GEMM's result differs from that of the GEMM alone (rtol={rtol:.2g}, atol={atol:.2g})"
 
 
-class Pairs:
-    """Turns (order, collective) into a launch of both."""
+class Workers(contextlib.ExitStack):
+    """Threads that compute on a CPU while collectives run: one like any other, and one that yields to all others."""
 
-    def __init__(self, gemm: GemmRun, lanes: Lanes | None, worker: ThreadPoolExecutor) -> None:
+    def __init__(self) -> None:
+        super().__init__()
+        self.usual, self.yielding = (
+            self.enter_context(ThreadPoolExecutor(1, initializer=_begin_thread, initargs=(steps,)))
+            for steps in (0, YIELDING)
+        )
+
+    def of(self, strategy: Strategy) -> ThreadPoolExecutor:
+        """Where the GEMM runs under a strategy."""
+        return self.yielding if strategy.priority else self.usual
+
+
+class Pairs:
+    """Turns (strategy, collective) into a launch of both."""
+
+    def __init__(self, gemm: GemmRun, lanes: Lanes | None, workers: Workers) -> None:
         self._gemm = gemm
         self._lanes = lanes
-        self._worker = worker
+        self._workers = workers
 
-    def launch(self, order: Order, run: CollectiveRun) -> Callable[[], None]:
-        if order is Order.SERIAL:
+    def launch(self, strategy: Strategy, run: CollectiveRun) -> Callable[[], None]:
+        if not strategy.concurrent:
             return lambda: self._serial(run)
         if self._lanes is None:
-            return lambda: self._on_threads(order, run)
+            return lambda: self._on_threads(strategy, run)
         lanes = self._lanes
-        return lambda: self._on_lanes(order, run, lanes)
+        return lambda: self._on_lanes(strategy, run, lanes)
 
     def _serial(self, run: CollectiveRun) -> None:
         self._gemm.run()
         run.start()()
 
-    def _on_lanes(self, order: Order, run: CollectiveRun, lanes: Lanes) -> None:
+    def _on_lanes(self, strategy: Strategy, run: CollectiveRun, lanes: Lanes) -> None:
         operations: list[tuple[torch.cuda.Stream, Callable[[], object]]] = [
             (lanes.gemm, self._gemm.run),
-            (lanes.collective, run.start),
+            (lanes.urgent if strategy.priority else lanes.collective, run.start),
         ]
-        if order is Order.COLLECTIVE_FIRST:
+        if strategy.order is Order.COLLECTIVE_FIRST:
             operations.reverse()
         caller = torch.cuda.current_stream()
         released = torch.cuda.Event()
@@ -201,8 +246,8 @@ class Pairs:
         for lane, _ in operations:
             caller.wait_stream(lane)
 
-    def _on_threads(self, order: Order, run: CollectiveRun) -> None:
-        if order is Order.COLLECTIVE_FIRST:
+    def _on_threads(self, strategy: Strategy, run: CollectiveRun) -> None:
+        if strategy.order is Order.COLLECTIVE_FIRST and not strategy.priority:
             wait = run.start()
             self._gemm.run()
             wait()
@@ -213,10 +258,22 @@ class Pairs:
             begun.set()
             self._gemm.run()
 
-        product = self._worker.submit(compute)
-        begun.wait()
-        run.start()()
+        worker = self._workers.of(strategy)
+        if strategy.order is Order.COLLECTIVE_FIRST:
+            wait = run.start()
+            product = worker.submit(compute)
+        else:
+            product = worker.submit(compute)
+            begun.wait()
+            wait = run.start()
+        wait()
         product.result()
+
+
+def _begin_thread(yields: int) -> None:
+    torch.set_num_threads(1)
+    if yields and sys.platform == "linux":  # where niceness is a thread's, not the process's
+        os.nice(yields)
 
 
 _Launches = dict[str, tuple[CollectiveRun, Callable[[], None]]]

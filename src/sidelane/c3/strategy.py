@@ -1,6 +1,7 @@
-"""The strategies under which a GEMM and a collective run, as data, and the arithmetic that judges them.
+"""A strategy, under which a GEMM and a collective run, as a value; and the arithmetic that judges it.
 
-A strategy says which of the two is released first and who moves the bytes; ``c3.run`` turns it into launches.
+``c3.run`` and ``c3.overlap`` turn the value into launches, ``model.strategies`` into a prediction. The strategies that
+there are stand in ``c3.strategies``, a file each.
 """
 
 from __future__ import annotations
@@ -8,10 +9,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection
 from enum import StrEnum
-
-LIBRARY = ("nccl", "gloo")
-"""The vendor library's own kernels: whichever of these exists on the device. On CPUs its threads play their part."""
-
 
 LEAST_GAIN = 0.05
 """Ideal gain below which a percentage of it says nothing."""
@@ -25,48 +22,107 @@ class Order(StrEnum):
     COLLECTIVE_FIRST = "collective first"
 
 
+class Mover(StrEnum):
+    """Who moves the bytes of the collective.
+
+    LIBRARY: kernels of the vendor's library; on CPUs its threads play their part.
+    DMA: copy engines, by Sidelane. LIBRARY_DMA: copy engines, by the library. SM: Sidelane's kernels.
+    """
+
+    LIBRARY = "library"
+    DMA = "dma"
+    LIBRARY_DMA = "nccl_ce"
+    SM = "sm"
+
+    @property
+    def implementations(self) -> tuple[str, ...]:
+        """Names of the implementations of a study that are this mover, in order of preference."""
+        return LIBRARY if self is Mover.LIBRARY else (str(self),)
+
+    @property
+    def takes_units(self) -> bool:
+        """It runs on compute units, as the GEMM does."""
+        return self in (Mover.LIBRARY, Mover.SM)
+
+
+LIBRARY = ("nccl", "gloo")
+"""The vendor library's own kernels: whichever of these exists on the device."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
+class Partition:
+    """Compute units that the GEMM does without for its whole run; a collective made of kernels runs on them alone.
+
+    Attributes:
+        units: how many. None: powers of two are swept, and the best is taken (ConCCL paper, V-B).
+        memory_bound_only: a GEMM that is limited by its operations keeps all.
+    """
+
+    units: int | None = None
+    memory_bound_only: bool = False
+
+    def __post_init__(self) -> None:
+        if self.units is not None and self.units < 1:
+            raise ValueError(f"Partition: units (value={self.units}, allowed=1 or more, or None for a sweep)")
+
+    def taken(self, swept: int, memory_bound: bool) -> int:
+        """Units taken from a GEMM.
+
+        Args:
+            swept: what the sweep is at.
+            memory_bound: the GEMM is limited by its bytes.
+
+        >>> Partition(8, memory_bound_only=True).taken(0, memory_bound=False)
+        0
+        """
+        if self.memory_bound_only and not memory_bound:
+            return 0
+        return swept if self.units is None else self.units
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
     """One way to run a pair.
 
     Attributes:
-        name: as ``c3.json`` has it.
+        name: as commands and result files have it.
         order: who is released first.
-        implementations: names of the collective implementations that fit, in order of preference.
+        mover: who moves the bytes of the collective.
         recipe: one line for people.
+        priority: of the collective's stream: 1 puts it before the GEMM's wherever the machine has to choose.
+        partition: units taken from the GEMM; None: it competes for all.
+        preference: the least is tried first where nothing was measured.
+
+    Raises:
+        ValueError: a priority or a partition where nothing runs at once, or a priority that is neither 0 nor 1.
     """
 
     name: str
     order: Order
-    implementations: tuple[str, ...]
+    mover: Mover
     recipe: str
+    priority: int = 0
+    partition: Partition | None = None
+    preference: int = 100
+
+    def __post_init__(self) -> None:
+        if self.priority not in (0, 1):
+            raise ValueError(f"Strategy: priority (value={self.priority}, allowed=0, 1)")
+        if not self.concurrent and (self.priority or self.partition):
+            raise ValueError(f"Strategy: {self.name}: priority, partition (allowed=none of both where it is serial)")
+
+    @property
+    def concurrent(self) -> bool:
+        """Both run at once."""
+        return self.order is not Order.SERIAL
 
     def implementation(self, available: Collection[str]) -> str | None:
         """The implementation that this strategy uses here, or None when there is none."""
-        return next((name for name in self.implementations if name in available), None)
+        return next((name for name in self.mover.implementations if name in available), None)
 
-
-# Collective first in conccl too: where it has a copy inside one GPU (the caller's own chunk), that copy would wait for
-# the end of a GEMM that was released before it (docs/lab/hardware.md, "Copy engines").
-STRATEGIES: tuple[Strategy, ...] = (
-    Strategy("serial", Order.SERIAL, LIBRARY, "the GEMM, then the library's collective, on one stream"),
-    Strategy("c3_base", Order.GEMM_FIRST, LIBRARY, "two streams, the GEMM first (ConCCL paper, IV-C)"),
-    Strategy("c3_sp", Order.COLLECTIVE_FIRST, LIBRARY, "two streams, library's collective first (ConCCL paper, V-A)"),
-    Strategy("conccl", Order.COLLECTIVE_FIRST, ("dma",), "the collective on DMA engines (ConCCL paper, VI)"),
-    Strategy("nccl_ce", Order.COLLECTIVE_FIRST, ("nccl_ce",), "the library's collective on copy engines"),
-)
-
-
-def named(name: str) -> Strategy:
-    """The strategy of that name.
-
-    Raises:
-        ValueError: there is none.
-    """
-    for strategy in STRATEGIES:
-        if strategy.name == name:
-            return strategy
-    raise ValueError(f"strategy: name (value={name!r}, allowed={', '.join(s.name for s in STRATEGIES)})")
+    def by_kernels(self, name: str) -> Strategy:
+        """The same with Sidelane's kernels as the mover."""
+        return dataclasses.replace(self, name=name, mover=Mover.SM, preference=100)
 
 
 def ideal_speedup(gemm_us: float, comm_us: float) -> float:

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import click
 
-from sidelane.c3.strategy import STRATEGIES
+from sidelane.c3.strategies import strategies as all_strategies
 from sidelane.c3.workload import GEMM_DTYPES, TABLE_I, parse_gemm, parse_workload
 from sidelane.cli.errors import plain_errors
 from sidelane.cli.guided import Command, how, what
@@ -53,9 +53,9 @@ from sidelane.sizes import format_bytes
     "--strategy",
     "strategies",
     multiple=True,
-    type=click.Choice([strategy.name for strategy in STRATEGIES]),
+    type=click.Choice([strategy.name for strategy in all_strategies()]),
     show_default="all",
-    help="May be repeated.",
+    help="May be repeated. With --machine, of pairs.",
 )
 @what(
     "--variants",
@@ -85,6 +85,7 @@ def c3(
     gemms: tuple[str, ...],
     sizes: tuple[int, ...],
     collectives: tuple[str, ...],
+    strategies: tuple[str, ...],
     machine: str | None,
     version: str,
     json: Path | None,
@@ -96,9 +97,11 @@ def c3(
     GEMM with each size. Without any: cb1_896M.
 
     With --machine: predict them for a machine that need not be here; without any, the paper's whole study (with
-    --report about a minute, for the plausible ranges). --collective, --version, --json and --report go with it.
+    --report about a minute, for the plausible ranges). Pairs go with --collective, --strategy, --json and --report, the
+    whole study with --version, --json and --report.
     """
     with plain_errors():
+        strategies = tuple(dict.fromkeys(strategies))
         workloads = [*pairs, *pairs_of(gemms, sizes)]
         kinds = tuple(map(Kind, collectives))
         for pair in workloads:
@@ -106,18 +109,28 @@ def c3(
         say_rounding(*(pair.rpartition("_")[2] for pair in pairs))
 
         if machine is not None:
-            predict_c3(machine, workloads, kinds, version, others["report"], json)
+            predict_c3(machine, workloads, kinds, strategies, version, others["report"], json)
         if given("version"):
             raise ValueError("--version chooses between versions of the paper; it needs --machine")
 
         from sidelane.bench.c3 import study as c3_study
 
         workloads = workloads or ["cb1_896M"]
-        c3_study.main(c3_study.C3Options(workloads=tuple(workloads), collectives=kinds, json=json, **others))
+        c3_study.main(
+            c3_study.C3Options(
+                workloads=tuple(workloads), collectives=kinds, strategies=strategies, json=json, **others
+            )
+        )
 
 
 def predict_c3(
-    machine: str, pairs: list[str], kinds: tuple[Kind, ...], version: str, report: Path | None, json: Path | None
+    machine: str,
+    pairs: list[str],
+    kinds: tuple[Kind, ...],
+    strategies: tuple[str, ...],
+    version: str,
+    report: Path | None,
+    json: Path | None,
 ) -> NoReturn:
     """What ``sidelane c3 --machine`` does. Without pairs: the whole study, which has its own collectives.
 
@@ -125,13 +138,13 @@ def predict_c3(
         ValueError: options that do not go together, or no such machine.
     """
     if pairs:
-        refuse_beside_machine("pairs", "gemms", "sizes", "collectives", "json", "report")
+        refuse_beside_machine("pairs", "gemms", "sizes", "collectives", "strategies", "json", "report")
     else:
         refuse_beside_machine("version", "json", "report")
     from sidelane.bench.simulated import study as sim_study
 
     workloads = [parse_workload(pair, kind) for kind in kinds for pair in pairs]
-    sys.exit(sim_study.c3_main(sim_study.Options(machine, report, version, json), workloads))
+    sys.exit(sim_study.c3_main(sim_study.Options(machine, report, version, json, strategies), workloads))
 
 
 def pairs_of(gemms: tuple[str, ...], sizes: tuple[int, ...]) -> list[str]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Sequence
 
-from sidelane.c3.strategy import ideal_speedup, percent_of_ideal
+from sidelane.c3.strategies import named, strategies
+from sidelane.c3.strategy import Mover, Order, Strategy, ideal_speedup, percent_of_ideal
 from sidelane.c3.workload import C3Class, Workload, classify
 from sidelane.execute.sim import Interval
 from sidelane.machine.spec import Machine
@@ -13,12 +14,6 @@ from sidelane.model.device import Gang, Tiled, run_device
 from sidelane.model.gemm import gemm_kernel, gemm_us, is_memory_bound
 from sidelane.model.kernels import dma_gangs, dma_us, library_gang, own_chunk_gang
 from sidelane.program.collective import Kind
-
-STRATEGIES = ("serial", "c3_base", "c3_sp", "c3_rp", "c3_sp_rp", "priority", "conccl", "conccl_rp")
-C3_VARIANTS = ("c3_base", "c3_sp", "c3_rp", "c3_sp_rp")
-RP_UNITS = 8
-"""Compute units that conccl_rp takes from a memory-bound GEMM (ConCCL paper, VI-G)."""
-
 
 MOST_LOST = -100.0
 """Percent of ideal below which a number says nothing more."""
@@ -78,7 +73,7 @@ class Prediction:
 def predict(
     machine: Machine,
     workload: Workload,
-    strategy: str,
+    strategy: Strategy | str,
     *,
     units: int | None = None,
     write_back: bool = False,
@@ -89,34 +84,56 @@ def predict(
     Args:
         machine: where.
         workload: the pair.
-        strategy: one of ``STRATEGIES``.
-        units: of the collective, for c3_rp and c3_sp_rp; None takes the best power of two, as the paper's sweep does.
+        strategy: the value that runs, too, or its name.
+        units: of a partition that is swept; None takes the best power of two, as the paper's sweep does.
         write_back: kernels' caches are written back before DMA engines read (see ``kernels.dma_gangs``).
         record: keep the timeline.
 
     Raises:
-        ValueError: unknown strategy, or units that the machine cannot give.
+        ValueError: unknown strategy, one that the model does not speak to (:func:`objection`), or units that the
+            machine cannot give.
     """
-    if strategy not in STRATEGIES:
-        raise ValueError(f"predict: strategy (value={strategy!r}, allowed={', '.join(STRATEGIES)})")
-    gemm, kind, nbytes = workload.gemm, workload.collective, workload.nbytes
-    alone_gemm = gemm_us(machine, gemm)
-    library = library_gang(machine, kind, nbytes)
-    chosen = 0
-    if strategy in ("c3_rp", "c3_sp_rp"):
-        options = partitions(machine) if units is None else [units]
-        if any(not 0 < option < machine.gpu.units for option in options):
-            raise ValueError(f"predict: units (value={options}, allowed=1..{int(machine.gpu.units) - 1})")
-        chosen = min(options, key=lambda n: run_device(machine, _partitioned(machine, workload, n)).time_us)
-    kernels = _kernels(machine, workload, strategy, chosen, library, write_back)
-    run = run_device(machine, kernels, record=record)
-    best = min(library.alone_us, dma_us(machine, kind, nbytes))
-    return Prediction(workload, strategy, chosen, alone_gemm, library.alone_us, best, run.time_us, run.timeline)
+    chosen = named(strategy) if isinstance(strategy, str) else strategy
+    if reason := objection(chosen):
+        raise ValueError(f"predict: strategy (value={chosen.name!r}): {reason}")
+    swept = chosen.partition is not None and chosen.partition.units is None
+    options = ([units] if units is not None else partitions(machine)) if swept else [0]
+    if swept and any(not 0 < option < machine.gpu.units for option in options):
+        raise ValueError(f"predict: units (value={options}, allowed=1..{int(machine.gpu.units) - 1})")
+    placed = {option: _kernels(machine, workload, chosen, option, write_back) for option in options}
+    best = min(options, key=lambda option: run_device(machine, placed[option]).time_us) if swept else 0
+    run = run_device(machine, placed[best], record=record)
+    alone = library_gang(machine, workload.collective, workload.nbytes).alone_us
+    fastest = min(alone, dma_us(machine, workload.collective, workload.nbytes))
+    alone_gemm = gemm_us(machine, workload.gemm)
+    return Prediction(workload, chosen.name, best, alone_gemm, alone, fastest, run.time_us, run.timeline)
 
 
-def predict_all(machine: Machine, workload: Workload, strategies: Iterable[str] = STRATEGIES) -> list[Prediction]:
-    """A pair under several strategies."""
-    return [predict(machine, workload, strategy) for strategy in strategies]
+def predict_all(
+    machine: Machine, workload: Workload, under: Sequence[Strategy | str] | None = None
+) -> list[Prediction]:
+    """A pair under several strategies; None: under all that the model speaks to."""
+    return [predict(machine, workload, strategy) for strategy in (predictable() if under is None else under)]
+
+
+def predictable() -> tuple[Strategy, ...]:
+    """Strategies that the model speaks to."""
+    return tuple(strategy for strategy in strategies() if not objection(strategy))
+
+
+def objection(strategy: Strategy) -> str:
+    """Why the model does not speak to a strategy; empty where it does."""
+    match strategy.mover:
+        case Mover.SM:
+            return "not predicted: descriptions of machines have no times of Sidelane's own kernels"
+        case Mover.LIBRARY_DMA:
+            return "not predicted: descriptions of machines have no times of the library's copy engines"
+    return ""
+
+
+def library_strategies() -> tuple[str, ...]:
+    """Those whose best is the ConCCL paper's c3_best: the library's kernels, by launch order and by partition."""
+    return tuple(s.name for s in strategies() if s.mover is Mover.LIBRARY and s.concurrent and not s.priority)
 
 
 def partitions(machine: Machine) -> list[int]:
@@ -124,33 +141,36 @@ def partitions(machine: Machine) -> list[int]:
     return [1 << k for k in range(3, 10) if (1 << k) <= machine.gpu.units / 2]
 
 
+def arrange(strategy: Strategy, gemm: Tiled, gangs: Sequence[Gang]) -> list[Tiled | Gang]:
+    """Kernels of a pair in the order of their launches, with what holds them back and what comes before what.
+
+    Args:
+        strategy: its order and its priority.
+        gemm: the computation.
+        gangs: the collective; those that follow others in it have their ``after``.
+    """
+    ranked = [dataclasses.replace(gang, priority=strategy.priority) for gang in gangs]
+    match strategy.order:
+        case Order.SERIAL:
+            return [gemm, *(dataclasses.replace(gang, after=(gemm.name, *gang.after)) for gang in ranked)]
+        case Order.GEMM_FIRST:
+            return [gemm, *ranked]
+        case Order.COLLECTIVE_FIRST:
+            return [*ranked, gemm]
+
+
 def _kernels(
-    machine: Machine, workload: Workload, strategy: str, units: int, library: Gang, write_back: bool
+    machine: Machine, workload: Workload, strategy: Strategy, swept: int, write_back: bool
 ) -> list[Tiled | Gang]:
-    gemm = gemm_kernel(machine, workload.gemm)
-    match strategy:
-        case "serial":
-            return [gemm, dataclasses.replace(library, after=(gemm.name,))]
-        case "c3_base":
-            return [gemm, library]
-        case "c3_sp":
-            return [library, gemm]
-        case "priority":
-            return [gemm, dataclasses.replace(library, priority=1)]
-        case "conccl" | "conccl_rp":
-            bound = is_memory_bound(machine, workload.gemm)
-            limit = int(machine.gpu.units) - RP_UNITS if strategy == "conccl_rp" and bound else None
-            collective = dma_gangs(machine, workload.collective, workload.nbytes, write_back=write_back)
-            own = None
-            if workload.collective is Kind.ALL_TO_ALL:  # out of place, as in all studies; an all_gather is in place
-                own = own_chunk_gang(machine, workload.collective, workload.nbytes)
-            computation = gemm_kernel(machine, workload.gemm, limit=limit)
-            return [computation, *collective, *([] if own is None else [own])]
-        case _:
-            return _partitioned(machine, workload, units)
-
-
-def _partitioned(machine: Machine, workload: Workload, units: int) -> list[Tiled | Gang]:
+    kind, nbytes, partition = workload.collective, workload.nbytes, strategy.partition
+    bound = is_memory_bound(machine, workload.gemm)
+    taken = 0 if partition is None else partition.taken(swept, bound)
     # Masks hold for the whole run: the GEMM does not get the units back when the collective has ended.
-    gemm = gemm_kernel(machine, workload.gemm, limit=int(machine.gpu.units) - units)
-    return [gemm, library_gang(machine, workload.collective, workload.nbytes, units=units, reserved=True)]
+    gemm = gemm_kernel(machine, workload.gemm, limit=int(machine.gpu.units) - taken if taken else None)
+    if strategy.mover.takes_units:
+        return arrange(strategy, gemm, [library_gang(machine, kind, nbytes, units=taken or None, reserved=taken > 0)])
+    own = None
+    if kind is Kind.ALL_TO_ALL:  # out of place, as in all studies; an all_gather is in place
+        own = own_chunk_gang(machine, kind, nbytes)
+    kernels = arrange(strategy, gemm, dma_gangs(machine, kind, nbytes, write_back=write_back))
+    return kernels if own is None else [*kernels, own]

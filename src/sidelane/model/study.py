@@ -7,10 +7,11 @@ import itertools
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 
+from sidelane.c3.strategies import named
 from sidelane.c3.workload import C3Class, Workload, parse_gemm
 from sidelane.machine.spec import Machine
 from sidelane.model.published import PUBLISHED_VARIANTS, dma_run, library_us
-from sidelane.model.strategies import STRATEGIES, Prediction, partitions, predict
+from sidelane.model.strategies import Prediction, partitions, predict, predictable
 from sidelane.program.collective import Kind
 
 # Table II of the ConCCL paper, with the class that the paper measured.
@@ -56,10 +57,6 @@ class C3Study:
         return percent_of_means(r.speedup for r in best) / percent_of_means(r.ideal for r in best) * 100
 
 
-SWEPT = ("c3_rp", "c3_sp_rp")
-"""Strategies with a partition to choose."""
-
-
 def percent_of_means(speedups: Iterable[float]) -> float:
     """Gain of the mean speedup."""
     return statistics.fmean(speedups) - 1.0
@@ -72,7 +69,7 @@ def pair_name(row: Prediction) -> str:
 
 def c3_study(
     machine: Machine,
-    strategies: Sequence[str] = STRATEGIES,
+    strategies: Sequence[str] | None = None,
     *,
     version: str = "000",
     progress: Callable[[str], None] | None = None,
@@ -85,7 +82,7 @@ def c3_study(
 
     Args:
         machine: where.
-        strategies: which.
+        strategies: names; None takes all that the model speaks to.
         version: of the paper, where its two versions disagree: ``000``, or ``002`` (caches are written back before
             DMA).
         progress: told the name of each pair before it is simulated.
@@ -96,6 +93,7 @@ def c3_study(
     if version not in ("000", "002"):
         raise ValueError(f"c3_study: version (value={version!r}, allowed=000, 002)")
     write_back = version == "002"
+    chosen = predictable() if strategies is None else tuple(map(named, strategies))
     rows = []
     swept: dict[tuple[str, Kind, C3Class], dict[int, list[Prediction]]] = {}
     for name in TABLE_II:
@@ -103,18 +101,18 @@ def c3_study(
             if progress is not None:
                 progress(f"{name} {kind}")
             workload = table_ii_workload(name, kind)
-            for strategy in strategies:
-                if strategy not in SWEPT:
+            for strategy in chosen:
+                if strategy.partition is None or strategy.partition.units is not None:
                     rows.append(predict(machine, workload, strategy, write_back=write_back))
                     continue
-                bar = swept.setdefault((strategy, kind, TABLE_II[name]), {})
+                bar = swept.setdefault((strategy.name, kind, TABLE_II[name]), {})
                 for units in partitions(machine):
                     bar.setdefault(units, []).append(predict(machine, workload, strategy, units=units))
     for bar in swept.values():
         rows += max(bar.values(), key=lambda alike: percent_of_means(row.speedup for row in alike))
     places = {
-        (table_ii_workload(name, kind), strategy): place
-        for place, (name, kind, strategy) in enumerate(itertools.product(TABLE_II, COLLECTIVES, strategies))
+        (table_ii_workload(name, kind), strategy.name): place
+        for place, (name, kind, strategy) in enumerate(itertools.product(TABLE_II, COLLECTIVES, chosen))
     }
     return C3Study(tuple(sorted(rows, key=lambda row: places[row.workload, row.strategy])))
 

@@ -25,7 +25,9 @@ def draw_strategies(collective: str, rows: Sequence[C3Row], results: Results, di
     pictures = []
     for number, start in enumerate(range(0, len(pairs), PAIRS_A_PICTURE)):
         shown = [alike for _, alike in pairs[start : start + PAIRS_A_PICTURE]]
-        names = list(dict.fromkeys(row.strategy for alike in shown for row in alike if not row.chosen))
+        # What could not run has no bar; the table has its reason.
+        ran = [[row for row in alike if row.time_us is not None] for alike in shown]
+        names = list(dict.fromkeys(row.strategy for alike in ran for row in alike if not row.chosen))
         size = (2.2 + 2.9 * len(shown), 1.9 + 2 * (0.5 + 0.3 * len(names)))
         figure = Figure(figsize=size, layout="constrained")
         panels = figure.subplots(2, len(shown), squeeze=False, sharex="row", sharey=True)
@@ -38,9 +40,9 @@ def draw_strategies(collective: str, rows: Sequence[C3Row], results: Results, di
                 times, (0, 1), (0, 17), "axes fraction", "offset points", fontsize=8, color=GREY, annotation_clip=False
             )
             ideal = f"ideal {pair.ideal:.2f}"
-            upper, lower = panels[0][column], panels[1][column]
-            limits[0].append(_bars(upper, names, alike, "speedup", "{:.2f}", pair.ideal, ideal, nothing=1.0))
-            limits[1].append(_bars(lower, names, alike, "percent_of_ideal", "{:.0f}%", 100.0, "100%", nothing=0.0))
+            upper, lower, bars = panels[0][column], panels[1][column], ran[column]
+            limits[0].append(_bars(upper, names, bars, "speedup", "{:.2f}", pair.ideal, ideal, nothing=1.0))
+            limits[1].append(_bars(lower, names, bars, "percent_of_ideal", "{:.0f}%", 100.0, "100%", nothing=0.0))
         for row, unit in enumerate(("speedup", "percent of ideal")):
             low, high = zip(*limits[row], strict=True)
             panels[row][0].set_xlim(min(low), max(high))

@@ -19,9 +19,10 @@ from sidelane.bench.running.measure import Job, Meter
 from sidelane.bench.running.study import Sender, StudyOptions, run_study
 from sidelane.c3.outcome import Outcome, Result
 from sidelane.c3.run import Lanes, run_workload
-from sidelane.c3.strategy import STRATEGIES, named
+from sidelane.c3.strategies import named
 from sidelane.c3.workload import Workload, parse_workload
-from sidelane.choice.candidate import DMA
+from sidelane.choice.candidate import DMA, SM
+from sidelane.collectives.plan import AUTO
 from sidelane.errors import UnavailableError
 from sidelane.program.collective import Kind
 
@@ -38,7 +39,7 @@ class C3Options(StudyOptions):
         collectives: kinds; every pair runs with each.
         strategies: names; empty takes all.
         variants: of Sidelane's collectives; its best is reported, as every implementation's best is. ``auto`` is what
-            a caller gets who asks for none.
+            a caller gets who asks for none: on copy engines its choice, of kernels all that there are.
         dtype: of the GEMM and of the collective on accelerators; CPUs take float32.
         full_size: run GEMMs at their full size on a CPU too, instead of scaled down.
         warmup: rounds before the measured ones (ConCCL paper: 6).
@@ -77,7 +78,7 @@ def main(options: C3Options) -> Results | None:
         options.collectives,
         implementations=options.implementations,
         variants=options.variants,
-        chosen_from=(DMA,),
+        chosen_from=(DMA, SM),
         with_auto=True,
     )
     return run_study("c3", C3Row, _measure, options, "computation and communication")
@@ -110,7 +111,7 @@ def _measure(rank: Rank, options: C3Options) -> int:
             instruments,
             device=rank.device,
             lanes=lanes,
-            strategies=[named(name) for name in options.strategies] or STRATEGIES,
+            strategies=[named(name) for name in options.strategies] or None,
             unavailable=roster.unavailable,
             seed=options.seed + 1_000_000 * number,
             device_name=device_name,
@@ -163,7 +164,8 @@ def _runs(roster: Roster, case: Case, options: C3Options) -> Iterator[Prepared]:
     At the sizes of this study a graph changes nothing: what the host takes is hidden for every one of them.
     """
     for implementation in roster.implementations.values():
-        for candidate in candidates_of(implementation, case.kind, only=options.variants, launches=("eager",)):
+        only = () if implementation.name == SM and AUTO in options.variants else options.variants
+        for candidate in candidates_of(implementation, case.kind, only=only, launches=("eager",)):
             yield Prepared(candidate, case, implementation)
 
 

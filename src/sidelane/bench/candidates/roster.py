@@ -122,10 +122,8 @@ def make_roster(
         return lambda: make(own[0] if own else make_own())
 
     makers["dma"] = make_own
-    if not with_auto:
-        makers["auto"] = needs_own(Auto)
-        if rank.device.type != "cpu":
-            makers["sm"] = needs_own(Kernels)
+    makers["auto"] = needs_own(Auto)
+    makers["sm"] = needs_own(Kernels)
     roster = Roster(meter, kernels_of=find_kernels)
     for name in implementations(rank.device.type, with_auto=with_auto):
         if wanted and name not in wanted:

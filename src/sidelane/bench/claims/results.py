@@ -17,14 +17,17 @@ from sidelane.bench.claims.power import judge_power
 from sidelane.bench.claims.verdicts import judge, with_summary
 from sidelane.bench.results import files as result_files
 from sidelane.bench.results.rows import C3Row, CollectiveRow
+from sidelane.c3.strategies import strategies
+from sidelane.c3.strategy import Mover, Strategy
 from sidelane.c3.workload import Gemm
 from sidelane.machine.spec import Machine
 from sidelane.model.claims import Role, Verdict, with_ranges
-from sidelane.model.device import Gang, Tiled, run_device
+from sidelane.model.device import run_device
 from sidelane.model.executed import executed_run
 from sidelane.model.gemm import gemm_kernel
 from sidelane.model.kernels import dma_gangs, library_gang, own_chunk_gang
 from sidelane.model.published import library_us
+from sidelane.model.strategies import arrange
 from sidelane.program.builders import variants
 from sidelane.program.collective import REDUCING, Kind
 from sidelane.sizes import format_bytes
@@ -37,9 +40,7 @@ KINDS = (Kind.ALL_GATHER, Kind.ALL_TO_ALL, Kind.ALL_REDUCE, Kind.REDUCE_SCATTER)
 SMALL, LARGE = 64 << 10, 256 << 20
 """Bytes up to which latency decides, and from which bandwidth does: ``fit_machine`` uses these rows."""
 OUT_OF_PLACE = "out of place"
-ON_ENGINES = ("conccl", "nccl_ce")
 FIRST_COMPARED = "h200x4"
-LIBRARY_STRATEGIES = ("c3_base", "c3_sp")
 
 
 def compare(
@@ -131,9 +132,13 @@ def predict_together(machine: Machine, row: C3Row) -> float | None:
     """What a strategy takes, from the isolated times of its row; None if the model does not speak to it."""
     if row.gemm_us is None or row.comm_us is None or row.collective not in tuple(KINDS):
         return None
-    kind = Kind(row.collective)
-    if row.strategy == "serial":
+    kind, strategy = Kind(row.collective), _strategy(row)
+    if strategy is None or strategy.partition is not None or strategy.mover is Mover.SM:
+        return None  # a row does not say how many units were taken, nor a description what our kernels take
+    if not strategy.concurrent:
         return row.gemm_us + row.comm_us
+    if strategy.mover is Mover.LIBRARY_DMA and kind in REDUCING:
+        return None
     gemm = gemm_kernel(machine, Gemm(row.m, row.n, row.k, row.dtype))
     scale = row.gemm_us / run_device(machine, [gemm]).time_us
     computation = dataclasses.replace(
@@ -142,29 +147,24 @@ def predict_together(machine: Machine, row: C3Row) -> float | None:
         traffic_bytes=gemm.traffic_bytes * scale,
         fixed_us=gemm.fixed_us * scale,
     )
-    if row.strategy in ON_ENGINES and (row.strategy == "conccl" or kind not in REDUCING):
-        gangs = dma_gangs(machine, kind, row.bytes)
-    elif row.strategy in LIBRARY_STRATEGIES:
-        gangs = (library_gang(machine, kind, row.bytes),)
-    else:
-        return None
+    on_units = strategy.mover.takes_units
+    gangs = (library_gang(machine, kind, row.bytes),) if on_units else dma_gangs(machine, kind, row.bytes)
     longer = row.comm_us / run_device(machine, gangs).time_us
     gangs = tuple(
         dataclasses.replace(gang, alone_us=gang.alone_us * longer, memory_gbps=gang.memory_gbps / longer)
         for gang in gangs
     )
-    own = None
-    if row.strategy in ON_ENGINES and OUT_OF_PLACE in row.note:
-        own = own_chunk_gang(machine, kind, row.bytes)
-    if own is not None and row.strategy == "nccl_ce":
+    own = own_chunk_gang(machine, kind, row.bytes) if not on_units and OUT_OF_PLACE in row.note else None
+    if own is not None and strategy.mover is Mover.LIBRARY_DMA:
         # NCCL queues the own chunk with the others: what waits for the GEMM holds up all.
-        gangs = (dataclasses.replace(gangs[0], after=(computation.name,)), *gangs[1:])
-    kernels: list[Tiled | Gang] = [*gangs, computation]
-    if row.strategy == "c3_base":
-        kernels = [computation, *gangs]
-    if own is not None and row.strategy != "nccl_ce":
-        kernels.append(own)
-    return run_device(machine, kernels).time_us
+        gangs, own = (dataclasses.replace(gangs[0], after=(computation.name,)), *gangs[1:]), None
+    kernels = arrange(strategy, computation, gangs)
+    return run_device(machine, kernels if own is None else [*kernels, own]).time_us
+
+
+def _strategy(row: C3Row) -> Strategy | None:
+    """None for ``auto``, and for what another version had."""
+    return next((strategy for strategy in strategies() if strategy.name == row.strategy), None)
 
 
 def role_of(machine: Machine, row: C3Row) -> Role:
@@ -173,9 +173,10 @@ def role_of(machine: Machine, row: C3Row) -> Role:
     A serial one is their sum. That NCCL takes turns with a persistent GEMM, and that a copy of the own chunk waits for
     one, are rules that went in after the first rows of h200x4 had been compared.
     """
-    if row.strategy == "serial":
+    strategy = _strategy(row)
+    if strategy is not None and not strategy.concurrent:
         return Role.INPUT
-    rules = row.strategy in LIBRARY_STRATEGIES or OUT_OF_PLACE in row.note
+    rules = (strategy is not None and strategy.mover is Mover.LIBRARY) or OUT_OF_PLACE in row.note
     return Role.SEEN if rules and machine.name == FIRST_COMPARED else Role.HELD_OUT
 
 

@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from sidelane.bench.results.files import Results
+from sidelane.c3.strategies import strategies
 from sidelane.sizes import format_bytes
 
 BLUE, SKY, GREEN, ORANGE, VERMILLION, PURPLE = "#0072B2", "#56B4E9", "#009E73", "#E69F00", "#D55E00", "#CC79A7"
@@ -30,16 +31,9 @@ COLOURS = {
     "sm": GREEN,
     "auto": BLACK,
     "library": VERMILLION,
-    "serial": GREY,
-    "c3_base": VERMILLION,
-    "c3_sp": VERMILLION,
-    "c3_rp": VERMILLION,
-    "c3_sp_rp": VERMILLION,
-    "priority": PURPLE,
-    "occupancy": GREEN,
-    "conccl": BLUE,
-    "conccl_rp": BLUE,
 }
+# A strategy has the colour of whoever moves its bytes.
+COLOURS |= {strategy.name: COLOURS[strategy.mover] if strategy.concurrent else GREY for strategy in strategies()}
 # Lines of one implementation differ in dash and mark.
 STYLES = (("-", "o"), ("--", "s"), (":", "^"), ("-.", "D"), ((0, (5, 1, 1, 1, 1, 1)), "v"), ((0, (1, 3)), "P"))
 RC: Any = {

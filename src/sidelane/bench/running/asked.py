@@ -27,13 +27,13 @@ def implementations(device_type: str, *, with_auto: bool = False) -> tuple[str, 
 
     Args:
         device_type: where the ranks' tensors are.
-        with_auto: ``auto`` is a variant of ``dma`` in this study, and no kernel of Sidelane's takes part.
+        with_auto: ``auto`` is a variant of ``dma`` in this study.
 
     >>> implementations("cpu")
     ('gloo', 'dma', 'auto')
     """
     names = ON_CPUS if device_type == CPU else ON_GPUS
-    return tuple(name for name in names if not (with_auto and name in ("auto", "sm")))
+    return tuple(name for name in names if not (with_auto and name == "auto"))
 
 
 def check_implementations(

@@ -26,7 +26,7 @@ from sidelane.model.gemm import gemm_kernel, gemm_us
 from sidelane.model.kernels import dma_gangs, dma_us, library_gang
 from sidelane.model.power import dma_power, library_power
 from sidelane.model.published import PUBLISHED_VARIANTS
-from sidelane.model.strategies import partitions
+from sidelane.model.strategies import library_strategies, partitions
 from sidelane.model.study import COLLECTIVES, SIZES, C3Study, DmaStudy, c3_study, pair_name
 from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
@@ -55,7 +55,7 @@ def draw_c3(study: C3Study, machine: Machine, folder: Path, *, ranges: bool = Fa
     """
     spread = _spread(machine) if ranges else {}
     figures = (
-        ("c3-strategies", ("c3_base", "c3_sp", "c3_rp", "c3_sp_rp"), "C3 with kernel collectives"),
+        ("c3-strategies", library_strategies(), "C3 with kernel collectives"),
         ("c3-conccl", ("c3_base", "conccl", "conccl_rp"), "C3 with DMA collectives"),
     )
     with mpl.rc_context(RC):

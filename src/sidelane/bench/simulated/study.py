@@ -11,25 +11,23 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from sidelane.bench.report.table import Line, Table, grouped
+from sidelane.bench.report.table import Line, Table, grouped, notes_of
 from sidelane.bench.report.terminal import progress_console, say_written, tables_console
 from sidelane.bench.results import provenance
 from sidelane.bench.results.written import write_json
 from sidelane.bench.simulated import figures as sim_figures
+from sidelane.c3.strategies import named, strategies
 from sidelane.c3.workload import C3Class, Workload
 from sidelane.execute.sim import write_chrome_trace
 from sidelane.machine.load import find
 from sidelane.machine.spec import Machine
 from sidelane.model.published import PUBLISHED_VARIANTS, dma_run
-from sidelane.model.strategies import C3_VARIANTS, STRATEGIES, Prediction, predict
+from sidelane.model.strategies import Prediction, library_strategies, objection, predict
 from sidelane.model.study import COLLECTIVES, SIZES, TABLE_II, C3Study, DmaStudy, c3_study, dma_study, pair_name
 from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
 
-HEADINGS = {
-    name: name.replace("c3_", "c3\n").replace("l_rp", "l\n_rp").replace("prior", "prior-\n") for name in STRATEGIES
-}
-"""Strategies in columns narrow enough for a terminal of 80."""
+BASELINE = named("serial")
 UNDEFINED = "-"
 """In place of a percentage that is not defined."""
 TRACED_BYTES = 1 << 20
@@ -45,12 +43,14 @@ class Options:
         report: folder for figures, timelines and the numbers; None: none.
         json: file for the numbers, or ``written.STDOUT``; None: none.
         version: of the ConCCL paper where its two versions disagree (``000`` or ``002``); c3 only.
+        strategies: names, for pairs; empty takes all.
     """
 
     machine: str
     report: Path | None = None
     version: str = "000"
     json: Path | None = None
+    strategies: tuple[str, ...] = ()
 
     @property
     def files(self) -> list[Path]:
@@ -70,12 +70,20 @@ def c3_main(options: Options, workloads: Sequence[Workload] = ()) -> int:
     machine = find(options.machine)
     console, progress = tables_console(options.json), progress_console()
     if workloads:
-        rows = [predict(machine, workload, strategy) for workload in workloads for strategy in STRATEGIES]
+        asked = [named(name) for name in options.strategies] or strategies()
+        shown = [strategy for strategy in asked if not objection(strategy)]
+        # Serial is in every table: it has the times of both alone.
+        under = [BASELINE, *(strategy for strategy in shown if strategy.concurrent)]
+        rows = [predict(machine, workload, strategy) for workload in workloads for strategy in under]
+        unknown = [(strategy.name, objection(strategy)) for strategy in asked if objection(strategy)]
         for _, alike in grouped(rows, lambda row: row.workload.collective, ordered=False):
-            console.print(pairs_table(machine, alike, lambda row: row.workload.name.split()[0]).to_rich())
+            table = pairs_table(machine, alike, lambda row: row.workload.name.split()[0], notes_of(unknown))
+            console.print(table.to_rich())
+        numbers = [_flat(row) for row in rows if row.strategy in {strategy.name for strategy in shown}]
+        numbers += [_without(row, *why) for row in rows if row.strategy == BASELINE.name for why in unknown]
         for path in (options.json, options.report and options.report / "c3_predicted.json"):
             if path is not None:
-                write_numbers(path, "c3_predicted", machine, [_flat(row) for row in rows])
+                write_numbers(path, "c3_predicted", machine, numbers)
         say_written(options.files)
         return 0
     with progress.status("simulating") as status:
@@ -152,8 +160,13 @@ def _report_dma(study: DmaStudy, machine: Machine, folder: Path) -> None:
         sim_figures.draw_timeline(shown, title, folder, name)
 
 
-def pairs_table(machine: Machine, rows: Sequence[Prediction], name: Callable[[Prediction], str]) -> Table:
-    """Percent of ideal of every strategy, a line for each pair."""
+def pairs_table(
+    machine: Machine,
+    rows: Sequence[Prediction],
+    name: Callable[[Prediction], str],
+    further: Sequence[str] = (),
+) -> Table:
+    """Percent of ideal of every strategy, a line for each pair. ``further``: notes."""
     lines = []
     pairs: dict[str, list[Prediction]] = {}
     for row in rows:
@@ -167,17 +180,23 @@ def pairs_table(machine: Machine, rows: Sequence[Prediction], name: Callable[[Pr
             f"{first.comm_us / 1e3:.3g}",
             f"{first.ideal:.2f}",
         ]
-        concurrent = [row for row in alike if row.strategy != "serial"]
+        concurrent = [row for row in alike if row.strategy != BASELINE.name]
         cells += [_percent(row) + (f"@{row.units}" if row.units else "") for row in concurrent]
         lines.append(Line(tuple(cells)))
-    strategies = [row.strategy for row in next(iter(pairs.values())) if row.strategy != "serial"]
-    columns = ("<pair", "<class", "GEMM\nms", "lib.\nms", "ideal", *(HEADINGS[name] for name in strategies))
+    columns_of = [row.strategy for row in next(iter(pairs.values())) if row.strategy != BASELINE.name]
+    columns = ("<pair", "<class", "GEMM\nms", "lib.\nms", "ideal", *map(_heading, columns_of))
     title = f"{rows[0].workload.collective} on {machine.title}: percent of ideal, predicted (@: compute units given)"
     notes = (
         "100: both at once in the time of the longer, with the faster of the library's collective and that of engines",
         f"{UNDEFINED}: not defined, since there is less than 5% to gain, or more is lost than could be gained",
+        *further,
     )
     return Table(title, columns, tuple(lines), notes)
+
+
+def _heading(name: str) -> str:
+    """A strategy in columns narrow enough for a terminal of 80."""
+    return name.replace("c3_", "c3\n").replace("l_rp", "l\n_rp").replace("prior", "prior-\n")
 
 
 def _percent(row: Prediction) -> str:
@@ -187,13 +206,13 @@ def _percent(row: Prediction) -> str:
 def averages_table(study: C3Study) -> Table:
     """Percent of ideal by group, from mean speedups."""
     lines = []
-    for strategy in STRATEGIES[1:]:
+    for strategy in dict.fromkeys(row.strategy for row in study.rows if row.strategy != BASELINE.name):
         cells = [strategy, f"{statistics.fmean(row.speedup for row in study.select(strategy)):.2f}"]
         cells.append(f"{study.percent(strategy):.0f}")
         cells += [f"{study.percent(strategy, kind):.0f}" for kind in COLLECTIVES]
         cells += [f"{study.percent(strategy, None, c3_class):.0f}" for c3_class in C3Class]
         lines.append(Line(tuple(cells)))
-    best = [Line(("c3_best", "", f"{study.best_percent(C3_VARIANTS):.0f}", "", "", "", "", ""))]
+    best = [Line(("c3_best", "", f"{study.best_percent(library_strategies()):.0f}", "", "", "", "", ""))]
     columns = ("<strategy", "mean\nspeedup", "all", *(str(kind) for kind in COLLECTIVES), *(str(c) for c in C3Class))
     note = f"{len(TABLE_II)} pairs with {len(COLLECTIVES)} collectives; predicted"
     return Table("Percent of ideal by group", columns, (*lines, *best), (note,))
@@ -248,4 +267,11 @@ def _flat(row: Prediction) -> dict[str, Any]:
         "best_comm_us": row.best_comm_us,
         "percent_of_ideal": row.percent,
         "percent_of_ideal_nccl": row.percent_of_library,
+        "note": "",
     }
+
+
+def _without(row: Prediction, strategy: str, reason: str) -> dict[str, Any]:
+    """The pair of a row under a strategy that the model does not speak to."""
+    nothing = dict.fromkeys(("time_us", "speedup", "percent_of_ideal", "percent_of_ideal_nccl"))
+    return {**_flat(row), **nothing, "strategy": strategy, "note": reason}

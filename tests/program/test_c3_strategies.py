@@ -1,0 +1,119 @@
+"""Strategies as data: what is registered, and that the runner, ``overlap``, the simulator and the commands go by it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import threading
+
+import pytest
+
+from sidelane.c3 import overlap
+from sidelane.c3 import run as runner
+from sidelane.c3.strategies import FILES, named, register, registry, strategies
+from sidelane.c3.strategy import Mover, Order, Partition, Strategy
+from sidelane.cli import main
+
+NAMES = tuple(strategy.name for strategy in strategies())
+
+
+def test_the_strategies_in_the_order_of_studies() -> None:
+    assert (
+        *("serial", "c3_base", "c3_sp", "c3_rp", "c3_sp_rp", "priority", "conccl", "conccl_rp", "nccl_ce"),
+        *("sm_base", "sm_sp", "sm_rp", "sm_sp_rp", "sm_priority"),
+    ) == NAMES
+    assert set(FILES) == {*NAMES[:9], "registry", "everything"}, "a file each"
+
+
+@pytest.mark.parametrize(
+    ("name", "order", "mover", "priority", "partition"),
+    [
+        ("serial", Order.SERIAL, Mover.LIBRARY, 0, None),
+        ("c3_base", Order.GEMM_FIRST, Mover.LIBRARY, 0, None),
+        ("c3_sp", Order.COLLECTIVE_FIRST, Mover.LIBRARY, 0, None),
+        ("priority", Order.GEMM_FIRST, Mover.LIBRARY, 1, None),
+        ("c3_rp", Order.GEMM_FIRST, Mover.LIBRARY, 0, Partition()),
+        ("c3_sp_rp", Order.COLLECTIVE_FIRST, Mover.LIBRARY, 0, Partition()),
+        ("conccl", Order.COLLECTIVE_FIRST, Mover.DMA, 0, None),
+        ("conccl_rp", Order.COLLECTIVE_FIRST, Mover.DMA, 0, Partition(8, memory_bound_only=True)),
+        ("nccl_ce", Order.COLLECTIVE_FIRST, Mover.LIBRARY_DMA, 0, None),
+    ],
+)
+def test_what_each_one_says(name: str, order: Order, mover: Mover, priority: int, partition: Partition | None) -> None:
+    one = named(name)
+    assert (one.order, one.mover, one.priority, one.partition) == (order, mover, priority, partition)
+    assert one.recipe and "\n" not in one.recipe
+
+
+def test_our_kernels_have_those_of_the_library() -> None:
+    for ours, theirs in (("sm_base", "c3_base"), ("sm_sp", "c3_sp"), ("sm_rp", "c3_rp"), ("sm_priority", "priority")):
+        assert named(ours) == dataclasses.replace(named(theirs), name=ours, mover=Mover.SM, preference=100)
+
+
+def test_implementations() -> None:
+    assert named("c3_sp").implementation({"gloo", "dma"}) == "gloo"
+    assert named("c3_sp").implementation({"nccl", "gloo"}) == "nccl"
+    assert named("nccl_ce").implementation({"gloo", "dma"}) is None
+    assert named("sm_sp").implementation({"sm", "nccl"}) == "sm"
+
+
+def test_units_taken() -> None:
+    assert Partition().taken(32, memory_bound=True) == Partition().taken(32, memory_bound=False) == 32
+    few = Partition(8, memory_bound_only=True)
+    assert (few.taken(0, memory_bound=True), few.taken(0, memory_bound=False)) == (8, 0)
+
+
+def test_a_value_that_makes_no_sense() -> None:
+    with pytest.raises(ValueError, match=r"priority \(value=2, allowed=0, 1\)"):
+        dataclasses.replace(named("priority"), priority=2)
+    with pytest.raises(ValueError, match="serial: priority, partition"):
+        dataclasses.replace(named("serial"), partition=Partition())
+    with pytest.raises(ValueError, match=r"units \(value=0"):
+        Partition(0)
+    with pytest.raises(ValueError, match="allowed=serial, c3_base"):
+        named("c4")
+
+
+def test_a_registered_strategy_is_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+    mine = Strategy(
+        name="mine", order=Order.COLLECTIVE_FIRST, mover=Mover.DMA, recipe="urgent copy engines", priority=1
+    )
+    assert register(mine) is register(mine) is named("mine")
+    with pytest.raises(ValueError, match="allowed=what no strategy has"):
+        register(dataclasses.replace(mine, priority=0))
+    place = [strategy.name for strategy in strategies()].index("mine")
+    assert strategies()[place - 1].name == "conccl_rp" and strategies()[place + 1].name == "nccl_ce"
+    assert overlap.possible("mine") is mine and not runner.objection(mine)
+
+
+def test_commands_take_every_name() -> None:
+    (option,) = (option for option in main.commands["c3"].params if option.name == "strategies")
+    assert tuple(option.type.choices) == NAMES  # type: ignore[attr-defined]
+
+
+def test_overlap_takes_those_that_calls_can_be_told() -> None:
+    assert overlap.NAMES == ("conccl", "c3_sp", "priority", "c3_base", "serial")
+    for name, reason in (("c3_rp", "green contexts"), ("sm_sp", "not told"), ("fastest", "none of that name")):
+        with pytest.raises(ValueError, match=rf"value='{name}', allowed=conccl, .*{reason}"):
+            overlap.possible(name)
+
+
+def test_the_runner_says_what_it_has_no_means_for() -> None:
+    refused = {strategy.name for strategy in strategies() if "green contexts" in runner.objection(strategy)}
+    assert refused == {"c3_rp", "c3_sp_rp", "conccl_rp", "sm_rp", "sm_sp_rp"}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere niceness is the process's")
+def test_a_priority_on_cpus_is_a_thread_that_yields() -> None:
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+
+    def niceness() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    with runner.Workers() as workers:
+        assert workers.of(named("c3_base")).submit(niceness).result(timeout=60) == before
+        found = workers.of(named("priority")).submit(niceness).result(timeout=60)
+    assert found == min(19, before + runner.YIELDING)
+    assert os.getpriority(os.PRIO_PROCESS, 0) == before
