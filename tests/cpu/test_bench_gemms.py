@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sidelane.bench.gemms import study
-from sidelane.bench.gemms.shapes import FITTED, MODELS, projections
+from sidelane.bench.gemms.shapes import FITTED, MODELS, SEEN, projections
 from sidelane.bench.gemms.study import COLD_BYTES, GemmOptions, calls_of
 from sidelane.bench.report.tables import tables_of
 from sidelane.bench.results.files import Results, read
@@ -47,8 +47,8 @@ def test_a_wrong_result_is_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_shapes() -> None:
     everything = projections()
-    assert len(everything) == 100 and len({one.gemm for one in everything}) == 100
-    assert set(FITTED) < set(MODELS)
+    assert len(everything) == 160 and len({one.gemm for one in everything}) == 160
+    assert set(FITTED) | set(SEEN) < set(MODELS) and not set(FITTED) & set(SEEN)
     assert all(calls_of(one.gemm) * one.gemm.nbytes >= COLD_BYTES / 2 for one in everything)
     with pytest.raises(ValueError, match=r"models \(value=llama, allowed=llama-8b, "):
         GemmOptions(models=("llama",))

@@ -15,7 +15,7 @@ from sidelane.cli.options import names, study_options
 @click.command(
     cls=Command,
     examples=(
-        ("sidelane gemms --json gemms.json", "a hundred layers of five models, on one GPU"),
+        ("sidelane gemms --json gemms.json", "the layers of eight models, on one GPU"),
         ("sidelane gemms --device cpu --models llama-8b", "those of one model, divided to suit a CPU core"),
     ),
 )
