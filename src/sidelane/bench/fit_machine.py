@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sidelane.bench.claims.gemms import GemmTime, gemm_times, predict_gemms
-from sidelane.bench.claims.results import LARGE, SMALL, fitted_to, predict_alone
+from sidelane.bench.claims.results import LARGE, SMALL, fitted_to, layers_file, predict_alone
 from sidelane.bench.gemms.shapes import FITTED
 from sidelane.bench.results import files as result_files
 from sidelane.bench.results.rows import CollectiveRow, GemmRow
@@ -51,24 +51,25 @@ def main(machine: Machine, folder: Path) -> str:
     Raises:
         ValueError: there is no file, or one is no result file.
     """
-    files = [folder / f"{study}.json" for study in ("collectives", "chain", "c3", "gemms")]
+    layers = layers_file(machine, folder)
+    files = [*(folder / f"{study}.json" for study in ("collectives", "chain", "c3")), layers]
     present = [path for path in files if path.is_file()]
     if not present:
-        raise ValueError(
-            f"fit_machine: no measurements (value={folder}, allowed=a folder with {', '.join(f.name for f in files)})"
-        )
+        names = ", ".join([*(path.name for path in files[:-1]), f"../{layers.parent.name}/{layers.name}"])
+        raise ValueError(f"fit_machine: no measurements (value={folder}, allowed=a folder with {names})")
     fitted: dict[str, Quantity] = {}
     alone: list[object] = []
     for path in present:
         rows = result_files.read(path).rows
-        alone += [row for row in rows if not isinstance(row, GemmRow) or row.model in FITTED]
-        source = f"results/{folder.name}/{path.name}"
+        alone += rows
+        source = f"results/{machine.name}/{path.name}"
         fitted |= fit_collectives(machine, [row for row in rows if isinstance(row, CollectiveRow)], source)
-    times = gemm_times(alone, machine.gpus)
-    if any(isinstance(row, GemmRow) for row in alone):  # far more shapes, and small ones
-        times = gemm_times([row for row in alone if isinstance(row, GemmRow)], machine.gpus)
-    names = " and ".join(path.name for path in present if path.name != "collectives.json")
-    return to_toml(fitted | fit_gemm(machine, times, f"results/{folder.name}/{names}, GEMMs alone"))
+    first = [row for row in alone if isinstance(row, GemmRow) and row.model in FITTED]
+    source = f"results/{machine.name}/" + " and ".join(path.name for path in present if path.name != "collectives.json")
+    if first:  # far more shapes than chains and pairs have, and small ones
+        source = f"results/{layers.parent.name}/{layers.name}"
+    times = gemm_times(first or alone, machine.gpus)
+    return to_toml(fitted | fit_gemm(machine, times, f"{source}, GEMMs alone"))
 
 
 def fit_collectives(machine: Machine, rows: Sequence[CollectiveRow], source: str) -> dict[str, Quantity]:

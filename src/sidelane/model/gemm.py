@@ -88,7 +88,7 @@ def blended_us(operations_us: float, bytes_us: float, blend: float) -> float:
 def split_us(machine: Machine, gemm: Gemm, units: int) -> float:
     """Time of adding up a result that is split along k: whole with one tile, nothing where tiles fill a quarter."""
     matmul = machine.matmul
-    tiles = math.ceil(gemm.m / matmul.tile_m) * math.ceil(gemm.n / matmul.tile_n)
+    tiles = max(1.0, gemm.m / matmul.tile_m) * max(1.0, gemm.n / matmul.tile_n)
     return matmul.split_us * max(0.0, 1 - 4 * tiles / units) * min(1.0, gemm.k / LONG_SUM)
 
 
