@@ -49,7 +49,9 @@ def in_a_graph(context: Context) -> None:
 
         def step() -> None:
             dist.all_reduce(tensor, group=ours)
-            dist.all_gather_into_tensor(output, tensor, ours)
+            work = dist.all_gather_into_tensor(output, tensor, ours, async_op=True)
+            assert work is not None
+            work.wait()
             tensor.div_(ours.size())
 
         step()
