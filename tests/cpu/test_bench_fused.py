@@ -19,8 +19,12 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 @needs_triton
 def test_everything_is_checked_and_timed(tmp_path: Path) -> None:
     path = tmp_path / "fused.json"
-    results = study.main(FusedOptions(device="cpu", ranks=2, quiet=True, warmup=0, repeats=1, json=path))
+    options = FusedOptions(device="cpu", ranks=2, quiet=True, warmup=0, repeats=1, json=path, timeline=tmp_path)
+    results = study.main(options)
     assert isinstance(results, Results)
+    names = {made.name for made in tmp_path.glob("*-remote_first.*")}
+    for op in ("embedding_all_to_all", "gemm_all_to_all"):
+        assert {f"{op}-remote_first.{ending}" for ending in ("trace.json", "png", "svg")} <= names
     rows = [row for row in read(path).rows if isinstance(row, FusedRow)]
     assert {row.op for row in rows} == set(FUSED_OPS)
     for op in FUSED_OPS:

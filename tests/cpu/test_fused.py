@@ -16,6 +16,7 @@ import fused_gemms
 import fused_modules
 import fused_ops
 import fused_shadows
+import fused_timelines
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +81,14 @@ def test_every_block_does_what_its_shadow_says(four: Crew, kind: str, world_size
 def test_a_shadow_that_says_something_else_is_noticed(four: Crew, mistake: str) -> None:
     with pytest.raises(AssertionError, match="generation 1, block"):
         four.run(fused_shadows.follow, 2, "gemv", mistake)
+
+
+def test_timelines(four: Crew) -> None:
+    """Every rank has those of all, with what each operator does."""
+    sends = {"local", "compute", "send", "wait"}
+    kinds = [{"compute", "send", "wait", "add"}, {*sends, "add", "copy"}, sends, sends]
+    for found in four.run(fused_timelines.timelines, 2):
+        assert found == [[kind, kind] for kind in kinds]
 
 
 @pytest.mark.parametrize("name", ["linear", "embedding", "norm"])

@@ -34,6 +34,9 @@ def compiled(
     ``kinds``: of the arguments that are no constants, in their order; ``multiples``: those that are multiples of 16, as
     Triton finds out at a launch.
     """
+    if "stamps" in kernel.arg_names:
+        constants = {"stamps": None, **constants}
+        constants = {name: value for name, value in constants.items() if value is not ...}
     names = [name for name in kernel.arg_names if name not in constants]
     signature = dict(zip(names, kinds.split(), strict=True)) | dict.fromkeys(constants, "constexpr")
     ordered = {name: signature[name] for name in kernel.arg_names}
@@ -55,7 +58,7 @@ def usage(binary: bytes) -> tuple[int, int]:
 
 def with_ones(kernel: Any, kinds: str, constants: Mapping[str, object]) -> tuple[str, dict[str, object]]:
     """``kinds`` and ``constants`` where every integer is 1: Triton makes a constant of it, a number without dtype."""
-    names = [name for name in kernel.arg_names if name not in constants]
+    names = [name for name in kernel.arg_names if name not in constants and name != "stamps"]
     ones = {name: 1 for name, kind in zip(names, kinds.split(), strict=True) if kind == "i32"}
     return " ".join(kind for kind in kinds.split() if kind != "i32"), {**constants, **ones}
 
@@ -134,6 +137,16 @@ def test_gemm_all_to_all_compiles(dtype: str) -> None:
     assert stack == 0 and registers <= 255, (registers, stack)
     assert "wgmma" in text and "cp.async" in text, "tensor cores, and loads ahead"
     assert text.count(".sys.acq_rel.add") == 1, "the last program"
+
+
+def test_stamps_are_in_a_kernel_that_is_given_room_for_them_only() -> None:
+    constants = {"ROWS": 16, "COLS": 128, "TP": 1, "WIDE": False, "PHASES": 2, "REMOTE_FIRST": True, "COPIES": True}
+    without, with_stamps = (
+        compiled(gemv.KERNEL, GEMV.format("bf16") + kind, {**constants, **given}, 4)[0]
+        for kind, given in (("", {}), (" *i64", {"stamps": ...}))
+    )
+    assert "globaltimer" not in without and without.count(".param .u64") + 1 == with_stamps.count(".param .u64")
+    assert "globaltimer" in with_stamps
 
 
 BF16 = triton.language.bfloat16

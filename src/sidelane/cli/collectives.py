@@ -389,10 +389,17 @@ def host(sizes: tuple[int, ...], json: Path | None, **others: Any) -> None:
     examples=(
         ("sidelane fused", "every operator, at the shapes of the study"),
         ("sidelane fused --device cpu --ops gemv_all_reduce", "check one on CPU ranks"),
+        ("sidelane fused --timeline traces", "and write what each workgroup did, and when"),
     ),
 )
 @what("--ops", metavar="NAME,...", callback=names, default="", show_default="all", help="Operators.")
 @how("--repeats", type=click.IntRange(min=1), default=21, help="Rounds that are measured.")
+@output(
+    "--timeline",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="FOLDER",
+    help="Write a Perfetto trace and a picture of the workgroups of each operator's first shape here.",
+)
 @study_options
 def fused(json: Path | None, **others: Any) -> None:
     """Measure fused operators next to the same computation and a collective, one after the other."""

@@ -244,6 +244,8 @@ def _key_of(
             parts.append(part.hex())  # 0.0 equals -0.0
         elif isinstance(part, int):
             parts.append((part, type(part)))
+        elif part is None:
+            parts.append(None)
         else:
             return None
     key = tuple(parts)

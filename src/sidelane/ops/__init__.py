@@ -6,6 +6,7 @@ from sidelane.ops.gemm import GemmAllToAll, gemm_all_to_all
 from sidelane.ops.gemv import GemvAllReduce, gemv_all_reduce
 from sidelane.ops.modules import EmbeddingBagAllToAll, RowParallelLinear
 from sidelane.ops.rms_norm import AllReduceRmsNorm, all_reduce_rms_norm
+from sidelane.ops.timeline import Timeline
 
 __all__ = [
     "AllReduceRmsNorm",
@@ -15,6 +16,7 @@ __all__ = [
     "GemmAllToAll",
     "GemvAllReduce",
     "RowParallelLinear",
+    "Timeline",
     "all_reduce_rms_norm",
     "embedding_all_to_all",
     "embedding_all_to_all_backward",

@@ -49,6 +49,7 @@ from sidelane.device.context import (
     wait_all_acquire,
     world_size_of,
 )
+from sidelane.device.stamps import COMPUTE, END, SEND, WAIT, stamp
 from sidelane.ops.embedding_tables import (
     MEAN,
     MODES,
@@ -72,6 +73,7 @@ from sidelane.ops.handle import (
     programs_of,
     telling_refusals,
 )
+from sidelane.ops.timeline import stamps_of
 
 READY, DONE, SLICES = range(3)
 """Flags; those of slices follow. Of the counters: first program, last program, slices."""
@@ -165,6 +167,7 @@ class EmbeddingAllToAll:
             check_offsets(tables, offsets)
             output = self._output if out is None else out
             place = self._place_of(output)
+        stamps, stamped = stamps_of(comm, self._programs)
         self._kernel.launch(
             (self._programs,),
             comm.peers(output),
@@ -178,7 +181,8 @@ class EmbeddingAllToAll:
             sum(tables.counts[: comm.rank]),
             tables.width,
             self._slices,
-            alike=f"batch {tables.batch}, output at {place}",
+            stamps,
+            alike=f"batch {tables.batch}, output at {place}{stamped}",
             D=tables.dim,
             DP=power_of_two(tables.dim),
             L=self._rows_at_a_time,
@@ -289,7 +293,7 @@ def _pooled(
 @triton.jit
 def _embedding_all_to_all(
     context, outputs, counters, tables, indices, offsets, weights,
-    batch, table_count, first_table, width, slices,
+    batch, table_count, first_table, width, slices, stamps,
     D: tl.constexpr, DP: tl.constexpr, L: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
     MEAN: tl.constexpr, WEIGHTED: tl.constexpr, SLICE: tl.constexpr, REMOTE_FIRST: tl.constexpr,
 ):  # fmt: skip
@@ -306,13 +310,16 @@ def _embedding_all_to_all(
         first_sample = peer * (batch // ranks) + tl.minimum(peer, batch % ranks)
         bags = samples * table_count
         if number < bags:
+            stamp(stamps, WAIT, peer)
             wait_acquire(context, peer, 0, generation)
         while number < bags:
             table, sample = number // samples, number % samples
             bag = table.to(tl.int64) * batch + first_sample + sample
+            stamp(stamps, COMPUTE, peer)
             values = _pooled(tables, indices, offsets, weights, table, bag,
                              D, DP, L, DTYPE, ALIGNED, MEAN, WEIGHTED)  # fmt: skip
             place = sample.to(tl.int64) * width + (first_table + table) * D
+            stamp(stamps, SEND, peer)
             put_weak(outputs, peer, place + lane, values.to(DTYPE), lane < D, ALIGNED)
             if SLICE > 0:
                 slice = table * slices + sample // SLICE
@@ -321,10 +328,12 @@ def _embedding_all_to_all(
                     signal_release(context, peer, 2 + slice, generation)
             number += programs
         number -= bags
+    stamp(stamps, WAIT)
     if arrive_acq_rel(counters + 1, programs):
         tl.store(counters, 0)
         signal_all_release(context, 1, generation)  # done
         wait_all_acquire(context, 1, generation)
+    stamp(stamps, END)
     end(context, generation)
 
 

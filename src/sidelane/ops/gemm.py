@@ -44,6 +44,7 @@ from sidelane.device.context import (
     wait_all_acquire,
     world_size_of,
 )
+from sidelane.device.stamps import COMPUTE, END, SEND, WAIT, stamp
 from sidelane.ops.handle import (
     FLOATS,
     INTERPRETED,
@@ -56,6 +57,7 @@ from sidelane.ops.handle import (
     programs_of,
     telling_refusals,
 )
+from sidelane.ops.timeline import stamps_of
 
 NAME = "gemm_all_to_all"
 MAX_RANKS = tl.constexpr(layout.MAX_RANKS)
@@ -137,6 +139,7 @@ class GemmAllToAll:
             if (weight.shape[0], weight.dtype) != (self.columns, self.dtype):
                 given, allowed = f"{weight.shape[0]}, {weight.dtype}", f"{self.columns}, {self.dtype}"
                 raise ValueError(f"{NAME}: a handle for another shape (value={given}, allowed={allowed})")
+        stamps, stamped = stamps_of(comm, self._programs)
         self._kernel.launch(
             (self._programs,),
             comm.peers(self._output),
@@ -150,6 +153,8 @@ class GemmAllToAll:
             x.stride(0),
             weight.stride(0),
             self.most_rows,
+            stamps,
+            alike=stamped.strip(),
             ROWS=tiles.rows,
             COLS=tiles.columns,
             DEPTH=tiles.depth,
@@ -277,7 +282,7 @@ def tile_at(number, row_tiles, across, GROUP: tl.constexpr):
 
 @triton.jit
 def _gemm_all_to_all(
-    context, outputs, counters, x, weight, counts, rows, depth, columns, x_stride, weight_stride, most_rows,
+    context, outputs, counters, x, weight, counts, rows, depth, columns, x_stride, weight_stride, most_rows, stamps,
     ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, WHOLE: tl.constexpr,
     ALIGNED: tl.constexpr, WIDE: tl.constexpr, DTYPE: tl.constexpr, REMOTE_FIRST: tl.constexpr,
 ):  # fmt: skip
@@ -299,23 +304,28 @@ def _gemm_all_to_all(
         row_tiles = tl.cdiv(count, ROWS)
         tiles = row_tiles * across
         if number < tiles:
+            stamp(stamps, WAIT, peer)
             wait_acquire(context, peer, 0, generation)
         while number < tiles:
             row_tile, column_tile = tile_at(number, row_tiles, across, GROUP)
             row = row_tile * ROWS + tl.arange(0, ROWS)
             column = column_tile * COLS + tl.arange(0, COLS)
             row_mask = (row < count) & (first + row < rows) & (to + row < most_rows)
+            stamp(stamps, COMPUTE, peer)
             values = _product(x, weight, first + row, column, row_mask, depth, x_stride, weight_stride, columns,
                               ROWS, COLS, DEPTH, WHOLE, WIDE)  # fmt: skip
             place = (to + row).to(tl.int64)[:, None] * columns + column[None, :]
+            stamp(stamps, SEND, peer)
             put_weak(outputs, peer, place, values.to(DTYPE), row_mask[:, None] & (column < columns)[None, :],
                      ALIGNED)  # fmt: skip
             number += programs
         number -= tiles
+    stamp(stamps, WAIT)
     if arrive_acq_rel(counters + 1, programs):
         tl.store(counters, 0)
         signal_all_release(context, 1, generation)  # done
         wait_all_acquire(context, 1, generation)
+    stamp(stamps, END)
     end(context, generation)
 
 

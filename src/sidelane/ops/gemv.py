@@ -49,6 +49,7 @@ from sidelane.device.context import (
     wait_all_acquire,
     world_size_of,
 )
+from sidelane.device.stamps import ADD, COMPUTE, COPY, END, SEND, WAIT, stamp
 from sidelane.ops.handle import (
     FLOATS,
     INTERPRETED,
@@ -61,6 +62,7 @@ from sidelane.ops.handle import (
     programs_of,
     telling_refusals,
 )
+from sidelane.ops.timeline import stamps_of
 
 NAME = "gemv_all_reduce"
 AUTO, ONE_SHOT, TWO_PHASE = "auto", "one_shot", "two_phase"
@@ -171,6 +173,7 @@ class GemvAllReduce:
             place = None if out is None or self.schedule != TWO_PHASE else comm.place(out)
         output = x.new_empty((*x.shape[:-1], self.rows)) if out is None else out
         results = self._results if place is None else output
+        stamps, stamped = stamps_of(comm, self._programs)
         self._kernel.launch(
             (self._programs,),
             comm.peers(self._partials),
@@ -186,7 +189,8 @@ class GemvAllReduce:
             x.stride(0) if x.dim() == 2 else 0,
             tokens,
             self._tiles_each,
-            alike=f"{tokens} tokens, output at {place}",
+            stamps,
+            alike=f"{tokens} tokens, output at {place}{stamped}",
             ROWS=self.tiling.rows,
             COLS=min(self.tiling.columns, MOST_DOT_COLUMNS) if self.tokens > 1 else self.tiling.columns,
             TP=self._padded,  # where partial results lie must not change between calls
@@ -319,7 +323,7 @@ def _sum_of_ranks(partials, held, step, ranks, inside, mask):
 @triton.jit
 def _gemv_all_reduce(
     context, partials_of, partials, results_of, results, output, weight, x,
-    rows, columns, weight_stride, x_stride, tokens, tiles_each,
+    rows, columns, weight_stride, x_stride, tokens, tiles_each, stamps,
     ROWS: tl.constexpr, COLS: tl.constexpr, TP: tl.constexpr, WIDE: tl.constexpr,
     PHASES: tl.constexpr, REMOTE_FIRST: tl.constexpr, COPIES: tl.constexpr,
 ):  # fmt: skip
@@ -335,13 +339,17 @@ def _gemv_all_reduce(
     if PHASES == 1:
         place = (generation & 1) * ranks
         for tile in range(program, tiles_each, programs):
+            stamp(stamps, COMPUTE)
             part = _partial(weight, x, tile, rows, columns, weight_stride, x_stride, tokens,
                             ROWS, COLS, TP, WIDE)  # fmt: skip
             mask = is_token & (tile * ROWS + lane < rows)
+            stamp(stamps, SEND)
             for turn in range(ranks):
                 peer = (rank + 1 + turn) % ranks
                 put_weak(partials_of, peer, (place + rank) * each + tile * ROWS * TP + inside, part, mask)
+        stamp(stamps, WAIT)
         barrier_acq_rel(context, program, generation)
+        stamp(stamps, ADD)
         for tile in range(program, tiles_each, programs):
             mask = is_token & (tile * ROWS + lane < rows)
             total = _sum_of_ranks(partials, place * each + tile * ROWS * TP, each, ranks, inside, mask)
@@ -352,26 +360,33 @@ def _gemv_all_reduce(
             for number in range(program, tiles_each, programs):
                 tile = owner * tiles_each + number
                 if tile * ROWS < rows:  # the last owners may have fewer
+                    stamp(stamps, COMPUTE, owner)
                     part = _partial(weight, x, tile, rows, columns, weight_stride, x_stride, tokens,
                                     ROWS, COLS, TP, WIDE)  # fmt: skip
                     mask = is_token & (tile * ROWS + lane < rows)
+                    stamp(stamps, SEND, owner)
                     put_weak(partials_of, owner, rank * each + number * ROWS * TP + inside, part, mask)
             signal_release(context, owner, program, generation)
+        stamp(stamps, WAIT)
         wait_all_acquire(context, program, generation)
+        stamp(stamps, ADD)
         for number in range(program, tiles_each, programs):
             row = (rank * tiles_each + number) * ROWS + lane
             mask = is_token & (row < rows)
             total = _sum_of_ranks(partials, number * ROWS * TP, each, ranks, inside, mask).to(kind)
             for turn in range(ranks):
                 put_weak(results_of, (rank + 1 + turn) % ranks, token * rows + row, total, mask)
+        stamp(stamps, WAIT)
         barrier_acq_rel(context, programs + program, generation)
         if COPIES:
+            stamp(stamps, COPY)
             for owner in range(ranks):
                 for number in range(program, tiles_each, programs):
                     row = (owner * tiles_each + number) * ROWS + lane
                     mask = is_token & (row < rows)
                     value = tl.load(results + token * rows + row, mask=mask)
                     tl.store(output + token * rows + row, value, mask=mask)
+    stamp(stamps, END)
     end(context, generation)
 
 

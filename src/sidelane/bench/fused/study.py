@@ -12,11 +12,13 @@ import dataclasses
 import itertools
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from sidelane.bench.candidates.candidate import CALLS_AHEAD, HIDDEN_LAUNCH_US, captured
+from sidelane.bench.report.drawing import file_name
 from sidelane.bench.results.files import Results
 from sidelane.bench.results.rows import FUSED_OPS, FusedRow
 from sidelane.bench.running.launch import Rank
@@ -33,6 +35,9 @@ COMPUTE, COLLECTIVE = "compute", "collective"
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.5e-2}
 """Largest error, next to the largest element: what is rounded twice, or thrice."""
 
+WITH_STAMPS = ("embedding_all_to_all", "gemv_all_reduce", "gemm_all_to_all")
+"""Operators that have a timeline."""
+
 Key = tuple[str, str, str]
 """Implementation or part, of what it is made or how it is scheduled, launch."""
 
@@ -45,11 +50,13 @@ class FusedOptions(StudyOptions):
         ops: operators; empty takes all.
         warmup: rounds before the measured ones.
         repeats: measured rounds.
+        timeline: folder for a trace and a picture of each operator's first shape; None writes none.
     """
 
     ops: tuple[str, ...] = ()
     warmup: int = 3
     repeats: int = 21
+    timeline: Path | None = None
 
     def __post_init__(self) -> None:
         StudyOptions.__post_init__(self)
@@ -83,9 +90,12 @@ def _measure(rank: Rank, options: FusedOptions) -> int:
         for op, make, shape in chosen:
             sender.step(f"{op} {'x'.join(map(str, shape))}")
             with meter.on_stream():
-                for row in _Case(meter, comm, make, shape, options, seeds).rows():
+                case = _Case(meter, comm, make, shape, options, seeds)
+                for row in case.rows():
                     sender.row(row)
                     count += 1
+                if options.timeline is not None and shape == table[op][1][0] and op in WITH_STAMPS:
+                    case.write_timelines(options.timeline)
     return count
 
 
@@ -114,6 +124,7 @@ class _Case:
 
         case = make(comm, *shape)
         assert isinstance(case, Case)
+        self._comm = comm
         self._meter, self._case, self._options, self._seeds = meter, case, options, seeds
         self._launches = ("eager",) if comm.device.type == "cpu" else ("eager", "graph")
         self._problems: dict[Key, tuple[str, bool]] = {}
@@ -141,6 +152,21 @@ class _Case:
         self._graphs.clear()
         for launch in self._launches:
             yield from self._rows_of(launch, rounds, [(*way, launch) for way in ways])
+
+    def write_timelines(self, folder: Path) -> None:
+        """A trace and a picture of the second call of each schedule; the first one compiles."""
+        from sidelane.bench.fused.pictures import draw_timeline
+        from sidelane.ops import Timeline
+
+        case, comm = self._case, self._comm
+        for schedule, run in case.fused.items():
+            for _ in range(2):
+                with Timeline(comm) as timeline:
+                    run()
+            if comm.rank == 0:
+                name = file_name(f"{case.op} {schedule}")
+                timeline.write(folder / f"{name}.trace.json")
+                draw_timeline(timeline.intervals, f"{case.op}, {case.shape}, {schedule}", folder, name)
 
     def _add(self, jobs: dict[Key, Job], key: Key, run: Callable[[], object]) -> None:
         def step() -> None:

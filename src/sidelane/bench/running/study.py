@@ -241,7 +241,8 @@ def check_targets(options: StudyOptions) -> None:
     Raises:
         ValueError: with the option and the reason.
     """
-    for name, folder in (("json", options.json and Path(options.json).parent), ("report", options.report)):
+    folders = {name: getattr(options, name, None) for name in ("report", "timeline")}
+    for name, folder in {"json": options.json and Path(options.json).parent, **folders}.items():
         if folder is None or (name == "json" and options.json == STDOUT):
             continue
         try:
