@@ -19,6 +19,7 @@ from sidelane import Communicator, Config, ops
 from sidelane.errors import SidelaneError
 from sidelane.ops import reference
 from sidelane.ops.gemv import Tiling
+from sidelane.ops.handle import FLOAT8S
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 Calls = tuple[list[Callable[[], Any]], Callable[[], Any]]
@@ -100,6 +101,43 @@ def gemv_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> int:
     return len(kept)
 
 
+def gemv_of_8_bits(group: dist.ProcessGroup, seed: int) -> int:
+    """Every finite value of both dtypes; a scale of the tensor, of each row, and none; dots and sums."""
+    with communicator(group) as comm:
+        n, rank, device = comm.world_size, comm.rank, comm.device
+        draws = Draws(seed, rank)
+        tiling = Tiling(16, 32, 1, 1)
+        kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for kind, (tokens, shape), dtype in zip(
+            (*FLOAT8S, *FLOAT8S), ((1, (1,)), (1, None), (3, (20,)), (3, ())), (*DTYPES, DTYPES[0]), strict=True
+        ):
+            every = torch.arange(256, dtype=torch.uint8, device="cpu").view(kind)
+            finite = every.double().abs() < 500  # of e5m2, those that are no larger than those of e4m3
+            values = every[finite].view(torch.uint8)
+            weights = [values.roll(7 * peer)[torch.arange(20 * 16) % len(values)].view(kind) for peer in range(n)]
+            weights = [weight.view(20, 16) for weight in weights]
+            xs = [draws.normal(tokens, 16).to(dtype) for _ in range(n)]
+            scales = [None if shape is None else draws.normal(*(shape or (1,))).view(shape) / 64 for _ in range(n)]
+            parts = [x.double() @ weight.double().T for x, weight in zip(xs, weights, strict=True)]
+            expected = sum(
+                part if scale is None else part * scale.double() for part, scale in zip(parts, scales, strict=True)
+            )
+            assert isinstance(expected, torch.Tensor)
+            scale = scales[rank]
+            weight, x = weights[rank].to(device), xs[rank].to(device)
+            options = {"scale": None if scale is None else scale.to(device)}
+            for schedule in ("one_shot", "two_phase"):
+                draws.late()
+                result = ops.gemv_all_reduce(comm, weight, x, schedule=schedule, tiling=tiling, **options)
+                kept.append((result, expected))
+            unfused = reference.gemv_all_reduce(comm, weight, x, **options)
+            assert (unfused.double().cpu() - expected).abs().max() < 3e-2 * expected.abs().max()
+        comm.synchronize()
+        for number, (result, wanted) in enumerate(kept):
+            check_close(result, wanted, number)
+    return len(kept)
+
+
 def rms_norm_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> int:
     """Random shapes and dtypes, with a residual and without, in place and not."""
     with communicator(group) as comm:
@@ -151,6 +189,7 @@ def refusals(group: dist.ProcessGroup, calls: Callable[[Communicator], Calls]) -
 
 def gemv_calls(comm: Communicator) -> Calls:
     weight, x = torch.ones(20, 8), torch.ones(3, 8)
+    small = weight.to(torch.float8_e5m2)
 
     def call(weight: Any = weight, x: Any = x, **options: Any) -> Callable[[], Any]:
         return lambda: ops.gemv_all_reduce(comm, weight, x, **options)
@@ -165,6 +204,11 @@ def gemv_calls(comm: Communicator) -> Calls:
         call(schedule="ring"),
         call(order="local_first"),
         call(weight=torch.ones(20, 8, dtype=torch.int32)),
+        call(scale=torch.ones(1)),
+        call(weight=small, scale=torch.ones(2)),
+        call(weight=small, scale=torch.ones(20).half()),
+        call(weight=small, x=x.to(small.dtype)),
+        call(weight=weight.to(torch.float8_e4m3fnuz)),
     ]
     return wrong, call()
 

@@ -22,6 +22,9 @@ from sidelane.ops import embedding, embedding_backward, embedding_tables, gemm, 
 
 H200 = GPUTarget("cuda", 90, 32)
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+OPTIONAL = {"stamps", "scale"}
+"""Arguments that may be None, and are unless a test says that they are there (...)."""
+
 MOST_STACK_BYTES = 128
 """Of a thread: next to nothing is spilled."""
 
@@ -35,7 +38,7 @@ def compiled(
     Triton finds out at a launch.
     """
     if "stamps" in kernel.arg_names:
-        constants = {"stamps": None, **constants}
+        constants = {**dict.fromkeys(OPTIONAL & set(kernel.arg_names)), **constants}
         constants = {name: value for name, value in constants.items() if value is not ...}
     names = [name for name in kernel.arg_names if name not in constants]
     signature = dict(zip(names, kinds.split(), strict=True)) | dict.fromkeys(constants, "constexpr")
@@ -58,12 +61,12 @@ def usage(binary: bytes) -> tuple[int, int]:
 
 def with_ones(kernel: Any, kinds: str, constants: Mapping[str, object]) -> tuple[str, dict[str, object]]:
     """``kinds`` and ``constants`` where every integer is 1: Triton makes a constant of it, a number without dtype."""
-    names = [name for name in kernel.arg_names if name not in constants and name != "stamps"]
+    names = [name for name in kernel.arg_names if name not in constants and name not in OPTIONAL]
     ones = {name: 1 for name, kind in zip(names, kinds.split(), strict=True) if kind == "i32"}
     return " ".join(kind for kind in kinds.split() if kind != "i32"), {**constants, **ones}
 
 
-GEMV = "*i64 *i64 *fp32 *i64 *{0} *{0} *{0} *{0} i32 i32 i32 i32 i32 i32"
+GEMV = "*i64 *i64 *fp32 *i64 *{0} *{0} *{0} *{0} i32 i32 i32 i32 i32 i32 i32"
 
 
 @pytest.mark.parametrize(
@@ -79,6 +82,17 @@ def test_gemv_all_reduce_compiles(dtype: str, tokens: int, phases: int) -> None:
     assert text.count(".sys.release.exch") >= phases
     assert text.count(".sys.acquire.add") >= phases
     assert ".gpu.acq_rel.add" in text, "the end of a launch"
+
+
+@pytest.mark.parametrize(("weight", "tokens"), [("fp8e4nv", 1), ("fp8e5", 1), ("fp8e4nv", 16)])
+def test_weights_of_8_bits_compile(weight: str, tokens: int) -> None:
+    tiling = gemv.Tiling() if tokens == 1 else gemv.OF_DOTS
+    constants = {"ROWS": tiling.rows, "COLS": tiling.columns, "TP": tokens, "WIDE": False, "scale": ...}
+    constants |= {"PHASES": 2, "REMOTE_FIRST": True, "COPIES": True}
+    kinds = GEMV.replace("*{0} *{0} *{0} *{0}", "*{0} *{0} *{1} *{0} *fp32").format("bf16", weight)
+    text, registers, stack = compiled(gemv.KERNEL, kinds, constants, tiling.warps)
+    assert stack <= MOST_STACK_BYTES, (registers, stack)
+    assert f"cvt.rn.f16x2.{'e4m3x2' if weight == 'fp8e4nv' else 'e5m2x2'}" in text, "what the GPU has for it"
 
 
 @pytest.mark.parametrize(("element_bytes", "words", "warps"), [(2, 1024, 4), (2, 4096, 8), (4, 8192, 16)])

@@ -27,12 +27,13 @@ peer has read, so that there are two places, for even and odd generations; two a
 
 Legend: N ranks; M rows of the weight; K columns, this rank's; T tokens, TP lanes of them: 1, or 16 in dots; a tile is
 ROWS rows of all tokens; COLS columns are loaded at a time; E tiles of each owner. ``weight`` [M, K], ``x`` [T, K],
-``output`` and ``results`` [T, M], ``partials`` float32 [places, N, tiles held, ROWS, TP].
+``scale`` [1] or [M], ``output`` and ``results`` [T, M], ``partials`` float32 [places, N, tiles held, ROWS, TP].
 """
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 import triton
@@ -51,6 +52,7 @@ from sidelane.device.context import (
 )
 from sidelane.device.stamps import ADD, COMPUTE, COPY, END, SEND, WAIT, stamp
 from sidelane.ops.handle import (
+    FLOAT8S,
     FLOATS,
     INTERPRETED,
     ORDERS,
@@ -112,7 +114,8 @@ class GemvAllReduce:
         comm: the ranks.
         rows: of the weight, the same on all ranks.
         tokens: most that a call has, 1 to 16.
-        dtype: of weight, x and result: float32, float16 or bfloat16.
+        dtype: of x and result: float32, float16 or bfloat16.
+        weight_dtype: float8_e4m3fn or float8_e5m2; None is ``dtype``.
         schedule: ``one_shot``, ``two_phase`` or ``auto``.
         tiling: how the kernel is cut; None takes what was fastest on an H100.
 
@@ -129,6 +132,7 @@ class GemvAllReduce:
         tokens: int,
         dtype: torch.dtype,
         *,
+        weight_dtype: torch.dtype | None = None,
         schedule: str = AUTO,
         tiling: Tiling | None = None,
     ) -> None:
@@ -138,6 +142,10 @@ class GemvAllReduce:
             _check_sizes(rows, tokens)
             if dtype not in FLOATS:
                 raise TypeError(f"{NAME}: dtype (value={dtype}, allowed={', '.join(map(str, FLOATS))})")
+            if weight_dtype not in (None, dtype, *FLOAT8S):
+                allowed = f"{dtype}, {', '.join(map(str, FLOAT8S))}"
+                raise TypeError(f"{NAME}: dtype of weight (value={weight_dtype}, allowed={allowed})")
+        self.weight_dtype = weight_dtype or dtype
         self.comm, self.rows, self.tokens, self.dtype, self.tiling = comm, rows, tokens, dtype, tiling
         n = comm.world_size
         self._padded = 1 if tokens == 1 else MOST_TOKENS
@@ -158,17 +166,19 @@ class GemvAllReduce:
         weight: torch.Tensor,
         x: torch.Tensor,
         *,
+        scale: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         order: str = REMOTE_FIRST,
     ) -> torch.Tensor:
         """Run it. Arguments, result and errors as of :func:`gemv_all_reduce`."""
         comm = self.comm
         with telling_refusals(comm, NAME):
-            _check(comm, weight, x, out, order)
+            _check(comm, weight, x, scale, out, order)
             tokens = 1 if x.dim() == 1 else x.shape[0]
-            if (weight.shape[0], weight.dtype) != (self.rows, self.dtype) or tokens > self.tokens:
-                given = f"{weight.shape[0]} rows, {tokens} tokens, {weight.dtype}"
-                allowed = f"{self.rows} rows, up to {self.tokens} tokens, {self.dtype}"
+            kinds = weight.shape[0], weight.dtype, x.dtype
+            if kinds != (self.rows, self.weight_dtype, self.dtype) or tokens > self.tokens:
+                given = f"{weight.shape[0]} rows, {tokens} tokens, {weight.dtype}, {x.dtype}"
+                allowed = f"{self.rows} rows, up to {self.tokens} tokens, {self.weight_dtype}, {self.dtype}"
                 raise ValueError(f"{NAME}: a handle for another shape (value={given}, allowed={allowed})")
             place = None if out is None or self.schedule != TWO_PHASE else comm.place(out)
         output = x.new_empty((*x.shape[:-1], self.rows)) if out is None else out
@@ -183,14 +193,16 @@ class GemvAllReduce:
             output,
             weight,
             x,
+            scale,
             self.rows,
             weight.shape[1],
             weight.stride(0),
             x.stride(0) if x.dim() == 2 else 0,
             tokens,
+            0 if scale is None or scale.numel() == 1 else 1,
             self._tiles_each,
             stamps,
-            alike=f"{tokens} tokens, output at {place}{stamped}",
+            alike=f"{tokens} tokens, {'no ' if scale is None else ''}scale, output at {place}{stamped}",
             ROWS=self.tiling.rows,
             COLS=min(self.tiling.columns, MOST_DOT_COLUMNS) if self.tokens > 1 else self.tiling.columns,
             TP=self._padded,  # where partial results lie must not change between calls
@@ -212,6 +224,7 @@ def gemv_all_reduce(
     weight: torch.Tensor,
     x: torch.Tensor,
     *,
+    scale: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     schedule: str = AUTO,
     order: str = REMOTE_FIRST,
@@ -224,8 +237,12 @@ def gemv_all_reduce(
 
     Args:
         comm: the ranks.
-        weight: this rank's columns, [M, K]; float32, float16 or bfloat16; rows may lie apart. K may differ by rank.
-        x: this rank's columns of 1 to 16 tokens, [T, K] or [K], of the weight's dtype.
+        weight: this rank's columns, [M, K]; float32, float16, bfloat16, float8_e4m3fn or float8_e5m2; rows may lie
+            apart. K may differ by rank.
+        x: this rank's columns of 1 to 16 tokens, [T, K] or [K], of the weight's dtype; with a weight of 8 bits
+            float32, float16 or bfloat16.
+        scale: what a weight of 8 bits is multiplied by: float32, of one element, or of one a row, [M]. None for 1. On
+            all ranks or on none; its values are this rank's own.
         out: for the result, contiguous. Symmetric memory (``comm.empty``), at one place on all ranks, saves a copy in
             two phases. None makes an ordinary tensor.
         schedule: ``one_shot`` (every rank adds up everything), ``two_phase`` (each rank its share), or ``auto``.
@@ -243,12 +260,13 @@ def gemv_all_reduce(
     """
     with telling_refusals(comm, NAME):
         check_choice(NAME, "schedule", schedule, SCHEDULES)
-        _check(comm, weight, x, out, order)
+        _check(comm, weight, x, scale, out, order)
     tokens = power_of_two(1 if x.dim() == 1 else x.shape[0])
     rows = weight.shape[0]
-    key = (NAME, rows, tokens, weight.dtype, schedule, tiling)
-    handle = kept(comm, key, lambda: GemvAllReduce(comm, rows, tokens, weight.dtype, schedule=schedule, tiling=tiling))
-    return handle(weight, x, out=out, order=order)
+    options: dict[str, Any] = {"weight_dtype": weight.dtype, "schedule": schedule, "tiling": tiling}
+    key = (NAME, rows, tokens, x.dtype, *options.values())
+    handle = kept(comm, key, lambda: GemvAllReduce(comm, rows, tokens, x.dtype, **options))
+    return handle(weight, x, scale=scale, out=out, order=order)
 
 
 def _check_sizes(rows: int, tokens: int) -> None:
@@ -258,11 +276,11 @@ def _check_sizes(rows: int, tokens: int) -> None:
         raise ValueError(f"{NAME}: tokens (value={tokens}, allowed=1..{MOST_TOKENS})")
 
 
-def _check(comm: Communicator, weight: object, x: object, out: object, order: str) -> None:
+def _check(comm: Communicator, weight: object, x: object, scale: object, out: object, order: str) -> None:
     check_choice(NAME, "order", order, ORDERS)
-    check_tensor(NAME, "weight", weight, comm.device, FLOATS, (2,))
+    check_tensor(NAME, "weight", weight, comm.device, FLOATS + FLOAT8S, (2,))
     assert isinstance(weight, torch.Tensor)
-    check_tensor(NAME, "x", x, comm.device, (weight.dtype,), (1, 2))
+    check_tensor(NAME, "x", x, comm.device, FLOATS if weight.dtype in FLOAT8S else (weight.dtype,), (1, 2))
     assert isinstance(x, torch.Tensor)
     _check_sizes(weight.shape[0], 1 if x.dim() == 1 else x.shape[0])
     if x.shape[-1] != weight.shape[1]:
@@ -270,8 +288,17 @@ def _check(comm: Communicator, weight: object, x: object, out: object, order: st
     for what, tensor in (("weight", weight), ("x", x)):
         if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             raise ValueError(f"{NAME}: neighbours in a row of {what} lie apart (value={tensor.stride()}, allowed=1)")
+    if scale is not None:
+        check_tensor(NAME, "scale", scale, comm.device, (torch.float32,), (0, 1))
+        assert isinstance(scale, torch.Tensor)
+        if weight.dtype not in FLOAT8S:
+            allowed = ", ".join(map(str, FLOAT8S))
+            raise ValueError(f"{NAME}: scale of a weight (value={weight.dtype}, allowed={allowed})")
+        if scale.numel() not in (1, weight.shape[0]) or not scale.is_contiguous():
+            allowed = f"one element, or {weight.shape[0]}, contiguous"
+            raise ValueError(f"{NAME}: shape of scale (value={tuple(scale.shape)}, allowed={allowed})")
     if out is not None:
-        check_tensor(NAME, "out", out, comm.device, (weight.dtype,), (x.dim(),))
+        check_tensor(NAME, "out", out, comm.device, (x.dtype,), (x.dim(),))
         assert isinstance(out, torch.Tensor)
         shape = (*x.shape[:-1], weight.shape[0])
         if out.shape != shape or not out.is_contiguous():
@@ -280,35 +307,40 @@ def _check(comm: Communicator, weight: object, x: object, out: object, order: st
 
 @triton.jit
 def _partial(
-    weight, x, tile, rows, columns, weight_stride, x_stride, tokens,
+    weight, x, scale, tile, rows, columns, weight_stride, x_stride, tokens, scale_stride,
     ROWS: tl.constexpr, COLS: tl.constexpr, TP: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """float32[ROWS, TP]: what this rank's columns add to a tile. Tokens that there are not are 0."""
     row = tile * ROWS + tl.arange(0, ROWS)
     token = tl.arange(0, TP)
     lane = tl.arange(0, COLS)
+    kind = weight.dtype.element_ty
+    if kind.primitive_bitwidth == 8:  # of which there is no 0 to load in place of what there is not
+        weight = weight.to(tl.pointer_type(tl.uint8), bitcast=True)
     weights = weight + row[:, None].to(tl.int64) * weight_stride
     if TP > 1:
         result = tl.zeros([ROWS, TP], tl.float32)
         for first in range(0, columns, COLS):
             column = first + lane
             there = (row[:, None] < rows) & (column[None, :] < columns)
-            w = tl.load(weights + column[None, :], mask=there, other=0)
+            w = tl.load(weights + column[None, :], mask=there, other=0).to(kind, bitcast=True)
             known = (token[None, :] < tokens) & (column[:, None] < columns)
             v = tl.load(x + token[None, :] * x_stride + column[:, None], mask=known, other=0)
             if WIDE:  # also where kernels are interpreted, which takes bfloat16 for integers in a dot
                 w, v = w.to(tl.float32), v.to(tl.float32)
-            result = tl.dot(w, v, result, input_precision="ieee")
-        return result
+            result = tl.dot(w.to(v.dtype), v, result, input_precision="ieee")  # 8 bits are exact in 16
     else:
         sums = tl.zeros([ROWS, COLS], tl.float32)
         for first in range(0, columns, COLS):
             column = first + lane
             there = (row[:, None] < rows) & (column[None, :] < columns)
-            w = tl.load(weights + column[None, :], mask=there, other=0).to(tl.float32)
+            w = tl.load(weights + column[None, :], mask=there, other=0).to(kind, bitcast=True).to(tl.float32)
             v = tl.load(x + column, mask=column < columns, other=0).to(tl.float32)
             sums += w * v[None, :]
-        return tl.sum(sums, axis=1)[:, None]
+        result = tl.sum(sums, axis=1)[:, None]
+    if scale is not None:
+        result *= tl.load(scale + row * scale_stride, mask=row < rows, other=0)[:, None]
+    return result
 
 
 @triton.jit
@@ -322,8 +354,8 @@ def _sum_of_ranks(partials, held, step, ranks, inside, mask):
 
 @triton.jit
 def _gemv_all_reduce(
-    context, partials_of, partials, results_of, results, output, weight, x,
-    rows, columns, weight_stride, x_stride, tokens, tiles_each, stamps,
+    context, partials_of, partials, results_of, results, output, weight, x, scale,
+    rows, columns, weight_stride, x_stride, tokens, scale_stride, tiles_each, stamps,
     ROWS: tl.constexpr, COLS: tl.constexpr, TP: tl.constexpr, WIDE: tl.constexpr,
     PHASES: tl.constexpr, REMOTE_FIRST: tl.constexpr, COPIES: tl.constexpr,
 ):  # fmt: skip
@@ -340,8 +372,8 @@ def _gemv_all_reduce(
         place = (generation & 1) * ranks
         for tile in range(program, tiles_each, programs):
             stamp(stamps, COMPUTE)
-            part = _partial(weight, x, tile, rows, columns, weight_stride, x_stride, tokens,
-                            ROWS, COLS, TP, WIDE)  # fmt: skip
+            part = _partial(weight, x, scale, tile, rows, columns, weight_stride, x_stride, tokens,
+                            scale_stride, ROWS, COLS, TP, WIDE)  # fmt: skip
             mask = is_token & (tile * ROWS + lane < rows)
             stamp(stamps, SEND)
             for turn in range(ranks):
@@ -361,8 +393,8 @@ def _gemv_all_reduce(
                 tile = owner * tiles_each + number
                 if tile * ROWS < rows:  # the last owners may have fewer
                     stamp(stamps, COMPUTE, owner)
-                    part = _partial(weight, x, tile, rows, columns, weight_stride, x_stride, tokens,
-                                    ROWS, COLS, TP, WIDE)  # fmt: skip
+                    part = _partial(weight, x, scale, tile, rows, columns, weight_stride, x_stride, tokens,
+                                    scale_stride, ROWS, COLS, TP, WIDE)  # fmt: skip
                     mask = is_token & (tile * ROWS + lane < rows)
                     stamp(stamps, SEND, owner)
                     put_weak(partials_of, owner, rank * each + number * ROWS * TP + inside, part, mask)

@@ -14,8 +14,13 @@ from sidelane.collectives import Communicator
 from sidelane.program.collective import split_evenly
 
 
-def gemv_all_reduce(comm: Communicator, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def gemv_all_reduce(
+    comm: Communicator, weight: torch.Tensor, x: torch.Tensor, *, scale: torch.Tensor | None = None
+) -> torch.Tensor:
     """``all_reduce(x @ weight.T)``; see :func:`sidelane.ops.gemv_all_reduce`."""
+    if weight.dtype != x.dtype:  # of 8 bits
+        wide = weight.float()
+        weight = (wide if scale is None else wide * scale.view(-1, 1)).to(x.dtype)
     result = functional.linear(x, weight)
     comm.all_reduce(result)
     return result
