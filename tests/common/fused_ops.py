@@ -203,6 +203,7 @@ def gemv_calls(comm: Communicator) -> Calls:
         call(out=torch.ones(20, 3)),
         call(schedule="ring"),
         call(order="local_first"),
+        call(method="best"),
         call(weight=torch.ones(20, 8, dtype=torch.int32)),
         call(scale=torch.ones(1)),
         call(weight=small, scale=torch.ones(2)),

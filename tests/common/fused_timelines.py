@@ -7,6 +7,7 @@ import json
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -63,19 +64,19 @@ def check_order(timeline: ops.Timeline) -> None:
         assert sorted(computed, key=lambda label: label == "local") == computed, computed
 
 
-def calls_of(comm: Communicator) -> list[Callable[[], torch.Tensor]]:
+def calls_of(comm: Communicator) -> list[Callable[..., torch.Tensor]]:
     n = comm.world_size
     weight, x = torch.ones(70, 8), torch.ones(8)
     tables, bags = [torch.ones(5, 4)], (torch.arange(4 * n) % 5, torch.arange(4 * n + 1))
     counts, tiles = torch.full((n, n), 20), TileSizes(16, 16, 16, 1, 1)
     rows, square = torch.ones(20 * n, 16), torch.ones(16, 16)
 
-    def gemv(schedule: str) -> torch.Tensor:
-        return ops.gemv_all_reduce(comm, weight, x, schedule=schedule, tiling=Tiling(16, 16, 1, 1))
+    def gemv(schedule: str, **others: Any) -> torch.Tensor:
+        return ops.gemv_all_reduce(comm, weight, x, schedule=schedule, tiling=Tiling(16, 16, 1, 1), **others)
 
     return [
-        lambda: gemv("one_shot"),
-        lambda: gemv("two_phase"),
-        lambda: ops.embedding_all_to_all(comm, tables, *bags),
-        lambda: ops.gemm_all_to_all(comm, rows, square, counts, most_rows=20 * n, tiles=tiles),
+        lambda **others: gemv("one_shot", **others),
+        lambda **others: gemv("two_phase", **others),
+        lambda **others: ops.embedding_all_to_all(comm, tables, *bags, **others),
+        lambda **others: ops.gemm_all_to_all(comm, rows, square, counts, most_rows=20 * n, tiles=tiles, **others),
     ]

@@ -13,6 +13,7 @@ if importlib.util.find_spec("triton") is None:
 
 import fused_embeddings
 import fused_gemms
+import fused_methods
 import fused_modules
 import fused_ops
 import fused_shadows
@@ -86,6 +87,17 @@ def test_every_block_does_what_its_shadow_says(four: Crew, kind: str, world_size
 def test_a_shadow_that_says_something_else_is_noticed(four: Crew, mistake: str) -> None:
     with pytest.raises(AssertionError, match="generation 1, block"):
         four.run(fused_shadows.follow, 2, "gemv", mistake)
+
+
+def test_fused_or_unfused(four: Crew) -> None:
+    """By rank 0's times on all ranks, and by thumb where there is none."""
+    for found in four.run(fused_methods.methods, 2):
+        slow, fast, unknown = found
+        assert slow.startswith(
+            "False gemv_all_reduce: unfused (measured at 70, 16, 1, eager: fused 2 us, unfused 1 us)"
+        )
+        assert fast.startswith("True gemv_all_reduce: fused (measured at 1000")
+        assert unknown.startswith("True gemv_all_reduce: fused (by thumb")
 
 
 def test_timelines(four: Crew) -> None:

@@ -400,6 +400,7 @@ def host(sizes: tuple[int, ...], json: Path | None, **others: Any) -> None:
     metavar="FOLDER",
     help="Write a Perfetto trace and a picture of the workgroups of each operator's first shape here.",
 )
+@output("--keep", is_flag=True, help='Keep the times for this user: method="auto" of the operators goes by them.')
 @study_options
 def fused(json: Path | None, **others: Any) -> None:
     """Measure fused operators next to the same computation and a collective, one after the other."""

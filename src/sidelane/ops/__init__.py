@@ -1,5 +1,6 @@
 """Fused operators: kernels that compute, and send what they have computed while they go on. They need Triton."""
 
+from sidelane.ops.auto import explain
 from sidelane.ops.embedding import EmbeddingAllToAll, embedding_all_to_all
 from sidelane.ops.embedding_backward import EmbeddingBackward, embedding_all_to_all_backward
 from sidelane.ops.gemm import GemmAllToAll, gemm_all_to_all
@@ -20,6 +21,7 @@ __all__ = [
     "all_reduce_rms_norm",
     "embedding_all_to_all",
     "embedding_all_to_all_backward",
+    "explain",
     "gemm_all_to_all",
     "gemv_all_reduce",
 ]

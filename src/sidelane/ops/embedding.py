@@ -29,11 +29,13 @@ elements of a row, in DP lanes, a power of two; L rows are loaded at a time. ``i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from sidelane.choice.fused import FUSED, UNFUSED
 from sidelane.collectives import Communicator
 from sidelane.device.arithmetic import DTYPES
 from sidelane.device.context import (
@@ -50,6 +52,8 @@ from sidelane.device.context import (
     world_size_of,
 )
 from sidelane.device.stamps import COMPUTE, END, SEND, WAIT, stamp
+from sidelane.ops import reference
+from sidelane.ops.auto import AUTO, check_method, is_fused
 from sidelane.ops.embedding_tables import (
     MEAN,
     MODES,
@@ -166,7 +170,7 @@ class EmbeddingAllToAll:
             check_bags(comm, tables.tables, indices, offsets, per_sample_weights, self.mode, order)
             check_offsets(tables, offsets)
             output = self._output if out is None else out
-            place = self._place_of(output)
+            place = self.place_of(output)
         stamps, stamped = stamps_of(comm, self._programs)
         self._kernel.launch(
             (self._programs,),
@@ -196,7 +200,8 @@ class EmbeddingAllToAll:
         )
         return output
 
-    def _place_of(self, output: torch.Tensor) -> tuple[int, int]:
+    def place_of(self, output: torch.Tensor) -> tuple[int, int]:
+        """Where a result is that peers write. Raises ValueError and TypeError for what cannot be one."""
         shape = self.tables.output_shape
         check_tensor(NAME, "out", output, self.comm.device, (self.tables.dtype,), (2,))
         if output.shape != shape or not output.is_contiguous():
@@ -222,6 +227,7 @@ def embedding_all_to_all(
     out: torch.Tensor | None = None,
     order: str = REMOTE_FIRST,
     slice_bags: int | None = None,
+    method: str = AUTO,
 ) -> torch.Tensor:
     """``embedding_bag`` of all local tables, all-to-all, layout copy, in one kernel. A call of the communicator.
 
@@ -240,7 +246,8 @@ def embedding_all_to_all(
         out: [b, A * D], symmetric memory at one place on all ranks. None takes the handle's own, which the next call
             writes again.
         order: ``remote_first``: bags for peers come first; ``oblivious``: bags in the order of ranks.
-        slice_bags: see :class:`EmbeddingAllToAll`.
+        slice_bags: see :class:`EmbeddingAllToAll`; such a call is always fused.
+        method: ``fused``, ``unfused``, or ``auto``: unfused where that was measured to be faster (``ops.explain``).
 
     Returns:
         [b, A * D]: this rank's samples, with the tables of all ranks in their order.
@@ -251,13 +258,24 @@ def embedding_all_to_all(
         MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """
     with telling_refusals(comm, NAME):
+        check_method(comm, NAME, method, unfused_syncs=True)
         check_tables(comm, tables)
         check_bags(comm, tables, indices, offsets, per_sample_weights, mode, order)
         batch = batch_of(tables, offsets)
         check_sizes(comm, tables, batch, slice_bags)
+        if slice_bags and method == UNFUSED:
+            raise ValueError(f"{NAME}: method with slice_bags (value={method}, allowed={AUTO}, {FUSED})")
     key = (*Tables.key_of(tables, batch), mode, slice_bags)
     handle = kept(comm, key, lambda: EmbeddingAllToAll(comm, tables, batch, mode=mode, slice_bags=slice_bags))
-    return handle(indices, offsets, per_sample_weights=per_sample_weights, out=out, order=order)
+    sizes = batch, len(tables), max(1, indices.numel() // max(1, offsets.numel() - 1))
+    if slice_bags or is_fused(comm, NAME, method, key, sizes, unfused_syncs=True):
+        return handle(indices, offsets, per_sample_weights=per_sample_weights, out=out, order=order)
+    with telling_refusals(comm, NAME):
+        if out is not None:
+            handle.place_of(out)
+    options: dict[str, Any] = {"mode": mode, "per_sample_weights": per_sample_weights}
+    result = reference.embedding_all_to_all(comm, tables, indices, offsets, handle.tables.counts, **options)
+    return result if out is None else out.copy_(result)
 
 
 @triton.jit

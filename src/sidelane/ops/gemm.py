@@ -45,6 +45,8 @@ from sidelane.device.context import (
     world_size_of,
 )
 from sidelane.device.stamps import COMPUTE, END, SEND, WAIT, stamp
+from sidelane.ops import reference
+from sidelane.ops.auto import AUTO, check_method, is_fused
 from sidelane.ops.handle import (
     FLOATS,
     INTERPRETED,
@@ -169,6 +171,13 @@ class GemmAllToAll:
         )
         return self._output
 
+    def unfused(self, x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """The same, unfused, into a tensor of its own. The host reads the counts, so that no graph can have it."""
+        came = reference.gemm_all_to_all(self.comm, x, weight, counts.tolist())[: self.most_rows]
+        result = x.new_zeros(self.most_rows, self.columns)
+        result[: came.shape[0]] = came
+        return result
+
     def close(self) -> None:
         """Let go of flags, once this rank's calls have ended. Idempotent, and no collective."""
         self._kernel.close()
@@ -183,6 +192,7 @@ def gemm_all_to_all(
     most_rows: int,
     order: str = REMOTE_FIRST,
     tiles: TileSizes | None = None,
+    method: str = AUTO,
 ) -> torch.Tensor:
     """``x @ weight.T`` whose rows go to the ranks that ``counts`` says, in one kernel. A call of the communicator.
 
@@ -199,6 +209,7 @@ def gemm_all_to_all(
         most_rows: that any rank gets, the same on all ranks and in all calls of a shape. What is beyond is left out.
         order: ``remote_first``: tiles for peers come first; ``oblivious``: tiles in the order of ranks.
         tiles: how the product is cut.
+        method: ``fused``, ``unfused``, or ``auto``: unfused where that was measured to be faster (``ops.explain``).
 
     Returns:
         [most_rows, H]: rows from rank 0, from rank 1, and so on; behind them what was there. The next call of this
@@ -210,11 +221,14 @@ def gemm_all_to_all(
         MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """
     with telling_refusals(comm, NAME):
+        check_method(comm, NAME, method, unfused_syncs=True)
         _check(comm, x, weight, counts, most_rows, order)
     columns, dtype = weight.shape[0], weight.dtype
     key = (NAME, most_rows, columns, dtype, tiles)
     handle = kept(comm, key, lambda: GemmAllToAll(comm, most_rows, columns, dtype, tiles=tiles))
-    return handle(x, weight, counts, order=order)
+    if is_fused(comm, NAME, method, key, (most_rows, x.shape[1], columns), unfused_syncs=True):
+        return handle(x, weight, counts, order=order)
+    return handle.unfused(x, weight, counts)
 
 
 def _check_sizes(most_rows: int, columns: int) -> None:

@@ -51,6 +51,8 @@ from sidelane.device.context import (
     world_size_of,
 )
 from sidelane.device.stamps import ADD, COMPUTE, COPY, END, SEND, WAIT, stamp
+from sidelane.ops import reference
+from sidelane.ops.auto import check_method, is_fused
 from sidelane.ops.handle import (
     FLOAT8S,
     FLOATS,
@@ -229,6 +231,7 @@ def gemv_all_reduce(
     schedule: str = AUTO,
     order: str = REMOTE_FIRST,
     tiling: Tiling | None = None,
+    method: str = AUTO,
 ) -> torch.Tensor:
     """``y = x @ weight.T; comm.all_reduce(y)`` for few tokens, in one kernel. A call of the communicator.
 
@@ -249,6 +252,7 @@ def gemv_all_reduce(
         order: ``remote_first``: what peers add up is computed first; ``oblivious``: tiles in their order. In one shot
             all tiles go to all, and both are the same.
         tiling: how the kernel is cut; None takes what was fastest on an H100.
+        method: ``fused``, ``unfused``, or ``auto``: unfused where that was measured to be faster (``ops.explain``).
 
     Returns:
         [T, M] or [M], the same bits on every rank.
@@ -260,12 +264,16 @@ def gemv_all_reduce(
     """
     with telling_refusals(comm, NAME):
         check_choice(NAME, "schedule", schedule, SCHEDULES)
+        check_method(comm, NAME, method)
         _check(comm, weight, x, scale, out, order)
     tokens = power_of_two(1 if x.dim() == 1 else x.shape[0])
     rows = weight.shape[0]
     options: dict[str, Any] = {"weight_dtype": weight.dtype, "schedule": schedule, "tiling": tiling}
     key = (NAME, rows, tokens, x.dtype, *options.values())
     handle = kept(comm, key, lambda: GemvAllReduce(comm, rows, tokens, x.dtype, **options))
+    if not is_fused(comm, NAME, method, key, (rows, weight.shape[1], tokens)):
+        result = reference.gemv_all_reduce(comm, weight, x, scale=scale)
+        return result if out is None else out.copy_(result)
     return handle(weight, x, scale=scale, out=out, order=order)
 
 

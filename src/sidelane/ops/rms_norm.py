@@ -30,6 +30,8 @@ from sidelane.device.arithmetic import DTYPES
 from sidelane.device.context import begin, end, rank_of, world_size_of
 from sidelane.device.flagged import put_flagged_relaxed, wait_flagged_relaxed
 from sidelane.device.reduce_cells import elements_of, words_of
+from sidelane.ops import reference
+from sidelane.ops.auto import AUTO, check_method, is_fused
 from sidelane.ops.handle import FLOATS, check_tensor, kept, power_of_two, programs_of, telling_refusals
 
 NAME = "all_reduce_rms_norm"
@@ -121,6 +123,7 @@ def all_reduce_rms_norm(
     eps: float = 1e-6,
     out: torch.Tensor | None = None,
     residual_out: torch.Tensor | None = None,
+    method: str = AUTO,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``comm.all_reduce(x); total = x + residual; y = rms_norm(total, weight, eps)`` in one kernel. A call.
 
@@ -136,6 +139,7 @@ def all_reduce_rms_norm(
         eps: added to the mean of the squares.
         out: for ``y``, contiguous; None makes one. It may be ``x``.
         residual_out: for ``total``, contiguous; None makes one. It may be ``residual``, or ``x``.
+        method: ``fused``, ``unfused``, or ``auto``: unfused where that was measured to be faster (``ops.explain``).
 
     Returns:
         ``y`` and ``total``, [T, H]. The same bits on every rank.
@@ -146,9 +150,16 @@ def all_reduce_rms_norm(
         MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """
     with telling_refusals(comm, NAME):
+        check_method(comm, NAME, method)
         _check(comm, x, residual, weight, out, residual_out)
     tokens, hidden = power_of_two(x.shape[0]), x.shape[1]
-    handle = kept(comm, (NAME, tokens, hidden, x.dtype), lambda: AllReduceRmsNorm(comm, tokens, hidden, x.dtype))
+    key = (NAME, tokens, hidden, x.dtype)
+    handle = kept(comm, key, lambda: AllReduceRmsNorm(comm, tokens, hidden, x.dtype))
+    if not is_fused(comm, NAME, method, key, (tokens, hidden)):
+        y, total = reference.all_reduce_rms_norm(comm, x, residual, weight, eps=eps)
+        given = (y, out), (total, residual_out)
+        y, total = (made if place is None else place.copy_(made) for made, place in given)
+        return y, total
     return handle(x, residual, weight, eps=eps, out=out, residual_out=residual_out)
 
 

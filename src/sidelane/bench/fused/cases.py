@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from sidelane import ops
+from sidelane.choice.fused import FUSED
 from sidelane.collectives import Communicator
 from sidelane.ops.gemv import ONE_SHOT, TWO_PHASE
 from sidelane.ops.handle import ORDERS
@@ -78,10 +79,10 @@ def gemv(comm: Communicator, rows: int, columns: int, tokens: int) -> Case:
         dist.all_reduce(total)
         return total
 
-    fused: dict[str, Run] = {"auto": lambda: ops.gemv_all_reduce(comm, weight, x, out=out)}
+    fused: dict[str, Run] = {"auto": lambda: ops.gemv_all_reduce(comm, weight, x, out=out, method=FUSED)}
     fused |= {
         name: lambda schedule=schedule, order=order: ops.gemv_all_reduce(  # type: ignore[misc]
-            comm, weight, x, out=out, schedule=schedule, order=order
+            comm, weight, x, out=out, schedule=schedule, order=order, method=FUSED
         )
         for name, schedule, order in (
             (ONE_SHOT, ONE_SHOT, ORDERS[0]),
@@ -127,7 +128,8 @@ def rms_norm(comm: Communicator, tokens: int, hidden: int) -> Case:
         return normed(total)
 
     def fused() -> torch.Tensor:
-        return ops.all_reduce_rms_norm(comm, x, residual, weight, eps=EPS, out=out, residual_out=residual_out)[0]
+        places = {"out": out, "residual_out": residual_out}
+        return ops.all_reduce_rms_norm(comm, x, residual, weight, eps=EPS, **places, method=FUSED)[0]
 
     def expected() -> torch.Tensor:
         wide = x.double()
@@ -200,7 +202,7 @@ def embedding(comm: Communicator, batch: int, tables: int, pooling: int) -> Case
         return laid_out(own_received)
 
     def fused(order: str) -> torch.Tensor:
-        return ops.embedding_all_to_all(comm, some, indices.view(-1), offsets, order=order)
+        return ops.embedding_all_to_all(comm, some, indices.view(-1), offsets, order=order, method=FUSED)
 
     def expected() -> torch.Tensor:
         wide = torch.empty(n, tables, part, dim, dtype=torch.float64, device=device)
@@ -260,7 +262,7 @@ def gemm(comm: Communicator, rows: int, depth: int, columns: int) -> Case:
         return came
 
     def fused(order: str) -> torch.Tensor:
-        return ops.gemm_all_to_all(comm, x, weight, table, most_rows=rows, order=order)
+        return ops.gemm_all_to_all(comm, x, weight, table, most_rows=rows, order=order, method=FUSED)
 
     return Case(
         "gemm_all_to_all",

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -24,13 +24,15 @@ from sidelane.bench.results.rows import FUSED_OPS, FusedRow
 from sidelane.bench.running.launch import Rank
 from sidelane.bench.running.measure import Job, Meter, Rounds
 from sidelane.bench.running.study import Sender, StudyOptions, run_study
+from sidelane.choice.fused import FUSED, FusedTime, keep
+from sidelane.choice.key import key_here
 from sidelane.collectives import Communicator
 from sidelane.config import current
 
 CALLS = 8
 """In a sample."""
 
-FUSED, BEST = "fused", "unfused_best"
+BEST = "unfused_best"
 COMPUTE, COLLECTIVE = "compute", "collective"
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.5e-2}
 """Largest error, next to the largest element: what is rounded twice, or thrice."""
@@ -51,12 +53,14 @@ class FusedOptions(StudyOptions):
         warmup: rounds before the measured ones.
         repeats: measured rounds.
         timeline: folder for a trace and a picture of each operator's first shape; None writes none.
+        keep: the times in a file of the user's, for ``method="auto"``.
     """
 
     ops: tuple[str, ...] = ()
     warmup: int = 3
     repeats: int = 21
     timeline: Path | None = None
+    keep: bool = False
 
     def __post_init__(self) -> None:
         StudyOptions.__post_init__(self)
@@ -84,19 +88,33 @@ def _measure(rank: Rank, options: FusedOptions) -> int:
         sender.note("on CPUs the kernels are interpreted: the results are checked, and the times say nothing")
     config = dataclasses.replace(current(), timeout_s=options.step_s)
     seeds = itertools.count(options.seed + 1)
-    count = 0
+    count, times = 0, list[FusedTime]()
     with Communicator(dist.group.WORLD, device=rank.device, config=config) as comm:
         meter = _meter(rank, options)
         for op, make, shape in chosen:
             sender.step(f"{op} {'x'.join(map(str, shape))}")
             with meter.on_stream():
                 case = _Case(meter, comm, make, shape, options, seeds)
-                for row in case.rows():
+                rows = list(case.rows())
+                for row in rows:
                     sender.row(row)
-                    count += 1
+                count += len(rows)
+                times += times_of(rows, comm.world_size, shape)
                 if options.timeline is not None and shape == table[op][1][0] and op in WITH_STAMPS:
                     case.write_timelines(options.timeline)
+    if options.keep and rank.rank == 0:
+        sender.note(f"kept for auto: {keep(key_here(rank.device.type, rank.world_size), times)}")
     return count
+
+
+def times_of(rows: Sequence[FusedRow], world_size: int, sizes: tuple[int, ...]) -> Iterator[FusedTime]:
+    """What to choose by: of one operator at one shape, eager and in graphs, where both ways have a time."""
+    for launch in dict.fromkeys(row.launch for row in rows):
+        mine = [row for row in rows if row.launch == launch and row.time_us is not None]
+        fused = min((row.time_us or 0.0 for row in mine if row.implementation == FUSED), default=None)
+        unfused = next((row.time_us for row in mine if row.implementation == BEST), None)
+        if fused is not None and unfused is not None:
+            yield FusedTime(mine[0].op, world_size, launch == "graph", sizes, fused, unfused)
 
 
 def _meter(rank: Rank, options: FusedOptions) -> Meter:

@@ -1,0 +1,52 @@
+"""What ranks do with ``method=`` of fused operators in tests; see ``fused_ops``."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from fused_ops import check_close, communicator
+from fused_timelines import calls_of
+
+from sidelane import Communicator, ops
+from sidelane.choice.fused import FusedTime, keep
+from sidelane.choice.key import key_here
+
+
+def methods(group: dist.ProcessGroup) -> list[str]:
+    """Fused and unfused give the same; what auto takes is what rank 0 has measured, for all ranks."""
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CONFIG_HOME", str(Path(folder) / str(dist.get_rank(group))))  # others have nothing
+        if dist.get_rank(group) == 0:
+            name, n = "gemv_all_reduce", dist.get_world_size(group)
+            times = [FusedTime(name, n, False, (70, 8 * n, 1), 2.0, 1.0)]
+            times.append(FusedTime(name, n, False, (1000, 8 * n, 1), 1.0, 2.0))
+            assert os.fspath(keep(key_here("cpu", n), times)).startswith(folder)
+        with communicator(group) as comm:
+            return compared(comm)
+
+
+def compared(comm: Communicator) -> list[str]:
+    n = comm.world_size
+    for call in calls_of(comm):
+        expected = call(method="fused").clone()
+        result = call(method="unfused")
+        check_close(result, expected.double(), "unfused")
+        assert result.shape == expected.shape
+    x, weight, residual = torch.randn(3, 8), torch.ones(8), torch.ones(3, 8)
+    y, total = ops.all_reduce_rms_norm(comm, x, residual, weight, method="fused")
+    out = torch.empty_like(x)
+    unfused = ops.all_reduce_rms_norm(comm, x, residual, weight, method="unfused", out=out)
+    assert unfused[0] is out
+    check_close(out, y.double(), "norm")
+    check_close(unfused[1], total.double(), "norm")
+    done = []
+    for rows in (70, 1000, 100_000):
+        with ops.Timeline(comm) as timeline:  # of fused calls only
+            ops.gemv_all_reduce(comm, torch.ones(min(rows, 1000), 8), torch.ones(8))
+        done.append(f"{bool(timeline.intervals)} {ops.explain(comm, 'gemv_all_reduce', rows, 8 * n, 1)}")
+    return done
