@@ -18,6 +18,8 @@ from sidelane.model.workgroups import fused_figures
 
 MACHINE = "mi210x4"
 """Of the paper, in the catalogue."""
+SECTIONS = frozenset({"gpu", "links", "library", "matmul", "fused"})
+"""Of a description, whose numbers matter to fused operators."""
 SMALL_BATCH = 256
 """Where the text says that the gain exceeds what hiding all communication gives (IV-C)."""
 

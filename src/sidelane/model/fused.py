@@ -158,7 +158,7 @@ class _Ranks:
             self._stop(rank)
             return
         duration, state.sending = step
-        label = "for peers" if any(peer != rank for peer in state.sending) else "for itself"
+        label = "remote work" if any(peer != rank for peer in state.sending) else "own work"
         self._occupy(rank, label, self.now, duration)
 
     def _occupy(self, rank: int, label: str, start_us: float, duration_us: float) -> None:
@@ -227,7 +227,7 @@ class _Ranks:
         ready = max(state.computed_us, state.came_us)
         if kernel.result_bytes and not state.reducing:
             state.reducing = state.busy = True
-            self._occupy(rank, "adds what came", ready, kernel.reduce_us)
+            self._occupy(rank, "adds", ready, kernel.reduce_us)
         else:
             state.ended_us = ready
 

@@ -36,12 +36,13 @@ TILE = 128
 class Embedding:
     """``tables`` embedding bags on every rank for a ``batch`` of all ranks' samples; each gets those of its own.
 
-    Unfused, every table is a kernel, as in DLRM: small batches leave units idle, and each kernel is launched.
+    Unfused, every table is a kernel, as in DLRM: a small batch leaves units idle, and each kernel is launched.
 
     Attributes:
         pooling: rows of a bag.
         dim, element_bytes: of a row; the paper's: 256 (section IV), float32.
         slice_bags: that travel together over a network.
+        at_once: unfused, one kernel pools all tables.
     """
 
     batch: int
@@ -50,6 +51,7 @@ class Embedding:
     dim: int = 256
     element_bytes: int = 4
     slice_bags: int = 32
+    at_once: bool = False
 
     def __post_init__(self) -> None:
         _check(self)
@@ -76,9 +78,10 @@ class Embedding:
         return FusedKernel((), resident(machine, occupancy), self._round_us(machine), self.slice_bags)
 
     def compute_us(self, machine: Machine) -> float:
-        """All tables, one after another."""
-        one = _waves_us(self.batch, resident(machine), self._round_us(machine))
-        return self.tables * (one + machine.matmul.launch_us)
+        """All tables, one after another or at once."""
+        kernels = 1 if self.at_once else self.tables
+        one = _waves_us(self.batch * self.tables // kernels, resident(machine), self._round_us(machine))
+        return kernels * (one + machine.matmul.launch_us)
 
     def collective_bytes(self) -> float:
         """Of a rank's buffer."""

@@ -288,12 +288,11 @@ def _families(machine: Machine, version: str) -> list[_Family]:
         raise ValueError(f"claims: no claim is about this machine (value={machine.name!r}, allowed={MI300X})")
     overlap = claims_overlap.OverlapContext()  # of other machines
     shared = frozenset({"gpu", "links", "dma", "library", "matmul"})
-    sending = frozenset({"gpu", "links", "library", "matmul", "fused"})
     return [
         _Family(lambda changed: claims_c3.C3Context(changed, version), claims_c3.checks(), shared | {"interference"}),
         _Family(claims_dma.DmaContext, claims_dma.checks(), shared | {"power"}),
         _Family(lambda changed: overlap, claims_overlap.checks(), frozenset()),
-        _Family(FusedStudy, claims_fused.checks(), sending, named(claims_fused.MACHINE)),
+        _Family(FusedStudy, claims_fused.checks(), claims_fused.SECTIONS, named(claims_fused.MACHINE)),
     ]
 
 
