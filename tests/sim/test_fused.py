@@ -181,3 +181,18 @@ def test_what_is_not_modelled_or_cannot_be_is_refused():
             Embedding(*wrong)
     with pytest.raises(ValueError, match="one a rank"):
         run_fused(MI210, [])
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("kept_share = 87.5", "allowed=0.01 to 1"),
+        ("put_us = 1e-6", "allowed=0, or 0.001 to 10000 microseconds"),
+        ("crowding = -1", "allowed=0 to 100"),
+        ("half_shares = 1", "did you mean half_share"),
+    ],
+)
+def test_mistakes_in_a_description_are_named(line, message):
+    with pytest.raises(ValueError, match="x.toml:3: fused") as caught:
+        parse(f'base = "mi210x4"\n[fused]\n{line}\n', "x.toml")
+    assert message in str(caught.value)

@@ -359,7 +359,7 @@ class Machine:
             ValueError: there are several nodes.
         """
         if self.nodes > 1:
-            text = "what crosses nodes is modelled for programs that the simulator is given, and for nothing else"
+            text = "what crosses nodes is modelled for fused operators and programs that the simulator is given"
             raise ValueError(f"{what}: nodes of {self.name} (value={self.nodes}, allowed=1; {text})")
 
     def quantities(self) -> dict[str, Quantity]:

@@ -208,7 +208,8 @@ def fused_tables(machine: Machine, found: Sequence[Predicted]) -> list[Table]:
             "no GPU here has run fused operators yet: nothing of this was compared with a measurement of ours",
         )
         columns = ("<shape", "<unfused", "compute\nus", "collective\nus", "fused\nus", "oblivious\nus", "lower\n%")
-        title = f"{op} on {machine.title}: predicted"
+        nodes = f", {machine.nodes} nodes of {machine.gpus}" if machine.nodes > 1 else ""
+        title = f"{op} on {machine.title}{nodes}: predicted"
         tables.append(Table(title, (*columns, "plausible"), tuple(lines), notes, keys=2))
     return tables
 
