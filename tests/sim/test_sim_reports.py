@@ -112,7 +112,8 @@ def test_claims_write_a_report(tmp_path, capsys):
     assert claims.main(claims.Options(ranges=False, report=tmp_path)) == 0
     capsys.readouterr()
     written = json.loads((tmp_path / "claims.json").read_text())
-    assert len(written["rows"]) > 100 and written["command"] and written["commit"] and written["numbers"]
+    assert len(written["rows"]) > 100 and written["command"] and written["commit"] and "gpu.units" in written["numbers"]
+    assert "mi210x4 fused.half_share" in written["numbers"]
     assert (tmp_path / "claims.png").stat().st_size > 20000
     assert (tmp_path / "claims.svg").exists()
 

@@ -101,12 +101,13 @@ def main(options: Options) -> int:
     files = [] if options.json is None else [write_json(options.json, rows)]
     if options.report is not None:
         draw_claims(verdicts, f"Claims about {machine.title}", options.report)
-        files.append(write_numbers(options.report / "claims.json", "claims", machine, rows))
+        others = _others(_families(machine, options.version)) if machine.name == MI300X else []
+        files.append(write_numbers(options.report / "claims.json", "claims", machine, rows, others))
         if survivals:
             draw_sensitivity(survivals, met, f"Held-out claims about {machine.title}", options.report)
             rows = [survival.to_dict() for survival in survivals]
             path = options.report / "claims-sensitivity.json"
-            files.append(write_numbers(path, "claims_sensitivity", machine, rows))
+            files.append(write_numbers(path, "claims_sensitivity", machine, rows, others))
     tables = tables_console(options.json)
     show(verdicts, tables)
     if survivals:
@@ -146,8 +147,7 @@ def _evaluate(
     checks = [check for family in families for check in family.checks]
     contexts = [(family, family.context(family.machine or machine)) for family in families]
     verdicts = [judge(check, context) for family, context in contexts for check in family.checks]
-    others = [family.machine for family in families if family.machine is not None]
-    wrong = problems(checks, machine, {**not_modelled(), **given()}, others)
+    wrong = problems(checks, machine, {**not_modelled(), **given()}, _others(families))
     if not ranges:
         return verdicts, wrong, []
     variations = _vary(machine, families, [verdict.predicted for verdict in verdicts], progress)
@@ -281,6 +281,11 @@ class _Family:
     checks: Sequence[Check[Any]]
     depends_on: frozenset[str]
     machine: Machine | None = None
+
+
+def _others(families: Sequence[_Family]) -> list[Machine]:
+    """Machines that claims are about instead of the one that is asked for."""
+    return [family.machine for family in families if family.machine is not None]
 
 
 def _families(machine: Machine, version: str) -> list[_Family]:

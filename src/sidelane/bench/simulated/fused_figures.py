@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from sidelane.bench.report.drawing import BLACK, BLUE, GREY, ORANGE, RC, VERMILLION, save
+from sidelane.bench.report.drawing import BLACK, BLUE, GREY, RC, VERMILLION, save
 from sidelane.machine.spec import Machine
 from sidelane.model.claims import published
 from sidelane.model.claims_fused import best, mean
@@ -56,7 +57,7 @@ def draw_published(study: FusedStudy, spread: Spread, folder: Path) -> Path:
         figure = Figure(figsize=(11, 6.4), layout="constrained")
         grid = figure.add_gridspec(2, 2, height_ratios=(1.2, 1))
         _gains(figure.add_subplot(grid[0, :]), study, spread)
-        _occupancy(figure.add_subplot(grid[1, 0]), study)
+        _occupancy(figure.add_subplot(grid[1, 0]), study, spread)
         _skew(figure.add_subplot(grid[1, 1]), study)
         save(figure, "fused-published", "", "", folder)
     return folder / "fused-published.png"
@@ -82,9 +83,20 @@ def _gains(axes: Axes, study: FusedStudy, spread: Spread) -> None:
     axes.legend(fontsize=7, loc="lower right")
 
 
-def _occupancy(axes: Axes, study: FusedStudy) -> None:
-    least = study.occupied_us(0.75)
-    axes.plot(OCCUPANCIES, [study.occupied_us(share) / least for share in OCCUPANCIES], "o-", color=BLUE, markersize=4)
+def _occupancy(axes: Axes, study: FusedStudy, spread: Spread) -> None:
+    def over_best(machine: Machine, share: float) -> float:
+        changed = FusedStudy(machine)
+        return changed.occupied_us(share) / changed.occupied_us(0.75)
+
+    values = [over_best(study.machine, share) for share in OCCUPANCIES]
+    ends = [
+        spread(study.machine, functools.partial(over_best, share=share), value)
+        for share, value in zip(OCCUPANCIES, values, strict=True)
+    ]
+    low = [value - below for value, (below, _) in zip(values, ends, strict=True)]
+    high = [value + above for value, (_, above) in zip(values, ends, strict=True)]
+    axes.fill_between(OCCUPANCIES, low, high, color=BLUE, alpha=0.2, linewidth=0)
+    axes.plot(OCCUPANCIES, values, "o-", color=BLUE, markersize=4)
     rise, fall = (published()[f"FU-OCC-0{number}"]["value"] for number in (2, 3))
     steps = ((0.25, 1 / (1 + rise / 100)), (0.75, 1.0), (0.875, 1 + fall / 100))
     axes.plot(*zip(*steps, strict=True), "D", color=VERMILLION, markersize=5)
@@ -99,7 +111,7 @@ def _skew(axes: Axes, study: FusedStudy) -> None:
     for place, (order, claim_id) in enumerate(zip(ORDERS, ("FU-SKEW-02", "FU-SKEW-01"), strict=True)):
         axes.bar(place - 0.2, study.skew_percent(order), 0.35, color=BLUE, label="predicted" if place else None)
         value = published()[claim_id]["value"]
-        axes.bar(place + 0.2, value, 0.35, color=ORANGE, label="published" if place else None)
+        axes.bar(place + 0.2, value, 0.35, color=VERMILLION, label="published" if place else None)
     axes.set_xticks(range(len(ORDERS)), ORDERS)
     axes.set_xlabel("order of the work")
     axes.set_ylabel("second node later, %")
