@@ -155,6 +155,37 @@ def test_every_machine_predicts_every_operator(name):
         assert predict_fused(machine, operator).fused.time_us > 0
 
 
+@pytest.mark.parametrize(
+    "operator",
+    [
+        Embedding(2**20 + 7, 10**3 + 3, 70, 7, slice_bags=33),
+        Embedding(255, 2**16 + 1, 1, 333),
+        TiledGemm(10**6 + 1, 1001, 10**4 + 1),
+        TiledGemm(1001, 10**6 + 1, 10**4 + 1, copies=2, by_library=False),
+        Gemv(10**6 + 1, 10**4 + 1),
+        *(Embedding(1, 1, 1, 1, 1), Gemv(1, 1), TiledGemm(1, 1, 1)),
+    ],
+    ids=str,
+)
+def test_shapes_that_fit_are_predicted(operator):
+    for name in ("mi210x4", "h200x4", "b200x8"):
+        for order in ORDERS:
+            assert predict_fused(named(name), operator, order).fused.time_us > 0
+
+
+def test_rounding_of_many_parts_holds_nobody_up():
+    """A million times as many bytes as fit: sums of their parts are off by more than a byte."""
+    works = [Work(10**9 + 7, ((1, 1e9 / 3),)), Work(10**9 + 7, ((0, 1e9 / 7),))]
+    run = run_fused(PAIR, [kernel(works, resident=831), kernel(works[::-1], resident=831)])
+    assert run.time_us > (10**9 + 7) * 1e9 / 3 / 20e3
+
+
+@pytest.mark.parametrize("operator", [Embedding(2**20, 2**12, 1), Gemv(2**20, 2**20), TiledGemm(2**20, 2**16, 8)])
+def test_what_no_memory_holds_is_refused(operator):
+    with pytest.raises(ValueError, match=r"GB on a rank, allowed=64, which is gpu.memory_gb"):
+        predict_fused(MI210, operator)
+
+
 def test_nodes_of_one_gpu_are_described_by_a_file():
     text = 'base = "mi210x4"\nname = "pair"\ngpus = 1\nnodes = 2\n'
     pair = parse(text, "pair.toml")

@@ -26,7 +26,8 @@ from sidelane.model.workgroups import fused_figures
 
 MOST_STEPS = 128
 """Events of a kernel: more rounds than that are joined, so that time does not grow with the batch."""
-TINY = 1e-3
+ROUNDING = 1e-9
+"""Share of what a rank gets from another that may be missing when all of it has come: sums of many parts."""
 
 Pair = tuple[int, int]
 """Sender and receiver."""
@@ -103,7 +104,8 @@ class _Rank:
         steps: of its work, that are left.
         sending: what the present one releases, by rank.
         held: its stores wait for a link.
-        missing: bytes that have not come yet, by their sender: of the work, and of results.
+        owed: bytes that it gets, by their sender: of the work, and of results.
+        missing: those that have not come yet.
         came_us: when the last bytes came.
         reducing: it has its work behind it, and adds or has added.
         busy: it computes.
@@ -111,6 +113,7 @@ class _Rank:
     """
 
     steps: Iterator[tuple[float, dict[int, float]]]
+    owed: tuple[dict[int, float], dict[int, float]]
     missing: tuple[dict[int, float], dict[int, float]]
     sending: dict[int, float] = dataclasses.field(default_factory=dict)
     held: bool = False
@@ -128,7 +131,10 @@ class _Ranks:
         self.queued: dict[Pair, float] = {}
         self.flowing: dict[Pair, tuple[float, float]] = {}
         put_us = float(fused_figures(machine).put_us)
-        self.ranks = [_Rank(_steps(kernel, rank, put_us), _owed(kernels, rank)) for rank, kernel in enumerate(kernels)]
+        self.ranks = [
+            _Rank(_steps(kernel, rank, put_us), _owed(kernels, rank), _owed(kernels, rank))
+            for rank, kernel in enumerate(kernels)
+        ]
         self.events: list[tuple[float, int]] = []  # when a rank's step, or its reduction, ends
         self.timeline: list[Interval] = []
 
@@ -203,10 +209,11 @@ class _Ranks:
         source, rank = pair
         nbytes, began = self.flowing.pop(pair)
         state = self.ranks[rank]
-        for missing in state.missing:
+        for owed, missing in zip(state.owed, state.missing, strict=True):
             part = min(nbytes, missing[source])
-            missing[source] -= part
             nbytes -= part
+            left = missing[source] - part
+            missing[source] = left if left > ROUNDING * owed[source] else 0.0
         state.came_us = self.now + self.fabric.latency_us[pair]
         if self.record:
             self.timeline.append(Interval(f"rank {source}", f"to rank {rank}", "bytes", began, self.now))
@@ -222,7 +229,7 @@ class _Ranks:
     def _settle(self, rank: int) -> None:
         """Let a rank that has computed and got everything reduce, or end."""
         state, kernel = self.ranks[rank], self.kernels[rank]
-        if state.busy or max(state.missing[state.reducing].values(), default=0.0) > TINY:
+        if state.busy or any(state.missing[state.reducing].values()):
             return
         ready = max(state.computed_us, state.came_us)
         if kernel.result_bytes and not state.reducing:

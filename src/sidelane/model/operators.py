@@ -87,6 +87,10 @@ class Embedding:
         """Of a rank's buffer."""
         return float(self.batch * self.tables * self.row_bytes)
 
+    def held_bytes(self, ranks: int) -> float:
+        """Of a rank's memory, at the least: results; tables may be of any size."""
+        return self.collective_bytes()
+
     def _round_us(self, machine: Machine) -> Callable[[int], float]:
         nbytes = (self.pooling + 1) * self.row_bytes  # read, and the result written
         return lambda workgroups: workgroups * nbytes / (gather_gbps(machine, workgroups) * 1e3)
@@ -136,6 +140,10 @@ class Gemv:
     def collective_bytes(self) -> float:
         """Of a rank's buffer."""
         return float(self.rows * self.tokens * self.element_bytes)
+
+    def held_bytes(self, ranks: int) -> float:
+        """Of a rank's memory, at the least: its columns of the weight."""
+        return self.rows * self.columns / ranks * self.element_bytes + self.collective_bytes()
 
     def _round_us(self, machine: Machine) -> Callable[[int], float]:
         nbytes = GEMV_ROWS * self.columns / machine.world_size * self.element_bytes
@@ -195,6 +203,14 @@ class TiledGemm:
         """Of a rank's buffer."""
         return float(self.rows * self.columns * self.element_bytes * self.copies)
 
+    def held_bytes(self, ranks: int) -> float:
+        """Of a rank's memory, at the least: its matrices."""
+        return float(self._elements * self.element_bytes)
+
+    @property
+    def _elements(self) -> int:
+        return self.rows * self.depth + self.depth * self.columns + self.rows * self.columns
+
     @property
     def _tiles(self) -> int:
         return math.ceil(self.rows / TILE) * math.ceil(self.columns / TILE)
@@ -203,9 +219,8 @@ class TiledGemm:
         gpu, matmul = machine.gpu, machine.matmul
         speed = gpu.peak_tflops * matmul.efficiency * fused_figures(machine).generic_share * 1e6 / gpu.units
         computing = 2.0 * TILE * TILE * self.depth / speed
-        matrices = self.rows * self.depth + self.depth * self.columns + self.rows * self.columns
         # Nothing is faster than the bytes of the matrices, each read or written once.
-        nbytes = matrices * self.element_bytes / self._tiles
+        nbytes = self._elements * self.element_bytes / self._tiles
         reading = gpu.memory_gbps * matmul.memory_efficiency * 1e3
         return lambda workgroups: max(float(computing), workgroups * nbytes / reading)
 
@@ -262,7 +277,8 @@ def predict_fused(
         record: keep the timeline.
 
     Raises:
-        ValueError: another order or occupancy, a machine without figures of fused operators, or nodes of several GPUs.
+        ValueError: another order or occupancy, a machine without figures of fused operators, nodes of several GPUs, or
+            tensors that no memory of it holds.
     """
     ranks, across = machine.world_size, machine.nodes > 1
     if across and machine.gpus > 1:
@@ -272,6 +288,10 @@ def predict_fused(
         raise ValueError(f"fused: order (value={order!r}, allowed={', '.join(ORDERS)})")
     if starts_us and (len(starts_us) != ranks or not all(0 <= start < math.inf for start in starts_us)):
         raise ValueError(f"fused: starts_us (value={list(starts_us)}, allowed={ranks} times, one a rank, 0 or more)")
+    held_gb, memory_gb = operator.held_bytes(ranks) / 1e9, float(machine.gpu.memory_gb)
+    if held_gb > memory_gb:
+        text = f"value={held_gb:.4g} GB on a rank, allowed={memory_gb:g}, which is gpu.memory_gb"
+        raise ValueError(f"{operator.name}: {operator} ({text})")
     if occupancy is None:
         occupancy = float(fused_figures(machine).kept_share) if across else 1.0
     works, plain = operator.works(ranks), operator.kernel(machine, occupancy)
