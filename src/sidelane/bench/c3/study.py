@@ -17,13 +17,18 @@ from sidelane.bench.running.asked import check_asked
 from sidelane.bench.running.launch import Rank, choose_target
 from sidelane.bench.running.measure import Job, Meter
 from sidelane.bench.running.study import Sender, StudyOptions, run_study
+from sidelane.c3.lanes import DevicePartitions, Lanes
 from sidelane.c3.outcome import Outcome, Result
-from sidelane.c3.run import Lanes, run_workload
+from sidelane.c3.run import run_workload
 from sidelane.c3.strategies import named
-from sidelane.c3.workload import Workload, parse_workload
+from sidelane.c3.workload import Gemm, Workload, parse_workload
 from sidelane.choice.candidate import DMA, SM
 from sidelane.collectives.plan import AUTO
 from sidelane.errors import UnavailableError
+from sidelane.machine.inventory import machine_name
+from sidelane.machine.load import machine_names
+from sidelane.machine.load import named as machine_named
+from sidelane.model.gemm import is_memory_bound
 from sidelane.program.collective import Kind
 
 HIDE_LAUNCH_US = 500.0
@@ -101,6 +106,7 @@ def _measure(rank: Rank, options: C3Options) -> int:
         sender.note(f"{name} takes no part: {reason}")
     instruments = C3Instruments(roster.meter, options)
     lanes = Lanes.on(rank.device)
+    partitions, no_partitions = DevicePartitions.on(rank.device)
     device_name = "" if on_cpu else torch.cuda.get_device_name(rank.device)
     count = 0
     for number, (workload, case) in enumerate(zip(workloads, cases, strict=True)):
@@ -111,6 +117,9 @@ def _measure(rank: Rank, options: C3Options) -> int:
             instruments,
             device=rank.device,
             lanes=lanes,
+            partitions=partitions,
+            no_partitions=no_partitions,
+            memory_bound=memory_bound(workload.gemm, device_name, rank.world_size),
             strategies=[named(name) for name in options.strategies] or None,
             unavailable=roster.unavailable,
             seed=options.seed + 1_000_000 * number,
@@ -151,6 +160,14 @@ def _workload(text: str, kind: Kind, options: C3Options, rank: Rank) -> Workload
             workload = workload.scaled_for_cpu()
         workload = dataclasses.replace(workload, gemm=dataclasses.replace(workload.gemm, dtype="float32"))
     return dataclasses.replace(workload, nbytes=rounded_bytes(workload.nbytes, rank.world_size))
+
+
+def memory_bound(gemm: Gemm, device_name: str, devices: int) -> bool:
+    """Whether bytes limit a GEMM: by the device's description, else as the ConCCL paper's table has it."""
+    machine = machine_name(device_name, devices) if device_name else ""
+    if machine in machine_names():
+        return is_memory_bound(machine_named(machine), gemm)
+    return gemm.tag.startswith("mb")
 
 
 def _case(rank: Rank, workload: Workload) -> Case:
@@ -213,6 +230,7 @@ def _row(outcome: Outcome, result: Result) -> C3Row:
         percent_of_ideal_nccl=result.percent_of_ideal_library,
         correct=True if failure is None else False if failure.wrong else None,
         note=result.label if failure is None else failure.text,
+        units=result.units,
     )
 
 

@@ -121,6 +121,7 @@ class C3Row(_Row):
         percent_of_ideal_nccl: the same with the library's isolated time (NCCL's, Gloo's on CPUs) as best_comm.
         correct: outputs of both were compared with a reference in this run.
         note: why there is no time, or what to know about this one.
+        units: compute units that the GEMM did without; 0 also in files without this key.
     """
 
     renamed: ClassVar[dict[str, str]] = {"c3_class": "class"}
@@ -145,6 +146,7 @@ class C3Row(_Row):
     percent_of_ideal_nccl: float | None
     correct: bool | None = None
     note: str = ""
+    units: int = 0
 
     def __post_init__(self) -> None:
         require("C3Row", "class", self.c3_class, CLASSES)

@@ -21,6 +21,7 @@ from sidelane.errors import Page, SidelaneError, UnavailableError, missing
 from sidelane.execute.base import Place, Questions
 from sidelane.execute.cuda import native
 from sidelane.execute.cuda.native import Bound, LaunchConfig, MemoryOps, Pointer, load_native, require_native
+from sidelane.execute.cuda.partition import UnitSplit
 from sidelane.execute.cuda.second_context import SecondContext
 from sidelane.program.collective import Reduction
 
@@ -422,6 +423,14 @@ class Driver:
     def second_context(self) -> SecondContext:
         """Make another context on the device (see ``second_context``)."""
         return SecondContext(self, self._api, self._context)
+
+    def split_units(self, units: int) -> UnitSplit:
+        """Part the device's SMs in two (see ``partition``)."""
+        return UnitSplit(self, self._api, units)
+
+    def priorities(self) -> tuple[int, int]:
+        """Of an ordinary stream, and of an urgent one."""
+        return self._normal_priority, self._highest_priority
 
     def attach_thread(self) -> None:
         """Let the calling thread use the device, for good, without disturbing captures of other threads."""
