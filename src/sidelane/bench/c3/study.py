@@ -94,13 +94,17 @@ def _measure(rank: Rank, options: C3Options) -> int:
     on_cpu = rank.device.type == "cpu"
     if on_cpu:
         torch.set_num_threads(1)  # the ranks share the cores
-    workloads = [_workload(text, kind, options, rank) for text in options.workloads for kind in options.collectives]
+    workloads = [
+        scaled_workload(text, kind, dtype=options.dtype, full_size=options.full_size, rank=rank)
+        for text in options.workloads
+        for kind in options.collectives
+    ]
     sender = Sender(rank, len(workloads))
     if not on_cpu or options.full_size:  # else they are divided as the GEMM is, and the table says what ran
         asked = dict.fromkeys(parse_workload(text).nbytes for text in options.workloads)
         sender.note_rounding(asked, functools.partial(rounded_bytes, world_size=rank.world_size))
     roster = make_roster(rank, wanted=options.implementations, timeout_s=options.step_s, with_auto=True)
-    cases = [_case(rank, workload) for workload in workloads]
+    cases = [case_of(rank, workload) for workload in workloads]
     roster.reserve(max(case.output_bytes for case in cases), max(case.input_bytes for case in cases))
     for name, reason in roster.unavailable.items():
         sender.note(f"{name} takes no part: {reason}")
@@ -153,10 +157,11 @@ class C3Instruments:
         return {name: measured.times_us for name, measured in rounds.items()}
 
 
-def _workload(text: str, kind: Kind, options: C3Options, rank: Rank) -> Workload:
-    workload = parse_workload(text, kind, options.dtype)
+def scaled_workload(text: str, kind: Kind, *, dtype: str, full_size: bool, rank: Rank) -> Workload:
+    """A pair as this rank runs it: on CPUs smaller, unless it is to have its ``full_size``, and in float32."""
+    workload = parse_workload(text, kind, dtype)
     if rank.device.type == "cpu":
-        if not options.full_size:
+        if not full_size:
             workload = workload.scaled_for_cpu()
         workload = dataclasses.replace(workload, gemm=dataclasses.replace(workload.gemm, dtype="float32"))
     return dataclasses.replace(workload, nbytes=rounded_bytes(workload.nbytes, rank.world_size))
@@ -170,7 +175,8 @@ def memory_bound(gemm: Gemm, device_name: str, devices: int) -> bool:
     return gemm.tag.startswith("mb")
 
 
-def _case(rank: Rank, workload: Workload) -> Case:
+def case_of(rank: Rank, workload: Workload) -> Case:
+    """The collective of a pair."""
     dtype = getattr(torch, workload.gemm.dtype)
     return Case(workload.collective, workload.nbytes, dtype, rank.rank, rank.world_size, rank.device)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sidelane.bench.c3.occupancy_tables import occupancy_tables
 from sidelane.bench.c3.tables import c3_tables
 from sidelane.bench.chain.tables import chain_tables
 from sidelane.bench.collectives.tables import collective_tables
@@ -11,7 +12,17 @@ from sidelane.bench.phases.tables import phase_tables
 from sidelane.bench.power.tables import power_tables
 from sidelane.bench.report.table import Table
 from sidelane.bench.results.files import Results
-from sidelane.bench.results.rows import C3Row, ChainRow, CollectiveRow, FusedRow, HostRow, PhaseRow, PowerRow, SoakRow
+from sidelane.bench.results.rows import (
+    C3Row,
+    ChainRow,
+    CollectiveRow,
+    FusedRow,
+    HostRow,
+    OccupancyRow,
+    PhaseRow,
+    PowerRow,
+    SoakRow,
+)
 from sidelane.bench.soak.tables import soak_tables
 
 
@@ -19,6 +30,8 @@ def tables_of(results: Results) -> list[Table]:
     """The tables of a study."""
     if results.study == "collectives":
         return collective_tables([row for row in results.rows if isinstance(row, CollectiveRow)])
+    if results.study == "occupancy":
+        return occupancy_tables([row for row in results.rows if isinstance(row, OccupancyRow)])
     if results.study == "phases":
         return phase_tables([row for row in results.rows if isinstance(row, PhaseRow)])
     if results.study == "power":

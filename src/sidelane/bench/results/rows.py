@@ -154,6 +154,59 @@ class C3Row(_Row):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class OccupancyRow(_Row):
+    """Pipelined iterations of a GEMM in one shape and a collective (overlap paper).
+
+    Attributes:
+        bytes: as in :class:`CollectiveRow`.
+        shape: of the GEMM's kernel: ``opt1``, ``opt2``, ``tuned``; on CPUs ``rows``.
+        grid: ``persistent``: fewer blocks than tiles; or ``data-parallel``.
+        blocks: of the grid.
+        resident: blocks that a compute unit holds at once; 0 where nobody knows.
+        shared_bytes: shared memory that a block asks for.
+        priority: the collectives' stream goes before the GEMMs'.
+        in_order: a GEMM waits for the one of the iteration before.
+        iterations: of a pipeline.
+        gemm_us, comm_us: of one, alone.
+        sequential_us: of the iterations, one operation after another.
+        time_us: of the iterations, overlapped.
+        normalised: time over sequential, median over rounds.
+        overlap_rate: percent of the collectives' time during which a GEMM ran.
+        correct: the results of both were compared with a reference in this run.
+        note: why there is no time.
+    """
+
+    gemm: str
+    m: int
+    n: int
+    k: int
+    dtype: str
+    collective: str
+    bytes: int
+    implementation: str
+    shape: str
+    grid: str
+    blocks: int
+    resident: int
+    shared_bytes: int
+    priority: bool
+    in_order: bool
+    iterations: int
+    gemm_us: float | None
+    comm_us: float | None
+    sequential_us: float | None
+    time_us: float | None
+    normalised: float | None
+    overlap_rate: float | None
+    correct: bool | None
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        require("OccupancyRow", "implementation", self.implementation, IMPLEMENTATIONS)
+        _require_times("OccupancyRow", self.note, self.correct, time_us=self.time_us, normalised=self.normalised)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class PhaseRow(_Row):
     """Where one transfer or one collective spends its time, in microseconds (definitions: docs/lab/phases.md).
 
@@ -422,10 +475,11 @@ SOAKED = (
 )
 """The columns of a ``SoakRow`` that count calls by kind."""
 
-Row = CollectiveRow | C3Row | PhaseRow | PowerRow | ChainRow | HostRow | FusedRow | SoakRow
+Row = CollectiveRow | C3Row | OccupancyRow | PhaseRow | PowerRow | ChainRow | HostRow | FusedRow | SoakRow
 ROWS: dict[str, type[Row]] = {
     "collectives": CollectiveRow,
     "c3": C3Row,
+    "occupancy": OccupancyRow,
     "phases": PhaseRow,
     "power": PowerRow,
     "chain": ChainRow,
