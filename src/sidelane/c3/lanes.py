@@ -17,6 +17,10 @@ SMALLEST_SHARE = 8
 """Where a sweep of partitions begins (ConCCL paper, V-B); it is also what Hopper's SMs come in."""
 
 
+LIMITS = (Means.TARGET, Means.CARVE_OUT)
+"""What a library is asked for."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Lanes:
     """The streams of pairs; make them once a process, since torch hands out a limited number in turn.
@@ -90,6 +94,8 @@ class DevicePartitions:
     def objection(self, partition: Partition) -> str:
         """Found out by making one."""
         units = partition.units or SMALLEST_SHARE
+        if partition.means not in LIMITS and partition.means is not Means.SPLIT:
+            return f"the library's GEMM has no {partition.means}"
         try:
             if partition.means is Means.SPLIT:
                 self._split(units)

@@ -53,13 +53,14 @@ class Means(StrEnum):
     """How a GEMM is made to do without units.
 
     SPLIT: they are shut off from it (green contexts), and a collective made of kernels runs on them alone. TARGET: its
-    library is asked to count on fewer (cuBLAS). CARVE_OUT: the same, as torch asks for it. Under the last two nobody
-    owns the units. THREADS: on a CPU, threads of the computation.
+    library is asked to count on fewer (cuBLAS). CARVE_OUT: the same, as torch asks for it. GRID: a kernel of ours has
+    fewer blocks. Under these three nobody owns the units. THREADS: on a CPU, threads of the computation.
     """
 
     SPLIT = "split"
     TARGET = "target"
     CARVE_OUT = "carve_out"
+    GRID = "grid"
     THREADS = "threads"
 
 

@@ -25,6 +25,7 @@ TITLES = {
     "collectives": "Collectives by size and implementation",
     "c3": "Computation and communication side by side",
     "occupancy": "Pipelined iterations by the shape of the GEMM",
+    "isolated": "GEMMs and collectives alone",
     "phases": "Where one transfer and one collective spend their time",
     "power": "Power and energy of collectives",
     "chain": "From a GEMM to a collective and back",
@@ -42,6 +43,9 @@ LEGENDS = {
     "normalised = overlapped / sequential, both in the same shape; overlap rate: share of the collectives' time during "
     "which a GEMM ran, by time stamps of the device. resident: blocks of the GEMM that a compute unit holds. Medians "
     "over rounds of the slowest rank; the least time of each pair is bold.",
+    "isolated": "Times over that with all compute units, by the units that a GEMM does without or a collective has; "
+    "split: green contexts, which shut the others off; target, carve_out: what cuBLAS and torch are asked for; grid: a "
+    "Triton GEMM with fewer blocks; threads: of a CPU rank. Medians over rounds of the slowest rank.",
     "phases": "control: the host submits; schedule: until the first byte may move, entry handshake included; copy: "
     "until the last byte has arrived, own chunk included; sync: exit handshake, and until the host knows. With one "
     "handshake, that is schedule, and 'slot' the part of copy in front of it. Medians of "

@@ -18,12 +18,14 @@ from sidelane.bench.results.rows import (
     CollectiveRow,
     FusedRow,
     HostRow,
+    IsolatedRow,
     OccupancyRow,
     PhaseRow,
     PowerRow,
     SoakRow,
 )
 from sidelane.bench.soak.tables import soak_tables
+from sidelane.bench.tune.isolated_tables import isolated_tables
 
 
 def tables_of(results: Results) -> list[Table]:
@@ -32,6 +34,8 @@ def tables_of(results: Results) -> list[Table]:
         return collective_tables([row for row in results.rows if isinstance(row, CollectiveRow)])
     if results.study == "occupancy":
         return occupancy_tables([row for row in results.rows if isinstance(row, OccupancyRow)])
+    if results.study == "isolated":
+        return isolated_tables([row for row in results.rows if isinstance(row, IsolatedRow)])
     if results.study == "phases":
         return phase_tables([row for row in results.rows if isinstance(row, PhaseRow)])
     if results.study == "power":

@@ -23,6 +23,7 @@ FUSED_OPS = ("gemv_all_reduce", "all_reduce_rms_norm", "embedding_all_to_all", "
 FUSED_IMPLEMENTATIONS = ("fused", "unfused_nccl", "unfused_sidelane", "unfused_best")
 HOST_OPERATIONS = ("all_gather", "trigger", "trigger_from_host")
 OF_LIBRARY = ("nccl", "nccl_ce", "gloo")
+ISOLATED = ("gemm", "collective", "memory", "beside")
 CLASSES = ("G-long", "C-long", "GC-equal", "")
 
 
@@ -204,6 +205,51 @@ class OccupancyRow(_Row):
     def __post_init__(self) -> None:
         require("OccupancyRow", "implementation", self.implementation, IMPLEMENTATIONS)
         _require_times("OccupancyRow", self.note, self.correct, time_us=self.time_us, normalised=self.normalised)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class IsolatedRow(_Row):
+    """A GEMM, a collective or the memory alone, with all compute units or some; and a GEMM beside DMA traffic.
+
+    Attributes:
+        what: ``gemm``; ``collective``; ``memory``; ``beside``: a GEMM and traffic at once.
+        gemm: tag of the ConCCL paper's Table I, or ``m,n,k``; empty without a GEMM, as m, n and k are 0 then.
+        collective: which, or empty.
+        bytes: of the collective as in :class:`CollectiveRow`; of the traffic; of the memory that is read.
+        implementation: who runs the collective or the traffic; ``host``: copies between device and host.
+        variant: of it.
+        means: how units are taken from a GEMM or given to a collective: ``split``, ``target``, ``carve_out``, ``grid``,
+            ``threads``. Beside: whose time it is, ``gemm`` or ``traffic``.
+        units: taken from the GEMM, or given to the collective; 0: it has all.
+        device_units: that there are.
+        time_us: median over rounds of the slowest rank.
+        alone_us: beside: the same without the other.
+        gbps: of memory, read and written; of a collective, sent by each rank.
+        note: why there is no time.
+    """
+
+    what: str
+    gemm: str
+    m: int
+    n: int
+    k: int
+    dtype: str
+    collective: str
+    bytes: int
+    implementation: str
+    variant: str
+    means: str
+    units: int
+    device_units: int
+    time_us: float | None
+    alone_us: float | None
+    gbps: float | None
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        require("IsolatedRow", "what", self.what, ISOLATED)
+        if self.time_us is None and not self.note:
+            raise ValueError("IsolatedRow: a row without time_us needs a note that says why (value=None)")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -475,11 +521,12 @@ SOAKED = (
 )
 """The columns of a ``SoakRow`` that count calls by kind."""
 
-Row = CollectiveRow | C3Row | OccupancyRow | PhaseRow | PowerRow | ChainRow | HostRow | FusedRow | SoakRow
+Row = CollectiveRow | C3Row | OccupancyRow | IsolatedRow | PhaseRow | PowerRow | ChainRow | HostRow | FusedRow | SoakRow
 ROWS: dict[str, type[Row]] = {
     "collectives": CollectiveRow,
     "c3": C3Row,
     "occupancy": OccupancyRow,
+    "isolated": IsolatedRow,
     "phases": PhaseRow,
     "power": PowerRow,
     "chain": ChainRow,

@@ -27,6 +27,7 @@ from sidelane.bench.results.rows import (
     CollectiveRow,
     FusedRow,
     HostRow,
+    IsolatedRow,
     OccupancyRow,
     PhaseRow,
     PowerRow,
@@ -36,7 +37,7 @@ from sidelane.bench.results.written import STDOUT
 from sidelane.bench.running.launch import LaunchTarget, Rank, choose_target, run_ranks
 from sidelane.machine import local
 
-R = TypeVar("R", CollectiveRow, C3Row, OccupancyRow, PhaseRow, PowerRow, ChainRow, HostRow, FusedRow)
+R = TypeVar("R", CollectiveRow, C3Row, OccupancyRow, IsolatedRow, PhaseRow, PowerRow, ChainRow, HostRow, FusedRow)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

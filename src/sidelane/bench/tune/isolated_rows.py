@@ -1,0 +1,60 @@
+"""Between the rows of ``sidelane tune --study c3`` and what follows from them (``c3.isolated``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from sidelane.bench.report.table import grouped
+from sidelane.bench.results.rows import IsolatedRow
+from sidelane.c3.isolated import CollectiveTimes, GemmTimes, Isolated
+from sidelane.c3.workload import TABLE_I, Gemm
+from sidelane.program.collective import Kind
+
+GEMM, COLLECTIVE, MEMORY, BESIDE = "gemm", "collective", "memory", "beside"
+
+Key = tuple[object, ...]
+
+
+def key_of(row: IsolatedRow) -> Key:
+    """What was measured; a file has one row of each."""
+    sizes = (row.m, row.n, row.k, row.dtype, row.collective, row.bytes)
+    return row.what, *sizes, row.implementation, row.variant, row.means, row.units
+
+
+def gemm_of(row: IsolatedRow) -> Gemm:
+    """The GEMM of a row, with its tag where the table has it at this size."""
+    tag = row.gemm if TABLE_I.get(row.gemm) == (row.m, row.n, row.k) else ""
+    return Gemm(row.m, row.n, row.k, row.dtype, tag=tag)
+
+
+def isolated_of(rows: Sequence[IsolatedRow]) -> Isolated:
+    """What was measured as curves.
+
+    Raises:
+        ValueError: no GEMM, or nothing of the memory, was measured.
+    """
+    timed = [row for row in rows if row.time_us is not None]
+    gemms = tuple(_gemms([row for row in timed if row.what == GEMM]))
+    memory = max((row.gbps for row in timed if row.what == MEMORY and row.gbps), default=0.0)
+    if not gemms or not memory:
+        raise ValueError("isolated_of: rows (value=none of a GEMM, or none of the memory; sidelane tune --study c3)")
+    tflops = max(curve.gemm.flops / curve.times_us[0] / 1e6 for curve in gemms)
+    return Isolated(tflops, memory, gemms, tuple(_collectives([row for row in timed if row.what == COLLECTIVE])))
+
+
+def _gemms(rows: Sequence[IsolatedRow]) -> Iterable[GemmTimes]:
+    for (*_, means), same in grouped(rows, lambda row: (row.m, row.n, row.k, row.dtype, row.means), ordered=False):
+        times = {row.units: row.time_us for row in same if row.time_us is not None}
+        if 0 in times:
+            yield GemmTimes(gemm_of(same[0]), str(means), same[0].device_units, times)
+
+
+def _collectives(rows: Sequence[IsolatedRow]) -> Iterable[CollectiveTimes]:
+    by = grouped(rows, lambda row: (row.collective, row.bytes, row.implementation), ordered=False)
+    for (collective, nbytes, implementation), same in by:
+        times: dict[int, float] = {}
+        for row in same:  # of several variants the fastest
+            if row.time_us is not None:
+                times[row.units] = min(row.time_us, times.get(row.units, row.time_us))
+        if 0 in times:
+            yield CollectiveTimes(Kind(collective), int(nbytes), str(implementation), times)
