@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 ROWS_ON_CPUS = "rows"
 """The shape of a GEMM on a CPU: parts of its rows, one after another."""
 
-BLOCKS = {"cpu": (1, 4, 16), "gpu": (16, 64, 256, 1024, 0)}
+BLOCKS = {"cpu": (1, 4, 16), "gpu": (64, 256, 1024, 0)}
 """Blocks of a grid; 0: one for each tile (data-parallel). On CPUs: parts."""
 
 RESIDENT = (1, 2, 4)

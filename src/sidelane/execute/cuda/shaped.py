@@ -41,8 +41,9 @@ class ShapedGemm:
         self._driver, self._arguments = driver, [tensor.data_ptr() for tensor in (a, b, c)]
         self._keeps = (a, b, c)
         self._kernel = driver.kernels().load(shaped_gemm.KERNEL, constants, shape.warps, stages=shape.stages)
-        self.shared_bytes = shape.asked_bytes(self._kernel.shared_bytes, shared_memory(driver))
-        driver.allow_shared(self._kernel.function, self.shared_bytes)
+        memory = shared_memory(driver)
+        self.shared_bytes = shape.asked_bytes(self._kernel.shared_bytes, memory)
+        driver.allow_shared(self._kernel.function, memory.block)  # others may have loaded it for more
         self.resident = driver.most_resident(self._kernel.function, self._kernel.threads, self.shared_bytes)
 
     def bind(self, blocks: int) -> Callable[[], None]:
