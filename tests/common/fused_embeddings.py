@@ -155,8 +155,7 @@ def backward_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> in
                     sparse=number % 2 == 1,
                 )
                 # Of a sparse one each value was rounded before they are added, so the error is that of the values.
-                sums = [part.double().abs().to_dense() if part.is_sparse else None for part in found]
-                scales = [None if part is None else max(1e-3, float(part.max())) for part in sums]
+                scales = [largest_sum(part) if part.is_sparse else None for part in found]
                 results = [part.double().to_dense().to(dtype) if part.is_sparse else part for part in found]
                 results += [] if of_weights is None else [of_weights]
                 scales += [] if of_weights is None else [None]
@@ -165,6 +164,12 @@ def backward_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> in
         for number, (result, wanted, scale) in enumerate(kept):
             check_close(result, wanted, number, scale=scale)
     return len(kept)
+
+
+def largest_sum(part: torch.Tensor) -> float:
+    """Of the magnitudes of a sparse gradient's values, by row. (``abs`` of the tensor would add them first.)"""
+    magnitudes = torch.sparse_coo_tensor(part._indices(), part._values().double().abs(), part.shape)
+    return max(1e-3, float(magnitudes.to_dense().max()))
 
 
 def autograd(

@@ -148,7 +148,7 @@ BAGS = {"D": 1, "DP": 1, "L": 8, "DTYPE": BF16, "ALIGNED": False, "MEAN": True, 
         ),
         (
             rms_norm.KERNEL,
-            "*i64 *i64 *i64 *i32 *i32 *i32 *i32 *i32 i32 i32 i32 i32 fp32",
+            "*i64 *i64 *i64 *i32 *i32 *i32 *i32 *i32 i32 i32 i32 fp32",
             {"W": 1, "DTYPE": BF16, "ELEMENT_BYTES": 2, "HAS_RESIDUAL": True},
         ),
         (

@@ -26,6 +26,7 @@ from sidelane.bench.results.rows import (
     ChainRow,
     CollectiveRow,
     FusedRow,
+    GemmRow,
     HostRow,
     IsolatedRow,
     OccupancyRow,
@@ -37,7 +38,9 @@ from sidelane.bench.results.written import STDOUT
 from sidelane.bench.running.launch import LaunchTarget, Rank, choose_target, run_ranks
 from sidelane.machine import local
 
-R = TypeVar("R", CollectiveRow, C3Row, OccupancyRow, IsolatedRow, PhaseRow, PowerRow, ChainRow, HostRow, FusedRow)
+R = TypeVar(
+    "R", CollectiveRow, C3Row, OccupancyRow, IsolatedRow, PhaseRow, PowerRow, ChainRow, HostRow, FusedRow, GemmRow
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
