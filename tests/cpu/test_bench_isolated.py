@@ -6,21 +6,25 @@ import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
 
+from sidelane.bench.c3.study import is_bound_by_memory, rows_of
 from sidelane.bench.report.tables import tables_of
 from sidelane.bench.results.files import read, write
 from sidelane.bench.results.rows import IsolatedRow
 from sidelane.bench.running.launch import Rank, RankFailedError
 from sidelane.bench.tune import isolated
 from sidelane.bench.tune.isolated import IsolatedOptions
-from sidelane.bench.tune.isolated_measure import batches_of
-from sidelane.bench.tune.isolated_rows import isolated_of, key_of
-from sidelane.c3.workload import Bound, parse_workload
+from sidelane.bench.tune.isolated_batches import batches_of
+from sidelane.bench.tune.isolated_rows import isolated_file, isolated_of, isolated_times, key_of
+from sidelane.c3.outcome import GEMM, judge
+from sidelane.c3.strategies import named
+from sidelane.c3.workload import Bound, Workload, parse_workload
 from sidelane.cli import main
 from sidelane.program.collective import Kind
 
@@ -149,10 +153,11 @@ def test_a_file_of_another_machine_is_not_touched(tmp_path: Path, monkeypatch: p
 def test_from_end_to_end_on_cpu_ranks(tmp_path: Path) -> None:
     options = IsolatedOptions(
         **OPTIONS, gemms=("64x48x32",), sizes=(3000,), collectives=(Kind.ALL_GATHER,), warmup=0, repeats=2,
-        output=tmp_path / "c3.json",
+        output=tmp_path / "c3.json", report=tmp_path / "report",
     )  # fmt: skip
     results = isolated.main(options)
     assert results is not None
+    assert (tmp_path / "report" / "isolated.png").exists()
     rows = [one for one in results.rows if isinstance(one, IsolatedRow)]
     timed = [one for one in rows if one.time_us is not None]
     assert {one.what for one in timed} == {"memory", "gemm", "collective", "beside"}
@@ -172,9 +177,39 @@ def test_options(monkeypatch: pytest.MonkeyPatch) -> None:
             IsolatedOptions(**wrong)
     asked: list[IsolatedOptions] = []
     monkeypatch.setattr(isolated, "main", asked.append)
-    for arguments in (["--gemm", "cb1"], ["--fresh"], ["--study", "c3", "--quick"]):
+    for arguments in (["--gemm", "cb1"], ["--fresh"], ["--report", "x"], ["--study", "c3", "--quick"]):
         assert "--study c3" in CliRunner().invoke(main, ["tune", *arguments]).output
     given = ["--gemm", "8,8,16", "--bytes", "1K", "--collective", "all_gather", "--seconds", "9"]
     assert CliRunner().invoke(main, ["tune", "--study", "c3", *given]).exit_code == 0
     (one,) = asked
     assert (one.gemms, one.sizes, one.collectives, one.budget_s) == (("8x8x16",), (1024,), (Kind.ALL_GATHER,), 9.0)
+
+
+def test_the_heuristic_is_held_against_a_sweep(tmp_path: Path) -> None:
+    known = isolated_of(ROWS)
+    gemm = known.gemms[0].gemm
+    workload = Workload(gemm, Kind.ALL_GATHER, 896 << 20)
+    ways = [SimpleNamespace(implementation=name, label=name, in_place=False) for name in ("nccl", "sm")]
+    strategies = [named(name) for name in ("serial", "c3_rp", "conccl_rp", "sm_rp")]
+    times = {GEMM: [1400.0], "nccl": [2000.0], "sm": [2100.0], "serial: nccl": [3400.0]}
+    times |= {f"c3_rp: nccl, {units} units": [us] for units, us in ((8, 2750.0), (16, 2500.0), (64, 2600.0))}
+    times |= {f"sm_rp: sm, {units} units": [2900.0] for units in (8, 16)}
+    tried = {"c3_rp": (8, 16, 64), "sm_rp": (8, 16)}
+    outcome = judge(workload, ways, strategies, times, {}, {}, {}, tried)  # type: ignore[arg-type]
+    notes = {row.strategy: row.note for row in rows_of(outcome, known)}
+    assert notes["c3_rp"].startswith("nccl; heuristic: 64 units, 4.0% behind the best (64 units: GEMM 1400 x 1.93")
+    assert "no heuristic: allocate: no all_gather was measured" in notes["sm_rp"]
+    assert notes["serial"] == "nccl" and "heuristic" not in notes["conccl_rp"]
+    assert rows_of(outcome)[1].note == "nccl" and rows_of(outcome)[1].units == 16
+
+
+def test_where_isolated_times_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    assert isolated_times(None, "cpu", 2) is None
+    write(isolated_file("cpu", 2), results_of(ROWS))
+    found = isolated_times(None, "cpu", 2)
+    assert found == isolated_of(ROWS) == isolated_times(isolated_file("cpu", 2), "cpu", 2)
+    with pytest.raises(ValueError, match="no such file"):
+        isolated_times(tmp_path / "none.json", "cpu", 2)
+    assert is_bound_by_memory(parse_workload("mb1_1M").gemm, None, "", 2)
+    assert not is_bound_by_memory(found.gemms[0].gemm, found, "", 2)

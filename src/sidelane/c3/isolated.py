@@ -152,8 +152,12 @@ class Isolated:
         within = nearest.times_us[0] < LATENCY_FACTOR * smallest.times_us[0]
         return Limit.LATENCY if within else Limit.BANDWIDTH
 
-    def allocate(self, workload: Workload) -> heuristic.Allocation:
+    def allocate(self, workload: Workload, implementation: str | None = None) -> heuristic.Allocation:
         """Units for a collective next to a GEMM, by the look-up tables that were measured (ConCCL paper, V-C).
+
+        Args:
+            workload: the pair.
+            implementation: whose collective; None: the fastest that has a table.
 
         Raises:
             ValueError: no GEMM of its bound, or no size of the collective, was measured with fewer units.
@@ -162,6 +166,7 @@ class Isolated:
         gemms = [curve for curve in self.gemms if curve.slowdown() and self.bound(curve.gemm)[0] is bound]
         gemms = gemms or [curve for curve in self.gemms if curve.slowdown()]
         able = [c for c in self.collectives if c.collective is workload.collective and c.slowdown()]
+        able = [c for c in able if implementation in (None, c.implementation)]
         if not gemms or not able:
             what = "GEMM" if not gemms else f"{workload.collective}"
             raise ValueError(f"allocate: no {what} was measured with fewer units (value={workload.name})")

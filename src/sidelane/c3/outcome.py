@@ -57,12 +57,14 @@ class Result:
     Attributes:
         label: how the collective was called.
         units: taken from the GEMM.
+        by_units: times of a sweep, microseconds by units.
         comm_us: isolated time of that call.
     """
 
     strategy: str
     label: str = ""
     units: int = 0
+    by_units: tuple[tuple[int, float], ...] = ()
     comm_us: float | None = None
     time_us: float | None = None
     speedup: float | None = None
@@ -177,6 +179,7 @@ def _judge_strategy(
         strategy=strategy.name,
         label=chosen.label,
         units=units,
+        by_units=tuple((one, statistics.median(times[pair_label(strategy, c, one)])) for c, one in timed if one),
         comm_us=comm_us,
         time_us=statistics.median(pair),
         speedup=_rounds(speedup, gemm, times[best.label], pair),

@@ -90,6 +90,13 @@ PAIRS, OCCUPANCY = "pairs", "occupancy"
     help="On CPUs: take GEMM and bytes as given. Otherwise every dimension of a GEMM that takes a core longer than "
     "some tens of ms is divided by 2, 4, 8, ..., and the bytes by the same number; the table has the sizes that ran.",
 )
+@how(
+    "--isolated",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    show_default="the user's of this machine, if there is one",
+    help="Of `sidelane tune --study c3`: what the partition heuristic goes by.",
+)
 @how("--warmup", type=click.IntRange(min=0), default=6, help="Rounds before the measured.")
 @how("--repeats", type=click.IntRange(min=1), default=9, help="Measured rounds.")
 @machine_option
@@ -136,8 +143,9 @@ def c3(
         if study == OCCUPANCY:
             if machine is not None:
                 raise ValueError("--study occupancy measures; sidelane pipeline --machine predicts")
-            _refuse(PAIRS, "strategies", "variants")
+            _refuse(PAIRS, "strategies", "variants", "isolated")
             others.pop("variants")
+            others.pop("isolated")
             if not given("collectives"):
                 kinds = (Kind.ALL_REDUCE, Kind.ALL_TO_ALL)
             for name in ("warmup", "repeats"):

@@ -9,7 +9,7 @@ import click
 
 from sidelane.cli.errors import plain_errors
 from sidelane.cli.guided import Command, how, output, what, where
-from sidelane.cli.options import ALL, KINDS, device_option, given, json_option, ranks_option, size
+from sidelane.cli.options import ALL, KINDS, device_option, given, json_option, ranks_option, report_option, size
 from sidelane.config import BESIDE, NOTHING
 from sidelane.program.collective import ELEMENT_BYTES, Kind
 
@@ -67,6 +67,7 @@ COLLECTIVES, C3 = "collectives", "c3"
     metavar="FILE",
     help="Do not measure: take the times of this file of `sidelane collective --json`; needs --output.",
 )
+@report_option
 @json_option
 def tune(
     collectives: tuple[str, ...],
@@ -99,8 +100,8 @@ def tune(
                 **others,
             )
             return
-        if gemms or sizes or fresh:
-            raise ValueError("--gemm, --bytes, --fresh: only with --study c3")
+        if gemms or sizes or fresh or others["report"] is not None:
+            raise ValueError("--gemm, --bytes, --fresh, --report: only with --study c3")
         from sidelane.bench.tune import command as tuning
 
         if from_results is not None:

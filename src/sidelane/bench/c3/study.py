@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 import torch
 
@@ -17,11 +18,13 @@ from sidelane.bench.running.asked import check_asked
 from sidelane.bench.running.launch import Rank, choose_target
 from sidelane.bench.running.measure import Job, Meter
 from sidelane.bench.running.study import Sender, StudyOptions, run_study
+from sidelane.bench.tune.isolated_rows import isolated_times
+from sidelane.c3.isolated import Isolated
 from sidelane.c3.lanes import DevicePartitions, Lanes
 from sidelane.c3.outcome import Outcome, Result
 from sidelane.c3.run import run_workload
 from sidelane.c3.strategies import named
-from sidelane.c3.workload import Gemm, Workload, parse_workload
+from sidelane.c3.workload import Bound, Gemm, Workload, parse_workload
 from sidelane.choice.candidate import DMA, SM
 from sidelane.collectives.plan import AUTO
 from sidelane.errors import UnavailableError
@@ -47,6 +50,9 @@ class C3Options(StudyOptions):
             a caller gets who asks for none: on copy engines its choice, of kernels all that there are.
         dtype: of the GEMM and of the collective on accelerators; CPUs take float32.
         full_size: run GEMMs at their full size on a CPU too, instead of scaled down.
+        isolated: file of ``sidelane tune --study c3`` that the partition heuristic goes by; None: the user's of this
+            machine, if there is one.
+        known: what is in it; filled in by :func:`main`.
         warmup: rounds before the measured ones (ConCCL paper: 6).
         repeats: measured rounds (ConCCL paper: 9).
     """
@@ -57,6 +63,8 @@ class C3Options(StudyOptions):
     variants: tuple[str, ...] = ("auto",)
     dtype: str = "bfloat16"
     full_size: bool = False
+    isolated: Path | None = None
+    known: Isolated | None = None
     warmup: int = 6
     repeats: int = 9
 
@@ -78,14 +86,17 @@ def main(options: C3Options) -> Results | None:
     Raises:
         ValueError: also for an implementation or a variant that is not known here.
     """
+    place = choose_target(options.ranks, options.device)
     check_asked(
-        choose_target(options.ranks, options.device).device_type,
+        place.device_type,
         options.collectives,
         implementations=options.implementations,
         variants=options.variants,
         chosen_from=(DMA, SM),
         with_auto=True,
     )
+    known = isolated_times(options.isolated, place.device_type, place.world_size)
+    options = dataclasses.replace(options, known=known)
     return run_study("c3", C3Row, _measure, options, "computation and communication")
 
 
@@ -123,13 +134,13 @@ def _measure(rank: Rank, options: C3Options) -> int:
             lanes=lanes,
             partitions=partitions,
             no_partitions=no_partitions,
-            memory_bound=memory_bound(workload.gemm, device_name, rank.world_size),
+            memory_bound=is_bound_by_memory(workload.gemm, options.known, device_name, rank.world_size),
             strategies=[named(name) for name in options.strategies] or None,
             unavailable=roster.unavailable,
             seed=options.seed + 1_000_000 * number,
             device_name=device_name,
         )
-        for row in rows_of(outcome):
+        for row in rows_of(outcome, options.known):
             sender.row(row)
             count += 1
         for line in _explanations(outcome, instruments.late):
@@ -167,8 +178,10 @@ def scaled_workload(text: str, kind: Kind, *, dtype: str, full_size: bool, rank:
     return dataclasses.replace(workload, nbytes=rounded_bytes(workload.nbytes, rank.world_size))
 
 
-def memory_bound(gemm: Gemm, device_name: str, devices: int) -> bool:
-    """Whether bytes limit a GEMM: by the device's description, else as the ConCCL paper's table has it."""
+def is_bound_by_memory(gemm: Gemm, known: Isolated | None, device_name: str, devices: int) -> bool:
+    """Whether bytes limit a GEMM: as measured, by the device's description, or as the ConCCL paper's table has it."""
+    if known is not None:
+        return known.bound(gemm)[0] is Bound.MEMORY
     machine = machine_name(device_name, devices) if device_name else ""
     if machine in machine_names():
         return is_memory_bound(machine_named(machine), gemm)
@@ -192,8 +205,12 @@ def _runs(roster: Roster, case: Case, options: C3Options) -> Iterator[Prepared]:
             yield Prepared(candidate, case, implementation)
 
 
-def rows_of(outcome: Outcome) -> list[C3Row]:
+def rows_of(outcome: Outcome, known: Isolated | None = None) -> list[C3Row]:
     """One row for each strategy in its best configuration, and one that says what ``auto`` picks.
+
+    Args:
+        outcome: of a pair.
+        known: isolated times, by which the partition heuristic's choice is held against a sweep's.
 
     Raises:
         UnavailableError: no implementation of the collective works, so nothing can be compared.
@@ -201,7 +218,7 @@ def rows_of(outcome: Outcome) -> list[C3Row]:
     if outcome.c3_class is None:
         reasons = "; ".join(f"{alone.label}: {alone.failure.text}" for alone in outcome.isolated if alone.failure)
         raise UnavailableError(f"{outcome.workload.name}: no implementation works: {reasons}")
-    rows = [_row(outcome, result) for result in outcome.results]
+    rows = [_row(outcome, result, known) for result in outcome.results]
     if outcome.choice is not None:
         picked = next(row for row in rows if row.strategy == outcome.choice.strategy)
         rows.append(
@@ -212,7 +229,23 @@ def rows_of(outcome: Outcome) -> list[C3Row]:
     return rows
 
 
-def _row(outcome: Outcome, result: Result) -> C3Row:
+def _heuristic(outcome: Outcome, result: Result, known: Isolated | None) -> str:
+    """What the partition heuristic would have chosen, what that costs, and why; empty where there was no sweep."""
+    if known is None or len(result.by_units) < 2:
+        return ""
+    implementation = next(one.implementation for one in outcome.isolated if one.label == result.label)
+    try:
+        found = known.allocate(outcome.workload, implementation)
+    except ValueError as problem:
+        return f"; no heuristic: {problem}"
+    times = dict(result.by_units)
+    if found.units not in times:
+        return f"; heuristic: {found.units} units, which were not tried ({found.reason})"
+    loss = times[found.units] / min(times.values()) - 1
+    return f"; heuristic: {found.units} units, {loss:.1%} behind the best ({found.reason})"
+
+
+def _row(outcome: Outcome, result: Result, known: Isolated | None) -> C3Row:
     gemm, failure = outcome.workload.gemm, result.failure
     assert outcome.c3_class is not None
     return C3Row(
@@ -235,7 +268,7 @@ def _row(outcome: Outcome, result: Result) -> C3Row:
         percent_of_ideal=result.percent_of_ideal,
         percent_of_ideal_nccl=result.percent_of_ideal_library,
         correct=True if failure is None else False if failure.wrong else None,
-        note=result.label if failure is None else failure.text,
+        note=result.label + _heuristic(outcome, result, known) if failure is None else failure.text,
         units=result.units,
     )
 

@@ -20,14 +20,12 @@ from sidelane.bench.results.rows import IsolatedRow
 from sidelane.bench.results.written import STDOUT
 from sidelane.bench.running.launch import LaunchTarget, Rank, choose_target
 from sidelane.bench.running.study import Follower, Sender, StudyOptions, check_targets, follow, publish
-from sidelane.bench.tune.isolated_measure import Bench, batches_of
-from sidelane.bench.tune.isolated_rows import Key, key_of
+from sidelane.bench.tune.isolated_batches import batches_of
+from sidelane.bench.tune.isolated_measure import Bench
+from sidelane.bench.tune.isolated_rows import Key, isolated_file, key_of
 from sidelane.c3.strategy import LIBRARY
 from sidelane.c3.workload import GEMM_DTYPES, parse_gemm
 from sidelane.choice.candidate import DMA, SM
-from sidelane.choice.key import key_here
-from sidelane.choice.store import name_of
-from sidelane.config import profile_folder
 from sidelane.program.collective import Kind
 
 GEMMS = {"cpu": ("cb1", "mb1"), "gpu": ("cb1", "cb3", "cb5", "mb1", "mb2")}
@@ -94,7 +92,7 @@ def main(options: IsolatedOptions) -> Results | None:
     place = choose_target(options.ranks, options.device)
     where = "cpu" if place.on_cpu else "gpu"
     seconds = options.budget_s or BUDGET_S[where]
-    path = options.output or profile_folder() / f"{name_of(key_here(place.device_type, place.world_size))}-c3.json"
+    path = options.output or isolated_file(place.device_type, place.world_size)
     known = () if options.fresh else _known(path, place)
     dtype = options.dtype if where == "gpu" else "float32"
     options = dataclasses.replace(

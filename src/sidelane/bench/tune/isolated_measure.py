@@ -1,111 +1,43 @@
-"""What ``sidelane tune --study c3`` measures, and how. A batch is compared in turns, and done or left as one."""
+"""How ``sidelane tune --study c3`` measures a batch, on one rank."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import itertools
 import math
-import time
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 from sidelane.bench.candidates.candidate import Prepared, candidates_of
-from sidelane.bench.candidates.reference import Case, rounded_bytes
+from sidelane.bench.candidates.reference import Case
 from sidelane.bench.candidates.roster import Roster
 from sidelane.bench.results.rows import IsolatedRow
 from sidelane.bench.running.launch import Rank
 from sidelane.bench.running.measure import Job
-from sidelane.bench.tune.isolated_rows import BESIDE, COLLECTIVE, GEMM, MEMORY, Key
+from sidelane.bench.tune.isolated_batches import Batch, Options, batches_of, sizes_of
+from sidelane.bench.tune.isolated_beside import next_to
+from sidelane.bench.tune.isolated_rows import BESIDE
 from sidelane.c3.lanes import SMALLEST_SHARE, DevicePartitions, Lanes, shares
 from sidelane.c3.run import GemmRun
 from sidelane.c3.strategy import Means, Partition
-from sidelane.c3.workload import CPU_GEMM_FLOPS, Gemm, parse_gemm
 from sidelane.choice.candidate import DMA, SM
 from sidelane.device.gemm_shape import TUNED
 from sidelane.machine import local
 from sidelane.program.collective import Kind
 
+if TYPE_CHECKING:
+    from sidelane.execute.cuda.driver import Driver
+
 K = TypeVar("K", bound=Hashable)
 
-MEMORY_BYTES = {"cpu": 8 << 20, "gpu": 1 << 30}
-TRAFFIC_BYTES = {"cpu": 1 << 20, "gpu": 256 << 20}
 TAKE_UNITS = ("nccl", SM)
 """Implementations whose kernels can be given units."""
 
 HIDE_LAUNCH_US = 300.0
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Batch:
-    """Points that are measured in turns.
-
-    Attributes:
-        what: see ``IsolatedRow``.
-        gemm: None without one.
-        collective: None without one.
-        nbytes: of the collective, the traffic or the memory.
-        means: of a GEMM's units; of traffic, who makes it.
-    """
-
-    what: str
-    gemm: Gemm | None = None
-    collective: Kind | None = None
-    nbytes: int = 0
-    means: str = ""
-
-    def __str__(self) -> str:
-        names = (self.what, self.gemm and self.gemm.name, self.collective, str(self.nbytes or ""), self.means)
-        return " ".join(str(name) for name in names if name)
-
-    def is_done(self, keys: Collection[Key]) -> bool:
-        """All of it is in a file: what was measured of it was so at once."""
-        mine = (self.what, *_sizes(self.gemm), str(self.collective or ""), self.nbytes)
-        for what, m, n, k, _, collective, nbytes, implementation, _, means, _ in keys:
-            same = (what, m, n, k, collective, nbytes) == mine
-            if same and self.means in ("", implementation if self.what == BESIDE else means):
-                return True
-        return False
-
-
-def batches_of(rank: Rank, options: Options) -> list[Batch]:
-    """Everything, what takes least first."""
-    where = "cpu" if rank.device.type == "cpu" else "gpu"
-    gemms = [_sized(parse_gemm(text, options.dtype), rank, options) for text in options.gemms]
-    batches = [Batch(MEMORY, nbytes=MEMORY_BYTES[where])]
-    batches += [Batch(GEMM, gemm, means=means) for gemm in gemms for means in Means]
-    if rank.world_size > 1:
-        sizes = dict.fromkeys(rounded_bytes(nbytes, rank.world_size) for nbytes in options.sizes)
-        batches += [Batch(COLLECTIVE, None, kind, nbytes) for kind in options.collectives for nbytes in sizes]
-    traffic = rounded_bytes(TRAFFIC_BYTES[where], rank.world_size)
-    makers = [*(["host"] if where == "gpu" else ["copy"]), *([DMA] if rank.world_size > 1 else [])]
-    batches += [Batch(BESIDE, gemm, nbytes=traffic, means=maker) for gemm in gemms for maker in makers]
-    return batches
-
-
-class Options(Protocol):
-    """What measuring goes by (``isolated.IsolatedOptions``)."""
-
-    @property
-    def gemms(self) -> tuple[str, ...]: ...
-    @property
-    def collectives(self) -> tuple[Kind, ...]: ...
-    @property
-    def sizes(self) -> tuple[int, ...]: ...
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def full_size(self) -> bool: ...
-    @property
-    def warmup(self) -> int: ...
-    @property
-    def repeats(self) -> int: ...
-    @property
-    def seed(self) -> int: ...
 
 
 class Bench:
@@ -220,11 +152,17 @@ class Bench:
         return functools.partial(_on_lane, lanes, lanes.gemm if means is Means.SPLIT else None, run.run, lanes.limited)
 
     def _on_grid(self, run: GemmRun, units: int) -> Callable[[], None]:
-        from sidelane.execute.cuda.driver import Driver
         from sidelane.execute.cuda.shaped import ShapedGemm
 
-        kernel = ShapedGemm(Driver(self._rank.device), TUNED, run.a, run.b, run.c)
+        kernel = ShapedGemm(self._driver, TUNED, run.a, run.b, run.c)
         return kernel.bind((self._units - units) * max(1, kernel.resident))
+
+    @functools.cached_property
+    def _driver(self) -> Driver:
+        """One for all kernels: it keeps what it has compiled."""
+        from sidelane.execute.cuda.driver import Driver
+
+        return Driver(self._rank.device)
 
     # --- collectives --------------------------------------------------------------------------------------------------
 
@@ -305,7 +243,7 @@ class Bench:
                 # The other side lasts at least twice as long, so that all of this one has company.
                 other_us = alone["traffic" if name == "gemm" else "gemm"]
                 times = min(50, max(2, math.ceil(2 * alone[name] / other_us)))
-                run = functools.partial(self._both, one, other, times, name == "gemm", worker)
+                run = functools.partial(next_to, one, other, times, name == "gemm", self._lanes, worker)
                 jobs[name] = functools.partial(_keep, spans[name], run)
             self._times(jobs)
         for name, kept in spans.items():
@@ -313,43 +251,6 @@ class Bench:
             everyones = self._meter.of_all_ranks([last[len(last) // 2]])
             slowest = max(value for (value,) in everyones)
             yield self._row(batch, implementation=batch.means, means=name, time_us=slowest, alone_us=alone[name])
-
-    def _both(
-        self,
-        timed: Callable[[], object],
-        other: Callable[[], object],
-        times: int,
-        gemm_is_timed: bool,
-        worker: ThreadPoolExecutor,
-    ) -> Callable[[], float]:
-        """Run one next to several of the other; what comes back reads what the one took, in microseconds."""
-        if self._lanes is None:
-            # The GEMM is on a thread of its own; ranks must not wait for each other on two.
-            first = worker.submit(_timed, timed if gemm_is_timed else _repeated(other, times))
-            second = _timed(_repeated(other, times) if gemm_is_timed else timed)
-            took = first.result() if gemm_is_timed else second
-            first.result()
-            return lambda: took
-        caller, lanes = torch.cuda.current_stream(), (self._lanes.gemm, self._lanes.collective)
-        mine, theirs = lanes if gemm_is_timed else reversed(lanes)
-        before, behind = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        released = torch.cuda.Event()
-        released.record(caller)
-        for lane in lanes:
-            lane.wait_event(released)
-        with torch.cuda.stream(theirs):
-            other()
-            begun = torch.cuda.Event()
-            begun.record(theirs)
-            _repeated(other, times)()
-        mine.wait_event(begun)  # one of the others has ended, the next is under way
-        with torch.cuda.stream(mine):
-            before.record(mine)
-            timed()
-            behind.record(mine)
-        for lane in lanes:
-            caller.wait_stream(lane)
-        return lambda: 1e3 * float(before.elapsed_time(behind))
 
     def _traffic(self, batch: Batch) -> Callable[[], object]:
         """What moves bytes without compute units: peer copies, copies to the host, or a copy on a CPU."""
@@ -379,7 +280,7 @@ class Bench:
         return {name: rounds.median_us for name, rounds in measured.items()}
 
     def _row(self, batch: Batch, run: Prepared | None = None, **figures: object) -> IsolatedRow:
-        m, n, k = _sizes(batch.gemm)
+        m, n, k = sizes_of(batch.gemm)
         values: dict[str, object] = {
             "implementation": run.implementation if run else batch.means if batch.what == BESIDE else "",
             "variant": "" if run is None else " ".join(filter(None, (run.variant, "in place" if run.in_place else ""))),
@@ -401,19 +302,6 @@ class Bench:
             device_units=self._units,
             **{**values, **figures},  # type: ignore[arg-type]
         )
-
-
-def _sized(gemm: Gemm, rank: Rank, options: Options) -> Gemm:
-    if rank.device.type != "cpu":
-        return gemm
-    divisor = 1
-    while not options.full_size and gemm.scaled(divisor).flops > CPU_GEMM_FLOPS:
-        divisor *= 2
-    return dataclasses.replace(gemm.scaled(divisor), dtype="float32")
-
-
-def _sizes(gemm: Gemm | None) -> tuple[int, int, int]:
-    return (0, 0, 0) if gemm is None else (gemm.m, gemm.n, gemm.k)
 
 
 def _with_threads(threads: int, fewer: int, run: GemmRun) -> None:
@@ -442,17 +330,3 @@ def _on_lane(
 
 def _keep(kept: list[Callable[[], float]], run: Callable[[], Callable[[], float]]) -> None:
     kept.append(run())
-
-
-def _repeated(operation: Callable[[], object], times: int) -> Callable[[], None]:
-    def run() -> None:
-        for _ in range(times):
-            operation()
-
-    return run
-
-
-def _timed(operation: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    operation()
-    return 1e6 * (time.perf_counter() - begin)

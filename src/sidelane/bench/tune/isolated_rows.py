@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from sidelane.bench.report.table import grouped
+from sidelane.bench.results.files import read
 from sidelane.bench.results.rows import IsolatedRow
 from sidelane.c3.isolated import CollectiveTimes, GemmTimes, Isolated
 from sidelane.c3.workload import TABLE_I, Gemm
+from sidelane.choice.key import key_here
+from sidelane.choice.store import name_of
+from sidelane.config import profile_folder
 from sidelane.program.collective import Kind
 
 GEMM, COLLECTIVE, MEMORY, BESIDE = "gemm", "collective", "memory", "beside"
@@ -40,6 +45,26 @@ def isolated_of(rows: Sequence[IsolatedRow]) -> Isolated:
         raise ValueError("isolated_of: rows (value=none of a GEMM, or none of the memory; sidelane tune --study c3)")
     tflops = max(curve.gemm.flops / curve.times_us[0] / 1e6 for curve in gemms)
     return Isolated(tflops, memory, gemms, tuple(_collectives([row for row in timed if row.what == COLLECTIVE])))
+
+
+def isolated_file(device_type: str, ranks: int) -> Path:
+    """The user's file of this machine."""
+    return profile_folder() / f"{name_of(key_here(device_type, ranks))}-c3.json"
+
+
+def isolated_times(path: Path | None, device_type: str, ranks: int) -> Isolated | None:
+    """What is in a file of isolated times; None: the user's of this machine, which need not be there.
+
+    Raises:
+        ValueError: there is no such file, it is another one, or says too little.
+    """
+    if path is None:
+        path = isolated_file(device_type, ranks)
+        if not path.exists():
+            return None
+    elif not path.exists():
+        raise ValueError(f"isolated times: no such file (value={str(path)!r}, allowed=of sidelane tune --study c3)")
+    return isolated_of([row for row in read(path).rows if isinstance(row, IsolatedRow)])
 
 
 def _gemms(rows: Sequence[IsolatedRow]) -> Iterable[GemmTimes]:
