@@ -157,8 +157,15 @@ def test_what_shaping_gains_is_held_against_the_fastest_usual_grid() -> None:
         row(priority=True, time_us=56.0, resident=2),
         row(grid="persistent", blocks=16, time_us=75.0),
     ]
-    assert gain(rows) == ("shaping and priority save 20.0% over tuned without: opt1, 64 blocks, 2 resident, priority",)
-    assert gain(rows[2:]) == ()
+    assert gain(rows) == (
+        "opt1, 64 blocks, 2 resident, priority: 56 us, 20.0% less than tuned, 64 blocks, 1 resident (70 us)",
+    )
+    assert gain(rows[2:]) == (), "nothing to hold it against"
+    slower = [row(), row(priority=True, time_us=81.0), row(resident=2, time_us=79.9)]
+    assert gain(slower) == (
+        "opt1, 64 blocks, 8 resident: 80 us; shaping and priority save 0.1% (opt1, 64 blocks, 2 resident)",
+    )
+    assert gain(slower[:2]) == ("opt1, 64 blocks, 8 resident: 80 us",)
 
 
 def test_from_end_to_end_on_cpu_ranks(tmp_path: Path) -> None:

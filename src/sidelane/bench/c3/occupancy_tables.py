@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from sidelane.bench.report.table import Line, Table, grouped, notes_of, number, verdict, without_empty_columns
 from sidelane.bench.results.rows import OccupancyRow
+from sidelane.c3.shaping import Shaping, choose
 from sidelane.sizes import format_bytes
 
 COLUMNS: tuple[str, ...] = (
@@ -37,16 +38,19 @@ def pair_of(row: OccupancyRow) -> tuple[object, ...]:
 
 
 def gain(rows: Sequence[OccupancyRow]) -> tuple[str, ...]:
-    """What the best shape and priority save over the fastest data-parallel grid without any of it, in words."""
-    times = {row: row.time_us for row in rows if row.time_us is not None}
-    most = {shape: max(row.resident for row in times if row.shape == shape) for shape in {row.shape for row in times}}
-    usual = [r for r in times if r.grid == "data-parallel" and not r.priority and r.resident == most[r.shape]]
-    if not usual:
+    """What the best shape and priority save over the fastest grid without any of it, in words; empty without one."""
+    timed = [row for row in rows if row.time_us is not None]
+    try:
+        return (choose([shaping_of(row, timed) for row in timed]).reason,)
+    except ValueError:
         return ()
-    base, best = (min(some, key=lambda row: times[row]) for some in (usual, list(times)))
-    saved = 100 * (1 - times[best] / times[base])
-    how = f"{best.shape}, {best.blocks} blocks, {best.resident} resident" + (", priority" if best.priority else "")
-    return (f"shaping and priority save {saved:.1f}% over {base.shape} without: {how}",)
+
+
+def shaping_of(row: OccupancyRow, rows: Sequence[OccupancyRow]) -> Shaping:
+    """A row as a way to choose from; ``rows``: all of its pair, which say how many blocks fit a unit."""
+    most = max(other.resident for other in rows if other.shape == row.shape)
+    limited = row.grid != "data-parallel" or row.resident < most
+    return Shaping(row.shape, row.blocks, row.resident, limited, row.priority, row.time_us or 0.0)
 
 
 def _cells(row: OccupancyRow) -> tuple[str, ...]:
