@@ -21,7 +21,7 @@ from sidelane.bench.running.launch import Rank, RankFailedError
 from sidelane.bench.tune import isolated
 from sidelane.bench.tune.isolated import IsolatedOptions
 from sidelane.bench.tune.isolated_batches import batches_of
-from sidelane.bench.tune.isolated_rows import isolated_file, isolated_of, isolated_times, key_of
+from sidelane.bench.tune.isolated_rows import gemm_of, isolated_file, isolated_of, isolated_times, key_of
 from sidelane.c3.outcome import GEMM, judge
 from sidelane.c3.strategies import named
 from sidelane.c3.workload import Bound, Workload, parse_workload
@@ -76,6 +76,8 @@ def test_curves_and_choices_from_rows() -> None:
     ]  # fmt: skip
     text = " ".join(note for table in tables_of(results_of(ROWS)) for note in table.notes)
     assert "64 units: GEMM 1400 x 1.93, collective 2000 x 1.05" in text and "torch has none" in text
+    divided = row(gemm="cb1/8", m=1024, n=1024, k=1024)
+    assert (gemm_of(divided).name, gemm_of(row(gemm="cb1/8")).name) == ("cb1/8", "8192x8192x8192")
     with pytest.raises(ValueError, match="none of the memory"):
         isolated_of(ROWS[1:])
     assert len(tables_of(results_of(ROWS[1:]))) == 3

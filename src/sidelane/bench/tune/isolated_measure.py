@@ -126,7 +126,7 @@ class Bench:
             return self._no_partitions
         if self._partitions is not None and means is not Means.GRID:
             return self._partitions.objection(Partition(means=means))
-        return "" if self._taken() else f"there are {self._units} of them for a rank here"
+        return "" if self._taken() else f"a rank has {self._units} here"
 
     def _taken(self) -> tuple[int, ...]:
         """Units to take: on GPUs those of a sweep, on CPUs powers of two of threads."""

@@ -9,7 +9,7 @@ from sidelane.bench.report.table import grouped
 from sidelane.bench.results.files import read
 from sidelane.bench.results.rows import IsolatedRow
 from sidelane.c3.isolated import CollectiveTimes, GemmTimes, Isolated
-from sidelane.c3.workload import TABLE_I, Gemm
+from sidelane.c3.workload import TABLE_I, Gemm, parse_gemm
 from sidelane.choice.key import key_here
 from sidelane.choice.store import name_of
 from sidelane.config import profile_folder
@@ -27,9 +27,13 @@ def key_of(row: IsolatedRow) -> Key:
 
 
 def gemm_of(row: IsolatedRow) -> Gemm:
-    """The GEMM of a row, with its tag where the table has it at this size."""
-    tag = row.gemm if TABLE_I.get(row.gemm) == (row.m, row.n, row.k) else ""
-    return Gemm(row.m, row.n, row.k, row.dtype, tag=tag)
+    """The GEMM of a row, by its name in the table if it has these sizes, divided or not."""
+    plain = Gemm(row.m, row.n, row.k, row.dtype)
+    tag, _, divisor = row.gemm.partition("/")
+    if tag not in TABLE_I:
+        return plain
+    named = parse_gemm(tag, row.dtype).scaled(int(divisor or 1))
+    return named if (named.m, named.n, named.k) == (row.m, row.n, row.k) else plain
 
 
 def isolated_of(rows: Sequence[IsolatedRow]) -> Isolated:

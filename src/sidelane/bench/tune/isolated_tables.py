@@ -39,7 +39,7 @@ def choices_table(known: Isolated) -> Table:
                 found = known.allocate(workload)
                 units, reason = str(found.units), found.reason
             except ValueError as problem:
-                units, reason = "", str(problem)
+                units, reason = "", str(problem).partition(" (value=")[0]
             kind = str(known.kind(workload))
             lines.append(Line((gemm.name, str(collective), format_bytes(nbytes), units, kind)))
             reasons.append((f"{workload.name}", reason))
