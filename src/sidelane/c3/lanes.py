@@ -85,7 +85,7 @@ class DevicePartitions:
     def on(device: torch.device) -> tuple[DevicePartitions | None, str]:
         """Partitions of a device, or None and the reason."""
         if device.type == "cpu":
-            return None, "CPUs have no green contexts"
+            return None, "on a CPU no units are taken from a GEMM (no green contexts)"
         try:
             return DevicePartitions(device), ""
         except SidelaneError as problem:
