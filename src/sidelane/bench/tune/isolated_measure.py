@@ -149,7 +149,7 @@ class Bench:
         assert self._partitions is not None
         assert self._lanes is not None
         lanes = self._partitions.lanes(Partition(means=means), units, self._lanes, confine=True)
-        return functools.partial(_on_lane, lanes, lanes.gemm if means is Means.SPLIT else None, run.run, lanes.limited)
+        return functools.partial(_on_lane, lanes.gemm if means is Means.SPLIT else None, run.run, lanes.limited)
 
     def _on_grid(self, run: GemmRun, units: int) -> Callable[[], None]:
         from sidelane.execute.cuda.shaped import ShapedGemm
@@ -198,7 +198,7 @@ class Bench:
             return
         for units in self._shares():
             lanes = self._partitions.lanes(partition, units, self._lanes, confine=True)
-            launch = functools.partial(_on_lane, lanes, lanes.collective, run.run, contextlib.nullcontext)
+            launch = functools.partial(_on_lane, lanes.collective, run.run, contextlib.nullcontext)
             wrong = self._wrong(run, launch)
             if wrong is None:
                 launches[units] = launch
@@ -311,7 +311,6 @@ def _with_threads(threads: int, fewer: int, run: GemmRun) -> None:
 
 
 def _on_lane(
-    lanes: Lanes,
     lane: torch.cuda.Stream | None,
     operation: Callable[[], object],
     limited: Callable[[], contextlib.AbstractContextManager[object]],
