@@ -1,0 +1,37 @@
+"""FSDP2 whose parameters are gathered straight into their memory, between CPU processes, against Gloo."""
+
+from __future__ import annotations
+
+import pytest
+import straight_cases
+from ranks import RankPool
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_parameters_are_gathered_into_their_own_memory(pool: RankPool, n: int) -> None:
+    for told in pool.run(straight_cases.straight_into_parameters, n):
+        assert told["mixture"] == told["offloaded"] == told["torch 2.11"] == (0, {straight_cases.STRAIGHT})
+        copies, why = told["dimension 1"]
+        assert copies > 0 and why == {"copied out: a parameter is sharded along dimension 1"}
+        copies, why = told["not asked for"]
+        assert copies > 0 and why == {"copied out: not asked for"}
+
+
+def test_two_buffers_do_for_all_layers(pool: RankPool) -> None:
+    for told in pool.run(straight_cases.buffers_go_round, 2, 6):
+        layer = 512 * 512 * 4
+        assert told == {True: (2 + 2) * layer, False: (6 + 2) * layer}  # and two for gradients
+
+
+def test_without_room_in_symmetric_memory_parameters_are_copied_out(pool: RankPool) -> None:
+    for why in pool.run(straight_cases.without_room, 2):
+        assert why == {straight_cases.STRAIGHT, "copied out: no symmetric memory is left for the parameters"}
+
+
+def test_memory_that_is_in_use_is_given_back(pool: RankPool) -> None:
+    pool.run(straight_cases.given_back_in_use, 2)
+
+
+def test_another_torch_is_left_alone(pool: RankPool) -> None:
+    for why in pool.run(straight_cases.guarded, 2):
+        assert why == {"copied out: something else has replaced foreach_all_gather"}
