@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 import straight_cases
+import torch
 from ranks import RankPool
+
+from sidelane.integrations.straight import Ring
 
 
 @pytest.mark.parametrize("n", [2, 3])
@@ -35,3 +38,42 @@ def test_memory_that_is_in_use_is_given_back(pool: RankPool) -> None:
 def test_another_torch_is_left_alone(pool: RankPool) -> None:
     for why in pool.run(straight_cases.guarded, 2):
         assert why == {"copied out: something else has replaced foreach_all_gather"}
+
+
+class Stream:
+    """A stream of a GPU that only remembers."""
+
+    def __init__(self) -> None:
+        self.now, self.waited = 0, []  # type: int, list[int]
+
+    def record_event(self) -> int:
+        return self.now
+
+    def wait_event(self, event: int) -> None:
+        self.waited.append(event)
+
+
+def test_gathers_do_not_wait_for_the_layer_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On GPUs: a layer is gathered while the one before is computed, into memory that is no longer in use."""
+    computing, gathering = Stream(), Stream()
+    handle = type("Handle", (), {"current_stream": staticmethod(lambda: computing)})
+    monkeypatch.setattr(torch, "get_device_module", lambda device: handle)
+    made: list[int] = []
+    ring = Ring(lambda nbytes: made.append(nbytes) or torch.empty(nbytes, dtype=torch.uint8), torch.device("cpu"))
+    for layer in range(6):  # forward: gather, compute, free
+        _, free = ring.take(100, gathering, at_once=False)
+        computing.now = layer
+        assert gathering.waited == list(range(layer - 1)), "for those two before it, and not for the one before"
+        free()
+    assert made == [100, 100]
+    gathering.waited.clear()
+    held, free_held = ring.take(100, gathering, at_once=True)
+    for layer in range(7, 12):  # backward: free, gather the one before, compute
+        computing.now = layer
+        following, free_following = ring.take(100, gathering, at_once=True)
+        assert following is not held
+        free_held()
+        held, free_held = following, free_following
+    assert made == [100, 100]
+    ring.take(50, gathering, at_once=True)
+    assert made == [100, 100, 50], "a size has buffers of its own"
