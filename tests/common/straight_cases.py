@@ -57,6 +57,18 @@ class Mixture(nn.Module):
         return self.frozen(self.one(x) + self.other(x)) * self.scale + self.counts.sum()
 
 
+def extend(parameter: Any) -> None:
+    """Let a parameter of one dimension say by itself what is gathered: its shard, padded."""
+    local, rows = parameter._local_tensor, len(parameter)
+    padding = local.new_zeros(-(-rows // parameter.device_mesh.size()) - len(local))
+
+    def after(outputs: Any, _metadata: Any, _dtype: Any, *, out: torch.Tensor | None = None) -> Any:
+        return (outputs[0][:rows].clone(), ()) if out is None else out.copy_(outputs[0][:rows])
+
+    local.fsdp_pre_all_gather = lambda mesh: ((torch.cat((local, padding)),), None)
+    local.fsdp_post_all_gather = after
+
+
 def straight_into_parameters(group: dist.ProcessGroup) -> dict[str, tuple[int, set[str]]]:
     """Copies out, and what the report says, of each way to shard; values are those without Sidelane."""
     ledger.reset()
@@ -67,6 +79,7 @@ def straight_into_parameters(group: dist.ProcessGroup) -> dict[str, tuple[int, s
         "dimension 1": lambda: fully_shard(
             nn.Linear(2 * mesh.size(), 3), mesh=mesh, shard_placement_fn=lambda p: Shard(1) if p.ndim == 2 else None
         ),
+        "extension": lambda: fully_shard(Mixture(), mesh=mesh),
         "not asked for": lambda: fully_shard(Mixture(), mesh=mesh),
         "torch 2.11": lambda: fully_shard(Mixture(), mesh=mesh),
     }
@@ -75,6 +88,8 @@ def straight_into_parameters(group: dist.ProcessGroup) -> dict[str, tuple[int, s
         for on in (False, True):
             torch.manual_seed(5)
             model = make()
+            if name == "extension":
+                extend(model.frozen.bias)
             asked, call = name != "not asked for", "no such call" if name == "torch 2.11" else storage._EXCHANGE
             with (
                 mock.patch.object(storage, "_EXCHANGE", call),
@@ -129,6 +144,21 @@ def without_room(group: dist.ProcessGroup) -> set[str]:
                 loss.backward()
         got.append([loss.detach(), *(p.grad.full_tensor() for p in model.parameters())])
     torch.testing.assert_close(*got)
+    return whys()
+
+
+def one_of_two(group: dist.ProcessGroup) -> set[str]:
+    """Two models have it on; the one that keeps it does as before when the other one gives it back."""
+    ledger.reset()
+    first, second = build(mesh_of(group)), build(mesh_of(group))
+    tokens = torch.full((2, 3), 4)
+    wanted = first(tokens)
+    with fsdp.enable(first, config=CONFIG):
+        with fsdp.enable(second, config=CONFIG):
+            assert torch.equal(first(tokens), wanted) and torch.equal(second(tokens), wanted)
+        for model in (first, second):
+            model(tokens).square().sum().backward()
+    torch.testing.assert_close(*([p.grad.full_tensor() for p in each.parameters()] for each in (first, second)))
     return whys()
 
 

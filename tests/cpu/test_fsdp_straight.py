@@ -14,10 +14,13 @@ from sidelane.integrations.straight import Ring
 def test_parameters_are_gathered_into_their_own_memory(pool: RankPool, n: int) -> None:
     for told in pool.run(straight_cases.straight_into_parameters, n):
         assert told["mixture"] == told["offloaded"] == told["torch 2.11"] == (0, {straight_cases.STRAIGHT})
-        copies, why = told["dimension 1"]
-        assert copies > 0 and why == {"copied out: a parameter is sharded along dimension 1"}
-        copies, why = told["not asked for"]
-        assert copies > 0 and why == {"copied out: not asked for"}
+        for name, wanted in (
+            ("dimension 1", "a parameter is sharded along dimension 1"),
+            ("extension", "a parameter has an extension of its own for gathers"),
+            ("not asked for", "not asked for"),
+        ):
+            copies, why = told[name]
+            assert copies > 0 and why == {f"copied out: {wanted}"}
 
 
 def test_two_buffers_do_for_all_layers(pool: RankPool) -> None:
@@ -29,6 +32,10 @@ def test_two_buffers_do_for_all_layers(pool: RankPool) -> None:
 def test_without_room_in_symmetric_memory_parameters_are_copied_out(pool: RankPool) -> None:
     for why in pool.run(straight_cases.without_room, 2):
         assert why == {straight_cases.STRAIGHT, "copied out: no symmetric memory is left for the parameters"}
+
+
+def test_one_of_two_models_gives_it_back(pool: RankPool) -> None:
+    assert pool.run(straight_cases.one_of_two, 2) == [{straight_cases.STRAIGHT}] * 2
 
 
 def test_memory_that_is_in_use_is_given_back(pool: RankPool) -> None:

@@ -125,18 +125,15 @@ class Enabled:
         if link is None:
             link = self._links[group] = _Link(group, params.device, config)
         self._before.append((params, gather, scatter))
-        own = Gather(self, link, gather)
-        goes = straight.Straight(params, link.gather, link.ring, group, own.note)
-        own.copies_out = self._copies_out or goes.objection()
-        if own.copies_out is None:
-            own.straight = goes
-            goes.take_over()
+        own = Gather(self, link, gather, self._copies_out)
+        if self._copies_out is None:
+            own.straight = straight.Straight(params, link.gather, link.ring, group, own.note)
+            own.straight.take_over()
         params._all_gather_comm, params._reduce_scatter_comm = own, Scatter(self, link, scatter)
 
-    def _went_elsewhere(self, group: dist.ProcessGroup, kind: str, tensor: torch.Tensor, why: str) -> None:
+    def _went_elsewhere(self, link: _Link, group: dist.ProcessGroup, kind: str, tensor: torch.Tensor, why: str) -> None:
         what = f"{kind}: {why}"
         self.elsewhere.setdefault(what, Elsewhere(what)).calls += 1
-        link = next(iter(self._links.values()))
         link.note(kind, tensor.dtype, dist.get_backend(group), why, tensor.nbytes)
 
 
@@ -186,13 +183,11 @@ class Gather(AllGather):
 
     Attributes:
         straight: does it without a copy-out, where that is possible.
-        copies_out: why it is not.
     """
 
-    def __init__(self, enabled: Enabled, link: _Link, own: AllGather) -> None:
-        self._enabled, self._link, self._own = enabled, link, own
+    def __init__(self, enabled: Enabled, link: _Link, own: AllGather, copies_out: str | None) -> None:
+        self._enabled, self._link, self._own, self._copies_out = enabled, link, own, copies_out
         self.straight: straight.Straight | None = None
-        self.copies_out: str | None = None
 
     def note(self, dtype: torch.dtype, nbytes: int, why: str = "straight into the parameters") -> None:
         """For the report: one more gather."""
@@ -210,10 +205,11 @@ class Gather(AllGather):
         async_op: bool = False,
     ) -> dist.Work | None:
         if group is not self._link.group:
-            self._enabled._went_elsewhere(group, "all_gather", output_tensor, "another group than that of the shards")
+            why = "another group than that of the shards"
+            self._enabled._went_elsewhere(self._link, group, "all_gather", output_tensor, why)
             return self._own(output_tensor, input_tensor, group, async_op)
-        why = self.copies_out or "no symmetric memory is left for the parameters"
-        self.note(output_tensor.dtype, output_tensor.nbytes, f"copied out: {why}")
+        reason = self._copies_out if self.straight is None else self.straight.objection() or straight.NO_ROOM
+        self.note(output_tensor.dtype, output_tensor.nbytes, f"copied out: {reason}")
         return self._link.gather.all_gather(output_tensor, input_tensor, async_op=async_op, beside=COMPUTE)
 
 
@@ -242,7 +238,8 @@ class Scatter(ReduceScatter):
     ) -> dist.Work | None:
         name, dtype = op_name(op), _name(input_tensor.dtype)
         if group is not self._link.group or name not in tuple(ReduceOp) or dtype not in ELEMENT_BYTES:
-            self._enabled._went_elsewhere(group, "reduce_scatter", input_tensor, f"{name} of {dtype}")
+            why = f"{name} of {dtype}"
+            self._enabled._went_elsewhere(self._link, group, "reduce_scatter", input_tensor, why)
             return self._own(output_tensor, input_tensor, group, op, async_op)
         self._enabled.calls += 1
         self._link.note("reduce_scatter", input_tensor.dtype, SIDELANE, "in symmetric memory", input_tensor.nbytes)

@@ -41,6 +41,14 @@ GATHER = (
     "all_gather_comm",
 )
 COPY_OUT = ("all_gather_result", "fsdp_params", "group")
+NO_ROOM = "no symmetric memory is left for the parameters"
+
+FREEING = {
+    *("itertools", "chain", "all_gather_outputs", "_unsharded_inner_tensors", "free_storage"),
+    *("compiled_autograd_enabled", "_unsharded_param", "untyped_storage", "resize_"),
+}
+"""What freeing a parameter does: where it does more, as to keep memory, it is not to be replaced."""
+
 RESULT = (
     *("all_gather_output", "all_gather_event", "all_gather_work", "param_all_gather_input_dtypes"),
     *("param_all_gather_input_numels", "all_gather_input_split_sizes"),
@@ -70,7 +78,8 @@ def objection() -> str | None:
     ):
         if used not in inspect.unwrap(method).__code__.co_names:
             return f"{method.__qualname__} of torch {torch.__version__} does not use {used}"
-    return None
+    more = sorted(set(param.free_unsharded_param.__code__.co_names) - FREEING)
+    return f"free_unsharded_param of torch {torch.__version__} uses {more[0]}" if more else None
 
 
 class NoRoom(UnavailableError):
@@ -159,16 +168,20 @@ class Straight:
         note: Callable[[torch.dtype, int], None],
     ) -> None:
         self._params, self._comm, self._ring, self._group, self._note = params, comm, ring, group, note
-        self._lent: dict[Any, list[tuple[torch.Tensor, torch.Tensor]]] = {}  # by parameter: its memory, and its own
+        self._lent: dict[Any, torch.Tensor] = {}  # by parameter: what has its own memory meanwhile
 
     def objection(self) -> str | None:
         """Why these parameters are not gathered so; None where they are."""
-        dims = sorted({param.fsdp_placement.dim for param in self._params.fsdp_params} - {0})
-        return f"a parameter is sharded along dimension {dims[0]}" if dims else None
+        for param in self._params.fsdp_params:
+            if param.fsdp_placement.dim:
+                return f"a parameter is sharded along dimension {param.fsdp_placement.dim}"
+            if hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather"):  # what it gathers is its own affair
+                return "a parameter has an extension of its own for gathers"
+        return None
 
     def takes(self, group: dist.ProcessGroup) -> bool:
         """This gather is one of shards, not of what a number for ``reshard_after_forward`` has left."""
-        return group is self._group and bool(self._params.is_sharded)
+        return group is self._group and bool(self._params.is_sharded) and self.objection() is None
 
     @torch.no_grad()
     def gather(self, async_op: bool, copy_in_stream: Any, stream: Any) -> Gathered:
@@ -178,23 +191,22 @@ class Straight:
         backward = self._params._training_state is TrainingState.PRE_BACKWARD
         at_once = backward or copy_in_stream == handle.current_stream()
         with handle.stream(copy_in_stream):
-            shards = [list(_shards(param)) for param in params]
-            flat = [(shard, dtype) for each in shards for shard, dtype in each]
-            parts = self._parts(
-                [shard.numel() * ranks * dtype.itemsize for shard, dtype in flat], copy_in_stream, at_once
-            )
-            outputs = [part.view(dtype) for part, (_, dtype) in zip(parts, flat, strict=True)]
+            shards = [_shard(param) for param in params]
+            dtypes = [param.param_dtype or shard.dtype for param, shard in zip(params, shards, strict=True)]
+            sizes = [shard.numel() * ranks * dtype.itemsize for shard, dtype in zip(shards, dtypes, strict=True)]
+            parts = self._parts(sizes, copy_in_stream, at_once)
+            outputs = [part.view(dtype) for part, dtype in zip(parts, dtypes, strict=True)]
             own = [output.chunk(ranks)[rank] if output.numel() else output for output in outputs]
-            torch._foreach_copy_(own, [shard for shard, _ in flat])
+            torch._foreach_copy_(own, shards)  # cast on the way
         stream.wait_stream(copy_in_stream)
         with handle.stream(stream):
             work = self._comm.all_gather(outputs, own, async_op=async_op, beside=COMPUTE)
             event = stream.record_event()
-        self._note(flat[0][1], sum(output.nbytes for output in outputs))
-        dtypes = [[dtype for _, dtype in each] for each in shards]
-        numels = [[shard.numel() for shard, _ in each] for each in shards]
+        self._note(dtypes[0], sum(sizes))
+        numels = [shard.numel() for shard in shards]
         gathered = Gathered(
-            torch.empty(0, device=device), event, work, dtypes, numels, [n for row in numels for n in row]
+            *(torch.empty(0, device=device), event, work),
+            *([[dtype] for dtype in dtypes], [[numel] for numel in numels], numels),
         )
         gathered.straight, gathered.parts = self, parts
         return gathered
@@ -230,25 +242,26 @@ class Straight:
             except SidelaneError:  # the gather has failed, and has said so
                 self._params._all_gather_result = None
         for param in self._params.fsdp_params:
-            filled = [(output, output.clone()) for output, _ in self._lent.get(param, ())]
+            copy = param.all_gather_outputs[0].clone() if param in self._lent else None
             self._take_back(param)
-            for output, copy in filled:
-                exchange_memory(output.untyped_storage(), copy.untyped_storage())
+            if copy is not None:
+                exchange_memory(param.all_gather_outputs[0].untyped_storage(), copy.untyped_storage())
             del param.free_unsharded_param
         give_back()
 
-    def lend(self, param: Any, parts: Sequence[torch.Tensor]) -> None:
-        """Let the storages of a parameter have the memory of a gather."""
+    def lend(self, param: Any, part: torch.Tensor) -> None:
+        """Let the storage of a parameter have the memory of a gather."""
         self._take_back(param)
-        for output, part in zip(param.all_gather_outputs, parts, strict=True):
-            if output.untyped_storage().size():  # that torch has made now, or without us
-                output.untyped_storage().resize_(0)
-            exchange_memory(output.untyped_storage(), part.untyped_storage())
-        self._lent[param] = list(zip(param.all_gather_outputs, parts, strict=True))
+        storage = param.all_gather_outputs[0].untyped_storage()
+        if storage.size():  # which torch has filled now, or without us
+            storage.resize_(0)
+        exchange_memory(storage, part.untyped_storage())
+        self._lent[param] = part
 
     def _take_back(self, param: Any) -> None:
-        for output, part in self._lent.pop(param, ()):
-            exchange_memory(output.untyped_storage(), part.untyped_storage())
+        part = self._lent.pop(param, None)
+        if part is not None:
+            exchange_memory(param.all_gather_outputs[0].untyped_storage(), part.untyped_storage())
 
     def _free(self, param: Any) -> None:
         self._take_back(param)
@@ -274,12 +287,12 @@ class Gathered(AllGatherResult):
             torch.get_device_module(device).current_stream().wait_event(self.all_gather_event)
         if self.all_gather_work is not None:
             self.all_gather_work.wait()
-        for param, numels, dtypes in zip(
-            params, self.param_all_gather_input_numels, self.param_all_gather_input_dtypes, strict=True
+        for param, part, numels, dtypes in zip(
+            *(params, self.parts, self.param_all_gather_input_numels, self.param_all_gather_input_dtypes), strict=True
         ):
             param.init_all_gather_outputs(numels, dtypes, ranks, device)
-            self.straight.lend(param, self.parts[: len(numels)])
-            del self.parts[: len(numels)]
+            self.straight.lend(param, part)
+        self.parts.clear()
 
 
 class _Countdown:
@@ -296,12 +309,10 @@ class _Countdown:
         self._then()
 
 
-def _shards(param: Any) -> list[tuple[torch.Tensor, torch.dtype]]:
-    """What a rank has of a parameter, flat, and the dtypes that are gathered."""
-    if param.offload_to_cpu or hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather"):
-        return [(shard, shard.dtype) for shard in param.all_gather_inputs]
-    shard = param._sharded_param_data
-    return [(shard, param.param_dtype or shard.dtype)]  # cast on the way, in one copy
+def _shard(param: Any) -> torch.Tensor:
+    """What a rank has of a parameter, flat, on the device that computes."""
+    shard: torch.Tensor = param.all_gather_inputs[0] if param.offload_to_cpu else param._sharded_param_data
+    return shard
 
 
 def _foreach_all_gather(
