@@ -44,9 +44,10 @@ class Draws:
         return torch.randn(*shape, generator=self._values, device="cpu")
 
 
-def check_close(found: torch.Tensor, expected: torch.Tensor, where: object) -> None:
-    """Compare with float64."""
-    scale = max(1e-3, float(expected.abs().max())) if expected.numel() else 1.0
+def check_close(found: torch.Tensor, expected: torch.Tensor, where: object, *, scale: float | None = None) -> None:
+    """Compare with float64, next to ``scale`` or the largest element."""
+    if scale is None:
+        scale = max(1e-3, float(expected.abs().max())) if expected.numel() else 1.0
     error = (found.double().cpu() - expected.cpu()).abs().max().item() / scale if expected.numel() else 0.0
     assert error <= TOLERANCE[found.dtype], (where, error)
 

@@ -53,6 +53,13 @@ def usage(binary: bytes) -> tuple[int, int]:
     return int(registers), int(stack)
 
 
+def with_ones(kernel: Any, kinds: str, constants: Mapping[str, object]) -> tuple[str, dict[str, object]]:
+    """``kinds`` and ``constants`` where every integer is 1: Triton makes a constant of it, a number without dtype."""
+    names = [name for name in kernel.arg_names if name not in constants]
+    ones = {name: 1 for name, kind in zip(names, kinds.split(), strict=True) if kind == "i32"}
+    return " ".join(kind for kind in kinds.split() if kind != "i32"), {**constants, **ones}
+
+
 GEMV = "*i64 *i64 *fp32 *i64 *{0} *{0} *{0} *{0} i32 i32 i32 i32 i32 i32"
 
 
@@ -124,3 +131,43 @@ def test_gemm_all_to_all_compiles(dtype: str) -> None:
     assert stack == 0 and registers <= 128, (registers, stack)
     assert "wgmma" in text and "cp.async" in text, "tensor cores, and loads ahead"
     assert text.count(".sys.acq_rel.add") == 1, "the last program"
+
+
+BF16 = triton.language.bfloat16
+BAGS = {"D": 1, "DP": 1, "L": 8, "DTYPE": BF16, "ALIGNED": False, "MEAN": True, "WEIGHTED": True}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kinds", "constants"),
+    [
+        (
+            gemv.KERNEL,
+            GEMV.format("bf16"),
+            {"ROWS": 4, "COLS": 128, "TP": 1, "DOTS": False, "WIDE": False}
+            | {"PHASES": 2, "REMOTE_FIRST": True, "COPIES": True},
+        ),
+        (
+            rms_norm.KERNEL,
+            "*i64 *i64 *i64 *i32 *i32 *i32 *i32 *i32 i32 i32 i32 fp32",
+            {"W": 1, "DTYPE": BF16, "ELEMENT_BYTES": 2, "HAS_RESIDUAL": True},
+        ),
+        (
+            embedding.KERNEL,
+            "*i64 *i64 *i32 *i64 *i32 *i32 *bf16 i32 i32 i32 i32 i32",
+            BAGS | {"SLICE": 1, "REMOTE_FIRST": True},
+        ),
+        (
+            embedding_backward.KERNEL,
+            "*i64 *i64 *bf16 *bf16 *i64 *i64 *bf16 *i64 *i32 *i64 *fp32 *bf16 i32 i32 i32",
+            BAGS | {"SPARSE": False},
+        ),
+        (
+            gemm.KERNEL,
+            "*i64 *i64 *i32 *bf16 *bf16 *i64 i32 i32 i32 i32 i32 i32",
+            {"ROWS": 64, "COLS": 64, "DEPTH": 32, "WIDE": False, "DTYPE": BF16, "REMOTE_FIRST": True},
+        ),
+    ],
+    ids=["gemv", "rms_norm", "embedding", "embedding_backward", "gemm"],
+)
+def test_sizes_of_one_compile(kernel: Any, kinds: str, constants: dict[str, object]) -> None:
+    compiled(kernel, *with_ones(kernel, kinds, constants), 4)

@@ -5,18 +5,31 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import statistics
 from pathlib import Path
 
 import pytest
 import rich.console
 
 from sidelane.bench.claims import command, figures
+from sidelane.bench.claims.gemms import judge_layers
 from sidelane.bench.claims.power import predict_watts
-from sidelane.bench.claims.results import compare, fitted_to, predict_alone, predict_together, role_problems
-from sidelane.bench.results.files import Results, write
+from sidelane.bench.claims.results import (
+    compare,
+    fitted_to,
+    layers_file,
+    predict_alone,
+    predict_together,
+    role_problems,
+)
+from sidelane.bench.gemms.shapes import FITTED, SEEN
+from sidelane.bench.results.files import Results, read, write
 from sidelane.bench.results.rows import C3Row, CollectiveRow, PowerRow
 from sidelane.bench.results.written import STDOUT
+from sidelane.c3.workload import Gemm
 from sidelane.machine.load import named
+from sidelane.model.claims import Role
+from sidelane.model.gemm import gemm_us
 from sidelane.model.strategies import predict
 from sidelane.model.study import table_ii_workload
 from sidelane.program.collective import Kind
@@ -220,7 +233,7 @@ def test_the_command_takes_the_folder(tmp_path, capsys):
     found = {row["id"].partition("/")[2]: row for row in rows}
     assert [row["ok"] for name, row in found.items() if name.startswith("c3/")] == [False, False, False]
     assert {row["role"] for name, row in found.items() if name.startswith("c3/")} == {"held_out"}
-    assert found["gemms/median"]["role"] == "fitted"
+    assert found["gemms/median"]["role"] == "held_out", "it is fitted to GEMMs of gemms.json"
 
 
 def test_rows_of_many_sizes_share_a_line_of_the_picture():
@@ -231,3 +244,22 @@ def test_rows_of_many_sizes_share_a_line_of_the_picture():
     )
     groups = [figures._group(claim_id.partition("/")[2]) for claim_id in ids]
     assert groups == ["collectives all_gather dma b2b", "all_gather conccl", "gemms"]
+
+
+@pytest.mark.parametrize(("name", "worst"), [("h200x4", 0.15), ("h100x4", 0.26)])
+def test_layers_that_nothing_was_fitted_to(name, worst):
+    """The library's own choices on an H100 are what docs/lab/model.md says."""
+    machine = named(name)
+    layers = read(layers_file(machine, ROOT / "results" / name)).rows
+    others = [row for row in layers if row.model not in (*FITTED, *SEEN)]
+    errors = [abs(gemm_us(machine, Gemm(row.m, row.n, row.k, row.dtype)) / row.time_us - 1) for row in others]
+    assert len(errors) == 60 and statistics.median(errors) <= 0.05 and max(errors) <= worst
+
+
+def test_verdicts_on_layers_have_roles():
+    machine = named("h200x4")
+    layers = read(layers_file(machine, ROOT / "results" / "h200x4")).rows
+    roles = {verdict.claim_id: verdict.role for verdict in judge_layers(machine, layers, fitted=True)}
+    assert roles["h200x4/gemms of layers, first/median"] is Role.FITTED
+    assert roles["h200x4/gemms of layers, seen/median"] is Role.SEEN
+    assert roles["h200x4/gemms of layers/median"] is Role.HELD_OUT

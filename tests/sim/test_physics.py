@@ -64,7 +64,8 @@ def test_a_slightly_larger_gemm_takes_slightly_longer(seed):
     for name, tile in edge.items():
         size = int(tile) * between(rng, 1, 200)
         before, after = (gemm_us(machine, dataclasses.replace(gemm, **{name: size + more})) for more in (0, 1))
-        assert 0.999 * before <= after <= before * (1 + 12 / size) + 1e-6, (machine.name, gemm, name, size)
+        step = int(machine.matmul.row_step) if name == "m" else 1  # measured: 333 tokens take as long as 384
+        assert 0.999 * before <= after <= before * (1 + (12 + step) / size) + 1e-6, (machine.name, gemm, name, size)
 
 
 def test_the_case_of_the_tile_edge():

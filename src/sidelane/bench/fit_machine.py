@@ -15,9 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from sidelane.bench.claims.gemms import GemmTime, gemm_times, predict_gemms
-from sidelane.bench.claims.results import LARGE, SMALL, fitted_to, predict_alone
+from sidelane.bench.claims.results import LARGE, SMALL, fitted_to, layers_file, predict_alone
+from sidelane.bench.gemms.shapes import FITTED
 from sidelane.bench.results import files as result_files
-from sidelane.bench.results.rows import CollectiveRow
+from sidelane.bench.results.rows import CollectiveRow, GemmRow
 from sidelane.machine.spec import Machine, Quantity, Source, Topology
 from sidelane.program.collective import REDUCING, Kind
 
@@ -31,6 +32,9 @@ DMA_LATENCIES = (
 )
 """One value for each entry: more numbers than small collectives tell apart would be invented."""
 REDUCTIONS = (("dma.reduce_us",), ("dma.reduce_gbps",))
+GEMM_NUMBERS = ("efficiency", "launch_us", "memory_efficiency", "ramp_k", "blend", "split_us")
+"""In the order of how many shapes it takes to tell them apart."""
+MANY = 20
 STEPS = 25
 LEAST = 1e-3
 FloatArray = npt.NDArray[np.float64]
@@ -47,12 +51,12 @@ def main(machine: Machine, folder: Path) -> str:
     Raises:
         ValueError: there is no file, or one is no result file.
     """
-    files = [folder / f"{study}.json" for study in ("collectives", "chain", "c3")]
+    layers = layers_file(machine, folder)
+    files = [*(folder / f"{study}.json" for study in ("collectives", "chain", "c3")), layers]
     present = [path for path in files if path.is_file()]
     if not present:
-        raise ValueError(
-            f"fit_machine: no measurements (value={folder}, allowed=a folder with {', '.join(f.name for f in files)})"
-        )
+        names = ", ".join([*(path.name for path in files[:-1]), f"../{layers.parent.name}/{layers.name}"])
+        raise ValueError(f"fit_machine: no measurements (value={folder}, allowed=a folder with {names})")
     fitted: dict[str, Quantity] = {}
     alone: list[object] = []
     for path in present:
@@ -60,9 +64,12 @@ def main(machine: Machine, folder: Path) -> str:
         alone += rows
         source = f"results/{machine.name}/{path.name}"
         fitted |= fit_collectives(machine, [row for row in rows if isinstance(row, CollectiveRow)], source)
-    times = gemm_times(alone, machine.gpus)
-    names = " and ".join(path.name for path in present if path.name != "collectives.json")
-    return to_toml(fitted | fit_gemm(machine, times, f"results/{machine.name}/{names}, GEMMs alone"))
+    first = [row for row in alone if isinstance(row, GemmRow) and row.model in FITTED]
+    source = f"results/{machine.name}/" + " and ".join(path.name for path in present if path.name != "collectives.json")
+    if first:  # far more shapes than chains and pairs have, and small ones
+        source = f"results/{layers.parent.name}/{layers.name}"
+    times = gemm_times(first or alone, machine.gpus)
+    return to_toml(fitted | fit_gemm(machine, times, f"{source}, GEMMs alone"))
 
 
 def fit_collectives(machine: Machine, rows: Sequence[CollectiveRow], source: str) -> dict[str, Quantity]:
@@ -193,9 +200,9 @@ def _least_squares(
 
 
 def fit_gemm(machine: Machine, times: Sequence[GemmTime], source: str) -> dict[str, Quantity]:
-    """Efficiency of GEMMs alone, and their launch where there are shapes enough to tell the two apart."""
-    paths = (("matmul.efficiency",), ("matmul.launch_us",))
-    return _least_squares(machine, paths if len(times) > 2 else paths[:1], times, source, predict_gemms)
+    """Efficiency of GEMMs alone, their launch, and the rest where there are shapes enough to tell them apart."""
+    paths = [(f"matmul.{name}",) for name in GEMM_NUMBERS[: 1 if len(times) < 3 else 2 if len(times) < MANY else None]]
+    return _least_squares(machine, paths, times, source, predict_gemms)
 
 
 def to_toml(fitted: dict[str, Quantity]) -> str:

@@ -145,8 +145,7 @@ class StreamOrder:
         """See :meth:`HostOrder.run`; it returns when the call is queued. ``timeout`` is for ``Work.wait`` to give."""
         device = tensors[0].device
         if not is_async:
-            if self._side is not None:
-                torch.cuda.current_stream(device).wait_stream(self._side)
+            self._wait_for_side(device)
             job()
             return EndedWork(outputs)
         side = self._beside(device)
@@ -162,7 +161,7 @@ class StreamOrder:
             return call()
         device = self._side.device
         if not is_async:
-            torch.cuda.current_stream(device).wait_stream(self._side)
+            self._wait_for_side(device)
             return call()
         side = self._beside(device)
         with torch.cuda.stream(side):
@@ -173,6 +172,16 @@ class StreamOrder:
     def close(self) -> None:
         """Forget the stream; what is queued there goes on."""
         self._side = None
+
+    def _wait_for_side(self, device: torch.device) -> None:
+        """Let the current stream wait for the group's. A capture cannot wait for what was queued before it."""
+        if self._side is None:
+            return
+        if torch.cuda.is_current_stream_capturing():
+            with torch.cuda.stream(self._side):
+                if not torch.cuda.is_current_stream_capturing():
+                    return
+        torch.cuda.current_stream(device).wait_stream(self._side)
 
     def _beside(self, device: torch.device) -> torch.cuda.Stream:
         if self._side is None:

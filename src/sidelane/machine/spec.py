@@ -200,7 +200,12 @@ class Matmul:
 
     Attributes:
         launch_us: of the kernel, from its turn until it computes at full speed and from there to its end.
-        efficiency: share of ``peak_tflops`` that a large GEMM reaches.
+        efficiency: share of ``peak_tflops`` that a GEMM with long sums reaches.
+        ramp_k: the begin and the end of a tile take as long as this length of its sums.
+        row_step: rows of the result are computed in whole multiples of it.
+        blend: 0: operations and bytes hide each other, and the longer of the two counts; 1: the root of the sum of
+            their squares does.
+        split_us: of adding up what units have computed, where a result with few tiles and long sums is split along k.
         tile_m, tile_n: tile of the result that one workgroup computes, where there are enough of them.
         persistent: 1: one workgroup a unit for the whole GEMM, its tiles dealt out beforehand; beside a kernel that
             holds a unit it can not run.
@@ -214,6 +219,10 @@ class Matmul:
 
     launch_us: Quantity
     efficiency: Quantity
+    ramp_k: Quantity
+    row_step: Quantity
+    blend: Quantity
+    split_us: Quantity
     tile_m: Quantity
     tile_n: Quantity
     persistent: Quantity

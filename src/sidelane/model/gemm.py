@@ -1,8 +1,10 @@
 """GEMMs of the vendor's library: operations, bytes and launch of a shape, smooth in all three of its dimensions.
 
 A library has tiles of many sizes and splits long sums, so that no shape falls off an edge: a GEMM takes its operations
-at the share of the peak that measured ones reach, or its bytes, whichever is longer, and a launch. How many bytes go
-through memory follows from how much of what runs at once fits in the last-level cache:
+at the share of the peak that measured ones reach, or its bytes, whichever is longer, and a launch. Where both take
+about as long they do not hide each other whole (``blend``); tiles begin and end (``ramp_k``); a result with few tiles
+is split along k, and added up (``split_us``). How many bytes go through memory follows from how much of what runs at
+once fits in the last-level cache:
 
     a wave of workgroups goes along a row of tiles     panels = (rows x tile_m + columns x tile_n) x k
     panels well below CACHED times the cache           ``intensity`` operations a byte: workgroups share what they read
@@ -23,6 +25,8 @@ CACHED = 2.0
 compute-bound (up to 1.4) and its memory-bound ones (3.7 and more)."""
 STEEPNESS = 8
 """How fast it is lost around there."""
+LONG_SUM = 4096
+"""Length of sums from which on few tiles are always split."""
 
 
 def gemm_kernel(machine: Machine, gemm: Gemm, *, limit: int | None = None, name: str = "gemm") -> Tiled:
@@ -42,15 +46,16 @@ def gemm_kernel(machine: Machine, gemm: Gemm, *, limit: int | None = None, name:
     workgroups = min(tiles, usable) if waves == 1 else usable * waves
     spread = min(workgroups, usable)
     loss = float(matmul.partition_loss) * max(0.0, 2 * usable / units - 1) if usable < units else 0.0
+    operations_us = compute_us(machine, gemm) * units / usable * (1 + loss)
     return Tiled(
         name,
         workgroups,
-        compute_us(machine, gemm) * units / usable / waves * (1 + loss),
+        blended_us(operations_us, bytes_us(machine, gemm), float(matmul.blend)) / waves,
         traffic_bytes(machine, gemm) / waves / spread,
         limit=limit,
         cache_gain=float(matmul.cache_gain) if is_memory_bound(machine, gemm) else 0.0,
         together=bool(matmul.persistent),
-        fixed_us=float(matmul.launch_us) / waves,
+        fixed_us=(matmul.launch_us + split_us(machine, gemm, usable)) / waves,
     )
 
 
@@ -61,7 +66,30 @@ def gemm_us(machine: Machine, gemm: Gemm, units: int | None = None) -> float:
 
 def compute_us(machine: Machine, gemm: Gemm) -> float:
     """Time of its operations on all compute units."""
-    return gemm.flops / (machine.gpu.peak_tflops * machine.matmul.efficiency * 1e6)
+    matmul, step = machine.matmul, int(machine.matmul.row_step)
+    rows = math.ceil(gemm.m / step) * step
+    flops = gemm.flops * rows / gemm.m * (1 + matmul.ramp_k / gemm.k)
+    return flops / (machine.gpu.peak_tflops * matmul.efficiency * 1e6)
+
+
+def bytes_us(machine: Machine, gemm: Gemm) -> float:
+    """Time of its bytes with the memory to itself."""
+    return traffic_bytes(machine, gemm) / (machine.gpu.memory_gbps * machine.matmul.memory_efficiency * 1e3)
+
+
+def blended_us(operations_us: float, bytes_us: float, blend: float) -> float:
+    """Time of operations that the bytes do not let run at their full speed, where bytes are not what counts anyway."""
+    longer, shorter = max(operations_us, bytes_us), min(operations_us, bytes_us)
+    if longer == 0 or blend == 0:
+        return operations_us
+    return max(operations_us, longer * (1 + blend * (math.hypot(1.0, shorter / longer) - 1)))
+
+
+def split_us(machine: Machine, gemm: Gemm, units: int) -> float:
+    """Time of adding up a result that is split along k: whole with one tile, nothing where tiles fill a quarter."""
+    matmul = machine.matmul
+    tiles = max(1.0, gemm.m / matmul.tile_m) * max(1.0, gemm.n / matmul.tile_n)
+    return matmul.split_us * max(0.0, 1 - 4 * tiles / units) * min(1.0, gemm.k / LONG_SUM)
 
 
 def traffic_bytes(machine: Machine, gemm: Gemm) -> float:
@@ -87,8 +115,7 @@ def panel_bytes(machine: Machine, gemm: Gemm) -> float:
 
 def is_memory_bound(machine: Machine, gemm: Gemm) -> bool:
     """True if its bytes take longer than its operations."""
-    reach = machine.gpu.memory_gbps * machine.matmul.memory_efficiency * 1e3
-    return traffic_bytes(machine, gemm) / reach > compute_us(machine, gemm)
+    return bytes_us(machine, gemm) > compute_us(machine, gemm)
 
 
 def roofline_us(machine: Machine, gemm: Gemm) -> float:

@@ -213,7 +213,7 @@ def _all_reduce_rms_norm(
             total += elements_of(before, DTYPE, ELEMENT_BYTES, True)
         tl.debug_barrier()  # outputs may be inputs, which other threads have read
         tl.store(total_output + row * words + lane, words_of(total, DTYPE, ELEMENT_BYTES), mask=mask)
-        mean = tl.sum(total * total) / (words * (4 // ELEMENT_BYTES)).to(tl.float32)
+        mean = tl.sum(total * total) / (words * (4 // ELEMENT_BYTES))  # words may be a constant, which has no dtype
         y = total * (1.0 / tl.sqrt(mean + eps)) * factors
         tl.store(output + row * words + lane, words_of(y, DTYPE, ELEMENT_BYTES), mask=mask)
     end(context, generation)

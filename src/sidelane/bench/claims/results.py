@@ -9,10 +9,11 @@ rows of that file that the description was fitted to (``fitted_to``) are not cal
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from sidelane.bench.claims.gemms import gemm_times, judge_gemms
+from sidelane.bench.claims.gemms import gemm_times, judge_gemms, judge_layers
 from sidelane.bench.claims.power import judge_power
 from sidelane.bench.claims.verdicts import judge, with_summary
 from sidelane.bench.results import files as result_files
@@ -72,6 +73,12 @@ def compare(
             verdicts += judge_rows(machine, rows)
     role = Role.FITTED if fitted_from(machine, "chain.json") else Role.HELD_OUT
     verdicts += judge_gemms(machine, gemm_times(alone, machine.gpus), role)
+    layers = layers_file(machine, folder)
+    if layers.is_file():
+        found = True
+        source = f"results/{layers.parent.name}/{layers.name}"
+        fitted = any(source in quantity.of for quantity in machine.quantities().values())
+        verdicts += judge_layers(machine, result_files.read(layers).rows, fitted=fitted)
     if not found:
         allowed = f"--results with a folder {folder.name} of c3.json, collectives.json, chain.json or power.json"
         raise ValueError(f"claims: no measurements of {machine.name} (value={folder.resolve()}, allowed={allowed})")
@@ -88,6 +95,11 @@ def compare(
         with_ranges(verdict, [varied[place].predicted for varied in variations])
         for place, verdict in enumerate(verdicts)
     ]
+
+
+def layers_file(machine: Machine, folder: Path) -> Path:
+    """Where GEMMs alone were measured, which takes one such GPU: ``h200x1/gemms.json`` beside ``h200x4``."""
+    return folder.parent / re.sub(r"x\d+$", "x1", machine.name) / "gemms.json"
 
 
 def role_problems(machine: Machine) -> list[str]:

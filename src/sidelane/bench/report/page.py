@@ -29,6 +29,7 @@ TITLES = {
     "chain": "From a GEMM to a collective and back",
     "host": "What a call takes the host",
     "fused": "Fused operators",
+    "gemms": "GEMMs of language models, alone",
     "soak": "Random calls, with faults among them",
 }
 LEGENDS = {
@@ -55,6 +56,8 @@ LEGENDS = {
     "fused": "An operator in one kernel, and the same unfused: with the process group's collective (NCCL, on CPUs "
     "Gloo), and with Sidelane's. Medians over rounds of the slowest rank; the fastest of each shape is bold. bound: "
     "the longer of the computation and the collective alone. Outputs were compared with float64, before and after.",
+    "gemms": "A linear layer of a model, alone: the vendor's GEMM in a graph of calls that each have matrices of their "
+    "own, more than the last-level cache holds. GB/s: the fewest bytes that it can move over its time.",
     "soak": "A call counts once for all of its ranks, each of which compared every byte that it must get, what lies "
     "around it, and what it must not touch. Refusals: wrong calls of one rank or all, and calls that differed between "
     "ranks. Endings but 'good' are faults, of which every other rank must hear in time, and of whose they are.",

@@ -6,12 +6,23 @@ from sidelane.bench.c3.tables import c3_tables
 from sidelane.bench.chain.tables import chain_tables
 from sidelane.bench.collectives.tables import collective_tables
 from sidelane.bench.fused.tables import fused_tables
+from sidelane.bench.gemms.tables import gemm_tables
 from sidelane.bench.host.tables import host_tables
 from sidelane.bench.phases.tables import phase_tables
 from sidelane.bench.power.tables import power_tables
 from sidelane.bench.report.table import Table
 from sidelane.bench.results.files import Results
-from sidelane.bench.results.rows import C3Row, ChainRow, CollectiveRow, FusedRow, HostRow, PhaseRow, PowerRow, SoakRow
+from sidelane.bench.results.rows import (
+    C3Row,
+    ChainRow,
+    CollectiveRow,
+    FusedRow,
+    GemmRow,
+    HostRow,
+    PhaseRow,
+    PowerRow,
+    SoakRow,
+)
 from sidelane.bench.soak.tables import soak_tables
 
 
@@ -29,6 +40,8 @@ def tables_of(results: Results) -> list[Table]:
         return host_tables([row for row in results.rows if isinstance(row, HostRow)])
     if results.study == "fused":
         return fused_tables([row for row in results.rows if isinstance(row, FusedRow)])
+    if results.study == "gemms":
+        return gemm_tables([row for row in results.rows if isinstance(row, GemmRow)])
     if results.study == "soak":
         return soak_tables([row for row in results.rows if isinstance(row, SoakRow)])
     return c3_tables([row for row in results.rows if isinstance(row, C3Row)])

@@ -351,6 +351,39 @@ class FusedRow(_Row):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class GemmRow(_Row):
+    """A linear layer of a model, alone: ``result[m, n] = input[m, k] @ weight[n, k].T``.
+
+    Attributes:
+        model: name, behind a slash the GPUs that share a layer.
+        layer: which one.
+        m: tokens; n: outputs; k: inputs.
+        time_us: of one call, median over the samples; p10_us and p90_us likewise.
+        tflops: operations over the time.
+        gbps: fewest bytes that can move (each input read once, the result written once) over the time.
+        correct: rows of the result were compared with float64, before and after; None when it could not run.
+        note: why there is no time.
+    """
+
+    model: str
+    layer: str
+    m: int
+    n: int
+    k: int
+    dtype: str
+    time_us: float | None
+    p10_us: float | None
+    p90_us: float | None
+    tflops: float | None
+    gbps: float | None
+    correct: bool | None
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        _require_times("GemmRow", self.note, self.correct, time_us=self.time_us)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class SoakRow(_Row):
     """Episodes of one ending and one number of ranks; or, with a ``note``, one thing that was not as it must be.
 
@@ -420,7 +453,7 @@ SOAKED = (
 )
 """The columns of a ``SoakRow`` that count calls by kind."""
 
-Row = CollectiveRow | C3Row | PhaseRow | PowerRow | ChainRow | HostRow | FusedRow | SoakRow
+Row = CollectiveRow | C3Row | PhaseRow | PowerRow | ChainRow | HostRow | FusedRow | GemmRow | SoakRow
 ROWS: dict[str, type[Row]] = {
     "collectives": CollectiveRow,
     "c3": C3Row,
@@ -429,6 +462,7 @@ ROWS: dict[str, type[Row]] = {
     "chain": ChainRow,
     "host": HostRow,
     "fused": FusedRow,
+    "gemms": GemmRow,
     "soak": SoakRow,
 }
 

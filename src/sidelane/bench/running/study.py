@@ -21,12 +21,22 @@ from sidelane.bench.report import page as report
 from sidelane.bench.report.terminal import progress_console, tables_console
 from sidelane.bench.results import files as result_files
 from sidelane.bench.results.files import Results, collect
-from sidelane.bench.results.rows import C3Row, ChainRow, CollectiveRow, FusedRow, HostRow, PhaseRow, PowerRow, Row
+from sidelane.bench.results.rows import (
+    C3Row,
+    ChainRow,
+    CollectiveRow,
+    FusedRow,
+    GemmRow,
+    HostRow,
+    PhaseRow,
+    PowerRow,
+    Row,
+)
 from sidelane.bench.results.written import STDOUT
 from sidelane.bench.running.launch import LaunchTarget, Rank, choose_target, run_ranks
 from sidelane.machine import local
 
-R = TypeVar("R", CollectiveRow, C3Row, PhaseRow, PowerRow, ChainRow, HostRow, FusedRow)
+R = TypeVar("R", CollectiveRow, C3Row, PhaseRow, PowerRow, ChainRow, HostRow, FusedRow, GemmRow)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

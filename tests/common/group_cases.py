@@ -1,8 +1,12 @@
-"""What ranks do with a Sidelane process group in the tests: every collective next to Gloo's, and training."""
+"""What ranks do with a Sidelane process group in the tests: every collective next to Gloo's, and training.
+
+Tensors of Sidelane's lie on the default device, those of the group that it is held against on the CPU.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -37,8 +41,14 @@ def sidelane_group(members: dist.ProcessGroup) -> Iterator[dist.ProcessGroup]:
 
 def data(numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
     """Numbers of which every dtype holds the sum of a few exactly, so that the order of additions does not show."""
-    made = torch.randint(-8, 8, (numel,), generator=torch.Generator().manual_seed(seed))
-    return made.to(dtype)
+    made = torch.randint(-8, 8, (numel,), generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
+    return made.to(torch.get_default_device(), dtype)
+
+
+def on_cpu(call: Callable[[], Any]) -> Any:
+    """What ``call`` makes of tensors of the CPU."""
+    with torch.device("cpu"):
+        return call()
 
 
 Collective = Callable[[dist.ProcessGroup, torch.dtype, int, bool], list[torch.Tensor]]
@@ -48,7 +58,8 @@ def ended(work: dist.Work | None, is_async: bool) -> None:
     assert (work is not None) == is_async
     if work is not None:
         work.wait()
-        assert work.is_completed() or not isinstance(work, sidelane.Work)  # Gloo's may say so later
+        on_host = isinstance(work, sidelane.Work) and torch.get_default_device().type == "cpu"
+        assert work.is_completed() or not on_host  # Gloo's may say so later, and a stream waits in place of the host
 
 
 def all_gather_into_tensor(group: dist.ProcessGroup, dtype: torch.dtype, n: int, a: bool) -> list[torch.Tensor]:
@@ -153,10 +164,10 @@ def like_gloo(gloo: dist.ProcessGroup) -> None:
         chosen += [(function, dtype) for function in REDUCING for dtype in REDUCED]
         cases = [(*pair, SIZES[number % len(SIZES)], number % 2 == 0) for number, pair in enumerate(chosen)]
         for function, dtype, numel, is_async in cases:
-            expected = function(gloo, dtype, numel, is_async)
+            expected = on_cpu(functools.partial(function, gloo, dtype, numel, is_async))
             found = function(ours, dtype, numel, is_async)
             for one, other in zip(expected, found, strict=True):
-                assert torch.equal(one, other), (function.__name__, dtype, numel, is_async)
+                assert torch.equal(one, other.cpu()), (function.__name__, dtype, numel, is_async)
         where = {(row.operation, row.where) for row in sidelane.report().rows}
         assert where == {(function.__name__, "sidelane") for function in (*MOVING, *REDUCING)}, where
 
@@ -182,8 +193,9 @@ def averages(gloo: dist.ProcessGroup) -> None:
     with sidelane_group(gloo) as ours:
         for dtype in (torch.float32, torch.bfloat16):
             tensor, output = data(24, dtype, ours.rank()), torch.zeros(24 // ours.size(), dtype=dtype)
-            sums = tensor.float().clone()
+            sums = tensor.float().cpu().clone()
             dist.all_reduce(sums, group=gloo)
+            sums = sums.to(tensor.device)
             dist.reduce_scatter_tensor(output, tensor[: output.numel() * ours.size()], Sum.AVG, ours)
             dist.all_reduce(tensor, Sum.AVG, ours)
             expected = (sums / ours.size()).to(dtype)
@@ -274,7 +286,7 @@ def many_back_to_back(gloo: dist.ProcessGroup) -> None:
 def coalesced(gloo: dist.ProcessGroup) -> None:
     with sidelane_group(gloo) as ours:
         rank, size = ours.rank(), ours.size()
-        for device, is_async in itertools.product((None, torch.device("cpu")), (False, True)):
+        for device, is_async in itertools.product((None, torch.get_default_device()), (False, True)):
             tensors = [torch.full((4 + number,), float(rank)) for number in range(3)]
             with dist._coalescing_manager(ours, device, async_ops=is_async) as manager:
                 for tensor in tensors:
@@ -318,11 +330,11 @@ def functional_collectives(gloo: dist.ProcessGroup) -> None:
             ]
             return [each.wait() if isinstance(each, functional.AsyncCollectiveTensor) else each for each in found]
 
-        for one, other in zip(everything(gloo), everything(ours), strict=True):
-            assert torch.equal(one, other)
+        for one, other in zip(on_cpu(lambda: everything(gloo)), everything(ours), strict=True):
+            assert torch.equal(one, other.cpu())
         weight = data(6, torch.float32, rank).requires_grad_()
-        functional.all_gather_tensor_autograd(weight, 0, ours).sum().backward()
-        assert weight.grad is not None and weight.grad.eq(size).all()
+        (functional.all_gather_tensor_autograd(weight, 0, ours) * 2).sum().backward()
+        assert weight.grad is not None and weight.grad.eq(2 * size).all()
 
 
 def compiled(gloo: dist.ProcessGroup) -> None:
@@ -349,7 +361,7 @@ def distributed_tensors(gloo: dist.ProcessGroup) -> None:
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     with sidelane_group(gloo) as ours:
-        mesh = DeviceMesh.from_group(ours, "cpu")
+        mesh = DeviceMesh.from_group(ours, torch.get_default_device().type)
         full = torch.arange(60.0).view(10, 6)
         split = distribute_tensor(full, mesh, [Shard(0)])
         assert torch.equal(split.redistribute(mesh, [Shard(1)]).full_tensor(), full)
@@ -381,18 +393,20 @@ def wrapped(gloo: dist.ProcessGroup) -> list[str]:
 
 
 def model() -> torch.nn.Module:
-    torch.manual_seed(0)
-    return torch.nn.Sequential(
-        torch.nn.Linear(13, 32), torch.nn.ReLU(), torch.nn.Linear(32, 31), torch.nn.ReLU(), torch.nn.Linear(31, 5)
-    )
+    device = torch.get_default_device()
+    with torch.device("cpu"):
+        torch.manual_seed(0)
+        sizes = (13, 32, 31, 5)
+        layers = [torch.nn.Linear(*pair) for pair in itertools.pairwise(sizes)]
+    return torch.nn.Sequential(layers[0], torch.nn.ReLU(), layers[1], torch.nn.ReLU(), layers[2]).to(device)
 
 
 def losses_of(net: torch.nn.Module, group: dist.ProcessGroup) -> list[float]:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
     losses = []
     for step in range(20):
-        generator = torch.Generator().manual_seed(100 * step + group.rank())
-        x = torch.randn(8, 13, generator=generator)
+        generator = torch.Generator("cpu").manual_seed(100 * step + group.rank())
+        x = torch.randn(8, 13, generator=generator, device="cpu").to(torch.get_default_device())
         loss = (net(x) - x[:, :5]).square().mean()
         loss.backward()
         optimizer.step()
@@ -412,7 +426,7 @@ def trains_ddp(gloo: dist.ProcessGroup) -> None:
                 torch.nn.parallel.DistributedDataParallel(model(), process_group=group, bucket_cap_mb=small), group
             )
 
-        expected, found = losses(gloo), losses(ours)
+        expected, found = on_cpu(lambda: losses(gloo)), losses(ours)
         assert found[-1] < 0.7 * found[0]
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
         made = {row.operation: row for row in sidelane.report().rows if row.where == "sidelane"}
@@ -430,7 +444,7 @@ def hooks_of_ddp(gloo: dist.ProcessGroup) -> None:
             net.register_comm_hook(group, fp16_compress_hook)
             return losses_of(net, group)
 
-        torch.testing.assert_close(losses(ours), losses(gloo), rtol=1e-2, atol=0)
+        torch.testing.assert_close(losses(ours), on_cpu(lambda: losses(gloo)), rtol=1e-2, atol=0)
         made = {(row.operation, row.dtype): row.where for row in sidelane.report().rows}
         assert made["all_reduce", "float16"] == "sidelane"
 
@@ -441,13 +455,13 @@ def trains_fsdp(gloo: dist.ProcessGroup) -> None:
     with sidelane_group(gloo) as ours:
 
         def sharded(group: dist.ProcessGroup) -> torch.nn.Module:
-            net, mesh = model(), DeviceMesh.from_group(group, "cpu")
+            net, mesh = model(), DeviceMesh.from_group(group, torch.get_default_device().type)
             for layer in net:
                 if isinstance(layer, torch.nn.Linear):
                     fully_shard(layer, mesh=mesh)
             return fully_shard(net, mesh=mesh)
 
-        expected, found = losses_of(sharded(gloo), gloo), losses_of(sharded(ours), ours)
+        expected, found = on_cpu(lambda: losses_of(sharded(gloo), gloo)), losses_of(sharded(ours), ours)
         assert found[-1] < 0.7 * found[0]
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
         made = {row.operation: row for row in sidelane.report().rows if row.where == "sidelane"}

@@ -1,0 +1,56 @@
+"""The study of GEMMs alone, from end to end on a CPU core."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from sidelane.bench.gemms import study
+from sidelane.bench.gemms.shapes import FITTED, MODELS, SEEN, projections
+from sidelane.bench.gemms.study import COLD_BYTES, GemmOptions, calls_of
+from sidelane.bench.report.tables import tables_of
+from sidelane.bench.results.files import Results, read
+from sidelane.bench.results.rows import GemmRow
+from sidelane.c3.workload import CPU_GEMM_FLOPS
+
+
+def test_every_layer_is_checked_and_timed(tmp_path: Path) -> None:
+    path = tmp_path / "gemms.json"
+    options = GemmOptions(device="cpu", models=("qwen-32b/4",), quiet=True, warmup=0, repeats=1, json=path)
+    results = study.main(options)
+    assert isinstance(results, Results) and results.ranks == 1
+    rows = [row for row in read(path).rows if isinstance(row, GemmRow)]
+    assert [row.layer for row in rows] == [one.layer for one in projections(("qwen-32b/4",))]
+    for row in rows:
+        operations = 2 * row.m * row.n * row.k
+        assert row.correct and row.time_us and operations <= CPU_GEMM_FLOPS
+        assert row.tflops == pytest.approx(operations / row.time_us / 1e6, rel=1e-3)
+    assert len(tables_of(results)) == 1
+
+
+def test_a_wrong_result_is_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = torch.mm
+
+    def wrong(given: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+        right(given, weight, out=out)
+        out[0] *= 1.1
+        return out
+
+    monkeypatch.setattr(torch, "mm", wrong)
+    gemm = projections(("llama-70b/8",), "float32")[5].gemm.scaled(16)
+    layers = study._Layers(gemm, 1, torch.device("cpu"), 0)
+    layers.run()
+    assert not layers.correct()
+
+
+def test_shapes() -> None:
+    everything = projections()
+    assert len(everything) == 160 and len({one.gemm for one in everything}) == 160
+    assert set(FITTED) | set(SEEN) < set(MODELS) and not set(FITTED) & set(SEEN)
+    assert all(calls_of(one.gemm) * one.gemm.nbytes >= COLD_BYTES / 2 for one in everything)
+    with pytest.raises(ValueError, match=r"models \(value=llama, allowed=llama-8b, "):
+        GemmOptions(models=("llama",))
+    with pytest.raises(ValueError, match=r"ranks \(value=2, allowed=1"):
+        study.main(GemmOptions(ranks=2))

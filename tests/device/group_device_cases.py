@@ -1,0 +1,67 @@
+"""What ranks execute in ``test_device_process_group``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import group_cases
+import torch
+import torch.distributed as dist
+from device_cases import Context
+
+
+def of(context: Context, name: str, *args: Any) -> Any:
+    """One of the cases that CPU ranks run, too."""
+    torch.set_default_device(context.device)
+    try:
+        return getattr(group_cases, name)(dist.group.WORLD, *args)
+    finally:
+        torch.set_default_device(None)
+
+
+def streams(context: Context) -> None:
+    """Asynchronous and synchronous calls between kernels, on streams of the caller: each sees what came before it."""
+    with group_cases.sidelane_group(dist.group.WORLD) as ours, torch.device(context.device):
+        size, side = ours.size(), torch.cuda.Stream()
+        for number in range(50):
+            first, second = torch.zeros(1 << 18), torch.zeros(1 << 18)
+            torch.cuda._sleep(200_000 * (number % 3))
+            first += ours.rank() + number
+            work = dist.all_reduce(first, group=ours, async_op=True)
+            with torch.cuda.stream(side):
+                side.wait_stream(torch.cuda.current_stream())
+                second += 1
+                dist.all_reduce(second, group=ours)
+                second *= 2
+            assert work is not None
+            work.wait()
+            doubled = first * 2
+            torch.cuda.current_stream().wait_stream(side)
+            assert doubled.eq(2 * (sum(range(size)) + size * number)).all() and second.eq(2 * size).all()
+            del first, second
+
+
+def in_a_graph(context: Context) -> None:
+    """Collectives of the group, captured: replays are calls; what a graph cannot hold is refused, never dropped."""
+    stream = torch.cuda.Stream()
+    with group_cases.sidelane_group(dist.group.WORLD) as ours, torch.device(context.device), torch.cuda.stream(stream):
+        tensor, output = torch.ones(3000), torch.empty(3000 * ours.size())
+
+        def step() -> None:
+            dist.all_reduce(tensor, group=ours)
+            work = dist.all_gather_into_tensor(output, tensor, ours, async_op=True)
+            assert work is not None
+            work.wait()
+            tensor.div_(ours.size())
+
+        step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            step()
+        for number in range(5):
+            tensor.fill_(ours.rank() + number)
+            graph.replay()
+            expected = sum(range(ours.size())) + ours.size() * number
+            assert output.eq(expected).all() and tensor.eq(expected / ours.size()).all(), number
+        torch.cuda.synchronize()

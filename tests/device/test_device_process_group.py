@@ -1,0 +1,44 @@
+"""The process group on GPUs: what CPU ranks do in tests/cpu/test_process_group.py, streams and graphs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from device_pool import Ranks
+
+PROGRAM = Path(__file__).with_name("group_program.py")
+
+
+def test_every_collective_is_as_gloos(ranks: Ranks) -> None:
+    ranks.run("group_device_cases.of", "like_gloo", timeout_s=120)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("averages", "more_dtypes", "many_back_to_back", "coalesced", "functional_collectives", "compiled"),
+        *("distributed_tensors", "trains_ddp", "hooks_of_ddp", "trains_fsdp"),
+    ],
+)
+def test_it_works_as_torch_expects(ranks: Ranks, name: str) -> None:
+    ranks.run("group_device_cases.of", name, timeout_s=120)
+
+
+def test_streams(ranks: Ranks) -> None:
+    ranks.run("group_device_cases.streams", timeout_s=120)
+
+
+def test_in_a_graph(ranks: Ranks) -> None:
+    ranks.run("group_device_cases.in_a_graph", timeout_s=60)
+
+
+@pytest.mark.parametrize("backend", ["sidelane", "cuda:sidelane,cpu:gloo"])
+def test_a_program_that_changed_a_line(backend: str) -> None:
+    """Under torchrun, two ranks on a GPU where there is but one: nothing may need NCCL."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(PROGRAM)]
+    ran = subprocess.run([*command, backend], capture_output=True, text=True, timeout=150)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    assert ran.stdout.count("trained") == 2, ran.stdout
