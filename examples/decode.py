@@ -87,6 +87,8 @@ def main() -> None:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
     if gpu:
         torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)  # processes that share cores
     dist.init_process_group("nccl" if gpu else "gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     shard = Shard(sizes.dim, sizes.layers, device, torch.bfloat16 if gpu else torch.float32)

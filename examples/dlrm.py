@@ -95,6 +95,8 @@ def main() -> None:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
     if gpu:
         torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)  # processes that share cores
     dist.init_process_group("nccl" if gpu else "gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(10 + rank)

@@ -76,6 +76,8 @@ def begin(backend: str = "") -> torch.device:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
     if gpu:
         torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)  # processes that share cores
     dist.init_process_group(backend or ("nccl" if gpu else "gloo"))
     return device
 
