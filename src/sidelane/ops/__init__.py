@@ -6,6 +6,7 @@ from sidelane.ops.gemm import GemmAllToAll, gemm_all_to_all
 from sidelane.ops.gemv import GemvAllReduce, gemv_all_reduce
 from sidelane.ops.modules import EmbeddingBagAllToAll, RowParallelLinear
 from sidelane.ops.rms_norm import AllReduceRmsNorm, all_reduce_rms_norm
+from sidelane.ops.split_gemm import split_gemm_all_to_all
 
 __all__ = [
     "AllReduceRmsNorm",
@@ -20,4 +21,5 @@ __all__ = [
     "embedding_all_to_all_backward",
     "gemm_all_to_all",
     "gemv_all_reduce",
+    "split_gemm_all_to_all",
 ]

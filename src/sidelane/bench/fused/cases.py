@@ -7,6 +7,7 @@ other shapes those of decoders of today.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import torch
@@ -262,6 +263,9 @@ def gemm(comm: Communicator, rows: int, depth: int, columns: int) -> Case:
     def fused(order: str) -> torch.Tensor:
         return ops.gemm_all_to_all(comm, x, weight, table, most_rows=rows, order=order)
 
+    def split(pieces: int) -> torch.Tensor:
+        return ops.split_gemm_all_to_all(comm, x, weight, counts, most_rows=rows, pieces=pieces)
+
     return Case(
         "gemm_all_to_all",
         f"{rows}x{depth}x{columns} a rank, half for one peer",
@@ -270,7 +274,8 @@ def gemm(comm: Communicator, rows: int, depth: int, columns: int) -> Case:
         {"mm": lambda: torch.mm(x, weight.T, out=y)},
         {"process group": lambda: dist.all_to_all_single(out, y, came_rows, sent_rows), "sidelane": exchange},
         {(NCCL, "mm, process group"): through_group, (OWN, "mm, sidelane"): through_ours},
-        {order: lambda order=order: fused(order) for order in ORDERS},  # type: ignore[misc]
+        {order: functools.partial(fused, order) for order in ORDERS}
+        | {f"mm in parts, {pieces} a peer": functools.partial(split, pieces) for pieces in (1, 2, 4)},
     )
 
 
