@@ -274,8 +274,10 @@ def gemm(comm: Communicator, rows: int, depth: int, columns: int) -> Case:
         {"mm": lambda: torch.mm(x, weight.T, out=y)},
         {"process group": lambda: dist.all_to_all_single(out, y, came_rows, sent_rows), "sidelane": exchange},
         {(NCCL, "mm, process group"): through_group, (OWN, "mm, sidelane"): through_ours},
-        {order: functools.partial(fused, order) for order in ORDERS}
-        | {f"mm in parts, {pieces} a peer": functools.partial(split, pieces) for pieces in (1, 2, 4)},
+        {
+            **{order: functools.partial(fused, order) for order in ORDERS},
+            **{f"mm in parts, {pieces} a peer": functools.partial(split, pieces) for pieces in (1, 2, 4)},
+        },
     )
 
 
