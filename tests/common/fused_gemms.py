@@ -39,6 +39,8 @@ def back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> int:
             draws.late()
             result = ops.gemm_all_to_all(comm, x, weight, table, most_rows=70 * n, order=order, tiles=TILES)
             kept.append((result[: len(expected)].clone(), expected))
+            by_engines = ops.split_gemm_all_to_all(comm, x, weight, counts, most_rows=70 * n, pieces=1 + number % 3)
+            kept.append((by_engines[: len(expected)].clone(), expected))
             if number == 0:
                 check_close(reference.gemm_all_to_all(comm, x, weight, counts), expected, "unfused")
         comm.synchronize()
@@ -68,5 +70,28 @@ def wrong_calls(comm: Communicator) -> Calls:
         call(counts=torch.full((n, n), -1)),
         call(most_rows=0),
         call(order="last"),
+    ]
+    return wrong, call()
+
+
+def wrong_splits(comm: Communicator) -> Calls:
+    n = comm.world_size
+    x, weight, counts = torch.ones(2 * n, 8), torch.ones(4, 8), [[2] * n] * n
+
+    def call(x: Any = x, weight: Any = weight, counts: Any = counts, **options: Any) -> Callable[[], Any]:
+        chosen = {"most_rows": 2 * n, **options}
+        return lambda: ops.split_gemm_all_to_all(comm, x, weight, counts, **chosen)
+
+    wrong = [
+        call(x=torch.ones(2 * n, 7)),
+        call(x=x.half()),
+        call(weight=torch.ones(4, 8, dtype=torch.int32)),
+        call(counts=[[2] * n] * (n + 1)),
+        call(counts=[[2] * n] * (n - 1) + [[2] * (n - 1)]),
+        call(counts=[[3] * n] * n),
+        call(counts=[[-1] * n] * n),
+        call(most_rows=0),
+        call(pieces=0),
+        call(pieces=65),
     ]
     return wrong, call()

@@ -58,7 +58,7 @@ def test_gradients_of_embeddings(four: Crew, world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_gemm_all_to_all_back_to_back(four: Crew, world_size: int) -> None:
-    assert four.run(fused_gemms.back_to_back, world_size, world_size, 8, timeout_s=110) == [8] * world_size
+    assert four.run(fused_gemms.back_to_back, world_size, world_size, 8, timeout_s=110) == [16] * world_size
 
 
 def test_slices_as_they_come(four: Crew) -> None:
@@ -66,7 +66,11 @@ def test_slices_as_they_come(four: Crew) -> None:
 
 
 @pytest.mark.parametrize(
-    "calls", [fused_ops.gemv_calls, fused_ops.rms_norm_calls, fused_embeddings.embedding_calls, fused_gemms.wrong_calls]
+    "calls",
+    [
+        *(fused_ops.gemv_calls, fused_ops.rms_norm_calls, fused_embeddings.embedding_calls),
+        *(fused_gemms.wrong_calls, fused_gemms.wrong_splits),
+    ],
 )
 def test_what_is_refused(four: Crew, calls: Callable[..., object]) -> None:
     """On the rank with the wrong arguments, and on its peers with the reason, before anything has moved."""

@@ -38,6 +38,7 @@ def test_slices_as_they_come(ranks: Ranks) -> None:
         ("fused_ops", "rms_norm_calls"),
         ("fused_embeddings", "embedding_calls"),
         ("fused_gemms", "wrong_calls"),
+        ("fused_gemms", "wrong_splits"),
     ],
 )
 def test_what_is_refused(ranks: Ranks, module: str, name: str) -> None:

@@ -7,6 +7,7 @@ from sidelane.ops.gemm import GemmAllToAll, gemm_all_to_all
 from sidelane.ops.gemv import GemvAllReduce, gemv_all_reduce
 from sidelane.ops.modules import EmbeddingBagAllToAll, RowParallelLinear
 from sidelane.ops.rms_norm import AllReduceRmsNorm, all_reduce_rms_norm
+from sidelane.ops.split_gemm import split_gemm_all_to_all
 from sidelane.ops.timeline import Timeline
 
 __all__ = [
@@ -24,4 +25,5 @@ __all__ = [
     "explain",
     "gemm_all_to_all",
     "gemv_all_reduce",
+    "split_gemm_all_to_all",
 ]

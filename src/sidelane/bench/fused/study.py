@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from sidelane.bench.candidates.candidate import CALLS_AHEAD, HIDDEN_LAUNCH_US, captured
+from sidelane.bench.fused.shapes import ON_CPUS, ON_GPUS
 from sidelane.bench.report.drawing import file_name
 from sidelane.bench.results.files import Results
 from sidelane.bench.results.rows import FUSED_OPS, FusedRow
@@ -78,10 +79,10 @@ def _measure(rank: Rank, options: FusedOptions) -> int:
     on_cpu = rank.device.type == "cpu"
     if on_cpu:
         os.environ["TRITON_INTERPRET"] = "1"  # read by Triton when it is imported, which this process has not done
-    from sidelane.bench.fused.cases import ON_CPUS, ON_GPUS
+    from sidelane.bench.fused.cases import MAKE
 
     table = ON_CPUS if on_cpu else ON_GPUS
-    chosen = [(op, make, shape) for op, (make, shapes) in table.items() for shape in shapes]
+    chosen = [(op, MAKE[op], shape) for op, shapes in table.items() for shape in shapes]
     chosen = [case for case in chosen if not options.ops or case[0] in options.ops]
     sender = Sender(rank, len(chosen))
     if on_cpu:
@@ -100,7 +101,7 @@ def _measure(rank: Rank, options: FusedOptions) -> int:
                     sender.row(row)
                 count += len(rows)
                 times += times_of(rows, comm.world_size, shape)
-                if options.timeline is not None and shape == table[op][1][0] and op in WITH_STAMPS:
+                if options.timeline is not None and shape == table[op][0] and op in WITH_STAMPS:
                     case.write_timelines(options.timeline)
     if options.keep and rank.rank == 0:
         sender.note(f"kept for auto: {keep(key_here(rank.device.type, rank.world_size), times)}")
@@ -111,7 +112,7 @@ def times_of(rows: Sequence[FusedRow], world_size: int, sizes: tuple[int, ...]) 
     """What to choose by: of one operator at one shape, eager and in graphs, where both ways have a time."""
     for launch in dict.fromkeys(row.launch for row in rows):
         mine = [row for row in rows if row.launch == launch and row.time_us is not None]
-        fused = min((row.time_us or 0.0 for row in mine if row.implementation == FUSED), default=None)
+        fused = next((row.time_us for row in mine if row.implementation == FUSED), None)  # what a plain call takes
         unfused = next((row.time_us for row in mine if row.implementation == BEST), None)
         if fused is not None and unfused is not None:
             yield FusedTime(mine[0].op, world_size, launch == "graph", sizes, fused, unfused)
@@ -181,7 +182,7 @@ class _Case:
             for _ in range(2):
                 with Timeline(comm) as timeline:
                     run()
-            if comm.rank == 0:
+            if comm.rank == 0 and timeline.intervals:  # copy engines have no workgroups
                 name = file_name(f"{case.op} {schedule}")
                 timeline.write(folder / f"{name}.trace.json")
                 draw_timeline(timeline.intervals, f"{case.op}, {case.shape}, {schedule}", folder, name)

@@ -1,0 +1,216 @@
+"""split_gemm_all_to_all: the vendor's GEMM in parts, each on its way by copy engines while the next one is computed.
+
+Equivalent: ``y = x @ weight.T``, then an all-to-all with split sizes (``reference.gemm_all_to_all``). No compute unit
+moves data, and the library's GEMM computes, which is faster than any of Triton's (docs/lab/kernels.md). What is lost:
+parts are smaller, the host has to know how many rows go where, and a graph cannot hold it.
+
+Two ranks, two pieces; the rows that stay come last, and are computed where they belong::
+
+    compute      rows for 1, first half | second half     | rows for 0
+    copy engine                         | first half -> 1 | second half -> 1
+
+All copies are one program, which waits with the engines from the begin on; each part that is finished releases its own
+(``sidelane.program.transform.triggers``). Turn t takes the rows for the t-th rank behind this one, so that every rank
+sends to one and receives from one other.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+
+from sidelane.collectives import BoundProgram, Communicator
+from sidelane.ops.gemm import MOST_ELEMENTS
+from sidelane.ops.handle import FLOATS, check_tensor, kept, telling_refusals
+from sidelane.program.collective import Span, split_evenly
+from sidelane.program.contract import Contract, Result
+from sidelane.program.ir import EPOCH, Command, Copy, Engine, EngineKind, Flag, Program, Queue, Signal, Wait
+
+NAME = "split_gemm_all_to_all"
+MOST_PIECES = 64
+MOST_TABLES = 8
+"""Routings that a communicator keeps programs for; an older one is proved and bound again."""
+
+Counts = Sequence[Sequence[int]] | torch.Tensor
+
+
+class SplitGemmAllToAll:
+    """Buffers of :func:`split_gemm_all_to_all` for some sizes, and programs for some routings. Collective.
+
+    Args:
+        comm: the ranks.
+        most_rows: that any rank sends or gets.
+        columns: H, of the result.
+        dtype: of x, weight and result: float32, float16 or bfloat16.
+    """
+
+    def __init__(self, comm: Communicator, most_rows: int, columns: int, dtype: torch.dtype) -> None:
+        self.comm, self._row_bytes, self._most_rows = comm, columns * dtype.itemsize, most_rows
+        self._sent, self._output = (comm.empty(most_rows, columns, dtype=dtype) for _ in range(2))
+        self._programs: dict[tuple[tuple[tuple[int, ...], ...], int], BoundProgram] = {}
+
+    def __call__(
+        self, x: torch.Tensor, weight: torch.Tensor, table: tuple[tuple[int, ...], ...], pieces: int
+    ) -> torch.Tensor:
+        """Run it. Arguments, result and errors as of :func:`split_gemm_all_to_all`."""
+        rank = self.comm.rank
+        program = self._program(table, pieces)
+        work = program(async_op=True)
+        for number, rows in enumerate(going(table, rank, pieces)):
+            torch.mm(x[rows], weight.t(), out=self._sent[rows])
+            program.trigger(number)
+        first, place = sum(table[rank][:rank]), sum(row[rank] for row in table[:rank])
+        if stays := table[rank][rank]:
+            torch.mm(x[first : first + stays], weight.t(), out=self._output[place : place + stays])
+        assert work is not None
+        work.wait()
+        return self._output
+
+    def _program(self, table: tuple[tuple[int, ...], ...], pieces: int) -> BoundProgram:
+        key = table, pieces
+        found = self._programs.pop(key, None)
+        if found is None:
+            if len(self._programs) == MOST_TABLES:
+                self._programs.pop(next(iter(self._programs))).close()
+            program = split_program(table, pieces, self._row_bytes, self._most_rows)
+            found = self.comm.load(program, {"sent": self._sent, "output": self._output})
+        self._programs[key] = found  # the latest comes last
+        return found
+
+
+def split_gemm_all_to_all(
+    comm: Communicator,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    counts: Counts,
+    *,
+    most_rows: int,
+    pieces: int = 2,
+) -> torch.Tensor:
+    """``x @ weight.T`` whose rows go to the ranks that ``counts`` says, part by part. A call of the communicator.
+
+    The first call of a shape allocates, and the first one with some counts proves and binds their program (some
+    milliseconds), with all ranks; eight of them are kept.
+
+    Args:
+        comm: the ranks.
+        x: rows for rank 0, for rank 1, and so on, [rows, K]. Ranks may have different numbers of rows; those beyond
+            what ``counts`` says stay.
+        weight: [H, K], of x's dtype: float32, float16 or bfloat16.
+        counts: rows from rank i to rank j in row i, column j; on the host, since the copies are the host's. The same on
+            all ranks.
+        most_rows: that any rank sends or gets, the same on all ranks and in all calls of a shape.
+        pieces: of the rows for each peer, the same on all ranks: more of them begin to travel earlier, and are smaller
+            to compute.
+
+    Returns:
+        [most_rows, H]: rows from rank 0, from rank 1, and so on; behind them what was there. The next call of this
+        shape writes it again.
+
+    Raises:
+        ValueError, TypeError: wrong arguments; nothing has moved.
+        UnavailableError: inside of a capture.
+        MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
+    """
+    with telling_refusals(comm, NAME):
+        table = _checked(comm, x, weight, counts, most_rows, pieces)
+    columns, dtype = weight.shape[0], weight.dtype
+    key = (NAME, most_rows, columns, dtype)
+    handle = kept(comm, key, lambda: SplitGemmAllToAll(comm, most_rows, columns, dtype))
+    return handle(x, weight, table, pieces)
+
+
+def going(table: Sequence[Sequence[int]], rank: int, pieces: int) -> list[slice]:
+    """Rows of ``x`` in each part that leaves a rank, in their order: by turn, then by piece; none is empty."""
+    return [part for _, _, part in _leaving(table, rank, pieces)]
+
+
+def split_program(table: Sequence[Sequence[int]], pieces: int, row_bytes: int, most_rows: int) -> Program:
+    """Rows of ``sent`` go into the outputs of the ranks that they are for, each part when its trigger fires.
+
+    Args:
+        table: rows from rank i to rank j in row i, column j.
+        pieces: of the rows for each peer.
+        row_bytes: of a row of the result.
+        most_rows: of both buffers.
+    """
+    n = len(table)
+    most = (n - 1) * pieces
+    queues: list[Queue] = []
+    results: list[Result] = []
+
+    def ready(rank: int, receiver: int) -> Flag:
+        return Flag(rank, most + receiver)
+
+    def came(rank: int, number: int) -> Flag:
+        return Flag(rank, most + n + number)
+
+    for rank in range(n):
+        sources = [(rank - turn) % n for turn in range(1, n)]
+        commands: list[Command] = [Signal(ready(source, rank), EPOCH) for source in sources if table[source][rank]]
+        met: set[int] = set()
+        for trigger, (number, to, rows) in enumerate(_leaving(table, rank, pieces)):
+            nbytes = (rows.stop - rows.start) * row_bytes
+            inside = rows.start - sum(table[rank][:to])
+            sent = Span(rank, "sent", rows.start * row_bytes, nbytes)
+            computed = Span(rank, "computed", rows.start * row_bytes, nbytes)
+            place = (sum(row[to] for row in table[:rank]) + inside) * row_bytes
+            output = Span(to, "output", place, nbytes)
+            if to not in met:
+                commands.append(Wait(ready(rank, to), EPOCH))
+                met.add(to)
+            commands += [Wait(Flag(rank, trigger), EPOCH), Copy(output, sent), Signal(came(to, number), EPOCH)]
+            fires = (Copy(sent, computed), Signal(Flag(rank, trigger), EPOCH))
+            queues.append(Queue(rank, Engine(EngineKind.CALLER, trigger), fires))
+            results += [Result(sent, (computed,)), Result(output, (computed,))]
+        for source in sources:
+            commands += [
+                Wait(came(rank, number), EPOCH) for number, to, _ in _leaving(table, source, pieces) if to == rank
+            ]
+        queues.append(Queue(rank, Engine(EngineKind.DMA), tuple(commands)))
+    sizes = {name: [most_rows * row_bytes] * n for name in ("computed", "sent", "output")}
+    contract = Contract.of(NAME, sizes, results, computed=("computed",))
+    return Program(contract, "pieces", tuple(queues), (0,) * n, 2 * most + n)
+
+
+def _leaving(table: Sequence[Sequence[int]], rank: int, pieces: int) -> list[tuple[int, int, slice]]:
+    """Number, receiver and rows of each part; the numbers of parts that would be empty are left out."""
+    n = len(table)
+    found = []
+    for turn in range(1, n):
+        to = (rank + turn) % n
+        ends = itertools.accumulate(split_evenly(table[rank][to], pieces), initial=sum(table[rank][:to]))
+        for piece, (first, stop) in enumerate(itertools.pairwise(ends)):
+            if stop > first:
+                found.append(((turn - 1) * pieces + piece, to, slice(first, stop)))
+    return found
+
+
+def _checked(
+    comm: Communicator, x: object, weight: object, counts: Counts, most_rows: int, pieces: int
+) -> tuple[tuple[int, ...], ...]:
+    """The counts as numbers."""
+    check_tensor(NAME, "weight", weight, comm.device, FLOATS, (2,))
+    assert isinstance(weight, torch.Tensor)
+    check_tensor(NAME, "x", x, comm.device, (weight.dtype,), (2,))
+    assert isinstance(x, torch.Tensor)
+    n = comm.world_size
+    if not 1 <= pieces <= MOST_PIECES:
+        raise ValueError(f"{NAME}: pieces (value={pieces}, allowed=1..{MOST_PIECES})")
+    if most_rows < 1 or not weight.shape[0] or most_rows * weight.shape[0] > MOST_ELEMENTS:
+        given, allowed = f"{most_rows}, {weight.shape[0]}", f"1 and more, {MOST_ELEMENTS} together"
+        raise ValueError(f"{NAME}: most_rows, columns of the result (value={given}, allowed={allowed})")
+    if x.shape[1] != weight.shape[1] or not x.shape[1]:
+        raise ValueError(f"{NAME}: columns of x (value={x.shape[1]}, allowed={weight.shape[1]}, those of the weight)")
+    if isinstance(counts, torch.Tensor) and counts.device.type != "cpu":
+        raise ValueError(f"{NAME}: device of counts (value={counts.device}, allowed=cpu: the host has to know them)")
+    table = tuple(tuple(int(count) for count in row) for row in counts)
+    if [len(row) for row in table] != [n] * n:
+        raise ValueError(f"{NAME}: rows of counts (value={[len(row) for row in table]}, allowed={[n] * n})")
+    sends, gets = list(map(sum, table)), list(map(sum, zip(*table, strict=True)))
+    if min(map(min, table)) < 0 or sends[comm.rank] > x.shape[0] or max(*sends, *gets) > most_rows:
+        given = f"{sends[comm.rank]} sent of {x.shape[0]}, {max(*sends, *gets)} to or from a rank"
+        raise ValueError(f"{NAME}: counts (value={given}, allowed=rows of x, up to {most_rows}, none negative)")
+    return table

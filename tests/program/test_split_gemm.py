@@ -1,0 +1,79 @@
+"""The program that takes parts of a GEMM to their ranks as they are finished: proved, and its mistakes refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import itertools
+from collections.abc import Callable
+
+import pytest
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+
+from sidelane.errors import ProgramError
+from sidelane.ops.split_gemm import going, split_program
+from sidelane.program.ir import Command, EngineKind, Program, Signal, Wait
+from sidelane.program.transform.triggers import triggers_of
+from sidelane.program.verify import verify
+
+TABLES = ([[3]], [[2, 3], [1, 0]], [[0, 5, 1], [2, 2, 0], [0, 1, 4]], [[2] * 4] * 4, [[0, 0], [7, 0]])
+
+
+@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("pieces", [1, 2, 3])
+def test_it_is_proved(table: list[list[int]], pieces: int) -> None:
+    program = split_program(table, pieces, 8, 20)
+    verify(program)
+    for rank, row in enumerate(table):
+        parts = going(table, rank, pieces)
+        assert len(triggers_of(program, rank)) == len(parts)
+        computed = sorted(number for part in parts for number in range(part.start, part.stop))
+        first = sum(row[:rank])
+        assert computed == [number for number in range(sum(row)) if not first <= number < first + row[rank]]
+
+
+MISTAKES = {
+    "copies do not wait for what is computed": lambda command, most, n: (
+        isinstance(command, Wait) and command.flag.index < most
+    ),
+    "nobody asks whether an output is free": lambda command, most, n: (
+        isinstance(command, Wait) and most <= command.flag.index < most + n
+    ),
+    "nobody waits for what comes": lambda command, most, n: (
+        isinstance(command, Wait) and command.flag.index >= most + n
+    ),
+    "nobody says that his output is free": lambda command, most, n: (
+        isinstance(command, Signal) and most <= command.flag.index < most + n
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_refused(mistake: str) -> None:
+    table, pieces = TABLES[2], 2
+    right = split_program(table, pieces, 8, 20)
+    most, n = (len(table) - 1) * pieces, len(table)
+    is_wrong: Callable[[Command, int, int], bool] = MISTAKES[mistake]
+    with pytest.raises(ProgramError):
+        verify(without(right, lambda command: is_wrong(command, most, n)))
+
+
+def test_a_part_that_is_left_out_is_refused() -> None:
+    right = split_program(TABLES[1], 2, 8, 20)
+    copies = [c for q in right.queues if q.engine.kind is EngineKind.DMA for c in q.commands if hasattr(c, "src")]
+    for copy in copies:
+        with pytest.raises(ProgramError):
+            verify(without(right, lambda command, copy=copy: command == copy))  # type: ignore[misc]
+
+
+def without(program: Program, left_out: Callable[[Command], bool]) -> Program:
+    """Commands of the copy engines left out."""
+    queues = [
+        dataclasses.replace(queue, commands=tuple(itertools.filterfalse(left_out, queue.commands)))
+        if queue.engine.kind is EngineKind.DMA
+        else queue
+        for queue in program.queues
+    ]
+    return dataclasses.replace(program, queues=tuple(queues))
