@@ -12,6 +12,7 @@ from sidelane.bench.fused.study import FusedOptions
 from sidelane.bench.report.tables import tables_of
 from sidelane.bench.results.files import Results, read
 from sidelane.bench.results.rows import FUSED_OPS, FusedRow
+from sidelane.choice.fused import parse
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
@@ -41,3 +42,18 @@ def test_everything_is_checked_and_timed(tmp_path: Path) -> None:
 def test_operators_that_there_are_not() -> None:
     with pytest.raises(ValueError, match=r"ops \(value=gemm, allowed=gemv_all_reduce"):
         FusedOptions(ops=("gemm",))
+
+
+@needs_triton
+def test_times_are_kept_for_auto(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    options = {"ops": ("gemv_all_reduce",), "warmup": 0, "repeats": 1, "keep": True}
+    results = study.main(FusedOptions(device="cpu", ranks=2, quiet=True, **options))  # type: ignore[arg-type]
+    assert results is not None
+    (file,) = tmp_path.rglob("fused-cpu.json")
+    _, (time,) = parse(file.read_text())
+    mine = [row for row in results.rows if isinstance(row, FusedRow)]
+    assert (time.op, time.world_size, time.captured, time.sizes) == ("gemv_all_reduce", 2, False, (20, 16, 1))
+    fused = next(row.time_us for row in mine if (row.implementation, row.schedule) == ("fused", "auto"))
+    unfused = next(row.time_us for row in mine if row.implementation == "unfused_best")
+    assert (time.fused_us, time.unfused_us) == pytest.approx((fused, unfused), rel=1e-3)  # rows are rounded
