@@ -436,7 +436,7 @@ class Communicator:
         (region,) = self.lane.arguments.regions("reach", tensor)
         if region.symmetric:
             return Reached("symmetric")
-        if self._path.reach is None:
+        if self._path.reach is None:  # no peers
             return Reached("staged", "Config.map_memory is not on")
         return self._path.reach.of(tensor)
 
