@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ import sidelane
 from sidelane import Communicator, Config, MismatchError, PeerError
 
 POOLS = Config(timeout_s=30)
-KINDS = ("all_gather", "all_to_all", "reduce_scatter", "all_reduce", "broadcast")
+MOVING, REDUCING = ("all_gather", "all_to_all", "broadcast"), ("reduce_scatter", "all_reduce")
 BYTES = 96 << 20
 """torch takes memory of GPUs in parts of 20 MiB."""
 
@@ -44,6 +43,7 @@ def results_of_operations(group: dist.ProcessGroup) -> list[Any]:
             comm.all_gather(output, input, variant=variant)
             assert torch.equal(output, expected), variant
         said.append(str(comm.reach(output)))
+        said.append(staging(comm))
         with pool:
             total = (input * 2).relu() + 1
         comm.all_reduce(total)
@@ -51,7 +51,6 @@ def results_of_operations(group: dist.ProcessGroup) -> list[Any]:
         said.append(str(comm.reach(total)))
         assert str(comm.reach(torch.zeros(4))).startswith("staged"), "what is made outside lies outside"
         assert comm.place(output) is not None and len(comm.peers(output)) == n
-        said.append(staging(comm))
     return said
 
 
@@ -91,7 +90,7 @@ def covered(group: dist.ProcessGroup) -> dict[str, bool]:
             assert torch.equal(torch.ones(3, 5).cumsum(0).t().clone(), torch.ones(3, 5).cumsum(0).t())
             with torch.inference_mode():
                 note("inference", outside @ outside)
-            note("given", outside), note("in place", outside.detach().add_(1))
+            note("given", outside), note("in place", outside.detach().mul_(1))
         note("after", outside @ outside)
         weight = layer.weight.grad
         assert weight is not None
@@ -100,7 +99,7 @@ def covered(group: dist.ProcessGroup) -> dict[str, bool]:
     return found
 
 
-def storm(group: dist.ProcessGroup, seed: int, calls: int, drift: int) -> tuple[int, int, int]:
+def storm(group: dist.ProcessGroup, seed: int, calls: int, drift: int, kinds: tuple[str, ...]) -> tuple[int, int, int]:
     """Calls on tensors that come and go, at other places on some ranks once in ``drift`` tensors: how many of the calls
     found a tensor symmetric and mapped, and the bytes of staging."""
     draw, own = random.Random(seed), random.Random(1000 * seed + dist.get_rank(group))
@@ -111,7 +110,7 @@ def storm(group: dist.ProcessGroup, seed: int, calls: int, drift: int) -> tuple[
         n, rank = comm.world_size, comm.rank
         pool = sidelane.pool(comm, BYTES)
         for number in range(calls):
-            kind, size = draw.choice(KINDS), draw.choice((1, 33, 5000, 70_000))
+            kind, size = draw.choice(kinds), draw.choice((1, 33, 5000, 70_000))
             reduces = kind in ("reduce_scatter", "all_reduce")
             dtype = torch.float32 if reduces else draw.choice((torch.uint8, torch.bfloat16, torch.float32))
             whole = kind in ("all_to_all", "reduce_scatter")
@@ -127,7 +126,7 @@ def storm(group: dist.ProcessGroup, seed: int, calls: int, drift: int) -> tuple[
                 output = torch.empty(size * n if kind == "all_gather" else size if kind != "all_to_all" else size * n)
                 output = output.to(dtype).contiguous().clone()
             for _ in range(draw.choice((1, 1, 2))):
-                _check(comm, kind, output, input, given, reduces)
+                _check(comm, kind, output, input, given)
             says = comm.reach(output if kind not in ("all_reduce", "broadcast") else input).how
             symmetric += says == "symmetric"
             mapped += says == "mapped"
@@ -144,7 +143,6 @@ def _check(
     output: torch.Tensor,
     input: torch.Tensor,
     given: list[torch.Tensor],
-    reduces: bool,
 ) -> None:
     n, rank = comm.world_size, comm.rank
     match kind:
@@ -158,12 +156,152 @@ def _check(
             assert same_bytes(output, torch.cat([each.chunk(n)[rank] for each in given])), kind
         case "reduce_scatter":
             comm.reduce_scatter(output, input)
-            assert close(output, reduced([each.chunk(n)[rank] for each in given], "sum"), given), kind
+            assert close(output, reduced([each.chunk(n)[rank] for each in given], "sum")), kind
         case "all_reduce":
             input.copy_(given[rank])
             comm.all_reduce(input)
-            assert close(input, reduced(given, "sum"), given), kind
+            assert close(input, reduced(given, "sum")), kind
         case "broadcast":
             input.copy_(given[rank])
             comm.broadcast(input, root=1)
             assert same_bytes(input, given[1]), kind
+
+
+def lists(group: dist.ProcessGroup, seed: int, rounds: int) -> tuple[int, str]:
+    """Lists, batches, exchanges with split sizes, scatter and gather, asynchronous calls; the bytes of staging."""
+    draw, own = random.Random(seed), random.Random(100 * seed + dist.get_rank(group))
+    with _communicator(group) as comm:
+        n, rank = comm.world_size, comm.rank
+        pool = sidelane.pool(comm, BYTES)
+        for step in range(rounds):
+            with pool:
+                moved = torch.empty(own.randrange(1, 4000)) if step % 3 == 0 else None
+                sizes = [draw.choice((1, 7, 300)) for _ in range(draw.randrange(1, 4))]
+                inputs = [torch.full((size,), step + 1000 * rank, dtype=torch.int32) for size in sizes]
+                outputs = [torch.empty(n * size, dtype=torch.int32) for size in sizes]
+                exchanged = [torch.empty_like(output) for output in outputs]
+                summed = torch.full((50,), rank + step, dtype=torch.int32)
+            comm.all_gather(outputs, inputs)
+            with comm.batch() as batch:
+                batch.all_to_all(exchanged, outputs)
+                batch.all_reduce(summed)
+            assert summed.tolist() == [n * step + sum(range(n))] * 50, step
+            for size, output, other in zip(sizes, outputs, exchanged, strict=True):
+                assert output.view(n, size)[:, -1].tolist() == [step + 1000 * peer for peer in range(n)], step
+                assert other.view(n, size).tolist() == [[step + 1000 * rank] * size] * n, step
+            counts = [[draw.randrange(1, 4) for _ in range(n)] for _ in range(n)]
+            sent, expected = counts[rank], [row[rank] for row in counts]
+            with pool:
+                source, target = torch.full((sum(sent),), step + rank), torch.full((sum(expected),), -1)
+                part = torch.empty(3, dtype=torch.int64)
+                whole = torch.arange(3 * n) + step if rank == 1 else None
+                late = torch.full((20 * n,), -1)
+                mine = torch.full((20,), rank + step)
+            comm.all_to_all(target, source, input_split_sizes=sent, output_split_sizes=expected)
+            came = [step + peer for peer in range(n) for _ in range(expected[peer])]
+            assert target.tolist() == came, step
+            comm.scatter(part, whole, root=1)
+            assert part.tolist() == [3 * rank + step + i for i in range(3)], step
+            comm.gather(whole, part, root=1)
+            assert whole is None or whole.tolist() == list(range(step, step + 3 * n)), step
+            work = comm.all_gather(late, mine, async_op=True)
+            assert work is not None
+            work.wait()
+            assert late[::20].tolist() == [peer + step for peer in range(n)], step
+            del moved
+        return staging(comm), str(comm.reach(summed)).partition(":")[0]
+
+
+def not_in_the_pool_everywhere(group: dist.ProcessGroup) -> list[str]:
+    """A tensor that is in the pool on some ranks only is staged; one that is new on one rank only is refused."""
+    said = []
+    with _communicator(group) as comm:
+        n, rank = comm.world_size, comm.rank
+        pool = sidelane.pool(comm, BYTES)
+        for step in range(3):
+            output = torch.empty(n * 100)
+            if rank != 1:
+                with pool:
+                    output = torch.empty(n * 100)
+            comm.all_gather(output, torch.full((100,), float(rank + step)))
+            assert output[::100].tolist() == [float(peer + step) for peer in range(n)]
+        said.append(comm.reach(output).how)
+        pool = sidelane.pool(comm, BYTES)
+        with pool:
+            kept, other = torch.ones(300), torch.ones(300)
+        comm.all_reduce(kept), comm.all_reduce(other)
+        assert kept[5] == n and comm.reach(other).how == "symmetric"
+        if rank == 0:
+            with pool:
+                kept = kept.clone()
+        try:
+            comm.all_reduce(kept)
+            comm.synchronize()
+        except (MismatchError, PeerError) as error:
+            said.append(type(error).__name__)
+    return said
+
+
+def comes_and_goes(group: dist.ProcessGroup) -> list[Any]:
+    """What is in use while tensors live and afterwards, and whether a tensor outlives its pool and communicator."""
+    with _communicator(group, Config(timeout_s=30, memory_bytes=2 * BYTES)) as comm:
+        n, rank = comm.world_size, comm.rank
+        before = comm.memory().used
+        for step in range(5):  # more than is allowed, if nothing came back
+            pool = sidelane.pool(comm, BYTES)
+            with pool:
+                tensor = torch.full((1 << 20,), float(rank + step))
+            with pool:
+                other = torch.full((1 << 20,), float(step))
+            assert tensor.data_ptr() != other.data_ptr() and pool.used >= 8 << 20
+            comm.all_reduce(tensor)
+            assert tensor[7] == n * step + sum(range(n))
+            del pool, other
+            gc.collect()
+            assert comm.reach(tensor).how == "symmetric", "it lives on"
+            del tensor
+            gc.collect()
+        pool = sidelane.pool(comm, BYTES)
+        during = comm.memory().used - before
+        with pool:
+            last = torch.full((1000,), 5.0)
+        said = f"{comm.lane.session.heap.pools.keys()}"
+    gc.collect()
+    assert last.sum() == 5000, "ordinary memory from now on"
+    return [during, said]
+
+
+def full(group: dist.ProcessGroup) -> tuple[str, float]:
+    """What is said when there is no room, and that all goes on."""
+    with _communicator(group) as comm:
+        pool = sidelane.pool(comm, 24 << 20)
+        said = ""
+        try:
+            with pool:
+                kept = torch.ones(1 << 20)
+                torch.empty(32 << 20, dtype=torch.uint8)
+        except torch.OutOfMemoryError as error:
+            said = str(error)
+        comm.all_reduce(kept)
+        return said, kept[-1].item()
+
+
+def wrong_sizes(group: dist.ProcessGroup) -> list[str]:
+    """Sizes that there are not, on one rank and on all."""
+    said = []
+    with _communicator(group) as comm:
+        for size in (0, -5, "many", True):
+            given = size if comm.rank == 0 else 1 << 20
+            try:
+                sidelane.pool(comm, given)  # type: ignore[arg-type]
+            except (ValueError, TypeError, PeerError) as error:
+                said.append(type(error).__name__)
+        try:
+            sidelane.pool(comm, (4 + 4 * comm.rank) << 20)
+        except MismatchError as error:
+            said.append(type(error).__name__)
+        with sidelane.pool(comm, 1 << 20):
+            tensor = torch.ones(7)
+        comm.all_reduce(tensor)
+        assert tensor.tolist() == [comm.world_size] * 7
+    return said
