@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import time
 from typing import Any
 
 import torch
@@ -15,8 +16,11 @@ from sidelane import Communicator, Config, MismatchError, PeerError
 
 POOLS = Config(timeout_s=30)
 MOVING, REDUCING = ("all_gather", "all_to_all", "broadcast"), ("reduce_scatter", "all_reduce")
-BYTES = 96 << 20
-"""torch takes memory of GPUs in parts of 20 MiB."""
+
+
+def room() -> int:
+    """Bytes of a pool. torch takes memory of GPUs in parts of 20 MiB."""
+    return (96 if torch.get_default_device().type == "cuda" else 16) << 20
 
 
 def _communicator(group: dist.ProcessGroup, config: Config = POOLS) -> Communicator:
@@ -32,7 +36,7 @@ def results_of_operations(group: dist.ProcessGroup) -> list[Any]:
     said: list[Any] = []
     with _communicator(group) as comm:
         n, rank = comm.world_size, comm.rank
-        pool = sidelane.pool(comm, BYTES)
+        pool = sidelane.pool(comm, room())
         expected = torch.arange(5000.0) + torch.arange(n)[:, None]
         with pool:
             input = torch.arange(5000.0) + rank
@@ -58,7 +62,7 @@ def covered(group: dist.ProcessGroup) -> dict[str, bool]:
     """Whether what torch makes in many ways lies in the pool."""
     found: dict[str, bool] = {}
     with _communicator(group) as comm:
-        heap, pool = comm.lane.session.heap, sidelane.pool(comm, BYTES)
+        heap, pool = comm.lane.session.heap, sidelane.pool(comm, room())
 
         def note(name: str, tensor: torch.Tensor | None) -> None:
             assert tensor is not None
@@ -108,7 +112,7 @@ def storm(group: dist.ProcessGroup, seed: int, calls: int, drift: int, kinds: tu
     symmetric = mapped = 0
     with _communicator(group) as comm:
         n, rank = comm.world_size, comm.rank
-        pool = sidelane.pool(comm, BYTES)
+        pool = sidelane.pool(comm, room())
         for number in range(calls):
             kind, size = draw.choice(kinds), draw.choice((1, 33, 5000, 70_000))
             reduces = kind in ("reduce_scatter", "all_reduce")
@@ -172,7 +176,7 @@ def lists(group: dist.ProcessGroup, seed: int, rounds: int) -> tuple[int, str]:
     draw, own = random.Random(seed), random.Random(100 * seed + dist.get_rank(group))
     with _communicator(group) as comm:
         n, rank = comm.world_size, comm.rank
-        pool = sidelane.pool(comm, BYTES)
+        pool = sidelane.pool(comm, room())
         for step in range(rounds):
             with pool:
                 moved = torch.empty(own.randrange(1, 4000)) if step % 3 == 0 else None
@@ -217,7 +221,7 @@ def not_in_the_pool_everywhere(group: dist.ProcessGroup) -> list[str]:
     said = []
     with _communicator(group) as comm:
         n, rank = comm.world_size, comm.rank
-        pool = sidelane.pool(comm, BYTES)
+        pool = sidelane.pool(comm, room())
         for step in range(3):
             output = torch.empty(n * 100)
             if rank != 1:
@@ -226,7 +230,7 @@ def not_in_the_pool_everywhere(group: dist.ProcessGroup) -> list[str]:
             comm.all_gather(output, torch.full((100,), float(rank + step)))
             assert output[::100].tolist() == [float(peer + step) for peer in range(n)]
         said.append(comm.reach(output).how)
-        pool = sidelane.pool(comm, BYTES)
+        pool = sidelane.pool(comm, room())
         with pool:
             kept, other = torch.ones(300), torch.ones(300)
         comm.all_reduce(kept), comm.all_reduce(other)
@@ -242,13 +246,34 @@ def not_in_the_pool_everywhere(group: dist.ProcessGroup) -> list[str]:
     return said
 
 
+def compared_ones_wait_for_nobody(group: dist.ProcessGroup) -> str:
+    """Rank 0 starts a call and then tells its peers to come: a call that waited for their hosts would never return."""
+    with _communicator(group) as comm:
+        n, rank = comm.world_size, comm.rank
+        with sidelane.pool(comm, room()):
+            output, input = torch.empty(n * 100), torch.empty(100)
+        for step in range(4):
+            input.fill_(step + rank)
+            if rank and step > 1:  # in the first one the ranks compare, and the next one is the first of its kind
+                dist.barrier(group)
+            work = comm.all_gather(output, input, async_op=rank == 0 and step > 0)
+            if work is not None:
+                if step > 1:
+                    time.sleep(0.01)
+                    dist.barrier(group)
+                work.wait()
+            assert output[::100].tolist() == [step + peer for peer in range(n)], step
+        assert staging(comm) == 0
+        return comm.reach(output).how
+
+
 def comes_and_goes(group: dist.ProcessGroup) -> list[Any]:
     """What is in use while tensors live and afterwards, and whether a tensor outlives its pool and communicator."""
-    with _communicator(group, Config(timeout_s=30, memory_bytes=2 * BYTES)) as comm:
+    with _communicator(group, Config(timeout_s=30, memory_bytes=2 * room())) as comm:
         n, rank = comm.world_size, comm.rank
         before = comm.memory().used
         for step in range(5):  # more than is allowed, if nothing came back
-            pool = sidelane.pool(comm, BYTES)
+            pool = sidelane.pool(comm, room())
             with pool:
                 tensor = torch.full((1 << 20,), float(rank + step))
             with pool:
@@ -261,7 +286,7 @@ def comes_and_goes(group: dist.ProcessGroup) -> list[Any]:
             assert comm.reach(tensor).how == "symmetric", "it lives on"
             del tensor
             gc.collect()
-        pool = sidelane.pool(comm, BYTES)
+        pool = sidelane.pool(comm, room())
         during = comm.memory().used - before
         with pool:
             last = torch.full((1000,), 5.0)

@@ -47,7 +47,7 @@ def test_a_tensor_that_some_ranks_have_in_no_pool(pool: RankPool) -> None:
 
 def test_memory_comes_and_goes(pool: RankPool) -> None:
     for during, names in pool.run(pool_cases.comes_and_goes, 2):
-        assert during == pool_cases.BYTES and "pool 6 of lane 0" in names and "pool 5" not in names
+        assert during == pool_cases.room() and "pool 6 of lane 0" in names and "pool 5" not in names
 
 
 def test_a_pool_that_is_full(pool: RankPool) -> None:
@@ -59,3 +59,7 @@ def test_sizes_that_there_are_not(pool: RankPool) -> None:
     first, second = pool.run(pool_cases.wrong_sizes, 2)
     assert first == ["ValueError", "ValueError", "TypeError", "TypeError", "MismatchError"]
     assert second == ["PeerError"] * 4 + ["MismatchError"]
+
+
+def test_calls_on_compared_tensors_wait_for_nobody(pool: RankPool) -> None:
+    assert pool.run(pool_cases.compared_ones_wait_for_nobody, 3) == ["symmetric"] * 3

@@ -141,7 +141,7 @@ class FakeCuda:
     """torch.cuda as far as a pool asks it: each allocation is a segment."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.capturing, self.graphs, self.waits = False, 0, 0
+        self.capturing, self.busy, self.graphs = False, False, 0
         self.active: list[Any] = []
         cuda = self
 
@@ -183,10 +183,7 @@ class FakeCuda:
         monkeypatch.setattr(torch.cuda.memory, "CUDAPluggableAllocator", Allocator)
         monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
-        monkeypatch.setattr(torch.cuda, "synchronize", self._synchronize)
-
-    def _synchronize(self, device: torch.device) -> None:
-        self.waits += 1
+        monkeypatch.setattr(placed_cuda, "becomes_idle", lambda device: not self.busy)
 
     def allocate(self, nbytes: int) -> int:
         """As an operation does inside ``with``."""
@@ -213,7 +210,7 @@ def region(start: int = START) -> Any:
 
 def test_a_pool_places_what_is_allocated_inside(cuda: FakeCuda) -> None:
     gone: list[str] = []
-    placer = DevicePlacer("pool 1", region(), lambda: gone.append("gone"))
+    placer = DevicePlacer("pool 1", region(), lambda: gone.append("gone"), 1.0)
     pool = placer._pool
     with placer.active():
         first = cuda.allocate(2 * MIB)
@@ -237,23 +234,32 @@ def test_a_pool_places_what_is_allocated_inside(cuda: FakeCuda) -> None:
     cuda.capturing, cuda.graphs = False, 1
     give_back_pools()
     assert not gone, "a graph has it"
-    cuda.graphs = 0
+    cuda.graphs, cuda.busy = 0, True
     give_back_pools()
-    assert gone == ["gone"] and cuda.waits == 1
+    assert not gone, "what is queued may use it"
+    cuda.busy = False
+    give_back_pools()
+    assert gone == ["gone"]
     give_back_pools()
     assert gone == ["gone"]
 
 
 def test_too_many_pools(cuda: FakeCuda) -> None:
-    placers = [DevicePlacer(f"pool {number}", region(START * (number + 1)), int) for number in range(ARENAS)]
+    placers = [DevicePlacer(f"pool {number}", region(START * (number + 1)), int, 1.0) for number in range(ARENAS)]
     with pytest.raises(UnavailableError, match=f"value={ARENAS + 1}, allowed={ARENAS}"):
-        DevicePlacer("one more", region(), int)
+        DevicePlacer("one more", region(), int, 1.0)
     for placer in placers:
         placer.close()
     give_back_pools()
-    again = DevicePlacer("again", region(), int)
+    again = DevicePlacer("again", region(), int, 1.0)
     again.close()
     give_back_pools()
+
+
+def test_a_device_that_never_ends_its_work(cuda: FakeCuda) -> None:
+    cuda.busy = True
+    with pytest.raises(UnavailableError, match=f"cuda:{DEVICE} has not become idle in 0.01 s"):
+        DevicePlacer("pool 1", region(), int, 0.01)
 
 
 def test_without_a_compiler_it_says_so(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -262,7 +268,7 @@ def test_without_a_compiler_it_says_so(cuda: FakeCuda, monkeypatch: pytest.Monke
     monkeypatch.setattr(arena, "private_cache", lambda: tmp_path)
     try:
         with pytest.raises(UnavailableError, match="cannot be compiled: no C compiler"):
-            DevicePlacer("pool 1", region(), int)
+            DevicePlacer("pool 1", region(), int, 1.0)
     finally:
         load_arenas.cache_clear()
 
@@ -270,7 +276,7 @@ def test_without_a_compiler_it_says_so(cuda: FakeCuda, monkeypatch: pytest.Monke
 def test_a_file_that_was_cut_short_is_made_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     whole = load_arenas().path
     short = tmp_path / whole.name
-    short.write_bytes(whole.read_bytes()[:1000])
+    short.write_bytes(b"\x7fELF")
     short.chmod(0o700)
     monkeypatch.setattr(arena, "private_cache", lambda: tmp_path)
     load_arenas.cache_clear()

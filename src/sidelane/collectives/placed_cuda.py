@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from sidelane.errors import UnavailableError
+from sidelane.memory.giving_back import becomes_idle
 from sidelane.native.arena import ARENAS, ArenaLibrary, load_arenas
 
 
@@ -20,12 +23,13 @@ class DevicePlacer:
         name: of the pool.
         region: its bytes.
         gone: told when nothing refers to them any more.
+        timeout_s: that the device may take to become idle.
 
     Raises:
-        UnavailableError: the library cannot be compiled, or there are too many pools.
+        UnavailableError: the library cannot be compiled, there are too many pools, or the device is not idle in time.
     """
 
-    def __init__(self, name: str, region: torch.Tensor, gone: Callable[[], object]) -> None:
+    def __init__(self, name: str, region: torch.Tensor, gone: Callable[[], object], timeout_s: float) -> None:
         self._name, self._region, self._gone = name, region, gone
         try:
             self._library = load_arenas()
@@ -33,6 +37,11 @@ class DevicePlacer:
             raise UnavailableError(f"pool: what GPUs need cannot be compiled: {error}") from error
         device = region.device
         assert device.index is not None
+        # The memory may be in use by calls that are queued, and any stream will write there.
+        deadline = time.monotonic() + timeout_s
+        while not becomes_idle(device):
+            if time.monotonic() > deadline:
+                raise UnavailableError(f"pool: {device} has not become idle in {timeout_s} s")
         self._slot = self._library.open(region.data_ptr(), region.nbytes, device.index)
         if self._slot < 0:
             raise UnavailableError(f"pool: pools of this process (value={ARENAS + 1}, allowed={ARENAS} at once)")
@@ -64,11 +73,12 @@ class DevicePlacer:
             _closed.append(self)
 
     def end(self) -> bool:
-        """Give the memory back, if no tensor and no graph has any of it. Waits for the device then."""
+        """Give the memory back, if no tensor and no graph has any of it, and the device is idle."""
         if self._pool is not None:
             if self._pool.use_count() > 1 or any(segment["active_size"] for segment in self._pool.snapshot()):
                 return False
-            torch.cuda.synchronize(self._region.device)
+            if not becomes_idle(self._region.device):
+                return False
             self._pool = None  # torch lets go of its segments
         if not self._library.close(self._slot):
             return False
@@ -88,10 +98,12 @@ def give_back_pools() -> None:
 
 
 def _allocator(library: ArenaLibrary, slot: int) -> Any:
-    """Torch refers to it for as long as it has any memory of it, and says to nobody how long that is."""
+    """Torch refers to it for as long as it has any memory of it, also at the end of the process: it is never freed."""
     if slot not in _allocators:
-        _allocators[slot] = torch.cuda.memory.CUDAPluggableAllocator(str(library.path), *library.names(slot))
-    return _allocators[slot].allocator()
+        made = torch.cuda.memory.CUDAPluggableAllocator(str(library.path), *library.names(slot)).allocator()
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(made))
+        _allocators[slot] = made
+    return _allocators[slot]
 
 
 _allocators: dict[int, Any] = {}

@@ -47,18 +47,18 @@ class SymmetricPool:
         heap.add_pool(name, region)
         gone = functools.partial(heap.drop_pool, name)
         try:
-            self._placer = self._make(name, region, gone)
+            self._placer = self._make(name, region, gone, communicator.config.timeout_s)
         except BaseException:
             gone()
             raise
         self._mine = threading.local()
 
     @staticmethod
-    def _make(name: str, region: torch.Tensor, gone: Callable[[], object]) -> Placer:
+    def _make(name: str, region: torch.Tensor, gone: Callable[[], object], timeout_s: float) -> Placer:
         if region.is_cuda:
             from sidelane.collectives.placed_cuda import DevicePlacer
 
-            return DevicePlacer(name, region, gone)
+            return DevicePlacer(name, region, gone, timeout_s)
         from sidelane.collectives.placed_cpu import HostPlacer
 
         return HostPlacer(name, region, gone)
