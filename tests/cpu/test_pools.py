@@ -47,7 +47,7 @@ def test_a_tensor_that_some_ranks_have_in_no_pool(pool: RankPool) -> None:
 
 def test_memory_comes_and_goes(pool: RankPool) -> None:
     for during, names in pool.run(pool_cases.comes_and_goes, 2):
-        assert during == pool_cases.room() and "pool 6 of lane 0" in names and "pool 5" not in names
+        assert during == pool_cases.room() and "pool 4 of lane 0" in names and "pool 3" not in names
 
 
 def test_a_pool_that_is_full(pool: RankPool) -> None:

@@ -50,7 +50,7 @@ class Reached:
 
     Attributes:
         how: ``symmetric``, ``mapped`` (ordinary memory that peers map, where theirs can be as well) or ``staged``.
-        why: for ``staged``.
+        why: for ``staged``, and for a tensor in a pool that is not symmetric.
     """
 
     how: str
