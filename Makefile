@@ -19,7 +19,7 @@ NEWEST_TORCH ?= torch
 RESULTS ?=
 STUDIES ?=
 DEMO ?=
-TESTS ?= tests --ignore=tests/device
+TESTS ?= tests --ignore=tests/device --ignore=tests/restart
 DEVICE_TESTS ?=
 SECONDS ?= 600
 SEED ?=
@@ -34,7 +34,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-device test-torch test-newest attack sanitize results wheel docs docs-pages lint format venv clean
+.PHONY: help demo test test-device test-torch test-newest test-restart attack sanitize results wheel docs docs-pages lint format venv clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -61,6 +61,9 @@ test-newest: ## run the process group's tests with the newest torch of the packa
 	@test -x build/newest/bin/python || $(PYTHON) -m venv build/newest
 	@build/newest/bin/python -m pip install --quiet --upgrade $(NEWEST_TORCH) numpy rich click pytest pytest-timeout
 	@PYTHONPATH=src build/newest/bin/python -W ignore -m pytest -q -o addopts= tests/cpu/test_process_group*.py
+
+test-restart: $(READY) ## kill a rank of programs that train, and see torchrun start them again; a minute
+	@$(BIN)/python -m pytest tests/restart
 
 attack: $(READY) ## try to prove verify wrong, with random programs and schedules; SECONDS=600 SEED=1
 	@PYTHONPATH=tests:tests/common $(BIN)/python -m attack --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(ATTACK)

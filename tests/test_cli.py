@@ -23,6 +23,7 @@ from sidelane.bench.results.written import STDOUT
 from sidelane.bench.running import launch, study
 from sidelane.bench.running.asked import check_asked
 from sidelane.bench.running.launch import RankFailedError
+from sidelane.bench.simulated import fused as sim_fused
 from sidelane.bench.simulated import overlap as sim_overlap
 from sidelane.bench.simulated import plan as sim_plan
 from sidelane.bench.simulated import study as sim_study
@@ -153,6 +154,7 @@ def predicted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     monkeypatch.setattr(sim_overlap, "main", stand_in("pipeline"))
     monkeypatch.setattr(claims, "main", stand_in("claims"))
     monkeypatch.setattr(sim_plan, "main", stand_in("plan"))
+    monkeypatch.setattr(sim_fused, "main", stand_in("fused"))
     return seen
 
 
@@ -186,6 +188,17 @@ OUT = Path("out")
         (
             "plan --model llama-70b-like --machine m.toml --fsdp --tokens 4096 --sequence 2048 --layers 4 --json -",
             ("plan", sim_plan.Options("m.toml", "llama-70b-like", 4096, 2048, 4, fsdp=True, json=STDOUT)),
+        ),
+        ("fused --machine mi210x4", ("fused", sim_fused.Options("mi210x4"))),
+        (
+            "fused --machine m.toml --ops embedding_all_to_all --shape 1024,64,70 --shape 8,2,1 --occupancy 0.75"
+            " --late 20 --report out --json -",
+            (
+                "fused",
+                sim_fused.Options(
+                    *("m.toml", ("embedding_all_to_all",), ((1024, 64, 70), (8, 2, 1)), 0.75, 20.0, OUT, STDOUT)
+                ),
+            ),
         ),
         ("claims", ("claims", claims.Options())),
         ("claims --json", ("claims", claims.Options(json=STDOUT, ranges=False))),
@@ -221,6 +234,14 @@ def test_predictions(asked: SimpleNamespace, predicted: list[tuple[Any, ...]], a
         ("collective --machine mi300x8 --tensors 8", ["--tensors does not go with --machine", "--report"]),
         ("collective --machine mi300x8 --min-bytes 1K", ["--min-bytes"]),
         ("pipeline", ["--machine"]),
+        ("fused --shape 1024,64,70", ["--shape", "needs --machine"]),
+        ("fused --machine mi210x4 --shape 1024,64,70", ["--shape", "with --ops and one of them"]),
+        ("fused --machine mi210x4 --ops gemv_all_reduce --shape 8,0,1", ["rows, columns of all ranks, tokens"]),
+        ("fused --machine mi210x4 --ops gemv_all_reduce --shape 8,x", ["8,x", "whole numbers with commas"]),
+        ("fused --machine mi210x4 --ops all_reduce_rms_norm", ["allowed with --machine=gemv_all_reduce"]),
+        ("fused --machine mi210x4 --ops gemv_all_reduce --occupancy 75", ["occupancy", "at most 1"]),
+        ("fused --machine mi210x4 --late -1", ["--late", "0 or more"]),
+        ("fused --machine mi210x4 --repeats 3", ["--repeats", "--machine"]),
         ("plan --model llama-8b-like --machine mi300x8", ["allowed=--fsdp"]),
         ("plan --model gpt --machine mi300x8 --fsdp", ["--model", "llama-8b-like, llama-70b-like"]),
         ("claims --version 001", ["001"]),

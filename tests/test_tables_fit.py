@@ -19,11 +19,13 @@ from sidelane.bench.demo import show
 from sidelane.bench.demo.checked import Checked
 from sidelane.bench.demo.figures import overlap_percents
 from sidelane.bench.demo.measured import measured
+from sidelane.bench.fused.shapes import ON_GPUS
 from sidelane.bench.report import terminal
 from sidelane.bench.report.table import Line, Table
 from sidelane.bench.report.tables import tables_of
 from sidelane.bench.results import files
 from sidelane.bench.results.written import STDOUT
+from sidelane.bench.simulated import fused as sim_fused
 from sidelane.bench.simulated import overlap
 from sidelane.bench.simulated import plan as sim_plan
 from sidelane.bench.simulated import study as simulated
@@ -117,6 +119,15 @@ def of_plan() -> list[Table]:
     return [sim_plan.plan_table(named("mi300x8"), step, planned)]
 
 
+def of_fused() -> list[Table]:
+    machine = named("h200x4")
+    asked = sim_fused.Options("h200x4")
+    made = [
+        made for op in ON_GPUS if op not in sim_fused.UNKNOWN for made in sim_fused.operators_of(op, ON_GPUS[op][-1])
+    ]
+    return sim_fused.fused_tables(machine, [sim_fused.predicted(machine, *one, asked) for one in made])
+
+
 def of_sensitivity() -> list[Table]:
     ids = tuple(f"DM-FIN-0{i}" for i in range(4))
     ends = [Survival("interference.memory", "assumed", value, value > 6, 20, 42, ids) for value in (5.0, 7.5)]
@@ -135,6 +146,7 @@ MADE: dict[str, Callable[[], list[Table]]] = {
     "collective --machine": predicted_sizes,
     "pipeline": lambda: [overlap.blocks_table(named("mi300x8"), "opt1", overlap.TILES["opt1"])],
     "plan": of_plan,
+    "fused --machine": of_fused,
     "claims, sensitivity": of_sensitivity,
     "machines": lambda: [machine_list.machines_table([named(name) for name in machine_names()])],
     "claims --machine": of_claims,

@@ -69,8 +69,8 @@ def __getattr__(name: str) -> Any:
     # Importing torch takes seconds; `sidelane --help` and the program tools do without.
     if name in ("Batched", "BoundProgram", "Communicator", "Lane", "Prelaunched", "Session", "Work"):
         return getattr(import_module("sidelane.collectives"), name)
-    if name == "fsdp":
-        return import_module("sidelane.integrations.fsdp")
+    if name in ("ddp", "fsdp"):
+        return import_module(f"sidelane.integrations.{name}")
     if name in _ELSEWHERE:
         return getattr(import_module(_ELSEWHERE[name]), name)
     raise AttributeError(f"module 'sidelane' has no attribute {name!r}")

@@ -13,7 +13,7 @@ from sidelane import Communicator, ops
 from sidelane.ops import reference
 from sidelane.ops.gemm import TileSizes
 
-TILES = TileSizes(16, 16, 16, 1, 1)
+TILES = TileSizes(16, 16, 16, 1, 1, group=2)
 
 
 def back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> int:
@@ -25,7 +25,7 @@ def back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> int:
         for number in range(calls):
             dtype, order = draws.sizes.choice(DTYPES), draws.sizes.choice(("remote_first", "oblivious"))
             columns, depth = draws.sizes.choice((5, 16, 20)), draws.sizes.choice((3, 16, 40))
-            counts = [[draws.sizes.choice((0, 1, 7, 18)) for _ in range(n)] for _ in range(n)]
+            counts = [[draws.sizes.choice((0, 1, 7, 18, 70)) for _ in range(n)] for _ in range(n)]
             xs = [draws.normal(sum(row) + number % 2, depth).to(dtype) for row in counts]
             weights = [draws.normal(columns, depth).to(dtype) for _ in range(n)]
             products = [x.double() @ weight.double().T for x, weight in zip(xs, weights, strict=True)]
@@ -37,7 +37,7 @@ def back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> int:
             x, weight = xs[rank].to(device), weights[rank].to(device)
             table = torch.tensor(counts, dtype=draws.sizes.choice((torch.int32, torch.int64)), device=device)
             draws.late()
-            result = ops.gemm_all_to_all(comm, x, weight, table, most_rows=18 * n, order=order, tiles=TILES)
+            result = ops.gemm_all_to_all(comm, x, weight, table, most_rows=70 * n, order=order, tiles=TILES)
             kept.append((result[: len(expected)].clone(), expected))
             if number == 0:
                 check_close(reference.gemm_all_to_all(comm, x, weight, counts), expected, "unfused")

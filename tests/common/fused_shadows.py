@@ -303,11 +303,11 @@ def gemm(comm: Communicator) -> Iterator[Launched]:
     n, columns = comm.world_size, 48
     counts = [[(5 * sender + 17 * peer) % 40 for peer in range(n)] for sender in range(n)]
     most = max(sum(row) for row in zip(*counts, strict=True))
-    handle = GemmAllToAll(comm, most, columns, torch.float32, tiles=TileSizes(16, 16, 16, 1, 1))
+    handle = GemmAllToAll(comm, most, columns, torch.float32, tiles=TileSizes(16, 16, 16, 1, 1, group=2))
     x, weight = torch.ones(sum(counts[comm.rank]), 8), torch.ones(columns, 8)
     for order in ("remote_first", "oblivious"):
         first = order == "remote_first"
-        shadow = fused_gemm.gemm_all_to_all(counts, handle._programs, 16, 3, 64, remote_first=first)
+        shadow = fused_gemm.gemm_all_to_all(counts, handle._programs, 16, 3, 64, remote_first=first, group=2)
         yield Launched(
             lambda order=order: handle(x, weight, torch.tensor(counts), order=order),  # type: ignore[misc]
             handle._kernel,

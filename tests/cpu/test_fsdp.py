@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import fsdp_cases
 import pytest
+import straight_cases
+import torch
 from ranks import RankPool, crew
+
+from sidelane.integrations.straight import Ring
 
 
 @pytest.mark.parametrize("n", [2, 3])
@@ -37,3 +41,79 @@ def test_a_rank_that_dies_is_named() -> None:
     assert code == 3
     for text in (first, second):
         assert text.startswith("PeerError (2,)") and "died" in text, text
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_parameters_are_gathered_into_their_own_memory(pool: RankPool, n: int) -> None:
+    for told in pool.run(straight_cases.straight_into_parameters, n):
+        assert told["mixture"] == told["offloaded"] == told["torch 2.11"] == (0, {straight_cases.STRAIGHT})
+        for name, wanted in (
+            ("dimension 1", "a parameter is sharded along dimension 1"),
+            ("extension", "a parameter has an extension of its own for gathers"),
+            ("not asked for", "not asked for"),
+        ):
+            copies, why = told[name]
+            assert copies > 0 and why == {f"copied out: {wanted}"}
+
+
+def test_two_buffers_do_for_all_layers(pool: RankPool) -> None:
+    for told in pool.run(straight_cases.buffers_go_round, 2, 6):
+        layer = 512 * 512 * 4
+        assert told == {True: (2 + 2) * layer, False: (6 + 2) * layer}  # and two for gradients
+
+
+def test_without_room_in_symmetric_memory_parameters_are_copied_out(pool: RankPool) -> None:
+    for why in pool.run(straight_cases.without_room, 2):
+        assert why == {straight_cases.STRAIGHT, "copied out: no symmetric memory is left for the parameters"}
+
+
+def test_one_of_two_models_gives_it_back(pool: RankPool) -> None:
+    assert pool.run(straight_cases.one_of_two, 2) == [{straight_cases.STRAIGHT}] * 2
+
+
+def test_memory_that_is_in_use_is_given_back(pool: RankPool) -> None:
+    pool.run(straight_cases.given_back_in_use, 2)
+
+
+def test_another_torch_is_left_alone(pool: RankPool) -> None:
+    for why in pool.run(straight_cases.guarded, 2):
+        assert why == {"copied out: something else has replaced foreach_all_gather"}
+
+
+class Stream:
+    """A stream of a GPU that only remembers."""
+
+    def __init__(self) -> None:
+        self.now, self.waited = 0, []  # type: int, list[int]
+
+    def record_event(self) -> int:
+        return self.now
+
+    def wait_event(self, event: int) -> None:
+        self.waited.append(event)
+
+
+def test_gathers_do_not_wait_for_the_layer_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On GPUs: a layer is gathered while the one before is computed, into memory that is no longer in use."""
+    computing, gathering = Stream(), Stream()
+    handle = type("Handle", (), {"current_stream": staticmethod(lambda: computing)})
+    monkeypatch.setattr(torch, "get_device_module", lambda device: handle)
+    made: list[int] = []
+    ring = Ring(lambda nbytes: made.append(nbytes) or torch.empty(nbytes, dtype=torch.uint8), torch.device("cpu"))
+    for layer in range(6):  # forward: gather, compute, free
+        _, free = ring.take(100, gathering, at_once=False)
+        computing.now = layer
+        assert gathering.waited == list(range(layer - 1)), "for those two before it, and not for the one before"
+        free()
+    assert made == [100, 100]
+    gathering.waited.clear()
+    held, free_held = ring.take(100, gathering, at_once=True)
+    for layer in range(7, 12):  # backward: free, gather the one before, compute
+        computing.now = layer
+        following, free_following = ring.take(100, gathering, at_once=True)
+        assert following is not held
+        free_held()
+        held, free_held = following, free_following
+    assert made == [100, 100]
+    ring.take(50, gathering, at_once=True)
+    assert made == [100, 100, 50], "a size has buffers of its own"

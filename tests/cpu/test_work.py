@@ -56,6 +56,8 @@ def fails(group: dist.ProcessGroup) -> str:
         future = work.get_future()
         with pytest.raises(RuntimeError, match="rank 1 .* has not come"):
             future.wait()
+        with pytest.raises(RuntimeError, match="rank 1 .* has not come"):
+            torch.futures.collect_all([future]).wait()  # C++ sees the error, too, and no result
         assert work.is_completed() and not work.is_success()
         with pytest.raises(PeerError):
             work.result()

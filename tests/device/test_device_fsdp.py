@@ -15,6 +15,22 @@ def test_loss_and_gradients_are_those_of_nccl(ranks: Ranks) -> None:
             assert calls > 10 and reserved > 0 and elsewhere == {}, name
 
 
+def test_parameters_are_gathered_into_their_own_memory(ranks: Ranks) -> None:
+    for told in ranks.run("fsdp_device_cases.of_straight", "straight_into_parameters", timeout_s=150):
+        assert told["mixture"] == told["offloaded"] == told["torch 2.11"] == (0, {"straight into the parameters"})
+        copies, why = told["dimension 1"]
+        assert copies > 0 and why == {"copied out: a parameter is sharded along dimension 1"}
+
+
+def test_few_buffers_do_for_all_layers(ranks: Ranks) -> None:
+    for told in ranks.run("fsdp_device_cases.of_straight", "buffers_go_round", 8):
+        assert told[True] < told[False]
+
+
+def test_memory_that_is_in_use_is_given_back(ranks: Ranks) -> None:
+    ranks.run("fsdp_device_cases.of_straight", "given_back_in_use")
+
+
 def test_prefetching(ranks: Ranks) -> None:
     ranks.run("fsdp_device_cases.of", "prefetched", 1)
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from sidelane.bench.running.measure import Job, Meter
-from sidelane.c3.run import Lanes, Pairs, Workers
+from sidelane.c3.lanes import Lanes
+from sidelane.c3.run import Pairs, Workers
 from sidelane.c3.strategies import named
 
 

@@ -12,7 +12,7 @@ import pytest
 from sidelane.c3 import overlap
 from sidelane.c3 import run as runner
 from sidelane.c3.strategies import FILES, named, register, registry, strategies
-from sidelane.c3.strategy import Mover, Order, Partition, Strategy
+from sidelane.c3.strategy import Means, Mover, Order, Partition, Strategy
 from sidelane.cli import main
 
 NAMES = tuple(strategy.name for strategy in strategies())
@@ -20,10 +20,10 @@ NAMES = tuple(strategy.name for strategy in strategies())
 
 def test_the_strategies_in_the_order_of_studies() -> None:
     assert (
-        *("serial", "c3_base", "c3_sp", "c3_rp", "c3_sp_rp", "priority", "conccl", "conccl_rp", "nccl_ce"),
-        *("sm_base", "sm_sp", "sm_rp", "sm_sp_rp", "sm_priority"),
+        *("serial", "c3_base", "c3_sp", "c3_rp", "c3_sp_rp", "c3_target", "priority", "conccl", "conccl_rp", "nccl_ce"),
+        *("sm_base", "sm_sp", "sm_rp", "sm_sp_rp", "sm_target", "sm_priority"),
     ) == NAMES
-    assert set(FILES) == {*NAMES[:9], "registry", "everything"}, "a file each"
+    assert set(FILES) == {*NAMES[:10], "registry", "everything"}, "a file each"
 
 
 @pytest.mark.parametrize(
@@ -35,6 +35,7 @@ def test_the_strategies_in_the_order_of_studies() -> None:
         ("priority", Order.GEMM_FIRST, Mover.LIBRARY, 1, None),
         ("c3_rp", Order.GEMM_FIRST, Mover.LIBRARY, 0, Partition()),
         ("c3_sp_rp", Order.COLLECTIVE_FIRST, Mover.LIBRARY, 0, Partition()),
+        ("c3_target", Order.COLLECTIVE_FIRST, Mover.LIBRARY, 0, Partition(means=Means.TARGET)),
         ("conccl", Order.COLLECTIVE_FIRST, Mover.DMA, 0, None),
         ("conccl_rp", Order.COLLECTIVE_FIRST, Mover.DMA, 0, Partition(8, memory_bound_only=True)),
         ("nccl_ce", Order.COLLECTIVE_FIRST, Mover.LIBRARY_DMA, 0, None),
@@ -85,7 +86,7 @@ def test_a_registered_strategy_is_everywhere(monkeypatch: pytest.MonkeyPatch) ->
         register(dataclasses.replace(mine, priority=0))
     place = [strategy.name for strategy in strategies()].index("mine")
     assert strategies()[place - 1].name == "conccl_rp" and strategies()[place + 1].name == "nccl_ce"
-    assert overlap.possible("mine") is mine and not runner.objection(mine)
+    assert overlap.possible("mine") is mine
 
 
 def test_commands_take_every_name() -> None:
@@ -95,14 +96,9 @@ def test_commands_take_every_name() -> None:
 
 def test_overlap_takes_those_that_calls_can_be_told() -> None:
     assert overlap.NAMES == ("conccl", "c3_sp", "priority", "c3_base", "serial")
-    for name, reason in (("c3_rp", "green contexts"), ("sm_sp", "not told"), ("fastest", "none of that name")):
+    for name, reason in (("c3_rp", "only studies"), ("sm_sp", "not told"), ("fastest", "none of that name")):
         with pytest.raises(ValueError, match=rf"value='{name}', allowed=conccl, .*{reason}"):
             overlap.possible(name)
-
-
-def test_the_runner_says_what_it_has_no_means_for() -> None:
-    refused = {strategy.name for strategy in strategies() if "green contexts" in runner.objection(strategy)}
-    assert refused == {"c3_rp", "c3_sp_rp", "conccl_rp", "sm_rp", "sm_sp_rp"}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere niceness is the process's")

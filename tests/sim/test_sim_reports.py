@@ -12,12 +12,16 @@ import pytest
 
 from sidelane.bench.claims import command as claims
 from sidelane.bench.simulated import figures as sim_figures
+from sidelane.bench.simulated import fused as sim_fused
+from sidelane.bench.simulated import fused_figures
 from sidelane.bench.simulated import overlap as sim_overlap
 from sidelane.bench.simulated import scale as sim_scale
 from sidelane.bench.simulated import study as sim_study
 from sidelane.c3.strategies import strategies
 from sidelane.c3.workload import parse_workload
 from sidelane.machine.load import named
+from sidelane.model.claims import published
+from sidelane.model.fused_study import FusedStudy
 from sidelane.model.study import c3_study
 from sidelane.program.collective import Kind
 
@@ -108,7 +112,8 @@ def test_claims_write_a_report(tmp_path, capsys):
     assert claims.main(claims.Options(ranges=False, report=tmp_path)) == 0
     capsys.readouterr()
     written = json.loads((tmp_path / "claims.json").read_text())
-    assert len(written["rows"]) > 100 and written["command"] and written["commit"] and written["numbers"]
+    assert len(written["rows"]) > 100 and written["command"] and written["commit"] and "gpu.units" in written["numbers"]
+    assert "mi210x4 fused.half_share" in written["numbers"]
     assert (tmp_path / "claims.png").stat().st_size > 20000
     assert (tmp_path / "claims.svg").exists()
 
@@ -122,3 +127,35 @@ def test_pipelines_print_and_write(tmp_path, capsys):
     assert "6 blocks a unit" in shown and "3 blocks a unit" in shown and "mb-a2a" in shown
     assert {path.stem for path in tmp_path.glob("overlap-*.png")} == {f"overlap-{key}" for key in PANELS}
     assert json.loads((tmp_path / "timeline-pipeline-priority.trace.json").read_text())["traceEvents"]
+
+
+def test_fused_operators_are_reported(tmp_path, capsys):
+    shape, report = (2048, 4, 2), tmp_path / "out"
+    options = sim_fused.Options("h200x4", ("embedding_all_to_all",), (shape,), report=report)
+    assert sim_fused.main(options) == 0
+    assert "batch 2048, 4 tables a rank, pooling 2" in capsys.readouterr().out
+    content = json.loads((report / "fused_predicted.json").read_text())
+    first, *others = content["rows"]
+    assert len(others) == 3 and first["order"] == "remote_first" and first["unfused"] == "a kernel a table"
+    assert first["unfused_us"] == first["compute_us"] + first["comm_us"] > first["time_us"]
+    assert first["low_percent"] <= first["lower_percent"] <= first["high_percent"]
+    assert content["numbers"]["fused.put_us"][1] == "assumed"
+    trace = json.loads((report / "timeline-fused-remote_first.trace.json").read_text())
+    assert {event["name"] for event in trace["traceEvents"]} >= {"remote work", "own work", "bytes"}
+    assert (report / "fused-predicted.png").is_file() and not (report / "fused-published.png").exists()
+
+
+def test_published_and_predicted_gains_are_drawn_together(tmp_path):
+    drawn = fused_figures.draw_published(FusedStudy(named("mi210x4")), lambda *_: (1.0, 2.0), tmp_path)
+    assert drawn.is_file()
+    assert {claim_id for claim_id, *_ in fused_figures.GAINS} <= set(published())
+
+
+def test_a_late_rank_and_a_smaller_grid_are_asked_for():
+    machine, (made, *_) = named("h200x4"), sim_fused.operators_of("embedding_all_to_all", (1024, 64, 70))
+    plain, late, half = (
+        sim_fused.predicted(machine, *made, sim_fused.Options("h200x4", **asked)).times["remote_first"].fused
+        for asked in ({}, {"late_us": 50.0}, {"occupancy": 0.5})
+    )
+    assert late.time_us == pytest.approx(plain.time_us + 50, rel=0.01)
+    assert half.time_us > 1.05 * plain.time_us

@@ -14,6 +14,9 @@ from sidelane.c3.workload import C3Class, Workload, classify
 GEMM = "gemm"
 """Name of the GEMM alone among the times."""
 
+NOTHING_TAKEN: Mapping[str, Sequence[int]] = {}
+"""No strategy took units."""
+
 
 class Configuration(Protocol):
     """One way to call a collective implementation. ``label`` is unique in a pair."""
@@ -53,11 +56,15 @@ class Result:
 
     Attributes:
         label: how the collective was called.
+        units: taken from the GEMM.
+        by_units: times of a sweep, microseconds by units.
         comm_us: isolated time of that call.
     """
 
     strategy: str
     label: str = ""
+    units: int = 0
+    by_units: tuple[tuple[int, float], ...] = ()
     comm_us: float | None = None
     time_us: float | None = None
     speedup: float | None = None
@@ -86,9 +93,9 @@ class Outcome:
     choice: Choice | None
 
 
-def pair_label(strategy: Strategy, configuration: Configuration) -> str:
-    """Name of a strategy with one configuration among the times."""
-    return f"{strategy.name}: {configuration.label}"
+def pair_label(strategy: Strategy, configuration: Configuration, units: int = 0) -> str:
+    """Name of a strategy with one configuration, and with units taken from the GEMM, among the times."""
+    return f"{strategy.name}: {configuration.label}" + (f", {units} units" if units else "")
 
 
 def judge(
@@ -99,6 +106,7 @@ def judge(
     failures: Mapping[str, Failure],
     unavailable: Mapping[str, str],
     hidden: Mapping[str, float],
+    tried: Mapping[str, Sequence[int]] = NOTHING_TAKEN,
 ) -> Outcome:
     """Turn times into figures: ratios in each round first, then their medians.
 
@@ -111,6 +119,7 @@ def judge(
         failures: by the same names, and by the names of strategies that cannot run here.
         unavailable: implementations that should be here and are not, with the reason.
         hidden: shares to choose by (see ``choose``).
+        tried: units that a strategy took from the GEMM, one number after another; none where it is not named.
     """
     best = _fastest(configurations, times)
     isolated = tuple(
@@ -119,7 +128,10 @@ def judge(
     )
     gemm_us = statistics.median(times[GEMM])
     best_us = None if best is None else statistics.median(times[best.label])
-    judged = [_judge_strategy(strategy, configurations, times, failures, unavailable) for strategy in strategies]
+    judged = [
+        _judge_strategy(strategy, configurations, times, failures, unavailable, tried.get(strategy.name, (0,)))
+        for strategy in strategies
+    ]
     candidates = [candidate for _, candidate in judged if candidate is not None]
     return Outcome(
         workload=workload,
@@ -139,6 +151,7 @@ def _judge_strategy(
     times: Mapping[str, Sequence[float]],
     failures: Mapping[str, Failure],
     unavailable: Mapping[str, str],
+    tried: Sequence[int],
 ) -> tuple[Result, Candidate | None]:
     """The result of a strategy, and its candidacy if it could run."""
     if strategy.name in failures:
@@ -150,20 +163,23 @@ def _judge_strategy(
         reasons = [unavailable[one] for one in wanted if one in unavailable]
         absent = f"no {' or '.join(wanted)} among what runs here ({', '.join(here) or 'nothing'})"
         return Result(strategy.name, failure=Failure(f"not available: {(reasons or [absent])[0]}", wrong=False)), None
-    own = [c for c in configurations if c.implementation == name]
-    timed = [c for c in own if pair_label(strategy, c) in times]
+    own = [(c, units) for c in configurations if c.implementation == name for units in tried]
+    timed = [one for one in own if pair_label(strategy, *one) in times]
     if not timed:
-        found = (failures.get(label) for c in own for label in (pair_label(strategy, c), c.label))
+        found = (failures.get(label) for c, units in own for label in (pair_label(strategy, c, units), c.label))
         failure = next(filter(None, found), Failure("no configuration could run", wrong=False))
         return Result(strategy.name, failure=failure), None
-    chosen = min(timed, key=lambda c: statistics.median(times[pair_label(strategy, c)]))
+    chosen, units = min(timed, key=lambda one: statistics.median(times[pair_label(strategy, *one)]))
     best = _fastest(configurations, times)
     library = _fastest([c for c in configurations if c.implementation in LIBRARY], times)
     assert best is not None, "a configuration that runs next to a GEMM has run alone"
-    gemm, pair, comm_us = times[GEMM], times[pair_label(strategy, chosen)], statistics.median(times[chosen.label])
+    gemm, pair = times[GEMM], times[pair_label(strategy, chosen, units)]
+    comm_us = statistics.median(times[chosen.label])
     result = Result(
         strategy=strategy.name,
         label=chosen.label,
+        units=units,
+        by_units=tuple((one, statistics.median(times[pair_label(strategy, c, one)])) for c, one in timed if one),
         comm_us=comm_us,
         time_us=statistics.median(pair),
         speedup=_rounds(speedup, gemm, times[best.label], pair),

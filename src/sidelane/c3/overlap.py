@@ -29,7 +29,7 @@ def objection(strategy: Strategy) -> str:
     Here Sidelane is the library: under a strategy of the library's kernels a collective runs as it is fastest alone.
     """
     if strategy.partition is not None:
-        return "it takes compute units from the computation, which needs green contexts: there are none here yet"
+        return "it takes compute units from the computation, which only studies do so far (sidelane c3)"
     if strategy.mover not in (Mover.LIBRARY, Mover.DMA):
         return "a communicator's calls are not told to run so"
     return ""

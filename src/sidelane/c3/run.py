@@ -9,9 +9,10 @@ stream, then a barrier of all ranks, then the event that starts the clock. Both 
 
 The second lane waits for an event that the first one records just before its operation. That hop between streams, about
 2 us, is what keeps the order; the host's launch latency plays no part. A strategy with a priority has the collective on
-a stream that the device serves first. On a CPU the collective's threads (or Gloo's) work while a thread of ours
-computes, and the order is that of the calls; priority means a thread that yields (``YIELDING``). What this runner
-cannot do at all is said by ``objection`` and becomes a result with that reason.
+a stream that the device serves first, one with a partition has lanes of its own (``c3.lanes``), and is tried with each
+of its numbers of units, with the call of its implementation that is fastest alone. On a CPU the collective's threads
+(or Gloo's) work while a thread of ours computes, and the order is that of the calls; priority means a thread that
+yields (``YIELDING``). What cannot run here at all becomes a result with the reason.
 
 Checks: before a strategy may be timed it runs once with fresh random inputs and poisoned outputs, and the bytes of the
 collective and the result of the GEMM are compared.
@@ -20,9 +21,10 @@ collective and the result of the GEMM are compared.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import functools
 import math
 import os
+import statistics
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,6 +34,7 @@ from typing import Protocol
 import torch
 
 from sidelane.c3.choose import hidden_shares
+from sidelane.c3.lanes import Lanes, Partitions, shares
 from sidelane.c3.outcome import GEMM, Configuration, Failure, Outcome, judge, pair_label
 from sidelane.c3.strategies import strategies as all_strategies
 from sidelane.c3.strategy import Order, Strategy
@@ -81,35 +84,6 @@ class Instruments(Protocol):
         ...
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Lanes:
-    """The streams of pairs; make them once a process, since torch hands out a limited number in turn.
-
-    Attributes:
-        gemm: of the GEMM.
-        collective: of a collective without priority.
-        urgent: of one that goes before the GEMM.
-    """
-
-    gemm: torch.cuda.Stream
-    collective: torch.cuda.Stream
-    urgent: torch.cuda.Stream
-
-    @staticmethod
-    def on(device: torch.device) -> Lanes | None:
-        """Lanes on a device; None on a CPU."""
-        if device.type == "cpu":
-            return None
-        return Lanes(torch.cuda.Stream(device), torch.cuda.Stream(device), torch.cuda.Stream(device, priority=-1))
-
-
-def objection(strategy: Strategy) -> str:
-    """Why this runner cannot run a strategy anywhere; empty if it can."""
-    if strategy.partition is not None:
-        return "it takes compute units from the GEMM, which needs green contexts: the runner has none yet"
-    return ""
-
-
 def run_workload(
     workload: Workload,
     collectives: Sequence[CollectiveRun],
@@ -117,6 +91,9 @@ def run_workload(
     *,
     device: torch.device,
     lanes: Lanes | None = None,
+    partitions: Partitions | None = None,
+    no_partitions: str = "there are no green contexts here",
+    memory_bound: bool = False,
     strategies: Sequence[Strategy] | None = None,
     unavailable: Mapping[str, str] | None = None,
     seed: int = 0,
@@ -130,6 +107,9 @@ def run_workload(
         instruments: how to agree and to measure.
         device: of this rank.
         lanes: streams, on an accelerator.
+        partitions: what takes units from a GEMM; None: nothing does here, and ``no_partitions`` says why.
+        no_partitions: see there.
+        memory_bound: the GEMM is limited by its bytes, which some strategies go by.
         strategies: what to run; None: all that there are.
         unavailable: implementations that should be here and are not, with the reason.
         seed: of the random inputs.
@@ -137,28 +117,32 @@ def run_workload(
     """
     seeds = iter(range(seed + 1, seed + 1_000_000))
     strategies = all_strategies() if strategies is None else strategies
-    refused = {
-        strategy.name: Failure(reason, wrong=False) for strategy in strategies if (reason := objection(strategy))
+    refused = _refused(strategies, partitions, no_partitions, instruments)
+    tried = {
+        strategy.name: shares(strategy.partition, partitions.units, memory_bound)
+        for strategy in strategies
+        if strategy.partition is not None and partitions is not None
     }
     with instruments.on_stream(), Workers() as workers:
         gemm = GemmRun(workload.gemm, device)
-        pairs = Pairs(gemm, lanes, workers)
+        pairs = Pairs(gemm, lanes, workers, partitions)
         gemm.fill(next(seeds))
         instruments.finish("the GEMM's inputs")
         alone, failed_alone = _check({run.label: (run, _alone(run)) for run in collectives}, None, instruments, seeds)
+        able = [strategy for strategy in strategies if strategy.name not in refused]
+        runs = _runs_of(able, [run for run in collectives if run.label in alone], collectives, instruments)
         planned = {
-            pair_label(strategy, run): (run, pairs.launch(strategy, run))
-            for strategy in strategies
-            for run in collectives
-            if strategy.name not in refused
-            and run.implementation == strategy.implementation({r.implementation for r in collectives})
-            and run.label in alone
+            pair_label(strategy, run, units): (run, pairs.launch(strategy, run, units))
+            for strategy in able
+            for run in runs[strategy.name]
+            for units in tried.get(strategy.name, (0,))
         }
         together, failed_together = _check(planned, gemm, instruments, seeds)
         launches = {GEMM: gemm.run, **{label: launch for label, (_, launch) in {**alone, **together}.items()}}
         times = instruments.time(launches)
     failures = {**failed_alone, **failed_together, **refused}
-    return judge(workload, collectives, strategies, times, failures, unavailable or {}, hidden_shares(device_name))
+    hidden = hidden_shares(device_name)
+    return judge(workload, collectives, strategies, times, failures, unavailable or {}, hidden, tried)
 
 
 class GemmRun:
@@ -210,17 +194,25 @@ class Workers(contextlib.ExitStack):
 class Pairs:
     """Turns (strategy, collective) into a launch of both."""
 
-    def __init__(self, gemm: GemmRun, lanes: Lanes | None, workers: Workers) -> None:
+    def __init__(
+        self, gemm: GemmRun, lanes: Lanes | None, workers: Workers, partitions: Partitions | None = None
+    ) -> None:
         self._gemm = gemm
         self._lanes = lanes
         self._workers = workers
+        self._partitions = partitions
 
-    def launch(self, strategy: Strategy, run: CollectiveRun) -> Callable[[], None]:
+    def launch(self, strategy: Strategy, run: CollectiveRun, units: int = 0) -> Callable[[], None]:
+        """What launches both; ``units``: that the GEMM does without."""
         if not strategy.concurrent:
             return lambda: self._serial(run)
         if self._lanes is None:
             return lambda: self._on_threads(strategy, run)
         lanes = self._lanes
+        if units and strategy.partition is not None:
+            assert self._partitions is not None, "without them the strategy is refused"
+            parts = self._partitions.lanes
+            lanes = parts(strategy.partition, units, lanes, confine=strategy.mover.takes_units)
         return lambda: self._on_lanes(strategy, run, lanes)
 
     def _serial(self, run: CollectiveRun) -> None:
@@ -229,7 +221,7 @@ class Pairs:
 
     def _on_lanes(self, strategy: Strategy, run: CollectiveRun, lanes: Lanes) -> None:
         operations: list[tuple[torch.cuda.Stream, Callable[[], object]]] = [
-            (lanes.gemm, self._gemm.run),
+            (lanes.gemm, lambda: self._limited(lanes)),
             (lanes.urgent if strategy.priority else lanes.collective, run.start),
         ]
         if strategy.order is Order.COLLECTIVE_FIRST:
@@ -245,6 +237,10 @@ class Pairs:
                 operation()
         for lane, _ in operations:
             caller.wait_stream(lane)
+
+    def _limited(self, lanes: Lanes) -> None:
+        with lanes.limited():
+            self._gemm.run()
 
     def _on_threads(self, strategy: Strategy, run: CollectiveRun) -> None:
         if strategy.order is Order.COLLECTIVE_FIRST and not strategy.priority:
@@ -277,6 +273,46 @@ def _begin_thread(yields: int) -> None:
 
 
 _Launches = dict[str, tuple[CollectiveRun, Callable[[], None]]]
+
+
+def _refused(
+    strategies: Sequence[Strategy], partitions: Partitions | None, no_partitions: str, instruments: Instruments
+) -> dict[str, Failure]:
+    """Strategies that take units where they cannot be taken, with the reason. Collective."""
+    refused = {}
+    for strategy in strategies:
+        partition = strategy.partition
+        if partition is None:
+            continue
+        if partitions is None:
+            reason: str | None = no_partitions
+        else:
+            reason = instruments.attempt(functools.partial(partitions.objection, partition))
+        if reason:
+            text = f"it takes compute units from the GEMM ({partition.means}): {reason}"
+            refused[strategy.name] = Failure(text, wrong=False)
+    return refused
+
+
+def _runs_of(
+    strategies: Sequence[Strategy],
+    right: Sequence[CollectiveRun],
+    all_runs: Sequence[CollectiveRun],
+    instruments: Instruments,
+) -> dict[str, list[CollectiveRun]]:
+    """The runs of a strategy's implementation that are right; of a sweep over units only what is fastest alone."""
+    here = {run.implementation for run in all_runs}
+    runs = {
+        strategy.name: [run for run in right if run.implementation == strategy.implementation(here)]
+        for strategy in strategies
+    }
+    swept = [strategy.name for strategy in strategies if strategy.partition is not None]
+    compared = {run.label: _alone(run) for name in swept for run in runs[name]}
+    if len(compared) > len({run.implementation for name in swept for run in runs[name]}):
+        times = instruments.time(compared)
+        for name in swept:
+            runs[name] = sorted(runs[name], key=lambda run: statistics.median(times[run.label]))[:1]
+    return runs
 
 
 def _alone(run: CollectiveRun) -> Callable[[], None]:

@@ -49,17 +49,34 @@ LIBRARY = ("nccl", "gloo")
 """The vendor library's own kernels: whichever of these exists on the device."""
 
 
+class Means(StrEnum):
+    """How a GEMM is made to do without units.
+
+    SPLIT: they are shut off from it (green contexts), and a collective made of kernels runs on them alone. TARGET: its
+    library is asked to count on fewer (cuBLAS). CARVE_OUT: the same, as torch asks for it. GRID: a kernel of ours has
+    fewer blocks. Under these three nobody owns the units. THREADS: on a CPU, threads of the computation.
+    """
+
+    SPLIT = "split"
+    TARGET = "target"
+    CARVE_OUT = "carve_out"
+    GRID = "grid"
+    THREADS = "threads"
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Partition:
-    """Compute units that the GEMM does without for its whole run; a collective made of kernels runs on them alone.
+    """Compute units that the GEMM does without for its whole run.
 
     Attributes:
         units: how many. None: powers of two are swept, and the best is taken (ConCCL paper, V-B).
         memory_bound_only: a GEMM that is limited by its operations keeps all.
+        means: how they are taken.
     """
 
     units: int | None = None
     memory_bound_only: bool = False
+    means: Means = Means.SPLIT
 
     def __post_init__(self) -> None:
         if self.units is not None and self.units < 1:

@@ -23,8 +23,11 @@ from sidelane.cli.options import (
     size,
     study_options,
 )
+from sidelane.device.gemm_shape import SHAPES
 from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
+
+PAIRS, OCCUPANCY = "pairs", "occupancy"
 
 
 @click.command(
@@ -32,6 +35,7 @@ from sidelane.sizes import format_bytes
     examples=(
         ("sidelane c3 cb1_896M", "measure one pair on the GPUs that are here"),
         ("sidelane c3 --gemm 8192,8192,8192 --bytes 1.2G", "a GEMM and a size of your own"),
+        ("sidelane c3 cb1_896M --study occupancy", "iterations in a pipeline, by the shape of the GEMM"),
         ("sidelane c3 --machine mi300x8", "predict the whole study for eight MI300X"),
         ("sidelane c3 cb1_896M --machine h200x4 --json -", "predict one pair, as JSON"),
     ),
@@ -48,6 +52,22 @@ from sidelane.sizes import format_bytes
     "--full-size.",
 )
 @moved_collectives
+@what(
+    "--study",
+    type=click.Choice((PAIRS, OCCUPANCY)),
+    default=PAIRS,
+    help="occupancy: pipelined iterations, by the shape of a Triton GEMM and with priority (overlap paper); "
+    "collectives are all_reduce and all_to_all then.",
+)
+@what("--tile", "shapes", multiple=True, type=click.Choice(tuple(SHAPES)), help="Of the GEMM, with --study occupancy.")
+@what(
+    "--blocks",
+    multiple=True,
+    type=click.IntRange(min=0),
+    help="Of the GEMM's grid, with --study occupancy; 0: one for each tile. May be repeated.",
+)
+@what("--iterations", type=click.IntRange(min=2), default=6, help="Of a pipeline, with --study occupancy.")
+@what("--in-order", is_flag=True, help="GEMMs of a pipeline follow each other, with --study occupancy.")
 @what("--dtype", type=click.Choice(GEMM_DTYPES), default="bfloat16", help="On GPUs; CPUs take float32.")
 @what(
     "--strategy",
@@ -70,6 +90,13 @@ from sidelane.sizes import format_bytes
     help="On CPUs: take GEMM and bytes as given. Otherwise every dimension of a GEMM that takes a core longer than "
     "some tens of ms is divided by 2, 4, 8, ..., and the bytes by the same number; the table has the sizes that ran.",
 )
+@how(
+    "--isolated",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    show_default="the user's of this machine, if there is one",
+    help="Of `sidelane tune --study c3`: what the partition heuristic goes by.",
+)
 @how("--warmup", type=click.IntRange(min=0), default=6, help="Rounds before the measured.")
 @how("--repeats", type=click.IntRange(min=1), default=9, help="Measured rounds.")
 @machine_option
@@ -89,6 +116,11 @@ def c3(
     machine: str | None,
     version: str,
     json: Path | None,
+    study: str,
+    shapes: tuple[str, ...],
+    blocks: tuple[int, ...],
+    iterations: int,
+    in_order: bool,
     **others: Any,
 ) -> None:
     """Run a GEMM next to a collective, under every strategy.
@@ -108,6 +140,33 @@ def c3(
             parse_workload(pair)
         say_rounding(*(pair.rpartition("_")[2] for pair in pairs))
 
+        if study == OCCUPANCY:
+            if machine is not None:
+                raise ValueError("--study occupancy measures; sidelane pipeline --machine predicts")
+            _refuse(PAIRS, "strategies", "variants", "isolated")
+            others.pop("variants")
+            others.pop("isolated")
+            if not given("collectives"):
+                kinds = (Kind.ALL_REDUCE, Kind.ALL_TO_ALL)
+            for name in ("warmup", "repeats"):
+                if not given(name):
+                    others.pop(name)
+            from sidelane.bench.c3 import occupancy
+
+            occupancy.main(
+                occupancy.OccupancyOptions(
+                    workloads=tuple(workloads or ["cb1_896M"]),
+                    collectives=kinds,
+                    shapes=shapes or tuple(SHAPES),
+                    blocks=blocks,
+                    iterations=iterations,
+                    in_order=in_order,
+                    json=json,
+                    **others,
+                )
+            )
+            return
+        _refuse(OCCUPANCY, "shapes", "blocks", "iterations", "in_order")
         if machine is not None:
             predict_c3(machine, workloads, kinds, strategies, version, others["report"], json)
         if given("version"):
@@ -121,6 +180,17 @@ def c3(
                 workloads=tuple(workloads), collectives=kinds, strategies=strategies, json=json, **others
             )
         )
+
+
+def _refuse(study: str, *names: str) -> None:
+    """Refuse what belongs to another study.
+
+    Raises:
+        ValueError: the caller gave one of these parameters.
+    """
+    options = {option.name: option.opts[0] for option in click.get_current_context().command.params}
+    for name in filter(given, names):
+        raise ValueError(f"{options[name]} goes with --study {study}")
 
 
 def predict_c3(

@@ -13,11 +13,13 @@ from sidelane.cli.guided import Command, how, output, what
 from sidelane.cli.options import (
     ALL,
     KINDS,
+    given,
     machine_option,
     measuring_options,
     moved_collectives,
     names,
     refuse_beside_machine,
+    shapes,
     size,
     size_options,
     sizes_between,
@@ -389,14 +391,49 @@ def host(sizes: tuple[int, ...], json: Path | None, **others: Any) -> None:
     examples=(
         ("sidelane fused", "every operator, at the shapes of the study"),
         ("sidelane fused --device cpu --ops gemv_all_reduce", "check one on CPU ranks"),
+        ("sidelane fused --machine mi210x4", "predict them for four MI210"),
+        ("sidelane fused --machine h200x4 --ops embedding_all_to_all --shape 2048,128,20", "a shape of your own"),
     ),
 )
 @what("--ops", metavar="NAME,...", callback=names, default="", show_default="all", help="Operators.")
+@what(
+    "--shape",
+    "shapes",
+    multiple=True,
+    metavar="N,N,...",
+    callback=shapes,
+    help="With --machine and one operator: GEMV rows, columns of all ranks, tokens; embedding batch, tables of a rank, "
+    "pooling; GEMM rows of a rank, depth, columns. May be repeated.",
+)
 @how("--repeats", type=click.IntRange(min=1), default=21, help="Rounds that are measured.")
+@how("--occupancy", type=float, default=None, show_default="all", help="With --machine: of fused kernels, up to 1.")
+@how("--late", "late_us", type=float, default=0, help="With --machine: the last rank begins so many us later.")
+@machine_option
 @study_options
-def fused(json: Path | None, **others: Any) -> None:
-    """Measure fused operators next to the same computation and a collective, one after the other."""
+def fused(
+    json: Path | None,
+    machine: str | None,
+    shapes: tuple[tuple[int, ...], ...],
+    occupancy: float | None,
+    late_us: float,
+    **others: Any,
+) -> None:
+    """Measure fused operators next to the same computation and a collective, one after the other.
+
+    With --machine: predict them for a machine that need not be here. Nodes of one GPU each, joined by a network, are a
+    file: base, gpus = 1, nodes = 2, [links] network_gbps.
+    """
     with plain_errors():
+        if machine is not None:
+            refuse_beside_machine("ops", "shapes", "occupancy", "late_us", "json", "report")
+            from sidelane.bench.simulated import fused as sim_fused
+
+            asked = sim_fused.Options(machine, others["ops"], shapes, occupancy, late_us, others["report"], json)
+            sys.exit(sim_fused.main(asked))
+        for name, option in (("shapes", "--shape"), ("occupancy", "--occupancy"), ("late_us", "--late")):
+            if given(name):
+                raise ValueError(f"{option} is for predictions; it needs --machine")
+
         from sidelane.bench.fused import study as fused_study
 
         fused_study.main(fused_study.FusedOptions(json=json, **others))

@@ -52,6 +52,17 @@ def names(context: click.Context, option: click.Parameter, value: str) -> tuple[
     return tuple(dict.fromkeys(filter(None, (part.strip() for part in value.split(",")))))
 
 
+def shapes(context: click.Context, option: click.Parameter, value: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+    """Read ``2048,128,20`` as three whole numbers; the option may be repeated."""
+    found = []
+    for text in value:
+        try:
+            found.append(tuple(int(part) for part in text.split(",")))
+        except ValueError as problem:
+            raise click.BadParameter(f"{text!r} (allowed=whole numbers with commas, such as 2048,128,20)") from problem
+    return tuple(found)
+
+
 def study_options(command: C) -> C:
     """Options that every study has that compares implementations."""
     option = what(

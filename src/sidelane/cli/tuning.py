@@ -9,9 +9,11 @@ import click
 
 from sidelane.cli.errors import plain_errors
 from sidelane.cli.guided import Command, how, output, what, where
-from sidelane.cli.options import ALL, KINDS, device_option, json_option, ranks_option, size
+from sidelane.cli.options import ALL, KINDS, device_option, given, json_option, ranks_option, report_option, size
 from sidelane.config import BESIDE, NOTHING
 from sidelane.program.collective import ELEMENT_BYTES, Kind
+
+COLLECTIVES, C3 = "collectives", "c3"
 
 
 @click.command(
@@ -19,6 +21,7 @@ from sidelane.program.collective import ELEMENT_BYTES, Kind
     examples=(
         ("sidelane tune", "measure this machine, and keep the times for every communicator"),
         ("sidelane tune --quick --collective all_gather", "one collective, roughly"),
+        ("sidelane tune --study c3", "GEMMs and collectives alone, by the compute units that they have"),
         ("sidelane tune --from-results collectives.json --output mine.json", "from what was measured already"),
     ),
 )
@@ -31,12 +34,22 @@ from sidelane.program.collective import ELEMENT_BYTES, Kind
     help="May be repeated. A profile keeps what it had of the others.",
 )
 @what("--dtype", type=click.Choice(list(ELEMENT_BYTES)), default="bfloat16", help="Of the elements.")
+@what(
+    "--study",
+    type=click.Choice((COLLECTIVES, C3)),
+    default=COLLECTIVES,
+    help="c3: GEMMs and collectives alone, by their compute units; goes on where an earlier run stopped. Has a file "
+    "of its own (<machine>-c3.json).",
+)
+@what("--gemm", "gemms", multiple=True, help="With --study c3: as in sidelane c3. May be repeated.")
+@what("--bytes", "sizes", multiple=True, metavar="SIZE", callback=size, help="With --study c3. May be repeated.")
+@how("--fresh", is_flag=True, help="With --study c3: measure again what the file has.")
 @how("--quick", is_flag=True, help="Wide steps between the sizes, few rounds: half a minute on GPUs.")
 @how(
     "--seconds",
     "budget_s",
     type=click.FloatRange(min=1),
-    show_default="75 on GPUs, 150 on CPUs",
+    show_default="75 on GPUs, 150 on CPUs; 240 and 60 with --study c3",
     help="For measuring; what is left out is said.",
 )
 @ranks_option
@@ -54,9 +67,18 @@ from sidelane.program.collective import ELEMENT_BYTES, Kind
     metavar="FILE",
     help="Do not measure: take the times of this file of `sidelane collective --json`; needs --output.",
 )
+@report_option
 @json_option
 def tune(
-    collectives: tuple[str, ...], from_results: Path | None, output: Path | None, json: Path | None, **others: Any
+    collectives: tuple[str, ...],
+    from_results: Path | None,
+    output: Path | None,
+    json: Path | None,
+    study: str,
+    gemms: tuple[str, ...],
+    sizes: tuple[int, ...],
+    fresh: bool,
+    **others: Any,
 ) -> None:
     """Measure how each collective runs best on this machine, and keep it for `auto`.
 
@@ -64,6 +86,22 @@ def tune(
     after they are timed. Says which choices change.
     """
     with plain_errors():
+        if study == C3:
+            if from_results is not None or given("quick"):
+                raise ValueError("--from-results, --quick: not with --study c3")
+            others.pop("quick")
+            isolated_times(
+                () if ALL in collectives else collectives,
+                gemms=gemms,
+                sizes=sizes,
+                fresh=fresh,
+                output=output,
+                json=json,
+                **others,
+            )
+            return
+        if gemms or sizes or fresh or others["report"] is not None:
+            raise ValueError("--gemm, --bytes, --fresh, --report: only with --study c3")
         from sidelane.bench.tune import command as tuning
 
         if from_results is not None:
@@ -73,6 +111,16 @@ def tune(
             return
         kinds = KINDS if ALL in collectives else collectives
         tuning.main(tuning.TuneOptions(collectives=tuple(map(Kind, kinds)), output=output, json=json, **others))
+
+
+def isolated_times(collectives: tuple[str, ...], *, gemms: tuple[str, ...], **others: Any) -> None:
+    """What ``sidelane tune --study c3`` does; no collectives: the four that pairs are made of."""
+    from sidelane.bench.tune import isolated
+
+    if collectives:
+        others["collectives"] = tuple(map(Kind, collectives))
+    names = tuple(text.replace(",", "x") for text in gemms)
+    isolated.main(isolated.IsolatedOptions(gemms=names, **others))
 
 
 @click.command(

@@ -13,7 +13,7 @@ import torch
 
 from sidelane.choice import Abilities
 from sidelane.collectives.call_thread import CallThread
-from sidelane.collectives.work import NO_TIMEOUT, Work, timed_out
+from sidelane.collectives.work import NO_TIMEOUT, Work, future_of, timed_out
 from sidelane.errors import CommunicatorClosedError, PeerTimeoutError, SidelaneError, UnavailableError
 from sidelane.execute.base import NO_STREAM, Addresses, LoadedProgram, Place, Runnable
 from sidelane.execute.cpu import CpuExecutor
@@ -219,15 +219,8 @@ class CpuWork(Work):
         return self._future.exception()
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+        def result() -> list[torch.Tensor]:
+            self._backend.result(self._future)
+            return list(self.outputs)
 
-        def pass_on(_: concurrent.futures.Future[None]) -> None:
-            try:
-                self._backend.result(self._future)
-            except Exception as error:
-                future.set_exception(error)  # type: ignore[arg-type]  # the stubs have it wrong
-            else:
-                future.set_result(list(self.outputs))
-
-        self._future.add_done_callback(pass_on)
-        return future
+        return future_of(self._future, result)

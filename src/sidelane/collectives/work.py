@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+import concurrent.futures
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -64,6 +65,24 @@ class Work(dist.Work):
         """The outputs. Raises as :meth:`wait`."""
         self.wait()
         return list(self.outputs)
+
+
+def future_of(
+    ended: concurrent.futures.Future[None], result: Callable[[], list[torch.Tensor]]
+) -> torch.futures.Future[list[torch.Tensor]]:
+    """A future of torch for one of Python.
+
+    An error is raised by a callback, since C++ (DDP's) takes one that was set from Python for a result, and reads it as
+    tensors. Whoever waits gets a RuntimeError with its text.
+
+    Args:
+        ended: when the collective has.
+        result: called then: the outputs, or its error.
+    """
+    begun: torch.futures.Future[None] = torch.futures.Future()
+    future = begun.then(lambda _: result())
+    ended.add_done_callback(lambda _: begun.set_result(None))
+    return future
 
 
 def timed_out(timeout: timedelta, outputs: Sequence[torch.Tensor]) -> str:

@@ -2,7 +2,7 @@
 
 FSDP2 lets a program replace two of its collectives (``FSDPModule.set_custom_all_gather`` and ``.._reduce_scatter``) and
 where their buffers come from. Parameters are gathered in place into symmetric memory on one lane, next to whatever is
-computed; gradients are reduced on another lane, so that neither waits for the other.
+computed, and stay there (``straight.py``); gradients are reduced on another lane, so that neither waits for the other.
 """
 
 from __future__ import annotations
@@ -22,21 +22,26 @@ from sidelane.collectives import Communicator, Session
 from sidelane.collectives.arguments import op_name
 from sidelane.collectives.pool import MemoryUse
 from sidelane.config import COMPUTE, Config
+from sidelane.errors import UnavailableError
+from sidelane.integrations import straight
+from sidelane.integrations.ledger import SIDELANE, Ledger
 from sidelane.memory.storage import storage_of
 from sidelane.program.collective import ELEMENT_BYTES, ReduceOp
 
 
-def enable(model: nn.Module, *, config: Config | None = None) -> Enabled:
+def enable(model: nn.Module, *, config: Config | None = None, straight_into_parameters: bool = True) -> Enabled:
     """Let Sidelane gather the parameters and scatter the gradients of a model. Collective.
 
     Loss and gradients are those of the group's own backend, but for the order in which a sum of more than two ranks is
     rounded. What Sidelane does not do (a group other than the one that shards the parameters, as with a number for
     ``reshard_after_forward``; float64 gradients; a divide factor of one's own, which NCCL multiplies by before it adds)
-    goes to the group's own backend; :attr:`Enabled.elsewhere` says what.
+    goes to the group's own backend; :attr:`Enabled.elsewhere` says what, and ``sidelane.report()``.
 
     Args:
         model: that ``fully_shard`` was applied to, or some of its modules.
         config: settings; None for those in force.
+        straight_into_parameters: gather into the memory that parameters have while they are used, where that is
+            possible; ``sidelane.report()`` says where not, and why. Otherwise FSDP2 copies them out of a buffer.
 
     Returns:
         What is switched on; :meth:`Enabled.disable` switches it off again.
@@ -50,9 +55,13 @@ def enable(model: nn.Module, *, config: Config | None = None) -> Enabled:
         raise ValueError("fsdp.enable: model (value=no module that fully_shard was applied to, allowed=one and more)")
     if any(isinstance(shard._all_gather_comm, Gather) for shard in shards):
         raise ValueError("fsdp.enable: it is on for this model (allowed=disable it first)")
-    enabled = Enabled()
-    for shard in shards:
-        enabled._take(shard, config)
+    enabled = Enabled("not asked for" if not straight_into_parameters else straight.objection())
+    try:
+        for shard in shards:
+            enabled._take(shard, config)
+    except BaseException:
+        enabled.disable()
+        raise
     return enabled
 
 
@@ -77,7 +86,8 @@ class Enabled:
         elsewhere: what the group's own backend has made, and why.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, copies_out: str | None) -> None:
+        self._copies_out = copies_out  # why, where no parameter is gathered straight into its place
         self._links: dict[dist.ProcessGroup, _Link] = {}
         self._before: list[tuple[Any, Any, Any]] = []
         self.elsewhere: dict[str, Elsewhere] = {}
@@ -91,6 +101,8 @@ class Enabled:
     def disable(self) -> None:
         """Give the model its own collectives back, and the memory. Idempotent. Nothing may be under way."""
         for params, gather, scatter in self._before:
+            if params._all_gather_comm.straight is not None:
+                params._all_gather_comm.straight.give_back()
             params._all_gather_comm, params._reduce_scatter_comm = gather, scatter
         self._before.clear()
         for link in self._links.values():
@@ -113,10 +125,16 @@ class Enabled:
         if link is None:
             link = self._links[group] = _Link(group, params.device, config)
         self._before.append((params, gather, scatter))
-        params._all_gather_comm, params._reduce_scatter_comm = Gather(self, link, gather), Scatter(self, link, scatter)
+        own = Gather(self, link, gather, self._copies_out)
+        if self._copies_out is None:
+            own.straight = straight.Straight(params, link.gather, link.ring, group, own.note)
+            own.straight.take_over()
+        params._all_gather_comm, params._reduce_scatter_comm = own, Scatter(self, link, scatter)
 
-    def _went_elsewhere(self, what: str) -> None:
+    def _went_elsewhere(self, link: _Link, group: dist.ProcessGroup, kind: str, tensor: torch.Tensor, why: str) -> None:
+        what = f"{kind}: {why}"
         self.elsewhere.setdefault(what, Elsewhere(what)).calls += 1
+        link.note(kind, tensor.dtype, dist.get_backend(group), why, tensor.nbytes)
 
 
 class _Link:
@@ -127,10 +145,15 @@ class _Link:
         self.session = Session(group, device=device, config=config)
         self.gather = Communicator(self.session.lane("fsdp gather"))
         self.scatter = Communicator(self.session.lane("fsdp scatter"))
+        self.ring = straight.Ring(lambda nbytes: self.gather.empty(nbytes, dtype=torch.uint8), self.session.device)
         self._free: dict[tuple[int, int], list[torch.Tensor]] = {}  # by stream and bytes
+        self._ledger = Ledger(dist.get_process_group_ranks(group))
+        self._ledger.group = group.group_name
 
     def allocate(self, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A symmetric buffer, which comes back when its last view has gone. Collective where all of them are in use.
+
+        Where there is no room for one it is ordinary memory, on all ranks alike, and calls stage it.
 
         FSDP2 takes and drops its buffers in one order on all ranks, and orders the stream on which it takes one behind
         the work on those that it has dropped, as torch's allocator wants it, too. So what is free is free on all.
@@ -138,20 +161,38 @@ class _Link:
         nbytes = max(1, math.prod(size) * dtype.itemsize)
         cuda = self.session.device.type == "cuda"
         free = self._free.setdefault((torch.cuda.current_stream().cuda_stream if cuda else 0, nbytes), [])
-        whole = free.pop(0) if free else self.gather.empty(nbytes, dtype=torch.uint8)
+        try:
+            whole = free.pop(0) if free else self.gather.empty(nbytes, dtype=torch.uint8)
+        except UnavailableError:
+            return torch.empty(*size, dtype=dtype, device=self.session.device)
         part = storage_of(whole, 0, nbytes, lambda: free.append(whole))
         return part[: math.prod(size) * dtype.itemsize].view(dtype).view(*size)
 
+    def note(self, kind: str, dtype: torch.dtype, where: str, why: str, nbytes: int) -> None:
+        """For the report: one more call."""
+        self._ledger.note((f"fsdp {kind}", _name(dtype), self.session.device.type, where, why), "", nbytes)
+
     def close(self) -> None:
         self._free.clear()
+        self.ring.clear()
         self.session.close()
 
 
 class Gather(AllGather):
-    """What FSDP2 gathers parameters by."""
+    """What FSDP2 gathers parameters by.
 
-    def __init__(self, enabled: Enabled, link: _Link, own: AllGather) -> None:
-        self._enabled, self._link, self._own = enabled, link, own
+    Attributes:
+        straight: does it without a copy-out, where that is possible.
+    """
+
+    def __init__(self, enabled: Enabled, link: _Link, own: AllGather, copies_out: str | None) -> None:
+        self._enabled, self._link, self._own, self._copies_out = enabled, link, own, copies_out
+        self.straight: straight.Straight | None = None
+
+    def note(self, dtype: torch.dtype, nbytes: int, why: str = "straight into the parameters") -> None:
+        """For the report: one more gather."""
+        self._enabled.calls += 1
+        self._link.note("all_gather", dtype, SIDELANE, why, nbytes)
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return self._link.allocate([int(length) for length in size], dtype)
@@ -164,9 +205,11 @@ class Gather(AllGather):
         async_op: bool = False,
     ) -> dist.Work | None:
         if group is not self._link.group:
-            self._enabled._went_elsewhere("all_gather: another group than that of the shards")
+            why = "another group than that of the shards"
+            self._enabled._went_elsewhere(self._link, group, "all_gather", output_tensor, why)
             return self._own(output_tensor, input_tensor, group, async_op)
-        self._enabled.calls += 1
+        reason = self._copies_out if self.straight is None else self.straight.objection() or straight.NO_ROOM
+        self.note(output_tensor.dtype, output_tensor.nbytes, f"copied out: {reason}")
         return self._link.gather.all_gather(output_tensor, input_tensor, async_op=async_op, beside=COMPUTE)
 
 
@@ -195,9 +238,11 @@ class Scatter(ReduceScatter):
     ) -> dist.Work | None:
         name, dtype = op_name(op), _name(input_tensor.dtype)
         if group is not self._link.group or name not in tuple(ReduceOp) or dtype not in ELEMENT_BYTES:
-            self._enabled._went_elsewhere(f"reduce_scatter: {name} of {dtype}")
+            why = f"{name} of {dtype}"
+            self._enabled._went_elsewhere(self._link, group, "reduce_scatter", input_tensor, why)
             return self._own(output_tensor, input_tensor, group, op, async_op)
         self._enabled.calls += 1
+        self._link.note("reduce_scatter", input_tensor.dtype, SIDELANE, "in symmetric memory", input_tensor.nbytes)
         return self._link.scatter.reduce_scatter(
             output_tensor, input_tensor, op=name, async_op=async_op, beside=COMPUTE
         )

@@ -26,7 +26,7 @@ class Row:
     Attributes:
         group: name of the group, as torch has it.
         ranks: its ranks, in the world.
-        operation: as ``torch.distributed`` calls it.
+        operation: as ``torch.distributed`` calls it; behind ``fsdp`` or ``ddp`` where those were enabled.
         dtype, device: of the tensors; "" where there are none.
         where: ``sidelane``, or the backend that made the calls (``gloo``, ``nccl``).
         why: the variant that Sidelane chose, with the reason of the latest of these calls; or why it made none.

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from sidelane.collectives.work import NO_TIMEOUT, Work, timed_out
+from sidelane.collectives.work import NO_TIMEOUT, Work, future_of, timed_out
 from sidelane.errors import PeerTimeoutError
 
 _LOOK_S = 0.5
@@ -83,17 +83,11 @@ class HostWork(Work):
         return self._future.exception() if self._future.done() else None
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+        def result() -> list[torch.Tensor]:
+            self._future.result()
+            return list(self.outputs)
 
-        def pass_on(ended: concurrent.futures.Future[None]) -> None:
-            error = ended.exception()
-            if error is not None:
-                future.set_exception(error)  # type: ignore[arg-type]  # the stubs have it wrong
-            else:
-                future.set_result(list(self.outputs))
-
-        self._future.add_done_callback(pass_on)
-        return future
+        return future_of(self._future, result)
 
 
 class Watch(Protocol):

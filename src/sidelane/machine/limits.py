@@ -131,6 +131,14 @@ LIMITS: dict[str, Limit] = {
     "occupancy.library_threads": Limit(32, 16384, whole=True),
     "occupancy.library_registers": Limit(8, 1024, whole=True),
     "occupancy.library_shared_kb": Limit(0, 4096),
+    "fused.half_share": Limit(0.001, 10),
+    "fused.knee_share": _SHARE,
+    "fused.crowding": Limit(0, 100),
+    "fused.kept_share": _SHARE,
+    "fused.generic_share": _SHARE,
+    "fused.store_share": _SHARE,
+    "fused.put_us": _TIME,
+    "fused.flag_us": _TIME,
 }
 
 LIBRARY_SPEEDS = tuple(path for path in LIMITS if path.startswith("library.") and path.endswith("_gbps"))

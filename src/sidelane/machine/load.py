@@ -121,7 +121,7 @@ def _machine(content: Any) -> Machine:
         value = values[key] = content.get(key, default)
         if key in ("name", "title") and not isinstance(value, str):
             raise _Mistake((key,), f"missing or wrong (value={value!r}, allowed=a text)")
-        least = 2 if key == "gpus" else 1
+        least = 2 if key == "gpus" and content.get("nodes", 1) == 1 else 1
         if key in ("gpus", "nodes") and not (type(value) is int and least <= value <= 4096):
             raise _Mistake((key,), f"missing or wrong (value={value!r}, allowed=a whole number from {least} to 4096)")
     another_gpu = "gpu" in content

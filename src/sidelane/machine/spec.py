@@ -300,13 +300,40 @@ class Occupancy:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Fused:
+    """Workgroups that compute, and send what they have computed (fused operators paper, sections III and IV-C).
+
+    Occupancy is a share of the threads that the GPU's units hold at once.
+
+    Attributes:
+        half_share: occupancy at which workgroups read half as fast as any number of them could.
+        knee_share: occupancy up to which gathers gain by more workgroups.
+        crowding: slowdown of gathers for each unit of occupancy beyond that.
+        kept_share: share of its occupancy that is left to a kernel with calls of the network, which take registers.
+        generic_share: share of the library's GEMM speed that a generic tiled kernel reaches.
+        store_share: share of ``usable_gbps`` that workgroups' stores reach.
+        put_us: of a workgroup, to hand a slice to the network.
+        flag_us: from a flag's being written until a workgroup of another rank has seen it.
+    """
+
+    half_share: Quantity
+    knee_share: Quantity
+    crowding: Quantity
+    kept_share: Quantity
+    generic_share: Quantity
+    store_share: Quantity
+    put_us: Quantity
+    flag_us: Quantity
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Machine:
     """A node of equal GPUs, or several such nodes.
 
     Attributes:
         name: as the command line takes it (``mi300x8``).
         title: for people.
-        gpus: in a node.
+        gpus: in a node; 1 only where there are several nodes.
         nodes: 1 or more.
     """
 
@@ -322,6 +349,7 @@ class Machine:
     interference: Interference
     power: Power | None = None
     occupancy: Occupancy | None = None
+    fused: Fused | None = None
 
     @property
     def world_size(self) -> int:
@@ -340,7 +368,7 @@ class Machine:
             ValueError: there are several nodes.
         """
         if self.nodes > 1:
-            text = "what crosses nodes is modelled for programs that the simulator is given, and for nothing else"
+            text = "what crosses nodes is modelled for fused operators and programs that the simulator is given"
             raise ValueError(f"{what}: nodes of {self.name} (value={self.nodes}, allowed=1; {text})")
 
     def quantities(self) -> dict[str, Quantity]:

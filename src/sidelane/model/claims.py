@@ -176,8 +176,20 @@ def with_ranges(verdict: Verdict, variations: Sequence[Any]) -> Verdict:
     )
 
 
-def problems(checks: Sequence[Check[Any]], machine: Machine, not_judged: Mapping[str, str]) -> list[str]:
-    """What is wrong with the roles: one line each; empty when all is well. ``not_judged``: reasons, by claim."""
+def problems(
+    checks: Sequence[Check[Any]], machine: Machine, not_judged: Mapping[str, str], others: Sequence[Machine] = ()
+) -> list[str]:
+    """What is wrong with the roles.
+
+    Args:
+        checks: of all claims that are spoken to.
+        machine: that they are about.
+        not_judged: reasons why the others are not, by claim.
+        others: machines that some of them are about instead.
+
+    Returns:
+        A line each; nothing when all is well.
+    """
     roles = {check.claim_id: check.role for check in checks}
     found = [f"{check.claim_id}: no such claim" for check in checks if check.claim_id not in published()]
     found += [
@@ -187,7 +199,9 @@ def problems(checks: Sequence[Check[Any]], machine: Machine, not_judged: Mapping
     ]
     found += [f"{claim_id}: has a role and a reason why it has none" for claim_id in roles if claim_id in not_judged]
     cited: set[str] = set()
-    for path, quantity in machine.quantities().items():
+    told = machine.quantities()
+    told |= {f"{other.name} {path}": number for other in others for path, number in other.quantities().items()}
+    for path, quantity in told.items():
         targets = cited_claims(quantity.of)
         found += [
             f"{claim_id}: held out, but {path} was taken from it"
@@ -199,7 +213,7 @@ def problems(checks: Sequence[Check[Any]], machine: Machine, not_judged: Mapping
             if not targets:
                 found.append(f"{path}: fitted, and names no claim that it was fitted to")
     found += [
-        f"{claim_id}: fitted, but no number of {machine.name} names it"
+        f"{claim_id}: fitted, but no number of {', '.join(m.name for m in (machine, *others))} names it"
         for claim_id, role in roles.items()
         if role is Role.FITTED and claim_id not in cited
     ]

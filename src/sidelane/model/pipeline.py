@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from sidelane.c3.spans import shared_share
 from sidelane.c3.workload import Gemm
 from sidelane.machine.spec import Machine
 from sidelane.model.blocks import Channels, Footprint, Grid, most_blocks, occupancy
@@ -117,16 +118,10 @@ def sequential_us(machine: Machine, pipeline: Pipeline) -> float:
 
 def overlap_rate(run: DeviceRun, iterations: int) -> float:
     """Share of the collectives' time during which a GEMM ran."""
-    gemms = sorted((run.began_us[f"G{i}"], run.ended_us[f"G{i}"]) for i in range(iterations))
-    total = shared = 0.0
-    for i in range(iterations):
-        start, end = run.began_us[f"C{i}"], run.ended_us[f"C{i}"]
-        total += end - start
-        reached = start
-        for a, b in gemms:
-            shared += max(0.0, min(end, b) - max(reached, a))
-            reached = max(reached, b)
-    return shared / total
+    gemms, collectives = (
+        [(run.began_us[f"{one}{i}"], run.ended_us[f"{one}{i}"]) for i in range(iterations)] for one in "GC"
+    )
+    return shared_share(collectives, gemms)
 
 
 def grid_of(

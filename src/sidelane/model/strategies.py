@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from sidelane.c3.strategies import named, strategies
-from sidelane.c3.strategy import Mover, Order, Strategy, ideal_speedup, percent_of_ideal
+from sidelane.c3.strategy import Means, Mover, Order, Strategy, ideal_speedup, percent_of_ideal
 from sidelane.c3.workload import C3Class, Workload, classify
 from sidelane.execute.sim import Interval
 from sidelane.machine.spec import Machine
@@ -123,6 +123,8 @@ def predictable() -> tuple[Strategy, ...]:
 
 def objection(strategy: Strategy) -> str:
     """Why the model does not speak to a strategy; empty where it does."""
+    if strategy.partition is not None and strategy.partition.means is not Means.SPLIT:
+        return "not predicted: descriptions of machines have no GEMMs that leave units of their own accord"
     match strategy.mover:
         case Mover.SM:
             return "not predicted: descriptions of machines have no times of Sidelane's own kernels"
@@ -133,7 +135,7 @@ def objection(strategy: Strategy) -> str:
 
 def library_strategies() -> tuple[str, ...]:
     """Those whose best is the ConCCL paper's c3_best: the library's kernels, by launch order and by partition."""
-    return tuple(s.name for s in strategies() if s.mover is Mover.LIBRARY and s.concurrent and not s.priority)
+    return tuple(s.name for s in predictable() if s.mover is Mover.LIBRARY and s.concurrent and not s.priority)
 
 
 def partitions(machine: Machine) -> list[int]:

@@ -54,12 +54,14 @@ from sidelane.ops.embedding_tables import (
     MODES,
     NAME,
     SUM,
+    UNIT_WARPS,
     Tables,
     batch_of,
     check_bags,
     check_offsets,
     check_sizes,
     check_tables,
+    threads_of,
 )
 from sidelane.ops.handle import (
     REMOTE_FIRST,
@@ -74,8 +76,6 @@ from sidelane.ops.handle import (
 READY, DONE, SLICES = range(3)
 """Flags; those of slices follow. Of the counters: first program, last program, slices."""
 
-WARPS = 4
-
 
 class EmbeddingAllToAll:
     """The flags, counters and output of :func:`embedding_all_to_all` for some tables. Collective.
@@ -88,8 +88,8 @@ class EmbeddingAllToAll:
             ``r < batch % N``.
         mode: ``sum`` or ``mean``.
         slice_bags: samples of a slice; None for no flags of slices.
-        per_unit: programs on each compute unit.
-        rows_at_a_time: of a table, a power of two.
+        per_unit: programs on each compute unit; None takes as many as have room.
+        rows_at_a_time: of a table, a power of two; None takes as many as have room.
 
     Attributes:
         tables: next to those of the other ranks.
@@ -109,13 +109,16 @@ class EmbeddingAllToAll:
         *,
         mode: str = SUM,
         slice_bags: int | None = None,
-        per_unit: int = 8,
-        rows_at_a_time: int = 8,
+        per_unit: int | None = None,
+        rows_at_a_time: int | None = None,
     ) -> None:
         with telling_refusals(comm, NAME):
             check_choice(NAME, "mode", mode, MODES)
             check_tables(comm, tables)
             check_sizes(comm, tables, batch, slice_bags)
+            self._warps, rows_each = threads_of(tables[0].shape[1], tables[0].element_size())
+            per_unit = max(1, UNIT_WARPS // self._warps) if per_unit is None else per_unit
+            rows_at_a_time = rows_each if rows_at_a_time is None else rows_at_a_time
             if per_unit < 1 or rows_at_a_time < 1 or rows_at_a_time != power_of_two(rows_at_a_time):
                 given, allowed = f"{per_unit}, {rows_at_a_time}", "1 and more; a power of two"
                 raise ValueError(f"{NAME}: per_unit, rows_at_a_time (value={given}, allowed={allowed})")
@@ -185,7 +188,7 @@ class EmbeddingAllToAll:
             WEIGHTED=per_sample_weights is not None,
             SLICE=self.slice_bags or 0,
             REMOTE_FIRST=order == REMOTE_FIRST,
-            num_warps=WARPS,
+            num_warps=self._warps,
         )
         return output
 
@@ -266,7 +269,7 @@ def _pooled(
     rows = tl.load(tables + table).to(tl.pointer_type(DTYPE))
     if ALIGNED:
         rows = tl.multiple_of(rows, 16)
-    result = tl.zeros([DP], tl.float32)
+    result = tl.zeros([L, DP], tl.float32)  # added up once, since that takes more than one thread
     at = first
     while at < stop:
         there = at + line < stop
@@ -275,11 +278,12 @@ def _pooled(
         values = values.to(tl.float32)
         if WEIGHTED:
             values *= tl.load(weights + at + line, mask=there, other=0).to(tl.float32)[:, None]
-        result += tl.sum(values, axis=0)
+        result += values
         at += L
+    pooled = tl.sum(result, axis=0)
     if MEAN:
-        result = result / tl.maximum(stop - first, 1).to(tl.float32)
-    return result
+        pooled = pooled / tl.maximum(stop - first, 1).to(tl.float32)
+    return pooled
 
 
 @triton.jit

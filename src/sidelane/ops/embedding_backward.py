@@ -44,16 +44,16 @@ from sidelane.ops.embedding_tables import (
     MEAN,
     NAME,
     SUM,
+    UNIT_WARPS,
     Tables,
     batch_of,
     check_bags,
     check_offsets,
     check_sizes,
     check_tables,
+    threads_of,
 )
 from sidelane.ops.handle import check_tensor, kept, power_of_two, programs_of, telling_refusals
-
-WARPS, PER_UNIT, ROWS_AT_A_TIME = 4, 4, 8
 
 
 class EmbeddingBackward:
@@ -77,7 +77,9 @@ class EmbeddingBackward:
         self._starts = torch.tensor(starts, dtype=torch.int32).to(device)
         self._first_rows = torch.tensor(rows, dtype=torch.int64).to(device)
         self._rows = rows
-        self._programs = programs_of(comm, max(counts) * max(self.tables.samples), PER_UNIT)
+        self._warps, self._rows_at_a_time = threads_of(self.tables.dim, self.tables.dtype.itemsize)
+        per_unit = max(1, UNIT_WARPS // self._warps)
+        self._programs = programs_of(comm, max(counts) * max(self.tables.samples), per_unit)
         self._places = comm.empty(max(counts) * batch * self.tables.dim, dtype=self.tables.dtype)
         self._kernel = comm.load_kernel(_embedding_backward, flags=2 * self._programs)
 
@@ -124,13 +126,13 @@ class EmbeddingBackward:
             alike=f"batch {tables.batch}",
             D=tables.dim,
             DP=power_of_two(tables.dim),
-            L=ROWS_AT_A_TIME,
+            L=self._rows_at_a_time,
             DTYPE=DTYPES[str(tables.dtype).removeprefix("torch.")],
             ALIGNED=tables.are_aligned,
             MEAN=mode == MEAN,
             WEIGHTED=weights is not None,
             SPARSE=sparse,
-            num_warps=WARPS,
+            num_warps=self._warps,
         )
         if sparse:
             return self._as_sparse(found, indices, offsets), weight_grads

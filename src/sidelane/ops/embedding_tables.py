@@ -8,13 +8,31 @@ from collections.abc import Sequence
 import torch
 
 from sidelane.collectives import Communicator
-from sidelane.ops.handle import FLOATS, ORDERS, REMOTE_FIRST, check_choice, check_tensor, kept
+from sidelane.ops.handle import FLOATS, ORDERS, REMOTE_FIRST, check_choice, check_tensor, kept, power_of_two
 from sidelane.program.collective import split_evenly
 
 NAME = "embedding_all_to_all"
 MODES = SUM, MEAN = "sum", "mean"
 MOST_DIM = 1024
 MOST_BAGS = 1 << 30
+
+WARP_BYTES = 1024
+"""Of a row, that a warp loads at once. Rows shorter than that belong to a warp each, whose threads keep what they add
+up to themselves: threads that exchange sums in the loop took 2.5 times as long (docs/lab/kernels.md)."""
+MOST_WARPS = 8
+SUMS = 64
+"""Of a thread, that it adds to: so many elements are on their way to it."""
+MOST_ROWS = 8
+UNIT_WARPS = 16
+"""Of all programs of a compute unit: what it has registers for, 128 for each thread."""
+
+
+def threads_of(dim: int, element_bytes: int) -> tuple[int, int]:
+    """Warps of a program, and rows that they load at a time, for rows of so many elements."""
+    lanes = power_of_two(dim)
+    warps = min(MOST_WARPS, max(1, lanes * element_bytes // WARP_BYTES))
+    each = max(1, lanes // (32 * warps))
+    return warps, min(MOST_ROWS, max(1, SUMS // each))
 
 
 class Tables:

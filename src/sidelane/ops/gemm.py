@@ -71,22 +71,29 @@ class TileSizes:
         columns: of a tile.
         depth: of what is multiplied at a time.
         warps: of a program.
+        stages: products whose inputs are loaded ahead, and the one under way.
         per_unit: programs on each compute unit.
+        group: rows of tiles that are computed column by column: what programs read at the same time stays in the cache.
     """
 
     rows: int = 128
-    columns: int = 128
+    columns: int = 256
     depth: int = 64
     warps: int = 8
-    per_unit: int = 2
+    stages: int = 3
+    per_unit: int = 1
+    group: int = 8
 
     def __post_init__(self) -> None:
         for name, value, least in (
             *(("rows", self.rows, 16), ("columns", self.columns, 16), ("depth", self.depth, 16)),
-            *(("warps", self.warps, 1), ("per_unit", self.per_unit, 1)),
+            *(("warps", self.warps, 1), ("stages", self.stages, 1), ("per_unit", self.per_unit, 1)),
+            ("group", self.group, 1),
         ):
-            if value < least or (name != "per_unit" and value != power_of_two(value)):
-                raise ValueError(f"TileSizes: {name} (value={value}, allowed=a power of two from {least})")
+            is_power = name not in ("stages", "per_unit", "group")
+            if value < least or (is_power and value != power_of_two(value)):
+                text = "a power of two from" if is_power else "from"
+                raise ValueError(f"TileSizes: {name} (value={value}, allowed={text} {least})")
 
 
 class GemmAllToAll:
@@ -146,10 +153,14 @@ class GemmAllToAll:
             ROWS=tiles.rows,
             COLS=tiles.columns,
             DEPTH=tiles.depth,
+            GROUP=tiles.group,
+            WHOLE=x.shape[1] % tiles.depth == 0,
+            ALIGNED=self.columns * self.dtype.itemsize % 16 == 0,
             WIDE=INTERPRETED or self.dtype == torch.float32,
             DTYPE=getattr(tl, str(self.dtype).removeprefix("torch.")),
             REMOTE_FIRST=order == REMOTE_FIRST,
             num_warps=tiles.warps,
+            num_stages=tiles.stages,
         )
         return self._output
 
@@ -235,28 +246,40 @@ def _check(comm: Communicator, x: object, weight: object, counts: object, most_r
 @triton.jit
 def _product(
     x, weight, row, column, row_mask, depth, x_stride, weight_stride, columns,
-    ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, WIDE: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, WHOLE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """float32[ROWS, COLS]: a tile."""
+    """float32[ROWS, COLS]: a tile. Rows and columns that there are not are those of a row or column that there is."""
     lane = tl.arange(0, DEPTH)
     result = tl.zeros([ROWS, COLS], tl.float32)
-    xs = x + row.to(tl.int64)[:, None] * x_stride
-    ws = weight + column.to(tl.int64)[None, :] * weight_stride
+    xs = x + tl.where(row_mask, row, 0).to(tl.int64)[:, None] * x_stride + lane[None, :]
+    ws = weight + tl.where(column < columns, column, 0).to(tl.int64)[None, :] * weight_stride + lane[:, None]
     for first in range(0, depth, DEPTH):
-        at = first + lane
-        v = tl.load(xs + at[None, :], mask=row_mask[:, None] & (at < depth)[None, :], other=0)
-        w = tl.load(ws + at[:, None], mask=(column < columns)[None, :] & (at < depth)[:, None], other=0)
+        if WHOLE:
+            v, w = tl.load(xs), tl.load(ws)
+        else:
+            there = first + lane < depth
+            v, w = tl.load(xs, mask=there[None, :], other=0), tl.load(ws, mask=there[:, None], other=0)
         if WIDE:  # also where kernels are interpreted, which takes bfloat16 for integers in a dot
             v, w = v.to(tl.float32), w.to(tl.float32)
         result = tl.dot(v, w, result, input_precision="ieee")
+        xs += DEPTH
+        ws += DEPTH
     return result
+
+
+@triton.jit
+def tile_at(number, row_tiles, across, GROUP: tl.constexpr):
+    """Row and column of a tile: GROUP rows of tiles, column by column, then the next."""
+    first = number // (GROUP * across) * GROUP
+    inside, high = number % (GROUP * across), tl.minimum(row_tiles - first, GROUP)
+    return first + inside % high, inside // high
 
 
 @triton.jit
 def _gemm_all_to_all(
     context, outputs, counters, x, weight, counts, rows, depth, columns, x_stride, weight_stride, most_rows,
-    ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, WIDE: tl.constexpr, DTYPE: tl.constexpr,
-    REMOTE_FIRST: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, WHOLE: tl.constexpr,
+    ALIGNED: tl.constexpr, WIDE: tl.constexpr, DTYPE: tl.constexpr, REMOTE_FIRST: tl.constexpr,
 ):  # fmt: skip
     generation = begin(context)
     rank, ranks = rank_of(context), world_size_of(context)
@@ -273,17 +296,20 @@ def _gemm_all_to_all(
         count = tl.sum(tl.where(lane == peer, sent, 0))
         first = tl.sum(tl.where(lane < peer, sent, 0))
         to = tl.sum(tl.where(lane < rank, came, 0))
-        tiles = tl.cdiv(count, ROWS) * across
+        row_tiles = tl.cdiv(count, ROWS)
+        tiles = row_tiles * across
         if number < tiles:
             wait_acquire(context, peer, 0, generation)
         while number < tiles:
-            row = number // across * ROWS + tl.arange(0, ROWS)
-            column = number % across * COLS + tl.arange(0, COLS)
+            row_tile, column_tile = tile_at(number, row_tiles, across, GROUP)
+            row = row_tile * ROWS + tl.arange(0, ROWS)
+            column = column_tile * COLS + tl.arange(0, COLS)
             row_mask = (row < count) & (first + row < rows) & (to + row < most_rows)
             values = _product(x, weight, first + row, column, row_mask, depth, x_stride, weight_stride, columns,
-                              ROWS, COLS, DEPTH, WIDE)  # fmt: skip
+                              ROWS, COLS, DEPTH, WHOLE, WIDE)  # fmt: skip
             place = (to + row).to(tl.int64)[:, None] * columns + column[None, :]
-            put_weak(outputs, peer, place, values.to(DTYPE), row_mask[:, None] & (column < columns)[None, :])
+            put_weak(outputs, peer, place, values.to(DTYPE), row_mask[:, None] & (column < columns)[None, :],
+                     ALIGNED)  # fmt: skip
             number += programs
         number -= tiles
     if arrive_acq_rel(counters + 1, programs):

@@ -25,7 +25,7 @@ after every owner has sent results, having read its partial results; an owner st
 of this call from every rank, whose streams have then passed all work in front of it. One shot: nothing says that a
 peer has read, so that there are two places, for even and odd generations; two are enough (``device/cells.py``).
 
-Legend: N ranks; M rows of the weight; K columns, this rank's; T tokens, TP as a power of two, 16 for dots; a tile is
+Legend: N ranks; M rows of the weight; K columns, this rank's; T tokens, TP lanes of them: 1, or 16 in dots; a tile is
 ROWS rows of all tokens; COLS columns are loaded at a time; E tiles of each owner. ``weight`` [M, K], ``x`` [T, K],
 ``output`` and ``results`` [T, M], ``partials`` float32 [places, N, tiles held, ROWS, TP].
 """
@@ -78,8 +78,8 @@ class Tiling:
     """How a kernel is cut.
 
     Attributes:
-        rows: of the weight in a tile, a power of two; 16 and more where more than 4 tokens use dots.
-        columns: loaded at a time, a power of two, 16 or more; 128 at most where more than 4 tokens use dots.
+        rows: of the weight in a tile, a power of two; 16 and more.
+        columns: loaded at a time, a power of two, 16 or more; 128 at most for more than one token.
         warps: of a program.
         per_unit: programs on each compute unit; all of them have to fit at the same time.
     """
@@ -98,6 +98,11 @@ class Tiling:
             raise ValueError(f"Tiling: per_unit (value={self.per_unit}, allowed=1..{most} of {self.warps} warps)")
 
 
+OF_DOTS = Tiling(16, 128, 2, 4)
+"""For more than one token, which tensor cores multiply: four took 112 us and more without, 56 with (8192 x 8192 on an
+H100, docs/lab/kernels.md)."""
+
+
 class GemvAllReduce:
     """The flags and workspace of :func:`gemv_all_reduce` for one shape. Collective: alike on all ranks.
 
@@ -107,7 +112,7 @@ class GemvAllReduce:
         tokens: most that a call has, 1 to 16.
         dtype: of weight, x and result: float32, float16 or bfloat16.
         schedule: ``one_shot``, ``two_phase`` or ``auto``.
-        tiling: how the kernel is cut.
+        tiling: how the kernel is cut; None takes what was fastest on an H100.
 
     Raises:
         ValueError, TypeError: a size or dtype that there is not.
@@ -125,7 +130,7 @@ class GemvAllReduce:
         schedule: str = AUTO,
         tiling: Tiling | None = None,
     ) -> None:
-        tiling = tiling or Tiling()
+        tiling = tiling or (Tiling() if tokens == 1 else OF_DOTS)
         with telling_refusals(comm, NAME):
             check_choice(NAME, "schedule", schedule, SCHEDULES)
             _check_sizes(rows, tokens)
@@ -133,10 +138,10 @@ class GemvAllReduce:
                 raise TypeError(f"{NAME}: dtype (value={dtype}, allowed={', '.join(map(str, FLOATS))})")
         self.comm, self.rows, self.tokens, self.dtype, self.tiling = comm, rows, tokens, dtype, tiling
         n = comm.world_size
-        self._padded = power_of_two(tokens) if tokens <= 4 else MOST_TOKENS
+        self._padded = 1 if tokens == 1 else MOST_TOKENS
         tiles = -(-rows // tiling.rows)
         if schedule == AUTO:
-            schedule = ONE_SHOT if 4 * rows * self._padded <= ONE_SHOT_BYTES else TWO_PHASE
+            schedule = ONE_SHOT if 4 * rows * tokens <= ONE_SHOT_BYTES else TWO_PHASE
         self.schedule = schedule
         two_phase = schedule == TWO_PHASE
         self._tiles_each = -(-tiles // n) if two_phase else tiles
@@ -183,9 +188,8 @@ class GemvAllReduce:
             self._tiles_each,
             alike=f"{tokens} tokens, output at {place}",
             ROWS=self.tiling.rows,
-            COLS=min(self.tiling.columns, MOST_DOT_COLUMNS) if self._padded > 4 else self.tiling.columns,
+            COLS=min(self.tiling.columns, MOST_DOT_COLUMNS) if self.tokens > 1 else self.tiling.columns,
             TP=self._padded,  # where partial results lie must not change between calls
-            DOTS=self._padded > 4,
             WIDE=INTERPRETED or self.dtype == torch.float32,
             PHASES=2 if self.schedule == TWO_PHASE else 1,
             REMOTE_FIRST=order == REMOTE_FIRST,
@@ -223,7 +227,7 @@ def gemv_all_reduce(
         schedule: ``one_shot`` (every rank adds up everything), ``two_phase`` (each rank its share), or ``auto``.
         order: ``remote_first``: what peers add up is computed first; ``oblivious``: tiles in their order. In one shot
             all tiles go to all, and both are the same.
-        tiling: how the kernel is cut.
+        tiling: how the kernel is cut; None takes what was fastest on an H100.
 
     Returns:
         [T, M] or [M], the same bits on every rank.
@@ -273,14 +277,14 @@ def _check(comm: Communicator, weight: object, x: object, out: object, order: st
 @triton.jit
 def _partial(
     weight, x, tile, rows, columns, weight_stride, x_stride, tokens,
-    ROWS: tl.constexpr, COLS: tl.constexpr, TP: tl.constexpr, DOTS: tl.constexpr, WIDE: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, TP: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """float32[ROWS, TP]: what this rank's columns add to a tile. Tokens that there are not are 0."""
     row = tile * ROWS + tl.arange(0, ROWS)
     token = tl.arange(0, TP)
     lane = tl.arange(0, COLS)
     weights = weight + row[:, None].to(tl.int64) * weight_stride
-    if DOTS:
+    if TP > 1:
         result = tl.zeros([ROWS, TP], tl.float32)
         for first in range(0, columns, COLS):
             column = first + lane
@@ -293,31 +297,14 @@ def _partial(
             result = tl.dot(w, v, result, input_precision="ieee")
         return result
     else:
-        sum0 = tl.zeros([ROWS, COLS], tl.float32)
-        sum1, sum2, sum3 = sum0, sum0, sum0
+        sums = tl.zeros([ROWS, COLS], tl.float32)
         for first in range(0, columns, COLS):
             column = first + lane
             there = (row[:, None] < rows) & (column[None, :] < columns)
             w = tl.load(weights + column[None, :], mask=there, other=0).to(tl.float32)
-            sum0 += w * _token(x, 0, column, columns, x_stride, tokens)[None, :]
-            if TP > 1:
-                sum1 += w * _token(x, 1, column, columns, x_stride, tokens)[None, :]
-            if TP > 2:
-                sum2 += w * _token(x, 2, column, columns, x_stride, tokens)[None, :]
-                sum3 += w * _token(x, 3, column, columns, x_stride, tokens)[None, :]
-        result = tl.where(token[None, :] == 0, tl.sum(sum0, axis=1)[:, None], 0.0)
-        if TP > 1:
-            result = tl.where(token[None, :] == 1, tl.sum(sum1, axis=1)[:, None], result)
-        if TP > 2:
-            result = tl.where(token[None, :] == 2, tl.sum(sum2, axis=1)[:, None], result)
-            result = tl.where(token[None, :] == 3, tl.sum(sum3, axis=1)[:, None], result)
-        return result
-
-
-@triton.jit
-def _token(x, token, column, columns, x_stride, tokens):
-    there = tl.where(token < tokens, columns, 0)
-    return tl.load(x + token * x_stride + column, mask=column < there, other=0).to(tl.float32)
+            v = tl.load(x + column, mask=column < columns, other=0).to(tl.float32)
+            sums += w * v[None, :]
+        return tl.sum(sums, axis=1)[:, None]
 
 
 @triton.jit
@@ -333,7 +320,7 @@ def _sum_of_ranks(partials, held, step, ranks, inside, mask):
 def _gemv_all_reduce(
     context, partials_of, partials, results_of, results, output, weight, x,
     rows, columns, weight_stride, x_stride, tokens, tiles_each,
-    ROWS: tl.constexpr, COLS: tl.constexpr, TP: tl.constexpr, DOTS: tl.constexpr, WIDE: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, TP: tl.constexpr, WIDE: tl.constexpr,
     PHASES: tl.constexpr, REMOTE_FIRST: tl.constexpr, COPIES: tl.constexpr,
 ):  # fmt: skip
     generation = begin(context)
@@ -349,7 +336,7 @@ def _gemv_all_reduce(
         place = (generation & 1) * ranks
         for tile in range(program, tiles_each, programs):
             part = _partial(weight, x, tile, rows, columns, weight_stride, x_stride, tokens,
-                            ROWS, COLS, TP, DOTS, WIDE)  # fmt: skip
+                            ROWS, COLS, TP, WIDE)  # fmt: skip
             mask = is_token & (tile * ROWS + lane < rows)
             for turn in range(ranks):
                 peer = (rank + 1 + turn) % ranks
@@ -366,7 +353,7 @@ def _gemv_all_reduce(
                 tile = owner * tiles_each + number
                 if tile * ROWS < rows:  # the last owners may have fewer
                     part = _partial(weight, x, tile, rows, columns, weight_stride, x_stride, tokens,
-                                    ROWS, COLS, TP, DOTS, WIDE)  # fmt: skip
+                                    ROWS, COLS, TP, WIDE)  # fmt: skip
                     mask = is_token & (tile * ROWS + lane < rows)
                     put_weak(partials_of, owner, rank * each + number * ROWS * TP + inside, part, mask)
             signal_release(context, owner, program, generation)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 import torch
 
@@ -17,13 +18,20 @@ from sidelane.bench.running.asked import check_asked
 from sidelane.bench.running.launch import Rank, choose_target
 from sidelane.bench.running.measure import Job, Meter
 from sidelane.bench.running.study import Sender, StudyOptions, run_study
+from sidelane.bench.tune.isolated_rows import isolated_times
+from sidelane.c3.isolated import Isolated
+from sidelane.c3.lanes import DevicePartitions, Lanes
 from sidelane.c3.outcome import Outcome, Result
-from sidelane.c3.run import Lanes, run_workload
+from sidelane.c3.run import run_workload
 from sidelane.c3.strategies import named
-from sidelane.c3.workload import Workload, parse_workload
+from sidelane.c3.workload import Bound, Gemm, Workload, parse_workload
 from sidelane.choice.candidate import DMA, SM
 from sidelane.collectives.plan import AUTO
 from sidelane.errors import UnavailableError
+from sidelane.machine.inventory import machine_name
+from sidelane.machine.load import machine_names
+from sidelane.machine.load import named as machine_named
+from sidelane.model.gemm import is_memory_bound
 from sidelane.program.collective import Kind
 
 HIDE_LAUNCH_US = 500.0
@@ -42,6 +50,9 @@ class C3Options(StudyOptions):
             a caller gets who asks for none: on copy engines its choice, of kernels all that there are.
         dtype: of the GEMM and of the collective on accelerators; CPUs take float32.
         full_size: run GEMMs at their full size on a CPU too, instead of scaled down.
+        isolated: file of ``sidelane tune --study c3`` that the partition heuristic goes by; None: the user's of this
+            machine, if there is one.
+        known: what is in it; filled in by :func:`main`.
         warmup: rounds before the measured ones (ConCCL paper: 6).
         repeats: measured rounds (ConCCL paper: 9).
     """
@@ -52,6 +63,8 @@ class C3Options(StudyOptions):
     variants: tuple[str, ...] = ("auto",)
     dtype: str = "bfloat16"
     full_size: bool = False
+    isolated: Path | None = None
+    known: Isolated | None = None
     warmup: int = 6
     repeats: int = 9
 
@@ -73,14 +86,17 @@ def main(options: C3Options) -> Results | None:
     Raises:
         ValueError: also for an implementation or a variant that is not known here.
     """
+    place = choose_target(options.ranks, options.device)
     check_asked(
-        choose_target(options.ranks, options.device).device_type,
+        place.device_type,
         options.collectives,
         implementations=options.implementations,
         variants=options.variants,
         chosen_from=(DMA, SM),
         with_auto=True,
     )
+    known = isolated_times(options.isolated, place.device_type, place.world_size)
+    options = dataclasses.replace(options, known=known)
     return run_study("c3", C3Row, _measure, options, "computation and communication")
 
 
@@ -89,18 +105,23 @@ def _measure(rank: Rank, options: C3Options) -> int:
     on_cpu = rank.device.type == "cpu"
     if on_cpu:
         torch.set_num_threads(1)  # the ranks share the cores
-    workloads = [_workload(text, kind, options, rank) for text in options.workloads for kind in options.collectives]
+    workloads = [
+        scaled_workload(text, kind, dtype=options.dtype, full_size=options.full_size, rank=rank)
+        for text in options.workloads
+        for kind in options.collectives
+    ]
     sender = Sender(rank, len(workloads))
     if not on_cpu or options.full_size:  # else they are divided as the GEMM is, and the table says what ran
         asked = dict.fromkeys(parse_workload(text).nbytes for text in options.workloads)
         sender.note_rounding(asked, functools.partial(rounded_bytes, world_size=rank.world_size))
     roster = make_roster(rank, wanted=options.implementations, timeout_s=options.step_s, with_auto=True)
-    cases = [_case(rank, workload) for workload in workloads]
+    cases = [case_of(rank, workload) for workload in workloads]
     roster.reserve(max(case.output_bytes for case in cases), max(case.input_bytes for case in cases))
     for name, reason in roster.unavailable.items():
         sender.note(f"{name} takes no part: {reason}")
     instruments = C3Instruments(roster.meter, options)
     lanes = Lanes.on(rank.device)
+    partitions, no_partitions = DevicePartitions.on(rank.device)
     device_name = "" if on_cpu else torch.cuda.get_device_name(rank.device)
     count = 0
     for number, (workload, case) in enumerate(zip(workloads, cases, strict=True)):
@@ -111,12 +132,15 @@ def _measure(rank: Rank, options: C3Options) -> int:
             instruments,
             device=rank.device,
             lanes=lanes,
+            partitions=partitions,
+            no_partitions=no_partitions,
+            memory_bound=is_bound_by_memory(workload.gemm, options.known, device_name, rank.world_size),
             strategies=[named(name) for name in options.strategies] or None,
             unavailable=roster.unavailable,
             seed=options.seed + 1_000_000 * number,
             device_name=device_name,
         )
-        for row in rows_of(outcome):
+        for row in rows_of(outcome, options.known):
             sender.row(row)
             count += 1
         for line in _explanations(outcome, instruments.late):
@@ -144,16 +168,28 @@ class C3Instruments:
         return {name: measured.times_us for name, measured in rounds.items()}
 
 
-def _workload(text: str, kind: Kind, options: C3Options, rank: Rank) -> Workload:
-    workload = parse_workload(text, kind, options.dtype)
+def scaled_workload(text: str, kind: Kind, *, dtype: str, full_size: bool, rank: Rank) -> Workload:
+    """A pair as this rank runs it: on CPUs smaller, unless it is to have its ``full_size``, and in float32."""
+    workload = parse_workload(text, kind, dtype)
     if rank.device.type == "cpu":
-        if not options.full_size:
+        if not full_size:
             workload = workload.scaled_for_cpu()
         workload = dataclasses.replace(workload, gemm=dataclasses.replace(workload.gemm, dtype="float32"))
     return dataclasses.replace(workload, nbytes=rounded_bytes(workload.nbytes, rank.world_size))
 
 
-def _case(rank: Rank, workload: Workload) -> Case:
+def is_bound_by_memory(gemm: Gemm, known: Isolated | None, device_name: str, devices: int) -> bool:
+    """Whether bytes limit a GEMM: as measured, by the device's description, or as the ConCCL paper's table has it."""
+    if known is not None:
+        return known.bound(gemm)[0] is Bound.MEMORY
+    machine = machine_name(device_name, devices) if device_name else ""
+    if machine in machine_names():
+        return is_memory_bound(machine_named(machine), gemm)
+    return gemm.tag.startswith("mb")
+
+
+def case_of(rank: Rank, workload: Workload) -> Case:
+    """The collective of a pair."""
     dtype = getattr(torch, workload.gemm.dtype)
     return Case(workload.collective, workload.nbytes, dtype, rank.rank, rank.world_size, rank.device)
 
@@ -169,8 +205,12 @@ def _runs(roster: Roster, case: Case, options: C3Options) -> Iterator[Prepared]:
             yield Prepared(candidate, case, implementation)
 
 
-def rows_of(outcome: Outcome) -> list[C3Row]:
+def rows_of(outcome: Outcome, known: Isolated | None = None) -> list[C3Row]:
     """One row for each strategy in its best configuration, and one that says what ``auto`` picks.
+
+    Args:
+        outcome: of a pair.
+        known: isolated times, by which the partition heuristic's choice is held against a sweep's.
 
     Raises:
         UnavailableError: no implementation of the collective works, so nothing can be compared.
@@ -178,7 +218,7 @@ def rows_of(outcome: Outcome) -> list[C3Row]:
     if outcome.c3_class is None:
         reasons = "; ".join(f"{alone.label}: {alone.failure.text}" for alone in outcome.isolated if alone.failure)
         raise UnavailableError(f"{outcome.workload.name}: no implementation works: {reasons}")
-    rows = [_row(outcome, result) for result in outcome.results]
+    rows = [_row(outcome, result, known) for result in outcome.results]
     if outcome.choice is not None:
         picked = next(row for row in rows if row.strategy == outcome.choice.strategy)
         rows.append(
@@ -189,7 +229,23 @@ def rows_of(outcome: Outcome) -> list[C3Row]:
     return rows
 
 
-def _row(outcome: Outcome, result: Result) -> C3Row:
+def _heuristic(outcome: Outcome, result: Result, known: Isolated | None) -> str:
+    """What the partition heuristic would have chosen, what that costs, and why; empty where there was no sweep."""
+    if known is None or len(result.by_units) < 2:
+        return ""
+    implementation = next(one.implementation for one in outcome.isolated if one.label == result.label)
+    try:
+        found = known.allocate(outcome.workload, implementation)
+    except ValueError as problem:
+        return f"; no heuristic: {problem}"
+    times = dict(result.by_units)
+    if found.units not in times:
+        return f"; heuristic: {found.units} units, which were not tried ({found.reason})"
+    loss = times[found.units] / min(times.values()) - 1
+    return f"; heuristic: {found.units} units, {loss:.1%} behind the best ({found.reason})"
+
+
+def _row(outcome: Outcome, result: Result, known: Isolated | None) -> C3Row:
     gemm, failure = outcome.workload.gemm, result.failure
     assert outcome.c3_class is not None
     return C3Row(
@@ -212,7 +268,8 @@ def _row(outcome: Outcome, result: Result) -> C3Row:
         percent_of_ideal=result.percent_of_ideal,
         percent_of_ideal_nccl=result.percent_of_ideal_library,
         correct=True if failure is None else False if failure.wrong else None,
-        note=result.label if failure is None else failure.text,
+        note=result.label + _heuristic(outcome, result, known) if failure is None else failure.text,
+        units=result.units,
     )
 
 

@@ -12,6 +12,7 @@ from sidelane.sizes import format_bytes
 
 C3_COLUMNS: tuple[str, ...] = (
     "<strategy",
+    "units\ntaken",
     "collective\nalone us",
     "together\nus",
     "speedup",
@@ -59,6 +60,7 @@ def too_few_cores(results: Results) -> str:
 def _c3_cells(row: C3Row, picked: Collection[str]) -> tuple[str, ...]:
     return (
         row.strategy + (" (auto)" if row.strategy in picked else ""),
+        str(row.units) if row.units else "",
         number(row.comm_us),
         number(row.time_us),
         MISSING if row.speedup is None else f"{row.speedup:.2f}",

@@ -19,9 +19,9 @@ from sidelane.bench.report.table import Line, Table, without_empty_columns
 from sidelane.bench.report.terminal import progress_console, say_written, tables_console
 from sidelane.bench.results.written import write_json
 from sidelane.bench.simulated.study import write_numbers
-from sidelane.machine.load import find
+from sidelane.machine.load import find, named
 from sidelane.machine.spec import Machine
-from sidelane.model import claims_c3, claims_dma, claims_overlap
+from sidelane.model import claims_c3, claims_dma, claims_fused, claims_overlap
 from sidelane.model.claims import (
     STRICTER,
     Check,
@@ -33,20 +33,22 @@ from sidelane.model.claims import (
     verdict_on,
     with_ranges,
 )
+from sidelane.model.fused_study import FusedStudy
 
 MI300X = "mi300x8"
 VERSIONS = ("000", "002")
+FAMILIES = (claims_c3, claims_dma, claims_overlap, claims_fused)
+"""A module for each paper."""
 
 
 def not_modelled() -> dict[str, str]:
     """Claims that the model does not speak to, with the reason."""
-    fused = {claim_id: "fused operators are not simulated" for claim_id in published() if claim_id.startswith("FU-")}
-    return {**fused, **claims_c3.NOT_MODELLED, **claims_dma.NOT_MODELLED, **claims_overlap.NOT_MODELLED}
+    return {claim_id: reason for family in FAMILIES for claim_id, reason in family.NOT_MODELLED.items()}
 
 
 def given() -> dict[str, str]:
     """Claims that the model only repeats, with where it has them from."""
-    return {**claims_c3.GIVEN, **claims_dma.GIVEN, **claims_overlap.GIVEN}
+    return {claim_id: where for family in FAMILIES for claim_id, where in family.GIVEN.items()}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -99,12 +101,13 @@ def main(options: Options) -> int:
     files = [] if options.json is None else [write_json(options.json, rows)]
     if options.report is not None:
         draw_claims(verdicts, f"Claims about {machine.title}", options.report)
-        files.append(write_numbers(options.report / "claims.json", "claims", machine, rows))
+        others = _others(_families(machine, options.version)) if machine.name == MI300X else []
+        files.append(write_numbers(options.report / "claims.json", "claims", machine, rows, others))
         if survivals:
             draw_sensitivity(survivals, met, f"Held-out claims about {machine.title}", options.report)
             rows = [survival.to_dict() for survival in survivals]
             path = options.report / "claims-sensitivity.json"
-            files.append(write_numbers(path, "claims_sensitivity", machine, rows))
+            files.append(write_numbers(path, "claims_sensitivity", machine, rows, others))
     tables = tables_console(options.json)
     show(verdicts, tables)
     if survivals:
@@ -142,24 +145,34 @@ def _evaluate(
     """As :func:`evaluate`, and with ranges what becomes of held-out claims at both ends of each of them."""
     families = _families(machine, version)
     checks = [check for family in families for check in family.checks]
-    verdicts = [judge(check, context) for f in families for context in [f.context(machine)] for check in f.checks]
-    wrong = problems(checks, machine, {**not_modelled(), **given()})
+    contexts = [(family, family.context(family.machine or machine)) for family in families]
+    verdicts = [judge(check, context) for family, context in contexts for check in family.checks]
+    wrong = problems(checks, machine, {**not_modelled(), **given()}, _others(families))
     if not ranges:
         return verdicts, wrong, []
     variations = _vary(machine, families, [verdict.predicted for verdict in verdicts], progress)
     survivals = []
-    for place, (path, value) in enumerate(_ends(machine)):
+    for place, (varied, path, value) in enumerate(_ends(machine, families)):
         changed = [verdict_on(check, found[place]) for check, found in zip(checks, variations, strict=True)]
-        quantity = machine.quantities()[path]
-        survivals.append(survival(path, str(quantity.source), value, value == quantity.high, verdicts, changed))
+        quantity = varied.quantities()[path]
+        name = path if varied is machine else f"{varied.name} {path}"
+        survivals.append(survival(name, str(quantity.source), value, value == quantity.high, verdicts, changed))
     ranged = [with_ranges(verdict, found) for verdict, found in zip(verdicts, variations, strict=True)]
     return ranged, wrong, survivals
 
 
-def _ends(machine: Machine) -> list[tuple[str, float]]:
-    """Every uncertain number at both ends of its range."""
-    ends = ((path, value) for path, q in machine.quantities().items() for value in (q.low, q.high))
-    return [(path, value) for path, value in ends if value is not None]
+def _ends(machine: Machine, families: Sequence[_Family]) -> list[tuple[Machine, str, float]]:
+    """Every uncertain number at both ends of its range; of other machines those that their claims depend on."""
+    others = [(family.machine, family.depends_on) for family in families if family.machine is not None]
+    numbers = [(machine, path, quantity) for path, quantity in machine.quantities().items()]
+    numbers += [
+        (other, path, quantity)
+        for other, sections in others
+        for path, quantity in other.quantities().items()
+        if path.partition(".")[0] in sections
+    ]
+    ends = ((varied, path, value) for varied, path, q in numbers for value in (q.low, q.high))
+    return [(varied, path, value) for varied, path, value in ends if value is not None]
 
 
 def _vary(
@@ -168,15 +181,15 @@ def _vary(
     unchanged: Sequence[Any],
     progress: Callable[[str], None] | None = None,
 ) -> list[list[Any]]:
-    """Predictions of every check with one uncertain number of the machine at one end of its range, all in turn."""
+    """Predictions of every check with one uncertain number at one end of its range, all in turn."""
     variations: list[list[Any]] = [[] for _ in unchanged]
-    for path, value in _ends(machine):
+    for varied, path, value in _ends(machine, families):
         if progress is not None:
             progress(f"{path} = {value:g}")
-        changed = machine.with_value(path, value)
+        changed = varied.with_value(path, value)
         place = 0
         for family in families:
-            concerned = path.partition(".")[0] in family.depends_on
+            concerned = (family.machine or machine) is varied and path.partition(".")[0] in family.depends_on
             context = family.context(changed) if concerned else None
             for check in family.checks:
                 variations[place].append(check.predict(context) if concerned else unchanged[place])
@@ -255,11 +268,24 @@ def _mark(verdict: Verdict) -> rich.text.Text:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Family:
-    """Claims of one paper, what they are predicted from, and the sections of a machine that matter to them."""
+    """Claims of one paper.
+
+    Attributes:
+        context: what they are predicted from.
+        checks: of them.
+        depends_on: sections of a machine that matter to them.
+        machine: that they are about, where it is not the one that is asked for.
+    """
 
     context: Callable[[Machine], Any]
     checks: Sequence[Check[Any]]
     depends_on: frozenset[str]
+    machine: Machine | None = None
+
+
+def _others(families: Sequence[_Family]) -> list[Machine]:
+    """Machines that claims are about instead of the one that is asked for."""
+    return [family.machine for family in families if family.machine is not None]
 
 
 def _families(machine: Machine, version: str) -> list[_Family]:
@@ -271,6 +297,7 @@ def _families(machine: Machine, version: str) -> list[_Family]:
         _Family(lambda changed: claims_c3.C3Context(changed, version), claims_c3.checks(), shared | {"interference"}),
         _Family(claims_dma.DmaContext, claims_dma.checks(), shared | {"power"}),
         _Family(lambda changed: overlap, claims_overlap.checks(), frozenset()),
+        _Family(FusedStudy, claims_fused.checks(), claims_fused.SECTIONS, named(claims_fused.MACHINE)),
     ]
 
 

@@ -274,26 +274,13 @@ def gemm(comm: Communicator, rows: int, depth: int, columns: int) -> Case:
     )
 
 
-ON_GPUS: dict[str, tuple[Callable[..., Case], tuple[tuple[int, ...], ...]]] = {
-    "gemv_all_reduce": (
-        gemv,
-        (*((size, size, 1) for size in (4096, 8192, 16384)), (65536, 8192, 1), (8192, 28672, 1), (8192, 8192, 16)),
-    ),
-    "all_reduce_rms_norm": (rms_norm, ((6, 6144), (1, 8192), (16, 8192), (128, 8192), (512, 8192))),
-    "embedding_all_to_all": (
-        embedding,
-        ((256, 64, 70), (1024, 64, 1), (1024, 64, 8), (1024, 64, 32), (1024, 64, 70), (4096, 64, 70), (1024, 256, 32)),
-    ),
-    "gemm_all_to_all": (gemm, ((4096, 2048, 4096), (4096, 2048, 7168), (8192, 1536, 4096), (16384, 4096, 7168))),
+MAKE: dict[str, Callable[..., Case]] = {
+    "gemv_all_reduce": gemv,
+    "all_reduce_rms_norm": rms_norm,
+    "embedding_all_to_all": embedding,
+    "gemm_all_to_all": gemm,
 }
-"""Operators, how to make a case, and shapes."""
-
-ON_CPUS: dict[str, tuple[Callable[..., Case], tuple[tuple[int, ...], ...]]] = {
-    "gemv_all_reduce": (gemv, ((20, 16, 1),)),
-    "all_reduce_rms_norm": (rms_norm, ((2, 16),)),
-    "embedding_all_to_all": (embedding, ((4, 2, 2),)),
-    "gemm_all_to_all": (gemm, ((8, 16, 8),)),
-}
+"""Operators, and how to make a case of a shape."""
 
 
 def dtype_of(comm: Communicator) -> torch.dtype:

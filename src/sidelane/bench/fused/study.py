@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from sidelane.bench.candidates.candidate import CALLS_AHEAD, HIDDEN_LAUNCH_US, captured
+from sidelane.bench.fused.shapes import ON_CPUS, ON_GPUS
 from sidelane.bench.results.files import Results
 from sidelane.bench.results.rows import FUSED_OPS, FusedRow
 from sidelane.bench.running.launch import Rank
@@ -67,10 +68,10 @@ def _measure(rank: Rank, options: FusedOptions) -> int:
     on_cpu = rank.device.type == "cpu"
     if on_cpu:
         os.environ["TRITON_INTERPRET"] = "1"  # read by Triton when it is imported, which this process has not done
-    from sidelane.bench.fused.cases import ON_CPUS, ON_GPUS
+    from sidelane.bench.fused.cases import MAKE
 
     table = ON_CPUS if on_cpu else ON_GPUS
-    chosen = [(op, make, shape) for op, (make, shapes) in table.items() for shape in shapes]
+    chosen = [(op, MAKE[op], shape) for op, shapes in table.items() for shape in shapes]
     chosen = [case for case in chosen if not options.ops or case[0] in options.ops]
     sender = Sender(rank, len(chosen))
     if on_cpu:

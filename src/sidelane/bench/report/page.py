@@ -24,6 +24,8 @@ from sidelane.bench.results.files import Results
 TITLES = {
     "collectives": "Collectives by size and implementation",
     "c3": "Computation and communication side by side",
+    "occupancy": "Pipelined iterations by the shape of the GEMM",
+    "isolated": "GEMMs and collectives alone",
     "phases": "Where one transfer and one collective spend their time",
     "power": "Power and energy of collectives",
     "chain": "From a GEMM to a collective and back",
@@ -38,6 +40,13 @@ LEGENDS = {
     "c3": "speedup = (GEMM alone + best collective alone) / together; ideal = the same sum / the longer of the two; "
     "% of ideal = 100 (speedup - 1) / (ideal - 1). The best collective is the fastest of every implementation "
     "measured; '% of ideal (library)' takes NCCL's (Gloo's on CPUs) in its place, as the papers do.",
+    "occupancy": "Iterations of a GEMM and a collective: the collective of one next to the GEMMs of the following. "
+    "normalised = overlapped / sequential, both in the same shape; overlap rate: share of the collectives' time during "
+    "which a GEMM ran, by time stamps of the device. resident: blocks of the GEMM that a compute unit holds. Medians "
+    "over rounds of the slowest rank; the least time of each pair is bold.",
+    "isolated": "Times over that with all compute units, by the units that a GEMM does without or a collective has; "
+    "split: green contexts, which shut the others off; target, carve_out: what cuBLAS and torch are asked for; grid: a "
+    "Triton GEMM with fewer blocks; threads: of a CPU rank. Medians over rounds of the slowest rank.",
     "phases": "control: the host submits; schedule: until the first byte may move, entry handshake included; copy: "
     "until the last byte has arrived, own chunk included; sync: exit handshake, and until the host knows. With one "
     "handshake, that is schedule, and 'slot' the part of copy in front of it. Medians of "

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import matplotlib as mpl
 
+from sidelane.bench.c3.occupancy_pictures import draw_occupancy
 from sidelane.bench.c3.pictures import draw_strategies
 from sidelane.bench.collectives.pictures import draw_sizes
 from sidelane.bench.collectives.tables import way_to_call
@@ -14,7 +15,8 @@ from sidelane.bench.power.pictures import draw_power
 from sidelane.bench.report.drawing import RC, Picture, where_from
 from sidelane.bench.report.table import grouped
 from sidelane.bench.results.files import Results
-from sidelane.bench.results.rows import C3Row, CollectiveRow, PhaseRow, PowerRow
+from sidelane.bench.results.rows import C3Row, CollectiveRow, IsolatedRow, OccupancyRow, PhaseRow, PowerRow
+from sidelane.bench.tune.isolated_pictures import draw_isolated
 
 
 def draw(results: Results, directory: Path) -> list[Picture]:
@@ -24,6 +26,10 @@ def draw(results: Results, directory: Path) -> list[Picture]:
             rows = [row for row in results.rows if isinstance(row, CollectiveRow) and row.time_us]
             ways = grouped(rows, way_to_call)
             return [draw_sizes(way, alike, results, directory) for way, alike in ways]
+        if results.study == "occupancy":
+            return draw_occupancy([r for r in results.rows if isinstance(r, OccupancyRow)], results, directory)
+        if results.study == "isolated":
+            return draw_isolated([r for r in results.rows if isinstance(r, IsolatedRow)], results, directory)
         if results.study == "phases":
             return draw_phases([r for r in results.rows if isinstance(r, PhaseRow)], where_from(results), directory)
         if results.study == "power":

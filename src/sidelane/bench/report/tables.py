@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sidelane.bench.c3.occupancy_tables import occupancy_tables
 from sidelane.bench.c3.tables import c3_tables
 from sidelane.bench.chain.tables import chain_tables
 from sidelane.bench.collectives.tables import collective_tables
@@ -19,17 +20,24 @@ from sidelane.bench.results.rows import (
     FusedRow,
     GemmRow,
     HostRow,
+    IsolatedRow,
+    OccupancyRow,
     PhaseRow,
     PowerRow,
     SoakRow,
 )
 from sidelane.bench.soak.tables import soak_tables
+from sidelane.bench.tune.isolated_tables import isolated_tables
 
 
 def tables_of(results: Results) -> list[Table]:
     """The tables of a study."""
     if results.study == "collectives":
         return collective_tables([row for row in results.rows if isinstance(row, CollectiveRow)])
+    if results.study == "occupancy":
+        return occupancy_tables([row for row in results.rows if isinstance(row, OccupancyRow)])
+    if results.study == "isolated":
+        return isolated_tables([row for row in results.rows if isinstance(row, IsolatedRow)])
     if results.study == "phases":
         return phase_tables([row for row in results.rows if isinstance(row, PhaseRow)])
     if results.study == "power":

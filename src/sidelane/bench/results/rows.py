@@ -23,6 +23,7 @@ FUSED_OPS = ("gemv_all_reduce", "all_reduce_rms_norm", "embedding_all_to_all", "
 FUSED_IMPLEMENTATIONS = ("fused", "unfused_nccl", "unfused_sidelane", "unfused_best")
 HOST_OPERATIONS = ("all_gather", "trigger", "trigger_from_host")
 OF_LIBRARY = ("nccl", "nccl_ce", "gloo")
+ISOLATED = ("gemm", "collective", "memory", "beside")
 CLASSES = ("G-long", "C-long", "GC-equal", "")
 
 
@@ -121,6 +122,7 @@ class C3Row(_Row):
         percent_of_ideal_nccl: the same with the library's isolated time (NCCL's, Gloo's on CPUs) as best_comm.
         correct: outputs of both were compared with a reference in this run.
         note: why there is no time, or what to know about this one.
+        units: compute units that the GEMM did without; 0 also in files without this key.
     """
 
     renamed: ClassVar[dict[str, str]] = {"c3_class": "class"}
@@ -145,10 +147,109 @@ class C3Row(_Row):
     percent_of_ideal_nccl: float | None
     correct: bool | None = None
     note: str = ""
+    units: int = 0
 
     def __post_init__(self) -> None:
         require("C3Row", "class", self.c3_class, CLASSES)
         _require_times("C3Row", self.note, self.correct, time_us=self.time_us, speedup=self.speedup)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OccupancyRow(_Row):
+    """Pipelined iterations of a GEMM in one shape and a collective (overlap paper).
+
+    Attributes:
+        bytes: as in :class:`CollectiveRow`.
+        shape: of the GEMM's kernel: ``opt1``, ``opt2``, ``tuned``; on CPUs ``rows``.
+        grid: ``persistent``: fewer blocks than tiles; or ``data-parallel``.
+        blocks: of the grid.
+        resident: blocks that a compute unit holds at once; 0 where nobody knows.
+        shared_bytes: shared memory that a block asks for.
+        priority: the collectives' stream goes before the GEMMs'.
+        in_order: a GEMM waits for the one of the iteration before.
+        iterations: of a pipeline.
+        gemm_us, comm_us: of one, alone.
+        sequential_us: of the iterations, one operation after another.
+        time_us: of the iterations, overlapped.
+        normalised: time over sequential, median over rounds.
+        overlap_rate: percent of the collectives' time during which a GEMM ran.
+        correct: the results of both were compared with a reference in this run.
+        note: why there is no time.
+    """
+
+    gemm: str
+    m: int
+    n: int
+    k: int
+    dtype: str
+    collective: str
+    bytes: int
+    implementation: str
+    shape: str
+    grid: str
+    blocks: int
+    resident: int
+    shared_bytes: int
+    priority: bool
+    in_order: bool
+    iterations: int
+    gemm_us: float | None
+    comm_us: float | None
+    sequential_us: float | None
+    time_us: float | None
+    normalised: float | None
+    overlap_rate: float | None
+    correct: bool | None
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        require("OccupancyRow", "implementation", self.implementation, IMPLEMENTATIONS)
+        _require_times("OccupancyRow", self.note, self.correct, time_us=self.time_us, normalised=self.normalised)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class IsolatedRow(_Row):
+    """A GEMM, a collective or the memory alone, with all compute units or some; and a GEMM beside DMA traffic.
+
+    Attributes:
+        what: ``gemm``; ``collective``; ``memory``; ``beside``: a GEMM and traffic at once.
+        gemm: tag of the ConCCL paper's Table I, or ``m,n,k``; empty without a GEMM, as m, n and k are 0 then.
+        collective: which, or empty.
+        bytes: of the collective as in :class:`CollectiveRow`; of the traffic; of the memory that is read.
+        implementation: who runs the collective or the traffic; ``host``: copies between device and host.
+        variant: of it.
+        means: how units are taken from a GEMM or given to a collective: ``split``, ``target``, ``carve_out``, ``grid``,
+            ``threads``. Beside: whose time it is, ``gemm`` or ``traffic``.
+        units: taken from the GEMM, or given to the collective; 0: it has all.
+        device_units: that there are.
+        time_us: median over rounds of the slowest rank.
+        alone_us: beside: the same without the other.
+        gbps: of memory, read and written; of a collective, sent by each rank.
+        note: why there is no time.
+    """
+
+    what: str
+    gemm: str
+    m: int
+    n: int
+    k: int
+    dtype: str
+    collective: str
+    bytes: int
+    implementation: str
+    variant: str
+    means: str
+    units: int
+    device_units: int
+    time_us: float | None
+    alone_us: float | None
+    gbps: float | None
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        require("IsolatedRow", "what", self.what, ISOLATED)
+        if self.time_us is None and not self.note:
+            raise ValueError("IsolatedRow: a row without time_us needs a note that says why (value=None)")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -453,10 +554,24 @@ SOAKED = (
 )
 """The columns of a ``SoakRow`` that count calls by kind."""
 
-Row = CollectiveRow | C3Row | PhaseRow | PowerRow | ChainRow | HostRow | FusedRow | GemmRow | SoakRow
+Row = (
+    CollectiveRow
+    | C3Row
+    | OccupancyRow
+    | IsolatedRow
+    | PhaseRow
+    | PowerRow
+    | ChainRow
+    | HostRow
+    | FusedRow
+    | GemmRow
+    | SoakRow
+)
 ROWS: dict[str, type[Row]] = {
     "collectives": CollectiveRow,
     "c3": C3Row,
+    "occupancy": OccupancyRow,
+    "isolated": IsolatedRow,
     "phases": PhaseRow,
     "power": PowerRow,
     "chain": ChainRow,

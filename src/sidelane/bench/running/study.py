@@ -28,6 +28,8 @@ from sidelane.bench.results.rows import (
     FusedRow,
     GemmRow,
     HostRow,
+    IsolatedRow,
+    OccupancyRow,
     PhaseRow,
     PowerRow,
     Row,
@@ -36,7 +38,9 @@ from sidelane.bench.results.written import STDOUT
 from sidelane.bench.running.launch import LaunchTarget, Rank, choose_target, run_ranks
 from sidelane.machine import local
 
-R = TypeVar("R", CollectiveRow, C3Row, PhaseRow, PowerRow, ChainRow, HostRow, FusedRow, GemmRow)
+R = TypeVar(
+    "R", CollectiveRow, C3Row, OccupancyRow, IsolatedRow, PhaseRow, PowerRow, ChainRow, HostRow, FusedRow, GemmRow
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -232,8 +232,15 @@ def sizes_table(study: DmaStudy, machine: Machine, kind: Kind) -> Table:
     return Table(title, ("bytes", "library", *names, "<DMA to take"), tuple(lines))
 
 
-def write_numbers(path: Path, study: str, machine: Machine, rows: Sequence[dict[str, Any]]) -> Path:
-    """Write predictions with what they were made from, to a file or to stdout (``written.STDOUT``)."""
+def write_numbers(
+    path: Path, study: str, machine: Machine, rows: Sequence[dict[str, Any]], others: Sequence[Machine] = ()
+) -> Path:
+    """Write predictions with what they were made from, to a file or to stdout (``written.STDOUT``).
+
+    ``others``: machines that some rows are about instead.
+    """
+    numbers = machine.quantities()
+    numbers |= {f"{other.name} {name}": quantity for other in others for name, quantity in other.quantities().items()}
     content = {
         "study": study,
         "machine": machine.name,
@@ -241,7 +248,7 @@ def write_numbers(path: Path, study: str, machine: Machine, rows: Sequence[dict[
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": provenance.commit(),
         "command": provenance.command_line(),
-        "numbers": {name: [float(q), str(q.source), q.of] for name, q in machine.quantities().items()},
+        "numbers": {name: [float(q), str(q.source), q.of] for name, q in numbers.items()},
         "rows": list(rows),
     }
     return write_json(path, content)

@@ -11,7 +11,7 @@ import ctypes
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +21,12 @@ from sidelane.errors import Page, SidelaneError, UnavailableError, missing
 from sidelane.execute.base import Place, Questions
 from sidelane.execute.cuda import native
 from sidelane.execute.cuda.native import Bound, LaunchConfig, MemoryOps, Pointer, load_native, require_native
+from sidelane.execute.cuda.partition import UnitSplit
 from sidelane.execute.cuda.second_context import SecondContext
 from sidelane.program.collective import Reduction
+
+if TYPE_CHECKING:
+    from sidelane.execute.cuda.kernel_launch import Kernels
 
 _SHARED_BYTES_WITHOUT_ASKING = 48 << 10
 _MOST_HANDLES = 256
@@ -73,7 +77,7 @@ class Driver:
         self._external = int(self._api.CUevent_record_flags.CU_EVENT_RECORD_EXTERNAL)
         self._not_ready = self._api.CUresult.CUDA_ERROR_NOT_READY
         self._relaxed = self._api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-        self._kernels: Any = None
+        self._kernels: Kernels | None = None
         self._handles: dict[int, Any] = {}  # of streams that were asked about
 
     # --- made once ----------------------------------------------------------------------------------------------------
@@ -268,14 +272,32 @@ class Driver:
         Raises:
             UnavailableError: Triton is not installed.
         """
+        bound: Bound = self.kernels().load(function, constants, warps).bind(arguments, blocks=blocks, stream=stream)
+        return bound
+
+    def kernels(self) -> Kernels:
+        """The Triton kernels that the device has loaded.
+
+        Raises:
+            UnavailableError: Triton is not installed.
+        """
         if self._kernels is None:
             try:
                 from sidelane.execute.cuda.kernel_launch import Kernels
             except ImportError as error:
                 raise missing("kernels need Triton", "triton", error) from error
             self._kernels = Kernels(self)
-        bound: Bound = self._kernels.load(function, constants, warps).bind(arguments, blocks=blocks, stream=stream)
-        return bound
+        return self._kernels
+
+    def most_resident(self, function: int, threads: int, shared_bytes: int) -> int:
+        """Blocks of a kernel that an SM holds at once."""
+        handle = self._api.CUfunction(function)
+        return int(self.call("cuOccupancyMaxActiveBlocksPerMultiprocessor", handle, threads, shared_bytes))
+
+    def allow_shared(self, function: int, shared_bytes: int) -> None:
+        """Let blocks of a kernel ask for so much shared memory."""
+        attribute = self._api.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        self.call("cuFuncSetAttribute", self._api.CUfunction(function), attribute, shared_bytes)
 
     def bind_launch(
         self,
@@ -422,6 +444,14 @@ class Driver:
     def second_context(self) -> SecondContext:
         """Make another context on the device (see ``second_context``)."""
         return SecondContext(self, self._api, self._context)
+
+    def split_units(self, units: int) -> UnitSplit:
+        """Part the device's SMs in two (see ``partition``)."""
+        return UnitSplit(self, self._api, units)
+
+    def priorities(self) -> tuple[int, int]:
+        """Of an ordinary stream, and of an urgent one."""
+        return self._normal_priority, self._highest_priority
 
     def attach_thread(self) -> None:
         """Let the calling thread use the device, for good, without disturbing captures of other threads."""

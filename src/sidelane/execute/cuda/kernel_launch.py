@@ -64,22 +64,25 @@ class Kernels:
         self._target = GPUTarget("cuda", 10 * major + minor, WARP_THREADS)
         self._loaded: dict[object, LoadedKernel] = {}
 
-    def load(self, function: Any, constants: Mapping[str, Any], warps: int) -> LoadedKernel:
+    def load(
+        self, function: Any, constants: Mapping[str, Any], warps: int, *, stages: int | None = None
+    ) -> LoadedKernel:
         """Compile and load a kernel, unless it is there already.
 
         Args:
             function: made by ``triton.jit``.
             constants: a value for each argument that is a ``tl.constexpr``.
             warps: of a thread block.
+            stages: of its loops; None: Triton's own number.
 
         Raises:
             UnavailableError: this version of Triton compiles it to something that needs Triton's launcher.
         """
-        key = (function, warps, *sorted((name, str(value)) for name, value in constants.items()))
+        key = (function, warps, stages, *sorted((name, str(value)) for name, value in constants.items()))
         kernel = self._loaded.get(key)
         if kernel is None:
             kernel = self._loaded[key] = LoadedKernel(
-                self._driver, compile_for(self._target, function, constants, warps)
+                self._driver, compile_for(self._target, function, constants, warps, stages)
             )
         return kernel
 
@@ -90,6 +93,11 @@ class LoadedKernel:
     Args:
         driver: of the device.
         compiled: what Triton made.
+
+    Attributes:
+        function: the driver's handle.
+        threads: of a block.
+        shared_bytes: that a block needs.
     """
 
     def __init__(self, driver: Loader, compiled: Any) -> None:
@@ -98,20 +106,23 @@ class LoadedKernel:
         if any(scratch) or getattr(metadata, "num_ctas", 1) != 1:
             raise UnavailableError(f"kernel {metadata.name}: it needs Triton's launcher (scratch bytes={scratch})")
         self._driver = driver
-        self._threads = WARP_THREADS * metadata.num_warps
-        self._shared_bytes = metadata.shared
-        self._function = driver.load_function(compiled.asm["cubin"], metadata.name, metadata.shared)
-        self._parameters = driver.count_parameters(self._function)
+        self.threads: int = WARP_THREADS * metadata.num_warps
+        self.shared_bytes: int = metadata.shared
+        self.function = driver.load_function(compiled.asm["cubin"], metadata.name, metadata.shared)
+        self._parameters = driver.count_parameters(self.function)
         self._name = metadata.name
 
-    def bind(self, arguments: Sequence[int], *, blocks: int, stream: int) -> Bound:
-        """Prepare a launch of ``blocks`` thread blocks; the arguments, in the order of the source, are fixed."""
+    def bind(self, arguments: Sequence[int], *, blocks: int, stream: int, shared_bytes: int = 0) -> Bound:
+        """Prepare a launch of ``blocks`` thread blocks; the arguments, in the order of the source, are fixed.
+
+        ``shared_bytes``: to ask for, if it is more than the kernel needs.
+        """
         packed = packed_for(self._parameters, arguments, self._name)
         return self._driver.bind_launch(
-            *(self._function, packed),
+            *(self.function, packed),
             blocks=(blocks, 1, 1),
-            threads=self._threads,
-            shared_bytes=self._shared_bytes,
+            threads=self.threads,
+            shared_bytes=max(self.shared_bytes, shared_bytes),
             stream=stream,
         )
 
@@ -149,7 +160,7 @@ class PackedArguments(int):
         return packed
 
 
-def compile_for(target: Any, function: Any, constants: Mapping[str, Any], warps: int) -> Any:
+def compile_for(target: Any, function: Any, constants: Mapping[str, Any], warps: int, stages: int | None = None) -> Any:
     """Compile a kernel whose arguments are 64-bit integers and ``constants``. Needs no device.
 
     Raises:
@@ -160,4 +171,5 @@ def compile_for(target: Any, function: Any, constants: Mapping[str, Any], warps:
         raise ValueError(f"compile: constants (value={sorted(constants)}, allowed={sorted(names)})")
     signature = {name: "constexpr" if name in constants else "i64" for name in function.arg_names}
     source = triton.compiler.ASTSource(function, signature, dict(constants))
-    return triton.compile(source, target=target, options={"num_warps": warps})
+    options = {"num_warps": warps} | ({} if stages is None else {"num_stages": stages})
+    return triton.compile(source, target=target, options=options)

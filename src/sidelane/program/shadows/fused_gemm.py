@@ -25,6 +25,7 @@ def gemm_all_to_all(
     part_bytes: int,
     *,
     remote_first: bool = True,
+    group: int = 8,
 ) -> Program:
     """Tiles go into the outputs of the ranks that their rows are for.
 
@@ -35,6 +36,7 @@ def gemm_all_to_all(
         across: tiles next to each other.
         part_bytes: of a row in a tile.
         remote_first: tiles for others come first.
+        group: rows of tiles that are computed column by column.
     """
     n = len(counts)
     grid = OwnGrid(n, blocks, part_bytes)
@@ -61,11 +63,14 @@ def gemm_all_to_all(
             yield from (signal for signal in told(rank, READY) if counts[signal.flag.rank][rank])  # who has tiles
         number = block
         for peer in rotated((rank + 1) % n, n) if remote_first else range(n):
-            tiles = -(-counts[rank][peer] // tile_rows) * across
+            row_tiles = -(-counts[rank][peer] // tile_rows)
+            tiles = row_tiles * across
             if number < tiles:
                 yield Wait(word(rank, READY, peer), EPOCH)
             while number < tiles:
-                first, column = number // across * tile_rows, number % across
+                above, inside = number // (group * across) * group, number % (group * across)
+                column, low = divmod(inside, min(row_tiles - above, group))
+                first = (above + low) * tile_rows
                 for row in range(first, min(first + tile_rows, counts[rank][peer])):
                     src, dst = part(rank, peer, row, column)
                     yield Copy(dst, src)

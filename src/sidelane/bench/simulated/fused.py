@@ -1,0 +1,230 @@
+"""``sidelane fused --machine``: fused operators, and the same unfused, on a machine one does not have."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from sidelane.bench.fused.shapes import MEANING, ON_GPUS
+from sidelane.bench.report.table import Line, Table, grouped, number
+from sidelane.bench.report.terminal import progress_console, say_written, tables_console
+from sidelane.bench.results.rows import FUSED_OPS
+from sidelane.bench.simulated import figures as sim_figures
+from sidelane.bench.simulated import fused_figures
+from sidelane.bench.simulated.study import write_numbers
+from sidelane.execute.sim import write_chrome_trace
+from sidelane.machine.load import find
+from sidelane.machine.spec import Machine
+from sidelane.model.claims_fused import MACHINE, SECTIONS
+from sidelane.model.fused_study import FusedStudy
+from sidelane.model.operators import (
+    OBLIVIOUS,
+    ORDERS,
+    REMOTE_FIRST,
+    Embedding,
+    FusedTimes,
+    Gemv,
+    Operator,
+    TiledGemm,
+    predict_fused,
+)
+
+BYTES = 2
+"""Of an element: the study that measures takes bfloat16."""
+UNKNOWN = {"all_reduce_rms_norm": "not modelled: it communicates first and computes then"}
+"""Operators that are measured and not predicted, and why."""
+TRACED = "embedding_all_to_all"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Options:
+    """What ``sidelane fused --machine`` takes.
+
+    Attributes:
+        machine: in the catalogue, or a file.
+        ops: operators; empty takes all.
+        shapes: of the one operator; empty takes those of the study that measures.
+        occupancy: of fused kernels, from 0 to 1; None: all that they can have.
+        late_us: the last rank begins so much later.
+        report: folder for pictures and timelines; None: none.
+        json: file for the numbers, or ``written.STDOUT``.
+    """
+
+    machine: str
+    ops: tuple[str, ...] = ()
+    shapes: tuple[tuple[int, ...], ...] = ()
+    occupancy: float | None = None
+    late_us: float = 0.0
+    report: Path | None = None
+    json: Path | None = None
+
+    def __post_init__(self) -> None:
+        if not set(self.ops) <= set(FUSED_OPS):
+            raise ValueError(f"fused: --ops (value={', '.join(self.ops)}, allowed={', '.join(FUSED_OPS)})")
+        if self.shapes and len(self.ops) != 1:
+            raise ValueError(f"fused: --shape (value={len(self.ops)} operators, allowed=with --ops and one of them)")
+        meaning = MEANING[self.ops[0]] if self.shapes else ()
+        for shape in self.shapes:
+            if len(shape) != len(meaning) or min(shape) < 1:
+                text = ",".join(map(str, shape))
+                raise ValueError(f"fused: --shape (value={text}, allowed={', '.join(meaning)}: each 1 or more)")
+        if not 0 <= self.late_us < math.inf:
+            raise ValueError(f"fused: --late (value={self.late_us}, allowed=microseconds, 0 or more)")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Predicted:
+    """An operator at a shape, by order of the fused kernel, and how far the gain goes over the plausible values."""
+
+    operator: Operator
+    made_of: str
+    times: dict[str, FusedTimes]
+    low_percent: float
+    high_percent: float
+
+    @property
+    def lower_percent(self) -> float:
+        """The gain with what peers wait for first."""
+        return self.times[REMOTE_FIRST].lower_percent
+
+    def to_dicts(self) -> list[dict[str, Any]]:
+        """As ``--json`` writes it: an object for each order."""
+        plausible = {"low_percent": self.low_percent, "high_percent": self.high_percent}
+        return [
+            {
+                "op": self.operator.name,
+                "shape": str(self.operator),
+                "unfused": self.made_of,
+                "order": order,
+                "compute_us": times.compute_us,
+                "comm_us": times.collective_us,
+                "unfused_us": times.unfused_us,
+                "bound_us": times.bound_us,
+                "time_us": times.fused.time_us,
+                "rank_us": list(times.fused.ended_us),
+                "lower_percent": times.lower_percent,
+                **(plausible if order == REMOTE_FIRST else {}),
+            }
+            for order, times in self.times.items()
+        ]
+
+
+def main(options: Options) -> int:
+    """Print every operator at every shape, fused and unfused.
+
+    Returns:
+        0.
+
+    Raises:
+        ValueError: no such machine, one without figures of fused operators, or no operator that is predicted.
+    """
+    machine = find(options.machine)
+    console, progress = tables_console(options.json), progress_console()
+    ops = [op for op in options.ops or FUSED_OPS if op not in UNKNOWN]
+    if not ops:
+        allowed = ", ".join(op for op in FUSED_OPS if op not in UNKNOWN)
+        raise ValueError(f"fused: --ops (value={', '.join(options.ops)}, allowed with --machine={allowed})")
+    unknown = {op: UNKNOWN[op] for op in options.ops or FUSED_OPS if op in UNKNOWN}
+    found = []
+    with progress.status("simulating, over the plausible values of the machine's numbers") as status:
+        for op in ops:
+            for shape in options.shapes or ON_GPUS[op]:
+                status.update(f"{op} {','.join(map(str, shape))}")
+                found += [predicted(machine, *made, options) for made in operators_of(op, shape)]
+    for table in fused_tables(machine, found):
+        console.print(table.to_rich())
+    for op, why in unknown.items():
+        progress.print(f"{op}: {why}")
+    rows = [row for one in found for row in one.to_dicts()]
+    rows += [{"op": op, "time_us": None, "note": why} for op, why in unknown.items()]
+    for path in (options.json, options.report and options.report / "fused_predicted.json"):
+        if path is not None:
+            write_numbers(path, "fused_predicted", machine, rows)
+    if options.report is not None:
+        _report(machine, found, options, options.report)
+    say_written([path for path in (options.json, options.report) if path is not None])
+    return 0
+
+
+def operators_of(op: str, shape: tuple[int, ...]) -> list[tuple[Operator, str]]:
+    """An operator at a shape in every way in which it is measured unfused, and what that is made of."""
+    if op == Embedding.name:
+        batch, tables, pooling = shape
+        ways = ((False, "a kernel a table"), (True, "one kernel"))
+        return [(Embedding(batch, tables, pooling, element_bytes=BYTES, at_once=way), words) for way, words in ways]
+    if op == Gemv.name:
+        return [(Gemv(*shape), "GEMV")]
+    rows, depth, columns = shape
+    return [(TiledGemm(rows, depth, columns), "the library's GEMM")]
+
+
+def predicted(machine: Machine, operator: Operator, made_of: str, options: Options) -> Predicted:
+    """Predict an operator in both orders, and its gain over the plausible values: one number at a time, squares add."""
+    starts = (*[0.0] * (machine.world_size - 1), options.late_us) if options.late_us else ()
+
+    def predict(where: Machine, order: str = REMOTE_FIRST) -> FusedTimes:
+        return predict_fused(where, operator, order, occupancy=options.occupancy, starts_us=starts)
+
+    times = {order: predict(machine, order) for order in ORDERS}
+    value = times[REMOTE_FIRST].lower_percent
+    below, above = spread(machine, lambda changed: predict(changed).lower_percent, value)
+    return Predicted(operator, made_of, times, value - below, value + above)
+
+
+def spread(machine: Machine, predict: Callable[[Machine], float], value: float) -> tuple[float, float]:
+    """How far a prediction goes below and above its value with each uncertain number at both ends of its range."""
+    squares = {-1: 0.0, 1: 0.0}
+    for path, quantity in machine.quantities().items():
+        for end in (quantity.low, quantity.high) if path.partition(".")[0] in SECTIONS else ():
+            if end is not None:
+                by = predict(machine.with_value(path, end)) - value
+                squares[1 if by > 0 else -1] += by * by
+    return math.sqrt(squares[-1]), math.sqrt(squares[1])
+
+
+def fused_tables(machine: Machine, found: Sequence[Predicted]) -> list[Table]:
+    """A table an operator: the unfused times, the fused one in both orders, and the gain."""
+    tables = []
+    for op, alike in grouped(found, lambda one: one.operator.name, ordered=False):
+        lines = []
+        for one in alike:
+            first = one.times[REMOTE_FIRST]
+            cells = (
+                str(one.operator),
+                one.made_of,
+                number(first.compute_us),
+                number(first.collective_us),
+                number(first.fused.time_us),
+                number(one.times[OBLIVIOUS].fused.time_us),
+                f"{one.lower_percent:.0f}",
+                f"{one.low_percent:.0f} .. {one.high_percent:.0f}",
+            )
+            lines.append(Line(cells))
+        notes = (
+            "lower: the fused time next to both unfused ones together, percent",
+            "no GPU here has run fused operators yet: nothing of this was compared with a measurement of ours",
+        )
+        columns = ("<shape", "<unfused", "compute\nus", "collective\nus", "fused\nus", "oblivious\nus", "lower\n%")
+        nodes = f", {machine.nodes} nodes of {machine.gpus}" if machine.nodes > 1 else ""
+        title = f"{op} on {machine.title}{nodes}: predicted"
+        tables.append(Table(title, (*columns, "plausible"), tuple(lines), notes, keys=2))
+    return tables
+
+
+def _report(machine: Machine, found: Sequence[Predicted], options: Options, folder: Path) -> None:
+    gains = [
+        (f"{p.operator.name}: {p.operator}; {p.made_of}", p.low_percent, p.lower_percent, p.high_percent) for p in found
+    ]
+    fused_figures.draw_gains(machine, gains, folder)
+    # The first embedding, if there is one: what its order changes can be seen.
+    traced = min((one.operator for one in found), key=lambda operator: operator.name != TRACED)
+    for order in ORDERS:
+        run = predict_fused(machine, traced, order, occupancy=options.occupancy, record=True).fused
+        write_chrome_trace(folder / f"timeline-fused-{order}.trace.json", run.timeline)
+        title = f"{traced.name}, {order}, {machine.title}"
+        sim_figures.draw_timeline(run.timeline, title, folder, f"timeline-fused-{order}")
+    if machine.name == MACHINE:
+        fused_figures.draw_published(FusedStudy(machine), spread, folder)

@@ -1,0 +1,215 @@
+"""What was measured of GEMMs and collectives alone, and what follows: classes, and the partition heuristic's choices.
+
+Pure: numbers in, choices with reasons out. ``bench/tune/isolated.py`` measures (``sidelane tune --study c3``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+
+from sidelane.c3 import heuristic
+from sidelane.c3.workload import Bound, C3Class, Gemm, Workload, classify
+from sidelane.program.collective import Kind
+from sidelane.sizes import format_bytes
+
+SENSITIVE = 0.5
+"""A GEMM that loses less than this share of what its lost units would cost in proportion is limited by its bytes."""
+
+LATENCY_FACTOR = 2.0
+"""A collective that takes less than so many times what the smallest one takes is limited by its latency."""
+
+
+class Limit(StrEnum):
+    """What a collective's time consists of, mostly."""
+
+    LATENCY = "latency"
+    BANDWIDTH = "bandwidth"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GemmTimes:
+    """A GEMM by the units that it does without.
+
+    Attributes:
+        gemm: its shape.
+        means: how they were taken (``strategy.Means``, or ``grid``).
+        units: of the device, or threads of a CPU rank.
+        times_us: by units taken; 0 is the whole device.
+    """
+
+    gemm: Gemm
+    means: str
+    units: int
+    times_us: Mapping[int, float]
+
+    def slowdown(self) -> dict[int, float]:
+        """Times over that with all units, by units taken."""
+        return {taken: us / self.times_us[0] for taken, us in sorted(self.times_us.items()) if taken}
+
+    def sensitivity(self) -> float | None:
+        """How much of the slowdown in proportion to the units lost it has, at the most that were taken; None: unknown.
+
+        >>> GemmTimes(Gemm(8, 8, 8), "split", 100, {0: 10.0, 50: 15.0}).sensitivity()
+        0.5
+        """
+        table = self.slowdown()
+        if not table:
+            return None
+        taken = max(table)
+        return (table[taken] - 1) / (self.units / (self.units - taken) - 1)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CollectiveTimes:
+    """A collective of one size by the units that it is given.
+
+    Attributes:
+        collective: which.
+        nbytes: as in :class:`Workload`.
+        implementation: who ran it, in the variant that was fastest.
+        times_us: by units given; 0: as many as it likes.
+    """
+
+    collective: Kind
+    nbytes: int
+    implementation: str
+    times_us: Mapping[int, float]
+
+    def slowdown(self) -> dict[int, float]:
+        """Times over that with as many units as it likes, by units given."""
+        return {given: us / self.times_us[0] for given, us in sorted(self.times_us.items()) if given}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Isolated:
+    """Everything measured of a machine.
+
+    Attributes:
+        tflops: of the fastest GEMM.
+        memory_gbps: that a kernel reads and writes.
+        gemms: the curves; several of one shape by several means.
+        collectives: the curves.
+    """
+
+    tflops: float
+    memory_gbps: float
+    gemms: tuple[GemmTimes, ...]
+    collectives: tuple[CollectiveTimes, ...]
+
+    @property
+    def flops_per_byte(self) -> float:
+        """Operations that the machine does while a byte moves: above it a GEMM is compute-bound."""
+        return self.tflops * 1e3 / self.memory_gbps
+
+    def bound(self, gemm: Gemm) -> tuple[Bound, str]:
+        """What limits a GEMM, and why: how it took the loss of units if that was measured, else its operations a byte.
+
+        The least possible bytes call some memory-bound GEMMs compute-bound; the loss of units does not.
+        """
+        known = [curve.sensitivity() for curve in self._curves(gemm)]
+        found = next((one for one in known if one is not None), None)
+        if found is not None:
+            bound = Bound.COMPUTE if found >= SENSITIVE else Bound.MEMORY
+            return bound, f"fewer units cost it {found:.2f} of their share"
+        bound = gemm.bound(self.flops_per_byte)
+        return bound, f"{gemm.flops / gemm.nbytes:.0f} operations a byte, the machine {self.flops_per_byte:.0f}"
+
+    def gemm_us(self, gemm: Gemm) -> float:
+        """Time of a GEMM alone: measured, else by the roofline of the ConCCL paper (V-C)."""
+        for curve in self._curves(gemm):
+            return curve.times_us[0]
+        return heuristic.expected_gemm_us(gemm.flops, gemm.nbytes, self.tflops, self.memory_gbps)
+
+    def comm_us(self, workload: Workload) -> float:
+        """Time of a collective alone: of the nearest size that was measured, in proportion to its bytes.
+
+        Raises:
+            ValueError: no size of it was measured.
+        """
+        curve = min(
+            self._nearest(workload, [c for c in self.collectives if c.collective is workload.collective]),
+            key=lambda one: one.times_us[0],
+        )
+        return curve.times_us[0] * workload.nbytes / curve.nbytes
+
+    def kind(self, workload: Workload) -> C3Class:
+        """G-long, C-long or GC-equal."""
+        return classify(self.gemm_us(workload.gemm), self.comm_us(workload))
+
+    def limit(self, collective: Kind, nbytes: int) -> Limit:
+        """Whether a size of a collective is limited by latency or by bandwidth.
+
+        Raises:
+            ValueError: no size of it was measured.
+        """
+        known = [curve for curve in self.collectives if curve.collective is collective]
+        if not known:
+            raise ValueError(f"limit: collective (value={collective}, allowed={self._names()})")
+        smallest = min(known, key=lambda one: (one.nbytes, one.times_us[0]))
+        nearest = min(known, key=lambda one: (_apart(one.nbytes, nbytes), one.times_us[0]))
+        within = nearest.times_us[0] < LATENCY_FACTOR * smallest.times_us[0]
+        return Limit.LATENCY if within else Limit.BANDWIDTH
+
+    def allocate(self, workload: Workload, implementation: str | None = None) -> heuristic.Allocation:
+        """Units for a collective next to a GEMM, by the look-up tables that were measured (ConCCL paper, V-C).
+
+        Args:
+            workload: the pair.
+            implementation: whose collective; None: the fastest that has a table.
+
+        Raises:
+            ValueError: no GEMM of its bound, or no size of the collective, was measured with fewer units.
+        """
+        bound, why = self.bound(workload.gemm)
+        gemms = [curve for curve in self.gemms if curve.slowdown() and self.bound(curve.gemm)[0] is bound]
+        gemms = gemms or [curve for curve in self.gemms if curve.slowdown()]
+        able = [c for c in self.collectives if c.collective is workload.collective and c.slowdown()]
+        able = [c for c in able if implementation in (None, c.implementation)]
+        if not gemms or not able:
+            what = "GEMM" if not gemms else f"{workload.collective}"
+            raise ValueError(f"allocate: no {what} was measured with fewer units (value={workload.name})")
+        gemm = min(gemms, key=lambda one: _apart(one.gemm.flops, workload.gemm.flops))
+        comm = min(self._nearest(workload, able), key=lambda one: one.times_us[0])
+        shared = sorted(set(gemm.slowdown()) & set(comm.slowdown()))
+        found = heuristic.allocate(
+            self.gemm_us(workload.gemm),
+            self.comm_us(workload),
+            {units: gemm.slowdown()[units] for units in shared},
+            {units: comm.slowdown()[units] for units in shared},
+        )
+        like = f"{comm.implementation} {comm.collective} {format_bytes(comm.nbytes)}"
+        reason = f"{found.reason}; {bound}-bound ({why}), as {gemm.gemm.name} by {gemm.means} and {like}"
+        return dataclasses.replace(found, reason=reason)
+
+    def spare(self, gemm: Gemm) -> heuristic.Spared:
+        """Units to take from a GEMM next to copy engines (ConCCL paper, VI-G): needs the memory-bound table only."""
+        bound, why = self.bound(gemm)
+        tables = [c for c in self.gemms if c.slowdown() and self.bound(c.gemm)[0] is Bound.MEMORY]
+        nearest = min(tables, key=lambda one: _apart(one.gemm.flops, gemm.flops), default=None)
+        found = heuristic.spare(bound is Bound.MEMORY, {} if nearest is None else nearest.slowdown())
+        return dataclasses.replace(found, reason=f"{found.reason} ({why})")
+
+    def _curves(self, gemm: Gemm) -> list[GemmTimes]:
+        """Of this shape, those with the most points first."""
+        same = [c for c in self.gemms if (c.gemm.m, c.gemm.n, c.gemm.k, c.gemm.dtype) == _shape(gemm)]
+        return sorted(same, key=lambda one: (one.means == "grid", -len(one.times_us)))
+
+    def _nearest(self, workload: Workload, curves: Sequence[CollectiveTimes]) -> list[CollectiveTimes]:
+        if not curves:
+            raise ValueError(f"comm_us: collective (value={workload.collective}, allowed={self._names()})")
+        nearest = min(_apart(curve.nbytes, workload.nbytes) for curve in curves)
+        return [curve for curve in curves if _apart(curve.nbytes, workload.nbytes) == nearest]
+
+    def _names(self) -> str:
+        return ", ".join(dict.fromkeys(str(curve.collective) for curve in self.collectives)) or "none was measured"
+
+
+def _shape(gemm: Gemm) -> tuple[int, int, int, str]:
+    return gemm.m, gemm.n, gemm.k, gemm.dtype
+
+
+def _apart(one: float, other: float) -> float:
+    """How many times the greater of two is the smaller."""
+    return max(one, other) / min(one, other)

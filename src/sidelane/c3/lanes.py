@@ -1,0 +1,148 @@
+"""Where a pair runs on an accelerator: streams, and what keeps a GEMM off some compute units."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from sidelane.c3.strategy import Means, Partition
+from sidelane.errors import SidelaneError
+
+SMALLEST_SHARE = 8
+"""Where a sweep of partitions begins (ConCCL paper, V-B); it is also what Hopper's SMs come in."""
+
+
+LIMITS = (Means.TARGET, Means.CARVE_OUT)
+"""What a library is asked for."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Lanes:
+    """The streams of pairs; make them once a process, since torch hands out a limited number in turn.
+
+    Attributes:
+        gemm: of the GEMM.
+        collective: of a collective without priority.
+        urgent: of one that goes before the GEMM.
+        limited: entered while the GEMM is launched.
+    """
+
+    gemm: torch.cuda.Stream
+    collective: torch.cuda.Stream
+    urgent: torch.cuda.Stream
+    limited: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+
+    @staticmethod
+    def on(device: torch.device) -> Lanes | None:
+        """Lanes on a device; None on a CPU."""
+        if device.type == "cpu":
+            return None
+        return Lanes(torch.cuda.Stream(device), torch.cuda.Stream(device), torch.cuda.Stream(device, priority=-1))
+
+
+class Partitions(Protocol):
+    """What gives a GEMM fewer units.
+
+    Attributes:
+        units: that the device has.
+    """
+
+    units: int
+
+    def objection(self, partition: Partition) -> str:
+        """Why there is no such partition here; empty if there is."""
+        ...
+
+    def lanes(self, partition: Partition, units: int, usual: Lanes, *, confine: bool) -> Lanes:
+        """Lanes of a pair whose GEMM does without ``units``. ``confine``: the collective gets these and no others."""
+        ...
+
+
+class DevicePartitions:
+    """Partitions of an NVIDIA GPU; each is made once.
+
+    Args:
+        device: the current one.
+
+    Raises:
+        UnavailableError: cuda-bindings is not installed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        from sidelane.execute.cuda.driver import Driver
+
+        self._device = device
+        self._driver = Driver(device)
+        self.units = self._driver.attribute("MULTIPROCESSOR_COUNT")
+        self._split = functools.cache(self._driver.split_units)
+
+    @staticmethod
+    def on(device: torch.device) -> tuple[DevicePartitions | None, str]:
+        """Partitions of a device, or None and the reason."""
+        if device.type == "cpu":
+            return None, "on a CPU no units are taken from a GEMM (no green contexts)"
+        try:
+            return DevicePartitions(device), ""
+        except SidelaneError as problem:
+            return None, str(problem)
+
+    def objection(self, partition: Partition) -> str:
+        """Found out by making one."""
+        units = partition.units or SMALLEST_SHARE
+        if partition.means not in LIMITS and partition.means is not Means.SPLIT:
+            return f"the library's GEMM has no {partition.means}"
+        try:
+            if partition.means is Means.SPLIT:
+                self._split(units)
+            else:
+                with self._limit(partition.means, units):
+                    pass
+        except SidelaneError as problem:
+            return str(problem)
+        return ""
+
+    def lanes(self, partition: Partition, units: int, usual: Lanes, *, confine: bool) -> Lanes:
+        """See :class:`Partitions`.
+
+        Raises:
+            UnavailableError, DriverError: no such partition.
+        """
+        if partition.means is not Means.SPLIT:
+            return dataclasses.replace(usual, limited=lambda: self._limit(partition.means, units))
+        split = self._split(units)
+        gemm = self._stream(split.left.stream)
+        if not confine:
+            return dataclasses.replace(usual, gemm=gemm)
+        return Lanes(gemm, self._stream(split.taken.stream), self._stream(split.taken.urgent))
+
+    def _limit(self, means: Means, units: int) -> contextlib.AbstractContextManager[None]:
+        from sidelane.execute.cuda.sm_target import cublas_target, torch_carve_out
+
+        return cublas_target(self.units - units) if means is Means.TARGET else torch_carve_out(units)
+
+    def _stream(self, handle: int) -> torch.cuda.Stream:
+        return torch.cuda.ExternalStream(handle, device=self._device)
+
+
+def shares(partition: Partition, units: int, memory_bound: bool) -> tuple[int, ...]:
+    """How many units to take from a GEMM, each to be tried: powers of two up to half of them where it is a sweep.
+
+    Args:
+        partition: of the strategy.
+        units: that the device has.
+        memory_bound: the GEMM is limited by its bytes.
+
+    >>> shares(Partition(), 132, memory_bound=False)
+    (8, 16, 32, 64)
+    >>> shares(Partition(8, memory_bound_only=True), 132, memory_bound=False)
+    (0,)
+    """
+    if partition.units is not None or partition.taken(1, memory_bound) == 0:
+        return (partition.taken(0, memory_bound),)
+    powers = (SMALLEST_SHARE << k for k in range(units.bit_length()))
+    return tuple(power for power in powers if 2 * power <= units)

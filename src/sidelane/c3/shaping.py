@@ -1,0 +1,73 @@
+"""Which shape of a GEMM, and whether a priority, suits pipelined iterations (overlap paper): a choice that says why."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+LEAST_SAVED = 0.01
+"""Of the time: below it shaping is not worth a kernel that is slower alone."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Shaping:
+    """A way to run the iterations, and its time.
+
+    Attributes:
+        shape: of the GEMM, by name.
+        blocks: of its grid.
+        resident: blocks that a compute unit holds; 0 where nobody knows.
+        limited: fewer than fit, by more shared memory than they need, or fewer blocks than tiles.
+        priority: the collectives' stream goes before the GEMMs'.
+        time_us: of the iterations, overlapped.
+    """
+
+    shape: str
+    blocks: int
+    resident: int
+    limited: bool
+    priority: bool
+    time_us: float
+
+    def __str__(self) -> str:
+        parts = [self.shape, f"{self.blocks} blocks"]
+        parts += [f"{self.resident} resident"] if self.resident else []
+        return ", ".join(parts + (["priority"] if self.priority else []))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Shaped:
+    """The way to take, what it saves (0.2: 20% of the time), and why."""
+
+    shaping: Shaping
+    saved: float
+    reason: str
+
+
+def choose(measured: Sequence[Shaping]) -> Shaped:
+    """Take the fastest way, unless the fastest that shapes nothing is as good.
+
+    Args:
+        measured: at least one without limits and without priority, which the others are held against.
+
+    Raises:
+        ValueError: there is none.
+
+    >>> usual = Shaping("tuned", 2048, 1, False, False, 70.0)
+    >>> choose([usual, Shaping("opt1", 16384, 2, True, True, 56.0)]).reason
+    'opt1, 16384 blocks, 2 resident, priority: 56 us, 20.0% less than tuned, 2048 blocks, 1 resident (70 us)'
+    >>> choose([usual, Shaping("opt1", 16384, 2, True, True, 69.9)]).reason
+    'tuned, 2048 blocks, 1 resident: 70 us; shaping and priority save 0.1% (opt1, 16384 blocks, 2 resident, priority)'
+    """
+    plain = [one for one in measured if not one.limited and not one.priority]
+    if not plain:
+        raise ValueError(f"choose: measured (value={[str(one) for one in measured]}, allowed=one that shapes nothing)")
+    base, best = (min(some, key=lambda one: one.time_us) for some in (plain, measured))
+    saved = 1 - best.time_us / base.time_us
+    if saved < LEAST_SAVED:
+        reason = f"{base}: {base.time_us:.0f} us"
+        return Shaped(
+            base, 0.0, reason + ("" if best is base else f"; shaping and priority save {100 * saved:.1f}% ({best})")
+        )
+    than = f"{100 * saved:.1f}% less than {base} ({base.time_us:.0f} us)"
+    return Shaped(best, saved, f"{best}: {best.time_us:.0f} us, {than}")

@@ -1,0 +1,119 @@
+"""DDP whose gradients are averaged by Sidelane: a communication hook.
+
+DDP hands over a bucket of gradients as soon as backward has filled it. It is copied into symmetric memory, from where
+peers read it while backward goes on, and the averages are what DDP takes from there.
+"""
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from sidelane.collectives import Communicator, Session
+from sidelane.collectives.pool import MemoryUse
+from sidelane.config import COMPUTE, Config
+from sidelane.integrations.ledger import SIDELANE, Ledger
+from sidelane.program.collective import ELEMENT_BYTES, ReduceOp
+
+OPERATION = "ddp all_reduce"
+
+
+def enable(model: DistributedDataParallel, *, config: Config | None = None) -> "Enabled":
+    """Let Sidelane average the gradients of a model. Collective.
+
+    Gradients are those of the group's own backend, but for the order in which a sum of more than two ranks is rounded.
+    Sparse gradients and dtypes that Sidelane does not add (float64) go to the group's own backend;
+    ``sidelane.report()`` says so.
+
+    Args:
+        model: without a communication hook. It keeps this one for good, as DDP wants it.
+        config: settings; None for those in force.
+
+    Returns:
+        What is switched on; :meth:`Enabled.disable` gives the gradients to the group's own backend again.
+
+    Raises:
+        ValueError: this is no DDP model, or it has a hook already; nothing has changed.
+        As :class:`sidelane.Session`.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        raise ValueError(f"ddp.enable: model (value=a {type(model).__name__}, allowed=a DistributedDataParallel)")
+    if model._comm_hooks:
+        raise ValueError("ddp.enable: model (value=one with a communication hook, allowed=one without)")
+    enabled = Enabled(model.process_group)
+    model.register_comm_hook(enabled, _hook)
+    enabled._begin(next(model.parameters()).device, config)
+    return enabled
+
+
+class Enabled:
+    """What :func:`enable` has switched on.
+
+    Attributes:
+        calls: buckets that Sidelane has averaged.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._session: Session | None = None
+        self._buffers: dict[int, torch.Tensor] = {}  # by number of the bucket
+        self._ledger = Ledger(dist.get_process_group_ranks(group))
+        self._ledger.group = group.group_name
+        self.calls = 0
+
+    def memory(self) -> MemoryUse:
+        """Symmetric memory that buffers take: as much as all gradients, since DDP has all buckets until the end."""
+        return self._comm.memory() if self._session is not None else MemoryUse(0, 0, None)
+
+    def disable(self) -> None:
+        """Let the group's own backend do it from now on, and give the memory back. Idempotent. Not within backward."""
+        self._buffers.clear()
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+
+    def __enter__(self) -> "Enabled":
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self.disable()
+
+    def _begin(self, device: torch.device, config: Config | None) -> None:
+        self._session = Session(self._group, device=device, config=config)
+        self._comm = Communicator(self._session.lane("ddp"))
+
+    def _average(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        gradients = bucket.buffer()
+        dtype, dense = str(gradients.dtype).removeprefix("torch."), gradients.layout is torch.strided
+        why = self._objection(dtype, dense)
+        where = SIDELANE if why is None else dist.get_backend(self._group)
+        key = (OPERATION, dtype, gradients.device.type, where, why or "a communication hook")
+        self._ledger.note(key, "", gradients.nbytes if dense else 0)
+        if why is not None:
+            return allreduce_hook(self._group, bucket)
+        self.calls += 1
+        buffer = self._buffers.get(bucket.index())
+        if buffer is None or buffer.numel() != gradients.numel() or buffer.dtype != gradients.dtype:
+            # DDP makes other buckets after the first step, on all ranks alike.
+            buffer = self._buffers[bucket.index()] = self._comm.empty(gradients.numel(), dtype=gradients.dtype)
+        buffer.copy_(gradients)
+        work = self._comm.all_reduce(buffer, op=ReduceOp.AVG, async_op=True, beside=COMPUTE)
+        assert work is not None
+        return work.get_future().then(_first)
+
+    def _objection(self, dtype: str, dense: bool) -> str | None:
+        """Why a bucket goes to the group's own backend; None where it does not."""
+        if self._session is None:
+            return "disabled"
+        if not dense:
+            return "a sparse bucket"
+        return None if dtype in ELEMENT_BYTES else f"avg of {dtype}"
+
+
+# DDP looks at the types of its hook: they stand here as they are, not as text.
+def _hook(enabled: Enabled, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    return enabled._average(bucket)
+
+
+def _first(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+    return done.value()[0]

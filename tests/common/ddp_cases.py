@@ -1,0 +1,116 @@
+"""Models that DDP trains with Sidelane and without: the same on CPU processes and GPUs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import sidelane
+from sidelane import Config, ddp
+
+CONFIG = Config(timeout_s=60)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "views of buckets": {"gradient_as_bucket_view": True},
+    "one bucket": {"bucket_cap_mb": 100, "static_graph": True},
+    "bfloat16": {"dtype": torch.bfloat16},
+}
+
+
+def build(group: dist.ProcessGroup, *, dtype: torch.dtype = torch.float32, **options: Any) -> DistributedDataParallel:
+    """The same model on every rank; several buckets, of sizes that nothing divides."""
+    torch.manual_seed(3)
+    layers = nn.Sequential(nn.Linear(17, 131), nn.GELU(), nn.Linear(131, 131), nn.GELU(), nn.Linear(131, 5)).to(dtype)
+    return DistributedDataParallel(layers, process_group=group, **{"bucket_cap_mb": 0.02} | options)
+
+
+def train(model: DistributedDataParallel, group: dist.ProcessGroup, steps: int) -> Iterator[torch.Tensor]:
+    """The loss of every step, of which every other one accumulates, then the gradients of the last one."""
+    optimizer, dtype = torch.optim.SGD(model.parameters(), lr=0.1), next(model.parameters()).dtype
+    for step in range(steps):
+        for part in range(1 + step % 2):
+            torch.manual_seed(100 * step + 10 * part + dist.get_rank(group))
+            with model.no_sync() if step % 2 > part else _nothing():
+                loss = model(torch.randn(6, 17).to(dtype)).square().mean()
+                loss.backward()
+            yield loss.detach()
+        if step + 1 < steps:
+            optimizer.step()
+            optimizer.zero_grad()
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        yield parameter.grad
+
+
+def as_without(group: dist.ProcessGroup, steps: int) -> dict[str, tuple[int, int]]:
+    """Loss and gradients, with and without; buckets averaged, and bytes reserved."""
+    told = {}
+    for name, options in OPTIONS.items():
+        wanted = [each.clone() for each in train(build(group, **options), group, steps)]
+        model = build(group, **options)
+        with ddp.enable(model, config=CONFIG) as enabled:
+            got = [each.clone() for each in train(model, group, steps)]
+            told[name] = enabled.calls, enabled.memory().reserved
+        rtol, atol = (5e-2, 1e-2) if name == "bfloat16" else (1e-5, 1e-7)
+        for number, (one, other) in enumerate(zip(got, wanted, strict=True)):
+            torch.testing.assert_close(
+                one, other, rtol=rtol, atol=atol, msg=functools.partial(_told, f"{name} {number}")
+            )
+        for one in got[-4:]:  # the same on all ranks, to the bit
+            other = one.clone()
+            dist.broadcast(other, dist.get_global_rank(group, 0), group=group)
+            assert torch.equal(one, other), name
+    return told
+
+
+def elsewhere(group: dist.ProcessGroup) -> dict[str, tuple[int, set[tuple[str, str]]]]:
+    """What the group's own backend gets: calls of Sidelane, and what the report says."""
+    told = {}
+    sparse = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 3))
+    for name, model, given in (
+        ("float64", nn.Linear(4, 3, dtype=torch.float64), torch.ones(2, 4, dtype=torch.float64)),
+        ("sparse", sparse, torch.tensor([[1, 2], [3, 1]])),
+    ):
+        sidelane.integrations.ledger.reset()
+        wrapped = DistributedDataParallel(model, process_group=group)
+        with ddp.enable(wrapped, config=CONFIG) as enabled:
+            for _ in range(2):
+                wrapped(given * (1 + dist.get_rank(group))).sum().backward()
+            rows = [row for row in sidelane.report().rows if row.operation == ddp.OPERATION]
+            told[name] = enabled.calls, {(row.where, row.why) for row in rows}
+    return told
+
+
+def on_and_off(group: dist.ProcessGroup) -> list[str]:
+    """What is refused; and a model that trains on after it is switched off."""
+    wanted = list(train(build(group), group, 4))
+    model, told = build(group), []
+    enabled = ddp.enable(model, config=CONFIG)
+    for wrong in (model, nn.Linear(2, 2)):
+        try:
+            ddp.enable(wrong, config=CONFIG)  # type: ignore[arg-type]
+        except ValueError as error:
+            told.append(str(error))
+    losses = []
+    for number, loss in enumerate(train(model, group, 4)):
+        losses.append(loss)
+        if number == 1:
+            enabled.disable()
+            enabled.disable()
+    assert enabled.memory().reserved == 0
+    torch.testing.assert_close(losses, wanted)
+    return told
+
+
+def _nothing() -> Any:
+    return torch.enable_grad()
+
+
+def _told(where: str, text: str) -> str:
+    return f"{where}: {text}"

@@ -1,0 +1,197 @@
+"""Models whose parameters FSDP2 gathers straight into their memory, and others: on CPU processes and GPUs."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from fsdp_cases import CONFIG, build, mesh_of
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.tensor import Shard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import sidelane
+from sidelane import Config, fsdp
+from sidelane.integrations import ledger
+from sidelane.memory import storage
+
+STRAIGHT = "straight into the parameters"
+
+
+class CopiesOut(TorchDispatchMode):
+    """Counts what FSDP2 copies out of gathered buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += function is torch.ops.fsdp.split_with_sizes_copy.default
+        return function(*args, **(kwargs or {}))
+
+
+def whys() -> set[str]:
+    """What the report says of FSDP2's gathers since the last time."""
+    found = {row.why for row in sidelane.report().rows if row.operation == "fsdp all_gather"}
+    ledger.reset()
+    return found
+
+
+class Mixture(nn.Module):
+    """Frozen and tied parameters, one that most ranks have nothing of, and two dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(6, 5), nn.Linear(6, 5, bias=False)
+        self.other.weight = self.one.weight
+        self.frozen = nn.Linear(5, 3).requires_grad_(False)
+        self.register_parameter("scale", nn.Parameter(torch.ones(1, 3)))
+        self.register_parameter("counts", nn.Parameter(torch.arange(7), requires_grad=False))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.frozen(self.one(x) + self.other(x)) * self.scale + self.counts.sum()
+
+
+def extend(parameter: Any) -> None:
+    """Let a parameter of one dimension say by itself what is gathered: its shard, padded."""
+    local, rows = parameter._local_tensor, len(parameter)
+    padding = local.new_zeros(-(-rows // parameter.device_mesh.size()) - len(local))
+
+    def after(outputs: Any, _metadata: Any, _dtype: Any, *, out: torch.Tensor | None = None) -> Any:
+        return (outputs[0][:rows].clone(), ()) if out is None else out.copy_(outputs[0][:rows])
+
+    local.fsdp_pre_all_gather = lambda mesh: ((torch.cat((local, padding)),), None)
+    local.fsdp_post_all_gather = after
+
+
+def straight_into_parameters(group: dist.ProcessGroup) -> dict[str, tuple[int, set[str]]]:
+    """Copies out, and what the report says, of each way to shard; values are those without Sidelane."""
+    ledger.reset()
+    mesh, told = mesh_of(group), {}
+    ways: dict[str, Any] = {
+        "mixture": lambda: fully_shard(Mixture(), mesh=mesh),
+        "offloaded": lambda: fully_shard(Mixture(), mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False)),
+        "dimension 1": lambda: fully_shard(
+            nn.Linear(2 * mesh.size(), 3), mesh=mesh, shard_placement_fn=lambda p: Shard(1) if p.ndim == 2 else None
+        ),
+        "extension": lambda: fully_shard(Mixture(), mesh=mesh),
+        "not asked for": lambda: fully_shard(Mixture(), mesh=mesh),
+        "torch 2.11": lambda: fully_shard(Mixture(), mesh=mesh),
+    }
+    for name, make in ways.items():
+        both = []
+        for on in (False, True):
+            torch.manual_seed(5)
+            model = make()
+            if name == "extension":
+                extend(model.frozen.bias)
+            asked, call = name != "not asked for", "no such call" if name == "torch 2.11" else storage._EXCHANGE
+            with (
+                mock.patch.object(storage, "_EXCHANGE", call),
+                fsdp.enable(model, config=CONFIG, straight_into_parameters=asked) if on else contextlib.nullcontext(),
+                CopiesOut() as copies,
+            ):
+                for step in range(3):
+                    torch.manual_seed(step)
+                    width = getattr(model, "in_features", 6)
+                    with torch.inference_mode(step == 1):
+                        loss = model(torch.randn(4, width)).square().sum()
+                    if step != 1:
+                        loss.backward()
+            both.append([loss.detach(), *(p.grad.to_local() for p in model.parameters() if p.grad is not None)])
+            if on:
+                told[name] = copies.calls, whys()
+        for one, other in zip(*both, strict=True):
+            torch.testing.assert_close(one, other)
+    return told
+
+
+def buffers_go_round(group: dist.ProcessGroup, layers: int) -> dict[bool, int]:
+    """Bytes of buffers of a model of many layers, with and without ``reshard_after_forward``."""
+    ledger.reset()
+    told = {}
+    for reshard in (True, False):
+        model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(layers)))
+        for layer in model:
+            fully_shard(layer, mesh=mesh_of(group), reshard_after_forward=reshard)
+        fully_shard(model, mesh=mesh_of(group))
+        with fsdp.enable(model, config=CONFIG) as enabled:
+            for _ in range(3):
+                model(torch.ones(2, 512)).sum().backward()
+            told[reshard] = enabled._links[group].gather.memory().used
+        assert whys() == {STRAIGHT}
+    return told
+
+
+def without_room(group: dist.ProcessGroup) -> set[str]:
+    """Most layers of a model that stays gathered have no room in symmetric memory."""
+    ledger.reset()
+    got = []
+    for on in (False, True):
+        torch.manual_seed(1)
+        model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(5)))
+        for layer in model:
+            fully_shard(layer, mesh=mesh_of(group), reshard_after_forward=False)
+        fully_shard(model, mesh=mesh_of(group))
+        with fsdp.enable(model, config=Config(timeout_s=60, memory_bytes=6 << 20)) if on else contextlib.nullcontext():
+            for _ in range(2):
+                loss = model(torch.ones(2, 512)).square().sum()
+                loss.backward()
+        got.append([loss.detach(), *(p.grad.full_tensor() for p in model.parameters())])
+    torch.testing.assert_close(*got)
+    return whys()
+
+
+def one_of_two(group: dist.ProcessGroup) -> set[str]:
+    """Two models have it on; the one that keeps it does as before when the other one gives it back."""
+    ledger.reset()
+    first, second = build(mesh_of(group)), build(mesh_of(group))
+    tokens = torch.full((2, 3), 4)
+    wanted = first(tokens)
+    with fsdp.enable(first, config=CONFIG):
+        with fsdp.enable(second, config=CONFIG):
+            assert torch.equal(first(tokens), wanted) and torch.equal(second(tokens), wanted)
+        for model in (first, second):
+            model(tokens).square().sum().backward()
+    torch.testing.assert_close(*([p.grad.full_tensor() for p in each.parameters()] for each in (first, second)))
+    return whys()
+
+
+def given_back_in_use(group: dist.ProcessGroup) -> None:
+    """Switched off between forward and backward: parameters are in use then, and autograd has saved them."""
+    grads = []
+    before = [getattr(_fsdp_param_group, name) for name in ("foreach_all_gather", "foreach_all_gather_copy_out")]
+    for on in (False, True):
+        model, tokens = build(mesh_of(group)), torch.full((2, 3), 4)
+        if on:
+            enabled = fsdp.enable(model, config=CONFIG)
+        loss = model(tokens).square().sum()
+        model.blocks[1].unshard(async_op=True)  # and this one is under way
+        if on:
+            enabled.disable()
+            assert before == [
+                getattr(_fsdp_param_group, name) for name in ("foreach_all_gather", "foreach_all_gather_copy_out")
+            ]
+            assert not any("free_unsharded_param" in vars(p) for g in fsdp._param_groups(model) for p in g.fsdp_params)
+        loss.backward()
+        model(tokens).square().sum().backward()
+        grads.append([p.grad.full_tensor() for p in model.parameters()])  # type: ignore[union-attr]
+    torch.testing.assert_close(*grads)
+
+
+def guarded(group: dist.ProcessGroup) -> set[str]:
+    """What FSDP2 of another torch would say: it looks otherwise."""
+    ledger.reset()
+    model, gather = build(mesh_of(group)), _fsdp_param_group.foreach_all_gather
+    _fsdp_param_group.foreach_all_gather = lambda *args, **options: gather(*args, **options)
+    try:
+        with fsdp.enable(model, config=CONFIG):
+            model(torch.zeros(1, 2, dtype=torch.int64)).sum().backward()
+    finally:
+        _fsdp_param_group.foreach_all_gather = gather
+    return whys()

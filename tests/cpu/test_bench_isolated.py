@@ -1,0 +1,217 @@
+"""``sidelane tune --study c3``: on CPU ranks from end to end, and a file that grows and is gone on with."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from sidelane.bench.c3.study import is_bound_by_memory, rows_of
+from sidelane.bench.report.tables import tables_of
+from sidelane.bench.results.files import read, write
+from sidelane.bench.results.rows import IsolatedRow
+from sidelane.bench.running.launch import Rank, RankFailedError
+from sidelane.bench.tune import isolated
+from sidelane.bench.tune.isolated import IsolatedOptions
+from sidelane.bench.tune.isolated_batches import batches_of
+from sidelane.bench.tune.isolated_rows import gemm_of, isolated_file, isolated_of, isolated_times, key_of
+from sidelane.c3.outcome import GEMM, judge
+from sidelane.c3.strategies import named
+from sidelane.c3.workload import Bound, Workload, parse_workload
+from sidelane.cli import main
+from sidelane.program.collective import Kind
+
+OPTIONS: dict[str, Any] = {"device": "cpu", "ranks": 2, "quiet": True, "command": "test"}
+
+
+def row(**changed: Any) -> IsolatedRow:
+    values = {
+        "what": "gemm", "gemm": "cb1", "m": 8192, "n": 8192, "k": 8192, "dtype": "float32", "collective": "",
+        "bytes": 0, "implementation": "", "variant": "", "means": "split", "units": 0, "device_units": 132,
+        "time_us": 1400.0, "alone_us": None, "gbps": None,
+    }  # fmt: skip
+    return IsolatedRow(**(values | changed))
+
+
+def gather(**changed: Any) -> IsolatedRow:
+    alike = {"what": "collective", "gemm": "", "m": 0, "n": 0, "k": 0, "collective": "all_gather", "bytes": 896 << 20}
+    return row(**{**alike, "implementation": "nccl", "means": "", "time_us": 2200.0, **changed})
+
+
+MEMORY = row(what="memory", gemm="", m=0, n=0, k=0, means="", bytes=1 << 30, time_us=500.0, gbps=4000.0)
+ROWS = (
+    MEMORY,
+    row(),
+    row(units=8, time_us=1530.0),
+    row(units=64, time_us=2700.0),
+    row(means="grid", time_us=1800.0),
+    row(means="carve_out", units=8, time_us=None, note="torch has none"),
+    gather(),
+    gather(variant="window", time_us=2000.0),
+    gather(variant="window", means="split", units=8, time_us=4400.0),
+    gather(variant="window", means="split", units=64, time_us=2100.0),
+    row(what="beside", means="gemm", implementation="dma", bytes=1 << 28, time_us=1500.0, alone_us=1400.0),
+)
+
+
+def test_curves_and_choices_from_rows() -> None:
+    known = isolated_of(ROWS)
+    assert (known.memory_gbps, round(known.tflops)) == (4000.0, 785)
+    assert [(curve.means, len(curve.times_us)) for curve in known.gemms] == [("split", 3), ("grid", 1)]
+    (curve,) = known.collectives
+    assert curve.times_us == {0: 2000.0, 8: 4400.0, 64: 2100.0}, "of two variants the fastest"
+    assert known.bound(known.gemms[0].gemm)[0] is Bound.COMPUTE
+    assert known.allocate(parse_workload("cb1_896M", dtype="float32")).units == 64
+    titles = [table.title for table in tables_of(results_of(ROWS))]
+    assert [title.partition(",")[0].partition(":")[0] for title in titles] == [
+        "GEMMs by units taken", "collectives by units given", "a GEMM beside DMA traffic", "classes",
+        "partition heuristic",
+    ]  # fmt: skip
+    text = " ".join(note for table in tables_of(results_of(ROWS)) for note in table.notes)
+    assert "64 units: GEMM 1400 x 1.93, collective 2000 x 1.05" in text and "torch has none" in text
+    divided = row(gemm="cb1/8", m=1024, n=1024, k=1024)
+    assert (gemm_of(divided).name, gemm_of(row(gemm="cb1/8")).name) == ("cb1/8", "8192x8192x8192")
+    with pytest.raises(ValueError, match="none of the memory"):
+        isolated_of(ROWS[1:])
+    assert len(tables_of(results_of(ROWS[1:]))) == 3
+
+
+def results_of(rows: tuple[IsolatedRow, ...]) -> Any:
+    from sidelane.bench.results.files import collect
+
+    return collect("isolated", rows, device_type="cpu", ranks=2, command="test")
+
+
+def test_batches_of_which_the_file_has_rows_are_left_out() -> None:
+    options = IsolatedOptions(**OPTIONS, gemms=("8x8x8",), sizes=(1024,), collectives=(Kind.ALL_GATHER,))
+    rank = Rank(0, 2, torch.device("cuda"), print)
+    batches = batches_of(rank, dataclasses.replace(options, dtype="bfloat16"))
+    names = [str(batch) for batch in batches]
+    assert names[:2] == ["memory 1073741824", "gemm 8x8x8 split"]
+    assert "collective all_gather 1024" in names and names[-1] == "beside 8x8x8 268435456 dma"
+    small = {"gemm": "8x8x8", "m": 8, "n": 8, "k": 8, "dtype": "bfloat16"}
+    rows = [
+        MEMORY,
+        row(**small, means="target"),
+        gather(bytes=1024, variant="window"),
+        row(**small, what="beside", means="gemm", implementation="host", bytes=1 << 28, alone_us=1.0),
+    ]
+    done = [str(batch) for batch in batches if batch.is_done([key_of(one) for one in rows])]
+    assert done == [names[0], "gemm 8x8x8 target", "collective all_gather 1024", "beside 8x8x8 268435456 host"]
+    alone = batches_of(Rank(0, 1, torch.device("cuda"), print), options)
+    assert not any(batch.collective or batch.means == "dma" for batch in alone), "what one rank cannot do"
+
+
+def following(
+    rows: tuple[IsolatedRow, ...], seen: list[Any], failure: BaseException | None = None
+) -> Callable[..., bool]:
+    def follow(keeper: Any, measure: Any, options: Any, place: Any, title: str) -> bool:
+        seen.append(options.done)
+        for one in rows:
+            keeper(json.dumps({"row": one.to_dict()}))
+        if failure is not None:
+            raise failure
+        return True
+
+    return follow
+
+
+def test_what_was_measured_is_kept_when_a_rank_fails_and_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options, seen = IsolatedOptions(**OPTIONS, output=tmp_path / "c3.json"), []  # type: ignore[var-annotated]
+    monkeypatch.setattr(isolated, "follow", following(ROWS[:6], seen, RankFailedError("rank 1 hangs", 1)))
+    with pytest.raises(RankFailedError):
+        isolated.main(options)
+    assert read(tmp_path / "c3.json").rows == ROWS[:6]
+    newer = dataclasses.replace(ROWS[5], time_us=1450.0, note="")
+    monkeypatch.setattr(isolated, "follow", following((newer, *ROWS[6:]), seen))
+    results = isolated.main(options)
+    assert results is not None
+    assert results.rows == (*ROWS[:5], newer, *ROWS[6:]) == read(tmp_path / "c3.json").rows
+    # What has no time is tried again.
+    assert seen == [frozenset(), frozenset(map(key_of, ROWS[:5]))]
+    monkeypatch.setattr(isolated, "follow", following(ROWS[:1], seen))
+    isolated.main(dataclasses.replace(options, fresh=True))
+    assert read(tmp_path / "c3.json").rows == ROWS[:1] and seen[-1] == frozenset()
+
+
+def test_a_file_of_another_machine_is_not_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "c3.json"
+    write(path, dataclasses.replace(results_of(ROWS), device="another"))
+    monkeypatch.setattr(isolated, "follow", following((), []))
+    with pytest.raises(ValueError, match="measured elsewhere"):
+        isolated.main(IsolatedOptions(**OPTIONS, output=path))
+    assert read(path).device == "another"
+
+
+def test_from_end_to_end_on_cpu_ranks(tmp_path: Path) -> None:
+    options = IsolatedOptions(
+        **OPTIONS, gemms=("64x48x32",), sizes=(3000,), collectives=(Kind.ALL_GATHER,), warmup=0, repeats=2,
+        output=tmp_path / "c3.json", report=tmp_path / "report",
+    )  # fmt: skip
+    results = isolated.main(options)
+    assert results is not None
+    assert (tmp_path / "report" / "isolated.png").exists()
+    rows = [one for one in results.rows if isinstance(one, IsolatedRow)]
+    timed = [one for one in rows if one.time_us is not None]
+    assert {one.what for one in timed} == {"memory", "gemm", "collective", "beside"}
+    assert {one.implementation for one in timed if one.what == "collective"} == {"gloo", "dma"}
+    assert {one.bytes for one in timed if one.what == "collective"} == {3008}
+    assert {(one.implementation, one.means) for one in timed if one.what == "beside"} == {
+        ("copy", "gemm"), ("copy", "traffic"), ("dma", "gemm"), ("dma", "traffic"),
+    }  # fmt: skip
+    assert all(one.note for one in rows if one.time_us is None)
+    assert {one.means for one in rows if one.what == "gemm"} == {"split", "target", "carve_out", "grid", "threads"}
+    assert isolated_of(rows).comm_us(parse_workload("64x48x32_3008")) > 0
+
+
+def test_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    for wrong in ({"gemms": ("cb9",)}, {"sizes": (0,)}, {"dtype": "int8"}, {"budget_s": 0.0}, {"repeats": 0}):
+        with pytest.raises(ValueError, match="value="):
+            IsolatedOptions(**wrong)
+    asked: list[IsolatedOptions] = []
+    monkeypatch.setattr(isolated, "main", asked.append)
+    for arguments in (["--gemm", "cb1"], ["--fresh"], ["--report", "x"], ["--study", "c3", "--quick"]):
+        assert "--study c3" in CliRunner().invoke(main, ["tune", *arguments]).output
+    given = ["--gemm", "8,8,16", "--bytes", "1K", "--collective", "all_gather", "--seconds", "9"]
+    assert CliRunner().invoke(main, ["tune", "--study", "c3", *given]).exit_code == 0
+    (one,) = asked
+    assert (one.gemms, one.sizes, one.collectives, one.budget_s) == (("8x8x16",), (1024,), (Kind.ALL_GATHER,), 9.0)
+
+
+def test_the_heuristic_is_held_against_a_sweep(tmp_path: Path) -> None:
+    known = isolated_of(ROWS)
+    gemm = known.gemms[0].gemm
+    workload = Workload(gemm, Kind.ALL_GATHER, 896 << 20)
+    ways = [SimpleNamespace(implementation=name, label=name, in_place=False) for name in ("nccl", "sm")]
+    strategies = [named(name) for name in ("serial", "c3_rp", "conccl_rp", "sm_rp")]
+    times = {GEMM: [1400.0], "nccl": [2000.0], "sm": [2100.0], "serial: nccl": [3400.0]}
+    times |= {f"c3_rp: nccl, {units} units": [us] for units, us in ((8, 2750.0), (16, 2500.0), (64, 2600.0))}
+    times |= {f"sm_rp: sm, {units} units": [2900.0] for units in (8, 16)}
+    tried = {"c3_rp": (8, 16, 64), "sm_rp": (8, 16)}
+    outcome = judge(workload, ways, strategies, times, {}, {}, {}, tried)  # type: ignore[arg-type]
+    notes = {row.strategy: row.note for row in rows_of(outcome, known)}
+    assert notes["c3_rp"].startswith("nccl; heuristic: 64 units, 4.0% behind the best (64 units: GEMM 1400 x 1.93")
+    assert "no heuristic: allocate: no all_gather was measured" in notes["sm_rp"]
+    assert notes["serial"] == "nccl" and "heuristic" not in notes["conccl_rp"]
+    assert rows_of(outcome)[1].note == "nccl" and rows_of(outcome)[1].units == 16
+
+
+def test_where_isolated_times_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    assert isolated_times(None, "cpu", 2) is None
+    write(isolated_file("cpu", 2), results_of(ROWS))
+    found = isolated_times(None, "cpu", 2)
+    assert found == isolated_of(ROWS) == isolated_times(isolated_file("cpu", 2), "cpu", 2)
+    with pytest.raises(ValueError, match="no such file"):
+        isolated_times(tmp_path / "none.json", "cpu", 2)
+    assert is_bound_by_memory(parse_workload("mb1_1M").gemm, None, "", 2)
+    assert not is_bound_by_memory(found.gemms[0].gemm, found, "", 2)

@@ -1,0 +1,24 @@
+"""DDP whose gradients Sidelane averages, between CPU processes, against Gloo."""
+
+from __future__ import annotations
+
+import ddp_cases
+from ranks import RankPool
+
+
+def test_loss_and_gradients_are_those_of_the_group(pool: RankPool) -> None:
+    for told in pool.run(ddp_cases.as_without, 3, 3):
+        for name, (calls, reserved) in told.items():
+            assert calls >= (3 if name == "one bucket" else 5) and reserved > 0, name
+
+
+def test_what_sidelane_does_not_add_goes_to_the_group(pool: RankPool) -> None:
+    for told in pool.run(ddp_cases.elsewhere, 2):
+        assert told["float64"] == (0, {("gloo", "avg of float64")})
+        assert told["sparse"] == (2, {("gloo", "a sparse bucket"), ("sidelane", "a communication hook")})
+
+
+def test_on_and_off(pool: RankPool) -> None:
+    for hooked, other in pool.run(ddp_cases.on_and_off, 2):
+        assert "one with a communication hook" in hooked
+        assert "value=a Linear" in other

@@ -1,0 +1,19 @@
+"""DDP whose gradients Sidelane averages, on GPUs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from device_pool import Ranks
+
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="without Sidelane DDP wants NCCL, a GPU a rank")
+
+
+def test_loss_and_gradients_are_those_of_nccl(ranks: Ranks) -> None:
+    for told in ranks.run("fsdp_device_cases.of_ddp", "as_without", 5, timeout_s=150):
+        for name, (calls, reserved) in told.items():
+            assert calls >= 5 and reserved > 0, name
+
+
+def test_on_and_off(ranks: Ranks) -> None:
+    ranks.run("fsdp_device_cases.of_ddp", "on_and_off")
