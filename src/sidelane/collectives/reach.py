@@ -149,10 +149,11 @@ class Reach:
             mixed = request.output.symmetric or request.input.symmetric
             for buffer in BUFFERS:
                 region = request.region(buffer)
-                place = None if region.symmetric else self._place(region, by_address)
-                in_pool = isinstance(place, Found) and bool(place.storage)
-                if mixed and not (in_pool and _matters(request, buffer)):
-                    place, in_pool = None, False
+                tensor = by_address.get(region.address)
+                in_pool = tensor is not None and not region.symmetric and self._memory.holds(tensor)
+                asks = not mixed or (in_pool and _matters(request, buffer))
+                in_pool = in_pool and asks
+                place = self._place(region, by_address) if asks else None
                 found.append(place)
                 storages.append(by_address[region.address].untyped_storage() if in_pool else None)
         gone = self._some_gone()
