@@ -17,6 +17,7 @@ from sidelane.errors import (
 if TYPE_CHECKING:
     from sidelane.c3.overlap import Overlap, overlap
     from sidelane.collectives import Batched, BoundProgram, Communicator, Lane, Prelaunched, Session, Work
+    from sidelane.collectives.pools import SymmetricPool, pool
     from sidelane.integrations.ledger import Report, report
     from sidelane.integrations.process_group import SidelaneGroup
     from sidelane.integrations.registration import register
@@ -41,9 +42,11 @@ __all__ = [
     "Session",
     "SidelaneError",
     "SidelaneGroup",
+    "SymmetricPool",
     "UnavailableError",
     "Work",
     "overlap",
+    "pool",
     "register",
     "report",
     "wrap",
@@ -53,7 +56,9 @@ _ELSEWHERE = {
     "Overlap": "sidelane.c3.overlap",
     "Report": "sidelane.integrations.ledger",
     "SidelaneGroup": "sidelane.integrations.process_group",
+    "SymmetricPool": "sidelane.collectives.pools",
     "overlap": "sidelane.c3.overlap",
+    "pool": "sidelane.collectives.pools",
     "register": "sidelane.integrations.registration",
     "report": "sidelane.integrations.ledger",
     "wrap": "sidelane.integrations.wrap",

@@ -26,7 +26,7 @@ class Part:
 PARTS = (
     Part(
         "sidelane",
-        "Collectives, sessions, what calls return, overlap, and a process group ([guide](../guide/pytorch.md)). "
+        "Collectives, sessions, what calls return, pools, overlap, and a process group ([guide](../guide/pytorch.md)). "
         "`OwnKernel` alone is not imported from here.",
         (
             ("sidelane.collectives.communicator", ("Communicator",)),
@@ -36,6 +36,7 @@ PARTS = (
             ("sidelane.collectives.prelaunched", ("Prelaunched",)),
             ("sidelane.collectives.bound", ("BoundProgram",)),
             ("sidelane.collectives.own_kernel", ("OwnKernel",)),
+            ("sidelane.collectives.pools", ("pool", "SymmetricPool")),
             ("sidelane.c3.overlap", ("overlap", "Overlap")),
             ("sidelane.integrations.registration", ("register",)),
             ("sidelane.integrations.wrap", ("wrap",)),

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sidelane.collectives.agree import Location, Splits
 from sidelane.collectives.heap import Region, SymmetricHeap
+from sidelane.collectives.pooled import ComparedStorages
 from sidelane.program import collective as define
 from sidelane.program.collective import ELEMENT_BYTES, REDUCING, Buffer, Collective, Kind, ReduceOp, Reduction
 
@@ -54,12 +55,13 @@ class Request:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Arguments:
-    """Turns tensors into requests for one group on one device."""
+    """Turns tensors into requests for one lane on one device."""
 
     rank: int
     world_size: int
     device: torch.device
     heap: SymmetricHeap
+    compared: ComparedStorages = dataclasses.field(default_factory=ComparedStorages)
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Request:
         """``output`` holds ``world_size`` times the elements of ``input``."""
@@ -211,7 +213,30 @@ class Arguments:
                 raise ValueError(
                     f"{function}: tensors must be contiguous (strides={tensor.stride()}, shape={tuple(tensor.shape)})"
                 )
-        return tuple(self.heap.locate(tensor) for tensor in tensors)
+        return tuple(self.locate(tensor) for tensor in tensors)
+
+    def locate(self, tensor: torch.Tensor) -> Region:
+        """Where a contiguous tensor lies. One in a pool is symmetric once the ranks have compared where it lies.
+
+        Raises:
+            As ``SymmetricHeap.locate``.
+        """
+        region = self.heap.locate(tensor)
+        if region.nbytes and self.heap.pool_at(region.address) is not None and not self.compared.alike(tensor):
+            return Region(region.address, region.nbytes)
+        return region
+
+    def pooled(self, tensors: Sequence[torch.Tensor | None]) -> tuple[bool | None, ...] | None:
+        """For each tensor in a pool whether it is symmetric, None for others; None if there are no others."""
+        if not self.heap.pools:
+            return None
+        found = tuple(
+            None
+            if not isinstance(tensor, torch.Tensor) or not tensor.nbytes or self.heap.pool_at(_address(tensor)) is None
+            else self.compared.alike(tensor)
+            for tensor in tensors
+        )
+        return None if all(each is None for each in found) else found
 
     def _same_dtype(self, function: str, output: torch.Tensor, input: torch.Tensor) -> None:
         check_tensors(function, output, input)
@@ -249,6 +274,13 @@ class Arguments:
         if name not in ELEMENT_BYTES:
             raise ValueError(f"{function}: dtype (value={name}, allowed={', '.join(ELEMENT_BYTES)})")
         return Reduction(ReduceOp(op), name)
+
+
+def _address(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # it has none, as sparse ones
+        return 0
 
 
 def check_tensors(function: str, *tensors: object) -> None:

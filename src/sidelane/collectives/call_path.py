@@ -12,8 +12,9 @@ from sidelane.collectives.calls import Calls
 from sidelane.collectives.heap import generation
 from sidelane.collectives.listed import ListRequest
 from sidelane.collectives.plan import AnyAgreement
+from sidelane.collectives.pooled import PooledMemory
 from sidelane.collectives.prepare import Prepared, Preparer
-from sidelane.collectives.reach import Offer, Reach
+from sidelane.collectives.reach import Offer, Outcomes, Reach
 from sidelane.collectives.repeat import Repeats
 from sidelane.collectives.uneven import UnevenCall
 from sidelane.collectives.work import Work
@@ -44,11 +45,13 @@ class Settled(NamedTuple):
         posts: of all ranks.
         drops: see :class:`Reach`.
         key: of what it ran as.
+        outcomes: see ``Reach.note``.
     """
 
     posts: Sequence[PostedCall]
     drops: int
     key: Hashable
+    outcomes: Outcomes
 
 
 class CallPath:
@@ -59,15 +62,17 @@ class CallPath:
         arguments: checks what callers pass.
         preparer: makes them ready.
         repeats: those that compiled code makes again; None where there is none.
-        reach: how peers get at ordinary memory; None where they do not.
+        reach: how peers get at ordinary memory and pools; None without peers.
     """
 
     def __init__(self, calls: Calls, arguments: Arguments, preparer: Preparer) -> None:
         self.calls, self.arguments, self.preparer = calls, arguments, preparer
         self.repeats = Repeats.of(calls, preparer)
         mapped = calls.backend.hosts_meet if calls.config.map_memory is None else calls.config.map_memory
-        ordinary = calls.backend.ordinary if mapped and arguments.world_size > 1 else None
-        self.reach = None if ordinary is None else Reach(calls, ordinary)
+        self.reach: Reach | None = None
+        if arguments.world_size > 1:
+            memory = PooledMemory(arguments.heap, arguments.rank, calls.backend.ordinary if mapped else None)
+            self.reach = Reach(calls, memory, arguments.compared)
         self._planned: dict[Hashable, Planned] = {}
         self._settled: dict[Hashable, Settled] = {}
 
@@ -92,6 +97,11 @@ class CallPath:
         try:
             place = calls.backend.place()
             key, prepared = self._recall(asked, variant, beside, place)
+            pooled = self.arguments.pooled(asked.tensors)
+            if pooled is not None:
+                # Compiled code knows tensors by their addresses only, which say nothing in a pool.
+                key, remember = (*key, pooled), False
+                prepared = self.preparer.recall(key) if async_op or False not in pooled else None
             if prepared is None:
                 planned = self._plan(asked, key, variant, beside, place)
                 # An asynchronous call waits for nobody's host.
@@ -147,10 +157,11 @@ class CallPath:
             if self.reach is not None and offer is not None:
                 texts = [post.differing.partition(OFFER)[2] for post in posts]
                 signature = text.partition(SPLITS)[0]
-                call, reached = self.reach.settle(call, signature, offer, texts, (request,))
+                call, reached, outcomes = self.reach.settle(call, signature, offer, texts, (request,))
                 if reached is not None:
-                    request, addresses = reached[0], (reached[0].input.reached, reached[0].output.reached)
-            key = (*self._recall(asked, variant, hint, place)[0], addresses)
+                    request, addresses = reached[0], _where(reached)
+                self.reach.note(offer, outcomes)
+            key = (*self._recall(asked, variant, hint, place)[0], addresses, self.arguments.pooled(asked.tensors))
             prepared = self.preparer.recall(key)
             if prepared is None:
                 prepared = self._prepare(asked.agreement(request, variant, place[1], hint), request, key)
@@ -237,21 +248,27 @@ class CallPath:
             prepared = self.preparer.recall(settled.key)
             if prepared is not None:
                 self.reach.hold(offer)
+                self.reach.note(offer, settled.outcomes)
                 return call, prepared
         compare(self.calls.control, call, posts)
         texts = [post.differing for post in posts]
-        call, reached = self.reach.settle(call, signature, offer, texts, _parts(request))
+        call, reached, outcomes = self.reach.settle(call, signature, offer, texts, _parts(request))
         if reached is not None:
             request = reached[0] if isinstance(request, Request) else ListRequest(tuple(reached))
             agreement = asked.agreement(request, agreement.variant, agreement.frozen, agreement.beside)
-        addresses = () if reached is None else tuple((part.input.reached, part.output.reached) for part in reached)
-        full = (*key, addresses) if addresses else key
-        self._settled[key] = Settled(posts, self.reach.drops, full)
+        full = key if reached is None else (*key, _where(reached))
+        self._settled[key] = Settled(posts, self.reach.drops, full, outcomes)
+        self.reach.note(offer, outcomes)
         return call, self.preparer.recall(full) or self._prepare(agreement, request, full)
 
     def _prepare(self, agreement: AnyAgreement, request: AnyRequest, key: Hashable) -> Prepared:
         with self.calls.making_ready():
             return self.preparer.prepare(agreement, request, key)
+
+
+def _where(reached: Sequence[Request]) -> Hashable:
+    """Where peers reach the tensors of a call, which this rank's addresses alone do not say."""
+    return tuple((part.input.place, part.input.reached, part.output.place, part.output.reached) for part in reached)
 
 
 def _parts(request: AnyRequest) -> tuple[Request, ...]:

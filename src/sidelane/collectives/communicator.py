@@ -428,7 +428,8 @@ class Communicator:
     def reach(self, tensor: torch.Tensor) -> Reached:
         """How peers get at a tensor: ``symmetric``, ``mapped`` or ``staged``, and why. No collective.
 
-        A tensor that is ``mapped`` is staged all the same where that of another rank is, and in asynchronous calls.
+        A tensor that is ``mapped`` is staged all the same where that of another rank is, and in asynchronous calls. One
+        in a :func:`sidelane.pool` is ``symmetric`` once the ranks have found it at one place on all of them.
 
         Raises:
             ValueError: no call takes this tensor.
@@ -436,7 +437,7 @@ class Communicator:
         (region,) = self.lane.arguments.regions("reach", tensor)
         if region.symmetric:
             return Reached("symmetric")
-        if self._path.reach is None:
+        if self._path.reach is None:  # no peers
             return Reached("staged", "Config.map_memory is not on")
         return self._path.reach.of(tensor)
 

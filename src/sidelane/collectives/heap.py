@@ -55,6 +55,23 @@ class Region:
         return None if self.block is None else (self.block, self.offset)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class PoolRange:
+    """Symmetric memory in which each rank places tensors by itself (``pools``).
+
+    Attributes:
+        name: the same on all ranks, and never used twice.
+        start: address of its first byte here.
+        nbytes: size.
+        addresses: where this process reaches it on each rank.
+    """
+
+    name: str
+    start: int
+    nbytes: int
+    addresses: tuple[int, ...]
+
+
 class SymmetricHeap:
     """The symmetric blocks of a session. A block has one number on all ranks, by the lane that allocated it.
 
@@ -67,6 +84,8 @@ class SymmetricHeap:
         self._blocks: dict[int, SymmetricBlock] = {}
         self._places: list[tuple[int, int, int]] = []  # (address, number, bytes); replaced as a whole, for readers
         self._kept: dict[int, torch.Tensor] = {}  # by address of the storage
+        self._pools: dict[str, PoolRange] = {}  # by name; replaced as a whole, for readers
+        self._gone_pools: collections.deque[str] = collections.deque()  # by whoever has the last reference
         self._lock = threading.Lock()
         with _heaps_lock:
             _heaps.add(self)
@@ -95,8 +114,7 @@ class SymmetricHeap:
                 f"a tensor has no memory for its elements (value={max(there, 0)} bytes, allowed={nbytes} and more): "
                 f"{type(tensor).__name__} of shape {tuple(tensor.shape)}"
             )
-        number = self._find(address)
-        if number is None:
+        if self._find(address) is None:
             with _heaps_lock:
                 heaps = list(_heaps)
             for heap in heaps:
@@ -106,13 +124,53 @@ class SymmetricHeap:
                         f"use this communicator's empty() ({self.owner}), or ordinary memory"
                     )
             return Region(address, nbytes)
+        return self.place(Region(address, nbytes))
+
+    def place(self, region: Region) -> Region:
+        """Where in its symmetric block a region lies. There is one.
+
+        Raises:
+            ValueError: it sticks out.
+        """
+        number = self._find(region.address)
+        assert number is not None
         block = self._blocks[number]
-        offset = address - block.tensor.data_ptr()
-        if offset + nbytes > block.tensor.nbytes:
-            raise ValueError(
-                f"a tensor sticks out of its symmetric block (end={offset + nbytes}, allowed={block.tensor.nbytes})"
-            )
-        return Region(address, nbytes, number, offset)
+        offset = region.address - block.tensor.data_ptr()
+        if offset + region.nbytes > block.tensor.nbytes:
+            end = offset + region.nbytes
+            raise ValueError(f"a tensor sticks out of its symmetric block (end={end}, allowed={block.tensor.nbytes})")
+        return Region(region.address, region.nbytes, number, offset)
+
+    def add_pool(self, name: str, tensor: torch.Tensor) -> PoolRange:
+        """Know that each rank places tensors of its own in these symmetric bytes of all ranks."""
+        made = PoolRange(name, tensor.data_ptr(), tensor.nbytes, self.addresses(self.locate(tensor)))
+        with self._lock:
+            self._pools = {**self._pools, name: made}
+        with _heaps_lock:
+            generation_cell[0] += 1  # calls are remembered with tensors that lay there before
+        return made
+
+    def drop_pool(self, name: str) -> None:
+        """No tensor lies there any more. May be called in any thread, in the middle of anything."""
+        self._gone_pools.append(name)
+
+    @property
+    def pools(self) -> dict[str, PoolRange]:
+        """Those that there are, by name."""
+        while self._gone_pools:
+            name = self._gone_pools.pop()
+            with self._lock:
+                self._pools = {other: found for other, found in self._pools.items() if other != name}
+            with _heaps_lock:
+                generation_cell[0] += 1
+        return self._pools
+
+    def pool_at(self, address: int) -> PoolRange | None:
+        """The pool that holds an address."""
+        for found in self.pools.values():
+            if found.start <= address < found.start + found.nbytes:
+                return found
+        return None
 
     def addresses(self, region: Region) -> tuple[int, ...]:
         """Where this process reaches the region on each rank. The region must be symmetric."""
@@ -130,7 +188,7 @@ class SymmetricHeap:
     def close(self) -> None:
         """Forget the blocks. Tensors that callers still have stay valid as ordinary memory."""
         with self._lock:
-            self._blocks, self._places = {}, []
+            self._blocks, self._places, self._pools = {}, [], {}
             self._kept.clear()
         with _heaps_lock:
             _heaps.discard(self)

@@ -23,10 +23,11 @@ from sidelane.collectives.agree import compare
 from sidelane.collectives.arguments import Request
 from sidelane.collectives.calls import Calls
 from sidelane.collectives.heap import MAPPED, Region
+from sidelane.collectives.pooled import ComparedStorages, PooledMemory
 from sidelane.errors import UnavailableError
 from sidelane.memory.control import SPLITS
-from sidelane.memory.ordinary import Allocation, Mapping, OrdinaryMemory
-from sidelane.program.collective import Buffer
+from sidelane.memory.ordinary import Allocation, Mapping
+from sidelane.program.collective import REDUCING, Buffer
 
 MOST_GONE = 16
 """Names that one offer looks at, and says are gone; others wait for the next."""
@@ -49,7 +50,7 @@ class Reached:
 
     Attributes:
         how: ``symmetric``, ``mapped`` (ordinary memory that peers map, where theirs can be as well) or ``staged``.
-        why: for ``staged``.
+        why: for ``staged``, and for a tensor in a pool that is not symmetric.
     """
 
     how: str
@@ -67,11 +68,32 @@ class Offer:
         text: for its peers.
         allocations: that hold the tensors.
         gone: names of those that its peers let go of.
+        storages: of the tensors that lie in pools, by number of the tensor or pair, and buffer.
     """
 
     text: str
     allocations: tuple[Allocation, ...]
     gone: tuple[str, ...]
+    storages: tuple[torch.UntypedStorage | None, ...] = ()
+
+
+class Found(NamedTuple):
+    """Where a tensor lies.
+
+    Attributes:
+        allocation: that holds it.
+        offset: in that.
+        storage: of a tensor in a pool, offset of its storage.
+    """
+
+    allocation: Allocation
+    offset: int
+    storage: tuple[int, ...] = ()
+
+
+Outcomes = tuple[str | None, ...]
+"""What was found out about storages, as ``Offer.storages`` has them: empty for those at one place on all ranks, else
+why they are not symmetric; None for those that some rank has not in a pool."""
 
 
 class Reach:
@@ -80,14 +102,15 @@ class Reach:
     Args:
         calls: of the lane.
         memory: what the device allows.
+        compared: tensors in pools, of which the ranks know where they lie.
 
     Attributes:
         drops: how often this rank has let go of what was mapped, or has heard of what cannot be: until then, the same
             offers of all ranks mean the same addresses.
     """
 
-    def __init__(self, calls: Calls, memory: OrdinaryMemory) -> None:
-        self._calls, self._memory = calls, memory
+    def __init__(self, calls: Calls, memory: PooledMemory, compared: ComparedStorages) -> None:
+        self._calls, self._memory, self._compared = calls, memory, compared
         self._rank = calls.control.rank
         # What all ranks know alike: it changes only with calls that all of them have offered memory for.
         self._known: dict[tuple[int, str], Mapping | None] = {}  # by rank and name; None for this rank's own
@@ -101,6 +124,8 @@ class Reach:
         """How peers get at an ordinary tensor, as far as this rank knows."""
         if not tensor.nbytes:
             return Reached("mapped", "it has no bytes")
+        if self._memory.holds(tensor):
+            return Reached("mapped", self._compared.why_not(tensor))
         found = self._memory.allocation_of(tensor)
         return Reached("staged", found) if isinstance(found, str) else Reached("mapped")
 
@@ -114,22 +139,35 @@ class Reach:
             tensors: of the caller.
             most_text: characters; what takes more is staged.
         """
+        if self._memory.is_empty:
+            return None
         by_address = {tensor.data_ptr(): tensor for tensor in tensors if tensor is not None and tensor.nbytes}
-        found: list[tuple[Allocation, int] | int | None] = []
+        found: list[Found | int | None] = []
+        storages: list[torch.UntypedStorage | None] = []
         for request in requests:
             # What is symmetric is so on all ranks, or they disagree anyway.
-            useless = request.output.symmetric or request.input.symmetric
+            mixed = request.output.symmetric or request.input.symmetric
             for buffer in BUFFERS:
-                found.append(None if useless else self._place(request.region(buffer), by_address))
+                region = request.region(buffer)
+                tensor = by_address.get(region.address)
+                in_pool = tensor is not None and not region.symmetric and self._memory.holds(tensor)
+                asks = not mixed or (in_pool and _matters(request, buffer))
+                in_pool = in_pool and asks
+                place = self._place(region, by_address) if asks else None
+                found.append(place)
+                storages.append(by_address[region.address].untyped_storage() if in_pool else None)
         gone = self._some_gone()
-        key = tuple((place[0].name, place[1]) if isinstance(place, tuple) else place for place in found)
+        key = tuple((place[0].name, *place[1:]) if isinstance(place, Found) else place for place in found)
         offer = None if gone else self._offers.get(key)
         if offer is None:
-            allocations = {place[0].name: place[0] for place in found if isinstance(place, tuple)}
+            allocations = {place.allocation.name: place.allocation for place in found if isinstance(place, Found)}
             if not allocations:
                 return None
             numbers = {name: number for number, name in enumerate(allocations)}
-            shown = [(numbers[place[0].name], place[1]) if isinstance(place, tuple) else place for place in found]
+            shown = [
+                (numbers[place.allocation.name], place.offset, *place.storage) if isinstance(place, Found) else place
+                for place in found
+            ]
             places = {buffer: shown[number :: len(BUFFERS)] for number, buffer in enumerate(BUFFERS)}
             handles = [(name, allocation.handle) for name, allocation in allocations.items()]
             text = json.dumps({**places, HANDLES: handles, GONE: gone}, separators=(",", ":"))
@@ -138,11 +176,13 @@ class Reach:
                 if len(self._offers) >= MOST_OFFERS:
                     del self._offers[next(iter(self._offers))]
                 self._offers[key] = offer
-        return offer if len(offer.text) <= most_text else None
+        if len(offer.text) > most_text:
+            return None
+        return dataclasses.replace(offer, storages=tuple(storages)) if any(storages) else offer
 
     def settle(
         self, call: int, signature: str, offer: Offer, texts: Sequence[str], requests: Sequence[Request]
-    ) -> tuple[int, list[Request] | None]:
+    ) -> tuple[int, list[Request] | None, Outcomes]:
         """Take what all ranks have offered for a call that they have agreed on, and map what is new. Collective.
 
         Args:
@@ -154,13 +194,13 @@ class Reach:
 
         Returns:
             The number that the call has from now on; and what is asked, with the memory that peers reach. None where
-            there is none on all ranks.
+            there is none on all ranks. Last what :meth:`note` is to be told, in each call with the same posts.
 
         Raises:
             PeerError, PeerTimeoutError: see docs/internals/failure.md.
         """
         if not all(texts):
-            return call, None
+            return call, None, ()
         heard = [_Heard.of(text) for text in texts]
         for rank, each in enumerate(heard):
             for name in each.gone:
@@ -172,7 +212,14 @@ class Reach:
         self.hold(offer)
         call = self._map_new(call, signature, heard)
         reached = [self._reached(request, number, heard) for number, request in enumerate(requests)]
-        return call, reached if reached != list(requests) else None
+        outcomes = _outcomes(heard, len(requests))
+        return call, reached if reached != list(requests) else None, outcomes
+
+    def note(self, offer: Offer, outcomes: Outcomes) -> None:
+        """Know from now on what was found out about the storages of an offer."""
+        for storage, outcome in zip(offer.storages, outcomes, strict=False):
+            if storage is not None and outcome is not None:
+                self._compared.note(storage, outcome)
 
     def hold(self, offer: Offer) -> None:
         """Know that peers have mapped what this rank offers, and that it was used last."""
@@ -201,13 +248,19 @@ class Reach:
             gone += [name for name in longest_ago if name not in gone]
         return gone[:MOST_GONE]
 
-    def _place(self, region: Region, by_address: MappingOf[int, torch.Tensor]) -> tuple[Allocation, int] | int | None:
+    def _place(self, region: Region, by_address: MappingOf[int, torch.Tensor]) -> Found | int | None:
         """The allocation that holds a region, and where; 0 for one without bytes; None if peers cannot map it."""
         if not region.nbytes:
             return 0
         tensor = by_address.get(region.address)
-        found = None if tensor is None else self._memory.allocation_of(tensor)
-        return (found, region.address - found.start) if isinstance(found, Allocation) else None
+        if tensor is None:
+            return None
+        found = self._memory.allocation_of(tensor)
+        if isinstance(found, str):
+            return None
+        in_pool = self._memory.holds(tensor)
+        storage = (tensor.untyped_storage().data_ptr() - found.start,) if in_pool else ()
+        return Found(found, region.address - found.start, storage)
 
     def _map_new(self, call: int, signature: str, heard: Sequence[_Heard]) -> int:
         """Map what is offered for the first time. All ranks know what that is, and hear of what cannot be mapped."""
@@ -251,6 +304,10 @@ class Reach:
 
     def _mapped(self, region: Region, buffer: Buffer, number: int, heard: Sequence[_Heard]) -> Region:
         """A region as peers reach it; as it was if that of one rank is where others cannot."""
+        if region.nbytes and _alike(heard, buffer, number) == "":
+            first = heard[0].places[buffer][number][1]
+            if all(each.places[buffer][number][1] == first for each in heard):
+                return self._memory.symmetric(region)
         addresses: list[int] = []
         misaligned = False
         for rank, each in enumerate(heard):
@@ -270,6 +327,31 @@ class Reach:
         if not any(addresses):
             return region
         return dataclasses.replace(region, block=MAPPED, offset=int(misaligned), reached=tuple(addresses))
+
+
+def _matters(request: Request, buffer: Buffer) -> bool:
+    """True if it matters to peers where a tensor lies, of which the other one is symmetric."""
+    return buffer is Buffer.OUTPUT or request.collective.kind in REDUCING or not request.output.symmetric
+
+
+def _outcomes(heard: Sequence[_Heard], count: int) -> Outcomes:
+    return tuple(_alike(heard, buffer, number) for number in range(count) for buffer in BUFFERS)
+
+
+def _alike(heard: Sequence[_Heard], buffer: Buffer, number: int) -> str | None:
+    """Whether the storages of a tensor lie at one place of one pool on all ranks. See ``Outcomes``."""
+    places = [each.places[buffer][number] for each in heard]
+    if any(not place or len(place) < 3 for place in places):
+        return None
+    shown = [(each.handles[place[0]][0], place[2]) for each, place in zip(heard, places, strict=True)]
+    for rank, other in enumerate(shown):
+        if other != shown[0]:
+            return f"it lies at {_words(shown[0])} on rank 0 and at {_words(other)} on rank {rank}"
+    return ""
+
+
+def _words(place: tuple[str, int]) -> str:
+    return f"byte {place[1]} of {place[0]}"
 
 
 class _Heard(NamedTuple):

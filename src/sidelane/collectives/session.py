@@ -170,10 +170,11 @@ class Lane:
         peers: see ``Communicator.peers``.
         path: that they take.
         profile: the measured times that ``auto`` chooses by.
+        pools: how many were made; the same on all ranks.
     """
 
     def __init__(self, session: Session, name: str, number: int, exchange: Exchange) -> None:
-        self.session, self.name = session, name
+        self.session, self.name, self.pools = session, name, 0
         config = session.config
         self.control = ControlBlock(exchange)
         self.backend = make_backend(exchange, session.device, self.control, config.timeout_s, like=session.backend)

@@ -47,12 +47,12 @@ class UnevenCall:
         sizes = arguments.split_bytes(output, input, expected, sent)
         head = f"all_to_all with split sizes of {input.dtype}, variant {variant}"
         head += f", beside {beside}" + ", captured" * frozen
-        return with_splits(head, *sizes, arguments.heap.locate(output), arguments.heap.locate(input))
+        return with_splits(head, *sizes, arguments.locate(output), arguments.locate(input))
 
     def outline(self, arguments: Arguments) -> Request:
         """Where its tensors lie, before anybody knows how many bytes go where."""
         n = arguments.world_size
-        output, input = (arguments.heap.locate(tensor) for tensor in self.tensors)
+        output, input = (arguments.locate(tensor) for tensor in self.tensors)
         return Request(define.all_to_all(((0,) * n,) * n), input, output, self.tensors[1].dtype)
 
     def settled(self, control: ControlBlock, call: int, posts: Sequence[PostedCall]) -> SettledCall:

@@ -92,7 +92,7 @@ def give_back() -> bool:
                 if submitter.waits_for_the_host():
                     return False
             batch = list(_dropped)  # others may add to it meanwhile
-            if not all(map(_becomes_idle, {device for device, _ in batch})):
+            if not all(map(becomes_idle, {device for device, _ in batch})):
                 return False
             del _dropped[: len(batch)]
             batch.clear()
@@ -101,8 +101,8 @@ def give_back() -> bool:
         _giving_back.release()
 
 
-def _becomes_idle(device: torch.device) -> bool:
-    """Wait for a device as torch will, but not for ever."""
+def becomes_idle(device: torch.device) -> bool:
+    """Wait for a device as torch will, but not for ever: ``PATIENCE_S``. True if it had nothing left to do."""
     if not torch.cuda.is_available():
         return True
     waiter = _waiters.get(device)

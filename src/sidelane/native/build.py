@@ -101,7 +101,7 @@ def compile_to(path: Path, source: bytes, compiler: tuple[str, ...]) -> None:
         OSError: it could not be run, or its output not be written.
     """
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{MODULE}-") as temporary:
-        text, binary = Path(temporary) / "replay.c", Path(temporary) / path.name
+        text, binary = Path(temporary) / "source.c", Path(temporary) / path.name
         text.write_bytes(source)
         includes = dict.fromkeys(sysconfig.get_paths()[kind] for kind in ("include", "platinclude"))
         command = [*compiler, *_FLAGS, *(f"-I{folder}" for folder in includes), str(text), "-o", str(binary)]
@@ -120,7 +120,7 @@ def load(path: Path) -> ModuleType:
         ImportError: it is not one for this Python, or not whole.
         PermissionError: somebody else can write it.
     """
-    if not _is_private(path):
+    if not is_private(path):
         raise PermissionError(f"{path.name} can be written by others")
     loader = importlib.machinery.ExtensionFileLoader(MODULE, str(path))
     spec = importlib.util.spec_from_file_location(MODULE, path, loader=loader)
@@ -143,12 +143,20 @@ def _load_earlier(path: Path) -> ModuleType | None:
 
 def _folders() -> Iterator[contextlib.AbstractContextManager[Path]]:
     """The user's cache, then one for this process alone."""
+    folder = private_cache()
+    if folder is not None:
+        yield contextlib.nullcontext(folder)
+    yield _temporary_folder()
+
+
+def private_cache() -> Path | None:
+    """The user's cache, if nobody else can write there."""
     with contextlib.suppress(OSError, RuntimeError):  # there may be no home
         folder = cache_folder()
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if _is_private(folder):
-            yield contextlib.nullcontext(folder)
-    yield _temporary_folder()
+        if is_private(folder):
+            return folder
+    return None
 
 
 @contextlib.contextmanager
@@ -157,7 +165,8 @@ def _temporary_folder() -> Iterator[Path]:
         yield Path(name)
 
 
-def _is_private(path: Path) -> bool:
+def is_private(path: Path) -> bool:
+    """True for what is this user's, and nobody else can write."""
     found = path.stat()
     return found.st_uid == os.geteuid() and not stat.S_IMODE(found.st_mode) & 0o022
 
