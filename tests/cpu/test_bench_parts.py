@@ -191,6 +191,7 @@ def meter_facts(group: dist.ProcessGroup) -> dict[str, Any]:
         "raised": meter.attempt(fail_on_one),
         "returned": meter.attempt(lambda: "bad bytes" if rank == 2 else None),
         "fine": meter.attempt(lambda: None),
+        "nothing to say": meter.attempt(lambda: ""),
         "long": meter.agree("x" * 5000 if rank == 0 else None),
         "runs": "".join(runs),
         "times": [rounds[name].times_us for name in ("a", "b")],
@@ -202,7 +203,7 @@ def test_meters_agree_and_interleave(pool: RankPool) -> None:
     for found in facts:
         assert found["raised"] == "rank 1: OSError: no room"
         assert found["returned"] == "rank 2: bad bytes"
-        assert found["fine"] is None
+        assert found["fine"] is None and found["nothing to say"] is None
         assert found["long"].startswith("rank 0: xxx")
         # Every round begins with the next job; a sample of b runs it twice.
         assert found["runs"] == "abb" + "bba" + "abb" + "bba"

@@ -66,7 +66,7 @@ def in_graphs(context: Context, replays: int) -> None:
 
         for captured_in_pool in (False, True):
             input.fill_(1), total.fill_(1)
-            step()
+            comm.all_reduce(step())  # each call once, for its staging, before it is captured
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool.id if captured_in_pool else None):

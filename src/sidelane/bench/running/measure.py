@@ -138,9 +138,12 @@ class Meter:
         return None
 
     def attempt(self, step: Callable[[], str | None] | Callable[[], None]) -> str | None:
-        """Run ``step`` on all ranks and agree on the outcome. A step fails by raising or by returning what is wrong."""
+        """Run ``step`` on all ranks and agree on the outcome. A step fails by raising or by returning what is wrong.
+
+        An empty text says that nothing is.
+        """
         try:
-            error = step()
+            error = step() or None
         except PeerTimeoutError:
             raise  # the device hangs, or a peer is gone: nothing can be measured after that
         except Exception as problem:
