@@ -17,7 +17,7 @@ sends to one and receives from one other.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 
@@ -50,6 +50,7 @@ class SplitGemmAllToAll:
         self.comm, self._row_bytes, self._most_rows = comm, columns * dtype.itemsize, most_rows
         self._sent, self._output = (comm.empty(most_rows, columns, dtype=dtype) for _ in range(2))
         self._programs: dict[tuple[tuple[tuple[int, ...], ...], int], BoundProgram] = {}
+        self._loaded: set[Hashable] = set()
 
     def __call__(
         self, x: torch.Tensor, weight: torch.Tensor, table: tuple[tuple[int, ...], ...], pieces: int
@@ -57,8 +58,11 @@ class SplitGemmAllToAll:
         """Run it. Arguments, result and errors as of :func:`split_gemm_all_to_all`."""
         rank = self.comm.rank
         program = self._program(table, pieces)
+        parts = going(table, rank, pieces)
+        x, weight = _for_the_library(x), _for_the_library(weight)
+        self._load(x, weight, parts)
         work = program(async_op=True)
-        for number, rows in enumerate(going(table, rank, pieces)):
+        for number, rows in enumerate(parts):
             torch.mm(x[rows], weight.t(), out=self._sent[rows])
             program.trigger(number)
         first, place = sum(table[rank][:rank]), sum(row[rank] for row in table[:rank])
@@ -67,6 +71,24 @@ class SplitGemmAllToAll:
         assert work is not None
         work.wait()
         return self._output
+
+    def _load(self, x: torch.Tensor, weight: torch.Tensor, parts: Sequence[slice]) -> None:
+        """Compute parts of new sizes once: to load a kernel, or to allocate what it needs, may wait for the device,
+        and so, once the program has begun, for triggers that would never come (docs/internals/prelaunch.md).
+        """
+        cuda = torch.backends.cuda.matmul
+        settings = (
+            cuda.allow_tf32,
+            cuda.allow_fp16_reduced_precision_reduction,
+            cuda.allow_bf16_reduced_precision_reduction,
+        )
+        stream = torch.cuda.current_stream().cuda_stream if x.device.type == "cuda" else 0
+        for part in (x[rows] for rows in parts):
+            laid_out = [(tensor.shape, tensor.stride(), tensor.data_ptr() % 16) for tensor in (part, weight)]
+            key = (*laid_out, settings, stream)
+            if key not in self._loaded:
+                torch.mm(part, weight.t())
+                self._loaded.add(key)
 
     def _program(self, table: tuple[tuple[int, ...], ...], pieces: int) -> BoundProgram:
         key = table, pieces
@@ -120,6 +142,12 @@ def split_gemm_all_to_all(
     key = (NAME, most_rows, columns, dtype)
     handle = kept(comm, key, lambda: SplitGemmAllToAll(comm, most_rows, columns, dtype))
     return handle(x, weight, table, pieces)
+
+
+def _for_the_library(matrix: torch.Tensor) -> torch.Tensor:
+    """One that the library's GEMM reads as it lies, without a copy that has to be allocated."""
+    (rows, columns), (down, across) = matrix.shape, matrix.stride()
+    return matrix if (across == 1 and down >= columns) or (down == 1 and across >= rows) else matrix.contiguous()
 
 
 def going(table: Sequence[Sequence[int]], rank: int, pieces: int) -> list[slice]:
