@@ -11,6 +11,7 @@ variable                   meaning                                              
 ``SIDELANE_NATIVE``        0: repeat calls on GPUs in Python, compile nothing                          1
 ``SIDELANE_MEMORY_BYTES``  most bytes that ``empty`` may reserve on a rank, for each communicator      (b)
 ``SIDELANE_MAP_MEMORY``    1: peers map ordinary tensors where they can; 0: they are all staged        (d)
+``SIDELANE_VIRTUAL_NODES`` nodes of the world's ranks, as in ``0,0,1,1``, in place of their machines   (e)
 ``SIDELANE_COMMIT``        what result files name as the code that ran, where there is no checkout     (c)
 =========================  ==========================================================================  =======
 
@@ -18,6 +19,8 @@ variable                   meaning                                              
 (b) what the device has. A number of bytes, or a size such as ``512M`` or ``1.5G``.
 (c) the checkout's commit, or ``unknown``. It is no setting of a communicator.
 (d) 1 on CPU ranks, 0 on GPUs, where the host then waits for its peers' hosts (docs/internals/reach.md).
+(e) ranks on one machine share a node. For tests: on one machine, process groups then work as on several
+    (docs/internals/several-nodes.md).
 
 What is compiled is kept in ``sidelane`` in ``XDG_CACHE_HOME``, else in ``~/.cache`` (docs/lab/performance.md).
 """
@@ -38,7 +41,7 @@ from sidelane.sizes import parse_bytes
 
 VARIABLES = (
     *("SIDELANE_TIMEOUT_S", "SIDELANE_DEBUG", "SIDELANE_VERIFY", "SIDELANE_BESIDE", "SIDELANE_PROFILE"),
-    *("SIDELANE_NATIVE", "SIDELANE_MEMORY_BYTES", "SIDELANE_MAP_MEMORY"),
+    *("SIDELANE_NATIVE", "SIDELANE_MEMORY_BYTES", "SIDELANE_MAP_MEMORY", "SIDELANE_VIRTUAL_NODES"),
     "SIDELANE_COMMIT",  # for results: which code ran
 )
 
@@ -68,6 +71,7 @@ class Config:
             what the device has.
         map_memory: let peers reach ordinary tensors without staging where that is possible (docs/internals/reach.md).
             None: on CPU ranks. On GPUs the host of each such call waits for its peers' hosts.
+        virtual_nodes: the node of each rank of the world, for process groups; None: ranks of one machine share one.
     """
 
     timeout_s: float = DEFAULT_TIMEOUT_S
@@ -78,6 +82,7 @@ class Config:
     native: bool = True
     memory_bytes: int | None = None
     map_memory: bool | None = None
+    virtual_nodes: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
@@ -86,6 +91,8 @@ class Config:
             raise _refused(f"Config: beside (value={self.beside!r}, allowed={', '.join(BESIDE)})")
         if self.memory_bytes is not None and self.memory_bytes < 0:
             raise _refused(f"Config: memory_bytes (value={self.memory_bytes}, allowed=0 and more)")
+        if self.virtual_nodes is not None and (not self.virtual_nodes or min(self.virtual_nodes) < 0):
+            raise _refused(f"Config: virtual_nodes (value={self.virtual_nodes}, allowed=0 and more, for each rank)")
 
 
 def from_environment(environment: Mapping[str, str]) -> Config:
@@ -115,6 +122,7 @@ def from_environment(environment: Mapping[str, str]) -> Config:
         native=_switch(environment, "SIDELANE_NATIVE", default=True),
         memory_bytes=_bytes(environment, "SIDELANE_MEMORY_BYTES"),
         map_memory=_switch(environment, "SIDELANE_MAP_MEMORY", default=None),
+        virtual_nodes=_numbers(environment, "SIDELANE_VIRTUAL_NODES"),
     )
 
 
@@ -162,6 +170,16 @@ def _bytes(environment: Mapping[str, str], name: str) -> int | None:
         return parse_bytes(value)
     except ValueError:
         raise _refused(f"{name}: not a size (value={value!r}, allowed=bytes, or a number with K, M or G)") from None
+
+
+def _numbers(environment: Mapping[str, str], name: str) -> tuple[int, ...] | None:
+    value = environment.get(name)
+    if not value:
+        return None
+    try:
+        return tuple(map(int, value.split(",")))
+    except ValueError:
+        raise _refused(f"{name}: not a list of numbers (value={value!r}, allowed=0,0,1,1 for example)") from None
 
 
 @overload

@@ -1,0 +1,63 @@
+"""Which ranks of a group stand on which node: a value, the same on all ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from functools import cached_property
+
+
+@dataclasses.dataclass(frozen=True)
+class Nodes:
+    """Where the ranks of a group are. Nodes are numbered by their first rank, and need not hold neighbours.
+
+    >>> nodes = Nodes.named(["a", "b", "a", "a", "b"])
+    >>> nodes.members, nodes.rails, nodes.seat(3)
+    (((0, 2, 3), (1, 4)), 2, (0, 2))
+
+    Attributes:
+        of: the node of each rank.
+    """
+
+    of: tuple[int, ...]
+
+    @classmethod
+    def named(cls, names: Sequence[str]) -> Nodes:
+        """Ranks with the same name share a node."""
+        numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+        return cls(tuple(numbers[name] for name in names))
+
+    @cached_property
+    def members(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each node."""
+        found: dict[int, list[int]] = {}
+        for rank, node in enumerate(self.of):
+            found.setdefault(node, []).append(rank)
+        return tuple(tuple(found[node]) for node in range(len(found)))
+
+    @cached_property
+    def rails(self) -> int:
+        """Ranks that every node has: rank ``i`` of each node talks to ranks ``i`` of the others, for ``i`` below it."""
+        return min(map(len, self.members))
+
+    @property
+    def spans(self) -> bool:
+        """There are several."""
+        return len(self.members) > 1
+
+    @property
+    def even(self) -> bool:
+        """All of one size."""
+        return len({len(ranks) for ranks in self.members}) == 1
+
+    def seat(self, rank: int) -> tuple[int, int]:
+        """Node of a rank, and its number there."""
+        node = self.of[rank]
+        return node, self.members[node].index(rank)
+
+    def rail(self, number: int) -> tuple[int, ...]:
+        """The ranks of a rail, one for each node."""
+        return tuple(ranks[number] for ranks in self.members)
+
+    def __str__(self) -> str:
+        return f"{len(self.members)} nodes of {', '.join(str(len(ranks)) for ranks in self.members)} ranks"
