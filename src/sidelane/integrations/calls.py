@@ -18,7 +18,7 @@ from sidelane.collectives import Communicator
 from sidelane.collectives.arguments import op_name
 from sidelane.collectives.work import NO_TIMEOUT
 from sidelane.integrations.staged import joined, parted, plain, receiving
-from sidelane.program.collective import ELEMENT_BYTES, ReduceOp
+from sidelane.program.collective import ELEMENT_BYTES, Kind, ReduceOp
 
 DTYPES = frozenset(getattr(torch, name) for name in ELEMENT_BYTES)
 """That Sidelane can reduce."""
@@ -40,6 +40,9 @@ class Call:
         refusal: why Sidelane does not make it; "" if it does. Alike on all ranks.
         is_async: the caller goes on before it has ended.
         timeout: of this call; 0 for the group's.
+        across: which steps it can take among several nodes; None for none.
+        pieces: of these steps, where it takes them.
+        reason: why it takes them; "" if it does not.
     """
 
     name: str
@@ -50,6 +53,9 @@ class Call:
     refusal: str = ""
     is_async: bool = True
     timeout: timedelta = NO_TIMEOUT
+    across: Kind | None = None
+    pieces: int = 1
+    reason: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -68,6 +74,7 @@ def make(
     *,
     op: Any = None,
     shapes: str = "",
+    across: Kind | None = None,
 ) -> Call:
     """Put a call together, and decide what can be decided without the group.
 
@@ -80,12 +87,13 @@ def make(
         opts: of torch; None for its defaults.
         op: of a reduction.
         shapes: what is wrong with the shapes for Sidelane; "" for nothing.
+        across: see :class:`Call`.
     """
     tensors = (*outputs, *inputs)
     refusal = "Sidelane has no such operation" if job is None else shapes or _refusal(tensors, op)
     is_async = True if opts is None else bool(getattr(opts, "asyncOp", True))
     timeout = getattr(opts, "timeout", NO_TIMEOUT)
-    return Call(name, tensors, outputs, other, job, refusal, is_async, max(timeout, NO_TIMEOUT))
+    return Call(name, tensors, outputs, other, job, refusal, is_async, max(timeout, NO_TIMEOUT), across)
 
 
 def all_gather(output: Tensor, input: Tensor, opts: Any, other: Other) -> Call:
@@ -95,7 +103,7 @@ def all_gather(output: Tensor, input: Tensor, opts: Any, other: Other) -> Call:
         with receiving([output]) as (whole,):
             communicator.all_gather(whole, plain(input))
 
-    return make("all_gather_into_tensor", (input,), (output,), other, job, opts)
+    return make("all_gather_into_tensor", (input,), (output,), other, job, opts, across=Kind.ALL_GATHER)
 
 
 def all_gather_coalesced(outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any, other: Other) -> Call:
@@ -105,7 +113,7 @@ def all_gather_coalesced(outputs: Sequence[Tensor], inputs: Sequence[Tensor], op
         with receiving(outputs) as wholes:
             communicator.all_gather(wholes, [plain(tensor) for tensor in inputs])
 
-    return make("all_gather_into_tensor_coalesced", inputs, outputs, other, job, opts)
+    return make("all_gather_into_tensor_coalesced", inputs, outputs, other, job, opts, across=Kind.ALL_GATHER)
 
 
 def all_gather_list(outputs: Sequence[Tensor], input: Tensor, opts: Any, other: Other) -> Call:
@@ -115,7 +123,7 @@ def all_gather_list(outputs: Sequence[Tensor], input: Tensor, opts: Any, other: 
         with parted(outputs, apart_from=input) as whole:
             communicator.all_gather(whole, plain(input))
 
-    return make("all_gather", (input,), outputs, other, job, opts, shapes=_unequal(outputs))
+    return make("all_gather", (input,), outputs, other, job, opts, shapes=_unequal(outputs), across=Kind.ALL_GATHER)
 
 
 def all_to_all(
@@ -128,7 +136,7 @@ def all_to_all(
         with receiving([output]) as (whole,):
             communicator.all_to_all(whole, plain(input), **splits)  # type: ignore[arg-type]
 
-    return make("all_to_all_single", (input,), (output,), other, job, opts)
+    return make("all_to_all_single", (input,), (output,), other, job, opts, across=None if outputs or inputs else Kind.ALL_TO_ALL)
 
 
 def all_to_all_list(outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any, other: Other) -> Call:
@@ -154,7 +162,7 @@ def reduce_scatter(output: Tensor, input: Tensor, opts: Any, other: Other) -> Ca
         with receiving([output]) as (part,):
             communicator.reduce_scatter(part, plain(input), op=op)
 
-    return make("reduce_scatter_tensor", (input,), (output,), other, job, opts, op=op)
+    return make("reduce_scatter_tensor", (input,), (output,), other, job, opts, op=op, across=Kind.REDUCE_SCATTER)
 
 
 def reduce_scatter_coalesced(outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any, other: Other) -> Call:
@@ -165,7 +173,7 @@ def reduce_scatter_coalesced(outputs: Sequence[Tensor], inputs: Sequence[Tensor]
         with receiving(outputs) as parts:
             communicator.reduce_scatter(parts, [plain(tensor) for tensor in inputs], op=op)
 
-    return make("reduce_scatter_tensor_coalesced", inputs, outputs, other, job, opts, op=op)
+    return make("reduce_scatter_tensor_coalesced", inputs, outputs, other, job, opts, op=op, across=Kind.REDUCE_SCATTER)
 
 
 def reduce_scatter_list(output: Tensor, inputs: Sequence[Tensor], opts: Any, other: Other) -> Call:
@@ -176,7 +184,7 @@ def reduce_scatter_list(output: Tensor, inputs: Sequence[Tensor], opts: Any, oth
         with receiving([output]) as (part,):
             communicator.reduce_scatter(part, joined(inputs, apart_from=output), op=op)
 
-    return make("reduce_scatter", inputs, (output,), other, job, opts, op=op, shapes=_unequal(inputs))
+    return make("reduce_scatter", inputs, (output,), other, job, opts, op=op, shapes=_unequal(inputs), across=Kind.REDUCE_SCATTER)
 
 
 def all_reduce(tensors: Sequence[Tensor], opts: Any, other: Other) -> Call:
@@ -188,7 +196,7 @@ def all_reduce(tensors: Sequence[Tensor], opts: Any, other: Other) -> Call:
             communicator.all_reduce(wholes[0] if len(wholes) == 1 else wholes, op=op)
 
     name = "all_reduce" if len(tensors) == 1 else "all_reduce_coalesced"
-    return make(name, (), tensors, other, job, opts, op=op)
+    return make(name, (), tensors, other, job, opts, op=op, across=Kind.ALL_REDUCE)
 
 
 def broadcast(tensor: Tensor, opts: Any, other: Other) -> Call:
@@ -199,7 +207,7 @@ def broadcast(tensor: Tensor, opts: Any, other: Other) -> Call:
         with receiving([tensor], filled=communicator.rank == root) as (whole,):
             communicator.broadcast(whole, root=root)
 
-    return make("broadcast", (), (tensor,), other, job, opts)
+    return make("broadcast", (), (tensor,), other, job, opts, across=Kind.BROADCAST)
 
 
 def scatter(output: Tensor, inputs: Sequence[Tensor], opts: Any, other: Other) -> Call:

@@ -12,10 +12,14 @@ import torch.distributed as dist
 
 from sidelane import config as settings
 from sidelane.collectives import Communicator
+from sidelane.config import Config
 from sidelane.errors import UnavailableError
 from sidelane.integrations import calls
 from sidelane.integrations.calls import Call
 from sidelane.integrations.ledger import SIDELANE, Ledger
+from sidelane.integrations.nodes.choose import FLAT, HIERARCHICAL, choose
+from sidelane.integrations.nodes.communicator import NodesCommunicator
+from sidelane.integrations.nodes.topology import Nodes
 from sidelane.integrations.order import HostOrder, StreamOrder
 from sidelane.integrations.other import Witness, name_of_backend
 from sidelane.integrations.works import JoinedWork, OtherWork, StreamWork
@@ -31,6 +35,7 @@ class Dispatcher:
         witness: knows the dead.
         ranks: of the group, in the world.
         timeout: of Sidelane's calls.
+        nodes: where they are.
         asked: for which devices Sidelane is, in the words of the caller and in full, both as torch writes them.
 
     Attributes:
@@ -45,14 +50,16 @@ class Dispatcher:
         other: dist.ProcessGroup,
         witness: Witness,
         ranks: Sequence[int],
+        nodes: Nodes,
         timeout: timedelta,
         asked: Callable[[], tuple[str, str]],
     ) -> None:
         self.ledger, self.timeout = Ledger(ranks), timeout
         self.names = {device.type: name_of_backend(other, device.type) for device in other._device_types}
         self._group, self._witness, self._ranks, self._asked = group, witness, tuple(ranks), asked
+        self._nodes = nodes
         self._orders: dict[str, HostOrder | StreamOrder] = {"cpu": HostOrder(self), "cuda": StreamOrder(self)}
-        self._communicators: dict[str, Communicator] = {}
+        self._communicators: dict[str, Communicator | NodesCommunicator] = {}
         self._refusals: dict[str, str] = {}
         self._making = threading.Lock()
         self._coalescing: list[dist.Work] | None = None
@@ -80,7 +87,7 @@ class Dispatcher:
     def run(self, call: Call) -> dist.Work:
         """Make a call of all ranks, in its order."""
         device = call.tensors[0].device.type if call.tensors else "cpu"
-        call.refusal = call.refusal or self.uses(device)
+        call.refusal = call.refusal or self.uses(device) or self._across(call)
         order = self._orders.get(device)
         if order is None:
             work = self._make_other(call, device)
@@ -91,6 +98,16 @@ class Dispatcher:
         if self._coalescing is not None:
             self._coalescing.append(work)
         return work
+
+    def _across(self, call: Call) -> str:
+        """Whether a call of a group on several nodes takes steps for that; why not."""
+        if not self._nodes.spans:
+            return ""
+        choice = choose(call.across, call.name, call.nbytes, self._nodes)
+        if choice.name == FLAT:
+            return f"{FLAT}: {choice.reason}"
+        call.pieces, call.reason = choice.pieces, choice.reason
+        return ""
 
     def pass_on(self, call: Call, peers: Sequence[int]) -> dist.Work:
         """Make a call between two ranks: in no order with the calls of all."""
@@ -104,6 +121,11 @@ class Dispatcher:
             self._make_other(call, device).wait()
             return
         assert call.job is not None
+        if isinstance(communicator, NodesCommunicator):
+            communicator.pieces = call.pieces
+            call.job(communicator)
+            self._note(call, device, SIDELANE, HIERARCHICAL, call.reason)
+            return
         try:
             call.job(communicator)
         except Exception as error:
@@ -135,8 +157,9 @@ class Dispatcher:
         return known
 
     def _settle(self, device: str) -> str:
-        if len(self._ranks) > MAX_NODE_RANKS:
-            return f"{len(self._ranks)} ranks, Sidelane takes {MAX_NODE_RANKS}"
+        most = max(map(len, self._nodes.members))
+        if most > MAX_NODE_RANKS:
+            return f"{most} ranks on a node, Sidelane takes {MAX_NODE_RANKS}"
         if device not in self._orders:
             return f"Sidelane does not know {device}"
         asked, config = self._asked()
@@ -148,7 +171,7 @@ class Dispatcher:
             "" if names.get(device) == SIDELANE else f"{device} tensors are for {names.get(device, 'others')}, as asked"
         )
 
-    def _communicator(self, device: str, call: Call) -> Communicator | None:
+    def _communicator(self, device: str, call: Call) -> Communicator | NodesCommunicator | None:
         """What makes Sidelane's calls; None where the ranks found out together that there can be none."""
         with self._making:
             made = self._communicators.get(device)
@@ -158,10 +181,19 @@ class Dispatcher:
                 if dist.get_debug_level() == dist.DebugLevel.DETAIL:
                     config = dataclasses.replace(config, debug=True)
                 try:
-                    made = self._communicators[device] = Communicator(self._group, device=where, config=config)
+                    made = self._communicators[device] = self._make_communicator(where, config)
                 except UnavailableError as error:
                     self._refusals[device] = str(error)
             return made
+
+    def _make_communicator(self, device: torch.device, config: Config) -> Communicator | NodesCommunicator:
+        if not self._nodes.spans:
+            return Communicator(self._group, device=device, config=config)
+        group = self._group
+        store, rank, name = group.get_group_store(), group.rank(), group.group_name
+        return NodesCommunicator(
+            store, rank, self._ranks, self._nodes, device=device, config=config, witness=self._witness, name=name
+        )
 
     def late(self) -> tuple[str, Sequence[int]]:
         """Who has not come to the call that this rank is in."""
@@ -170,7 +202,11 @@ class Dispatcher:
             return "", ()
         control = communicator.lane.control
         ranks = [rank for rank in control.absent(control.begun(control.rank)) if rank != control.rank]
-        return "".join(f"; {control.describe(rank)}" for rank in ranks), ranks
+        text = "".join(f"; {control.describe(rank)}" for rank in ranks)
+        if isinstance(communicator, NodesCommunicator):
+            own = self._nodes.members[self._nodes.of[communicator.rank]]
+            return text.replace("; rank", "; rank of the node"), [own[rank] for rank in ranks]
+        return text, ranks
 
     def interrupted(self, error: KeyboardInterrupt) -> None:
         """End the communicator, whose thread would wait on."""

@@ -18,11 +18,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from sidelane import config
 from sidelane.collectives import Communicator
 from sidelane.collectives.work import NO_TIMEOUT
 from sidelane.integrations import calls
 from sidelane.integrations.dispatch import Dispatcher
 from sidelane.integrations.ledger import SIDELANE
+from sidelane.integrations.nodes.groups import find_nodes
 from sidelane.integrations.other import Witness, kinds, make_other
 from sidelane.integrations.works import JoinedWork
 
@@ -64,7 +66,8 @@ class SidelaneGroup(dist.ProcessGroup):
         for device, (kind, backend) in kinds(self._other).items():
             self._register_backend(device, kind, backend)
             self._set_default_backend(kind)
-        self._dispatcher = Dispatcher(self, self._other, witness, ranks, timeout, self._what_was_asked)
+        nodes = find_nodes(store, rank, self._ranks, timeout, config.current())
+        self._dispatcher = Dispatcher(self, self._other, witness, ranks, nodes, timeout, self._what_was_asked)
 
     @classmethod
     def of_options(cls, options: Any, backend_options: Any) -> SidelaneGroup:

@@ -1,0 +1,289 @@
+"""Collectives among the ranks of several nodes: Sidelane within each, the group's own backend between them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from sidelane.collectives import Communicator
+from sidelane.collectives.arguments import op_name
+from sidelane.config import Config
+from sidelane.errors import CommunicatorClosedError, PeerError
+from sidelane.integrations.nodes.failing import RollCall
+from sidelane.integrations.nodes.groups import NodeGroup
+from sidelane.integrations.nodes.plan import INPUT, OUTPUT, Copies, Far, Join, Near, Plan, Span, Spread, make_plan
+from sidelane.integrations.nodes.topology import Nodes
+from sidelane.integrations.other import Witness, make_other
+from sidelane.integrations.works import OtherWork
+from sidelane.program.collective import REDUCING, Kind, ReduceOp
+
+Tensor = torch.Tensor
+Tensors = Tensor | Sequence[Tensor]
+_FAR_OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+
+
+class NodesCommunicator:
+    """The collectives that have steps for several nodes (``plan.py``), on tensors that are contiguous.
+
+    Every rank of the group makes it, and the same calls in one order. A call that fails, or that one rank refuses, ends
+    it: some of its steps may have run.
+
+    Args:
+        store: of these ranks alone.
+        rank: in the group.
+        ranks: of the group, in the world.
+        nodes: where they are.
+        device: where the tensors are.
+        config: settings; of the near part, and the time-out of the far one.
+        witness: knows the processes.
+        name: of the group, the same on all ranks.
+
+    Attributes:
+        near: the communicator of this node.
+        pieces: into which the next calls are cut, at most; the same on all ranks.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        ranks: Sequence[int],
+        nodes: Nodes,
+        *,
+        device: torch.device,
+        config: Config,
+        witness: Witness,
+        name: str,
+    ) -> None:
+        self.rank, self.world_size, self.nodes, self.pieces = rank, len(ranks), nodes, 1
+        node, place = nodes.seat(rank)
+        self._node, timeout = node, timedelta(seconds=config.timeout_s)
+        store = dist.PrefixStore(f"sidelane/several/{device.type}/", store)
+        self._roll = RollCall(store, rank, nodes, ranks, witness, timeout)
+        own = [ranks[other] for other in nodes.members[node]]
+        self._group = NodeGroup(
+            dist.PrefixStore(f"node{node}/", store), place, own, f"{name}/{device.type}/node{node}"
+        )
+        self._plan = functools.lru_cache(maxsize=256)(make_plan)
+        self._far: Any = None
+        self._failure: Exception | None = None
+        try:
+            self.near = Communicator(self._group, device=device, config=config)
+            if place < nodes.rails:
+                rail, many = dist.PrefixStore(f"rail{place}/", store), len(nodes.members)
+                self._far = make_other(rail, node, many, timeout, f"{name}/rail{place}", (), None)
+        except BaseException as error:
+            self._group.close()
+            self._roll.tell((rank,), f"could not take part ({type(error).__name__}: {error})")
+            raise
+        self.lane, self.device = self.near.lane, self.near.device
+
+    def all_gather(self, output: Tensors, input: Tensors) -> None:
+        """See ``Communicator.all_gather``."""
+        self._each(Kind.ALL_GATHER, output, input)
+
+    def reduce_scatter(self, output: Tensors, input: Tensors, *, op: str | dist.ReduceOp = "sum") -> None:
+        """See ``Communicator.reduce_scatter``; nodes of one size. Each node's sum is rounded to the dtype."""
+        self._each(Kind.REDUCE_SCATTER, output, input, op=op)
+
+    def all_reduce(self, tensor: Tensors, *, op: str | dist.ReduceOp = "sum") -> None:
+        """See ``Communicator.all_reduce``, in place. Each node's sum is rounded to the dtype."""
+        self._each(Kind.ALL_REDUCE, tensor, tensor, op=op)
+
+    def all_to_all(self, output: Tensor, input: Tensor) -> None:
+        """See ``Communicator.all_to_all``; equal parts, and nodes of one size."""
+        self._each(Kind.ALL_TO_ALL, output, input)
+
+    def broadcast(self, tensor: Tensor, *, root: int) -> None:
+        """See ``Communicator.broadcast``."""
+        self._each(Kind.BROADCAST, tensor, tensor, root=root)
+
+    def close(self) -> None:
+        """Let go of everything; calls under way fail, here and on the other ranks. Idempotent."""
+        if self._failure is None:
+            self._failure = PeerError("the communicator was closed")
+        self.near.close()
+        self._group.close()
+        far, self._far = self._far, None
+        if far is not None:
+            far.abort()
+
+    def _each(self, kind: Kind, output: Tensors, input: Tensors, *, op: Any = None, root: int = 0) -> None:
+        if self._failure is not None:
+            raise CommunicatorClosedError(f"{kind}: the communicator was closed, or has failed: {self._failure}")
+        pairs = [(output, input)] if isinstance(output, Tensor) else list(zip(output, input, strict=True))
+        name = None if op is None else op_name(op)
+        try:
+            counts = [self._count(kind, *pair) for pair in pairs]  # type: ignore[arg-type]
+        except (ValueError, TypeError) as error:
+            self._failure = PeerError(f"rank {self.rank} refused the call: {error}", (self.rank,))
+            self._roll.tell((self.rank,), f"refused the call ({error})")
+            self.near.close()
+            raise
+        try:
+            for (to, given), count in zip(pairs, counts, strict=True):
+                self._run(kind, to.view(-1), given.view(-1), count, name, root)  # type: ignore[union-attr]
+        except Exception as error:
+            raise self._fail(error) from error.__cause__ or error
+
+    def dead(self, peers: Sequence[int]) -> list[int]:
+        """Who is at fault, as far as it is known: for far calls that wait (``works.Watch``)."""
+        return self._roll.known()
+
+    def explain(self, error: RuntimeError, peers: Sequence[int]) -> PeerError:
+        """What a far call raises; the others of this node do not wait any longer."""
+        return self._settle(error)
+
+    def _settle(self, error: Exception, ranks: Sequence[int] = ()) -> PeerError:
+        self.near.close()
+        return self._roll.settle(error, ranks)
+
+    def _fail(self, error: Exception) -> Exception:
+        """End everything; agree with the others on who is at fault."""
+        if isinstance(error, _NearError):
+            own = self.nodes.members[self._node]
+            cause = error.args[0]
+            failure: Exception = self._settle(cause, [own[rank] for rank in getattr(cause, "ranks", ())])
+        else:
+            failure = error
+            self.near.close()
+            if not isinstance(error, PeerError):
+                self._roll.tell((self.rank,), f"failed ({type(error).__name__}: {error})")
+        self._failure = failure
+        return failure
+
+    def _count(self, kind: Kind, output: Tensor, input: Tensor) -> int:
+        """Elements of a part (of an all_reduce and a broadcast: of the tensor)."""
+        size = self.world_size
+        for tensor in (output, input):
+            if tensor.device != self.device or not tensor.is_contiguous():
+                raise ValueError(f"{kind}: tensor (value={tensor.device}, allowed=contiguous, on {self.device})")
+        if output.dtype != input.dtype:
+            raise TypeError(f"{kind}: dtypes (value={output.dtype} and {input.dtype}, allowed=the same)")
+        count = min(output.numel(), input.numel()) if kind is not Kind.ALL_TO_ALL else input.numel() // size
+        wanted = {
+            Kind.ALL_GATHER: (count * size, count),
+            Kind.REDUCE_SCATTER: (count, count * size),
+            Kind.ALL_TO_ALL: (count * size, count * size),
+        }.get(kind, (count, count))
+        if (output.numel(), input.numel()) != wanted:
+            sizes = f"{output.numel()} and {input.numel()}"
+            raise ValueError(f"{kind}: elements of output and input (value={sizes}, allowed={wanted[0]} and {wanted[1]})")
+        return count
+
+    def _run(self, kind: Kind, output: Tensor, input: Tensor, count: int, op: str | None, root: int) -> None:
+        dtype = output.dtype
+        if kind not in REDUCING:
+            output, input, count = output.view(torch.uint8), input.view(torch.uint8), count * dtype.itemsize
+        plan = self._plan(kind, self.nodes, self.rank, count, self.pieces, root)
+        average = op == ReduceOp.AVG
+        weighted = average and dtype.is_floating_point  # the sum of all might not be a number of the dtype
+        call = _Call(self, plan, output, input)
+        call.near_op = "sum" if average and not weighted else op or "sum"
+        call.far_op = _FAR_OPS[op or "sum"]
+        call.weight = len(self.nodes.members[self._node]) / self.world_size if weighted else 1.0
+        call.run()
+        if average and not weighted:
+            output.copy_(torch.div(output, self.world_size, rounding_mode="trunc"))
+
+
+class _NearError(Exception):
+    """What a step within the node raised, which numbers its ranks by themselves."""
+
+
+class _Call:
+    """One run of a plan.
+
+    Attributes:
+        near_op, far_op: of a reduction, in a node and between them.
+        weight: of this node's result.
+    """
+
+    near_op: str
+    far_op: Any
+    weight: float
+
+    def __init__(self, whose: NodesCommunicator, plan: Plan, output: Tensor, input: Tensor) -> None:
+        self._whose, self._steps, self._far_works = whose, plan.steps, []  # type: ignore[var-annotated]
+        self._tensors = {OUTPUT: output, INPUT: input}
+        for name, count in plan.scratch.items():
+            self._tensors[name] = torch.empty(count, dtype=output.dtype, device=output.device)
+
+    def run(self) -> None:
+        """Make the steps."""
+        do: dict[type, Callable[[Any], None]] = {
+            Copies: self._copies,
+            Spread: self._spread,
+            Near: self._near,
+            Far: self._begin,
+            Join: lambda step: self._far_works[step.number].wait(),
+        }
+        for step in self._steps:
+            try:
+                do[type(step)](step)
+            except (PeerError, CommunicatorClosedError) as error:
+                if isinstance(step, Spread | Near):
+                    raise _NearError(error) from error
+                raise
+
+    def _view(self, span: Span) -> Tensor:
+        return self._tensors[span.buffer].narrow(0, span.offset, span.count)
+
+    def _copies(self, step: Copies) -> None:
+        for to, given in step.pairs:
+            target, source = self._view(to), self._view(given)
+            if target.data_ptr() != source.data_ptr():
+                target.copy_(source)
+
+    def _spread(self, step: Spread) -> None:
+        if self._whose.near.world_size == 1:
+            return
+        with self._whose.near.batch() as batch:
+            for root, span in step.parts:
+                batch.broadcast(self._view(span), root=root)
+
+    def _near(self, step: Near) -> None:
+        near, output, input = self._whose.near, self._view(step.output), self._view(step.input)
+        if step.kind is Kind.ALL_TO_ALL:
+            near.all_to_all(output, input)
+            return
+        near.reduce_scatter(output, input, op=self.near_op)
+        if self.weight != 1:
+            output.mul_(self.weight)
+
+    def _begin(self, step: Far) -> None:
+        group, output, input = self._whose._far, self._view(step.output), self._view(step.input)
+        try:
+            work = self._ask(group, step, output, input)
+        except RuntimeError as error:
+            raise self._whose.explain(error, ()) from error
+        looks = output.device.type == "cpu"
+        self._far_works.append(OtherWork(work, self._whose, (), looks=looks))
+
+    def _ask(self, group: Any, step: Far, output: Tensor, input: Tensor) -> dist.Work:
+        if step.kind is Kind.ALL_GATHER:
+            return group._allgather_base(output, input, _options(c10d.AllgatherOptions()))  # type: ignore[no-any-return]
+        if step.kind is Kind.ALL_TO_ALL:
+            return group.alltoall_base(output, input, [], [], _options(c10d.AllToAllOptions()))  # type: ignore[no-any-return]
+        if step.kind is Kind.BROADCAST:
+            options = _options(c10d.BroadcastOptions())
+            options.rootRank, options.rootTensor = step.root, 0
+            return group.broadcast([output], options)  # type: ignore[no-any-return]
+        if step.kind is Kind.ALL_REDUCE:
+            options = _options(c10d.AllreduceOptions())
+            options.reduceOp = self.far_op
+            return group.allreduce([output], options)  # type: ignore[no-any-return]
+        options = _options(c10d.ReduceScatterOptions())
+        options.reduceOp = self.far_op
+        return group._reduce_scatter_base(output, input, options)  # type: ignore[no-any-return]
+
+
+def _options(made: Any) -> Any:
+    made.asyncOp = True
+    return made

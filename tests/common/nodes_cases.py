@@ -1,0 +1,128 @@
+"""What ranks on virtual nodes do with a Sidelane process group: every collective that has steps for several nodes."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+
+import sidelane
+from sidelane import config
+from sidelane.integrations import ledger
+
+REDUCED = (torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64)
+MOVED = (*REDUCED, torch.uint8, torch.float64, torch.bool, torch.complex64, torch.float8_e4m3fn)
+OPS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MIN, dist.ReduceOp.MAX)
+
+
+@contextlib.contextmanager
+def on_nodes(members: dist.ProcessGroup, layout: Sequence[int]) -> Iterator[dist.ProcessGroup]:
+    """A Sidelane group in front of ``members``, whose ranks stand where ``layout`` says."""
+    world = [9] * dist.get_world_size()
+    for rank, node in zip(dist.get_process_group_ranks(members), layout, strict=True):
+        world[rank] = node
+    settings = dataclasses.replace(config.current(), timeout_s=30, virtual_nodes=tuple(world))
+    ledger.reset()
+    with config.override(settings):
+        group = sidelane.wrap(members)
+        try:
+            yield group
+        finally:
+            dist.destroy_process_group(group)
+
+
+def random(numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """The same on all ranks that give the same seed."""
+    made = torch.randint(0, 256, (numel * dtype.itemsize,), generator=torch.Generator("cpu").manual_seed(seed))
+    if dtype == torch.bool:
+        return (made > 100).to(torch.get_default_device())
+    if dtype in (torch.int32, torch.int64, torch.uint8):
+        return made[:numel].sub(128).to(torch.get_default_device(), dtype)
+    if dtype in (torch.float32, torch.float16, torch.bfloat16):
+        return made[:numel].sub(128).div(37).to(torch.get_default_device(), dtype)
+    return made.to(torch.uint8).view(dtype).to(torch.get_default_device())
+
+
+def same(found: torch.Tensor, wanted: torch.Tensor, what: object) -> None:
+    assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8)), what
+
+
+def moves(group: dist.ProcessGroup, layout: Sequence[int], dtypes: Sequence[torch.dtype] = MOVED) -> None:
+    """All-gather, all-to-all and broadcast: the bytes of every dtype, in place too, back to back."""
+    with on_nodes(group, layout) as nodes:
+        rank, size = nodes.rank(), nodes.size()
+        for dtype in dtypes:
+            n = 70_001 // dtype.itemsize
+            inputs = [random(n, dtype, other) for other in range(size)]
+            output = random(size * n, dtype, 99)
+            dist.all_gather_into_tensor(output, inputs[rank], nodes)
+            same(output, torch.cat(inputs), dtype)
+            output = random(size * n, dtype, 99)
+            part = output.split(n)[rank].copy_(inputs[rank])
+            dist.all_gather_into_tensor(output, part, nodes, async_op=True).wait()  # type: ignore[union-attr]
+            same(output, torch.cat(inputs), (dtype, "in place"))
+            listed = [torch.zeros_like(inputs[0]) for _ in inputs]
+            dist.all_gather(listed, inputs[rank], nodes)
+            same(torch.cat(listed), torch.cat(inputs), (dtype, "listed"))
+            given = [random(size * n, dtype, 10 + other) for other in range(size)]
+            output = random(size * n, dtype, 99)
+            dist.all_to_all_single(output, given[rank], group=nodes)
+            same(output, torch.cat([tensor.split(n)[rank] for tensor in given]), dtype)
+            for root in (0, size - 1):
+                told = inputs[rank].clone()
+                dist.broadcast(told, group=nodes, group_src=root)
+                same(told, inputs[root], (dtype, root))
+        _ran(layout, {"all_gather_into_tensor", "all_gather", "broadcast"}, {"all_to_all_single"})
+
+
+def reduces(group: dist.ProcessGroup, layout: Sequence[int], dtypes: Sequence[torch.dtype] = REDUCED) -> None:
+    """All-reduce and reduce-scatter, each operation and dtype, against sums in float64; in place too."""
+    with on_nodes(group, layout) as nodes:
+        rank, size = nodes.rank(), nodes.size()
+        for dtype in dtypes:
+            n = 80_003 // dtype.itemsize
+            inputs = [random(size * n, dtype, other) for other in range(size)]
+            for op in OPS:
+                found = inputs[rank].clone()
+                dist.all_reduce(found, op, nodes)
+                _near(found, inputs, op, ("all_reduce", dtype, op))
+                part = torch.empty_like(inputs[0][:n])
+                dist.reduce_scatter_tensor(part, inputs[rank], op, nodes)
+                _near(part, [given.split(n)[rank] for given in inputs], op, ("reduce_scatter", dtype, op))
+                whole = inputs[rank].clone()
+                dist.reduce_scatter_tensor(whole.split(n)[rank], whole, op, nodes)
+                same(whole.split(n)[rank], part, ("in place", dtype, op))
+        _ran(layout, {"all_reduce"}, {"reduce_scatter_tensor"})
+
+
+def _near(found: torch.Tensor, inputs: Sequence[torch.Tensor], op: dist.ReduceOp.RedOpType, what: object) -> None:
+    """Within a rounding for each addition, of a number as large as any sum on the way."""
+    dtype = found.dtype
+    wide = torch.stack([given.to(torch.float64) for given in inputs])
+    wanted = {
+        dist.ReduceOp.SUM: lambda: wide.sum(0),
+        dist.ReduceOp.AVG: lambda: wide.mean(0),
+        dist.ReduceOp.MIN: lambda: wide.amin(0),
+        dist.ReduceOp.MAX: lambda: wide.amax(0),
+    }[op]()
+    if not dtype.is_floating_point:
+        assert torch.equal(found, wanted.trunc().to(dtype)), what
+        return
+    scale = wide.abs().sum(0) / (len(inputs) if op == dist.ReduceOp.AVG else 1)
+    limit = scale * torch.finfo(dtype).eps * (0 if op in (dist.ReduceOp.MIN, dist.ReduceOp.MAX) else 4)
+    assert ((found.to(torch.float64) - wanted).abs() <= limit).all(), what
+
+
+def _ran(layout: Sequence[int], always: set[str], if_even: set[str]) -> None:
+    """What took steps is what the rule says, and the report has the reason."""
+    rows = sidelane.report().rows
+    steps = {row.operation for row in rows if row.where == "sidelane"}
+    flat = {row.operation for row in rows if row.where != "sidelane"}
+    is_even = len({list(layout).count(node) for node in layout}) == 1
+    assert steps == (always | if_even if is_even else always), rows
+    assert flat == (set() if is_even else if_even), rows
+    assert all(row.why.startswith("hierarchical: ") for row in rows if row.where == "sidelane"), rows
+    assert all("nodes of several sizes" in row.why for row in rows if row.where != "sidelane"), rows
