@@ -6,11 +6,13 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
 
+import pytest
 import torch
 import torch.distributed as dist
 
 import sidelane
 from sidelane import config
+from sidelane.errors import CommunicatorClosedError, PeerError
 from sidelane.integrations import ledger
 
 REDUCED = (torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64)
@@ -126,3 +128,69 @@ def _ran(layout: Sequence[int], always: set[str], if_even: set[str]) -> None:
     assert flat == (set() if is_even else if_even), rows
     assert all(row.why.startswith("hierarchical: ") for row in rows if row.where == "sidelane"), rows
     assert all("nodes of several sizes" in row.why for row in rows if row.where != "sidelane"), rows
+
+
+def in_pieces(group: dist.ProcessGroup, layout: Sequence[int]) -> None:
+    """Calls of several MiB, whose far steps run beside near ones; an average, and asynchronous calls together."""
+    with on_nodes(group, layout) as nodes:
+        rank, size = nodes.rank(), nodes.size()
+        n = (9 << 20) // 4 + 5
+        inputs = [random(n, torch.float32, other) for other in range(size)]
+        summed = inputs[rank].clone()
+        gathered = torch.zeros(size * 1_000_001)
+        works = [
+            dist.all_reduce(summed, dist.ReduceOp.AVG, nodes, async_op=True),
+            dist.all_gather_into_tensor(gathered, inputs[rank][:1_000_001], nodes, async_op=True),
+        ]
+        part, told = torch.empty(n // size), inputs[rank].clone()
+        dist.reduce_scatter_tensor(part, inputs[rank][: n // size * size], group=nodes)
+        dist.broadcast(told, group=nodes, group_src=1)
+        for work in works:
+            assert work is not None and work.wait()
+        _near(summed, inputs, dist.ReduceOp.AVG, "average")
+        _near(part, [given[: n // size * size].chunk(size)[rank] for given in inputs], dist.ReduceOp.SUM, "scattered")
+        same(gathered, torch.cat([given[:1_000_001] for given in inputs]), "gathered")
+        same(told, inputs[1], "told")
+        whys = [row.why for row in sidelane.report().rows if row.where == "sidelane"]
+        assert any("pieces: 2" in why for why in whys), whys
+
+
+def small(group: dist.ProcessGroup, layout: Sequence[int]) -> None:
+    """What is small, has no steps, or has split sizes goes flat, and is right."""
+    with on_nodes(group, layout) as nodes:
+        rank, size = nodes.rank(), nodes.size()
+        tensor = torch.full((5,), float(rank))
+        dist.all_reduce(tensor, group=nodes)
+        assert tensor.eq(sum(range(size))).all()
+        sizes = [50_000 + 8 * other for other in range(size)]
+        output = torch.empty(sum(sizes))
+        given = torch.cat([torch.full((sizes[rank],), 10.0 * rank + other) for other in range(size)])
+        dist.all_to_all_single(output, given, sizes, [sizes[rank]] * size, group=nodes)
+        for other, part in enumerate(output.split(sizes)):
+            assert part.eq(10.0 * other + rank).all()
+        dist.barrier(nodes)
+        rows = {row.operation: row for row in sidelane.report().rows}
+        assert all(row.where == "gloo" for row in rows.values()), rows
+        assert rows["all_reduce"].why.endswith("less than 64K"), rows
+        assert "no steps for all_to_all_single" in rows["all_to_all_single"].why, rows
+
+
+def refused(group: dist.ProcessGroup, layout: Sequence[int]) -> None:
+    """A wrong call on one rank is an error on all of them, which names it; wrong settings, too."""
+    with on_nodes(group, layout) as nodes:
+        rank, size = nodes.rank(), nodes.size()
+        dist.all_reduce(torch.ones(50_000), group=nodes)
+        output = torch.empty(size * 50_000 + (rank == 1))
+        with pytest.raises(
+            (ValueError, PeerError), match=r"allowed=200000 and 50000|rank 1 .*refused the call"
+        ) as caught:
+            dist.all_gather_into_tensor(output, torch.ones(50_000), nodes)
+        assert isinstance(caught.value, ValueError) == (rank == 1)
+        assert rank == 1 or caught.value.ranks == (1,)
+        with pytest.raises(CommunicatorClosedError, match=r"refused the call"):
+            dist.all_reduce(torch.ones(50_000), group=nodes)
+    with (
+        config.override(dataclasses.replace(config.current(), virtual_nodes=(0, 0, 1))),
+        pytest.raises(ValueError, match=r"virtual_nodes \(value=\(0, 0, 1\), allowed=a node for each rank"),
+    ):
+        sidelane.wrap(group)

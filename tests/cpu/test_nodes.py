@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import nodes_cases as cases
+import nodes_world as scenarios
 import pytest
 import torch
-from ranks import RankPool
+from group_world import leave
+from ranks import RankPool, crew
 
 FEW = (torch.float32, torch.uint8)
 
@@ -15,3 +19,28 @@ FEW = (torch.float32, torch.uint8)
 def test_every_collective(pool: RankPool, case: object, layout: tuple[int, ...]) -> None:
     few = () if layout == (0, 0, 1, 1) else (FEW[: 1 if case is cases.reduces else 2],)
     pool.run(case, len(layout), layout, *few)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("case", "layout"),
+    [(cases.in_pieces, (0, 0, 1, 1)), (cases.small, (0, 1, 1)), (cases.refused, (0, 1, 0, 1))],
+    ids=lambda given: getattr(given, "__name__", ""),
+)
+def test_calls(pool: RankPool, case: object, layout: tuple[int, ...]) -> None:
+    pool.run(case, len(layout), layout)  # type: ignore[arg-type]
+
+
+def test_meshes_hsdp_and_smaller_groups(tmp_path: Path) -> None:
+    with crew(4) as ranks:
+        ranks.run(leave)
+        ranks.run(scenarios.meshes, None, str(tmp_path))
+        found = ranks.run(scenarios.dies, None, str(tmp_path), (0, 0, 1, 1), (2,), dying=(2,))
+        assert found == [None, None, 7, None]
+
+
+def test_a_dead_node_is_named(tmp_path: Path) -> None:
+    """Nobody on its machine is left to say so; one of those who live is on no rail."""
+    with crew(5) as ranks:
+        ranks.run(leave)
+        found = ranks.run(scenarios.dies, None, str(tmp_path), (0, 0, 0, 1, 1), (3, 4), dying=(3, 4))
+        assert found == [None, None, None, 7, 7]

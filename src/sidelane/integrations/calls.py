@@ -136,7 +136,15 @@ def all_to_all(
         with receiving([output]) as (whole,):
             communicator.all_to_all(whole, plain(input), **splits)  # type: ignore[arg-type]
 
-    return make("all_to_all_single", (input,), (output,), other, job, opts, across=None if outputs or inputs else Kind.ALL_TO_ALL)
+    return make(
+        "all_to_all_single",
+        (input,),
+        (output,),
+        other,
+        job,
+        opts,
+        across=None if outputs or inputs else Kind.ALL_TO_ALL,
+    )
 
 
 def all_to_all_list(outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any, other: Other) -> Call:
@@ -184,7 +192,17 @@ def reduce_scatter_list(output: Tensor, inputs: Sequence[Tensor], opts: Any, oth
         with receiving([output]) as (part,):
             communicator.reduce_scatter(part, joined(inputs, apart_from=output), op=op)
 
-    return make("reduce_scatter", inputs, (output,), other, job, opts, op=op, shapes=_unequal(inputs), across=Kind.REDUCE_SCATTER)
+    return make(
+        "reduce_scatter",
+        inputs,
+        (output,),
+        other,
+        job,
+        opts,
+        op=op,
+        shapes=_unequal(inputs),
+        across=Kind.REDUCE_SCATTER,
+    )
 
 
 def all_reduce(tensors: Sequence[Tensor], opts: Any, other: Other) -> Call:

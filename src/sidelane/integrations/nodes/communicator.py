@@ -67,9 +67,7 @@ class NodesCommunicator:
         store = dist.PrefixStore(f"sidelane/several/{device.type}/", store)
         self._roll = RollCall(store, rank, nodes, ranks, witness, timeout)
         own = [ranks[other] for other in nodes.members[node]]
-        self._group = NodeGroup(
-            dist.PrefixStore(f"node{node}/", store), place, own, f"{name}/{device.type}/node{node}"
-        )
+        self._group = NodeGroup(dist.PrefixStore(f"node{node}/", store), place, own, f"{name}/{device.type}/node{node}")
         self._plan = functools.lru_cache(maxsize=256)(make_plan)
         self._far: Any = None
         self._failure: Exception | None = None
@@ -174,7 +172,9 @@ class NodesCommunicator:
         }.get(kind, (count, count))
         if (output.numel(), input.numel()) != wanted:
             sizes = f"{output.numel()} and {input.numel()}"
-            raise ValueError(f"{kind}: elements of output and input (value={sizes}, allowed={wanted[0]} and {wanted[1]})")
+            raise ValueError(
+                f"{kind}: elements of output and input (value={sizes}, allowed={wanted[0]} and {wanted[1]})"
+            )
         return count
 
     def _run(self, kind: Kind, output: Tensor, input: Tensor, count: int, op: str | None, root: int) -> None:

@@ -41,7 +41,9 @@ def find_nodes(store: dist.Store, rank: int, ranks: Sequence[int], timeout: time
         names = [found.decode() for found in store.multi_get(keys)]
     except RuntimeError as error:
         missing = [other for other, key in enumerate(keys) if not store.check([key])]
-        raise PeerTimeoutError(f"process group: ranks {missing} have not said where they are: {error}", missing) from error
+        raise PeerTimeoutError(
+            f"process group: ranks {missing} have not said where they are: {error}", missing
+        ) from error
     nameless = [ranks[other] for other, found in enumerate(names) if found == _NOWHERE]
     if nameless:
         raise ValueError(

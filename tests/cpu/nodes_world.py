@@ -1,0 +1,94 @@
+"""What the ranks of a world on virtual nodes do whose default group is a Sidelane group."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+from group_world import world
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+import sidelane
+from sidelane import config
+from sidelane.errors import PeerError
+from sidelane.integrations import fsdp
+
+WIDE = 256
+
+
+def meshes(group: dist.ProcessGroup, folder: str) -> None:
+    """HSDP on two nodes: shards within, copies between them; then shards among all, and new groups."""
+    with _on((0, 0, 1, 1)), world(f"{folder}/meshes") as (rank, size):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("between", "within"))
+        _train(mesh, rank, size)
+        rows = {(row.operation, row.ranks, row.where) for row in sidelane.report().rows}
+        near, far = ((0, 1) if rank < 2 else (2, 3)), ((0, 2) if rank % 2 == 0 else (1, 3))
+        assert ("reduce_scatter_tensor", near, "sidelane") in rows, rows
+        assert ("all_reduce", far, "gloo") in rows, rows
+        sidelane.integrations.ledger.reset()
+        _train(mesh, rank, size, ours=True)
+        rows = {(row.operation, row.ranks, row.where) for row in sidelane.report().rows}
+        assert ("fsdp all_gather", near, "sidelane") in rows and ("all_reduce", far, "gloo") in rows, rows
+        sidelane.integrations.ledger.reset()
+        _train(init_device_mesh("cpu", (4,)), rank, size)
+        found = {row.operation: row for row in sidelane.report().rows}
+        assert found["reduce_scatter_tensor"].why.startswith("hierarchical: 2 nodes of 2, 2 ranks"), found
+        for ranks in ([3, 1, 0], [2, 3]):
+            part = dist.new_group(ranks)
+            if rank in ranks:
+                tensor = torch.full((40_000,), float(rank))
+                dist.all_reduce(tensor, group=part)
+                assert tensor.eq(sum(ranks)).all()
+                last = sidelane.report().last
+                assert last is not None and last.where == "sidelane"
+                assert last.why.startswith("hierarchical: 2 nodes of 2, 1") == (len(ranks) == 3)
+        split = dist.group.WORLD.split_group([0, 1, 2])
+        if split is not None:
+            tensor = torch.full((40_000,), float(rank))
+            split.allreduce([tensor]).wait()
+            assert tensor.eq(3).all()
+
+
+def _on(layout: Sequence[int]) -> object:
+    return config.override(dataclasses.replace(config.current(), virtual_nodes=tuple(layout)))
+
+
+def _train(mesh: object, rank: int, size: int, *, ours: bool = False) -> None:
+    """The gradient is that of all ranks."""
+    torch.manual_seed(0)
+    net = fully_shard(torch.nn.Linear(WIDE, WIDE, bias=False), mesh=mesh)  # type: ignore[arg-type]
+    assert isinstance(net, FSDPModule)
+    enabled = fsdp.enable(net) if ours else None
+    x = torch.arange(2.0 * WIDE).view(2, WIDE)
+    net(x + rank).sum().backward()
+    grad = net.weight.grad
+    assert isinstance(grad, DTensor)
+    everywhere = x.sum(0) + 2 * sum(range(size)) / size
+    torch.testing.assert_close(grad.full_tensor(), everywhere.expand(WIDE, WIDE))
+    if enabled is not None:
+        enabled.disable()
+
+
+def dies(group: dist.ProcessGroup, folder: str, layout: Sequence[int], dying: Sequence[int]) -> None:
+    """Ranks die in the middle of calls; all others name them, long before the time-out."""
+    with _on(layout), world(f"{folder}/dies{dying}", timeout_s=40) as (rank, _):
+        tensor = torch.ones(100_000)
+        dist.all_reduce(tensor)
+        if rank in dying:
+            os._exit(7)
+        began = time.monotonic()
+        with pytest.raises(PeerError, match="died|did not answer") as caught:
+            while True:
+                dist.all_reduce(tensor)
+        assert caught.value.ranks == tuple(dying), str(caught.value)
+        assert time.monotonic() - began < 20, time.monotonic() - began
+        dist.distributed_c10d._get_default_store().set(f"ended {rank}", "")
+        left = [f"ended {other}" for other in range(len(layout)) if other not in dying]
+        dist.distributed_c10d._get_default_store().wait(left)
