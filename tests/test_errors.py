@@ -43,8 +43,10 @@ def test_every_setting_is_described_where_its_errors_send_readers() -> None:
         {"SIDELANE_NATIVE": ""},
         {"SIDELANE_BESIDE": "all"},
         {"SIDELANE_MEMORY_BYTES": "1.2Q"},
+        {"SIDELANE_VIRTUAL_NODES": "2x2"},
+        {"SIDELANE_VIRTUAL_NODES": "0,-1"},
     ],
-    ids=lambda environment: next(iter(environment)),
+    ids=lambda environment: "=".join(*environment.items()),
 )
 def test_settings_that_are_refused_say_where_they_are_described(environment: dict[str, str]) -> None:
     with pytest.raises(ValueError) as refused:

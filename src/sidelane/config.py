@@ -19,8 +19,7 @@ variable                    meaning                                             
 (b) what the device has. A number of bytes, or a size such as ``512M`` or ``1.5G``.
 (c) the checkout's commit, or ``unknown``. It is no setting of a communicator.
 (d) 1 on CPU ranks, 0 on GPUs, where the host then waits for its peers' hosts (docs/internals/reach.md).
-(e) ranks on one machine share a node. For tests: on one machine, process groups then work as on several
-    (docs/internals/several-nodes.md).
+(e) the ranks of a machine share a node; others are for tests (docs/internals/several-nodes.md).
 
 What is compiled is kept in ``sidelane`` in ``XDG_CACHE_HOME``, else in ``~/.cache`` (docs/lab/performance.md).
 """

@@ -38,7 +38,8 @@ def on_nodes(members: dist.ProcessGroup, layout: Sequence[int]) -> Iterator[dist
 
 def random(numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
     """The same on all ranks that give the same seed."""
-    made = torch.randint(0, 256, (numel * dtype.itemsize,), generator=torch.Generator("cpu").manual_seed(seed))
+    seeded = torch.Generator("cpu").manual_seed(seed)
+    made = torch.randint(0, 256, (numel * dtype.itemsize,), generator=seeded, device="cpu")
     if dtype == torch.bool:
         return (made > 100).to(torch.get_default_device())
     if dtype in (torch.int32, torch.int64, torch.uint8):

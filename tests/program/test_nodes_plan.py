@@ -1,4 +1,4 @@
-"""Plans of collectives among several nodes, carried out for all ranks at once by an interpreter that knows only steps."""
+"""Plans of collectives among several nodes, carried out for all ranks at once by an interpreter."""
 
 from __future__ import annotations
 
@@ -88,6 +88,19 @@ def carry_out(nodes: Nodes, made: list[Plan], tensors: list[dict[str, torch.Tens
         assert (list(at), list(begun), len(far_done)) != before, "nobody can go on"
 
 
+def outcome(kind: Kind, inputs: list[torch.Tensor], rank: int, count: int, root: int) -> torch.Tensor:
+    """What a rank must have in the end."""
+    begin, end = rank * count, (rank + 1) * count
+    if kind is Kind.ALL_GATHER:
+        return torch.cat(inputs)
+    if kind is Kind.BROADCAST:
+        return inputs[root]
+    if kind is Kind.ALL_TO_ALL:
+        return torch.cat([given[begin:end] for given in inputs])
+    total = torch.stack(inputs).sum(0)
+    return total if kind is Kind.ALL_REDUCE else total[begin:end]
+
+
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "".join(map(str, layout)))
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_every_element_arrives(layout: tuple[int, ...], kind: Kind) -> None:
@@ -102,21 +115,15 @@ def test_every_element_arrives(layout: tuple[int, ...], kind: Kind) -> None:
             made = [make_plan(kind, nodes, rank, count, pieces, root) for rank in range(size)]
             many = count * size if kind in (Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL) else count
             inputs = [torch.randint(0, 1 << 40, (many,)) for _ in range(size)]
-            wanted = {
-                Kind.ALL_GATHER: lambda rank: torch.cat(inputs),
-                Kind.ALL_REDUCE: lambda rank: sum(inputs),
-                Kind.REDUCE_SCATTER: lambda rank: sum(inputs)[rank * count : (rank + 1) * count],
-                Kind.ALL_TO_ALL: lambda rank: torch.cat([given[rank * count : (rank + 1) * count] for given in inputs]),
-                Kind.BROADCAST: lambda rank: inputs[root],
-            }[kind]
+            wanted = [outcome(kind, inputs, rank, count, root) for rank in range(size)]
             tensors = []
             for rank in range(size):
                 scratch = {name: torch.full((length,), -1) for name, length in made[rank].scratch.items()}
-                output = inputs[rank].clone() if kind is Kind.BROADCAST else torch.full_like(wanted(rank), -1)
+                output = inputs[rank].clone() if kind is Kind.BROADCAST else torch.full_like(wanted[rank], -1)
                 tensors.append({"input": inputs[rank], "output": output, **scratch})
             carry_out(nodes, made, tensors)
             for rank in range(size):
-                assert torch.equal(tensors[rank]["output"], wanted(rank)), (count, pieces, rank)
+                assert torch.equal(tensors[rank]["output"], wanted[rank]), (count, pieces, rank)
 
 
 def test_a_far_step_is_under_way_while_the_near_part_of_another_piece_runs() -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -123,7 +124,7 @@ class Dispatcher:
         assert call.job is not None
         if isinstance(communicator, NodesCommunicator):
             communicator.pieces = call.pieces
-            call.job(communicator)
+            call.job(cast(Communicator, communicator))  # of its methods, one of those that both have
             self._note(call, device, SIDELANE, HIERARCHICAL, call.reason)
             return
         try:

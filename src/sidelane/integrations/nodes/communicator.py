@@ -118,7 +118,7 @@ class NodesCommunicator:
         pairs = [(output, input)] if isinstance(output, Tensor) else list(zip(output, input, strict=True))
         name = None if op is None else op_name(op)
         try:
-            counts = [self._count(kind, *pair) for pair in pairs]  # type: ignore[arg-type]
+            counts = [self._count(kind, *pair) for pair in pairs]
         except (ValueError, TypeError) as error:
             self._failure = PeerError(f"rank {self.rank} refused the call: {error}", (self.rank,))
             self._roll.tell((self.rank,), f"refused the call ({error})")
@@ -126,7 +126,7 @@ class NodesCommunicator:
             raise
         try:
             for (to, given), count in zip(pairs, counts, strict=True):
-                self._run(kind, to.view(-1), given.view(-1), count, name, root)  # type: ignore[union-attr]
+                self._run(kind, to.view(-1), given.view(-1), count, name, root)
         except Exception as error:
             raise self._fail(error) from error.__cause__ or error
 

@@ -47,7 +47,8 @@ def find_nodes(store: dist.Store, rank: int, ranks: Sequence[int], timeout: time
     nameless = [ranks[other] for other, found in enumerate(names) if found == _NOWHERE]
     if nameless:
         raise ValueError(
-            f"process group: virtual_nodes (value={named}, allowed=a node for each rank of the world; none for {nameless})"
+            f"process group: virtual_nodes (value={named}, allowed=a node for each rank of the world, "
+            f"{nameless} among them)"
         )
     return Nodes.named(names)
 

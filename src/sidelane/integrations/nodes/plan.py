@@ -1,9 +1,9 @@
 """What a rank does in a collective among several nodes: steps as frozen data, made by pure functions.
 
-Shapes: ``W`` ranks on ``K`` nodes, ``s`` on this one, ``L`` rails (ranks that every node has). Near steps are collectives
-of the ranks of one node, far ones of the ranks of one rail. A far step is begun, and joined later: between the two stands
-the near part of another piece. All ranks of a node have the same near steps, all of a rail the same far ones, in one
-order; so no two of them can wait for each other.
+Shapes: ``W`` ranks on ``K`` nodes, ``s`` on this one, ``L`` rails (ranks that every node has). Near steps are
+collectives of the ranks of one node, far ones of the ranks of one rail. A far step is begun, and joined later: between
+the two stands the near part of another piece. All ranks of a node have the same near steps, all of a rail the same far
+ones, in one order; so no two of them can wait for each other.
 
 An all-gather of two pieces::
 
@@ -14,13 +14,16 @@ An all-gather of two pieces::
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 from sidelane.integrations.nodes.topology import Nodes
 from sidelane.program.collective import Kind
 
 INPUT, OUTPUT, PACKED, MIDDLE, ARRIVED = "input", "output", "packed", "middle", "arrived"
-"""Tensors of a call: the caller's, and three of scratch. ``packed`` is what near steps read, ``middle`` what far ones do."""
+"""Tensors of a call: the caller's, and three of scratch.
+
+Near steps read ``packed``, far ones ``middle``; ``arrived`` is what far ones bring."""
 
 _CUT_AT = 256
 """Large pieces begin at multiples of it, in elements: copies of whole vectors are fastest."""
@@ -125,7 +128,7 @@ def make_plan(kind: Kind, nodes: Nodes, rank: int, count: int, pieces: int, root
         raise ValueError(f"make_plan: {kind} (value={nodes}, allowed=otherwise than {why})")
     seat = _Seat(nodes, rank, *nodes.seat(rank))
     bounds = [min(count, _aligned(-(-count * number // pieces), count)) for number in range(pieces + 1)]
-    cuts = [(begin, end) for begin, end in zip(bounds, bounds[1:], strict=False) if end > begin]
+    cuts = [(begin, end) for begin, end in itertools.pairwise(bounds) if end > begin]
     scratch = _Scratch()
     first: tuple[Step, ...] = ()
     if kind is Kind.ALL_GATHER:
@@ -195,14 +198,17 @@ def _in_turn(pieces: Sequence[Piece]) -> Iterator[Step]:
 
 
 def _part(span: Span, offset: int, count: int) -> Span:
-    assert 0 <= offset and offset + count <= span.count
+    assert offset + count <= span.count
     return Span(span.buffer, span.offset + offset, count)
 
 
 def _gathered(seat: _Seat, scratch: _Scratch, count: int, begin: int, end: int) -> Piece:
     """Rail ``l`` carries the parts of the ranks ``l, l + L, ...`` of each node, one of each a round."""
     nodes, size = seat.nodes, end - begin
-    row = lambda rank: Span(OUTPUT, rank * count + begin, size)  # noqa: E731
+
+    def row(rank: int) -> Span:
+        return Span(OUTPUT, rank * count + begin, size)
+
     own = Spread(tuple((place, row(rank)) for place, rank in enumerate(seat.own)))
     far: list[Far] = []
     copies: list[tuple[Span, Span]] = []

@@ -1,0 +1,64 @@
+"""Two GPUs as two nodes, under torchrun: NCCL between them over sockets, Sidelane within.
+
+With two ranks there is one on each node, so that all is far. With four, two share a GPU, and a rail has one of each.
+"""
+
+from __future__ import annotations
+
+import os
+
+import nodes_cases as cases
+import torch
+import torch.distributed as dist
+
+import sidelane
+from sidelane import config
+from sidelane.integrations.nodes.communicator import NodesCommunicator
+from sidelane.integrations.nodes.topology import Nodes
+from sidelane.integrations.other import Witness
+
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+nodes = Nodes(tuple(other * 2 // size for other in range(size)))
+device = torch.device("cuda", nodes.of[rank])
+torch.cuda.set_device(device)
+torch.set_default_device(device)
+sidelane.register()
+dist.init_process_group("nccl")  # which makes no call of its own here: it would refuse ranks that share a GPU
+world = dist.group.WORLD
+assert world is not None
+if size > 2:
+    cases.moves(world, nodes.of)
+    cases.reduces(world, nodes.of)
+    cases.in_pieces(world, nodes.of)
+else:
+    store = dist.PrefixStore("two", dist.distributed_c10d._get_default_store())
+    comm = NodesCommunicator(
+        store,
+        rank,
+        (0, 1),
+        nodes,
+        device=device,
+        config=config.current(),
+        witness=Witness(store, rank, (0, 1)),
+        name="two",
+    )
+    for number in range(4):
+        comm.pieces = 1 + number
+        given = [cases.random(200_002, torch.bfloat16, 10 * number + other) for other in range(2)]
+        gathered = torch.zeros(400_004, dtype=torch.bfloat16)
+        comm.all_gather(gathered, given[rank])
+        cases.same(gathered, torch.cat(given), "all_gather")
+        part = torch.zeros(100_001, dtype=torch.bfloat16)
+        comm.reduce_scatter(part, given[rank])
+        torch.testing.assert_close(part, sum(tensor.split(100_001)[rank] for tensor in given))
+        comm.all_to_all(gathered[:200_002], given[rank])
+        cases.same(gathered[:200_002], torch.cat([tensor.split(100_001)[rank] for tensor in given]), "all_to_all")
+        summed = given[rank].clone()
+        comm.all_reduce(summed, op="max")
+        cases.same(summed, torch.maximum(*given), "all_reduce")
+        comm.broadcast(summed.copy_(given[rank]), root=1)
+        cases.same(summed, given[1], "broadcast")
+    torch.cuda.synchronize()
+    comm.close()
+print("right", flush=True)
+dist.destroy_process_group()
