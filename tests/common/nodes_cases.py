@@ -12,8 +12,9 @@ import torch.distributed as dist
 
 import sidelane
 from sidelane import config
-from sidelane.errors import CommunicatorClosedError, PeerError
+from sidelane.errors import CommunicatorClosedError, PeerError, UnavailableError
 from sidelane.integrations import ledger
+from sidelane.integrations.nodes import communicator
 
 REDUCED = (torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64)
 MOVED = (*REDUCED, torch.uint8, torch.float64, torch.bool, torch.complex64, torch.float8_e4m3fn)
@@ -195,3 +196,21 @@ def refused(group: dist.ProcessGroup, layout: Sequence[int]) -> None:
         pytest.raises(ValueError, match=r"virtual_nodes \(value=\(0, 0, 1\), allowed=a node for each rank"),
     ):
         sidelane.wrap(group)
+
+
+def lacking(group: dist.ProcessGroup, layout: Sequence[int]) -> None:
+    """Where one node cannot, no node does: the ranks find out together, and the calls go flat."""
+    with on_nodes(group, layout) as nodes, pytest.MonkeyPatch.context() as patch:
+        if nodes.rank() == 2:
+
+            def fail(*_: object, **__: object) -> None:
+                raise UnavailableError("no such memory")
+
+            patch.setattr(communicator, "Communicator", fail)
+        for _ in range(2):
+            tensor = torch.ones(50_000)
+            dist.all_reduce(tensor, group=nodes)
+            assert tensor.eq(nodes.size()).all()
+        (row,) = sidelane.report().rows
+        assert (row.where, row.calls) == ("gloo", 2), row
+        assert "rank 2: UnavailableError: no such memory" in row.why, row

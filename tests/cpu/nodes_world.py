@@ -76,19 +76,48 @@ def _train(mesh: object, rank: int, size: int, *, ours: bool = False) -> None:
         enabled.disable()
 
 
-def dies(group: dist.ProcessGroup, folder: str, layout: Sequence[int], dying: Sequence[int]) -> None:
-    """Ranks die in the middle of calls; all others name them, long before the time-out."""
-    with _on(layout), world(f"{folder}/dies{dying}", timeout_s=40) as (rank, _):
+def late(group: dist.ProcessGroup, folder: str) -> None:
+    """A rank does not come to a call: all others name it when the time-out has passed, those of the other node too."""
+    with _on((0, 0, 1, 1)), world(f"{folder}/late", timeout_s=2) as (rank, size):
+        tensor, store = torch.ones(100_000), dist.distributed_c10d._get_default_store()
+        dist.all_reduce(tensor)
+        others = [other for other in range(size) if other != 2]
+        if rank == 2:
+            store.wait([f"named by {other}" for other in others])
+            return
+        began = time.monotonic()
+        with pytest.raises(PeerError, match=r"rank 2 \(rank 2 of the world, node 1\) did not answer") as caught:
+            dist.all_reduce(tensor)
+        assert caught.value.ranks == (2,)
+        assert time.monotonic() - began < 8
+        store.set(f"named by {rank}", "")
+
+
+def dies(group: dist.ProcessGroup, folder: str) -> None:
+    """A rank dies in the middle of calls, then the last of its node; all others name them, long before the time-out."""
+    layout = (0, 0, 0, 1, 1)
+    with _on(layout), world(f"{folder}/dies", timeout_s=40) as (rank, _):
         tensor = torch.ones(100_000)
         dist.all_reduce(tensor)
-        if rank in dying:
+        without = dist.new_group([0, 1, 2, 3])
+        if rank < 4:
+            dist.all_reduce(tensor, group=without)
+        if rank == 4:
             os._exit(7)
-        began = time.monotonic()
-        with pytest.raises(PeerError, match="died|did not answer") as caught:
-            while True:
-                dist.all_reduce(tensor)
-        assert caught.value.ranks == tuple(dying), str(caught.value)
-        assert time.monotonic() - began < 20, time.monotonic() - began
-        dist.distributed_c10d._get_default_store().set(f"ended {rank}", "")
-        left = [f"ended {other}" for other in range(len(layout)) if other not in dying]
-        dist.distributed_c10d._get_default_store().wait(left)
+        _fails(None, (4,), "rank 4 .*died")
+        dist.all_reduce(tensor, group=without)
+        if rank == 3:
+            os._exit(7)
+        _fails(without, (3,), "rank 3 .*did not answer")
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"ended {rank}", "")
+        store.wait([f"ended {other}" for other in range(3)])
+
+
+def _fails(group: dist.ProcessGroup | None, ranks: tuple[int, ...], match: str) -> None:
+    began = time.monotonic()
+    with pytest.raises(PeerError, match=match) as caught:
+        while True:
+            dist.all_reduce(torch.ones(100_000), group=group)
+    assert caught.value.ranks == ranks, str(caught.value)
+    assert time.monotonic() - began < 15, time.monotonic() - began

@@ -23,7 +23,12 @@ def test_every_collective(pool: RankPool, case: object, layout: tuple[int, ...])
 
 @pytest.mark.parametrize(
     ("case", "layout"),
-    [(cases.in_pieces, (0, 0, 1, 1)), (cases.small, (0, 1, 1)), (cases.refused, (0, 1, 0, 1))],
+    [
+        (cases.in_pieces, (0, 0, 1, 1)),
+        (cases.small, (0, 1, 1)),
+        (cases.refused, (0, 1, 0, 1)),
+        (cases.lacking, (0, 0, 1)),
+    ],
     ids=lambda given: getattr(given, "__name__", ""),
 )
 def test_calls(pool: RankPool, case: object, layout: tuple[int, ...]) -> None:
@@ -34,13 +39,12 @@ def test_meshes_hsdp_and_smaller_groups(tmp_path: Path) -> None:
     with crew(4) as ranks:
         ranks.run(leave)
         ranks.run(scenarios.meshes, None, str(tmp_path))
-        found = ranks.run(scenarios.dies, None, str(tmp_path), (0, 0, 1, 1), (2,), dying=(2,))
-        assert found == [None, None, 7, None]
+        ranks.run(scenarios.late, None, str(tmp_path))
 
 
-def test_a_dead_node_is_named(tmp_path: Path) -> None:
-    """Nobody on its machine is left to say so; one of those who live is on no rail."""
+def test_the_dead_are_named(tmp_path: Path) -> None:
+    """Of the last of a node nobody on its machine is left to tell; one of those who live is on no rail."""
     with crew(5) as ranks:
         ranks.run(leave)
-        found = ranks.run(scenarios.dies, None, str(tmp_path), (0, 0, 0, 1, 1), (3, 4), dying=(3, 4))
+        found = ranks.run(scenarios.dies, None, str(tmp_path), dying=(3, 4))
         assert found == [None, None, None, 7, 7]

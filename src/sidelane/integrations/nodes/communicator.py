@@ -16,7 +16,7 @@ from sidelane.collectives.arguments import op_name
 from sidelane.config import Config
 from sidelane.errors import CommunicatorClosedError, PeerError
 from sidelane.integrations.nodes.failing import RollCall
-from sidelane.integrations.nodes.groups import NodeGroup
+from sidelane.integrations.nodes.groups import NodeGroup, agree_on_the_near_part
 from sidelane.integrations.nodes.plan import INPUT, OUTPUT, Copies, Far, Join, Near, Plan, Span, Spread, make_plan
 from sidelane.integrations.nodes.topology import Nodes
 from sidelane.integrations.other import Witness, make_other
@@ -43,6 +43,10 @@ class NodesCommunicator:
         config: settings; of the near part, and the time-out of the far one.
         witness: knows the processes.
         name: of the group, the same on all ranks.
+
+    Raises:
+        UnavailableError: a node lacks something; on all ranks alike.
+        PeerError, PeerTimeoutError: a rank failed, or did not come.
 
     Attributes:
         near: the communicator of this node.
@@ -71,16 +75,30 @@ class NodesCommunicator:
         self._plan = functools.lru_cache(maxsize=256)(make_plan)
         self._far: Any = None
         self._failure: Exception | None = None
-        try:
-            self.near = Communicator(self._group, device=device, config=config)
-            if place < nodes.rails:
-                rail, many = dist.PrefixStore(f"rail{place}/", store), len(nodes.members)
-                self._far = make_other(rail, node, many, timeout, f"{name}/rail{place}", (), None)
-        except BaseException as error:
-            self._group.close()
-            self._roll.tell((rank,), f"could not take part ({type(error).__name__}: {error})")
-            raise
+        self.near = self._make_near(store, device, config)
+        if place < nodes.rails:
+            rail, many = dist.PrefixStore(f"rail{place}/", store), len(nodes.members)
+            self._far = make_other(rail, node, many, timeout, f"{name}/rail{place}", (), None)
         self.lane, self.device = self.near.lane, self.near.device
+
+    def _make_near(self, store: dist.Store, device: torch.device, config: Config) -> Communicator:
+        made: Communicator | None = None
+        failure: Exception | None = None
+        try:
+            made = Communicator(self._group, device=device, config=config)
+        except Exception as error:
+            failure = error
+        try:
+            # The ranks of a slower node may take their time-out to find out.
+            patience = timedelta(seconds=2 * config.timeout_s)
+            agree_on_the_near_part(store, self.rank, self.world_size, failure, patience)
+        except BaseException:
+            if made is not None:
+                made.close()
+            self._group.close()
+            raise
+        assert made is not None
+        return made
 
     def all_gather(self, output: Tensors, input: Tensors) -> None:
         """See ``Communicator.all_gather``."""

@@ -19,7 +19,7 @@ from sidelane.errors import PeerError, PeerTimeoutError
 from sidelane.integrations.nodes.topology import Nodes
 from sidelane.integrations.other import Witness
 
-_GRACE_S = 3.0
+_GRACE_S = 2.0
 _SLEEP_S = 0.05
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from sidelane.config import Config
-from sidelane.errors import PeerTimeoutError
+from sidelane.errors import PeerError, PeerTimeoutError, UnavailableError
 from sidelane.integrations.nodes.topology import Nodes
 from sidelane.memory.process import ProcessIdentity
 
@@ -34,16 +34,7 @@ def find_nodes(store: dist.Store, rank: int, ranks: Sequence[int], timeout: time
         return Nodes((0,))
     named, own = config.virtual_nodes, ranks[rank]
     name = ProcessIdentity.own().machine if named is None else f"virtual {named[own]}" if own < len(named) else _NOWHERE
-    keys = [f"sidelane/nodes/{other}" for other in range(len(ranks))]
-    store.set(keys[rank], name)
-    try:
-        store.wait(keys, timeout)
-        names = [found.decode() for found in store.multi_get(keys)]
-    except RuntimeError as error:
-        missing = [other for other, key in enumerate(keys) if not store.check([key])]
-        raise PeerTimeoutError(
-            f"process group: ranks {missing} have not said where they are: {error}", missing
-        ) from error
+    names = tell_all(store, "sidelane/nodes", rank, len(ranks), name, timeout)
     nameless = [ranks[other] for other, found in enumerate(names) if found == _NOWHERE]
     if nameless:
         raise ValueError(
@@ -51,6 +42,51 @@ def find_nodes(store: dist.Store, rank: int, ranks: Sequence[int], timeout: time
             f"{nameless} among them)"
         )
     return Nodes.named(names)
+
+
+def tell_all(store: dist.Store, what: str, rank: int, size: int, word: str, timeout: timedelta) -> list[str]:
+    """The words of all ranks, in their order. Collective; once for each ``what`` in a store.
+
+    Raises:
+        PeerTimeoutError: a rank did not come.
+    """
+    keys = [f"{what}/{other}" for other in range(size)]
+    store.set(keys[rank], word)
+    try:
+        store.wait(keys, timeout)
+        return [found.decode() for found in store.multi_get(keys)]
+    except RuntimeError as error:
+        missing = [other for other, key in enumerate(keys) if not store.check([key])]
+        raise PeerTimeoutError(
+            f"process group: ranks {missing} have not said a word of {what}: {error}", missing
+        ) from error
+
+
+def agree_on_the_near_part(
+    store: dist.Store, rank: int, size: int, failure: Exception | None, timeout: timedelta
+) -> None:
+    """Have all ranks go on, or none: some nodes may lack what others have. Collective.
+
+    Args:
+        store: of these ranks alone.
+        rank: in the group.
+        size: of the group.
+        failure: what making this node's communicator raised; None if it is there.
+        timeout: for the last rank to say.
+
+    Raises:
+        UnavailableError: a node lacks something; on all ranks alike.
+        PeerError, PeerTimeoutError: on a rank it went wrong otherwise; one did not come.
+    """
+    word = "made" if failure is None else f"{type(failure).__name__}: {failure}"
+    words = tell_all(store, "near", rank, size, word, timeout)
+    failed = [other for other, found in enumerate(words) if found != "made"]
+    if not failed:
+        return
+    text = "; ".join(f"rank {other}: {words[other]}" for other in failed)
+    if all(words[other].startswith(f"{UnavailableError.__name__}: ") for other in failed):
+        raise UnavailableError(text) from failure
+    raise PeerError(text, failed) from failure
 
 
 class NodeGroup(dist.ProcessGroup):
