@@ -78,7 +78,7 @@ def _train(mesh: object, rank: int, size: int, *, ours: bool = False) -> None:
 
 def late(group: dist.ProcessGroup, folder: str) -> None:
     """A rank does not come to a call: all others name it when the time-out has passed, those of the other node too."""
-    with _on((0, 0, 1, 1)), world(f"{folder}/late", timeout_s=2) as (rank, size):
+    with _on((0, 0, 1, 1)), world(f"{folder}/late", timeout_s=1) as (rank, size):
         tensor, store = torch.ones(100_000), dist.distributed_c10d._get_default_store()
         dist.all_reduce(tensor)
         others = [other for other in range(size) if other != 2]
