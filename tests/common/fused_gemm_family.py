@@ -54,6 +54,53 @@ def reductions_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> 
     return calls
 
 
+def gathers_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> int:
+    """Few rows and many, in fewer tiles than blocks and more; fused, by copy engines in pieces and unfused."""
+    with communicator(group) as comm:
+        n, rank, device = comm.world_size, comm.rank, comm.device
+        draws = Draws(seed, rank)
+        kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for number in range(calls):
+            dtype, rows = draws.sizes.choice(DTYPES), draws.sizes.choice((1, 7, 18, 33))
+            columns, depth = draws.sizes.choice((5, 20)), draws.sizes.choice((3, 16, 24))
+            xs = [draws.normal(rows, depth).to(dtype) for _ in range(n)]
+            weights = [draws.normal(columns, depth).to(dtype) for _ in range(n)]
+            expected = torch.cat(xs).double() @ weights[rank].double().T
+            x, weight = xs[rank].to(device), weights[rank].to(device)
+            if number % 3 == 0:  # rows that lie apart
+                x = torch.cat([x, x], dim=1)[:, :depth]
+            draws.late()
+            found = [ops.all_gather_gemm(comm, x, weight, tiles=TILES)]
+            found.append(ops.split_all_gather_gemm(comm, x, weight, pieces=1 + number % 3))
+            if number < 2:
+                found.append(ops.all_gather_gemm(comm, x, weight, method="unfused"))
+            kept += [(result, expected) for result in found]
+        comm.synchronize()
+        for number, (result, wanted) in enumerate(kept):
+            assert result.shape == wanted.shape
+            check_close(result, wanted, number)
+    return calls
+
+
+def wrong_gathers(comm: Communicator) -> Calls:
+    x, weight = torch.ones(5, 8), torch.ones(4, 8)
+
+    def call(function: Callable[..., Any], x: Any = x, weight: Any = weight, **options: Any) -> Callable[[], Any]:
+        return lambda: function(comm, x, weight, **options)
+
+    fused, split = ops.all_gather_gemm, ops.split_all_gather_gemm
+    wrong = [
+        *(call(function, x=torch.ones(5, 7)) for function in (fused, split)),
+        *(call(function, x=x.half()) for function in (fused, split)),
+        *(call(function, x=torch.ones(0, 8)) for function in (fused, split)),
+        call(fused, x=torch.ones(8, 5).T),
+        call(fused, weight=torch.ones(4)),
+        call(fused, method="best"),
+        *(call(split, pieces=pieces) for pieces in (0, 65)),
+    ]
+    return wrong, call(fused)
+
+
 def wrong_reductions(comm: Communicator) -> Calls:
     n = comm.world_size
     x, weight = torch.ones(2 * n, 8), torch.ones(4, 8)

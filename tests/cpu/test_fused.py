@@ -67,6 +67,11 @@ def test_gemms_that_are_reduced_back_to_back(four: Crew, world_size: int) -> Non
     assert four.run(fused_gemm_family.reductions_back_to_back, world_size, 5, 8, timeout_s=110) == [8] * world_size
 
 
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_gemms_of_what_is_gathered_back_to_back(four: Crew, world_size: int) -> None:
+    assert four.run(fused_gemm_family.gathers_back_to_back, world_size, 5, 8, timeout_s=110) == [8] * world_size
+
+
 def test_slices_as_they_come(four: Crew) -> None:
     assert four.run(fused_embeddings.slices_as_they_come, 2) == [3, 3]
 
@@ -76,7 +81,7 @@ def test_slices_as_they_come(four: Crew) -> None:
     [
         *(fused_ops.gemv_calls, fused_ops.rms_norm_calls, fused_embeddings.embedding_calls),
         *(fused_gemms.wrong_calls, fused_gemms.wrong_splits),
-        fused_gemm_family.wrong_reductions,
+        *(fused_gemm_family.wrong_reductions, fused_gemm_family.wrong_gathers),
     ],
 )
 def test_what_is_refused(four: Crew, calls: Callable[..., object]) -> None:
@@ -89,7 +94,9 @@ def test_what_is_refused(four: Crew, calls: Callable[..., object]) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("kind", ["gemv", "rms_norm", "embedding", "embedding_backward", "gemm", "gemm_reduce"])
+@pytest.mark.parametrize(
+    "kind", ["gemv", "rms_norm", "embedding", "embedding_backward", "gemm", "gemm_reduce", "gather_gemm"]
+)
 def test_every_block_does_what_its_shadow_says(four: Crew, kind: str, world_size: int) -> None:
     assert all(steps > 10 for steps in four.run(fused_shadows.follow, world_size, kind, "none"))
 

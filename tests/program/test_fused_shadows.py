@@ -13,7 +13,14 @@ from kernel_mistakes import changed, edited, moves, signals_before_stores, witho
 from sidelane.errors import ProgramError
 from sidelane.program.collective import Buffer, Span
 from sidelane.program.ir import Command, Flag, Program, Signal, Wait
-from sidelane.program.shadows import fused_embedding, fused_gemm, fused_gemm_reduce, fused_gemv, fused_rms_norm
+from sidelane.program.shadows import (
+    fused_embedding,
+    fused_gather_gemm,
+    fused_gemm,
+    fused_gemm_reduce,
+    fused_gemv,
+    fused_rms_norm,
+)
 from sidelane.program.verify import verify_sequence
 
 TILE = 16
@@ -188,4 +195,23 @@ def test_mistakes_of_gemms_that_are_reduced_are_refused(gathers: bool) -> None:
         refuse(right, f"no meeting {phase}", without_meeting(lambda flag, phase=phase: flag.index // 6 == phase))
         refuse(right, f"no wait {phase}", without(Wait, lambda flag, phase=phase: flag.index // 6 == phase))
         refuse(right, f"no signal {phase}", without(Signal, lambda flag, phase=phase: flag.index == 6 * phase + 1))
+    refuse(right, "signals before stores", arrivals_before_stores)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_gemms_of_what_is_gathered_are_proved(n: int) -> None:
+    for number, (rows, blocks, tile_rows, across) in enumerate(((5, 1, 2, 1), (3, 3, 1, 2), (4, 2, 2, 2))):
+        verify_sequence(
+            [fused_gather_gemm.all_gather_gemm(n, blocks, rows, tile_rows, across, 8, group=1 + number % 2)]
+        )
+
+
+def test_mistakes_of_gemms_of_what_is_gathered_are_refused() -> None:
+    n = 3
+    right = (fused_gather_gemm.all_gather_gemm(n, 2, 5, 2, 1, 8),)
+    refuse(right, "nobody says that the last launch has ended", without_meeting(lambda flag: flag.index < n))
+    refuse(right, "one rank is not waited for", without(Wait, lambda flag: flag.index == 1))
+    for tile in range(3):
+        refuse(right, f"no wait {tile}", without(Wait, lambda flag, tile=tile: flag.index // n == 1 + tile))
+        refuse(right, f"no signal {tile}", without(Signal, lambda flag, tile=tile: flag.index == n * (1 + tile)))
     refuse(right, "signals before stores", arrivals_before_stores)

@@ -9,6 +9,7 @@ embedding_all_to_all   batch, tables and pooling (means of the ranks)
 gemm_all_to_all        most_rows, columns of x, columns of the result
 gemm_reduce_scatter    rows, columns of x, columns of the result
 gemm_all_reduce        rows, columns of x, columns of the result
+all_gather_gemm        rows of a rank, columns of x, columns of the result
 =====================  ==================================================
 """
 
@@ -28,7 +29,7 @@ AUTO = "auto"
 METHODS = (AUTO, FUSED, UNFUSED)
 OPS = (
     *("gemv_all_reduce", "all_reduce_rms_norm", "embedding_all_to_all", "gemm_all_to_all"),
-    *("gemm_reduce_scatter", "gemm_all_reduce"),
+    *("gemm_reduce_scatter", "gemm_all_reduce", "all_gather_gemm"),
 )
 MEANS = ("embedding_all_to_all",)
 """Operators whose sizes are means of the ranks' own; of ``gemv_all_reduce`` the columns are added up."""

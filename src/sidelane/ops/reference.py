@@ -101,3 +101,10 @@ def gemm_all_reduce(comm: Communicator, x: torch.Tensor, weight: torch.Tensor) -
     result = functional.linear(x, weight)
     comm.all_reduce(result)
     return result
+
+
+def all_gather_gemm(comm: Communicator, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """``all_gather(x) @ weight.T``; see :func:`sidelane.ops.all_gather_gemm`."""
+    gathered = x.new_empty(comm.world_size * x.shape[0], x.shape[1])
+    comm.all_gather(gathered, x.contiguous())
+    return functional.linear(gathered, weight)
