@@ -329,7 +329,7 @@ def gemm_reduce(comm: Communicator) -> Iterator[Launched]:
     """The last owner has fewer rows; three tiles next to each other of 16 columns."""
     n, columns = comm.world_size, 48
     weight = torch.ones(columns, 8)
-    for gathers, order in ((False, "remote_first"), (True, "remote_first"), (True, "oblivious")):
+    for gathers, order in ((False, "remote_first"), (True, "oblivious")):
         rows = 20 * n - gathers
         handle = GemmReduce(
             comm, rows, columns, torch.float32, gathers=gathers, tiles=TileSizes(16, 16, 16, 1, 1, group=2)

@@ -64,12 +64,12 @@ def test_gemm_all_to_all_back_to_back(four: Crew, world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_gemms_that_are_reduced_back_to_back(four: Crew, world_size: int) -> None:
-    assert four.run(fused_gemm_family.reductions_back_to_back, world_size, 5, 8, timeout_s=110) == [8] * world_size
+    assert four.run(fused_gemm_family.reductions_back_to_back, world_size, 5, 6, timeout_s=110) == [6] * world_size
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_gemms_of_what_is_gathered_back_to_back(four: Crew, world_size: int) -> None:
-    assert four.run(fused_gemm_family.gathers_back_to_back, world_size, 5, 8, timeout_s=110) == [8] * world_size
+    assert four.run(fused_gemm_family.gathers_back_to_back, world_size, 5, 6, timeout_s=110) == [6] * world_size
 
 
 def test_slices_as_they_come(four: Crew) -> None:
