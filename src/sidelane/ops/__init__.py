@@ -7,7 +7,7 @@ from sidelane.ops.gather_gemm import AllGatherGemm, all_gather_gemm
 from sidelane.ops.gemm import GemmAllToAll, gemm_all_to_all
 from sidelane.ops.gemm_reduce import GemmReduce, gemm_all_reduce, gemm_reduce_scatter
 from sidelane.ops.gemv import GemvAllReduce, gemv_all_reduce
-from sidelane.ops.modules import EmbeddingBagAllToAll, RowParallelLinear
+from sidelane.ops.modules import EmbeddingBagAllToAll, ExpertCombine, RowParallelLinear
 from sidelane.ops.rms_norm import AllReduceRmsNorm, all_reduce_rms_norm
 from sidelane.ops.split_gather_gemm import split_all_gather_gemm
 from sidelane.ops.split_gemm import split_gemm_all_to_all
@@ -20,6 +20,7 @@ __all__ = [
     "EmbeddingAllToAll",
     "EmbeddingBackward",
     "EmbeddingBagAllToAll",
+    "ExpertCombine",
     "GemmAllToAll",
     "GemmReduce",
     "GemvAllReduce",
