@@ -326,8 +326,8 @@ def gemm(comm: Communicator) -> Iterator[Launched]:
 
 
 def gemm_reduce(comm: Communicator) -> Iterator[Launched]:
-    """The last owner has fewer rows; three tiles next to each other of 16 columns."""
-    n, columns = comm.world_size, 48
+    """The last owner has fewer rows; two tiles next to each other of 16 columns."""
+    n, columns = comm.world_size, 32
     weight = torch.ones(columns, 8)
     for gathers, order in ((False, "remote_first"), (True, "oblivious")):
         rows = 20 * n - gathers
@@ -336,7 +336,7 @@ def gemm_reduce(comm: Communicator) -> Iterator[Launched]:
         )
         x, out = torch.ones(rows, 8), handle._results
         shadow = fused_gemm_reduce.gemm_reduce(
-            n, handle._programs, rows, 16, 3, 64, gathers=gathers, remote_first=order == "remote_first", group=2
+            n, handle._programs, rows, 16, 2, 64, gathers=gathers, remote_first=order == "remote_first", group=2
         )
         places = placed(comm, str(Buffer.STAGING), handle._partials)
         if out is not None:  # of a reduce-scatter a new tensor in each call, of which the loads alone are looked at
