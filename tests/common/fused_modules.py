@@ -11,7 +11,7 @@ from fused_ops import check_close, communicator
 from torch import nn
 
 from sidelane import Communicator
-from sidelane.ops import EmbeddingBagAllToAll, RowParallelLinear, library
+from sidelane.ops import EmbeddingBagAllToAll, ExpertCombine, RowParallelLinear, library
 
 
 def linear(group: dist.ProcessGroup, backend: str) -> int:
@@ -103,19 +103,92 @@ def norm(group: dist.ProcessGroup, backend: str) -> int:
     return 2
 
 
+def gemms(group: dist.ProcessGroup, backend: str) -> int:
+    """A column-parallel layer and a row-parallel one behind it, rows spread between the layers, against float64."""
+    with communicator(group) as comm:
+        n, rank, number = comm.world_size, comm.rank, library.number_of(comm)
+
+        def call(x: Any, up: Any, down: Any) -> Any:
+            return library.gemm_reduce_scatter(number, library.all_gather_gemm(number, x, up).relu(), down)
+
+        for run in (call, torch.compile(call, backend=backend, fullgraph=True)):
+            torch.manual_seed(2)
+            whole = [torch.randn(*size).requires_grad_() for size in ((3 * n, 8), (4 * n, 8), (6, 4 * n))]
+            x, up, down = whole
+            cut = [part.detach().clone() for part in (x.chunk(n)[rank], up.chunk(n)[rank], down.chunk(n, 1)[rank])]
+            mine = [part.requires_grad_() for part in cut]
+            wide = [part.detach().double().requires_grad_() for part in whole]
+            expected = (wide[0] @ wide[1].T).relu() @ wide[2].T
+            expected.square().sum().backward()
+            result = run(*mine)
+            check_close(result.detach(), expected.detach().chunk(n)[rank], "result")
+            result.square().sum().backward()
+            for number_of_part, (part, other) in enumerate(zip(mine, wide, strict=True)):
+                assert part.grad is not None and other.grad is not None
+                check_close(part.grad, other.grad.chunk(n, number_of_part // 2)[rank], number_of_part)
+    return 2
+
+
+def combine(group: dist.ProcessGroup, backend: str) -> int:
+    """Skewed routing of two experts a token, some tokens with one, forward and gradients against float64."""
+    with communicator(group) as comm:
+        n, rank, tokens, width = comm.world_size, comm.rank, 5, 2
+        torch.manual_seed(4)
+        experts = torch.randint(n, (n, tokens, width), device="cpu").tolist()
+        sent = [  # rows of an expert, by the rank of their tokens
+            [[(t, k) for t in range(tokens) for k in range(width) if experts[to][t][k] == own] for to in range(n)]
+            for own in range(n)
+        ]
+        counts = torch.tensor([[len(rows) for rows in of_expert] for of_expert in sent])
+        xs, gates = [torch.randn(int(row.sum()), 8) for row in counts], torch.rand(n, tokens, width)
+        gates[:, 0, 1] = 0
+        slots = torch.zeros(tokens, width, dtype=torch.int64)
+        for slot, (t, k) in enumerate(place for own in range(n) for place in sent[own][rank]):
+            slots[t, k] = slot
+        layer = ExpertCombine(comm, 8, 6, most_rows=n * tokens * width)
+        weights = torch.empty(n, 6, 8)
+        comm.all_gather(weights, layer.weight.detach())
+        comm.synchronize()
+        wide = [part.double().requires_grad_() for part in (*xs, weights, gates)]
+        *wide_xs, wide_weights, wide_gates = wide
+        expected = torch.zeros(n, tokens, 6, dtype=torch.float64)
+        for own in range(n):
+            rows = [(to, *place) for to in range(n) for place in sent[own][to]]
+            for row, (to, t, k) in zip(wide_xs[own] @ wide_weights[own].T, rows, strict=True):
+                added = torch.zeros_like(expected)
+                added[to, t] = 1
+                expected = expected + added * row * wide_gates[to, t, k]
+        expected.square().sum().backward()
+        for model in (layer, compiled(layer, backend)):
+            layer.zero_grad()
+            x, gate = xs[rank].clone().requires_grad_(), gates[rank].clone().requires_grad_()
+            result = model(x, counts, slots, gate)
+            check_close(result.detach(), expected.detach()[rank], "result")
+            result.square().sum().backward()
+            assert x.grad is not None and gate.grad is not None and layer.weight.grad is not None
+            for part, other in ((x, wide_xs[rank]), (gate, wide_gates), (layer.weight, wide_weights)):
+                assert part.grad is not None and other.grad is not None
+                check_close(part.grad, other.grad if other is wide_xs[rank] else other.grad[rank], "gradient")
+    return 2
+
+
 def checked(group: dist.ProcessGroup) -> int:
     """PyTorch's own checks of an operator: schema, fake results, autograd."""
     with communicator(group) as comm:
         number = library.number_of(comm)
         batch = 2 * comm.world_size + 1
         x, weight = torch.randn(3, 8, requires_grad=True), torch.randn(20, 8, requires_grad=True)
-        scale = torch.randn(8, requires_grad=True)
+        n, scale = comm.world_size, torch.randn(8, requires_grad=True)
+        even = torch.randn(2 * n, 8, requires_grad=True)
         tables = [torch.randn(5, 4, requires_grad=True) for _ in range(2)]
         bags = (torch.arange(2 * batch) % 5, torch.arange(2 * batch + 1))
         calls: list[tuple[Any, tuple[Any, ...]]] = [
             (library.row_parallel_linear, (number, x, weight)),
             (library.all_reduce_rms_norm, (number, x, None, scale, 1e-5)),
             (library.embedding_all_to_all, (number, tables, *bags, None, "sum", 2 * comm.world_size)),
+            (library.gemm_reduce_scatter, (number, even, weight)),
+            (library.all_gather_gemm, (number, x, weight)),
+            (library.gemm_all_to_all, (number, even, weight, torch.ones(n, n).long(), 2 * n)),
         ]
         for operator, arguments in calls:
             torch.library.opcheck(operator, arguments)

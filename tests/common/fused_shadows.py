@@ -17,12 +17,21 @@ from sidelane.collectives.own_kernel import OwnKernel
 from sidelane.device import layout
 from sidelane.ops.embedding import EmbeddingAllToAll
 from sidelane.ops.embedding_backward import EmbeddingBackward
+from sidelane.ops.gather_gemm import AllGatherGemm
 from sidelane.ops.gemm import GemmAllToAll, TileSizes
+from sidelane.ops.gemm_reduce import GemmReduce
 from sidelane.ops.gemv import GemvAllReduce, Tiling
 from sidelane.ops.rms_norm import AllReduceRmsNorm
 from sidelane.program.collective import Buffer, Span
 from sidelane.program.ir import Command, Copy, Flag, Program, Queue, Reduce, Signal, Wait
-from sidelane.program.shadows import fused_embedding, fused_gemm, fused_gemv, fused_rms_norm
+from sidelane.program.shadows import (
+    fused_embedding,
+    fused_gather_gemm,
+    fused_gemm,
+    fused_gemm_reduce,
+    fused_gemv,
+    fused_rms_norm,
+)
 from sidelane.program.shadows.blocks import block_of
 
 Step = tuple[str, frozenset[object], frozenset[object]]
@@ -316,6 +325,39 @@ def gemm(comm: Communicator) -> Iterator[Launched]:
         )
 
 
+def gemm_reduce(comm: Communicator) -> Iterator[Launched]:
+    """The last owner has fewer rows; two tiles next to each other of 16 columns."""
+    n, columns = comm.world_size, 32
+    weight = torch.ones(columns, 8)
+    for gathers, order in ((False, "remote_first"), (True, "oblivious")):
+        rows = 20 * n - gathers
+        handle = GemmReduce(
+            comm, rows, columns, torch.float32, gathers=gathers, tiles=TileSizes(16, 16, 16, 1, 1, group=2)
+        )
+        x, out = torch.ones(rows, 8), handle._results
+        shadow = fused_gemm_reduce.gemm_reduce(
+            n, handle._programs, rows, 16, 2, 64, gathers=gathers, remote_first=order == "remote_first", group=2
+        )
+        places = placed(comm, str(Buffer.STAGING), handle._partials)
+        if out is not None:  # of a reduce-scatter a new tensor in each call, of which the loads alone are looked at
+            places |= placed(comm, "output", out)
+        yield Launched(
+            lambda handle=handle, x=x, order=order: handle(x, weight, order=order),  # type: ignore[misc]
+            handle._kernel,
+            places,
+            [shadow],
+        )
+
+
+def gather_gemm(comm: Communicator) -> Iterator[Launched]:
+    """Three tiles of whole rows, three tiles next to each other: what is not there is not loaded."""
+    n, rows, depth, columns = comm.world_size, 48, 16, 48
+    handle = AllGatherGemm(comm, rows, depth, columns, torch.float32, tiles=TileSizes(16, 16, 16, 1, 1, group=2))
+    x, weight = torch.ones(rows, depth), torch.ones(columns, depth)
+    shadow = fused_gather_gemm.all_gather_gemm(n, handle._programs, rows, 16, 3, 4 * depth, group=2)
+    yield Launched(lambda: handle(x, weight), handle._kernel, placed(comm, "gathered", handle._gathered), [shadow])
+
+
 def without_counters(program: Program, flags: int, consumed: int | None = None) -> Program:
     """Arrivals are counted in memory of the rank's own; what consumers wait for is no part of the kernel."""
 
@@ -339,4 +381,6 @@ KINDS: Mapping[str, Callable[[Communicator], Iterator[Launched]]] = {
     "embedding": embedding,
     "embedding_backward": embedding_backward,
     "gemm": gemm,
+    "gemm_reduce": gemm_reduce,
+    "gather_gemm": gather_gemm,
 }

@@ -12,6 +12,7 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
 import fused_embeddings
+import fused_gemm_family
 import fused_gemms
 import fused_methods
 import fused_modules
@@ -61,6 +62,16 @@ def test_gemm_all_to_all_back_to_back(four: Crew, world_size: int) -> None:
     assert four.run(fused_gemms.back_to_back, world_size, world_size, 8, timeout_s=110) == [16] * world_size
 
 
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_gemms_that_are_reduced_back_to_back(four: Crew, world_size: int) -> None:
+    assert four.run(fused_gemm_family.reductions_back_to_back, world_size, 5, 6, timeout_s=110) == [6] * world_size
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_gemms_of_what_is_gathered_back_to_back(four: Crew, world_size: int) -> None:
+    assert four.run(fused_gemm_family.gathers_back_to_back, world_size, 5, 6, timeout_s=110) == [6] * world_size
+
+
 def test_slices_as_they_come(four: Crew) -> None:
     assert four.run(fused_embeddings.slices_as_they_come, 2) == [3, 3]
 
@@ -70,6 +81,7 @@ def test_slices_as_they_come(four: Crew) -> None:
     [
         *(fused_ops.gemv_calls, fused_ops.rms_norm_calls, fused_embeddings.embedding_calls),
         *(fused_gemms.wrong_calls, fused_gemms.wrong_splits),
+        *(fused_gemm_family.wrong_reductions, fused_gemm_family.wrong_gathers),
     ],
 )
 def test_what_is_refused(four: Crew, calls: Callable[..., object]) -> None:
@@ -82,7 +94,9 @@ def test_what_is_refused(four: Crew, calls: Callable[..., object]) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("kind", ["gemv", "rms_norm", "embedding", "embedding_backward", "gemm"])
+@pytest.mark.parametrize(
+    "kind", ["gemv", "rms_norm", "embedding", "embedding_backward", "gemm", "gemm_reduce", "gather_gemm"]
+)
 def test_every_block_does_what_its_shadow_says(four: Crew, kind: str, world_size: int) -> None:
     assert all(steps > 10 for steps in four.run(fused_shadows.follow, world_size, kind, "none"))
 
@@ -112,14 +126,14 @@ def test_timelines(four: Crew) -> None:
         assert found == [[kind, kind] for kind in kinds]
 
 
-@pytest.mark.parametrize("name", ["linear", "embedding", "norm"])
+@pytest.mark.parametrize("name", ["linear", "embedding", "norm", "gemms", "combine"])
 def test_layers_are_trained_and_compiled_whole(four: Crew, name: str) -> None:
     """Without breaks of the graph; what a backend makes of the operators is a call."""
     assert all(four.run(getattr(fused_modules, name), 2, "aot_eager", timeout_s=110))
 
 
 def test_operators_of_pytorch_are_sound(four: Crew) -> None:
-    assert four.run(fused_modules.checked, 2, timeout_s=110) == [3, 3]
+    assert four.run(fused_modules.checked, 2, timeout_s=110) == [6, 6]
 
 
 def test_a_layer_outlives_its_communicator(four: Crew) -> None:

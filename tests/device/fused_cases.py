@@ -117,10 +117,29 @@ def gemm(comm: Communicator) -> Case:
     return change, call
 
 
+def gemm_reduce(comm: Communicator) -> Case:
+    """Both, of tiles that are not whole."""
+    n, device = comm.world_size, comm.device
+    x, weight = torch.zeros(150 * n, 64, device=device), torch.randn(300, 64, device=device)
+
+    def call() -> list[torch.Tensor]:
+        return [ops.gemm_reduce_scatter(comm, x, weight), ops.gemm_all_reduce(comm, x, weight)]
+
+    return lambda step: x.fill_(step + comm.rank), call
+
+
+def gather_gemm(comm: Communicator) -> Case:
+    """Of tiles that are not whole."""
+    x, weight = torch.zeros(150, 96, device=comm.device), torch.randn(300, 96, device=comm.device)
+    return lambda step: x.fill_(step + comm.rank), lambda: [ops.all_gather_gemm(comm, x, weight)]
+
+
 CALLS: dict[str, Callable[[Communicator], Case]] = {
     "gemv": gemv,
     "rms_norm": rms_norm,
     "embedding": embedding,
     "embedding_backward": embedding_backward,
     "gemm": gemm,
+    "gemm_reduce": gemm_reduce,
+    "gather_gemm": gather_gemm,
 }

@@ -21,6 +21,8 @@ CASES = "fused_cases."
         ("fused_embeddings", "forward_back_to_back", 10),
         ("fused_embeddings", "backward_back_to_back", 10),
         ("fused_gemms", "back_to_back", 60),
+        ("fused_gemm_family", "reductions_back_to_back", 60),
+        ("fused_gemm_family", "gathers_back_to_back", 60),
     ],
 )
 def test_back_to_back(ranks: Ranks, module: str, name: str, calls: int) -> None:
@@ -39,6 +41,8 @@ def test_slices_as_they_come(ranks: Ranks) -> None:
         ("fused_embeddings", "embedding_calls"),
         ("fused_gemms", "wrong_calls"),
         ("fused_gemms", "wrong_splits"),
+        ("fused_gemm_family", "wrong_reductions"),
+        ("fused_gemm_family", "wrong_gathers"),
     ],
 )
 def test_what_is_refused(ranks: Ranks, module: str, name: str) -> None:
@@ -49,12 +53,15 @@ def test_what_is_refused(ranks: Ranks, module: str, name: str) -> None:
             assert line.startswith("PeerError") and reason in line, (line, reason)
 
 
-@pytest.mark.parametrize("name", ["gemv", "rms_norm", "embedding", "embedding_backward", "gemm"])
+NAMES = ["gemv", "rms_norm", "embedding", "embedding_backward", "gemm", "gemm_reduce", "gather_gemm"]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_in_a_graph(ranks: Ranks, name: str) -> None:
     ranks.run(CASES + "in_a_graph", name, 12, timeout_s=120)
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("name", ["linear", "embedding", "norm"])
+@pytest.mark.parametrize("name", ["linear", "embedding", "norm", "gemms", "combine"])
 def test_layers_are_trained_and_compiled_whole(ranks: Ranks, name: str, backend: str) -> None:
     assert all(ranks.run(CASES + "as_on_cpus", "fused_modules", name, backend, timeout_s=170))

@@ -18,7 +18,7 @@ if importlib.util.find_spec("triton") is None:
 import triton
 from triton.backends.compiler import GPUTarget
 
-from sidelane.ops import embedding, embedding_backward, embedding_tables, gemm, gemv, rms_norm
+from sidelane.ops import embedding, embedding_backward, embedding_tables, gather_gemm, gemm, gemm_reduce, gemv, rms_norm
 
 H200 = GPUTarget("cuda", 90, 32)
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -153,6 +153,27 @@ def test_gemm_all_to_all_compiles(dtype: str) -> None:
     assert text.count(".sys.acq_rel.add") == 1, "the last program"
 
 
+GEMM_REDUCE = "*i64 *i64 *bf16 *i64 *bf16 *bf16 *bf16 i32 i32 i32 i32 i32 i32"
+GATHER_GEMM = "*i64 *i64 *bf16 *i32 *bf16 *bf16 *bf16 i32 i32 i32 i32 i32"
+
+
+@pytest.mark.parametrize("kernel", ["all", "gather"])
+def test_gemms_of_reductions_and_gathers_compile(kernel: str) -> None:
+    tiles = gemm.TileSizes()
+    constants = {"ROWS": tiles.rows, "COLS": tiles.columns, "DEPTH": tiles.depth, "WIDE": False, "GROUP": tiles.group}
+    constants |= {"DTYPE": triton.language.bfloat16, "WHOLE": True, "ALIGNED": True}
+    known = ("x", "weight", "output", "depth", "columns", "x_stride", "weight_stride")
+    if kernel == "gather":
+        source, kinds, known = gather_gemm.KERNEL, GATHER_GEMM, (*known, "gathered")
+    else:
+        source, kinds, known = gemm_reduce.KERNEL, GEMM_REDUCE, (*known, "partials")
+        constants |= {"REMOTE_FIRST": True, "GATHERS": True}
+    text, registers, stack = compiled(source, kinds, constants, tiles.warps, multiples=known)
+    assert stack <= MOST_STACK_BYTES and registers <= 255, (registers, stack)
+    assert "wgmma" in text and "cp.async" in text, "tensor cores, and loads ahead"
+    assert ".sys.release.exch" in text and ".sys.acquire.add" in text
+
+
 def test_stamps_are_in_a_kernel_that_is_given_room_for_them_only() -> None:
     constants = {"ROWS": 16, "COLS": 128, "TP": 1, "WIDE": False, "PHASES": 2, "REMOTE_FIRST": True, "COPIES": True}
     without, with_stamps = (
@@ -196,8 +217,20 @@ BAGS = {"D": 1, "DP": 1, "L": 8, "DTYPE": BF16, "ALIGNED": False, "MEAN": True, 
             {"ROWS": 64, "COLS": 64, "DEPTH": 32, "WIDE": False, "DTYPE": BF16, "REMOTE_FIRST": True}
             | {"GROUP": 8, "WHOLE": False, "ALIGNED": False},
         ),
+        (
+            gemm_reduce.KERNEL,
+            GEMM_REDUCE,
+            {"ROWS": 64, "COLS": 64, "DEPTH": 32, "WIDE": False, "DTYPE": BF16, "REMOTE_FIRST": True}
+            | {"GROUP": 8, "WHOLE": False, "ALIGNED": False, "GATHERS": True},
+        ),
+        (
+            gather_gemm.KERNEL,
+            GATHER_GEMM,
+            {"ROWS": 64, "COLS": 64, "DEPTH": 32, "WIDE": False, "DTYPE": BF16}
+            | {"GROUP": 8, "WHOLE": False, "ALIGNED": False},
+        ),
     ],
-    ids=["gemv", "rms_norm", "embedding", "embedding_backward", "gemm"],
+    ids=["gemv", "rms_norm", "embedding", "embedding_backward", "gemm", "gemm_reduce", "gather_gemm"],
 )
 def test_sizes_of_one_compile(kernel: Any, kinds: str, constants: dict[str, object]) -> None:
     compiled(kernel, *with_ones(kernel, kinds, constants), 4)

@@ -13,7 +13,14 @@ from kernel_mistakes import changed, edited, moves, signals_before_stores, witho
 from sidelane.errors import ProgramError
 from sidelane.program.collective import Buffer, Span
 from sidelane.program.ir import Command, Flag, Program, Signal, Wait
-from sidelane.program.shadows import fused_embedding, fused_gemm, fused_gemv, fused_rms_norm
+from sidelane.program.shadows import (
+    fused_embedding,
+    fused_gather_gemm,
+    fused_gemm,
+    fused_gemm_reduce,
+    fused_gemv,
+    fused_rms_norm,
+)
 from sidelane.program.verify import verify_sequence
 
 TILE = 16
@@ -169,3 +176,42 @@ def test_mistakes_of_gemm_all_to_all_are_refused() -> None:
     refuse(right, "done is said before all blocks have ended", without(Wait, lambda flag: flag.index == 2 * n))
     refuse(right, "a block that does not arrive", without(Signal, lambda flag: flag.index == 2 * n))
     refuse(right, "arrivals before stores", arrivals_before_stores)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("gathers", [False, True])
+def test_gemms_that_are_reduced_are_proved(n: int, gathers: bool) -> None:
+    """With fewer tiles than blocks and more, and owners that have fewer rows than others, or none."""
+    shapes = [(4 * n, 1, 2, 1), (n, 3, 1, 2), (2 * n, 2, 2, 2)] + [(5, 2, 2, 2), (1, 3, 2, 1)] * gathers
+    for number, (rows, blocks, tile_rows, across) in enumerate(shapes):
+        options = {"gathers": gathers, "remote_first": number % 2 == 0, "group": 1 + number % 2}
+        verify_sequence([fused_gemm_reduce.gemm_reduce(n, blocks, rows, tile_rows, across, 8, **options)])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("gathers", [False, True])
+def test_mistakes_of_gemms_that_are_reduced_are_refused(gathers: bool) -> None:
+    right = (fused_gemm_reduce.gemm_reduce(3, 2, 12, 2, 1, 8, gathers=gathers),)
+    for phase in range(2):
+        refuse(right, f"no meeting {phase}", without_meeting(lambda flag, phase=phase: flag.index // 6 == phase))
+        refuse(right, f"no wait {phase}", without(Wait, lambda flag, phase=phase: flag.index // 6 == phase))
+        refuse(right, f"no signal {phase}", without(Signal, lambda flag, phase=phase: flag.index == 6 * phase + 1))
+    refuse(right, "signals before stores", arrivals_before_stores)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_gemms_of_what_is_gathered_are_proved(n: int) -> None:
+    for number, (rows, blocks, tile_rows, across) in enumerate(((5, 1, 2, 1), (3, 3, 1, 2), (4, 2, 2, 2))):
+        verify_sequence(
+            [fused_gather_gemm.all_gather_gemm(n, blocks, rows, tile_rows, across, 8, group=1 + number % 2)]
+        )
+
+
+def test_mistakes_of_gemms_of_what_is_gathered_are_refused() -> None:
+    n = 3
+    right = (fused_gather_gemm.all_gather_gemm(n, 2, 5, 2, 1, 8),)
+    refuse(right, "nobody says that the last launch has ended", without_meeting(lambda flag: flag.index < n))
+    refuse(right, "one rank is not waited for", without(Wait, lambda flag: flag.index == 1))
+    for tile in range(3):
+        refuse(right, f"no wait {tile}", without(Wait, lambda flag, tile=tile: flag.index // n == 1 + tile))
+        refuse(right, f"no signal {tile}", without(Signal, lambda flag, tile=tile: flag.index == n * (1 + tile)))
+    refuse(right, "signals before stores", arrivals_before_stores)

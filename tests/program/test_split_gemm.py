@@ -13,6 +13,7 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
 from sidelane.errors import ProgramError
+from sidelane.ops.split_gather_gemm import turn_program
 from sidelane.ops.split_gemm import going, split_program
 from sidelane.program.ir import Command, EngineKind, Program, Signal, Wait
 from sidelane.program.transform.triggers import triggers_of
@@ -66,6 +67,16 @@ def test_a_part_that_is_left_out_is_refused() -> None:
     for copy in copies:
         with pytest.raises(ProgramError):
             verify(without(right, lambda command, copy=copy: command == copy))  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_turns_of_a_gather_are_proved_and_their_mistakes_refused(n: int) -> None:
+    for turn, part in itertools.product(range(1, n), (slice(0, 3), slice(3, 5))):
+        right = turn_program(n, turn, 5, part, 8)
+        verify(right)
+        for kind, flag in itertools.product((Signal, Wait), range(2)):
+            with pytest.raises(ProgramError):
+                verify(without(right, lambda command: isinstance(command, kind) and command.flag.index == flag))  # noqa: B023
 
 
 def without(program: Program, left_out: Callable[[Command], bool]) -> Program:

@@ -3,27 +3,40 @@
 from sidelane.ops.auto import explain
 from sidelane.ops.embedding import EmbeddingAllToAll, embedding_all_to_all
 from sidelane.ops.embedding_backward import EmbeddingBackward, embedding_all_to_all_backward
+from sidelane.ops.gather_gemm import AllGatherGemm, all_gather_gemm
 from sidelane.ops.gemm import GemmAllToAll, gemm_all_to_all
+from sidelane.ops.gemm_reduce import GemmReduce, gemm_all_reduce, gemm_reduce_scatter
 from sidelane.ops.gemv import GemvAllReduce, gemv_all_reduce
-from sidelane.ops.modules import EmbeddingBagAllToAll, RowParallelLinear
+from sidelane.ops.modules import EmbeddingBagAllToAll, ExpertCombine, RowParallelLinear
 from sidelane.ops.rms_norm import AllReduceRmsNorm, all_reduce_rms_norm
+from sidelane.ops.split_gather_gemm import split_all_gather_gemm
 from sidelane.ops.split_gemm import split_gemm_all_to_all
+from sidelane.ops.split_gemm_reduce import split_gemm_all_reduce, split_gemm_reduce_scatter
 from sidelane.ops.timeline import Timeline
 
 __all__ = [
+    "AllGatherGemm",
     "AllReduceRmsNorm",
     "EmbeddingAllToAll",
     "EmbeddingBackward",
     "EmbeddingBagAllToAll",
+    "ExpertCombine",
     "GemmAllToAll",
+    "GemmReduce",
     "GemvAllReduce",
     "RowParallelLinear",
     "Timeline",
+    "all_gather_gemm",
     "all_reduce_rms_norm",
     "embedding_all_to_all",
     "embedding_all_to_all_backward",
     "explain",
+    "gemm_all_reduce",
     "gemm_all_to_all",
+    "gemm_reduce_scatter",
     "gemv_all_reduce",
+    "split_all_gather_gemm",
+    "split_gemm_all_reduce",
     "split_gemm_all_to_all",
+    "split_gemm_reduce_scatter",
 ]

@@ -7,6 +7,9 @@ gemv_all_reduce        rows, columns of all ranks, tokens
 all_reduce_rms_norm    tokens, hidden
 embedding_all_to_all   batch, tables and pooling (means of the ranks)
 gemm_all_to_all        most_rows, columns of x, columns of the result
+gemm_reduce_scatter    rows, columns of x, columns of the result
+gemm_all_reduce        rows, columns of x, columns of the result
+all_gather_gemm        rows of a rank, columns of x, columns of the result
 =====================  ==================================================
 """
 
@@ -24,7 +27,10 @@ from sidelane.ops.handle import check_choice, telling_refusals
 
 AUTO = "auto"
 METHODS = (AUTO, FUSED, UNFUSED)
-OPS = ("gemv_all_reduce", "all_reduce_rms_norm", "embedding_all_to_all", "gemm_all_to_all")
+OPS = (
+    *("gemv_all_reduce", "all_reduce_rms_norm", "embedding_all_to_all", "gemm_all_to_all"),
+    *("gemm_reduce_scatter", "gemm_all_reduce", "all_gather_gemm"),
+)
 MEANS = ("embedding_all_to_all",)
 """Operators whose sizes are means of the ranks' own; of ``gemv_all_reduce`` the columns are added up."""
 
@@ -67,7 +73,7 @@ def explain(comm: Communicator, op: str, *sizes: int, captured: bool = False) ->
 
     Args:
         comm: the ranks.
-        op: ``gemv_all_reduce``, ``all_reduce_rms_norm``, ``embedding_all_to_all`` or ``gemm_all_to_all``.
+        op: one of ``OPS``, the names of the operators that have a ``method``.
         sizes: rows, columns, tokens; tokens, hidden; batch, tables, pooling; or rows, depth, columns.
         captured: in a graph.
     """

@@ -263,7 +263,7 @@ def _check(comm: Communicator, x: object, weight: object, counts: object, most_r
 
 
 @triton.jit
-def _product(
+def tile_product(
     x, weight, row, column, row_mask, depth, x_stride, weight_stride, columns,
     ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, WHOLE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -326,8 +326,8 @@ def _gemm_all_to_all(
             column = column_tile * COLS + tl.arange(0, COLS)
             row_mask = (row < count) & (first + row < rows) & (to + row < most_rows)
             stamp(stamps, COMPUTE, peer)
-            values = _product(x, weight, first + row, column, row_mask, depth, x_stride, weight_stride, columns,
-                              ROWS, COLS, DEPTH, WHOLE, WIDE)  # fmt: skip
+            values = tile_product(x, weight, first + row, column, row_mask, depth, x_stride, weight_stride, columns,
+                                  ROWS, COLS, DEPTH, WHOLE, WIDE)  # fmt: skip
             place = (to + row).to(tl.int64)[:, None] * columns + column[None, :]
             stamp(stamps, SEND, peer)
             put_weak(outputs, peer, place, values.to(DTYPE), row_mask[:, None] & (column < columns)[None, :],

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from sidelane.collectives import Communicator
-from sidelane.ops import embedding, embedding_backward, gemv, reference, rms_norm
+from sidelane.ops import embedding, embedding_backward, gather_gemm, gemm, gemm_reduce, gemv, reference, rms_norm
 
 _numbers = itertools.count(1)
 _communicators: weakref.WeakValueDictionary[int, Communicator] = weakref.WeakValueDictionary()
@@ -179,3 +179,111 @@ def _embedding_gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 
 embedding_all_to_all.register_autograd(_embedding_gradients, setup_context=_embedding_saves)
+
+
+@torch.library.custom_op("sidelane::gemm_reduce_scatter", mutates_args=())
+def gemm_reduce_scatter(comm: int, x: Tensor, weight: Tensor) -> Tensor:
+    """This rank's rows of the sum of ``x @ weight.T`` of [M, K] and [H, K]."""
+    return gemm_reduce.gemm_reduce_scatter(communicator(comm), in_rows(x), in_rows(weight))
+
+
+@gemm_reduce_scatter.register_fake
+def _(comm: int, x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0] // communicator(comm).world_size, weight.shape[0])
+
+
+@torch.library.custom_op("sidelane::all_gather_gemm", mutates_args=())
+def all_gather_gemm(comm: int, x: Tensor, weight: Tensor) -> Tensor:
+    """``all_gather(x) @ weight.T`` of [M, K] and [H, K]."""
+    return gather_gemm.all_gather_gemm(communicator(comm), in_rows(x), in_rows(weight))
+
+
+@all_gather_gemm.register_fake
+def _(comm: int, x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0] * communicator(comm).world_size, weight.shape[0])
+
+
+@torch.library.custom_op("sidelane::all_gather_rows", mutates_args=())
+def all_gather_rows(comm: int, x: Tensor) -> Tensor:
+    """Rows of all ranks: what gradients of weights need."""
+    gathered = x.new_empty(x.shape[0] * communicator(comm).world_size, x.shape[1])
+    communicator(comm).all_gather(gathered, x.contiguous())
+    return gathered
+
+
+@all_gather_rows.register_fake
+def _(comm: int, x: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0] * communicator(comm).world_size, x.shape[1])
+
+
+def _gemm_saves(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.comm = inputs[0]
+    ctx.save_for_backward(*inputs[1:])
+
+
+def _reduce_scatter_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight = ctx.saved_tensors
+    _, for_x, for_weight = ctx.needs_input_grad
+    of_all = all_gather_rows(ctx.comm, grad)
+    return None, of_all @ weight if for_x else None, of_all.T @ x if for_weight else None
+
+
+def _all_gather_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight = ctx.saved_tensors
+    _, for_x, for_weight = ctx.needs_input_grad
+    of_x = gemm_reduce_scatter(ctx.comm, grad, weight.T) if for_x else None
+    return None, of_x, grad.T @ all_gather_rows(ctx.comm, x) if for_weight else None
+
+
+gemm_reduce_scatter.register_autograd(_reduce_scatter_backward, setup_context=_gemm_saves)
+all_gather_gemm.register_autograd(_all_gather_backward, setup_context=_gemm_saves)
+
+
+@torch.library.custom_op("sidelane::gemm_all_to_all", mutates_args=())
+def gemm_all_to_all(comm: int, x: Tensor, weight: Tensor, counts: Tensor, most_rows: int) -> Tensor:
+    """See :func:`sidelane.ops.gemm_all_to_all`; behind the rows that came, zeros."""
+    ranks = communicator(comm)
+    came = gemm.gemm_all_to_all(ranks, in_rows(x), in_rows(weight), counts, most_rows=most_rows)
+    is_there = torch.arange(most_rows, device=x.device) < counts[:, ranks.rank].sum()
+    return torch.where(is_there[:, None], came, torch.zeros_like(came))
+
+
+@gemm_all_to_all.register_fake
+def _(comm: int, x: Tensor, weight: Tensor, counts: Tensor, most_rows: int) -> Tensor:
+    return x.new_empty(most_rows, weight.shape[0])
+
+
+@torch.library.custom_op("sidelane::rows_back", mutates_args=())
+def rows_back(comm: int, rows: Tensor, counts: Tensor, most_rows: int) -> Tensor:
+    """The other way than ``gemm_all_to_all``: [most_rows, H], rows to the ranks they came from. The host waits."""
+    ranks, table = communicator(comm), counts.tolist()
+    sends, gets = [row[ranks.rank] for row in table], list(table[ranks.rank])
+    back = rows.new_zeros(most_rows, rows.shape[1])
+    sent = rows[: sum(sends)].contiguous()
+    ranks.all_to_all(back[: sum(gets)], sent, output_split_sizes=gets, input_split_sizes=sends)
+    return back
+
+
+@rows_back.register_fake
+def _(comm: int, rows: Tensor, counts: Tensor, most_rows: int) -> Tensor:
+    return rows.new_empty(most_rows, rows.shape[1])
+
+
+def _all_to_all_saves(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.comm = inputs[0]
+    ctx.save_for_backward(*inputs[1:4])
+
+
+def _all_to_all_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, counts = ctx.saved_tensors
+    _, for_x, for_weight, *_ = ctx.needs_input_grad
+    back = rows_back(ctx.comm, grad, counts, x.shape[0])
+    return None, back @ weight if for_x else None, back.T @ x if for_weight else None, None, None
+
+
+gemm_all_to_all.register_autograd(_all_to_all_backward, setup_context=_all_to_all_saves)
+
+
+def in_rows(matrix: Tensor) -> Tensor:
+    """One whose neighbours in a row are neighbours in memory, as kernels take it."""
+    return matrix if matrix.shape[1] <= 1 or matrix.stride(1) == 1 else matrix.contiguous()

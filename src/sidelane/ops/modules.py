@@ -137,3 +137,53 @@ class EmbeddingBagAllToAll(nn.Module):
 
     def extra_repr(self) -> str:
         return f"embedding_dim={self.embedding_dim}, mode={self.mode}, tables of all ranks={self.table_count}"
+
+
+class ExpertCombine(nn.Module):
+    """The last linear layer of an expert on each rank, the way back of its rows, and the sum over each token's experts.
+
+    Args:
+        comm: the ranks, open for as long as this is used.
+        in_features: of a row, on all ranks.
+        out_features: of a token.
+        most_rows: that come to any rank, on all ranks: its tokens times their experts, with the worst routing.
+        dtype: float32, float16 or bfloat16, on all ranks; None is PyTorch's default.
+
+    Attributes:
+        weight: of this rank's expert, [out_features, in_features].
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        in_features: int,
+        out_features: int,
+        *,
+        most_rows: int,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.most_rows = in_features, out_features, most_rows
+        self._comm = library.number_of(comm)
+        bound = 1 / math.sqrt(in_features)
+        made = torch.empty(out_features, in_features, device=comm.device, dtype=dtype).uniform_(-bound, bound)
+        self.weight = nn.Parameter(made)
+
+    def forward(self, x: torch.Tensor, counts: torch.Tensor, slots: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+        """This rank's tokens.
+
+        Args:
+            x: rows of this rank's expert, those for tokens of rank 0 first, then rank 1, [rows, in_features].
+            counts: rows from rank i to rank j in row i, column j; int32 or int64, on the device, alike on all ranks.
+            slots: by which of the rows that come, those from rank 0 first, each token has its experts' results;
+                [tokens, k], int64.
+            gates: what each is multiplied by, [tokens, k]; 0 where there is none.
+
+        Returns:
+            [tokens, out_features]; sums are float32, rounded once more.
+        """
+        came: torch.Tensor = library.gemm_all_to_all(self._comm, x, self.weight, counts, self.most_rows)
+        return (came[slots].float() * gates.float().unsqueeze(-1)).sum(1).to(came.dtype)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, most_rows={self.most_rows}"

@@ -87,3 +87,24 @@ def gemm_all_to_all(
     output = x.new_empty(sum(came), weight.shape[0])
     comm.all_to_all(output, x[: sum(sent)] @ weight.T, output_split_sizes=came, input_split_sizes=sent)
     return output
+
+
+def gemm_reduce_scatter(comm: Communicator, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """``x @ weight.T`` and a reduce-scatter of its rows; see :func:`sidelane.ops.gemm_reduce_scatter`."""
+    output = x.new_empty(x.shape[0] // comm.world_size, weight.shape[0])
+    comm.reduce_scatter(output, functional.linear(x, weight))
+    return output
+
+
+def gemm_all_reduce(comm: Communicator, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """``all_reduce(x @ weight.T)``; see :func:`sidelane.ops.gemm_all_reduce`."""
+    result = functional.linear(x, weight)
+    comm.all_reduce(result)
+    return result
+
+
+def all_gather_gemm(comm: Communicator, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """``all_gather(x) @ weight.T``; see :func:`sidelane.ops.all_gather_gemm`."""
+    gathered = x.new_empty(comm.world_size * x.shape[0], x.shape[1])
+    comm.all_gather(gathered, x.contiguous())
+    return functional.linear(gathered, weight)

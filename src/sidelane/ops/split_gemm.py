@@ -216,6 +216,12 @@ def _leaving(table: Sequence[Sequence[int]], rank: int, pieces: int) -> list[tup
     return found
 
 
+def check_pieces(name: str, pieces: int) -> None:
+    """Refuse a number of pieces that there is not. Raises ValueError."""
+    if not 1 <= pieces <= MOST_PIECES:
+        raise ValueError(f"{name}: pieces (value={pieces}, allowed=1..{MOST_PIECES})")
+
+
 def _checked(
     comm: Communicator, x: object, weight: object, counts: Counts, most_rows: int, pieces: int
 ) -> tuple[tuple[int, ...], ...]:
@@ -225,8 +231,7 @@ def _checked(
     check_tensor(NAME, "x", x, comm.device, (weight.dtype,), (2,))
     assert isinstance(x, torch.Tensor)
     n = comm.world_size
-    if not 1 <= pieces <= MOST_PIECES:
-        raise ValueError(f"{NAME}: pieces (value={pieces}, allowed=1..{MOST_PIECES})")
+    check_pieces(NAME, pieces)
     if most_rows < 1 or not weight.shape[0] or most_rows * weight.shape[0] > MOST_ELEMENTS:
         given, allowed = f"{most_rows}, {weight.shape[0]}", f"1 and more, {MOST_ELEMENTS} together"
         raise ValueError(f"{NAME}: most_rows, columns of the result (value={given}, allowed={allowed})")

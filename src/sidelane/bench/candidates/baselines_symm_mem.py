@@ -35,6 +35,7 @@ Left out: an all_to_all and a broadcast, which torch has for the NVSHMEM and NCC
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -194,6 +195,15 @@ OPERATORS: dict[tuple[Kind, str], Operator] = {
     (Kind.REDUCE_SCATTER, "low_contention"): Operator("_low_contention_reduce_scatter", OUT_OF_PLACE, allocates=True),
 }
 """By collective and variant."""
+
+
+@functools.cache
+def known_to_symmetric_memory(group_name: str, device: torch.device) -> str:
+    """The name of a group, once its members have shared memory. Collective the first time."""
+    import torch.distributed._symmetric_memory as symm_mem
+
+    _rendezvous(symm_mem.empty(16, dtype=torch.uint8, device=device), group_name)
+    return group_name
 
 
 def _rendezvous(tensor: torch.Tensor, group_name: Any) -> Any:

@@ -7,6 +7,9 @@ MEANING = {
     "all_reduce_rms_norm": ("tokens", "hidden"),
     "embedding_all_to_all": ("batch of all ranks", "tables of a rank", "pooling"),
     "gemm_all_to_all": ("rows of a rank", "depth", "columns"),
+    "gemm_reduce_scatter": ("rows", "depth of a rank", "columns"),
+    "gemm_all_reduce": ("rows", "depth of a rank", "columns"),
+    "all_gather_gemm": ("rows of a rank", "depth", "columns of a rank"),
 }
 """What the numbers of a shape are, by operator."""
 
@@ -23,6 +26,9 @@ ON_GPUS: dict[str, tuple[tuple[int, ...], ...]] = {
         *((4096, 64, 70), (1024, 256, 32)),
     ),
     "gemm_all_to_all": ((4096, 2048, 4096), (4096, 2048, 7168), (8192, 1536, 4096), (16384, 4096, 7168)),
+    "gemm_reduce_scatter": ((4096, 4096, 8192), (4096, 14336, 8192), (8192, 14336, 8192)),
+    "gemm_all_reduce": ((64, 4096, 8192), (512, 4096, 8192), (4096, 14336, 8192)),
+    "all_gather_gemm": ((2048, 8192, 4096), (2048, 8192, 14336), (4096, 8192, 14336)),
 }
 
 ON_CPUS: dict[str, tuple[tuple[int, ...], ...]] = {
@@ -30,4 +36,7 @@ ON_CPUS: dict[str, tuple[tuple[int, ...], ...]] = {
     "all_reduce_rms_norm": ((2, 16),),
     "embedding_all_to_all": ((4, 2, 2),),
     "gemm_all_to_all": ((8, 16, 8),),
+    "gemm_reduce_scatter": ((8, 16, 8),),
+    "gemm_all_reduce": ((6, 16, 8),),
+    "all_gather_gemm": ((4, 16, 8),),
 }

@@ -38,7 +38,10 @@ COMPUTE, COLLECTIVE = "compute", "collective"
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.5e-2}
 """Largest error, next to the largest element: what is rounded twice, or thrice."""
 
-WITH_STAMPS = ("embedding_all_to_all", "gemv_all_reduce", "gemm_all_to_all")
+WITH_STAMPS = (
+    *("embedding_all_to_all", "gemv_all_reduce", "gemm_all_to_all"),
+    *("gemm_reduce_scatter", "gemm_all_reduce", "all_gather_gemm"),
+)
 """Operators that have a timeline."""
 
 Key = tuple[str, str, str]
@@ -79,10 +82,11 @@ def _measure(rank: Rank, options: FusedOptions) -> int:
     on_cpu = rank.device.type == "cpu"
     if on_cpu:
         os.environ["TRITON_INTERPRET"] = "1"  # read by Triton when it is imported, which this process has not done
-    from sidelane.bench.fused.cases import MAKE
+    from sidelane.bench.fused import cases, gemm_cases
 
+    make = {**cases.MAKE, **gemm_cases.MAKE}
     table = ON_CPUS if on_cpu else ON_GPUS
-    chosen = [(op, MAKE[op], shape) for op, shapes in table.items() for shape in shapes]
+    chosen = [(op, make[op], shape) for op, shapes in table.items() for shape in shapes]
     chosen = [case for case in chosen if not options.ops or case[0] in options.ops]
     sender = Sender(rank, len(chosen))
     if on_cpu:
@@ -92,10 +96,10 @@ def _measure(rank: Rank, options: FusedOptions) -> int:
     count, times = 0, list[FusedTime]()
     with Communicator(dist.group.WORLD, device=rank.device, config=config) as comm:
         meter = _meter(rank, options)
-        for op, make, shape in chosen:
+        for op, make_case, shape in chosen:
             sender.step(f"{op} {'x'.join(map(str, shape))}")
             with meter.on_stream():
-                case = _Case(meter, comm, make, shape, options, seeds)
+                case = _Case(meter, comm, make_case, shape, options, seeds)
                 rows = list(case.rows())
                 for row in rows:
                     sender.row(row)

@@ -19,8 +19,11 @@ MODEL = "model"
 LIBRARY = "library"
 PREDICTED = "predicted"
 SOURCES = ("measured", PREDICTED)
-FUSED_OPS = ("gemv_all_reduce", "all_reduce_rms_norm", "embedding_all_to_all", "gemm_all_to_all")
-FUSED_IMPLEMENTATIONS = ("fused", "unfused_nccl", "unfused_sidelane", "unfused_best")
+FUSED_OPS = (
+    *("gemv_all_reduce", "all_reduce_rms_norm", "embedding_all_to_all", "gemm_all_to_all"),
+    *("gemm_reduce_scatter", "gemm_all_reduce", "all_gather_gemm"),
+)
+FUSED_IMPLEMENTATIONS = ("fused", "unfused_nccl", "unfused_sidelane", "symm_mem", "unfused_best")
 HOST_OPERATIONS = ("all_gather", "trigger", "trigger_from_host")
 OF_LIBRARY = ("nccl", "nccl_ce", "gloo")
 ISOLATED = ("gemm", "collective", "memory", "beside")

@@ -34,7 +34,12 @@ from sidelane.model.operators import (
 
 BYTES = 2
 """Of an element: the study that measures takes bfloat16."""
-UNKNOWN = {"all_reduce_rms_norm": "not modelled: it communicates first and computes then"}
+UNKNOWN = {
+    "all_reduce_rms_norm": "not modelled: it communicates first and computes then",
+    "gemm_reduce_scatter": "not modelled: what is simulated adds up only what it sends on",
+    "gemm_all_reduce": "not modelled: tiles that are added up",
+    "all_gather_gemm": "not modelled: what is computed waits for what is sent",
+}
 """Operators that are measured and not predicted, and why."""
 TRACED = "embedding_all_to_all"
 

@@ -1,0 +1,122 @@
+"""split_all_gather_gemm: the vendor's GEMM of each part of a gathered input, as copy engines bring it.
+
+Equivalent: ``y = all_gather(x) @ weight.T`` (``reference.all_gather_gemm``). No compute unit moves data. Three ranks;
+what is computed first is there already::
+
+    compute      rows of 0 | rows of 2 | rows of 1
+    copy engine  rows of 2 | rows of 1 |
+
+Turn t brings the rows of the t-th rank in front of this one, so that every rank sends to one and receives from one
+other. Each turn is a program of its own, in one buffer; all begin before anything is computed.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from sidelane.collectives import Communicator
+from sidelane.ops.gemm_reduce import check_operands
+from sidelane.ops.handle import kept, telling_refusals
+from sidelane.ops.split_gemm import check_pieces
+from sidelane.program.collective import Span, split_evenly
+from sidelane.program.contract import Contract, Result
+from sidelane.program.ir import EPOCH, Copy, Engine, EngineKind, Flag, Program, Queue, Signal, Wait
+
+NAME = "split_all_gather_gemm"
+
+
+class SplitAllGatherGemm:
+    """The buffer and programs of :func:`split_all_gather_gemm` for one shape. Collective.
+
+    Args:
+        comm: the ranks.
+        rows: M, of each rank.
+        depth: K, columns of x.
+        dtype: of x.
+        pieces: of the rows of each rank.
+    """
+
+    def __init__(self, comm: Communicator, rows: int, depth: int, dtype: torch.dtype, pieces: int) -> None:
+        self.comm, self._rows = comm, rows
+        self._gathered = comm.empty(comm.world_size * rows, depth, dtype=dtype)
+        ends = itertools.accumulate(split_evenly(rows, pieces), initial=0)
+        parts = [slice(*pair) for pair in itertools.pairwise(ends) if pair[0] < pair[1]]
+        self._turns = list(itertools.product(range(1, comm.world_size), parts))
+        self._programs = [
+            comm.load(turn_program(comm.world_size, turn, rows, part, depth * dtype.itemsize), {"rows": self._gathered})
+            for turn, part in self._turns
+        ]
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Run it. Arguments, result and errors as of :func:`split_all_gather_gemm`."""
+        n, rank, rows = self.comm.world_size, self.comm.rank, self._rows
+        output = x.new_empty(n * rows, weight.shape[0])
+        mine = slice(rank * rows, (rank + 1) * rows)
+        self._gathered[mine] = x
+        under_way = [program(async_op=True) for program in self._programs]
+        torch.mm(x, weight.t(), out=output[mine])
+        for work, (turn, part) in zip(under_way, self._turns, strict=True):
+            assert work is not None
+            work.wait()
+            first = (rank - turn) % n * rows
+            came = slice(first + part.start, first + part.stop)
+            torch.mm(self._gathered[came], weight.t(), out=output[came])
+        return output
+
+
+def split_all_gather_gemm(
+    comm: Communicator, x: torch.Tensor, weight: torch.Tensor, *, pieces: int = 1
+) -> torch.Tensor:
+    """``all_gather(x) @ weight.T``, part by part as it comes. A call of the communicator.
+
+    The first call of a shape allocates, and proves and binds programs, with all ranks.
+
+    Args:
+        comm: the ranks.
+        x: this rank's rows, [M, K]. As many on each rank.
+        weight: [H, K], of x's dtype: float32, float16 or bfloat16.
+        pieces: of the rows of each rank, the same on all ranks.
+
+    Returns:
+        Rows of all ranks, [N * M, H].
+
+    Raises:
+        ValueError, TypeError: wrong arguments; nothing has moved.
+        UnavailableError: a new shape inside of a capture.
+        MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
+    """
+    with telling_refusals(comm, NAME):
+        check_pieces(NAME, pieces)
+        check_operands(NAME, comm, x, weight)
+    (rows, depth), dtype = x.shape, x.dtype
+    key = (NAME, rows, depth, dtype, pieces)
+    handle = kept(comm, key, lambda: SplitAllGatherGemm(comm, rows, depth, dtype, pieces))
+    return handle(x, weight)
+
+
+def turn_program(world_size: int, turn: int, rows: int, part: slice, row_bytes: int) -> Program:
+    """A part of every rank's rows goes to the ``turn``-th rank behind it, once that has no more use for what is there.
+
+    Args:
+        world_size: ranks.
+        turn: from 1.
+        rows: of each rank, one after the other in the buffer ``rows`` of every rank.
+        part: of the rows of a rank.
+        row_bytes: of a row.
+    """
+    n, ready, came = world_size, 0, 1
+    queues, results = [], []
+    for rank in range(n):
+        source, to = (rank - turn) % n, (rank + turn) % n
+        begin, nbytes = (rank * rows + part.start) * row_bytes, (part.stop - part.start) * row_bytes
+        src, dst = Span(rank, "rows", begin, nbytes), Span(to, "rows", begin, nbytes)
+        commands = (
+            *(Signal(Flag(source, ready), EPOCH), Wait(Flag(rank, ready), EPOCH)),
+            *(Copy(dst, src), Signal(Flag(to, came), EPOCH), Wait(Flag(rank, came), EPOCH)),
+        )
+        queues.append(Queue(rank, Engine(EngineKind.DMA), commands))
+        results.append(Result(dst, (src,)))
+    contract = Contract.of(f"turn {turn} of {NAME}", {"rows": [n * rows * row_bytes] * n}, results)
+    return Program(contract, "pieces", tuple(queues), (0,) * n, 2)

@@ -1,0 +1,98 @@
+"""split_gemm_reduce_scatter and split_gemm_all_reduce: the vendor's GEMM in parts that copy engines take to be added.
+
+Equivalent: ``y = x @ weight.T``, then a reduce-scatter of its rows, or an all-reduce (``reference``). The parts travel
+as those of ``split_gemm`` do: every rank gets its rows from all ranks, adds them up (in float32, rounded once more)
+and, for an all-reduce, gathers. Two ranks::
+
+    compute      rows of 1 | rows of 0           | add rows of 0 | gather
+    copy engine            | rows of 1 -> 1      |
+"""
+
+from __future__ import annotations
+
+import torch
+
+from sidelane.collectives import Communicator
+from sidelane.ops.gemm_reduce import check_operands
+from sidelane.ops.handle import kept, telling_refusals
+from sidelane.ops.split_gemm import SplitGemmAllToAll, check_pieces
+
+SCATTER, ALL = "split_gemm_reduce_scatter", "split_gemm_all_reduce"
+
+
+class SplitGemmReduce:
+    """Buffers of :func:`split_gemm_reduce_scatter` or :func:`split_gemm_all_reduce` for one shape. Collective.
+
+    Args:
+        comm: the ranks.
+        rows: M, of the whole result.
+        columns: H, of the result.
+        dtype: of x, weight and result: float32, float16 or bfloat16.
+        gathers: every rank gets everything: an all-reduce.
+    """
+
+    def __init__(self, comm: Communicator, rows: int, columns: int, dtype: torch.dtype, *, gathers: bool) -> None:
+        n = comm.world_size
+        self.comm, self._rows, self._each = comm, rows, -(-rows // n)
+        owned = tuple(max(0, min(self._each, rows - owner * self._each)) for owner in range(n))
+        self._table, self._owned = (owned,) * n, owned[comm.rank]
+        self._moved = SplitGemmAllToAll(comm, n * self._each, columns, dtype)
+        self._gathered = comm.empty(n * self._each, columns, dtype=dtype) if gathers else None
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, pieces: int) -> torch.Tensor:
+        """Run it. Arguments, result and errors as of :func:`split_gemm_reduce_scatter`."""
+        comm, owned = self.comm, self._owned
+        came = self._moved(x, weight, self._table, pieces)[: comm.world_size * owned]
+        parts = came.view(comm.world_size, owned, weight.shape[0])
+        if self._gathered is None:
+            return parts.sum(0)
+        mine = self._gathered[comm.rank * self._each : (comm.rank + 1) * self._each]
+        torch.sum(parts, 0, out=mine[:owned])
+        comm.all_gather(self._gathered, mine)
+        return self._gathered[: self._rows]
+
+
+def split_gemm_reduce_scatter(
+    comm: Communicator, x: torch.Tensor, weight: torch.Tensor, *, pieces: int = 2
+) -> torch.Tensor:
+    """``x @ weight.T`` whose rows are added up, each rank its share, part by part. A call of the communicator.
+
+    Args:
+        comm: the ranks.
+        x: this rank's columns, [M, K]; M is a multiple of the ranks, K the same on all.
+        weight: this rank's columns, [H, K], of x's dtype: float32, float16 or bfloat16.
+        pieces: of the rows for each peer, the same on all ranks.
+
+    Returns:
+        This rank's rows, [M / N, H].
+
+    Raises:
+        ValueError, TypeError: wrong arguments; nothing has moved.
+        UnavailableError: inside of a capture.
+        MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
+    """
+    return _reduced(comm, x, weight, pieces, gathers=False)
+
+
+def split_gemm_all_reduce(
+    comm: Communicator, x: torch.Tensor, weight: torch.Tensor, *, pieces: int = 2
+) -> torch.Tensor:
+    """``y = x @ weight.T; comm.all_reduce(y)``, part by part. A call of the communicator.
+
+    Arguments and errors as of :func:`split_gemm_reduce_scatter`, with any number of rows.
+
+    Returns:
+        [M, H], the same bits on every rank. The next call of this shape writes it again.
+    """
+    return _reduced(comm, x, weight, pieces, gathers=True)
+
+
+def _reduced(comm: Communicator, x: torch.Tensor, weight: torch.Tensor, pieces: int, *, gathers: bool) -> torch.Tensor:
+    name = ALL if gathers else SCATTER
+    with telling_refusals(comm, name):
+        check_pieces(name, pieces)
+        check_operands(name, comm, x, weight, scatters=not gathers)
+    rows, columns, dtype = x.shape[0], weight.shape[0], weight.dtype
+    key = (name, rows, columns, dtype)
+    handle = kept(comm, key, lambda: SplitGemmReduce(comm, rows, columns, dtype, gathers=gathers))
+    return handle(x, weight, pieces)
