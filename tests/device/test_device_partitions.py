@@ -16,8 +16,8 @@ from sidelane.bench.c3 import occupancy
 from sidelane.bench.c3.occupancy import OccupancyOptions
 from sidelane.bench.tune import isolated
 from sidelane.bench.tune.isolated import IsolatedOptions
-from sidelane.bench.tune.isolated_rows import isolated_of
 from sidelane.c3.lanes import DevicePartitions, Lanes
+from sidelane.c3.measured import isolated_of
 from sidelane.c3.run import run_workload
 from sidelane.c3.strategies import named
 from sidelane.c3.strategy import Means, Partition

@@ -30,20 +30,28 @@ class Candidate:
         strategy: what would run.
         comm_us: isolated time of the collective as this strategy runs it.
         in_place: whether that was an in-place call.
+        units: that it takes from the GEMM.
+        gemm_us: time of the GEMM alone without these; None: it has all.
     """
 
     strategy: Strategy
     comm_us: float
     in_place: bool
+    units: int = 0
+    gemm_us: float | None = None
+
+    def __str__(self) -> str:
+        return self.strategy.name + (f" with {self.units} units" if self.units else "")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Choice:
-    """The pick, what was predicted for every candidate (fastest first), and why."""
+    """The pick, what was predicted for every candidate (fastest first), why, and units taken from the GEMM."""
 
     strategy: str
     predicted_us: tuple[tuple[str, float], ...]
     reason: str
+    units: int = 0
 
 
 def choose(
@@ -69,10 +77,10 @@ def choose(
     scored = [(_predict(gemm_us, collective, candidate, table), candidate) for candidate in candidates]
     ranking = sorted(scored, key=lambda pair: pair[0])
     predicted, best = ranking[0]
-    reason = f"{best.strategy.name}: {_explain(gemm_us, collective, best, table)} = {predicted:.0f} us expected"
+    reason = f"{best}: {_explain(gemm_us, collective, best, table)} = {predicted:.0f} us expected"
     if len(ranking) > 1:
-        reason += f", next {ranking[1][1].strategy.name} {ranking[1][0]:.0f} us"
-    return Choice(best.strategy.name, tuple((c.strategy.name, us) for us, c in ranking), reason)
+        reason += f", next {ranking[1][1]} {ranking[1][0]:.0f} us"
+    return Choice(best.strategy.name, tuple((str(c), us) for us, c in ranking), reason, best.units)
 
 
 def hidden_shares(device_name: str) -> Mapping[str, float]:
@@ -90,6 +98,7 @@ def _share(collective: Kind, candidate: Candidate, hidden: Mapping[str, float]) 
 
 
 def _predict(gemm_us: float, collective: Kind, candidate: Candidate, hidden: Mapping[str, float]) -> float:
+    gemm_us = gemm_us if candidate.gemm_us is None else candidate.gemm_us
     if not candidate.strategy.concurrent:
         return gemm_us + candidate.comm_us
     longer, shorter = max(gemm_us, candidate.comm_us), min(gemm_us, candidate.comm_us)
@@ -97,6 +106,7 @@ def _predict(gemm_us: float, collective: Kind, candidate: Candidate, hidden: Map
 
 
 def _explain(gemm_us: float, collective: Kind, candidate: Candidate, hidden: Mapping[str, float]) -> str:
+    gemm_us = gemm_us if candidate.gemm_us is None else candidate.gemm_us
     if not candidate.strategy.concurrent:
         return f"{gemm_us:.0f} + {candidate.comm_us:.0f}"
     longer, shorter = max(gemm_us, candidate.comm_us), min(gemm_us, candidate.comm_us)

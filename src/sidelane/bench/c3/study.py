@@ -18,9 +18,9 @@ from sidelane.bench.running.asked import check_asked
 from sidelane.bench.running.launch import Rank, choose_target
 from sidelane.bench.running.measure import Job, Meter
 from sidelane.bench.running.study import Sender, StudyOptions, run_study
-from sidelane.bench.tune.isolated_rows import isolated_times
 from sidelane.c3.isolated import Isolated
 from sidelane.c3.lanes import DevicePartitions, Lanes
+from sidelane.c3.measured import isolated_times
 from sidelane.c3.outcome import Outcome, Result
 from sidelane.c3.run import run_workload
 from sidelane.c3.strategies import named

@@ -23,7 +23,7 @@ FUSED_OPS = ("gemv_all_reduce", "all_reduce_rms_norm", "embedding_all_to_all", "
 FUSED_IMPLEMENTATIONS = ("fused", "unfused_nccl", "unfused_sidelane", "unfused_best")
 HOST_OPERATIONS = ("all_gather", "trigger", "trigger_from_host")
 OF_LIBRARY = ("nccl", "nccl_ce", "gloo")
-ISOLATED = ("gemm", "collective", "memory", "beside")
+ISOLATED = ("gemm", "collective", "memory", "beside", "pair")
 CLASSES = ("G-long", "C-long", "GC-equal", "")
 
 
@@ -212,18 +212,19 @@ class IsolatedRow(_Row):
     """A GEMM, a collective or the memory alone, with all compute units or some; and a GEMM beside DMA traffic.
 
     Attributes:
-        what: ``gemm``; ``collective``; ``memory``; ``beside``: a GEMM and traffic at once.
+        what: ``gemm``; ``collective``; ``memory``; ``beside``: a GEMM and traffic at once; ``pair``: a GEMM and a
+            collective under a strategy.
         gemm: tag of the ConCCL paper's Table I, or ``m,n,k``; empty without a GEMM, as m, n and k are 0 then.
         collective: which, or empty.
         bytes: of the collective as in :class:`CollectiveRow`; of the traffic; of the memory that is read.
         implementation: who runs the collective or the traffic; ``host``: copies between device and host.
         variant: of it.
         means: how units are taken from a GEMM or given to a collective: ``split``, ``target``, ``carve_out``, ``grid``,
-            ``threads``. Beside: whose time it is, ``gemm`` or ``traffic``.
+            ``threads``. Beside: whose time it is, ``gemm`` or ``traffic``. Pair: the strategy.
         units: taken from the GEMM, or given to the collective; 0: it has all.
         device_units: that there are.
         time_us: median over rounds of the slowest rank.
-        alone_us: beside: the same without the other.
+        alone_us: beside: the same without the other. Pair: the collective.
         gbps: of memory, read and written; of a collective, sent by each rank.
         note: why there is no time.
     """
