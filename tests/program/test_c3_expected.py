@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from sidelane.c3.choose import hidden_shares
 from sidelane.c3.expected import OF_CALLS, OF_STUDIES, Asked, Movers, decide
 from sidelane.c3.isolated import Isolated
 from sidelane.c3.measured import isolated_times, parse_isolated
 from sidelane.c3.strategies import named, strategies
 from sidelane.c3.workload import Gemm, Workload
+from sidelane.choice.hidden import hidden_shares
 from sidelane.program.collective import Kind
 
 GEMM, SIZE = Gemm(8192, 8192, 8192), 1 << 28

@@ -6,16 +6,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from sidelane.c3.strategy import Mover, Strategy
+from sidelane.choice.hidden import DEFAULT_MACHINE, HIDDEN
 from sidelane.program.collective import Kind
-
-# Share of the shorter operation that disappears behind the longer one, by strategy.
-# mi300x: averages of the ConCCL paper (section V, figures 8 and 10), percent of ideal over all its pairs.
-# h200: docs/lab/hardware.md, "GEMM next to a collective"; the lower ends of its ranges.
-HIDDEN: dict[str, dict[str, float]] = {
-    "mi300x": {"c3_base": 0.21, "c3_sp": 0.42, "conccl": 0.66},
-    "h200": {"c3_base": 0.0, "c3_sp": 0.02, "conccl": 0.87, "nccl_ce": 0.92},
-}
-DEFAULT_MACHINE = "mi300x"
 
 OWN_CHUNK_HIDDEN = 0.03
 """What remains of that share for ``nccl_ce`` when it copies the caller's own chunk inside the GPU, a copy that waits
@@ -81,12 +73,6 @@ def choose(
     if len(ranking) > 1:
         reason += f", next {ranking[1][1]} {ranking[1][0]:.0f} us"
     return Choice(best.strategy.name, tuple((str(c), us) for us, c in ranking), reason, best.units)
-
-
-def hidden_shares(device_name: str) -> Mapping[str, float]:
-    """The table's entry for a device, by a name like the driver's; the default machine's if it is not in the table."""
-    name = device_name.lower()
-    return next((shares for machine, shares in HIDDEN.items() if machine in name), HIDDEN[DEFAULT_MACHINE])
 
 
 def _share(collective: Kind, candidate: Candidate, hidden: Mapping[str, float]) -> float:

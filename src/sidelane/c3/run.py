@@ -33,12 +33,12 @@ from typing import Protocol
 
 import torch
 
-from sidelane.c3.choose import hidden_shares
 from sidelane.c3.lanes import Lanes, Partitions, shares
 from sidelane.c3.outcome import GEMM, Configuration, Failure, Outcome, judge, pair_label
 from sidelane.c3.strategies import strategies as all_strategies
 from sidelane.c3.strategy import Order, Strategy
 from sidelane.c3.workload import Gemm, Workload
+from sidelane.choice.hidden import hidden_shares
 
 RELATIVE_ERROR = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 1e-4}
 ABSOLUTE_ERROR = {"bfloat16": 1e-3, "float16": 1e-3, "float32": 1e-5}

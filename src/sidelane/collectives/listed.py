@@ -11,7 +11,7 @@ from sidelane.collectives.arguments import Request
 from sidelane.config import NOTHING
 from sidelane.program.batch import Batch
 from sidelane.program.collective import REDUCING, Collective, Kind
-from sidelane.program.shape import CallShape
+from sidelane.program.shape import Beside, CallShape
 
 LISTED = (Kind.ALL_GATHER, Kind.ALL_TO_ALL, Kind.BROADCAST, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE)
 """The collectives that take lists, and that a batch takes."""
@@ -74,7 +74,7 @@ class ListAgreement:
     parts: tuple[Part, ...]
     variant: str
     frozen: bool
-    beside: str = NOTHING
+    beside: Beside = NOTHING
 
     @cached_property
     def collective(self) -> Batch:
@@ -110,7 +110,8 @@ class ListAgreement:
             in_place=any(call.in_place for call in calls),
             symmetric=all(call.symmetric for call in calls),
             captured=self.frozen,
-            beside=self.beside,
+            beside=calls[0].beside if calls else str(self.beside),
+            computation=calls[0].computation if calls else None,
             even=all(call.even for call in calls),
             listed=True,
             tensors=len(self.parts),
