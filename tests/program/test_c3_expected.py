@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
+from isolated_files import SIZE, collective, file_of, gemm, pair
 
 from sidelane.c3.expected import OF_CALLS, OF_STUDIES, Asked, Movers, decide
 from sidelane.c3.isolated import Isolated
@@ -17,36 +16,10 @@ from sidelane.c3.workload import Gemm, Workload
 from sidelane.choice.hidden import hidden_shares
 from sidelane.program.collective import Kind
 
-GEMM, SIZE = Gemm(8192, 8192, 8192), 1 << 28
+GEMM = Gemm(8192, 8192, 8192)
 MOVE = Workload(GEMM, Kind.ALL_GATHER, SIZE)
 ASKED = Asked(1000.0, GEMM, (MOVE,))
 H200 = hidden_shares("NVIDIA H200")
-
-
-def row(what: str, time_us: float | None, **others: Any) -> dict[str, Any]:
-    plain = {
-        "what": what, "gemm": "", "m": 0, "n": 0, "k": 0, "dtype": "bfloat16", "collective": "", "bytes": 0,
-        "implementation": "", "variant": "", "means": "", "units": 0, "device_units": 132, "time_us": time_us,
-        "alone_us": None, "gbps": None, "note": "" if time_us else "it could not run",
-    }  # fmt: skip
-    return {**plain, **others}
-
-
-def gemm(time_us: float, means: str = "split", units: int = 0) -> dict[str, Any]:
-    return row("gemm", time_us, m=8192, n=8192, k=8192, means=means, units=units)
-
-
-def collective(time_us: float, implementation: str, units: int = 0, kind: str = "all_gather") -> dict[str, Any]:
-    return row("collective", time_us, collective=kind, bytes=SIZE, implementation=implementation, units=units)
-
-
-def pair(strategy: str, time_us: float, implementation: str, units: int = 0, alone: float | None = None) -> Any:
-    one = row("pair", time_us, m=8192, n=8192, k=8192, collective="all_gather", bytes=SIZE)
-    return {**one, "implementation": implementation, "means": strategy, "units": units, "alone_us": alone}
-
-
-def file_of(*rows: dict[str, Any]) -> str:
-    return json.dumps({"study": "isolated", "rows": [row("memory", 1.0, gbps=4000.0), *rows]})
 
 
 def made_up(winner: str, implementation: str = "nccl") -> Isolated:

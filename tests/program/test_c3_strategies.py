@@ -8,6 +8,7 @@ import sys
 import threading
 
 import pytest
+import torch
 
 from sidelane.c3 import overlap
 from sidelane.c3 import run as runner
@@ -15,6 +16,7 @@ from sidelane.c3.strategies import FILES, named, register, registry, strategies
 from sidelane.c3.strategy import Means, Mover, Order, Partition, Strategy
 from sidelane.cli import main
 
+CPU = torch.device("cpu")
 NAMES = tuple(strategy.name for strategy in strategies())
 
 
@@ -86,7 +88,7 @@ def test_a_registered_strategy_is_everywhere(monkeypatch: pytest.MonkeyPatch) ->
         register(dataclasses.replace(mine, priority=0))
     place = [strategy.name for strategy in strategies()].index("mine")
     assert strategies()[place - 1].name == "conccl_rp" and strategies()[place + 1].name == "nccl_ce"
-    assert overlap.possible("mine") is mine
+    assert overlap.possible("mine", CPU).strategy is mine
 
 
 def test_commands_take_every_name() -> None:
@@ -96,9 +98,9 @@ def test_commands_take_every_name() -> None:
 
 def test_overlap_takes_those_that_calls_can_be_told() -> None:
     assert overlap.NAMES == ("conccl", "c3_sp", "priority", "c3_base", "serial")
-    for name, reason in (("c3_rp", "only studies"), ("sm_sp", "not told"), ("fastest", "none of that name")):
+    for name, reason in (("c3_rp", "green contexts"), ("sm_sp", "not told"), ("fastest", "none of that name")):
         with pytest.raises(ValueError, match=rf"value='{name}', allowed=conccl, .*{reason}"):
-            overlap.possible(name)
+            overlap.possible(name, CPU)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere niceness is the process's")

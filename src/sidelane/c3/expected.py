@@ -3,7 +3,8 @@
 Every estimate is ``longer + (1 - hidden) x shorter`` (``c3.choose``): of times with the units that the strategy leaves
 to either, and of the share that it hides. Shares are those of the pairs that ``sidelane tune --study c3`` has measured;
 where it has not, a strategy whose parts have units of their own hides everything, as the ConCCL paper's heuristic takes
-it (V-C), and others have the constants of ``c3.choose``.
+it (V-C), and others have constants (``choice.hidden``) if no pair was measured, else nothing. Equals are decided for
+serial, and then by preference.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def decide(
     """
     ours = {mover: _implementation(known, asked, movers.get(mover, ())) for mover in Mover}
     found: list[Candidate] = []
-    for strategy in sorted(strategies, key=lambda one: one.preference):
+    for strategy in sorted(strategies, key=lambda one: (one.concurrent, one.preference)):
         alone = comm_us.get(strategy.mover)
         if alone is None:
             alone = _alone(known, asked, ours[strategy.mover])
@@ -128,7 +129,7 @@ def _share(
     if measured is not None:
         return measured
     if strategy.partition is None:
-        return constants.get(strategy.name, 0.0)
+        return 0.0 if known is not None and known.pairs else constants.get(strategy.name, 0.0)
     if strategy.mover.takes_units:
         return 1.0
     # Nobody touches its collective: that share is the one of the same without a partition.
