@@ -13,10 +13,12 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from sidelane.bench.c3 import heuristics
+from sidelane.bench.c3.heuristics import HeuristicsOptions
 from sidelane.bench.c3.study import is_bound_by_memory, rows_of
 from sidelane.bench.report.tables import tables_of
 from sidelane.bench.results.files import read, write
-from sidelane.bench.results.rows import IsolatedRow
+from sidelane.bench.results.rows import HeuristicRow, IsolatedRow
 from sidelane.bench.running.launch import Rank, RankFailedError
 from sidelane.bench.tune import isolated
 from sidelane.bench.tune.isolated import IsolatedOptions
@@ -180,6 +182,17 @@ def test_from_end_to_end_on_cpu_ranks(tmp_path: Path) -> None:
     pairs = {pair.implementation: {name for name, _ in pair.times_us} for pair in known.pairs}
     assert pairs == {"gloo": {"c3_base", "c3_sp", "priority"}, "dma": {"conccl"}}
     assert all(pair.serial_us > 0 and pair.comm_us > 0 for pair in known.pairs)
+    judged = heuristics.main(
+        HeuristicsOptions(
+            **OPTIONS, workloads=("64x48x32_3008",), collectives=(Kind.ALL_GATHER,), full_size=True, warmup=0,
+            repeats=2, isolated=tmp_path / "c3.json",
+        )
+    )  # fmt: skip
+    assert judged is not None
+    verdicts = {one.heuristic: one for one in judged.rows if isinstance(one, HeuristicRow)}
+    assert verdicts["auto"].seen and verdicts["auto"].lost_percent is not None and "expected" in verdicts["auto"].note
+    assert verdicts["launch_order"].chosen in ("c3_base", "c3_sp")
+    assert verdicts["partition"].time_us is None and verdicts["partition"].note == "no partition was run"
     refused = {one.means: one.note for one in rows if one.what == "pair" and one.time_us is None}
     assert set(refused) == {"c3_rp", "c3_sp_rp", "c3_target", "conccl_rp"} and "green contexts" in refused["c3_rp"]
 

@@ -24,6 +24,7 @@ class Candidate:
         in_place: whether that was an in-place call.
         units: that it takes from the GEMM.
         gemm_us: time of the GEMM alone without these; None: it has all.
+        hidden: share of the shorter of the two that disappears; None: by name, of a table.
     """
 
     strategy: Strategy
@@ -31,6 +32,7 @@ class Candidate:
     in_place: bool
     units: int = 0
     gemm_us: float | None = None
+    hidden: float | None = None
 
     def __str__(self) -> str:
         return self.strategy.name + (f" with {self.units} units" if self.units else "")
@@ -76,7 +78,7 @@ def choose(
 
 
 def _share(collective: Kind, candidate: Candidate, hidden: Mapping[str, float]) -> float:
-    share = hidden.get(candidate.strategy.name, 0.0)
+    share = hidden.get(candidate.strategy.name, 0.0) if candidate.hidden is None else candidate.hidden
     copies_own_chunk = not (collective is Kind.ALL_GATHER and candidate.in_place)
     if candidate.strategy.mover is Mover.LIBRARY_DMA and copies_own_chunk:
         return min(share, OWN_CHUNK_HIDDEN)

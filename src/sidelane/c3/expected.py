@@ -77,8 +77,10 @@ def decide(
             found.append(Candidate(strategy, alone, asked.in_place))
         elif known is not None and asked.gemm is not None:
             found += _partitioned(strategy, asked, known, alone, ours[strategy.mover])
-    shares = {one.name: _share(one, asked, known, constants, ours[one.mover]) for one in strategies}
-    chosen = choose(asked.gemm_us, asked.moves[0].collective, found, shares)
+    for number, one in enumerate(found):
+        share = _share(one.strategy, one.units, asked, known, constants, ours[one.strategy.mover])
+        found[number] = dataclasses.replace(one, hidden=share)
+    chosen = choose(asked.gemm_us, asked.moves[0].collective, found)
     basis = "shares measured here" if known is not None and known.pairs else "shares that are constants"
     return dataclasses.replace(chosen, reason=f"{chosen.reason}; {basis}")
 
@@ -103,8 +105,8 @@ def _partitioned(
     """A candidate for each number of units that both tables have."""
     assert strategy.partition is not None
     assert asked.gemm is not None
-    bound_by_memory = known.bound(asked.gemm)[0] is Bound.MEMORY
-    table = known.gemm_table(asked.gemm, strategy.partition.means)
+    bound_by_memory = known.bound(asked.gemm, asked.gemm_us)[0] is Bound.MEMORY
+    table = known.gemm_table(asked.gemm, strategy.partition.means, asked.gemm_us)
     if table is None:
         return []
     slower = table.slowdown()
@@ -122,10 +124,15 @@ def _with(strategy: Strategy, asked: Asked, units: int, slower: float, comm_us: 
 
 
 def _share(
-    strategy: Strategy, asked: Asked, known: Isolated | None, constants: Mapping[str, float], implementation: str
+    strategy: Strategy,
+    units: int,
+    asked: Asked,
+    known: Isolated | None,
+    constants: Mapping[str, float],
+    implementation: str,
 ) -> float:
     """What a strategy hides of the shorter of the two."""
-    measured = None if known is None else _measured(strategy, asked, known, implementation)
+    measured = None if known is None else _measured(strategy, units, asked, known, implementation)
     if measured is not None:
         return measured
     if strategy.partition is None:
@@ -135,7 +142,7 @@ def _share(
     # Nobody touches its collective: that share is the one of the same without a partition.
     plain = dataclasses.replace(strategy, partition=None)
     twin = next((one for one in all_strategies() if _way(one) == _way(plain) and one.mover is strategy.mover), plain)
-    return _share(twin, asked, known, constants, implementation)
+    return _share(twin, 0, asked, known, constants, implementation)
 
 
 def _way(strategy: Strategy) -> tuple[object, ...]:
@@ -143,22 +150,23 @@ def _way(strategy: Strategy) -> tuple[object, ...]:
     return strategy.order, strategy.priority, strategy.partition
 
 
-def _measured(strategy: Strategy, asked: Asked, known: Isolated, implementation: str) -> float | None:
-    """The median over measured pairs: of the same collective, and then of the same bound, if there are such."""
+def _measured(strategy: Strategy, units: int, asked: Asked, known: Isolated, implementation: str) -> float | None:
+    """The median over measured pairs: of the same collective, the same bound, the same units, if there are such."""
     names = {one.name for one in all_strategies() if _way(one) == _way(strategy)}
     pairs = [pair for pair in known.pairs if pair.implementation == implementation]
     pairs = [pair for pair in pairs if any(name in names for name, _ in pair.times_us)]
     kinds = {move.collective for move in asked.moves}
     pairs = [pair for pair in pairs if pair.collective in kinds] or pairs
     if asked.gemm is not None:
-        bound = known.bound(asked.gemm)[0]
+        bound = known.bound(asked.gemm, asked.gemm_us)[0]
         pairs = [pair for pair in pairs if known.bound(pair.gemm)[0] is bound] or pairs
-    shares = [share for pair in pairs for share in _shares(names, strategy, pair, known)]
+    found = [one for pair in pairs for one in _shares(names, strategy, pair, known)]
+    shares = [share for taken, share in found if taken == units] or [share for _, share in found]
     return statistics.median(shares) if shares else None
 
 
-def _shares(names: Collection[str], strategy: Strategy, pair: PairTimes, known: Isolated) -> list[float]:
-    """What a strategy, by any of these names, has hidden of a pair with each number of units."""
+def _shares(names: Collection[str], strategy: Strategy, pair: PairTimes, known: Isolated) -> list[tuple[int, float]]:
+    """Units, and what a strategy, by any of these names, has hidden of a pair with them."""
     gemm_us = pair.serial_us - pair.comm_us
     found = []
     for (name, units), time_us in pair.times_us.items():
@@ -172,5 +180,5 @@ def _shares(names: Collection[str], strategy: Strategy, pair: PairTimes, known: 
             if strategy.mover.takes_units and comm is not None:
                 theirs *= comm.slowdown().get(units, 1.0)
         if min(ours, theirs) > 0:
-            found.append((ours + theirs - time_us) / min(ours, theirs))
+            found.append((units, (ours + theirs - time_us) / min(ours, theirs)))
     return found

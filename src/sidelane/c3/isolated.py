@@ -127,16 +127,24 @@ class Isolated:
         """Operations that the machine does while a byte moves: above it a GEMM is compute-bound."""
         return self.tflops * 1e3 / self.memory_gbps
 
-    def bound(self, gemm: Gemm) -> tuple[Bound, str]:
+    def bound(self, gemm: Gemm, us: float | None = None) -> tuple[Bound, str]:
         """What limits a GEMM, and why: how it took the loss of units if that was measured, else its operations a byte.
 
         The least possible bytes call some memory-bound GEMMs compute-bound; the loss of units does not.
+
+        Args:
+            gemm: which.
+            us: that it takes alone, if that is known: then one that was not measured with fewer units is limited by its
+                bytes also where it is much slower than the fastest.
         """
         known = [curve.sensitivity() for curve in self._curves(gemm)]
         found = next((one for one in known if one is not None), None)
         if found is not None:
             bound = Bound.COMPUTE if found >= SENSITIVE else Bound.MEMORY
             return bound, f"fewer units cost it {found:.2f} of their share"
+        best = max(curve.gemm.flops / curve.times_us[0] for curve in self.gemms) if self.gemms else 0.0
+        if us is not None and gemm.flops / us < heuristic.EFFICIENCY * best:
+            return Bound.MEMORY, f"{gemm.flops / us / 1e6:.0f} TFLOP/s, the fastest GEMM {best / 1e6:.0f}"
         bound = gemm.bound(self.flops_per_byte)
         return bound, f"{gemm.flops / gemm.nbytes:.0f} operations a byte, the machine {self.flops_per_byte:.0f}"
 
@@ -161,15 +169,16 @@ class Isolated:
         curve = min(self._nearest(workload, known), key=lambda one: one.times_us[0])
         return curve.times_us[0] * workload.nbytes / curve.nbytes
 
-    def gemm_table(self, gemm: Gemm, means: str | None = None) -> GemmTimes | None:
+    def gemm_table(self, gemm: Gemm, means: str | None = None, us: float | None = None) -> GemmTimes | None:
         """The profiled GEMM whose slowdowns hold for another: of its bound if there is one, then of the nearest size.
 
         Args:
             gemm: any.
             means: by which it lost units; None: any.
+            us: see :meth:`bound`.
         """
         able = [curve for curve in self.gemms if curve.slowdown() and means in (None, curve.means)]
-        bound = self.bound(gemm)[0]
+        bound = self.bound(gemm, us)[0]
         alike = [curve for curve in able if self.bound(curve.gemm)[0] is bound]
         return min(alike or able, key=lambda one: _apart(one.gemm.flops, gemm.flops), default=None)
 

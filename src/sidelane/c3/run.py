@@ -33,6 +33,7 @@ from typing import Protocol
 
 import torch
 
+from sidelane.c3.isolated import Isolated
 from sidelane.c3.lanes import Lanes, Partitions, shares
 from sidelane.c3.outcome import GEMM, Configuration, Failure, Outcome, judge, pair_label
 from sidelane.c3.strategies import strategies as all_strategies
@@ -98,6 +99,7 @@ def run_workload(
     unavailable: Mapping[str, str] | None = None,
     seed: int = 0,
     device_name: str = "",
+    known: Isolated | None = None,
 ) -> Outcome:
     """Measure a pair under every strategy. Collective: all ranks call it with the same arguments.
 
@@ -113,7 +115,8 @@ def run_workload(
         strategies: what to run; None: all that there are.
         unavailable: implementations that should be here and are not, with the reason.
         seed: of the random inputs.
-        device_name: for the shares that the choice is made by.
+        device_name: for the shares that the choice is made by, where nothing was measured of the machine.
+        known: what was.
     """
     seeds = iter(range(seed + 1, seed + 1_000_000))
     strategies = all_strategies() if strategies is None else strategies
@@ -142,7 +145,7 @@ def run_workload(
         times = instruments.time(launches)
     failures = {**failed_alone, **failed_together, **refused}
     hidden = hidden_shares(device_name)
-    return judge(workload, collectives, strategies, times, failures, unavailable or {}, hidden, tried)
+    return judge(workload, collectives, strategies, times, failures, unavailable or {}, hidden, tried, known)
 
 
 class GemmRun:

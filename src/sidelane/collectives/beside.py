@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
 
@@ -13,28 +13,40 @@ from sidelane.choice.hidden import hidden_shares
 from sidelane.errors import UnavailableError
 from sidelane.program.shape import Computation
 
-if TYPE_CHECKING:
-    from sidelane.collectives.communicator import Communicator
-
 RUNS = 5
 """Of a GEMM after a first one; the median counts."""
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
-def beside(comm: Communicator, gemm: tuple[int, int, int, str] | None, us: float | None) -> Computation:
-    """See ``Communicator.beside``."""
-    if comm.lane.backend.place()[1]:
+def beside(
+    gemm: tuple[int, int, int, str] | None,
+    us: float | None,
+    device: torch.device,
+    *,
+    capturing: bool,
+    slowest_of: Callable[[torch.Tensor], object],
+) -> Computation:
+    """See ``Communicator.beside``.
+
+    Args:
+        gemm: see there.
+        us: likewise.
+        device: of the communicator.
+        capturing: a graph is being captured.
+        slowest_of: leaves the greatest of all ranks' values in a tensor. Collective.
+    """
+    if capturing:
         raise UnavailableError("beside: the ranks cannot agree while a graph is captured (allowed=before)")
     problem: Exception | None = _problem(gemm, us)
     mine = math.inf  # what tells the others, which wait for this rank's time, that it has none
     if problem is None:
         try:
-            mine = _gemm_us(gemm, comm.device) if gemm is not None else float(us or 0.0)
+            mine = _gemm_us(gemm, device) if gemm is not None else float(us or 0.0)
         except RuntimeError as error:  # no memory for the matrices
             problem = error
-    slowest = torch.tensor([mine, float(_digest(gemm)), -float(_digest(gemm))], dtype=torch.float32, device=comm.device)
-    comm.all_reduce(slowest, op="max")
+    slowest = torch.tensor([mine, float(_digest(gemm)), -float(_digest(gemm))], dtype=torch.float32, device=device)
+    slowest_of(slowest)
     agreed, most, least = slowest.tolist()
     if problem is not None:
         raise problem
@@ -42,7 +54,7 @@ def beside(comm: Communicator, gemm: tuple[int, int, int, str] | None, us: float
         raise ValueError("beside: another rank has no time to give and says why (value=inf, allowed=one on each rank)")
     if most != -least:
         raise ValueError(f"beside: gemm (value={gemm}, allowed=the same on all ranks)")
-    name = torch.cuda.get_device_name(comm.device) if comm.device.type == "cuda" else ""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     shares = hidden_shares(name)
     # Four digits: more would tell apart what is the same.
     return Computation(float(f"{agreed:.4g}"), gemm, shares["conccl"], shares["c3_sp"])

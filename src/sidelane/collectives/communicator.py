@@ -458,7 +458,10 @@ class Communicator:
                 ranks. On every rank.
             UnavailableError: a graph is being captured.
         """
-        return beside(self, gemm, us)
+        capturing = self._backend.place()[1]
+        return beside(
+            gemm, us, self.device, capturing=capturing, slowest_of=lambda times: self.all_reduce(times, op="max")
+        )
 
     @entry
     def barrier(self) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import matplotlib as mpl
 
+from sidelane.bench.c3.heuristic_pictures import draw_heuristics
 from sidelane.bench.c3.occupancy_pictures import draw_occupancy
 from sidelane.bench.c3.pictures import draw_strategies
 from sidelane.bench.collectives.pictures import draw_sizes
@@ -15,7 +16,15 @@ from sidelane.bench.power.pictures import draw_power
 from sidelane.bench.report.drawing import RC, Picture, where_from
 from sidelane.bench.report.table import grouped
 from sidelane.bench.results.files import Results
-from sidelane.bench.results.rows import C3Row, CollectiveRow, IsolatedRow, OccupancyRow, PhaseRow, PowerRow
+from sidelane.bench.results.rows import (
+    C3Row,
+    CollectiveRow,
+    HeuristicRow,
+    IsolatedRow,
+    OccupancyRow,
+    PhaseRow,
+    PowerRow,
+)
 from sidelane.bench.tune.isolated_pictures import draw_isolated
 
 
@@ -28,6 +37,8 @@ def draw(results: Results, directory: Path) -> list[Picture]:
             return [draw_sizes(way, alike, results, directory) for way, alike in ways]
         if results.study == "occupancy":
             return draw_occupancy([r for r in results.rows if isinstance(r, OccupancyRow)], results, directory)
+        if results.study == "heuristics":
+            return draw_heuristics([r for r in results.rows if isinstance(r, HeuristicRow)], results, directory)
         if results.study == "isolated":
             return draw_isolated([r for r in results.rows if isinstance(r, IsolatedRow)], results, directory)
         if results.study == "phases":

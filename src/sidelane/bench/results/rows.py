@@ -123,6 +123,7 @@ class C3Row(_Row):
         correct: outputs of both were compared with a reference in this run.
         note: why there is no time, or what to know about this one.
         units: compute units that the GEMM did without; 0 also in files without this key.
+        sweep: times of a sweep over units, as ``8 1234.5, 16 1300.2``; empty also in files without this key.
     """
 
     renamed: ClassVar[dict[str, str]] = {"c3_class": "class"}
@@ -148,10 +149,52 @@ class C3Row(_Row):
     correct: bool | None = None
     note: str = ""
     units: int = 0
+    sweep: str = ""
 
     def __post_init__(self) -> None:
         require("C3Row", "class", self.c3_class, CLASSES)
         _require_times("C3Row", self.note, self.correct, time_us=self.time_us, speedup=self.speedup)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HeuristicRow(_Row):
+    """What a heuristic chose for a pair, against the best of a sweep.
+
+    Attributes:
+        heuristic: ``launch_order``: who is first, by workgroups; ``launch_order_3``: of three kernels; ``partition``:
+            units for the collective, by look-up tables; ``spared``: units that a GEMM beside copy engines does
+            without; ``auto``: the strategy.
+        gemm, bytes: as in :class:`C3Row`.
+        seen: the GEMM is one that was profiled.
+        chosen: by the heuristic, in words.
+        best: of the sweep.
+        time_us: under what was chosen.
+        best_us: under what was best.
+        lost_percent: by the choice.
+        right: nothing is lost, but for half a percent.
+        note: the reason that the heuristic gave, or why nothing could be judged.
+    """
+
+    heuristic: str
+    gemm: str
+    m: int
+    n: int
+    k: int
+    dtype: str
+    collective: str
+    bytes: int
+    seen: bool
+    chosen: str
+    best: str
+    time_us: float | None
+    best_us: float | None
+    lost_percent: float | None
+    right: bool | None
+    note: str
+
+    def __post_init__(self) -> None:
+        if self.time_us is None and not self.note:
+            raise ValueError("HeuristicRow: a row without time_us needs a note that says why (value=None)")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -558,6 +601,7 @@ SOAKED = (
 Row = (
     CollectiveRow
     | C3Row
+    | HeuristicRow
     | OccupancyRow
     | IsolatedRow
     | PhaseRow
@@ -571,6 +615,7 @@ Row = (
 ROWS: dict[str, type[Row]] = {
     "collectives": CollectiveRow,
     "c3": C3Row,
+    "heuristics": HeuristicRow,
     "occupancy": OccupancyRow,
     "isolated": IsolatedRow,
     "phases": PhaseRow,
