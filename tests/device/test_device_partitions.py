@@ -66,7 +66,7 @@ def test_the_two_parts_run_on_sms_of_their_own(units: int) -> None:
 class Adding:
     """In the place of a collective: a kernel that adds 1."""
 
-    label, implementation, in_place = "adding", "nccl", False
+    label, implementation, in_place, workgroups = "adding", "nccl", False, 0
 
     def __init__(self) -> None:
         self.values = torch.zeros(1 << 20, device=DEVICE)

@@ -22,10 +22,11 @@ NAMES = tuple(strategy.name for strategy in strategies())
 
 def test_the_strategies_in_the_order_of_studies() -> None:
     assert (
-        *("serial", "c3_base", "c3_sp", "c3_rp", "c3_sp_rp", "c3_target", "priority", "conccl", "conccl_rp", "nccl_ce"),
+        *("serial", "c3_base", "c3_sp", "c3_rp", "c3_sp_rp", "c3_target", "priority"),
+        *("cta_base", "cta_sp", "cta_target", "cta_priority", "conccl", "conccl_rp", "nccl_ce"),
         *("sm_base", "sm_sp", "sm_rp", "sm_sp_rp", "sm_target", "sm_priority"),
     ) == NAMES
-    assert set(FILES) == {*NAMES[:10], "registry", "everything"}, "a file each"
+    assert set(FILES) == {*NAMES[:7], "c3_cta", *NAMES[11:14], "registry", "everything"}, "a file each"
 
 
 @pytest.mark.parametrize(
@@ -52,6 +53,14 @@ def test_what_each_one_says(name: str, order: Order, mover: Mover, priority: int
 def test_our_kernels_have_those_of_the_library() -> None:
     for ours, theirs in (("sm_base", "c3_base"), ("sm_sp", "c3_sp"), ("sm_rp", "c3_rp"), ("sm_priority", "priority")):
         assert named(ours) == dataclasses.replace(named(theirs), name=ours, mover=Mover.SM, preference=100)
+
+
+def test_numbers_of_ctas_are_those_of_the_library() -> None:
+    for ours, theirs in (("cta_base", "c3_base"), ("cta_sp", "c3_sp"), ("cta_target", "c3_target")):
+        one, other = named(ours), named(theirs)
+        assert (one.order, one.partition, one.priority) == (other.order, other.partition, other.priority)
+        assert one.mover is Mover.LIBRARY_CTAS and one.mover.takes_units
+        assert one.implementation({"nccl", "nccl_ctas"}) == "nccl_ctas" and one.implementation({"nccl"}) is None
 
 
 def test_implementations() -> None:

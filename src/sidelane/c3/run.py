@@ -37,7 +37,7 @@ from sidelane.c3.isolated import Isolated
 from sidelane.c3.lanes import Lanes, Partitions, shares
 from sidelane.c3.outcome import GEMM, Configuration, Failure, Outcome, judge, pair_label
 from sidelane.c3.strategies import strategies as all_strategies
-from sidelane.c3.strategy import Order, Strategy
+from sidelane.c3.strategy import Mover, Order, Strategy
 from sidelane.c3.workload import Gemm, Workload
 from sidelane.choice.hidden import hidden_shares
 
@@ -53,6 +53,11 @@ then gets about a tenth of it."""
 
 class CollectiveRun(Configuration, Protocol):
     """One way to run the pair's collective, with its buffers."""
+
+    @property
+    def workgroups(self) -> int:
+        """That it is held to; 0: nobody says."""
+        ...
 
     def start(self) -> Callable[[], None]:
         """Begin on the current stream; what comes back waits for the end on a CPU."""
@@ -139,6 +144,7 @@ def run_workload(
             for strategy in able
             for run in runs[strategy.name]
             for units in tried.get(strategy.name, (0,))
+            if _suits(strategy, run, units)
         }
         together, failed_together = _check(planned, gemm, instruments, seeds)
         launches = {GEMM: gemm.run, **{label: launch for label, (_, launch) in {**alone, **together}.items()}}
@@ -309,13 +315,22 @@ def _runs_of(
         strategy.name: [run for run in right if run.implementation == strategy.implementation(here)]
         for strategy in strategies
     }
-    swept = [strategy.name for strategy in strategies if strategy.partition is not None]
+    swept = [
+        strategy.name
+        for strategy in strategies
+        if strategy.partition is not None and strategy.mover is not Mover.LIBRARY_CTAS
+    ]
     compared = {run.label: _alone(run) for name in swept for run in runs[name]}
     if len(compared) > len({run.implementation for name in swept for run in runs[name]}):
         times = instruments.time(compared)
         for name in swept:
             runs[name] = sorted(runs[name], key=lambda run: statistics.median(times[run.label]))[:1]
     return runs
+
+
+def _suits(strategy: Strategy, run: CollectiveRun, units: int) -> bool:
+    """Where a GEMM leaves units to workgroups that are counted, there are as many of these."""
+    return strategy.mover is not Mover.LIBRARY_CTAS or not units or run.workgroups == units
 
 
 def _alone(run: CollectiveRun) -> Callable[[], None]:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
-IMPLEMENTATIONS = ("nccl", "nccl_ce", "symm_mem", "gloo", "dma", "sm", "auto")
+IMPLEMENTATIONS = ("nccl", "nccl_ctas", "nccl_ce", "symm_mem", "gloo", "dma", "sm", "auto")
 LAUNCHES = ("eager", "graph")
 PRELAUNCHED = "prelaunched"
 SEPARATE = "separate"
