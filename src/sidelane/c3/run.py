@@ -36,8 +36,10 @@ import torch
 from sidelane.c3.isolated import Isolated
 from sidelane.c3.lanes import Lanes, Partitions, shares
 from sidelane.c3.outcome import GEMM, Configuration, Failure, Outcome, judge, pair_label
+from sidelane.c3.spans import Trace
 from sidelane.c3.strategies import strategies as all_strategies
 from sidelane.c3.strategy import Mover, Order, Strategy
+from sidelane.c3.traced import Beginning, Operation, Traced
 from sidelane.c3.workload import Gemm, Workload
 from sidelane.choice.hidden import hidden_shares
 
@@ -105,6 +107,7 @@ def run_workload(
     seed: int = 0,
     device_name: str = "",
     known: Isolated | None = None,
+    on_trace: Callable[[str, Trace], None] | None = None,
 ) -> Outcome:
     """Measure a pair under every strategy. Collective: all ranks call it with the same arguments.
 
@@ -122,6 +125,8 @@ def run_workload(
         seed: of the random inputs.
         device_name: for the shares that the choice is made by, where nothing was measured of the machine.
         known: what was.
+        on_trace: gets, for every strategy in its best configuration, when both ran in a run of its own. Every rank's
+            is called in the same order.
     """
     seeds = iter(range(seed + 1, seed + 1_000_000))
     strategies = all_strategies() if strategies is None else strategies
@@ -149,9 +154,18 @@ def run_workload(
         together, failed_together = _check(planned, gemm, instruments, seeds)
         launches = {GEMM: gemm.run, **{label: launch for label, (_, launch) in {**alone, **together}.items()}}
         times = instruments.time(launches)
-    failures = {**failed_alone, **failed_together, **refused}
-    hidden = hidden_shares(device_name)
-    return judge(workload, collectives, strategies, times, failures, unavailable or {}, hidden, tried, known)
+        failures = {**failed_alone, **failed_together, **refused}
+        hidden = hidden_shares(device_name)
+        outcome = judge(workload, collectives, strategies, times, failures, unavailable or {}, hidden, tried, known)
+        for result in outcome.results:
+            run = next((one for one in collectives if one.label == result.label), None)
+            if on_trace is not None and result.time_us is not None and run is not None:
+                traced = Traced(gemm, run, on_cpu=device.type == "cpu")
+                strategy = next(one for one in strategies if one.name == result.strategy)
+                launch = Pairs(traced, lanes, workers, partitions).launch(strategy, traced, result.units)
+                instruments.time({f"{result.strategy}, traced": traced.launched(launch)})
+                on_trace(result.strategy, traced.read())
+    return outcome
 
 
 class GemmRun:
@@ -204,14 +218,14 @@ class Pairs:
     """Turns (strategy, collective) into a launch of both."""
 
     def __init__(
-        self, gemm: GemmRun, lanes: Lanes | None, workers: Workers, partitions: Partitions | None = None
+        self, gemm: Operation, lanes: Lanes | None, workers: Workers, partitions: Partitions | None = None
     ) -> None:
         self._gemm = gemm
         self._lanes = lanes
         self._workers = workers
         self._partitions = partitions
 
-    def launch(self, strategy: Strategy, run: CollectiveRun, units: int = 0) -> Callable[[], None]:
+    def launch(self, strategy: Strategy, run: Beginning, units: int = 0) -> Callable[[], None]:
         """What launches both; ``units``: that the GEMM does without."""
         if not strategy.concurrent:
             return lambda: self._serial(run)
@@ -224,11 +238,11 @@ class Pairs:
             lanes = parts(strategy.partition, units, lanes, confine=strategy.mover.takes_units)
         return lambda: self._on_lanes(strategy, run, lanes)
 
-    def _serial(self, run: CollectiveRun) -> None:
+    def _serial(self, run: Beginning) -> None:
         self._gemm.run()
         run.start()()
 
-    def _on_lanes(self, strategy: Strategy, run: CollectiveRun, lanes: Lanes) -> None:
+    def _on_lanes(self, strategy: Strategy, run: Beginning, lanes: Lanes) -> None:
         operations: list[tuple[torch.cuda.Stream, Callable[[], object]]] = [
             (lanes.gemm, lambda: self._limited(lanes)),
             (lanes.urgent if strategy.priority else lanes.collective, run.start),
@@ -251,7 +265,7 @@ class Pairs:
         with lanes.limited():
             self._gemm.run()
 
-    def _on_threads(self, strategy: Strategy, run: CollectiveRun) -> None:
+    def _on_threads(self, strategy: Strategy, run: Beginning) -> None:
         if strategy.order is Order.COLLECTIVE_FIRST and not strategy.priority:
             wait = run.start()
             self._gemm.run()

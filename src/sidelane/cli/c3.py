@@ -105,6 +105,13 @@ PAIRS, OCCUPANCY, HEURISTICS = "pairs", "occupancy", "heuristics"
     metavar="FILE",
     help="Of `sidelane c3 --json`: what --study heuristics judges instead of measuring.",
 )
+@what(
+    "--timeline",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Write when GEMM and collective ran, for every pair and strategy: a Chrome trace (chrome://tracing, Perfetto) "
+    "and a picture. Measured pairs.",
+)
 @how("--warmup", type=click.IntRange(min=0), default=6, help="Rounds before the measured.")
 @how("--repeats", type=click.IntRange(min=1), default=9, help="Measured rounds.")
 @machine_option
@@ -170,7 +177,8 @@ def c3(
         if study == OCCUPANCY:
             if machine is not None:
                 raise ValueError("--study occupancy measures; sidelane pipeline --machine predicts")
-            _refuse(PAIRS, "strategies", "variants", "isolated")
+            _refuse(PAIRS, "strategies", "variants", "isolated", "timeline")
+            others.pop("timeline")
             others.pop("variants")
             others.pop("isolated")
             if not given("collectives"):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from sidelane.bench.c3.traces import write_trace
 from sidelane.bench.candidates.candidate import Prepared, candidates_of
 from sidelane.bench.candidates.reference import Case, rounded_bytes
 from sidelane.bench.candidates.roster import Roster, make_roster
@@ -56,6 +57,7 @@ class C3Options(StudyOptions):
         known: what is in it; filled in by :func:`main`.
         warmup: rounds before the measured ones (ConCCL paper: 6).
         repeats: measured rounds (ConCCL paper: 9).
+        timeline: folder for a Chrome trace and a picture of every pair under every strategy; None writes none.
     """
 
     workloads: tuple[str, ...] = ("cb1_896M",)
@@ -68,6 +70,7 @@ class C3Options(StudyOptions):
     known: Isolated | None = None
     warmup: int = 6
     repeats: int = 9
+    timeline: Path | None = None
 
     def __post_init__(self) -> None:
         StudyOptions.__post_init__(self)
@@ -146,6 +149,9 @@ def _measure(rank: Rank, options: C3Options) -> int:
             seed=options.seed + 1_000_000 * number,
             device_name=device_name,
             known=options.known,
+            on_trace=None
+            if options.timeline is None
+            else functools.partial(write_trace, options.timeline, workload, roster.meter, rank.rank == 0),
         )
         for row in rows_of(outcome, options.known):
             sender.row(row)
