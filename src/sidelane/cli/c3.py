@@ -38,6 +38,7 @@ PAIRS, OCCUPANCY, HEURISTICS = "pairs", "occupancy", "heuristics"
         ("sidelane c3 cb1_896M --study occupancy", "iterations in a pipeline, by the shape of the GEMM"),
         ("sidelane c3 --study heuristics --machine mi300x8", "how often each heuristic is right there"),
         ("sidelane c3 --machine mi300x8", "predict the whole study for eight MI300X"),
+        ("sidelane c3 --machine h200x4 --results c3.json --report out", "predicted and measured together"),
         ("sidelane c3 cb1_896M --machine h200x4 --json -", "predict one pair, as JSON"),
     ),
 )
@@ -101,9 +102,10 @@ PAIRS, OCCUPANCY, HEURISTICS = "pairs", "occupancy", "heuristics"
 )
 @what(
     "--results",
-    type=click.Path(dir_okay=False, exists=True, path_type=Path),
+    type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Of `sidelane c3 --json`: what --study heuristics judges instead of measuring.",
+    help="Of `sidelane c3 --json`: what --study heuristics judges instead of measuring, or what is held against "
+    "the predictions of --machine.",
 )
 @what(
     "--timeline",
@@ -156,8 +158,14 @@ def c3(
             parse_workload(pair)
         say_rounding(*(pair.rpartition("_")[2] for pair in pairs))
 
+        if results is not None and study == PAIRS and machine is not None:
+            refuse_beside_machine("results", "json", "report")
+            from sidelane.bench.c3 import foretold
+
+            foretold.main(machine, results, others["report"], json)
+            return
         if results is not None and study != HEURISTICS:
-            raise ValueError("--results goes with --study heuristics")
+            raise ValueError("--results goes with --study heuristics, or with --machine")
         if study == HEURISTICS:
             _refuse(OCCUPANCY, "shapes", "blocks", "iterations", "in_order")
             from sidelane.bench.c3 import heuristics

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sidelane.bench.c3 import study as c3_study
+from sidelane.bench.c3.foretold import workload_of
 from sidelane.bench.report.table import grouped
 from sidelane.bench.report.terminal import tables_console
 from sidelane.bench.results import provenance
@@ -22,13 +23,12 @@ from sidelane.bench.running.study import check_targets, publish
 from sidelane.c3.heuristic import Kernel
 from sidelane.c3.judged import Sweep, Verdict, Way, judge
 from sidelane.c3.measured import isolated_times
-from sidelane.c3.workload import TABLE_I, Gemm, Workload, parse_gemm, parse_workload
+from sidelane.c3.workload import Workload, parse_workload
 from sidelane.choice.hidden import hidden_shares
 from sidelane.machine.load import find
 from sidelane.machine.spec import Machine
 from sidelane.model.study import TABLE_II, table_ii_workload
 from sidelane.model.swept import KINDS, isolated_of_machine, sweep_of
-from sidelane.program.collective import Kind
 
 TILE = 128
 """Rows and columns of a block of a library's GEMM, about; the heuristic compares it with tens of workgroups."""
@@ -144,7 +144,7 @@ def sweeps_of(rows: Sequence[C3Row], workgroups: int) -> list[Sweep]:
         if not timed or timed[0].gemm_us is None:
             continue
         first = timed[0]
-        workload = Workload(_gemm_of(first), Kind(first.collective), first.bytes)
+        workload = workload_of(first)
         times: dict[Way, float] = {}
         for row in timed:
             times |= _ways_of(row)
@@ -152,14 +152,6 @@ def sweeps_of(rows: Sequence[C3Row], workgroups: int) -> list[Sweep]:
         kernels = Kernel("gemm", tiles), Kernel(first.collective, workgroups)
         sweeps.append(Sweep(workload, timed[0].gemm_us, times, kernels, why_not=NO_THIRD))
     return sweeps
-
-
-def _gemm_of(row: C3Row) -> Gemm:
-    tag, _, divisor = row.gemm.partition("/")
-    if tag not in TABLE_I:
-        return Gemm(row.m, row.n, row.k, row.dtype)
-    named = parse_gemm(tag, row.dtype).scaled(int(divisor or 1))
-    return named if (named.m, named.n, named.k) == (row.m, row.n, row.k) else Gemm(row.m, row.n, row.k, row.dtype)
 
 
 def _ways_of(row: C3Row) -> dict[Way, float]:
