@@ -77,8 +77,9 @@ PAIRS, OCCUPANCY, HEURISTICS = "pairs", "occupancy", "heuristics"
     "strategies",
     multiple=True,
     type=click.Choice([strategy.name for strategy in all_strategies()]),
+    metavar="NAME",
     show_default="all",
-    help="May be repeated. With --machine, of pairs.",
+    help=f"{', '.join(strategy.name for strategy in all_strategies())}. May be repeated. With --machine, of pairs.",
 )
 @what(
     "--variants",

@@ -1,4 +1,4 @@
-"""Pairs of the C3 study together: ideal and mean speedups, by collective and class (ConCCL paper, 7, 8 and 10)."""
+"""Pairs together: ideal speedups, and means by collective and class (figures 7, 8 and 10 of the ConCCL paper)."""
 
 from __future__ import annotations
 
