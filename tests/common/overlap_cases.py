@@ -147,6 +147,35 @@ def failures(group: dist.ProcessGroup) -> list[str]:
     return told
 
 
+def several_computations(group: dist.ProcessGroup, rounds: int) -> None:
+    """Results and gradients of three computations next to a collective; then learned."""
+    device = torch.get_default_device()
+    with Communicator(group, device=device, config=Config(timeout_s=30)) as comm:
+        learned, tensor = Overlap(comm, rounds=1), torch.empty(5000)
+        for step in range(rounds):
+            weights = [torch.randn(40, 40, requires_grad=True) for _ in range(3)]
+            x = torch.randn(30, 40) * 2.0
+            tensor.fill_(step)
+            computes = [lambda w=w: (x @ w).relu().sum() for w in weights]  # noqa: B023
+            gather = lambda comm: comm.all_reduce(tensor)  # noqa: E731
+            if step % 2:
+                sums, _ = learned(computes, gather)
+            else:
+                sums, _ = overlap(computes, gather, comm, strategy=all_ways()[step // 2 % len(all_ways())])
+            assert len(sums) == 3 and tensor.unique().tolist() == [float(step * comm.world_size)]
+            sum(sums).backward()
+            for weight in weights:
+                plain = weight.detach().clone().requires_grad_()
+                (x @ plain).relu().sum().backward()
+                torch.testing.assert_close(weight.grad, plain.grad)
+        for wrong in ((), (1,), 5):
+            try:
+                overlap(wrong, gather, comm)  # type: ignore[call-overload]
+            except ValueError:
+                continue
+            raise AssertionError(wrong)
+
+
 def units_on_a_cpu(group: dist.ProcessGroup) -> list[str]:
     """Errors before anything runs."""
     told = []

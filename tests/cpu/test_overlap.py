@@ -19,6 +19,10 @@ def test_several_lanes(pool: RankPool) -> None:
     pool.run(overlap_cases.several_lanes, 3, 10)
 
 
+def test_several_computations(pool: RankPool) -> None:
+    pool.run(overlap_cases.several_computations, 2, 24)
+
+
 def test_computing_waits_for_nobody(pool: RankPool) -> None:
     pool.run(overlap_cases.computing_waits_for_nobody, 3)
 

@@ -50,6 +50,12 @@ def in_graphs(context: Context, replays: int) -> None:
 
 
 def partitions(context: Context) -> list[str]:
+    """On a stream that is not the legacy default one."""
+    with torch.cuda.stream(torch.cuda.Stream()):
+        return _partitions(context)
+
+
+def _partitions(context: Context) -> list[str]:
     """Partitions of other sizes, two lanes on the units of one, learned sweeps, and gradients of a chain."""
     device, told = context.device, []
     with Session(device=device, config=Config(timeout_s=30)) as session:

@@ -29,6 +29,10 @@ def test_failures(ranks: Ranks) -> None:
         assert len(told) == 9, told
 
 
+def test_several_computations(ranks: Ranks) -> None:
+    ranks.run("overlap_device_cases.of", "several_computations", 40)
+
+
 def test_in_graphs(ranks: Ranks) -> None:
     ranks.run("overlap_device_cases.in_graphs", 5)
 

@@ -66,7 +66,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     sides: dict[Any, Any] = {}
 
     def side(device: Any, urgent: bool, number: int) -> Any:
-        return sides.setdefault((urgent, number), fake.stream(f"{'urgent' if urgent else 'side'}_{number}"))
+        name = "urgent" if urgent else "side" if number >= 0 else "compute"
+        return sides.setdefault((urgent, number), fake.stream(f"{name}_{abs(number)}"))
 
     caller = fake.stream()
     current = torch.cuda.current_stream
@@ -77,9 +78,10 @@ def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     return fake
 
 
-def launched(device: FakeDevice, way: Way, lanes: int = 1) -> list[str]:
+def launched(device: FakeDevice, way: Way, lanes: int = 1, several: int = 1) -> list[str]:
     comms: Any = [Comm(device, f"gather {number}") for number in range(lanes)]
-    launch.run(way, device.queue("compute"), lambda *comms: [comm.all_gather() for comm in comms] and None, comms)
+    computes = [device.queue(name) for name in ("compute", "more", "still more")[:several]]
+    launch.run(way, computes, lambda *comms: [comm.all_gather() for comm in comms] and None, comms)
     return device.log
 
 
@@ -132,12 +134,27 @@ def test_several_lanes_share_the_units(device: FakeDevice) -> None:
     ]
 
 
+def test_several_computations_have_streams_of_their_own(device: FakeDevice) -> None:
+    log = launched(device, Way(named("conccl")), several=3)
+    assert [line for line in log if line.endswith(("compute", "more"))] == [
+        "side_0: gather 0 beside compute", "caller: compute", "compute_1: more", "compute_2: still more",
+    ]  # fmt: skip
+    begun = log.index("side_0: record e2")
+    assert all(log.index(f"{road}: wait e2") > begun for road in ("caller", "compute_1", "compute_2"))
+    assert log[-3:] == ["caller: join side_0", "caller: join compute_1", "caller: join compute_2"]
+    device.log.clear()
+    log = launched(device, Way(named("c3_rp"), 8), several=2)
+    assert [line for line in log if line.endswith(("compute", "more"))] == [
+        "gemm_without_8: compute", "gemm_without_8: more",
+    ]  # fmt: skip
+
+
 def test_lanes_are_joined_after_a_failure(device: FakeDevice) -> None:
     def fail() -> None:
         raise RuntimeError("no")
 
     with pytest.raises(RuntimeError):
-        launch.run(Way(named("c3_sp_rp"), 8), fail, lambda comm: comm.all_gather(), [Comm(device, "gather")])  # type: ignore[list-item]
+        launch.run(Way(named("c3_sp_rp"), 8), [fail], lambda comm: comm.all_gather(), [Comm(device, "gather")])  # type: ignore[list-item]
     assert device.log[-2:] == ["caller: join own_8", "caller: join gemm_without_8"]
 
 

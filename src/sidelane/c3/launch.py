@@ -68,12 +68,14 @@ def partitions_of(device: torch.device) -> tuple[DevicePartitions | None, str]:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def run(way: Way, compute: Callable[[], T], collective: Callable[..., S], on: Sequence[Communicator]) -> tuple[T, S]:
-    """Run both; what comes next on the current stream follows both.
+def run(
+    way: Way, computes: Sequence[Callable[[], T]], collective: Callable[..., S], on: Sequence[Communicator]
+) -> tuple[list[T], S]:
+    """Run all; what comes next on the current stream follows all of them.
 
     Args:
         way: to run them.
-        compute: see ``overlap``.
+        computes: one or several, see ``overlap``.
         collective: likewise.
         on: communicators on one device.
 
@@ -83,13 +85,13 @@ def run(way: Way, compute: Callable[[], T], collective: Callable[..., S], on: Se
     """
     device, strategy = on[0].device, way.strategy
     if strategy.concurrent and device.type == "cuda":
-        return _on_streams(way, compute, collective, on, device)
+        return _on_streams(way, computes, collective, on, device)
     comms = [Beside(comm, strategy, None) for comm in on]
     if not strategy.concurrent:
-        return compute(), collective(*comms)
+        return [compute() for compute in computes], collective(*comms)
     try:
         told = collective(*comms)
-        return compute(), told
+        return [compute() for compute in computes], told
     finally:
         for comm in comms:
             for work in comm.works:
@@ -129,29 +131,27 @@ class Beside:
 
 def _on_streams(
     way: Way,
-    compute: Callable[[], T],
+    computes: Sequence[Callable[[], T]],
     collective: Callable[..., S],
     on: Sequence[Communicator],
     device: torch.device,
-) -> tuple[T, S]:
+) -> tuple[list[T], S]:
     caller = torch.cuda.current_stream(device)
     lanes = _lanes(way, device, caller)
     aside, *others = streams = _asides(way, device, lanes, len(on))
-    computing = caller if lanes is None else lanes.gemm
+    roads = _roads(way, device, caller, lanes, len(computes))
+    first = roads[0]
     comms = [Beside(comm, way.strategy, stream) for comm, stream in zip(on, (None, *others), strict=True)]
     released = torch.cuda.Event()
     released.record(caller)
-    joined = streams if computing is caller else [*streams, computing]
+    joined = [*streams, *(road for road in roads if road is not caller)]
     for stream in joined:
         stream.wait_event(released)
 
-    def computed_on_lane() -> T:
+    def all_computed() -> list[T]:
         limited = contextlib.nullcontext() if lanes is None else lanes.limited()
-        if computing is caller:
-            with limited:
-                return compute()
-        with torch.cuda.stream(computing), limited, kept_for_backward(computing):
-            return compute()
+        with limited:
+            return [_computed(compute, road, caller) for compute, road in zip(computes, roads, strict=True)]
 
     try:
         if way.strategy.order is Order.COLLECTIVE_FIRST:
@@ -159,23 +159,40 @@ def _on_streams(
                 begun = torch.cuda.Event()
                 begun.record(aside)
                 told = collective(*comms)
-            computing.wait_event(begun)  # the collective is released, not ended
-            computed = computed_on_lane()
+            for road in dict.fromkeys(roads):
+                road.wait_event(begun)  # the collective is released, not ended
+            computed = all_computed()
         else:
-            if computing is not caller:  # whose release is the host's order; a lane's is not
+            if first is not caller:  # whose release is the host's order; a lane's is not
                 begun = torch.cuda.Event()
-                begun.record(computing)
+                begun.record(first)
                 aside.wait_event(begun)
-            computed = computed_on_lane()
+            computed = all_computed()
             with torch.cuda.stream(aside):
                 told = collective(*comms)
     finally:
         for stream in joined:
             caller.wait_stream(stream)
-    for part in tree_leaves((computed, told) if computing is not caller else told):
+    for part in tree_leaves((told, [one for one, road in zip(computed, roads, strict=True) if road is not caller])):
         if isinstance(part, torch.Tensor):
             part.record_stream(caller)
     return computed, told
+
+
+def _computed(compute: Callable[[], T], road: torch.cuda.Stream, caller: torch.cuda.Stream) -> T:
+    if road is caller:
+        return compute()
+    with torch.cuda.stream(road), kept_for_backward(road):
+        return compute()
+
+
+def _roads(
+    way: Way, device: torch.device, caller: torch.cuda.Stream, lanes: Lanes | None, count: int
+) -> list[torch.cuda.Stream]:
+    """A stream for each computation: the caller's for the first. Those under green contexts have one for all."""
+    if lanes is not None and lanes.gemm is not caller:
+        return [lanes.gemm] * count
+    return [caller, *(_side_stream(device, False, -number) for number in range(1, count))]
 
 
 def _lanes(way: Way, device: torch.device, caller: torch.cuda.Stream) -> Lanes | None:

@@ -7,7 +7,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import TypeVar, overload
 
 import torch
 
@@ -33,8 +33,34 @@ PARTITIONED = tuple(strategy.name for strategy in _OURS if strategy.partition is
 """Those that take compute units from the computation, where a device can."""
 
 
+@overload
 def overlap(
     compute: Callable[[], T],
+    collective: Callable[..., S],
+    on: Communicator | Sequence[Communicator],
+    *,
+    strategy: str = ...,
+    units: int | None = ...,
+    beside: Computation | None = ...,
+    moves: Moves = ...,
+) -> tuple[T, S]: ...
+
+
+@overload
+def overlap(
+    compute: Sequence[Callable[[], T]],
+    collective: Callable[..., S],
+    on: Communicator | Sequence[Communicator],
+    *,
+    strategy: str = ...,
+    units: int | None = ...,
+    beside: Computation | None = ...,
+    moves: Moves = ...,
+) -> tuple[list[T], S]: ...
+
+
+def overlap(
+    compute: Callable[[], T] | Sequence[Callable[[], T]],
     collective: Callable[..., S],
     on: Communicator | Sequence[Communicator],
     *,
@@ -42,12 +68,14 @@ def overlap(
     units: int | None = None,
     beside: Computation | None = None,
     moves: Moves = (),
-) -> tuple[T, S]:
+) -> tuple[T | list[T], S]:
     """Run a computation and collectives at once; the caller's next work follows both. Collective.
 
     Args:
         compute: launches on the current stream what reads nothing that the collectives write. Gradients flow through
-            what it returns; where units are taken from it, its backward runs without them, too.
+            what it returns; where units are taken from it, its backward runs without them, too. Or several, none of
+            which reads what another writes: the second and following have streams of their own, but for those under
+            green contexts, which follow each other.
         collective: gets a communicator for each of ``on`` and makes collectives on it, without ``async_op``. Those on
             one follow each other, those on two lanes of a session do not. What else it launches follows the first.
         on: one, or several.
@@ -60,7 +88,7 @@ def overlap(
         moves: what ``collective`` does: name and bytes of a collective, or several such pairs; for ``auto``.
 
     Returns:
-        What both have returned.
+        What both have returned, of several computations a list.
 
     Raises:
         ValueError: there is no such strategy, here or at all, no communicator, or options that do not go together.
@@ -79,8 +107,22 @@ def overlap(
         if beside is not None or moves:
             raise ValueError(f"overlap: beside, moves (value={beside}, {moves}, allowed=with strategy='auto')")
         way = _way(strategy, units, comms[0].device)
-    done: tuple[T, S] = run(way, compute, collective, comms)
-    return done
+    return _run(way, compute, collective, comms)
+
+
+def _run(
+    way: Way,
+    compute: Callable[[], T] | Sequence[Callable[[], T]],
+    collective: Callable[..., S],
+    comms: Sequence[Communicator],
+) -> tuple[T | list[T], S]:
+    one = callable(compute)
+    computes = [compute] if callable(compute) else list(compute) if isinstance(compute, Sequence) else []
+    if not computes or not all(map(callable, computes)):
+        raise ValueError(f"overlap: compute (value={compute!r}, allowed=a callable, or several)")
+    computed: list[T]
+    computed, told = run(way, computes, collective, comms)
+    return (computed[0] if one else computed), told
 
 
 class Overlap:
@@ -127,18 +169,25 @@ class Overlap:
     def strategy(self) -> str:
         return str(self._best or self._ways[self._trials % len(self._ways)])
 
-    def __call__(self, compute: Callable[[], T], collective: Callable[..., S]) -> tuple[T, S]:
+    @overload
+    def __call__(self, compute: Callable[[], T], collective: Callable[..., S]) -> tuple[T, S]: ...
+
+    @overload
+    def __call__(self, compute: Sequence[Callable[[], T]], collective: Callable[..., S]) -> tuple[list[T], S]: ...
+
+    def __call__(
+        self, compute: Callable[[], T] | Sequence[Callable[[], T]], collective: Callable[..., S]
+    ) -> tuple[T | list[T], S]:
         """See :func:`overlap`."""
         capturing = _is_capturing(self._on[0].device)
         if self._best is None and not capturing and self._trials == len(self._ways) * (self._rounds + 1):
             self._agree()
         if self._best is not None or capturing:
-            done: tuple[T, S] = run(self._best or self._ways[0], compute, collective, self._on)
-            return done
+            return _run(self._best or self._ways[0], compute, collective, self._on)
         round, number = divmod(self._trials, len(self._ways))
         self._trials += 1  # also if this fails: the ranks count alike
         with _Clock(self._on[0].device) as clock:
-            done = run(self._ways[number], compute, collective, self._on)
+            done = _run(self._ways[number], compute, collective, self._on)
         if round:
             self._clocks[number].append(clock)
         return done
