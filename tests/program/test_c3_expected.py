@@ -112,3 +112,16 @@ def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
     path.write_text(text)
     with pytest.raises(ValueError, match=r"value='.*c3.json'"):
         isolated_times(path, "cpu", 2)
+
+
+def test_pairs_that_say_nothing_are_left_out() -> None:
+    """A collective of 3% of the GEMM, and one that seems to hide more than itself."""
+    short = (pair("serial", 1030.0, "dma", alone=30.0), pair("conccl", 970.0, "dma"))
+    able = [named(name) for name in ("serial", "conccl")]
+    known = parse_isolated(file_of(gemm(1000.0), collective(800.0, "dma"), *short), "made up")
+    found = decide(ASKED, able, known, H200, {}, OF_CALLS)
+    assert found.reason.endswith("shares that are constants") and round(found.predicted_us[0][1]) == 1104
+    more = (pair("serial", 1300.0, "dma", alone=300.0), pair("conccl", 950.0, "dma"))
+    known = parse_isolated(file_of(gemm(1000.0), collective(800.0, "dma"), *more), "made up")
+    found = decide(ASKED, able, known, H200, {}, OF_CALLS)
+    assert found.predicted_us[0] == ("conccl", 1000.0), "nothing takes less than the longer of the two"

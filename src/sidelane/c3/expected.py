@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from sidelane.c3.choose import Candidate, Choice, choose
 from sidelane.c3.isolated import Isolated, PairTimes
 from sidelane.c3.strategies import strategies as all_strategies
-from sidelane.c3.strategy import Mover, Strategy
+from sidelane.c3.strategy import LEAST_GAIN, Mover, Strategy, ideal_speedup
 from sidelane.c3.workload import Bound, Gemm, Workload
 
 Movers = Mapping[Mover, tuple[str, ...]]
@@ -81,7 +81,7 @@ def decide(
         share = _share(one.strategy, one.units, asked, known, constants, ours[one.strategy.mover])
         found[number] = dataclasses.replace(one, hidden=share)
     chosen = choose(asked.gemm_us, asked.moves[0].collective, found)
-    basis = "shares measured here" if known is not None and known.pairs else "shares that are constants"
+    basis = "shares measured here" if known is not None and _telling(known) else "shares that are constants"
     return dataclasses.replace(chosen, reason=f"{chosen.reason}; {basis}")
 
 
@@ -136,7 +136,7 @@ def _share(
     if measured is not None:
         return measured
     if strategy.partition is None:
-        return 0.0 if known is not None and known.pairs else constants.get(strategy.name, 0.0)
+        return 0.0 if known is not None and _telling(known) else constants.get(strategy.name, 0.0)
     if strategy.mover.takes_units:
         return 1.0
     # Nobody touches its collective: that share is the one of the same without a partition.
@@ -150,10 +150,20 @@ def _way(strategy: Strategy) -> tuple[object, ...]:
     return strategy.order, strategy.priority, strategy.partition
 
 
+def _telling(known: Isolated) -> list[PairTimes]:
+    """Pairs of which so much can be hidden that it is more than what times differ by from run to run."""
+    return [
+        pair
+        for pair in known.pairs
+        if pair.serial_us > pair.comm_us > 0
+        and ideal_speedup(pair.serial_us - pair.comm_us, pair.comm_us) - 1 >= LEAST_GAIN
+    ]
+
+
 def _measured(strategy: Strategy, units: int, asked: Asked, known: Isolated, implementation: str) -> float | None:
     """The median over measured pairs: of the same collective, the same bound, the same units, if there are such."""
     names = {one.name for one in all_strategies() if _way(one) == _way(strategy)}
-    pairs = [pair for pair in known.pairs if pair.implementation == implementation]
+    pairs = [pair for pair in _telling(known) if pair.implementation == implementation]
     pairs = [pair for pair in pairs if any(name in names for name, _ in pair.times_us)]
     kinds = {move.collective for move in asked.moves}
     pairs = [pair for pair in pairs if pair.collective in kinds] or pairs
@@ -179,6 +189,6 @@ def _shares(names: Collection[str], strategy: Strategy, pair: PairTimes, known: 
             comm = known.comm_table(Workload(pair.gemm, pair.collective, pair.nbytes), (pair.implementation,))
             if strategy.mover.takes_units and comm is not None:
                 theirs *= comm.slowdown().get(units, 1.0)
-        if min(ours, theirs) > 0:
-            found.append((units, (ours + theirs - time_us) / min(ours, theirs)))
+        # Nothing hides more than itself: what seems to is one of two times that differ from round to round.
+        found.append((units, min(1.0, (ours + theirs - time_us) / min(ours, theirs))))
     return found

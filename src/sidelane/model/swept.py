@@ -24,6 +24,7 @@ KINDS = (Kind.ALL_GATHER, Kind.ALL_TO_ALL)
 OTHER_SIZES = (16 << 20, 128 << 20, 896 << 20)
 """Of collectives that are profiled with all their units only."""
 PAIR_BYTES = 896 << 20
+"""Of a collective, before it is made about as long as the GEMM beside it."""
 
 
 def sweep_of(machine: Machine, workload: Workload) -> Sweep:
@@ -66,10 +67,13 @@ def isolated_of_machine(machine: Machine) -> Isolated:
             times = {**alone, **(given if nbytes in PROFILED_SIZES else {})}
             collectives.append(CollectiveTimes(kind, nbytes, "nccl", times))
             collectives.append(CollectiveTimes(kind, nbytes, "dma", {0: dma_us(machine, kind, nbytes)}))
-    pairs = tuple(
-        pair for curve in gemms for kind in KINDS for pair in _pairs(machine, Workload(curve.gemm, kind, PAIR_BYTES))
-    )
+    pairs = tuple(pair for curve in gemms for kind in KINDS for pair in _pairs(machine, _as_long(machine, curve, kind)))
     return Isolated(float(machine.gpu.peak_tflops), float(machine.gpu.memory_gbps), gemms, tuple(collectives), pairs)
+
+
+def _as_long(machine: Machine, curve: GemmTimes, kind: Kind) -> Workload:
+    alone_us = library_gang(machine, kind, PAIR_BYTES).alone_us
+    return Workload(curve.gemm, kind, round(PAIR_BYTES * curve.times_us[0] / alone_us) // 4096 * 4096)
 
 
 def _pairs(machine: Machine, workload: Workload) -> list[PairTimes]:

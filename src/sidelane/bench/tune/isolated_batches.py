@@ -17,6 +17,8 @@ from sidelane.program.collective import Kind
 
 MEMORY_BYTES = {"cpu": 8 << 20, "gpu": 1 << 30}
 TRAFFIC_BYTES = {"cpu": 1 << 20, "gpu": 256 << 20}
+PAIR_BYTES = {"cpu": 8 << 20, "gpu": 896 << 20}
+"""Of the collective next to a GEMM: enough for what is hidden to be seen."""
 PAIRED = (Kind.ALL_GATHER, Kind.ALL_REDUCE)
 """Of the collectives, what runs next to GEMMs under every strategy: one that moves and one that reduces."""
 
@@ -67,7 +69,8 @@ def batches_of(rank: Rank, options: Options) -> list[Batch]:
     batches += [Batch(BESIDE, gemm, nbytes=traffic, means=maker) for gemm in gemms for maker in makers]
     if rank.world_size > 1:
         kinds = [kind for kind in PAIRED if kind in options.collectives] or options.collectives
-        batches += [Batch(PAIR, gemm, kind, traffic) for gemm in gemms for kind in kinds]
+        paired = rounded_bytes(PAIR_BYTES[where], rank.world_size)
+        batches += [Batch(PAIR, gemm, kind, paired) for gemm in gemms for kind in kinds]
     return batches
 
 
