@@ -242,12 +242,22 @@ def compiled(group: dist.ProcessGroup) -> None:
     """Inside of what torch.compile has made."""
     device = torch.get_default_device()
     with Communicator(group, device=device, config=Config(timeout_s=30)) as comm:
-        tensor = torch.empty(10)
+        tensor, short = torch.empty(10), comm.beside(us=5.0)
 
         @torch.compile(backend="eager")
         def step(x: torch.Tensor) -> torch.Tensor:
             y, _ = overlap(lambda: (2 * x).relu(), lambda comm: comm.all_reduce(tensor), comm)
-            return y + tensor.sum()
+            total = tensor.sum()
+            both = overlap(
+                [lambda: 3 * y, lambda: 4 * y],
+                lambda comm: comm.all_reduce(tensor),
+                comm,
+                strategy="auto",
+                beside=short,
+                moves=("all_reduce", 40),
+            )
+            (three, four), _ = both
+            return (three + four) / 7 + total
 
         for number in range(3):
             tensor.fill_(1.0)

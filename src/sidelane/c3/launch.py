@@ -67,7 +67,6 @@ def partitions_of(device: torch.device) -> tuple[DevicePartitions | None, str]:
     return DevicePartitions.on(device)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def run(
     way: Way, computes: Sequence[Callable[[], T]], collective: Callable[..., S], on: Sequence[Communicator]
 ) -> tuple[list[T], S]:

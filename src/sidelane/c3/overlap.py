@@ -59,6 +59,7 @@ def overlap(
 ) -> tuple[list[T], S]: ...
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def overlap(
     compute: Callable[[], T] | Sequence[Callable[[], T]],
     collective: Callable[..., S],
@@ -175,6 +176,7 @@ class Overlap:
     @overload
     def __call__(self, compute: Sequence[Callable[[], T]], collective: Callable[..., S]) -> tuple[list[T], S]: ...
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(
         self, compute: Callable[[], T] | Sequence[Callable[[], T]], collective: Callable[..., S]
     ) -> tuple[T | list[T], S]:
