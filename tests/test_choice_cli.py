@@ -81,6 +81,15 @@ def test_explain_on_a_machine_without_gpus_what_four_h200s_would_do():
         assert text in words
 
 
+def test_a_computation_of_known_time_is_weighed() -> None:
+    given = ("explain", "all_gather", "64K", "--machine", "h200x4", "--in-place")
+    short, long = (run(*given, "--beside-us", us).output.replace("\n", " ") for us in ("2", "5000"))
+    assert "beside compute of 2 us on 4 x NVIDIA H200" in short
+    assert "auto takes sm one_shot" in short and "us expected with compute of 2 us" in short
+    assert "auto takes dma" in long and "expected with compute of 5000 us" in long
+    assert "exclude each other" in run(*given, "--beside-us", "5", "--beside", "compute").output
+
+
 def _halves(words: str) -> int:
     """Copies to each peer. Whole ones and halves are about as fast here: the table may say either."""
     return 2 if "auto takes dma striped" in words else 1

@@ -15,6 +15,7 @@ from sidelane.errors import (
 )
 
 if TYPE_CHECKING:
+    from sidelane.c3.foretold import choose_overlap
     from sidelane.c3.overlap import Overlap, overlap
     from sidelane.collectives import Batched, BoundProgram, Communicator, Lane, Prelaunched, Session, Work
     from sidelane.collectives.pools import SymmetricPool, pool
@@ -45,6 +46,7 @@ __all__ = [
     "SymmetricPool",
     "UnavailableError",
     "Work",
+    "choose_overlap",
     "overlap",
     "pool",
     "register",
@@ -57,6 +59,7 @@ _ELSEWHERE = {
     "Report": "sidelane.integrations.ledger",
     "SidelaneGroup": "sidelane.integrations.process_group",
     "SymmetricPool": "sidelane.collectives.pools",
+    "choose_overlap": "sidelane.c3.foretold",
     "overlap": "sidelane.c3.overlap",
     "pool": "sidelane.collectives.pools",
     "register": "sidelane.integrations.registration",

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import random
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from sidelane import Communicator, Config, Overlap, Session, overlap
+from sidelane import Communicator, Config, Overlap, Session, choose_overlap, overlap
+from sidelane.c3 import foretold
 from sidelane.c3.overlap import NAMES as WAYS
+from sidelane.c3.overlap import PARTITIONED
+from sidelane.program.shape import Computation
+
+
+def all_ways() -> tuple[str, ...]:
+    """What runs on the default device."""
+    return WAYS + (PARTITIONED if torch.get_default_device().type == "cuda" else ())
 
 
 def every_strategy(group: dist.ProcessGroup, seed: int, rounds: int) -> None:
@@ -20,7 +29,7 @@ def every_strategy(group: dist.ProcessGroup, seed: int, rounds: int) -> None:
     with Communicator(group, device=device, config=Config(timeout_s=30)) as comm:
         n, rank = comm.world_size, comm.rank
         for step in range(rounds):
-            size, way, symmetric = draw.choice((1, 1000, 300_000)), draw.choice(WAYS), draw.random() < 0.5
+            size, way, symmetric = draw.choice((1, 1000, 300_000)), draw.choice(all_ways()), draw.random() < 0.5
             whole = comm.empty(n, size) if symmetric else torch.empty(n, size)
             summed = torch.empty(size)
             a, b = torch.randn(33, 65, requires_grad=True), torch.randn(65, 17)
@@ -58,7 +67,7 @@ def several_lanes(group: dist.ProcessGroup, rounds: int) -> None:
                 scatter.reduce_scatter(part, gradients)  # noqa: B023
                 return part  # noqa: B023
 
-            way = WAYS[step % len(WAYS)]
+            way = all_ways()[step % len(all_ways())]
             computed, told = overlap(lambda: torch.ones(10).cumsum(0), both, (gather, scatter), strategy=way)
             assert told.unique().tolist() == [n * (1.0 + step)] and computed[-1] == 10
             assert whole[:, 0].tolist() == list(range(n))
@@ -138,16 +147,117 @@ def failures(group: dist.ProcessGroup) -> list[str]:
     return told
 
 
+def several_computations(group: dist.ProcessGroup, rounds: int) -> None:
+    """Results and gradients of three computations next to a collective; then learned."""
+    device = torch.get_default_device()
+    with Communicator(group, device=device, config=Config(timeout_s=30)) as comm:
+        learned, tensor = Overlap(comm, rounds=1), torch.empty(5000)
+        for step in range(rounds):
+            weights = [torch.randn(40, 40, requires_grad=True) for _ in range(3)]
+            x = torch.randn(30, 40) * 2.0
+            tensor.fill_(step)
+            computes = [lambda w=w: (x @ w).relu().sum() for w in weights]  # noqa: B023
+            gather = lambda comm: comm.all_reduce(tensor)  # noqa: E731
+            if step % 2:
+                sums, _ = learned(computes, gather)
+            else:
+                sums, _ = overlap(computes, gather, comm, strategy=all_ways()[step // 2 % len(all_ways())])
+            assert len(sums) == 3 and tensor.unique().tolist() == [float(step * comm.world_size)]
+            sum(sums).backward()
+            for weight in weights:
+                plain = weight.detach().clone().requires_grad_()
+                (x @ plain).relu().sum().backward()
+                torch.testing.assert_close(weight.grad, plain.grad)
+        for wrong in ((), (1,), 5):
+            try:
+                overlap(wrong, gather, comm)  # type: ignore[call-overload]
+            except ValueError:
+                continue
+            raise AssertionError(wrong)
+
+
+def units_on_a_cpu(group: dist.ProcessGroup) -> list[str]:
+    """Errors before anything runs."""
+    told = []
+    with Communicator(group, device="cpu", config=Config(timeout_s=30)) as comm:
+        for attempt in (
+            lambda: overlap(_never, _never, comm, strategy="c3_rp"),
+            lambda: Overlap(comm, strategies=("conccl", "c3_rp")),
+            lambda: overlap(_never, _never, comm, strategy="conccl", units=8),
+        ):
+            try:
+                attempt()
+            except ValueError as error:
+                told.append(str(error))
+    return told
+
+
+def _never(*comms: Any) -> None:
+    raise AssertionError("nothing may run")
+
+
+def chosen(group: dist.ProcessGroup, files: list[str]) -> list[Any]:
+    """``auto``, by a file for each rank; empty: none."""
+    told: list[Any] = []
+    device, n, before = torch.get_default_device(), dist.get_world_size(group), foretold.isolated_file
+    path = files[dist.get_rank(group)]
+    foretold.isolated_file = lambda device_type, ranks: Path(path)  # type: ignore[assignment]
+    try:
+        with Communicator(group, device=device, config=Config(timeout_s=30)) as comm:
+            product, whole = Computation(1000.0, (8192, 8192, 8192, "bfloat16")), comm.empty(n, 64)
+            a = torch.ones(16, 16, requires_grad=True)
+            for _ in range(2):
+                whole.fill_(-1)
+                c, _ = overlap(
+                    lambda: a @ a,
+                    lambda comm: comm.all_gather(whole, torch.full((64,), float(comm.rank))),
+                    comm,
+                    strategy="auto",
+                    beside=product,
+                    moves=("all_gather", 1 << 28),
+                )
+                assert whole[:, -1].tolist() == list(range(n)) and c.unique().tolist() == [16.0]
+            told.append(choose_overlap(comm, product, [("all_gather", 1 << 28)]).reason)
+            for wrong in (("all_gather", 0), ("gather_all", 5), ("all_gather",), (), [("all_gather", 2.5)]):
+                try:
+                    choose_overlap(comm, product, wrong)  # type: ignore[arg-type]
+                except ValueError as error:
+                    told.append(str(error))
+            both = {"strategy": "auto", "beside": product, "moves": ("all_gather", 64)}
+            for wrong in ({"moves": ()}, {"beside": None}, {"units": 8}, {"strategy": "serial"}, {"beside": "compute"}):
+                try:
+                    overlap(lambda: None, lambda comm: None, comm, **{**both, **wrong})  # type: ignore[arg-type]
+                except ValueError as error:
+                    told.append(str(error))
+        with Communicator(group, device=device, config=Config(timeout_s=30, profile="builtin")) as comm:
+            told.append(choose_overlap(comm, product, ("all_gather", 1 << 28)).reason)
+    except ValueError as error:
+        return [str(error)]
+    finally:
+        foretold.isolated_file = before
+    return told
+
+
 def compiled(group: dist.ProcessGroup) -> None:
     """Inside of what torch.compile has made."""
     device = torch.get_default_device()
     with Communicator(group, device=device, config=Config(timeout_s=30)) as comm:
-        tensor = torch.empty(10)
+        tensor, short = torch.empty(10), comm.beside(us=5.0)
 
         @torch.compile(backend="eager")
         def step(x: torch.Tensor) -> torch.Tensor:
             y, _ = overlap(lambda: (2 * x).relu(), lambda comm: comm.all_reduce(tensor), comm)
-            return y + tensor.sum()
+            total = tensor.sum()
+            both = overlap(
+                [lambda: 3 * y, lambda: 4 * y],
+                lambda comm: comm.all_reduce(tensor),
+                comm,
+                strategy="auto",
+                beside=short,
+                moves=("all_reduce", 40),
+            )
+            (three, four), _ = both
+            return (three + four) / 7 + total
 
         for number in range(3):
             tensor.fill_(1.0)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from sidelane.bench.candidates import baselines_cuda
-from sidelane.bench.candidates.baselines_cuda import Nccl, NcclCopyEngines
+from sidelane.bench.candidates.baselines_cuda import Nccl, NcclCopyEngines, NcclCtas
 from sidelane.bench.candidates.candidate import Entrant, Prepared, Tensors, candidates_of, nothing_to_wait_for, views
 from sidelane.bench.candidates.reference import POISON, Case
 from sidelane.errors import UnavailableError
@@ -116,6 +116,36 @@ def test_a_window_that_cannot_be_had_is_an_error_with_the_reason(
     monkeypatch.setattr(library, "register_mem_pool", refuse)
     with pytest.raises(UnavailableError, match="rank 0: no symmetric memory"):
         nccl.reserve(1024, 512)
+
+
+def test_a_communicator_for_each_number_of_ctas(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def options() -> SimpleNamespace:
+        asked.append(SimpleNamespace(config=SimpleNamespace(max_ctas=0, min_ctas=0)))
+        return asked[-1]
+
+    def group(**given: Any) -> SimpleNamespace:
+        return SimpleNamespace(ctas=given["pg_options"].config.max_ctas)
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=options), raising=False)
+    monkeypatch.setattr(dist, "new_group", group)
+    called: list[int] = []
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: called.append(group.ctas))
+    nccl = NcclCtas(CPU, 10.0, Alone())  # type: ignore[arg-type]
+    assert [(one.config.min_ctas, one.config.max_ctas) for one in asked] == [(n, n) for n in (4, 8, 16, 32)]
+    nccl.reserve(1024, 1024)
+    case = Case(Kind.ALL_REDUCE, 1024, torch.bfloat16, 0, 1, CPU)
+    runs = [Prepared(entrant, case, nccl) for entrant in candidates_of(nccl, case.kind)]
+    assert [(run.variant, run.workgroups, run.in_place) for run in runs] == [
+        (f"ctas{n}", n, True) for n in (4, 8, 16, 32)
+    ]
+    for run in reversed(runs):
+        run.start()
+    assert called == [32, 16, 8, 4]
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=SimpleNamespace), raising=False)
+    with pytest.raises(UnavailableError, match="no max_ctas"):
+        NcclCtas(CPU, 10.0, Alone())  # type: ignore[arg-type]
 
 
 def test_what_nccl_cannot_do_in_place_is_not_tried() -> None:

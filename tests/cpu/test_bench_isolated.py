@@ -13,15 +13,18 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from sidelane.bench.c3 import heuristics
+from sidelane.bench.c3.heuristics import HeuristicsOptions
 from sidelane.bench.c3.study import is_bound_by_memory, rows_of
 from sidelane.bench.report.tables import tables_of
 from sidelane.bench.results.files import read, write
-from sidelane.bench.results.rows import IsolatedRow
+from sidelane.bench.results.rows import HeuristicRow, IsolatedRow
 from sidelane.bench.running.launch import Rank, RankFailedError
 from sidelane.bench.tune import isolated
 from sidelane.bench.tune.isolated import IsolatedOptions
 from sidelane.bench.tune.isolated_batches import batches_of
-from sidelane.bench.tune.isolated_rows import gemm_of, isolated_file, isolated_of, isolated_times, key_of
+from sidelane.bench.tune.isolated_rows import key_of
+from sidelane.c3.measured import gemm_of, isolated_file, isolated_of, isolated_times
 from sidelane.c3.outcome import GEMM, judge
 from sidelane.c3.strategies import named
 from sidelane.c3.workload import Bound, Workload, parse_workload
@@ -95,7 +98,11 @@ def test_batches_of_which_the_file_has_rows_are_left_out() -> None:
     batches = batches_of(rank, dataclasses.replace(options, dtype="bfloat16"))
     names = [str(batch) for batch in batches]
     assert names[:2] == ["memory 1073741824", "gemm 8x8x8 split"]
-    assert "collective all_gather 1024" in names and names[-1] == "beside 8x8x8 268435456 dma"
+    assert "collective all_gather 1024" in names
+    assert names[-2:] == [
+        "beside 8x8x8 268435456 dma",
+        f"pair 8x8x8 all_gather {896 << 20}",
+    ]
     small = {"gemm": "8x8x8", "m": 8, "n": 8, "k": 8, "dtype": "bfloat16"}
     rows = [
         MEMORY,
@@ -162,7 +169,7 @@ def test_from_end_to_end_on_cpu_ranks(tmp_path: Path) -> None:
     assert (tmp_path / "report" / "isolated.png").exists()
     rows = [one for one in results.rows if isinstance(one, IsolatedRow)]
     timed = [one for one in rows if one.time_us is not None]
-    assert {one.what for one in timed} == {"memory", "gemm", "collective", "beside"}
+    assert {one.what for one in timed} == {"memory", "gemm", "collective", "beside", "pair"}
     assert {one.implementation for one in timed if one.what == "collective"} == {"gloo", "dma"}
     assert {one.bytes for one in timed if one.what == "collective"} == {3008}
     assert {(one.implementation, one.means) for one in timed if one.what == "beside"} == {
@@ -170,7 +177,24 @@ def test_from_end_to_end_on_cpu_ranks(tmp_path: Path) -> None:
     }  # fmt: skip
     assert all(one.note for one in rows if one.time_us is None)
     assert {one.means for one in rows if one.what == "gemm"} == {"split", "target", "carve_out", "grid", "threads"}
-    assert isolated_of(rows).comm_us(parse_workload("64x48x32_3008")) > 0
+    known = isolated_of(rows)
+    assert known.comm_us(parse_workload("64x48x32_3008")) > 0
+    pairs = {pair.implementation: {name for name, _ in pair.times_us} for pair in known.pairs}
+    assert pairs == {"gloo": {"c3_base", "c3_sp", "priority"}, "dma": {"conccl"}}
+    assert all(pair.serial_us > 0 and pair.comm_us > 0 for pair in known.pairs)
+    judged = heuristics.main(
+        HeuristicsOptions(
+            **OPTIONS, workloads=("64x48x32_3008",), collectives=(Kind.ALL_GATHER,), full_size=True, warmup=0,
+            repeats=2, isolated=tmp_path / "c3.json",
+        )
+    )  # fmt: skip
+    assert judged is not None
+    verdicts = {one.heuristic: one for one in judged.rows if isinstance(one, HeuristicRow)}
+    assert verdicts["auto"].seen and verdicts["auto"].lost_percent is not None and "expected" in verdicts["auto"].note
+    assert verdicts["launch_order"].chosen in ("c3_base", "c3_sp")
+    assert verdicts["partition"].time_us is None and verdicts["partition"].note == "no partition was run"
+    refused = {one.means: one.note for one in rows if one.what == "pair" and one.time_us is None}
+    assert set(refused) == {"c3_rp", "c3_sp_rp", "c3_target", "conccl_rp"} and "green contexts" in refused["c3_rp"]
 
 
 def test_options(monkeypatch: pytest.MonkeyPatch) -> None:

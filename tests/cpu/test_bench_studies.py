@@ -280,6 +280,23 @@ def test_which_calls_are_measured() -> None:
         CollectiveOptions(places=("left",))
 
 
+def test_pairs_leave_traces(tmp_path: Path) -> None:
+    options = C3Options(
+        **QUICK, workloads=("64x64x64_30K",), collectives=(Kind.ALL_GATHER,), strategies=("serial", "conccl"),
+        timeline=tmp_path, command="test",
+    )  # fmt: skip
+    results = c3_study.main(options)
+    assert results is not None
+    serial, conccl = (tmp_path / f"64x64x64_30k-all_gather-{name}.trace.json" for name in ("serial", "conccl"))
+    assert len(list(tmp_path.glob("*.png"))) == 2
+    for path in (serial, conccl):
+        events = [event for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "X"]
+        assert len(events) == 2 * results.ranks and all(event["dur"] > 0 and event["ts"] >= 0 for event in events)
+    product, collective = [event for event in json.loads(serial.read_text())["traceEvents"] if event["ph"] == "X"][:2]
+    assert (product["name"], collective["name"]) == ("GEMM 64x64x64", "all_gather")
+    assert collective["ts"] >= product["ts"] + product["dur"] - 0.001
+
+
 def test_c3_from_end_to_end(tmp_path: Path) -> None:
     options = C3Options(
         **{**QUICK, "ranks": 3}, workloads=("64x64x64_30K", "96x64x32_1K"), json=tmp_path / "c3.json", command="test"

@@ -17,6 +17,7 @@ from sidelane.choice.store import write
 from sidelane.config import BUILTIN
 from sidelane.execute.submitted import Counts
 from sidelane.program.collective import Kind
+from sidelane.program.shape import Computation
 
 SMALL, LARGE = 64, 1 << 16
 
@@ -162,3 +163,51 @@ def cached(group: dist.ProcessGroup) -> None:
 
 def test_repeated_calls_are_recalled(pool: RankPool) -> None:
     pool.run(cached, 2)
+
+
+def weighed(group: dist.ProcessGroup) -> list[str]:
+    """What ranks say of a computation, and what their calls make of it."""
+    rank, told = dist.get_rank(group), []
+    with Communicator(group, config=Config(timeout_s=30)) as comm:
+        hint = comm.beside(us=100.0 + rank)
+        assert hint.gemm is None
+        assert ran(comm, SMALL, beside=hint)[0] == ran(comm, SMALL, beside="compute")[0]
+        product = comm.beside(gemm=(96, 64, 32, "float32"))
+        assert product.gemm == (96, 64, 32, "float32") and 0 < product.us < 1e6
+        tensors = [torch.full((5,), float(rank)), torch.full((3,), 1.0)]
+        comm.all_reduce(tensors, beside=hint)
+        assert tensors[0].tolist() == [float(sum(range(comm.world_size)))] * 5
+        splits = [1] * comm.world_size
+        output = torch.empty(comm.world_size)
+        comm.all_to_all(output, output + 1, input_split_sizes=splits, output_split_sizes=splits, beside=hint)
+        for given in (
+            {}, {"us": 1.0, "gemm": (1, 1, 1, "float32")}, {"us": 0.0}, {"us": "fast"}, {"gemm": (8, 8, "float32")},
+            {"gemm": (8, 8, 8, "int8")}, {"gemm": (8, 0, 8, "float32")}, {"us": -1.0 if rank else 5.0},
+            {"gemm": (8, 8 + rank, 8, "float32")},
+        ):  # fmt: skip
+            with pytest.raises(ValueError, match="value=") as refused:
+                comm.beside(**given)
+            told.append(str(refused.value))
+        with pytest.raises(ValueError, match="allowed=nothing, compute, or what Communicator.beside returns"):
+            comm.all_gather(torch.empty(comm.world_size), torch.empty(1), beside=17.0)
+        assert ran(comm, SMALL, beside=hint), "all of that has left the communicator as it was"
+        return [str(hint), *told]
+
+
+def test_a_computation_is_the_same_on_all_ranks(pool: RankPool) -> None:
+    hints = pool.run(weighed, 3)
+    assert [hint[0] for hint in hints] == ["compute of 102 us"] * 3
+    assert "us (value=-1.0" in hints[1][8] and "another rank has no time" in hints[0][8]
+    assert all("the same on all ranks" in hint[9] for hint in hints)
+
+
+def disagreeing(group: dist.ProcessGroup) -> str:
+    with Communicator(group, config=Config(timeout_s=30)) as comm:
+        tensor = torch.empty(comm.world_size)
+        with pytest.raises(MismatchError) as refused:
+            comm.all_gather(tensor, torch.empty(1), beside=Computation(5.0 + comm.rank))
+        return str(refused.value)
+
+
+def test_ranks_that_were_told_different_times_are_refused(pool: RankPool) -> None:
+    assert all("compute of 5 us" in text and "compute of 6 us" in text for text in pool.run(disagreeing, 2))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import overlap_cases
 import pytest
+from isolated_files import collective, file_of, gemm, pair
 from ranks import RankPool
 
 
@@ -14,6 +17,10 @@ def test_every_strategy(pool: RankPool, n: int) -> None:
 
 def test_several_lanes(pool: RankPool) -> None:
     pool.run(overlap_cases.several_lanes, 3, 10)
+
+
+def test_several_computations(pool: RankPool) -> None:
+    pool.run(overlap_cases.several_computations, 2, 24)
 
 
 def test_computing_waits_for_nobody(pool: RankPool) -> None:
@@ -30,6 +37,39 @@ def test_the_fastest_is_learned_from_the_slowest_rank(pool: RankPool) -> None:
         assert ran == ways * 3 + ["conccl"] + ["c3_sp"] * 3
         assert text.startswith("c3_sp: c3_sp 12 us, priority 13 us, conccl 20 us")
         assert times_us["serial"] == 20.0
+
+
+def test_what_takes_units_is_not_for_cpus(pool: RankPool) -> None:
+    for told in pool.run(overlap_cases.units_on_a_cpu, 2):
+        assert len(told) == 3
+        assert all("value='c3_rp', allowed=conccl," in text and "no green contexts" in text for text in told[:2])
+        assert "overlap: units (value=8" in told[2]
+
+
+def test_auto_goes_by_the_file_of_this_machine(pool: RankPool, tmp_path: Path) -> None:
+    path, other = tmp_path / "c3.json", tmp_path / "other.json"
+    rows = [
+        *(gemm(1000.0, "threads"), collective(800.0, "dma"), pair("serial", 1800.0, "dma", alone=800.0)),
+        *(pair("conccl", 1900.0, "dma"), pair("c3_sp", 1950.0, "gloo")),
+    ]
+    path.write_text(file_of(*rows))
+    for told in pool.run(overlap_cases.chosen, 2, [str(path)] * 2):
+        assert told[0].startswith("serial: 1000 + 800 = 1800 us expected"), "engines are slower in this file"
+        assert told[0].endswith("shares measured here")
+        assert len(told) == 12 and all("moves (value=" in text for text in told[1:6])
+        assert all("allowed=the first two with auto" in told[number] for number in (6, 7, 8))
+        assert "allowed=with strategy='auto'" in told[9] and "beside (value='compute'" in told[10]
+        assert "nothing was measured of these collectives" in told[11] or "constants" in told[11]
+    other.write_text(file_of(*rows, gemm(2000.0, "threads", 1)))
+    assert (
+        pool.run(overlap_cases.chosen, 2, [str(path), str(other)])
+        == [["overlap: the ranks read different files of isolated times (allowed=one for all of them)"]] * 2
+    )
+    other.write_text("{}")
+    first, second = pool.run(overlap_cases.chosen, 2, [str(path), str(other)])
+    assert "different files" in first[0] and "not such a file" in second[0]
+    for told in pool.run(overlap_cases.chosen, 2, [str(tmp_path / "none.json")] * 2):
+        assert "shares that are constants" in told[0] or "nothing was measured" in told[0]
 
 
 def test_failures(pool: RankPool) -> None:

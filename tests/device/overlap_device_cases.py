@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from device_cases import Context
 
-from sidelane import Communicator, Config, overlap
+from sidelane import Communicator, Config, Overlap, Session, SidelaneError, overlap
 
 
 def of(context: Context, name: str, *args: Any) -> Any:
@@ -28,7 +28,7 @@ def in_graphs(context: Context, replays: int) -> None:
     with Communicator(device=device, config=Config(timeout_s=30)) as comm:
         whole, shard = comm.empty(n, 100_000), torch.empty(100_000, device=device)
         a = torch.empty(512, 512, device=device)
-        for way in overlap_cases.WAYS:
+        for way in (*overlap_cases.WAYS, *overlap_cases.PARTITIONED):
 
             def step() -> torch.Tensor:
                 product, _ = overlap(lambda: a @ a, lambda comm: comm.all_gather(whole, shard), comm, strategy=way)  # noqa: B023
@@ -47,3 +47,51 @@ def in_graphs(context: Context, replays: int) -> None:
                 graph.replay()
                 assert whole[:, -1].tolist() == [replay + peer for peer in range(n)], (way, replay)
                 assert total.item() == 512**3 + 100_000 * (n * replay + sum(range(n))), (way, replay)
+
+
+def partitions(context: Context) -> list[str]:
+    """On a stream that is not the legacy default one."""
+    with torch.cuda.stream(torch.cuda.Stream()):
+        return _partitions(context)
+
+
+def _partitions(context: Context) -> list[str]:
+    """Partitions of other sizes, two lanes on the units of one, learned sweeps, and gradients of a chain."""
+    device, told = context.device, []
+    with Session(device=device, config=Config(timeout_s=30)) as session:
+        first, second = Communicator(session.lane("first")), Communicator(session.lane("second"))
+        n, rank = first.world_size, first.rank
+        x, w = torch.randn(300, 200, device=device), torch.randn(200, 200, device=device, requires_grad=True)
+        for step in range(40):
+            name = overlap_cases.PARTITIONED[step % len(overlap_cases.PARTITIONED)]
+            units = None if name == "conccl_rp" else (8, 16, 32, 64)[step // 4 % 4]
+            whole, summed = first.empty(n, 5000), torch.full((700,), float(step), device=device)
+
+            def both(first: Any, second: Any) -> None:
+                first.all_gather(whole, torch.full((5000,), float(step + rank), device=device))  # noqa: B023
+                second.all_reduce(summed)  # noqa: B023
+
+            def compute() -> torch.Tensor:
+                h = (x * 2.0) @ w  # a temporary that only backward needs
+                return (h.relu() @ w).sum()
+
+            w.grad = None
+            loss, _ = overlap(compute, both, (first, second), strategy=name, units=units)
+            loss.backward()
+            torch.full((300, 200), float("nan"), device=device)  # what may take memory that was given away too early
+            plain = w.detach().clone().requires_grad_()
+            (((x * 2.0) @ plain).relu() @ plain).sum().backward()
+            torch.testing.assert_close(w.grad, plain.grad, rtol=1e-4, atol=1e-1)
+            assert whole[:, -1].tolist() == [step + peer for peer in range(n)], (name, units)
+            assert summed.unique().tolist() == [float(n * step)], (name, units)
+        learned = Overlap(first, strategies=("conccl", "c3_rp", "c3_target"), rounds=1)
+        tensor = torch.ones(1000, device=device)
+        for _ in range(2 * 9 + 1):
+            learned(lambda: x @ w, lambda comm: comm.all_reduce(tensor, op="max"))
+        told.append(str(learned))
+        for name, units in (("c3_rp", 12345), ("c3_rp", 1)):
+            try:
+                overlap(lambda: None, lambda comm: None, first, strategy=name, units=units)
+            except SidelaneError as error:
+                told.append(str(error))
+    return told

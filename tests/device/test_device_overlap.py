@@ -29,5 +29,20 @@ def test_failures(ranks: Ranks) -> None:
         assert len(told) == 9, told
 
 
+def test_several_computations(ranks: Ranks) -> None:
+    ranks.run("overlap_device_cases.of", "several_computations", 40)
+
+
 def test_in_graphs(ranks: Ranks) -> None:
     ranks.run("overlap_device_cases.in_graphs", 5)
+
+
+def test_partitions(ranks: Ranks) -> None:
+    for told in ranks.run("overlap_device_cases.partitions"):
+        assert "c3_rp with 16 units" in told[0] and "c3_target with 8 units" in told[0]
+        assert len(told) == 3, "a GPU has no such parts, and says so"
+
+
+def test_choosing(ranks: Ranks) -> None:
+    for told in ranks.run("overlap_device_cases.of", "chosen", ["/no/such/file"] * ranks.world_size):
+        assert "expected" in told[0] and len(told) == 12

@@ -16,8 +16,8 @@ from sidelane.bench.c3 import occupancy
 from sidelane.bench.c3.occupancy import OccupancyOptions
 from sidelane.bench.tune import isolated
 from sidelane.bench.tune.isolated import IsolatedOptions
-from sidelane.bench.tune.isolated_rows import isolated_of
 from sidelane.c3.lanes import DevicePartitions, Lanes
+from sidelane.c3.measured import isolated_of
 from sidelane.c3.run import run_workload
 from sidelane.c3.strategies import named
 from sidelane.c3.strategy import Means, Partition
@@ -66,7 +66,7 @@ def test_the_two_parts_run_on_sms_of_their_own(units: int) -> None:
 class Adding:
     """In the place of a collective: a kernel that adds 1."""
 
-    label, implementation, in_place = "adding", "nccl", False
+    label, implementation, in_place, workgroups = "adding", "nccl", False, 0
 
     def __init__(self) -> None:
         self.values = torch.zeros(1 << 20, device=DEVICE)

@@ -190,6 +190,7 @@ class Way:
     label: str
     implementation: str = "nccl"
     in_place: bool = False
+    workgroups: int = 0
 
     def start(self) -> Callable[[], None]:
         return lambda: None
@@ -250,3 +251,21 @@ def test_what_the_machine_has_no_means_for_is_a_row_with_the_reason() -> None:
     failures = {result.strategy: result.failure for result in outcome.results if result.failure}
     assert list(failures) == ["c3_target"]
     assert failures["c3_target"] and failures["c3_target"].text.endswith("(target): not here")
+
+
+def test_a_gemm_leaves_as_many_units_as_there_are_ctas() -> None:
+    instruments = Alone({"cta_target: ctas16": 60.0, "cta_sp: ctas4": 50.0})
+    outcome = run_workload(
+        parse_workload("8x8x8_1K", Kind.ALL_GATHER, "float32"),
+        [Way("library"), *(Way(f"ctas{n}", "nccl_ctas", workgroups=n) for n in (4, 8, 16))],
+        instruments,
+        device=torch.device("cpu"),
+        partitions=Parts([]),
+        strategies=[named(name) for name in ("cta_sp", "cta_target")],
+    )
+    assert [label for label in instruments.asked[-1] if "target" in label] == [
+        "cta_target: ctas8, 8 units",
+        "cta_target: ctas16, 16 units",
+    ]
+    found = {result.strategy: (result.label, result.units, result.time_us) for result in outcome.results}
+    assert found == {"cta_sp": ("ctas4", 0, 50.0), "cta_target": ("ctas16", 16, 60.0)}

@@ -8,6 +8,7 @@ import sys
 import threading
 
 import pytest
+import torch
 
 from sidelane.c3 import overlap
 from sidelane.c3 import run as runner
@@ -15,15 +16,17 @@ from sidelane.c3.strategies import FILES, named, register, registry, strategies
 from sidelane.c3.strategy import Means, Mover, Order, Partition, Strategy
 from sidelane.cli import main
 
+CPU = torch.device("cpu")
 NAMES = tuple(strategy.name for strategy in strategies())
 
 
 def test_the_strategies_in_the_order_of_studies() -> None:
     assert (
-        *("serial", "c3_base", "c3_sp", "c3_rp", "c3_sp_rp", "c3_target", "priority", "conccl", "conccl_rp", "nccl_ce"),
+        *("serial", "c3_base", "c3_sp", "c3_rp", "c3_sp_rp", "c3_target", "priority"),
+        *("cta_base", "cta_sp", "cta_target", "cta_priority", "conccl", "conccl_rp", "nccl_ce"),
         *("sm_base", "sm_sp", "sm_rp", "sm_sp_rp", "sm_target", "sm_priority"),
     ) == NAMES
-    assert set(FILES) == {*NAMES[:10], "registry", "everything"}, "a file each"
+    assert set(FILES) == {*NAMES[:7], "c3_cta", *NAMES[11:14], "registry", "everything"}, "a file each"
 
 
 @pytest.mark.parametrize(
@@ -50,6 +53,14 @@ def test_what_each_one_says(name: str, order: Order, mover: Mover, priority: int
 def test_our_kernels_have_those_of_the_library() -> None:
     for ours, theirs in (("sm_base", "c3_base"), ("sm_sp", "c3_sp"), ("sm_rp", "c3_rp"), ("sm_priority", "priority")):
         assert named(ours) == dataclasses.replace(named(theirs), name=ours, mover=Mover.SM, preference=100)
+
+
+def test_numbers_of_ctas_are_those_of_the_library() -> None:
+    for ours, theirs in (("cta_base", "c3_base"), ("cta_sp", "c3_sp"), ("cta_target", "c3_target")):
+        one, other = named(ours), named(theirs)
+        assert (one.order, one.partition, one.priority) == (other.order, other.partition, other.priority)
+        assert one.mover is Mover.LIBRARY_CTAS and one.mover.takes_units
+        assert one.implementation({"nccl", "nccl_ctas"}) == "nccl_ctas" and one.implementation({"nccl"}) is None
 
 
 def test_implementations() -> None:
@@ -86,7 +97,7 @@ def test_a_registered_strategy_is_everywhere(monkeypatch: pytest.MonkeyPatch) ->
         register(dataclasses.replace(mine, priority=0))
     place = [strategy.name for strategy in strategies()].index("mine")
     assert strategies()[place - 1].name == "conccl_rp" and strategies()[place + 1].name == "nccl_ce"
-    assert overlap.possible("mine") is mine
+    assert overlap.possible("mine", CPU).strategy is mine
 
 
 def test_commands_take_every_name() -> None:
@@ -96,9 +107,9 @@ def test_commands_take_every_name() -> None:
 
 def test_overlap_takes_those_that_calls_can_be_told() -> None:
     assert overlap.NAMES == ("conccl", "c3_sp", "priority", "c3_base", "serial")
-    for name, reason in (("c3_rp", "only studies"), ("sm_sp", "not told"), ("fastest", "none of that name")):
+    for name, reason in (("c3_rp", "green contexts"), ("sm_sp", "not told"), ("fastest", "none of that name")):
         with pytest.raises(ValueError, match=rf"value='{name}', allowed=conccl, .*{reason}"):
-            overlap.possible(name)
+            overlap.possible(name, CPU)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere niceness is the process's")

@@ -15,7 +15,7 @@ from sidelane.choice.store import (
 )
 from sidelane.config import COMPUTE
 from sidelane.program.collective import Kind
-from sidelane.program.shape import CallShape
+from sidelane.program.shape import CallShape, Computation
 
 
 def test_the_fastest_is_taken_and_the_reason_says_how_fast():
@@ -93,3 +93,31 @@ def test_every_call_gets_the_same_legal_choice_every_time():
             choice = choose(given, call)
             assert choice.candidate in candidates(call)
             assert choice == choose(parse(given.to_text()) if given else None, call), "as on another rank"
+
+
+def beside(us: float, nbytes: int, **shares: float) -> CallShape:
+    return gather(nbytes, beside=COMPUTE, computation=Computation(us, **shares))
+
+
+def test_a_computation_of_known_time_is_weighed():
+    """Kernels: 5 us and 50, of which nothing is hidden; copies: 20 and 25, which disappear behind what is longer."""
+    short, long = choose(CROSSING, beside(2.0, 1024)), choose(CROSSING, beside(1000.0, 1024))
+    assert (short.candidate, long.candidate) == (ONE_SHOT, B2B)
+    assert short.reason == "7 us expected with compute of 2 us, next dma b2b 20 us"
+    assert long.reason.startswith("1000 us expected with compute of 1000 us, next dma pcpy 1000 us")
+    assert choose(CROSSING, beside(2.0, 1024, copies_hidden=0.0)).candidate == ONE_SHOT
+    assert choose(CROSSING, beside(1000.0, 1024, copies_hidden=0.2, kernels_hidden=0.9)).candidate == ONE_SHOT
+    assert choose(CROSSING, beside(2.0, 1 << 20)).candidate == B2B
+
+
+def test_a_computation_that_nobody_can_weigh_is_one_that_wants_all_units():
+    for known in (None, profile(curve(B2B, (1024, 20.0), (1 << 20, 25.0)))):
+        call = beside(2.0, 1024)
+        plain = choose(known, dataclasses.replace(call, computation=None))
+        assert choose(known, call) == plain and plain.candidate.implementation == DMA
+
+
+@pytest.mark.parametrize("us", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_computation_takes_time(us: float):
+    with pytest.raises(ValueError, match=r"beside: us \(value="):
+        Computation(us)

@@ -38,6 +38,7 @@ PARTS = (
             ("sidelane.collectives.own_kernel", ("OwnKernel",)),
             ("sidelane.collectives.pools", ("pool", "SymmetricPool")),
             ("sidelane.c3.overlap", ("overlap", "Overlap")),
+            ("sidelane.c3.foretold", ("choose_overlap",)),
             ("sidelane.integrations.registration", ("register",)),
             ("sidelane.integrations.wrap", ("wrap",)),
             ("sidelane.integrations.ledger", ("report", "Report")),

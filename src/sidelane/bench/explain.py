@@ -18,6 +18,7 @@ from sidelane.bench.results.written import write_json
 from sidelane.bench.running.launch import choose_target
 from sidelane.choice import Abilities, Candidate, Choice, Curve, Profile, candidates, choose, objection
 from sidelane.choice.candidate import EVERYTHING, GRAPH, everything
+from sidelane.choice.hidden import hidden_shares
 from sidelane.choice.key import CPU, Key, key_here
 from sidelane.choice.store import InForce, builtin, builtin_for, builtin_names, in_force, read
 from sidelane.collectives.arguments import SHARD_ALIGNMENT, aligned_shards
@@ -32,6 +33,7 @@ from sidelane.program.collective import REDUCING, Collective, Kind, ReduceOp, Re
 from sidelane.program.ir import MOVES, Copy, Move, Program, describe
 from sidelane.program.kernel import KernelProgram, Protocol
 from sidelane.program.kernel_list import AnyKernelProgram, KernelListProgram
+from sidelane.program.shape import Beside, Computation
 from sidelane.sizes import format_bytes
 
 RANK = 0
@@ -79,6 +81,7 @@ class ExplainOptions:
         captured: into a graph.
         ordinary: the tensors are not in symmetric memory.
         beside: ``nothing`` or ``compute``.
+        beside_us: time of a computation that runs next to it, instead; None: not known.
         world_size: ranks; None takes those that the profile was measured with, or those of this machine.
         machine: a built-in table, or a machine of the catalogue that is simulated; None for this machine.
         profile: file to choose by, whatever machine it is of.
@@ -93,6 +96,7 @@ class ExplainOptions:
     captured: bool = False
     ordinary: bool = False
     beside: str = NOTHING
+    beside_us: float | None = None
     world_size: int | None = None
     machine: str | None = None
     profile: Path | None = None
@@ -102,6 +106,8 @@ class ExplainOptions:
     def __post_init__(self) -> None:
         if self.nbytes < 1:
             raise ValueError(f"explain: SIZE (value={self.nbytes}, allowed=1 byte and more)")
+        if self.beside_us is not None and self.beside != NOTHING:
+            raise ValueError("explain: --beside and --beside-us exclude each other")
         if self.machine is not None and self.profile is not None:
             raise ValueError("explain: --machine and --profile exclude each other")
         if self.tensors is not None and (self.tensors < 1 or self.kind not in LISTED):
@@ -168,7 +174,7 @@ def explain(options: ExplainOptions) -> Explanation:
         ValueError: no such machine or profile, or a call that does not exist.
     """
     by, where, device_type, world_size, abilities = _where(options)
-    agreement = _agreement(options, world_size)
+    agreement = _agreement(options, world_size, where)
     has_driver = by is not None and device_type != CPU
     moves = frozenset[type[Move]]({Copy} if has_driver else MOVES)
     if by is None:
@@ -199,7 +205,7 @@ def show(found: Explanation, console: rich.console.Console) -> None:
         "in place" if call.in_place else "out of place",
         "in a graph" if call.captured else "eager",
         *([] if call.symmetric else ["ordinary memory"]),
-        *([f"beside {call.beside}"] if call.beside != NOTHING else []),
+        *([f"beside {call.computation or call.beside}"] if call.beside != NOTHING else []),
     ]
     say(console, ", ".join(words))
     say(console, f"on {found.where}")
@@ -298,14 +304,14 @@ def _rounding(options: ExplainOptions, agreement: AnyAgreement) -> tuple[str, ..
     return (f"{options.nbytes} bytes are not {number} of {options.dtype} elements{shared}: explained for {of_all}",)
 
 
-def _agreement(options: ExplainOptions, world_size: int) -> AnyAgreement:
-    collective = _collective(options, world_size)
+def _agreement(options: ExplainOptions, world_size: int, where: str) -> AnyAgreement:
+    collective, beside = _collective(options, world_size), _beside(options, where)
     place = None if options.ordinary else (0, 0)
     reads, scatters = options.kind in REDUCING, options.kind is Kind.REDUCE_SCATTER
     places = (place if reads else None, None if scatters else place)
     if options.tensors is not None:
         parts = (Part(collective, options.dtype, *places),) * options.tensors
-        return ListAgreement(options.kind, world_size, parts, AUTO, options.captured, options.beside)
+        return ListAgreement(options.kind, world_size, parts, AUTO, options.captured, beside)
     return Agreement(
         collective=collective,
         dtype=options.dtype,
@@ -313,8 +319,16 @@ def _agreement(options: ExplainOptions, world_size: int) -> AnyAgreement:
         input_place=places[0],
         output_place=places[1],
         frozen=options.captured,
-        beside=options.beside,
+        beside=beside,
     )
+
+
+def _beside(options: ExplainOptions, where: str) -> Beside:
+    """What runs next to the call; of a computation of known time also what hides there, by the device in ``where``."""
+    if options.beside_us is None:
+        return options.beside
+    shares = hidden_shares(where)
+    return Computation(options.beside_us, None, shares["conccl"], shares["c3_sp"])
 
 
 def _collective(options: ExplainOptions, world_size: int) -> Collective:

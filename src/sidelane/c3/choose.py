@@ -6,16 +6,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from sidelane.c3.strategy import Mover, Strategy
+from sidelane.choice.hidden import DEFAULT_MACHINE, HIDDEN
 from sidelane.program.collective import Kind
-
-# Share of the shorter operation that disappears behind the longer one, by strategy.
-# mi300x: averages of the ConCCL paper (section V, figures 8 and 10), percent of ideal over all its pairs.
-# h200: docs/lab/hardware.md, "GEMM next to a collective"; the lower ends of its ranges.
-HIDDEN: dict[str, dict[str, float]] = {
-    "mi300x": {"c3_base": 0.21, "c3_sp": 0.42, "conccl": 0.66},
-    "h200": {"c3_base": 0.0, "c3_sp": 0.02, "conccl": 0.87, "nccl_ce": 0.92},
-}
-DEFAULT_MACHINE = "mi300x"
 
 OWN_CHUNK_HIDDEN = 0.03
 """What remains of that share for ``nccl_ce`` when it copies the caller's own chunk inside the GPU, a copy that waits
@@ -30,20 +22,30 @@ class Candidate:
         strategy: what would run.
         comm_us: isolated time of the collective as this strategy runs it.
         in_place: whether that was an in-place call.
+        units: that it takes from the GEMM.
+        gemm_us: time of the GEMM alone without these; None: it has all.
+        hidden: share of the shorter of the two that disappears; None: by name, of a table.
     """
 
     strategy: Strategy
     comm_us: float
     in_place: bool
+    units: int = 0
+    gemm_us: float | None = None
+    hidden: float | None = None
+
+    def __str__(self) -> str:
+        return self.strategy.name + (f" with {self.units} units" if self.units else "")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Choice:
-    """The pick, what was predicted for every candidate (fastest first), and why."""
+    """The pick, what was predicted for every candidate (fastest first), why, and units taken from the GEMM."""
 
     strategy: str
     predicted_us: tuple[tuple[str, float], ...]
     reason: str
+    units: int = 0
 
 
 def choose(
@@ -69,20 +71,14 @@ def choose(
     scored = [(_predict(gemm_us, collective, candidate, table), candidate) for candidate in candidates]
     ranking = sorted(scored, key=lambda pair: pair[0])
     predicted, best = ranking[0]
-    reason = f"{best.strategy.name}: {_explain(gemm_us, collective, best, table)} = {predicted:.0f} us expected"
+    reason = f"{best}: {_explain(gemm_us, collective, best, table)} = {predicted:.0f} us expected"
     if len(ranking) > 1:
-        reason += f", next {ranking[1][1].strategy.name} {ranking[1][0]:.0f} us"
-    return Choice(best.strategy.name, tuple((c.strategy.name, us) for us, c in ranking), reason)
-
-
-def hidden_shares(device_name: str) -> Mapping[str, float]:
-    """The table's entry for a device, by a name like the driver's; the default machine's if it is not in the table."""
-    name = device_name.lower()
-    return next((shares for machine, shares in HIDDEN.items() if machine in name), HIDDEN[DEFAULT_MACHINE])
+        reason += f", next {ranking[1][1]} {ranking[1][0]:.0f} us"
+    return Choice(best.strategy.name, tuple((str(c), us) for us, c in ranking), reason, best.units)
 
 
 def _share(collective: Kind, candidate: Candidate, hidden: Mapping[str, float]) -> float:
-    share = hidden.get(candidate.strategy.name, 0.0)
+    share = hidden.get(candidate.strategy.name, 0.0) if candidate.hidden is None else candidate.hidden
     copies_own_chunk = not (collective is Kind.ALL_GATHER and candidate.in_place)
     if candidate.strategy.mover is Mover.LIBRARY_DMA and copies_own_chunk:
         return min(share, OWN_CHUNK_HIDDEN)
@@ -90,6 +86,7 @@ def _share(collective: Kind, candidate: Candidate, hidden: Mapping[str, float]) 
 
 
 def _predict(gemm_us: float, collective: Kind, candidate: Candidate, hidden: Mapping[str, float]) -> float:
+    gemm_us = gemm_us if candidate.gemm_us is None else candidate.gemm_us
     if not candidate.strategy.concurrent:
         return gemm_us + candidate.comm_us
     longer, shorter = max(gemm_us, candidate.comm_us), min(gemm_us, candidate.comm_us)
@@ -97,6 +94,7 @@ def _predict(gemm_us: float, collective: Kind, candidate: Candidate, hidden: Map
 
 
 def _explain(gemm_us: float, collective: Kind, candidate: Candidate, hidden: Mapping[str, float]) -> str:
+    gemm_us = gemm_us if candidate.gemm_us is None else candidate.gemm_us
     if not candidate.strategy.concurrent:
         return f"{gemm_us:.0f} + {candidate.comm_us:.0f}"
     longer, shorter = max(gemm_us, candidate.comm_us), min(gemm_us, candidate.comm_us)

@@ -1,12 +1,13 @@
 """What was measured of GEMMs and collectives alone, and what follows: classes, and the partition heuristic's choices.
 
-Pure: numbers in, choices with reasons out. ``bench/tune/isolated.py`` measures (``sidelane tune --study c3``).
+Pure: numbers in, choices with reasons out. ``bench/tune/isolated.py`` measures (``sidelane tune --study c3``), with a
+few pairs among it, from which ``c3.expected`` has what strategies hide.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from enum import StrEnum
 
 from sidelane.c3 import heuristic
@@ -83,6 +84,27 @@ class CollectiveTimes:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class PairTimes:
+    """A GEMM and a collective under several strategies, measured in turns.
+
+    Attributes:
+        gemm, collective, nbytes: the pair.
+        implementation: who ran the collective.
+        comm_us: of the collective alone.
+        serial_us: of one after the other.
+        times_us: by name of a strategy and units taken from the GEMM.
+    """
+
+    gemm: Gemm
+    collective: Kind
+    nbytes: int
+    implementation: str
+    comm_us: float
+    serial_us: float
+    times_us: Mapping[tuple[str, int], float]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Isolated:
     """Everything measured of a machine.
 
@@ -91,28 +113,38 @@ class Isolated:
         memory_gbps: that a kernel reads and writes.
         gemms: the curves; several of one shape by several means.
         collectives: the curves.
+        pairs: both at once.
     """
 
     tflops: float
     memory_gbps: float
     gemms: tuple[GemmTimes, ...]
     collectives: tuple[CollectiveTimes, ...]
+    pairs: tuple[PairTimes, ...] = ()
 
     @property
     def flops_per_byte(self) -> float:
         """Operations that the machine does while a byte moves: above it a GEMM is compute-bound."""
         return self.tflops * 1e3 / self.memory_gbps
 
-    def bound(self, gemm: Gemm) -> tuple[Bound, str]:
+    def bound(self, gemm: Gemm, us: float | None = None) -> tuple[Bound, str]:
         """What limits a GEMM, and why: how it took the loss of units if that was measured, else its operations a byte.
 
         The least possible bytes call some memory-bound GEMMs compute-bound; the loss of units does not.
+
+        Args:
+            gemm: which.
+            us: that it takes alone, if that is known: then one that was not measured with fewer units is limited by its
+                bytes also where it is much slower than the fastest.
         """
         known = [curve.sensitivity() for curve in self._curves(gemm)]
         found = next((one for one in known if one is not None), None)
         if found is not None:
             bound = Bound.COMPUTE if found >= SENSITIVE else Bound.MEMORY
             return bound, f"fewer units cost it {found:.2f} of their share"
+        best = max(curve.gemm.flops / curve.times_us[0] for curve in self.gemms) if self.gemms else 0.0
+        if us is not None and gemm.flops / us < heuristic.EFFICIENCY * best:
+            return Bound.MEMORY, f"{gemm.flops / us / 1e6:.0f} TFLOP/s, the fastest GEMM {best / 1e6:.0f}"
         bound = gemm.bound(self.flops_per_byte)
         return bound, f"{gemm.flops / gemm.nbytes:.0f} operations a byte, the machine {self.flops_per_byte:.0f}"
 
@@ -122,17 +154,44 @@ class Isolated:
             return curve.times_us[0]
         return heuristic.expected_gemm_us(gemm.flops, gemm.nbytes, self.tflops, self.memory_gbps)
 
-    def comm_us(self, workload: Workload) -> float:
+    def comm_us(self, workload: Workload, among: Collection[str] | None = None) -> float:
         """Time of a collective alone: of the nearest size that was measured, in proportion to its bytes.
+
+        Args:
+            workload: the pair.
+            among: implementations; None: all. The fastest counts.
 
         Raises:
             ValueError: no size of it was measured.
         """
-        curve = min(
-            self._nearest(workload, [c for c in self.collectives if c.collective is workload.collective]),
-            key=lambda one: one.times_us[0],
-        )
+        known = [c for c in self.collectives if c.collective is workload.collective]
+        known = [c for c in known if among is None or c.implementation in among]
+        curve = min(self._nearest(workload, known), key=lambda one: one.times_us[0])
         return curve.times_us[0] * workload.nbytes / curve.nbytes
+
+    def gemm_table(self, gemm: Gemm, means: str | None = None, us: float | None = None) -> GemmTimes | None:
+        """The profiled GEMM whose slowdowns hold for another: of its bound if there is one, then of the nearest size.
+
+        Args:
+            gemm: any.
+            means: by which it lost units; None: any.
+            us: see :meth:`bound`.
+        """
+        able = [curve for curve in self.gemms if curve.slowdown() and means in (None, curve.means)]
+        bound = self.bound(gemm, us)[0]
+        alike = [curve for curve in able if self.bound(curve.gemm)[0] is bound]
+        return min(alike or able, key=lambda one: _apart(one.gemm.flops, gemm.flops), default=None)
+
+    def comm_table(self, workload: Workload, among: Collection[str] | None = None) -> CollectiveTimes | None:
+        """The profiled collective whose slowdowns hold for one: of the nearest size, and then the fastest.
+
+        Args:
+            workload: the pair.
+            among: implementations; None: all.
+        """
+        able = [c for c in self.collectives if c.collective is workload.collective and c.slowdown()]
+        able = [c for c in able if among is None or c.implementation in among]
+        return min(self._nearest(workload, able), key=lambda one: one.times_us[0]) if able else None
 
     def kind(self, workload: Workload) -> C3Class:
         """G-long, C-long or GC-equal."""
@@ -163,15 +222,11 @@ class Isolated:
             ValueError: no GEMM of its bound, or no size of the collective, was measured with fewer units.
         """
         bound, why = self.bound(workload.gemm)
-        gemms = [curve for curve in self.gemms if curve.slowdown() and self.bound(curve.gemm)[0] is bound]
-        gemms = gemms or [curve for curve in self.gemms if curve.slowdown()]
-        able = [c for c in self.collectives if c.collective is workload.collective and c.slowdown()]
-        able = [c for c in able if implementation in (None, c.implementation)]
-        if not gemms or not able:
-            what = "GEMM" if not gemms else f"{workload.collective}"
+        gemm = self.gemm_table(workload.gemm)
+        comm = self.comm_table(workload, None if implementation is None else (implementation,))
+        if gemm is None or comm is None:
+            what = "GEMM" if gemm is None else f"{workload.collective}"
             raise ValueError(f"allocate: no {what} was measured with fewer units (value={workload.name})")
-        gemm = min(gemms, key=lambda one: _apart(one.gemm.flops, workload.gemm.flops))
-        comm = min(self._nearest(workload, able), key=lambda one: one.times_us[0])
         shared = sorted(set(gemm.slowdown()) & set(comm.slowdown()))
         found = heuristic.allocate(
             self.gemm_us(workload.gemm),

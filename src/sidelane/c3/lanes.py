@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from sidelane.c3.strategy import Means, Partition
 from sidelane.errors import SidelaneError
+
+if TYPE_CHECKING:
+    from sidelane.execute.cuda.partition import UnitSplit
 
 SMALLEST_SHARE = 8
 """Where a sweep of partitions begins (ConCCL paper, V-B); it is also what Hopper's SMs come in."""
@@ -79,7 +81,7 @@ class DevicePartitions:
         self._device = device
         self._driver = Driver(device)
         self.units = self._driver.attribute("MULTIPROCESSOR_COUNT")
-        self._split = functools.cache(self._driver.split_units)
+        self._splits: dict[int, UnitSplit] = {}
 
     @staticmethod
     def on(device: torch.device) -> tuple[DevicePartitions | None, str]:
@@ -119,6 +121,15 @@ class DevicePartitions:
         if not confine:
             return dataclasses.replace(usual, gemm=gemm)
         return Lanes(gemm, self._stream(split.taken.stream), self._stream(split.taken.urgent))
+
+    def is_ready(self, partition: Partition, units: int) -> bool:
+        """Its lanes need not be made first."""
+        return partition.means is not Means.SPLIT or units in self._splits
+
+    def _split(self, units: int) -> UnitSplit:
+        if units not in self._splits:
+            self._splits[units] = self._driver.split_units(units)
+        return self._splits[units]
 
     def _limit(self, means: Means, units: int) -> contextlib.AbstractContextManager[None]:
         from sidelane.execute.cuda.sm_target import cublas_target, torch_carve_out

@@ -8,7 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from sidelane.c3.choose import Candidate, Choice, choose
-from sidelane.c3.strategy import LIBRARY, Strategy, ideal_speedup, percent_of_ideal, speedup
+from sidelane.c3.expected import Asked, decide
+from sidelane.c3.isolated import Isolated as Known
+from sidelane.c3.strategy import LIBRARY, Mover, Strategy, ideal_speedup, percent_of_ideal, speedup
 from sidelane.c3.workload import C3Class, Workload, classify
 
 GEMM = "gemm"
@@ -107,6 +109,7 @@ def judge(
     unavailable: Mapping[str, str],
     hidden: Mapping[str, float],
     tried: Mapping[str, Sequence[int]] = NOTHING_TAKEN,
+    known: Known | None = None,
 ) -> Outcome:
     """Turn times into figures: ratios in each round first, then their medians.
 
@@ -120,6 +123,7 @@ def judge(
         unavailable: implementations that should be here and are not, with the reason.
         hidden: shares to choose by (see ``choose``).
         tried: units that a strategy took from the GEMM, one number after another; none where it is not named.
+        known: isolated times that the choice goes by, too.
     """
     best = _fastest(configurations, times)
     isolated = tuple(
@@ -141,8 +145,25 @@ def judge(
         c3_class=None if best_us is None else classify(gemm_us, best_us),
         isolated=isolated,
         results=tuple(result for result, _ in judged),
-        choice=choose(gemm_us, workload.collective, candidates, hidden) if candidates else None,
+        choice=_choice(workload, gemm_us, candidates, hidden, known) if candidates else None,
     )
+
+
+def _choice(
+    workload: Workload,
+    gemm_us: float,
+    candidates: Sequence[Candidate],
+    hidden: Mapping[str, float],
+    known: Known | None,
+) -> Choice:
+    """By the machine's own isolated times where there are any: then over those that take units, too."""
+    if known is None:
+        return choose(gemm_us, workload.collective, candidates, hidden)
+    # Of the library's engines it matters whether they have a chunk to copy inside the GPU.
+    by_engines = [one.in_place for one in candidates if one.strategy.mover is Mover.LIBRARY_DMA]
+    asked = Asked(gemm_us, workload.gemm, (workload,), in_place=all(by_engines))
+    alone: dict[str, float] = {one.strategy.mover: one.comm_us for one in candidates}
+    return decide(asked, [one.strategy for one in candidates], known, hidden, alone)
 
 
 def _judge_strategy(

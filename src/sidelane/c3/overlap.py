@@ -1,72 +1,129 @@
-"""A computation and collectives of one's own at once, under a strategy that is given or learned."""
+"""A computation and collectives of one's own at once: the strategy is given, expected to be best, or learned."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar, overload
 
 import torch
-from torch.utils._pytree import tree_leaves
 
-from sidelane.c3.strategies import strategies
-from sidelane.c3.strategy import Mover, Order, Strategy
-from sidelane.collectives import Communicator, Work
-from sidelane.config import COMPUTE, NOTHING
-from sidelane.program.collective import Kind
+from sidelane.c3.foretold import Moves, choose_overlap
+from sidelane.c3.launch import Way, objection, run, ways_of
+from sidelane.c3.strategies import named, strategies
+from sidelane.c3.strategy import Mover
+from sidelane.collectives import Communicator
+from sidelane.program.shape import Computation
 
 T = TypeVar("T")
 S = TypeVar("S")
 
+AUTO = "auto"
 
-def objection(strategy: Strategy) -> str:
-    """Why a strategy is not for calls of one's own; empty if it is.
-
-    Here Sidelane is the library: under a strategy of the library's kernels a collective runs as it is fastest alone.
-    """
-    if strategy.partition is not None:
-        return "it takes compute units from the computation, which only studies do so far (sidelane c3)"
-    if strategy.mover not in (Mover.LIBRARY, Mover.DMA):
-        return "a communicator's calls are not told to run so"
-    return ""
-
-
-NAMES = tuple(
-    strategy.name for strategy in sorted(strategies(), key=lambda one: one.preference) if not objection(strategy)
+_OURS = sorted(
+    (one for one in strategies() if one.mover in (Mover.LIBRARY, Mover.DMA)), key=lambda strategy: strategy.preference
 )
+NAMES = tuple(strategy.name for strategy in _OURS if strategy.partition is None)
 """Strategies for calls of one's own, the best guess first (docs/lab/hardware.md, "GEMM next to a collective")."""
 
+PARTITIONED = tuple(strategy.name for strategy in _OURS if strategy.partition is not None)
+"""Those that take compute units from the computation, where a device can."""
 
+
+@overload
 def overlap(
     compute: Callable[[], T],
     collective: Callable[..., S],
     on: Communicator | Sequence[Communicator],
     *,
+    strategy: str = ...,
+    units: int | None = ...,
+    beside: Computation | None = ...,
+    moves: Moves = ...,
+) -> tuple[T, S]: ...
+
+
+@overload
+def overlap(
+    compute: Sequence[Callable[[], T]],
+    collective: Callable[..., S],
+    on: Communicator | Sequence[Communicator],
+    *,
+    strategy: str = ...,
+    units: int | None = ...,
+    beside: Computation | None = ...,
+    moves: Moves = ...,
+) -> tuple[list[T], S]: ...
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def overlap(
+    compute: Callable[[], T] | Sequence[Callable[[], T]],
+    collective: Callable[..., S],
+    on: Communicator | Sequence[Communicator],
+    *,
     strategy: str = NAMES[0],
-) -> tuple[T, S]:
+    units: int | None = None,
+    beside: Computation | None = None,
+    moves: Moves = (),
+) -> tuple[T | list[T], S]:
     """Run a computation and collectives at once; the caller's next work follows both. Collective.
 
     Args:
         compute: launches on the current stream what reads nothing that the collectives write. Gradients flow through
-            what it returns.
+            what it returns; where units are taken from it, its backward runs without them, too. Or several, none of
+            which reads what another writes: the second and following have streams of their own, but for those under
+            green contexts, which follow each other.
         collective: gets a communicator for each of ``on`` and makes collectives on it, without ``async_op``. Those on
             one follow each other, those on two lanes of a session do not. What else it launches follows the first.
         on: one, or several.
-        strategy: ``conccl``, ``c3_sp``, ``priority``, ``c3_base`` or ``serial``; the same on all ranks.
+        strategy: ``conccl``, ``c3_sp``, ``priority``, ``c3_base`` or ``serial``; on GPUs also ``c3_rp``, ``c3_sp_rp``,
+            ``c3_target`` and ``conccl_rp``, which take compute units from the computation (on units of their own
+            collectives follow each other, and a graph can be captured once they have been used); or ``auto``, see
+            :func:`choose_overlap`. The same on all ranks.
+        units: that such a strategy takes; None: the fewest, 8.
+        beside: what ``compute`` is (``Communicator.beside``); for ``auto``.
+        moves: what ``collective`` does: name and bytes of a collective, or several such pairs; for ``auto``.
 
     Returns:
-        What both have returned.
+        What both have returned, of several computations a list.
 
     Raises:
-        ValueError: there is no such strategy, or no communicator.
+        ValueError: there is no such strategy, here or at all, no communicator, or options that do not go together.
+        UnavailableError: the device does not give these units.
         Whatever the two raise. What has begun has ended by then, or follows in the order of the current stream.
     """
-    done: tuple[T, S] = _run(possible(strategy), compute, collective, _several(on))
-    return done
+    comms = _several(on)
+    if strategy == AUTO:
+        if beside is None or not moves or units is not None:
+            raise ValueError(
+                f"overlap: beside, moves, units (value={beside}, {moves}, {units}, allowed=the first two with auto)"
+            )
+        choice = choose_overlap(comms[0], beside, moves)
+        way = Way(named(choice.strategy), choice.units)
+    else:
+        if beside is not None or moves:
+            raise ValueError(f"overlap: beside, moves (value={beside}, {moves}, allowed=with strategy='auto')")
+        way = _way(strategy, units, comms[0].device)
+    return _run(way, compute, collective, comms)
+
+
+def _run(
+    way: Way,
+    compute: Callable[[], T] | Sequence[Callable[[], T]],
+    collective: Callable[..., S],
+    comms: Sequence[Communicator],
+) -> tuple[T | list[T], S]:
+    one = callable(compute)
+    computes = [compute] if callable(compute) else list(compute) if isinstance(compute, Sequence) else []
+    if not computes or not all(map(callable, computes)):
+        raise ValueError(f"overlap: compute (value={compute!r}, allowed=a callable, or several)")
+    computed: list[T]
+    computed, told = run(way, computes, collective, comms)
+    return (computed[0] if one else computed), told
 
 
 class Overlap:
@@ -78,7 +135,8 @@ class Overlap:
 
     Args:
         on: see :func:`overlap`.
-        strategies: names; all by default.
+        strategies: names; by default all that take no units from the computation. Of one that does, each power of two
+            of units from 8 to half of them is tried.
         rounds: how often each one is timed; the median counts.
 
     Attributes:
@@ -96,27 +154,38 @@ class Overlap:
         strategies: Sequence[str] = NAMES,
         rounds: int = 5,
     ) -> None:
-        self._on, self._ways, self._rounds = _several(on), tuple(map(possible, strategies)), rounds
+        self._on, self._rounds = _several(on), rounds
+        device = self._on[0].device
+        self._ways = [way for name in strategies for way in ways_of(possible(name, device).strategy, device)]
         if not self._ways or rounds < 1:
             raise ValueError(
                 f"Overlap: strategies, rounds (value={tuple(strategies)}, {rounds}, allowed=one of each and more)"
             )
         self._trials = 0
         self._clocks: list[list[_Clock]] = [[] for _ in self._ways]
-        self._best: Strategy | None = None if len(self._ways) > 1 else self._ways[0]
+        self._best: Way | None = None if len(self._ways) > 1 else self._ways[0]
         self.times_us: dict[str, float] = {}
 
     @property
     def strategy(self) -> str:
-        return (self._best or self._ways[self._trials % len(self._ways)]).name
+        return str(self._best or self._ways[self._trials % len(self._ways)])
 
-    def __call__(self, compute: Callable[[], T], collective: Callable[..., S]) -> tuple[T, S]:
+    @overload
+    def __call__(self, compute: Callable[[], T], collective: Callable[..., S]) -> tuple[T, S]: ...
+
+    @overload
+    def __call__(self, compute: Sequence[Callable[[], T]], collective: Callable[..., S]) -> tuple[list[T], S]: ...
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(
+        self, compute: Callable[[], T] | Sequence[Callable[[], T]], collective: Callable[..., S]
+    ) -> tuple[T | list[T], S]:
         """See :func:`overlap`."""
-        if self._best is None and self._trials == len(self._ways) * (self._rounds + 1):
+        capturing = _is_capturing(self._on[0].device)
+        if self._best is None and not capturing and self._trials == len(self._ways) * (self._rounds + 1):
             self._agree()
-        if self._best is not None or _is_capturing(self._on[0].device):
-            done: tuple[T, S] = _run(self._best or self._ways[0], compute, collective, self._on)
-            return done
+        if self._best is not None or capturing:
+            return _run(self._best or self._ways[0], compute, collective, self._on)
         round, number = divmod(self._trials, len(self._ways))
         self._trials += 1  # also if this fails: the ranks count alike
         with _Clock(self._on[0].device) as clock:
@@ -138,105 +207,33 @@ class Overlap:
         comm.all_reduce(times, op="max")
         ways = sorted(zip(times.tolist(), range(len(self._ways)), strict=True))  # ties: the better guess
         by_way = [(us, self._ways[number]) for us, number in ways]
-        self.times_us = {way.name: us for us, way in by_way}
+        self.times_us = {str(way): us for us, way in by_way}
         self._best = by_way[0][1]
         self._clocks.clear()
 
 
-def possible(name: str) -> Strategy:
-    """The strategy of that name.
+def possible(name: str, device: torch.device) -> Way:
+    """The strategy of that name with the fewest units.
 
     Raises:
-        ValueError: there is none, or it is not for calls of one's own.
+        ValueError: there is none, or it is not for calls of one's own on that device.
     """
     found = next((strategy for strategy in strategies() if strategy.name == name), None)
-    reason = "there is none of that name" if found is None else objection(found)
+    reason = "there is none of that name" if found is None else objection(found, device)
     if found is None or reason:
-        raise ValueError(f"overlap: strategy (value={name!r}, allowed={', '.join(NAMES)}): {reason}")
-    return found
+        taking = "" if device.type == "cpu" else "".join(f", {other}" for other in PARTITIONED)
+        raise ValueError(f"overlap: strategy (value={name!r}, allowed={', '.join(NAMES)}{taking}): {reason}")
+    return ways_of(found, device)[0]
 
 
-class _Beside:
-    """A communicator whose collectives are told what runs next to them, and wait for nobody on a CPU."""
-
-    def __init__(self, comm: Communicator, way: Strategy, aside: torch.cuda.Stream | None) -> None:
-        self._comm, self._beside, self._aside = comm, COMPUTE if way.mover is Mover.DMA else NOTHING, aside
-        self._async = comm.device.type == "cpu" and way.concurrent
-        self.works: list[Work] = []
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._comm, name)
-        return functools.partial(self._call, name, found) if name in Kind._value2member_map_ else found
-
-    def _call(self, name: str, function: Callable[..., Work | None], *tensors: Any, **options: Any) -> None:
-        if options.pop("async_op", False):
-            raise ValueError(f"overlap: {name}: async_op (value=True, allowed=False): overlap waits for it")
-        options.setdefault("beside", self._beside)
-        if self._aside is not None:
-            self._aside.wait_stream(torch.cuda.current_stream(self._comm.device))
-        with torch.cuda.stream(self._aside):
-            work = function(*tensors, **options, async_op=self._async)
-        if work is not None:
-            self.works.append(work)
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _run(
-    way: Strategy, compute: Callable[[], T], collective: Callable[..., S], on: Sequence[Communicator]
-) -> tuple[T, S]:
-    device = on[0].device
-    if way.concurrent and device.type == "cuda":
-        return _on_streams(way, compute, collective, on, device)
-    comms = [_Beside(comm, way, None) for comm in on]
-    if not way.concurrent:
-        return compute(), collective(*comms)
-    try:
-        told = collective(*comms)
-        return compute(), told
-    finally:
-        for comm in comms:
-            for work in comm.works:
-                work.wait()
-
-
-def _on_streams(
-    way: Strategy,
-    compute: Callable[[], T],
-    collective: Callable[..., S],
-    on: Sequence[Communicator],
-    device: torch.device,
-) -> tuple[T, S]:
-    caller = torch.cuda.current_stream(device)
-    aside, *others = streams = [_side_stream(device, bool(way.priority), number) for number in range(len(on))]
-    comms = [_Beside(comm, way, stream) for comm, stream in zip(on, (None, *others), strict=True)]
-    released = torch.cuda.Event()
-    released.record(caller)
-    for stream in streams:
-        stream.wait_event(released)
-    try:
-        if way.order is Order.COLLECTIVE_FIRST:
-            with torch.cuda.stream(aside):
-                begun = torch.cuda.Event()
-                begun.record(aside)
-                told = collective(*comms)
-            caller.wait_event(begun)  # the collective is released, not ended
-            computed = compute()
-        else:
-            computed = compute()
-            with torch.cuda.stream(aside):
-                told = collective(*comms)
-    finally:
-        for stream in streams:
-            caller.wait_stream(stream)
-    for part in tree_leaves(told):
-        if isinstance(part, torch.Tensor):
-            part.record_stream(caller)
-    return computed, told
-
-
-@functools.cache
-def _side_stream(device: torch.device, urgent: bool, number: int) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device, priority=-1 if urgent else 0)
+def _way(name: str, units: int | None, device: torch.device) -> Way:
+    way = possible(name, device)
+    if units is None:
+        return way
+    partition = way.strategy.partition
+    if partition is None or partition.units is not None or units < 1:
+        raise ValueError(f"overlap: units (value={units}, allowed=1 and more, of a strategy that takes some): {name}")
+    return Way(way.strategy, units)
 
 
 class _Clock(contextlib.AbstractContextManager["_Clock"]):

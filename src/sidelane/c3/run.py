@@ -33,12 +33,15 @@ from typing import Protocol
 
 import torch
 
-from sidelane.c3.choose import hidden_shares
+from sidelane.c3.isolated import Isolated
 from sidelane.c3.lanes import Lanes, Partitions, shares
 from sidelane.c3.outcome import GEMM, Configuration, Failure, Outcome, judge, pair_label
+from sidelane.c3.spans import Trace
 from sidelane.c3.strategies import strategies as all_strategies
-from sidelane.c3.strategy import Order, Strategy
+from sidelane.c3.strategy import Mover, Order, Strategy
+from sidelane.c3.traced import Beginning, Operation, Traced
 from sidelane.c3.workload import Gemm, Workload
+from sidelane.choice.hidden import hidden_shares
 
 RELATIVE_ERROR = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 1e-4}
 ABSOLUTE_ERROR = {"bfloat16": 1e-3, "float16": 1e-3, "float32": 1e-5}
@@ -52,6 +55,11 @@ then gets about a tenth of it."""
 
 class CollectiveRun(Configuration, Protocol):
     """One way to run the pair's collective, with its buffers."""
+
+    @property
+    def workgroups(self) -> int:
+        """That it is held to; 0: nobody says."""
+        ...
 
     def start(self) -> Callable[[], None]:
         """Begin on the current stream; what comes back waits for the end on a CPU."""
@@ -98,6 +106,8 @@ def run_workload(
     unavailable: Mapping[str, str] | None = None,
     seed: int = 0,
     device_name: str = "",
+    known: Isolated | None = None,
+    on_trace: Callable[[str, Trace], None] | None = None,
 ) -> Outcome:
     """Measure a pair under every strategy. Collective: all ranks call it with the same arguments.
 
@@ -113,7 +123,10 @@ def run_workload(
         strategies: what to run; None: all that there are.
         unavailable: implementations that should be here and are not, with the reason.
         seed: of the random inputs.
-        device_name: for the shares that the choice is made by.
+        device_name: for the shares that the choice is made by, where nothing was measured of the machine.
+        known: what was.
+        on_trace: gets, for every strategy in its best configuration, when both ran in a run of its own. Every rank's
+            is called in the same order.
     """
     seeds = iter(range(seed + 1, seed + 1_000_000))
     strategies = all_strategies() if strategies is None else strategies
@@ -136,13 +149,23 @@ def run_workload(
             for strategy in able
             for run in runs[strategy.name]
             for units in tried.get(strategy.name, (0,))
+            if _suits(strategy, run, units)
         }
         together, failed_together = _check(planned, gemm, instruments, seeds)
         launches = {GEMM: gemm.run, **{label: launch for label, (_, launch) in {**alone, **together}.items()}}
         times = instruments.time(launches)
-    failures = {**failed_alone, **failed_together, **refused}
-    hidden = hidden_shares(device_name)
-    return judge(workload, collectives, strategies, times, failures, unavailable or {}, hidden, tried)
+        failures = {**failed_alone, **failed_together, **refused}
+        hidden = hidden_shares(device_name)
+        outcome = judge(workload, collectives, strategies, times, failures, unavailable or {}, hidden, tried, known)
+        for result in outcome.results:
+            run = next((one for one in collectives if one.label == result.label), None)
+            if on_trace is not None and result.time_us is not None and run is not None:
+                traced = Traced(gemm, run, on_cpu=device.type == "cpu")
+                strategy = next(one for one in strategies if one.name == result.strategy)
+                launch = Pairs(traced, lanes, workers, partitions).launch(strategy, traced, result.units)
+                instruments.time({f"{result.strategy}, traced": traced.launched(launch)})
+                on_trace(result.strategy, traced.read())
+    return outcome
 
 
 class GemmRun:
@@ -195,14 +218,14 @@ class Pairs:
     """Turns (strategy, collective) into a launch of both."""
 
     def __init__(
-        self, gemm: GemmRun, lanes: Lanes | None, workers: Workers, partitions: Partitions | None = None
+        self, gemm: Operation, lanes: Lanes | None, workers: Workers, partitions: Partitions | None = None
     ) -> None:
         self._gemm = gemm
         self._lanes = lanes
         self._workers = workers
         self._partitions = partitions
 
-    def launch(self, strategy: Strategy, run: CollectiveRun, units: int = 0) -> Callable[[], None]:
+    def launch(self, strategy: Strategy, run: Beginning, units: int = 0) -> Callable[[], None]:
         """What launches both; ``units``: that the GEMM does without."""
         if not strategy.concurrent:
             return lambda: self._serial(run)
@@ -215,11 +238,11 @@ class Pairs:
             lanes = parts(strategy.partition, units, lanes, confine=strategy.mover.takes_units)
         return lambda: self._on_lanes(strategy, run, lanes)
 
-    def _serial(self, run: CollectiveRun) -> None:
+    def _serial(self, run: Beginning) -> None:
         self._gemm.run()
         run.start()()
 
-    def _on_lanes(self, strategy: Strategy, run: CollectiveRun, lanes: Lanes) -> None:
+    def _on_lanes(self, strategy: Strategy, run: Beginning, lanes: Lanes) -> None:
         operations: list[tuple[torch.cuda.Stream, Callable[[], object]]] = [
             (lanes.gemm, lambda: self._limited(lanes)),
             (lanes.urgent if strategy.priority else lanes.collective, run.start),
@@ -242,7 +265,7 @@ class Pairs:
         with lanes.limited():
             self._gemm.run()
 
-    def _on_threads(self, strategy: Strategy, run: CollectiveRun) -> None:
+    def _on_threads(self, strategy: Strategy, run: Beginning) -> None:
         if strategy.order is Order.COLLECTIVE_FIRST and not strategy.priority:
             wait = run.start()
             self._gemm.run()
@@ -306,13 +329,22 @@ def _runs_of(
         strategy.name: [run for run in right if run.implementation == strategy.implementation(here)]
         for strategy in strategies
     }
-    swept = [strategy.name for strategy in strategies if strategy.partition is not None]
+    swept = [
+        strategy.name
+        for strategy in strategies
+        if strategy.partition is not None and strategy.mover is not Mover.LIBRARY_CTAS
+    ]
     compared = {run.label: _alone(run) for name in swept for run in runs[name]}
     if len(compared) > len({run.implementation for name in swept for run in runs[name]}):
         times = instruments.time(compared)
         for name in swept:
             runs[name] = sorted(runs[name], key=lambda run: statistics.median(times[run.label]))[:1]
     return runs
+
+
+def _suits(strategy: Strategy, run: CollectiveRun, units: int) -> bool:
+    """Where a GEMM leaves units to workgroups that are counted, there are as many of these."""
+    return strategy.mover is not Mover.LIBRARY_CTAS or not units or run.workgroups == units
 
 
 def _alone(run: CollectiveRun) -> Callable[[], None]:

@@ -26,10 +26,12 @@ class Mover(StrEnum):
     """Who moves the bytes of the collective.
 
     LIBRARY: kernels of the vendor's library; on CPUs its threads play their part.
+    LIBRARY_CTAS: the same kernels with numbers of workgroups that are tried one after another.
     DMA: copy engines, by Sidelane. LIBRARY_DMA: copy engines, by the library. SM: Sidelane's kernels.
     """
 
     LIBRARY = "library"
+    LIBRARY_CTAS = "nccl_ctas"
     DMA = "dma"
     LIBRARY_DMA = "nccl_ce"
     SM = "sm"
@@ -42,7 +44,7 @@ class Mover(StrEnum):
     @property
     def takes_units(self) -> bool:
         """It runs on compute units, as the GEMM does."""
-        return self in (Mover.LIBRARY, Mover.SM)
+        return self in (Mover.LIBRARY, Mover.LIBRARY_CTAS, Mover.SM)
 
 
 LIBRARY = ("nccl", "gloo")
@@ -140,6 +142,11 @@ class Strategy:
     def by_kernels(self, name: str) -> Strategy:
         """The same with Sidelane's kernels as the mover."""
         return dataclasses.replace(self, name=name, mover=Mover.SM, preference=100)
+
+    def by_ctas(self, name: str) -> Strategy:
+        """The same with the library's kernels in numbers of workgroups that are varied."""
+        recipe = f"{self.recipe}; of the best number of CTAs"
+        return dataclasses.replace(self, name=name, mover=Mover.LIBRARY_CTAS, recipe=recipe, preference=100)
 
 
 def ideal_speedup(gemm_us: float, comm_us: float) -> float:

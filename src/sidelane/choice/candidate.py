@@ -143,7 +143,7 @@ def objection(call: CallShape, candidate: Candidate, abilities: Abilities = EVER
     if not abilities.include(candidate):
         return "not available on this machine"
     narrow = Variant.of(candidate.variant).narrow
-    if call.beside == COMPUTE and candidate.launches_kernels and not narrow:
+    if call.beside == COMPUTE and call.computation is None and candidate.launches_kernels and not narrow:
         return "takes compute units from what runs beside it"
     if call.beside != COMPUTE and narrow:
         return "leaves compute units to nobody: nothing runs beside it"

@@ -21,7 +21,7 @@ from sidelane.choice.candidate import (
 from sidelane.choice.profile import Profile
 from sidelane.program.collective import REDUCING, Kind
 from sidelane.program.kernel import MOST_PARCEL_BYTES, may_be_direct
-from sidelane.program.shape import CallShape
+from sidelane.program.shape import CallShape, Computation
 from sidelane.program.variant import Variant
 
 SMALL_BYTES = 1 << 20
@@ -91,6 +91,8 @@ def choose(profile: Profile | None, call: CallShape, abilities: Abilities = EVER
         call: what is asked.
         abilities: of this machine.
     """
+    if call.computation is not None and not _is_timed(profile, call, abilities):
+        call = dataclasses.replace(call, computation=None)  # nobody can weigh it
     legal = candidates(call, abilities)
     assert legal, "copy engines without a kernel run every collective"
     if call.world_size == 1:
@@ -101,12 +103,15 @@ def choose(profile: Profile | None, call: CallShape, abilities: Abilities = EVER
     curves = () if profile is None else profile.comparable(call)
     measured_us = {curve.candidate: curve.at(call.nbytes) + _staging_us(call, curve.candidate) for curve in curves}
     times = [(found, measured_us.get(found, measured_us.get(_wide(found)))) for found in legal]
+    beside = call.computation
+    if beside is not None:
+        times = [(found, None if us is None else _together_us(beside, found, us)) for found, us in times]
     table = tuple(sorted(times, key=lambda entry: (entry[1] is None, entry[1] or 0.0)))
     if table[0][1] is None:
         return _by_thumb(call, legal, table, measured=profile is not None)
     table = _preferred_first(table, legal)
     best, best_us = table[0]
-    reason = f"{best_us:.4g} us expected"
+    reason = f"{best_us:.4g} us expected" + (f" with {beside}" if beside is not None else "")
     if len(table) > 1 and (second_us := table[1][1]) is not None:
         reason += f", next {table[1][0]} {second_us:.4g} us"
         if best_us is not None and second_us < best_us:
@@ -126,6 +131,19 @@ def choose(profile: Profile | None, call: CallShape, abilities: Abilities = EVER
     if differs:
         reason += f" (measured {', '.join(differs)})"
     return Choice(best, reason, table)
+
+
+def _is_timed(profile: Profile | None, call: CallShape, abilities: Abilities) -> bool:
+    """True if the choice goes by times, of copy engines and of kernels where both are legal."""
+    if profile is None or (call.listed and GRAPH in abilities.launches):
+        return False
+    known = {curve.candidate.implementation for curve in profile.comparable(call)}
+    return known >= {found.implementation for found in candidates(call, abilities)}
+
+
+def _together_us(beside: Computation, found: Candidate, us: float) -> float:
+    """Narrow kernels leave the computation nearly all units, as copies do."""
+    return beside.together_us(us, by_kernels=found.launches_kernels and not Variant.of(found.variant).narrow)
 
 
 def _of_list(call: CallShape, legal: tuple[Candidate, ...]) -> Choice:

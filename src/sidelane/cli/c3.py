@@ -27,7 +27,7 @@ from sidelane.device.gemm_shape import SHAPES
 from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
 
-PAIRS, OCCUPANCY = "pairs", "occupancy"
+PAIRS, OCCUPANCY, HEURISTICS = "pairs", "occupancy", "heuristics"
 
 
 @click.command(
@@ -36,7 +36,9 @@ PAIRS, OCCUPANCY = "pairs", "occupancy"
         ("sidelane c3 cb1_896M", "measure one pair on the GPUs that are here"),
         ("sidelane c3 --gemm 8192,8192,8192 --bytes 1.2G", "a GEMM and a size of your own"),
         ("sidelane c3 cb1_896M --study occupancy", "iterations in a pipeline, by the shape of the GEMM"),
+        ("sidelane c3 --study heuristics --machine mi300x8", "how often each heuristic is right there"),
         ("sidelane c3 --machine mi300x8", "predict the whole study for eight MI300X"),
+        ("sidelane c3 --machine h200x4 --results c3.json --report out", "predicted and measured together"),
         ("sidelane c3 cb1_896M --machine h200x4 --json -", "predict one pair, as JSON"),
     ),
 )
@@ -54,10 +56,11 @@ PAIRS, OCCUPANCY = "pairs", "occupancy"
 @moved_collectives
 @what(
     "--study",
-    type=click.Choice((PAIRS, OCCUPANCY)),
+    type=click.Choice((PAIRS, OCCUPANCY, HEURISTICS)),
     default=PAIRS,
     help="occupancy: pipelined iterations, by the shape of a Triton GEMM and with priority (overlap paper); "
-    "collectives are all_reduce and all_to_all then.",
+    "collectives are all_reduce and all_to_all then. heuristics: what each would choose for the pairs, against the "
+    "best of all strategies.",
 )
 @what("--tile", "shapes", multiple=True, type=click.Choice(tuple(SHAPES)), help="Of the GEMM, with --study occupancy.")
 @what(
@@ -74,8 +77,9 @@ PAIRS, OCCUPANCY = "pairs", "occupancy"
     "strategies",
     multiple=True,
     type=click.Choice([strategy.name for strategy in all_strategies()]),
+    metavar="NAME",
     show_default="all",
-    help="May be repeated. With --machine, of pairs.",
+    help=f"{', '.join(strategy.name for strategy in all_strategies())}. May be repeated. With --machine, of pairs.",
 )
 @what(
     "--variants",
@@ -96,6 +100,20 @@ PAIRS, OCCUPANCY = "pairs", "occupancy"
     metavar="FILE",
     show_default="the user's of this machine, if there is one",
     help="Of `sidelane tune --study c3`: what the partition heuristic goes by.",
+)
+@what(
+    "--results",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Of `sidelane c3 --json`: what --study heuristics judges instead of measuring, or what is held against "
+    "the predictions of --machine.",
+)
+@what(
+    "--timeline",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Write when GEMM and collective ran, for every pair and strategy: a Chrome trace (chrome://tracing, Perfetto) "
+    "and a picture. Measured pairs.",
 )
 @how("--warmup", type=click.IntRange(min=0), default=6, help="Rounds before the measured.")
 @how("--repeats", type=click.IntRange(min=1), default=9, help="Measured rounds.")
@@ -121,6 +139,7 @@ def c3(
     blocks: tuple[int, ...],
     iterations: int,
     in_order: bool,
+    results: Path | None,
     **others: Any,
 ) -> None:
     """Run a GEMM next to a collective, under every strategy.
@@ -140,10 +159,35 @@ def c3(
             parse_workload(pair)
         say_rounding(*(pair.rpartition("_")[2] for pair in pairs))
 
+        if results is not None and study == PAIRS and machine is not None:
+            refuse_beside_machine("results", "json", "report")
+            from sidelane.bench.c3 import foretold
+
+            foretold.main(machine, results, others["report"], json)
+            return
+        if results is not None and study != HEURISTICS:
+            raise ValueError("--results goes with --study heuristics, or with --machine")
+        if study == HEURISTICS:
+            _refuse(OCCUPANCY, "shapes", "blocks", "iterations", "in_order")
+            from sidelane.bench.c3 import heuristics
+
+            heuristics.main(
+                heuristics.HeuristicsOptions(
+                    workloads=tuple(workloads) or heuristics.HeuristicsOptions.workloads,
+                    collectives=kinds,
+                    strategies=strategies,
+                    machine=machine,
+                    results=results,
+                    json=json,
+                    **others,
+                )
+            )
+            return
         if study == OCCUPANCY:
             if machine is not None:
                 raise ValueError("--study occupancy measures; sidelane pipeline --machine predicts")
-            _refuse(PAIRS, "strategies", "variants", "isolated")
+            _refuse(PAIRS, "strategies", "variants", "isolated", "timeline")
+            others.pop("timeline")
             others.pop("variants")
             others.pop("isolated")
             if not given("collectives"):

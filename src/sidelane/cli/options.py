@@ -71,7 +71,7 @@ def study_options(command: C) -> C:
         callback=names,
         default="",
         show_default="all that this machine has",
-        help="Measure only these: nccl, nccl_ce, symm_mem, gloo, dma, sm, auto.",
+        help="Measure only these: nccl, nccl_ctas, nccl_ce, symm_mem, gloo, dma, sm, auto.",
     )
     return option(measuring_options(command))
 

@@ -137,6 +137,7 @@ def isolated_times(collectives: tuple[str, ...], *, gemms: tuple[str, ...], **ot
 @what("--graph", "captured", is_flag=True, help="The call is captured into a graph.")
 @what("--ordinary", is_flag=True, help="The tensors are not in symmetric memory.")
 @what("--beside", type=click.Choice(BESIDE), default=NOTHING, help="What runs next to it.")
+@what("--beside-us", type=click.FloatRange(min=0, min_open=True), help="Instead: what a computation next to it takes.")
 @what("--dtype", type=click.Choice(list(ELEMENT_BYTES)), default="bfloat16", help="Of the elements.")
 @what("--tensors", type=click.IntRange(min=1), help="A list of this many in one call, each of SIZE.")
 @where("--world-size", type=click.IntRange(min=1), show_default="as measured, or those of this machine", help="Ranks.")

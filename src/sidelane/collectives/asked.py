@@ -12,6 +12,7 @@ from sidelane.collectives.arguments import Arguments, Request, identities
 from sidelane.collectives.listed import ListRequest
 from sidelane.collectives.plan import Agreement, AnyAgreement, check_variant
 from sidelane.program.collective import Kind
+from sidelane.program.shape import Beside
 
 AnyRequest = Request | ListRequest
 
@@ -64,7 +65,7 @@ class Form(Protocol):
         """What this rank asks. Raises TypeError or ValueError for what is no such call."""
         ...
 
-    def agreement(self, request: Any, variant: str, frozen: bool, beside: str) -> AnyAgreement:
+    def agreement(self, request: Any, variant: str, frozen: bool, beside: Beside) -> AnyAgreement:
         """What all ranks must agree on, of what :meth:`request` returned."""
         ...
 
@@ -91,7 +92,7 @@ class SingleCall(NamedTuple):
         asked: Request = getattr(arguments, self.name)(*self.tensors, *self.details)
         return asked
 
-    def agreement(self, request: Request, variant: str, frozen: bool, beside: str) -> Agreement:
+    def agreement(self, request: Request, variant: str, frozen: bool, beside: Beside) -> Agreement:
         return Agreement.of(request, variant, frozen, beside)
 
     def written(self) -> tuple[torch.Tensor, ...]:

@@ -13,6 +13,7 @@ from sidelane.collectives.listed import BATCH
 from sidelane.collectives.lists import ListedCall, Tensors
 from sidelane.collectives.work import Work
 from sidelane.program.collective import Kind
+from sidelane.program.shape import Beside
 
 
 class Batched:
@@ -26,7 +27,7 @@ class Batched:
         work: with ``async_op=True``, what to wait for, from the end of the block on.
     """
 
-    def __init__(self, path: CallPath, *, variant: str, beside: str | None, async_op: bool) -> None:
+    def __init__(self, path: CallPath, *, variant: str, beside: Beside | None, async_op: bool) -> None:
         self.work: Work | None = None
         self._path, self._calls = path, path.calls
         self._variant, self._beside, self._async_op = variant, beside, async_op

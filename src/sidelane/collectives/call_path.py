@@ -21,7 +21,7 @@ from sidelane.collectives.work import Work
 from sidelane.errors import UnavailableError
 from sidelane.execute.base import Place
 from sidelane.memory.control import MOST_TEXT_BYTES, SPLITS, PostedCall
-from sidelane.program.shape import check_beside
+from sidelane.program.shape import Beside, check_beside
 
 T = TypeVar("T")
 Key = tuple[Hashable, ...]
@@ -77,7 +77,7 @@ class CallPath:
         self._settled: dict[Hashable, Settled] = {}
 
     def run(
-        self, asked: Form, *, variant: str, beside: str | None, async_op: bool, remember: bool = False
+        self, asked: Form, *, variant: str, beside: Beside | None, async_op: bool, remember: bool = False
     ) -> Work | None:
         """Make a call.
 
@@ -135,7 +135,7 @@ class CallPath:
                 raise
         return work
 
-    def run_exchanged(self, uneven: UnevenCall, *, variant: str, beside: str | None, async_op: bool) -> Work | None:
+    def run_exchanged(self, uneven: UnevenCall, *, variant: str, beside: Beside | None, async_op: bool) -> Work | None:
         """Make a call of which each rank tells its part every time. Raises as ``Communicator.all_to_all`` does."""
         calls = self.calls
         call = calls.number()
@@ -197,12 +197,12 @@ class CallPath:
         calls.agree(call)
         return call, found
 
-    def _recall(self, asked: Form, variant: str, beside: str | None, place: Place) -> tuple[Key, Prepared | None]:
+    def _recall(self, asked: Form, variant: str, beside: Beside | None, place: Place) -> tuple[Key, Prepared | None]:
         """What an earlier call like this one prepared, and what calls that are alike have in common."""
         key = (asked.name, variant, beside, asked.details, place[1], generation(), asked.identities())
         return key, self.preparer.recall(key)
 
-    def _beside(self, name: str, beside: str | None) -> str:
+    def _beside(self, name: str, beside: Beside | None) -> Beside:
         """What the caller says runs next to the call. Raises ValueError for what there is not."""
         hint = self.calls.config.beside if beside is None else beside
         check_beside(name, hint)
@@ -214,7 +214,7 @@ class CallPath:
         if self.calls.config.debug or not again:
             self.calls.agree(call)
 
-    def _plan(self, asked: Form, key: Key, variant: str, beside: str | None, place: Place) -> Planned:
+    def _plan(self, asked: Form, key: Key, variant: str, beside: Beside | None, place: Place) -> Planned:
         """What is asked and to be agreed on. Raises what the caller did wrong."""
         planned = self._planned.get(key)
         if planned is None:

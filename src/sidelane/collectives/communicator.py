@@ -17,6 +17,7 @@ from sidelane.choice.candidate import FIRST
 from sidelane.collectives.agree import compare
 from sidelane.collectives.asked import Asked, Form, SingleCall
 from sidelane.collectives.batched import Batched
+from sidelane.collectives.beside import beside
 from sidelane.collectives.bound import BoundProgram, bind_program
 from sidelane.collectives.entry import entry
 from sidelane.collectives.lists import ListedCall, Tensors, holds_lists
@@ -34,6 +35,7 @@ from sidelane.execute.submitted import Counts, Submitted
 from sidelane.memory.control import SPLITS
 from sidelane.program.collective import Kind
 from sidelane.program.ir import Program
+from sidelane.program.shape import Beside, Computation
 
 
 class Communicator:
@@ -148,7 +150,7 @@ class Communicator:
         *,
         async_op: bool = False,
         variant: str = AUTO,
-        beside: str | None = None,
+        beside: Beside | None = None,
     ) -> Work | None:
         """Concatenate every rank's ``input`` into everyone's ``output`` (torch: ``all_gather_into_tensor``).
 
@@ -158,8 +160,8 @@ class Communicator:
             async_op: return a :class:`Work` instead of ordering the caller behind the collective.
             variant: ``pcpy``, ``b2b``, ``striped``, ``alternating``, ``bcst`` (``output`` symmetric), ``one_shot``
                 (a kernel, GPUs only: docs/internals/protocols.md), or ``auto`` (docs/internals/choice.md).
-            beside: for ``auto``: ``nothing`` runs next to it, or ``compute``, which wants all compute units. None takes
-                ``Config.beside``.
+            beside: for ``auto``: ``nothing`` runs next to it, or ``compute``, which wants all compute units, or what
+                :meth:`beside` returns. None takes ``Config.beside``.
 
         Raises:
             ValueError, TypeError: wrong arguments; nothing has moved.
@@ -177,7 +179,7 @@ class Communicator:
         input_split_sizes: Sequence[int] | None = None,
         async_op: bool = False,
         variant: str = AUTO,
-        beside: str | None = None,
+        beside: Beside | None = None,
     ) -> Work | None:
         """Send part j of ``input`` to rank j, receive part i of ``output`` from rank i (torch: ``all_to_all_single``).
 
@@ -209,7 +211,7 @@ class Communicator:
         op: str | dist.ReduceOp = "sum",
         async_op: bool = False,
         variant: str = AUTO,
-        beside: str | None = None,
+        beside: Beside | None = None,
     ) -> Work | None:
         """Reduce part j of everyone's ``input`` into rank j's ``output`` (torch: ``reduce_scatter_tensor``).
 
@@ -236,7 +238,7 @@ class Communicator:
         output: Tensors | None = None,
         async_op: bool = False,
         variant: str = AUTO,
-        beside: str | None = None,
+        beside: Beside | None = None,
     ) -> Work | None:
         """Reduce everyone's ``tensor`` and give everyone the result, in ``output`` or in place.
 
@@ -258,7 +260,7 @@ class Communicator:
 
     @entry
     def broadcast(
-        self, tensor: Tensors, *, root: int, async_op: bool = False, variant: str = AUTO, beside: str | None = None
+        self, tensor: Tensors, *, root: int, async_op: bool = False, variant: str = AUTO, beside: Beside | None = None
     ) -> Work | None:
         """Replace everyone's ``tensor`` by that of ``root`` (a rank of the group).
 
@@ -284,7 +286,7 @@ class Communicator:
         root: int,
         async_op: bool = False,
         variant: str = AUTO,
-        beside: str | None = None,
+        beside: Beside | None = None,
     ) -> Work | None:
         """Give rank j part j of the root's ``input``, which is None on the other ranks.
 
@@ -302,7 +304,7 @@ class Communicator:
         root: int,
         async_op: bool = False,
         variant: str = AUTO,
-        beside: str | None = None,
+        beside: Beside | None = None,
     ) -> Work | None:
         """Concatenate every rank's ``input`` into the root's ``output``, which is None on the other ranks.
 
@@ -311,7 +313,7 @@ class Communicator:
         """
         return self._call(Kind.GATHER, (output, input), (root,), variant, beside, async_op)
 
-    def batch(self, *, variant: str = AUTO, beside: str | None = None, async_op: bool = False) -> Batched:
+    def batch(self, *, variant: str = AUTO, beside: Beside | None = None, async_op: bool = False) -> Batched:
         """Collect collectives of any kinds in a ``with`` block, and run them as one call when it ends.
 
             with comm.batch() as batch:
@@ -441,6 +443,26 @@ class Communicator:
             return Reached("staged", "Config.map_memory is not on")
         return self._path.reach.of(tensor)
 
+    def beside(self, *, gemm: tuple[int, int, int, str] | None = None, us: float | None = None) -> Computation:
+        """Say what runs next to calls, for their ``beside=``: ``auto`` then weighs how much of either disappears.
+
+        Collective: the slowest rank's time is the hint of all ranks. It is one small collective and, of a GEMM, a few
+        runs of it on the current stream, whose matrices are freed again; make it once and keep it.
+
+        Args:
+            gemm: (m, n, k, dtype): m x k times k x n, dtype as torch names it (``bfloat16``).
+            us: instead, what the computation takes, in microseconds.
+
+        Raises:
+            ValueError: both or none of them; dimensions, a dtype or a time that is none; another GEMM than on other
+                ranks. On every rank.
+            UnavailableError: a graph is being captured.
+        """
+        capturing = self._backend.place()[1]
+        return beside(
+            gemm, us, self.device, capturing=capturing, slowest_of=lambda times: self.all_reduce(times, op="max")
+        )
+
     @entry
     def barrier(self) -> None:
         """Order the caller's next work behind everything that all ranks had queued before their barrier."""
@@ -491,7 +513,7 @@ class Communicator:
         tensors: tuple[Any, ...],
         details: tuple[Hashable, ...],
         variant: str,
-        beside: str | None,
+        beside: Beside | None,
         async_op: bool,
     ) -> Work | None:
         repeats = None if async_op else self._repeats

@@ -8,10 +8,10 @@ from functools import cached_property
 
 from sidelane.collectives.agree import Location
 from sidelane.collectives.arguments import Request
-from sidelane.config import NOTHING
+from sidelane.config import COMPUTE, NOTHING
 from sidelane.program.batch import Batch
 from sidelane.program.collective import REDUCING, Collective, Kind
-from sidelane.program.shape import CallShape
+from sidelane.program.shape import Beside, CallShape, Computation
 
 LISTED = (Kind.ALL_GATHER, Kind.ALL_TO_ALL, Kind.BROADCAST, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE)
 """The collectives that take lists, and that a batch takes."""
@@ -74,7 +74,7 @@ class ListAgreement:
     parts: tuple[Part, ...]
     variant: str
     frozen: bool
-    beside: str = NOTHING
+    beside: Beside = NOTHING
 
     @cached_property
     def collective(self) -> Batch:
@@ -110,7 +110,8 @@ class ListAgreement:
             in_place=any(call.in_place for call in calls),
             symmetric=all(call.symmetric for call in calls),
             captured=self.frozen,
-            beside=self.beside,
+            beside=COMPUTE if isinstance(self.beside, Computation) else self.beside,
+            computation=self.beside if isinstance(self.beside, Computation) else None,
             even=all(call.even for call in calls),
             listed=True,
             tensors=len(self.parts),

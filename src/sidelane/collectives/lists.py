@@ -14,6 +14,7 @@ from sidelane.collectives.heap import Region
 from sidelane.collectives.listed import BATCH, LISTED, ListAgreement, ListRequest, Part
 from sidelane.collectives.plan import check_variant
 from sidelane.program.collective import Kind
+from sidelane.program.shape import Beside
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
 """A tensor, or a list of them: all tensor arguments of a call are the one or the other."""
@@ -71,7 +72,7 @@ class ListedCall:
         _check_apart(self.name, asked.parts, where)
         return asked
 
-    def agreement(self, request: ListRequest, variant: str, frozen: bool, beside: str) -> ListAgreement:
+    def agreement(self, request: ListRequest, variant: str, frozen: bool, beside: Beside) -> ListAgreement:
         parts = tuple(map(Part.of, request.parts))
         return ListAgreement(self.name, self._world_size, parts, variant, frozen, beside)
 

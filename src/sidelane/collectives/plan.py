@@ -19,7 +19,7 @@ from sidelane.program.collective import REDUCING, Collective, Kind
 from sidelane.program.ir import Move, Program
 from sidelane.program.kernel import ALIGNMENT, kernel_program
 from sidelane.program.kernel_list import AnyKernelProgram, kernel_list_program
-from sidelane.program.shape import CallShape
+from sidelane.program.shape import Beside, CallShape
 from sidelane.program.transform import freeze, lower, prelaunch
 from sidelane.program.variant import PRELAUNCH, Variant
 from sidelane.program.verify import verify
@@ -51,10 +51,10 @@ class Agreement:
     input_place: tuple[int, int] | None
     output_place: tuple[int, int] | None
     frozen: bool
-    beside: str = NOTHING
+    beside: Beside = NOTHING
 
     @staticmethod
-    def of(request: Request, variant: str, frozen: bool, beside: str = NOTHING) -> Agreement:
+    def of(request: Request, variant: str, frozen: bool, beside: Beside = NOTHING) -> Agreement:
         input_place, output_place = request.places
         return Agreement(
             collective=request.collective,

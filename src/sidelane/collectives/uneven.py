@@ -13,6 +13,7 @@ from sidelane.collectives.plan import Agreement, check_variant
 from sidelane.memory.control import ControlBlock, PostedCall
 from sidelane.program import collective as define
 from sidelane.program.collective import Kind
+from sidelane.program.shape import Beside
 
 
 class UnevenCall:
@@ -33,7 +34,7 @@ class UnevenCall:
     def check_variant(self, variant: str, abilities: Abilities) -> None:
         check_variant(self.name, variant, abilities)
 
-    def text(self, arguments: Arguments, variant: str, frozen: bool, beside: str) -> str:
+    def text(self, arguments: Arguments, variant: str, frozen: bool, beside: Beside) -> str:
         """What this rank tells its peers at every call.
 
         Raises:
@@ -82,7 +83,7 @@ class SettledCall:
     def request(self, arguments: Arguments) -> Request:
         return arguments.all_to_all_uneven(*self.tensors, self._agreed)
 
-    def agreement(self, request: Request, variant: str, frozen: bool, beside: str) -> Agreement:
+    def agreement(self, request: Request, variant: str, frozen: bool, beside: Beside) -> Agreement:
         return Agreement.of(request, variant, frozen, beside)
 
     def written(self) -> tuple[torch.Tensor, ...]:

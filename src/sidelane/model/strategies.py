@@ -128,6 +128,8 @@ def objection(strategy: Strategy) -> str:
     match strategy.mover:
         case Mover.SM:
             return "not predicted: descriptions of machines have no times of Sidelane's own kernels"
+        case Mover.LIBRARY_CTAS:
+            return "not predicted: descriptions of machines have the library's collectives in their own number of CTAs"
         case Mover.LIBRARY_DMA:
             return "not predicted: descriptions of machines have no times of the library's copy engines"
     return ""

@@ -3,9 +3,59 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
-from sidelane.config import BESIDE, NOTHING
+from sidelane.config import BESIDE, COMPUTE, NOTHING
 from sidelane.program.collective import Collective, Kind
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Computation:
+    """What runs next to a call, by its time; ``Communicator.beside`` makes one, the same on every rank.
+
+    Attributes:
+        us: that it takes alone.
+        gemm: (m, n, k, dtype) if it is one.
+        copies_hidden: share of the shorter of the two that disappears where copy engines move the bytes.
+        kernels_hidden: likewise where kernels do.
+
+    Raises:
+        ValueError: a time that is none, or shares that are not.
+    """
+
+    us: float
+    gemm: tuple[int, int, int, str] | None = None
+    copies_hidden: float = 1.0
+    kernels_hidden: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.us) and self.us > 0):
+            raise ValueError(f"beside: us (value={self.us!r}, allowed=microseconds, more than 0)")
+        if not (self.copies_hidden <= 1 and self.kernels_hidden <= 1):
+            raise ValueError(
+                f"beside: hidden (value={self.copies_hidden}, {self.kernels_hidden}, allowed=1 and less: a share)"
+            )
+
+    def __str__(self) -> str:
+        what = "" if self.gemm is None else " ({}x{}x{} {})".format(*self.gemm)
+        return f"compute of {self.us:.4g} us{what}"
+
+    def together_us(self, comm_us: float, *, by_kernels: bool) -> float:
+        """What both are expected to take.
+
+        Args:
+            comm_us: of the call alone.
+            by_kernels: these move its bytes.
+
+        >>> Computation(1000.0, copies_hidden=0.9).together_us(500.0, by_kernels=False)
+        1050.0
+        """
+        hidden = self.kernels_hidden if by_kernels else self.copies_hidden
+        return max(self.us, comm_us) + (1.0 - hidden) * min(self.us, comm_us)
+
+
+Beside = str | Computation
+"""``nothing``, ``compute``, or a computation by its time."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,6 +78,7 @@ class CallShape:
         tensors: how many.
         mixed: they are not all for one kind of collective; ``kind`` is that with the most bytes.
         uniform: they have one reduction and dtype, where they reduce, and one root, where they have any.
+        computation: what runs next to it, where its time is known; ``beside`` is ``compute`` then.
     """
 
     kind: Kind
@@ -43,11 +94,13 @@ class CallShape:
     tensors: int = 1
     mixed: bool = False
     uniform: bool = True
+    computation: Computation | None = None
 
     @staticmethod
-    def of(collective: Collective, dtype: str, *, symmetric: bool, captured: bool, beside: str) -> CallShape:
+    def of(collective: Collective, dtype: str, *, symmetric: bool, captured: bool, beside: Beside) -> CallShape:
         """Describe a call of ``collective``."""
         check_beside(str(collective.kind), beside)
+        timed = isinstance(beside, Computation)
         sizes = {nbytes for row in collective.counts for nbytes in row}
         return CallShape(
             kind=collective.kind,
@@ -57,16 +110,19 @@ class CallShape:
             in_place=collective.in_place,
             symmetric=symmetric,
             captured=captured,
-            beside=beside,
+            beside=COMPUTE if timed else str(beside),
+            computation=beside if isinstance(beside, Computation) else None,
             even=len(sizes) == 1 or collective.kind in (Kind.ALL_REDUCE, Kind.BROADCAST),
         )
 
 
-def check_beside(function: str, beside: str) -> None:
+def check_beside(function: str, beside: object) -> None:
     """Refuse an unknown hint.
 
     Raises:
         ValueError: with the allowed ones.
     """
-    if beside not in BESIDE:
-        raise ValueError(f"{function}: beside (value={beside!r}, allowed={', '.join(BESIDE)})")
+    if not isinstance(beside, Computation) and beside not in BESIDE:
+        raise ValueError(
+            f"{function}: beside (value={beside!r}, allowed={', '.join(BESIDE)}, or what Communicator.beside returns)"
+        )

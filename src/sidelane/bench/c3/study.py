@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from sidelane.bench.c3.traces import write_trace
 from sidelane.bench.candidates.candidate import Prepared, candidates_of
 from sidelane.bench.candidates.reference import Case, rounded_bytes
 from sidelane.bench.candidates.roster import Roster, make_roster
@@ -18,12 +19,13 @@ from sidelane.bench.running.asked import check_asked
 from sidelane.bench.running.launch import Rank, choose_target
 from sidelane.bench.running.measure import Job, Meter
 from sidelane.bench.running.study import Sender, StudyOptions, run_study
-from sidelane.bench.tune.isolated_rows import isolated_times
 from sidelane.c3.isolated import Isolated
 from sidelane.c3.lanes import DevicePartitions, Lanes
+from sidelane.c3.measured import isolated_times
 from sidelane.c3.outcome import Outcome, Result
 from sidelane.c3.run import run_workload
 from sidelane.c3.strategies import named
+from sidelane.c3.strategy import percent_of_ideal
 from sidelane.c3.workload import Bound, Gemm, Workload, parse_workload
 from sidelane.choice.candidate import DMA, SM
 from sidelane.collectives.plan import AUTO
@@ -55,6 +57,7 @@ class C3Options(StudyOptions):
         known: what is in it; filled in by :func:`main`.
         warmup: rounds before the measured ones (ConCCL paper: 6).
         repeats: measured rounds (ConCCL paper: 9).
+        timeline: folder for a Chrome trace and a picture of every pair under every strategy; None writes none.
     """
 
     workloads: tuple[str, ...] = ("cb1_896M",)
@@ -67,6 +70,7 @@ class C3Options(StudyOptions):
     known: Isolated | None = None
     warmup: int = 6
     repeats: int = 9
+    timeline: Path | None = None
 
     def __post_init__(self) -> None:
         StudyOptions.__post_init__(self)
@@ -95,9 +99,14 @@ def main(options: C3Options) -> Results | None:
         chosen_from=(DMA, SM),
         with_auto=True,
     )
-    known = isolated_times(options.isolated, place.device_type, place.world_size)
-    options = dataclasses.replace(options, known=known)
+    options = dataclasses.replace(options, known=isolated_here(options))
     return run_study("c3", C3Row, _measure, options, "computation and communication")
+
+
+def isolated_here(options: C3Options) -> Isolated | None:
+    """What heuristics and ``auto`` go by where the study would run: the file that was given, or the user's, if any."""
+    place = choose_target(options.ranks, options.device)
+    return isolated_times(options.isolated, place.device_type, place.world_size)
 
 
 def _measure(rank: Rank, options: C3Options) -> int:
@@ -139,6 +148,10 @@ def _measure(rank: Rank, options: C3Options) -> int:
             unavailable=roster.unavailable,
             seed=options.seed + 1_000_000 * number,
             device_name=device_name,
+            known=options.known,
+            on_trace=None
+            if options.timeline is None
+            else functools.partial(write_trace, options.timeline, workload, roster.meter, rank.rank == 0),
         )
         for row in rows_of(outcome, options.known):
             sender.row(row)
@@ -223,10 +236,31 @@ def rows_of(outcome: Outcome, known: Isolated | None = None) -> list[C3Row]:
         picked = next(row for row in rows if row.strategy == outcome.choice.strategy)
         rows.append(
             dataclasses.replace(
-                picked, strategy="auto", chosen=picked.strategy, note=f"picked: {outcome.choice.reason}"
+                _with_units(picked, outcome),
+                strategy="auto",
+                chosen=picked.strategy,
+                note=f"picked: {outcome.choice.reason}",
             )
         )
     return rows
+
+
+def _with_units(picked: C3Row, outcome: Outcome) -> C3Row:
+    """The row of a swept strategy with the units that were chosen, which need not be the best."""
+    assert outcome.choice is not None
+    swept = next(dict(one.by_units) for one in outcome.results if one.strategy == picked.strategy)
+    time_us, units = swept.get(outcome.choice.units), outcome.choice.units
+    if units == picked.units or time_us is None or picked.time_us is None or picked.speedup is None:
+        return picked
+    gemm_us, best_us = outcome.gemm_us, outcome.best_comm_us or 0.0
+    return dataclasses.replace(
+        picked,
+        units=units,
+        time_us=time_us,
+        speedup=picked.speedup * picked.time_us / time_us,
+        percent_of_ideal=percent_of_ideal(gemm_us, best_us, time_us),
+        percent_of_ideal_nccl=None,
+    )
 
 
 def _heuristic(outcome: Outcome, result: Result, known: Isolated | None) -> str:
@@ -270,6 +304,7 @@ def _row(outcome: Outcome, result: Result, known: Isolated | None) -> C3Row:
         correct=True if failure is None else False if failure.wrong else None,
         note=result.label + _heuristic(outcome, result, known) if failure is None else failure.text,
         units=result.units,
+        sweep=", ".join(f"{units} {time_us:.6g}" for units, time_us in result.by_units),
     )
 
 

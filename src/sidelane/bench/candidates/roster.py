@@ -99,7 +99,13 @@ def make_roster(
         meter = Meter(rank.device, timeout_s=timeout_s, group=control)
         makers = {"gloo": Gloo}
     else:
-        from sidelane.bench.candidates.baselines_cuda import Nccl, NcclCopyEngines, device_barrier, kernels_of
+        from sidelane.bench.candidates.baselines_cuda import (
+            Nccl,
+            NcclCopyEngines,
+            NcclCtas,
+            device_barrier,
+            kernels_of,
+        )
         from sidelane.bench.candidates.baselines_symm_mem import SymmetricMemory
 
         find_kernels = kernels_of
@@ -107,6 +113,7 @@ def make_roster(
         meter = Meter(rank.device, device_barrier=device_barrier(rank.device), timeout_s=timeout_s, group=control)
         makers = {
             "nccl": lambda: Nccl(rank.device, meter),
+            "nccl_ctas": lambda: NcclCtas(rank.device, timeout_s, meter),
             "nccl_ce": lambda: NcclCopyEngines(rank.device, timeout_s, meter),
             "symm_mem": lambda: SymmetricMemory(rank.device, meter),
         }

@@ -25,6 +25,7 @@ BLACK, GREY = "#000000", "#666666"
 COLOURS = {
     "nccl": VERMILLION,
     "gloo": VERMILLION,
+    "nccl_ctas": VERMILLION,
     "nccl_ce": ORANGE,
     "symm_mem": PURPLE,
     "dma": BLUE,

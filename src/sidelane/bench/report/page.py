@@ -25,6 +25,7 @@ TITLES = {
     "collectives": "Collectives by size and implementation",
     "c3": "Computation and communication side by side",
     "occupancy": "Pipelined iterations by the shape of the GEMM",
+    "heuristics": "Heuristics against the best of a sweep",
     "isolated": "GEMMs and collectives alone",
     "phases": "Where one transfer and one collective spend their time",
     "power": "Power and energy of collectives",
@@ -44,6 +45,10 @@ LEGENDS = {
     "normalised = overlapped / sequential, both in the same shape; overlap rate: share of the collectives' time during "
     "which a GEMM ran, by time stamps of the device. resident: blocks of the GEMM that a compute unit holds. Medians "
     "over rounds of the slowest rank; the least time of each pair is bold.",
+    "heuristics": "launch_order: who of a GEMM and a collective is first, by workgroups; launch_order_3: of three "
+    "kernels; partition: units for the collective, by look-up tables; spared: units that a GEMM beside copy engines "
+    "does without; auto: the strategy, over all. Right: within half a percent of the best of the sweep. Reasons are in "
+    "the file.",
     "isolated": "Times over that with all compute units, by the units that a GEMM does without or a collective has; "
     "split: green contexts, which shut the others off; target, carve_out: what cuBLAS and torch are asked for; grid: a "
     "Triton GEMM with fewer blocks; threads: of a CPU rank. Medians over rounds of the slowest rank.",

@@ -6,6 +6,9 @@ from pathlib import Path
 
 import matplotlib as mpl
 
+from sidelane.bench.c3.foretold import compare, speedups
+from sidelane.bench.c3.grouped_pictures import draw_groups
+from sidelane.bench.c3.heuristic_pictures import draw_heuristics
 from sidelane.bench.c3.occupancy_pictures import draw_occupancy
 from sidelane.bench.c3.pictures import draw_strategies
 from sidelane.bench.collectives.pictures import draw_sizes
@@ -15,8 +18,17 @@ from sidelane.bench.power.pictures import draw_power
 from sidelane.bench.report.drawing import RC, Picture, where_from
 from sidelane.bench.report.table import grouped
 from sidelane.bench.results.files import Results
-from sidelane.bench.results.rows import C3Row, CollectiveRow, IsolatedRow, OccupancyRow, PhaseRow, PowerRow
+from sidelane.bench.results.rows import (
+    C3Row,
+    CollectiveRow,
+    HeuristicRow,
+    IsolatedRow,
+    OccupancyRow,
+    PhaseRow,
+    PowerRow,
+)
 from sidelane.bench.tune.isolated_pictures import draw_isolated
+from sidelane.machine.load import machine_names, named
 
 
 def draw(results: Results, directory: Path) -> list[Picture]:
@@ -28,6 +40,8 @@ def draw(results: Results, directory: Path) -> list[Picture]:
             return [draw_sizes(way, alike, results, directory) for way, alike in ways]
         if results.study == "occupancy":
             return draw_occupancy([r for r in results.rows if isinstance(r, OccupancyRow)], results, directory)
+        if results.study == "heuristics":
+            return draw_heuristics([r for r in results.rows if isinstance(r, HeuristicRow)], results, directory)
         if results.study == "isolated":
             return draw_isolated([r for r in results.rows if isinstance(r, IsolatedRow)], results, directory)
         if results.study == "phases":
@@ -35,7 +49,9 @@ def draw(results: Results, directory: Path) -> list[Picture]:
         if results.study == "power":
             return draw_power([r for r in results.rows if isinstance(r, PowerRow)], where_from(results), directory)
         pairs = [row for row in results.rows if isinstance(row, C3Row) and row.speedup is not None]
-        return [
+        machine = named(results.machine) if results.machine in machine_names() else None
+        predicted = {} if machine is None else speedups(compare(machine, pairs))
+        return draw_groups(pairs, predicted, results, directory) + [
             picture
             for collective, alike in grouped(pairs, lambda row: row.collective)
             for picture in draw_strategies(collective, alike, results, directory)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sidelane.bench.c3.heuristic_tables import heuristic_tables
 from sidelane.bench.c3.occupancy_tables import occupancy_tables
 from sidelane.bench.c3.tables import c3_tables
 from sidelane.bench.chain.tables import chain_tables
@@ -19,6 +20,7 @@ from sidelane.bench.results.rows import (
     CollectiveRow,
     FusedRow,
     GemmRow,
+    HeuristicRow,
     HostRow,
     IsolatedRow,
     OccupancyRow,
@@ -36,6 +38,8 @@ def tables_of(results: Results) -> list[Table]:
         return collective_tables([row for row in results.rows if isinstance(row, CollectiveRow)])
     if results.study == "occupancy":
         return occupancy_tables([row for row in results.rows if isinstance(row, OccupancyRow)])
+    if results.study == "heuristics":
+        return heuristic_tables([row for row in results.rows if isinstance(row, HeuristicRow)])
     if results.study == "isolated":
         return isolated_tables([row for row in results.rows if isinstance(row, IsolatedRow)])
     if results.study == "phases":

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
-IMPLEMENTATIONS = ("nccl", "nccl_ce", "symm_mem", "gloo", "dma", "sm", "auto")
+IMPLEMENTATIONS = ("nccl", "nccl_ctas", "nccl_ce", "symm_mem", "gloo", "dma", "sm", "auto")
 LAUNCHES = ("eager", "graph")
 PRELAUNCHED = "prelaunched"
 SEPARATE = "separate"
@@ -26,7 +26,7 @@ FUSED_OPS = (
 FUSED_IMPLEMENTATIONS = ("fused", "unfused_nccl", "unfused_sidelane", "symm_mem", "unfused_best")
 HOST_OPERATIONS = ("all_gather", "trigger", "trigger_from_host")
 OF_LIBRARY = ("nccl", "nccl_ce", "gloo")
-ISOLATED = ("gemm", "collective", "memory", "beside")
+ISOLATED = ("gemm", "collective", "memory", "beside", "pair")
 CLASSES = ("G-long", "C-long", "GC-equal", "")
 
 
@@ -126,6 +126,7 @@ class C3Row(_Row):
         correct: outputs of both were compared with a reference in this run.
         note: why there is no time, or what to know about this one.
         units: compute units that the GEMM did without; 0 also in files without this key.
+        sweep: times of a sweep over units, as ``8 1234.5, 16 1300.2``; empty also in files without this key.
     """
 
     renamed: ClassVar[dict[str, str]] = {"c3_class": "class"}
@@ -151,10 +152,52 @@ class C3Row(_Row):
     correct: bool | None = None
     note: str = ""
     units: int = 0
+    sweep: str = ""
 
     def __post_init__(self) -> None:
         require("C3Row", "class", self.c3_class, CLASSES)
         _require_times("C3Row", self.note, self.correct, time_us=self.time_us, speedup=self.speedup)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HeuristicRow(_Row):
+    """What a heuristic chose for a pair, against the best of a sweep.
+
+    Attributes:
+        heuristic: ``launch_order``: who is first, by workgroups; ``launch_order_3``: of three kernels; ``partition``:
+            units for the collective, by look-up tables; ``spared``: units that a GEMM beside copy engines does
+            without; ``auto``: the strategy.
+        gemm, bytes: as in :class:`C3Row`.
+        seen: the GEMM is one that was profiled.
+        chosen: by the heuristic, in words.
+        best: of the sweep.
+        time_us: under what was chosen.
+        best_us: under what was best.
+        lost_percent: by the choice.
+        right: nothing is lost, but for half a percent.
+        note: the reason that the heuristic gave, or why nothing could be judged.
+    """
+
+    heuristic: str
+    gemm: str
+    m: int
+    n: int
+    k: int
+    dtype: str
+    collective: str
+    bytes: int
+    seen: bool
+    chosen: str
+    best: str
+    time_us: float | None
+    best_us: float | None
+    lost_percent: float | None
+    right: bool | None
+    note: str
+
+    def __post_init__(self) -> None:
+        if self.time_us is None and not self.note:
+            raise ValueError("HeuristicRow: a row without time_us needs a note that says why (value=None)")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -215,18 +258,19 @@ class IsolatedRow(_Row):
     """A GEMM, a collective or the memory alone, with all compute units or some; and a GEMM beside DMA traffic.
 
     Attributes:
-        what: ``gemm``; ``collective``; ``memory``; ``beside``: a GEMM and traffic at once.
+        what: ``gemm``; ``collective``; ``memory``; ``beside``: a GEMM and traffic at once; ``pair``: a GEMM and a
+            collective under a strategy.
         gemm: tag of the ConCCL paper's Table I, or ``m,n,k``; empty without a GEMM, as m, n and k are 0 then.
         collective: which, or empty.
         bytes: of the collective as in :class:`CollectiveRow`; of the traffic; of the memory that is read.
         implementation: who runs the collective or the traffic; ``host``: copies between device and host.
         variant: of it.
         means: how units are taken from a GEMM or given to a collective: ``split``, ``target``, ``carve_out``, ``grid``,
-            ``threads``. Beside: whose time it is, ``gemm`` or ``traffic``.
+            ``threads``. Beside: whose time it is, ``gemm`` or ``traffic``. Pair: the strategy.
         units: taken from the GEMM, or given to the collective; 0: it has all.
         device_units: that there are.
         time_us: median over rounds of the slowest rank.
-        alone_us: beside: the same without the other.
+        alone_us: beside: the same without the other. Pair: the collective.
         gbps: of memory, read and written; of a collective, sent by each rank.
         note: why there is no time.
     """
@@ -560,6 +604,7 @@ SOAKED = (
 Row = (
     CollectiveRow
     | C3Row
+    | HeuristicRow
     | OccupancyRow
     | IsolatedRow
     | PhaseRow
@@ -573,6 +618,7 @@ Row = (
 ROWS: dict[str, type[Row]] = {
     "collectives": CollectiveRow,
     "c3": C3Row,
+    "heuristics": HeuristicRow,
     "occupancy": OccupancyRow,
     "isolated": IsolatedRow,
     "phases": PhaseRow,

@@ -16,6 +16,9 @@ ON_CPUS = ("gloo", "dma", "auto")
 ON_GPUS = ("nccl", "nccl_ce", "symm_mem", "dma", "auto", "sm")
 """Names of implementations, in the order of a study."""
 
+BESIDE = ("nccl_ctas",)
+"""What runs next to a computation only, behind the others."""
+
 ONE_TENSOR = {
     "symm_mem": "PyTorch's operators on symmetric memory take one tensor a call",
 }
@@ -32,7 +35,7 @@ def implementations(device_type: str, *, with_auto: bool = False) -> tuple[str, 
     >>> implementations("cpu")
     ('gloo', 'dma', 'auto')
     """
-    names = ON_CPUS if device_type == CPU else ON_GPUS
+    names = ON_CPUS if device_type == CPU else ON_GPUS + (BESIDE if with_auto else ())
     return tuple(name for name in names if not (with_auto and name == "auto"))
 
 

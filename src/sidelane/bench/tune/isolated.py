@@ -22,7 +22,8 @@ from sidelane.bench.running.launch import LaunchTarget, Rank, choose_target
 from sidelane.bench.running.study import Follower, Sender, StudyOptions, check_targets, follow, publish
 from sidelane.bench.tune.isolated_batches import batches_of
 from sidelane.bench.tune.isolated_measure import Bench
-from sidelane.bench.tune.isolated_rows import Key, isolated_file, key_of
+from sidelane.bench.tune.isolated_rows import Key, key_of
+from sidelane.c3.measured import isolated_file
 from sidelane.c3.strategy import LIBRARY
 from sidelane.c3.workload import GEMM_DTYPES, parse_gemm
 from sidelane.choice.candidate import DMA, SM

@@ -8,7 +8,8 @@ from typing import Protocol
 
 from sidelane.bench.candidates.reference import rounded_bytes
 from sidelane.bench.running.launch import Rank
-from sidelane.bench.tune.isolated_rows import BESIDE, COLLECTIVE, GEMM, MEMORY, Key
+from sidelane.bench.tune.isolated_rows import Key
+from sidelane.c3.measured import BESIDE, COLLECTIVE, GEMM, MEMORY, PAIR
 from sidelane.c3.strategy import Means
 from sidelane.c3.workload import CPU_GEMM_FLOPS, Gemm, parse_gemm
 from sidelane.choice.candidate import DMA
@@ -16,6 +17,10 @@ from sidelane.program.collective import Kind
 
 MEMORY_BYTES = {"cpu": 8 << 20, "gpu": 1 << 30}
 TRAFFIC_BYTES = {"cpu": 1 << 20, "gpu": 256 << 20}
+PAIR_BYTES = {"cpu": 8 << 20, "gpu": 896 << 20}
+"""Of the collective next to a GEMM: enough for what is hidden to be seen."""
+PAIRED = (Kind.ALL_GATHER, Kind.ALL_REDUCE)
+"""Of the collectives, what runs next to GEMMs under every strategy: one that moves and one that reduces."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,6 +67,10 @@ def batches_of(rank: Rank, options: Options) -> list[Batch]:
     traffic = rounded_bytes(TRAFFIC_BYTES[where], rank.world_size)
     makers = [*(["host"] if where == "gpu" else ["copy"]), *([DMA] if rank.world_size > 1 else [])]
     batches += [Batch(BESIDE, gemm, nbytes=traffic, means=maker) for gemm in gemms for maker in makers]
+    if rank.world_size > 1:
+        kinds = [kind for kind in PAIRED if kind in options.collectives] or options.collectives
+        paired = rounded_bytes(PAIR_BYTES[where], rank.world_size)
+        batches += [Batch(PAIR, gemm, kind, paired) for gemm in gemms for kind in kinds]
     return batches
 
 

@@ -20,8 +20,9 @@ from sidelane.bench.running.launch import Rank
 from sidelane.bench.running.measure import Job
 from sidelane.bench.tune.isolated_batches import Batch, Options, batches_of, sizes_of
 from sidelane.bench.tune.isolated_beside import next_to
-from sidelane.bench.tune.isolated_rows import BESIDE
+from sidelane.bench.tune.isolated_pairs import pair_figures
 from sidelane.c3.lanes import SMALLEST_SHARE, DevicePartitions, Lanes, shares
+from sidelane.c3.measured import BESIDE
 from sidelane.c3.run import GemmRun
 from sidelane.c3.strategy import Means, Partition
 from sidelane.choice.candidate import DMA, SM
@@ -78,6 +79,8 @@ class Bench:
                     yield from self._gemm(batch)
                 case "collective":
                     yield from self._collective(batch)
+                case "pair":
+                    yield from self._pair(batch)
                 case _:
                     yield from self._beside(batch)
 
@@ -86,7 +89,7 @@ class Bench:
     def _memory(self, batch: Batch) -> IsolatedRow:
         source = torch.zeros(batch.nbytes // 4, dtype=torch.float32, device=self._rank.device)
         target = torch.empty_like(source)
-        time_us = self._times({"add": lambda: torch.add(source, 1.0, out=target)})["add"]
+        time_us = self.times({"add": lambda: torch.add(source, 1.0, out=target)})["add"]
         return self._row(batch, time_us=time_us, gbps=2 * batch.nbytes / time_us / 1e3)
 
     def _gemm(self, batch: Batch) -> Iterator[IsolatedRow]:
@@ -113,7 +116,7 @@ class Bench:
 
         refused = self._meter.attempt(make)
         if refused is None:
-            for units, time_us in self._times(launches).items():
+            for units, time_us in self.times(launches).items():
                 yield self._row(batch, means=means, units=units, time_us=time_us)
         if refused or why_not:
             yield self._row(batch, means=means, units=SMALLEST_SHARE, note=refused or why_not)
@@ -167,17 +170,9 @@ class Bench:
     # --- collectives --------------------------------------------------------------------------------------------------
 
     def _collective(self, batch: Batch) -> Iterator[IsolatedRow]:
-        case = self._case(batch)
-        alone: dict[str, Prepared] = {}
-        for implementation in self.roster.implementations.values():
-            for entrant in candidates_of(implementation, case.kind, launches=("eager",)):
-                run = Prepared(entrant, case, implementation)
-                wrong = self._wrong(run, run.run)
-                if wrong is None:
-                    alone[run.label] = run
-                else:
-                    yield self._row(batch, run, note=wrong)
-        times = self._times({label: run.run for label, run in alone.items()})
+        alone, wrong = self._right(batch)
+        yield from wrong
+        times = self.times({label: run.run for label, run in alone.items()})
         yield from (self._sent(batch, run, 0, times[label]) for label, run in alone.items())
         for name in dict.fromkeys(run.implementation for run in alone.values()):
             mine = [run for run in alone.values() if run.implementation == name]
@@ -186,6 +181,29 @@ class Bench:
         if self._on_cpu:
             note = f"collectives are given no units: {self._no_partitions}"
             yield self._row(batch, means=Means.SPLIT, units=SMALLEST_SHARE, note=note)
+
+    def _right(self, batch: Batch) -> tuple[dict[str, Prepared], list[IsolatedRow]]:
+        """Calls that are right, by label, and rows of the others."""
+        case, right, others = self._case(batch), {}, []
+        for implementation in self.roster.implementations.values():
+            for entrant in candidates_of(implementation, case.kind, launches=("eager",)):
+                run = Prepared(entrant, case, implementation)
+                wrong = self._wrong(run, run.run)
+                if wrong is None:
+                    right[run.label] = run
+                else:
+                    others.append(self._row(batch, run, note=wrong))
+        return right, others
+
+    def _pair(self, batch: Batch) -> Iterator[IsolatedRow]:
+        assert batch.gemm is not None
+        alone, _ = self._right(batch)  # whoever is wrong has a row as a collective
+        times = self.times({label: run.run for label, run in alone.items()})
+        runs = sorted(alone.values(), key=lambda run: times[run.label])
+        place = (self._rank.device, self._lanes, self._partitions, self._no_partitions)
+        for one in pair_figures(batch.gemm, runs, self._meter, self.times, self._seeds, *place):
+            figures = {"means": one.strategy, "units": one.units, "time_us": one.time_us, "alone_us": one.alone_us}
+            yield self._row(batch, one.run, **figures, note=one.note)
 
     def _given(self, batch: Batch, run: Prepared) -> Iterator[IsolatedRow]:
         """A collective on its own units."""
@@ -204,7 +222,7 @@ class Bench:
                 launches[units] = launch
             else:
                 yield self._row(batch, run, means=Means.SPLIT, units=units, note=wrong)
-        for units, time_us in self._times(launches).items():
+        for units, time_us in self.times(launches).items():
             yield self._sent(batch, run, units, time_us)
 
     def _sent(self, batch: Batch, run: Prepared, units: int, time_us: float) -> IsolatedRow:
@@ -235,7 +253,7 @@ class Bench:
             yield self._row(batch, note=refused)
             return
         (traffic,) = made
-        alone = self._times({"gemm": gemm.run, "traffic": traffic})
+        alone = self.times({"gemm": gemm.run, "traffic": traffic})
         spans: dict[str, list[Callable[[], float]]] = {"gemm": [], "traffic": []}
         with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),)) as worker:
             jobs: dict[str, Callable[[], object]] = {}
@@ -245,7 +263,7 @@ class Bench:
                 times = min(50, max(2, math.ceil(2 * alone[name] / other_us)))
                 run = functools.partial(next_to, one, other, times, name == "gemm", self._lanes, worker)
                 jobs[name] = functools.partial(_keep, spans[name], run)
-            self._times(jobs)
+            self.times(jobs)
         for name, kept in spans.items():
             last = sorted(read() for read in kept[-self._options.repeats :])
             everyones = self._meter.of_all_ranks([last[len(last) // 2]])
@@ -272,7 +290,7 @@ class Bench:
     def _dtype_name(self) -> str:
         return "float32" if self._rank.device.type == "cpu" else self._options.dtype
 
-    def _times(self, launches: Mapping[K, Callable[[], object]]) -> dict[K, float]:
+    def times(self, launches: Mapping[K, Callable[[], object]]) -> dict[K, float]:
         """Median time of each, in microseconds, of the slowest rank."""
         hide_us = 0.0 if self._on_cpu else HIDE_LAUNCH_US
         jobs = {name: Job(run, hide_launch_us=hide_us) for name, run in launches.items()}

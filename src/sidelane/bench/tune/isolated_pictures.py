@@ -24,8 +24,8 @@ from sidelane.bench.report.drawing import (
 )
 from sidelane.bench.results.files import Results
 from sidelane.bench.results.rows import IsolatedRow
-from sidelane.bench.tune.isolated_rows import isolated_of
 from sidelane.c3.isolated import Isolated
+from sidelane.c3.measured import isolated_of
 from sidelane.sizes import format_bytes
 
 COLOURS = (BLUE, ORANGE, GREEN, VERMILLION, PURPLE, BLACK)

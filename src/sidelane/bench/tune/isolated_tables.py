@@ -6,18 +6,18 @@ from collections.abc import Sequence
 
 from sidelane.bench.report.table import Line, Table, grouped, notes_of, number, without_empty_columns
 from sidelane.bench.results.rows import IsolatedRow
-from sidelane.bench.tune.isolated_rows import BESIDE, COLLECTIVE, GEMM, isolated_of
 from sidelane.c3.isolated import Isolated
+from sidelane.c3.measured import BESIDE, COLLECTIVE, GEMM, PAIR, SERIAL, isolated_of
 from sidelane.c3.workload import Workload
 from sidelane.sizes import format_bytes
 
 
 def isolated_tables(rows: Sequence[IsolatedRow]) -> list[Table]:
     """GEMMs by units, collectives by size and by units, what disturbs what, and choices."""
-    by_what = {what: [row for row in rows if row.what == what] for what in (GEMM, COLLECTIVE, BESIDE)}
+    by_what = {what: [row for row in rows if row.what == what] for what in (GEMM, COLLECTIVE, BESIDE, PAIR)}
     tables = [_curves("GEMMs by units taken, times over the first", by_what[GEMM])]
     tables.append(_curves("collectives by units given, times over the first", by_what[COLLECTIVE]))
-    tables.append(_beside(by_what[BESIDE]))
+    tables += [_beside(by_what[BESIDE]), _pairs(by_what[PAIR])]
     try:
         known = isolated_of(rows)
     except ValueError:  # too little was measured yet
@@ -76,6 +76,22 @@ def _beside(rows: Sequence[IsolatedRow]) -> Table:
     notes = notes_of([(f"{row.gemm} {row.implementation}", row.note) for row in rows])
     columns = ("<GEMM", "<traffic", "bytes", "<time of", "alone us", "beside us", "ratio")
     return Table("a GEMM beside DMA traffic", columns, tuple(lines), notes, keys=4)
+
+
+def _pairs(rows: Sequence[IsolatedRow]) -> Table:
+    """Every strategy against one after the other by the same implementation."""
+    serial = {(row.gemm, row.collective, row.implementation): row.time_us for row in rows if row.means == SERIAL}
+    lines, notes = [], []
+    for row in rows:
+        base_us = serial.get((row.gemm, row.collective, row.implementation))
+        if row.time_us is None:
+            notes.append((row.means, row.note))
+        elif base_us is not None:
+            what = (row.gemm, row.collective, format_bytes(row.bytes), row.implementation, row.means)
+            units = str(row.units) if row.units else ""
+            lines.append(Line((*what, units, number(row.time_us), f"{base_us / row.time_us:.2f}")))
+    columns = ("<GEMM", "<collective", "bytes", "<implementation", "<strategy", "units", "together\nus", "speedup")
+    return without_empty_columns(Table("pairs under strategies", columns, tuple(lines), notes_of(notes), keys=5))
 
 
 def _classes(known: Isolated) -> Table:

@@ -1,0 +1,248 @@
+"""Where a computation and collectives of one's own run under a strategy: streams on a GPU, engines on a CPU.
+
+A strategy that takes units has lanes of its own (``c3.lanes``). Under green contexts the computation runs on a stream
+of theirs, and so does its backward, since autograd runs that where the forward ran. What it saves is recorded there,
+so that torch's allocator does not give it away while the backward still reads it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from sidelane.c3.lanes import SMALLEST_SHARE, DevicePartitions, Lanes, shares
+from sidelane.c3.strategy import Means, Mover, Order, Strategy
+from sidelane.collectives import Communicator, Work
+from sidelane.config import COMPUTE, NOTHING
+from sidelane.errors import UnavailableError
+from sidelane.program.collective import Kind
+
+T = TypeVar("T")
+S = TypeVar("S")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Way:
+    """A strategy, and how many units it takes from the computation."""
+
+    strategy: Strategy
+    units: int = 0
+
+    def __str__(self) -> str:
+        return self.strategy.name + (f" with {self.units} units" if self.units else "")
+
+
+def objection(strategy: Strategy, device: torch.device) -> str:
+    """Why a strategy is not for calls of one's own on a device; empty if it is.
+
+    Here Sidelane is the library: under a strategy of the library's kernels a collective runs as it is fastest alone.
+    """
+    if strategy.mover not in (Mover.LIBRARY, Mover.DMA):
+        return "a communicator's calls are not told to run so"
+    if strategy.partition is None:
+        return ""
+    partitions, absent = partitions_of(device)
+    reason = absent if partitions is None else partitions.objection(strategy.partition)
+    return f"it takes compute units from the computation: {reason}" if reason else ""
+
+
+def ways_of(strategy: Strategy, device: torch.device) -> tuple[Way, ...]:
+    """A strategy with each number of units that is worth a try."""
+    if strategy.partition is None:
+        return (Way(strategy),)
+    partitions, _ = partitions_of(device)
+    units = SMALLEST_SHARE * 2 if partitions is None else partitions.units
+    return tuple(Way(strategy, one) for one in shares(strategy.partition, units, memory_bound=True))
+
+
+@functools.cache
+def partitions_of(device: torch.device) -> tuple[DevicePartitions | None, str]:
+    """What gives computations on a device fewer units, made once; None with the reason where nothing does."""
+    return DevicePartitions.on(device)
+
+
+def run(
+    way: Way, computes: Sequence[Callable[[], T]], collective: Callable[..., S], on: Sequence[Communicator]
+) -> tuple[list[T], S]:
+    """Run all; what comes next on the current stream follows all of them.
+
+    Args:
+        way: to run them.
+        computes: one or several, see ``overlap``.
+        collective: likewise.
+        on: communicators on one device.
+
+    Raises:
+        UnavailableError: no such lanes here, or none yet and a graph is captured.
+        Whatever the two raise.
+    """
+    device, strategy = on[0].device, way.strategy
+    if strategy.concurrent and device.type == "cuda":
+        return _on_streams(way, computes, collective, on, device)
+    comms = [Beside(comm, strategy, None) for comm in on]
+    if not strategy.concurrent:
+        return [compute() for compute in computes], collective(*comms)
+    try:
+        told = collective(*comms)
+        return [compute() for compute in computes], told
+    finally:
+        for comm in comms:
+            for work in comm.works:
+                work.wait()
+
+
+class Beside:
+    """A communicator whose collectives are told what runs next to them, and wait for nobody on a CPU.
+
+    Args:
+        comm: that makes them.
+        strategy: how they run.
+        aside: the stream that they run on, if it is not the current one.
+    """
+
+    def __init__(self, comm: Communicator, strategy: Strategy, aside: torch.cuda.Stream | None) -> None:
+        self._comm, self._aside = comm, aside
+        self._beside = COMPUTE if strategy.mover is Mover.DMA else NOTHING
+        self._async = comm.device.type == "cpu" and strategy.concurrent
+        self.works: list[Work] = []
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._comm, name)
+        return functools.partial(self._call, name, found) if name in Kind._value2member_map_ else found
+
+    def _call(self, name: str, function: Callable[..., Work | None], *tensors: Any, **options: Any) -> None:
+        if options.pop("async_op", False):
+            raise ValueError(f"overlap: {name}: async_op (value=True, allowed=False): overlap waits for it")
+        options.setdefault("beside", self._beside)
+        if self._aside is not None:
+            self._aside.wait_stream(torch.cuda.current_stream(self._comm.device))
+        with torch.cuda.stream(self._aside):
+            work = function(*tensors, **options, async_op=self._async)
+        if work is not None:
+            self.works.append(work)
+
+
+def _on_streams(
+    way: Way,
+    computes: Sequence[Callable[[], T]],
+    collective: Callable[..., S],
+    on: Sequence[Communicator],
+    device: torch.device,
+) -> tuple[list[T], S]:
+    caller = torch.cuda.current_stream(device)
+    lanes = _lanes(way, device, caller)
+    aside, *others = streams = _asides(way, device, lanes, len(on))
+    roads = _roads(way, device, caller, lanes, len(computes))
+    first = roads[0]
+    comms = [Beside(comm, way.strategy, stream) for comm, stream in zip(on, (None, *others), strict=True)]
+    released = torch.cuda.Event()
+    released.record(caller)
+    joined = [*streams, *(road for road in roads if road is not caller)]
+    for stream in joined:
+        stream.wait_event(released)
+
+    def all_computed() -> list[T]:
+        limited = contextlib.nullcontext() if lanes is None else lanes.limited()
+        with limited:
+            return [_computed(compute, road, caller) for compute, road in zip(computes, roads, strict=True)]
+
+    try:
+        if way.strategy.order is Order.COLLECTIVE_FIRST:
+            with torch.cuda.stream(aside):
+                begun = torch.cuda.Event()
+                begun.record(aside)
+                told = collective(*comms)
+            for road in dict.fromkeys(roads):
+                road.wait_event(begun)  # the collective is released, not ended
+            computed = all_computed()
+        else:
+            if first is not caller:  # whose release is the host's order; a lane's is not
+                begun = torch.cuda.Event()
+                begun.record(first)
+                aside.wait_event(begun)
+            computed = all_computed()
+            with torch.cuda.stream(aside):
+                told = collective(*comms)
+    finally:
+        for stream in joined:
+            caller.wait_stream(stream)
+    for part in tree_leaves((told, [one for one, road in zip(computed, roads, strict=True) if road is not caller])):
+        if isinstance(part, torch.Tensor):
+            part.record_stream(caller)
+    return computed, told
+
+
+def _computed(compute: Callable[[], T], road: torch.cuda.Stream, caller: torch.cuda.Stream) -> T:
+    if road is caller:
+        return compute()
+    with torch.cuda.stream(road), kept_for_backward(road):
+        return compute()
+
+
+def _roads(
+    way: Way, device: torch.device, caller: torch.cuda.Stream, lanes: Lanes | None, count: int
+) -> list[torch.cuda.Stream]:
+    """A stream for each computation: the caller's for the first. Those under green contexts have one for all."""
+    if lanes is not None and lanes.gemm is not caller:
+        return [lanes.gemm] * count
+    return [caller, *(_side_stream(device, False, -number) for number in range(1, count))]
+
+
+def _lanes(way: Way, device: torch.device, caller: torch.cuda.Stream) -> Lanes | None:
+    """Lanes of a way that takes units; None for one that does not.
+
+    Raises:
+        UnavailableError: no such lanes here, or none yet while a graph is captured, which cannot hold the making.
+    """
+    partition = way.strategy.partition
+    if partition is None or not way.units:
+        return None
+    partitions, absent = partitions_of(device)
+    if partitions is None:
+        raise UnavailableError(f"overlap: {way}: {absent}")
+    if torch.cuda.is_current_stream_capturing() and not partitions.is_ready(partition, way.units):
+        raise UnavailableError(f"overlap: {way} has no lanes yet, and a graph is captured: call it once before")
+    # The computation stays on the caller's stream where nothing is shut off from it.
+    usual = Lanes(caller, _side_stream(device, False, 0), _side_stream(device, True, 0))
+    return partitions.lanes(partition, way.units, usual, confine=way.strategy.mover.takes_units)
+
+
+def _asides(way: Way, device: torch.device, lanes: Lanes | None, count: int) -> list[torch.cuda.Stream]:
+    """A stream for each communicator. Those that own units have one, on which collectives follow each other."""
+    urgent, partition = bool(way.strategy.priority), way.strategy.partition
+    splits = partition is not None and partition.means is Means.SPLIT
+    if lanes is not None and splits and way.strategy.mover.takes_units:
+        return [lanes.urgent if urgent else lanes.collective] * count
+    return [_side_stream(device, urgent, number) for number in range(count)]
+
+
+@functools.cache
+def _side_stream(device: torch.device, urgent: bool, number: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=-1 if urgent else 0)
+
+
+@contextlib.contextmanager
+def kept_for_backward(stream: torch.cuda.Stream) -> Iterator[None]:
+    """Record on a stream what is saved for backward meanwhile; hooks that are there already go on working."""
+    if not torch.is_grad_enabled():
+        yield
+        return
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+    def pack(tensor: torch.Tensor) -> Any:
+        if tensor.is_cuda:
+            tensor.record_stream(stream)
+        return tensor if hooks is None else hooks[0](tensor)
+
+    def unpack(packed: Any) -> torch.Tensor:
+        found: torch.Tensor = packed if hooks is None else hooks[1](packed)
+        return found
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield

@@ -1,0 +1,20 @@
+"""How much of a collective disappears behind a computation, or the other way round, where nothing was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+# Share of the shorter operation that disappears behind the longer one, by strategy.
+# mi300x: averages of the ConCCL paper (section V, figures 8 and 10), percent of ideal over all its pairs.
+# h200: docs/lab/hardware.md, "GEMM next to a collective"; the lower ends of its ranges.
+HIDDEN: dict[str, dict[str, float]] = {
+    "mi300x": {"c3_base": 0.21, "c3_sp": 0.42, "conccl": 0.66},
+    "h200": {"c3_base": 0.0, "c3_sp": 0.02, "conccl": 0.87, "nccl_ce": 0.92},
+}
+DEFAULT_MACHINE = "mi300x"
+
+
+def hidden_shares(device_name: str) -> Mapping[str, float]:
+    """The table's entry for a device, by a name like the driver's; the default machine's if it is not in the table."""
+    name = device_name.lower()
+    return next((shares for machine, shares in HIDDEN.items() if machine in name), HIDDEN[DEFAULT_MACHINE])

@@ -1,0 +1,109 @@
+"""What runs next to a call, by its time: measured here, or as the caller has measured it; the same on every rank."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from sidelane.choice.hidden import hidden_shares
+from sidelane.errors import UnavailableError
+from sidelane.program.shape import Computation
+
+RUNS = 5
+"""Of a GEMM after a first one; the median counts."""
+
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+def beside(
+    gemm: tuple[int, int, int, str] | None,
+    us: float | None,
+    device: torch.device,
+    *,
+    capturing: bool,
+    slowest_of: Callable[[torch.Tensor], object],
+) -> Computation:
+    """See ``Communicator.beside``.
+
+    Args:
+        gemm: see there.
+        us: likewise.
+        device: of the communicator.
+        capturing: a graph is being captured.
+        slowest_of: leaves the greatest of all ranks' values in a tensor. Collective.
+    """
+    if capturing:
+        raise UnavailableError("beside: the ranks cannot agree while a graph is captured (allowed=before)")
+    problem: Exception | None = _problem(gemm, us)
+    mine = math.inf  # what tells the others, which wait for this rank's time, that it has none
+    if problem is None:
+        try:
+            mine = _gemm_us(gemm, device) if gemm is not None else float(us or 0.0)
+        except RuntimeError as error:  # no memory for the matrices
+            problem = error
+    slowest = torch.tensor([mine, float(_digest(gemm)), -float(_digest(gemm))], dtype=torch.float32, device=device)
+    slowest_of(slowest)
+    agreed, most, least = slowest.tolist()
+    if problem is not None:
+        raise problem
+    if not math.isfinite(agreed):
+        raise ValueError("beside: another rank has no time to give and says why (value=inf, allowed=one on each rank)")
+    if most != -least:
+        raise ValueError(f"beside: gemm (value={gemm}, allowed=the same on all ranks)")
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    shares = hidden_shares(name)
+    # Four digits: more would tell apart what is the same.
+    return Computation(float(f"{agreed:.4g}"), gemm, shares["conccl"], shares["c3_sp"])
+
+
+def _problem(gemm: tuple[int, int, int, str] | None, us: float | None) -> ValueError | None:
+    """What is wrong with the arguments."""
+    if (gemm is None) == (us is None):
+        return ValueError(f"beside: gemm, us (value={gemm}, {us}, allowed=one of the two)")
+    if us is not None:
+        fine = isinstance(us, int | float) and math.isfinite(us) and us > 0
+        return None if fine else ValueError(f"beside: us (value={us!r}, allowed=microseconds, more than 0)")
+    match gemm:
+        case (int(m), int(n), int(k), str(dtype)) if min(m, n, k) >= 1 and dtype in DTYPES:
+            return None
+    return ValueError(f"beside: gemm (value={gemm!r}, allowed=(m, n, k, dtype) with dtype of {', '.join(DTYPES)})")
+
+
+def _digest(gemm: tuple[int, int, int, str] | None) -> int:
+    """A number that a float32 has, for comparison."""
+    if gemm is None:
+        return 0
+    m, n, k, dtype = gemm if _problem(gemm, None) is None else (0, 0, 0, DTYPES[0])
+    return (m * 1_000_003 + n * 10_007 + k * 101 + DTYPES.index(dtype)) % (1 << 24)
+
+
+def _gemm_us(gemm: tuple[int, int, int, str], device: torch.device) -> float:
+    """Microseconds that it takes alone, on the current stream."""
+    m, n, k, name = gemm
+    dtype = getattr(torch, name)
+    # Random: numbers that are all the same take less power, and so less time.
+    a, b = (torch.randn(size, dtype=dtype, device=device) for size in ((m, k), (k, n)))
+    c = torch.empty(m, n, dtype=dtype, device=device)
+    times = []
+    with torch.no_grad():
+        torch.mm(a, b, out=c)
+        for _ in range(RUNS):
+            times.append(_timed_us(a, b, c))
+    return statistics.median(times)
+
+
+def _timed_us(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> float:
+    if a.device.type != "cuda":
+        begin = time.perf_counter()
+        torch.mm(a, b, out=c)
+        return 1e6 * (time.perf_counter() - begin)
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    first.record()
+    torch.mm(a, b, out=c)
+    last.record()
+    last.synchronize()
+    return 1e3 * float(first.elapsed_time(last))

@@ -1,0 +1,127 @@
+"""The choice over all strategies, by files of isolated times that are made up so that each strategy wins once."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from isolated_files import SIZE, collective, file_of, gemm, pair
+
+from sidelane.c3.expected import OF_CALLS, OF_STUDIES, Asked, Movers, decide
+from sidelane.c3.isolated import Isolated
+from sidelane.c3.measured import isolated_times, parse_isolated
+from sidelane.c3.strategies import named, strategies
+from sidelane.c3.workload import Gemm, Workload
+from sidelane.choice.hidden import hidden_shares
+from sidelane.program.collective import Kind
+
+GEMM = Gemm(8192, 8192, 8192)
+MOVE = Workload(GEMM, Kind.ALL_GATHER, SIZE)
+ASKED = Asked(1000.0, GEMM, (MOVE,))
+H200 = hidden_shares("NVIDIA H200")
+
+
+def made_up(winner: str, implementation: str = "nccl") -> Isolated:
+    """A GEMM of 1000 us and collectives of 800; under every strategy both take 1700, under one of them 1100."""
+    together = dict.fromkeys(("c3_base", "c3_sp", "priority", "c3_rp", "c3_sp_rp", "c3_target"), 1700.0)
+    engines = {"conccl": 1700.0, "conccl_rp": 1700.0}
+    gemms = [gemm(1000.0, means, 0) for means in ("split", "target")]
+    slower = 1.4 if winner != "conccl_rp" else 0.9  # only then the GEMM gains by having fewer units
+    gemms += [gemm(1000.0 * slower, means, units) for means in ("split", "target") for units in (8, 64)]
+    for times in (together, engines):
+        if winner in times:
+            times[winner] = 1100.0
+    rows = [*gemms, collective(800.0, implementation), collective(800.0, "dma")]
+    rows += [collective(880.0, implementation, units) for units in (8, 64)]
+    if winner != "serial":
+        rows += [pair("serial", 1800.0, name, alone=800.0) for name in (implementation, "dma")]
+        for name, time_us in {**together, **engines}.items():
+            units = named(name).partition is not None
+            by = "dma" if name in engines else implementation
+            rows += [pair(name, time_us if n != 64 else 1750.0, by, n) for n in ((8, 64) if units else (0,))]
+    else:
+        rows += [pair("serial", 1800.0, name, alone=800.0) for name in (implementation, "dma")]
+        for name in {**together, **engines}:
+            units = 8 if named(name).partition is not None else 0
+            rows += [pair(name, 2600.0, "dma" if name in engines else implementation, units)]
+    return parse_isolated(file_of(*rows), "made up")
+
+
+OF_LIBRARY = ("serial", "c3_base", "c3_sp", "priority", "c3_rp", "c3_sp_rp", "c3_target", "conccl", "conccl_rp")
+
+
+@pytest.mark.parametrize("winner", OF_LIBRARY)
+def test_each_strategy_wins_by_a_file_of_its_own(winner: str) -> None:
+    able = [named(name) for name in OF_LIBRARY]
+    choice = decide(ASKED, able, made_up(winner), H200, {})
+    assert choice.strategy == winner, choice.predicted_us
+    assert choice.reason.startswith(winner) and choice.reason.endswith("shares measured here")
+    assert (choice.units > 0) == (named(winner).partition is not None)
+    expected = dict(choice.predicted_us)
+    assert choice.predicted_us[0][1] == min(expected.values()) <= expected["serial"] == 1800.0
+
+
+def test_calls_of_a_communicator_are_those_of_our_kernels() -> None:
+    """What ``sm_sp`` was measured with is what ``c3_sp`` is where Sidelane is the library."""
+    rows = [gemm(1000.0), collective(700.0, "sm"), collective(800.0, "dma"), pair("serial", 1700.0, "sm", alone=700.0),
+            pair("sm_sp", 1050.0, "sm"), pair("serial", 1800.0, "dma", alone=800.0), pair("conccl", 1500.0, "dma"),
+            pair("c3_sp", 10.0, "nccl")]  # fmt: skip
+    known = parse_isolated(file_of(*rows), "made up")
+    able = [named(name) for name in ("serial", "c3_sp", "conccl", "c3_base")]
+    choice = decide(ASKED, able, known, H200, {}, OF_CALLS)
+    assert (choice.strategy, round(dict(choice.predicted_us)["c3_sp"])) == ("c3_sp", 1050)
+    assert round(dict(choice.predicted_us)["conccl"]) == 1500
+    assert dict(choice.predicted_us)["c3_base"] == 1700.0, "the constant of the machine: nothing is hidden"
+
+
+@pytest.mark.parametrize("movers", [OF_STUDIES, OF_CALLS])
+def test_without_a_file_the_constants_decide(movers: Movers) -> None:
+    able = [one for one in strategies() if one.mover in movers]
+    choice = decide(ASKED, able, None, H200, {"library": 800.0, "dma": 850.0})
+    assert (choice.strategy, round(choice.predicted_us[0][1])) == ("conccl", round(1000 + 0.13 * 850))
+    assert choice.reason.endswith("shares that are constants")
+    assert not any(named(name).partition for name, _ in choice.predicted_us), "nobody knows what units cost"
+    slow = decide(ASKED, able, None, H200, {"library": 800.0, "dma": 9000.0})
+    assert slow.strategy == "c3_sp", "engines that are slower than one after the other are not taken"
+
+
+def test_never_slower_than_serial_by_its_own_estimate() -> None:
+    for winner in OF_LIBRARY:
+        for gemm_us in (10.0, 1000.0, 50_000.0):
+            asked = dataclasses.replace(ASKED, gemm_us=gemm_us)
+            expected = dict(decide(asked, [named(n) for n in OF_LIBRARY], made_up(winner), H200, {}).predicted_us)
+            assert min(expected.values()) <= expected["serial"]
+
+
+def test_several_collectives_follow_each_other() -> None:
+    twice = dataclasses.replace(ASKED, moves=(MOVE, dataclasses.replace(MOVE, nbytes=SIZE // 2)))
+    expected = dict(decide(twice, [named(n) for n in OF_LIBRARY], made_up("c3_sp"), H200, {}).predicted_us)
+    assert expected["serial"] == 1000 + 800 + 400
+
+
+def test_a_gemm_that_is_unknown_gives_no_units_away() -> None:
+    asked = dataclasses.replace(ASKED, gemm=None)
+    names = [name for name, _ in decide(asked, [named(n) for n in OF_LIBRARY], made_up("c3_rp"), H200, {}).predicted_us]
+    assert set(names) == {"serial", "c3_base", "c3_sp", "priority", "conccl"}
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"study": "c3", "rows": []}', '{"study": "isolated", "rows": [{}]}'])
+def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "c3.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"value='.*c3.json'"):
+        isolated_times(path, "cpu", 2)
+
+
+def test_pairs_that_say_nothing_are_left_out() -> None:
+    """A collective of 3% of the GEMM, and one that seems to hide more than itself."""
+    short = (pair("serial", 1030.0, "dma", alone=30.0), pair("conccl", 970.0, "dma"))
+    able = [named(name) for name in ("serial", "conccl")]
+    known = parse_isolated(file_of(gemm(1000.0), collective(800.0, "dma"), *short), "made up")
+    found = decide(ASKED, able, known, H200, {}, OF_CALLS)
+    assert found.reason.endswith("shares that are constants") and round(found.predicted_us[0][1]) == 1104
+    more = (pair("serial", 1300.0, "dma", alone=300.0), pair("conccl", 950.0, "dma"))
+    known = parse_isolated(file_of(gemm(1000.0), collective(800.0, "dma"), *more), "made up")
+    found = decide(ASKED, able, known, H200, {}, OF_CALLS)
+    assert found.predicted_us[0] == ("conccl", 1000.0), "nothing takes less than the longer of the two"

@@ -1,0 +1,222 @@
+"""A computation and collectives of one's own on streams, seen without a device: who runs where, who waits for whom."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from made_up_device import FakeDevice
+
+from sidelane.c3 import launch, overlap
+from sidelane.c3.lanes import Lanes
+from sidelane.c3.launch import Way, kept_for_backward, ways_of
+from sidelane.c3.strategies import named, strategies
+from sidelane.c3.strategy import Means, Partition
+from sidelane.errors import UnavailableError
+
+GPU = torch.device("cuda", 0)
+
+
+class Parts:
+    """Partitions of a made-up GPU."""
+
+    units = 132
+
+    def __init__(self, device: FakeDevice) -> None:
+        self.device, self.made = device, {8}
+
+    def objection(self, partition: Partition) -> str:
+        return ""
+
+    def is_ready(self, partition: Partition, units: int) -> bool:
+        return units in self.made
+
+    def lanes(self, partition: Partition, units: int, usual: Lanes, *, confine: bool) -> Lanes:
+        @contextlib.contextmanager
+        def limited() -> Iterator[None]:
+            self.device.log.append(f"{units} fewer")
+            yield
+            self.device.log.append("all")
+
+        stream: Any = self.device.stream
+        if partition.means is Means.TARGET:
+            return Lanes(usual.gemm, usual.collective, usual.urgent, limited)
+        gemm = stream(f"gemm_without_{units}")
+        mine = (stream(f"own_{units}"), stream(f"own_urgent_{units}")) if confine else (usual.collective, usual.urgent)
+        return Lanes(gemm, *mine)
+
+
+class Comm:
+    device = GPU
+
+    def __init__(self, device: FakeDevice, name: str) -> None:
+        self._device, self._name = device, name
+
+    def all_gather(self, *tensors: Any, beside: str, async_op: bool) -> None:
+        self._device.queue(f"{self._name} beside {beside}")()
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
+    fake = FakeDevice(monkeypatch)
+    sides: dict[Any, Any] = {}
+
+    def side(device: Any, urgent: bool, number: int) -> Any:
+        name = "urgent" if urgent else "side" if number >= 0 else "compute"
+        return sides.setdefault((urgent, number), fake.stream(f"{name}_{abs(number)}"))
+
+    caller = fake.stream()
+    current = torch.cuda.current_stream
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *d: caller if fake.current == "caller" else current())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(launch, "_side_stream", side)
+    monkeypatch.setattr(launch, "partitions_of", lambda device: (Parts(fake), ""))
+    return fake
+
+
+def launched(device: FakeDevice, way: Way, lanes: int = 1, several: int = 1) -> list[str]:
+    comms: Any = [Comm(device, f"gather {number}") for number in range(lanes)]
+    computes = [device.queue(name) for name in ("compute", "more", "still more")[:several]]
+    launch.run(way, computes, lambda *comms: [comm.all_gather() for comm in comms] and None, comms)
+    return device.log
+
+
+def test_units_of_their_own(device: FakeDevice) -> None:
+    assert launched(device, Way(named("c3_sp_rp"), 8)) == [
+        "caller: record e1",
+        "own_8: wait e1",
+        "gemm_without_8: wait e1",
+        "own_8: record e2",
+        "own_8: gather 0 beside nothing",
+        "gemm_without_8: wait e2",
+        "gemm_without_8: compute",
+        "caller: join own_8",
+        "caller: join gemm_without_8",
+    ]
+
+
+def test_the_computation_first(device: FakeDevice) -> None:
+    assert launched(device, Way(named("c3_rp"), 16))[3:7] == [
+        "gemm_without_16: record e2",
+        "own_16: wait e2",
+        "gemm_without_16: compute",
+        "own_16: gather 0 beside nothing",
+    ]
+
+
+def test_copy_engines_keep_their_lane(device: FakeDevice) -> None:
+    log = launched(device, Way(named("conccl_rp"), 8))
+    assert "side_0: gather 0 beside compute" in log and "gemm_without_8: compute" in log
+    assert log[-2:] == ["caller: join side_0", "caller: join gemm_without_8"]
+
+
+def test_a_wish_leaves_the_computation_on_the_callers_stream(device: FakeDevice) -> None:
+    log = launched(device, Way(named("c3_target"), 32))
+    assert log[log.index("32 fewer") :] == ["32 fewer", "caller: compute", "all", "caller: join side_0"]
+    assert "side_0: gather 0 beside nothing" in log
+
+
+def test_several_lanes_share_the_units(device: FakeDevice) -> None:
+    log = launched(device, Way(named("c3_rp"), 8), lanes=2)
+    assert [line for line in log if "gather" in line] == [
+        "own_8: gather 0 beside nothing",
+        "own_8: gather 1 beside nothing",
+    ]
+    device.log.clear()
+    log = launched(device, Way(named("c3_sp")), lanes=2)
+    assert [line for line in log if "gather" in line] == [
+        "side_0: gather 0 beside nothing",
+        "side_1: gather 1 beside nothing",
+    ]
+
+
+def test_several_computations_have_streams_of_their_own(device: FakeDevice) -> None:
+    log = launched(device, Way(named("conccl")), several=3)
+    assert [line for line in log if line.endswith(("compute", "more"))] == [
+        "side_0: gather 0 beside compute", "caller: compute", "compute_1: more", "compute_2: still more",
+    ]  # fmt: skip
+    begun = log.index("side_0: record e2")
+    assert all(log.index(f"{road}: wait e2") > begun for road in ("caller", "compute_1", "compute_2"))
+    assert log[-3:] == ["caller: join side_0", "caller: join compute_1", "caller: join compute_2"]
+    device.log.clear()
+    log = launched(device, Way(named("c3_rp"), 8), several=2)
+    assert [line for line in log if line.endswith(("compute", "more"))] == [
+        "gemm_without_8: compute", "gemm_without_8: more",
+    ]  # fmt: skip
+
+
+def test_lanes_are_joined_after_a_failure(device: FakeDevice) -> None:
+    def fail() -> None:
+        raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError):
+        launch.run(Way(named("c3_sp_rp"), 8), [fail], lambda comm: comm.all_gather(), [Comm(device, "gather")])  # type: ignore[list-item]
+    assert device.log[-2:] == ["caller: join own_8", "caller: join gemm_without_8"]
+
+
+def test_a_capture_holds_no_making_of_lanes(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(UnavailableError, match="c3_rp with 16 units has no lanes yet.*call it once before"):
+        launched(device, Way(named("c3_rp"), 16))
+    assert "compute" not in " ".join(device.log), "nothing was launched"
+    launched(device, Way(named("c3_rp"), 8))
+
+
+def test_which_ways_there_are(device: FakeDevice) -> None:
+    """By the value: a GPU runs what takes units, with each power of two of a sweep; calls cannot be told all."""
+    names = [one.name for one in strategies() if not launch.objection(one, GPU)]
+    assert set(names) == {*overlap.NAMES, *overlap.PARTITIONED}
+    assert set(overlap.PARTITIONED) == {"c3_rp", "c3_sp_rp", "c3_target", "conccl_rp"}
+    assert [str(way) for way in ways_of(named("c3_rp"), GPU)] == [f"c3_rp with {n} units" for n in (8, 16, 32, 64)]
+    assert [way.units for way in ways_of(named("conccl_rp"), GPU)] == [8]
+    assert overlap.possible("c3_rp", GPU).units == 8
+    assert overlap._way("c3_rp", 24, GPU).units == 24
+    for name, units in (("conccl", 8), ("conccl_rp", 16), ("c3_rp", 0)):
+        with pytest.raises(ValueError, match=r"overlap: units \(value="):
+            overlap._way(name, units, GPU)
+    with pytest.raises(ValueError, match="allowed=conccl, .*, c3_rp, .*told to run so"):
+        overlap.possible("sm_rp", GPU)
+
+
+class Recorded:
+    is_cuda = True
+
+    def __init__(self) -> None:
+        self.on: list[object] = []
+
+    def record_stream(self, stream: object) -> None:
+        self.on.append(stream)
+
+
+def test_what_backward_needs_is_recorded_and_hooks_of_others_go_on_working(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[str] = []
+    weight, lane = torch.randn(3, 3, requires_grad=True), types.SimpleNamespace()
+    x = torch.randn(3, 3)
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append("packed")
+        return 2 * tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed / 2):
+        with kept_for_backward(lane):  # type: ignore[arg-type]
+            y = x @ weight
+        assert kept == ["packed"]
+    y.sum().backward()
+    torch.testing.assert_close(weight.grad, x.t() @ torch.ones(3, 3))
+    seen: list[Any] = []
+    monkeypatch.setattr(torch.autograd.graph, "saved_tensors_hooks", lambda *hooks: seen.append(hooks) or open_block())
+    with kept_for_backward(lane):  # type: ignore[arg-type]
+        pass
+    recorded = Recorded()
+    assert seen[0][0](recorded) is recorded and recorded.on == [lane]
+    with torch.no_grad(), kept_for_backward(lane):  # type: ignore[arg-type]
+        pass
+    assert len(seen) == 1, "nothing is saved without gradients"
+
+
+def open_block() -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
