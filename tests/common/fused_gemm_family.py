@@ -82,6 +82,31 @@ def gathers_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> int
     return calls
 
 
+def default_tiles(group: dist.ProcessGroup) -> None:
+    """Every GEMM with the tiles that it takes where nobody says, in each dtype: does a GPU have room for them?"""
+    with communicator(group) as comm:
+        n, rank, device = comm.world_size, comm.rank, comm.device
+        for seed, dtype in enumerate(DTYPES):
+            draws = Draws(seed, rank)
+            rows, depth, columns = 130 * n, 72, 260
+            xs = [draws.normal(rows, depth).to(dtype) for _ in range(n)]
+            weights = [draws.normal(columns, depth).to(dtype) for _ in range(n)]
+            products = [x.double() @ weight.double().T for x, weight in zip(xs, weights, strict=True)]
+            scale = max(float(product.abs().max()) for product in products)
+            total = torch.stack(products).sum(0) / scale
+            x, weight = xs[rank].to(device), weights[rank].to(device)
+            counts = torch.full((n, n), 130, device=device)
+            sent = torch.cat([product.chunk(n)[rank] for product in products]) / scale
+            gathered = torch.cat(xs).double() @ weights[rank].double().T / scale
+            for name, result, expected in (
+                ("all_reduce", ops.gemm_all_reduce(comm, x, weight), total),
+                ("reduce_scatter", ops.gemm_reduce_scatter(comm, x, weight), total.chunk(n)[rank]),
+                ("all_to_all", ops.gemm_all_to_all(comm, x, weight, counts, most_rows=rows), sent),
+                ("gather", ops.all_gather_gemm(comm, x, weight), gathered),
+            ):
+                check_close(result / scale, expected, (name, dtype), scale=1.0)
+
+
 def wrong_gathers(comm: Communicator) -> Calls:
     x, weight = torch.ones(5, 8), torch.ones(4, 8)
 

@@ -29,6 +29,10 @@ def test_back_to_back(ranks: Ranks, module: str, name: str, calls: int) -> None:
     assert all(ranks.run(CASES + "as_on_cpus", module, name, 7, calls, timeout_s=150))
 
 
+def test_default_tiles(ranks: Ranks) -> None:
+    ranks.run(CASES + "as_on_cpus", "fused_gemm_family", "default_tiles", timeout_s=120)
+
+
 def test_slices_as_they_come(ranks: Ranks) -> None:
     ranks.run(CASES + "as_on_cpus", "fused_embeddings", "slices_as_they_come", timeout_s=120)
 

@@ -86,7 +86,7 @@ class AllGatherGemm:
             if dtype not in FLOATS:
                 raise TypeError(f"{NAME}: dtype (value={dtype}, allowed={', '.join(map(str, FLOATS))})")
         self.comm, self.shape = comm, (rows, depth, columns, dtype)
-        self._tiles = tiles = tiles or TileSizes()
+        self._tiles = tiles = tiles or TileSizes.of(dtype)
         row_tiles = -(-rows // tiles.rows)
         needed = comm.world_size * row_tiles * -(-columns // tiles.columns)
         self._programs = programs_of(comm, needed, tiles.per_unit)
@@ -214,16 +214,15 @@ def _all_gather_gemm(
             row_tile, column_tile = tile_at(number, row_tiles, across, GROUP)
             row = row_tile * ROWS + tl.arange(0, ROWS)
             column = column_tile * COLS + tl.arange(0, COLS)
-            if turn == 0:
-                stamp(stamps, COMPUTE, rank)
-                values = tile_product(x, weight, row, column, row < rows, depth, x_stride, weight_stride, columns,
-                                      ROWS, COLS, DEPTH, WHOLE, WIDE)  # fmt: skip
-            else:
+            rows_of, stride = x, x_stride
+            if turn > 0:
+                rows_of, stride = gathered + (source * rows).to(tl.int64) * depth, depth
                 stamp(stamps, WAIT, source)
                 wait_acquire(context, source, 1 + row_tile, generation)
-                stamp(stamps, COMPUTE, source)
-                values = tile_product(gathered + (source * rows).to(tl.int64) * depth, weight, row, column, row < rows,
-                                      depth, depth, weight_stride, columns, ROWS, COLS, DEPTH, WHOLE, WIDE)  # fmt: skip
+            stamp(stamps, COMPUTE, source)
+            # One product for both: each in the text has shared memory of its own.
+            values = tile_product(rows_of, weight, row, column, row < rows, depth, stride, weight_stride, columns,
+                                  ROWS, COLS, DEPTH, WHOLE, WIDE)  # fmt: skip
             place = (source * rows + row).to(tl.int64)[:, None] * columns + column[None, :]
             tl.store(output + place, values.to(DTYPE), mask=(row < rows)[:, None] & (column < columns)[None, :])
             number += programs

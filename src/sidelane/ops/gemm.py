@@ -88,6 +88,11 @@ class TileSizes:
     per_unit: int = 1
     group: int = 8
 
+    @classmethod
+    def of(cls, dtype: torch.dtype) -> TileSizes:
+        """What is taken where nobody says: float32 takes twice the shared memory, and no tensor cores."""
+        return cls(columns=128, depth=32) if dtype == torch.float32 else cls()
+
     def __post_init__(self) -> None:
         for name, value, least in (
             *(("rows", self.rows, 16), ("columns", self.columns, 16), ("depth", self.depth, 16)),
@@ -120,11 +125,11 @@ class GemmAllToAll:
         self, comm: Communicator, most_rows: int, columns: int, dtype: torch.dtype, *, tiles: TileSizes | None = None
     ) -> None:
         self.comm, self.most_rows, self.columns, self.dtype = comm, most_rows, columns, dtype
-        self._tiles = tiles or TileSizes()
         with telling_refusals(comm, NAME):
             _check_sizes(most_rows, columns)
             if dtype not in FLOATS:
                 raise TypeError(f"{NAME}: dtype (value={dtype}, allowed={', '.join(map(str, FLOATS))})")
+        self._tiles = tiles or TileSizes.of(dtype)
         needed = (comm.world_size - 1 + -(-most_rows // self._tiles.rows)) * -(-columns // self._tiles.columns)
         self._programs = programs_of(comm, needed, self._tiles.per_unit)
         self._counters = torch.zeros(2, dtype=torch.int32, device=comm.device)

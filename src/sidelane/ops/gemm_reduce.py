@@ -101,7 +101,7 @@ class GemmReduce:
             if dtype not in FLOATS:
                 raise TypeError(f"{self._name}: dtype (value={dtype}, allowed={', '.join(map(str, FLOATS))})")
         self.comm, self.rows, self.columns, self.dtype, self.gathers = comm, rows, columns, dtype, gathers
-        self._tiles = tiles = tiles or TileSizes()
+        self._tiles = tiles = tiles or TileSizes.of(dtype)
         n = comm.world_size
         self._each = -(-rows // n)
         needed = n * -(-self._each // tiles.rows) * -(-columns // tiles.columns)
