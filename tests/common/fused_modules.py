@@ -129,6 +129,37 @@ def gemms(group: dist.ProcessGroup, backend: str) -> int:
     return 2
 
 
+def reduced(group: dist.ProcessGroup, backend: str) -> int:
+    """A row-parallel layer of many tokens, and of two communicators in turn, against float64.
+
+    The second communicator makes its number a dynamic one, which fake implementations see as a SymInt.
+    """
+    with communicator(group) as comm, communicator(group) as other:
+        n, rank = comm.world_size, comm.rank
+
+        def call(number: int, x: Any, weight: Any) -> Any:
+            return library.gemm_all_reduce(number, x, weight), library.all_gather_rows(number, x.detach())
+
+        found = torch.compile(call, backend=backend, fullgraph=True, dynamic=None)
+        wanted = [library.number_of(part) for part in (comm, other, comm)]
+        for run in (call, found):
+            for turn, number in enumerate(wanted):
+                torch.manual_seed(turn)
+                whole = [torch.randn(17 + turn, 4 * n).requires_grad_(), torch.randn(6, 4 * n).requires_grad_()]
+                mine = [part.detach().chunk(n, 1)[rank].clone().requires_grad_() for part in whole]
+                wide = [part.detach().double().requires_grad_() for part in whole]
+                expected = wide[0] @ wide[1].T
+                expected.square().sum().backward()
+                result, rows = run(number, *mine)
+                check_close(result.detach(), expected.detach(), (turn, "result"))
+                assert torch.equal(rows, torch.cat(whole[0].detach().chunk(n, 1)))
+                result.square().sum().backward()
+                for part, wider in zip(mine, wide, strict=True):
+                    assert part.grad is not None and wider.grad is not None
+                    check_close(part.grad, wider.grad.chunk(n, 1)[rank], (turn, "gradient"))
+    return 2 * len(wanted)
+
+
 def combine(group: dist.ProcessGroup, backend: str) -> int:
     """Skewed routing of two experts a token, some tokens with one, forward and gradients against float64."""
     with communicator(group) as comm:
@@ -188,6 +219,7 @@ def checked(group: dist.ProcessGroup) -> int:
             (library.embedding_all_to_all, (number, tables, *bags, None, "sum", 2 * comm.world_size)),
             (library.gemm_reduce_scatter, (number, even, weight)),
             (library.all_gather_gemm, (number, x, weight)),
+            (library.gemm_all_reduce, (number, x, weight)),
             (library.gemm_all_to_all, (number, even, weight, torch.ones(n, n).long(), 2 * n)),
         ]
         for operator, arguments in calls:

@@ -35,7 +35,7 @@ def number_of(comm: Communicator) -> int:
 
 def communicator(number: int) -> Communicator:
     """The other way round. Raises ValueError if there is none, or no longer."""
-    found = _communicators.get(number)
+    found = _communicators.get(int(number))  # of a graph with dynamic shapes it may be a SymInt, which no dict takes
     if found is None or number_of not in found.kept:
         raise ValueError(f"sidelane: communicator (value={number}, allowed=number_of one that is open)")
     return found
@@ -237,6 +237,22 @@ def _all_gather_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 gemm_reduce_scatter.register_autograd(_reduce_scatter_backward, setup_context=_gemm_saves)
 all_gather_gemm.register_autograd(_all_gather_backward, setup_context=_gemm_saves)
+
+
+@torch.library.custom_op("sidelane::gemm_all_reduce", mutates_args=())
+def gemm_all_reduce(comm: int, x: Tensor, weight: Tensor) -> Tensor:
+    """The sum of ``x @ weight.T`` of [M, K] and [H, K], on all ranks."""
+    ranks = communicator(comm)
+    result = gemm_reduce.gemm_all_reduce(ranks, in_rows(x), in_rows(weight))
+    return result.clone()  # the next call writes into it
+
+
+@gemm_all_reduce.register_fake
+def _(comm: int, x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+gemm_all_reduce.register_autograd(_linear_backward, setup_context=_linear_saves)
 
 
 @torch.library.custom_op("sidelane::gemm_all_to_all", mutates_args=())
