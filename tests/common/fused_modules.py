@@ -6,12 +6,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from fused_embeddings import autograd
 from fused_ops import check_close, communicator
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from sidelane import Communicator
 from sidelane.ops import EmbeddingBagAllToAll, ExpertCombine, RowParallelLinear, library
+from sidelane.ops.fusion import Fusion
 
 
 def linear(group: dist.ProcessGroup, backend: str) -> int:
@@ -158,6 +161,75 @@ def reduced(group: dist.ProcessGroup, backend: str) -> int:
                     assert part.grad is not None and wider.grad is not None
                     check_close(part.grad, wider.grad.chunk(n, 1)[rank], (turn, "gradient"))
     return 2 * len(wanted)
+
+
+def replaced(group: dist.ProcessGroup) -> int:
+    """What the pass replaces and what it leaves alone, with gradients, against the program that is not compiled."""
+    with communicator(group) as comm:
+        n, name = comm.world_size, group
+
+        def patterns(x: Any, weight: Any, up: Any) -> Any:
+            few = funcol.all_reduce(x[:3] @ weight.t(), "sum", name)
+            many = funcol.all_reduce(x @ weight.t(), "sum", name)
+            part = funcol.reduce_scatter_tensor(x @ weight.t(), "sum", 0, name)
+            return few, many, part, funcol.all_gather_tensor(x, 0, name) @ up.t()
+
+        def average(x: Any, weight: Any, up: Any) -> Any:
+            return (funcol.all_reduce(x @ weight.t(), "avg", name),)
+
+        def columns(x: Any, weight: Any, up: Any) -> Any:
+            return funcol.all_gather_tensor(x, 1, name) @ up.repeat(1, n).t(), funcol.reduce_scatter_tensor(
+                x @ weight.t(), "sum", 1, name
+            )
+
+        def twice(x: Any, weight: Any, up: Any) -> Any:
+            product, rows = x @ weight.t(), funcol.all_gather_tensor(x, 0, name)
+            return product, funcol.all_reduce(product, "sum", name), rows, rows @ up.t()
+
+        def wide(x: Any, weight: Any, up: Any) -> Any:
+            return (funcol.all_reduce(x.double() @ weight.double().t(), "sum", name),)
+
+        all_four = ["row_parallel_linear", "gemm_all_reduce", "gemm_reduce_scatter", "all_gather_gemm"]
+        torch.manual_seed(comm.rank)
+        values = torch.randn(18 * n, 8), torch.randn(2 * n, 8), torch.randn(5, 8)
+        for call, expected in ((patterns, all_four), *((other, []) for other in (average, columns, twice, wide))):
+            if call is average and dist.get_backend(group) == "gloo":
+                pass_only(comm, group, call, values)
+                continue
+            fusion = Fusion(comm, group)
+            run = torch.compile(call, backend=fusion.backend, fullgraph=True, dynamic=False)
+            found, wanted = run(*values), call(*values)
+            for one, other in zip(found, wanted, strict=True):
+                check_close(one.float(), other.double(), call.__name__)
+            assert fusion.replaced == expected, (call.__name__, fusion.replaced)
+        gradients = []
+        fusion = Fusion(comm, group)
+        trained = torch.compile(sharded(name), backend=fusion.backend, fullgraph=True, dynamic=False)
+        for run in (sharded(name), trained):
+            leaves = [value.clone().requires_grad_() for value in (values[0], values[2], torch.ones(8, 5))]
+            run(*leaves).square().sum().backward()
+            gradients.append([leaf.grad for leaf in leaves])
+        for one, other in zip(*gradients, strict=True):
+            check_close(one, other.double(), "gradient")
+        assert "gemm_reduce_scatter" in fusion.replaced
+    return 5
+
+
+def sharded(group: dist.ProcessGroup) -> Any:
+    """A column-parallel layer and a row-parallel one, rows spread between the layers."""
+
+    def call(x: Any, up: Any, down: Any) -> Any:
+        inner = (funcol.all_gather_tensor_autograd(x, 0, group) @ up.t()).relu()
+        return funcol.reduce_scatter_tensor_autograd(inner @ down.t(), "sum", 0, group)
+
+    return call
+
+
+def pass_only(comm: Communicator, group: dist.ProcessGroup, call: Any, values: Any) -> None:
+    """A program that Gloo cannot run: the pass has nothing to replace in its graph."""
+    fusion, graph = Fusion(comm, group), make_fx(call, tracing_mode="fake")(*values).graph
+    fusion(graph)
+    assert not fusion.replaced
 
 
 def combine(group: dist.ProcessGroup, backend: str) -> int:

@@ -132,6 +132,11 @@ def test_layers_are_trained_and_compiled_whole(four: Crew, name: str) -> None:
     assert all(four.run(getattr(fused_modules, name), 2, "aot_eager", timeout_s=110))
 
 
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_patterns_are_replaced(four: Crew, world_size: int) -> None:
+    assert four.run(fused_modules.replaced, world_size, timeout_s=110) == [5] * world_size
+
+
 def test_operators_of_pytorch_are_sound(four: Crew) -> None:
     assert four.run(fused_modules.checked, 2, timeout_s=110) == [7, 7]
 
