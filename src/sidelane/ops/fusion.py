@@ -146,7 +146,7 @@ class Fusion(CustomGraphPass):
     def _put(self, graph: Graph, last: Node, operator: str, x: Any, weight: Any, replaced: tuple[Node, ...]) -> str:
         overload = getattr(torch.ops.sidelane, operator).default
         with graph.inserting_before(last):
-            rows = graph.call_function(_aten.t.default, (weight,))
+            rows = graph.call_function(_aten.permute.default, (weight, [1, 0]))
             rows.meta["val"] = weight.meta["val"].t()
             put = graph.call_function(overload, (self._number, x, rows))
         put.meta["val"] = last.meta["val"]
