@@ -215,6 +215,71 @@ def replaced(group: dist.ProcessGroup) -> int:
     return 5
 
 
+def norms(group: dist.ProcessGroup) -> int:
+    """All-reduces in front of norms, with what must stay, against the program that is not compiled."""
+    with communicator(group) as comm:
+
+        def plain(x: Any, residual: Any, weight: Any) -> Any:
+            total = funcol.all_reduce(x, "sum", group) + residual
+            return nn.functional.rms_norm(total, weight.shape, weight, 1e-5), total
+
+        def by_hand(x: Any, residual: Any, weight: Any) -> Any:
+            total = residual + funcol.all_reduce(x, "sum", group)
+            wide = total.float()
+            wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
+            return weight * wide.to(total.dtype), total * 2
+
+        def alone(x: Any, residual: Any, weight: Any) -> Any:
+            return (nn.functional.rms_norm(funcol.all_reduce(x, "sum", group), weight.shape, weight, 1e-5),)
+
+        def scaled(x: Any, residual: Any, weight: Any) -> Any:  # the residual is multiplied
+            total = torch.add(funcol.all_reduce(x, "sum", group), residual, alpha=2)
+            return (nn.functional.rms_norm(total, weight.shape, weight, 1e-5),)
+
+        def twice(x: Any, residual: Any, weight: Any) -> Any:  # the sum of the ranks is a result, too
+            came = funcol.all_reduce(x, "sum", group)
+            return nn.functional.rms_norm(came + residual, weight.shape, weight, 1e-5), came
+
+        def spread(x: Any, residual: Any, weight: Any) -> Any:  # over columns of the batch
+            total = funcol.all_reduce(x, "sum", group) + residual
+            return (total * torch.rsqrt(total.pow(2).mean(0, keepdim=True) + 1e-5) * weight,)
+
+        cases = [(plain, 1), (by_hand, 1), (alone, 1), (scaled, 0), (twice, 0), (spread, 0)]
+        for dtype in (torch.float32, torch.bfloat16):
+            torch.manual_seed(comm.rank)
+            x = torch.randn(2, 3, 8).to(dtype)
+            torch.manual_seed(7)
+            values = x, torch.randn(2, 3, 8).to(dtype), torch.randn(8).to(dtype)
+            for call, count in cases:
+                fusion = Fusion(comm, group)
+                run = torch.compile(call, backend=fusion.backend, fullgraph=True, dynamic=False)
+                for one, other in zip(run(*values), call(*(value.double() for value in values)), strict=True):
+                    assert one.dtype == dtype and one.shape == other.shape
+                    check_close(one, other, (call.__name__, dtype))
+                assert fusion.replaced == ["all_reduce_rms_norm"] * count, (call.__name__, dtype, fusion.replaced)
+        leaves = [value.float().clone().requires_grad_() for value in values]  # what gradients need is kept: not fused
+        fusion = Fusion(comm, group)
+        torch.compile(plain, backend=fusion.backend, fullgraph=True, dynamic=False)(*leaves)
+        assert not fusion.replaced
+    return len(cases)
+
+
+def batches(group: dist.ProcessGroup) -> int:
+    """Linear layers of three dimensions, by Inductor, which must lower what is put in."""
+    with communicator(group) as comm:
+
+        def call(x: Any, weight: Any) -> Any:
+            return funcol.all_reduce(x @ weight.t(), "sum", group)
+
+        torch.manual_seed(comm.rank)
+        x, weight = torch.randn(2, 20, 8), torch.randn(6, 8)
+        fusion = Fusion(comm, group)
+        run = torch.compile(call, options={"post_grad_custom_pre_pass": fusion}, fullgraph=True, dynamic=False)
+        check_close(run(x, weight), call(x, weight).double(), "batches")
+        assert fusion.replaced == ["gemm_all_reduce"], fusion.replaced
+    return 1
+
+
 def sharded(group: dist.ProcessGroup) -> Any:
     """A column-parallel layer and a row-parallel one, rows spread between the layers."""
 

@@ -137,6 +137,14 @@ def test_patterns_are_replaced(four: Crew, world_size: int) -> None:
     assert four.run(fused_modules.replaced, world_size, timeout_s=110) == [5] * world_size
 
 
+def test_norms_are_replaced(four: Crew) -> None:
+    assert four.run(fused_modules.norms, 2, timeout_s=110) == [6, 6]
+
+
+def test_inductor_lowers_what_is_put_in(four: Crew) -> None:
+    assert four.run(fused_modules.batches, 2, timeout_s=110) == [1, 1]
+
+
 def test_operators_of_pytorch_are_sound(four: Crew) -> None:
     assert four.run(fused_modules.checked, 2, timeout_s=110) == [7, 7]
 
