@@ -6,12 +6,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from fused_embeddings import autograd
 from fused_ops import check_close, communicator
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from sidelane import Communicator
 from sidelane.ops import EmbeddingBagAllToAll, ExpertCombine, RowParallelLinear, library
+from sidelane.ops.fusion import Fusion
 
 
 def linear(group: dist.ProcessGroup, backend: str) -> int:
@@ -129,6 +132,171 @@ def gemms(group: dist.ProcessGroup, backend: str) -> int:
     return 2
 
 
+def reduced(group: dist.ProcessGroup, backend: str) -> int:
+    """A row-parallel layer of many tokens, and of two communicators in turn, against float64.
+
+    The second communicator makes its number a dynamic one, which fake implementations see as a SymInt.
+    """
+    with communicator(group) as comm, communicator(group) as other:
+        n, rank = comm.world_size, comm.rank
+
+        def call(number: int, x: Any, weight: Any) -> Any:
+            return library.gemm_all_reduce(number, x, weight), library.all_gather_rows(number, x.detach())
+
+        found = torch.compile(call, backend=backend, fullgraph=True, dynamic=None)
+        wanted = [library.number_of(part) for part in (comm, other, comm)]
+        for run in (call, found):
+            for turn, number in enumerate(wanted):
+                torch.manual_seed(turn)
+                whole = [torch.randn(17 + turn, 4 * n).requires_grad_(), torch.randn(6, 4 * n).requires_grad_()]
+                mine = [part.detach().chunk(n, 1)[rank].clone().requires_grad_() for part in whole]
+                wide = [part.detach().double().requires_grad_() for part in whole]
+                expected = wide[0] @ wide[1].T
+                expected.square().sum().backward()
+                result, rows = run(number, *mine)
+                check_close(result.detach(), expected.detach(), (turn, "result"))
+                assert torch.equal(rows, torch.cat(whole[0].detach().chunk(n, 1)))
+                result.square().sum().backward()
+                for part, wider in zip(mine, wide, strict=True):
+                    assert part.grad is not None and wider.grad is not None
+                    check_close(part.grad, wider.grad.chunk(n, 1)[rank], (turn, "gradient"))
+    return 2 * len(wanted)
+
+
+def replaced(group: dist.ProcessGroup) -> int:
+    """What the pass replaces and what it leaves alone, with gradients, against the program that is not compiled."""
+    with communicator(group) as comm:
+        n, name = comm.world_size, group
+
+        def patterns(x: Any, weight: Any, up: Any) -> Any:
+            few = funcol.all_reduce(x[:3] @ weight.t(), "sum", name)
+            many = funcol.all_reduce(x @ weight.t(), "sum", name)
+            part = funcol.reduce_scatter_tensor(x @ weight.t(), "sum", 0, name)
+            return few, many, part, funcol.all_gather_tensor(x, 0, name) @ up.t()
+
+        def average(x: Any, weight: Any, up: Any) -> Any:
+            return (funcol.all_reduce(x @ weight.t(), "avg", name),)
+
+        def columns(x: Any, weight: Any, up: Any) -> Any:
+            return funcol.all_gather_tensor(x, 1, name) @ up.repeat(1, n).t(), funcol.reduce_scatter_tensor(
+                x @ weight.t(), "sum", 1, name
+            )
+
+        def twice(x: Any, weight: Any, up: Any) -> Any:
+            product, rows = x @ weight.t(), funcol.all_gather_tensor(x, 0, name)
+            return product, funcol.all_reduce(product, "sum", name), rows, rows @ up.t()
+
+        def wide(x: Any, weight: Any, up: Any) -> Any:
+            return (funcol.all_reduce(x.double() @ weight.double().t(), "sum", name),)
+
+        all_four = ["row_parallel_linear", "gemm_all_reduce", "gemm_reduce_scatter", "all_gather_gemm"]
+        torch.manual_seed(comm.rank)
+        values = torch.randn(18 * n, 8), torch.randn(2 * n, 8), torch.randn(5, 8)
+        for call, expected in ((patterns, all_four), *((other, []) for other in (average, columns, twice, wide))):
+            if call is average and dist.get_backend(group) == "gloo":
+                pass_only(comm, group, call, values)
+                continue
+            fusion = Fusion(comm, group)
+            run = torch.compile(call, backend=fusion.backend, fullgraph=True, dynamic=False)
+            found, wanted = run(*values), call(*values)
+            for one, other in zip(found, wanted, strict=True):
+                check_close(one.float(), other.double(), call.__name__)
+            assert fusion.replaced == expected, (call.__name__, fusion.replaced)
+        gradients = []
+        fusion = Fusion(comm, group)
+        trained = torch.compile(sharded(name), backend=fusion.backend, fullgraph=True, dynamic=False)
+        for run in (sharded(name), trained):
+            leaves = [value.clone().requires_grad_() for value in (values[0], values[2], torch.ones(8, 5))]
+            run(*leaves).square().sum().backward()
+            gradients.append([leaf.grad for leaf in leaves])
+        for one, other in zip(*gradients, strict=True):
+            check_close(one, other.double(), "gradient")
+        assert "gemm_reduce_scatter" in fusion.replaced
+    return 5
+
+
+def norms(group: dist.ProcessGroup) -> int:
+    """All-reduces in front of norms, with what must stay, against the program that is not compiled."""
+    with communicator(group) as comm:
+
+        def plain(x: Any, residual: Any, weight: Any) -> Any:
+            total = funcol.all_reduce(x, "sum", group) + residual
+            return nn.functional.rms_norm(total, weight.shape, weight, 1e-5), total
+
+        def by_hand(x: Any, residual: Any, weight: Any) -> Any:
+            total = residual + funcol.all_reduce(x, "sum", group)
+            wide = total.float()
+            wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
+            return weight * wide.to(total.dtype), total * 2
+
+        def alone(x: Any, residual: Any, weight: Any) -> Any:
+            return (nn.functional.rms_norm(funcol.all_reduce(x, "sum", group), weight.shape, weight, 1e-5),)
+
+        def scaled(x: Any, residual: Any, weight: Any) -> Any:  # the residual is multiplied
+            total = torch.add(funcol.all_reduce(x, "sum", group), residual, alpha=2)
+            return (nn.functional.rms_norm(total, weight.shape, weight, 1e-5),)
+
+        def twice(x: Any, residual: Any, weight: Any) -> Any:  # the sum of the ranks is a result, too
+            came = funcol.all_reduce(x, "sum", group)
+            return nn.functional.rms_norm(came + residual, weight.shape, weight, 1e-5), came
+
+        def spread(x: Any, residual: Any, weight: Any) -> Any:  # over columns of the batch
+            total = funcol.all_reduce(x, "sum", group) + residual
+            return (total * torch.rsqrt(total.pow(2).mean(0, keepdim=True) + 1e-5) * weight,)
+
+        cases = [(plain, 1), (by_hand, 1), (alone, 1), (scaled, 0), (twice, 0), (spread, 0)]
+        for dtype in (torch.float32, torch.bfloat16):
+            torch.manual_seed(comm.rank)
+            x = torch.randn(2, 3, 8).to(dtype)
+            torch.manual_seed(7)
+            values = x, torch.randn(2, 3, 8).to(dtype), torch.randn(8).to(dtype)
+            for call, count in cases:
+                fusion = Fusion(comm, group)
+                run = torch.compile(call, backend=fusion.backend, fullgraph=True, dynamic=False)
+                for one, other in zip(run(*values), call(*(value.double() for value in values)), strict=True):
+                    assert one.dtype == dtype and one.shape == other.shape
+                    check_close(one, other, (call.__name__, dtype))
+                assert fusion.replaced == ["all_reduce_rms_norm"] * count, (call.__name__, dtype, fusion.replaced)
+        leaves = [value.float().clone().requires_grad_() for value in values]  # what gradients need is kept: not fused
+        fusion = Fusion(comm, group)
+        torch.compile(plain, backend=fusion.backend, fullgraph=True, dynamic=False)(*leaves)
+        assert not fusion.replaced
+    return len(cases)
+
+
+def batches(group: dist.ProcessGroup) -> int:
+    """Linear layers of three dimensions, by Inductor, which must lower what is put in."""
+    with communicator(group) as comm:
+
+        def call(x: Any, weight: Any) -> Any:
+            return funcol.all_reduce(x @ weight.t(), "sum", group)
+
+        torch.manual_seed(comm.rank)
+        x, weight = torch.randn(2, 20, 8), torch.randn(6, 8)
+        fusion = Fusion(comm, group)
+        run = torch.compile(call, options={"post_grad_custom_pre_pass": fusion}, fullgraph=True, dynamic=False)
+        check_close(run(x, weight), call(x, weight).double(), "batches")
+        assert fusion.replaced == ["gemm_all_reduce"], fusion.replaced
+    return 1
+
+
+def sharded(group: dist.ProcessGroup) -> Any:
+    """A column-parallel layer and a row-parallel one, rows spread between the layers."""
+
+    def call(x: Any, up: Any, down: Any) -> Any:
+        inner = (funcol.all_gather_tensor_autograd(x, 0, group) @ up.t()).relu()
+        return funcol.reduce_scatter_tensor_autograd(inner @ down.t(), "sum", 0, group)
+
+    return call
+
+
+def pass_only(comm: Communicator, group: dist.ProcessGroup, call: Any, values: Any) -> None:
+    """A program that Gloo cannot run: the pass has nothing to replace in its graph."""
+    fusion, graph = Fusion(comm, group), make_fx(call, tracing_mode="fake")(*values).graph
+    fusion(graph)
+    assert not fusion.replaced
+
+
 def combine(group: dist.ProcessGroup, backend: str) -> int:
     """Skewed routing of two experts a token, some tokens with one, forward and gradients against float64."""
     with communicator(group) as comm:
@@ -188,6 +356,7 @@ def checked(group: dist.ProcessGroup) -> int:
             (library.embedding_all_to_all, (number, tables, *bags, None, "sum", 2 * comm.world_size)),
             (library.gemm_reduce_scatter, (number, even, weight)),
             (library.all_gather_gemm, (number, x, weight)),
+            (library.gemm_all_reduce, (number, x, weight)),
             (library.gemm_all_to_all, (number, even, weight, torch.ones(n, n).long(), 2 * n)),
         ]
         for operator, arguments in calls:

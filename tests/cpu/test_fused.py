@@ -126,14 +126,27 @@ def test_timelines(four: Crew) -> None:
         assert found == [[kind, kind] for kind in kinds]
 
 
-@pytest.mark.parametrize("name", ["linear", "embedding", "norm", "gemms", "combine"])
+@pytest.mark.parametrize("name", ["linear", "embedding", "norm", "gemms", "reduced", "combine"])
 def test_layers_are_trained_and_compiled_whole(four: Crew, name: str) -> None:
     """Without breaks of the graph; what a backend makes of the operators is a call."""
     assert all(four.run(getattr(fused_modules, name), 2, "aot_eager", timeout_s=110))
 
 
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_patterns_are_replaced(four: Crew, world_size: int) -> None:
+    assert four.run(fused_modules.replaced, world_size, timeout_s=110) == [5] * world_size
+
+
+def test_norms_are_replaced(four: Crew) -> None:
+    assert four.run(fused_modules.norms, 2, timeout_s=110) == [6, 6]
+
+
+def test_inductor_lowers_what_is_put_in(four: Crew) -> None:
+    assert four.run(fused_modules.batches, 2, timeout_s=110) == [1, 1]
+
+
 def test_operators_of_pytorch_are_sound(four: Crew) -> None:
-    assert four.run(fused_modules.checked, 2, timeout_s=110) == [6, 6]
+    assert four.run(fused_modules.checked, 2, timeout_s=110) == [7, 7]
 
 
 def test_a_layer_outlives_its_communicator(four: Crew) -> None:

@@ -66,6 +66,11 @@ def test_in_a_graph(ranks: Ranks, name: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("name", ["linear", "embedding", "norm", "gemms", "combine"])
+@pytest.mark.parametrize("name", ["linear", "embedding", "norm", "gemms", "reduced", "combine"])
 def test_layers_are_trained_and_compiled_whole(ranks: Ranks, name: str, backend: str) -> None:
     assert all(ranks.run(CASES + "as_on_cpus", "fused_modules", name, backend, timeout_s=170))
+
+
+@pytest.mark.parametrize("name", ["replaced", "norms", "batches"])
+def test_patterns_are_replaced(ranks: Ranks, name: str) -> None:
+    assert all(ranks.run(CASES + "as_on_cpus", "fused_modules", name, timeout_s=170))

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from sidelane.collectives import Communicator
 from sidelane.ops import embedding, embedding_backward, gather_gemm, gemm, gemm_reduce, gemv, reference, rms_norm
+from sidelane.ops.handle import power_of_two
 
 _numbers = itertools.count(1)
 _communicators: weakref.WeakValueDictionary[int, Communicator] = weakref.WeakValueDictionary()
@@ -35,7 +36,7 @@ def number_of(comm: Communicator) -> int:
 
 def communicator(number: int) -> Communicator:
     """The other way round. Raises ValueError if there is none, or no longer."""
-    found = _communicators.get(number)
+    found = _communicators.get(int(number))  # of a graph with dynamic shapes it may be a SymInt, which no dict takes
     if found is None or number_of not in found.kept:
         raise ValueError(f"sidelane: communicator (value={number}, allowed=number_of one that is open)")
     return found
@@ -43,10 +44,21 @@ def communicator(number: int) -> Communicator:
 
 @torch.library.custom_op("sidelane::row_parallel_linear", mutates_args=())
 def row_parallel_linear(comm: int, x: Tensor, weight: Tensor) -> Tensor:
-    """``all_reduce(x @ weight.T)`` of [T, K] and [M, K]: fused for up to 16 tokens, else one after the other."""
-    if x.shape[0] > gemv.MOST_TOKENS or not x.shape[0]:
-        return reference.gemv_all_reduce(communicator(comm), weight, x)
-    return gemv.gemv_all_reduce(communicator(comm), weight, x.contiguous())
+    """``all_reduce(x @ weight.T)`` of [T, K] and [M, K]: a GEMV for up to 16 tokens, a GEMM for more, by ``auto``."""
+    ranks, (tokens, columns), rows = communicator(comm), x.shape, weight.shape[0]
+    if 1 <= tokens <= gemv.MOST_TOKENS:
+        return gemv.gemv_all_reduce(ranks, weight, x.contiguous())
+    if not 1 <= tokens * rows <= gemm.MOST_ELEMENTS:
+        return reference.gemv_all_reduce(ranks, weight, x)
+    step = max(gemv.MOST_TOKENS, power_of_two(tokens) // 16)  # each shape keeps a workspace: at most 16 an octave
+    padded = min(-(-tokens // step) * step, gemm.MOST_ELEMENTS // rows)
+    filled, factor = in_rows(x), in_rows(weight)
+    if padded != tokens or not columns:
+        filled = x.new_zeros(padded, max(1, columns))
+        filled[:tokens, :columns] = x
+    if not columns:
+        factor = weight.new_zeros(rows, 1)
+    return gemm_reduce.gemm_all_reduce(ranks, filled, factor)[:tokens].clone()
 
 
 @row_parallel_linear.register_fake
@@ -237,6 +249,22 @@ def _all_gather_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 gemm_reduce_scatter.register_autograd(_reduce_scatter_backward, setup_context=_gemm_saves)
 all_gather_gemm.register_autograd(_all_gather_backward, setup_context=_gemm_saves)
+
+
+@torch.library.custom_op("sidelane::gemm_all_reduce", mutates_args=())
+def gemm_all_reduce(comm: int, x: Tensor, weight: Tensor) -> Tensor:
+    """The sum of ``x @ weight.T`` of [M, K] and [H, K], on all ranks."""
+    ranks = communicator(comm)
+    result = gemm_reduce.gemm_all_reduce(ranks, in_rows(x), in_rows(weight))
+    return result.clone()  # the next call writes into it
+
+
+@gemm_all_reduce.register_fake
+def _(comm: int, x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+gemm_all_reduce.register_autograd(_linear_backward, setup_context=_linear_saves)
 
 
 @torch.library.custom_op("sidelane::gemm_all_to_all", mutates_args=())

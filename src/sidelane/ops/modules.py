@@ -16,9 +16,9 @@ from sidelane.program.collective import split_evenly
 
 
 class RowParallelLinear(nn.Module):
-    """``nn.Linear`` whose input features lie on different ranks; all of them get the result. For decoding.
+    """``nn.Linear`` whose input features lie on different ranks; all of them get the result.
 
-    Up to 16 tokens go through :func:`sidelane.ops.gemv_all_reduce`; more go through a GEMM and an all-reduce.
+    Up to 16 tokens go through :func:`sidelane.ops.gemv_all_reduce`; more through :func:`sidelane.ops.gemm_all_reduce`.
 
     Args:
         comm: the ranks, open for as long as this is used.
