@@ -157,6 +157,22 @@ def prefetched(group: dist.ProcessGroup, seed: int) -> int:
     return reserved[-1]
 
 
+def let_go_late(model: Model) -> None:
+    """Have other backends keep the tensors of their calls, as Gloo's threads do for a moment behind ``wait``."""
+    kept: list[Any] = []
+
+    def keeping(call: Any) -> Any:
+        def keeps(*arguments: Any) -> Any:
+            kept.append(arguments)
+            return call(*arguments)
+
+        return keeps
+
+    for params in fsdp._param_groups(model):
+        for comm in (params._all_gather_comm, params._reduce_scatter_comm):
+            comm._own = keeping(comm._own)
+
+
 def in_two_dimensions(group: dist.ProcessGroup) -> dict[str, int]:
     """HSDP on two times two ranks, and a number for ``reshard_after_forward``."""
     device = torch.get_default_device()
@@ -173,11 +189,31 @@ def in_two_dimensions(group: dist.ProcessGroup) -> dict[str, int]:
     wanted = list(train(build(mesh, reshard_after_forward=2), group, 3))
     model = build(mesh, reshard_after_forward=2)
     with fsdp.enable(model, config=CONFIG) as enabled:
+        if dist.get_rank(group) % 2:
+            let_go_late(model)
         got = list(train(model, group, 3))
         elsewhere = {what: found.calls for what, found in enabled.elsewhere.items()}
     for one, other in zip(got, wanted, strict=True):
         torch.testing.assert_close(one, other)
     return elsewhere
+
+
+def with_a_factor(group: dist.ProcessGroup) -> set[str]:
+    """Gradients that the group's backend adds, which has no such sum: a plain one stands for it. What went there."""
+    model = build(mesh_of(group))
+    for module in model.modules():
+        if isinstance(module, fsdp.FSDPModule):
+            module.set_gradient_divide_factor(3.0)
+    with fsdp.enable(model, config=Config(timeout_s=10)) as enabled:
+        for params in fsdp._param_groups(model):
+            comm = params._reduce_scatter_comm
+            comm._own = lambda output, input, group, op, async_op: dist.reduce_scatter_tensor(
+                output, input, group=group, async_op=async_op
+            )
+        if dist.get_rank(group) % 2:
+            let_go_late(model)
+        list(train(model, group, 3))
+        return set(enabled.elsewhere)
 
 
 def on_and_off(group: dist.ProcessGroup) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from ranks import RankPool
 
 from sidelane import Communicator, CommunicatorClosedError, Config, PeerError
+from sidelane.collectives.call_thread import CallThread
 
 
 def communicator(group: dist.ProcessGroup, **settings: Any) -> Communicator:
@@ -210,3 +212,21 @@ def test_a_forked_copy_is_told_at_once(pool: RankPool) -> None:
         assert found[5].startswith("RuntimeError: trigger: not armed")
         assert found[7:9] == ["closed", "True"]
     assert first[9].startswith("CommunicatorClosedError: it was made in another process")
+
+
+def test_whoever_has_waited_holds_the_last_reference() -> None:
+    """Ranks reckon with one order in which tensors go: no thread may keep one for a moment longer."""
+    thread, hold = CallThread(), threading.Event()
+    try:
+        tensor = torch.empty(1)
+        seen: list[bool] = []
+        gone = weakref.ref(tensor)
+        future = thread.submit(lambda given: hold.wait() and None, tensor)
+        future.add_done_callback(lambda _: seen.append(gone() is None))
+        del tensor
+        hold.set()
+        future.result()
+        thread.submit(lambda: None).result()  # callbacks come behind the result
+        assert seen == [True]
+    finally:
+        thread.close()

@@ -29,6 +29,11 @@ def test_in_two_dimensions() -> None:
             assert elsewhere.keys() == {"all_gather: another group than that of the shards"}
 
 
+def test_buffers_that_another_backend_has_had_are_free_on_no_rank_before_the_others(pool: RankPool) -> None:
+    for elsewhere in pool.run(fsdp_cases.with_a_factor, 2):
+        assert elsewhere == {"reduce_scatter: premul_sum of float32"}
+
+
 def test_on_and_off(pool: RankPool) -> None:
     for told in pool.run(fsdp_cases.on_and_off, 2):
         assert "it is on for this model" in told[0]

@@ -43,11 +43,17 @@ class CallThread:
             future, function, arguments = job
             if self._is_closed:
                 future.cancel()
-            if future.set_running_or_notify_cancel():
+            failure: BaseException | None = None
+            runs = future.set_running_or_notify_cancel()
+            if runs:
                 try:
                     function(*arguments)
                 except BaseException as error:
-                    future.set_exception(error)
-                else:
-                    future.set_result(None)
-            del job, future, function, arguments  # while idle, hold on to nothing
+                    failure = error
+            # Before anybody can know: what a caller drops once it has waited has gone then, on every rank alike.
+            del job, function, arguments
+            if failure is not None:
+                future.set_exception(failure)
+            elif runs:
+                future.set_result(None)
+            del future, failure  # while idle, hold on to nothing

@@ -125,7 +125,7 @@ class Enabled:
         if link is None:
             link = self._links[group] = _Link(group, params.device, config)
         self._before.append((params, gather, scatter))
-        own = Gather(self, link, gather, self._copies_out)
+        own = Gather(self, link, params, gather, self._copies_out)
         if self._copies_out is None:
             own.straight = straight.Straight(params, link.gather, link.ring, group, own.note)
             own.straight.take_over()
@@ -134,6 +134,7 @@ class Enabled:
     def _went_elsewhere(self, link: _Link, group: dist.ProcessGroup, kind: str, tensor: torch.Tensor, why: str) -> None:
         what = f"{kind}: {why}"
         self.elsewhere.setdefault(what, Elsewhere(what)).calls += 1
+        link.is_not_to_come_back(tensor)
         link.note(kind, tensor.dtype, dist.get_backend(group), why, tensor.nbytes)
 
 
@@ -147,6 +148,7 @@ class _Link:
         self.scatter = Communicator(self.session.lane("fsdp scatter"))
         self.ring = straight.Ring(lambda nbytes: self.gather.empty(nbytes, dtype=torch.uint8), self.session.device)
         self._free: dict[tuple[int, int], list[torch.Tensor]] = {}  # by stream and bytes
+        self._lent: dict[int, bool] = {}  # by address: whether it comes back
         self._ledger = Ledger(dist.get_process_group_ranks(group))
         self._ledger.group = group.group_name
 
@@ -156,7 +158,9 @@ class _Link:
         Where there is no room for one it is ordinary memory, on all ranks alike, and calls stage it.
 
         FSDP2 takes and drops its buffers in one order on all ranks, and orders the stream on which it takes one behind
-        the work on those that it has dropped, as torch's allocator wants it, too. So what is free is free on all.
+        the work on those that it has dropped, as torch's allocator wants it, too. So what is free is free on all; but
+        for what other backends were given: their threads let go of it when they get to it (Gloo's some time after
+        ``wait`` has returned), so that goes back to the pool, whose ranks compare what they have dropped.
         """
         nbytes = max(1, math.prod(size) * dtype.itemsize)
         cuda = self.session.device.type == "cuda"
@@ -165,8 +169,19 @@ class _Link:
             whole = free.pop(0) if free else self.gather.empty(nbytes, dtype=torch.uint8)
         except UnavailableError:
             return torch.empty(*size, dtype=dtype, device=self.session.device)
-        part = storage_of(whole, 0, nbytes, lambda: free.append(whole))
+        self._lent[whole.data_ptr()] = True
+        part = storage_of(whole, 0, nbytes, lambda: self._came_back(free, whole))
         return part[: math.prod(size) * dtype.itemsize].view(dtype).view(*size)
+
+    def is_not_to_come_back(self, tensor: torch.Tensor) -> None:
+        """Another backend was given this tensor."""
+        address = tensor.untyped_storage().data_ptr()
+        if address in self._lent:
+            self._lent[address] = False
+
+    def _came_back(self, free: list[torch.Tensor], whole: torch.Tensor) -> None:
+        if self._lent.pop(whole.data_ptr()):
+            free.append(whole)
 
     def note(self, kind: str, dtype: torch.dtype, where: str, why: str, nbytes: int) -> None:
         """For the report: one more call."""
@@ -185,8 +200,8 @@ class Gather(AllGather):
         straight: does it without a copy-out, where that is possible.
     """
 
-    def __init__(self, enabled: Enabled, link: _Link, own: AllGather, copies_out: str | None) -> None:
-        self._enabled, self._link, self._own, self._copies_out = enabled, link, own, copies_out
+    def __init__(self, enabled: Enabled, link: _Link, params: Any, own: AllGather, copies_out: str | None) -> None:
+        self._enabled, self._link, self._params, self._own, self._copies_out = enabled, link, params, own, copies_out
         self.straight: straight.Straight | None = None
 
     def note(self, dtype: torch.dtype, nbytes: int, why: str = "straight into the parameters") -> None:
@@ -195,6 +210,8 @@ class Gather(AllGather):
         self._link.note("all_gather", dtype, SIDELANE, why, nbytes)
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if self._params._all_gather_process_group is not self._link.group:  # whose backend takes any memory
+            return torch.empty(*size, dtype=dtype, device=device)
         return self._link.allocate([int(length) for length in size], dtype)
 
     def __call__(
