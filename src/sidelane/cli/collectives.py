@@ -412,7 +412,7 @@ def host(sizes: tuple[int, ...], json: Path | None, **others: Any) -> None:
     "--timeline",
     type=click.Path(file_okay=False, path_type=Path),
     metavar="FOLDER",
-    help="Write a Perfetto trace and a picture of the workgroups of each operator's first shape here.",
+    help="Write a Perfetto trace, a picture of the workgroups and one of ranks' skew of each operator's first shape.",
 )
 @output("--keep", is_flag=True, help='Keep the times for this user: method="auto" of the operators goes by them.')
 @how("--occupancy", type=float, default=None, show_default="all", help="With --machine: of fused kernels, up to 1.")
