@@ -34,7 +34,7 @@ def times_of_ranks(intervals: Sequence[Interval]) -> Times:
 def skew_percent(calls: Sequence[Times]) -> float:
     """By how much the slowest rank of a call takes longer than the fastest, median over calls.
 
-    >>> skew_percent([(10.0, 11.0), (10.0, 10.5), (12.0, 10.0)])
+    >>> round(skew_percent([(10.0, 11.0), (10.0, 10.5), (12.0, 10.0)]), 6)
     10.0
     """
     return 100 * statistics.median(max(times) / min(times) - 1 for times in calls)
