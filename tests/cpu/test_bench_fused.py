@@ -13,6 +13,7 @@ from sidelane.bench.report.tables import tables_of
 from sidelane.bench.results.files import Results, read
 from sidelane.bench.results.rows import FUSED_OPS, FusedRow
 from sidelane.choice.fused import parse
+from sidelane.execute.sim.timeline import Interval
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
@@ -26,6 +27,7 @@ def test_everything_is_checked_and_timed(tmp_path: Path) -> None:
     names = {made.name for made in tmp_path.glob("*-remote_first.*")}
     for op in ("embedding_all_to_all", "gemm_all_to_all"):
         assert {f"{op}-remote_first.{ending}" for ending in ("trace.json", "png", "svg")} <= names
+        assert (tmp_path / f"{op}-skew.png").is_file()
     rows = [row for row in read(path).rows if isinstance(row, FusedRow)]
     assert {row.op for row in rows} == set(FUSED_OPS)
     for op in FUSED_OPS:
@@ -57,3 +59,12 @@ def test_times_are_kept_for_auto(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     fused = next(row.time_us for row in mine if (row.implementation, row.schedule) == ("fused", "auto"))
     unfused = next(row.time_us for row in mine if row.implementation == "unfused_best")
     assert (time.fused_us, time.unfused_us) == pytest.approx((fused, unfused), rel=1e-3)  # rows are rounded
+
+
+def test_skew_is_of_each_ranks_own_time() -> None:
+    from sidelane.bench.fused.skew import skew_percent, times_of_ranks
+
+    fast = [Interval("rank 0", "workgroup 1", "local", 2.0, 10.0), Interval("rank 0", "workgroup 0", "wait", 0.0, 4.0)]
+    late = [Interval("rank 10", "workgroup 0", "wait", 1000.0, 1008.0), Interval("rank 2", "w 0", "wait", 500.0, 515.0)]
+    assert times_of_ranks([*late, *fast]) == (10.0, 15.0, 8.0)
+    assert skew_percent([(10.0, 15.0, 8.0), (10.0, 10.0, 10.0), (10.0, 11.0, 10.0)]) == pytest.approx(10)

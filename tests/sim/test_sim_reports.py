@@ -17,6 +17,7 @@ from sidelane.bench.simulated import fused_figures
 from sidelane.bench.simulated import overlap as sim_overlap
 from sidelane.bench.simulated import scale as sim_scale
 from sidelane.bench.simulated import study as sim_study
+from sidelane.bench.simulated.fused_shapes import operators_of
 from sidelane.c3.strategies import strategies
 from sidelane.c3.workload import parse_workload
 from sidelane.machine.load import named
@@ -152,7 +153,7 @@ def test_published_and_predicted_gains_are_drawn_together(tmp_path):
 
 
 def test_a_late_rank_and_a_smaller_grid_are_asked_for():
-    machine, (made, *_) = named("h200x4"), sim_fused.operators_of("embedding_all_to_all", (1024, 64, 70))
+    machine, (made, *_) = named("h200x4"), operators_of("embedding_all_to_all", (1024, 64, 70), 4)
     plain, late, half = (
         sim_fused.predicted(machine, *made, sim_fused.Options("h200x4", **asked)).times["remote_first"].fused
         for asked in ({}, {"late_us": 50.0}, {"occupancy": 0.5})

@@ -394,6 +394,7 @@ def host(sizes: tuple[int, ...], json: Path | None, **others: Any) -> None:
         ("sidelane fused --timeline traces", "and write what each workgroup did, and when"),
         ("sidelane fused --machine mi210x4", "predict them for four MI210"),
         ("sidelane fused --machine h200x4 --ops embedding_all_to_all --shape 2048,128,20", "a shape of your own"),
+        ("sidelane fused --machine h100x4 --results results/h100x1/fused.json", "how far predictions are off"),
     ),
 )
 @what("--ops", metavar="NAME,...", callback=names, default="", show_default="all", help="Operators.")
@@ -411,10 +412,17 @@ def host(sizes: tuple[int, ...], json: Path | None, **others: Any) -> None:
     "--timeline",
     type=click.Path(file_okay=False, path_type=Path),
     metavar="FOLDER",
-    help="Write a Perfetto trace and a picture of the workgroups of each operator's first shape here.",
+    help="Write a Perfetto trace, a picture of the workgroups and one of ranks' skew of each operator's first shape.",
 )
 @output("--keep", is_flag=True, help='Keep the times for this user: method="auto" of the operators goes by them.')
 @how("--occupancy", type=float, default=None, show_default="all", help="With --machine: of fused kernels, up to 1.")
+@output(
+    "--results",
+    "measured",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="With --machine: hold predictions against this file, measured by sidelane fused on such GPUs.",
+)
 @how("--late", "late_us", type=float, default=0, help="With --machine: the last rank begins so many us later.")
 @machine_option
 @study_options
@@ -424,6 +432,7 @@ def fused(
     shapes: tuple[tuple[int, ...], ...],
     occupancy: float | None,
     late_us: float,
+    measured: Path | None,
     **others: Any,
 ) -> None:
     """Measure fused operators next to the same computation and a collective, one after the other.
@@ -433,12 +442,14 @@ def fused(
     """
     with plain_errors():
         if machine is not None:
-            refuse_beside_machine("ops", "shapes", "occupancy", "late_us", "json", "report")
+            refuse_beside_machine("ops", "shapes", "occupancy", "late_us", "measured", "json", "report")
             from sidelane.bench.simulated import fused as sim_fused
 
-            asked = sim_fused.Options(machine, others["ops"], shapes, occupancy, late_us, others["report"], json)
+            report = others["report"]
+            asked = sim_fused.Options(machine, others["ops"], shapes, occupancy, late_us, report, json, measured)
             sys.exit(sim_fused.main(asked))
-        for name, option in (("shapes", "--shape"), ("occupancy", "--occupancy"), ("late_us", "--late")):
+        predicted = (("shapes", "--shape"), ("occupancy", "--occupancy"), ("late_us", "--late"))
+        for name, option in (*predicted, ("measured", "--results")):
             if given(name):
                 raise ValueError(f"{option} is for predictions; it needs --machine")
 

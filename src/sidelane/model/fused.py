@@ -9,7 +9,8 @@ and all that is sent to it has come:
     rank 1    | slices for 0 | own slices | wait |
 
 Stores hold their workgroups back while the link has a round waiting; the network takes slices without that, for
-``put_us`` of the workgroup that hands it over. An all-reduce adds a second flow: results, to all.
+``put_us`` of the workgroup that hands it over. An all-reduce adds a second flow: results, to all. A gather sends before
+it computes: some workgroups are busy with that, the others begin with what needs nobody.
 """
 
 from __future__ import annotations
@@ -35,10 +36,17 @@ Pair = tuple[int, int]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Work:
-    """Workgroups that are alike. ``sends``: (rank, bytes of each workgroup) for every rank that gets some of it."""
+    """Workgroups that are alike.
+
+    Attributes:
+        workgroups: number of them.
+        sends: (rank, bytes of each workgroup) for every rank that gets some of it.
+        needs: rank from which all must have come before; None, or the rank itself: nobody.
+    """
 
     workgroups: int
     sends: tuple[tuple[int, float], ...]
+    needs: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,7 +61,9 @@ class FusedKernel:
         puts: the network is called, once a slice; False: workgroups store what they compute.
         start_us: when the rank begins.
         reduce_us: of all that has come, once it has; then its results go to all.
-        result_bytes: of those, to each peer; 0: the operator ends with what has come.
+        result_bytes: of those, to each peer; 0: none go.
+        first_bytes: that go to each peer before anything is computed.
+        senders: workgroups that send those, one part each, and hold a place until they have gone.
     """
 
     works: tuple[Work, ...]
@@ -64,6 +74,8 @@ class FusedKernel:
     start_us: float = 0.0
     reduce_us: float = 0.0
     result_bytes: float = 0.0
+    first_bytes: float = 0.0
+    senders: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -102,6 +114,9 @@ class _Rank:
 
     Attributes:
         steps: of its work, that are left.
+        begun: it has started.
+        next: the one that waits for what it needs.
+        first: peers to which what is sent first is on its way.
         sending: what the present one releases, by rank.
         held: its stores wait for a link.
         owed: bytes that it gets, by their sender: of the work, and of results.
@@ -112,16 +127,28 @@ class _Rank:
         computed_us, ended_us: as in :class:`FusedRun`.
     """
 
-    steps: Iterator[tuple[float, dict[int, float]]]
+    steps: Iterator[_Step]
     owed: tuple[dict[int, float], dict[int, float]]
     missing: tuple[dict[int, float], dict[int, float]]
     sending: dict[int, float] = dataclasses.field(default_factory=dict)
+    begun: bool = False
+    next: _Step | None = None
+    first: set[int] = dataclasses.field(default_factory=set)
     held: bool = False
     came_us: float = 0.0
     reducing: bool = False
     busy: bool = True
     computed_us: float = 0.0
     ended_us: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Step:
+    """Rounds of a kernel: their time, what they release by rank, and the ranks that they need."""
+
+    duration_us: float
+    released: dict[int, float]
+    needs: frozenset[int]
 
 
 class _Ranks:
@@ -135,35 +162,55 @@ class _Ranks:
             _Rank(_steps(kernel, rank, put_us), _owed(kernels, rank), _owed(kernels, rank))
             for rank, kernel in enumerate(kernels)
         ]
-        self.events: list[tuple[float, int]] = []  # when a rank's step, or its reduction, ends
+        self.events: list[tuple[float, int]] = []  # when a rank starts, or its step or reduction ends
         self.timeline: list[Interval] = []
 
     def run(self) -> FusedRun:
         for rank, kernel in enumerate(self.kernels):
-            self.now = kernel.start_us
-            self._compute(rank)
-        self.now = 0.0
+            heapq.heappush(self.events, (kernel.start_us, rank))
         while any(state.ended_us is None for state in self.ranks):
             next_flow = self.fabric.network.next_end(self.now)
             next_event = self.events[0][0] if self.events else math.inf
             self.now = min(next_flow, next_event)
             assert self.now < math.inf, "a rank waits for what nobody sends"
             if next_flow <= next_event:
-                for pair in self.fabric.network.pop_ended(self.now):
+                ended = self.fabric.network.pop_ended(self.now)
+                for pair in ended:
                     self._came(pair)
+                for source, rank in ended:  # what ends together has ended before anybody goes on
+                    self._wake(source)
+                    self._wake(rank)
+                    self._settle(rank)
             else:
                 self._step_ended(heapq.heappop(self.events)[1])
-        ended = tuple(float(state.ended_us or 0.0) for state in self.ranks)
-        return FusedRun(tuple(state.computed_us for state in self.ranks), ended, tuple(self.timeline))
+        ends = tuple(float(state.ended_us or 0.0) for state in self.ranks)
+        return FusedRun(tuple(state.computed_us for state in self.ranks), ends, tuple(self.timeline))
+
+    def _begin(self, rank: int) -> None:
+        """Send what goes first, and compute."""
+        state, kernel = self.ranks[rank], self.kernels[rank]
+        state.begun = True
+        if kernel.first_bytes:
+            state.first = set(range(len(self.kernels))) - {rank}
+            for peer in sorted(state.first):
+                self._send((rank, peer), kernel.first_bytes)
+        self._compute(rank)
 
     def _compute(self, rank: int) -> None:
         """Begin the next step of a rank's work, or find that it has none."""
         state = self.ranks[rank]
-        step = next(state.steps, None)
+        if state.next is None:
+            state.next = next(state.steps, None)
+        step, kernel = state.next, self.kernels[rank]
         if step is None:
             self._stop(rank)
             return
-        duration, state.sending = step
+        free = kernel.resident - (kernel.senders if state.first else 0)
+        state.held = free <= 0 or any(state.missing[0][source] for source in step.needs)
+        if state.held:
+            return  # until more has come, or has gone
+        state.next, state.sending = None, step.released
+        duration = step.duration_us * kernel.resident / free
         label = "remote work" if any(peer != rank for peer in state.sending) else "own work"
         self._occupy(rank, label, self.now, duration)
 
@@ -175,6 +222,9 @@ class _Ranks:
 
     def _step_ended(self, rank: int) -> None:
         state, kernel = self.ranks[rank], self.kernels[rank]
+        if not state.begun:
+            self._begin(rank)
+            return
         if state.reducing:
             for peer in range(len(self.ranks)):
                 self._send((rank, peer), kernel.result_bytes)
@@ -220,11 +270,12 @@ class _Ranks:
         waiting = self.queued.pop(pair, 0.0)
         if waiting:
             self._send(pair, waiting)
-        sender = self.ranks[source]
-        if sender.held and not self._waiting(source):
-            sender.held = False
-            self._compute(source)
-        self._settle(rank)
+        self.ranks[source].first.discard(rank)
+
+    def _wake(self, rank: int) -> None:
+        """Let a rank whose stores or whose work were held go on, if it can."""
+        if self.ranks[rank].held and (self.kernels[rank].puts or not self._waiting(rank)):
+            self._compute(rank)
 
     def _settle(self, rank: int) -> None:
         """Let a rank that has computed and got everything reduce, or end."""
@@ -232,7 +283,7 @@ class _Ranks:
         if state.busy or any(state.missing[state.reducing].values()):
             return
         ready = max(state.computed_us, state.came_us)
-        if kernel.result_bytes and not state.reducing:
+        if (kernel.reduce_us or kernel.result_bytes) and not state.reducing:
             state.reducing = state.busy = True
             self._occupy(rank, "adds", ready, kernel.reduce_us)
         else:
@@ -243,7 +294,8 @@ def _owed(kernels: Sequence[FusedKernel], rank: int) -> tuple[dict[int, float], 
     """Bytes that a rank gets from each of the others: of their work, and of results."""
     sources = [source for source in range(len(kernels)) if source != rank]
     works = {
-        source: sum(w.workgroups * b for w in kernels[source].works for peer, b in w.sends if peer == rank)
+        source: kernels[source].first_bytes
+        + sum(w.workgroups * b for w in kernels[source].works for peer, b in w.sends if peer == rank)
         for source in sources
     }
     return works, {source: kernels[source].result_bytes for source in sources}
@@ -281,31 +333,38 @@ class _Fabric:
         self.network: FlowNetwork[Pair] = FlowNetwork(capacities)
 
 
-def _steps(kernel: FusedKernel, source: int, put_us: float) -> Iterator[tuple[float, dict[int, float]]]:
-    """A kernel's rounds, joined where they are many: the time of each, and the bytes that it releases by rank.
+def _steps(kernel: FusedKernel, source: int, put_us: float) -> Iterator[_Step]:
+    """A kernel's rounds, joined where they are many.
 
     The last workgroup of a slice hands it to the network, and is the last of the next slice, too: a round that sends
     is as much longer (fused operators paper, IV-C, Figure 11).
     """
     rounds = math.ceil(sum(work.workgroups for work in kernel.works) / kernel.resident)
     joined = max(1, math.ceil(rounds / MOST_STEPS))
-    room, taken, released = joined * kernel.resident, 0, dict[int, float]()
+    room, taken, released, needs = joined * kernel.resident, 0, dict[int, float](), set[int]()
+
+    def step() -> _Step:
+        sends = set(released) - {source}
+        return _Step(_time_us(kernel, taken, put_us if sends else 0.0), released, frozenset(needs))
+
     for work in kernel.works:
         left = work.workgroups
         part = 0  # of a slice, begun and not whole
         while left:
             count = min(left, room - taken)
             left, taken, part = left - count, taken + count, part + count
+            if work.needs not in (None, source):
+                needs.add(work.needs)
             whole = part if not left else part // kernel.slice_workgroups * kernel.slice_workgroups
             part -= whole
             for rank, nbytes in work.sends:
                 if whole:
                     released[rank] = released.get(rank, 0.0) + whole * nbytes
             if taken == room:
-                yield _time_us(kernel, taken, put_us if set(released) - {source} else 0.0), released
-                taken, released = 0, {}
+                yield step()
+                taken, released, needs = 0, {}, set()
     if taken:
-        yield _time_us(kernel, taken, put_us if set(released) - {source} else 0.0), released
+        yield step()
 
 
 def _time_us(kernel: FusedKernel, workgroups: int, put_us: float) -> float:

@@ -18,6 +18,7 @@ from sidelane.c3.workload import Gemm
 from sidelane.machine.spec import Machine
 from sidelane.model.fused import FusedKernel, FusedRun, Work, run_fused
 from sidelane.model.gemm import gemm_us
+from sidelane.model.gemm_operators import GatherGemm, GemmReduce, check_sizes
 from sidelane.model.published import library_us
 from sidelane.model.workgroups import fused_figures, gather_gbps, resident, stream_gbps
 from sidelane.program.collective import Kind
@@ -54,7 +55,7 @@ class Embedding:
     at_once: bool = False
 
     def __post_init__(self) -> None:
-        _check(self)
+        check_sizes(self)
 
     name = "embedding_all_to_all"
     kind = Kind.ALL_TO_ALL
@@ -110,7 +111,7 @@ class Gemv:
     element_bytes: int = 2
 
     def __post_init__(self) -> None:
-        _check(self)
+        check_sizes(self)
 
     name = "gemv_all_reduce"
     kind = Kind.ALL_REDUCE
@@ -167,7 +168,7 @@ class TiledGemm:
     element_bytes: int = 2
 
     def __post_init__(self) -> None:
-        _check(self)
+        check_sizes(self)
 
     name = "gemm_all_to_all"
     kind = Kind.ALL_TO_ALL
@@ -225,7 +226,7 @@ class TiledGemm:
         return lambda workgroups: max(float(computing), workgroups * nbytes / reading)
 
 
-Operator = Embedding | Gemv | TiledGemm
+Operator = Embedding | Gemv | TiledGemm | GemmReduce | GatherGemm
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -311,14 +312,9 @@ def predict_fused(
     return FusedTimes(operator.compute_us(machine), collective, run)
 
 
-def _check(operator: Operator) -> None:
-    for field in dataclasses.fields(operator):
-        value = getattr(operator, field.name)
-        if not isinstance(value, int) or value < (field.type != "bool"):
-            raise ValueError(f"{operator.name}: {field.name} (value={value!r}, allowed=whole numbers from 1)")
-
-
 def _ordered(works: Sequence[Work], rank: int, ranks: int, order: str) -> list[Work]:
+    if works[0].needs is not None:  # what is there, then what comes: from those behind this rank
+        return [works[(rank - turn) % ranks] for turn in range(ranks)]
     if order == OBLIVIOUS or len(works) < ranks:
         return list(works)
     return [works[(rank + 1 + turn) % ranks] for turn in range(ranks)]
@@ -332,6 +328,9 @@ def _waves_us(workgroups: int, held: int, round_us: Callable[[int], float]) -> f
 
 def _collective_us(machine: Machine, kind: Kind, nbytes: float) -> float:
     """The library's, by kernels; between nodes of one GPU its time without bytes, and bytes over the network."""
+    if machine.world_size == 1:  # nothing, or a copy of what is there
+        moved = 0.0 if kind is Kind.ALL_REDUCE else 2 * nbytes
+        return moved / (stream_gbps(machine, resident(machine)) * 1e3)
     if machine.nodes == 1:
         return library_us(machine, kind, round(nbytes))
     library, links, ranks = machine.library, machine.links, machine.world_size

@@ -33,6 +33,9 @@ from sidelane.config import current
 CALLS = 8
 """In a sample."""
 
+SKEW_CALLS = 3
+"""Whose ranks' times are compared."""
+
 BEST = "unfused_best"
 COMPUTE, COLLECTIVE = "compute", "collective"
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.5e-2}
@@ -177,19 +180,26 @@ class _Case:
             yield from self._rows_of(launch, rounds, [(*way, launch) for way in ways])
 
     def write_timelines(self, folder: Path) -> None:
-        """A trace and a picture of the second call of each schedule; the first one compiles."""
+        """A trace and a picture of a call of each schedule, and how far ranks are apart; the first call compiles."""
         from sidelane.bench.fused.pictures import draw_timeline
+        from sidelane.bench.fused.skew import Times, draw_skew, times_of_ranks
         from sidelane.ops import Timeline
+        from sidelane.ops.handle import ORDERS
 
         case, comm = self._case, self._comm
+        calls: dict[str, list[Times]] = {}
         for schedule, run in case.fused.items():
-            for _ in range(2):
+            for number in range(1 + (SKEW_CALLS if schedule in ORDERS else 1)):
                 with Timeline(comm) as timeline:
                     run()
+                if number and timeline.intervals and schedule in ORDERS:
+                    calls.setdefault(schedule, []).append(times_of_ranks(timeline.intervals))
             if comm.rank == 0 and timeline.intervals:  # copy engines have no workgroups
                 name = file_name(f"{case.op} {schedule}")
                 timeline.write(folder / f"{name}.trace.json")
                 draw_timeline(timeline.intervals, f"{case.op}, {case.shape}, {schedule}", folder, name)
+        if comm.rank == 0 and calls and comm.world_size > 1:
+            draw_skew(calls, f"{case.op}, {case.shape}", folder, file_name(f"{case.op} skew"))
 
     def _add(self, jobs: dict[Key, Job], key: Key, run: Callable[[], object]) -> None:
         def step() -> None:

@@ -13,7 +13,8 @@ from sidelane.bench.report.table import Line, Table, grouped, number
 from sidelane.bench.report.terminal import progress_console, say_written, tables_console
 from sidelane.bench.results.rows import FUSED_OPS
 from sidelane.bench.simulated import figures as sim_figures
-from sidelane.bench.simulated import fused_figures
+from sidelane.bench.simulated import fused_figures, fused_results
+from sidelane.bench.simulated.fused_shapes import UNKNOWN, operators_of
 from sidelane.bench.simulated.study import write_numbers
 from sidelane.execute.sim import write_chrome_trace
 from sidelane.machine.load import find
@@ -24,23 +25,11 @@ from sidelane.model.operators import (
     OBLIVIOUS,
     ORDERS,
     REMOTE_FIRST,
-    Embedding,
     FusedTimes,
-    Gemv,
     Operator,
-    TiledGemm,
     predict_fused,
 )
 
-BYTES = 2
-"""Of an element: the study that measures takes bfloat16."""
-UNKNOWN = {
-    "all_reduce_rms_norm": "not modelled: it communicates first and computes then",
-    "gemm_reduce_scatter": "not modelled: what is simulated adds up only what it sends on",
-    "gemm_all_reduce": "not modelled: tiles that are added up",
-    "all_gather_gemm": "not modelled: what is computed waits for what is sent",
-}
-"""Operators that are measured and not predicted, and why."""
 TRACED = "embedding_all_to_all"
 
 
@@ -56,6 +45,7 @@ class Options:
         late_us: the last rank begins so much later.
         report: folder for pictures and timelines; None: none.
         json: file for the numbers, or ``written.STDOUT``.
+        results: file of measured operators, which predictions are held against; None: none.
     """
 
     machine: str
@@ -65,10 +55,14 @@ class Options:
     late_us: float = 0.0
     report: Path | None = None
     json: Path | None = None
+    results: Path | None = None
 
     def __post_init__(self) -> None:
         if not set(self.ops) <= set(FUSED_OPS):
             raise ValueError(f"fused: --ops (value={', '.join(self.ops)}, allowed={', '.join(FUSED_OPS)})")
+        alone = (self.ops, self.shapes, self.occupancy, self.late_us, self.report)
+        if self.results is not None and any(alone):
+            raise ValueError("fused: --results (allowed=with --machine and --json alone: the file has the shapes)")
         if self.shapes and len(self.ops) != 1:
             raise ValueError(f"fused: --shape (value={len(self.ops)} operators, allowed=with --ops and one of them)")
         meaning = MEANING[self.ops[0]] if self.shapes else ()
@@ -128,6 +122,14 @@ def main(options: Options) -> int:
     """
     machine = find(options.machine)
     console, progress = tables_console(options.json), progress_console()
+    if options.results is not None:
+        machine, held, unknown_rows = fused_results.hold(machine, options.results)
+        for table in fused_results.held_tables(machine, held, unknown_rows):
+            console.print(table.to_rich())
+        if options.json is not None:
+            write_numbers(options.json, "fused_held", machine, [one.to_dict() for one in held])
+            say_written([options.json])
+        return 0
     ops = [op for op in options.ops or FUSED_OPS if op not in UNKNOWN]
     if not ops:
         allowed = ", ".join(op for op in FUSED_OPS if op not in UNKNOWN)
@@ -138,7 +140,7 @@ def main(options: Options) -> int:
         for op in ops:
             for shape in options.shapes or ON_GPUS[op]:
                 status.update(f"{op} {','.join(map(str, shape))}")
-                found += [predicted(machine, *made, options) for made in operators_of(op, shape)]
+                found += [predicted(machine, *made, options) for made in operators_of(op, shape, machine.world_size)]
     for table in fused_tables(machine, found):
         console.print(table.to_rich())
     for op, why in unknown.items():
@@ -152,18 +154,6 @@ def main(options: Options) -> int:
         _report(machine, found, options, options.report)
     say_written([path for path in (options.json, options.report) if path is not None])
     return 0
-
-
-def operators_of(op: str, shape: tuple[int, ...]) -> list[tuple[Operator, str]]:
-    """An operator at a shape in every way in which it is measured unfused, and what that is made of."""
-    if op == Embedding.name:
-        batch, tables, pooling = shape
-        ways = ((False, "a kernel a table"), (True, "one kernel"))
-        return [(Embedding(batch, tables, pooling, element_bytes=BYTES, at_once=way), words) for way, words in ways]
-    if op == Gemv.name:
-        return [(Gemv(*shape), "GEMV")]
-    rows, depth, columns = shape
-    return [(TiledGemm(rows, depth, columns), "the library's GEMM")]
 
 
 def predicted(machine: Machine, operator: Operator, made_of: str, options: Options) -> Predicted:
@@ -210,7 +200,7 @@ def fused_tables(machine: Machine, found: Sequence[Predicted]) -> list[Table]:
             lines.append(Line(cells))
         notes = (
             "lower: the fused time next to both unfused ones together, percent",
-            "no GPU here has run fused operators yet: nothing of this was compared with a measurement of ours",
+            "how far predictions are off where one GPU was measured: --results, and docs/lab/model.md",
         )
         columns = ("<shape", "<unfused", "compute\nus", "collective\nus", "fused\nus", "oblivious\nus", "lower\n%")
         nodes = f", {machine.nodes} nodes of {machine.gpus}" if machine.nodes > 1 else ""

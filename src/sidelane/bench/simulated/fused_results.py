@@ -1,0 +1,133 @@
+"""``sidelane fused --machine --results``: predictions of fused operators held against a file of measured ones.
+
+Rows of graphs are compared, whose host has no part in them: the computation alone, the collective alone, both one
+after the other, and the fused kernel in each order. What the model does not speak to is counted. Nothing is fitted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from sidelane.bench.fused.shapes import MEANING
+from sidelane.bench.report.table import Line, Table, grouped, number
+from sidelane.bench.results import files
+from sidelane.bench.results.rows import FusedRow
+from sidelane.bench.simulated.fused_shapes import UNKNOWN, operators_of
+from sidelane.machine.spec import Machine
+from sidelane.model.claims import error_of
+from sidelane.model.operators import OBLIVIOUS, REMOTE_FIRST, FusedTimes, predict_fused
+
+COMPUTE, COLLECTIVE, UNFUSED, FUSED = "compute alone", "collective alone", "unfused, process group", "fused"
+SCHEDULES = {
+    "remote_first": REMOTE_FIRST,
+    "oblivious": OBLIVIOUS,
+    "two_phase": REMOTE_FIRST,
+    "two_phase, oblivious": OBLIVIOUS,
+    "rows in turn": REMOTE_FIRST,
+}
+"""Orders of the model by schedules of the study. One-shot GEMVs and GEMMs in parts on copy engines it does not have."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Held:
+    """A time that was measured, and what was predicted. ``schedule``: of a fused kernel."""
+
+    op: str
+    shape: str
+    part: str
+    schedule: str
+    measured_us: float
+    predicted_us: float
+
+    @property
+    def error(self) -> float:
+        """Of the prediction, next to the measured time; without a sign."""
+        error = error_of(self.measured_us, self.predicted_us)
+        assert error is not None
+        return error
+
+    def to_dict(self) -> dict[str, Any]:
+        """As ``--json`` writes it."""
+        return {**dataclasses.asdict(self), "error_percent": 100 * self.error}
+
+
+def hold(machine: Machine, path: Path) -> tuple[Machine, list[Held], int]:
+    """Predict what a file has measured.
+
+    Args:
+        machine: whose GPUs and links these are; its number of GPUs becomes the file's number of ranks.
+        path: a result file of ``sidelane fused``.
+
+    Returns:
+        The machine, what was compared, and how many rows of graphs the model does not speak to.
+
+    Raises:
+        ValueError: no such result file, or nothing in it that is predicted.
+    """
+    if not path.is_file():
+        raise ValueError(f"fused: --results (value={path}, allowed=a file that is there)")
+    results = files.read(path)
+    rows = [row for row in results.rows if isinstance(row, FusedRow) and row.launch == "graph" and row.correct]
+    if not rows:
+        raise ValueError(f"fused: --results (value={path}, allowed=a file of sidelane fused on GPUs, with graphs)")
+    machine = dataclasses.replace(machine, gpus=results.ranks, nodes=1)
+    found: list[Held] = []
+    unknown = 0
+    for (op, shape), alike in grouped(rows, lambda row: (row.op, row.shape), ordered=False):
+        held = list(_of_shape(machine, op, shape, alike))
+        found += held
+        known = {one.schedule for one in held}
+        unknown += sum(row.implementation != "unfused_best" and row.schedule not in known for row in alike)
+    if not found:
+        raise ValueError(f"fused: --results (value={path}, allowed=with an operator that is predicted)")
+    return machine, found, unknown
+
+
+def held_tables(machine: Machine, found: Sequence[Held], unknown: int) -> list[Table]:
+    """Errors by operator and part: the median, and the worst with its shape."""
+    lines = []
+    for op, alike in grouped(found, lambda one: one.op, ordered=False):
+        parts = grouped(alike, lambda one: one.part, ordered=False)
+        for place, (part, same) in enumerate(parts):
+            worst = max(same, key=lambda one: one.error)
+            errors = statistics.median(one.error for one in same), worst.error
+            cells = (op, part, str(len(same)), *(f"{100 * error:.0f}" for error in errors))
+            seen = f"{number(worst.measured_us)} ({number(worst.predicted_us)})"
+            lines.append(Line((*cells, worst.shape, seen), rule=place == len(parts) - 1))
+    notes = (
+        "captured in graphs; nothing of the description was taken from these rows",
+        f"{unknown} rows of graphs are not predicted: GEMMs in parts, one-shot GEMVs, norms, and ours unfused",
+    )
+    columns = ("<operator", "<what", "rows", "median\n%", "worst\n%", "<at", "measured\n(predicted), us")
+    title = f"fused operators on {machine.gpus} of {machine.title}: errors of predictions"
+    return [Table(title, columns, tuple(lines), notes, keys=2)]
+
+
+def _of_shape(machine: Machine, op: str, shape: str, rows: Sequence[FusedRow]) -> Iterator[Held]:
+    if op in UNKNOWN:
+        return
+    sizes = tuple(map(int, re.findall(r"\d+", shape)[: len(MEANING[op])]))
+    ways = [
+        {order: predict_fused(machine, made, order) for order in (REMOTE_FIRST, OBLIVIOUS)}
+        for made, _ in operators_of(op, sizes, machine.world_size)
+    ]
+    fastest: dict[str, FusedTimes] = min(ways, key=lambda way: way[REMOTE_FIRST].compute_us)
+    times = fastest[REMOTE_FIRST]
+    first = rows[0]
+    if first.compute_us is not None:
+        yield Held(op, shape, COMPUTE, "", first.compute_us, times.compute_us)
+    if first.comm_us is not None and times.collective_us and machine.world_size > 1:
+        yield Held(op, shape, COLLECTIVE, "", first.comm_us, times.collective_us)
+    unfused = [row for row in rows if row.implementation == "unfused_nccl"]
+    if unfused:
+        row = min(unfused, key=lambda one: one.time_us or 0.0)
+        yield Held(op, shape, UNFUSED, row.schedule, row.time_us or 0.0, times.unfused_us)
+    for row in rows:
+        order = SCHEDULES.get(row.schedule) if row.implementation == "fused" else None
+        if order is not None:
+            yield Held(op, shape, FUSED, row.schedule, row.time_us or 0.0, fastest[order].fused.time_us)

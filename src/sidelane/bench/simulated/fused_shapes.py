@@ -1,0 +1,30 @@
+"""From the shapes of the study that measures fused operators to what is predicted."""
+
+from __future__ import annotations
+
+from sidelane.model.gemm_operators import GatherGemm, GemmReduce
+from sidelane.model.operators import Embedding, Gemv, Operator, TiledGemm
+
+BYTES = 2
+"""Of an element: the study that measures takes bfloat16."""
+UNKNOWN = {
+    "all_reduce_rms_norm": "not modelled: it communicates first and computes then",
+}
+"""Operators that are measured and not predicted, and why."""
+
+
+def operators_of(op: str, shape: tuple[int, ...], ranks: int) -> list[tuple[Operator, str]]:
+    """An operator among so many ranks, in every way in which it is measured unfused, and what that is made of."""
+    if op == Embedding.name:
+        batch, tables, pooling = shape
+        ways = ((False, "a kernel a table"), (True, "one kernel"))
+        return [(Embedding(batch, tables, pooling, element_bytes=BYTES, at_once=way), words) for way, words in ways]
+    if op == Gemv.name:
+        return [(Gemv(*shape), "GEMV")]
+    rows, depth, columns = shape
+    made: Operator = TiledGemm(rows, depth, columns)
+    if op == GatherGemm.name:
+        made = GatherGemm(rows, depth, columns, ranks)
+    elif op != TiledGemm.name:
+        made = GemmReduce(rows, depth, columns, gathers=op == "gemm_all_reduce")
+    return [(made, "the library's GEMM")]

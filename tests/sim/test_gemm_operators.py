@@ -1,0 +1,133 @@
+"""GEMMs that reduce and gather, predicted; and predictions held against a file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from sidelane.bench.results.files import Results, write
+from sidelane.bench.results.rows import FusedRow
+from sidelane.bench.simulated import fused as sim_fused
+from sidelane.bench.simulated import fused_results, fused_shapes
+from sidelane.machine.load import machine_names, named
+from sidelane.model.fused import FusedKernel, Work, run_fused
+from sidelane.model.gemm_operators import GatherGemm, GemmReduce
+from sidelane.model.operators import OBLIVIOUS, REMOTE_FIRST, predict_fused
+
+H200 = named("h200x4")
+ALONE, PAIR = (dataclasses.replace(H200, gpus=ranks) for ranks in (1, 2))
+PORT = float(H200.links.usable_gbps * H200.fused.store_share) * 1e3
+"""Bytes a microsecond."""
+FLAG_US = float(H200.fused.flag_us)
+
+
+def gather(works, **others):
+    return FusedKernel(tuple(works), 10, lambda count: 5.0, **others)
+
+
+def test_rows_are_multiplied_when_they_have_come():
+    """Own work takes 4 rounds; what comes takes 100 us; half of the workgroups are busy sending until then."""
+    nbytes = 100 * PORT
+    kernels = [
+        gather([Work(40, (), needs=rank), Work(20, (), needs=1 - rank)], first_bytes=nbytes, senders=5)
+        for rank in range(2)
+    ]
+    run = run_fused(PAIR, kernels)
+    assert run.computed_us == pytest.approx((110.0, 110.0))
+    assert run.ended_us == pytest.approx((110.0, 110.0)), "flags of what was needed are not waited for again"
+    few = [dataclasses.replace(kernel, first_bytes=10 * PORT) for kernel in kernels]
+    assert run_fused(PAIR, few).computed_us == pytest.approx((10 + 15 + 10.0,) * 2)  # a round at half, while sending
+
+
+def test_nobody_computes_while_all_send():
+    kernels = [gather([Work(10, (), needs=rank)], first_bytes=50 * PORT, senders=10) for rank in range(2)]
+    assert run_fused(PAIR, kernels).computed_us == pytest.approx((55.0, 55.0))
+
+
+def test_a_late_rank_sends_late():
+    made = [Work(10, (), needs=0), Work(10, (), needs=1)]
+    kernels = [
+        gather(made if rank == 0 else made[::-1], first_bytes=50 * PORT, senders=1, start_us=100.0 * rank)
+        for rank in range(2)
+    ]
+    run = run_fused(PAIR, kernels)
+    assert run.computed_us[0] == pytest.approx(155.0)  # what comes from rank 1 begins at 100
+
+
+def test_what_was_added_up_goes_nowhere_in_a_reduce_scatter():
+    kernels = [FusedKernel((Work(10, ((1 - rank, 1.0),)),), 10, lambda count: 5.0, reduce_us=7.0) for rank in range(2)]
+    assert run_fused(PAIR, kernels).time_us == pytest.approx(5 + 10 / PORT + FLAG_US + 7)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("sizes", [(4096, 14336, 8192), (512, 4096, 8192), (8, 16, 8), (1001, 333, 777)])
+def test_nothing_is_faster_than_its_parts(sizes, ranks):
+    machine = dataclasses.replace(H200, gpus=ranks)
+    for operator in (GemmReduce(*sizes), GemmReduce(*sizes, gathers=True), GatherGemm(*sizes, ranks)):
+        times = {order: predict_fused(machine, operator, order) for order in (REMOTE_FIRST, OBLIVIOUS)}
+        first = times[REMOTE_FIRST]
+        rows = sizes[0] * (ranks if isinstance(operator, GatherGemm) else 1)
+        flops_us = 2.0 * rows * sizes[1] * sizes[2] / (machine.gpu.peak_tflops * 1e6)
+        moved_us = operator.collective_bytes() * (ranks - 1) / ranks / (machine.links.peak_gbps * 1e3)
+        assert first.fused.time_us > max(flops_us, moved_us)
+        assert (first.collective_us == 0) == (ranks == 1 and isinstance(operator, GemmReduce) and operator.gathers)
+        assert first.fused.time_us <= times[OBLIVIOUS].fused.time_us * 1.001
+
+
+@pytest.mark.parametrize("name", machine_names())
+def test_every_machine_predicts_them(name):
+    machine = named(name)
+    for op in ("gemm_reduce_scatter", "gemm_all_reduce", "all_gather_gemm"):
+        for operator, _ in fused_shapes.operators_of(op, (2048, 4096, 4096), machine.world_size):
+            assert operator.name == op
+            assert predict_fused(machine, operator).fused.time_us > 0
+    assert set(fused_shapes.UNKNOWN) == {"all_reduce_rms_norm"}
+
+
+def row(op, shape, implementation, schedule, time_us, **others):
+    given = {"launch": "graph", "compute_us": 100.0, "comm_us": 0.2, "bound_us": 100.0, **others}
+    alike = {"p10_us": time_us, "p90_us": time_us, "max_rel_err": 0.0, "correct": True}
+    return FusedRow(
+        op=op, shape=shape, implementation=implementation, schedule=schedule, time_us=time_us, **alike, **given
+    )
+
+
+def test_predictions_are_held_against_a_file(tmp_path, capsys):
+    op, shape = "gemm_all_reduce", "512x4096x8192 a rank"
+    predicted = predict_fused(ALONE, GemmReduce(512, 4096, 8192, gathers=True), OBLIVIOUS).fused.time_us
+    rows = (
+        row(op, shape, "unfused_nccl", "mm, process group", 100.0),
+        row(op, shape, "fused", "oblivious", predicted / 1.5),
+        row(op, shape, "fused", "oblivious", 1.0, launch="eager"),
+        row(op, shape, "fused", "mm in parts, 2 a peer", 99.0),
+        row("all_reduce_rms_norm", "6x6144", "fused", "cells", 4.0),
+        row(op, shape, "unfused_best", "mm, process group", 100.0),
+    )
+    path, told = tmp_path / "fused.json", tmp_path / "held.json"
+    write(path, _results(rows))
+    machine, held, unknown = fused_results.hold(H200, path)
+    assert (machine.gpus, unknown) == (1, 2)
+    assert [one.part for one in held] == ["compute alone", "unfused, process group", "fused"]
+    assert held[-1].error == pytest.approx(0.5, rel=1e-3) and held[-1].predicted_us == predicted
+    assert sim_fused.main(sim_fused.Options("h200x4", json=told, results=path)) == 0
+    assert "gemm_all_reduce" in capsys.readouterr().out
+    assert [one["part"] for one in json.loads(told.read_text())["rows"]] == [one.part for one in held]
+
+
+def test_files_and_options_that_cannot_be_held_are_refused(tmp_path):
+    path = tmp_path / "fused.json"
+    write(path, _results((row("gemm_all_reduce", "1x1x1 a rank", "fused", "oblivious", 1.0, launch="eager"),)))
+    with pytest.raises(ValueError, match="with graphs"):
+        fused_results.hold(H200, path)
+    with pytest.raises(ValueError, match="a file that is there"):
+        fused_results.hold(H200, tmp_path / "none.json")
+    with pytest.raises(ValueError, match="the file has the shapes"):
+        sim_fused.Options("h200x4", ("gemm_all_reduce",), results=path)
+
+
+def _results(rows):
+    return Results(
+        "fused", "h200x1", 1, "NVIDIA H200", 1, "2026-11-24T00:00:00+00:00", "abc", "sidelane fused", {}, rows
+    )
