@@ -126,9 +126,6 @@ class FakeDriver:
     def allocation_question(self) -> tuple[Any, int]:
         return self._ask, 7
 
-    def virtual_memory(self) -> None:
-        """None of the memory here is mapped by pieces."""
-
     def allocations_in(self, address: int, nbytes: int) -> list[int]:
         return [address] if nbytes else []
 

@@ -23,7 +23,6 @@ from sidelane.execute.cuda import native
 from sidelane.execute.cuda.native import Bound, LaunchConfig, MemoryOps, Pointer, load_native, require_native
 from sidelane.execute.cuda.partition import UnitSplit
 from sidelane.execute.cuda.second_context import SecondContext
-from sidelane.execute.cuda.virtual import DriverVirtualMemory
 from sidelane.program.collective import Reduction
 
 if TYPE_CHECKING:
@@ -445,10 +444,6 @@ class Driver:
     def second_context(self) -> SecondContext:
         """Make another context on the device (see ``second_context``)."""
         return SecondContext(self, self._api, self._context)
-
-    def virtual_memory(self) -> DriverVirtualMemory:
-        """The calls for memory that is mapped piece by piece (see ``virtual``)."""
-        return DriverVirtualMemory(self, self._api)
 
     def split_units(self, units: int) -> UnitSplit:
         """Part the device's SMs in two (see ``partition``)."""

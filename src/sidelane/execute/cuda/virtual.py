@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from sidelane.execute.cuda.driver import Driver
+from sidelane.execute.cuda.driver import Driver, load_api
 
 
 class VirtualMemory(Protocol):
@@ -62,8 +61,8 @@ class VirtualMemory(Protocol):
 class DriverVirtualMemory:
     """See :class:`VirtualMemory`. Callable from any thread, also while a graph is captured."""
 
-    def __init__(self, driver: Driver, api: Any) -> None:
-        self._driver, self._api = driver, api
+    def __init__(self, driver: Driver) -> None:
+        self._driver, self._api = driver, load_api()
         self._kind = self._api.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
         self.index = driver.index
 
