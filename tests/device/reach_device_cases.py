@@ -58,7 +58,7 @@ def pieces_come_and_go(context: Context, rounds: int) -> list[tuple[int, int, in
 
 
 def all_is_given_back(context: Context) -> int:
-    """Bytes of the device that are missing when a communicator has used 100 MB of this rank, and everything is freed."""
+    """Bytes of the device that are missing when a communicator has used 100 MB of each rank, and all is freed."""
     device, n = context.device, context.world_size
 
     def free() -> int:

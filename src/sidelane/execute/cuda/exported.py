@@ -16,7 +16,7 @@ import torch
 from sidelane.errors import UnavailableError
 from sidelane.execute.cuda.driver import Driver, DriverError
 from sidelane.execute.cuda.spans import PREFIX, OpenedSpan, Span, open_span, span_of
-from sidelane.execute.cuda.virtual import DriverVirtualMemory
+from sidelane.execute.cuda.virtual import VirtualMemory
 from sidelane.memory.ordinary import Allocation
 
 MOST_KNOWN = 4096
@@ -36,8 +36,8 @@ class ExportedMemory:
 
     most_held = None  # to unmap one that its owner still has, its peers would have to wait for their copies
 
-    def __init__(self, driver: Driver) -> None:
-        self._driver, self._virtual = driver, DriverVirtualMemory(driver)
+    def __init__(self, driver: Driver, virtual: VirtualMemory) -> None:
+        self._driver, self._virtual = driver, virtual
         self._known: dict[int, Allocation | None] = {}  # by number; None for what has no handle of its own
 
     def allocation_of(self, tensor: torch.Tensor) -> Allocation | str:

@@ -85,7 +85,9 @@ def span_of(memory: VirtualMemory, address: int, nbytes: int) -> Allocation | st
                 _release(memory, pieces)  # which the span has retained before
             elif not all(memory.is_shareable(piece.handle) for piece in pieces):
                 _release(memory, pieces)
-                return "its memory was made without file descriptors (torch: TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC=1)"
+                return (
+                    "it was made without file descriptors to share it by (torch: TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC=1)"
+                )
             else:
                 span = _spans[key] = Span(memory, tuple(pieces))
                 _by_token[span.token] = span

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+import functools
+from typing import Any, Protocol
 
 from sidelane.execute.cuda.driver import Driver, load_api
 
@@ -62,9 +63,16 @@ class DriverVirtualMemory:
     """See :class:`VirtualMemory`. Callable from any thread, also while a graph is captured."""
 
     def __init__(self, driver: Driver) -> None:
-        self._driver, self._api = driver, load_api()
-        self._kind = self._api.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+        self._driver = driver
         self.index = driver.index
+
+    @functools.cached_property
+    def _api(self) -> Any:
+        return load_api()
+
+    @property
+    def _kind(self) -> Any:
+        return self._api.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
     def range_at(self, address: int) -> tuple[int, int] | None:
         found = self._driver.allocation_at(address)
