@@ -5,15 +5,18 @@ from __future__ import annotations
 import gc
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from expected import any_bytes, close, numbers, reduced, same_bytes
+from pieces import MadeUpPieces, memory_of
 
 from sidelane import Communicator, Config
+from sidelane.collectives import backend_cpu
 from sidelane.errors import UnavailableError
 
 KINDS = ("all_gather", "all_to_all", "reduce_scatter", "all_reduce", "broadcast", "scatter", "gather")
@@ -141,7 +144,9 @@ def _one(comm: Communicator, kind: str, size: int, reachable: str, draw: random.
                 assert same_bytes(output, torch.cat(given)), kind
 
 
-def storm(group: dist.ProcessGroup, seed: int, steps: int) -> tuple[int, int]:
+def storm(
+    group: dist.ProcessGroup, seed: int, steps: int, make: Callable[[int, torch.dtype], torch.Tensor] = shared
+) -> tuple[int, int]:
     """Tensors come and go on each rank as they like, at addresses that were others' before; collectives on them by two
     communicators, some of them asynchronous. Mappings of the peers at the end, and calls that were not staged."""
     late, draw = random.Random(100 * seed + dist.get_rank(group)), random.Random(seed)
@@ -158,10 +163,10 @@ def storm(group: dist.ProcessGroup, seed: int, steps: int) -> tuple[int, int]:
             if kept and late.random() < 0.5:
                 del kept[late.randrange(len(kept))]
             comes_again = keeps and kept and len(kept[-1]) == n * size
-            output = kept[-1] if comes_again else shared(n * size, torch.float32)
+            output = kept[-1] if comes_again else make(n * size, torch.float32)
             if is_any_private and late.random() < 0.5:
                 output = private(n * size)
-            input = shared(size, torch.float32) if late.random() < 0.7 else private(size)
+            input = make(size, torch.float32) if late.random() < 0.7 else private(size)
             input.fill_(step + 1000 * rank)
             output.fill_(-1)
             work = comm.all_gather(output, input, async_op=is_async)
@@ -182,11 +187,22 @@ def storm(group: dist.ProcessGroup, seed: int, steps: int) -> tuple[int, int]:
         if on_gpus():
             torch.cuda.empty_cache()
         for comm in (first, second):  # what has gone is said with the next offer
-            last = shared(4 * n, torch.int32)
+            last = make(4 * n, torch.int32)
             comm.all_gather(last, last[4 * rank : 4 * rank + 4])
         dist.barrier(group)
         left = sum(len(comm._path.reach._known) for comm in (first, second))  # type: ignore[union-attr]
     return left, mapped
+
+
+def storm_of_pieces(group: dist.ProcessGroup, seed: int, steps: int) -> tuple[int, int]:
+    """The same in memory of a made-up driver, of which tensors have several pieces each, and nothing is left of it."""
+    pieces = MadeUpPieces(4096)
+    with mock.patch.object(backend_cpu, "SharedTensors", return_value=memory_of(pieces)):
+        found = storm(group, seed, steps, pieces.tensor)
+    gc.collect()
+    assert not pieces.mapped and not pieces.reserved, "what peers have given is unmapped"
+    assert not pieces.counts, "what was freed here is retained by nobody"
+    return found
 
 
 def mapped_here() -> int:

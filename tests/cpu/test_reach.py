@@ -34,6 +34,13 @@ def test_a_storm_of_tensors_that_come_and_go(pool: RankPool, n: int) -> None:
         assert left <= 2 * n * 2, "peers let go of what its owner has freed"
 
 
+@pytest.mark.parametrize(("n", "steps"), [(2, 150), (4, 100), (8, 30)])
+def test_a_storm_in_memory_of_several_pieces(pool: RankPool, n: int, steps: int) -> None:
+    for left, mapped in pool.run(reach_cases.storm_of_pieces, n, 10 + n, steps):
+        assert mapped > steps // 6
+        assert left <= 2 * n * 2, "peers let go of what its owner has freed"
+
+
 @pytest.mark.parametrize("n", [2, 3])
 def test_lists_batches_and_uneven_exchanges(pool: RankPool, n: int) -> None:
     assert min(pool.run(reach_cases.lists, n, n, 40)) > 40

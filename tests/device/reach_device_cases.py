@@ -21,6 +21,75 @@ def of(context: Context, name: str, *args: Any) -> Any:
         torch.set_default_device(None)
 
 
+def pieces_come_and_go(context: Context, rounds: int) -> list[tuple[int, int, int]]:
+    """Expandable segments of many pieces, given back and made again at the same addresses by some of the ranks.
+
+    For each round the bytes that peers have of this rank in one span, whether its name is new, and what this process
+    has mapped of others.
+    """
+    device, n, rank = context.device, context.world_size, context.rank
+    found = []
+    with Communicator(device=device, config=reach_cases.MAPPING) as comm:
+        memory = comm._backend.ordinary
+        assert memory is not None
+        last = ""
+        for step in range(rounds):
+            size = (3 << 20) + 8 * step
+            output, input = torch.empty(n, size, device=device), torch.empty(size, device=device)
+            for repeat in range(2):
+                input.fill_(step + repeat + rank)
+                output.fill_(-1)
+                comm.all_gather(output, input)
+                expected = [float(step + repeat + peer) for peer in range(n)]
+                assert output[:, 0].tolist() == expected and output[:, -1].tolist() == expected, (step, repeat)
+            assert str(comm.reach(output)) == "mapped" and str(comm.reach(input)) == "mapped"
+            span, again = memory.allocation_of(output), memory.allocation_of(output)
+            assert not isinstance(span, str) and not isinstance(again, str)
+            assert span.name == again.name and not memory.is_gone(span)
+            found.append((span.nbytes, int(span.name != last), reach_cases.mapped_here()))
+            last = span.name
+            del output, input, again
+            if step % n == rank or step % 3 == 0:
+                torch.cuda.synchronize()
+                torch.cuda.empty_cache()
+                assert memory.is_gone(span), "its pieces have been given back"
+            del span
+    return found
+
+
+def all_is_given_back(context: Context) -> int:
+    """Bytes of the device that are missing when a communicator has used 100 MB of each rank, and all is freed."""
+    device, n = context.device, context.world_size
+
+    def free() -> int:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        dist.barrier()
+        return torch.cuda.mem_get_info(device)[0]
+
+    with Communicator(device=device, config=reach_cases.MAPPING) as comm:
+        warm = torch.zeros(n, device=device)
+        comm.all_gather(warm, warm[context.rank : context.rank + 1])
+        before = free()
+        for _ in range(4):
+            output = torch.empty(n, (100 << 20) // 4 // n, device=device)
+            comm.all_gather(output, output[context.rank])
+            del output
+            free()
+            comm.all_gather(warm, warm[context.rank : context.rank + 1])  # which says what has gone
+            comm.all_gather(warm, warm[context.rank : context.rank + 1])
+        return before - free()
+
+
+def reasons(context: Context) -> tuple[str, bool]:
+    """Why a tensor is staged; and whether the call was right."""
+    with Communicator(device=context.device, config=reach_cases.MAPPING) as comm:
+        output = torch.full((context.world_size, 1 << 20), -1.0, device=context.device)
+        output[context.rank] = context.rank
+        comm.all_gather(output, output[context.rank])
+        return str(comm.reach(output)), output[:, -1].tolist() == list(range(context.world_size))
+
+
 def in_graphs(context: Context, replays: int) -> None:
     """Graphs on ordinary tensors, by copy engines and in kernels, replayed while other memory comes and goes."""
     device, n, rank, size = context.device, context.world_size, context.rank, 3 << 20

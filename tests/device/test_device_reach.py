@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from device_pool import Ranks
+from device_pool import Pool, Ranks
+
+EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC": "1"}
 
 
 def test_every_kind_at_odd_sizes_and_offsets(ranks: Ranks) -> None:
@@ -44,3 +46,28 @@ def test_asynchronous_calls_wait_for_nobody(ranks: Ranks) -> None:
 
 def test_graphs_keep_their_addresses(ranks: Ranks) -> None:
     ranks.run("reach_device_cases.in_graphs", 20)
+
+
+def test_expandable_segments_are_mapped_piece_by_piece(fresh_pool: type[Pool]) -> None:
+    ranks = fresh_pool(environment=EXPANDABLE)
+    for rounds in ranks.run("reach_device_cases.pieces_come_and_go", 12):
+        assert min(nbytes for nbytes, _, _ in rounds) >= 2 * (3 << 20) * 4
+        assert max(mapped for _, _, mapped in rounds) <= 12, "what is gone is unmapped"
+    assert max(ranks.run("reach_device_cases.all_is_given_back")) < 50 << 20
+
+
+def test_every_case_with_expandable_segments(fresh_pool: type[Pool]) -> None:
+    ranks = fresh_pool(environment=EXPANDABLE)
+    for staging in ranks.run("reach_device_cases.of", "every_kind", 7, (1, 67, 4096, 3 << 20)):
+        assert staging["all"] == 0 and staging["some"] > 0
+    for left, mapped in ranks.run("reach_device_cases.of", "storm", 5, 300, timeout_s=120):
+        assert mapped > 20 and left <= 60
+    for during, then, after in ranks.run("reach_device_cases.of", "nothing_is_left"):
+        assert during > 0 and then <= during and after == 0
+    ranks.run("reach_device_cases.in_graphs", 5)
+
+
+def test_expandable_segments_without_descriptors_are_staged(fresh_pool: type[Pool]) -> None:
+    ranks = fresh_pool(environment={**EXPANDABLE, "TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC": "0"})
+    for why, right in ranks.run("reach_device_cases.reasons"):
+        assert right and why.startswith("staged: ") and "TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC=1" in why

@@ -24,6 +24,7 @@ from sidelane.execute.cuda.kernel_call import CudaKernelCall
 from sidelane.execute.cuda.mirror import Mirror
 from sidelane.execute.cuda.prelaunched import CudaPrelaunched
 from sidelane.execute.cuda.trigger import CudaTrigger
+from sidelane.execute.cuda.virtual import DriverVirtualMemory
 from sidelane.memory.base import SymmetricBlock
 from sidelane.memory.control import ControlBlock
 from sidelane.memory.exchange import Exchange
@@ -53,7 +54,7 @@ class CudaBackend:
         self.memory = TorchSymmetricMemory(exchange, device, timeout_s)
         self.features: DriverFeatures = probe(exchange, device, self.memory) if like is None else like.features
         self.executor = CudaExecutor(exchange.rank, device, control, timeout_s, self.features)
-        self.ordinary = ExportedMemory(self.executor.driver)
+        self.ordinary = ExportedMemory(self.executor.driver, DriverVirtualMemory(self.executor.driver))
         self.device = device
         kernels = find_spec("triton") is not None and exchange.world_size <= MOST_RANKS
         self.abilities = Abilities((DMA, SM) if kernels else (DMA,), LAUNCHES, SIGNALS)

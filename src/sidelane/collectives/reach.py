@@ -32,8 +32,8 @@ from sidelane.program.collective import REDUCING, Buffer
 MOST_GONE = 16
 """Names that one offer looks at, and says are gone; others wait for the next."""
 
-MOST_OFFERS = 1024
-"""Remembered as text."""
+MOST_TEXTS = 1024
+"""Of offers, remembered."""
 
 BUFFERS = (Buffer.OUTPUT, Buffer.INPUT)
 
@@ -117,7 +117,7 @@ class Reach:
         self._refused: set[tuple[int, str]] = set()  # of these, what some rank cannot map
         self._held: dict[str, Allocation] = {}  # this rank's, which peers have mapped; that used last is last
         self._looked_at: Iterator[str] = iter(())  # names of these
-        self._offers: dict[tuple[Any, ...], Offer] = {}  # by places
+        self._texts: dict[tuple[Any, ...], str] = {}  # of offers, by places
         self.drops = 0
 
     def of(self, tensor: torch.Tensor) -> Reached:
@@ -158,27 +158,20 @@ class Reach:
                 storages.append(by_address[region.address].untyped_storage() if in_pool else None)
         gone = self._some_gone()
         key = tuple((place[0].name, *place[1:]) if isinstance(place, Found) else place for place in found)
-        offer = None if gone else self._offers.get(key)
-        if offer is None:
-            allocations = {place.allocation.name: place.allocation for place in found if isinstance(place, Found)}
-            if not allocations:
-                return None
-            numbers = {name: number for number, name in enumerate(allocations)}
-            shown = [
-                (numbers[place.allocation.name], place.offset, *place.storage) if isinstance(place, Found) else place
-                for place in found
-            ]
-            places = {buffer: shown[number :: len(BUFFERS)] for number, buffer in enumerate(BUFFERS)}
-            handles = [(name, allocation.handle) for name, allocation in allocations.items()]
-            text = json.dumps({**places, HANDLES: handles, GONE: gone}, separators=(",", ":"))
-            offer = Offer(text, tuple(allocations.values()), tuple(gone))
-            if not gone:
-                if len(self._offers) >= MOST_OFFERS:
-                    del self._offers[next(iter(self._offers))]
-                self._offers[key] = offer
-        if len(offer.text) > most_text:
+        allocations = {place.allocation.name: place.allocation for place in found if isinstance(place, Found)}
+        if not allocations:
             return None
-        return dataclasses.replace(offer, storages=tuple(storages)) if any(storages) else offer
+        text = None if gone else self._texts.get(key)
+        if text is None:
+            text = _text_of(found, allocations, gone)
+            if not gone:
+                if len(self._texts) >= MOST_TEXTS:
+                    del self._texts[next(iter(self._texts))]
+                self._texts[key] = text
+        if len(text) > most_text:
+            return None
+        # Of what is only offered nothing may be kept: memory that peers have not mapped goes when its owner frees it.
+        return Offer(text, tuple(allocations.values()), tuple(gone), tuple(storages) if any(storages) else ())
 
     def settle(
         self, call: int, signature: str, offer: Offer, texts: Sequence[str], requests: Sequence[Request]
@@ -232,7 +225,7 @@ class Reach:
         self._known.clear()
         self._refused.clear()
         self._held.clear()
-        self._offers.clear()
+        self._texts.clear()
 
     def _some_gone(self) -> list[str]:
         """Names of allocations that peers let go of: freed ones among the next few, and what is too much."""
@@ -327,6 +320,18 @@ class Reach:
         if not any(addresses):
             return region
         return dataclasses.replace(region, block=MAPPED, offset=int(misaligned), reached=tuple(addresses))
+
+
+def _text_of(found: Sequence[Found | int | None], allocations: MappingOf[str, Allocation], gone: Sequence[str]) -> str:
+    """An offer for the peers: see ``_Heard``."""
+    numbers = {name: number for number, name in enumerate(allocations)}
+    shown = [
+        (numbers[place.allocation.name], place.offset, *place.storage) if isinstance(place, Found) else place
+        for place in found
+    ]
+    places = {buffer: shown[number :: len(BUFFERS)] for number, buffer in enumerate(BUFFERS)}
+    handles = [(name, allocation.handle) for name, allocation in allocations.items()]
+    return json.dumps({**places, HANDLES: handles, GONE: gone}, separators=(",", ":"))
 
 
 def _matters(request: Request, buffer: Buffer) -> bool:

@@ -18,12 +18,14 @@ class Allocation:
         handle: by which another process maps it, printable.
         start: address of its first byte here.
         nbytes: size.
+        kept: what must live as long as peers may have it mapped, so that nothing else gets its name.
     """
 
     name: str
     handle: str
     start: int
     nbytes: int
+    kept: object = dataclasses.field(default=None, repr=False, compare=False)
 
 
 class Mapping(Protocol):

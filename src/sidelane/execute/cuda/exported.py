@@ -1,4 +1,5 @@
-"""Ordinary GPU memory that peers reach: allocations of ``cudaMalloc``, such as the segments of torch's allocator.
+"""Ordinary GPU memory that peers reach: allocations of ``cudaMalloc``, such as the segments of torch's allocator, and
+spans of its expandable segments.
 
 The driver numbers allocations and never gives a number twice, so that a number says whether an address is still the
 memory that it was. Memory that is freed while peers have it mapped stays until they let go of it.
@@ -14,6 +15,8 @@ import torch
 
 from sidelane.errors import UnavailableError
 from sidelane.execute.cuda.driver import Driver, DriverError
+from sidelane.execute.cuda.spans import PREFIX, OpenedSpan, Span, open_span, span_of
+from sidelane.execute.cuda.virtual import VirtualMemory
 from sidelane.memory.ordinary import Allocation
 
 MOST_KNOWN = 4096
@@ -33,45 +36,53 @@ class ExportedMemory:
 
     most_held = None  # to unmap one that its owner still has, its peers would have to wait for their copies
 
-    def __init__(self, driver: Driver) -> None:
-        self._driver = driver
-        self._known: dict[int, Allocation | str] = {}  # by number
+    def __init__(self, driver: Driver, virtual: VirtualMemory) -> None:
+        self._driver, self._virtual = driver, virtual
+        self._known: dict[int, Allocation | None] = {}  # by number; None for what has no handle of its own
 
     def allocation_of(self, tensor: torch.Tensor) -> Allocation | str:
         address = tensor.data_ptr()
         number = self._driver.allocation_number(address)
+        # What has no number, or a number but no handle, is asked about each time.
         found = self._known.get(number)
-        if found is None:
+        if number and number not in self._known:
             if len(self._known) >= MOST_KNOWN:
                 del self._known[next(iter(self._known))]
             found = self._known[number] = self._export(address)
-        if isinstance(found, Allocation) and address + tensor.nbytes > found.start + found.nbytes:
+        if found is None:
+            return span_of(self._virtual, address, tensor.nbytes)
+        if address + tensor.nbytes > found.start + found.nbytes:
             return "it lies in several allocations"
         return found
 
     def is_gone(self, allocation: Allocation) -> bool:
+        if isinstance(allocation.kept, Span):
+            return allocation.kept.is_gone()
         return _name(self._driver.allocation_number(allocation.start)) != allocation.name
 
-    def map(self, handle: str, name: str) -> OpenedAllocation:
+    def map(self, handle: str, name: str) -> OpenedAllocation | OpenedSpan:
         with _opening:
             found = _opened.get((self._driver.index, handle, name))
             if found is None:
                 try:
-                    found = OpenedAllocation(self._driver, self._driver.open_exported(bytes.fromhex(handle)))
+                    if handle.startswith(PREFIX):
+                        found = open_span(self._virtual, handle)
+                    else:
+                        found = OpenedAllocation(self._driver, self._driver.open_exported(bytes.fromhex(handle)))
                 except DriverError as error:
                     raise UnavailableError(f"allocation {name} cannot be mapped: {error}") from error
                 _opened[self._driver.index, handle, name] = found
             return found
 
-    def _export(self, address: int) -> Allocation | str:
+    def _export(self, address: int) -> Allocation | None:
         found = self._driver.allocation_at(address)
         if found is None:
-            return "the driver knows no allocation at its address"
+            return None
         number, start, nbytes = found
         try:
             handle = self._driver.export(start)
-        except DriverError as error:
-            return f"the driver does not export its memory, as that of expandable segments and memory pools ({error})"
+        except DriverError:
+            return None
         return Allocation(_name(number), handle.hex(), start, nbytes)
 
 
@@ -89,7 +100,9 @@ def _close(driver: Driver, start: int) -> None:
         pass
 
 
-_opened: weakref.WeakValueDictionary[tuple[int, str, str], OpenedAllocation] = weakref.WeakValueDictionary()
+_opened: weakref.WeakValueDictionary[tuple[int, str, str], OpenedAllocation | OpenedSpan] = (
+    weakref.WeakValueDictionary()
+)
 """What this process has mapped, for all lanes, by device, handle and name."""
 
 _opening = threading.Lock()

@@ -1,0 +1,141 @@
+"""File descriptors that another process of this machine asks for by a token, over a socket without a file.
+
+A descriptor is good in its own process only; the kernel carries it to another one with a message (``SCM_RIGHTS``). A
+thread of the owner answers, so that whoever asks need not agree with the owner on a moment. Descriptors are made when
+they are asked for and closed when they are sent: there may be more of them than a process may have open.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import json
+import os
+import secrets
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from sidelane.errors import UnavailableError
+
+MOST_AT_ONCE = 64
+"""Descriptors in one message; the kernel allows 253."""
+
+TIMEOUT_S = 10.0
+"""For one message of an owner that has been asked."""
+
+_MOST_BYTES = 1 << 14
+_CREDENTIALS = struct.Struct("3i")
+"""Process, user and group of whoever is at the other end (``SO_PEERCRED``)."""
+
+
+class Part(NamedTuple):
+    """One of the things that a token stands for.
+
+    Attributes:
+        nbytes: size.
+        open: makes a descriptor of it.
+    """
+
+    nbytes: int
+    open: Callable[[], int]
+
+
+class DescriptorServer:
+    """Answers other processes of this user until this process ends.
+
+    Args:
+        parts_of: what a token stands for; it raises SidelaneError with the reason if there is no such thing. Called in
+            the thread that answers.
+
+    Attributes:
+        address: for :func:`fetch`.
+        pid: process that answers; a forked one has a server of its own.
+
+    Raises:
+        OSError: this system has no such sockets.
+    """
+
+    def __init__(self, parts_of: Callable[[str], Sequence[Part]]) -> None:
+        self._parts_of = parts_of
+        self.pid = os.getpid()
+        self.address = f"@sidelane-{self.pid}-{secrets.token_hex(4)}"
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.bind(_bound(self.address))
+        self._socket.listen(64)
+        threading.Thread(target=self._serve, name="sidelane-descriptors", daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            peer, _ = self._socket.accept()
+            # A peer that dies, or takes its time, costs its own answer.
+            with peer, contextlib.suppress(OSError):
+                peer.settimeout(TIMEOUT_S)
+                self._answer(peer)
+
+    def _answer(self, peer: socket.socket) -> None:
+        _, user, _ = _CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+        if user != os.getuid():
+            return
+        token = peer.recv(_MOST_BYTES).decode()
+        try:
+            parts = self._parts_of(token)
+            for first in range(0, len(parts), MOST_AT_ONCE):
+                some = parts[first : first + MOST_AT_ONCE]
+                left = len(parts) - first - len(some)
+                with contextlib.ExitStack() as opened:
+                    descriptors: list[int] = []
+                    for part in some:
+                        descriptors.append(part.open())
+                        opened.callback(os.close, descriptors[-1])
+                    said = json.dumps({"sizes": [part.nbytes for part in some], "left": left})
+                    socket.send_fds(peer, [said.encode()], descriptors)
+        except Exception as error:  # whoever asks is told, and this thread goes on
+            peer.send(json.dumps({"problem": f"{type(error).__name__}: {error}"}).encode())
+
+
+def fetch(address: str, token: str) -> Iterator[tuple[int, int]]:
+    """Size in bytes and descriptor of each part that a token stands for; each descriptor is closed behind its turn.
+
+    Raises:
+        UnavailableError: the owner is gone, does not answer, or has no such thing.
+    """
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as owner:
+            owner.settimeout(TIMEOUT_S)
+            owner.connect(_bound(address))
+            owner.send(token.encode())
+            left = 1
+            while left:
+                text, descriptors = _receive(owner)
+                with contextlib.ExitStack() as opened:
+                    for descriptor in descriptors:
+                        opened.callback(os.close, descriptor)
+                    said: dict[str, Any] = json.loads(text) if text else {"problem": "it has ended"}
+                    if "problem" in said:
+                        raise UnavailableError(f"the owner of {token} does not give it: {said['problem']}")
+                    left = said["left"]
+                    if len(descriptors) != len(said["sizes"]):  # this process may not have as many open
+                        raise UnavailableError(
+                            f"descriptors of {token} (value={len(descriptors)}, allowed={len(said['sizes'])})"
+                        )
+                    yield from zip(said["sizes"], descriptors, strict=True)
+    except OSError as error:
+        raise UnavailableError(f"the owner of {token} does not answer: {error}") from error
+
+
+def _receive(owner: socket.socket) -> tuple[bytes, list[int]]:
+    """A message, and the descriptors that came with it; they are not handed to programs that this one starts."""
+    descriptors: array.array[int] = array.array("i")
+    room = socket.CMSG_LEN(MOST_AT_ONCE * descriptors.itemsize)
+    text, ancillary, _, _ = owner.recvmsg(_MOST_BYTES, room, socket.MSG_CMSG_CLOEXEC)
+    for level, sort, data in ancillary:
+        if (level, sort) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
+    return text, list(descriptors)
+
+
+def _bound(address: str) -> str:
+    return "\0" + address.removeprefix("@")
