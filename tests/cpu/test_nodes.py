@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import nodes_cases as cases
+import nodes_fsdp_cases as fsdp_cases
 import nodes_world as scenarios
 import pytest
 import torch
@@ -33,6 +34,29 @@ def test_every_collective(pool: RankPool, case: object, layout: tuple[int, ...])
 )
 def test_calls(pool: RankPool, case: object, layout: tuple[int, ...]) -> None:
     pool.run(case, len(layout), layout)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("layout", "names"),
+    [
+        ((0, 0, 1, 1), ("resharded", "kept", "mixed precision")),
+        ((0, 1, 0), ("resharded",)),
+    ],
+    ids=str,
+)
+def test_shards_among_nodes(pool: RankPool, layout: tuple[int, ...], names: tuple[str, ...]) -> None:
+    for told in pool.run(fsdp_cases.as_without, len(layout), layout, names):
+        is_even = len(layout) == 4
+        wanted = set() if is_even else {"reduce_scatter: flat: 2 nodes of 2, 1 ranks; nodes of several sizes"}
+        assert told == dict.fromkeys(names, wanted)
+
+
+def test_shards_are_gathered_ahead(pool: RankPool) -> None:
+    """Layers of 3456 bytes, and one of 3680; without room in symmetric memory, too."""
+    (used, flat), *others = pool.run(fsdp_cases.asynchronous, 4, (0, 1, 0, 1), 3500, None)
+    assert others == [(used, flat)] * 3 and used > 0
+    assert flat == {f"{kind}: flat: 2 nodes of 2, 2 ranks; less than 3500" for kind in ("all_gather", "reduce_scatter")}
+    assert pool.run(fsdp_cases.asynchronous, 4, (0, 1, 0, 1), 1, 1) == [(0, set())] * 4
 
 
 def test_meshes_hsdp_and_smaller_groups(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -30,11 +30,13 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param, 
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResult
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-from sidelane.collectives import Communicator
 from sidelane.collectives.pool import ALIGNMENT, rounded
 from sidelane.config import COMPUTE
 from sidelane.errors import SidelaneError, UnavailableError
 from sidelane.memory.storage import exchange_memory, exchange_objection, storage_of
+from sidelane.program.shape import Beside
+
+Tensors = torch.Tensor | Sequence[torch.Tensor]
 
 GATHER = (
     *("fsdp_params", "group", "async_op", "all_gather_copy_in_stream", "all_gather_stream", "device"),
@@ -148,6 +150,19 @@ class _Free:
         return self.whole.nbytes == nbytes and (at_once or self.turn < turn)
 
 
+class Gathers(Protocol):
+    """A lane that gathers, as a communicator does."""
+
+    rank: int
+    world_size: int
+
+    def all_gather(
+        self, output: Tensors, input: Tensors, *, async_op: bool = False, beside: Beside | None = None
+    ) -> dist.Work | None:
+        """See ``Communicator.all_gather``."""
+        ...
+
+
 class Straight:
     """Gathers one parameter group of FSDP2.
 
@@ -157,17 +172,20 @@ class Straight:
         ring: has the buffers.
         group: whose shards they are.
         note: called with dtype and gathered bytes of each gather.
+        refusal: why a gather of so many bytes is not ours to make; "" where it is.
     """
 
     def __init__(
         self,
         params: Any,
-        comm: Communicator,
+        comm: Gathers,
         ring: Ring,
         group: dist.ProcessGroup,
         note: Callable[[torch.dtype, int], None],
+        refusal: Callable[[int], str],
     ) -> None:
         self._params, self._comm, self._ring, self._group, self._note = params, comm, ring, group, note
+        self._refusal = refusal
         self._lent: dict[Any, torch.Tensor] = {}  # by parameter: what has its own memory meanwhile
 
     def objection(self) -> str | None:
@@ -181,7 +199,13 @@ class Straight:
 
     def takes(self, group: dist.ProcessGroup) -> bool:
         """This gather is one of shards, not of what a number for ``reshard_after_forward`` has left."""
-        return group is self._group and bool(self._params.is_sharded) and self.objection() is None
+        if group is not self._group or not self._params.is_sharded or self.objection() is not None:
+            return False
+        nbytes = 0
+        for param in self._params.fsdp_params:
+            shard = param._sharded_param_data
+            nbytes += shard.numel() * (param.param_dtype or shard.dtype).itemsize * self._comm.world_size
+        return not self._refusal(nbytes)
 
     @torch.no_grad()
     def gather(self, async_op: bool, copy_in_stream: Any, stream: Any) -> Gathered:

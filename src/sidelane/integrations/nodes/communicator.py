@@ -22,6 +22,7 @@ from sidelane.integrations.nodes.topology import Nodes
 from sidelane.integrations.other import Witness, make_other
 from sidelane.integrations.works import OtherWork
 from sidelane.program.collective import REDUCING, Kind, ReduceOp
+from sidelane.program.shape import Beside
 
 Tensor = torch.Tensor
 Tensors = Tensor | Sequence[Tensor]
@@ -43,6 +44,7 @@ class NodesCommunicator:
         config: settings; of the near part, and the time-out of the far one.
         witness: knows the processes.
         name: of the group, the same on all ranks.
+        beside: what runs next to the near steps; None for ``Config.beside``.
 
     Raises:
         UnavailableError: a node lacks something; on all ranks alike.
@@ -64,8 +66,10 @@ class NodesCommunicator:
         config: Config,
         witness: Witness,
         name: str,
+        beside: Beside | None = None,
     ) -> None:
         self.rank, self.world_size, self.nodes, self.pieces = rank, len(ranks), nodes, 1
+        self.beside = beside
         node, place = nodes.seat(rank)
         self._node, timeout = node, timedelta(seconds=config.timeout_s)
         store = dist.PrefixStore(f"sidelane/several/{device.type}/", store)
@@ -119,6 +123,13 @@ class NodesCommunicator:
     def broadcast(self, tensor: Tensor, *, root: int) -> None:
         """See ``Communicator.broadcast``."""
         self._each(Kind.BROADCAST, tensor, tensor, root=root)
+
+    def late(self) -> tuple[str, Sequence[int]]:
+        """Who of this node has not come to the call that this rank is in, in words; and their ranks in the group."""
+        control, own = self.lane.control, self.nodes.members[self._node]
+        ranks = [rank for rank in control.absent(control.begun(control.rank)) if rank != control.rank]
+        text = "".join(f"; {control.describe(rank)}" for rank in ranks)
+        return text.replace("; rank", "; rank of the node"), [own[rank] for rank in ranks]
 
     def close(self) -> None:
         """Let go of everything; calls under way fail, here and on the other ranks. Idempotent."""
@@ -262,16 +273,16 @@ class _Call:
     def _spread(self, step: Spread) -> None:
         if self._whose.near.world_size == 1:
             return
-        with self._whose.near.batch() as batch:
+        with self._whose.near.batch(beside=self._whose.beside) as batch:
             for root, span in step.parts:
                 batch.broadcast(self._view(span), root=root)
 
     def _near(self, step: Near) -> None:
         near, output, input = self._whose.near, self._view(step.output), self._view(step.input)
         if step.kind is Kind.ALL_TO_ALL:
-            near.all_to_all(output, input)
+            near.all_to_all(output, input, beside=self._whose.beside)
             return
-        near.reduce_scatter(output, input, op=self.near_op)
+        near.reduce_scatter(output, input, op=self.near_op, beside=self._whose.beside)
         if self.weight != 1:
             output.mul_(self.weight)
 

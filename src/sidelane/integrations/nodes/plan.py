@@ -211,13 +211,15 @@ def _gathered(seat: _Seat, scratch: _Scratch, count: int, begin: int, end: int) 
 
     own = Spread(tuple((place, row(rank)) for place, rank in enumerate(seat.own)))
     far: list[Far] = []
+    sent: list[tuple[Span, Span]] = []
     copies: list[tuple[Span, Span]] = []
     rounds = -(-max(map(len, nodes.members)) // nodes.rails)
     for turn in range(rounds if seat.is_on_rail else 0):
         place = seat.place + turn * nodes.rails
-        arrived = scratch.take(ARRIVED, len(nodes.members) * size)
+        arrived, middle = scratch.take(ARRIVED, len(nodes.members) * size), scratch.take(MIDDLE, size)
         # A node without a rank for this turn sends what nobody reads.
-        far.append(Far(Kind.ALL_GATHER, arrived, row(seat.own[place] if place < len(seat.own) else seat.rank)))
+        sent.append((middle, row(seat.own[place] if place < len(seat.own) else seat.rank)))
+        far.append(Far(Kind.ALL_GATHER, arrived, middle))
         for node, ranks in enumerate(nodes.members):
             if node != seat.node and place < len(ranks):
                 copies.append((row(ranks[place]), _part(arrived, node * size, size)))
@@ -231,7 +233,7 @@ def _gathered(seat: _Seat, scratch: _Scratch, count: int, begin: int, end: int) 
     )
     # With one round everybody sends what is its own: the near part may run beside.
     before, beside = ((), (own,)) if rounds == 1 else ((own,), ())
-    return Piece(before, tuple(far), beside, (Copies(tuple(copies)), others))
+    return Piece((*before, Copies(tuple(sent))), tuple(far), beside, (Copies(tuple(copies)), others))
 
 
 def _reduced(seat: _Seat, scratch: _Scratch, begin: int, end: int) -> Piece:
