@@ -104,7 +104,7 @@ class Dispatcher:
         """Whether a call of a group on several nodes takes steps for that; why not."""
         if not self._nodes.spans:
             return ""
-        choice = choose(call.across, call.name, call.nbytes, self._nodes)
+        choice = choose(call.across, call.nbytes, self._nodes, without=call.flat or call.name)
         if choice.name == FLAT:
             return f"{FLAT}: {choice.reason}"
         call.pieces, call.reason = choice.pieces, choice.reason

@@ -17,7 +17,9 @@ from sidelane.config import Config
 from sidelane.errors import CommunicatorClosedError, PeerError
 from sidelane.integrations.nodes.failing import RollCall
 from sidelane.integrations.nodes.groups import NodeGroup, agree_on_the_near_part
-from sidelane.integrations.nodes.plan import INPUT, OUTPUT, Copies, Far, Join, Near, Plan, Span, Spread, make_plan
+from sidelane.integrations.nodes.plan import make_plan
+from sidelane.integrations.nodes.scratch import Scratch
+from sidelane.integrations.nodes.steps import INPUT, OUTPUT, Copies, Far, Join, Near, Plan, Span, Spread
 from sidelane.integrations.nodes.topology import Nodes
 from sidelane.integrations.other import Witness, make_other
 from sidelane.integrations.works import OtherWork
@@ -26,11 +28,12 @@ from sidelane.program.shape import Beside
 
 Tensor = torch.Tensor
 Tensors = Tensor | Sequence[Tensor]
+_FEW = 4  # copies of their own, which GPUs' copy engines make
 _FAR_OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
 
 class NodesCommunicator:
-    """The collectives that have steps for several nodes (``plan.py``), on tensors that are contiguous.
+    """The collectives that have steps for several nodes (``plan.py``), on tensors that are contiguous, and on lists.
 
     Every rank of the group makes it, and the same calls in one order. A call that fails, or that one rank refuses, ends
     it: some of its steps may have run.
@@ -84,6 +87,7 @@ class NodesCommunicator:
             rail, many = dist.PrefixStore(f"rail{place}/", store), len(nodes.members)
             self._far = make_other(rail, node, many, timeout, f"{name}/rail{place}", (), None)
         self.lane, self.device = self.near.lane, self.near.device
+        self._scratch = Scratch(self.near)
 
     def _make_near(self, store: dist.Store, device: torch.device, config: Config) -> Communicator:
         made: Communicator | None = None
@@ -109,7 +113,7 @@ class NodesCommunicator:
         self._each(Kind.ALL_GATHER, output, input)
 
     def reduce_scatter(self, output: Tensors, input: Tensors, *, op: str | dist.ReduceOp = "sum") -> None:
-        """See ``Communicator.reduce_scatter``; nodes of one size. Each node's sum is rounded to the dtype."""
+        """See ``Communicator.reduce_scatter``. Each node's sum is rounded to the dtype."""
         self._each(Kind.REDUCE_SCATTER, output, input, op=op)
 
     def all_reduce(self, tensor: Tensors, *, op: str | dist.ReduceOp = "sum") -> None:
@@ -117,7 +121,7 @@ class NodesCommunicator:
         self._each(Kind.ALL_REDUCE, tensor, tensor, op=op)
 
     def all_to_all(self, output: Tensor, input: Tensor) -> None:
-        """See ``Communicator.all_to_all``; equal parts, and nodes of one size."""
+        """See ``Communicator.all_to_all``; equal parts."""
         self._each(Kind.ALL_TO_ALL, output, input)
 
     def broadcast(self, tensor: Tensor, *, root: int) -> None:
@@ -135,6 +139,7 @@ class NodesCommunicator:
         """Let go of everything; calls under way fail, here and on the other ranks. Idempotent."""
         if self._failure is None:
             self._failure = PeerError("the communicator was closed")
+        self._scratch.clear()
         self.near.close()
         self._group.close()
         far, self._far = self._far, None
@@ -144,18 +149,19 @@ class NodesCommunicator:
     def _each(self, kind: Kind, output: Tensors, input: Tensors, *, op: Any = None, root: int = 0) -> None:
         if self._failure is not None:
             raise CommunicatorClosedError(f"{kind}: the communicator was closed, or has failed: {self._failure}")
-        pairs = [(output, input)] if isinstance(output, Tensor) else list(zip(output, input, strict=True))
+        pairs: Any = [(output, input)] if isinstance(output, Tensor) else list(zip(output, input, strict=True))
         name = None if op is None else op_name(op)
         try:
-            counts = [self._count(kind, *pair) for pair in pairs]
+            counts = tuple(self._count(kind, *pair) for pair in pairs)
+            if kind in REDUCING and len({to.dtype for to, _ in pairs}) > 1:
+                raise TypeError(f"{kind}: dtypes of a list (value=several, allowed=one)")
         except (ValueError, TypeError) as error:
             self._failure = PeerError(f"rank {self.rank} refused the call: {error}", (self.rank,))
             self._roll.tell((self.rank,), f"refused the call ({error})")
             self.near.close()
             raise
         try:
-            for (to, given), count in zip(pairs, counts, strict=True):
-                self._run(kind, to.view(-1), given.view(-1), count, name, root)
+            self._run(kind, [(to.view(-1), given.view(-1)) for to, given in pairs], counts, name, root)
         except Exception as error:
             raise self._fail(error) from error.__cause__ or error
 
@@ -206,20 +212,24 @@ class NodesCommunicator:
             )
         return count
 
-    def _run(self, kind: Kind, output: Tensor, input: Tensor, count: int, op: str | None, root: int) -> None:
-        dtype = output.dtype
+    def _run(
+        self, kind: Kind, pairs: list[tuple[Tensor, Tensor]], counts: tuple[int, ...], op: str | None, root: int
+    ) -> None:
+        dtype = pairs[0][0].dtype
         if kind not in REDUCING:
-            output, input, count = output.view(torch.uint8), input.view(torch.uint8), count * dtype.itemsize
-        plan = self._plan(kind, self.nodes, self.rank, count, self.pieces, root)
+            counts = tuple(count * to.itemsize for count, (to, _) in zip(counts, pairs, strict=True))
+            pairs, dtype = [(to.view(torch.uint8), given.view(torch.uint8)) for to, given in pairs], torch.uint8
+        plan = self._plan(kind, self.nodes, self.rank, counts, self.pieces, root)
         average = op == ReduceOp.AVG
         weighted = average and dtype.is_floating_point  # the sum of all might not be a number of the dtype
-        call = _Call(self, plan, output, input)
+        call = _Call(self, plan, pairs, dtype)
         call.near_op = "sum" if average and not weighted else op or "sum"
         call.far_op = _FAR_OPS[op or "sum"]
         call.weight = len(self.nodes.members[self._node]) / self.world_size if weighted else 1.0
         call.run()
         if average and not weighted:
-            output.copy_(torch.div(output, self.world_size, rounding_mode="trunc"))
+            for output, _ in pairs:
+                output.copy_(torch.div(output, self.world_size, rounding_mode="trunc"))
 
 
 class _NearError(Exception):
@@ -238,14 +248,22 @@ class _Call:
     far_op: Any
     weight: float
 
-    def __init__(self, whose: NodesCommunicator, plan: Plan, output: Tensor, input: Tensor) -> None:
-        self._whose, self._steps, self._far_works = whose, plan.steps, []  # type: ignore[var-annotated]
-        self._tensors = {OUTPUT: output, INPUT: input}
-        for name, count in plan.scratch.items():
-            self._tensors[name] = torch.empty(count, dtype=output.dtype, device=output.device)
+    def __init__(
+        self, whose: NodesCommunicator, plan: Plan, pairs: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype
+    ) -> None:
+        self._whose, self._plan, self._dtype = whose, plan, dtype
+        self._far_works: list[OtherWork] = []
+        self._tensors: dict[tuple[str, int], Tensor] = {}
+        for number, (output, input) in enumerate(pairs):
+            self._tensors |= {(OUTPUT, number): output, (INPUT, number): input}
 
     def run(self) -> None:
         """Make the steps."""
+        try:
+            for name, count in self._plan.scratch.items():
+                self._tensors[name, 0] = self._whose._scratch.take(name, count, self._dtype)
+        except (PeerError, CommunicatorClosedError) as error:
+            raise _NearError(error) from error
         do: dict[type, Callable[[Any], None]] = {
             Copies: self._copies,
             Spread: self._spread,
@@ -253,7 +271,7 @@ class _Call:
             Far: self._begin,
             Join: lambda step: self._far_works[step.number].wait(),
         }
-        for step in self._steps:
+        for step in self._plan.steps:
             try:
                 do[type(step)](step)
             except (PeerError, CommunicatorClosedError) as error:
@@ -262,13 +280,16 @@ class _Call:
                 raise
 
     def _view(self, span: Span) -> Tensor:
-        return self._tensors[span.buffer].narrow(0, span.offset, span.count)
+        return self._tensors[span.buffer, span.tensor].narrow(0, span.offset, span.count)
 
     def _copies(self, step: Copies) -> None:
-        for to, given in step.pairs:
-            target, source = self._view(to), self._view(given)
-            if target.data_ptr() != source.data_ptr():
-                target.copy_(source)
+        pairs = [(self._view(to), self._view(given)) for to, given in step.pairs]
+        pairs = [(to, given) for to, given in pairs if to.data_ptr() != given.data_ptr()]
+        if len(pairs) > _FEW:
+            torch._foreach_copy_([to for to, _ in pairs], [given for _, given in pairs])  # few kernels on GPUs
+        else:
+            for to, given in pairs:
+                to.copy_(given)
 
     def _spread(self, step: Spread) -> None:
         if self._whose.near.world_size == 1:
@@ -299,7 +320,8 @@ class _Call:
         if step.kind is Kind.ALL_GATHER:
             return group._allgather_base(output, input, _options(c10d.AllgatherOptions()))  # type: ignore[no-any-return]
         if step.kind is Kind.ALL_TO_ALL:
-            return group.alltoall_base(output, input, [], [], _options(c10d.AllToAllOptions()))  # type: ignore[no-any-return]
+            splits = list(step.received), list(step.sent)
+            return group.alltoall_base(output, input, *splits, _options(c10d.AllToAllOptions()))  # type: ignore[no-any-return]
         if step.kind is Kind.BROADCAST:
             options = _options(c10d.BroadcastOptions())
             options.rootRank, options.rootTensor = step.root, 0

@@ -68,11 +68,11 @@ class NodesLink(Link):
         self.ring = Ring(self._lanes[0].empty, self._lanes[0].comm.device)
 
     def refusal(self, kind: Kind, nbytes: int) -> str:
-        choice = choose(kind, str(kind), nbytes, self.nodes)
+        choice = choose(kind, nbytes, self.nodes)
         return f"{FLAT}: {choice.reason}" if choice.name == FLAT else ""
 
     def reason(self, kind: Kind, nbytes: int) -> str:
-        return f"{HIERARCHICAL}: {choose(kind, str(kind), nbytes, self.nodes).reason}; "
+        return f"{HIERARCHICAL}: {choose(kind, nbytes, self.nodes).reason}; "
 
     def gathered_into(self, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=self.device)
@@ -172,7 +172,7 @@ class NodesLane:
     ) -> dist.Work | None:
         outputs, inputs = _listed(output), _listed(input)
         nbytes = max(sum(tensor.nbytes for tensor in tensors) for tensors in (outputs, inputs))
-        pieces = choose(kind, str(kind), nbytes, self.comm.nodes).pieces
+        pieces = choose(kind, nbytes, self.comm.nodes).pieces
 
         def job(to: Tensors, given: Tensors) -> None:
             self.comm.pieces = pieces
