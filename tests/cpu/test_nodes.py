@@ -73,5 +73,6 @@ def test_the_dead_are_named(tmp_path: Path) -> None:
     """Of the last of a node nobody on its machine is left to tell; one of those who live is on no rail."""
     with crew(5) as ranks:
         ranks.run(leave)
+        ranks.run(scenarios.stays_away, None, str(tmp_path))
         found = ranks.run(scenarios.dies, None, str(tmp_path), dying=(3, 4))
         assert found == [None, None, None, 7, 7]

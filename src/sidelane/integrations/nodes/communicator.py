@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -17,17 +18,24 @@ from sidelane.config import Config
 from sidelane.errors import CommunicatorClosedError, PeerError
 from sidelane.integrations.nodes.failing import RollCall
 from sidelane.integrations.nodes.groups import NodeGroup, agree_on_the_near_part
+from sidelane.integrations.nodes.lookout import Lookout
 from sidelane.integrations.nodes.plan import make_plan
 from sidelane.integrations.nodes.scratch import Scratch
 from sidelane.integrations.nodes.steps import INPUT, OUTPUT, Copies, Far, Join, Near, Plan, Span, Spread
 from sidelane.integrations.nodes.topology import Nodes
-from sidelane.integrations.other import Witness, make_other
+from sidelane.integrations.other import Witness, make_other, nccl_not_ending_the_process
 from sidelane.integrations.works import OtherWork
 from sidelane.program.collective import REDUCING, Kind, ReduceOp
 from sidelane.program.shape import Beside
 
 Tensor = torch.Tensor
 Tensors = Tensor | Sequence[Tensor]
+ON_STREAMS = ("cuda",)
+"""Devices whose far steps are waited for by streams: a thread looks after them (``lookout.py``)."""
+
+SLACK_S = 60.0
+"""By how much the time-out of NCCL itself is later."""
+
 _FEW = 4  # copies of their own, which GPUs' copy engines make
 _FAR_OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
@@ -75,6 +83,7 @@ class NodesCommunicator:
         self.beside = beside
         node, place = nodes.seat(rank)
         self._node, timeout = node, timedelta(seconds=config.timeout_s)
+        self._on_streams = device.type in ON_STREAMS
         store = dist.PrefixStore(f"sidelane/several/{device.type}/", store)
         self._roll = RollCall(store, rank, nodes, ranks, witness, timeout)
         own = [ranks[other] for other in nodes.members[node]]
@@ -85,8 +94,12 @@ class NodesCommunicator:
         self.near = self._make_near(store, device, config)
         if place < nodes.rails:
             rail, many = dist.PrefixStore(f"rail{place}/", store), len(nodes.members)
-            self._far = make_other(rail, node, many, timeout, f"{name}/rail{place}", (), None)
+            later = timeout + timedelta(seconds=SLACK_S * self._on_streams)
+            with nccl_not_ending_the_process() if self._on_streams else contextlib.nullcontext():
+                self._far = make_other(rail, node, many, later, f"{name}/rail{place}", (), None)
         self.lane, self.device = self.near.lane, self.near.device
+        self._unsaid: PeerError | None = None
+        self._lookout = Lookout(self._roll, timeout, self._attach, self._end)
         self._scratch = Scratch(self.near)
 
     def _make_near(self, store: dist.Store, device: torch.device, config: Config) -> Communicator:
@@ -139,6 +152,7 @@ class NodesCommunicator:
         """Let go of everything; calls under way fail, here and on the other ranks. Idempotent."""
         if self._failure is None:
             self._failure = PeerError("the communicator was closed")
+        self._lookout.close()
         self._scratch.clear()
         self.near.close()
         self._group.close()
@@ -147,6 +161,9 @@ class NodesCommunicator:
             far.abort()
 
     def _each(self, kind: Kind, output: Tensors, input: Tensors, *, op: Any = None, root: int = 0) -> None:
+        if self._unsaid is not None:
+            error, self._unsaid = self._unsaid, None
+            raise error
         if self._failure is not None:
             raise CommunicatorClosedError(f"{kind}: the communicator was closed, or has failed: {self._failure}")
         pairs: Any = [(output, input)] if isinstance(output, Tensor) else list(zip(output, input, strict=True))
@@ -161,9 +178,43 @@ class NodesCommunicator:
             self.near.close()
             raise
         try:
-            self._run(kind, [(to.view(-1), given.view(-1)) for to, given in pairs], counts, name, root)
+            with self._looked_after():
+                self._run(kind, [(to.view(-1), given.view(-1)) for to, given in pairs], counts, name, root)
         except Exception as error:
             raise self._fail(error) from error.__cause__ or error
+
+    @contextlib.contextmanager
+    def _looked_after(self) -> Iterator[None]:
+        """A call that streams make is under way until its last step has ended there."""
+        is_cuda = self.device.type == "cuda"
+        if not self._on_streams or (is_cuda and torch.cuda.is_current_stream_capturing()):
+            yield  # who replays a graph looks after it
+            return
+        ended: list[Any] = []
+        begun = torch.cuda.current_stream(self.device).record_event().query if is_cuda else _always
+        self._lookout.begin(begun, lambda: bool(ended) and ended[0]())
+        try:
+            yield
+        finally:
+            ended.append(torch.cuda.current_stream(self.device).record_event().query if is_cuda else _always)
+
+    def _attach(self) -> None:
+        """For a thread that asks for events: it must not disturb captures of others."""
+        if self.device.type == "cuda":
+            backend: Any = self.lane.backend
+            backend.executor.driver.attach_thread()
+
+    def _end(self, error: PeerError) -> None:
+        """Called by the thread: streams go on, and the next call says why."""
+        if self._failure is not None:
+            return
+        self._failure = self._unsaid = error
+        self.lane.calls.fail(PeerError(str(error)))  # whose ranks would be those of the node
+        if self.device.type == "cuda":
+            backend: Any = self.lane.backend
+            backend.executor.watch.fail(error)
+        if self._far is not None:
+            self._far.abort()
 
     def dead(self, peers: Sequence[int]) -> list[int]:
         """Who is at fault, as far as it is known: for far calls that wait (``works.Watch``)."""
@@ -179,6 +230,9 @@ class NodesCommunicator:
 
     def _fail(self, error: Exception) -> Exception:
         """End everything; agree with the others on who is at fault."""
+        if self._unsaid is not None:  # the thread has, and this call was the first to notice
+            unsaid, self._unsaid = self._unsaid, None
+            return unsaid
         if isinstance(error, _NearError):
             own = self.nodes.members[self._node]
             cause = error.args[0]
@@ -313,7 +367,7 @@ class _Call:
             work = self._ask(group, step, output, input)
         except RuntimeError as error:
             raise self._whose.explain(error, ()) from error
-        looks = output.device.type == "cpu"
+        looks = not self._whose._on_streams
         self._far_works.append(OtherWork(work, self._whose, (), looks=looks))
 
     def _ask(self, group: Any, step: Far, output: Tensor, input: Tensor) -> dist.Work:
@@ -333,6 +387,10 @@ class _Call:
         options = _options(c10d.ReduceScatterOptions())
         options.reduceOp = self.far_op
         return group._reduce_scatter_base(output, input, options)  # type: ignore[no-any-return]
+
+
+def _always() -> bool:
+    return True
 
 
 def _options(made: Any) -> Any:
