@@ -128,6 +128,24 @@ def buffers_go_round(group: dist.ProcessGroup, layers: int) -> dict[bool, int]:
     return told
 
 
+def kept_by_others(group: dist.ProcessGroup) -> int:
+    """Some ranks keep what was gathered, as threads may for a while; bytes in use, which are those of the others."""
+    model, tokens, kept = build(mesh_of(group)), torch.full((2, 3), 4), []
+    with fsdp.enable(model, config=Config(timeout_s=10)) as enabled:
+        gather = next(iter(enabled._links.values())).gather
+        makes = gather.all_gather
+
+        def keeping(outputs: Any, *arguments: Any, **options: Any) -> Any:
+            if dist.get_rank(group) % 2:
+                kept.append(outputs)
+            return makes(outputs, *arguments, **options)
+
+        gather.all_gather = keeping  # type: ignore[method-assign]
+        for _ in range(4):
+            model(tokens).square().sum().backward()
+        return enabled.memory().used
+
+
 def without_room(group: dist.ProcessGroup) -> set[str]:
     """Most layers of a model that stays gathered have no room in symmetric memory."""
     ledger.reset()

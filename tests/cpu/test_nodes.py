@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import fsdp_cases as machine_cases
 import nodes_cases as cases
 import nodes_fsdp_cases as fsdp_cases
 import nodes_world as scenarios
@@ -41,7 +42,7 @@ def test_calls(pool: RankPool, case: object, layout: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(
     ("layout", "names"),
     [
-        ((0, 0, 1, 1), ("resharded", "mixed precision")),
+        ((0, 0, 1, 1), ("mixed precision",)),
         ((0, 1, 0), ("resharded",)),
     ],
     ids=str,
@@ -64,6 +65,8 @@ def test_shards_are_gathered_ahead(pool: RankPool) -> None:
 
 def test_meshes_hsdp_and_smaller_groups(tmp_path: Path) -> None:
     with crew(4) as ranks:
+        for elsewhere in ranks.run(machine_cases.in_two_dimensions):
+            assert elsewhere.keys() == {"all_gather: another group than that of the shards"}
         ranks.run(leave)
         ranks.run(scenarios.meshes, None, str(tmp_path))
         ranks.run(scenarios.late, None, str(tmp_path))

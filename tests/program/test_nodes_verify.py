@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from sidelane.integrations.nodes import plan
 from sidelane.integrations.nodes.plan import make_plan, objection
 from sidelane.integrations.nodes.steps import Copies, Join, Near, Plan, Spread
 from sidelane.integrations.nodes.topology import Nodes
@@ -28,6 +29,19 @@ def test_plans_are_right(kind: Kind, layout: str) -> None:
         for pieces in (1, 3, 5):
             for root in (0, len(layout) - 1) if kind is Kind.BROADCAST else (0,):
                 assert verify_plans(kind, nodes, counts, pieces, root) > 0
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_large_pieces_begin_at_whole_vectors(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with tensors of 16384 elements and more, whose pieces begin at multiples of 256."""
+    monkeypatch.setattr(plan, "_CUT_AT", 4)
+    counts = (301,) if kind is Kind.BROADCAST else (301, 5, 257)
+    for layout in ("aabb", "aab"):
+        for pieces in (3, 8):
+            assert verify_plans(kind, Nodes.named(layout), counts, pieces) > 0
+    cuts = [cut for piece in plan._cut(counts, 8) for cut in piece]
+    assert len(cuts) > 8 - (kind is Kind.BROADCAST)
+    assert all(cut.begin % 4 == 0 for cut in cuts if cut.count > 256), cuts
 
 
 @pytest.mark.parametrize(

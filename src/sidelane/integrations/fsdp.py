@@ -208,7 +208,9 @@ class Scatter(ReduceScatter):
         async_op: bool = False,
     ) -> dist.Work | None:
         name, dtype = op_name(op), name_of(input_tensor.dtype)
-        if group is not self._link.group or name not in tuple(ReduceOp) or dtype not in ELEMENT_BYTES:
+        if not self._link.is_of(group):
+            why = "another group than that of the shards"
+        elif name not in tuple(ReduceOp) or dtype not in ELEMENT_BYTES:
             why = f"{name} of {dtype}"
         else:
             why = self._link.refusal(Kind.REDUCE_SCATTER, input_tensor.nbytes)

@@ -15,7 +15,8 @@ from sidelane.collectives.pool import MemoryUse
 from sidelane.config import Config
 from sidelane.errors import UnavailableError
 from sidelane.integrations.ledger import SIDELANE, Ledger
-from sidelane.integrations.straight import Gathers, Ring, Tensors
+from sidelane.integrations.ring import Ring
+from sidelane.integrations.straight import Gathers, Tensors
 from sidelane.memory.storage import storage_of
 from sidelane.program.collective import Kind
 from sidelane.program.shape import Beside
@@ -49,8 +50,13 @@ class Link(abc.ABC):
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self.device = group, device
-        self._ledger = Ledger(dist.get_process_group_ranks(group))
+        self._ranks = dist.get_process_group_ranks(group)
+        self._ledger = Ledger(self._ranks)
         self._ledger.group = group.group_name
+
+    def is_of(self, group: dist.ProcessGroup) -> bool:
+        """The ranks are those of ``group``: FSDP2 may have another one for gradients."""
+        return group is self.group or dist.get_process_group_ranks(group) == self._ranks
 
     @abc.abstractmethod
     def refusal(self, kind: Kind, nbytes: int) -> str:

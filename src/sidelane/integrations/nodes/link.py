@@ -20,7 +20,8 @@ from sidelane.integrations.nodes.communicator import NodesCommunicator
 from sidelane.integrations.nodes.topology import Nodes
 from sidelane.integrations.order import StreamOrder
 from sidelane.integrations.other import Witness
-from sidelane.integrations.straight import Ring, Tensors
+from sidelane.integrations.ring import Ring
+from sidelane.integrations.straight import Tensors
 from sidelane.integrations.works import HostWork
 from sidelane.program.collective import Kind
 from sidelane.program.shape import Beside

@@ -120,11 +120,14 @@ def gathered(seat: Seat, scratch: Scratch, cuts: Cuts) -> Piece:
     sent: Pairs = []
     copies: Pairs = []
     for place in range(seat.place, seat.most, nodes.rails) if seat.is_on_rail else ():
-        arrived, middle = scratch.take(ARRIVED, len(nodes.members) * size), scratch.take(MIDDLE, size)
-        # A node without a rank for this round sends what nobody reads. Scratch, since Gloo's threads let go of tensors
-        # when they get to it: buffers of FSDP2 must come back in one order.
-        sent += packing(middle, OUTPUT, seat.own[place] if place < len(seat.own) else seat.rank, cuts)
-        far.append(Far(Kind.ALL_GATHER, arrived, middle))
+        arrived = scratch.take(ARRIVED, len(nodes.members) * size)
+        # A node without a rank for this round sends what nobody reads.
+        giver = seat.own[place] if place < len(seat.own) else seat.rank
+        (_, given), *more = run(OUTPUT, giver, cuts)
+        if more:
+            given = scratch.take(MIDDLE, size)
+            sent += packing(given, OUTPUT, giver, cuts)
+        far.append(Far(Kind.ALL_GATHER, arrived, given))
         for node, ranks in enumerate(nodes.members):
             if node != seat.node and place < len(ranks):
                 copies += unpacking(ranks[place], cuts, arrived.part(node * size, size))
