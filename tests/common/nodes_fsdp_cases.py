@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from unittest import mock
 
+import straight_cases
 import torch
 import torch.distributed as dist
 from fsdp_cases import CONFIG, OPTIONS, build, mesh_of, train
@@ -46,6 +47,11 @@ def as_without(group: dist.ProcessGroup, layout: Sequence[int], names: Sequence[
             assert all(why.startswith("hierarchical: ") for why in whys), whys
             assert any(why.endswith(STRAIGHT) for why in whys), whys
     return told
+
+
+def memory(group: dist.ProcessGroup, layout: Sequence[int]) -> dict[bool, int]:
+    """See ``straight_cases.buffers_go_round``."""
+    return straight_cases.buffers_go_round(group, 4, on_nodes(group, layout))
 
 
 def asynchronous(

@@ -65,7 +65,7 @@ def test_parameters_are_gathered_into_their_own_memory(pool: RankPool, n: int) -
 def test_two_buffers_do_for_all_layers(pool: RankPool) -> None:
     for told in pool.run(straight_cases.buffers_go_round, 2, 6):
         layer = 512 * 512 * 4
-        assert told == {True: (2 + 2) * layer, False: (6 + 2) * layer}  # and two for gradients
+        assert told == {True: (2 + 1) * layer, False: (6 + 1) * layer}  # and one for gradients; on GPUs two
 
 
 def test_buffers_are_free_when_fsdp2_frees_them_whoever_refers_to_them(pool: RankPool) -> None:

@@ -63,6 +63,12 @@ def test_shards_are_gathered_ahead(pool: RankPool) -> None:
     assert pool.run(fsdp_cases.asynchronous, 4, (0, 1, 0, 1), 1, 1) == [(0, set())] * 4
 
 
+def test_two_buffers_and_scratch_do_for_all_layers(pool: RankPool) -> None:
+    """As the guide says: two of a gathered size, and once the gradients of a layer."""
+    layer = 512 * 512 * 4
+    assert pool.run(fsdp_cases.memory, 4, (0, 1, 1, 0)) == [{True: (2 + 1) * layer, False: (4 + 1) * layer}] * 4
+
+
 def test_meshes_hsdp_and_smaller_groups(tmp_path: Path) -> None:
     with crew(4) as ranks:
         for elsewhere in ranks.run(machine_cases.in_two_dimensions):

@@ -96,9 +96,8 @@ class Enabled:
         self.calls = 0
 
     def memory(self) -> MemoryUse:
-        """Symmetric memory that buffers take: what FSDP2 has in use at once, in each size that it uses."""
-        uses = [link.memory() for link in self._links.values()]
-        return MemoryUse(sum(use.reserved for use in uses), sum(use.used for use in uses), None)
+        """All symmetric memory: buffers, what FSDP2 has in use at once in each size, and what calls need (``own``)."""
+        return MemoryUse.of_all(link.memory() for link in self._links.values())
 
     def disable(self) -> None:
         """Give the model its own collectives back, and the memory. Idempotent. Nothing may be under way."""

@@ -80,7 +80,7 @@ class Link(abc.ABC):
 
     @abc.abstractmethod
     def memory(self) -> MemoryUse:
-        """Symmetric memory that it takes."""
+        """Symmetric memory that its lanes take."""
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -100,7 +100,7 @@ class MachineLink(Link):
         super().__init__(group, device)
         self._session = Session(group, device=device, config=config)
         self._gather = self.gather = Communicator(self._session.lane("fsdp gather"))
-        self.scatter = Communicator(self._session.lane("fsdp scatter"))
+        self._scatter = self.scatter = Communicator(self._session.lane("fsdp scatter"))
         self.ring = Ring(lambda nbytes: self._gather.empty(nbytes, dtype=torch.uint8), self._session.device)
         self._buffers = _Buffers(self._gather)
 
@@ -120,7 +120,7 @@ class MachineLink(Link):
         self._buffers.is_not_to_come_back(tensor)
 
     def memory(self) -> MemoryUse:
-        return self._gather.memory()
+        return MemoryUse.of_all((self._gather.memory(), self._scatter.memory()))
 
     def close(self) -> None:
         self._buffers.clear()

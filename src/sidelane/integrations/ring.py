@@ -34,12 +34,16 @@ class Ring:
     Args:
         allocate: a new buffer of so many bytes. Collective.
         device: of the buffers.
+
+    Attributes:
+        behind_backward: a backward has freed parameters since the last one was taken.
     """
 
     def __init__(self, allocate: Callable[[int], torch.Tensor], device: torch.device) -> None:
         self._allocate, self._handle = allocate, torch.get_device_module(device)
         self._free: deque[_Free] = deque()
         self._turn = 0
+        self.behind_backward = False
 
     def take(self, nbytes: int, stream: Any, *, at_once: bool) -> tuple[torch.Tensor, Callable[[], None]]:
         """A buffer, ordered on ``stream`` behind what used it before; and what to call when it is free.

@@ -145,7 +145,9 @@ class Straight:
         params, device = self._params.fsdp_params, self._params.device
         handle, rank, ranks = torch.get_device_module(device), self._comm.rank, self._comm.world_size
         backward = self._params._training_state is TrainingState.PRE_BACKWARD
-        at_once = backward or copy_in_stream == handle.current_stream()
+        # The first gather of a forward comes behind all of the backward before it, and behind the optimizer.
+        at_once = backward or self._ring.behind_backward or copy_in_stream == handle.current_stream()
+        self._ring.behind_backward = False
         with handle.stream(copy_in_stream):
             shards = [_shard(param) for param in params]
             dtypes = [param.param_dtype or shard.dtype for param, shard in zip(params, shards, strict=True)]
@@ -217,6 +219,7 @@ class Straight:
 
     def _free(self, param: Any) -> None:
         self._take_back(param)
+        self._ring.behind_backward |= self._params._training_state is TrainingState.POST_BACKWARD
         type(param).free_unsharded_param(param)
 
 

@@ -85,8 +85,7 @@ class NodesLink(Link):
         """All of it is ordinary memory."""
 
     def memory(self) -> MemoryUse:
-        uses = [lane.comm.near.memory() for lane in self._lanes]
-        return MemoryUse(sum(use.reserved for use in uses), sum(use.used for use in uses), None)
+        return MemoryUse.of_all(lane.comm.near.memory() for lane in self._lanes)
 
     def close(self) -> None:
         if hasattr(self, "ring"):
