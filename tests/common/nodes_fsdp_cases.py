@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Sequence
 from unittest import mock
@@ -11,6 +12,8 @@ import torch
 import torch.distributed as dist
 from fsdp_cases import CONFIG, OPTIONS, build, mesh_of, train
 from straight_cases import STRAIGHT
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import sidelane
 from sidelane import Config, fsdp
@@ -52,6 +55,32 @@ def as_without(group: dist.ProcessGroup, layout: Sequence[int], names: Sequence[
 def memory(group: dist.ProcessGroup, layout: Sequence[int]) -> dict[bool, int]:
     """See ``straight_cases.buffers_go_round``."""
     return straight_cases.buffers_go_round(group, 4, on_nodes(group, layout))
+
+
+def against_alone(group: dist.ProcessGroup, layout: Sequence[int]) -> None:
+    """Gradients are the mean of what each rank would have alone: for ranks that share GPUs, where NCCL refuses all."""
+    rank, size, device = dist.get_rank(group), dist.get_world_size(group), torch.get_default_device()
+    torch.manual_seed(3)
+    alone = nn.Sequential(nn.Linear(96, 255, bias=False), nn.GELU(), nn.Linear(255, 96))
+    model = copy.deepcopy(alone)
+    for layer in (model[0], model[2], model):
+        fully_shard(layer, mesh=mesh_of(group))
+    given = [torch.randn(5, 96, generator=torch.Generator(device).manual_seed(other)) for other in range(size)]
+    with (
+        mock.patch.multiple(choose, LEAST_BYTES=1, PIECE_BYTES=40 << 10),
+        fsdp.enable(model, config=on_nodes(group, layout)) as enabled,
+    ):
+        for _ in range(3):
+            model.zero_grad()
+            model(given[rank]).square().sum().backward()
+        assert not enabled.elsewhere and enabled.calls >= 12
+        for each in given:
+            alone(each).square().sum().div(size).backward()
+        for sharded, whole in zip(model.parameters(), alone.parameters(), strict=True):
+            assert sharded.grad is not None and whole.grad is not None
+            wanted = whole.grad.split(-(-len(whole) // size))
+            local = sharded.grad.to_local()  # type: ignore[attr-defined]
+            torch.testing.assert_close(local, wanted[rank] if rank < len(wanted) else wanted[0][:0])
 
 
 def asynchronous(
