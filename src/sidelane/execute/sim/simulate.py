@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 
 from sidelane.errors import SidelaneError
 from sidelane.execute.sim.flows import FlowNetwork
@@ -53,12 +53,14 @@ class Run:
     stamps: Mapping[tuple[int, int], float] = dataclasses.field(default_factory=dict)
 
 
-def simulate(program: Program, machine: Machine, *, record: bool = False) -> Run:
+def simulate(program: Program, machine: Machine, *, edges: Set[Flag] = frozenset(), record: bool = False) -> Run:
     """Run a program once.
 
     Args:
         program: of any builder and transform; ranks are the GPUs of the machine in order.
         machine: with at least as many GPUs.
+        edges: flags that a graph has as dependencies, not as commands: they take no time, and a queue that begins
+            behind one branches off there, without a doorbell of its own.
         record: keep the timeline.
 
     Raises:
@@ -67,7 +69,7 @@ def simulate(program: Program, machine: Machine, *, record: bool = False) -> Run
     """
     if program.world_size > machine.world_size:
         raise ValueError(f"simulate: ranks (value={program.world_size}, allowed=1..{machine.world_size})")
-    return _Simulation(program, machine, record).run()
+    return _Simulation(program, machine, edges, record).run()
 
 
 class _Lane:
@@ -83,8 +85,9 @@ class _Lane:
 
 
 class _Simulation:
-    def __init__(self, program: Program, machine: Machine, record: bool) -> None:
+    def __init__(self, program: Program, machine: Machine, edges: Set[Flag], record: bool) -> None:
         self.program = program
+        self.edges = edges
         self.machine = machine
         self.dma = machine.dma
         self.resources = Resources(machine, program)
@@ -131,6 +134,8 @@ class _Simulation:
             thread = self.machine.node_of(queue.rank) if self.dma.host is HostThreads.NODE else queue.rank
             if queue.engine.kind is EngineKind.CALLER:
                 self._pull_triggers(lane, thread, free)
+            elif self._branches(queue):
+                self._at(0.0, self._advance, lane)
             elif self.program.prelaunched:
                 # Prepared before the call: the engine already looks at its trigger.
                 self._at(0.0, self._advance, lane)
@@ -146,6 +151,10 @@ class _Simulation:
                 self._note(f"rank {queue.rank}", str(queue.engine), "fetch", free[thread], ready)
                 self._at(ready, self._advance, lane)
         self.host_us = max(free.values(), default=0.0)
+
+    def _branches(self, queue: Queue) -> bool:
+        first = queue.commands[0] if queue.commands else None
+        return isinstance(first, Wait) and first.flag in self.edges
 
     def _pull_triggers(self, lane: _Lane, thread: int, free: dict[int, float]) -> None:
         for command in lane.queue.commands:
@@ -179,14 +188,15 @@ class _Simulation:
             if isinstance(command, Wait):
                 lane.held_since = self.now
                 if self._satisfied(command):  # looking costs the same when the flag is set already
-                    self._at(self.now + dma.wait_us, self._passed, lane)
+                    self._at(self.now + self._wait_us(command), self._passed, lane)
                 else:
                     self.waiting.setdefault(command.flag, []).append((lane, command))
                 return
             elif isinstance(command, Signal):
                 lane.index += 1
-                self._note_on(lane, f"signal {command.flag.rank}", self.now, self.now + dma.signal_us)
-                self._at(self.now + dma.signal_us, self._signalled, lane, command)
+                signal_us = 0.0 if command.flag in self.edges else float(dma.signal_us)
+                self._note_on(lane, f"signal {command.flag.rank}", self.now, self.now + signal_us)
+                self._at(self.now + signal_us, self._signalled, lane, command)
                 return
             elif isinstance(command, (*MOVES, Reduce)):
                 move = self.moves[lane.queue.rank, lane.queue.engine][lane.index]
@@ -230,7 +240,7 @@ class _Simulation:
         still: list[tuple[_Lane, Wait]] = []
         for lane, wait in self.waiting.pop(flag, ()):
             if self._satisfied(wait):
-                self._at(self.now + self.dma.wait_us, self._passed, lane)
+                self._at(self.now + self._wait_us(wait), self._passed, lane)
             else:
                 still.append((lane, wait))
         if still:
@@ -241,6 +251,9 @@ class _Simulation:
         lane.index += 1
         lane.behind_move = False
         self._advance(lane)
+
+    def _wait_us(self, command: Wait) -> float:
+        return 0.0 if command.flag in self.edges else float(self.dma.wait_us)
 
     def _satisfied(self, command: Wait) -> bool:
         return command.comparison.holds(self.flags.get(command.flag, 0), command.value.at(1))
