@@ -14,7 +14,7 @@ from sidelane.bench.report.terminal import progress_console, say_written, tables
 from sidelane.bench.results.rows import FUSED_OPS
 from sidelane.bench.simulated import figures as sim_figures
 from sidelane.bench.simulated import fused_figures, fused_results
-from sidelane.bench.simulated.fused_shapes import UNKNOWN, operators_of
+from sidelane.bench.simulated.fused_shapes import operators_of
 from sidelane.bench.simulated.study import write_numbers
 from sidelane.execute.sim import write_chrome_trace
 from sidelane.machine.load import find
@@ -118,7 +118,7 @@ def main(options: Options) -> int:
         0.
 
     Raises:
-        ValueError: no such machine, one without figures of fused operators, or no operator that is predicted.
+        ValueError: no such machine, or one without figures of fused operators.
     """
     machine = find(options.machine)
     console, progress = tables_console(options.json), progress_console()
@@ -130,23 +130,15 @@ def main(options: Options) -> int:
             write_numbers(options.json, "fused_held", machine, [one.to_dict() for one in held])
             say_written([options.json])
         return 0
-    ops = [op for op in options.ops or FUSED_OPS if op not in UNKNOWN]
-    if not ops:
-        allowed = ", ".join(op for op in FUSED_OPS if op not in UNKNOWN)
-        raise ValueError(f"fused: --ops (value={', '.join(options.ops)}, allowed with --machine={allowed})")
-    unknown = {op: UNKNOWN[op] for op in options.ops or FUSED_OPS if op in UNKNOWN}
     found = []
     with progress.status("simulating, over the plausible values of the machine's numbers") as status:
-        for op in ops:
+        for op in options.ops or FUSED_OPS:
             for shape in options.shapes or ON_GPUS[op]:
                 status.update(f"{op} {','.join(map(str, shape))}")
                 found += [predicted(machine, *made, options) for made in operators_of(op, shape, machine.world_size)]
     for table in fused_tables(machine, found):
         console.print(table.to_rich())
-    for op, why in unknown.items():
-        progress.print(f"{op}: {why}")
     rows = [row for one in found for row in one.to_dicts()]
-    rows += [{"op": op, "time_us": None, "note": why} for op, why in unknown.items()]
     for path in (options.json, options.report and options.report / "fused_predicted.json"):
         if path is not None:
             write_numbers(path, "fused_predicted", machine, rows)
