@@ -14,7 +14,7 @@ from sidelane.execute.sim import Run, simulate
 from sidelane.machine.spec import Machine
 from sidelane.model.published import collective_of
 from sidelane.program.builders import Transport, build
-from sidelane.program.collective import Kind
+from sidelane.program.collective import Collective, Kind
 from sidelane.program.ir import Copy, EngineKind, Flag, Program, Signal, Wait
 from sidelane.program.own_flags import flags_between_own_queues
 from sidelane.program.transform import freeze, lower
@@ -39,8 +39,12 @@ def executed_program(kind: Kind, nbytes: int, ranks: int, variant: str, in_place
     Raises:
         ValueError: another kind, or no such variant of it.
     """
-    collective = dataclasses.replace(collective_of(kind, nbytes, ranks), in_place=in_place)
-    staged = in_place and kind is Kind.ALL_TO_ALL and variant != "swap"
+    return program_of(dataclasses.replace(collective_of(kind, nbytes, ranks), in_place=in_place), variant)
+
+
+def program_of(collective: Collective, variant: str) -> Program:
+    """The same of any collective. Raises ValueError: no such variant of it."""
+    staged = collective.in_place and collective.kind is Kind.ALL_TO_ALL and variant != "swap"
     program = build(collective, variant, Transport.STAGED if staged else Transport.PUSH)
     return freeze(lower(program, {Copy}))
 

@@ -29,8 +29,11 @@ from sidelane.model.operators import (
     Operator,
     predict_fused,
 )
+from sidelane.model.split import chain_us, split_us
 
 TRACED = "embedding_all_to_all"
+PIECES = (1, 2, 4)
+"""Parts for each peer, as the study that measures has them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -76,13 +79,23 @@ class Options:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Predicted:
-    """An operator at a shape, by order of the fused kernel, and how far the gain goes over the plausible values."""
+    """An operator at a shape, by order of the fused kernel, and how far the gain goes over the plausible values.
+
+    Attributes:
+        operator: at its shape.
+        made_of: what computes, unfused.
+        times: by order.
+        chain_us: unfused, with the collective on copy engines; None where the model has none.
+        parts_us: in parts on copy engines, by parts for each peer; none where the operator is not a GEMM.
+    """
 
     operator: Operator
     made_of: str
     times: dict[str, FusedTimes]
     low_percent: float
     high_percent: float
+    chain_us: float | None = None
+    parts_us: dict[int, float] = dataclasses.field(default_factory=dict)
 
     @property
     def lower_percent(self) -> float:
@@ -92,6 +105,7 @@ class Predicted:
     def to_dicts(self) -> list[dict[str, Any]]:
         """As ``--json`` writes it: an object for each order."""
         plausible = {"low_percent": self.low_percent, "high_percent": self.high_percent}
+        others = {"unfused_engines_us": self.chain_us, **{f"in_{n}_parts_us": us for n, us in self.parts_us.items()}}
         return [
             {
                 "op": self.operator.name,
@@ -105,7 +119,7 @@ class Predicted:
                 "time_us": times.fused.time_us,
                 "rank_us": list(times.fused.ended_us),
                 "lower_percent": times.lower_percent,
-                **(plausible if order == REMOTE_FIRST else {}),
+                **(plausible | others if order == REMOTE_FIRST else {}),
             }
             for order, times in self.times.items()
         ]
@@ -158,7 +172,11 @@ def predicted(machine: Machine, operator: Operator, made_of: str, options: Optio
     times = {order: predict(machine, order) for order in ORDERS}
     value = times[REMOTE_FIRST].lower_percent
     below, above = spread(machine, lambda changed: predict(changed).lower_percent, value)
-    return Predicted(operator, made_of, times, value - below, value + above)
+    found = Predicted(operator, made_of, times, value - below, value + above)
+    if machine.nodes > 1 or starts or options.occupancy is not None:
+        return found  # those are about the fused kernel
+    parts = {pieces: us for pieces in PIECES for us in [split_us(machine, operator, pieces)] if us is not None}
+    return dataclasses.replace(found, chain_us=chain_us(machine, operator), parts_us=parts)
 
 
 def spread(machine: Machine, predict: Callable[[Machine], float], value: float) -> tuple[float, float]:
@@ -184,6 +202,8 @@ def fused_tables(machine: Machine, found: Sequence[Predicted]) -> list[Table]:
                 one.made_of,
                 number(first.compute_us),
                 number(first.collective_us),
+                "" if one.chain_us is None else number(one.chain_us),
+                number(min(one.parts_us.values())) if one.parts_us else "",
                 number(first.fused.time_us),
                 number(one.times[OBLIVIOUS].fused.time_us),
                 f"{one.lower_percent:.0f}",
@@ -191,10 +211,21 @@ def fused_tables(machine: Machine, found: Sequence[Predicted]) -> list[Table]:
             )
             lines.append(Line(cells))
         notes = (
+            "engines: unfused, the collective on copy engines; parts: carried by them, the best of 1, 2 and 4 a peer",
             "lower: the fused time next to both unfused ones together, percent",
             "how far predictions are off where one GPU was measured: --results, and docs/lab/model.md",
         )
-        columns = ("<shape", "<unfused", "compute\nus", "collective\nus", "fused\nus", "oblivious\nus", "lower\n%")
+        columns = (
+            "<shape",
+            "<unfused",
+            "compute\nus",
+            "collective\nus",
+            "engines\nus",
+            "parts\nus",
+            "fused\nus",
+            "oblivious\nus",
+            "lower\n%",
+        )
         nodes = f", {machine.nodes} nodes of {machine.gpus}" if machine.nodes > 1 else ""
         title = f"{op} on {machine.title}{nodes}: predicted"
         tables.append(Table(title, (*columns, "plausible"), tuple(lines), notes, keys=2))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 from collections.abc import Callable, Mapping, Set
+from types import MappingProxyType
 
 from sidelane.errors import SidelaneError
 from sidelane.execute.sim.flows import FlowNetwork
@@ -53,7 +54,14 @@ class Run:
     stamps: Mapping[tuple[int, int], float] = dataclasses.field(default_factory=dict)
 
 
-def simulate(program: Program, machine: Machine, *, edges: Set[Flag] = frozenset(), record: bool = False) -> Run:
+def simulate(
+    program: Program,
+    machine: Machine,
+    *,
+    edges: Set[Flag] = frozenset(),
+    fires: Mapping[Flag, float] = MappingProxyType({}),
+    record: bool = False,
+) -> Run:
     """Run a program once.
 
     Args:
@@ -61,6 +69,7 @@ def simulate(program: Program, machine: Machine, *, edges: Set[Flag] = frozenset
         machine: with at least as many GPUs.
         edges: flags that a graph has as dependencies, not as commands: they take no time, and a queue that begins
             behind one branches off there, without a doorbell of its own.
+        fires: when callers signal these flags, where they do so while the program is under way; others at once.
         record: keep the timeline.
 
     Raises:
@@ -69,7 +78,7 @@ def simulate(program: Program, machine: Machine, *, edges: Set[Flag] = frozenset
     """
     if program.world_size > machine.world_size:
         raise ValueError(f"simulate: ranks (value={program.world_size}, allowed=1..{machine.world_size})")
-    return _Simulation(program, machine, edges, record).run()
+    return _Simulation(program, machine, edges, fires, record).run()
 
 
 class _Lane:
@@ -85,9 +94,11 @@ class _Lane:
 
 
 class _Simulation:
-    def __init__(self, program: Program, machine: Machine, edges: Set[Flag], record: bool) -> None:
+    def __init__(
+        self, program: Program, machine: Machine, edges: Set[Flag], fires: Mapping[Flag, float], record: bool
+    ) -> None:
         self.program = program
-        self.edges = edges
+        self.edges, self.fires = edges, fires
         self.machine = machine
         self.dma = machine.dma
         self.resources = Resources(machine, program)
@@ -158,6 +169,11 @@ class _Simulation:
 
     def _pull_triggers(self, lane: _Lane, thread: int, free: dict[int, float]) -> None:
         for command in lane.queue.commands:
+            if isinstance(command, Signal) and command.flag in self.fires:
+                self._at(self.fires[command.flag], self._raise, command)
+                continue
+            if self.fires:
+                continue  # the computation that stands before the signal
             start = free.get(thread, 0.0)
             free[thread] = start + self.dma.trigger_us
             self._note("host", f"thread {thread}", f"trigger {lane.queue.rank}", start, free[thread])
