@@ -13,7 +13,7 @@ from sidelane.bench.report.table import Line, Table, grouped, number
 from sidelane.bench.report.terminal import progress_console, say_written, tables_console
 from sidelane.bench.results.rows import FUSED_OPS
 from sidelane.bench.simulated import figures as sim_figures
-from sidelane.bench.simulated import fused_figures, fused_results
+from sidelane.bench.simulated import fused_figures, fused_results, fused_skew
 from sidelane.bench.simulated.fused_shapes import operators_of
 from sidelane.bench.simulated.study import write_numbers
 from sidelane.execute.sim import write_chrome_trace
@@ -150,7 +150,11 @@ def main(options: Options) -> int:
             for shape in options.shapes or ON_GPUS[op]:
                 status.update(f"{op} {','.join(map(str, shape))}")
                 found += [predicted(machine, *made, options) for made in operators_of(op, shape, machine.world_size)]
-    for table in fused_tables(machine, found):
+    starts, firsts = _starts(machine, options), _first_shapes(found)
+    reading = [operator for operator, _ in firsts if fused_skew.reads_memory(operator)]
+    tables = [*fused_tables(machine, found), fused_skew.skew_table(machine, firsts)]
+    tables += [table for table in (fused_skew.occupancy_table(machine, reading, starts),) if table is not None]
+    for table in tables:
         console.print(table.to_rich())
     rows = [row for one in found for row in one.to_dicts()]
     for path in (options.json, options.report and options.report / "fused_predicted.json"):
@@ -164,7 +168,7 @@ def main(options: Options) -> int:
 
 def predicted(machine: Machine, operator: Operator, made_of: str, options: Options) -> Predicted:
     """Predict an operator in both orders, and its gain over the plausible values: one number at a time, squares add."""
-    starts = (*[0.0] * (machine.world_size - 1), options.late_us) if options.late_us else ()
+    starts = _starts(machine, options)
 
     def predict(where: Machine, order: str = REMOTE_FIRST) -> FusedTimes:
         return predict_fused(where, operator, order, occupancy=options.occupancy, starts_us=starts)
@@ -177,6 +181,18 @@ def predicted(machine: Machine, operator: Operator, made_of: str, options: Optio
         return found  # those are about the fused kernel
     parts = {pieces: us for pieces in PIECES for us in [split_us(machine, operator, pieces)] if us is not None}
     return dataclasses.replace(found, chain_us=chain_us(machine, operator), parts_us=parts)
+
+
+def _starts(machine: Machine, options: Options) -> tuple[float, ...]:
+    return (*[0.0] * (machine.world_size - 1), options.late_us) if options.late_us else ()
+
+
+def _first_shapes(found: Sequence[Predicted]) -> list[tuple[Operator, dict[str, FusedTimes]]]:
+    """Of each operator."""
+    firsts: dict[str, Predicted] = {}
+    for one in found:
+        firsts.setdefault(one.operator.name, one)
+    return [(one.operator, one.times) for one in firsts.values()]
 
 
 def spread(machine: Machine, predict: Callable[[Machine], float], value: float) -> tuple[float, float]:
@@ -237,6 +253,9 @@ def _report(machine: Machine, found: Sequence[Predicted], options: Options, fold
         (f"{p.operator.name}: {p.operator}; {p.made_of}", p.low_percent, p.lower_percent, p.high_percent) for p in found
     ]
     fused_figures.draw_gains(machine, gains, folder)
+    firsts = _first_shapes(found)
+    fused_skew.draw_ranks(firsts, machine, folder)
+    fused_skew.draw_occupancy(machine, [one for one, _ in firsts if fused_skew.reads_memory(one)], folder)
     # The first embedding, if there is one: what its order changes can be seen.
     traced = min((one.operator for one in found), key=lambda operator: operator.name != TRACED)
     for order in ORDERS:
