@@ -20,7 +20,7 @@ NEWEST_TORCH ?= torch
 RESULTS ?=
 STUDIES ?=
 DEMO ?=
-TESTS ?= tests --ignore=tests/device --ignore=tests/restart --ignore=tests/steps
+TESTS ?= tests --ignore=tests/device --ignore=tests/restart --ignore=tests/leaks
 DEVICE_TESTS ?=
 SECONDS ?= 600
 SEED ?=
@@ -67,7 +67,7 @@ test-restart: $(READY) ## kill a rank of programs that train, and see torchrun s
 	@$(BIN)/python -m pytest tests/restart
 
 test-steps: $(READY) ## train 10,000 steps of random sizes, and see that nothing leaks or slows down; half an hour; STEPS=1000
-	@STEPS="$(STEPS)" $(BIN)/python -m pytest tests/steps
+	@STEPS="$(STEPS)" $(BIN)/python -m pytest tests/leaks
 
 attack: $(READY) ## try to prove verify wrong, with random programs and schedules; SECONDS=600 SEED=1
 	@PYTHONPATH=tests:tests/common $(BIN)/python -m attack --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(ATTACK)
