@@ -20,7 +20,7 @@ from sidelane.collectives.uneven import UnevenCall
 from sidelane.collectives.work import Work
 from sidelane.errors import UnavailableError
 from sidelane.execute.base import Place
-from sidelane.memory.control import MOST_TEXT_BYTES, SPLITS, PostedCall
+from sidelane.memory.posts import MOST_TEXT_BYTES, SPLITS, PostedCall
 from sidelane.program.shape import Beside, check_beside
 
 T = TypeVar("T")

@@ -32,7 +32,7 @@ from sidelane.collectives.work import Work
 from sidelane.config import Config
 from sidelane.errors import PeerError, UnavailableError
 from sidelane.execute.submitted import Counts, Submitted
-from sidelane.memory.control import SPLITS
+from sidelane.memory.posts import SPLITS
 from sidelane.program.collective import Kind
 from sidelane.program.ir import Program
 from sidelane.program.shape import Beside, Computation

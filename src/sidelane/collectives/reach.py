@@ -25,8 +25,8 @@ from sidelane.collectives.calls import Calls
 from sidelane.collectives.heap import MAPPED, Region
 from sidelane.collectives.pooled import ComparedStorages, PooledMemory
 from sidelane.errors import UnavailableError
-from sidelane.memory.control import SPLITS
 from sidelane.memory.ordinary import Allocation, Mapping
+from sidelane.memory.posts import SPLITS
 from sidelane.program.collective import REDUCING, Buffer
 
 MOST_GONE = 16
