@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from reach_cases import MAPPING, mapped_here, on_gpus, private, shared
 
-from sidelane import Communicator
+from sidelane import Communicator, Config
 from sidelane.collectives import ahead, backend_cpu
 from sidelane.collectives.ahead import INPUT_ELSEWHERE, OUTPUT_UNKNOWN, Ahead
 
@@ -126,7 +126,7 @@ def storm(group: dist.ProcessGroup, seed: int, steps: int) -> tuple[dict[str, in
         slots += [Slot("all_gather", slots[0].size, n, rank) for _ in range(2)]
         spare = [slot.new(offset=3) for slot in slots for _ in range(2)]
         for step in range(steps):
-            share = 0.004 if step % 40 > 8 else 0.2  # of calls before which a rank replaces a tensor
+            share = 0.01 if step % 30 > 5 else 0.2  # of calls before which a rank replaces a tensor
             for number, slot in enumerate(slots):
                 kept = slot.output, slot.input
                 name = late.choice(("output", "input"))
@@ -154,3 +154,35 @@ def storm(group: dist.ProcessGroup, seed: int, steps: int) -> tuple[dict[str, in
     del slots, slot, spare, extra
     gc.collect()
     return dict(said), mapped_here() - before
+
+
+def goes_wrong(group: dist.ProcessGroup, how: str, debug: bool) -> tuple[str, tuple[int, ...], str]:
+    """Rank 1 does not make a call that goes ahead, in which rank 2 misses. What the others raise, and what then."""
+    config = Config(timeout_s=0.5 if how == "stays away" else 30.0, map_memory=True, debug=debug)
+    with ahead_of_peers() as said, Communicator(group, device="cpu", config=config) as comm:
+        n, rank = comm.world_size, comm.rank
+        slot, other = Slot("all_gather", 50, n, rank), Slot("all_to_all", 50, n, rank)
+        for step in range(6):
+            slot.run(comm, step), other.run(comm, step)
+        assert said["hits"] > 0
+        if rank == 2:
+            slot.input = slot.new()
+        name, ranks = "", ()
+        try:
+            if rank != 1:
+                slot.run(comm, 7)
+            elif how == "refuses":
+                comm.all_gather(slot.output, slot.output[:7])
+            elif how == "makes another":
+                other.run(comm, 7)
+        except Exception as error:
+            name, ranks = type(error).__name__, tuple(getattr(error, "ranks", ()))
+        dist.barrier(group)
+        then = ""
+        if how != "stays away" or rank != 1:
+            try:
+                slot.run(comm, 8)
+            except Exception as error:
+                then = type(error).__name__
+        dist.barrier(group)
+    return name, ranks, then

@@ -47,7 +47,7 @@ LAG = 32
 """A host is ahead of its peers by no more than so many calls, and hears in each what was wished for so long ago. Half
 of what is on record of a rank (``RING_CALLS``)."""
 
-LOOKS = 16
+LOOKS = 4
 """A look at whether something was freed, every so many calls."""
 
 VARIANTS = (AUTO, "b2b")
@@ -210,13 +210,14 @@ class Ahead:
         self.count += 1
         self._last = call
         assert isinstance(request, Request), "calls with lists have other signatures"
-        said = self._say(self._reach.found(request, tensors), expected)
-        misses = said in (OUTPUT_UNKNOWN, INPUT_ELSEWHERE)
-        looks = next(self._looks) == 0
-        if looks:
-            self._let_go()
-        if misses or (looks and self._reach.looks_gone()):
-            self._wish(expected.known, call)
+        with self._calls.making_ready():
+            said = self._say(self._reach.found(request, tensors), expected)
+            misses = said in (OUTPUT_UNKNOWN, INPUT_ELSEWHERE)
+            looks = next(self._looks) == 0
+            if looks:
+                self._let_go()
+            if misses or (looks and self._reach.looks_gone()):
+                self._wish(expected.known, call)
         self._control.post_call(call, expected.text + SPLITS + said)
         changed, waiting = NOBODY, NOBODY
         targets: dict[int, int] = {}
@@ -225,7 +226,7 @@ class Ahead:
         else:
             self._control.keep_post(call)
             if self._calls.config.debug:
-                self._calls.agree(call)
+                self._compare(call)
         return self._prepare(key, expected, request, changed, waiting, targets)
 
     def close(self) -> None:
@@ -252,13 +253,7 @@ class Ahead:
 
     def _hear(self, call: int) -> tuple[frozenset[int], frozenset[int], dict[int, int]]:
         """Wait for all posts: ranks whose inputs lie elsewhere, ranks that miss, where the outputs of others lie."""
-        posts = self._calls.posts(call)
-        try:
-            compare(self._control, call, posts)
-        except Exception as error:
-            self._calls.fail(PeerError(str(error), _culprits(posts)))
-            raise
-        said = [post.differing for post in posts]
+        said = [post.differing for post in self._compare(call)]
         changed = frozenset(rank for rank, text in enumerate(said) if text == INPUT_ELSEWHERE)
         waiting = changed | {rank for rank, text in enumerate(said) if text == OUTPUT_UNKNOWN}
         targets = {}
@@ -268,6 +263,16 @@ class Ahead:
                 assert address is not None, "all ranks know alike what all have mapped"
                 targets[rank] = address
         return changed, waiting, targets
+
+    def _compare(self, call: int) -> Sequence[PostedCall]:
+        """Wait for all posts. Where they differ, ranks do not expect the same any more: that ends the communicator."""
+        posts = self._calls.posts(call)
+        try:
+            compare(self._control, call, posts)
+        except Exception as error:
+            self._calls.fail(PeerError(str(error), _culprits(posts)))
+            raise
+        return posts
 
     def _prepare(
         self,
