@@ -30,6 +30,11 @@ def test_a_storm_of_tensors_that_are_replaced(pool: RankPool, n: int, steps: int
     assert [left for _, left in found] == [0] * n, "what is mapped goes with the communicator"
 
 
+def test_what_is_written_right_behind_a_call(pool: RankPool) -> None:
+    for said, wrong in pool.run(ahead_cases.hosts_run_ahead, 2, 80):
+        assert wrong == 0 and said["hits"] > 20
+
+
 @pytest.mark.parametrize(
     ("how", "debug"),
     [("stays away", False), ("refuses", False), ("refuses", True), ("makes another", False), ("makes another", True)],

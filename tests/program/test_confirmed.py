@@ -9,14 +9,15 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from sidelane.collectives.prepare import FLAGS
 from sidelane.errors import ProgramError
-from sidelane.program.builders import Transport, build
+from sidelane.execute.cuda.release import READ_CAPACITY
+from sidelane.program.builders import Transport, build, variants
 from sidelane.program.builders.confirmed import can_be_confirmed, confirmed
 from sidelane.program.builders.flags import CONFIRMATIONS
 from sidelane.program.collective import (
     MAX_NODE_RANKS,
     Collective,
+    Kind,
     Reduction,
     all_gather,
     all_reduce,
@@ -26,6 +27,7 @@ from sidelane.program.collective import (
     scatter,
 )
 from sidelane.program.ir import Command, Copy, Program, Signal, Wait
+from sidelane.program.transform import prelaunch
 from sidelane.program.verify import verify
 from sidelane.program.verify.check import verify_sequence
 
@@ -80,9 +82,11 @@ def test_they_may_follow_each_other_and_other_programs() -> None:
 
 
 def test_flags_of_confirmations_are_nothing_else() -> None:
-    assert CONFIRMATIONS + MAX_NODE_RANKS <= FLAGS
-    largest = build(all_to_all([[4] * 16] * 16), "pcpy", Transport.STAGED)
-    assert largest.flag_count <= CONFIRMATIONS
+    assert CONFIRMATIONS + MAX_NODE_RANKS <= READ_CAPACITY, "whoever waits in vain can be told for which"
+    for variant in variants(Kind.ALL_GATHER):
+        for nbytes in (1 << 20, 1 << 28):
+            largest = build(all_gather([nbytes] * MAX_NODE_RANKS), variant)
+            assert prelaunch(largest).flag_count <= CONFIRMATIONS, variant
 
 
 def without(program: Program, rank: int, mistaken: Callable[[list[Command]], list[Command]]) -> Program:

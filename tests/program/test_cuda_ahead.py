@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from cuda_world import World, expected_outputs, world_of
 
-from sidelane.collectives.prepare import FLAGS
 from sidelane.execute.base import Addresses
 from sidelane.execute.cuda.plan import plan_calls
+from sidelane.execute.cuda.release import READ_CAPACITY
 from sidelane.program import collective as define
 from sidelane.program.builders import Transport, build
 from sidelane.program.builders.confirmed import confirmed
@@ -24,7 +24,7 @@ class Memory:
         self.inputs = [np.zeros(nbytes, np.uint8) for _ in range(2)]
         self.outputs = [np.zeros(nbytes, np.uint8) for _ in range(2)]
         self.staging = np.zeros(nbytes, np.uint8)
-        self.flags = np.zeros(FLAGS, np.uint32)
+        self.flags = np.zeros(READ_CAPACITY, np.uint32)
 
 
 def call(world: World, memory: list[Memory], collective: Collective, draw: random.Random) -> None:

@@ -24,6 +24,7 @@ from sidelane.execute.base import Addresses, Pieces, Runnable
 from sidelane.memory.base import SymmetricBlock
 from sidelane.program.batch import Batch
 from sidelane.program.builders import Alternation
+from sidelane.program.builders.flags import CONFIRMATIONS
 from sidelane.program.collective import Buffer
 from sidelane.program.ir import Program, has_epochs
 from sidelane.program.kernel import KernelProgram
@@ -258,7 +259,7 @@ class Preparer:
 
     def _addresses(self, program: Program, request: Request | ListRequest, captured: bool) -> Addresses:
         offset = 4 * FLAGS * _region(program, captured)
-        assert program.flag_count <= FLAGS
+        assert program.flag_count <= CONFIRMATIONS <= FLAGS
         flags = tuple(base + offset for base in self._flags.addresses)
         if isinstance(request, Request):
             return Addresses(self._buffers(program, request, self._staging), flags)
