@@ -30,12 +30,17 @@ KINDS = ("all_gather", "all_gather in place", "all_to_all", "broadcast", "gather
 def ahead_of_peers(lag: int = 4) -> Iterator[collections.Counter[str]]:
     """CPU ranks go by the protocol of GPUs, and are heard after fewer calls; how often they did what."""
     said: collections.Counter[str] = collections.Counter()
-    real_say, real_settled = Ahead._say, Ahead.settled
+    real_say, real_post, real_settled = Ahead._say, Ahead._post_hit, Ahead.settled
 
     def say(self: Ahead, *args: Any) -> str:
         text = real_say(self, *args)
-        said[text if text in (INPUT_ELSEWHERE, OUTPUT_UNKNOWN) else "hits"] += 1
+        if text in (INPUT_ELSEWHERE, OUTPUT_UNKNOWN):
+            said[text] += 1
         return text
+
+    def post_hit(self: Ahead, *args: Any) -> None:
+        said["hits"] += 1
+        real_post(self, *args)
 
     def settled(self: Ahead, *args: Any) -> bool:
         said["waits"] += 1
@@ -45,6 +50,7 @@ def ahead_of_peers(lag: int = 4) -> Iterator[collections.Counter[str]]:
         mock.patch.object(backend_cpu.CpuBackend, "hosts_meet", False),
         mock.patch.object(ahead, "LAG", lag),
         mock.patch.object(Ahead, "_say", say),
+        mock.patch.object(Ahead, "_post_hit", post_hit),
         mock.patch.object(Ahead, "settled", settled),
     ):
         yield said

@@ -36,7 +36,7 @@ from sidelane.collectives.plan import AUTO, AnyAgreement
 from sidelane.collectives.prepare import Prepared, Preparer
 from sidelane.collectives.reach import Reach
 from sidelane.errors import PeerError, UnavailableError
-from sidelane.memory.ordinary import Mapping
+from sidelane.memory.ordinary import Allocation, Mapping
 from sidelane.memory.posts import MOST_WISHES, SPLITS, PostedCall
 from sidelane.program.builders.confirmed import CONFIRMED, NOBODY, can_be_confirmed, confirmed
 from sidelane.program.collective import Buffer, Collective
@@ -49,6 +49,9 @@ of what is on record of a rank (``RING_CALLS``)."""
 
 LOOKS = 4
 """A look at whether something was freed, every so many calls."""
+
+MOST_HITS = 4096
+"""Remembered."""
 
 VARIANTS = (AUTO, "b2b")
 """Of calls that can go ahead: the copies of a rank stand on one engine."""
@@ -88,6 +91,22 @@ class Expected(NamedTuple):
     sources: Sources
 
 
+class Hit(NamedTuple):
+    """A call that hit, and will again while the same is expected of it and the memory is what it was.
+
+    Attributes:
+        sources: see :class:`Expected`.
+        allocations: in which the tensors of this rank lie.
+        post: what is said of it.
+        prepared: what it runs as.
+    """
+
+    sources: Sources
+    allocations: tuple[Allocation, ...]
+    post: str
+    prepared: Prepared
+
+
 class Ahead:
     """Of one lane.
 
@@ -107,7 +126,8 @@ class Ahead:
         self._retired: list[tuple[int, Mapping]] = []  # with the last call that may read by it
         self._last = 0
         self._looks = itertools.cycle(range(LOOKS))
-        self.count = 0
+        self._hits: dict[Hashable, Hit] = {}
+        preparer.keepers.append(self._hits.clear)
         reach.dropped = self._drop
 
     def expects(self, text: str, call: int) -> Expected | None:
@@ -122,8 +142,9 @@ class Ahead:
         if known is None or known.pattern.state is not State.AHEAD:
             return None
         long_ago = call - LAG
-        with self._calls.failing_for_good():
-            self._control.wait_for_begun(long_ago, self._calls.config.timeout_s)
+        if self._control.absent(long_ago):
+            with self._calls.failing_for_good():
+                self._control.wait_for_begun(long_ago, self._calls.config.timeout_s)
         if any(known.since <= wish <= long_ago for wish in self._control.wishes(known.wish)):
             known.pattern.pause()
             return None
@@ -207,31 +228,43 @@ class Ahead:
             PeerError, PeerTimeoutError, MismatchError: this rank has missed, and its peers do not make the call, some
                 of whose engines have begun. The communicator is of no use any more.
         """
-        self.count += 1
         self._last = call
+        if next(self._looks) == 0:
+            self._let_go()
+            if self._reach.looks_gone():
+                self._wish(expected.known, call)
+        hit = self._hits.get(key)
+        if hit is not None and hit.sources is expected.sources and self._reach.stand(hit.allocations):
+            self._post_hit(call, hit.post)
+            return hit.prepared
         assert isinstance(request, Request), "calls with lists have other signatures"
         with self._calls.making_ready():
-            said = self._say(self._reach.found(request, tensors), expected)
-            misses = said in (OUTPUT_UNKNOWN, INPUT_ELSEWHERE)
-            looks = next(self._looks) == 0
-            if looks:
-                self._let_go()
-            if misses or (looks and self._reach.looks_gone()):
-                self._wish(expected.known, call)
-        self._control.post_call(call, expected.text + SPLITS + said)
-        changed, waiting = NOBODY, NOBODY
-        targets: dict[int, int] = {}
-        if misses:
-            changed, waiting, targets = self._hear(call)
-        else:
-            self._control.keep_post(call)
-            if self._calls.config.debug:
-                self._compare(call)
-        return self._prepare(key, expected, request, changed, waiting, targets)
+            found = self._reach.found(request, tensors)
+            said = self._say(found, expected)
+        post = expected.text + SPLITS + said
+        if said in (OUTPUT_UNKNOWN, INPUT_ELSEWHERE):
+            self._wish(expected.known, call)
+            self._control.post_call(call, post)
+            return self._prepare(key, expected, request, *self._hear(call))
+        self._post_hit(call, post)
+        prepared = self._prepare(key, expected, request, NOBODY, NOBODY, {})
+        allocations = tuple({place.allocation for place in found.values() if isinstance(place, Found)})
+        if all(allocation.kept is None for allocation in allocations):  # of several pieces: is_gone looks at one
+            if len(self._hits) >= MOST_HITS:
+                self._hits.clear()
+            self._hits[key] = Hit(expected.sources, allocations, post, prepared)
+        return prepared
+
+    def _post_hit(self, call: int, post: str) -> None:
+        self._control.post_call(call, post)
+        self._control.keep_post(call)
+        if self._calls.config.debug:
+            self._compare(call)
 
     def close(self) -> None:
         """Let go of all that is kept. Nothing may be under way."""
         self._known.clear()
+        self._hits.clear()
         self._programs.clear()
         self._retired.clear()
 
@@ -312,6 +345,7 @@ class Ahead:
         return found
 
     def _drop(self, rank: int, name: str, mapping: Mapping | None) -> None:
+        self._hits.clear()
         for known in self._known.values():
             known.pattern.drop(rank, name)
         if mapping is not None and self._control.ended(self._rank) < self._last:

@@ -117,7 +117,7 @@ class CallPath:
             if self.ahead is not None and not place[1]:
                 expected = self.ahead.expects(planned.text if prepared is None else prepared.signature, call)
             if expected is not None:
-                planned = self._keep(key, self._plan(asked, key, variant, beside, place))
+                planned = self._planned.get(key) or self._keep(key, self._plan(asked, key, variant, beside, place))
             elif prepared is None:
                 # An asynchronous call waits for nobody's host.
                 offer = None if async_op else self._offer(asked, planned)

@@ -147,6 +147,10 @@ class Reach:
         mapping = self._known[rank, name]
         return (self._held[name].start if mapping is None else mapping.start) + offset
 
+    def stand(self, allocations: Sequence[Allocation]) -> bool:
+        """True while none of this rank's allocations has been freed."""
+        return not any(self._memory.is_gone(allocation) for allocation in allocations)
+
     def looks_gone(self) -> bool:
         """True if one of the allocations that peers have mapped was freed; looks at the next one each time."""
         name = next(self._looked_at, None)
