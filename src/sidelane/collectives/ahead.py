@@ -119,7 +119,7 @@ class Ahead:
     def __init__(self, calls: Calls, preparer: Preparer, reach: Reach) -> None:
         self._calls, self._preparer, self._reach = calls, preparer, reach
         self._control = calls.control
-        self._rank, self._world_size = calls.control.rank, calls.control.world_size
+        self._rank = calls.control.rank
         self._known: dict[str, Known] = {}
         self._wishes = itertools.count()
         self._programs: dict[Hashable, Program] = {}
