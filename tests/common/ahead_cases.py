@@ -123,16 +123,17 @@ def what_comes_again(group: dist.ProcessGroup, layers: int) -> tuple[int, int, i
 
 
 def storm(group: dist.ProcessGroup, seed: int, steps: int) -> tuple[dict[str, int], int]:
-    """Calls that come again, and tensors that some ranks replace: for good or for a call, by new memory, by memory that
-    peers know, or by such that they cannot map. What ranks did, and what is left mapped in the end."""
+    """Calls of two communicators that come again, and tensors that some ranks replace: for good or for a call, by new
+    memory, by memory that peers know, or by such that they cannot map. What ranks did, and what is left mapped."""
     draw, late = random.Random(seed), random.Random(100 * seed + dist.get_rank(group))
     gc.collect()
     before = mapped_here()
     with (
         ahead_of_peers(lag=draw.choice((1, 4, 9))) as said,
         Communicator(group, device=torch.get_default_device(), config=MAPPING) as comm,
+        Communicator(group, device=torch.get_default_device(), config=MAPPING) as second,
     ):
-        n, rank = comm.world_size, comm.rank
+        n, rank, extra = comm.world_size, comm.rank, None
         slots = [Slot(kind, draw.choice(SEGMENTS if on_gpus() else SIZES), n, rank) for kind in KINDS]
         slots += [Slot("all_gather", slots[0].size, n, rank) for _ in range(2)]
         spare = [slot.new(offset=3) for slot in slots for _ in range(2)]
@@ -150,7 +151,7 @@ def storm(group: dist.ProcessGroup, seed: int, steps: int) -> tuple[dict[str, in
                     setattr(slot, name, slot.new(is_private=True))
                 elif how < 0.9:
                     slot.output, slot.input = slot.new(), slot.new()
-                slot.run(comm, step, async_op=draw.random() < 0.1)
+                slot.run(second if number % 3 == 2 else comm, step, async_op=draw.random() < 0.1)
                 if 0.5 <= how < 0.65 or (how < 1 and late.random() < 0.5):
                     slot.output, slot.input = kept
                 del kept
