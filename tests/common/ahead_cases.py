@@ -13,6 +13,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from pieces import MadeUpPieces, memory_of
 from reach_cases import MAPPING, mapped_here, on_gpus, private, shared
 
 from sidelane import Communicator, Config
@@ -166,6 +167,21 @@ def storm(group: dist.ProcessGroup, seed: int, steps: int) -> tuple[dict[str, in
     del slots, slot, spare, extra
     gc.collect()
     return dict(said), mapped_here() - before
+
+
+def storm_of_pieces(group: dist.ProcessGroup, seed: int, steps: int) -> dict[str, int]:
+    """The same in memory of a made-up driver: tensors of several pieces, of which those freed last are given out first,
+    and nothing is left of it."""
+    pieces = MadeUpPieces(1 << 14)
+    with (
+        mock.patch.object(backend_cpu, "SharedTensors", return_value=memory_of(pieces)),
+        mock.patch(f"{__name__}.shared", pieces.tensor),
+    ):
+        said, _ = storm(group, seed, steps)
+    gc.collect()
+    assert not pieces.mapped and not pieces.reserved, "what peers have given is unmapped"
+    assert not pieces.counts, "what was freed here is retained by nobody"
+    return said
 
 
 def hosts_run_ahead(group: dist.ProcessGroup, steps: int) -> tuple[dict[str, int], int]:

@@ -30,6 +30,11 @@ def test_a_storm_of_tensors_that_are_replaced(pool: RankPool, n: int, steps: int
     assert [left for _, left in found] == [0] * n, "what is mapped goes with the communicator"
 
 
+def test_a_storm_in_memory_of_several_pieces(pool: RankPool) -> None:
+    found = pool.run(ahead_cases.storm_of_pieces, 3, 5, 40)
+    assert sum(said["hits"] for said in found) > 100 and sum(said.get(INPUT_ELSEWHERE, 0) for said in found) > 0
+
+
 def test_what_is_written_right_behind_a_call(pool: RankPool) -> None:
     for said, wrong in pool.run(ahead_cases.hosts_run_ahead, 2, 80):
         assert wrong == 0 and said["hits"] > 20
