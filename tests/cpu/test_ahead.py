@@ -21,7 +21,7 @@ def test_a_model_waits_while_it_is_learnt(pool: RankPool) -> None:
     assert pool.run(ahead_cases.what_comes_again, 2, layers) == [(learnt, layers * kinds * steps - learnt, 0)] * 2
 
 
-@pytest.mark.parametrize(("n", "steps"), [(2, 90), (3, 60)])
+@pytest.mark.parametrize(("n", "steps"), [(2, 60), (3, 40)])
 def test_a_storm_of_tensors_that_are_replaced(pool: RankPool, n: int, steps: int) -> None:
     found = pool.run(ahead_cases.storm, n, n, steps)
     total = sum((collections.Counter(said) for said, _ in found), collections.Counter[str]())
@@ -31,8 +31,8 @@ def test_a_storm_of_tensors_that_are_replaced(pool: RankPool, n: int, steps: int
 
 
 def test_a_storm_in_memory_of_several_pieces(pool: RankPool) -> None:
-    found = pool.run(ahead_cases.storm_of_pieces, 3, 5, 40)
-    assert sum(said["hits"] for said in found) > 100 and sum(said.get(INPUT_ELSEWHERE, 0) for said in found) > 0
+    found = pool.run(ahead_cases.storm_of_pieces, 2, 5, 40)
+    assert sum(said["hits"] for said in found) > 50 and sum(said.get(INPUT_ELSEWHERE, 0) for said in found) > 0
 
 
 def test_what_is_written_right_behind_a_call(pool: RankPool) -> None:
