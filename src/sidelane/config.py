@@ -69,7 +69,8 @@ class Config:
         memory_bytes: most bytes of symmetric memory that ``empty`` of a communicator may reserve on a rank; None for
             what the device has.
         map_memory: let peers reach ordinary tensors without staging where that is possible (docs/internals/reach.md).
-            None: on CPU ranks. On GPUs the host of each such call waits for its peers' hosts.
+            None: on CPU ranks. On GPUs the host of such a call waits for its peers' hosts, at least until its addresses
+            come again.
         virtual_nodes: the node of each rank of the world, for process groups; None: ranks of one machine share one.
     """
 

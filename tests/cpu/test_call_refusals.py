@@ -19,8 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from sidelane import Communicator, CommunicatorClosedError, Config, PeerError, UnavailableError
 from sidelane.collectives.agree import compare
 from sidelane.memory import host_shared
-from sidelane.memory.control import RING_CALLS, ControlBlock
+from sidelane.memory.control import ControlBlock
 from sidelane.memory.exchange import Exchange
+from sidelane.memory.posts import RING_CALLS
 
 
 def communicator(group: dist.ProcessGroup, **settings: Any) -> Communicator:

@@ -16,8 +16,9 @@ import torch.distributed as dist
 from ranks import RankPool, crew, shared_memory
 
 from sidelane.errors import CommunicatorClosedError, PeerError, PeerTimeoutError
-from sidelane.memory.control import RING_CALLS, ControlBlock
+from sidelane.memory.control import ControlBlock
 from sidelane.memory.exchange import Exchange
+from sidelane.memory.posts import RING_CALLS
 from sidelane.memory.process import ProcessIdentity
 
 
@@ -101,6 +102,23 @@ def reader_that_left(group: dist.ProcessGroup) -> None:
 
 def test_nobody_waits_for_a_reader_that_left(pool: RankPool) -> None:
     pool.run(reader_that_left, 2)
+
+
+def read_by_one(group: dist.ProcessGroup) -> None:
+    """Rank 0 reads the posts of a call; rank 1 has made it before, and reads none, then or later."""
+    control = ControlBlock(Exchange(group, 60.0))
+    for call in range(1, 3 * RING_CALLS):
+        control.post_call(call, f"call {call} of {control.rank}")
+        if call == 1:
+            if control.rank == 0:
+                assert [post.signature for post in control.calls_of_all(1, 3600.0)] == ["call 1 of 0", "call 1 of 1"]
+            dist.barrier(group)
+    dist.barrier(group)
+    control.close()
+
+
+def test_nobody_waits_for_a_rank_that_has_passed_a_call_without_reading(pool: RankPool) -> None:
+    pool.run(read_by_one, 2)
 
 
 def overwritten(group: dist.ProcessGroup) -> list[str]:

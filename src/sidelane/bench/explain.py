@@ -291,7 +291,7 @@ def _reaching(options: ExplainOptions, device_type: str) -> tuple[str, ...]:
         return ()
     if device_type == CPU:
         return ("ordinary tensors go through staging, unless all ranks have them in shared memory",)
-    return ("ordinary tensors go through staging: GPUs do not map those of their peers yet",)
+    return ("ordinary tensors go through staging; SIDELANE_MAP_MEMORY=1 may do without (docs/internals/reach.md)",)
 
 
 def _rounding(options: ExplainOptions, agreement: AnyAgreement) -> tuple[str, ...]:

@@ -9,7 +9,8 @@ from typing import Any
 
 from sidelane.collectives.heap import Region
 from sidelane.errors import MismatchError, PeerError
-from sidelane.memory.control import SPLITS, ControlBlock, PostedCall
+from sidelane.memory.control import ControlBlock
+from sidelane.memory.posts import SPLITS, PostedCall
 
 Location = tuple[int, int] | None
 """Number of a symmetric block and offset in it; None for ordinary memory."""

@@ -6,21 +6,24 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple, TypeVar
 
 from sidelane.collectives.agree import OFFER, compare
+from sidelane.collectives.ahead import Ahead
 from sidelane.collectives.arguments import Arguments, Request
 from sidelane.collectives.asked import AnyRequest, Form
 from sidelane.collectives.calls import Calls
 from sidelane.collectives.heap import generation
 from sidelane.collectives.listed import ListRequest
+from sidelane.collectives.offered import Offer, Outcomes
+from sidelane.collectives.pattern import Sources
 from sidelane.collectives.plan import AnyAgreement
 from sidelane.collectives.pooled import PooledMemory
 from sidelane.collectives.prepare import Prepared, Preparer
-from sidelane.collectives.reach import Offer, Outcomes, Reach
+from sidelane.collectives.reach import Reach
 from sidelane.collectives.repeat import Repeats
 from sidelane.collectives.uneven import UnevenCall
 from sidelane.collectives.work import Work
 from sidelane.errors import UnavailableError
 from sidelane.execute.base import Place
-from sidelane.memory.control import MOST_TEXT_BYTES, SPLITS, PostedCall
+from sidelane.memory.posts import MOST_TEXT_BYTES, SPLITS, PostedCall
 from sidelane.program.shape import Beside, check_beside
 
 T = TypeVar("T")
@@ -46,12 +49,14 @@ class Settled(NamedTuple):
         drops: see :class:`Reach`.
         key: of what it ran as.
         outcomes: see ``Reach.note``.
+        sources: see ``Ahead.sources``.
     """
 
     posts: Sequence[PostedCall]
     drops: int
     key: Hashable
     outcomes: Outcomes
+    sources: Sources | None
 
 
 class CallPath:
@@ -63,6 +68,7 @@ class CallPath:
         preparer: makes them ready.
         repeats: those that compiled code makes again; None where there is none.
         reach: how peers get at ordinary memory and pools; None without peers.
+        ahead: calls that wait for no peer's host; None where they meet anyway, or map nothing.
     """
 
     def __init__(self, calls: Calls, arguments: Arguments, preparer: Preparer) -> None:
@@ -73,6 +79,9 @@ class CallPath:
         if arguments.world_size > 1:
             memory = PooledMemory(arguments.heap, arguments.rank, calls.backend.ordinary if mapped else None)
             self.reach = Reach(calls, memory, arguments.compared)
+        self.ahead: Ahead | None = None
+        if self.reach is not None and mapped and not calls.backend.hosts_meet:
+            self.ahead = Ahead(calls, preparer, self.reach)
         self._planned: dict[Hashable, Planned] = {}
         self._settled: dict[Hashable, Settled] = {}
 
@@ -102,8 +111,14 @@ class CallPath:
                 # Compiled code knows tensors by their addresses only, which say nothing in a pool.
                 key, remember = (*key, pooled), False
                 prepared = self.preparer.recall(key) if async_op or False not in pooled else None
+            expected = None
             if prepared is None:
                 planned = self._plan(asked, key, variant, beside, place)
+            if self.ahead is not None and not place[1]:
+                expected = self.ahead.expects(planned.text if prepared is None else prepared.signature, call)
+            if expected is not None:
+                planned = self._planned.get(key) or self._keep(key, self._plan(asked, key, variant, beside, place))
+            elif prepared is None:
                 # An asynchronous call waits for nobody's host.
                 offer = None if async_op else self._offer(asked, planned)
         except Exception as error:
@@ -113,7 +128,10 @@ class CallPath:
             calls.fail(error)
             raise
         try:
-            if prepared is not None:
+            if expected is not None:
+                assert self.ahead is not None
+                prepared, remember = self.ahead.make(call, key, expected, planned.request, asked.tensors), False
+            elif prepared is not None:
                 self._announce(call, prepared.signature, again=True)
             else:
                 remember = False  # until it comes again
@@ -227,7 +245,7 @@ class CallPath:
 
     def _offer(self, asked: Form, planned: Planned) -> Offer | None:
         """Memory of this rank that its peers may reach in this call."""
-        if self.reach is None:
+        if self.reach is None or (self.ahead is not None and self.ahead.gives_up(planned.text)):
             return None
         room = MOST_TEXT_BYTES - 1 - len(planned.text) - len(SPLITS)
         return self.reach.offer(_parts(planned.request), asked.tensors, room)
@@ -235,16 +253,13 @@ class CallPath:
     def _settle(self, call: int, key: Key, asked: Form, planned: Planned, offer: Offer) -> tuple[int, Prepared]:
         """Agree on the memory that peers reach, with the call; its number from now on, and what it runs as."""
         assert self.reach is not None
-        if len(self._planned) >= MOST_PLANNED:
-            oldest = next(iter(self._planned))
-            del self._planned[oldest]
-            self._settled.pop(oldest, None)
-        self._planned[key] = planned
-        request, agreement, signature = planned
+        request, agreement, signature = self._keep(key, planned)
         self.calls.control.post_call(call, signature + SPLITS + offer.text)
         posts = self.calls.posts(call)
         settled = self._settled.get(key)
-        if settled is not None and settled.posts == posts and settled.drops == self.reach.drops:
+        same = settled is not None and settled.posts == posts and settled.drops == self.reach.drops
+        if settled is not None and same:
+            self._learn(call, signature, agreement, settled.sources)
             prepared = self.preparer.recall(settled.key)
             if prepared is not None:
                 self.reach.hold(offer)
@@ -253,13 +268,30 @@ class CallPath:
         compare(self.calls.control, call, posts)
         texts = [post.differing for post in posts]
         call, reached, outcomes = self.reach.settle(call, signature, offer, texts, _parts(request))
+        sources = None if self.ahead is None else self.ahead.sources(agreement, texts)
+        if not same:
+            self._learn(call, signature, agreement, sources)
         if reached is not None:
             request = reached[0] if isinstance(request, Request) else ListRequest(tuple(reached))
             agreement = asked.agreement(request, agreement.variant, agreement.frozen, agreement.beside)
         full = key if reached is None else (*key, _where(reached))
-        self._settled[key] = Settled(posts, self.reach.drops, full, outcomes)
+        self._settled[key] = Settled(posts, self.reach.drops, full, outcomes, sources)
         self.reach.note(offer, outcomes)
         return call, self.preparer.recall(full) or self._prepare(agreement, request, full)
+
+    def _learn(self, call: int, signature: str, agreement: AnyAgreement, sources: Sources | None) -> None:
+        """Calls may go ahead from the next one on, which compiled code must not make again as staged ones."""
+        if self.ahead is not None and self.ahead.settled(call, signature, agreement, sources) and self.repeats:
+            self.repeats.forget()
+
+    def _keep(self, key: Key, planned: Planned) -> Planned:
+        """Remember what is asked."""
+        if key not in self._planned and len(self._planned) >= MOST_PLANNED:
+            oldest = next(iter(self._planned))
+            del self._planned[oldest]
+            self._settled.pop(oldest, None)
+        self._planned[key] = planned
+        return planned
 
     def _prepare(self, agreement: AnyAgreement, request: AnyRequest, key: Hashable) -> Prepared:
         with self.calls.making_ready():

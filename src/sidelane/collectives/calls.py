@@ -28,7 +28,8 @@ from sidelane.errors import (
     UnavailableError,
 )
 from sidelane.execute.base import Place
-from sidelane.memory.control import ControlBlock, PostedCall
+from sidelane.memory.control import ControlBlock
+from sidelane.memory.posts import PostedCall
 from sidelane.program.ir import RENEWAL_CALLS
 
 _ALIKE = (ValueError, MismatchError, ProgramError, UnavailableError)

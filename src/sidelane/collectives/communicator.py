@@ -33,7 +33,7 @@ from sidelane.collectives.work import Work
 from sidelane.config import Config
 from sidelane.errors import PeerError, UnavailableError
 from sidelane.execute.submitted import Counts, Submitted
-from sidelane.memory.control import SPLITS
+from sidelane.memory.posts import SPLITS
 from sidelane.program.collective import Kind
 from sidelane.program.ir import Program
 from sidelane.program.shape import Beside, Computation
@@ -431,8 +431,9 @@ class Communicator:
     def reach(self, tensor: torch.Tensor) -> Reached:
         """How peers get at a tensor: ``symmetric``, ``mapped`` or ``staged``, and why. No collective.
 
-        A tensor that is ``mapped`` is staged all the same where that of another rank is, and in asynchronous calls. One
-        in a :func:`sidelane.pool` is ``symmetric`` once the ranks have found it at one place on all of them.
+        A tensor that is ``mapped`` is staged all the same where that of another rank is, and in asynchronous calls that
+        do not go ahead (docs/internals/reach.md; :meth:`last_choice` says of a call that it has). One in a
+        :func:`sidelane.pool` is ``symmetric`` once the ranks have found it at one place on all of them.
 
         Raises:
             ValueError: no call takes this tensor.

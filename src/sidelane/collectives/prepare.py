@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Protocol
 
 import torch
@@ -24,6 +24,7 @@ from sidelane.execute.base import Addresses, Pieces, Runnable
 from sidelane.memory.base import SymmetricBlock
 from sidelane.program.batch import Batch
 from sidelane.program.builders import Alternation
+from sidelane.program.builders.flags import CONFIRMATIONS
 from sidelane.program.collective import Buffer
 from sidelane.program.ir import Program, has_epochs
 from sidelane.program.kernel import KernelProgram
@@ -124,14 +125,30 @@ class Preparer:
             self._kept.append(loaded)
         prepared = Prepared(loaded, agreement.text(), agreement.frozen, choice)
         if key is not None:
-            if len(self._recent) >= MOST_RECENT:
-                del self._recent[next(iter(self._recent))]
             if isinstance(request, ListRequest):
                 if len(self._recent_lists) >= MOST_RECENT_LISTS:
                     self._recent.pop(self._recent_lists.popleft(), None)
                 self._recent_lists.append(key)
-            self._recent[key] = prepared
+            self._remember(key, prepared)
         return prepared
+
+    def make_room(self, program: Program) -> None:
+        """Have the staging of a program. Collective where there is less."""
+        self._reserve(self._staging, max(program.staging_bytes), False)
+
+    def bind(
+        self, program: Program, buffers: Mapping[tuple[int, str], int], signature: str, choice: Choice, key: Hashable
+    ) -> Prepared:
+        """Load a program with epochs at addresses of its caller's, who has made room for it. No collective."""
+        addresses = Addresses({**buffers, **_on_all_ranks(self._staging)}, self._flags.addresses)
+        prepared = Prepared(self._backend.executor.load(program, addresses), signature, False, choice)
+        self._remember(key, prepared)
+        return prepared
+
+    def _remember(self, key: Hashable, prepared: Prepared) -> None:
+        if len(self._recent) >= MOST_RECENT:
+            del self._recent[next(iter(self._recent))]
+        self._recent[key] = prepared
 
     def _load(self, agreement: AnyAgreement, request: Request | ListRequest) -> tuple[Runnable, Choice]:
         if agreement.frozen:
@@ -248,7 +265,7 @@ class Preparer:
 
     def _addresses(self, program: Program, request: Request | ListRequest, captured: bool) -> Addresses:
         offset = 4 * FLAGS * _region(program, captured)
-        assert program.flag_count <= FLAGS
+        assert program.flag_count <= CONFIRMATIONS <= FLAGS
         flags = tuple(base + offset for base in self._flags.addresses)
         if isinstance(request, Request):
             return Addresses(self._buffers(program, request, self._staging), flags)

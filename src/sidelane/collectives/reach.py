@@ -13,9 +13,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Mapping as MappingOf
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -23,10 +23,11 @@ from sidelane.collectives.agree import compare
 from sidelane.collectives.arguments import Request
 from sidelane.collectives.calls import Calls
 from sidelane.collectives.heap import MAPPED, Region
+from sidelane.collectives.offered import BUFFERS, Found, Heard, Offer, Outcomes, alike, outcomes_of, text_of
 from sidelane.collectives.pooled import ComparedStorages, PooledMemory
 from sidelane.errors import UnavailableError
-from sidelane.memory.control import SPLITS
 from sidelane.memory.ordinary import Allocation, Mapping
+from sidelane.memory.posts import SPLITS
 from sidelane.program.collective import REDUCING, Buffer
 
 MOST_GONE = 16
@@ -35,13 +36,8 @@ MOST_GONE = 16
 MOST_TEXTS = 1024
 """Of offers, remembered."""
 
-BUFFERS = (Buffer.OUTPUT, Buffer.INPUT)
-
 ALIGNMENT = 256
 """In bytes, to which a place is said to be aligned or not. Allocations are."""
-
-HANDLES, GONE = "handles", "gone"
-"""Keys of an offer as text: allocations with their handles, and names of those that peers let go of."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,42 +56,6 @@ class Reached:
         return f"{self.how}: {self.why}" if self.why else self.how
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Offer:
-    """What a rank offers for a call.
-
-    Attributes:
-        text: for its peers.
-        allocations: that hold the tensors.
-        gone: names of those that its peers let go of.
-        storages: of the tensors that lie in pools, by number of the tensor or pair, and buffer.
-    """
-
-    text: str
-    allocations: tuple[Allocation, ...]
-    gone: tuple[str, ...]
-    storages: tuple[torch.UntypedStorage | None, ...] = ()
-
-
-class Found(NamedTuple):
-    """Where a tensor lies.
-
-    Attributes:
-        allocation: that holds it.
-        offset: in that.
-        storage: of a tensor in a pool, offset of its storage.
-    """
-
-    allocation: Allocation
-    offset: int
-    storage: tuple[int, ...] = ()
-
-
-Outcomes = tuple[str | None, ...]
-"""What was found out about storages, as ``Offer.storages`` has them: empty for those at one place on all ranks, else
-why they are not symmetric; None for those that some rank has not in a pool."""
-
-
 class Reach:
     """Of one lane.
 
@@ -107,6 +67,7 @@ class Reach:
     Attributes:
         drops: how often this rank has let go of what was mapped, or has heard of what cannot be: until then, the same
             offers of all ranks mean the same addresses.
+        dropped: told of what is let go of: rank, name, and what was mapped.
     """
 
     def __init__(self, calls: Calls, memory: PooledMemory, compared: ComparedStorages) -> None:
@@ -119,6 +80,7 @@ class Reach:
         self._looked_at: Iterator[str] = iter(())  # names of these
         self._texts: dict[tuple[Any, ...], str] = {}  # of offers, by places
         self.drops = 0
+        self.dropped: Callable[[int, str, Mapping | None], object] = lambda rank, name, mapping: None
 
     def of(self, tensor: torch.Tensor) -> Reached:
         """How peers get at an ordinary tensor, as far as this rank knows."""
@@ -163,7 +125,7 @@ class Reach:
             return None
         text = None if gone else self._texts.get(key)
         if text is None:
-            text = _text_of(found, allocations, gone)
+            text = text_of(found, allocations, gone)
             if not gone:
                 if len(self._texts) >= MOST_TEXTS:
                     del self._texts[next(iter(self._texts))]
@@ -172,6 +134,30 @@ class Reach:
             return None
         # Of what is only offered nothing may be kept: memory that peers have not mapped goes when its owner frees it.
         return Offer(text, tuple(allocations.values()), tuple(gone), tuple(storages) if any(storages) else ())
+
+    def found(self, request: Request, tensors: Sequence[torch.Tensor | None]) -> dict[Buffer, Found | int | None]:
+        """Where this rank's tensors lie: see :meth:`_place`."""
+        by_address = _by_address(tensors)
+        return {buffer: self._place(request.region(buffer), by_address) for buffer in BUFFERS}
+
+    def address(self, rank: int, name: str, offset: int) -> int | None:
+        """Where this process reaches a byte of an allocation that all ranks have mapped; None if not all have."""
+        if (rank, name) in self._refused or (rank, name) not in self._known:
+            return None
+        mapping = self._known[rank, name]
+        return (self._held[name].start if mapping is None else mapping.start) + offset
+
+    def stand(self, allocations: Sequence[Allocation]) -> bool:
+        """True while none of this rank's allocations has been freed."""
+        return not any(self._memory.is_gone(allocation) for allocation in allocations)
+
+    def looks_gone(self) -> bool:
+        """True if one of the allocations that peers have mapped was freed; looks at the next one each time."""
+        name = next(self._looked_at, None)
+        if name is None:
+            self._looked_at = iter(list(self._held))
+            return False
+        return name in self._held and self._memory.is_gone(self._held[name])
 
     def settle(
         self, call: int, signature: str, offer: Offer, texts: Sequence[str], requests: Sequence[Request]
@@ -194,10 +180,10 @@ class Reach:
         """
         if not all(texts):
             return call, None, ()
-        heard = [_Heard.of(text) for text in texts]
+        heard = [Heard.of(text) for text in texts]
         for rank, each in enumerate(heard):
             for name in each.gone:
-                self._known.pop((rank, name), None)
+                self.dropped(rank, name, self._known.pop((rank, name), None))
                 self._refused.discard((rank, name))
                 self.drops += 1
         for name in offer.gone:
@@ -205,7 +191,7 @@ class Reach:
         self.hold(offer)
         call = self._map_new(call, signature, heard)
         reached = [self._reached(request, number, heard) for number, request in enumerate(requests)]
-        outcomes = _outcomes(heard, len(requests))
+        outcomes = outcomes_of(heard, len(requests))
         return call, reached if reached != list(requests) else None, outcomes
 
     def note(self, offer: Offer, outcomes: Outcomes) -> None:
@@ -256,7 +242,7 @@ class Reach:
         storage = (tensor.untyped_storage().data_ptr() - found.start,) if in_pool else ()
         return Found(found, region.address - found.start, storage)
 
-    def _map_new(self, call: int, signature: str, heard: Sequence[_Heard]) -> int:
+    def _map_new(self, call: int, signature: str, heard: Sequence[Heard]) -> int:
         """Map what is offered for the first time. All ranks know what that is, and hear of what cannot be mapped."""
         new = [
             (rank, name, handle)
@@ -284,7 +270,7 @@ class Reach:
         self._refused.update((rank, name) for post in posts for rank, name in json.loads(post.differing))
         return ready
 
-    def _reached(self, request: Request, number: int, heard: Sequence[_Heard]) -> Request:
+    def _reached(self, request: Request, number: int, heard: Sequence[Heard]) -> Request:
         """A request with the memory of which the addresses on all ranks are known."""
         if request.collective.in_place:  # one of the two is the whole, which is what was offered as both
             if request.whole is request.output:
@@ -296,9 +282,9 @@ class Reach:
             input=self._mapped(request.input, Buffer.INPUT, number, heard),
         )
 
-    def _mapped(self, region: Region, buffer: Buffer, number: int, heard: Sequence[_Heard]) -> Region:
+    def _mapped(self, region: Region, buffer: Buffer, number: int, heard: Sequence[Heard]) -> Region:
         """A region as peers reach it; as it was if that of one rank is where others cannot."""
-        if region.nbytes and _alike(heard, buffer, number) == "":
+        if region.nbytes and alike(heard, buffer, number) == "":
             first = heard[0].places[buffer][number][1]
             if all(each.places[buffer][number][1] == first for each in heard):
                 return self._memory.symmetric(region)
@@ -332,58 +318,6 @@ def _by_address(tensors: Sequence[torch.Tensor | None]) -> dict[int, torch.Tenso
     return {tensor.data_ptr(): tensor for tensor in sorted(given, key=lambda tensor: tensor.nbytes)}
 
 
-def _text_of(found: Sequence[Found | int | None], allocations: MappingOf[str, Allocation], gone: Sequence[str]) -> str:
-    """An offer for the peers: see ``_Heard``."""
-    numbers = {name: number for number, name in enumerate(allocations)}
-    shown = [
-        (numbers[place.allocation.name], place.offset, *place.storage) if isinstance(place, Found) else place
-        for place in found
-    ]
-    places = {buffer: shown[number :: len(BUFFERS)] for number, buffer in enumerate(BUFFERS)}
-    handles = [(name, allocation.handle) for name, allocation in allocations.items()]
-    return json.dumps({**places, HANDLES: handles, GONE: gone}, separators=(",", ":"))
-
-
 def _matters(request: Request, buffer: Buffer) -> bool:
     """True if it matters to peers where a tensor lies, of which the other one is symmetric."""
     return buffer is Buffer.OUTPUT or request.collective.kind in REDUCING or not request.output.symmetric
-
-
-def _outcomes(heard: Sequence[_Heard], count: int) -> Outcomes:
-    return tuple(_alike(heard, buffer, number) for number in range(count) for buffer in BUFFERS)
-
-
-def _alike(heard: Sequence[_Heard], buffer: Buffer, number: int) -> str | None:
-    """Whether the storages of a tensor lie at one place of one pool on all ranks. See ``Outcomes``."""
-    places = [each.places[buffer][number] for each in heard]
-    if any(not place or len(place) < 3 for place in places):
-        return None
-    shown = [(each.handles[place[0]][0], place[2]) for each, place in zip(heard, places, strict=True)]
-    for rank, other in enumerate(shown):
-        if other != shown[0]:
-            return f"it lies at {_words(shown[0])} on rank 0 and at {_words(other)} on rank {rank}"
-    return ""
-
-
-def _words(place: tuple[str, int]) -> str:
-    return f"byte {place[1]} of {place[0]}"
-
-
-class _Heard(NamedTuple):
-    """The offer of a rank, as its peers read it.
-
-    Attributes:
-        handles: name and handle of each allocation.
-        gone: names.
-        places: by buffer and number of the tensor, or pair: (number of the allocation, offset); 0 without bytes; None
-            where it is not offered.
-    """
-
-    handles: list[tuple[str, str]]
-    gone: list[str]
-    places: dict[str, list[Any]]
-
-    @staticmethod
-    def of(text: str) -> _Heard:
-        said = json.loads(text)
-        return _Heard(said[HANDLES], said[GONE], {name: said[name] for name in BUFFERS})

@@ -227,6 +227,8 @@ class Lane:
         self.preparer.close()
         if self.path.reach is not None:
             self.path.reach.close()
+        if self.path.ahead is not None:
+            self.path.ahead.close()
         self.memory.close()
         self.control.close()
 

@@ -10,7 +10,8 @@ from sidelane.choice import Abilities
 from sidelane.collectives.agree import Splits, agree_on_splits, with_splits
 from sidelane.collectives.arguments import Arguments, Request, check_tensors, identity
 from sidelane.collectives.plan import Agreement, check_variant
-from sidelane.memory.control import ControlBlock, PostedCall
+from sidelane.memory.control import ControlBlock
+from sidelane.memory.posts import PostedCall
 from sidelane.program import collective as define
 from sidelane.program.collective import Kind
 from sidelane.program.shape import Beside

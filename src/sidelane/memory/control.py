@@ -12,38 +12,42 @@ sequence number and a checksum, so that a reader gets either a whole record or n
 
 from __future__ import annotations
 
+import collections
 import ctypes
 import dataclasses
 import os
 import threading
 import time
-import zlib
 from collections.abc import Sequence
 
 from sidelane.errors import CommunicatorClosedError, PeerError, PeerTimeoutError
 from sidelane.memory.exchange import Exchange
 from sidelane.memory.host_shared import SharedBytes
+from sidelane.memory.ordering import full_fence
+from sidelane.memory.posts import (
+    ABORT_BYTES,
+    AGREED,
+    BEGUN,
+    CLOSED,
+    ENDED,
+    FAILED,
+    OK,
+    PART_BYTES,
+    REFUSED,
+    REPEATED,
+    RING_CALLS,
+    RUNS,
+    STEP_TEXT_BYTES,
+    TIMED_OUT,
+    WAITS,
+    Part,
+    PostedCall,
+    fit,
+)
 from sidelane.memory.process import ProcessIdentity
 from sidelane.memory.record import Record
 
-RING_CALLS = 64
-MOST_TEXT_BYTES = 1024
-"""Of what is said of a call: the split sizes of 16 ranks fit."""
-
-_STEP_TEXT_BYTES = 512
-_PAGE_BYTES = 4096
-_STEP_BYTES = Record.HEADER_BYTES + _STEP_TEXT_BYTES
-_ABORT_BYTES = 2048
-_SLOT_BYTES = Record.HEADER_BYTES + 2 * MOST_TEXT_BYTES  # a signature and a refusal
-_PART_BYTES = _PAGE_BYTES + RING_CALLS * _SLOT_BYTES
-_BEGUN, _ENDED, _CLOSED, _AGREED = range(4)  # words
-_OK, _REFUSED, _REPEATED = range(3)  # status of a call; from _REPEATED on, with the rank at fault added
-_FAILED, _TIMED_OUT = range(2)  # status of an abort
-_RUNS, _WAITS = range(2)  # status of a step
 _MOST_PAYLOADS = 4096
-SPLITS = " splits "
-"""Stands in a signature in front of what may differ between the ranks."""
-
 _LIVENESS_INTERVAL_S = 0.1  # a look at a process costs a system call or two
 _STEP_S = 200e-6  # a wait for peers that are in step
 
@@ -63,33 +67,6 @@ class OwnPosts:
     lock: threading.Lock
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class PostedCall:
-    """What one rank posted for one call.
-
-    Attributes:
-        rank: whose post it is.
-        signature: what the call is there.
-        refusal: why it cannot be made; None: it can.
-        blames: the rank at fault, where the one that posted only repeats what another one did.
-    """
-
-    rank: int
-    signature: str
-    refusal: str | None
-    blames: int | None = None
-
-    @property
-    def common(self) -> str:
-        """What of the signature is the same on all ranks."""
-        return self.signature.partition(SPLITS)[0]
-
-    @property
-    def differing(self) -> str:
-        """What of it may differ."""
-        return self.signature.partition(SPLITS)[2]
-
-
 class ControlBlock:
     """One rank's view of the control parts of all ranks of a group. Making one is collective; any thread may use it.
 
@@ -99,7 +76,7 @@ class ControlBlock:
         exchange: of the ranks, all on one machine. From here on it notices what is said here.
 
     Attributes:
-        unread: a call that peers may still have to read here; 0 if there is none.
+        unread: the first call that peers may still have to read here; 0 if there is none.
         pid: of the process that is this rank.
 
     Raises:
@@ -107,17 +84,18 @@ class ControlBlock:
     """
 
     def __init__(self, exchange: Exchange) -> None:
-        shared = SharedBytes(exchange, _PART_BYTES)
+        shared = SharedBytes(exchange, PART_BYTES)
         self.rank, self.world_size = shared.rank, shared.world_size
         self._peers = shared.peers
         self._self = ProcessIdentity.own()
         self.pid = self._self.pid
-        self._parts = [_Part(shared.view(rank)) for rank in range(shared.world_size)]
+        self._parts = [Part(shared.view(rank)) for rank in range(shared.world_size)]
         self._own = self._parts[shared.rank]
         self._lock = threading.Lock()  # threads of this rank share one writer's role
         self._open_calls: set[int] = set()
         self._last_ended = 0
         self.unread, self._patience_s = 0, 0.0  # and how long they may take
+        self._also_unread: collections.deque[int] = collections.deque()
         self._payloads: dict[str, bytes] = {}  # of signatures posted before: most calls are repetitions
         self._dead: set[int] = set()
         self._look_at = 0.0
@@ -136,27 +114,44 @@ class ControlBlock:
             raise ValueError(f"ControlBlock.post_call: call numbers begin at 1 (value={call})")
         if self._is_closed:
             self._check_usable("post_call")
-        if self.unread and call >= self.unread + RING_CALLS:
+        while self.unread and call >= self.unread + RING_CALLS:
             self._let_peers_read()
         payload = self._payloads.get(signature) if refusal is None else None
         if payload is None:
-            payload = _fit(signature) + b"\0" + _fit(refusal or "")
+            payload = fit(signature) + b"\0" + fit(refusal or "")
             if refusal is None:
                 if len(self._payloads) >= _MOST_PAYLOADS:
                     self._payloads.clear()
                 self._payloads[signature] = payload
         with self._lock:
             own = self._own
-            status = _OK if refusal is None else _REFUSED if blames is None else _REPEATED + blames
+            status = OK if refusal is None else REFUSED if blames is None else REPEATED + blames
             own.slots[call % RING_CALLS].write(call, status, payload)
-            if refusal is None and own.words[_BEGUN] < call:
-                own.words[_BEGUN] = call
-            if refusal is not None and own.words[_AGREED] < call:
-                own.words[_AGREED] = call  # who refuses does not compare: nobody need keep a post for this rank
+            if refusal is None and own.words[BEGUN] < call:
+                own.words[BEGUN] = call
+            if refusal is not None and own.words[AGREED] < call:
+                own.words[AGREED] = call  # who refuses does not compare: nobody need keep a post for this rank
+
+    def keep_post(self, call: int) -> None:
+        """Let peers read what was posted for ``call``, for which this rank waits for none of them."""
+        with self._lock:
+            self._own.words[AGREED] = max(self._own.words[AGREED], call)
+        if not self.unread:
+            self.unread = call
+            return
+        self._also_unread.append(call)
+        if len(self._also_unread) >= RING_CALLS // 4:
+            while self.unread and all(part.has_read(self.unread) for part in self._parts):
+                self._next_unread()
+
+    def wish(self, number: int, call: int) -> None:
+        """Say, before posting it, that from ``call`` on this rank wishes for what ``number`` stands for."""
+        self._own.wishes[number] = call
+        full_fence()
 
     def own_posts(self) -> OwnPosts:
         """Where :meth:`post_call` writes."""
-        begun = ctypes.addressof(ctypes.c_char.from_buffer(self._own.words)) + 8 * _BEGUN
+        begun = ctypes.addressof(ctypes.c_char.from_buffer(self._own.words)) + 8 * BEGUN
         return OwnPosts(self._own.slots, begun, self._lock)
 
     def payload(self, signature: str) -> bytes | None:
@@ -168,13 +163,13 @@ class ControlBlock:
         self._check_usable("begin")
         with self._lock:
             self._open_calls.add(call)
-            self._own.words[_BEGUN] = max(self._own.words[_BEGUN], call)
-            self._own.step.write(call, _RUNS, _fit(step, _STEP_TEXT_BYTES - 1))
+            self._own.words[BEGUN] = max(self._own.words[BEGUN], call)
+            self._own.step.write(call, RUNS, fit(step, STEP_TEXT_BYTES - 1))
 
     def note(self, call: int, step: str) -> None:
         """Say that this rank waits for a peer in ``call``; ``step`` takes the place of what ``begin`` said."""
         with self._lock:
-            self._own.step.write(call, _WAITS, _fit(step, _STEP_TEXT_BYTES - 1))
+            self._own.step.write(call, WAITS, fit(step, STEP_TEXT_BYTES - 1))
 
     def end(self, call: int) -> None:
         """Say that nothing of ``call`` runs here any more, whichever way it ended."""
@@ -182,7 +177,7 @@ class ControlBlock:
             self._open_calls.discard(call)
             self._last_ended = max(self._last_ended, call)
             # Calls may end out of order; the word promises that everything up to it has ended.
-            self._own.words[_ENDED] = min(self._open_calls) - 1 if self._open_calls else self._last_ended
+            self._own.words[ENDED] = min(self._open_calls) - 1 if self._open_calls else self._last_ended
 
     def abort(self, message: str, ranks: Sequence[int] = (), *, timed_out: bool = False) -> None:
         """Make ``check`` raise on every rank from now on, for good. The first message of a rank stands.
@@ -197,9 +192,9 @@ class ControlBlock:
         culprits = ",".join(map(str, ranks or (self.rank,)))
         with self._lock:
             if self._own.abort.is_blank:
-                payload = culprits.encode() + b"\0" + _fit(message, _ABORT_BYTES - 100)
+                payload = culprits.encode() + b"\0" + fit(message, ABORT_BYTES - 100)
                 # The monotonic clock is one for the machine: it tells which of several aborts came first.
-                self._own.abort.write(time.monotonic_ns(), _TIMED_OUT if timed_out else _FAILED, payload)
+                self._own.abort.write(time.monotonic_ns(), TIMED_OUT if timed_out else FAILED, payload)
 
     def close(self) -> None:
         """Say that this rank takes part in no further call. Idempotent. The memory goes with the last reference."""
@@ -207,17 +202,22 @@ class ControlBlock:
         if os.getpid() != self._self.pid:
             return  # a forked copy shares the memory, but is no rank
         with self._lock:
-            self._own.words[_CLOSED] = 1
+            self._own.words[CLOSED] = 1
 
     # --- what this rank sees ------------------------------------------------------------------------------------------
 
     def begun(self, rank: int) -> int:
         """Number of the last call that ``rank`` has begun; 0 before the first."""
-        return self._parts[rank].words[_BEGUN]
+        return self._parts[rank].words[BEGUN]
+
+    def wishes(self, number: int) -> list[int]:
+        """The calls from which on the ranks have wished for something; 0 for those that never did."""
+        full_fence()  # what was posted was read before
+        return [part.wishes[number] for part in self._parts]
 
     def ended(self, rank: int) -> int:
         """Number of the last call of ``rank`` that has ended, as have all before it."""
-        return self._parts[rank].words[_ENDED]
+        return self._parts[rank].words[ENDED]
 
     def absent(self, call: int) -> tuple[int, ...]:
         """Ranks that have not begun ``call``."""
@@ -277,23 +277,35 @@ class ControlBlock:
                     found[rank] = posted
             if len(found) == self.world_size:
                 self._check_aborts()  # what follows may wait for a rank that has posted and then given up
-                self._own.words[_AGREED] = self.unread = call
+                self._own.words[AGREED] = self.unread = call
+                self._also_unread.clear()  # who has posted this call has read what it had to before
                 self._patience_s = timeout_s
                 return [found[rank] for rank in range(self.world_size)]
             self._check_aborts()
             missing = [rank for rank in range(self.world_size) if rank not in found]
-            self._check_gone(call, missing)
-            waited = time.monotonic() - began
-            if waited > timeout_s:
-                mine = found[self.rank].signature if self.rank in found else "not posted here"
-                message = f"call {call} ({mine}): waited {waited:.1f} s on rank {self.rank} for " + "; ".join(
-                    self.describe(rank) for rank in missing
-                )
-                culprits = self.at_fault(missing)
-                self.abort(message, culprits, timed_out=True)
-                raise PeerTimeoutError(message, culprits)
-            # Ranks in step come within microseconds, and the shortest sleep takes 70.
-            time.sleep(0 if waited < _STEP_S else min(max(waited / 8, 20e-6), 5e-3))
+            mine = found[self.rank].signature if self.rank in found else "not posted here"
+            self._wait_on(call, mine, missing, began, timeout_s)
+
+    def wait_for_begun(self, call: int, timeout_s: float) -> None:
+        """Wait until every rank has begun ``call``. Raises as :meth:`calls_of_all`."""
+        began = time.monotonic()
+        while missing := self.absent(call):
+            self._check_aborts()
+            self._wait_on(call, "long ago here", missing, began, timeout_s)
+
+    def _wait_on(self, call: int, mine: str, missing: Sequence[int], began: float, timeout_s: float) -> None:
+        """Wait a little for ranks that have not posted ``call``; raise if there is no use in it."""
+        self._check_gone(call, missing)
+        waited = time.monotonic() - began
+        if waited > timeout_s:
+            message = f"call {call} ({mine}): waited {waited:.1f} s on rank {self.rank} for " + "; ".join(
+                self.describe(rank) for rank in missing
+            )
+            culprits = self.at_fault(missing)
+            self.abort(message, culprits, timed_out=True)
+            raise PeerTimeoutError(message, culprits)
+        # Ranks in step come within microseconds, and the shortest sleep takes 70.
+        time.sleep(0 if waited < _STEP_S else min(max(waited / 8, 20e-6), 5e-3))
 
     def describe(self, rank: int, call: int = 0) -> str:
         """One phrase for people: who the rank is, whether it lives and what it was last seen doing.
@@ -301,7 +313,7 @@ class ControlBlock:
         With ``call``, also what that call is on the other rank, unless it is known to be the same as here.
         """
         part, peer = self._parts[rank], self._peers[rank]
-        if part.words[_CLOSED]:
+        if part.words[CLOSED]:
             state = "closed"
         else:
             state = {True: "alive", False: "dead", None: "out of sight"}[peer.alive(self._self)]
@@ -313,21 +325,23 @@ class ControlBlock:
 
     def _waits(self, rank: int) -> bool:
         step = self._parts[rank].step.read()
-        return step is not None and step[1] == _WAITS and step[0] > self.ended(rank)
+        return step is not None and step[1] == WAITS and step[0] > self.ended(rank)
 
     def _look(self) -> None:
         """Raise if what all ranks agreed on last cannot complete any more."""
-        self.check(int(self._own.words[_AGREED]))
+        self.check(int(self._own.words[AGREED]))
 
     def _let_peers_read(self) -> None:
-        """Before a post is overwritten that all ranks agreed on: this rank may have run ahead while another one slept.
+        """Before a post is overwritten that peers may read: this rank may have run ahead while another one slept.
 
-        Whoever has not read it by the time-out, or has left, does without: that failure shows elsewhere. One call is
-        enough to remember, since peers that posted for an agreement had read what was posted for the one before.
+        Whoever has not read it by the time-out, or has left, does without: that failure shows elsewhere. Of calls that
+        all ranks agreed on, one is enough to remember: peers that posted for an agreement had read what was posted for
+        the one before.
         """
-        call, self.unread = self.unread, 0
+        call = self.unread
+        self._next_unread()
         until = time.monotonic() + self._patience_s
-        while any(part.words[_AGREED] < call and not part.words[_CLOSED] for part in self._parts):
+        while not all(part.has_read(call) or part.words[CLOSED] for part in self._parts):
             try:
                 self._check_aborts()
                 self._check_gone(call)
@@ -336,6 +350,9 @@ class ControlBlock:
             if time.monotonic() > until:
                 return
             time.sleep(50e-6)
+
+    def _next_unread(self) -> None:
+        self.unread = self._also_unread.popleft() if self._also_unread else 0
 
     def _overwritten(self, rank: int, call: int) -> PostedCall | None:
         """What stands for a post that its rank has overwritten by a later one; None if it did not."""
@@ -360,7 +377,7 @@ class ControlBlock:
             return
         (_, status, payload), rank = min(records)  # the first to give up names the cause, the others its consequences
         culprits, message = payload.split(b"\0", 1)
-        error = PeerTimeoutError if status == _TIMED_OUT else PeerError
+        error = PeerTimeoutError if status == TIMED_OUT else PeerError
         text = message.decode(errors="replace")
         raise error(f"rank {rank} gave up: {text}", [int(culprit) for culprit in culprits.split(b",")])
 
@@ -378,7 +395,7 @@ class ControlBlock:
             self._look_at = now + _LIVENESS_INTERVAL_S
             self._dead.update(rank for rank, peer in enumerate(self._peers) if peer.alive(self._self) is False)
         for rank in range(self.world_size) if ranks is None else ranks:
-            closed = self._parts[rank].words[_CLOSED]
+            closed = self._parts[rank].words[CLOSED]
             if rank == self.rank or not (closed or rank in self._dead):
                 continue
             # Its words are final now that it is gone. A rank that closed in good order had ended what it began.
@@ -390,39 +407,3 @@ class ControlBlock:
     def _check_usable(self, method: str) -> None:
         if self._is_closed:
             raise CommunicatorClosedError(f"ControlBlock.{method}: the control block was closed")
-
-
-class _Part:
-    """The memory of one rank, as words and records."""
-
-    def __init__(self, view: memoryview) -> None:
-        self.words = view[: 8 * 8].cast("Q")
-        self.step = Record(view[64 : 64 + _STEP_BYTES])
-        self.abort = Record(view[1024 : 1024 + _ABORT_BYTES])
-        slots = view[_PAGE_BYTES:]
-        self.slots = [Record(slots[i * _SLOT_BYTES : (i + 1) * _SLOT_BYTES]) for i in range(RING_CALLS)]
-
-    def slot(self, call: int) -> Record:
-        return self.slots[call % RING_CALLS]
-
-    def posted(self, rank: int, call: int) -> PostedCall | None:
-        slot = self.slot(call)
-        if slot.number != call:  # one load, before the whole record is read and checked
-            return None
-        record = slot.read()
-        if record is None or record[0] != call:
-            return None
-        signature, refusal = (text.decode(errors="replace") for text in record[2].split(b"\0", 1))
-        status = record[1]
-        if status == _OK:
-            return PostedCall(rank, signature, None)
-        return PostedCall(rank, signature, refusal, status - _REPEATED if status >= _REPEATED else None)
-
-
-def _fit(text: str, limit: int = MOST_TEXT_BYTES - 1) -> bytes:
-    """``text`` as utf-8 without NUL in at most ``limit`` bytes, cut between characters, ending in a digest when cut."""
-    data = text.replace("\0", "\ufffd").encode(errors="replace")
-    if len(data) <= limit:
-        return data
-    mark = f"...#{zlib.crc32(data):08x}".encode()
-    return data[: limit - len(mark)].decode(errors="ignore").encode() + mark

@@ -27,6 +27,13 @@ class Role(StrEnum):
     ENTRY = "entry"
     EXIT = "exit"
     LOCAL = "local"
+    CONFIRMED = "confirmed"
+
+
+CONFIRMATIONS = 496
+"""The first of 16 flags by which owners confirm where their bytes lie (``confirmed``). They are signalled before the
+reader has been heard of, so that they are nothing else in any program. A ring of 16 ranks has 481 flags; of more than
+512 a GPU could not say which one is missing (``execute/cuda/release.py``)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,6 +66,8 @@ class FlagPlan:
         >>> FlagPlan(world_size=4, phases=2).role(Flag(rank=0, index=14))
         (1, <Role.EXIT: 'exit'>)
         """
+        if flag.index >= CONFIRMATIONS:
+            return 0, Role.CONFIRMED
         if flag.index >= self.handshakes:
             return 0, Role.LOCAL
         phase, index = divmod(flag.index, 2 * self.world_size)
@@ -67,6 +76,11 @@ class FlagPlan:
     def local(self, rank: int, queue: int) -> Flag:
         """The flag by which another engine of ``rank`` releases its DMA queue number ``queue``."""
         return Flag(rank, self.handshakes + queue)
+
+    @staticmethod
+    def confirmed(owner: int, reader: int) -> Flag:
+        """The flag by which ``owner`` tells ``reader`` that its bytes are there."""
+        return Flag(reader, CONFIRMATIONS + owner)
 
     def _entry(self, partner: int, mover: int, phase: int) -> Flag:
         return Flag(mover, 2 * self.world_size * phase + partner)

@@ -1,0 +1,377 @@
+"""Calls on ordinary memory that wait for no peer's host, since addresses come again from call to call.
+
+The ranks that offer memory for each call (``reach``) remember where the inputs of calls that are alike have lain, and
+find out after how many calls they lie there again (``pattern``). From then on each rank reads its peers' inputs where
+they are expected, at once; its output is its own affair. A rank *hits* where its own input lies where its peers expect
+it, and says so on the device, without which no peer ends the call. A rank that does not, *misses*: it waits for the
+posts of all ranks, lets its peers read what they must, and writes the right bytes into their outputs, where each has
+offered it for this very call (``program/builders/confirmed.py``).
+
+So what is read at an address of an earlier call may be wrong and counts for nothing then; what is written goes where
+it was offered for this call. A mapping is closed when this rank's calls that may have read by it have ended.
+
+Whoever has missed, or has freed what peers have mapped, wishes to be heard. ``LAG`` calls later all ranks know of it,
+and offer and wait again. docs/internals/reach.md says why this is safe; tests/program/ahead_model.py looks at all
+interleavings.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from sidelane.choice import Candidate, Choice
+from sidelane.choice.candidate import DMA
+from sidelane.collectives.agree import compare
+from sidelane.collectives.arguments import Request
+from sidelane.collectives.asked import AnyRequest
+from sidelane.collectives.calls import Calls
+from sidelane.collectives.offered import Found, Heard
+from sidelane.collectives.pattern import Pattern, Source, Sources, State
+from sidelane.collectives.plan import AUTO, AnyAgreement
+from sidelane.collectives.prepare import Prepared, Preparer
+from sidelane.collectives.reach import Reach
+from sidelane.errors import PeerError, UnavailableError
+from sidelane.memory.ordinary import Allocation, Mapping
+from sidelane.memory.posts import MOST_WISHES, SPLITS, PostedCall
+from sidelane.program.builders.confirmed import CONFIRMED, NOBODY, can_be_confirmed, confirmed
+from sidelane.program.collective import Buffer, Collective
+from sidelane.program.ir import Program
+from sidelane.program.verify import verify
+
+LAG = 32
+"""A host is ahead of its peers by no more than so many calls, and hears in each what was wished for so long ago. Half
+of what is on record of a rank (``RING_CALLS``)."""
+
+LOOKS = 4
+"""A look at whether something was freed, every so many calls."""
+
+MOST_HITS = 4096
+"""Remembered."""
+
+VARIANTS = (AUTO, "b2b")
+"""Of calls that can go ahead: the copies of a rank stand on one engine."""
+
+OUTPUT_UNKNOWN, INPUT_ELSEWHERE = "output", "input"
+"""What a rank posts that misses: peers cannot write to its output; or its input is not where it is expected. One that
+hits posts where its output lies, as JSON."""
+
+
+class Known(NamedTuple):
+    """Of calls that are alike.
+
+    Attributes:
+        pattern: of their inputs.
+        collective: what they do.
+        wish: number by which ranks wish to be heard.
+        since: the first call that went ahead since all have last been heard.
+    """
+
+    pattern: Pattern
+    collective: Collective
+    wish: int
+    since: int
+
+
+class Expected(NamedTuple):
+    """A call that goes ahead.
+
+    Attributes:
+        text: its signature.
+        known: of calls like it.
+        sources: where the inputs of all ranks are expected.
+    """
+
+    text: str
+    known: Known
+    sources: Sources
+
+
+class Hit(NamedTuple):
+    """A call that hit, and will again while the same is expected of it and the memory is what it was.
+
+    Attributes:
+        sources: see :class:`Expected`.
+        allocations: in which the tensors of this rank lie.
+        post: what is said of it.
+        prepared: what it runs as.
+    """
+
+    sources: Sources
+    allocations: tuple[Allocation, ...]
+    post: str
+    prepared: Prepared
+
+
+class Ahead:
+    """Of one lane.
+
+    Args:
+        calls: of the lane.
+        preparer: likewise.
+        reach: what peers have mapped.
+    """
+
+    def __init__(self, calls: Calls, preparer: Preparer, reach: Reach) -> None:
+        self._calls, self._preparer, self._reach = calls, preparer, reach
+        self._control = calls.control
+        self._rank = calls.control.rank
+        self._known: dict[str, Known] = {}
+        self._wishes = itertools.count()
+        self._programs: dict[Hashable, Program] = {}
+        self._retired: list[tuple[int, Mapping]] = []  # with the last call that may read by it
+        self._last = 0
+        self._looks = itertools.cycle(range(LOOKS))
+        self._hits: dict[Hashable, Hit] = {}
+        preparer.keepers.append(self._hits.clear)
+        reach.dropped = self._drop
+
+    def expects(self, text: str, call: int) -> Expected | None:
+        """What is expected of a call with a signature; None if its ranks wait for each other, or stage.
+
+        Every call with the signature, outside of captures, asks once, on all ranks.
+
+        Raises:
+            PeerError, PeerTimeoutError: a rank is ``LAG`` calls behind and does not come.
+        """
+        known = self._known.get(text)
+        if known is None or known.pattern.state is not State.AHEAD:
+            return None
+        long_ago = call - LAG
+        if self._control.absent(long_ago):
+            with self._calls.failing_for_good():
+                self._control.wait_for_begun(long_ago, self._calls.config.timeout_s)
+        if any(known.since <= wish <= long_ago for wish in self._control.wishes(known.wish)):
+            known.pattern.pause()
+            return None
+        return Expected(text, known, known.pattern.expected())
+
+    def gives_up(self, text: str) -> bool:
+        """True if nothing came again in calls with a signature for so long that they are staged."""
+        known = self._known.get(text)
+        return known is not None and known.pattern.state is State.GIVEN_UP
+
+    def settled(self, call: int, text: str, agreement: AnyAgreement, sources: Sources | None) -> bool:
+        """Take where inputs lay in a call for which all ranks have offered memory. Collective where it is True.
+
+        Args:
+            call: its last number.
+            text: its signature.
+            agreement: what all ranks asked for.
+            sources: see :meth:`sources`.
+
+        Returns:
+            Whether calls with that signature go ahead from the next one on, and did not until now.
+        """
+        self._let_go()
+        known = self._known.get(text)
+        if sources is None:
+            return False
+        if known is None:
+            collective = agreement.collective
+            assert isinstance(collective, Collective)
+            known = self._known[text] = Known(Pattern(), collective, -1, 0)
+        if not known.pattern.settled(sources):
+            return False
+        wish = known.wish if known.wish >= 0 else next(self._wishes)
+        try:
+            if wish >= MOST_WISHES:
+                raise UnavailableError(f"calls that go ahead (value={wish + 1} signatures, allowed={MOST_WISHES})")
+            with self._calls.making_ready():
+                self._preparer.make_room(self._program(known.collective, NOBODY, NOBODY))
+        except UnavailableError:  # on all ranks alike
+            known.pattern.give_up()
+            return False
+        self._known[text] = known._replace(wish=wish, since=call + 1)
+        return True
+
+    def sources(self, agreement: AnyAgreement, texts: Sequence[str]) -> Sources | None:
+        """Where inputs lie, from what all ranks have offered for a call; None where no call of the kind goes ahead."""
+        collective = agreement.collective
+        if not isinstance(collective, Collective) or agreement.frozen or agreement.variant not in VARIANTS:
+            return None
+        if not all(texts) or not can_be_confirmed(collective):
+            return None
+        heard = [Heard.of(text) for text in texts]
+        buffer, senders = _source(collective), {c.src_rank for c in collective.chunks() if c.src_rank != c.dst_rank}
+        found: list[Source] = []
+        for rank, each in enumerate(heard):
+            place = each.places[buffer][0]
+            if rank not in senders:
+                found.append(None)
+            elif not place or len(place) > 2:  # what lies in pools may be symmetric the next time
+                return None
+            else:
+                name, offset = each.handles[place[0]][0], place[1]
+                if self._reach.address(rank, name, offset) is None:
+                    return None
+                found.append((name, offset))
+        return tuple(found)
+
+    def make(
+        self, call: int, key: Hashable, expected: Expected, request: AnyRequest, tensors: Sequence[torch.Tensor | None]
+    ) -> Prepared:
+        """Post a call that goes ahead, and make it ready to run.
+
+        Args:
+            call: its number.
+            key: of what is asked, with the identities of the tensors.
+            expected: of it.
+            request: what this rank asks.
+            tensors: of the caller.
+
+        Raises:
+            PeerError, PeerTimeoutError, MismatchError: this rank has missed, and its peers do not make the call, some
+                of whose engines have begun. The communicator is of no use any more.
+        """
+        self._last = call
+        if next(self._looks) == 0:
+            self._let_go()
+            if self._reach.looks_gone():
+                self._wish(expected.known, call)
+        hit = self._hits.get(key)
+        if hit is not None and hit.sources is expected.sources and self._reach.stand(hit.allocations):
+            self._post_hit(call, hit.post)
+            return hit.prepared
+        assert isinstance(request, Request), "calls with lists have other signatures"
+        with self._calls.making_ready():
+            found = self._reach.found(request, tensors)
+            said = self._say(found, expected)
+        post = expected.text + SPLITS + said
+        if said in (OUTPUT_UNKNOWN, INPUT_ELSEWHERE):
+            self._wish(expected.known, call)
+            self._control.post_call(call, post)
+            return self._prepare(key, expected, request, *self._hear(call))
+        self._post_hit(call, post)
+        prepared = self._prepare(key, expected, request, NOBODY, NOBODY, {})
+        allocations = tuple({place.allocation for place in found.values() if isinstance(place, Found)})
+        if all(allocation.kept is None for allocation in allocations):  # of several pieces: is_gone looks at one
+            if len(self._hits) >= MOST_HITS:
+                self._hits.clear()
+            self._hits[key] = Hit(expected.sources, allocations, post, prepared)
+        return prepared
+
+    def _post_hit(self, call: int, post: str) -> None:
+        self._control.post_call(call, post)
+        self._control.keep_post(call)
+        if self._calls.config.debug:
+            self._compare(call)
+
+    def close(self) -> None:
+        """Let go of all that is kept. Nothing may be under way."""
+        self._known.clear()
+        self._hits.clear()
+        self._programs.clear()
+        self._retired.clear()
+
+    def _say(self, found: dict[Buffer, Found | int | None], expected: Expected) -> str:
+        """What to post of this rank's memory."""
+        input, mine = found[_source(expected.known.collective)], expected.sources[self._rank]
+        if mine is not None and not (isinstance(input, Found) and (input.allocation.name, input.offset) == mine):
+            return INPUT_ELSEWHERE
+        output = found[Buffer.OUTPUT]
+        if not isinstance(output, Found):
+            return json.dumps(None) if output == 0 else OUTPUT_UNKNOWN
+        name, offset = output.allocation.name, output.offset
+        return OUTPUT_UNKNOWN if self._reach.address(self._rank, name, offset) is None else json.dumps((name, offset))
+
+    def _wish(self, known: Known, call: int) -> None:
+        """Once since all have last been heard."""
+        if self._control.wishes(known.wish)[self._rank] < known.since:
+            self._control.wish(known.wish, call)
+
+    def _hear(self, call: int) -> tuple[frozenset[int], frozenset[int], dict[int, int]]:
+        """Wait for all posts: ranks whose inputs lie elsewhere, ranks that miss, where the outputs of others lie."""
+        said = [post.differing for post in self._compare(call)]
+        changed = frozenset(rank for rank, text in enumerate(said) if text == INPUT_ELSEWHERE)
+        waiting = changed | {rank for rank, text in enumerate(said) if text == OUTPUT_UNKNOWN}
+        targets = {}
+        for rank, text in enumerate(said):
+            if rank not in waiting and (place := json.loads(text)) is not None:
+                address = self._reach.address(rank, *place)
+                assert address is not None, "all ranks know alike what all have mapped"
+                targets[rank] = address
+        return changed, waiting, targets
+
+    def _compare(self, call: int) -> Sequence[PostedCall]:
+        """Wait for all posts. Where they differ, ranks do not expect the same any more: that ends the communicator."""
+        posts = self._calls.posts(call)
+        try:
+            compare(self._control, call, posts)
+        except Exception as error:
+            self._calls.fail(PeerError(str(error), _culprits(posts)))
+            raise
+        return posts
+
+    def _prepare(
+        self,
+        key: Hashable,
+        expected: Expected,
+        request: Request,
+        changed: frozenset[int],
+        waiting: frozenset[int],
+        targets: dict[int, int],
+    ) -> Prepared:
+        collective = expected.known.collective
+        buffer = _source(collective)
+        addresses: dict[tuple[int, str], int] = {}
+        if self._rank in changed:
+            addresses.update({(rank, Buffer.OUTPUT): address for rank, address in targets.items()})
+        for rank, source in enumerate(expected.sources):
+            if source is not None and rank != self._rank:
+                address = self._reach.address(rank, *source)
+                assert address is not None, "what is mapped no more is not expected"
+                addresses[rank, buffer] = address
+        addresses.update({(self._rank, name): request.region(name).address for name in (Buffer.INPUT, Buffer.OUTPUT)})
+        full = (key, CONFIRMED, changed, waiting, tuple(addresses.items()))
+        prepared = self._preparer.recall(full)
+        if prepared is None:
+            with self._calls.making_ready():
+                program, choice = self._program(collective, changed, waiting), _choice(changed, waiting, self._rank)
+                prepared = self._preparer.bind(program, addresses, expected.text, choice, full)
+        return prepared
+
+    def _program(self, collective: Collective, changed: frozenset[int], waiting: frozenset[int]) -> Program:
+        key = collective, changed, waiting
+        found = self._programs.get(key)
+        if found is None:
+            found = self._programs[key] = confirmed(collective, changed, waiting)
+            if self._calls.config.verify:
+                verify(confirmed(collective, changed, waiting, elsewhere=True))
+        return found
+
+    def _drop(self, rank: int, name: str, mapping: Mapping | None) -> None:
+        self._hits.clear()
+        for known in self._known.values():
+            known.pattern.drop(rank, name)
+        if mapping is not None and self._control.ended(self._rank) < self._last:
+            self._retired.append((self._last, mapping))
+
+    def _let_go(self) -> None:
+        """Of mappings by which nothing reads any more."""
+        if self._retired:
+            ended = self._control.ended(self._rank)
+            self._retired = [(last, mapping) for last, mapping in self._retired if last > ended]
+
+
+def _source(collective: Collective) -> Buffer:
+    """The buffer in which a rank's input lies."""
+    return Buffer.OUTPUT if collective.in_place else Buffer.INPUT
+
+
+def _choice(changed: frozenset[int], waiting: frozenset[int], rank: int) -> Choice:
+    why = "peers' inputs are read where they come again, so that no host waits for another one"
+    if rank in changed:
+        why = "this rank's input is not where its peers read it, so that it writes to their outputs"
+    elif rank in waiting:
+        why = "this rank's output is new to its peers, so that it waits for what they say"
+    return Choice(Candidate(DMA, "b2b"), why, ())
+
+
+def _culprits(posts: Sequence[PostedCall]) -> list[int]:
+    refused = [post.rank for post in posts if post.refusal is not None and post.blames is None]
+    return refused or [post.rank for post in posts if post.common != posts[0].common]

@@ -1,0 +1,140 @@
+"""Programs whose reads count once the owner has confirmed the place, for every set of ranks that miss."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from sidelane.errors import ProgramError
+from sidelane.execute.cuda.release import READ_CAPACITY
+from sidelane.program.builders import Transport, build, variants
+from sidelane.program.builders.confirmed import can_be_confirmed, confirmed
+from sidelane.program.builders.flags import CONFIRMATIONS
+from sidelane.program.collective import (
+    MAX_NODE_RANKS,
+    Collective,
+    Kind,
+    Reduction,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    broadcast,
+    gather,
+    scatter,
+)
+from sidelane.program.ir import Command, Copy, Program, Signal, Wait
+from sidelane.program.transform import prelaunch
+from sidelane.program.verify import verify
+from sidelane.program.verify.check import verify_sequence
+
+KINDS: tuple[Callable[[int], Collective], ...] = (
+    lambda n: all_gather([8] * n),
+    lambda n: all_gather([4 * (rank + 1) for rank in range(n)], in_place=True),
+    lambda n: all_to_all([[4 * (i + j) for j in range(n)] for i in range(n)]),
+    lambda n: broadcast(8, n, 1, in_place=True),
+    lambda n: gather([4] * n, 0),
+    lambda n: scatter([4] * n, 1),
+)
+
+
+def who_misses(n: int) -> Iterator[tuple[set[int], set[int]]]:
+    """All ranks whose input may lie elsewhere, and all that know of each other."""
+    for each in itertools.product(range(3), repeat=n):
+        yield {rank for rank in range(n) if each[rank] == 2}, {rank for rank in range(n) if each[rank]}
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_bytes_are_right_whoever_misses(kind: Callable[[int], Collective], n: int) -> None:
+    collective = kind(n)
+    assert can_be_confirmed(collective)
+    for changed, waiting in who_misses(n):
+        verify(confirmed(collective, changed, waiting, elsewhere=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_who_waits_for_nobody_always_runs_the_same(kind: Callable[[int], Collective]) -> None:
+    n = 4
+    usual = confirmed(kind(n))
+    for changed, waiting in who_misses(n):
+        program = confirmed(kind(n), changed, waiting)
+        assert program.staging_bytes == usual.staging_bytes, "there is room for it before"
+        for rank in set(range(n)) - waiting:
+            assert program.queues_of(rank) == usual.queues_of(rank)
+
+
+def test_they_may_follow_each_other_and_other_programs() -> None:
+    draw, n = random.Random(1), 3
+    kinds = [kind(n) for kind in KINDS]
+    for _ in range(12):
+        programs: list[Program] = []
+        for _ in range(3):
+            collective, (changed, waiting) = draw.choice(kinds), draw.choice([*who_misses(n)])
+            programs.append(confirmed(collective, changed, waiting, elsewhere=True))
+            programs.append(build(draw.choice(kinds), "b2b", draw.choice([*Transport])))
+        programs.append(build(all_reduce([4] * n, Reduction("sum", "float32")), "b2b", Transport.PUSH))
+        draw.shuffle(programs)
+        verify_sequence(programs)
+
+
+def test_flags_of_confirmations_are_nothing_else() -> None:
+    assert CONFIRMATIONS + MAX_NODE_RANKS <= READ_CAPACITY, "whoever waits in vain can be told for which"
+    for variant in variants(Kind.ALL_GATHER):
+        for nbytes in (1 << 20, 1 << 28):
+            largest = build(all_gather([nbytes] * MAX_NODE_RANKS), variant)
+            assert prelaunch(largest).flag_count <= CONFIRMATIONS, variant
+
+
+def without(program: Program, rank: int, mistaken: Callable[[list[Command]], list[Command]]) -> Program:
+    """The program with other commands on the first engine of a rank."""
+    changed = [
+        dataclasses.replace(queue, commands=tuple(mistaken(list(queue.commands))))
+        if queue == program.queues_of(rank)[0]
+        else queue
+        for queue in program.queues
+    ]
+    return dataclasses.replace(program, queues=tuple(changed))
+
+
+def is_confirmation(command: Command) -> bool:
+    return isinstance(command, Signal | Wait) and command.flag.index >= CONFIRMATIONS
+
+
+def confirms_early(commands: list[Command]) -> list[Command]:
+    signals = [c for c in commands if is_confirmation(c) and isinstance(c, Signal)]
+    return [*signals, *(c for c in commands if c not in signals)]
+
+
+def waits_for_no_confirmation(commands: list[Command]) -> list[Command]:
+    return [c for c in commands if not (is_confirmation(c) and isinstance(c, Wait))]
+
+
+def writes_before_it_was_read(commands: list[Command]) -> list[Command]:
+    written = [c for c in commands if isinstance(c, Copy) and c.dst.rank != c.src.rank and c.src.rank == 1]
+    return [*written, *(c for c in commands if c not in written)]
+
+
+def does_not_write(commands: list[Command]) -> list[Command]:
+    return [c for c in commands if not (isinstance(c, Copy) and c.dst.rank != c.src.rank and c.src.rank == 1)]
+
+
+@pytest.mark.parametrize(
+    ("rank", "mistake"),
+    [(1, confirms_early), (0, waits_for_no_confirmation), (1, writes_before_it_was_read), (1, does_not_write)],
+)
+def test_mistakes_are_refused(rank: int, mistake: Callable[[list[Command]], list[Command]]) -> None:
+    program = confirmed(all_gather([8, 8]), {1}, {1}, elsewhere=True)
+    with pytest.raises(ProgramError):
+        verify(without(program, rank, mistake))
+
+
+def test_what_cannot_be_confirmed() -> None:
+    assert not can_be_confirmed(all_to_all([[4, 4], [4, 4]], in_place=True))
+    assert not can_be_confirmed(all_gather([0, 0]))
+    assert not can_be_confirmed(all_reduce([4, 4], Reduction("sum", "float32")))
+    with pytest.raises(ValueError, match="changed="):
+        confirmed(all_gather([4, 4]), {1}, {0})
