@@ -44,6 +44,11 @@ def meshes(group: dist.ProcessGroup, folder: str) -> None:
         _train(init_device_mesh("cpu", (4,)), rank, size)
         found = {row.operation: row for row in sidelane.report().rows}
         assert found["reduce_scatter_tensor"].why.startswith("hierarchical: 2 nodes of 2, 2 ranks"), found
+        sidelane.integrations.ledger.reset()
+        _train(init_device_mesh("cpu", (4,)), rank, size, ours=True)
+        found = {row.operation: row for row in sidelane.report().rows}
+        assert found["fsdp reduce_scatter"].why.startswith("hierarchical: 2 nodes of 2, 2 ranks"), found
+        assert found["fsdp all_gather"].why.endswith("; straight into the parameters"), found
         for ranks in ([3, 1, 0], [2, 3]):
             part = dist.new_group(ranks)
             if rank in ranks:

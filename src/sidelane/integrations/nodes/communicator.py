@@ -205,11 +205,10 @@ class NodesCommunicator:
             backend.executor.driver.attach_thread()
 
     def _end(self, error: PeerError) -> None:
-        """Called by the thread: streams go on, and the next call says why."""
-        if self._failure is not None:
-            return
-        self._failure = self._unsaid = error
-        self.lane.calls.fail(PeerError(str(error)))  # whose ranks would be those of the node
+        """Called by the thread: streams go on, and the next call says why, unless one has said so already."""
+        if self._failure is None:
+            self._failure = self._unsaid = error
+            self.lane.calls.fail(PeerError(str(error)))  # whose ranks would be those of the node
         if self.device.type == "cuda":
             backend: Any = self.lane.backend
             backend.executor.watch.fail(error)
@@ -226,7 +225,7 @@ class NodesCommunicator:
 
     def _settle(self, error: Exception, ranks: Sequence[int] = ()) -> PeerError:
         self.near.close()
-        return self._roll.settle(error, ranks)
+        return self._roll.settle(error, ranks, calls=self._lookout.calls)
 
     def _fail(self, error: Exception) -> Exception:
         """End everything; agree with the others on who is at fault."""

@@ -47,6 +47,9 @@ class Lookout:
         timeout: of a call, from where it begins to run.
         attach: called first in the thread.
         end: called in the thread with what ends the communicator: everything that waits must go on.
+
+    Attributes:
+        calls: that have begun here; 0 where hosts wait for their calls, and nobody asks.
     """
 
     def __init__(
@@ -54,15 +57,15 @@ class Lookout:
     ) -> None:
         self._roll, self._timeout_s, self._attach, self._end = roll, timeout.total_seconds(), attach, end
         self._marks: list[Mark] = []
-        self._begun = 0
+        self.calls = 0
         self._noticed: float | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
     def begin(self, begun: Callable[[], bool], ended: Callable[[], bool]) -> None:
         """A call is about to be made; all ranks make the same calls. See :class:`Mark`; asked in the thread."""
-        self._begun += 1
-        self._marks.append(Mark(self._begun, begun, ended))
+        self.calls += 1
+        self._marks.append(Mark(self.calls, begun, ended))
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="sidelane-lookout", daemon=True)
             self._thread.start()
@@ -78,7 +81,7 @@ class Lookout:
         while not self._stop.wait(min(_LOOK_S, self._timeout_s / 4)):
             failure = self.look(time.monotonic())
             if failure is not None:
-                self._end(self._roll.settle(failure, calls=self._begun))
+                self._end(self._roll.settle(failure, calls=self.calls))
                 return
 
     def look(self, now: float) -> PeerError | None:
@@ -86,7 +89,7 @@ class Lookout:
         while self._marks and self._marks[0].ended():
             self._marks.pop(0)
             self._noticed = None
-        self._roll.answer(self._begun)
+        self._roll.answer(self.calls)
         if not self._marks or not self._marks[0].begun():
             return None
         first = self._marks[0]
