@@ -290,6 +290,22 @@ def sharded(group: dist.ProcessGroup) -> Any:
     return call
 
 
+def other_ranks(group: dist.ProcessGroup) -> str:
+    """What rank 0 is told of a group in which another rank has the last one's place."""
+    first, other = dist.new_group([0, 1]), dist.new_group([0, 2])  # by all ranks of the default group
+    if dist.get_rank() > 1:
+        return ""
+    with Communicator(first) as comm:
+        assert Fusion(comm, first).replaced == []
+        if comm.rank == 0:
+            assert (dist.get_world_size(other), dist.get_rank(other)) == (comm.world_size, comm.rank)
+            try:
+                Fusion(comm, other)
+            except ValueError as error:
+                return str(error)
+    return "nothing"
+
+
 def pass_only(comm: Communicator, group: dist.ProcessGroup, call: Any, values: Any) -> None:
     """A program that Gloo cannot run: the pass has nothing to replace in its graph."""
     fusion, graph = Fusion(comm, group), make_fx(call, tracing_mode="fake")(*values).graph

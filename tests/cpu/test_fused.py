@@ -137,6 +137,11 @@ def test_patterns_are_replaced(four: Crew, world_size: int) -> None:
     assert four.run(fused_modules.replaced, world_size, timeout_s=110) == [5] * world_size
 
 
+def test_a_pass_on_other_ranks_is_refused(four: Crew) -> None:
+    told, *_ = four.run(fused_modules.other_ranks)
+    assert told == "Fusion: ranks of the group (value=[0, 2], allowed=[0, 1], the communicator's)"
+
+
 def test_norms_are_replaced(four: Crew) -> None:
     assert four.run(fused_modules.norms, 2, timeout_s=110) == [6, 6]
 

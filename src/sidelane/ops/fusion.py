@@ -49,15 +49,15 @@ class Fusion(CustomGraphPass):
         group: whose collectives are replaced, of the same ranks in the same order; None is the default group.
 
     Raises:
-        ValueError: the group has other ranks than the communicator.
+        ValueError: the group has other ranks than the communicator, or another order of them.
     """
 
     def __init__(self, comm: Communicator, group: dist.ProcessGroup | None = None) -> None:
         group = group or dist.group.WORLD
-        given, allowed = (dist.get_world_size(group), dist.get_rank(group)), (comm.world_size, comm.rank)
-        if given != allowed:
-            raise ValueError(f"Fusion: ranks and rank of the group (value={given}, allowed={allowed})")
         assert group is not None
+        given, allowed = dist.get_process_group_ranks(group), list(comm.lane.session.ranks)
+        if given != allowed:
+            raise ValueError(f"Fusion: ranks of the group (value={given}, allowed={allowed}, the communicator's)")
         self._comm, self._number, self._group = comm, library.number_of(comm), group.group_name
         self.replaced: list[str] = []
         """Operators that were put in, in the order of graphs."""
