@@ -6,21 +6,30 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from device_cases import Context
 
 from sidelane import Communicator, Config, ops
+from sidelane.choice.fused import FUSED, MethodChoice
+from sidelane.ops import auto
 
 
 def as_on_cpus(context: Context, module: str, name: str, *args: Any) -> Any:
     """One of the cases that CPU ranks run, too."""
     torch.set_default_device(context.device)
     try:
-        with torch.cuda.stream(torch.cuda.Stream()):
+        with torch.cuda.stream(torch.cuda.Stream()), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(auto, "choose_method", fused_always)
             return getattr(importlib.import_module(module), name)(dist.group.WORLD, *args)
     finally:
         torch.set_default_device(None)
+
+
+def fused_always(*_: object, **__: object) -> MethodChoice:
+    """By thumb, products as small as those of tests would not be."""
+    return MethodChoice(FUSED, "a test")
 
 
 def refusals(context: Context, module: str, name: str) -> list[str]:
@@ -33,7 +42,12 @@ def refusals(context: Context, module: str, name: str) -> list[str]:
 def in_a_graph(context: Context, name: str, replays: int) -> None:
     """An operator captured once and replayed, with eager calls in between: all are what a call alone is."""
     device = context.device
-    with torch.cuda.stream(torch.cuda.Stream()), Communicator(device=device, config=Config(timeout_s=30)) as comm:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        torch.cuda.stream(torch.cuda.Stream()),
+        Communicator(device=device, config=Config(timeout_s=30)) as comm,
+    ):
+        patch.setattr(auto, "choose_method", fused_always)
         change, call = CALLS[name](comm)
         wanted = []
         for step in range(replays):

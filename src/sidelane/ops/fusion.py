@@ -22,8 +22,8 @@ from torch.fx import Graph, GraphModule, Node
 from sidelane.collectives import Communicator
 from sidelane.ops import gemv, library, rms_norm
 from sidelane.ops.fusion_norm import norm_behind
-from sidelane.ops.gemm import MOST_ELEMENTS
 from sidelane.ops.handle import FLOATS
+from sidelane.ops.operands import MOST_ELEMENTS
 
 logger = logging.getLogger(__name__)
 

@@ -30,6 +30,7 @@ import torch
 import triton
 import triton.language as tl
 
+from sidelane.choice.fused import FUSED
 from sidelane.collectives import Communicator
 from sidelane.device import layout
 from sidelane.device.context import (
@@ -46,7 +47,7 @@ from sidelane.device.context import (
 )
 from sidelane.device.stamps import COMPUTE, END, SEND, WAIT, stamp
 from sidelane.ops import reference
-from sidelane.ops.auto import AUTO, check_method, is_fused
+from sidelane.ops.auto import AUTO, check_method, method_of
 from sidelane.ops.handle import (
     FLOATS,
     INTERPRETED,
@@ -59,11 +60,11 @@ from sidelane.ops.handle import (
     programs_of,
     telling_refusals,
 )
+from sidelane.ops.operands import MOST_ELEMENTS
 from sidelane.ops.timeline import stamps_of
 
 NAME = "gemm_all_to_all"
 MAX_RANKS = tl.constexpr(layout.MAX_RANKS)
-MOST_ELEMENTS = 1 << 40
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -226,12 +227,13 @@ def gemm_all_to_all(
         MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """
     with telling_refusals(comm, NAME):
-        check_method(comm, NAME, method, unfused_syncs=True)
+        check_method(comm, NAME, method)
         _check(comm, x, weight, counts, most_rows, order)
     columns, dtype = weight.shape[0], weight.dtype
     key = (NAME, most_rows, columns, dtype, tiles)
     handle = kept(comm, key, lambda: GemmAllToAll(comm, most_rows, columns, dtype, tiles=tiles))
-    if is_fused(comm, NAME, method, key, (most_rows, x.shape[1], columns), unfused_syncs=True):
+    sizes = most_rows, x.shape[1], columns
+    if method_of(comm, NAME, method, key, sizes, dtype.itemsize).method == FUSED:
         return handle(x, weight, counts, order=order)
     return handle.unfused(x, weight, counts)
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from sidelane.collectives import Communicator
 from sidelane.ops import embedding, embedding_backward, gather_gemm, gemm, gemm_reduce, gemv, reference, rms_norm
 from sidelane.ops.handle import power_of_two
+from sidelane.ops.operands import MOST_ELEMENTS
 
 _numbers = itertools.count(1)
 _communicators: weakref.WeakValueDictionary[int, Communicator] = weakref.WeakValueDictionary()
@@ -48,10 +49,10 @@ def row_parallel_linear(comm: int, x: Tensor, weight: Tensor) -> Tensor:
     ranks, (tokens, columns), rows = communicator(comm), x.shape, weight.shape[0]
     if 1 <= tokens <= gemv.MOST_TOKENS:
         return gemv.gemv_all_reduce(ranks, weight, x.contiguous())
-    if not 1 <= tokens * rows <= gemm.MOST_ELEMENTS:
+    if not 1 <= tokens * rows <= MOST_ELEMENTS:
         return reference.gemv_all_reduce(ranks, weight, x)
     step = max(gemv.MOST_TOKENS, power_of_two(tokens) // 16)  # each shape keeps a workspace: at most 16 an octave
-    padded = min(-(-tokens // step) * step, gemm.MOST_ELEMENTS // rows)
+    padded = min(-(-tokens // step) * step, MOST_ELEMENTS // rows)
     filled, factor = in_rows(x), in_rows(weight)
     if padded != tokens or not columns:
         filled = x.new_zeros(padded, max(1, columns))

@@ -22,8 +22,8 @@ from collections.abc import Hashable, Sequence
 import torch
 
 from sidelane.collectives import BoundProgram, Communicator
-from sidelane.ops.gemm import MOST_ELEMENTS
 from sidelane.ops.handle import FLOATS, check_tensor, kept, telling_refusals
+from sidelane.ops.operands import MOST_ELEMENTS
 from sidelane.program.collective import Span, split_evenly
 from sidelane.program.contract import Contract, Result
 from sidelane.program.ir import EPOCH, Command, Copy, Engine, EngineKind, Flag, Program, Queue, Signal, Wait
