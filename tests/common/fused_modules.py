@@ -232,6 +232,15 @@ def norms(group: dist.ProcessGroup) -> int:
         def alone(x: Any, residual: Any, weight: Any) -> Any:
             return (nn.functional.rms_norm(funcol.all_reduce(x, "sum", group), weight.shape, weight, 1e-5),)
 
+        def whole(x: Any, residual: Any, weight: Any) -> Any:  # as on GPUs without Inductor
+            total = funcol.all_reduce(x, "sum", group) + residual
+            return torch.ops.aten._fused_rms_norm(total, list(weight.shape), weight, 1e-5)[0], total
+
+        def whole_and_scale(x: Any, residual: Any, weight: Any) -> Any:  # the second result, as gradients need it
+            total = funcol.all_reduce(x, "sum", group) + residual
+            normal, scale = torch.ops.aten._fused_rms_norm(total, list(weight.shape), weight, 1e-5)
+            return normal, scale.to(x.dtype)
+
         def scaled(x: Any, residual: Any, weight: Any) -> Any:  # the residual is multiplied
             total = torch.add(funcol.all_reduce(x, "sum", group), residual, alpha=2)
             return (nn.functional.rms_norm(total, weight.shape, weight, 1e-5),)
@@ -244,7 +253,8 @@ def norms(group: dist.ProcessGroup) -> int:
             total = funcol.all_reduce(x, "sum", group) + residual
             return (total * torch.rsqrt(total.pow(2).mean(0, keepdim=True) + 1e-5) * weight,)
 
-        cases = [(plain, 1), (by_hand, 1), (alone, 1), (scaled, 0), (twice, 0), (spread, 0)]
+        fused, others = (plain, by_hand, alone, whole), (whole_and_scale, scaled, twice, spread)
+        cases = [*((call, 1) for call in fused), *((call, 0) for call in others)]
         for dtype in (torch.float32, torch.bfloat16):
             torch.manual_seed(comm.rank)
             x = torch.randn(2, 3, 8).to(dtype)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import fused_modules
+import group_cases
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,17 +21,30 @@ from sidelane.ops import auto
 
 def as_on_cpus(context: Context, module: str, name: str, *args: Any) -> Any:
     """One of the cases that CPU ranks run, too."""
+    with on_the_device(context):
+        return getattr(importlib.import_module(module), name)(dist.group.WORLD, *args)
+
+
+def replaced(context: Context) -> int:
+    """As on CPUs, by our group: Gloo's functional collectives end the process on GPUs (torch 2.11)."""
+    with on_the_device(context), group_cases.sidelane_group(dist.group.WORLD) as ours:
+        return fused_modules.replaced(ours)
+
+
+@contextlib.contextmanager
+def on_the_device(context: Context) -> Iterator[None]:
+    """Tensors are there, and ``auto`` is fused: by thumb, products as small as those of tests would not be."""
     torch.set_default_device(context.device)
     try:
         with torch.cuda.stream(torch.cuda.Stream()), pytest.MonkeyPatch.context() as patch:
             patch.setattr(auto, "choose_method", fused_always)
-            return getattr(importlib.import_module(module), name)(dist.group.WORLD, *args)
+            yield
     finally:
         torch.set_default_device(None)
 
 
 def fused_always(*_: object, **__: object) -> MethodChoice:
-    """By thumb, products as small as those of tests would not be."""
+    """In place of the choice."""
     return MethodChoice(FUSED, "a test")
 
 

@@ -28,8 +28,8 @@ def streams(context: Context) -> None:
             torch.cuda._sleep(200_000 * (number % 3))
             first += ours.rank() + number
             work = dist.all_reduce(first, group=ours, async_op=True)
+            side.wait_stream(torch.cuda.current_stream())  # for its zeros
             with torch.cuda.stream(side):
-                side.wait_stream(torch.cuda.current_stream())
                 second += 1
                 dist.all_reduce(second, group=ours)
                 second *= 2

@@ -71,6 +71,10 @@ def test_layers_are_trained_and_compiled_whole(ranks: Ranks, name: str, backend:
     assert all(ranks.run(CASES + "as_on_cpus", "fused_modules", name, backend, timeout_s=170))
 
 
-@pytest.mark.parametrize("name", ["replaced", "norms", "batches"])
+def test_products_and_collectives_are_replaced(ranks: Ranks) -> None:
+    assert all(ranks.run("fused_cases.replaced", timeout_s=170))
+
+
+@pytest.mark.parametrize("name", ["norms", "batches"])
 def test_patterns_are_replaced(ranks: Ranks, name: str) -> None:
     assert all(ranks.run(CASES + "as_on_cpus", "fused_modules", name, timeout_s=170))

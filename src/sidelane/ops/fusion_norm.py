@@ -5,11 +5,15 @@ What is found has float32 between the addition and the last rounding, as :func:`
 
     total = came [+ residual] -> float32 -> pow 2 -> mean of a row -> + eps -> rsqrt
     result = total * rsqrt [-> dtype] * weight -> dtype
+
+Where nothing has taken it apart, as on GPUs without Inductor, the norm is one operator of aten.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import operator
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -53,6 +57,9 @@ def norm_behind(came: Node) -> Norm | None:
 
 def _norm_of(total: Node, residual: Node | None) -> Norm | None:
     dtype, width = _dtype(total), total.meta["val"].shape[-1]
+    whole = _whole_norm(total, residual, (torch.Size([width]), dtype))
+    if whole is not None:
+        return whole
     wides = [total] if dtype == torch.float32 else [user for user in total.users if _converts(user, torch.float32)]
     for wide in wides:
         squares = [user for user in wide.users if user.target is _aten.pow.Tensor_Scalar and user.args[1] == 2]
@@ -88,6 +95,21 @@ def _norm_of(total: Node, residual: Node | None) -> Norm | None:
                 between.insert(0, last)
                 last = rounded
             return Norm(residual, weights[0], eps, total, last, tuple(between))
+    return None
+
+
+def _whole_norm(total: Node, residual: Node | None, weighted: tuple[torch.Size, torch.dtype]) -> Norm | None:
+    """The norm as one operator whose second result, for gradients, nobody uses; by a weight of such a kind."""
+    for user in total.users:
+        if user.target is not _aten._fused_rms_norm.default or user.args[0] is not total:
+            continue
+        given: tuple[Any, ...] = user.args
+        _, shape, weight, eps = given
+        result = _only(user, operator.getitem)
+        if result is None or result.args[1] != 0 or list(shape) != list(weighted[0]):
+            continue
+        if isinstance(weight, Node) and _kind(weight) == weighted and isinstance(eps, float):
+            return Norm(residual, weight, eps, total, result, (user,))
     return None
 
 

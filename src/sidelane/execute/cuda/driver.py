@@ -149,6 +149,21 @@ class Driver:
             return None
         return int(number[1]), int(start[1]), int(size[1])
 
+    def piece_at(self, address: int) -> tuple[int, int] | None:
+        """First byte and size of what is mapped as one around an address; None where nothing is.
+
+        Where ``cuMemMap`` has put pieces side by side, :meth:`allocation_at` has the whole range that was reserved.
+        The binding does not know these attributes (cuda-bindings 13.3), the library does.
+        """
+        kinds = self._api.CUpointer_attribute
+        ask, found = require_native("cuPointerGetAttribute"), []
+        for kind in (kinds.CU_POINTER_ATTRIBUTE_MAPPING_BASE_ADDR, kinds.CU_POINTER_ATTRIBUTE_MAPPING_SIZE):
+            value = ctypes.c_uint64()
+            if ask(ctypes.byref(value), ctypes.c_int(int(kind)), ctypes.c_uint64(address)):
+                return None
+            found.append(value.value)
+        return found[0], found[1]
+
     def allocation_number(self, address: int) -> int:
         """Number of the allocation around an address; 0 where there is none."""
         kind = self._api.CUpointer_attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID

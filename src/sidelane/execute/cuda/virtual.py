@@ -75,8 +75,7 @@ class DriverVirtualMemory:
         return self._api.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
     def range_at(self, address: int) -> tuple[int, int] | None:
-        found = self._driver.allocation_at(address)
-        return None if found is None else found[1:]
+        return self._driver.piece_at(address)
 
     def retain(self, address: int) -> int:
         return int(self._driver.call("cuMemRetainAllocationHandle", address))
