@@ -12,7 +12,7 @@ from fused_ops import check_close, communicator
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from sidelane import Communicator
+from sidelane import Communicator, ops
 from sidelane.ops import EmbeddingBagAllToAll, ExpertCombine, RowParallelLinear, library
 from sidelane.ops.fusion import Fusion
 
@@ -363,7 +363,19 @@ def combine(group: dist.ProcessGroup, backend: str) -> int:
             for part, other in ((x, wide_xs[rank]), (gate, wide_gates), (layer.weight, wide_weights)):
                 assert part.grad is not None and other.grad is not None
                 check_close(part.grad, other.grad if other is wide_xs[rank] else other.grad[rank], "gradient")
+        left_out(comm)
     return 2
+
+
+def left_out(comm: Communicator) -> None:
+    """Rows that nobody has room for have no gradient, whatever the workspace holds."""
+    n, rank = comm.world_size, comm.rank
+    counts, x, weight = torch.ones(n, n).long(), torch.ones(n + 1, 8, requires_grad=True), torch.ones(6, 8)
+    ops.all_to_all_rows(comm, torch.ones(n, 6), counts, most_rows=n).fill_(torch.nan)  # which has the same shape
+    library.gemm_all_to_all(library.number_of(comm), x, weight, counts, 1).sum().backward()
+    expected = torch.full((n + 1, 8), 6.0) if rank == 0 else torch.zeros(n + 1, 8)
+    expected[n] = 0
+    assert x.grad is not None and torch.equal(x.grad, expected), x.grad
 
 
 def checked(group: dist.ProcessGroup) -> int:

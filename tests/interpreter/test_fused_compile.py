@@ -158,6 +158,17 @@ def test_gemm_all_to_all_compiles(dtype: str) -> None:
     assert text.count(".sys.acq_rel.add") == 1, "the last program"
 
 
+def test_rows_without_a_product_compile() -> None:
+    tiles = gemm.ROW_TILES
+    constants = {"ROWS": tiles.rows, "COLS": tiles.columns, "DEPTH": tiles.depth, "WIDE": False, "GROUP": tiles.group}
+    constants |= {"DTYPE": triton.language.bfloat16, "REMOTE_FIRST": True, "WHOLE": True, "ALIGNED": True}
+    kinds = "*i64 *i64 *i32 *bf16 *i64 i32 i32 i32 i32 i32 i32"
+    known = ("x", "depth", "columns", "x_stride")
+    text, registers, stack = compiled(gemm.KERNEL, kinds, {**constants, "weight": None}, tiles.warps, multiples=known)
+    assert stack == 0 and registers * 32 * tiles.warps * tiles.per_unit <= 1 << 16, (registers, stack)
+    assert "wgmma" not in text and re.search(r"ld\.global[a-z0-9_:.]*\.v4\.b32", text), "wide loads of rows"
+
+
 GEMM_REDUCE = "*i64 *i64 *{0} *i64 *{0} *{0} *{0} i32 i32 i32 i32 i32 i32"
 GATHER_GEMM = "*i64 *i64 *{0} *i32 *{0} *{0} *{0} i32 i32 i32 i32 i32"
 

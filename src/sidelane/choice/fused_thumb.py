@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 
 SIZES = {
+    "gemm_all_to_all": ("rows", "depth", "columns"),
     "gemm_reduce_scatter": ("rows", "depth", "columns"),
     "gemm_all_reduce": ("rows", "depth", "columns"),
     "all_gather_gemm": ("rows of a rank", "depth", "columns"),

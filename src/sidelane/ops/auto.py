@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -54,12 +54,12 @@ OPS = {
     "gemv_all_reduce": Ways(),
     "all_reduce_rms_norm": Ways(sizes=2),
     "embedding_all_to_all": Ways(captured=(FUSED,)),
-    "gemm_all_to_all": Ways(captured=(FUSED,)),
+    "gemm_all_to_all": Ways(eager=_ALL),
     "gemm_reduce_scatter": Ways(eager=_ALL),
     "gemm_all_reduce": Ways(eager=_ALL),
     "all_gather_gemm": Ways(eager=_ALL, captured=_ALL),
 }
-"""By operator. A graph has nothing that needs the host: split sizes, and triggers of parts."""
+"""By operator. A graph has nothing that needs the host: bags of a table, and triggers of parts."""
 
 
 def method_of(
@@ -70,6 +70,8 @@ def method_of(
     sizes: tuple[int, ...],
     element_bytes: int,
     make: Mapping[str, Callable[[int], object]] | None = None,
+    *,
+    without: Sequence[str] = (),
 ) -> MethodChoice:
     """How a call goes. Collective where a shape is new and ``method`` is ``auto``.
 
@@ -81,6 +83,7 @@ def method_of(
         sizes: of this rank.
         element_bytes: that times are looked up by; alike on all ranks.
         make: by method, what makes all that it needs before it can be captured; gets the pieces of a split one.
+        without: methods that these arguments do not have; ``key`` says so.
     """
     if method != AUTO:
         return MethodChoice(method, "asked for")
@@ -90,7 +93,9 @@ def method_of(
         if captured:
             return MethodChoice(FUSED, "a new shape")  # whose making says so
         agreed = _agree(comm, op, sizes)
-        eager, in_graph = (_choice(comm, op, agreed, element_bytes, captured=graph) for graph in (False, True))
+        eager, in_graph = (
+            _choice(comm, op, agreed, element_bytes, captured=is_in, without=without) for is_in in (False, True)
+        )
         known = comm.kept[method_of, op, key] = eager, in_graph
         for found in (eager,) if comm.device.type == "cpu" else known:
             if make and found.method in make:
@@ -112,7 +117,14 @@ def check_method(comm: Communicator, op: str, method: str) -> None:
         raise ValueError(f"{op}: method inside of a capture (value={method}, allowed={allowed})")
 
 
-def explain(comm: Communicator, op: str, *sizes: int, captured: bool = False, dtype: torch.dtype | None = None) -> str:
+def explain(
+    comm: Communicator,
+    op: str,
+    *sizes: int,
+    captured: bool = False,
+    dtype: torch.dtype | None = None,
+    without: Sequence[str] = (),
+) -> str:
     """What ``method="auto"`` takes for a shape, and why. Collective the first time, as the times are rank 0's.
 
     Args:
@@ -121,13 +133,15 @@ def explain(comm: Communicator, op: str, *sizes: int, captured: bool = False, dt
         sizes: rows, columns, tokens; tokens, hidden; batch, tables, pooling; or rows, depth, columns.
         captured: in a graph.
         dtype: of the weight, tables or rows; None for whatever was measured.
+        without: methods that the call does not have: ``split`` for ``gemm_all_to_all`` with counts on the device.
     """
     with telling_refusals(comm, "explain"):
         check_choice("explain", "op", op, tuple(OPS))
         wanted = OPS[op].sizes
         if len(sizes) != wanted or min(sizes) < 1:
             raise ValueError(f"explain: sizes of {op} (value={sizes}, allowed={wanted}, each 1 and more)")
-    found = _choice(comm, op, sizes, dtype.itemsize if dtype else None, captured=captured)
+    element_bytes = None if dtype is None else dtype.itemsize
+    found = _choice(comm, op, sizes, element_bytes, captured=captured, without=without)
     pieces = f", {found.pieces} pieces" if found.pieces > 1 else ""
     return f"{op}: {found.method}{pieces} ({found.reason})"
 
@@ -137,11 +151,17 @@ def _is_captured(comm: Communicator) -> bool:
 
 
 def _choice(
-    comm: Communicator, op: str, sizes: tuple[int, ...], element_bytes: int | None, *, captured: bool
+    comm: Communicator,
+    op: str,
+    sizes: tuple[int, ...],
+    element_bytes: int | None,
+    *,
+    captured: bool,
+    without: Sequence[str],
 ) -> MethodChoice:
-    ways = OPS[op].captured if captured else OPS[op].eager
-    options: dict[str, Any] = {"captured": captured, "device_type": comm.device.type}
-    return choose_method(_tables(comm), op, comm.world_size, sizes, ways=ways, element_bytes=element_bytes, **options)
+    ways = [way for way in (OPS[op].captured if captured else OPS[op].eager) if way not in without]
+    options: dict[str, Any] = {"captured": captured, "device_type": comm.device.type, "element_bytes": element_bytes}
+    return choose_method(_tables(comm), op, comm.world_size, sizes, ways=ways, **options)
 
 
 def _agree(comm: Communicator, op: str, sizes: tuple[int, ...]) -> tuple[int, ...]:

@@ -4,8 +4,8 @@
 """gemm_all_to_all: the last GEMM of experts, whose tiles go to the ranks of their tokens as they are finished.
 
 Equivalent: ``y = x @ weight.T``, then an all-to-all with split sizes (``reference.gemm_all_to_all``; the fused
-operators paper, section III). How many rows go from whom to whom is known on the device only, so that routing may
-change without the host, and inside of a graph.
+operators paper, section III). How many rows go from whom to whom may be known on the device only, so that routing may
+change without the host, and inside of a graph. Without a weight rows go as they are (``rows``).
 
 Any block of two ranks, ``remote_first``::
 
@@ -25,12 +25,14 @@ and COLS columns, of products over DEPTH columns of ``x`` at a time. ``x`` [rows
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
 import triton
 import triton.language as tl
+from torch.nn import functional
 
-from sidelane.choice.fused import FUSED
+from sidelane.choice.fused import FUSED, SPLIT, UNFUSED
 from sidelane.collectives import Communicator
 from sidelane.device import layout
 from sidelane.device.context import (
@@ -46,21 +48,18 @@ from sidelane.device.context import (
     world_size_of,
 )
 from sidelane.device.stamps import COMPUTE, END, SEND, WAIT, stamp
-from sidelane.ops import reference
-from sidelane.ops.auto import AUTO, check_method, method_of
+from sidelane.ops.auto import AUTO, check_method, method_of, options_of
 from sidelane.ops.handle import (
     FLOATS,
     INTERPRETED,
-    ORDERS,
     REMOTE_FIRST,
-    check_choice,
-    check_tensor,
     kept,
     power_of_two,
     programs_of,
     telling_refusals,
 )
-from sidelane.ops.operands import MOST_ELEMENTS
+from sidelane.ops.operands import Counts, check_most_rows, check_rows, check_weight, on_both_sides
+from sidelane.ops.split_gemm import split_gemm_all_to_all
 from sidelane.ops.timeline import stamps_of
 
 NAME = "gemm_all_to_all"
@@ -106,6 +105,10 @@ class TileSizes:
                 raise ValueError(f"TileSizes: {name} (value={value}, allowed={text} {least})")
 
 
+ROW_TILES = TileSizes(rows=32, depth=16, stages=1, per_unit=2)
+"""Of rows that go as they are."""
+
+
 class GemmAllToAll:
     """The flags, counters and output of :func:`gemm_all_to_all` for one shape. Collective: alike on all ranks.
 
@@ -114,7 +117,7 @@ class GemmAllToAll:
         most_rows: that any rank gets in a call.
         columns: H, of the result.
         dtype: of x, weight and result: float32, float16 or bfloat16.
-        tiles: how the product is cut.
+        tiles: how the product, or the rows, are cut.
 
     Raises:
         ValueError, TypeError: a size or dtype that there is not.
@@ -127,7 +130,7 @@ class GemmAllToAll:
     ) -> None:
         self.comm, self.most_rows, self.columns, self.dtype = comm, most_rows, columns, dtype
         with telling_refusals(comm, NAME):
-            _check_sizes(most_rows, columns)
+            check_most_rows(NAME, most_rows, columns)
             if dtype not in FLOATS:
                 raise TypeError(f"{NAME}: dtype (value={dtype}, allowed={', '.join(map(str, FLOATS))})")
         self._tiles = tiles or TileSizes.of(dtype)
@@ -138,14 +141,17 @@ class GemmAllToAll:
         self._kernel = comm.load_kernel(_gemm_all_to_all, flags=2)
 
     def __call__(
-        self, x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor, *, order: str = REMOTE_FIRST
+        self, x: torch.Tensor, weight: torch.Tensor | None, counts: torch.Tensor, *, order: str = REMOTE_FIRST
     ) -> torch.Tensor:
-        """Run it. Arguments, result and errors as of :func:`gemm_all_to_all`."""
+        """Run it. Arguments, result and errors as of :func:`gemm_all_to_all`; no weight sends rows as they are."""
         comm, tiles = self.comm, self._tiles
         with telling_refusals(comm, NAME):
-            _check(comm, x, weight, counts, self.most_rows, order)
-            if (weight.shape[0], weight.dtype) != (self.columns, self.dtype):
-                given, allowed = f"{weight.shape[0]}, {weight.dtype}", f"{self.columns}, {self.dtype}"
+            check_rows(NAME, comm, x, counts, self.most_rows, order)
+            if weight is not None:
+                check_weight(NAME, comm, x, weight, self.most_rows)
+            columns = x.shape[1] if weight is None else weight.shape[0]
+            if (columns, x.dtype) != (self.columns, self.dtype):
+                given, allowed = f"{columns}, {x.dtype}", f"{self.columns}, {self.dtype}"
                 raise ValueError(f"{NAME}: a handle for another shape (value={given}, allowed={allowed})")
         stamps, stamped = stamps_of(comm, self._programs)
         self._kernel.launch(
@@ -159,7 +165,7 @@ class GemmAllToAll:
             x.shape[1],
             self.columns,
             x.stride(0),
-            weight.stride(0),
+            0 if weight is None else weight.stride(0),
             self.most_rows,
             stamps,
             alike=stamped.strip(),
@@ -177,13 +183,6 @@ class GemmAllToAll:
         )
         return self._output
 
-    def unfused(self, x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """The same, unfused, into a tensor of its own. The host reads the counts, so that no graph can have it."""
-        came = reference.gemm_all_to_all(self.comm, x, weight, counts.tolist())[: self.most_rows]
-        result = x.new_zeros(self.most_rows, self.columns)
-        result[: came.shape[0]] = came
-        return result
-
     def close(self) -> None:
         """Let go of flags, once this rank's calls have ended. Idempotent, and no collective."""
         self._kernel.close()
@@ -193,7 +192,7 @@ def gemm_all_to_all(
     comm: Communicator,
     x: torch.Tensor,
     weight: torch.Tensor,
-    counts: torch.Tensor,
+    counts: Counts,
     *,
     most_rows: int,
     order: str = REMOTE_FIRST,
@@ -211,11 +210,13 @@ def gemm_all_to_all(
             have different numbers of rows; those beyond what ``counts`` says stay.
         weight: [H, K], of x's dtype: float32, float16 or bfloat16.
         counts: rows from rank i to rank j in row i, column j; int32 or int64, the same on all ranks. On the device
-            nobody checks them; ``Config(debug=True)`` does.
+            nobody reads them but the kernel, and nobody checks them; ``Config(debug=True)`` does. Or on the host, as
+            lists (on GPUs also a tensor of the CPU), on all ranks: then ``split`` is a way, too.
         most_rows: that any rank gets, the same on all ranks and in all calls of a shape. What is beyond is left out.
         order: ``remote_first``: tiles for peers come first; ``oblivious``: tiles in the order of ranks.
         tiles: how the product is cut.
-        method: ``fused``, ``unfused``, or ``auto``: unfused where that was measured to be faster (``ops.explain``).
+        method: ``fused``; ``split``, that is :func:`split_gemm_all_to_all`, which no graph can have; ``unfused``, a
+            product and :func:`all_to_all_rows`; or ``auto``: the fastest one (``ops.explain`` says which, and why).
 
     Returns:
         [most_rows, H]: rows from rank 0, from rank 1, and so on; behind them what was there. The next call of this
@@ -228,45 +229,36 @@ def gemm_all_to_all(
     """
     with telling_refusals(comm, NAME):
         check_method(comm, NAME, method)
-        _check(comm, x, weight, counts, most_rows, order)
+        table, counts = on_both_sides(NAME, comm, counts)
+        if method == SPLIT and table is None:
+            raise ValueError(f"{NAME}: counts with method {SPLIT} (value=on the device, allowed=on the host)")
+        check_rows(NAME, comm, x, counts, most_rows, order)
+        check_weight(NAME, comm, x, weight, most_rows)
     columns, dtype = weight.shape[0], weight.dtype
     key = (NAME, most_rows, columns, dtype, tiles)
-    handle = kept(comm, key, lambda: GemmAllToAll(comm, most_rows, columns, dtype, tiles=tiles))
+
+    def handle(_: int = 0) -> GemmAllToAll:
+        return kept(comm, key, lambda: GemmAllToAll(comm, most_rows, columns, dtype, tiles=tiles))
+
+    make: dict[str, Callable[[int], object]]
+    make = {FUSED: handle, UNFUSED: lambda _: rows_handle(comm, most_rows, columns, dtype)}
+    without = (SPLIT,) if table is None else ()
+    known = (*key, table is None)
     sizes = most_rows, x.shape[1], columns
-    if method_of(comm, NAME, method, key, sizes, dtype.itemsize).method == FUSED:
-        return handle(x, weight, counts, order=order)
-    return handle.unfused(x, weight, counts)
+    found = method_of(comm, NAME, method, known, sizes, dtype.itemsize, make, without=without)
+    if found.method == FUSED:
+        return handle()(x, weight, counts, order=order)
+    if found.method == SPLIT:
+        assert table is not None
+        most = max(most_rows, power_of_two(max(map(sum, (*table, *zip(*table, strict=True))))))  # few shapes
+        return split_gemm_all_to_all(comm, x, weight, table, most_rows=most, **options_of(found))[:most_rows]
+    return rows_handle(comm, most_rows, columns, dtype)(functional.linear(x, weight), None, counts, order=order)
 
 
-def _check_sizes(most_rows: int, columns: int) -> None:
-    if most_rows < 1 or columns < 1 or most_rows * columns > MOST_ELEMENTS:
-        allowed = f"1 and more, {MOST_ELEMENTS} together"
-        raise ValueError(f"{NAME}: most_rows, columns of the result (value={most_rows}, {columns}, allowed={allowed})")
-
-
-def _check(comm: Communicator, x: object, weight: object, counts: object, most_rows: int, order: str) -> None:
-    check_choice(NAME, "order", order, ORDERS)
-    check_tensor(NAME, "weight", weight, comm.device, FLOATS, (2,))
-    assert isinstance(weight, torch.Tensor)
-    check_tensor(NAME, "x", x, comm.device, (weight.dtype,), (2,))
-    check_tensor(NAME, "counts", counts, comm.device, (torch.int32, torch.int64), (2,))
-    assert isinstance(x, torch.Tensor)
-    assert isinstance(counts, torch.Tensor)
-    _check_sizes(most_rows, weight.shape[0])
-    n = comm.world_size
-    if counts.shape != (n, n) or not counts.is_contiguous():
-        raise ValueError(f"{NAME}: shape of counts (value={tuple(counts.shape)}, allowed={(n, n)}, contiguous)")
-    if x.shape[1] != weight.shape[1] or not x.shape[1]:
-        raise ValueError(f"{NAME}: columns of x (value={x.shape[1]}, allowed={weight.shape[1]}, those of the weight)")
-    for what, tensor in (("weight", weight), ("x", x)):
-        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-            raise ValueError(f"{NAME}: neighbours in a row of {what} lie apart (value={tensor.stride()}, allowed=1)")
-    if comm.config.debug:
-        table = counts.tolist()
-        sent, got = sum(table[comm.rank]), max(map(sum, zip(*table, strict=True)))
-        if min(map(min, table)) < 0 or sent > x.shape[0] or got > most_rows:
-            given, allowed = f"{sent} sent, {got} to one rank", f"up to {x.shape[0]}, up to {most_rows}"
-            raise ValueError(f"{NAME}: counts (value={given}, allowed={allowed}, none negative)")
+def rows_handle(comm: Communicator, most_rows: int, columns: int, dtype: torch.dtype) -> GemmAllToAll:
+    """What sends rows as they are, kept for a shape; made by all ranks together where it is new."""
+    key = (NAME, "rows", most_rows, columns, dtype)
+    return kept(comm, key, lambda: GemmAllToAll(comm, most_rows, columns, dtype, tiles=ROW_TILES))
 
 
 @triton.jit
@@ -333,8 +325,12 @@ def _gemm_all_to_all(
             column = column_tile * COLS + tl.arange(0, COLS)
             row_mask = (row < count) & (first + row < rows) & (to + row < most_rows)
             stamp(stamps, COMPUTE, peer)
-            values = tile_product(x, weight, first + row, column, row_mask, depth, x_stride, weight_stride, columns,
-                                  ROWS, COLS, DEPTH, WHOLE, WIDE)  # fmt: skip
+            if weight is None:
+                inside = row_mask[:, None] & (column < columns)[None, :]
+                values = tl.load(x + (first + row).to(tl.int64)[:, None] * x_stride + column[None, :], mask=inside)
+            else:
+                values = tile_product(x, weight, first + row, column, row_mask, depth, x_stride, weight_stride, columns,
+                                      ROWS, COLS, DEPTH, WHOLE, WIDE)  # fmt: skip
             place = (to + row).to(tl.int64)[:, None] * columns + column[None, :]
             stamp(stamps, SEND, peer)
             put_weak(outputs, peer, place, values.to(DTYPE), row_mask[:, None] & (column < columns)[None, :],

@@ -21,6 +21,7 @@ from sidelane.collectives import Communicator
 from sidelane.ops import embedding, embedding_backward, gather_gemm, gemm, gemm_reduce, gemv, reference, rms_norm
 from sidelane.ops.handle import power_of_two
 from sidelane.ops.operands import MOST_ELEMENTS
+from sidelane.ops.rows import all_to_all_rows
 
 _numbers = itertools.count(1)
 _communicators: weakref.WeakValueDictionary[int, Communicator] = weakref.WeakValueDictionary()
@@ -283,19 +284,29 @@ def _(comm: int, x: Tensor, weight: Tensor, counts: Tensor, most_rows: int) -> T
 
 
 @torch.library.custom_op("sidelane::rows_back", mutates_args=())
-def rows_back(comm: int, rows: Tensor, counts: Tensor, most_rows: int) -> Tensor:
-    """The other way than ``gemm_all_to_all``: [most_rows, H], rows to the ranks they came from. The host waits."""
-    ranks, table = communicator(comm), counts.tolist()
-    sends, gets = [row[ranks.rank] for row in table], list(table[ranks.rank])
-    back = rows.new_zeros(most_rows, rows.shape[1])
-    sent = rows[: sum(sends)].contiguous()
-    ranks.all_to_all(back[: sum(gets)], sent, output_split_sizes=gets, input_split_sizes=sends)
+def rows_back(comm: int, rows: Tensor, counts: Tensor, sent: int) -> Tensor:
+    """The other way than ``gemm_all_to_all``: [sent, H], rows to the ranks they came from; zeros where none was sent.
+
+    ``rows`` has the same height on all ranks. That many may come back from each of them, which is all that ranks know
+    alike of what one has sent: so much symmetric memory it takes.
+    """
+    ranks = communicator(comm)
+    n, most = ranks.world_size, rows.shape[0]
+    back = rows.new_zeros(sent, rows.shape[1])
+    came = all_to_all_rows(ranks, in_rows(rows), counts.T.contiguous(), most_rows=n * most)
+    own, before = counts[ranks.rank], counts[: ranks.rank].sum(0)
+    ends = own.cumsum(0)
+    row = torch.arange(min(sent, n * most), device=rows.device)
+    peer = torch.searchsorted(ends, row, right=True).clamp(max=n - 1)
+    place = before[peer] + row - (ends - own)[peer]  # of a row among those that its receiver got, and had room for
+    is_there = (row < ends[-1]) & (place < most)
+    back[: len(row)] = torch.where(is_there[:, None], came[: len(row)], 0)
     return back
 
 
 @rows_back.register_fake
-def _(comm: int, rows: Tensor, counts: Tensor, most_rows: int) -> Tensor:
-    return rows.new_empty(most_rows, rows.shape[1])
+def _(comm: int, rows: Tensor, counts: Tensor, sent: int) -> Tensor:
+    return rows.new_empty(sent, rows.shape[1])
 
 
 def _all_to_all_saves(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

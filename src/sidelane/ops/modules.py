@@ -142,6 +142,9 @@ class EmbeddingBagAllToAll(nn.Module):
 class ExpertCombine(nn.Module):
     """The last linear layer of an expert on each rank, the way back of its rows, and the sum over each token's experts.
 
+    The host never waits for the routing, forward or backward. Gradients take symmetric memory for ``most_rows`` rows
+    from each rank.
+
     Args:
         comm: the ranks, open for as long as this is used.
         in_features: of a row, on all ranks.
