@@ -83,6 +83,10 @@ def wrong_calls(comm: Communicator) -> Calls:
         call(counts=[[2] * n] * (n - 1) + [[2]]),
         call(counts=None),
         call(method="split"),
+        call(weight=torch.ones(2, 4, 8)),
+        call(weight=torch.ones(2, 4, 8), counts=torch.ones(n, n, 3).long()),
+        call(weight=torch.ones(2, 4, 8), counts=torch.ones(n, n, 2).long(), method="unfused"),
+        call(weight=torch.ones(65, 4, 8), counts=torch.zeros(n, n, 65).long()),
         *(
             functools.partial(ops.all_to_all_rows, comm, other, counts, most_rows=2 * n)
             for other in (torch.ones(2 * n, 0), torch.ones(2 * n, 8).int(), torch.ones(8, 2 * n).T)

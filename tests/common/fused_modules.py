@@ -410,47 +410,58 @@ def pass_only(comm: Communicator, group: dist.ProcessGroup, call: Any, values: A
 
 
 def combine(group: dist.ProcessGroup, backend: str) -> int:
-    """Skewed routing of two experts a token, some tokens with one, forward and gradients against float64."""
+    """Routing of two experts a token, some tokens with one, and of all tokens to one expert; one expert a rank and two.
+    Forward and gradients against float64.
+    """
     with communicator(group) as comm:
-        n, rank, tokens, width = comm.world_size, comm.rank, 5, 2
+        routed(comm, None, backend, torch.randint(comm.world_size, (comm.world_size, 5, 2), device="cpu"))
         torch.manual_seed(4)
-        experts = torch.randint(n, (n, tokens, width), device="cpu").tolist()
-        sent = [  # rows of an expert, by the rank of their tokens
-            [[(t, k) for t in range(tokens) for k in range(width) if experts[to][t][k] == own] for to in range(n)]
-            for own in range(n)
-        ]
-        counts = torch.tensor([[len(rows) for rows in of_expert] for of_expert in sent])
-        xs, gates = [torch.randn(int(row.sum()), 8) for row in counts], torch.rand(n, tokens, width)
-        gates[:, 0, 1] = 0
-        slots = torch.zeros(tokens, width, dtype=torch.int64)
-        for slot, (t, k) in enumerate(place for own in range(n) for place in sent[own][rank]):
-            slots[t, k] = slot
-        layer = ExpertCombine(comm, 8, 6, most_rows=n * tokens * width)
-        weights = torch.empty(n, 6, 8)
-        comm.all_gather(weights, layer.weight.detach())
-        comm.synchronize()
-        wide = [part.double().requires_grad_() for part in (*xs, weights, gates)]
-        *wide_xs, wide_weights, wide_gates = wide
-        expected = torch.zeros(n, tokens, 6, dtype=torch.float64)
-        for own in range(n):
-            rows = [(to, *place) for to in range(n) for place in sent[own][to]]
-            for row, (to, t, k) in zip(wide_xs[own] @ wide_weights[own].T, rows, strict=True):
-                added = torch.zeros_like(expected)
-                added[to, t] = 1
-                expected = expected + added * row * wide_gates[to, t, k]
-        expected.square().sum().backward()
-        for model in (layer, compiled(layer, backend)):
-            layer.zero_grad()
-            x, gate = xs[rank].clone().requires_grad_(), gates[rank].clone().requires_grad_()
-            result = model(x, counts, slots, gate)
-            check_close(result.detach(), expected.detach()[rank], "result")
-            result.square().sum().backward()
-            assert x.grad is not None and gate.grad is not None and layer.weight.grad is not None
-            for part, other in ((x, wide_xs[rank]), (gate, wide_gates), (layer.weight, wide_weights)):
-                assert part.grad is not None and other.grad is not None
-                check_close(part.grad, other.grad if other is wide_xs[rank] else other.grad[rank], "gradient")
+        routed(comm, 2, backend, torch.randint(2 * comm.world_size, (comm.world_size, 5, 2), device="cpu"))
+        routed(comm, 3, None, torch.full((comm.world_size, 5, 2), 1, device="cpu"))
         left_out(comm)
     return 2
+
+
+def routed(comm: Communicator, experts: int | None, backend: str | None, chosen: torch.Tensor) -> None:
+    n, rank, (_, tokens, width), each = comm.world_size, comm.rank, chosen.shape, experts or 1
+    torch.manual_seed(5)
+    places = [(to, t, k) for to in range(n) for t in range(tokens) for k in range(width)]
+    # Of a rank: its rows, by the rank of their tokens and then by expert.
+    sent = [
+        [(to, e, t, k) for to in range(n) for e in range(each) for at, t, k in places
+         if at == to and int(chosen[at, t, k]) == own * each + e]
+        for own in range(n)
+    ]  # fmt: skip
+    counts = torch.tensor(
+        [[[sum((to, e) == row[:2] for row in sent[own]) for e in range(each)] for to in range(n)] for own in range(n)]
+    )
+    xs, gates = [torch.randn(len(rows), 8) for rows in sent], torch.rand(n, tokens, width)
+    gates[:, 0, 1] = 0
+    slots = torch.zeros(tokens, width, dtype=torch.int64)
+    for slot, (t, k) in enumerate((t, k) for own in range(n) for to, _, t, k in sent[own] if to == rank):
+        slots[t, k] = slot
+    layer = ExpertCombine(comm, 8, 6, most_rows=n * tokens * width, experts=experts)
+    weights = torch.empty(n, *layer.weight.shape)
+    comm.all_gather(weights, layer.weight.detach())
+    comm.synchronize()
+    *wide_xs, wide_weights, wide_gates = [part.double().requires_grad_() for part in (*xs, weights, gates)]
+    expected = torch.zeros(n, tokens, 6, dtype=torch.float64)
+    for own in range(n):
+        for row, (to, e, t, k) in zip(wide_xs[own], sent[own], strict=True):
+            added = torch.zeros_like(expected)
+            added[to, t] = 1
+            expected = expected + added * (wide_weights.view(n, each, 6, 8)[own, e] @ row) * wide_gates[to, t, k]
+    expected.square().sum().backward()
+    for model in (layer, *([] if backend is None else [compiled(layer, backend)])):
+        layer.zero_grad()
+        x, gate = xs[rank].clone().requires_grad_(), gates[rank].clone().requires_grad_()
+        result = model(x, counts if experts else counts[:, :, 0].contiguous(), slots, gate)
+        check_close(result.detach(), expected.detach()[rank], "result")
+        result.square().sum().backward()
+        for part, other in ((x, wide_xs[rank]), (gate, wide_gates), (layer.weight, wide_weights)):
+            assert part.grad is not None
+            wanted = torch.zeros_like(other) if other.grad is None else other.grad
+            check_close(part.grad, wanted if other is wide_xs[rank] else wanted[rank], "gradient")
 
 
 def left_out(comm: Communicator) -> None:

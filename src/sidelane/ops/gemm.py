@@ -18,8 +18,8 @@ Example: 2 ranks, counts [[2, 3], [1, 0]]: of the five rows of rank 0 the first 
 to 2 of rank 1; the one row of rank 1 becomes row 2 of rank 0.
 
 Legend: N ranks; K columns of ``x``; H columns of the result; C rows that an output has room for; a tile is ROWS rows
-and COLS columns, of products over DEPTH columns of ``x`` at a time. ``x`` [rows, K], ``weight`` [H, K], ``outputs``
-[C, H], ``counts`` [N, N].
+and COLS columns, of products over DEPTH columns of ``x`` at a time; E experts of a rank. ``x`` [rows, K], ``weight``
+[E, H, K], ``outputs`` [C, H], ``counts`` [N, N, E]: rows for a rank are those of its first expert, then the next.
 """
 
 from __future__ import annotations
@@ -146,10 +146,11 @@ class GemmAllToAll:
         """Run it. Arguments, result and errors as of :func:`gemm_all_to_all`; no weight sends rows as they are."""
         comm, tiles = self.comm, self._tiles
         with telling_refusals(comm, NAME):
-            check_rows(NAME, comm, x, counts, self.most_rows, order)
+            experts = weight.shape[0] if weight is not None and weight.dim() == 3 else None
+            check_rows(NAME, comm, x, counts, self.most_rows, order, experts)
             if weight is not None:
                 check_weight(NAME, comm, x, weight, self.most_rows)
-            columns = x.shape[1] if weight is None else weight.shape[0]
+            columns = x.shape[1] if weight is None else weight.shape[-2]
             if (columns, x.dtype) != (self.columns, self.dtype):
                 given, allowed = f"{columns}, {x.dtype}", f"{self.columns}, {self.dtype}"
                 raise ValueError(f"{NAME}: a handle for another shape (value={given}, allowed={allowed})")
@@ -165,10 +166,12 @@ class GemmAllToAll:
             x.shape[1],
             self.columns,
             x.stride(0),
-            0 if weight is None else weight.stride(0),
+            0 if weight is None else weight.stride(-2),
+            experts or 1,
+            weight.stride(0) if weight is not None and experts else 0,
             self.most_rows,
             stamps,
-            alike=stamped.strip(),
+            alike=f"{experts or 1} experts{stamped}",
             ROWS=tiles.rows,
             COLS=tiles.columns,
             DEPTH=tiles.depth,
@@ -178,6 +181,7 @@ class GemmAllToAll:
             WIDE=INTERPRETED or self.dtype == torch.float32,
             DTYPE=getattr(tl, str(self.dtype).removeprefix("torch.")),
             REMOTE_FIRST=order == REMOTE_FIRST,
+            EP=power_of_two(experts or 1),
             num_warps=tiles.warps,
             num_stages=tiles.stages,
         )
@@ -208,10 +212,12 @@ def gemm_all_to_all(
         comm: the ranks.
         x: rows for rank 0, for rank 1, and so on, [rows, K]; neighbours in a row are neighbours in memory. Ranks may
             have different numbers of rows; those beyond what ``counts`` says stay.
-        weight: [H, K], of x's dtype: float32, float16 or bfloat16.
-        counts: rows from rank i to rank j in row i, column j; int32 or int64, the same on all ranks. On the device
-            nobody reads them but the kernel, and nobody checks them; ``Config(debug=True)`` does. Or on the host, as
-            lists (on GPUs also a tensor of the CPU), on all ranks: then ``split`` is a way, too.
+        weight: [H, K], of x's dtype: float32, float16 or bfloat16. Or of up to 64 experts, [E, H, K], as many on each
+            rank: rows for a rank are those of the first expert, then those of the next. These are fused only.
+        counts: rows from rank i to rank j in row i, column j, [N, N], of several experts [N, N, E]; int32 or int64, the
+            same on all ranks. On the device nobody reads them but the kernel, and nobody checks them;
+            ``Config(debug=True)`` does. Or on the host, as lists (on GPUs also a tensor of the CPU), on all ranks: then
+            ``split`` is a way, too.
         most_rows: that any rank gets, the same on all ranks and in all calls of a shape. What is beyond is left out.
         order: ``remote_first``: tiles for peers come first; ``oblivious``: tiles in the order of ranks.
         tiles: how the product is cut.
@@ -230,11 +236,14 @@ def gemm_all_to_all(
     with telling_refusals(comm, NAME):
         check_method(comm, NAME, method)
         table, counts = on_both_sides(NAME, comm, counts)
+        experts = weight.shape[0] if isinstance(weight, torch.Tensor) and weight.dim() == 3 else None
         if method == SPLIT and table is None:
             raise ValueError(f"{NAME}: counts with method {SPLIT} (value=on the device, allowed=on the host)")
-        check_rows(NAME, comm, x, counts, most_rows, order)
+        if experts is not None and method not in (AUTO, FUSED):
+            raise ValueError(f"{NAME}: method with several experts (value={method}, allowed={AUTO}, {FUSED})")
+        check_rows(NAME, comm, x, counts, most_rows, order, experts)
         check_weight(NAME, comm, x, weight, most_rows)
-    columns, dtype = weight.shape[0], weight.dtype
+    columns, dtype = weight.shape[-2], weight.dtype
     key = (NAME, most_rows, columns, dtype, tiles)
 
     def handle(_: int = 0) -> GemmAllToAll:
@@ -242,8 +251,8 @@ def gemm_all_to_all(
 
     make: dict[str, Callable[[int], object]]
     make = {FUSED: handle, UNFUSED: lambda _: rows_handle(comm, most_rows, columns, dtype)}
-    without = (SPLIT,) if table is None else ()
-    known = (*key, table is None)
+    without = (SPLIT, UNFUSED) if experts is not None else (SPLIT,) if table is None else ()
+    known = (*key, without)
     sizes = most_rows, x.shape[1], columns
     found = method_of(comm, NAME, method, known, sizes, dtype.itemsize, make, without=without)
     if found.method == FUSED:
@@ -295,48 +304,53 @@ def tile_at(number, row_tiles, across, GROUP: tl.constexpr):
 
 @triton.jit
 def _gemm_all_to_all(
-    context, outputs, counters, x, weight, counts, rows, depth, columns, x_stride, weight_stride, most_rows, stamps,
+    context, outputs, counters, x, weight, counts, rows, depth, columns, x_stride, weight_stride,
+    experts, expert_stride, most_rows, stamps,
     ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, WHOLE: tl.constexpr,
-    ALIGNED: tl.constexpr, WIDE: tl.constexpr, DTYPE: tl.constexpr, REMOTE_FIRST: tl.constexpr,
+    ALIGNED: tl.constexpr, WIDE: tl.constexpr, DTYPE: tl.constexpr, REMOTE_FIRST: tl.constexpr, EP: tl.constexpr,
 ):  # fmt: skip
     generation = begin(context)
     rank, ranks = rank_of(context), world_size_of(context)
     program, programs = tl.program_id(0), tl.num_programs(0)
     if first_relaxed(counters):
         signal_all_release(context, 0, generation)  # ready
-    lane = tl.arange(0, MAX_RANKS)
-    sent = tl.load(counts + rank * ranks + lane, mask=lane < ranks, other=0).to(tl.int32)
+    lane, kind = tl.arange(0, MAX_RANKS)[:, None], tl.arange(0, EP)[None, :]
+    known = (lane < ranks) & (kind < experts)
+    sent = tl.load(counts + (rank * ranks + lane) * experts + kind, mask=known, other=0).to(tl.int32)
     across = tl.cdiv(columns, COLS)
-    number = program  # of a tile, among those for one rank
+    number = program  # of a tile, among those of one expert for one rank
     for turn in range(ranks):
         peer = (rank + 1 + turn) % ranks if REMOTE_FIRST else turn
-        came = tl.load(counts + lane * ranks + peer, mask=lane < ranks, other=0).to(tl.int32)
-        count = tl.sum(tl.where(lane == peer, sent, 0))
-        first = tl.sum(tl.where(lane < peer, sent, 0))
-        to = tl.sum(tl.where(lane < rank, came, 0))
-        row_tiles = tl.cdiv(count, ROWS)
-        tiles = row_tiles * across
-        if number < tiles:
-            stamp(stamps, WAIT, peer)
-            wait_acquire(context, peer, 0, generation)
-        while number < tiles:
-            row_tile, column_tile = tile_at(number, row_tiles, across, GROUP)
-            row = row_tile * ROWS + tl.arange(0, ROWS)
-            column = column_tile * COLS + tl.arange(0, COLS)
-            row_mask = (row < count) & (first + row < rows) & (to + row < most_rows)
-            stamp(stamps, COMPUTE, peer)
-            if weight is None:
-                inside = row_mask[:, None] & (column < columns)[None, :]
-                values = tl.load(x + (first + row).to(tl.int64)[:, None] * x_stride + column[None, :], mask=inside)
-            else:
-                values = tile_product(x, weight, first + row, column, row_mask, depth, x_stride, weight_stride, columns,
-                                      ROWS, COLS, DEPTH, WHOLE, WIDE)  # fmt: skip
-            place = (to + row).to(tl.int64)[:, None] * columns + column[None, :]
-            stamp(stamps, SEND, peer)
-            put_weak(outputs, peer, place, values.to(DTYPE), row_mask[:, None] & (column < columns)[None, :],
-                     ALIGNED)  # fmt: skip
-            number += programs
-        number -= tiles
+        came = tl.load(counts + (lane * ranks + peer) * experts + kind, mask=known, other=0).to(tl.int32)
+        for expert in range(experts):
+            before = (lane == peer) & (kind < expert)
+            count = tl.sum(tl.where((lane == peer) & (kind == expert), sent, 0))
+            first = tl.sum(tl.where((lane < peer) | before, sent, 0))
+            to = tl.sum(tl.where(lane < rank, came, 0)) + tl.sum(tl.where(before, sent, 0))
+            row_tiles = tl.cdiv(count, ROWS)
+            tiles = row_tiles * across
+            if number < tiles:
+                stamp(stamps, WAIT, peer)
+                wait_acquire(context, peer, 0, generation)
+            while number < tiles:
+                row_tile, column_tile = tile_at(number, row_tiles, across, GROUP)
+                row = row_tile * ROWS + tl.arange(0, ROWS)
+                column = column_tile * COLS + tl.arange(0, COLS)
+                row_mask = (row < count) & (first + row < rows) & (to + row < most_rows)
+                stamp(stamps, COMPUTE, peer)
+                if weight is None:
+                    inside = row_mask[:, None] & (column < columns)[None, :]
+                    values = tl.load(x + (first + row).to(tl.int64)[:, None] * x_stride + column[None, :], mask=inside)
+                else:
+                    own = weight + (rank.to(tl.int64) * 0 + expert) * expert_stride
+                    values = tile_product(x, own, first + row, column, row_mask, depth, x_stride, weight_stride,
+                                          columns, ROWS, COLS, DEPTH, WHOLE, WIDE)  # fmt: skip
+                place = (to + row).to(tl.int64)[:, None] * columns + column[None, :]
+                stamp(stamps, SEND, peer)
+                put_weak(outputs, peer, place, values.to(DTYPE), row_mask[:, None] & (column < columns)[None, :],
+                         ALIGNED)  # fmt: skip
+                number += programs
+            number -= tiles
     stamp(stamps, WAIT)
     if arrive_acq_rel(counters + 1, programs):
         tl.store(counters, 0)

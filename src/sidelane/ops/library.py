@@ -280,7 +280,7 @@ def gemm_all_to_all(comm: int, x: Tensor, weight: Tensor, counts: Tensor, most_r
 
 @gemm_all_to_all.register_fake
 def _(comm: int, x: Tensor, weight: Tensor, counts: Tensor, most_rows: int) -> Tensor:
-    return x.new_empty(most_rows, weight.shape[0])
+    return x.new_empty(most_rows, weight.shape[-2])
 
 
 @torch.library.custom_op("sidelane::rows_back", mutates_args=())
@@ -317,8 +317,20 @@ def _all_to_all_saves(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None
 def _all_to_all_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, counts = ctx.saved_tensors
     _, for_x, for_weight, *_ = ctx.needs_input_grad
-    back = rows_back(ctx.comm, grad, counts, x.shape[0])
-    return None, back @ weight if for_x else None, back.T @ x if for_weight else None, None, None
+    if weight.dim() == 2:
+        back = rows_back(ctx.comm, grad, counts, x.shape[0])
+        return None, back @ weight if for_x else None, back.T @ x if for_weight else None, None, None
+    back = rows_back(ctx.comm, grad, counts.sum(-1), x.shape[0])
+    ends = counts[communicator(ctx.comm).rank].reshape(-1).cumsum(0)
+    row = torch.arange(x.shape[0], device=x.device)
+    experts = weight.shape[0]
+    expert = torch.searchsorted(ends, row, right=True) % experts  # behind the last one rows are zeros
+    of_x, of_weight = torch.zeros_like(x), []
+    for number in range(experts):
+        part = torch.where((expert == number)[:, None], back, 0)
+        of_x = of_x + part @ weight[number]
+        of_weight.append(part.T @ x)
+    return None, of_x if for_x else None, torch.stack(of_weight) if for_weight else None, None, None
 
 
 gemm_all_to_all.register_autograd(_all_to_all_backward, setup_context=_all_to_all_saves)
@@ -326,4 +338,4 @@ gemm_all_to_all.register_autograd(_all_to_all_backward, setup_context=_all_to_al
 
 def in_rows(matrix: Tensor) -> Tensor:
     """One whose neighbours in a row are neighbours in memory, as kernels take it."""
-    return matrix if matrix.shape[1] <= 1 or matrix.stride(1) == 1 else matrix.contiguous()
+    return matrix if matrix.shape[-1] <= 1 or matrix.stride(-1) == 1 else matrix.contiguous()
