@@ -9,6 +9,7 @@
 # STUDIES        what `make results` measures; all if empty (tools/measure_node.py has the list).
 # DEMO, TESTS    further options of `sidelane demo`; what pytest runs in `make test`.
 # DEVICE_TESTS   files of tests/device for `make test-device`, where GPUs are lent for less than all takes; all if empty.
+# STEPS          how many `make test-steps` makes.
 # SECONDS, SEED  for how long `make attack` goes on; which cases it makes up, others each time if empty.
 # ATTACK         its further options: "--case 7" runs one case again, "--output FILE" writes all that was found.
 # PARALLEL       how `make test` shares the test files among processes. Most tests start ranks of their own: few is best.
@@ -19,7 +20,7 @@ NEWEST_TORCH ?= torch
 RESULTS ?=
 STUDIES ?=
 DEMO ?=
-TESTS ?= tests --ignore=tests/device --ignore=tests/restart
+TESTS ?= tests --ignore=tests/device --ignore=tests/restart --ignore=tests/leaks
 DEVICE_TESTS ?=
 SECONDS ?= 600
 SEED ?=
@@ -34,7 +35,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-device test-torch test-newest test-restart attack sanitize results wheel docs docs-pages lint format venv clean
+.PHONY: help demo test test-device test-torch test-newest test-restart test-steps attack sanitize results wheel docs docs-pages lint format venv clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -64,6 +65,9 @@ test-newest: ## run the process group's tests with the newest torch of the packa
 
 test-restart: $(READY) ## kill a rank of programs that train, and see torchrun start them again; a minute
 	@$(BIN)/python -m pytest tests/restart
+
+test-steps: $(READY) ## train 10,000 steps of random sizes, and see that nothing leaks or slows down; half an hour; STEPS=1000
+	@STEPS="$(STEPS)" $(BIN)/python -m pytest tests/leaks
 
 attack: $(READY) ## try to prove verify wrong, with random programs and schedules; SECONDS=600 SEED=1
 	@PYTHONPATH=tests:tests/common $(BIN)/python -m attack --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(ATTACK)

@@ -30,6 +30,7 @@ COMMANDS: dict[str, set[str]] = {
     f"soak {ON_CPUS} --episode 0 --episode-calls 20": STUDY,
     f"tune {ON_CPUS} --quick --seconds 1 --collective all_gather --output PROFILE": {"format", "key", "curves"},
     "explain all_gather 1.2G --machine h200x4": {"call", "takes", "candidates", "submitted", "notes"},
+    "verify --nodes 2,3 --elements 3": {"nodes", "rows"},
     "claims --no-ranges": {"id", "claimed", "predicted", "role"},
     "pipeline --machine mi300x8": PREDICTED,
     "plan --model llama-8b-like --machine h200x2 --fsdp": PREDICTED,

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from sidelane import Communicator, Config
 from sidelane.bench.running import launch
 from sidelane.bench.running.launch import LaunchTarget, Rank, RankFailedError, choose_target, run_ranks
+from sidelane.machine import local
 
 
 def add_ranks(rank: Rank, offset: int) -> tuple[float, str]:
@@ -287,6 +288,12 @@ def test_torchrun_is_taken_as_it_is(monkeypatch: pytest.MonkeyPatch):
         choose_target(ranks=3)
     with pytest.raises(ValueError, match="torchrun"):
         run_ranks(leave_nothing, 3)
+
+
+def test_one_gpu_is_enough_where_it_is_said(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(local, "device_type_and_count", lambda: ("cuda", 1))
+    assert choose_target(fewest=1) == choose_target(1, fewest=1) == LaunchTarget("cuda", 1)
+    assert choose_target().on_cpu and choose_target(2, fewest=1) == LaunchTarget("cpu", 2)
 
 
 def test_places():

@@ -26,7 +26,7 @@ from sidelane.bench.report.tables import tables_of
 from sidelane.bench.results import files
 from sidelane.bench.results.written import STDOUT
 from sidelane.bench.simulated import fused as sim_fused
-from sidelane.bench.simulated import overlap
+from sidelane.bench.simulated import fused_skew, overlap
 from sidelane.bench.simulated import plan as sim_plan
 from sidelane.bench.simulated import study as simulated
 from sidelane.bench.tune.changes import changes_table
@@ -122,13 +122,12 @@ def of_plan() -> list[Table]:
 def of_fused() -> list[Table]:
     machine = named("h200x4")
     asked = sim_fused.Options("h200x4")
-    made = [
-        made
-        for op in ON_GPUS
-        if op not in sim_fused.UNKNOWN
-        for made in sim_fused.operators_of(op, ON_GPUS[op][-1], machine.world_size)
-    ]
-    return sim_fused.fused_tables(machine, [sim_fused.predicted(machine, *one, asked) for one in made])
+    made = [made for op in ON_GPUS for made in sim_fused.operators_of(op, ON_GPUS[op][-1], machine.world_size)]
+    found = [sim_fused.predicted(machine, *one, asked) for one in made]
+    ranks = fused_skew.skew_table(machine, [(one.operator, one.times) for one in found])
+    by_occupancy = fused_skew.occupancy_table(machine, [one.operator for one in found[:1]])
+    assert by_occupancy is not None
+    return [*sim_fused.fused_tables(machine, found), ranks, by_occupancy]
 
 
 def of_sensitivity() -> list[Table]:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import itertools
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from sidelane import Config, PeerError, fsdp
@@ -101,6 +103,8 @@ def as_without(group: dist.ProcessGroup, steps: int) -> dict[str, tuple[int, int
     told = {}
     mesh, two = mesh_of(group), dist.get_world_size(group) == 2
     for name, options in OPTIONS.items():
+        if not two and name not in ("resharded", "mixed precision"):
+            continue
         for accumulate in (1, 2) if not options else (1,):
             wanted = list(train(build(mesh, **options), group, steps, accumulate=accumulate))
             model = build(mesh, **options)
@@ -118,6 +122,70 @@ def as_without(group: dist.ProcessGroup, steps: int) -> dict[str, tuple[int, int
                 rtol, atol = (0.0, 0.0) if exact else (2e-2, 2e-3) if coarse else (1e-4, 1e-6)
                 where = f"{name} {number}"
                 torch.testing.assert_close(one, other, rtol=rtol, atol=atol, msg=functools.partial(_told, where))
+    return told
+
+
+def _on_all(method: str, *arguments: Any) -> Callable[[Model], None]:
+    """A switch of FSDP2 that every module has by itself, or for all below it."""
+
+    def switch(model: Model) -> None:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                getattr(module, method)(*arguments)
+
+    return switch
+
+
+def _keep(model: Model) -> None:
+    """Parameters stay gathered between the parts of a step."""
+    told = model.set_requires_gradient_sync  # type: ignore[attr-defined]
+
+    def tell(is_last: bool) -> None:
+        told(is_last)
+        model.set_reshard_after_backward(is_last)  # type: ignore[attr-defined]
+
+    model.set_requires_gradient_sync = tell  # type: ignore[attr-defined]
+
+
+def _compile(model: Model) -> None:
+    model.blocks[0].compile(backend="aot_eager")
+
+
+SWITCHES: dict[str, tuple[dict[str, Any], Callable[[Model], None], set[str]]] = {
+    "sums": ({}, _on_all("set_force_sum_reduction_for_comms", True), {"sum"}),
+    "a factor that is the ranks": ({}, _on_all("set_gradient_divide_factor", 2.0), {"avg"}),
+    "float16": ({"mp_policy": MixedPrecisionPolicy(torch.float16, torch.float16)}, lambda model: None, {"sum"}),
+    "kept after backward": ({}, _keep, {"avg"}),
+    "asynchronous": ({}, _on_all("_set_unshard_async_op", True), {"avg"}),
+    "a group for gradients": ({}, lambda model: model.set_separate_reduce_scatter_group(True), {"avg"}),  # type: ignore[attr-defined]
+    "compiled": ({}, _compile, {"avg"}),
+}
+"""Options, what is switched, and the operations of its reductions, for two ranks."""
+
+
+def switched(group: dist.ProcessGroup) -> dict[str, int]:
+    """What else FSDP2 can be told: loss and gradients, with and without; collectives made."""
+    told, mesh = {}, mesh_of(group)
+    for name, (options, switch, operations) in SWITCHES.items():
+        if not hasattr(FSDPModule, "set_separate_reduce_scatter_group") and "group" in name:
+            continue  # torch before 2.13
+        both = []
+        for on in (False, True):
+            model = build(mesh, **options)
+            if on or switch is not _compile:
+                switch(model)
+            with fsdp.enable(model, config=CONFIG) if on else contextlib.nullcontext() as enabled:
+                if enabled is not None:
+                    scatter = next(iter(enabled._links.values())).scatter
+                    scatter.reduce_scatter = mock.Mock(wraps=scatter.reduce_scatter)  # type: ignore[method-assign]
+                both.append(list(train(model, group, 1, accumulate=2)))
+                if enabled is not None:
+                    assert not enabled.elsewhere, name
+                    assert {call.kwargs["op"] for call in scatter.reduce_scatter.call_args_list} == operations, name
+                    told[name] = enabled.calls
+        coarse = {"rtol": 2e-2, "atol": 2e-3} if "float16" in name else {}
+        for number, (one, other) in enumerate(zip(*both, strict=True)):
+            torch.testing.assert_close(one, other, **coarse, msg=functools.partial(_told, f"{name} {number}"))
     return told
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import sidelane
 from sidelane import config
 from sidelane.errors import CommunicatorClosedError, PeerError, UnavailableError
 from sidelane.integrations import ledger
-from sidelane.integrations.nodes import communicator
+from sidelane.integrations.nodes import choose, communicator
 
 REDUCED = (torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64)
 MOVED = (*REDUCED, torch.uint8, torch.float64, torch.bool, torch.complex64, torch.float8_e4m3fn)
@@ -83,7 +84,7 @@ def moves(group: dist.ProcessGroup, layout: Sequence[int], dtypes: Sequence[torc
                 told = inputs[rank].clone()
                 dist.broadcast(told, group=nodes, group_src=root)
                 same(told, inputs[root], (dtype, root))
-        _ran(layout, {"all_gather_into_tensor", "all_gather", "broadcast"}, {"all_to_all_single"})
+        _ran(layout, {"all_gather_into_tensor", "all_gather", "broadcast", "all_to_all_single"})
 
 
 def reduces(group: dist.ProcessGroup, layout: Sequence[int], dtypes: Sequence[torch.dtype] = REDUCED) -> None:
@@ -103,7 +104,7 @@ def reduces(group: dist.ProcessGroup, layout: Sequence[int], dtypes: Sequence[to
                 whole = inputs[rank].clone()
                 dist.reduce_scatter_tensor(whole.split(n)[rank], whole, op, nodes)
                 same(whole.split(n)[rank], part, ("in place", dtype, op))
-        _ran(layout, {"all_reduce"}, {"reduce_scatter_tensor"})
+        _ran(layout, {"all_reduce", "reduce_scatter_tensor"})
 
 
 def _near(found: torch.Tensor, inputs: Sequence[torch.Tensor], op: dist.ReduceOp.RedOpType, what: object) -> None:
@@ -124,16 +125,16 @@ def _near(found: torch.Tensor, inputs: Sequence[torch.Tensor], op: dist.ReduceOp
     assert ((found.to(torch.float64) - wanted).abs() <= limit).all(), what
 
 
-def _ran(layout: Sequence[int], always: set[str], if_even: set[str]) -> None:
-    """What took steps is what the rule says, and the report has the reason."""
+def _ran(layout: Sequence[int], operations: set[str]) -> None:
+    """All of it took steps, and the report has the reason; but scatters and exchanges on nodes that are too uneven."""
     rows = sidelane.report().rows
-    steps = {row.operation for row in rows if row.where == "sidelane"}
-    flat = {row.operation for row in rows if row.where != "sidelane"}
-    is_even = len({list(layout).count(node) for node in layout}) == 1
-    assert steps == (always | if_even if is_even else always), rows
-    assert flat == (set() if is_even else if_even), rows
+    sizes = [list(layout).count(node) for node in layout]
+    far_apart = max(sizes) > 2 * min(sizes)
+    flat = operations & {"all_to_all_single", "reduce_scatter_tensor"} if far_apart else set()
+    assert {row.operation for row in rows if row.where == "sidelane"} == operations - flat, rows
+    assert {row.operation for row in rows if row.where != "sidelane"} == flat, rows
     assert all(row.why.startswith("hierarchical: ") for row in rows if row.where == "sidelane"), rows
-    assert all("nodes of several sizes" in row.why for row in rows if row.where != "sidelane"), rows
+    assert all("more than 2 times the ranks of another" in row.why for row in rows if row.operation in flat), rows
 
 
 def in_pieces(group: dist.ProcessGroup, layout: Sequence[int]) -> None:
@@ -161,6 +162,31 @@ def in_pieces(group: dist.ProcessGroup, layout: Sequence[int]) -> None:
         assert any("pieces: 2" in why for why in whys), whys
 
 
+def listed(group: dist.ProcessGroup, layout: Sequence[int]) -> None:
+    """Several tensors in one call: pieces reach over them, and cut the larger ones."""
+    with on_nodes(group, layout) as nodes:
+        rank, size = nodes.rank(), nodes.size()
+        counts = (7, 40_001, 0, 20_000, 3)
+        inputs = [
+            [random(n * size, torch.float32, 10 * other + t) for t, n in enumerate(counts)] for other in range(size)
+        ]
+        with mock.patch.object(choose, "PIECE_BYTES", 80 << 10):
+            outputs = [torch.empty(n * size) for n in counts]
+            shards = [tensor[:n].contiguous() for tensor, n in zip(inputs[rank], counts, strict=True)]
+            nodes.allgather_into_tensor_coalesced(outputs, shards).wait()
+            for t, n in enumerate(counts):
+                same(outputs[t], torch.cat([inputs[other][t][:n] for other in range(size)]), ("gathered", t))
+            parts = [torch.empty(n) for n in counts]
+            nodes.reduce_scatter_tensor_coalesced(parts, inputs[rank]).wait()
+            summed = [tensor.clone() for tensor in inputs[rank]]
+            nodes.allreduce_coalesced(summed).wait()
+        for t, n in enumerate(counts):
+            given = [inputs[other][t] for other in range(size)]
+            _near(summed[t], given, dist.ReduceOp.SUM, ("summed", t))
+            _near(parts[t], [tensor[rank * n : (rank + 1) * n] for tensor in given], dist.ReduceOp.SUM, ("parts", t))
+        assert all("pieces: " in row.why and row.where == "sidelane" for row in sidelane.report().rows)
+
+
 def small(group: dist.ProcessGroup, layout: Sequence[int]) -> None:
     """What is small, has no steps, or has split sizes goes flat, and is right."""
     with on_nodes(group, layout) as nodes:
@@ -174,11 +200,18 @@ def small(group: dist.ProcessGroup, layout: Sequence[int]) -> None:
         dist.all_to_all_single(output, given, sizes, [sizes[rank]] * size, group=nodes)
         for other, part in enumerate(output.split(sizes)):
             assert part.eq(10.0 * other + rank).all()
+        part, wide = torch.empty(20_000), [torch.full((20_000,), float(other)) for other in range(size)]
+        dist.scatter(part, wide if rank == 1 else None, 1, nodes)
+        assert part.eq(rank).all()
+        dist.gather(part, [torch.empty(20_000) for _ in range(size)] if rank == 0 else None, 0, nodes)
         dist.barrier(nodes)
         rows = {row.operation: row for row in sidelane.report().rows}
         assert all(row.where == "gloo" for row in rows.values()), rows
-        assert rows["all_reduce"].why.endswith("less than 64K"), rows
-        assert "no steps for all_to_all_single" in rows["all_to_all_single"].why, rows
+        whys = {name: row.why for name, row in rows.items()}
+        assert whys["all_reduce"].endswith("less than 64K: one call is sooner there than three"), rows
+        assert "no steps for parts of several sizes: a rank knows its own only" in whys["all_to_all_single"], rows
+        assert "all of it leaves by the root's network" in whys["scatter"], rows
+        assert "all of it comes by the root's network" in whys["gather"], rows
 
 
 def refused(group: dist.ProcessGroup, layout: Sequence[int]) -> None:

@@ -160,15 +160,19 @@ def storm(
         for step in range(steps):
             comm, size = draw.choice((first, second)), draw.choice(SEGMENTS if on_gpus() else SIZES)
             keeps, is_async, is_any_private = draw.random() < 0.5, draw.random() < 0.15, draw.random() < 0.1
+            is_in_place = draw.random() < 0.3
             if kept and late.random() < 0.5:
                 del kept[late.randrange(len(kept))]
             comes_again = keeps and kept and len(kept[-1]) == n * size
             output = kept[-1] if comes_again else make(n * size, torch.float32)
             if is_any_private and late.random() < 0.5:
                 output = private(n * size)
-            input = make(size, torch.float32) if late.random() < 0.7 else private(size)
-            input.fill_(step + 1000 * rank)
             output.fill_(-1)
+            if is_in_place:
+                input = output[rank * size : (rank + 1) * size]
+            else:
+                input = make(size, torch.float32) if late.random() < 0.7 else private(size)
+            input.fill_(step + 1000 * rank)
             work = comm.all_gather(output, input, async_op=is_async)
             if work is not None:
                 work.wait()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from unittest import mock
 
 import pytest
 import torch
@@ -17,8 +19,10 @@ from torch.distributed.tensor import DTensor
 
 import sidelane
 from sidelane import config
-from sidelane.errors import PeerError
+from sidelane.errors import CommunicatorClosedError, PeerError
 from sidelane.integrations import fsdp
+from sidelane.integrations.nodes import communicator
+from sidelane.integrations.other import make_other
 
 WIDE = 256
 
@@ -112,6 +116,53 @@ def dies(group: dist.ProcessGroup, folder: str) -> None:
         store = dist.distributed_c10d._get_default_store()
         store.set(f"ended {rank}", "")
         store.wait([f"ended {other}" for other in range(3)])
+
+
+class Silent:
+    """A group whose calls fail no more than streams of GPUs do: they end, or are let go when it is aborted."""
+
+    def __init__(self, *arguments: object) -> None:
+        self._group, self._aborted = make_other(*arguments), threading.Event()  # type: ignore[arg-type]
+
+    def abort(self) -> None:
+        self._aborted.set()
+
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        def call(*arguments: object) -> object:
+            work = getattr(self._group, name)(*arguments)
+
+            def wait(timeout: object) -> bool:
+                while not work.is_completed() and not self._aborted.wait(0.01):
+                    pass
+                return True
+
+            return mock.Mock(wait=wait)
+
+        return call
+
+
+def stays_away(group: dist.ProcessGroup, folder: str) -> None:
+    """A node does not come, and the network says nothing, as NCCL on streams: a thread of each other rank names it.
+
+    Far steps would wait for ten minutes here. Rank 2 is on no rail.
+    """
+    streams = mock.patch.multiple(communicator, ON_STREAMS=("cpu", "cuda"), SLACK_S=600, make_other=Silent)
+    with streams, _on((0, 0, 0, 1, 1)), world(f"{folder}/away", timeout_s=1) as (rank, _):
+        store = dist.distributed_c10d._get_default_store()
+        for _ in range(3):
+            tensor = torch.ones(100_000)
+            dist.all_reduce(tensor)
+            assert tensor.eq(5).all()
+        others = [f"named by {other}" for other in range(3)]
+        if rank > 2:
+            store.wait(others)
+            return
+        with pytest.raises(PeerError, match=r"rank 3 \(.*node 1\) rank 4 \(.*node 1\) did not answer") as caught:
+            dist.all_reduce(tensor)
+        assert caught.value.ranks == (3, 4)
+        with pytest.raises(CommunicatorClosedError, match="did not answer"):
+            dist.all_reduce(tensor)
+        store.set(others[rank], "")
 
 
 def _fails(group: dist.ProcessGroup | None, ranks: tuple[int, ...], match: str) -> None:

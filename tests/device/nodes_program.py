@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 
 import nodes_cases as cases
+import nodes_fsdp_cases
 import torch
 import torch.distributed as dist
 
@@ -30,6 +31,8 @@ if size > 2:
     cases.moves(world, nodes.of)
     cases.reduces(world, nodes.of)
     cases.in_pieces(world, nodes.of)
+    cases.listed(world, nodes.of)
+    nodes_fsdp_cases.against_alone(world, nodes.of)
 else:
     store = dist.PrefixStore("two", dist.distributed_c10d._get_default_store())
     comm = NodesCommunicator(

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from device_cases import Context
 
-from sidelane import Communicator
+from sidelane import Communicator, Config
 
 
 def of(context: Context, name: str, *args: Any) -> Any:
@@ -55,6 +55,30 @@ def pieces_come_and_go(context: Context, rounds: int) -> list[tuple[int, int, in
                 assert memory.is_gone(span), "its pieces have been given back"
             del span
     return found
+
+
+def same_again(context: Context, rounds: int) -> int:
+    """Equal calls on memory that was given back in between, and comes again at the same addresses or elsewhere; how
+    often an address was another allocation than before."""
+    device, n, rank = context.device, context.world_size, context.rank
+    seen, again = set(), 0
+    for config in (reach_cases.MAPPING, Config(timeout_s=30, map_memory=False)):
+        with Communicator(device=device, config=config) as comm:
+            for step in range(rounds):
+                output = torch.full((n, 12 << 20), -1.0, device=device)
+                input = torch.empty(12 << 20, device=device)
+                again += output.data_ptr() in seen
+                seen.add(output.data_ptr())
+                for repeat in range(2):
+                    input.fill_(step + repeat + rank)
+                    comm.all_gather(output, input)
+                    for peer in range(n):
+                        assert (output[peer] == step + repeat + peer).all(), (step, repeat, peer)
+                del output, input
+                if step % n == rank or step % 3 == 0:
+                    torch.cuda.synchronize()
+                    torch.cuda.empty_cache()
+    return again
 
 
 def all_is_given_back(context: Context) -> int:

@@ -24,7 +24,8 @@ def test_parameters_are_gathered_into_their_own_memory(ranks: Ranks) -> None:
 
 def test_few_buffers_do_for_all_layers(ranks: Ranks) -> None:
     for told in ranks.run("fsdp_device_cases.of_straight", "buffers_go_round", 8):
-        assert told[True] < told[False]
+        layer = 512 * 512 * 4  # the guide's: two of a gathered size or all that stay gathered, and two of gradients
+        assert told[True] <= (2 + 2) * layer and told[False] <= (8 + 2) * layer, told
 
 
 def test_memory_that_is_in_use_is_given_back(ranks: Ranks) -> None:

@@ -48,11 +48,16 @@ def test_graphs_keep_their_addresses(ranks: Ranks) -> None:
     ranks.run("reach_device_cases.in_graphs", 20)
 
 
+def test_equal_calls_on_memory_that_came_again(ranks: Ranks) -> None:
+    assert all(ranks.run("reach_device_cases.same_again", 12))
+
+
 def test_expandable_segments_are_mapped_piece_by_piece(fresh_pool: type[Pool]) -> None:
     ranks = fresh_pool(environment=EXPANDABLE)
     for rounds in ranks.run("reach_device_cases.pieces_come_and_go", 12):
         assert min(nbytes for nbytes, _, _ in rounds) >= 2 * (3 << 20) * 4
         assert max(mapped for _, _, mapped in rounds) <= 12, "what is gone is unmapped"
+    assert all(ranks.run("reach_device_cases.same_again", 12))
     assert max(ranks.run("reach_device_cases.all_is_given_back")) < 50 << 20
 
 

@@ -242,16 +242,38 @@ Result cuMemFree_v2(Address address)
     return 0;
 }
 
-enum { BUFFER_ID = 7, RANGE_START_ADDR = 11, RANGE_SIZE = 12 };
+enum { BUFFER_ID = 7, RANGE_START_ADDR = 11, RANGE_SIZE = 12, MAPPING_SIZE = 18, MAPPING_BASE_ADDR, MEMORY_BLOCK_ID };
+
+/* Every other allocation is a piece of a range, whose numbers say nothing. */
+Result cuMemRetainAllocationHandle(uint64_t *handle, Address address)
+{
+    pthread_mutex_lock(&mutex);
+    const Range *range = range_of(address, 1);
+    int is_piece = range != NULL && range->number % 2;
+    *handle = is_piece ? range->number : 0;
+    pthread_mutex_unlock(&mutex);
+    return !is_piece;
+}
+
+Result cuMemRelease(uint64_t handle)
+{
+    if (!handle)
+        complain("handle of a piece", handle, 0);
+    return 0;
+}
 
 Result cuPointerGetAttribute(uint64_t *value, int attribute, Address address)
 {
     pthread_mutex_lock(&mutex);
     const Range *range = range_of(address, 1);
-    if (range != NULL)
-        *value = attribute == BUFFER_ID ? range->number : attribute == RANGE_SIZE ? range->bytes : range->first;
-    if (attribute != BUFFER_ID && attribute != RANGE_START_ADDR && attribute != RANGE_SIZE)
+    int is_size = attribute == RANGE_SIZE || attribute == MAPPING_SIZE;
+    int is_start = attribute == RANGE_START_ADDR || attribute == MAPPING_BASE_ADDR;
+    if (attribute != BUFFER_ID && attribute != MEMORY_BLOCK_ID && !is_size && !is_start)
         complain("attribute of a pointer", (uint64_t)attribute, address);
+    else if (range != NULL && attribute == BUFFER_ID && range->number % 2)
+        *value = 1;
+    else if (range != NULL)
+        *value = is_size ? range->bytes : is_start ? range->first : range->number;
     pthread_mutex_unlock(&mutex);
     return range == NULL;
 }

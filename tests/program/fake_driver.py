@@ -123,11 +123,11 @@ class FakeDriver:
     def free(self, address: int) -> None:
         del self.allocated[address]
 
-    def allocation_question(self) -> tuple[Any, int]:
-        return self._ask, 7
+    def allocation_question(self) -> Any:
+        return self._ask
 
-    def allocations_in(self, address: int, nbytes: int) -> list[int]:
-        return [address] if nbytes else []
+    def allocations_in(self, address: int, nbytes: int) -> list[tuple[int, int]]:
+        return [(address, 7)] if nbytes else []
 
     def upload(self, address: int, values: np.ndarray, stream: int) -> None:
         done = threading.Event()

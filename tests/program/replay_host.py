@@ -128,7 +128,7 @@ class Question:
 
         types = (ctypes.POINTER(ctypes.c_uint64), ctypes.c_int, ctypes.c_void_p)
         self._function = ctypes.CFUNCTYPE(ctypes.c_int, *types)(ask)
-        self.standing = (ctypes.cast(self._function, ctypes.c_void_p).value, 7, ((0x1234, 5), (0x1234, 5)))
+        self.standing = (ctypes.cast(self._function, ctypes.c_void_p).value, ((0x1234, 7, 5), (0x1234, 7, 5)))
 
 
 def c_step(function: Any, *arguments: int) -> tuple[int, tuple[int, ...], Any]:

@@ -176,8 +176,8 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception]]] = {
     "a tally that is no list": ({"notes": ((Effect.COUNT, (1,), "", None),)}, ValueError),
     "words nowhere": ({"words": ((0, 1),)}, TypeError),
     "no tensors": ({"tensors": ()}, ValueError),
-    "allocations without a question": ({"standing": (1, ((2, 3),))}, TypeError),
-    "an allocation without a number": ({"standing": (1, 7, ((2,),))}, TypeError),
+    "allocations without a question": ({"standing": (1,)}, TypeError),
+    "an allocation without a number": ({"standing": (1, ((2, 7),))}, TypeError),
     "a turn without a successor": ({"turn": (1, "next", 2)}, TypeError),
 }
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from sidelane.integrations.nodes import plan as plans
-from sidelane.integrations.nodes.plan import Copies, Far, Join, Near, Plan, Span, Spread, make_plan
+from sidelane.integrations.nodes.plan import make_plan
+from sidelane.integrations.nodes.steps import Copies, Far, Join, Near, Plan, Span, Spread
 from sidelane.integrations.nodes.topology import Nodes
 from sidelane.program.collective import Kind
 
@@ -19,14 +20,14 @@ LAYOUTS = [
 KINDS = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE, Kind.ALL_TO_ALL, Kind.BROADCAST)
 
 
-def carry_out(nodes: Nodes, made: list[Plan], tensors: list[dict[str, torch.Tensor]]) -> None:
+def carry_out(nodes: Nodes, made: list[Plan], tensors: list[dict[Any, torch.Tensor]]) -> None:
     """Run the steps of all ranks: a collective happens when all of its ranks have come, which it checks."""
     size = len(nodes.of)
     at, begun = [0] * size, [0] * size
     far_done: dict[tuple[int, int], bool] = {}
 
     def view(rank: int, span: Span) -> torch.Tensor:
-        found = tensors[rank][span.buffer][span.offset : span.offset + span.count]
+        found = tensors[rank][span.buffer, span.tensor][span.offset : span.offset + span.count]
         assert found.numel() == span.count, span
         return found
 
@@ -35,7 +36,8 @@ def carry_out(nodes: Nodes, made: list[Plan], tensors: list[dict[str, torch.Tens
         assert len(kinds) == 1, steps
         inputs = [view(rank, step.input).clone() for rank, step in zip(ranks, steps, strict=True)]
         outputs = [view(rank, step.output) for rank, step in zip(ranks, steps, strict=True)]
-        assert len({len(tensor) for tensor in inputs}) == len({len(tensor) for tensor in outputs}) == 1, steps
+        sizes = {len(tensor) for tensor in inputs}, {len(tensor) for tensor in outputs}
+        assert getattr(steps[0], "sent", ()) or (len(sizes[0]) == len(sizes[1]) == 1), steps
         for place, output in enumerate(outputs):
             match steps[0].kind:
                 case Kind.ALL_GATHER:
@@ -45,7 +47,13 @@ def carry_out(nodes: Nodes, made: list[Plan], tensors: list[dict[str, torch.Tens
                 case Kind.ALL_REDUCE:
                     output.copy_(sum(inputs))
                 case Kind.ALL_TO_ALL:
-                    output.copy_(torch.cat([tensor.chunk(len(ranks))[place] for tensor in inputs]))
+                    cuts = [
+                        getattr(step, "sent", ()) or len(step_in) // len(ranks)
+                        for step, step_in in zip(steps, inputs, strict=True)
+                    ]
+                    parts = [tensor.split(cut)[place] for tensor, cut in zip(inputs, cuts, strict=True)]
+                    assert not getattr(steps[place], "received", ()) or steps[place].received == tuple(map(len, parts))
+                    output.copy_(torch.cat(parts))
                 case Kind.BROADCAST:
                     output.copy_(inputs[steps[0].root])
 
@@ -106,29 +114,41 @@ def outcome(kind: Kind, inputs: list[torch.Tensor], rank: int, count: int, root:
 def test_every_element_arrives(layout: tuple[int, ...], kind: Kind) -> None:
     nodes = Nodes.named([str(node) for node in layout])
     if plans.objection(kind, nodes):
-        with pytest.raises(ValueError, match="nodes of several sizes"):
-            make_plan(kind, nodes, 0, 5, 1)
+        with pytest.raises(ValueError, match="a node of more than 2 times the ranks of another"):
+            make_plan(kind, nodes, 0, (5,), 1)
         return
     size = len(layout)
-    for count, pieces in ((1, 1), (7, 1), (5, 3), (8, 2), (3, 5)):
+    lists = [((1,), 1), ((7,), 1), ((5,), 3), ((8,), 2), ((3,), 5)]
+    for counts, pieces in lists if kind is Kind.BROADCAST else [*lists, ((4, 0, 1, 6), 1), ((4, 1, 6), 3)]:
         for root in (0, size - 1) if kind is Kind.BROADCAST else (0,):
-            made = [make_plan(kind, nodes, rank, count, pieces, root) for rank in range(size)]
-            many = count * size if kind in (Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL) else count
-            inputs = [torch.randint(0, 1 << 40, (many,)) for _ in range(size)]
-            wanted = [outcome(kind, inputs, rank, count, root) for rank in range(size)]
-            tensors = []
-            for rank in range(size):
-                scratch = {name: torch.full((length,), -1) for name, length in made[rank].scratch.items()}
-                output = inputs[rank].clone() if kind is Kind.BROADCAST else torch.full_like(wanted[rank], -1)
-                tensors.append({"input": inputs[rank], "output": output, **scratch})
+            made = [make_plan(kind, nodes, rank, counts, pieces, root) for rank in range(size)]
+            tensors: list[dict[Any, torch.Tensor]] = [
+                {(name, 0): torch.full((length,), -1) for name, length in plan.scratch.items()} for plan in made
+            ]
+            wanted = {}
+            for tensor, count in enumerate(counts):
+                many = count * size if kind in (Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL) else count
+                inputs = [torch.randint(0, 1 << 40, (many,)) for _ in range(size)]
+                for rank in range(size):
+                    wanted[rank, tensor] = result = outcome(kind, inputs, rank, count, root)
+                    output = inputs[rank].clone() if kind is Kind.BROADCAST else torch.full_like(result, -1)
+                    tensors[rank] |= {("input", tensor): inputs[rank], ("output", tensor): output}
             carry_out(nodes, made, tensors)
-            for rank in range(size):
-                assert torch.equal(tensors[rank]["output"], wanted[rank]), (count, pieces, rank)
+            for (rank, tensor), result in wanted.items():
+                assert torch.equal(tensors[rank]["output", tensor], result), (counts, pieces, rank, tensor)
+
+
+def test_scratch_is_used_again() -> None:
+    """Two pieces are under way at once; the third has the memory of the first."""
+    for kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE, Kind.ALL_TO_ALL):
+        for layout in ("aabb", "aabbb"):
+            whole, cut = (make_plan(kind, Nodes.named(layout), 0, (800,), pieces).scratch for pieces in (1, 8))
+            assert 4 * sum(cut.values()) <= sum(whole.values()) + 100, (kind, whole, cut)
 
 
 def test_a_far_step_is_under_way_while_the_near_part_of_another_piece_runs() -> None:
     nodes = Nodes.named("aabb")
-    steps = make_plan(Kind.ALL_REDUCE, nodes, 0, 100, 3).steps
+    steps = make_plan(Kind.ALL_REDUCE, nodes, 0, (100,), 3).steps
     names = [type(step).__name__ for step in steps]
     assert names.index("Join") > names.index("Near", names.index("Far")), names
     assert names.count("Far") == names.count("Join") == names.count("Near") == 3

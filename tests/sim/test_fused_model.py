@@ -7,6 +7,8 @@ import itertools
 
 import pytest
 
+from sidelane.bench.simulated.fused_shapes import operators_of
+from sidelane.bench.simulated.fused_skew import occupancy_table, skew_table, times_by_occupancy
 from sidelane.machine.load import machine_names, named, parse
 from sidelane.model import fused as fused_model
 from sidelane.model.fused import FusedKernel, Work, run_fused
@@ -115,6 +117,23 @@ def test_peers_first_is_never_later_where_the_link_is_busy():
     assert first.time_us < 0.9 * oblivious.time_us
     assert skew_percent(slow, PROFILED, OBLIVIOUS) > 10
     assert skew_percent(slow, PROFILED, REMOTE_FIRST) == pytest.approx(0, abs=0.1)
+
+
+def test_ranks_end_together_where_peers_come_first_and_not_in_the_order_of_ranks():
+    """Figure 14 on any machine: four H200s, half of the rows for the next rank."""
+    operator = operators_of("gemm_all_to_all", (4096, 2048, 4096), 4)[0][0]
+    orders = {order: predict_fused(H200, operator, order) for order in ORDERS}
+    cells = skew_table(H200, [(operator, orders)]).lines[0].cells
+    assert float(cells[3]) == 0.0 and float(cells[5]) > 10
+    assert orders[OBLIVIOUS].fused.time_us > orders[REMOTE_FIRST].fused.time_us
+
+
+def test_time_by_occupancy_falls_and_rises_again_where_gathers_crowd():
+    """Figure 13 on any machine."""
+    crowded, roomy = (times_by_occupancy(machine, PROFILED) for machine in (MI210, H200))
+    assert crowded[0] > crowded[2] < crowded[3] < crowded[4]
+    assert roomy[0] > roomy[2] == pytest.approx(roomy[3], rel=0.02)
+    assert occupancy_table(MI210, []) is None
 
 
 def test_a_late_rank_makes_its_peers_wait_and_no_longer_than_it_is_late():

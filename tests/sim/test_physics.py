@@ -55,6 +55,24 @@ def test_nothing_is_faster_than_its_roofline_and_percentages_are_ones(seed):
     assert found.percent is None or -100 <= found.percent <= 105, found
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_gemm_that_gains_by_fewer_units_than_are_there_has_no_percentage(kind):
+    """It is bound by memory, and 135% of ideal had been printed."""
+    found = predict(named("mi210x4"), Workload(Gemm(122498, 20, 320), kind, 1 << 10), "c3_rp")
+    assert found.percent is None and found.time_us < found.gemm_us
+
+
+@pytest.mark.parametrize("tag", ["cb2", "cb3", "cb4"])
+def test_a_gemm_of_whole_tiles_loses_whole_waves(tag):
+    """A kernel whose grid was chosen for 304 units; the ConCCL paper has 17 to 27% for 32 to 64 units (Figure 5 a)."""
+    machine, gemm = named("mi300x8"), parse_gemm(tag)
+    tiles = math.ceil(gemm.m / 256) * math.ceil(gemm.n / 256)
+    alone = gemm_us(machine, gemm)
+    for lost in (8, 32, 64, 152):
+        waves = math.ceil(tiles / (304 - lost)) / math.ceil(tiles / 304)
+        assert gemm_us(machine, gemm, 304 - lost) / alone == pytest.approx(waves, rel=0.01)
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_a_slightly_larger_gemm_takes_slightly_longer(seed):
     """31360x259x28608 had taken twice as long as 31360x256x28608."""

@@ -15,28 +15,46 @@ from sidelane.model.training import MODELS, STRATEGIES, Step, StepTimes, Transfo
 H200, MI300X = named("h200x4"), named("mi300x8")
 SMALL, LARGE = MODELS["llama-8b-like"], MODELS["llama-70b-like"]
 
-MEASURED = (
-    (SMALL, 12, 8192, 4096, (268, 262, 259), 248),
-    (SMALL, 12, 4096, 4096, (149.5, 142, 141), 134),
-    (LARGE, 4, 2048, 2048, (108.5, 100, 99), 87),
-    (LARGE, 4, 4096, 4096, (183.5, 176, 177), 162),
-)
-"""Milliseconds of FSDP2 steps on four H200s (docs/lab/hardware.md): by strategy, and without communication. Only the
-first one's time without communication was fitted to."""
+MEASURED = {
+    4: (
+        (SMALL, 12, 8192, 4096, (268, 262, 259), 248),
+        (SMALL, 12, 4096, 4096, (149.5, 142, 141), 134),
+        (LARGE, 4, 2048, 2048, (108.5, 100, 99), 87),
+        (LARGE, 4, 4096, 4096, (183.5, 176, 177), 162),
+    ),
+    2: (
+        (SMALL, 10, 8192, 4096, (224.5, 218.5, 218.2), 213.3),
+        (SMALL, 10, 4096, 4096, (125.3, 120.4, 120.2), 112.9),
+        (LARGE, 4, 2048, 2048, (109.1, 104.8, 106.6), 91.3),
+        (LARGE, 4, 4096, 4096, (179.9, 172.9, 172.2), 163.4),
+    ),
+}
+"""Milliseconds of FSDP2 steps by number of H200s (docs/lab/hardware.md): by strategy, and without communication. Only
+the first one's time without communication was fitted to."""
 
 
-@pytest.mark.parametrize(("model", "layers", "tokens", "sequence", "measured", "alone"), MEASURED)
-def test_steps_as_measured(model, layers, tokens, sequence, measured, alone):
-    """Steps are up to 20% too long, since NCCL hides nothing here and a third in truth; the order is right."""
-    step = Step(dataclasses.replace(model, layers=layers), tokens, sequence)
-    found = {strategy: step_times(H200, step, strategy) for strategy in STRATEGIES}
-    assert compute_us(H200, step) / 1e3 == pytest.approx(alone, rel=0.07)
-    assert found["library"].compute_us == compute_us(H200, step)
-    for times, wanted in zip(found.values(), measured, strict=True):
-        assert times.time_us / 1e3 == pytest.approx(wanted, rel=0.20)
-    for strategy, wanted in zip(STRATEGIES[1:], measured[1:], strict=True):
-        gained = (found["library"].time_us - found[strategy].time_us) / 1e3
-        assert 1 < gained / (measured[0] - wanted) < 4, "too much, as the table says"
+@pytest.mark.parametrize(("gpus", "most"), [(4, 0.15), (2, 0.05)])
+def test_steps_as_measured(gpus, most):
+    """On four the third step is 15% too long, computation included; all others are within 5.3%."""
+    machine = dataclasses.replace(H200, gpus=gpus)
+    gained, wanted_gain = 0.0, 0.0
+    for model, layers, tokens, sequence, measured, alone in MEASURED[gpus]:
+        step = Step(dataclasses.replace(model, layers=layers), tokens, sequence)
+        found = {strategy: step_times(machine, step, strategy) for strategy in STRATEGIES}
+        assert compute_us(machine, step) / 1e3 == pytest.approx(alone, rel=0.07)
+        assert found["library"].compute_us == compute_us(machine, step)
+        for times, wanted in zip(found.values(), measured, strict=True):
+            assert times.time_us / 1e3 == pytest.approx(wanted, rel=most)
+        assert found["library"].time_us > found["dma all-gather"].time_us
+        gained += (found["library"].time_us - found["dma all-gather"].time_us) / 1e3
+        wanted_gain += measured[0] - measured[1]
+    assert gained == pytest.approx(wanted_gain, rel=1 / 3), "the sum; single ones are off by more"
+
+
+def test_a_collective_gets_in_beside_element_wise_kernels_and_not_beside_gemms():
+    """The library's collectives, on streams of high priority: what they hide is what ran beside the former."""
+    times = step_times(H200, Step(SMALL, 4096, 4096), "library")
+    assert 0.4 * times.communication_us < times.exposed_us < 0.7 * times.communication_us
 
 
 def test_parameters_of_a_layer():

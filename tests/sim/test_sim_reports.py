@@ -144,6 +144,7 @@ def test_fused_operators_are_reported(tmp_path, capsys):
     trace = json.loads((report / "timeline-fused-remote_first.trace.json").read_text())
     assert {event["name"] for event in trace["traceEvents"]} >= {"remote work", "own work", "bytes"}
     assert (report / "fused-predicted.png").is_file() and not (report / "fused-published.png").exists()
+    assert (report / "fused-occupancy.png").is_file() and list(report.glob("*-skew.png"))
 
 
 def test_published_and_predicted_gains_are_drawn_together(tmp_path):

@@ -14,6 +14,7 @@ from sidelane.cli.gemms import gemms
 from sidelane.cli.guided import Commands
 from sidelane.cli.info import demo, info
 from sidelane.cli.model import claims, machines, pipeline, plan
+from sidelane.cli.nodes import verify
 from sidelane.cli.soak import soak
 from sidelane.cli.tuning import explain, tune
 
@@ -21,7 +22,7 @@ GROUPED = {
     "Look": (demo, info, machines),
     "Measure": (collective, c3, chain, phases, host, fused, gemms, power),
     "Predict (and collective, c3, phases, power with --machine)": (claims, pipeline, plan),
-    "Choose and prove": (explain, tune, soak),
+    "Choose and prove": (explain, tune, verify, soak),
 }
 
 

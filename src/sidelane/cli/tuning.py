@@ -9,6 +9,7 @@ import click
 
 from sidelane.cli.errors import plain_errors
 from sidelane.cli.guided import Command, how, output, what, where
+from sidelane.cli.nodes import explain_nodes, sizes_of_nodes
 from sidelane.cli.options import ALL, KINDS, device_option, given, json_option, ranks_option, report_option, size
 from sidelane.config import BESIDE, NOTHING
 from sidelane.program.collective import ELEMENT_BYTES, Kind
@@ -129,6 +130,7 @@ def isolated_times(collectives: tuple[str, ...], *, gemms: tuple[str, ...], **ot
         ("sidelane explain all_gather 16M --machine h200x4", "what four H200s would do"),
         ("sidelane explain all_reduce 1.2G --beside compute", "next to a GEMM, on this machine"),
         ("sidelane explain all_gather 64K --machine h200x4 --json -", "as JSON"),
+        ("sidelane explain all_reduce 64M --nodes 8,8", "on two machines"),
     ),
 )
 @click.argument("collective", metavar="COLLECTIVE", type=click.Choice([kind.value for kind in Kind]))
@@ -153,8 +155,14 @@ def isolated_times(collectives: tuple[str, ...], *, gemms: tuple[str, ...], **ot
     metavar="FILE",
     help="Choose by this file of `sidelane tune`.",
 )
+@where(
+    "--nodes",
+    metavar="N,N,...",
+    callback=sizes_of_nodes,
+    help="Several machines instead, with so many ranks each: which part runs where, in which pieces, and why.",
+)
 @json_option
-def explain(collective: str, **others: Any) -> None:
+def explain(collective: str, nodes: tuple[int, ...] | None, **others: Any) -> None:
     """Show what `auto` takes for a call, why, and what would be submitted.
 
     COLLECTIVE is all_gather, all_to_all, broadcast, scatter, gather, reduce_scatter or all_reduce. SIZE is the gathered
@@ -163,6 +171,9 @@ def explain(collective: str, **others: Any) -> None:
     Without --machine: for the GPUs that are here, or for CPU processes where there are fewer than two. Needs no GPU.
     """
     with plain_errors():
+        if nodes is not None:
+            explain_nodes(Kind(collective), nodes, **others)
+            return
         from sidelane.bench import explain as explaining
 
         explaining.main(explaining.ExplainOptions(kind=Kind(collective), **others))

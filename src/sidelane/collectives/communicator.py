@@ -5,6 +5,7 @@ Over 400 lines, since the documentation of each collective stands with it.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Hashable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -139,8 +140,8 @@ class Communicator:
         return tensor[:nbytes].view(dtype).view(shape)
 
     def memory(self) -> MemoryUse:
-        """The symmetric memory that :meth:`empty` has taken from the device, and how much of it is in use."""
-        return self.lane.memory.use()
+        """The symmetric memory that :meth:`empty` and calls have taken from the device, and how much is in use."""
+        return dataclasses.replace(self.lane.memory.use(), own=self.lane.preparer.own_bytes)
 
     @entry
     def all_gather(

@@ -25,11 +25,21 @@ class MemoryUse:
         reserved: in segments, which stay until the end of the lane.
         used: given out, and not yet given back by all ranks.
         most: that may be reserved; None for what the device has.
+        own: what calls have for themselves beside that: flags, and staging for ordinary tensors.
     """
 
     reserved: int
     used: int
     most: int | None
+    own: int = 0
+
+    @classmethod
+    def of_all(cls, uses: Iterable[MemoryUse]) -> MemoryUse:
+        """Several together."""
+        found = tuple(uses)
+        sums = (sum(getattr(use, name) for use in found) for name in ("reserved", "used", "own"))
+        reserved, used, own = sums
+        return cls(reserved, used, None, own)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

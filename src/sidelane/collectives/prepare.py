@@ -191,6 +191,12 @@ class Preparer:
             program.renew(call)
         self._backend.renew(call)
 
+    @property
+    def own_bytes(self) -> int:
+        """Symmetric memory of it."""
+        blocks = sum(block.tensor.nbytes for block in (self._flags, self._arena) if block is not None)
+        return blocks + sum(staging.nbytes for staging in (self._staging, self._kernel_staging, self._slots))
+
     def close(self) -> None:
         """Forget every loaded program, and let go of the memory."""
         self._recent.clear()

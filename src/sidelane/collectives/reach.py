@@ -141,7 +141,7 @@ class Reach:
         """
         if self._memory.is_empty:
             return None
-        by_address = {tensor.data_ptr(): tensor for tensor in tensors if tensor is not None and tensor.nbytes}
+        by_address = _by_address(tensors)
         found: list[Found | int | None] = []
         storages: list[torch.UntypedStorage | None] = []
         for request in requests:
@@ -251,6 +251,7 @@ class Reach:
         found = self._memory.allocation_of(tensor)
         if isinstance(found, str):
             return None
+        assert region.address + region.nbytes <= found.start + found.nbytes, "peers would write behind what they mapped"
         in_pool = self._memory.holds(tensor)
         storage = (tensor.untyped_storage().data_ptr() - found.start,) if in_pool else ()
         return Found(found, region.address - found.start, storage)
@@ -320,6 +321,15 @@ class Reach:
         if not any(addresses):
             return region
         return dataclasses.replace(region, block=MAPPED, offset=int(misaligned), reached=tuple(addresses))
+
+
+def _by_address(tensors: Sequence[torch.Tensor | None]) -> dict[int, torch.Tensor]:
+    """Of several that begin at one address the longest: where a call is in place, a rank's part begins with the whole.
+
+    A span of pieces is what holds a tensor; that of the part ends before the whole does.
+    """
+    given = [tensor for tensor in tensors if tensor is not None and tensor.nbytes]
+    return {tensor.data_ptr(): tensor for tensor in sorted(given, key=lambda tensor: tensor.nbytes)}
 
 
 def _text_of(found: Sequence[Found | int | None], allocations: MappingOf[str, Allocation], gone: Sequence[str]) -> str:

@@ -135,8 +135,8 @@ Places = tuple[int, int, int] | Callable[[int], Any]
 """Places of one 32-bit word (first address, distance in bytes, how many), or a function that puts it there."""
 
 
-Standing = tuple[int, int, tuple[tuple[int, int], ...]]
-"""(address of a function, a question, ((address, number), ...)): memory is what it was for as long as
+Standing = tuple[int, tuple[tuple[int, int, int], ...]]
+"""(address of a function, ((address, question, number), ...)): memory is what it was for as long as
 ``function(uint64_t *number, int question, void *address)`` returns 0 and finds these numbers."""
 
 

@@ -41,6 +41,7 @@ class Call:
         is_async: the caller goes on before it has ended.
         timeout: of this call; 0 for the group's.
         across: which steps it can take among several nodes; None for none.
+        flat: for what there are none, in words; "" for the operation.
         pieces: of these steps, where it takes them.
         reason: why it takes them; "" if it does not.
     """
@@ -54,6 +55,7 @@ class Call:
     is_async: bool = True
     timeout: timedelta = NO_TIMEOUT
     across: Kind | None = None
+    flat: str = ""
     pieces: int = 1
     reason: str = ""
 
@@ -136,15 +138,10 @@ def all_to_all(
         with receiving([output]) as (whole,):
             communicator.all_to_all(whole, plain(input), **splits)  # type: ignore[arg-type]
 
-    return make(
-        "all_to_all_single",
-        (input,),
-        (output,),
-        other,
-        job,
-        opts,
-        across=None if outputs or inputs else Kind.ALL_TO_ALL,
-    )
+    across = None if outputs or inputs else Kind.ALL_TO_ALL
+    call = make("all_to_all_single", (input,), (output,), other, job, opts, across=across)
+    call.flat = _SPLITS
+    return call
 
 
 def all_to_all_list(outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any, other: Other) -> Call:
@@ -159,7 +156,9 @@ def all_to_all_list(outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: A
                 input_split_sizes=[tensor.numel() for tensor in inputs],
             )
 
-    return make("all_to_all", inputs, outputs, other, job, opts)
+    call = make("all_to_all", inputs, outputs, other, job, opts)
+    call.flat = _SPLITS
+    return call
 
 
 def reduce_scatter(output: Tensor, input: Tensor, opts: Any, other: Other) -> Call:
@@ -238,7 +237,7 @@ def scatter(output: Tensor, inputs: Sequence[Tensor], opts: Any, other: Other) -
             communicator.scatter(part, whole, root=root)
 
     call = make("scatter", (), (output,), other, job, opts)  # the others do not know what the root gives
-    call.tensors = (output, *inputs)
+    call.tensors, call.flat = (output, *inputs), "scatter: all of it leaves by the root's network"
     return call
 
 
@@ -255,7 +254,11 @@ def gather(outputs: Sequence[Tensor], input: Tensor, opts: Any, other: Other) ->
 
     call = make("gather", (input,), (), other, job, opts)
     call.tensors, call.outputs = (*outputs, input), outputs
+    call.flat = "gather: all of it comes by the root's network"
     return call
+
+
+_SPLITS = "parts of several sizes: a rank knows its own only, and to ask costs what steps save"
 
 
 def _op(opts: Any) -> str:

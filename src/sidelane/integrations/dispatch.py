@@ -104,7 +104,7 @@ class Dispatcher:
         """Whether a call of a group on several nodes takes steps for that; why not."""
         if not self._nodes.spans:
             return ""
-        choice = choose(call.across, call.name, call.nbytes, self._nodes)
+        choice = choose(call.across, call.nbytes, self._nodes, without=call.flat or call.name)
         if choice.name == FLAT:
             return f"{FLAT}: {choice.reason}"
         call.pieces, call.reason = choice.pieces, choice.reason
@@ -201,13 +201,11 @@ class Dispatcher:
         communicator = self._communicators.get("cpu")
         if communicator is None:
             return "", ()
+        if isinstance(communicator, NodesCommunicator):
+            return communicator.late()
         control = communicator.lane.control
         ranks = [rank for rank in control.absent(control.begun(control.rank)) if rank != control.rank]
-        text = "".join(f"; {control.describe(rank)}" for rank in ranks)
-        if isinstance(communicator, NodesCommunicator):
-            own = self._nodes.members[self._nodes.of[communicator.rank]]
-            return text.replace("; rank", "; rank of the node"), [own[rank] for rank in ranks]
-        return text, ranks
+        return "".join(f"; {control.describe(rank)}" for rank in ranks), ranks
 
     def interrupted(self, error: KeyboardInterrupt) -> None:
         """End the communicator, whose thread would wait on."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -20,6 +21,7 @@ Kind = dist.ProcessGroup.BackendType
 _DYING_S = 2.0  # a peer's connection breaks a moment before its process is gone
 _OF_PEERS = ("connection", "timed out", "timeout", "closed", "peer", "nccl", "remote")
 _MOST_MET = 16
+_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 def make_other(
@@ -67,6 +69,23 @@ def _nccl(
     made = nccl(store, rank, size, options)
     made._set_sequence_number_for_group()
     return made
+
+
+@contextlib.contextmanager
+def nccl_not_ending_the_process() -> Iterator[None]:
+    """Groups that are made meanwhile leave it to others what to do about an error of NCCL.
+
+    Else torch ends the process as soon as NCCL loses a peer, before anybody could say which.
+    """
+    before = os.environ.get(_HANDLING)
+    os.environ[_HANDLING] = "0"  # read when a group is made
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_HANDLING]
+        else:
+            os.environ[_HANDLING] = before
 
 
 def name_of_backend(group: dist.ProcessGroup, device: str) -> str:

@@ -15,14 +15,11 @@ pass on what is not ours; a method is replaced on each parameter.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
-import sys
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -30,11 +27,14 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param, 
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResult
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-from sidelane.collectives import Communicator
 from sidelane.collectives.pool import ALIGNMENT, rounded
 from sidelane.config import COMPUTE
-from sidelane.errors import SidelaneError, UnavailableError
-from sidelane.memory.storage import exchange_memory, exchange_objection, storage_of
+from sidelane.errors import SidelaneError
+from sidelane.integrations.ring import NoRoom, Part, Ring, cut
+from sidelane.memory.storage import exchange_memory, exchange_objection
+from sidelane.program.shape import Beside
+
+Tensors = torch.Tensor | Sequence[torch.Tensor]
 
 GATHER = (
     *("fsdp_params", "group", "async_op", "all_gather_copy_in_stream", "all_gather_stream", "device"),
@@ -82,70 +82,17 @@ def objection() -> str | None:
     return f"free_unsharded_param of torch {torch.__version__} uses {more[0]}" if more else None
 
 
-class NoRoom(UnavailableError):
-    """There is no symmetric memory left for one more buffer; nothing has happened."""
+class Gathers(Protocol):
+    """A lane that gathers, as a communicator does."""
 
+    rank: int
+    world_size: int
 
-class Ring:
-    """Symmetric buffers that are taken again when all of their parts have gone.
-
-    Buffers are taken in one order on all ranks, and go in one order with it: what is free is free on all of them.
-
-    Args:
-        allocate: a new buffer of so many bytes. Collective.
-        device: of the buffers.
-    """
-
-    def __init__(self, allocate: Callable[[int], torch.Tensor], device: torch.device) -> None:
-        self._allocate, self._handle = allocate, torch.get_device_module(device)
-        self._free: deque[_Free] = deque()
-        self._turn = 0
-
-    def take(self, nbytes: int, stream: Any, *, at_once: bool) -> tuple[torch.Tensor, Callable[[], None]]:
-        """A buffer, ordered on ``stream`` behind what used it before; and what to call when it is free.
-
-        Args:
-            nbytes: of the buffer.
-            stream: on which it is used first.
-            at_once: one that has become free since the last time will do. What used it may run still: a gather that
-                shall run next to that takes an older one, or a new one.
-
-        Raises:
-            NoRoom: on all ranks alike.
-        """
-        found = next((one for one in tuple(self._free) if one.matches(nbytes, self._turn, at_once)), None)
-        if found is None:
-            try:
-                whole = self._allocate(nbytes)
-            except UnavailableError as error:
-                raise NoRoom(str(error)) from None
-        else:
-            self._free.remove(found)
-            stream.wait_event(found.event)
-            whole = found.whole
-        self._turn += 1
-        return whole, lambda: self._came_back(whole)
-
-    def clear(self) -> None:
-        """Let go of what is free."""
-        self._free.clear()
-
-    def _came_back(self, whole: torch.Tensor) -> None:
-        # FSDP2 has just freed the parameters, on the stream that has computed with them.
-        if not sys.is_finalizing():
-            self._free.append(_Free(whole, self._handle.current_stream().record_event(), self._turn))
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class _Free:
-    """A buffer, behind what it is free, and when it became so."""
-
-    whole: torch.Tensor
-    event: Any
-    turn: int
-
-    def matches(self, nbytes: int, turn: int, at_once: bool) -> bool:
-        return self.whole.nbytes == nbytes and (at_once or self.turn < turn)
+    def all_gather(
+        self, output: Tensors, input: Tensors, *, async_op: bool = False, beside: Beside | None = None
+    ) -> dist.Work | None:
+        """See ``Communicator.all_gather``."""
+        ...
 
 
 class Straight:
@@ -157,18 +104,21 @@ class Straight:
         ring: has the buffers.
         group: whose shards they are.
         note: called with dtype and gathered bytes of each gather.
+        refusal: why a gather of so many bytes is not ours to make; "" where it is.
     """
 
     def __init__(
         self,
         params: Any,
-        comm: Communicator,
+        comm: Gathers,
         ring: Ring,
         group: dist.ProcessGroup,
         note: Callable[[torch.dtype, int], None],
+        refusal: Callable[[int], str],
     ) -> None:
         self._params, self._comm, self._ring, self._group, self._note = params, comm, ring, group, note
-        self._lent: dict[Any, torch.Tensor] = {}  # by parameter: what has its own memory meanwhile
+        self._refusal = refusal
+        self._lent: dict[Any, Part] = {}  # by parameter: what has its own memory meanwhile
 
     def objection(self) -> str | None:
         """Why these parameters are not gathered so; None where they are."""
@@ -181,7 +131,13 @@ class Straight:
 
     def takes(self, group: dist.ProcessGroup) -> bool:
         """This gather is one of shards, not of what a number for ``reshard_after_forward`` has left."""
-        return group is self._group and bool(self._params.is_sharded) and self.objection() is None
+        if group is not self._group or not self._params.is_sharded or self.objection() is not None:
+            return False
+        nbytes = 0
+        for param in self._params.fsdp_params:
+            shard = param._sharded_param_data
+            nbytes += shard.numel() * (param.param_dtype or shard.dtype).itemsize * self._comm.world_size
+        return not self._refusal(nbytes)
 
     @torch.no_grad()
     def gather(self, async_op: bool, copy_in_stream: Any, stream: Any) -> Gathered:
@@ -189,13 +145,15 @@ class Straight:
         params, device = self._params.fsdp_params, self._params.device
         handle, rank, ranks = torch.get_device_module(device), self._comm.rank, self._comm.world_size
         backward = self._params._training_state is TrainingState.PRE_BACKWARD
-        at_once = backward or copy_in_stream == handle.current_stream()
+        # The first gather of a forward comes behind all of the backward before it, and behind the optimizer.
+        at_once = backward or self._ring.behind_backward or copy_in_stream == handle.current_stream()
+        self._ring.behind_backward = False
         with handle.stream(copy_in_stream):
             shards = [_shard(param) for param in params]
             dtypes = [param.param_dtype or shard.dtype for param, shard in zip(params, shards, strict=True)]
             sizes = [shard.numel() * ranks * dtype.itemsize for shard, dtype in zip(shards, dtypes, strict=True)]
             parts = self._parts(sizes, copy_in_stream, at_once)
-            outputs = [part.view(dtype) for part, dtype in zip(parts, dtypes, strict=True)]
+            outputs = [part.memory.view(dtype) for part, dtype in zip(parts, dtypes, strict=True)]
             own = [output.chunk(ranks)[rank] if output.numel() else output for output in outputs]
             torch._foreach_copy_(own, shards)  # cast on the way
         stream.wait_stream(copy_in_stream)
@@ -211,21 +169,16 @@ class Straight:
         gathered.straight, gathered.parts = self, parts
         return gathered
 
-    def _parts(self, sizes: Sequence[int], stream: Any, at_once: bool) -> list[torch.Tensor]:
+    def _parts(self, sizes: Sequence[int], stream: Any, at_once: bool) -> list[Part]:
         """A buffer, cut into storages of so many bytes, which give it back together."""
-        device = self._params.device
         places, end = [], 0
         for nbytes in sizes:
             places.append(end)
             end += rounded(nbytes, ALIGNMENT)
         if not end:
-            return [torch.empty(0, dtype=torch.uint8, device=device) for _ in sizes]
+            return [Part.empty(self._params.device) for _ in sizes]
         whole, free = self._ring.take(end, stream, at_once=at_once)
-        count = _Countdown(sum(map(bool, sizes)), free)
-        return [
-            storage_of(whole, place, nbytes, count) if nbytes else torch.empty(0, dtype=torch.uint8, device=device)
-            for place, nbytes in zip(places, sizes, strict=True)
-        ]
+        return cut(whole, places, sizes, free)
 
     def take_over(self) -> None:
         """Have torch free our memory as ours."""
@@ -249,22 +202,24 @@ class Straight:
             del param.free_unsharded_param
         give_back()
 
-    def lend(self, param: Any, part: torch.Tensor) -> None:
+    def lend(self, param: Any, part: Part) -> None:
         """Let the storage of a parameter have the memory of a gather."""
         self._take_back(param)
         storage = param.all_gather_outputs[0].untyped_storage()
         if storage.size():  # which torch has filled now, or without us
             storage.resize_(0)
-        exchange_memory(storage, part.untyped_storage())
+        exchange_memory(storage, part.memory.untyped_storage())
         self._lent[param] = part
 
     def _take_back(self, param: Any) -> None:
         part = self._lent.pop(param, None)
         if part is not None:
-            exchange_memory(param.all_gather_outputs[0].untyped_storage(), part.untyped_storage())
+            exchange_memory(param.all_gather_outputs[0].untyped_storage(), part.memory.untyped_storage())
+            part.release()
 
     def _free(self, param: Any) -> None:
         self._take_back(param)
+        self._ring.behind_backward |= self._params._training_state is TrainingState.POST_BACKWARD
         type(param).free_unsharded_param(param)
 
 
@@ -277,7 +232,7 @@ class Gathered(AllGatherResult):
     """
 
     straight: Straight
-    parts: list[torch.Tensor]
+    parts: list[Part]
 
     @torch.no_grad()
     def hand_over(self, params: Sequence[Any], ranks: int) -> None:
@@ -293,20 +248,6 @@ class Gathered(AllGatherResult):
             param.init_all_gather_outputs(numels, dtypes, ranks, device)
             self.straight.lend(param, part)
         self.parts.clear()
-
-
-class _Countdown:
-    """Calls what it was given when it has been called so many times, in any threads."""
-
-    def __init__(self, count: int, then: Callable[[], None]) -> None:
-        self._count, self._then, self._lock = count, then, threading.Lock()
-
-    def __call__(self) -> None:
-        with self._lock:
-            self._count -= 1
-            if self._count:
-                return
-        self._then()
 
 
 def _shard(param: Any) -> torch.Tensor:

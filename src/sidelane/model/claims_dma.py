@@ -178,7 +178,13 @@ def checks() -> list[Check[DmaContext]]:
         Check("DM-FIN-02", held, lambda c: _final_large(c)),
         Check("DM-FIN-03", held, lambda c: _final_small(c, small)),
         Check("DM-FIN-04", held, lambda c: _further(c)),
-        Check("DM-SY-01", held, lambda c: c.producer_from()),
+        Check(
+            "DM-SY-01",
+            held,
+            lambda c: c.producer_from(),
+            incomparable="the GEMMs' sides are labels of figure 16 that the text has lost, and they decide: from 1 MB "
+            "behind one of 8192, from 16 MB behind one of 1024",
+        ),
         Check("DM-RG-02", inp, lambda c: _engines(c.machine, AG, "pcpy") // c.machine.gpus, 0),
     ]
     found += [
@@ -198,7 +204,6 @@ GIVEN = {"DM-RG-01": "model.study.SIZES are these"}
 MISSES = {
     "DM-BB-04": "at 4 MB pcpy is still 6% behind bcst, which sends half as many commands",
     "DM-PL-02": "prelaunched pcpy is 12% ahead of swap at 2 MB already",
-    "DM-SY-01": "at 4 MB DMA is 3% behind the library after a GEMM of 4096, and 14 to 26% after smaller ones",
     "DM-PW-04": "watts by component are assumed; prelaunched b2b keeps one engine of seven busy",
     "DM-PW-05": "watts by component are assumed, and a bcst that takes longer draws less",
     "DM-T2-1": "b2b stays ahead of swap up to 128 KB, by 11% at 64 KB: small all_to_alls are like all_gathers here",

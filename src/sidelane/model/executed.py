@@ -14,8 +14,9 @@ from sidelane.execute.sim import Run, simulate
 from sidelane.machine.spec import Machine
 from sidelane.model.published import collective_of
 from sidelane.program.builders import Transport, build
-from sidelane.program.collective import Kind
-from sidelane.program.ir import Copy, Program
+from sidelane.program.collective import Collective, Kind
+from sidelane.program.ir import Copy, EngineKind, Flag, Program, Signal, Wait
+from sidelane.program.own_flags import flags_between_own_queues
 from sidelane.program.transform import freeze, lower
 
 REDUCE_UNITS = 32
@@ -38,10 +39,31 @@ def executed_program(kind: Kind, nbytes: int, ranks: int, variant: str, in_place
     Raises:
         ValueError: another kind, or no such variant of it.
     """
-    collective = dataclasses.replace(collective_of(kind, nbytes, ranks), in_place=in_place)
-    staged = in_place and kind is Kind.ALL_TO_ALL and variant != "swap"
+    return program_of(dataclasses.replace(collective_of(kind, nbytes, ranks), in_place=in_place), variant)
+
+
+def program_of(collective: Collective, variant: str) -> Program:
+    """The same of any collective. Raises ValueError: no such variant of it."""
+    staged = collective.in_place and collective.kind is Kind.ALL_TO_ALL and variant != "swap"
     program = build(collective, variant, Transport.STAGED if staged else Transport.PUSH)
     return freeze(lower(program, {Copy}))
+
+
+@functools.lru_cache(maxsize=512)
+def dependencies(program: Program) -> frozenset[Flag]:
+    """Flags between copy engines of one rank, which a graph has as dependencies of its nodes.
+
+    Those of copies inside a GPU are dependencies as well; but such a branch begins and ends late, about as late as with
+    a handover and flags of its own, and is left with them.
+    """
+    between: set[Flag] = set()
+    for rank in range(program.world_size):
+        own = set(flags_between_own_queues(program, rank, split=False))
+        for queue in program.queues_of(rank):
+            if queue.engine.kind is not EngineKind.DMA:
+                own -= {command.flag for command in queue.commands if isinstance(command, Signal | Wait)}
+        between |= own
+    return frozenset(between)
 
 
 def executed_run(
@@ -54,4 +76,5 @@ def executed_run(
     """
     machine.refuse_nodes("executed_run")
     place = kind in IN_PLACE if in_place is None else in_place
-    return simulate(executed_program(kind, nbytes, machine.gpus, variant, place), machine, record=record)
+    program = executed_program(kind, nbytes, machine.gpus, variant, place)
+    return simulate(program, machine, edges=dependencies(program), record=record)

@@ -136,6 +136,8 @@ def check_sizes(operator: object) -> None:
     """Refuse an operator's sizes that there are not. Raises ValueError."""
     for field in dataclasses.fields(operator):  # type: ignore[arg-type]
         value = getattr(operator, field.name)
+        if field.name == "counts":
+            continue
         if not isinstance(value, int) or value < (field.type != "bool"):
             name = getattr(operator, "name", "")
             raise ValueError(f"{name}: {field.name} (value={value!r}, allowed=whole numbers from 1)")
@@ -146,7 +148,12 @@ def _tiles(rows: int, columns: int) -> int:
 
 
 def _tile_us(machine: Machine, depth: int) -> Callable[[int], float]:
-    """A whole tile, however little of it is in the result; its weight comes through memory at the least once."""
+    """A whole tile, however little of it is in the result."""
+    return lambda workgroups: tile_us(machine, TILE_ROWS, TILE_COLUMNS, depth)
+
+
+def tile_us(machine: Machine, rows: int, columns: int, depth: int) -> float:
+    """A tile of the generic GEMM on a unit. It begins and ends as one of the library's does (``ramp_k``)."""
     gpu, matmul = machine.gpu, machine.matmul
     speed = gpu.peak_tflops * matmul.efficiency * fused_figures(machine).generic_share * 1e6 / gpu.units
-    return lambda workgroups: 2.0 * TILE_ROWS * TILE_COLUMNS * depth / speed
+    return float(2.0 * rows * columns * (depth + matmul.ramp_k) / speed)

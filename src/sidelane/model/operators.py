@@ -15,10 +15,11 @@ import math
 from collections.abc import Callable, Sequence
 
 from sidelane.c3.workload import Gemm
-from sidelane.machine.spec import Machine
+from sidelane.machine.spec import Machine, Topology
 from sidelane.model.fused import FusedKernel, FusedRun, Work, run_fused
 from sidelane.model.gemm import gemm_us
-from sidelane.model.gemm_operators import GatherGemm, GemmReduce, check_sizes
+from sidelane.model.gemm_operators import GatherGemm, GemmReduce, check_sizes, tile_us
+from sidelane.model.norm_operator import AllReduceNorm
 from sidelane.model.published import library_us
 from sidelane.model.workgroups import fused_figures, gather_gbps, resident, stream_gbps
 from sidelane.program.collective import Kind
@@ -153,9 +154,10 @@ class Gemv:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TiledGemm:
-    """``rows`` x ``depth`` times ``depth`` x ``columns`` on every rank; the rows of the result go to all, evenly.
+    """``rows`` x ``depth`` times ``depth`` x ``columns`` on every rank; the rows of the result go to all.
 
     Attributes:
+        counts: rows from rank i to rank j in row i, column j; none: as many to each.
         copies: ranks that get each row; with several, every tile has some for all.
         by_library: unfused, the GEMM is the vendor library's; False: the generic kernel that is fused as well.
     """
@@ -166,16 +168,22 @@ class TiledGemm:
     copies: int = 1
     by_library: bool = True
     element_bytes: int = 2
+    counts: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         check_sizes(self)
+        sums = [sum(row) for row in (*self.counts, *zip(*self.counts, strict=True))]
+        if self.counts and (self.copies > 1 or max(sums) > self.rows or min(map(min, self.counts)) < 0):
+            text = f"value={max(sums)} of a rank, allowed=0 to {self.rows} rows, and one copy"
+            raise ValueError(f"gemm_all_to_all: counts ({text})")
 
     name = "gemm_all_to_all"
     kind = Kind.ALL_TO_ALL
 
     def __str__(self) -> str:
         copies = f", each to {self.copies}" if self.copies > 1 else ""
-        return f"{self.rows}x{self.depth}x{self.columns} a rank, rows to all evenly{copies}"
+        evenly = "half for one peer" if self.counts else f"rows to all evenly{copies}"
+        return f"{self.rows}x{self.depth}x{self.columns} a rank, {evenly}"
 
     def works(self, ranks: int) -> list[Work]:
         """By the rank that gets them, or one for all."""
@@ -187,6 +195,16 @@ class TiledGemm:
         counts = [each + (to < more) for to in range(ranks)]
         even = float(self.rows * self.columns * self.element_bytes / ranks)
         return [Work(count, ((to, even / count),)) for to, count in enumerate(counts) if count]
+
+    def works_of(self, rank: int) -> list[Work]:
+        """Of a rank, by the rank that gets them, where ``counts`` says how many rows; no tile is for two."""
+        wide = math.ceil(self.columns / TILE)
+        row_bytes = self.columns * self.element_bytes
+        found = []
+        for to, rows in enumerate(self.counts[rank]):
+            tiles = math.ceil(rows / TILE) * wide
+            found.append(Work(tiles, ((to, rows * row_bytes / max(1, tiles)),)))
+        return found
 
     def kernel(self, machine: Machine, occupancy: float) -> FusedKernel:
         """The fused one, without its work: a tile a unit at a time."""
@@ -217,16 +235,14 @@ class TiledGemm:
         return math.ceil(self.rows / TILE) * math.ceil(self.columns / TILE)
 
     def _round_us(self, machine: Machine) -> Callable[[int], float]:
-        gpu, matmul = machine.gpu, machine.matmul
-        speed = gpu.peak_tflops * matmul.efficiency * fused_figures(machine).generic_share * 1e6 / gpu.units
-        computing = 2.0 * TILE * TILE * self.depth / speed
+        computing = tile_us(machine, TILE, TILE, self.depth)
         # Nothing is faster than the bytes of the matrices, each read or written once.
         nbytes = self._elements * self.element_bytes / self._tiles
-        reading = gpu.memory_gbps * matmul.memory_efficiency * 1e3
-        return lambda workgroups: max(float(computing), workgroups * nbytes / reading)
+        reading = machine.gpu.memory_gbps * machine.matmul.memory_efficiency * 1e3
+        return lambda workgroups: max(computing, workgroups * nbytes / reading)
 
 
-Operator = Embedding | Gemv | TiledGemm | GemmReduce | GatherGemm
+Operator = Embedding | Gemv | TiledGemm | GemmReduce | GatherGemm | AllReduceNorm
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -295,12 +311,16 @@ def predict_fused(
         raise ValueError(f"{operator.name}: {operator} ({text})")
     if occupancy is None:
         occupancy = float(fused_figures(machine).kept_share) if across else 1.0
-    works, plain = operator.works(ranks), operator.kernel(machine, occupancy)
+    skewed = operator if isinstance(operator, TiledGemm) and operator.counts else None
+    if skewed is not None and len(skewed.counts) != ranks:
+        raise ValueError(f"{operator.name}: counts (value={len(skewed.counts)} rows, allowed={ranks}, one a rank)")
+    works = [operator.works(ranks) if skewed is None else skewed.works_of(rank) for rank in range(ranks)]
+    plain = operator.kernel(machine, occupancy)
     launch = float(machine.matmul.launch_us)
     kernels = [
         dataclasses.replace(
             plain,
-            works=tuple(_ordered(works, rank, ranks, order)),
+            works=tuple(_ordered(works[rank], rank, ranks, order)),
             puts=across,
             slice_workgroups=plain.slice_workgroups if across else 1,
             start_us=launch + (starts_us[rank] if starts_us else 0.0),
@@ -308,7 +328,7 @@ def predict_fused(
         for rank in range(ranks)
     ]
     run = run_fused(machine, kernels, record=record)
-    collective = _collective_us(machine, operator.kind, operator.collective_bytes())
+    collective = _collective_us(machine, operator.kind, _wire_equivalent(machine, operator))
     return FusedTimes(operator.compute_us(machine), collective, run)
 
 
@@ -318,6 +338,22 @@ def _ordered(works: Sequence[Work], rank: int, ranks: int, order: str) -> list[W
     if order == OBLIVIOUS or len(works) < ranks:
         return list(works)
     return [works[(rank + 1 + turn) % ranks] for turn in range(ranks)]
+
+
+def _wire_equivalent(machine: Machine, operator: Operator) -> float:
+    """Bytes of an even collective that sends as much over what is busiest: a port, or the link of a pair."""
+    if not isinstance(operator, TiledGemm) or not operator.counts or machine.world_size == 1:
+        return operator.collective_bytes()
+    counts, ranks = operator.counts, machine.world_size
+    leaves = [sum(row) - row[rank] for rank, row in enumerate(counts)]
+    comes = [sum(row[rank] for row in counts) - counts[rank][rank] for rank in range(ranks)]
+    most, share = max(leaves + comes), (ranks - 1) / ranks
+    if machine.nodes == 1 and machine.links.topology is Topology.MESH:
+        most, share = (
+            max(rows for rank, row in enumerate(counts) for to, rows in enumerate(row) if to != rank),
+            1 / ranks,
+        )
+    return most * operator.columns * operator.element_bytes / share
 
 
 def _waves_us(workgroups: int, held: int, round_us: Callable[[int], float]) -> float:

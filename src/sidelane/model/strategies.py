@@ -15,8 +15,8 @@ from sidelane.model.gemm import gemm_kernel, gemm_us, is_memory_bound
 from sidelane.model.kernels import dma_gangs, dma_us, library_gang, own_chunk_gang
 from sidelane.program.collective import Kind
 
-MOST_LOST = -100.0
-"""Percent of ideal below which a number says nothing more."""
+MOST_LOST, MOST_WON = -100.0, 105.0
+"""Percent of ideal below and above which a number says nothing more."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,11 +53,12 @@ class Prediction:
     def percent(self) -> float | None:
         """Of the ideal gain with the faster collective. None: undefined.
 
-        That is where there is next to nothing to gain (``percent_of_ideal``), and where a strategy loses more than can
-        be gained: then its collective is another one, and ``speedup`` says what it costs.
+        That is where there is next to nothing to gain (``percent_of_ideal``); where a strategy loses more than can be
+        gained: then its collective is another one; and where a memory-bound GEMM gains more by fewer units than there
+        is to hide. ``speedup`` says what either comes to.
         """
         percent = percent_of_ideal(self.gemm_us, self.best_comm_us, self.time_us)
-        return None if percent is None or percent < MOST_LOST else percent
+        return None if percent is None or not MOST_LOST <= percent <= MOST_WON else percent
 
     @property
     def percent_of_library(self) -> float | None:

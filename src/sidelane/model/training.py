@@ -3,6 +3,9 @@
     forward    all-gather of layer i+1 beside layer i
     backward   all-gather of layer i-1 and reduce-scatter of layer i+1 beside layer i
 
+A layer is GEMMs with element-wise kernels in front of each, and attention. Where a GEMM lets no kernel of a collective
+in beside it, the one waits for the other; what is hidden then is what ran beside attention and element-wise kernels.
+
 An all-gather waits for the one before it and for the layer whose buffer it takes; a reduce-scatter for its layer's
 gradients and for the one before it. Layers are alike: a few of them are simulated, and the rest take as long as the
 last ones. Embedding, head and optimizer are left out.
@@ -33,6 +36,9 @@ step on H200s without communication (docs/lab/model.md)."""
 BESIDE_COPIES = 0.14
 """Share by which sustained GEMMs slow down while copy engines move, since the GPU is at its power cap: between the 10
 and 18% of two H200s (docs/lab/hardware.md). Assumed for other machines."""
+WAVES = 16
+"""Of attention and of element-wise kernels: many short workgroups, so that those of a collective, which FSDP2 launches
+on streams of high priority, get in between them. A persistent GEMM lets nobody in."""
 SIMULATED = (3, 5)
 """Layers that are simulated; the difference is what each further one takes."""
 STRATEGIES = ("library", "dma all-gather", "dma both")
@@ -123,7 +129,7 @@ def step_times(machine: Machine, step: Step, strategy: str, alone_us: float | No
     nbytes = step.model.parameters * ELEMENT
     on_engines = {Kind.ALL_GATHER: strategy != "library", Kind.REDUCE_SCATTER: strategy == "dma both"}
     gangs = {
-        kind: dma_gangs(machine, kind, nbytes) if engines else (library_gang(machine, kind, nbytes),)
+        kind: dma_gangs(machine, kind, nbytes) if engines else (library_gang(machine, kind, nbytes, priority=1),)
         for kind, engines in on_engines.items()
     }
     alone = {kind: run_device(machine, parts).time_us for kind, parts in gangs.items()}
@@ -186,7 +192,7 @@ def _layer(machine: Machine, step: Step, name: str, behind: tuple[str, ...], *, 
     if backward:
         kernels = [
             kernel
-            for n, k in shapes
+            for n, k in reversed(shapes)
             for shape in ((rows, k, n), (n, k, rows))
             for kernel in [gemm_kernel(machine, Gemm(*shape, "bfloat16"))]
         ]
@@ -194,10 +200,13 @@ def _layer(machine: Machine, step: Step, name: str, behind: tuple[str, ...], *, 
     attention_flops = 2.0 * rows * step.sequence * model.hidden * (2.5 if backward else 1.0)  # half of it is masked
     attention_us = attention_flops / (gpu.peak_tflops * ATTENTION_EFFICIENCY * 1e6)
     launch = float(machine.matmul.launch_us)
-    kernels.append(Tiled("attention", units, attention_us, 0.0, fixed_us=launch))
+    attention = Tiled("attention", WAVES * units, attention_us / WAVES, 0.0, fixed_us=launch / WAVES)
     passes = PASSES * (2 if backward else 1) * rows * model.hidden * ELEMENT
     passes += PARAMETER_BYTES * model.parameters // 2
-    kernels.append(Tiled("elements", units, 0.0, passes / units, fixed_us=launch))
+    each = passes / len(kernels)  # norms, rotations, activations and additions stand in front of GEMMs
+    elements = Tiled("elements", WAVES * units, 0.0, each / units / WAVES, fixed_us=launch / WAVES)
+    kernels = [one for gemm in kernels for one in (elements, gemm)]
+    kernels.insert(len(kernels) - 4 if backward else 2, attention)  # beside the GEMMs of its inputs
     named: list[Tiled] = []
     for place, kernel in enumerate(kernels):
         label = name if place + 1 == len(kernels) else f"{name} {place}"

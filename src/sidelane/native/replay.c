@@ -55,9 +55,10 @@ typedef struct {
     PyObject *setter;
 } Words;
 
-/* An address, and the number of the allocation around it. */
+/* An address, and what the answer to a question about it is, for as long as it is the same memory. */
 typedef struct {
     uint64_t address, number;
+    int question;
 } Allocation;
 
 typedef struct {
@@ -71,7 +72,6 @@ typedef struct {
     Request request;
     long long stream;
     int (*ask)(uint64_t *number, int question, void *address); /* for the number of an allocation */
-    int question;
     int allocations, steps, words, notes;
     Allocation *allocation; /* that the steps take for granted */
     Step *step;
@@ -306,7 +306,7 @@ static int read_allocations(Entry *entry, PyObject *standing)
     PyObject *rows;
     if (standing == Py_None)
         return 0;
-    if (!PyArg_ParseTuple(standing, "KiO!", &function, &entry->question, &PyTuple_Type, &rows))
+    if (!PyArg_ParseTuple(standing, "KO!", &function, &PyTuple_Type, &rows))
         return -1;
     entry->ask = (int (*)(uint64_t *, int, void *))(uintptr_t)function;
     Py_ssize_t count = PyTuple_GET_SIZE(rows);
@@ -315,9 +315,10 @@ static int read_allocations(Entry *entry, PyObject *standing)
         return PyErr_NoMemory(), -1;
     for (Py_ssize_t i = 0; i < count; i++) {
         unsigned long long address, number;
-        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(rows, i), "KK", &address, &number))
+        int question;
+        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(rows, i), "KiK", &address, &question, &number))
             return -1;
-        entry->allocation[i].address = address, entry->allocation[i].number = number;
+        entry->allocation[i] = (Allocation){address, number, question};
         entry->allocations++;
     }
     return 0;
@@ -523,8 +524,9 @@ static int stands(const Entry *entry)
     Py_BEGIN_ALLOW_THREADS
     for (int i = 0; i < entry->allocations && all; i++) {
         uint64_t number = 0;
-        int refused = entry->ask(&number, entry->question, (void *)(uintptr_t)entry->allocation[i].address);
-        all = !refused && number == entry->allocation[i].number;
+        const Allocation *allocation = &entry->allocation[i];
+        int refused = entry->ask(&number, allocation->question, (void *)(uintptr_t)allocation->address);
+        all = !refused && number == allocation->number;
     }
     Py_END_ALLOW_THREADS
     return all;

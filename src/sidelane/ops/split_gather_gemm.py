@@ -20,11 +20,9 @@ from sidelane.collectives import Communicator
 from sidelane.ops.handle import kept, telling_refusals
 from sidelane.ops.operands import check_operands
 from sidelane.ops.split_gemm import check_pieces
-from sidelane.program.collective import Span, split_evenly
-from sidelane.program.contract import Contract, Result
-from sidelane.program.ir import EPOCH, Copy, Engine, EngineKind, Flag, Program, Queue, Signal, Wait
+from sidelane.program.pieces import SPLIT_GATHER, parts_of, turn_program
 
-NAME = "split_all_gather_gemm"
+NAME = SPLIT_GATHER
 
 
 class SplitAllGatherGemm:
@@ -41,9 +39,7 @@ class SplitAllGatherGemm:
     def __init__(self, comm: Communicator, rows: int, depth: int, dtype: torch.dtype, pieces: int) -> None:
         self.comm, self._rows = comm, rows
         self._gathered = comm.empty(comm.world_size * rows, depth, dtype=dtype)
-        ends = itertools.accumulate(split_evenly(rows, pieces), initial=0)
-        parts = [slice(*pair) for pair in itertools.pairwise(ends) if pair[0] < pair[1]]
-        self._turns = list(itertools.product(range(1, comm.world_size), parts))
+        self._turns = list(itertools.product(range(1, comm.world_size), parts_of(rows, pieces)))
         self._programs = [
             comm.load(turn_program(comm.world_size, turn, rows, part, depth * dtype.itemsize), {"rows": self._gathered})
             for turn, part in self._turns
@@ -98,29 +94,3 @@ def handle_of(comm: Communicator, x: torch.Tensor, pieces: int) -> SplitAllGathe
     (rows, depth), dtype, pieces = x.shape, x.dtype, pieces or 1
     key = (NAME, rows, depth, dtype, pieces)
     return kept(comm, key, lambda: SplitAllGatherGemm(comm, rows, depth, dtype, pieces))
-
-
-def turn_program(world_size: int, turn: int, rows: int, part: slice, row_bytes: int) -> Program:
-    """A part of every rank's rows goes to the ``turn``-th rank behind it, once that has no more use for what is there.
-
-    Args:
-        world_size: ranks.
-        turn: from 1.
-        rows: of each rank, one after the other in the buffer ``rows`` of every rank.
-        part: of the rows of a rank.
-        row_bytes: of a row.
-    """
-    n, ready, came = world_size, 0, 1
-    queues, results = [], []
-    for rank in range(n):
-        source, to = (rank - turn) % n, (rank + turn) % n
-        begin, nbytes = (rank * rows + part.start) * row_bytes, (part.stop - part.start) * row_bytes
-        src, dst = Span(rank, "rows", begin, nbytes), Span(to, "rows", begin, nbytes)
-        commands = (
-            *(Signal(Flag(source, ready), EPOCH), Wait(Flag(rank, ready), EPOCH)),
-            *(Copy(dst, src), Signal(Flag(to, came), EPOCH), Wait(Flag(rank, came), EPOCH)),
-        )
-        queues.append(Queue(rank, Engine(EngineKind.DMA), commands))
-        results.append(Result(dst, (src,)))
-    contract = Contract.of(f"turn {turn} of {NAME}", {"rows": [n * rows * row_bytes] * n}, results)
-    return Program(contract, "pieces", tuple(queues), (0,) * n, 2)

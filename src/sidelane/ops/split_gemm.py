@@ -16,7 +16,6 @@ sends to one and receives from one other.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Hashable, Sequence
 
 import torch
@@ -24,11 +23,9 @@ import torch
 from sidelane.collectives import BoundProgram, Communicator
 from sidelane.ops.handle import FLOATS, check_tensor, kept, telling_refusals
 from sidelane.ops.operands import MOST_ELEMENTS
-from sidelane.program.collective import Span, split_evenly
-from sidelane.program.contract import Contract, Result
-from sidelane.program.ir import EPOCH, Command, Copy, Engine, EngineKind, Flag, Program, Queue, Signal, Wait
+from sidelane.program.pieces import SPLIT_GEMM, going, split_program
 
-NAME = "split_gemm_all_to_all"
+NAME = SPLIT_GEMM
 MOST_PIECES = 64
 MOST_TABLES = 8
 """Routings that a communicator keeps programs for; an older one is proved and bound again."""
@@ -148,72 +145,6 @@ def _for_the_library(matrix: torch.Tensor) -> torch.Tensor:
     """One that the library's GEMM reads as it lies, without a copy that has to be allocated."""
     (rows, columns), (down, across) = matrix.shape, matrix.stride()
     return matrix if (across == 1 and down >= columns) or (down == 1 and across >= rows) else matrix.contiguous()
-
-
-def going(table: Sequence[Sequence[int]], rank: int, pieces: int) -> list[slice]:
-    """Rows of ``x`` in each part that leaves a rank, in their order: by turn, then by piece; none is empty."""
-    return [part for _, _, part in _leaving(table, rank, pieces)]
-
-
-def split_program(table: Sequence[Sequence[int]], pieces: int, row_bytes: int, most_rows: int) -> Program:
-    """Rows of ``sent`` go into the outputs of the ranks that they are for, each part when its trigger fires.
-
-    Args:
-        table: rows from rank i to rank j in row i, column j.
-        pieces: of the rows for each peer.
-        row_bytes: of a row of the result.
-        most_rows: of both buffers.
-    """
-    n = len(table)
-    most = (n - 1) * pieces
-    queues: list[Queue] = []
-    results: list[Result] = []
-
-    def ready(rank: int, receiver: int) -> Flag:
-        return Flag(rank, most + receiver)
-
-    def came(rank: int, number: int) -> Flag:
-        return Flag(rank, most + n + number)
-
-    for rank in range(n):
-        sources = [(rank - turn) % n for turn in range(1, n)]
-        commands: list[Command] = [Signal(ready(source, rank), EPOCH) for source in sources if table[source][rank]]
-        met: set[int] = set()
-        for trigger, (number, to, rows) in enumerate(_leaving(table, rank, pieces)):
-            nbytes = (rows.stop - rows.start) * row_bytes
-            inside = rows.start - sum(table[rank][:to])
-            sent = Span(rank, "sent", rows.start * row_bytes, nbytes)
-            computed = Span(rank, "computed", rows.start * row_bytes, nbytes)
-            place = (sum(row[to] for row in table[:rank]) + inside) * row_bytes
-            output = Span(to, "output", place, nbytes)
-            if to not in met:
-                commands.append(Wait(ready(rank, to), EPOCH))
-                met.add(to)
-            commands += [Wait(Flag(rank, trigger), EPOCH), Copy(output, sent), Signal(came(to, number), EPOCH)]
-            fires = (Copy(sent, computed), Signal(Flag(rank, trigger), EPOCH))
-            queues.append(Queue(rank, Engine(EngineKind.CALLER, trigger), fires))
-            results += [Result(sent, (computed,)), Result(output, (computed,))]
-        for source in sources:
-            commands += [
-                Wait(came(rank, number), EPOCH) for number, to, _ in _leaving(table, source, pieces) if to == rank
-            ]
-        queues.append(Queue(rank, Engine(EngineKind.DMA), tuple(commands)))
-    sizes = {name: [most_rows * row_bytes] * n for name in ("computed", "sent", "output")}
-    contract = Contract.of(NAME, sizes, results, computed=("computed",))
-    return Program(contract, "pieces", tuple(queues), (0,) * n, 2 * most + n)
-
-
-def _leaving(table: Sequence[Sequence[int]], rank: int, pieces: int) -> list[tuple[int, int, slice]]:
-    """Number, receiver and rows of each part; the numbers of parts that would be empty are left out."""
-    n = len(table)
-    found = []
-    for turn in range(1, n):
-        to = (rank + turn) % n
-        ends = itertools.accumulate(split_evenly(table[rank][to], pieces), initial=sum(table[rank][:to]))
-        for piece, (first, stop) in enumerate(itertools.pairwise(ends)):
-            if stop > first:
-                found.append(((turn - 1) * pieces + piece, to, slice(first, stop)))
-    return found
 
 
 def check_pieces(name: str, pieces: int) -> None:

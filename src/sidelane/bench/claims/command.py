@@ -218,6 +218,10 @@ def counted(verdicts: Sequence[Verdict]) -> list[str]:
             continue
         shares = [f"{sum(v.met_at(share) for v in of_role)} at {words}" for share, words in STRICTER]
         lines.append(f"{role}: {right} of {len(of_role)} right ({'; '.join(shares)})")
+    # A rule that mends a miss makes it "seen": this sum is what no change of role can better.
+    told = [v for v in verdicts if v.role in (Role.SEEN, Role.HELD_OUT) and not v.incomparable]
+    if any(verdict.role is Role.SEEN for verdict in told):
+        lines.append(f"seen and held out together: {sum(verdict.ok for verdict in told)} of {len(told)} right")
     apart = [verdict for verdict in verdicts if verdict.incomparable]
     lines += [f"not comparable: {len(apart)}"] if apart else []
     if not any("/" in verdict.claim_id for verdict in verdicts):

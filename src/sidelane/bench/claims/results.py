@@ -42,6 +42,9 @@ SMALL, LARGE = 64 << 10, 256 << 20
 """Bytes up to which latency decides, and from which bandwidth does: ``fit_machine`` uses these rows."""
 OUT_OF_PLACE = "out of place"
 FIRST_COMPARED = "h200x4"
+SEEN = ("striped",)
+"""Variants that a rule went in for after their rows had been compared: flags between a rank's engines are a graph's
+dependencies (``model.executed.dependencies``)."""
 
 
 def compare(
@@ -233,7 +236,7 @@ def _collectives(machine: Machine, rows: Sequence[object]) -> list[Verdict]:
             f"{machine.name}/collectives/{name(r)}",
             r.time_us,
             predict_alone(machine, r),
-            Role.FITTED if fitted and fitted_to(r) else Role.HELD_OUT,
+            Role.FITTED if fitted and fitted_to(r) else Role.SEEN if r.variant in SEEN else Role.HELD_OUT,
         )
         for r in measured
     ]

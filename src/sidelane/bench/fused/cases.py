@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from sidelane import ops
 from sidelane.bench.fused.kept import OWN, OWN_METHOD, in_parts
+from sidelane.bench.fused.shapes import half_for_one
 from sidelane.choice.fused import FUSED, UNFUSED
 from sidelane.collectives import Communicator
 from sidelane.ops.gemv import ONE_SHOT, TWO_PHASE
@@ -246,8 +247,7 @@ def embedding(comm: Communicator, batch: int, tables: int, pooling: int) -> Case
 def gemm(comm: Communicator, rows: int, depth: int, columns: int) -> Case:
     """``rows`` of this rank, half of which its routing keeps for one peer in turn: skewed, as much for each rank."""
     n, rank, dtype = comm.world_size, comm.rank, dtype_of(comm)
-    share = rows // (2 * n)
-    counts = [[share + (rows - n * share) * (peer == (sender + 1) % n) for peer in range(n)] for sender in range(n)]
+    counts = [list(row) for row in half_for_one(rows, n)]
     table = torch.tensor(counts, device=comm.device)
     sent_rows, came_rows = counts[rank], [row[rank] for row in counts]
     x, weight = ordinary(comm, rows, depth), ordinary(comm, columns, depth).normal_()

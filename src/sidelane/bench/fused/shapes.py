@@ -40,3 +40,14 @@ ON_CPUS: dict[str, tuple[tuple[int, ...], ...]] = {
     "gemm_all_reduce": ((6, 16, 8),),
     "all_gather_gemm": ((4, 16, 8),),
 }
+
+
+def half_for_one(rows: int, ranks: int) -> tuple[tuple[int, ...], ...]:
+    """Rows from rank i to rank j: half go to the next rank, the rest to all evenly. Each sends and gets as many.
+
+    >>> half_for_one(8, 2)
+    ((2, 6), (6, 2))
+    """
+    share = rows // (2 * ranks)
+    more = rows - ranks * share
+    return tuple(tuple(share + more * (to == (rank + 1) % ranks) for to in range(ranks)) for rank in range(ranks))

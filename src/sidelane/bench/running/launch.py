@@ -87,12 +87,13 @@ class LaunchTarget:
         return self.device_type == "cpu"
 
 
-def choose_target(ranks: int | None = None, device: str = "auto") -> LaunchTarget:
+def choose_target(ranks: int | None = None, device: str = "auto", *, fewest: int = 2) -> LaunchTarget:
     """Decide where a study runs.
 
     Args:
         ranks: processes; None takes every accelerator, or 4 processes (2 on fewer than 4 cores) on the CPU.
-        device: ``auto`` takes the accelerators when there are at least two; ``gpu`` insists; ``cpu`` avoids them.
+        device: ``auto`` takes the accelerators when there are enough; ``gpu`` insists; ``cpu`` avoids them.
+        fewest: accelerators that are enough.
 
     Raises:
         ValueError: the machine does not have that many devices.
@@ -107,7 +108,7 @@ def choose_target(ranks: int | None = None, device: str = "auto") -> LaunchTarge
     accelerator, found = local.device_type_and_count()
     if device == "gpu" and not found:
         raise ValueError("choose_target: no accelerator on this machine (value='gpu', allowed='auto' or 'cpu')")
-    if device == "gpu" or (device == "auto" and found >= 2):
+    if device == "gpu" or (device == "auto" and found >= max(fewest, min(ranks or 1, 2))):
         return LaunchTarget(accelerator, ranks or found)
     return LaunchTarget("cpu", ranks or (4 if local.cores() >= 4 else 2))
 

@@ -13,8 +13,8 @@ from sidelane.bench.report.table import Line, Table, grouped, number
 from sidelane.bench.report.terminal import progress_console, say_written, tables_console
 from sidelane.bench.results.rows import FUSED_OPS
 from sidelane.bench.simulated import figures as sim_figures
-from sidelane.bench.simulated import fused_figures, fused_results
-from sidelane.bench.simulated.fused_shapes import UNKNOWN, operators_of
+from sidelane.bench.simulated import fused_figures, fused_results, fused_skew
+from sidelane.bench.simulated.fused_shapes import operators_of
 from sidelane.bench.simulated.study import write_numbers
 from sidelane.execute.sim import write_chrome_trace
 from sidelane.machine.load import find
@@ -29,8 +29,11 @@ from sidelane.model.operators import (
     Operator,
     predict_fused,
 )
+from sidelane.model.split import chain_us, split_us
 
 TRACED = "embedding_all_to_all"
+PIECES = (1, 2, 4)
+"""Parts for each peer, as the study that measures has them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -76,13 +79,23 @@ class Options:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Predicted:
-    """An operator at a shape, by order of the fused kernel, and how far the gain goes over the plausible values."""
+    """An operator at a shape, by order of the fused kernel, and how far the gain goes over the plausible values.
+
+    Attributes:
+        operator: at its shape.
+        made_of: what computes, unfused.
+        times: by order.
+        chain_us: unfused, with the collective on copy engines; None where the model has none.
+        parts_us: in parts on copy engines, by parts for each peer; none where the operator is not a GEMM.
+    """
 
     operator: Operator
     made_of: str
     times: dict[str, FusedTimes]
     low_percent: float
     high_percent: float
+    chain_us: float | None = None
+    parts_us: dict[int, float] = dataclasses.field(default_factory=dict)
 
     @property
     def lower_percent(self) -> float:
@@ -92,6 +105,7 @@ class Predicted:
     def to_dicts(self) -> list[dict[str, Any]]:
         """As ``--json`` writes it: an object for each order."""
         plausible = {"low_percent": self.low_percent, "high_percent": self.high_percent}
+        others = {"unfused_engines_us": self.chain_us, **{f"in_{n}_parts_us": us for n, us in self.parts_us.items()}}
         return [
             {
                 "op": self.operator.name,
@@ -105,7 +119,7 @@ class Predicted:
                 "time_us": times.fused.time_us,
                 "rank_us": list(times.fused.ended_us),
                 "lower_percent": times.lower_percent,
-                **(plausible if order == REMOTE_FIRST else {}),
+                **(plausible | others if order == REMOTE_FIRST else {}),
             }
             for order, times in self.times.items()
         ]
@@ -118,7 +132,7 @@ def main(options: Options) -> int:
         0.
 
     Raises:
-        ValueError: no such machine, one without figures of fused operators, or no operator that is predicted.
+        ValueError: no such machine, or one without figures of fused operators.
     """
     machine = find(options.machine)
     console, progress = tables_console(options.json), progress_console()
@@ -130,23 +144,19 @@ def main(options: Options) -> int:
             write_numbers(options.json, "fused_held", machine, [one.to_dict() for one in held])
             say_written([options.json])
         return 0
-    ops = [op for op in options.ops or FUSED_OPS if op not in UNKNOWN]
-    if not ops:
-        allowed = ", ".join(op for op in FUSED_OPS if op not in UNKNOWN)
-        raise ValueError(f"fused: --ops (value={', '.join(options.ops)}, allowed with --machine={allowed})")
-    unknown = {op: UNKNOWN[op] for op in options.ops or FUSED_OPS if op in UNKNOWN}
     found = []
     with progress.status("simulating, over the plausible values of the machine's numbers") as status:
-        for op in ops:
+        for op in options.ops or FUSED_OPS:
             for shape in options.shapes or ON_GPUS[op]:
                 status.update(f"{op} {','.join(map(str, shape))}")
                 found += [predicted(machine, *made, options) for made in operators_of(op, shape, machine.world_size)]
-    for table in fused_tables(machine, found):
+    starts, firsts = _starts(machine, options), _first_shapes(found)
+    reading = [operator for operator, _ in firsts if fused_skew.reads_memory(operator)]
+    tables = [*fused_tables(machine, found), fused_skew.skew_table(machine, firsts)]
+    tables += [table for table in (fused_skew.occupancy_table(machine, reading, starts),) if table is not None]
+    for table in tables:
         console.print(table.to_rich())
-    for op, why in unknown.items():
-        progress.print(f"{op}: {why}")
     rows = [row for one in found for row in one.to_dicts()]
-    rows += [{"op": op, "time_us": None, "note": why} for op, why in unknown.items()]
     for path in (options.json, options.report and options.report / "fused_predicted.json"):
         if path is not None:
             write_numbers(path, "fused_predicted", machine, rows)
@@ -158,7 +168,7 @@ def main(options: Options) -> int:
 
 def predicted(machine: Machine, operator: Operator, made_of: str, options: Options) -> Predicted:
     """Predict an operator in both orders, and its gain over the plausible values: one number at a time, squares add."""
-    starts = (*[0.0] * (machine.world_size - 1), options.late_us) if options.late_us else ()
+    starts = _starts(machine, options)
 
     def predict(where: Machine, order: str = REMOTE_FIRST) -> FusedTimes:
         return predict_fused(where, operator, order, occupancy=options.occupancy, starts_us=starts)
@@ -166,7 +176,23 @@ def predicted(machine: Machine, operator: Operator, made_of: str, options: Optio
     times = {order: predict(machine, order) for order in ORDERS}
     value = times[REMOTE_FIRST].lower_percent
     below, above = spread(machine, lambda changed: predict(changed).lower_percent, value)
-    return Predicted(operator, made_of, times, value - below, value + above)
+    found = Predicted(operator, made_of, times, value - below, value + above)
+    if machine.nodes > 1 or starts or options.occupancy is not None:
+        return found  # those are about the fused kernel
+    parts = {pieces: us for pieces in PIECES for us in [split_us(machine, operator, pieces)] if us is not None}
+    return dataclasses.replace(found, chain_us=chain_us(machine, operator), parts_us=parts)
+
+
+def _starts(machine: Machine, options: Options) -> tuple[float, ...]:
+    return (*[0.0] * (machine.world_size - 1), options.late_us) if options.late_us else ()
+
+
+def _first_shapes(found: Sequence[Predicted]) -> list[tuple[Operator, dict[str, FusedTimes]]]:
+    """Of each operator."""
+    firsts: dict[str, Predicted] = {}
+    for one in found:
+        firsts.setdefault(one.operator.name, one)
+    return [(one.operator, one.times) for one in firsts.values()]
 
 
 def spread(machine: Machine, predict: Callable[[Machine], float], value: float) -> tuple[float, float]:
@@ -192,6 +218,8 @@ def fused_tables(machine: Machine, found: Sequence[Predicted]) -> list[Table]:
                 one.made_of,
                 number(first.compute_us),
                 number(first.collective_us),
+                "" if one.chain_us is None else number(one.chain_us),
+                number(min(one.parts_us.values())) if one.parts_us else "",
                 number(first.fused.time_us),
                 number(one.times[OBLIVIOUS].fused.time_us),
                 f"{one.lower_percent:.0f}",
@@ -199,10 +227,21 @@ def fused_tables(machine: Machine, found: Sequence[Predicted]) -> list[Table]:
             )
             lines.append(Line(cells))
         notes = (
+            "engines: unfused, the collective on copy engines; parts: carried by them, the best of 1, 2 and 4 a peer",
             "lower: the fused time next to both unfused ones together, percent",
             "how far predictions are off where one GPU was measured: --results, and docs/lab/model.md",
         )
-        columns = ("<shape", "<unfused", "compute\nus", "collective\nus", "fused\nus", "oblivious\nus", "lower\n%")
+        columns = (
+            "<shape",
+            "<unfused",
+            "compute\nus",
+            "collective\nus",
+            "engines\nus",
+            "parts\nus",
+            "fused\nus",
+            "oblivious\nus",
+            "lower\n%",
+        )
         nodes = f", {machine.nodes} nodes of {machine.gpus}" if machine.nodes > 1 else ""
         title = f"{op} on {machine.title}{nodes}: predicted"
         tables.append(Table(title, (*columns, "plausible"), tuple(lines), notes, keys=2))
@@ -214,6 +253,9 @@ def _report(machine: Machine, found: Sequence[Predicted], options: Options, fold
         (f"{p.operator.name}: {p.operator}; {p.made_of}", p.low_percent, p.lower_percent, p.high_percent) for p in found
     ]
     fused_figures.draw_gains(machine, gains, folder)
+    firsts = _first_shapes(found)
+    fused_skew.draw_ranks(firsts, machine, folder)
+    fused_skew.draw_occupancy(machine, [one for one, _ in firsts if fused_skew.reads_memory(one)], folder)
     # The first embedding, if there is one: what its order changes can be seen.
     traced = min((one.operator for one in found), key=lambda operator: operator.name != TRACED)
     for order in ORDERS:

@@ -17,20 +17,23 @@ from sidelane.bench.fused.shapes import MEANING
 from sidelane.bench.report.table import Line, Table, grouped, number
 from sidelane.bench.results import files
 from sidelane.bench.results.rows import FusedRow
-from sidelane.bench.simulated.fused_shapes import UNKNOWN, operators_of
+from sidelane.bench.simulated.fused_shapes import operators_of
 from sidelane.machine.spec import Machine
 from sidelane.model.claims import error_of
-from sidelane.model.operators import OBLIVIOUS, REMOTE_FIRST, FusedTimes, predict_fused
+from sidelane.model.operators import OBLIVIOUS, REMOTE_FIRST, predict_fused
+from sidelane.model.split import chain_us, split_us
 
 COMPUTE, COLLECTIVE, UNFUSED, FUSED = "compute alone", "collective alone", "unfused, process group", "fused"
+CHAIN, PARTS = "unfused, copy engines", "in parts"
 SCHEDULES = {
     "remote_first": REMOTE_FIRST,
     "oblivious": OBLIVIOUS,
     "two_phase": REMOTE_FIRST,
     "two_phase, oblivious": OBLIVIOUS,
     "rows in turn": REMOTE_FIRST,
+    "cells": REMOTE_FIRST,
 }
-"""Orders of the model by schedules of the study. One-shot GEMVs and GEMMs in parts on copy engines it does not have."""
+"""Orders of the model by schedules of the study. One-shot GEMVs it does not have."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -82,7 +85,9 @@ def hold(machine: Machine, path: Path) -> tuple[Machine, list[Held], int]:
         held = list(_of_shape(machine, op, shape, alike))
         found += held
         known = {one.schedule for one in held}
-        unknown += sum(row.implementation != "unfused_best" and row.schedule not in known for row in alike)
+        chain = any(one.part == CHAIN for one in held)
+        others = ("unfused_best", *(("unfused_sidelane",) if chain else ()))
+        unknown += sum(row.implementation not in others and row.schedule not in known for row in alike)
     if not found:
         raise ValueError(f"fused: --results (value={path}, allowed=with an operator that is predicted)")
     return machine, found, unknown
@@ -101,7 +106,7 @@ def held_tables(machine: Machine, found: Sequence[Held], unknown: int) -> list[T
             lines.append(Line((*cells, worst.shape, seen), rule=place == len(parts) - 1))
     notes = (
         "captured in graphs; nothing of the description was taken from these rows",
-        f"{unknown} rows of graphs are not predicted: GEMMs in parts, one-shot GEMVs, norms, and ours unfused",
+        f"{unknown} rows of graphs are not predicted: one-shot GEMVs, and ours unfused with one rank",
     )
     columns = ("<operator", "<what", "rows", "median\n%", "worst\n%", "<at", "measured\n(predicted), us")
     title = f"fused operators on {machine.gpus} of {machine.title}: errors of predictions"
@@ -109,14 +114,12 @@ def held_tables(machine: Machine, found: Sequence[Held], unknown: int) -> list[T
 
 
 def _of_shape(machine: Machine, op: str, shape: str, rows: Sequence[FusedRow]) -> Iterator[Held]:
-    if op in UNKNOWN:
-        return
     sizes = tuple(map(int, re.findall(r"\d+", shape)[: len(MEANING[op])]))
     ways = [
-        {order: predict_fused(machine, made, order) for order in (REMOTE_FIRST, OBLIVIOUS)}
+        (made, {order: predict_fused(machine, made, order) for order in (REMOTE_FIRST, OBLIVIOUS)})
         for made, _ in operators_of(op, sizes, machine.world_size)
     ]
-    fastest: dict[str, FusedTimes] = min(ways, key=lambda way: way[REMOTE_FIRST].compute_us)
+    made, fastest = min(ways, key=lambda way: way[1][REMOTE_FIRST].compute_us)
     times = fastest[REMOTE_FIRST]
     first = rows[0]
     if first.compute_us is not None:
@@ -127,7 +130,16 @@ def _of_shape(machine: Machine, op: str, shape: str, rows: Sequence[FusedRow]) -
     if unfused:
         row = min(unfused, key=lambda one: one.time_us or 0.0)
         yield Held(op, shape, UNFUSED, row.schedule, row.time_us or 0.0, times.unfused_us)
+    chain = [row.time_us for row in rows if row.implementation == "unfused_sidelane" and row.time_us]
+    predicted = chain_us(machine, made)
+    if chain and predicted is not None:  # auto takes kernels where they are faster: held against the fastest
+        yield Held(op, shape, CHAIN, "", min(chain), predicted)
     for row in rows:
+        pieces = re.fullmatch(r"mm in parts, (\d+) a peer", row.schedule)
+        if row.implementation == "fused" and pieces:
+            in_parts = split_us(machine, made, int(pieces[1]))
+            assert in_parts is not None
+            yield Held(op, shape, PARTS, row.schedule, row.time_us or 0.0, in_parts)
         order = SCHEDULES.get(row.schedule) if row.implementation == "fused" else None
         if order is not None:
             yield Held(op, shape, FUSED, row.schedule, row.time_us or 0.0, fastest[order].fused.time_us)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+from sidelane.bench.fused.shapes import half_for_one
 from sidelane.model.gemm_operators import GatherGemm, GemmReduce
+from sidelane.model.norm_operator import AllReduceNorm
 from sidelane.model.operators import Embedding, Gemv, Operator, TiledGemm
 
 BYTES = 2
 """Of an element: the study that measures takes bfloat16."""
-UNKNOWN = {
-    "all_reduce_rms_norm": "not modelled: it communicates first and computes then",
-}
-"""Operators that are measured and not predicted, and why."""
 
 
 def operators_of(op: str, shape: tuple[int, ...], ranks: int) -> list[tuple[Operator, str]]:
@@ -21,8 +19,10 @@ def operators_of(op: str, shape: tuple[int, ...], ranks: int) -> list[tuple[Oper
         return [(Embedding(batch, tables, pooling, element_bytes=BYTES, at_once=way), words) for way, words in ways]
     if op == Gemv.name:
         return [(Gemv(*shape), "GEMV")]
+    if op == AllReduceNorm.name:
+        return [(AllReduceNorm(*shape), "addition, norm")]
     rows, depth, columns = shape
-    made: Operator = TiledGemm(rows, depth, columns)
+    made: Operator = TiledGemm(rows, depth, columns, counts=half_for_one(rows, ranks))
     if op == GatherGemm.name:
         made = GatherGemm(rows, depth, columns, ranks)
     elif op != TiledGemm.name:

@@ -143,7 +143,7 @@ def plan_table(machine: Machine, step: Step, found: list[Planned]) -> Table:
     title = f"{model.name}, {model.layers} layers, {step.tokens} tokens a rank, FSDP on {machine.title}: predicted, ms"
     notes = (
         "embedding, head and optimizer are left out; ranges are those of the description's numbers",
-        "four H200s gained a third to two thirds of what is predicted for copy engines (docs/lab/model.md)",
+        "H200s: steps were within 5%, one within 15%; single gains of copy engines are rough (docs/lab/model.md)",
     )
     columns = ("<strategy", "step", "compute", "collectives\nalone", "exposed", "plausible")
     return Table(title, columns, tuple(lines), notes)

@@ -90,7 +90,7 @@ def main(options: IsolatedOptions) -> Results | None:
         RankFailedError: a rank failed; the file has what was measured until then.
         ValueError: options do not fit this machine, or the file is of another machine.
     """
-    place = choose_target(options.ranks, options.device)
+    place = choose_target(options.ranks, options.device, fewest=1)  # what a GPU does alone needs no other one
     where = "cpu" if place.on_cpu else "gpu"
     seconds = options.budget_s or BUDGET_S[where]
     path = options.output or isolated_file(place.device_type, place.world_size)

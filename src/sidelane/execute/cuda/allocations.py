@@ -25,19 +25,19 @@ class Allocations:
     """
 
     def __init__(self, driver: Driver, spans: Iterable[tuple[int, int]]) -> None:
-        self._ask, self._question = driver.allocation_question()
+        self._ask = driver.allocation_question()
         places = sorted({place for span in spans for place in driver.allocations_in(*span)})
-        numbers = [(place, self._number(place)) for place in places]
-        self._numbers = [(ctypes.c_void_p(place), number) for place, number in numbers]
+        numbers = tuple((place, question, self._number(place, question)) for place, question in places)
+        self._numbers = [(ctypes.c_void_p(place), question, number) for place, question, number in numbers]
         function = ctypes.cast(self._ask, ctypes.c_void_p).value or 0
-        self.standing: Standing | None = (function, self._question, tuple(numbers)) if numbers else None
+        self.standing: Standing | None = (function, numbers) if numbers else None
 
     def stand(self) -> bool:
         """True while none of them has been freed, even if its addresses have been given out again since."""
-        return all(self._number(place) == number for place, number in self._numbers)
+        return all(self._number(place, question) == number for place, question, number in self._numbers)
 
-    def _number(self, place: int | ctypes.c_void_p) -> int:
+    def _number(self, place: int | ctypes.c_void_p, question: int) -> int:
         """Of the allocation around an address, unique in this process; 0 where there is none."""
         number = ctypes.c_uint64()
-        failed = self._ask(ctypes.byref(number), self._question, place)
+        failed = self._ask(ctypes.byref(number), question, ctypes.c_void_p(place) if isinstance(place, int) else place)
         return 0 if failed else number.value

@@ -34,6 +34,9 @@ _PEERS = 1
 """``CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS``: the memory may be of another GPU."""
 
 
+_MEMORY_BLOCK_ID = 20  # CU_POINTER_ATTRIBUTE_MEMORY_BLOCK_ID: of a piece, until it is unmapped
+
+
 class DriverError(SidelaneError):
     """The driver refused a call. ``name`` is the driver's name of the error."""
 
@@ -114,25 +117,27 @@ class Driver:
         """Free what :meth:`allocate` gave; waits for the device."""
         self.call("cuMemFree", self._api.CUdeviceptr(address))
 
-    def allocation_question(self) -> tuple[Any, int]:
-        """A function of the driver, and what to ask it for the number of the allocation around an address.
+    def allocation_question(self) -> Any:
+        """The function of the driver that answers what :meth:`allocations_in` says, as :data:`Standing` has it."""
+        return require_native("cuPointerGetAttribute")
 
-        It is called as :data:`sidelane.execute.base.Standing` says. The numbers are unique in this process.
+    def allocations_in(self, address: int, nbytes: int) -> Iterator[tuple[int, int]]:
+        """An address in each allocation that has bytes of a span, and the question for its number, unique in a process.
+
+        Memory that ``cuMemMap`` has put together, as that of expandable segments, has a number for each of its pieces;
+        other numbers are those of the range that was reserved, whatever is mapped there.
         """
-        number = self._api.CUpointer_attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID
-        return require_native("cuPointerGetAttribute"), int(number)
-
-    def allocations_in(self, address: int, nbytes: int) -> Iterator[int]:
-        """An address in each allocation that has bytes of a span; with expandable segments there may be several."""
-        start = self._api.CUpointer_attribute.CU_POINTER_ATTRIBUTE_RANGE_START_ADDR
-        size = self._api.CUpointer_attribute.CU_POINTER_ATTRIBUTE_RANGE_SIZE
-        end = address + nbytes
+        kinds, end = self._api.CUpointer_attribute, address + nbytes
         while address < end:
-            yield address
-            found = [self._api.cuPointerGetAttribute(which, self._api.CUdeviceptr(address)) for which in (start, size)]
-            if any(error for error, *_ in found):
+            if self._is_piece(address):
+                yield address, _MEMORY_BLOCK_ID
+                found = self.piece_at(address)
+            else:
+                yield address, int(kinds.CU_POINTER_ATTRIBUTE_BUFFER_ID)
+                found = (self.allocation_at(address) or (0, 0, 0))[1:]
+            if not found or not found[1]:
                 return
-            address = max(address + 1, sum(int(value) for _, value in found))
+            address = max(address + 1, sum(found))
 
     def allocation_at(self, address: int) -> tuple[int, int, int] | None:
         """Number, first byte and size of the allocation around an address; None without one."""
@@ -163,6 +168,13 @@ class Driver:
                 return None
             found.append(value.value)
         return found[0], found[1]
+
+    def _is_piece(self, address: int) -> bool:
+        """True in memory that was made by ``cuMemCreate``."""
+        error, handle = self._api.cuMemRetainAllocationHandle(address)
+        if not error:
+            self._api.cuMemRelease(handle)
+        return not error
 
     def allocation_number(self, address: int) -> int:
         """Number of the allocation around an address; 0 where there is none."""

@@ -23,7 +23,6 @@ from sidelane.execute.cuda.calls import (
 )
 from sidelane.execute.cuda.copy_batches import batch_copies
 from sidelane.execute.cuda.order import submission_order
-from sidelane.execute.cuda.own_flags import flags_between_own_queues, waits_for
 from sidelane.execute.cuda.rows import join_rows
 from sidelane.program.collective import Span
 from sidelane.program.ir import (
@@ -43,6 +42,7 @@ from sidelane.program.ir import (
     describe,
     spans,
 )
+from sidelane.program.own_flags import flags_between_own_queues, waits_for
 from sidelane.program.transform.freeze import LOWERED
 
 MAX_BATCH = 255

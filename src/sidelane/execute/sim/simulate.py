@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
+from types import MappingProxyType
 
 from sidelane.errors import SidelaneError
 from sidelane.execute.sim.flows import FlowNetwork
@@ -53,12 +54,22 @@ class Run:
     stamps: Mapping[tuple[int, int], float] = dataclasses.field(default_factory=dict)
 
 
-def simulate(program: Program, machine: Machine, *, record: bool = False) -> Run:
+def simulate(
+    program: Program,
+    machine: Machine,
+    *,
+    edges: Set[Flag] = frozenset(),
+    fires: Mapping[Flag, float] = MappingProxyType({}),
+    record: bool = False,
+) -> Run:
     """Run a program once.
 
     Args:
         program: of any builder and transform; ranks are the GPUs of the machine in order.
         machine: with at least as many GPUs.
+        edges: flags that a graph has as dependencies, not as commands: they take no time, and a queue that begins
+            behind one branches off there, without a doorbell of its own.
+        fires: when callers signal these flags, where they do so while the program is under way; others at once.
         record: keep the timeline.
 
     Raises:
@@ -67,7 +78,7 @@ def simulate(program: Program, machine: Machine, *, record: bool = False) -> Run
     """
     if program.world_size > machine.world_size:
         raise ValueError(f"simulate: ranks (value={program.world_size}, allowed=1..{machine.world_size})")
-    return _Simulation(program, machine, record).run()
+    return _Simulation(program, machine, edges, fires, record).run()
 
 
 class _Lane:
@@ -83,8 +94,11 @@ class _Lane:
 
 
 class _Simulation:
-    def __init__(self, program: Program, machine: Machine, record: bool) -> None:
+    def __init__(
+        self, program: Program, machine: Machine, edges: Set[Flag], fires: Mapping[Flag, float], record: bool
+    ) -> None:
         self.program = program
+        self.edges, self.fires = edges, fires
         self.machine = machine
         self.dma = machine.dma
         self.resources = Resources(machine, program)
@@ -131,6 +145,8 @@ class _Simulation:
             thread = self.machine.node_of(queue.rank) if self.dma.host is HostThreads.NODE else queue.rank
             if queue.engine.kind is EngineKind.CALLER:
                 self._pull_triggers(lane, thread, free)
+            elif self._branches(queue):
+                self._at(0.0, self._advance, lane)
             elif self.program.prelaunched:
                 # Prepared before the call: the engine already looks at its trigger.
                 self._at(0.0, self._advance, lane)
@@ -147,8 +163,17 @@ class _Simulation:
                 self._at(ready, self._advance, lane)
         self.host_us = max(free.values(), default=0.0)
 
+    def _branches(self, queue: Queue) -> bool:
+        first = queue.commands[0] if queue.commands else None
+        return isinstance(first, Wait) and first.flag in self.edges
+
     def _pull_triggers(self, lane: _Lane, thread: int, free: dict[int, float]) -> None:
         for command in lane.queue.commands:
+            if isinstance(command, Signal) and command.flag in self.fires:
+                self._at(self.fires[command.flag], self._raise, command)
+                continue
+            if self.fires:
+                continue  # the computation that stands before the signal
             start = free.get(thread, 0.0)
             free[thread] = start + self.dma.trigger_us
             self._note("host", f"thread {thread}", f"trigger {lane.queue.rank}", start, free[thread])
@@ -179,14 +204,15 @@ class _Simulation:
             if isinstance(command, Wait):
                 lane.held_since = self.now
                 if self._satisfied(command):  # looking costs the same when the flag is set already
-                    self._at(self.now + dma.wait_us, self._passed, lane)
+                    self._at(self.now + self._wait_us(command), self._passed, lane)
                 else:
                     self.waiting.setdefault(command.flag, []).append((lane, command))
                 return
             elif isinstance(command, Signal):
                 lane.index += 1
-                self._note_on(lane, f"signal {command.flag.rank}", self.now, self.now + dma.signal_us)
-                self._at(self.now + dma.signal_us, self._signalled, lane, command)
+                signal_us = 0.0 if command.flag in self.edges else float(dma.signal_us)
+                self._note_on(lane, f"signal {command.flag.rank}", self.now, self.now + signal_us)
+                self._at(self.now + signal_us, self._signalled, lane, command)
                 return
             elif isinstance(command, (*MOVES, Reduce)):
                 move = self.moves[lane.queue.rank, lane.queue.engine][lane.index]
@@ -230,7 +256,7 @@ class _Simulation:
         still: list[tuple[_Lane, Wait]] = []
         for lane, wait in self.waiting.pop(flag, ()):
             if self._satisfied(wait):
-                self._at(self.now + self.dma.wait_us, self._passed, lane)
+                self._at(self.now + self._wait_us(wait), self._passed, lane)
             else:
                 still.append((lane, wait))
         if still:
@@ -241,6 +267,9 @@ class _Simulation:
         lane.index += 1
         lane.behind_move = False
         self._advance(lane)
+
+    def _wait_us(self, command: Wait) -> float:
+        return 0.0 if command.flag in self.edges else float(self.dma.wait_us)
 
     def _satisfied(self, command: Wait) -> bool:
         return command.comparison.holds(self.flags.get(command.flag, 0), command.value.at(1))

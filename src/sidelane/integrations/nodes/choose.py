@@ -34,23 +34,25 @@ class NodesChoice:
     pieces: int = 1
 
 
-def choose(kind: Kind | None, what: str, nbytes: int, nodes: Nodes) -> NodesChoice:
+def choose(kind: Kind | None, nbytes: int, nodes: Nodes, *, without: str = "") -> NodesChoice:
     """Choose for a call.
 
     Args:
         kind: of the collective; None where there are no steps for it.
-        what: the call, in words.
         nbytes: of the larger side.
         nodes: of the group.
+        without: why there are none, in words.
     """
-    why_not = f"no steps for {what}" if kind is None else objection(kind, nodes)
+    why_not = f"no steps for {without}" if kind is None else objection(kind, nodes)
     if why_not:
         return NodesChoice(FLAT, f"{nodes}; {why_not}", (FLAT,))
     both = (FLAT, HIERARCHICAL)
     if len(nodes.members) == len(nodes.of):
         return NodesChoice(FLAT, f"{nodes}; nothing to do within a node", both)
     if nbytes < LEAST_BYTES:
-        return NodesChoice(FLAT, f"{nodes}; less than {format_bytes(LEAST_BYTES)}", both)
+        return NodesChoice(
+            FLAT, f"{nodes}; less than {format_bytes(LEAST_BYTES)}: one call is sooner there than three", both
+        )
     pieces = max(1, min(MOST_PIECES, nbytes // PIECE_BYTES))
     reason = f"{nodes}, {nodes.rails} rails, pieces: {pieces}; rather than flat, from {format_bytes(LEAST_BYTES)} on"
     return NodesChoice(HIERARCHICAL, reason, both, pieces)

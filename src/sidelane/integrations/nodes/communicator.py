@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -17,19 +18,30 @@ from sidelane.config import Config
 from sidelane.errors import CommunicatorClosedError, PeerError
 from sidelane.integrations.nodes.failing import RollCall
 from sidelane.integrations.nodes.groups import NodeGroup, agree_on_the_near_part
-from sidelane.integrations.nodes.plan import INPUT, OUTPUT, Copies, Far, Join, Near, Plan, Span, Spread, make_plan
+from sidelane.integrations.nodes.lookout import Lookout
+from sidelane.integrations.nodes.plan import make_plan
+from sidelane.integrations.nodes.scratch import Scratch
+from sidelane.integrations.nodes.steps import INPUT, OUTPUT, Copies, Far, Join, Near, Plan, Span, Spread
 from sidelane.integrations.nodes.topology import Nodes
-from sidelane.integrations.other import Witness, make_other
+from sidelane.integrations.other import Witness, make_other, nccl_not_ending_the_process
 from sidelane.integrations.works import OtherWork
 from sidelane.program.collective import REDUCING, Kind, ReduceOp
+from sidelane.program.shape import Beside
 
 Tensor = torch.Tensor
 Tensors = Tensor | Sequence[Tensor]
+ON_STREAMS = ("cuda",)
+"""Devices whose far steps are waited for by streams: a thread looks after them (``lookout.py``)."""
+
+SLACK_S = 60.0
+"""By how much the time-out of NCCL itself is later."""
+
+_FEW = 4  # copies of their own, which GPUs' copy engines make
 _FAR_OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
 
 class NodesCommunicator:
-    """The collectives that have steps for several nodes (``plan.py``), on tensors that are contiguous.
+    """The collectives that have steps for several nodes (``plan.py``), on tensors that are contiguous, and on lists.
 
     Every rank of the group makes it, and the same calls in one order. A call that fails, or that one rank refuses, ends
     it: some of its steps may have run.
@@ -43,6 +55,7 @@ class NodesCommunicator:
         config: settings; of the near part, and the time-out of the far one.
         witness: knows the processes.
         name: of the group, the same on all ranks.
+        beside: what runs next to the near steps; None for ``Config.beside``.
 
     Raises:
         UnavailableError: a node lacks something; on all ranks alike.
@@ -64,10 +77,13 @@ class NodesCommunicator:
         config: Config,
         witness: Witness,
         name: str,
+        beside: Beside | None = None,
     ) -> None:
         self.rank, self.world_size, self.nodes, self.pieces = rank, len(ranks), nodes, 1
+        self.beside = beside
         node, place = nodes.seat(rank)
         self._node, timeout = node, timedelta(seconds=config.timeout_s)
+        self._on_streams = device.type in ON_STREAMS
         store = dist.PrefixStore(f"sidelane/several/{device.type}/", store)
         self._roll = RollCall(store, rank, nodes, ranks, witness, timeout)
         own = [ranks[other] for other in nodes.members[node]]
@@ -78,8 +94,13 @@ class NodesCommunicator:
         self.near = self._make_near(store, device, config)
         if place < nodes.rails:
             rail, many = dist.PrefixStore(f"rail{place}/", store), len(nodes.members)
-            self._far = make_other(rail, node, many, timeout, f"{name}/rail{place}", (), None)
+            later = timeout + timedelta(seconds=SLACK_S * self._on_streams)
+            with nccl_not_ending_the_process() if self._on_streams else contextlib.nullcontext():
+                self._far = make_other(rail, node, many, later, f"{name}/rail{place}", (), None)
         self.lane, self.device = self.near.lane, self.near.device
+        self._unsaid: PeerError | None = None
+        self._lookout = Lookout(self._roll, timeout, self._attach, self._end)
+        self._scratch = Scratch(self.near)
 
     def _make_near(self, store: dist.Store, device: torch.device, config: Config) -> Communicator:
         made: Communicator | None = None
@@ -105,7 +126,7 @@ class NodesCommunicator:
         self._each(Kind.ALL_GATHER, output, input)
 
     def reduce_scatter(self, output: Tensors, input: Tensors, *, op: str | dist.ReduceOp = "sum") -> None:
-        """See ``Communicator.reduce_scatter``; nodes of one size. Each node's sum is rounded to the dtype."""
+        """See ``Communicator.reduce_scatter``. Each node's sum is rounded to the dtype."""
         self._each(Kind.REDUCE_SCATTER, output, input, op=op)
 
     def all_reduce(self, tensor: Tensors, *, op: str | dist.ReduceOp = "sum") -> None:
@@ -113,17 +134,26 @@ class NodesCommunicator:
         self._each(Kind.ALL_REDUCE, tensor, tensor, op=op)
 
     def all_to_all(self, output: Tensor, input: Tensor) -> None:
-        """See ``Communicator.all_to_all``; equal parts, and nodes of one size."""
+        """See ``Communicator.all_to_all``; equal parts."""
         self._each(Kind.ALL_TO_ALL, output, input)
 
     def broadcast(self, tensor: Tensor, *, root: int) -> None:
         """See ``Communicator.broadcast``."""
         self._each(Kind.BROADCAST, tensor, tensor, root=root)
 
+    def late(self) -> tuple[str, Sequence[int]]:
+        """Who of this node has not come to the call that this rank is in, in words; and their ranks in the group."""
+        control, own = self.lane.control, self.nodes.members[self._node]
+        ranks = [rank for rank in control.absent(control.begun(control.rank)) if rank != control.rank]
+        text = "".join(f"; {control.describe(rank)}" for rank in ranks)
+        return text.replace("; rank", "; rank of the node"), [own[rank] for rank in ranks]
+
     def close(self) -> None:
         """Let go of everything; calls under way fail, here and on the other ranks. Idempotent."""
         if self._failure is None:
             self._failure = PeerError("the communicator was closed")
+        self._lookout.close()
+        self._scratch.clear()
         self.near.close()
         self._group.close()
         far, self._far = self._far, None
@@ -131,22 +161,60 @@ class NodesCommunicator:
             far.abort()
 
     def _each(self, kind: Kind, output: Tensors, input: Tensors, *, op: Any = None, root: int = 0) -> None:
+        if self._unsaid is not None:
+            error, self._unsaid = self._unsaid, None
+            raise error
         if self._failure is not None:
             raise CommunicatorClosedError(f"{kind}: the communicator was closed, or has failed: {self._failure}")
-        pairs = [(output, input)] if isinstance(output, Tensor) else list(zip(output, input, strict=True))
+        pairs: Any = [(output, input)] if isinstance(output, Tensor) else list(zip(output, input, strict=True))
         name = None if op is None else op_name(op)
         try:
-            counts = [self._count(kind, *pair) for pair in pairs]
+            counts = tuple(self._count(kind, *pair) for pair in pairs)
+            if kind in REDUCING and len({to.dtype for to, _ in pairs}) > 1:
+                raise TypeError(f"{kind}: dtypes of a list (value=several, allowed=one)")
         except (ValueError, TypeError) as error:
             self._failure = PeerError(f"rank {self.rank} refused the call: {error}", (self.rank,))
             self._roll.tell((self.rank,), f"refused the call ({error})")
             self.near.close()
             raise
         try:
-            for (to, given), count in zip(pairs, counts, strict=True):
-                self._run(kind, to.view(-1), given.view(-1), count, name, root)
+            with self._looked_after():
+                self._run(kind, [(to.view(-1), given.view(-1)) for to, given in pairs], counts, name, root)
         except Exception as error:
             raise self._fail(error) from error.__cause__ or error
+
+    @contextlib.contextmanager
+    def _looked_after(self) -> Iterator[None]:
+        """A call that streams make is under way until its last step has ended there."""
+        is_cuda = self.device.type == "cuda"
+        if not self._on_streams or (is_cuda and torch.cuda.is_current_stream_capturing()):
+            yield  # who replays a graph looks after it
+            return
+        ended: list[Any] = []
+        begun = torch.cuda.current_stream(self.device).record_event().query if is_cuda else _always
+        self._lookout.begin(begun, lambda: bool(ended) and ended[0]())
+        try:
+            yield
+        finally:
+            ended.append(torch.cuda.current_stream(self.device).record_event().query if is_cuda else _always)
+
+    def _attach(self) -> None:
+        """For a thread that asks for events: it must not disturb captures of others."""
+        if self.device.type == "cuda":
+            backend: Any = self.lane.backend
+            backend.executor.driver.attach_thread()
+
+    def _end(self, error: PeerError) -> None:
+        """Called by the thread: streams go on, and the next call says why."""
+        if self._failure is not None:
+            return
+        self._failure = self._unsaid = error
+        self.lane.calls.fail(PeerError(str(error)))  # whose ranks would be those of the node
+        if self.device.type == "cuda":
+            backend: Any = self.lane.backend
+            backend.executor.watch.fail(error)
+        if self._far is not None:
+            self._far.abort()
 
     def dead(self, peers: Sequence[int]) -> list[int]:
         """Who is at fault, as far as it is known: for far calls that wait (``works.Watch``)."""
@@ -162,6 +230,9 @@ class NodesCommunicator:
 
     def _fail(self, error: Exception) -> Exception:
         """End everything; agree with the others on who is at fault."""
+        if self._unsaid is not None:  # the thread has, and this call was the first to notice
+            unsaid, self._unsaid = self._unsaid, None
+            return unsaid
         if isinstance(error, _NearError):
             own = self.nodes.members[self._node]
             cause = error.args[0]
@@ -195,20 +266,24 @@ class NodesCommunicator:
             )
         return count
 
-    def _run(self, kind: Kind, output: Tensor, input: Tensor, count: int, op: str | None, root: int) -> None:
-        dtype = output.dtype
+    def _run(
+        self, kind: Kind, pairs: list[tuple[Tensor, Tensor]], counts: tuple[int, ...], op: str | None, root: int
+    ) -> None:
+        dtype = pairs[0][0].dtype
         if kind not in REDUCING:
-            output, input, count = output.view(torch.uint8), input.view(torch.uint8), count * dtype.itemsize
-        plan = self._plan(kind, self.nodes, self.rank, count, self.pieces, root)
+            counts = tuple(count * to.itemsize for count, (to, _) in zip(counts, pairs, strict=True))
+            pairs, dtype = [(to.view(torch.uint8), given.view(torch.uint8)) for to, given in pairs], torch.uint8
+        plan = self._plan(kind, self.nodes, self.rank, counts, self.pieces, root)
         average = op == ReduceOp.AVG
         weighted = average and dtype.is_floating_point  # the sum of all might not be a number of the dtype
-        call = _Call(self, plan, output, input)
+        call = _Call(self, plan, pairs, dtype)
         call.near_op = "sum" if average and not weighted else op or "sum"
         call.far_op = _FAR_OPS[op or "sum"]
         call.weight = len(self.nodes.members[self._node]) / self.world_size if weighted else 1.0
         call.run()
         if average and not weighted:
-            output.copy_(torch.div(output, self.world_size, rounding_mode="trunc"))
+            for output, _ in pairs:
+                output.copy_(torch.div(output, self.world_size, rounding_mode="trunc"))
 
 
 class _NearError(Exception):
@@ -227,14 +302,22 @@ class _Call:
     far_op: Any
     weight: float
 
-    def __init__(self, whose: NodesCommunicator, plan: Plan, output: Tensor, input: Tensor) -> None:
-        self._whose, self._steps, self._far_works = whose, plan.steps, []  # type: ignore[var-annotated]
-        self._tensors = {OUTPUT: output, INPUT: input}
-        for name, count in plan.scratch.items():
-            self._tensors[name] = torch.empty(count, dtype=output.dtype, device=output.device)
+    def __init__(
+        self, whose: NodesCommunicator, plan: Plan, pairs: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype
+    ) -> None:
+        self._whose, self._plan, self._dtype = whose, plan, dtype
+        self._far_works: list[OtherWork] = []
+        self._tensors: dict[tuple[str, int], Tensor] = {}
+        for number, (output, input) in enumerate(pairs):
+            self._tensors |= {(OUTPUT, number): output, (INPUT, number): input}
 
     def run(self) -> None:
         """Make the steps."""
+        try:
+            for name, count in self._plan.scratch.items():
+                self._tensors[name, 0] = self._whose._scratch.take(name, count, self._dtype)
+        except (PeerError, CommunicatorClosedError) as error:
+            raise _NearError(error) from error
         do: dict[type, Callable[[Any], None]] = {
             Copies: self._copies,
             Spread: self._spread,
@@ -242,7 +325,7 @@ class _Call:
             Far: self._begin,
             Join: lambda step: self._far_works[step.number].wait(),
         }
-        for step in self._steps:
+        for step in self._plan.steps:
             try:
                 do[type(step)](step)
             except (PeerError, CommunicatorClosedError) as error:
@@ -251,27 +334,30 @@ class _Call:
                 raise
 
     def _view(self, span: Span) -> Tensor:
-        return self._tensors[span.buffer].narrow(0, span.offset, span.count)
+        return self._tensors[span.buffer, span.tensor].narrow(0, span.offset, span.count)
 
     def _copies(self, step: Copies) -> None:
-        for to, given in step.pairs:
-            target, source = self._view(to), self._view(given)
-            if target.data_ptr() != source.data_ptr():
-                target.copy_(source)
+        pairs = [(self._view(to), self._view(given)) for to, given in step.pairs]
+        pairs = [(to, given) for to, given in pairs if to.data_ptr() != given.data_ptr()]
+        if len(pairs) > _FEW:
+            torch._foreach_copy_([to for to, _ in pairs], [given for _, given in pairs])  # few kernels on GPUs
+        else:
+            for to, given in pairs:
+                to.copy_(given)
 
     def _spread(self, step: Spread) -> None:
         if self._whose.near.world_size == 1:
             return
-        with self._whose.near.batch() as batch:
+        with self._whose.near.batch(beside=self._whose.beside) as batch:
             for root, span in step.parts:
                 batch.broadcast(self._view(span), root=root)
 
     def _near(self, step: Near) -> None:
         near, output, input = self._whose.near, self._view(step.output), self._view(step.input)
         if step.kind is Kind.ALL_TO_ALL:
-            near.all_to_all(output, input)
+            near.all_to_all(output, input, beside=self._whose.beside)
             return
-        near.reduce_scatter(output, input, op=self.near_op)
+        near.reduce_scatter(output, input, op=self.near_op, beside=self._whose.beside)
         if self.weight != 1:
             output.mul_(self.weight)
 
@@ -281,14 +367,15 @@ class _Call:
             work = self._ask(group, step, output, input)
         except RuntimeError as error:
             raise self._whose.explain(error, ()) from error
-        looks = output.device.type == "cpu"
+        looks = not self._whose._on_streams
         self._far_works.append(OtherWork(work, self._whose, (), looks=looks))
 
     def _ask(self, group: Any, step: Far, output: Tensor, input: Tensor) -> dist.Work:
         if step.kind is Kind.ALL_GATHER:
             return group._allgather_base(output, input, _options(c10d.AllgatherOptions()))  # type: ignore[no-any-return]
         if step.kind is Kind.ALL_TO_ALL:
-            return group.alltoall_base(output, input, [], [], _options(c10d.AllToAllOptions()))  # type: ignore[no-any-return]
+            splits = list(step.received), list(step.sent)
+            return group.alltoall_base(output, input, *splits, _options(c10d.AllToAllOptions()))  # type: ignore[no-any-return]
         if step.kind is Kind.BROADCAST:
             options = _options(c10d.BroadcastOptions())
             options.rootRank, options.rootTensor = step.root, 0
@@ -300,6 +387,10 @@ class _Call:
         options = _options(c10d.ReduceScatterOptions())
         options.reduceOp = self.far_op
         return group._reduce_scatter_base(output, input, options)  # type: ignore[no-any-return]
+
+
+def _always() -> bool:
+    return True
 
 
 def _options(made: Any) -> Any:

@@ -46,6 +46,7 @@ class RollCall:
     ) -> None:
         self._store, self._rank, self._nodes, self._ranks = store, rank, nodes, tuple(ranks)
         self._witness, self._grace_s = witness, min(_GRACE_S, timeout.total_seconds())
+        self._has_answered = False
         self._near = tuple(other for other in nodes.members[nodes.of[rank]] if other != rank)
 
     def known(self) -> list[int]:
@@ -53,15 +54,18 @@ class RollCall:
         told = self._told()
         return list(told[0]) if told is not None else self._witness.dead(self._near)
 
-    def settle(self, error: Exception, ranks: Sequence[int] = ()) -> PeerError:
+    def settle(self, error: Exception, ranks: Sequence[int] = (), *, calls: int = 0) -> PeerError:
         """Agree on who is at fault, with all who are left; takes a few seconds where nobody knows.
 
         Args:
             error: what happened here.
             ranks: at fault as far as it says, if nobody knows better.
+            calls: how many this rank has begun, where others may wait in none (:meth:`answer`); 0 asks nobody.
         """
         with contextlib.suppress(RuntimeError):  # the store may have gone with the one who died
-            self._store.set(f"here/{self._rank}", b"1")  # type: ignore[arg-type]  # takes bytes
+            self._say_here()
+            if calls:
+                self._store.compare_set("roll", "", str(calls))
         until = time.monotonic() + self._grace_s
         while (told := self._told()) is None and time.monotonic() < until:
             dead = self._witness.dead(self._near)
@@ -75,6 +79,20 @@ class RollCall:
         found, why = told
         kind = PeerTimeoutError if isinstance(error, PeerTimeoutError) else PeerError
         return kind(f"{self.name(found)}{why}: {error}" if str(error) != why else f"{self.name(found)}{why}", found)
+
+    def answer(self, calls: int) -> None:
+        """Say that this rank is there, if somebody has asked who has begun a call that it has begun.
+
+        Args:
+            calls: that it has begun.
+        """
+        with contextlib.suppress(RuntimeError):
+            if not self._has_answered and self._store.check(["roll"]) and int(self._store.get("roll")) <= calls:
+                self._say_here()
+
+    def _say_here(self) -> None:
+        self._store.set(f"here/{self._rank}", b"1")  # type: ignore[arg-type]  # takes bytes
+        self._has_answered = True
 
     def tell(self, ranks: Sequence[int], why: str) -> tuple[tuple[int, ...], str]:
         """Say who is at fault, unless somebody has said so already; returns what counts."""

@@ -32,13 +32,28 @@ def find_nodes(store: dist.Store, rank: int, ranks: Sequence[int], timeout: time
     """
     if len(ranks) == 1:
         return Nodes((0,))
-    named, own = config.virtual_nodes, ranks[rank]
-    name = ProcessIdentity.own().machine if named is None else f"virtual {named[own]}" if own < len(named) else _NOWHERE
-    names = tell_all(store, "sidelane/nodes", rank, len(ranks), name, timeout)
+    names = tell_all(store, "sidelane/nodes", rank, len(ranks), own_node(ranks[rank], config), timeout)
+    return nodes_named(names, ranks, config)
+
+
+def own_node(rank: int, config: Config) -> str:
+    """What the node of this process is called; ``rank`` is its own, in the world."""
+    named = config.virtual_nodes
+    if named is None:
+        return ProcessIdentity.own().machine
+    return f"virtual {named[rank]}" if rank < len(named) else _NOWHERE
+
+
+def nodes_named(names: Sequence[str], ranks: Sequence[int], config: Config) -> Nodes:
+    """Where ranks are that have told :func:`own_node`.
+
+    Raises:
+        ValueError: the settings name no virtual node for one of them.
+    """
     nameless = [ranks[other] for other, found in enumerate(names) if found == _NOWHERE]
     if nameless:
         raise ValueError(
-            f"process group: virtual_nodes (value={named}, allowed=a node for each rank of the world, "
+            f"process group: virtual_nodes (value={config.virtual_nodes}, allowed=a node for each rank of the world, "
             f"{nameless} among them)"
         )
     return Nodes.named(names)

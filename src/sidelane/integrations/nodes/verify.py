@@ -8,22 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from sidelane.integrations.nodes.plan import (
-    INPUT,
-    OUTPUT,
-    Copies,
-    Far,
-    Join,
-    Near,
-    Plan,
-    Span,
-    Spread,
-    make_plan,
-)
+from sidelane.integrations.nodes.plan import make_plan
+from sidelane.integrations.nodes.steps import INPUT, OUTPUT, Copies, Far, Join, Near, Plan, Span, Spread, Step
 from sidelane.integrations.nodes.topology import Nodes
 from sidelane.program.collective import REDUCING, Kind
 
-Value = frozenset[tuple[int, int]] | None
+Value = frozenset[tuple[int, int, int]] | None
+"""Of rank, tensor and element."""
 
 
 class PlanError(ValueError):
@@ -31,14 +22,20 @@ class PlanError(ValueError):
 
 
 def verify_plans(
-    kind: Kind, nodes: Nodes, count: int, pieces: int, root: int = 0, *, make: Callable[..., Plan] = make_plan
+    kind: Kind,
+    nodes: Nodes,
+    counts: Sequence[int],
+    pieces: int,
+    root: int = 0,
+    *,
+    make: Callable[..., Plan] = make_plan,
 ) -> int:
     """Prove that every element arrives, that nobody waits for ever, and that no far step's memory is touched.
 
     Args:
         kind: all_gather, reduce_scatter, all_reduce (in place), all_to_all or broadcast (in place).
         nodes: of the group.
-        count: elements, as for :func:`make_plan`.
+        counts: elements of each tensor, as for :func:`make_plan`.
         pieces: as for :func:`make_plan`.
         root: as for :func:`make_plan`.
         make: of the plans.
@@ -50,8 +47,8 @@ def verify_plans(
         PlanError: a plan is wrong.
         ValueError: there are no such plans.
     """
-    plans = [make(kind, nodes, rank, count, pieces, root) for rank in range(len(nodes.of))]
-    ranks = [_Rank(kind, nodes, rank, count, plan) for rank, plan in enumerate(plans)]
+    plans = [make(kind, nodes, rank, counts, pieces, root) for rank in range(len(nodes.of))]
+    ranks = [_Rank(kind, nodes, rank, counts, plan) for rank, plan in enumerate(plans)]
     done = 0
     while any(rank.step is not None for rank in ranks):
         before = done
@@ -66,32 +63,36 @@ def verify_plans(
     for rank in ranks:
         if any(number not in rank.joined for number in range(len(rank.far))):
             raise PlanError(f"{kind} on {nodes}: rank {rank.rank} ends with a far step under way")
-        for at, wanted in enumerate(_wanted(kind, len(nodes.of), rank.rank, count, root)):
-            found = rank.tensors[OUTPUT][at]
-            if found != wanted:
-                raise PlanError(f"{kind} on {nodes}: rank {rank.rank} element {at} is {found}, not {wanted}")
+        for tensor, count in enumerate(counts):
+            wanted = _wanted(kind, len(nodes.of), rank.rank, tensor, count, root)
+            for at, (value, right) in enumerate(zip(rank.tensors[OUTPUT, tensor], wanted, strict=True)):
+                if value != right:
+                    where = f"rank {rank.rank} element {at} of tensor {tensor}"
+                    raise PlanError(f"{kind} on {nodes}: {where} is {value}, not {right}")
     return done
 
 
 class _Rank:
     """One rank: its memory, and how far it has come."""
 
-    def __init__(self, kind: Kind, nodes: Nodes, rank: int, count: int, plan: Plan) -> None:
+    def __init__(self, kind: Kind, nodes: Nodes, rank: int, counts: Sequence[int], plan: Plan) -> None:
         self.rank, self.steps, self.at = rank, plan.steps, 0
         self.far: list[tuple[Far, list[Value]]] = []  # with what was there when it was begun
         self.arrived: dict[int, list[Value]] = {}
         self.joined: set[int] = set()
         size = len(nodes.of)
-        many = count * size if kind in (Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL) else count
-        given: list[Value] = [frozenset({(rank, at)}) for at in range(many)]
-        results = count * size if kind in (Kind.ALL_GATHER, Kind.ALL_TO_ALL) else count
         in_place = kind in (Kind.ALL_REDUCE, Kind.BROADCAST)
         self._alias = {INPUT: OUTPUT} if in_place else {}
-        self.tensors: dict[str, list[Value]] = {name: [None] * length for name, length in plan.scratch.items()}
-        self.tensors |= {INPUT: given, OUTPUT: given if in_place else [None] * results}
+        self.tensors: dict[tuple[str, int], list[Value]] = {(name, 0): [None] * n for name, n in plan.scratch.items()}
+        for tensor, count in enumerate(counts):
+            many = count * size if kind in (Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL) else count
+            given: list[Value] = [frozenset({(rank, tensor, at)}) for at in range(many)]
+            results = count * size if kind in (Kind.ALL_GATHER, Kind.ALL_TO_ALL) else count
+            self.tensors[INPUT, tensor] = given
+            self.tensors[OUTPUT, tensor] = given if in_place else [None] * results
 
     @property
-    def step(self) -> Copies | Spread | Near | Far | Join | None:
+    def step(self) -> Step | None:
         return self.steps[self.at] if self.at < len(self.steps) else None
 
     def can_join(self) -> bool:
@@ -122,12 +123,14 @@ class _Rank:
         self._untouched(span, reads=False)
         if len(self._inside(span)) != len(values):
             raise PlanError(f"rank {self.rank} step {self.at}: {len(values)} elements for {span}")
-        self.tensors[span.buffer][span.offset : span.offset + span.count] = values
+        self.tensors[span.buffer, span.tensor][span.offset : span.offset + span.count] = values
 
     def _inside(self, span: Span) -> list[Value]:
-        found = self.tensors[span.buffer][span.offset : span.offset + span.count]
+        found = self.tensors[span.buffer, span.tensor][span.offset : span.offset + span.count]
         if len(found) != span.count or span.offset < 0:
-            raise PlanError(f"rank {self.rank} step {self.at}: {span} sticks out of {len(self.tensors[span.buffer])}")
+            raise PlanError(
+                f"rank {self.rank} step {self.at}: {span} sticks out of {len(self.tensors[span.buffer, span.tensor])}"
+            )
         return found
 
     def _untouched(self, span: Span, *, reads: bool) -> None:
@@ -141,8 +144,10 @@ class _Rank:
                 )
 
     def _overlap(self, one: Span, other: Span) -> bool:
-        same = self._alias.get(one.buffer, one.buffer) == self._alias.get(other.buffer, other.buffer)
-        return same and max(one.offset, other.offset) < min(one.offset + one.count, other.offset + other.count)
+        first, second = (self._alias.get(span.buffer, span.buffer) for span in (one, other))
+        return (first, one.tensor) == (second, other.tensor) and max(one.offset, other.offset) < min(
+            one.offset + one.count, other.offset + other.count
+        )
 
 
 def _meet(ranks: Sequence[_Rank]) -> int:
@@ -180,7 +185,10 @@ def _carry(ranks: Sequence[_Rank]) -> None:
         begun = [rank.far[number] for rank in ranks]
         if len({step.root for step, _ in begun}) > 1:
             raise PlanError(f"ranks {[rank.rank for rank in ranks]}: roots of far step {number} differ")
-        outputs = _result({step.kind for step, _ in begun}, [values for _, values in begun], begun[0][0].root)
+        if begun[0][0].sent:
+            outputs = _exchanged([step for step, _ in begun], [values for _, values in begun])
+        else:
+            outputs = _result({step.kind for step, _ in begun}, [values for _, values in begun], begun[0][0].root)
         for rank, values in zip(ranks, outputs, strict=True):
             rank.arrived[number] = values
 
@@ -205,20 +213,35 @@ def _result(kinds: set[Kind], inputs: Sequence[list[Value]], root: int) -> list[
     return [total[at * each : (at + 1) * each] for at in range(many)]
 
 
+def _exchanged(steps: Sequence[Far], inputs: Sequence[list[Value]]) -> list[list[Value]]:
+    """An all-to-all whose parts differ."""
+    outputs: list[list[Value]] = [[] for _ in steps]
+    for giver, (step, values) in enumerate(zip(steps, inputs, strict=True)):
+        if step.kind is not Kind.ALL_TO_ALL or sum(step.sent) != len(values):
+            raise PlanError(f"{step.kind} of {len(values)} elements as {step.sent}")
+        at = 0
+        for taker, count in enumerate(step.sent):
+            if steps[taker].received[giver] != count:
+                raise PlanError(f"node {giver} sends {count} elements to {taker}, which takes {steps[taker].received}")
+            outputs[taker] += values[at : at + count]
+            at += count
+    return outputs
+
+
 def _added(values: Sequence[Value]) -> Value:
     """A sum; None where a part is missing, or counts twice."""
     parts = [value for value in values if value is not None]
-    total = frozenset[tuple[int, int]]().union(*parts)
+    total = frozenset[tuple[int, int, int]]().union(*parts)
     return total if len(parts) == len(values) and len(total) == sum(map(len, parts)) else None
 
 
-def _wanted(kind: Kind, size: int, rank: int, count: int, root: int) -> list[Value]:
+def _wanted(kind: Kind, size: int, rank: int, tensor: int, count: int, root: int) -> list[Value]:
     if kind is Kind.ALL_GATHER:
-        return [frozenset({(other, at)}) for other in range(size) for at in range(count)]
+        return [frozenset({(other, tensor, at)}) for other in range(size) for at in range(count)]
     if kind is Kind.BROADCAST:
-        return [frozenset({(root, at)}) for at in range(count)]
+        return [frozenset({(root, tensor, at)}) for at in range(count)]
     if kind is Kind.ALL_TO_ALL:
-        return [frozenset({(other, rank * count + at)}) for other in range(size) for at in range(count)]
+        return [frozenset({(other, tensor, rank * count + at)}) for other in range(size) for at in range(count)]
     assert kind in REDUCING
     begin = rank * count if kind is Kind.REDUCE_SCATTER else 0
-    return [frozenset((other, begin + at) for other in range(size)) for at in range(count)]
+    return [frozenset((other, tensor, begin + at) for other in range(size)) for at in range(count)]

@@ -1,4 +1,4 @@
-"""Flags that stay on their rank: between streams of one rank they become events."""
+"""Flags that stay on their rank: an executor has them as events, and a graph as dependencies."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from sidelane.program.ir import EngineKind, Flag, Program, Queue, Signal, Wait
 def flags_between_own_queues(program: Program, rank: int, split: bool) -> list[Flag]:
     """Flags by which a queue of ``rank`` waits for another one of the same rank, in a fixed order.
 
-    They become events: dependencies that the scheduler can see, which matters most inside a graph, where it may put two
-    branches on one channel. Triggers of a program that is ``split`` cannot: they are waited for before they are fired.
+    On GPUs they become events: dependencies that the scheduler can see, which matters most inside a graph, where it may
+    put two branches on one channel. Triggers of a program that is ``split`` cannot: they are waited for before they are
+    fired.
     """
     signals: dict[Flag, list[Queue]] = {}
     for queue in program.queues:

@@ -1,0 +1,151 @@
+"""What a call among several nodes takes, why, and which part of it runs where: for people."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from sidelane.integrations.nodes.choose import HIERARCHICAL, NodesChoice, choose
+from sidelane.integrations.nodes.plan import make_plan
+from sidelane.integrations.nodes.steps import PACKED, Copies, Far, Join, Near, Plan, Span, Spread, Step
+from sidelane.integrations.nodes.topology import Nodes
+from sidelane.program.collective import ELEMENT_BYTES, REDUCING, Kind
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Told:
+    """A step of a rank.
+
+    Attributes:
+        where: it runs.
+        what: it does.
+        nbytes: of this rank's side; 0 for none.
+    """
+
+    where: str
+    what: str
+    nbytes: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Explained:
+    """What :func:`explain_nodes` found.
+
+    Attributes:
+        nodes: where ranks are.
+        choice: what the call takes, and why.
+        rank: whose steps are told; the first of the first node.
+        steps: in their order; none where the call goes flat.
+        stays: bytes of scratch in symmetric memory that stay for the calls to come.
+        scratch: bytes of other scratch.
+    """
+
+    nodes: Nodes
+    choice: NodesChoice
+    rank: int
+    steps: tuple[Told, ...]
+    stays: int
+    scratch: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """One JSON object."""
+        return {
+            "nodes": [len(ranks) for ranks in self.nodes.members],
+            "takes": self.choice.name,
+            "reason": self.choice.reason,
+            "legal": list(self.choice.legal),
+            "pieces": self.choice.pieces,
+            "rank": self.rank,
+            "steps": [dataclasses.asdict(step) for step in self.steps],
+            "scratch_that_stays_bytes": self.stays,
+            "scratch_bytes": self.scratch,
+        }
+
+
+def nodes_of(sizes: Sequence[int]) -> Nodes:
+    """Nodes of so many ranks each, which are neighbours.
+
+    >>> nodes_of([2, 3]).of
+    (0, 0, 1, 1, 1)
+
+    Raises:
+        ValueError: a node without ranks.
+    """
+    if not sizes or min(sizes) < 1:
+        raise ValueError(f"nodes (value={list(sizes)}, allowed=ranks of each node, 1 and more)")
+    return Nodes(tuple(node for node, size in enumerate(sizes) for _ in range(size)))
+
+
+def counts_of(kind: Kind, nbytes: int, dtype: str, ranks: int, tensors: int = 1) -> tuple[tuple[int, ...], int]:
+    """Elements for :func:`make_plan`, of so many tensors, and their bytes each.
+
+    Args:
+        kind: of the collective.
+        nbytes: of the larger side of each tensor; rounded up to whole elements, and to as many for each rank.
+        dtype: of what is reduced; what is only moved is bytes.
+        ranks: of the group.
+        tensors: of a list.
+    """
+    item = ELEMENT_BYTES[dtype]
+    parts = 1 if kind in (Kind.ALL_REDUCE, Kind.BROADCAST) else ranks
+    elements = -(-nbytes // (parts * item))
+    each = (elements, item) if kind in REDUCING else (elements * item, 1)
+    return (each[0],) * tensors, each[1]
+
+
+def explain_nodes(kind: Kind, nodes: Nodes, nbytes: int, dtype: str = "bfloat16", tensors: int = 1) -> Explained:
+    """Find out what a call would do.
+
+    Args:
+        kind: of the collective; a broadcast is from rank 0.
+        nodes: where the ranks are.
+        nbytes: gathered bytes of an all_gather, the local buffer of the others; of each tensor.
+        dtype: of the elements.
+        tensors: of a list in one call.
+    """
+    ranks, rank = len(nodes.of), 0
+    steps_for = None if kind in (Kind.SCATTER, Kind.GATHER) else kind
+    choice = choose(steps_for, nbytes * tensors, nodes, without=f"{kind}: all of it passes the root's network")
+    if choice.name != HIERARCHICAL:
+        return Explained(nodes, choice, rank, (), 0, 0)
+    counts, item = counts_of(kind, nbytes, dtype, ranks, tensors)
+    plan = make_plan(kind, nodes, rank, counts, choice.pieces)
+    stays = sum(count for name, count in plan.scratch.items() if name.startswith(PACKED)) * item
+    scratch = sum(plan.scratch.values()) * item - stays
+    return Explained(nodes, choice, rank, tuple(_told(plan, nodes, rank, item)), stays, scratch)
+
+
+def _told(plan: Plan, nodes: Nodes, rank: int, item: int) -> Iterator[Told]:
+    node, place = nodes.seat(rank)
+    near, rail = f"node {node}", f"rail {place}"
+    begun = 0
+    for step in plan.steps:
+        if isinstance(step, Far):
+            yield Told(rail, f"begin {step.kind} {begun} of ranks {_named(nodes.rail(place))}", step.input.count * item)
+            begun += 1
+        elif isinstance(step, Join):
+            yield Told(rail, f"wait for {step.number}")
+        elif not isinstance(step, Copies) or step.pairs:
+            yield Told("rank" if isinstance(step, Copies) else near, *_near(step, nodes.members[node], item))
+
+
+def _near(step: Step, own: Sequence[int], item: int) -> tuple[str, int]:
+    if isinstance(step, Copies):
+        return f"copy {_counted([span for span, _ in step.pairs])}", sum(span.count for span, _ in step.pairs) * item
+    if isinstance(step, Spread):
+        roots = sorted({root for root, _ in step.parts})
+        text = (
+            f"broadcast {_counted([span for _, span in step.parts])} of ranks {_named([own[root] for root in roots])}"
+        )
+        return text, sum(span.count for _, span in step.parts) * item
+    assert isinstance(step, Near)
+    return f"{step.kind} of ranks {_named(own)}", step.input.count * item
+
+
+def _counted(spans: Sequence[Span]) -> str:
+    return f"{len(spans)} part{'s' * (len(spans) > 1)}"
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))

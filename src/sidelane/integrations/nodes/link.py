@@ -1,0 +1,209 @@
+"""What FSDP2's calls of a group on several machines are made by."""
+
+from __future__ import annotations
+
+import concurrent.futures
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sidelane.collectives.call_thread import CallThread
+from sidelane.collectives.pool import MemoryUse
+from sidelane.collectives.work import NO_TIMEOUT, Work
+from sidelane.config import COMPUTE, Config
+from sidelane.errors import UnavailableError
+from sidelane.integrations.links import Link
+from sidelane.integrations.nodes.choose import FLAT, HIERARCHICAL, choose
+from sidelane.integrations.nodes.communicator import NodesCommunicator
+from sidelane.integrations.nodes.topology import Nodes
+from sidelane.integrations.order import StreamOrder
+from sidelane.integrations.other import Witness
+from sidelane.integrations.ring import Ring
+from sidelane.integrations.straight import Tensors
+from sidelane.integrations.works import HostWork
+from sidelane.program.collective import Kind
+from sidelane.program.shape import Beside
+
+
+class NodesLink(Link):
+    """Lanes of nodes, and buffers that are symmetric within each.
+
+    Gradients are reduced from ordinary memory: the steps pack them anyway.
+
+    Args:
+        group: whose shards they are.
+        device: of the shards.
+        config: settings.
+        store: of these ranks and this link alone.
+        nodes: where the ranks are.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, config: Config, store: dist.Store, nodes: Nodes
+    ) -> None:
+        super().__init__(group, device)
+        self.nodes = nodes
+        ranks = dist.get_process_group_ranks(group)
+        rank = dist.get_rank(group)
+        witness = Witness(store, rank, ranks)
+        self._lanes: list[NodesLane] = []
+        try:
+            for name in ("gather", "scatter"):
+                made = NodesCommunicator(
+                    dist.PrefixStore(f"{name}/", store),
+                    *(rank, ranks, nodes),
+                    device=device,
+                    config=config,
+                    witness=witness,
+                    name=f"{group.group_name}/fsdp {name}",
+                    beside=COMPUTE,
+                )
+                self._lanes.append(NodesLane(made))
+        except BaseException:
+            self.close()
+            raise
+        witness.meet()
+        self.gather, self.scatter = self._lanes
+        self.ring = Ring(self._lanes[0].empty, self._lanes[0].comm.device)
+
+    def refusal(self, kind: Kind, nbytes: int) -> str:
+        choice = choose(kind, nbytes, self.nodes)
+        return f"{FLAT}: {choice.reason}" if choice.name == FLAT else ""
+
+    def reason(self, kind: Kind, nbytes: int) -> str:
+        return f"{HIERARCHICAL}: {choose(kind, nbytes, self.nodes).reason}; "
+
+    def gathered_into(self, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=self.device)
+
+    def scattered_from(self, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=self.device)
+
+    def is_not_to_come_back(self, tensor: torch.Tensor) -> None:
+        """All of it is ordinary memory."""
+
+    def memory(self) -> MemoryUse:
+        return MemoryUse.of_all(lane.comm.near.memory() for lane in self._lanes)
+
+    def close(self) -> None:
+        if hasattr(self, "ring"):
+            self.ring.clear()
+        for lane in self._lanes:
+            lane.close()
+        self._lanes.clear()
+
+
+class NodesLane:
+    """A :class:`NodesCommunicator` whose calls may be asynchronous. It is what such calls ask (``order.Guard``).
+
+    Asynchronous calls run on a thread, or on a stream of a GPU; all others behind them. A tensor that the caller drops
+    when it has waited has gone then: the thread lets go of it first.
+
+    Args:
+        comm: makes the calls.
+    """
+
+    def __init__(self, comm: NodesCommunicator) -> None:
+        self.comm, self.rank, self.world_size = comm, comm.rank, comm.world_size
+        self._stream = StreamOrder(self) if comm.device.type == "cuda" else None
+        self._thread = CallThread()
+        self._last: concurrent.futures.Future[None] | None = None
+
+    def all_gather(
+        self, output: Tensors, input: Tensors, *, async_op: bool = False, beside: Beside | None = None
+    ) -> dist.Work | None:
+        """See ``Communicator.all_gather``; ``beside`` was said before."""
+        return self._run(Kind.ALL_GATHER, output, input, async_op, lambda to, given: self.comm.all_gather(to, given))
+
+    def reduce_scatter(
+        self, output: Tensors, input: Tensors, *, op: str, async_op: bool = False, beside: Beside | None = None
+    ) -> dist.Work | None:
+        """See ``Communicator.reduce_scatter``; ``beside`` was said before."""
+
+        def make(to: Tensors, given: Tensors) -> None:
+            self.comm.reduce_scatter(to, given, op=op)
+
+        return self._run(Kind.REDUCE_SCATTER, output, input, async_op, make)
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """Bytes that are symmetric in this node; ordinary ones where the node has no more. Collective in a node.
+
+        Nodes need not agree: a call takes either.
+        """
+        found: list[torch.Tensor] = []
+
+        def make() -> None:
+            try:
+                found.append(self.comm.near.empty(nbytes, dtype=torch.uint8))
+            except UnavailableError:
+                found.append(torch.empty(nbytes, dtype=torch.uint8, device=self.comm.device))
+
+        self._behind(make)
+        return found[0]
+
+    def close(self) -> None:
+        """End it; calls under way fail."""
+        self.comm.close()
+        self._thread.close()
+        if self._stream is not None:
+            self._stream.close()
+
+    def late(self) -> tuple[str, Sequence[int]]:
+        """See ``order.Guard``."""
+        return self.comm.late()
+
+    def interrupted(self, error: KeyboardInterrupt) -> None:
+        """See ``order.Guard``."""
+        self.comm.lane.calls.fail(error)
+
+    def on_stream(self, stream: torch.cuda.Stream, outputs: Sequence[torch.Tensor]) -> dist.Work:
+        """See ``order.Guard``."""
+        return work_on_stream(self.comm.lane.backend, stream, outputs)
+
+    def _run(
+        self,
+        kind: Kind,
+        output: Tensors,
+        input: Tensors,
+        async_op: bool,
+        make: Callable[[Tensors, Tensors], None],
+    ) -> dist.Work | None:
+        outputs, inputs = _listed(output), _listed(input)
+        nbytes = max(sum(tensor.nbytes for tensor in tensors) for tensors in (outputs, inputs))
+        pieces = choose(kind, nbytes, self.comm.nodes).pieces
+
+        def job(to: Tensors, given: Tensors) -> None:
+            self.comm.pieces = pieces
+            make(to, given)
+
+        if self._stream is not None:
+            work = self._stream.run(lambda: job(output, input), (*outputs, *inputs), outputs, async_op, NO_TIMEOUT)
+            return work if async_op else None
+        if not async_op:
+            self._behind(lambda: job(output, input))
+            return None
+        self._last = self._thread.submit(job, output, input)
+        return HostWork(self._last, outputs, NO_TIMEOUT, self.late, self.interrupted)
+
+    def _behind(self, job: Callable[[], None]) -> None:
+        """Run ``job`` here, behind the asynchronous calls."""
+        if self._last is not None:
+            concurrent.futures.wait([self._last])  # what went wrong in it is for those who wait for it
+            self._last = None
+        job()
+
+
+def work_on_stream(backend: Any, stream: torch.cuda.Stream, outputs: Sequence[torch.Tensor]) -> Work:
+    """What stands for a call of a communicator's ``backend`` that is queued on a stream."""
+    from sidelane.collectives.backend_cuda import CudaBackend, CudaWork
+
+    assert isinstance(backend, CudaBackend)
+    work = CudaWork(backend, stream)
+    work.outputs = tuple(outputs)
+    return work
+
+
+def _listed(tensors: Tensors) -> Sequence[torch.Tensor]:
+    return (tensors,) if isinstance(tensors, torch.Tensor) else tensors

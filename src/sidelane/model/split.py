@@ -1,0 +1,127 @@
+"""Operators without a kernel of their own: GEMMs in parts that copy engines carry, and unfused chains by copy engines.
+
+    GEMM + all-to-all     parts for peers, then the own one; each is carried once it is computed
+    GEMM + reduction      the same, and a sum of what came; an all-reduce gathers the sums
+    all-gather + GEMM     the own rows, then each part once it has come
+
+The GEMM of each part is the vendor library's, and copies are the programs that run (``program/pieces.py``,
+``model/executed.py``), in virtual time.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+from sidelane.c3.workload import Gemm
+from sidelane.execute.sim import simulate
+from sidelane.machine.spec import Machine
+from sidelane.model.executed import IN_PLACE, dependencies, executed_run, program_of
+from sidelane.model.gemm import gemm_us
+from sidelane.model.gemm_operators import GatherGemm, GemmReduce
+from sidelane.model.operators import Operator, TiledGemm
+from sidelane.model.workgroups import resident, stream_gbps
+from sidelane.program.builders import variants
+from sidelane.program.collective import REDUCING, Kind, all_to_all, split_evenly
+from sidelane.program.ir import Flag
+from sidelane.program.pieces import going, parts_of, split_program, turn_program
+
+Table = tuple[tuple[int, ...], ...]
+"""Rows from rank i to rank j in row i, column j."""
+OWN = ("b2b", "pcpy", "striped")
+"""Variants of which a chain takes the fastest."""
+
+
+def split_us(machine: Machine, operator: Operator, pieces: int) -> float | None:
+    """Time of an operator in parts, so many for each peer; None: there is none.
+
+    Args:
+        machine: one node of it.
+        operator: a GEMM next to a collective.
+        pieces: of the rows for, or from, each peer.
+
+    Raises:
+        ValueError: the machine has several nodes.
+    """
+    machine.refuse_nodes("split_us")
+    ranks = machine.world_size
+    if isinstance(operator, TiledGemm) and operator.copies == 1 and operator.by_library:
+        table = operator.counts or tuple(tuple(split_evenly(operator.rows, ranks)) for _ in range(ranks))
+        return _to_all(machine, operator, table, pieces)
+    if isinstance(operator, GemmReduce):
+        each = -(-operator.rows // ranks)
+        owned = tuple(max(0, min(each, operator.rows - owner * each)) for owner in range(ranks))
+        part = each * operator.columns * operator.element_bytes
+        time = _to_all(machine, operator, (owned,) * ranks, pieces) + _pass_us(machine, (ranks + 1) * part)
+        if operator.gathers and ranks > 1:
+            time += _engines_us(machine, Kind.ALL_GATHER, ranks * part)
+        return time
+    return _from_all(machine, operator, pieces) if isinstance(operator, GatherGemm) else None
+
+
+def chain_us(machine: Machine, operator: Operator) -> float | None:
+    """Time of an operator unfused: its computation, and then its collective on copy engines; None with one rank.
+
+    Raises:
+        ValueError: the machine has several nodes.
+    """
+    machine.refuse_nodes("chain_us")
+    if machine.world_size == 1:
+        return None
+    computing = operator.compute_us(machine)
+    if isinstance(operator, TiledGemm) and operator.counts:
+        row_bytes = operator.columns * operator.element_bytes
+        collective = all_to_all([[rows * row_bytes for rows in row] for row in operator.counts])
+        programs = [program_of(collective, variant) for variant in OWN]
+        return computing + min(simulate(one, machine, edges=dependencies(one)).time_us for one in programs)
+    return computing + _engines_us(machine, operator.kind, round(operator.collective_bytes()))
+
+
+@functools.lru_cache(maxsize=256)
+def _engines_us(machine: Machine, kind: Kind, nbytes: int) -> float:
+    """Of a collective on copy engines, by the fastest of its programs; one that reduces adds on compute units."""
+    known = [variant for variant in OWN if variant in variants(kind)]
+    assert known, kind
+    place = kind in IN_PLACE or kind in REDUCING
+    return min(executed_run(machine, kind, nbytes, variant, place).time_us for variant in known)
+
+
+def _to_all(machine: Machine, operator: TiledGemm | GemmReduce, table: Table, pieces: int) -> float:
+    """Until every rank has computed, and has what it gets."""
+    fires: dict[Flag, float] = {}
+    computed = []
+    for rank, row in enumerate(table):
+        now = 0.0
+        for trigger, rows in enumerate(going(table, rank, pieces)):
+            now += _gemm_us(machine, operator, rows.stop - rows.start)
+            fires[Flag(rank, trigger)] = now
+        computed.append(now + _gemm_us(machine, operator, row[rank]))
+    if not fires:
+        return max(computed)
+    most = max(map(sum, (*table, *zip(*table, strict=True))))
+    program = split_program(table, pieces, operator.columns * operator.element_bytes, most)
+    return max(*computed, simulate(program, machine, fires=fires).time_us)
+
+
+def _from_all(machine: Machine, operator: GatherGemm, pieces: int) -> float:
+    """Own rows are copied to where the peers' come, and multiplied; then the others', turn by turn."""
+    ranks, row_bytes, dma = machine.world_size, operator.depth * operator.element_bytes, machine.dma
+    parts = parts_of(operator.rows, pieces)
+    # Programs of a lane follow each other: handed over at once, behind the copy.
+    begin = _pass_us(machine, 2 * operator.rows * row_bytes)
+    around = float(dma.doorbell_us + dma.fetch_us + dma.sync_us)
+    came, now = begin + around, begin + _gemm_us(machine, operator, operator.rows)
+    for turn, part in itertools.product(range(1, ranks), parts):
+        program = turn_program(ranks, turn, operator.rows, part, row_bytes)
+        came += simulate(program, machine).time_us - around
+        now = max(now, came) + _gemm_us(machine, operator, part.stop - part.start)
+    return now
+
+
+def _gemm_us(machine: Machine, operator: TiledGemm | GemmReduce | GatherGemm, rows: int) -> float:
+    return gemm_us(machine, Gemm(rows, operator.columns, operator.depth)) if rows else 0.0
+
+
+def _pass_us(machine: Machine, nbytes: float) -> float:
+    """A kernel that reads and writes so many bytes."""
+    return float(machine.matmul.launch_us) + nbytes / (stream_gbps(machine, resident(machine)) * 1e3)
