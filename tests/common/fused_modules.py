@@ -415,7 +415,7 @@ def combine(group: dist.ProcessGroup, backend: str) -> int:
     Forward and gradients against float64.
     """
     with communicator(group) as comm:
-        routed(comm, None, backend, torch.randint(comm.world_size, (comm.world_size, 5, 2), device="cpu"))
+        routed(comm, None, None, torch.randint(comm.world_size, (comm.world_size, 5, 2), device="cpu"))
         torch.manual_seed(4)
         routed(comm, 2, backend, torch.randint(2 * comm.world_size, (comm.world_size, 5, 2), device="cpu"))
         routed(comm, 3, None, torch.full((comm.world_size, 5, 2), 1, device="cpu"))
