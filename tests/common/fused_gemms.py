@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -43,6 +44,20 @@ def back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> int:
                 x = x.T.contiguous().T if number % 3 == 1 else x.repeat_interleave(2, 1)[:, ::2]
             by_engines = ops.split_gemm_all_to_all(comm, x, weight, counts, most_rows=70 * n, pieces=1 + number % 3)
             kept.append((by_engines[: len(expected)].clone(), expected))
+            if number < 2:  # as they are, and back
+                x = xs[rank].to(device)
+                rows = [part[sum(row[:rank]) : sum(row[: rank + 1])] for part, row in zip(xs, counts, strict=True)]
+                came = ops.all_to_all_rows(comm, x, table, most_rows=70 * n)
+                kept.append((came[: len(expected)].clone(), torch.cat(rows).double()))
+                back = ops.all_to_all_rows(comm, came.clone(), table.T.contiguous(), most_rows=70 * n)
+                sent = sum(counts[rank])
+                kept.append((back[:sent].clone(), xs[rank][:sent].double()))
+            if number == 1:
+                for method in ("auto", "fused", "split", "unfused"):
+                    given = table if method == "unfused" else counts
+                    x = xs[rank].to(device)
+                    result = ops.gemm_all_to_all(comm, x, weight, given, most_rows=70 * n, tiles=TILES, method=method)
+                    kept.append((result[: len(expected)].clone(), expected))
             if number == 0:
                 check_close(reference.gemm_all_to_all(comm, x, weight, counts), expected, "unfused")
         comm.synchronize()
@@ -65,7 +80,17 @@ def wrong_calls(comm: Communicator) -> Calls:
         call(x=torch.ones(8, 2 * n).T),
         call(weight=torch.ones(4)),
         call(weight=torch.ones(4, 8, dtype=torch.int32)),
-        call(counts=[[2] * n] * n),
+        call(counts=[[2] * n] * (n - 1) + [[2]]),
+        call(counts=None),
+        call(method="split"),
+        call(weight=torch.ones(2, 4, 8)),
+        call(weight=torch.ones(2, 4, 8), counts=torch.ones(n, n, 3).long()),
+        call(weight=torch.ones(2, 4, 8), counts=torch.ones(n, n, 2).long(), method="unfused"),
+        call(weight=torch.ones(65, 4, 8), counts=torch.zeros(n, n, 65).long()),
+        *(
+            functools.partial(ops.all_to_all_rows, comm, other, counts, most_rows=2 * n)
+            for other in (torch.ones(2 * n, 0), torch.ones(2 * n, 8).int(), torch.ones(8, 2 * n).T)
+        ),
         call(counts=torch.full((n, n + 1), 2)),
         call(counts=torch.full((n, n), 2.0)),
         call(counts=torch.full((n, n), 3)),

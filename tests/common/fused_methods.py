@@ -15,6 +15,9 @@ from fused_timelines import calls_of
 from sidelane import Communicator, ops
 from sidelane.choice.fused import FusedTime, keep
 from sidelane.choice.key import key_here
+from sidelane.ops import gather_gemm, gemm_reduce
+
+SPLIT = ("gemm_reduce_scatter", "gemm_all_reduce", "all_gather_gemm")
 
 
 def methods(group: dist.ProcessGroup) -> list[str]:
@@ -23,8 +26,10 @@ def methods(group: dist.ProcessGroup) -> list[str]:
         patch.setenv("XDG_CONFIG_HOME", str(Path(folder) / str(dist.get_rank(group))))  # others have nothing
         if dist.get_rank(group) == 0:
             name, n = "gemv_all_reduce", dist.get_world_size(group)
-            times = [FusedTime(name, n, False, (70, 8 * n, 1), 2.0, 1.0)]
-            times.append(FusedTime(name, n, False, (1000, 8 * n, 1), 1.0, 2.0))
+            times = [FusedTime(name, n, False, (70, 8 * n, 1), 4, {"fused": 2.0, "unfused": 1.0})]
+            times.append(FusedTime(name, n, False, (1000, 8 * n, 1), 4, {"fused": 1.0, "unfused": 2.0}))
+            in_parts = {"fused": 3.0, "split/1": 2.0, "split/3": 1.0, "unfused": 4.0}
+            times += [FusedTime(op, n, False, (6 * n, 8, 5), 4, in_parts) for op in SPLIT]
             assert os.fspath(keep(key_here("cpu", n), times)).startswith(folder)
         with communicator(group) as comm:
             return compared(comm)
@@ -44,6 +49,20 @@ def compared(comm: Communicator) -> list[str]:
     assert unfused[0] is out
     check_close(out, y.double(), "norm")
     check_close(unfused[1], total.double(), "norm")
+    taken: list[object] = []
+    for op in SPLIT:
+        own, split = getattr(ops, op), f"split_{op}"
+        x, weight = torch.randn(6 * n, 8), torch.randn(5, 8)
+        expected = own(comm, x, weight, method="unfused").double()
+        with pytest.MonkeyPatch.context() as patch:
+            where = gather_gemm if op == SPLIT[2] else gemm_reduce
+            call = getattr(where, split)
+            patch.setattr(where, split, lambda *a, call=call, **o: (taken.append(o), call(*a, **o))[1])
+            for method in ("split", "auto", "fused"):
+                check_close(own(comm, x, weight, method=method), expected, (op, method))
+        assert ops.explain(comm, op, 6 * n, 8, 5).startswith(f"{op}: split, 3 pieces (measured at {6 * n}, 8, 5, eager")
+        assert "by thumb" in ops.explain(comm, op, 6 * n, 8, 5, dtype=torch.float16)
+    assert taken == [{}, {"pieces": 3}] * 3, taken
     done = []
     for rows in (70, 1000, 100_000):
         with ops.Timeline(comm) as timeline:  # of fused calls only

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
+from functorch.compile import min_cut_rematerialization_partition
 from fused_embeddings import autograd
 from fused_ops import check_close, communicator
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from sidelane import Communicator
+from sidelane import Communicator, ops
 from sidelane.ops import EmbeddingBagAllToAll, ExpertCombine, RowParallelLinear, library
+from sidelane.ops import fusion as fusing
 from sidelane.ops.fusion import Fusion
 
 
@@ -242,6 +247,11 @@ def norms(group: dist.ProcessGroup) -> int:
             normal, scale = torch.ops.aten._fused_rms_norm(total, list(weight.shape), weight, 1e-5)
             return normal, scale.to(x.dtype)
 
+        def kept(x: Any, residual: Any, weight: Any) -> Any:  # what is normalised is a result, too
+            total = funcol.all_reduce(x, "sum", group) + residual
+            normal = total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + 1e-5)
+            return normal * weight, normal
+
         def scaled(x: Any, residual: Any, weight: Any) -> Any:  # the residual is multiplied
             total = torch.add(funcol.all_reduce(x, "sum", group), residual, alpha=2)
             return (nn.functional.rms_norm(total, weight.shape, weight, 1e-5),)
@@ -254,7 +264,7 @@ def norms(group: dist.ProcessGroup) -> int:
             total = funcol.all_reduce(x, "sum", group) + residual
             return (total * torch.rsqrt(total.pow(2).mean(0, keepdim=True) + 1e-5) * weight,)
 
-        fused, others = (plain, by_hand, alone, whole), (whole_and_scale, scaled, twice, spread)
+        fused, others = (plain, by_hand, alone, whole, whole_and_scale), (kept, scaled, twice, spread)
         cases = [*((call, 1) for call in fused), *((call, 0) for call in others)]
         for dtype in (torch.float32, torch.bfloat16):
             torch.manual_seed(comm.rank)
@@ -268,27 +278,103 @@ def norms(group: dist.ProcessGroup) -> int:
                     assert one.dtype == dtype and one.shape == other.shape
                     check_close(one, other, (call.__name__, dtype))
                 assert fusion.replaced == ["all_reduce_rms_norm"] * count, (call.__name__, dtype, fusion.replaced)
-        leaves = [value.float().clone().requires_grad_() for value in values]  # what gradients need is kept: not fused
-        fusion = Fusion(comm, group)
-        torch.compile(plain, backend=fusion.backend, fullgraph=True, dynamic=False)(*leaves)
-        assert not fusion.replaced
+        trained(comm, group, plain)
     return len(cases)
 
 
-def batches(group: dist.ProcessGroup) -> int:
-    """Linear layers of three dimensions, by Inductor, which must lower what is put in."""
-    with communicator(group) as comm:
+class Told(logging.Handler):
+    """What the pass logs."""
 
-        def call(x: Any, weight: Any) -> Any:
+    def __init__(self) -> None:
+        super().__init__(logging.DEBUG)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def trained(comm: Communicator, group: dist.ProcessGroup, call: Any) -> None:
+    """Gradients of a norm behind Inductor's partitioner, which keeps the reciprocal root; else more, and it stays."""
+    values, logger = (torch.randn(2, 3, 8), torch.randn(2, 3, 8), torch.randn(8)), logging.getLogger(fusing.__name__)
+    logger.setLevel(logging.DEBUG)
+    gradients = []
+    for count in (None, 1, 0):
+        fusion, told = Fusion(comm, group), Told()
+        logger.addHandler(told)
+
+        def compiler(module: Any, _: Any, fusion: Fusion = fusion) -> Any:
+            fusion(module.graph)
+            module.recompile()
+            return module
+
+        both = {"fw_compiler": compiler, "bw_compiler": compiler, "partition_fn": min_cut_rematerialization_partition}
+        run, backend = call, aot_autograd(**both) if count else fusion.backend
+        if count is not None:
+            run = torch.compile(call, fullgraph=True, dynamic=False, backend=backend)
+        leaves = [value.clone().requires_grad_(number > 0) for number, value in enumerate(values)]
+        y, total = run(*leaves)
+        ((y * y.detach()).sum() + 3 * total.sum()).backward()
+        gradients.append([leaf.grad for leaf in leaves[1:]])  # nothing comes back through this collective
+        logger.removeHandler(told)
+        assert fusion.replaced == ["all_reduce_rms_norm"] * (count or 0), (fusion.replaced, told.lines)
+        assert count != 0 or any("what is normalised is kept" in line for line in told.lines), told.lines
+    for found in gradients[1:]:
+        for one, other in zip(found, gradients[0], strict=True):
+            check_close(one, other.double(), "gradients")
+
+
+def batches(group: dist.ProcessGroup) -> int:
+    """Batch x sequence x hidden, cut and put together along either, by the pass alone and by Inductor, which must lower
+    what is put in.
+    """
+    with communicator(group) as comm:
+        n, rank = comm.world_size, comm.rank
+
+        def summed(x: Any, weight: Any) -> Any:
             return funcol.all_reduce(x @ weight.t(), "sum", group)
 
-        torch.manual_seed(comm.rank)
-        x, weight = torch.randn(2, 20, 8), torch.randn(6, 8)
-        fusion = Fusion(comm, group)
-        run = torch.compile(call, options={"post_grad_custom_pre_pass": fusion}, fullgraph=True, dynamic=False)
-        check_close(run(x, weight), call(x, weight).double(), "batches")
-        assert fusion.replaced == ["gemm_all_reduce"], fusion.replaced
-    return 1
+        def scattered(dim: int) -> Any:
+            return lambda x, weight: funcol.reduce_scatter_tensor(x @ weight.t(), "sum", dim, group)
+
+        def gathered(dim: int) -> Any:
+            return lambda x, weight: funcol.all_gather_tensor(x, dim, group) @ weight.t()
+
+        def two(x: Any, weight: Any) -> Any:  # what is gathered is needed twice
+            rows = funcol.all_gather_tensor(x, 1, group)
+            return rows @ weight.t() + rows.sum()
+
+        def swapped(x: Any, weight: Any) -> Any:  # parts in another order than that of the ranks
+            parts = (x @ weight.t()).chunk(n, 1)
+            return funcol.reduce_scatter_tensor(torch.cat(parts[::-1]), "sum", 0, group)
+
+        torch.manual_seed(rank)
+        weight, several = torch.randn(2 * n, 8), (2 * n, 3 * n, 8)
+        scatters, gathers = "gemm_reduce_scatter", "all_gather_gemm"
+        cases: list[tuple[Any, tuple[int, ...], str]] = [
+            *((scattered(dim), several, scatters) for dim in (0, 1)),
+            (scattered(1), (1, 2 * n, 8), scatters),
+            *((scattered(dim), (2, n, n, 8), scatters) for dim in (1, 2)),
+            *((gathered(dim), several, gathers) for dim in (0, 1)),
+            *((gathered(dim), (2, 3, 2, 8), gathers) for dim in (1, 2)),
+            (gathered(1), (1, 5, 8), gathers),
+            *((call, several, "") for call in (scattered(2), two, swapped)),
+            (summed, (2, 20, 8), "gemm_all_reduce"),
+        ]
+        for chosen, inductor in ((cases, False), ([cases[6], cases[-1]], True)):
+            calls, xs = [call for call, _, _ in chosen], [torch.randn(*shape) for _, shape, _ in chosen]
+
+            def run(calls: Any, xs: Any, weight: Any) -> Any:
+                return [call(x, weight) for call, x in zip(calls, xs, strict=True)]
+
+            fusion = Fusion(comm, group)
+            how: Any = {"options": {"post_grad_custom_pre_pass": fusion}} if inductor else {"backend": fusion.backend}
+            given = functools.partial(run, calls)
+            found = torch.compile(given, fullgraph=True, dynamic=False, **how)(xs, weight)
+            for number, (one, other) in enumerate(zip(found, given(xs, weight), strict=True)):
+                assert one.shape == other.shape and one.stride() == other.stride()
+                check_close(one, other.double(), number)
+            assert fusion.replaced == [name for _, _, name in chosen if name], fusion.replaced
+    return len(cases)
 
 
 def sharded(group: dist.ProcessGroup) -> Any:
@@ -301,6 +387,22 @@ def sharded(group: dist.ProcessGroup) -> Any:
     return call
 
 
+def other_ranks(group: dist.ProcessGroup) -> str:
+    """What rank 0 is told of a group in which another rank has the last one's place."""
+    first, other = dist.new_group([0, 1]), dist.new_group([0, 2])  # by all ranks of the default group
+    if dist.get_rank() > 1:
+        return ""
+    with Communicator(first) as comm:
+        assert Fusion(comm, first).replaced == []
+        if comm.rank == 0:
+            assert (dist.get_world_size(other), dist.get_rank(other)) == (comm.world_size, comm.rank)
+            try:
+                Fusion(comm, other)
+            except ValueError as error:
+                return str(error)
+    return "nothing"
+
+
 def pass_only(comm: Communicator, group: dist.ProcessGroup, call: Any, values: Any) -> None:
     """A program that Gloo cannot run: the pass has nothing to replace in its graph."""
     fusion, graph = Fusion(comm, group), make_fx(call, tracing_mode="fake")(*values).graph
@@ -309,46 +411,69 @@ def pass_only(comm: Communicator, group: dist.ProcessGroup, call: Any, values: A
 
 
 def combine(group: dist.ProcessGroup, backend: str) -> int:
-    """Skewed routing of two experts a token, some tokens with one, forward and gradients against float64."""
+    """Routing of two experts a token, some tokens with one, and of all tokens to one expert; one expert a rank and two.
+    Forward and gradients against float64.
+    """
     with communicator(group) as comm:
-        n, rank, tokens, width = comm.world_size, comm.rank, 5, 2
+        routed(comm, None, None, torch.randint(comm.world_size, (comm.world_size, 5, 2), device="cpu"))
         torch.manual_seed(4)
-        experts = torch.randint(n, (n, tokens, width), device="cpu").tolist()
-        sent = [  # rows of an expert, by the rank of their tokens
-            [[(t, k) for t in range(tokens) for k in range(width) if experts[to][t][k] == own] for to in range(n)]
-            for own in range(n)
-        ]
-        counts = torch.tensor([[len(rows) for rows in of_expert] for of_expert in sent])
-        xs, gates = [torch.randn(int(row.sum()), 8) for row in counts], torch.rand(n, tokens, width)
-        gates[:, 0, 1] = 0
-        slots = torch.zeros(tokens, width, dtype=torch.int64)
-        for slot, (t, k) in enumerate(place for own in range(n) for place in sent[own][rank]):
-            slots[t, k] = slot
-        layer = ExpertCombine(comm, 8, 6, most_rows=n * tokens * width)
-        weights = torch.empty(n, 6, 8)
-        comm.all_gather(weights, layer.weight.detach())
-        comm.synchronize()
-        wide = [part.double().requires_grad_() for part in (*xs, weights, gates)]
-        *wide_xs, wide_weights, wide_gates = wide
-        expected = torch.zeros(n, tokens, 6, dtype=torch.float64)
-        for own in range(n):
-            rows = [(to, *place) for to in range(n) for place in sent[own][to]]
-            for row, (to, t, k) in zip(wide_xs[own] @ wide_weights[own].T, rows, strict=True):
-                added = torch.zeros_like(expected)
-                added[to, t] = 1
-                expected = expected + added * row * wide_gates[to, t, k]
-        expected.square().sum().backward()
-        for model in (layer, compiled(layer, backend)):
-            layer.zero_grad()
-            x, gate = xs[rank].clone().requires_grad_(), gates[rank].clone().requires_grad_()
-            result = model(x, counts, slots, gate)
-            check_close(result.detach(), expected.detach()[rank], "result")
-            result.square().sum().backward()
-            assert x.grad is not None and gate.grad is not None and layer.weight.grad is not None
-            for part, other in ((x, wide_xs[rank]), (gate, wide_gates), (layer.weight, wide_weights)):
-                assert part.grad is not None and other.grad is not None
-                check_close(part.grad, other.grad if other is wide_xs[rank] else other.grad[rank], "gradient")
+        routed(comm, 2, backend, torch.randint(2 * comm.world_size, (comm.world_size, 5, 2), device="cpu"))
+        routed(comm, 3, None, torch.full((comm.world_size, 5, 2), 1, device="cpu"))
+        left_out(comm)
     return 2
+
+
+def routed(comm: Communicator, experts: int | None, backend: str | None, chosen: torch.Tensor) -> None:
+    n, rank, (_, tokens, width), each = comm.world_size, comm.rank, chosen.shape, experts or 1
+    torch.manual_seed(5)
+    places = [(to, t, k) for to in range(n) for t in range(tokens) for k in range(width)]
+    # Of a rank: its rows, by the rank of their tokens and then by expert.
+    sent = [
+        [(to, e, t, k) for to in range(n) for e in range(each) for at, t, k in places
+         if at == to and int(chosen[at, t, k]) == own * each + e]
+        for own in range(n)
+    ]  # fmt: skip
+    counts = torch.tensor(
+        [[[sum((to, e) == row[:2] for row in sent[own]) for e in range(each)] for to in range(n)] for own in range(n)]
+    )
+    xs, gates = [torch.randn(len(rows), 8) for rows in sent], torch.rand(n, tokens, width)
+    gates[:, 0, 1] = 0
+    slots = torch.zeros(tokens, width, dtype=torch.int64)
+    for slot, (t, k) in enumerate((t, k) for own in range(n) for to, _, t, k in sent[own] if to == rank):
+        slots[t, k] = slot
+    layer = ExpertCombine(comm, 8, 6, most_rows=n * tokens * width, experts=experts)
+    weights = torch.empty(n, *layer.weight.shape)
+    comm.all_gather(weights, layer.weight.detach())
+    comm.synchronize()
+    *wide_xs, wide_weights, wide_gates = [part.double().requires_grad_() for part in (*xs, weights, gates)]
+    expected = torch.zeros(n, tokens, 6, dtype=torch.float64)
+    for own in range(n):
+        for row, (to, e, t, k) in zip(wide_xs[own], sent[own], strict=True):
+            added = torch.zeros_like(expected)
+            added[to, t] = 1
+            expected = expected + added * (wide_weights.view(n, each, 6, 8)[own, e] @ row) * wide_gates[to, t, k]
+    expected.square().sum().backward()
+    for model in (layer, *([] if backend is None else [compiled(layer, backend)])):
+        layer.zero_grad()
+        x, gate = xs[rank].clone().requires_grad_(), gates[rank].clone().requires_grad_()
+        result = model(x, counts if experts else counts[:, :, 0].contiguous(), slots, gate)
+        check_close(result.detach(), expected.detach()[rank], "result")
+        result.square().sum().backward()
+        for part, other in ((x, wide_xs[rank]), (gate, wide_gates), (layer.weight, wide_weights)):
+            assert part.grad is not None
+            wanted = torch.zeros_like(other) if other.grad is None else other.grad
+            check_close(part.grad, wanted if other is wide_xs[rank] else wanted[rank], "gradient")
+
+
+def left_out(comm: Communicator) -> None:
+    """Rows that nobody has room for have no gradient, whatever the workspace holds."""
+    n, rank = comm.world_size, comm.rank
+    counts, x, weight = torch.ones(n, n).long(), torch.ones(n + 1, 8, requires_grad=True), torch.ones(6, 8)
+    ops.all_to_all_rows(comm, torch.ones(n, 6), counts, most_rows=n).fill_(torch.nan)  # which has the same shape
+    library.gemm_all_to_all(library.number_of(comm), x, weight, counts, 1).sum().backward()
+    expected = torch.full((n + 1, 8), 6.0) if rank == 0 else torch.zeros(n + 1, 8)
+    expected[n] = 0
+    assert x.grad is not None and torch.equal(x.grad, expected), x.grad
 
 
 def checked(group: dist.ProcessGroup) -> int:

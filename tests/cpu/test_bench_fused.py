@@ -12,7 +12,7 @@ from sidelane.bench.fused.study import FusedOptions
 from sidelane.bench.report.tables import tables_of
 from sidelane.bench.results.files import Results, read
 from sidelane.bench.results.rows import FUSED_OPS, FusedRow
-from sidelane.choice.fused import parse
+from sidelane.choice.fused import Table
 from sidelane.execute.sim.timeline import Interval
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -53,12 +53,15 @@ def test_times_are_kept_for_auto(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     results = study.main(FusedOptions(device="cpu", ranks=2, quiet=True, **options))  # type: ignore[arg-type]
     assert results is not None
     (file,) = tmp_path.rglob("fused-cpu.json")
-    _, (time,) = parse(file.read_text())
+    (time,) = Table.parse(file.read_text(), "kept").times
     mine = [row for row in results.rows if isinstance(row, FusedRow)]
     assert (time.op, time.world_size, time.captured, time.sizes) == ("gemv_all_reduce", 2, False, (20, 16, 1))
     fused = next(row.time_us for row in mine if (row.implementation, row.schedule) == ("fused", "auto"))
-    unfused = next(row.time_us for row in mine if row.implementation == "unfused_best")
-    assert (time.fused_us, time.unfused_us) == pytest.approx((fused, unfused), rel=1e-3)  # rows are rounded
+    unfused = next(row.time_us for row in mine if row.schedule == "as the operator has it")
+    assert time.times == {
+        "fused": pytest.approx(fused, rel=1e-3),
+        "unfused": pytest.approx(unfused, rel=1e-3),
+    }  # rounded
 
 
 def test_skew_is_of_each_ranks_own_time() -> None:

@@ -2,37 +2,50 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import fused_modules
 import group_cases
+import pytest
 import torch
 import torch.distributed as dist
 from device_cases import Context
 
 from sidelane import Communicator, Config, ops
+from sidelane.choice.fused import FUSED, MethodChoice
+from sidelane.ops import auto
 
 
 def as_on_cpus(context: Context, module: str, name: str, *args: Any) -> Any:
     """One of the cases that CPU ranks run, too."""
-    torch.set_default_device(context.device)
-    try:
-        with torch.cuda.stream(torch.cuda.Stream()):
-            return getattr(importlib.import_module(module), name)(dist.group.WORLD, *args)
-    finally:
-        torch.set_default_device(None)
+    with on_the_device(context):
+        return getattr(importlib.import_module(module), name)(dist.group.WORLD, *args)
 
 
 def replaced(context: Context) -> int:
     """As on CPUs, by our group: Gloo's functional collectives end the process on GPUs (torch 2.11)."""
+    with on_the_device(context), group_cases.sidelane_group(dist.group.WORLD) as ours:
+        return fused_modules.replaced(ours)
+
+
+@contextlib.contextmanager
+def on_the_device(context: Context) -> Iterator[None]:
+    """Tensors are there, and ``auto`` is fused: by thumb, products as small as those of tests would not be."""
     torch.set_default_device(context.device)
     try:
-        with torch.cuda.stream(torch.cuda.Stream()), group_cases.sidelane_group(dist.group.WORLD) as ours:
-            return fused_modules.replaced(ours)
+        with torch.cuda.stream(torch.cuda.Stream()), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(auto, "choose_method", fused_always)
+            yield
     finally:
         torch.set_default_device(None)
+
+
+def fused_always(*_: object, **__: object) -> MethodChoice:
+    """In place of the choice."""
+    return MethodChoice(FUSED, "a test")
 
 
 def refusals(context: Context, module: str, name: str) -> list[str]:
@@ -42,10 +55,32 @@ def refusals(context: Context, module: str, name: str) -> list[str]:
     return told
 
 
+def experts_without_the_host(context: Context) -> None:
+    """Forward and backward of a layer of experts whose routing the host never reads."""
+    with on_the_device(context), Communicator(device=context.device, config=Config(timeout_s=30)) as comm:
+        n = comm.world_size
+        layer = ops.ExpertCombine(comm, 64, 48, most_rows=40 * n)
+        x, gates = torch.randn(40 * n, 64, requires_grad=True), torch.rand(40, 1)
+        counts, slots = torch.full((n, n), 20), torch.arange(40)[:, None]
+        for step in range(3):
+            if step:
+                comm.synchronize()
+                torch.cuda.set_sync_debug_mode("error")
+            try:
+                layer(x, counts, slots, gates).sum().backward()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+
 def in_a_graph(context: Context, name: str, replays: int) -> None:
     """An operator captured once and replayed, with eager calls in between: all are what a call alone is."""
     device = context.device
-    with torch.cuda.stream(torch.cuda.Stream()), Communicator(device=device, config=Config(timeout_s=30)) as comm:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        torch.cuda.stream(torch.cuda.Stream()),
+        Communicator(device=device, config=Config(timeout_s=30)) as comm,
+    ):
+        patch.setattr(auto, "choose_method", fused_always)
         change, call = CALLS[name](comm)
         wanted = []
         for step in range(replays):
@@ -123,8 +158,9 @@ def gemm(comm: Communicator) -> Case:
 
     def call() -> list[torch.Tensor]:
         result = ops.gemm_all_to_all(comm, x, weight, counts, most_rows=200 * n)
+        rows = ops.all_to_all_rows(comm, x, counts, most_rows=200 * n)
         row = torch.arange(len(result), device=device)[:, None]
-        return [torch.where(row < counts[:, comm.rank].sum(), result, 0)]
+        return [torch.where(row < counts[:, comm.rank].sum(), part, 0) for part in (result, rows)]
 
     return change, call
 

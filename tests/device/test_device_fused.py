@@ -78,3 +78,7 @@ def test_products_and_collectives_are_replaced(ranks: Ranks) -> None:
 @pytest.mark.parametrize("name", ["norms", "batches"])
 def test_patterns_are_replaced(ranks: Ranks, name: str) -> None:
     assert all(ranks.run(CASES + "as_on_cpus", "fused_modules", name, timeout_s=170))
+
+
+def test_experts_without_the_host(ranks: Ranks) -> None:
+    ranks.run(CASES + "experts_without_the_host", timeout_s=120)

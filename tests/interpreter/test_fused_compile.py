@@ -144,18 +144,31 @@ def test_the_backward_of_embeddings_compiles(dtype: str, weighted: bool, sparse:
     assert (re.search(r"(red|atom)[.a-z]*\.add\.[a-z0-9.]*f32", text) is None) == sparse
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
-def test_gemm_all_to_all_compiles(dtype: str) -> None:
+@pytest.mark.parametrize(("dtype", "experts"), [("bf16", 1), ("fp16", 1), ("fp32", 1), ("bf16", 32)])
+def test_gemm_all_to_all_compiles(dtype: str, experts: int) -> None:
     wide, tiles = dtype == "fp32", gemm.TileSizes.of({"fp32": torch.float32}.get(dtype, torch.bfloat16))
     element = {"bf16": triton.language.bfloat16, "fp16": triton.language.float16}.get(dtype, triton.language.float32)
     constants = {"ROWS": tiles.rows, "COLS": tiles.columns, "DEPTH": tiles.depth, "WIDE": wide, "GROUP": tiles.group}
-    constants |= {"DTYPE": element, "REMOTE_FIRST": True, "WHOLE": True, "ALIGNED": True}
-    kinds = f"*i64 *i64 *i32 *{dtype} *{dtype} *i64 i32 i32 i32 i32 i32 i32"
-    known = ("x", "weight", "depth", "columns", "x_stride", "weight_stride")
+    constants |= {"DTYPE": element, "REMOTE_FIRST": True, "WHOLE": True, "ALIGNED": True, "EP": experts}
+    constants |= {"experts": 1} if experts == 1 else {}
+    kinds = f"*i64 *i64 *i32 *{dtype} *{dtype} *i64 i32 i32 i32 i32 i32 i32 i32{'' if experts == 1 else ' i32'}"
+    known = ("x", "weight", "depth", "columns", "x_stride", "weight_stride", "expert_stride")
     text, registers, stack = compiled(gemm.KERNEL, kinds, constants, tiles.warps, multiples=known)
     assert stack <= (8 if wide else 0) and registers <= 255, (registers, stack)
     assert ("wgmma" in text) is not wide and "cp.async" in text, "tensor cores, and loads ahead"
     assert text.count(".sys.acq_rel.add") == 1, "the last program"
+
+
+def test_rows_without_a_product_compile() -> None:
+    tiles = gemm.ROW_TILES
+    constants = {"ROWS": tiles.rows, "COLS": tiles.columns, "DEPTH": tiles.depth, "WIDE": False, "GROUP": tiles.group}
+    constants |= {"DTYPE": triton.language.bfloat16, "REMOTE_FIRST": True, "WHOLE": True, "ALIGNED": True}
+    constants |= {"experts": 1, "EP": 1}
+    kinds = "*i64 *i64 *i32 *bf16 *i64 i32 i32 i32 i32 i32 i32 i32"
+    known = ("x", "depth", "columns", "x_stride")
+    text, registers, stack = compiled(gemm.KERNEL, kinds, {**constants, "weight": None}, tiles.warps, multiples=known)
+    assert stack <= 8 and registers * 32 * tiles.warps * tiles.per_unit <= 1 << 16, (registers, stack)
+    assert "wgmma" not in text and re.search(r"ld\.global[a-z0-9_:.]*\.v4\.b32", text), "wide loads of rows"
 
 
 GEMM_REDUCE = "*i64 *i64 *{0} *i64 *{0} *{0} *{0} i32 i32 i32 i32 i32 i32"
@@ -219,9 +232,9 @@ BAGS = {"D": 1, "DP": 1, "L": 8, "DTYPE": BF16, "ALIGNED": False, "MEAN": True, 
         ),
         (
             gemm.KERNEL,
-            "*i64 *i64 *i32 *bf16 *bf16 *i64 i32 i32 i32 i32 i32 i32",
+            "*i64 *i64 *i32 *bf16 *bf16 *i64 i32 i32 i32 i32 i32 i32 i32 i32",
             {"ROWS": 64, "COLS": 64, "DEPTH": 32, "WIDE": False, "DTYPE": BF16, "REMOTE_FIRST": True}
-            | {"GROUP": 8, "WHOLE": False, "ALIGNED": False},
+            | {"GROUP": 8, "WHOLE": False, "ALIGNED": False, "EP": 1},
         ),
         (
             gemm_reduce.KERNEL,

@@ -1,22 +1,26 @@
-"""The choice between a fused operator and the same unfused: by what was measured on this machine, or by thumb.
+"""The choice of a way for a fused operator: fused, split into parts for copy engines, or unfused.
 
-Measured times are a JSON object in a file of the user's, which ``sidelane fused --keep`` writes.
+By what was measured on this machine, else on one like it, else by thumb. Measured times are a JSON object: the user's
+file, which ``sidelane fused --keep`` writes, and tables of this package.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import importlib.resources
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from sidelane.choice.key import Key
+from sidelane.choice.fused_thumb import expected_us
+from sidelane.choice.key import CPU, Key
 from sidelane.choice.store import name_of
 from sidelane.config import BUILTIN, profile_folder
 
-FORMAT = 1
-FUSED, UNFUSED = "fused", "unfused"
+FORMAT = 2
+FUSED, SPLIT, UNFUSED = "fused", "split", "unfused"
 FARTHEST = 4.0
 """Measured sizes that differ by more than this factor, in one of them, say nothing about a call."""
 
@@ -30,55 +34,156 @@ class FusedTime:
         world_size: ranks.
         captured: in a graph; else eager.
         sizes: the numbers of the shape, as the operator's own list of them says; 1 and more.
-        fused_us: the operator as a plain call has it.
-        unfused_us: the fastest way without the operator.
+        element_bytes: of the weight, the tables or the rows.
+        times: microseconds, as a call of the operator has them: of ``fused``, of ``unfused``, and of ``split/2`` with
+            two pieces.
     """
 
     op: str
     world_size: int
     captured: bool
     sizes: tuple[int, ...]
-    fused_us: float
-    unfused_us: float
+    element_bytes: int
+    times: Mapping[str, float]
 
     def __post_init__(self) -> None:
-        if not all(math.isfinite(us) and us > 0 for us in (self.fused_us, self.unfused_us)) or min(self.sizes) < 1:
+        if not all(math.isfinite(us) and us > 0 for us in self.times.values()) or min(self.sizes) < 1:
             raise ValueError(f"FusedTime: times and sizes must be positive (value={self})")
+        for way in self.times:
+            _parts(way)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Table:
+    """Times of one machine.
+
+    Attributes:
+        key: of the machine.
+        times: of shapes.
+        where: which table it is, in words.
+    """
+
+    key: Key
+    times: tuple[FusedTime, ...]
+    where: str
+
+    def to_text(self) -> str:
+        """The JSON of the file, a line for each time."""
+        lines = ",\n".join(f"  {json.dumps(dataclasses.asdict(time))}" for time in self.times)
+        return f'{{\n "format": {FORMAT},\n "key": {json.dumps(self.key.to_dict())},\n "times": [\n{lines}\n ]\n}}\n'
+
+    @staticmethod
+    def parse(text: str, where: str) -> Table:
+        """Read such a file.
+
+        Raises:
+            ValueError: it is none.
+        """
+        try:
+            content = json.loads(text)
+            if content["format"] != FORMAT:
+                raise ValueError(f"format (value={content['format']!r}, allowed={FORMAT})")
+            times = tuple(FusedTime(**{**time, "sizes": tuple(map(int, time["sizes"]))}) for time in content["times"])
+            return Table(Key.from_dict(content["key"]), times, where)
+        except (ValueError, KeyError, TypeError, AttributeError) as problem:
+            raise ValueError(f"not times of fused operators: {type(problem).__name__}: {problem}") from problem
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MethodChoice:
-    """Which, and why."""
+    """Which way, and why.
+
+    Attributes:
+        method: ``fused``, ``split`` or ``unfused``.
+        reason: in words.
+        pieces: of a split one, for each peer; 0 where the operator may take its own number.
+    """
 
     method: str
     reason: str
+    pieces: int = 0
 
 
 def choose_method(
-    times: Iterable[FusedTime], op: str, world_size: int, sizes: tuple[int, ...], *, captured: bool = False
+    tables: Iterable[Table],
+    op: str,
+    world_size: int,
+    sizes: tuple[int, ...],
+    *,
+    ways: Sequence[str] = (FUSED, UNFUSED),
+    element_bytes: int | None = None,
+    captured: bool = False,
+    device_type: str = "cuda",
 ) -> MethodChoice:
     """Choose by the nearest measured shape. Deterministic: what all ranks have alike gives the same on all.
 
-    >>> times = [FusedTime("gemv_all_reduce", 2, False, (4096, 4096, 1), 20.0, 15.0)]
-    >>> choose_method(times, "gemv_all_reduce", 2, (4096, 8192, 1)).method
+    Args:
+        tables: the first one that has a shape like this one decides.
+        op: the operator.
+        world_size: ranks.
+        sizes: of the call.
+        ways: that the call may go.
+        element_bytes: of the call; None for any.
+        captured: in a graph.
+        device_type: on CPU ranks what was not measured is fused, since nothing else there tests a kernel.
+
+    >>> times = {"fused": 20.0, "unfused": 15.0, "split/4": 12.0}
+    >>> table = Table(Key("cuda", "some", 2), (FusedTime("all_gather_gemm", 2, False, (64, 64, 64), 2, times),), "own")
+    >>> choose_method([table], "all_gather_gemm", 2, (64, 100, 64)).method
     'unfused'
-    >>> choose_method(times, "gemv_all_reduce", 2, (4096, 65536, 1)).reason
-    'by thumb: no time of a shape like 4096, 65536, 1 (sidelane fused --keep measures)'
+    >>> choose_method([table], "all_gather_gemm", 2, (64, 100, 64), ways=(FUSED, SPLIT, UNFUSED)).pieces
+    4
+    >>> choose_method([table], "gemv_all_reduce", 2, (64, 64, 1)).reason
+    'by thumb: no time of a shape like 64, 64, 1 (sidelane fused --keep measures)'
     """
+    for table in tables:
+        time = _nearest(table.times, op, world_size, sizes, element_bytes, captured)
+        found = {} if time is None else {way: us for way, us in time.times.items() if _parts(way)[0] in ways}
+        if time is not None and found:
+            best = min(found, key=lambda way: (found[way], ways.index(_parts(way)[0]), way))
+            where = f"{', '.join(map(str, time.sizes))}, {'in a graph' if time.captured else 'eager'}, {table.where}"
+            return MethodChoice(_parts(best)[0], f"measured at {where}: {_in_words(found)}", _parts(best)[1])
+    words = f"no time of a shape like {', '.join(map(str, sizes))} (sidelane fused --keep measures)"
+    thumb = None if device_type == CPU else expected_us(op, world_size, sizes, element_bytes or 2, captured=captured)
+    if thumb is None:
+        return MethodChoice(FUSED, f"by thumb: {words}")
+    expected = {way: us for way, us in thumb.items() if way in ways}
+    return MethodChoice(min(expected, key=lambda way: expected[way]), f"by thumb: {_in_words(expected)}; {words}")
+
+
+def _nearest(
+    times: Iterable[FusedTime],
+    op: str,
+    world_size: int,
+    sizes: tuple[int, ...],
+    element_bytes: int | None,
+    captured: bool,
+) -> FusedTime | None:
     alike = [time for time in times if (time.op, time.world_size, len(time.sizes)) == (op, world_size, len(sizes))]
+    alike = [time for time in alike if element_bytes in (None, time.element_bytes)]
     alike = [time for time in alike if time.captured == captured] or alike
     near = [(distance, time) for time in alike if max(distance := _distances(time.sizes, sizes)) <= math.log(FARTHEST)]
-    if not near:
-        words = ", ".join(map(str, sizes))
-        return MethodChoice(FUSED, f"by thumb: no time of a shape like {words} (sidelane fused --keep measures)")
-    _, time = min(near, key=lambda found: (sum(found[0]), found[1].sizes))
-    method = UNFUSED if time.unfused_us < time.fused_us else FUSED
-    where = f"{', '.join(map(str, time.sizes))}, {'in a graph' if time.captured else 'eager'}"
-    return MethodChoice(method, f"measured at {where}: fused {time.fused_us:.4g} us, unfused {time.unfused_us:.4g} us")
+    return min(near, key=lambda found: (sum(found[0]), found[1].sizes))[1] if near else None
 
 
 def _distances(one: tuple[int, ...], other: tuple[int, ...]) -> list[float]:
     return [abs(math.log(first / max(1, second))) for first, second in zip(one, other, strict=True)]
+
+
+def _parts(way: str) -> tuple[str, int]:
+    """Method and pieces.
+
+    >>> _parts("split/2"), _parts("fused")
+    (('split', 2), ('fused', 0))
+    """
+    method, _, pieces = way.partition("/")
+    if method not in (FUSED, SPLIT, UNFUSED) or bool(pieces) != (method == SPLIT):
+        raise ValueError(f"way of a fused operator (value={way!r}, allowed={FUSED}, {UNFUSED}, {SPLIT}/<pieces>)")
+    return method, int(pieces or 0)
+
+
+def _in_words(times: Mapping[str, float]) -> str:
+    return ", ".join(f"{way} {us:.4g} us" for way, us in times.items())
 
 
 def user_file(key: Key) -> Path:
@@ -86,50 +191,51 @@ def user_file(key: Key) -> Path:
     return profile_folder() / f"fused-{name_of(key)}.json"
 
 
-def to_text(key: Key, times: Iterable[FusedTime]) -> str:
-    """The JSON of the file, a line for each time."""
-    lines = ",\n".join(f"  {json.dumps(dataclasses.asdict(time))}" for time in times)
-    return f'{{\n "format": {FORMAT},\n "key": {json.dumps(key.to_dict())},\n "times": [\n{lines}\n ]\n}}\n'
+def tables_of(setting: str | None, key: Key) -> tuple[Table, ...]:
+    """The tables to choose by on a machine: the user's, then those of this package for such GPUs.
 
-
-def parse(text: str) -> tuple[Key, tuple[FusedTime, ...]]:
-    """Read such a file.
-
-    Raises:
-        ValueError: it is none.
-    """
-    try:
-        content = json.loads(text)
-        if content["format"] != FORMAT:
-            raise ValueError(f"format (value={content['format']!r}, allowed={FORMAT})")
-        times = tuple(FusedTime(**{**time, "sizes": tuple(map(int, time["sizes"]))}) for time in content["times"])
-        return Key.from_dict(content["key"]), times
-    except (ValueError, KeyError, TypeError, AttributeError) as problem:
-        raise ValueError(f"not times of fused operators: {type(problem).__name__}: {problem}") from problem
-
-
-def times_of(setting: str | None, key: Key) -> tuple[FusedTime, ...]:
-    """The times of this machine. What is missing, wrong, or of another machine gives none.
+    What is missing, wrong, or of another machine is left out.
 
     Args:
-        setting: ``Config.profile``; ``builtin`` keeps to what the package has, which is nothing yet.
+        setting: ``Config.profile``; ``builtin`` keeps to what the package has.
         key: of this machine.
     """
-    if setting == BUILTIN:
-        return ()
+    return (*([] if setting == BUILTIN else _of_the_user(key)), *(table for table in builtin() if _alike(table, key)))
+
+
+def _alike(table: Table, key: Key) -> bool:
+    return (table.key.device_type, table.key.device) == (key.device_type, key.device)
+
+
+def _of_the_user(key: Key) -> Iterator[Table]:
+    path = user_file(key)
     try:
-        measured, times = parse(user_file(key).read_text(encoding="utf-8"))
+        found = Table.parse(path.read_text(encoding="utf-8"), path.name)
     except (OSError, ValueError):
-        return ()
-    return () if measured.differences(key) else times
+        return
+    if not found.key.differences(key):
+        yield found
+
+
+@functools.cache
+def builtin() -> tuple[Table, ...]:
+    """The tables of this package, by name."""
+    folder = importlib.resources.files("sidelane.choice") / "builtin" / "fused"
+    files = sorted(folder.iterdir(), key=lambda entry: entry.name)
+    return tuple(
+        Table.parse(entry.read_text(encoding="utf-8"), f"built-in {entry.name.removesuffix('.json')}")
+        for entry in files
+        if entry.name.endswith(".json")
+    )
 
 
 def keep(key: Key, times: Iterable[FusedTime]) -> Path:
     """Write the user's file of a machine; times of shapes that it has, too, are replaced, others stay."""
     path = user_file(key)
-    found = {(t.op, t.world_size, t.captured, t.sizes): t for t in (*times_of(None, key), *times)}
+    before = [time for table in _of_the_user(key) for time in table.times]
+    found = {(t.op, t.world_size, t.captured, t.sizes, t.element_bytes): t for t in (*before, *times)}
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".new")
-    temporary.write_text(to_text(key, found.values()), encoding="utf-8")
+    temporary.write_text(Table(key, tuple(found.values()), path.name).to_text(), encoding="utf-8")
     temporary.replace(path)
     return path

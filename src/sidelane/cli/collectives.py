@@ -421,7 +421,7 @@ def host(sizes: tuple[int, ...], json: Path | None, **others: Any) -> None:
     "measured",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="With --machine: hold predictions against this file, measured by sidelane fused on such GPUs.",
+    help="A file of sidelane fused. With --machine: hold predictions against it. With --keep: keep its times.",
 )
 @how("--late", "late_us", type=float, default=0, help="With --machine: the last rank begins so many us later.")
 @machine_option
@@ -449,13 +449,13 @@ def fused(
             asked = sim_fused.Options(machine, others["ops"], shapes, occupancy, late_us, report, json, measured)
             sys.exit(sim_fused.main(asked))
         predicted = (("shapes", "--shape"), ("occupancy", "--occupancy"), ("late_us", "--late"))
-        for name, option in (*predicted, ("measured", "--results")):
+        for name, option in predicted:
             if given(name):
                 raise ValueError(f"{option} is for predictions; it needs --machine")
 
         from sidelane.bench.fused import study as fused_study
 
-        fused_study.main(fused_study.FusedOptions(json=json, **others))
+        fused_study.main(fused_study.FusedOptions(json=json, results=measured, **others))
 
 
 def _or(given: int | None, default: int) -> int:

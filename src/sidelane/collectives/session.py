@@ -46,6 +46,7 @@ class Session:
 
     Attributes:
         rank, world_size: in the group.
+        ranks: of the group, as the default group numbers them.
         device, config: as they were chosen.
         heap: the symmetric memory of all lanes.
 
@@ -79,11 +80,12 @@ class Session:
             Exchange(chosen, DEFAULT_TIMEOUT_S).refuse(error)
             raise
         self._group = chosen
+        self.ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(chosen))
         self._making = threading.Lock()
         self._lanes: list[Lane] = []
         self._closed = False
         self._profile: InForce | None = None
-        self.heap = SymmetricHeap(owner=f"ranks {dist.get_process_group_ranks(chosen)}")
+        self.heap = SymmetricHeap(owner=f"ranks {list(self.ranks)}")
 
     def lane(self, name: str | None = None) -> Lane:
         """Make a lane. Collective: the same name on every rank, in the same order.

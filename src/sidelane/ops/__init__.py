@@ -9,6 +9,7 @@ from sidelane.ops.gemm_reduce import GemmReduce, gemm_all_reduce, gemm_reduce_sc
 from sidelane.ops.gemv import GemvAllReduce, gemv_all_reduce
 from sidelane.ops.modules import EmbeddingBagAllToAll, ExpertCombine, RowParallelLinear
 from sidelane.ops.rms_norm import AllReduceRmsNorm, all_reduce_rms_norm
+from sidelane.ops.rows import all_to_all_rows
 from sidelane.ops.split_gather_gemm import split_all_gather_gemm
 from sidelane.ops.split_gemm import split_gemm_all_to_all
 from sidelane.ops.split_gemm_reduce import split_gemm_all_reduce, split_gemm_reduce_scatter
@@ -28,6 +29,7 @@ __all__ = [
     "Timeline",
     "all_gather_gemm",
     "all_reduce_rms_norm",
+    "all_to_all_rows",
     "embedding_all_to_all",
     "embedding_all_to_all_backward",
     "explain",

@@ -1,4 +1,4 @@
-"""``method=`` of the fused operators: fused or unfused, as all ranks agree in the first call of a shape.
+"""``method=`` of the fused operators: fused, split or unfused, as all ranks agree in the first call of a shape.
 
 Sizes by which an operator's times are measured and looked up:
 
@@ -11,64 +11,120 @@ gemm_reduce_scatter    rows, columns of x, columns of the result
 gemm_all_reduce        rows, columns of x, columns of the result
 all_gather_gemm        rows of a rank, columns of x, columns of the result
 =====================  ==================================================
+
+What is split has parts that copy engines move (``split_gemm``). The first call of a shape chooses for eager calls and
+for graphs, and makes what both need. Columns of ``x`` may differ between ranks, so that no rank can tell by them that a
+shape is new: their mean in that call counts for all later ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import dataclasses
+import json
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
 
 import torch
 
-from sidelane.choice.fused import FUSED, UNFUSED, FusedTime, MethodChoice, choose_method, times_of, to_text
-from sidelane.choice.fused import parse as parse_times
+from sidelane.choice.fused import FUSED, SPLIT, UNFUSED, MethodChoice, Table, choose_method, tables_of
 from sidelane.choice.key import key_here
 from sidelane.collectives import Communicator
 from sidelane.ops.handle import check_choice, telling_refusals
 
 AUTO = "auto"
-METHODS = (AUTO, FUSED, UNFUSED)
-OPS = (
-    *("gemv_all_reduce", "all_reduce_rms_norm", "embedding_all_to_all", "gemm_all_to_all"),
-    *("gemm_reduce_scatter", "gemm_all_reduce", "all_gather_gemm"),
-)
-MEANS = ("embedding_all_to_all",)
-"""Operators whose sizes are means of the ranks' own; of ``gemv_all_reduce`` the columns are added up."""
 
 
-def is_fused(
-    comm: Communicator, op: str, method: str, key: Hashable, sizes: tuple[int, ...], *, unfused_syncs: bool = False
-) -> bool:
-    """Whether a call goes by the fused kernel. Collective where a shape is new and ``method`` is ``auto``.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ways:
+    """How an operator can be done.
+
+    Attributes:
+        eager: methods.
+        captured: methods inside of a graph.
+        sizes: how many numbers its times are looked up by.
+    """
+
+    eager: tuple[str, ...] = (FUSED, UNFUSED)
+    captured: tuple[str, ...] = (FUSED, UNFUSED)
+    sizes: int = 3
+
+
+_ALL = (FUSED, SPLIT, UNFUSED)
+OPS = {
+    "gemv_all_reduce": Ways(),
+    "all_reduce_rms_norm": Ways(sizes=2),
+    "embedding_all_to_all": Ways(captured=(FUSED,)),
+    "gemm_all_to_all": Ways(eager=_ALL),
+    "gemm_reduce_scatter": Ways(eager=_ALL),
+    "gemm_all_reduce": Ways(eager=_ALL),
+    "all_gather_gemm": Ways(eager=_ALL, captured=_ALL),
+}
+"""By operator. A graph has nothing that needs the host: bags of a table, and triggers of parts."""
+
+
+def method_of(
+    comm: Communicator,
+    op: str,
+    method: str,
+    key: Hashable,
+    sizes: tuple[int, ...],
+    element_bytes: int,
+    make: Mapping[str, Callable[[int], object]] | None = None,
+    *,
+    without: Sequence[str] = (),
+) -> MethodChoice:
+    """How a call goes. Collective where a shape is new and ``method`` is ``auto``.
 
     Args:
         comm: the ranks.
         op: the operator.
-        method: ``auto``, ``fused`` or ``unfused``, the same on all ranks.
+        method: one of its methods, or ``auto``; the same on all ranks.
         key: what the shapes of all ranks' calls are told apart by.
         sizes: of this rank.
-        unfused_syncs: the unfused way needs the host, so that no graph can have it.
+        element_bytes: that times are looked up by; alike on all ranks.
+        make: by method, what makes all that it needs before it can be captured; gets the pieces of a split one.
+        without: methods that these arguments do not have; ``key`` says so.
     """
-    captured = comm.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     if method != AUTO:
-        return method == FUSED
-    if captured and unfused_syncs:
-        return True
-    agreed: tuple[int, ...] | None = comm.kept.get((is_fused, op, key))
-    if agreed is None:
+        return MethodChoice(method, "asked for")
+    captured = _is_captured(comm)
+    known: tuple[MethodChoice, MethodChoice] | None = comm.kept.get((method_of, op, key))
+    if known is None:
         if captured:
-            return True  # which says that the shape is new
-        agreed = comm.kept[is_fused, op, key] = _agree(comm, op, sizes)
-    return _choice(comm, op, agreed, captured=captured).method == FUSED
+            return MethodChoice(FUSED, "a new shape")  # whose making says so
+        agreed = _agree(comm, op, sizes)
+        eager, in_graph = (
+            _choice(comm, op, agreed, element_bytes, captured=is_in, without=without) for is_in in (False, True)
+        )
+        known = comm.kept[method_of, op, key] = eager, in_graph
+        for found in (eager,) if comm.device.type == "cpu" else known:
+            if make and found.method in make:
+                make[found.method](found.pieces)
+    return known[captured]
 
 
-def check_method(comm: Communicator, op: str, method: str, *, unfused_syncs: bool = False) -> None:
+def options_of(found: MethodChoice) -> dict[str, Any]:
+    """What a split operator is called with."""
+    return {"pieces": found.pieces} if found.pieces else {}
+
+
+def check_method(comm: Communicator, op: str, method: str) -> None:
     """Refuse a method that there is not, or that a graph cannot have."""
-    check_choice(op, "method", method, METHODS)
-    if method == UNFUSED and unfused_syncs and comm.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise ValueError(f"{op}: method inside of a capture (value={method}, allowed={AUTO}, {FUSED})")
+    ways = OPS[op]
+    check_choice(op, "method", method, (AUTO, *ways.eager))
+    if method not in (AUTO, *ways.captured) and _is_captured(comm):
+        allowed = ", ".join((AUTO, *ways.captured))
+        raise ValueError(f"{op}: method inside of a capture (value={method}, allowed={allowed})")
 
 
-def explain(comm: Communicator, op: str, *sizes: int, captured: bool = False) -> str:
+def explain(
+    comm: Communicator,
+    op: str,
+    *sizes: int,
+    captured: bool = False,
+    dtype: torch.dtype | None = None,
+    without: Sequence[str] = (),
+) -> str:
     """What ``method="auto"`` takes for a shape, and why. Collective the first time, as the times are rank 0's.
 
     Args:
@@ -76,23 +132,41 @@ def explain(comm: Communicator, op: str, *sizes: int, captured: bool = False) ->
         op: one of ``OPS``, the names of the operators that have a ``method``.
         sizes: rows, columns, tokens; tokens, hidden; batch, tables, pooling; or rows, depth, columns.
         captured: in a graph.
+        dtype: of the weight, tables or rows; None for whatever was measured.
+        without: methods that the call does not have: ``split`` for ``gemm_all_to_all`` with counts on the device.
     """
     with telling_refusals(comm, "explain"):
-        check_choice("explain", "op", op, OPS)
-        wanted = 2 if op == "all_reduce_rms_norm" else 3
+        check_choice("explain", "op", op, tuple(OPS))
+        wanted = OPS[op].sizes
         if len(sizes) != wanted or min(sizes) < 1:
             raise ValueError(f"explain: sizes of {op} (value={sizes}, allowed={wanted}, each 1 and more)")
-    found = _choice(comm, op, sizes, captured=captured)
-    return f"{op}: {found.method} ({found.reason})"
+    element_bytes = None if dtype is None else dtype.itemsize
+    found = _choice(comm, op, sizes, element_bytes, captured=captured, without=without)
+    pieces = f", {found.pieces} pieces" if found.pieces > 1 else ""
+    return f"{op}: {found.method}{pieces} ({found.reason})"
 
 
-def _choice(comm: Communicator, op: str, sizes: tuple[int, ...], *, captured: bool) -> MethodChoice:
-    return choose_method(_times(comm), op, comm.world_size, sizes, captured=captured)
+def _is_captured(comm: Communicator) -> bool:
+    return comm.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _choice(
+    comm: Communicator,
+    op: str,
+    sizes: tuple[int, ...],
+    element_bytes: int | None,
+    *,
+    captured: bool,
+    without: Sequence[str],
+) -> MethodChoice:
+    ways = [way for way in (OPS[op].captured if captured else OPS[op].eager) if way not in without]
+    options: dict[str, Any] = {"captured": captured, "device_type": comm.device.type, "element_bytes": element_bytes}
+    return choose_method(_tables(comm), op, comm.world_size, sizes, ways=ways, **options)
 
 
 def _agree(comm: Communicator, op: str, sizes: tuple[int, ...]) -> tuple[int, ...]:
     """One list of sizes for all ranks, whose own may differ."""
-    _times(comm)
+    _tables(comm)
     own = torch.tensor(sizes, dtype=torch.int64, device=comm.device)
     of_all = torch.empty(comm.world_size * len(sizes), dtype=torch.int64, device=comm.device)
     comm.all_gather(of_all, own)
@@ -103,18 +177,17 @@ def _agree(comm: Communicator, op: str, sizes: tuple[int, ...]) -> tuple[int, ..
     return tuple(max(1, round(sum(column) / len(column))) for column in columns)
 
 
-def _times(comm: Communicator) -> tuple[FusedTime, ...]:
+def _tables(comm: Communicator) -> tuple[Table, ...]:
     """Those that rank 0 has, on all ranks; the first time collective."""
-    found: tuple[FusedTime, ...] | None = comm.kept.get(_times)
+    found: tuple[Table, ...] | None = comm.kept.get(_tables)
     if found is None:
-        found = comm.kept[_times] = _times_of_rank_0(comm)
+        found = comm.kept[_tables] = _tables_of_rank_0(comm)
     return found
 
 
-def _times_of_rank_0(comm: Communicator) -> tuple[FusedTime, ...]:
-    key = key_here(comm.device.type, comm.world_size)
-    own = times_of(comm.config.profile, key) if comm.rank == 0 else ()
-    text = to_text(key, own).encode() if comm.rank == 0 else b""
+def _tables_of_rank_0(comm: Communicator) -> tuple[Table, ...]:
+    own = tables_of(comm.config.profile, key_here(comm.device.type, comm.world_size)) if comm.rank == 0 else ()
+    text = json.dumps([(table.to_text(), table.where) for table in own]).encode()
     length = torch.tensor([len(text)], dtype=torch.int64, device=comm.device)
     comm.broadcast(length, root=0)
     comm.synchronize()
@@ -124,4 +197,4 @@ def _times_of_rank_0(comm: Communicator) -> tuple[FusedTime, ...]:
     words = words.to(comm.device)
     comm.broadcast(words, root=0)
     comm.synchronize()
-    return parse_times(bytes(words.cpu().tolist()).decode())[1]
+    return tuple(Table.parse(*found) for found in json.loads(bytes(words.cpu().tolist()).decode()))

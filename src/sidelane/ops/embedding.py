@@ -53,7 +53,7 @@ from sidelane.device.context import (
 )
 from sidelane.device.stamps import COMPUTE, END, SEND, WAIT, stamp
 from sidelane.ops import reference
-from sidelane.ops.auto import AUTO, check_method, is_fused
+from sidelane.ops.auto import AUTO, check_method, method_of
 from sidelane.ops.embedding_tables import (
     MEAN,
     MODES,
@@ -258,7 +258,7 @@ def embedding_all_to_all(
         MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """
     with telling_refusals(comm, NAME):
-        check_method(comm, NAME, method, unfused_syncs=True)
+        check_method(comm, NAME, method)
         check_tables(comm, tables)
         check_bags(comm, tables, indices, offsets, per_sample_weights, mode, order)
         batch = batch_of(tables, offsets)
@@ -268,7 +268,7 @@ def embedding_all_to_all(
     key = (*Tables.key_of(tables, batch), mode, slice_bags)
     handle = kept(comm, key, lambda: EmbeddingAllToAll(comm, tables, batch, mode=mode, slice_bags=slice_bags))
     sizes = batch, len(tables), max(1, indices.numel() // max(1, offsets.numel() - 1))
-    if slice_bags or is_fused(comm, NAME, method, key, sizes, unfused_syncs=True):
+    if slice_bags or method_of(comm, NAME, method, key, sizes, tables[0].element_size()).method == FUSED:
         return handle(indices, offsets, per_sample_weights=per_sample_weights, out=out, order=order)
     with telling_refusals(comm, NAME):
         if out is not None:

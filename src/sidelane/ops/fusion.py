@@ -3,11 +3,13 @@
 It works on the graphs of aten operators that autograd has left, forward and backward apart, so that gradients are what
 they were: ``mm`` -> ``all_reduce``, ``mm`` -> ``reduce_scatter_tensor``, ``all_gather_into_tensor`` -> ``mm``, and
 ``all_reduce`` -> residual -> RMS norm, each with its ``wait_tensor``. Of a GEMM, an all-reduce and a norm, the last two
-become one. What is not the same in every respect stays as it is.
+become one. Tensors of more dimensions are matrices of rows, also where another dimension than the first is scattered or
+gathered (``fusion_graph``). What is not the same in every respect stays as it is.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import operator
 from collections.abc import Callable
@@ -21,20 +23,27 @@ from torch.fx import Graph, GraphModule, Node
 
 from sidelane.collectives import Communicator
 from sidelane.ops import gemv, library, rms_norm
+from sidelane.ops.fusion_graph import (
+    VIEWS,
+    Moved,
+    UnfitError,
+    call,
+    cut_to_front,
+    front_to_cut,
+    moved_by,
+    require,
+    shaped,
+    used_once,
+)
 from sidelane.ops.fusion_norm import norm_behind
-from sidelane.ops.gemm import MOST_ELEMENTS
 from sidelane.ops.handle import FLOATS
+from sidelane.ops.operands import MOST_ELEMENTS
 
 logger = logging.getLogger(__name__)
 
 MOST_RANKS = 8
 _aten = torch.ops.aten
-_VIEWS = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default)
 _COLLECTIVES = ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor")
-
-
-class _Unfit(Exception):
-    """Why a pattern stays as it is."""
 
 
 class Fusion(CustomGraphPass):
@@ -49,15 +58,15 @@ class Fusion(CustomGraphPass):
         group: whose collectives are replaced, of the same ranks in the same order; None is the default group.
 
     Raises:
-        ValueError: the group has other ranks than the communicator.
+        ValueError: the group has other ranks than the communicator, or another order of them.
     """
 
     def __init__(self, comm: Communicator, group: dist.ProcessGroup | None = None) -> None:
         group = group or dist.group.WORLD
-        given, allowed = (dist.get_world_size(group), dist.get_rank(group)), (comm.world_size, comm.rank)
-        if given != allowed:
-            raise ValueError(f"Fusion: ranks and rank of the group (value={given}, allowed={allowed})")
         assert group is not None
+        given, allowed = dist.get_process_group_ranks(group), list(comm.lane.session.ranks)
+        if given != allowed:
+            raise ValueError(f"Fusion: ranks of the group (value={given}, allowed={allowed}, the communicator's)")
         self._comm, self._number, self._group = comm, library.number_of(comm), group.group_name
         self.replaced: list[str] = []
         """Operators that were put in, in the order of graphs."""
@@ -72,16 +81,17 @@ class Fusion(CustomGraphPass):
             name = _collective_of(node)
             if name is None:
                 continue
-            try:
-                if name == _COLLECTIVES[2]:
-                    put = self._gather(graph, node)
-                else:
-                    put = (name == _COLLECTIVES[0] and self._norm(graph, node)) or self._reduce(graph, node, name)
-            except _Unfit as reason:
-                logger.debug("sidelane: %s stays %s: %s", node.name, name, reason)
-            else:
-                self.replaced.append(put)
-                logger.info("sidelane: %s becomes a part of %s", name, put)
+            tries = [self._gather] if name == _COLLECTIVES[2] else [functools.partial(self._reduce, name=name)]
+            for attempt in (*([self._norm] if name == _COLLECTIVES[0] else []), *tries):
+                try:
+                    put = attempt(graph, node)
+                except UnfitError as reason:
+                    logger.debug("sidelane: %s stays %s: %s", node.name, name, reason)
+                    continue
+                if put is not None:
+                    self.replaced.append(put)
+                    logger.info("sidelane: %s becomes a part of %s", name, put)
+                    break
         graph.lint()
 
     @property
@@ -95,53 +105,63 @@ class Fusion(CustomGraphPass):
 
         return aot_autograd(fw_compiler=compiler, bw_compiler=compiler)
 
-    def _reduce(self, graph: Graph, node: Node, name: str) -> str:
+    def _reduce(self, graph: Graph, node: Node, *, name: str) -> str | None:
         is_scattered = name == _COLLECTIVES[1]
         given: tuple[Any, ...] = node.args
         product, kind, *sizes, group = given
-        _require(kind == "sum", f"it is {kind}, not a sum")
+        require(kind == "sum", f"it is {kind}, not a sum")
         wait = self._of_the_group(node, group, sizes)
-        views = []
-        while not is_scattered and isinstance(product, Node) and product.target in _VIEWS:
-            _used_once(product, "the product")
-            views.append(product)
+        between: list[Node] = []
+        moved = moved_by(product, self._comm.world_size) if is_scattered else None
+        if moved is not None:
+            require(moved.joined == 0, "what is scattered is put together otherwise")
+            between, product = [*moved.nodes], moved.source
+        while isinstance(product, Node) and product.target in VIEWS:
+            between.append(product)
             product = product.args[0]
-        _require(isinstance(product, Node) and product.target is _aten.mm.default, "no mm in front")
-        _used_once(product, "the product")
+        require(isinstance(product, Node) and product.target is _aten.mm.default, "no mm in front")
+        users = {user for one in (*between, product) for user in one.users}
+        require(users <= {node, *between}, "the product is used by others")
         x, weight = self._factors(product)
         rows, columns = product.meta["val"].shape
-        _require(rows * columns <= MOST_ELEMENTS, "too many elements")
+        require(rows * columns <= MOST_ELEMENTS, "too many elements")
+        if moved is not None:
+            shape = list(moved.source.meta["val"].shape)
+            require(moved.cut < len(shape) - 1 and shape[-1] == columns, "columns are scattered")
+            with graph.inserting_before(product):
+                x = cut_to_front(graph, x, shape, moved.cut, self._comm.world_size)
         if is_scattered:
-            _require(rows % self._comm.world_size == 0, "rows that the ranks do not divide")
+            require(rows % self._comm.world_size == 0, "rows that the ranks do not divide")
             fused = "gemm_reduce_scatter"
         elif rows <= gemv.MOST_TOKENS and columns <= gemv.MOST_ROWS:
             fused = "row_parallel_linear"
         else:
             fused = "gemm_all_reduce"
-        return self._put(graph, wait, fused, x, weight, (wait, node, *views, product))
+        return self._put(graph, wait, fused, x, weight, (wait, node, *between, product))
 
     def _norm(self, graph: Graph, node: Node) -> str | None:
         """None if no norm is behind it."""
         given: tuple[Any, ...] = node.args
         x, kind, group = given
-        wait = next(iter(node.users), None)
-        found = None if wait is None else norm_behind(wait)
-        if wait is None or found is None or kind != "sum":
+        if kind != "sum":
             return None
-        self._of_the_group(node, group, [])
+        wait = self._of_the_group(node, group, [])
+        found = norm_behind(wait)
+        if found is None:
+            return None
         tensors = [x, *([] if found.residual is None else [found.residual]), found.weight]
         for tensor in tensors:
             value = tensor.meta["val"]
             self._check(value)
-            _require(value.is_contiguous() and value.storage_offset() * value.itemsize % 4 == 0, "a copy is needed")
+            require(value.is_contiguous() and value.storage_offset() * value.itemsize % 4 == 0, "a copy is needed")
         shape, width = x.meta["val"].shape, x.meta["val"].shape[-1]
         tokens, nbytes = x.meta["val"].numel() // width, width * x.meta["val"].itemsize
-        if tokens > rms_norm.MOST_TOKENS or nbytes % 4 or nbytes > rms_norm.MOST_ROW_BYTES:
-            return None
+        require(tokens <= rms_norm.MOST_TOKENS, f"a norm of more than {rms_norm.MOST_TOKENS} tokens")
+        require(not nbytes % 4 and nbytes <= rms_norm.MOST_ROW_BYTES, "a norm of rows that no block holds")
         order = {one: number for number, one in enumerate(graph.nodes)}
-        _require(all(order[one] < order[found.total] for one in tensors), "the weight is computed later")
+        require(all(order[one] < order[found.total] for one in tensors), "the weight is computed later")
         with graph.inserting_before(found.total):
-            parts = [None if one is None else self._shaped(graph, one, [tokens, width]) for one in (x, found.residual)]
+            parts = [None if one is None else shaped(graph, one, [tokens, width]) for one in (x, found.residual)]
             arguments = (self._number, *parts, found.weight, found.eps)
             both = graph.call_function(torch.ops.sidelane.all_reduce_rms_norm.default, arguments)
             flat = x.meta["val"].new_empty(tokens, width)
@@ -150,11 +170,10 @@ class Fusion(CustomGraphPass):
             for number in (0, 1):
                 one = graph.call_function(operator.getitem, (both, number))
                 one.meta["val"] = flat
-                results.append(self._shaped(graph, one, list(shape)))
+                results.append(shaped(graph, one, list(shape)))
         found.result.replace_all_uses_with(results[0])
-        for one in (found.result, *found.between):
-            graph.erase_node(one)
         found.total.replace_all_uses_with(results[1])
+        found.take_out(graph)
         for one in dict.fromkeys((found.total, wait, node)):
             graph.erase_node(one)
         return "all_reduce_rms_norm"
@@ -163,39 +182,61 @@ class Fusion(CustomGraphPass):
         rows, n = int(x.meta["val"].shape[0]), self._comm.world_size
         return rows * n if fused == "all_gather_gemm" else rows // n if fused == "gemm_reduce_scatter" else rows
 
-    def _shaped(self, graph: Graph, node: Node, shape: list[int]) -> Node:
-        if list(node.meta["val"].shape) == shape:
-            return node
-        made = graph.call_function(_aten.reshape.default, (node, shape))
-        made.meta["val"] = node.meta["val"].reshape(shape)
-        return made
-
-    def _gather(self, graph: Graph, node: Node) -> str:
+    def _gather(self, graph: Graph, node: Node) -> str | None:
         given: tuple[Any, ...] = node.args
         x, *sizes, group = given
         wait = self._of_the_group(node, group, sizes)
-        _used_once(wait, "what is gathered")
-        product = next(iter(wait.users))
-        _require(product.target is _aten.mm.default and product.args[0] is wait, "no mm behind")
+        moved = self._joined(wait)
+        gathered = wait if moved is None else moved.result
+        between: list[Node] = [] if moved is None else [*moved.nodes]
+        used_once(gathered, "what is gathered")
+        user = next(iter(gathered.users))
+        while user.target in VIEWS:
+            between.insert(0, user)
+            used_once(user, "what is gathered")
+            user = next(iter(user.users))
+        product, matrix = user, between[0] if between else wait
+        require(product.target is _aten.mm.default and product.args[0] is matrix, "no mm behind")
         _, weight = self._factors(product)
-        rows, depth = wait.meta["val"].shape
-        _require(rows * max(depth, product.meta["val"].shape[1]) <= MOST_ELEMENTS, "too many elements")
-        return self._put(graph, product, "all_gather_gemm", x, weight, (product, wait, node))
+        rows, depth = matrix.meta["val"].shape
+        columns = product.meta["val"].shape[1]
+        require(rows * max(depth, columns) <= MOST_ELEMENTS, "too many elements")
+        value = x.meta["val"]
+        require(value.dim() == 2 or value.is_contiguous(), "what is gathered would be copied first")
+        require(value.shape[-1] == depth, "columns are gathered")
+        require(moved is None or moved.joined < value.dim() - 1, "columns are gathered")
+        shape = list(value.shape)
+        with graph.inserting_before(product):
+            x = shaped(graph, x, [rows // self._comm.world_size, depth])
+        replaced = (product, *between, wait, node)
+        return self._put(
+            graph, product, "all_gather_gemm", x, weight, replaced, (shape, moved.joined) if moved else None
+        )
+
+    def _joined(self, wait: Node) -> Moved | None:
+        """What puts the ranks' parts together along another dimension than the first."""
+        n = self._comm.world_size
+        cats = {user for part in wait.users for user in (part, *part.users, *(u for v in part.users for u in v.users))}
+        found = [moved for cat in cats if (moved := moved_by(cat, n)) is not None and moved.source is wait]
+        if len(found) != 1 or any(user not in found[0].nodes for user in wait.users):
+            return None
+        require(found[0].cut == 0, "what is gathered is cut otherwise")
+        return found[0]
 
     def _of_the_group(self, node: Node, group: object, sizes: list[Any]) -> Node:
         n = self._comm.world_size
-        _require(n <= MOST_RANKS, f"more than {MOST_RANKS} ranks")
-        _require(group == self._group and all(size == n for size in sizes), "another group")
-        _used_once(node, "the collective")
+        require(n <= MOST_RANKS, f"more than {MOST_RANKS} ranks")
+        require(group == self._group and all(size == n for size in sizes), "another group")
+        used_once(node, "the collective")
         wait = next(iter(node.users))
-        _require(wait.target is torch.ops._c10d_functional.wait_tensor.default, "nobody waits for it")
+        require(wait.target is torch.ops._c10d_functional.wait_tensor.default, "nobody waits for it")
         return wait
 
     def _check(self, value: torch.Tensor) -> None:
-        _require(all(isinstance(size, int) for size in value.shape), "dynamic shapes")
-        _require(value.numel() > 0, "no elements")
-        _require(value.dtype in FLOATS, f"dtype {value.dtype}")
-        _require(value.device.type == self._comm.device.type, f"device {value.device}")
+        require(all(isinstance(size, int) for size in value.shape), "dynamic shapes")
+        require(value.numel() > 0, "no elements")
+        require(value.dtype in FLOATS, f"dtype {value.dtype}")
+        require(value.device.type == self._comm.device.type, f"device {value.device}")
 
     def _factors(self, product: Node) -> tuple[Any, Any]:
         factors: tuple[Any, ...] = product.args
@@ -203,17 +244,28 @@ class Fusion(CustomGraphPass):
             self._check(factor.meta["val"])
         x, weight = factors
         is_in_rows = x.meta["val"].stride(1) == 1 and weight.meta["val"].stride(0) == 1
-        _require(is_in_rows, "a factor would be copied first")
+        require(is_in_rows, "a factor would be copied first")
         return x, weight
 
-    def _put(self, graph: Graph, last: Node, fused: str, x: Any, weight: Any, replaced: tuple[Node, ...]) -> str:
+    def _put(
+        self,
+        graph: Graph,
+        last: Node,
+        fused: str,
+        x: Any,
+        weight: Any,
+        replaced: tuple[Node, ...],
+        joined: tuple[list[int], int] | None = None,
+    ) -> str:
+        """``joined``: the shape of a rank's part, and along which dimension rows of ranks are put together."""
         overload = getattr(torch.ops.sidelane, fused).default
         with graph.inserting_before(last):
-            rows = graph.call_function(_aten.permute.default, (weight, [1, 0]))
-            rows.meta["val"] = weight.meta["val"].t()
+            rows = call(graph, _aten.permute.default, weight, [1, 0])
             put = graph.call_function(overload, (self._number, x, rows))
             put.meta["val"] = last.meta["val"].new_empty(self._result_rows(fused, x), weight.meta["val"].shape[1])
-            put = self._shaped(graph, put, list(last.meta["val"].shape))
+            if joined is not None:
+                put = front_to_cut(graph, put, *joined, self._comm.world_size)
+            put = shaped(graph, put, list(last.meta["val"].shape))
         last.replace_all_uses_with(put)
         for node in replaced:
             graph.erase_node(node)
@@ -223,12 +275,3 @@ class Fusion(CustomGraphPass):
 def _collective_of(node: Node) -> str | None:
     known = {getattr(torch.ops._c10d_functional, name).default: name for name in _COLLECTIVES}
     return known.get(node.target) if node.op == "call_function" else None
-
-
-def _used_once(node: Node, what: str) -> None:
-    _require(len(node.users) == 1, f"{what} is used {len(node.users)} times")
-
-
-def _require(condition: bool, reason: str) -> None:
-    if not condition:
-        raise _Unfit(reason)

@@ -12,11 +12,12 @@ Where nothing has taken it apart, as on GPUs without Inductor, the norm is one o
 from __future__ import annotations
 
 import dataclasses
-import operator
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
+
+from sidelane.ops.fusion_graph import call, require
 
 _aten = torch.ops.aten
 _TO_DTYPE = (torch.ops.prims.convert_element_type.default, _aten._to_copy.default)
@@ -33,7 +34,8 @@ class Norm:
         eps: what the mean of squares gets.
         total: the sum that is normalised, which others may use.
         result: of the norm.
-        between: nodes between both, last first, used by nobody else.
+        between: nodes between both, last first. Gradients may need the reciprocal root, which then stays, of the total.
+        scale: the reciprocal root where it is a second result of the norm, and needed.
     """
 
     residual: Node | None
@@ -42,10 +44,32 @@ class Norm:
     total: Node
     result: Node
     between: tuple[Node, ...]
+    scale: Node | None = None
+
+    def take_out(self, graph: Graph) -> None:
+        """Erase what nobody uses, once others have what total and result were."""
+        if self.scale is not None:
+            with graph.inserting_before(self.scale):
+                wide = self.scale.args[0].args[0]  # type: ignore[union-attr]
+                if _dtype(wide) != torch.float32:  # type: ignore[arg-type]
+                    wide = call(graph, torch.ops.prims.convert_element_type.default, wide, torch.float32)
+                mean = call(graph, _aten.mean.dim, call(graph, _aten.pow.Tensor_Scalar, wide, 2), [-1], True)
+                scale = call(graph, _aten.rsqrt.default, call(graph, _aten.add.Tensor, mean, self.eps))
+                if _dtype(scale) != _dtype(self.scale):
+                    scale = call(graph, torch.ops.prims.convert_element_type.default, scale, _dtype(self.scale))
+            self.scale.replace_all_uses_with(scale)
+            graph.erase_node(self.scale)
+        for one in (self.result, *self.between):
+            if not one.users:
+                graph.erase_node(one)
 
 
 def norm_behind(came: Node) -> Norm | None:
-    """The norm of ``came``, the result of a collective, with a residual or without; None if there is none."""
+    """The norm of ``came``, the result of a collective, with a residual or without; None if there is none.
+
+    Raises:
+        UnfitError: there is one, of which more is needed than a total and a reciprocal root.
+    """
     found = _norm_of(came, None)
     total = _only(came, _aten.add.Tensor)
     if found is not None or total is None or total.kwargs:
@@ -64,24 +88,23 @@ def _norm_of(total: Node, residual: Node | None) -> Norm | None:
     for wide in wides:
         squares = [user for user in wide.users if user.target is _aten.pow.Tensor_Scalar and user.args[1] == 2]
         for square in squares:
-            mean = _only(square, _aten.mean.dim)
-            shifted = None if mean is None or not _is_of_rows(mean) else _only(mean, *_ADD)
-            scale = None if shifted is None or shifted.kwargs else _only(shifted, _aten.rsqrt.default)
-            normal = None if scale is None else _only(scale, _aten.mul.Tensor)
-            if mean is None or shifted is None or scale is None or normal is None:
+            mean = _one(square, _aten.mean.dim)
+            shifted = None if mean is None or not _is_of_rows(mean) else _one(mean, *_ADD)
+            scale = None if shifted is None or shifted.kwargs else _one(shifted, _aten.rsqrt.default)
+            if mean is None or shifted is None or scale is None or not isinstance(shifted.args[1], float):
                 continue
-            eps = shifted.args[1]
-            if not isinstance(eps, float) or set(normal.all_input_nodes) != {wide, scale}:
+            normals = [one for one in scale.users if one.target is _aten.mul.Tensor]
+            normals = [one for one in normals if set(one.all_input_nodes) == {wide, scale}]
+            if len(normals) != 1:
                 continue
-            if wide is not total and set(wide.users) != {square, normal}:
-                continue
-            between, last = [scale, shifted, mean, square], normal
-            if wide is not total:
-                between.append(wide)
+            (last,) = normals
+            between = [scale, shifted, mean, square] if wide is total else [scale, shifted, mean, square, wide]
+            require(len(last.users) == 1, "what is normalised is kept, say for gradients")
             rounded = _rounded(last, dtype)
             if rounded is not None:
                 between.insert(0, last)
                 last = rounded
+                require(len(last.users) == 1, "what is normalised is kept, say for gradients")
             scaled = _only(last, _aten.mul.Tensor)
             weights = [] if scaled is None else [part for part in scaled.all_input_nodes if part is not last]
             if scaled is None or len(weights) != 1 or _kind(weights[0]) != (torch.Size([width]), dtype):
@@ -94,28 +117,34 @@ def _norm_of(total: Node, residual: Node | None) -> Norm | None:
                     continue
                 between.insert(0, last)
                 last = rounded
-            return Norm(residual, weights[0], eps, total, last, tuple(between))
+            return Norm(residual, weights[0], shifted.args[1], total, last, tuple(between))
     return None
 
 
 def _whole_norm(total: Node, residual: Node | None, weighted: tuple[torch.Size, torch.dtype]) -> Norm | None:
-    """The norm as one operator whose second result, for gradients, nobody uses; by a weight of such a kind."""
+    """The norm as one operator, by a weight of such a kind."""
     for user in total.users:
         if user.target is not _aten._fused_rms_norm.default or user.args[0] is not total:
             continue
         given: tuple[Any, ...] = user.args
         _, shape, weight, eps = given
-        result = _only(user, operator.getitem)
-        if result is None or result.args[1] != 0 or list(shape) != list(weighted[0]):
+        results = {one.args[1]: one for one in user.users}
+        if len(results) != len(user.users) or 0 not in results or list(shape) != list(weighted[0]):
             continue
         if isinstance(weight, Node) and _kind(weight) == weighted and isinstance(eps, float):
-            return Norm(residual, weight, eps, total, result, (user,))
+            return Norm(residual, weight, eps, total, results[0], (user,), results.get(1))
     return None
 
 
 def _rounded(node: Node, dtype: torch.dtype) -> Node | None:
     user = _only(node, *_TO_DTYPE)
     return user if user is not None and dtype != torch.float32 and _converts(user, dtype) else None
+
+
+def _one(node: Node, *targets: object) -> Node | None:
+    """The only one of its users that is such a call, whoever else there is."""
+    found = [user for user in node.users if user.target in targets]
+    return found[0] if len(found) == 1 else None
 
 
 def _only(node: Node, *targets: object) -> Node | None:

@@ -22,10 +22,13 @@ without the own part, ``output`` [N * M, H].
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
 
+from sidelane.choice.fused import FUSED, SPLIT
 from sidelane.collectives import Communicator
 from sidelane.device.context import (
     arrive_acq_rel,
@@ -41,10 +44,11 @@ from sidelane.device.context import (
 )
 from sidelane.device.stamps import COMPUTE, END, SEND, WAIT, stamp
 from sidelane.ops import reference
-from sidelane.ops.auto import AUTO, check_method, is_fused
-from sidelane.ops.gemm import MOST_ELEMENTS, TileSizes, tile_at, tile_product
-from sidelane.ops.gemm_reduce import check_operands
+from sidelane.ops.auto import AUTO, check_method, method_of, options_of
+from sidelane.ops.gemm import TileSizes, tile_at, tile_product
 from sidelane.ops.handle import FLOATS, INTERPRETED, kept, programs_of, telling_refusals
+from sidelane.ops.operands import MOST_ELEMENTS, check_operands
+from sidelane.ops.split_gather_gemm import handle_of, split_all_gather_gemm
 from sidelane.ops.timeline import stamps_of
 
 NAME = "all_gather_gemm"
@@ -156,7 +160,8 @@ def all_gather_gemm(
         x: this rank's rows, [M, K]; neighbours in a row are neighbours in memory. As many on each rank.
         weight: this rank's rows, [H, K], of x's dtype: float32, float16 or bfloat16. As many on each rank.
         tiles: how the product is cut.
-        method: ``fused``, ``unfused``, or ``auto``: unfused where that was measured to be faster (``ops.explain``).
+        method: ``fused``; ``split``, that is :func:`split_all_gather_gemm`; ``unfused``; or ``auto``: the fastest one
+            (``ops.explain`` says which, and why).
 
     Returns:
         Rows of all ranks, [N * M, H].
@@ -171,9 +176,16 @@ def all_gather_gemm(
         check_operands(NAME, comm, x, weight)
     (rows, depth), columns, dtype = x.shape, weight.shape[0], weight.dtype
     key = (NAME, rows, depth, columns, dtype, tiles)
-    handle = kept(comm, key, lambda: AllGatherGemm(comm, rows, depth, columns, dtype, tiles=tiles))
-    if is_fused(comm, NAME, method, key, (rows, depth, columns)):
-        return handle(x, weight)
+
+    def handle(_: int = 0) -> AllGatherGemm:
+        return kept(comm, key, lambda: AllGatherGemm(comm, rows, depth, columns, dtype, tiles=tiles))
+
+    make: dict[str, Callable[[int], object]] = {FUSED: handle, SPLIT: lambda pieces: handle_of(comm, x, pieces)}
+    found = method_of(comm, NAME, method, key, (rows, depth, columns), dtype.itemsize, make)
+    if found.method == FUSED:
+        return handle()(x, weight)
+    if found.method == SPLIT:
+        return split_all_gather_gemm(comm, x, weight, **options_of(found))
     return reference.all_gather_gemm(comm, x, weight)
 
 

@@ -4,8 +4,8 @@
 """gemm_all_to_all: the last GEMM of experts, whose tiles go to the ranks of their tokens as they are finished.
 
 Equivalent: ``y = x @ weight.T``, then an all-to-all with split sizes (``reference.gemm_all_to_all``; the fused
-operators paper, section III). How many rows go from whom to whom is known on the device only, so that routing may
-change without the host, and inside of a graph.
+operators paper, section III). How many rows go from whom to whom may be known on the device only, so that routing may
+change without the host, and inside of a graph. Without a weight rows go as they are (``rows``).
 
 Any block of two ranks, ``remote_first``::
 
@@ -18,18 +18,21 @@ Example: 2 ranks, counts [[2, 3], [1, 0]]: of the five rows of rank 0 the first 
 to 2 of rank 1; the one row of rank 1 becomes row 2 of rank 0.
 
 Legend: N ranks; K columns of ``x``; H columns of the result; C rows that an output has room for; a tile is ROWS rows
-and COLS columns, of products over DEPTH columns of ``x`` at a time. ``x`` [rows, K], ``weight`` [H, K], ``outputs``
-[C, H], ``counts`` [N, N].
+and COLS columns, of products over DEPTH columns of ``x`` at a time; E experts of a rank. ``x`` [rows, K], ``weight``
+[E, H, K], ``outputs`` [C, H], ``counts`` [N, N, E]: rows for a rank are those of its first expert, then the next.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
 import triton
 import triton.language as tl
+from torch.nn import functional
 
+from sidelane.choice.fused import FUSED, SPLIT, UNFUSED
 from sidelane.collectives import Communicator
 from sidelane.device import layout
 from sidelane.device.context import (
@@ -45,25 +48,22 @@ from sidelane.device.context import (
     world_size_of,
 )
 from sidelane.device.stamps import COMPUTE, END, SEND, WAIT, stamp
-from sidelane.ops import reference
-from sidelane.ops.auto import AUTO, check_method, is_fused
+from sidelane.ops.auto import AUTO, check_method, method_of, options_of
 from sidelane.ops.handle import (
     FLOATS,
     INTERPRETED,
-    ORDERS,
     REMOTE_FIRST,
-    check_choice,
-    check_tensor,
     kept,
     power_of_two,
     programs_of,
     telling_refusals,
 )
+from sidelane.ops.operands import Counts, check_most_rows, check_rows, check_weight, on_both_sides
+from sidelane.ops.split_gemm import split_gemm_all_to_all
 from sidelane.ops.timeline import stamps_of
 
 NAME = "gemm_all_to_all"
 MAX_RANKS = tl.constexpr(layout.MAX_RANKS)
-MOST_ELEMENTS = 1 << 40
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -105,6 +105,10 @@ class TileSizes:
                 raise ValueError(f"TileSizes: {name} (value={value}, allowed={text} {least})")
 
 
+ROW_TILES = TileSizes(rows=32, depth=16, stages=1, per_unit=2)
+"""Of rows that go as they are."""
+
+
 class GemmAllToAll:
     """The flags, counters and output of :func:`gemm_all_to_all` for one shape. Collective: alike on all ranks.
 
@@ -113,7 +117,7 @@ class GemmAllToAll:
         most_rows: that any rank gets in a call.
         columns: H, of the result.
         dtype: of x, weight and result: float32, float16 or bfloat16.
-        tiles: how the product is cut.
+        tiles: how the product, or the rows, are cut.
 
     Raises:
         ValueError, TypeError: a size or dtype that there is not.
@@ -126,7 +130,7 @@ class GemmAllToAll:
     ) -> None:
         self.comm, self.most_rows, self.columns, self.dtype = comm, most_rows, columns, dtype
         with telling_refusals(comm, NAME):
-            _check_sizes(most_rows, columns)
+            check_most_rows(NAME, most_rows, columns)
             if dtype not in FLOATS:
                 raise TypeError(f"{NAME}: dtype (value={dtype}, allowed={', '.join(map(str, FLOATS))})")
         self._tiles = tiles or TileSizes.of(dtype)
@@ -137,14 +141,18 @@ class GemmAllToAll:
         self._kernel = comm.load_kernel(_gemm_all_to_all, flags=2)
 
     def __call__(
-        self, x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor, *, order: str = REMOTE_FIRST
+        self, x: torch.Tensor, weight: torch.Tensor | None, counts: torch.Tensor, *, order: str = REMOTE_FIRST
     ) -> torch.Tensor:
-        """Run it. Arguments, result and errors as of :func:`gemm_all_to_all`."""
+        """Run it. Arguments, result and errors as of :func:`gemm_all_to_all`; no weight sends rows as they are."""
         comm, tiles = self.comm, self._tiles
         with telling_refusals(comm, NAME):
-            _check(comm, x, weight, counts, self.most_rows, order)
-            if (weight.shape[0], weight.dtype) != (self.columns, self.dtype):
-                given, allowed = f"{weight.shape[0]}, {weight.dtype}", f"{self.columns}, {self.dtype}"
+            experts = weight.shape[0] if weight is not None and weight.dim() == 3 else None
+            check_rows(NAME, comm, x, counts, self.most_rows, order, experts)
+            if weight is not None:
+                check_weight(NAME, comm, x, weight, self.most_rows)
+            columns = x.shape[1] if weight is None else weight.shape[-2]
+            if (columns, x.dtype) != (self.columns, self.dtype):
+                given, allowed = f"{columns}, {x.dtype}", f"{self.columns}, {self.dtype}"
                 raise ValueError(f"{NAME}: a handle for another shape (value={given}, allowed={allowed})")
         stamps, stamped = stamps_of(comm, self._programs)
         self._kernel.launch(
@@ -158,10 +166,12 @@ class GemmAllToAll:
             x.shape[1],
             self.columns,
             x.stride(0),
-            weight.stride(0),
+            0 if weight is None else weight.stride(-2),
+            experts or 1,
+            weight.stride(0) if weight is not None and experts else 0,
             self.most_rows,
             stamps,
-            alike=stamped.strip(),
+            alike=f"{experts or 1} experts{stamped}",
             ROWS=tiles.rows,
             COLS=tiles.columns,
             DEPTH=tiles.depth,
@@ -171,17 +181,11 @@ class GemmAllToAll:
             WIDE=INTERPRETED or self.dtype == torch.float32,
             DTYPE=getattr(tl, str(self.dtype).removeprefix("torch.")),
             REMOTE_FIRST=order == REMOTE_FIRST,
+            EP=power_of_two(experts or 1),
             num_warps=tiles.warps,
             num_stages=tiles.stages,
         )
         return self._output
-
-    def unfused(self, x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """The same, unfused, into a tensor of its own. The host reads the counts, so that no graph can have it."""
-        came = reference.gemm_all_to_all(self.comm, x, weight, counts.tolist())[: self.most_rows]
-        result = x.new_zeros(self.most_rows, self.columns)
-        result[: came.shape[0]] = came
-        return result
 
     def close(self) -> None:
         """Let go of flags, once this rank's calls have ended. Idempotent, and no collective."""
@@ -192,7 +196,7 @@ def gemm_all_to_all(
     comm: Communicator,
     x: torch.Tensor,
     weight: torch.Tensor,
-    counts: torch.Tensor,
+    counts: Counts,
     *,
     most_rows: int,
     order: str = REMOTE_FIRST,
@@ -208,13 +212,17 @@ def gemm_all_to_all(
         comm: the ranks.
         x: rows for rank 0, for rank 1, and so on, [rows, K]; neighbours in a row are neighbours in memory. Ranks may
             have different numbers of rows; those beyond what ``counts`` says stay.
-        weight: [H, K], of x's dtype: float32, float16 or bfloat16.
-        counts: rows from rank i to rank j in row i, column j; int32 or int64, the same on all ranks. On the device
-            nobody checks them; ``Config(debug=True)`` does.
+        weight: [H, K], of x's dtype: float32, float16 or bfloat16. Or of up to 64 experts, [E, H, K], as many on each
+            rank: rows for a rank are those of the first expert, then those of the next. These are fused only.
+        counts: rows from rank i to rank j in row i, column j, [N, N], of several experts [N, N, E]; int32 or int64, the
+            same on all ranks. On the device nobody reads them but the kernel, and nobody checks them;
+            ``Config(debug=True)`` does. Or on the host, as lists (on GPUs also a tensor of the CPU), on all ranks: then
+            ``split`` is a way, too.
         most_rows: that any rank gets, the same on all ranks and in all calls of a shape. What is beyond is left out.
         order: ``remote_first``: tiles for peers come first; ``oblivious``: tiles in the order of ranks.
         tiles: how the product is cut.
-        method: ``fused``, ``unfused``, or ``auto``: unfused where that was measured to be faster (``ops.explain``).
+        method: ``fused``; ``split``, that is :func:`split_gemm_all_to_all`, which no graph can have; ``unfused``, a
+            product and :func:`all_to_all_rows`; or ``auto``: the fastest one (``ops.explain`` says which, and why).
 
     Returns:
         [most_rows, H]: rows from rank 0, from rank 1, and so on; behind them what was there. The next call of this
@@ -226,45 +234,40 @@ def gemm_all_to_all(
         MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """
     with telling_refusals(comm, NAME):
-        check_method(comm, NAME, method, unfused_syncs=True)
-        _check(comm, x, weight, counts, most_rows, order)
-    columns, dtype = weight.shape[0], weight.dtype
+        check_method(comm, NAME, method)
+        table, counts = on_both_sides(NAME, comm, counts)
+        experts = weight.shape[0] if isinstance(weight, torch.Tensor) and weight.dim() == 3 else None
+        if method == SPLIT and table is None:
+            raise ValueError(f"{NAME}: counts with method {SPLIT} (value=on the device, allowed=on the host)")
+        if experts is not None and method not in (AUTO, FUSED):
+            raise ValueError(f"{NAME}: method with several experts (value={method}, allowed={AUTO}, {FUSED})")
+        check_rows(NAME, comm, x, counts, most_rows, order, experts)
+        check_weight(NAME, comm, x, weight, most_rows)
+    columns, dtype = weight.shape[-2], weight.dtype
     key = (NAME, most_rows, columns, dtype, tiles)
-    handle = kept(comm, key, lambda: GemmAllToAll(comm, most_rows, columns, dtype, tiles=tiles))
-    if is_fused(comm, NAME, method, key, (most_rows, x.shape[1], columns), unfused_syncs=True):
-        return handle(x, weight, counts, order=order)
-    return handle.unfused(x, weight, counts)
+
+    def handle(_: int = 0) -> GemmAllToAll:
+        return kept(comm, key, lambda: GemmAllToAll(comm, most_rows, columns, dtype, tiles=tiles))
+
+    make: dict[str, Callable[[int], object]]
+    make = {FUSED: handle, UNFUSED: lambda _: rows_handle(comm, most_rows, columns, dtype)}
+    without = (SPLIT, UNFUSED) if experts is not None else (SPLIT,) if table is None else ()
+    known = (*key, without)
+    sizes = most_rows, x.shape[1], columns
+    found = method_of(comm, NAME, method, known, sizes, dtype.itemsize, make, without=without)
+    if found.method == FUSED:
+        return handle()(x, weight, counts, order=order)
+    if found.method == SPLIT:
+        assert table is not None
+        most = max(most_rows, power_of_two(max(map(sum, (*table, *zip(*table, strict=True))))))  # few shapes
+        return split_gemm_all_to_all(comm, x, weight, table, most_rows=most, **options_of(found))[:most_rows]
+    return rows_handle(comm, most_rows, columns, dtype)(functional.linear(x, weight), None, counts, order=order)
 
 
-def _check_sizes(most_rows: int, columns: int) -> None:
-    if most_rows < 1 or columns < 1 or most_rows * columns > MOST_ELEMENTS:
-        allowed = f"1 and more, {MOST_ELEMENTS} together"
-        raise ValueError(f"{NAME}: most_rows, columns of the result (value={most_rows}, {columns}, allowed={allowed})")
-
-
-def _check(comm: Communicator, x: object, weight: object, counts: object, most_rows: int, order: str) -> None:
-    check_choice(NAME, "order", order, ORDERS)
-    check_tensor(NAME, "weight", weight, comm.device, FLOATS, (2,))
-    assert isinstance(weight, torch.Tensor)
-    check_tensor(NAME, "x", x, comm.device, (weight.dtype,), (2,))
-    check_tensor(NAME, "counts", counts, comm.device, (torch.int32, torch.int64), (2,))
-    assert isinstance(x, torch.Tensor)
-    assert isinstance(counts, torch.Tensor)
-    _check_sizes(most_rows, weight.shape[0])
-    n = comm.world_size
-    if counts.shape != (n, n) or not counts.is_contiguous():
-        raise ValueError(f"{NAME}: shape of counts (value={tuple(counts.shape)}, allowed={(n, n)}, contiguous)")
-    if x.shape[1] != weight.shape[1] or not x.shape[1]:
-        raise ValueError(f"{NAME}: columns of x (value={x.shape[1]}, allowed={weight.shape[1]}, those of the weight)")
-    for what, tensor in (("weight", weight), ("x", x)):
-        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-            raise ValueError(f"{NAME}: neighbours in a row of {what} lie apart (value={tensor.stride()}, allowed=1)")
-    if comm.config.debug:
-        table = counts.tolist()
-        sent, got = sum(table[comm.rank]), max(map(sum, zip(*table, strict=True)))
-        if min(map(min, table)) < 0 or sent > x.shape[0] or got > most_rows:
-            given, allowed = f"{sent} sent, {got} to one rank", f"up to {x.shape[0]}, up to {most_rows}"
-            raise ValueError(f"{NAME}: counts (value={given}, allowed={allowed}, none negative)")
+def rows_handle(comm: Communicator, most_rows: int, columns: int, dtype: torch.dtype) -> GemmAllToAll:
+    """What sends rows as they are, kept for a shape; made by all ranks together where it is new."""
+    key = (NAME, "rows", most_rows, columns, dtype)
+    return kept(comm, key, lambda: GemmAllToAll(comm, most_rows, columns, dtype, tiles=ROW_TILES))
 
 
 @triton.jit
@@ -301,44 +304,53 @@ def tile_at(number, row_tiles, across, GROUP: tl.constexpr):
 
 @triton.jit
 def _gemm_all_to_all(
-    context, outputs, counters, x, weight, counts, rows, depth, columns, x_stride, weight_stride, most_rows, stamps,
+    context, outputs, counters, x, weight, counts, rows, depth, columns, x_stride, weight_stride,
+    experts, expert_stride, most_rows, stamps,
     ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, WHOLE: tl.constexpr,
-    ALIGNED: tl.constexpr, WIDE: tl.constexpr, DTYPE: tl.constexpr, REMOTE_FIRST: tl.constexpr,
+    ALIGNED: tl.constexpr, WIDE: tl.constexpr, DTYPE: tl.constexpr, REMOTE_FIRST: tl.constexpr, EP: tl.constexpr,
 ):  # fmt: skip
     generation = begin(context)
     rank, ranks = rank_of(context), world_size_of(context)
     program, programs = tl.program_id(0), tl.num_programs(0)
     if first_relaxed(counters):
         signal_all_release(context, 0, generation)  # ready
-    lane = tl.arange(0, MAX_RANKS)
-    sent = tl.load(counts + rank * ranks + lane, mask=lane < ranks, other=0).to(tl.int32)
+    lane, kind = tl.arange(0, MAX_RANKS)[:, None], tl.arange(0, EP)[None, :]
+    known = (lane < ranks) & (kind < experts)
+    sent = tl.load(counts + (rank * ranks + lane) * experts + kind, mask=known, other=0).to(tl.int32)
     across = tl.cdiv(columns, COLS)
-    number = program  # of a tile, among those for one rank
+    number = program  # of a tile, among those of one expert for one rank
     for turn in range(ranks):
         peer = (rank + 1 + turn) % ranks if REMOTE_FIRST else turn
-        came = tl.load(counts + lane * ranks + peer, mask=lane < ranks, other=0).to(tl.int32)
-        count = tl.sum(tl.where(lane == peer, sent, 0))
-        first = tl.sum(tl.where(lane < peer, sent, 0))
-        to = tl.sum(tl.where(lane < rank, came, 0))
-        row_tiles = tl.cdiv(count, ROWS)
-        tiles = row_tiles * across
-        if number < tiles:
-            stamp(stamps, WAIT, peer)
-            wait_acquire(context, peer, 0, generation)
-        while number < tiles:
-            row_tile, column_tile = tile_at(number, row_tiles, across, GROUP)
-            row = row_tile * ROWS + tl.arange(0, ROWS)
-            column = column_tile * COLS + tl.arange(0, COLS)
-            row_mask = (row < count) & (first + row < rows) & (to + row < most_rows)
-            stamp(stamps, COMPUTE, peer)
-            values = tile_product(x, weight, first + row, column, row_mask, depth, x_stride, weight_stride, columns,
-                                  ROWS, COLS, DEPTH, WHOLE, WIDE)  # fmt: skip
-            place = (to + row).to(tl.int64)[:, None] * columns + column[None, :]
-            stamp(stamps, SEND, peer)
-            put_weak(outputs, peer, place, values.to(DTYPE), row_mask[:, None] & (column < columns)[None, :],
-                     ALIGNED)  # fmt: skip
-            number += programs
-        number -= tiles
+        came = tl.load(counts + (lane * ranks + peer) * experts + kind, mask=known, other=0).to(tl.int32)
+        for expert in range(experts):
+            before = (lane == peer) & (kind < expert)
+            count = tl.sum(tl.where((lane == peer) & (kind == expert), sent, 0))
+            first = tl.sum(tl.where((lane < peer) | before, sent, 0))
+            to = tl.sum(tl.where(lane < rank, came, 0)) + tl.sum(tl.where(before, sent, 0))
+            row_tiles = tl.cdiv(count, ROWS)
+            tiles = row_tiles * across
+            if number < tiles:
+                stamp(stamps, WAIT, peer)
+                wait_acquire(context, peer, 0, generation)
+            while number < tiles:
+                row_tile, column_tile = tile_at(number, row_tiles, across, GROUP)
+                row = row_tile * ROWS + tl.arange(0, ROWS)
+                column = column_tile * COLS + tl.arange(0, COLS)
+                row_mask = (row < count) & (first + row < rows) & (to + row < most_rows)
+                stamp(stamps, COMPUTE, peer)
+                if weight is None:
+                    inside = row_mask[:, None] & (column < columns)[None, :]
+                    values = tl.load(x + (first + row).to(tl.int64)[:, None] * x_stride + column[None, :], mask=inside)
+                else:
+                    own = weight + (rank.to(tl.int64) * 0 + expert) * expert_stride
+                    values = tile_product(x, own, first + row, column, row_mask, depth, x_stride, weight_stride,
+                                          columns, ROWS, COLS, DEPTH, WHOLE, WIDE)  # fmt: skip
+                place = (to + row).to(tl.int64)[:, None] * columns + column[None, :]
+                stamp(stamps, SEND, peer)
+                put_weak(outputs, peer, place, values.to(DTYPE), row_mask[:, None] & (column < columns)[None, :],
+                         ALIGNED)  # fmt: skip
+                number += programs
+            number -= tiles
     stamp(stamps, WAIT)
     if arrive_acq_rel(counters + 1, programs):
         tl.store(counters, 0)

@@ -33,6 +33,7 @@ import torch
 import triton
 import triton.language as tl
 
+from sidelane.choice.fused import FUSED, SPLIT
 from sidelane.collectives import Communicator
 from sidelane.device.context import (
     barrier_acq_rel,
@@ -48,19 +49,11 @@ from sidelane.device.context import (
 )
 from sidelane.device.stamps import ADD, COMPUTE, END, SEND, WAIT, stamp
 from sidelane.ops import reference
-from sidelane.ops.auto import AUTO, check_method, is_fused
-from sidelane.ops.gemm import MOST_ELEMENTS, TileSizes, tile_at, tile_product
-from sidelane.ops.handle import (
-    FLOATS,
-    INTERPRETED,
-    ORDERS,
-    REMOTE_FIRST,
-    check_choice,
-    check_tensor,
-    kept,
-    programs_of,
-    telling_refusals,
-)
+from sidelane.ops.auto import AUTO, check_method, method_of, options_of
+from sidelane.ops.gemm import TileSizes, tile_at, tile_product
+from sidelane.ops.handle import FLOATS, INTERPRETED, REMOTE_FIRST, kept, programs_of, telling_refusals
+from sidelane.ops.operands import check_operands, check_sizes
+from sidelane.ops.split_gemm_reduce import split_gemm_all_reduce, split_gemm_reduce_scatter
 from sidelane.ops.timeline import stamps_of
 
 SCATTER, ALL = "gemm_reduce_scatter", "gemm_all_reduce"
@@ -177,7 +170,8 @@ def gemm_reduce_scatter(
         weight: this rank's columns, [H, K], of x's dtype: float32, float16 or bfloat16.
         order: ``remote_first``: tiles for peers come first; ``oblivious``: tiles in the order of ranks.
         tiles: how the product is cut.
-        method: ``fused``, ``unfused``, or ``auto``: unfused where that was measured to be faster (``ops.explain``).
+        method: ``fused``; ``split``, that is :func:`split_gemm_reduce_scatter` or :func:`split_gemm_all_reduce`, which
+            no graph can have; ``unfused``; or ``auto``: the fastest one (``ops.explain`` says which, and why).
 
     Returns:
         This rank's rows, [M / N, H].
@@ -225,36 +219,17 @@ def _reduced(
         check_operands(name, comm, x, weight, order, scatters=not gathers)
     rows, columns, dtype = x.shape[0], weight.shape[0], weight.dtype
     key = (name, rows, columns, dtype, tiles)
-    handle = kept(comm, key, lambda: GemmReduce(comm, rows, columns, dtype, gathers=gathers, tiles=tiles))
-    if is_fused(comm, name, method, key, (rows, x.shape[1], columns)):
-        return handle(x, weight, order=order)
+
+    def handle(_: int = 0) -> GemmReduce:
+        return kept(comm, key, lambda: GemmReduce(comm, rows, columns, dtype, gathers=gathers, tiles=tiles))
+
+    found = method_of(comm, name, method, key, (rows, x.shape[1], columns), dtype.itemsize, {FUSED: handle})
+    if found.method == FUSED:
+        return handle()(x, weight, order=order)
+    if found.method == SPLIT:
+        split = split_gemm_all_reduce if gathers else split_gemm_reduce_scatter
+        return split(comm, x, weight, **options_of(found))
     return (reference.gemm_all_reduce if gathers else reference.gemm_reduce_scatter)(comm, x, weight)
-
-
-def check_sizes(name: str, comm: Communicator, rows: int, columns: int, *, scatters: bool) -> None:
-    """Refuse sizes that no product has, or that cannot be scattered. Raises ValueError."""
-    if rows < 1 or columns < 1 or rows * columns > MOST_ELEMENTS:
-        allowed = f"1 and more, {MOST_ELEMENTS} together"
-        raise ValueError(f"{name}: rows of x, columns of the result (value={rows}, {columns}, allowed={allowed})")
-    if scatters and rows % comm.world_size:
-        raise ValueError(f"{name}: rows of x (value={rows}, allowed=multiples of {comm.world_size}, the ranks)")
-
-
-def check_operands(
-    name: str, comm: Communicator, x: object, weight: object, order: str = REMOTE_FIRST, *, scatters: bool = False
-) -> None:
-    """Refuse matrices that a kernel cannot multiply. Raises ValueError or TypeError."""
-    check_choice(name, "order", order, ORDERS)
-    check_tensor(name, "weight", weight, comm.device, FLOATS, (2,))
-    assert isinstance(weight, torch.Tensor)
-    check_tensor(name, "x", x, comm.device, (weight.dtype,), (2,))
-    assert isinstance(x, torch.Tensor)
-    check_sizes(name, comm, x.shape[0], weight.shape[0], scatters=scatters)
-    if x.shape[1] != weight.shape[1] or not x.shape[1]:
-        raise ValueError(f"{name}: columns of x (value={x.shape[1]}, allowed={weight.shape[1]}, those of the weight)")
-    for what, tensor in (("weight", weight), ("x", x)):
-        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-            raise ValueError(f"{name}: neighbours in a row of {what} lie apart (value={tensor.stride()}, allowed=1)")
 
 
 @triton.jit

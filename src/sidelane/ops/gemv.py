@@ -39,6 +39,7 @@ import torch
 import triton
 import triton.language as tl
 
+from sidelane.choice.fused import UNFUSED
 from sidelane.collectives import Communicator
 from sidelane.device.context import (
     barrier_acq_rel,
@@ -52,7 +53,7 @@ from sidelane.device.context import (
 )
 from sidelane.device.stamps import ADD, COMPUTE, COPY, END, SEND, WAIT, stamp
 from sidelane.ops import reference
-from sidelane.ops.auto import check_method, is_fused
+from sidelane.ops.auto import check_method, method_of
 from sidelane.ops.handle import (
     FLOAT8S,
     FLOATS,
@@ -271,7 +272,8 @@ def gemv_all_reduce(
     options: dict[str, Any] = {"weight_dtype": weight.dtype, "schedule": schedule, "tiling": tiling}
     key = (NAME, rows, tokens, x.dtype, *options.values())
     handle = kept(comm, key, lambda: GemvAllReduce(comm, rows, tokens, x.dtype, **options))
-    if not is_fused(comm, NAME, method, key, (rows, weight.shape[1], tokens)):
+    sizes = rows, weight.shape[1], tokens
+    if method_of(comm, NAME, method, key, sizes, weight.element_size()).method == UNFUSED:
         result = reference.gemv_all_reduce(comm, weight, x, scale=scale)
         return result if out is None else out.copy_(result)
     return handle(weight, x, scale=scale, out=out, order=order)

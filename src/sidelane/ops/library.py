@@ -20,6 +20,8 @@ from torch import Tensor
 from sidelane.collectives import Communicator
 from sidelane.ops import embedding, embedding_backward, gather_gemm, gemm, gemm_reduce, gemv, reference, rms_norm
 from sidelane.ops.handle import power_of_two
+from sidelane.ops.operands import MOST_ELEMENTS
+from sidelane.ops.rows import all_to_all_rows
 
 _numbers = itertools.count(1)
 _communicators: weakref.WeakValueDictionary[int, Communicator] = weakref.WeakValueDictionary()
@@ -48,10 +50,10 @@ def row_parallel_linear(comm: int, x: Tensor, weight: Tensor) -> Tensor:
     ranks, (tokens, columns), rows = communicator(comm), x.shape, weight.shape[0]
     if 1 <= tokens <= gemv.MOST_TOKENS:
         return gemv.gemv_all_reduce(ranks, weight, x.contiguous())
-    if not 1 <= tokens * rows <= gemm.MOST_ELEMENTS:
+    if not 1 <= tokens * rows <= MOST_ELEMENTS:
         return reference.gemv_all_reduce(ranks, weight, x)
     step = max(gemv.MOST_TOKENS, power_of_two(tokens) // 16)  # each shape keeps a workspace: at most 16 an octave
-    padded = min(-(-tokens // step) * step, gemm.MOST_ELEMENTS // rows)
+    padded = min(-(-tokens // step) * step, MOST_ELEMENTS // rows)
     filled, factor = in_rows(x), in_rows(weight)
     if padded != tokens or not columns:
         filled = x.new_zeros(padded, max(1, columns))
@@ -278,23 +280,33 @@ def gemm_all_to_all(comm: int, x: Tensor, weight: Tensor, counts: Tensor, most_r
 
 @gemm_all_to_all.register_fake
 def _(comm: int, x: Tensor, weight: Tensor, counts: Tensor, most_rows: int) -> Tensor:
-    return x.new_empty(most_rows, weight.shape[0])
+    return x.new_empty(most_rows, weight.shape[-2])
 
 
 @torch.library.custom_op("sidelane::rows_back", mutates_args=())
-def rows_back(comm: int, rows: Tensor, counts: Tensor, most_rows: int) -> Tensor:
-    """The other way than ``gemm_all_to_all``: [most_rows, H], rows to the ranks they came from. The host waits."""
-    ranks, table = communicator(comm), counts.tolist()
-    sends, gets = [row[ranks.rank] for row in table], list(table[ranks.rank])
-    back = rows.new_zeros(most_rows, rows.shape[1])
-    sent = rows[: sum(sends)].contiguous()
-    ranks.all_to_all(back[: sum(gets)], sent, output_split_sizes=gets, input_split_sizes=sends)
+def rows_back(comm: int, rows: Tensor, counts: Tensor, sent: int) -> Tensor:
+    """The other way than ``gemm_all_to_all``: [sent, H], rows to the ranks they came from; zeros where none was sent.
+
+    ``rows`` has the same height on all ranks. That many may come back from each of them, which is all that ranks know
+    alike of what one has sent: so much symmetric memory it takes.
+    """
+    ranks = communicator(comm)
+    n, most = ranks.world_size, rows.shape[0]
+    back = rows.new_zeros(sent, rows.shape[1])
+    came = all_to_all_rows(ranks, in_rows(rows), counts.T.contiguous(), most_rows=n * most)
+    own, before = counts[ranks.rank], counts[: ranks.rank].sum(0)
+    ends = own.cumsum(0)
+    row = torch.arange(min(sent, n * most), device=rows.device)
+    peer = torch.searchsorted(ends, row, right=True).clamp(max=n - 1)
+    place = before[peer] + row - (ends - own)[peer]  # of a row among those that its receiver got, and had room for
+    is_there = (row < ends[-1]) & (place < most)
+    back[: len(row)] = torch.where(is_there[:, None], came[: len(row)], 0)
     return back
 
 
 @rows_back.register_fake
-def _(comm: int, rows: Tensor, counts: Tensor, most_rows: int) -> Tensor:
-    return rows.new_empty(most_rows, rows.shape[1])
+def _(comm: int, rows: Tensor, counts: Tensor, sent: int) -> Tensor:
+    return rows.new_empty(sent, rows.shape[1])
 
 
 def _all_to_all_saves(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -305,8 +317,20 @@ def _all_to_all_saves(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None
 def _all_to_all_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, counts = ctx.saved_tensors
     _, for_x, for_weight, *_ = ctx.needs_input_grad
-    back = rows_back(ctx.comm, grad, counts, x.shape[0])
-    return None, back @ weight if for_x else None, back.T @ x if for_weight else None, None, None
+    if weight.dim() == 2:
+        back = rows_back(ctx.comm, grad, counts, x.shape[0])
+        return None, back @ weight if for_x else None, back.T @ x if for_weight else None, None, None
+    back = rows_back(ctx.comm, grad, counts.sum(-1), x.shape[0])
+    ends = counts[communicator(ctx.comm).rank].reshape(-1).cumsum(0)
+    row = torch.arange(x.shape[0], device=x.device)
+    experts = weight.shape[0]
+    expert = torch.searchsorted(ends, row, right=True) % experts  # behind the last one rows are zeros
+    of_x, of_weight = torch.zeros_like(x), []
+    for number in range(experts):
+        part = torch.where((expert == number)[:, None], back, 0)
+        of_x = of_x + part @ weight[number]
+        of_weight.append(part.T @ x)
+    return None, of_x if for_x else None, torch.stack(of_weight) if for_weight else None, None, None
 
 
 gemm_all_to_all.register_autograd(_all_to_all_backward, setup_context=_all_to_all_saves)
@@ -314,4 +338,4 @@ gemm_all_to_all.register_autograd(_all_to_all_backward, setup_context=_all_to_al
 
 def in_rows(matrix: Tensor) -> Tensor:
     """One whose neighbours in a row are neighbours in memory, as kernels take it."""
-    return matrix if matrix.shape[1] <= 1 or matrix.stride(1) == 1 else matrix.contiguous()
+    return matrix if matrix.shape[-1] <= 1 or matrix.stride(-1) == 1 else matrix.contiguous()

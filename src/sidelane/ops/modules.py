@@ -140,17 +140,21 @@ class EmbeddingBagAllToAll(nn.Module):
 
 
 class ExpertCombine(nn.Module):
-    """The last linear layer of an expert on each rank, the way back of its rows, and the sum over each token's experts.
+    """The last linear layer of each rank's experts, the way back of its rows, and the sum over each token's experts.
+
+    The host never waits for the routing, forward or backward. Gradients take symmetric memory for ``most_rows`` rows
+    from each rank, and work on all rows for each expert of a rank.
 
     Args:
         comm: the ranks, open for as long as this is used.
         in_features: of a row, on all ranks.
         out_features: of a token.
         most_rows: that come to any rank, on all ranks: its tokens times their experts, with the worst routing.
+        experts: of each rank, up to 64; None for one.
         dtype: float32, float16 or bfloat16, on all ranks; None is PyTorch's default.
 
     Attributes:
-        weight: of this rank's expert, [out_features, in_features].
+        weight: of this rank's expert, [out_features, in_features]; of ``experts`` [experts, out_features, in_features].
     """
 
     def __init__(
@@ -160,21 +164,25 @@ class ExpertCombine(nn.Module):
         out_features: int,
         *,
         most_rows: int,
+        experts: int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.in_features, self.out_features, self.most_rows = in_features, out_features, most_rows
+        self.experts = experts
         self._comm = library.number_of(comm)
         bound = 1 / math.sqrt(in_features)
-        made = torch.empty(out_features, in_features, device=comm.device, dtype=dtype).uniform_(-bound, bound)
-        self.weight = nn.Parameter(made)
+        shape = (out_features, in_features) if experts is None else (experts, out_features, in_features)
+        self.weight = nn.Parameter(torch.empty(shape, device=comm.device, dtype=dtype).uniform_(-bound, bound))
 
     def forward(self, x: torch.Tensor, counts: torch.Tensor, slots: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
         """This rank's tokens.
 
         Args:
-            x: rows of this rank's expert, those for tokens of rank 0 first, then rank 1, [rows, in_features].
-            counts: rows from rank i to rank j in row i, column j; int32 or int64, on the device, alike on all ranks.
+            x: rows of this rank's experts, those for tokens of rank 0 first, then rank 1, and for a rank those of the
+                first expert, then the next; [rows, in_features].
+            counts: rows from rank i to rank j in row i, column j, with ``experts`` of each of them, [N, N, experts];
+                int32 or int64, on the device, alike on all ranks.
             slots: by which of the rows that come, those from rank 0 first, each token has its experts' results;
                 [tokens, k], int64.
             gates: what each is multiplied by, [tokens, k]; 0 where there is none.

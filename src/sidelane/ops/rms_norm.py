@@ -25,13 +25,14 @@ import torch
 import triton
 import triton.language as tl
 
+from sidelane.choice.fused import UNFUSED
 from sidelane.collectives import Communicator
 from sidelane.device.arithmetic import DTYPES
 from sidelane.device.context import begin, end, rank_of, world_size_of
 from sidelane.device.flagged import put_flagged_relaxed, wait_flagged_relaxed
 from sidelane.device.reduce_cells import elements_of, words_of
 from sidelane.ops import reference
-from sidelane.ops.auto import AUTO, check_method, is_fused
+from sidelane.ops.auto import AUTO, check_method, method_of
 from sidelane.ops.handle import FLOATS, check_tensor, kept, power_of_two, programs_of, telling_refusals
 
 NAME = "all_reduce_rms_norm"
@@ -155,7 +156,7 @@ def all_reduce_rms_norm(
     tokens, hidden = power_of_two(x.shape[0]), x.shape[1]
     key = (NAME, tokens, hidden, x.dtype)
     handle = kept(comm, key, lambda: AllReduceRmsNorm(comm, tokens, hidden, x.dtype))
-    if not is_fused(comm, NAME, method, key, (tokens, hidden)):
+    if method_of(comm, NAME, method, key, (tokens, hidden), x.element_size()).method == UNFUSED:
         y, total = reference.all_reduce_rms_norm(comm, x, residual, weight, eps=eps)
         given = (y, out), (total, residual_out)
         y, total = (made if place is None else place.copy_(made) for made, place in given)

@@ -17,8 +17,8 @@ import itertools
 import torch
 
 from sidelane.collectives import Communicator
-from sidelane.ops.gemm_reduce import check_operands
 from sidelane.ops.handle import kept, telling_refusals
+from sidelane.ops.operands import check_operands
 from sidelane.ops.split_gemm import check_pieces
 from sidelane.program.pieces import SPLIT_GATHER, parts_of, turn_program
 
@@ -86,7 +86,11 @@ def split_all_gather_gemm(
     with telling_refusals(comm, NAME):
         check_pieces(NAME, pieces)
         check_operands(NAME, comm, x, weight)
-    (rows, depth), dtype = x.shape, x.dtype
+    return handle_of(comm, x, pieces)(x, weight)
+
+
+def handle_of(comm: Communicator, x: torch.Tensor, pieces: int) -> SplitAllGatherGemm:
+    """What :func:`split_all_gather_gemm` keeps for a shape, made by all ranks together where it is new."""
+    (rows, depth), dtype, pieces = x.shape, x.dtype, pieces or 1
     key = (NAME, rows, depth, dtype, pieces)
-    handle = kept(comm, key, lambda: SplitAllGatherGemm(comm, rows, depth, dtype, pieces))
-    return handle(x, weight)
+    return kept(comm, key, lambda: SplitAllGatherGemm(comm, rows, depth, dtype, pieces))

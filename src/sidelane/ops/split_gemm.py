@@ -21,8 +21,8 @@ from collections.abc import Hashable, Sequence
 import torch
 
 from sidelane.collectives import BoundProgram, Communicator
-from sidelane.ops.gemm import MOST_ELEMENTS
 from sidelane.ops.handle import FLOATS, check_tensor, kept, telling_refusals
+from sidelane.ops.operands import MOST_ELEMENTS
 from sidelane.program.pieces import SPLIT_GEMM, going, split_program
 
 NAME = SPLIT_GEMM

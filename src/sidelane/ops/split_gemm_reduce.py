@@ -13,8 +13,8 @@ from __future__ import annotations
 import torch
 
 from sidelane.collectives import Communicator
-from sidelane.ops.gemm_reduce import check_operands
 from sidelane.ops.handle import kept, telling_refusals
+from sidelane.ops.operands import check_operands
 from sidelane.ops.split_gemm import SplitGemmAllToAll, check_pieces
 
 SCATTER, ALL = "split_gemm_reduce_scatter", "split_gemm_all_reduce"

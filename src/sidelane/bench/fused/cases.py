@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from sidelane import ops
+from sidelane.bench.fused.kept import OWN, OWN_METHOD, in_parts
 from sidelane.bench.fused.shapes import half_for_one
-from sidelane.choice.fused import FUSED
+from sidelane.choice.fused import FUSED, UNFUSED
 from sidelane.collectives import Communicator
 from sidelane.ops.gemv import ONE_SHOT, TWO_PHASE
 from sidelane.ops.handle import ORDERS
@@ -25,7 +26,7 @@ EMBEDDING_DIM = 256
 TABLE_ROWS = 1 << 14
 EPS = 1e-6
 
-NCCL, OWN = "unfused_nccl", "unfused_sidelane"
+NCCL = "unfused_nccl"
 Run = Callable[[], torch.Tensor]
 
 
@@ -99,7 +100,11 @@ def gemv(comm: Communicator, rows: int, columns: int, tokens: int) -> Case:
         expected,
         {"mm": lambda: product(y)},
         {"process group": lambda: dist.all_reduce(y), "sidelane": lambda: comm.all_reduce(symmetric)},
-        {(NCCL, "mm, process group"): through_group, (OWN, "mm, sidelane"): through_ours},
+        {
+            (NCCL, "mm, process group"): through_group,
+            (OWN, "mm, sidelane"): through_ours,
+            (OWN, OWN_METHOD): lambda: ops.gemv_all_reduce(comm, weight, x, method=UNFUSED),
+        },
         fused,
     )
 
@@ -148,7 +153,11 @@ def rms_norm(comm: Communicator, tokens: int, hidden: int) -> Case:
             "process group": lambda: dist.all_reduce(summed),
             "sidelane": lambda: comm.all_reduce(symmetric, output=total),
         },
-        {(NCCL, "copy, process group, add, norm"): through_group, (OWN, "sidelane, add, norm"): through_ours},
+        {
+            (NCCL, "copy, process group, add, norm"): through_group,
+            (OWN, "sidelane, add, norm"): through_ours,
+            (OWN, OWN_METHOD): lambda: ops.all_reduce_rms_norm(comm, x, residual, weight, eps=EPS, method=UNFUSED)[0],
+        },
         {"cells": fused},
     )
 
@@ -229,6 +238,7 @@ def embedding(comm: Communicator, batch: int, tables: int, pooling: int) -> Case
             (NCCL, "one kernel, process group, copy"): lambda: through_group(at_once),
             (OWN, "one kernel, copy, sidelane, copy"): through_ours,
             (OWN, "one kernel, sidelane, copy"): through_ours_staged,
+            (OWN, OWN_METHOD): lambda: ops.embedding_all_to_all(comm, some, indices.view(-1), offsets, method=UNFUSED),
         },
         {order: lambda order=order: fused(order) for order in ORDERS},  # type: ignore[misc]
     )
@@ -275,10 +285,14 @@ def gemm(comm: Communicator, rows: int, depth: int, columns: int) -> Case:
         expected,
         {"mm": lambda: torch.mm(x, weight.T, out=y)},
         {"process group": lambda: dist.all_to_all_single(out, y, came_rows, sent_rows), "sidelane": exchange},
-        {(NCCL, "mm, process group"): through_group, (OWN, "mm, sidelane"): through_ours},
+        {
+            (NCCL, "mm, process group"): through_group,
+            (OWN, "mm, sidelane"): through_ours,
+            (OWN, OWN_METHOD): lambda: ops.gemm_all_to_all(comm, x, weight, table, most_rows=rows, method=UNFUSED),
+        },
         {
             **{order: functools.partial(fused, order) for order in ORDERS},
-            **{f"mm in parts, {pieces} a peer": functools.partial(split, pieces) for pieces in (1, 2, 4)},
+            **{in_parts(pieces): functools.partial(split, pieces) for pieces in (1, 2, 4)},
         },
     )
 

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 
 from sidelane import ops
-from sidelane.bench.fused.cases import NCCL, OWN, Case, Run, dtype_of, fill, ordinary
-from sidelane.choice.fused import FUSED
+from sidelane.bench.fused.cases import NCCL, Case, Run, dtype_of, fill, ordinary
+from sidelane.bench.fused.kept import OWN, OWN_METHOD, in_parts
+from sidelane.choice.fused import FUSED, UNFUSED
 from sidelane.collectives import Communicator
 from sidelane.ops.handle import ORDERS
 
@@ -48,6 +49,7 @@ def reduce_scatter(comm: Communicator, rows: int, depth: int, columns: int) -> C
     unfused: dict[tuple[str, str], Run] = {
         (NCCL, "mm, process group"): through_group,
         (OWN, "mm, sidelane"): through_ours,
+        (OWN, OWN_METHOD): lambda: ops.gemm_reduce_scatter(comm, x, weight, method=UNFUSED),
     }
     if comm.device.type == "cuda":
         unfused[SYMM_MEM, "fused_matmul_reduce_scatter"] = of_torch
@@ -94,7 +96,11 @@ def all_reduce(comm: Communicator, rows: int, depth: int, columns: int) -> Case:
         expected,
         {"mm": lambda: torch.mm(x, weight.T, out=y)},
         {"process group": lambda: dist.all_reduce(y), "sidelane": lambda: comm.all_reduce(own_y)},
-        {(NCCL, "mm, process group"): through_group, (OWN, "mm, sidelane"): through_ours},
+        {
+            (NCCL, "mm, process group"): through_group,
+            (OWN, "mm, sidelane"): through_ours,
+            (OWN, OWN_METHOD): lambda: ops.gemm_all_reduce(comm, x, weight, method=UNFUSED),
+        },
         {
             **{name: functools.partial(_in_order, ops.gemm_all_reduce, comm, x, weight, name) for name in ORDERS},
             **_in_parts(ops.split_gemm_all_reduce, comm, x, weight),
@@ -135,6 +141,7 @@ def all_gather(comm: Communicator, rows: int, depth: int, columns: int) -> Case:
     unfused: dict[tuple[str, str], Run] = {
         (NCCL, "process group, mm"): through_group,
         (OWN, "sidelane, mm"): through_ours,
+        (OWN, OWN_METHOD): lambda: ops.all_gather_gemm(comm, x, weight, method=UNFUSED),
     }
     if comm.device.type == "cuda":
         unfused[SYMM_MEM, "fused_all_gather_matmul"] = of_torch
@@ -173,9 +180,7 @@ def _in_order(
 def _in_parts(
     call: Callable[..., torch.Tensor], comm: Communicator, x: torch.Tensor, weight: torch.Tensor
 ) -> dict[str, Run]:
-    return {
-        f"mm in parts, {pieces} a peer": functools.partial(call, comm, x, weight, pieces=pieces) for pieces in PIECES
-    }
+    return {in_parts(pieces): functools.partial(call, comm, x, weight, pieces=pieces) for pieces in PIECES}
 
 
 def _group(comm: Communicator) -> str:

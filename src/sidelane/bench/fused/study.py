@@ -11,16 +11,18 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from sidelane.bench.candidates.candidate import CALLS_AHEAD, HIDDEN_LAUNCH_US, captured
+from sidelane.bench.fused.kept import element_bytes_of, kept_of, times_of
 from sidelane.bench.fused.shapes import ON_CPUS, ON_GPUS
 from sidelane.bench.report.drawing import file_name
-from sidelane.bench.results.files import Results
+from sidelane.bench.report.terminal import progress_console
+from sidelane.bench.results.files import Results, read
 from sidelane.bench.results.rows import FUSED_OPS, FusedRow
 from sidelane.bench.running.launch import Rank
 from sidelane.bench.running.measure import Job, Meter, Rounds
@@ -61,6 +63,7 @@ class FusedOptions(StudyOptions):
         repeats: measured rounds.
         timeline: folder for a trace and a picture of each operator's first shape; None writes none.
         keep: the times in a file of the user's, for ``method="auto"``.
+        results: with ``keep``, a file of this study whose times are kept; nothing is measured.
     """
 
     ops: tuple[str, ...] = ()
@@ -68,15 +71,24 @@ class FusedOptions(StudyOptions):
     repeats: int = 21
     timeline: Path | None = None
     keep: bool = False
+    results: Path | None = None
 
     def __post_init__(self) -> None:
         StudyOptions.__post_init__(self)
         if not set(self.ops) <= set(FUSED_OPS):
             raise ValueError(f"FusedOptions: ops (value={', '.join(self.ops)}, allowed={', '.join(FUSED_OPS)})")
+        if self.results is not None and not self.keep:
+            raise ValueError(
+                "fused: --results (allowed=with --machine, to hold predictions against it, or with --keep)"
+            )
 
 
 def main(options: FusedOptions) -> Results | None:
     """Run the study; see :func:`sidelane.bench.running.study.run_study`. On CPUs kernels are interpreted."""
+    if options.results is not None:
+        path = keep(*kept_of(read(options.results)))
+        progress_console().print(f"kept for auto: {path}", markup=False, soft_wrap=True)
+        return None
     return run_study("fused", FusedRow, _measure, options, "fused operators")
 
 
@@ -107,22 +119,12 @@ def _measure(rank: Rank, options: FusedOptions) -> int:
                 for row in rows:
                     sender.row(row)
                 count += len(rows)
-                times += times_of(rows, comm.world_size, shape)
+                times += times_of(rows, comm.world_size, element_bytes_of(rank.device.type))
                 if options.timeline is not None and shape == table[op][0] and op in WITH_STAMPS:
                     case.write_timelines(options.timeline)
     if options.keep and rank.rank == 0:
         sender.note(f"kept for auto: {keep(key_here(rank.device.type, rank.world_size), times)}")
     return count
-
-
-def times_of(rows: Sequence[FusedRow], world_size: int, sizes: tuple[int, ...]) -> Iterator[FusedTime]:
-    """What to choose by: of one operator at one shape, eager and in graphs, where both ways have a time."""
-    for launch in dict.fromkeys(row.launch for row in rows):
-        mine = [row for row in rows if row.launch == launch and row.time_us is not None]
-        fused = next((row.time_us for row in mine if row.implementation == FUSED), None)  # what a plain call takes
-        unfused = next((row.time_us for row in mine if row.implementation == BEST), None)
-        if fused is not None and unfused is not None:
-            yield FusedTime(mine[0].op, world_size, launch == "graph", sizes, fused, unfused)
 
 
 def _meter(rank: Rank, options: FusedOptions) -> Meter:

@@ -1,0 +1,76 @@
+"""Rows of the study of fused operators as times to choose by: what ``method="auto"`` would take in each way."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+from sidelane.bench.fused.shapes import MEANING
+from sidelane.bench.report.table import grouped
+from sidelane.bench.results.files import Results
+from sidelane.bench.results.rows import FusedRow
+from sidelane.choice.fused import FUSED, SPLIT, UNFUSED, FusedTime
+from sidelane.choice.key import CPU, SOFTWARE, Key
+
+OWN, OWN_METHOD = "unfused_sidelane", "as the operator has it"
+"""Implementation and schedule of what ``method="unfused"`` runs. Older files have only others that use the same
+collectives."""
+
+IN_PARTS = re.compile(r"mm in parts, (\d+) a peer")
+
+
+def in_parts(pieces: int) -> str:
+    """The schedule of a split operator.
+
+    >>> in_parts(2), bool(IN_PARTS.fullmatch(in_parts(2)))
+    ('mm in parts, 2 a peer', True)
+    """
+    return f"mm in parts, {pieces} a peer"
+
+
+def times_of(rows: Sequence[FusedRow], world_size: int, element_bytes: int) -> Iterator[FusedTime]:
+    """What to choose by, eager and in graphs, of shapes that have two ways and more.
+
+    Args:
+        rows: of any operators and shapes.
+        world_size: ranks that measured them.
+        element_bytes: of their dtype.
+    """
+    for (op, shape, launch), alike in grouped(rows, lambda row: (row.op, row.shape, row.launch), ordered=False):
+        good = [row for row in alike if row.time_us is not None and row.correct]
+        times: dict[str, float] = {}
+        plain = [row for row in good if row.implementation == FUSED and not IN_PARTS.fullmatch(row.schedule)]
+        if plain:
+            times[FUSED] = plain[0].time_us or 0.0  # what a plain call takes
+        for row in good:
+            if row.implementation == FUSED and (found := IN_PARTS.fullmatch(row.schedule)):
+                times[f"{SPLIT}/{found[1]}"] = row.time_us or 0.0
+        unfused = [row for row in good if row.implementation == OWN]
+        unfused.sort(key=lambda row: row.schedule != OWN_METHOD)
+        if op == "gemm_all_to_all":  # whose others have the host wait
+            unfused = [row for row in unfused if row.schedule == OWN_METHOD]
+        if unfused:
+            times[UNFUSED] = unfused[0].time_us or 0.0
+        if len(times) > 1:
+            sizes = tuple(map(int, re.findall(r"\d+", shape)[: len(MEANING[op])]))
+            yield FusedTime(op, world_size, launch == "graph", sizes, element_bytes, times)
+
+
+def element_bytes_of(device_type: str) -> int:
+    """Of what the study measures: float32 on CPUs, else bfloat16."""
+    return 4 if device_type == CPU else 2
+
+
+def kept_of(results: Results) -> tuple[Key, tuple[FusedTime, ...]]:
+    """Key of the machine and times of a result file.
+
+    Raises:
+        ValueError: a file of another study, or nothing in it to choose by.
+    """
+    device_type = "cuda" if results.gpus else CPU
+    rows = [row for row in results.rows if isinstance(row, FusedRow)]
+    times = tuple(times_of(rows, results.ranks, element_bytes_of(device_type)))
+    if not times:
+        raise ValueError(f"fused: --results (value={results.command}, allowed=a file of sidelane fused)")
+    software = tuple(sorted((name, results.software[name]) for name in SOFTWARE if name in results.software))
+    return Key(device_type, results.device, results.gpus, software=software), times

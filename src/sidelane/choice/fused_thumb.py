@@ -1,0 +1,72 @@
+"""What a GEMM and a collective would take in each way, by thumb: for machines and shapes that nobody has measured.
+
+The figures are those of an H200, rounded (results/h200x1, results/h200x2). Only their ratios count: how long a product
+takes next to a byte between GPUs, and how much slower tiles of Triton are than the library's::
+
+    unfused    product, then the collective
+    fused      the longer one of both; products in rounds of tiles at 0.8 of the library's rate
+    split      the longer one of both, and the last part on its way; each part reads the weight and is a call
+"""
+
+from __future__ import annotations
+
+import math
+
+SIZES = {
+    "gemm_all_to_all": ("rows", "depth", "columns"),
+    "gemm_reduce_scatter": ("rows", "depth", "columns"),
+    "gemm_all_reduce": ("rows", "depth", "columns"),
+    "all_gather_gemm": ("rows of a rank", "depth", "columns"),
+}
+"""Operators that this speaks to, and their sizes."""
+
+FLOPS_PER_US = {2: 700e6, 4: 50e6}
+"""By bytes of an element."""
+
+UNITS, TILE, TILE_SPEED = 132, (128, 256), 0.8
+MEMORY_BYTES_PER_US = 4e6
+LINK_BYTES_PER_US = 350e3
+SPLIT_SPEED, PIECES = 0.95, 2
+CALL_US = 5.0
+"""Of a collective of its own, and of a part."""
+
+EAGER_US = {"fused": 70.0, "split": 180.0, "unfused": 40.0}
+"""Of the host, which no eager call takes less than."""
+
+
+def expected_us(
+    op: str, world_size: int, sizes: tuple[int, ...], element_bytes: int, *, captured: bool
+) -> dict[str, float] | None:
+    """Microseconds by way, fused first; None of an operator that this does not speak to.
+
+    >>> expected_us("gemm_reduce_scatter", 2, (4096, 4096, 8192), 2, captured=False)
+    {'fused': 506.2, 'split': 476.3, 'unfused': 493.6}
+    >>> expected_us("gemm_all_reduce", 2, (64, 4096, 8192), 2, captured=True)["unfused"]
+    25.2
+    """
+    if op not in SIZES:
+        return None
+    rows, depth, columns = sizes
+    n = world_size
+    moved = rows * columns * (n - 1) / n
+    behind = 0.0  # of it, what nothing can be beside: results of an all-reduce, once they are added up
+    if op == "gemm_all_reduce":
+        behind = moved
+    elif op == "all_gather_gemm":
+        moved = (n - 1) * rows * depth
+        rows *= n
+    rate = FLOPS_PER_US[4 if element_bytes >= 4 else 2]
+    memory = element_bytes * (rows * depth + depth * columns + rows * columns) / MEMORY_BYTES_PER_US
+    product = max(2 * rows * depth * columns / rate, memory)
+    rounds = math.ceil(-(-rows // TILE[0]) * -(-columns // TILE[1]) / UNITS)
+    in_tiles = max(rounds * 2 * TILE[0] * TILE[1] * depth / (rate * TILE_SPEED / UNITS), memory)
+    beside, behind = (part * element_bytes / LINK_BYTES_PER_US for part in (moved, behind))
+    parts = PIECES * (n - 1)
+    in_parts = max(product / SPLIT_SPEED, (parts + 1) * depth * columns * element_bytes / MEMORY_BYTES_PER_US)
+    last = beside / max(1, parts) + CALL_US * (parts + 1)
+    found = {
+        "fused": max(in_tiles, beside) + behind,
+        "split": max(in_parts, beside) + last + behind,
+        "unfused": product + beside + behind + CALL_US,
+    }
+    return {way: round(us if captured else max(us, EAGER_US[way]), 1) for way, us in found.items()}

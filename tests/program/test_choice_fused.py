@@ -1,0 +1,99 @@
+"""The choice of a way for a fused operator: tables, and what is done where there is none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sidelane.bench.fused.kept import kept_of
+from sidelane.bench.results.files import read
+from sidelane.choice.fused import FUSED, SPLIT, UNFUSED, FusedTime, Table, builtin, choose_method, keep, tables_of
+from sidelane.choice.key import Key
+
+RESULTS = Path(__file__).parents[2] / "results"
+ALL = (FUSED, SPLIT, UNFUSED)
+HERE = Key("cuda", "NVIDIA H200", 2, software=(("torch", "2.11.0"),))
+OP = "gemm_reduce_scatter"
+
+
+def some(op: str = OP, captured: bool = False, nbytes: int = 2, sizes: int = 1024, **times: float) -> FusedTime:
+    return FusedTime(op, 2, captured, (sizes, sizes, sizes), nbytes, times)
+
+
+def chosen(*times: FusedTime, op: str = OP, n: int = 2, **options: object) -> str:
+    table = Table(HERE, times, "here")
+    found = choose_method([table], op, n, (1024, 1024, 1024), ways=ALL, **options)  # type: ignore[arg-type]
+    return f"{found.method} {found.reason.partition(':')[0]}"
+
+
+@pytest.mark.parametrize("table", builtin(), ids=lambda table: table.where)
+def test_tables_of_this_package_are_what_was_measured(table: Table) -> None:
+    name = table.where.removeprefix("built-in ")
+    key, times = kept_of(read(RESULTS / name / "fused.json"))
+    assert (table.key, table.times) == (key, times)
+    assert len(times) >= 50
+
+
+@pytest.mark.parametrize("table", builtin(), ids=lambda table: table.where)
+def test_measured_shapes_are_never_slower_than_unfused(table: Table) -> None:
+    """And by thumb, as if there were no table, GEMMs by no more than 2% where one rank measured them."""
+    for time in table.times:
+        by_method = {way.partition("/")[0]: us for way, us in sorted(time.times.items(), key=lambda item: -item[1])}
+        options = {"ways": tuple(by_method), "captured": time.captured}
+        for tables in ([table], []) if time.op.startswith(("gemm_r", "gemm_all_r", "all_gather")) else ([table],):
+            found = choose_method(tables, time.op, time.world_size, time.sizes, **options)  # type: ignore[arg-type]
+            assert by_method[found.method] <= 1.02 * by_method.get(UNFUSED, float("inf")), (time, found)
+            assert not tables or by_method[found.method] == min(by_method.values())
+
+
+def test_what_differs_is_not_looked_up() -> None:
+    fast = some(fused=1.0, unfused=2.0)
+    assert chosen(fast) == "fused measured at 1024, 1024, 1024, eager, here"
+    assert chosen(fast, some(captured=True, fused=2, unfused=1), captured=True).startswith("unfused measured")
+    assert chosen(fast, captured=True).startswith("fused measured")  # better than nothing
+    assert chosen(some(sizes=300, fused=1), some(sizes=2000, unfused=1)).startswith("unfused measured")  # the nearer
+    assert chosen(some(**{"split/1": 3.0, "split/4": 2.0, "fused": 2.5})).startswith("split measured")
+    for other in (some(op="gemm_all_reduce", fused=1), some(nbytes=4, fused=1), some(sizes=200, fused=1)):
+        assert chosen(other, element_bytes=2).endswith("by thumb")
+    assert chosen(fast, n=4).endswith("by thumb")
+    assert chosen(fast, device_type="cpu", n=4) == "fused by thumb"
+
+
+def test_thumb() -> None:
+    def thumb(op: str, *sizes: int, n: int = 2, **options: object) -> str:
+        return choose_method([], op, n, sizes, **{"ways": ALL, **options}).method  # type: ignore[arg-type]
+
+    assert thumb("gemv_all_reduce", 8192, 8192, 1) == FUSED  # nothing is known of it
+    assert thumb(OP, 64, 64, 64) == UNFUSED  # the host's time
+    assert thumb(OP, 8192, 1024, 8192, n=8, captured=True, ways=(FUSED, UNFUSED)) == FUSED  # mostly communication
+    assert thumb(OP, 8192, 8192, 8192, n=4) == SPLIT
+    assert thumb("gemm_all_reduce", 64, 4096, 8192, captured=True) == UNFUSED  # too few tiles
+
+
+def test_files_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    (own,) = builtin()
+    assert tables_of(None, HERE) == (own,)
+    path = keep(HERE, [some(fused=1.0, unfused=2.0), some(op="all_gather_gemm", fused=1.0)])
+    keep(HERE, [some(fused=3.0, unfused=2.0)])
+    found, *others = tables_of(None, HERE)
+    assert others == [own] and found.where == path.name == "fused-h200x2.json"
+    assert {time.op: time.times[FUSED] for time in found.times} == {OP: 3.0, "all_gather_gemm": 1.0}
+    assert tables_of("builtin", HERE) == (own,)
+    assert tables_of(None, Key("cuda", "NVIDIA H200", 2, software=(("torch", "2.12.0"),))) == (own,)
+    assert tables_of(None, Key("cpu", "some", 2)) == ()
+    for wrong in (
+        "",
+        "[]",
+        path.read_text().replace('"format": 2', '"format": 1'),
+        path.read_text().replace("3.0", "0"),
+    ):
+        path.write_text(wrong)
+        assert tables_of(None, HERE) == (own,)
+
+
+def test_ways_that_there_are_not() -> None:
+    for wrong in ({"split": 1.0}, {"fused/2": 1.0}, {"best": 1.0}, {"fused": 0.0}):
+        with pytest.raises(ValueError, match="value="):
+            some(**wrong)
