@@ -238,7 +238,7 @@ def test_predictions(asked: SimpleNamespace, predicted: list[tuple[Any, ...]], a
         ("fused --machine mi210x4 --shape 1024,64,70", ["--shape", "with --ops and one of them"]),
         ("fused --machine mi210x4 --ops gemv_all_reduce --shape 8,0,1", ["rows, columns of all ranks, tokens"]),
         ("fused --machine mi210x4 --ops gemv_all_reduce --shape 8,x", ["8,x", "whole numbers with commas"]),
-        ("fused --machine mi210x4 --ops all_reduce_rms_norm", ["allowed with --machine=gemv_all_reduce"]),
+        ("fused --machine mi210x4 --ops all_reduce_rms_norm --shape 8", ["allowed=tokens, hidden"]),
         ("fused --machine mi210x4 --ops gemv_all_reduce --occupancy 75", ["occupancy", "at most 1"]),
         ("fused --machine mi210x4 --late -1", ["--late", "0 or more"]),
         ("fused --machine mi210x4 --repeats 3", ["--repeats", "--machine"]),

@@ -130,9 +130,9 @@ def test_ranks_end_together_where_peers_come_first_and_not_in_the_order_of_ranks
 
 def test_time_by_occupancy_falls_and_rises_again_where_gathers_crowd():
     """Figure 13 on any machine."""
-    crowded, roomy = (times_by_occupancy(machine, PROFILED) for machine in (MI210, H200))
+    crowded, roomy = (times_by_occupancy(machine, Embedding(1024, 8, 70)) for machine in (MI210, H200))
     assert crowded[0] > crowded[2] < crowded[3] < crowded[4]
-    assert roomy[0] > roomy[2] == pytest.approx(roomy[3], rel=0.02)
+    assert roomy[0] > roomy[2] == pytest.approx(roomy[3], rel=0.03)
     assert occupancy_table(MI210, []) is None
 
 

@@ -132,8 +132,11 @@ class _Device:
         self.timeline: list[Interval] = []
 
     def run(self) -> DeviceRun:
+        looked = -1
         while self.waiting or self.active:
-            self._launch()
+            if looked < len(self.ended):  # nothing else lets a kernel begin
+                looked = len(self.ended)
+                self._launch()
             self._place()
             if not self.active:
                 raise ValueError(f"run_device: nothing can start (value={[k.name for k in self.waiting]})")
@@ -141,7 +144,8 @@ class _Device:
         return DeviceRun(self.now, self.began, self.ended, tuple(self.timeline))
 
     def _launch(self) -> None:
-        for kernel in [k for k in self.waiting if all(name in self.ended for name in k.after)]:
+        ready = [kernel for kernel in self.waiting if self.ended.keys() >= set(kernel.after)]
+        for kernel in ready:
             self.waiting.remove(kernel)
             pending = kernel.workgroups if isinstance(kernel, Tiled) else kernel.units
             self.active.append(_State(kernel, pending, []))

@@ -36,7 +36,7 @@ step on H200s without communication (docs/lab/model.md)."""
 BESIDE_COPIES = 0.14
 """Share by which sustained GEMMs slow down while copy engines move, since the GPU is at its power cap: between the 10
 and 18% of two H200s (docs/lab/hardware.md). Assumed for other machines."""
-WAVES = 16
+WAVES = 4
 """Of attention and of element-wise kernels: many short workgroups, so that those of a collective, which FSDP2 launches
 on streams of high priority, get in between them. A persistent GEMM lets nobody in."""
 SIMULATED = (3, 5)
