@@ -36,6 +36,9 @@ MOST_GONE = 16
 MOST_TEXTS = 1024
 """Of offers, remembered."""
 
+MOST_REASON = 160
+"""Characters of why a rank cannot map what its peers offer."""
+
 ALIGNMENT = 256
 """In bytes, to which a place is said to be aligned or not. Allocations are."""
 
@@ -75,7 +78,7 @@ class Reach:
         self._rank = calls.control.rank
         # What all ranks know alike: it changes only with calls that all of them have offered memory for.
         self._known: dict[tuple[int, str], Mapping | None] = {}  # by rank and name; None for this rank's own
-        self._refused: set[tuple[int, str]] = set()  # of these, what some rank cannot map
+        self._refused: dict[tuple[int, str], str] = {}  # of these, what some rank cannot map, and why
         self._held: dict[str, Allocation] = {}  # this rank's, which peers have mapped; that used last is last
         self._looked_at: Iterator[str] = iter(())  # names of these
         self._texts: dict[tuple[Any, ...], str] = {}  # of offers, by places
@@ -89,7 +92,8 @@ class Reach:
         if self._memory.holds(tensor):
             return Reached("mapped", self._compared.why_not(tensor))
         found = self._memory.allocation_of(tensor)
-        return Reached("staged", found) if isinstance(found, str) else Reached("mapped")
+        reason = found if isinstance(found, str) else self._refused.get((self._rank, found.name))
+        return Reached("mapped") if reason is None else Reached("staged", reason)
 
     def offer(
         self, requests: Sequence[Request], tensors: Sequence[torch.Tensor | None], most_text: int
@@ -184,7 +188,7 @@ class Reach:
         for rank, each in enumerate(heard):
             for name in each.gone:
                 self.dropped(rank, name, self._known.pop((rank, name), None))
-                self._refused.discard((rank, name))
+                self._refused.pop((rank, name), None)
                 self.drops += 1
         for name in offer.gone:
             self._held.pop(name, None)
@@ -253,21 +257,26 @@ class Reach:
         if not new:
             return call
         failed: list[tuple[int, str]] = []
+        reason = ""
         with self._calls.making_ready():
             for rank, name, handle in new:
                 self._known[rank, name] = None
                 if rank != self._rank:
                     try:
                         self._known[rank, name] = self._memory.map(handle, name)
-                    except UnavailableError:
+                    except UnavailableError as error:
                         failed.append((rank, name))
+                        reason = str(error)[:MOST_REASON]
         ready = self._calls.number()
         with self._calls.failing_for_good():
-            self._calls.control.post_call(ready, signature + SPLITS + json.dumps(failed))
+            self._calls.control.post_call(ready, signature + SPLITS + json.dumps([failed, reason]))
         posts = self._calls.posts(ready)
         compare(self._calls.control, ready, posts)
         self.drops += 1
-        self._refused.update((rank, name) for post in posts for rank, name in json.loads(post.differing))
+        for reader, post in enumerate(posts):
+            refused, reason = json.loads(post.differing)
+            for rank, name in refused:
+                self._refused.setdefault((rank, name), f"rank {reader} cannot map it: {reason}")
         return ready
 
     def _reached(self, request: Request, number: int, heard: Sequence[Heard]) -> Request:
