@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import signal
 import subprocess
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +17,7 @@ from sidelane.bench.results import files as results
 from sidelane.bench.results import provenance
 from sidelane.bench.results.files import Results, collect, read, write
 from sidelane.bench.results.rows import C3Row, ChainRow, CollectiveRow, HostRow, bus_gbps
+from sidelane.bench.running import study
 
 COLLECTIVE = CollectiveRow(
     "all_gather", 1024, "bfloat16", False, "eager", "dma", "b2b", False, 12.345678, 11.0, 14.0, 0.25, None, True
@@ -225,3 +230,20 @@ def test_the_recorded_collectives_hide_behind_the_gemm(recorded_c3):
     assert sum(reached) / len(reached) >= 85.0
     for name in ("c3_base", "c3_sp"):
         assert max(case[name].percent_of_ideal for case in recorded_c3.values()) < min(reached)
+
+
+def test_a_study_that_is_ended_keeps_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By SIGTERM, which is what ``timeout`` sends."""
+
+    def ranks(*_: object, progress: Callable[[str], None], **__: object) -> None:
+        progress(json.dumps({"row": HOST.to_dict()}))
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+
+    monkeypatch.setattr(study, "run_ranks", ranks)
+    path = tmp_path / "host.json"
+    options = study.StudyOptions(device="cpu", ranks=1, json=path, quiet=True)
+    with pytest.raises(KeyboardInterrupt):
+        study.run_study("host", HostRow, lambda rank, options: 1, options, "the host")
+    assert list(read(path).rows) == [HOST]
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import signal
 import tempfile
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -179,7 +181,8 @@ def run_study(
         The results; None on the other ranks under torchrun.
 
     Raises:
-        RankFailedError: a rank failed. What had been measured until then is published first, as it is at Ctrl-C.
+        RankFailedError: a rank failed. What had been measured until then is published first, as it is at Ctrl-C
+            and where ``timeout`` ends the process (SIGTERM, which is a KeyboardInterrupt here).
         ValueError: options do not fit this machine, or leave nothing to measure.
     """
     place = choose_target(options.ranks, options.device)
@@ -190,8 +193,9 @@ def run_study(
         progress.print(f"{place.world_size} ranks on {local.cores()} cores: they take turns, which takes long")
     failure: BaseException | None = None
     try:
-        if not follow(follower, measure, options, place, title):
-            return None
+        with _interrupted_by_sigterm():
+            if not follow(follower, measure, options, place, title):
+                return None
     except (Exception, KeyboardInterrupt) as error:  # under torchrun it is whatever the rank raised
         if not follower.rows:
             raise
@@ -207,6 +211,23 @@ def run_study(
     if failure is not None:
         raise failure
     return results
+
+
+@contextmanager
+def _interrupted_by_sigterm() -> Iterator[None]:
+    """Where nobody else has asked for the signal."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt("SIGTERM")
+
+    signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def follow(
