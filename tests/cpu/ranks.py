@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import faulthandler
+import itertools
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -26,6 +27,8 @@ from sidelane.bench.running.processes import environment, rank_context, take_ove
 POOL_RANKS = 8
 START_S = 100.0  # eight imports of torch, on two cores that may do the same for another worker
 JOIN_S = 10.0
+GROUPS_OF_A_CASE = 1000
+"""Fewer than that does a case make."""
 
 
 class RankError(AssertionError):
@@ -56,6 +59,7 @@ class Crew:
             self._pipes.append(here)
             self.processes.append(process)
         self._groups: set[tuple[int, ...]] = set()
+        self._numbers = itertools.count(1)
         self.ready = False
 
     def run(
@@ -78,11 +82,11 @@ class Crew:
             self._collect(range(self.world_size), START_S, ())
             self.ready = True
         if members not in self._groups:
-            # Every rank makes every group, in the same order: torch counts them.
-            self._send(range(self.world_size), (None, members, ()))
+            # Every rank makes every group.
+            self._send(range(self.world_size), (None, members, (), next(self._numbers)))
             self._collect(range(self.world_size), START_S, ())
             self._groups.add(members)
-        self._send(members, (function, members, args))
+        self._send(members, (function, members, args, next(self._numbers)))
         return self._collect(members, timeout_s, dying)
 
     def close(self) -> None:
@@ -220,7 +224,9 @@ def _serve(
         )
         pipe.send((time.monotonic(), None, "", None))
         while (task := pipe.recv()) is not None:
-            function, members, args = task
+            function, members, args, number = task
+            # torch names groups by how many a rank has made, and cases of some ranks alone have made some.
+            dist.distributed_c10d._world.group_count = GROUPS_OF_A_CASE * number
             try:
                 if function is None:
                     groups[members] = dist.new_group(list(members))
