@@ -35,7 +35,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-device test-torch test-newest test-restart test-steps attack sanitize results wheel docs docs-pages lint format venv clean
+.PHONY: help demo test test-device test-torch test-newest test-long test-restart test-steps attack sanitize results wheel docs docs-pages lint format venv clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -49,7 +49,10 @@ test: $(READY) ## lint, check types, run every test that needs no GPU
 	then echo "[sidelane] NOT CHECKED: ruff and mypy are missing here"; \
 	else $(MAKE) --no-print-directory lint; fi
 	@echo "[sidelane] tests"
-	@$(BIN)/python -m pytest $$($(BIN)/python -c "import xdist" 2>/dev/null && echo $(PARALLEL)) $(TESTS)
+	@$(BIN)/python -m pytest $$($(BIN)/python -c "import xdist" 2>/dev/null && echo $(PARALLEL)) -m "not long" $(TESTS)
+
+test-long: $(READY) ## run the longer tests that `make test` leaves out; 4 minutes
+	@$(BIN)/python -m pytest -m long $(TESTS)
 
 test-device: $(READY) ## run the tests that need GPUs; RESULTS=file writes a summary
 	@$(BIN)/python tools/device_tests.py $(DEVICE_TESTS) $(if $(RESULTS),--summary "$(RESULTS)")

@@ -10,6 +10,33 @@ import pytest
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+LONG = (
+    "attack/test_attack.py::test_a_sample_of_the_campaign",
+    "cpu/test_bench_phases.py::test_programs_that_take_turns_have_phases_too",
+    "cpu/test_executor_ranks.py::test_every_kind_of_program_moves_the_right_bytes[8]",
+    "cpu/test_fsdp.py::test_loss_and_gradients_are_those_of_the_group[2]",
+    "cpu/test_reach.py::test_a_storm_in_memory_of_several_pieces[8-20]",
+    "cpu/test_reach.py::test_a_storm_of_tensors_that_come_and_go[2]",
+    "cpu/test_reach.py::test_every_kind_at_odd_sizes_and_offsets[4]",
+    "cpu/test_soak.py::test_a_campaign_goes_on_where_it_stopped",
+    "cpu/test_turns.py::test_calls_of_every_kind_in_turn[8-4]",
+    "interpreter/test_kernel_shadows.py::test_every_block_does_what_its_shadow_says[2]",
+    "interpreter/test_sm_kernels.py::test_reducing[int32:int64-2]",
+    "program/test_addresses.py::test_all_that_is_submitted_lies_where_it_may[1]",
+    "program/test_native_build.py::test_a_home_that_is_of_no_use[load-noexec]",
+    "program/test_native_build.py::test_what_others_can_write_is_not_loaded[folder]",
+    "test_cli_json.py::test_json_goes_to_stdout_alone[chain",
+    "test_cli_json.py::test_json_goes_to_stdout_alone[gemms",
+    "test_launch.py::test_a_second_ctrl_c_ends_ranks_that_do_not_listen",
+)
+"""Beginnings of tests that take long for what they add; most show again what others do, by other sizes or seeds."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.nodeid.removeprefix("tests/").startswith(LONG):
+            item.add_marker(pytest.mark.long)
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Output as a pipe gets it, whoever looks on. Files in their order."""

@@ -15,6 +15,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
@@ -147,6 +148,16 @@ def _keep(model: Model) -> None:
     model.set_requires_gradient_sync = tell  # type: ignore[attr-defined]
 
 
+def _separate(model: Model) -> None:
+    """A group for gradients. torch names it by how many groups a rank has, and ranks of a pool have more and fewer."""
+    name = f"gradients:{next(_numbers)}"
+    with mock.patch.object(distributed_c10d, "_process_group_name", return_value=name):
+        model.set_separate_reduce_scatter_group(True)  # type: ignore[attr-defined]
+
+
+_numbers = itertools.count()
+
+
 def _compile(model: Model) -> None:
     model.blocks[0].compile(backend="aot_eager")
 
@@ -157,7 +168,7 @@ SWITCHES: dict[str, tuple[dict[str, Any], Callable[[Model], None], set[str]]] = 
     "float16": ({"mp_policy": MixedPrecisionPolicy(torch.float16, torch.float16)}, lambda model: None, {"sum"}),
     "kept after backward": ({}, _keep, {"avg"}),
     "asynchronous": ({}, _on_all("_set_unshard_async_op", True), {"avg"}),
-    "a group for gradients": ({}, lambda model: model.set_separate_reduce_scatter_group(True), {"avg"}),  # type: ignore[attr-defined]
+    "a group for gradients": ({}, _separate, {"avg"}),
     "compiled": ({}, _compile, {"avg"}),
 }
 """Options, what is switched, and the operations of its reductions, for two ranks."""
