@@ -51,7 +51,7 @@ test: $(READY) ## lint, check types, run every test that needs no GPU
 	@echo "[sidelane] tests"
 	@$(BIN)/python -m pytest $$($(BIN)/python -c "import xdist" 2>/dev/null && echo $(PARALLEL)) -m "not long" $(TESTS)
 
-test-long: $(READY) ## run the longer tests that `make test` leaves out; 4 minutes
+test-long: $(READY) ## run the longer tests that `make test` leaves out
 	@$(BIN)/python -m pytest -m long $(TESTS)
 
 test-device: $(READY) ## run the tests that need GPUs; RESULTS=file writes a summary

@@ -137,22 +137,22 @@ def _on_all(method: str, *arguments: Any) -> Callable[[Model], None]:
     return switch
 
 
-def _keep(model: Model) -> None:
+def _keep(model: Any) -> None:
     """Parameters stay gathered between the parts of a step."""
-    told = model.set_requires_gradient_sync  # type: ignore[attr-defined]
+    told = model.set_requires_gradient_sync
 
     def tell(is_last: bool) -> None:
         told(is_last)
-        model.set_reshard_after_backward(is_last)  # type: ignore[attr-defined]
+        model.set_reshard_after_backward(is_last)
 
-    model.set_requires_gradient_sync = tell  # type: ignore[attr-defined]
+    model.set_requires_gradient_sync = tell
 
 
-def _separate(model: Model) -> None:
+def _separate(model: Any) -> None:
     """A group for gradients. torch names it by how many groups a rank has, and ranks of a pool have more and fewer."""
     name = f"gradients:{next(_numbers)}"
     with mock.patch.object(distributed_c10d, "_process_group_name", return_value=name):
-        model.set_separate_reduce_scatter_group(True)  # type: ignore[attr-defined]
+        model.set_separate_reduce_scatter_group(True)
 
 
 _numbers = itertools.count()
@@ -187,8 +187,8 @@ def switched(group: dist.ProcessGroup) -> dict[str, int]:
                 switch(model)
             with fsdp.enable(model, config=CONFIG) if on else contextlib.nullcontext() as enabled:
                 if enabled is not None:
-                    scatter = next(iter(enabled._links.values())).scatter
-                    scatter.reduce_scatter = mock.Mock(wraps=scatter.reduce_scatter)  # type: ignore[method-assign]
+                    scatter: Any = next(iter(enabled._links.values())).scatter
+                    scatter.reduce_scatter = mock.Mock(wraps=scatter.reduce_scatter)
                 both.append(list(train(model, group, 1, accumulate=2)))
                 if enabled is not None:
                     assert not enabled.elsewhere, name

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 from unittest import mock
 
 import straight_cases
@@ -14,6 +15,7 @@ from fsdp_cases import CONFIG, OPTIONS, build, mesh_of, train
 from straight_cases import STRAIGHT
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import sidelane
 from sidelane import Config, fsdp
@@ -21,12 +23,12 @@ from sidelane.integrations import ledger
 from sidelane.integrations.nodes import choose
 
 
-def on_nodes(group: dist.ProcessGroup, layout: Sequence[int], **changes: object) -> Config:
+def on_nodes(group: dist.ProcessGroup, layout: Sequence[int], **changes: Any) -> Config:
     """Settings by which the ranks of ``group`` stand where ``layout`` says."""
     world = [9] * dist.get_world_size()
     for rank, node in zip(dist.get_process_group_ranks(group), layout, strict=True):
         world[rank] = node
-    return dataclasses.replace(CONFIG, virtual_nodes=tuple(world), **changes)  # type: ignore[arg-type]
+    return dataclasses.replace(CONFIG, virtual_nodes=tuple(world), **changes)
 
 
 def as_without(group: dist.ProcessGroup, layout: Sequence[int], names: Sequence[str]) -> dict[str, set[str]]:
@@ -77,9 +79,9 @@ def against_alone(group: dist.ProcessGroup, layout: Sequence[int]) -> None:
         for each in given:
             alone(each).square().sum().div(size).backward()
         for sharded, whole in zip(model.parameters(), alone.parameters(), strict=True):
-            assert sharded.grad is not None and whole.grad is not None
+            assert isinstance(sharded.grad, DTensor) and whole.grad is not None
             wanted = whole.grad.split(-(-len(whole) // size))
-            local = sharded.grad.to_local()  # type: ignore[attr-defined]
+            local = sharded.grad.to_local()
             torch.testing.assert_close(local, wanted[rank] if rank < len(wanted) else wanted[0][:0])
 
 

@@ -50,8 +50,9 @@ class Norm:
         """Erase what nobody uses, once others have what total and result were."""
         if self.scale is not None:
             with graph.inserting_before(self.scale):
-                wide = self.scale.args[0].args[0]  # type: ignore[union-attr]
-                if _dtype(wide) != torch.float32:  # type: ignore[arg-type]
+                norm: Any = self.scale.args[0]  # whose second result it is
+                wide: Node = norm.args[0]
+                if _dtype(wide) != torch.float32:
                     wide = call(graph, torch.ops.prims.convert_element_type.default, wide, torch.float32)
                 mean = call(graph, _aten.mean.dim, call(graph, _aten.pow.Tensor_Scalar, wide, 2), [-1], True)
                 scale = call(graph, _aten.rsqrt.default, call(graph, _aten.add.Tensor, mean, self.eps))

@@ -369,23 +369,23 @@ class _Call:
         looks = not self._whose._on_streams
         self._far_works.append(OtherWork(work, self._whose, (), looks=looks))
 
-    def _ask(self, group: Any, step: Far, output: Tensor, input: Tensor) -> dist.Work:
+    def _ask(self, group: Any, step: Far, output: Tensor, input: Tensor) -> Any:  # torch types what groups return so
         if step.kind is Kind.ALL_GATHER:
-            return group._allgather_base(output, input, _options(c10d.AllgatherOptions()))  # type: ignore[no-any-return]
+            return group._allgather_base(output, input, _options(c10d.AllgatherOptions()))
         if step.kind is Kind.ALL_TO_ALL:
             splits = list(step.received), list(step.sent)
-            return group.alltoall_base(output, input, *splits, _options(c10d.AllToAllOptions()))  # type: ignore[no-any-return]
+            return group.alltoall_base(output, input, *splits, _options(c10d.AllToAllOptions()))
         if step.kind is Kind.BROADCAST:
             options = _options(c10d.BroadcastOptions())
             options.rootRank, options.rootTensor = step.root, 0
-            return group.broadcast([output], options)  # type: ignore[no-any-return]
+            return group.broadcast([output], options)
         if step.kind is Kind.ALL_REDUCE:
             options = _options(c10d.AllreduceOptions())
             options.reduceOp = self.far_op
-            return group.allreduce([output], options)  # type: ignore[no-any-return]
+            return group.allreduce([output], options)
         options = _options(c10d.ReduceScatterOptions())
         options.reduceOp = self.far_op
-        return group._reduce_scatter_base(output, input, options)  # type: ignore[no-any-return]
+        return group._reduce_scatter_base(output, input, options)
 
 
 def _always() -> bool:

@@ -91,7 +91,7 @@ class RollCall:
                 self._say_here()
 
     def _say_here(self) -> None:
-        self._store.set(f"here/{self._rank}", b"1")  # type: ignore[arg-type]  # takes bytes
+        self._store.set(f"here/{self._rank}", "1")
         self._has_answered = True
 
     def tell(self, ranks: Sequence[int], why: str) -> tuple[tuple[int, ...], str]:

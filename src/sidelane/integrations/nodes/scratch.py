@@ -20,7 +20,8 @@ class Scratch:
     """
 
     def __init__(self, near: Communicator) -> None:
-        self._near, self._held = near, {}  # type: ignore[var-annotated]
+        self._near = near
+        self._held: dict[str, torch.Tensor] = {}
 
     def take(self, name: str, count: int, dtype: torch.dtype) -> torch.Tensor:
         """``count`` uninitialised elements. Collective in the node where more is needed than before.
@@ -32,7 +33,7 @@ class Scratch:
         captured = near.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if not name.startswith(PACKED) or near.world_size == 1 or captured:
             return torch.empty(count, dtype=dtype, device=near.device)
-        held: torch.Tensor | None = self._held.get(name)
+        held = self._held.get(name)
         if held is None or held.nbytes < nbytes:
             if held is not None:
                 near.synchronize()  # calls under way use it
