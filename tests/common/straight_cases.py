@@ -53,7 +53,9 @@ class Mixture(nn.Module):
         self.other.weight = self.one.weight
         self.frozen = nn.Linear(5, 3).requires_grad_(False)
         self.register_parameter("scale", nn.Parameter(torch.ones(1, 3)))
-        self.register_parameter("counts", nn.Parameter(torch.arange(7), requires_grad=False))
+        # FSDP2 of torch before 2.13 shards no parameter of integers.
+        whole = torch.int64 if torch.__version__ >= "2.13" else torch.float64
+        self.register_parameter("counts", nn.Parameter(torch.arange(7, dtype=whole), requires_grad=False))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.frozen(self.one(x) + self.other(x)) * self.scale + self.counts.sum()

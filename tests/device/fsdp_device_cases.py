@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import ddp_cases
@@ -27,9 +28,17 @@ def of_ddp(context: Context, name: str, *args: Any) -> Any:
     return _on(context, ddp_cases, name, *args)
 
 
+@functools.cache
+def _library() -> dist.ProcessGroup:
+    """A group of NCCL, by which models are trained without Sidelane: that of the pool is Gloo's, of host memory."""
+    group = dist.new_group(backend="nccl")
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
 def _on(context: Context, cases: Any, name: str, *args: Any) -> Any:
     torch.set_default_device(context.device)
     try:
-        return getattr(cases, name)(dist.group.WORLD, *args)
+        return getattr(cases, name)(_library(), *args)
     finally:
         torch.set_default_device(None)

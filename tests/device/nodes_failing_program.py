@@ -36,6 +36,7 @@ with cases.on_nodes(world, layout) as group:
         if MODE == "dies":
             os._exit(7)
         store.wait(["named by 0", "named by 1"], timedelta(seconds=120))
+        store.set(f"heard by {rank}", "")
         os._exit(0)
     with pytest.raises(PeerError, match=r"rank 2 .*node 1.* rank 3 .*did not answer") as caught:
         for _ in range(100):
@@ -47,4 +48,6 @@ with cases.on_nodes(world, layout) as group:
     assert torch.ones(5).sum().item() == 5, "the device works on"
     store.set(f"named by {rank}", "")
     print("named", flush=True)
+    if MODE == "stays_away":  # the store goes with rank 0
+        store.wait(["heard by 2", "heard by 3"], timedelta(seconds=60))
     os._exit(0)  # groups with the dead cannot be taken down

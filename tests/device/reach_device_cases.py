@@ -10,6 +10,7 @@ import torch.distributed as dist
 from device_cases import Context
 
 from sidelane import Communicator, Config
+from sidelane.collectives.ahead import LAG, LOOKS
 
 
 def of(context: Context, name: str, *args: Any) -> Any:
@@ -100,8 +101,8 @@ def all_is_given_back(context: Context) -> int:
             comm.all_gather(output, output[context.rank])
             del output
             free()
-            comm.all_gather(warm, warm[context.rank : context.rank + 1])  # which says what has gone
-            comm.all_gather(warm, warm[context.rank : context.rank + 1])
+            for _ in range(LAG + 2 * LOOKS):  # which say what has gone: those that go ahead are heard so much later
+                comm.all_gather(warm, warm[context.rank : context.rank + 1])
         return before - free()
 
 

@@ -45,4 +45,5 @@ def test_partitions(ranks: Ranks) -> None:
 
 def test_choosing(ranks: Ranks) -> None:
     for told in ranks.run("overlap_device_cases.of", "chosen", ["/no/such/file"] * ranks.world_size):
-        assert "expected" in told[0] and len(told) == 12
+        # Of H200s something is known without a file, of H100s nothing.
+        assert any(words in told[0] for words in ("expected", "nothing was measured")) and len(told) == 12, told

@@ -64,7 +64,8 @@ def test_expandable_segments_are_mapped_piece_by_piece(fresh_pool: type[Pool]) -
 def test_every_case_with_expandable_segments(fresh_pool: type[Pool]) -> None:
     ranks = fresh_pool(environment=EXPANDABLE)
     for staging in ranks.run("reach_device_cases.of", "every_kind", 7, (1, 67, 4096, 3 << 20)):
-        assert staging["all"] == 0 and staging["some"] > 0
+        # Among GPUs of their own an all-reduce may be `two_shot_push`, which has staging for whatever memory.
+        assert staging["all"] <= 4 * (3 << 20) < staging["some"]
     for left, mapped in ranks.run("reach_device_cases.of", "storm", 5, 300, timeout_s=120):
         assert mapped > 20 and left <= 60
     for during, then, after in ranks.run("reach_device_cases.of", "nothing_is_left"):

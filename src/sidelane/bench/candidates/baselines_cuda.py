@@ -233,7 +233,8 @@ class Windows:
         input_bytes: size of the second.
 
     Raises:
-        UnavailableError: on every rank, if any rank could not allocate or register them.
+        UnavailableError: on every rank, if any rank could not allocate or register them, or would leave no room for
+            buffers of the same size that are allocated after them.
     """
 
     def __init__(
@@ -252,6 +253,13 @@ class Windows:
         # Connections are made on first use, and a window can be registered only with a communicator that exists.
         dist.all_reduce(torch.ones(1, device=device), group=group)
         buffers: list[torch.Tensor] = []
+
+        def leaves_room() -> str | None:
+            nbytes, (free, _) = output_bytes + input_bytes, torch.cuda.mem_get_info(device)
+            lacking = free < nbytes * 2
+            return f"{nbytes} bytes of {free} would leave no room for another implementation's" if lacking else None
+
+        _require(meter.attempt(leaves_room), "NCCL's symmetric windows")
 
         def allocate() -> None:
             self._pool = torch.cuda.MemPool(backend.mem_allocator)
