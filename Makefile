@@ -9,6 +9,7 @@
 # STUDIES        what `make results` measures; all if empty (tools/measure_node.py has the list).
 # DEMO, TESTS    further options of `sidelane demo`; what pytest runs in `make test`.
 # DEVICE_TESTS   files of tests/device for `make test-device`, where GPUs are lent for less than all takes; all if empty.
+# TORCH_TESTS    options of `make test-torch`: "--device=gpu --jobs 6 --page compatibility-gpus.md" asks GPUs and NCCL.
 # STEPS          how many `make test-steps` makes.
 # SECONDS, SEED  for how long `make attack` goes on; which cases it makes up, others each time if empty.
 # ATTACK         its further options: "--case 7" runs one case again, "--output FILE" writes all that was found.
@@ -59,7 +60,7 @@ test-device: $(READY) ## run the tests that need GPUs; RESULTS=file writes a sum
 
 test-torch: $(READY) ## run PyTorch's own tests on the process group, and on Gloo, on CPU ranks; 5 to 10 minutes
 	@$(BIN)/python -c "import expecttest" 2>/dev/null || $(BIN)/python -m pip install --quiet expecttest
-	@PYTHONPATH=src $(BIN)/python -W ignore tools/torch_suite.py --page docs/reference/compatibility.md
+	@PYTHONPATH=src $(BIN)/python -W ignore tools/torch_suite.py $(or $(TORCH_TESTS),--page docs/reference/compatibility.md)
 
 test-newest: ## run the process group's tests with the newest torch of the package index, in build/newest
 	@test -x build/newest/bin/python || $(PYTHON) -m venv build/newest
