@@ -113,6 +113,7 @@ def table(results: dict[str, dict[str, list[str]]], ranks: int, torch_version: s
     theirs_is, ours_is = GROUPS[device]
     label = {"gloo": "Gloo", "nccl": "NCCL"}[theirs_is]
     where = f"{ranks} CPU ranks, and with {MANY_RANKS} where a test wants more" if device == "cpu" else f"{ranks} GPUs"
+    options = "" if device == "cpu" else ' TORCH_TESTS="--device=gpu"'
     gloo, ours = results[theirs_is], results[ours_is]
     names = sorted(set(gloo) & set(ours))
     pairs = Counter((gloo[name][0], ours[name][0]) for name in names)
@@ -122,9 +123,9 @@ def table(results: dict[str, dict[str, list[str]]], ranks: int, torch_version: s
         f"# Compatibility with PyTorch's own tests{'' if device == 'cpu' else ' on GPUs'}",
         "",
         textwrap.fill(
-            f"`make test-torch{'' if device == 'cpu' else ' TORCH_TESTS=--device=gpu'}` runs the process-group tests that "
-            f"ship with torch (`distributed_test.py`) on {label} and the Sidelane group, with {where}. This page is what "
-            f"`tools/torch_suite.py` wrote, with torch {torch_version}.{' No GPU took part.' if device == 'cpu' else ''}",
+            f"`make test-torch{options}` runs the process-group tests that ship with torch (`distributed_test.py`) on "
+            f"{label} and the Sidelane group, with {where}. This page is what `tools/torch_suite.py` wrote, with torch "
+            f"{torch_version}.{' No GPU took part.' if device == 'cpu' else ''}",
             115,
             break_on_hyphens=False,
         ),
