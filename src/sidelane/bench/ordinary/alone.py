@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from sidelane.bench.candidates.candidate import HIDDEN_LAUNCH_US, Entrant, Prepared
 from sidelane.bench.candidates.reference import Case
 from sidelane.bench.collectives.study import calls_per_sample, hides_launches
-from sidelane.bench.ordinary.checks import Problem, attempt, check, row_of
+from sidelane.bench.ordinary.checks import Problem, attempt, check, row_of, with_late
 from sidelane.bench.ordinary.ways import PLACES, Way
 from sidelane.bench.results.rows import OrdinaryRow
 from sidelane.bench.running.measure import Meter
@@ -56,8 +56,10 @@ def measure_alone(
                 problems[candidate] = found
     for candidate, way in candidates.items():
         variant, reason = said.get(candidate, ("", ""))
-        times = rounds[candidate].times_us if candidate in rounds else ()
-        yield row_of(case, way, variant, times, problems.get(candidate), reason, in_place=candidate.in_place)
+        timed = rounds.get(candidate)
+        times = () if timed is None else timed.times_us
+        note = with_late(reason, 0 if timed is None else timed.late)
+        yield row_of(case, way, variant, times, problems.get(candidate), note, in_place=candidate.in_place)
 
 
 def candidates_for(ways: Mapping[str, Way], case: Case, places: tuple[bool, ...] | None = None) -> dict[Entrant, Way]:

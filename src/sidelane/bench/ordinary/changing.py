@@ -18,7 +18,9 @@ USUAL_CALLS = 10
 """In a sample."""
 
 ROUNDS = {NEW_SEGMENT: 5}
-"""At most: each call maps memory, and keeps it."""
+USUAL_ROUNDS = 15
+"""At most. Calls in new segments map memory, and keep it; ranks that find nothing that comes again in a thousand calls
+stage them from then on."""
 
 HOST_CALLS = {NEW_SEGMENT: 5}
 USUAL_HOST_CALLS = 25
@@ -94,7 +96,7 @@ def _measure_change(
     rounds = {}
     if programs:
         jobs = {name: Job(program.run, repeats=calls, calls=calls) for name, program in programs.items()}
-        few = min(repeats, ROUNDS.get(change, repeats))
+        few = min(repeats, ROUNDS.get(change, USUAL_ROUNDS))
         rounds = meter.rounds(jobs, warmup=min(warmup, 1), repeats=few, on_round=stock)
     host_us = _host_times(meter, change, programs)
     said = {name: program.way.said() for name, program in programs.items()}

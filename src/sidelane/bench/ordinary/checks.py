@@ -58,6 +58,11 @@ def check(meter: Meter, what: str, execute: Callable[[], object], compare: Calla
     return None if wrong is None else Problem(wrong, wrong=True)
 
 
+def with_late(said: str, late: int) -> str:
+    """What a call said, and in how many rounds some host had not queued everything when the clock started."""
+    return "; ".join(filter(None, (said, f"the host was late in {late} rounds" if late else "")))
+
+
 def row_of(
     case: Case,
     way: Way,

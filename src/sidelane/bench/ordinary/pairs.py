@@ -10,7 +10,7 @@ from typing import Any
 from sidelane.bench.candidates.candidate import Entrant, Prepared
 from sidelane.bench.candidates.reference import Case
 from sidelane.bench.ordinary.alone import candidates_for, ready
-from sidelane.bench.ordinary.checks import Problem, check, row_of
+from sidelane.bench.ordinary.checks import Problem, check, row_of, with_late
 from sidelane.bench.ordinary.ways import Way
 from sidelane.bench.results.rows import OrdinaryRow
 from sidelane.bench.running.measure import Job, Meter
@@ -111,7 +111,7 @@ def measure_pair(
         variant, reason = said.get(candidate, ("", ""))
         both = times.get(f"{candidate}, next to a GEMM", ())
         late = rounds[f"{candidate}, next to a GEMM"].late if candidate in able else 0
-        reason = "; ".join(filter(None, (reason, f"the host was late in {late} rounds" if late else "")))
+        reason = with_late(reason, late)
         columns = _dimensions(workload)
         if problem is None:
             columns |= PairTimes(times[GEMM], best, times[f"{candidate}, alone"], both).columns()
