@@ -32,6 +32,7 @@ PARTS = ("alone", "beside", "changing")
     multiple=True,
     type=click.Choice(PARTS),
     default=PARTS,
+    show_default="all",
     help="Collectives alone, next to a GEMM (beside), or on tensors that change. May be repeated.",
 )
 @what(
@@ -40,6 +41,7 @@ PARTS = ("alone", "beside", "changing")
     multiple=True,
     type=click.Choice(COLLECTIVES),
     default=COLLECTIVES,
+    show_default="all",
     help="May be repeated. Next to a GEMM run all_gather and all_to_all, on tensors that change the first of these.",
 )
 @size_options("16M on GPUs, 64K on CPUs", "1G on GPUs, 4M on CPUs")

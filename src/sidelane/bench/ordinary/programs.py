@@ -26,7 +26,7 @@ HITS_BETWEEN = LAG + 8
 """Calls that go ahead between two that miss: ranks are heard ``LAG`` calls behind a miss, and go ahead again."""
 
 MOST_ADDRESSES = 2048
-"""Of a program."""
+"""Of a way."""
 
 SEGMENT_BYTES = 32 << 20
 """torch's allocator gives a tensor of that size memory of its own, of which nothing is left for others."""

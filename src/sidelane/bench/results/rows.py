@@ -113,7 +113,7 @@ class CollectiveRow(_Row):
 @dataclasses.dataclass(frozen=True, slots=True)
 class OrdinaryRow(CollectiveRow):
     """A collective on tensors in some kind of memory: alone, next to a GEMM, or on tensors that change from call to
-    call. A row next to a GEMM names one, and a row of tensors that change has a ``host_us``.
+    call. A row next to a GEMM names one, and one of tensors that change says how they do as its ``variant``.
 
     Attributes:
         implementation: ``auto`` is Sidelane's; ``nccl`` and ``gloo`` have ordinary tensors.
@@ -127,10 +127,10 @@ class OrdinaryRow(CollectiveRow):
         reach: how peers get at the tensors: ``symmetric``, ``mapped`` or ``staged``; empty for a library.
         gemm, m, n, k: next to which it ran; empty and null if it ran alone.
         gemm_us: isolated time of the GEMM, in the same rounds.
-        comm_us: isolated time of the collective, in the same rounds.
+        comm_us: isolated time of the same call, which says that a computation runs next to it, in the same rounds.
         best_comm_us: the fastest of these, of all implementations and kinds of memory.
         speedup, ideal, percent_of_ideal: as in :class:`C3Row`.
-        host_us: from the begin of a call until it returns, with an idle device and all hosts at once; the median over
+        host_us: of tensors that change: from the begin of a call until it returns, with an idle device and all hosts at once; the median over
             the calls of the slowest rank.
     """
 
