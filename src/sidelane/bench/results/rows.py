@@ -130,8 +130,8 @@ class OrdinaryRow(CollectiveRow):
         comm_us: isolated time of the same call, which says that a computation runs next to it, in the same rounds.
         best_comm_us: the fastest of these, of all implementations and kinds of memory.
         speedup, ideal, percent_of_ideal: as in :class:`C3Row`.
-        host_us: of tensors that change: from the begin of a call until it returns, with an idle device and all hosts at once; the median over
-            the calls of the slowest rank.
+        host_us: of tensors that change: from the begin of a call until it returns, with an idle device and all hosts at
+            once; the median over the calls of the slowest rank.
     """
 
     reach: str = ""
