@@ -16,7 +16,7 @@ import pytest
 from sidelane.bench.results import files as results
 from sidelane.bench.results import provenance
 from sidelane.bench.results.files import Results, collect, read, write
-from sidelane.bench.results.rows import C3Row, ChainRow, CollectiveRow, HostRow, bus_gbps
+from sidelane.bench.results.rows import C3Row, ChainRow, CollectiveRow, HostRow, OrdinaryRow, bus_gbps
 from sidelane.bench.running import study
 
 COLLECTIVE = CollectiveRow(
@@ -31,6 +31,7 @@ CHAIN = ChainRow(
     *(12.5, 31.0, 30.0, 32.0, True),
 )
 HOST = HostRow("trigger", 1024, "dma", "b2b", True, None, 4.71, 4.5, 5.25, 4.4, True)
+ORDINARY = OrdinaryRow(**COLLECTIVE.to_dict(), reach="mapped", host_us=4.5)
 COLLECTIVE_KEYS = [
     *("collective", "bytes", "dtype", "in_place", "launch", "implementation", "variant", "prelaunch"),
     *("time_us", "p10_us", "p90_us", "bus_gbps", "energy_mj", "correct"),
@@ -44,7 +45,10 @@ C3_KEYS = [
 ]
 
 
-@pytest.mark.parametrize(("study", "row"), [("collectives", COLLECTIVE), ("c3", C3), ("chain", CHAIN), ("host", HOST)])
+@pytest.mark.parametrize(
+    ("study", "row"),
+    [("collectives", COLLECTIVE), ("c3", C3), ("chain", CHAIN), ("host", HOST), ("ordinary", ORDINARY)],
+)
 def test_files_come_back(tmp_path: Path, study: str, row: C3Row | ChainRow | CollectiveRow | HostRow):
     written = collect(study, [row], device_type="cpu", ranks=2, command="sidelane something")
     path = write(tmp_path / "deep" / "file.json", written)
@@ -79,6 +83,13 @@ def test_the_keys_that_other_tools_read():
 def test_rows_refuse(change: dict[str, object], message: str):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(COLLECTIVE, **change)
+
+
+def test_rows_of_ordinary_memory_are_those_of_collectives_and_more():
+    assert list(ORDINARY.to_dict())[: len(COLLECTIVE_KEYS)] == COLLECTIVE_KEYS
+    for change, message in (({"reach": "near"}, "reach"), ({"gemm": "cb1"}, "speedup"), ({"correct": False}, "wrong")):
+        with pytest.raises(ValueError, match=message):
+            dataclasses.replace(ORDINARY, **change)
 
 
 def test_only_chains_are_prelaunched():

@@ -7,6 +7,7 @@ import io
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import rich.console
@@ -20,10 +21,12 @@ from sidelane.bench.demo.checked import Checked
 from sidelane.bench.demo.figures import overlap_percents
 from sidelane.bench.demo.measured import measured
 from sidelane.bench.fused.shapes import ON_GPUS
+from sidelane.bench.ordinary.tables import ordinary_tables
 from sidelane.bench.report import terminal
 from sidelane.bench.report.table import Line, Table
 from sidelane.bench.report.tables import tables_of
 from sidelane.bench.results import files
+from sidelane.bench.results.rows import CHANGES, OrdinaryRow
 from sidelane.bench.results.written import STDOUT
 from sidelane.bench.simulated import fused as sim_fused
 from sidelane.bench.simulated import fused_skew, overlap
@@ -136,6 +139,21 @@ def of_sensitivity() -> list[Table]:
     return [sensitivity_table(ends, 27)]
 
 
+def of_ordinary() -> list[Table]:
+    def row(variant: str, reach: str, note: str, **more: Any) -> OrdinaryRow:
+        times = (*(123_456.0, 12_345.6, 234_567.8), None if "gemm" in more else 345.67, None, True, note)
+        first = ("all_gather", 1_288_490_192, "bfloat16", False, "eager", "auto" if reach else "nccl", variant, False)
+        return OrdinaryRow(*first, *times, reach=reach, **more)
+
+    gemm = {"gemm": "8192x8192x8192", "m": 8192, "n": 8192, "k": 8192, "gemm_us": 1410.0, "best_comm_us": 1840.0}
+    figures = {"comm_us": 1850.0, "speedup": 1.747, "ideal": 1.766, "percent_of_ideal": 97.5}
+    ways = [("symmetric", ""), ("mapped", "peers' inputs are read where they come again"), ("staged", ""), ("", "")]
+    rows = [row("b2b" if reach else "", reach, note) for reach, note in ways]
+    rows += [row("b2b", reach, note, **gemm, **figures) for reach, note in ways]
+    rows += [row(change, reach, note, host_us=1234.5) for change in CHANGES for reach, note in ways]
+    return ordinary_tables(rows)
+
+
 def of_explain() -> list[Table]:
     options = explain.ExplainOptions(kind=Kind.ALL_GATHER, nbytes=1 << 20, machine="h200x4", ordinary=True)
     return [explain._table(explain.explain(options))]
@@ -154,6 +172,7 @@ MADE: dict[str, Callable[[], list[Table]]] = {
     "claims --machine": of_claims,
     "demo": of_the_demo,
     "tune": of_tune,
+    "ordinary": of_ordinary,
     "explain": of_explain,
 }
 

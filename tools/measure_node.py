@@ -62,6 +62,7 @@ STUDIES: dict[str, tuple[Part, ...]] = {
     ),
     "chain": (Part(("chain", "--max-bytes", "256M"), 120),),
     "fused": (Part(("fused",), 240),),
+    "ordinary": (Part(("ordinary",), 180),),
     "host": (Part(("host", "--batches", "30"), 90),),
     "phases": (
         Part(("phases", "--variants", "b2b"), 90),

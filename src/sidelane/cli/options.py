@@ -87,12 +87,20 @@ def size_options(smallest: str, largest: str, *, fixed: bool = False) -> Callabl
     """The sizes of a study: from one to another by a factor.
 
     Args:
-        smallest: what it begins with.
+        smallest: what it begins with; in words where that depends on the device.
         largest: what it ends with; in words where that depends on the device.
         fixed: ``largest`` is a size.
     """
+    in_words = " " in smallest
     options = (
-        what("--min-bytes", metavar="SIZE", callback=size, default=smallest, help="Smallest size, such as 64K."),
+        what(
+            "--min-bytes",
+            metavar="SIZE",
+            callback=size,
+            default=None if in_words else smallest,
+            show_default=smallest if in_words else True,
+            help="Smallest size, such as 64K.",
+        ),
         what(
             "--max-bytes",
             metavar="SIZE",

@@ -47,7 +47,8 @@ def c3_tables(rows: Sequence[C3Row]) -> list[Table]:
 
 def too_few_cores(results: Results) -> str:
     """What readers of a study of pairs between CPU processes must know if there was nothing to run both at once on."""
-    found = re.search(r"(\d+) cores$", results.device) if results.on_cpu and results.study == "c3" else None
+    of_pairs = results.on_cpu and results.study in ("c3", "ordinary")
+    found = re.search(r"(\d+) cores$", results.device) if of_pairs else None
     needed = 2 * results.ranks
     if found is None or int(found[1]) >= needed:
         return ""

@@ -69,17 +69,10 @@ class Dma:
         return nothing_to_wait_for if work is None else work.synchronize
 
     def _bind(self, kind: Kind, output: Given, input: Given, variant: str) -> Callable[[], Work | None]:
-        communicator = self._communicator
         options: dict[str, Any] = {"variant": variant}
-        if communicator.device.type == "cpu":
+        if self._communicator.device.type == "cpu":
             options["async_op"] = True  # a synchronous call returns when it has ended, and nothing could run next to it
-        match kind:
-            case Kind.ALL_REDUCE:
-                return partial(communicator.all_reduce, input, output=output, **options)
-            case Kind.BROADCAST:
-                return partial(communicator.broadcast, output, root=ROOT, **options)
-        collective: Callable[..., Work | None] = getattr(communicator, kind)
-        return partial(collective, output, input, **options)
+        return bound_call(self._communicator, kind, output, input, **options)
 
     def close(self) -> None:
         self._communicator.close()
@@ -151,6 +144,27 @@ class Auto(Kernels):
         choice = self._dma.communicator.last_choice()
         assert choice is not None, "a call comes first"
         return choice.candidate.name
+
+
+def bound_call(
+    communicator: Communicator, kind: Kind, output: Given, input: Given, **options: Any
+) -> Callable[[], Work | None]:
+    """What makes a call of Sidelane's, and nothing else.
+
+    Args:
+        communicator: whose call.
+        kind: which collective.
+        output: what it writes; of a broadcast all that there is.
+        input: what it reads.
+        options: of the call, such as ``variant``.
+    """
+    match kind:
+        case Kind.ALL_REDUCE:
+            return partial(communicator.all_reduce, input, output=output, **options)
+        case Kind.BROADCAST:
+            return partial(communicator.broadcast, output, root=ROOT, **options)
+    collective: Callable[..., Work | None] = getattr(communicator, kind)
+    return partial(collective, output, input, **options)
 
 
 def _that_take_lists(kind: Kind, names: Iterable[str]) -> tuple[str, ...]:

@@ -88,29 +88,23 @@ def make_roster(
         ValueError: a name is not known on this kind of device.
     """
     check_implementations(wanted, rank.device.type, with_auto=with_auto, listed=listed)
-    # A group of the study's own: what ranks tell each other after a failure must not meet what a communicator was in
-    # the middle of saying.
-    control = dist.new_group(backend="gloo")
+    meter = make_meter(rank, timeout_s)
     makers: dict[str, Callable[[], Implementation]]
     find_kernels: Callable[[Callable[[], None]], list[str]] | None = None
     if rank.device.type == "cpu":
         from sidelane.bench.candidates.baselines_cpu import Gloo
 
-        meter = Meter(rank.device, timeout_s=timeout_s, group=control)
         makers = {"gloo": Gloo}
     else:
         from sidelane.bench.candidates.baselines_cuda import (
             Nccl,
             NcclCopyEngines,
             NcclCtas,
-            device_barrier,
             kernels_of,
         )
         from sidelane.bench.candidates.baselines_symm_mem import SymmetricMemory
 
         find_kernels = kernels_of
-
-        meter = Meter(rank.device, device_barrier=device_barrier(rank.device), timeout_s=timeout_s, group=control)
         makers = {
             "nccl": lambda: Nccl(rank.device, meter),
             "nccl_ctas": lambda: NcclCtas(rank.device, timeout_s, meter),
@@ -140,3 +134,20 @@ def make_roster(
         else:
             roster.add(name, makers[name])
     return roster
+
+
+def make_meter(rank: Rank, timeout_s: float) -> Meter:
+    """What measures on this rank. Collective.
+
+    Args:
+        rank: of this process.
+        timeout_s: longest that one step may take on the device.
+    """
+    # A group of the study's own: what ranks tell each other after a failure must not meet what a communicator was in
+    # the middle of saying.
+    control = dist.new_group(backend="gloo")
+    if rank.device.type == "cpu":
+        return Meter(rank.device, timeout_s=timeout_s, group=control)
+    from sidelane.bench.candidates.baselines_cuda import device_barrier
+
+    return Meter(rank.device, device_barrier=device_barrier(rank.device), timeout_s=timeout_s, group=control)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from matplotlib.figure import Figure
 
@@ -13,10 +14,19 @@ from sidelane.bench.report.table import grouped
 from sidelane.bench.results.files import Results
 from sidelane.bench.results.rows import SEPARATE, CollectiveRow
 
+R = TypeVar("R", bound=CollectiveRow)
 
-def draw_sizes(way: str, rows: Sequence[CollectiveRow], results: Results, directory: Path) -> Picture:
-    """Bus bandwidth over size and time over size, one line an implementation and variant."""
-    lines = grouped(rows, lambda row: (row.implementation, _line_of(row), row.prelaunch))
+
+def _variant(row: CollectiveRow) -> str:
+    """The variant; one line for what auto chose, whatever that was at each size."""
+    return row.variant if row.implementation != "auto" else SEPARATE if row.separate else ""
+
+
+def draw_sizes(
+    way: str, rows: Sequence[R], results: Results, directory: Path, *, line_of: Callable[[R], str] = _variant
+) -> Picture:
+    """Bus bandwidth over size and time over size, one line an implementation and what ``line_of`` says of a row."""
+    lines = grouped(rows, lambda row: (row.implementation, line_of(row), row.prelaunch))
     lines.sort(key=lambda line: list(COLOURS).index(line[0][0]))
     styles = {name: itertools.cycle(STYLES) for name in COLOURS}
     figure = Figure(figsize=(11, 4.4), layout="constrained")
@@ -48,8 +58,3 @@ def draw_sizes(way: str, rows: Sequence[CollectiveRow], results: Results, direct
     figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
     text = f"Bus bandwidth and time over size for {way}, one line an implementation and variant."
     return save(figure, file_name(way), title, text, directory)
-
-
-def _line_of(row: CollectiveRow) -> str:
-    """The variant; one line for what auto chose, whatever that was at each size."""
-    return row.variant if row.implementation != "auto" else SEPARATE if row.separate else ""

@@ -34,6 +34,7 @@ TITLES = {
     "fused": "Fused operators",
     "gemms": "GEMMs of language models, alone",
     "soak": "Random calls, with faults among them",
+    "ordinary": "Collectives on ordinary memory",
 }
 LEGENDS = {
     "collectives": "Times are medians over rounds of the slowest rank; bus bandwidth is defined as in nccl-tests. "
@@ -75,6 +76,13 @@ LEGENDS = {
     "soak": "A call counts once for all of its ranks, each of which compared every byte that it must get, what lies "
     "around it, and what it must not touch. Refusals: wrong calls of one rank or all, and calls that differed between "
     "ranks. Endings but 'good' are faults, of which every other rank must hear in time, and of whose they are.",
+    "ordinary": "Sidelane's auto on tensors that peers reach in different ways, and NCCL (Gloo on CPUs) on ordinary "
+    "ones. Medians over rounds of the slowest rank; the fastest is bold. 'library over it': the library's time over "
+    "that of the line. Next to a GEMM the collective is released first, on its own stream; % of ideal is the strict "
+    "one of the C3 study, with the fastest collective of the table. Tensors that change: rotating, eight pairs in "
+    "turn; missed, a call at another address behind calls that went ahead; new_address, in one segment; new_segment, "
+    "memory that no peer has seen. host: until a call returns, with an idle device; on CPUs a call returns when it is "
+    "done. The notes are what Communicator.last_choice says.",
 }
 CPU_WARNING = (
     "Ranks were CPU processes: real bytes through shared memory, moved by one thread for each engine. "

@@ -10,6 +10,7 @@ from sidelane.bench.collectives.tables import collective_tables
 from sidelane.bench.fused.tables import fused_tables
 from sidelane.bench.gemms.tables import gemm_tables
 from sidelane.bench.host.tables import host_tables
+from sidelane.bench.ordinary.tables import ordinary_tables
 from sidelane.bench.phases.tables import phase_tables
 from sidelane.bench.power.tables import power_tables
 from sidelane.bench.report.table import Table
@@ -24,6 +25,7 @@ from sidelane.bench.results.rows import (
     HostRow,
     IsolatedRow,
     OccupancyRow,
+    OrdinaryRow,
     PhaseRow,
     PowerRow,
     SoakRow,
@@ -56,4 +58,6 @@ def tables_of(results: Results) -> list[Table]:
         return gemm_tables([row for row in results.rows if isinstance(row, GemmRow)])
     if results.study == "soak":
         return soak_tables([row for row in results.rows if isinstance(row, SoakRow)])
+    if results.study == "ordinary":
+        return ordinary_tables([row for row in results.rows if isinstance(row, OrdinaryRow)])
     return c3_tables([row for row in results.rows if isinstance(row, C3Row)])

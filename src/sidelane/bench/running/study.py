@@ -32,6 +32,7 @@ from sidelane.bench.results.rows import (
     HostRow,
     IsolatedRow,
     OccupancyRow,
+    OrdinaryRow,
     PhaseRow,
     PowerRow,
     Row,
@@ -41,7 +42,18 @@ from sidelane.bench.running.launch import LaunchTarget, Rank, choose_target, run
 from sidelane.machine import local
 
 R = TypeVar(
-    "R", CollectiveRow, C3Row, OccupancyRow, IsolatedRow, PhaseRow, PowerRow, ChainRow, HostRow, FusedRow, GemmRow
+    "R",
+    CollectiveRow,
+    C3Row,
+    OccupancyRow,
+    IsolatedRow,
+    PhaseRow,
+    PowerRow,
+    ChainRow,
+    HostRow,
+    FusedRow,
+    GemmRow,
+    OrdinaryRow,
 )
 
 

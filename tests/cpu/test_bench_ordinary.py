@@ -1,0 +1,228 @@
+"""The study of ordinary memory: from end to end on CPU ranks, and with calls that go ahead as on GPUs."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ahead_cases import ahead_of_peers
+from click.testing import CliRunner
+from ranks import RankPool
+
+from sidelane import cli
+from sidelane.bench.candidates import baselines_cpu
+from sidelane.bench.candidates.baselines_cpu import Gloo
+from sidelane.bench.candidates.candidate import Tensors
+from sidelane.bench.candidates.reference import Case
+from sidelane.bench.ordinary import study as ordinary_study
+from sidelane.bench.ordinary.alone import measure_alone
+from sidelane.bench.ordinary.changing import measure_changing
+from sidelane.bench.ordinary.pairs import PairTimes, measure_pair
+from sidelane.bench.ordinary.study import OrdinaryOptions
+from sidelane.bench.ordinary.ways import Own, make_ways
+from sidelane.bench.report.tables import tables_of
+from sidelane.bench.results.files import read
+from sidelane.bench.results.rows import CHANGES, OrdinaryRow
+from sidelane.bench.running.launch import Rank
+from sidelane.bench.running.measure import Meter
+from sidelane.c3.workload import parse_workload
+from sidelane.collectives import ahead
+from sidelane.program.collective import Kind
+
+QUICK: dict[str, Any] = {"device": "cpu", "ranks": 2, "quiet": True, "warmup": 0, "repeats": 2, "timeout_s": 100.0}
+WAYS = [("auto", "symmetric"), ("auto", "mapped"), ("auto", "staged"), ("gloo", "")]
+SMALL = "256x256x256_256K"
+CPU = torch.device("cpu")
+GOES_AHEAD = "no host waits"
+
+
+def test_from_end_to_end(tmp_path: Path) -> None:
+    path = tmp_path / "ordinary.json"
+    options = OrdinaryOptions(
+        **QUICK, sizes=(1000,), pairs=(SMALL,), changing=(5000,), json=path, report=tmp_path / "report", command="test"
+    )
+    results = ordinary_study.main(options)
+    assert results is not None
+    rows = [row for row in read(path).rows if isinstance(row, OrdinaryRow)]
+    assert all(row.correct and row.time_us for row in rows), [row.note for row in rows if not row.correct]
+    alone = [row for row in rows if not row.gemm and row.host_us is None]
+    both = ("all_gather", "all_reduce")
+    places = {kind: (False, True) if kind in both else (False,) for kind in (*both, "all_to_all", "reduce_scatter")}
+    for kind, in_places in places.items():
+        for in_place in in_places:
+            ways = [(r.implementation, r.reach) for r in alone if (r.collective, r.in_place) == (kind, in_place)]
+            # torch's all_reduce has no output of its own.
+            assert ways == (WAYS[:3] if (kind, in_place) == ("all_reduce", False) else WAYS)
+    assert {row.bytes for row in alone} == {1024 - 1024 % 32}
+    pairs = [row for row in rows if row.gemm]
+    assert [(r.collective, r.implementation, r.reach) for r in pairs] == [
+        (kind, *way) for kind in ("all_gather", "all_to_all") for way in WAYS
+    ]
+    for row in pairs:
+        assert (row.gemm, row.m, row.bus_gbps) == ("256x256x256", 256, None)
+        assert row.gemm_us and row.best_comm_us and row.comm_us and row.speedup and row.ideal
+    changing = [(row.variant, row.implementation, row.reach) for row in rows if row.host_us is not None]
+    assert changing == [(change, *way) for change in CHANGES for way in WAYS if change == "repeated" or way != WAYS[0]]
+    titles = [table.title for table in tables_of(results)]
+    assert len(titles) == 6 + 2 + 1 and "on tensors that change" in titles[-1]
+    page = (tmp_path / "report" / "index.html").read_text()
+    assert "Collectives on ordinary memory" in page and page.count("<img") == 6
+    assert {"reach", "gemm_us", "best_comm_us", "percent_of_ideal", "host_us"} <= set(
+        json.loads(path.read_text())["rows"][0]
+    )
+
+
+def rows_ahead(group: dist.ProcessGroup, part: str) -> list[OrdinaryRow]:
+    """What is measured where CPU ranks go by the protocol of GPUs."""
+    torch.set_num_threads(1)
+    rank = Rank(dist.get_rank(group), dist.get_world_size(group), CPU, print)
+    case = Case(Kind.ALL_GATHER, 4096, torch.bfloat16, rank.rank, rank.world_size, rank.device)
+    with ahead_of_peers(lag=ahead.LAG):
+        roster, ways = make_ways(rank, Meter(CPU, group=group), 60.0, group)
+        roster.reserve(case.output_bytes, case.input_bytes)
+        assert not roster.unavailable, roster.unavailable
+        given: dict[str, Any] = {"warmup": 1, "repeats": 3, "seeds": itertools.count(1)}
+        if part == "beside":
+            workload = parse_workload("64x64x64_4K", case.kind, "float32")
+            rows = list(measure_pair(roster.meter, ways, workload, case, lanes=None, **given))
+        else:
+            measure = measure_changing if part == "changing" else measure_alone
+            rows = list(measure(roster.meter, ways, case, **given))
+        roster.close()
+    return rows
+
+
+@pytest.mark.parametrize("part", ["alone", "beside"])
+def test_calls_that_are_timed_have_learnt_where_tensors_come_again(pool: RankPool, part: str) -> None:
+    for rows in pool.run(rows_ahead, 2, part):
+        assert all(row.correct and row.time_us for row in rows), rows
+        for row in rows:
+            assert (GOES_AHEAD in row.note) == (row.reach == "mapped"), row
+
+
+def test_only_addresses_that_come_again_go_ahead(pool: RankPool) -> None:
+    for rows in pool.run(rows_ahead, 2, "changing"):
+        assert all(row.correct and row.time_us and row.host_us for row in rows), rows
+        notes = {row.variant: row.note for row in rows if row.reach == "mapped"}
+        assert list(notes) == list(CHANGES)
+        assert [change for change, note in notes.items() if GOES_AHEAD in note] == ["repeated", "rotating"]
+        assert "this rank's input is not where its peers read it" in notes["missed"]
+
+
+def private(group: dist.ProcessGroup) -> list[OrdinaryRow]:
+    """Tensors of a way that should be mapped, in memory that peers cannot map."""
+    rank = Rank(dist.get_rank(group), dist.get_world_size(group), CPU, print)
+    case = Case(Kind.ALL_GATHER, 4096, torch.bfloat16, rank.rank, rank.world_size, rank.device)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank.rank == 1:
+            patch.setattr(torch.Tensor, "share_memory_", lambda tensor: tensor)
+        roster, ways = make_ways(rank, Meter(CPU, group=group), 60.0, group)
+        roster.reserve(case.output_bytes, case.input_bytes)
+        assert isinstance(ways["mapped"], Own)
+        rows = list(measure_alone(roster.meter, ways, case, warmup=0, repeats=1, seeds=itertools.count(1)))
+        roster.close()
+    return rows
+
+
+def test_what_is_not_mapped_is_not_called_so(pool: RankPool) -> None:
+    for rows in pool.run(private, 2):
+        for row in rows:
+            assert (row.time_us is None) == (row.reach == "mapped")
+            if row.reach == "mapped":
+                assert row.note.startswith("rank 1: not mapped, but staged: it is not in shared memory")
+
+
+class Forgetful(Gloo):
+    """Leaves one byte out, on one rank."""
+
+    def start(self, case: Case, tensors: Tensors, variant: str) -> Callable[[], None]:
+        wait = super().start(case, tensors, variant)
+
+        def forget() -> None:
+            wait()
+            if case.rank == 1 and tensors.output is not None:
+                tensors.output.view(torch.uint8)[-1] ^= 255
+
+        return forget
+
+
+def rows_of_a_wrong_library(group: dist.ProcessGroup) -> list[OrdinaryRow]:
+    torch.set_num_threads(1)
+    rank = Rank(dist.get_rank(group), dist.get_world_size(group), CPU, print)
+    case = Case(Kind.ALL_GATHER, 4096, torch.float32, rank.rank, rank.world_size, rank.device)
+    workload = parse_workload("64x64x64_4K", case.kind, "float32")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(baselines_cpu, "Gloo", Forgetful)
+        meter = Meter(CPU, group=group)
+        roster, ways = make_ways(rank, meter, 60.0, group)
+        roster.reserve(case.output_bytes, case.input_bytes)
+        given: dict[str, Any] = {"warmup": 0, "repeats": 2, "seeds": itertools.count(1)}
+        rows = [*measure_alone(meter, ways, case, **given), *measure_changing(meter, ways, case, **given)]
+        rows += measure_pair(meter, ways, workload, case, lanes=None, **given)
+        roster.close()
+    return rows
+
+
+def test_what_is_wrong_has_no_time_and_spoils_nobody_elses(pool: RankPool) -> None:
+    for rows in pool.run(rows_of_a_wrong_library, 2):
+        for row in rows:
+            if row.implementation == "gloo":
+                assert (row.correct, row.time_us, row.host_us, row.speedup) == (False, None, None, None)
+                assert "output bytes are wrong" in row.note
+            else:
+                assert row.correct and row.time_us
+
+
+def test_the_ideal_goes_by_the_fastest_collective_of_all() -> None:
+    columns = PairTimes((100.0,) * 3, (50.0,) * 3, (80.0, 90.0, 70.0), (110.0, 100.0, 125.0)).columns()
+    assert columns["comm_us"] == 80.0 and columns["best_comm_us"] == 50.0
+    assert columns["ideal"] == 1.5
+    assert columns["speedup"] == pytest.approx(150 / 110)
+    assert columns["percent_of_ideal"] == pytest.approx(100 * (150 / 110 - 1) / 0.5)
+
+
+def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[OrdinaryOptions] = []
+    monkeypatch.setattr(ordinary_study, "main", seen.append)
+
+    def asked(*words: str) -> OrdinaryOptions:
+        result = CliRunner().invoke(cli.main, ["ordinary", "--device", "cpu", *words])
+        assert result.exit_code == 0, result.output
+        return seen.pop()
+
+    assert asked() == OrdinaryOptions(device="cpu", sizes=ordinary_study.default_sizes("cpu"))
+    assert asked("--min-bytes", "16M").sizes == (16 << 20,)
+    some = asked("--part", "beside", "--collective", "all_to_all", "--pair", SMALL, "--changing-bytes", "1M")
+    assert (some.parts, some.collectives, some.pairs, some.changing) == (
+        ("beside",),
+        (Kind.ALL_TO_ALL,),
+        (SMALL,),
+        (1 << 20,),
+    )
+
+
+def test_the_command_knows_what_the_study_knows() -> None:
+    command = importlib.import_module("sidelane.cli.ordinary")
+    assert command.PARTS == ordinary_study.PARTS and OrdinaryOptions.collectives == command.COLLECTIVES
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"collectives": (Kind.BROADCAST,)}, "collectives (value=broadcast, allowed=all_gather, all_to_all"),
+        ({"parts": ("together",)}, "parts (value=together, allowed=alone, beside, changing)"),
+        ({"pairs": ("8192_97M",)}, "not a GEMM"),
+        ({"repeats": 0}, "must be positive"),
+    ],
+)
+def test_options_are_checked(given: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        OrdinaryOptions(**given)
+    assert text in str(caught.value)
