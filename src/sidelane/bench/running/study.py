@@ -27,6 +27,7 @@ from sidelane.bench.results.rows import (
     C3Row,
     ChainRow,
     CollectiveRow,
+    FsdpRow,
     FusedRow,
     GemmRow,
     HostRow,
@@ -41,7 +42,18 @@ from sidelane.bench.running.launch import LaunchTarget, Rank, choose_target, run
 from sidelane.machine import local
 
 R = TypeVar(
-    "R", CollectiveRow, C3Row, OccupancyRow, IsolatedRow, PhaseRow, PowerRow, ChainRow, HostRow, FusedRow, GemmRow
+    "R",
+    CollectiveRow,
+    C3Row,
+    OccupancyRow,
+    IsolatedRow,
+    PhaseRow,
+    PowerRow,
+    ChainRow,
+    HostRow,
+    FusedRow,
+    GemmRow,
+    FsdpRow,
 )
 
 
@@ -255,7 +267,7 @@ def follow(
 
 def _asked(options: StudyOptions) -> str:
     """What narrows a study down, in words."""
-    names = ("collectives", "implementations", "variants", "launches", "places")
+    names = ("collectives", "cases", "implementations", "variants", "launches", "places")
     given = [(name, getattr(options, name, ())) for name in names]
     return ", ".join(f"{name}={', '.join(value)}" for name, value in given if value)
 
