@@ -36,7 +36,7 @@ def draw_steps(rows: Sequence[FsdpRow], where: str, directory: Path) -> list[Pic
     names = [name for name in COLOURS if any(row.implementation == name for row in timed)]
     if not cases or not names:
         return []
-    figure = Figure(figsize=(2.5 + 1.8 * len(cases), 3.8), layout="constrained")
+    figure = Figure(figsize=(max(7.0, 2 + 1.8 * len(cases)), 4.2), layout="constrained")
     axes = figure.subplots()
     width = WIDTH / len(names)
     for place, name in enumerate(names):
@@ -47,12 +47,12 @@ def draw_steps(rows: Sequence[FsdpRow], where: str, directory: Path) -> list[Pic
                     axes.bar(x, row.exposed_ms, 0.92 * width, color=COLOURS[name])
                     axes.annotate(f"{row.exposed_ms:.3g}", (x, row.exposed_ms), ha="center", va="bottom", fontsize=6)
         axes.bar(0, 0, color=COLOURS[name], label=name)
-    labels = [title_of(alike[0]).replace(", ", "\n", 2) for _, alike in cases]
+    labels = [title_of(alike[0]).replace(", ", "\n") for _, alike in cases]
     axes.set_xticks(range(len(cases)), labels, fontsize=7)
     axes.axhline(0, color=GREY, linewidth=0.5)
     axes.set_ylabel("ms")
-    title = f"Communication of a training step that computation does not hide ({where})"
+    title = f"Exposed communication of a training step, {where}"
     axes.set_title(title)
-    axes.legend(ncols=len(names), fontsize=7, frameon=False)
+    figure.legend(ncols=len(names), fontsize=7, frameon=False, loc="outside lower center")
     text = f"{title}: {', '.join(names)} in {len(cases)} cases; figures are in the table."
     return [save(figure, "fsdp-exposed", title, text, directory)]

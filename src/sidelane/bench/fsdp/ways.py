@@ -193,7 +193,7 @@ class Ways:
             [params._all_gather_comm for params in self._params],
             [params._reduce_scatter_comm for params in self._params],
             note,
-            lambda: enabled.memory().reserved,
+            lambda: sum((enabled.memory().reserved, enabled.memory().own)),
             enabled.disable,
         )
         way.leave()

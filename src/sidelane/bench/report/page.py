@@ -75,8 +75,9 @@ LEGENDS = {
     "own, more than the last-level cache holds. GB/s: the fewest bytes that it can move over its time.",
     "fsdp": "A forward and a backward through layers that FSDP2 shards. exposed: a step less one whose collectives "
     "move nothing (compute_only), in the same round; recovered: of the exposed time of NCCL (Gloo on CPUs). Medians "
-    "over rounds of the slowest rank; the least of each case is bold. Loss, gradient norm and gradients were compared with "
-    "those of NCCL. compute_only still copies shards in and parameters out; compute_only_straight copies none out.",
+    "over rounds of the slowest rank; the least of each case is bold. Loss, gradient norm and gradients were compared "
+    "with those of NCCL. compute_only still copies shards in and parameters out; compute_only_straight copies none "
+    "out.",
     "soak": "A call counts once for all of its ranks, each of which compared every byte that it must get, what lies "
     "around it, and what it must not touch. Refusals: wrong calls of one rank or all, and calls that differed between "
     "ranks. Endings but 'good' are faults, of which every other rank must hear in time, and of whose they are.",
