@@ -23,22 +23,16 @@ BUFFERS = 2
 
 
 class Turns:
-    """Two buffers of each size, in turn: a gather comes behind the copy-out of the one before the last.
-
-    Attributes:
-        nbytes: of all of them.
-    """
+    """Two buffers of each size, in turn: a gather comes behind the copy-out of the one before the last."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
-        self.nbytes = 0
 
     def next(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """The buffer whose turn it is; new ones are made when a size comes for the first time."""
         made = self._buffers.setdefault((numel, dtype), [])
         if len(made) < BUFFERS:
             made.append(torch.empty(numel, dtype=dtype, device=device))
-            self.nbytes += made[-1].nbytes
             return made[-1]
         made.append(made.pop(0))
         return made[-1]
@@ -48,18 +42,17 @@ class StillGather(AllGather):
     """Gathers nothing. FSDP2 copies shards in, and parameters out.
 
     Attributes:
-        turns: its buffers.
         straight: None: there is a copy-out.
     """
 
     straight: Straight | None = None
 
     def __init__(self) -> None:
-        self.turns = Turns()
+        self._turns = Turns()
         self._filled: set[int] = set()
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return self.turns.next(math.prod(int(length) for length in size), dtype, device)
+        return self._turns.next(math.prod(int(length) for length in size), dtype, device)
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -71,10 +64,14 @@ class StillGather(AllGather):
 
 
 class StillScatter(ReduceScatter):
-    """Reduces nothing: this rank's part of its own gradients is what comes out, where it is."""
+    """Reduces nothing: this rank's part of its own gradients is what comes out, where it is.
+
+    Its buffers are its own: FSDP2 would free one before it has read what came out, which is elsewhere otherwise. With
+    gradients that are added in float32 it is the gradient, which a later layer then overwrites.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+        self._group, self._turns = group, Turns()
         self._input: torch.Tensor | None = None
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -83,7 +80,7 @@ class StillScatter(ReduceScatter):
         if given is not None and numel * self._group.size() == given.numel():
             self._input = None
             return given.view(self._group.size(), numel)[self._group.rank()]
-        self._input = torch.empty(*size, dtype=dtype, device=device)
+        self._input = self._turns.next(numel, dtype, device)
         return self._input
 
     def __call__(
@@ -121,13 +118,7 @@ class StraightStill:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group, self._lane = group, StillLane(group)
-        self.nbytes = 0
-
-        def allocate(nbytes: int) -> torch.Tensor:
-            self.nbytes += nbytes
-            return torch.empty(nbytes, dtype=torch.uint8, device=device)
-
-        self._ring = Ring(allocate, device)
+        self._ring = Ring(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device=device), device)
 
     def gather(self, params: Any) -> StillGather:
         """For one of FSDP2's groups of parameters."""

@@ -202,7 +202,9 @@ class _Study:
         times = one.rounds if one is not None and problem is None else None
         kernels = one.kernels if one is not None and problem is None else None
         outcome = None if one is None or name in FLOORS else one.outcome
-        peak = None if one is None or one.outcome.peak_mb is None else one.outcome.peak_mb + (one.held_mb or 0.0)
+        peak = None
+        if one is not None and outcome is not None and outcome.peak_mb is not None:
+            peak = outcome.peak_mb + (one.held_mb or 0.0)
         figures = {} if kernels is None else {f"{group}_ms": ms for group, ms in kernels.by_group.items()}
         return FsdpRow(
             model=case.model.name,

@@ -156,19 +156,15 @@ class Ways:
             return dataclasses.replace(own, name=name, scatters=scatters)
         if name in OWN:
             return dataclasses.replace(self._sidelane(name != "sidelane_copies"), name=name)
-        if name == STILL:
-            still = StillGather()
-            floor = Way(name, self._params, [still] * count, [StillScatter(self._group)] * count)
-            return dataclasses.replace(floor, held=lambda: still.turns.nbytes, note=lambda: NOTHING_MOVES)
-        if name == STRAIGHT_STILL:
-            objection = straight.objection()
+        if name in FLOORS:
+            objection = straight.objection() if name == STRAIGHT_STILL else None
             if objection is not None:
                 raise UnavailableError(objection)
-            into = StraightStill(self._group, self._rank.device)
-            floor = Way(
-                name, self._params, [into.gather(one) for one in self._params], [StillScatter(self._group)] * count
-            )
-            return dataclasses.replace(floor, held=lambda: into.nbytes, note=lambda: NOTHING_MOVES)
+            still: list[AllGather] = [StillGather()] * count
+            if name == STRAIGHT_STILL:
+                into = StraightStill(self._group, self._rank.device)
+                still = [into.gather(one) for one in self._params]
+            return Way(name, self._params, still, [StillScatter(self._group)] * count, lambda: NOTHING_MOVES)
         return Way(name, self._params, gathers, scatters)
 
     def _sidelane(self, straight_into_parameters: bool) -> Way:

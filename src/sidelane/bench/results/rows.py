@@ -553,7 +553,7 @@ class FsdpRow(_Row):
         recovered_percent: of the library's exposed time, in the same round, median.
         loss: mean over ranks; grad_norm: of the whole gradient. Of the step that was compared.
         peak_mb: most memory of a rank in a step: parameters, what the step allocates, and what this implementation
-            keeps; null on CPUs.
+            keeps; null on CPUs, and where nothing is moved.
         correct: loss, gradient norm and gradients are the library's but for rounding; null where nothing is moved.
         note: why there is no time, or what to know about this one.
         gemm_ms, attention_ms, collective_ms, copy_in_ms, copy_out_ms, peer_copy_ms, other_ms: kernels of one step on
