@@ -27,6 +27,7 @@ COMMANDS: dict[str, set[str]] = {
     f"phases {ON_CPUS} --operation copy --max-bytes 1K --calls 1 --warmup 1": STUDY,
     f"host {ON_CPUS} --bytes 1K --variants b2b --calls 2 --batches 2": STUDY,
     f"fused {ON_CPUS} --ops gemv_all_reduce --repeats 1": STUDY,
+    f"fsdp {ON_CPUS} --cases 8b:1x512 --layers 2 --implementations sidelane --repeats 1 --warmup 0": STUDY,
     "gemms --device cpu --models qwen-32b/4 --repeats 1 --warmup 0": STUDY,
     f"soak {ON_CPUS} --episode 0 --episode-calls 20": STUDY,
     f"tune {ON_CPUS} --quick --seconds 1 --collective all_gather --output PROFILE": {"format", "key", "curves"},

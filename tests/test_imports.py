@@ -17,7 +17,8 @@ PACKAGE = SOURCE / "sidelane"
 LAYERS = (
     ("__main__",),
     ("cli",),
-    ("bench", "integrations"),
+    ("bench",),
+    ("integrations",),
     ("model",),
     ("c3", "ops"),
     ("collectives",),

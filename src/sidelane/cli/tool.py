@@ -10,6 +10,7 @@ import click
 from sidelane import __version__
 from sidelane.cli.c3 import c3
 from sidelane.cli.collectives import chain, collective, fused, host, phases, power
+from sidelane.cli.fsdp import fsdp
 from sidelane.cli.gemms import gemms
 from sidelane.cli.guided import Commands
 from sidelane.cli.info import demo, info
@@ -21,7 +22,7 @@ from sidelane.cli.tuning import explain, tune
 
 GROUPED = {
     "Look": (demo, info, machines),
-    "Measure": (collective, ordinary, c3, chain, phases, host, fused, gemms, power),
+    "Measure": (collective, ordinary, c3, chain, phases, host, fused, fsdp, gemms, power),
     "Predict (and collective, c3, phases, power with --machine)": (claims, pipeline, plan),
     "Choose and prove": (explain, tune, verify, soak),
 }

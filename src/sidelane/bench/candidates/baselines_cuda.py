@@ -87,7 +87,8 @@ class Nccl:
             torch.empty(input_bytes, dtype=torch.uint8, device=self._device),
         )
         try:
-            self._windows = Windows(self._device, self._meter, self.group, output_bytes, input_bytes)
+            # NCCL on copy engines has nothing but windows, and Sidelane is what is compared.
+            self._windows = Windows(self._device, self._meter, self.group, output_bytes, input_bytes, others=2)
         except UnavailableError as error:
             self._no_windows = str(error)
 
@@ -231,6 +232,7 @@ class Windows:
         group: whose communicator; None for the default group's.
         output_bytes: size of the first buffer.
         input_bytes: size of the second.
+        others: implementations that need as much memory and come later.
 
     Raises:
         UnavailableError: on every rank, if any rank could not allocate or register them, or would leave no room for
@@ -244,6 +246,7 @@ class Windows:
         group: dist.ProcessGroup | None,
         output_bytes: int,
         input_bytes: int,
+        others: int = 1,
     ) -> None:
         chosen = group if group is not None else dist.group.WORLD
         assert chosen is not None
@@ -256,8 +259,8 @@ class Windows:
 
         def leaves_room() -> str | None:
             nbytes, (free, _) = output_bytes + input_bytes, torch.cuda.mem_get_info(device)
-            lacking = free < nbytes * 2
-            return f"{nbytes} bytes of {free} would leave no room for another implementation's" if lacking else None
+            lacking = free < nbytes * (1 + others)
+            return f"{nbytes} of {free} bytes leave no room for those of {others} others" if lacking else None
 
         _require(meter.attempt(leaves_room), "NCCL's symmetric windows")
 

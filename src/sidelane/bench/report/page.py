@@ -33,6 +33,7 @@ TITLES = {
     "host": "What a call takes the host",
     "fused": "Fused operators",
     "gemms": "GEMMs of language models, alone",
+    "fsdp": "Training steps with FSDP2, by who communicates",
     "soak": "Random calls, with faults among them",
     "ordinary": "Collectives on ordinary memory",
 }
@@ -73,6 +74,11 @@ LEGENDS = {
     "the longer of the computation and the collective alone. Outputs were compared with float64, before and after.",
     "gemms": "A linear layer of a model, alone: the vendor's GEMM in a graph of calls that each have matrices of their "
     "own, more than the last-level cache holds. GB/s: the fewest bytes that it can move over its time.",
+    "fsdp": "A forward and a backward through layers that FSDP2 shards. exposed: a step less one whose collectives "
+    "move nothing (compute_only), in the same round; recovered: of the exposed time of NCCL (Gloo on CPUs). Medians "
+    "over rounds of the slowest rank; the least of each case is bold. Loss, gradient norm and gradients were compared "
+    "with those of NCCL. compute_only still copies shards in and parameters out; compute_only_straight copies none "
+    "out.",
     "soak": "A call counts once for all of its ranks, each of which compared every byte that it must get, what lies "
     "around it, and what it must not touch. Refusals: wrong calls of one rank or all, and calls that differed between "
     "ranks. Endings but 'good' are faults, of which every other rank must hear in time, and of whose they are.",

@@ -13,6 +13,7 @@ from sidelane.bench.c3.occupancy_pictures import draw_occupancy
 from sidelane.bench.c3.pictures import draw_strategies
 from sidelane.bench.collectives.pictures import draw_sizes
 from sidelane.bench.collectives.tables import way_to_call
+from sidelane.bench.fsdp.pictures import draw_steps
 from sidelane.bench.ordinary import tables as ordinary
 from sidelane.bench.phases.pictures import draw_phases
 from sidelane.bench.power.pictures import draw_power
@@ -22,6 +23,7 @@ from sidelane.bench.results.files import Results
 from sidelane.bench.results.rows import (
     C3Row,
     CollectiveRow,
+    FsdpRow,
     HeuristicRow,
     IsolatedRow,
     OccupancyRow,
@@ -57,6 +59,8 @@ def draw(results: Results, directory: Path) -> list[Picture]:
                 draw_sizes(way, alike, results, directory, line_of=lambda row: row.reach)
                 for way, alike in grouped(alone, ordinary.way_to_call)
             ]
+        if results.study == "fsdp":
+            return draw_steps([r for r in results.rows if isinstance(r, FsdpRow)], where_from(results), directory)
         pairs = [row for row in results.rows if isinstance(row, C3Row) and row.speedup is not None]
         machine = named(results.machine) if results.machine in machine_names() else None
         predicted = {} if machine is None else speedups(compare(machine, pairs))

@@ -7,6 +7,7 @@ from sidelane.bench.c3.occupancy_tables import occupancy_tables
 from sidelane.bench.c3.tables import c3_tables
 from sidelane.bench.chain.tables import chain_tables
 from sidelane.bench.collectives.tables import collective_tables
+from sidelane.bench.fsdp.tables import fsdp_tables
 from sidelane.bench.fused.tables import fused_tables
 from sidelane.bench.gemms.tables import gemm_tables
 from sidelane.bench.host.tables import host_tables
@@ -19,6 +20,7 @@ from sidelane.bench.results.rows import (
     C3Row,
     ChainRow,
     CollectiveRow,
+    FsdpRow,
     FusedRow,
     GemmRow,
     HeuristicRow,
@@ -56,6 +58,8 @@ def tables_of(results: Results) -> list[Table]:
         return fused_tables([row for row in results.rows if isinstance(row, FusedRow)])
     if results.study == "gemms":
         return gemm_tables([row for row in results.rows if isinstance(row, GemmRow)])
+    if results.study == "fsdp":
+        return fsdp_tables([row for row in results.rows if isinstance(row, FsdpRow)])
     if results.study == "soak":
         return soak_tables([row for row in results.rows if isinstance(row, SoakRow)])
     if results.study == "ordinary":

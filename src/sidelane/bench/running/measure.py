@@ -48,6 +48,7 @@ class Job:
             without, every implementation would pay in its first calls for the one before it.
         hide_launch_us: hold the device back that long, so that the host has queued everything before the clock
             starts. 0: what the host takes is part of the time, as it is in an eager program.
+        before: called ahead of all that, uncounted: what switches over from another job.
     """
 
     run: Callable[[], object]
@@ -55,6 +56,7 @@ class Job:
     calls: int = 1
     ahead: int = 0
     hide_launch_us: float = 0.0
+    before: Callable[[], object] | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -212,6 +214,8 @@ class Meter:
         return {name: Rounds(tuple(times[i]), int(late_rounds[i])) for i, name in enumerate(names)}
 
     def _sample(self, job: Job, label: str) -> tuple[float, bool]:
+        if job.before is not None:
+            job.before()
         if self._stream is None:
             dist.barrier(group=self._group)
             begin = time.perf_counter()

@@ -27,6 +27,7 @@ from sidelane.bench.results.rows import (
     C3Row,
     ChainRow,
     CollectiveRow,
+    FsdpRow,
     FusedRow,
     GemmRow,
     HostRow,
@@ -54,6 +55,7 @@ R = TypeVar(
     FusedRow,
     GemmRow,
     OrdinaryRow,
+    FsdpRow,
 )
 
 
@@ -267,7 +269,7 @@ def follow(
 
 def _asked(options: StudyOptions) -> str:
     """What narrows a study down, in words."""
-    names = ("collectives", "implementations", "variants", "launches", "places")
+    names = ("collectives", "cases", "implementations", "variants", "launches", "places")
     given = [(name, getattr(options, name, ())) for name in names]
     return ", ".join(f"{name}={', '.join(value)}" for name, value in given if value)
 

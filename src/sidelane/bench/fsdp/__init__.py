@@ -1,0 +1,1 @@
+"""The study of training steps whose layers FSDP2 shards."""

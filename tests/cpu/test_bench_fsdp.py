@@ -1,0 +1,192 @@
+"""The study of training steps on CPU ranks: what is compared, what is wrong or breaks off, what is asked."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import crew
+
+from sidelane.bench.fsdp import study
+from sidelane.bench.fsdp.cases import StepCase, parse_case
+from sidelane.bench.fsdp.engines import WindowGather
+from sidelane.bench.fsdp.profiled import Kernel, group_of, summed
+from sidelane.bench.fsdp.step import Stepper
+from sidelane.bench.fsdp.still import StillGather
+from sidelane.bench.fsdp.study import FsdpOptions
+from sidelane.bench.fsdp.trial import Trial
+from sidelane.bench.fsdp.ways import Way, Ways, gathered_bytes, names_on
+from sidelane.bench.results.files import read
+from sidelane.bench.results.rows import FsdpRow
+from sidelane.bench.running.launch import Rank
+from sidelane.bench.running.measure import Meter
+
+CPU = torch.device("cpu")
+QUICK = {"device": "cpu", "ranks": 2, "quiet": True, "warmup": 0, "repeats": 2, "timeout_s": 100.0}
+
+
+def test_from_end_to_end(tmp_path: Path) -> None:
+    path = tmp_path / "fsdp.json"
+    options = FsdpOptions(**QUICK, cases=("8b:1x512", "70b:1x512"), json=path, report=tmp_path / "report")
+    results = study.main(options)
+    assert results is not None and read(path).rows == results.rows
+    rows = [FsdpRow.from_dict(row) for row in json.loads(path.read_text())["rows"]]
+    assert [row.implementation for row in rows] == list(names_on("cpu")) * 2
+    for row in rows:
+        library = next(one for one in rows if one.model == row.model)
+        assert row.step_ms and row.exposed_ms is not None and row.peak_mb is None
+        if row.implementation.startswith("compute_only"):
+            assert row.correct is None and row.loss is None and "skipped" in row.note
+        else:
+            assert row.correct and (row.loss, row.note) == (library.loss, "")
+            assert row.grad_norm == pytest.approx(library.grad_norm, rel=1e-2)
+    floors = [row for row in rows if row.implementation == "compute_only"]
+    assert [row.exposed_ms for row in floors] == [0, 0]
+    text = (tmp_path / "report" / "index.html").read_text()
+    assert "llama-8b-like, 3 layers, 1x8 tokens a rank" in text and "fsdp-exposed" in str(
+        list((tmp_path / "report").iterdir())
+    )
+
+
+def test_with_an_optimizer_and_sums_in_float32() -> None:
+    named = ("sidelane", "compute_only_straight")
+    options = FsdpOptions(
+        **QUICK, cases=("8b:2x512",), implementations=named, layers=2, optimizer=True, reduce_dtype="float32"
+    )
+    results = study.main(options)
+    assert results is not None
+    rows = [row for row in results.rows if isinstance(row, FsdpRow)]
+    assert [row.implementation for row in rows] == ["gloo", *named]
+    assert all(row.optimizer and row.reduce_dtype == "float32" and row.layers == 2 and row.batch == 2 for row in rows)
+    assert rows[1].correct and rows[1].step_ms and rows[1].exposed_ms is None, "nothing was measured to compare with"
+
+
+class Breaks(StillGather):
+    """Fails at its third gather, on every rank."""
+
+    count = 0
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        self.count += 1
+        if self.count == 3:
+            raise RuntimeError("out of something")
+        return super().__call__(output_tensor, input_tensor, group, async_op)
+
+
+def planted(group: dist.ProcessGroup, case: StepCase, options: FsdpOptions) -> list[FsdpRow]:
+    """The study of a case in which ``sidelane`` moves nothing, and ``sidelane_copies`` breaks off."""
+    torch.set_num_threads(1)
+    make = Ways._make
+
+    def wrong(self: Ways, name: str) -> Way:
+        way = make(self, name)
+        count = len(way.gathers)
+        if name == "sidelane":
+            return Way(name, way.params, [StillGather()] * count, make(self, "gloo").scatters)
+        if name == "sidelane_copies":
+            return Way(name, way.params, [Breaks()] * count, way.scatters)
+        if name == "sidelane_ag":
+            raise RuntimeError("not here")
+        return way
+
+    Ways._make = wrong  # type: ignore[method-assign]
+    this = study._Study(Rank(dist.get_rank(), dist.get_world_size(), CPU, lambda line: None), options)
+    try:
+        return list(this.rows(case))
+    finally:
+        this.close()
+        Ways._make = make  # type: ignore[method-assign]
+
+
+def test_what_is_wrong_or_breaks_off_has_no_time_and_leaves_the_others_theirs() -> None:
+    with crew(2) as ranks:
+        for rows in ranks.run(planted, None, parse_case("8b:1x512").small(), FsdpOptions(**QUICK)):
+            by_name = {row.implementation: row for row in rows}
+            assert list(by_name) == list(names_on("cpu"))
+            for name, correct, words in (
+                ("sidelane", False, "gradients are"),
+                ("sidelane_copies", None, "RuntimeError: out of something"),
+                ("sidelane_ag", None, "RuntimeError: not here"),
+            ):
+                row = by_name.pop(name)
+                assert (row.correct, row.step_ms) == (correct, None) and words in row.note
+            assert all(row.step_ms for row in by_name.values())
+
+
+class Windowed:
+    """Ordinary memory in place of NCCL's windows."""
+
+    def gather_of(self, params: Sequence[Any]) -> WindowGather:
+        group = params[0].mesh_info.shard_process_group
+        sizes = {gathered_bytes(one, torch.bfloat16, group.size()) for one in params}
+        windows: Any = {
+            nbytes: SimpleNamespace(buffers=tuple(torch.zeros(nbytes + 64, dtype=torch.uint8) for _ in range(2)))
+            for nbytes in sizes
+        }
+        return WindowGather(group, windows)
+
+
+def in_windows(group: dist.ProcessGroup, case: StepCase) -> tuple[list[tuple[str, str]], list[str]]:
+    """Compare gathers in two windows that take turns; what was found, and what was wrong."""
+    torch.set_num_threads(1)
+    rank = Rank(dist.get_rank(), dist.get_world_size(), CPU, lambda line: None)
+    meter = Meter(CPU, group=dist.new_group(backend="gloo"))
+    make = functools.partial(Stepper, case, rank, meter, torch.bfloat16, optimizer=False, seed=3)
+    trial = Trial(rank, meter, make, Windowed, 60.0)
+    assert trial.prepare(["gloo", "nccl_ce"])
+    trial.measure(["gloo", "nccl_ce"], 0, 1)
+    trial.close()
+    return [(name, one.note) for name, one in trial.found.items()], [one.text for one in trial.problems.values()]
+
+
+def test_two_windows_in_turn_are_enough() -> None:
+    with crew(2) as ranks:
+        for found, problems in ranks.run(in_windows, None, parse_case("70b:1x512").small()):
+            assert (found, problems) == ([("gloo", ""), ("nccl_ce", "")], [])
+
+
+def test_what_is_asked_for_is_checked() -> None:
+    case = parse_case("70b:2x4096")
+    assert (case.model.hidden, case.model.layers, case.batch, case.seq) == (8192, 4, 2, 4096)
+    assert parse_case("8b:1x8192", layers=3).model.layers == 3
+    for wrong in ("7b:1x4096", "8b:4096", "8b:0x4096"):
+        with pytest.raises(ValueError, match=r"allowed=8b or 70b and sequences x tokens, as in 8b:2x4096"):
+            FsdpOptions(cases=(wrong,))
+    with pytest.raises(ValueError, match=r"reduce_dtype \(value='int8', allowed=bfloat16, float32"):
+        FsdpOptions(reduce_dtype="int8")
+    with pytest.raises(ValueError, match=r"implementations \(value=nccl_ce, allowed=gloo, sidelane_ag"):
+        study.main(FsdpOptions(**QUICK, implementations=("nccl_ce",)))
+
+
+KERNELS = {
+    "nvjet_hsh_256x128_64x4_1x2_h_bz_coopA_NTT": "gemm",
+    "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64": "gemm",
+    "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<pytorch_flash::Flash_bwd>": "attention",
+    "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16": "attention",
+    "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)": "collective",
+    "_reduce_pull": "collective",
+    "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<TensorList, CopyFunctor<>>": "copy_in",
+    "void at::native::detail::chunk_cat_cuda_kernel<float, c10::BFloat16>": "copy_in",
+    "void at::native::detail::split_with_sizes_copy_out_contiguous_no_cast_kernel(char**)": "copy_out",
+    "Memcpy PtoP (Device -> Device)": "peer_copy",
+    "Memcpy DtoD (Device -> Device)": "other",
+    "void at::native::vectorized_elementwise_kernel<4, at::native::silu_kernel>": "other",
+}
+
+
+def test_kernels_are_told_apart_and_summed() -> None:
+    assert {name: group_of(name) for name in KERNELS} == KERNELS
+    found = summed(Kernel(name, 1000.0 * place, 1000.0 * place + 500) for place, name in enumerate(reversed(KERNELS)))
+    assert found is not None
+    assert found.by_group["gemm"] == found.by_group["copy_in"] == 1.0 and found.by_group["copy_out"] == 0.5
+    assert (found.first_gather_ms, found.last_scatter_ms) == (10.0, 0.0)
+    assert summed([Kernel("Memcpy PtoP", 0, 1)]) is None
