@@ -17,7 +17,7 @@ from sidelane.collectives.arguments import Request
 from sidelane.collectives.backend import Backend
 from sidelane.collectives.heap import Region, SymmetricHeap
 from sidelane.collectives.listed import ListRequest
-from sidelane.collectives.plan import AUTO, AnyAgreement, Plan, Planner
+from sidelane.collectives.plan import AUTO, MOST_PROGRAMS, AnyAgreement, Plan, Planner
 from sidelane.collectives.staging import Staging
 from sidelane.device.layout import arena_bytes
 from sidelane.execute.base import Addresses, Pieces, Runnable
@@ -97,6 +97,7 @@ class Preparer:
         self._turns = Turns(backend.capture_of)
         if GRAPH in backend.abilities.launches and len(self._flags.addresses) > 1:
             self._slots.reserve(2 * SLOTS_BYTES, False)  # a capture could not
+        self._captures_have_room: set[AnyAgreement] = set()
         self._kept: list[object] = []
         self._recent: dict[Hashable, Prepared] = {}
         self._recent_lists: collections.deque[Hashable] = collections.deque()
@@ -176,12 +177,20 @@ class Preparer:
         return max(plan.staging_bytes) <= self._staging.nbytes
 
     def _reserve_for_captures(self, agreement: AnyAgreement) -> None:
-        """Allocate what the same call needs in a capture, where nothing can be: ``auto`` may choose otherwise there."""
+        """Allocate what the same call needs in a capture, where nothing can be: ``auto`` may choose otherwise there.
+
+        Once for what is asked, on all ranks alike: staging never shrinks.
+        """
+        if agreement in self._captures_have_room:
+            return
         program = self._planner.unproved(dataclasses.replace(agreement, frozen=True))
         if isinstance(program, KernelProgram | KernelListProgram):
             self._reserve(self._kernel_staging, program.staging_bytes, False)
         elif isinstance(program, Program):
             self._reserve(self._staging, max(program.staging_bytes), False)
+        if len(self._captures_have_room) >= MOST_PROGRAMS:
+            self._captures_have_room.clear()
+        self._captures_have_room.add(agreement)
 
     def program(self, agreement: AnyAgreement) -> tuple[Program, Choice]:
         """The program of a call that stays with its caller, who loads it, and how it was chosen.

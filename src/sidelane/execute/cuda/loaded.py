@@ -16,7 +16,6 @@ from sidelane.execute.cuda.calls import HostWord, LaunchReduce, RecordStamp, Rou
 from sidelane.execute.cuda.count import counts_of
 from sidelane.execute.cuda.driver import Driver
 from sidelane.execute.cuda.native import Bound, steps_of
-from sidelane.execute.cuda.plan import plan_calls
 from sidelane.execute.cuda.site import CELLS, CudaSite
 from sidelane.execute.cuda.watch import Subject, Watch
 from sidelane.execute.submitted import Entry, Submitted
@@ -213,13 +212,7 @@ class CudaProgram:
 
     def _bind(self, busy: int) -> BoundPlan:
         executor, driver, captured = self._executor, self._executor.driver, self._frozen
-        plan = plan_calls(
-            self.program,
-            executor.rank,
-            peer_writes=bool(executor.features.peer_writes),
-            copy_batches=executor.features.copy_batches,
-            captured=captured,
-        )
+        plan = executor.plans.of(self.program)
         if plan.cells > CELLS:
             raise ValueError(f"load: signals to peers in one program (value={plan.cells}, allowed=..{CELLS})")
         count = plan.streams - 1

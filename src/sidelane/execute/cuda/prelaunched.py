@@ -16,7 +16,6 @@ from sidelane.execute.cuda.count import counts_of
 from sidelane.execute.cuda.held import SharedValueOps, hold_back, require_free_channel
 from sidelane.execute.cuda.loaded import destroy_events
 from sidelane.execute.cuda.native import Bound
-from sidelane.execute.cuda.plan import plan_calls
 from sidelane.execute.cuda.site import CudaSite
 from sidelane.execute.submitted import Submitted
 from sidelane.program.ir import Program
@@ -50,10 +49,7 @@ class CudaPrelaunched:
         self._executor, self._addresses = executor, addresses
         self._epoch = 0
         self._events: list[int] = []
-        features = executor.features
-        plan = plan_calls(
-            program, executor.rank, peer_writes=bool(features.peer_writes), copy_batches=features.copy_batches
-        )
+        plan = executor.plans.of(program)
         trigger = Gate.HOST_TRIGGER if host_trigger else Gate.TRIGGER
         plan = hold_back(plan, trigger)
         require_free_channel(str(program.collective), program.variant, plan.streams)

@@ -18,6 +18,7 @@ from sidelane.execute.cuda.calls import DEFAULT_STREAMS, Gate, HostWord
 from sidelane.execute.cuda.driver import Driver, DriverError
 from sidelane.execute.cuda.held import Gates, SharedValueOps
 from sidelane.execute.cuda.native import Bound
+from sidelane.execute.cuda.plans import Plans
 from sidelane.execute.cuda.probe import DriverFeatures
 from sidelane.execute.cuda.release import FlagRescue
 from sidelane.execute.cuda.tables import DeviceTable, Tables
@@ -64,6 +65,7 @@ class CudaSite:
         self.driver = driver if driver is not None else Driver(device)
         self.lock = threading.Lock()
         self.ledger = Ledger()
+        self.plans = Plans(rank, features)
         self.timeout_s = timeout_s
         self.closed = False
         self.armed_epoch: int | None = None  # of the last invocation that waited for a trigger
