@@ -39,6 +39,7 @@ class Library:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.log: list[str] = []
+        self.free = 1 << 30
         group = SimpleNamespace(_get_backend=lambda device: self)
 
         @contextlib.contextmanager
@@ -49,6 +50,7 @@ class Library:
 
         monkeypatch.setattr(torch.cuda, "MemPool", lambda allocator: f"pool of {allocator}")
         monkeypatch.setattr(torch.cuda, "use_mem_pool", use)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (self.free, self.free))
         monkeypatch.setattr(dist, "ProcessGroup", SimpleNamespace)
         monkeypatch.setattr(
             dist, "new_group", lambda **options: self.log.append(f"group {options['backend']}") or group
@@ -116,6 +118,15 @@ def test_a_window_that_cannot_be_had_is_an_error_with_the_reason(
     monkeypatch.setattr(library, "register_mem_pool", refuse)
     with pytest.raises(UnavailableError, match="rank 0: no symmetric memory"):
         nccl.reserve(1024, 512)
+
+
+def test_windows_leave_room_for_what_is_compared_with_them(library: Library) -> None:
+    nccl = NcclCopyEngines(CPU, 10.0, Alone())  # type: ignore[arg-type]
+    library.free = 3071
+    with pytest.raises(UnavailableError, match="1536 of 3071 bytes leave no room for those of 1 others"):
+        nccl.reserve(1024, 512)
+    library.free = 3072
+    nccl.reserve(1024, 512)
 
 
 def test_a_communicator_for_each_number_of_ctas(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:

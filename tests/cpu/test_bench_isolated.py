@@ -99,10 +99,9 @@ def test_batches_of_which_the_file_has_rows_are_left_out() -> None:
     names = [str(batch) for batch in batches]
     assert names[:2] == ["memory 1073741824", "gemm 8x8x8 split"]
     assert "collective all_gather 1024" in names
-    assert names[-2:] == [
-        "beside 8x8x8 268435456 dma",
-        f"pair 8x8x8 all_gather {896 << 20}",
-    ]
+    assert f"pair 8x8x8 all_gather {896 << 20}" in names, "as soon as it can be judged"
+    assert names.index(f"pair 8x8x8 all_gather {896 << 20}") < names.index("collective all_gather 1024")
+    assert names[-1] == "beside 8x8x8 268435456 dma"
     small = {"gemm": "8x8x8", "m": 8, "n": 8, "k": 8, "dtype": "bfloat16"}
     rows = [
         MEMORY,

@@ -155,9 +155,9 @@ def test_choice_on_measured_times() -> None:
     choice = choose(1410, Kind.ALL_GATHER, candidates(serial=2170, c3_sp=2170, conccl=1840), HIDDEN["h200"])
     assert choice.strategy == "conccl"
     assert dict(choice.predicted_us) == pytest.approx(
-        {"conccl": 1840 + 0.13 * 1410, "c3_sp": 2170 + 0.98 * 1410, "serial": 3580}
+        {"conccl": 1840 + 0.08 * 1410, "c3_sp": 2170 + 0.98 * 1410, "serial": 3580}
     )
-    assert choice.reason == "conccl: 1840 + 0.13 x 1410 = 2023 us expected, next c3_sp 3552 us"
+    assert choice.reason == "conccl: 1840 + 0.08 x 1410 = 1953 us expected, next c3_sp 3552 us"
 
 
 def test_small_messages_go_to_whoever_is_fast() -> None:

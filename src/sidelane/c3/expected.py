@@ -3,8 +3,9 @@
 Every estimate is ``longer + (1 - hidden) x shorter`` (``c3.choose``): of times with the units that the strategy leaves
 to either, and of the share that it hides. Shares are those of the pairs that ``sidelane tune --study c3`` has measured;
 where it has not, a strategy whose parts have units of their own hides everything, as the ConCCL paper's heuristic takes
-it (V-C), and others have constants (``choice.hidden``) if no pair was measured, else nothing. Equals are decided for
-serial, and then by preference.
+it (V-C), and others nothing. Where no pair was measured at all, constants say what is hidden (``choice.hidden``), and
+nothing that gives a collective units of its own is taken: on two H200s that hid half of what the heuristic takes for
+granted. Equals are decided for serial, and then by preference.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def decide(
             continue
         if strategy.partition is None:
             found.append(Candidate(strategy, alone, asked.in_place))
-        elif known is not None and asked.gemm is not None:
+        elif known is not None and asked.gemm is not None and (_telling(known) or not strategy.mover.takes_units):
             found += _partitioned(strategy, asked, known, alone, ours[strategy.mover])
     for number, one in enumerate(found):
         share = _share(one.strategy, one.units, asked, known, constants, ours[one.strategy.mover])

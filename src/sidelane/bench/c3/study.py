@@ -215,7 +215,11 @@ def _runs(roster: Roster, case: Case, options: C3Options) -> Iterator[Prepared]:
     for implementation in roster.implementations.values():
         only = () if implementation.name == SM and AUTO in options.variants else options.variants
         for candidate in candidates_of(implementation, case.kind, only=only, launches=("eager",)):
-            yield Prepared(candidate, case, implementation)
+            try:
+                prepared = Prepared(candidate, case, implementation)
+            except UnavailableError:  # on all ranks: windows for which there is no room next to everything else
+                continue
+            yield prepared
 
 
 def rows_of(outcome: Outcome, known: Isolated | None = None) -> list[C3Row]:

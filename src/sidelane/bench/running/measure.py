@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import random
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import TypeVar
@@ -204,8 +205,9 @@ class Meter:
             for number in range(warmup + repeats):
                 if on_round is not None:
                     on_round(number)
-                for position in range(len(names)):
-                    index = (position + number) % len(names)
+                # In another order each round, alike on all ranks: what a job leaves behind (heat, a GPU at its
+                # power cap, one that has rested) then meets every other job, and not always the same.
+                for index in random.Random(number).sample(range(len(names)), len(names)):
                     time_us, late = self._sample(jobs[names[index]], str(names[index]))
                     if number >= warmup:
                         samples[:, index, number - warmup] = torch.tensor([time_us, float(late)])

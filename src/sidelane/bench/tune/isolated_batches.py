@@ -19,8 +19,9 @@ MEMORY_BYTES = {"cpu": 8 << 20, "gpu": 1 << 30}
 TRAFFIC_BYTES = {"cpu": 1 << 20, "gpu": 256 << 20}
 PAIR_BYTES = {"cpu": 8 << 20, "gpu": 896 << 20}
 """Of the collective next to a GEMM: enough for what is hidden to be seen."""
-PAIRED = (Kind.ALL_GATHER, Kind.ALL_REDUCE)
-"""Of the collectives, what runs next to GEMMs under every strategy: one that moves and one that reduces."""
+PAIRED = (Kind.ALL_GATHER, Kind.ALL_TO_ALL, Kind.ALL_REDUCE)
+"""Of the collectives, what runs next to GEMMs under every strategy: one that moves, one that also copies inside the
+GPU, and one that reduces."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,21 +57,22 @@ class Batch:
 
 
 def batches_of(rank: Rank, options: Options) -> list[Batch]:
-    """Everything, what takes least first."""
+    """Everything; what runs next to GEMMs as soon as it can be judged, since a choice goes by that first."""
     where = "cpu" if rank.device.type == "cpu" else "gpu"
     gemms = [_sized(parse_gemm(text, options.dtype), rank, options) for text in options.gemms]
     batches = [Batch(MEMORY, nbytes=MEMORY_BYTES[where])]
     batches += [Batch(GEMM, gemm, means=means) for gemm in gemms for means in Means]
     if rank.world_size > 1:
         sizes = dict.fromkeys(rounded_bytes(nbytes, rank.world_size) for nbytes in options.sizes)
-        batches += [Batch(COLLECTIVE, None, kind, nbytes) for kind in options.collectives for nbytes in sizes]
+        paired = rounded_bytes(PAIR_BYTES[where], rank.world_size)
+        alone = [Batch(COLLECTIVE, None, kind, nbytes) for kind in options.collectives for nbytes in sizes]
+        kinds = [kind for kind in PAIRED if kind in options.collectives] or options.collectives
+        batches += [one for one in alone if one.nbytes == paired]
+        batches += [Batch(PAIR, gemm, kind, paired) for gemm in gemms for kind in kinds]
+        batches += [one for one in alone if one.nbytes != paired]
     traffic = rounded_bytes(TRAFFIC_BYTES[where], rank.world_size)
     makers = [*(["host"] if where == "gpu" else ["copy"]), *([DMA] if rank.world_size > 1 else [])]
     batches += [Batch(BESIDE, gemm, nbytes=traffic, means=maker) for gemm in gemms for maker in makers]
-    if rank.world_size > 1:
-        kinds = [kind for kind in PAIRED if kind in options.collectives] or options.collectives
-        paired = rounded_bytes(PAIR_BYTES[where], rank.world_size)
-        batches += [Batch(PAIR, gemm, kind, paired) for gemm in gemms for kind in kinds]
     return batches
 
 
