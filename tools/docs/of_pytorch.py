@@ -1,0 +1,78 @@
+"""Tables of what programs of PyTorch see: steps of FSDP2, and collectives on ordinary memory."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from docs.measured import LABELS, MIB, Cells, best, rows_of, short, size, whole
+
+NAMES = {"llama-8b-like": "8B-like", "llama-70b-like": "70B-like"}
+TRAINED_BY = {
+    "nccl": "NCCL",
+    "nccl_ce": "NCCL, copy engines",
+    "sidelane_copies": "Sidelane, copied out",
+    "sidelane": "Sidelane",
+    "compute_only": "nothing communicated",
+}
+REACHED: dict[str, dict[str, object]] = {
+    "symmetric": {"implementation": "auto", "reach": "symmetric"},
+    "mapped": {"implementation": "auto", "reach": "mapped"},
+    "staged": {"implementation": "auto", "reach": "staged"},
+    "NCCL": {"implementation": "nccl"},
+}
+
+
+def steps(machine: str) -> Cells:
+    """Milliseconds of a training step, and how much of what NCCL exposes comes back."""
+    rows = rows_of(f"{machine}/fsdp.json")
+    cells = [["layers, tokens a GPU", *TRAINED_BY.values(), "recovered"]]
+    for case in dict.fromkeys((row["model"], row["layers"], row["batch"], row["seq"]) for row in rows):
+        where = dict(zip(("model", "layers", "batch", "seq"), case, strict=True))
+        model, layers, batch, tokens = case
+        times = [best(rows, {**where, "implementation": name}, "step_ms") for name in TRAINED_BY]
+        least = min(one for one in times[:-1] if one is not None)
+        shown = [f"**{short(one)}**" if one == least else short(one) for one in times]
+        recovered = best(rows, {**where, "implementation": "sidelane"}, "recovered_percent")
+        cells.append([f"{NAMES.get(model, model)} x {layers}, {batch} x {tokens}", *shown, f"{whole(recovered)}%"])
+    return cells
+
+
+def recovered(machine: str) -> float:
+    """Mean share of the exposed time that comes back, in percent."""
+    rows = rows_of(f"{machine}/fsdp.json")
+    return statistics.mean(row["recovered_percent"] for row in rows if row["implementation"] == "sidelane")
+
+
+def alone(machine: str, kinds: Sequence[str]) -> Cells:
+    """Microseconds of a collective out of place, by how peers reach its tensors."""
+    rows = [row for row in rows_of(f"{machine}/ordinary.json") if not row["gemm"] and row["host_us"] is None]
+    cells = [["", *REACHED]]
+    for kind in kinds:
+        for nbytes in sorted({row["bytes"] for row in rows if row["collective"] == kind}):
+            where = {"collective": kind, "bytes": nbytes, "in_place": kind == "all_reduce"}
+            shown = [short(best(rows, {**where, **way})) for way in REACHED.values()]
+            cells.append([f"{LABELS[kind]}, {size(nbytes)}", *shown])
+    return cells
+
+
+def beside(machine: str) -> Cells:
+    """Percent of the strict ideal next to a GEMM, by how peers reach the tensors."""
+    rows = [row for row in rows_of(f"{machine}/ordinary.json") if row["gemm"]]
+    cells = [["", *REACHED]]
+    for gemm, kind, nbytes in dict.fromkeys((row["gemm"], row["collective"], row["bytes"]) for row in rows):
+        where = {"gemm": gemm, "collective": kind, "bytes": nbytes}
+        shown = [whole(best(rows, {**where, **way}, "percent_of_ideal")) for way in REACHED.values()]
+        cells.append([f"{gemm}, {LABELS[kind]} of {nbytes / MIB:.0f} MiB", *shown])
+    return cells
+
+
+def changing(machine: str) -> Cells:
+    """Microseconds of the host for a call, by what its tensors were before."""
+    rows = [row for row in rows_of(f"{machine}/ordinary.json") if row["host_us"] is not None]
+    cells = [["", *REACHED]]
+    for variant, nbytes in dict.fromkeys((row["variant"], row["bytes"]) for row in rows):
+        where = {"variant": variant, "bytes": nbytes}
+        shown = [short(best(rows, {**where, **way}, "host_us")) for way in REACHED.values()]
+        cells.append([f"{variant.replace('_', ' ')}, {size(nbytes)}", *shown])
+    return cells
