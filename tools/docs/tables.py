@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from docs import of_collectives, of_studies
+from docs import of_collectives, of_pytorch, of_studies
 from docs.measured import EXCHANGE, GATHER, REDUCED, SCATTERED, Cells, rows_of
 
 
@@ -63,6 +63,7 @@ TABLES: dict[str, Callable[[], Cells]] = {
     "host-h200x4": lambda: of_studies.host("h200x4"),
     "energy-moving-h200x4": lambda: of_studies.energies((GATHER, EXCHANGE)),
     "energy-reducing-h200x4": lambda: of_studies.energies((SCATTERED, REDUCED)),
+    "fsdp-h200x2": lambda: of_pytorch.steps("h200x2"),
     "simulator": of_studies.simulator,
 }
 
