@@ -14,10 +14,11 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from ahead_cases import KINDS, SEGMENTS, SIZES, Slot
+from pieces import MadeUpPieces, memory_of
 from reach_cases import mapped_here, on_gpus, shared
 
 from sidelane import Communicator, Config
-from sidelane.collectives import learning
+from sidelane.collectives import backend_cpu, learning
 from sidelane.collectives.learning import Learning
 from sidelane.collectives.mappings import Mappings
 from sidelane.errors import UnavailableError
@@ -117,6 +118,21 @@ def storm(group: dist.ProcessGroup, seed: int, steps: int) -> tuple[dict[str, in
     del slots, slot, spare, extra
     gc.collect()
     return dict(said), mapped_here() - before
+
+
+def storm_of_pieces(group: dist.ProcessGroup, seed: int, steps: int) -> dict[str, int]:
+    """The same in memory of a made-up driver: tensors of several pieces, of which those freed last are given out first,
+    and nothing is left of it."""
+    pieces = MadeUpPieces(1 << 14)
+    with (
+        mock.patch.object(backend_cpu, "SharedTensors", return_value=memory_of(pieces)),
+        mock.patch("ahead_cases.shared", pieces.tensor),
+    ):
+        said, _ = storm(group, seed, steps)
+    gc.collect()
+    assert not pieces.mapped and not pieces.reserved, "what peers have given is unmapped"
+    assert not pieces.counts, "what was freed here is retained by nobody"
+    return said
 
 
 def hosts_run_ahead(group: dist.ProcessGroup, steps: int) -> tuple[dict[str, int], int]:

@@ -27,6 +27,11 @@ def test_a_storm_of_tensors_that_are_replaced(pool: RankPool, n: int, steps: int
     assert [left for _, left in found] == [0] * n, "what is mapped goes with the communicator"
 
 
+def test_a_storm_in_memory_of_several_pieces(pool: RankPool) -> None:
+    found = pool.run(learn_cases.storm_of_pieces, 2, 5, 100)
+    assert sum(said["hits"] for said in found) > 50 and sum(said.get("misses", 0) for said in found) > 0
+
+
 def test_hosts_that_run_ahead_are_not_in_step(pool: RankPool) -> None:
     for said, wrong in pool.run(learn_cases.hosts_run_ahead, 2, 30):
         assert wrong == 0 and said["hits"] > 50 and said["staged"] > 0

@@ -87,6 +87,7 @@ class Mappings:
         self._wanted.put(job)
 
     def _work(self) -> None:
+        self._memory.attach_thread()
         while (job := self._wanted.get()) is not None:
             if not isinstance(job, tuple):
                 job = None  # the last reference, with which it is unmapped
