@@ -39,7 +39,7 @@ class Course:
         self._restart()
 
     def settled(self, sources: Sources | None, names: Names = frozenset(), *, may_wait: bool = True) -> None:
-        """Take where inputs lay in a call that all have heard of; None: some rank has not said it, or offered nothing.
+        """Take where inputs lay in a call that all have heard of; None: some rank offered nothing.
 
         Args:
             sources: of all ranks.
@@ -64,6 +64,10 @@ class Course:
             self._learn(sources, names)
         if not self._period and self._calls >= PATIENCE:
             self.give_up()
+
+    def forget(self) -> None:
+        """Calls came in between of which not all have heard."""
+        self._restart(self._calls)
 
     def expected(self, later: int) -> Sources:
         """Where inputs lie in a call so many calls behind those that were settled, the next one being 0."""

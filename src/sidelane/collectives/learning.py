@@ -227,7 +227,7 @@ class Learning:
         first = last - KEPT // 2  # what was before is the same as nothing: others may have forgotten it
         if self._known_to < first:
             for subject in filter(None, self._subjects.values()):
-                subject.course.settled(None)
+                subject.course.forget()
         texts = dict(self._begun)
         while self._queue and self._queue[0][0] <= last:
             lesson, said = self._queue.popleft()
@@ -243,7 +243,7 @@ class Learning:
         subject = self._subjects.get(text)
         if not said:
             if subject is not None:
-                subject.course.settled(None)
+                subject.course.forget()
             return
         gone = self._knowledge.hear(window, said, self._last_ahead)
         if gone:
