@@ -79,7 +79,7 @@ class Learning:
         self._subjects: dict[str, Subject | None] = {}
         self._lesson, self._read, self._known_to = 0, 0, 0
         self._in_step = False
-        self._begun: collections.deque[tuple[int, str]] = collections.deque(maxlen=KEPT)
+        self._begun: dict[int, str] = {}  # by lesson, of those not gone by yet, the signature
         self._since: collections.Counter[str] = collections.Counter()  # lessons begun behind ``known_to``, by text
         self._queue: collections.deque[tuple[int, tuple[Said, ...]]] = collections.deque(maxlen=KEPT)
         self._knowledge = Knowledge(board.rank, self._mappings)
@@ -115,7 +115,9 @@ class Learning:
                 assert isinstance(agreement, Agreement)
                 with contextlib.suppress(UnavailableError):  # on all ranks alike
                     self._confirming.make_room(agreement.collective)
-                    made = Subject(text, agreement.collective, text.rpartition("#")[2], Course())
+                    chunks = agreement.collective.chunks()
+                    senders = frozenset(c.src_rank for c in chunks if c.src_rank != c.dst_rank)
+                    made = Subject(text, agreement.collective, text.rpartition("#")[2], senders, Course())
             self._subjects[text] = made
 
     def attend(
@@ -157,7 +159,9 @@ class Learning:
             self._board.judge(lesson)
         later = self._since[subject.text]
         self._since[subject.text] += 1
-        self._begun.append((lesson, subject.text))
+        self._begun[lesson] = subject.text
+        if len(self._begun) > KEPT:
+            del self._begun[next(iter(self._begun))]
         if not (self._in_step and subject.course.is_known(self._knowledge.usable)):
             return None
         self._last_ahead = call
@@ -228,15 +232,16 @@ class Learning:
         if self._known_to < first:
             for subject in filter(None, self._subjects.values()):
                 subject.course.forget()
-        texts = dict(self._begun)
         while self._queue and self._queue[0][0] <= last:
             lesson, said = self._queue.popleft()
             if lesson > max(first, self._known_to):
-                self._settle(window, texts.get(lesson, ""), said)
+                self._settle(window, self._begun.get(lesson, ""), said)
                 if lesson == last and said and not any(each.pending for each in said):
                     self._knowledge.note_mapped(window_of(last))
         self._known_to = last
-        self._since = collections.Counter(text for lesson, text in self._begun if lesson > last)
+        for lesson in [lesson for lesson in self._begun if lesson <= last]:
+            del self._begun[lesson]
+        self._since = collections.Counter(self._begun.values())
 
     def _settle(self, window: int, text: str, said: tuple[Said, ...]) -> None:
         """Take one lesson."""
@@ -262,10 +267,9 @@ class Learning:
     def _sources(self, subject: Subject, said: tuple[Said, ...]) -> Sources | None:
         """Where the inputs of all ranks lie; None if one of them offers nothing."""
         buffer = source_buffer(subject.collective)
-        senders = {c.src_rank for c in subject.collective.chunks() if c.src_rank != c.dst_rank}
         found: list[tuple[str, int] | None] = []
         for rank, each in enumerate(said):
-            place = each.places[buffer] if rank in senders else ""
+            place = each.places[buffer] if rank in subject.senders else ""
             if place is None or each.places[Buffer.OUTPUT] is None:
                 return None
             found.append(place if isinstance(place, tuple) else None)

@@ -34,12 +34,14 @@ class Subject(NamedTuple):
         text: the signature.
         collective: what they do.
         call: what stands in posts for the text.
+        senders: ranks whose inputs others read.
         course: what comes again.
     """
 
     text: str
     collective: Collective
     call: str
+    senders: frozenset[int]
     course: Course
 
 
