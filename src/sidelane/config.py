@@ -10,7 +10,7 @@ variable                    meaning                                             
 ``SIDELANE_PROFILE``        file of measured times to choose by; ``builtin``: never the user's          (a)
 ``SIDELANE_NATIVE``         0: repeat calls on GPUs in Python, compile nothing                          1
 ``SIDELANE_MEMORY_BYTES``   most bytes that ``empty`` may reserve on a rank, for each communicator      (b)
-``SIDELANE_MAP_MEMORY``     1: peers map ordinary tensors where they can; 0: they are all staged        (d)
+``SIDELANE_MAP_MEMORY``     1: peers map ordinary tensors; learn: those that come again; 0: none        (d)
 ``SIDELANE_VIRTUAL_NODES``  nodes of the world's ranks, as in ``0,0,1,1``, in place of their machines   (e)
 ``SIDELANE_COMMIT``         what result files name as the code that ran, where there is no checkout     (c)
 ==========================  ==========================================================================  =======
@@ -18,7 +18,7 @@ variable                    meaning                                             
 (a) ``sidelane/profiles/<machine>.json`` in ``XDG_CONFIG_HOME``, else in ``~/.config`` (docs/internals/choice.md).
 (b) what the device has. A number of bytes, or a size such as ``512M`` or ``1.5G``.
 (c) the checkout's commit, or ``unknown``. It is no setting of a communicator.
-(d) 1 on CPU ranks, 0 on GPUs, where the host then waits for its peers' hosts (docs/internals/reach.md).
+(d) 1 on CPU ranks, learn on GPUs, where with 1 the host waits for its peers' hosts (docs/internals/reach.md).
 (e) the ranks of a machine share a node; others are for tests (docs/internals/several-nodes.md).
 
 What is compiled is kept in ``sidelane`` in ``XDG_CACHE_HOME``, else in ``~/.cache`` (docs/lab/performance.md).
@@ -33,7 +33,7 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import overload
+from typing import Literal
 
 from sidelane.errors import SEE, Page, see
 from sidelane.sizes import parse_bytes
@@ -49,6 +49,9 @@ DEFAULT_TIMEOUT_S = 600.0
 NOTHING, COMPUTE = "nothing", "compute"
 BESIDE = (NOTHING, COMPUTE)
 """What runs next to a call, as its caller says."""
+
+LEARN = "learn"
+"""Value of ``Config.map_memory``: peers reach ordinary tensors whose addresses come again, and no host waits for it."""
 
 BUILTIN = "builtin"
 """Value of ``Config.profile``: choose by the tables of this package."""
@@ -69,8 +72,9 @@ class Config:
         memory_bytes: most bytes of symmetric memory that ``empty`` of a communicator may reserve on a rank; None for
             what the device has.
         map_memory: let peers reach ordinary tensors without staging where that is possible (docs/internals/reach.md).
-            None: on CPU ranks. On GPUs the host of such a call waits for its peers' hosts, at least until its addresses
-            come again.
+            True: the host of such a call waits for its peers' hosts, at least until its addresses come again.
+            ``learn``: only large calls that move bytes, once their addresses have come again; no host waits while that
+            is found out. None: True on CPU ranks, ``learn`` on GPUs.
         virtual_nodes: the node of each rank of the world, for process groups; None: ranks of one machine share one.
     """
 
@@ -81,7 +85,7 @@ class Config:
     profile: str | None = None
     native: bool = True
     memory_bytes: int | None = None
-    map_memory: bool | None = None
+    map_memory: bool | Literal["learn"] | None = None
     virtual_nodes: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -91,6 +95,8 @@ class Config:
             raise _refused(f"Config: beside (value={self.beside!r}, allowed={', '.join(BESIDE)})")
         if self.memory_bytes is not None and self.memory_bytes < 0:
             raise _refused(f"Config: memory_bytes (value={self.memory_bytes}, allowed=0 and more)")
+        if self.map_memory not in (None, False, True, LEARN):
+            raise _refused(f"Config: map_memory (value={self.map_memory!r}, allowed=True, False, {LEARN!r}, None)")
         if self.virtual_nodes is not None and (not self.virtual_nodes or min(self.virtual_nodes) < 0):
             raise _refused(f"Config: virtual_nodes (value={self.virtual_nodes}, allowed=0 and more, for each rank)")
 
@@ -121,7 +127,7 @@ def from_environment(environment: Mapping[str, str]) -> Config:
         profile=environment.get("SIDELANE_PROFILE") or None,
         native=_switch(environment, "SIDELANE_NATIVE", default=True),
         memory_bytes=_bytes(environment, "SIDELANE_MEMORY_BYTES"),
-        map_memory=_switch(environment, "SIDELANE_MAP_MEMORY", default=None),
+        map_memory=_map_memory(environment),
         virtual_nodes=_numbers(environment, "SIDELANE_VIRTUAL_NODES"),
     )
 
@@ -182,17 +188,20 @@ def _numbers(environment: Mapping[str, str], name: str) -> tuple[int, ...] | Non
         raise _refused(f"{name}: not a list of numbers (value={value!r}, allowed=0,0,1,1 for example)") from None
 
 
-@overload
-def _switch(environment: Mapping[str, str], name: str, *, default: bool) -> bool: ...
-@overload
-def _switch(environment: Mapping[str, str], name: str, *, default: None) -> bool | None: ...
-def _switch(environment: Mapping[str, str], name: str, *, default: bool | None) -> bool | None:
+def _switch(environment: Mapping[str, str], name: str, *, default: bool) -> bool:
     value = environment.get(name)
     if value is None:
         return default
     if value not in ("0", "1"):
         raise _refused(f"{name}: not a switch (value={value!r}, allowed='0' or '1')")
     return value == "1"
+
+
+def _map_memory(environment: Mapping[str, str]) -> bool | Literal["learn"] | None:
+    value = environment.get("SIDELANE_MAP_MEMORY")
+    if value not in (None, "0", "1", LEARN):
+        raise _refused(f"SIDELANE_MAP_MEMORY: (value={value!r}, allowed='0', '1' or {LEARN!r})")
+    return "learn" if value == LEARN else None if value is None else value == "1"
 
 
 def _refused(text: str) -> ValueError:

@@ -134,6 +134,9 @@ class NoOtherMemory:
     def allocation_number(self, address: int) -> int:
         return 0
 
+    def attach_thread(self) -> None:
+        pass
+
 
 def memory_of(pieces: MadeUpPieces) -> ExportedMemory:
     """What a backend of GPUs has, with made-up memory."""

@@ -159,7 +159,7 @@ def _followers(state: State, calls: int, mistake: str, options: tuple[int, ...])
                 state, me, _settled(state, me, mistake) if rank.phase == OFFERED else _missed(state, me, mistake)
             )
         if rank.run < len(rank.plans):
-            yield from _device(state, me, mistake)
+            yield from device_steps(state, me, mistake)
 
 
 def _with(state: State, me: int, rank: Rank) -> State:
@@ -260,7 +260,7 @@ def _missed(state: State, me: int, mistake: str) -> Rank:
     return rank._replace(phase=IDLE, plans=(*rank.plans, Plan(rank.memory, sources, late)))
 
 
-def _device(state: State, me: int, mistake: str) -> Iterator[State]:
+def device_steps(state: State, me: int, mistake: str) -> Iterator[State]:
     rank = state[me]
     call, plan = rank.run + 1, rank.plans[rank.run]
     peers = [peer for peer in range(len(state)) if peer != me]

@@ -24,24 +24,21 @@ from typing import NamedTuple
 
 import torch
 
-from sidelane.choice import Candidate, Choice
-from sidelane.choice.candidate import DMA
 from sidelane.collectives.agree import compare
 from sidelane.collectives.arguments import Request
 from sidelane.collectives.asked import AnyRequest
 from sidelane.collectives.calls import Calls
+from sidelane.collectives.confirming import Confirming, source_buffer
 from sidelane.collectives.offered import Found, Heard
 from sidelane.collectives.pattern import Pattern, Source, Sources, State
 from sidelane.collectives.plan import AUTO, AnyAgreement
-from sidelane.collectives.prepare import Prepared, Preparer
+from sidelane.collectives.prepare import Prepared
 from sidelane.collectives.reach import Reach
 from sidelane.errors import PeerError, UnavailableError
 from sidelane.memory.ordinary import Allocation, Mapping
 from sidelane.memory.posts import MOST_WISHES, SPLITS, PostedCall
-from sidelane.program.builders.confirmed import CONFIRMED, NOBODY, can_be_confirmed, confirmed
+from sidelane.program.builders.confirmed import NOBODY, can_be_confirmed
 from sidelane.program.collective import Buffer, Collective
-from sidelane.program.ir import Program
-from sidelane.program.verify import verify
 
 LAG = 32
 """A host is ahead of its peers by no more than so many calls, and hears in each what was wished for so long ago. Half
@@ -112,22 +109,21 @@ class Ahead:
 
     Args:
         calls: of the lane.
-        preparer: likewise.
+        confirming: makes them ready.
         reach: what peers have mapped.
     """
 
-    def __init__(self, calls: Calls, preparer: Preparer, reach: Reach) -> None:
-        self._calls, self._preparer, self._reach = calls, preparer, reach
+    def __init__(self, calls: Calls, confirming: Confirming, reach: Reach) -> None:
+        self._calls, self._confirming, self._reach = calls, confirming, reach
         self._control = calls.control
         self._rank = calls.control.rank
         self._known: dict[str, Known] = {}
         self._wishes = itertools.count()
-        self._programs: dict[Hashable, Program] = {}
         self._retired: list[tuple[int, Mapping]] = []  # with the last call that may read by it
         self._last = 0
         self._looks = itertools.cycle(range(LOOKS))
         self._hits: dict[Hashable, Hit] = {}
-        preparer.keepers.append(self._hits.clear)
+        confirming.forgets(self._hits.clear)
         reach.dropped = self._drop
 
     def expects(self, text: str, call: int) -> Expected | None:
@@ -181,8 +177,7 @@ class Ahead:
         try:
             if wish >= MOST_WISHES:
                 raise UnavailableError(f"calls that go ahead (value={wish + 1} signatures, allowed={MOST_WISHES})")
-            with self._calls.making_ready():
-                self._preparer.make_room(self._program(known.collective, NOBODY, NOBODY))
+            self._confirming.make_room(known.collective)
         except UnavailableError:  # on all ranks alike
             known.pattern.give_up()
             return False
@@ -197,7 +192,10 @@ class Ahead:
         if not all(texts) or not can_be_confirmed(collective):
             return None
         heard = [Heard.of(text) for text in texts]
-        buffer, senders = _source(collective), {c.src_rank for c in collective.chunks() if c.src_rank != c.dst_rank}
+        buffer, senders = (
+            source_buffer(collective),
+            {c.src_rank for c in collective.chunks() if c.src_rank != c.dst_rank},
+        )
         found: list[Source] = []
         for rank, each in enumerate(heard):
             place = each.places[buffer][0]
@@ -265,12 +263,11 @@ class Ahead:
         """Let go of all that is kept. Nothing may be under way."""
         self._known.clear()
         self._hits.clear()
-        self._programs.clear()
         self._retired.clear()
 
     def _say(self, found: dict[Buffer, Found | int | None], expected: Expected) -> str:
         """What to post of this rank's memory."""
-        input, mine = found[_source(expected.known.collective)], expected.sources[self._rank]
+        input, mine = found[source_buffer(expected.known.collective)], expected.sources[self._rank]
         if mine is not None and not (isinstance(input, Found) and (input.allocation.name, input.offset) == mine):
             return INPUT_ELSEWHERE
         output = found[Buffer.OUTPUT]
@@ -317,7 +314,7 @@ class Ahead:
         targets: dict[int, int],
     ) -> Prepared:
         collective = expected.known.collective
-        buffer = _source(collective)
+        buffer = source_buffer(collective)
         addresses: dict[tuple[int, str], int] = {}
         if self._rank in changed:
             addresses.update({(rank, Buffer.OUTPUT): address for rank, address in targets.items()})
@@ -327,22 +324,7 @@ class Ahead:
                 assert address is not None, "what is mapped no more is not expected"
                 addresses[rank, buffer] = address
         addresses.update({(self._rank, name): request.region(name).address for name in (Buffer.INPUT, Buffer.OUTPUT)})
-        full = (key, CONFIRMED, changed, waiting, tuple(addresses.items()))
-        prepared = self._preparer.recall(full)
-        if prepared is None:
-            with self._calls.making_ready():
-                program, choice = self._program(collective, changed, waiting), _choice(changed, waiting, self._rank)
-                prepared = self._preparer.bind(program, addresses, expected.text, choice, full)
-        return prepared
-
-    def _program(self, collective: Collective, changed: frozenset[int], waiting: frozenset[int]) -> Program:
-        key = collective, changed, waiting
-        found = self._programs.get(key)
-        if found is None:
-            found = self._programs[key] = confirmed(collective, changed, waiting)
-            if self._calls.config.verify:
-                verify(confirmed(collective, changed, waiting, elsewhere=True))
-        return found
+        return self._confirming.prepare(key, expected.text, collective, addresses, changed, waiting)
 
     def _drop(self, rank: int, name: str, mapping: Mapping | None) -> None:
         self._hits.clear()
@@ -356,20 +338,6 @@ class Ahead:
         if self._retired:
             ended = self._control.ended(self._rank)
             self._retired = [(last, mapping) for last, mapping in self._retired if last > ended]
-
-
-def _source(collective: Collective) -> Buffer:
-    """The buffer in which a rank's input lies."""
-    return Buffer.OUTPUT if collective.in_place else Buffer.INPUT
-
-
-def _choice(changed: frozenset[int], waiting: frozenset[int], rank: int) -> Choice:
-    why = "peers' inputs are read where they come again, so that no host waits for another one"
-    if rank in changed:
-        why = "this rank's input is not where its peers read it, so that it writes to their outputs"
-    elif rank in waiting:
-        why = "this rank's output is new to its peers, so that it waits for what they say"
-    return Choice(Candidate(DMA, "b2b"), why, ())
 
 
 def _culprits(posts: Sequence[PostedCall]) -> list[int]:

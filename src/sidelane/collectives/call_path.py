@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -10,7 +11,9 @@ from sidelane.collectives.ahead import Ahead
 from sidelane.collectives.arguments import Arguments, Request
 from sidelane.collectives.asked import AnyRequest, Form
 from sidelane.collectives.calls import Calls
+from sidelane.collectives.confirming import Confirming
 from sidelane.collectives.heap import generation
+from sidelane.collectives.learning import Learning
 from sidelane.collectives.listed import ListRequest
 from sidelane.collectives.offered import Offer, Outcomes
 from sidelane.collectives.pattern import Sources
@@ -23,6 +26,7 @@ from sidelane.collectives.uneven import UnevenCall
 from sidelane.collectives.work import Work
 from sidelane.errors import UnavailableError
 from sidelane.execute.base import Place
+from sidelane.memory.lessons import LessonBoard
 from sidelane.memory.posts import MOST_TEXT_BYTES, SPLITS, PostedCall
 from sidelane.program.shape import Beside, check_beside
 
@@ -69,19 +73,33 @@ class CallPath:
         repeats: those that compiled code makes again; None where there is none.
         reach: how peers get at ordinary memory and pools; None without peers.
         ahead: calls that wait for no peer's host; None where they meet anyway, or map nothing.
+        learning: the same, learnt without waiting; None where calls are learnt from otherwise, or not at all.
+
+    Args:
+        board: where ranks post what they learn from; None where they do not.
     """
 
-    def __init__(self, calls: Calls, arguments: Arguments, preparer: Preparer) -> None:
+    def __init__(
+        self, calls: Calls, arguments: Arguments, preparer: Preparer, board: LessonBoard | None = None
+    ) -> None:
         self.calls, self.arguments, self.preparer = calls, arguments, preparer
         self.repeats = Repeats.of(calls, preparer)
-        mapped = calls.backend.hosts_meet if calls.config.map_memory is None else calls.config.map_memory
+        setting = calls.config.map_memory
+        mapped = board is None and (calls.backend.hosts_meet if setting is None else setting is True)
         self.reach: Reach | None = None
         if arguments.world_size > 1:
             memory = PooledMemory(arguments.heap, arguments.rank, calls.backend.ordinary if mapped else None)
             self.reach = Reach(calls, memory, arguments.compared)
         self.ahead: Ahead | None = None
         if self.reach is not None and mapped and not calls.backend.hosts_meet:
-            self.ahead = Ahead(calls, preparer, self.reach)
+            self.ahead = Ahead(calls, Confirming(calls, preparer), self.reach)
+        self.learning: Learning | None = None
+        if board is not None and calls.backend.ordinary is not None:
+            confirming, pool_at = Confirming(calls, preparer), arguments.heap.pool_at
+            self.learning = Learning(
+                *(calls, confirming, board, calls.backend.ordinary, preparer.copies_mapped),
+                lambda tensor: pool_at(tensor.data_ptr()) is not None,
+            )
         self._planned: dict[Hashable, Planned] = {}
         self._settled: dict[Hashable, Settled] = {}
 
@@ -138,9 +156,15 @@ class CallPath:
                 if offer is None:
                     agreement = planned.agreement
                     self._announce(call, planned.text, again=self.preparer.known(agreement))
-                    prepared = self._prepare(agreement, planned.request, key)
                 else:
                     call, prepared = self._settle(call, key, asked, planned, offer)
+            if self.learning is not None and not place[1]:
+                plan = functools.partial(self._plan, asked, key, variant, beside, place)
+                text = planned.text if prepared is None else prepared.signature
+                learnt, teaches = self._attend(self.learning, call, key, asked, text, plan, async_op)
+                prepared, remember = learnt or prepared, remember and not teaches
+            if prepared is None:
+                prepared = self._prepare(planned.agreement, planned.request, key)
         except KeyboardInterrupt as error:
             calls.fail(error)
             raise
@@ -283,6 +307,31 @@ class CallPath:
         """Calls may go ahead from the next one on, which compiled code must not make again as staged ones."""
         if self.ahead is not None and self.ahead.settled(call, signature, agreement, sources) and self.repeats:
             self.repeats.forget()
+
+    def _attend(
+        self,
+        learning: Learning,
+        call: int,
+        key: Key,
+        asked: Form,
+        text: str,
+        plan: Callable[[], Planned],
+        async_op: bool,
+    ) -> tuple[Prepared | None, bool]:
+        """What a call runs as if it goes ahead; and whether the ranks learn from it."""
+
+        def request() -> Request:
+            found = (self._planned.get(key) or self._keep(key, plan())).request
+            assert isinstance(found, Request), "calls with lists teach nothing"
+            return found
+
+        with self.calls.making_ready():
+            if not learning.knows(text):
+                learning.begin(plan().agreement, text)
+            subject = learning.subject(text)
+            if subject is None:
+                return None, False
+            return learning.attend(subject, call, key, request, asked.tensors, async_op), True
 
     def _keep(self, key: Key, planned: Planned) -> Planned:
         """Remember what is asked."""

@@ -443,6 +443,10 @@ class Communicator:
             return Reached("symmetric")
         if self._path.reach is None:  # no peers
             return Reached("staged", "Config.map_memory is not on")
+        learning = self._path.learning
+        if learning is not None and tensor.nbytes and not self._path.reach.is_pooled(tensor):
+            why = learning.why(tensor)
+            return Reached("staged", why) if why else Reached("mapped", "in calls whose addresses have come again")
         return self._path.reach.of(tensor)
 
     def beside(self, *, gemm: tuple[int, int, int, str] | None = None, us: float | None = None) -> Computation:

@@ -95,6 +95,10 @@ class Reach:
         reason = found if isinstance(found, str) else self._refused.get((self._rank, found.name))
         return Reached("mapped") if reason is None else Reached("staged", reason)
 
+    def is_pooled(self, tensor: torch.Tensor) -> bool:
+        """True for a tensor in a pool."""
+        return self._memory.holds(tensor)
+
     def offer(
         self, requests: Sequence[Request], tensors: Sequence[torch.Tensor | None], most_text: int
     ) -> Offer | None:

@@ -25,11 +25,12 @@ from sidelane.collectives.own_kernel import OwnKernel, Peers, load_kernel
 from sidelane.collectives.plan import Planner
 from sidelane.collectives.prepare import Preparer
 from sidelane.collectives.profile import agree_on_profile
-from sidelane.config import DEFAULT_TIMEOUT_S, Config
+from sidelane.config import DEFAULT_TIMEOUT_S, LEARN, Config
 from sidelane.errors import CommunicatorClosedError, SidelaneError
 from sidelane.memory.control import ControlBlock
 from sidelane.memory.exchange import Exchange
 from sidelane.memory.giving_back import give_back
+from sidelane.memory.lessons import LessonBoard
 from sidelane.program.collective import MAX_NODE_RANKS
 from sidelane.program.ir import Program
 
@@ -192,7 +193,10 @@ class Lane:
         self.preparer = Preparer(session.rank, session.heap, self.backend, planner)
         self.calls = self._calls = Calls(self.control, self.backend, config, self.preparer.renew, session.heap.keep)
         self.peers = Peers(session.heap, self.arguments).of
-        self.path = CallPath(self.calls, self.arguments, self.preparer)
+        learns = config.map_memory == LEARN or (config.map_memory is None and not self.backend.hosts_meet)
+        learns &= session.world_size > 1
+        board = LessonBoard(exchange) if learns else None
+        self.path = CallPath(self.calls, self.arguments, self.preparer, board)
 
     @entry
     def load(self, program: Program, buffers: Mapping[str, torch.Tensor]) -> BoundProgram:
@@ -231,6 +235,8 @@ class Lane:
             self.path.reach.close()
         if self.path.ahead is not None:
             self.path.ahead.close()
+        if self.path.learning is not None:
+            self.path.learning.close()
         self.memory.close()
         self.control.close()
 

@@ -55,6 +55,10 @@ class OrdinaryMemory(Protocol):
         """True once it was freed: its name means nothing any more."""
         ...
 
+    def attach_thread(self) -> None:
+        """Let the calling thread map, too."""
+        ...
+
     def map(self, handle: str, name: str) -> Mapping:
         """Map an allocation of another process on this machine.
 

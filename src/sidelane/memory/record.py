@@ -55,6 +55,16 @@ class Record:
         return self._words[1] == other._words[1] and self._words[2] == other._words[2]
 
     @property
+    def seal(self) -> int:
+        """What goes with status and payload, and changes whenever they are written: see :meth:`has`."""
+        return self._words[2]
+
+    def has(self, number: int, seal: int) -> bool:
+        """True if the record has this number, and the status and payload that were read with this seal."""
+        words = self._words
+        return words[1] == number and words[2] == seal and words[3] == number ^ seal
+
+    @property
     def address(self) -> int:
         """Where the words are, in this process."""
         return ctypes.addressof(ctypes.c_char.from_buffer(self._words))

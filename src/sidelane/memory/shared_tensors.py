@@ -71,6 +71,9 @@ class SharedTensors:
         self._storages.pop(allocation.name, None)
         return True
 
+    def attach_thread(self) -> None:
+        """Nothing: all threads are alike."""
+
     def map(self, handle: str, name: str) -> MappedFile:
         with _mapping:
             found = _mapped.get(handle + name)

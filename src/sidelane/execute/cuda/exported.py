@@ -60,6 +60,9 @@ class ExportedMemory:
             return allocation.kept.is_gone()
         return _name(self._driver.allocation_number(allocation.start)) != allocation.name
 
+    def attach_thread(self) -> None:
+        self._driver.attach_thread()
+
     def map(self, handle: str, name: str) -> OpenedAllocation | OpenedSpan:
         with _opening:
             found = _opened.get((self._driver.index, handle, name))

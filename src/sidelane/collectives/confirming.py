@@ -1,0 +1,91 @@
+"""Calls that read where their peers' inputs are expected (``program/builders/confirmed``), made ready to run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+
+from sidelane.choice import Candidate, Choice
+from sidelane.choice.candidate import DMA
+from sidelane.collectives.calls import Calls
+from sidelane.collectives.prepare import Prepared, Preparer
+from sidelane.program.builders.confirmed import CONFIRMED, NOBODY, confirmed
+from sidelane.program.collective import Buffer, Collective
+from sidelane.program.ir import Program
+from sidelane.program.verify import verify
+
+
+class Confirming:
+    """Of one lane.
+
+    Args:
+        calls: of the lane.
+        preparer: likewise.
+    """
+
+    def __init__(self, calls: Calls, preparer: Preparer) -> None:
+        self._calls, self._preparer = calls, preparer
+        self._rank = calls.control.rank
+        self._programs: dict[Hashable, Program] = {}
+
+    def forgets(self, forget: Callable[[], object]) -> None:
+        """Call something when what was prepared is void."""
+        self._preparer.keepers.append(forget)
+
+    def make_room(self, collective: Collective) -> None:
+        """Have the staging of such calls. Collective where there is less. Raises UnavailableError, on all ranks."""
+        with self._calls.making_ready():
+            self._preparer.make_room(self._program(collective, NOBODY, NOBODY))
+
+    def prepare(
+        self,
+        key: Hashable,
+        text: str,
+        collective: Collective,
+        addresses: Mapping[tuple[int, str], int],
+        changed: frozenset[int],
+        waiting: frozenset[int],
+    ) -> Prepared:
+        """A call at addresses; see ``confirmed`` for who has changed and who waits.
+
+        Args:
+            key: of what is asked, with the identities of the tensors.
+            text: its signature.
+            collective: what it does.
+            addresses: of tensors, by rank and buffer.
+            changed: ranks whose inputs lie elsewhere.
+            waiting: these, and other ranks that know of it.
+        """
+        full = (key, CONFIRMED, changed, waiting, tuple(addresses.items()))
+        prepared = self._preparer.recall(full)
+        if prepared is None:
+            with self._calls.making_ready():
+                program, choice = self._program(collective, changed, waiting), _choice(changed, waiting, self._rank)
+                prepared = self._preparer.bind(program, addresses, text, choice, full)
+        return prepared
+
+    def close(self) -> None:
+        """Forget all programs."""
+        self._programs.clear()
+
+    def _program(self, collective: Collective, changed: frozenset[int], waiting: frozenset[int]) -> Program:
+        key = collective, changed, waiting
+        found = self._programs.get(key)
+        if found is None:
+            found = self._programs[key] = confirmed(collective, changed, waiting)
+            if self._calls.config.verify:
+                verify(confirmed(collective, changed, waiting, elsewhere=True))
+        return found
+
+
+def source_buffer(collective: Collective) -> Buffer:
+    """The buffer in which a rank's input lies."""
+    return Buffer.OUTPUT if collective.in_place else Buffer.INPUT
+
+
+def _choice(changed: frozenset[int], waiting: frozenset[int], rank: int) -> Choice:
+    why = "peers' inputs are read where they come again, so that no host waits for another one"
+    if rank in changed:
+        why = "this rank's input is not where its peers read it, so that it writes to their outputs"
+    elif rank in waiting:
+        why = "this rank's output is new to its peers, so that it waits for what they say"
+    return Choice(Candidate(DMA, "b2b"), why, ())

@@ -1,0 +1,177 @@
+"""What a rank says in lessons (``learning``): where its tensors lie, what has gone, and what it cannot map."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from sidelane.collectives.arguments import Request
+from sidelane.collectives.confirming import source_buffer
+from sidelane.collectives.course import Course
+from sidelane.collectives.heap import Region
+from sidelane.collectives.lesson import MOST_SAID, Said, heard, text_of
+from sidelane.collectives.mappings import Mappings
+from sidelane.collectives.offered import BUFFERS, Found
+from sidelane.memory.ordinary import Allocation, OrdinaryMemory
+from sidelane.program.collective import Buffer, Collective
+
+LOOKS = 4
+"""A look at whether something was freed, every so many lessons."""
+
+MOST_REMEMBERED = 4096
+"""Calls."""
+
+MOST_WHY = 80
+"""Characters of why a rank cannot map something."""
+
+
+class Subject(NamedTuple):
+    """Calls of one signature from which the ranks learn.
+
+    Attributes:
+        text: the signature.
+        collective: what they do.
+        call: what stands in posts for the text.
+        senders: ranks whose inputs others read.
+        course: what comes again.
+    """
+
+    text: str
+    collective: Collective
+    call: str
+    senders: frozenset[int]
+    course: Course
+
+
+class Taught(NamedTuple):
+    """What a call has said of its tensors, which holds as long as their memory is what it was.
+
+    Attributes:
+        allocations: in which they lie.
+        post: what was said.
+        input: where the input lies; None where this rank sends nothing.
+        output: name of its output's allocation; "" without.
+    """
+
+    allocations: tuple[Allocation, ...]
+    post: bytes
+    input: tuple[str, int] | None
+    output: str | None
+
+
+class Telling:
+    """Of one rank.
+
+    Args:
+        memory: ordinary memory of the device.
+        mappings: of what others offer.
+        is_pooled: whether a tensor lies in a pool, which is no ordinary memory.
+    """
+
+    def __init__(self, memory: OrdinaryMemory, mappings: Mappings, is_pooled: Callable[[torch.Tensor], bool]) -> None:
+        self._memory, self._mappings, self._is_pooled = memory, mappings, is_pooled
+        self._held: dict[str, Allocation] = {}  # which peers may have mapped; that used last is last
+        self._looked_at: Iterator[str] = iter(())
+        self._gone: list[str] = []  # until all have heard it
+        self._failed: list[tuple[int, str, str]] = []  # likewise
+        self._taught: dict[Hashable, Taught] = {}
+
+    def about(
+        self,
+        subject: Subject,
+        lesson: int,
+        key: Hashable,
+        asked: Callable[[], Request],
+        tensors: Sequence[torch.Tensor | None],
+        aside: bool,
+    ) -> Taught:
+        """What to post in a lesson; see ``Learning.attend``."""
+        for name, why in self._mappings.look().items():
+            self._failed.append((*name, why[:MOST_WHY]))
+        if lesson % LOOKS == 0:
+            self._look_for_gone()
+        gone, failed = self._gone[:MOST_SAID], self._failed[:MOST_SAID]
+        pending = self._mappings.is_pending or len(failed) < len(self._failed)
+        news = bool(gone or failed or pending)
+        taught = self._taught.get((key, aside))
+        if taught is None or not all(map(self._stands, taught.allocations)):
+            taught = self._teach(subject, self._found(asked(), tensors), gone if news else (), failed, pending, aside)
+            if not news and taught.allocations and all(each.kept is None for each in taught.allocations):
+                if len(self._taught) >= MOST_REMEMBERED:
+                    self._taught.clear()
+                self._taught[key, aside] = taught
+        elif news:
+            taught = self._teach(subject, self._found(asked(), tensors), gone, failed, pending, aside)
+        for allocation in taught.allocations:
+            self._held.pop(allocation.name, None)
+            self._held[allocation.name] = allocation
+        return taught
+
+    def heard(self, said: Said) -> None:
+        """All have heard what this rank has said."""
+        self._gone = [name for name in self._gone if name not in said.gone]
+        self._failed = [each for each in self._failed if each not in said.failed]
+
+    def why(self, tensor: torch.Tensor) -> str | Allocation:
+        """The allocation of a tensor, or why peers cannot map it."""
+        return self._memory.allocation_of(tensor)
+
+    def close(self) -> None:
+        """Forget all of it."""
+        self._held.clear()
+        self._taught.clear()
+
+    def _teach(
+        self,
+        subject: Subject,
+        found: dict[Buffer, Found | int | None],
+        gone: Sequence[str],
+        failed: Sequence[tuple[int, str, str]],
+        pending: bool,
+        aside: bool,
+    ) -> Taught:
+        post = text_of(subject.call, found, gone, failed, pending, aside)
+        places = heard(post).places  # not what was found, which may have been too much to say
+        input, output = places[source_buffer(subject.collective)], places[Buffer.OUTPUT]
+        allocations = {place.allocation.name: place.allocation for place in found.values() if isinstance(place, Found)}
+        return Taught(
+            tuple(allocations.values()),
+            post,
+            input if isinstance(input, tuple) else None,
+            output[0] if isinstance(output, tuple) else output,
+        )
+
+    def _found(self, request: Request, tensors: Sequence[torch.Tensor | None]) -> dict[Buffer, Found | int | None]:
+        given = [tensor for tensor in tensors if tensor is not None and tensor.nbytes]
+        by_address = {tensor.data_ptr(): tensor for tensor in sorted(given, key=lambda tensor: tensor.nbytes)}
+        return {buffer: self._place(request.region(buffer), by_address) for buffer in BUFFERS}
+
+    def _place(self, region: Region, by_address: dict[int, torch.Tensor]) -> Found | int | None:
+        if not region.nbytes:
+            return 0
+        tensor = by_address.get(region.address)
+        if tensor is None or region.symmetric or self._is_pooled(tensor):
+            return None
+        found = self._memory.allocation_of(tensor)
+        if isinstance(found, str) or found.name in self._gone:
+            return None
+        return Found(found, region.address - found.start)
+
+    def _stands(self, allocation: Allocation) -> bool:
+        return allocation.name not in self._gone and not self._memory.is_gone(allocation)
+
+    def _look_for_gone(self) -> None:
+        """At one allocation, the next one each time; and at what is too much."""
+        name = next(self._looked_at, None)
+        if name is None:
+            self._looked_at = iter(list(self._held))
+        elif name in self._held and self._memory.is_gone(self._held[name]):
+            self._gone.append(name)
+            del self._held[name]
+        most = self._memory.most_held
+        if most is not None and len(self._held) > most:
+            oldest = next(iter(self._held))
+            self._gone.append(oldest)
+            del self._held[oldest]

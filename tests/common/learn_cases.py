@@ -1,0 +1,243 @@
+"""What ranks do with ordinary tensors while they learn, without waiting, which addresses come again."""
+
+from __future__ import annotations
+
+import collections
+import gc
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from ahead_cases import KINDS, SEGMENTS, SIZES, Slot
+from pieces import MadeUpPieces, memory_of
+from reach_cases import mapped_here, on_gpus, shared
+
+from sidelane import Communicator, Config
+from sidelane.collectives import backend_cpu, learning
+from sidelane.collectives.learning import Learning
+from sidelane.collectives.mappings import Mappings
+from sidelane.errors import UnavailableError
+
+LEARNING = Config(timeout_s=30, map_memory="learn")
+
+
+@contextmanager
+def counted(least_bytes: int = 0) -> Iterator[collections.Counter[str]]:
+    """Small calls teach as well; how often this rank did what."""
+    said: collections.Counter[str] = collections.Counter()
+    real_attend, real_hear = Learning.attend, Learning._hear
+
+    def attend(self: Learning, *args: Any) -> Any:
+        before = said["misses"]
+        found = real_attend(self, *args)
+        said["staged" if found is None else "hits" if said["misses"] == before else "missed"] += 1
+        return found
+
+    def hear(self: Learning, *args: Any) -> Any:
+        said["misses"] += 1
+        return real_hear(self, *args)
+
+    with (
+        mock.patch.object(learning, "LEAST_BYTES", least_bytes),
+        mock.patch.object(Learning, "attend", attend),
+        mock.patch.object(Learning, "_hear", hear),
+    ):
+        yield said
+
+
+def what_comes_again(group: dist.ProcessGroup, layers: int, steps: int) -> dict[str, int]:
+    """A model of some layers, again and again."""
+    with counted() as said, Communicator(group, device=torch.get_default_device(), config=LEARNING) as comm:
+        n, rank = comm.world_size, comm.rank
+        slots = [Slot(kind, 700, n, rank) for _ in range(layers) for kind in KINDS[:3]]
+        for step in range(steps):
+            for slot in slots:
+                slot.run(comm, step, async_op=step % 3 == 2)
+            time.sleep(0.001)  # for the thread that maps
+        choice = comm.last_choice()
+        assert choice is not None and "no host waits" in choice.reason
+        assert str(comm.reach(slots[0].output)).startswith("mapped")
+    return dict(said)
+
+
+def by_default(group: dist.ProcessGroup) -> bool:
+    """Whether ranks learn where their hosts do not meet and nobody has said anything."""
+    with (
+        mock.patch.object(backend_cpu.CpuBackend, "hosts_meet", False),
+        Communicator(group, device="cpu", config=Config(timeout_s=30)) as comm,
+        Communicator(group, device="cpu", config=Config(timeout_s=30, map_memory=False)) as off,
+    ):
+        assert off._path.learning is None
+        return comm._path.learning is not None and comm._path.ahead is None
+
+
+def storm(group: dist.ProcessGroup, seed: int, steps: int) -> tuple[dict[str, int], int]:
+    """Calls of two communicators that come again, and tensors that some ranks replace: for good or for a call, by new
+    memory, by memory that peers know, or by such that they cannot map; hosts that are late; mappings that fail or take
+    their time. What this rank did, and what is left mapped."""
+    draw, late = random.Random(seed), random.Random(100 * seed + dist.get_rank(group))
+    gc.collect()
+    before = mapped_here()
+    real_map = Mappings.want
+
+    def want(self: Mappings, name: Any, handle: str) -> None:
+        real_map(self, name, "nonsense" if late.random() < 0.02 else handle)
+
+    with (
+        counted() as said,
+        mock.patch.object(Mappings, "want", want),
+        Communicator(group, device=torch.get_default_device(), config=LEARNING) as comm,
+        Communicator(group, device=torch.get_default_device(), config=LEARNING) as second,
+    ):
+        n, rank, extra = comm.world_size, comm.rank, None
+        slots = [Slot(kind, draw.choice(SEGMENTS if on_gpus() else SIZES), n, rank) for kind in KINDS]
+        slots += [Slot("all_gather", slots[0].size, n, rank) for _ in range(2)]
+        spare = [slot.new(offset=3) for slot in slots for _ in range(2)]
+        for step in range(steps):
+            share = 0.01 if step % 40 > 3 else 0.2  # of calls before which a rank replaces a tensor
+            for number, slot in enumerate(slots):
+                kept = slot.output, slot.input
+                name = late.choice(("output", "input"))
+                how = late.random() if late.random() < share else 1.0
+                if how < 0.25:
+                    setattr(slot, name, slot.new(offset=late.choice((0, 3))))
+                elif how < 0.5:
+                    setattr(slot, name, spare[2 * number + (name == "input")])
+                elif how < 0.65:
+                    setattr(slot, name, slot.new(is_private=True))
+                elif how < 0.9:
+                    slot.output, slot.input = slot.new(), slot.new()
+                slot.run(second if number % 3 == 2 else comm, step, async_op=draw.random() < 0.1)
+                if 0.5 <= how < 0.65 or (how < 1 and late.random() < 0.5):
+                    slot.output, slot.input = kept
+                del kept
+            if draw.random() < 0.1:
+                extra = comm.empty(n, dtype=torch.int32)
+                for _ in range(draw.randrange(1, 90)):  # calls that teach nothing
+                    comm.all_gather(extra, extra[rank : rank + 1])
+            if late.random() < 0.1:
+                time.sleep(0.002)
+            if late.random() < 0.2:
+                gc.collect()
+                if on_gpus():
+                    torch.cuda.empty_cache()
+    del slots, slot, spare, extra
+    gc.collect()
+    return dict(said), mapped_here() - before
+
+
+def storm_of_pieces(group: dist.ProcessGroup, seed: int, steps: int) -> dict[str, int]:
+    """The same in memory of a made-up driver: tensors of several pieces, of which those freed last are given out first,
+    and nothing is left of it."""
+    pieces = MadeUpPieces(1 << 14)
+    with (
+        mock.patch.object(backend_cpu, "SharedTensors", return_value=memory_of(pieces)),
+        mock.patch("ahead_cases.shared", pieces.tensor),
+    ):
+        said, _ = storm(group, seed, steps)
+    gc.collect()
+    assert not pieces.mapped and not pieces.reserved, "what peers have given is unmapped"
+    assert not pieces.counts, "what was freed here is retained by nobody"
+    return said
+
+
+def hosts_run_ahead(group: dist.ProcessGroup, steps: int) -> tuple[dict[str, int], int]:
+    """Asynchronous calls that nobody waits for before the end, with hosts that are late now and then, by more than
+    is on record. What this rank did; and bytes that are wrong."""
+    late = random.Random(dist.get_rank(group))
+    with counted() as said, Communicator(group, device=torch.get_default_device(), config=LEARNING) as comm:
+        n, rank, size = comm.world_size, comm.rank, 200
+        inputs = [shared(size, torch.int32) for _ in range(2)]
+        outputs = shared(100 * n * size, torch.int32).view(100, n, size)
+        expected = torch.arange(n, dtype=torch.int32).view(1, n, 1)
+        wrong = 0
+        for step in range(steps):
+            if late.random() < 0.2:
+                time.sleep(0.01)
+            burst = 100 if step % 5 == 4 else 8
+            for input in inputs:
+                input.fill_(16 * step + rank)
+            outputs.fill_(-1)
+            works = []
+            for number in range(burst):
+                if late.random() < 0.01:
+                    time.sleep(0.01)
+                works.append(comm.all_gather(outputs[number], inputs[number % 2], async_op=True))
+            for work in works:
+                assert work is not None
+                work.wait()
+            wrong += int((outputs[:burst] != 16 * step + expected).sum())
+    return dict(said), wrong
+
+
+def two_orders(group: dist.ProcessGroup, calls: int) -> dict[str, int]:
+    """Asynchronous calls on two lanes, in one order on rank 0 and in the other one elsewhere, more of them than are on
+    record: a host that waited for its peers' hosts would wait for ever."""
+    with (
+        counted() as said,
+        Communicator(group, device=torch.get_default_device(), config=LEARNING) as first,
+        Communicator(group, device=torch.get_default_device(), config=LEARNING) as second,
+    ):
+        n, rank = first.world_size, first.rank
+        tensors = [shared(n * 50, torch.int32).view(n, 50) for _ in range(2)]
+        inputs = [shared(50, torch.int32) for _ in range(2)]
+        lanes = [(first, tensors[0], inputs[0]), (second, tensors[1], inputs[1])]
+        for comm, output, input in lanes:  # which is agreed on, and learnt
+            for _ in range(calls):
+                comm.all_gather(output, input.fill_(rank))
+        works = []
+        for comm, output, input in lanes if rank == 0 else lanes[::-1]:
+            works += [comm.all_gather(output, input, async_op=True) for _ in range(calls)]
+        for work in works:
+            assert work is not None
+            work.wait()
+        for output in tensors:
+            assert output[:, -1].tolist() == list(range(n))
+    return dict(said)
+
+
+def one_cannot_map(group: dist.ProcessGroup) -> tuple[str, dict[str, int]]:
+    """Rank 1 may not open what its peers offer: all ranks go on staging that."""
+    with counted() as said, Communicator(group, device=torch.get_default_device(), config=LEARNING) as comm:
+        n, rank = comm.world_size, comm.rank
+
+        def refuse(handle: str, name: str) -> Any:
+            raise UnavailableError("planted")
+
+        assert comm._backend.ordinary is not None
+        if rank == 1:
+            comm._backend.ordinary.map = refuse  # type: ignore[method-assign]
+        slot = Slot("all_gather", 100, n, rank)
+        for step in range(150):
+            slot.run(comm, step)
+        return str(comm.reach(slot.output)), dict(said)
+
+
+def goes_wrong(group: dist.ProcessGroup, how: str) -> tuple[str, tuple[int, ...]]:
+    """Rank 1 does not make a call that goes ahead, in which rank 2 misses. What this rank raises."""
+    config = Config(timeout_s=0.5 if how == "stays away" else 30.0, map_memory="learn")
+    with counted() as said, Communicator(group, device=torch.get_default_device(), config=config) as comm:
+        n, rank = comm.world_size, comm.rank
+        slot, other = Slot("all_gather", 50, n, rank), Slot("all_to_all", 50, n, rank)
+        for step in range(120):
+            slot.run(comm, step), other.run(comm, step)
+        assert said["hits"] > 0
+        if rank == 2:
+            slot.input = slot.new()
+        name, ranks = "", ()
+        try:
+            if rank != 1:
+                slot.run(comm, 7)
+            elif how == "refuses":
+                comm.all_gather(slot.output, slot.output[:7])
+            elif how == "makes another":
+                other.run(comm, 7)
+        except Exception as error:
+            name, ranks = type(error).__name__, tuple(getattr(error, "ranks", ()))
+        dist.barrier(group)
+    return name, ranks

@@ -1,0 +1,63 @@
+"""Ordinary tensors whose addresses come again, found out by ranks of which no host waits, between real processes."""
+
+from __future__ import annotations
+
+import collections
+import sys
+
+import learn_cases
+import pytest
+from ranks import RankPool
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems do not say what is mapped where")
+
+
+def test_a_model_goes_ahead_once_its_addresses_have_come_again(pool: RankPool) -> None:
+    layers, kinds, steps = 2, 3, 40
+    found = pool.run(learn_cases.what_comes_again, 2, layers, steps)
+    assert found[0] == found[1], "all ranks do alike, and nobody misses"
+    assert found[0]["hits"] > layers * kinds * steps / 2 and "misses" not in found[0]
+
+
+def test_ranks_learn_where_their_hosts_do_not_meet(pool: RankPool) -> None:
+    assert pool.run(learn_cases.by_default, 2) == [True, True]
+
+
+@pytest.mark.parametrize(("n", "steps"), [(2, 120), (3, 80)])
+def test_a_storm_of_tensors_that_are_replaced(pool: RankPool, n: int, steps: int) -> None:
+    found = pool.run(learn_cases.storm, n, n, steps)
+    total = sum((collections.Counter(said) for said, _ in found), collections.Counter[str]())
+    assert total["hits"] > n * steps / 2 and total["misses"] > 0, total
+    assert [left for _, left in found] == [0] * n, "what is mapped goes with the communicator"
+
+
+def test_a_storm_in_memory_of_several_pieces(pool: RankPool) -> None:
+    found = pool.run(learn_cases.storm_of_pieces, 2, 5, 100)
+    assert sum(said["hits"] for said in found) > 50 and sum(said.get("misses", 0) for said in found) > 0
+
+
+def test_hosts_that_run_ahead_are_not_in_step(pool: RankPool) -> None:
+    for said, wrong in pool.run(learn_cases.hosts_run_ahead, 2, 30):
+        assert wrong == 0 and said["hits"] > 50 and said["staged"] > 0
+
+
+def test_lanes_in_different_orders_do_not_wait_for_each_other(pool: RankPool) -> None:
+    for said in pool.run(learn_cases.two_orders, 3, 100):
+        assert said["hits"] > 0
+
+
+def test_what_one_rank_cannot_map_is_staged_by_all(pool: RankPool) -> None:
+    for rank, (how, said) in enumerate(pool.run(learn_cases.one_cannot_map, 3)):
+        assert "hits" not in said and "misses" not in said
+        assert how == "staged: rank 1 cannot map it: planted" if rank != 1 else how.startswith("mapped")
+
+
+@pytest.mark.parametrize("how", ["stays away", "refuses", "makes another"])
+def test_a_rank_that_does_not_make_the_call_is_named(pool: RankPool, how: str) -> None:
+    found = pool.run(learn_cases.goes_wrong, 3, how)
+    for rank in (0, 2):
+        name, ranks = found[rank]
+        if name == "MismatchError":
+            assert how == "makes another"
+        else:
+            assert (name, ranks) == ("PeerTimeoutError" if how == "stays away" else "PeerError", (1,))
