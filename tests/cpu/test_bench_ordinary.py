@@ -37,7 +37,7 @@ from sidelane.collectives import ahead
 from sidelane.program.collective import Kind
 
 QUICK: dict[str, Any] = {"device": "cpu", "ranks": 2, "quiet": True, "warmup": 0, "repeats": 2, "timeout_s": 100.0}
-WAYS = [("auto", "symmetric"), ("auto", "mapped"), ("auto", "staged"), ("gloo", "")]
+WAYS = [("auto", "symmetric"), ("auto", "learned"), ("auto", "mapped"), ("auto", "staged"), ("gloo", "")]
 SMALL = "256x256x256_256K"
 CPU = torch.device("cpu")
 GOES_AHEAD = "no host waits"
@@ -59,7 +59,7 @@ def test_from_end_to_end(tmp_path: Path) -> None:
         for in_place in in_places:
             ways = [(r.implementation, r.reach) for r in alone if (r.collective, r.in_place) == (kind, in_place)]
             # torch's all_reduce has no output of its own.
-            assert ways == (WAYS[:3] if (kind, in_place) == ("all_reduce", False) else WAYS)
+            assert ways == (WAYS[:4] if (kind, in_place) == ("all_reduce", False) else WAYS)
     assert {row.bytes for row in alone} == {1024 - 1024 % 32}
     pairs = [row for row in rows if row.gemm]
     assert [(r.collective, r.implementation, r.reach) for r in pairs] == [

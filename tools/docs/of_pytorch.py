@@ -17,6 +17,7 @@ TRAINED_BY = {
 }
 REACHED: dict[str, dict[str, object]] = {
     "symmetric": {"implementation": "auto", "reach": "symmetric"},
+    "learned": {"implementation": "auto", "reach": "learned"},
     "mapped": {"implementation": "auto", "reach": "mapped"},
     "staged": {"implementation": "auto", "reach": "staged"},
     "NCCL": {"implementation": "nccl"},
@@ -41,7 +42,7 @@ def steps(machine: str) -> Cells:
 def recovered(machine: str) -> float:
     """Mean share of the exposed time that comes back, in percent."""
     rows = rows_of(f"{machine}/fsdp.json")
-    return statistics.mean(row["recovered_percent"] for row in rows if row["implementation"] == "sidelane")
+    return float(statistics.mean(row["recovered_percent"] for row in rows if row["implementation"] == "sidelane"))
 
 
 def alone(machine: str, kinds: Sequence[str]) -> Cells:

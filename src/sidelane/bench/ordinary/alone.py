@@ -9,12 +9,12 @@ from sidelane.bench.candidates.reference import Case
 from sidelane.bench.collectives.study import calls_per_sample, hides_launches
 from sidelane.bench.ordinary.checks import Problem, attempt, check, row_of, with_late
 from sidelane.bench.ordinary.ways import PLACES, Way
-from sidelane.bench.results.rows import OrdinaryRow
+from sidelane.bench.results.rows import LEARNED, MAPPED, OrdinaryRow
 from sidelane.bench.running.measure import Meter
 from sidelane.collectives.pattern import LEAST_ALIKE
 
-LEARNING_CALLS = LEAST_ALIKE + 5
-"""On the same tensors before anything is timed: from the fifth on, calls that can go ahead do."""
+LEARNING_CALLS = {MAPPED: LEAST_ALIKE + 5, LEARNED: 96}
+"""On the same tensors before anything is timed: from the fifth on, or the 65th, calls that can go ahead do."""
 
 
 def measure_alone(
@@ -86,7 +86,7 @@ def ready(meter: Meter, way: Way, prepared: Prepared, seed: int) -> Problem | No
     """
 
     def learn() -> None:
-        for _ in range(LEARNING_CALLS):
+        for _ in range(LEARNING_CALLS.get(way.reach, 1)):
             prepared.run()
 
     problem = check_once(meter, prepared, seed, runs=1) or attempt(meter, prepared.label, learn)

@@ -15,7 +15,7 @@ from sidelane.bench.report.table import (
     verdict,
     without_empty_columns,
 )
-from sidelane.bench.results.rows import CHANGES, MAPPED, OF_LIBRARY, OrdinaryRow
+from sidelane.bench.results.rows import CHANGES, LEARNED, MAPPED, OF_LIBRARY, OrdinaryRow
 from sidelane.sizes import format_bytes
 
 ALONE_COLUMNS: tuple[str, ...] = (
@@ -126,5 +126,5 @@ def _over(row: OrdinaryRow, same: Sequence[OrdinaryRow]) -> str:
 
 def _notes(rows: Sequence[OrdinaryRow], name_of: Callable[[OrdinaryRow], Sequence[str]]) -> tuple[str, ...]:
     """Why there is no time, and of mapped tensors how calls went; the file has the rest."""
-    told = [row for row in rows if row.time_us is None or row.reach == MAPPED]
+    told = [row for row in rows if row.time_us is None or row.reach in (LEARNED, MAPPED)]
     return notes_of([(" ".join(filter(None, name_of(row))), row.note) for row in told])

@@ -1,7 +1,9 @@
 """Ways to have a collective done that differ in the memory of the caller's tensors, each with tensors of its own.
 
     symmetric   Sidelane's ``auto`` on tensors of ``Communicator.empty``
-    mapped      the same on ordinary tensors, with ``map_memory``: peers reach them (docs/internals/reach.md)
+    learned     the same on ordinary tensors, as GPUs take them by default: peers reach large ones whose addresses come
+                again, and no host waits for it (docs/internals/reach.md)
+    mapped      the same with ``map_memory=True``: peers reach them in every call
     staged      the same on ordinary tensors, without it
     library     NCCL on ordinary tensors; on CPU ranks Gloo
 
@@ -25,12 +27,12 @@ from sidelane.bench.candidates.candidate import Binds, Entrant, Implementation, 
 from sidelane.bench.candidates.own import bound_call
 from sidelane.bench.candidates.reference import Case
 from sidelane.bench.candidates.roster import Roster
-from sidelane.bench.results.rows import MAPPED, STAGED, SYMMETRIC
+from sidelane.bench.results.rows import LEARNED, MAPPED, STAGED, SYMMETRIC
 from sidelane.bench.running.launch import Rank
 from sidelane.bench.running.measure import Meter
 from sidelane.collectives import Communicator
 from sidelane.collectives.plan import AUTO
-from sidelane.config import COMPUTE, NOTHING
+from sidelane.config import COMPUTE, LEARN, NOTHING
 from sidelane.program.collective import Kind
 
 PLACES: Mapping[Kind, tuple[bool, ...]] = MappingProxyType(
@@ -42,6 +44,9 @@ PLACES: Mapping[Kind, tuple[bool, ...]] = MappingProxyType(
     }
 )
 """Where calls are measured: out of place, in place."""
+
+MODES: Mapping[str, Any] = MappingProxyType({SYMMETRIC: False, LEARNED: LEARN, MAPPED: True, STAGED: False})
+"""Values of ``Config.map_memory``."""
 
 
 class Own:
@@ -74,7 +79,7 @@ class Own:
         if self.reach == SYMMETRIC:
             return self.communicator.empty(nbytes, dtype=torch.uint8)
         made = torch.empty(nbytes, dtype=torch.uint8, device=self.communicator.device)
-        return made.share_memory_() if self.reach == MAPPED and not made.is_cuda else made
+        return made.share_memory_() if self.reach in (LEARNED, MAPPED) and not made.is_cuda else made
 
     def tensors(self, case: Case, candidate: Entrant) -> Tensors:
         assert self._buffers is not None, "reserve comes first"
@@ -103,7 +108,7 @@ class Own:
         """Why peers do not reach these tensors as they should; known behind the first call."""
         for tensor in (tensors.output, tensors.input):
             found = self.communicator.reach(tensor) if tensor is not None else None
-            if found is not None and found.how != self.reach and self.reach != STAGED:
+            if found is not None and found.how != self.reach and self.reach in (SYMMETRIC, MAPPED):
                 return f"not {self.reach}, but {found}"
         return None
 
@@ -198,16 +203,14 @@ def make_ways(
 
         roster.add(name, step)
 
-    for reach in (SYMMETRIC, MAPPED, STAGED):
+    for reach in (SYMMETRIC, LEARNED, MAPPED, STAGED):
         add(reach, lambda reach=reach: Own(reach, _communicator(rank, reach, timeout_s, group)))  # type: ignore[misc]
     add("gloo" if rank.device.type == "cpu" else "nccl", lambda: _library(rank, meter, group))
     return roster, {name: way for name, way in made.items() if name in roster.implementations}
 
 
 def _communicator(rank: Rank, reach: str, timeout_s: float, group: dist.ProcessGroup | None) -> Communicator:
-    config: Any = dataclasses.replace(
-        settings.current(), timeout_s=timeout_s, beside=NOTHING, map_memory=reach == MAPPED
-    )
+    config: Any = dataclasses.replace(settings.current(), timeout_s=timeout_s, beside=NOTHING, map_memory=MODES[reach])
     return Communicator(group, device=rank.device, config=config)
 
 
