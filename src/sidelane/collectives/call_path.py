@@ -82,6 +82,8 @@ class CallPath:
         self.ahead: Ahead | None = None
         if self.reach is not None and mapped and not calls.backend.hosts_meet:
             self.ahead = Ahead(calls, preparer, self.reach)
+            if self.repeats is not None:
+                self.ahead.forget = self.repeats.forget
         self._planned: dict[Hashable, Planned] = {}
         self._settled: dict[Hashable, Settled] = {}
 
@@ -130,7 +132,7 @@ class CallPath:
         try:
             if expected is not None:
                 assert self.ahead is not None
-                prepared, remember = self.ahead.make(call, key, expected, planned.request, asked.tensors), False
+                prepared = self.ahead.make(call, key, expected, planned.request, asked.tensors)
             elif prepared is not None:
                 self._announce(call, prepared.signature, again=True)
             else:
@@ -147,7 +149,11 @@ class CallPath:
         work = calls.run(prepared, call, async_op, asked.tensors, asked.written(), place)
         if remember and self.repeats is not None:
             try:
-                self.repeats.remember(key, prepared, place, asked=asked.repeated_as)
+                again = None
+                if expected is not None and self.ahead is not None:
+                    again = self.ahead.again(key, prepared, expected)
+                if again is not None or expected is None:
+                    self.repeats.remember(key, prepared, place, asked=asked.repeated_as, again=again)
             except KeyboardInterrupt as error:
                 calls.fail(error)
                 raise

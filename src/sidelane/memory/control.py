@@ -151,8 +151,12 @@ class ControlBlock:
 
     def own_posts(self) -> OwnPosts:
         """Where :meth:`post_call` writes."""
-        begun = ctypes.addressof(ctypes.c_char.from_buffer(self._own.words)) + 8 * BEGUN
-        return OwnPosts(self._own.slots, begun, self._lock)
+        return OwnPosts(self._own.slots, _address(self._own.words, BEGUN), self._lock)
+
+    def said_by_all(self, wish: int) -> tuple[tuple[int, int], ...]:
+        """By rank, the addresses of what :meth:`begun` and :meth:`wishes` read, for code that reads it itself."""
+        words = [(part.words, BEGUN, part.wishes, wish) for part in self._parts]
+        return tuple((_address(ours, begun), _address(theirs, number)) for ours, begun, theirs, number in words)
 
     def payload(self, signature: str) -> bytes | None:
         """What posts with ``signature`` put there; None before the first."""
@@ -407,3 +411,7 @@ class ControlBlock:
     def _check_usable(self, method: str) -> None:
         if self._is_closed:
             raise CommunicatorClosedError(f"ControlBlock.{method}: the control block was closed")
+
+
+def _address(words: memoryview, index: int) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(words)) + words.itemsize * index
