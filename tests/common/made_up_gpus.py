@@ -63,14 +63,14 @@ def made_up_gpus(*, finish: bool = True) -> Iterator[FakeDriver]:
 
     patches = (
         mock.patch.object(backend_cuda, "TorchSymmetricMemory", lambda exchange, *_: ShmMemory(exchange)),
-        mock.patch.object(backend_cuda, "probe", lambda *_: FEATURES),
+        mock.patch.object(backend_cuda, "probe", return_value=FEATURES),
         mock.patch.object(backend_cuda, "CudaExecutor", lambda *given: CudaExecutor(*given, driver=driver)),
-        mock.patch.object(backend_cuda, "DriverVirtualMemory", lambda driver: None),
-        mock.patch.object(backend_cuda, "ExportedMemory", lambda *_: AskedTensors()),
-        mock.patch.object(backend_cuda.CudaBackend, "settle", lambda backend: None),
-        mock.patch.object(backend_cuda.CudaBackend, "spread", lambda backend, block: None),
+        mock.patch.object(backend_cuda, "DriverVirtualMemory"),
+        mock.patch.object(backend_cuda, "ExportedMemory", return_value=AskedTensors()),
+        mock.patch.object(backend_cuda.CudaBackend, "settle"),
+        mock.patch.object(backend_cuda.CudaBackend, "spread", return_value=None),
         mock.patch.object(session, "make_backend", backend_cuda.CudaBackend),
-        mock.patch.object(session, "choose_device", lambda device: torch.device("cpu")),
+        mock.patch.object(session, "choose_device", return_value=torch.device("cpu")),
         mock.patch.object(Communicator, "_call", call),
     )
     for patch in patches:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,7 +31,7 @@ from sidelane.collectives.arguments import Request
 from sidelane.collectives.asked import AnyRequest
 from sidelane.collectives.calls import Calls
 from sidelane.collectives.offered import Found, Heard
-from sidelane.collectives.pattern import Guard, Pattern, Source, Sources, State, Turn
+from sidelane.collectives.pattern import Pattern, Source, Sources, State, Turn
 from sidelane.collectives.plan import AUTO, AnyAgreement
 from sidelane.collectives.prepare import Prepared, Preparer
 from sidelane.collectives.reach import Reach
@@ -124,7 +124,8 @@ class Again(NamedTuple):
         standing: its memory has not been freed.
         turn: of the pattern.
         condition: guards of what is expected; asks Python whether it must make the next one; how far behind, in calls,
-            peers may be; the first call whose wishes count; where all ranks say what they have begun, and wish for.
+            peers may be; the first call whose wishes count; where all ranks say what they have begun, and wish for;
+            where the post is kept.
         notes: to take.
         holds: whether nothing of it has been forgotten yet.
     """
@@ -132,7 +133,7 @@ class Again(NamedTuple):
     post: str
     standing: Standing
     turn: Turn
-    condition: tuple[tuple[Guard, ...], Callable[[], bool], int, int, tuple[tuple[int, int], ...]]
+    condition: tuple[Any, ...]
     notes: tuple[Note, ...]
     holds: Callable[[], bool]
 
@@ -308,8 +309,8 @@ class Ahead:
         if standing is None:
             return None
         hit.turns.add(turn[2])
-        condition = guards, self._look, LAG, known.since, self._control.said_by_all(known.wish)
-        notes: tuple[Note, ...] = ((Effect.SET_NUMBER, self, "_last", None),)
+        control, notes = self._control, ((Effect.SET_NUMBER, self, "_last", None),)
+        condition = guards, self._look, LAG, known.since, control.said_by_all(known.wish), control.kept()
         return Again(hit.post, standing, turn, condition, notes, lambda: self._hits.get(key) is hit)
 
     def _look(self) -> bool:

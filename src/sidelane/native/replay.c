@@ -79,6 +79,8 @@ typedef struct {
 /* Of a call that goes ahead: on what condition it does. */
 typedef struct {
     PyObject *guards, *look; /* what is expected is the same; Python looks whether it must make one */
+    PyObject *append;        /* takes the number of a call whose post is kept */
+    uint64_t *agreed;        /* the last call in which this rank reads no posts any more */
     long long lag, since;    /* ranks are no more than that many calls behind, and have not wished from that one on */
     int ranks;               /* 0: of a call that does not go ahead */
     Peer *rank;
@@ -349,11 +351,13 @@ static int read_allocations(Entry *entry, PyObject *standing)
 static int read_ahead(Ahead *ahead, PyObject *given)
 {
     PyObject *rows;
+    unsigned long long agreed;
     if (given == Py_None)
         return 0;
-    if (!PyArg_ParseTuple(given, "O!OLLO!", &PyTuple_Type, &ahead->guards, &ahead->look, &ahead->lag, &ahead->since,
-                          &PyTuple_Type, &rows))
+    if (!PyArg_ParseTuple(given, "O!OLLO!(KO)", &PyTuple_Type, &ahead->guards, &ahead->look, &ahead->lag, &ahead->since,
+                          &PyTuple_Type, &rows, &agreed, &ahead->append))
         return -1;
+    ahead->agreed = (uint64_t *)(uintptr_t)agreed;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(ahead->guards); i++)
         if (!is_guard(PyTuple_GET_ITEM(ahead->guards, i), 3))
             return -1;
@@ -685,6 +689,25 @@ static int post_number(Replay *self, Entry *entry, PyObject *number, uint64_t va
     return 0;
 }
 
+/* Keep the post of a call that goes ahead for peers that miss, as ControlBlock.keep_post does. Python looks, now and
+   then, who has read what is kept. Only the thread that is inside of a call writes these. */
+static int keep_post(Replay *self, const Ahead *ahead, PyObject *number, uint64_t value)
+{
+    uint64_t unread;
+    if (unsigned_from(PyObject_GetAttr(self->control, n_unread), &unread))
+        return -1;
+    PyObject *done, *arguments[] = {self->control, number};
+    if (unread && value < unread + (uint64_t)self->record_count / 4) {
+        if (__atomic_load_n(ahead->agreed, __ATOMIC_RELAXED) < value)
+            __atomic_store_n(ahead->agreed, value, __ATOMIC_RELEASE);
+        done = PyObject_CallOneArg(ahead->append, number);
+    } else {
+        done = PyObject_VectorcallMethod(n_keep_post, arguments, 2, NULL);
+    }
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
+}
+
 static int set_words(Entry *entry, uint64_t number)
 {
     for (int i = 0; i < entry->words; i++) {
@@ -819,11 +842,8 @@ static int repeat(Replay *self, Entry *entry, PyObject *written)
         return PyErr_Occurred() ? -1 : 1;
     uint64_t value = PyLong_AsUnsignedLongLong(number);
     int failed = PyErr_Occurred() != NULL || post_number(self, entry, number, value);
-    if (!failed && entry->ahead.ranks) { /* whose peers may read the post when they miss, and nobody waits for that */
-        PyObject *arguments[] = {self->control, number};
-        PyObject *kept = PyObject_VectorcallMethod(n_keep_post, arguments, 2, NULL);
-        Py_XDECREF(kept);
-        failed = kept == NULL;
+    if (!failed && entry->ahead.ranks) {
+        failed = keep_post(self, &entry->ahead, number, value);
         self->hits++, self->unseen++;
     }
     failed = failed || set_words(entry, value);
