@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Hashable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,13 +30,14 @@ from sidelane.collectives.asked import AnyRequest
 from sidelane.collectives.calls import Calls
 from sidelane.collectives.confirming import Confirming, source_buffer
 from sidelane.collectives.offered import Found, Heard
-from sidelane.collectives.pattern import Pattern, Source, Sources, State
+from sidelane.collectives.pattern import Pattern, Source, Sources, State, Turn
 from sidelane.collectives.plan import AUTO, AnyAgreement
 from sidelane.collectives.prepare import Prepared
 from sidelane.collectives.reach import Reach
 from sidelane.errors import PeerError, UnavailableError
-from sidelane.memory.ordinary import Allocation, Mapping
+from sidelane.memory.ordinary import Allocation, Mapping, Standing
 from sidelane.memory.posts import MOST_WISHES, SPLITS, PostedCall
+from sidelane.native import Effect, Note
 from sidelane.program.builders.confirmed import NOBODY, can_be_confirmed
 from sidelane.program.collective import Buffer, Collective
 
@@ -45,7 +46,11 @@ LAG = 32
 of what is on record of a rank (``RING_CALLS``)."""
 
 LOOKS = 4
-"""A look at whether something was freed, every so many calls."""
+"""A look at whether something was freed, every so many calls. Compiled code asks for :data:`LOOKS` of them at once, at
+every ``LOOK_EVERY`` of ``native/replay.c``."""
+
+MOST_TURNS = 4
+"""Calls of a period with the same tensors here that compiled code remembers, which has few places for them."""
 
 MOST_HITS = 4096
 """Remembered."""
@@ -96,12 +101,38 @@ class Hit(NamedTuple):
         allocations: in which the tensors of this rank lie.
         post: what is said of it.
         prepared: what it runs as.
+        period: that it was in.
+        turns: of that, for which compiled code was told of a call with the same tensors here.
     """
 
     sources: Sources
     allocations: tuple[Allocation, ...]
     post: str
     prepared: Prepared
+    period: tuple[Sources, ...]
+    turns: set[int]
+
+
+class Again(NamedTuple):
+    """A hit as compiled code makes it again: see ``native/replay.c``.
+
+    Attributes:
+        post: what is said of it.
+        standing: its memory has not been freed.
+        turn: of the pattern.
+        condition: guards of what is expected; asks Python whether it must make the next one; how far behind, in calls,
+            peers may be; the first call whose wishes count; where all ranks say what they have begun, and wish for;
+            where the post is kept.
+        notes: to take.
+        holds: whether nothing of it has been forgotten yet.
+    """
+
+    post: str
+    standing: Standing
+    turn: Turn
+    condition: tuple[Any, ...]
+    notes: tuple[Note, ...]
+    holds: Callable[[], bool]
 
 
 class Ahead:
@@ -111,6 +142,9 @@ class Ahead:
         calls: of the lane.
         confirming: makes them ready.
         reach: what peers have mapped.
+
+    Attributes:
+        forget: told when what compiled code makes again may not be made so any more.
     """
 
     def __init__(self, calls: Calls, confirming: Confirming, reach: Reach) -> None:
@@ -121,7 +155,9 @@ class Ahead:
         self._wishes = itertools.count()
         self._retired: list[tuple[int, Mapping]] = []  # with the last call that may read by it
         self._last = 0
-        self._looks = itertools.cycle(range(LOOKS))
+        self._looked = 0  # in which call
+        self._sees_gone = False  # what peers have mapped, and nobody has wished for yet
+        self.forget: Callable[[], object] = lambda: None
         self._hits: dict[Hashable, Hit] = {}
         confirming.forgets(self._hits.clear)
         reach.dropped = self._drop
@@ -143,6 +179,7 @@ class Ahead:
                 self._control.wait_for_begun(long_ago, self._calls.config.timeout_s)
         if any(known.since <= wish <= long_ago for wish in self._control.wishes(known.wish)):
             known.pattern.pause()
+            self.forget()
             return None
         return Expected(text, known, known.pattern.expected())
 
@@ -227,12 +264,15 @@ class Ahead:
                 of whose engines have begun. The communicator is of no use any more.
         """
         self._last = call
-        if next(self._looks) == 0:
+        if call >= self._looked + LOOKS:
+            self._looked = call
             self._let_go()
-            if self._reach.looks_gone():
-                self._wish(expected.known, call)
+            self._sees_gone = self._sees_gone or self._reach.looks_gone()
+        if self._sees_gone:
+            self._sees_gone = False
+            self._wish(expected.known, call)
         hit = self._hits.get(key)
-        if hit is not None and hit.sources is expected.sources and self._reach.stand(hit.allocations):
+        if hit is not None and hit.sources == expected.sources and self._reach.stand(hit.allocations):
             self._post_hit(call, hit.post)
             return hit.prepared
         assert isinstance(request, Request), "calls with lists have other signatures"
@@ -250,8 +290,34 @@ class Ahead:
         if all(allocation.kept is None for allocation in allocations):  # of several pieces: is_gone looks at one
             if len(self._hits) >= MOST_HITS:
                 self._hits.clear()
-            self._hits[key] = Hit(expected.sources, allocations, post, prepared)
+            period = expected.known.pattern.period
+            turns = set() if hit is None or hit.period is not period else hit.turns
+            self._hits[key] = Hit(expected.sources, allocations, post, prepared, period, turns)
         return prepared
+
+    def again(self, key: Hashable, prepared: Prepared, expected: Expected) -> Again | None:
+        """The call that :meth:`make` has made, for compiled code; None if it is not to be made again like that."""
+        hit, known = self._hits.get(key), expected.known
+        if hit is None or hit.prepared is not prepared or hit.sources != expected.sources:
+            return None
+        turn, guards = known.pattern.turn(), known.pattern.guards()
+        if turn[2] not in hit.turns and len(hit.turns) >= MOST_TURNS:
+            return None
+        standing = self._reach.standing(hit.allocations)
+        if standing is None:
+            return None
+        hit.turns.add(turn[2])
+        control, notes = self._control, ((Effect.SET_NUMBER, self, "_last", None),)
+        condition = guards, self._look, LAG, known.since, control.said_by_all(known.wish), control.kept()
+        return Again(hit.post, standing, turn, condition, notes, lambda: self._hits.get(key) is hit)
+
+    def _look(self) -> bool:
+        """True if Python must make the next call that goes ahead. Asked with the executor's lock held, so that nothing
+        is let go of here, which may take the device's time.
+        """
+        if not self._sees_gone:
+            self._sees_gone = any(self._reach.looks_gone() for _ in range(LOOKS))
+        return self._sees_gone or bool(self._retired)
 
     def _post_hit(self, call: int, post: str) -> None:
         self._control.post_call(call, post)
@@ -262,7 +328,7 @@ class Ahead:
     def close(self) -> None:
         """Let go of all that is kept. Nothing may be under way."""
         self._known.clear()
-        self._hits.clear()
+        self._forget_hits()
         self._retired.clear()
 
     def _say(self, found: dict[Buffer, Found | int | None], expected: Expected) -> str:
@@ -327,11 +393,15 @@ class Ahead:
         return self._confirming.prepare(key, expected.text, collective, addresses, changed, waiting)
 
     def _drop(self, rank: int, name: str, mapping: Mapping | None) -> None:
-        self._hits.clear()
+        self._forget_hits()
         for known in self._known.values():
             known.pattern.drop(rank, name)
         if mapping is not None and self._control.ended(self._rank) < self._last:
             self._retired.append((self._last, mapping))
+
+    def _forget_hits(self) -> None:
+        self._hits.clear()
+        self.forget()
 
     def _let_go(self) -> None:
         """Of mappings by which nothing reads any more."""

@@ -93,6 +93,8 @@ class CallPath:
         self.ahead: Ahead | None = None
         if self.reach is not None and mapped and not calls.backend.hosts_meet:
             self.ahead = Ahead(calls, Confirming(calls, preparer), self.reach)
+            if self.repeats is not None:
+                self.ahead.forget = self.repeats.forget
         self.learning: Learning | None = None
         if board is not None and calls.backend.ordinary is not None:
             confirming, pool_at = Confirming(calls, preparer), arguments.heap.pool_at
@@ -148,7 +150,7 @@ class CallPath:
         try:
             if expected is not None:
                 assert self.ahead is not None
-                prepared, remember = self.ahead.make(call, key, expected, planned.request, asked.tensors), False
+                prepared = self.ahead.make(call, key, expected, planned.request, asked.tensors)
             elif prepared is not None:
                 self._announce(call, prepared.signature, again=True)
             else:
@@ -171,7 +173,11 @@ class CallPath:
         work = calls.run(prepared, call, async_op, asked.tensors, asked.written(), place)
         if remember and self.repeats is not None:
             try:
-                self.repeats.remember(key, prepared, place, asked=asked.repeated_as)
+                again = None
+                if expected is not None and self.ahead is not None:
+                    again = self.ahead.again(key, prepared, expected)
+                if again is not None or expected is None:
+                    self.repeats.remember(key, prepared, place, asked=asked.repeated_as, again=again)
             except KeyboardInterrupt as error:
                 calls.fail(error)
                 raise

@@ -75,6 +75,7 @@ class Calls:
         closed: there are no more calls.
         forked: this process is a copy of the one that made it.
         numbers: of the calls to come, up to the next renewal.
+        renewal: the number behind the last of these.
         entrance: held by the thread that is inside of a call (``entry``).
         keep: keeps memory that a graph has captured.
         renew: makes all flags of this rank count as set by the call of that number (:data:`RENEWAL_CALLS`).
@@ -112,8 +113,8 @@ class Calls:
 
     def count_from(self, number: int) -> None:
         """Let the next call have a number; what is counted from there ends where flags must be renewed."""
-        self._renewal = (number // RENEWAL_CALLS + 1) * RENEWAL_CALLS
-        self.numbers = iter(range(number, self._renewal))
+        self.renewal = (number // RENEWAL_CALLS + 1) * RENEWAL_CALLS
+        self.numbers = iter(range(number, self.renewal))
 
     def _renewed(self) -> int:
         """Renew all flags, all ranks together, and take the number of the next call.
@@ -122,11 +123,11 @@ class Calls:
         count as set by a call to come. So after every ``RENEWAL_CALLS`` calls the ranks wait until all have ended,
         make their own flags count as set by the call before, and wait until all have done so.
         """
-        first = self._renewal
+        first = self.renewal
         if self.backend.place()[1]:
             # Nothing can be waited for in a capture, and what is captured follows no numbers. All ranks capture alike.
-            self._renewal = first + _CAPTURE_CALLS
-            self.numbers = iter(range(first, self._renewal))
+            self.renewal = first + _CAPTURE_CALLS
+            self.numbers = iter(range(first, self.renewal))
             return next(self.numbers)
         with self.failing_for_good():
             self.backend.synchronize()

@@ -15,6 +15,12 @@ Source = tuple[str, int] | None
 Sources = tuple[Source, ...]
 """Of all ranks."""
 
+Guard = tuple[object, str, object]
+"""Object, attribute, and the very object that lets a call pass."""
+
+Turn = tuple[object, str, int, int]
+"""Object, attribute, what it is in the call's turn, and what it is next."""
+
 LONGEST = 128
 """Calls after which addresses are expected again at the latest: a model with so many layers of one size."""
 
@@ -39,11 +45,12 @@ class Pattern:
 
     Attributes:
         state: see :class:`State`.
+        period: what comes again, call by call; another object whenever it is another one.
     """
 
     def __init__(self) -> None:
         self.state = State.LEARNING
-        self._period: tuple[Sources, ...] = ()
+        self.period: tuple[Sources, ...] = ()
         self._next = 0
         self._seen: collections.deque[Sources] = collections.deque(maxlen=LONGEST)  # that of the last call comes first
         self._restart()
@@ -61,9 +68,17 @@ class Pattern:
 
     def expected(self) -> Sources:
         """Where inputs lie in the next call, which is taken as made."""
-        found = self._period[self._next]
-        self._next = (self._next + 1) % len(self._period)
+        found = self.period[self._next]
+        self._next = (self._next + 1) % len(self.period)
         return found
+
+    def guards(self) -> tuple[Guard, ...]:
+        """What stands, besides the turn, while the last call is expected again: for code that asks as it repeats it."""
+        return (self, "state", State.AHEAD), (self, "period", self.period)
+
+    def turn(self) -> Turn:
+        """Of the last call: whose turn it was, and whose it is next."""
+        return self, "_next", (self._next - 1) % len(self.period), self._next
 
     def pause(self) -> None:
         """Some rank wishes to be heard: offer in the next call."""
@@ -72,20 +87,20 @@ class Pattern:
     def give_up(self) -> None:
         """There is no use in it."""
         self.state = State.GIVEN_UP
-        self._period = ()
+        self.period = ()
         self._seen.clear()
 
     def drop(self, rank: int, name: str) -> None:
         """An allocation is mapped no more."""
         if self.state is State.GIVEN_UP:
             return
-        places = (sources[rank] for sources in itertools.chain(self._period, self._seen))
+        places = (sources[rank] for sources in itertools.chain(self.period, self._seen))
         if any(place is not None and place[0] == name for place in places):
             self._restart()
 
     def _restart(self) -> None:
         self.state = State.LEARNING
-        self._period = ()
+        self.period = ()
         self._seen.clear()
         self._alike = [0] * (LONGEST + 1)  # by period: calls in a row that were as the one so many before
         self._calls = 0
@@ -97,7 +112,7 @@ class Pattern:
         self._seen.appendleft(sources)
         for period in range(1, len(self._seen) + 1):
             if self._alike[period] >= max(period, LEAST_ALIKE):
-                self._period, self._next = tuple(reversed([*itertools.islice(self._seen, period)])), 0
+                self.period, self._next = tuple(reversed([*itertools.islice(self._seen, period)])), 0
                 self.state = State.AHEAD
                 return
         if self._calls >= PATIENCE:

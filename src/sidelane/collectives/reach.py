@@ -26,7 +26,7 @@ from sidelane.collectives.heap import MAPPED, Region
 from sidelane.collectives.offered import BUFFERS, Found, Heard, Offer, Outcomes, alike, outcomes_of, text_of
 from sidelane.collectives.pooled import ComparedStorages, PooledMemory
 from sidelane.errors import UnavailableError
-from sidelane.memory.ordinary import Allocation, Mapping
+from sidelane.memory.ordinary import Allocation, Mapping, Standing
 from sidelane.memory.posts import SPLITS
 from sidelane.program.collective import REDUCING, Buffer
 
@@ -158,6 +158,10 @@ class Reach:
     def stand(self, allocations: Sequence[Allocation]) -> bool:
         """True while none of this rank's allocations has been freed."""
         return not any(self._memory.is_gone(allocation) for allocation in allocations)
+
+    def standing(self, allocations: Sequence[Allocation]) -> Standing | None:
+        """The same as a question for compiled code; None where there is none."""
+        return self._memory.standing(allocations)
 
     def looks_gone(self) -> bool:
         """True if one of the allocations that peers have mapped was freed; looks at the next one each time."""

@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 
 from sidelane.collectives import heap
+from sidelane.collectives.ahead import Again
 from sidelane.collectives.asked import Asked
 from sidelane.collectives.calls import Calls, count_writes
 from sidelane.collectives.prepare import Prepared, Preparer
@@ -38,6 +39,11 @@ class Repeats:
         self._replay = replay
         self.run = replay.run
         preparer.keepers.append(replay.forget)
+
+    @property
+    def hits(self) -> int:
+        """How many calls that go ahead were made so."""
+        return int(self._replay.hits)
 
     def forget(self) -> None:
         """Let go of all calls."""
@@ -71,7 +77,13 @@ class Repeats:
         return Repeats(calls, preparer, replay)
 
     def remember(
-        self, key: tuple[Hashable, ...], prepared: Prepared, place: Place, *, asked: Asked | None = None
+        self,
+        key: tuple[Hashable, ...],
+        prepared: Prepared,
+        place: Place,
+        *,
+        asked: Asked | None = None,
+        again: Again | None = None,
     ) -> None:
         """Remember a call that has just been made, if it will be made the same way again.
 
@@ -80,6 +92,7 @@ class Repeats:
             prepared: what it ran as.
             place: where.
             asked: of a call with lists, what was; ``details`` says more than its own then.
+            again: of a call that went ahead.
         """
         kind, variant, beside, details, frozen, _, tensors_asked = key
         identities = cast("tuple[tuple[Any, ...], ...]", tensors_asked)
@@ -89,23 +102,29 @@ class Repeats:
         if frozen or not 0 < len(identities) <= MOST_TENSORS or not all(map(_is_ordinary, identities)):
             return
         repetition = prepared.loaded.repetition(place)
-        payload = self._calls.control.payload(prepared.signature)
+        signature = prepared.signature if again is None else again.post
+        payload = self._calls.control.payload(signature)
         if repetition is None or payload is None:
             return
+        turn, standing, condition = repetition.turn, repetition.standing, None
+        if again is not None:
+            assert (turn, standing) == (None, None), "programs of calls that go ahead are no graphs"
+            turn, standing, condition = again.turn, again.standing, again.condition
         tensors = tuple(identity[:3] for identity in identities)
         # The number itself, not an equal one: it is compared by identity.
         generation = heap.generation_cell[0]
         if generation != key[5]:
             return  # memory was allocated since
         notes = (*repetition.notes, (Effect.SET, self._calls, "last_choice", prepared.choice))
+        if again is not None:
+            notes = (*again.notes, *notes)
         self._replay.remember(
-            *(kind, tensors, lists, details, variant, beside, generation, repetition.turn, place[0]),
-            *(prepared.signature, payload, repetition.steps, repetition.words, notes, repetition.failed),
-            *(repetition.standing, prepared),
+            *(kind, tensors, lists, details, variant, beside, generation, turn, place[0]),
+            *(signature, payload, repetition.steps, repetition.words, notes, repetition.failed),
+            *(standing, prepared, condition),
         )
-        if (
-            self._preparer.recall(key) is not prepared
-        ):  # another thread has moved staging, maybe before it was remembered
+        holds = self._preparer.recall(key) is prepared if again is None else again.holds()
+        if not holds:  # another thread has moved staging, maybe before it was remembered
             self.forget()
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 import torch
 
 from sidelane.execute.submitted import Ledger
+from sidelane.memory.ordinary import Standing
 from sidelane.native import Note
 from sidelane.program.ir import Move, Program
 from sidelane.program.kernel_call import KernelCall
@@ -133,11 +134,6 @@ returns an int, 0 for success (Python: or None)."""
 
 Places = tuple[int, int, int] | Callable[[int], Any]
 """Places of one 32-bit word (first address, distance in bytes, how many), or a function that puts it there."""
-
-
-Standing = tuple[int, tuple[tuple[int, int, int], ...]]
-"""(address of a function, ((address, question, number), ...)): memory is what it was for as long as
-``function(uint64_t *number, int question, void *address)`` returns 0 and finds these numbers."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ import dataclasses
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from sidelane.errors import CommunicatorClosedError, PeerError, PeerTimeoutError
 from sidelane.memory.exchange import Exchange
@@ -140,7 +140,7 @@ class ControlBlock:
             self.unread = call
             return
         self._also_unread.append(call)
-        if len(self._also_unread) >= RING_CALLS // 4:
+        if call >= self.unread + RING_CALLS // 4:
             while self.unread and all(part.has_read(self.unread) for part in self._parts):
                 self._next_unread()
 
@@ -151,8 +151,16 @@ class ControlBlock:
 
     def own_posts(self) -> OwnPosts:
         """Where :meth:`post_call` writes."""
-        begun = ctypes.addressof(ctypes.c_char.from_buffer(self._own.words)) + 8 * BEGUN
-        return OwnPosts(self._own.slots, begun, self._lock)
+        return OwnPosts(self._own.slots, _address(self._own.words, BEGUN), self._lock)
+
+    def said_by_all(self, wish: int) -> tuple[tuple[int, int], ...]:
+        """By rank, the addresses of what :meth:`begun` and :meth:`wishes` read, for code that reads it itself."""
+        words = [(part.words, BEGUN, part.wishes, wish) for part in self._parts]
+        return tuple((_address(ours, begun), _address(theirs, number)) for ours, begun, theirs, number in words)
+
+    def kept(self) -> tuple[int, Callable[[int], None]]:
+        """The address of what :meth:`keep_post` writes, and what takes the call where another one is unread."""
+        return _address(self._own.words, AGREED), self._also_unread.append
 
     def payload(self, signature: str) -> bytes | None:
         """What posts with ``signature`` put there; None before the first."""
@@ -407,3 +415,7 @@ class ControlBlock:
     def _check_usable(self, method: str) -> None:
         if self._is_closed:
             raise CommunicatorClosedError(f"ControlBlock.{method}: the control block was closed")
+
+
+def _address(words: memoryview, index: int) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(words)) + words.itemsize * index

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
+
+Standing = tuple[int, tuple[tuple[int, int, int], ...]]
+"""(address of a function, ((address, question, number), ...)): memory is what it was for as long as
+``function(uint64_t *number, int question, void *address)`` returns 0 and finds these numbers."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,6 +62,10 @@ class OrdinaryMemory(Protocol):
 
     def attach_thread(self) -> None:
         """Let the calling thread map, too."""
+        ...
+
+    def standing(self, allocations: Sequence[Allocation]) -> Standing | None:
+        """What compiled code asks to know that none of them was freed; None where it cannot, or one has been."""
         ...
 
     def map(self, handle: str, name: str) -> Mapping:

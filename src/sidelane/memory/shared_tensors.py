@@ -13,13 +13,14 @@ import os
 import stat
 import threading
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from sidelane.errors import UnavailableError
-from sidelane.memory.ordinary import Allocation
+from sidelane.memory.ordinary import Allocation, Standing
 
 _MAPS = Path("/proc/self/maps")
 _FILES = Path("/proc/self/fd")
@@ -73,6 +74,9 @@ class SharedTensors:
 
     def attach_thread(self) -> None:
         """Nothing: all threads are alike."""
+
+    def standing(self, allocations: Sequence[Allocation]) -> Standing | None:
+        return None  # no compiled code makes calls of CPU ranks
 
     def map(self, handle: str, name: str) -> MappedFile:
         with _mapping:

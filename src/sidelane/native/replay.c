@@ -6,6 +6,10 @@
    by Python, as C values; to repeat it is to compare and to run. Whatever is not exactly as it was, `run` says so before
    anything has happened, and Python does it: this file decides nothing.
 
+   So do calls that go ahead (sidelane.collectives.ahead): what they are made for stands, if what is expected is the very
+   object that it was, and their peers are near and have not wished to be heard, which they say in words of memory that
+   all ranks share.
+
    What Python reads and writes too (watch, ledger) stays Python's, and is reached by the attributes that `remember` and
    `Replay` are told. The GIL is held throughout but for the calls of the driver, which may block for as long as a peer
    is late; the executor's lock is held around them, as everywhere.
@@ -23,6 +27,7 @@
 #define MOST_ARGUMENTS 8   /* of a call of the driver */
 #define MOST_TENSORS 128   /* of a call, in all of its lists */
 #define HEADER_WORDS 4     /* of a record, in front of its payload */
+#define LOOK_EVERY 16      /* calls that go ahead, before Python looks for memory that was freed */
 
 enum Effect { SET, SET_NUMBER, SET_PAIR, APPEND_PAIR, COUNT, EFFECTS };
 
@@ -66,6 +71,21 @@ typedef struct {
     PyObject *target, *name, *value;
 } Note;
 
+/* Where a rank says which call it has begun last, and since which one it wishes to be heard. */
+typedef struct {
+    const uint64_t *begun, *wish;
+} Peer;
+
+/* Of a call that goes ahead: on what condition it does. */
+typedef struct {
+    PyObject *guards, *look; /* what is expected is the same; Python looks whether it must make one */
+    PyObject *append;        /* takes the number of a call whose post is kept */
+    uint64_t *agreed;        /* the last call in which this rank reads no posts any more */
+    long long lag, since;    /* ranks are no more than that many calls behind, and have not wished from that one on */
+    int ranks;               /* 0: of a call that does not go ahead */
+    Peer *rank;
+} Ahead;
+
 typedef struct {
     PyObject *keep; /* a tuple of everything below: the one reference */
     PyObject *generation, *turn, *signature, *payload, *failed;
@@ -77,6 +97,7 @@ typedef struct {
     Step *step;
     Words *word;
     Note *note;
+    Ahead ahead;
     int users; /* runs that are under way */
     int dropped;
 } Entry;
@@ -92,9 +113,11 @@ typedef struct {
     long long index_value;
     Entry *table[TABLE];
     unsigned next_victim;
+    unsigned long long hits; /* calls that went ahead */
+    int unseen;              /* of these, since Python has looked */
 } Replay;
 
-static PyObject *n_data_ptr, *n_nbytes, *n_dtype, *n_is_contiguous, *n_is_neg, *n_locked, *n_written, *n_status, *n_digest, *n_unread;
+static PyObject *n_data_ptr, *n_nbytes, *n_dtype, *n_is_contiguous, *n_is_neg, *n_locked, *n_written, *n_status, *n_digest, *n_unread, *n_keep_post, *n_renewal;
 
 /* --- small questions --------------------------------------------------------------------------------------------- */
 
@@ -180,6 +203,7 @@ static void free_entry(Entry *entry)
     PyMem_Free(entry->step);
     PyMem_Free(entry->word);
     PyMem_Free(entry->note);
+    PyMem_Free(entry->ahead.rank);
     PyMem_Free(entry);
     Py_DECREF(keep);
 }
@@ -324,6 +348,35 @@ static int read_allocations(Entry *entry, PyObject *standing)
     return 0;
 }
 
+static int read_ahead(Ahead *ahead, PyObject *given)
+{
+    PyObject *rows;
+    unsigned long long agreed;
+    if (given == Py_None)
+        return 0;
+    if (!PyArg_ParseTuple(given, "O!OLLO!(KO)", &PyTuple_Type, &ahead->guards, &ahead->look, &ahead->lag, &ahead->since,
+                          &PyTuple_Type, &rows, &agreed, &ahead->append))
+        return -1;
+    ahead->agreed = (uint64_t *)(uintptr_t)agreed;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(ahead->guards); i++)
+        if (!is_guard(PyTuple_GET_ITEM(ahead->guards, i), 3))
+            return -1;
+    Py_ssize_t count = PyTuple_GET_SIZE(rows);
+    ahead->rank = PyMem_Calloc(count ? count : 1, sizeof(Peer));
+    if (ahead->rank == NULL)
+        return PyErr_NoMemory(), -1;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        unsigned long long begun, wish;
+        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(rows, i), "KK", &begun, &wish))
+            return -1;
+        ahead->rank[i] = (Peer){(uint64_t *)(uintptr_t)begun, (uint64_t *)(uintptr_t)wish};
+    }
+    if (count < 1 || ahead->lag < 1)
+        return PyErr_SetString(PyExc_ValueError, "remember: a call goes ahead of ranks, by a number of calls"), -1;
+    ahead->ranks = (int)count;
+    return 0;
+}
+
 static int same_turn(const Entry *a, const Entry *b)
 {
     if (a->turn == Py_None || b->turn == Py_None)
@@ -355,21 +408,21 @@ static unsigned choose_target(Replay *self, const Entry *entry)
 }
 
 PyDoc_STRVAR(remember_doc, "remember(kind, tensors, lists, details, variant, beside, generation, turn, stream, "
-                           "signature, payload, steps, words, notes, failed, standing, owner)\n--\n\n"
+                           "signature, payload, steps, words, notes, failed, standing, owner, ahead)\n--\n\n"
                            "Remember a call; see sidelane.collectives.repeat, which makes the arguments.");
 
 static PyObject *replay_remember(Replay *self, PyObject *all)
 {
-    PyObject *tensors, *steps, *words, *notes, *standing, *owner; /* of whatever the steps need, kept like everything */
+    PyObject *tensors, *steps, *words, *notes, *standing, *ahead, *owner; /* of whatever the steps need, kept like everything */
     Entry *entry = PyMem_Calloc(1, sizeof(Entry));
     if (entry == NULL)
         return PyErr_NoMemory();
     entry->keep = Py_NewRef(all);
-    if (!PyArg_ParseTuple(all, "OO!iOOOOOLOSO!O!O!OOO", &entry->request.kind, &PyTuple_Type, &tensors,
+    if (!PyArg_ParseTuple(all, "OO!iOOOOOLOSO!O!O!OOOO", &entry->request.kind, &PyTuple_Type, &tensors,
                           &entry->request.lists, &entry->request.details, &entry->request.variant, &entry->request.beside,
                           &entry->generation, &entry->turn, &entry->stream,
                           &entry->signature, &entry->payload, &PyTuple_Type, &steps, &PyTuple_Type, &words,
-                          &PyTuple_Type, &notes, &entry->failed, &standing, &owner))
+                          &PyTuple_Type, &notes, &entry->failed, &standing, &owner, &ahead))
         goto fail;
     if (entry->turn != Py_None && !is_guard(entry->turn, 4))
         goto fail;
@@ -396,7 +449,7 @@ static PyObject *replay_remember(Replay *self, PyObject *all)
         request->tensor[i].address = address, request->tensor[i].nbytes = nbytes;
     }
     if (read_steps(entry, steps) || read_words(entry, words) || read_notes(entry, notes) ||
-        read_allocations(entry, standing))
+        read_allocations(entry, standing) || read_ahead(&entry->ahead, ahead))
         goto fail;
     unsigned chosen = choose_target(self, entry);
     if (PyErr_Occurred())
@@ -468,14 +521,16 @@ static uint64_t write_record(uint64_t *words, uint64_t number, PyObject *payload
 
 /* --- a repeated call ---------------------------------------------------------------------------------------------- */
 
-/* 1: nothing stands in the way. 0: something does, which Python will name. -1: an error. */
-static int is_open(Replay *self)
+static int all_pass(PyObject *guards)
 {
     int open = 1;
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(self->guards) && open == 1; i++)
-        open = passes(PyTuple_GET_ITEM(self->guards, i));
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(guards) && open == 1; i++)
+        open = passes(PyTuple_GET_ITEM(guards, i));
     return open;
 }
+
+/* 1: nothing stands in the way. 0: something does, which Python will name. -1: an error. */
+static int is_open(Replay *self) { return all_pass(self->guards); }
 
 /* The caller's stream where it is not captured, its device is current, and the last call was on it; -1 elsewhere. */
 static long long find_stream(Replay *self)
@@ -506,6 +561,8 @@ static Entry *find(Replay *self, const Request *request, long long stream)
         int answer = same_request(&entry->request, request);
         if (answer == 1 && entry->turn != Py_None)
             answer = passes(entry->turn);
+        if (answer == 1 && entry->ahead.ranks) /* whatever changes what is expected replaces one of these */
+            answer = all_pass(entry->ahead.guards);
         if (answer == 1 && !entry->dropped)
             return entry;
         leave_entry(entry);
@@ -541,6 +598,46 @@ static int is_unread(Replay *self, uint64_t number)
     uint64_t call = PyLong_AsUnsignedLongLong(unread);
     Py_DECREF(unread);
     return PyErr_Occurred() ? -1 : call && number >= call + (uint64_t)self->record_count;
+}
+
+/* The number that the next call has; 0 if there is none left, -1: an error. Nothing lets other threads run until it is
+   taken. */
+static long long next_number(Replay *self)
+{
+    long long end = number_from(PyObject_GetAttr(self->counter, n_renewal));
+    PyObject *numbers = end < 0 ? NULL : PyObject_GetAttr(self->counter, self->counter_name);
+    Py_ssize_t left = numbers == NULL ? -1 : PyObject_LengthHint(numbers, 0);
+    Py_XDECREF(numbers);
+    return left < 0 ? -1 : left ? end - left : 0;
+}
+
+/* 1: a call may go ahead. 0: Python sees to it, which waits for a rank or hears a wish. -1: an error.
+   The number is the call's very own, so that all ranks hear a wish in the same call. A rank writes a wish in front of
+   the post of that call; who has seen that it has begun a later one sees the wish. */
+static int may_go_ahead(Replay *self, const Ahead *ahead)
+{
+    long long number = next_number(self), long_ago = number - ahead->lag;
+    if (number <= 0)
+        return (int)number;
+    for (int i = 0; i < ahead->ranks; i++)
+        if ((long long)__atomic_load_n(ahead->rank[i].begun, __ATOMIC_ACQUIRE) < long_ago)
+            return 0;
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+    for (int i = 0; i < ahead->ranks; i++) {
+        long long wish = (long long)__atomic_load_n(ahead->rank[i].wish, __ATOMIC_RELAXED);
+        if (ahead->since <= wish && wish <= long_ago)
+            return 0;
+    }
+    return 1;
+}
+
+/* 1: Python must make this call, since it has seen that memory was freed. It looks now and then. -1: an error. */
+static int must_be_seen(Replay *self, const Ahead *ahead)
+{
+    if (self->unseen < LOOK_EVERY)
+        return 0;
+    self->unseen = 0;
+    return is_true(PyObject_CallNoArgs(ahead->look));
 }
 
 /* Keep in a record's attributes what its memory holds; they are what Python's writer goes by. */
@@ -590,6 +687,25 @@ static int post_number(Replay *self, Entry *entry, PyObject *number, uint64_t va
     if (__atomic_load_n(self->begun, __ATOMIC_RELAXED) < value)
         __atomic_store_n(self->begun, value, __ATOMIC_RELEASE);
     return 0;
+}
+
+/* Keep the post of a call that goes ahead for peers that miss, as ControlBlock.keep_post does. Python looks, now and
+   then, who has read what is kept. Only the thread that is inside of a call writes these. */
+static int keep_post(Replay *self, const Ahead *ahead, PyObject *number, uint64_t value)
+{
+    uint64_t unread;
+    if (unsigned_from(PyObject_GetAttr(self->control, n_unread), &unread))
+        return -1;
+    PyObject *done, *arguments[] = {self->control, number};
+    if (unread && value < unread + (uint64_t)self->record_count / 4) {
+        if (__atomic_load_n(ahead->agreed, __ATOMIC_RELAXED) < value)
+            __atomic_store_n(ahead->agreed, value, __ATOMIC_RELEASE);
+        done = PyObject_CallOneArg(ahead->append, number);
+    } else {
+        done = PyObject_VectorcallMethod(n_keep_post, arguments, 2, NULL);
+    }
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
 }
 
 static int set_words(Entry *entry, uint64_t number)
@@ -725,7 +841,12 @@ static int repeat(Replay *self, Entry *entry, PyObject *written)
     if (number == NULL)
         return PyErr_Occurred() ? -1 : 1;
     uint64_t value = PyLong_AsUnsignedLongLong(number);
-    int failed = PyErr_Occurred() != NULL || post_number(self, entry, number, value) || set_words(entry, value);
+    int failed = PyErr_Occurred() != NULL || post_number(self, entry, number, value);
+    if (!failed && entry->ahead.ranks) {
+        failed = keep_post(self, &entry->ahead, number, value);
+        self->hits++, self->unseen++;
+    }
+    failed = failed || set_words(entry, value);
     PyObject *turn = entry->turn;
     if (!failed && turn != Py_None) /* before other threads can see the call run */
         failed = PyObject_SetAttr(PyTuple_GET_ITEM(turn, 0), PyTuple_GET_ITEM(turn, 1), PyTuple_GET_ITEM(turn, 3));
@@ -760,8 +881,12 @@ static enum Outcome attempt(Replay *self, const Request *request, PyObject *writ
         return PyErr_Occurred() ? ERROR : UNKNOWN;
     enum Outcome outcome = UNKNOWN;
     if (stands(entry)) {
-        if (entry->allocations) /* to ask for them lets other threads run */
+        int seen = entry->ahead.ranks ? must_be_seen(self, &entry->ahead) : 0;
+        open = seen < 0 ? -1 : !seen;
+        if (open == 1 && entry->allocations) /* to ask for them lets other threads run */
             open = is_open(self);
+        if (open == 1 && entry->ahead.ranks)
+            open = may_go_ahead(self, &entry->ahead);
         if (open == 1) /* some calls early, since calls that are refused take numbers that are not begun */
             open = !is_unread(self, *self->begun + 1 + (uint64_t)self->record_count / 8);
         int repeated = open == 1 && !PyErr_Occurred() ? repeat(self, entry, written) : open < 0 ? -1 : 1;
@@ -948,6 +1073,8 @@ static PyObject *replay_count(Replay *self, void *unused)
     return PyLong_FromLong(count);
 }
 
+static PyObject *replay_hits(Replay *self, void *unused) { return PyLong_FromUnsignedLongLong(self->hits); }
+
 static PyMethodDef replay_methods[] = {
     {"remember", (PyCFunction)replay_remember, METH_VARARGS, remember_doc},
     {"run", (PyCFunction)(void (*)(void))replay_run, METH_FASTCALL, run_doc},
@@ -957,6 +1084,7 @@ static PyMethodDef replay_methods[] = {
 
 static PyGetSetDef replay_properties[] = {
     {"remembered", (getter)replay_count, NULL, "How many calls are remembered.", NULL},
+    {"hits", (getter)replay_hits, NULL, "How many calls went ahead.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
@@ -983,7 +1111,8 @@ PyMODINIT_FUNC PyInit_sidelane_replay(void)
         const char *text;
     } names[] = {{&n_data_ptr, "data_ptr"}, {&n_nbytes, "nbytes"}, {&n_dtype, "dtype"},
                  {&n_is_contiguous, "is_contiguous"}, {&n_is_neg, "is_neg"}, {&n_locked, "locked"},
-                 {&n_written, "written"}, {&n_status, "status"}, {&n_digest, "digest"}, {&n_unread, "unread"}};
+                 {&n_written, "written"}, {&n_status, "status"}, {&n_digest, "digest"}, {&n_unread, "unread"},
+                 {&n_keep_post, "keep_post"}, {&n_renewal, "renewal"}};
     for (size_t i = 0; i < sizeof names / sizeof names[0]; i++)
         if ((*names[i].object = PyUnicode_InternFromString(names[i].text)) == NULL)
             return NULL;

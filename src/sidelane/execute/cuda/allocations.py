@@ -9,8 +9,8 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable
 
-from sidelane.execute.base import Standing
 from sidelane.execute.cuda.driver import Driver
+from sidelane.memory.ordinary import Standing
 
 
 class Allocations:

@@ -8,10 +8,10 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable
 
-from sidelane.execute.base import Standing
 from sidelane.execute.cuda.allocations import Allocations
 from sidelane.execute.cuda.driver import Driver
 from sidelane.execute.cuda.native import Bound
+from sidelane.memory.ordinary import Standing
 from sidelane.program.words import WORD_MASK
 
 

@@ -10,14 +10,16 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from collections.abc import Sequence
 
 import torch
 
 from sidelane.errors import UnavailableError
+from sidelane.execute.cuda.allocations import Allocations
 from sidelane.execute.cuda.driver import Driver, DriverError
 from sidelane.execute.cuda.spans import PREFIX, OpenedSpan, Span, open_span, span_of
 from sidelane.execute.cuda.virtual import VirtualMemory
-from sidelane.memory.ordinary import Allocation
+from sidelane.memory.ordinary import Allocation, Standing
 
 MOST_KNOWN = 4096
 """Allocations remembered; the oldest goes first."""
@@ -62,6 +64,11 @@ class ExportedMemory:
 
     def attach_thread(self) -> None:
         self._driver.attach_thread()
+
+    def standing(self, allocations: Sequence[Allocation]) -> Standing | None:
+        found = Allocations(self._driver, [(each.start, each.nbytes) for each in allocations]).standing
+        # Numbers are never given twice: those of memory that is there afterwards are its own.
+        return None if any(map(self.is_gone, allocations)) else found
 
     def map(self, handle: str, name: str) -> OpenedAllocation | OpenedSpan:
         with _opening:
