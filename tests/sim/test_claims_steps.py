@@ -1,0 +1,70 @@
+"""Training steps of a result file against their predictions, through the command."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from sidelane.bench.claims import command
+from sidelane.bench.results.files import Results, write
+from sidelane.bench.results.rows import FsdpRow
+from sidelane.bench.results.written import STDOUT
+from sidelane.machine.load import named
+from sidelane.model.training import MODELS, Step, compute_us, step_times
+
+H200 = named("h200x4")
+STEP = Step(dataclasses.replace(MODELS["llama-8b-like"], layers=6), 8192, 4096)
+CASE = "8b x 6, 2x4096"
+
+
+def fsdp_row(implementation, step_us, **more):
+    values = {
+        "model": "llama-8b-like", "layers": 6, "seq": 4096, "batch": 2, "reduce_dtype": "bfloat16",
+        "optimizer": False, "implementation": implementation, "step_ms": step_us and step_us / 1e3, "p10_ms": None,
+        "p90_ms": None, "exposed_ms": None, "recovered_percent": None, "loss": 1.0, "grad_norm": 1.0, "peak_mb": 1.0,
+        "correct": True,
+    }  # fmt: skip
+    return FsdpRow(**(values | more))
+
+
+def judged(tmp_path, capsys, *rows):
+    """What the command says of a file with these rows, by id."""
+    file = Results("fsdp", "h200x4", 4, "NVIDIA H200", 4, "2026-01-01T00:00:00+00:00", "abc", "x", {}, rows)
+    (tmp_path / "h200x4").mkdir()
+    write(tmp_path / "h200x4" / "fsdp.json", file)
+    assert command.main(command.Options(machine="h200x4", json=STDOUT, results=tmp_path, ranges=False)) == 0
+    return {row["id"].partition("/")[2]: row for row in json.loads(capsys.readouterr().out)}
+
+
+def test_steps_and_gains_are_held_against_the_library(tmp_path, capsys):
+    library, own = (step_times(H200, STEP, name).time_us for name in ("library", "dma both"))
+    found = judged(
+        tmp_path,
+        capsys,
+        fsdp_row("nccl", library / 1.04),
+        fsdp_row("sidelane_copies", library / 1.04 - 2 * (library - own)),
+        fsdp_row("compute_only", compute_us(H200, STEP), loss=None, correct=None),
+    )
+    steps = {name: row for name, row in found.items() if name.startswith("steps/")}
+    gain = found[f"gains/{CASE}/sidelane_copies"]
+    assert steps[f"steps/{CASE}/nccl"]["error"] == pytest.approx(0.04, rel=0.01)  # files have five digits
+    assert steps[f"steps/{CASE}/compute_only"]["error"] == pytest.approx(0, abs=1e-4)
+    assert gain["predicted"] == pytest.approx(library - own, rel=1e-3)
+    assert gain["error"] == pytest.approx(0.5, rel=0.01) and not gain["ok"] and not found["gains/worst"]["ok"]
+    assert {row["role"] for row in steps.values()} == {"held_out"}
+    assert "gains/worst" in found and f"gains/{CASE}/compute_only" not in found
+
+
+def test_a_step_that_the_model_does_not_speak_to_is_left_out(tmp_path, capsys):
+    found = judged(
+        tmp_path,
+        capsys,
+        fsdp_row("sidelane", 1e5),  # there is no step of the library to gain on
+        fsdp_row("nccl", 1e5, optimizer=True),
+        fsdp_row("nccl", 1e5, reduce_dtype="float32"),
+        fsdp_row("gloo", 1e5, seq=64),
+        fsdp_row("nccl_ce", None, note="no window"),
+    )
+    assert set(found) == {f"steps/{CASE}/sidelane", "steps/worst"}
