@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from docs import of_collectives, of_studies
+from docs import of_collectives, of_model, of_studies
 from docs.measured import EXCHANGE, GATHER, REDUCED, SCATTERED, Cells, rows_of
 
 
@@ -64,6 +64,7 @@ TABLES: dict[str, Callable[[], Cells]] = {
     "energy-moving-h200x4": lambda: of_studies.energies((GATHER, EXCHANGE)),
     "energy-reducing-h200x4": lambda: of_studies.energies((SCATTERED, REDUCED)),
     "simulator": of_studies.simulator,
+    "steps-predicted-h200x2": lambda: of_model.steps("h200x2"),
 }
 
 

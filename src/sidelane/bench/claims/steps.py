@@ -19,12 +19,15 @@ LIBRARY = "nccl"
 STRATEGIES = {
     LIBRARY: "library",
     "nccl_ce": "dma all-gather",
-    "sidelane_ag": "dma all-gather",
-    "sidelane": "dma both",
+    "sidelane_ag": "straight all-gather",
+    "sidelane": "straight both",
     "sidelane_copies": "dma both",
 }
 """What the model calls the implementations that communicate."""
-FLOORS = ("compute_only", "compute_only_straight")
+FLOORS = {"compute_only": False, "compute_only_straight": True}
+"""Those that do not, by whether parameters are gathered without copies."""
+FIRST_COMPARED = "h200x2"
+"""Its steps had been compared when ways without copies were put in."""
 OWN = ("sidelane_ag", "sidelane", "sidelane_copies")
 
 
@@ -33,7 +36,7 @@ def judge_steps(machine: Machine, rows: Sequence[object]) -> list[Verdict]:
     measured = [row for row in rows if isinstance(row, FsdpRow) and row.step_ms is not None]
     predicted = {row: predict_step(machine, row) for row in measured}
     library = {case_of(row): row for row in measured if row.implementation == LIBRARY}
-    name, role = machine.name, Role.HELD_OUT
+    name, role = machine.name, Role.SEEN if machine.name == FIRST_COMPARED else Role.HELD_OUT
     steps = [judge(f"{name}/steps/{_words(r)}", _us(r), p, role, what="step") for r, p in predicted.items()]
     own: list[Verdict | None] = []
     others: list[Verdict | None] = []
@@ -59,7 +62,7 @@ def predict_step(machine: Machine, row: FsdpRow) -> float | None:
     model = dataclasses.replace(MODELS[row.model], layers=row.layers)
     step = Step(model, row.batch * row.seq, row.seq)
     if row.implementation in FLOORS:
-        return compute_us(machine, step)
+        return compute_us(machine, step, straight=FLOORS[row.implementation])
     strategy = STRATEGIES.get(row.implementation)
     return None if strategy is None else step_times(machine, step, strategy, 0.0).time_us
 
