@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from docs import of_collectives, of_pytorch, of_studies
+from docs import of_collectives, of_model, of_pytorch, of_studies
 from docs.measured import EXCHANGE, GATHER, REDUCED, SCATTERED, Cells, rows_of
 
 
@@ -65,6 +65,7 @@ TABLES: dict[str, Callable[[], Cells]] = {
     "energy-reducing-h200x4": lambda: of_studies.energies((SCATTERED, REDUCED)),
     "fsdp-h200x2": lambda: of_pytorch.steps("h200x2"),
     "simulator": of_studies.simulator,
+    "steps-predicted-h200x2": lambda: of_model.steps("h200x2"),
 }
 
 

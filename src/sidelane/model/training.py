@@ -9,6 +9,9 @@ in beside it, the one waits for the other; what is hidden then is what ran besid
 An all-gather waits for the one before it and for the layer whose buffer it takes; a reduce-scatter for its layer's
 gradients and for the one before it. Layers are alike: a few of them are simulated, and the rest take as long as the
 last ones. Embedding, head and optimizer are left out.
+
+FSDP2 copies a gathered layer out of a buffer before it is computed, on the stream of the computation; a gather straight
+into the parameters needs no such copy.
 """
 
 from __future__ import annotations
@@ -27,9 +30,12 @@ ELEMENT = 2
 """Bytes of parameters, activations and gradients (bfloat16)."""
 ATTENTION_EFFICIENCY = 0.5
 """Share of the peak that a fused causal attention reaches. Assumed: between published figures of both directions."""
-PARAMETER_BYTES = 40
-"""Bytes through memory for each parameter and step: casts of shards, copies into and out of gathered buffers. From
-kernels' times on two H200s (docs/lab/hardware.md)."""
+PARAMETER_BYTES = 30
+"""Bytes through memory for each parameter and step: casts of shards, gradients that are packed. From kernels' times on
+two H200s (docs/lab/hardware.md)."""
+COPY_OUT_BYTES = 10
+"""The same of copies out of gathered buffers: 4.9 ms of kernels for 10 layers of 218 million parameters, and 7.8 ms for
+4 of 856 million, there."""
 PASSES = 74
 """Times that a layer's forward pass goes through tokens x hidden elements outside of GEMMs and attention: fitted to one
 step on H200s without communication (docs/lab/model.md)."""
@@ -41,7 +47,30 @@ WAVES = 4
 on streams of high priority, get in between them. A persistent GEMM lets nobody in."""
 SIMULATED = (3, 5)
 """Layers that are simulated; the difference is what each further one takes."""
-STRATEGIES = ("library", "dma all-gather", "dma both")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Way:
+    """Who communicates.
+
+    Attributes:
+        gathers, scatters: all-gathers and reduce-scatters run on copy engines.
+        straight: parameters are gathered to where they are used, so that nothing is copied out.
+    """
+
+    gathers: bool = False
+    scatters: bool = False
+    straight: bool = False
+
+
+WAYS = {
+    "library": Way(),
+    "dma all-gather": Way(gathers=True),
+    "dma both": Way(gathers=True, scatters=True),
+    "straight all-gather": Way(gathers=True, straight=True),
+    "straight both": Way(gathers=True, scatters=True, straight=True),
+}
+STRATEGIES = tuple(WAYS)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -93,7 +122,10 @@ class Step:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepTimes:
-    """What a step takes, microseconds: with communication, without, and the collectives alone, one after another."""
+    """What a step takes, microseconds: with communication, without, and the collectives alone, one after another.
+
+    The step without has copies out of buffers, so that a way that needs none can expose less than nothing.
+    """
 
     time_us: float
     compute_us: float
@@ -101,13 +133,13 @@ class StepTimes:
 
     @property
     def exposed_us(self) -> float:
-        """Communication that nothing hides."""
+        """What communication adds to the step."""
         return self.time_us - self.compute_us
 
 
-def compute_us(machine: Machine, step: Step) -> float:
-    """A step without communication."""
-    return _scaled(machine, step, None)
+def compute_us(machine: Machine, step: Step, *, straight: bool = False) -> float:
+    """A step without communication; ``straight``: without copies out of buffers, too."""
+    return _scaled(machine, step, None, straight)
 
 
 def step_times(machine: Machine, step: Step, strategy: str, alone_us: float | None = None) -> StepTimes:
@@ -116,18 +148,20 @@ def step_times(machine: Machine, step: Step, strategy: str, alone_us: float | No
     Args:
         machine: one node of it.
         step: the model and its tokens.
-        strategy: one of ``STRATEGIES``: the library's kernels, all-gathers on copy engines, or reduce-scatters, too.
+        strategy: one of ``STRATEGIES``: the library's kernels, all-gathers on copy engines, or reduce-scatters, too;
+            out of buffers, or straight into the parameters.
         alone_us: of the step without communication, if it is known.
 
     Raises:
         ValueError: another strategy, or several nodes.
     """
-    if strategy not in STRATEGIES:
+    if strategy not in WAYS:
         raise ValueError(f"step_times: strategy (value={strategy!r}, allowed={', '.join(STRATEGIES)})")
+    way = WAYS[strategy]
     machine.refuse_nodes("step_times")
     machine = machine.with_value("interference.copies", max(BESIDE_COPIES, float(machine.interference.copies)))
     nbytes = step.model.parameters * ELEMENT
-    on_engines = {Kind.ALL_GATHER: strategy != "library", Kind.REDUCE_SCATTER: strategy == "dma both"}
+    on_engines = {Kind.ALL_GATHER: way.gathers, Kind.REDUCE_SCATTER: way.scatters}
     gangs = {
         kind: dma_gangs(machine, kind, nbytes) if engines else (library_gang(machine, kind, nbytes, priority=1),)
         for kind, engines in on_engines.items()
@@ -137,15 +171,17 @@ def step_times(machine: Machine, step: Step, strategy: str, alone_us: float | No
     communication = (2 * layers - 1) * alone[Kind.ALL_GATHER] + layers * alone[Kind.REDUCE_SCATTER]
     if alone_us is None:
         alone_us = compute_us(machine, step)
-    return StepTimes(_scaled(machine, step, gangs), alone_us, communication)
+    return StepTimes(_scaled(machine, step, gangs, way.straight), alone_us, communication)
 
 
-def _scaled(machine: Machine, step: Step, gangs: dict[Kind, tuple[Gang, ...]] | None) -> float:
-    few, more = (run_device(machine, _step(machine, step, n, gangs)).time_us for n in SIMULATED)
+def _scaled(machine: Machine, step: Step, gangs: dict[Kind, tuple[Gang, ...]] | None, straight: bool) -> float:
+    few, more = (run_device(machine, _step(machine, step, n, gangs, straight)).time_us for n in SIMULATED)
     return more + (step.model.layers - SIMULATED[1]) * (more - few) / (SIMULATED[1] - SIMULATED[0])
 
 
-def _step(machine: Machine, step: Step, layers: int, gangs: dict[Kind, tuple[Gang, ...]] | None) -> list[Tiled | Gang]:
+def _step(
+    machine: Machine, step: Step, layers: int, gangs: dict[Kind, tuple[Gang, ...]] | None, straight: bool
+) -> list[Tiled | Gang]:
     """Kernels of a step in launch order. A layer's last kernel, and a collective's, has the layer's or its name."""
     found: list[Tiled | Gang] = []
     order = [("F", i) for i in range(layers)] + [("B", i) for i in reversed(range(layers))]
@@ -165,7 +201,7 @@ def _step(machine: Machine, step: Step, layers: int, gangs: dict[Kind, tuple[Gan
             phase_next, following = order[number + 1]
             gather(f"AG {phase_next}{following}", before)  # the buffer of the layer before is free
         needs = (f"AG {phase}{i}",) if f"AG {phase}{i}" in gathered else ()
-        found += _layer(machine, step, f"{phase}{i}", (*before, *needs), backward=phase == "B")
+        found += _layer(machine, step, f"{phase}{i}", (*before, *needs), backward=phase == "B", straight=straight)
         if phase == "B" and gangs is not None:
             behind = (f"B{i}", *((f"RS {i + 1}",) if i < last else ()))
             found += _named(gangs[Kind.REDUCE_SCATTER], f"RS {i}", behind)
@@ -182,7 +218,9 @@ def _named(parts: Sequence[Gang], name: str, behind: tuple[str, ...]) -> list[Ga
     return renamed
 
 
-def _layer(machine: Machine, step: Step, name: str, behind: tuple[str, ...], *, backward: bool) -> list[Tiled]:
+def _layer(
+    machine: Machine, step: Step, name: str, behind: tuple[str, ...], *, backward: bool, straight: bool
+) -> list[Tiled]:
     """A layer's kernels one after another; the backward pass has each GEMM twice."""
     model, rows, gpu = step.model, step.tokens, machine.gpu
     kv = model.hidden * model.kv_heads // model.heads
@@ -202,7 +240,7 @@ def _layer(machine: Machine, step: Step, name: str, behind: tuple[str, ...], *, 
     launch = float(machine.matmul.launch_us)
     attention = Tiled("attention", WAVES * units, attention_us / WAVES, 0.0, fixed_us=launch / WAVES)
     passes = PASSES * (2 if backward else 1) * rows * model.hidden * ELEMENT
-    passes += PARAMETER_BYTES * model.parameters // 2
+    passes += (PARAMETER_BYTES + (0 if straight else COPY_OUT_BYTES)) * model.parameters // 2
     each = passes / len(kernels)  # norms, rotations, activations and additions stand in front of GEMMs
     elements = Tiled("elements", WAVES * units, 0.0, each / units / WAVES, fixed_us=launch / WAVES)
     kernels = [one for gemm in kernels for one in (elements, gemm)]

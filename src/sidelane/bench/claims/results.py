@@ -3,7 +3,7 @@
 From ``c3.json`` the model is given the isolated times alone, of the GEMM and of the collective as the strategy runs it,
 and predicts what both take together. From ``collectives.json`` it is given nothing: the description says it all. The
 rows of that file that the description was fitted to (``fitted_to``) are not called predictions. ``power.json``: see
-``claims_power``.
+``claims/power.py``; ``fsdp.json``: ``claims/steps.py``.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 
 from sidelane.bench.claims.gemms import gemm_times, judge_gemms, judge_layers
 from sidelane.bench.claims.power import judge_power
+from sidelane.bench.claims.steps import judge_steps
 from sidelane.bench.claims.verdicts import judge, with_summary
 from sidelane.bench.results import files as result_files
 from sidelane.bench.results.rows import C3Row, CollectiveRow
@@ -54,7 +55,7 @@ def compare(
 
     Args:
         machine: the description of what was measured on.
-        folder: with ``c3.json``, ``collectives.json``, ``chain.json`` or ``power.json``.
+        folder: with ``c3.json``, ``collectives.json``, ``power.json``, ``chain.json`` or ``fsdp.json``.
         ranges: predict over the plausible values of the machine's numbers as well.
         progress: told what is being done.
 
@@ -67,7 +68,7 @@ def compare(
     verdicts: list[Verdict] = []
     found = False
     alone: list[object] = []
-    for study, judge_rows in (("c3", _c3), ("collectives", _collectives), ("power", judge_power), ("chain", _nothing)):
+    for study, judge_rows in JUDGES.items():
         path = folder / f"{study}.json"
         if path.is_file():
             found = True
@@ -83,7 +84,8 @@ def compare(
         fitted = any(source in quantity.of for quantity in machine.quantities().values())
         verdicts += judge_layers(machine, result_files.read(layers).rows, fitted=fitted)
     if not found:
-        allowed = f"--results with a folder {folder.name} of c3.json, collectives.json, chain.json or power.json"
+        files = ", ".join(f"{study}.json" for study in JUDGES)
+        allowed = f"--results with a folder {folder.name} of any of {files}"
         raise ValueError(f"claims: no measurements of {machine.name} (value={folder.resolve()}, allowed={allowed})")
     if not ranges:
         return verdicts
@@ -241,3 +243,13 @@ def _collectives(machine: Machine, rows: Sequence[object]) -> list[Verdict]:
         for r in measured
     ]
     return with_summary(f"{machine.name}/collectives", judged, COLLECTIVE_MEDIAN, None)
+
+
+JUDGES: dict[str, Callable[[Machine, Sequence[object]], list[Verdict]]] = {
+    "c3": _c3,
+    "collectives": _collectives,
+    "power": judge_power,
+    "chain": _nothing,
+    "fsdp": judge_steps,
+}
+"""By result file."""

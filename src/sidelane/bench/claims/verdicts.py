@@ -25,7 +25,9 @@ def judge(
     return Verdict(claim_id, f"measured {what}", measured, predicted, unit, error, role, error <= TOLERANCE)
 
 
-def with_summary(name: str, judged: Sequence[Verdict | None], median: float, worst: float | None) -> list[Verdict]:
+def with_summary(
+    name: str, judged: Sequence[Verdict | None], median: float | None, worst: float | None
+) -> list[Verdict]:
     """The verdicts, and behind them those on their median and worst error, where these have a limit."""
     verdicts = [verdict for verdict in judged if verdict is not None]
     found = [*verdicts]
