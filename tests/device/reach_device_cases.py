@@ -10,7 +10,8 @@ import torch.distributed as dist
 from device_cases import Context
 
 from sidelane import Communicator, Config
-from sidelane.collectives.ahead import LAG, LOOKS
+from sidelane.collectives.ahead import LAG
+from sidelane.collectives.repeat import LOOK_EVERY
 
 
 def of(context: Context, name: str, *args: Any) -> Any:
@@ -101,7 +102,9 @@ def all_is_given_back(context: Context) -> int:
             comm.all_gather(output, output[context.rank])
             del output
             free()
-            for _ in range(LAG + 2 * LOOKS):  # which say what has gone: those that go ahead are heard so much later
+            for _ in range(
+                LAG + 2 * LOOK_EVERY
+            ):  # which say what has gone: those that go ahead are heard so much later
                 comm.all_gather(warm, warm[context.rank : context.rank + 1])
         return before - free()
 

@@ -111,4 +111,11 @@ def test_what_calls_cost_the_host(ranks: Ranks) -> None:
     times = ranks.run("ahead_device_cases.host_times", 1 << 20, 300, timeout_s=300)[0]
     for name, took in times.items():
         print(f"{name:40} {took:8.1f} us")
-    assert {"symmetric", "staged", "hit", "miss at a new address"} <= set(times)
+    assert {"symmetric", "staged", "hit by C", "miss at a new address"} <= set(times)
+
+
+def test_hits_by_c_over_thousands_of_calls(ranks: Ranks) -> None:
+    for said, wrong in ranks.run("ahead_device_cases.hits_by_c", 5000, timeout_s=240):
+        print(said)
+        assert not wrong
+        assert said["by C"] > 1500, "C makes most, between misses and the calls in which they are heard"

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from replay_host import RING, Host, Question
 
-LAG, SINCE, LOOK_EVERY = 5, 40, 16
+from sidelane.collectives.repeat import LOOK_EVERY
+
+LAG, SINCE = 5, 40
 
 
 class Ahead:

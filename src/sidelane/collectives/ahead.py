@@ -46,8 +46,8 @@ LAG = 32
 of what is on record of a rank (``RING_CALLS``)."""
 
 LOOKS = 4
-"""A look at whether something was freed, every so many calls. Compiled code asks for :data:`LOOKS` of them at once, at
-every ``LOOK_EVERY`` of ``native/replay.c``."""
+"""A look at whether something was freed, every so many calls; as many at once where compiled code asks, one call in
+``LOOK_EVERY`` of ``repeat.py``."""
 
 MOST_TURNS = 4
 """Calls of a period with the same tensors here that compiled code remembers, which has few places for them."""

@@ -174,7 +174,7 @@ class CallPath:
         if remember and self.repeats is not None:
             try:
                 again = None
-                if expected is not None and self.ahead is not None:
+                if expected is not None and self.ahead is not None and self.repeats.knows_by_address(key):
                     again = self.ahead.again(key, prepared, expected)
                 if again is not None or expected is None:
                     self.repeats.remember(key, prepared, place, asked=asked.repeated_as, again=again)

@@ -18,6 +18,9 @@ from sidelane.native import Effect, load_replays
 MOST_TENSORS = 128
 """Of a call that is remembered, in all of its lists: ``MOST_TENSORS`` of ``native/replay.c``."""
 
+LOOK_EVERY = 16
+"""Calls that go ahead, before Python is asked whether it must make one: ``LOOK_EVERY`` of ``native/replay.c``."""
+
 
 class Repeats:
     """Remembers calls that were made twice, to make them again. Threads may share it, as they do a communicator.
@@ -76,6 +79,12 @@ class Repeats:
         )
         return Repeats(calls, preparer, replay)
 
+    def knows_by_address(self, key: tuple[Hashable, ...]) -> bool:
+        """True for a call that can be remembered, as far as its tensors go."""
+        _, _, _, _, frozen, _, identities = key
+        tensors = cast("tuple[tuple[Any, ...], ...]", identities)
+        return not frozen and 0 < len(tensors) <= MOST_TENSORS and all(map(_is_ordinary, tensors))
+
     def remember(
         self,
         key: tuple[Hashable, ...],
@@ -94,13 +103,13 @@ class Repeats:
             asked: of a call with lists, what was; ``details`` says more than its own then.
             again: of a call that went ahead.
         """
-        kind, variant, beside, details, frozen, _, tensors_asked = key
+        if not self.knows_by_address(key):
+            return
+        kind, variant, beside, details, _, _, tensors_asked = key
         identities = cast("tuple[tuple[Any, ...], ...]", tensors_asked)
         lists = 0
         if asked is not None:
             details, lists = asked.details, len(asked.given)
-        if frozen or not 0 < len(identities) <= MOST_TENSORS or not all(map(_is_ordinary, identities)):
-            return
         repetition = prepared.loaded.repetition(place)
         signature = prepared.signature if again is None else again.post
         payload = self._calls.control.payload(signature)

@@ -229,7 +229,7 @@ class ControlBlock:
 
     def absent(self, call: int) -> tuple[int, ...]:
         """Ranks that have not begun ``call``."""
-        return tuple(rank for rank in range(self.world_size) if self.begun(rank) < call)
+        return tuple(rank for rank, part in enumerate(self._parts) if part.words[BEGUN] < call)
 
     def at_fault(self, ranks: Sequence[int]) -> tuple[int, ...]:
         """Of ranks that somebody waits for, those that do not wait for a peer themselves; all, if all of them do."""

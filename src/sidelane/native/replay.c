@@ -1126,6 +1126,8 @@ PyMODINIT_FUNC PyInit_sidelane_replay(void)
             Py_CLEAR(module);
     if (module != NULL && PyModule_AddIntConstant(module, "MOST_ARGUMENTS", MOST_ARGUMENTS) < 0)
         Py_CLEAR(module);
+    if (module != NULL && PyModule_AddIntConstant(module, "LOOK_EVERY", LOOK_EVERY) < 0)
+        Py_CLEAR(module);
     if (module != NULL && PyModule_AddIntConstant(module, "MOST_TENSORS", MOST_TENSORS) < 0)
         Py_CLEAR(module);
     if (module != NULL && PyModule_AddObjectRef(module, "Replay", (PyObject *)&ReplayType) < 0)
