@@ -151,6 +151,13 @@ def test_memory_that_was_freed(ahead: Ahead) -> None:
     assert ahead.host.run() is True
 
 
+def test_what_is_forgotten_while_memory_is_asked_about(ahead: Ahead) -> None:
+    question = Question(ahead.host, ahead.host.replay.forget)
+    ahead.remember(standing=question.standing)
+    assert ahead.host.run() is None
+    assert (ahead.host.run(), next(ahead.host.numbers)) == (False, 100)
+
+
 def test_python_looks_for_freed_memory(ahead: Ahead) -> None:
     ahead.remember()
     assert [ahead.host.run() for _ in range(3 * LOOK_EVERY)] == [True] * 3 * LOOK_EVERY

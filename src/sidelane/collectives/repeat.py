@@ -23,7 +23,9 @@ LOOK_EVERY = 16
 
 
 class Repeats:
-    """Remembers calls that were made twice, to make them again. Threads may share it, as they do a communicator.
+    """Remembers calls that were made twice, and such that went ahead once, to make them again.
+
+    Threads may share it, as they do a communicator.
 
     Args:
         calls: of the communicator.

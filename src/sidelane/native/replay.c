@@ -117,7 +117,8 @@ typedef struct {
     int unseen;              /* of these, since Python has looked */
 } Replay;
 
-static PyObject *n_data_ptr, *n_nbytes, *n_dtype, *n_is_contiguous, *n_is_neg, *n_locked, *n_written, *n_status, *n_digest, *n_unread, *n_keep_post, *n_renewal;
+static PyObject *n_data_ptr, *n_nbytes, *n_dtype, *n_is_contiguous, *n_is_neg, *n_locked, *n_written, *n_status, *n_digest, *n_unread;
+static PyObject *n_keep_post, *n_renewal;
 
 /* --- small questions --------------------------------------------------------------------------------------------- */
 
@@ -413,7 +414,8 @@ PyDoc_STRVAR(remember_doc, "remember(kind, tensors, lists, details, variant, bes
 
 static PyObject *replay_remember(Replay *self, PyObject *all)
 {
-    PyObject *tensors, *steps, *words, *notes, *standing, *ahead, *owner; /* of whatever the steps need, kept like everything */
+    PyObject *tensors, *steps, *words, *notes, *standing, *ahead;
+    PyObject *owner; /* of whatever the steps need, kept like everything */
     Entry *entry = PyMem_Calloc(1, sizeof(Entry));
     if (entry == NULL)
         return PyErr_NoMemory();
@@ -885,8 +887,8 @@ static enum Outcome attempt(Replay *self, const Request *request, PyObject *writ
         open = seen < 0 ? -1 : !seen;
         if (open == 1 && entry->allocations) /* to ask for them lets other threads run */
             open = is_open(self);
-        if (open == 1 && entry->ahead.ranks)
-            open = may_go_ahead(self, &entry->ahead);
+        if (open == 1 && entry->ahead.ranks) /* what was forgotten while other threads ran is not expected any more */
+            open = entry->dropped ? 0 : may_go_ahead(self, &entry->ahead);
         if (open == 1) /* some calls early, since calls that are refused take numbers that are not begun */
             open = !is_unread(self, *self->begun + 1 + (uint64_t)self->record_count / 8);
         int repeated = open == 1 && !PyErr_Occurred() ? repeat(self, entry, written) : open < 0 ? -1 : 1;
