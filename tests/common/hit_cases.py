@@ -166,6 +166,26 @@ def one_is_late(group: dist.ProcessGroup, calls: int) -> tuple[int, int]:
         return most, by_c(comm)
 
 
+def lets_go(group: dist.ProcessGroup) -> tuple[int, int]:
+    """Rank 0 frees tensors that it does not use any more, while compiled code makes all other calls. Calls until all
+    ranks have let go of them, and those of them that C has made."""
+    with made_up_gpus(), ahead_of_peers(4), Communicator(group, config=MAPPING) as comm:
+        kept, other = Gathers(comm), Gathers(comm, size=33)
+        kept.call(20), other.call(20)
+        assert kept.native[-1] and other.native[-1], "the test would prove nothing"
+        reach = comm._path.reach
+        assert reach is not None
+        known = len(reach._known)
+        if comm.rank == 0:
+            other.tensors.clear()
+            gc.collect()
+        for calls in range(1, 100):
+            kept.call()
+            if len(reach._known) == known - 2:
+                return calls, sum(kept.native[-calls:])
+        return 0, 0
+
+
 def hosts_run_ahead(group: dist.ProcessGroup, seed: int, calls: int) -> tuple[dict[str, int], int]:
     """Calls that no host waits for, with work on the stream around them, hosts that are late now and then, and tensors
     that are replaced for a call or for good. What this rank did; and outputs that were wrong."""
@@ -175,6 +195,7 @@ def hosts_run_ahead(group: dist.ProcessGroup, seed: int, calls: int) -> tuple[di
         n, rank, stream = comm.world_size, comm.rank, driver.caller
         kept = [(shared(n * size, torch.int32), shared(size, torch.int32)) for _ in range(3)]
         alive = []  # on GPUs, whoever frees memory waits for the work that it is in
+        extra = comm.empty(n, dtype=torch.int32)
 
         def look(output: torch.Tensor, step: int) -> None:
             nonlocal wrong
@@ -197,6 +218,9 @@ def hosts_run_ahead(group: dist.ProcessGroup, seed: int, calls: int) -> tuple[di
             comm.all_gather(output, input, variant="b2b")
             driver.do(stream, functools.partial(look, output, step))
             driver.do(stream, functools.partial(input.fill_, -2))
+            if step % 100 < 3:  # the ring of posts comes round, and these wait for nobody's host
+                for _ in range(70):
+                    comm.all_gather(extra, extra[rank : rank + 1], variant="b2b")
             if how > 0.97:
                 time.sleep(0.005)
             if how > 0.99:

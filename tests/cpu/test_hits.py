@@ -11,6 +11,7 @@ from ranks import RankPool
 
 from sidelane.collectives.ahead import INPUT_ELSEWHERE, OUTPUT_UNKNOWN
 from sidelane.collectives.pattern import LEAST_ALIKE
+from sidelane.collectives.repeat import LOOK_EVERY
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems do not say what is mapped where")
 
@@ -74,3 +75,9 @@ def test_what_hosts_that_run_ahead_have_read_is_right(pool: RankPool, n: int) ->
         assert (
             said["by C"] > 50 and said["waits"] > 0 and said.get(INPUT_ELSEWHERE, 0) + said.get(OUTPUT_UNKNOWN, 0) > 0
         )
+
+
+def test_compiled_code_has_python_look_for_freed_memory(pool: RankPool) -> None:
+    for calls, made in pool.run(hit_cases.lets_go, 2):
+        assert 4 < calls <= 3 * LOOK_EVERY + 4, "a look or three, and the lag"
+        assert made >= calls - 4
