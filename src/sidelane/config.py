@@ -18,7 +18,7 @@ variable                    meaning                                             
 (a) ``sidelane/profiles/<machine>.json`` in ``XDG_CONFIG_HOME``, else in ``~/.config`` (docs/internals/choice.md).
 (b) what the device has. A number of bytes, or a size such as ``512M`` or ``1.5G``.
 (c) the checkout's commit, or ``unknown``. It is no setting of a communicator.
-(d) 1 on CPU ranks, learn on GPUs, where with 1 the host waits for its peers' hosts (docs/internals/reach.md).
+(d) 1 on CPU ranks, 0 on GPUs, where the host then waits for its peers' hosts (docs/internals/reach.md).
 (e) the ranks of a machine share a node; others are for tests (docs/internals/several-nodes.md).
 
 What is compiled is kept in ``sidelane`` in ``XDG_CACHE_HOME``, else in ``~/.cache`` (docs/lab/performance.md).
@@ -74,7 +74,7 @@ class Config:
         map_memory: let peers reach ordinary tensors without staging where that is possible (docs/internals/reach.md).
             True: the host of such a call waits for its peers' hosts, at least until its addresses come again.
             ``learn``: only large calls that move bytes, once their addresses have come again; no host waits while that
-            is found out. None: True on CPU ranks, ``learn`` on GPUs.
+            is found out. None: True on CPU ranks, False on GPUs.
         virtual_nodes: the node of each rank of the world, for process groups; None: ranks of one machine share one.
     """
 

@@ -65,17 +65,6 @@ def what_comes_again(group: dist.ProcessGroup, layers: int, steps: int) -> dict[
     return dict(said)
 
 
-def by_default(group: dist.ProcessGroup) -> bool:
-    """Whether ranks learn where their hosts do not meet and nobody has said anything."""
-    with (
-        mock.patch.object(backend_cpu.CpuBackend, "hosts_meet", False),
-        Communicator(group, device="cpu", config=Config(timeout_s=30)) as comm,
-        Communicator(group, device="cpu", config=Config(timeout_s=30, map_memory=False)) as off,
-    ):
-        assert off._path.learning is None
-        return comm._path.learning is not None and comm._path.ahead is None
-
-
 def storm(group: dist.ProcessGroup, seed: int, steps: int) -> tuple[dict[str, int], int]:
     """Calls of two communicators that come again, and tensors that some ranks replace: for good or for a call, by new
     memory, by memory that peers know, or by such that they cannot map; hosts that are late; mappings that fail or take

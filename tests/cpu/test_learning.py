@@ -19,10 +19,6 @@ def test_a_model_goes_ahead_once_its_addresses_have_come_again(pool: RankPool) -
     assert found[0]["hits"] > layers * kinds * steps / 2 and "misses" not in found[0]
 
 
-def test_ranks_learn_where_their_hosts_do_not_meet(pool: RankPool) -> None:
-    assert pool.run(learn_cases.by_default, 2) == [True, True]
-
-
 @pytest.mark.parametrize(("n", "steps"), [(2, 120), (3, 80)])
 def test_a_storm_of_tensors_that_are_replaced(pool: RankPool, n: int, steps: int) -> None:
     found = pool.run(learn_cases.storm, n, n, steps)

@@ -193,8 +193,7 @@ class Lane:
         self.preparer = Preparer(session.rank, session.heap, self.backend, planner)
         self.calls = self._calls = Calls(self.control, self.backend, config, self.preparer.renew, session.heap.keep)
         self.peers = Peers(session.heap, self.arguments).of
-        learns = config.map_memory == LEARN or (config.map_memory is None and not self.backend.hosts_meet)
-        learns &= session.world_size > 1
+        learns = session.world_size > 1 and config.map_memory == LEARN
         board = LessonBoard(exchange) if learns else None
         self.path = CallPath(self.calls, self.arguments, self.preparer, board)
 
