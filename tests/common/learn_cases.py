@@ -21,6 +21,7 @@ from sidelane import Communicator, Config
 from sidelane.collectives import backend_cpu, learning
 from sidelane.collectives.learning import Learning
 from sidelane.collectives.mappings import Mappings
+from sidelane.collectives.prepare import Preparer
 from sidelane.errors import UnavailableError
 
 LEARNING = Config(timeout_s=30, map_memory="learn")
@@ -28,7 +29,7 @@ LEARNING = Config(timeout_s=30, map_memory="learn")
 
 @contextmanager
 def counted(least_bytes: int = 0) -> Iterator[collections.Counter[str]]:
-    """Small calls teach as well; how often this rank did what."""
+    """Small calls teach as well, and those that a machine's times give to kernels; how often this rank did what."""
     said: collections.Counter[str] = collections.Counter()
     real_attend, real_hear = Learning.attend, Learning._hear
 
@@ -44,6 +45,7 @@ def counted(least_bytes: int = 0) -> Iterator[collections.Counter[str]]:
 
     with (
         mock.patch.object(learning, "LEAST_BYTES", least_bytes),
+        mock.patch.object(Preparer, "copies_mapped", return_value=True),
         mock.patch.object(Learning, "attend", attend),
         mock.patch.object(Learning, "_hear", hear),
     ):

@@ -29,7 +29,7 @@ import torch
 from sidelane.choice.fused import FUSED, SPLIT, UNFUSED, MethodChoice, Table, choose_method, tables_of
 from sidelane.choice.key import key_here
 from sidelane.collectives import Communicator
-from sidelane.ops.handle import check_choice, telling_refusals
+from sidelane.ops.handle import check_choice, is_captured, telling_refusals
 
 AUTO = "auto"
 
@@ -87,7 +87,7 @@ def method_of(
     """
     if method != AUTO:
         return MethodChoice(method, "asked for")
-    captured = _is_captured(comm)
+    captured = is_captured(comm)
     known: tuple[MethodChoice, MethodChoice] | None = comm.kept.get((method_of, op, key))
     if known is None:
         if captured:
@@ -112,7 +112,7 @@ def check_method(comm: Communicator, op: str, method: str) -> None:
     """Refuse a method that there is not, or that a graph cannot have."""
     ways = OPS[op]
     check_choice(op, "method", method, (AUTO, *ways.eager))
-    if method not in (AUTO, *ways.captured) and _is_captured(comm):
+    if method not in (AUTO, *ways.captured) and is_captured(comm):
         allowed = ", ".join((AUTO, *ways.captured))
         raise ValueError(f"{op}: method inside of a capture (value={method}, allowed={allowed})")
 
@@ -144,10 +144,6 @@ def explain(
     found = _choice(comm, op, sizes, element_bytes, captured=captured, without=without)
     pieces = f", {found.pieces} pieces" if found.pieces > 1 else ""
     return f"{op}: {found.method}{pieces} ({found.reason})"
-
-
-def _is_captured(comm: Communicator) -> bool:
-    return comm.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _choice(

@@ -21,7 +21,7 @@ from collections.abc import Hashable, Sequence
 import torch
 
 from sidelane.collectives import BoundProgram, Communicator
-from sidelane.ops.handle import FLOATS, check_tensor, kept, telling_refusals
+from sidelane.ops.handle import FLOATS, check_tensor, kept, refuse_capture, telling_refusals
 from sidelane.ops.operands import MOST_ELEMENTS
 from sidelane.program.pieces import SPLIT_GEMM, going, split_program
 
@@ -134,6 +134,7 @@ def split_gemm_all_to_all(
         MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """
     with telling_refusals(comm, NAME):
+        refuse_capture(comm, NAME)
         table = _checked(comm, x, weight, counts, most_rows, pieces)
     columns, dtype = weight.shape[0], weight.dtype
     key = (NAME, most_rows, columns, dtype)

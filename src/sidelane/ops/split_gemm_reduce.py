@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 
 from sidelane.collectives import Communicator
-from sidelane.ops.handle import kept, telling_refusals
+from sidelane.ops.handle import kept, refuse_capture, telling_refusals
 from sidelane.ops.operands import check_operands
 from sidelane.ops.split_gemm import SplitGemmAllToAll, check_pieces
 
@@ -90,6 +90,7 @@ def split_gemm_all_reduce(
 def _reduced(comm: Communicator, x: torch.Tensor, weight: torch.Tensor, pieces: int, *, gathers: bool) -> torch.Tensor:
     name = ALL if gathers else SCATTER
     with telling_refusals(comm, name):
+        refuse_capture(comm, name)
         check_pieces(name, pieces)
         check_operands(name, comm, x, weight, scatters=not gathers)
     rows, columns, dtype = x.shape[0], weight.shape[0], weight.dtype
