@@ -32,7 +32,7 @@ def test_tables_of_this_package_are_what_was_measured(table: Table) -> None:
     name = table.where.removeprefix("built-in ")
     key, times = kept_of(read(RESULTS / name / "fused.json"))
     assert (table.key, table.times) == (key, times)
-    assert len(times) >= 50
+    assert len(times) >= 30
 
 
 @pytest.mark.parametrize("table", builtin(), ids=lambda table: table.where)
@@ -73,15 +73,15 @@ def test_thumb() -> None:
 
 def test_files_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    (own,) = builtin()
-    assert tables_of(None, HERE) == (own,)
+    own = builtin()
+    assert tables_of(None, HERE) == own
     path = keep(HERE, [some(fused=1.0, unfused=2.0), some(op="all_gather_gemm", fused=1.0)])
     keep(HERE, [some(fused=3.0, unfused=2.0)])
     found, *others = tables_of(None, HERE)
-    assert others == [own] and found.where == path.name == "fused-h200x2.json"
+    assert tuple(others) == own and found.where == path.name == "fused-h200x2.json"
     assert {time.op: time.times[FUSED] for time in found.times} == {OP: 3.0, "all_gather_gemm": 1.0}
-    assert tables_of("builtin", HERE) == (own,)
-    assert tables_of(None, Key("cuda", "NVIDIA H200", 2, software=(("torch", "2.12.0"),))) == (own,)
+    assert tables_of("builtin", HERE) == own
+    assert tables_of(None, Key("cuda", "NVIDIA H200", 2, software=(("torch", "2.12.0"),))) == own
     assert tables_of(None, Key("cpu", "some", 2)) == ()
     for wrong in (
         "",
@@ -90,7 +90,7 @@ def test_files_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         path.read_text().replace("3.0", "0"),
     ):
         path.write_text(wrong)
-        assert tables_of(None, HERE) == (own,)
+        assert tables_of(None, HERE) == own
 
 
 def test_ways_that_there_are_not() -> None:

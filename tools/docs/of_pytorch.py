@@ -1,4 +1,4 @@
-"""Tables of what programs of PyTorch see: steps of FSDP2, and collectives on ordinary memory."""
+"""Tables of what programs of PyTorch see: steps of FSDP2, collectives on ordinary memory, fused operators."""
 
 from __future__ import annotations
 
@@ -76,4 +76,20 @@ def changing(machine: str) -> Cells:
         where = {"variant": variant, "bytes": nbytes}
         shown = [short(best(rows, {**where, **way}, "host_us")) for way in REACHED.values()]
         cells.append([f"{variant.replace('_', ' ')}, {size(nbytes)}", *shown])
+    return cells
+
+
+def fused(machine: str) -> Cells:
+    """Microseconds of fused operators in graphs, and of the same unfused."""
+    rows = [row for row in rows_of(f"{machine}/fused.json") if row["launch"] == "graph"]
+    cells = [["operator, shape", "NCCL", "best unfused", "fused", "times over the best"]]
+    for op, shape in dict.fromkeys((row["op"], row["shape"]) for row in rows):
+        where = {"op": op, "shape": shape}
+        library, unfused, ours = (
+            best(rows, {**where, "implementation": name}) for name in ("unfused_nccl", "unfused_best", "fused")
+        )
+        if ours is None:
+            continue
+        gain = "" if unfused is None else f"{unfused / ours:.2f}"
+        cells.append([f"`{op}`, {shape}", short(library), short(unfused), short(ours), gain])
     return cells

@@ -118,10 +118,9 @@ def energies(kinds: Sequence[str]) -> Cells:
     return [[line[column] for column in used] for line in cells]
 
 
-def c3() -> Cells:
+def c3(machine: str, strategies: Sequence[str] = ("c3_base", "c3_sp", "nccl_ce", "conccl", "auto")) -> Cells:
     """Percent of the strict ideal next to a GEMM, by pair and strategy."""
-    rows = rows_of("h200x4/c3.json")
-    strategies = ("c3_base", "c3_sp", "nccl_ce", "conccl", "auto")
+    rows = rows_of(f"{machine}/c3.json")
     cells = [["GEMM next to a collective", "class", *(f"`{name}`" for name in strategies)]]
     for pair in dict.fromkeys((row["gemm"], row["collective"], row["bytes"], row["class"]) for row in rows):
         gemm, kind, nbytes, kind_of_pair = pair

@@ -46,7 +46,10 @@ TABLES: dict[str, Callable[[], Cells]] = {
     "geometric-means-h200x4": lambda: of_collectives.geometric_means("h200x4"),
     "geometric-means-h200x2": lambda: of_collectives.geometric_means("h200x2"),
     "by-implementation-h200x4": of_collectives.by_implementation,
-    "c3-h200x4": of_studies.c3,
+    "c3-h200x4": lambda: of_studies.c3("h200x4"),
+    "c3-h200x2": lambda: of_studies.c3(
+        "h200x2", ("c3_base", "c3_sp", "priority", "c3_rp", "c3_target", "nccl_ce", "conccl", "auto")
+    ),
     "large-ratios-h200x4": of_collectives.large_ratios,
     "broadcasts-h200x4": lambda: of_collectives.broadcasts("h200x4"),
     "broadcasts-h200x2": lambda: of_collectives.broadcasts("h200x2"),
@@ -63,6 +66,10 @@ TABLES: dict[str, Callable[[], Cells]] = {
     "host-h200x4": lambda: of_studies.host("h200x4"),
     "energy-moving-h200x4": lambda: of_studies.energies((GATHER, EXCHANGE)),
     "energy-reducing-h200x4": lambda: of_studies.energies((SCATTERED, REDUCED)),
+    "ordinary-alone-h200x2": lambda: of_pytorch.alone("h200x2", (GATHER, EXCHANGE, SCATTERED, REDUCED)),
+    "ordinary-beside-h200x2": lambda: of_pytorch.beside("h200x2"),
+    "ordinary-host-h200x2": lambda: of_pytorch.changing("h200x2"),
+    "fused-h200x2": lambda: of_pytorch.fused("h200x2"),
     "fsdp-h200x2": lambda: of_pytorch.steps("h200x2"),
     "simulator": of_studies.simulator,
     "steps-predicted-h200x2": lambda: of_model.steps("h200x2"),
