@@ -45,6 +45,9 @@ def suite(group: str, ranks: int, device: str) -> type[unittest.TestCase]:
         **({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}),
     }
     import torch
+
+    if device == "gpu":
+        stay_out_of_cuda(torch)
     from torch.testing._internal.distributed import distributed_test as theirs
 
     import sidelane
@@ -67,6 +70,22 @@ def suite(group: str, ranks: int, device: str) -> type[unittest.TestCase]:
 
     Suite.setUpClass()  # type: ignore[no-untyped-call]
     return Suite
+
+
+def stay_out_of_cuda(torch: Any) -> None:
+    """Keep this process from initialising CUDA, by which its forks could not any more. Whoever tries is told."""
+    count = torch.cuda._device_count_nvml()
+    if count < 0:
+        raise RuntimeError("torch_suite: NVML does not tell how many GPUs there are, and CUDA must not be asked here")
+    parent, begin = os.getpid(), torch.cuda._lazy_init
+
+    def lazily() -> None:
+        if os.getpid() == parent:
+            raise RuntimeError("torch_suite: CUDA would be initialised in the process that forks")
+        begin()
+
+    torch._C._cuda_getDeviceCount = lambda: count  # which marks its caller's forks as bad
+    torch.cuda._lazy_init = lazily
 
 
 def run(
