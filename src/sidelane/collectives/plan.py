@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
@@ -85,11 +86,19 @@ class Agreement:
 
     def text(self) -> str:
         """One line for people and for comparison between ranks; the digest covers what the words leave out."""
+        return _text(self)
+
+    def _words(self) -> str:
         digest = hashlib.blake2b(repr(self).encode(), digest_size=6).hexdigest()
         places = f"input {_place(self.input_place)}, output {_place(self.output_place)}"
         others = ", captured" if self.frozen else ""
         others += f", beside {self.beside}" if self.beside != NOTHING else ""
         return f"{self.collective} of {self.dtype}, {places}, variant {self.variant}{others} #{digest}"
+
+
+@functools.lru_cache(maxsize=1024)
+def _text(agreement: Agreement) -> str:
+    return agreement._words()
 
 
 AnyAgreement = Agreement | ListAgreement

@@ -29,6 +29,7 @@ from sidelane.program.collective import Buffer
 from sidelane.program.ir import Program, has_epochs
 from sidelane.program.kernel import KernelProgram
 from sidelane.program.kernel_list import AnyKernelProgram, KernelListProgram
+from sidelane.program.once import Once
 from sidelane.program.words import as_int32
 
 FLAGS = 4096
@@ -97,6 +98,7 @@ class Preparer:
         self._turns = Turns(backend.capture_of)
         if GRAPH in backend.abilities.launches and len(self._flags.addresses) > 1:
             self._slots.reserve(2 * SLOTS_BYTES, False)  # a capture could not
+        self._remote: Once[Program, frozenset[str]] = Once(Program.remote_buffers)
         self._captures_have_room: set[AnyAgreement] = set()
         self._kept: list[object] = []
         self._recent: dict[Hashable, Prepared] = {}
@@ -290,7 +292,7 @@ class Preparer:
         self, program: Program | KernelProgram, request: Request, staging: Staging, offset: int = 0
     ) -> dict[tuple[int, str], int]:
         buffers: dict[tuple[int, str], int] = {}
-        remote = program.remote_buffers()
+        remote = self._remote(program) if isinstance(program, Program) else program.remote_buffers()
         for buffer in (Buffer.INPUT, Buffer.OUTPUT):
             reached = self.reach(request.region(buffer), buffer in remote)
             buffers.update({(rank, buffer): address for rank, address in reached.items()})

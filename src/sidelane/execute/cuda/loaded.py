@@ -13,7 +13,6 @@ from sidelane.execute.cuda.allocations import Allocations
 from sidelane.execute.cuda.bind import BoundPlan, Moving, Resolver
 from sidelane.execute.cuda.cached import CachedGraph
 from sidelane.execute.cuda.calls import HostWord, LaunchReduce, RecordStamp, Route, choose_route
-from sidelane.execute.cuda.count import counts_of
 from sidelane.execute.cuda.driver import Driver
 from sidelane.execute.cuda.native import Bound, steps_of
 from sidelane.execute.cuda.site import CELLS, CudaSite
@@ -194,7 +193,7 @@ class CudaProgram:
 
     def _entry(self, route: Route) -> Entry:
         program, captured = self.program, route is Route.CAPTURE
-        counts = counts_of(self._bound.plan, route)
+        counts = self._executor.plans.counts(self._bound.plan, route)
         return self._executor.ledger.entry(Submitted(str(program.collective), "dma", program.variant, captured, counts))
 
     def _arm_and_start(self, epoch: int) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from sidelane.execute.cuda.calls import Plan
+from sidelane.execute.cuda.calls import Plan, Route
+from sidelane.execute.cuda.count import counts_of
 from sidelane.execute.cuda.plan import plan_calls
 from sidelane.execute.cuda.probe import DriverFeatures
+from sidelane.execute.submitted import Counts
 from sidelane.program.ir import Program, has_epochs
-
-MOST_PLANS = 1024
+from sidelane.program.once import Once
 
 
 class Plans:
@@ -18,29 +19,27 @@ class Plans:
     Args:
         rank: whose queues.
         features: of the driver.
+
+    Attributes:
+        of: the plan of a program; that of a graph where it has no epochs. Raises ValueError where the program has
+            commands that the driver does not.
     """
 
     def __init__(self, rank: int, features: DriverFeatures) -> None:
         self._rank, self._features = rank, features
-        self._known: dict[int, tuple[Program, Plan]] = {}  # by identity, of programs that are kept: to hash one is slow
+        self.of: Once[Program, Plan] = Once(self._plan)
+        self._counts = {route: Once(lambda plan, route=route: counts_of(plan, route)) for route in Route}  # type: ignore[misc]
 
-    def of(self, program: Program) -> Plan:
-        """The plan of a program; that of a graph where it has no epochs.
+    def counts(self, plan: Plan, route: Route) -> Counts:
+        """What an invocation submits that takes a route."""
+        found: Counts = self._counts[route](plan)
+        return found
 
-        Raises:
-            ValueError: the program has commands that the driver does not; the text names the first.
-        """
-        known = self._known.get(id(program))
-        if known is not None:
-            return known[1]
-        plan = plan_calls(
+    def _plan(self, program: Program) -> Plan:
+        return plan_calls(
             program,
             self._rank,
             peer_writes=bool(self._features.peer_writes),
             copy_batches=self._features.copy_batches,
             captured=not has_epochs(program),
         )
-        if len(self._known) >= MOST_PLANS:
-            del self._known[next(iter(self._known))]
-        self._known[id(program)] = program, plan
-        return plan
