@@ -98,7 +98,12 @@ def goes_back(group: dist.ProcessGroup, what: str) -> tuple[list[bool], list[boo
                 gathers.tensors.clear()
                 del output
                 gc.collect()
-                gathers.tensors = [(gathers.new(comm.world_size), input)]
+                for _ in range(50):  # another thread may have got the place meanwhile
+                    gathers.tensors = [(gathers.new(comm.world_size), input)]
+                    if gathers.tensors[0][0].data_ptr() == address:
+                        break
+                    gathers.tensors.clear()
+                    time.sleep(0.01)
                 assert gathers.tensors[0][0].data_ptr() == address, "the test would prove nothing"
             during = gathers.call()
             behind = gathers.call(24)
