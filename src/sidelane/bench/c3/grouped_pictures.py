@@ -112,7 +112,7 @@ def _mean_speedups(
     axes.set_xticks(range(len(groups)), list(groups), fontsize=8)
     axes.set_ylabel("mean speedup over serial")
     axes.legend(ncols=4, fontsize=7, frameon=False, loc="upper left", bbox_to_anchor=(0, -0.18))
-    title = f"Computation and collectives by {what}: {where_from(results)}"
+    title = f"Computation and collectives {what}: {where_from(results)}"
     figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
     text = "Mean speedup over serial execution by collective and class, with the ideal."
     return save(figure, name, title, text, directory)

@@ -45,12 +45,14 @@ def draw_steps(rows: Sequence[FsdpRow], where: str, directory: Path) -> list[Pic
                 if row.implementation == name and row.exposed_ms is not None:
                     x = number + (place - (len(names) - 1) / 2) * width
                     axes.bar(x, row.exposed_ms, 0.92 * width, color=COLOURS[name])
-                    axes.annotate(f"{row.exposed_ms:.3g}", (x, row.exposed_ms), ha="center", va="bottom", fontsize=6)
+                    side = "bottom" if row.exposed_ms >= 0 else "top"
+                    axes.annotate(f"{row.exposed_ms:.3g}", (x, row.exposed_ms), ha="center", va=side, fontsize=6)
         axes.bar(0, 0, color=COLOURS[name], label=name)
     labels = [title_of(alike[0]).replace(", ", "\n") for _, alike in cases]
     axes.set_xticks(range(len(cases)), labels, fontsize=7)
     axes.axhline(0, color=GREY, linewidth=0.5)
-    axes.set_ylabel("ms")
+    axes.set_ylabel("exposed, ms (less is better)")
+    axes.margins(y=0.08)
     title = f"Exposed communication of a training step, {where}"
     axes.set_title(title)
     figure.legend(ncols=len(names), fontsize=7, frameon=False, loc="outside lower center")
