@@ -109,7 +109,7 @@ def test_the_order_of_submission_is_that_of_an_execution() -> None:
 
 
 def test_a_trigger_that_nobody_fires_is_named() -> None:
-    with world_of(2, timeout_s=0.4) as world:
+    with world_of(2, timeout_s=1.5) as world:
         sliced = Sliced(world, sliced_gather(2, 2, 8))
         epoch = sliced.start()
         for rank, number in ((0, 0), (1, 0), (1, 1)):
