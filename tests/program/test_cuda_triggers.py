@@ -109,7 +109,7 @@ def test_the_order_of_submission_is_that_of_an_execution() -> None:
 
 
 def test_a_trigger_that_nobody_fires_is_named() -> None:
-    with world_of(2, timeout_s=1.5) as world:
+    with world_of(2, timeout_s=0.4) as world:
         sliced = Sliced(world, sliced_gather(2, 2, 8))
         epoch = sliced.start()
         for rank, number in ((0, 0), (1, 0), (1, 1)):
@@ -118,7 +118,9 @@ def test_a_trigger_that_nobody_fires_is_named() -> None:
             with pytest.raises(PeerTimeoutError) as caught:
                 executor.synchronize()
             assert caught.value.ranks == (0,), caught.value
-            assert "wait flag 1" in str(caught.value), caught.value
+            # Rank 0 waits for its trigger, rank 1 for what rank 0 would send: all hear of who came first.
+            waits = ("wait flag 1", "rank 0 has not signalled")
+            assert any(words in str(caught.value) for words in waits), caught.value
 
 
 def test_a_capture_cannot_fire() -> None:
