@@ -6,7 +6,7 @@ import collections
 import gc
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -128,6 +128,29 @@ def what_comes_again(group: dist.ProcessGroup, layers: int) -> tuple[int, int, i
         return said["waits"], said["hits"] + by_c(comm), said[INPUT_ELSEWHERE] + said[OUTPUT_UNKNOWN]
 
 
+def some_replaced(
+    slots: Sequence[Slot], spare: Sequence[torch.Tensor], late: random.Random, share: float
+) -> Iterator[tuple[int, Slot]]:
+    """Slots by number, for a call of each, of which this rank has replaced some: for good or for that call, by new
+    memory, by memory that peers know, or by such that they cannot map."""
+    for number, slot in enumerate(slots):
+        kept = slot.output, slot.input
+        name = late.choice(("output", "input"))
+        how = late.random() if late.random() < share else 1.0
+        if how < 0.25:
+            setattr(slot, name, slot.new(offset=late.choice((0, 3))))
+        elif how < 0.5:
+            setattr(slot, name, spare[2 * number + (name == "input")])
+        elif how < 0.65:
+            setattr(slot, name, slot.new(is_private=True))
+        elif how < 0.9:
+            slot.output, slot.input = slot.new(), slot.new()
+        yield number, slot
+        if 0.5 <= how < 0.65 or (how < 1 and late.random() < 0.5):
+            slot.output, slot.input = kept
+        del kept
+
+
 def storm(group: dist.ProcessGroup, seed: int, steps: int) -> tuple[dict[str, int], int]:
     """Calls of two communicators that come again, and tensors that some ranks replace: for good or for a call, by new
     memory, by memory that peers know, or by such that they cannot map. What ranks did, and what is left mapped."""
@@ -145,22 +168,8 @@ def storm(group: dist.ProcessGroup, seed: int, steps: int) -> tuple[dict[str, in
         spare = [slot.new(offset=3) for slot in slots for _ in range(2)]
         for step in range(steps):
             share = 0.01 if step % 30 > 5 else 0.2  # of calls before which a rank replaces a tensor
-            for number, slot in enumerate(slots):
-                kept = slot.output, slot.input
-                name = late.choice(("output", "input"))
-                how = late.random() if late.random() < share else 1.0
-                if how < 0.25:
-                    setattr(slot, name, slot.new(offset=late.choice((0, 3))))
-                elif how < 0.5:
-                    setattr(slot, name, spare[2 * number + (name == "input")])
-                elif how < 0.65:
-                    setattr(slot, name, slot.new(is_private=True))
-                elif how < 0.9:
-                    slot.output, slot.input = slot.new(), slot.new()
+            for number, slot in some_replaced(slots, spare, late, share):
                 slot.run(second if number % 3 == 2 else comm, step, async_op=draw.random() < 0.1)
-                if 0.5 <= how < 0.65 or (how < 1 and late.random() < 0.5):
-                    slot.output, slot.input = kept
-                del kept
             if draw.random() < 0.1:
                 extra = comm.empty(n, dtype=torch.int32)
                 for _ in range(draw.randrange(1, 90)):  # posts are replaced

@@ -13,7 +13,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from ahead_cases import KINDS, SEGMENTS, SIZES, Slot
+from ahead_cases import KINDS, SEGMENTS, SIZES, Slot, some_replaced
 from pieces import MadeUpPieces, memory_of
 from reach_cases import mapped_here, on_gpus, shared
 
@@ -91,22 +91,8 @@ def storm(group: dist.ProcessGroup, seed: int, steps: int) -> tuple[dict[str, in
         spare = [slot.new(offset=3) for slot in slots for _ in range(2)]
         for step in range(steps):
             share = 0.01 if step % 40 > 3 else 0.2  # of calls before which a rank replaces a tensor
-            for number, slot in enumerate(slots):
-                kept = slot.output, slot.input
-                name = late.choice(("output", "input"))
-                how = late.random() if late.random() < share else 1.0
-                if how < 0.25:
-                    setattr(slot, name, slot.new(offset=late.choice((0, 3))))
-                elif how < 0.5:
-                    setattr(slot, name, spare[2 * number + (name == "input")])
-                elif how < 0.65:
-                    setattr(slot, name, slot.new(is_private=True))
-                elif how < 0.9:
-                    slot.output, slot.input = slot.new(), slot.new()
+            for number, slot in some_replaced(slots, spare, late, share):
                 slot.run(second if number % 3 == 2 else comm, step, async_op=draw.random() < 0.1)
-                if 0.5 <= how < 0.65 or (how < 1 and late.random() < 0.5):
-                    slot.output, slot.input = kept
-                del kept
             if draw.random() < 0.1:
                 extra = comm.empty(n, dtype=torch.int32)
                 for _ in range(draw.randrange(1, 90)):  # calls that teach nothing

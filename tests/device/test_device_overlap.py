@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import overlap_cases
+import torch
 from device_pool import Ranks
 
 
@@ -45,5 +46,6 @@ def test_partitions(ranks: Ranks) -> None:
 
 def test_choosing(ranks: Ranks) -> None:
     for told in ranks.run("overlap_device_cases.of", "chosen", ["/no/such/file"] * ranks.world_size):
-        # Of H200s something is known without a file, of H100s nothing.
-        assert any(words in told[0] for words in ("expected", "nothing was measured")) and len(told) == 12, told
+        # Of two H200s collectives have been measured, and are in this package; of H100s they have not.
+        known = "H200" in torch.cuda.get_device_name()
+        assert ("expected" if known else "nothing was measured") in told[0] and len(told) == 12, told

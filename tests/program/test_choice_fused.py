@@ -32,7 +32,7 @@ def test_tables_of_this_package_are_what_was_measured(table: Table) -> None:
     name = table.where.removeprefix("built-in ")
     key, times = kept_of(read(RESULTS / name / "fused.json"))
     assert (table.key, table.times) == (key, times)
-    assert len(times) >= 30
+    assert len(times) >= {"h200x1": 50, "h200x2": 38}[name]
 
 
 @pytest.mark.parametrize("table", builtin(), ids=lambda table: table.where)

@@ -87,4 +87,5 @@ class WindowGather(AllGather):
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        return all_gather(output_tensor, input_tensor, group=self._group, async_op=async_op)  # type: ignore[no-any-return]
+        work: dist.Work | None = all_gather(output_tensor, input_tensor, group=self._group, async_op=async_op)
+        return work

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
@@ -203,8 +204,11 @@ def make_ways(
 
         roster.add(name, step)
 
-    for reach in (SYMMETRIC, LEARNED, MAPPED, STAGED):
-        add(reach, lambda reach=reach: Own(reach, _communicator(rank, reach, timeout_s, group)))  # type: ignore[misc]
+    def own(reach: str) -> Way:
+        return Own(reach, _communicator(rank, reach, timeout_s, group))
+
+    for reach in MODES:
+        add(reach, functools.partial(own, reach))
     add("gloo" if rank.device.type == "cpu" else "nccl", lambda: _library(rank, meter, group))
     return roster, {name: way for name, way in made.items() if name in roster.implementations}
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from sidelane.execute.cuda.calls import Plan, Route
 from sidelane.execute.cuda.count import counts_of
 from sidelane.execute.cuda.plan import plan_calls
@@ -28,12 +30,11 @@ class Plans:
     def __init__(self, rank: int, features: DriverFeatures) -> None:
         self._rank, self._features = rank, features
         self.of: Once[Program, Plan] = Once(self._plan)
-        self._counts = {route: Once(lambda plan, route=route: counts_of(plan, route)) for route in Route}  # type: ignore[misc]
+        self._counts = {route: Once(functools.partial(counts_of, route=route)) for route in Route}
 
     def counts(self, plan: Plan, route: Route) -> Counts:
         """What an invocation submits that takes a route."""
-        found: Counts = self._counts[route](plan)
-        return found
+        return self._counts[route](plan)
 
     def _plan(self, program: Program) -> Plan:
         return plan_calls(
