@@ -100,7 +100,7 @@ class CallPath:
             confirming, pool_at = Confirming(calls, preparer), arguments.heap.pool_at
             self.learning = Learning(
                 *(calls, confirming, board, calls.backend.ordinary, preparer.copies_mapped),
-                lambda tensor: pool_at(tensor.data_ptr()) is not None,
+                *(lambda tensor: pool_at(tensor.data_ptr()) is not None, self.repeats),
             )
         self._planned: dict[Hashable, Planned] = {}
         self._settled: dict[Hashable, Settled] = {}
@@ -160,11 +160,13 @@ class CallPath:
                     self._announce(call, planned.text, again=self.preparer.known(agreement))
                 else:
                     call, prepared = self._settle(call, key, asked, planned, offer)
+            teaches = False
             if self.learning is not None and not place[1]:
-                plan = functools.partial(self._plan, asked, key, variant, beside, place)
                 text = planned.text if prepared is None else prepared.signature
-                learnt, teaches = self._attend(self.learning, call, key, asked, text, plan, async_op)
-                prepared, remember = learnt or prepared, remember and not teaches
+                teaches = self.learning.knows(text, lambda: self._plan(asked, key, variant, beside, place).agreement)
+                if teaches:
+                    plan = functools.partial(self._plan, asked, key, variant, beside, place)
+                    prepared = self._attend(self.learning, call, key, asked, text, plan, async_op) or prepared
             if prepared is None:
                 prepared = self._prepare(planned.agreement, planned.request, key)
         except KeyboardInterrupt as error:
@@ -173,11 +175,13 @@ class CallPath:
         work = calls.run(prepared, call, async_op, asked.tensors, asked.written(), place)
         if remember and self.repeats is not None:
             try:
-                again = None
+                again = lesson = None
+                if teaches and self.learning is not None and self.repeats.knows_by_address(key):
+                    lesson = self.learning.again(prepared.signature, key, prepared)
                 if expected is not None and self.ahead is not None and self.repeats.knows_by_address(key):
                     again = self.ahead.again(key, prepared, expected)
-                if again is not None or expected is None:
-                    self.repeats.remember(key, prepared, place, asked=asked.repeated_as, again=again)
+                if again is not None or (expected is None and (lesson is not None or not teaches)):
+                    self.repeats.remember(key, prepared, place, asked=asked.repeated_as, again=again, lesson=lesson)
             except KeyboardInterrupt as error:
                 calls.fail(error)
                 raise
@@ -323,21 +327,19 @@ class CallPath:
         text: str,
         plan: Callable[[], Planned],
         async_op: bool,
-    ) -> tuple[Prepared | None, bool]:
-        """What a call runs as if it goes ahead; and whether the ranks learn from it."""
+    ) -> Prepared | None:
+        """What a call from which the ranks learn runs as if it goes ahead."""
 
         def request() -> Request:
             found = (self._planned.get(key) or self._keep(key, plan())).request
             assert isinstance(found, Request), "calls with lists teach nothing"
             return found
 
-        with self.calls.making_ready():
-            if not learning.knows(text):
-                learning.begin(plan().agreement, text)
-            subject = learning.subject(text)
-            if subject is None:
-                return None, False
-            return learning.attend(subject, call, key, request, asked.tensors, async_op), True
+        try:  # it is every lesson that comes here: see run
+            return learning.attend(text, call, key, request, asked.tensors, async_op)
+        except BaseException:
+            with self.calls.making_ready():
+                raise
 
     def _keep(self, key: Key, planned: Planned) -> Planned:
         """Remember what is asked."""

@@ -12,7 +12,9 @@ from sidelane.collectives.ahead import Again
 from sidelane.collectives.asked import Asked
 from sidelane.collectives.calls import Calls, count_writes
 from sidelane.collectives.prepare import Prepared, Preparer
+from sidelane.collectives.telling import LessonAgain, Subject
 from sidelane.execute.base import Place
+from sidelane.memory.lessons import LessonBoard
 from sidelane.native import Effect, load_replays
 
 MOST_TENSORS = 128
@@ -53,6 +55,23 @@ class Repeats:
     def forget(self) -> None:
         """Let go of all calls."""
         self._replay.forget()
+
+    @property
+    def lessons(self) -> int:
+        """How many calls from which the ranks learn were made so, staged or ahead."""
+        return int(self._replay.lessons)
+
+    def teach(self, board: LessonBoard, begun: list[Subject | None], window: int) -> None:
+        """Make lessons as well, but the first one of each window.
+
+        Args:
+            board: where they are posted.
+            begun: takes what they were of, by number, modulo its length.
+            window: lessons.
+        """
+        own = board.own()
+        words = tuple(record.address for record in own.records)
+        self._replay.teach(own.lesson, own.shown, own.read, own.records, words, begun, window, board)
 
     @staticmethod
     def of(calls: Calls, preparer: Preparer) -> Repeats | None:
@@ -95,6 +114,7 @@ class Repeats:
         *,
         asked: Asked | None = None,
         again: Again | None = None,
+        lesson: LessonAgain | None = None,
     ) -> None:
         """Remember a call that has just been made, if it will be made the same way again.
 
@@ -104,6 +124,7 @@ class Repeats:
             place: where.
             asked: of a call with lists, what was; ``details`` says more than its own then.
             again: of a call that went ahead.
+            lesson: of one from which the ranks learn.
         """
         if not self.knows_by_address(key):
             return
@@ -126,15 +147,23 @@ class Repeats:
         generation = heap.generation_cell[0]
         if generation != key[5]:
             return  # memory was allocated since
+        if lesson is not None and lesson.turn is not None:
+            assert turn is None, "programs of calls that go ahead take no turns of their own"
+            turn = lesson.turn
         notes = (*repetition.notes, (Effect.SET, self._calls, "last_choice", prepared.choice))
         if again is not None:
             notes = (*again.notes, *notes)
+        if lesson is not None:
+            notes = (*lesson.notes, *notes)
         self._replay.remember(
             *(kind, tensors, lists, details, variant, beside, generation, turn, place[0]),
             *(signature, payload, repetition.steps, repetition.words, notes, repetition.failed),
-            *(standing, prepared, condition),
+            *(standing, prepared, condition, None if lesson is None else lesson.lesson),
         )
-        holds = self._preparer.recall(key) is prepared if again is None else again.holds()
+        if lesson is not None and lesson.turn is not None:
+            holds = lesson.holds()
+        else:
+            holds = self._preparer.recall(key) is prepared if again is None else again.holds()
         if not holds:  # another thread has moved staging, maybe before it was remembered
             self.forget()
 
