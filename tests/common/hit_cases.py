@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 import ahead_cases
+import learn_cases
 import torch
 import torch.distributed as dist
 from ahead_cases import ahead_of_peers, by_c
@@ -27,6 +28,12 @@ def of(group: dist.ProcessGroup, name: str, *args: Any) -> Any:
     """One of the cases that other ranks run, too."""
     with made_up_gpus():
         return getattr(ahead_cases, name)(group, *args)
+
+
+def lessons_of(group: dist.ProcessGroup, name: str, *args: Any) -> Any:
+    """One of the cases that other ranks run, too, of such that learn without waiting."""
+    with made_up_gpus():
+        return getattr(learn_cases, name)(group, *args)
 
 
 class Gathers:

@@ -21,6 +21,7 @@ class Knowledge:
         known: by owner and name of an allocation, the window in which all have heard of it.
         usable: what all ranks have mapped.
         refused: why some rank cannot map it.
+        drops: how often something was mapped no more.
     """
 
     def __init__(self, rank: int, mappings: Mappings) -> None:
@@ -28,6 +29,7 @@ class Knowledge:
         self.known: dict[Name, int] = {}
         self.usable: set[Name] = set()
         self.refused: dict[Name, str] = {}
+        self.drops = 0
         self._not_usable: set[Name] = set()  # yet: of those known
 
     def hear(self, window: int, said: Sequence[Said], last_ahead: int) -> list[Name]:
@@ -42,6 +44,7 @@ class Knowledge:
             What is mapped no more.
         """
         gone = [(rank, name) for rank, each in enumerate(said) for name in each.gone]
+        self.drops += bool(gone)
         for each_gone in gone:
             self.known.pop(each_gone, None)
             self.usable.discard(each_gone)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
@@ -58,33 +59,33 @@ MOST_TURNS = 4
 """Calls of a period with the same tensors here that compiled code remembers, which has few places for them."""
 
 
-class Heard(NamedTuple):
-    """What all ranks have posted in one lesson. Posts that are the same have the same, which :meth:`sources` fills in.
+@dataclasses.dataclass(slots=True, eq=False)
+class Heard:
+    """What all ranks have posted in one lesson: one object for posts that are the same.
 
     Attributes:
         said: by rank; empty if the ranks made different calls, or one posted nothing.
         names: owners and names of the allocations that are offered.
         is_plain: nothing is said but where tensors lie.
         may_wait: the call was not asynchronous on any rank.
-        found: where the inputs lie, if that was asked.
+        sources: where the inputs lie, once that was asked.
+        since: ``Knowledge.drops`` at which everything offered here was known.
     """
 
     said: tuple[Said, ...]
-    names: frozenset[Name] = frozenset()
-    is_plain: bool = False
-    may_wait: bool = True
-    found: list[Sources | None] = []  # noqa: RUF012
+    names: frozenset[Name]
+    is_plain: bool
+    may_wait: bool
+    sources: Sources | None = None
+    since: int = -1
 
     @staticmethod
     def of(said: tuple[Said, ...]) -> Heard:
         if any(each.call != said[0].call for each in said):
-            return NOTHING
+            said = ()
         names = frozenset((rank, name) for rank, each in enumerate(said) for name in each.handles)
         is_plain = not any(each.gone or each.failed or each.pending for each in said)
-        return Heard(said, names, is_plain, not any(each.aside for each in said), [])
-
-
-NOTHING = Heard(())
+        return Heard(said, names, is_plain, not any(each.aside for each in said))
 
 
 class Hit(NamedTuple):
@@ -141,16 +142,16 @@ class Learning:
         self._heard: dict[tuple[bytes, ...], Heard] = {}
         self._hits: dict[Hashable, Hit] = {}
         self.is_quiet = True
-        self._repeats = repeats
+        self._repeats, self._posts = repeats, board.posts
         if repeats is not None:
-            repeats.teach(board, self._begun, WINDOW)
+            self._posts = repeats.teach(board, self._begun, WINDOW, self._open)
         confirming.forgets(self._hits.clear)
 
     def knows(self, text: str, agreement: Callable[[], AnyAgreement]) -> bool:
         """True if the ranks learn from calls of a signature; finds that out in its first call, on all ranks."""
         if text not in self._subjects:
             with self._calls.making_ready():
-                self._begin(agreement(), text)
+                self._note(agreement(), text)
         return self._subjects[text] is not None
 
     def attend(
@@ -180,16 +181,14 @@ class Learning:
         """
         subject = self._subjects[text]
         assert subject is not None
-        lesson = self._board.lesson + 1
-        self._catch_up(lesson)
+        begun = self._board.take()  # by compiled code, which has found that the call is to do something else than before
+        lesson = self._board.lesson + (not begun)
+        if not begun:
+            self._catch_up(lesson)
         taught = self._telling.about(subject, lesson, key, asked, tensors, aside)
-        self._board.say(taught.post)
-        self._begun[lesson % KEPT] = subject
-        if lesson % WINDOW == 1:
-            self._enter(window_of(lesson), call)
-        if self._rank == 0:
-            self._board.judge(lesson)
-        self.is_quiet = not self._telling.note_news()
+        if not begun:
+            self._begin(subject, taught.post, call)
+            self._board.take()
         period = subject.now
         if not isinstance(period, tuple):
             return None
@@ -234,6 +233,27 @@ class Learning:
         lesson = guards, taught.post, subject, turn is not None, standing
         return LessonAgain(lesson, turn, notes, lambda: self._hits.get(key) is hit)
 
+    def _open(self, subject: Subject, post: bytes) -> None:
+        """Begin the first lesson of a window for compiled code, which says the same of it as of others."""
+        try:
+            lesson = self._board.lesson + 1
+            self._catch_up(lesson)
+            self._telling.look(lesson)  # what has gone is said from the next lesson on
+            self._begin(subject, post, self._control.begun(self._rank) + 1)
+        except BaseException:
+            with self._calls.making_ready():
+                raise
+
+    def _begin(self, subject: Subject, post: bytes, call: int) -> None:
+        lesson = self._board.lesson + 1
+        self._board.say(post)
+        self._begun[lesson % KEPT] = subject
+        if lesson % WINDOW == 1:
+            self._enter(window_of(lesson), call)
+        if self._rank == 0:
+            self._board.judge(lesson)
+        self.is_quiet = not self._telling.note_news()
+
     def why(self, tensor: torch.Tensor) -> str | None:
         """Why peers cannot map a tensor; None if they can, as far as this rank knows."""
         found = self._telling.why(tensor)
@@ -247,7 +267,8 @@ class Learning:
         self._subjects.clear()
         self._hits.clear()
 
-    def _begin(self, agreement: AnyAgreement, text: str) -> None:
+    def _note(self, agreement: AnyAgreement, text: str) -> None:
+        """Find out whether the ranks learn from calls of a signature. Collective."""
         teaches = (
             isinstance(agreement, Agreement)
             and not agreement.frozen
@@ -275,7 +296,7 @@ class Learning:
         last = min(lesson - 1, self._read + READS * (lesson - self._looked))
         first, self._looked = self._read, lesson
         while self._read < last:
-            posts = self._board.posts(self._read + 1)
+            posts = self._posts(self._read + 1)
             if posts is None:
                 break
             self._read += 1
@@ -287,7 +308,7 @@ class Learning:
     def _hear_all(self, posts: tuple[bytes, ...]) -> Heard:
         if len(self._heard) >= MOST_REMEMBERED:
             self._heard.clear()
-        found = self._heard[posts] = Heard.of(tuple(map(self._said, posts))) if posts else NOTHING
+        found = self._heard[posts] = Heard.of(tuple(map(self._said, posts)))
         return found
 
     def _said(self, payload: bytes) -> Said:
@@ -309,13 +330,17 @@ class Learning:
         self._mappings.let_go(self._control.ended(self._rank))
         if found:
             self._go_by(window)
-        subjects = [subject for subject in self._subjects.values() if subject is not None]
-        begun: collections.Counter[Subject | None] = collections.Counter()
-        if found:
-            begun.update(self._begun[lesson % KEPT] for lesson in range(self._known_to + 1, self._board.lesson))
-        for subject in subjects:
-            subject.now, course = None, subject.course
-            if found and course.is_known(self._knowledge.usable):
+        begun: collections.Counter[Subject | None] | None = None
+        for subject in self._subjects.values():
+            if subject is None:
+                continue
+            course = subject.course
+            if not found or not course.is_known(self._knowledge.usable):
+                subject.now = None
+            elif subject.now is not course.period:  # else it goes on: turns are counted with each lesson
+                if begun is None:
+                    numbers = range(self._known_to + 1, self._board.lesson)
+                    begun = collections.Counter(self._begun[lesson % KEPT] for lesson in numbers)
                 subject.now, subject.turn = course.period, (course.next + begun[subject]) % len(course.period)
 
     def _go_by(self, window: int) -> None:
@@ -340,16 +365,19 @@ class Learning:
             if subject is not None:
                 subject.course.forget()
             return
-        if not (heard.is_plain and heard.names <= self._knowledge.known.keys()):
-            gone = self._knowledge.hear(window, said, self._last_ahead)
+        knowledge = self._knowledge
+        if heard.since != knowledge.drops:
+            gone = knowledge.hear(window, said, self._last_ahead)
             if gone:
                 self._forget(gone)
             self._telling.heard(said[self._rank])
+            if subject is not None:
+                heard.sources = self._sources(subject, said)
+                if heard.is_plain:  # the next time there is nothing to know but that it has come again
+                    heard.since = knowledge.drops
         if subject is None:
             return
-        if not heard.found:
-            heard.found.append(self._sources(subject, said))
-        subject.course.settled(heard.found[0], heard.names, may_wait=heard.may_wait)
+        subject.course.settled(heard.sources, heard.names, may_wait=heard.may_wait)
         if subject.course.given_up and subject.now is not False:
             self._subjects[subject.text] = None  # from the window on that has just begun, on all ranks
             subject.now = False

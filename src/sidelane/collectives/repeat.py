@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any, cast
 
 import torch
@@ -19,6 +19,9 @@ from sidelane.native import Effect, load_replays
 
 MOST_TENSORS = 128
 """Of a call that is remembered, in all of its lists: ``MOST_TENSORS`` of ``native/replay.c``."""
+
+MOST_POSTS = 4096
+"""Remembered."""
 
 LOOK_EVERY = 16
 """Calls that go ahead, before Python is asked whether it must make one: ``LOOK_EVERY`` of ``native/replay.c``."""
@@ -61,17 +64,37 @@ class Repeats:
         """How many calls from which the ranks learn were made so, staged or ahead."""
         return int(self._replay.lessons)
 
-    def teach(self, board: LessonBoard, begun: list[Subject | None], window: int) -> None:
-        """Make lessons as well, but the first one of each window.
+    def teach(
+        self,
+        board: LessonBoard,
+        begun: list[Subject | None],
+        window: int,
+        enter: Callable[[Subject, bytes], object],
+    ) -> Callable[[int], tuple[bytes, ...] | None]:
+        """Make lessons as well. Returns what does as ``LessonBoard.posts``, in less time.
 
         Args:
             board: where they are posted.
             begun: takes what they were of, by number, modulo its length.
             window: lessons.
+            enter: begins the first lesson of a window, told its subject and its post. Asked with the executor's lock
+                held.
         """
         own = board.own()
         words = tuple(record.address for record in own.records)
-        self._replay.teach(own.lesson, own.shown, own.read, own.records, words, begun, window, board)
+        known: dict[bytes, bytes] = {}
+        self._replay.teach(
+            *(own.lesson, own.shown, own.read, own.records, words, own.heard),
+            *(known, begun, window, enter, board),
+        )
+
+        def posts(lesson: int) -> tuple[bytes, ...] | None:
+            if len(known) >= MOST_POSTS:
+                known.clear()
+            found: tuple[bytes, ...] | None = self._replay.posts(lesson)
+            return board.posts(lesson) if found is None else found
+
+        return posts
 
     @staticmethod
     def of(calls: Calls, preparer: Preparer) -> Repeats | None:

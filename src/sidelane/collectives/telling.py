@@ -118,11 +118,7 @@ class Telling:
         aside: bool,
     ) -> Taught:
         """What to post in a lesson; see ``Learning.attend``."""
-        for name, why in self._mappings.look().items():
-            self._failed.append((*name, why[:MOST_WHY]))
-        while self._looked + LOOKS <= lesson:
-            self._looked += LOOKS
-            self._look_for_gone()
+        self.look(lesson)
         taught = self._taught.get((key, aside))
         stands = taught is not None and all(map(self._stands, taught.allocations))
         if taught is None or not stands or self.note_news():
@@ -139,6 +135,14 @@ class Telling:
             self._held.pop(allocation.name, None)
             self._held[allocation.name] = allocation
         return taught
+
+    def look(self, lesson: int) -> None:
+        """Find out what could not be mapped since, and now and then what was freed."""
+        for name, why in self._mappings.look().items():
+            self._failed.append((*name, why[:MOST_WHY]))
+        while self._looked + LOOKS <= lesson:
+            self._looked += LOOKS
+            self._look_for_gone()
 
     def taught(self, key: Hashable) -> Taught | None:
         """What a call that is not asynchronous has said, if it will say the same again."""

@@ -59,19 +59,21 @@ def frontier(window: int) -> int:
 
 
 class OwnLessons(NamedTuple):
-    """Where a rank says what :meth:`LessonBoard.say` does, for code that says it itself.
+    """Where a rank says and reads what :class:`LessonBoard` does, for code that does so itself.
 
     Attributes:
-        lesson: address of the number of the last one begun here.
+        lesson: address of the number of the last one begun here, and next to it whether its call is still to be made.
         shown: address of where peers see it.
         read: by rank, addresses of the last lesson of which it has read all posts.
         records: lesson ``n`` is posted in number ``n % len(records)``.
+        heard: addresses of the records of all ranks, those of a rank side by side.
     """
 
     lesson: int
     shown: int
     read: tuple[int, ...]
     records: tuple[Record, ...]
+    heard: tuple[int, ...]
 
 
 class _Part:
@@ -103,21 +105,27 @@ class LessonBoard:
         self._parts = [_Part(shared.view(rank)) for rank in range(shared.world_size)]
         self._own = self._parts[shared.rank]
         self._next_judged = 0
-        self._lesson = ctypes.c_uint64(0)
+        self._lesson = (ctypes.c_uint64 * 2)()
 
     @property
     def lesson(self) -> int:
         """The last one that has begun here; :meth:`say` begins the next one."""
-        return self._lesson.value
+        return self._lesson[0]
+
+    def take(self) -> bool:
+        """Make the call of the last lesson; True if that is still to be done."""
+        found, self._lesson[1] = bool(self._lesson[1]), 0
+        return found
 
     def say(self, payload: bytes) -> bool:
         """Post the next lesson and say that it has begun; False if a rank is so late that there is no room for it."""
-        own, lesson = self._own, self._lesson.value + 1
+        own, lesson = self._own, self._lesson[0] + 1
         kept = all(part.words[READ] >= lesson - RING for part in self._parts)
         if kept:
             own.slots[lesson % RING].write(lesson, 0, payload)
             full_fence()  # who sees that it has begun sees the post
-        own.words[BEGUN] = self._lesson.value = lesson
+        own.words[BEGUN] = self._lesson[0] = lesson
+        self._lesson[1] = 1
         full_fence()  # what comes next looks for what others say
         return kept
 
@@ -151,7 +159,9 @@ class LessonBoard:
     def own(self) -> OwnLessons:
         """Where :meth:`say` writes, and what it reads."""
         read = tuple(part.address(READ) for part in self._parts)
-        return OwnLessons(ctypes.addressof(self._lesson), self._own.address(BEGUN), read, tuple(self._own.slots))
+        heard = tuple(slot.address for part in self._parts for slot in part.slots)
+        lesson, shown = ctypes.addressof(self._lesson), self._own.address(BEGUN)
+        return OwnLessons(lesson, shown, read, tuple(self._own.slots), heard)
 
     def absent(self, lesson: int) -> list[int]:
         """Ranks that have not begun a lesson."""

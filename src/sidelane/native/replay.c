@@ -9,7 +9,7 @@
    So do calls that go ahead (sidelane.collectives.ahead): what they are made for stands, if what is expected is the very
    object that it was, and their peers are near and have not wished to be heard, which they say in words of memory that
    all ranks share. And so do lessons (sidelane.collectives.learning), staged or ahead: they post besides where their
-   tensors lie, and leave the first lesson of each window to Python, which reads there what all have posted.
+   tensors lie. Python begins the first lesson of each window, in which it reads what all have posted.
 
    What Python reads and writes too (watch, ledger) stays Python's, and is reached by the attributes that `remember` and
    `Replay` are told. The GIL is held throughout but for the calls of the driver, which may block for as long as a peer
@@ -115,9 +115,11 @@ typedef struct {
 typedef struct {
     PyObject *keep; /* a tuple of everything below; NULL where nobody learns */
     PyObject *begun, *records; /* a list: by number, what lessons were of */
-    uint64_t **record_words;
+    PyObject *enter;           /* begins the first lesson of a window, told what it is of, and its post */
+    PyObject *known;           /* a dict: posts that were read, by themselves */
+    uint64_t **record_words, **heard; /* of this rank's records; of all ranks', those of a rank side by side */
     Py_ssize_t record_count, room;
-    uint64_t *lesson, *shown; /* the last one begun here, and where peers see it */
+    uint64_t *lesson, *shown; /* the last one begun here, with whether its call is still to be made; where peers see it */
     const uint64_t **read;
     Py_ssize_t ranks;
     long long window; /* lessons */
@@ -744,15 +746,11 @@ static int post_number(Replay *self, Entry *entry, PyObject *number, uint64_t va
     return 0;
 }
 
-/* 1: the next lesson may be made here. 0: Python makes it, since it is the first of a window, or has no room for a post. */
-static int may_teach(const Replay *self)
+/* 1: there is room for the post of the next lesson. 0: there is none, so that Python begins it without. */
+static int has_room(const Board *board)
 {
-    const Board *board = &self->board;
-    uint64_t lesson = *board->lesson + 1;
-    if ((lesson - 1) % (uint64_t)board->window == 0)
-        return 0;
     for (Py_ssize_t i = 0; i < board->ranks; i++)
-        if (__atomic_load_n(board->read[i], __ATOMIC_ACQUIRE) + (uint64_t)board->record_count < lesson)
+        if (__atomic_load_n(board->read[i], __ATOMIC_ACQUIRE) + (uint64_t)board->record_count < *board->lesson + 1)
             return 0;
     return 1;
 }
@@ -765,13 +763,78 @@ static int post_lesson(Replay *self, Entry *entry)
     Py_ssize_t slot = (Py_ssize_t)(lesson % (uint64_t)board->record_count);
     if (write_post(PyTuple_GET_ITEM(board->records, slot), board->record_words[slot], entry->lesson.payload, lesson))
         return -1;
-    *board->lesson = lesson;
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
     __atomic_store_n(board->shown, lesson, __ATOMIC_RELEASE);
+    board->lesson[0] = lesson, board->lesson[1] = 1;
     Py_ssize_t place = (Py_ssize_t)(lesson % (uint64_t)PyList_GET_SIZE(board->begun));
-    self->lessons++;
-    self->hits += (unsigned)entry->lesson.is_ahead;
     return PyList_SetItem(board->begun, place, Py_NewRef(entry->lesson.subject));
+}
+
+/* Begin a lesson. 1: its call may be made. 0: Python makes it, since what it is to do is something else from this one
+   on. -1: an error. */
+static int begin_lesson(Replay *self, Entry *entry)
+{
+    Board *board = &self->board;
+    if (*board->lesson % (uint64_t)board->window != 0)
+        return post_lesson(self, entry) ? -1 : 1;
+    PyObject *arguments[] = {entry->lesson.subject, entry->lesson.payload};
+    PyObject *done = PyObject_Vectorcall(board->enter, arguments, 2, NULL);
+    Py_XDECREF(done);
+    if (done == NULL)
+        return -1;
+    int open = entry->dropped ? 0 : is_open(self);
+    if (open == 1)
+        open = all_pass(entry->lesson.guards);
+    if (open == 1 && entry->turn != Py_None)
+        open = passes(entry->turn);
+    return open;
+}
+
+/* The payload of a record with this number and without a status, as what was read before if it is the same. NULL if there
+   is none that is whole right now, or with an error. */
+static PyObject *read_record(const uint64_t *words, uint64_t number, Py_ssize_t room, PyObject *known)
+{
+    uint64_t sequence = __atomic_load_n(&words[0], __ATOMIC_ACQUIRE);
+    uint64_t digest = __atomic_load_n(&words[2], __ATOMIC_RELAXED);
+    Py_ssize_t length = (Py_ssize_t)(digest >> 32 & 0xFFFFFF);
+    if (sequence == 0 || sequence % 2 || digest >> 56 || length > room)
+        return NULL;
+    PyObject *payload = PyBytes_FromStringAndSize((const char *)(words + HEADER_WORDS), length);
+    if (payload == NULL)
+        return NULL;
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+    int whole = __atomic_load_n(&words[0], __ATOMIC_RELAXED) == sequence &&
+                __atomic_load_n(&words[1], __ATOMIC_RELAXED) == number &&
+                __atomic_load_n(&words[2], __ATOMIC_RELAXED) == digest &&
+                __atomic_load_n(&words[3], __ATOMIC_RELAXED) == (number ^ digest);
+    const unsigned char *bytes = (const unsigned char *)PyBytes_AS_STRING(payload);
+    PyObject *found = NULL;
+    if (whole && checksum((uint32_t)(sequence << 8), bytes, length) == (uint32_t)digest)
+        found = Py_XNewRef(PyDict_SetDefault(known, payload, payload));
+    Py_DECREF(payload);
+    return found;
+}
+
+PyDoc_STRVAR(posts_doc, "posts(lesson)\n--\n\n"
+                        "What all ranks have posted in a lesson; None if LessonBoard.posts is to find out.");
+
+static PyObject *replay_posts(Replay *self, PyObject *lesson)
+{
+    Board *board = &self->board;
+    uint64_t number = PyLong_AsUnsignedLongLong(lesson);
+    if (PyErr_Occurred() || board->keep == NULL)
+        return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_TypeError, "posts: nobody learns");
+    PyObject *found = PyTuple_New(board->ranks);
+    for (Py_ssize_t rank = 0; found != NULL && rank < board->ranks; rank++) {
+        uint64_t *words = board->heard[rank * board->record_count + (Py_ssize_t)(number % (uint64_t)board->record_count)];
+        PyObject *payload = read_record(words, number, board->room, board->known);
+        if (payload == NULL) {
+            Py_DECREF(found);
+            return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
+        }
+        PyTuple_SET_ITEM(found, rank, payload);
+    }
+    return found;
 }
 
 /* Keep the post of a call that goes ahead for peers that miss, as ControlBlock.keep_post does. Python looks, now and
@@ -931,8 +994,10 @@ static int repeat(Replay *self, Entry *entry, PyObject *written)
         failed = keep_post(self, &entry->ahead, number, value);
         self->hits++, self->unseen++;
     }
-    if (!failed && entry->lesson.guards != NULL)
-        failed = post_lesson(self, entry);
+    if (!failed && entry->lesson.guards != NULL) {
+        self->board.lesson[1] = 0;
+        self->lessons++, self->hits += (unsigned)entry->lesson.is_ahead;
+    }
     failed = failed || set_words(entry, value);
     PyObject *turn = entry->turn;
     if (!failed && turn != Py_None) /* before other threads can see the call run */
@@ -975,9 +1040,11 @@ static enum Outcome attempt(Replay *self, const Request *request, PyObject *writ
         if (open == 1 && entry->ahead.ranks) /* what was forgotten while other threads ran is not expected any more */
             open = entry->dropped ? 0 : may_go_ahead(self, &entry->ahead);
         if (open == 1 && entry->lesson.guards != NULL)
-            open = entry->dropped ? 0 : may_teach(self);
+            open = entry->dropped ? 0 : has_room(&self->board);
         if (open == 1) /* some calls early, since calls that are refused take numbers that are not begun */
             open = !is_unread(self, *self->begun + 1 + (uint64_t)self->record_count / 8);
+        if (open == 1 && entry->lesson.guards != NULL && !PyErr_Occurred())
+            open = begin_lesson(self, entry);
         int repeated = open == 1 && !PyErr_Occurred() ? repeat(self, entry, written) : open < 0 ? -1 : 1;
         outcome = repeated < 0 || PyErr_Occurred() ? ERROR : repeated ? NOT_NOW : MADE;
     }
@@ -1119,24 +1186,26 @@ static int replay_init(Replay *self, PyObject *all, PyObject *keywords)
     return 0;
 }
 
-PyDoc_STRVAR(teach_doc, "teach(lesson, shown, read, records, words, begun, window, owner)\n--\n\n"
+PyDoc_STRVAR(teach_doc, "teach(lesson, shown, read, records, words, heard, known, begun, window, enter, owner)\n--\n\n"
                         "Let calls be lessons: addresses of the last one here and of where peers see it, and of what each "
-                        "rank has read; records of posts, and their words; what lessons were of; lessons of a window.");
+                        "rank has read; records of posts, their words, and those of all ranks; a dict of posts that were "
+                        "read; what lessons were of; lessons of a window, and "
+                        "what begins the first one.");
 
 static PyObject *replay_teach(Replay *self, PyObject *all)
 {
-    PyObject *read, *words, *owner; /* of the memory, kept like everything */
+    PyObject *read, *words, *heard, *owner; /* of the memory, kept like everything */
     unsigned long long lesson, shown;
     Board board = {NULL};
     if (self->board.keep != NULL)
         return PyErr_Format(PyExc_TypeError, "teach: once");
-    if (!PyArg_ParseTuple(all, "KKO!O!O!O!LO", &lesson, &shown, &PyTuple_Type, &read, &PyTuple_Type, &board.records,
-                          &PyTuple_Type, &words, &PyList_Type, &board.begun, &board.window, &owner))
+    if (!PyArg_ParseTuple(all, "KKO!O!O!O!O!O!LOO", &lesson, &shown, &PyTuple_Type, &read, &PyTuple_Type,
+                          &board.records, &PyTuple_Type, &words, &PyTuple_Type, &heard, &PyDict_Type, &board.known, &PyList_Type, &board.begun, &board.window, &board.enter, &owner))
         return NULL;
     board.lesson = (uint64_t *)(uintptr_t)lesson, board.shown = (uint64_t *)(uintptr_t)shown;
     board.ranks = PyTuple_GET_SIZE(read), board.record_count = PyTuple_GET_SIZE(board.records);
     if (board.window < 1 || board.record_count < 1 || PyTuple_GET_SIZE(words) != board.record_count ||
-        PyList_GET_SIZE(board.begun) < 1)
+        PyTuple_GET_SIZE(heard) != board.record_count * board.ranks || PyList_GET_SIZE(board.begun) < 1)
         return PyErr_Format(PyExc_ValueError, "teach: windows, records with words each, and room for what has begun");
     PyObject *room = PyObject_GetAttrString(PyTuple_GET_ITEM(board.records, 0), "room");
     board.room = room == NULL ? -1 : PyLong_AsSsize_t(room);
@@ -1145,7 +1214,8 @@ static PyObject *replay_teach(Replay *self, PyObject *all)
         return NULL;
     board.record_words = PyMem_Calloc(board.record_count, sizeof(uint64_t *));
     board.read = PyMem_Calloc(board.ranks ? board.ranks : 1, sizeof(uint64_t *));
-    if (board.record_words == NULL || board.read == NULL) {
+    board.heard = PyMem_Calloc(PyTuple_GET_SIZE(heard) ? PyTuple_GET_SIZE(heard) : 1, sizeof(uint64_t *));
+    if (board.record_words == NULL || board.read == NULL || board.heard == NULL) {
         PyErr_NoMemory();
         goto fail;
     }
@@ -1153,6 +1223,8 @@ static PyObject *replay_teach(Replay *self, PyObject *all)
         board.record_words[i] = PyLong_AsVoidPtr(PyTuple_GET_ITEM(words, i));
     for (Py_ssize_t i = 0; i < board.ranks; i++)
         board.read[i] = PyLong_AsVoidPtr(PyTuple_GET_ITEM(read, i));
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(heard); i++)
+        board.heard[i] = PyLong_AsVoidPtr(PyTuple_GET_ITEM(heard, i));
     if (PyErr_Occurred())
         goto fail;
     board.keep = Py_NewRef(all);
@@ -1161,6 +1233,7 @@ static PyObject *replay_teach(Replay *self, PyObject *all)
 fail:
     PyMem_Free(board.record_words);
     PyMem_Free(board.read);
+    PyMem_Free(board.heard);
     return NULL;
 }
 
@@ -1200,6 +1273,7 @@ static void replay_dealloc(Replay *self)
     PyMem_Free(self->record_words);
     PyMem_Free(self->board.record_words);
     PyMem_Free(self->board.read);
+    PyMem_Free(self->board.heard);
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
@@ -1216,6 +1290,7 @@ static PyObject *replay_hits(Replay *self, void *unused) { return PyLong_FromUns
 static PyObject *replay_lessons(Replay *self, void *unused) { return PyLong_FromUnsignedLongLong(self->lessons); }
 
 static PyMethodDef replay_methods[] = {
+    {"posts", (PyCFunction)replay_posts, METH_O, posts_doc},
     {"teach", (PyCFunction)replay_teach, METH_VARARGS, teach_doc},
     {"remember", (PyCFunction)replay_remember, METH_VARARGS, remember_doc},
     {"run", (PyCFunction)(void (*)(void))replay_run, METH_FASTCALL, run_doc},
