@@ -9,7 +9,6 @@ import time
 from typing import Any
 
 import ahead_cases
-import learn_cases
 import torch
 import torch.distributed as dist
 from ahead_cases import ahead_of_peers, by_c
@@ -28,12 +27,6 @@ def of(group: dist.ProcessGroup, name: str, *args: Any) -> Any:
     """One of the cases that other ranks run, too."""
     with made_up_gpus():
         return getattr(ahead_cases, name)(group, *args)
-
-
-def lessons_of(group: dist.ProcessGroup, name: str, *args: Any) -> Any:
-    """One of the cases that other ranks run, too, of such that learn without waiting."""
-    with made_up_gpus():
-        return getattr(learn_cases, name)(group, *args)
 
 
 class Gathers:
@@ -55,16 +48,23 @@ class Gathers:
         """Make some calls; whether C made each."""
         for _ in range(times):
             output, input = self.tensors[self.step % len(self.tensors)]
-            before = by_c(self.comm)
+            before = self.made_by_c()
             if finish:
                 input.fill_(1000 * self.step + self.comm.rank)
                 output.fill_(-1)
             self.comm.all_gather(output, input, variant="b2b")
             if finish:
+                self.end()
                 self.check(output)
-            self.native.append(by_c(self.comm) > before)
+            self.native.append(self.made_by_c() > before)
             self.step += 1
         return self.native[-times:]
+
+    def made_by_c(self) -> int:
+        return by_c(self.comm)
+
+    def end(self) -> None:
+        """Calls have ended when they return."""
 
     def check(self, output: torch.Tensor) -> None:
         found = output.view(self.comm.world_size, self.size)

@@ -103,5 +103,7 @@ def host_times(context: Context, nbytes: int, calls: int) -> dict[str, float]:
             comm.all_gather(output, input)
             found.setdefault("hit, on average", []).append(1e6 * (time.perf_counter() - began))
     found["learns, at most"] = [max(found["learns"])]
-    found["hit, on average"] = [statistics.mean(found["hit, on average"])]  # of windows: the first call of each does more
+    found["hit, on average"] = [
+        statistics.mean(found["hit, on average"])
+    ]  # of windows: the first call of each does more
     return {name: round(statistics.median(times), 1) for name, times in sorted(found.items())}

@@ -120,7 +120,7 @@ class CallPath:
         Raises:
             As ``Communicator.all_gather``.
         """
-        calls = self.calls
+        calls, wanted = self.calls, remember
         call = calls.number()
         # Plain handlers here and in Calls.run: every call comes here, and a context manager costs a microsecond.
         try:
@@ -129,7 +129,7 @@ class CallPath:
             pooled = self.arguments.pooled(asked.tensors)
             if pooled is not None:
                 # Compiled code knows tensors by their addresses only, which say nothing in a pool.
-                key, remember = (*key, pooled), False
+                key, remember, wanted = (*key, pooled), False, False
                 prepared = self.preparer.recall(key) if async_op or False not in pooled else None
             expected = None
             if prepared is None:
@@ -166,7 +166,8 @@ class CallPath:
                 teaches = self.learning.knows(text, lambda: self._plan(asked, key, variant, beside, place).agreement)
                 if teaches:
                     plan = functools.partial(self._plan, asked, key, variant, beside, place)
-                    prepared = self._attend(self.learning, call, key, asked, text, plan, async_op) or prepared
+                    learnt = self._attend(self.learning, call, key, asked, text, plan, async_op)
+                    prepared, remember = learnt or prepared, wanted if learnt else remember
             if prepared is None:
                 prepared = self._prepare(planned.agreement, planned.request, key)
         except KeyboardInterrupt as error:

@@ -142,7 +142,8 @@ class Learning:
         self._heard: dict[tuple[bytes, ...], Heard] = {}
         self._hits: dict[Hashable, Hit] = {}
         self.is_quiet = True
-        self._repeats, self._posts = repeats, board.posts
+        self._repeats = repeats
+        self._posts: Callable[[int], tuple[bytes, ...] | None] = board.posts
         if repeats is not None:
             self._posts = repeats.teach(board, self._begun, WINDOW, self._open)
         confirming.forgets(self._hits.clear)
@@ -181,7 +182,9 @@ class Learning:
         """
         subject = self._subjects[text]
         assert subject is not None
-        begun = self._board.take()  # by compiled code, which has found that the call is to do something else than before
+        begun = (
+            self._board.take()
+        )  # by compiled code, which has found that the call is to do something else than before
         lesson = self._board.lesson + (not begun)
         if not begun:
             self._catch_up(lesson)
