@@ -165,8 +165,9 @@ class CallPath:
                 text = planned.text if prepared is None else prepared.signature
                 teaches = self.learning.knows(text, lambda: self._plan(asked, key, variant, beside, place).agreement)
                 if teaches:
+                    known = planned if prepared is None else self._planned.get(key)
                     plan = functools.partial(self._plan, asked, key, variant, beside, place)
-                    learnt = self._attend(self.learning, call, key, asked, text, plan, async_op)
+                    learnt = self._attend(self.learning, call, key, asked, text, known, plan, async_op)
                     prepared, remember = learnt or prepared, wanted if learnt else remember
             if prepared is None:
                 prepared = self._prepare(planned.agreement, planned.request, key)
@@ -326,13 +327,14 @@ class CallPath:
         key: Key,
         asked: Form,
         text: str,
+        known: Planned | None,
         plan: Callable[[], Planned],
         async_op: bool,
     ) -> Prepared | None:
         """What a call from which the ranks learn runs as if it goes ahead."""
 
         def request() -> Request:
-            found = (self._planned.get(key) or self._keep(key, plan())).request
+            found = self._keep(key, known or plan()).request
             assert isinstance(found, Request), "calls with lists teach nothing"
             return found
 

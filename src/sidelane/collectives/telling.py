@@ -12,7 +12,7 @@ from sidelane.collectives.arguments import Request
 from sidelane.collectives.confirming import source_buffer
 from sidelane.collectives.course import Course
 from sidelane.collectives.heap import Region
-from sidelane.collectives.lesson import MOST_SAID, Said, heard, text_of
+from sidelane.collectives.lesson import MOST_SAID, Said, text_of
 from sidelane.collectives.mappings import Mappings
 from sidelane.collectives.offered import BUFFERS, Found
 from sidelane.collectives.pattern import Guard, Sources, Turn
@@ -176,8 +176,8 @@ class Telling:
         pending: bool,
         aside: bool,
     ) -> Taught:
-        post = text_of(subject.call, found, gone, failed, pending, aside)
-        places = heard(post).places  # not what was found, which may have been too much to say
+        # Places that were said, not those that were found: that may have been too much to say.
+        post, places = text_of(subject.call, found, gone, failed, pending, aside)
         input, output = places[source_buffer(subject.collective)], places[Buffer.OUTPUT]
         allocations = {place.allocation.name: place.allocation for place in found.values() if isinstance(place, Found)}
         return Taught(
