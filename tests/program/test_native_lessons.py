@@ -48,15 +48,19 @@ class Lessons:
         self.read[:] = lessons * 2 if len(lessons) == 1 else lessons
 
     def enter(self, subject: Any, post: bytes) -> None:
-        """As Python begins a lesson."""
+        """C has Python begin a lesson."""
         assert self.host.lock.locked()
         self.entered.append((subject, post))
+        self.begin(subject, post)
+        self.meanwhile()
+
+    def begin(self, subject: Any, post: bytes) -> None:
+        """As Python begins a lesson."""
         lesson = self.lesson[0] + 1
         self.rings[0][lesson % RING].write(lesson, 0, post)
         self.lesson[0] = self.shown.value = lesson
         self.lesson[1] = 1
         self.begun[lesson % KEPT] = subject
-        self.meanwhile()
 
     def remember(self, standing: Any = None, turn: Any = None, step: Any = "ran", post: bytes = POST) -> None:
         guards = ((self.learning, "is_quiet", True), (self.subject, "now", self.subject.now))
@@ -71,9 +75,8 @@ class Lessons:
 def lessons(host: Host) -> Lessons:
     made = Lessons(host)
     made.lesson[0] = WINDOW
-    made.enter(made.subject, POST)
+    made.begin(made.subject, POST)
     made.lesson[1] = 0
-    made.entered.clear()
     return made
 
 
@@ -101,7 +104,7 @@ def test_what_python_and_c_post_by_turns(lessons: Lessons) -> None:
     lessons.remember()
     for lesson in range(WINDOW + 2, 8 * WINDOW):
         if lesson % 3 and lesson % WINDOW != 1:
-            lessons.enter(lessons.subject, b"something else")
+            lessons.begin(lessons.subject, b"something else")
         else:
             assert lessons.run() == [True]
         record = lessons.rings[0][lesson % RING]
