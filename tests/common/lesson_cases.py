@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import random
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from reach_cases import shared
 from sidelane import Communicator
 from sidelane.collectives import course
 from sidelane.errors import CommunicatorClosedError
-from sidelane.memory.lessons import WINDOW
+from sidelane.memory.lessons import BEGUN, RING, WINDOW
 
 SETTLED = 15 * WINDOW
 """Lessons behind which those of a loop around a few tensors go ahead."""
@@ -183,20 +184,25 @@ def gives_up(group: dist.ProcessGroup, patience: int, calls: int) -> tuple[int, 
 
 
 def one_is_late(group: dist.ProcessGroup, calls: int) -> tuple[int, dict[str, int]]:
-    """Rank 1 comes late to many calls, which rank 0 makes ahead. How far ahead it got, and what this rank did."""
-    late, most = random.Random(5), 0
+    """Now and then rank 1 waits until rank 0 is further ahead than there is room for posts. How far ahead it got, and
+    what this rank did."""
+    most = 0
     with lessons(group, finish=False) as (_, made, said):
-        board, rank = made.comm._path.learning._board, made.comm.rank  # type: ignore[union-attr]
+        learning, rank = made.comm._path.learning, made.comm.rank
+        assert learning is not None
+        board = learning._board
         output, input = made.tensors[0]
         made.end()
         input.fill_(rank)
         for step in range(calls):
-            if rank == 1 and late.random() < 0.02:
-                time.sleep(0.02)
+            until = time.monotonic() + 20
+            while rank == 1 and step % 400 == 100 and board._parts[0].words[BEGUN] < board.lesson + RING + WINDOW:
+                assert time.monotonic() < until, "rank 0 waits for rank 1"
+                time.sleep(0.001)
             Gathers.call(made, finish=False)
             if rank == 0:
-                most = max(most, board.lesson - board._parts[1].words[0])
-            if step % 200 == 199:  # hosts come together again
+                most = max(most, board.lesson - board._parts[1].words[BEGUN])
+            if step % 20 == 0 and not 100 <= step % 400 < 200:  # else hosts stay together
                 made.end()
                 dist.barrier(group)
         made.end()
@@ -206,6 +212,51 @@ def one_is_late(group: dist.ProcessGroup, calls: int) -> tuple[int, dict[str, in
         assert output.view(made.comm.world_size, -1)[:, -1].tolist() == list(range(made.comm.world_size))
         dist.barrier(group)
         return most, done(said, made.comm)
+
+
+def slow_to_map(group: dist.ProcessGroup, calls: int) -> tuple[list[bool], dict[str, int]]:
+    """Rank 1 takes its time to map what it is offered, while all ranks make calls. Which of them went ahead until then,
+    and what this rank did by some calls later."""
+    with made_up_gpus(), counted() as said, Communicator(group, config=LEARNING) as comm:
+        rank, go_on = comm.rank, threading.Event()
+        memory = comm._backend.ordinary
+        assert memory is not None
+        real_map = memory.map
+
+        def map(handle: str, name: str) -> Any:
+            assert go_on.wait(60)
+            return real_map(handle, name)
+
+        if rank == 1:
+            memory.map = map  # type: ignore[method-assign]
+        made = Lessons(group, comm, FakeDriver(), 1)
+        made.call(calls)
+        before = list(made.ahead)
+        go_on.set()
+        time.sleep(0.1)
+        made.call(SETTLED)
+        return before, done(said, comm)
+
+
+def lets_go(group: dist.ProcessGroup) -> tuple[int, int]:
+    """Rank 0 frees tensors that it does not use any more, while compiled code makes most other calls. Calls until all
+    ranks have let go of them, and those of them that C has made."""
+    with lessons(group) as (driver, made, _):
+        other = Lessons(group, made.comm, driver, 1)
+        other.size = 33
+        other.tensors = [(other.new(made.comm.world_size), other.new(1))]
+        other.call(10), made.call(SETTLED)
+        learning = made.comm._path.learning
+        assert learning is not None and made.native[-1]
+        known = len(learning._knowledge.known)
+        if made.comm.rank == 0:
+            other.tensors.clear()
+            gc.collect()
+        for calls in range(1, 300):
+            made.call()
+            if len(learning._knowledge.known) == known - 2:
+                return calls, sum(made.native[-calls:])
+        return 0, 0
 
 
 def hosts_run_ahead(group: dist.ProcessGroup, seed: int, calls: int) -> tuple[dict[str, int], int]:
@@ -249,7 +300,7 @@ def hosts_run_ahead(group: dist.ProcessGroup, seed: int, calls: int) -> tuple[di
                     comm.all_gather(extra, extra[rank : rank + 1], variant="b2b")
             if how < 0.02:
                 time.sleep(0.005)
-            if step % 30 == 0:
+            if step % (10 if step < 200 else 30) == 0:  # hosts are together while they learn
                 comm.synchronize(), driver.synchronize()
                 alive.clear()
                 gc.collect()

@@ -182,9 +182,7 @@ class Learning:
         """
         subject = self._subjects[text]
         assert subject is not None
-        begun = (
-            self._board.take()
-        )  # by compiled code, which has found that the call is to do something else than before
+        begun = self._board.take()  # by compiled code, for a call that is to do something else now
         lesson = self._board.lesson + (not begun)
         if not begun:
             self._catch_up(lesson)

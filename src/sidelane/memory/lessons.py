@@ -27,7 +27,8 @@ WINDOW = 8
 
 LAG = 32
 """In a window in step the ranks go by lessons up to ``LAG`` before the first lesson behind it. Hosts that are further
-apart than ``LAG - WINDOW`` are not in step."""
+apart than ``LAG - WINDOW`` are not in step, nor are those further apart than ``LAG - 2 * WINDOW`` that read once in a
+window."""
 
 RING = 64
 """Posts on record. More than ``LAG + WINDOW``: in a window in step everybody posts."""
