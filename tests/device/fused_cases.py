@@ -182,6 +182,23 @@ def gather_gemm(comm: Communicator) -> Case:
     return lambda step: x.fill_(step + comm.rank), lambda: [ops.all_gather_gemm(comm, x, weight)]
 
 
+def split(comm: Communicator) -> Case:
+    """Parts by copy engines, some of them empty."""
+    n, device = comm.world_size, comm.device
+    counts = [[(37 * (sender * n + receiver) + 5) % 97 for receiver in range(n)] for sender in range(n)]
+    counts[0][-1] = 1  # of which there are no three parts
+    most = max(map(sum, (*counts, *zip(*counts, strict=True))))
+    came = sum(row[comm.rank] for row in counts)
+    x, weight = torch.zeros(150 * n, 64, device=device), torch.randn(300, 64, device=device)
+
+    def call() -> list[torch.Tensor]:
+        routed = ops.split_gemm_all_to_all(comm, x, weight, counts, most_rows=max(most, 150 * n), pieces=3)
+        reduced = [op(comm, x, weight) for op in (ops.split_gemm_reduce_scatter, ops.split_gemm_all_reduce)]
+        return [routed[:came], *reduced, ops.split_all_gather_gemm(comm, x, weight, pieces=2)]
+
+    return lambda step: x.fill_(step + comm.rank), call
+
+
 CALLS: dict[str, Callable[[Communicator], Case]] = {
     "gemv": gemv,
     "rms_norm": rms_norm,
@@ -190,4 +207,5 @@ CALLS: dict[str, Callable[[Communicator], Case]] = {
     "gemm": gemm,
     "gemm_reduce": gemm_reduce,
     "gather_gemm": gather_gemm,
+    "split": split,
 }

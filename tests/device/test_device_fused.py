@@ -57,7 +57,7 @@ def test_what_is_refused(ranks: Ranks, module: str, name: str) -> None:
             assert line.startswith("PeerError") and reason in line, (line, reason)
 
 
-NAMES = ["gemv", "rms_norm", "embedding", "embedding_backward", "gemm", "gemm_reduce", "gather_gemm"]
+NAMES = ["gemv", "rms_norm", "embedding", "embedding_backward", "gemm", "gemm_reduce", "gather_gemm", "split"]
 
 
 @pytest.mark.parametrize("name", NAMES)

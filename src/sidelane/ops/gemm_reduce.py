@@ -29,6 +29,8 @@ may have fewer; a tile is ROWS rows and COLS columns, of products over DEPTH col
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -53,7 +55,8 @@ from sidelane.ops.auto import AUTO, check_method, method_of, options_of
 from sidelane.ops.gemm import TileSizes, tile_at, tile_product
 from sidelane.ops.handle import FLOATS, INTERPRETED, REMOTE_FIRST, kept, programs_of, telling_refusals
 from sidelane.ops.operands import check_operands, check_sizes
-from sidelane.ops.split_gemm_reduce import split_gemm_all_reduce, split_gemm_reduce_scatter
+from sidelane.ops.split_gemm import DEFAULT_PIECES
+from sidelane.ops.split_gemm_reduce import handle_of, split_gemm_all_reduce, split_gemm_reduce_scatter
 from sidelane.ops.timeline import stamps_of
 
 SCATTER, ALL = "gemm_reduce_scatter", "gemm_all_reduce"
@@ -223,7 +226,12 @@ def _reduced(
     def handle(_: int = 0) -> GemmReduce:
         return kept(comm, key, lambda: GemmReduce(comm, rows, columns, dtype, gathers=gathers, tiles=tiles))
 
-    found = method_of(comm, name, method, key, (rows, x.shape[1], columns), dtype.itemsize, {FUSED: handle})
+    make: dict[str, Callable[[int], object]]
+    make = {
+        FUSED: handle,
+        SPLIT: lambda pieces: handle_of(comm, x, weight, gathers=gathers).make(pieces or DEFAULT_PIECES),
+    }
+    found = method_of(comm, name, method, key, (rows, x.shape[1], columns), dtype.itemsize, make)
     if found.method == FUSED:
         return handle()(x, weight, order=order)
     if found.method == SPLIT:
