@@ -11,7 +11,7 @@ from sidelane.bench.fused import study
 from sidelane.bench.fused.study import FusedOptions
 from sidelane.bench.report.tables import tables_of
 from sidelane.bench.results.files import Results, read
-from sidelane.bench.results.rows import FUSED_OPS, FusedRow
+from sidelane.bench.results.rows.operators import FUSED_OPS, FusedRow
 from sidelane.choice.fused import Table
 from sidelane.execute.sim.timeline import Interval
 

@@ -29,7 +29,7 @@ from sidelane.bench.ordinary.study import OrdinaryOptions
 from sidelane.bench.ordinary.ways import Own, make_ways
 from sidelane.bench.report.tables import tables_of
 from sidelane.bench.results.files import read
-from sidelane.bench.results.rows import CHANGES, OrdinaryRow
+from sidelane.bench.results.rows.ordinary import CHANGES, OrdinaryRow
 from sidelane.bench.running.launch import Rank
 from sidelane.bench.running.measure import Meter
 from sidelane.c3.workload import parse_workload

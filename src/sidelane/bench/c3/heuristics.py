@@ -18,7 +18,7 @@ from sidelane.bench.report.table import grouped
 from sidelane.bench.report.terminal import tables_console
 from sidelane.bench.results import provenance
 from sidelane.bench.results.files import Results, read
-from sidelane.bench.results.rows import C3Row, HeuristicRow
+from sidelane.bench.results.rows.pairs import C3Row, HeuristicRow
 from sidelane.bench.running.study import check_targets, publish
 from sidelane.c3.heuristic import Kernel
 from sidelane.c3.judged import Sweep, Verdict, Way, judge

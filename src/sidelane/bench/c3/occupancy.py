@@ -19,7 +19,7 @@ from sidelane.bench.c3.study import case_of, scaled_workload
 from sidelane.bench.candidates.candidate import Prepared, candidates_of
 from sidelane.bench.candidates.roster import Roster, make_roster
 from sidelane.bench.results.files import Results
-from sidelane.bench.results.rows import OccupancyRow
+from sidelane.bench.results.rows.pairs import OccupancyRow
 from sidelane.bench.running.asked import check_asked
 from sidelane.bench.running.launch import Rank, choose_target
 from sidelane.bench.running.measure import Job
