@@ -166,16 +166,10 @@ def _ways_of(row: C3Row) -> dict[Way, float]:
 
 def row_of(workload: Workload, verdict: Verdict) -> HeuristicRow:
     """A verdict with its pair."""
-    gemm, lost = workload.gemm, verdict.lost
+    lost = verdict.lost
     return HeuristicRow(
         heuristic=verdict.heuristic,
-        gemm=gemm.name,
-        m=gemm.m,
-        n=gemm.n,
-        k=gemm.k,
-        dtype=gemm.dtype,
-        collective=workload.collective,
-        bytes=workload.nbytes,
+        **workload.columns,
         seen=verdict.seen,
         chosen=verdict.chosen,
         best=verdict.best,

@@ -284,16 +284,10 @@ def _heuristic(outcome: Outcome, result: Result, known: Isolated | None) -> str:
 
 
 def _row(outcome: Outcome, result: Result, known: Isolated | None) -> C3Row:
-    gemm, failure = outcome.workload.gemm, result.failure
+    failure = result.failure
     assert outcome.c3_class is not None
     return C3Row(
-        gemm=gemm.name,
-        m=gemm.m,
-        n=gemm.n,
-        k=gemm.k,
-        dtype=gemm.dtype,
-        collective=outcome.workload.collective,
-        bytes=outcome.workload.nbytes,
+        **outcome.workload.columns,
         c3_class=outcome.c3_class,
         strategy=result.strategy,
         chosen="",
