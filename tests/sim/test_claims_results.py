@@ -24,7 +24,9 @@ from sidelane.bench.claims.results import (
 )
 from sidelane.bench.gemms.shapes import FITTED, SEEN
 from sidelane.bench.results.files import Results, read, write
-from sidelane.bench.results.rows import C3Row, CollectiveRow, PowerRow
+from sidelane.bench.results.rows.calls import PowerRow
+from sidelane.bench.results.rows.collectives import CollectiveRow
+from sidelane.bench.results.rows.pairs import C3Row
 from sidelane.bench.results.written import STDOUT
 from sidelane.c3.workload import Gemm
 from sidelane.machine.load import named

@@ -11,7 +11,7 @@ import pytest
 from sidelane.bench.claims import command
 from sidelane.bench.claims.steps import judge_steps
 from sidelane.bench.results.files import Results, read, write
-from sidelane.bench.results.rows import FsdpRow
+from sidelane.bench.results.rows.training import FsdpRow
 from sidelane.bench.results.written import STDOUT
 from sidelane.machine.load import named
 from sidelane.model.claims import Role

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sidelane.bench.results.files import read
-from sidelane.bench.results.rows import CollectiveRow
+from sidelane.bench.results.rows.collectives import CollectiveRow
 from sidelane.c3.workload import parse_gemm, parse_workload
 from sidelane.execute.sim import simulate
 from sidelane.machine.load import named

@@ -11,7 +11,7 @@ import pytest
 
 from sidelane.bench.fused.shapes import MEANING, half_for_one
 from sidelane.bench.results.files import Results, write
-from sidelane.bench.results.rows import FUSED_OPS, FusedRow
+from sidelane.bench.results.rows.operators import FUSED_OPS, FusedRow
 from sidelane.bench.simulated import fused as sim_fused
 from sidelane.bench.simulated import fused_results, fused_shapes
 from sidelane.execute.sim import simulate

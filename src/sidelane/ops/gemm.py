@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -93,6 +94,21 @@ class TileSizes:
     def of(cls, dtype: torch.dtype) -> TileSizes:
         """What is taken where nobody says: float32 takes twice the shared memory, and no tensor cores."""
         return cls(columns=128, depth=32) if dtype == torch.float32 else cls()
+
+    def constants(self, depth: int, sent: int, dtype: torch.dtype) -> dict[str, Any]:
+        """What a kernel is compiled for: products ``depth`` deep, and rows of ``sent`` elements that peers get."""
+        return {
+            "ROWS": self.rows,
+            "COLS": self.columns,
+            "DEPTH": self.depth,
+            "GROUP": self.group,
+            "WHOLE": depth % self.depth == 0,
+            "ALIGNED": sent * dtype.itemsize % 16 == 0,
+            "WIDE": INTERPRETED or dtype == torch.float32,
+            "DTYPE": getattr(tl, str(dtype).removeprefix("torch.")),
+            "num_warps": self.warps,
+            "num_stages": self.stages,
+        }
 
     def __post_init__(self) -> None:
         for name, value, least in (
@@ -173,18 +189,9 @@ class GemmAllToAll:
             self.most_rows,
             stamps,
             alike=f"{experts or 1} experts{stamped}",
-            ROWS=tiles.rows,
-            COLS=tiles.columns,
-            DEPTH=tiles.depth,
-            GROUP=tiles.group,
-            WHOLE=x.shape[1] % tiles.depth == 0,
-            ALIGNED=self.columns * self.dtype.itemsize % 16 == 0,
-            WIDE=INTERPRETED or self.dtype == torch.float32,
-            DTYPE=getattr(tl, str(self.dtype).removeprefix("torch.")),
             REMOTE_FIRST=order == REMOTE_FIRST,
             EP=power_of_two(experts or 1),
-            num_warps=tiles.warps,
-            num_stages=tiles.stages,
+            **tiles.constants(x.shape[1], self.columns, self.dtype),
         )
         return self._output
 

@@ -53,7 +53,7 @@ from sidelane.device.stamps import ADD, COMPUTE, END, SEND, WAIT, stamp
 from sidelane.ops import reference
 from sidelane.ops.auto import AUTO, check_method, method_of, options_of
 from sidelane.ops.gemm import TileSizes, tile_at, tile_product
-from sidelane.ops.handle import FLOATS, INTERPRETED, REMOTE_FIRST, kept, programs_of, telling_refusals
+from sidelane.ops.handle import FLOATS, REMOTE_FIRST, kept, programs_of, telling_refusals
 from sidelane.ops.operands import check_operands, check_sizes
 from sidelane.ops.split_gemm import DEFAULT_PIECES
 from sidelane.ops.split_gemm_reduce import handle_of, split_gemm_all_reduce, split_gemm_reduce_scatter
@@ -133,18 +133,9 @@ class GemmReduce:
             self._each,
             stamps,
             alike=stamped.strip(),
-            ROWS=tiles.rows,
-            COLS=tiles.columns,
-            DEPTH=tiles.depth,
-            GROUP=tiles.group,
-            WHOLE=x.shape[1] % tiles.depth == 0,
-            ALIGNED=self.columns * self.dtype.itemsize % 16 == 0,
-            WIDE=INTERPRETED or self.dtype == torch.float32,
-            DTYPE=getattr(tl, str(self.dtype).removeprefix("torch.")),
             REMOTE_FIRST=order == REMOTE_FIRST,
             GATHERS=self.gathers,
-            num_warps=tiles.warps,
-            num_stages=tiles.stages,
+            **tiles.constants(x.shape[1], self.columns, self.dtype),
         )
         return output
 

@@ -14,7 +14,7 @@ from sidelane.bench.report.drawing import RC
 from sidelane.bench.report.table import Line, Table, grouped, notes_of
 from sidelane.bench.report.terminal import say_written, tables_console
 from sidelane.bench.results.files import read
-from sidelane.bench.results.rows import C3Row
+from sidelane.bench.results.rows.pairs import C3Row
 from sidelane.bench.results.written import write_json
 from sidelane.c3.strategies import named
 from sidelane.c3.workload import TABLE_I, Gemm, Workload, parse_gemm

@@ -18,7 +18,8 @@ from sidelane.bench.claims.power import judge_power
 from sidelane.bench.claims.steps import judge_steps
 from sidelane.bench.claims.verdicts import judge, with_summary
 from sidelane.bench.results import files as result_files
-from sidelane.bench.results.rows import C3Row, CollectiveRow
+from sidelane.bench.results.rows.collectives import CollectiveRow
+from sidelane.bench.results.rows.pairs import C3Row
 from sidelane.c3.strategies import strategies
 from sidelane.c3.strategy import Mover, Strategy
 from sidelane.c3.workload import Gemm

@@ -16,7 +16,7 @@ from typing import Any
 from sidelane.bench.fused.shapes import MEANING
 from sidelane.bench.report.table import Line, Table, grouped, number
 from sidelane.bench.results import files
-from sidelane.bench.results.rows import FusedRow
+from sidelane.bench.results.rows.operators import FusedRow
 from sidelane.bench.simulated.fused_shapes import operators_of
 from sidelane.machine.spec import Machine
 from sidelane.model.claims import error_of
