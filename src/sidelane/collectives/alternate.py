@@ -62,6 +62,7 @@ class AlternatingProgram:
         load: loads one program.
         turns: of the communicator.
         captured: for a graph.
+        late: load each program when its turn comes: it may never be that of the other.
     """
 
     def __init__(
@@ -71,13 +72,14 @@ class AlternatingProgram:
         turns: Turns,
         *,
         captured: bool,
+        late: bool = False,
     ) -> None:
         opening = () if alternation.opening is None else (alternation.opening,)
         self._programs: tuple[Program, ...] = (*alternation.turns, *opening)
         self._load, self._turns, self._captured = load, turns, captured
         self._take_turn = turns.captured if captured else turns.eager
         # A call in a graph has one turn for good. Others will have both: loaded now, off the path of the calls.
-        self._loaded = [None if opening else load(program) for program in self._programs]
+        self._loaded = [None if opening or late else load(program) for program in self._programs]
 
     @property
     def program(self) -> Program:

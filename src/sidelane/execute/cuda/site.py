@@ -6,13 +6,14 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from sidelane.errors import CommunicatorClosedError, SidelaneError
+from sidelane.execute.cuda.alike import Alike
 from sidelane.execute.cuda.cached import ExecutableGraph
 from sidelane.execute.cuda.calls import DEFAULT_STREAMS, Gate, HostWord
 from sidelane.execute.cuda.driver import Driver, DriverError
@@ -29,6 +30,10 @@ from sidelane.memory.giving_back import submitters
 from sidelane.program.ir import Program
 from sidelane.program.kernel_list import AnyKernelProgram
 from sidelane.program.words import WORD_MASK
+
+if TYPE_CHECKING:
+    from sidelane.execute.cuda.kernel_program import CudaKernel
+    from sidelane.execute.cuda.loaded import CudaProgram
 
 DEFAULT_REDUCE_BLOCKS = 32
 """Thread blocks of a reduction: a quarter of an H200, enough to read peers' slots at memory speed."""
@@ -66,6 +71,8 @@ class CudaSite:
         self.lock = threading.Lock()
         self.ledger = Ledger()
         self.plans = Plans(rank, features)
+        self.programs: Alike[CudaProgram] = Alike()
+        self.kernels: Alike[CudaKernel] = Alike()
         self.timeout_s = timeout_s
         self.closed = False
         self.armed_epoch: int | None = None  # of the last invocation that waited for a trigger
@@ -163,6 +170,8 @@ class CudaSite:
             self.synchronize()
         except SidelaneError:
             self.drain()
+        self.programs.clear()
+        self.kernels.clear()
         with self.driver.current():
             if self not in _stuck:
                 with self.lock:
