@@ -11,7 +11,9 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from fake_driver import FakeDriver
 from made_up_gpus import made_up_gpus
+from native_driver import NativeDriver
 
 from sidelane import Communicator, Config
 from sidelane.collectives import asked, plan, prepare
@@ -62,7 +64,7 @@ class Memory:
         if symmetric:
             first = 64 * self.alike.randrange((self.symmetric.numel() - numel) // 64)
             return self.symmetric[first : first + numel]
-        offset = 0 if self.aligned else 4 * self.apart.randrange(4) + (self.apart.random() < 0.1)
+        offset = 0 if self.aligned or self.apart.random() < 0.8 else self.apart.randrange(16)
         made = torch.zeros(numel + offset, dtype=torch.int32)[offset:]
         self.kept.append(made)  # so that addresses seldom come again
         del self.kept[: max(0, len(self.kept) - 50)]
@@ -121,12 +123,26 @@ def one_call(memory: Memory, kind: str, variant: str, size: int, step: int, symm
     assert torch.equal(found, torch.cat(expected).to(torch.int32)), (kind, variant, size, step, symmetric, in_place)
 
 
-def storm(group: dist.ProcessGroup, seed: int, steps: int) -> dict[str, int]:
+def driver_of(native: bool) -> FakeDriver:
+    return NativeDriver() if native else FakeDriver()
+
+
+def moved(comm: Communicator) -> int:
+    """Calls that compiled code has made by their shape."""
+    assert comm._repeats is not None
+    return comm._repeats.moved
+
+
+def storm(group: dist.ProcessGroup, seed: int, steps: int, native: bool) -> dict[str, int]:
     """Calls of all kinds, nearly all at new addresses; what they did."""
-    with made_up_gpus() as driver, Communicator(group, config=STAGED) as comm, derived(driver) as found:
+    with (
+        made_up_gpus(driver=driver_of(native)) as driver,
+        Communicator(group, config=STAGED) as comm,
+        derived(driver) as found,
+    ):
         memory, draw = Memory(comm, seed), random.Random(seed)
         for step in range(steps):
-            kind, size = draw.choice(KINDS), draw.choice((16, 64, 500))
+            kind, size = draw.choice(KINDS), draw.choice((64, 500))
             symmetric, in_place = draw.random() < 0.2, draw.random() < 0.3
             variants = ["b2b", "pcpy"]
             if kind in ("all_gather", "all_to_all"):
@@ -135,17 +151,20 @@ def storm(group: dist.ProcessGroup, seed: int, steps: int) -> dict[str, int]:
             if step == steps // 2:
                 memory.new(1)
                 comm.all_gather(torch.empty(comm.world_size << 20), torch.empty(1 << 20))  # staging moves
-        return dict(found)
+        return {**found, "by C": moved(comm)}
 
 
-def same_shape(group: dist.ProcessGroup, kind: str, variant: str, calls: int) -> tuple[dict[str, int], int, int]:
+def same_shape(
+    group: dist.ProcessGroup, kind: str, variant: str, calls: int, native: bool
+) -> tuple[dict[str, int], int, int]:
     """Calls of one shape, each at addresses of its own; what they did behind the first few, and what is kept of it."""
-    with made_up_gpus() as driver, Communicator(group, config=STAGED) as comm:
+    with made_up_gpus(driver=driver_of(native)) as driver, Communicator(group, config=STAGED) as comm:
         memory = Memory(comm, 1, aligned=True)
         for step in range(0, 4 * comm.world_size, comm.world_size):
             one_call(memory, kind, variant, 64, step, False, False)
-        before, remembered = len(driver._events), len(comm.lane.preparer._recent)
+        before, remembered, by_c = len(driver._events), len(comm.lane.preparer._recent), moved(comm)
         with derived(driver) as found:
             for step in range(0, calls * comm.world_size, comm.world_size):
                 one_call(memory, kind, variant, 64, step, False, False)
+        found["by C"] = moved(comm) - by_c
         return dict(found), len(driver._events) - before, len(comm.lane.preparer._recent) - remembered

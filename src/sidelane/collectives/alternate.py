@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from sidelane.execute.base import Place, Repetition, Runnable
 from sidelane.program.builders.alternating import SLOT_BYTES, TURNS, Alternation, flags_of, staging_of
@@ -95,6 +95,13 @@ class AlternatingProgram:
         if found is None:
             return None
         return dataclasses.replace(found, turn=(turns, "next_eager", turn, 1 - turn))
+
+    def movable(self, place: Place, buffers: Sequence[tuple[int, str]]) -> Repetition | None:
+        """See :class:`sidelane.execute.base.Runnable`; likewise."""
+        turn = 1 - self._turns.next_eager
+        loaded = self._loaded[turn]
+        found = None if self._captured or loaded is None else loaded.movable(place, buffers)
+        return None if found is None else dataclasses.replace(found, turn=(self._turns, "next_eager", turn, 1 - turn))
 
     def run(self, epoch: int, place: Place) -> None:
         """Run the program whose turn it is (see :class:`sidelane.execute.base.Runnable`)."""

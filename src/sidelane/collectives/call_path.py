@@ -84,7 +84,7 @@ class CallPath:
         self, calls: Calls, arguments: Arguments, preparer: Preparer, board: LessonBoard | None = None
     ) -> None:
         self.calls, self.arguments, self.preparer = calls, arguments, preparer
-        self.repeats = Repeats.of(calls, preparer)
+        self.repeats = Repeats.of(calls, arguments, preparer)
         setting = calls.config.map_memory
         mapped = board is None and (calls.backend.hosts_meet if setting is None else setting is True)
         self._mapped = mapped
@@ -134,6 +134,7 @@ class CallPath:
                 key, remember = (*key, pooled), False
                 prepared = self.preparer.recall(key) if async_op or False not in pooled else None
             expected = shape = shaped = None
+            by_shape = False
             if prepared is None:
                 if pooled is None and not (self._mapped or place[1]) and isinstance(asked, SingleCall):
                     shape = shape_of(self.arguments, key, asked.tensors)
@@ -175,10 +176,12 @@ class CallPath:
                 prepared, remember = learnt or prepared, remember and not teaches
             if prepared is None and shape is not None and shaped is not None:
                 try:
-                    prepared, comes_again = self.preparer.prepare_shaped(shaped, shape, key)
+                    comes_again = remember and self.repeats is not None and self.repeats.comes_again
+                    prepared, comes_again = self.preparer.prepare_shaped(shaped, shape, key, comes_again=comes_again)
                 except Exception:
                     with calls.making_ready():
                         raise
+                by_shape = remember and not comes_again
                 remember = remember and comes_again
             elif prepared is None:
                 prepared = self._prepare(planned.agreement, planned.request, key, shape)
@@ -186,12 +189,14 @@ class CallPath:
             calls.fail(error)
             raise
         work = calls.run(prepared, call, async_op, asked.tensors, asked.written(), place)
-        if remember and self.repeats is not None:
+        if (remember or by_shape) and self.repeats is not None:
             try:
                 again = None
-                if expected is not None and self.ahead is not None and self.repeats.knows_by_address(key):
+                if by_shape and shape is not None and shaped is not None:
+                    self.repeats.remember_shape(key, shape, shaped, prepared, place)
+                elif expected is not None and self.ahead is not None and self.repeats.knows_by_address(key):
                     again = self.ahead.again(key, prepared, expected)
-                if again is not None or expected is None:
+                if remember and (again is not None or expected is None):
                     self.repeats.remember(key, prepared, place, asked=asked.repeated_as, again=again)
             except KeyboardInterrupt as error:
                 calls.fail(error)

@@ -122,15 +122,32 @@ class Preparer:
         found = self._shaped.get(shape.key)
         return found if found is not None and self._planner.known(found.agreement) else None
 
-    def prepare_shaped(self, shaped: Shaped, shape: Shape, key: Hashable) -> tuple[Prepared, bool]:
+    def knows_shape(self, shape: Shape, shaped: Shaped) -> bool:
+        """True while calls of a shape run as they did."""
+        return self._shaped.get(shape.key) is shaped
+
+    @property
+    def turn(self) -> int:
+        """Of the next eager call of those that take turns."""
+        return self._turns.next_eager
+
+    def prepare_shaped(
+        self, shaped: Shaped, shape: Shape, key: Hashable, *, comes_again: bool
+    ) -> tuple[Prepared, bool]:
         """Load what calls of a shape run as where the tensors of this one lie. No collective.
+
+        Args:
+            shaped: what they run as.
+            shape: of this one.
+            key: of the call with its addresses.
+            comes_again: it was made before, by compiled code.
 
         Returns:
             The call, and whether it comes again; then it is remembered under ``key``.
         """
         loaded = self._load_at(shaped.program, shaped.at(shape.addresses), False, again=True)
         prepared = Prepared(loaded, shaped.signature, False, shaped.choice)
-        again = self._seen.again(key)
+        again = comes_again or self._seen.again(key)
         if again:
             self._remember(key, prepared)
         return prepared, again

@@ -11,6 +11,8 @@ import dataclasses
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
+import torch
+
 from sidelane.choice import Choice
 from sidelane.collectives.arguments import Arguments, Request
 from sidelane.collectives.plan import Agreement, Plan
@@ -32,10 +34,12 @@ class Shape(NamedTuple):
     Attributes:
         key: what it has in common with all that are alike.
         addresses: of its tensors; 0 for one that this rank has not.
+        distance: from the first to the second, where they overlap.
     """
 
     key: Hashable
     addresses: tuple[int, ...]
+    distance: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -97,7 +101,7 @@ def shape_of(arguments: Arguments, key: tuple[Hashable, ...], tensors: Sequence[
     assert isinstance(identities, tuple)
     parts = list(key[:-1])
     addresses: list[int] = []
-    end = 0  # of the first tensor
+    end, distance = 0, None  # of the first tensor
     for tensor, identity in zip(tensors, identities, strict=True):
         if tensor is None:
             parts.append(None)
@@ -112,10 +116,19 @@ def shape_of(arguments: Arguments, key: tuple[Hashable, ...], tensors: Sequence[
             return None
         parts.append((nbytes, dtype, anchor or address % UNIT))
         if end and address < end and addresses[0] < address + nbytes:
-            parts.append(address - addresses[0])
+            distance = address - addresses[0]
+            parts.append(distance)
         addresses.append(address)
         end = address + nbytes
-    return Shape(tuple(parts), tuple(addresses))
+    return Shape(tuple(parts), tuple(addresses), distance)
+
+
+def all_ordinary(arguments: Arguments, tensors: Sequence[torch.Tensor]) -> bool:
+    """True for contiguous tensors with an address of which a shape need say nothing else."""
+    if arguments.pooled(tensors) is not None:
+        return False
+    anchors = (arguments.anchor(tensor, tensor.data_ptr(), tensor.nbytes, tensor.dtype) for tensor in tensors)
+    return not any(anchor != 0 for anchor in anchors)
 
 
 def places_of(request: Request, rank: int, addresses: Sequence[int]) -> tuple[tuple[tuple[int, str], int], ...] | None:

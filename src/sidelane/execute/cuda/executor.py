@@ -47,7 +47,7 @@ class CudaExecutor(CudaSite):
         Works while a stream is being captured. ``addresses`` are used as they are: the caller keeps the memory.
         """
         self.check_open("load")
-        known = self.programs.find(program, addresses)
+        known: CudaProgram | None = self.programs.find(program, addresses)
         if known is not None:
             return known.at(addresses)
         if len(addresses.flags) != program.world_size:
@@ -68,8 +68,8 @@ class CudaExecutor(CudaSite):
                 are told.
         """
         self.check_open("load_kernel")
-        moved = None if frozen else self.kernels.find(program, addresses)
-        moved = moved and moved.at(addresses)
+        known = None if frozen else self.kernels.find(program, addresses)
+        moved: LoadedProgram | None = None if known is None else known.at(addresses)
         if moved is not None:
             return moved
         try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -30,6 +30,7 @@ from sidelane.device import (
 from sidelane.device.launch import Launch, Site
 from sidelane.execute.base import Addresses, Place, Repetition
 from sidelane.execute.cuda.cached import ExecutableGraph
+from sidelane.execute.cuda.follow import FAR, followers
 from sidelane.execute.cuda.kernel_list import arrange_list
 from sidelane.execute.cuda.loaded import find_place
 from sidelane.execute.cuda.native import Bound, steps_of
@@ -42,7 +43,6 @@ from sidelane.program.kernel import KernelProgram, Protocol
 from sidelane.program.kernel_list import AnyKernelProgram, KernelListProgram
 
 _MOST_CALLERS = 64  # streams for which launches are remembered
-_FAR = 1 << 20  # a multiple of whatever a kernel is compiled for
 
 
 class CudaKernel:
@@ -140,6 +140,26 @@ class CudaKernel:
         )
         return Repetition(steps_of(calls), (), notes, executor.failing(calls, self.program))
 
+    def movable(self, place: Place, buffers: Sequence[tuple[int, str]]) -> Repetition | None:
+        """See :class:`sidelane.execute.base.Runnable`. The launch itself: what a graph holds is as it was."""
+        if not self.moves:
+            return None
+
+        def bind(addresses: Addresses) -> tuple[Bound, ...] | None:
+            moved = self.at(addresses)
+            return None if moved is None else moved._bind(place[0])
+
+        executor, found = self._executor, followers(bind, self.addresses, buffers)
+        if found is None:
+            return None
+        calls, following = found
+        notes = (
+            (Effect.SET, executor, "kernel_stream", place[0]),
+            *executor.watch.launch_notes(self.program),
+            *executor.ledger.notes(self._entry),
+        )
+        return Repetition(steps_of(calls), (), notes, executor.failing(calls, self.program), followers=following)
+
     def _submit(self, epoch: int, handle: int) -> None:
         executor = self._executor
         if self._launch is not None:
@@ -214,7 +234,7 @@ class Places:
         """The arguments that follow a buffer; None if anything else depends on where it lies."""
         launch, addresses = self._launch, self._addresses
         assert launch is not None
-        buffers = {**addresses.buffers, key: addresses.buffers[key] + _FAR}
+        buffers = {**addresses.buffers, key: addresses.buffers[key] + FAR}
         there = self._arrange(dataclasses.replace(addresses, buffers=buffers))
         if there is None or (there.kernel, there.blocks, there.warps, there.constants) != (
             *(launch.kernel, launch.blocks, launch.warps),
@@ -222,7 +242,7 @@ class Places:
         ):
             return None
         distances = [after - before for before, after in zip(launch.arguments, there.arguments, strict=True)]
-        return tuple(i for i, by in enumerate(distances) if by) if {*distances} <= {0, _FAR} else None
+        return tuple(i for i, by in enumerate(distances) if by) if {*distances} <= {0, FAR} else None
 
 
 class KernelPending:

@@ -14,6 +14,7 @@ from sidelane.execute.cuda.bind import BoundPlan, Frame, Moving, Resolver
 from sidelane.execute.cuda.cached import CachedGraph
 from sidelane.execute.cuda.calls import HostWord, LaunchReduce, RecordStamp, Route, choose_route
 from sidelane.execute.cuda.driver import Driver
+from sidelane.execute.cuda.follow import followers
 from sidelane.execute.cuda.native import Bound, steps_of
 from sidelane.execute.cuda.site import CELLS, CudaSite
 from sidelane.execute.cuda.watch import Subject, Watch
@@ -142,6 +143,27 @@ class CudaProgram:
         standing = None if way.graph is None else way.graph.standing
         failing = executor.failing(way.calls, self.program)
         return Repetition(steps_of(way.calls), way.words, notes, failing, standing=standing)
+
+    def movable(self, place: Place, buffers: Sequence[tuple[int, str]]) -> Repetition | None:
+        """See :class:`sidelane.execute.base.Runnable`."""
+        way = self._ways.get(place)
+        if way is None or way.words is None or way.graph is not None:
+            return None
+        route, handle, internal = choose_route(*place, self._frozen), place[0], self._executor.internal
+
+        def bind(addresses: Addresses) -> Sequence[Bound]:
+            bound = self._bound.at(addresses)
+            if route is Route.DIRECT:
+                return bound.steps(handle)
+            return self._by_way_of_internal(bound.steps(internal), handle)
+
+        found = followers(bind, self.addresses, buffers)
+        if found is None:
+            return None
+        executor, (calls, following) = self._executor, found
+        notes = (*executor.watch.issue_notes(self._subject), *executor.ledger.notes(way.entry))
+        failing = executor.failing(calls, self.program)
+        return Repetition(steps_of(calls), way.words, notes, failing, followers=following)
 
     @property
     def streams(self) -> int:

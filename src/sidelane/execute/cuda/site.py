@@ -6,7 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -30,10 +30,6 @@ from sidelane.memory.giving_back import submitters
 from sidelane.program.ir import Program
 from sidelane.program.kernel_list import AnyKernelProgram
 from sidelane.program.words import WORD_MASK
-
-if TYPE_CHECKING:
-    from sidelane.execute.cuda.kernel_program import CudaKernel
-    from sidelane.execute.cuda.loaded import CudaProgram
 
 DEFAULT_REDUCE_BLOCKS = 32
 """Thread blocks of a reduction: a quarter of an H200, enough to read peers' slots at memory speed."""
@@ -71,8 +67,8 @@ class CudaSite:
         self.lock = threading.Lock()
         self.ledger = Ledger()
         self.plans = Plans(rank, features)
-        self.programs: Alike[CudaProgram] = Alike()
-        self.kernels: Alike[CudaKernel] = Alike()
+        self.programs: Alike[Any] = Alike()  # of copy engines; whoever loads knows their types
+        self.kernels: Alike[Any] = Alike()
         self.timeout_s = timeout_s
         self.closed = False
         self.armed_epoch: int | None = None  # of the last invocation that waited for a trigger
