@@ -171,8 +171,9 @@ class CallPath:
                     call, prepared = self._settle(call, key, asked, planned, offer)
             if self.learning is not None and not place[1]:
                 plan = functools.partial(self._plan, asked, key, variant, beside, place)
+                known = None if shape is None or shaped is None else functools.partial(shaped.asked, shape.addresses)
                 text = (prepared or shaped or planned).signature
-                learnt, teaches = self._attend(self.learning, call, key, asked, text, plan, async_op)
+                learnt, teaches = self._attend(self.learning, call, key, asked, text, plan, known, async_op)
                 prepared, remember = learnt or prepared, remember and not teaches
             if prepared is None and shape is not None and shaped is not None:
                 try:
@@ -342,11 +343,14 @@ class CallPath:
         asked: Form,
         text: str,
         plan: Callable[[], Planned],
+        known: Callable[[], Request] | None,
         async_op: bool,
     ) -> tuple[Prepared | None, bool]:
-        """What a call runs as if it goes ahead; and whether the ranks learn from it."""
+        """What a call runs as if it goes ahead; and whether the ranks learn from it. ``known``: what is asked."""
 
         def request() -> Request:
+            if known is not None:
+                return known()
             found = (self._planned.get(key) or self._keep(key, plan())).request
             assert isinstance(found, Request), "calls with lists teach nothing"
             return found

@@ -191,7 +191,8 @@ class Preparer:
             if places is not None:
                 if len(self._shaped) >= MOST_PROGRAMS:
                     del self._shaped[next(iter(self._shaped))]
-                self._shaped[shape.key] = Shaped(program, addresses, places, agreement, prepared.signature, choice)
+                asked = (request, shape.addresses, agreement, prepared.signature)
+                self._shaped[shape.key] = Shaped(program, addresses, places, *asked, choice)
         return prepared
 
     def copies_mapped(self, agreement: Agreement) -> bool:

@@ -50,6 +50,8 @@ class Shaped:
         program: likewise.
         addresses: where it was loaded first.
         places: of these, which are addresses of which tensors.
+        request: what was asked there.
+        tensors: where these lay.
         agreement: on which it was.
         signature: what it shows to the other ranks.
         choice: how it runs, and why.
@@ -58,6 +60,8 @@ class Shaped:
     program: Plan
     addresses: Addresses
     places: tuple[tuple[tuple[int, str], int], ...]
+    request: Request
+    tensors: tuple[int, ...]
     agreement: Agreement
     signature: str
     choice: Choice
@@ -69,6 +73,15 @@ class Shaped:
             buffers[place] = addresses[tensor]
         known = self.addresses
         return Addresses(buffers, known.flags, known.arenas, spread=known.spread)
+
+    def asked(self, addresses: Sequence[int]) -> Request:
+        """What is asked with tensors at other addresses."""
+        first, request = self.tensors, self.request
+        input, output = (
+            dataclasses.replace(region, address=addresses[first.index(region.address)]) if region.nbytes else region
+            for region in (request.input, request.output)
+        )
+        return Request(request.collective, input, output, request.dtype)
 
 
 class Seen:
