@@ -44,6 +44,8 @@ SMALL, LARGE = 64 << 10, 256 << 20
 """Bytes up to which latency decides, and from which bandwidth does: ``fit_machine`` uses these rows."""
 OUT_OF_PLACE = "out of place"
 FIRST_COMPARED = ("h200x4", "h200x2")
+AGAIN = "c3-strategies"
+"""Has the GEMMs of ``c3.json`` once more: as rows alone they would count twice."""
 SET_APART = ("cb1_896M", "cb3_896M")
 """Pairs of ``h200x2/isolated.json``, to which interference among two was fitted: their rows are no predictions."""
 SEEN = ("striped",)
@@ -76,7 +78,7 @@ def compare(
         if path.is_file():
             found = True
             rows = result_files.read(path).rows
-            alone += rows
+            alone += rows if study != AGAIN else ()
             verdicts += judge_rows(machine, rows)
     role = Role.FITTED if fitted_from(machine, "chain.json") else Role.HELD_OUT
     verdicts += judge_gemms(machine, gemm_times(alone, machine.gpus), role)
@@ -284,7 +286,7 @@ def _collectives(machine: Machine, rows: Sequence[object]) -> list[Verdict]:
 
 JUDGES: dict[str, Callable[[Machine, Sequence[object]], list[Verdict]]] = {
     "c3": _c3,
-    "c3-strategies": functools.partial(_c3, study="c3-strategies"),
+    AGAIN: functools.partial(_c3, study=AGAIN),
     "collectives": _collectives,
     "power": judge_power,
     "chain": _nothing,
