@@ -73,7 +73,7 @@ def gemv_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> int:
         for number in range(calls):
             rows, tokens = draws.sizes.choice(shapes)
             columns = [draws.sizes.randrange(1, 50) for _ in range(n)]
-            dtype, schedule = draws.sizes.choice(DTYPES), draws.sizes.choice(("one_shot", "two_phase"))
+            dtype, schedule = draws.sizes.choice(DTYPES), draws.sizes.choice(("cells", "one_shot", "two_phase"))
             order, where = draws.sizes.choice(("remote_first", "oblivious")), draws.sizes.randrange(3)
             weights = [draws.normal(rows, width).to(dtype) for width in columns]
             xs = [draws.normal(tokens, width).to(dtype) for width in columns]
@@ -126,7 +126,7 @@ def gemv_of_8_bits(group: dist.ProcessGroup, seed: int) -> int:
             scale = scales[rank]
             weight, x = weights[rank].to(device), xs[rank].to(device)
             options = {"scale": None if scale is None else scale.to(device)}
-            for schedule in ("one_shot", "two_phase"):
+            for schedule in ("cells", "one_shot", "two_phase"):
                 draws.late()
                 result = ops.gemv_all_reduce(comm, weight, x, schedule=schedule, tiling=tiling, **options)
                 kept.append((result, expected))

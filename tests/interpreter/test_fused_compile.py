@@ -19,7 +19,17 @@ if importlib.util.find_spec("triton") is None:
 import triton
 from triton.backends.compiler import GPUTarget
 
-from sidelane.ops import embedding, embedding_backward, embedding_tables, gather_gemm, gemm, gemm_reduce, gemv, rms_norm
+from sidelane.ops import (
+    embedding,
+    embedding_backward,
+    embedding_tables,
+    gather_gemm,
+    gemm,
+    gemm_reduce,
+    gemv,
+    gemv_cells,
+    rms_norm,
+)
 
 H200 = GPUTarget("cuda", 90, 32)
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -87,6 +97,23 @@ def test_gemv_all_reduce_compiles(dtype: str, tokens: int, phases: int) -> None:
     assert text.count(".sys.release.exch") >= phases
     assert text.count(".sys.acquire.add") >= phases
     assert ".gpu.acq_rel.add" in text, "the end of a launch"
+
+
+CELLS = "*i64 *i64 *i64 *{0} *{0} *{0} i32 i32 i32 i32 i32 i32 i32"
+
+
+@pytest.mark.parametrize(("ranks", "tokens", "stages"), [(2, 1, 1), (2, 1, 4), (8, 1, 4), (2, 16, 4)])
+def test_gemv_all_reduce_in_cells_compiles(ranks: int, tokens: int, stages: int) -> None:
+    tiling = gemv.Tiling(16, 512, 4, 2, stages) if tokens == 1 else gemv.Tiling(64, 128, 4, 2, stages)
+    options = gemv.constants_of_cells(tiling, ranks=ranks, padded=tokens, wide=False)
+    constants = {name: value for name, value in options.items() if name in gemv_cells.KERNEL.arg_names}
+    multiples = ("weight", "x", "columns", "weight_stride", "x_stride")
+    text, registers, stack = compiled(
+        gemv_cells.KERNEL, CELLS.format("bf16"), {**constants, "EVEN": True}, tiling.warps, multiples=multiples
+    )
+    assert stack <= MOST_STACK_BYTES and registers <= tiling.registers, (registers, stack)
+    assert ("cp.async.cg" in text) == (stages > 1), "weights are on their way while others are added up"
+    assert ".sys.release" not in text, "words carry their own readiness"
 
 
 @pytest.mark.parametrize(("weight", "tokens"), [("fp8e4nv", 1), ("fp8e5", 1), ("fp8e4nv", 16)])

@@ -52,7 +52,7 @@ from sidelane.device.context import (
     world_size_of,
 )
 from sidelane.device.stamps import ADD, COMPUTE, COPY, END, SEND, WAIT, stamp
-from sidelane.ops import reference
+from sidelane.ops import gemv_cells, reference
 from sidelane.ops.auto import check_method, method_of
 from sidelane.ops.handle import (
     FLOAT8S,
@@ -70,11 +70,17 @@ from sidelane.ops.handle import (
 from sidelane.ops.timeline import stamps_of
 
 NAME = "gemv_all_reduce"
-AUTO, ONE_SHOT, TWO_PHASE = "auto", "one_shot", "two_phase"
-SCHEDULES = (AUTO, ONE_SHOT, TWO_PHASE)
+AUTO, CELLS, ONE_SHOT, TWO_PHASE = "auto", "cells", "one_shot", "two_phase"
+SCHEDULES = (AUTO, CELLS, ONE_SHOT, TWO_PHASE)
 MOST_TOKENS = 16
 MOST_ROWS = 1 << 20
 MOST_DOT_COLUMNS = 128
+MOST_STAGES = 8
+EVICTIONS = ("", "evict_first")
+UNIT_REGISTERS = 64 << 10
+UNIT_SHARED_BYTES = 227 << 10
+LANES = 256
+"""Cells of each rank that a program waits for at a time."""
 ONE_SHOT_BYTES = 256 << 10
 """Most partial results that a rank sends in one shot, if ``auto`` chooses. An estimate: two phases send 2/N of it, and
 take one more trip of about a microsecond. Not measured yet."""
@@ -85,24 +91,36 @@ class Tiling:
     """How a kernel is cut.
 
     Attributes:
-        rows: of the weight in a tile, a power of two; 16 and more.
-        columns: loaded at a time, a power of two, 16 or more; 128 at most for more than one token.
+        rows: of the weight in a tile, a power of two; for more than one token 16 and more.
+        columns: loaded at a time, a power of two, 16 or more.
         warps: of a program.
         per_unit: programs on each compute unit; all of them have to fit at the same time.
+        stages: of ``cells``: loads of so many turns less one are on their way. 1 leaves them in registers.
+        evict: of ``cells``: what the cache does with weights, ``evict_first`` or nothing.
     """
 
     rows: int = 16
     columns: int = 512
     warps: int = 4
     per_unit: int = 2
+    stages: int = 3
+    evict: str = ""
 
     def __post_init__(self) -> None:
-        for name, value, least in (("rows", self.rows, 16), ("columns", self.columns, 16), ("warps", self.warps, 1)):
+        for name, value, least in (("rows", self.rows, 1), ("columns", self.columns, 16), ("warps", self.warps, 1)):
             if value < least or value != power_of_two(value):
                 raise ValueError(f"Tiling: {name} (value={value}, allowed=a power of two from {least})")
-        most = max(1, 8 // self.warps)  # 255 registers for each of 256 threads are all that a compute unit has
+        most = max(1, 16 // self.warps)  # with 128 registers for each of 512 threads (``registers``)
         if not 1 <= self.per_unit <= most:
             raise ValueError(f"Tiling: per_unit (value={self.per_unit}, allowed=1..{most} of {self.warps} warps)")
+        if not 1 <= self.stages <= MOST_STAGES:
+            raise ValueError(f"Tiling: stages (value={self.stages}, allowed=1..{MOST_STAGES})")
+        check_choice("Tiling", "evict", self.evict, EVICTIONS)
+
+    @property
+    def registers(self) -> int:
+        """Most that a thread may have, so that all programs fit on a compute unit at the same time."""
+        return min(255, UNIT_REGISTERS // (32 * self.warps * self.per_unit) // 8 * 8)
 
 
 OF_DOTS = Tiling(16, 128, 2, 4)
@@ -156,6 +174,9 @@ class GemvAllReduce:
         if schedule == AUTO:
             schedule = ONE_SHOT if 4 * rows * tokens <= ONE_SHOT_BYTES else TWO_PHASE
         self.schedule = schedule
+        if schedule == CELLS:
+            self._make_cells()
+            return
         two_phase = schedule == TWO_PHASE
         self._tiles_each = -(-tiles // n) if two_phase else tiles
         self._programs = programs_of(comm, self._tiles_each, tiling.per_unit)
@@ -163,6 +184,17 @@ class GemvAllReduce:
         self._partials = comm.empty(places * n * self._tiles_each * tiling.rows * self._padded)
         self._results = comm.empty(tokens * rows if two_phase else 1, dtype=dtype)
         self._kernel = comm.load_kernel(_gemv_all_reduce, flags=2 * self._programs)
+
+    def _make_cells(self) -> None:
+        comm, tiling, n = self.comm, self.tiling, self.comm.world_size
+        tiles = -(-self.rows // tiling.rows)
+        self._programs = programs_of(comm, tiles, tiling.per_unit)
+        self._rows_each = -(-tiles // self._programs) * tiling.rows
+        self._programs = -(-self.rows // self._rows_each)
+        self._cells = comm.empty(2 * n * self.rows * self._padded, dtype=torch.int64)
+        self._cells.zero_()
+        self._kernel = comm.load_kernel(gemv_cells.KERNEL, flags=0)
+        comm.barrier()  # all cells are 0 before any is written
 
     def __call__(
         self,
@@ -185,6 +217,9 @@ class GemvAllReduce:
                 raise ValueError(f"{NAME}: a handle for another shape (value={given}, allowed={allowed})")
             place = None if out is None or self.schedule != TWO_PHASE else comm.place(out)
         output = x.new_empty((*x.shape[:-1], self.rows)) if out is None else out
+        if self.schedule == CELLS:
+            self._launch_cells(weight, x, scale, output, tokens)
+            return output
         results = self._results if place is None else output
         stamps, stamped = stamps_of(comm, self._programs)
         self._kernel.launch(
@@ -214,12 +249,61 @@ class GemvAllReduce:
             REMOTE_FIRST=order == REMOTE_FIRST,
             COPIES=place is None,
             num_warps=self.tiling.warps,
+            maxnreg=self.tiling.registers,
         )
         return output
+
+    def _launch_cells(
+        self, weight: torch.Tensor, x: torch.Tensor, scale: torch.Tensor | None, output: torch.Tensor, tokens: int
+    ) -> None:
+        comm = self.comm
+        stamps, stamped = stamps_of(comm, self._programs)
+        self._kernel.launch(
+            (self._programs,),
+            comm.peers(self._cells),
+            self._cells,
+            output,
+            weight,
+            x,
+            scale,
+            self.rows,
+            weight.shape[1],
+            weight.stride(0),
+            x.stride(0) if x.dim() == 2 else 0,
+            tokens,
+            0 if scale is None or scale.numel() == 1 else 1,
+            self._rows_each,
+            stamps,
+            self.rows % self.tiling.rows == 0 and weight.shape[1] % self.tiling.columns == 0,  # EVEN, of this rank
+            alike=f"{tokens} tokens, {'no ' if scale is None else ''}scale{stamped}",
+            **constants_of_cells(
+                self.tiling,
+                ranks=comm.world_size,
+                padded=self._padded,
+                wide=INTERPRETED or self.dtype == torch.float32,
+            ),
+        )
 
     def close(self) -> None:
         """Let go of flags and workspace, once this rank's calls have ended. Idempotent, and no collective."""
         self._kernel.close()
+
+
+def constants_of_cells(tiling: Tiling, *, ranks: int, padded: int, wide: bool) -> dict[str, Any]:
+    """Constants and options of the kernel of cells (``ops/gemv_cells.py``)."""
+    return {
+        "N": ranks,
+        "R": power_of_two(ranks),
+        "ROWS": tiling.rows,
+        "COLS": tiling.columns,
+        "TP": padded,
+        "WIDE": wide,
+        "STAGES": tiling.stages,
+        "EVICT": tiling.evict,
+        "LANES": LANES,
+        "num_warps": tiling.warps,
+        "maxnreg": tiling.registers,
+    }
 
 
 def gemv_all_reduce(
@@ -249,7 +333,8 @@ def gemv_all_reduce(
             all ranks or on none; its values are this rank's own.
         out: for the result, contiguous. Symmetric memory (``comm.empty``), at one place on all ranks, saves a copy in
             two phases. None makes an ordinary tensor.
-        schedule: ``one_shot`` (every rank adds up everything), ``two_phase`` (each rank its share), or ``auto``.
+        schedule: ``cells`` and ``one_shot`` (every rank adds up everything; words carry their own readiness, or blocks
+            meet), ``two_phase`` (each rank its share), or ``auto``.
         order: ``remote_first``: what peers add up is computed first; ``oblivious``: tiles in their order. In one shot
             all tiles go to all, and both are the same.
         tiling: how the kernel is cut; None takes what was fastest on an H100.
