@@ -73,13 +73,16 @@ def wait_flagged_of_ranks_relaxed(context, cells, index, mask, generation):
         generation: of this launch.
     """
     board = tl.load(context + BOARD)
-    found = tl.load(cells + index, mask=mask, other=0, volatile=True)
-    late = _late_ranks(found, mask, generation)
+    places = cells + index
+    found = tl.load(places, mask=mask, other=0, volatile=True)
+    # A loop that carried who is late, and not only whether anybody is, would be too much for Triton 3.6.
+    missing = tl.max(_late_ranks(found, mask, generation))
     spent = tl.full((), 0, tl.int32)
     polls = 0
-    while (tl.max(late) != 0) & (spent == 0):
-        found = tl.load(cells + index, mask=mask, other=0, volatile=True)
+    while (missing != 0) & (spent == 0):
+        found = tl.load(places, mask=mask, other=0, volatile=True)
         late = _late_ranks(found, mask, generation)
+        missing = tl.max(late)
         polls += 1
         if polls % POLLS == 0:
             say_who_is_late(board, tl.arange(0, late.shape[0]), late, generation)
