@@ -21,12 +21,44 @@ rows, of which it waits for LANES cells at a time. EVEN: tiles are whole.
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
 from sidelane.device.context import begin, end, rank_of
 from sidelane.device.flagged import put_flagged_relaxed, wait_flagged_of_ranks_relaxed
 from sidelane.device.stamps import ADD, COMPUTE, END, SEND, WAIT, stamp
+from sidelane.ops.gemv_tiling import Tiling
+from sidelane.ops.handle import power_of_two
+
+LANES = 256
+"""Cells of each rank that a program waits for at a time."""
+
+
+def constants_of(tiling: Tiling, *, ranks: int, padded: int, wide: bool, stages: int = 0) -> dict[str, Any]:
+    """Constants and options of the kernel.
+
+    Args:
+        tiling: how it is cut.
+        ranks: of the communicator.
+        padded: TP.
+        wide: WIDE: dots are of float32.
+        stages: that fit; 0 for the tiling's.
+    """
+    return {
+        "N": ranks,
+        "R": power_of_two(ranks),
+        "ROWS": tiling.rows,
+        "COLS": tiling.columns,
+        "TP": padded,
+        "WIDE": wide,
+        "STAGES": stages or tiling.stages,
+        "EVICT": tiling.evict,
+        "LANES": LANES,
+        "num_warps": tiling.warps,
+        "maxnreg": tiling.registers,
+    }
 
 
 @triton.jit
@@ -80,13 +112,13 @@ def _gemv_cells(
             if N == 1:
                 tl.store(output + token * rows + row[:, None], part.to(output.dtype.element_ty), mask=mask)
             else:
-                stamp(stamps, SEND)
+                stamp(stamps, SEND, MEETS=False)
                 words = part.to(tl.int32, bitcast=True)
                 for turn in tl.static_range(N):
                     peer = (rank + 1 + turn) % N
                     at = (place + rank) * size + row[:, None] * TP + token
                     put_flagged_relaxed(cells_of, peer, at, words, generation, mask)
-                stamp(stamps, COMPUTE)
+                stamp(stamps, COMPUTE, MEETS=False)
             sums = tl.zeros_like(sums)
 
     if N > 1:
