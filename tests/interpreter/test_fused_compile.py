@@ -7,6 +7,7 @@ import importlib.util
 import re
 import subprocess
 import tempfile
+import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,13 @@ MOST_SHARED_BYTES = 232448
 
 
 def compiled(
-    kernel: Any, kinds: str, constants: Mapping[str, object], warps: int, *, multiples: Sequence[str] = ()
+    kernel: Any,
+    kinds: str,
+    constants: Mapping[str, object],
+    warps: int,
+    *,
+    multiples: Sequence[str] = (),
+    most_shared_bytes: int = MOST_SHARED_BYTES,
 ) -> tuple[str, int, int]:
     """PTX, registers and stack of a thread.
 
@@ -63,7 +70,7 @@ def compiled(
     known = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in multiples}
     source = triton.compiler.ASTSource(kernel, ordered, dict(constants), known)
     made = triton.compile(source, target=H200, options={"num_warps": warps})
-    assert made.metadata.shared <= MOST_SHARED_BYTES
+    assert made.metadata.shared <= most_shared_bytes
     return made.asm["ptx"], *usage(made.asm["cubin"])
 
 
@@ -110,7 +117,31 @@ def compiled_cells(
     options = gemv_cells.constants_of(tiling, ranks=ranks, padded=tokens, wide="*fp32 *fp32 *fp32" in kinds)
     constants = {name: value for name, value in options.items() if name in gemv_cells.KERNEL.arg_names}
     multiples = ("weight", "x", "columns", "weight_stride", "x_stride")
-    return compiled(gemv_cells.KERNEL, kinds, {**constants, "EVEN": True, **given}, tiling.warps, multiples=multiples)
+    element = 4 if "fp32 *fp32 *fp32" in kinds else 2
+    loaded = element * tiling.columns * (tiling.rows + tokens)
+    return compiled(
+        gemv_cells.KERNEL,
+        kinds,
+        {**constants, "EVEN": True, **given},
+        tiling.warps,
+        multiples=multiples,
+        most_shared_bytes=(tiling.stages - 1) * loaded + gemv_tiling.SCRATCH_BYTES,
+    )
+
+
+@pytest.mark.parametrize(
+    ("kilobytes", "one_token", "dots"), [(228, (4, 4), (5, 5)), (164, (4, 3), (5, 4)), (100, (3, 2), (4, 2))]
+)
+def test_stages_are_as_many_as_shared_memory_has_room_for(
+    monkeypatch: pytest.MonkeyPatch, kilobytes: int, one_token: tuple[int, int], dots: tuple[int, int]
+) -> None:
+    """Of bfloat16 and float32, on a unit of an H100, of an A100 and of what has less."""
+    unit = types.SimpleNamespace(shared_memory_per_multiprocessor=kilobytes << 10)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: unit)
+    for tokens, stages in ((1, one_token), (16, dots)):
+        tiling = gemv_tiling.tiling_of(gemv.CELLS, tokens)
+        room = gemv_tiling.shared_bytes_of(torch.device("cuda", 0), tiling.per_unit)
+        assert tuple(tiling.stages_in(room, size, size, tokens) for size in (2, 4)) == stages
 
 
 @pytest.mark.parametrize(

@@ -102,5 +102,4 @@ def shared_bytes_of(device: torch.device, per_unit: int) -> int:
         return 1 << 30
     properties = torch.cuda.get_device_properties(device)
     of_unit = getattr(properties, "shared_memory_per_multiprocessor", LEAST_SHARED_BYTES)
-    of_program = getattr(properties, "shared_memory_per_block_optin", LEAST_SHARED_BYTES)
-    return int(min(of_program, of_unit // per_unit - RESERVED_BYTES))
+    return int(of_unit) // per_unit - RESERVED_BYTES  # of one program alone that is what CUDA lets it ask for

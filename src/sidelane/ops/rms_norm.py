@@ -151,7 +151,7 @@ class AllReduceRmsNorm:
             HP=power_of_two(self.hidden),
             HAS_RESIDUAL=has_residual,
             num_warps=self._warps,
-            maxnreg=128,  # so that all programs fit, 16 warps on a unit
+            maxnreg=128,  # so that all programs fit, with 16 warps on a unit
         )
 
     def close(self) -> None:
