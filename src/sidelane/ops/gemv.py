@@ -55,9 +55,9 @@ AUTO = "auto"
 SCHEDULES = (AUTO, CELLS, TWO_PHASE)
 MOST_ROWS = 1 << 20
 CELLS_BYTES = 512 << 10
-"""Most float32 that a rank sends to its peers in cells, if ``auto`` chooses. Two ranks took 24.2 us with as many where
-two phases took 27.8 (docs/lab/kernels.md); more was not measured. Among more ranks an estimate: two phases send 2/N of
-it, and take one more trip of two microseconds."""
+"""Most float32 partial results of a rank that ``auto`` sends in cells. Two ranks took 24.2 us with as many, and 42.2 in
+two phases (docs/lab/kernels.md); more was not measured. Among more ranks an estimate: two phases send 2/N of it, but
+behind each other, where cells leave while others are computed."""
 
 
 class GemvAllReduce:
@@ -100,8 +100,7 @@ class GemvAllReduce:
         self.weight_dtype = weight_dtype or dtype
         self.comm, self.rows, self.tokens, self.dtype = comm, rows, tokens, dtype
         if schedule == AUTO:
-            sent_bytes = 4 * rows * tokens * (comm.world_size - 1)
-            schedule = CELLS if sent_bytes <= CELLS_BYTES else TWO_PHASE
+            schedule = CELLS if 4 * rows * tokens <= CELLS_BYTES else TWO_PHASE
         self.schedule, self.tiling = schedule, tiling or tiling_of(schedule, tokens)
         self._padded = 1 if tokens == 1 else MOST_TOKENS
         if schedule == CELLS:
