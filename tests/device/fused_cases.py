@@ -111,6 +111,24 @@ def gemv(comm: Communicator) -> Case:
     return lambda step: x.fill_(step + rank), lambda: [ops.gemv_all_reduce(comm, weight, x)]
 
 
+def gemv_of_one_token(comm: Communicator) -> Case:
+    """Rows that are no multiple of anything, and a default tiling."""
+    device, rank = comm.device, comm.rank
+    x = torch.zeros(512, device=device)
+    weight = torch.randn(1001, 512, device=device, generator=torch.Generator(device).manual_seed(rank))
+    return lambda step: x.fill_(step + rank), lambda: [ops.gemv_all_reduce(comm, weight, x)]
+
+
+def rms_norm_pushed(comm: Communicator) -> Case:
+    x, residual, weight = (torch.ones(size, device=comm.device) for size in ((200, 1024), (200, 1024), (1024,)))
+    ramp = torch.arange(1024, device=comm.device)
+
+    def change(step: int) -> None:
+        x.copy_((ramp * (step + comm.rank) % 17).expand(200, 1024))
+
+    return change, lambda: list(ops.all_reduce_rms_norm(comm, x, residual, weight, schedule="pushed"))
+
+
 def rms_norm(comm: Communicator) -> Case:
     x, residual, weight = (torch.ones(size, device=comm.device) for size in ((6, 512), (6, 512), (512,)))
     ramp = torch.arange(512, device=comm.device)
@@ -201,7 +219,9 @@ def split(comm: Communicator) -> Case:
 
 CALLS: dict[str, Callable[[Communicator], Case]] = {
     "gemv": gemv,
+    "gemv_of_one_token": gemv_of_one_token,
     "rms_norm": rms_norm,
+    "rms_norm_pushed": rms_norm_pushed,
     "embedding": embedding,
     "embedding_backward": embedding_backward,
     "gemm": gemm,

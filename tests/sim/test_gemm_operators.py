@@ -109,7 +109,7 @@ def test_predictions_are_held_against_a_file(tmp_path, capsys):
         row(op, shape, "fused", "oblivious", predicted / 1.5),
         row(op, shape, "fused", "oblivious", 1.0, launch="eager"),
         row(op, shape, "fused", "mm in parts, 2 a peer", 99.0),
-        row("gemv_all_reduce", "4096x4096, 1 tokens", "fused", "one_shot", 4.0, compute_us=None),
+        row("gemv_all_reduce", "4096x4096, 1 tokens", "fused", "cells", 4.0, compute_us=None),
         row(op, shape, "unfused_best", "mm, process group", 100.0),
     )
     path, told = tmp_path / "fused.json", tmp_path / "held.json"
