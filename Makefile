@@ -32,11 +32,14 @@ PARALLEL ?= --numprocesses 3 --dist loadfile
 export DOCS_REQUIREMENTS := import tomllib; \
   print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")
 
+# Of the hundreds of processes of a run each would compile all that it imports, where an image sets this.
+unexport PYTHONDONTWRITEBYTECODE
+
 BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-device test-torch test-newest test-long test-restart test-steps attack sanitize results wheel docs docs-pages lint format venv clean
+.PHONY: help demo test tests test-device test-torch test-newest test-long test-restart test-steps attack sanitize results wheel docs docs-pages lint format venv clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -45,10 +48,12 @@ demo: $(READY) ## run a GEMM next to a collective on whatever is here; table, an
 	@$(BIN)/sidelane demo $(DEMO)
 
 # An environment that borrows the packages of another Python may lack the linters, and a machine with GPUs the network.
-test: $(READY) ## lint, check types, run every test that needs no GPU
+test: $(READY) ## lint and check types, and meanwhile run every test that needs no GPU
 	@if [ -e .venv/borrowed ] && ! $(BIN)/python -c "import ruff, mypy" 2>/dev/null; \
-	then echo "[sidelane] NOT CHECKED: ruff and mypy are missing here"; \
-	else $(MAKE) --no-print-directory lint; fi
+	then echo "[sidelane] NOT CHECKED: ruff and mypy are missing here"; $(MAKE) --no-print-directory tests; \
+	else $(MAKE) --no-print-directory --keep-going --jobs=2 lint tests; fi
+
+tests: $(READY)
 	@echo "[sidelane] tests"
 	@$(BIN)/python -m pytest $$($(BIN)/python -c "import xdist" 2>/dev/null && echo $(PARALLEL)) -m "not long" $(TESTS)
 

@@ -10,26 +10,49 @@ import pytest
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+SHADOWED = ("gemv", "rms_norm", "embedding", "embedding_backward", "gemm", "gemm_reduce", "gather_gemm")
 LONG = (
     "attack/test_attack.py::test_a_sample_of_the_campaign",
     "cpu/test_bench_phases.py::test_programs_that_take_turns_have_phases_too",
+    "cpu/test_collectives.py::test_moving_collectives[6]",
+    "cpu/test_collectives.py::test_reducing_collectives[7]",
     "cpu/test_executor_ranks.py::test_every_kind_of_program_moves_the_right_bytes[8]",
-    "cpu/test_fused.py::test_batches_are_replaced_and_lowered_by_inductor",
     "cpu/test_fsdp.py::test_loss_and_gradients_are_those_of_the_group[2]",
+    "cpu/test_fused.py::test_batches_are_replaced_and_lowered_by_inductor",
+    "cpu/test_fused.py::test_embedding_all_to_all_back_to_back[2]",
+    "cpu/test_fused.py::test_gemm_all_to_all_back_to_back[2]",
+    "cpu/test_fused.py::test_gemv_all_reduce_back_to_back[3]",
+    "cpu/test_fused.py::test_gradients_of_embeddings[2]",
+    "cpu/test_fused.py::test_patterns_are_replaced[4]",
+    *(f"cpu/test_fused.py::test_every_block_does_what_its_shadow_says[{kind}-2]" for kind in SHADOWED),
+    "cpu/test_hits.py::test_a_storm_of_tensors_that_are_replaced[2-60]",
+    "cpu/test_hits.py::test_what_hosts_that_run_ahead_have_read_is_right[2]",
+    "cpu/test_learning.py::test_a_storm_of_tensors_that_are_replaced[2-120]",
+    "cpu/test_own_kernels.py::test_kernels_and_collectives_in_turn[2]",
+    "cpu/test_pooled.py::test_places_are_the_same_on_all_ranks_and_used_again[2-2]",
+    "cpu/test_pooled.py::test_places_are_the_same_on_all_ranks_and_used_again[4-5]",
+    "cpu/test_pools.py::test_ranks_that_do_not[4]",
+    "cpu/test_reach.py::test_a_storm_in_memory_of_several_pieces[4-60]",
     "cpu/test_reach.py::test_a_storm_in_memory_of_several_pieces[8-20]",
     "cpu/test_reach.py::test_a_storm_of_tensors_that_come_and_go[2]",
     "cpu/test_reach.py::test_every_kind_at_odd_sizes_and_offsets[4]",
+    "cpu/test_reach.py::test_lists_batches_and_uneven_exchanges[2]",
     "cpu/test_soak.py::test_a_campaign_goes_on_where_it_stopped",
     "cpu/test_soak.py::test_every_end[closes early]",
+    "cpu/test_turns.py::test_calls_of_every_kind_in_turn[2-1]",
     "cpu/test_turns.py::test_calls_of_every_kind_in_turn[8-4]",
     "interpreter/test_kernel_shadows.py::test_every_block_does_what_its_shadow_says[2]",
     "interpreter/test_kernels_compile.py::test_every_kernel_compiles_and_fits_into_registers[moving-1]",
+    "interpreter/test_sm_kernels.py::test_broadcasting[2]",
     "interpreter/test_sm_kernels.py::test_reducing[int32:int64-2]",
     "program/test_addresses.py::test_all_that_is_submitted_lies_where_it_may[1]",
+    "program/test_addresses.py::test_what_is_gone_is_noticed[allocations]",
     "program/test_addresses.py::test_what_is_gone_is_noticed[events]",
     "program/test_native_build.py::test_a_home_that_is_of_no_use[compile_to-[Errno 13]",
     "program/test_native_build.py::test_a_home_that_is_of_no_use[load-noexec]",
     "program/test_native_build.py::test_what_others_can_write_is_not_loaded[folder]",
+    "program/test_verify_builders.py::test_everything_that_is_built_is_accepted[5-",
+    "program/test_verify_large.py::test_sixty_four_ranks[pcpy]",
     "test_cli_json.py::test_json_goes_to_stdout_alone[chain",
     "test_cli_json.py::test_json_goes_to_stdout_alone[gemms",
     "test_launch.py::test_a_second_ctrl_c_ends_ranks_that_do_not_listen",
@@ -37,14 +60,51 @@ LONG = (
 """Beginnings of tests that take long for what they add; most show again what others do, by other sizes or seeds."""
 
 
+FIRST = (
+    "cpu/test_fused.py",
+    "test_cli_json.py",
+    "interpreter/test_sm_kernels.py",
+    "cpu/test_nodes.py",
+    "sim/test_sim_reports.py",
+    "cpu/test_collectives.py",
+    "cpu/test_properties.py",
+    "cpu/test_learning.py",
+    "cpu/test_hits.py",
+    "test_launch.py",
+    "test_examples.py",
+    "test_guide.py",
+    "cpu/test_bench_ordinary.py",
+    "cpu/test_fsdp.py",
+    "cpu/test_reach.py",
+    "program/test_shadows.py",
+    "test_errors.py",
+    "interpreter/test_fused_compile.py",
+    "test_imports.py",
+    "interpreter/test_kernels_compile.py",
+    "interpreter/test_kernel_shadows.py",
+    "program/test_learn_model.py",
+    "program/test_verify_builders.py",
+    "cpu/test_bench_studies.py",
+    "cpu/test_soak.py",
+    "cpu/test_bench_fused.py",
+    "cpu/test_bench_fsdp.py",
+    "test_tables_fit.py",
+    "test_report.py",
+    "program/test_addresses.py",
+)
+"""Files that take longest, the longest first: one begun late would keep a worker when all others are done."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    place = {f"tests/{name}": number for number, name in enumerate(FIRST)}
+    items.sort(key=lambda item: place.get(item.nodeid.partition("::")[0], len(FIRST)))
     for item in items:
         if item.nodeid.removeprefix("tests/").startswith(LONG):
             item.add_marker(pytest.mark.long)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Output as a pipe gets it, whoever looks on. Files in their order."""
+    """Output as a pipe gets it, whoever looks on. Files in the order above."""
     for name in ("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE"):  # xdist's workers get the first two
         os.environ.pop(name, None)
     # xdist would begin with the files of many tests, and end with the few that take minutes.

@@ -12,7 +12,7 @@ from sidelane.bench.c3 import foretold
 from sidelane.bench.c3.grouped_pictures import draw_groups
 from sidelane.bench.report import pictures
 from sidelane.bench.results.files import read
-from sidelane.bench.results.rows import C3Row
+from sidelane.bench.results.rows.pairs import C3Row
 from sidelane.cli import main
 from sidelane.machine.load import named
 

@@ -20,7 +20,7 @@ from sidelane.bench.power import study as power_study
 from sidelane.bench.report import page as report
 from sidelane.bench.report.tables import tables_of
 from sidelane.bench.results.files import Results, read, write
-from sidelane.bench.results.rows import PhaseRow, PowerRow
+from sidelane.bench.results.rows.calls import PhaseRow, PowerRow
 from sidelane.program.collective import Kind
 
 MB = 1 << 20

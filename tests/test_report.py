@@ -18,7 +18,9 @@ from sidelane.bench.report.drawing import label_ends
 from sidelane.bench.report.pictures import draw
 from sidelane.bench.report.tables import tables_of
 from sidelane.bench.results.files import Results
-from sidelane.bench.results.rows import C3Row, ChainRow, CollectiveRow, bus_gbps
+from sidelane.bench.results.rows.calls import ChainRow
+from sidelane.bench.results.rows.collectives import CollectiveRow, bus_gbps
+from sidelane.bench.results.rows.pairs import C3Row
 
 FROM = {
     "machine": "h200x4",

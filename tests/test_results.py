@@ -16,7 +16,10 @@ import pytest
 from sidelane.bench.results import files as results
 from sidelane.bench.results import provenance
 from sidelane.bench.results.files import Results, collect, read, write
-from sidelane.bench.results.rows import C3Row, ChainRow, CollectiveRow, HostRow, OrdinaryRow, bus_gbps
+from sidelane.bench.results.rows.calls import ChainRow, HostRow
+from sidelane.bench.results.rows.collectives import CollectiveRow, bus_gbps
+from sidelane.bench.results.rows.ordinary import OrdinaryRow
+from sidelane.bench.results.rows.pairs import C3Row
 from sidelane.bench.running import study
 
 COLLECTIVE = CollectiveRow(

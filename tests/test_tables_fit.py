@@ -26,7 +26,7 @@ from sidelane.bench.report import terminal
 from sidelane.bench.report.table import Line, Table
 from sidelane.bench.report.tables import tables_of
 from sidelane.bench.results import files
-from sidelane.bench.results.rows import CHANGES, OrdinaryRow
+from sidelane.bench.results.rows.ordinary import CHANGES, OrdinaryRow
 from sidelane.bench.results.written import STDOUT
 from sidelane.bench.simulated import fused as sim_fused
 from sidelane.bench.simulated import fused_skew, overlap

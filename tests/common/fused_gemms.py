@@ -13,6 +13,7 @@ from fused_ops import DTYPES, Calls, Draws, check_close, communicator
 from sidelane import Communicator, ops
 from sidelane.ops import reference
 from sidelane.ops.gemm import TileSizes
+from sidelane.ops.split_gemm import handle_of
 
 TILES = TileSizes(16, 16, 16, 1, 1, group=2)
 
@@ -43,6 +44,9 @@ def back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> int:
             if number % 3:  # by columns, which the library takes; and every other column, which it does not
                 x = x.T.contiguous().T if number % 3 == 1 else x.repeat_interleave(2, 1)[:, ::2]
             by_engines = ops.split_gemm_all_to_all(comm, x, weight, counts, most_rows=70 * n, pieces=1 + number % 3)
+            kept.append((by_engines[: len(expected)].clone(), expected))
+            handle, routed = handle_of(comm, 70 * n, columns, dtype), tuple(map(tuple, counts))
+            by_engines = handle.part_by_part(x, weight, routed, handle.routing(routed, 1 + number % 3))  # as graphs do
             kept.append((by_engines[: len(expected)].clone(), expected))
             if number < 2:  # as they are, and back
                 x = xs[rank].to(device)

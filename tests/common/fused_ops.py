@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+from triton.runtime.errors import OutOfResources
 
 from sidelane import Communicator, Config, ops
 from sidelane.errors import SidelaneError
@@ -66,15 +68,16 @@ def gemv_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> int:
     with communicator(group) as comm:
         n, rank = comm.world_size, comm.rank
         draws = Draws(seed, rank)
-        tiling = Tiling(16, 32, 1, 1)
+        tilings = {True: (Tiling(16, 32, 1, 1), Tiling(4, 16, 1, 2, 1, "")), False: (Tiling(16, 32, 1, 1),)}
         symmetric = {dtype: comm.empty(16 * 70, dtype=dtype) for dtype in DTYPES}
         shapes = [(draws.sizes.randrange(1, 70), draws.sizes.choice((1, 2, 3, 5, 16))) for _ in range(6)]
         kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         for number in range(calls):
             rows, tokens = draws.sizes.choice(shapes)
             columns = [draws.sizes.randrange(1, 50) for _ in range(n)]
-            dtype, schedule = draws.sizes.choice(DTYPES), draws.sizes.choice(("one_shot", "two_phase"))
+            dtype, schedule = draws.sizes.choice(DTYPES), draws.sizes.choice(("auto", "cells", "two_phase"))
             order, where = draws.sizes.choice(("remote_first", "oblivious")), draws.sizes.randrange(3)
+            tiling = draws.sizes.choice(tilings[tokens == 1])
             weights = [draws.normal(rows, width).to(dtype) for width in columns]
             xs = [draws.normal(tokens, width).to(dtype) for width in columns]
             expected = sum(x.double() @ weight.double().T for x, weight in zip(xs, weights, strict=True))
@@ -126,7 +129,7 @@ def gemv_of_8_bits(group: dist.ProcessGroup, seed: int) -> int:
             scale = scales[rank]
             weight, x = weights[rank].to(device), xs[rank].to(device)
             options = {"scale": None if scale is None else scale.to(device)}
-            for schedule in ("one_shot", "two_phase"):
+            for schedule in ("cells", "two_phase"):
                 draws.late()
                 result = ops.gemv_all_reduce(comm, weight, x, schedule=schedule, tiling=tiling, **options)
                 kept.append((result, expected))
@@ -136,6 +139,74 @@ def gemv_of_8_bits(group: dist.ProcessGroup, seed: int) -> int:
         for number, (result, wanted) in enumerate(kept):
             check_close(result, wanted, number)
     return len(kept)
+
+
+def default_tilings(group: dist.ProcessGroup, whole: tuple[int, int], odd: tuple[int, int]) -> int:
+    """GEMVs as they are cut by default: whole tiles and others (rows, columns), one token and several, all dtypes."""
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+    with communicator(group) as comm:
+        draws = Draws(7, comm.rank)
+        for (rows, columns), tokens, dtype, kind in (
+            *((whole, 1, dtype, None) for dtype in DTYPES),
+            *((odd, 1, dtype, None) for dtype in DTYPES),
+            *((whole, 16, dtype, None) for dtype in DTYPES),
+            *((shape, tokens, torch.bfloat16, FLOAT8S[0]) for shape in (whole, odd) for tokens in (1, 16)),
+            (odd, 9, torch.bfloat16, None),
+        ):
+            weights = [draws.normal(rows, columns).to(kind or dtype) for _ in range(comm.world_size)]
+            xs = [draws.normal(tokens, columns).to(dtype) for _ in range(comm.world_size)]
+            expected = sum(x.double() @ weight.double().T for x, weight in zip(xs, weights, strict=True))
+            assert isinstance(expected, torch.Tensor)
+            weight, x = weights[comm.rank].to(comm.device), xs[comm.rank].to(comm.device)
+            for schedule in ("cells", "two_phase", "cells"):
+                draws.late()
+                kept.append((ops.gemv_all_reduce(comm, weight, x, schedule=schedule, method="fused"), expected))
+        comm.synchronize()
+        for number, (result, wanted) in enumerate(kept):
+            check_close(result, wanted, number)
+    return len(kept)
+
+
+def large_norms(group: dist.ProcessGroup, sizes: Sequence[tuple[int, int]]) -> set[str]:
+    """The schedules that auto takes for these (tokens, hidden) in bfloat16, back to back and in turn with others."""
+    schedules = set()
+    with communicator(group) as comm:
+        draws, device, dtype = Draws(5, comm.rank), comm.device, torch.bfloat16
+        kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for tokens, hidden in sizes:
+            handle = ops.AllReduceRmsNorm(comm, tokens, hidden, dtype)
+            schedules.add(handle.schedule)
+            for part in (tokens, max(1, tokens - 1), tokens):
+                xs = [draws.normal(part, hidden).to(dtype) for _ in range(comm.world_size)]
+                residual, weight = draws.normal(part, hidden).to(dtype), draws.normal(hidden).to(dtype)
+                total = torch.stack(xs).double().sum(0) + residual.double()
+                expected = total / (total.square().mean(1, keepdim=True) + 1e-6).sqrt() * weight.double()
+                draws.late()
+                found = handle(xs[comm.rank].to(device), residual.to(device), weight.to(device))
+                kept += zip(found, (expected, total), strict=True)
+            comm.synchronize()
+            for number, (result, wanted) in enumerate(kept):
+                check_close(result, wanted, (tokens, hidden, number))
+            kept.clear()
+    return schedules
+
+
+def tilings_that_do_not_compile(group: dist.ProcessGroup) -> list[str]:
+    """What a caller is told where Triton cannot make a kernel, and where something else is wrong."""
+    told = []
+    with communicator(group) as comm:
+        handle = ops.GemvAllReduce(comm, 20, 1, torch.float32, schedule="cells")
+        for error in (
+            RuntimeError("PassManager::run failed"),
+            OutOfResources(300000, 232448, "shared memory"),
+            RuntimeError("a launch of a kernel, which was closed"),
+        ):
+            with mock.patch.object(handle._kernel, "launch", side_effect=error):
+                try:
+                    handle(torch.ones(20, 8), torch.ones(8))
+                except Exception as found:
+                    told.append(f"{type(found).__name__}: {found}")
+    return told
 
 
 def rms_norm_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> int:
@@ -148,6 +219,7 @@ def rms_norm_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> in
             tokens, hidden = draws.sizes.choice((1, 2, 3, 5, 7)), 2 * draws.sizes.choice((1, 17, 40))
             dtype, in_place = draws.sizes.choice(DTYPES), draws.sizes.random() < 0.5
             has_residual, eps = draws.sizes.random() < 0.7, draws.sizes.choice((1e-6, 1e-3))
+            schedule = draws.sizes.choice(("auto", "cells", "pushed"))
             xs = [draws.normal(tokens, hidden).to(dtype) for _ in range(n)]
             residual, weight = draws.normal(tokens, hidden).to(dtype), draws.normal(hidden).to(dtype)
             total = torch.stack(xs).double().sum(0) + (residual.double() if has_residual else 0)
@@ -156,8 +228,10 @@ def rms_norm_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> in
             x, before = xs[rank].to(device), residual.to(device) if has_residual else None
             draws.late()
             places: dict[str, Any] = {"out": x, "residual_out": before} if in_place else {}
+            if in_place and draws.sizes.random() < 0.5:
+                places = {"residual_out": x}
             kept += zip(
-                ops.all_reduce_rms_norm(comm, x, before, weight.to(device), eps=eps, **places),
+                ops.all_reduce_rms_norm(comm, x, before, weight.to(device), eps=eps, schedule=schedule, **places),
                 (expected, total),
                 strict=True,
             )

@@ -21,6 +21,7 @@ from sidelane.ops.gather_gemm import AllGatherGemm
 from sidelane.ops.gemm import GemmAllToAll, TileSizes
 from sidelane.ops.gemm_reduce import GemmReduce
 from sidelane.ops.gemv import GemvAllReduce, Tiling
+from sidelane.ops.gemv_cells import LANES
 from sidelane.ops.rms_norm import AllReduceRmsNorm
 from sidelane.program.collective import Buffer, Span
 from sidelane.program.ir import Command, Copy, Flag, Program, Queue, Reduce, Signal, Wait
@@ -191,8 +192,12 @@ def bytes_of(span: Span) -> Iterator[object]:
 
 
 def planted(queues: Sequence[Queue], mistake: str) -> list[Queue]:
-    """A block's shadow with a mistake: a copy left out, a signal in front of copies, or one of another flag."""
+    """A block's shadow with a mistake: a copy left out, a signal in front of copies or of another flag, or a cell that
+    is not sent, or not waited for.
+    """
     queue, *apart = queues
+    if mistake == "sent":
+        return [queue, *apart[1:]]
     commands = list(queue.commands)
     copies = [number for number, command in enumerate(commands) if isinstance(command, Copy | Reduce)]
     signals = [number for number, command in enumerate(commands) if isinstance(command, Signal)]
@@ -200,6 +205,8 @@ def planted(queues: Sequence[Queue], mistake: str) -> list[Queue]:
         del commands[copies[-1]]
     elif mistake == "order" and copies:
         commands.insert(copies[0], commands.pop(signals[-1]))
+    elif mistake == "waited":
+        del commands[max(number for number, command in enumerate(commands) if isinstance(command, Wait))]
     elif mistake == "flag":
         signal = commands[signals[0]]
         assert isinstance(signal, Signal)
@@ -215,32 +222,42 @@ def placed(comm: Communicator, buffer: str, tensor: torch.Tensor, nbytes: int = 
 
 
 def gemv(comm: Communicator) -> Iterator[Launched]:
-    """Five tiles of one token, in three blocks at most."""
+    """Two phases, five tiles of one token, in three blocks at most."""
     n, tiling = comm.world_size, Tiling(16, 16, 1, 1)
     rows, weight, x = 80, torch.ones(80, 16), torch.ones(1, 16)
-    tile_bytes = 4 * tiling.rows
-    for schedule, symmetric in (("one_shot", False), ("two_phase", True), ("two_phase", False)):
-        handle = GemvAllReduce(comm, rows, 1, torch.float32, schedule=schedule, tiling=tiling)
+    for symmetric in (True, False):
+        handle = GemvAllReduce(comm, rows, 1, torch.float32, schedule="two_phase", tiling=tiling)
         out = comm.empty(1, rows) if symmetric else torch.empty(1, rows)
-        own: Places = {(comm.rank, str(Buffer.OUTPUT)): (out.data_ptr(), out.nbytes)}
         places = dict(placed(comm, str(Buffer.STAGING), handle._partials))
-        if schedule == "one_shot":
-            shadows = fused_gemv.one_shot(n, handle._programs, 5, tile_bytes)
-            places |= own
+        shadow = fused_gemv.two_phase(n, handle._programs, 5, 4 * tiling.rows, copies=not symmetric)
+        if symmetric:
+            places |= placed(comm, str(Buffer.OUTPUT), out)
         else:
-            shadows = (fused_gemv.two_phase(n, handle._programs, 5, tile_bytes, copies=not symmetric),)
-            if symmetric:
-                places |= placed(comm, str(Buffer.OUTPUT), out)
-            else:
-                places |= own
-                places |= placed(comm, "results", handle._results)
-        launched = Launched(
+            places |= {(comm.rank, str(Buffer.OUTPUT)): (out.data_ptr(), out.nbytes)}
+            places |= placed(comm, "results", handle._results)
+        yield Launched(
             lambda handle=handle, out=out: handle(weight, x, out=out),  # type: ignore[misc]
             handle._kernel,
             places,
-            tuple(with_results(program, handle._partials.nbytes) for program in shadows),
+            (with_results(shadow, handle._partials.nbytes),),
         )
-        yield launched
+
+
+def gemv_cells(comm: Communicator) -> Iterator[Launched]:
+    """Tiles of two rows, the last of one; of three tokens in sixteen places a block waits twice."""
+    n, rows, weight = comm.world_size, 59, torch.ones(59, 16)
+    for tokens, tiling in ((1, Tiling(2, 16, 1, 1)), (3, Tiling(16, 16, 1, 1))):
+        handle = GemvAllReduce(comm, rows, tokens, torch.float32, schedule="cells", tiling=tiling)
+        x, out = torch.ones(tokens, 16), torch.empty(tokens, rows)
+        sizes = {"tile_rows": tiling.rows, "lanes": LANES, "tokens": tokens, "padded": handle._padded}
+        assert handle._programs > 1 and (tokens == 1 or handle._rows_each * handle._padded > LANES)
+        yield Launched(
+            lambda handle=handle, x=x, out=out: handle(weight, x, out=out),  # type: ignore[misc]
+            handle._kernel,
+            {(comm.rank, str(Buffer.OUTPUT)): (out.data_ptr(), out.nbytes)},
+            fused_gemv.cells(n, rows, handle._rows_each, **sizes),
+            placed(comm, "cells", handle._cells),
+        )
 
 
 def with_results(program: Program, partial_bytes: int) -> Program:
@@ -259,17 +276,33 @@ def with_results(program: Program, partial_bytes: int) -> Program:
 
 
 def rms_norm(comm: Communicator) -> Iterator[Launched]:
-    """Five rows of three words, in three blocks at most."""
+    """In cells: five rows of three words, in three blocks at most."""
     rows, words = 5, 3
-    handle = AllReduceRmsNorm(comm, rows, words, torch.float32)
+    handle = AllReduceRmsNorm(comm, rows, words, torch.float32, schedule="cells")
     x, weight, out = torch.ones(rows, words), torch.ones(words), torch.empty(rows, words)
     yield Launched(
         lambda: handle(x, None, weight, residual_out=out),
         handle._kernel,
         {(comm.rank, str(Buffer.OUTPUT)): (out.data_ptr(), out.nbytes)},
-        fused_rms_norm.all_reduce_rms_norm(comm.world_size, handle._programs, rows, words),
+        fused_rms_norm.cells(comm.world_size, handle._programs, rows, words, counts=False),
         placed(comm, "cells", handle._cells),
         fused_rms_norm.loaded_flags(comm.world_size, rows, words),
+    )
+
+
+def rms_norm_pushed(comm: Communicator) -> Iterator[Launched]:
+    """Five rows of three words, in three blocks at most."""
+    rows, words = 5, 3
+    handle = AllReduceRmsNorm(comm, rows, words, torch.float32, schedule="pushed")
+    x, weight, out = torch.ones(rows, words), torch.ones(words), torch.empty(rows, words)
+    yield Launched(
+        lambda: handle(x, None, weight, residual_out=out),
+        handle._kernel,
+        {
+            (comm.rank, str(Buffer.OUTPUT)): (out.data_ptr(), out.nbytes),
+            **placed(comm, str(Buffer.STAGING), handle._staging),
+        },
+        fused_rms_norm.pushed(comm.world_size, handle._programs, rows, 4 * words),
     )
 
 
@@ -377,7 +410,9 @@ def without_counters(program: Program, flags: int, consumed: int | None = None) 
 
 KINDS: Mapping[str, Callable[[Communicator], Iterator[Launched]]] = {
     "gemv": gemv,
+    "gemv_cells": gemv_cells,
     "rms_norm": rms_norm,
+    "rms_norm_pushed": rms_norm_pushed,
     "embedding": embedding,
     "embedding_backward": embedding_backward,
     "gemm": gemm,

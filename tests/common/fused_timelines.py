@@ -75,7 +75,7 @@ def calls_of(comm: Communicator) -> list[Callable[..., torch.Tensor]]:
         return ops.gemv_all_reduce(comm, weight, x, schedule=schedule, tiling=Tiling(16, 16, 1, 1), **others)
 
     return [
-        lambda **others: gemv("one_shot", **others),
+        lambda **others: gemv("cells", **others),
         lambda **others: gemv("two_phase", **others),
         lambda **others: ops.embedding_all_to_all(comm, tables, *bags, **others),
         lambda **others: ops.gemm_all_to_all(comm, rows, square, counts, most_rows=20 * n, tiles=tiles, **others),

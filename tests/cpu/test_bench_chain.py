@@ -22,7 +22,7 @@ from sidelane.bench.candidates.roster import Roster
 from sidelane.bench.chain import study as chain_study
 from sidelane.bench.chain.study import CALLS, ChainOptions
 from sidelane.bench.results.files import read
-from sidelane.bench.results.rows import ChainRow
+from sidelane.bench.results.rows.calls import ChainRow
 from sidelane.bench.running.measure import Meter
 from sidelane.collectives.prelaunched import Prelaunched
 from sidelane.program.collective import Kind

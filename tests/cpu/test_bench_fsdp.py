@@ -24,7 +24,7 @@ from sidelane.bench.fsdp.study import FsdpOptions
 from sidelane.bench.fsdp.trial import Trial
 from sidelane.bench.fsdp.ways import Way, Ways, gathered_bytes, names_on
 from sidelane.bench.results.files import read
-from sidelane.bench.results.rows import FsdpRow
+from sidelane.bench.results.rows.training import FsdpRow
 from sidelane.bench.running.launch import Rank
 from sidelane.bench.running.measure import Meter
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,26 +12,31 @@ from sidelane.bench.fused import study
 from sidelane.bench.fused.study import FusedOptions
 from sidelane.bench.report.tables import tables_of
 from sidelane.bench.results.files import Results, read
-from sidelane.bench.results.rows import FUSED_OPS, FusedRow
+from sidelane.bench.results.rows.operators import FUSED_OPS, FusedRow
 from sidelane.choice.fused import Table
 from sidelane.execute.sim.timeline import Interval
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
 
+SOME = ("embedding_all_to_all", "gemm_reduce_scatter")
+
+
 @needs_triton
-def test_everything_is_checked_and_timed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ops", [SOME, pytest.param(FUSED_OPS, marks=pytest.mark.long)], ids=["some", "all"])
+def test_everything_is_checked_and_timed(tmp_path: Path, ops: tuple[str, ...]) -> None:
     path = tmp_path / "fused.json"
-    options = FusedOptions(device="cpu", ranks=2, quiet=True, warmup=0, repeats=1, json=path, timeline=tmp_path)
+    plain: dict[str, Any] = {"device": "cpu", "ranks": 2, "quiet": True, "warmup": 0, "repeats": 1}
+    options = FusedOptions(**plain, ops=ops, json=path, timeline=tmp_path)
     results = study.main(options)
     assert isinstance(results, Results)
     names = {made.name for made in tmp_path.glob("*-remote_first.*")}
-    for op in ("embedding_all_to_all", "gemm_all_to_all"):
+    for op in {"embedding_all_to_all", "gemm_all_to_all"} & set(ops):
         assert {f"{op}-remote_first.{ending}" for ending in ("trace.json", "png", "svg")} <= names
         assert (tmp_path / f"{op}-skew.png").is_file()
     rows = [row for row in read(path).rows if isinstance(row, FusedRow)]
-    assert {row.op for row in rows} == set(FUSED_OPS)
-    for op in FUSED_OPS:
+    assert {row.op for row in rows} == set(ops)
+    for op in ops:
         mine = [row for row in rows if row.op == op]
         best = [row for row in mine if row.implementation == "unfused_best"]
         unfused = [row.time_us for row in mine if row.implementation in ("unfused_nccl", "unfused_sidelane")]
@@ -38,7 +44,7 @@ def test_everything_is_checked_and_timed(tmp_path: Path) -> None:
         assert any(row.implementation == "fused" for row in mine)
     assert all(row.correct and row.time_us and not row.note for row in rows), rows
     assert all(row.bound_us == max(row.compute_us or 0, row.comm_us or 0) for row in rows)
-    assert len(tables_of(results)) == len(FUSED_OPS)
+    assert len(tables_of(results)) == len(ops)
 
 
 def test_operators_that_there_are_not() -> None:

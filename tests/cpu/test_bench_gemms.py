@@ -12,7 +12,7 @@ from sidelane.bench.gemms.shapes import FITTED, MODELS, SEEN, projections
 from sidelane.bench.gemms.study import COLD_BYTES, GemmOptions, calls_of
 from sidelane.bench.report.tables import tables_of
 from sidelane.bench.results.files import Results, read
-from sidelane.bench.results.rows import GemmRow
+from sidelane.bench.results.rows.operators import GemmRow
 from sidelane.c3.workload import CPU_GEMM_FLOPS
 
 

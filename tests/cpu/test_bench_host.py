@@ -18,7 +18,7 @@ from sidelane.bench.host.study import BLOCKS, HostOptions
 from sidelane.bench.host.ways import Way, ways_of
 from sidelane.bench.report.tables import tables_of
 from sidelane.bench.results.files import Results, read
-from sidelane.bench.results.rows import HostRow
+from sidelane.bench.results.rows.calls import HostRow
 from sidelane.bench.running.launch import Rank
 from sidelane.bench.running.measure import Meter
 from sidelane.program.collective import Kind

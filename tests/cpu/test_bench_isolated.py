@@ -18,7 +18,7 @@ from sidelane.bench.c3.heuristics import HeuristicsOptions
 from sidelane.bench.c3.study import is_bound_by_memory, rows_of
 from sidelane.bench.report.tables import tables_of
 from sidelane.bench.results.files import read, write
-from sidelane.bench.results.rows import HeuristicRow, IsolatedRow
+from sidelane.bench.results.rows.pairs import HeuristicRow, IsolatedRow
 from sidelane.bench.running.launch import Rank, RankFailedError
 from sidelane.bench.tune import isolated
 from sidelane.bench.tune.isolated import IsolatedOptions

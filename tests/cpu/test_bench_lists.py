@@ -28,7 +28,7 @@ from sidelane.bench.candidates.roster import Roster, make_roster
 from sidelane.bench.collectives import study as collective_study
 from sidelane.bench.collectives.study import CollectiveOptions, calls_per_sample, measure_case
 from sidelane.bench.results.files import read
-from sidelane.bench.results.rows import CollectiveRow
+from sidelane.bench.results.rows.collectives import CollectiveRow
 from sidelane.bench.running.asked import check_asked
 from sidelane.bench.running.measure import Meter
 from sidelane.choice.candidate import takes_one_tensor

@@ -17,7 +17,7 @@ from sidelane.bench.c3 import occupancy
 from sidelane.bench.c3.occupancy import OccupancyOptions
 from sidelane.bench.c3.occupancy_tables import gain
 from sidelane.bench.results.files import read
-from sidelane.bench.results.rows import OccupancyRow
+from sidelane.bench.results.rows.pairs import OccupancyRow
 from sidelane.c3.lanes import Lanes
 from sidelane.c3.pipelined import Pipelined, Schedule
 from sidelane.c3.run import Workers

@@ -29,14 +29,14 @@ from sidelane.bench.ordinary.study import OrdinaryOptions
 from sidelane.bench.ordinary.ways import Own, make_ways
 from sidelane.bench.report.tables import tables_of
 from sidelane.bench.results.files import read
-from sidelane.bench.results.rows import CHANGES, OrdinaryRow
+from sidelane.bench.results.rows.ordinary import CHANGES, OrdinaryRow
 from sidelane.bench.running.launch import Rank
 from sidelane.bench.running.measure import Meter
 from sidelane.c3.workload import parse_workload
 from sidelane.collectives import ahead
 from sidelane.program.collective import Kind
 
-QUICK: dict[str, Any] = {"device": "cpu", "ranks": 2, "quiet": True, "warmup": 0, "repeats": 2, "timeout_s": 100.0}
+QUICK: dict[str, Any] = {"device": "cpu", "ranks": 2, "quiet": True, "warmup": 0, "repeats": 1, "timeout_s": 100.0}
 WAYS = [("auto", "symmetric"), ("auto", "learned"), ("auto", "mapped"), ("auto", "staged"), ("gloo", "")]
 SMALL = "256x256x256_256K"
 CPU = torch.device("cpu")

@@ -20,7 +20,7 @@ from sidelane.bench.power import study as power_study
 from sidelane.bench.power.inputs import LARGEST, ReducedInput, calls_between
 from sidelane.bench.power.meter import Recorder
 from sidelane.bench.power.study import PowerBench, PowerOptions
-from sidelane.bench.results.rows import PowerRow
+from sidelane.bench.results.rows.calls import PowerRow
 from sidelane.bench.running.measure import Meter
 from sidelane.errors import UnavailableError
 from sidelane.program.collective import Kind

@@ -28,7 +28,7 @@ from sidelane.bench.collectives.study import (
     measure_case,
 )
 from sidelane.bench.results.files import read
-from sidelane.bench.results.rows import CollectiveRow
+from sidelane.bench.results.rows.collectives import CollectiveRow
 from sidelane.bench.running.launch import RankFailedError
 from sidelane.bench.running.measure import Meter
 from sidelane.bench.running.study import Follower

@@ -17,7 +17,7 @@ from sidelane.bench.candidates.candidate import Entrant, Prepared, candidates_of
 from sidelane.bench.candidates.reference import KINDS, Case, fill_input
 from sidelane.bench.candidates.roster import Roster
 from sidelane.bench.collectives.study import CollectiveOptions, measure_case
-from sidelane.bench.results.rows import CollectiveRow
+from sidelane.bench.results.rows.collectives import CollectiveRow
 from sidelane.bench.running.measure import Meter
 from sidelane.errors import UnavailableError
 from sidelane.program.collective import Kind

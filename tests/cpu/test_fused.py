@@ -31,7 +31,7 @@ def four() -> Iterator[Crew]:
     found.close()
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_gemv_all_reduce_back_to_back(four: Crew, world_size: int) -> None:
     assert four.run(fused_ops.gemv_back_to_back, world_size, world_size, 12, timeout_s=110) == [12] * world_size
 
@@ -41,7 +41,24 @@ def test_gemv_all_reduce_of_weights_of_8_bits(four: Crew, world_size: int) -> No
     assert four.run(fused_ops.gemv_of_8_bits, world_size, world_size, timeout_s=110) == [8] * world_size
 
 
+def test_gemvs_with_default_tilings(four: Crew) -> None:
+    assert four.run(fused_ops.default_tilings, 2, (32, 512), (21, 70), timeout_s=110) == [42, 42]
+
+
+def test_a_tiling_that_does_not_compile_is_named(four: Crew) -> None:
+    for passes, resources, other in four.run(fused_ops.tilings_that_do_not_compile, 2):
+        for told in (passes, resources):
+            assert told.startswith("UnavailableError: gemv_all_reduce: a kernel that Triton cannot make (value=Tiling(")
+        assert "allowed=another tiling): PassManager" in passes and other.startswith("RuntimeError: a launch")
+
+
 @pytest.mark.parametrize("world_size", [2, 4])
+def test_large_norms_are_pushed(four: Crew, world_size: int) -> None:
+    found = four.run(fused_ops.large_norms, world_size, [(2, 128), (40, 8192)], timeout_s=110)
+    assert found == [{"cells", "pushed"}] * world_size
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_all_reduce_rms_norm_back_to_back(four: Crew, world_size: int) -> None:
     assert four.run(fused_ops.rms_norm_back_to_back, world_size, world_size, 16, timeout_s=110) == [16] * world_size
 
@@ -59,7 +76,7 @@ def test_gradients_of_embeddings(four: Crew, world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_gemm_all_to_all_back_to_back(four: Crew, world_size: int) -> None:
-    assert four.run(fused_gemms.back_to_back, world_size, world_size, 8, timeout_s=110) == [24] * world_size
+    assert four.run(fused_gemms.back_to_back, world_size, world_size, 8, timeout_s=110) == [32] * world_size
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -95,16 +112,27 @@ def test_what_is_refused(four: Crew, calls: Callable[..., object]) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize(
-    "kind", ["gemv", "rms_norm", "embedding", "embedding_backward", "gemm", "gemm_reduce", "gather_gemm"]
+    "kind",
+    [
+        *("gemv", "gemv_cells", "rms_norm", "rms_norm_pushed"),
+        *("embedding", "embedding_backward", "gemm", "gemm_reduce", "gather_gemm"),
+    ],
 )
 def test_every_block_does_what_its_shadow_says(four: Crew, kind: str, world_size: int) -> None:
     assert all(steps > 10 for steps in four.run(fused_shadows.follow, world_size, kind, "none"))
 
 
-@pytest.mark.parametrize("mistake", ["copy", "order", "flag"])
-def test_a_shadow_that_says_something_else_is_noticed(four: Crew, mistake: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "mistake"),
+    [
+        *(("gemv", "copy"), ("gemv", "order"), ("gemv", "flag")),
+        *(("gemv_cells", "copy"), ("gemv_cells", "sent"), ("gemv_cells", "waited")),
+        *(("rms_norm", "sent"), ("rms_norm", "waited"), ("rms_norm_pushed", "copy"), ("rms_norm_pushed", "order")),
+    ],
+)
+def test_a_shadow_that_says_something_else_is_noticed(four: Crew, kind: str, mistake: str) -> None:
     with pytest.raises(AssertionError, match="generation 1, block"):
-        four.run(fused_shadows.follow, 2, "gemv", mistake)
+        four.run(fused_shadows.follow, 2, kind, mistake)
 
 
 def test_fused_or_unfused(four: Crew) -> None:

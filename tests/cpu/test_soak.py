@@ -19,8 +19,8 @@ from ranks import crew
 from sidelane import Communicator, cli
 from sidelane.bench.report.tables import tables_of
 from sidelane.bench.results.files import read
-from sidelane.bench.results.rows import SOAKED, SoakRow
-from sidelane.bench.soak import endings, study
+from sidelane.bench.results.rows.soak import SOAKED, SoakRow
+from sidelane.bench.soak import endings, study, world
 from sidelane.bench.soak.described import Call, Form, Part, Spot
 from sidelane.bench.soak.endings import ENDINGS, Told, objections
 from sidelane.bench.soak.episode import CALLS, Episode, Setting
@@ -337,15 +337,17 @@ def test_threads_take_turns_in_one_order():
 
 
 def test_a_rank_that_hangs_shows_where(monkeypatch: pytest.MonkeyPatch):
-    """It is stopped, and nobody knows: the parent gives up, lets it say where it is, and ends it."""
-    from sidelane.bench.soak import world
+    """It waits, and nobody lets it go on: the parent gives up, lets it say where it is, and ends it."""
+    patience = [60.0]
 
-    monkeypatch.setattr(Episode, "patience_s", 3.0)
+    def leave_it(_: world._World, silent: set[int]) -> None:
+        if silent == {1}:  # the other one has found out
+            patience[0] = 0.5
+
+    monkeypatch.setattr(Episode, "patience_s", property(lambda _: patience[0]))  # in this process
     monkeypatch.setattr(world, "END_S", 0.5)
-    monkeypatch.setattr(world, "FROZEN", "nobody listens to this")
-    stopped = episode(2, endings.NEVER_COMES, timeout_s=0.7, calls=10)
-    monkeypatch.setattr(world, "_CULPRITS_LEFT", ())
-    verdict = run_episode(stopped)
+    monkeypatch.setattr(world._World, "_see_to_the_culprit", leave_it)
+    verdict = run_episode(episode(2, endings.NEVER_COMES, timeout_s=3.0, calls=10))
     texts = [text for rank, text in verdict.failures if rank == 1]
     assert "no word and no end within" in texts[0] and "wait_for_the_others" in texts[0], verdict.failures
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sidelane.bench.results.files import Results, write
-from sidelane.bench.results.rows import CollectiveRow
+from sidelane.bench.results.rows.collectives import CollectiveRow
 from sidelane.bench.tune import command as tune
 from sidelane.bench.tune.changes import changes_table
 from sidelane.bench.tune.command import TuneOptions, passes

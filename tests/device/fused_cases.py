@@ -111,6 +111,24 @@ def gemv(comm: Communicator) -> Case:
     return lambda step: x.fill_(step + rank), lambda: [ops.gemv_all_reduce(comm, weight, x)]
 
 
+def gemv_of_one_token(comm: Communicator) -> Case:
+    """Rows that are no multiple of anything, and a default tiling."""
+    device, rank = comm.device, comm.rank
+    x = torch.zeros(512, device=device)
+    weight = torch.randn(1001, 512, device=device, generator=torch.Generator(device).manual_seed(rank))
+    return lambda step: x.fill_(step + rank), lambda: [ops.gemv_all_reduce(comm, weight, x)]
+
+
+def rms_norm_pushed(comm: Communicator) -> Case:
+    x, residual, weight = (torch.ones(size, device=comm.device) for size in ((200, 1024), (200, 1024), (1024,)))
+    ramp = torch.arange(1024, device=comm.device)
+
+    def change(step: int) -> None:
+        x.copy_((ramp * (step + comm.rank) % 17).expand(200, 1024))
+
+    return change, lambda: list(ops.all_reduce_rms_norm(comm, x, residual, weight, schedule="pushed"))
+
+
 def rms_norm(comm: Communicator) -> Case:
     x, residual, weight = (torch.ones(size, device=comm.device) for size in ((6, 512), (6, 512), (512,)))
     ramp = torch.arange(512, device=comm.device)
@@ -182,12 +200,32 @@ def gather_gemm(comm: Communicator) -> Case:
     return lambda step: x.fill_(step + comm.rank), lambda: [ops.all_gather_gemm(comm, x, weight)]
 
 
+def split(comm: Communicator) -> Case:
+    """Parts by copy engines, some of them empty."""
+    n, device = comm.world_size, comm.device
+    counts = [[(37 * (sender * n + receiver) + 5) % 97 for receiver in range(n)] for sender in range(n)]
+    counts[0][-1] = 1  # of which there are no three parts
+    most = max(map(sum, (*counts, *zip(*counts, strict=True))))
+    came = sum(row[comm.rank] for row in counts)
+    x, weight = torch.zeros(150 * n, 64, device=device), torch.randn(300, 64, device=device)
+
+    def call() -> list[torch.Tensor]:
+        routed = ops.split_gemm_all_to_all(comm, x, weight, counts, most_rows=max(most, 150 * n), pieces=3)
+        reduced = [op(comm, x, weight) for op in (ops.split_gemm_reduce_scatter, ops.split_gemm_all_reduce)]
+        return [routed[:came], *reduced, ops.split_all_gather_gemm(comm, x, weight, pieces=2)]
+
+    return lambda step: x.fill_(step + comm.rank), call
+
+
 CALLS: dict[str, Callable[[Communicator], Case]] = {
     "gemv": gemv,
+    "gemv_of_one_token": gemv_of_one_token,
     "rms_norm": rms_norm,
+    "rms_norm_pushed": rms_norm_pushed,
     "embedding": embedding,
     "embedding_backward": embedding_backward,
     "gemm": gemm,
     "gemm_reduce": gemm_reduce,
     "gather_gemm": gather_gemm,
+    "split": split,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import reach_cases
@@ -93,6 +94,14 @@ def all_is_given_back(context: Context) -> int:
         dist.barrier()
         return torch.cuda.mem_get_info(device)[0]
 
+    def hear() -> None:
+        """Calls that say what has gone; what is seen to have ended meanwhile is let go of by the call behind it."""
+        for _ in range(2):
+            for _ in range(LAG + 2 * LOOK_EVERY):
+                comm.all_gather(warm, warm[context.rank : context.rank + 1])
+            torch.cuda.synchronize()
+            time.sleep(0.1)
+
     with Communicator(device=device, config=reach_cases.MAPPING) as comm:
         warm = torch.zeros(n, device=device)
         comm.all_gather(warm, warm[context.rank : context.rank + 1])
@@ -102,10 +111,8 @@ def all_is_given_back(context: Context) -> int:
             comm.all_gather(output, output[context.rank])
             del output
             free()
-            for _ in range(
-                LAG + 2 * LOOK_EVERY
-            ):  # which say what has gone: those that go ahead are heard so much later
-                comm.all_gather(warm, warm[context.rank : context.rank + 1])
+            hear()
+        hear()
         return before - free()
 
 

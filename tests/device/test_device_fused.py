@@ -33,6 +33,16 @@ def test_default_tiles(ranks: Ranks) -> None:
     ranks.run(CASES + "as_on_cpus", "fused_gemm_family", "default_tiles", timeout_s=120)
 
 
+def test_gemvs_with_default_tilings(ranks: Ranks) -> None:
+    ranks.run(CASES + "as_on_cpus", "fused_ops", "default_tilings", (4096, 2048), (1001, 515), timeout_s=150)
+
+
+def test_large_norms(ranks: Ranks) -> None:
+    sizes = [(1, 8192), (6, 6144), (16, 8192), (3, 16384), (128, 8192), (512, 8192), (512, 16384)]
+    for found in ranks.run(CASES + "as_on_cpus", "fused_ops", "large_norms", sizes, timeout_s=150):
+        assert found >= {"cells"}
+
+
 def test_slices_as_they_come(ranks: Ranks) -> None:
     ranks.run(CASES + "as_on_cpus", "fused_embeddings", "slices_as_they_come", timeout_s=120)
 
@@ -57,10 +67,10 @@ def test_what_is_refused(ranks: Ranks, module: str, name: str) -> None:
             assert line.startswith("PeerError") and reason in line, (line, reason)
 
 
-NAMES = ["gemv", "rms_norm", "embedding", "embedding_backward", "gemm", "gemm_reduce", "gather_gemm"]
+NAMES = ["gemv", "rms_norm", "embedding", "embedding_backward", "gemm", "gemm_reduce", "gather_gemm", "split"]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "gemv_of_one_token", "rms_norm_pushed"])
 def test_in_a_graph(ranks: Ranks, name: str) -> None:
     ranks.run(CASES + "in_a_graph", name, 12, timeout_s=120)
 

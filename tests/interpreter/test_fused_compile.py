@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import re
 import subprocess
 import tempfile
+import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,19 @@ if importlib.util.find_spec("triton") is None:
 import triton
 from triton.backends.compiler import GPUTarget
 
-from sidelane.ops import embedding, embedding_backward, embedding_tables, gather_gemm, gemm, gemm_reduce, gemv, rms_norm
+from sidelane.ops import (
+    embedding,
+    embedding_backward,
+    embedding_tables,
+    gather_gemm,
+    gemm,
+    gemm_reduce,
+    gemv,
+    gemv_cells,
+    gemv_tiling,
+    gemv_two_phase,
+    rms_norm_kernels,
+)
 
 H200 = GPUTarget("cuda", 90, 32)
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -34,7 +48,13 @@ MOST_SHARED_BYTES = 232448
 
 
 def compiled(
-    kernel: Any, kinds: str, constants: Mapping[str, object], warps: int, *, multiples: Sequence[str] = ()
+    kernel: Any,
+    kinds: str,
+    constants: Mapping[str, object],
+    warps: int,
+    *,
+    multiples: Sequence[str] = (),
+    most_shared_bytes: int = MOST_SHARED_BYTES,
 ) -> tuple[str, int, int]:
     """PTX, registers and stack of a thread.
 
@@ -50,7 +70,7 @@ def compiled(
     known = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in multiples}
     source = triton.compiler.ASTSource(kernel, ordered, dict(constants), known)
     made = triton.compile(source, target=H200, options={"num_warps": warps})
-    assert made.metadata.shared <= MOST_SHARED_BYTES
+    assert made.metadata.shared <= most_shared_bytes
     return made.asm["ptx"], *usage(made.asm["cubin"])
 
 
@@ -72,44 +92,130 @@ def with_ones(kernel: Any, kinds: str, constants: Mapping[str, object]) -> tuple
 
 
 GEMV = "*i64 *i64 *fp32 *i64 *{0} *{0} *{0} *{0} i32 i32 i32 i32 i32 i32 i32"
+TWO_PHASES = {"REMOTE_FIRST": True, "COPIES": True}
+
+
+@pytest.mark.parametrize(("dtype", "tokens"), [("bf16", 1), ("fp16", 4), ("fp32", 16)])
+def test_gemv_all_reduce_in_two_phases_compiles(dtype: str, tokens: int) -> None:
+    tiling = gemv_tiling.OF_TWO_PHASES[tokens > 1]
+    padded = 1 if tokens == 1 else gemv.MOST_TOKENS
+    constants = {"ROWS": tiling.rows, "COLS": tiling.columns, "TP": padded, "WIDE": dtype == "fp32"} | TWO_PHASES
+    text, registers, stack = compiled(gemv_two_phase.KERNEL, GEMV.format(dtype), constants, tiling.warps)
+    assert stack <= MOST_STACK_BYTES, (registers, stack)
+    assert text.count(".sys.release.exch") >= 2
+    assert text.count(".sys.acquire.add") >= 2
+    assert ".gpu.acq_rel.add" in text, "the end of a launch"
+
+
+CELLS = "*i64 *i64 *i64 *{0} *{1} *{0} i32 i32 i32 i32 i32 i32 i32"
+
+
+def compiled_cells(
+    tiling: gemv.Tiling, kinds: str, *, ranks: int, tokens: int, **given: object
+) -> tuple[str, int, int]:
+    """Of whole tiles of aligned rows; but for ``rows``, of which nothing is known."""
+    options = gemv_cells.constants_of(tiling, ranks=ranks, padded=tokens, wide="*fp32 *fp32 *fp32" in kinds)
+    constants = {name: value for name, value in options.items() if name in gemv_cells.KERNEL.arg_names}
+    multiples = ("weight", "x", "columns", "weight_stride", "x_stride")
+    element = 4 if "fp32 *fp32 *fp32" in kinds else 2
+    loaded = element * tiling.columns * (tiling.rows + tokens)
+    return compiled(
+        gemv_cells.KERNEL,
+        kinds,
+        {**constants, "EVEN": True, **given},
+        tiling.warps,
+        multiples=multiples,
+        most_shared_bytes=(tiling.stages - 1) * loaded + gemv_tiling.SCRATCH_BYTES,
+    )
 
 
 @pytest.mark.parametrize(
-    ("dtype", "tokens", "phases"), [("bf16", 1, 1), ("bf16", 1, 2), ("fp16", 4, 1), ("fp32", 16, 1)]
+    ("kilobytes", "one_token", "dots"), [(228, (4, 4), (5, 5)), (164, (4, 3), (5, 4)), (100, (3, 2), (4, 2))]
 )
-def test_gemv_all_reduce_compiles(dtype: str, tokens: int, phases: int) -> None:
-    tiling = gemv.Tiling() if tokens == 1 else gemv.OF_DOTS
-    padded = 1 if tokens == 1 else gemv.MOST_TOKENS
-    constants = {"ROWS": tiling.rows, "COLS": tiling.columns, "TP": padded, "WIDE": dtype == "fp32"}
-    constants |= {"PHASES": phases, "REMOTE_FIRST": True, "COPIES": True}
-    text, registers, stack = compiled(gemv.KERNEL, GEMV.format(dtype), constants, tiling.warps)
-    assert stack <= MOST_STACK_BYTES, (registers, stack)
-    assert text.count(".sys.release.exch") >= phases
-    assert text.count(".sys.acquire.add") >= phases
-    assert ".gpu.acq_rel.add" in text, "the end of a launch"
+def test_stages_are_as_many_as_shared_memory_has_room_for(
+    monkeypatch: pytest.MonkeyPatch, kilobytes: int, one_token: tuple[int, int], dots: tuple[int, int]
+) -> None:
+    """Of bfloat16 and float32, on a unit of an H100, of an A100 and of what has less."""
+    unit = types.SimpleNamespace(shared_memory_per_multiprocessor=kilobytes << 10)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: unit)
+    for tokens, stages in ((1, one_token), (16, dots)):
+        tiling = gemv_tiling.tiling_of(gemv.CELLS, tokens)
+        room = gemv_tiling.shared_bytes_of(torch.device("cuda", 0), tiling.per_unit)
+        assert tuple(tiling.stages_in(room, size, size, tokens) for size in (2, 4)) == stages
+
+
+@pytest.mark.parametrize(
+    ("ranks", "tokens", "stages", "dtype"),
+    [(2, 1, 0, "bf16"), (2, 1, 1, "bf16"), (8, 1, 0, "fp32"), (2, 16, 0, "bf16"), (3, 16, 0, "fp32")],
+)
+def test_gemv_all_reduce_in_cells_compiles(ranks: int, tokens: int, stages: int, dtype: str) -> None:
+    tiling = gemv_tiling.tiling_of(gemv.CELLS, tokens)
+    tiling = dataclasses.replace(tiling, stages=stages or tiling.stages)
+    text, registers, stack = compiled_cells(tiling, CELLS.format(dtype, dtype), ranks=ranks, tokens=tokens)
+    assert stack <= MOST_STACK_BYTES and registers <= tiling.registers, (registers, stack)
+    assert ("cp.async.cg" in text) == (tiling.stages > 1), "weights are on their way while others are added up"
+    assert ".sys.release" not in text, "words carry their own readiness"
+
+
+@pytest.mark.parametrize("tokens", [1, 16])
+def test_cells_load_ahead_with_stamps_as_well(tokens: int) -> None:
+    tiling = gemv_tiling.tiling_of(gemv.CELLS, tokens)
+    kinds = CELLS.format("bf16", "bf16") + " *i64"
+    text, *_ = compiled_cells(tiling, kinds, ranks=2, tokens=tokens, stamps=...)
+    assert "globaltimer" in text and "cp.async.cg" in text
 
 
 @pytest.mark.parametrize(("weight", "tokens"), [("fp8e4nv", 1), ("fp8e5", 1), ("fp8e4nv", 16)])
 def test_weights_of_8_bits_compile(weight: str, tokens: int) -> None:
-    tiling = gemv.Tiling() if tokens == 1 else gemv.OF_DOTS
-    constants = {"ROWS": tiling.rows, "COLS": tiling.columns, "TP": tokens, "WIDE": False, "scale": ...}
-    constants |= {"PHASES": 2, "REMOTE_FIRST": True, "COPIES": True}
+    tiling = gemv_tiling.OF_TWO_PHASES[tokens > 1]
+    constants = {"ROWS": tiling.rows, "COLS": tiling.columns, "TP": tokens, "WIDE": False, "scale": ...} | TWO_PHASES
     kinds = GEMV.replace("*{0} *{0} *{0} *{0}", "*{0} *{0} *{1} *{0} *fp32").format("bf16", weight)
-    text, registers, stack = compiled(gemv.KERNEL, kinds, constants, tiling.warps)
-    assert stack <= MOST_STACK_BYTES, (registers, stack)
-    assert f"cvt.rn.f16x2.{'e4m3x2' if weight == 'fp8e4nv' else 'e5m2x2'}" in text, "what the GPU has for it"
+    for text, registers, stack in (
+        compiled(gemv_two_phase.KERNEL, kinds, constants, tiling.warps),
+        compiled_cells(
+            gemv_tiling.tiling_of(gemv.CELLS, tokens),
+            CELLS.replace("*{1} *{0}", "*{1} *{0} *fp32").format("bf16", weight),
+            ranks=2,
+            tokens=tokens,
+            scale=...,
+        ),
+    ):
+        assert stack <= MOST_STACK_BYTES, (registers, stack)
+        assert f"cvt.rn.f16x2.{'e4m3x2' if weight == 'fp8e4nv' else 'e5m2x2'}" in text, "what the GPU has for it"
 
 
-@pytest.mark.parametrize(("element_bytes", "words", "warps"), [(2, 1024, 4), (2, 4096, 8), (4, 8192, 16)])
-def test_all_reduce_rms_norm_compiles(element_bytes: int, words: int, warps: int) -> None:
-    constants = {"W": words, "DTYPE": triton.language.bfloat16, "ELEMENT_BYTES": 2, "HAS_RESIDUAL": True}
+NORM = "*i64 *i32 i32 *i64 *i64 *i32 *i32 *i32 *i32 *i32 i32 i32 i32 fp32"
+PUSHED = "*i64 *i32 i32 *i64 *{0} *{0} *{0} *{0} *{0} *{0} i32 i32 i32 fp32"
+
+
+@pytest.mark.parametrize(
+    ("element_bytes", "words", "warps"), [(2, 1024, 4), (2, 4096, 8), (2, 8192, 16), (4, 8192, 16)]
+)
+def test_all_reduce_rms_norm_in_cells_compiles(element_bytes: int, words: int, warps: int) -> None:
+    constants = {"N": 2, "W": words, "DTYPE": triton.language.bfloat16, "ELEMENT_BYTES": 2, "HAS_RESIDUAL": True}
+    constants["MOST_AHEAD"] = rms_norm_kernels.MOST_AHEAD
     if element_bytes == 4:
         constants |= {"DTYPE": triton.language.float32, "ELEMENT_BYTES": 4}
-    kinds = "*i64 *i64 *i64 *i32 *i32 *i32 *i32 *i32 i32 i32 i32 fp32"
-    text, registers, stack = compiled(rms_norm.KERNEL, kinds, constants, warps)
-    assert stack <= MOST_STACK_BYTES, (registers, stack)
-    assert ".sys.release" not in text, "words carry their own readiness"
+    text, registers, stack = compiled(rms_norm_kernels.CELLS_KERNEL, NORM, constants, warps)
+    widest = words > rms_norm_kernels.MOST_AHEAD and element_bytes == 2  # as many elements as a thread ever has
+    assert stack <= MOST_STACK_BYTES * (1 + widest), (registers, stack)
+    assert "release" not in text and "acq_rel" not in text, (
+        "words carry their own readiness, and streams order launches"
+    )
+    assert ".gpu.relaxed.add" in text, "the end of a launch"
     assert "ld.volatile" in text
+
+
+@pytest.mark.parametrize(("dtype", "hidden", "warps"), [("bf16", 2048, 4), ("bf16", 8192, 8), ("bf16", 16384, 16)])
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_pushed_all_reduce_rms_norm_compiles(dtype: str, hidden: int, warps: int, ranks: int) -> None:
+    constants = {"N": ranks, "HP": hidden, "HAS_RESIDUAL": True}
+    known = ("staging", "output", "total_output", "x", "residual", "weight", "hidden")
+    kernel = rms_norm_kernels.PUSHED_KERNEL
+    text, registers, stack = compiled(kernel, PUSHED.format(dtype), constants, warps, multiples=known)
+    assert stack <= MOST_STACK_BYTES and registers <= 128, (registers, stack)
+    assert re.search(r"st\.global\.v4\.b32", text), "rows go in wide stores"
+    assert ".sys.release.exch" in text and ".sys.acquire.add" in text and ".gpu.acq_rel.add" in text
 
 
 @pytest.mark.parametrize(("dtype", "index", "weighted"), [("fp32", "i32", False), ("bf16", "i64", True)])
@@ -194,9 +300,9 @@ def test_gemms_of_reductions_and_gathers_compile(kernel: str, dtype: str) -> Non
 
 
 def test_stamps_are_in_a_kernel_that_is_given_room_for_them_only() -> None:
-    constants = {"ROWS": 16, "COLS": 128, "TP": 1, "WIDE": False, "PHASES": 2, "REMOTE_FIRST": True, "COPIES": True}
+    constants = {"ROWS": 16, "COLS": 128, "TP": 1, "WIDE": False} | TWO_PHASES
     without, with_stamps = (
-        compiled(gemv.KERNEL, GEMV.format("bf16") + kind, {**constants, **given}, 4)[0]
+        compiled(gemv_two_phase.KERNEL, GEMV.format("bf16") + kind, {**constants, **given}, 4)[0]
         for kind, given in (("", {}), (" *i64", {"stamps": ...}))
     )
     assert "globaltimer" not in without and without.count(".param .u64") + 1 == with_stamps.count(".param .u64")
@@ -211,15 +317,22 @@ BAGS = {"D": 1, "DP": 1, "L": 8, "DTYPE": BF16, "ALIGNED": False, "MEAN": True, 
     ("kernel", "kinds", "constants"),
     [
         (
-            gemv.KERNEL,
+            gemv_two_phase.KERNEL,
             GEMV.format("bf16"),
-            {"ROWS": 4, "COLS": 128, "TP": 1, "WIDE": False} | {"PHASES": 2, "REMOTE_FIRST": True, "COPIES": True},
+            {"ROWS": 4, "COLS": 128, "TP": 1, "WIDE": False} | TWO_PHASES,
         ),
         (
-            rms_norm.KERNEL,
-            "*i64 *i64 *i64 *i32 *i32 *i32 *i32 *i32 i32 i32 i32 fp32",
-            {"W": 1, "DTYPE": BF16, "ELEMENT_BYTES": 2, "HAS_RESIDUAL": True},
+            gemv_cells.KERNEL,
+            CELLS.format("bf16", "bf16"),
+            {"N": 2, "R": 2, "ROWS": 16, "COLS": 512, "TP": 1, "WIDE": False, "EVEN": False}
+            | {"STAGES": 4, "EVICT": "evict_first", "LANES": 256},
         ),
+        (
+            rms_norm_kernels.CELLS_KERNEL,
+            NORM,
+            {"N": 2, "W": 1, "DTYPE": BF16, "ELEMENT_BYTES": 2, "HAS_RESIDUAL": True, "MOST_AHEAD": 4096},
+        ),
+        (rms_norm_kernels.PUSHED_KERNEL, PUSHED.format("bf16"), {"N": 2, "HP": 1, "HAS_RESIDUAL": True}),
         (
             embedding.KERNEL,
             "*i64 *i64 *i32 *i64 *i32 *i32 *bf16 i32 i32 i32 i32 i32",
@@ -249,7 +362,17 @@ BAGS = {"D": 1, "DP": 1, "L": 8, "DTYPE": BF16, "ALIGNED": False, "MEAN": True, 
             | {"GROUP": 8, "WHOLE": False, "ALIGNED": False},
         ),
     ],
-    ids=["gemv", "rms_norm", "embedding", "embedding_backward", "gemm", "gemm_reduce", "gather_gemm"],
+    ids=[
+        "gemv",
+        "gemv_cells",
+        "rms_norm",
+        "rms_norm_pushed",
+        "embedding",
+        "embedding_backward",
+        "gemm",
+        "gemm_reduce",
+        "gather_gemm",
+    ],
 )
 def test_sizes_of_one_compile(kernel: Any, kinds: str, constants: dict[str, object]) -> None:
     compiled(kernel, *with_ones(kernel, kinds, constants), 4)

@@ -143,7 +143,7 @@ def explore(
         followers = [*_followers(state, calls, mistake, options, may_fail)]
         if not followers and any(device.run < calls for device in state.devices):
             raise WrongError(f"ranks wait for each other: {state}")
-        for follower in followers:
+        for follower in reversed(followers):  # the first ranks go first: that is where most mistakes show
             if follower not in seen:
                 seen.add(follower)
                 todo.append(follower)

@@ -14,7 +14,7 @@ from isolated_files import SIZE, collective, file_of, gemm, pair
 from sidelane.bench.c3 import heuristics
 from sidelane.bench.c3.heuristics import HeuristicsOptions, sweeps_of
 from sidelane.bench.results.files import read
-from sidelane.bench.results.rows import C3Row, HeuristicRow
+from sidelane.bench.results.rows.pairs import C3Row, HeuristicRow
 from sidelane.c3.heuristic import Kernel
 from sidelane.c3.judged import CHOICE, HEURISTICS, LAUNCH_ORDER, LAUNCH_ORDERS, PARTITION, SPARED, Sweep, judge
 from sidelane.c3.measured import parse_isolated

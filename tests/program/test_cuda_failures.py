@@ -191,3 +191,17 @@ def test_whoever_waits_hears_that_a_peer_gave_up_before_it_let_its_streams_go() 
         world.monitor.of(0).abort("it waited for too long", (1,), timed_out=True)
         with pytest.raises(PeerTimeoutError, match="waited for too long"):
             world.executors[1].synchronize()
+
+
+def test_calls_that_end_between_two_looks_have_ended() -> None:
+    """Memory that peers have freed is let go of behind the calls that may read there."""
+    with world_of(2) as world:
+        for executor in world.executors:
+            executor.watch.stop()
+        loaded = world.load(build(define.all_gather([8] * 2), "b2b"))
+        for _ in range(3):
+            loaded.start()
+            world.synchronize()
+        for executor in world.executors:
+            executor.watch.poll(time.monotonic())
+        assert world.monitor.ended_calls == [executor.watch.last_epoch for executor in world.executors]

@@ -72,20 +72,27 @@ def refuse(programs: tuple[Program, ...], mistake: str, change: Edit) -> None:
 def test_gemv_all_reduce_is_proved(n: int) -> None:
     """With fewer tiles than blocks and more, and owners that have fewer than others."""
     for tiles, blocks in itertools.product((1, 3, 5), (1, 2)):
-        verify_sequence(fused_gemv.one_shot(n, blocks, tiles, TILE))
         for copies, first in itertools.product((False, True), repeat=2):
             program = fused_gemv.two_phase(n, blocks, tiles, TILE, copies=copies, remote_first=first)
             verify_sequence([program])
 
 
-def test_mistakes_of_one_shot_are_refused() -> None:
-    right = fused_gemv.one_shot(3, 2, 5, TILE)
-    refuse(right, "no meeting", without_meeting(lambda flag: True))
-    refuse(right, "no signal", without(Signal, lambda flag: flag.index == 1))
-    refuse(right, "no wait", without(Wait, lambda flag: flag.index == 1))
-    refuse(right, "signals before stores", signals_before_stores)
-    with pytest.raises(ProgramError, match="race on staging"):
-        verify_sequence([one_place(program, 3 * 5 * TILE) for program in right])
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_gemv_all_reduce_in_cells_is_proved(n: int) -> None:
+    """With blocks of one tile and more, the last with fewer rows; of several tokens, some of which are not there."""
+    for rows, each, tokens, padded in ((1, 1, 1, 1), (5, 2, 1, 1), (5, 4, 1, 1), (3, 3, 2, 4)):
+        verify_sequence(fused_gemv.cells(n, rows, each, tile_rows=2, lanes=3, tokens=tokens, padded=padded))
+
+
+def test_mistakes_of_gemvs_in_cells_are_refused() -> None:
+    right = fused_gemv.cells(3, 5, 2, tile_rows=2, lanes=3)
+    refuse(right, "a cell that is not waited for", without(Wait, lambda flag: flag.index in (6, 21)))
+    refuse(right, "a rank's own cell that is not waited for", without(Wait, lambda flag: flag.index in (0, 15)))
+    refuse(right, "a cell that is never sent", without(Signal, lambda flag: flag.index in (6, 21)))
+    refuse(right, "a generation before its data", signals_before_stores)
+    with pytest.raises(ProgramError):
+        verify_sequence(right[:1])  # one place for all generations
+        pytest.fail("accepted: one place")
 
 
 @pytest.mark.parametrize("copies", [False, True])
@@ -107,19 +114,50 @@ def test_mistakes_of_two_phases_are_refused(copies: bool) -> None:
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 def test_all_reduce_rms_norm_is_proved(n: int) -> None:
     for rows, blocks, in_place in itertools.product((1, 3), (1, 2), (False, True)):
-        verify_sequence(fused_rms_norm.all_reduce_rms_norm(n, blocks, rows, 2, in_place=in_place))
+        verify_sequence(fused_rms_norm.cells(n, blocks, rows, 2, in_place=in_place))
+        verify_sequence(fused_rms_norm.pushed(n, blocks, rows, TILE, in_place=in_place))
 
 
-def test_mistakes_of_all_reduce_rms_norm_are_refused() -> None:
-    right = fused_rms_norm.all_reduce_rms_norm(3, 2, 3, 2, in_place=True)
+def test_mistakes_of_norms_in_cells_are_refused() -> None:
+    right = fused_rms_norm.cells(3, 2, 3, 2, in_place=True)
     refuse(right, "a cell that is not waited for", without(Wait, lambda flag: flag.index in (7, 25)))
     refuse(right, "a cell that is never sent", without(Signal, lambda flag: flag.index in (7, 25)))
     refuse(right, "a generation before its data", signals_before_stores)
     threads = fused_rms_norm.loaded_flags(3, 3, 2)
-    refuse(right, "no barrier of threads", without_meeting(lambda flag: flag.index >= threads))
+    counts = right[0].flag_count - 2
+    refuse(right, "no barrier of threads", without_meeting(lambda flag: threads <= flag.index < counts))
     with pytest.raises(ProgramError):
         verify_sequence(right[:1])  # one place for all generations
         pytest.fail("accepted: one place")
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_mistakes_of_an_early_end_are_refused(n: int) -> None:
+    """What counts launches is written when all blocks have read it, and not before."""
+    right = fused_rms_norm.cells(n, 2, 3, 2)
+    flags = right[0].flag_count - 2
+    refuse(right, "a block counts itself before it has read", with_counts_first(flags))
+    refuse(right, "not all are waited for", without(Wait, lambda flag: flag.index == flags))
+    refuse(right, "a block that does not count itself", without(Signal, lambda flag: flag.index == flags))
+
+
+def with_counts_first(flags: int) -> Edit:
+    """Signals of these flags, and of those behind them, stand in front of their queues."""
+
+    def change(commands: list[Command]) -> list[Command]:
+        return sorted(commands, key=lambda c: not (isinstance(c, Signal) and c.flag.index >= flags))
+
+    return lambda program: edited(program, change)
+
+
+def test_mistakes_of_pushed_norms_are_refused() -> None:
+    right = fused_rms_norm.pushed(3, 2, 5, TILE, in_place=True)
+    refuse(right, "no meeting", without_meeting(lambda flag: True))
+    refuse(right, "no signal", without(Signal, lambda flag: flag.index == 1))
+    refuse(right, "no wait", without(Wait, lambda flag: flag.index == 1))
+    refuse(right, "signals before stores", signals_before_stores)
+    with pytest.raises(ProgramError, match="race on staging"):
+        verify_sequence([one_place(program, 3 * 5 * TILE) for program in right])
 
 
 @pytest.mark.parametrize("counts", [(2,), (1, 2), (2, 1, 1), (1, 1, 2, 1)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from ahead_model import FREES, HAS_MORE, HAS_NEW_OUTPUT, HAS_PRIVATE, KEEPS, WrongError
-from learn_model import MISTAKES, explore
+from learn_model import KEEPS_TO_ITSELF, MISTAKES, OVERWRITES, USES_AT_ONCE, explore
 
 NEW = (2, 4, (KEEPS,), False, True)
 """Nothing is known, and mapping may fail."""
@@ -28,8 +28,13 @@ def test_no_order_of_steps_goes_wrong_from_the_beginning() -> None:
     assert explore(ranks, calls, options=options, learnt=learnt, may_fail=may_fail) > 1_000_000
 
 
+TWO_CALLS, THREE_CALLS = ((2, calls, (KEEPS, FREES), True, False) for calls in (2, 3))
+SHOWN_BY = {OVERWRITES: THREE_CALLS, USES_AT_ONCE: NEW, KEEPS_TO_ITSELF: NEW}
+"""What shows a mistake for which two calls of what is known are not enough."""
+
+
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_are_found(mistake: str) -> None:
+    ranks, calls, options, learnt, may_fail = SHOWN_BY.get(mistake, TWO_CALLS)
     with pytest.raises(WrongError):
-        for ranks, calls, options, learnt, may_fail in ((2, 3, (KEEPS, FREES), True, False), NEW):
-            explore(ranks, calls, mistake, options, learnt=learnt, may_fail=may_fail)
+        explore(ranks, calls, mistake, options, learnt=learnt, may_fail=may_fail)

@@ -14,7 +14,8 @@ from sidelane.bench.power.figures import Point, figures_of, with_energy
 from sidelane.bench.power.meter import Draw, Reading, Recorder, draw_of
 from sidelane.bench.power.predict import PredictOptions, predicted
 from sidelane.bench.results.files import Results
-from sidelane.bench.results.rows import CollectiveRow, PowerRow
+from sidelane.bench.results.rows.calls import PowerRow
+from sidelane.bench.results.rows.collectives import CollectiveRow
 from sidelane.errors import SidelaneError, UnavailableError
 from sidelane.execute.cuda.site import DEFAULT_REDUCE_BLOCKS
 from sidelane.machine import local, nvidia_power

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import itertools
 from collections.abc import Callable
 
 import pytest
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("Triton is not installed", allow_module_level=True)
-
 from sidelane.errors import ProgramError
-from sidelane.ops.split_gather_gemm import turn_program
-from sidelane.ops.split_gemm import going, split_program
-from sidelane.program.ir import Command, EngineKind, Program, Signal, Wait
+from sidelane.program.ir import Command, Copy, EngineKind, Program, Signal, Wait
+from sidelane.program.pieces import going, numbers_of, part_program, rows_of, split_program, turn_program
 from sidelane.program.transform.triggers import triggers_of
 from sidelane.program.verify import verify
 
@@ -67,6 +62,37 @@ def test_a_part_that_is_left_out_is_refused() -> None:
     for copy in copies:
         with pytest.raises(ProgramError):
             verify(without(right, lambda command, copy=copy: command == copy))  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("pieces", [1, 2, 3])
+def test_single_parts_are_proved_and_are_all_that_leaves(table: list[list[int]], pieces: int) -> None:
+    copies = []
+    for number in numbers_of(table, pieces):
+        program = part_program(table, pieces, number, 8, 20)
+        verify(program)
+        copies += [(c.dst, c.src) for q in program.queues for c in q.commands if isinstance(c, Copy)]
+    whole = split_program(table, pieces, 8, 20)
+    assert set(copies) == {
+        (c.dst, c.src)
+        for q in whole.queues
+        if q.engine.kind is EngineKind.DMA
+        for c in q.commands
+        if isinstance(c, Copy)
+    }
+    assert len(copies) == len(set(copies))
+    for rank in range(len(table)):
+        rows = [rows_of(table, rank, pieces, number) for number in numbers_of(table, pieces)]
+        assert [part for part in rows if part is not None] == going(table, rank, pieces)
+
+
+def test_single_parts_with_mistakes_are_refused() -> None:
+    table, pieces = TABLES[2], 2
+    for number in numbers_of(table, pieces):
+        right = part_program(table, pieces, number, 8, 20)
+        for kind, flag in itertools.product((Signal, Wait), range(2)):
+            with pytest.raises(ProgramError):
+                verify(without(right, lambda command: isinstance(command, kind) and command.flag.index == flag))  # noqa: B023
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])

@@ -11,7 +11,7 @@ import pytest
 from sidelane.bench.claims import command
 from sidelane.bench.claims.steps import judge_steps
 from sidelane.bench.results.files import Results, read, write
-from sidelane.bench.results.rows import FsdpRow
+from sidelane.bench.results.rows.training import FsdpRow
 from sidelane.bench.results.written import STDOUT
 from sidelane.machine.load import named
 from sidelane.model.claims import Role
@@ -77,12 +77,12 @@ def test_a_step_that_the_model_does_not_speak_to_is_left_out(tmp_path, capsys):
 
 
 def test_steps_that_were_measured_on_two_gpus():
-    """Of 35 steps 18 within 5%, the worst 9%; of five gains by Sidelane three within a third, the worst 42%."""
+    """Of 35 steps 16 within 5%, the worst 10.5%; all five gains by Sidelane within a third, the worst 23%."""
     rows = {v.claim_id.partition("/")[2]: v for v in judge_steps(named("h200x2"), read(MEASURED).rows)}
     steps = [verdict.error for name, verdict in rows.items() if name.startswith(("steps/8b", "steps/70b"))]
     gains = [
         verdict.error for name, verdict in rows.items() if name.startswith("gains/") and name.endswith("/sidelane")
     ]
-    assert len(steps) == 35 and sum(error <= 0.05 for error in steps) >= 18 and max(steps) < 0.10
-    assert len(gains) == 5 and sum(error <= 1 / 3 for error in gains) >= 3 and max(gains) < 0.5
+    assert len(steps) == 35 and sum(error <= 0.05 for error in steps) >= 16 and max(steps) < 0.11
+    assert len(gains) == 5 and max(gains) < 0.25
     assert {verdict.role for verdict in rows.values()} == {Role.SEEN}, "a rule went in after they had been compared"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sidelane.bench.results.files import read
-from sidelane.bench.results.rows import CollectiveRow
+from sidelane.bench.results.rows.collectives import CollectiveRow
 from sidelane.c3.workload import parse_gemm, parse_workload
 from sidelane.execute.sim import simulate
 from sidelane.machine.load import named
@@ -93,12 +93,12 @@ def test_c3_runs_the_program_that_would_run(kind):
     assert predict(H200, pair, "conccl").time_us >= min(run.time_us, executed_run(H200, kind, MB, "pcpy").time_us)
 
 
-def test_beside_a_gemm_that_owns_every_unit_copies_hide_and_reductions_wait():
+def test_beside_a_gemm_copies_hide_and_reductions_wait_for_its_last_wave():
     pair = parse_workload("cb1_64M", Kind.REDUCE_SCATTER)
     found = predict(H200, pair, "conccl", record=True)
     ends = {interval.lane: interval.end_us for interval in found.timeline}
     starts = {interval.lane: interval.start_us for interval in reversed(found.timeline)}
-    assert ends["copies 0"] < ends["gemm"] <= starts["reduction 0"] + 1e-6
+    assert ends["copies 0"] < 0.9 * ends["gemm"] < starts["reduction 0"]
     assert found.gemm_us < found.time_us < found.gemm_us + found.comm_us
 
 

@@ -10,7 +10,8 @@ import pytest
 from sidelane.bench import fit_machine
 from sidelane.bench.claims.results import predict_alone
 from sidelane.bench.results.files import Results, write
-from sidelane.bench.results.rows import C3Row, CollectiveRow
+from sidelane.bench.results.rows.collectives import CollectiveRow
+from sidelane.bench.results.rows.pairs import C3Row
 from sidelane.c3.workload import parse_gemm
 from sidelane.machine.load import named, parse
 from sidelane.model.gemm import gemm_us

@@ -11,7 +11,7 @@ import pytest
 
 from sidelane.bench.fused.shapes import MEANING, half_for_one
 from sidelane.bench.results.files import Results, write
-from sidelane.bench.results.rows import FUSED_OPS, FusedRow
+from sidelane.bench.results.rows.operators import FUSED_OPS, FusedRow
 from sidelane.bench.simulated import fused as sim_fused
 from sidelane.bench.simulated import fused_results, fused_shapes
 from sidelane.execute.sim import simulate
@@ -109,7 +109,7 @@ def test_predictions_are_held_against_a_file(tmp_path, capsys):
         row(op, shape, "fused", "oblivious", predicted / 1.5),
         row(op, shape, "fused", "oblivious", 1.0, launch="eager"),
         row(op, shape, "fused", "mm in parts, 2 a peer", 99.0),
-        row("gemv_all_reduce", "4096x4096, 1 tokens", "fused", "one_shot", 4.0, compute_us=None),
+        row("gemv_all_reduce", "4096x4096, 1 tokens", "fused", "cells", 4.0, compute_us=None),
         row(op, shape, "unfused_best", "mm, process group", 100.0),
     )
     path, told = tmp_path / "fused.json", tmp_path / "held.json"

@@ -13,7 +13,7 @@ from sidelane.bench.phases import predict as phases_predict
 from sidelane.bench.phases.predict import PredictOptions, predicted_row
 from sidelane.bench.phases.programs import OPERATIONS, TURNING, Operation, operations
 from sidelane.bench.phases.split import FIELDS, Sample, predict, slowest, split
-from sidelane.bench.results.rows import PhaseRow
+from sidelane.bench.results.rows.calls import PhaseRow
 from sidelane.machine.load import named
 from sidelane.model.claims_dma import DmaContext
 from sidelane.program.builders import alternation

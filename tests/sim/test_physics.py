@@ -23,6 +23,7 @@ from sidelane.program.collective import REDUCING, Kind
 ROOT = Path(__file__).resolve().parents[2]
 MACHINES = [named(name) for name in machine_names()]
 H200, MI300X = named("h200x4"), named("mi300x8")
+ISOLATED = ROOT / "results" / "h200x2" / "isolated.json"
 KINDS = (Kind.ALL_GATHER, Kind.ALL_TO_ALL, *REDUCING)
 
 
@@ -42,7 +43,9 @@ def wire_us(machine, kind, nbytes):
     return sent / (links * machine.links.peak_gbps * 1e3)
 
 
-@pytest.mark.parametrize("seed", range(400))
+@pytest.mark.parametrize(
+    "seed", [*range(200), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(200, 400))]
+)
 def test_nothing_is_faster_than_its_roofline_and_percentages_are_ones(seed):
     rng = random.Random(seed)
     machine, kind = rng.choice(MACHINES), rng.choice(KINDS)
@@ -144,9 +147,15 @@ def test_gemms_alone_as_measured(name, median, worst):
 
 
 def test_a_gemm_in_a_partition_loses_what_was_measured():
-    """With 6% of the SMs gone cuBLAS loses 24%; 6% had been predicted, and 97% of ideal for a partition."""
-    gemm, whole = parse_gemm("cb1"), gemm_us(H200, parse_gemm("cb1"))
-    for units, measured_ms in {124: 1.71, 116: 1.81, 108: 1.87, 100: 1.96, 64: 2.89}.items():
-        assert gemm_us(H200, gemm, units) / whole == pytest.approx(measured_ms / 1.41, rel=0.04)
-    found = predict(H200, Workload(gemm, Kind.ALL_GATHER, 896 << 20), "c3_rp")
-    assert found.percent is not None and found.percent < 85
+    """In proportion to the units, less what higher clocks give back; 97% of ideal had been predicted once.
+
+    An older probe had a GEMM lose 24% with 6% of the SMs gone: 21% was predicted for all until pairs were measured.
+    """
+    alone = {(row.gemm, row.means, row.units): row.time_us for row in read(ISOLATED).rows if row.what == "gemm"}
+    for name in ("cb1", "cb3", "mb1"):
+        gemm, whole = parse_gemm(name), gemm_us(H200, parse_gemm(name))
+        for units, most in {8: 0.07, 16: 0.07, 32: 0.09}.items():
+            measured = alone[name, "split", units] / alone[name, "split", 0]
+            assert gemm_us(H200, gemm, 132 - units) / whole == pytest.approx(measured, rel=most)
+    found = predict(H200, Workload(parse_gemm("cb1"), Kind.ALL_GATHER, 896 << 20), "c3_rp")
+    assert found.percent is not None and found.percent < 70

@@ -34,28 +34,37 @@ MEASURED = {
 the first one's time without communication was fitted to."""
 
 
-@pytest.mark.parametrize(("gpus", "most"), [(4, 0.15), (2, 0.05)])
+@pytest.mark.parametrize(("gpus", "most"), [(4, 0.12), (2, 0.05)])
 def test_steps_as_measured(gpus, most):
-    """On four the third step is 15% too long, computation included; all others are within 5.3%."""
-    machine = dataclasses.replace(H200, gpus=gpus)
-    gained, wanted_gain = 0.0, 0.0
+    """On four the third step is 12% too long, computation included; all others are within 5.1%."""
+    machine = named(f"h200x{gpus}")
+    gained = {"dma all-gather": [0.0, 0.0], "dma both": [0.0, 0.0]}
     for model, layers, tokens, sequence, measured, alone in MEASURED[gpus]:
         step = Step(dataclasses.replace(model, layers=layers), tokens, sequence)
         computing = compute_us(machine, step)
-        assert computing / 1e3 == pytest.approx(alone, rel=0.07)
+        assert computing / 1e3 == pytest.approx(alone, rel=0.095)
         found = {strategy: step_times(machine, step, strategy, computing) for strategy in COPIED_OUT}
         for times, wanted in zip(found.values(), measured, strict=True):
             assert times.time_us / 1e3 == pytest.approx(wanted, rel=most)
         assert found["library"].time_us > found["dma all-gather"].time_us
-        gained += (found["library"].time_us - found["dma all-gather"].time_us) / 1e3
-        wanted_gain += measured[0] - measured[1]
-    assert gained == pytest.approx(wanted_gain, rel=1 / 3), "the sum; single ones are off by more"
+        for place, (strategy, sums) in enumerate(gained.items(), 1):
+            sums[0] += (found["library"].time_us - found[strategy].time_us) / 1e3
+            sums[1] += measured[0] - measured[place]
+    for strategy, most_off in (("dma all-gather", 0.5), ("dma both", 0.22)):
+        told, wanted = gained[strategy]
+        assert told == pytest.approx(wanted, rel=most_off), "the sum; single ones are off by more"
 
 
-def test_a_collective_gets_in_beside_element_wise_kernels_and_not_beside_gemms():
-    """The library's collectives, on streams of high priority: what they hide is what ran beside the former."""
-    times = step_times(H200, Step(SMALL, 4096, 4096), "library")
-    assert 0.4 * times.communication_us < times.exposed_us < 0.7 * times.communication_us
+def test_a_collective_waits_for_gemms_or_runs_beside_them():
+    """The library's, on streams of high priority: which is left to chance, so that a step takes the mean of both."""
+    step = Step(SMALL, 4096, 4096)
+    either, beside = (
+        step_times(H200.with_value("interference.either_first", first), step, "library") for first in (1, 0)
+    )
+    turns = step_times(H200.with_value("matmul.persistent", 1), step, "library")
+    assert either.time_us == pytest.approx((beside.time_us + turns.time_us) / 2)
+    assert 0.3 * either.communication_us < either.exposed_us < 0.5 * either.communication_us
+    assert beside.exposed_us < 0.7 * turns.exposed_us
 
 
 def test_parameters_of_a_layer():

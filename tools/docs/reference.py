@@ -18,7 +18,7 @@ from docs.measured import RESULTS
 from docs.source import attributes, to_markdown
 from sidelane import cli
 from sidelane.bench.results.files import Results
-from sidelane.bench.results.rows import ROWS
+from sidelane.bench.results.rows.every import ROWS
 
 WIDTH = 116
 

@@ -18,7 +18,8 @@ from sidelane.bench.claims.gemms import GemmTime, gemm_times, predict_gemms
 from sidelane.bench.claims.results import LARGE, SMALL, fitted_to, layers_file, predict_alone
 from sidelane.bench.gemms.shapes import FITTED
 from sidelane.bench.results import files as result_files
-from sidelane.bench.results.rows import CollectiveRow, GemmRow
+from sidelane.bench.results.rows.collectives import CollectiveRow
+from sidelane.bench.results.rows.operators import GemmRow
 from sidelane.machine.spec import Machine, Quantity, Source, Topology
 from sidelane.program.collective import REDUCING, Kind
 

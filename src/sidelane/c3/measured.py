@@ -21,7 +21,7 @@ SERIAL = "serial"
 
 
 class Point(Protocol):
-    """A row of the file; see ``bench.results.rows.IsolatedRow``."""
+    """A row of the file; see ``bench.results.rows.pairs.IsolatedRow``."""
 
     @property
     def what(self) -> str: ...

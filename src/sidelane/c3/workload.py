@@ -6,6 +6,7 @@ import dataclasses
 import math
 import re
 from enum import StrEnum
+from typing import Any
 
 from sidelane.program.collective import ELEMENT_BYTES, Kind
 from sidelane.sizes import format_bytes, parse_bytes
@@ -134,6 +135,12 @@ class Workload:
     def name(self) -> str:
         """In the style of the ConCCL paper's Table II: ``cb1_896M all_gather``."""
         return f"{self.gemm.name}_{format_bytes(self.nbytes)} {self.collective}"
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        """What rows of result files say of it."""
+        gemm = {"gemm": self.gemm.name, "m": self.gemm.m, "n": self.gemm.n, "k": self.gemm.k, "dtype": self.gemm.dtype}
+        return {**gemm, "collective": self.collective, "bytes": self.nbytes}
 
     def scaled_for_cpu(self, flops: int = CPU_GEMM_FLOPS) -> Workload:
         """The same pair at a size that a CPU core finishes in tens of milliseconds.

@@ -6,10 +6,12 @@ import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple, TypeVar
 
+import torch
+
 from sidelane.collectives.agree import OFFER, compare
 from sidelane.collectives.ahead import Ahead
 from sidelane.collectives.arguments import Arguments, Request
-from sidelane.collectives.asked import AnyRequest, Form
+from sidelane.collectives.asked import AnyRequest, Form, SingleCall
 from sidelane.collectives.calls import Calls
 from sidelane.collectives.confirming import Confirming
 from sidelane.collectives.heap import generation
@@ -22,6 +24,7 @@ from sidelane.collectives.pooled import PooledMemory
 from sidelane.collectives.prepare import Prepared, Preparer
 from sidelane.collectives.reach import Reach
 from sidelane.collectives.repeat import Repeats
+from sidelane.collectives.shaped import Shape, shape_of
 from sidelane.collectives.uneven import UnevenCall
 from sidelane.collectives.work import Work
 from sidelane.errors import UnavailableError
@@ -38,11 +41,11 @@ MOST_PLANNED = 1024
 
 
 class Planned(NamedTuple):
-    """A call before its peers have been heard; ``text`` is of the agreement."""
+    """A call before its peers have been heard; ``signature`` is of the agreement."""
 
     request: AnyRequest
     agreement: AnyAgreement
-    text: str
+    signature: str
 
 
 class Settled(NamedTuple):
@@ -83,9 +86,10 @@ class CallPath:
         self, calls: Calls, arguments: Arguments, preparer: Preparer, board: LessonBoard | None = None
     ) -> None:
         self.calls, self.arguments, self.preparer = calls, arguments, preparer
-        self.repeats = Repeats.of(calls, preparer)
+        self.repeats = Repeats.of(calls, arguments, preparer)
         setting = calls.config.map_memory
         mapped = board is None and (calls.backend.hosts_meet if setting is None else setting is True)
+        self._mapped = mapped
         self.reach: Reach | None = None
         if arguments.world_size > 1:
             memory = PooledMemory(arguments.heap, arguments.rank, calls.backend.ordinary if mapped else None)
@@ -131,14 +135,19 @@ class CallPath:
                 # Compiled code knows tensors by their addresses only, which say nothing in a pool.
                 key, remember, wanted = (*key, pooled), False, False
                 prepared = self.preparer.recall(key) if async_op or False not in pooled else None
-            expected = None
+            expected = shape = shaped = None
+            by_shape = False
             if prepared is None:
-                planned = self._plan(asked, key, variant, beside, place)
+                if pooled is None and not (self._mapped or place[1]) and isinstance(asked, SingleCall):
+                    shape = shape_of(self.arguments, key, asked.tensors)
+                    shaped = None if shape is None else self.preparer.shaped(shape)
+                if shaped is None:
+                    planned = self._plan(asked, key, variant, beside, place)
             if self.ahead is not None and not place[1]:
-                expected = self.ahead.expects(planned.text if prepared is None else prepared.signature, call)
+                expected = self.ahead.expects(planned.signature if prepared is None else prepared.signature, call)
             if expected is not None:
                 planned = self._planned.get(key) or self._keep(key, self._plan(asked, key, variant, beside, place))
-            elif prepared is None:
+            elif prepared is None and shaped is None:
                 # An asynchronous call waits for nobody's host.
                 offer = None if async_op else self._offer(asked, planned)
         except Exception as error:
@@ -153,36 +162,52 @@ class CallPath:
                 prepared = self.ahead.make(call, key, expected, planned.request, asked.tensors)
             elif prepared is not None:
                 self._announce(call, prepared.signature, again=True)
+            elif shaped is not None:
+                self._announce(call, shaped.signature, again=True)
             else:
                 remember = False  # until it comes again
                 if offer is None:
                     agreement = planned.agreement
-                    self._announce(call, planned.text, again=self.preparer.known(agreement))
+                    self._announce(call, planned.signature, again=self.preparer.known(agreement))
                 else:
                     call, prepared = self._settle(call, key, asked, planned, offer)
             teaches = False
             if self.learning is not None and not place[1]:
-                text = planned.text if prepared is None else prepared.signature
+                text = (prepared or shaped or planned).signature
                 teaches = self.learning.knows(text, lambda: self._plan(asked, key, variant, beside, place).agreement)
                 if teaches:
-                    known = planned if prepared is None else self._planned.get(key)
-                    plan = functools.partial(self._plan, asked, key, variant, beside, place)
-                    learnt = self._attend(self.learning, call, key, asked, text, known, plan, async_op)
+                    if shape is not None and shaped is not None:
+                        request = functools.partial(shaped.asked, shape.addresses)
+                    else:
+                        known = planned if prepared is None else None
+                        request = functools.partial(self._request, known, asked, key, variant, beside, place)
+                    learnt = self._attend(self.learning, text, call, key, request, asked.tensors, async_op)
                     prepared, remember = learnt or prepared, wanted if learnt else remember
-            if prepared is None:
-                prepared = self._prepare(planned.agreement, planned.request, key)
+            if prepared is None and shape is not None and shaped is not None:
+                try:
+                    comes_again = remember and self.repeats is not None and self.repeats.comes_again
+                    prepared, comes_again = self.preparer.prepare_shaped(shaped, shape, key, comes_again=comes_again)
+                except Exception:
+                    with calls.making_ready():
+                        raise
+                by_shape = remember and not (comes_again or teaches)
+                remember = remember and comes_again
+            elif prepared is None:
+                prepared = self._prepare(planned.agreement, planned.request, key, shape)
         except KeyboardInterrupt as error:
             calls.fail(error)
             raise
         work = calls.run(prepared, call, async_op, asked.tensors, asked.written(), place)
-        if remember and self.repeats is not None:
+        if (remember or by_shape) and self.repeats is not None:
             try:
                 again = lesson = None
-                if teaches and self.learning is not None and self.repeats.knows_by_address(key):
+                if by_shape and shape is not None and shaped is not None:
+                    self.repeats.remember_shape(key, shape, shaped, prepared, place)
+                elif teaches and self.learning is not None and self.repeats.knows_by_address(key):
                     lesson = self.learning.again(prepared.signature, key, prepared)
-                if expected is not None and self.ahead is not None and self.repeats.knows_by_address(key):
+                elif expected is not None and self.ahead is not None and self.repeats.knows_by_address(key):
                     again = self.ahead.again(key, prepared, expected)
-                if again is not None or (expected is None and (lesson is not None or not teaches)):
+                if remember and (again is not None or lesson is not None or not (teaches or expected is not None)):
                     self.repeats.remember(key, prepared, place, asked=asked.repeated_as, again=again, lesson=lesson)
             except KeyboardInterrupt as error:
                 calls.fail(error)
@@ -281,9 +306,9 @@ class CallPath:
 
     def _offer(self, asked: Form, planned: Planned) -> Offer | None:
         """Memory of this rank that its peers may reach in this call."""
-        if self.reach is None or (self.ahead is not None and self.ahead.gives_up(planned.text)):
+        if self.reach is None or (self.ahead is not None and self.ahead.gives_up(planned.signature)):
             return None
-        room = MOST_TEXT_BYTES - 1 - len(planned.text) - len(SPLITS)
+        room = MOST_TEXT_BYTES - 1 - len(planned.signature) - len(SPLITS)
         return self.reach.offer(_parts(planned.request), asked.tensors, room)
 
     def _settle(self, call: int, key: Key, asked: Form, planned: Planned, offer: Offer) -> tuple[int, Prepared]:
@@ -323,26 +348,27 @@ class CallPath:
     def _attend(
         self,
         learning: Learning,
+        text: str,
         call: int,
         key: Key,
-        asked: Form,
-        text: str,
-        known: Planned | None,
-        plan: Callable[[], Planned],
+        request: Callable[[], Request],
+        tensors: Sequence[torch.Tensor | None],
         async_op: bool,
     ) -> Prepared | None:
         """What a call from which the ranks learn runs as if it goes ahead."""
-
-        def request() -> Request:
-            found = self._keep(key, known or plan()).request
-            assert isinstance(found, Request), "calls with lists teach nothing"
-            return found
-
-        try:  # it is every lesson that comes here: see run
-            return learning.attend(text, call, key, request, asked.tensors, async_op)
+        try:  # as in run: every lesson of Python's comes here
+            return learning.attend(text, call, key, request, tensors, async_op)
         except BaseException:
             with self.calls.making_ready():
                 raise
+
+    def _request(
+        self, known: Planned | None, asked: Form, key: Key, variant: str, beside: Beside | None, place: Place
+    ) -> Request:
+        """What is asked."""
+        found = self._keep(key, known or self._plan(asked, key, variant, beside, place)).request
+        assert isinstance(found, Request), "calls with lists teach nothing"
+        return found
 
     def _keep(self, key: Key, planned: Planned) -> Planned:
         """Remember what is asked."""
@@ -353,9 +379,11 @@ class CallPath:
         self._planned[key] = planned
         return planned
 
-    def _prepare(self, agreement: AnyAgreement, request: AnyRequest, key: Hashable) -> Prepared:
+    def _prepare(
+        self, agreement: AnyAgreement, request: AnyRequest, key: Hashable, shape: Shape | None = None
+    ) -> Prepared:
         with self.calls.making_ready():
-            return self.preparer.prepare(agreement, request, key)
+            return self.preparer.prepare(agreement, request, key, shape)
 
 
 def _where(reached: Sequence[Request]) -> Hashable:

@@ -24,6 +24,7 @@ from sidelane.device.layout import (
     GENERATION,
     MAX_RANKS,
     RANK,
+    REGION_FLAGS_OFFSET,
     REGIONS,
     WORLD_SIZE,
     region_bytes,
@@ -132,6 +133,13 @@ class OwnKernel:
         runnable = self._calls.backend.bind_kernel_call(call, compiles=signature not in self._compiled)
         choice = Choice(Candidate(SM, self.name), "a kernel of the caller's own", ())
         return Prepared(runnable, signature, captured, choice)
+
+    @property
+    def counters(self) -> torch.Tensor:
+        """int32, on the device: what ``begin_of`` and ``end_relaxed`` take (``sidelane.device.context``)."""
+        if self._block is None:
+            raise RuntimeError(f"counters of {self}, which was closed")
+        return self._block.tensor[:REGION_FLAGS_OFFSET].view(torch.int32)
 
     def generation(self) -> int:
         """How many launches have come to their end on this rank, replays included. Waits for the caller's work."""

@@ -84,6 +84,35 @@ def end(context, generation):
 
 
 @triton.jit
+def begin_of(counters):
+    """As :func:`begin`, one load away where that takes three: ``counters`` are those of the kernel
+    (``OwnKernel.counters``), one more argument of the launch.
+    """
+    return generation_after(tl.load(counters + GENERATION))
+
+
+@triton.jit
+def end_relaxed(counters, generation):
+    """As :func:`end`, but orders nothing, and need not be last: a program may go on behind it. Its threads meet here.
+
+    Why that is enough. Two things ask for the generation. The programs of this launch: each of them has come here with
+    its own, since a load in front of a barrier of threads has its value when the barrier lets them pass (PTX ISA,
+    ``barrier``: "performed"), and the last one to count itself stores the next generation because all others have
+    counted themselves. The next launch: its stream, or an event, starts it behind the last act of this one, and makes
+    all of it visible, with what follows here. So nothing but the load in :func:`begin` has to come before the count,
+    and nobody waits for stores that are on their way to peers.
+
+    ``counters``: as of :func:`begin_of`. A kernel whose programs look at each other's results through ``end`` needs
+    that one; between launches nobody does.
+    """
+    tl.debug_barrier()
+    before = tl.atomic_add(counters + FINISHED, 1, sem="relaxed", scope="gpu")
+    if before == tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2) - 1:
+        tl.store(counters + FINISHED, 0)
+        tl.store(counters + GENERATION, generation)
+
+
+@triton.jit
 def peer_pointer(addresses, peer, DTYPE: tl.constexpr, ALIGNED: tl.constexpr = False):
     """A pointer to a peer's tensor.
 

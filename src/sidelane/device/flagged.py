@@ -62,5 +62,39 @@ def wait_flagged_relaxed(context, cells, sender, index, mask, generation):
 
 
 @triton.jit
+def wait_flagged_of_ranks_relaxed(context, cells, index, mask, generation):
+    """int32[R, W]: as :func:`wait_flagged_relaxed`, words of all ranks at once: row r of ``index`` is what r has sent.
+
+    Args:
+        context: of the kernel.
+        cells: pointer to int64.
+        index: int[R, W], of the cells; R is a power of two, the number of ranks or more.
+        mask: int1[R, W].
+        generation: of this launch.
+    """
+    board = tl.load(context + BOARD)
+    places = cells + index
+    found = tl.load(places, mask=mask, other=0, volatile=True)
+    # A loop that carried who is late, and not only whether anybody is, would be too much for Triton 3.6.
+    missing = tl.max(_late_ranks(found, mask, generation))
+    spent = tl.full((), 0, tl.int32)
+    polls = 0
+    while (missing != 0) & (spent == 0):
+        found = tl.load(places, mask=mask, other=0, volatile=True)
+        late = _late_ranks(found, mask, generation)
+        missing = tl.max(late)
+        polls += 1
+        if polls % POLLS == 0:
+            say_who_is_late(board, tl.arange(0, late.shape[0]), late, generation)
+            spent = told_to_give_up(board)
+    return found.to(tl.int32)
+
+
+@triton.jit
+def _late_ranks(found, mask, generation):
+    return tl.max((mask & ((found >> 32).to(tl.int32) != generation)).to(tl.int32), axis=1)
+
+
+@triton.jit
 def _late(found, mask, generation):
     return tl.max((mask & ((found >> 32).to(tl.int32) != generation)).to(tl.int32))

@@ -44,13 +44,14 @@ _clock_ns = _host_clock if triton.knobs.runtime.interpret else globaltimer
 
 
 @triton.jit
-def stamp(stamps, WHAT: tl.constexpr, peer=-1):
+def stamp(stamps, WHAT: tl.constexpr, peer=-1, MEETS: tl.constexpr = True):
     """From here on this program does WHAT, for ``peer`` or, with -1, for nobody in particular. Its threads meet here.
 
-    ``stamps``: the buffer, or None.
+    ``stamps``: the buffer, or None. MEETS: False where a barrier would keep Triton from loading ahead in a loop.
     """
     if stamps is not None:
-        tl.debug_barrier()  # all threads have come here
+        if MEETS:
+            tl.debug_barrier()  # all threads have come here
         most = tl.load(stamps)
         row = stamps + 1 + tl.program_id(0) * (1 + 2 * most)
         number = tl.atomic_add(row, 1, sem="relaxed", scope="gpu")

@@ -170,7 +170,8 @@ class Library:
             (switch) with all units.
         bulk_us: what the protocol for large messages takes on top of that time.
         low_latency_share: share of the bandwidth that the protocol for small messages reaches.
-        default_units: workgroups it launches, one a compute unit, for all_gather; ``all_to_all_units`` for the other.
+        default_units: workgroups it launches, one a compute unit, for all_gather; ``all_to_all_units`` for the other;
+            the more of the two for what reduces.
         all_gather_need, all_to_all_need: compute units beyond which it gains nothing.
         traffic: bytes through the memory system for each byte that crosses a link, one direction, for all_gather.
         all_to_all_traffic: the same for all_to_all.
@@ -215,6 +216,8 @@ class Matmul:
         cache_gain: share of a memory-bound GEMM's traffic that disappears with fewer workgroups in flight.
         partition_loss: share by which a GEMM that is given nearly all units is slower than in proportion, since the
             library chooses tiles for the whole GPU; with half of the units nothing is left of it.
+        partition_gain: a GEMM at the power cap has higher clocks on units of its own that are fewer: its time has the
+            share of units to this power as a factor.
     """
 
     launch_us: Quantity
@@ -231,6 +234,7 @@ class Matmul:
     bound_intensity: Quantity
     cache_gain: Quantity
     partition_loss: Quantity
+    partition_gain: Quantity
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -241,13 +245,18 @@ class Interference:
         memory: slowdown for each unit of (own memory utilisation x that of the others).
         late_share: share of its workgroups that a kernel gets placed while an earlier one still has workgroups waiting.
         copies: share by which a GEMM slows down next to copy engines for other reasons (power, clocks).
+        kernels: the same next to the library's kernels, on the units that are left to it.
         local_waits: 1: a copy inside a GPU waits for the end of a GEMM that fills it.
+        either_first: 1: of a GEMM and a collective that are released together either may get the units first, whatever
+            the order of their launches.
     """
 
     memory: Quantity
     late_share: Quantity
     copies: Quantity
+    kernels: Quantity
     local_waits: Quantity
+    either_first: Quantity
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -234,9 +234,12 @@ class _Device:
             if isinstance(state.kernel, Gang) and state.kernel.part_of:
                 others -= sum(u for s, u in zip(self.active, use, strict=True) if _beside(s.kernel, state.kernel))
             slow = 1.0 + factors.memory * own * others
-            beside_copies = any(isinstance(s.kernel, Gang) and not s.kernel.units for s in self.active)
-            if isinstance(state.kernel, Tiled) and beside_copies:
-                slow *= 1.0 + factors.copies
+            if isinstance(state.kernel, Tiled):
+                gangs = [(s.kernel, s.resident) for s in self.active if isinstance(s.kernel, Gang)]
+                if any(not gang.units for gang, _ in gangs):
+                    slow *= 1.0 + factors.copies
+                if any(resident for _, resident in gangs):
+                    slow *= 1.0 + factors.kernels
             times.append(time * max(slow, own + others))
         return times
 

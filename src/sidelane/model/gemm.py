@@ -42,7 +42,7 @@ def gemm_kernel(machine: Machine, gemm: Gemm, *, limit: int | None = None, name:
     usable = units if limit is None else min(limit, units)
     tiles = math.ceil(gemm.m / matmul.tile_m) * math.ceil(gemm.n / matmul.tile_n)
     loss = float(matmul.partition_loss) * max(0.0, 2 * usable / units - 1) if usable < units else 0.0
-    operations_us = compute_us(machine, gemm) * (1 + loss)
+    operations_us = compute_us(machine, gemm) * (1 + loss) * (usable / units) ** matmul.partition_gain
     if matmul.persistent or tiles <= units or is_memory_bound(machine, gemm):
         waves = began = 1 if matmul.persistent else max(1, round(tiles / usable))
         # Fewer tiles than units are split along k, so that they are no slower for it; they leave units free, though.

@@ -15,6 +15,7 @@ from sidelane.execute.sim import Run, simulate
 from sidelane.machine.spec import Library, Machine, Topology
 from sidelane.program.builders import build
 from sidelane.program.collective import (
+    REDUCING,
     Collective,
     Kind,
     ReduceOp,
@@ -124,8 +125,11 @@ def unit_speed(library: Library, kind: Kind, units: float) -> float:
 
 
 def default_units(library: Library, kind: Kind) -> int:
-    """Compute units that the library takes if nobody tells it otherwise."""
-    return int(library.all_to_all_units if kind is Kind.ALL_TO_ALL else library.default_units)
+    """Compute units that the library takes if nobody tells it otherwise; what reduces takes the more of the two."""
+    gather, exchange = library.default_units, library.all_to_all_units
+    if kind in REDUCING:
+        return int(max(gather, exchange))
+    return int(exchange if kind is Kind.ALL_TO_ALL else gather)
 
 
 def geomean(values: Iterable[float]) -> float:

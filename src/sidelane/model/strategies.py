@@ -28,6 +28,7 @@ class Prediction:
         gemm_us, comm_us: alone; ``comm_us`` is the vendor library's, as in the papers' definition of ideal.
         best_comm_us: the faster of the library's and that of DMA engines.
         time_us: both together.
+        other_us: both together, if the other of the two gets the units first; None where nothing is left to chance.
     """
 
     workload: Workload
@@ -38,6 +39,7 @@ class Prediction:
     best_comm_us: float
     time_us: float
     timeline: tuple[Interval, ...] = ()
+    other_us: float | None = None
 
     @property
     def speedup(self) -> float:
@@ -102,12 +104,13 @@ def predict(
     if swept and any(not 0 < option < machine.gpu.units for option in options):
         raise ValueError(f"predict: units (value={options}, allowed=1..{int(machine.gpu.units) - 1})")
     placed = {option: _kernels(machine, workload, chosen, option, write_back) for option in options}
-    best = min(options, key=lambda option: run_device(machine, placed[option]).time_us) if swept else 0
-    run = run_device(machine, placed[best], record=record)
+    best = min(options, key=lambda option: run_device(machine, placed[option][0]).time_us) if swept else 0
+    run, *others = (run_device(machine, kernels, record=record) for kernels in placed[best])
     alone = library_gang(machine, workload.collective, workload.nbytes).alone_us
     fastest = min(alone, dma_us(machine, workload.collective, workload.nbytes))
     alone_gemm = gemm_us(machine, workload.gemm)
-    return Prediction(workload, chosen.name, best, alone_gemm, alone, fastest, run.time_us, run.timeline)
+    other_us = others[0].time_us if others else None
+    return Prediction(workload, chosen.name, best, alone_gemm, alone, fastest, run.time_us, run.timeline, other_us)
 
 
 def predict_all(
@@ -118,14 +121,14 @@ def predict_all(
 
 
 def predictable() -> tuple[Strategy, ...]:
-    """Strategies that the model speaks to."""
-    return tuple(strategy for strategy in strategies() if not objection(strategy))
+    """Strategies that the model speaks to wherever it is: not every library has GEMMs that leave units."""
+    return tuple(one for one in strategies() if not objection(one) and not _targets(one))
 
 
 def objection(strategy: Strategy) -> str:
     """Why the model does not speak to a strategy; empty where it does."""
-    if strategy.partition is not None and strategy.partition.means is not Means.SPLIT:
-        return "not predicted: descriptions of machines have no GEMMs that leave units of their own accord"
+    if strategy.partition is not None and strategy.partition.means not in (Means.SPLIT, Means.TARGET):
+        return "not predicted: descriptions of machines have no GEMMs of ours"
     match strategy.mover:
         case Mover.SM:
             return "not predicted: descriptions of machines have no times of Sidelane's own kernels"
@@ -164,18 +167,48 @@ def arrange(strategy: Strategy, gemm: Tiled, gangs: Sequence[Gang]) -> list[Tile
             return [*ranked, gemm]
 
 
+def orders(machine: Machine, strategy: Strategy, gemm: Tiled, gangs: Sequence[Gang]) -> tuple[list[Tiled | Gang], ...]:
+    """Kernels of a pair in the order of their launches, and in the other one where either may come first.
+
+    A GEMM has a workgroup a tile: a collective that was there before it, or goes before it as its workgroups end, runs
+    beside what is left of the GPU; one that comes second waits for the GEMM's last wave. On machines with
+    ``either_first`` launch order decides nothing. The first of the two that are returned is what to plan with: without
+    priority that the GEMM wins, since a rank on which it does holds up all.
+
+    Args:
+        machine: its ``interference``.
+        strategy: as in :func:`arrange`.
+        gemm: the computation; it may be limited.
+        gangs: the collective.
+    """
+    units = gangs[0].units
+    room = machine.gpu.units - (gemm.limit or machine.gpu.units)
+    alike = not machine.interference.either_first or not strategy.concurrent or gangs[0].reserved
+    if alike or units <= room:  # nobody is in anybody's way
+        return (arrange(strategy, gemm, gangs),)
+    behind: list[Tiled | Gang] = [gemm, *gangs]
+    ahead: list[Tiled | Gang] = [*gangs, gemm]
+    return (ahead, behind) if strategy.priority or _targets(strategy) else (behind, ahead)
+
+
+def _targets(strategy: Strategy) -> bool:
+    return strategy.partition is not None and strategy.partition.means is Means.TARGET
+
+
 def _kernels(
     machine: Machine, workload: Workload, strategy: Strategy, swept: int, write_back: bool
-) -> list[Tiled | Gang]:
+) -> tuple[list[Tiled | Gang], ...]:
     kind, nbytes, partition = workload.collective, workload.nbytes, strategy.partition
     bound = is_memory_bound(machine, workload.gemm)
     taken = 0 if partition is None else partition.taken(swept, bound)
     # Masks hold for the whole run: the GEMM does not get the units back when the collective has ended.
     gemm = gemm_kernel(machine, workload.gemm, limit=int(machine.gpu.units) - taken if taken else None)
     if strategy.mover.takes_units:
-        return arrange(strategy, gemm, [library_gang(machine, kind, nbytes, units=taken or None, reserved=taken > 0)])
+        own_units = taken > 0 and not _targets(strategy)
+        gang = library_gang(machine, kind, nbytes, units=taken if own_units else None, reserved=own_units)
+        return orders(machine, strategy, gemm, [gang])
     own = None
     if kind is Kind.ALL_TO_ALL:  # out of place, as in all studies; an all_gather is in place
         own = own_chunk_gang(machine, kind, nbytes)
     kernels = arrange(strategy, gemm, dma_gangs(machine, kind, nbytes, write_back=write_back))
-    return kernels if own is None else [*kernels, own]
+    return (kernels if own is None else [*kernels, own],)

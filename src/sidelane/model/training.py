@@ -3,8 +3,10 @@
     forward    all-gather of layer i+1 beside layer i
     backward   all-gather of layer i-1 and reduce-scatter of layer i+1 beside layer i
 
-A layer is GEMMs with element-wise kernels in front of each, and attention. Where a GEMM lets no kernel of a collective
-in beside it, the one waits for the other; what is hidden then is what ran beside attention and element-wise kernels.
+A layer is GEMMs with element-wise kernels in front of each, and attention. Beside a GEMM a kernel of a collective runs
+on units that it takes away, or waits for the GEMM's end; what is hidden then is what ran beside attention and
+element-wise kernels. Where it is left to chance which (``interference.either_first``), a step has so many collectives
+that it takes the mean of both.
 
 An all-gather waits for the one before it and for the layer whose buffer it takes; a reduce-scatter for its layer's
 gradients and for the one before it. Layers are alike: a few of them are simulated, and the rest take as long as the
@@ -17,6 +19,7 @@ into the parameters needs no such copy.
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections.abc import Sequence
 
 from sidelane.c3.workload import Gemm
@@ -36,15 +39,18 @@ two H200s (docs/lab/hardware.md)."""
 COPY_OUT_BYTES = 10
 """The same of copies out of gathered buffers: 4.9 ms of kernels for 10 layers of 218 million parameters, and 7.8 ms for
 4 of 856 million, there."""
-PASSES = 74
+PASSES = 43
 """Times that a layer's forward pass goes through tokens x hidden elements outside of GEMMs and attention: fitted to one
-step on H200s without communication (docs/lab/model.md)."""
+step on H200s without communication (docs/lab/model.md); the operators of a layer have 40."""
+SUSTAINED = 0.11
+"""Share by which GEMMs of a step take longer than alone, since the GPU is at its power cap all the time: between the 9
+and 12% of two H200s (kernels' times, docs/lab/hardware.md). Assumed for other machines."""
 BESIDE_COPIES = 0.14
 """Share by which sustained GEMMs slow down while copy engines move, since the GPU is at its power cap: between the 10
 and 18% of two H200s (docs/lab/hardware.md). Assumed for other machines."""
 WAVES = 4
 """Of attention and of element-wise kernels: many short workgroups, so that those of a collective, which FSDP2 launches
-on streams of high priority, get in between them. A persistent GEMM lets nobody in."""
+on streams of high priority, get in between them."""
 SIMULATED = (3, 5)
 """Layers that are simulated; the difference is what each further one takes."""
 
@@ -139,7 +145,7 @@ class StepTimes:
 
 def compute_us(machine: Machine, step: Step, *, straight: bool = False) -> float:
     """A step without communication; ``straight``: without copies out of buffers, too."""
-    return _scaled(machine, step, None, straight)
+    return _scaled(_sustained(machine), step, None, straight)
 
 
 def step_times(machine: Machine, step: Step, strategy: str, alone_us: float | None = None) -> StepTimes:
@@ -171,7 +177,15 @@ def step_times(machine: Machine, step: Step, strategy: str, alone_us: float | No
     communication = (2 * layers - 1) * alone[Kind.ALL_GATHER] + layers * alone[Kind.REDUCE_SCATTER]
     if alone_us is None:
         alone_us = compute_us(machine, step)
-    return StepTimes(_scaled(machine, step, gangs, way.straight), alone_us, communication)
+    machines = [_sustained(machine)]
+    if machine.interference.either_first and not (way.gathers and way.scatters):
+        machines.append(machines[0].with_value("matmul.persistent", 1))  # GEMMs that let nobody in
+    times = [_scaled(one, step, gangs, way.straight) for one in machines]
+    return StepTimes(statistics.fmean(times), alone_us, communication)
+
+
+def _sustained(machine: Machine) -> Machine:
+    return machine.with_value("matmul.efficiency", machine.matmul.efficiency / (1 + SUSTAINED))
 
 
 def _scaled(machine: Machine, step: Step, gangs: dict[Kind, tuple[Gang, ...]] | None, straight: bool) -> float:

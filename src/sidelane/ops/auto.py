@@ -54,12 +54,12 @@ OPS = {
     "gemv_all_reduce": Ways(),
     "all_reduce_rms_norm": Ways(sizes=2),
     "embedding_all_to_all": Ways(captured=(FUSED,)),
-    "gemm_all_to_all": Ways(eager=_ALL),
-    "gemm_reduce_scatter": Ways(eager=_ALL),
-    "gemm_all_reduce": Ways(eager=_ALL),
-    "all_gather_gemm": Ways(eager=_ALL, captured=_ALL),
+    "gemm_all_to_all": Ways(_ALL, _ALL),
+    "gemm_reduce_scatter": Ways(_ALL, _ALL),
+    "gemm_all_reduce": Ways(_ALL, _ALL),
+    "all_gather_gemm": Ways(_ALL, _ALL),
 }
-"""By operator. A graph has nothing that needs the host: bags of a table, and triggers of parts."""
+"""By operator. A graph has nothing that needs the host, as bags of a table do."""
 
 
 def method_of(

@@ -46,7 +46,7 @@ from sidelane.device.stamps import COMPUTE, END, SEND, WAIT, stamp
 from sidelane.ops import reference
 from sidelane.ops.auto import AUTO, check_method, method_of, options_of
 from sidelane.ops.gemm import TileSizes, tile_at, tile_product
-from sidelane.ops.handle import FLOATS, INTERPRETED, kept, programs_of, telling_refusals
+from sidelane.ops.handle import FLOATS, kept, programs_of, telling_refusals
 from sidelane.ops.operands import MOST_ELEMENTS, check_operands
 from sidelane.ops.split_gather_gemm import handle_of, split_all_gather_gemm
 from sidelane.ops.timeline import stamps_of
@@ -124,16 +124,7 @@ class AllGatherGemm:
             weight.stride(0),
             stamps,
             alike=f"{rows} rows, {depth} columns of x, {columns} of the result{stamped}",
-            ROWS=tiles.rows,
-            COLS=tiles.columns,
-            DEPTH=tiles.depth,
-            GROUP=tiles.group,
-            WHOLE=depth % tiles.depth == 0,
-            ALIGNED=depth * dtype.itemsize % 16 == 0,
-            WIDE=INTERPRETED or dtype == torch.float32,
-            DTYPE=getattr(tl, str(dtype).removeprefix("torch.")),
-            num_warps=tiles.warps,
-            num_stages=tiles.stages,
+            **tiles.constants(depth, depth, dtype),
         )
         return output
 

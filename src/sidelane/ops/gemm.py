@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -48,18 +49,19 @@ from sidelane.device.context import (
     world_size_of,
 )
 from sidelane.device.stamps import COMPUTE, END, SEND, WAIT, stamp
-from sidelane.ops.auto import AUTO, check_method, method_of, options_of
+from sidelane.ops.auto import AUTO, check_method, method_of
 from sidelane.ops.handle import (
     FLOATS,
     INTERPRETED,
     REMOTE_FIRST,
+    is_captured,
     kept,
     power_of_two,
     programs_of,
     telling_refusals,
 )
 from sidelane.ops.operands import Counts, check_most_rows, check_rows, check_weight, on_both_sides
-from sidelane.ops.split_gemm import split_gemm_all_to_all
+from sidelane.ops.split_gemm import DEFAULT_PIECES, handle_of, has_routing, split_gemm_all_to_all
 from sidelane.ops.timeline import stamps_of
 
 NAME = "gemm_all_to_all"
@@ -92,6 +94,21 @@ class TileSizes:
     def of(cls, dtype: torch.dtype) -> TileSizes:
         """What is taken where nobody says: float32 takes twice the shared memory, and no tensor cores."""
         return cls(columns=128, depth=32) if dtype == torch.float32 else cls()
+
+    def constants(self, depth: int, sent: int, dtype: torch.dtype) -> dict[str, Any]:
+        """What a kernel is compiled for: products ``depth`` deep, and rows of ``sent`` elements that peers get."""
+        return {
+            "ROWS": self.rows,
+            "COLS": self.columns,
+            "DEPTH": self.depth,
+            "GROUP": self.group,
+            "WHOLE": depth % self.depth == 0,
+            "ALIGNED": sent * dtype.itemsize % 16 == 0,
+            "WIDE": INTERPRETED or dtype == torch.float32,
+            "DTYPE": getattr(tl, str(dtype).removeprefix("torch.")),
+            "num_warps": self.warps,
+            "num_stages": self.stages,
+        }
 
     def __post_init__(self) -> None:
         for name, value, least in (
@@ -172,18 +189,9 @@ class GemmAllToAll:
             self.most_rows,
             stamps,
             alike=f"{experts or 1} experts{stamped}",
-            ROWS=tiles.rows,
-            COLS=tiles.columns,
-            DEPTH=tiles.depth,
-            GROUP=tiles.group,
-            WHOLE=x.shape[1] % tiles.depth == 0,
-            ALIGNED=self.columns * self.dtype.itemsize % 16 == 0,
-            WIDE=INTERPRETED or self.dtype == torch.float32,
-            DTYPE=getattr(tl, str(self.dtype).removeprefix("torch.")),
             REMOTE_FIRST=order == REMOTE_FIRST,
             EP=power_of_two(experts or 1),
-            num_warps=tiles.warps,
-            num_stages=tiles.stages,
+            **tiles.constants(x.shape[1], self.columns, self.dtype),
         )
         return self._output
 
@@ -249,18 +257,28 @@ def gemm_all_to_all(
     def handle(_: int = 0) -> GemmAllToAll:
         return kept(comm, key, lambda: GemmAllToAll(comm, most_rows, columns, dtype, tiles=tiles))
 
+    most = most_rows
+    if table is not None:
+        most = max(most_rows, power_of_two(max(map(sum, (*table, *zip(*table, strict=True))))))  # few shapes
+
+    def both(pieces: int) -> None:
+        assert table is not None
+        handle()  # of a graph with other counts
+        handle_of(comm, most, columns, dtype).routing(table, pieces or DEFAULT_PIECES)
+
     make: dict[str, Callable[[int], object]]
-    make = {FUSED: handle, UNFUSED: lambda _: rows_handle(comm, most_rows, columns, dtype)}
+    make = {FUSED: handle, SPLIT: both, UNFUSED: lambda _: rows_handle(comm, most_rows, columns, dtype)}
     without = (SPLIT, UNFUSED) if experts is not None else (SPLIT,) if table is None else ()
     known = (*key, without)
     sizes = most_rows, x.shape[1], columns
     found = method_of(comm, NAME, method, known, sizes, dtype.itemsize, make, without=without)
-    if found.method == FUSED:
-        return handle()(x, weight, counts, order=order)
     if found.method == SPLIT:
         assert table is not None
-        most = max(most_rows, power_of_two(max(map(sum, (*table, *zip(*table, strict=True))))))  # few shapes
-        return split_gemm_all_to_all(comm, x, weight, table, most_rows=most, **options_of(found))[:most_rows]
+        pieces = found.pieces or DEFAULT_PIECES
+        if method == SPLIT or not is_captured(comm) or has_routing(comm, most, columns, dtype, table, pieces):
+            return split_gemm_all_to_all(comm, x, weight, table, most_rows=most, pieces=pieces)[:most_rows]
+    if found.method in (FUSED, SPLIT):
+        return handle()(x, weight, counts, order=order)
     return rows_handle(comm, most_rows, columns, dtype)(functional.linear(x, weight), None, counts, order=order)
 
 

@@ -29,6 +29,8 @@ may have fewer; a tile is ROWS rows and COLS columns, of products over DEPTH col
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -51,9 +53,10 @@ from sidelane.device.stamps import ADD, COMPUTE, END, SEND, WAIT, stamp
 from sidelane.ops import reference
 from sidelane.ops.auto import AUTO, check_method, method_of, options_of
 from sidelane.ops.gemm import TileSizes, tile_at, tile_product
-from sidelane.ops.handle import FLOATS, INTERPRETED, REMOTE_FIRST, kept, programs_of, telling_refusals
+from sidelane.ops.handle import FLOATS, REMOTE_FIRST, kept, programs_of, telling_refusals
 from sidelane.ops.operands import check_operands, check_sizes
-from sidelane.ops.split_gemm_reduce import split_gemm_all_reduce, split_gemm_reduce_scatter
+from sidelane.ops.split_gemm import DEFAULT_PIECES
+from sidelane.ops.split_gemm_reduce import handle_of, split_gemm_all_reduce, split_gemm_reduce_scatter
 from sidelane.ops.timeline import stamps_of
 
 SCATTER, ALL = "gemm_reduce_scatter", "gemm_all_reduce"
@@ -130,18 +133,9 @@ class GemmReduce:
             self._each,
             stamps,
             alike=stamped.strip(),
-            ROWS=tiles.rows,
-            COLS=tiles.columns,
-            DEPTH=tiles.depth,
-            GROUP=tiles.group,
-            WHOLE=x.shape[1] % tiles.depth == 0,
-            ALIGNED=self.columns * self.dtype.itemsize % 16 == 0,
-            WIDE=INTERPRETED or self.dtype == torch.float32,
-            DTYPE=getattr(tl, str(self.dtype).removeprefix("torch.")),
             REMOTE_FIRST=order == REMOTE_FIRST,
             GATHERS=self.gathers,
-            num_warps=tiles.warps,
-            num_stages=tiles.stages,
+            **tiles.constants(x.shape[1], self.columns, self.dtype),
         )
         return output
 
@@ -223,7 +217,12 @@ def _reduced(
     def handle(_: int = 0) -> GemmReduce:
         return kept(comm, key, lambda: GemmReduce(comm, rows, columns, dtype, gathers=gathers, tiles=tiles))
 
-    found = method_of(comm, name, method, key, (rows, x.shape[1], columns), dtype.itemsize, {FUSED: handle})
+    make: dict[str, Callable[[int], object]]
+    make = {
+        FUSED: handle,
+        SPLIT: lambda pieces: handle_of(comm, x, weight, gathers=gathers).make(pieces or DEFAULT_PIECES),
+    }
+    found = method_of(comm, name, method, key, (rows, x.shape[1], columns), dtype.itemsize, make)
     if found.method == FUSED:
         return handle()(x, weight, order=order)
     if found.method == SPLIT:

@@ -1,59 +1,38 @@
-# Kernels are Triton's language, which Python's type checker cannot read.
-# mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment"
-
 """gemv_all_reduce: a row-parallel linear layer for few tokens, whose partial results leave as they are computed.
 
 Equivalent: ``y = x @ weight.T; comm.all_reduce(y)`` (``reference.gemv_all_reduce``), with partial results in float32
 that are rounded once.
 
-Two phases, each rank adding up its share of the tiles (the fused operators paper, section III.B and Figure 7); block b
-of two ranks::
-
-    rank 0   tiles of 1 -> 1 | signal 1 | tiles of 0 | signal 0 | wait all | add tiles of 0 -> all | signal, wait all
-    rank 1   tiles of 0 -> 0 | signal 0 | tiles of 1 | signal 1 | wait all | add tiles of 1 -> all | signal, wait all
-
-One shot, each rank adding up everything::
-
-    rank 0   tiles -> all | signal, wait all | add all tiles -> output
-    rank 1   tiles -> all | signal, wait all | add all tiles -> output
-
-Block b of every rank computes the same tiles, and waits for blocks b only, behind all that these wait for. A grid has
-no more blocks than fit on the GPU, so that all of them run.
-
-Why nobody has to say that he is ready. Two phases: a rank sends partial results again when its last call has ended, so
-after every owner has sent results, having read its partial results; an owner stores results when it has partial results
-of this call from every rank, whose streams have then passed all work in front of it. One shot: nothing says that a
-peer has read, so that there are two places, for even and odd generations; two are enough (``device/cells.py``).
+Two schedules: in ``cells`` every rank adds up everything, and sums carry their own readiness (``gemv_cells.py``); in
+``two_phase`` each rank adds up its share (``gemv_two_phase.py``).
 
 Legend: N ranks; M rows of the weight; K columns, this rank's; T tokens, TP lanes of them: 1, or 16 in dots; a tile is
-ROWS rows of all tokens; COLS columns are loaded at a time; E tiles of each owner. ``weight`` [M, K], ``x`` [T, K],
-``scale`` [1] or [M], ``output`` and ``results`` [T, M], ``partials`` float32 [places, N, tiles held, ROWS, TP].
+ROWS rows of all tokens; COLS columns are loaded at a time. ``weight`` [M, K], ``x`` [T, K], ``scale`` [1] or [M],
+``output`` [T, M].
 """
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
+from triton.compiler.errors import CompilationError
+from triton.runtime.errors import OutOfResources, PTXASError
 
 from sidelane.choice.fused import UNFUSED
 from sidelane.collectives import Communicator
-from sidelane.device.context import (
-    barrier_acq_rel,
-    begin,
-    end,
-    put_weak,
-    rank_of,
-    signal_release,
-    wait_all_acquire,
-    world_size_of,
-)
-from sidelane.device.stamps import ADD, COMPUTE, COPY, END, SEND, WAIT, stamp
-from sidelane.ops import reference
+from sidelane.errors import UnavailableError
+from sidelane.ops import gemv_cells, gemv_two_phase, reference
 from sidelane.ops.auto import check_method, method_of
+from sidelane.ops.gemv_tiling import (
+    CELLS,
+    MOST_DOT_COLUMNS,
+    MOST_TOKENS,
+    TWO_PHASE,
+    Tiling,
+    shared_bytes_of,
+    tiling_of,
+)
 from sidelane.ops.handle import (
     FLOAT8S,
     FLOATS,
@@ -69,45 +48,16 @@ from sidelane.ops.handle import (
 )
 from sidelane.ops.timeline import stamps_of
 
+__all__ = ["CELLS", "MOST_TOKENS", "SCHEDULES", "TWO_PHASE", "GemvAllReduce", "Tiling", "gemv_all_reduce"]
+
 NAME = "gemv_all_reduce"
-AUTO, ONE_SHOT, TWO_PHASE = "auto", "one_shot", "two_phase"
-SCHEDULES = (AUTO, ONE_SHOT, TWO_PHASE)
-MOST_TOKENS = 16
+AUTO = "auto"
+SCHEDULES = (AUTO, CELLS, TWO_PHASE)
 MOST_ROWS = 1 << 20
-MOST_DOT_COLUMNS = 128
-ONE_SHOT_BYTES = 256 << 10
-"""Most partial results that a rank sends in one shot, if ``auto`` chooses. An estimate: two phases send 2/N of it, and
-take one more trip of about a microsecond. Not measured yet."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Tiling:
-    """How a kernel is cut.
-
-    Attributes:
-        rows: of the weight in a tile, a power of two; 16 and more.
-        columns: loaded at a time, a power of two, 16 or more; 128 at most for more than one token.
-        warps: of a program.
-        per_unit: programs on each compute unit; all of them have to fit at the same time.
-    """
-
-    rows: int = 16
-    columns: int = 512
-    warps: int = 4
-    per_unit: int = 2
-
-    def __post_init__(self) -> None:
-        for name, value, least in (("rows", self.rows, 16), ("columns", self.columns, 16), ("warps", self.warps, 1)):
-            if value < least or value != power_of_two(value):
-                raise ValueError(f"Tiling: {name} (value={value}, allowed=a power of two from {least})")
-        most = max(1, 8 // self.warps)  # 255 registers for each of 256 threads are all that a compute unit has
-        if not 1 <= self.per_unit <= most:
-            raise ValueError(f"Tiling: per_unit (value={self.per_unit}, allowed=1..{most} of {self.warps} warps)")
-
-
-OF_DOTS = Tiling(16, 128, 2, 4)
-"""For more than one token, which tensor cores multiply: four took 112 us and more without, 56 with (8192 x 8192 on an
-H100, docs/lab/kernels.md)."""
+CELLS_BYTES = 512 << 10
+"""Most float32 partial results of a rank that ``auto`` sends in cells. Two ranks took 24.2 us with as many, and 42.2 in
+two phases (docs/lab/kernels.md); more was not measured. Among more ranks an estimate: two phases send 2/N of it, but
+behind each other, where cells leave while others are computed."""
 
 
 class GemvAllReduce:
@@ -119,8 +69,8 @@ class GemvAllReduce:
         tokens: most that a call has, 1 to 16.
         dtype: of x and result: float32, float16 or bfloat16.
         weight_dtype: float8_e4m3fn or float8_e5m2; None is ``dtype``.
-        schedule: ``one_shot``, ``two_phase`` or ``auto``.
-        tiling: how the kernel is cut; None takes what was fastest on an H100.
+        schedule: ``cells``, ``two_phase`` or ``auto``.
+        tiling: how the kernel is cut; None takes what was fastest on an H200.
 
     Raises:
         ValueError, TypeError: a size or dtype that there is not.
@@ -139,7 +89,6 @@ class GemvAllReduce:
         schedule: str = AUTO,
         tiling: Tiling | None = None,
     ) -> None:
-        tiling = tiling or (Tiling() if tokens == 1 else OF_DOTS)
         with telling_refusals(comm, NAME):
             check_choice(NAME, "schedule", schedule, SCHEDULES)
             _check_sizes(rows, tokens)
@@ -149,20 +98,38 @@ class GemvAllReduce:
                 allowed = f"{dtype}, {', '.join(map(str, FLOAT8S))}"
                 raise TypeError(f"{NAME}: dtype of weight (value={weight_dtype}, allowed={allowed})")
         self.weight_dtype = weight_dtype or dtype
-        self.comm, self.rows, self.tokens, self.dtype, self.tiling = comm, rows, tokens, dtype, tiling
-        n = comm.world_size
-        self._padded = 1 if tokens == 1 else MOST_TOKENS
-        tiles = -(-rows // tiling.rows)
+        self.comm, self.rows, self.tokens, self.dtype = comm, rows, tokens, dtype
         if schedule == AUTO:
-            schedule = ONE_SHOT if 4 * rows * tokens <= ONE_SHOT_BYTES else TWO_PHASE
-        self.schedule = schedule
-        two_phase = schedule == TWO_PHASE
-        self._tiles_each = -(-tiles // n) if two_phase else tiles
+            schedule = CELLS if 4 * rows * tokens <= CELLS_BYTES else TWO_PHASE
+        self.schedule, self.tiling = schedule, tiling or tiling_of(schedule, tokens)
+        self._padded = 1 if tokens == 1 else MOST_TOKENS
+        if schedule == CELLS:
+            self._make_cells()
+        else:
+            self._make_two_phases()
+
+    def _make_cells(self) -> None:
+        comm, tiling, n = self.comm, self.tiling, self.comm.world_size
+        tiles = -(-self.rows // tiling.rows)
+        programs = programs_of(comm, tiles, tiling.per_unit)
+        self._rows_each = -(-tiles // programs) * tiling.rows
+        self._programs = -(-self.rows // self._rows_each)
+        self._stages = tiling.stages_in(
+            shared_bytes_of(comm.device, tiling.per_unit), self.weight_dtype.itemsize, self.dtype.itemsize, self._padded
+        )
+        self._cells = comm.empty(2 * n * self.rows * self._padded, dtype=torch.int64)
+        self._cells.zero_()
+        self._kernel = comm.load_kernel(gemv_cells.KERNEL, flags=0)
+        comm.barrier()  # all cells are 0 before any is written
+
+    def _make_two_phases(self) -> None:
+        comm, tiling, n = self.comm, self.tiling, self.comm.world_size
+        tiles = -(-self.rows // tiling.rows)
+        self._tiles_each = -(-tiles // n)
         self._programs = programs_of(comm, self._tiles_each, tiling.per_unit)
-        places = 1 if two_phase else 2
-        self._partials = comm.empty(places * n * self._tiles_each * tiling.rows * self._padded)
-        self._results = comm.empty(tokens * rows if two_phase else 1, dtype=dtype)
-        self._kernel = comm.load_kernel(_gemv_all_reduce, flags=2 * self._programs)
+        self._partials = comm.empty(n * self._tiles_each * tiling.rows * self._padded)
+        self._results = comm.empty(self.tokens * self.rows, dtype=self.dtype)
+        self._kernel = comm.load_kernel(gemv_two_phase.KERNEL, flags=2 * self._programs)
 
     def __call__(
         self,
@@ -185,6 +152,30 @@ class GemvAllReduce:
                 raise ValueError(f"{NAME}: a handle for another shape (value={given}, allowed={allowed})")
             place = None if out is None or self.schedule != TWO_PHASE else comm.place(out)
         output = x.new_empty((*x.shape[:-1], self.rows)) if out is None else out
+        try:
+            if self.schedule == CELLS:
+                self._launch_cells(weight, x, scale, output, tokens)
+            else:
+                self._launch_two_phases(weight, x, scale, output, tokens, place, order)
+        except Exception as error:
+            if not _is_of_the_compiler(error):
+                raise
+            said = str(error).strip().partition("\n")[0]
+            problem = f"a kernel that Triton cannot make (value={self.tiling}, allowed=another tiling): {said}"
+            raise UnavailableError(f"{NAME}: {problem}") from error
+        return output
+
+    def _launch_two_phases(
+        self,
+        weight: torch.Tensor,
+        x: torch.Tensor,
+        scale: torch.Tensor | None,
+        output: torch.Tensor,
+        tokens: int,
+        place: object,
+        order: str,
+    ) -> None:
+        comm = self.comm
         results = self._results if place is None else output
         stamps, stamped = stamps_of(comm, self._programs)
         self._kernel.launch(
@@ -210,12 +201,43 @@ class GemvAllReduce:
             COLS=min(self.tiling.columns, MOST_DOT_COLUMNS) if self.tokens > 1 else self.tiling.columns,
             TP=self._padded,  # where partial results lie must not change between calls
             WIDE=INTERPRETED or self.dtype == torch.float32,
-            PHASES=2 if self.schedule == TWO_PHASE else 1,
             REMOTE_FIRST=order == REMOTE_FIRST,
             COPIES=place is None,
             num_warps=self.tiling.warps,
+            maxnreg=self.tiling.registers,
         )
-        return output
+
+    def _launch_cells(
+        self, weight: torch.Tensor, x: torch.Tensor, scale: torch.Tensor | None, output: torch.Tensor, tokens: int
+    ) -> None:
+        comm = self.comm
+        stamps, stamped = stamps_of(comm, self._programs)
+        self._kernel.launch(
+            (self._programs,),
+            comm.peers(self._cells),
+            self._cells,
+            output,
+            weight,
+            x,
+            scale,
+            self.rows,
+            weight.shape[1],
+            weight.stride(0),
+            x.stride(0) if x.dim() == 2 else 0,
+            tokens,
+            0 if scale is None or scale.numel() == 1 else 1,
+            self._rows_each,
+            stamps,
+            self.rows % self.tiling.rows == 0 and weight.shape[1] % self.tiling.columns == 0,  # EVEN, of this rank
+            alike=f"{tokens} tokens, {'no ' if scale is None else ''}scale{stamped}",
+            **gemv_cells.constants_of(
+                self.tiling,
+                ranks=comm.world_size,
+                padded=self._padded,
+                wide=INTERPRETED or self.dtype == torch.float32,
+                stages=self._stages,
+            ),
+        )
 
     def close(self) -> None:
         """Let go of flags and workspace, once this rank's calls have ended. Idempotent, and no collective."""
@@ -249,10 +271,11 @@ def gemv_all_reduce(
             all ranks or on none; its values are this rank's own.
         out: for the result, contiguous. Symmetric memory (``comm.empty``), at one place on all ranks, saves a copy in
             two phases. None makes an ordinary tensor.
-        schedule: ``one_shot`` (every rank adds up everything), ``two_phase`` (each rank its share), or ``auto``.
-        order: ``remote_first``: what peers add up is computed first; ``oblivious``: tiles in their order. In one shot
-            all tiles go to all, and both are the same.
-        tiling: how the kernel is cut; None takes what was fastest on an H100.
+        schedule: ``cells`` (every rank adds up everything, and sums carry their own readiness), ``two_phase`` (each
+            rank its share), or ``auto``.
+        order: ``remote_first``: what peers add up is computed first; ``oblivious``: tiles in their order. In cells all
+            tiles go to all, and both are the same.
+        tiling: how the kernel is cut; None takes what was fastest on an H200.
         method: ``fused``, ``unfused``, or ``auto``: unfused where that was measured to be faster (``ops.explain``).
 
     Returns:
@@ -260,7 +283,8 @@ def gemv_all_reduce(
 
     Raises:
         ValueError, TypeError: wrong arguments; nothing has moved.
-        UnavailableError: a new shape inside of a capture; a device that cannot run it.
+        UnavailableError: a new shape inside of a capture; a device that cannot run it; a tiling that Triton cannot
+            compile.
         MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """
     with telling_refusals(comm, NAME):
@@ -315,121 +339,8 @@ def _check(comm: Communicator, weight: object, x: object, scale: object, out: ob
             raise ValueError(f"{NAME}: shape of out (value={tuple(out.shape)}, allowed={shape}, contiguous)")
 
 
-@triton.jit
-def _partial(
-    weight, x, scale, tile, rows, columns, weight_stride, x_stride, tokens, scale_stride,
-    ROWS: tl.constexpr, COLS: tl.constexpr, TP: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    """float32[ROWS, TP]: what this rank's columns add to a tile. Tokens that there are not are 0."""
-    row = tile * ROWS + tl.arange(0, ROWS)
-    token = tl.arange(0, TP)
-    lane = tl.arange(0, COLS)
-    kind = weight.dtype.element_ty
-    if kind.primitive_bitwidth == 8:  # of which there is no 0 to load in place of what there is not
-        weight = weight.to(tl.pointer_type(tl.uint8), bitcast=True)
-    weights = weight + row[:, None].to(tl.int64) * weight_stride
-    if TP > 1:
-        result = tl.zeros([ROWS, TP], tl.float32)
-        for first in range(0, columns, COLS):
-            column = first + lane
-            there = (row[:, None] < rows) & (column[None, :] < columns)
-            w = tl.load(weights + column[None, :], mask=there, other=0).to(kind, bitcast=True)
-            known = (token[None, :] < tokens) & (column[:, None] < columns)
-            v = tl.load(x + token[None, :] * x_stride + column[:, None], mask=known, other=0)
-            if WIDE:  # also where kernels are interpreted, which takes bfloat16 for integers in a dot
-                w, v = w.to(tl.float32), v.to(tl.float32)
-            result = tl.dot(w.to(v.dtype), v, result, input_precision="ieee")  # 8 bits are exact in 16
-    else:
-        sums = tl.zeros([ROWS, COLS], tl.float32)
-        for first in range(0, columns, COLS):
-            column = first + lane
-            there = (row[:, None] < rows) & (column[None, :] < columns)
-            w = tl.load(weights + column[None, :], mask=there, other=0).to(kind, bitcast=True).to(tl.float32)
-            v = tl.load(x + column, mask=column < columns, other=0).to(tl.float32)
-            sums += w * v[None, :]
-        result = tl.sum(sums, axis=1)[:, None]
-    if scale is not None:
-        result *= tl.load(scale + row * scale_stride, mask=row < rows, other=0)[:, None]
-    return result
-
-
-@triton.jit
-def _sum_of_ranks(partials, held, step, ranks, inside, mask):
-    """float32[ROWS, TP]: a tile of every rank, added in their order."""
-    result = tl.load(partials + held + inside, mask=mask, other=0)
-    for sender in range(1, ranks):
-        result += tl.load(partials + held + sender * step + inside, mask=mask, other=0)
-    return result
-
-
-@triton.jit
-def _gemv_all_reduce(
-    context, partials_of, partials, results_of, results, output, weight, x, scale,
-    rows, columns, weight_stride, x_stride, tokens, scale_stride, tiles_each, stamps,
-    ROWS: tl.constexpr, COLS: tl.constexpr, TP: tl.constexpr, WIDE: tl.constexpr,
-    PHASES: tl.constexpr, REMOTE_FIRST: tl.constexpr, COPIES: tl.constexpr,
-):  # fmt: skip
-    generation = begin(context)
-    rank, ranks = rank_of(context), world_size_of(context)
-    program, programs = tl.program_id(0), tl.num_programs(0)
-    lane, token = tl.arange(0, ROWS)[:, None], tl.arange(0, TP)[None, :]
-    inside = lane * TP + token
-    each = tiles_each * ROWS * TP  # of what a rank sends to an owner
-    is_token = token < tokens
-    kind = output.dtype.element_ty
-
-    if PHASES == 1:
-        place = (generation & 1) * ranks
-        for tile in range(program, tiles_each, programs):
-            stamp(stamps, COMPUTE)
-            part = _partial(weight, x, scale, tile, rows, columns, weight_stride, x_stride, tokens,
-                            scale_stride, ROWS, COLS, TP, WIDE)  # fmt: skip
-            mask = is_token & (tile * ROWS + lane < rows)
-            stamp(stamps, SEND)
-            for turn in range(ranks):
-                peer = (rank + 1 + turn) % ranks
-                put_weak(partials_of, peer, (place + rank) * each + tile * ROWS * TP + inside, part, mask)
-        stamp(stamps, WAIT)
-        barrier_acq_rel(context, program, generation)
-        stamp(stamps, ADD)
-        for tile in range(program, tiles_each, programs):
-            mask = is_token & (tile * ROWS + lane < rows)
-            total = _sum_of_ranks(partials, place * each + tile * ROWS * TP, each, ranks, inside, mask)
-            tl.store(output + token * rows + tile * ROWS + lane, total.to(kind), mask=mask)
-    else:
-        for turn in range(ranks):
-            owner = (rank + 1 + turn) % ranks if REMOTE_FIRST else turn
-            for number in range(program, tiles_each, programs):
-                tile = owner * tiles_each + number
-                if tile * ROWS < rows:  # the last owners may have fewer
-                    stamp(stamps, COMPUTE, owner)
-                    part = _partial(weight, x, scale, tile, rows, columns, weight_stride, x_stride, tokens,
-                                    scale_stride, ROWS, COLS, TP, WIDE)  # fmt: skip
-                    mask = is_token & (tile * ROWS + lane < rows)
-                    stamp(stamps, SEND, owner)
-                    put_weak(partials_of, owner, rank * each + number * ROWS * TP + inside, part, mask)
-            signal_release(context, owner, program, generation)
-        stamp(stamps, WAIT)
-        wait_all_acquire(context, program, generation)
-        stamp(stamps, ADD)
-        for number in range(program, tiles_each, programs):
-            row = (rank * tiles_each + number) * ROWS + lane
-            mask = is_token & (row < rows)
-            total = _sum_of_ranks(partials, number * ROWS * TP, each, ranks, inside, mask).to(kind)
-            for turn in range(ranks):
-                put_weak(results_of, (rank + 1 + turn) % ranks, token * rows + row, total, mask)
-        stamp(stamps, WAIT)
-        barrier_acq_rel(context, programs + program, generation)
-        if COPIES:
-            stamp(stamps, COPY)
-            for owner in range(ranks):
-                for number in range(program, tiles_each, programs):
-                    row = (owner * tiles_each + number) * ROWS + lane
-                    mask = is_token & (row < rows)
-                    value = tl.load(results + token * rows + row, mask=mask)
-                    tl.store(output + token * rows + row, value, mask=mask)
-    stamp(stamps, END)
-    end(context, generation)
-
-
-KERNEL = _gemv_all_reduce
+def _is_of_the_compiler(error: Exception) -> bool:
+    """Triton could not make a kernel. Its passes give up with a bare RuntimeError."""
+    return isinstance(error, CompilationError | OutOfResources | PTXASError) or (
+        type(error) is RuntimeError and "PassManager" in str(error)
+    )

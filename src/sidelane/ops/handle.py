@@ -10,7 +10,6 @@ from typing import TypeVar
 import torch
 
 from sidelane.collectives import Communicator
-from sidelane.errors import UnavailableError
 
 H = TypeVar("H")
 
@@ -43,16 +42,6 @@ def telling_refusals(comm: Communicator, name: str) -> Iterator[None]:
 def is_captured(comm: Communicator) -> bool:
     """True while a graph records the caller's stream."""
     return comm.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def refuse_capture(comm: Communicator, name: str) -> None:
-    """Refuse a call that a graph cannot hold: who releases its copies as parts are finished has to be there each time.
-
-    Raises:
-        UnavailableError: a graph records the caller's stream, and there are peers.
-    """
-    if comm.world_size > 1 and is_captured(comm):
-        raise UnavailableError(f"{name}: inside of a capture (allowed=eager calls: triggers are fired call by call)")
 
 
 def kept(comm: Communicator, key: Hashable, make: Callable[[], H]) -> H:

@@ -1,56 +1,45 @@
-# Kernels are Triton's language, which Python's type checker cannot read.
-# mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment"
-
 """all_reduce_rms_norm: what a tensor-parallel decoder does twice a layer, in one kernel, for few tokens.
 
 Equivalent: ``comm.all_reduce(x); residual = x + residual; y = rms_norm(residual, weight)``
 (``reference.all_reduce_rms_norm``), with float32 between the first addition and the last rounding.
 
-Every word of data carries its own readiness (``device/flagged.py``), so that nobody meets anybody; a block of rank 0::
-
-    rank 0   rows -> cells of all others | wait for the cells of a row -> add, residual, norm -> outputs | next row
-    rank 1   rows -> cells of all others | wait for the cells of a row -> add, residual, norm -> outputs | next row
-
-Block b of every rank has the same rows, and waits only for what blocks b send before they wait. A grid has no more
-blocks than fit on the GPU. Every rank waits for something of every other one in each launch, so that two places for
-each sender, for even and odd generations, are enough.
-
-Legend: N ranks; T tokens, M most tokens of the handle; H hidden size; C words of 4 bytes of a row, in W lanes, a power
-of two. ``x``, ``residual`` and outputs are int32 [T, C], ``weight`` int32 [C], ``cells`` int64 [2, N, M, C].
+Two schedules: ``cells`` for few bytes, ``pushed`` for more (``rms_norm_kernels.py``).
 """
 
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 
 from sidelane.choice.fused import UNFUSED
 from sidelane.collectives import Communicator
 from sidelane.device.arithmetic import DTYPES
-from sidelane.device.context import begin, end, rank_of, world_size_of
-from sidelane.device.flagged import put_flagged_relaxed, wait_flagged_relaxed
-from sidelane.device.reduce_cells import elements_of, words_of
-from sidelane.ops import reference
+from sidelane.ops import reference, rms_norm_kernels
 from sidelane.ops.auto import AUTO, check_method, method_of
-from sidelane.ops.handle import FLOATS, check_tensor, kept, power_of_two, programs_of, telling_refusals
+from sidelane.ops.handle import FLOATS, check_choice, check_tensor, kept, power_of_two, programs_of, telling_refusals
 
 NAME = "all_reduce_rms_norm"
+CELLS, PUSHED = "cells", "pushed"
+SCHEDULES = (AUTO, CELLS, PUSHED)
 MOST_TOKENS = 512
 MOST_ROW_BYTES = 32 << 10
 """A block holds a row in registers."""
+
+CELLS_BYTES = 512 << 10
+"""Most bytes of x that a rank sends to its peers in cells, if ``auto`` chooses. Of two ranks, cells took 6.6 us for
+256 KB and 17.1 for 2 MB, pushed rows 13.8 for 2 MB and 36.9 for 8 MB: lines through these cross here."""
 
 
 class AllReduceRmsNorm:
     """The workspace of :func:`all_reduce_rms_norm` for one shape. Collective: alike on all ranks.
 
-    It takes ``4 * world_size`` times the bytes of the largest input, in symmetric memory.
+    It takes ``4 * world_size`` times the bytes of the largest input in cells, half of that pushed, in symmetric memory.
 
     Args:
         comm: the ranks.
         tokens: most that a call has, 1 to 512.
         hidden: elements of a row.
         dtype: float32, float16 or bfloat16.
+        schedule: ``cells``, ``pushed`` or ``auto``.
 
     Raises:
         ValueError, TypeError: a size or dtype that there is not.
@@ -58,19 +47,42 @@ class AllReduceRmsNorm:
         MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """
 
-    def __init__(self, comm: Communicator, tokens: int, hidden: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, comm: Communicator, tokens: int, hidden: int, dtype: torch.dtype, *, schedule: str = AUTO
+    ) -> None:
         with telling_refusals(comm, NAME):
+            check_choice(NAME, "schedule", schedule, SCHEDULES)
             if dtype not in FLOATS:
                 raise TypeError(f"{NAME}: dtype (value={dtype}, allowed={', '.join(map(str, FLOATS))})")
             _check_sizes(tokens, hidden, dtype)
         self.comm, self.tokens, self.hidden, self.dtype = comm, tokens, hidden, dtype
-        self._words = hidden * dtype.itemsize // 4
+        if schedule == AUTO:
+            sent_bytes = tokens * hidden * dtype.itemsize * (comm.world_size - 1)
+            schedule = CELLS if sent_bytes <= CELLS_BYTES else PUSHED
+        self.schedule = schedule
+        if schedule == CELLS:
+            self._make_cells()
+        else:
+            self._make_pushed()
+        self._counters = self._kernel.counters
+
+    def _make_cells(self) -> None:
+        comm = self.comm
+        self._words = self.hidden * self.dtype.itemsize // 4
         self._warps = 4 if self._words <= 1024 else 8 if self._words <= 4096 else 16
-        self._programs = programs_of(comm, tokens, 1)
-        self._cells = comm.empty(2, comm.world_size, tokens, self._words, dtype=torch.int64)
+        self._programs = programs_of(comm, self.tokens, 1)
+        self._cells = comm.empty(2, comm.world_size, self.tokens, self._words, dtype=torch.int64)
         self._cells.zero_()
-        self._kernel = comm.load_kernel(_all_reduce_rms_norm, flags=0)
+        self._kernel = comm.load_kernel(rms_norm_kernels.CELLS_KERNEL, flags=0)
         comm.barrier()  # all cells are 0 before any is written
+
+    def _make_pushed(self) -> None:
+        comm = self.comm
+        self._warps = 4 if self.hidden <= 2048 else 8 if self.hidden <= 8192 else 16
+        per_unit = 2 if self._warps <= 8 else 1
+        self._programs = programs_of(comm, self.tokens, per_unit)
+        self._staging = comm.empty(2, comm.world_size, self.tokens, self.hidden, dtype=self.dtype)
+        self._kernel = comm.load_kernel(rms_norm_kernels.PUSHED_KERNEL, flags=self._programs)
 
     def __call__(
         self,
@@ -91,24 +103,56 @@ class AllReduceRmsNorm:
                 raise ValueError(f"{NAME}: a handle for another shape (value={given}, allowed={allowed})")
         y = torch.empty_like(x) if out is None else out
         total = torch.empty_like(x) if residual_out is None else residual_out
-        words = [tensor.view(torch.int32) for tensor in (y, total, x, x if residual is None else residual, weight)]
+        tensors = [y, total, x, x if residual is None else residual, weight]
+        if self.schedule == CELLS:
+            self._launch_cells(tensors, eps, residual is not None)
+        else:
+            self._launch_pushed(tensors, eps, residual is not None)
+        return y, total
+
+    def _launch_cells(self, tensors: list[torch.Tensor], eps: float, has_residual: bool) -> None:
+        comm, tokens = self.comm, tensors[0].shape[0]
         self._kernel.launch(
             (self._programs,),
-            self.comm.peers(self._cells),
+            self._counters,
+            comm.rank,
+            comm.peers(self._cells),
             self._cells,
-            *words,
-            x.shape[0],
+            *[tensor.view(torch.int32) for tensor in tensors],
+            tokens,
             self.tokens,
             self._words,
             float(eps),
-            alike=f"{x.shape[0]} tokens",
+            alike=f"{tokens} tokens",
+            N=comm.world_size,
             W=power_of_two(self._words),
             DTYPE=DTYPES[str(self.dtype).removeprefix("torch.")],
             ELEMENT_BYTES=self.dtype.itemsize,
-            HAS_RESIDUAL=residual is not None,
+            HAS_RESIDUAL=has_residual,
+            MOST_AHEAD=rms_norm_kernels.MOST_AHEAD,
             num_warps=self._warps,
         )
-        return y, total
+
+    def _launch_pushed(self, tensors: list[torch.Tensor], eps: float, has_residual: bool) -> None:
+        comm, tokens = self.comm, tensors[0].shape[0]
+        self._kernel.launch(
+            (self._programs,),
+            self._counters,
+            comm.rank,
+            comm.peers(self._staging),
+            self._staging,
+            *tensors,
+            tokens,
+            self.tokens,
+            self.hidden,
+            float(eps),
+            alike=f"{tokens} tokens",
+            N=comm.world_size,
+            HP=power_of_two(self.hidden),
+            HAS_RESIDUAL=has_residual,
+            num_warps=self._warps,
+            maxnreg=128,  # so that all programs fit, with 16 warps on a unit
+        )
 
     def close(self) -> None:
         """Let go of the workspace, once this rank's calls have ended. Idempotent, and no collective."""
@@ -124,6 +168,7 @@ def all_reduce_rms_norm(
     eps: float = 1e-6,
     out: torch.Tensor | None = None,
     residual_out: torch.Tensor | None = None,
+    schedule: str = AUTO,
     method: str = AUTO,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``comm.all_reduce(x); total = x + residual; y = rms_norm(total, weight, eps)`` in one kernel. A call.
@@ -140,6 +185,8 @@ def all_reduce_rms_norm(
         eps: added to the mean of the squares.
         out: for ``y``, contiguous; None makes one. It may be ``x``.
         residual_out: for ``total``, contiguous; None makes one. It may be ``residual``, or ``x``.
+        schedule: ``cells`` (words carry their own readiness, at twice the bytes), ``pushed`` (rows as they are, and a
+            flag behind them), or ``auto``, by bytes.
         method: ``fused``, ``unfused``, or ``auto``: unfused where that was measured to be faster (``ops.explain``).
 
     Returns:
@@ -151,11 +198,12 @@ def all_reduce_rms_norm(
         MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """
     with telling_refusals(comm, NAME):
+        check_choice(NAME, "schedule", schedule, SCHEDULES)
         check_method(comm, NAME, method)
         _check(comm, x, residual, weight, out, residual_out)
     tokens, hidden = power_of_two(x.shape[0]), x.shape[1]
-    key = (NAME, tokens, hidden, x.dtype)
-    handle = kept(comm, key, lambda: AllReduceRmsNorm(comm, tokens, hidden, x.dtype))
+    key = (NAME, tokens, hidden, x.dtype, schedule)
+    handle = kept(comm, key, lambda: AllReduceRmsNorm(comm, tokens, hidden, x.dtype, schedule=schedule))
     if method_of(comm, NAME, method, key, (tokens, hidden), x.element_size()).method == UNFUSED:
         y, total = reference.all_reduce_rms_norm(comm, x, residual, weight, eps=eps)
         given = (y, out), (total, residual_out)
@@ -188,47 +236,3 @@ def _check(comm: Communicator, x: object, residual: object, weight: object, out:
             raise ValueError(f"{NAME}: shape of {name} (value={tuple(tensor.shape)}, allowed={allowed})")
         if tensor.data_ptr() % 4:
             raise ValueError(f"{NAME}: address of {name} (value={tensor.data_ptr():#x}, allowed=a multiple of 4)")
-
-
-@triton.jit
-def _all_reduce_rms_norm(
-    context, cells_of, cells, output, total_output, x, residual, weight, tokens, most_tokens, words, eps,
-    W: tl.constexpr, DTYPE: tl.constexpr, ELEMENT_BYTES: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-):  # fmt: skip
-    generation = begin(context)
-    rank, ranks = rank_of(context), world_size_of(context)
-    program, programs = tl.program_id(0), tl.num_programs(0)
-    lane = tl.arange(0, W)
-    mask = lane < words
-    place = (generation & 1) * ranks
-
-    for row in range(program, tokens, programs):
-        own = tl.load(x + row * words + lane, mask=mask, other=0)
-        for turn in range(1, ranks):
-            at = ((place + rank) * most_tokens + row).to(tl.int64) * words
-            put_flagged_relaxed(cells_of, (rank + turn) % ranks, at + lane, own, generation, mask)
-
-    tl.debug_barrier()  # what is written below may be what other threads have read above
-    factors = elements_of(tl.load(weight + lane, mask=mask, other=0), DTYPE, ELEMENT_BYTES, True)
-    for row in range(program, tokens, programs):
-        own = tl.load(x + row * words + lane, mask=mask, other=0)
-        total = tl.zeros_like(factors)
-        for sender in range(ranks):
-            if sender == rank:
-                total += elements_of(own, DTYPE, ELEMENT_BYTES, True)
-            else:
-                at = ((place + sender) * most_tokens + row).to(tl.int64) * words
-                came = wait_flagged_relaxed(context, cells + at, sender, lane, mask, generation)
-                total += elements_of(came, DTYPE, ELEMENT_BYTES, True)
-        if HAS_RESIDUAL:
-            before = tl.load(residual + row * words + lane, mask=mask, other=0)
-            total += elements_of(before, DTYPE, ELEMENT_BYTES, True)
-        tl.debug_barrier()  # outputs may be inputs, which other threads have read
-        tl.store(total_output + row * words + lane, words_of(total, DTYPE, ELEMENT_BYTES), mask=mask)
-        mean = tl.sum(total * total) / (words * (4 // ELEMENT_BYTES))  # words may be a constant, which has no dtype
-        y = total * (1.0 / tl.sqrt(mean + eps)) * factors
-        tl.store(output + row * words + lane, words_of(y, DTYPE, ELEMENT_BYTES), mask=mask)
-    end(context, generation)
-
-
-KERNEL = _all_reduce_rms_norm

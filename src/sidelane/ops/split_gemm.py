@@ -2,7 +2,7 @@
 
 Equivalent: ``y = x @ weight.T``, then an all-to-all with split sizes (``reference.gemm_all_to_all``). No compute unit
 moves data, and the library's GEMM computes, which is faster than any of Triton's (docs/lab/kernels.md). What is lost:
-parts are smaller, the host has to know how many rows go where, and a graph cannot hold it.
+parts are smaller, and the host has to know how many rows go where; a graph keeps those of its capture.
 
 Two ranks, two pieces; the rows that stay come last, and are computed where they belong::
 
@@ -12,25 +12,47 @@ Two ranks, two pieces; the rows that stay come last, and are computed where they
 All copies are one program, which waits with the engines from the begin on; each part that is finished releases its own
 (``sidelane.program.transform.triggers``). Turn t takes the rows for the t-th rank behind this one, so that every rank
 sends to one and receives from one other.
+
+In a graph nobody fires triggers. There each part is a program of its own, captured behind what computes it, next to
+what computes the following one. That takes a handshake a part, which the computation hides, and many launches, which a
+graph does not have.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import NamedTuple
 
 import torch
 
 from sidelane.collectives import BoundProgram, Communicator
-from sidelane.ops.handle import FLOATS, check_tensor, kept, refuse_capture, telling_refusals
+from sidelane.ops.handle import FLOATS, check_tensor, is_captured, kept, telling_refusals
 from sidelane.ops.operands import MOST_ELEMENTS
-from sidelane.program.pieces import SPLIT_GEMM, going, split_program
+from sidelane.program.pieces import SPLIT_GEMM, going, numbers_of, part_program, rows_of, split_program
 
 NAME = SPLIT_GEMM
-MOST_PIECES = 64
+MOST_PIECES, DEFAULT_PIECES = 64, 2
 MOST_TABLES = 8
 """Routings that a communicator keeps programs for; an older one is proved and bound again."""
 
 Counts = Sequence[Sequence[int]] | torch.Tensor
+Table = tuple[tuple[int, ...], ...]
+
+
+class Routing(NamedTuple):
+    """Programs for one table and number of pieces.
+
+    Attributes:
+        whole: all parts, each behind its trigger.
+        parts: each by itself, with this rank's rows in it; None where it has none.
+    """
+
+    whole: BoundProgram
+    parts: tuple[tuple[slice | None, BoundProgram], ...]
+
+    def close(self) -> None:
+        for program in (self.whole, *(program for _, program in self.parts)):
+            program.close()
 
 
 class SplitGemmAllToAll:
@@ -46,28 +68,64 @@ class SplitGemmAllToAll:
     def __init__(self, comm: Communicator, most_rows: int, columns: int, dtype: torch.dtype) -> None:
         self.comm, self._row_bytes, self._most_rows = comm, columns * dtype.itemsize, most_rows
         self._sent, self._output = (comm.empty(most_rows, columns, dtype=dtype) for _ in range(2))
-        self._programs: dict[tuple[tuple[tuple[int, ...], ...], int], BoundProgram] = {}
+        self.routings: dict[tuple[Table, int], Routing] = {}
         self._loaded: set[Hashable] = set()
 
-    def __call__(
-        self, x: torch.Tensor, weight: torch.Tensor, table: tuple[tuple[int, ...], ...], pieces: int
-    ) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, table: Table, pieces: int) -> torch.Tensor:
         """Run it. Arguments, result and errors as of :func:`split_gemm_all_to_all`."""
-        rank = self.comm.rank
-        program = self._program(table, pieces)
-        parts = going(table, rank, pieces)
+        routing = self.routing(table, pieces)
         x, weight = _for_the_library(x), _for_the_library(weight)
+        if is_captured(self.comm):
+            return self.part_by_part(x, weight, table, routing)
+        parts = going(table, self.comm.rank, pieces)
         self._load(x, weight, parts)
-        work = program(async_op=True)
+        work = routing.whole(async_op=True)
         for number, rows in enumerate(parts):
             torch.mm(x[rows], weight.t(), out=self._sent[rows])
-            program.trigger(number)
-        first, place = sum(table[rank][:rank]), sum(row[rank] for row in table[:rank])
-        if stays := table[rank][rank]:
-            torch.mm(x[first : first + stays], weight.t(), out=self._output[place : place + stays])
+            routing.whole.trigger(number)
+        self._compute_what_stays(x, weight, table)
         assert work is not None
         work.wait()
         return self._output
+
+    def part_by_part(self, x: torch.Tensor, weight: torch.Tensor, table: Table, routing: Routing) -> torch.Tensor:
+        """The same without triggers, as graphs need it."""
+        under_way = []
+        for rows, program in routing.parts:
+            if rows is not None:
+                torch.mm(x[rows], weight.t(), out=self._sent[rows])
+            under_way.append(program(async_op=True))
+        self._compute_what_stays(x, weight, table)
+        for work in under_way:
+            assert work is not None
+            work.wait()
+        return self._output
+
+    def routing(self, table: Table, pieces: int) -> Routing:
+        """Programs for such counts, made by all ranks together where they are new."""
+        key = table, pieces
+        found = self.routings.pop(key, None)
+        if found is None:
+            if len(self.routings) == MOST_TABLES and not is_captured(self.comm):
+                self.routings.pop(next(iter(self.routings))).close()
+            buffers, sizes = {"sent": self._sent, "output": self._output}, (self._row_bytes, self._most_rows)
+            whole = self.comm.load(split_program(table, pieces, *sizes), buffers)
+            parts = tuple(
+                (
+                    rows_of(table, self.comm.rank, pieces, number),
+                    self.comm.load(part_program(table, pieces, number, *sizes), buffers),
+                )
+                for number in numbers_of(table, pieces)
+            )
+            found = Routing(whole, parts)
+        self.routings[key] = found  # the latest comes last
+        return found
+
+    def _compute_what_stays(self, x: torch.Tensor, weight: torch.Tensor, table: Table) -> None:
+        rank = self.comm.rank
+        first, place = sum(table[rank][:rank]), sum(row[rank] for row in table[:rank])
+        if stays := table[rank][rank]:
+            torch.mm(x[first : first + stays], weight.t(), out=self._output[place : place + stays])
 
     def _load(self, x: torch.Tensor, weight: torch.Tensor, parts: Sequence[slice]) -> None:
         """Compute parts of new sizes once: to load a kernel, or to allocate what it needs, may wait for the device,
@@ -87,17 +145,6 @@ class SplitGemmAllToAll:
                 torch.mm(part, weight.t())
                 self._loaded.add(key)
 
-    def _program(self, table: tuple[tuple[int, ...], ...], pieces: int) -> BoundProgram:
-        key = table, pieces
-        found = self._programs.pop(key, None)
-        if found is None:
-            if len(self._programs) == MOST_TABLES:
-                self._programs.pop(next(iter(self._programs))).close()
-            program = split_program(table, pieces, self._row_bytes, self._most_rows)
-            found = self.comm.load(program, {"sent": self._sent, "output": self._output})
-        self._programs[key] = found  # the latest comes last
-        return found
-
 
 def split_gemm_all_to_all(
     comm: Communicator,
@@ -106,12 +153,12 @@ def split_gemm_all_to_all(
     counts: Counts,
     *,
     most_rows: int,
-    pieces: int = 2,
+    pieces: int = DEFAULT_PIECES,
 ) -> torch.Tensor:
     """``x @ weight.T`` whose rows go to the ranks that ``counts`` says, part by part. A call of the communicator.
 
-    The first call of a shape allocates, and the first one with some counts proves and binds their program (some
-    milliseconds), with all ranks; eight of them are kept.
+    The first call of a shape allocates, and the first one with some counts proves and binds their programs (some
+    milliseconds), with all ranks; those of eight are kept.
 
     Args:
         comm: the ranks.
@@ -130,16 +177,25 @@ def split_gemm_all_to_all(
 
     Raises:
         ValueError, TypeError: wrong arguments; nothing has moved.
-        UnavailableError: inside of a capture.
+        UnavailableError: a new shape, or new counts, inside of a capture.
         MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """
     with telling_refusals(comm, NAME):
-        refuse_capture(comm, NAME)
         table = _checked(comm, x, weight, counts, most_rows, pieces)
-    columns, dtype = weight.shape[0], weight.dtype
-    key = (NAME, most_rows, columns, dtype)
-    handle = kept(comm, key, lambda: SplitGemmAllToAll(comm, most_rows, columns, dtype))
-    return handle(x, weight, table, pieces)
+    return handle_of(comm, most_rows, weight.shape[0], weight.dtype)(x, weight, table, pieces)
+
+
+def handle_of(comm: Communicator, most_rows: int, columns: int, dtype: torch.dtype) -> SplitGemmAllToAll:
+    """What :func:`split_gemm_all_to_all` keeps for a shape, made by all ranks together where it is new."""
+    return kept(comm, (NAME, most_rows, columns, dtype), lambda: SplitGemmAllToAll(comm, most_rows, columns, dtype))
+
+
+def has_routing(
+    comm: Communicator, most_rows: int, columns: int, dtype: torch.dtype, table: Table, pieces: int
+) -> bool:
+    """Whether a graph can hold a call with such counts: the ranks have made it before."""
+    handle: SplitGemmAllToAll | None = comm.kept.get((NAME, most_rows, columns, dtype))
+    return handle is not None and (table, pieces) in handle.routings
 
 
 def _for_the_library(matrix: torch.Tensor) -> torch.Tensor:
@@ -154,9 +210,7 @@ def check_pieces(name: str, pieces: int) -> None:
         raise ValueError(f"{name}: pieces (value={pieces}, allowed=1..{MOST_PIECES})")
 
 
-def _checked(
-    comm: Communicator, x: object, weight: object, counts: Counts, most_rows: int, pieces: int
-) -> tuple[tuple[int, ...], ...]:
+def _checked(comm: Communicator, x: object, weight: object, counts: Counts, most_rows: int, pieces: int) -> Table:
     """The counts as numbers."""
     check_tensor(NAME, "weight", weight, comm.device, FLOATS, (2,))
     assert isinstance(weight, torch.Tensor)

@@ -13,9 +13,9 @@ from __future__ import annotations
 import torch
 
 from sidelane.collectives import Communicator
-from sidelane.ops.handle import kept, refuse_capture, telling_refusals
+from sidelane.ops.handle import kept, telling_refusals
 from sidelane.ops.operands import check_operands
-from sidelane.ops.split_gemm import SplitGemmAllToAll, check_pieces
+from sidelane.ops.split_gemm import DEFAULT_PIECES, SplitGemmAllToAll, check_pieces
 
 SCATTER, ALL = "split_gemm_reduce_scatter", "split_gemm_all_reduce"
 
@@ -39,6 +39,10 @@ class SplitGemmReduce:
         self._moved = SplitGemmAllToAll(comm, n * self._each, columns, dtype)
         self._gathered = comm.empty(n * self._each, columns, dtype=dtype) if gathers else None
 
+    def make(self, pieces: int) -> None:
+        """All that a capture needs. Collective where it is new."""
+        self._moved.routing(self._table, pieces)
+
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, pieces: int) -> torch.Tensor:
         """Run it. Arguments, result and errors as of :func:`split_gemm_reduce_scatter`."""
         comm, owned = self.comm, self._owned
@@ -53,7 +57,7 @@ class SplitGemmReduce:
 
 
 def split_gemm_reduce_scatter(
-    comm: Communicator, x: torch.Tensor, weight: torch.Tensor, *, pieces: int = 2
+    comm: Communicator, x: torch.Tensor, weight: torch.Tensor, *, pieces: int = DEFAULT_PIECES
 ) -> torch.Tensor:
     """``x @ weight.T`` whose rows are added up, each rank its share, part by part. A call of the communicator.
 
@@ -68,14 +72,14 @@ def split_gemm_reduce_scatter(
 
     Raises:
         ValueError, TypeError: wrong arguments; nothing has moved.
-        UnavailableError: inside of a capture.
+        UnavailableError: a new shape inside of a capture.
         MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """
     return _reduced(comm, x, weight, pieces, gathers=False)
 
 
 def split_gemm_all_reduce(
-    comm: Communicator, x: torch.Tensor, weight: torch.Tensor, *, pieces: int = 2
+    comm: Communicator, x: torch.Tensor, weight: torch.Tensor, *, pieces: int = DEFAULT_PIECES
 ) -> torch.Tensor:
     """``y = x @ weight.T; comm.all_reduce(y)``, part by part. A call of the communicator.
 
@@ -90,10 +94,13 @@ def split_gemm_all_reduce(
 def _reduced(comm: Communicator, x: torch.Tensor, weight: torch.Tensor, pieces: int, *, gathers: bool) -> torch.Tensor:
     name = ALL if gathers else SCATTER
     with telling_refusals(comm, name):
-        refuse_capture(comm, name)
         check_pieces(name, pieces)
         check_operands(name, comm, x, weight, scatters=not gathers)
+    return handle_of(comm, x, weight, gathers=gathers)(x, weight, pieces)
+
+
+def handle_of(comm: Communicator, x: torch.Tensor, weight: torch.Tensor, *, gathers: bool) -> SplitGemmReduce:
+    """What the operators keep for a shape, made by all ranks together where it is new."""
     rows, columns, dtype = x.shape[0], weight.shape[0], weight.dtype
-    key = (name, rows, columns, dtype)
-    handle = kept(comm, key, lambda: SplitGemmReduce(comm, rows, columns, dtype, gathers=gathers))
-    return handle(x, weight, pieces)
+    key = (ALL if gathers else SCATTER, rows, columns, dtype)
+    return kept(comm, key, lambda: SplitGemmReduce(comm, rows, columns, dtype, gathers=gathers))

@@ -62,7 +62,6 @@ class Kind(StrEnum):
 
 
 REDUCING = (Kind.REDUCE_SCATTER, Kind.ALL_REDUCE)
-ROOTED = (Kind.BROADCAST, Kind.SCATTER, Kind.GATHER)
 
 
 class ReduceOp(StrEnum):

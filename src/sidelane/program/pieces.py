@@ -1,6 +1,7 @@
 """Programs of GEMMs in parts (``ops.split_gemm``, ``ops.split_gather_gemm``): what travels, and which part of it when.
 
 to all        every part waits for its trigger, and goes to its rank in turn: turn t to the t-th rank behind
+one part      of these, as a program of its own, for graphs: nobody fires triggers there
 from all      a turn is a program: every rank sends a part of its rows to the t-th rank behind it
 """
 
@@ -68,6 +69,44 @@ def split_program(table: Sequence[Sequence[int]], pieces: int, row_bytes: int, m
     sizes = {name: [most_rows * row_bytes] * n for name in ("computed", "sent", "output")}
     contract = Contract.of(SPLIT_GEMM, sizes, results, computed=("computed",))
     return Program(contract, "pieces", tuple(queues), (0,) * n, 2 * most + n)
+
+
+def numbers_of(table: Sequence[Sequence[int]], pieces: int) -> list[int]:
+    """Numbers of the parts that any rank has, in their order: turn by turn, piece by piece."""
+    return sorted({number for rank in range(len(table)) for number, _, _ in _leaving(table, rank, pieces)})
+
+
+def rows_of(table: Sequence[Sequence[int]], rank: int, pieces: int, number: int) -> slice | None:
+    """Rows of ``x`` in a part that leaves a rank; None if the rank has no such part."""
+    return next((part for which, _, part in _leaving(table, rank, pieces) if which == number), None)
+
+
+def part_program(table: Sequence[Sequence[int]], pieces: int, number: int, row_bytes: int, most_rows: int) -> Program:
+    """One part of every rank goes from ``sent`` into the output of its rank, once that has no more use for it.
+
+    Arguments as of :func:`split_program`; ``number`` is one of :func:`numbers_of`.
+    """
+    n, ready, came = len(table), 0, 1
+    turn = number // pieces + 1
+    queues, results = [], []
+    for rank in range(n):
+        source, to = (rank - turn) % n, (rank + turn) % n
+        rows, comes = (rows_of(table, sender, pieces, number) for sender in (rank, source))
+        commands: list[Command] = []
+        if comes is not None:
+            commands.append(Signal(Flag(source, ready), EPOCH))
+        if rows is not None:
+            nbytes = (rows.stop - rows.start) * row_bytes
+            place = (sum(row[to] for row in table[:rank]) + rows.start - sum(table[rank][:to])) * row_bytes
+            sent, output = Span(rank, "sent", rows.start * row_bytes, nbytes), Span(to, "output", place, nbytes)
+            commands += [Wait(Flag(rank, ready), EPOCH), Copy(output, sent), Signal(Flag(to, came), EPOCH)]
+            results.append(Result(output, (sent,)))
+        if comes is not None:
+            commands.append(Wait(Flag(rank, came), EPOCH))
+        queues.append(Queue(rank, Engine(EngineKind.DMA), tuple(commands)))
+    sizes = {name: [most_rows * row_bytes] * n for name in ("sent", "output")}
+    contract = Contract.of(f"part {number} of {SPLIT_GEMM}", sizes, results)
+    return Program(contract, "pieces", tuple(queues), (0,) * n, 2)
 
 
 def _leaving(table: Sequence[Sequence[int]], rank: int, pieces: int) -> list[tuple[int, int, slice]]:

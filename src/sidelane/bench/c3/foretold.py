@@ -10,11 +10,13 @@ from pathlib import Path
 import matplotlib as mpl
 
 from sidelane.bench.c3.grouped_pictures import draw_groups
+from sidelane.bench.claims.results import predict_together
+from sidelane.bench.claims.verdicts import in_between, nearest
 from sidelane.bench.report.drawing import RC
 from sidelane.bench.report.table import Line, Table, grouped, notes_of
 from sidelane.bench.report.terminal import say_written, tables_console
 from sidelane.bench.results.files import read
-from sidelane.bench.results.rows import C3Row
+from sidelane.bench.results.rows.pairs import C3Row
 from sidelane.bench.results.written import write_json
 from sidelane.c3.strategies import named
 from sidelane.c3.workload import TABLE_I, Gemm, Workload, parse_gemm
@@ -28,19 +30,35 @@ from sidelane.program.collective import Kind
 class Compared:
     """A row of a file and its prediction, with the speedup that each has over its own serial execution.
 
-    ``note``: why there is no prediction.
+    Attributes:
+        time_us: predicted from the description alone.
+        given_us: predicted from the times alone of the row.
+        note: why there is no prediction.
+
+    Where either of the two may come first a prediction is two times. The one that the measured is nearer to stands
+    here, and ``between`` tells that it is near neither: a median of rounds that went either way.
     """
 
     row: C3Row
     time_us: float | None = None
     speedup: float | None = None
     note: str = ""
+    given_us: float | None = None
+    between: bool = False
 
     @property
     def off(self) -> float | None:
         """0.1: predicted 10% too long."""
+        return self._off(self.time_us)
+
+    @property
+    def given_off(self) -> float | None:
+        """The same of the prediction from the times alone."""
+        return self._off(self.given_us)
+
+    def _off(self, predicted: float | None) -> float | None:
         measured = self.row.time_us
-        return None if self.time_us is None or not measured else self.time_us / measured - 1
+        return None if predicted is None or not measured or self.between else predicted / measured - 1
 
 
 def main(machine_name: str, file: Path, report: Path | None, json: Path | None) -> list[Compared]:
@@ -59,7 +77,16 @@ def main(machine_name: str, file: Path, report: Path | None, json: Path | None) 
         with mpl.rc_context(RC):
             draw_groups(rows, speedups(compared), results, report)
     if json is not None:
-        numbers = [{**one.row.to_dict(), "predicted_us": one.time_us, "predicted_note": one.note} for one in compared]
+        numbers = [
+            {
+                **one.row.to_dict(),
+                "predicted_us": one.time_us,
+                "predicted_from_alone_us": one.given_us,
+                "between": one.between,
+                "predicted_note": one.note,
+            }
+            for one in compared
+        ]
         write_json(
             json, {"study": "c3_compared", "machine": machine.name, "measured": results.machine, "rows": numbers}
         )
@@ -73,16 +100,21 @@ def compare(machine: Machine, rows: Sequence[C3Row]) -> list[Compared]:
 
 
 def _compare(machine: Machine, row: C3Row) -> Compared:
-    strategy = named(row.strategy)
+    strategy, measured = named(row.strategy), row.time_us
+    assert measured is not None
+    given = predict_together(machine, row)
+    given_us = nearest(measured, given) if given else None
+    between = bool(given) and in_between(measured, given)
     if reason := objection(strategy):
-        return Compared(row, note=reason)
+        return Compared(row, note=reason, given_us=given_us, between=between)
     swept = strategy.partition is not None and strategy.partition.units is None
     try:
         found = predict(machine, workload_of(row), strategy, units=row.units if swept else None)
     except ValueError as problem:
-        return Compared(row, note=str(problem))
-    speedup = (found.gemm_us + found.best_comm_us) / found.time_us
-    return Compared(row, found.time_us, speedup)
+        return Compared(row, note=str(problem), given_us=given_us, between=between)
+    ends = (found.time_us,) if found.other_us is None else (found.time_us, found.other_us)
+    time_us = nearest(measured, ends)
+    return Compared(row, time_us, (found.gemm_us + found.best_comm_us) / time_us, "", given_us, between)
 
 
 def workload_of(row: C3Row) -> Workload:
@@ -105,17 +137,24 @@ def speedups(compared: Sequence[Compared]) -> dict[tuple[str, str, int, str], fl
 
 
 def compared_table(machine: Machine, compared: Sequence[Compared]) -> Table:
-    """How far predictions are off, by strategy."""
+    """How far predictions are off, by strategy: from the description alone, and from the times alone of a row."""
     lines, notes = [], []
     for name, alike in grouped(compared, lambda one: one.row.strategy, ordered=False):
         offs = [one.off for one in alike if one.off is not None]
-        if offs:
-            worst = max(alike, key=lambda one: abs(one.off or 0.0))
-            median = statistics.median(abs(off) for off in offs)
+        given = [one.given_off for one in alike if one.given_off is not None]
+        if offs or given:
+            worst = max(alike, key=lambda one: abs((one.given_off if given else one.off) or 0.0))
             pair = f"{worst.row.gemm} {worst.row.collective}"
-            figures = (f"{100 * median:.1f}", f"{100 * (worst.off or 0.0):+.1f}", pair)
-            lines.append(Line((str(name), str(len(offs)), *figures)))
+            between = sum(one.between for one in alike)
+            figures = (*_median_and_worst(offs), *_median_and_worst(given), pair, str(between) if between else "")
+            lines.append(Line((str(name), str(len(alike)), *figures)))
         notes += [(str(name), alike[0].note)] if not offs else []
-    columns = ("<strategy", "pairs", "median\noff, %", "worst\noff, %", "<of")
+    columns = ("<strategy", "pairs", "median\noff, %", "worst", "times alone\nknown: %", "worst", "<of", "between")
     title = f"measured, and predicted by {machine.title}"
     return Table(title, columns, tuple(lines), notes_of(notes), keys=1)
+
+
+def _median_and_worst(offs: Sequence[float]) -> tuple[str, str]:
+    if not offs:
+        return "", ""
+    return f"{100 * statistics.median(map(abs, offs)):.1f}", f"{100 * max(offs, key=abs):+.1f}"

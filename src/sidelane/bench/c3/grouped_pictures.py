@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from sidelane.bench.report.drawing import BLACK, BLUE, COLOURS, GREY, Picture, save, where_from
 from sidelane.bench.report.table import grouped
 from sidelane.bench.results.files import Results
-from sidelane.bench.results.rows import C3Row
+from sidelane.bench.results.rows.pairs import C3Row
 from sidelane.c3.strategies import named
 from sidelane.c3.strategy import Mover
 from sidelane.c3.workload import C3Class

@@ -11,7 +11,7 @@ from sidelane.bench.c3.heuristic_tables import share_of
 from sidelane.bench.report.drawing import BLACK, BLUE, ORANGE, Picture, save, where_from
 from sidelane.bench.report.table import grouped
 from sidelane.bench.results.files import Results
-from sidelane.bench.results.rows import HeuristicRow
+from sidelane.bench.results.rows.pairs import HeuristicRow
 
 
 def draw_heuristics(rows: Sequence[HeuristicRow], results: Results, directory: Path) -> list[Picture]:

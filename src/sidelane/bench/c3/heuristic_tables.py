@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 
 from sidelane.bench.report.table import Line, Table, grouped, notes_of, number, without_empty_columns
-from sidelane.bench.results.rows import HeuristicRow
+from sidelane.bench.results.rows.pairs import HeuristicRow
 from sidelane.sizes import format_bytes
 
 MOST_SHOWN = 20

@@ -18,7 +18,7 @@ from sidelane.bench.report.table import grouped
 from sidelane.bench.report.terminal import tables_console
 from sidelane.bench.results import provenance
 from sidelane.bench.results.files import Results, read
-from sidelane.bench.results.rows import C3Row, HeuristicRow
+from sidelane.bench.results.rows.pairs import C3Row, HeuristicRow
 from sidelane.bench.running.study import check_targets, publish
 from sidelane.c3.heuristic import Kernel
 from sidelane.c3.judged import Sweep, Verdict, Way, judge
@@ -166,16 +166,10 @@ def _ways_of(row: C3Row) -> dict[Way, float]:
 
 def row_of(workload: Workload, verdict: Verdict) -> HeuristicRow:
     """A verdict with its pair."""
-    gemm, lost = workload.gemm, verdict.lost
+    lost = verdict.lost
     return HeuristicRow(
         heuristic=verdict.heuristic,
-        gemm=gemm.name,
-        m=gemm.m,
-        n=gemm.n,
-        k=gemm.k,
-        dtype=gemm.dtype,
-        collective=workload.collective,
-        bytes=workload.nbytes,
+        **workload.columns,
         seen=verdict.seen,
         chosen=verdict.chosen,
         best=verdict.best,

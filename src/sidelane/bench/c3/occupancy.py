@@ -19,7 +19,7 @@ from sidelane.bench.c3.study import case_of, scaled_workload
 from sidelane.bench.candidates.candidate import Prepared, candidates_of
 from sidelane.bench.candidates.roster import Roster, make_roster
 from sidelane.bench.results.files import Results
-from sidelane.bench.results.rows import OccupancyRow
+from sidelane.bench.results.rows.pairs import OccupancyRow
 from sidelane.bench.running.asked import check_asked
 from sidelane.bench.running.launch import Rank, choose_target
 from sidelane.bench.running.measure import Job
@@ -295,16 +295,9 @@ class Pair:
         return None
 
     def _row(self, shaped: Shaped | None, priority: bool, note: str = "", **figures: float | None) -> OccupancyRow:
-        gemm = self._workload.gemm
         nothing = dict.fromkeys(("gemm_us", "comm_us", "sequential_us", "time_us", "normalised", "overlap_rate"))
         return OccupancyRow(
-            gemm=gemm.name,
-            m=gemm.m,
-            n=gemm.n,
-            k=gemm.k,
-            dtype=gemm.dtype,
-            collective=self._workload.collective,
-            bytes=self._workload.nbytes,
+            **self._workload.columns,
             implementation=self._run.implementation,
             shape=shaped.shape if shaped else "",
             grid=shaped.grid if shaped else "",

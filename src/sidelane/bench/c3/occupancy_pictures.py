@@ -13,7 +13,7 @@ from sidelane.bench.c3.occupancy_tables import pair_of
 from sidelane.bench.report.drawing import BLACK, BLUE, GREEN, ORANGE, STYLES, Picture, file_name, save, where_from
 from sidelane.bench.report.table import grouped
 from sidelane.bench.results.files import Results
-from sidelane.bench.results.rows import OccupancyRow
+from sidelane.bench.results.rows.pairs import OccupancyRow
 from sidelane.sizes import format_bytes
 
 COLOURS = (BLUE, ORANGE, GREEN)

@@ -13,7 +13,7 @@ from sidelane.bench.c3.tables import too_few_cores
 from sidelane.bench.report.drawing import BLACK, COLOURS, GREY, VERMILLION, Picture, file_name, save, where_from
 from sidelane.bench.report.table import grouped
 from sidelane.bench.results.files import Results
-from sidelane.bench.results.rows import C3Row
+from sidelane.bench.results.rows.pairs import C3Row
 from sidelane.sizes import format_bytes
 
 PAIRS_A_PICTURE = 4

@@ -14,7 +14,7 @@ from sidelane.bench.candidates.candidate import Prepared, candidates_of
 from sidelane.bench.candidates.reference import Case, rounded_bytes
 from sidelane.bench.candidates.roster import Roster, make_roster
 from sidelane.bench.results.files import Results
-from sidelane.bench.results.rows import C3Row
+from sidelane.bench.results.rows.pairs import C3Row
 from sidelane.bench.running.asked import check_asked
 from sidelane.bench.running.launch import Rank, choose_target
 from sidelane.bench.running.measure import Job, Meter
@@ -284,16 +284,10 @@ def _heuristic(outcome: Outcome, result: Result, known: Isolated | None) -> str:
 
 
 def _row(outcome: Outcome, result: Result, known: Isolated | None) -> C3Row:
-    gemm, failure = outcome.workload.gemm, result.failure
+    failure = result.failure
     assert outcome.c3_class is not None
     return C3Row(
-        gemm=gemm.name,
-        m=gemm.m,
-        n=gemm.n,
-        k=gemm.k,
-        dtype=gemm.dtype,
-        collective=outcome.workload.collective,
-        bytes=outcome.workload.nbytes,
+        **outcome.workload.columns,
         c3_class=outcome.c3_class,
         strategy=result.strategy,
         chosen="",

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 
 from sidelane.bench.report.table import MISSING, Line, Table, grouped, notes_of, number, verdict, without_empty_columns
 from sidelane.bench.results.files import Results
-from sidelane.bench.results.rows import C3Row
+from sidelane.bench.results.rows.pairs import C3Row
 from sidelane.sizes import format_bytes
 
 C3_COLUMNS: tuple[str, ...] = (

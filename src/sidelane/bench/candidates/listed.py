@@ -28,7 +28,7 @@ from sidelane.bench.candidates.candidate import (
     nothing_to_wait_for,
 )
 from sidelane.bench.candidates.reference import Case, fill_input, output_error, poison
-from sidelane.bench.results.rows import SEPARATE
+from sidelane.bench.results.rows.collectives import SEPARATE
 from sidelane.program.collective import Kind
 
 COALESCED = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE)

@@ -34,7 +34,8 @@ from sidelane.bench.candidates.reference import Case
 from sidelane.bench.candidates.roster import Roster, make_roster
 from sidelane.bench.chain.shapes import CONSUMED, WIDTH
 from sidelane.bench.results.files import Results
-from sidelane.bench.results.rows import LAUNCHES, PRELAUNCHED, ChainRow
+from sidelane.bench.results.rows.calls import PRELAUNCHED, ChainRow
+from sidelane.bench.results.rows.flat import LAUNCHES
 from sidelane.bench.running.launch import Rank
 from sidelane.bench.running.measure import Job, Meter, Rounds
 from sidelane.bench.running.study import Sender, StudyOptions, run_study

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from sidelane.bench.report.table import MISSING, Line, Table, grouped, notes_of, number, verdict
-from sidelane.bench.results.rows import OF_LIBRARY, PRELAUNCHED, ChainRow
+from sidelane.bench.results.rows.calls import PRELAUNCHED, ChainRow
+from sidelane.bench.results.rows.flat import OF_LIBRARY
 from sidelane.sizes import format_bytes
 
 CHAIN_COLUMNS: tuple[str, ...] = (

@@ -9,7 +9,7 @@ from pathlib import Path
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from sidelane.bench.report.drawing import BLACK, BLUE, GREEN, ORANGE, PURPLE, RC
+from sidelane.bench.report.drawing import BLACK, BLUE, GREEN, ORANGE, PURPLE, RC, save_both
 from sidelane.model.claims import Role, Verdict, numbers
 
 SHADES = {Role.INPUT: ORANGE, Role.FITTED: GREEN, Role.SEEN: PURPLE, Role.HELD_OUT: BLUE}
@@ -60,10 +60,7 @@ def draw_claims(verdicts: Sequence[Verdict], title: str, folder: Path) -> Path:
         axes.set_xlabel("predicted / published or measured (grey: within 25%)")
         axes.set_title(title)
         axes.legend(fontsize=7)
-        folder.mkdir(parents=True, exist_ok=True)
-        for ending in ("png", "svg"):
-            figure.savefig(folder / f"claims.{ending}", dpi=130, metadata={"Date": None} if ending == "svg" else None)
-    return folder / "claims.png"
+        return save_both(figure, "claims", folder, dpi=130)
 
 
 def _group(name: str) -> str:

@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from sidelane.bench.chain.shapes import chain_gemms
 from sidelane.bench.claims.verdicts import judge, with_summary
 from sidelane.bench.gemms.shapes import FITTED, SEEN
-from sidelane.bench.results.rows import C3Row, ChainRow, GemmRow
+from sidelane.bench.results.rows.calls import ChainRow
+from sidelane.bench.results.rows.operators import GemmRow
+from sidelane.bench.results.rows.pairs import C3Row
 from sidelane.c3.workload import Gemm
 from sidelane.machine.spec import Machine
 from sidelane.model.claims import Role, Verdict

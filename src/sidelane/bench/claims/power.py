@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from sidelane.bench.claims.verdicts import judge, with_summary
 from sidelane.bench.power.predict import IN_PLACE, PREDICTED_VARIANTS
-from sidelane.bench.results.rows import PowerRow
+from sidelane.bench.results.rows.calls import PowerRow
 from sidelane.machine.spec import Machine
 from sidelane.model.claims import Verdict
 from sidelane.model.power import dma_power, hybrid_power, library_power

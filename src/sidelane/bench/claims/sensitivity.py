@@ -10,7 +10,7 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from sidelane.bench.report.drawing import BLACK, BLUE, ORANGE, RC
+from sidelane.bench.report.drawing import BLACK, BLUE, ORANGE, RC, save_both
 from sidelane.bench.report.table import Line, Table
 from sidelane.model.claims import Role, Verdict
 
@@ -92,11 +92,7 @@ def draw_sensitivity(found: Sequence[Survival], met: int, title: str, folder: Pa
         axes.set_ylabel("number of the description")
         axes.set_title(title)
         axes.legend(fontsize=7, loc="lower left")
-        folder.mkdir(parents=True, exist_ok=True)
-        for ending in ("png", "svg"):
-            metadata = {"Date": None} if ending == "svg" else None
-            figure.savefig(folder / f"claims-sensitivity.{ending}", dpi=130, metadata=metadata)
-    return folder / "claims-sensitivity.png"
+        return save_both(figure, "claims-sensitivity", folder, dpi=130)
 
 
 def _moving(found: Sequence[Survival]) -> tuple[dict[str, tuple[Survival, Survival]], int]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from sidelane.bench.claims.verdicts import judge, with_summary
 from sidelane.bench.fsdp.cases import SHORT
 from sidelane.bench.fsdp.tables import case_of
-from sidelane.bench.results.rows import FsdpRow
+from sidelane.bench.results.rows.training import FsdpRow
 from sidelane.machine.spec import Machine
 from sidelane.model.claims import Role, Verdict
 from sidelane.model.training import MODELS, Step, compute_us, step_times

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from sidelane.bench.report.drawing import COLOURS, STYLES, Picture, file_name, label_ends, save, size_axis, where_from
 from sidelane.bench.report.table import grouped
 from sidelane.bench.results.files import Results
-from sidelane.bench.results.rows import SEPARATE, CollectiveRow
+from sidelane.bench.results.rows.collectives import SEPARATE, CollectiveRow
 
 R = TypeVar("R", bound=CollectiveRow)
 

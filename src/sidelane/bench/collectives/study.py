@@ -14,7 +14,7 @@ from sidelane.bench.candidates.listed import prepare
 from sidelane.bench.candidates.reference import KINDS, MOST_TENSORS, Case, rounded_bytes
 from sidelane.bench.candidates.roster import Roster, make_roster
 from sidelane.bench.results.files import Results
-from sidelane.bench.results.rows import CollectiveRow, bus_gbps
+from sidelane.bench.results.rows.collectives import CollectiveRow, bus_gbps
 from sidelane.bench.running.asked import check_asked
 from sidelane.bench.running.launch import Rank, choose_target
 from sidelane.bench.running.measure import Job, Meter, Rounds

@@ -15,7 +15,8 @@ from sidelane.bench.report.table import (
     verdict,
     without_empty_columns,
 )
-from sidelane.bench.results.rows import OF_LIBRARY, CollectiveRow
+from sidelane.bench.results.rows.collectives import CollectiveRow
+from sidelane.bench.results.rows.flat import OF_LIBRARY
 from sidelane.sizes import format_bytes
 
 COLLECTIVE_COLUMNS: tuple[str, ...] = (

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from sidelane.bench.fsdp.tables import case_of, title_of
 from sidelane.bench.report.drawing import BLUE, GREEN, GREY, ORANGE, SKY, VERMILLION, Picture, save
 from sidelane.bench.report.table import grouped
-from sidelane.bench.results.rows import FsdpRow
+from sidelane.bench.results.rows.training import FsdpRow
 
 COLOURS = {
     "nccl": VERMILLION,

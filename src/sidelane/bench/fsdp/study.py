@@ -24,7 +24,7 @@ from sidelane.bench.fsdp.step import Stepper
 from sidelane.bench.fsdp.trial import Found, Problem, Trial
 from sidelane.bench.fsdp.ways import FLOORS, STILL, names_on
 from sidelane.bench.results.files import Results
-from sidelane.bench.results.rows import FsdpRow
+from sidelane.bench.results.rows.training import FsdpRow
 from sidelane.bench.running.launch import Rank, choose_target
 from sidelane.bench.running.measure import Meter, Rounds
 from sidelane.bench.running.study import Sender, StudyOptions, run_study

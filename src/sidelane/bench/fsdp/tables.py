@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sidelane.bench.report.table import MISSING, Line, Table, grouped, notes_of, number, verdict
-from sidelane.bench.results.rows import FsdpRow
+from sidelane.bench.results.rows.training import FsdpRow
 
 STEP_COLUMNS = (
     *("<implementation", "step\nms", "p10-p90\nms", "exposed\nms", "recovered\n%", "loss", "grad norm", "peak\nMB"),

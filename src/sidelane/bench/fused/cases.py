@@ -19,7 +19,8 @@ from sidelane.bench.fused.kept import OWN, OWN_METHOD, in_parts
 from sidelane.bench.fused.shapes import half_for_one
 from sidelane.choice.fused import FUSED, UNFUSED
 from sidelane.collectives import Communicator
-from sidelane.ops.gemv import ONE_SHOT, TWO_PHASE
+from sidelane.ops import rms_norm as norms
+from sidelane.ops.gemv import CELLS, TWO_PHASE
 from sidelane.ops.handle import ORDERS
 
 EMBEDDING_DIM = 256
@@ -88,7 +89,7 @@ def gemv(comm: Communicator, rows: int, columns: int, tokens: int) -> Case:
             comm, weight, x, out=out, schedule=schedule, order=order, method=FUSED
         )
         for name, schedule, order in (
-            (ONE_SHOT, ONE_SHOT, ORDERS[0]),
+            (CELLS, CELLS, ORDERS[0]),
             (TWO_PHASE, TWO_PHASE, ORDERS[0]),
             (f"{TWO_PHASE}, {ORDERS[1]}", TWO_PHASE, ORDERS[1]),
         )
@@ -134,9 +135,11 @@ def rms_norm(comm: Communicator, tokens: int, hidden: int) -> Case:
         comm.all_reduce(symmetric, output=total)
         return normed(total)
 
-    def fused() -> torch.Tensor:
-        places = {"out": out, "residual_out": residual_out}
-        return ops.all_reduce_rms_norm(comm, x, residual, weight, eps=EPS, **places, method=FUSED)[0]
+    def fused(schedule: str) -> torch.Tensor:
+        y, _ = ops.all_reduce_rms_norm(
+            comm, x, residual, weight, eps=EPS, out=out, residual_out=residual_out, schedule=schedule, method=FUSED
+        )
+        return y
 
     def expected() -> torch.Tensor:
         wide = x.double()
@@ -158,7 +161,7 @@ def rms_norm(comm: Communicator, tokens: int, hidden: int) -> Case:
             (OWN, "sidelane, add, norm"): through_ours,
             (OWN, OWN_METHOD): lambda: ops.all_reduce_rms_norm(comm, x, residual, weight, eps=EPS, method=UNFUSED)[0],
         },
-        {"cells": fused},
+        {schedule: functools.partial(fused, schedule) for schedule in norms.SCHEDULES},
     )
 
 

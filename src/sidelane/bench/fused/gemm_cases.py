@@ -38,7 +38,8 @@ def reduce_scatter(comm: Communicator, rows: int, depth: int, columns: int) -> C
         return own_out
 
     def of_torch() -> torch.Tensor:
-        found: torch.Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(x, weight.T, "sum", 0, _group(comm))
+        group = _group(comm)  # first: the operators come with PyTorch's symmetric memory
+        found: torch.Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(x, weight.T, "sum", 0, group)
         return found
 
     def expected() -> torch.Tensor:
@@ -129,8 +130,9 @@ def all_gather(comm: Communicator, rows: int, depth: int, columns: int) -> Case:
         return torch.mm(own_gathered, weight.T, out=y)
 
     def of_torch() -> torch.Tensor:
+        group = _group(comm)
         call = torch.ops.symm_mem.fused_all_gather_matmul
-        found: list[torch.Tensor] = call(x, [weight.T], 0, _group(comm), return_A=False)[1]
+        found: list[torch.Tensor] = call(x, [weight.T], 0, group, return_A=False)[1]
         return found[0]
 
     def expected() -> torch.Tensor:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from sidelane.bench.fused.shapes import MEANING
 from sidelane.bench.report.table import grouped
 from sidelane.bench.results.files import Results
-from sidelane.bench.results.rows import FusedRow
+from sidelane.bench.results.rows.operators import FusedRow
 from sidelane.choice.fused import FUSED, SPLIT, UNFUSED, FusedTime
 from sidelane.choice.key import CPU, SOFTWARE, Key
 

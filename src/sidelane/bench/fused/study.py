@@ -23,7 +23,7 @@ from sidelane.bench.fused.shapes import ON_CPUS, ON_GPUS
 from sidelane.bench.report.drawing import file_name
 from sidelane.bench.report.terminal import progress_console
 from sidelane.bench.results.files import Results, read
-from sidelane.bench.results.rows import FUSED_OPS, FusedRow
+from sidelane.bench.results.rows.operators import FUSED_OPS, FusedRow
 from sidelane.bench.running.launch import Rank
 from sidelane.bench.running.measure import Job, Meter, Rounds
 from sidelane.bench.running.study import Sender, StudyOptions, run_study

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sidelane.bench.report.table import Line, Table, grouped, notes_of, number, verdict
-from sidelane.bench.results.rows import FusedRow
+from sidelane.bench.results.rows.operators import FusedRow
 
 FUSED_COLUMNS: tuple[str, ...] = (
     *("<shape", "<implementation", "<made of, schedule", "us", "bound\nus", "times the\nbest unfused", "<correct"),

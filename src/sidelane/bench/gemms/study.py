@@ -15,7 +15,7 @@ import torch
 from sidelane.bench.candidates.candidate import HIDDEN_LAUNCH_US
 from sidelane.bench.gemms.shapes import Projection, projections
 from sidelane.bench.results.files import Results
-from sidelane.bench.results.rows import GemmRow
+from sidelane.bench.results.rows.operators import GemmRow
 from sidelane.bench.running.launch import Rank
 from sidelane.bench.running.measure import Job, Meter
 from sidelane.bench.running.study import Sender, StudyOptions, run_study

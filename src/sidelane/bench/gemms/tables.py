@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sidelane.bench.report.table import Line, Table, grouped, notes_of, number, verdict
-from sidelane.bench.results.rows import GemmRow
+from sidelane.bench.results.rows.operators import GemmRow
 
 GEMM_COLUMNS = ("<layer", "tokens", "outputs", "inputs", "us", "TFLOP/s", "GB/s", "<correct")
 

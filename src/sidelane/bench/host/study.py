@@ -29,7 +29,7 @@ from sidelane.bench.candidates.reference import Case, fill_input, output_error, 
 from sidelane.bench.candidates.roster import make_roster
 from sidelane.bench.host.ways import Armed, Way, ways_of
 from sidelane.bench.results.files import Results
-from sidelane.bench.results.rows import HostRow
+from sidelane.bench.results.rows.calls import HostRow
 from sidelane.bench.running.launch import Rank
 from sidelane.bench.running.measure import SPIN_CYCLES_PER_US, Meter
 from sidelane.bench.running.study import Sender, StudyOptions, run_study

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sidelane.bench.report.table import Line, Table, grouped, notes_of, number, verdict, without_empty_columns
-from sidelane.bench.results.rows import HostRow
+from sidelane.bench.results.rows.calls import HostRow
 from sidelane.sizes import format_bytes
 
 HOST_COLUMNS: tuple[str, ...] = (

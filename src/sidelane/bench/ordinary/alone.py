@@ -9,7 +9,7 @@ from sidelane.bench.candidates.reference import Case
 from sidelane.bench.collectives.study import calls_per_sample, hides_launches
 from sidelane.bench.ordinary.checks import Problem, attempt, check, row_of, with_late
 from sidelane.bench.ordinary.ways import PLACES, Way
-from sidelane.bench.results.rows import LEARNED, MAPPED, OrdinaryRow
+from sidelane.bench.results.rows.ordinary import LEARNED, MAPPED, OrdinaryRow
 from sidelane.bench.running.measure import Meter
 from sidelane.collectives.pattern import LEAST_ALIKE
 

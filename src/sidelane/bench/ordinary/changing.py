@@ -10,7 +10,7 @@ from sidelane.bench.candidates.reference import Case, fill_input, output_error, 
 from sidelane.bench.ordinary.checks import Problem, attempt, check, row_of
 from sidelane.bench.ordinary.programs import ChangingProgram, Room
 from sidelane.bench.ordinary.ways import Way
-from sidelane.bench.results.rows import CHANGES, MISSED, NEW_SEGMENT, REPEATED, SYMMETRIC, OrdinaryRow
+from sidelane.bench.results.rows.ordinary import CHANGES, MISSED, NEW_SEGMENT, REPEATED, SYMMETRIC, OrdinaryRow
 from sidelane.bench.running.measure import Job, Meter
 
 CALLS = {MISSED: 1, NEW_SEGMENT: 2}

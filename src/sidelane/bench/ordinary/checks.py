@@ -10,7 +10,8 @@ import numpy as np
 
 from sidelane.bench.candidates.reference import Case
 from sidelane.bench.ordinary.ways import Way
-from sidelane.bench.results.rows import OrdinaryRow, bus_gbps
+from sidelane.bench.results.rows.collectives import bus_gbps
+from sidelane.bench.results.rows.ordinary import OrdinaryRow
 from sidelane.bench.running.measure import Meter
 
 

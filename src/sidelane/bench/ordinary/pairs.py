@@ -12,7 +12,7 @@ from sidelane.bench.candidates.reference import Case
 from sidelane.bench.ordinary.alone import candidates_for, ready
 from sidelane.bench.ordinary.checks import Problem, check, row_of, with_late
 from sidelane.bench.ordinary.ways import Way
-from sidelane.bench.results.rows import OrdinaryRow
+from sidelane.bench.results.rows.ordinary import OrdinaryRow
 from sidelane.bench.running.measure import Job, Meter
 from sidelane.c3.lanes import Lanes
 from sidelane.c3.run import GemmRun, Pairs, Workers

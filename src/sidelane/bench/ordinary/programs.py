@@ -15,7 +15,7 @@ import torch
 from sidelane.bench.candidates.candidate import Tensors, views
 from sidelane.bench.candidates.reference import Case
 from sidelane.bench.ordinary.ways import Way
-from sidelane.bench.results.rows import MISSED, NEW_ADDRESS, NEW_SEGMENT, REPEATED, ROTATING
+from sidelane.bench.results.rows.ordinary import MISSED, NEW_ADDRESS, NEW_SEGMENT, REPEATED, ROTATING
 from sidelane.collectives.ahead import LAG
 
 STEP_BYTES = 4096

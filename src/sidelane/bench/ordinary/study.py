@@ -22,7 +22,7 @@ from sidelane.bench.ordinary.changing import measure_changing
 from sidelane.bench.ordinary.pairs import measure_pair
 from sidelane.bench.ordinary.ways import PLACES, Way, make_ways
 from sidelane.bench.results.files import Results
-from sidelane.bench.results.rows import OrdinaryRow
+from sidelane.bench.results.rows.ordinary import OrdinaryRow
 from sidelane.bench.running.launch import Rank
 from sidelane.bench.running.measure import Meter
 from sidelane.bench.running.study import Sender, StudyOptions, run_study

@@ -15,7 +15,8 @@ from sidelane.bench.report.table import (
     verdict,
     without_empty_columns,
 )
-from sidelane.bench.results.rows import CHANGES, LEARNED, MAPPED, OF_LIBRARY, OrdinaryRow
+from sidelane.bench.results.rows.flat import OF_LIBRARY
+from sidelane.bench.results.rows.ordinary import CHANGES, LEARNED, MAPPED, OrdinaryRow
 from sidelane.sizes import format_bytes
 
 ALONE_COLUMNS: tuple[str, ...] = (

@@ -28,7 +28,7 @@ from sidelane.bench.candidates.candidate import Binds, Entrant, Implementation, 
 from sidelane.bench.candidates.own import bound_call
 from sidelane.bench.candidates.reference import Case
 from sidelane.bench.candidates.roster import Roster
-from sidelane.bench.results.rows import LEARNED, MAPPED, STAGED, SYMMETRIC
+from sidelane.bench.results.rows.ordinary import LEARNED, MAPPED, STAGED, SYMMETRIC
 from sidelane.bench.running.launch import Rank
 from sidelane.bench.running.measure import Meter
 from sidelane.collectives import Communicator

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from sidelane.bench.phases.tables import phase_title
 from sidelane.bench.report.drawing import BLUE, GREEN, ORANGE, VERMILLION, Picture, file_name, save
 from sidelane.bench.report.table import grouped
-from sidelane.bench.results.rows import PREDICTED, PhaseRow
+from sidelane.bench.results.rows.calls import PREDICTED, PhaseRow
 from sidelane.sizes import format_bytes
 
 PHASES = {"control": ORANGE, "schedule": VERMILLION, "copy": BLUE, "sync": GREEN}

@@ -13,7 +13,7 @@ from sidelane.bench.phases.split import Phases, predict
 from sidelane.bench.phases.tables import phase_tables
 from sidelane.bench.report.drawing import RC
 from sidelane.bench.report.terminal import say_written, tables_console
-from sidelane.bench.results.rows import MODEL, PREDICTED, PhaseRow
+from sidelane.bench.results.rows.calls import MODEL, PREDICTED, PhaseRow
 from sidelane.bench.simulated.study import write_numbers
 from sidelane.machine.load import find
 from sidelane.machine.spec import Machine

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from types import MappingProxyType
 
-from sidelane.bench.results.rows import LAUNCHES
+from sidelane.bench.results.rows.flat import LAUNCHES
 from sidelane.model.published import bare
 from sidelane.program.builders import ALTERNATING, Alternation, Transport, alternation, build, variants
 from sidelane.program.collective import REDUCING, Collective, Kind, all_gather, all_to_all, scatter

@@ -18,7 +18,8 @@ from sidelane.bench.phases.rig import Rig
 from sidelane.bench.phases.split import slowest, split
 from sidelane.bench.phases.turns import Call
 from sidelane.bench.results.files import Results
-from sidelane.bench.results.rows import LAUNCHES, PhaseRow
+from sidelane.bench.results.rows.calls import PhaseRow
+from sidelane.bench.results.rows.flat import LAUNCHES
 from sidelane.bench.running.asked import check_asked
 from sidelane.bench.running.launch import Rank, choose_target
 from sidelane.bench.running.measure import Meter

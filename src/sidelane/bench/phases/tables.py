@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sidelane.bench.report.table import Line, Table, grouped, notes_of, number, verdict, without_empty_columns
-from sidelane.bench.results.rows import PREDICTED, PhaseRow
+from sidelane.bench.results.rows.calls import PREDICTED, PhaseRow
 from sidelane.sizes import format_bytes
 
 PHASE_COLUMNS: tuple[str, ...] = (

@@ -7,7 +7,8 @@ import statistics
 from collections.abc import Sequence
 
 from sidelane.bench.results.files import Results
-from sidelane.bench.results.rows import CollectiveRow, PowerRow
+from sidelane.bench.results.rows.calls import PowerRow
+from sidelane.bench.results.rows.collectives import CollectiveRow
 
 SPREAD_PERCENT = 10.0
 """Rounds that differ by more are worth a note."""

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from sidelane.bench.power.tables import power_title
 from sidelane.bench.report.drawing import COLOURS, GREY, STYLES, Picture, file_name, label_ends, save, size_axis
 from sidelane.bench.report.table import grouped
-from sidelane.bench.results.rows import PowerRow
+from sidelane.bench.results.rows.calls import PowerRow
 
 
 def draw_power(rows: Sequence[PowerRow], where: str, directory: Path) -> list[Picture]:

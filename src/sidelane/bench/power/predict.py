@@ -13,7 +13,7 @@ from sidelane.bench.power.pictures import draw_power
 from sidelane.bench.power.tables import power_tables
 from sidelane.bench.report.drawing import RC
 from sidelane.bench.report.terminal import say_written, tables_console
-from sidelane.bench.results.rows import LIBRARY, MODEL, PowerRow
+from sidelane.bench.results.rows.calls import LIBRARY, MODEL, PowerRow
 from sidelane.bench.simulated.study import write_numbers
 from sidelane.machine.load import find
 from sidelane.machine.spec import Machine

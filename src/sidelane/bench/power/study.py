@@ -23,7 +23,8 @@ from sidelane.bench.power.inputs import ReducedInput
 from sidelane.bench.power.meter import Draw, Recorder
 from sidelane.bench.results import files as result_files
 from sidelane.bench.results.files import Results
-from sidelane.bench.results.rows import LAUNCHES, PowerRow
+from sidelane.bench.results.rows.calls import PowerRow
+from sidelane.bench.results.rows.flat import LAUNCHES
 from sidelane.bench.running.asked import check_asked
 from sidelane.bench.running.launch import Rank, choose_target
 from sidelane.bench.running.measure import Job

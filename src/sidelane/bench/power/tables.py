@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sidelane.bench.report.table import Line, Table, grouped, notes_of, number, place_of, verdict, without_empty_columns
-from sidelane.bench.results.rows import MODEL, PowerRow
+from sidelane.bench.results.rows.calls import MODEL, PowerRow
 from sidelane.sizes import format_bytes
 
 POWER_COLUMNS: tuple[str, ...] = (

@@ -125,7 +125,16 @@ def file_name(text: str) -> str:
 
 def save(figure: Figure, name: str, title: str, text: str, directory: Path) -> Picture:
     """Write ``name.png`` and ``name.svg``; the same rows give the same files."""
-    directory.mkdir(parents=True, exist_ok=True)
-    figure.savefig(directory / f"{name}.png", dpi=150)
-    figure.savefig(directory / f"{name}.svg", metadata={"Date": None})
+    save_both(figure, name, directory)
     return Picture(name, title, text)
+
+
+def save_both(figure: Figure, name: str, folder: Path, dpi: int = 150) -> Path:
+    """Write ``name.png``, which is returned, and ``name.svg``; the same figures give the same files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    figure.set_dpi(dpi)
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")  # it is laid out: each file would do that twice again
+    figure.savefig(folder / f"{name}.png", dpi=dpi)
+    figure.savefig(folder / f"{name}.svg", dpi=dpi, metadata={"Date": None})
+    return folder / f"{name}.png"

@@ -20,17 +20,11 @@ from sidelane.bench.power.pictures import draw_power
 from sidelane.bench.report.drawing import RC, Picture, where_from
 from sidelane.bench.report.table import grouped
 from sidelane.bench.results.files import Results
-from sidelane.bench.results.rows import (
-    C3Row,
-    CollectiveRow,
-    FsdpRow,
-    HeuristicRow,
-    IsolatedRow,
-    OccupancyRow,
-    OrdinaryRow,
-    PhaseRow,
-    PowerRow,
-)
+from sidelane.bench.results.rows.calls import PhaseRow, PowerRow
+from sidelane.bench.results.rows.collectives import CollectiveRow
+from sidelane.bench.results.rows.ordinary import OrdinaryRow
+from sidelane.bench.results.rows.pairs import C3Row, HeuristicRow, IsolatedRow, OccupancyRow
+from sidelane.bench.results.rows.training import FsdpRow
 from sidelane.bench.tune.isolated_pictures import draw_isolated
 from sidelane.machine.load import machine_names, named
 

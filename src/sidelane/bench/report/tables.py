@@ -16,22 +16,13 @@ from sidelane.bench.phases.tables import phase_tables
 from sidelane.bench.power.tables import power_tables
 from sidelane.bench.report.table import Table
 from sidelane.bench.results.files import Results
-from sidelane.bench.results.rows import (
-    C3Row,
-    ChainRow,
-    CollectiveRow,
-    FsdpRow,
-    FusedRow,
-    GemmRow,
-    HeuristicRow,
-    HostRow,
-    IsolatedRow,
-    OccupancyRow,
-    OrdinaryRow,
-    PhaseRow,
-    PowerRow,
-    SoakRow,
-)
+from sidelane.bench.results.rows.calls import ChainRow, HostRow, PhaseRow, PowerRow
+from sidelane.bench.results.rows.collectives import CollectiveRow
+from sidelane.bench.results.rows.operators import FusedRow, GemmRow
+from sidelane.bench.results.rows.ordinary import OrdinaryRow
+from sidelane.bench.results.rows.pairs import C3Row, HeuristicRow, IsolatedRow, OccupancyRow
+from sidelane.bench.results.rows.soak import SoakRow
+from sidelane.bench.results.rows.training import FsdpRow
 from sidelane.bench.soak.tables import soak_tables
 from sidelane.bench.tune.isolated_tables import isolated_tables
 

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from sidelane.bench.results import provenance
-from sidelane.bench.results.rows import ROWS, Row, require
+from sidelane.bench.results.rows.every import ROWS, Row
+from sidelane.bench.results.rows.flat import require
 from sidelane.bench.results.written import write_json
 from sidelane.machine.inventory import machine_name
 

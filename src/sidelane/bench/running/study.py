@@ -23,21 +23,13 @@ from sidelane.bench.report import page as report
 from sidelane.bench.report.terminal import progress_console, tables_console
 from sidelane.bench.results import files as result_files
 from sidelane.bench.results.files import Results, collect
-from sidelane.bench.results.rows import (
-    C3Row,
-    ChainRow,
-    CollectiveRow,
-    FsdpRow,
-    FusedRow,
-    GemmRow,
-    HostRow,
-    IsolatedRow,
-    OccupancyRow,
-    OrdinaryRow,
-    PhaseRow,
-    PowerRow,
-    Row,
-)
+from sidelane.bench.results.rows.calls import ChainRow, HostRow, PhaseRow, PowerRow
+from sidelane.bench.results.rows.collectives import CollectiveRow
+from sidelane.bench.results.rows.every import Row
+from sidelane.bench.results.rows.operators import FusedRow, GemmRow
+from sidelane.bench.results.rows.ordinary import OrdinaryRow
+from sidelane.bench.results.rows.pairs import C3Row, IsolatedRow, OccupancyRow
+from sidelane.bench.results.rows.training import FsdpRow
 from sidelane.bench.results.written import STDOUT
 from sidelane.bench.running.launch import LaunchTarget, Rank, choose_target, run_ranks
 from sidelane.machine import local

@@ -16,6 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from sidelane.bench.report import drawing
 from sidelane.bench.report.drawing import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, RC, SKY, STYLES, VERMILLION
 from sidelane.c3.workload import TABLE_I, C3Class, parse_gemm
 from sidelane.execute.sim import Interval
@@ -114,7 +115,7 @@ def _overlap(context: OverlapContext, key: str, label: str, folder: Path) -> Pat
         figure.axes[0].set_ylim(bottom=0)
     figure.axes[0].set_ylabel(label)
     figure.suptitle("Pipelined GEMM and collective, predicted", x=0.01, ha="left", fontweight="bold")
-    return _save(figure, folder, f"overlap-{key}")
+    return drawing.save_both(figure, f"overlap-{key}", folder)
 
 
 def draw_timeline(intervals: Sequence[Interval], title: str, folder: Path, name: str) -> Path:
@@ -148,7 +149,7 @@ def draw_timeline(intervals: Sequence[Interval], title: str, folder: Path, name:
         axes.set_xlabel(unit)
         axes.set_title(title)
         axes.legend(ncols=len(kinds), fontsize=7, loc="lower right", bbox_to_anchor=(1, 1.0), borderaxespad=0.1)
-        return _save(figure, folder, name)
+        return drawing.save_both(figure, name, folder)
 
 
 def _joined(intervals: Sequence[Interval]) -> list[Interval]:
@@ -199,7 +200,7 @@ def _units(machine: Machine, folder: Path) -> Path:
         axes.set_ylabel("slowdown")
         axes.legend(fontsize=7)
     figure.suptitle(f"Compute needs: {machine.title}, predicted", x=0.01, ha="left", fontweight="bold")
-    return _save(figure, folder, "c3-compute-units")
+    return drawing.save_both(figure, "c3-compute-units", folder)
 
 
 def _ideal(study: C3Study, machine: Machine, folder: Path) -> Path:
@@ -209,7 +210,7 @@ def _ideal(study: C3Study, machine: Machine, folder: Path) -> Path:
     axes.set_xticks(range(len(rows)), [pair_name(row) for row in rows], rotation=45, ha="right")
     axes.set_ylim(1, 2.05)
     axes.set_ylabel("speedup")
-    return _save(figure, folder, "c3-ideal")
+    return drawing.save_both(figure, "c3-ideal", folder)
 
 
 def _against_library(machine: Machine, folder: Path) -> Path:
@@ -257,7 +258,7 @@ def _groups(
     axes.set_ylim(0.9, 2.25)
     axes.set_ylabel("mean speedup over serial")
     axes.legend(ncols=len(strategies) + 1, fontsize=7)
-    return _save(figure, folder, name)
+    return drawing.save_both(figure, name, folder)
 
 
 def _mean(study: C3Study, strategy: str, group: Group) -> float:
@@ -292,7 +293,7 @@ def _phases(machine: Machine, folder: Path) -> Path:
     axes.set_ylabel("share of the time, %")
     axes.set_ylim(0, 115)
     axes.legend(ncols=4, fontsize=7)
-    return _save(figure, folder, "dma-phases")
+    return drawing.save_both(figure, "dma-phases", folder)
 
 
 def _producer(study: DmaStudy, machine: Machine, folder: Path) -> Path:
@@ -336,7 +337,7 @@ def _bandwidth(machine: Machine, folder: Path) -> Path:
     axes.bar(range(len(bars)), [100 * gbps / machine.gpu.memory_gbps for gbps in bars.values()], color=BLUE)
     axes.set_xticks(range(len(bars)), list(bars), fontsize=7)
     axes.set_ylabel("percent of the peak")
-    return _save(figure, folder, "c3-bandwidth")
+    return drawing.save_both(figure, "c3-bandwidth", folder)
 
 
 def _one(title: str) -> tuple[Figure, Axes]:
@@ -358,18 +359,9 @@ def _finish(figure: Figure, axes: Axes, folder: Path, name: str) -> Path:
     axes.set_xticks(shown, [format_bytes(n) for n in shown])
     axes.set_xlabel("bytes")
     axes.legend(fontsize=7)
-    return _save(figure, folder, name)
+    return drawing.save_both(figure, name, folder)
 
 
 def _curves(axes: Axes) -> list[Line2D]:
     """Its lines over sizes: not those that cross the whole picture."""
     return [line for line in axes.lines if line.get_transform() == axes.transData]
-
-
-def _save(figure: Figure, folder: Path, name: str) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    for ending in ("png", "svg"):
-        # Without the date, the same predictions give the same file.
-        metadata = {"Date": None} if ending == "svg" else None
-        figure.savefig(folder / f"{name}.{ending}", dpi=150, metadata=metadata)
-    return folder / f"{name}.png"

@@ -11,7 +11,7 @@ from typing import Any
 from sidelane.bench.fused.shapes import MEANING, ON_GPUS
 from sidelane.bench.report.table import Line, Table, grouped, number
 from sidelane.bench.report.terminal import progress_console, say_written, tables_console
-from sidelane.bench.results.rows import FUSED_OPS
+from sidelane.bench.results.rows.operators import FUSED_OPS
 from sidelane.bench.simulated import figures as sim_figures
 from sidelane.bench.simulated import fused_figures, fused_results, fused_skew
 from sidelane.bench.simulated.fused_shapes import operators_of

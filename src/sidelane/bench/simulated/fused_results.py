@@ -16,7 +16,7 @@ from typing import Any
 from sidelane.bench.fused.shapes import MEANING
 from sidelane.bench.report.table import Line, Table, grouped, number
 from sidelane.bench.results import files
-from sidelane.bench.results.rows import FusedRow
+from sidelane.bench.results.rows.operators import FusedRow
 from sidelane.bench.simulated.fused_shapes import operators_of
 from sidelane.machine.spec import Machine
 from sidelane.model.claims import error_of
@@ -33,7 +33,10 @@ SCHEDULES = {
     "rows in turn": REMOTE_FIRST,
     "cells": REMOTE_FIRST,
 }
-"""Orders of the model by schedules of the study. One-shot GEMVs it does not have."""
+"""Orders of the model by schedules of the study. Norms that are pushed it does not have."""
+
+UNKNOWN = {("gemv_all_reduce", "cells")}
+"""Operators and schedules with a name that the model has of others only."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -140,6 +143,7 @@ def _of_shape(machine: Machine, op: str, shape: str, rows: Sequence[FusedRow]) -
             in_parts = split_us(machine, made, int(pieces[1]))
             assert in_parts is not None
             yield Held(op, shape, PARTS, row.schedule, row.time_us or 0.0, in_parts)
-        order = SCHEDULES.get(row.schedule) if row.implementation == "fused" else None
+        is_known = row.implementation == "fused" and (op, row.schedule) not in UNKNOWN
+        order = SCHEDULES.get(row.schedule) if is_known else None
         if order is not None:
             yield Held(op, shape, FUSED, row.schedule, row.time_us or 0.0, fastest[order].fused.time_us)

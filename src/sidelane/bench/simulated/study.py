@@ -269,6 +269,7 @@ def _flat(row: Prediction) -> dict[str, Any]:
         "gemm_us": row.gemm_us,
         "comm_us": row.comm_us,
         "time_us": row.time_us,
+        "other_us": row.other_us,
         "speedup": row.speedup,
         "ideal": row.ideal,
         "best_comm_us": row.best_comm_us,
@@ -280,5 +281,5 @@ def _flat(row: Prediction) -> dict[str, Any]:
 
 def _without(row: Prediction, strategy: str, reason: str) -> dict[str, Any]:
     """The pair of a row under a strategy that the model does not speak to."""
-    nothing = dict.fromkeys(("time_us", "speedup", "percent_of_ideal", "percent_of_ideal_nccl"))
+    nothing = dict.fromkeys(("time_us", "other_us", "speedup", "percent_of_ideal", "percent_of_ideal_nccl"))
     return {**_flat(row), **nothing, "strategy": strategy, "note": reason}

@@ -15,7 +15,7 @@ from sidelane.bench.report.terminal import progress_console, tables_console
 from sidelane.bench.results import files as result_files
 from sidelane.bench.results import provenance
 from sidelane.bench.results.files import Results, collect
-from sidelane.bench.results.rows import SOAKED, SoakRow
+from sidelane.bench.results.rows.soak import SOAKED, SoakRow
 from sidelane.bench.results.written import STDOUT
 from sidelane.bench.running.launch import LaunchTarget, choose_target, under_torchrun
 from sidelane.bench.soak.episode import CALLS, CPU, SIZES, Episode, Setting

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sidelane.bench.report.table import Line, Table, grouped
-from sidelane.bench.results.rows import SOAKED, SoakRow
+from sidelane.bench.results.rows.soak import SOAKED, SoakRow
 from sidelane.bench.soak.tally import shortened
 from sidelane.errors import last_line
 

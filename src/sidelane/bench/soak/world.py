@@ -26,6 +26,9 @@ from sidelane.bench.soak.tally import MOST_TEXT, Tally, shortened
 END_S = 20.0
 """That a process may take to end once it has said how it went."""
 
+SAYS_S = 5.0
+"""That a process may take to say where it is."""
+
 _CULPRITS_LEFT = (endings.STOPPED, endings.CONTINUED, endings.NEVER_COMES, endings.NEVER_MAKES)
 """Endings in which the others are done before the culprit goes on, or never does."""
 
@@ -99,7 +102,6 @@ class _World:
 
     def _listen(self) -> None:
         """Until every rank has said how it went, or its process has ended."""
-        patience_s = self._episode.patience_s
         heard_at = time.monotonic()
         lines = dict(self._lines)
         while lines:
@@ -116,7 +118,7 @@ class _World:
             for rank in [rank for rank, at in self._thaw_at.items() if at < time.monotonic()]:
                 self._signal(rank, signal.SIGCONT)
             self._see_to_the_culprit(set(lines.values()))
-            if time.monotonic() - heard_at > patience_s:
+            if time.monotonic() - heard_at > (patience_s := self._episode.patience_s):
                 self._explain(sorted(lines.values()), patience_s)
                 return
 
@@ -205,11 +207,15 @@ class _World:
             line.close()
 
     def _explain(self, ranks: list[int], waited_s: float) -> None:
-        """Ranks that hang show where."""
+        """Ranks that hang show where, if they still can."""
+        before = {rank: self._said(rank) for rank in ranks}
         for rank in ranks:
             self._signal(rank, signal.SIGCONT)
             self._signal(rank, signal.SIGUSR1)
-        time.sleep(1.0)
+        deadline = time.monotonic() + SAYS_S
+        while time.monotonic() < deadline and any(self._said(rank) == before[rank] for rank in ranks):
+            time.sleep(0.1)
+        time.sleep(0.5)  # to the last line
         for rank in ranks:
             self._fail(rank, f"no word and no end within {waited_s:.0f} s\n{self._said(rank)}".rstrip())
 

@@ -21,7 +21,7 @@ from sidelane.bench.collectives.study import CollectiveOptions, measure_case
 from sidelane.bench.report.terminal import progress_console, say, tables_console
 from sidelane.bench.results import provenance
 from sidelane.bench.results.files import read
-from sidelane.bench.results.rows import CollectiveRow
+from sidelane.bench.results.rows.collectives import CollectiveRow
 from sidelane.bench.results.written import write_text
 from sidelane.bench.running.launch import Rank, choose_target
 from sidelane.bench.running.study import Follower, Sender, follow

@@ -16,7 +16,7 @@ from sidelane.bench.candidates.roster import make_roster
 from sidelane.bench.report.terminal import progress_console, tables_console
 from sidelane.bench.results import files as result_files
 from sidelane.bench.results.files import Results, collect
-from sidelane.bench.results.rows import IsolatedRow
+from sidelane.bench.results.rows.pairs import IsolatedRow
 from sidelane.bench.results.written import STDOUT
 from sidelane.bench.running.launch import LaunchTarget, Rank, choose_target
 from sidelane.bench.running.study import Follower, Sender, StudyOptions, check_targets, follow, publish

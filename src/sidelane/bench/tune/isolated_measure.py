@@ -15,7 +15,7 @@ import torch
 from sidelane.bench.candidates.candidate import Prepared, candidates_of
 from sidelane.bench.candidates.reference import Case
 from sidelane.bench.candidates.roster import Roster
-from sidelane.bench.results.rows import IsolatedRow
+from sidelane.bench.results.rows.pairs import IsolatedRow
 from sidelane.bench.running.launch import Rank
 from sidelane.bench.running.measure import Job
 from sidelane.bench.tune.isolated_batches import Batch, Options, batches_of, sizes_of

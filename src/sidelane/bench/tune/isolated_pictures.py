@@ -23,7 +23,7 @@ from sidelane.bench.report.drawing import (
     where_from,
 )
 from sidelane.bench.results.files import Results
-from sidelane.bench.results.rows import IsolatedRow
+from sidelane.bench.results.rows.pairs import IsolatedRow
 from sidelane.c3.isolated import Isolated
 from sidelane.c3.measured import isolated_of
 from sidelane.sizes import format_bytes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sidelane.bench.results.rows import IsolatedRow
+from sidelane.bench.results.rows.pairs import IsolatedRow
 
 Key = tuple[object, ...]
 

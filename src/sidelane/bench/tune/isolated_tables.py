@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sidelane.bench.report.table import Line, Table, grouped, notes_of, number, without_empty_columns
-from sidelane.bench.results.rows import IsolatedRow
+from sidelane.bench.results.rows.pairs import IsolatedRow
 from sidelane.c3.isolated import Isolated
 from sidelane.c3.measured import BESIDE, COLLECTIVE, GEMM, PAIR, SERIAL, isolated_of
 from sidelane.c3.workload import Workload

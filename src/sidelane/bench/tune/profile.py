@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from sidelane.bench.results.files import Results
-from sidelane.bench.results.rows import CollectiveRow
+from sidelane.bench.results.rows.collectives import CollectiveRow
 from sidelane.choice import Candidate, Curve, Profile
 from sidelane.choice.candidate import IMPLEMENTATIONS, find
 from sidelane.choice.key import CPU, SOFTWARE, Key

@@ -256,9 +256,9 @@ class Watch:
 
     def _front(self) -> Subject | None:
         """The first invocation that has not finished. The peers are told, for them to tell a death from an end."""
-        word = int(self._words.array[FINISHED])
+        word, last_ended = int(self._words.array[FINISHED]), NO_CALL
         while self._running and reached(word, self._running[0][0]):
-            self._running.popleft()
+            last_ended, _ = self._running.popleft()
         ended = self._first
         if not self._running:
             self._first = None
@@ -268,6 +268,8 @@ class Watch:
             self._monitor.begin(self._first.epoch, str(self._first))
         if ended is not None and ended is not self._first:
             self._monitor.end(ended.epoch)
+        if last_ended != NO_CALL:  # also of those that were never seen to run
+            self._monitor.end(last_ended)
         return self._first
 
     def _started(self, front: Subject) -> bool:

@@ -1,6 +1,7 @@
-"""Shadow of ``ops/rms_norm.py``: a cell is four bytes of data with a flag of their own. The norm itself is left out.
+"""Shadows of ``ops/rms_norm.py``. The norm itself is left out.
 
-As in ``cells``, each cell that is sent is apart: it vouches for its own bytes and nothing else.
+In cells, four bytes of data have a flag of their own: as in ``cells``, each cell that is sent is apart, and vouches for
+its own bytes and nothing else.
 """
 
 from __future__ import annotations
@@ -9,14 +10,14 @@ from collections.abc import Iterator
 
 from sidelane.program.collective import Buffer, Span, all_reduce
 from sidelane.program.ir import EPOCH, Command, Comparison, Copy, Flag, Program, Signal, Wait
-from sidelane.program.shadows.blocks import Apart, others, reduced
+from sidelane.program.shadows.blocks import Apart, copied, others, reduced
 from sidelane.program.shadows.own_grid import SUM, OwnGrid
 
 CELL = 4
 
 
-def all_reduce_rms_norm(
-    world_size: int, blocks: int, rows: int, words: int, *, in_place: bool = False
+def cells(
+    world_size: int, blocks: int, rows: int, words: int, *, in_place: bool = False, counts: bool = True
 ) -> tuple[Program, ...]:
     """Of even and of odd generations: rows go into cells of the others, and every rank adds up all of them.
 
@@ -26,8 +27,10 @@ def all_reduce_rms_norm(
         rows: tokens, of this launch and of the workspace.
         words: float32 of a row.
         in_place: sums are written over the rows.
+        counts: blocks count themselves early, in memory of their rank (``OwnGrid.ends_early``).
     """
-    return tuple(_program(world_size, blocks, rows, words, parity, in_place) for parity in range(2))
+    programs = tuple(_cells(world_size, blocks, rows, words, parity, in_place) for parity in range(2))
+    return tuple(map(OwnGrid(world_size, blocks, CELL).ends_early, programs)) if counts else programs
 
 
 def loaded_flags(world_size: int, rows: int, words: int) -> int:
@@ -35,10 +38,10 @@ def loaded_flags(world_size: int, rows: int, words: int) -> int:
     return 2 * world_size * rows * words
 
 
-def _program(n: int, blocks: int, rows: int, words: int, parity: int, in_place: bool) -> Program:
+def _cells(n: int, blocks: int, rows: int, words: int, parity: int, in_place: bool) -> Program:
     grid = OwnGrid(n, blocks, CELL)
     collective = all_reduce([CELL * rows * words] + [0] * (n - 1), SUM, in_place=in_place)
-    cells, size = loaded_flags(n, rows, words), rows * words
+    threads, size = loaded_flags(n, rows, words), rows * words
 
     def cell(sender: int, row: int, word: int) -> int:
         return (parity * n + sender) * size + row * words + word
@@ -49,7 +52,7 @@ def _program(n: int, blocks: int, rows: int, words: int, parity: int, in_place: 
         return Span(rank, Buffer.STAGING, CELL * cell(sender, row, word), CELL)
 
     def loaded(rank: int, peer: int, row: int, word: int) -> Flag:
-        return Flag(rank, cells + peer * size + row * words + word)
+        return Flag(rank, threads + peer * size + row * words + word)
 
     def commands(rank: int, block: int) -> Iterator[Command | Apart]:
         mine = [(row, word) for row in range(block, rows, blocks) for word in range(words)]
@@ -69,5 +72,40 @@ def _program(n: int, blocks: int, rows: int, words: int, parity: int, in_place: 
                 total = collective.output_span(rank, CELL * (row * words + word), CELL)
                 yield from reduced(total, tuple(data(rank, sender, row, word) for sender in range(n)), SUM)
 
-    flags = cells + n * size
-    return grid.made(collective, "all_reduce_rms_norm", commands, staging_bytes=CELL * cells, flags=flags)
+    flags = threads + n * size
+    return grid.made(collective, "cells all_reduce_rms_norm", commands, staging_bytes=CELL * threads, flags=flags)
+
+
+def pushed(world_size: int, blocks: int, rows: int, row_bytes: int, *, in_place: bool = False) -> tuple[Program, ...]:
+    """Of even and of odd generations: rows go into places of the others, blocks meet, and every rank adds up all.
+
+    Args:
+        world_size: ranks.
+        blocks: of a grid.
+        rows: tokens, of this launch and of the workspace.
+        row_bytes: of float32.
+        in_place: sums are written over the rows.
+    """
+    return tuple(_pushed(world_size, blocks, rows, row_bytes, parity, in_place) for parity in range(2))
+
+
+def _pushed(n: int, blocks: int, rows: int, row_bytes: int, parity: int, in_place: bool) -> Program:
+    grid = OwnGrid(n, blocks, row_bytes)
+    collective = all_reduce([rows * row_bytes] + [0] * (n - 1), SUM, in_place=in_place)
+
+    def data(rank: int, sender: int, row: int) -> Span:
+        if sender == rank:
+            return collective.input_span(rank, row * row_bytes, row_bytes)
+        return Span(rank, Buffer.STAGING, ((parity * n + sender) * rows + row) * row_bytes, row_bytes)
+
+    def commands(rank: int, block: int) -> Iterator[Command]:
+        for row in range(block, rows, blocks):
+            for peer in others(rank, n):
+                yield from copied(data(peer, rank, row), data(rank, rank, row))
+        yield from grid.meet(rank, block, 0)
+        for row in range(block, rows, blocks):
+            total = collective.output_span(rank, row * row_bytes, row_bytes)
+            yield from reduced(total, tuple(data(rank, sender, row) for sender in range(n)), SUM)
+
+    staging_bytes, flags = 2 * n * rows * row_bytes, grid.flag_count(1)
+    return grid.made(collective, "pushed all_reduce_rms_norm", commands, staging_bytes=staging_bytes, flags=flags)

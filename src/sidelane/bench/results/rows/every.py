@@ -1,0 +1,44 @@
+"""The type of row of every study."""
+
+from __future__ import annotations
+
+from sidelane.bench.results.rows.calls import ChainRow, HostRow, PhaseRow, PowerRow
+from sidelane.bench.results.rows.collectives import CollectiveRow
+from sidelane.bench.results.rows.operators import FusedRow, GemmRow
+from sidelane.bench.results.rows.ordinary import OrdinaryRow
+from sidelane.bench.results.rows.pairs import C3Row, HeuristicRow, IsolatedRow, OccupancyRow
+from sidelane.bench.results.rows.soak import SoakRow
+from sidelane.bench.results.rows.training import FsdpRow
+
+Row = (
+    CollectiveRow
+    | C3Row
+    | HeuristicRow
+    | OccupancyRow
+    | IsolatedRow
+    | PhaseRow
+    | PowerRow
+    | ChainRow
+    | HostRow
+    | FusedRow
+    | GemmRow
+    | FsdpRow
+    | SoakRow
+    | OrdinaryRow
+)
+ROWS: dict[str, type[Row]] = {
+    "collectives": CollectiveRow,
+    "c3": C3Row,
+    "heuristics": HeuristicRow,
+    "occupancy": OccupancyRow,
+    "isolated": IsolatedRow,
+    "phases": PhaseRow,
+    "power": PowerRow,
+    "chain": ChainRow,
+    "host": HostRow,
+    "fused": FusedRow,
+    "gemms": GemmRow,
+    "fsdp": FsdpRow,
+    "soak": SoakRow,
+    "ordinary": OrdinaryRow,
+}

@@ -1,0 +1,105 @@
+"""How the kernels of gemv_all_reduce are cut, and what of that fits on a compute unit."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from sidelane.ops.handle import check_choice, power_of_two
+
+CELLS, TWO_PHASE = "cells", "two_phase"
+MOST_TOKENS = 16
+MOST_DOT_COLUMNS = 128
+"""At a time, in two phases."""
+
+MOST_STAGES = 8
+EVICTIONS = ("", "evict_first")
+UNIT_REGISTERS = 64 << 10
+SCRATCH_BYTES = 4 << 10
+"""Shared memory of a program for other things than loads: 2 KB and less, as Triton says when it compiles."""
+
+RESERVED_BYTES = 1 << 10
+"""Of each program, which CUDA takes for itself."""
+
+LEAST_SHARED_BYTES = 64 << 10
+"""Of a compute unit, where nobody says how much there is."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tiling:
+    """How a kernel is cut.
+
+    Attributes:
+        rows: of the weight in a tile, a power of two; for more than one token 16 and more.
+        columns: loaded at a time, a power of two, 16 or more.
+        warps: of a program.
+        per_unit: programs on each compute unit; all of them have to fit at the same time.
+        stages: of ``cells``: loads of so many turns less one are on their way, or of as many as shared memory has room
+            for. 1 leaves them in registers.
+        evict: of ``cells``: what the cache does with weights, ``evict_first`` or nothing.
+    """
+
+    rows: int = 16
+    columns: int = 512
+    warps: int = 4
+    per_unit: int = 2
+    stages: int = 4
+    evict: str = "evict_first"
+
+    def __post_init__(self) -> None:
+        for name, value, least in (("rows", self.rows, 1), ("columns", self.columns, 16), ("warps", self.warps, 1)):
+            if value < least or value != power_of_two(value):
+                raise ValueError(f"Tiling: {name} (value={value}, allowed=a power of two from {least})")
+        most = max(1, 16 // self.warps)  # with 128 registers for each of 512 threads (``registers``)
+        if not 1 <= self.per_unit <= most:
+            raise ValueError(f"Tiling: per_unit (value={self.per_unit}, allowed=1..{most} of {self.warps} warps)")
+        if not 1 <= self.stages <= MOST_STAGES:
+            raise ValueError(f"Tiling: stages (value={self.stages}, allowed=1..{MOST_STAGES})")
+        check_choice("Tiling", "evict", self.evict, EVICTIONS)
+
+    @property
+    def registers(self) -> int:
+        """Most that a thread may have, so that all programs fit on a compute unit at the same time."""
+        return min(255, UNIT_REGISTERS // (32 * self.warps * self.per_unit) // 8 * 8)
+
+    def stages_in(self, shared_bytes: int, weight_bytes: int, x_bytes: int, tokens: int) -> int:
+        """How many stages a program gets that has so much shared memory.
+
+        Args:
+            shared_bytes: that a program may have (:func:`shared_bytes_of`).
+            weight_bytes: of an element of the weight.
+            x_bytes: of an element of x.
+            tokens: whose x is loaded with each part of the weight, 1 or ``MOST_TOKENS``.
+
+        >>> tiling = Tiling(16, 512, 4, 2, 4)  # 16 KB of a weight of 2 bytes, and 1 KB of x
+        >>> [tiling.stages_in(kilobytes << 10, 2, 2, 1) for kilobytes in (113, 55, 49, 21, 20)]
+        [4, 4, 3, 2, 1]
+        """
+        loaded = self.columns * (self.rows * weight_bytes + tokens * x_bytes)
+        return max(1, min(self.stages, 1 + (shared_bytes - SCRATCH_BYTES) // loaded))
+
+
+OF_DOTS = Tiling(32, 128, 4, 2, 5, "")
+"""For more than one token, which tensor cores multiply."""
+
+OF_TWO_PHASES = {False: Tiling(16, 512, 4, 2), True: Tiling(16, 128, 2, 4)}
+"""In two phases, by whether it is dots: for more than one token four took 112 us and more without, 56 with (8192 x 8192
+on an H100, docs/lab/kernels.md)."""
+
+
+def tiling_of(schedule: str, tokens: int) -> Tiling:
+    """What was fastest where it was measured (docs/lab/kernels.md, *GEMVs whose sums are cells*)."""
+    dots = tokens > 1
+    if schedule == TWO_PHASE:
+        return OF_TWO_PHASES[dots]
+    return OF_DOTS if dots else Tiling()
+
+
+def shared_bytes_of(device: torch.device, per_unit: int) -> int:
+    """Shared memory that each of so many programs on a compute unit may have."""
+    if device.type == "cpu":
+        return 1 << 30
+    properties = torch.cuda.get_device_properties(device)
+    of_unit = getattr(properties, "shared_memory_per_multiprocessor", LEAST_SHARED_BYTES)
+    return int(of_unit) // per_unit - RESERVED_BYTES  # of one program alone that is what CUDA lets it ask for
