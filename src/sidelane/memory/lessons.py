@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from sidelane.memory.exchange import Exchange
 from sidelane.memory.host_shared import SharedBytes
-from sidelane.memory.ordering import full_fence
+from sidelane.memory.ordering import Fence, full_fence
 from sidelane.memory.posts import MOST_TEXT_BYTES, PAGE_BYTES
 from sidelane.memory.record import Record
 
@@ -107,6 +107,7 @@ class LessonBoard:
         self._own = self._parts[shared.rank]
         self._next_judged = 0
         self._lesson = (ctypes.c_uint64 * 2)()
+        self._fence = Fence()
 
     @property
     def lesson(self) -> int:
@@ -121,13 +122,13 @@ class LessonBoard:
     def say(self, payload: bytes) -> bool:
         """Post the next lesson and say that it has begun; False if a rank is so late that there is no room for it."""
         own, lesson = self._own, self._lesson[0] + 1
-        kept = all(part.words[READ] >= lesson - RING for part in self._parts)
+        kept = all([part.words[READ] >= lesson - RING for part in self._parts])
         if kept:
             own.slots[lesson % RING].write(lesson, 0, payload)
-            full_fence()  # who sees that it has begun sees the post
+            self._fence.full()  # who sees that it has begun sees the post
         own.words[BEGUN] = self._lesson[0] = lesson
         self._lesson[1] = 1
-        full_fence()  # what comes next looks for what others say
+        self._fence.full()  # what comes next looks for what others say
         return kept
 
     def posts(self, lesson: int) -> tuple[bytes, ...] | None:
