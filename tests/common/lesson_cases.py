@@ -24,7 +24,7 @@ from reach_cases import shared
 from sidelane import Communicator
 from sidelane.collectives import course
 from sidelane.errors import CommunicatorClosedError
-from sidelane.memory.lessons import BEGUN, RING, WINDOW
+from sidelane.memory.lessons import BEGUN, READ, RING, WINDOW
 
 SETTLED = 15 * WINDOW
 """Lessons behind which those of a loop around a few tensors go ahead."""
@@ -201,7 +201,10 @@ def one_is_late(group: dist.ProcessGroup, calls: int) -> tuple[int, dict[str, in
                 time.sleep(0.001)
             Gathers.call(made, finish=False)
             if rank == 0:
-                most = max(most, board.lesson - board._parts[1].words[BEGUN])
+                lesson, late = board.lesson, board._parts[1].words
+                if late[READ] < lesson - RING:
+                    assert board._own.slots[lesson % RING].number != lesson, "nothing is posted over what is not read"
+                most = max(most, lesson - late[BEGUN])
             if step % 20 == 0 and not 100 <= step % 400 < 200:  # else hosts stay together
                 made.end()
                 dist.barrier(group)

@@ -122,7 +122,7 @@ class LessonBoard:
     def say(self, payload: bytes) -> bool:
         """Post the next lesson and say that it has begun; False if a rank is so late that there is no room for it."""
         own, lesson = self._own, self._lesson[0] + 1
-        kept = all([part.words[READ] >= lesson - RING for part in self._parts])
+        kept = all(part.words[READ] >= lesson - RING for part in self._parts)
         if kept:
             own.slots[lesson % RING].write(lesson, 0, payload)
             self._fence.full()  # who sees that it has begun sees the post
