@@ -13,7 +13,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from ahead_cases import KINDS, SEGMENTS, SIZES, Slot, by_c, refuse_calls, some_replaced
+from ahead_cases import KINDS, SEGMENTS, SIZES, Slot, refuse_calls, some_replaced
 from pieces import MadeUpPieces, memory_of
 from reach_cases import mapped_here, on_gpus, shared
 
@@ -52,14 +52,6 @@ def counted(least_bytes: int = 0) -> Iterator[collections.Counter[str]]:
         yield said
 
 
-def done(said: collections.Counter[str], *comms: Communicator) -> dict[str, int]:
-    """What this rank did, by compiled code as well."""
-    lessons = sum(comm._repeats.lessons for comm in comms if comm._repeats is not None)
-    hits = by_c(*comms)
-    found = collections.Counter({"hits": hits, "staged": lessons - hits, "by C": lessons}) + said
-    return dict(found)
-
-
 def what_comes_again(group: dist.ProcessGroup, layers: int, steps: int) -> dict[str, int]:
     """A model of some layers, again and again."""
     with counted() as said, Communicator(group, device=torch.get_default_device(), config=LEARNING) as comm:
@@ -72,7 +64,7 @@ def what_comes_again(group: dist.ProcessGroup, layers: int, steps: int) -> dict[
         choice = comm.last_choice()
         assert choice is not None and "no host waits" in choice.reason
         assert str(comm.reach(slots[0].output)).startswith("mapped")
-        return done(said, comm)
+    return dict(said)
 
 
 def storm(group: dist.ProcessGroup, seed: int, steps: int) -> tuple[dict[str, int], int]:
@@ -111,10 +103,9 @@ def storm(group: dist.ProcessGroup, seed: int, steps: int) -> tuple[dict[str, in
                 gc.collect()
                 if on_gpus():
                     torch.cuda.empty_cache()
-        found = done(said, comm, second)
     del slots, slot, spare, extra
     gc.collect()
-    return found, mapped_here() - before
+    return dict(said), mapped_here() - before
 
 
 def storm_of_pieces(group: dist.ProcessGroup, seed: int, steps: int) -> dict[str, int]:
@@ -158,7 +149,7 @@ def hosts_run_ahead(group: dist.ProcessGroup, steps: int) -> tuple[dict[str, int
                 assert work is not None
                 work.wait()
             wrong += int((outputs[:burst] != 16 * step + expected).sum())
-        return done(said, comm), wrong
+    return dict(said), wrong
 
 
 def two_orders(group: dist.ProcessGroup, calls: int) -> dict[str, int]:
@@ -184,7 +175,7 @@ def two_orders(group: dist.ProcessGroup, calls: int) -> dict[str, int]:
             work.wait()
         for output in tensors:
             assert output[:, -1].tolist() == list(range(n))
-        return done(said, first, second)
+    return dict(said)
 
 
 def one_cannot_map(group: dist.ProcessGroup) -> tuple[str, dict[str, int]]:
@@ -201,7 +192,7 @@ def one_cannot_map(group: dist.ProcessGroup) -> tuple[str, dict[str, int]]:
         slot = Slot("all_gather", 100, n, rank)
         for step in range(150):
             slot.run(comm, step)
-        return str(comm.reach(slot.output)), done(said, comm)
+        return str(comm.reach(slot.output)), dict(said)
 
 
 def goes_wrong(group: dist.ProcessGroup, how: str) -> tuple[str, tuple[int, ...]]:
@@ -212,7 +203,7 @@ def goes_wrong(group: dist.ProcessGroup, how: str) -> tuple[str, tuple[int, ...]
         slot, other = Slot("all_gather", 50, n, rank), Slot("all_to_all", 50, n, rank)
         for step in range(120):
             slot.run(comm, step), other.run(comm, step)
-        assert done(said, comm)["hits"] > 0
+        assert said["hits"] > 0
         if rank == 2:
             slot.input = slot.new()
         name, ranks = "", ()
@@ -235,8 +226,8 @@ def goes_on_behind_refusals(group: dist.ProcessGroup, who: str, refused: int) ->
         slot = Slot("all_gather", 700, comm.world_size, comm.rank)
         for step in range(150):
             slot.run(comm, step)
-        before, found = done(said, comm).get("hits", 0), refuse_calls(comm, who, refused)
+        before, found = said["hits"], refuse_calls(comm, who, refused)
         began = time.monotonic()
         for step in range(150):
             slot.run(comm, step)
-        return time.monotonic() - began, found, before, done(said, comm).get("hits", 0) - before
+        return time.monotonic() - began, found, before, said["hits"] - before

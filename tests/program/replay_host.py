@@ -90,7 +90,6 @@ class Host:
                 None,
                 other.get("ahead"),
                 other.get("shape"),
-                other.get("lesson"),
             ),
         )
 
