@@ -258,31 +258,3 @@ def goes_wrong(group: dist.ProcessGroup, how: str, debug: bool) -> tuple[str, tu
                 then = type(error).__name__
         dist.barrier(group)
     return name, ranks, then
-
-
-def refuse_calls(comm: Communicator, who: str, count: int) -> list[str]:
-    """Make calls in a row that rank 1 refuses, or all ranks do; what they raise, each once."""
-    found = set()
-    for number in range(count):
-        bad = who == "all" or comm.rank == 1
-        output = torch.empty((3 + number) * comm.world_size + bad)
-        try:
-            comm.all_gather(output, torch.empty(3 + number))
-            found.add("")
-        except Exception as error:
-            found.add(type(error).__name__)
-    return sorted(found)
-
-
-def goes_on_behind_refusals(group: dist.ProcessGroup, who: str, refused: int) -> tuple[float, list[str], int, int]:
-    """Calls that go ahead, then some in a row that are refused, then the first ones again: seconds that these took,
-    what became of the others, and how many went ahead before and behind."""
-    with ahead_of_peers(lag=32) as said, Communicator(group, config=MAPPING) as comm:
-        slot = Slot("all_gather", 700, comm.world_size, comm.rank)
-        for step in range(100):
-            slot.run(comm, step)
-        before, found = said["hits"], refuse_calls(comm, who, refused)
-        began = time.monotonic()
-        for step in range(100):
-            slot.run(comm, step)
-        return time.monotonic() - began, found, before, said["hits"] - before

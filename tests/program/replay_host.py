@@ -89,7 +89,6 @@ class Host:
                 other.get("standing"),
                 None,
                 other.get("ahead"),
-                other.get("shape"),
             ),
         )
 
