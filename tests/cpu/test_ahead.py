@@ -56,3 +56,11 @@ def test_a_rank_that_does_not_make_the_call_is_named(pool: RankPool, how: str, d
     assert found[1][2] == (
         "" if how == "stays away" else "PeerError" if how == "refuses" else "CommunicatorClosedError"
     )
+
+
+@pytest.mark.parametrize("who", ["one", "all"])
+def test_calls_that_were_refused_hold_nobody_up(pool: RankPool, who: str) -> None:
+    # A rank that refuses begins nothing: more refusals in a row than a rank may be behind are no rank that is behind.
+    for rank, (seconds, refused) in enumerate(pool.run(ahead_cases.goes_on_behind_refusals, 3, who, 40)):
+        assert seconds < 10, "the time-out is 30 s"
+        assert refused == ["ValueError" if who == "all" or rank == 1 else "PeerError"]

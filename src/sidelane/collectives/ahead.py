@@ -174,9 +174,9 @@ class Ahead:
         if known is None or known.pattern.state is not State.AHEAD:
             return None
         long_ago = call - LAG
-        if self._control.absent(long_ago):
+        if self._control.behind(long_ago):
             with self._calls.failing_for_good():
-                self._control.wait_for_begun(long_ago, self._calls.config.timeout_s)
+                self._control.wait_for(long_ago, self._calls.config.timeout_s)
         if any(known.since <= wish <= long_ago for wish in self._control.wishes(known.wish)):
             known.pattern.pause()
             self.forget()

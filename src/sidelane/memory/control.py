@@ -294,10 +294,16 @@ class ControlBlock:
             mine = found[self.rank].signature if self.rank in found else "not posted here"
             self._wait_on(call, mine, missing, began, timeout_s)
 
-    def wait_for_begun(self, call: int, timeout_s: float) -> None:
-        """Wait until every rank has begun ``call``. Raises as :meth:`calls_of_all`."""
+    def behind(self, call: int) -> tuple[int, ...]:
+        """Ranks that have not come to ``call``: they have not begun it or a later one, nor refused one that late."""
+        return tuple(
+            rank for rank, part in enumerate(self._parts) if part.words[BEGUN] < call and part.words[AGREED] < call
+        )
+
+    def wait_for(self, call: int, timeout_s: float) -> None:
+        """Wait until every rank has come to ``call``. Raises as :meth:`calls_of_all`."""
         began = time.monotonic()
-        while missing := self.absent(call):
+        while missing := self.behind(call):
             self._check_aborts()
             self._wait_on(call, "long ago here", missing, began, timeout_s)
 
