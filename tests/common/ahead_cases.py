@@ -260,25 +260,29 @@ def goes_wrong(group: dist.ProcessGroup, how: str, debug: bool) -> tuple[str, tu
     return name, ranks, then
 
 
-def goes_on_behind_refusals(
-    group: dist.ProcessGroup, who: str, refused: int, config: Config = MAPPING
-) -> tuple[float, list[str]]:
-    """Calls that go ahead, then some in a row that one rank refuses, or all of them do, then the first ones again.
-    Seconds that these took, and what became of the others."""
-    with ahead_of_peers(lag=32), Communicator(group, device=torch.get_default_device(), config=config) as comm:
+def refuse_calls(comm: Communicator, who: str, count: int) -> list[str]:
+    """Make calls in a row that rank 1 refuses, or all ranks do; what they raise, each once."""
+    found = set()
+    for number in range(count):
+        bad = who == "all" or comm.rank == 1
+        output = torch.empty((3 + number) * comm.world_size + bad)
+        try:
+            comm.all_gather(output, torch.empty(3 + number))
+            found.add("")
+        except Exception as error:
+            found.add(type(error).__name__)
+    return sorted(found)
+
+
+def goes_on_behind_refusals(group: dist.ProcessGroup, who: str, refused: int) -> tuple[float, list[str], int, int]:
+    """Calls that go ahead, then some in a row that are refused, then the first ones again: seconds that these took,
+    what became of the others, and how many went ahead before and behind."""
+    with ahead_of_peers(lag=32) as said, Communicator(group, config=MAPPING) as comm:
         slot = Slot("all_gather", 700, comm.world_size, comm.rank)
         for step in range(100):
             slot.run(comm, step)
-        found = []
-        for number in range(refused):
-            bad = who == "all" or comm.rank == 1
-            output = torch.empty(3 * comm.world_size + number * comm.world_size + bad)
-            try:
-                comm.all_gather(output, torch.empty(3 + number))
-                found.append("")
-            except Exception as error:
-                found.append(type(error).__name__)
+        before, found = said["hits"], refuse_calls(comm, who, refused)
         began = time.monotonic()
         for step in range(100):
             slot.run(comm, step)
-        return time.monotonic() - began, sorted(set(found))
+        return time.monotonic() - began, found, before, said["hits"] - before

@@ -57,3 +57,13 @@ def test_a_rank_that_does_not_make_the_call_is_named(pool: RankPool, how: str) -
             assert how == "makes another"
         else:
             assert (name, ranks) == ("PeerTimeoutError" if how == "stays away" else "PeerError", (1,))
+
+
+@pytest.mark.parametrize("who", ["one", "all"])
+def test_calls_that_were_refused_hold_nobody_up(pool: RankPool, who: str) -> None:
+    # They are no lessons, on any rank.
+    found = pool.run(learn_cases.goes_on_behind_refusals, 3, who, 40)
+    for rank, (seconds, refused, before, behind) in enumerate(found):
+        assert seconds < 20, "the time-out is 30 s"
+        assert refused == ["ValueError" if who == "all" or rank == 1 else "PeerError"]
+        assert before > 50 and behind > 50
