@@ -30,7 +30,7 @@ SPLIT_SPEED, PIECES = 0.95, 2
 CALL_US = 5.0
 """Of a collective of its own, and of a part."""
 
-EAGER_US = {"fused": 70.0, "split": 180.0, "unfused": 40.0}
+EAGER_US = {"fused": 110.0, "split": 300.0, "unfused": 60.0}
 """Of the host, which no eager call takes less than."""
 
 
