@@ -39,7 +39,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test tests test-device test-torch test-newest test-long test-restart test-steps attack sanitize results wheel docs docs-pages lint format venv clean
+.PHONY: help demo test test-device test-torch test-newest test-long test-restart test-steps attack sanitize results wheel docs docs-pages lint format venv clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -48,12 +48,10 @@ demo: $(READY) ## run a GEMM next to a collective on whatever is here; table, an
 	@$(BIN)/sidelane demo $(DEMO)
 
 # An environment that borrows the packages of another Python may lack the linters, and a machine with GPUs the network.
-test: $(READY) ## lint and check types, and meanwhile run every test that needs no GPU
+test: $(READY) ## lint, check types, run every test that needs no GPU
 	@if [ -e .venv/borrowed ] && ! $(BIN)/python -c "import ruff, mypy" 2>/dev/null; \
-	then echo "[sidelane] NOT CHECKED: ruff and mypy are missing here"; $(MAKE) --no-print-directory tests; \
-	else $(MAKE) --no-print-directory --keep-going --jobs=2 lint tests; fi
-
-tests: $(READY)
+	then echo "[sidelane] NOT CHECKED: ruff and mypy are missing here"; \
+	else $(MAKE) --no-print-directory lint; fi
 	@echo "[sidelane] tests"
 	@$(BIN)/python -m pytest $$($(BIN)/python -c "import xdist" 2>/dev/null && echo $(PARALLEL)) -m "not long" $(TESTS)
 

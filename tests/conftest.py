@@ -60,51 +60,14 @@ LONG = (
 """Beginnings of tests that take long for what they add; most show again what others do, by other sizes or seeds."""
 
 
-FIRST = (
-    "cpu/test_fused.py",
-    "test_cli_json.py",
-    "interpreter/test_sm_kernels.py",
-    "cpu/test_nodes.py",
-    "sim/test_sim_reports.py",
-    "cpu/test_collectives.py",
-    "cpu/test_properties.py",
-    "cpu/test_learning.py",
-    "cpu/test_hits.py",
-    "test_launch.py",
-    "test_examples.py",
-    "test_guide.py",
-    "cpu/test_bench_ordinary.py",
-    "cpu/test_fsdp.py",
-    "cpu/test_reach.py",
-    "program/test_shadows.py",
-    "test_errors.py",
-    "interpreter/test_fused_compile.py",
-    "test_imports.py",
-    "interpreter/test_kernels_compile.py",
-    "interpreter/test_kernel_shadows.py",
-    "program/test_learn_model.py",
-    "program/test_verify_builders.py",
-    "cpu/test_bench_studies.py",
-    "cpu/test_soak.py",
-    "cpu/test_bench_fused.py",
-    "cpu/test_bench_fsdp.py",
-    "test_tables_fit.py",
-    "test_report.py",
-    "program/test_addresses.py",
-)
-"""Files that take longest, the longest first: one begun late would keep a worker when all others are done."""
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    place = {f"tests/{name}": number for number, name in enumerate(FIRST)}
-    items.sort(key=lambda item: place.get(item.nodeid.partition("::")[0], len(FIRST)))
     for item in items:
         if item.nodeid.removeprefix("tests/").startswith(LONG):
             item.add_marker(pytest.mark.long)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Output as a pipe gets it, whoever looks on. Files in the order above."""
+    """Output as a pipe gets it, whoever looks on. Files in their order."""
     for name in ("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE"):  # xdist's workers get the first two
         os.environ.pop(name, None)
     # xdist would begin with the files of many tests, and end with the few that take minutes.
