@@ -42,6 +42,7 @@ LONG = (
     "cpu/test_turns.py::test_calls_of_every_kind_in_turn[2-1]",
     "cpu/test_turns.py::test_calls_of_every_kind_in_turn[8-4]",
     "interpreter/test_kernel_shadows.py::test_every_block_does_what_its_shadow_says[2]",
+    "sim/test_plan.py::test_the_command_prints_ranges_and_writes",
     "interpreter/test_kernels_compile.py::test_every_kernel_compiles_and_fits_into_registers[moving-1]",
     "interpreter/test_sm_kernels.py::test_broadcasting[2]",
     "interpreter/test_sm_kernels.py::test_reducing[int32:int64-2]",
