@@ -68,6 +68,7 @@ PARTS = (
             ("sidelane.ops.gemm", ("gemm_all_to_all", "GemmAllToAll")),
             ("sidelane.ops.gemm_reduce", ("gemm_reduce_scatter", "gemm_all_reduce", "GemmReduce")),
             ("sidelane.ops.gather_gemm", ("all_gather_gemm", "AllGatherGemm")),
+            ("sidelane.ops.rows", ("all_to_all_rows",)),
             ("sidelane.ops.split_gemm", ("split_gemm_all_to_all",)),
             ("sidelane.ops.split_gemm_reduce", ("split_gemm_reduce_scatter", "split_gemm_all_reduce")),
             ("sidelane.ops.split_gather_gemm", ("split_all_gather_gemm",)),

@@ -52,7 +52,12 @@ def found(app: Any, env: Any, reference: Any, shown: Any) -> Any:
         return None
     reference["refspecific"] = True
     page, kind, target = reference["refdoc"], reference["reftype"], reference["reftarget"]
-    return env.get_domain("py").resolve_xref(env, page, app.builder, kind, target, reference, shown)
+    # `sidelane.pool` is known by the module that has it.
+    for name in (target, target.rpartition(".")[2]):
+        to = env.get_domain("py").resolve_xref(env, page, app.builder, kind, name, reference, shown)
+        if to is not None:
+            return to
+    return None
 
 
 def _link(page: str, match: re.Match[str]) -> str:

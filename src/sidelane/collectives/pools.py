@@ -104,6 +104,8 @@ class SymmetricPool:
 def pool(communicator: Communicator, nbytes: int) -> SymmetricPool:
     """Reserve symmetric memory in which torch places what it allocates inside ``with``. Collective, of one size.
 
+    ::
+
         with sidelane.pool(comm, 1 << 30) as memory:
             hidden = model(tokens)      # lies in the pool, with all that led to it
         comm.all_reduce(hidden)         # without staging
