@@ -24,8 +24,6 @@ from pathlib import Path
 from typing import Any
 
 from sidelane.bench.results import provenance
-from sidelane.machine import local
-from sidelane.machine.inventory import machine_name
 
 HERE = Path(__file__).resolve().parent.parent / "src"
 COLLECTIVES = (
@@ -50,7 +48,8 @@ def main() -> int:
     if not (arguments.other / "sidelane" / "__init__.py").exists():
         parser.error(f"OTHER (value={arguments.other}, allowed=a folder with sidelane/__init__.py)")
     larger = ("--max-bytes", arguments.max_bytes) if arguments.max_bytes else ()
-    text = header(arguments.name)
+    what = f"this tree's time over that of {arguments.name}; each measured twice, in turns"
+    text = "\n".join([*provenance.heading(), f"command:  python tools/compare_trees.py ({what})", ""])
     for command in ((*COLLECTIVES, *larger), HOST):
         found: dict[Path, list[Times]] = {HERE: [], arguments.other: []}
         for tree in (HERE, arguments.other, arguments.other, HERE):
@@ -63,18 +62,6 @@ def main() -> int:
             arguments.out.write_text(text, encoding="utf-8")
     print(text)
     return 0
-
-
-def header(name: str) -> str:
-    device, count = provenance.accelerator_name() if local.device_type_and_count()[1] else ("CPU", 0)
-    software = ", ".join(f"{key} {version}" for key, version in provenance.software_versions().items())
-    return (
-        f"machine:  {machine_name(device, count) if count else 'CPU ranks'}\n"
-        f"date:     {time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())}\n"
-        f"commit:   {provenance.commit()}, next to {name}\n"
-        f"software: {software}\n"
-        "command:  python tools/compare_trees.py (each tree twice, in turns; this tree's time over the other's)\n"
-    )
 
 
 def measured(tree: Path, command: tuple[str, ...], timeout_s: float) -> list[dict[str, Any]]:

@@ -16,7 +16,6 @@ import pytest
 
 from sidelane.bench.results import provenance
 from sidelane.machine import local
-from sidelane.machine.inventory import machine_name
 
 TESTS = Path(__file__).resolve().parent.parent / "tests" / "device"
 MOST_CHARACTERS = 3000
@@ -42,14 +41,9 @@ class Summary:
             print(f"\n{report.nodeid} ({report.when}):\n{report.longreprtext[-MOST_CHARACTERS:]}", flush=True)
 
     def text(self, seconds: float) -> str:
-        device, count = provenance.accelerator_name()
         totals = Counter(outcome for outcome, _ in self.outcomes.values())
-        software = ", ".join(f"{name} {version}" for name, version in provenance.software_versions().items())
         lines = [
-            f"machine:  {machine_name(device, count)} ({count} x {device})",
-            f"date:     {time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())}",
-            f"commit:   {provenance.commit()}",
-            f"software: {software}",
+            *provenance.heading(),
             f"result:   {', '.join(f'{number} {name}' for name, number in sorted(totals.items()))} in {seconds:.0f} s",
             "",
             *(f"{outcome:8} {duration:7.2f} s  {name}" for name, (outcome, duration) in self.outcomes.items()),

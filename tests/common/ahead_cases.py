@@ -6,7 +6,7 @@ import collections
 import gc
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -260,29 +260,31 @@ def goes_wrong(group: dist.ProcessGroup, how: str, debug: bool) -> tuple[str, tu
     return name, ranks, then
 
 
-def refuse_calls(comm: Communicator, who: str, count: int) -> list[str]:
-    """Make calls in a row that rank 1 refuses, or all ranks do; what they raise, each once."""
-    found = set()
-    for number in range(count):
+Refused = tuple[float, list[str], int, int]
+"""Seconds of the calls behind refused ones, what became of these, and how many of the calls went ahead before and
+behind."""
+
+
+def with_refusals_between(comm: Communicator, said: Mapping[str, int], steps: int, who: str, refused: int) -> Refused:
+    """Calls until they go ahead, then some in a row that rank 1 refuses, or all ranks do, then the first ones again."""
+    slot, raised = Slot("all_gather", 700, comm.world_size, comm.rank), set()
+    for step in range(steps):
+        slot.run(comm, step)
+    before = said["hits"]
+    for number in range(refused):
         bad = who == "all" or comm.rank == 1
-        output = torch.empty((3 + number) * comm.world_size + bad)
         try:
-            comm.all_gather(output, torch.empty(3 + number))
-            found.add("")
+            comm.all_gather(torch.empty((3 + number) * comm.world_size + bad), torch.empty(3 + number))
+            raised.add("")
         except Exception as error:
-            found.add(type(error).__name__)
-    return sorted(found)
+            raised.add(type(error).__name__)
+    began = time.monotonic()
+    for step in range(steps):
+        slot.run(comm, step)
+    return time.monotonic() - began, sorted(raised), before, said["hits"] - before
 
 
-def goes_on_behind_refusals(group: dist.ProcessGroup, who: str, refused: int) -> tuple[float, list[str], int, int]:
-    """Calls that go ahead, then some in a row that are refused, then the first ones again: seconds that these took,
-    what became of the others, and how many went ahead before and behind."""
+def goes_on_behind_refusals(group: dist.ProcessGroup, who: str, refused: int) -> Refused:
+    """See :func:`with_refusals_between`."""
     with ahead_of_peers(lag=32) as said, Communicator(group, config=MAPPING) as comm:
-        slot = Slot("all_gather", 700, comm.world_size, comm.rank)
-        for step in range(100):
-            slot.run(comm, step)
-        before, found = said["hits"], refuse_calls(comm, who, refused)
-        began = time.monotonic()
-        for step in range(100):
-            slot.run(comm, step)
-        return time.monotonic() - began, found, before, said["hits"] - before
+        return with_refusals_between(comm, said, 100, who, refused)

@@ -13,7 +13,7 @@ from fused_ops import DTYPES, Calls, Draws, check_close, communicator
 from sidelane import Communicator, ops
 from sidelane.ops import reference
 from sidelane.ops.gemm import TileSizes
-from sidelane.ops.split_gemm import handle_of
+from sidelane.ops.split_gemm import DEFAULT_PIECES, handle_of, has_routing
 
 TILES = TileSizes(16, 16, 16, 1, 1, group=2)
 
@@ -46,7 +46,7 @@ def back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> int:
             by_engines = ops.split_gemm_all_to_all(comm, x, weight, counts, most_rows=70 * n, pieces=1 + number % 3)
             kept.append((by_engines[: len(expected)].clone(), expected))
             handle, routed = handle_of(comm, 70 * n, columns, dtype), tuple(map(tuple, counts))
-            by_engines = handle.part_by_part(x, weight, routed, handle.routing(routed, 1 + number % 3))  # as graphs do
+            by_engines = handle.part_by_part(x, weight, routed, handle.routing(routed, 1 + number % 3, in_graphs=True))
             kept.append((by_engines[: len(expected)].clone(), expected))
             if number < 2:  # as they are, and back
                 x = xs[rank].to(device)
@@ -126,3 +126,25 @@ def wrong_splits(comm: Communicator) -> Calls:
         call(pieces=65),
     ]
     return wrong, call()
+
+
+def routings_that_are_kept(group: dist.ProcessGroup) -> tuple[bool, bool, int, bool, bool]:
+    """Of counts that came once, and twice, whether a graph can hold them; then, with one that a graph holds, how many
+    of twelve others are kept, whether that one is, and whether it still is right."""
+    with communicator(group) as comm:
+        n, x, weight = comm.world_size, torch.ones(40, 8, device=comm.device), torch.eye(8, device=comm.device)
+        tables = [tuple((rows,) * n for _ in range(n)) for rows in range(1, 14)]
+        first, most = tables[0], 16 * n
+        handle, known = handle_of(comm, most, 8, x.dtype), []
+        for _ in range(2):
+            ops.split_gemm_all_to_all(comm, x, weight, first, most_rows=most)
+            known.append(has_routing(comm, most, 8, x.dtype, first, DEFAULT_PIECES))
+        held = handle.routing(first, DEFAULT_PIECES)
+        held.in_a_graph = True  # as a capture does
+        for table in tables[1:]:
+            ops.split_gemm_all_to_all(comm, x, weight, table, most_rows=most)
+        handle._output.zero_()
+        result = handle.part_by_part(x, weight, first, held)[: sum(row[comm.rank] for row in first)]
+        comm.synchronize()
+        left = len(handle.routings) - 1
+        return known[0], known[1], left, (first, DEFAULT_PIECES) in handle.routings, bool((result == 1).all())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeGuard
 
@@ -236,7 +237,7 @@ def gemv(comm: Communicator) -> Iterator[Launched]:
             places |= {(comm.rank, str(Buffer.OUTPUT)): (out.data_ptr(), out.nbytes)}
             places |= placed(comm, "results", handle._results)
         yield Launched(
-            lambda handle=handle, out=out: handle(weight, x, out=out),  # type: ignore[misc]
+            functools.partial(handle, weight, x, out=out),
             handle._kernel,
             places,
             (with_results(shadow, handle._partials.nbytes),),
@@ -252,7 +253,7 @@ def gemv_cells(comm: Communicator) -> Iterator[Launched]:
         sizes = {"tile_rows": tiling.rows, "lanes": LANES, "tokens": tokens, "padded": handle._padded}
         assert handle._programs > 1 and (tokens == 1 or handle._rows_each * handle._padded > LANES)
         yield Launched(
-            lambda handle=handle, x=x, out=out: handle(weight, x, out=out),  # type: ignore[misc]
+            functools.partial(handle, weight, x, out=out),
             handle._kernel,
             {(comm.rank, str(Buffer.OUTPUT)): (out.data_ptr(), out.nbytes)},
             fused_gemv.cells(n, rows, handle._rows_each, **sizes),

@@ -13,7 +13,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from ahead_cases import KINDS, SEGMENTS, SIZES, Slot, refuse_calls, some_replaced
+from ahead_cases import KINDS, SEGMENTS, SIZES, Refused, Slot, some_replaced, with_refusals_between
 from pieces import MadeUpPieces, memory_of
 from reach_cases import mapped_here, on_gpus, shared
 
@@ -220,14 +220,7 @@ def goes_wrong(group: dist.ProcessGroup, how: str) -> tuple[str, tuple[int, ...]
     return name, ranks
 
 
-def goes_on_behind_refusals(group: dist.ProcessGroup, who: str, refused: int) -> tuple[float, list[str], int, int]:
-    """See ``ahead_cases``; and how many of the calls before and behind the refused ones went ahead."""
+def goes_on_behind_refusals(group: dist.ProcessGroup, who: str, refused: int) -> Refused:
+    """See ``ahead_cases``."""
     with counted() as said, Communicator(group, device=torch.get_default_device(), config=LEARNING) as comm:
-        slot = Slot("all_gather", 700, comm.world_size, comm.rank)
-        for step in range(150):
-            slot.run(comm, step)
-        before, found = said["hits"], refuse_calls(comm, who, refused)
-        began = time.monotonic()
-        for step in range(150):
-            slot.run(comm, step)
-        return time.monotonic() - began, found, before, said["hits"] - before
+        return with_refusals_between(comm, said, 150, who, refused)

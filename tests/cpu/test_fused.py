@@ -20,6 +20,8 @@ import fused_ops
 import fused_shadows
 import fused_timelines
 
+from sidelane.ops.split_gemm import MOST_TABLES
+
 
 @pytest.fixture(scope="module")
 def four() -> Iterator[Crew]:
@@ -77,6 +79,11 @@ def test_gradients_of_embeddings(four: Crew, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_gemm_all_to_all_back_to_back(four: Crew, world_size: int) -> None:
     assert four.run(fused_gemms.back_to_back, world_size, world_size, 8, timeout_s=110) == [32] * world_size
+
+
+def test_programs_that_a_graph_holds_stay(four: Crew) -> None:
+    found = four.run(fused_gemms.routings_that_are_kept, 2, timeout_s=110)
+    assert found == [(False, True, MOST_TABLES, True, True)] * 2
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

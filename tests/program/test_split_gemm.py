@@ -92,7 +92,7 @@ def test_single_parts_with_mistakes_are_refused() -> None:
         right = part_program(table, pieces, number, 8, 20)
         for kind, flag in itertools.product((Signal, Wait), range(2)):
             with pytest.raises(ProgramError):
-                verify(without(right, lambda command: isinstance(command, kind) and command.flag.index == flag))  # noqa: B023
+                verify(without(right, of_flag(kind, flag)))
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
@@ -102,7 +102,12 @@ def test_turns_of_a_gather_are_proved_and_their_mistakes_refused(n: int) -> None
         verify(right)
         for kind, flag in itertools.product((Signal, Wait), range(2)):
             with pytest.raises(ProgramError):
-                verify(without(right, lambda command: isinstance(command, kind) and command.flag.index == flag))  # noqa: B023
+                verify(without(right, of_flag(kind, flag)))
+
+
+def of_flag(kind: type[Signal] | type[Wait], index: int) -> Callable[[Command], bool]:
+    """True for a command of that kind on that flag."""
+    return lambda command: isinstance(command, kind) and command.flag.index == index
 
 
 def without(program: Program, left_out: Callable[[Command], bool]) -> Program:

@@ -257,14 +257,14 @@ def gemm_all_to_all(
     def handle(_: int = 0) -> GemmAllToAll:
         return kept(comm, key, lambda: GemmAllToAll(comm, most_rows, columns, dtype, tiles=tiles))
 
-    most = most_rows
-    if table is not None:
-        most = max(most_rows, power_of_two(max(map(sum, (*table, *zip(*table, strict=True))))))  # few shapes
+    def most() -> int:
+        assert table is not None
+        return max(most_rows, power_of_two(max(map(sum, (*table, *zip(*table, strict=True))))))  # few shapes
 
     def both(pieces: int) -> None:
         assert table is not None
         handle()  # of a graph with other counts
-        handle_of(comm, most, columns, dtype).routing(table, pieces or DEFAULT_PIECES)
+        handle_of(comm, most(), columns, dtype).routing(table, pieces or DEFAULT_PIECES, in_graphs=True)
 
     make: dict[str, Callable[[int], object]]
     make = {FUSED: handle, SPLIT: both, UNFUSED: lambda _: rows_handle(comm, most_rows, columns, dtype)}
@@ -275,8 +275,8 @@ def gemm_all_to_all(
     if found.method == SPLIT:
         assert table is not None
         pieces = found.pieces or DEFAULT_PIECES
-        if method == SPLIT or not is_captured(comm) or has_routing(comm, most, columns, dtype, table, pieces):
-            return split_gemm_all_to_all(comm, x, weight, table, most_rows=most, pieces=pieces)[:most_rows]
+        if method == SPLIT or not is_captured(comm) or has_routing(comm, most(), columns, dtype, table, pieces):
+            return split_gemm_all_to_all(comm, x, weight, table, most_rows=most(), pieces=pieces)[:most_rows]
     if found.method in (FUSED, SPLIT):
         return handle()(x, weight, counts, order=order)
     return rows_handle(comm, most_rows, columns, dtype)(functional.linear(x, weight), None, counts, order=order)

@@ -184,16 +184,7 @@ class GemvAllReduce:
             self._partials,
             comm.peers(results),
             results,
-            output,
-            weight,
-            x,
-            scale,
-            self.rows,
-            weight.shape[1],
-            weight.stride(0),
-            x.stride(0) if x.dim() == 2 else 0,
-            tokens,
-            0 if scale is None or scale.numel() == 1 else 1,
+            *self._operands(output, weight, x, scale, tokens),
             self._tiles_each,
             stamps,
             alike=f"{tokens} tokens, {'no ' if scale is None else ''}scale, output at {place}{stamped}",
@@ -216,16 +207,7 @@ class GemvAllReduce:
             (self._programs,),
             comm.peers(self._cells),
             self._cells,
-            output,
-            weight,
-            x,
-            scale,
-            self.rows,
-            weight.shape[1],
-            weight.stride(0),
-            x.stride(0) if x.dim() == 2 else 0,
-            tokens,
-            0 if scale is None or scale.numel() == 1 else 1,
+            *self._operands(output, weight, x, scale, tokens),
             self._rows_each,
             stamps,
             self.rows % self.tiling.rows == 0 and weight.shape[1] % self.tiling.columns == 0,  # EVEN, of this rank
@@ -238,6 +220,14 @@ class GemvAllReduce:
                 stages=self._stages,
             ),
         )
+
+    def _operands(
+        self, output: torch.Tensor, weight: torch.Tensor, x: torch.Tensor, scale: torch.Tensor | None, tokens: int
+    ) -> tuple[object, ...]:
+        """What both kernels take: tensors, sizes and strides."""
+        tensors, sizes = (output, weight, x, scale), (self.rows, weight.shape[1])
+        x_stride, scale_stride = x.stride(0) if x.dim() == 2 else 0, 0 if scale is None or scale.numel() == 1 else 1
+        return (*tensors, *sizes, weight.stride(0), x_stride, tokens, scale_stride)
 
     def close(self) -> None:
         """Let go of flags and workspace, once this rank's calls have ended. Idempotent, and no collective."""

@@ -20,8 +20,8 @@ graph does not have.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Hashable, Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -39,19 +39,22 @@ Counts = Sequence[Sequence[int]] | torch.Tensor
 Table = tuple[tuple[int, ...], ...]
 
 
-class Routing(NamedTuple):
+@dataclasses.dataclass(slots=True)
+class Routing:
     """Programs for one table and number of pieces.
 
     Attributes:
         whole: all parts, each behind its trigger.
-        parts: each by itself, with this rank's rows in it; None where it has none.
+        parts: each by itself, with this rank's rows in it, None where it has none; None until they are made.
+        in_a_graph: a graph holds the parts, so that they must stay.
     """
 
     whole: BoundProgram
-    parts: tuple[tuple[slice | None, BoundProgram], ...]
+    parts: tuple[tuple[slice | None, BoundProgram], ...] | None = None
+    in_a_graph: bool = False
 
     def close(self) -> None:
-        for program in (self.whole, *(program for _, program in self.parts)):
+        for program in (self.whole, *(program for _, program in self.parts or ())):
             program.close()
 
 
@@ -73,9 +76,11 @@ class SplitGemmAllToAll:
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, table: Table, pieces: int) -> torch.Tensor:
         """Run it. Arguments, result and errors as of :func:`split_gemm_all_to_all`."""
-        routing = self.routing(table, pieces)
+        captured = is_captured(self.comm)
+        routing = self.routing(table, pieces, in_graphs=captured)
         x, weight = _for_the_library(x), _for_the_library(weight)
-        if is_captured(self.comm):
+        if captured:
+            routing.in_a_graph = True
             return self.part_by_part(x, weight, table, routing)
         parts = going(table, self.comm.rank, pieces)
         self._load(x, weight, parts)
@@ -90,6 +95,7 @@ class SplitGemmAllToAll:
 
     def part_by_part(self, x: torch.Tensor, weight: torch.Tensor, table: Table, routing: Routing) -> torch.Tensor:
         """The same without triggers, as graphs need it."""
+        assert routing.parts is not None
         under_way = []
         for rows, program in routing.parts:
             if rows is not None:
@@ -101,24 +107,29 @@ class SplitGemmAllToAll:
             work.wait()
         return self._output
 
-    def routing(self, table: Table, pieces: int) -> Routing:
-        """Programs for such counts, made by all ranks together where they are new."""
+    def routing(self, table: Table, pieces: int, *, in_graphs: bool = False) -> Routing:
+        """Programs for such counts, made by all ranks together where they are new. Those of graphs are made when counts
+        come a second time, since routing that changes with every call would make many for nothing; or when asked for.
+        """
         key = table, pieces
+        buffers, sizes = {"sent": self._sent, "output": self._output}, (self._row_bytes, self._most_rows)
         found = self.routings.pop(key, None)
+        again = found is not None
         if found is None:
-            if len(self.routings) == MOST_TABLES and not is_captured(self.comm):
-                self.routings.pop(next(iter(self.routings))).close()
-            buffers, sizes = {"sent": self._sent, "output": self._output}, (self._row_bytes, self._most_rows)
-            whole = self.comm.load(split_program(table, pieces, *sizes), buffers)
-            parts = tuple(
+            found = Routing(self.comm.load(split_program(table, pieces, *sizes), buffers))
+            # What graphs hold stays with them.
+            loose = [known for known, routing in self.routings.items() if not routing.in_a_graph]
+            if len(loose) >= MOST_TABLES:
+                self.routings.pop(loose[0]).close()
+        self.routings[key] = found  # the latest comes last
+        if found.parts is None and (again or in_graphs):
+            found.parts = tuple(
                 (
                     rows_of(table, self.comm.rank, pieces, number),
                     self.comm.load(part_program(table, pieces, number, *sizes), buffers),
                 )
                 for number in numbers_of(table, pieces)
             )
-            found = Routing(whole, parts)
-        self.routings[key] = found  # the latest comes last
         return found
 
     def _compute_what_stays(self, x: torch.Tensor, weight: torch.Tensor, table: Table) -> None:
@@ -157,8 +168,8 @@ def split_gemm_all_to_all(
 ) -> torch.Tensor:
     """``x @ weight.T`` whose rows go to the ranks that ``counts`` says, part by part. A call of the communicator.
 
-    The first call of a shape allocates, and the first one with some counts proves and binds their programs (some
-    milliseconds), with all ranks; those of eight are kept.
+    The first call of a shape allocates, and the first one with some counts proves and binds their program (some
+    milliseconds), with all ranks, the second one those that graphs need; those of eight are kept, and of graphs.
 
     Args:
         comm: the ranks.
@@ -177,7 +188,7 @@ def split_gemm_all_to_all(
 
     Raises:
         ValueError, TypeError: wrong arguments; nothing has moved.
-        UnavailableError: a new shape, or new counts, inside of a capture.
+        UnavailableError: inside of a capture: a new shape, or counts that have not come twice.
         MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """
     with telling_refusals(comm, NAME):
@@ -195,7 +206,8 @@ def has_routing(
 ) -> bool:
     """Whether a graph can hold a call with such counts: the ranks have made it before."""
     handle: SplitGemmAllToAll | None = comm.kept.get((NAME, most_rows, columns, dtype))
-    return handle is not None and (table, pieces) in handle.routings
+    routing = None if handle is None else handle.routings.get((table, pieces))
+    return routing is not None and routing.parts is not None
 
 
 def _for_the_library(matrix: torch.Tensor) -> torch.Tensor:

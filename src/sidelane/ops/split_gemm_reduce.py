@@ -41,11 +41,12 @@ class SplitGemmReduce:
 
     def make(self, pieces: int) -> None:
         """All that a capture needs. Collective where it is new."""
-        self._moved.routing(self._table, pieces)
+        self._moved.routing(self._table, pieces, in_graphs=True)
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, pieces: int) -> torch.Tensor:
         """Run it. Arguments, result and errors as of :func:`split_gemm_reduce_scatter`."""
         comm, owned = self.comm, self._owned
+        self.make(pieces)
         came = self._moved(x, weight, self._table, pieces)[: comm.world_size * owned]
         parts = came.view(comm.world_size, owned, weight.shape[0])
         if self._gathered is None:

@@ -8,7 +8,7 @@ from all      a turn is a program: every rank sends a part of its rows to the t-
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from sidelane.program.collective import Span, split_evenly
 from sidelane.program.contract import Contract, Result
@@ -86,27 +86,18 @@ def part_program(table: Sequence[Sequence[int]], pieces: int, number: int, row_b
 
     Arguments as of :func:`split_program`; ``number`` is one of :func:`numbers_of`.
     """
-    n, ready, came = len(table), 0, 1
     turn = number // pieces + 1
-    queues, results = [], []
-    for rank in range(n):
-        source, to = (rank - turn) % n, (rank + turn) % n
-        rows, comes = (rows_of(table, sender, pieces, number) for sender in (rank, source))
-        commands: list[Command] = []
-        if comes is not None:
-            commands.append(Signal(Flag(source, ready), EPOCH))
-        if rows is not None:
-            nbytes = (rows.stop - rows.start) * row_bytes
-            place = (sum(row[to] for row in table[:rank]) + rows.start - sum(table[rank][:to])) * row_bytes
-            sent, output = Span(rank, "sent", rows.start * row_bytes, nbytes), Span(to, "output", place, nbytes)
-            commands += [Wait(Flag(rank, ready), EPOCH), Copy(output, sent), Signal(Flag(to, came), EPOCH)]
-            results.append(Result(output, (sent,)))
-        if comes is not None:
-            commands.append(Wait(Flag(rank, came), EPOCH))
-        queues.append(Queue(rank, Engine(EngineKind.DMA), tuple(commands)))
-    sizes = {name: [most_rows * row_bytes] * n for name in ("sent", "output")}
-    contract = Contract.of(f"part {number} of {SPLIT_GEMM}", sizes, results)
-    return Program(contract, "pieces", tuple(queues), (0,) * n, 2)
+
+    def copy(rank: int) -> Copy | None:
+        rows, to = rows_of(table, rank, pieces, number), (rank + turn) % len(table)
+        if rows is None:
+            return None
+        nbytes = (rows.stop - rows.start) * row_bytes
+        place = (sum(row[to] for row in table[:rank]) + rows.start - sum(table[rank][:to])) * row_bytes
+        return Copy(Span(to, "output", place, nbytes), Span(rank, "sent", rows.start * row_bytes, nbytes))
+
+    sizes = dict.fromkeys(("sent", "output"), most_rows * row_bytes)
+    return _turn(f"part {number} of {SPLIT_GEMM}", turn, sizes, list(map(copy, range(len(table)))))
 
 
 def _leaving(table: Sequence[Sequence[int]], rank: int, pieces: int) -> list[tuple[int, int, slice]]:
@@ -138,17 +129,30 @@ def turn_program(world_size: int, turn: int, rows: int, part: slice, row_bytes: 
         part: of the rows of a rank.
         row_bytes: of a row.
     """
-    n, ready, came = world_size, 0, 1
-    queues, results = [], []
-    for rank in range(n):
-        source, to = (rank - turn) % n, (rank + turn) % n
+
+    def copy(rank: int) -> Copy:
         begin, nbytes = (rank * rows + part.start) * row_bytes, (part.stop - part.start) * row_bytes
-        src, dst = Span(rank, "rows", begin, nbytes), Span(to, "rows", begin, nbytes)
-        commands = (
-            *(Signal(Flag(source, ready), EPOCH), Wait(Flag(rank, ready), EPOCH)),
-            *(Copy(dst, src), Signal(Flag(to, came), EPOCH), Wait(Flag(rank, came), EPOCH)),
-        )
-        queues.append(Queue(rank, Engine(EngineKind.DMA), commands))
-        results.append(Result(dst, (src,)))
-    contract = Contract.of(f"turn {turn} of {SPLIT_GATHER}", {"rows": [n * rows * row_bytes] * n}, results)
+        return Copy(Span((rank + turn) % world_size, "rows", begin, nbytes), Span(rank, "rows", begin, nbytes))
+
+    sizes = {"rows": world_size * rows * row_bytes}
+    return _turn(f"turn {turn} of {SPLIT_GATHER}", turn, sizes, list(map(copy, range(world_size))))
+
+
+def _turn(name: str, turn: int, sizes: Mapping[str, int], copies: Sequence[Copy | None]) -> Program:
+    """A copy of each rank, or none, to the ``turn``-th rank behind it, once that says that it has no more use for what
+    is there; ``sizes``: bytes of the buffers of every rank.
+    """
+    n, ready, came = len(copies), 0, 1
+    queues = []
+    for rank, copy in enumerate(copies):
+        source, to = (rank - turn) % n, (rank + turn) % n
+        comes = copies[source] is not None
+        commands: list[Command] = [Signal(Flag(source, ready), EPOCH)] if comes else []
+        if copy is not None:
+            commands += [Wait(Flag(rank, ready), EPOCH), copy, Signal(Flag(to, came), EPOCH)]
+        if comes:
+            commands.append(Wait(Flag(rank, came), EPOCH))
+        queues.append(Queue(rank, Engine(EngineKind.DMA), tuple(commands)))
+    results = [Result(copy.dst, (copy.src,)) for copy in copies if copy is not None]
+    contract = Contract.of(name, {buffer: [nbytes] * n for buffer, nbytes in sizes.items()}, results)
     return Program(contract, "pieces", tuple(queues), (0,) * n, 2)

@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 from importlib import metadata
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import torch
 import sidelane
 from sidelane import __version__
 from sidelane.machine import local
+from sidelane.machine.inventory import machine_name
 
 
 def commit() -> str:
@@ -70,3 +72,14 @@ def accelerator_name() -> tuple[str, int]:
 def processor_name() -> str:
     """Name of the processor and the number of cores that this process may use."""
     return f"{local.processor()}, {local.cores()} cores"
+
+
+def heading() -> list[str]:
+    """Lines at the top of a result that is a text: machine, date, commit and versions."""
+    name = "cpu"
+    if local.device_type_and_count()[1]:
+        device, count = accelerator_name()
+        name = f"{machine_name(device, count)} ({count} x {device})"
+    software = ", ".join(f"{package} {version}" for package, version in software_versions().items())
+    date = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    return [f"machine:  {name}", f"date:     {date}", f"commit:   {commit()}", f"software: {software}"]
