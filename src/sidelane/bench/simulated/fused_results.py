@@ -109,7 +109,7 @@ def held_tables(machine: Machine, found: Sequence[Held], unknown: int) -> list[T
             lines.append(Line((*cells, worst.shape, seen), rule=place == len(parts) - 1))
     notes = (
         "captured in graphs; nothing of the description was taken from these rows",
-        f"{unknown} rows of graphs are not predicted: GEMVs in cells, norms that are pushed, and ours unfused with one rank",
+        f"{unknown} rows of graphs are not predicted: GEMVs in cells, pushed norms, and ours unfused with one rank",
     )
     columns = ("<operator", "<what", "rows", "median\n%", "worst\n%", "<at", "measured\n(predicted), us")
     title = f"fused operators on {machine.gpus} of {machine.title}: errors of predictions"
