@@ -48,9 +48,9 @@ class AskedTensors(SharedTensors):
 
 
 @contextmanager
-def made_up_gpus(*, finish: bool = True) -> Iterator[FakeDriver]:
+def made_up_gpus(*, finish: bool = True, driver: FakeDriver | None = None) -> Iterator[FakeDriver]:
     """Communicators of this rank are on a GPU that is none. ``finish``: calls have ended when they return."""
-    driver = FakeDriver()
+    driver = driver or FakeDriver()
     driver.caller = driver.create_stream()
     real_call = Communicator._call
 

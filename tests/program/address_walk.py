@@ -204,6 +204,8 @@ class Walk:
         self.change(rng.random())
         again = self.recent and rng.random() < 0.85
         call = rng.choice(self.recent) if again else self.new_call()
+        if rng.random() < 0.3 and not isinstance(call[1][0], list):
+            call = self.elsewhere(call)
         captured = self.captures and rng.random() < 0.02
         checker.checker_doing(f"{call[0]} {call[2]['variant']}, captured {captured}".encode())
         stream = caller.stream
@@ -266,7 +268,11 @@ class Walk:
         symmetric, in_place, first = rng.random() < 0.6, rng.random() < 0.3, rng.randrange(4)
         listed = rng.random() < 0.2
         places = [16 * number for number in range(rng.randrange(1, 4))] if listed else [rng.randrange(4)]
-        rows = [self.tensors(kind, rng.choice(SIZES), dtype, symmetric, in_place, first, place) for place in places]
+        further = rng.choice((0, 0, 16 * rng.randrange(200), rng.randrange(0, 64, 4)))
+        rows = [
+            self.tensors(kind, rng.choice(SIZES), dtype, symmetric, in_place, first, 4096 * place + further)
+            for place in places
+        ]
         columns = [list(column) if listed else column[0] for column in zip(*rows, strict=True)]
         details: dict[str, Any] = {"variant": rng.choice(VARIANTS[kind])}
         if kind == "broadcast":
@@ -277,12 +283,29 @@ class Walk:
         self.recent = [*self.recent[-40:], call]
         return call
 
+    def elsewhere(
+        self, call: tuple[str, tuple[Any, ...], dict[str, Any]]
+    ) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
+        """The same call on new tensors, which lie to each other as those of the other do."""
+        kind, tensors, details = call
+        memory = self.ordinary[self.rng.randrange(4)]
+        shift = 16 * self.rng.randrange(64)
+        first = min(tensor.data_ptr() for tensor in tensors)
+        last = max(tensor.data_ptr() + tensor.nbytes for tensor in tensors)
+        if last - first + shift + 16 > memory.nbytes:  # apart, or none of the ordinary memory
+            return call
+        start = (first - memory.data_ptr()) % 16 + shift
+        moved = []
+        for tensor in tensors:
+            at = start + tensor.data_ptr() - first
+            moved.append(memory[at : at + tensor.nbytes].view(tensor.dtype))
+        return kind, tuple(moved), details
+
     def tensors(
-        self, kind: str, size: int, dtype: torch.dtype, symmetric: bool, in_place: bool, first: int, place: int
+        self, kind: str, size: int, dtype: torch.dtype, symmetric: bool, in_place: bool, first: int, start: int
     ) -> tuple[torch.Tensor, ...]:
         def pick(number: int, elements: int) -> torch.Tensor:
             memory = (self.symmetric if symmetric else self.ordinary)[(first + number) % 4]
-            start = place * 4096
             return memory[start : start + elements * dtype.itemsize].view(dtype)
 
         whole, other = pick(0, WORLD * size), pick(1, WORLD * size)
@@ -328,6 +351,7 @@ def main() -> None:
             break
     comm.synchronize()
     found = {"made": walk.made, "refused": walk.refused, "native": sum(made is True for made in native)}
+    found["moved"] = comm._repeats.moved
     found |= {"checks": checker.checker_checks(), "violations": checker.checker_violations()}
     print(json.dumps(found), flush=True)
     os._exit(0)  # the pool of words is gone before what would be tidied up

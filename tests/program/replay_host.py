@@ -89,6 +89,7 @@ class Host:
                 other.get("standing"),
                 None,
                 other.get("ahead"),
+                other.get("shape"),
             ),
         )
 

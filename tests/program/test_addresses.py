@@ -57,6 +57,7 @@ def test_all_that_is_submitted_lies_where_it_may(library: Path, seed: int) -> No
     found, errors = walk(library, seed, 2000)
     assert found["violations"] == 0, errors
     assert found["native"] > found["made"] // 2, "made by compiled code"
+    assert found["moved"] > 10, "at addresses that are new"
     assert found["checks"] > 40_000
     assert found["refused"] < found["made"] // 10
 

@@ -30,7 +30,7 @@ class Armed:
 
     def __init__(self, world: World, program: Program, *, host_trigger: bool = False) -> None:
         self.world, self.data = world, world.load(program)
-        addresses = self.data.ranks[0]._addresses
+        addresses = self.data.ranks[0].addresses
         self.ranks = [
             CudaPrelaunched(executor, program, addresses, host_trigger=host_trigger) for executor in world.executors
         ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import importlib.util
 import itertools
@@ -298,31 +299,51 @@ def test_nothing_to_move_launches_nothing(rank: Rank) -> None:
     assert rank.driver.submitted == []
 
 
+KERNELS = [
+    (define.all_gather([MB] * 3), "one_shot"),
+    (all_to_all(MB, ranks=3), "one_shot"),
+    (all_to_all(MB, ranks=3, in_place=True), "one_shot"),
+    (define.reduce_scatter([KB] * 3, SUM), "one_shot"),
+    (define.reduce_scatter([MB] * 3, SUM, in_place=True), "one_shot"),
+    (define.all_gather([256 * KB] * 3), "one_shot"),
+    (define.reduce_scatter([256 * KB] * 3, SUM), "one_shot"),
+    (define.all_reduce([MB] * 3, SUM), "one_shot"),
+    (define.all_reduce([MB] * 3, SUM), "two_shot"),
+    (define.all_reduce([MB] * 3, SUM, in_place=True), "two_shot_push"),
+    (define.broadcast(KB, 3, 0, in_place=True), "one_shot"),
+    (define.broadcast(512 * KB, 3, 1, in_place=True), "one_shot"),
+    (define.broadcast(MB, 4, 1, in_place=True), "one_shot"),
+    (define.broadcast(9 * MB, 3, 2, in_place=True), "one_shot"),
+]
+
+
 @needs_triton
-@pytest.mark.parametrize(
-    ("collective", "variant"),
-    [
-        (define.all_gather([MB] * 3), "one_shot"),
-        (all_to_all(MB, ranks=3), "one_shot"),
-        (all_to_all(MB, ranks=3, in_place=True), "one_shot"),
-        (define.reduce_scatter([KB] * 3, SUM), "one_shot"),
-        (define.reduce_scatter([MB] * 3, SUM, in_place=True), "one_shot"),
-        (define.all_gather([256 * KB] * 3), "one_shot"),
-        (define.reduce_scatter([256 * KB] * 3, SUM), "one_shot"),
-        (define.all_reduce([MB] * 3, SUM), "one_shot"),
-        (define.all_reduce([MB] * 3, SUM), "two_shot"),
-        (define.all_reduce([MB] * 3, SUM, in_place=True), "two_shot_push"),
-        (define.broadcast(KB, 3, 0, in_place=True), "one_shot"),
-        (define.broadcast(512 * KB, 3, 1, in_place=True), "one_shot"),
-        (define.broadcast(MB, 4, 1, in_place=True), "one_shot"),
-        (define.broadcast(9 * MB, 3, 2, in_place=True), "one_shot"),
-    ],
-    ids=lambda value: str(value),
-)
+@pytest.mark.parametrize(("collective", "variant"), KERNELS, ids=lambda value: str(value))
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_every_kernel_gets_its_arguments(rank: Rank, collective: Collective, variant: str, symmetric: bool) -> None:
     rank.load(collective, variant, symmetric=symmetric).start(1, rank.stream).wait()
     assert len(rank.driver.launched) == 1
+
+
+@needs_triton
+@pytest.mark.parametrize(("collective", "variant"), KERNELS, ids=lambda value: str(value))
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_a_kernel_elsewhere_gets_what_it_would_get_anew(
+    rank: Rank, collective: Collective, variant: str, symmetric: bool
+) -> None:
+    program = kernel_program(collective, variant, symmetric_input=symmetric, symmetric_output=symmetric)
+    first, draw = addresses(program), random.Random(variant)
+    known = rank.executor.load_kernel(program, first, frozen=False)
+    for step in [16] * 20 + [1]:
+        buffers = {key: base + step * draw.randrange(-1000, 1000) + (step < 16) for key, base in first.buffers.items()}
+        there = dataclasses.replace(first, buffers=buffers)
+        moved = rank.executor.load_kernel(program, there, frozen=False)
+        assert moved._launch == moved._arrange(there)
+        assert (moved._entry is known._entry) == (step == 16), (
+            "kernels are compiled for aligned addresses or for others"
+        )
+        moved.start(1, rank.stream).wait()
+    assert rank.executor.load_kernel(program, first, frozen=True)._frozen
 
 
 @needs_triton

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from sidelane.execute.base import Place, Repetition, Runnable
 from sidelane.program.builders.alternating import SLOT_BYTES, TURNS, Alternation, flags_of, staging_of
@@ -62,6 +62,7 @@ class AlternatingProgram:
         load: loads one program.
         turns: of the communicator.
         captured: for a graph.
+        late: load each program when its turn comes: it may never be that of the other.
     """
 
     def __init__(
@@ -71,13 +72,14 @@ class AlternatingProgram:
         turns: Turns,
         *,
         captured: bool,
+        late: bool = False,
     ) -> None:
         opening = () if alternation.opening is None else (alternation.opening,)
         self._programs: tuple[Program, ...] = (*alternation.turns, *opening)
         self._load, self._turns, self._captured = load, turns, captured
         self._take_turn = turns.captured if captured else turns.eager
         # A call in a graph has one turn for good. Others will have both: loaded now, off the path of the calls.
-        self._loaded = [None if opening else load(program) for program in self._programs]
+        self._loaded = [None if opening or late else load(program) for program in self._programs]
 
     @property
     def program(self) -> Program:
@@ -93,6 +95,13 @@ class AlternatingProgram:
         if found is None:
             return None
         return dataclasses.replace(found, turn=(turns, "next_eager", turn, 1 - turn))
+
+    def movable(self, place: Place, buffers: Sequence[tuple[int, str]]) -> Repetition | None:
+        """See :class:`sidelane.execute.base.Runnable`; likewise."""
+        turn = 1 - self._turns.next_eager
+        loaded = self._loaded[turn]
+        found = None if self._captured or loaded is None else loaded.movable(place, buffers)
+        return None if found is None else dataclasses.replace(found, turn=(self._turns, "next_eager", turn, 1 - turn))
 
     def run(self, epoch: int, place: Place) -> None:
         """Run the program whose turn it is (see :class:`sidelane.execute.base.Runnable`)."""

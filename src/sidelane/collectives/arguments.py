@@ -226,6 +226,21 @@ class Arguments:
             return Region(region.address, region.nbytes)
         return region
 
+    def anchor(self, tensor: torch.Tensor, address: int, nbytes: int, dtype: torch.dtype) -> int | None:
+        """Where symmetric memory lies, 0 for ordinary memory; None for a tensor that :meth:`regions` must look at.
+
+        Args:
+            tensor: contiguous, no negated or conjugated view, and in no pool.
+            address: of it, not 0.
+            nbytes: of it, not 0.
+            dtype: of it.
+        """
+        if tensor.device != self.device or tensor.layout is not torch.strided:
+            return None
+        if tensor.untyped_storage().nbytes() < tensor.storage_offset() * dtype.itemsize + nbytes:
+            return None  # there is less memory than its shape says
+        return self.heap.anchor(address, nbytes)
+
     def pooled(self, tensors: Sequence[torch.Tensor | None]) -> tuple[bool | None, ...] | None:
         """For each tensor in a pool whether it is symmetric, None for others; None if there are no others."""
         if not self.heap.pools:

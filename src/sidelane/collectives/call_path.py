@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeVar
 from sidelane.collectives.agree import OFFER, compare
 from sidelane.collectives.ahead import Ahead
 from sidelane.collectives.arguments import Arguments, Request
-from sidelane.collectives.asked import AnyRequest, Form
+from sidelane.collectives.asked import AnyRequest, Form, SingleCall
 from sidelane.collectives.calls import Calls
 from sidelane.collectives.confirming import Confirming
 from sidelane.collectives.heap import generation
@@ -22,6 +22,7 @@ from sidelane.collectives.pooled import PooledMemory
 from sidelane.collectives.prepare import Prepared, Preparer
 from sidelane.collectives.reach import Reach
 from sidelane.collectives.repeat import Repeats
+from sidelane.collectives.shaped import Shape, shape_of
 from sidelane.collectives.uneven import UnevenCall
 from sidelane.collectives.work import Work
 from sidelane.errors import UnavailableError
@@ -38,11 +39,11 @@ MOST_PLANNED = 1024
 
 
 class Planned(NamedTuple):
-    """A call before its peers have been heard; ``text`` is of the agreement."""
+    """A call before its peers have been heard; ``signature`` is of the agreement."""
 
     request: AnyRequest
     agreement: AnyAgreement
-    text: str
+    signature: str
 
 
 class Settled(NamedTuple):
@@ -83,9 +84,10 @@ class CallPath:
         self, calls: Calls, arguments: Arguments, preparer: Preparer, board: LessonBoard | None = None
     ) -> None:
         self.calls, self.arguments, self.preparer = calls, arguments, preparer
-        self.repeats = Repeats.of(calls, preparer)
+        self.repeats = Repeats.of(calls, arguments, preparer)
         setting = calls.config.map_memory
         mapped = board is None and (calls.backend.hosts_meet if setting is None else setting is True)
+        self._mapped = mapped
         self.reach: Reach | None = None
         if arguments.world_size > 1:
             memory = PooledMemory(arguments.heap, arguments.rank, calls.backend.ordinary if mapped else None)
@@ -131,14 +133,19 @@ class CallPath:
                 # Compiled code knows tensors by their addresses only, which say nothing in a pool.
                 key, remember = (*key, pooled), False
                 prepared = self.preparer.recall(key) if async_op or False not in pooled else None
-            expected = None
+            expected = shape = shaped = None
+            by_shape = False
             if prepared is None:
-                planned = self._plan(asked, key, variant, beside, place)
+                if pooled is None and not (self._mapped or place[1]) and isinstance(asked, SingleCall):
+                    shape = shape_of(self.arguments, key, asked.tensors)
+                    shaped = None if shape is None else self.preparer.shaped(shape)
+                if shaped is None:
+                    planned = self._plan(asked, key, variant, beside, place)
             if self.ahead is not None and not place[1]:
-                expected = self.ahead.expects(planned.text if prepared is None else prepared.signature, call)
+                expected = self.ahead.expects(planned.signature if prepared is None else prepared.signature, call)
             if expected is not None:
                 planned = self._planned.get(key) or self._keep(key, self._plan(asked, key, variant, beside, place))
-            elif prepared is None:
+            elif prepared is None and shaped is None:
                 # An asynchronous call waits for nobody's host.
                 offer = None if async_op else self._offer(asked, planned)
         except Exception as error:
@@ -153,30 +160,44 @@ class CallPath:
                 prepared = self.ahead.make(call, key, expected, planned.request, asked.tensors)
             elif prepared is not None:
                 self._announce(call, prepared.signature, again=True)
+            elif shaped is not None:
+                self._announce(call, shaped.signature, again=True)
             else:
                 remember = False  # until it comes again
                 if offer is None:
                     agreement = planned.agreement
-                    self._announce(call, planned.text, again=self.preparer.known(agreement))
+                    self._announce(call, planned.signature, again=self.preparer.known(agreement))
                 else:
                     call, prepared = self._settle(call, key, asked, planned, offer)
             if self.learning is not None and not place[1]:
                 plan = functools.partial(self._plan, asked, key, variant, beside, place)
-                text = planned.text if prepared is None else prepared.signature
-                learnt, teaches = self._attend(self.learning, call, key, asked, text, plan, async_op)
+                known = None if shape is None or shaped is None else functools.partial(shaped.asked, shape.addresses)
+                text = (prepared or shaped or planned).signature
+                learnt, teaches = self._attend(self.learning, call, key, asked, text, plan, known, async_op)
                 prepared, remember = learnt or prepared, remember and not teaches
-            if prepared is None:
-                prepared = self._prepare(planned.agreement, planned.request, key)
+            if prepared is None and shape is not None and shaped is not None:
+                try:
+                    comes_again = remember and self.repeats is not None and self.repeats.comes_again
+                    prepared, comes_again = self.preparer.prepare_shaped(shaped, shape, key, comes_again=comes_again)
+                except Exception:
+                    with calls.making_ready():
+                        raise
+                by_shape = remember and not comes_again
+                remember = remember and comes_again
+            elif prepared is None:
+                prepared = self._prepare(planned.agreement, planned.request, key, shape)
         except KeyboardInterrupt as error:
             calls.fail(error)
             raise
         work = calls.run(prepared, call, async_op, asked.tensors, asked.written(), place)
-        if remember and self.repeats is not None:
+        if (remember or by_shape) and self.repeats is not None:
             try:
                 again = None
-                if expected is not None and self.ahead is not None and self.repeats.knows_by_address(key):
+                if by_shape and shape is not None and shaped is not None:
+                    self.repeats.remember_shape(key, shape, shaped, prepared, place)
+                elif expected is not None and self.ahead is not None and self.repeats.knows_by_address(key):
                     again = self.ahead.again(key, prepared, expected)
-                if again is not None or expected is None:
+                if remember and (again is not None or expected is None):
                     self.repeats.remember(key, prepared, place, asked=asked.repeated_as, again=again)
             except KeyboardInterrupt as error:
                 calls.fail(error)
@@ -275,9 +296,9 @@ class CallPath:
 
     def _offer(self, asked: Form, planned: Planned) -> Offer | None:
         """Memory of this rank that its peers may reach in this call."""
-        if self.reach is None or (self.ahead is not None and self.ahead.gives_up(planned.text)):
+        if self.reach is None or (self.ahead is not None and self.ahead.gives_up(planned.signature)):
             return None
-        room = MOST_TEXT_BYTES - 1 - len(planned.text) - len(SPLITS)
+        room = MOST_TEXT_BYTES - 1 - len(planned.signature) - len(SPLITS)
         return self.reach.offer(_parts(planned.request), asked.tensors, room)
 
     def _settle(self, call: int, key: Key, asked: Form, planned: Planned, offer: Offer) -> tuple[int, Prepared]:
@@ -322,11 +343,14 @@ class CallPath:
         asked: Form,
         text: str,
         plan: Callable[[], Planned],
+        known: Callable[[], Request] | None,
         async_op: bool,
     ) -> tuple[Prepared | None, bool]:
-        """What a call runs as if it goes ahead; and whether the ranks learn from it."""
+        """What a call runs as if it goes ahead; and whether the ranks learn from it. ``known``: what is asked."""
 
         def request() -> Request:
+            if known is not None:
+                return known()
             found = (self._planned.get(key) or self._keep(key, plan())).request
             assert isinstance(found, Request), "calls with lists teach nothing"
             return found
@@ -348,9 +372,11 @@ class CallPath:
         self._planned[key] = planned
         return planned
 
-    def _prepare(self, agreement: AnyAgreement, request: AnyRequest, key: Hashable) -> Prepared:
+    def _prepare(
+        self, agreement: AnyAgreement, request: AnyRequest, key: Hashable, shape: Shape | None = None
+    ) -> Prepared:
         with self.calls.making_ready():
-            return self.preparer.prepare(agreement, request, key)
+            return self.preparer.prepare(agreement, request, key, shape)
 
 
 def _where(reached: Sequence[Request]) -> Hashable:

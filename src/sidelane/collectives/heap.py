@@ -87,8 +87,7 @@ class SymmetricHeap:
         self._pools: dict[str, PoolRange] = {}  # by name; replaced as a whole, for readers
         self._gone_pools: collections.deque[str] = collections.deque()  # by whoever has the last reference
         self._lock = threading.Lock()
-        with _heaps_lock:
-            _heaps.add(self)
+        _know(self)
 
     def add(self, number: int, block: SymmetricBlock) -> None:
         """Know a block of all ranks."""
@@ -115,16 +114,22 @@ class SymmetricHeap:
                 f"{type(tensor).__name__} of shape {tuple(tensor.shape)}"
             )
         if self._find(address) is None:
-            with _heaps_lock:
-                heaps = list(_heaps)
-            for heap in heaps:
-                if heap is not self and heap._find(address) is not None:
-                    raise ValueError(
-                        f"a tensor is symmetric memory of another communicator ({heap.owner}); "
-                        f"use this communicator's empty() ({self.owner}), or ordinary memory"
-                    )
+            heap = self._other_owner(address)
+            if heap is not None:
+                raise ValueError(
+                    f"a tensor is symmetric memory of another communicator ({heap.owner}); "
+                    f"use this communicator's empty() ({self.owner}), or ordinary memory"
+                )
             return Region(address, nbytes)
         return self.place(Region(address, nbytes))
+
+    def anchor(self, address: int, nbytes: int) -> int | None:
+        """The address of what is symmetric here, 0 for ordinary memory; None for what :meth:`locate` may refuse."""
+        number = self._find(address)
+        if number is None:
+            return 0 if self._other_owner(address) is None else None
+        block = self._blocks[number].tensor
+        return address if address + nbytes <= block.data_ptr() + block.nbytes else None
 
     def place(self, region: Region) -> Region:
         """Where in its symmetric block a region lies. There is one.
@@ -190,8 +195,15 @@ class SymmetricHeap:
         with self._lock:
             self._blocks, self._places, self._pools = {}, [], {}
             self._kept.clear()
-        with _heaps_lock:
-            _heaps.discard(self)
+        _forget(self)
+
+    def _other_owner(self, address: int) -> SymmetricHeap | None:
+        """The heap of another communicator that holds an address."""
+        for reference in _heaps_there:
+            heap = reference()
+            if heap is not None and heap is not self and heap._find(address) is not None:
+                return heap
+        return None
 
     def _find(self, address: int) -> int | None:
         places = self._places
@@ -289,5 +301,19 @@ def generation() -> int:
 generation_cell = [0]
 """What :func:`generation` returns; whoever adds to it puts another object there."""
 
-_heaps: weakref.WeakSet[SymmetricHeap] = weakref.WeakSet()
+_heaps_there: tuple[weakref.ref[SymmetricHeap], ...] = ()
+"""All of this process; replaced as a whole, for readers."""
+
 _heaps_lock = threading.Lock()  # communicators may be made and closed on several threads
+
+
+def _know(heap: SymmetricHeap) -> None:
+    global _heaps_there
+    with _heaps_lock:
+        _heaps_there = (*(known for known in _heaps_there if known() is not None), weakref.ref(heap))
+
+
+def _forget(heap: SymmetricHeap) -> None:
+    global _heaps_there
+    with _heaps_lock:
+        _heaps_there = tuple(known for known in _heaps_there if known() not in (None, heap))

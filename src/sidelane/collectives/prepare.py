@@ -18,6 +18,7 @@ from sidelane.collectives.backend import Backend
 from sidelane.collectives.heap import MAPPED, Region, SymmetricHeap
 from sidelane.collectives.listed import ListRequest
 from sidelane.collectives.plan import AUTO, MOST_PROGRAMS, Agreement, AnyAgreement, Plan, Planner
+from sidelane.collectives.shaped import Seen, Shape, Shaped, places_of
 from sidelane.collectives.staging import Staging
 from sidelane.device.layout import arena_bytes
 from sidelane.execute.base import Addresses, Pieces, Runnable
@@ -103,6 +104,8 @@ class Preparer:
         self._kept: list[object] = []
         self._recent: dict[Hashable, Prepared] = {}
         self._recent_lists: collections.deque[Hashable] = collections.deque()
+        self._shaped: dict[Hashable, Shaped] = {}
+        self._seen = Seen()
         self.own_programs: set[OwnProgram] = set()
         self.keepers: list[Callable[[], object]] = []
 
@@ -114,11 +117,61 @@ class Preparer:
         """True if no rank has anything left to agree on or to allocate for this call."""
         return self._planner.known(agreement)
 
-    def prepare(self, agreement: AnyAgreement, request: Request | ListRequest, key: Hashable = None) -> Prepared:
-        """Plan, allocate staging and load; remembered under ``key``. Collective where the agreement is new."""
+    def shaped(self, shape: Shape) -> Shaped | None:
+        """What calls of a shape run as, if one was prepared and no rank has anything left to agree on."""
+        found = self._shaped.get(shape.key)
+        return found if found is not None and self._planner.known(found.agreement) else None
+
+    def knows_shape(self, shape: Shape, shaped: Shaped) -> bool:
+        """True while calls of a shape run as they did."""
+        return self._shaped.get(shape.key) is shaped
+
+    @property
+    def turn(self) -> int:
+        """Of the next eager call of those that take turns."""
+        return self._turns.next_eager
+
+    def prepare_shaped(
+        self, shaped: Shaped, shape: Shape, key: Hashable, *, comes_again: bool
+    ) -> tuple[Prepared, bool]:
+        """Load what calls of a shape run as where the tensors of this one lie. No collective.
+
+        Args:
+            shaped: what they run as.
+            shape: of this one.
+            key: of the call with its addresses.
+            comes_again: it was made before, by compiled code.
+
+        Returns:
+            The call, and whether it comes again; then it is remembered under ``key``.
+        """
+        loaded = self._load_at(shaped.program, shaped.at(shape.addresses), False, again=True)
+        prepared = Prepared(loaded, shaped.signature, False, shaped.choice)
+        again = comes_again or self._seen.again(key)
+        if again:
+            self._remember(key, prepared)
+        return prepared, again
+
+    def prepare(
+        self,
+        agreement: AnyAgreement,
+        request: Request | ListRequest,
+        key: Hashable = None,
+        shape: Shape | None = None,
+    ) -> Prepared:
+        """Plan, allocate staging and load; remembered under ``key``. Collective where the agreement is new.
+
+        Args:
+            agreement: of all ranks.
+            request: of this one.
+            key: of the call with its addresses.
+            shape: of the call, if others of it may run as this one does.
+        """
         was_known = self._planner.known(agreement)
         try:
-            loaded, choice = self._load(agreement, request)
+            program, choice = self._plan(agreement)
+            addresses = self._place(program, request, agreement.frozen)
+            loaded = self._load_at(program, addresses, agreement.frozen)
         except BaseException:
             if not was_known:
                 self._planner.forget(agreement)
@@ -133,6 +186,13 @@ class Preparer:
                     self._recent.pop(self._recent_lists.popleft(), None)
                 self._recent_lists.append(key)
             self._remember(key, prepared)
+        if shape is not None and isinstance(agreement, Agreement) and isinstance(request, Request):
+            places = places_of(request, self._rank, shape.addresses)
+            if places is not None:
+                if len(self._shaped) >= MOST_PROGRAMS:
+                    del self._shaped[next(iter(self._shaped))]
+                asked = (request, shape.addresses, agreement, prepared.signature)
+                self._shaped[shape.key] = Shaped(program, addresses, places, *asked, choice)
         return prepared
 
     def copies_mapped(self, agreement: Agreement) -> bool:
@@ -158,23 +218,35 @@ class Preparer:
             del self._recent[next(iter(self._recent))]
         self._recent[key] = prepared
 
-    def _load(self, agreement: AnyAgreement, request: Request | ListRequest) -> tuple[Runnable, Choice]:
+    def _plan(self, agreement: AnyAgreement) -> tuple[Plan, Choice]:
+        """What a call runs as, and how that was chosen."""
         if agreement.frozen:
-            program, choice = self._planner.program_that_fits(agreement, self._has_staging)
-        else:
-            program, choice = self._planner.program(agreement), self._planner.choice(agreement)
+            return self._planner.program_that_fits(agreement, self._has_staging)
+        program, choice = self._planner.program(agreement), self._planner.choice(agreement)
         repeats = agreement.variant == AUTO and agreement.call.even  # uneven calls seldom do: no use in planning twice
-        if repeats and not agreement.frozen and GRAPH in self._backend.abilities.launches:
+        if repeats and GRAPH in self._backend.abilities.launches:
             self._reserve_for_captures(agreement)
-        return self._load_program(program, request, agreement.frozen), choice
+        return program, choice
 
-    def _load_program(self, program: Plan, request: Request | ListRequest, frozen: bool) -> Runnable:
+    def _place(self, program: Plan, request: Request | ListRequest, frozen: bool) -> Addresses:
+        """Have the staging of a program; where all that it names lies."""
         if isinstance(program, KernelProgram | KernelListProgram):
-            return self._load_kernel(program, request, frozen)
+            return self._addresses_of_kernel(program, request, frozen)
         if isinstance(program, Alternation):
-            return self._load_alternation(program, request, frozen)
+            return self._addresses_in_turns(program, request, frozen)
         self._reserve(self._staging, max(program.staging_bytes), frozen)
-        return self._backend.executor.load(program, self._addresses(program, request, frozen))
+        return self._addresses(program, request, frozen)
+
+    def _load_at(self, program: Plan, addresses: Addresses, frozen: bool, *, again: bool = False) -> Runnable:
+        """Load what a call runs as. ``again``: it may never be made with these addresses but once."""
+        executor = self._backend.executor
+        if isinstance(program, KernelProgram | KernelListProgram):
+            return self._backend.load_kernel(program, addresses, frozen)
+        if isinstance(program, Alternation):
+            return AlternatingProgram(
+                *(program, lambda turn: executor.load(turn, addresses), self._turns), captured=frozen, late=again
+            )
+        return executor.load(program, addresses)
 
     def _has_staging(self, plan: Plan) -> bool:
         if isinstance(plan, KernelProgram | KernelListProgram):
@@ -234,6 +306,7 @@ class Preparer:
         """Forget every loaded program, and let go of the memory."""
         self._recent.clear()
         self._recent_lists.clear()
+        self._shaped.clear()
         self._kept.clear()
         for program in list(self.own_programs):
             program.close()
@@ -249,23 +322,26 @@ class Preparer:
             # on all ranks at once: a rank that still wrote to the old block would miss a peer that reads the new one.
             self._recent.clear()
             self._recent_lists.clear()
+            self._shaped.clear()
             for forget in self.keepers:
                 forget()
 
-    def _load_kernel(self, program: AnyKernelProgram, request: Request | ListRequest, frozen: bool) -> Runnable:
+    def _addresses_of_kernel(
+        self, program: AnyKernelProgram, request: Request | ListRequest, frozen: bool
+    ) -> Addresses:
         assert self._arena is not None, "backends that have kernels have an arena for them"
         self._reserve(self._kernel_staging, program.staging_bytes, frozen)
         arenas = self._arena.addresses
         if isinstance(program, KernelListProgram):
             assert isinstance(request, ListRequest), "only calls with lists have these"
             staging, pieces = _on_all_ranks(self._kernel_staging), self._pieces(program.collective, request)
-            addresses = Addresses(staging, (), arenas, pieces=pieces)
-        else:
-            assert isinstance(request, Request), "calls with lists have others"
-            addresses = Addresses(self._buffers(program, request, self._kernel_staging), (), arenas)
-        return self._backend.load_kernel(program, addresses, frozen)
+            return Addresses(staging, (), arenas, pieces=pieces)
+        assert isinstance(request, Request), "calls with lists have others"
+        return Addresses(self._buffers(program, request, self._kernel_staging), (), arenas)
 
-    def _load_alternation(self, alternation: Alternation, request: Request | ListRequest, captured: bool) -> Runnable:
+    def _addresses_in_turns(
+        self, alternation: Alternation, request: Request | ListRequest, captured: bool
+    ) -> Addresses:
         assert isinstance(request, Request), "lists do not take turns"
         program = alternation.turns[0]
         if program.world_size > 1:
@@ -273,11 +349,7 @@ class Preparer:
         offset = 4 * (3 * FLAGS + _region(program, captured) * TURN_FLAGS)
         flags = tuple(base + offset for base in self._flags.addresses)
         buffers = self._buffers(program, request, self._slots, SLOTS_BYTES if captured else 0)
-        addresses = Addresses(buffers, flags, spread=self._slots.is_spread)
-        executor = self._backend.executor
-        return AlternatingProgram(
-            alternation, lambda program: executor.load(program, addresses), self._turns, captured=captured
-        )
+        return Addresses(buffers, flags, spread=self._slots.is_spread)
 
     def _addresses(self, program: Program, request: Request | ListRequest, captured: bool) -> Addresses:
         offset = 4 * FLAGS * _region(program, captured)

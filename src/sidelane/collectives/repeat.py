@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable
 from typing import Any, cast
 
@@ -9,14 +10,22 @@ import torch
 
 from sidelane.collectives import heap
 from sidelane.collectives.ahead import Again
+from sidelane.collectives.arguments import Arguments
 from sidelane.collectives.asked import Asked
 from sidelane.collectives.calls import Calls, count_writes
 from sidelane.collectives.prepare import Prepared, Preparer
+from sidelane.collectives.shaped import Shape, Shaped, all_ordinary
 from sidelane.execute.base import Place
 from sidelane.native import Effect, load_replays
 
 MOST_TENSORS = 128
 """Of a call that is remembered, in all of its lists: ``MOST_TENSORS`` of ``native/replay.c``."""
+
+MOST_MOVED = 2
+"""Tensors of a call that is remembered by its shape."""
+
+MOST_TOLD = 1024
+"""Shapes that compiled code was told of, and places of callers with them; then it is told again."""
 
 LOOK_EVERY = 16
 """Calls that go ahead, before Python is asked whether it must make one: ``LOOK_EVERY`` of ``native/replay.c``."""
@@ -29,6 +38,7 @@ class Repeats:
 
     Args:
         calls: of the communicator.
+        arguments: likewise.
         preparer: likewise.
         replay: made by ``native/replay.c``.
 
@@ -39,11 +49,12 @@ class Repeats:
             is wrong.
     """
 
-    def __init__(self, calls: Calls, preparer: Preparer, replay: Any) -> None:
-        self._calls, self._preparer = calls, preparer
+    def __init__(self, calls: Calls, arguments: Arguments, preparer: Preparer, replay: Any) -> None:
+        self._calls, self._arguments, self._preparer = calls, arguments, preparer
         self._replay = replay
         self.run = replay.run
-        preparer.keepers.append(replay.forget)
+        self._told: set[Hashable] = set()
+        preparer.keepers.append(self.forget)
 
     @property
     def hits(self) -> int:
@@ -52,10 +63,21 @@ class Repeats:
 
     def forget(self) -> None:
         """Let go of all calls."""
+        self._told.clear()
         self._replay.forget()
 
+    @property
+    def comes_again(self) -> bool:
+        """True if the last call was not made by its shape because it was before: it is worth remembering."""
+        return bool(self._replay.again)
+
+    @property
+    def moved(self) -> int:
+        """How many calls were made by their shape."""
+        return int(self._replay.moved)
+
     @staticmethod
-    def of(calls: Calls, preparer: Preparer) -> Repeats | None:
+    def of(calls: Calls, arguments: Arguments, preparer: Preparer) -> Repeats | None:
         """For a communicator; None where there is no use in it, or no compiler."""
         path = calls.backend.host_path()
         # With debug, every call is compared with the peers'.
@@ -79,7 +101,7 @@ class Repeats:
             *(control, control.post_call, posts.lock, path.lock.acquire, path.lock.release),
             *(count_writes, torch.Tensor),
         )
-        return Repeats(calls, preparer, replay)
+        return Repeats(calls, arguments, preparer, replay)
 
     def knows_by_address(self, key: tuple[Hashable, ...]) -> bool:
         """True for a call that can be remembered, as far as its tensors go."""
@@ -136,6 +158,45 @@ class Repeats:
         )
         holds = self._preparer.recall(key) is prepared if again is None else again.holds()
         if not holds:  # another thread has moved staging, maybe before it was remembered
+            self.forget()
+
+    def remember_shape(
+        self, key: tuple[Hashable, ...], shape: Shape, shaped: Shaped, prepared: Prepared, place: Place
+    ) -> None:
+        """Remember the shape of a call that was made by it: it is made again wherever its tensors lie.
+
+        Args:
+            key: as in :meth:`remember`.
+            shape: of the call.
+            shaped: what it runs as.
+            prepared: that, at its addresses.
+            place: where.
+        """
+        if 0 in shape.addresses or not self.knows_by_address(key) or len(shape.addresses) > MOST_MOVED:
+            return
+        turn = None if prepared.choice.candidate.takes_turns is False else self._preparer.turn
+        told = (shape.key, place, turn)
+        if told in self._told:
+            return
+        if len(self._told) >= MOST_TOLD:
+            self._told.clear()
+        self._told.add(told)
+        repetition = prepared.loaded.movable(place, [buffer for buffer, _ in shaped.places])
+        payload, generation = self._calls.control.payload(prepared.signature), heap.generation_cell[0]
+        if repetition is None or payload is None or generation != key[5]:
+            return
+        tensor_of = dict(shaped.places)
+        rows = tuple((tensor_of[each.buffer], *each[1:]) for each in repetition.followers)
+        kind, variant, beside, details, _, _, identities = key
+        tensors = tuple(identity[:3] for identity in cast("tuple[tuple[Any, ...], ...]", identities))
+        notes = (*repetition.notes, (Effect.SET, self._calls, "last_choice", prepared.choice))
+        admits = functools.partial(all_ordinary, self._arguments)
+        self._replay.remember(
+            *(kind, tensors, 0, details, variant, beside, generation, repetition.turn, place[0]),
+            *(prepared.signature, payload, repetition.steps, repetition.words, notes, repetition.failed),
+            *(None, prepared, None, (admits, shape.distance is not None, shape.distance or 0, rows)),
+        )
+        if not self._preparer.knows_shape(shape, shaped):  # another thread has moved staging
             self.forget()
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
@@ -136,6 +136,24 @@ Places = tuple[int, int, int] | Callable[[int], Any]
 """Places of one 32-bit word (first address, distance in bytes, how many), or a function that puts it there."""
 
 
+class Follower(NamedTuple):
+    """What follows the address of a buffer in the steps of a repetition: it is that and ``delta``, in 64 bits.
+
+    Attributes:
+        buffer: rank and name.
+        delta: bytes.
+        step: index.
+        argument: index of an argument of it.
+        address: of a word in the memory that the argument points to; 0 for the argument itself.
+    """
+
+    buffer: tuple[int, str]
+    delta: int
+    step: int
+    argument: int
+    address: int
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Repetition:
     """What :meth:`Runnable.run` does each time from one place, for code that does it without calling that.
@@ -148,6 +166,7 @@ class Repetition:
         turn: (object, attribute, what it is when it is the turn of this, what it is next); None where every call does
             the same.
         standing: the allocations that the steps take for granted; None if there are none.
+        followers: of :meth:`Runnable.movable`; nobody else uses its steps.
     """
 
     steps: tuple[DriverCall, ...]
@@ -156,6 +175,7 @@ class Repetition:
     failed: Callable[[int, Any], NoReturn]
     turn: tuple[object, str, object, object] | None = None
     standing: Standing | None = None
+    followers: tuple[Follower, ...] = ()
 
 
 class Runnable(Protocol):
@@ -173,6 +193,10 @@ class Runnable(Protocol):
 
     def repetition(self, place: Place) -> Repetition | None:
         """What the last :meth:`run`, from ``place``, did, where a later one will do the same; else None."""
+        ...
+
+    def movable(self, place: Place, buffers: Sequence[tuple[int, str]]) -> Repetition | None:
+        """As :meth:`repetition`, with what follows the addresses of some buffers; None where more than these does."""
         ...
 
 

@@ -28,6 +28,8 @@
 #define MOST_TENSORS 128   /* of a call, in all of its lists */
 #define HEADER_WORDS 4     /* of a record, in front of its payload */
 #define LOOK_EVERY 16      /* calls that go ahead, before Python looks for memory that was freed */
+#define UNIT 16            /* bytes, by multiples of which the addresses of calls of one shape differ */
+#define SEEN 4096          /* calls that were made by their shape, and are left to Python when they come again */
 
 enum Effect { SET, SET_NUMBER, SET_PAIR, APPEND_PAIR, COUNT, EFFECTS };
 
@@ -86,6 +88,21 @@ typedef struct {
     Peer *rank;
 } Ahead;
 
+/* A word of the steps that follows where a tensor lies. */
+typedef struct {
+    int tensor;
+    uint64_t delta, *where;
+} Follower;
+
+/* Of a call that is made wherever its tensors lie, if these are ordinary memory: its request has their addresses modulo
+   UNIT. */
+typedef struct {
+    PyObject *admits; /* Python looks at the tensors; NULL: of a call that is made at its addresses only */
+    long long distance; /* from the first tensor to the second, where they overlap */
+    int overlaps, followers;
+    Follower *follower;
+} Shape;
+
 typedef struct {
     PyObject *keep; /* a tuple of everything below: the one reference */
     PyObject *generation, *turn, *signature, *payload, *failed;
@@ -98,6 +115,7 @@ typedef struct {
     Words *word;
     Note *note;
     Ahead ahead;
+    Shape shape;
     int users; /* runs that are under way */
     int dropped;
 } Entry;
@@ -114,6 +132,9 @@ typedef struct {
     Entry *table[TABLE];
     unsigned next_victim;
     unsigned long long hits; /* calls that went ahead */
+    unsigned long long moved; /* calls that were made by their shape */
+    uint64_t seen[SEEN];
+    int again; /* the last call has a shape, and was made at its addresses before */
     int unseen;              /* of these, since Python has looked */
 } Replay;
 
@@ -205,6 +226,7 @@ static void free_entry(Entry *entry)
     PyMem_Free(entry->word);
     PyMem_Free(entry->note);
     PyMem_Free(entry->ahead.rank);
+    PyMem_Free(entry->shape.follower);
     PyMem_Free(entry);
     Py_DECREF(keep);
 }
@@ -244,6 +266,20 @@ static int same_request(const Request *a, const Request *b)
     if (answer == 1)
         answer = same(a->beside, b->beside);
     return answer == 1 ? same(a->details, b->details) : answer;
+}
+
+/* What two tensors of a call are to each other. */
+static void relate(const Request *request, Shape *shape)
+{
+    const Tensor *a = &request->tensor[0], *b = &request->tensor[1];
+    shape->overlaps = request->tensors == 2 && a->address < b->address + b->nbytes && b->address < a->address + a->nbytes;
+    shape->distance = shape->overlaps ? (long long)(b->address - a->address) : 0;
+}
+
+/* 1: both are made at their addresses only, or both wherever tensors lie that are to each other as these. */
+static int same_form(const Shape *a, const Shape *b)
+{
+    return (a->admits == NULL) == (b->admits == NULL) && a->overlaps == b->overlaps && a->distance == b->distance;
 }
 
 static int read_steps(Entry *entry, PyObject *steps)
@@ -378,6 +414,37 @@ static int read_ahead(Ahead *ahead, PyObject *given)
     return 0;
 }
 
+static int read_shape(Entry *entry, PyObject *given)
+{
+    PyObject *rows;
+    Shape *shape = &entry->shape;
+    if (given == NULL || given == Py_None)
+        return 0;
+    if (!PyArg_ParseTuple(given, "OpLO!", &shape->admits, &shape->overlaps, &shape->distance, &PyTuple_Type, &rows))
+        return -1;
+    Py_ssize_t count = PyTuple_GET_SIZE(rows);
+    shape->follower = PyMem_Calloc(count ? count : 1, sizeof(Follower));
+    if (shape->follower == NULL)
+        return PyErr_NoMemory(), -1;
+    if (entry->request.lists || entry->request.tensors > 2 || entry->ahead.ranks || entry->allocations)
+        return PyErr_SetString(PyExc_ValueError, "remember: a shape is one of one or two tensors that are staged"), -1;
+    for (Py_ssize_t i = 0; i < entry->request.tensors; i++)
+        entry->request.tensor[i].address %= UNIT;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        unsigned long long delta, address;
+        int tensor, step, argument;
+        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(rows, i), "iKiiK", &tensor, &delta, &step, &argument, &address))
+            return -1;
+        if (tensor < 0 || tensor >= entry->request.tensors || step < 0 || step >= entry->steps || argument < 0 ||
+            argument >= entry->step[step].count)
+            return PyErr_SetString(PyExc_ValueError, "remember: what follows a tensor is an argument of a step"), -1;
+        uint64_t *where = address ? (uint64_t *)(uintptr_t)address : &entry->step[step].arguments[argument];
+        shape->follower[i] = (Follower){tensor, delta, where};
+        shape->followers++;
+    }
+    return 0;
+}
+
 static int same_turn(const Entry *a, const Entry *b)
 {
     if (a->turn == Py_None || b->turn == Py_None)
@@ -397,7 +464,9 @@ static unsigned choose_target(Replay *self, const Entry *entry)
             free = free == TABLE ? place : free;
         } else if (other->stream == entry->stream) {
             other->users++; /* to compare may run Python, which may forget it */
-            int answer = same_request(&other->request, &entry->request);
+            int answer = same_form(&other->shape, &entry->shape);
+            if (answer == 1)
+                answer = same_request(&other->request, &entry->request);
             if (answer == 1)
                 answer = same_turn(other, entry);
             leave_entry(other);
@@ -409,22 +478,22 @@ static unsigned choose_target(Replay *self, const Entry *entry)
 }
 
 PyDoc_STRVAR(remember_doc, "remember(kind, tensors, lists, details, variant, beside, generation, turn, stream, "
-                           "signature, payload, steps, words, notes, failed, standing, owner, ahead)\n--\n\n"
+                           "signature, payload, steps, words, notes, failed, standing, owner, ahead, shape=None)\n--\n\n"
                            "Remember a call; see sidelane.collectives.repeat, which makes the arguments.");
 
 static PyObject *replay_remember(Replay *self, PyObject *all)
 {
-    PyObject *tensors, *steps, *words, *notes, *standing, *ahead;
+    PyObject *tensors, *steps, *words, *notes, *standing, *ahead, *shape = NULL;
     PyObject *owner; /* of whatever the steps need, kept like everything */
     Entry *entry = PyMem_Calloc(1, sizeof(Entry));
     if (entry == NULL)
         return PyErr_NoMemory();
     entry->keep = Py_NewRef(all);
-    if (!PyArg_ParseTuple(all, "OO!iOOOOOLOSO!O!O!OOOO", &entry->request.kind, &PyTuple_Type, &tensors,
+    if (!PyArg_ParseTuple(all, "OO!iOOOOOLOSO!O!O!OOOO|O", &entry->request.kind, &PyTuple_Type, &tensors,
                           &entry->request.lists, &entry->request.details, &entry->request.variant, &entry->request.beside,
                           &entry->generation, &entry->turn, &entry->stream,
                           &entry->signature, &entry->payload, &PyTuple_Type, &steps, &PyTuple_Type, &words,
-                          &PyTuple_Type, &notes, &entry->failed, &standing, &owner, &ahead))
+                          &PyTuple_Type, &notes, &entry->failed, &standing, &owner, &ahead, &shape))
         goto fail;
     if (entry->turn != Py_None && !is_guard(entry->turn, 4))
         goto fail;
@@ -451,7 +520,7 @@ static PyObject *replay_remember(Replay *self, PyObject *all)
         request->tensor[i].address = address, request->tensor[i].nbytes = nbytes;
     }
     if (read_steps(entry, steps) || read_words(entry, words) || read_notes(entry, notes) ||
-        read_allocations(entry, standing) || read_ahead(&entry->ahead, ahead))
+        read_allocations(entry, standing) || read_ahead(&entry->ahead, ahead) || read_shape(entry, shape))
         goto fail;
     unsigned chosen = choose_target(self, entry);
     if (PyErr_Occurred())
@@ -551,13 +620,15 @@ static long long find_stream(Replay *self)
     return number_from(last) == stream ? stream : -1;
 }
 
-/* The remembered call, with a user more; NULL if there is none, or with an error set. */
-static Entry *find(Replay *self, const Request *request, long long stream)
+/* The remembered call of a form, with a user more; NULL if there is none, or with an error set. */
+static Entry *find(Replay *self, const Request *request, const Shape *form, long long stream)
 {
     unsigned home = place_of(request, stream);
     for (unsigned probe = 0; probe < PROBES; probe++) {
         Entry *entry = self->table[(home + probe) % TABLE];
         if (entry == NULL || entry->stream != stream || entry->generation != PyList_GET_ITEM(self->generation, 0))
+            continue;
+        if (!same_form(&entry->shape, form))
             continue;
         entry->users++; /* to compare may run Python, which may remember something else in its place */
         int answer = same_request(&entry->request, request);
@@ -571,6 +642,49 @@ static Entry *find(Replay *self, const Request *request, long long stream)
         if (answer < 0)
             return NULL;
     }
+    return NULL;
+}
+
+/* Where it is kept that a call was made by its shape; what is kept there if it was. */
+static uint64_t *seen_at(Replay *self, const Entry *entry, const Request *request, uint64_t *mark)
+{
+    uint64_t mix = (uint64_t)(uintptr_t)entry * 0x9E3779B97F4A7C15u;
+    for (Py_ssize_t i = 0; i < request->tensors; i++)
+        mix = (mix ^ request->tensor[i].address) * 0xC2B2AE3D27D4EB4Fu, mix ^= mix >> 29;
+    *mark = mix | 1;
+    return &self->seen[mix >> 32 & (SEEN - 1)];
+}
+
+/* The remembered call that is made wherever its tensors lie, with a user more; NULL if there is none, or if it comes
+   again at these addresses, or with an error set. */
+static Entry *find_shape(Replay *self, const Request *request, PyObject *tensors, long long stream)
+{
+    Tensor places[2] = {{0}};
+    Request moved = *request;
+    Shape form = {self->tensor_type, 0, 0, 0, NULL};
+    if (request->lists || request->tensors > 2)
+        return NULL;
+    for (Py_ssize_t i = 0; i < request->tensors; i++) {
+        if (!request->tensor[i].address || !request->tensor[i].nbytes)
+            return NULL;
+        places[i] = request->tensor[i], places[i].address %= UNIT;
+    }
+    moved.tensor = places;
+    relate(request, &form);
+    Entry *entry = find(self, &moved, &form, stream);
+    if (entry == NULL)
+        return NULL;
+    uint64_t mark, *seen = seen_at(self, entry, request, &mark);
+    self->again = *seen == mark;
+    int admitted = self->again ? 0 : is_true(PyObject_CallOneArg(entry->shape.admits, tensors));
+    *seen = mark;
+    /* Python may have let other threads run. */
+    int open = admitted == 1 && !entry->dropped && entry->generation == PyList_GET_ITEM(self->generation, 0);
+    if (open && entry->turn != Py_None)
+        open = passes(entry->turn) == 1;
+    if (open && is_open(self) == 1)
+        return entry;
+    leave_entry(entry);
     return NULL;
 }
 
@@ -837,7 +951,7 @@ static PyObject *take_number(Replay *self)
 }
 
 /* Everything from the number to the notes, with the lock of the executor held. 1: there was no number, nothing is done. */
-static int repeat(Replay *self, Entry *entry, PyObject *written)
+static int repeat(Replay *self, Entry *entry, const Request *request, PyObject *written)
 {
     PyObject *number = take_number(self);
     if (number == NULL)
@@ -849,6 +963,11 @@ static int repeat(Replay *self, Entry *entry, PyObject *written)
         self->hits++, self->unseen++;
     }
     failed = failed || set_words(entry, value);
+    for (int i = 0; i < entry->shape.followers; i++) {
+        const Follower *follower = &entry->shape.follower[i];
+        *follower->where = request->tensor[follower->tensor].address + follower->delta;
+    }
+    self->moved += entry->shape.admits != NULL;
     PyObject *turn = entry->turn;
     if (!failed && turn != Py_None) /* before other threads can see the call run */
         failed = PyObject_SetAttr(PyTuple_GET_ITEM(turn, 0), PyTuple_GET_ITEM(turn, 1), PyTuple_GET_ITEM(turn, 3));
@@ -870,15 +989,18 @@ static int repeat(Replay *self, Entry *entry, PyObject *written)
 enum Outcome { MADE, UNKNOWN, NOT_NOW, ERROR };
 
 /* With the lock of the executor held, which whoever changes what is asked here holds too, or the GIL. */
-static enum Outcome attempt(Replay *self, const Request *request, PyObject *written)
+static enum Outcome attempt(Replay *self, const Request *request, PyObject *tensors, PyObject *written)
 {
+    const Shape at_its_addresses = {0};
     int open = is_open(self); /* a forked copy may not even ask for its device */
     if (open != 1)
         return open < 0 ? ERROR : NOT_NOW;
     long long stream = find_stream(self);
     if (stream < 0)
         return PyErr_Occurred() ? ERROR : NOT_NOW;
-    Entry *entry = find(self, request, stream);
+    Entry *entry = find(self, request, &at_its_addresses, stream);
+    if (entry == NULL && !PyErr_Occurred())
+        entry = find_shape(self, request, tensors, stream);
     if (entry == NULL)
         return PyErr_Occurred() ? ERROR : UNKNOWN;
     enum Outcome outcome = UNKNOWN;
@@ -891,7 +1013,7 @@ static enum Outcome attempt(Replay *self, const Request *request, PyObject *writ
             open = entry->dropped ? 0 : may_go_ahead(self, &entry->ahead);
         if (open == 1) /* some calls early, since calls that are refused take numbers that are not begun */
             open = !is_unread(self, *self->begun + 1 + (uint64_t)self->record_count / 8);
-        int repeated = open == 1 && !PyErr_Occurred() ? repeat(self, entry, written) : open < 0 ? -1 : 1;
+        int repeated = open == 1 && !PyErr_Occurred() ? repeat(self, entry, request, written) : open < 0 ? -1 : 1;
         outcome = repeated < 0 || PyErr_Occurred() ? ERROR : repeated ? NOT_NOW : MADE;
     }
     leave_entry(entry);
@@ -937,7 +1059,7 @@ static PyObject *look_and_run(Replay *self, Request *request, PyObject *tensors,
     int locked = is_true(PyObject_Vectorcall(self->try_lock, without_blocking, 1, NULL));
     if (locked != 1)
         return locked < 0 ? NULL : Py_NewRef(Py_None);
-    enum Outcome outcome = attempt(self, request, written);
+    enum Outcome outcome = attempt(self, request, tensors, written);
     PyObject *type, *error, *trace;
     PyErr_Fetch(&type, &error, &trace);
     PyObject *unlocked = PyObject_CallNoArgs(self->unlock);
@@ -959,6 +1081,7 @@ static PyObject *replay_run(Replay *self, PyObject *const *arguments, Py_ssize_t
         PyErr_SetString(PyExc_TypeError, "run: kind, a tuple of tensors, details, variant and beside are needed");
         return NULL;
     }
+    self->again = 0;
     PyObject *given = arguments[1];
     Request request = {arguments[0], arguments[2], arguments[3], arguments[4], 0, 0, NULL};
     PyObject *first = PyTuple_GET_SIZE(given) ? PyTuple_GET_ITEM(given, 0) : Py_None;
@@ -1077,6 +1200,10 @@ static PyObject *replay_count(Replay *self, void *unused)
 
 static PyObject *replay_hits(Replay *self, void *unused) { return PyLong_FromUnsignedLongLong(self->hits); }
 
+static PyObject *replay_again(Replay *self, void *unused) { return PyBool_FromLong(self->again); }
+
+static PyObject *replay_moved(Replay *self, void *unused) { return PyLong_FromUnsignedLongLong(self->moved); }
+
 static PyMethodDef replay_methods[] = {
     {"remember", (PyCFunction)replay_remember, METH_VARARGS, remember_doc},
     {"run", (PyCFunction)(void (*)(void))replay_run, METH_FASTCALL, run_doc},
@@ -1087,6 +1214,8 @@ static PyMethodDef replay_methods[] = {
 static PyGetSetDef replay_properties[] = {
     {"remembered", (getter)replay_count, NULL, "How many calls are remembered.", NULL},
     {"hits", (getter)replay_hits, NULL, "How many calls went ahead.", NULL},
+    {"again", (getter)replay_again, NULL, "Whether the last call is left to Python since it comes again.", NULL},
+    {"moved", (getter)replay_moved, NULL, "How many calls were made by their shape.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
@@ -1127,6 +1256,8 @@ PyMODINIT_FUNC PyInit_sidelane_replay(void)
         if (PyModule_AddIntConstant(module, effects[i], i) < 0)
             Py_CLEAR(module);
     if (module != NULL && PyModule_AddIntConstant(module, "MOST_ARGUMENTS", MOST_ARGUMENTS) < 0)
+        Py_CLEAR(module);
+    if (module != NULL && PyModule_AddIntConstant(module, "UNIT", UNIT) < 0)
         Py_CLEAR(module);
     if (module != NULL && PyModule_AddIntConstant(module, "LOOK_EVERY", LOOK_EVERY) < 0)
         Py_CLEAR(module);

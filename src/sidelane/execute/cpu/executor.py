@@ -173,6 +173,9 @@ class CpuProgram:
     def repetition(self, place: Place) -> None:
         """None: it is all Python."""
 
+    def movable(self, place: Place, buffers: Sequence[tuple[int, str]]) -> None:
+        """None, likewise."""
+
     def run(self, epoch: int, place: Place) -> None:
         """Run this rank's queues once and wait for their end (see :class:`sidelane.execute.base.Runnable`)."""
         self.start(epoch, None).wait()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -61,6 +62,9 @@ class CpuKernelCall:
 
     def repetition(self, place: Place) -> None:
         """None: it is all Python."""
+
+    def movable(self, place: Place, buffers: Sequence[tuple[int, str]]) -> None:
+        """None, likewise."""
 
     def run(self, epoch: int, place: Place) -> None:
         """Run it to its end.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from sidelane.execute.base import Addresses, Places
 from sidelane.execute.cuda.calls import (
@@ -53,6 +54,11 @@ class Resolver:
         self, program: Program, rank: int, addresses: Addresses, cells: int, words: Mapping[HostWord | Gate, int]
     ) -> None:
         self._program, self.rank, self._addresses, self._cells, self._words = program, rank, addresses, cells, words
+        self._bases: Mapping[tuple[int, str], int] = {} if addresses.pieces else addresses.buffers
+
+    def at(self, addresses: Addresses) -> Resolver:
+        """The same with other addresses of buffers."""
+        return Resolver(self._program, self.rank, addresses, self._cells, self._words)
 
     def is_spread(self, place: Operand | Flag | Cell) -> bool:
         """True in memory of which all ranks' lies at equal distances in one mapping."""
@@ -66,6 +72,9 @@ class Resolver:
         """
         match place:
             case Operand(rank, buffer, offset):
+                base = self._bases.get((rank, buffer))  # most operands; those of lists consist of pieces
+                if base is not None:
+                    return base + offset
                 address = self._addresses.find(rank, buffer, offset)
                 if address is None:
                     raise ValueError(
@@ -86,13 +95,13 @@ def copies_of(call: Memcpy | MemcpyBatch | MemcpyRows) -> tuple[Memcpy, ...]:
     return (call,) if isinstance(call, Memcpy) else call.copies
 
 
-class BoundPlan:
-    """The calls of a plan at fixed addresses.
+class Frame:
+    """What the calls of a plan have in common wherever the buffers lie: memory operations, streams, events.
 
     Args:
         driver: of the device.
         plan: what to submit.
-        resolve: turns operands into addresses.
+        resolve: turns flags and words into addresses.
         sides: a stream for each but the caller's.
         events: one for each of the plan's.
         stamps: an event for each slot.
@@ -102,9 +111,6 @@ class BoundPlan:
 
     Attributes:
         words: what :meth:`set_epoch` sets.
-
-    Raises:
-        ValueError: an operand has no address.
     """
 
     def __init__(
@@ -120,10 +126,9 @@ class BoundPlan:
         busy: int,
         reduce_blocks: int,
     ) -> None:
-        self.plan, self.sides, self.events = plan, tuple(sides), tuple(events)
-        self._driver, self._resolve, self._stamps, self._busy = driver, resolve, stamps, busy
-        self._reduce_blocks = reduce_blocks
-        self._captured = captured
+        self.driver, self.plan, self.sides, self.events = driver, plan, tuple(sides), tuple(events)
+        self.reduce_blocks = reduce_blocks
+        self._resolve, self._stamps, self._busy, self._captured = resolve, stamps, busy, captured
         # All operations of the plan in one place, so that few calls give them their values of an invocation.
         self._ops = driver.memory_ops()
         self._batches: dict[int, slice] = {}
@@ -131,11 +136,6 @@ class BoundPlan:
         for call in plan.calls():
             if isinstance(call, MemOps):
                 self._batches[id(call)] = self._append(call, moving)
-            elif isinstance(call, Memcpy | MemcpyBatch | MemcpyRows):
-                for copy in copies_of(call):
-                    resolve(copy.dst), resolve(copy.src)  # what has no address is found now, not at the first call
-            elif isinstance(call, LaunchReduce):
-                resolve(call.dst), *map(resolve, call.srcs)
         self._setters = [(value, self._ops.setters(places)) for value, places in moving.items()]
         self.words: Moving = tuple(
             (value.at(0) & WORD_MASK, value.per_epoch & WORD_MASK, where)
@@ -143,17 +143,7 @@ class BoundPlan:
             for where in self._ops.places(places)
         )
         self._last_epoch = 0
-        self._by_caller: dict[int, list[Bound]] = {}
-        self.ahead = self._bind(plan.ahead, caller=0)
-
-    def own_spans(self) -> Iterator[tuple[int, int]]:
-        """(address, bytes) of this rank's inputs and outputs that are copied: the rest is the communicator's memory."""
-        for call in self.plan.calls():
-            if isinstance(call, Memcpy | MemcpyBatch | MemcpyRows):
-                for copy in copies_of(call):
-                    for end in (copy.dst, copy.src):
-                        if isinstance(end, Operand) and self._is_callers(end):
-                            yield self._resolve(end), copy.nbytes
+        self._by_caller: dict[int, list[Bound | Moves]] = {}
 
     def set_epoch(self, epoch: int) -> None:
         """Give every signal and wait its value of this invocation. Submitting a batch copies its values."""
@@ -165,64 +155,32 @@ class BoundPlan:
                 set_all(word)
         self._last_epoch = epoch
 
-    def steps(self, caller: int) -> list[Bound]:
-        """The calls with ``caller`` as stream 0, bound when the stream is first seen."""
-        bound = self._by_caller.get(caller)
-        if bound is None:
+    def steps(self, caller: int) -> list[Bound | Moves]:
+        """The plan's steps with ``caller`` as stream 0, bound as far as they name no buffer."""
+        found = self._by_caller.get(caller)
+        if found is None:
             if len(self._by_caller) >= _MOST_CALLERS:
                 self._by_caller.clear()
-            bound = self._by_caller[caller] = self._bind(self.plan.steps, caller)
-        return bound
+            found = self._by_caller[caller] = self.frame(self.plan.steps, caller)
+        return found
 
-    def _bind(self, steps: Sequence[StreamCall], caller: int) -> list[Bound]:
-        calls = [(call, step.stream) for step in steps for call in self._without_uneven_rows(step.call)]
-        return [self._bind_call(call, self.sides[stream - 1] if stream else caller) for call, stream in calls]
+    def frame(self, steps: Sequence[StreamCall], caller: int) -> list[Bound | Moves]:
+        """Steps, bound as far as they name no buffer."""
+        return [self._bind(step.call, self.sides[step.stream - 1] if step.stream else caller) for step in steps]
 
-    def _is_callers(self, operand: Operand) -> bool:
-        return operand.rank == self._resolve.rank and operand.buffer != Buffer.STAGING
-
-    def _without_uneven_rows(self, call: Call) -> tuple[Call, ...]:
-        """A call as it is, or its copies where its rows are not at equal distances in one mapping."""
-        if not isinstance(call, MemcpyRows) or None not in self._pitches(call):
-            return (call,)
-        ranks = [copy.src.rank for copy in call.copies if isinstance(copy.src, Operand)]
-        own = ranks.index(self._resolve.rank) + 1 if self._resolve.rank in ranks else 0
-        return (*call.copies[own:], *call.copies[:own])  # in rotated order: not all ranks at one peer
-
-    def _pitches(self, rows: MemcpyRows) -> tuple[int | None, int | None]:
-        """Distances of destinations and of sources; None where a pitched copy cannot take them."""
-        nbytes = rows.copies[0].nbytes
-        if not all(self._resolve.is_spread(copy.src) for copy in rows.copies):
-            return None, None
-        dsts = [self._resolve(copy.dst) for copy in rows.copies]
-        srcs = [self._resolve(copy.src) for copy in rows.copies]
-        return pitch(dsts, nbytes), pitch(srcs, nbytes)
-
-    def _bind_call(self, call: Call, stream: int) -> Bound:
-        driver = self._driver
+    def _bind(self, call: Call, stream: int) -> Bound | Moves:
+        driver = self.driver
         match call:
             case MemOps():
                 return driver.bind_memory_ops(self._ops, stream, self._batches[id(call)])
-            case Memcpy(dst, src, nbytes):
-                return driver.bind_copy(self._resolve(dst), self._resolve(src), nbytes, stream)
-            case MemcpyBatch(copies):
-                resolved = [(self._resolve(copy.dst), self._resolve(copy.src), copy.nbytes) for copy in copies]
-                return driver.bind_copies(resolved, stream)
-            case MemcpyRows(copies):
-                first, (dst_pitch, src_pitch) = copies[0], self._pitches(call)
-                assert dst_pitch is not None, "uneven ones were taken apart"
-                assert src_pitch is not None
-                ends = self._resolve(first.dst), self._resolve(first.src)
-                return driver.bind_rows(*ends, (dst_pitch, src_pitch), first.nbytes, len(copies), stream)
-            case LaunchReduce(dst, srcs, nbytes, reduction):
-                sources = [self._resolve(src) for src in srcs]
-                return driver.bind_reduce(self._resolve(dst), sources, nbytes, reduction, stream, self._reduce_blocks)
             case RecordEvent(event):
                 return driver.bind_record(self.events[event], stream)
             case WaitEvent(event):
                 return driver.bind_wait(self.events[event], stream)
             case RecordStamp(slot):
                 return driver.bind_record(self._stamps[slot], stream, external=self._captured)
+            case _:
+                return Moves(call, stream)
 
     def _append(self, call: MemOps, moving: dict[Value, list[int]]) -> slice:
         """Add a batch to the operations; where it is. ``moving``: which operations follow the epoch."""
@@ -239,3 +197,113 @@ class BoundPlan:
             if value.per_epoch:
                 moving.setdefault(value, []).append(index)
         return slice(first, len(self._ops))
+
+
+class Moves(NamedTuple):
+    """A call that names buffers, and its stream."""
+
+    call: Memcpy | MemcpyBatch | MemcpyRows | LaunchReduce
+    stream: int
+
+
+class BoundPlan:
+    """The calls of a plan at fixed addresses.
+
+    Args:
+        frame: of the plan.
+        resolve: turns operands into addresses.
+
+    Raises:
+        ValueError: an operand has no address.
+    """
+
+    def __init__(self, frame: Frame, resolve: Resolver) -> None:
+        for call in frame.plan.calls():
+            if isinstance(call, Memcpy | MemcpyBatch | MemcpyRows):
+                for copy in copies_of(call):
+                    resolve(copy.dst), resolve(copy.src)  # what has no address is found now, not at the first call
+            elif isinstance(call, LaunchReduce):
+                resolve(call.dst), *map(resolve, call.srcs)
+        self._put(frame, resolve)
+        self.ahead = self._bind(frame.frame(frame.plan.ahead, 0))
+
+    def at(self, addresses: Addresses) -> BoundPlan:
+        """The same plan, with its buffers elsewhere: the same ones. Nothing of it may be submitted ahead."""
+        assert not self.ahead, "what is submitted ahead has streams of its own"
+        moved = BoundPlan.__new__(BoundPlan)
+        moved._put(self.frame, self._resolve.at(addresses))
+        moved.ahead = []
+        return moved
+
+    def _put(self, frame: Frame, resolve: Resolver) -> None:
+        self.frame, self.plan, self.words, self.set_epoch = frame, frame.plan, frame.words, frame.set_epoch
+        self._driver, self._resolve = frame.driver, resolve
+        self._by_caller: dict[int, list[Bound]] = {}
+
+    def own_spans(self) -> Iterator[tuple[int, int]]:
+        """(address, bytes) of this rank's inputs and outputs that are copied: the rest is the communicator's memory."""
+        for call in self.plan.calls():
+            if isinstance(call, Memcpy | MemcpyBatch | MemcpyRows):
+                for copy in copies_of(call):
+                    for end in (copy.dst, copy.src):
+                        if isinstance(end, Operand) and self._is_callers(end):
+                            yield self._resolve(end), copy.nbytes
+
+    def steps(self, caller: int) -> list[Bound]:
+        """The calls with ``caller`` as stream 0, bound when the stream is first seen."""
+        bound = self._by_caller.get(caller)
+        if bound is None:
+            if len(self._by_caller) >= _MOST_CALLERS:
+                self._by_caller.clear()
+            bound = self._by_caller[caller] = self._bind(self.frame.steps(caller))
+        return bound
+
+    def _bind(self, steps: Sequence[Bound | Moves]) -> list[Bound]:
+        bound: list[Bound] = []
+        for step in steps:
+            if not isinstance(step, Moves):
+                bound.append(step)
+            elif isinstance(step.call, MemcpyRows):
+                bound += [self._bind_call(call, step.stream) for call in self._without_uneven_rows(step.call)]
+            else:
+                bound.append(self._bind_call(*step))
+        return bound
+
+    def _is_callers(self, operand: Operand) -> bool:
+        return operand.rank == self._resolve.rank and operand.buffer != Buffer.STAGING
+
+    def _without_uneven_rows(self, call: MemcpyRows) -> tuple[Memcpy | MemcpyRows, ...]:
+        """A call as it is, or its copies where its rows are not at equal distances in one mapping."""
+        if None not in self._pitches(call):
+            return (call,)
+        ranks = [copy.src.rank for copy in call.copies if isinstance(copy.src, Operand)]
+        own = ranks.index(self._resolve.rank) + 1 if self._resolve.rank in ranks else 0
+        return (*call.copies[own:], *call.copies[:own])  # in rotated order: not all ranks at one peer
+
+    def _pitches(self, rows: MemcpyRows) -> tuple[int | None, int | None]:
+        """Distances of destinations and of sources; None where a pitched copy cannot take them."""
+        nbytes = rows.copies[0].nbytes
+        if not all(self._resolve.is_spread(copy.src) for copy in rows.copies):
+            return None, None
+        dsts = [self._resolve(copy.dst) for copy in rows.copies]
+        srcs = [self._resolve(copy.src) for copy in rows.copies]
+        return pitch(dsts, nbytes), pitch(srcs, nbytes)
+
+    def _bind_call(self, call: Memcpy | MemcpyBatch | MemcpyRows | LaunchReduce, stream: int) -> Bound:
+        driver, resolve = self._driver, self._resolve
+        match call:
+            case Memcpy(dst, src, nbytes):
+                return driver.bind_copy(resolve(dst), resolve(src), nbytes, stream)
+            case MemcpyBatch(copies):
+                return driver.bind_copies(
+                    [(resolve(copy.dst), resolve(copy.src), copy.nbytes) for copy in copies], stream
+                )
+            case MemcpyRows(copies):
+                first, (dst_pitch, src_pitch) = copies[0], self._pitches(call)
+                assert dst_pitch is not None, "uneven ones were taken apart"
+                assert src_pitch is not None
+                ends = resolve(first.dst), resolve(first.src)
+                return driver.bind_rows(*ends, (dst_pitch, src_pitch), first.nbytes, len(copies), stream)
+            case LaunchReduce(dst, srcs, nbytes, reduction):
+                blocks = self.frame.reduce_blocks
+                return driver.bind_reduce(resolve(dst), list(map(resolve, srcs)), nbytes, reduction, stream, blocks)

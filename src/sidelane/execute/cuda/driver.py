@@ -236,11 +236,7 @@ class Driver:
 
     def bind_copies(self, copies: Sequence[tuple[int, int, int]], stream: int) -> Bound:
         """Copies (dst, src, bytes) in no order among themselves, as one call. Not on the legacy default stream."""
-        api = self._api
-        attributes = api.CUmemcpyAttributes()
-        attributes.srcAccessOrder = api.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
-        # A hint to leave the SMs to whatever computes; it costs nothing.
-        attributes.flags = int(api.CUmemcpyFlags.CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE)
+        api, attributes = self._api, self._copy_attributes
         dsts, srcs, sizes = zip(*copies, strict=True)
         count = len(copies)
         function = load_native("cuMemcpyBatchAsync_v2")
@@ -249,9 +245,22 @@ class Driver:
             parts = (*pointers, list(sizes), count, [attributes], [0], 1, api.CUstream(stream))
             return functools.partial(_first_of, api.cuMemcpyBatchAsync), parts
         arrays = [(ctypes.c_void_p * count)(*side) for side in (dsts, srcs)]
-        order = (Pointer(int(attributes.getPtr()), attributes), (ctypes.c_size_t * 1)(0), ctypes.c_size_t(1))
+        order = (self._copy_order, (ctypes.c_size_t * 1)(0), ctypes.c_size_t(1))
         lengths = (ctypes.c_size_t * count)(*sizes)
         return function, (*arrays, lengths, ctypes.c_size_t(count), *order, ctypes.c_void_p(stream))
+
+    @functools.cached_property
+    def _copy_attributes(self) -> Any:
+        """Of all copies that are submitted as one call."""
+        attributes = self._api.CUmemcpyAttributes()
+        attributes.srcAccessOrder = self._api.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+        # A hint to leave the SMs to whatever computes; it costs nothing.
+        attributes.flags = int(self._api.CUmemcpyFlags.CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE)
+        return attributes
+
+    @functools.cached_property
+    def _copy_order(self) -> Pointer:
+        return Pointer(int(self._copy_attributes.getPtr()), self._copy_attributes)
 
     def bind_rows(self, dst: int, src: int, pitches: tuple[int, int], nbytes: int, rows: int, stream: int) -> Bound:
         """One copy of rows; see :func:`sidelane.execute.cuda.native.bind_rows`."""

@@ -47,11 +47,17 @@ class CudaExecutor(CudaSite):
         Works while a stream is being captured. ``addresses`` are used as they are: the caller keeps the memory.
         """
         self.check_open("load")
+        known: CudaProgram | None = self.programs.find(program, addresses)
+        if known is not None:
+            return known.at(addresses)
         if len(addresses.flags) != program.world_size:
             counts = f"value={len(addresses.flags)}, allowed={program.world_size}"
             raise ValueError(f"CudaExecutor.load: number of flag memories ({counts})")
         with self.lock, self.driver.current(), self.driver.relaxed_capture():
-            return CudaProgram(self, program, addresses)
+            loaded = CudaProgram(self, program, addresses)
+        if loaded.moves:
+            self.programs.keep(loaded)
+        return loaded
 
     def load_kernel(self, program: AnyKernelProgram, addresses: Addresses, *, frozen: bool) -> LoadedProgram:
         """Compile, load and bind the kernel of a collective. ``frozen``: for a graph under capture, in which it works.
@@ -62,13 +68,20 @@ class CudaExecutor(CudaSite):
                 are told.
         """
         self.check_open("load_kernel")
+        known = None if frozen else self.kernels.find(program, addresses)
+        moved: LoadedProgram | None = None if known is None else known.at(addresses)
+        if moved is not None:
+            return moved
         try:
             from sidelane.execute.cuda.kernel_program import CudaKernel
         except ImportError as error:
             raise missing("collectives in kernels need Triton", "triton", error) from error
         with self.lock, self.driver.current(), self.driver.relaxed_capture():
             try:
-                return CudaKernel(self, program, addresses, frozen=frozen)
+                loaded = CudaKernel(self, program, addresses, frozen=frozen)
             except DriverError as error:  # the peers launch theirs: generations would differ from here on
                 self.watch.fail_submission(f"{program.collective} {program.variant}", error)
                 raise
+        if loaded.moves and (another := loaded.at(addresses)) is not None:
+            self.kernels.keep(another)  # which has no graph, nor will have
+        return loaded

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import inspect
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -63,6 +63,9 @@ class CudaKernelCall:
 
     def repetition(self, place: Place) -> None:
         """None: the first launch is Triton's."""
+
+    def movable(self, place: Place, buffers: Sequence[tuple[int, str]]) -> None:
+        """None: its arguments are the caller's."""
 
     def run(self, epoch: int, place: Place) -> None:
         """Launch it on the stream of ``place``. Raises as :meth:`CudaKernel.run`, and what Triton raises."""

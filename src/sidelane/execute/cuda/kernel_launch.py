@@ -15,11 +15,10 @@ Import it late: it needs Triton.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-import numpy as np
-import numpy.typing as npt
 import triton
 from triton.backends.compiler import GPUTarget
 
@@ -27,7 +26,9 @@ from sidelane.errors import UnavailableError
 from sidelane.execute.cuda.native import Bound
 
 WARP_THREADS = 32
+_WORD_BYTES = 8
 _MOST_HIDDEN = 4
+_MOST_CONSTANTS = 1024  # of which the kernel is known by their identity
 
 
 class Loader(Protocol):
@@ -63,6 +64,7 @@ class Kernels:
         major, minor = (driver.attribute(f"COMPUTE_CAPABILITY_{part}") for part in ("MAJOR", "MINOR"))
         self._target = GPUTarget("cuda", 10 * major + minor, WARP_THREADS)
         self._loaded: dict[object, LoadedKernel] = {}
+        self._by_identity: dict[tuple[int, int, int | None], tuple[Any, Mapping[str, Any], LoadedKernel]] = {}
 
     def load(
         self, function: Any, constants: Mapping[str, Any], warps: int, *, stages: int | None = None
@@ -71,19 +73,25 @@ class Kernels:
 
         Args:
             function: made by ``triton.jit``.
-            constants: a value for each argument that is a ``tl.constexpr``.
+            constants: a value for each argument that is a ``tl.constexpr``. It does not change from now on.
             warps: of a thread block.
             stages: of its loops; None: Triton's own number.
 
         Raises:
             UnavailableError: this version of Triton compiles it to something that needs Triton's launcher.
         """
+        known = self._by_identity.get((id(constants), warps, stages))
+        if known is not None and known[0] is function:
+            return known[2]
         key = (function, warps, stages, *sorted((name, str(value)) for name, value in constants.items()))
         kernel = self._loaded.get(key)
         if kernel is None:
             kernel = self._loaded[key] = LoadedKernel(
                 self._driver, compile_for(self._target, function, constants, warps, stages)
             )
+        if len(self._by_identity) >= _MOST_CONSTANTS:
+            del self._by_identity[next(iter(self._by_identity))]
+        self._by_identity[id(constants), warps, stages] = function, constants, kernel
         return kernel
 
 
@@ -148,14 +156,16 @@ class PackedArguments(int):
     """
 
     keeps: object = None
-    values: npt.NDArray[np.int64]
-    _places: npt.NDArray[np.uint64]
+    values: ctypes.Array[ctypes.c_int64]
+    _places: ctypes.Array[ctypes.c_uint64]
 
     @classmethod
     def of(cls, arguments: Sequence[int]) -> PackedArguments:
-        values = np.array(arguments, np.int64)
-        places = values.ctypes.data + np.arange(len(values), dtype=np.uint64) * np.uint64(values.itemsize)
-        packed = cls(places.ctypes.data)
+        count = len(arguments)
+        values = (ctypes.c_int64 * count)(*arguments)
+        first = ctypes.addressof(values)
+        places = (ctypes.c_uint64 * count)(*range(first, first + _WORD_BYTES * count, _WORD_BYTES))
+        packed = cls(ctypes.addressof(places))
         packed.values, packed._places = values, places
         return packed
 

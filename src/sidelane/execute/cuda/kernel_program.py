@@ -6,8 +6,9 @@ graph. The host hears of a kernel only if it waits for long (``watch``). Import 
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -29,6 +30,7 @@ from sidelane.device import (
 from sidelane.device.launch import Launch, Site
 from sidelane.execute.base import Addresses, Place, Repetition
 from sidelane.execute.cuda.cached import ExecutableGraph
+from sidelane.execute.cuda.follow import FAR, followers
 from sidelane.execute.cuda.kernel_list import arrange_list
 from sidelane.execute.cuda.loaded import find_place
 from sidelane.execute.cuda.native import Bound, steps_of
@@ -55,6 +57,7 @@ class CudaKernel:
 
     def __init__(self, executor: CudaSite, program: AnyKernelProgram, addresses: Addresses, *, frozen: bool) -> None:
         self.program = program
+        self.addresses = addresses
         self._executor = executor
         self._frozen = frozen
         self._launch: Launch | None = None
@@ -64,12 +67,34 @@ class CudaKernel:
             if arranged is not None:
                 self._launch, self._table = arranged
         else:
-            self._launch = arrange(program, executor.rank, addresses, executor.board, executor.features.shared_bytes)
+            self._launch = self._arrange(addresses)
         self._by_stream: dict[int, tuple[Bound, ...]] = {}
         self._graph: ExecutableGraph | None = None
+        self._places: Places | None = None
         if self._launch is not None:
             self._bind(executor.internal)  # compiles and loads it; inside a capture it would be too late
         self._entry = self._enter(Counts() if self._launch is None else Counts(kernels=1, calls=1))
+
+    @property
+    def moves(self) -> bool:
+        """True if :meth:`at` may work: all that it knows of its addresses are arguments of the kernel."""
+        return isinstance(self.program, KernelProgram) and self._launch is not None and not self._frozen
+
+    def at(self, addresses: Addresses) -> CudaKernel | None:
+        """The same kernel, at other addresses of its buffers (``alike``). Asks the driver for nothing.
+
+        None where its arguments do not just follow its addresses.
+        """
+        if self._places is None:
+            self._places = Places(self._arrange, self.addresses)
+        launch = self._places.move(addresses)
+        if launch is None:
+            return None
+        moved = CudaKernel.__new__(CudaKernel)
+        moved.program, moved.addresses, moved._executor, moved._frozen = self.program, addresses, self._executor, False
+        moved._launch, moved._table, moved._by_stream, moved._graph, moved._places = launch, None, {}, None, None
+        moved._entry = self._entry
+        return moved
 
     def start(self, epoch: int, stream: torch.Stream | None) -> KernelPending:
         """Launch the kernel (see :class:`sidelane.execute.base.LoadedProgram`). Returns at once.
@@ -115,6 +140,26 @@ class CudaKernel:
         )
         return Repetition(steps_of(calls), (), notes, executor.failing(calls, self.program))
 
+    def movable(self, place: Place, buffers: Sequence[tuple[int, str]]) -> Repetition | None:
+        """See :class:`sidelane.execute.base.Runnable`. The launch itself: what a graph holds is as it was."""
+        if not self.moves:
+            return None
+
+        def bind(addresses: Addresses) -> tuple[Bound, ...] | None:
+            moved = self.at(addresses)
+            return None if moved is None else moved._bind(place[0])
+
+        executor, found = self._executor, followers(bind, self.addresses, buffers)
+        if found is None:
+            return None
+        calls, following = found
+        notes = (
+            (Effect.SET, executor, "kernel_stream", place[0]),
+            *executor.watch.launch_notes(self.program),
+            *executor.ledger.notes(self._entry),
+        )
+        return Repetition(steps_of(calls), (), notes, executor.failing(calls, self.program), followers=following)
+
     def _submit(self, epoch: int, handle: int) -> None:
         executor = self._executor
         if self._launch is not None:
@@ -131,6 +176,11 @@ class CudaKernel:
         executor.watch.launched(epoch, self.program, captured=self._frozen)
         executor.ledger.count(self._entry)
 
+    def _arrange(self, addresses: Addresses) -> Launch | None:
+        assert isinstance(self.program, KernelProgram)
+        site = self._executor
+        return arrange(self.program, site.rank, addresses, site.board, site.features.shared_bytes)
+
     def _enter(self, counts: Counts) -> Entry:
         program = self.program
         submitted = Submitted(str(program.collective), "sm", program.variant, self._frozen, counts)
@@ -146,6 +196,53 @@ class CudaKernel:
         )
         calls = self._by_stream[handle] = (bound,)
         return calls
+
+
+class Places:
+    """Which arguments of a launch follow the address of which buffer: found out by moving one at a time, once.
+
+    Args:
+        arrange: makes the launch.
+        addresses: of one that was made.
+    """
+
+    def __init__(self, arrange: Callable[[Addresses], Launch | None], addresses: Addresses) -> None:
+        self._arrange, self._addresses = arrange, addresses
+        self._launch = arrange(addresses)
+        self._followers: dict[tuple[int, str], tuple[int, ...] | None] = {}
+
+    def move(self, addresses: Addresses) -> Launch | None:
+        """The launch at other addresses of the same buffers, further by multiples of ``UNIT``; None: make it anew."""
+        launch, before = self._launch, self._addresses.buffers
+        if launch is None:
+            return None
+        arguments = list(launch.arguments)
+        for key, address in addresses.buffers.items():
+            by = address - before[key]
+            if not by:
+                continue
+            if key not in self._followers:
+                self._followers[key] = self._find(key)
+            followers = self._followers[key]
+            if followers is None:
+                return None
+            for index in followers:
+                arguments[index] += by
+        return Launch(launch.kernel, launch.blocks, launch.warps, tuple(arguments), launch.constants)
+
+    def _find(self, key: tuple[int, str]) -> tuple[int, ...] | None:
+        """The arguments that follow a buffer; None if anything else depends on where it lies."""
+        launch, addresses = self._launch, self._addresses
+        assert launch is not None
+        buffers = {**addresses.buffers, key: addresses.buffers[key] + FAR}
+        there = self._arrange(dataclasses.replace(addresses, buffers=buffers))
+        if there is None or (there.kernel, there.blocks, there.warps, there.constants) != (
+            *(launch.kernel, launch.blocks, launch.warps),
+            launch.constants,
+        ):
+            return None
+        distances = [after - before for before, after in zip(launch.arguments, there.arguments, strict=True)]
+        return tuple(i for i, by in enumerate(distances) if by) if {*distances} <= {0, FAR} else None
 
 
 class KernelPending:

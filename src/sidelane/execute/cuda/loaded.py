@@ -10,10 +10,11 @@ import torch
 
 from sidelane.execute.base import Addresses, Place, Repetition
 from sidelane.execute.cuda.allocations import Allocations
-from sidelane.execute.cuda.bind import BoundPlan, Moving, Resolver
+from sidelane.execute.cuda.bind import BoundPlan, Frame, Moving, Resolver
 from sidelane.execute.cuda.cached import CachedGraph
 from sidelane.execute.cuda.calls import HostWord, LaunchReduce, RecordStamp, Route, choose_route
 from sidelane.execute.cuda.driver import Driver
+from sidelane.execute.cuda.follow import followers
 from sidelane.execute.cuda.native import Bound, steps_of
 from sidelane.execute.cuda.site import CELLS, CudaSite
 from sidelane.execute.cuda.watch import Subject, Watch
@@ -46,23 +47,45 @@ class CudaProgram:
 
     Attributes:
         program: what was loaded.
+        addresses: where.
     """
 
     def __init__(self, executor: CudaSite, program: Program, addresses: Addresses) -> None:
         self.program = program
+        self.addresses = addresses
         self._executor = executor
-        self._addresses = addresses
         self._frozen = not has_epochs(program)
         self._armed: int | None = None
         self._events: list[int] = []
         self._stamps: dict[int, int] = {}
         self._graph: CachedGraph | None = None
         self._ways: dict[Place, Way] = {}
+        self._entries: dict[Route, Entry] = {}
+        self._like: CudaProgram | None = None  # whose events these are
         busy = executor.watch.next_busy_number() if self._frozen else 0
         self._bound = self._bind(busy)
         self._subject = (program, addresses, busy)
         executor.rescue.register(program, executor.rank, addresses)
         weakref.finalize(self, destroy_events, executor.driver, self._events).atexit = False
+
+    @property
+    def moves(self) -> bool:
+        """True if :meth:`at` works: nothing of it is of one invocation alone, or of its addresses besides copies."""
+        return not (self._frozen or self._bound.ahead or self._stamps)
+
+    def at(self, addresses: Addresses) -> CudaProgram:
+        """The same program, at other addresses of its buffers (``alike``). Asks the driver for nothing.
+
+        Invocations of both are ordered among each other, so that they share events, and memory operations, which the
+        driver copies when it takes them.
+        """
+        moved = CudaProgram.__new__(CudaProgram)
+        moved.program, moved.addresses, moved._executor, moved._frozen = self.program, addresses, self._executor, False
+        moved._armed, moved._events, moved._stamps, moved._graph, moved._ways = None, self._events, {}, None, {}
+        moved._entries, moved._like = self._entries, self
+        moved._bound = self._bound.at(addresses)
+        moved._subject = self._subject  # whoever watches reads flags, which are where they were
+        return moved
 
     def arm(self, epoch: int) -> None:
         """Submit everything but the ``caller`` queue of invocation ``epoch``, which must be the executor's next one.
@@ -120,6 +143,27 @@ class CudaProgram:
         standing = None if way.graph is None else way.graph.standing
         failing = executor.failing(way.calls, self.program)
         return Repetition(steps_of(way.calls), way.words, notes, failing, standing=standing)
+
+    def movable(self, place: Place, buffers: Sequence[tuple[int, str]]) -> Repetition | None:
+        """See :class:`sidelane.execute.base.Runnable`."""
+        way = self._ways.get(place)
+        if way is None or way.words is None or way.graph is not None:
+            return None
+        route, handle, internal = choose_route(*place, self._frozen), place[0], self._executor.internal
+
+        def bind(addresses: Addresses) -> Sequence[Bound]:
+            bound = self._bound.at(addresses)
+            if route is Route.DIRECT:
+                return bound.steps(handle)
+            return self._by_way_of_internal(bound.steps(internal), handle)
+
+        found = followers(bind, self.addresses, buffers)
+        if found is None:
+            return None
+        executor, (calls, following) = self._executor, found
+        notes = (*executor.watch.issue_notes(self._subject), *executor.ledger.notes(way.entry))
+        failing = executor.failing(calls, self.program)
+        return Repetition(steps_of(calls), way.words, notes, failing, followers=following)
 
     @property
     def streams(self) -> int:
@@ -192,9 +236,13 @@ class CudaProgram:
         ]
 
     def _entry(self, route: Route) -> Entry:
-        program, captured = self.program, route is Route.CAPTURE
-        counts = self._executor.plans.counts(self._bound.plan, route)
-        return self._executor.ledger.entry(Submitted(str(program.collective), "dma", program.variant, captured, counts))
+        entry = self._entries.get(route)
+        if entry is None:
+            program, captured = self.program, route is Route.CAPTURE
+            counts = self._executor.plans.counts(self._bound.plan, route)
+            submitted = Submitted(str(program.collective), "dma", program.variant, captured, counts)
+            entry = self._entries[route] = self._executor.ledger.entry(submitted)
+        return entry
 
     def _arm_and_start(self, epoch: int) -> None:
         self._arm(epoch)
@@ -223,9 +271,9 @@ class CudaProgram:
             if isinstance(call, RecordStamp) and call.slot not in self._stamps:
                 self._stamps[call.slot] = driver.create_event(timing=True)
                 self._events.append(self._stamps[call.slot])
-        resolve = Resolver(self.program, executor.rank, self._addresses, executor.cells, executor.host)
+        resolve = Resolver(self.program, executor.rank, self.addresses, executor.cells, executor.host)
         self._load_kernels(plan.calls(), resolve)
-        bound = BoundPlan(
+        frame = Frame(
             driver,
             plan,
             resolve,
@@ -236,8 +284,9 @@ class CudaProgram:
             busy=busy,
             reduce_blocks=executor.reduce_blocks,
         )
+        bound = BoundPlan(frame, resolve)
         if captured:
-            executor.watch.captured(Subject(0, self.program, self._addresses, busy, captured=True))
+            executor.watch.captured(Subject(0, self.program, self.addresses, busy, captured=True))
         return bound
 
     def _load_kernels(self, calls: tuple[object, ...], resolve: Resolver) -> None:

@@ -10,7 +10,7 @@ import weakref
 
 from sidelane.errors import SidelaneError
 from sidelane.execute.base import Addresses, Place
-from sidelane.execute.cuda.bind import BoundPlan, Resolver
+from sidelane.execute.cuda.bind import BoundPlan, Frame, Resolver
 from sidelane.execute.cuda.calls import Gate, HostWord, Route
 from sidelane.execute.cuda.count import counts_of
 from sidelane.execute.cuda.held import SharedValueOps, hold_back, require_free_channel
@@ -58,10 +58,11 @@ class CudaPrelaunched:
             self._home = executor.held_stream()
             self._events += [driver.create_event() for _ in range(plan.events + 1)]
             words = executor.host
-            self._bound = BoundPlan(
+            resolve = Resolver(program, executor.rank, addresses, executor.cells, words)
+            frame = Frame(
                 driver,
                 plan,
-                Resolver(program, executor.rank, addresses, executor.cells, words),
+                resolve,
                 sides=executor.shared_sides(plan.streams - 1),
                 events=self._events[1:],
                 stamps={},
@@ -69,6 +70,7 @@ class CudaPrelaunched:
                 busy=0,
                 reduce_blocks=executor.reduce_blocks,
             )
+            self._bound = BoundPlan(frame, resolve)
             self.trigger_address, done = words[trigger], words[Gate.DONE]
             self._fire = SharedValueOps(driver, [self.trigger_address], [done])
             self._release = SharedValueOps(driver, [self.trigger_address], [])

@@ -10,6 +10,7 @@ accesses are 16 bytes wide. The source is portable Triton, so that the CPU inter
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,22 +48,32 @@ def arrange(dst: int, srcs: Sequence[int], nbytes: int, reduction: Reduction, bl
         raise ValueError(f"arrange: sources (value={len(srcs)}, allowed=1..{MAX_NODE_RANKS})")
     if nbytes % reduction.element_bytes:
         raise ValueError(f"arrange: nbytes (value={nbytes}, allowed=multiples of {reduction.element_bytes})")
-    fitting = [size for size in _BLOCK_BYTES if size * blocks <= nbytes and size * len(srcs) <= _MOST_IN_FLIGHT]
-    block = (fitting or _BLOCK_BYTES[-1:])[0] // reduction.element_bytes
-    elements = nbytes // reduction.element_bytes
     # Unused places repeat an address: every launch has the same arguments.
     padded = (*srcs, *[dst] * (MAX_NODE_RANKS - len(srcs)))
+    aligned = not any(address % 16 for address in (dst, *srcs))
+    most, constants = _constants(len(srcs), nbytes, reduction, blocks, aligned)
+    arguments = (dst, dst + nbytes, *padded)
+    return Launch(KERNEL, most, WARPS, arguments, constants)
+
+
+@functools.lru_cache(maxsize=1024)
+def _constants(
+    sources: int, nbytes: int, reduction: Reduction, blocks: int, aligned: bool
+) -> tuple[int, dict[str, Any]]:
+    """Thread blocks, and what is compiled in: all that does not follow the addresses."""
+    fitting = [size for size in _BLOCK_BYTES if size * blocks <= nbytes and size * sources <= _MOST_IN_FLIGHT]
+    block = (fitting or _BLOCK_BYTES[-1:])[0] // reduction.element_bytes
+    elements = nbytes // reduction.element_bytes
     constants = {
-        "N": len(srcs),
+        "N": sources,
         "OP": str(reduction.op),
         "DTYPE": DTYPES[reduction.dtype],
         "ELEMENT_BYTES": reduction.element_bytes,
         "FLOAT": reduction.dtype in ("float32", "float16", "bfloat16"),
-        "ALIGNED": all(address % 16 == 0 for address in (dst, *srcs)),
+        "ALIGNED": aligned,
         "BLOCK": block,
     }
-    arguments = (dst, dst + nbytes, *padded)
-    return Launch(KERNEL, max(1, min(blocks, -(-elements // block))), WARPS, arguments, constants)
+    return max(1, min(blocks, -(-elements // block))), constants
 
 
 _ADDRESSES = ["dst", "end", *(f"s{index}" for index in range(MAX_NODE_RANKS))]

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from sidelane.errors import CommunicatorClosedError, SidelaneError
+from sidelane.execute.cuda.alike import Alike
 from sidelane.execute.cuda.cached import ExecutableGraph
 from sidelane.execute.cuda.calls import DEFAULT_STREAMS, Gate, HostWord
 from sidelane.execute.cuda.driver import Driver, DriverError
@@ -66,6 +67,8 @@ class CudaSite:
         self.lock = threading.Lock()
         self.ledger = Ledger()
         self.plans = Plans(rank, features)
+        self.programs: Alike[Any] = Alike()  # of copy engines; whoever loads knows their types
+        self.kernels: Alike[Any] = Alike()
         self.timeout_s = timeout_s
         self.closed = False
         self.armed_epoch: int | None = None  # of the last invocation that waited for a trigger
@@ -163,6 +166,8 @@ class CudaSite:
             self.synchronize()
         except SidelaneError:
             self.drain()
+        self.programs.clear()
+        self.kernels.clear()
         with self.driver.current():
             if self not in _stuck:
                 with self.lock:

@@ -1,0 +1,170 @@
+"""What ranks do with tensors that are new at every call, on the path of GPUs."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import random
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from fake_driver import FakeDriver
+from made_up_gpus import made_up_gpus
+from native_driver import NativeDriver
+
+from sidelane import Communicator, Config
+from sidelane.collectives import asked, plan, prepare
+from sidelane.collectives.arguments import Arguments
+from sidelane.execute.cuda import CudaProgram, loaded
+
+STAGED = Config(timeout_s=30, map_memory=False)
+KINDS = ("all_gather", "all_to_all", "broadcast", "gather", "scatter", "reduce_scatter", "all_reduce")
+
+WORKED_OUT = {*KINDS, "check_variant", "choose", "verify", "prepare"}
+"""What the first call of a shape does, and others of it do not."""
+
+LOADED = {"Frame", "create_event", "memory_ops"}
+"""Likewise, of what is loaded."""
+
+
+@contextlib.contextmanager
+def derived(driver: Any = None) -> Iterator[collections.Counter[str]]:
+    """How often calls do what only the first of a shape has to."""
+    found: collections.Counter[str] = collections.Counter()
+    watched: list[tuple[Any, str]] = [(Arguments, kind) for kind in KINDS]
+    watched += [(asked, "check_variant"), (plan, "choose"), (plan, "verify"), (prepare.Preparer, "prepare")]
+    watched += [(loaded, "Frame"), (CudaProgram, "at")]
+    watched += [(driver, "create_event"), (driver, "memory_ops")] if driver is not None else []
+    with contextlib.ExitStack() as stack:
+        for owner, name in watched:
+            real = getattr(owner, name)
+
+            def count(*given: Any, real: Any = real, name: str = name, **options: Any) -> Any:
+                found[name] += 1
+                return real(*given, **options)
+
+            stack.enter_context(mock.patch.object(owner, name, count))
+        yield found
+
+
+class Memory:
+    """Ordinary memory, and some that is symmetric: tensors in it come at any place."""
+
+    def __init__(self, comm: Communicator, seed: int, *, aligned: bool = False) -> None:
+        self.comm, self.aligned = comm, aligned
+        self.alike, self.apart = random.Random(seed), random.Random(1000 * seed + comm.rank)
+        self.symmetric = comm.empty(1 << 15, dtype=torch.int32)
+        self.kept: list[torch.Tensor] = []
+
+    def new(self, numel: int, *, symmetric: bool = False) -> torch.Tensor:
+        """A tensor at a place of its own, mostly aligned; a symmetric one at one place of all ranks."""
+        if symmetric:
+            first = 64 * self.alike.randrange((self.symmetric.numel() - numel) // 64)
+            return self.symmetric[first : first + numel]
+        offset = 0 if self.aligned or self.apart.random() < 0.8 else self.apart.randrange(16)
+        made = torch.zeros(numel + offset, dtype=torch.int32)[offset:]
+        self.kept.append(made)  # so that addresses seldom come again
+        del self.kept[: max(0, len(self.kept) - 50)]
+        return made
+
+
+def one_call(memory: Memory, kind: str, variant: str, size: int, step: int, symmetric: bool, in_place: bool) -> None:
+    """A call on new tensors, checked."""
+    comm, n, rank = memory.comm, memory.comm.world_size, memory.comm.rank
+
+    def part_of(src: int, dst: int) -> torch.Tensor:
+        return torch.arange(size, dtype=torch.int32) + 10_000 * step + 100 * src + 10 * dst
+
+    whole, own, root = slice(None), slice(rank * size, (rank + 1) * size), step % n
+    if kind == "all_gather":
+        output = memory.new(n * size, symmetric=symmetric)
+        input = output[own] if in_place else memory.new(size)
+        input.copy_(part_of(rank, 0))
+        comm.all_gather(output, input, variant=variant)
+        expected = [part_of(src, 0) for src in range(n)]
+    elif kind == "all_to_all":
+        output, input = memory.new(n * size, symmetric=symmetric), memory.new(n * size)
+        input.copy_(torch.cat([part_of(rank, dst) for dst in range(n)]))
+        comm.all_to_all(output, input, variant=variant)
+        expected = [part_of(src, rank) for src in range(n)]
+    elif kind == "broadcast":
+        output = memory.new(size, symmetric=symmetric)
+        output.copy_(part_of(rank, 0))
+        comm.broadcast(output, root=root, variant=variant)
+        expected = [part_of(root, 0)]
+    elif kind == "gather":
+        output, input = memory.new(n * size), memory.new(size)
+        input.copy_(part_of(rank, 0))
+        comm.gather(output if rank == root else None, input, root=root, variant=variant)
+        expected = [part_of(src, 0) for src in range(n)] if rank == root else [torch.zeros(n * size)]
+    elif kind == "scatter":
+        output, input = memory.new(size), memory.new(n * size)
+        input.copy_(torch.cat([part_of(rank, dst) for dst in range(n)]))
+        comm.scatter(output, input if rank == root else None, root=root, variant=variant)
+        expected = [part_of(root, rank)]
+    elif kind == "reduce_scatter":
+        input = memory.new(n * size)
+        input.copy_(torch.cat([part_of(rank, dst) for dst in range(n)]))
+        output = input[own] if in_place else memory.new(size)
+        comm.reduce_scatter(output, input, variant=variant)
+        expected = [sum(part_of(src, rank) for src in range(n))]
+    else:
+        input = memory.new(size, symmetric=symmetric)
+        output = input if in_place else memory.new(size, symmetric=symmetric)
+        while output is not input and symmetric and abs(output.data_ptr() - input.data_ptr()) < input.nbytes:
+            output = memory.new(size, symmetric=symmetric)
+        input.copy_(part_of(rank, 0))
+        comm.all_reduce(input, output=None if in_place else output, variant=variant)
+        expected = [sum(part_of(src, 0) for src in range(n))]
+    found = output[whole]
+    assert torch.equal(found, torch.cat(expected).to(torch.int32)), (kind, variant, size, step, symmetric, in_place)
+
+
+def driver_of(native: bool) -> FakeDriver:
+    return NativeDriver() if native else FakeDriver()
+
+
+def moved(comm: Communicator) -> int:
+    """Calls that compiled code has made by their shape."""
+    assert comm._repeats is not None
+    return comm._repeats.moved
+
+
+def storm(group: dist.ProcessGroup, seed: int, steps: int, native: bool) -> dict[str, int]:
+    """Calls of all kinds, nearly all at new addresses; what they did."""
+    with (
+        made_up_gpus(driver=driver_of(native)) as driver,
+        Communicator(group, config=STAGED) as comm,
+        derived(driver) as found,
+    ):
+        memory, draw = Memory(comm, seed), random.Random(seed)
+        for step in range(steps):
+            kind, size = draw.choice(KINDS), draw.choice((64, 500))
+            symmetric, in_place = draw.random() < 0.2, draw.random() < 0.3
+            variants = ["b2b", "pcpy"]
+            if kind in ("all_gather", "all_to_all"):
+                variants += ["striped", "alternating", "alternating+graph", "b2b+graph"]
+            one_call(memory, kind, draw.choice(variants), size, step, symmetric, in_place)
+            if step == steps // 2:
+                memory.new(1)
+                comm.all_gather(torch.empty(comm.world_size << 20), torch.empty(1 << 20))  # staging moves
+        return {**found, "by C": moved(comm)}
+
+
+def same_shape(
+    group: dist.ProcessGroup, kind: str, variant: str, calls: int, native: bool
+) -> tuple[dict[str, int], int, int]:
+    """Calls of one shape, each at addresses of its own; what they did behind the first few, and what is kept of it."""
+    with made_up_gpus(driver=driver_of(native)) as driver, Communicator(group, config=STAGED) as comm:
+        memory = Memory(comm, 1, aligned=True)
+        for step in range(0, 4 * comm.world_size, comm.world_size):
+            one_call(memory, kind, variant, 64, step, False, False)
+        before, remembered, by_c = len(driver._events), len(comm.lane.preparer._recent), moved(comm)
+        with derived(driver) as found:
+            for step in range(0, calls * comm.world_size, comm.world_size):
+                one_call(memory, kind, variant, 64, step, False, False)
+        found["by C"] = moved(comm) - by_c
+        return dict(found), len(driver._events) - before, len(comm.lane.preparer._recent) - remembered

@@ -1,0 +1,197 @@
+"""Calls in C that are made wherever their tensors lie: what they ask before they are, and what they change."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from replay_host import Host, c_step, callback
+
+from sidelane.collectives import shaped
+from sidelane.execute.cuda import alike
+
+
+class Shape:
+    """A call that was remembered by its shape, with a step that says where it was made.
+
+    Args:
+        host: whose.
+        overlaps: whether its tensors do.
+        distance: of these.
+        other: of the call, as ``Host.remember`` has it.
+    """
+
+    def __init__(self, host: Host, overlaps: int = 0, distance: int = 0, **other: Any) -> None:
+        self.host, self.asked, self.admitted = host, 0, True
+        self.meanwhile: Callable[[], object] = lambda: None
+        self.made: list[tuple[int, ...]] = []
+        self.word = ctypes.c_uint64(0)
+        step = c_step(callback(0, 3, self.made), 0, 5, 0)
+        followers = ((0, 0, 0, 0, 0), (1, 8, 0, 2, 0), (1, (1 << 64) - 16, 0, 1, ctypes.addressof(self.word)))
+        host.remember((step,), shape=(self.admits, overlaps, distance, followers), **other)
+
+    def admits(self, tensors: Sequence[torch.Tensor]) -> bool:
+        assert self.host.lock.locked()
+        self.asked += 1
+        self.meanwhile()
+        return self.admitted
+
+    def says(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether the last call was made with these tensors."""
+        a, b = (tensor.data_ptr() for tensor in tensors)
+        return self.made[-1] == (a, 5, b + 8) and self.word.value == b - 16
+
+
+def new(count: int = 8, offset: int = 0) -> torch.Tensor:
+    """A tensor at an address of its own, of which it keeps those before it."""
+    made = torch.zeros(64 + count)
+    first = -made.data_ptr() % 64 // 4 + offset
+    _kept.append(made)
+    return made[first : first + count]
+
+
+_kept: list[torch.Tensor] = []
+
+
+@pytest.fixture
+def tensors(host: Host) -> tuple[torch.Tensor, ...]:
+    host.tensors = new(), new(4)
+    return host.tensors
+
+
+@pytest.mark.usefixtures("tensors")
+def test_a_shape_is_made_wherever_its_tensors_lie(host: Host) -> None:
+    shape = Shape(host)
+    for turn in range(5):
+        there = new(), new(4)
+        version = there[0]._version
+        assert host.run(there) is True
+        assert shape.says(there)
+        assert there[0]._version == version + 1
+        assert (host.replay.moved, host.replay.remembered, shape.asked) == (turn + 1, 1, turn + 1)
+        assert host.records[(turn + 1) % 4].number == turn + 1, "posted"
+
+
+@pytest.mark.usefixtures("tensors")
+def test_what_comes_again_is_left_to_python(host: Host) -> None:
+    shape, there, other = Shape(host), (new(), new(4)), (new(), new(4))
+    for given, made in ((there, True), (other, True), (there, False), (other, False), (there, False)):
+        assert host.run(given) is made
+        assert host.replay.again is not made
+    assert shape.asked == 2 and len(shape.made) == 2
+    host.remember(tensors=there)
+    assert host.run(there) is True
+    assert host.log == [("ran",)] or host.log == ["ran"], "as it is remembered at its addresses"
+    assert host.run((new(), new(4))) is True
+    assert not host.replay.again
+
+
+@pytest.mark.usefixtures("tensors")
+def test_what_python_does_not_admit_is_not_made(host: Host) -> None:
+    shape = Shape(host)
+    shape.admitted = False
+    assert host.run((new(), new(4))) is False
+    assert (shape.asked, shape.made, next(host.numbers)) == (1, [], 1)
+    assert not host.lock.locked()
+
+
+@pytest.mark.usefixtures("tensors")
+@pytest.mark.parametrize("what", ["closed", "forgotten", "another generation"])
+def test_what_happens_while_python_looks_is_noticed(host: Host, what: str) -> None:
+    shape = Shape(host)
+    happenings: dict[str, Callable[[], object]] = {
+        "closed": lambda: setattr(host.state, "closed", True),
+        "forgotten": lambda: host.replay.forget(),
+        "another generation": lambda: host.generation.__setitem__(0, 1001),
+    }
+    shape.meanwhile = happenings[what]
+    assert host.run((new(), new(4))) is False
+    assert (shape.made, next(host.numbers)) == ([], 1)
+
+
+@pytest.mark.usefixtures("tensors")
+def test_what_goes_wrong_while_python_looks_is_raised(host: Host) -> None:
+    shape = Shape(host)
+
+    def fail() -> None:
+        raise KeyError("planted")
+
+    shape.meanwhile = fail
+    with pytest.raises(KeyError, match="planted"):
+        host.run((new(), new(4)))
+    assert not host.lock.locked()
+    shape.meanwhile = lambda: None
+    assert host.run((new(), new(4))) is True
+
+
+@pytest.mark.usefixtures("tensors")
+def test_another_shape_is_not_made(host: Host) -> None:
+    shape = Shape(host)
+    whole = new(16)
+    given: dict[str, tuple[Any, ...]] = {
+        "size": (new(12), new(4)),
+        "dtype": (new().view(torch.int32), new(4)),
+        "alignment": (new(offset=1), new(4)),
+        "overlap": (whole[:8], whole[4:8]),
+        "one tensor": (new(),),
+        "three": (new(), new(4), new(4)),
+        "none": (new(), None),
+        "empty": (new(), new(0)),
+        "lists": ([new()], [new(4)]),
+    }
+    for name, there in given.items():
+        assert host.run(there) is False, name
+    assert host.run((new(), new(4)), variant="b2b") is False
+    assert host.run((new(), new(4)), kind="all_to_all") is False
+    assert (shape.asked, shape.made) == (0, [])
+
+
+def test_tensors_that_overlap_are_a_shape_by_their_distance(host: Host) -> None:
+    whole = new(16)
+    host.tensors = whole[:8], whole[4:8]
+    Shape(host, 1, 16)
+    for distance, made in ((4, True), (0, False), (4, True)):
+        whole = new(16)
+        assert host.run((whole[:8], whole[distance : distance + 4])) is made
+    assert host.run((new(), new(4))) is False, "these are apart"
+
+
+@pytest.mark.usefixtures("tensors")
+def test_each_turn_has_its_own(host: Host) -> None:
+    host.turn = 0  # type: ignore[attr-defined]
+    shapes = [Shape(host, turn=(host, "turn", turn, 1 - turn)) for turn in (0, 1)]
+    for call in range(6):
+        there = new(), new(4)
+        assert host.run(there) is True
+        assert shapes[call % 2].says(there)
+
+
+@pytest.mark.usefixtures("tensors")
+def test_a_shape_that_is_none_is_refused(host: Host) -> None:
+    def remember(followers: Any, **other: Any) -> None:
+        host.remember((c_step(callback(0, 1, []), 1),), shape=(lambda tensors: True, 0, 0, followers), **other)
+
+    for row in (
+        (2, 0, 0, 0, 0),
+        (-1, 0, 0, 0, 0),
+        (0, 0, 1, 0, 0),
+        (0, 0, -1, 0, 0),
+        (0, 0, 0, 1, 0),
+        (0, 0, 0, -1, 0),
+    ):
+        with pytest.raises(ValueError, match="an argument of a step"):
+            remember((row,))
+    with pytest.raises(ValueError, match="one or two tensors"):
+        remember((), lists=1)
+    with pytest.raises(ValueError, match="one or two tensors"):
+        remember((), tensors=(new(), new(), new()))
+    with pytest.raises(TypeError):
+        remember(((0, 0, 0),))
+    assert host.replay.remembered == 0
+
+
+def test_addresses_of_one_shape_are_the_same_to_all(host: Host) -> None:
+    assert host.module.UNIT == shaped.UNIT == alike.UNIT
