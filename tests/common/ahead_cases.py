@@ -6,7 +6,7 @@ import collections
 import gc
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -265,12 +265,12 @@ Refused = tuple[float, list[str], int, int]
 behind."""
 
 
-def with_refusals_between(comm: Communicator, said: Mapping[str, int], steps: int, who: str, refused: int) -> Refused:
+def with_refusals_between(comm: Communicator, hits: Callable[[], int], steps: int, who: str, refused: int) -> Refused:
     """Calls until they go ahead, then some in a row that rank 1 refuses, or all ranks do, then the first ones again."""
     slot, raised = Slot("all_gather", 700, comm.world_size, comm.rank), set()
     for step in range(steps):
         slot.run(comm, step)
-    before = said["hits"]
+    before = hits()
     for number in range(refused):
         bad = who == "all" or comm.rank == 1
         try:
@@ -281,10 +281,10 @@ def with_refusals_between(comm: Communicator, said: Mapping[str, int], steps: in
     began = time.monotonic()
     for step in range(steps):
         slot.run(comm, step)
-    return time.monotonic() - began, sorted(raised), before, said["hits"] - before
+    return time.monotonic() - began, sorted(raised), before, hits() - before
 
 
 def goes_on_behind_refusals(group: dist.ProcessGroup, who: str, refused: int) -> Refused:
     """See :func:`with_refusals_between`."""
     with ahead_of_peers(lag=32) as said, Communicator(group, config=MAPPING) as comm:
-        return with_refusals_between(comm, said, 100, who, refused)
+        return with_refusals_between(comm, lambda: said["hits"], 100, who, refused)

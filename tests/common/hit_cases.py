@@ -48,16 +48,23 @@ class Gathers:
         """Make some calls; whether C made each."""
         for _ in range(times):
             output, input = self.tensors[self.step % len(self.tensors)]
-            before = by_c(self.comm)
+            before = self.made_by_c()
             if finish:
                 input.fill_(1000 * self.step + self.comm.rank)
                 output.fill_(-1)
             self.comm.all_gather(output, input, variant="b2b")
             if finish:
+                self.end()
                 self.check(output)
-            self.native.append(by_c(self.comm) > before)
+            self.native.append(self.made_by_c() > before)
             self.step += 1
         return self.native[-times:]
+
+    def made_by_c(self) -> int:
+        return by_c(self.comm)
+
+    def end(self) -> None:
+        """Calls have ended when they return."""
 
     def check(self, output: torch.Tensor) -> None:
         found = output.view(self.comm.world_size, self.size)

@@ -13,7 +13,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from ahead_cases import KINDS, SEGMENTS, SIZES, Refused, Slot, some_replaced, with_refusals_between
+from ahead_cases import KINDS, SEGMENTS, SIZES, Refused, Slot, by_c, some_replaced, with_refusals_between
 from pieces import MadeUpPieces, memory_of
 from reach_cases import mapped_here, on_gpus, shared
 
@@ -52,6 +52,14 @@ def counted(least_bytes: int = 0) -> Iterator[collections.Counter[str]]:
         yield said
 
 
+def done(said: collections.Counter[str], *comms: Communicator) -> dict[str, int]:
+    """What this rank did, by compiled code as well."""
+    lessons = sum(comm._repeats.lessons for comm in comms if comm._repeats is not None)
+    hits = by_c(*comms)
+    found = collections.Counter({"hits": hits, "staged": lessons - hits, "by C": lessons}) + said
+    return dict(found)
+
+
 def what_comes_again(group: dist.ProcessGroup, layers: int, steps: int) -> dict[str, int]:
     """A model of some layers, again and again."""
     with counted() as said, Communicator(group, device=torch.get_default_device(), config=LEARNING) as comm:
@@ -64,7 +72,7 @@ def what_comes_again(group: dist.ProcessGroup, layers: int, steps: int) -> dict[
         choice = comm.last_choice()
         assert choice is not None and "no host waits" in choice.reason
         assert str(comm.reach(slots[0].output)).startswith("mapped")
-    return dict(said)
+        return done(said, comm)
 
 
 def storm(group: dist.ProcessGroup, seed: int, steps: int) -> tuple[dict[str, int], int]:
@@ -103,9 +111,10 @@ def storm(group: dist.ProcessGroup, seed: int, steps: int) -> tuple[dict[str, in
                 gc.collect()
                 if on_gpus():
                     torch.cuda.empty_cache()
+        found = done(said, comm, second)
     del slots, slot, spare, extra
     gc.collect()
-    return dict(said), mapped_here() - before
+    return found, mapped_here() - before
 
 
 def storm_of_pieces(group: dist.ProcessGroup, seed: int, steps: int) -> dict[str, int]:
@@ -149,7 +158,7 @@ def hosts_run_ahead(group: dist.ProcessGroup, steps: int) -> tuple[dict[str, int
                 assert work is not None
                 work.wait()
             wrong += int((outputs[:burst] != 16 * step + expected).sum())
-    return dict(said), wrong
+        return done(said, comm), wrong
 
 
 def two_orders(group: dist.ProcessGroup, calls: int) -> dict[str, int]:
@@ -175,7 +184,7 @@ def two_orders(group: dist.ProcessGroup, calls: int) -> dict[str, int]:
             work.wait()
         for output in tensors:
             assert output[:, -1].tolist() == list(range(n))
-    return dict(said)
+        return done(said, first, second)
 
 
 def one_cannot_map(group: dist.ProcessGroup) -> tuple[str, dict[str, int]]:
@@ -192,7 +201,7 @@ def one_cannot_map(group: dist.ProcessGroup) -> tuple[str, dict[str, int]]:
         slot = Slot("all_gather", 100, n, rank)
         for step in range(150):
             slot.run(comm, step)
-        return str(comm.reach(slot.output)), dict(said)
+        return str(comm.reach(slot.output)), done(said, comm)
 
 
 def goes_wrong(group: dist.ProcessGroup, how: str) -> tuple[str, tuple[int, ...]]:
@@ -203,7 +212,7 @@ def goes_wrong(group: dist.ProcessGroup, how: str) -> tuple[str, tuple[int, ...]
         slot, other = Slot("all_gather", 50, n, rank), Slot("all_to_all", 50, n, rank)
         for step in range(120):
             slot.run(comm, step), other.run(comm, step)
-        assert said["hits"] > 0
+        assert done(said, comm)["hits"] > 0
         if rank == 2:
             slot.input = slot.new()
         name, ranks = "", ()
@@ -223,4 +232,4 @@ def goes_wrong(group: dist.ProcessGroup, how: str) -> tuple[str, tuple[int, ...]
 def goes_on_behind_refusals(group: dist.ProcessGroup, who: str, refused: int) -> Refused:
     """See ``ahead_cases``."""
     with counted() as said, Communicator(group, device=torch.get_default_device(), config=LEARNING) as comm:
-        return with_refusals_between(comm, said, 150, who, refused)
+        return with_refusals_between(comm, lambda: done(said, comm).get("hits", 0), 150, who, refused)

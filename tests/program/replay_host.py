@@ -90,6 +90,7 @@ class Host:
                 None,
                 other.get("ahead"),
                 other.get("shape"),
+                other.get("lesson"),
             ),
         )
 

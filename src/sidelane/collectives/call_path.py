@@ -6,6 +6,8 @@ import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple, TypeVar
 
+import torch
+
 from sidelane.collectives.agree import OFFER, compare
 from sidelane.collectives.ahead import Ahead
 from sidelane.collectives.arguments import Arguments, Request
@@ -102,7 +104,7 @@ class CallPath:
             confirming, pool_at = Confirming(calls, preparer), arguments.heap.pool_at
             self.learning = Learning(
                 *(calls, confirming, board, calls.backend.ordinary, preparer.copies_mapped),
-                lambda tensor: pool_at(tensor.data_ptr()) is not None,
+                *(lambda tensor: pool_at(tensor.data_ptr()) is not None, self.repeats),
             )
         self._planned: dict[Hashable, Planned] = {}
         self._settled: dict[Hashable, Settled] = {}
@@ -122,7 +124,7 @@ class CallPath:
         Raises:
             As ``Communicator.all_gather``.
         """
-        calls = self.calls
+        calls, wanted = self.calls, remember
         call = calls.number()
         # Plain handlers here and in Calls.run: every call comes here, and a context manager costs a microsecond.
         try:
@@ -131,7 +133,7 @@ class CallPath:
             pooled = self.arguments.pooled(asked.tensors)
             if pooled is not None:
                 # Compiled code knows tensors by their addresses only, which say nothing in a pool.
-                key, remember = (*key, pooled), False
+                key, remember, wanted = (*key, pooled), False, False
                 prepared = self.preparer.recall(key) if async_op or False not in pooled else None
             expected = shape = shaped = None
             by_shape = False
@@ -169,12 +171,18 @@ class CallPath:
                     self._announce(call, planned.signature, again=self.preparer.known(agreement))
                 else:
                     call, prepared = self._settle(call, key, asked, planned, offer)
+            teaches = False
             if self.learning is not None and not place[1]:
-                plan = functools.partial(self._plan, asked, key, variant, beside, place)
-                known = None if shape is None or shaped is None else functools.partial(shaped.asked, shape.addresses)
                 text = (prepared or shaped or planned).signature
-                learnt, teaches = self._attend(self.learning, call, key, asked, text, plan, known, async_op)
-                prepared, remember = learnt or prepared, remember and not teaches
+                teaches = self.learning.knows(text, lambda: self._plan(asked, key, variant, beside, place).agreement)
+                if teaches:
+                    if shape is not None and shaped is not None:
+                        request = functools.partial(shaped.asked, shape.addresses)
+                    else:
+                        known = planned if prepared is None else None
+                        request = functools.partial(self._request, known, asked, key, variant, beside, place)
+                    learnt = self._attend(self.learning, text, call, key, request, asked.tensors, async_op)
+                    prepared, remember = learnt or prepared, wanted if learnt else remember
             if prepared is None and shape is not None and shaped is not None:
                 try:
                     comes_again = remember and self.repeats is not None and self.repeats.comes_again
@@ -182,7 +190,7 @@ class CallPath:
                 except Exception:
                     with calls.making_ready():
                         raise
-                by_shape = remember and not comes_again
+                by_shape = remember and not (comes_again or teaches)
                 remember = remember and comes_again
             elif prepared is None:
                 prepared = self._prepare(planned.agreement, planned.request, key, shape)
@@ -192,13 +200,15 @@ class CallPath:
         work = calls.run(prepared, call, async_op, asked.tensors, asked.written(), place)
         if (remember or by_shape) and self.repeats is not None:
             try:
-                again = None
+                again = lesson = None
                 if by_shape and shape is not None and shaped is not None:
                     self.repeats.remember_shape(key, shape, shaped, prepared, place)
+                elif teaches and self.learning is not None and self.repeats.knows_by_address(key):
+                    lesson = self.learning.again(prepared.signature, key, prepared)
                 elif expected is not None and self.ahead is not None and self.repeats.knows_by_address(key):
                     again = self.ahead.again(key, prepared, expected)
-                if remember and (again is not None or expected is None):
-                    self.repeats.remember(key, prepared, place, asked=asked.repeated_as, again=again)
+                if remember and (again is not None or lesson is not None or not (teaches or expected is not None)):
+                    self.repeats.remember(key, prepared, place, asked=asked.repeated_as, again=again, lesson=lesson)
             except KeyboardInterrupt as error:
                 calls.fail(error)
                 raise
@@ -338,30 +348,27 @@ class CallPath:
     def _attend(
         self,
         learning: Learning,
+        text: str,
         call: int,
         key: Key,
-        asked: Form,
-        text: str,
-        plan: Callable[[], Planned],
-        known: Callable[[], Request] | None,
+        request: Callable[[], Request],
+        tensors: Sequence[torch.Tensor | None],
         async_op: bool,
-    ) -> tuple[Prepared | None, bool]:
-        """What a call runs as if it goes ahead; and whether the ranks learn from it. ``known``: what is asked."""
+    ) -> Prepared | None:
+        """What a call from which the ranks learn runs as if it goes ahead."""
+        try:  # as in run: every lesson of Python's comes here
+            return learning.attend(text, call, key, request, tensors, async_op)
+        except BaseException:
+            with self.calls.making_ready():
+                raise
 
-        def request() -> Request:
-            if known is not None:
-                return known()
-            found = (self._planned.get(key) or self._keep(key, plan())).request
-            assert isinstance(found, Request), "calls with lists teach nothing"
-            return found
-
-        with self.calls.making_ready():
-            if not learning.knows(text):
-                learning.begin(plan().agreement, text)
-            subject = learning.subject(text)
-            if subject is None:
-                return None, False
-            return learning.attend(subject, call, key, request, asked.tensors, async_op), True
+    def _request(
+        self, known: Planned | None, asked: Form, key: Key, variant: str, beside: Beside | None, place: Place
+    ) -> Request:
+        """What is asked."""
+        found = self._keep(key, known or self._plan(asked, key, variant, beside, place)).request
+        assert isinstance(found, Request), "calls with lists teach nothing"
+        return found
 
     def _keep(self, key: Key, planned: Planned) -> Planned:
         """Remember what is asked."""

@@ -19,6 +19,10 @@ Names = frozenset[tuple[int, str]]
 CAUTION = 4
 """After something else came than was expected, so many times as many calls must have been alike."""
 
+PATIENCE_WITH_NEW = 2 * LONGEST + 32
+"""Calls in a row in which inputs lay where they had not lain before. A program that allocates elsewhere in its first
+step than in all others, with the longest period there may be, has two steps of such calls."""
+
 VAIN = 16
 """A call for which some rank had nothing to offer takes as much patience as so many others."""
 
@@ -28,13 +32,15 @@ class Course:
 
     Attributes:
         given_up: nothing came again for too long; nobody offers anything for such calls any more.
+        period: what comes again, call by call; another object whenever it is another one.
+        next: which of these comes behind the calls that were settled.
     """
 
     def __init__(self) -> None:
         self.given_up = False
+        self.period: tuple[Sources, ...] = ()
+        self.next = 0
         self._least = LEAST_ALIKE
-        self._period: tuple[Sources, ...] = ()
-        self._next = 0
         self._needs: Names = frozenset()  # of the period: inputs, and the outputs of its last calls
         self._restart()
 
@@ -48,9 +54,9 @@ class Course:
         """
         if self.given_up:
             return
-        if self._period:
-            if self._period[self._next] == sources:
-                self._next = (self._next + 1) % len(self._period)
+        if self.period:
+            if self.period[self.next] == sources:
+                self.next = (self.next + 1) % len(self.period)
                 self._note(sources, names)
                 return
             self._least *= CAUTION
@@ -62,20 +68,16 @@ class Course:
             self._restart(self._calls + VAIN)
         else:
             self._learn(sources, names)
-        if not self._period and self._calls >= PATIENCE:
+        if not self.period and (self._calls >= PATIENCE or self._new >= PATIENCE_WITH_NEW):
             self.give_up()
 
     def forget(self) -> None:
         """Calls came in between of which not all have heard."""
         self._restart(self._calls)
 
-    def expected(self, later: int) -> Sources:
-        """Where inputs lie in a call so many calls behind those that were settled, the next one being 0."""
-        return self._period[(self._next + later) % len(self._period)]
-
     def is_known(self, usable: Set[tuple[int, str]]) -> bool:
         """True if what comes next is known, and all ranks have mapped it."""
-        return bool(self._period) and self._needs <= usable
+        return bool(self.period) and self._needs <= usable
 
     def give_up(self) -> None:
         """There is no use in it."""
@@ -85,13 +87,13 @@ class Course:
     def drop(self, owner: int, name: str) -> None:
         """An allocation is mapped no more."""
         if any((owner, name) in names for _, names in self._seen):
-            self._restart()
+            self._restart(0 if self.period else self._calls)
 
     def _restart(self, calls: int = 0) -> None:
-        self._period, self._needs = (), frozenset()
+        self.period, self._needs = (), frozenset()
         self._seen: collections.deque[tuple[Sources, Names]] = collections.deque(maxlen=LONGEST)  # the last one first
         self._alike: dict[int, int] = {}  # calls in a row that were as the one so many before, by that number
-        self._calls = calls
+        self._calls, self._new = calls, 0
 
     def _note(self, sources: Sources, names: Names) -> None:
         self._seen.appendleft((sources, names))
@@ -99,7 +101,7 @@ class Course:
             self._needs = self._needed()
 
     def _needed(self) -> Names:
-        return frozenset().union(*(names for _, names in itertools.islice(self._seen, len(self._period))))
+        return frozenset().union(*(names for _, names in itertools.islice(self._seen, len(self.period))))
 
     def _learn(self, sources: Sources, names: Names) -> None:
         self._calls += 1
@@ -108,10 +110,11 @@ class Course:
             if before == sources:
                 alike[period] = self._alike.get(period, 0) + 1
         self._alike = alike
+        self._new = 0 if alike else self._new + 1
         self._seen.appendleft((sources, names))
         for period, count in alike.items():
             if count >= max(period, self._least):
-                self._period = tuple(reversed([each for each, _ in itertools.islice(self._seen, period)]))
-                self._next = 0
+                self.period = tuple(reversed([each for each, _ in itertools.islice(self._seen, period)]))
+                self.next = 0
                 self._needs = self._needed()
                 return

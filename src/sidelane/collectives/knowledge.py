@@ -21,6 +21,7 @@ class Knowledge:
         known: by owner and name of an allocation, the window in which all have heard of it.
         usable: what all ranks have mapped.
         refused: why some rank cannot map it.
+        drops: how often something was mapped no more.
     """
 
     def __init__(self, rank: int, mappings: Mappings) -> None:
@@ -28,6 +29,8 @@ class Knowledge:
         self.known: dict[Name, int] = {}
         self.usable: set[Name] = set()
         self.refused: dict[Name, str] = {}
+        self.drops = 0
+        self._not_usable: set[Name] = set()  # yet: of those known
 
     def hear(self, window: int, said: Sequence[Said], last_ahead: int) -> list[Name]:
         """Take what all ranks have said in one lesson, and have mapped what is new.
@@ -41,9 +44,11 @@ class Knowledge:
             What is mapped no more.
         """
         gone = [(rank, name) for rank, each in enumerate(said) for name in each.gone]
+        self.drops += bool(gone)
         for each_gone in gone:
             self.known.pop(each_gone, None)
             self.usable.discard(each_gone)
+            self._not_usable.discard(each_gone)
             self.refused.pop(each_gone, None)
             self._mappings.drop(each_gone, last_ahead)
         for rank, each in enumerate(said):
@@ -54,13 +59,17 @@ class Knowledge:
             for name, handle in each.handles.items():
                 if (rank, name) not in self.known:
                     self.known[rank, name] = window
+                    self._not_usable.add((rank, name))
                     if rank != self._rank:
                         self._mappings.want((rank, name), handle)
         return gone
 
     def note_mapped(self, until: int) -> None:
         """All ranks have tried to map what they knew by a window, and have said what they could not."""
-        self.usable.update(name for name, since in self.known.items() if since <= until and name not in self.refused)
+        if self._not_usable:
+            tried = {name for name in self._not_usable if self.known[name] <= until}
+            self._not_usable -= tried
+            self.usable |= tried - self.refused.keys()
 
     def reaches(self, rank: int, name: str) -> bool:
         """True if all ranks have mapped an allocation of a rank, or if it is the one of a tensor without bytes."""
@@ -71,3 +80,4 @@ class Knowledge:
         self.known.clear()
         self.usable.clear()
         self.refused.clear()
+        self._not_usable.clear()

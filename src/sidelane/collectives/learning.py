@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -27,29 +29,80 @@ from sidelane.collectives.confirming import Confirming, source_buffer
 from sidelane.collectives.course import Course
 from sidelane.collectives.knowledge import Knowledge
 from sidelane.collectives.lesson import Said, heard
-from sidelane.collectives.mappings import Mappings
+from sidelane.collectives.mappings import Mappings, Name
 from sidelane.collectives.offered import BUFFERS
-from sidelane.collectives.pattern import Sources
+from sidelane.collectives.pattern import Guard, Sources, Turn
 from sidelane.collectives.plan import AUTO, Agreement, AnyAgreement
 from sidelane.collectives.prepare import Prepared
-from sidelane.collectives.telling import Subject, Telling
+from sidelane.collectives.repeat import Repeats
+from sidelane.collectives.telling import LessonAgain, Subject, Telling
 from sidelane.errors import MismatchError, PeerError, PeerTimeoutError, UnavailableError
-from sidelane.memory.lessons import LessonBoard, frontier, window_of
+from sidelane.memory.lessons import WINDOW, LessonBoard, frontier, window_of
 from sidelane.memory.ordinary import OrdinaryMemory
+from sidelane.native import Effect, Note
 from sidelane.program.builders.confirmed import NOBODY, can_be_confirmed
 from sidelane.program.collective import Buffer, Collective
 
 LEAST_BYTES = 1 << 20
 """From rank to rank. Less goes by kernels, which take ordinary tensors as they are."""
 
+READ_EVERY = 4
+"""Lessons, in the first of which posts are read, and rank 0 judges. Compiled code reads once in a window."""
+
 READS = 3
-"""Lessons read in one lesson: more than one, so that whoever is late comes up."""
+"""Lessons read for each one begun: more than one, so that whoever is late comes up."""
 
 KEPT = 512
 """Lessons remembered until the ranks go by them."""
 
 MOST_REMEMBERED = 4096
 """Calls, and posts."""
+
+MOST_TURNS = 4
+"""Calls of a period with the same tensors here that compiled code remembers, which has few places for them."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Heard:
+    """What all ranks have posted in one lesson: one object for posts that are the same.
+
+    Attributes:
+        said: by rank; empty if the ranks made different calls, or one posted nothing.
+        names: owners and names of the allocations that are offered.
+        is_plain: nothing is said but where tensors lie.
+        may_wait: the call was not asynchronous on any rank.
+        sources: where the inputs lie, once that was asked.
+        since: ``Knowledge.drops`` at which everything offered here was known.
+    """
+
+    said: tuple[Said, ...]
+    names: frozenset[Name]
+    is_plain: bool
+    may_wait: bool
+    sources: Sources | None = None
+    since: int = -1
+
+    @staticmethod
+    def of(said: tuple[Said, ...]) -> Heard:
+        if any(each.call != said[0].call for each in said):
+            said = ()
+        names = frozenset((rank, name) for rank, each in enumerate(said) for name in each.handles)
+        is_plain = not any(each.gone or each.failed or each.pending for each in said)
+        return Heard(said, names, is_plain, not any(each.aside for each in said))
+
+
+class Hit(NamedTuple):
+    """A call that went ahead, and will again where the same is expected.
+
+    Attributes:
+        sources: that are expected.
+        prepared: what it runs as.
+        turns: of a period, for which compiled code was told of a call with the same tensors here.
+    """
+
+    sources: Sources
+    prepared: Prepared
+    turns: set[int]
 
 
 class Learning:
@@ -62,6 +115,10 @@ class Learning:
         memory: ordinary memory of the device.
         suits: whether copy engines should make a call once its tensors are mapped; alike on all ranks.
         is_pooled: whether a tensor lies in a pool, which is no ordinary memory.
+        repeats: makes lessons again in compiled code; None without.
+
+    Attributes:
+        is_quiet: this rank has nothing to say in its next lesson but where its tensors lie.
     """
 
     def __init__(
@@ -72,57 +129,38 @@ class Learning:
         memory: OrdinaryMemory,
         suits: Callable[[Agreement], bool],
         is_pooled: Callable[[torch.Tensor], bool],
+        repeats: Repeats | None,
     ) -> None:
         self._calls, self._confirming, self._board, self._suits = calls, confirming, board, suits
         self._rank, self._control = board.rank, calls.control
-        self._mappings = Mappings(memory)
+        self._mappings, self._memory = Mappings(memory), memory
         self._subjects: dict[str, Subject | None] = {}
-        self._lesson, self._read, self._known_to = 0, 0, 0
-        self._in_step = False
-        self._begun: dict[int, str] = {}  # by lesson, of those not gone by yet, the signature
-        self._since: collections.Counter[str] = collections.Counter()  # lessons begun behind ``known_to``, by text
-        self._queue: collections.deque[tuple[int, tuple[Said, ...]]] = collections.deque(maxlen=KEPT)
+        self._read, self._known_to, self._looked = 0, 0, 0
+        self._begun: list[Subject | None] = [None] * KEPT  # by number, modulo that, what lessons were of
+        self._queue: collections.deque[tuple[int, Heard]] = collections.deque(maxlen=KEPT)
         self._knowledge = Knowledge(board.rank, self._mappings)
         self._telling = Telling(memory, self._mappings, is_pooled)
         self._last_ahead = 0
-        self._heard: dict[bytes, Said] = {}
-        self._prepared: dict[Hashable, tuple[Sources, Prepared]] = {}
-        confirming.forgets(self._prepared.clear)
+        self._parsed: dict[bytes, Said] = {}
+        self._heard: dict[tuple[bytes, ...], Heard] = {}
+        self._hits: dict[Hashable, Hit] = {}
+        self.is_quiet = True
+        self._repeats = repeats
+        self._posts: Callable[[int], tuple[bytes, ...] | None] = board.posts
+        if repeats is not None:
+            self._posts = repeats.teach(board, self._begun, WINDOW, self._open)
+        confirming.forgets(self._hits.clear)
 
-    def subject(self, text: str) -> Subject | None:
-        """What calls of a signature teach; None if they do not."""
-        return self._subjects.get(text)
-
-    def knows(self, text: str) -> bool:
-        """True if :meth:`begin` was told of a signature."""
-        return text in self._subjects
-
-    def begin(self, agreement: AnyAgreement, text: str) -> None:
-        """Find out whether the ranks learn from calls of a signature. In its first call, on all ranks."""
+    def knows(self, text: str, agreement: Callable[[], AnyAgreement]) -> bool:
+        """True if the ranks learn from calls of a signature; finds that out in its first call, on all ranks."""
         if text not in self._subjects:
-            teaches = (
-                isinstance(agreement, Agreement)
-                and not agreement.frozen
-                and agreement.input_place is None
-                and agreement.output_place is None
-                and agreement.variant in (AUTO, "b2b")
-                and can_be_confirmed(agreement.collective)
-                and most_bytes(agreement.collective) >= LEAST_BYTES
-                and self._suits(agreement)
-            )
-            made = None
-            if teaches:
-                assert isinstance(agreement, Agreement)
-                with contextlib.suppress(UnavailableError):  # on all ranks alike
-                    self._confirming.make_room(agreement.collective)
-                    chunks = agreement.collective.chunks()
-                    senders = frozenset(c.src_rank for c in chunks if c.src_rank != c.dst_rank)
-                    made = Subject(text, agreement.collective, text.rpartition("#")[2], senders, Course())
-            self._subjects[text] = made
+            with self._calls.making_ready():
+                self._note(agreement(), text)
+        return self._subjects[text] is not None
 
     def attend(
         self,
-        subject: Subject,
+        text: str,
         call: int,
         key: Hashable,
         asked: Callable[[], Request],
@@ -132,7 +170,7 @@ class Learning:
         """Take part in a lesson, before its call is started.
 
         Args:
-            subject: of the call.
+            text: signature of the call, from which the ranks learn.
             call: its number.
             key: of what is asked, with the identities of the tensors.
             asked: what this rank asks.
@@ -145,41 +183,80 @@ class Learning:
         Raises:
             PeerError, PeerTimeoutError, MismatchError: this rank has missed, and its peers do not make the call.
         """
-        lesson = self._lesson = self._lesson + 1
-        self._catch_up(lesson)
+        subject = self._subjects[text]
+        assert subject is not None
+        begun = self._board.take()  # by compiled code, for a call that is to do something else now
+        lesson = self._board.lesson + (not begun)
+        if not begun and lesson % READ_EVERY == 1:
+            self._catch_up(lesson)
         taught = self._telling.about(subject, lesson, key, asked, tensors, aside)
-        self._board.say(lesson, taught.post)
-        window = window_of(lesson)
-        if window != window_of(lesson - 1):
-            self._in_step = self._enter(window, call)
-            self._mappings.let_go(self._control.ended(self._rank))
-            if self._in_step:
-                self._go_by(window)
-        if self._rank == 0:
-            self._board.judge(lesson)
-        later = self._since[subject.text]
-        self._since[subject.text] += 1
-        self._begun[lesson] = subject.text
-        if len(self._begun) > KEPT:
-            del self._begun[next(iter(self._begun))]
-        if not (self._in_step and subject.course.is_known(self._knowledge.usable)):
+        if not begun:
+            self._begin(subject, taught.post, call)
+            self._board.take()
+        period = subject.now
+        if not isinstance(period, tuple):
             return None
         self._last_ahead = call
-        sources = subject.course.expected(later)
+        sources = period[subject.turn]
+        subject.turn = (subject.turn + 1) % len(period)
         mine = sources[self._rank]
         output = taught.output
         hits = (mine is None or taught.input == mine) and output is not None
         hits = hits and self._knowledge.reaches(self._rank, output or "")
         if hits:
-            known = self._prepared.get(key)
-            if known is not None and known[0] is sources:
-                return known[1]
+            known = self._hits.get(key)
+            if known is not None and known.sources is sources:
+                return known.prepared
             prepared = self._make(subject, key, asked(), sources, NOBODY, NOBODY, {})
-            if len(self._prepared) >= MOST_REMEMBERED:
-                self._prepared.clear()
-            self._prepared[key] = sources, prepared
+            if len(self._hits) >= MOST_REMEMBERED:
+                self._hits.clear()
+            self._hits[key] = Hit(sources, prepared, set())
             return prepared
         return self._make(subject, key, asked(), sources, *self._hear(subject, lesson, call, sources))
+
+    def again(self, text: str, key: Hashable, prepared: Prepared) -> LessonAgain | None:
+        """What compiled code is told of a lesson that has just been made, if it may make it again."""
+        subject, taught = self._subjects.get(text), self._telling.taught(key)
+        if subject is None or taught is None or not self.is_quiet or subject.now is False:
+            return None
+        guards: tuple[Guard, ...] = (self, "is_quiet", True), (subject, "now", subject.now)
+        turn: Turn | None = None
+        notes: tuple[Note, ...] = ()
+        hit = self._hits.get(key)
+        if isinstance(subject.now, tuple):
+            number = (subject.turn - 1) % len(subject.now)
+            if hit is None or hit.prepared is not prepared or hit.sources is not subject.now[number]:
+                return None  # it has missed
+            if number not in hit.turns and len(hit.turns) >= MOST_TURNS:
+                return None
+            hit.turns.add(number)
+            turn, notes = (subject, "turn", number, subject.turn), ((Effect.SET_NUMBER, self, "_last_ahead", None),)
+        standing = self._memory.standing(taught.allocations)
+        if standing is None:
+            return None
+        lesson = guards, taught.post, subject, turn is not None, standing
+        return LessonAgain(lesson, turn, notes, lambda: self._hits.get(key) is hit)
+
+    def _open(self, subject: Subject, post: bytes) -> None:
+        """Begin the first lesson of a window for compiled code, which says the same of it as of others."""
+        try:
+            lesson = self._board.lesson + 1
+            self._catch_up(lesson)
+            self._telling.look(lesson)  # what has gone is said from the next lesson on
+            self._begin(subject, post, self._control.begun(self._rank) + 1)
+        except BaseException:
+            with self._calls.making_ready():
+                raise
+
+    def _begin(self, subject: Subject, post: bytes, call: int) -> None:
+        lesson = self._board.lesson + 1
+        self._board.say(post)
+        self._begun[lesson % KEPT] = subject
+        if lesson % WINDOW == 1:
+            self._enter(window_of(lesson), call)
+        if self._rank == 0 and lesson % READ_EVERY == 1:
+            self._board.judge(lesson)
+        self.is_quiet = not self._telling.note_news()
 
     def why(self, tensor: torch.Tensor) -> str | None:
         """Why peers cannot map a tensor; None if they can, as far as this rank knows."""
@@ -192,38 +269,83 @@ class Learning:
         self._knowledge.close()
         self._telling.close()
         self._subjects.clear()
-        self._prepared.clear()
+        self._hits.clear()
+
+    def _note(self, agreement: AnyAgreement, text: str) -> None:
+        """Find out whether the ranks learn from calls of a signature. Collective."""
+        teaches = (
+            isinstance(agreement, Agreement)
+            and not agreement.frozen
+            and agreement.input_place is None
+            and agreement.output_place is None
+            and agreement.variant in (AUTO, "b2b")
+            and can_be_confirmed(agreement.collective)
+            and most_bytes(agreement.collective) >= LEAST_BYTES
+            and self._suits(agreement)
+        )
+        made = None
+        if teaches:
+            assert isinstance(agreement, Agreement)
+            with contextlib.suppress(UnavailableError):  # on all ranks alike
+                self._confirming.make_room(agreement.collective)
+                chunks = agreement.collective.chunks()
+                senders = frozenset(c.src_rank for c in chunks if c.src_rank != c.dst_rank)
+                made = Subject(text, agreement.collective, text.rpartition("#")[2], senders, Course())
+        self._subjects[text] = made
 
     # --- what all ranks know alike ------------------------------------------------------------------------------------
 
     def _catch_up(self, lesson: int) -> None:
         """Read what all have posted before this lesson, some of it."""
-        for _ in range(READS):
-            if self._read + 1 >= lesson:
-                return
-            posts = self._board.posts(self._read + 1)
+        last = min(lesson - 1, self._read + READS * (lesson - self._looked))
+        first, self._looked = self._read, lesson
+        while self._read < last:
+            posts = self._posts(self._read + 1)
             if posts is None:
-                return
+                break
             self._read += 1
-            said = tuple(map(self._parsed, posts))
-            alike = bool(said) and all(each.call == said[0].call for each in said)
-            self._queue.append((self._read, said if alike else ()))
+            heard = self._heard.get(posts)
+            self._queue.append((self._read, self._hear_all(posts) if heard is None else heard))
+        if self._read > first:
             self._board.has_read(self._read)
 
-    def _parsed(self, payload: bytes) -> Said:
-        found = self._heard.get(payload)
-        if found is None:
-            if len(self._heard) >= MOST_REMEMBERED:
-                self._heard.clear()
-            found = self._heard[payload] = heard(payload)
+    def _hear_all(self, posts: tuple[bytes, ...]) -> Heard:
+        if len(self._heard) >= MOST_REMEMBERED:
+            self._heard.clear()
+        found = self._heard[posts] = Heard.of(tuple(map(self._said, posts)))
         return found
 
-    def _enter(self, window: int, call: int) -> bool:
-        """Whether a window is in step. Waits for rank 0 if that is about to say it, which waits for nobody."""
+    def _said(self, payload: bytes) -> Said:
+        found = self._parsed.get(payload)
+        if found is None:
+            if len(self._parsed) >= MOST_REMEMBERED:
+                self._parsed.clear()
+            found = self._parsed[payload] = heard(payload)
+        return found
+
+    def _enter(self, window: int, call: int) -> None:
+        """Find out whether a window is in step, and what its calls do then. Waits for rank 0 if that is about to say
+        it, which waits for nobody.
+        """
         found = self._board.verdict(window)
         if found is None:
             self._wait(call, lambda: self._board.verdict(window) is not None, lambda: [0])
-        return bool(self._board.verdict(window))
+            found = self._board.verdict(window)
+        self._mappings.let_go(self._control.ended(self._rank))
+        if found:
+            self._go_by(window)
+        begun: collections.Counter[Subject | None] | None = None
+        for subject in self._subjects.values():
+            if subject is None:
+                continue
+            course = subject.course
+            if not found or not course.is_known(self._knowledge.usable):
+                subject.now = None
+            elif subject.now is not course.period:  # else it goes on: turns are counted with each lesson
+                if begun is None:
+                    numbers = range(self._known_to + 1, self._board.lesson)
+                    begun = collections.Counter(self._begun[lesson % KEPT] for lesson in numbers)
+                subject.now, subject.turn = course.period, (course.next + begun[subject]) % len(course.period)
 
     def _go_by(self, window: int) -> None:
         """Know what all have posted up to the window's frontier, and map what is new."""
@@ -233,36 +355,45 @@ class Learning:
             for subject in filter(None, self._subjects.values()):
                 subject.course.forget()
         while self._queue and self._queue[0][0] <= last:
-            lesson, said = self._queue.popleft()
+            lesson, heard = self._queue.popleft()
             if lesson > max(first, self._known_to):
-                self._settle(window, self._begun.get(lesson, ""), said)
-                if lesson == last and said and not any(each.pending for each in said):
+                self._settle(window, self._begun[lesson % KEPT], heard)
+                if lesson == last and heard.said and not any(each.pending for each in heard.said):
                     self._knowledge.note_mapped(window_of(last))
         self._known_to = last
-        for lesson in [lesson for lesson in self._begun if lesson <= last]:
-            del self._begun[lesson]
-        self._since = collections.Counter(self._begun.values())
 
-    def _settle(self, window: int, text: str, said: tuple[Said, ...]) -> None:
+    def _settle(self, window: int, subject: Subject | None, heard: Heard) -> None:
         """Take one lesson."""
-        subject = self._subjects.get(text)
+        said = heard.said
         if not said:
             if subject is not None:
                 subject.course.forget()
             return
-        gone = self._knowledge.hear(window, said, self._last_ahead)
-        if gone:
-            self._prepared.clear()
-            for each_subject in filter(None, self._subjects.values()):
-                for owner, name in gone:
-                    each_subject.course.drop(owner, name)
-        self._telling.heard(said[self._rank])
-        if subject is not None:
-            may_wait = not any(each.aside for each in said)
-            names = frozenset((rank, name) for rank, each in enumerate(said) for name in each.handles)
-            subject.course.settled(self._sources(subject, said), names, may_wait=may_wait)
-            if subject.course.given_up:
-                self._subjects[text] = None  # from the window on that has just begun, on all ranks
+        knowledge = self._knowledge
+        if heard.since != knowledge.drops:
+            gone = knowledge.hear(window, said, self._last_ahead)
+            if gone:
+                self._forget(gone)
+            self._telling.heard(said[self._rank])
+            if subject is not None:
+                heard.sources = self._sources(subject, said)
+                if heard.is_plain:  # the next time there is nothing to know but that it has come again
+                    heard.since = knowledge.drops
+        if subject is None:
+            return
+        subject.course.settled(heard.sources, heard.names, may_wait=heard.may_wait)
+        if subject.course.given_up and subject.now is not False:
+            self._subjects[subject.text] = None  # from the window on that has just begun, on all ranks
+            subject.now = False
+
+    def _forget(self, gone: Sequence[Name]) -> None:
+        """What lies in memory that is mapped no more."""
+        self._hits.clear()
+        if self._repeats is not None:
+            self._repeats.forget()
+        for subject in filter(None, self._subjects.values()):
+            for owner, name in gone:
+                subject.course.drop(owner, name)
 
     def _sources(self, subject: Subject, said: tuple[Said, ...]) -> Sources | None:
         """Where the inputs of all ranks lie; None if one of them offers nothing."""
@@ -284,7 +415,7 @@ class Learning:
         self._wait(call, lambda: not self._board.absent(lesson), lambda: self._board.absent(lesson))
         posts = self._board.posts(lesson)
         assert posts, "in a window in step all ranks post"
-        said = [self._parsed(payload) for payload in posts]
+        said = [self._said(payload) for payload in posts]
         for rank, each in enumerate(said):
             if each.call != subject.call:
                 text = f"call {call}: ranks made different calls: here {subject.text}; rank {rank}: #{each.call}"

@@ -16,6 +16,8 @@ from sidelane.program.collective import Buffer
 MOST_SAID = 4
 """Names that are said to be gone, or not to be mappable, in one lesson; others wait for the next."""
 
+_ENCODER = json.JSONEncoder(separators=(",", ":"))
+
 
 class Said(NamedTuple):
     """What a rank has said.
@@ -47,23 +49,23 @@ def text_of(
     failed: Sequence[tuple[int, str, str]],
     pending: bool,
     aside: bool,
-) -> bytes:
-    """As :func:`heard` reads it. What takes more than there is room for offers nothing."""
+) -> tuple[bytes, dict[Buffer, Source | str]]:
+    """As :func:`heard` reads it, and what it says of places. What takes more than there is room for offers nothing."""
     allocations: dict[str, Allocation] = {}
-    places: list[object] = []
+    places: dict[Buffer, Source | str] = {}
     for buffer in BUFFERS:
         place = found.get(buffer)
         if isinstance(place, Found):
             allocations[place.allocation.name] = place.allocation
-            places.append((place.allocation.name, place.offset))
+            places[buffer] = place.allocation.name, place.offset
         else:
-            places.append("" if place == 0 else None)
+            places[buffer] = "" if place == 0 else None
     handles = {name: allocation.handle for name, allocation in allocations.items()}
     rest = gone, failed, int(pending), int(aside)
-    text = json.dumps((call, places, handles, *rest), separators=(",", ":")).encode()
+    text = _ENCODER.encode((call, list(places.values()), handles, *rest)).encode()
     if len(text) > MOST_TEXT_BYTES and found:
         return text_of(call, {}, gone, failed, pending, aside)
-    return text
+    return text, places
 
 
 def heard(payload: bytes) -> Said:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any, cast
 
 import torch
@@ -15,12 +15,16 @@ from sidelane.collectives.asked import Asked
 from sidelane.collectives.calls import Calls, count_writes
 from sidelane.collectives.prepare import Prepared, Preparer
 from sidelane.collectives.shaped import Shape, Shaped, all_ordinary
+from sidelane.collectives.telling import LessonAgain, Subject
 from sidelane.execute.base import Place
+from sidelane.memory.lessons import LessonBoard
 from sidelane.native import Effect, load_replays
 
 MOST_TENSORS = 128
 """Of a call that is remembered, in all of its lists: ``MOST_TENSORS`` of ``native/replay.c``."""
 
+MOST_POSTS = 4096
+"""Remembered."""
 MOST_MOVED = 2
 """Tensors of a call that is remembered by its shape."""
 
@@ -76,6 +80,43 @@ class Repeats:
         """How many calls were made by their shape."""
         return int(self._replay.moved)
 
+    @property
+    def lessons(self) -> int:
+        """How many calls from which the ranks learn were made so, staged or ahead."""
+        return int(self._replay.lessons)
+
+    def teach(
+        self,
+        board: LessonBoard,
+        begun: list[Subject | None],
+        window: int,
+        enter: Callable[[Subject, bytes], object],
+    ) -> Callable[[int], tuple[bytes, ...] | None]:
+        """Make lessons as well. Returns what does as ``LessonBoard.posts``, in less time.
+
+        Args:
+            board: where they are posted.
+            begun: takes what they were of, by number, modulo its length.
+            window: lessons.
+            enter: begins the first lesson of a window, told its subject and its post. Asked with the executor's lock
+                held.
+        """
+        own = board.own()
+        words = tuple(record.address for record in own.records)
+        known: dict[bytes, bytes] = {}
+        self._replay.teach(
+            *(own.lesson, own.shown, own.read, own.records, words, own.heard),
+            *(known, begun, window, enter, board),
+        )
+
+        def posts(lesson: int) -> tuple[bytes, ...] | None:
+            if len(known) >= MOST_POSTS:
+                known.clear()
+            found: tuple[bytes, ...] | None = self._replay.posts(lesson)
+            return board.posts(lesson) if found is None else found
+
+        return posts
+
     @staticmethod
     def of(calls: Calls, arguments: Arguments, preparer: Preparer) -> Repeats | None:
         """For a communicator; None where there is no use in it, or no compiler."""
@@ -117,6 +158,7 @@ class Repeats:
         *,
         asked: Asked | None = None,
         again: Again | None = None,
+        lesson: LessonAgain | None = None,
     ) -> None:
         """Remember a call that has just been made, if it will be made the same way again.
 
@@ -126,6 +168,7 @@ class Repeats:
             place: where.
             asked: of a call with lists, what was; ``details`` says more than its own then.
             again: of a call that went ahead.
+            lesson: of one from which the ranks learn.
         """
         if not self.knows_by_address(key):
             return
@@ -148,15 +191,23 @@ class Repeats:
         generation = heap.generation_cell[0]
         if generation != key[5]:
             return  # memory was allocated since
+        if lesson is not None and lesson.turn is not None:
+            assert turn is None, "programs of calls that go ahead take no turns of their own"
+            turn = lesson.turn
         notes = (*repetition.notes, (Effect.SET, self._calls, "last_choice", prepared.choice))
         if again is not None:
             notes = (*again.notes, *notes)
+        if lesson is not None:
+            notes = (*lesson.notes, *notes)
         self._replay.remember(
             *(kind, tensors, lists, details, variant, beside, generation, turn, place[0]),
             *(signature, payload, repetition.steps, repetition.words, notes, repetition.failed),
-            *(standing, prepared, condition),
+            *(standing, prepared, condition, None, None if lesson is None else lesson.lesson),
         )
-        holds = self._preparer.recall(key) is prepared if again is None else again.holds()
+        if lesson is not None and lesson.turn is not None:
+            holds = lesson.holds()
+        else:
+            holds = self._preparer.recall(key) is prepared if again is None else again.holds()
         if not holds:  # another thread has moved staging, maybe before it was remembered
             self.forget()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -11,10 +12,12 @@ from sidelane.collectives.arguments import Request
 from sidelane.collectives.confirming import source_buffer
 from sidelane.collectives.course import Course
 from sidelane.collectives.heap import Region
-from sidelane.collectives.lesson import MOST_SAID, Said, heard, text_of
+from sidelane.collectives.lesson import MOST_SAID, Said, text_of
 from sidelane.collectives.mappings import Mappings
 from sidelane.collectives.offered import BUFFERS, Found
-from sidelane.memory.ordinary import Allocation, OrdinaryMemory
+from sidelane.collectives.pattern import Guard, Sources, Turn
+from sidelane.memory.ordinary import Allocation, OrdinaryMemory, Standing
+from sidelane.native import Note
 from sidelane.program.collective import Buffer, Collective
 
 LOOKS = 4
@@ -27,7 +30,8 @@ MOST_WHY = 80
 """Characters of why a rank cannot map something."""
 
 
-class Subject(NamedTuple):
+@dataclasses.dataclass(slots=True, eq=False)
+class Subject:
     """Calls of one signature from which the ranks learn.
 
     Attributes:
@@ -36,6 +40,9 @@ class Subject(NamedTuple):
         call: what stands in posts for the text.
         senders: ranks whose inputs others read.
         course: what comes again.
+        now: the period by which the next call goes ahead; None if it is staged, False if there is no use in learning
+            from it any more. It changes with the first lesson of a window only.
+        turn: of the period, that of the next call.
     """
 
     text: str
@@ -43,6 +50,8 @@ class Subject(NamedTuple):
     call: str
     senders: frozenset[int]
     course: Course
+    now: tuple[Sources, ...] | bool | None = None
+    turn: int = 0
 
 
 class Taught(NamedTuple):
@@ -61,6 +70,22 @@ class Taught(NamedTuple):
     output: str | None
 
 
+class LessonAgain(NamedTuple):
+    """A lesson as compiled code makes it again: see ``native/replay.c``.
+
+    Attributes:
+        lesson: what must be as it was; the post; the subject; whether it goes ahead; its memory has not been freed.
+        turn: of the period that it goes ahead by.
+        notes: to take.
+        holds: of one that goes ahead, whether nothing of it has been forgotten yet.
+    """
+
+    lesson: tuple[tuple[Guard, ...], bytes, Subject, bool, Standing]
+    turn: Turn | None
+    notes: tuple[Note, ...]
+    holds: Callable[[], bool]
+
+
 class Telling:
     """Of one rank.
 
@@ -68,10 +93,15 @@ class Telling:
         memory: ordinary memory of the device.
         mappings: of what others offer.
         is_pooled: whether a tensor lies in a pool, which is no ordinary memory.
+
+    Attributes:
+        has_news: there is something to say besides where tensors lie.
     """
 
     def __init__(self, memory: OrdinaryMemory, mappings: Mappings, is_pooled: Callable[[torch.Tensor], bool]) -> None:
         self._memory, self._mappings, self._is_pooled = memory, mappings, is_pooled
+        self.has_news = False
+        self._looked = 0  # in which lesson
         self._held: dict[str, Allocation] = {}  # which peers may have mapped; that used last is last
         self._looked_at: Iterator[str] = iter(())
         self._gone: list[str] = []  # until all have heard it
@@ -88,26 +118,40 @@ class Telling:
         aside: bool,
     ) -> Taught:
         """What to post in a lesson; see ``Learning.attend``."""
-        for name, why in self._mappings.look().items():
-            self._failed.append((*name, why[:MOST_WHY]))
-        if lesson % LOOKS == 0:
-            self._look_for_gone()
-        gone, failed = self._gone[:MOST_SAID], self._failed[:MOST_SAID]
-        pending = self._mappings.is_pending or len(failed) < len(self._failed)
-        news = bool(gone or failed or pending)
+        self.look(lesson)
         taught = self._taught.get((key, aside))
-        if taught is None or not all(map(self._stands, taught.allocations)):
-            taught = self._teach(subject, self._found(asked(), tensors), gone if news else (), failed, pending, aside)
-            if not news and taught.allocations and all(each.kept is None for each in taught.allocations):
+        stands = taught is not None and all(map(self._stands, taught.allocations))
+        if taught is None or not stands or self.note_news():
+            gone, failed = self._gone[:MOST_SAID], self._failed[:MOST_SAID]
+            pending = self._mappings.is_pending or len(failed) < len(self._failed)
+            taught = self._teach(subject, self._found(asked(), tensors), gone, failed, pending, aside)
+            if not self.note_news() and taught.allocations and all(each.kept is None for each in taught.allocations):
                 if len(self._taught) >= MOST_REMEMBERED:
                     self._taught.clear()
                 self._taught[key, aside] = taught
-        elif news:
-            taught = self._teach(subject, self._found(asked(), tensors), gone, failed, pending, aside)
+        elif self._memory.most_held is None:
+            return taught  # they are held since they were found
         for allocation in taught.allocations:
             self._held.pop(allocation.name, None)
             self._held[allocation.name] = allocation
         return taught
+
+    def look(self, lesson: int) -> None:
+        """Find out what could not be mapped since, and now and then what was freed."""
+        for name, why in self._mappings.look().items():
+            self._failed.append((*name, why[:MOST_WHY]))
+        while self._looked + LOOKS <= lesson:
+            self._looked += LOOKS
+            self._look_for_gone()
+
+    def taught(self, key: Hashable) -> Taught | None:
+        """What a call that is not asynchronous has said, if it will say the same again."""
+        return self._taught.get((key, False))
+
+    def note_news(self) -> bool:
+        """Find out whether there is something to say besides where tensors lie; see ``has_news``."""
+        self.has_news = bool(self._gone or self._failed or self._mappings.is_pending)
+        return self.has_news
 
     def heard(self, said: Said) -> None:
         """All have heard what this rank has said."""
@@ -132,8 +176,8 @@ class Telling:
         pending: bool,
         aside: bool,
     ) -> Taught:
-        post = text_of(subject.call, found, gone, failed, pending, aside)
-        places = heard(post).places  # not what was found, which may have been too much to say
+        # Places that were said, not those that were found: that may have been too much to say.
+        post, places = text_of(subject.call, found, gone, failed, pending, aside)
         input, output = places[source_buffer(subject.collective)], places[Buffer.OUTPUT]
         allocations = {place.allocation.name: place.allocation for place in found.values() if isinstance(place, Found)}
         return Taught(

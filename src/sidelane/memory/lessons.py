@@ -13,9 +13,12 @@ waits for its end, which waits for nobody.
 
 from __future__ import annotations
 
+import ctypes
+from typing import NamedTuple
+
 from sidelane.memory.exchange import Exchange
 from sidelane.memory.host_shared import SharedBytes
-from sidelane.memory.ordering import full_fence
+from sidelane.memory.ordering import Fence, full_fence
 from sidelane.memory.posts import MOST_TEXT_BYTES, PAGE_BYTES
 from sidelane.memory.record import Record
 
@@ -24,7 +27,8 @@ WINDOW = 8
 
 LAG = 32
 """In a window in step the ranks go by lessons up to ``LAG`` before the first lesson behind it. Hosts that are further
-apart than ``LAG - WINDOW`` are not in step."""
+apart than ``LAG - WINDOW`` are not in step, nor are those further apart than ``LAG - 2 * WINDOW`` that read once in a
+window."""
 
 RING = 64
 """Posts on record. More than ``LAG + WINDOW``: in a window in step everybody posts."""
@@ -55,6 +59,24 @@ def frontier(window: int) -> int:
     return max(0, WINDOW * (window + 1) - LAG)
 
 
+class OwnLessons(NamedTuple):
+    """Where a rank says and reads what :class:`LessonBoard` does, for code that does so itself.
+
+    Attributes:
+        lesson: address of the number of the last one begun here, and next to it whether its call is still to be made.
+        shown: address of where peers see it.
+        read: by rank, addresses of the last lesson of which it has read all posts.
+        records: lesson ``n`` is posted in number ``n % len(records)``.
+        heard: addresses of the records of all ranks, those of a rank side by side.
+    """
+
+    lesson: int
+    shown: int
+    read: tuple[int, ...]
+    records: tuple[Record, ...]
+    heard: tuple[int, ...]
+
+
 class _Part:
     """The memory of one rank."""
 
@@ -63,6 +85,9 @@ class _Part:
         slots = view[PAGE_BYTES:]
         self.slots = [Record(slots[i * SLOT_BYTES : (i + 1) * SLOT_BYTES]) for i in range(RING)]
         self.found: list[tuple[int, bytes]] = [(-1, b"")] * RING  # seals and payloads, as they were read last
+
+    def address(self, word: int) -> int:
+        return ctypes.addressof(ctypes.c_char.from_buffer(self.words)) + self.words.itemsize * word
 
 
 class LessonBoard:
@@ -81,25 +106,42 @@ class LessonBoard:
         self._parts = [_Part(shared.view(rank)) for rank in range(shared.world_size)]
         self._own = self._parts[shared.rank]
         self._next_judged = 0
+        self._lesson = (ctypes.c_uint64 * 2)()
+        self._fence = Fence()
 
-    def say(self, lesson: int, payload: bytes) -> bool:
-        """Post a lesson and say that it has begun; False if a rank is so late that there is no room for the post."""
-        own = self._own
+    @property
+    def lesson(self) -> int:
+        """The last one that has begun here; :meth:`say` begins the next one."""
+        return self._lesson[0]
+
+    def take(self) -> bool:
+        """Make the call of the last lesson; True if that is still to be done."""
+        found, self._lesson[1] = bool(self._lesson[1]), 0
+        return found
+
+    def say(self, payload: bytes) -> bool:
+        """Post the next lesson and say that it has begun; False if a rank is so late that there is no room for it."""
+        own, lesson = self._own, self._lesson[0] + 1
         kept = all(part.words[READ] >= lesson - RING for part in self._parts)
         if kept:
             own.slots[lesson % RING].write(lesson, 0, payload)
-            full_fence()  # who sees that it has begun sees the post
-        own.words[BEGUN] = lesson
-        full_fence()  # what comes next looks for what others say
+            self._fence.full()  # who sees that it has begun sees the post
+        own.words[BEGUN] = self._lesson[0] = lesson
+        self._lesson[1] = 1
+        self._fence.full()  # what comes next looks for what others say
         return kept
 
-    def posts(self, lesson: int) -> list[bytes] | None:
+    def posts(self, lesson: int) -> tuple[bytes, ...] | None:
         """What all ranks have posted in a lesson, if they have; empty if one of them has begun it and posted nothing.
 
         Nothing is posted over it before this rank says that it has read it.
         """
         found: list[bytes] = []
         for part in self._parts:
+            seal, known = part.found[lesson % RING]
+            if part.slots[lesson % RING].has(lesson, seal):  # most of them are what they were
+                found.append(known)
+                continue
             payload = self._post(part, lesson)
             if payload is None:
                 if part.words[BEGUN] < lesson:
@@ -107,13 +149,21 @@ class LessonBoard:
                 full_fence()
                 payload = self._post(part, lesson)  # it may have come since
                 if payload is None:
-                    return []
+                    return ()
             found.append(payload)
-        return found
+        return tuple(found)
 
     def has_read(self, lesson: int) -> None:
         """Say that the posts of all lessons up to this one are read here."""
+        full_fence()
         self._own.words[READ] = lesson
+
+    def own(self) -> OwnLessons:
+        """Where :meth:`say` writes, and what it reads."""
+        read = tuple(part.address(READ) for part in self._parts)
+        heard = tuple(slot.address for part in self._parts for slot in part.slots)
+        lesson, shown = ctypes.addressof(self._lesson), self._own.address(BEGUN)
+        return OwnLessons(lesson, shown, read, tuple(self._own.slots), heard)
 
     def absent(self, lesson: int) -> list[int]:
         """Ranks that have not begun a lesson."""
@@ -144,9 +194,6 @@ class LessonBoard:
 
     def _post(self, part: _Part, lesson: int) -> bytes | None:
         slot, number = part.slots[lesson % RING], lesson % RING
-        seal, payload = part.found[number]
-        if slot.has(lesson, seal):
-            return payload
         if slot.number != lesson:
             return None
         seal, record = slot.seal, slot.read()

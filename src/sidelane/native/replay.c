@@ -8,7 +8,8 @@
 
    So do calls that go ahead (sidelane.collectives.ahead): what they are made for stands, if what is expected is the very
    object that it was, and their peers are near and have not wished to be heard, which they say in words of memory that
-   all ranks share.
+   all ranks share. And so do lessons (sidelane.collectives.learning), staged or ahead: they post besides where their
+   tensors lie. Python begins the first lesson of each window, in which it reads what all have posted.
 
    What Python reads and writes too (watch, ledger) stays Python's, and is reached by the attributes that `remember` and
    `Replay` are told. The GIL is held throughout but for the calls of the driver, which may block for as long as a peer
@@ -64,6 +65,7 @@ typedef struct {
 
 /* An address, and what the answer to a question about it is, for as long as it is the same memory. */
 typedef struct {
+    int (*ask)(uint64_t *number, int question, void *address);
     uint64_t address, number;
     int question;
 } Allocation;
@@ -88,6 +90,13 @@ typedef struct {
     Peer *rank;
 } Ahead;
 
+/* Of a call from which the ranks learn: on what condition it is as it was, what is posted of it, and what it is one of.
+   NULL: of any other call. */
+typedef struct {
+    PyObject *guards, *payload, *subject;
+    int is_ahead;
+} Lesson;
+
 /* A word of the steps that follows where a tensor lies. */
 typedef struct {
     int tensor;
@@ -108,17 +117,31 @@ typedef struct {
     PyObject *generation, *turn, *signature, *payload, *failed;
     Request request;
     long long stream;
-    int (*ask)(uint64_t *number, int question, void *address); /* for the number of an allocation */
     int allocations, steps, words, notes;
     Allocation *allocation; /* that the steps take for granted */
     Step *step;
     Words *word;
     Note *note;
     Ahead ahead;
+    Lesson lesson;
     Shape shape;
     int users; /* runs that are under way */
     int dropped;
 } Entry;
+
+/* Where this rank posts lessons, and peers say which ones they have read: see sidelane.memory.lessons. */
+typedef struct {
+    PyObject *keep; /* a tuple of everything below; NULL where nobody learns */
+    PyObject *begun, *records; /* a list: by number, what lessons were of */
+    PyObject *enter;           /* begins the first lesson of a window, told what it is of, and its post */
+    PyObject *known;           /* a dict: posts that were read, by themselves */
+    uint64_t **record_words, **heard; /* of this rank's records; of all ranks', those of a rank side by side */
+    Py_ssize_t record_count, room;
+    uint64_t *lesson, *shown; /* the last one begun here, with whether its call is still to be made; where peers see it */
+    const uint64_t **read;
+    Py_ssize_t ranks;
+    long long window; /* lessons */
+} Board;
 
 typedef struct {
     PyObject_HEAD
@@ -131,7 +154,8 @@ typedef struct {
     long long index_value;
     Entry *table[TABLE];
     unsigned next_victim;
-    unsigned long long hits; /* calls that went ahead */
+    Board board;
+    unsigned long long hits, lessons; /* calls that went ahead; such that peers learn from */
     unsigned long long moved; /* calls that were made by their shape */
     uint64_t seen[SEEN];
     int again; /* the last call has a shape, and was made at its addresses before */
@@ -361,6 +385,7 @@ static int read_notes(Entry *entry, PyObject *notes)
     return 0;
 }
 
+/* In addition to those that there are. */
 static int read_allocations(Entry *entry, PyObject *standing)
 {
     unsigned long long function;
@@ -369,18 +394,18 @@ static int read_allocations(Entry *entry, PyObject *standing)
         return 0;
     if (!PyArg_ParseTuple(standing, "KO!", &function, &PyTuple_Type, &rows))
         return -1;
-    entry->ask = (int (*)(uint64_t *, int, void *))(uintptr_t)function;
-    Py_ssize_t count = PyTuple_GET_SIZE(rows);
-    entry->allocation = PyMem_Calloc(count ? count : 1, sizeof(Allocation));
-    if (entry->allocation == NULL)
+    int (*ask)(uint64_t *, int, void *) = (int (*)(uint64_t *, int, void *))(uintptr_t)function;
+    Py_ssize_t count = PyTuple_GET_SIZE(rows), all = entry->allocations + count;
+    Allocation *longer = PyMem_Realloc(entry->allocation, (all ? all : 1) * sizeof(Allocation));
+    if (longer == NULL)
         return PyErr_NoMemory(), -1;
+    entry->allocation = longer;
     for (Py_ssize_t i = 0; i < count; i++) {
         unsigned long long address, number;
         int question;
         if (!PyArg_ParseTuple(PyTuple_GET_ITEM(rows, i), "KiK", &address, &question, &number))
             return -1;
-        entry->allocation[i] = (Allocation){address, number, question};
-        entry->allocations++;
+        entry->allocation[entry->allocations++] = (Allocation){ask, address, number, question};
     }
     return 0;
 }
@@ -445,8 +470,30 @@ static int read_shape(Entry *entry, PyObject *given)
     return 0;
 }
 
+static int read_lesson(const Replay *self, Entry *entry, PyObject *given)
+{
+    PyObject *standing;
+    Lesson *lesson = &entry->lesson;
+    if (given == NULL || given == Py_None)
+        return 0;
+    if (!PyArg_ParseTuple(given, "O!SOpO", &PyTuple_Type, &lesson->guards, &lesson->payload, &lesson->subject,
+                          &lesson->is_ahead, &standing))
+        return -1;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(lesson->guards); i++)
+        if (!is_guard(PyTuple_GET_ITEM(lesson->guards, i), 3))
+            return -1;
+    if (self->board.keep == NULL || PyBytes_GET_SIZE(lesson->payload) > self->board.room)
+        return PyErr_SetString(PyExc_ValueError, "remember: a lesson has a board with room for its post"), -1;
+    if (entry->shape.admits != NULL || entry->ahead.ranks)
+        return PyErr_SetString(PyExc_ValueError, "remember: a lesson is one of a call at its addresses"), -1;
+    return read_allocations(entry, standing);
+}
+
+/* A staged lesson, and one that goes ahead at some turn, do not replace each other. */
 static int same_turn(const Entry *a, const Entry *b)
 {
+    if (a->lesson.is_ahead != b->lesson.is_ahead)
+        return 0;
     if (a->turn == Py_None || b->turn == Py_None)
         return 1;
     return PyTuple_GET_ITEM(a->turn, 2) == PyTuple_GET_ITEM(b->turn, 2);
@@ -478,22 +525,23 @@ static unsigned choose_target(Replay *self, const Entry *entry)
 }
 
 PyDoc_STRVAR(remember_doc, "remember(kind, tensors, lists, details, variant, beside, generation, turn, stream, "
-                           "signature, payload, steps, words, notes, failed, standing, owner, ahead, shape=None)\n--\n\n"
+                           "signature, payload, steps, words, notes, failed, standing, owner, ahead, shape=None, "
+                           "lesson=None)\n--\n\n"
                            "Remember a call; see sidelane.collectives.repeat, which makes the arguments.");
 
 static PyObject *replay_remember(Replay *self, PyObject *all)
 {
-    PyObject *tensors, *steps, *words, *notes, *standing, *ahead, *shape = NULL;
+    PyObject *tensors, *steps, *words, *notes, *standing, *ahead, *shape = NULL, *lesson = NULL;
     PyObject *owner; /* of whatever the steps need, kept like everything */
     Entry *entry = PyMem_Calloc(1, sizeof(Entry));
     if (entry == NULL)
         return PyErr_NoMemory();
     entry->keep = Py_NewRef(all);
-    if (!PyArg_ParseTuple(all, "OO!iOOOOOLOSO!O!O!OOOO|O", &entry->request.kind, &PyTuple_Type, &tensors,
+    if (!PyArg_ParseTuple(all, "OO!iOOOOOLOSO!O!O!OOOO|OO", &entry->request.kind, &PyTuple_Type, &tensors,
                           &entry->request.lists, &entry->request.details, &entry->request.variant, &entry->request.beside,
                           &entry->generation, &entry->turn, &entry->stream,
                           &entry->signature, &entry->payload, &PyTuple_Type, &steps, &PyTuple_Type, &words,
-                          &PyTuple_Type, &notes, &entry->failed, &standing, &owner, &ahead, &shape))
+                          &PyTuple_Type, &notes, &entry->failed, &standing, &owner, &ahead, &shape, &lesson))
         goto fail;
     if (entry->turn != Py_None && !is_guard(entry->turn, 4))
         goto fail;
@@ -520,7 +568,8 @@ static PyObject *replay_remember(Replay *self, PyObject *all)
         request->tensor[i].address = address, request->tensor[i].nbytes = nbytes;
     }
     if (read_steps(entry, steps) || read_words(entry, words) || read_notes(entry, notes) ||
-        read_allocations(entry, standing) || read_ahead(&entry->ahead, ahead) || read_shape(entry, shape))
+        read_allocations(entry, standing) || read_ahead(&entry->ahead, ahead) || read_shape(entry, shape) ||
+        read_lesson(self, entry, lesson))
         goto fail;
     unsigned chosen = choose_target(self, entry);
     if (PyErr_Occurred())
@@ -636,6 +685,8 @@ static Entry *find(Replay *self, const Request *request, const Shape *form, long
             answer = passes(entry->turn);
         if (answer == 1 && entry->ahead.ranks) /* whatever changes what is expected replaces one of these */
             answer = all_pass(entry->ahead.guards);
+        if (answer == 1 && entry->lesson.guards != NULL)
+            answer = all_pass(entry->lesson.guards);
         if (answer == 1 && !entry->dropped)
             return entry;
         leave_entry(entry);
@@ -698,7 +749,7 @@ static int stands(const Entry *entry)
     for (int i = 0; i < entry->allocations && all; i++) {
         uint64_t number = 0;
         const Allocation *allocation = &entry->allocation[i];
-        int refused = entry->ask(&number, allocation->question, (void *)(uintptr_t)allocation->address);
+        int refused = allocation->ask(&number, allocation->question, (void *)(uintptr_t)allocation->address);
         all = !refused && number == allocation->number;
     }
     Py_END_ALLOW_THREADS
@@ -767,22 +818,38 @@ static int note_written(PyObject *record, PyObject *payload, uint64_t digest)
     return failed ? -1 : 0;
 }
 
-/* Let the peers know of the call. A post like the one that it replaces changes the number of a record alone. */
-static int post_number(Replay *self, Entry *entry, PyObject *number, uint64_t value)
+/* Put a post into a record of this rank's. One like that which it replaces changes the number alone. */
+static int write_post(PyObject *record, uint64_t *words, PyObject *payload, uint64_t number)
 {
-    Py_ssize_t slot = (Py_ssize_t)(value % (uint64_t)self->record_count);
-    PyObject *record = PyTuple_GET_ITEM(self->records, slot);
     PyObject *written = PyObject_GetAttr(record, n_written), *status = PyObject_GetAttr(record, n_status);
     PyObject *digest = PyObject_GetAttr(record, n_digest);
     int known = written != NULL && status != NULL && digest != NULL;
-    int repeats = known && written == entry->payload && PyLong_Check(status) && PyObject_Not(status) == 1;
-    int posting = known ? is_true(ask(self->post_lock, n_locked)) : -1; /* another thread of this rank */
-    uint64_t tie = repeats ? value ^ PyLong_AsUnsignedLongLong(digest) : 0;
+    int repeats = known && written == payload && PyLong_Check(status) && PyObject_Not(status) == 1;
+    uint64_t tie = repeats ? number ^ PyLong_AsUnsignedLongLong(digest) : 0;
     Py_XDECREF(written);
     Py_XDECREF(status);
     Py_XDECREF(digest);
-    int unread = known ? is_unread(self, value) : -1;
-    if (unread < 0 || posting < 0 || PyErr_Occurred())
+    if (PyErr_Occurred())
+        return -1;
+    if (repeats) {
+        __atomic_store_n(&words[1], number, __ATOMIC_RELAXED);
+        __atomic_store_n(&words[3], tie, __ATOMIC_RELAXED);
+    } else {
+        if (PyObject_SetAttr(record, n_written, Py_None))
+            return -1;
+        if (note_written(record, payload, write_record(words, number, payload)))
+            PyErr_Clear(); /* there is no memory, but a post: what is written is not known, and replaced the next time */
+    }
+    return 0;
+}
+
+/* Let the peers know of the call. */
+static int post_number(Replay *self, Entry *entry, PyObject *number, uint64_t value)
+{
+    Py_ssize_t slot = (Py_ssize_t)(value % (uint64_t)self->record_count);
+    int posting = is_true(ask(self->post_lock, n_locked)); /* another thread of this rank */
+    int unread = posting < 0 ? -1 : is_unread(self, value);
+    if (unread < 0)
         return -1;
     if (unread || posting) {
         PyObject *arguments[] = {number, entry->signature};
@@ -790,19 +857,102 @@ static int post_number(Replay *self, Entry *entry, PyObject *number, uint64_t va
         Py_XDECREF(done);
         return done == NULL ? -1 : 0;
     }
-    uint64_t *words = self->record_words[slot];
-    if (repeats) {
-        __atomic_store_n(&words[1], value, __ATOMIC_RELAXED);
-        __atomic_store_n(&words[3], tie, __ATOMIC_RELAXED);
-    } else {
-        if (PyObject_SetAttr(record, n_written, Py_None))
-            return -1;
-        if (note_written(record, entry->payload, write_record(words, value, entry->payload)))
-            PyErr_Clear(); /* there is no memory, but a post: what is written is not known, and replaced the next time */
-    }
+    if (write_post(PyTuple_GET_ITEM(self->records, slot), self->record_words[slot], entry->payload, value))
+        return -1;
     if (__atomic_load_n(self->begun, __ATOMIC_RELAXED) < value)
         __atomic_store_n(self->begun, value, __ATOMIC_RELEASE);
     return 0;
+}
+
+/* 1: there is room for the post of the next lesson. 0: there is none, so that Python begins it without. */
+static int has_room(const Board *board)
+{
+    for (Py_ssize_t i = 0; i < board->ranks; i++)
+        if (__atomic_load_n(board->read[i], __ATOMIC_ACQUIRE) + (uint64_t)board->record_count < *board->lesson + 1)
+            return 0;
+    return 1;
+}
+
+/* Post a lesson, and say that it has begun, as LessonBoard.say does. */
+static int post_lesson(Replay *self, Entry *entry)
+{
+    Board *board = &self->board;
+    uint64_t lesson = *board->lesson + 1;
+    Py_ssize_t slot = (Py_ssize_t)(lesson % (uint64_t)board->record_count);
+    if (write_post(PyTuple_GET_ITEM(board->records, slot), board->record_words[slot], entry->lesson.payload, lesson))
+        return -1;
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+    __atomic_store_n(board->shown, lesson, __ATOMIC_RELEASE);
+    board->lesson[0] = lesson, board->lesson[1] = 1;
+    Py_ssize_t place = (Py_ssize_t)(lesson % (uint64_t)PyList_GET_SIZE(board->begun));
+    return PyList_SetItem(board->begun, place, Py_NewRef(entry->lesson.subject));
+}
+
+/* Begin a lesson. 1: its call may be made. 0: Python makes it, since what it is to do is something else from this one
+   on. -1: an error. */
+static int begin_lesson(Replay *self, Entry *entry)
+{
+    Board *board = &self->board;
+    if (*board->lesson % (uint64_t)board->window != 0)
+        return post_lesson(self, entry) ? -1 : 1;
+    PyObject *arguments[] = {entry->lesson.subject, entry->lesson.payload};
+    PyObject *done = PyObject_Vectorcall(board->enter, arguments, 2, NULL);
+    Py_XDECREF(done);
+    if (done == NULL)
+        return -1;
+    int open = entry->dropped ? 0 : is_open(self);
+    if (open == 1)
+        open = all_pass(entry->lesson.guards);
+    if (open == 1 && entry->turn != Py_None)
+        open = passes(entry->turn);
+    return open;
+}
+
+/* The payload of a record with this number and without a status, as what was read before if it is the same. NULL if there
+   is none that is whole right now, or with an error. */
+static PyObject *read_record(const uint64_t *words, uint64_t number, Py_ssize_t room, PyObject *known)
+{
+    uint64_t sequence = __atomic_load_n(&words[0], __ATOMIC_ACQUIRE);
+    uint64_t digest = __atomic_load_n(&words[2], __ATOMIC_RELAXED);
+    Py_ssize_t length = (Py_ssize_t)(digest >> 32 & 0xFFFFFF);
+    if (sequence == 0 || sequence % 2 || digest >> 56 || length > room)
+        return NULL;
+    PyObject *payload = PyBytes_FromStringAndSize((const char *)(words + HEADER_WORDS), length);
+    if (payload == NULL)
+        return NULL;
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+    int whole = __atomic_load_n(&words[0], __ATOMIC_RELAXED) == sequence &&
+                __atomic_load_n(&words[1], __ATOMIC_RELAXED) == number &&
+                __atomic_load_n(&words[2], __ATOMIC_RELAXED) == digest &&
+                __atomic_load_n(&words[3], __ATOMIC_RELAXED) == (number ^ digest);
+    const unsigned char *bytes = (const unsigned char *)PyBytes_AS_STRING(payload);
+    PyObject *found = NULL;
+    if (whole && checksum((uint32_t)(sequence << 8), bytes, length) == (uint32_t)digest)
+        found = Py_XNewRef(PyDict_SetDefault(known, payload, payload));
+    Py_DECREF(payload);
+    return found;
+}
+
+PyDoc_STRVAR(posts_doc, "posts(lesson)\n--\n\n"
+                        "What all ranks have posted in a lesson; None if LessonBoard.posts is to find out.");
+
+static PyObject *replay_posts(Replay *self, PyObject *lesson)
+{
+    Board *board = &self->board;
+    uint64_t number = PyLong_AsUnsignedLongLong(lesson);
+    if (PyErr_Occurred() || board->keep == NULL)
+        return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_TypeError, "posts: nobody learns");
+    PyObject *found = PyTuple_New(board->ranks);
+    for (Py_ssize_t rank = 0; found != NULL && rank < board->ranks; rank++) {
+        uint64_t *words = board->heard[rank * board->record_count + (Py_ssize_t)(number % (uint64_t)board->record_count)];
+        PyObject *payload = read_record(words, number, board->room, board->known);
+        if (payload == NULL) {
+            Py_DECREF(found);
+            return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
+        }
+        PyTuple_SET_ITEM(found, rank, payload);
+    }
+    return found;
 }
 
 /* Keep the post of a call that goes ahead for peers that miss, as ControlBlock.keep_post does. Python looks, now and
@@ -962,6 +1112,10 @@ static int repeat(Replay *self, Entry *entry, const Request *request, PyObject *
         failed = keep_post(self, &entry->ahead, number, value);
         self->hits++, self->unseen++;
     }
+    if (!failed && entry->lesson.guards != NULL) {
+        self->board.lesson[1] = 0;
+        self->lessons++, self->hits += (unsigned)entry->lesson.is_ahead;
+    }
     failed = failed || set_words(entry, value);
     for (int i = 0; i < entry->shape.followers; i++) {
         const Follower *follower = &entry->shape.follower[i];
@@ -1011,8 +1165,12 @@ static enum Outcome attempt(Replay *self, const Request *request, PyObject *tens
             open = is_open(self);
         if (open == 1 && entry->ahead.ranks) /* what was forgotten while other threads ran is not expected any more */
             open = entry->dropped ? 0 : may_go_ahead(self, &entry->ahead);
+        if (open == 1 && entry->lesson.guards != NULL)
+            open = entry->dropped ? 0 : has_room(&self->board);
         if (open == 1) /* some calls early, since calls that are refused take numbers that are not begun */
             open = !is_unread(self, *self->begun + 1 + (uint64_t)self->record_count / 8);
+        if (open == 1 && entry->lesson.guards != NULL && !PyErr_Occurred())
+            open = begin_lesson(self, entry);
         int repeated = open == 1 && !PyErr_Occurred() ? repeat(self, entry, request, written) : open < 0 ? -1 : 1;
         outcome = repeated < 0 || PyErr_Occurred() ? ERROR : repeated ? NOT_NOW : MADE;
     }
@@ -1155,9 +1313,61 @@ static int replay_init(Replay *self, PyObject *all, PyObject *keywords)
     return 0;
 }
 
+PyDoc_STRVAR(teach_doc, "teach(lesson, shown, read, records, words, heard, known, begun, window, enter, owner)\n--\n\n"
+                        "Let calls be lessons: addresses of the last one here and of where peers see it, and of what each "
+                        "rank has read; records of posts, their words, and those of all ranks; a dict of posts that were "
+                        "read; what lessons were of; lessons of a window, and "
+                        "what begins the first one.");
+
+static PyObject *replay_teach(Replay *self, PyObject *all)
+{
+    PyObject *read, *words, *heard, *owner; /* of the memory, kept like everything */
+    unsigned long long lesson, shown;
+    Board board = {NULL};
+    if (self->board.keep != NULL)
+        return PyErr_Format(PyExc_TypeError, "teach: once");
+    if (!PyArg_ParseTuple(all, "KKO!O!O!O!O!O!LOO", &lesson, &shown, &PyTuple_Type, &read, &PyTuple_Type,
+                          &board.records, &PyTuple_Type, &words, &PyTuple_Type, &heard, &PyDict_Type, &board.known, &PyList_Type, &board.begun, &board.window, &board.enter, &owner))
+        return NULL;
+    board.lesson = (uint64_t *)(uintptr_t)lesson, board.shown = (uint64_t *)(uintptr_t)shown;
+    board.ranks = PyTuple_GET_SIZE(read), board.record_count = PyTuple_GET_SIZE(board.records);
+    if (board.window < 1 || board.record_count < 1 || PyTuple_GET_SIZE(words) != board.record_count ||
+        PyTuple_GET_SIZE(heard) != board.record_count * board.ranks || PyList_GET_SIZE(board.begun) < 1)
+        return PyErr_Format(PyExc_ValueError, "teach: windows, records with words each, and room for what has begun");
+    PyObject *room = PyObject_GetAttrString(PyTuple_GET_ITEM(board.records, 0), "room");
+    board.room = room == NULL ? -1 : PyLong_AsSsize_t(room);
+    Py_XDECREF(room);
+    if (PyErr_Occurred())
+        return NULL;
+    board.record_words = PyMem_Calloc(board.record_count, sizeof(uint64_t *));
+    board.read = PyMem_Calloc(board.ranks ? board.ranks : 1, sizeof(uint64_t *));
+    board.heard = PyMem_Calloc(PyTuple_GET_SIZE(heard) ? PyTuple_GET_SIZE(heard) : 1, sizeof(uint64_t *));
+    if (board.record_words == NULL || board.read == NULL || board.heard == NULL) {
+        PyErr_NoMemory();
+        goto fail;
+    }
+    for (Py_ssize_t i = 0; i < board.record_count; i++)
+        board.record_words[i] = PyLong_AsVoidPtr(PyTuple_GET_ITEM(words, i));
+    for (Py_ssize_t i = 0; i < board.ranks; i++)
+        board.read[i] = PyLong_AsVoidPtr(PyTuple_GET_ITEM(read, i));
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(heard); i++)
+        board.heard[i] = PyLong_AsVoidPtr(PyTuple_GET_ITEM(heard, i));
+    if (PyErr_Occurred())
+        goto fail;
+    board.keep = Py_NewRef(all);
+    self->board = board;
+    Py_RETURN_NONE;
+fail:
+    PyMem_Free(board.record_words);
+    PyMem_Free(board.read);
+    PyMem_Free(board.heard);
+    return NULL;
+}
+
 static int replay_traverse(Replay *self, visitproc visit, void *arg)
 {
     Py_VISIT(self->keep);
+    Py_VISIT(self->board.keep);
     for (int i = 0; i < TABLE; i++)
         if (self->table[i] != NULL)
             Py_VISIT(self->table[i]->keep);
@@ -1186,7 +1396,11 @@ static void replay_dealloc(Replay *self)
     PyObject_GC_UnTrack(self);
     replay_clear(self);
     Py_CLEAR(self->keep);
+    Py_CLEAR(self->board.keep);
     PyMem_Free(self->record_words);
+    PyMem_Free(self->board.record_words);
+    PyMem_Free(self->board.read);
+    PyMem_Free(self->board.heard);
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
@@ -1200,11 +1414,15 @@ static PyObject *replay_count(Replay *self, void *unused)
 
 static PyObject *replay_hits(Replay *self, void *unused) { return PyLong_FromUnsignedLongLong(self->hits); }
 
+static PyObject *replay_lessons(Replay *self, void *unused) { return PyLong_FromUnsignedLongLong(self->lessons); }
+
 static PyObject *replay_again(Replay *self, void *unused) { return PyBool_FromLong(self->again); }
 
 static PyObject *replay_moved(Replay *self, void *unused) { return PyLong_FromUnsignedLongLong(self->moved); }
 
 static PyMethodDef replay_methods[] = {
+    {"posts", (PyCFunction)replay_posts, METH_O, posts_doc},
+    {"teach", (PyCFunction)replay_teach, METH_VARARGS, teach_doc},
     {"remember", (PyCFunction)replay_remember, METH_VARARGS, remember_doc},
     {"run", (PyCFunction)(void (*)(void))replay_run, METH_FASTCALL, run_doc},
     {"forget", (PyCFunction)replay_clear_table, METH_NOARGS, "Forget every call."},
@@ -1214,6 +1432,7 @@ static PyMethodDef replay_methods[] = {
 static PyGetSetDef replay_properties[] = {
     {"remembered", (getter)replay_count, NULL, "How many calls are remembered.", NULL},
     {"hits", (getter)replay_hits, NULL, "How many calls went ahead.", NULL},
+    {"lessons", (getter)replay_lessons, NULL, "How many calls peers learn from.", NULL},
     {"again", (getter)replay_again, NULL, "Whether the last call is left to Python since it comes again.", NULL},
     {"moved", (getter)replay_moved, NULL, "How many calls were made by their shape.", NULL},
     {NULL, NULL, NULL, NULL, NULL},

@@ -1,0 +1,94 @@
+"""Lessons, made by compiled code: between CPU ranks that take the path of GPUs."""
+
+from __future__ import annotations
+
+import collections
+import sys
+
+import lesson_cases
+import pytest
+from ranks import RankPool
+
+from sidelane.memory.lessons import LAG, RING, WINDOW
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems do not say what is mapped where")
+
+
+@pytest.mark.parametrize("period", [1, 5, 25])
+def test_what_comes_again_is_made_by_compiled_code(pool: RankPool, period: int) -> None:
+    for native, ahead, numbers in pool.run(lesson_cases.made_by, 2, period, 200):
+        assert all(native[-100:]) and all(ahead[-100:])
+        assert numbers == 200 + 10 + lesson_cases.SETTLED
+
+
+def test_a_model_goes_ahead_once_its_addresses_have_come_again(pool: RankPool) -> None:
+    found = pool.run(lesson_cases.of, 2, "what_comes_again", 2, 40)
+    assert found[0]["hits"] == found[1]["hits"] > 120 and "misses" not in found[0]
+    assert found[0]["by C"] > 120
+
+
+@pytest.mark.parametrize(("n", "steps"), [(2, 120), (3, 80)])
+def test_a_storm_of_tensors_that_are_replaced(pool: RankPool, n: int, steps: int) -> None:
+    found = pool.run(lesson_cases.of, n, "storm", n, steps)
+    total = sum((collections.Counter(said) for said, _ in found), collections.Counter[str]())
+    assert total["hits"] > n * steps / 2 and total["misses"] > 0 and total["by C"] > n * steps, total
+    assert [left for _, left in found] == [0] * n, "what is mapped goes with the communicator"
+
+
+BEHIND = {
+    "another stream": [False, True, True] * 2,
+    "a capture": [True] * 6,
+    "memory": [True] * 3,
+    "closed": [],
+}
+
+
+@pytest.mark.parametrize("what", [*BEHIND, "another address", "freed"])
+def test_what_is_not_as_it_was_goes_back_to_python(pool: RankPool, what: str) -> None:
+    found = pool.run(lesson_cases.goes_back, 2, what)
+    for rank, (before, during, behind, said) in enumerate(found):
+        assert before == [True] * 4
+        replaced = what in ("another address", "freed") and rank == 0
+        assert during == ([] if what == "a capture" else [what in ("another address", "freed") and not replaced])
+        misses = said.get("misses", 0)
+        assert misses > 0 if what == "freed" and rank == 0 else misses == replaced, "new memory until it is heard of"
+        if what in BEHIND:
+            assert behind == BEHIND[what]
+        else:
+            assert all(behind[-WINDOW:]), "it is learnt anew"
+    assert found[0][3]["hits"] + found[0][3].get("misses", 0) == found[1][3]["hits"]
+
+
+def test_hosts_that_are_far_apart_are_not_in_step(pool: RankPool) -> None:
+    found = pool.run(lesson_cases.one_is_late, 2, 800)
+    assert found[0][0] > RING > LAG, "who has no room for a post goes on"
+    for _, said in found:
+        assert said["by C"] > 400 and said["staged"] > lesson_cases.SETTLED / 2 and said["hits"] > 100
+        assert "misses" not in said
+
+
+def test_nothing_goes_ahead_before_all_ranks_have_mapped_it(pool: RankPool) -> None:
+    for before, said in pool.run(lesson_cases.slow_to_map, 2, 150):
+        assert not any(before)
+        assert said["hits"] > 0 and "misses" not in said
+
+
+def test_memory_that_is_freed_is_let_go_of(pool: RankPool) -> None:
+    for rank, (calls, by_c) in enumerate(pool.run(lesson_cases.lets_go, 2)):
+        assert 0 < calls < 12 * WINDOW
+        assert by_c > (0 if rank == 0 else calls / 2), "who has news says them in Python"
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_what_hosts_that_run_ahead_have_read_is_right(pool: RankPool, n: int) -> None:
+    found = pool.run(lesson_cases.hosts_run_ahead, n, n, 600)
+    total = sum((collections.Counter(said) for said, _ in found), collections.Counter[str]())
+    assert [wrong for _, wrong in found] == [0] * n
+    assert total["by C"] > 200 and total["hits"] > 200 and total["misses"] > 0, total
+
+
+def test_what_never_comes_again_costs_nothing_soon(pool: RankPool) -> None:
+    patience = 30
+    for staged, by_c, made in pool.run(lesson_cases.gives_up, 2, patience, patience + LAG + 3 * WINDOW):
+        assert patience < staged <= patience + LAG + WINDOW and by_c == 0
+        assert made == [False, True, True, True, True], "as with map_memory=False"
