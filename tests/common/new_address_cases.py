@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import gc
 import random
+import weakref
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -51,10 +53,10 @@ def derived(driver: Any = None) -> Iterator[collections.Counter[str]]:
 
 
 class Memory:
-    """Ordinary memory, and some that is symmetric: tensors in it come at any place."""
+    """Ordinary memory, and some that is symmetric: tensors in it come at one of some places, or anywhere."""
 
-    def __init__(self, comm: Communicator, seed: int, *, aligned: bool = False) -> None:
-        self.comm, self.aligned = comm, aligned
+    def __init__(self, comm: Communicator, seed: int, *, aligned: bool = False, places: int | None = None) -> None:
+        self.comm, self.aligned, self.places = comm, aligned, places
         self.alike, self.apart = random.Random(seed), random.Random(1000 * seed + comm.rank)
         self.symmetric = comm.empty(1 << 15, dtype=torch.int32)
         self.kept: list[torch.Tensor] = []
@@ -62,7 +64,7 @@ class Memory:
     def new(self, numel: int, *, symmetric: bool = False) -> torch.Tensor:
         """A tensor at a place of its own, mostly aligned; a symmetric one at one place of all ranks."""
         if symmetric:
-            first = 64 * self.alike.randrange((self.symmetric.numel() - numel) // 64)
+            first = 64 * self.alike.randrange(self.places or (self.symmetric.numel() - numel) // 64)
             return self.symmetric[first : first + numel]
         offset = 0 if self.aligned or self.apart.random() < 0.8 else self.apart.randrange(16)
         made = torch.zeros(numel + offset, dtype=torch.int32)[offset:]
@@ -101,7 +103,7 @@ def one_call(memory: Memory, kind: str, variant: str, size: int, step: int, symm
         comm.gather(output if rank == root else None, input, root=root, variant=variant)
         expected = [part_of(src, 0) for src in range(n)] if rank == root else [torch.zeros(n * size)]
     elif kind == "scatter":
-        output, input = memory.new(size), memory.new(n * size)
+        output, input = memory.new(size, symmetric=symmetric), memory.new(n * size)
         input.copy_(torch.cat([part_of(rank, dst) for dst in range(n)]))
         comm.scatter(output, input if rank == root else None, root=root, variant=variant)
         expected = [part_of(root, rank)]
@@ -168,3 +170,31 @@ def same_shape(
                 one_call(memory, kind, variant, 64, step, False, False)
         found["by C"] = moved(comm) - by_c
         return dict(found), len(driver._events) - before, len(comm.lane.preparer._recent) - remembered
+
+
+def memories_in_turn(group: dist.ProcessGroup, kind: str, variant: str, calls: int) -> int:
+    """Calls of one size, some of them in symmetric memory, which is where it was; how many compiled code made."""
+    with made_up_gpus(driver=NativeDriver()), Communicator(group, config=STAGED) as comm:
+        memory = Memory(comm, 1, aligned=True, places=1)
+        for step in range(calls):
+            one_call(memory, kind, variant, 64, step, step % 5 in (0, 3), False)
+        return moved(comm)
+
+
+def released_at_once(group: dist.ProcessGroup, setting: bool | str) -> bool:
+    """True if no collection is needed to let go of what a closed communicator had: one may come in a capture."""
+    gc.collect()
+    gc.disable()
+    try:
+        config = Config(timeout_s=30, map_memory=setting)
+        with made_up_gpus(driver=NativeDriver()), Communicator(group, config=config) as comm:
+            symmetric = comm.empty(comm.world_size, 64)
+            for step in range(40):
+                for variant in ("b2b", "alternating", "auto"):
+                    comm.all_gather(torch.empty(2000 * comm.world_size), torch.empty(2000), variant=variant)
+                comm.all_gather(symmetric, torch.empty(64))
+            kept = [weakref.ref(each) for each in (comm.lane.path, comm.lane.preparer, comm.lane.backend.executor)]
+        del comm, symmetric
+        return not any(reference() for reference in kept)
+    finally:
+        gc.enable()

@@ -47,3 +47,19 @@ def test_a_known_shape_is_made_in_c(pool: RankPool, kind: str, variant: str) -> 
 def test_known_programs_in_turn_are_made_in_c(pool: RankPool) -> None:
     for said, _, _ in pool.run(new_address_cases.same_shape, 2, "all_gather", "alternating", 30, True):
         assert said["by C"] >= 20, said
+
+
+MIXED = [
+    *((kind, "b2b") for kind in ("all_gather", "all_to_all", "broadcast", "scatter")),
+    *((kind, "alternating") for kind in ("all_gather", "all_to_all", "scatter")),
+]
+
+
+@pytest.mark.parametrize(("kind", "variant"), MIXED)
+def test_symmetric_memory_is_another_shape(pool: RankPool, kind: str, variant: str) -> None:
+    assert all(pool.run(new_address_cases.memories_in_turn, 2, kind, variant, 60)), "compiled code made some"
+
+
+@pytest.mark.parametrize("setting", [False, True, "learn"])
+def test_what_is_closed_is_in_no_circle(pool: RankPool, setting: bool | str) -> None:
+    assert all(pool.run(new_address_cases.released_at_once, 2, setting))

@@ -18,6 +18,7 @@ import collections
 import contextlib
 import dataclasses
 import time
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
@@ -148,7 +149,7 @@ class Learning:
         self._repeats = repeats
         self._posts: Callable[[int], tuple[bytes, ...] | None] = board.posts
         if repeats is not None:
-            self._posts = repeats.teach(board, self._begun, WINDOW, self._open)
+            self._posts = repeats.teach(board, self._begun, WINDOW, _weakly(self._open))
         confirming.forgets(self._hits.clear)
 
     def knows(self, text: str, agreement: Callable[[], AnyAgreement]) -> bool:
@@ -474,3 +475,15 @@ class Learning:
 def most_bytes(collective: Collective) -> int:
     """That go from one rank to another."""
     return max(chunk.nbytes for chunk in collective.chunks() if chunk.src_rank != chunk.dst_rank)
+
+
+def _weakly(method: Callable[[Subject, bytes], object]) -> Callable[[Subject, bytes], object]:
+    """A method whose object is not kept by it: compiled code is kept by the object, and tells nobody what it keeps."""
+    found = weakref.WeakMethod(method)
+
+    def ask(subject: Subject, post: bytes) -> object:
+        live = found()
+        assert live is not None, "compiled code makes no lessons for who has gone"
+        return live(subject, post)
+
+    return ask

@@ -83,7 +83,7 @@ class Reach:
         self._looked_at: Iterator[str] = iter(())  # names of these
         self._texts: dict[tuple[Any, ...], str] = {}  # of offers, by places
         self.drops = 0
-        self.dropped: Callable[[int, str, Mapping | None], object] = lambda rank, name, mapping: None
+        self.dropped: Callable[[int, str, Mapping | None], object] = _tell_nobody
 
     def of(self, tensor: torch.Tensor) -> Reached:
         """How peers get at an ordinary tensor, as far as this rank knows."""
@@ -224,6 +224,7 @@ class Reach:
         self._refused.clear()
         self._held.clear()
         self._texts.clear()
+        self.dropped = _tell_nobody  # a circle would be found by a collection, which may come in a capture
 
     def _some_gone(self) -> list[str]:
         """Names of allocations that peers let go of: freed ones among the next few, and what is too much."""
@@ -338,3 +339,7 @@ def _by_address(tensors: Sequence[torch.Tensor | None]) -> dict[int, torch.Tenso
 def _matters(request: Request, buffer: Buffer) -> bool:
     """True if it matters to peers where a tensor lies, of which the other one is symmetric."""
     return buffer is Buffer.OUTPUT or request.collective.kind in REDUCING or not request.output.symmetric
+
+
+def _tell_nobody(rank: int, name: str, mapping: Mapping | None) -> None:
+    """Whoever could be told of what was let go of is not there."""

@@ -67,7 +67,7 @@ class CudaKernel:
             if arranged is not None:
                 self._launch, self._table = arranged
         else:
-            self._launch = self._arrange(addresses)
+            self._launch = arranger(program, executor)(addresses)
         self._by_stream: dict[int, tuple[Bound, ...]] = {}
         self._graph: ExecutableGraph | None = None
         self._places: Places | None = None
@@ -86,7 +86,7 @@ class CudaKernel:
         None where its arguments do not just follow its addresses.
         """
         if self._places is None:
-            self._places = Places(self._arrange, self.addresses)
+            self._places = Places(arranger(self.program, self._executor), self.addresses)
         launch = self._places.move(addresses)
         if launch is None:
             return None
@@ -176,11 +176,6 @@ class CudaKernel:
         executor.watch.launched(epoch, self.program, captured=self._frozen)
         executor.ledger.count(self._entry)
 
-    def _arrange(self, addresses: Addresses) -> Launch | None:
-        assert isinstance(self.program, KernelProgram)
-        site = self._executor
-        return arrange(self.program, site.rank, addresses, site.board, site.features.shared_bytes)
-
     def _enter(self, counts: Counts) -> Entry:
         program = self.program
         submitted = Submitted(str(program.collective), "sm", program.variant, self._frozen, counts)
@@ -196,6 +191,16 @@ class CudaKernel:
         )
         calls = self._by_stream[handle] = (bound,)
         return calls
+
+
+def arranger(program: AnyKernelProgram, site: CudaSite) -> Callable[[Addresses], Launch | None]:
+    """What makes the launch of a program, wherever its buffers lie."""
+    assert isinstance(program, KernelProgram)
+
+    def at(addresses: Addresses) -> Launch | None:
+        return arrange(program, site.rank, addresses, site.board, site.features.shared_bytes)
+
+    return at
 
 
 class Places:
