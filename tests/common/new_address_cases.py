@@ -189,7 +189,7 @@ def released_at_once(group: dist.ProcessGroup, setting: bool | str) -> bool:
         config = Config(timeout_s=30, map_memory=setting)
         with made_up_gpus(driver=NativeDriver()), Communicator(group, config=config) as comm:
             symmetric = comm.empty(comm.world_size, 64)
-            for step in range(40):
+            for _ in range(40):
                 for variant in ("b2b", "alternating", "auto"):
                     comm.all_gather(torch.empty(2000 * comm.world_size), torch.empty(2000), variant=variant)
                 comm.all_gather(symmetric, torch.empty(64))
