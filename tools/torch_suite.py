@@ -10,6 +10,7 @@ them run side by side, and both groups at once.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import re
@@ -49,6 +50,7 @@ def suite(group: str, ranks: int, device: str) -> type[unittest.TestCase]:
 
     if device == "gpu":
         stay_out_of_cuda(torch)
+    from torch.testing._internal import common_utils
     from torch.testing._internal.distributed import distributed_test as theirs
 
     import sidelane
@@ -62,11 +64,16 @@ def suite(group: str, ranks: int, device: str) -> type[unittest.TestCase]:
     for feature in ("ddp", "subgroup", "gpu", "cuda"):
         theirs.DistTestCases.backend_feature[feature].add(group)
 
+    if device == "gpu":  # before each test it draws seeds, for which torch starts the driver; the ranks do it again
+        common_utils.TestCase.setUp = lambda self: None  # type: ignore[method-assign]
+
     class Suite(theirs.TestDistBackend, theirs.DistributedTest._DistTestBase):
         def setUp(self) -> None:
             super().setUp()  # type: ignore[no-untyped-call]
             asks = device == "gpu" or self._testMethodName.startswith(ASK_FOR_GLOO)
             theirs.BACKEND = theirs_is if asks else group  # of the ranks
+            if device == "gpu" and driver_is_started():
+                raise RuntimeError("torch_suite: something has started the CUDA driver in the process that forks")
             self._start_processes(torch.multiprocessing.get_context("fork").Process)
 
     Suite.setUpClass()  # type: ignore[no-untyped-call]
@@ -89,6 +96,12 @@ def stay_out_of_cuda(torch: Any) -> None:
     torch.cuda._lazy_init = lazily
     has_triton = torch.utils._triton.has_triton  # asks the device, if only what common_device_type is to be like
     torch.utils._triton.has_triton = lambda: os.getpid() != parent and has_triton()
+
+
+def driver_is_started() -> bool:
+    """True where a fork of this process cannot use CUDA any more. Asks without starting it."""
+    context = ctypes.c_void_p()
+    return bool(ctypes.CDLL("libcuda.so.1").cuCtxGetCurrent(ctypes.byref(context)) == 0)
 
 
 def run(

@@ -88,7 +88,7 @@ def train(
     """Tokens a second of all ranks, without the first two steps; and the loss of every step, averaged over ranks."""
     pages = b"".join(page.read_bytes() for page in sorted(DOCS.rglob("*.md")))
     text = torch.frombuffer(bytearray(pages), dtype=torch.uint8)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=min(1e-3, 0.4 / sizes.dim))  # wide models want small steps
     draw = torch.Generator().manual_seed(dist.get_rank())
     losses, began = [], 0.0
     for step in range(sizes.steps):

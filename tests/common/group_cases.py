@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ import torch.distributed._functional_collectives as functional
 from torch.distributed.device_mesh import DeviceMesh
 
 import sidelane
+from sidelane.integrations import batches as sidelane_batches
 from sidelane.integrations import fsdp, ledger
 
 BYTES = (torch.uint8, torch.float64, torch.int32, torch.bfloat16)
@@ -310,6 +312,26 @@ def coalesced(gloo: dist.ProcessGroup) -> None:
             if is_async:
                 manager.wait()
             assert all(result.eq(size).all() for result in results)
+
+
+def batches(gloo: dist.ProcessGroup) -> None:
+    """As where NCCL makes those of a batch together."""
+    as_one = mock.patch.object(sidelane_batches, "made_as_one", return_value=True)
+    with sidelane_group(gloo) as ours, as_one:
+        exchange_batches(ours, {(ours.rank() + 1) % ours.size(), (ours.rank() - 1) % ours.size()})
+
+
+def exchange_batches(ours: dist.ProcessGroup, peers: set[int]) -> None:
+    """All sends come before all receives."""
+    rank = ours.rank()
+    for step in range(3):
+        sent = {peer: torch.full((5 + peer,), float(10 * rank + peer + step)) for peer in peers}
+        received = {peer: torch.full((5 + rank,), -1.0) for peer in peers}
+        operations = [dist.P2POp(dist.isend, sent[peer], group=ours, group_peer=peer) for peer in peers]
+        operations += [dist.P2POp(dist.irecv, received[peer], group=ours, group_peer=peer) for peer in peers]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        assert all(received[peer].eq(10 * peer + rank + step).all() for peer in peers)
 
 
 def functional_collectives(gloo: dist.ProcessGroup) -> None:

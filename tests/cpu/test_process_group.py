@@ -12,6 +12,7 @@ ALONE = [
     cases.objects,
     cases.many_back_to_back,
     cases.coalesced,
+    cases.batches,
     cases.functional_collectives,
     cases.compiled,
     cases.distributed_tensors,

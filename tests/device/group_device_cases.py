@@ -19,6 +19,16 @@ def of(context: Context, name: str, *args: Any) -> Any:
         torch.set_default_device(None)
 
 
+def batches_by_nccl(context: Context) -> None:
+    """Between all ranks, to oneself too: made one by one they would wait for ever."""
+    with torch.device(context.device):
+        ours = dist.new_group(backend="sidelane")
+        try:
+            group_cases.exchange_batches(ours, set(range(context.world_size)))
+        finally:
+            dist.destroy_process_group(ours)
+
+
 def streams(context: Context) -> None:
     """Asynchronous and synchronous calls between kernels, on streams of the caller: each sees what came before it."""
     with group_cases.sidelane_group(dist.group.WORLD) as ours, torch.device(context.device):

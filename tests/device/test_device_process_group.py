@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from device_pool import Ranks
 
 PROGRAM = Path(__file__).with_name("group_program.py")
@@ -29,6 +30,11 @@ def test_it_works_as_torch_expects(ranks: Ranks, name: str) -> None:
 
 def test_streams(ranks: Ranks) -> None:
     ranks.run("group_device_cases.streams", timeout_s=120)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL wants a GPU for each rank")
+def test_batches_of_sends_and_receives(ranks: Ranks) -> None:
+    ranks.run("group_device_cases.batches_by_nccl", timeout_s=60)
 
 
 def test_in_a_graph(ranks: Ranks) -> None:

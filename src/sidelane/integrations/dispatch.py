@@ -66,7 +66,7 @@ class Dispatcher:
         self._coalescing: list[dist.Work] | None = None
 
     def begin_coalescing(self) -> None:
-        """From here on, :meth:`run` also keeps what it returns."""
+        """From here on, what :meth:`run` and :meth:`pass_on` return is kept as well."""
         self._coalescing = []
 
     def end_coalescing(self) -> list[dist.Work]:
@@ -112,7 +112,10 @@ class Dispatcher:
 
     def pass_on(self, call: Call, peers: Sequence[int]) -> dist.Work:
         """Make a call between two ranks: in no order with the calls of all."""
-        return self._make_other(call, call.tensors[0].device.type, peers)
+        work = self._make_other(call, call.tensors[0].device.type, peers)
+        if self._coalescing is not None:
+            self._coalescing.append(work)
+        return work
 
     def _make(self, call: Call, device: str) -> None:
         """Make a call in its turn, by Sidelane if the ranks can."""
