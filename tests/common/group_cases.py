@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import itertools
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -437,6 +438,30 @@ def losses_of(net: torch.nn.Module, group: dist.ProcessGroup) -> list[float]:
         dist.all_reduce(told, group=group)
         losses.append(told.item())
     return losses
+
+
+def joins_ddp(gloo: dist.ProcessGroup) -> None:
+    """Ranks with unequal numbers of batches, whose gradients are divided by the number of those that still train."""
+    device = torch.get_default_device()
+    with sidelane_group(gloo) as ours:
+        rank = ours.rank()
+        torch.manual_seed(0)
+        ids = None if device.type == "cpu" else [device]
+        net = torch.nn.parallel.DistributedDataParallel(
+            torch.nn.Linear(5, 5, bias=False), device_ids=ids, process_group=ours
+        )
+        given = torch.ones(1, 5)
+        for by_all in (False, True):
+            with net.join(divide_by_initial_world_size=by_all):
+                for step in range(3 + 2 * rank):
+                    net(given).sum().backward()
+                    gc.collect()
+                    taking_part = sum(step < 3 + 2 * peer for peer in range(ours.size()))
+                    expected = taking_part / ours.size() if by_all else 1.0
+                    gradient = next(net.parameters()).grad
+                    assert gradient is not None
+                    torch.testing.assert_close(gradient, torch.full((5, 5), expected))
+                    net.zero_grad()
 
 
 def trains_ddp(gloo: dist.ProcessGroup) -> None:

@@ -157,17 +157,17 @@ def storm(group: dist.ProcessGroup, seed: int, steps: int, native: bool) -> dict
 
 
 def same_shape(
-    group: dist.ProcessGroup, kind: str, variant: str, calls: int, native: bool
+    group: dist.ProcessGroup, kind: str, variant: str, calls: int, native: bool, in_place: bool = False
 ) -> tuple[dict[str, int], int, int]:
     """Calls of one shape, each at addresses of its own; what they did behind the first few, and what is kept of it."""
     with made_up_gpus(driver=driver_of(native)) as driver, Communicator(group, config=STAGED) as comm:
         memory = Memory(comm, 1, aligned=True)
         for step in range(0, 4 * comm.world_size, comm.world_size):
-            one_call(memory, kind, variant, 64, step, False, False)
+            one_call(memory, kind, variant, 64, step, False, in_place)
         before, remembered, by_c = len(driver._events), len(comm.lane.preparer._recent), moved(comm)
         with derived(driver) as found:
             for step in range(0, calls * comm.world_size, comm.world_size):
-                one_call(memory, kind, variant, 64, step, False, False)
+                one_call(memory, kind, variant, 64, step, False, in_place)
         found["by C"] = moved(comm) - by_c
         return dict(found), len(driver._events) - before, len(comm.lane.preparer._recent) - remembered
 

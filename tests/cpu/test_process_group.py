@@ -17,6 +17,7 @@ ALONE = [
     cases.compiled,
     cases.distributed_tensors,
     cases.trains_ddp,
+    cases.joins_ddp,
     cases.hooks_of_ddp,
     cases.trains_fsdp,
 ]

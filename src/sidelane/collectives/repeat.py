@@ -223,9 +223,8 @@ class Repeats:
             prepared: that, at its addresses.
             place: where.
         """
-        moved = {tensor for _, tensor in shaped.places}
-        if len(moved) != len(shape.addresses) or len(moved) > MOST_MOVED or not self.knows_by_address(key):
-            return  # a tensor that is symmetric, or empty, says more than compiled code asks for
+        if not shape.ordinary or not self.knows_by_address(key) or len(shape.addresses) > MOST_MOVED:
+            return
         turn = None if prepared.choice.candidate.takes_turns is False else self._preparer.turn
         told = (shape.key, place, turn)
         if told in self._told:

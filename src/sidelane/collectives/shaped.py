@@ -35,11 +35,13 @@ class Shape(NamedTuple):
         key: what it has in common with all that are alike.
         addresses: of its tensors; 0 for one that this rank has not.
         distance: from the first to the second, where they overlap.
+        ordinary: all of them are there, in ordinary memory. Compiled code asks for no more than that.
     """
 
     key: Hashable
     addresses: tuple[int, ...]
-    distance: int | None = None
+    distance: int | None
+    ordinary: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -115,10 +117,12 @@ def shape_of(arguments: Arguments, key: tuple[Hashable, ...], tensors: Sequence[
     parts = list(key[:-1])
     addresses: list[int] = []
     end, distance = 0, None  # of the first tensor
+    ordinary = True
     for tensor, identity in zip(tensors, identities, strict=True):
         if tensor is None:
             parts.append(None)
             addresses.append(0)
+            ordinary = False
             continue
         # Contiguous, and no view that negates or conjugates; else it has another form.
         if not isinstance(identity, tuple) or identity[3:] not in _PLAIN:
@@ -127,13 +131,14 @@ def shape_of(arguments: Arguments, key: tuple[Hashable, ...], tensors: Sequence[
         anchor = arguments.anchor(tensor, address, nbytes, dtype) if address and nbytes else None
         if anchor is None:
             return None
+        ordinary = ordinary and not anchor
         parts.append((nbytes, dtype, anchor or address % UNIT))
         if end and address < end and addresses[0] < address + nbytes:
             distance = address - addresses[0]
             parts.append(distance)
         addresses.append(address)
         end = address + nbytes
-    return Shape(tuple(parts), tuple(addresses), distance)
+    return Shape(tuple(parts), tuple(addresses), distance, ordinary)
 
 
 def all_ordinary(arguments: Arguments, tensors: Sequence[torch.Tensor]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import threading
 from collections.abc import Callable, Sequence
@@ -25,6 +26,11 @@ from sidelane.integrations.order import HostOrder, StreamOrder
 from sidelane.integrations.other import Witness, name_of_backend
 from sidelane.integrations.works import JoinedWork, OtherWork, StreamWork
 from sidelane.program.collective import MAX_NODE_RANKS
+
+SMALL_BYTES = 4096
+"""Asynchronous calls of as much are kept a while."""
+
+MOST_KEPT = 256
 
 
 class Dispatcher:
@@ -64,6 +70,9 @@ class Dispatcher:
         self._refusals: dict[str, str] = {}
         self._making = threading.Lock()
         self._coalescing: list[dist.Work] | None = None
+        # What torch's compiled code is handed in Python, it waits for by the Python half, which it does not keep. DDP's
+        # reducer waited for ever for how many ranks have not joined (``divide_by_initial_world_size=False``).
+        self._kept: collections.deque[dist.Work] = collections.deque(maxlen=MOST_KEPT)
 
     def begin_coalescing(self) -> None:
         """From here on, what :meth:`run` and :meth:`pass_on` return is kept as well."""
@@ -81,6 +90,7 @@ class Dispatcher:
 
     def close(self) -> None:
         """Let go of the communicators: calls under way fail, here and on the other ranks."""
+        self._kept.clear()
         communicators, self._communicators = self._communicators, {}
         for communicator in communicators.values():
             communicator.close()
@@ -98,6 +108,8 @@ class Dispatcher:
             work = order.run(lambda: self._make(call, device), call.tensors, call.outputs, call.is_async, call.timeout)
         if self._coalescing is not None:
             self._coalescing.append(work)
+        if call.is_async and call.nbytes <= SMALL_BYTES:
+            self._kept.append(work)
         return work
 
     def _across(self, call: Call) -> str:
