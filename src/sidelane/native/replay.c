@@ -125,7 +125,8 @@ typedef struct {
     Ahead ahead;
     Lesson lesson;
     Shape shape;
-    int users; /* runs that are under way */
+    uint64_t serial; /* of all that were remembered: an address may come again */
+    int users;       /* runs that are under way */
     int dropped;
 } Entry;
 
@@ -153,6 +154,7 @@ typedef struct {
     Py_ssize_t record_count, room; /* records, and bytes of a payload that each has room for */
     long long index_value;
     Entry *table[TABLE];
+    uint64_t remembered; /* so far */
     unsigned next_victim;
     Board board;
     unsigned long long hits, lessons; /* calls that went ahead; such that peers learn from */
@@ -575,6 +577,7 @@ static PyObject *replay_remember(Replay *self, PyObject *all)
     if (PyErr_Occurred())
         goto fail;
     Entry *old = self->table[chosen];
+    entry->serial = ++self->remembered;
     self->table[chosen] = entry;
     if (old != NULL)
         free_entry(old);
@@ -699,7 +702,7 @@ static Entry *find(Replay *self, const Request *request, const Shape *form, long
 /* Where it is kept that a call was made by its shape; what is kept there if it was. */
 static uint64_t *seen_at(Replay *self, const Entry *entry, const Request *request, uint64_t *mark)
 {
-    uint64_t mix = (uint64_t)(uintptr_t)entry * 0x9E3779B97F4A7C15u;
+    uint64_t mix = entry->serial * 0x9E3779B97F4A7C15u;
     for (Py_ssize_t i = 0; i < request->tensors; i++)
         mix = (mix ^ request->tensor[i].address) * 0xC2B2AE3D27D4EB4Fu, mix ^= mix >> 29;
     *mark = mix | 1;
