@@ -440,6 +440,17 @@ def losses_of(net: torch.nn.Module, group: dist.ProcessGroup) -> list[float]:
     return losses
 
 
+def profiled(gloo: dist.ProcessGroup) -> None:
+    """A profiler shows calls by name."""
+    with sidelane_group(gloo) as ours, torch.profiler.profile() as profiler:
+        dist.all_reduce(torch.ones(3), group=ours)
+        work = dist.all_gather_into_tensor(torch.empty(ours.size()), torch.ones(1), ours, async_op=True)
+        assert work is not None
+        work.wait()
+    counts = {event.key: event.count for event in profiler.key_averages()}
+    assert (counts["sidelane:all_reduce"], counts["sidelane:all_gather_into_tensor"]) == (1, 1)
+
+
 def joins_ddp(gloo: dist.ProcessGroup) -> None:
     """Ranks with unequal numbers of batches, whose gradients are divided by the number of those that still train."""
     device = torch.get_default_device()

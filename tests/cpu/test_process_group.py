@@ -18,6 +18,7 @@ ALONE = [
     cases.distributed_tensors,
     cases.trains_ddp,
     cases.joins_ddp,
+    cases.profiled,
     cases.hooks_of_ddp,
     cases.trains_fsdp,
 ]

@@ -96,7 +96,13 @@ class Dispatcher:
             communicator.close()
 
     def run(self, call: Call) -> dist.Work:
-        """Make a call of all ranks, in its order."""
+        """Make a call of all ranks, in its order. Profilers of torch see it, as those of other groups, by its name."""
+        if not torch.autograd._profiler_enabled():
+            return self._run(call)
+        with torch.profiler.record_function(f"{SIDELANE}:{call.name}"):
+            return self._run(call)
+
+    def _run(self, call: Call) -> dist.Work:
         device = call.tensors[0].device.type if call.tensors else "cpu"
         call.refusal = call.refusal or self.uses(device) or self._across(call)
         order = self._orders.get(device)
