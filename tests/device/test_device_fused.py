@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 
 import pytest
-from device_pool import Ranks
+from device_pool import Pool, Ranks
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
@@ -86,8 +86,10 @@ def test_products_and_collectives_are_replaced(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("name", ["norms", "batches"])
-def test_patterns_are_replaced(ranks: Ranks, name: str) -> None:
-    assert all(ranks.run(CASES + "as_on_cpus", "fused_modules", name, timeout_s=170))
+def test_patterns_are_replaced(fresh_pool: type[Pool], name: str) -> None:
+    """In processes of their own: Dynamo of torch 2.11 skips a function of a gather for good once it has met it outside
+    of what it compiles."""
+    assert all(fresh_pool().run(CASES + "as_on_cpus", "fused_modules", name, timeout_s=170))
 
 
 def test_experts_without_the_host(ranks: Ranks) -> None:
