@@ -135,7 +135,7 @@ class CallPath:
                 # Compiled code knows tensors by their addresses only, which say nothing in a pool.
                 key, remember, wanted = (*key, pooled), False, False
                 prepared = self.preparer.recall(key) if async_op or False not in pooled else None
-            expected = shape = shaped = None
+            expected = shape = shaped = offer = None
             by_shape = False
             if prepared is None:
                 if pooled is None and not (self._mapped or place[1]) and isinstance(asked, SingleCall):
@@ -198,6 +198,8 @@ class CallPath:
             calls.fail(error)
             raise
         work = calls.run(prepared, call, async_op, asked.tensors, asked.written(), place)
+        if offer is not None and place[1] and self._settled[key].key != key:
+            self._guard_captured(asked.name, asked.tensors, offer)
         if (remember or by_shape) and self.repeats is not None:
             try:
                 again = lesson = None
@@ -247,7 +249,10 @@ class CallPath:
         except KeyboardInterrupt as error:
             calls.fail(error)
             raise
-        return calls.run(prepared, call, async_op, asked.tensors, asked.written(), place)
+        work = calls.run(prepared, call, async_op, asked.tensors, asked.written(), place)
+        if offer is not None and place[1] and addresses:
+            self._guard_captured(asked.name, asked.tensors, offer)
+        return work
 
     def agree(self, name: str, check: Callable[[], tuple[T, str]]) -> tuple[int, T]:
         """Come to what all ranks do together outside of graphs, as loading a program is; for what follows it.
@@ -339,6 +344,14 @@ class CallPath:
         self._settled[key] = Settled(posts, self.reach.drops, full, outcomes, sources)
         self.reach.note(offer, outcomes)
         return call, self.preparer.recall(full) or self._prepare(agreement, request, full)
+
+    def _guard_captured(self, name: str, tensors: Sequence[torch.Tensor | None], offer: Offer) -> None:
+        """A call was captured on ordinary memory that peers have mapped, which whoever frees it must not replay."""
+        reach = self.reach
+        if self.calls.config.debug and reach is not None:
+            words = (f"{list(one.shape)} of {one.dtype} at {one.data_ptr():#x}" for one in tensors if one is not None)
+            text = f"{name} in a graph, tensors {'; '.join(words)}"
+            self.calls.backend.guard_captured(text, lambda: not reach.stand(offer.allocations))
 
     def _learn(self, call: int, signature: str, agreement: AnyAgreement, sources: Sources | None) -> None:
         """Calls may go ahead from the next one on, which compiled code must not make again as staged ones."""
