@@ -4,45 +4,40 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import rich.console
 import torch
 
 from sidelane import config as settings
+from sidelane.bench.explain_reach import SAID, mappable, ways_of
 from sidelane.bench.explain_submitted import CALLERS, call_lines, launch_lines
 from sidelane.bench.report.table import Line, Table, grouped
 from sidelane.bench.report.terminal import say, tables_console
 from sidelane.bench.results.written import write_json
 from sidelane.bench.running.launch import choose_target
 from sidelane.choice import Abilities, Candidate, Choice, Curve, Profile, candidates, choose, objection
-from sidelane.choice.candidate import DMA, EVERYTHING, GRAPH, everything
+from sidelane.choice.candidate import EVERYTHING, GRAPH, everything
 from sidelane.choice.hidden import hidden_shares
 from sidelane.choice.key import CPU, Key, key_here
 from sidelane.choice.store import InForce, builtin, builtin_for, builtin_names, in_force, read
 from sidelane.collectives.arguments import SHARD_ALIGNMENT, aligned_shards
-from sidelane.collectives.confirming import choice_of
 from sidelane.collectives.listed import LISTED, ListAgreement, Part
 from sidelane.collectives.plan import AUTO, Agreement, AnyAgreement, Plan, make_program
-from sidelane.collectives.reaching import MAPPED, SETTINGS, MapMemory, Way, as_mapped, way_of
+from sidelane.collectives.reaching import MAPPED, MapMemory, Way, as_mapped
 from sidelane.config import NOTHING
 from sidelane.execute.sim import simulate
 from sidelane.machine.load import find, machine_names
 from sidelane.program import collective as define
 from sidelane.program.builders import Alternation
-from sidelane.program.builders.confirmed import NOBODY, confirmed
+from sidelane.program.builders.confirmed import confirmed
 from sidelane.program.collective import REDUCING, Collective, Kind, ReduceOp, Reduction
 from sidelane.program.ir import MOVES, Copy, Move, Program, describe
 from sidelane.program.kernel import KernelProgram
 from sidelane.program.kernel_list import AnyKernelProgram, KernelListProgram
 from sidelane.program.shape import Beside, Computation
 from sidelane.sizes import format_bytes
-
-SAID: Mapping[MapMemory, str] = MappingProxyType({False: "0", True: "1", "learn": "learn"})
-"""Values of ``Config.map_memory`` as ``SIDELANE_MAP_MEMORY`` has them."""
 
 RANK = 0
 """Whose part is shown; every rank's is alike."""
@@ -185,7 +180,7 @@ def explain(options: ExplainOptions) -> Explanation:
     chooses = functools.partial(_choice, by, None if has_driver or device_type == CPU else options.machine, abilities)
     choice, way, ways = chooses(agreement), None, tuple[tuple[Way, Choice], ...]()
     if options.ordinary:
-        ways = _ways(agreement, chooses, hosts_meet=device_type == CPU)
+        ways = ways_of(agreement, chooses, hosts_meet=device_type == CPU)
         setting = settings.current().map_memory if options.map_memory is None else options.map_memory
         way, choice = next(entry for entry in ways if entry[0].setting == (setting or False))
         agreement = as_mapped(agreement) if way.how == MAPPED else agreement
@@ -203,7 +198,7 @@ def explain(options: ExplainOptions) -> Explanation:
     else:
         queues = program.queues_of(RANK)
         submitted, summary = tuple((f"engine {q.engine}", tuple(map(describe, q.commands))) for q in queues), ""
-    notes = (*_rounding(options, agreement), *_mappable(options, device_type))
+    notes = (*_rounding(options, agreement), *(mappable(device_type) if options.ordinary else ()))
     return Explanation(agreement, choice, by, where, excluded, submitted, summary, notes, ways, way)
 
 
@@ -301,26 +296,6 @@ def _ranks(count: int) -> str:
     return f"{count} rank{'s' * (count > 1)}"
 
 
-def _ways(
-    agreement: AnyAgreement, chooses: Callable[[AnyAgreement], Choice], *, hosts_meet: bool
-) -> tuple[tuple[Way, Choice], ...]:
-    """How peers reach the ordinary tensors of a call, and what then runs, for each setting."""
-    found = []
-    for setting in SETTINGS:
-        way = way_of(
-            agreement,
-            setting,
-            lambda call: chooses(as_mapped(call)).candidate.implementation == DMA,
-            hosts_meet=hosts_meet,
-        )
-        choice = chooses(as_mapped(agreement) if way.how == MAPPED else agreement)
-        if way.goes_ahead:
-            ahead = choice_of(NOBODY, NOBODY, RANK)
-            choice = dataclasses.replace(ahead, table=choice.table)
-        found.append((way, choice))
-    return tuple(found)
-
-
 def _choice(by: InForce, simulated: str | None, abilities: Abilities, agreement: AnyAgreement) -> Choice:
     if simulated is not None:
         by = _simulated(simulated, agreement)
@@ -330,14 +305,6 @@ def _choice(by: InForce, simulated: str | None, abilities: Abilities, agreement:
 def _single(agreement: AnyAgreement) -> Collective:
     assert isinstance(agreement.collective, Collective), "calls with lists do not go ahead"
     return agreement.collective
-
-
-def _mappable(options: ExplainOptions, device_type: str) -> tuple[str, ...]:
-    """Which ordinary tensors peers can map."""
-    if not options.ordinary or not device_type:  # a machine that nobody has run on
-        return ()
-    which = "those in shared memory" if device_type == CPU else "those of cudaMalloc and torch's allocator"
-    return (f"mapped are {which}, if they are so on all ranks: Communicator.reach says it of a tensor",)
 
 
 def _rounding(options: ExplainOptions, agreement: AnyAgreement) -> tuple[str, ...]:

@@ -198,8 +198,8 @@ class CallPath:
             calls.fail(error)
             raise
         work = calls.run(prepared, call, async_op, asked.tensors, asked.written(), place)
-        if offer is not None and place[1] and self._settled[key].key != key:
-            self._guard_captured(asked.name, asked.tensors, offer)
+        if offer is not None and place[1] and self.reach is not None and self._settled[key].key != key:
+            calls.guard_captured(asked.name, asked.tensors, functools.partial(self.reach.stand, offer.allocations))
         if (remember or by_shape) and self.repeats is not None:
             try:
                 again = lesson = None
@@ -250,8 +250,8 @@ class CallPath:
             calls.fail(error)
             raise
         work = calls.run(prepared, call, async_op, asked.tensors, asked.written(), place)
-        if offer is not None and place[1] and addresses:
-            self._guard_captured(asked.name, asked.tensors, offer)
+        if offer is not None and place[1] and self.reach is not None and addresses:
+            calls.guard_captured(asked.name, asked.tensors, functools.partial(self.reach.stand, offer.allocations))
         return work
 
     def agree(self, name: str, check: Callable[[], tuple[T, str]]) -> tuple[int, T]:
@@ -344,14 +344,6 @@ class CallPath:
         self._settled[key] = Settled(posts, self.reach.drops, full, outcomes, sources)
         self.reach.note(offer, outcomes)
         return call, self.preparer.recall(full) or self._prepare(agreement, request, full)
-
-    def _guard_captured(self, name: str, tensors: Sequence[torch.Tensor | None], offer: Offer) -> None:
-        """A call was captured on ordinary memory that peers have mapped, which whoever frees it must not replay."""
-        reach = self.reach
-        if self.calls.config.debug and reach is not None:
-            words = (f"{list(one.shape)} of {one.dtype} at {one.data_ptr():#x}" for one in tensors if one is not None)
-            text = f"{name} in a graph, tensors {'; '.join(words)}"
-            self.calls.backend.guard_captured(text, lambda: not reach.stand(offer.allocations))
 
     def _learn(self, call: int, signature: str, agreement: AnyAgreement, sources: Sources | None) -> None:
         """Calls may go ahead from the next one on, which compiled code must not make again as staged ones."""
