@@ -13,6 +13,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 SHADOWED = ("gemv", "rms_norm", "embedding", "embedding_backward", "gemm", "gemm_reduce", "gather_gemm")
 LONG = (
     "attack/test_attack.py::test_a_sample_of_the_campaign",
+    "cpu/test_ahead.py::test_many_ranks_go_ahead_and_some_miss[8]",
     "cpu/test_bench_phases.py::test_programs_that_take_turns_have_phases_too",
     "cpu/test_collectives.py::test_moving_collectives[6]",
     "cpu/test_collectives.py::test_reducing_collectives[7]",
@@ -27,6 +28,7 @@ LONG = (
     *(f"cpu/test_fused.py::test_every_block_does_what_its_shadow_says[{kind}-2]" for kind in SHADOWED),
     "cpu/test_hits.py::test_a_storm_of_tensors_that_are_replaced[2-60]",
     "cpu/test_hits.py::test_what_hosts_that_run_ahead_have_read_is_right[2]",
+    "cpu/test_learning.py::test_many_ranks_go_ahead_alike[4]",
     "cpu/test_learning.py::test_a_storm_of_tensors_that_are_replaced[2-120]",
     "cpu/test_own_kernels.py::test_kernels_and_collectives_in_turn[2]",
     "cpu/test_pooled.py::test_places_are_the_same_on_all_ranks_and_used_again[2-2]",
@@ -42,6 +44,7 @@ LONG = (
     "cpu/test_turns.py::test_calls_of_every_kind_in_turn[2-1]",
     "cpu/test_turns.py::test_calls_of_every_kind_in_turn[8-4]",
     "interpreter/test_kernel_shadows.py::test_every_block_does_what_its_shadow_says[2]",
+    "interpreter/test_kernel_shadows.py::test_every_block_does_what_its_shadow_says[4]",
     "sim/test_plan.py::test_the_command_prints_ranges_and_writes",
     "interpreter/test_kernels_compile.py::test_every_kernel_compiles_and_fits_into_registers[moving-1]",
     "interpreter/test_sm_kernels.py::test_broadcasting[2]",

@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from sidelane import cli
+from sidelane import config as settings
 from sidelane.bench import explain as explaining
 from sidelane.bench import info
 from sidelane.bench.explain import ExplainOptions, explain
@@ -104,6 +105,62 @@ def test_explain_knows_what_ordinary_memory_costs(kind: Kind):
     assert "symmetric memory" not in symmetric.reason and "symmetric memory" in ordinary.reason
     kernel = Candidate("sm", "one_shot" if kind is Kind.REDUCE_SCATTER else "two_shot")
     assert (dict(symmetric.table)[kernel] or 0) + 40 < (dict(ordinary.table)[kernel] or 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "setting", "how", "takes", "why"),
+    [
+        ("all_gather 256M", "0", "staged", "dma b2b", "the setting lets peers map nothing"),
+        ("all_gather 256M", "1", "mapped", "dma b2b", "until addresses have come again, and for nobody then"),
+        ("all_gather 256M", "learn", "mapped", "dma b2b", "staged until then; no host waits"),
+        ("all_gather 64K", "learn", "staged", "sm one_shot", "32K from rank to rank, less than 1M"),
+        ("all_gather 64M", "learn", "staged", "sm one_shot", "a kernel would be chosen for mapped tensors too"),
+        ("all_gather 256M --graph", "1", "mapped", "", "the ranks agree once, in the capture"),
+        ("all_gather 256M --graph", "learn", "staged", "", "what is captured does not go ahead"),
+        ("all_gather 256M --tensors 2", "learn", "staged", "", "calls with lists do not go ahead"),
+        ("all_gather 256M --tensors 2", "1", "mapped", "", "staged where the list's description takes more than 1K"),
+        ("all_reduce 64M", "1", "mapped", "sm two_shot_push", "waits for its peers' hosts in every call: reductions"),
+        ("all_reduce 64M", "learn", "staged", "dma pcpy", "reductions do not go ahead"),
+        ("all_to_all 1G --in-place", "learn", "staged", "", "in place overwrites what peers still read"),
+        ("all_to_all 1G", "learn", "mapped", "dma b2b", "once its addresses have come again"),
+        ("all_gather 256M --world-size 1", "1", "staged", "", "nothing goes from one rank to another"),
+        (
+            "all_gather 256M --machine cpu",
+            "1",
+            "mapped",
+            "",
+            "what is offered in each call, for which ranks meet anyway",
+        ),
+    ],
+)
+def test_explain_says_how_peers_reach_ordinary_tensors(arguments: str, setting: str, how: str, takes: str, why: str):
+    machine = () if "--machine" in arguments else ("--machine", "h200x2")
+    given = ("explain", *arguments.split(), *machine, "--ordinary", "--map-memory", setting)
+    shown = run(*given)
+    assert shown.exit_code == 0, shown.output
+    found = json.loads(run(*given, "--json", "-").output)
+    ways = {way["map_memory"]: way for way in found["reach"]}
+    assert list(ways) == ["0", "1", "learn"]
+    way = ways[setting]
+    assert [each["explained"] for each in ways.values()] == [name == setting for name in ways]
+    assert way["how"] == how and why in way["why"]
+    assert f"  {setting}: {how}, {' '.join(way['takes'].values())}: {way['why']}\n" in shown.output
+    assert ("mapped (map_memory" in shown.output.splitlines()[0]) == (how == "mapped")
+    assert takes in ("", " ".join(way["takes"].values()))
+    assert found["takes"] == way["takes"]
+
+
+def test_explain_takes_the_setting_in_force_and_symmetric_tensors_have_none(monkeypatch: pytest.MonkeyPatch):
+    options = ExplainOptions(kind=Kind.ALL_GATHER, nbytes=256 << 20, machine="h200x2", ordinary=True)
+    staged = explain(options)
+    with settings.override(dataclasses.replace(settings.current(), map_memory="learn")):
+        learnt = explain(options)
+    assert staged.way is not None and learnt.way is not None
+    assert (staged.way.how, learnt.way.how) == ("staged", "mapped")
+    assert "staging" in str(staged.submitted) and "staging" not in str(learnt.submitted)
+    assert "How peers reach" not in run("explain", "all_gather", "1M", "--machine", "h200x2").output
+    refused = run("explain", "all_gather", "1M", "--map-memory", "1")
+    assert refused.exit_code == 2 and "--map-memory is about ordinary tensors (--ordinary)" in refused.output
 
 
 def test_explain_a_list():

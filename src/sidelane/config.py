@@ -63,7 +63,8 @@ class Config:
 
     Attributes:
         timeout_s: seconds that a wait for a peer may take, > 0.
-        debug: compare the calls of all ranks before each one runs (a host round trip a call).
+        debug: compare the calls of all ranks before each one runs (a host round trip a call). Warn of memory that was
+            freed though a graph was captured with it, where peers have mapped it, and fail where a replay is seen.
         verify: verify a program before its first run.
         beside: what runs next to collectives whose calls do not say (``nothing`` or ``compute``).
         profile: file of measured times to choose by; ``builtin`` for the tables of this package; None for the user's

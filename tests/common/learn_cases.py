@@ -18,7 +18,7 @@ from pieces import MadeUpPieces, memory_of
 from reach_cases import mapped_here, on_gpus, shared
 
 from sidelane import Communicator, Config
-from sidelane.collectives import backend_cpu, learning
+from sidelane.collectives import backend_cpu, reaching
 from sidelane.collectives.learning import Learning
 from sidelane.collectives.mappings import Mappings
 from sidelane.collectives.prepare import Preparer
@@ -44,7 +44,7 @@ def counted(least_bytes: int = 0) -> Iterator[collections.Counter[str]]:
         return real_hear(self, *args)
 
     with (
-        mock.patch.object(learning, "LEAST_BYTES", least_bytes),
+        mock.patch.object(reaching, "LEAST_BYTES", least_bytes),
         mock.patch.object(Preparer, "copies_mapped", return_value=True),
         mock.patch.object(Learning, "attend", attend),
         mock.patch.object(Learning, "_hear", hear),

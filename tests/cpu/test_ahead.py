@@ -21,6 +21,14 @@ def test_a_model_waits_while_it_is_learnt(pool: RankPool) -> None:
     assert pool.run(ahead_cases.what_comes_again, 2, layers) == [(learnt, layers * kinds * steps - learnt, 0)] * 2
 
 
+@pytest.mark.parametrize("n", [4, 8])
+def test_many_ranks_go_ahead_and_some_miss(pool: RankPool, n: int) -> None:
+    found = pool.run(ahead_cases.storm, n, n, 12)
+    total = sum((collections.Counter(said) for said, _ in found), collections.Counter[str]())
+    assert total["hits"] > n and total[INPUT_ELSEWHERE] > 0, total
+    assert [left for _, left in found] == [0] * n, "what is mapped goes with the communicator"
+
+
 @pytest.mark.parametrize(("n", "steps"), [(2, 60), (3, 40)])
 def test_a_storm_of_tensors_that_are_replaced(pool: RankPool, n: int, steps: int) -> None:
     found = pool.run(ahead_cases.storm, n, n, steps)

@@ -19,6 +19,12 @@ def test_a_model_goes_ahead_once_its_addresses_have_come_again(pool: RankPool) -
     assert found[0]["hits"] > layers * kinds * steps / 2 and "misses" not in found[0]
 
 
+@pytest.mark.parametrize("n", [4, 8])
+def test_many_ranks_go_ahead_alike(pool: RankPool, n: int) -> None:
+    found = pool.run(learn_cases.what_comes_again, n, 1, 50)
+    assert found == found[:1] * n and found[0]["hits"] > 0 and "misses" not in found[0]
+
+
 @pytest.mark.parametrize(("n", "steps"), [(2, 120), (3, 80)])
 def test_a_storm_of_tensors_that_are_replaced(pool: RankPool, n: int, steps: int) -> None:
     found = pool.run(learn_cases.storm, n, n, steps)

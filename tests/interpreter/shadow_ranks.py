@@ -59,8 +59,11 @@ list_pull.MOVED_TILE_BYTES = list_pull.REDUCED_TILE_BYTES = TILE
 reduce_direct.PAIR_TILE_BYTES = reduce_direct.FEW_TILE_BYTES = TILE
 launch.CELLS_PER_TILE = TILE // 4
 INTS = Reduction(ReduceOp.SUM, "int32")
-PARTS = {1: (100,), 2: (4, 300), 3: (100,)}
+PARTS = {1: (100,), 2: (4, 300), 3: (100,), 4: (36,)}
 """Bytes from rank to rank, about: fewer tiles than blocks and more, with some left over."""
+
+MANY = 4
+"""Ranks, from which on each protocol is run once, of a single tensor: interpreters are slow."""
 
 
 class Executor:
@@ -233,6 +236,10 @@ def planted(queues: Sequence[Queue]) -> Iterator[tuple[str, list[Queue]]]:
 def cases(world_size: int) -> Iterator[AnyKernelProgram]:
     """Kernels of one tensor with all sizes, of lists with the last one."""
     *some, last = PARTS[world_size]
+    if world_size >= MANY:
+        single = [kernel for kernel in kernels(world_size, last, BLOCKS, INTS) if isinstance(kernel, KernelProgram)]
+        yield from {(kernel.protocol, kernel.collective.kind, kernel.two_shot): kernel for kernel in single}.values()
+        return
     for part in some:
         yield from (kernel for kernel in kernels(world_size, part, BLOCKS, INTS) if isinstance(kernel, KernelProgram))
     yield from kernels(world_size, last, BLOCKS, INTS)

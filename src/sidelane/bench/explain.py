@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import functools
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import rich.console
 import torch
 
 from sidelane import config as settings
+from sidelane.bench.explain_reach import SAID, mappable, ways_of
+from sidelane.bench.explain_submitted import CALLERS, call_lines, launch_lines
 from sidelane.bench.report.table import Line, Table, grouped
 from sidelane.bench.report.terminal import say, tables_console
 from sidelane.bench.results.written import write_json
@@ -24,14 +25,16 @@ from sidelane.choice.store import InForce, builtin, builtin_for, builtin_names, 
 from sidelane.collectives.arguments import SHARD_ALIGNMENT, aligned_shards
 from sidelane.collectives.listed import LISTED, ListAgreement, Part
 from sidelane.collectives.plan import AUTO, Agreement, AnyAgreement, Plan, make_program
+from sidelane.collectives.reaching import MAPPED, MapMemory, Way, as_mapped
 from sidelane.config import NOTHING
 from sidelane.execute.sim import simulate
 from sidelane.machine.load import find, machine_names
 from sidelane.program import collective as define
 from sidelane.program.builders import Alternation
+from sidelane.program.builders.confirmed import confirmed
 from sidelane.program.collective import REDUCING, Collective, Kind, ReduceOp, Reduction
 from sidelane.program.ir import MOVES, Copy, Move, Program, describe
-from sidelane.program.kernel import KernelProgram, Protocol
+from sidelane.program.kernel import KernelProgram
 from sidelane.program.kernel_list import AnyKernelProgram, KernelListProgram
 from sidelane.program.shape import Beside, Computation
 from sidelane.sizes import format_bytes
@@ -41,31 +44,6 @@ RANK = 0
 
 UNSHARED = (Kind.BROADCAST, Kind.ALL_REDUCE)
 """What takes any number of elements: of the others every rank gets as many."""
-
-CALLERS = "stream 0 (of the caller)"
-
-HOW: Mapping[Protocol, str] = MappingProxyType(
-    {
-        Protocol.CELLS: "every 4 bytes with a flag of their own, into the peers' slots",
-        Protocol.PARCELS: "as it is, into places of the peers that are for it alone",
-        Protocol.RELAY: "a parcel for each peer, which passes it on to all others",
-        Protocol.PUSH: "into the peers' outputs",
-        Protocol.STAGE: "into the peers' staging, and from there into each output",
-        Protocol.PULL: "out of the peers' staging",
-        Protocol.REDUCE: "out of the peers' staging, and added up",
-        Protocol.DIRECT: "out of the peers' inputs, and added up",
-        Protocol.SEND: "into the staging of who adds them up",
-    }
-)
-"""In few words what ``Protocol`` says."""
-
-SECOND_SHOT: Mapping[Protocol, str] = MappingProxyType(
-    {
-        Protocol.REDUCE: "; the results the same way",
-        Protocol.DIRECT: "; the results into their outputs",
-        Protocol.SEND: "; the results into the outputs",
-    }
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,6 +58,8 @@ class ExplainOptions:
         in_place: input and output share memory.
         captured: into a graph.
         ordinary: the tensors are not in symmetric memory.
+        map_memory: value of ``Config.map_memory`` to explain a call on ordinary tensors under, once addresses have come
+            again where it waits for that; None: as the settings have it, which stage unless they say otherwise.
         beside: ``nothing`` or ``compute``.
         beside_us: time of a computation that runs next to it, instead; None: not known.
         world_size: ranks; None takes those that the profile was measured with, or those of this machine.
@@ -95,6 +75,7 @@ class ExplainOptions:
     in_place: bool = False
     captured: bool = False
     ordinary: bool = False
+    map_memory: MapMemory | None = None
     beside: str = NOTHING
     beside_us: float | None = None
     world_size: int | None = None
@@ -110,6 +91,8 @@ class ExplainOptions:
             raise ValueError("explain: --beside and --beside-us exclude each other")
         if self.machine is not None and self.profile is not None:
             raise ValueError("explain: --machine and --profile exclude each other")
+        if self.map_memory is not None and not self.ordinary:
+            raise ValueError("explain: --map-memory is about ordinary tensors (--ordinary)")
         if self.tensors is not None and (self.tensors < 1 or self.kind not in LISTED):
             raise ValueError(
                 f"explain: tensors of {self.kind} (value={self.tensors}, allowed={', '.join(LISTED)}: 1..)"
@@ -131,6 +114,8 @@ class Explanation:
         submitted: what rank 0 would hand over, one line each, grouped by where it goes.
         summary: the same in numbers.
         notes: what is not as it was asked.
+        ways: how peers would reach ordinary tensors, for each value of ``Config.map_memory``, and what would run.
+        way: which of these this is; None for tensors that are symmetric.
     """
 
     agreement: AnyAgreement
@@ -141,6 +126,8 @@ class Explanation:
     submitted: tuple[tuple[str, tuple[str, ...]], ...]
     summary: str
     notes: tuple[str, ...] = ()
+    ways: tuple[tuple[Way, Choice], ...] = ()
+    way: Way | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """One JSON object."""
@@ -156,6 +143,16 @@ class Explanation:
             "submitted": [{"to": place, "what": list(lines)} for place, lines in self.submitted],
             "summary": self.summary,
             "notes": [*self.notes, *self.by.notes],
+            "reach": [
+                {
+                    "map_memory": SAID[way.setting],
+                    "explained": way == self.way,
+                    "how": way.how,
+                    "why": way.why,
+                    "takes": _named(choice.candidate),
+                }
+                for way, choice in self.ways
+            ],
         }
 
 
@@ -180,20 +177,29 @@ def explain(options: ExplainOptions) -> Explanation:
     if by is None:
         assert options.machine is not None
         by = _simulated(options.machine, agreement)
-    choice = choose(by.profile, agreement.call, abilities)
+    chooses = functools.partial(_choice, by, None if has_driver or device_type == CPU else options.machine, abilities)
+    choice, way, ways = chooses(agreement), None, tuple[tuple[Way, Choice], ...]()
+    if options.ordinary:
+        ways = ways_of(agreement, chooses, hosts_meet=device_type == CPU)
+        setting = settings.current().map_memory if options.map_memory is None else options.map_memory
+        way, choice = next(entry for entry in ways if entry[0].setting == (setting or False))
+        agreement = as_mapped(agreement) if way.how == MAPPED else agreement
     reasons = [(found, objection(agreement.call, found, abilities)) for found in everything(options.kind)]
     excluded = tuple((found, reason) for found, reason in reasons if reason)
-    program = _one_of(make_program(agreement, choice.candidate, moves))
+    if way is not None and way.goes_ahead:
+        program: Program | AnyKernelProgram = confirmed(_single(agreement))
+    else:
+        program = _one_of(make_program(agreement, choice.candidate, moves))
     submitted: tuple[tuple[str, tuple[str, ...]], ...]
     if isinstance(program, KernelProgram | KernelListProgram):
-        submitted, summary = ((CALLERS, _launch(program)),), "1 kernel, 1 call"
+        submitted, summary = ((CALLERS, launch_lines(program)),), "1 kernel, 1 call"
     elif has_driver:
-        submitted, summary = _calls(program, agreement.frozen, choice.candidate.launch == GRAPH)
+        submitted, summary = call_lines(program, RANK, agreement.frozen, choice.candidate.launch == GRAPH)
     else:
         queues = program.queues_of(RANK)
         submitted, summary = tuple((f"engine {q.engine}", tuple(map(describe, q.commands))) for q in queues), ""
-    notes = (*_rounding(options, agreement), *_reaching(options, device_type))
-    return Explanation(agreement, choice, by, where, excluded, submitted, summary, notes)
+    notes = (*_rounding(options, agreement), *(mappable(device_type) if options.ordinary else ()))
+    return Explanation(agreement, choice, by, where, excluded, submitted, summary, notes, ways, way)
 
 
 def show(found: Explanation, console: rich.console.Console) -> None:
@@ -204,7 +210,8 @@ def show(found: Explanation, console: rich.console.Console) -> None:
         *([f"{len(found.agreement.parts)} tensors"] if isinstance(found.agreement, ListAgreement) else []),
         "in place" if call.in_place else "out of place",
         "in a graph" if call.captured else "eager",
-        *([] if call.symmetric else ["ordinary memory"]),
+        *([] if call.symmetric and found.way is None else ["ordinary memory"]),
+        *([f"mapped (map_memory={SAID[found.way.setting]})"] if found.way and found.way.how == MAPPED else []),
         *([f"beside {call.computation or call.beside}"] if call.beside != NOTHING else []),
     ]
     say(console, ", ".join(words))
@@ -213,6 +220,10 @@ def show(found: Explanation, console: rich.console.Console) -> None:
     say(console, f"auto takes {found.choice.candidate}: {found.choice.reason}", style="bold")
     for note in (*found.notes, *found.by.notes):
         say(console, f"note: {note}")
+    if found.ways:
+        say(console, "How peers reach ordinary tensors, by SIDELANE_MAP_MEMORY")
+        for way, choice in found.ways:
+            say(console, f"{SAID[way.setting]}: {way.how}, {choice.candidate}: {way.why}", indent=2)
     console.print()
     console.print(_table(found).to_rich())
     say(console, f"Submitted by rank {RANK}" + (f": {found.summary}" if found.summary else ""))
@@ -285,13 +296,15 @@ def _ranks(count: int) -> str:
     return f"{count} rank{'s' * (count > 1)}"
 
 
-def _reaching(options: ExplainOptions, device_type: str) -> tuple[str, ...]:
-    """How peers get at tensors that are not symmetric."""
-    if not options.ordinary or options.tensors is not None:
-        return ()
-    if device_type == CPU:
-        return ("ordinary tensors go through staging, unless all ranks have them in shared memory",)
-    return ("ordinary tensors go through staging; SIDELANE_MAP_MEMORY=1 may do without (docs/internals/reach.md)",)
+def _choice(by: InForce, simulated: str | None, abilities: Abilities, agreement: AnyAgreement) -> Choice:
+    if simulated is not None:
+        by = _simulated(simulated, agreement)
+    return choose(by.profile, agreement.call, abilities)
+
+
+def _single(agreement: AnyAgreement) -> Collective:
+    assert isinstance(agreement.collective, Collective), "calls with lists do not go ahead"
+    return agreement.collective
 
 
 def _rounding(options: ExplainOptions, agreement: AnyAgreement) -> tuple[str, ...]:
@@ -370,34 +383,3 @@ def _simulated(name: str, agreement: AnyAgreement) -> InForce:
 def _one_of(plan: Plan) -> Program | AnyKernelProgram:
     """The program of a call; where several take turns, one of them: they differ in their slots and flags only."""
     return plan.turns[0] if isinstance(plan, Alternation) else plan
-
-
-def _launch(program: AnyKernelProgram) -> tuple[str, ...]:
-    """What a kernel is, and how its bytes travel (docs/internals/protocols.md)."""
-    how = HOW[program.protocol] + (SECOND_SHOT[program.protocol] if program.two_shot else "")
-    staging = f", {format_bytes(program.staging_bytes)} of staging" if program.staging_bytes else ""
-    return (
-        f"launch the kernel {program.variant} on {program.blocks} thread blocks at most",
-        f"protocol {program.protocol}: {how}",
-        f"{format_bytes(program.part_bytes)} from rank to rank{staging}",
-    )
-
-
-def _calls(program: Program, captured: bool, cached: bool) -> tuple[tuple[tuple[str, tuple[str, ...]], ...], str]:
-    """What the CUDA executor asks the driver for, by stream. ``cached``: what it keeps as a graph, and launches."""
-    from sidelane.execute.cuda.calls import Route
-    from sidelane.execute.cuda.count import counts_of
-    from sidelane.execute.cuda.describe import describe_call
-    from sidelane.execute.cuda.plan import plan_calls
-
-    plan = plan_calls(program, RANK, captured=captured or cached)
-    streams = tuple(
-        (
-            f"stream {number} in the graph" if cached else f"stream {number}" if number else CALLERS,
-            tuple(map(describe_call, plan.calls(number))),
-        )
-        for number in range(plan.streams)
-    )
-    if cached:
-        streams = (("the caller's stream", ("launch the graph that the first such call made:",)), *streams)
-    return streams, str(counts_of(plan, Route.LAUNCH if cached else Route.CAPTURE if captured else Route.DIRECT))

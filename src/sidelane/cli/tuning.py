@@ -11,7 +11,7 @@ from sidelane.cli.errors import plain_errors
 from sidelane.cli.guided import Command, how, output, what, where
 from sidelane.cli.nodes import explain_nodes, sizes_of_nodes
 from sidelane.cli.options import ALL, KINDS, device_option, given, json_option, ranks_option, report_option, size
-from sidelane.config import BESIDE, NOTHING
+from sidelane.config import BESIDE, LEARN, NOTHING
 from sidelane.program.collective import ELEMENT_BYTES, Kind
 
 COLLECTIVES, C3 = "collectives", "c3"
@@ -130,6 +130,10 @@ def isolated_times(collectives: tuple[str, ...], *, gemms: tuple[str, ...], **ot
         ("sidelane explain all_gather 16M --machine h200x4", "what four H200s would do"),
         ("sidelane explain all_reduce 1.2G --beside compute", "next to a GEMM, on this machine"),
         ("sidelane explain all_gather 64K --machine h200x4 --json -", "as JSON"),
+        (
+            "sidelane explain all_gather 64M --machine h200x2 --ordinary",
+            "how peers would reach ordinary tensors, and why",
+        ),
         ("sidelane explain all_reduce 64M --nodes 8,8", "on two machines"),
     ),
 )
@@ -138,6 +142,13 @@ def isolated_times(collectives: tuple[str, ...], *, gemms: tuple[str, ...], **ot
 @what("--in-place", is_flag=True, help="Input and output share memory.")
 @what("--graph", "captured", is_flag=True, help="The call is captured into a graph.")
 @what("--ordinary", is_flag=True, help="The tensors are not in symmetric memory.")
+@what(
+    "--map-memory",
+    type=click.Choice(["0", "1", LEARN]),
+    callback=lambda *given: {"0": False, "1": True}.get(given[-1], given[-1]),
+    show_default="SIDELANE_MAP_MEMORY, else 0",
+    help="With --ordinary: explain the call under this setting. All three are compared.",
+)
 @what("--beside", type=click.Choice(BESIDE), default=NOTHING, help="What runs next to it.")
 @what("--beside-us", type=click.FloatRange(min=0, min_open=True), help="Instead: what a computation next to it takes.")
 @what("--dtype", type=click.Choice(list(ELEMENT_BYTES)), default="bfloat16", help="Of the elements.")

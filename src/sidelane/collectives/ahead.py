@@ -31,14 +31,15 @@ from sidelane.collectives.calls import Calls
 from sidelane.collectives.confirming import Confirming, source_buffer
 from sidelane.collectives.offered import Found, Heard
 from sidelane.collectives.pattern import Pattern, Source, Sources, State, Turn
-from sidelane.collectives.plan import AUTO, AnyAgreement
+from sidelane.collectives.plan import AnyAgreement
 from sidelane.collectives.prepare import Prepared
 from sidelane.collectives.reach import Reach
+from sidelane.collectives.reaching import why_not_ahead
 from sidelane.errors import PeerError, UnavailableError
 from sidelane.memory.ordinary import Allocation, Mapping, Standing
 from sidelane.memory.posts import MOST_WISHES, SPLITS, PostedCall
 from sidelane.native import Effect, Note
-from sidelane.program.builders.confirmed import NOBODY, can_be_confirmed
+from sidelane.program.builders.confirmed import NOBODY
 from sidelane.program.collective import Buffer, Collective
 
 LAG = 32
@@ -54,9 +55,6 @@ MOST_TURNS = 4
 
 MOST_HITS = 4096
 """Remembered."""
-
-VARIANTS = (AUTO, "b2b")
-"""Of calls that can go ahead: the copies of a rank stand on one engine."""
 
 OUTPUT_UNKNOWN, INPUT_ELSEWHERE = "output", "input"
 """What a rank posts that misses: peers cannot write to its output; or its input is not where it is expected. One that
@@ -224,10 +222,9 @@ class Ahead:
     def sources(self, agreement: AnyAgreement, texts: Sequence[str]) -> Sources | None:
         """Where inputs lie, from what all ranks have offered for a call; None where no call of the kind goes ahead."""
         collective = agreement.collective
-        if not isinstance(collective, Collective) or agreement.frozen or agreement.variant not in VARIANTS:
+        if not all(texts) or why_not_ahead(agreement):
             return None
-        if not all(texts) or not can_be_confirmed(collective):
-            return None
+        assert isinstance(collective, Collective)
         heard = [Heard.of(text) for text in texts]
         buffer, senders = (
             source_buffer(collective),

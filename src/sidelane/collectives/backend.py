@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -183,6 +183,15 @@ class Backend(Protocol):
         """Start a program behind the caller's work so far. Without ``async_op``, the caller's next work follows it.
 
         ``place``: where the caller stands. If it is being captured, the program was made for that.
+        """
+        ...
+
+    def guard_captured(self, what: str, is_gone: Callable[[], bool]) -> None:
+        """The call that was captured just now uses memory that may be freed: say so, and that it is replayed then.
+
+        Args:
+            what: the call and its tensors, for people.
+            is_gone: whether some of that was freed. Called by another thread.
         """
         ...
 

@@ -94,6 +94,9 @@ class CpuBackend:
         self._last = self._thread.submit(function, *arguments)
         return CpuWork(self._last, self)
 
+    def guard_captured(self, what: str, is_gone: Callable[[], bool]) -> None:
+        """Nothing: here is no capture."""
+
     def host_path(self) -> None:
         """None: bytes are moved by threads, which take longer."""
 

@@ -106,6 +106,9 @@ class CudaBackend:
         loaded.run(epoch, place)
         return None
 
+    def guard_captured(self, what: str, is_gone: Callable[[], bool]) -> None:
+        self.executor.watch.guard(what, is_gone)
+
     def host_path(self) -> HostPath | None:
         questions = self.executor.driver.questions()
         if questions is None:

@@ -135,7 +135,7 @@ class CallPath:
                 # Compiled code knows tensors by their addresses only, which say nothing in a pool.
                 key, remember, wanted = (*key, pooled), False, False
                 prepared = self.preparer.recall(key) if async_op or False not in pooled else None
-            expected = shape = shaped = None
+            expected = shape = shaped = offer = None
             by_shape = False
             if prepared is None:
                 if pooled is None and not (self._mapped or place[1]) and isinstance(asked, SingleCall):
@@ -198,6 +198,8 @@ class CallPath:
             calls.fail(error)
             raise
         work = calls.run(prepared, call, async_op, asked.tensors, asked.written(), place)
+        if offer is not None and place[1] and self.reach is not None and self._settled[key].key != key:
+            calls.guard_captured(asked.name, asked.tensors, functools.partial(self.reach.stand, offer.allocations))
         if (remember or by_shape) and self.repeats is not None:
             try:
                 again = lesson = None
@@ -247,7 +249,10 @@ class CallPath:
         except KeyboardInterrupt as error:
             calls.fail(error)
             raise
-        return calls.run(prepared, call, async_op, asked.tensors, asked.written(), place)
+        work = calls.run(prepared, call, async_op, asked.tensors, asked.written(), place)
+        if offer is not None and place[1] and self.reach is not None and addresses:
+            calls.guard_captured(asked.name, asked.tensors, functools.partial(self.reach.stand, offer.allocations))
+        return work
 
     def agree(self, name: str, check: Callable[[], tuple[T, str]]) -> tuple[int, T]:
         """Come to what all ranks do together outside of graphs, as loading a program is; for what follows it.

@@ -188,6 +188,18 @@ class Calls:
             work.outputs = written
         return work
 
+    def guard_captured(self, name: str, tensors: Sequence[torch.Tensor | None], stands: Callable[[], bool]) -> None:
+        """With debug, look after the memory of a call that was captured just now, and that peers have mapped.
+
+        Args:
+            name: of the call.
+            tensors: its own.
+            stands: whether none of the memory has been freed. Called by another thread.
+        """
+        if self.config.debug:
+            words = (f"{list(one.shape)} of {one.dtype} at {one.data_ptr():#x}" for one in tensors if one is not None)
+            self.backend.guard_captured(f"{name} in a graph, tensors {'; '.join(words)}", lambda: not stands())
+
     def posts(self, call: int) -> Sequence[PostedCall]:
         """Wait until every rank has posted ``call``; what they posted."""
         with self.failing_for_good():

@@ -59,7 +59,7 @@ class Confirming:
         prepared = self._preparer.recall(full)
         if prepared is None:
             with self._calls.making_ready():
-                program, choice = self._program(collective, changed, waiting), _choice(changed, waiting, self._rank)
+                program, choice = self._program(collective, changed, waiting), choice_of(changed, waiting, self._rank)
                 prepared = self._preparer.bind(program, addresses, text, choice, full)
         return prepared
 
@@ -82,7 +82,8 @@ def source_buffer(collective: Collective) -> Buffer:
     return Buffer.OUTPUT if collective.in_place else Buffer.INPUT
 
 
-def _choice(changed: frozenset[int], waiting: frozenset[int], rank: int) -> Choice:
+def choice_of(changed: frozenset[int], waiting: frozenset[int], rank: int) -> Choice:
+    """What a rank runs such a call as; see ``confirmed`` for who has changed and who waits."""
     why = "peers' inputs are read where they come again, so that no host waits for another one"
     if rank in changed:
         why = "this rank's input is not where its peers read it, so that it writes to their outputs"

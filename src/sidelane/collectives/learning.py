@@ -33,19 +33,17 @@ from sidelane.collectives.lesson import Said, heard
 from sidelane.collectives.mappings import Mappings, Name
 from sidelane.collectives.offered import BUFFERS
 from sidelane.collectives.pattern import Guard, Sources, Turn
-from sidelane.collectives.plan import AUTO, Agreement, AnyAgreement
+from sidelane.collectives.plan import Agreement, AnyAgreement
 from sidelane.collectives.prepare import Prepared
+from sidelane.collectives.reaching import why_not_learnt
 from sidelane.collectives.repeat import Repeats
 from sidelane.collectives.telling import LessonAgain, Subject, Telling
 from sidelane.errors import MismatchError, PeerError, PeerTimeoutError, UnavailableError
 from sidelane.memory.lessons import WINDOW, LessonBoard, frontier, window_of
 from sidelane.memory.ordinary import OrdinaryMemory
 from sidelane.native import Effect, Note
-from sidelane.program.builders.confirmed import NOBODY, can_be_confirmed
-from sidelane.program.collective import Buffer, Collective
-
-LEAST_BYTES = 1 << 20
-"""From rank to rank. Less goes by kernels, which take ordinary tensors as they are."""
+from sidelane.program.builders.confirmed import NOBODY
+from sidelane.program.collective import Buffer
 
 READ_EVERY = 4
 """Lessons, in the first of which posts are read, and rank 0 judges. Compiled code reads once in a window."""
@@ -274,18 +272,8 @@ class Learning:
 
     def _note(self, agreement: AnyAgreement, text: str) -> None:
         """Find out whether the ranks learn from calls of a signature. Collective."""
-        teaches = (
-            isinstance(agreement, Agreement)
-            and not agreement.frozen
-            and agreement.input_place is None
-            and agreement.output_place is None
-            and agreement.variant in (AUTO, "b2b")
-            and can_be_confirmed(agreement.collective)
-            and most_bytes(agreement.collective) >= LEAST_BYTES
-            and self._suits(agreement)
-        )
         made = None
-        if teaches:
+        if not why_not_learnt(agreement, self._suits):
             assert isinstance(agreement, Agreement)
             with contextlib.suppress(UnavailableError):  # on all ranks alike
                 self._confirming.make_room(agreement.collective)
@@ -470,11 +458,6 @@ class Learning:
                     self._control.abort(message, culprits, timed_out=True)
                     raise PeerTimeoutError(message, culprits)
                 time.sleep(0 if waited < 200e-6 else min(max(waited / 8, 20e-6), 5e-3))
-
-
-def most_bytes(collective: Collective) -> int:
-    """That go from one rank to another."""
-    return max(chunk.nbytes for chunk in collective.chunks() if chunk.src_rank != chunk.dst_rank)
 
 
 def _weakly(method: Callable[[Subject, bytes], object]) -> Callable[[Subject, bytes], object]:

@@ -182,7 +182,13 @@ class OwnKernel:
 
 
 def load_kernel(path: CallPath, kernel: Any, flags: int) -> OwnKernel:
-    """Give a kernel flags of its own. Collective. See ``Communicator.load_kernel``."""
+    """Give a kernel flags of its own. Collective. See ``Communicator.load_kernel``.
+
+    Of a session's up to 16 ranks only 8 may: what a kernel does with all ranks at once it does in ``MAX_RANKS`` lanes,
+    a constant of the compiled kernel (``device/context``), and a row of flags has as many words. So have the context
+    and the board of who is waited for. The kernels of collectives have the same limit, and so have the fused operators,
+    which come here.
+    """
     arguments = path.arguments
 
     def check() -> tuple[None, str]:

@@ -15,9 +15,10 @@ from sidelane.collectives.alternate import FLAGS as TURN_FLAGS
 from sidelane.collectives.alternate import SLOTS_BYTES, AlternatingProgram, Turns
 from sidelane.collectives.arguments import Request
 from sidelane.collectives.backend import Backend
-from sidelane.collectives.heap import MAPPED, Region, SymmetricHeap
+from sidelane.collectives.heap import Region, SymmetricHeap
 from sidelane.collectives.listed import ListRequest
 from sidelane.collectives.plan import AUTO, MOST_PROGRAMS, Agreement, AnyAgreement, Plan, Planner
+from sidelane.collectives.reaching import as_mapped
 from sidelane.collectives.shaped import Seen, Shape, Shaped, places_of
 from sidelane.collectives.staging import Staging
 from sidelane.device.layout import arena_bytes
@@ -197,8 +198,7 @@ class Preparer:
 
     def copies_mapped(self, agreement: Agreement) -> bool:
         """True if copy engines would move the bytes of a call whose tensors were mapped."""
-        mapped = dataclasses.replace(agreement, input_place=(MAPPED, 0), output_place=(MAPPED, 0))
-        return self._planner.choice(mapped).candidate.implementation == DMA
+        return self._planner.choice(as_mapped(agreement)).candidate.implementation == DMA
 
     def make_room(self, program: Program) -> None:
         """Have the staging of a program. Collective where there is less."""

@@ -1,10 +1,10 @@
 """Ways to have a collective done that differ in the memory of the caller's tensors, each with tensors of its own.
 
     symmetric   Sidelane's ``auto`` on tensors of ``Communicator.empty``
-    learned     the same on ordinary tensors, as GPUs take them by default: peers reach large ones whose addresses come
+    learned     the same on ordinary tensors with ``map_memory="learn"``: peers reach large ones whose addresses come
                 again, and no host waits for it (docs/internals/reach.md)
     mapped      the same with ``map_memory=True``: peers reach them in every call
-    staged      the same on ordinary tensors, without it
+    staged      the same on ordinary tensors without it, the default of GPUs
     library     NCCL on ordinary tensors; on CPU ranks Gloo
 
 Each of Sidelane's has a communicator of its own: what its ranks learn of addresses is theirs.

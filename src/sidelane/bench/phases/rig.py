@@ -1,30 +1,31 @@
 """One rank's executor and memory for the study of phases, and its programs ready to be called one by one.
 
-The executor is used directly: what a communicator does on top of it is Python that has nothing to do with a program.
+They are those of a lane. Its executor is used directly: what calls of a lane do on top of it is Python that has nothing
+to do with a program.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 
+from sidelane import config as settings
 from sidelane.bench.candidates.candidate import captured
 from sidelane.bench.phases.split import Sample
 from sidelane.bench.phases.turns import Call, InTurn, TurnCounter
 from sidelane.bench.running.launch import Rank
 from sidelane.collectives.alternate import FLAGS as TURN_FLAGS
 from sidelane.collectives.alternate import SLOTS_BYTES
-from sidelane.collectives.devices import make_backend
+from sidelane.collectives.session import Session
 from sidelane.collectives.staging import Staging
+from sidelane.config import BUILTIN
 from sidelane.errors import PeerTimeoutError, SidelaneError
 from sidelane.execute.base import Addresses
 from sidelane.memory.base import SymmetricBlock
-from sidelane.memory.control import ControlBlock
-from sidelane.memory.exchange import Exchange
 from sidelane.program.builders import Alternation
 from sidelane.program.collective import Buffer
 from sidelane.program.ir import Program, has_epochs
@@ -48,12 +49,10 @@ class Rig:
     """
 
     def __init__(self, rank: Rank, timeout_s: float) -> None:
-        group = dist.group.WORLD
-        assert group is not None
         self.rank, self.timeout_s = rank, timeout_s
-        exchange = Exchange(group, timeout_s)
-        self._control = ControlBlock(exchange)
-        self._backend = make_backend(exchange, rank.device, self._control, timeout_s)
+        config = dataclasses.replace(settings.current(), timeout_s=timeout_s, profile=BUILTIN, map_memory=False)
+        self._session = Session(device=rank.device, config=config)
+        self._backend = self._session.lane().backend
         # Stamps are no part of what all executors have in common.
         self.executor = cast(Any, self._backend.executor)
         self._flags = self._backend.memory.allocate(2 * (FLAGS + TURN_FLAGS) * 4)
@@ -125,10 +124,8 @@ class Rig:
 
     def close(self) -> None:
         """Release everything. Not after a failure."""
-        self._backend.close()
+        self._session.close()
         self._blocks.clear()
-        self._backend.memory.close()
-        self._control.close()
 
 
 class CpuCall:

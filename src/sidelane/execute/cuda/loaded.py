@@ -187,7 +187,9 @@ class CudaProgram:
         except BaseException as error:
             executor.watch.fail_submission(f"{self.program.collective} {self.program.variant}", error)
             raise
-        if not place[1]:
+        if place[1]:
+            executor.watch.recorded(self._subject[2])
+        else:
             executor.watch.issued(epoch, self._subject)
         executor.ledger.count(way.entry)
 

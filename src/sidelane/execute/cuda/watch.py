@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from sidelane.device.layout import ABORT, BOARD_WORDS, MAX_RANKS, WAITING
 from sidelane.errors import PeerError, PeerTimeoutError, SidelaneError
 from sidelane.execute.base import Addresses
+from sidelane.execute.cuda.captured import CapturedMemory
 from sidelane.execute.cuda.driver import Driver, HostWords
 from sidelane.execute.cuda.release import FlagRescue
 from sidelane.execute.cuda.stall import Stall, Words, assume_missing, find_stall
@@ -86,6 +87,7 @@ class Watch:
         self._running: collections.deque[tuple[int, tuple[Program, Addresses, int]]] = collections.deque()
         self._first: Subject | None = None
         self._captured: list[Subject] = []
+        self._captured_memory, self._last_busy = CapturedMemory(), 0  # of what was recorded last
         self._subject: Subject | None = None
         self._since: float | None = None
         self._doomed_since: float | None = None
@@ -117,6 +119,8 @@ class Watch:
 
     def launched(self, epoch: int, program: AnyKernelProgram | KernelCall, *, captured: bool) -> None:
         """A kernel was launched, or captured."""
+        if captured:
+            self._last_busy = 0
         self._last_kernel = (epoch, (program, captured))
 
     def issue_notes(self, subject: tuple[Program, Addresses, int]) -> tuple[Note, ...]:
@@ -134,6 +138,14 @@ class Watch:
     def captured(self, subject: Subject) -> None:
         """A program was captured; it writes ``next_busy_number`` of before."""
         self._captured.append(subject)
+
+    def recorded(self, busy: int) -> None:
+        """A program became part of a graph; ``busy`` of :class:`Subject`."""
+        self._last_busy = busy
+
+    def guard(self, what: str, is_gone: Callable[[], bool]) -> None:
+        """Look after the memory of the call that became part of a graph just now (``CapturedMemory``)."""
+        self._captured_memory.add(self._last_busy, what, is_gone)
 
     def finished(self, epoch: int) -> bool:
         """True once invocation ``epoch`` has ended on this rank, be it that it was let go."""
@@ -197,6 +209,7 @@ class Watch:
         if self.failure is not None:
             self._rescue.release(self.last_epoch)
             return
+        self._look_at_captured()
         self._look_at_kernels(now)
         if self.failure is not None:
             return
@@ -220,6 +233,17 @@ class Watch:
             return
         if self._since is not None and now - self._since > self._timeout_s and self._stands_still(subject):
             self._time_out(subject, now - self._since)
+
+    def _look_at_captured(self) -> None:
+        """Whether something is replayed on memory that is gone."""
+        if self._captured_memory.is_empty:
+            return
+        with self._driver.relaxed_capture():
+            what = self._captured_memory.look(lambda: int(self._words.array[BUSY]))
+        if what is not None:
+            text = f"{what}: rank {self._rank} replays its graph, though memory was freed with which it was captured"
+            self._monitor.abort(text, (self._rank,))
+            self.fail(SidelaneError(text))
 
     def _look_at_kernels(self, now: float) -> None:
         """Whether a kernel spins, and for how long it has been the same one that waits for the same ranks."""

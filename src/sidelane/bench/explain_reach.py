@@ -1,0 +1,46 @@
+"""What ``sidelane explain`` says of ordinary tensors: how peers would reach them, by the rules that calls go by."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from sidelane.choice import Choice
+from sidelane.choice.candidate import DMA
+from sidelane.choice.key import CPU
+from sidelane.collectives.confirming import choice_of
+from sidelane.collectives.plan import AnyAgreement
+from sidelane.collectives.reaching import MAPPED, SETTINGS, MapMemory, Way, as_mapped, way_of
+from sidelane.program.builders.confirmed import NOBODY
+
+SAID: Mapping[MapMemory, str] = MappingProxyType({False: "0", True: "1", "learn": "learn"})
+"""Values of ``Config.map_memory`` as ``SIDELANE_MAP_MEMORY`` has them."""
+
+
+def ways_of(
+    agreement: AnyAgreement, chooses: Callable[[AnyAgreement], Choice], *, hosts_meet: bool
+) -> tuple[tuple[Way, Choice], ...]:
+    """How peers reach the ordinary tensors of a call, and what then runs, for each setting."""
+    found = []
+    for setting in SETTINGS:
+        way = way_of(
+            agreement,
+            setting,
+            lambda call: chooses(as_mapped(call)).candidate.implementation == DMA,
+            hosts_meet=hosts_meet,
+        )
+        choice = chooses(as_mapped(agreement) if way.how == MAPPED else agreement)
+        if way.goes_ahead:
+            ahead = choice_of(NOBODY, NOBODY, 0)
+            choice = dataclasses.replace(ahead, table=choice.table)
+        found.append((way, choice))
+    return tuple(found)
+
+
+def mappable(device_type: str) -> tuple[str, ...]:
+    """Which ordinary tensors peers can map."""
+    if not device_type:  # a machine that nobody has run on
+        return ()
+    which = "those in shared memory" if device_type == CPU else "those of cudaMalloc and torch's allocator"
+    return (f"mapped are {which}, if they are so on all ranks: Communicator.reach says it of a tensor",)

@@ -1,0 +1,152 @@
+"""How peers reach ordinary tensors in a call, as far as what is asked decides it: the rules by which ``ahead`` and
+``learning`` go, and the same in words.
+
+What else decides it is whether peers can map the memory of each rank (``Communicator.reach`` says so of a tensor), and
+whether addresses come again (``Communicator.last_choice`` says so of a call).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, TypeVar
+
+from sidelane.collectives.heap import MAPPED as MAPPED_BLOCK
+from sidelane.collectives.listed import ListAgreement
+from sidelane.collectives.plan import AUTO, Agreement, AnyAgreement
+from sidelane.config import LEARN
+from sidelane.memory.posts import MOST_TEXT_BYTES
+from sidelane.program.builders.confirmed import can_be_confirmed
+from sidelane.program.collective import REDUCING, Chunk, Collective
+from sidelane.sizes import format_bytes
+
+A = TypeVar("A", Agreement, ListAgreement, AnyAgreement)
+MapMemory = bool | Literal["learn"]
+SETTINGS: tuple[MapMemory, ...] = (False, True, "learn")
+"""Values of ``Config.map_memory``."""
+
+STAGED, MAPPED = "staged", "mapped"
+NOTHING_TRAVELS = "nothing goes from one rank to another"
+
+VARIANTS = (AUTO, "b2b")
+"""Of calls that can go ahead: the copies of a rank stand on one engine."""
+
+LEAST_BYTES = 1 << 20
+"""From rank to rank, of calls from which ranks learn. Less goes by kernels, which take ordinary tensors as they are."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Way:
+    """How peers reach the ordinary tensors of a call.
+
+    Attributes:
+        setting: value of ``Config.map_memory``.
+        how: ``staged``, or ``mapped`` where all ranks have memory that their peers can map.
+        goes_ahead: once addresses have come again peers read each other's inputs, and no host waits for another one.
+        why: in words.
+    """
+
+    setting: MapMemory
+    how: str
+    goes_ahead: bool
+    why: str
+
+
+def way_of(
+    agreement: AnyAgreement, setting: MapMemory, copies: Callable[[Agreement], bool], *, hosts_meet: bool
+) -> Way:
+    """How peers reach the ordinary tensors of a call that is not asynchronous.
+
+    Args:
+        agreement: the call on tensors that peers do not reach.
+        setting: value of ``Config.map_memory``.
+        copies: see :func:`why_not_learnt`.
+        hosts_meet: a call blocks its caller until its peers have come anyway, as between CPU ranks.
+    """
+    if setting is False:
+        return Way(setting, STAGED, False, "the setting lets peers map nothing")
+    if not any(chunk.src_rank != chunk.dst_rank for chunk in _chunks(agreement)):
+        return Way(setting, STAGED, False, NOTHING_TRAVELS)
+    if setting == LEARN:
+        why = why_not_learnt(agreement, copies)
+        if why:
+            return Way(setting, STAGED, False, why)
+        why = "once its addresses have come again, staged until then; no host waits while that is found out"
+        return Way(setting, MAPPED, True, why)
+    if agreement.frozen:
+        return Way(setting, MAPPED, False, "the ranks agree once, in the capture; replays use the same memory")
+    limit = ""
+    if isinstance(agreement, ListAgreement):
+        limit = f"; staged where the list's description takes more than {format_bytes(MOST_TEXT_BYTES)}"
+    if hosts_meet:
+        return Way(setting, MAPPED, False, f"what is offered in each call, for which ranks meet anyway{limit}")
+    why = why_not_ahead(agreement)
+    if why:
+        why = f"the host waits for its peers' hosts in every call: {why}; asynchronous calls are staged{limit}"
+        return Way(setting, MAPPED, False, why)
+    why = (
+        "the host waits for its peers' hosts until addresses have come again, and for nobody then; asynchronous calls "
+    )
+    return Way(setting, MAPPED, True, f"{why}are staged until then")
+
+
+def why_not_ahead(agreement: AnyAgreement) -> str:
+    """Why no such call goes ahead, wherever its tensors lie; empty for one that may."""
+    collective = agreement.collective
+    if not isinstance(collective, Collective):
+        return "calls with lists do not go ahead"
+    if agreement.frozen:
+        return "what is captured does not go ahead"
+    if agreement.variant not in VARIANTS:
+        return f"variant {agreement.variant} does not go ahead, {' and '.join(VARIANTS)} do"
+    if collective.kind in REDUCING:
+        return "reductions do not go ahead: what was added to a result cannot be taken back"
+    if not any(chunk.src_rank != chunk.dst_rank for chunk in collective.chunks()):
+        return NOTHING_TRAVELS
+    if not can_be_confirmed(collective):
+        return f"{collective.kind} in place overwrites what peers still read, and does not go ahead"
+    return ""
+
+
+def why_not_learnt(agreement: AnyAgreement, copies: Callable[[Agreement], bool]) -> str:
+    """Why ranks do not learn from such calls with ``map_memory="learn"``, so that they are staged; empty if they do.
+
+    Args:
+        agreement: the call.
+        copies: whether copy engines would move the bytes of one whose tensors were mapped.
+    """
+    why = why_not_ahead(agreement)
+    if why:
+        return why
+    assert isinstance(agreement, Agreement)
+    if agreement.input_place is not None or agreement.output_place is not None:
+        return "a tensor of it is symmetric"
+    most = _most_bytes(agreement.collective)
+    if most < LEAST_BYTES:
+        return (
+            f"{format_bytes(most)} from rank to rank, less than {format_bytes(LEAST_BYTES)}: kernels move so little as "
+            f"fast from ordinary tensors"
+        )
+    if not copies(agreement):
+        return "a kernel would be chosen for mapped tensors too, which takes ordinary ones nearly as fast"
+    return ""
+
+
+def as_mapped(agreement: A) -> A:
+    """The same call on tensors that peers have mapped."""
+    there: dict[str, Any] = {"input_place": (MAPPED_BLOCK, 0), "output_place": (MAPPED_BLOCK, 0)}
+    if isinstance(agreement, ListAgreement):
+        return dataclasses.replace(
+            agreement, parts=tuple(dataclasses.replace(part, **there) for part in agreement.parts)
+        )
+    return dataclasses.replace(agreement, **there)
+
+
+def _most_bytes(collective: Collective) -> int:
+    """That go from one rank to another."""
+    return max(chunk.nbytes for chunk in collective.chunks() if chunk.src_rank != chunk.dst_rank)
+
+
+def _chunks(agreement: AnyAgreement) -> Iterator[Chunk]:
+    parts = agreement.parts if isinstance(agreement, ListAgreement) else (agreement,)
+    return (chunk for part in parts for chunk in part.collective.chunks())

@@ -1,0 +1,98 @@
+"""What CPU ranks do, on the path of GPUs, with graphs whose memory is freed."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+import time
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from made_up_gpus import AskedTensors, made_up_gpus
+from reach_cases import MAPPING, shared
+
+from sidelane import Communicator
+from sidelane.errors import SidelaneError
+from sidelane.execute.cuda.watch import BUSY
+
+PATIENCE_S = 20
+
+
+class Said(logging.Handler):
+    """What was warned of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+        self.anything = threading.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+        self.anything.set()
+
+
+def replays(group: dist.ProcessGroup, debug: bool, freed: bool, again: bool) -> tuple[list[str], str]:
+    """Capture a call, have rank 0 lose its memory, and replay it there first; what is warned of, and what goes wrong.
+
+    ``again``: it is captured a second time before it is replayed, with memory at the same place.
+    """
+    said, gone = Said(), set[str]()
+    logger = logging.getLogger("sidelane.execute.cuda.captured")
+    logger.addHandler(said)
+    real = AskedTensors.is_gone
+
+    def is_gone(self: Any, allocation: Any) -> bool:
+        return allocation.name in gone or real(self, allocation)
+
+    config = dataclasses.replace(MAPPING, debug=debug)
+    try:
+        with (
+            mock.patch.object(AskedTensors, "is_gone", is_gone),
+            made_up_gpus() as driver,
+            Communicator(group, config=config) as comm,
+        ):
+            first, n = comm.rank == 0, comm.world_size
+            watch = comm.lane.backend.executor.watch  # type: ignore[attr-defined]
+            output, input = shared(n * 100, torch.int32), shared(100, torch.int32)
+            comm.all_gather(output, input, variant="b2b")
+
+            def capture() -> Any:
+                driver.begin_capture()
+                comm.all_gather(output, input, variant="b2b")
+                return driver.end_capture()
+
+            graph = capture()
+            dist.barrier(group)
+            driver.replay(graph)
+            driver.synchronize()
+            if freed and first:
+                found = comm.lane.backend.ordinary.allocation_of(output)  # type: ignore[union-attr]
+                gone.add(found.name)  # type: ignore[union-attr]
+                if debug:
+                    assert said.anything.wait(PATIENCE_S), "nobody looks"
+                watch._look_at_captured()
+            if again:
+                gone.clear()
+                graph = capture()
+            dist.barrier(group)
+            try:
+                if first:
+                    driver.replay(graph)
+                    until = time.monotonic() + PATIENCE_S
+                    while not watch._words.array[BUSY] and watch.failure is None:
+                        assert time.monotonic() < until, "it does not begin"
+                        time.sleep(1e-3)
+                    watch._look_at_captured()
+                dist.barrier(group)
+                if not first:
+                    driver.replay(graph)
+                driver.synchronize()
+                comm.all_gather(output, input, variant="b2b")
+                return said.texts, ""
+            except SidelaneError as error:
+                return said.texts, f"{type(error).__name__}: {error}"
+    finally:
+        logger.removeHandler(said)
