@@ -126,6 +126,36 @@ def as_without(group: dist.ProcessGroup, steps: int) -> dict[str, tuple[int, int
     return told
 
 
+def curves(group: dist.ProcessGroup, steps: int) -> tuple[int, float, float]:
+    """Losses of all steps and parameters behind them, with and without; calls, the first loss and the last."""
+    mesh, both, calls = mesh_of(group), [], 0
+    for on in (False, True):
+        torch.manual_seed(5)
+        model: Any = nn.Sequential(nn.Linear(7, 13), nn.GELU(), nn.Linear(13, 5))
+        fully_shard(model[0], mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        generator = torch.Generator(device=torch.get_default_device()).manual_seed(dist.get_rank(group))
+        given, wanted = torch.randn(6, 7, generator=generator), torch.randn(6, 5, generator=generator)
+        optimizer, told = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), []
+        with fsdp.enable(model, config=CONFIG) if on else contextlib.nullcontext() as enabled:
+            for _ in range(steps):
+                loss = (model(given) - wanted).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                told.append(loss.detach())
+            if enabled is not None:
+                assert not enabled.elsewhere
+                calls = enabled.calls
+        both.append((torch.stack(told), *(parameter.full_tensor().detach() for parameter in model.parameters())))
+    # Two values have one sum; of more the order of the ranks is ours, and the rounding goes on from step to step.
+    close = {"rtol": 0.0, "atol": 0.0} if dist.get_world_size(group) == 2 else {"rtol": 1e-4, "atol": 1e-5}
+    for one, other in zip(*both, strict=True):
+        torch.testing.assert_close(one, other, **close)
+    losses = both[1][0].tolist()
+    return calls, losses[0], losses[-1]
+
+
 def _on_all(method: str, *arguments: Any) -> Callable[[Model], None]:
     """A switch of FSDP2 that every module has by itself, or for all below it."""
 
@@ -293,6 +323,21 @@ def with_a_factor(group: dist.ProcessGroup) -> set[str]:
             let_go_late(model)
         list(train(model, group, 3))
         return set(enabled.elsewhere)
+
+
+def by_a_factor(group: dist.ProcessGroup) -> set[str]:
+    """The same with a backend that has such a sum, as NCCL has: loss and gradients; what went there."""
+    both, elsewhere, mesh = [], set(), mesh_of(group)
+    for on in (False, True):
+        model = build(mesh)
+        _on_all("set_gradient_divide_factor", 3.0)(model)
+        with fsdp.enable(model, config=CONFIG) if on else contextlib.nullcontext() as enabled:
+            both.append(list(train(model, group, 3)))
+            if enabled is not None:
+                elsewhere = set(enabled.elsewhere)
+    for one, other in zip(*both, strict=True):
+        torch.testing.assert_close(one, other)
+    return elsewhere
 
 
 def on_and_off(group: dist.ProcessGroup) -> list[str]:

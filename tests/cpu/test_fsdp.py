@@ -19,6 +19,12 @@ def test_loss_and_gradients_are_those_of_the_group(pool: RankPool, n: int) -> No
             assert elsewhere == {}, name
 
 
+@pytest.mark.parametrize("n", [2, 3])
+def test_a_hundred_steps_are_those_of_the_group(pool: RankPool, n: int) -> None:
+    for calls, first, last in pool.run(fsdp_cases.curves, n, 100):
+        assert calls >= 5 * 100 and last < 0.7 * first, "it learns"
+
+
 def test_what_else_fsdp2_can_be_told(pool: RankPool) -> None:
     """Each with its operation: average, sum, a sum that FSDP2 divides before; and compiled blocks."""
     first, second = pool.run(fsdp_cases.switched, 2)
