@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from sidelane import Config, PeerError, fsdp
+from sidelane import Communicator, Config, PeerError, Session, fsdp
 
 CONFIG = Config(timeout_s=60)
 
@@ -264,6 +264,102 @@ def prefetched(group: dist.ProcessGroup, seed: int) -> int:
             reserved.append(enabled.memory().reserved)
         assert reserved[-1] == reserved[2], "it does not grow"
     return reserved[-1]
+
+
+class Exchanges:
+    """All-to-alls as between experts, on a lane of the user's: begun whenever a rank likes, in one order of their own.
+
+    Attributes:
+        pending: begun, and not waited for.
+        order: a letter for each call of this rank, of any lane: x, g for a gather, s for a scatter.
+    """
+
+    def __init__(self, comm: Communicator, draw: random.Random) -> None:
+        self._comm, self._draw, self._number = comm, draw, 0
+        self.pending: list[tuple[int, torch.Tensor, Any]] = []
+        self.order = ""
+        for _ in self.SIZES:  # new calls are compared on the spot, for which all ranks come to them
+            self.begin()
+            self.finish()
+        self.order, self.left = "", 0
+
+    SIZES = (5, 3000)
+
+    def begin(self) -> None:
+        size, n, rank = self.SIZES[self._number % len(self.SIZES)], self._comm.world_size, self._comm.rank
+        output, given = torch.empty(n, size), torch.empty(n, size)
+        for peer in range(n):
+            given[peer] = self._token(rank, peer)
+        self.pending.append((self._number, output, self._comm.all_to_all(output, given, async_op=True)))
+        self._number += 1
+        self.order += "x"
+
+    def perhaps(self, *_: Any) -> None:
+        """Begin one of those that are left of this step, or leave it for later: each rank as it likes."""
+        if self.left and self._draw.random() < 0.5:
+            self.left -= 1
+            self.begin()
+
+    def finish(self) -> None:
+        """Wait for all, in any order; every element is what the peer has sent in that exchange."""
+        self._draw.shuffle(self.pending)
+        for number, output, work in self.pending:
+            work.wait()
+            for peer, row in enumerate(output):
+                assert row.eq(self._token(peer, self._comm.rank, number)).all(), (number, peer)
+        self.pending.clear()
+
+    def _token(self, source: int, to: int, number: int | None = None) -> int:
+        return 100 * (self._number if number is None else number) + 10 * source + to
+
+
+def beside_exchanges(group: dist.ProcessGroup, seed: int, steps: int) -> tuple[str, int, int]:
+    """Gathers ahead, scatters and exchanges of the user's together; the calls of this rank, and how many scatters
+    were made while an exchange was under way, and while a gather was."""
+    mesh, device = mesh_of(group), torch.get_default_device()
+    plain, model = build(mesh), build(mesh)
+    draw = random.Random(100 * seed + dist.get_rank(group))
+    beside = {"x": 0, "g": 0}
+    with Session(group, device=device, config=CONFIG) as session, fsdp.enable(model, config=CONFIG) as enabled:
+        exchanges = Exchanges(Communicator(session.lane("experts")), draw)
+        link: Any = next(iter(enabled._links.values()))
+        gather, scatter = link.gather.all_gather, link.scatter.reduce_scatter
+
+        def gathers(*given: Any, **options: Any) -> Any:
+            exchanges.perhaps()
+            exchanges.order += "g"
+            return gather(*given, **options)
+
+        def scatters(*given: Any, **options: Any) -> Any:
+            exchanges.perhaps()
+            exchanges.order += "s"
+            beside["x"] += bool(exchanges.pending)
+            beside["g"] += any(params._all_gather_result is not None for params in fsdp._param_groups(model))
+            return scatter(*given, **options)
+
+        link.gather.all_gather, link.scatter.reduce_scatter = gathers, scatters
+        blocks = list(model.blocks)
+        for before, behind in itertools.pairwise(blocks):
+            before.set_modules_to_forward_prefetch([behind])
+            behind.set_modules_to_backward_prefetch([before])
+        _on_all("_set_unshard_async_op", True)(model)
+        for block in blocks:
+            block.register_forward_hook(exchanges.perhaps)
+        for step in range(steps):
+            exchanges.left = 4
+            torch.manual_seed(step + 10 * dist.get_rank(group))
+            tokens = torch.randint(0, 37, (2, 5))
+            for each in (plain, model):
+                each.zero_grad()
+                each(tokens).square().mean().backward()
+            while exchanges.left:
+                exchanges.left -= 1
+                exchanges.begin()
+            exchanges.finish()
+            for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+                assert one.grad is not None and other.grad is not None
+                torch.testing.assert_close(one.grad.to_local(), other.grad.to_local())
+    return exchanges.order, beside["x"], beside["g"]
 
 
 def let_go_late(model: Model) -> None:

@@ -36,6 +36,17 @@ def test_prefetching(pool: RankPool) -> None:
     assert len(set(pool.run(fsdp_cases.prefetched, 2, 1))) == 1
 
 
+@pytest.mark.parametrize(("n", "seed"), [(2, 1), (3, 2)])
+def test_gathers_ahead_scatters_and_exchanges_of_the_users_together(pool: RankPool, n: int, seed: int) -> None:
+    """Ranks make the calls of each lane in one order, and those of several lanes in an order of their own."""
+    told = pool.run(fsdp_cases.beside_exchanges, n, seed, 4)
+    orders = [order for order, _, _ in told]
+    assert len(set(orders)) == n, "they make them in the same order"
+    assert len({order.replace("x", "") for order in orders}) == 1 and {order.count("x") for order in orders} == {16}
+    for _, beside_exchange, beside_gather in told:
+        assert beside_exchange > 4 and beside_gather > 4
+
+
 def test_buffers_that_another_backend_has_had_are_free_on_no_rank_before_the_others(pool: RankPool) -> None:
     for elsewhere in pool.run(fsdp_cases.with_a_factor, 2):
         assert elsewhere == {"reduce_scatter: premul_sum of float32"}

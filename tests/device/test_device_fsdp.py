@@ -65,5 +65,12 @@ def test_copies_of_shards_and_smaller_groups_after_forward(ranks: Ranks) -> None
         assert set(elsewhere) == {"all_gather: another group than that of the shards"}
 
 
+def test_gathers_ahead_scatters_and_exchanges_of_the_users_together(ranks: Ranks) -> None:
+    told = ranks.run("fsdp_device_cases.of", "beside_exchanges", 1, 20)
+    assert len({order for order, _, _ in told}) == ranks.world_size, "they make them in the same order"
+    for _, beside_exchange, _ in told:
+        assert beside_exchange > 6
+
+
 def test_on_and_off(ranks: Ranks) -> None:
     ranks.run("fsdp_device_cases.of", "on_and_off")
