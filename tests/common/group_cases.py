@@ -14,6 +14,7 @@ from datetime import timedelta
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
@@ -21,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import sidelane
 from sidelane.integrations import batches as sidelane_batches
-from sidelane.integrations import fsdp, ledger
+from sidelane.integrations import calls, fsdp, ledger
 
 BYTES = (torch.uint8, torch.float64, torch.int32, torch.bfloat16)
 NOT_GLOOS = (torch.bool, torch.complex64, torch.float8_e4m3fn, torch.int16)
@@ -505,6 +506,59 @@ def hooks_of_ddp(gloo: dist.ProcessGroup) -> None:
         torch.testing.assert_close(losses(ours), on_cpu(lambda: losses(gloo)), rtol=1e-2, atol=0)
         made = {(row.operation, row.dtype): row.where for row in sidelane.report().rows}
         assert made["all_reduce", "float16"] == "sidelane"
+
+
+def refused_in_graphs(gloo: dist.ProcessGroup) -> None:
+    """What a graph would not hold is refused while one is captured; nothing of it has happened, and all goes on."""
+    ours = sidelane.wrap(gloo)
+    dispatcher, device = ours._dispatcher, torch.get_default_device()
+    on_gpu = mock.Mock(device=torch.device("cuda"), dtype=torch.float32)
+    on_gpu.numel.return_value = on_gpu.element_size.return_value = 4
+
+    def must_not() -> None:
+        raise AssertionError("it was made")
+
+    def refused(text: str, call: Callable[[], object]) -> None:
+        with pytest.raises(sidelane.UnavailableError, match=f"not while a graph is captured: {text}"):
+            call()
+
+    def in_graph() -> None:
+        host = torch.ones(3, device="cpu")
+        refused("tensors of the CPU", lambda: dist.all_reduce(host, group=ours))
+        refused("tensors of the CPU", lambda: dist.all_reduce(host, group=ours, async_op=True))
+        refused("tensors of the CPU", lambda: dist.all_reduce(host.double(), group=ours))
+        refused("tensors of the CPU", lambda: dist.send(host, group=ours, group_dst=(ours.rank() + 1) % 2))
+        if device.type == "cuda":
+            tensor = torch.ones(3)
+            refused("the group's first call", lambda: dist.all_reduce(tensor, group=ours))
+            if dispatcher.names["cuda"] == "gloo":
+                refused("gloo makes it, on the host", lambda: dist.all_reduce(tensor.double(), group=ours))
+            return
+        call = calls.Call("all_reduce", [on_gpu], [on_gpu], must_not, must_not)
+        refused("the group's first call", lambda: dispatcher.run(call))
+        call = calls.Call("all_reduce", [on_gpu], [on_gpu], must_not, must_not, "product of float32")
+        refused("gloo makes it, on the host .product of float32", lambda: dispatcher.run(call))
+
+    try:
+        if device.type == "cuda":
+            stream = torch.cuda.Stream()
+            with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream):
+                torch.ones(3).add_(1)
+                in_graph()
+        else:
+            with (
+                mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True),
+                mock.patch.object(dispatcher, "_can_capture", True),
+                mock.patch.dict(dispatcher._refusals, {"cuda": ""}),
+                mock.patch.dict(dispatcher.names, {"cuda": "gloo"}),
+            ):
+                in_graph()
+        assert not [row for row in sidelane.report().rows if row.group == ours.group_name]
+        tensor = torch.ones(3)
+        dist.all_reduce(tensor, group=ours)
+        assert tensor.eq(ours.size()).all()
+    finally:
+        dist.destroy_process_group(ours)
 
 
 def trains_fsdp(gloo: dist.ProcessGroup) -> None:

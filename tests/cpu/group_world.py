@@ -174,7 +174,20 @@ def refused(group: dist.ProcessGroup, folder: str) -> None:
 
 
 def compared(group: dist.ProcessGroup, folder: str) -> None:
-    """Torch's debug level: every call is compared before it runs, so that a wrong one harms nothing."""
+    """Torch's debug levels: INFO changes nothing; at DETAIL every call is compared before it runs, so that a wrong
+    one harms nothing."""
+    dist.set_debug_level(dist.DebugLevel.INFO)
+    try:
+        with world(f"{folder}/informed") as (rank, size):
+            torch.manual_seed(0)
+            net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 2))
+            net(torch.full((1, 3), float(rank))).sum().backward()
+            assert net.module.weight.grad is not None
+            assert net.module.weight.grad.eq(sum(range(size)) / size).all()
+            assert net._get_ddp_logging_data()["backend_name"] == "sidelane"
+            dist.all_reduce(torch.ones(2, dtype=torch.float64))
+    finally:
+        dist.set_debug_level(dist.DebugLevel.OFF)
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     try:
         with world(f"{folder}/compared") as (rank, size):

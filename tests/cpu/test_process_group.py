@@ -20,6 +20,7 @@ ALONE = [
     cases.joins_ddp,
     cases.profiled,
     cases.hooks_of_ddp,
+    cases.refused_in_graphs,
     cases.trains_fsdp,
 ]
 

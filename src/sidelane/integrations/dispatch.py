@@ -69,6 +69,7 @@ class Dispatcher:
         self._communicators: dict[str, Communicator | NodesCommunicator] = {}
         self._refusals: dict[str, str] = {}
         self._making = threading.Lock()
+        self._can_capture = torch.cuda.is_available()
         self._coalescing: list[dist.Work] | None = None
         # What torch's compiled code is handed in Python, it waits for by the Python half, which it does not keep. DDP's
         # reducer waited for ever for how many ranks have not joined (``divide_by_initial_world_size=False``).
@@ -105,6 +106,8 @@ class Dispatcher:
     def _run(self, call: Call) -> dist.Work:
         device = call.tensors[0].device.type if call.tensors else "cpu"
         call.refusal = call.refusal or self.uses(device) or self._across(call)
+        if self._can_capture and torch.cuda.is_current_stream_capturing():
+            self._refuse_in_graph(call, device)
         order = self._orders.get(device)
         if order is None:
             work = self._make_other(call, device)
@@ -130,10 +133,25 @@ class Dispatcher:
 
     def pass_on(self, call: Call, peers: Sequence[int]) -> dist.Work:
         """Make a call between two ranks: in no order with the calls of all."""
+        if self._can_capture and torch.cuda.is_current_stream_capturing():
+            self._refuse_in_graph(call, call.tensors[0].device.type)
         work = self._make_other(call, call.tensors[0].device.type, peers)
         if self._coalescing is not None:
             self._coalescing.append(work)
         return work
+
+    def _refuse_in_graph(self, call: Call, device: str) -> None:
+        """Raise for a call that the graph under capture would not hold; nothing has happened."""
+        maker = self.names.get(device, "none") if call.refusal or call.job is None else SIDELANE
+        if device == "cpu":
+            why = "tensors of the CPU, which replays would not touch (allowed=before the capture, or behind it)"
+        elif maker not in (SIDELANE, "nccl"):
+            why = f"{maker} makes it, on the host ({call.refusal or 'Sidelane has no such operation'})"
+        elif maker == SIDELANE and device not in self._communicators:
+            why = "the group's first call that Sidelane makes (allowed=one before the capture)"
+        else:
+            return
+        raise UnavailableError(f"{call.name}: not while a graph is captured: {why}")
 
     def _make(self, call: Call, device: str) -> None:
         """Make a call in its turn, by Sidelane if the ranks can."""
