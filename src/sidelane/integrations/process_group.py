@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d as c10d
 from sidelane import config
 from sidelane.collectives import Communicator
 from sidelane.collectives.work import NO_TIMEOUT
-from sidelane.integrations import batches, calls
+from sidelane.integrations import batches, calls, splits
 from sidelane.integrations.dispatch import Dispatcher
 from sidelane.integrations.ledger import SIDELANE
 from sidelane.integrations.nodes.groups import find_nodes
@@ -358,6 +358,7 @@ class SidelaneGroup(dist.ProcessGroup):
 
 
 batches.take_over(SidelaneGroup)
+splits.take_over(SidelaneGroup)
 
 
 def _listed(tensors: Tensors) -> list[torch.Tensor]:
