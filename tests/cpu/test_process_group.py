@@ -21,6 +21,7 @@ ALONE = [
     cases.profiled,
     cases.hooks_of_ddp,
     cases.refused_in_graphs,
+    cases.memory_for_fsdp,
     cases.trains_fsdp,
 ]
 

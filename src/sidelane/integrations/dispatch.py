@@ -17,6 +17,7 @@ from sidelane.collectives import Communicator
 from sidelane.config import Config
 from sidelane.errors import UnavailableError
 from sidelane.integrations import calls
+from sidelane.integrations.buffers import GroupMemory
 from sidelane.integrations.calls import Call
 from sidelane.integrations.ledger import SIDELANE, Ledger
 from sidelane.integrations.nodes.choose import FLAT, HIERARCHICAL, choose
@@ -47,6 +48,7 @@ class Dispatcher:
 
     Attributes:
         ledger: what was made where.
+        memory: for who asks the group for some.
         names: of the other group's backends, by device.
         timeout: of communicators to come.
     """
@@ -67,6 +69,7 @@ class Dispatcher:
         self._nodes = nodes
         self._orders: dict[str, HostOrder | StreamOrder] = {"cpu": HostOrder(self), "cuda": StreamOrder(self)}
         self._communicators: dict[str, Communicator | NodesCommunicator] = {}
+        self.memory = GroupMemory(len(self._ranks), self._for_memory, self._no_memory)
         self._refusals: dict[str, str] = {}
         self._making = threading.Lock()
         self._can_capture = torch.cuda.is_available()
@@ -92,6 +95,7 @@ class Dispatcher:
     def close(self) -> None:
         """Let go of the communicators: calls under way fail, here and on the other ranks."""
         self._kept.clear()
+        self.memory.clear()
         communicators, self._communicators = self._communicators, {}
         for communicator in communicators.values():
             communicator.close()
@@ -155,7 +159,7 @@ class Dispatcher:
 
     def _make(self, call: Call, device: str) -> None:
         """Make a call in its turn, by Sidelane if the ranks can."""
-        communicator = self._communicator(device, call)
+        communicator = self._communicator(call.tensors[0].device if call.tensors else torch.device(device))
         if communicator is None:
             call.refusal = self._refusals[device]
             self._make_other(call, device).wait()
@@ -178,6 +182,7 @@ class Dispatcher:
 
     def _make_other(self, call: Call, device: str, peers: Sequence[int] | None = None) -> dist.Work:
         name, needed = self.names.get(device, "none"), range(len(self._ranks)) if peers is None else peers
+        self.memory.went_elsewhere(call.tensors)
         self._note(call, device, name, call.refusal)
         try:
             work = call.other()
@@ -211,12 +216,24 @@ class Dispatcher:
             "" if names.get(device) == SIDELANE else f"{device} tensors are for {names.get(device, 'others')}, as asked"
         )
 
-    def _communicator(self, device: str, call: Call) -> Communicator | NodesCommunicator | None:
+    def _no_memory(self, device: str) -> str:
+        return "several nodes" if self._nodes.spans else self.uses(device)
+
+    def _for_memory(self, device: torch.device) -> Communicator | None:
+        """Behind the calls that a thread makes: on all ranks alike."""
+        order = self._orders[device.type]
+        if isinstance(order, HostOrder):
+            order.settle()
+        found = self._communicator(device)
+        assert found is None or isinstance(found, Communicator)
+        return found
+
+    def _communicator(self, where: torch.device) -> Communicator | NodesCommunicator | None:
         """What makes Sidelane's calls; None where the ranks found out together that there can be none."""
         with self._making:
+            device = where.type
             made = self._communicators.get(device)
             if made is None and not self._refusals[device]:
-                where = call.tensors[0].device if call.tensors else torch.device(device)
                 config = dataclasses.replace(settings.current(), timeout_s=self.timeout.total_seconds())
                 if dist.get_debug_level() == dist.DebugLevel.DETAIL:
                     config = dataclasses.replace(config, debug=True)
