@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -67,6 +68,31 @@ def as_without(group: dist.ProcessGroup, steps: int) -> dict[str, tuple[int, int
             dist.broadcast(other, dist.get_global_rank(group, 0), group=group)
             assert torch.equal(one, other), name
     return told
+
+
+def curves(group: dist.ProcessGroup, steps: int) -> tuple[int, float, float]:
+    """Losses of all steps and parameters behind them, with and without; buckets, the first loss and the last."""
+    both, calls = [], 0
+    for on in (False, True):
+        model = build(group)
+        generator = torch.Generator(device=torch.get_default_device()).manual_seed(dist.get_rank(group))
+        given, wanted = torch.randn(6, 17, generator=generator), torch.randn(6, 5, generator=generator)
+        optimizer, told = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), []
+        with ddp.enable(model, config=CONFIG) if on else contextlib.nullcontext() as enabled:
+            for _ in range(steps):
+                loss = (model(given) - wanted).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                told.append(loss.detach())
+            calls = enabled.calls if enabled is not None else 0
+        both.append((torch.stack(told), *(parameter.detach() for parameter in model.parameters())))
+    # Two values have one sum; of more the order of the ranks is ours, and the rounding goes on from step to step.
+    close = {"rtol": 0.0, "atol": 0.0} if dist.get_world_size(group) == 2 else {"rtol": 1e-4, "atol": 1e-5}
+    for one, other in zip(*both, strict=True):
+        torch.testing.assert_close(one, other, **close)
+    losses = both[1][0].tolist()
+    return calls, losses[0], losses[-1]
 
 
 def elsewhere(group: dist.ProcessGroup) -> dict[str, tuple[int, set[tuple[str, str]]]]:

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from sidelane import Config, PeerError, fsdp
+from sidelane import Communicator, Config, PeerError, Session, fsdp
 
 CONFIG = Config(timeout_s=60)
 
@@ -124,6 +124,36 @@ def as_without(group: dist.ProcessGroup, steps: int) -> dict[str, tuple[int, int
                 where = f"{name} {number}"
                 torch.testing.assert_close(one, other, rtol=rtol, atol=atol, msg=functools.partial(_told, where))
     return told
+
+
+def curves(group: dist.ProcessGroup, steps: int) -> tuple[int, float, float]:
+    """Losses of all steps and parameters behind them, with and without; calls, the first loss and the last."""
+    mesh, both, calls = mesh_of(group), [], 0
+    for on in (False, True):
+        torch.manual_seed(5)
+        model: Any = nn.Sequential(nn.Linear(7, 13), nn.GELU(), nn.Linear(13, 5))
+        fully_shard(model[0], mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        generator = torch.Generator(device=torch.get_default_device()).manual_seed(dist.get_rank(group))
+        given, wanted = torch.randn(6, 7, generator=generator), torch.randn(6, 5, generator=generator)
+        optimizer, told = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), []
+        with fsdp.enable(model, config=CONFIG) if on else contextlib.nullcontext() as enabled:
+            for _ in range(steps):
+                loss = (model(given) - wanted).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                told.append(loss.detach())
+            if enabled is not None:
+                assert not enabled.elsewhere
+                calls = enabled.calls
+        both.append((torch.stack(told), *(parameter.full_tensor().detach() for parameter in model.parameters())))
+    # Two values have one sum; of more the order of the ranks is ours, and the rounding goes on from step to step.
+    close = {"rtol": 0.0, "atol": 0.0} if dist.get_world_size(group) == 2 else {"rtol": 1e-4, "atol": 1e-5}
+    for one, other in zip(*both, strict=True):
+        torch.testing.assert_close(one, other, **close)
+    losses = both[1][0].tolist()
+    return calls, losses[0], losses[-1]
 
 
 def _on_all(method: str, *arguments: Any) -> Callable[[Model], None]:
@@ -236,6 +266,102 @@ def prefetched(group: dist.ProcessGroup, seed: int) -> int:
     return reserved[-1]
 
 
+class Exchanges:
+    """All-to-alls as between experts, on a lane of the user's: begun whenever a rank likes, in one order of their own.
+
+    Attributes:
+        pending: begun, and not waited for.
+        order: a letter for each call of this rank, of any lane: x, g for a gather, s for a scatter.
+    """
+
+    def __init__(self, comm: Communicator, draw: random.Random) -> None:
+        self._comm, self._draw, self._number = comm, draw, 0
+        self.pending: list[tuple[int, torch.Tensor, Any]] = []
+        self.order = ""
+        for _ in self.SIZES:  # new calls are compared on the spot, for which all ranks come to them
+            self.begin()
+            self.finish()
+        self.order, self.left = "", 0
+
+    SIZES = (5, 3000)
+
+    def begin(self) -> None:
+        size, n, rank = self.SIZES[self._number % len(self.SIZES)], self._comm.world_size, self._comm.rank
+        output, given = torch.empty(n, size), torch.empty(n, size)
+        for peer in range(n):
+            given[peer] = self._token(rank, peer)
+        self.pending.append((self._number, output, self._comm.all_to_all(output, given, async_op=True)))
+        self._number += 1
+        self.order += "x"
+
+    def perhaps(self, *_: Any) -> None:
+        """Begin one of those that are left of this step, or leave it for later: each rank as it likes."""
+        if self.left and self._draw.random() < 0.5:
+            self.left -= 1
+            self.begin()
+
+    def finish(self) -> None:
+        """Wait for all, in any order; every element is what the peer has sent in that exchange."""
+        self._draw.shuffle(self.pending)
+        for number, output, work in self.pending:
+            work.wait()
+            for peer, row in enumerate(output):
+                assert row.eq(self._token(peer, self._comm.rank, number)).all(), (number, peer)
+        self.pending.clear()
+
+    def _token(self, source: int, to: int, number: int | None = None) -> int:
+        return 100 * (self._number if number is None else number) + 10 * source + to
+
+
+def beside_exchanges(group: dist.ProcessGroup, seed: int, steps: int) -> tuple[str, int, int]:
+    """Gathers ahead, scatters and exchanges of the user's together; the calls of this rank, and how many scatters
+    were made while an exchange was under way, and while a gather was."""
+    mesh, device = mesh_of(group), torch.get_default_device()
+    plain, model = build(mesh), build(mesh)
+    draw = random.Random(100 * seed + dist.get_rank(group))
+    beside = {"x": 0, "g": 0}
+    with Session(group, device=device, config=CONFIG) as session, fsdp.enable(model, config=CONFIG) as enabled:
+        exchanges = Exchanges(Communicator(session.lane("experts")), draw)
+        link: Any = next(iter(enabled._links.values()))
+        gather, scatter = link.gather.all_gather, link.scatter.reduce_scatter
+
+        def gathers(*given: Any, **options: Any) -> Any:
+            exchanges.perhaps()
+            exchanges.order += "g"
+            return gather(*given, **options)
+
+        def scatters(*given: Any, **options: Any) -> Any:
+            exchanges.perhaps()
+            exchanges.order += "s"
+            beside["x"] += bool(exchanges.pending)
+            beside["g"] += any(params._all_gather_result is not None for params in fsdp._param_groups(model))
+            return scatter(*given, **options)
+
+        link.gather.all_gather, link.scatter.reduce_scatter = gathers, scatters
+        blocks = list(model.blocks)
+        for before, behind in itertools.pairwise(blocks):
+            before.set_modules_to_forward_prefetch([behind])
+            behind.set_modules_to_backward_prefetch([before])
+        _on_all("_set_unshard_async_op", True)(model)
+        for block in blocks:
+            block.register_forward_hook(exchanges.perhaps)
+        for step in range(steps):
+            exchanges.left = 4
+            torch.manual_seed(step + 10 * dist.get_rank(group))
+            tokens = torch.randint(0, 37, (2, 5))
+            for each in (plain, model):
+                each.zero_grad()
+                each(tokens).square().mean().backward()
+            while exchanges.left:
+                exchanges.left -= 1
+                exchanges.begin()
+            exchanges.finish()
+            for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+                assert one.grad is not None and other.grad is not None
+                torch.testing.assert_close(one.grad.to_local(), other.grad.to_local())
+    return exchanges.order, beside["x"], beside["g"]
+
+
 def let_go_late(model: Model) -> None:
     """Have other backends keep the tensors of their calls, as Gloo's threads do for a moment behind ``wait``."""
     kept: list[Any] = []
@@ -293,6 +419,21 @@ def with_a_factor(group: dist.ProcessGroup) -> set[str]:
             let_go_late(model)
         list(train(model, group, 3))
         return set(enabled.elsewhere)
+
+
+def by_a_factor(group: dist.ProcessGroup) -> set[str]:
+    """The same with a backend that has such a sum, as NCCL has: loss and gradients; what went there."""
+    both, elsewhere, mesh = [], set(), mesh_of(group)
+    for on in (False, True):
+        model = build(mesh)
+        _on_all("set_gradient_divide_factor", 3.0)(model)
+        with fsdp.enable(model, config=CONFIG) if on else contextlib.nullcontext() as enabled:
+            both.append(list(train(model, group, 3)))
+            if enabled is not None:
+                elsewhere = set(enabled.elsewhere)
+    for one, other in zip(*both, strict=True):
+        torch.testing.assert_close(one, other)
+    return elsewhere
 
 
 def on_and_off(group: dist.ProcessGroup) -> list[str]:

@@ -14,6 +14,7 @@ from datetime import timedelta
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
@@ -21,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import sidelane
 from sidelane.integrations import batches as sidelane_batches
-from sidelane.integrations import fsdp, ledger
+from sidelane.integrations import calls, fsdp, ledger
 
 BYTES = (torch.uint8, torch.float64, torch.int32, torch.bfloat16)
 NOT_GLOOS = (torch.bool, torch.complex64, torch.float8_e4m3fn, torch.int16)
@@ -507,18 +508,107 @@ def hooks_of_ddp(gloo: dist.ProcessGroup) -> None:
         assert made["all_reduce", "float16"] == "sidelane"
 
 
-def trains_fsdp(gloo: dist.ProcessGroup) -> None:
+def refused_in_graphs(gloo: dist.ProcessGroup) -> None:
+    """What a graph would not hold is refused while one is captured; nothing of it has happened, and all goes on."""
+    ours = sidelane.wrap(gloo)
+    dispatcher, device = ours._dispatcher, torch.get_default_device()
+    on_gpu = mock.Mock(device=torch.device("cuda"), dtype=torch.float32)
+    on_gpu.numel.return_value = on_gpu.element_size.return_value = 4
+
+    def must_not() -> None:
+        raise AssertionError("it was made")
+
+    def refused(text: str, call: Callable[[], object]) -> None:
+        with pytest.raises(sidelane.UnavailableError, match=f"not while a graph is captured: {text}"):
+            call()
+
+    def in_graph() -> None:
+        host = torch.ones(3, device="cpu")
+        refused("tensors of the CPU", lambda: dist.all_reduce(host, group=ours))
+        refused("tensors of the CPU", lambda: dist.all_reduce(host, group=ours, async_op=True))
+        refused("tensors of the CPU", lambda: dist.all_reduce(host.double(), group=ours))
+        refused("tensors of the CPU", lambda: dist.send(host, group=ours, group_dst=(ours.rank() + 1) % 2))
+        if device.type == "cuda":
+            tensor = torch.ones(3)
+            refused("the group's first call", lambda: dist.all_reduce(tensor, group=ours))
+            if dispatcher.names["cuda"] == "gloo":
+                refused("gloo makes it, on the host", lambda: dist.all_reduce(tensor.double(), group=ours))
+            return
+        call = calls.Call("all_reduce", [on_gpu], [on_gpu], must_not, must_not)
+        refused("the group's first call", lambda: dispatcher.run(call))
+        call = calls.Call("all_reduce", [on_gpu], [on_gpu], must_not, must_not, "product of float32")
+        refused("gloo makes it, on the host .product of float32", lambda: dispatcher.run(call))
+
+    try:
+        if device.type == "cuda":
+            stream = torch.cuda.Stream()
+            with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream):
+                torch.ones(3).add_(1)
+                in_graph()
+        else:
+            with (
+                mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True),
+                mock.patch.object(dispatcher, "_can_capture", True),
+                mock.patch.dict(dispatcher._refusals, {"cuda": ""}),
+                mock.patch.dict(dispatcher.names, {"cuda": "gloo"}),
+            ):
+                in_graph()
+        assert not [row for row in sidelane.report().rows if row.group == ours.group_name]
+        tensor = torch.ones(3)
+        dist.all_reduce(tensor, group=ours)
+        assert tensor.eq(ours.size()).all()
+    finally:
+        dist.destroy_process_group(ours)
+
+
+def sharded(group: dist.ProcessGroup) -> torch.nn.Module:
     from torch.distributed.fsdp import fully_shard
 
+    net, mesh = model(), DeviceMesh.from_group(group, torch.get_default_device().type)
+    for layer in net:
+        if isinstance(layer, torch.nn.Linear):
+            fully_shard(layer, mesh=mesh)
+    return fully_shard(net, mesh=mesh)
+
+
+def memory_for_fsdp(gloo: dist.ProcessGroup) -> None:
+    """FSDP2 that asks the group for memory gets what the group's calls need not stage."""
+    from torch.distributed.fsdp import FSDPModule
+
+    device = torch.get_default_device()
+    with sidelane_group(gloo) as wrapped:
+        ours = dist.split_group(wrapped, [list(range(gloo.size()))])
+    assert ours is not None
+    try:
+        assert ours._get_backend(device).supports_tensor_alloc(device)
+        assert not wrapped._get_backend(torch.device("cpu")).supports_tensor_alloc(torch.device("cpu"))
+        net, expected, symmetric = sharded(ours), on_cpu(lambda: losses_of(sharded(gloo), gloo)), []
+        for module in net.modules():
+            if isinstance(module, FSDPModule):
+                module.set_allocate_memory_from_process_group_for_comm(True)
+        kinds = ("all_gather", "reduce_scatter")
+        made = {kind: getattr(sidelane.Communicator, kind) for kind in kinds}
+
+        def noting(kind: str) -> Callable[..., Any]:
+            def call(comm: sidelane.Communicator, output: Any, given: Any, **options: Any) -> Any:
+                larger = output if kind == "all_gather" else given
+                symmetric.append((kind, comm.lane.session.heap.locate(larger).symmetric))
+                return made[kind](comm, output, given, **options)
+
+            return call
+
+        with contextlib.ExitStack() as patched:
+            for kind in kinds:
+                patched.enter_context(mock.patch.object(sidelane.Communicator, kind, noting(kind)))
+            found = losses_of(net, ours)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+        assert len(symmetric) > 10 and set(symmetric) == {(kind, True) for kind in kinds}, symmetric
+    finally:
+        dist.destroy_process_group(ours)
+
+
+def trains_fsdp(gloo: dist.ProcessGroup) -> None:
     with sidelane_group(gloo) as ours:
-
-        def sharded(group: dist.ProcessGroup) -> torch.nn.Module:
-            net, mesh = model(), DeviceMesh.from_group(group, torch.get_default_device().type)
-            for layer in net:
-                if isinstance(layer, torch.nn.Linear):
-                    fully_shard(layer, mesh=mesh)
-            return fully_shard(net, mesh=mesh)
-
         expected, found = on_cpu(lambda: losses_of(sharded(gloo), gloo)), losses_of(sharded(ours), ours)
         assert found[-1] < 0.7 * found[0]
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -115,22 +116,27 @@ def hybrid(rank: int, mesh: DeviceMesh) -> None:
 
 
 def split(rank: int, everyone: Any) -> None:
-    """What ``dist.split_group`` does with a group, where there is an accelerator."""
-    found = [everyone.split_group(ranks, timeout=timedelta(seconds=20)) for ranks in ([0, 2], [1, 3])]
-    mine = found[rank % 2]
-    assert found[1 - rank % 2] is None and mine.rank() == rank // 2
-    dist.distributed_c10d._register_pg_in_world(
-        mine,
-        "sidelane",
-        mine.get_group_store(),
-        mine.group_name,
-        "cpu:sidelane",
-        rank_mapping={rank % 2: 0, 2 + rank % 2: 1},
-    )
+    """``dist.split_group``, which gives each rank its part; of a part, too, and without some ranks."""
+    mine = dist.split_group(split_ranks=[[2, 0], [1, 3]], timeout=timedelta(seconds=20))
+    assert mine is not None and mine.rank() == rank // 2 and mine.size() == 2
+    assert dist.get_process_group_ranks(mine) == [rank % 2, 2 + rank % 2]
+    assert dist.get_backend(mine) == dist.get_backend(everyone)
     tensor = torch.full((3,), float(rank))
     dist.all_reduce(tensor, group=mine)
     assert tensor.eq(2 + 2 * (rank % 2)).all()
-    dist.destroy_process_group(mine)
+    gathered = functional.all_gather_tensor(torch.full((1,), float(rank)), 0, mine)  # which finds it by its name
+    assert gathered.tolist() == [rank % 2, 2 + rank % 2]
+    again, alone = dist.split_group(mine, [[0, 1]], group_desc="both"), dist.split_group(mine, [[1]])
+    assert again is not None and again.group_desc == "both" and (alone is not None) == (rank >= 2)
+    dist.broadcast(tensor.fill_(rank), src=2 + rank % 2, group=again)
+    assert tensor.eq(2 + rank % 2).all()
+    for wrong in ([], [[]], [[0, 1], [1]], [[0, 4]]):
+        with pytest.raises(ValueError, match="split_ranks"):
+            dist.split_group(everyone, wrong)
+    assert [row.where for row in sidelane.report().rows if row.group == mine.group_name] == ["sidelane"] * 2
+    for part in (alone, again, mine):
+        if part is not None:
+            dist.destroy_process_group(part)
 
 
 def late(group: dist.ProcessGroup, folder: str) -> None:
@@ -174,7 +180,20 @@ def refused(group: dist.ProcessGroup, folder: str) -> None:
 
 
 def compared(group: dist.ProcessGroup, folder: str) -> None:
-    """Torch's debug level: every call is compared before it runs, so that a wrong one harms nothing."""
+    """Torch's debug levels: INFO changes nothing; at DETAIL every call is compared before it runs, so that a wrong
+    one harms nothing."""
+    dist.set_debug_level(dist.DebugLevel.INFO)
+    try:
+        with world(f"{folder}/informed") as (rank, size):
+            torch.manual_seed(0)
+            net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 2))
+            net(torch.full((1, 3), float(rank))).sum().backward()
+            assert net.module.weight.grad is not None
+            assert net.module.weight.grad.eq(sum(range(size)) / size).all()
+            assert net._get_ddp_logging_data()["backend_name"] == "sidelane"
+            dist.all_reduce(torch.ones(2, dtype=torch.float64))
+    finally:
+        dist.set_debug_level(dist.DebugLevel.OFF)
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     try:
         with world(f"{folder}/compared") as (rank, size):

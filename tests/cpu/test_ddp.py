@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ddp_cases
+import pytest
 from ranks import RankPool
 
 
@@ -10,6 +11,12 @@ def test_loss_and_gradients_are_those_of_the_group(pool: RankPool) -> None:
     for told in pool.run(ddp_cases.as_without, 3, 3):
         for name, (calls, reserved) in told.items():
             assert calls >= (3 if name == "one bucket" else 5) and reserved > 0, name
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_a_hundred_steps_are_those_of_the_group(pool: RankPool, n: int) -> None:
+    for calls, first, last in pool.run(ddp_cases.curves, n, 100):
+        assert calls >= 199 and last < 0.7 * first, "it learns"
 
 
 def test_what_sidelane_does_not_add_goes_to_the_group(pool: RankPool) -> None:

@@ -19,6 +19,12 @@ def test_loss_and_gradients_are_those_of_the_group(pool: RankPool, n: int) -> No
             assert elsewhere == {}, name
 
 
+@pytest.mark.parametrize("n", [2, 3])
+def test_a_hundred_steps_are_those_of_the_group(pool: RankPool, n: int) -> None:
+    for calls, first, last in pool.run(fsdp_cases.curves, n, 100):
+        assert calls >= 5 * 100 and last < 0.7 * first, "it learns"
+
+
 def test_what_else_fsdp2_can_be_told(pool: RankPool) -> None:
     """Each with its operation: average, sum, a sum that FSDP2 divides before; and compiled blocks."""
     first, second = pool.run(fsdp_cases.switched, 2)
@@ -28,6 +34,17 @@ def test_what_else_fsdp2_can_be_told(pool: RankPool) -> None:
 
 def test_prefetching(pool: RankPool) -> None:
     assert len(set(pool.run(fsdp_cases.prefetched, 2, 1))) == 1
+
+
+@pytest.mark.parametrize(("n", "seed"), [(2, 1), (3, 2)])
+def test_gathers_ahead_scatters_and_exchanges_of_the_users_together(pool: RankPool, n: int, seed: int) -> None:
+    """Ranks make the calls of each lane in one order, and those of several lanes in an order of their own."""
+    told = pool.run(fsdp_cases.beside_exchanges, n, seed, 4)
+    orders = [order for order, _, _ in told]
+    assert len(set(orders)) == n, "they make them in the same order"
+    assert len({order.replace("x", "") for order in orders}) == 1 and {order.count("x") for order in orders} == {16}
+    for _, beside_exchange, beside_gather in told:
+        assert beside_exchange > 4 and beside_gather > 4
 
 
 def test_buffers_that_another_backend_has_had_are_free_on_no_rank_before_the_others(pool: RankPool) -> None:

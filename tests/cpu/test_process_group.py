@@ -20,6 +20,8 @@ ALONE = [
     cases.joins_ddp,
     cases.profiled,
     cases.hooks_of_ddp,
+    cases.refused_in_graphs,
+    cases.memory_for_fsdp,
     cases.trains_fsdp,
 ]
 

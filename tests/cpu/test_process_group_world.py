@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tomllib
@@ -20,6 +21,30 @@ def test_a_world_of_its_own_and_its_end(tmp_path: Path) -> None:
             ranks.run(scenario, None, str(tmp_path))
         found = ranks.run(scenarios.dies, None, str(tmp_path), dying=(2,))
         assert found == [None, None, 7, None]
+
+
+def test_the_flight_recorder_of_torch_has_the_calls_of_gloo() -> None:
+    """And the report those that Sidelane makes: torch gives Python no way to record one."""
+    script = """
+import json, torch, torch.distributed as dist
+import sidelane
+from torch._C import _distributed_c10d as c10d
+sidelane.register()
+dist.init_process_group("sidelane", store=dist.HashStore(), rank=0, world_size=1)
+dist.all_reduce(torch.ones(3))
+dist.all_reduce(torch.ones(5, dtype=torch.float64))
+if hasattr(c10d, "_dump_fr_trace_json"):  # torch 2.13
+    entries = json.loads(c10d._dump_fr_trace_json(includeCollectives=True, onlyActive=False))["entries"]
+    print([(entry["profiling_name"], entry["input_sizes"], entry["process_group"]) for entry in entries])
+    assert [(entry["profiling_name"], entry["input_sizes"]) for entry in entries] == [("gloo:all_reduce", [[5]])]
+    assert entries[0]["process_group"][0] == dist.group.WORLD.group_name
+assert [(row.where, row.nbytes) for row in sidelane.report().rows] == [("sidelane", 12), ("gloo", 40)]
+dist.destroy_process_group()
+"""
+    command = [sys.executable, "-c", f"import sys; sys.path[:0] = [{str(ROOT / 'src')!r}]\n{script}"]
+    recording = os.environ | {"TORCH_FR_BUFFER_SIZE": "100"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=recording)
+    assert done.returncode == 0, f"{done.stdout}{done.stderr}"
 
 
 def test_an_installed_package_needs_no_import(tmp_path: Path) -> None:

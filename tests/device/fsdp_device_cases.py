@@ -28,6 +28,18 @@ def of_ddp(context: Context, name: str, *args: Any) -> Any:
     return _on(context, ddp_cases, name, *args)
 
 
+def in_two_dimensions(context: Context) -> Any:
+    """The same where FSDP2 makes groups of its own, which take the default group's backend: here they have NCCL."""
+    world = dist.distributed_c10d._get_default_group()
+    known = dist.distributed_c10d._world.pg_map
+    backend, store = known[world]
+    known[world] = "cpu:gloo,cuda:nccl", store
+    try:
+        return of(context, "in_two_dimensions")
+    finally:
+        known[world] = backend, store
+
+
 @functools.cache
 def _library() -> dist.ProcessGroup:
     """A group of NCCL, by which models are trained without Sidelane: that of the pool is Gloo's, of host memory."""

@@ -15,5 +15,10 @@ def test_loss_and_gradients_are_those_of_nccl(ranks: Ranks) -> None:
             assert calls >= 5 and reserved > 0, name
 
 
+def test_a_hundred_steps_are_those_of_nccl(ranks: Ranks) -> None:
+    for calls, first, last in ranks.run("fsdp_device_cases.of_ddp", "curves", 100, timeout_s=120):
+        assert calls >= 199 and last < 0.7 * first, "it learns"
+
+
 def test_on_and_off(ranks: Ranks) -> None:
     ranks.run("fsdp_device_cases.of_ddp", "on_and_off")

@@ -17,6 +17,7 @@ from sidelane.collectives import Communicator
 from sidelane.config import Config
 from sidelane.errors import UnavailableError
 from sidelane.integrations import calls
+from sidelane.integrations.buffers import GroupMemory
 from sidelane.integrations.calls import Call
 from sidelane.integrations.ledger import SIDELANE, Ledger
 from sidelane.integrations.nodes.choose import FLAT, HIERARCHICAL, choose
@@ -47,6 +48,7 @@ class Dispatcher:
 
     Attributes:
         ledger: what was made where.
+        memory: for who asks the group for some.
         names: of the other group's backends, by device.
         timeout: of communicators to come.
     """
@@ -67,8 +69,10 @@ class Dispatcher:
         self._nodes = nodes
         self._orders: dict[str, HostOrder | StreamOrder] = {"cpu": HostOrder(self), "cuda": StreamOrder(self)}
         self._communicators: dict[str, Communicator | NodesCommunicator] = {}
+        self.memory = GroupMemory(len(self._ranks), self._for_memory, self._no_memory)
         self._refusals: dict[str, str] = {}
         self._making = threading.Lock()
+        self._can_capture = torch.cuda.is_available()
         self._coalescing: list[dist.Work] | None = None
         # What torch's compiled code is handed in Python, it waits for by the Python half, which it does not keep. DDP's
         # reducer waited for ever for how many ranks have not joined (``divide_by_initial_world_size=False``).
@@ -91,6 +95,7 @@ class Dispatcher:
     def close(self) -> None:
         """Let go of the communicators: calls under way fail, here and on the other ranks."""
         self._kept.clear()
+        self.memory.clear()
         communicators, self._communicators = self._communicators, {}
         for communicator in communicators.values():
             communicator.close()
@@ -105,6 +110,8 @@ class Dispatcher:
     def _run(self, call: Call) -> dist.Work:
         device = call.tensors[0].device.type if call.tensors else "cpu"
         call.refusal = call.refusal or self.uses(device) or self._across(call)
+        if self._can_capture and torch.cuda.is_current_stream_capturing():
+            self._refuse_in_graph(call, device)
         order = self._orders.get(device)
         if order is None:
             work = self._make_other(call, device)
@@ -130,14 +137,29 @@ class Dispatcher:
 
     def pass_on(self, call: Call, peers: Sequence[int]) -> dist.Work:
         """Make a call between two ranks: in no order with the calls of all."""
+        if self._can_capture and torch.cuda.is_current_stream_capturing():
+            self._refuse_in_graph(call, call.tensors[0].device.type)
         work = self._make_other(call, call.tensors[0].device.type, peers)
         if self._coalescing is not None:
             self._coalescing.append(work)
         return work
 
+    def _refuse_in_graph(self, call: Call, device: str) -> None:
+        """Raise for a call that the graph under capture would not hold; nothing has happened."""
+        maker = self.names.get(device, "none") if call.refusal or call.job is None else SIDELANE
+        if device == "cpu":
+            why = "tensors of the CPU, which replays would not touch (allowed=before the capture, or behind it)"
+        elif maker not in (SIDELANE, "nccl"):
+            why = f"{maker} makes it, on the host ({call.refusal or 'Sidelane has no such operation'})"
+        elif maker == SIDELANE and device not in self._communicators:
+            why = "the group's first call that Sidelane makes (allowed=one before the capture)"
+        else:
+            return
+        raise UnavailableError(f"{call.name}: not while a graph is captured: {why}")
+
     def _make(self, call: Call, device: str) -> None:
         """Make a call in its turn, by Sidelane if the ranks can."""
-        communicator = self._communicator(device, call)
+        communicator = self._communicator(call.tensors[0].device if call.tensors else torch.device(device))
         if communicator is None:
             call.refusal = self._refusals[device]
             self._make_other(call, device).wait()
@@ -160,6 +182,7 @@ class Dispatcher:
 
     def _make_other(self, call: Call, device: str, peers: Sequence[int] | None = None) -> dist.Work:
         name, needed = self.names.get(device, "none"), range(len(self._ranks)) if peers is None else peers
+        self.memory.went_elsewhere(call.tensors)
         self._note(call, device, name, call.refusal)
         try:
             work = call.other()
@@ -193,12 +216,24 @@ class Dispatcher:
             "" if names.get(device) == SIDELANE else f"{device} tensors are for {names.get(device, 'others')}, as asked"
         )
 
-    def _communicator(self, device: str, call: Call) -> Communicator | NodesCommunicator | None:
+    def _no_memory(self, device: str) -> str:
+        return "several nodes" if self._nodes.spans else self.uses(device)
+
+    def _for_memory(self, device: torch.device) -> Communicator | None:
+        """Behind the calls that a thread makes: on all ranks alike."""
+        order = self._orders[device.type]
+        if isinstance(order, HostOrder):
+            order.settle()
+        found = self._communicator(device)
+        assert found is None or isinstance(found, Communicator)
+        return found
+
+    def _communicator(self, where: torch.device) -> Communicator | NodesCommunicator | None:
         """What makes Sidelane's calls; None where the ranks found out together that there can be none."""
         with self._making:
+            device = where.type
             made = self._communicators.get(device)
             if made is None and not self._refusals[device]:
-                where = call.tensors[0].device if call.tensors else torch.device(device)
                 config = dataclasses.replace(settings.current(), timeout_s=self.timeout.total_seconds())
                 if dist.get_debug_level() == dist.DebugLevel.DETAIL:
                     config = dataclasses.replace(config, debug=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -13,11 +12,10 @@ import torch.distributed as dist
 from sidelane.collectives import Communicator, Session
 from sidelane.collectives.pool import MemoryUse
 from sidelane.config import Config
-from sidelane.errors import UnavailableError
+from sidelane.integrations.buffers import Buffers
 from sidelane.integrations.ledger import SIDELANE, Ledger
 from sidelane.integrations.ring import Ring
 from sidelane.integrations.straight import Gathers, Tensors
-from sidelane.memory.storage import storage_of
 from sidelane.program.collective import Kind
 from sidelane.program.shape import Beside
 
@@ -102,7 +100,7 @@ class MachineLink(Link):
         self._gather = self.gather = Communicator(self._session.lane("fsdp gather"))
         self._scatter = self.scatter = Communicator(self._session.lane("fsdp scatter"))
         self.ring = Ring(lambda nbytes: self._gather.empty(nbytes, dtype=torch.uint8), self._session.device)
-        self._buffers = _Buffers(self._gather)
+        self._buffers = Buffers(self._gather)
 
     def refusal(self, kind: Kind, nbytes: int) -> str:
         return ""
@@ -126,50 +124,6 @@ class MachineLink(Link):
         self._buffers.clear()
         self.ring.clear()
         self._session.close()
-
-
-class _Buffers:
-    """Symmetric buffers that FSDP2 takes and drops, by stream and size."""
-
-    def __init__(self, comm: Communicator) -> None:
-        self._comm = comm
-        self._free: dict[tuple[int, int], list[torch.Tensor]] = {}
-        self._lent: dict[int, bool] = {}  # by address: whether it comes back
-
-    def take(self, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A symmetric buffer, which comes back when its last view has gone. Collective where all of them are in use.
-
-        Where there is no room for one it is ordinary memory, on all ranks alike, and calls stage it.
-
-        FSDP2 takes and drops its buffers in one order on all ranks, and orders the stream on which it takes one behind
-        the work on those that it has dropped, as torch's allocator wants it, too. So what is free is free on all; but
-        for what other backends were given: their threads let go of it when they get to it (Gloo's some time after
-        ``wait`` has returned), so that goes back to the pool, whose ranks compare what they have dropped.
-        """
-        nbytes = max(1, math.prod(size) * dtype.itemsize)
-        cuda = self._comm.device.type == "cuda"
-        free = self._free.setdefault((torch.cuda.current_stream().cuda_stream if cuda else 0, nbytes), [])
-        try:
-            whole = free.pop(0) if free else self._comm.empty(nbytes, dtype=torch.uint8)
-        except UnavailableError:
-            return torch.empty(*size, dtype=dtype, device=self._comm.device)
-        self._lent[whole.data_ptr()] = True
-        part = storage_of(whole, 0, nbytes, lambda: self._came_back(free, whole))
-        return part[: math.prod(size) * dtype.itemsize].view(dtype).view(*size)
-
-    def is_not_to_come_back(self, tensor: torch.Tensor) -> None:
-        """Another backend was given this tensor."""
-        address = tensor.untyped_storage().data_ptr()
-        if address in self._lent:
-            self._lent[address] = False
-
-    def clear(self) -> None:
-        """Let go of what is free."""
-        self._free.clear()
-
-    def _came_back(self, free: list[torch.Tensor], whole: torch.Tensor) -> None:
-        if self._lent.pop(whole.data_ptr()):
-            free.append(whole)
 
 
 def name_of(dtype: Any) -> str:

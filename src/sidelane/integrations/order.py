@@ -81,6 +81,13 @@ class HostOrder:
         """Make a call of the other group: on CPUs it waits for nothing of this one."""
         return call()
 
+    def settle(self) -> None:
+        """Wait for the calls that the thread was given."""
+        self._step_aside()
+        with self._lock:
+            if self._last is not None:
+                concurrent.futures.wait([self._last])
+
     def close(self) -> None:
         """End the thread, when it has made the calls that it was given."""
         if self._thread is not None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import pickle
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -15,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from sidelane.errors import PeerError
+from sidelane.integrations.buffers import Allocating, Source
 from sidelane.memory.process import ProcessIdentity
 
 Kind = dist.ProcessGroup.BackendType
@@ -22,6 +25,25 @@ _DYING_S = 2.0  # a peer's connection breaks a moment before its process is gone
 _OF_PEERS = ("connection", "timed out", "timeout", "closed", "peer", "nccl", "remote")
 _MOST_MET = 16
 _HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+
+
+class _Gloo(Allocating, dist.ProcessGroupGloo):
+    """Gloo, which has memory of Sidelane's."""
+
+
+_backends: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Allocating]] = weakref.WeakKeyDictionary()
+"""Those that were made here: torch forgets what Python adds to a backend when nobody refers to it."""
+
+
+def ask_for_memory(group: dist.ProcessGroup, source: Source) -> None:
+    """Let the backends of a group that was made here answer with memory of ``source``; others keep their own."""
+    for backend in _backends.get(group, ()):
+        backend.source = weakref.ref(source)  # which refers to the group, and to this backend
+
+
+@functools.cache
+def _allocating(kind: type[Any]) -> type[Any]:
+    return type(kind.__name__, (Allocating, kind), {})
 
 
 def make_other(
@@ -39,14 +61,17 @@ def make_other(
         options: for NCCL; None for its defaults.
     """
     group = dist.ProcessGroup(dist.PrefixStore("other/", store), rank, size)
-    gloo = dist.ProcessGroupGloo(dist.PrefixStore("cpu/", store), rank, size, timeout=timeout)
+    gloo = _Gloo(dist.PrefixStore("cpu/", store), rank, size, timeout=timeout)
     gloo._set_sequence_number_for_group()
     group._set_default_backend(Kind.GLOO)
     group._register_backend(torch.device("cpu"), Kind.GLOO, gloo)
+    backends: list[Allocating] = [gloo]
     if torch.cuda.is_available() and dist.is_nccl_available():
         nccl = _nccl(dist.PrefixStore("cuda/", store), rank, size, timeout, name, ranks, options)
         group._set_default_backend(Kind.NCCL)
         group._register_backend(torch.device("cuda"), Kind.NCCL, nccl)
+        backends += [nccl] if isinstance(nccl, Allocating) else []
+    _backends[group] = backends
     return group
 
 
@@ -66,7 +91,10 @@ def _nccl(
         if source is not None:
             options.split_from, options.split_color = source, c10d._process_group_color(list(ranks))
     options.global_ranks_in_group, options.group_name = list(ranks), name
-    made = nccl(store, rank, size, options)
+    try:
+        made = _allocating(nccl)(store, rank, size, options)
+    except TypeError:  # a torch whose NCCL cannot be a base class: it has memory of its own
+        made = nccl(store, rank, size, options)
     made._set_sequence_number_for_group()
     return made
 

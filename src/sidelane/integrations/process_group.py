@@ -21,11 +21,11 @@ from torch.distributed import distributed_c10d as c10d
 from sidelane import config
 from sidelane.collectives import Communicator
 from sidelane.collectives.work import NO_TIMEOUT
-from sidelane.integrations import batches, calls
+from sidelane.integrations import batches, calls, splits
 from sidelane.integrations.dispatch import Dispatcher
 from sidelane.integrations.ledger import SIDELANE
 from sidelane.integrations.nodes.groups import find_nodes
-from sidelane.integrations.other import Witness, kinds, make_other
+from sidelane.integrations.other import Witness, ask_for_memory, kinds, make_other
 from sidelane.integrations.works import JoinedWork
 
 Tensors = Sequence[torch.Tensor] | torch.Tensor
@@ -68,6 +68,7 @@ class SidelaneGroup(dist.ProcessGroup):
             self._set_default_backend(kind)
         nodes = find_nodes(store, rank, self._ranks, timeout, config.current())
         self._dispatcher = Dispatcher(self, self._other, witness, ranks, nodes, timeout, self._what_was_asked)
+        ask_for_memory(self._other, self._dispatcher.memory)
 
     @classmethod
     def of_options(cls, options: Any, backend_options: Any) -> SidelaneGroup:
@@ -358,6 +359,7 @@ class SidelaneGroup(dist.ProcessGroup):
 
 
 batches.take_over(SidelaneGroup)
+splits.take_over(SidelaneGroup)
 
 
 def _listed(tensors: Tensors) -> list[torch.Tensor]:

@@ -7,6 +7,7 @@ import itertools
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from sidelane.integrations import splits
 from sidelane.integrations.ledger import SIDELANE as NAME
 from sidelane.integrations.process_group import SidelaneGroup
 from sidelane.integrations.registration import register
@@ -44,16 +45,7 @@ def wrap(group: dist.ProcessGroup | None = None) -> SidelaneGroup:
     made = SidelaneGroup(store, inner.rank(), inner.size(), timeout, ranks, lambda: inner, owned=False)
     made.setGroupName(name)
     made.setGroupDesc(f"{inner.group_desc}, with Sidelane")
-    world = c10d._world
     devices = ",".join(f"{device.type}:{NAME}" for device in inner._device_types)
     made.take_devices(devices)
-    world.pg_map[made] = (dist.Backend(NAME), store)
-    world.pg_names[made] = name  # type: ignore[assignment]
-    world.pg_backend_config[made] = devices
-    world.pg_group_ranks[made] = {rank: number for number, rank in enumerate(ranks)}
-    tag = f"ptd:{name}"
-    world.tags_to_pg.setdefault("", []).append(made)
-    world.tags_to_pg.setdefault(tag, []).append(made)
-    world.pg_to_tag[made] = tag
-    c10d._register_process_group(name, made)  # type: ignore[arg-type]
+    splits.register(made, name, store, dist.Backend(NAME), devices, ranks)
     return made

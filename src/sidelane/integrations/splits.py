@@ -1,0 +1,87 @@
+"""Groups that torch did not make, as ``torch.distributed`` knows its own; ``dist.split_group`` of Sidelane groups.
+
+Torch splits a group whose backend splits a communicator of one device, to which the default group must be bound. A
+Sidelane group needs neither: its parts are groups of their own, made with the store of the group. A program that took
+torch's function by its name before it made a group (``from torch.distributed import split_group``) has that one still.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+_torchs = getattr(c10d, "split_group", None)  # torch 2.5 and later
+_numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = weakref.WeakKeyDictionary()
+
+
+def take_over(kind: type[Any]) -> None:
+    """Split groups of a kind by their own method ``split_group``; those of others stay with torch."""
+
+    def split_group(
+        parent_pg: dist.ProcessGroup | None = None,
+        split_ranks: list[list[int]] | None = None,
+        timeout: timedelta | None = None,
+        pg_options: Any = None,
+        group_desc: str | None = None,
+        **others: Any,
+    ) -> Any:
+        parent = parent_pg if parent_pg is not None else c10d._get_default_group()
+        if not isinstance(parent, kind):
+            assert _torchs is not None
+            return _torchs(parent_pg, split_ranks, timeout, pg_options, group_desc, **others)
+        if pg_options is not None or any(value is not None for value in others.values()):
+            raise ValueError("split_group: pg_options and backend (allowed=None, on a Sidelane group)")
+        parts = _checked(split_ranks, parent.size())
+        number = next(_numbers.setdefault(parent, itertools.count()))
+        part = next((part for part in parts if parent.rank() in part), None)
+        if part is None:
+            return None
+        name = f"{parent.group_name}/split{number}.{parts.index(part)}"
+        made = parent.split_group(part, timeout=timeout, group_name=name, group_desc=group_desc)
+        backend, ranks = c10d._world.pg_map[parent][0], dist.get_process_group_ranks(parent)
+        devices = c10d._world.pg_backend_config[parent]
+        register(made, name, made.get_group_store(), backend, devices, [ranks[each] for each in part])
+        return made
+
+    split_group.__doc__ = getattr(_torchs, "__doc__", None)
+    c10d.split_group = dist.split_group = split_group  # type: ignore[assignment]
+
+
+def register(
+    made: dist.ProcessGroup, name: str, store: dist.Store, backend: Any, devices: str, ranks: Sequence[int]
+) -> None:
+    """Let torch know a group that it did not make.
+
+    Args:
+        made: the group.
+        name: by which functional collectives find it.
+        store: of its ranks alone.
+        backend: what ``dist.get_backend`` says.
+        devices: which backend has which, as torch writes it.
+        ranks: of the group, in the world.
+    """
+    world, tag = c10d._world, f"ptd:{name}"
+    world.pg_map[made] = backend, store
+    world.pg_names[made] = name  # type: ignore[assignment]
+    world.pg_backend_config[made] = devices
+    world.pg_group_ranks[made] = {rank: number for number, rank in enumerate(ranks)}
+    world.tags_to_pg.setdefault("", []).append(made)
+    world.tags_to_pg.setdefault(tag, []).append(made)
+    world.pg_to_tag[made] = tag
+    c10d._register_process_group(name, made)  # type: ignore[arg-type]
+
+
+def _checked(parts: list[list[int]] | None, size: int) -> list[list[int]]:
+    """Each part in order. Raises ValueError for what is no split of so many ranks."""
+    if not parts or not all(parts):
+        raise ValueError(f"split_group: split_ranks (value={parts}, allowed=lists of one rank and more)")
+    every = list(itertools.chain.from_iterable(parts))
+    if len(set(every)) < len(every) or not set(every) <= set(range(size)):
+        raise ValueError(f"split_group: split_ranks (value={parts}, allowed=ranks 0 to {size - 1} of the group, once)")
+    return [sorted(part) for part in parts]
