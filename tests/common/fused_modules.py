@@ -86,6 +86,43 @@ def embedding(group: dist.ProcessGroup, backend: str) -> int:
     return done
 
 
+def rows(group: dist.ProcessGroup, backend: str) -> int:
+    """``sparse=True``: a step of training by gradients of rows is that of ``nn.EmbeddingBag``, also where compiled code
+    leaves the layer to eager code; the gradient holds what was looked up, and is added up in the optimizer.
+    """
+    done = 0
+    with communicator(group) as comm:
+        rank, dim, batch = comm.rank, 4, 2 * comm.world_size + 1
+        for mode, is_weighted in (("sum", False), ("mean", False), ("sum", True)):
+            layer = EmbeddingBagAllToAll(comm, [5] * (1 + rank % 2), dim, mode=mode, sparse=True)
+            tables = len(layer.tables)
+            offsets = torch.arange(tables * batch + 1) * 3
+            indices = torch.arange(3 * tables * batch) * 3 % 4  # the last row of each table is never looked up
+            for run in (layer, torch.compile(layer, backend=backend)):
+                weights = torch.arange(1.0, len(indices) + 1).requires_grad_() if is_weighted else None
+                whole = [nn.EmbeddingBag.from_pretrained(t.detach().clone(), freeze=False) for t in layer.tables]
+                for number, one in enumerate(whole):
+                    one.mode, one.sparse, one.include_last_offset = mode, False, True
+                    bags = slice(3 * number * batch, 3 * (number + 1) * batch)
+                    factors = None if weights is None else weights.detach()[bags]
+                    (2 * one(indices[bags], offsets[: batch + 1], factors)).sum().backward()
+                layer.zero_grad()
+                (run(indices, offsets, weights) * 2).sum().backward()
+                for table, one in zip(layer.tables, whole, strict=True):
+                    assert table.grad is not None and table.grad.is_sparse and one.weight.grad is not None
+                    assert table.grad.shape == table.shape and table.grad._nnz() == 3 * batch
+                    assert set(table.grad.coalesce().indices()[0].tolist()) == {0, 1, 2, 3}
+                    check_close(table.grad.to_dense(), one.weight.grad.double(), (mode, is_weighted))
+                if weights is not None:
+                    assert weights.grad is not None and not weights.grad.is_sparse
+                for parameters in (layer.parameters(), [one.weight for one in whole]):
+                    torch.optim.SGD(parameters, lr=0.1).step()
+                for table, one in zip(layer.tables, whole, strict=True):
+                    check_close(table.detach(), one.weight.detach().double(), "a step")
+                done += 1
+    return done
+
+
 def norm(group: dist.ProcessGroup, backend: str) -> int:
     """Gradients of all_reduce_rms_norm against autograd in float64, eager and compiled."""
     with communicator(group) as comm:

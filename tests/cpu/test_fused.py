@@ -168,6 +168,10 @@ def test_layers_are_trained_and_compiled_whole(four: Crew, name: str) -> None:
     assert all(four.run(getattr(fused_modules, name), 2, "aot_eager", timeout_s=110))
 
 
+def test_tables_have_gradients_of_rows(four: Crew) -> None:
+    assert four.run(fused_modules.rows, 2, "aot_eager", timeout_s=110) == [6, 6]
+
+
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_patterns_are_replaced(four: Crew, world_size: int) -> None:
     assert four.run(fused_modules.replaced, world_size, timeout_s=110) == [5] * world_size
