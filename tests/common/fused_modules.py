@@ -216,6 +216,18 @@ def replaced(group: dist.ProcessGroup) -> int:
             part = funcol.reduce_scatter_tensor(x @ weight.t(), "sum", 0, name)
             return few, many, part, funcol.all_gather_tensor(x, 0, name) @ up.t()
 
+        def exchanged(x: Any, weight: Any, up: Any) -> Any:
+            plain = funcol.all_to_all_single(x @ weight.t(), None, None, name)
+            high = (x @ up.t()).view(n, -1, 5)
+            return plain, funcol.all_to_all_single(high, [1] * n, [1] * n, name) * 2
+
+        def uneven(x: Any, weight: Any, up: Any) -> Any:
+            sizes = [len(x) // n + 2 * (to == comm.rank) for to in range(n)]
+            product = torch.cat([x, x[:2]]) @ weight.t()
+            kept = x @ up.t()
+            few = funcol.all_to_all_single(product, sizes, sizes, name)
+            return few, kept, funcol.all_to_all_single(kept, None, None, name)
+
         def average(x: Any, weight: Any, up: Any) -> Any:
             return (funcol.all_reduce(x @ weight.t(), "avg", name),)
 
@@ -234,7 +246,8 @@ def replaced(group: dist.ProcessGroup) -> int:
         all_four = ["row_parallel_linear", "gemm_all_reduce", "gemm_reduce_scatter", "all_gather_gemm"]
         torch.manual_seed(comm.rank)
         values = torch.randn(18 * n, 8), torch.randn(2 * n, 8), torch.randn(5, 8)
-        for call, expected in ((patterns, all_four), *((other, []) for other in (average, columns, twice, wide))):
+        some = (patterns, all_four), (exchanged, ["gemm_all_to_all_evenly"] * 2)
+        for call, expected in (*some, *((other, []) for other in (uneven, average, columns, twice, wide))):
             if call is average and dist.get_backend(group) == "gloo":
                 pass_only(comm, group, call, values)
                 continue
@@ -255,7 +268,7 @@ def replaced(group: dist.ProcessGroup) -> int:
         for one, other in zip(*gradients, strict=True):
             check_close(one, other.double(), "gradient")
         assert "gemm_reduce_scatter" in fusion.replaced
-    return 5
+    return 7
 
 
 def norms(group: dist.ProcessGroup) -> int:
@@ -533,6 +546,7 @@ def checked(group: dist.ProcessGroup) -> int:
             (library.all_gather_gemm, (number, x, weight)),
             (library.gemm_all_reduce, (number, x, weight)),
             (library.gemm_all_to_all, (number, even, weight, torch.ones(n, n).long(), 2 * n)),
+            (library.gemm_all_to_all_evenly, (number, even.detach(), weight.detach())),
         ]
         for operator, arguments in calls:
             torch.library.opcheck(operator, arguments)

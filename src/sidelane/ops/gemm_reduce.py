@@ -169,8 +169,8 @@ def gemm_reduce_scatter(
         weight: this rank's columns, [H, K], of x's dtype: float32, float16 or bfloat16.
         order: ``remote_first``: tiles for peers come first; ``oblivious``: tiles in the order of ranks.
         tiles: how the product is cut.
-        method: ``fused``; ``split``, that is :func:`split_gemm_reduce_scatter` or :func:`split_gemm_all_reduce`, which
-            no graph can have; ``unfused``; or ``auto``: the fastest one (``ops.explain`` says which, and why).
+        method: ``fused``; ``split``, that is :func:`split_gemm_reduce_scatter` or :func:`split_gemm_all_reduce`;
+            ``unfused``; or ``auto``: the fastest one (``ops.explain`` says which, and why).
 
     Returns:
         This rank's rows, [M / N, H].

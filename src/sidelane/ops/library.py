@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sidelane.collectives import Communicator
 from sidelane.ops import embedding, embedding_backward, gather_gemm, gemm, gemm_reduce, gemv, reference, rms_norm
-from sidelane.ops.handle import power_of_two
+from sidelane.ops.handle import is_captured, kept, power_of_two
 from sidelane.ops.operands import MOST_ELEMENTS
 from sidelane.ops.rows import all_to_all_rows
 
@@ -301,6 +301,26 @@ def gemm_all_to_all(comm: int, x: Tensor, weight: Tensor, counts: Tensor, most_r
 @gemm_all_to_all.register_fake
 def _(comm: int, x: Tensor, weight: Tensor, counts: Tensor, most_rows: int) -> Tensor:
     return x.new_empty(most_rows, weight.shape[-2])
+
+
+@torch.library.custom_op("sidelane::gemm_all_to_all_evenly", mutates_args=())
+def gemm_all_to_all_evenly(comm: int, x: Tensor, weight: Tensor) -> Tensor:
+    """``x @ weight.T`` of [M, K] and [H, K], M / N rows of which go to each rank; M is the same on all."""
+    ranks, rows = communicator(comm), x.shape[0]
+    n, each = ranks.world_size, rows // ranks.world_size
+    key = ("gemm_all_to_all_evenly", each)
+    if is_captured(ranks):  # a graph has counts on the device: those of the first call, or of its own
+        there = ranks.kept.get(key)
+        given: Any = torch.full((n, n), each, device=ranks.device) if there is None else there
+    else:
+        kept(ranks, key, lambda: torch.full((n, n), each, device=ranks.device))
+        given = [[each] * n] * n
+    return gemm.gemm_all_to_all(ranks, in_rows(x), in_rows(weight), given, most_rows=rows).clone()
+
+
+@gemm_all_to_all_evenly.register_fake
+def _(comm: int, x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
 
 
 @torch.library.custom_op("sidelane::rows_back", mutates_args=())
