@@ -21,8 +21,8 @@ if importlib.util.find_spec("triton") is None:
 import triton
 from triton.backends.compiler import GPUTarget
 
-from sidelane.bench.fused import alone
 from sidelane.ops import (
+    alone,
     embedding,
     embedding_backward,
     embedding_tables,

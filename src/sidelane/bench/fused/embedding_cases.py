@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from sidelane import ops
-from sidelane.bench.fused.alone import Pool
 from sidelane.bench.fused.case import AS_CALLED, NCCL, Auto, Case, Run, dtype_of, ordinary
 from sidelane.bench.fused.kept import OWN, OWN_METHOD
 from sidelane.choice.fused import FUSED, UNFUSED
 from sidelane.collectives import Communicator
+from sidelane.ops.alone import Pool
 from sidelane.ops.handle import ORDERS
 
 DIM, TABLE_ROWS = 256, 1 << 17

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from sidelane import ops
-from sidelane.bench.fused.alone import add_norm
 from sidelane.bench.fused.case import AS_CALLED, NCCL, SYMM_MEM, Auto, Case, OneShot, Run, dtype_of, fill, ordinary
 from sidelane.bench.fused.kept import OWN, OWN_METHOD
 from sidelane.choice.fused import FUSED, UNFUSED
 from sidelane.collectives import Communicator
 from sidelane.ops import rms_norm as norms
+from sidelane.ops.alone import add_norm
 from sidelane.ops.handle import power_of_two
 
 EPS = 1e-6

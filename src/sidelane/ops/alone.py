@@ -3,7 +3,7 @@
 
 """Kernels that fused operators are compared with: what they compute, at once, without what they send.
 
-``pool`` is the loop of :mod:`sidelane.ops.embedding` over the bags of all tables, results in the order in which an
+``Pool`` is the loop of :mod:`sidelane.ops.embedding` over the bags of all tables, results in the order in which an
 all-to-all takes them. ``add_norm`` is a residual and an RMS norm in one kernel.
 
 Legend: N ranks; b samples of a rank; T tables; D elements of a row, in DP lanes; H elements of a norm, in HP lanes.
