@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from fused_timelines import calls_of
 from sidelane import Communicator, ops
 from sidelane.choice.fused import FusedTime, keep
 from sidelane.choice.key import key_here
-from sidelane.ops import gather_gemm, gemm_reduce
+from sidelane.ops import gather_gemm, gemm_reduce, gemv, rms_norm
 
 SPLIT = ("gemm_reduce_scatter", "gemm_all_reduce", "all_gather_gemm")
 
@@ -63,9 +64,52 @@ def compared(comm: Communicator) -> list[str]:
         assert ops.explain(comm, op, 6 * n, 8, 5).startswith(f"{op}: split, 3 pieces (measured at {6 * n}, 8, 5, eager")
         assert "by thumb" in ops.explain(comm, op, 6 * n, 8, 5, dtype=torch.float16)
     assert taken == [{}, {"pieces": 3}] * 3, taken
+    known_again(comm)
     done = []
     for rows in (70, 1000, 100_000):
         with ops.Timeline(comm) as timeline:  # of fused calls only
             ops.gemv_all_reduce(comm, torch.ones(min(rows, 1000), 8), torch.ones(8))
         done.append(f"{bool(timeline.intervals)} {ops.explain(comm, 'gemv_all_reduce', rows, 8 * n, 1)}")
     return done
+
+
+def known_again(comm: Communicator) -> None:
+    """A call like one before is not checked again; one of another layout, method, or at an odd address is."""
+    x, weight = torch.randn(4, 8), torch.randn(6, 8)
+    even, factor = torch.ones(4, 8, dtype=torch.bfloat16), torch.ones(8, dtype=torch.bfloat16)
+    odd = torch.ones(33, dtype=torch.bfloat16)[1:].view(4, 8)
+    calls: tuple[tuple[object, str, Callable[..., object]], ...] = (
+        (gemv, "_check", lambda **o: ops.gemv_all_reduce(comm, weight, x, **o)),
+        (rms_norm, "_check", lambda **o: ops.all_reduce_rms_norm(comm, x, None, weight[0], **o)),
+        (gemm_reduce, "check_operands", lambda **o: ops.gemm_all_reduce(comm, x, weight, **o)),
+    )
+    for where, name, call in calls:
+        with pytest.MonkeyPatch.context() as patch:
+            checked: list[object] = []
+            patch.setattr(where, name, counted(getattr(where, name), checked))
+            for method in ("auto", "unfused", "fused"):
+                checked.clear()
+                call(method=method)
+                assert checked, (name, method)
+                checked.clear()
+                call(method=method)
+                assert not checked, (name, method)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(comm, "refuse", lambda *_: None)  # each rank raises, and goes on
+        ops.all_reduce_rms_norm(comm, even, None, factor)
+        with pytest.raises(ValueError, match="address of x"):
+            ops.all_reduce_rms_norm(comm, odd, None, factor)
+        with pytest.raises(ValueError, match="neighbours in a row of x"):
+            ops.gemm_all_reduce(comm, torch.randn(8, 4).T, weight)
+        with pytest.raises(ValueError, match="order"):
+            ops.gemm_all_reduce(comm, x, weight, order=["remote_first"])  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="dtype of x"):
+            ops.gemv_all_reduce(comm, weight, x.bfloat16())
+
+
+def counted(call: Callable[..., object], seen: list[object]) -> Callable[..., object]:
+    def counting(*arguments: object, **options: object) -> object:
+        seen.append(call)
+        return call(*arguments, **options)
+
+    return counting

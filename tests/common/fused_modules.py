@@ -86,6 +86,43 @@ def embedding(group: dist.ProcessGroup, backend: str) -> int:
     return done
 
 
+def rows(group: dist.ProcessGroup, backend: str) -> int:
+    """``sparse=True``: a step of training by gradients of rows is that of ``nn.EmbeddingBag``, also where compiled code
+    leaves the layer to eager code; the gradient holds what was looked up, and is added up in the optimizer.
+    """
+    done = 0
+    with communicator(group) as comm:
+        rank, dim, batch = comm.rank, 4, 2 * comm.world_size + 1
+        for mode, is_weighted in (("sum", False), ("mean", False), ("sum", True)):
+            layer = EmbeddingBagAllToAll(comm, [5] * (1 + rank % 2), dim, mode=mode, sparse=True)
+            tables = len(layer.tables)
+            offsets = torch.arange(tables * batch + 1) * 3
+            indices = torch.arange(3 * tables * batch) * 3 % 4  # the last row of each table is never looked up
+            for run in (layer, torch.compile(layer, backend=backend)):
+                weights = torch.arange(1.0, len(indices) + 1).requires_grad_() if is_weighted else None
+                whole = [nn.EmbeddingBag.from_pretrained(t.detach().clone(), freeze=False) for t in layer.tables]
+                for number, one in enumerate(whole):
+                    one.mode, one.sparse, one.include_last_offset = mode, False, True
+                    bags = slice(3 * number * batch, 3 * (number + 1) * batch)
+                    factors = None if weights is None else weights.detach()[bags]
+                    (2 * one(indices[bags], offsets[: batch + 1], factors)).sum().backward()
+                layer.zero_grad()
+                (run(indices, offsets, weights) * 2).sum().backward()
+                for table, one in zip(layer.tables, whole, strict=True):
+                    assert table.grad is not None and table.grad.is_sparse and one.weight.grad is not None
+                    assert table.grad.shape == table.shape and table.grad._nnz() == 3 * batch
+                    assert set(table.grad.coalesce().indices()[0].tolist()) == {0, 1, 2, 3}
+                    check_close(table.grad.to_dense(), one.weight.grad.double(), (mode, is_weighted))
+                if weights is not None:
+                    assert weights.grad is not None and not weights.grad.is_sparse
+                for parameters in (layer.parameters(), [one.weight for one in whole]):
+                    torch.optim.SGD(parameters, lr=0.1).step()
+                for table, one in zip(layer.tables, whole, strict=True):
+                    check_close(table.detach(), one.weight.detach().double(), "a step")
+                done += 1
+    return done
+
+
 def norm(group: dist.ProcessGroup, backend: str) -> int:
     """Gradients of all_reduce_rms_norm against autograd in float64, eager and compiled."""
     with communicator(group) as comm:
@@ -179,6 +216,18 @@ def replaced(group: dist.ProcessGroup) -> int:
             part = funcol.reduce_scatter_tensor(x @ weight.t(), "sum", 0, name)
             return few, many, part, funcol.all_gather_tensor(x, 0, name) @ up.t()
 
+        def exchanged(x: Any, weight: Any, up: Any) -> Any:
+            plain = funcol.all_to_all_single(x @ weight.t(), None, None, name)
+            high = (x @ up.t()).view(n, -1, 5)
+            return plain, funcol.all_to_all_single(high, [1] * n, [1] * n, name) * 2
+
+        def uneven(x: Any, weight: Any, up: Any) -> Any:
+            sizes = [len(x) // n + 2 * (to == comm.rank) for to in range(n)]
+            product = torch.cat([x, x[:2]]) @ weight.t()
+            kept = x @ up.t()
+            few = funcol.all_to_all_single(product, sizes, sizes, name)
+            return few, kept, funcol.all_to_all_single(kept, None, None, name)
+
         def average(x: Any, weight: Any, up: Any) -> Any:
             return (funcol.all_reduce(x @ weight.t(), "avg", name),)
 
@@ -197,7 +246,8 @@ def replaced(group: dist.ProcessGroup) -> int:
         all_four = ["row_parallel_linear", "gemm_all_reduce", "gemm_reduce_scatter", "all_gather_gemm"]
         torch.manual_seed(comm.rank)
         values = torch.randn(18 * n, 8), torch.randn(2 * n, 8), torch.randn(5, 8)
-        for call, expected in ((patterns, all_four), *((other, []) for other in (average, columns, twice, wide))):
+        some = (patterns, all_four), (exchanged, ["gemm_all_to_all_evenly"] * 2)
+        for call, expected in (*some, *((other, []) for other in (uneven, average, columns, twice, wide))):
             if call is average and dist.get_backend(group) == "gloo":
                 pass_only(comm, group, call, values)
                 continue
@@ -218,7 +268,7 @@ def replaced(group: dist.ProcessGroup) -> int:
         for one, other in zip(*gradients, strict=True):
             check_close(one, other.double(), "gradient")
         assert "gemm_reduce_scatter" in fusion.replaced
-    return 5
+    return 7
 
 
 def norms(group: dist.ProcessGroup) -> int:
@@ -496,6 +546,7 @@ def checked(group: dist.ProcessGroup) -> int:
             (library.all_gather_gemm, (number, x, weight)),
             (library.gemm_all_reduce, (number, x, weight)),
             (library.gemm_all_to_all, (number, even, weight, torch.ones(n, n).long(), 2 * n)),
+            (library.gemm_all_to_all_evenly, (number, even.detach(), weight.detach())),
         ]
         for operator, arguments in calls:
             torch.library.opcheck(operator, arguments)

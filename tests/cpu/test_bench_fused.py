@@ -12,7 +12,7 @@ from sidelane.bench.fused import study
 from sidelane.bench.fused.study import FusedOptions
 from sidelane.bench.report.tables import tables_of
 from sidelane.bench.results.files import Results, read
-from sidelane.bench.results.rows.operators import FUSED_OPS, FusedRow
+from sidelane.bench.results.rows.operators import ALONE, FUSED_OPS, FusedRow
 from sidelane.choice.fused import Table
 from sidelane.execute.sim.timeline import Interval
 
@@ -20,6 +20,12 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 
 
 SOME = ("embedding_all_to_all", "gemm_reduce_scatter")
+
+
+def makers_of(op: str) -> tuple[object, ...]:
+    from sidelane.bench.fused import cases
+
+    return cases.makers_of(op)
 
 
 @needs_triton
@@ -38,13 +44,34 @@ def test_everything_is_checked_and_timed(tmp_path: Path, ops: tuple[str, ...]) -
     assert {row.op for row in rows} == set(ops)
     for op in ops:
         mine = [row for row in rows if row.op == op]
+        assert len({row.shape for row in mine}) == len(makers_of(op))
+        mine = [row for row in mine if row.shape == mine[0].shape]
         best = [row for row in mine if row.implementation == "unfused_best"]
         unfused = [row.time_us for row in mine if row.implementation in ("unfused_nccl", "unfused_sidelane")]
         assert len(best) == 1 and best[0].time_us == min(time for time in unfused if time is not None)
         assert any(row.implementation == "fused" for row in mine)
-    assert all(row.correct and row.time_us and not row.note for row in rows), rows
+        auto = [row for row in mine if row.implementation == "auto"]
+        assert auto and all(row.note.startswith(f"{op}: ") for row in auto)
+        for part, alone in (("compute", "compute_us"), ("collective", "comm_us")):
+            times = [row.time_us for row in mine if row.implementation == part]
+            assert min(time for time in times if time is not None) == getattr(best[0], alone)
+    embedding_rows_are_of_our_kernel_too([row for row in rows if row.op == "embedding_all_to_all"])
+    whole = [row for row in rows if row.implementation not in ALONE]
+    assert all(row.correct and (not row.note or row.implementation == "auto") for row in whole), rows
+    assert all(row.time_us and row.skew_us is not None and row.skew_us >= 0 for row in rows)
     assert all(row.bound_us == max(row.compute_us or 0, row.comm_us or 0) for row in rows)
     assert len(tables_of(results)) == len(ops)
+
+
+def embedding_rows_are_of_our_kernel_too(rows: list[FusedRow]) -> None:
+    made_of = {(row.implementation, row.schedule) for row in rows}
+    assert ("compute", "our kernel alone") in made_of
+    chains = {("unfused_sidelane", "our kernel, sidelane, copy"), ("unfused_nccl", "our kernel, process group, copy")}
+    assert chains <= made_of
+    read = 4 * 2 * 2 * 8 * 4  # batch, tables, pooling, dim, bytes
+    for row in rows:
+        gbps = pytest.approx(read / row.time_us / 1e3, rel=1e-3) if row.time_us else 0
+        assert row.gbps == (None if row.implementation == "collective" else gbps)
 
 
 def test_operators_that_there_are_not() -> None:

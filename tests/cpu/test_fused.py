@@ -168,9 +168,13 @@ def test_layers_are_trained_and_compiled_whole(four: Crew, name: str) -> None:
     assert all(four.run(getattr(fused_modules, name), 2, "aot_eager", timeout_s=110))
 
 
+def test_tables_have_gradients_of_rows(four: Crew) -> None:
+    assert four.run(fused_modules.rows, 2, "aot_eager", timeout_s=110) == [6, 6]
+
+
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_patterns_are_replaced(four: Crew, world_size: int) -> None:
-    assert four.run(fused_modules.replaced, world_size, timeout_s=110) == [5] * world_size
+    assert four.run(fused_modules.replaced, world_size, timeout_s=110) == [7] * world_size
 
 
 def test_a_pass_on_other_ranks_is_refused(four: Crew) -> None:
@@ -187,7 +191,7 @@ def test_batches_are_replaced_and_lowered_by_inductor(four: Crew) -> None:
 
 
 def test_operators_of_pytorch_are_sound(four: Crew) -> None:
-    assert four.run(fused_modules.checked, 2, timeout_s=110) == [7, 7]
+    assert four.run(fused_modules.checked, 2, timeout_s=110) == [8, 8]
 
 
 def test_a_layer_outlives_its_communicator(four: Crew) -> None:

@@ -22,6 +22,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from sidelane.ops import (
+    alone,
     embedding,
     embedding_backward,
     embedding_tables,
@@ -376,3 +377,19 @@ BAGS = {"D": 1, "DP": 1, "L": 8, "DTYPE": BF16, "ALIGNED": False, "MEAN": True, 
 )
 def test_sizes_of_one_compile(kernel: Any, kinds: str, constants: dict[str, object]) -> None:
     compiled(kernel, *with_ones(kernel, kinds, constants), 4)
+
+
+def test_kernels_that_are_compared_compile() -> None:
+    """The embedding alone, and one kernel for a residual and a norm (``sidelane fused``)."""
+    warps, rows = embedding_tables.threads_of(256, 2)
+    constants = {"D": 256, "DP": 256, "L": rows, "DTYPE": triton.language.bfloat16, "ALIGNED": True}
+    text, registers, stack = compiled(
+        alone.KERNELS[0], "*i64 *i64 *i64 *bf16 i32 i32 i32", constants, warps, multiples=("indices", "offsets", "out")
+    )
+    assert stack <= MOST_STACK_BYTES and registers <= 128, (registers, stack)
+    assert re.search(r"ld\.global\.(v4|L1.*v4)", text), "rows come in wide loads"
+    known = ("x", "residual", "weight", "total", "out", "hidden")
+    kinds = "*bf16 *bf16 *bf16 *bf16 *bf16 i32 fp32"
+    text, registers, stack = compiled(alone.KERNELS[1], kinds, {"HP": 8192}, 8, multiples=known)
+    assert stack <= MOST_STACK_BYTES, (registers, stack)
+    assert re.search(r"st\.global\.v4\.b32", text), "rows go in wide stores"

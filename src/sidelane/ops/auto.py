@@ -32,6 +32,8 @@ from sidelane.collectives import Communicator
 from sidelane.ops.handle import check_choice, is_captured, telling_refusals
 
 AUTO = "auto"
+MOST_ANSWERS = 1 << 12
+"""Calls that are known again; layouts that change with every call would be too many."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -101,6 +103,42 @@ def method_of(
             if make and found.method in make:
                 make[found.method](found.pieces)
     return known[captured]
+
+
+def asked_of(words: tuple[object, ...], *tensors: object) -> Hashable:
+    """What the checks of a call and its choice look at, to know it by; None for what is no call of tensors.
+
+    Args:
+        words: the operator, its ``method`` and all other arguments that are no tensors.
+        tensors: None for those that are not given. What else than layouts is looked at belongs to ``words``.
+    """
+    try:
+        return (words, *[t if t is None else (t.dtype, t.device, t.shape, t.stride()) for t in tensors])  # type: ignore[attr-defined]
+    except (AttributeError, TypeError, RuntimeError):
+        return None
+
+
+def recalled(comm: Communicator, asked: Hashable) -> MethodChoice | None:
+    """How such a call went before, which was checked then; None if it is new. Each call asks, and looks up no more."""
+    answers: dict[Hashable, tuple[MethodChoice, MethodChoice]] | None = comm.kept.get(recalled)
+    if answers is None or asked is None:
+        return None
+    try:
+        known = answers.get(asked)
+    except TypeError:  # a word that is none of those allowed, say a list: checks refuse it
+        return None
+    return None if known is None else known[is_captured(comm)]
+
+
+def remember(comm: Communicator, asked: Hashable, op: str, key: Hashable, found: MethodChoice, method: str) -> None:
+    """Know such a call again, eager and in graphs, once :func:`method_of` has found how it goes."""
+    pair = (found, found) if method != AUTO else comm.kept.get((method_of, op, key))
+    if pair is None or asked is None:
+        return  # in a capture, before the ranks have agreed
+    answers = comm.kept.setdefault(recalled, {})
+    if len(answers) >= MOST_ANSWERS:
+        answers.clear()
+    answers[asked] = pair
 
 
 def options_of(found: MethodChoice) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """A pass of torch.compile that puts fused operators in place of GEMMs and collectives next to them.
 
 It works on the graphs of aten operators that autograd has left, forward and backward apart, so that gradients are what
-they were: ``mm`` -> ``all_reduce``, ``mm`` -> ``reduce_scatter_tensor``, ``all_gather_into_tensor`` -> ``mm``, and
-``all_reduce`` -> residual -> RMS norm, each with its ``wait_tensor``. Of a GEMM, an all-reduce and a norm, the last two
+they were: ``mm`` -> ``all_reduce``, ``mm`` -> ``reduce_scatter_tensor``, ``mm`` -> ``all_to_all_single`` of as many
+rows for each rank, ``all_gather_into_tensor`` -> ``mm``, and ``all_reduce`` -> residual -> RMS norm, each with its
+``wait_tensor``. Of a GEMM, an all-reduce and a norm, the last two
 become one. Tensors of more dimensions are matrices of rows, also where another dimension than the first is scattered or
 gathered (``fusion_graph``). What is not the same in every respect stays as it is.
 """
@@ -43,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 MOST_RANKS = 8
 _aten = torch.ops.aten
-_COLLECTIVES = ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor")
+_COLLECTIVES = ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "all_to_all_single")
 
 
 class Fusion(CustomGraphPass):
@@ -81,7 +82,8 @@ class Fusion(CustomGraphPass):
             name = _collective_of(node)
             if name is None:
                 continue
-            tries = [self._gather] if name == _COLLECTIVES[2] else [functools.partial(self._reduce, name=name)]
+            others = {_COLLECTIVES[2]: self._gather, _COLLECTIVES[3]: self._exchange}
+            tries = [others.get(name, functools.partial(self._reduce, name=name))]
             for attempt in (*([self._norm] if name == _COLLECTIVES[0] else []), *tries):
                 try:
                     put = attempt(graph, node)
@@ -138,6 +140,27 @@ class Fusion(CustomGraphPass):
         else:
             fused = "gemm_all_reduce"
         return self._put(graph, wait, fused, x, weight, (wait, node, *between, product))
+
+    def _exchange(self, graph: Graph, node: Node) -> str:
+        """Only where each rank sends and gets as many rows: of others' split sizes no rank knows in its program."""
+        given: tuple[Any, ...] = node.args
+        product, *splits, group = given
+        wait = self._of_the_group(node, group, [])
+        shape, n = product.meta["val"].shape, self._comm.world_size
+        require(isinstance(shape[0], int) and shape[0] % n == 0, "parts that the ranks do not divide")
+        require(all(list(sizes) == [shape[0] // n] * n for sizes in splits if sizes), "uneven split sizes")
+        between: list[Node] = []
+        while isinstance(product, Node) and product.target in VIEWS:
+            between.append(product)
+            product = product.args[0]
+        require(isinstance(product, Node) and product.target is _aten.mm.default, "no mm in front")
+        users = {user for one in (*between, product) for user in one.users}
+        require(users <= {node, *between}, "the product is used by others")
+        x, weight = self._factors(product)
+        rows, columns = product.meta["val"].shape
+        require(rows * columns <= MOST_ELEMENTS, "too many elements")
+        require(rows % n == 0, "rows that the ranks do not divide")
+        return self._put(graph, wait, "gemm_all_to_all_evenly", x, weight, (wait, node, *between, product))
 
     def _norm(self, graph: Graph, node: Node) -> str | None:
         """None if no norm is behind it."""

@@ -229,8 +229,9 @@ def gemm_all_to_all(
         most_rows: that any rank gets, the same on all ranks and in all calls of a shape. What is beyond is left out.
         order: ``remote_first``: tiles for peers come first; ``oblivious``: tiles in the order of ranks.
         tiles: how the product is cut.
-        method: ``fused``; ``split``, that is :func:`split_gemm_all_to_all`, which no graph can have; ``unfused``, a
-            product and :func:`all_to_all_rows`; or ``auto``: the fastest one (``ops.explain`` says which, and why).
+        method: ``fused``; ``split``, that is :func:`split_gemm_all_to_all`, which may itself be captured, while here a
+            graph has counts on the device; ``unfused``, a product and :func:`all_to_all_rows`; or ``auto``: the fastest
+            one (``ops.explain`` says which, and why).
 
     Returns:
         [most_rows, H]: rows from rank 0, from rank 1, and so on; behind them what was there. The next call of this

@@ -29,13 +29,13 @@ may have fewer; a tile is ROWS rows and COLS columns, of products over DEPTH col
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 import torch
 import triton
 import triton.language as tl
 
-from sidelane.choice.fused import FUSED, SPLIT
+from sidelane.choice.fused import FUSED, SPLIT, MethodChoice
 from sidelane.collectives import Communicator
 from sidelane.device.context import (
     barrier_acq_rel,
@@ -51,7 +51,7 @@ from sidelane.device.context import (
 )
 from sidelane.device.stamps import ADD, COMPUTE, END, SEND, WAIT, stamp
 from sidelane.ops import reference
-from sidelane.ops.auto import AUTO, check_method, method_of, options_of
+from sidelane.ops.auto import AUTO, asked_of, check_method, method_of, options_of, recalled, remember
 from sidelane.ops.gemm import TileSizes, tile_at, tile_product
 from sidelane.ops.handle import FLOATS, REMOTE_FIRST, kept, programs_of, telling_refusals
 from sidelane.ops.operands import check_operands, check_sizes
@@ -108,13 +108,18 @@ class GemmReduce:
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, *, order: str = REMOTE_FIRST) -> torch.Tensor:
         """Run it. Arguments, result and errors as of :func:`gemm_reduce_scatter` and :func:`gemm_all_reduce`."""
-        comm, tiles = self.comm, self._tiles
+        comm = self.comm
         with telling_refusals(comm, self._name):
             check_operands(self._name, comm, x, weight, order, scatters=not self.gathers)
             given = x.shape[0], weight.shape[0], weight.dtype
             if given != (self.rows, self.columns, self.dtype):
                 allowed = self.rows, self.columns, self.dtype
                 raise ValueError(f"{self._name}: a handle for another shape (value={given}, allowed={allowed})")
+        return self.run(x, weight, order)
+
+    def run(self, x: torch.Tensor, weight: torch.Tensor, order: str) -> torch.Tensor:
+        """The same, of arguments that were checked."""
+        comm, tiles = self.comm, self._tiles
         output = x.new_empty(self._each, self.columns) if self._results is None else self._results
         stamps, stamped = stamps_of(comm, self._programs)
         self._kernel.launch(
@@ -164,8 +169,8 @@ def gemm_reduce_scatter(
         weight: this rank's columns, [H, K], of x's dtype: float32, float16 or bfloat16.
         order: ``remote_first``: tiles for peers come first; ``oblivious``: tiles in the order of ranks.
         tiles: how the product is cut.
-        method: ``fused``; ``split``, that is :func:`split_gemm_reduce_scatter` or :func:`split_gemm_all_reduce`, which
-            no graph can have; ``unfused``; or ``auto``: the fastest one (``ops.explain`` says which, and why).
+        method: ``fused``; ``split``, that is :func:`split_gemm_reduce_scatter` or :func:`split_gemm_all_reduce`;
+            ``unfused``; or ``auto``: the fastest one (``ops.explain`` says which, and why).
 
     Returns:
         This rank's rows, [M / N, H].
@@ -208,6 +213,32 @@ def _reduced(
     gathers: bool,
 ) -> torch.Tensor:
     name = ALL if gathers else SCATTER
+    asked = asked_of((name, method, order, tiles), x, weight)
+    found = recalled(comm, asked)
+    if found is None:
+        found = _found(comm, x, weight, order, tiles, method, asked, gathers=gathers)
+    if found.method == FUSED:
+        handle: GemmReduce = comm.kept[name, x.shape[0], weight.shape[0], weight.dtype, tiles]
+        return handle.run(x, weight, order)
+    if found.method == SPLIT:
+        split = split_gemm_all_reduce if gathers else split_gemm_reduce_scatter
+        return split(comm, x, weight, **options_of(found))
+    return (reference.gemm_all_reduce if gathers else reference.gemm_reduce_scatter)(comm, x, weight)
+
+
+def _found(
+    comm: Communicator,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    order: str,
+    tiles: TileSizes | None,
+    method: str,
+    asked: Hashable,
+    *,
+    gathers: bool,
+) -> MethodChoice:
+    """How a call goes that is new, checked, and with all that it needs."""
+    name = ALL if gathers else SCATTER
     with telling_refusals(comm, name):
         check_method(comm, name, method)
         check_operands(name, comm, x, weight, order, scatters=not gathers)
@@ -223,12 +254,10 @@ def _reduced(
         SPLIT: lambda pieces: handle_of(comm, x, weight, gathers=gathers).make(pieces or DEFAULT_PIECES),
     }
     found = method_of(comm, name, method, key, (rows, x.shape[1], columns), dtype.itemsize, make)
+    remember(comm, asked, name, key, found, method)
     if found.method == FUSED:
-        return handle()(x, weight, order=order)
-    if found.method == SPLIT:
-        split = split_gemm_all_reduce if gathers else split_gemm_reduce_scatter
-        return split(comm, x, weight, **options_of(found))
-    return (reference.gemm_all_reduce if gathers else reference.gemm_reduce_scatter)(comm, x, weight)
+        handle()
+    return found
 
 
 @triton.jit

@@ -23,7 +23,7 @@ from sidelane.choice.fused import UNFUSED
 from sidelane.collectives import Communicator
 from sidelane.errors import UnavailableError
 from sidelane.ops import gemv_cells, gemv_two_phase, reference
-from sidelane.ops.auto import check_method, method_of
+from sidelane.ops.auto import asked_of, check_method, method_of, recalled, remember
 from sidelane.ops.gemv_tiling import (
     CELLS,
     MOST_DOT_COLUMNS,
@@ -150,7 +150,20 @@ class GemvAllReduce:
                 given = f"{weight.shape[0]} rows, {tokens} tokens, {weight.dtype}, {x.dtype}"
                 allowed = f"{self.rows} rows, up to {self.tokens} tokens, {self.weight_dtype}, {self.dtype}"
                 raise ValueError(f"{NAME}: a handle for another shape (value={given}, allowed={allowed})")
-            place = None if out is None or self.schedule != TWO_PHASE else comm.place(out)
+        return self.run(weight, x, scale, out, order)
+
+    def run(
+        self,
+        weight: torch.Tensor,
+        x: torch.Tensor,
+        scale: torch.Tensor | None,
+        out: torch.Tensor | None,
+        order: str,
+    ) -> torch.Tensor:
+        """The same, of arguments that were checked."""
+        tokens = 1 if x.dim() == 1 else x.shape[0]
+        with telling_refusals(self.comm, NAME):
+            place = None if out is None or self.schedule != TWO_PHASE else self.comm.place(out)
         output = x.new_empty((*x.shape[:-1], self.rows)) if out is None else out
         try:
             if self.schedule == CELLS:
@@ -277,20 +290,27 @@ def gemv_all_reduce(
             compile.
         MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """
-    with telling_refusals(comm, NAME):
-        check_choice(NAME, "schedule", schedule, SCHEDULES)
-        check_method(comm, NAME, method)
-        _check(comm, weight, x, scale, out, order)
+    asked = asked_of((NAME, method, schedule, order, tiling), weight, x, scale, out)
+    found = recalled(comm, asked)
+    if found is None:
+        with telling_refusals(comm, NAME):
+            check_choice(NAME, "schedule", schedule, SCHEDULES)
+            check_method(comm, NAME, method)
+            _check(comm, weight, x, scale, out, order)
     tokens = power_of_two(1 if x.dim() == 1 else x.shape[0])
     rows = weight.shape[0]
-    options: dict[str, Any] = {"weight_dtype": weight.dtype, "schedule": schedule, "tiling": tiling}
-    key = (NAME, rows, tokens, x.dtype, *options.values())
-    handle = kept(comm, key, lambda: GemvAllReduce(comm, rows, tokens, x.dtype, **options))
-    sizes = rows, weight.shape[1], tokens
-    if method_of(comm, NAME, method, key, sizes, weight.element_size()).method == UNFUSED:
+    key = (NAME, rows, tokens, x.dtype, weight.dtype, schedule, tiling)
+    if found is None:
+        options: dict[str, Any] = {"weight_dtype": weight.dtype, "schedule": schedule, "tiling": tiling}
+        kept(comm, key, lambda: GemvAllReduce(comm, rows, tokens, x.dtype, **options))
+        sizes = rows, weight.shape[1], tokens
+        found = method_of(comm, NAME, method, key, sizes, weight.element_size())
+        remember(comm, asked, NAME, key, found, method)
+    if found.method == UNFUSED:
         result = reference.gemv_all_reduce(comm, weight, x, scale=scale)
         return result if out is None else out.copy_(result)
-    return handle(weight, x, scale=scale, out=out, order=order)
+    handle: GemvAllReduce = comm.kept[key]
+    return handle.run(weight, x, scale, out, order)
 
 
 def _check_sizes(rows: int, tokens: int) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sidelane.collectives import Communicator
 from sidelane.ops import embedding, embedding_backward, gather_gemm, gemm, gemm_reduce, gemv, reference, rms_norm
-from sidelane.ops.handle import power_of_two
+from sidelane.ops.handle import is_captured, kept, power_of_two
 from sidelane.ops.operands import MOST_ELEMENTS
 from sidelane.ops.rows import all_to_all_rows
 
@@ -124,8 +124,12 @@ def embedding_all_to_all(
     per_sample_weights: Tensor | None,
     mode: str,
     table_count: int,
+    sparse: bool = False,
 ) -> Tensor:
-    """See :func:`sidelane.ops.embedding_all_to_all`; ``table_count`` is that of all ranks."""
+    """See :func:`sidelane.ops.embedding_all_to_all`; ``table_count`` is that of all ranks.
+
+    ``sparse``: gradients of tables are those of rows, COO tensors that are not coalesced, for eager code only.
+    """
     options: dict[str, Any] = {"mode": mode, "per_sample_weights": per_sample_weights}
     return embedding.embedding_all_to_all(communicator(comm), tables, indices, offsets, **options).clone()
 
@@ -139,6 +143,7 @@ def _(
     per_sample_weights: Tensor | None,
     mode: str,
     table_count: int,
+    sparse: bool = False,
 ) -> Tensor:
     ranks = communicator(comm)
     batch = (offsets.shape[0] - 1) // len(tables)
@@ -180,7 +185,7 @@ def _(
 
 
 def _embedding_saves(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.comm, tables, indices, offsets, weights, ctx.mode, _ = inputs
+    ctx.comm, tables, indices, offsets, weights, ctx.mode, _, ctx.sparse = inputs
     ctx.is_weighted = weights is not None
     ctx.save_for_backward(indices, offsets, *([weights] if ctx.is_weighted else []), *tables)
 
@@ -188,8 +193,23 @@ def _embedding_saves(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _embedding_gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     indices, offsets, *rest = ctx.saved_tensors
     weights, tables = (rest[0], rest[1:]) if ctx.is_weighted else (None, rest)
+    if ctx.sparse:  # eager: no compiler takes tensors of rows
+        options = {"mode": ctx.mode, "per_sample_weights": weights, "sparse": True}
+        of_tables, of_weights = embedding_backward.embedding_all_to_all_backward(
+            communicator(ctx.comm), grad, tables, indices, offsets, **options
+        )
+        return None, of_tables, None, None, of_weights, None, None, None
     found = embedding_all_to_all_backward(ctx.comm, grad, tables, indices, offsets, weights, ctx.mode)
-    return None, found[: len(tables)], None, None, found[-1] if ctx.is_weighted else None, None, None
+    of_weights = found[-1] if ctx.is_weighted else None
+    return (
+        None,
+        found[: len(tables)],
+        None,
+        None,
+        of_weights,
+        None,
+        None,
+    )  # torch leaves out what is as it is by default
 
 
 embedding_all_to_all.register_autograd(_embedding_gradients, setup_context=_embedding_saves)
@@ -281,6 +301,26 @@ def gemm_all_to_all(comm: int, x: Tensor, weight: Tensor, counts: Tensor, most_r
 @gemm_all_to_all.register_fake
 def _(comm: int, x: Tensor, weight: Tensor, counts: Tensor, most_rows: int) -> Tensor:
     return x.new_empty(most_rows, weight.shape[-2])
+
+
+@torch.library.custom_op("sidelane::gemm_all_to_all_evenly", mutates_args=())
+def gemm_all_to_all_evenly(comm: int, x: Tensor, weight: Tensor) -> Tensor:
+    """``x @ weight.T`` of [M, K] and [H, K], M / N rows of which go to each rank; M is the same on all."""
+    ranks, rows = communicator(comm), x.shape[0]
+    n, each = ranks.world_size, rows // ranks.world_size
+    key = ("gemm_all_to_all_evenly", each)
+    if is_captured(ranks):  # a graph has counts on the device: those of the first call, or of its own
+        there = ranks.kept.get(key)
+        given: Any = torch.full((n, n), each, device=ranks.device) if there is None else there
+    else:
+        kept(ranks, key, lambda: torch.full((n, n), each, device=ranks.device))
+        given = [[each] * n] * n
+    return gemm.gemm_all_to_all(ranks, in_rows(x), in_rows(weight), given, most_rows=rows).clone()
+
+
+@gemm_all_to_all_evenly.register_fake
+def _(comm: int, x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
 
 
 @torch.library.custom_op("sidelane::rows_back", mutates_args=())

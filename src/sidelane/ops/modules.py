@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -81,6 +82,9 @@ class EmbeddingBagAllToAll(nn.Module):
         num_embeddings: rows of each table of this rank.
         embedding_dim: of all tables of all ranks.
         mode: ``sum`` or ``mean``.
+        sparse: gradients of tables are those of the rows that were looked up, COO tensors that are not coalesced, as
+            ``nn.EmbeddingBag(sparse=True)`` has them. Compiled code leaves such a layer to eager code, and backward
+            waits for the device.
         dtype: float32, float16 or bfloat16, on all ranks; None is PyTorch's default.
 
     Attributes:
@@ -99,6 +103,7 @@ class EmbeddingBagAllToAll(nn.Module):
         embedding_dim: int,
         *,
         mode: str = SUM,
+        sparse: bool = False,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
@@ -106,7 +111,7 @@ class EmbeddingBagAllToAll(nn.Module):
             check_choice("EmbeddingBagAllToAll", "mode", mode, MODES)
             if not num_embeddings:
                 raise ValueError("EmbeddingBagAllToAll: tables (value=0, allowed=1 and more on each rank)")
-        self.mode, self.embedding_dim = mode, embedding_dim
+        self.mode, self.embedding_dim, self.sparse = mode, embedding_dim, sparse
         self._comm = library.number_of(comm)
         self.tables = nn.ParameterList(
             torch.randn(rows, embedding_dim, device=comm.device, dtype=dtype) for rows in num_embeddings
@@ -130,13 +135,15 @@ class EmbeddingBagAllToAll(nn.Module):
             [own samples, table_count * embedding_dim], as of :func:`sidelane.ops.embedding_all_to_all`.
         """
         tables = list(self.tables)
-        result: torch.Tensor = library.embedding_all_to_all(
+        call = _with_gradients_of_rows if self.sparse else library.embedding_all_to_all
+        result: torch.Tensor = call(
             self._comm, tables, indices, offsets, per_sample_weights, self.mode, self.table_count
         )
         return result
 
     def extra_repr(self) -> str:
-        return f"embedding_dim={self.embedding_dim}, mode={self.mode}, tables of all ranks={self.table_count}"
+        sparse = ", sparse" if self.sparse else ""
+        return f"embedding_dim={self.embedding_dim}, mode={self.mode}{sparse}, tables of all ranks={self.table_count}"
 
 
 class ExpertCombine(nn.Module):
@@ -195,3 +202,10 @@ class ExpertCombine(nn.Module):
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, most_rows={self.most_rows}"
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _with_gradients_of_rows(*arguments: Any) -> torch.Tensor:
+    """No compiler takes tensors of rows."""
+    found: torch.Tensor = library.embedding_all_to_all(*arguments, sparse=True)
+    return found

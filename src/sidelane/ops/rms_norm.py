@@ -14,7 +14,7 @@ from sidelane.choice.fused import UNFUSED
 from sidelane.collectives import Communicator
 from sidelane.device.arithmetic import DTYPES
 from sidelane.ops import reference, rms_norm_kernels
-from sidelane.ops.auto import AUTO, check_method, method_of
+from sidelane.ops.auto import AUTO, asked_of, check_method, method_of, recalled, remember
 from sidelane.ops.handle import FLOATS, check_choice, check_tensor, kept, power_of_two, programs_of, telling_refusals
 
 NAME = "all_reduce_rms_norm"
@@ -101,6 +101,18 @@ class AllReduceRmsNorm:
                 given = f"{tuple(x.shape)}, {x.dtype}"
                 allowed = f"up to {self.tokens} tokens of {self.hidden}, {self.dtype}"
                 raise ValueError(f"{NAME}: a handle for another shape (value={given}, allowed={allowed})")
+        return self.run(x, residual, weight, eps, out, residual_out)
+
+    def run(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor,
+        eps: float,
+        out: torch.Tensor | None,
+        residual_out: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same, of arguments that were checked."""
         y = torch.empty_like(x) if out is None else out
         total = torch.empty_like(x) if residual_out is None else residual_out
         tensors = [y, total, x, x if residual is None else residual, weight]
@@ -197,19 +209,27 @@ def all_reduce_rms_norm(
         UnavailableError: a new shape inside of a capture; a device that cannot run it.
         MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """
-    with telling_refusals(comm, NAME):
-        check_choice(NAME, "schedule", schedule, SCHEDULES)
-        check_method(comm, NAME, method)
-        _check(comm, x, residual, weight, out, residual_out)
+    tensors = x, residual, weight, out, residual_out
+    asked = asked_of((NAME, method, schedule), *tensors)
+    found = recalled(comm, asked)
+    if found is None or any(tensor is not None and tensor.data_ptr() & 3 for tensor in tensors):
+        with telling_refusals(comm, NAME):
+            check_choice(NAME, "schedule", schedule, SCHEDULES)
+            check_method(comm, NAME, method)
+            _check(comm, *tensors)
     tokens, hidden = power_of_two(x.shape[0]), x.shape[1]
     key = (NAME, tokens, hidden, x.dtype, schedule)
-    handle = kept(comm, key, lambda: AllReduceRmsNorm(comm, tokens, hidden, x.dtype, schedule=schedule))
-    if method_of(comm, NAME, method, key, (tokens, hidden), x.element_size()).method == UNFUSED:
+    if found is None:
+        kept(comm, key, lambda: AllReduceRmsNorm(comm, tokens, hidden, x.dtype, schedule=schedule))
+        found = method_of(comm, NAME, method, key, (tokens, hidden), x.element_size())
+        remember(comm, asked, NAME, key, found, method)
+    if found.method == UNFUSED:
         y, total = reference.all_reduce_rms_norm(comm, x, residual, weight, eps=eps)
         given = (y, out), (total, residual_out)
         y, total = (made if place is None else place.copy_(made) for made, place in given)
         return y, total
-    return handle(x, residual, weight, eps=eps, out=out, residual_out=residual_out)
+    handle: AllReduceRmsNorm = comm.kept[key]
+    return handle.run(x, residual, weight, eps, out, residual_out)
 
 
 def _check_sizes(tokens: int, hidden: int, dtype: torch.dtype) -> None:

@@ -12,13 +12,12 @@ import torch
 import torch.distributed as dist
 
 from sidelane import ops
-from sidelane.bench.fused.cases import NCCL, Case, Run, dtype_of, fill, ordinary
+from sidelane.bench.fused.case import AS_CALLED, NCCL, SYMM_MEM, Auto, Case, Run, dtype_of, fill, group_name, ordinary
 from sidelane.bench.fused.kept import OWN, OWN_METHOD, in_parts
 from sidelane.choice.fused import FUSED, UNFUSED
 from sidelane.collectives import Communicator
 from sidelane.ops.handle import ORDERS
 
-SYMM_MEM = "symm_mem"
 PIECES = (1, 2, 4)
 
 
@@ -38,7 +37,7 @@ def reduce_scatter(comm: Communicator, rows: int, depth: int, columns: int) -> C
         return own_out
 
     def of_torch() -> torch.Tensor:
-        group = _group(comm)  # first: the operators come with PyTorch's symmetric memory
+        group = group_name(comm)  # first: the operators come with PyTorch's symmetric memory
         found: torch.Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(x, weight.T, "sum", 0, group)
         return found
 
@@ -69,6 +68,7 @@ def reduce_scatter(comm: Communicator, rows: int, depth: int, columns: int) -> C
             **{name: functools.partial(_in_order, ops.gemm_reduce_scatter, comm, x, weight, name) for name in ORDERS},
             **_in_parts(ops.split_gemm_reduce_scatter, comm, x, weight),
         },
+        {AS_CALLED: Auto(lambda: ops.gemm_reduce_scatter(comm, x, weight), (rows, depth, columns))},
     )
 
 
@@ -106,6 +106,7 @@ def all_reduce(comm: Communicator, rows: int, depth: int, columns: int) -> Case:
             **{name: functools.partial(_in_order, ops.gemm_all_reduce, comm, x, weight, name) for name in ORDERS},
             **_in_parts(ops.split_gemm_all_reduce, comm, x, weight),
         },
+        {AS_CALLED: Auto(lambda: ops.gemm_all_reduce(comm, x, weight), (rows, depth, columns))},
     )
 
 
@@ -130,7 +131,7 @@ def all_gather(comm: Communicator, rows: int, depth: int, columns: int) -> Case:
         return torch.mm(own_gathered, weight.T, out=y)
 
     def of_torch() -> torch.Tensor:
-        group = _group(comm)
+        group = group_name(comm)
         call = torch.ops.symm_mem.fused_all_gather_matmul
         found: list[torch.Tensor] = call(x, [weight.T], 0, group, return_A=False)[1]
         return found[0]
@@ -162,6 +163,7 @@ def all_gather(comm: Communicator, rows: int, depth: int, columns: int) -> Case:
             "rows in turn": lambda: ops.all_gather_gemm(comm, x, weight, method=FUSED),
             **_in_parts(ops.split_all_gather_gemm, comm, x, weight),
         },
+        {AS_CALLED: Auto(lambda: ops.all_gather_gemm(comm, x, weight), (rows, depth, columns))},
     )
 
 
@@ -183,11 +185,3 @@ def _in_parts(
     call: Callable[..., torch.Tensor], comm: Communicator, x: torch.Tensor, weight: torch.Tensor
 ) -> dict[str, Run]:
     return {in_parts(pieces): functools.partial(call, comm, x, weight, pieces=pieces) for pieces in PIECES}
-
-
-def _group(comm: Communicator) -> str:
-    """The name of the group that the study measures in, known to PyTorch's symmetric memory."""
-    from sidelane.bench.candidates.baselines_symm_mem import known_to_symmetric_memory
-
-    assert dist.group.WORLD is not None
-    return known_to_symmetric_memory(dist.group.WORLD.group_name, comm.device)

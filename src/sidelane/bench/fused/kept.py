@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from sidelane.bench.fused.shapes import MEANING
+from sidelane.bench.fused.shapes import EVENLY, EXPERTS, MEANING
 from sidelane.bench.report.table import grouped
 from sidelane.bench.results.files import Results
 from sidelane.bench.results.rows.operators import FusedRow
@@ -37,6 +37,8 @@ def times_of(rows: Sequence[FusedRow], world_size: int, element_bytes: int) -> I
         element_bytes: of their dtype.
     """
     for (op, shape, launch), alike in grouped(rows, lambda row: (row.op, row.shape, row.launch), ordered=False):
+        if shape.endswith((EVENLY, EXPERTS)):
+            continue  # times are looked up by sizes alone: those of the skewed routing count
         good = [row for row in alike if row.time_us is not None and row.correct]
         times: dict[str, float] = {}
         plain = [row for row in good if row.implementation == FUSED and not IN_PARTS.fullmatch(row.schedule)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 MEANING = {
     "gemv_all_reduce": ("rows", "columns of all ranks", "tokens"),
     "all_reduce_rms_norm": ("tokens", "hidden"),
@@ -40,6 +42,53 @@ ON_CPUS: dict[str, tuple[tuple[int, ...], ...]] = {
     "gemm_all_reduce": ((6, 16, 8),),
     "all_gather_gemm": ((4, 16, 8),),
 }
+
+
+HALF, EVENLY, EXPERTS = "half for one peer", "rows to all evenly", "experts by top-k"
+"""How a GEMM's rows are spread. Times to choose by are those of the first one."""
+
+ROUTINGS = (HALF, EVENLY, EXPERTS)
+
+EXPERTS_OF_A_RANK, TOP_K = 8, 2
+"""Of ``EXPERTS``: each token goes to so many experts, of which few are liked more than others."""
+
+
+def evenly(rows: int, ranks: int) -> tuple[tuple[int, ...], ...]:
+    """Rows from rank i to rank j: as many to each; the first ones get what is left, in turn.
+
+    >>> evenly(7, 2)
+    ((4, 3), (3, 4))
+    """
+    each, more = divmod(rows, ranks)
+    return tuple(tuple(each + ((to - rank) % ranks < more) for to in range(ranks)) for rank in range(ranks))
+
+
+def by_top_k(
+    rows: int, ranks: int, experts: int = EXPERTS_OF_A_RANK, top_k: int = TOP_K, seed: int = 0
+) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """Rows from the experts of rank i to the tokens of rank j, [ranks, ranks, experts]: each token has ``top_k``
+    experts, drawn by a popularity that falls as 1 / sqrt(place). No rank has more than ``rows`` rows, sent or got.
+
+    >>> counts = by_top_k(64, 2, experts=4)
+    >>> max(sum(map(sum, row)) for row in counts) <= 64, sum(sum(row[1]) for row in counts)
+    (True, 64)
+    """
+    draw = random.Random(seed)
+    everyone = [(rank, expert) for rank in range(ranks) for expert in range(experts)]
+    draw.shuffle(everyone)
+    counts = [[[0] * experts for _ in range(ranks)] for _ in range(ranks)]
+    room = [rows] * ranks
+    top_k = min(top_k, len(everyone))
+    liked = [1 / (1 + place) ** 0.5 for place in range(len(everyone))]
+    for token in range(ranks * (rows // top_k)):
+        # The largest of random numbers to the power of 1 / weight: draws without putting back.
+        keys = sorted(range(len(everyone)), key=lambda one: -(draw.random() ** (1 / liked[one])))
+        left = top_k
+        for rank, expert in (everyone[one] for one in keys):
+            if left and room[rank]:
+                counts[rank][token % ranks][expert] += 1
+                room[rank], left = room[rank] - 1, left - 1
+    return tuple(tuple(tuple(part) for part in row) for row in counts)
 
 
 def half_for_one(rows: int, ranks: int) -> tuple[tuple[int, ...], ...]:

@@ -23,7 +23,7 @@ from sidelane.bench.fused.shapes import ON_CPUS, ON_GPUS
 from sidelane.bench.report.drawing import file_name
 from sidelane.bench.report.terminal import progress_console
 from sidelane.bench.results.files import Results, read
-from sidelane.bench.results.rows.operators import FUSED_OPS, FusedRow
+from sidelane.bench.results.rows.operators import ALONE, FUSED_OPS, FusedRow
 from sidelane.bench.running.launch import Rank
 from sidelane.bench.running.measure import Job, Meter, Rounds
 from sidelane.bench.running.study import Sender, StudyOptions, run_study
@@ -38,8 +38,8 @@ CALLS = 8
 SKEW_CALLS = 3
 """Whose ranks' times are compared."""
 
-BEST = "unfused_best"
-COMPUTE, COLLECTIVE = "compute", "collective"
+BEST, AUTO = "unfused_best", "auto"
+COMPUTE, COLLECTIVE = ALONE
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.5e-2}
 """Largest error, next to the largest element: what is rounded twice, or thrice."""
 
@@ -97,11 +97,11 @@ def _measure(rank: Rank, options: FusedOptions) -> int:
     on_cpu = rank.device.type == "cpu"
     if on_cpu:
         os.environ["TRITON_INTERPRET"] = "1"  # read by Triton when it is imported, which this process has not done
-    from sidelane.bench.fused import cases, gemm_cases
+    from sidelane.bench.fused.cases import makers_of
 
-    make = {**cases.MAKE, **gemm_cases.MAKE}
     table = ON_CPUS if on_cpu else ON_GPUS
-    chosen = [(op, make[op], shape) for op, shapes in table.items() for shape in shapes]
+    makers = {op: makers_of(op) for op in table}
+    chosen = [(op, make, shape) for op, shapes in table.items() for shape in shapes for make in makers[op]]
     chosen = [case for case in chosen if not options.ops or case[0] in options.ops]
     sender = Sender(rank, len(chosen))
     if on_cpu:
@@ -120,7 +120,8 @@ def _measure(rank: Rank, options: FusedOptions) -> int:
                     sender.row(row)
                 count += len(rows)
                 times += times_of(rows, comm.world_size, element_bytes_of(rank.device.type))
-                if options.timeline is not None and shape == table[op][0] and op in WITH_STAMPS:
+                is_first = shape == table[op][0] and make_case is makers[op][0]
+                if options.timeline is not None and is_first and op in WITH_STAMPS:
                     case.write_timelines(options.timeline)
     if options.keep and rank.rank == 0:
         sender.note(f"kept for auto: {keep(key_here(rank.device.type, rank.world_size), times)}")
@@ -148,7 +149,7 @@ class _Case:
         options: FusedOptions,
         seeds: Iterator[int],
     ) -> None:
-        from sidelane.bench.fused.cases import Case
+        from sidelane.bench.fused.case import Case
 
         case = make(comm, *shape)
         assert isinstance(case, Case)
@@ -163,6 +164,7 @@ class _Case:
         """Check, time and check again."""
         case, jobs = self._case, dict[Key, Job]()
         ways = {**case.unfused, **{(FUSED, schedule): run for schedule, run in case.fused.items()}}
+        ways |= {(AUTO, words): auto.run for words, auto in case.auto.items()}
         for launch in self._launches:
             for part, runs in ((COMPUTE, case.compute), (COLLECTIVE, case.collective)):
                 for name, alone in runs.items():
@@ -179,7 +181,10 @@ class _Case:
                     self._checked(key, run)
         self._graphs.clear()
         for launch in self._launches:
-            yield from self._rows_of(launch, rounds, [(*way, launch) for way in ways])
+            parts = [
+                (part, name) for part, runs in zip(ALONE, (case.compute, case.collective), strict=True) for name in runs
+            ]
+            yield from self._rows_of(launch, rounds, [(*way, launch) for way in (*parts, *ways)])
 
     def write_timelines(self, folder: Path) -> None:
         """A trace and a picture of a call of each schedule, and how far ranks are apart; the first call compiles."""
@@ -258,7 +263,7 @@ class _Case:
         good = [key for key in keys if key in rounds and key not in self._problems]
         for key in keys:
             yield self._row(key, key[0], rounds, alone)
-        unfused = [key for key in good if key[0] != FUSED]
+        unfused = [key for key in good if key[0] not in (FUSED, AUTO, *ALONE)]
         if unfused:
             yield self._row(min(unfused, key=lambda key: rounds[key].median_us), BEST, rounds, alone)
 
@@ -271,6 +276,8 @@ class _Case:
     ) -> FusedRow:
         problem = self._problems.get(key)
         time = rounds.get(key) if problem is None else None
+        is_part, read = key[0] in ALONE, None if key[0] == COLLECTIVE else self._case.read_bytes
+        note = problem[0] if problem is not None else self._why(key) if key[0] == AUTO else ""
         return FusedRow(
             op=self._case.op,
             shape=self._case.shape,
@@ -284,6 +291,17 @@ class _Case:
             comm_us=alone[1],
             bound_us=None if None in alone else max(part for part in alone if part is not None),
             max_rel_err=self._errors.get(key),
-            correct=True if problem is None else False if problem[1] else None,
-            note="" if problem is None else problem[0],
+            correct=None if is_part else True if problem is None else False if problem[1] else None,
+            note=note,
+            gbps=None if time is None or read is None else read / time.median_us / 1e3,
+            skew_us=None if time is None or self._comm.world_size == 1 else time.skew_us,
         )
+
+    def _why(self, key: Key) -> str:
+        """What ``auto`` has chosen. Ranks have agreed on that in the first call."""
+        from sidelane import ops
+        from sidelane.bench.fused.case import dtype_of
+
+        auto = self._case.auto[key[1]]
+        options = {"captured": key[2] == "graph", "dtype": dtype_of(self._comm), "without": auto.without}
+        return ops.explain(self._comm, self._case.op, *auto.sizes, **options)  # type: ignore[arg-type]

@@ -3,7 +3,7 @@
 One sample is: wait until the device is idle; line all ranks up on the device (a barrier on the stream, so that no
 rank's host can be late); record an event; run; record an event. Jobs take turns round by round, each round starting
 with another job, so that clocks, power and heat hit all alike. Nothing is exchanged between ranks in the timed rounds
-but the barrier; one maximum over all ranks at the end gives the slowest rank's time of every round.
+but the barrier; one maximum over all ranks at the end gives the slowest rank's time of every round, and the fastest's.
 
 Short jobs run many times in a sample (:class:`Job`). Their data then come from the caches, as they do in nccl-tests:
 with 20 calls on the same 1 MB, every implementation finds its input in L2. That favours none of them, but a cold
@@ -67,14 +67,21 @@ class Rounds:
     Attributes:
         times_us: in the order of the rounds.
         late: rounds in which some rank's host had not queued everything when the clock started.
+        apart_us: by how much the ends of the ranks lie apart, each counted from the barrier that lines them up.
     """
 
     times_us: tuple[float, ...]
     late: int = 0
+    apart_us: tuple[float, ...] = ()
 
     @property
     def median_us(self) -> float:
         return float(np.median(self.times_us))
+
+    @property
+    def skew_us(self) -> float | None:
+        """Median of ``apart_us``."""
+        return float(np.median(self.apart_us)) if self.apart_us else None
 
     @property
     def p10_us(self) -> float:
@@ -200,7 +207,7 @@ class Meter:
             on_round: called before every round with its number, from 0.
         """
         names = list(jobs)
-        samples = torch.zeros(2, len(names), repeats, dtype=torch.float64)
+        samples = torch.zeros(3, len(names), repeats, dtype=torch.float64)
         with self.on_stream():
             for number in range(warmup + repeats):
                 if on_round is not None:
@@ -210,10 +217,12 @@ class Meter:
                 for index in random.Random(number).sample(range(len(names)), len(names)):
                     time_us, late = self._sample(jobs[names[index]], str(names[index]))
                     if number >= warmup:
-                        samples[:, index, number - warmup] = torch.tensor([time_us, float(late)])
+                        samples[:, index, number - warmup] = torch.tensor([time_us, float(late), -time_us])
         dist.all_reduce(samples, op=dist.ReduceOp.MAX, group=self._group)
         times, late_rounds = samples[0].tolist(), samples[1].sum(dim=1).tolist()
-        return {name: Rounds(tuple(times[i]), int(late_rounds[i])) for i, name in enumerate(names)}
+        calls = torch.tensor([float(jobs[name].calls) for name in names], dtype=torch.float64)
+        apart = ((samples[0] + samples[2]) * calls[:, None]).tolist()  # the largest, less the smallest
+        return {name: Rounds(tuple(times[i]), int(late_rounds[i]), tuple(apart[i])) for i, name in enumerate(names)}
 
     def _sample(self, job: Job, label: str) -> tuple[float, bool]:
         if job.before is not None:

@@ -13,10 +13,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from sidelane.bench.fused.shapes import MEANING
+from sidelane.bench.fused.shapes import EVENLY, EXPERTS, MEANING
 from sidelane.bench.report.table import Line, Table, grouped, number
 from sidelane.bench.results import files
-from sidelane.bench.results.rows.operators import FusedRow
+from sidelane.bench.results.rows.operators import ALONE, FusedRow
 from sidelane.bench.simulated.fused_shapes import operators_of
 from sidelane.machine.spec import Machine
 from sidelane.model.claims import error_of
@@ -85,11 +85,11 @@ def hold(machine: Machine, path: Path) -> tuple[Machine, list[Held], int]:
     found: list[Held] = []
     unknown = 0
     for (op, shape), alike in grouped(rows, lambda row: (row.op, row.shape), ordered=False):
-        held = list(_of_shape(machine, op, shape, alike))
+        held = [] if shape.endswith((EVENLY, EXPERTS)) else list(_of_shape(machine, op, shape, alike))
         found += held
         known = {one.schedule for one in held}
         chain = any(one.part == CHAIN for one in held)
-        others = ("unfused_best", *(("unfused_sidelane",) if chain else ()))
+        others = ("unfused_best", "auto", *ALONE, *(("unfused_sidelane",) if chain else ()))
         unknown += sum(row.implementation not in others and row.schedule not in known for row in alike)
     if not found:
         raise ValueError(f"fused: --results (value={path}, allowed=with an operator that is predicted)")
@@ -109,7 +109,8 @@ def held_tables(machine: Machine, found: Sequence[Held], unknown: int) -> list[T
             lines.append(Line((*cells, worst.shape, seen), rule=place == len(parts) - 1))
     notes = (
         "captured in graphs; nothing of the description was taken from these rows",
-        f"{unknown} rows of graphs are not predicted: GEMVs in cells, pushed norms, and ours unfused with one rank",
+        f"{unknown} rows of graphs are not predicted: GEMVs in cells, pushed norms, other routings than half for one "
+        "peer, and ours unfused with one rank",
     )
     columns = ("<operator", "<what", "rows", "median\n%", "worst\n%", "<at", "measured\n(predicted), us")
     title = f"fused operators on {machine.gpus} of {machine.title}: errors of predictions"

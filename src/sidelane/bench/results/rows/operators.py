@@ -10,7 +10,10 @@ FUSED_OPS = (
     *("gemv_all_reduce", "all_reduce_rms_norm", "embedding_all_to_all", "gemm_all_to_all"),
     *("gemm_reduce_scatter", "gemm_all_reduce", "all_gather_gemm"),
 )
-FUSED_IMPLEMENTATIONS = ("fused", "unfused_nccl", "unfused_sidelane", "symm_mem", "unfused_best")
+ALONE = ("compute", "collective")
+"""Implementations of rows that are a part of an operator."""
+
+FUSED_IMPLEMENTATIONS = ("fused", "auto", "unfused_nccl", "unfused_sidelane", "symm_mem", "unfused_best", *ALONE)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -21,16 +24,20 @@ class FusedRow(FlatRow):
         op: the operator.
         shape: in words.
         implementation: ``fused``; ``unfused_nccl`` with the process group's collective (on CPUs Gloo's),
-            ``unfused_sidelane`` with ours; ``unfused_best`` repeats the fastest of these.
-        schedule: of a fused one; what an unfused one is made of.
+            ``unfused_sidelane`` with ours, ``symm_mem`` with that of PyTorch's symmetric memory; ``unfused_best``
+            repeats the fastest of these; ``auto`` is a call with ``method="auto"``; ``compute`` and ``collective`` are
+            the parts alone.
+        schedule: of a fused one; what an unfused one is made of; how a part is done.
         launch: ``eager`` or ``graph``.
         time_us: median over the rounds of the slowest rank; p10_us and p90_us likewise.
         compute_us: the computation alone, the fastest there is.
         comm_us: the collective alone, likewise.
         bound_us: the larger of the two.
         max_rel_err: the largest difference from the result in float64, next to the largest element.
-        correct: None when it could not run.
-        note: why there is no time.
+        correct: None when it could not run, or is a part.
+        note: why there is no time; what ``auto`` has chosen, and why.
+        gbps: bytes of the rows of tables, or of the weight of a GEMV, that a call reads, over the time.
+        skew_us: by how much the ends of the ranks lie apart behind the last call of a sample, median over the rounds.
     """
 
     allowed = (("op", FUSED_OPS), ("implementation", FUSED_IMPLEMENTATIONS), ("launch", LAUNCHES))
@@ -50,6 +57,8 @@ class FusedRow(FlatRow):
     max_rel_err: float | None
     correct: bool | None
     note: str = ""
+    gbps: float | None = None
+    skew_us: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,0 +1,162 @@
+"""Cases of a GEMM whose rows go to their tokens' ranks, by several routings."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import torch
+import torch.distributed as dist
+
+from sidelane import ops
+from sidelane.bench.fused.case import NCCL, Auto, Case, Run, dtype_of, fill, ordinary
+from sidelane.bench.fused.kept import OWN, OWN_METHOD, in_parts
+from sidelane.bench.fused.shapes import EVENLY, EXPERTS, EXPERTS_OF_A_RANK, HALF, by_top_k, evenly, half_for_one
+from sidelane.choice.fused import FUSED, SPLIT, UNFUSED
+from sidelane.collectives import Communicator
+from sidelane.ops.handle import ORDERS
+
+ON_HOST, ON_DEVICE = 'method="auto", counts on the host', 'method="auto", counts on the device'
+
+
+def gemm(comm: Communicator, rows: int, depth: int, columns: int, *, routing: str = HALF) -> Case:
+    """``rows`` of this rank, for one expert.
+
+    ``routing``: half of them for one peer in turn, skewed, as much for each rank; or as many for each; or of several
+    experts, see :func:`experts`.
+    """
+    if routing == EXPERTS:
+        return experts(comm, rows, depth, columns)
+    n, rank, dtype = comm.world_size, comm.rank, dtype_of(comm)
+    counts = [list(row) for row in {HALF: half_for_one, EVENLY: evenly}[routing](rows, n)]
+    table = torch.tensor(counts, device=comm.device)
+    sent_rows, came_rows = counts[rank], [row[rank] for row in counts]
+    x, weight = ordinary(comm, rows, depth), ordinary(comm, columns, depth).normal_()
+    y, out = ordinary(comm, rows, columns), ordinary(comm, rows, columns)
+    own_sent, own_out = (comm.empty(rows, columns, dtype=dtype) for _ in range(2))
+
+    def through_group() -> torch.Tensor:
+        dist.all_to_all_single(out, torch.mm(x, weight.T, out=y), came_rows, sent_rows)
+        return out
+
+    def exchange() -> None:
+        comm.all_to_all(own_out, own_sent, output_split_sizes=came_rows, input_split_sizes=sent_rows)
+
+    def through_ours() -> torch.Tensor:
+        torch.mm(x, weight.T, out=own_sent)
+        exchange()
+        return own_out
+
+    def expected() -> torch.Tensor:
+        wide = x.double() @ weight.double().T
+        came = torch.empty_like(wide)
+        dist.all_to_all_single(came, wide, came_rows, sent_rows)
+        return came
+
+    def call(given: object, **options: str) -> torch.Tensor:
+        return ops.gemm_all_to_all(comm, x, weight, given, most_rows=rows, **options)  # type: ignore[arg-type]
+
+    def split(pieces: int) -> torch.Tensor:
+        return ops.split_gemm_all_to_all(comm, x, weight, counts, most_rows=rows, pieces=pieces)
+
+    return Case(
+        "gemm_all_to_all",
+        f"{rows}x{depth}x{columns} a rank, {routing}",
+        lambda seed: fill(comm, x, seed),
+        expected,
+        {"mm": lambda: torch.mm(x, weight.T, out=y)},
+        {"process group": lambda: dist.all_to_all_single(out, y, came_rows, sent_rows), "sidelane": exchange},
+        {
+            (NCCL, "mm, process group"): through_group,
+            (OWN, "mm, sidelane"): through_ours,
+            (OWN, OWN_METHOD): functools.partial(call, table, method=UNFUSED),
+        },
+        {
+            **{order: functools.partial(call, table, order=order, method=FUSED) for order in ORDERS},
+            **{in_parts(pieces): functools.partial(split, pieces) for pieces in (1, 2, 4)},
+        },
+        {
+            ON_HOST: Auto(functools.partial(call, counts), (rows, depth, columns)),
+            ON_DEVICE: Auto(functools.partial(call, table), (rows, depth, columns), (SPLIT,)),
+        },
+    )
+
+
+def experts(comm: Communicator, rows: int, depth: int, columns: int) -> Case:
+    """Several experts a rank, each with as many rows for a peer as its tokens' routing gives.
+
+    Unfused there is a product for each expert and peer, or on GPUs one grouped product, whose weights lie there once
+    for each peer, as it takes one for each group of rows.
+    """
+    n, rank, dtype, device = comm.world_size, comm.rank, dtype_of(comm), comm.device
+    counts = by_top_k(rows, n, EXPERTS_OF_A_RANK if device.type != "cpu" else 2)
+    table = torch.tensor(counts, device=device)
+    sent_rows, came_rows = list(map(sum, counts[rank])), [sum(row[rank]) for row in counts]
+    sent, came = sum(sent_rows), sum(came_rows)
+    each = len(counts[0][0])
+    x, weight = ordinary(comm, sent, depth), ordinary(comm, each, columns, depth).normal_()
+    y, out = ordinary(comm, sent, columns), ordinary(comm, came, columns)
+    own_sent, own_out = (comm.empty(rows, columns, dtype=dtype) for _ in range(2))
+    ends = list(itertools.accumulate(itertools.chain.from_iterable(counts[rank])))
+    parts = [(slice(first, stop), at % each) for at, (first, stop) in enumerate(itertools.pairwise([0, *ends]))]
+    parts = [(part, expert) for part, expert in parts if part.start < part.stop]
+
+    def one_by_one(output: torch.Tensor) -> torch.Tensor:
+        for part, expert in parts:
+            torch.mm(x[part], weight[expert].T, out=output[part])
+        return output
+
+    def through_group() -> torch.Tensor:
+        dist.all_to_all_single(out, one_by_one(y), came_rows, sent_rows)
+        return out
+
+    def exchange(given: torch.Tensor = own_sent) -> torch.Tensor:
+        own = own_out[:came]
+        comm.all_to_all(own, given[:sent], output_split_sizes=came_rows, input_split_sizes=sent_rows)
+        return own
+
+    def through_ours() -> torch.Tensor:
+        one_by_one(own_sent[:sent])
+        return exchange()
+
+    def call(**options: str) -> torch.Tensor:
+        found = ops.gemm_all_to_all(comm, x, weight, table, most_rows=rows, **options)  # type: ignore[arg-type]
+        return found[:came]
+
+    def expected() -> torch.Tensor:
+        wide = torch.empty(sent, columns, dtype=torch.float64, device=device)
+        for part, expert in parts:
+            wide[part] = x[part].double() @ weight[expert].double().T
+        here = torch.empty(came, columns, dtype=torch.float64, device=device)
+        dist.all_to_all_single(here, wide, came_rows, sent_rows)
+        return here
+
+    compute: dict[str, Run] = {"a mm an expert and peer": lambda: one_by_one(y)}
+    unfused: dict[tuple[str, str], Run] = {
+        (NCCL, "a mm an expert and peer, process group"): through_group,
+        (OWN, "a mm an expert and peer, sidelane"): through_ours,
+    }
+    if device.type == "cuda":
+        weights, groups = weight.repeat(n, 1, 1), torch.tensor(ends, dtype=torch.int32, device=device)
+
+        def grouped() -> torch.Tensor:
+            return torch._grouped_mm(x, weights.transpose(-2, -1), offs=groups)
+
+        def grouped_through_group() -> torch.Tensor:
+            dist.all_to_all_single(out, grouped(), came_rows, sent_rows)
+            return out
+
+        compute["grouped mm"] = grouped
+        unfused[NCCL, "grouped mm, process group"] = grouped_through_group
+        unfused[OWN, "grouped mm, sidelane"] = lambda: exchange(grouped())
+    return Case(
+        "gemm_all_to_all",
+        f"{rows}x{depth}x{columns} a rank, {each} {EXPERTS}",
+        lambda seed: fill(comm, x, seed),
+        expected,
+        {**compute},
+        {"process group": lambda: dist.all_to_all_single(out, y, came_rows, sent_rows), "sidelane": exchange},
+        unfused,
+        {order: functools.partial(call, order=order, method=FUSED) for order in ORDERS},
+        {ON_DEVICE: Auto(call, (rows, depth, columns), (SPLIT, UNFUSED))},
+    )
