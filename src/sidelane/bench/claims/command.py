@@ -253,6 +253,8 @@ def measured_table(verdicts: Sequence[Verdict]) -> Table:
     for verdict in verdicts:
         claimed, predicted = f"{verdict.claimed:.0f}", f"{verdict.predicted:.0f}"
         error = "" if verdict.error is None else f"{verdict.error:.1%}"
+        if verdict.points:
+            claimed, predicted, error = f"{claimed}%", f"{predicted}%", f"{verdict.error:.1f} points"
         plausible = "" if verdict.low is None else f"{verdict.low:.0f} .. {verdict.high:.0f}"
         if verdict.error is None:  # a limit
             claimed, predicted = f"<= {claimed}%", f"{verdict.predicted:.1f}%"

@@ -3,7 +3,7 @@
 From ``c3.json`` the model is given the isolated times alone, of the GEMM and of the collective as the strategy runs it,
 and predicts what both take together. From ``collectives.json`` it is given nothing: the description says it all. The
 rows of that file that the description was fitted to (``fitted_to``) are not called predictions. ``power.json``: see
-``claims/power.py``; ``fsdp.json``: ``claims/steps.py``.
+``claims/power.py``; ``fsdp.json``: ``claims/steps.py``; ``occupancy.json``: ``claims/occupancy.py``.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from sidelane.bench.claims.gemms import gemm_times, judge_gemms, judge_layers
+from sidelane.bench.claims.occupancy import judge_occupancy
 from sidelane.bench.claims.power import judge_power
 from sidelane.bench.claims.steps import judge_steps
 from sidelane.bench.claims.verdicts import judge, judge_ends, with_summary
@@ -61,7 +62,7 @@ def compare(
 
     Args:
         machine: the description of what was measured on.
-        folder: with ``c3.json``, ``collectives.json``, ``power.json``, ``chain.json`` or ``fsdp.json``.
+        folder: with a file of ``JUDGES``: ``c3.json``, ``collectives.json``, ``occupancy.json`` and others.
         ranges: predict over the plausible values of the machine's numbers as well.
         progress: told what is being done.
 
@@ -289,6 +290,7 @@ JUDGES: dict[str, Callable[[Machine, Sequence[object]], list[Verdict]]] = {
     "c3": _c3,
     AGAIN: functools.partial(_c3, study=AGAIN),
     "collectives": _collectives,
+    "occupancy": judge_occupancy,
     "power": judge_power,
     "chain": _nothing,
     "fsdp": judge_steps,
