@@ -121,6 +121,8 @@ def test_rows_that_were_fitted_to_are_not_called_predictions(tmp_path):
         "all_gather/16M/in place/dma b2b": "held_out",
         "median": "fitted",
         "median of held out": "held_out",
+        "worst": "fitted",
+        "worst of held out": "held_out",
     }
 
 
@@ -146,7 +148,7 @@ def test_a_number_from_runs_side_by_side_is_a_mistake(tmp_path, capsys):
 
 def test_plausible_ranges_of_our_own_machine(tmp_path):
     save(tmp_path, "collectives", [collective_row("dma", "b2b", 70.0, nbytes=16 << 20)])
-    row, _ = compare(H200, tmp_path, ranges=True)
+    row, *_ = compare(H200, tmp_path, ranges=True)
     assert row.low < row.predicted < row.high
 
 
@@ -157,12 +159,14 @@ def test_the_machine_in_the_catalogue_is_the_one_that_was_measured():
         "c3/median",
         "collectives/median",
         "collectives/median of held out",
+        "collectives/winners",
         "power/median",
         "power/worst",
     )
     for name in wholes:
         assert found[f"h200x4/{name}"].ok, name
     rows = [name.split("/")[-1] for name in found if name.startswith("h200x4/c3/") and name.count("/") == 4]
+    assert not found["h200x4/collectives/worst"].ok, "27%: docs/lab/model.md says so"
     assert {name: rows.count(name) for name in rows} == dict.fromkeys(
         ("serial", "c3_base", "c3_sp", "conccl", "nccl_ce"), 8
     )
@@ -241,7 +245,7 @@ def test_pipelined_iterations_on_two_gpus():
     some = [row for row in rows if row.gemm == "cb1" and row.priority]
     as_many = [row for row in some if row.resident >= 6]
     two, each = ([off(row, streams) for row in as_many] for streams in (2, 0))
-    assert len(as_many) == 16 and statistics.median(two) < 0.12 and max(two) < 0.36
+    assert len(as_many) == 16 and statistics.median(two) < 0.13 and max(two) < 0.36
     assert statistics.median(each) > 0.2 and max(each) > 0.6
     fewer = [row for row in some if row.resident < 6]
     assert len(fewer) == 12 and statistics.median(off(row, 2) for row in fewer) < 0.06
@@ -257,6 +261,23 @@ def test_pipelined_iterations_are_judged_by_time_and_by_share(tmp_path):
     assert found["time"].role is Role.SEEN and found["time"].ok
     assert found["share"].points and not found["share"].ok and found["share"].error > 40
     assert "%" in str(command.measured_table([found["share"]]).lines[0].cells)
+
+
+def test_the_winner_is_judged_from_64_kb_on(tmp_path):
+    """Engines and NCCL: one case right, one wrong, one below 64 KB."""
+    rows = [
+        collective_row(*way, us, nbytes=nbytes)
+        for nbytes, engines, kernels in ((1 << 30, 2100.0, 2400.0), (64 << 20, 500.0, 90.0), (16 << 10, 1.0, 9.0))
+        for way, us in ((("dma", "b2b"), engines), (("nccl", ""), kernels))
+    ]
+    save(tmp_path, "collectives", rows)
+    found = {v.claim_id.partition("/collectives/")[2]: v for v in compare(H200, tmp_path)}
+    assert not [name for name in found if "/16K/" in name]
+    winners, worst = found["winners"], found["worst"]
+    assert (winners.claimed, winners.ok) == (95.0, False) and 0 < winners.predicted < 100
+    assert (worst.claimed, worst.ok) == (25.0, False) and found["median"].claimed == pytest.approx(7.0)
+    shown = command.measured_table([winners, worst]).lines
+    assert ">= 95%" in str(shown[0].cells) and "<= 25%" in str(shown[1].cells)
 
 
 def test_the_model_agrees_with_itself():
