@@ -264,17 +264,22 @@ def test_pipelined_iterations_are_judged_by_time_and_by_share(tmp_path):
 
 
 def test_the_winner_is_judged_from_64_kb_on(tmp_path):
-    """Engines and NCCL: one case right, one wrong, one below 64 KB."""
+    """Engines and NCCL: two cases right, one wrong, one below 64 KB."""
     rows = [
         collective_row(*way, us, nbytes=nbytes)
-        for nbytes, engines, kernels in ((1 << 30, 2100.0, 2400.0), (64 << 20, 500.0, 90.0), (16 << 10, 1.0, 9.0))
+        for nbytes, engines, kernels in (
+            (1 << 30, 2100.0, 2400.0),
+            (NBYTES, 1800.0, 2175.0),
+            (64 << 20, 500.0, 90.0),
+            (16 << 10, 1.0, 9.0),
+        )
         for way, us in ((("dma", "b2b"), engines), (("nccl", ""), kernels))
     ]
     save(tmp_path, "collectives", rows)
     found = {v.claim_id.partition("/collectives/")[2]: v for v in compare(H200, tmp_path)}
     assert not [name for name in found if "/16K/" in name]
     winners, worst = found["winners"], found["worst"]
-    assert (winners.claimed, winners.ok) == (95.0, False) and 0 < winners.predicted < 100
+    assert (winners.claimed, winners.ok) == (95.0, False) and winners.predicted == pytest.approx(200 / 3)
     assert (worst.claimed, worst.ok) == (25.0, False) and found["median"].claimed == pytest.approx(7.0)
     shown = command.measured_table([winners, worst]).lines
     assert ">= 95%" in str(shown[0].cells) and "<= 25%" in str(shown[1].cells)
