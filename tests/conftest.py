@@ -62,6 +62,7 @@ LONG = (
     "test_cli_json.py::test_json_goes_to_stdout_alone[chain",
     "test_cli_json.py::test_json_goes_to_stdout_alone[gemms",
     "test_launch.py::test_a_second_ctrl_c_ends_ranks_that_do_not_listen",
+    "sim/test_sim_reports.py::test_published_values_are_on_the_pictures_of_their_machine_alone",
 )
 """Beginnings of tests that take long for what they add; most show again what others do, by other sizes or seeds."""
 

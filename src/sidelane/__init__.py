@@ -17,6 +17,8 @@ from sidelane.errors import (
 if TYPE_CHECKING:
     from sidelane.c3.foretold import choose_overlap
     from sidelane.c3.overlap import Overlap, overlap
+    from sidelane.c3.shaped import ShapedMatmul
+    from sidelane.c3.shaping import choose_shaping
     from sidelane.collectives import Batched, BoundProgram, Communicator, Lane, Prelaunched, Session, Work
     from sidelane.collectives.pools import SymmetricPool, pool
     from sidelane.integrations.ledger import Report, report
@@ -41,12 +43,14 @@ __all__ = [
     "ProgramError",
     "Report",
     "Session",
+    "ShapedMatmul",
     "SidelaneError",
     "SidelaneGroup",
     "SymmetricPool",
     "UnavailableError",
     "Work",
     "choose_overlap",
+    "choose_shaping",
     "overlap",
     "pool",
     "register",
@@ -57,9 +61,11 @@ __all__ = [
 _ELSEWHERE = {
     "Overlap": "sidelane.c3.overlap",
     "Report": "sidelane.integrations.ledger",
+    "ShapedMatmul": "sidelane.c3.shaped",
     "SidelaneGroup": "sidelane.integrations.process_group",
     "SymmetricPool": "sidelane.collectives.pools",
     "choose_overlap": "sidelane.c3.foretold",
+    "choose_shaping": "sidelane.c3.shaping",
     "overlap": "sidelane.c3.overlap",
     "pool": "sidelane.collectives.pools",
     "register": "sidelane.integrations.registration",

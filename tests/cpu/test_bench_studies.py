@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ranks import RankPool
 
 from sidelane.bench.c3 import study as c3_study
-from sidelane.bench.c3.study import C3Instruments, C3Options, rows_of
+from sidelane.bench.c3.study import C3Instruments, C3Options, rows_of, too_large
 from sidelane.bench.candidates.baselines_cpu import Gloo
 from sidelane.bench.candidates.candidate import Entrant, Prepared, Tensors, candidates_of
 from sidelane.bench.candidates.reference import Case
@@ -29,6 +29,7 @@ from sidelane.bench.collectives.study import (
 )
 from sidelane.bench.results.files import read
 from sidelane.bench.results.rows.collectives import CollectiveRow
+from sidelane.bench.results.rows.pairs import C3Row
 from sidelane.bench.running.launch import RankFailedError
 from sidelane.bench.running.measure import Meter
 from sidelane.bench.running.study import Follower
@@ -330,6 +331,32 @@ def test_c3_from_end_to_end(tmp_path: Path) -> None:
         mine = [row for row in rows if (row["gemm"], row["collective"], row["bytes"]) == pair]
         assert [row["strategy"] for row in mine] == [*(one.name for one in strategies()), "auto"]
         assert mine[-1]["chosen"] in run
+
+
+def test_pairs_that_do_not_run_are_rows_with_the_reason() -> None:
+    options = C3Options(
+        **QUICK, workloads=("64x64x64_30K",), collectives=(Kind.ALL_GATHER,), strategies=("serial", "conccl"),
+        not_run=(("mb2_26.5G", "too large"),),
+    )  # fmt: skip
+    results = c3_study.main(options)
+    assert results is not None
+    rows = [row for row in results.rows if isinstance(row, C3Row)]
+    left_out = [row for row in rows if row.time_us is None]
+    assert [(row.gemm.split("/")[0], row.strategy, row.note) for row in left_out] == [
+        ("mb2", name, "not run: too large") for name in ("serial", "conccl")
+    ]
+    assert {row.strategy for row in rows if row.time_us is not None} == {"serial", "conccl", "auto"}
+    with pytest.raises(ValueError, match="not_run"):
+        C3Options(workloads=("cb1_1M",), not_run=(("cb1_1M", "no"),))
+
+
+def test_a_pair_that_no_memory_holds_says_so() -> None:
+    workload = parse_workload("mb2_26.5G")
+    case = Case(Kind.ALL_GATHER, workload.nbytes, torch.bfloat16, 0, 2, torch.device("cpu"))
+    assert too_large(workload, case, 141e9) is None and too_large(workload, case, None) is None
+    assert "GB at least, and the device has 40" in str(too_large(workload, case, 40e9))
+    rows = c3_study.rows_not_run(workload, "no room")
+    assert [row.strategy for row in rows] == [one.name for one in strategies()]
 
 
 def test_tags_are_scaled_down_on_cpus() -> None:

@@ -147,6 +147,27 @@ def test_a_shaped_gemm_has_as_many_blocks_on_an_sm_as_it_is_told(shape: Any, res
         torch.testing.assert_close(c.double(), a.double() @ b.double(), rtol=2**-7, atol=2**-7 * k**0.5)
 
 
+@pytest.mark.parametrize("resident", [None, 2])
+def test_a_shaped_product_and_its_gradients(resident: int | None) -> None:
+    from sidelane import ShapedMatmul
+
+    torch.manual_seed(0)
+    product = ShapedMatmul("opt1", blocks_per_unit=resident)
+    a = torch.randn(515, 264, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    b = torch.randn(648, 264, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    c = product(a, b.t())
+    assert product.ran.startswith("opt1: 99 blocks") and (resident is None or "2 on a unit" in product.ran)
+    torch.testing.assert_close(c.double(), a.double() @ b.double().t(), rtol=2**-7, atol=2**-7 * 264**0.5)
+    found = torch.autograd.grad(c.sum(), (a, b))
+    torch.testing.assert_close(found, torch.autograd.grad((a @ b.t()).sum(), (a, b)))
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        captured = product(a, b.t())
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(captured, c)
+
+
 def test_the_occupancy_study_on_one_gpu() -> None:
     options = OccupancyOptions(
         device="gpu", ranks=1, workloads=("1024x1024x512_4M",), shapes=("opt1",), blocks=(16, 0), iterations=3,

@@ -19,7 +19,7 @@ from sidelane.model.strategies import predict, predictable
 from sidelane.model.study import dma_study, table_ii_workload
 from sidelane.program.collective import Kind
 
-EXPECTED = {"mi300x8", "mi210x4", "mi250x8", "a40x4", "a100x4", "h100x4", "h200x2", "h200x4", "b200x8"}
+EXPECTED = {"mi300x8", "mi210x4", "mi250x8", "a40x4", "a100x4", "h100x2", "h100x4", "h200x2", "h200x4", "b200x8"}
 
 
 def test_the_catalogue_has_the_nine_machines():

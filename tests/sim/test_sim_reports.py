@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 from sidelane.bench.claims import command as claims
 from sidelane.bench.simulated import figures as sim_figures
@@ -18,6 +19,7 @@ from sidelane.bench.simulated import overlap as sim_overlap
 from sidelane.bench.simulated import scale as sim_scale
 from sidelane.bench.simulated import study as sim_study
 from sidelane.bench.simulated.fused_shapes import operators_of
+from sidelane.bench.simulated.marks import mark_cut
 from sidelane.c3.strategies import strategies
 from sidelane.c3.workload import parse_workload
 from sidelane.machine.load import named
@@ -78,6 +80,26 @@ def test_ranges_are_drawn_from_the_uncertain_numbers(monkeypatch):
     mean = sim_figures._mean(study, "conccl", (None, None))
     assert len(spread["conccl"]["all"]) == 2
     assert min(spread["conccl"]["all"]) < mean < max(spread["conccl"]["all"])
+
+
+@pytest.mark.parametrize(("least", "strokes"), [(0.0, 0), (-5.0, 0), (0.9, 2)])
+def test_an_axis_that_does_not_begin_at_0_is_marked(least, strokes):
+    axes = Figure().subplots()
+    axes.set_ylim(least, 2)
+    mark_cut(axes)
+    assert len(axes.lines) == strokes
+
+
+@pytest.mark.parametrize(("name", "there"), [("mi300x8", True), ("h200x4", False)])
+def test_published_values_are_on_the_pictures_of_their_machine_alone(name, there, tmp_path, monkeypatch):
+    drawn = {}
+    monkeypatch.setattr(sim_figures.drawing, "save_both", lambda figure, name, folder: drawn.setdefault(name, figure))
+    machine = named(name)
+    sim_figures.draw_c3(c3_study(machine), machine, tmp_path)
+    for figure in drawn.values():
+        assert all(axes.get_xlabel() and axes.get_ylabel() for axes in figure.axes)
+    words = [text.get_text() for text in drawn["c3-conccl"].axes[0].get_legend().get_texts()]
+    assert any("published" in word for word in words) == there
 
 
 def test_scale_rows_count_commands():

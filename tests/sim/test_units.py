@@ -153,6 +153,23 @@ def test_where_units_do_not_drain_smaller_blocks_take_the_room_first():
     assert drained.began_us["C"] < 0.5 * apart.began_us["C"]
 
 
+@pytest.mark.parametrize("streams", [1, 2, 0])
+def test_gemms_take_turns_on_as_many_streams_as_there_are(streams):
+    pipeline = Pipeline(parse_gemm("cb1"), Kind.ALL_TO_ALL, 64 << 20, OPT1, 16, iterations=5, streams=streams)
+    run = run_pipeline(H100, pipeline, priority=False)
+    for i in range(5):
+        before = run.ended_us[f"G{i - streams}"] if 0 < streams <= i else 0.0
+        assert before <= run.began_us[f"G{i}"] <= before + 10
+
+
+def test_blocks_that_ask_for_more_shared_memory_leave_less_room():
+    pipeline = Pipeline(parse_gemm("cb1"), Kind.ALL_TO_ALL, 64 << 20, OPT1, 16384, iterations=2)
+    asking = dataclasses.replace(pipeline, asked_kb=115.0)  # one of them, not two, fits a unit of 228
+    assert sequential_us(H100, asking) > 4 * sequential_us(H100, pipeline)
+    with pytest.raises(ValueError, match="allowed=0 or more"):
+        dataclasses.replace(pipeline, streams=-1)
+
+
 @pytest.mark.parametrize("name", machine_names())
 def test_every_machine_of_the_catalogue_runs_the_pipeline(name):
     machine = named(name)

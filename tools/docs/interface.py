@@ -39,6 +39,8 @@ PARTS = (
             ("sidelane.collectives.pools", ("pool", "SymmetricPool")),
             ("sidelane.c3.overlap", ("overlap", "Overlap")),
             ("sidelane.c3.foretold", ("choose_overlap",)),
+            ("sidelane.c3.shaped", ("ShapedMatmul",)),
+            ("sidelane.c3.shaping", ("choose_shaping",)),
             ("sidelane.integrations.registration", ("register",)),
             ("sidelane.integrations.wrap", ("wrap",)),
             ("sidelane.integrations.ledger", ("report", "Report")),

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import types
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from sidelane.program.collective import Kind
 
 LEAST_SAVED = 0.01
 """Of the time: below it shaping is not worth a kernel that is slower alone."""
@@ -71,3 +77,56 @@ def choose(measured: Sequence[Shaping]) -> Shaped:
         )
     than = f"{100 * saved:.1f}% less than {base} ({base.time_us:.0f} us)"
     return Shaped(best, saved, f"{best}: {best.time_us:.0f} us, {than}")
+
+
+class Row(Protocol):
+    """A row of ``sidelane c3 --study occupancy``; see ``bench.results.rows.pairs.OccupancyRow``."""
+
+    @property
+    def shape(self) -> str: ...
+    @property
+    def grid(self) -> str: ...
+    @property
+    def blocks(self) -> int: ...
+    @property
+    def resident(self) -> int: ...
+    @property
+    def priority(self) -> bool: ...
+    @property
+    def time_us(self) -> float | None: ...
+
+
+def shaping_of(row: Row, rows: Sequence[Row]) -> Shaping:
+    """A row as a way to choose from; ``rows``: all of its pair, which say how many blocks fit a unit."""
+    most = max(other.resident for other in rows if other.shape == row.shape)
+    limited = row.grid != "data-parallel" or row.resident < most
+    return Shaping(row.shape, row.blocks, row.resident, limited, row.priority, row.time_us or 0.0)
+
+
+def choose_shaping(file: str | Path, gemm: tuple[int, int, int], collective: Kind | str) -> Shaped:
+    """The shape, the occupancy and the priority that were fastest for pipelined iterations on this machine, and why.
+
+    Args:
+        file: of ``sidelane c3 --study occupancy --json``.
+        gemm: m, n and k of one that was measured there.
+        collective: of its iterations.
+
+    Raises:
+        ValueError: the file is another one, or has no times of such a pair.
+        OSError: it cannot be read.
+    """
+    content = json.loads(Path(file).read_text(encoding="utf-8"))
+    if not isinstance(content, dict) or content.get("study") != "occupancy":
+        raise ValueError(f"choose_shaping: file (value={str(file)!r}, allowed=of sidelane c3 --study occupancy)")
+    timed = [row for row in content["rows"] if row["time_us"] is not None and row["correct"]]
+    alike = [
+        row
+        for row in timed
+        if (row["m"], row["n"], row["k"], row["collective"]) == (*gemm, str(Kind(collective))) and not row["in_order"]
+    ]
+    if not alike:
+        there = sorted({f"{row['m']}x{row['n']}x{row['k']} with {row['collective']}" for row in timed})
+        asked = f"{'x'.join(map(str, gemm))} with {Kind(collective)}"
+        raise ValueError(f"choose_shaping: gemm, collective (value={asked}, allowed={', '.join(there)})")
+    rows = [types.SimpleNamespace(**row) for row in alike]
+    return choose([shaping_of(row, rows) for row in rows])

@@ -18,6 +18,7 @@ from sidelane.cli.options import (
     machine_option,
     moved_collectives,
     names,
+    reasons,
     refuse_beside_machine,
     say_rounding,
     size,
@@ -115,6 +116,13 @@ PAIRS, OCCUPANCY, HEURISTICS = "pairs", "occupancy", "heuristics"
     help="Write when GEMM and collective ran, for every pair and strategy: a Chrome trace (chrome://tracing, Perfetto) "
     "and a picture. Measured pairs.",
 )
+@what(
+    "--not-run",
+    multiple=True,
+    metavar="PAIR=REASON",
+    callback=reasons,
+    help="Leave a pair out, and write rows that say why. May be repeated. Measured pairs.",
+)
 @how("--warmup", type=click.IntRange(min=0), default=6, help="Rounds before the measured.")
 @how("--repeats", type=click.IntRange(min=1), default=9, help="Measured rounds.")
 @machine_option
@@ -186,8 +194,9 @@ def c3(
         if study == OCCUPANCY:
             if machine is not None:
                 raise ValueError("--study occupancy measures; sidelane pipeline --machine predicts")
-            _refuse(PAIRS, "strategies", "variants", "isolated", "timeline")
+            _refuse(PAIRS, "strategies", "variants", "isolated", "timeline", "not_run")
             others.pop("timeline")
+            others.pop("not_run")
             others.pop("variants")
             others.pop("isolated")
             if not given("collectives"):

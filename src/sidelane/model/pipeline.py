@@ -5,9 +5,10 @@
     comm          | C0 | C1 | C2 | C3 |
 
 C(i) follows G(i) and C(i-1). How the GEMMs follow each other the paper does not say in so many words: it speaks of
-one compute stream, and of GEMMs of different iterations that are scheduled before collectives. ``in_order`` is the
-first reading, G(i+1) after G(i); it can not come below max(G, C) / (G + C) of the sequential time, and few blocks are
-then the worst case. The other, in which they are independent, is the paper's Figure 2 (docs/lab/model.md).
+one compute stream, and of GEMMs of different iterations that are scheduled before collectives. One stream is the first
+reading, G(i+1) after G(i); it can not come below max(G, C) / (G + C) of the sequential time, and few blocks are then
+the worst case. The other, in which they are independent, is the paper's Figure 2 (docs/lab/model.md). Our own study
+(``bench.c3.occupancy``) has two streams, as drawn above: G(i) after G(i-2).
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ class Pipeline:
         tile: of the GEMM.
         blocks: of the GEMM's grid; each computes an equal part of it.
         iterations: 2 or more.
-        in_order: a GEMM waits for the one of the iteration before.
+        streams: of GEMMs, which take turns: G(i) waits for G(i - streams); 0: each has one of its own.
+        asked_kb: shared memory that a block takes of a unit, if it asks for more than it needs; 0: what it needs.
     """
 
     gemm: Gemm
@@ -76,9 +78,12 @@ class Pipeline:
     tile: Tile
     blocks: int
     iterations: int = 10
-    in_order: bool = False
+    streams: int = 0
+    asked_kb: float = 0.0
 
     def __post_init__(self) -> None:
+        if self.streams < 0 or self.asked_kb < 0:
+            raise ValueError(f"Pipeline: streams, asked_kb (value={self.streams}, {self.asked_kb}, allowed=0 or more)")
         if self.blocks < 1 or self.iterations < 2:
             raise ValueError(
                 f"Pipeline: blocks, iterations (value={self.blocks}, {self.iterations}, allowed=1 or more, 2 or more)"
@@ -94,8 +99,8 @@ def run_pipeline(machine: Machine, pipeline: Pipeline, *, priority: bool, record
     """Run the iterations overlapped. ``priority``: the collective's stream goes before the GEMM's."""
     kernels: list[Grid | Channels] = []
     for i in range(pipeline.iterations):
-        before = (f"G{i - 1}",) if i and pipeline.in_order else ()
-        kernels.append(grid_of(machine, pipeline.gemm, pipeline.tile, pipeline.blocks, f"G{i}", before))
+        before = (f"G{i - pipeline.streams}",) if 0 < pipeline.streams <= i else ()
+        kernels.append(_grid(machine, pipeline, f"G{i}", before))
     gang = library_gang(machine, pipeline.collective, pipeline.nbytes)
     limits = occupancy(machine)
     threads = int(limits.library_threads)
@@ -111,9 +116,16 @@ def run_pipeline(machine: Machine, pipeline: Pipeline, *, priority: bool, record
 
 def sequential_us(machine: Machine, pipeline: Pipeline) -> float:
     """Time of the iterations one operation after another, with the host between them."""
-    gemm = run_units(machine, [grid_of(machine, pipeline.gemm, pipeline.tile, pipeline.blocks)]).time_us
+    gemm = run_units(machine, [_grid(machine, pipeline, "G", ())]).time_us
     alone = library_gang(machine, pipeline.collective, pipeline.nbytes).alone_us
     return pipeline.iterations * (gemm + alone + 2 * HOST_GAP_US)
+
+
+def _grid(machine: Machine, pipeline: Pipeline, name: str, after: tuple[str, ...]) -> Grid:
+    """The GEMM of an iteration, whose blocks take what they ask for."""
+    grid = grid_of(machine, pipeline.gemm, pipeline.tile, pipeline.blocks, name, after)
+    asked_kb = max(pipeline.asked_kb, grid.footprint.shared_kb)
+    return dataclasses.replace(grid, footprint=dataclasses.replace(grid.footprint, shared_kb=asked_kb))
 
 
 def overlap_rate(run: DeviceRun, iterations: int) -> float:

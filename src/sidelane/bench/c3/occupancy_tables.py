@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from sidelane.bench.report.table import Line, Table, grouped, notes_of, number, verdict, without_empty_columns
 from sidelane.bench.results.rows.pairs import OccupancyRow
-from sidelane.c3.shaping import Shaping, choose
+from sidelane.c3.shaping import choose, shaping_of
 from sidelane.sizes import format_bytes
 
 COLUMNS: tuple[str, ...] = (
@@ -44,13 +44,6 @@ def gain(rows: Sequence[OccupancyRow]) -> tuple[str, ...]:
         return (choose([shaping_of(row, timed) for row in timed]).reason,)
     except ValueError:
         return ()
-
-
-def shaping_of(row: OccupancyRow, rows: Sequence[OccupancyRow]) -> Shaping:
-    """A row as a way to choose from; ``rows``: all of its pair, which say how many blocks fit a unit."""
-    most = max(other.resident for other in rows if other.shape == row.shape)
-    limited = row.grid != "data-parallel" or row.resident < most
-    return Shaping(row.shape, row.blocks, row.resident, limited, row.priority, row.time_us or 0.0)
 
 
 def _cells(row: OccupancyRow) -> tuple[str, ...]:

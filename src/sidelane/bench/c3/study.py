@@ -25,6 +25,7 @@ from sidelane.c3.measured import isolated_times
 from sidelane.c3.outcome import Outcome, Result
 from sidelane.c3.run import run_workload
 from sidelane.c3.strategies import named
+from sidelane.c3.strategies import strategies as all_strategies
 from sidelane.c3.strategy import percent_of_ideal
 from sidelane.c3.workload import Bound, Gemm, Workload, parse_workload
 from sidelane.choice.candidate import DMA, SM
@@ -34,7 +35,7 @@ from sidelane.machine.inventory import machine_name
 from sidelane.machine.load import machine_names
 from sidelane.machine.load import named as machine_named
 from sidelane.model.gemm import is_memory_bound
-from sidelane.program.collective import Kind
+from sidelane.program.collective import ELEMENT_BYTES, Kind
 
 HIDE_LAUNCH_US = 500.0
 """The host queues a GEMM, a collective and a dozen events in less; the meter notices if not, and waits longer."""
@@ -58,6 +59,7 @@ class C3Options(StudyOptions):
         warmup: rounds before the measured ones (ConCCL paper: 6).
         repeats: measured rounds (ConCCL paper: 9).
         timeline: folder for a Chrome trace and a picture of every pair under every strategy; None writes none.
+        not_run: pairs that are left out, and why: they become rows with that reason.
     """
 
     workloads: tuple[str, ...] = ("cb1_896M",)
@@ -71,13 +73,17 @@ class C3Options(StudyOptions):
     warmup: int = 6
     repeats: int = 9
     timeline: Path | None = None
+    not_run: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         StudyOptions.__post_init__(self)
         if not self.workloads or not self.collectives:
             raise ValueError("C3Options: at least one workload and one collective are needed (value=none)")
-        for text in self.workloads:
+        for text in (*self.workloads, *(pair for pair, _ in self.not_run)):
             parse_workload(text, dtype=self.dtype)
+        both = [pair for pair, _ in self.not_run if pair in self.workloads]
+        if both or not all(reason.strip() for _, reason in self.not_run):
+            raise ValueError(f"C3Options: not_run (value={self.not_run}, allowed=pairs that do not run, with a reason)")
         for name in self.strategies:
             named(name)
         if self.repeats < 1 or self.warmup < 0:
@@ -120,11 +126,33 @@ def _measure(rank: Rank, options: C3Options) -> int:
         for kind in options.collectives
     ]
     sender = Sender(rank, len(workloads))
+    count = 0
+    for text, reason in options.not_run:
+        for kind in options.collectives:
+            left_out = scaled_workload(text, kind, dtype=options.dtype, full_size=options.full_size, rank=rank)
+            for row in rows_not_run(left_out, reason, options.strategies):
+                sender.row(row)
+                count += 1
     if not on_cpu or options.full_size:  # else they are divided as the GEMM is, and the table says what ran
         asked = dict.fromkeys(parse_workload(text).nbytes for text in options.workloads)
         sender.note_rounding(asked, functools.partial(rounded_bytes, world_size=rank.world_size))
     roster = make_roster(rank, wanted=options.implementations, timeout_s=options.step_s, with_auto=True)
-    cases = [case_of(rank, workload) for workload in workloads]
+    own_bytes = 0.0 if on_cpu else float(torch.cuda.mem_get_info(rank.device)[1])
+    memory_bytes = None if on_cpu else min(theirs for (theirs,) in roster.meter.of_all_ranks([own_bytes]))
+    cases = []
+    for workload in list(workloads):
+        case = case_of(rank, workload)
+        needed = too_large(workload, case, memory_bytes)
+        if needed is None:
+            cases.append(case)
+            continue
+        workloads.remove(workload)
+        for row in rows_not_run(workload, needed, options.strategies):
+            sender.row(row)
+            count += 1
+    if not cases:
+        roster.close()
+        return count
     roster.reserve(max(case.output_bytes for case in cases), max(case.input_bytes for case in cases))
     for name, reason in roster.unavailable.items():
         sender.note(f"{name} takes no part: {reason}")
@@ -132,7 +160,6 @@ def _measure(rank: Rank, options: C3Options) -> int:
     lanes = Lanes.on(rank.device)
     partitions, no_partitions = DevicePartitions.on(rank.device)
     device_name = "" if on_cpu else torch.cuda.get_device_name(rank.device)
-    count = 0
     for number, (workload, case) in enumerate(zip(workloads, cases, strict=True)):
         sender.step(workload.name)
         outcome = run_workload(
@@ -247,6 +274,41 @@ def rows_of(outcome: Outcome, known: Isolated | None = None) -> list[C3Row]:
             )
         )
     return rows
+
+
+def too_large(workload: Workload, case: Case, memory_bytes: float | None) -> str | None:
+    """Why a pair does not fit into a device's memory, whoever moves the bytes; None: it may. Alike on all ranks.
+
+    Every implementation has buffers of its own, so that a pair that passes may still have no room.
+    """
+    gemm = workload.gemm
+    elements = gemm.m * gemm.k + gemm.k * gemm.n + gemm.m * gemm.n
+    needed = elements * ELEMENT_BYTES[gemm.dtype] + case.output_bytes + case.input_bytes
+    if memory_bytes is None or needed <= memory_bytes:
+        return None
+    return f"its buffers take {needed / 1e9:.0f} GB at least, and the device has {memory_bytes / 1e9:.0f}"
+
+
+def rows_not_run(workload: Workload, reason: str, strategies: Sequence[str] = ()) -> list[C3Row]:
+    """Rows of a pair without times, one for each strategy (all, if none is named): nothing is left out silently."""
+    return [
+        C3Row(
+            **workload.columns,
+            c3_class="",
+            strategy=name,
+            chosen="",
+            gemm_us=None,
+            comm_us=None,
+            best_comm_us=None,
+            time_us=None,
+            speedup=None,
+            ideal=None,
+            percent_of_ideal=None,
+            percent_of_ideal_nccl=None,
+            note=f"not run: {reason}",
+        )
+        for name in strategies or [one.name for one in all_strategies()]
+    ]
 
 
 def _with_units(picked: C3Row, outcome: Outcome) -> C3Row:

@@ -15,6 +15,7 @@ import rich.text
 from sidelane.bench.claims.figures import draw_claims
 from sidelane.bench.claims.results import compare, role_problems
 from sidelane.bench.claims.sensitivity import Survival, draw_sensitivity, sensitivity_table, survival
+from sidelane.bench.claims.verdicts import AT_LEAST
 from sidelane.bench.report.table import Line, Table, without_empty_columns
 from sidelane.bench.report.terminal import progress_console, say_written, tables_console
 from sidelane.bench.results.written import write_json
@@ -253,9 +254,12 @@ def measured_table(verdicts: Sequence[Verdict]) -> Table:
     for verdict in verdicts:
         claimed, predicted = f"{verdict.claimed:.0f}", f"{verdict.predicted:.0f}"
         error = "" if verdict.error is None else f"{verdict.error:.1%}"
+        if verdict.points:
+            claimed, predicted, error = f"{claimed}%", f"{predicted}%", f"{verdict.error:.1f} points"
         plausible = "" if verdict.low is None else f"{verdict.low:.0f} .. {verdict.high:.0f}"
         if verdict.error is None:  # a limit
-            claimed, predicted = f"<= {claimed}%", f"{verdict.predicted:.1f}%"
+            side = ">=" if verdict.text.startswith(AT_LEAST) else "<="
+            claimed, predicted = f"{side} {claimed}%", f"{verdict.predicted:.1f}%"
             plausible = f"{verdict.low:.1f} .. {verdict.high:.1f}%" if plausible else ""
         name = verdict.claim_id.partition("/")[2].replace("/", " ")
         ok = "yes" if verdict.ok else "NO"

@@ -3,7 +3,7 @@
 From ``c3.json`` the model is given the isolated times alone, of the GEMM and of the collective as the strategy runs it,
 and predicts what both take together. From ``collectives.json`` it is given nothing: the description says it all. The
 rows of that file that the description was fitted to (``fitted_to``) are not called predictions. ``power.json``: see
-``claims/power.py``; ``fsdp.json``: ``claims/steps.py``.
+``claims/power.py``; ``fsdp.json``: ``claims/steps.py``; ``occupancy.json``: ``claims/occupancy.py``.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from sidelane.bench.claims.gemms import gemm_times, judge_gemms, judge_layers
+from sidelane.bench.claims.occupancy import judge_occupancy
 from sidelane.bench.claims.power import judge_power
 from sidelane.bench.claims.steps import judge_steps
-from sidelane.bench.claims.verdicts import judge, judge_ends, with_summary
+from sidelane.bench.claims.verdicts import AT_LEAST, judge, judge_ends, with_summary
 from sidelane.bench.results import files as result_files
 from sidelane.bench.results.rows.collectives import CollectiveRow
 from sidelane.bench.results.rows.pairs import C3Row
@@ -36,10 +37,11 @@ from sidelane.program.builders import variants
 from sidelane.program.collective import REDUCING, Kind
 from sidelane.sizes import format_bytes
 
-C3_MEDIAN, C3_WORST, COLLECTIVE_MEDIAN = 0.03, 0.10, 0.10
-"""Targets of the whole (issue 25, collectives issue 3)."""
-SMALLEST = 1 << 20
-"""Bytes from which collective times are compared (issue 3)."""
+C3_MEDIAN, C3_WORST = 0.03, 0.10
+COLLECTIVE_MEDIAN, COLLECTIVE_WORST, WINNERS = 0.07, 0.25, 0.95
+"""Targets of the whole (issue 25). The last: how often the faster of copy engines and NCCL is foretold."""
+SMALLEST = 64 << 10
+"""Bytes from which collective times are compared (issue 25)."""
 KINDS = (Kind.ALL_GATHER, Kind.ALL_TO_ALL, Kind.ALL_REDUCE, Kind.REDUCE_SCATTER)
 SMALL, LARGE = 64 << 10, 256 << 20
 """Bytes up to which latency decides, and from which bandwidth does: ``fit_machine`` uses these rows."""
@@ -61,7 +63,7 @@ def compare(
 
     Args:
         machine: the description of what was measured on.
-        folder: with ``c3.json``, ``collectives.json``, ``power.json``, ``chain.json`` or ``fsdp.json``.
+        folder: with a file of ``JUDGES``: ``c3.json``, ``collectives.json``, ``occupancy.json`` and others.
         ranges: predict over the plausible values of the machine's numbers as well.
         progress: told what is being done.
 
@@ -282,13 +284,38 @@ def _collectives(machine: Machine, rows: Sequence[object]) -> list[Verdict]:
         )
         for r in measured
     ]
-    return with_summary(f"{machine.name}/collectives", judged, COLLECTIVE_MEDIAN, None)
+    whole = f"{machine.name}/collectives"
+    found = with_summary(whole, judged, COLLECTIVE_MEDIAN, COLLECTIVE_WORST)
+    winners = _winners(f"{whole}/winners", list(zip(measured, judged, strict=True)))
+    return [*found, winners] if winners is not None else found
+
+
+def _winners(claim_id: str, rows: Sequence[tuple[CollectiveRow, Verdict | None]]) -> Verdict | None:
+    """In how many cases the faster of copy engines and NCCL's kernels is foretold; None where no case has both."""
+    cases: dict[tuple[str, int, bool], dict[str, list[Verdict]]] = {}
+    for row, verdict in rows:
+        if verdict is not None:
+            case = cases.setdefault((row.collective, row.bytes, row.in_place), {})
+            case.setdefault(row.implementation, []).append(verdict)
+    both = [case for case in cases.values() if {"dma", "nccl"} <= case.keys()]
+    if not both:
+        return None
+    right = 0
+    for case in both:
+        engines, kernels = case["dma"], case["nccl"]
+        measured = min(one.claimed for one in engines) < min(one.claimed for one in kernels)
+        right += measured == (min(one.predicted for one in engines) < min(one.predicted for one in kernels))
+    role = min((one.role for case in both for some in case.values() for one in some), key=list(Role).index)
+    share = right / len(both)
+    text = f"{AT_LEAST} of {len(both)} winners right"
+    return Verdict(claim_id, text, 100 * WINNERS, 100 * share, "percent", None, role, share >= WINNERS)
 
 
 JUDGES: dict[str, Callable[[Machine, Sequence[object]], list[Verdict]]] = {
     "c3": _c3,
     AGAIN: functools.partial(_c3, study=AGAIN),
     "collectives": _collectives,
+    "occupancy": judge_occupancy,
     "power": judge_power,
     "chain": _nothing,
     "fsdp": judge_steps,

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 
 from sidelane.model.claims import TOLERANCE, Role, Verdict, error_of
 
+AT_LEAST = "at least"
+"""How the text of a verdict begins whose limit is a lower one."""
 NEAR = 0.05
 """Share of a time within which it is one of two that were predicted."""
 

@@ -9,6 +9,7 @@ import dataclasses
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -18,9 +19,11 @@ from matplotlib.lines import Line2D
 
 from sidelane.bench.report import drawing
 from sidelane.bench.report.drawing import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, RC, SKY, STYLES, VERMILLION
+from sidelane.bench.simulated.marks import FROM, PUBLISHED_OF, PUBLISHED_PERCENTS, UP_TO, draw_published_at, mark_cut
 from sidelane.c3.workload import TABLE_I, C3Class, parse_gemm
 from sidelane.execute.sim import Interval
 from sidelane.machine.spec import Machine
+from sidelane.model.claims import published
 from sidelane.model.claims_dma import DmaContext
 from sidelane.model.claims_overlap import BLOCKS, PLATFORMS, OverlapContext
 from sidelane.model.gemm import gemm_kernel, gemm_us
@@ -60,10 +63,12 @@ def draw_c3(study: C3Study, machine: Machine, folder: Path, *, ranges: bool = Fa
         ("c3-conccl", ("c3_base", "conccl", "conccl_rp"), "C3 with DMA collectives"),
     )
     with mpl.rc_context(RC):
-        drawn = [_units(machine, folder), _bandwidth(machine, folder), _ideal(study, machine, folder)]
-        drawn.append(_against_library(machine, folder))
+        drawn = [draw(machine, folder) for draw in (_units, _bandwidth, _against_library)]
+        drawn.append(_ideal(study, machine, folder))
         for name, strategies, title in figures:
-            drawn.append(_groups(study, strategies, f"{title}: {machine.title}, predicted", folder, name, spread))
+            drawn.append(
+                _groups(study, machine, strategies, f"{title}: {machine.title}, predicted", folder, name, spread)
+            )
     return drawn
 
 
@@ -80,7 +85,11 @@ def draw_dma(study: DmaStudy, machine: Machine, folder: Path) -> list[Path]:
                     _line(axes, SIZES, gains, name, colour, int(prelaunched))
             axes.axhline(1, color=BLACK, linewidth=0.8)
             axes.set_ylabel("speedup over the library")
-            drawn.append(_finish(figure, axes, folder, f"dma-{kind}"))
+            axes.set_ylim(0, 1.3 * axes.get_ylim()[1])  # room for the legend
+            if machine.name == PUBLISHED_OF:
+                gap = published()["DM-BB-05"]["value"]["allgather" if kind is Kind.ALL_GATHER else "alltoall"]
+                draw_published_at(axes, (SIZES[0], UP_TO), 1 / gap, "published: best of all up to 32 MB, mean")
+            drawn.append(_finish(figure, axes, folder, f"dma-{kind}", legend={"ncols": 4, "loc": "upper center"}))
         drawn.append(_producer(study, machine, folder))
         if machine.power is not None:
             drawn.append(_power(study, machine, folder))
@@ -146,7 +155,8 @@ def draw_timeline(intervals: Sequence[Interval], title: str, folder: Path, name:
         names = [lane if group in ("links", "GPU") else f"{group} {lane}" for group, lane in lanes]
         axes.set_yticks(range(len(lanes)), names)
         axes.invert_yaxis()
-        axes.set_xlabel(unit)
+        axes.set_xlabel(f"time, {unit}")
+        axes.set_ylabel("who is at work")
         axes.set_title(title)
         axes.legend(ncols=len(kinds), fontsize=7, loc="lower right", bbox_to_anchor=(1, 1.0), borderaxespad=0.1)
         return drawing.save_both(figure, name, folder)
@@ -183,8 +193,7 @@ def _units(machine: Machine, folder: Path) -> Path:
     figure = Figure(figsize=(11, 3.4), layout="constrained")
     gemms, gathers, exchanges = figure.subplots(1, 3)
     options = partitions(machine)
-    for index, tag in enumerate(TABLE_I):
-        gemm = parse_gemm(tag)
+    for index, (tag, gemm) in enumerate((tag, parse_gemm(tag)) for tag in TABLE_I):
         alone = gemm_us(machine, gemm)
         slow = [gemm_us(machine, gemm, int(machine.gpu.units) - lost) / alone for lost in options]
         _line(gemms, options, slow, tag, COLOURS[index % len(COLOURS)], index % len(STYLES))
@@ -197,7 +206,10 @@ def _units(machine: Machine, folder: Path) -> Path:
         axes.set_title(f"{kind}, compute units given")
     for axes in (gemms, gathers, exchanges):
         axes.set_xscale("log", base=2)
-        axes.set_ylabel("slowdown")
+        axes.set_xticks(options, [str(units) for units in options])
+        axes.set_xlabel("compute units")
+        axes.set_ylabel("time over that with all of them")
+        mark_cut(axes)
         axes.legend(fontsize=7)
     figure.suptitle(f"Compute needs: {machine.title}, predicted", x=0.01, ha="left", fontweight="bold")
     return drawing.save_both(figure, "c3-compute-units", folder)
@@ -208,8 +220,10 @@ def _ideal(study: C3Study, machine: Machine, folder: Path) -> Path:
     rows = study.select("serial", COLLECTIVES[0])
     axes.bar(range(len(rows)), [row.ideal for row in rows], color=BLUE)
     axes.set_xticks(range(len(rows)), [pair_name(row) for row in rows], rotation=45, ha="right")
-    axes.set_ylim(1, 2.05)
-    axes.set_ylabel("speedup")
+    axes.set_ylim(0, 2.05)
+    axes.axhline(1, color=BLACK, linewidth=0.8)
+    axes.set_xlabel("GEMM and bytes of an all-gather")
+    axes.set_ylabel("speedup over serial")
     return drawing.save_both(figure, "c3-ideal", folder)
 
 
@@ -221,6 +235,7 @@ def _against_library(machine: Machine, folder: Path) -> Path:
         _line(axes, sizes, gains, str(kind), COLOURS[index], index)
     axes.axhline(1, color=BLACK, linewidth=0.8)
     axes.set_ylabel("speedup over the library")
+    axes.set_ylim(bottom=0)
     return _finish(figure, axes, folder, "c3-isolated")
 
 
@@ -233,6 +248,7 @@ GROUPS: dict[str, Group] = {
 
 def _groups(
     study: C3Study,
+    machine: Machine,
     strategies: Sequence[str],
     title: str,
     folder: Path,
@@ -254,10 +270,20 @@ def _groups(
     ideals = [statistics.fmean(row.ideal for row in study.select("serial", *group)) for group in GROUPS.values()]
     axes.plot(range(len(GROUPS)), ideals, linestyle="none", marker="_", markersize=26, color=BLACK)
     axes.plot([], [], color=BLACK, label="ideal")  # the mark itself would cover the legend
+    if machine.name == PUBLISHED_OF:
+        last = len(GROUPS) - 1
+        for index, strategy in enumerate(strategies):
+            if strategy in PUBLISHED_PERCENTS:
+                percent = published()[PUBLISHED_PERCENTS[strategy]]["value"]
+                place = last + (index - (len(strategies) - 1) / 2) * width
+                axes.plot(place, 1 + percent / 100 * (ideals[last] - 1), color=BLACK, marker="D", markersize=4)
+        axes.plot([], [], color=BLACK, marker="D", linestyle="none", markersize=4, label="published (% of ideal)")
+    axes.axhline(1, color=BLACK, linewidth=0.8)
     axes.set_xticks(range(len(GROUPS)), list(GROUPS))
-    axes.set_ylim(0.9, 2.25)
+    axes.set_xlabel("collective, and which of the two takes longer")
+    axes.set_ylim(0, 2.25)
     axes.set_ylabel("mean speedup over serial")
-    axes.legend(ncols=len(strategies) + 1, fontsize=7)
+    axes.legend(ncols=len(strategies) + 2, fontsize=7)
     return drawing.save_both(figure, name, folder)
 
 
@@ -290,6 +316,7 @@ def _phases(machine: Machine, folder: Path) -> Path:
         axes.bar(range(len(sizes)), shares, 0.7, bottom=bottom, color=colour, label=phase)
         bottom = [low + share for low, share in zip(bottom, shares, strict=True)]
     axes.set_xticks(range(len(sizes)), [format_bytes(n) for n in sizes])
+    axes.set_xlabel("bytes")
     axes.set_ylabel("share of the time, %")
     axes.set_ylim(0, 115)
     axes.legend(ncols=4, fontsize=7)
@@ -299,14 +326,14 @@ def _phases(machine: Machine, folder: Path) -> Path:
 def _producer(study: DmaStudy, machine: Machine, folder: Path) -> Path:
     """A GEMM and then an all_gather of its result: library over DMA."""
     figure, axes = _one(f"GEMM, then all_gather: time with the library over time with DMA, {machine.title}, predicted")
-    relay = machine.dma.signal_us + machine.dma.wait_us
+    relay, kind = machine.dma.signal_us + machine.dma.wait_us, Kind.ALL_GATHER
     for index, size in enumerate((1024, 4096, 8192)):
         gemm = gemm_us(machine, parse_gemm(f"{size}x{size}x{size}"))
-        kind = Kind.ALL_GATHER
         gains = [(gemm + study.library_us[kind, n]) / (gemm + relay + study.best_us(kind, n)) for n in SIZES]
         _line(axes, SIZES, gains, f"GEMM {size}", COLOURS[index], index)
     axes.axhline(1, color=BLACK, linewidth=0.8)
     axes.set_ylabel("library / DMA")
+    mark_cut(axes)
     return _finish(figure, axes, folder, "dma-producer")
 
 
@@ -317,6 +344,11 @@ def _power(study: DmaStudy, machine: Machine, folder: Path) -> Path:
     _line(axes, SIZES, [library_power(machine, kind, n).total_w for n in SIZES], "library", VERMILLION, 0)
     best = [dma_power(machine, kind, n, *study.best(kind, n)).total_w for n in SIZES]
     _line(axes, SIZES, best, "best DMA", BLUE, 1)
+    if machine.name == PUBLISHED_OF:
+        less = 1 - published()["DM-PW-01"]["value"] / 100
+        large = [n for n in SIZES if n >= FROM]
+        mean = statistics.fmean(library_power(machine, kind, n).total_w for n in large)
+        draw_published_at(axes, (large[0], large[-1]), less * mean, "published: best DMA below the library from 64 MB")
     axes.set_ylim(bottom=0)
     axes.set_ylabel("W a GPU")
     return _finish(figure, axes, folder, "dma-power")
@@ -336,6 +368,7 @@ def _bandwidth(machine: Machine, folder: Path) -> Path:
         bars[f"{kind}\nDMA"] = dma_gangs(machine, kind, LARGE)[0].memory_gbps
     axes.bar(range(len(bars)), [100 * gbps / machine.gpu.memory_gbps for gbps in bars.values()], color=BLUE)
     axes.set_xticks(range(len(bars)), list(bars), fontsize=7)
+    axes.set_xlabel("GEMM, or collective of 1 GB and who runs it")
     axes.set_ylabel("percent of the peak")
     return drawing.save_both(figure, "c3-bandwidth", folder)
 
@@ -352,13 +385,13 @@ def _line(axes: Axes, x: Sequence[float], y: Sequence[float], name: str, colour:
     axes.plot(x, y, color=colour, linestyle=dash, marker=marker, markersize=3.5, linewidth=1.3, label=name)
 
 
-def _finish(figure: Figure, axes: Axes, folder: Path, name: str) -> Path:
+def _finish(figure: Figure, axes: Axes, folder: Path, name: str, legend: dict[str, Any] | None = None) -> Path:
     axes.set_xscale("log", base=2)
     least = min(float(np.min(np.asarray(line.get_xdata(), dtype=float))) for line in _curves(axes))
     shown = [n for n in SIZES[::4] if n >= least]
     axes.set_xticks(shown, [format_bytes(n) for n in shown])
     axes.set_xlabel("bytes")
-    axes.legend(fontsize=7)
+    axes.legend(fontsize=7, **(legend or {}))
     return drawing.save_both(figure, name, folder)
 
 

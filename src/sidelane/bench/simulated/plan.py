@@ -145,7 +145,7 @@ def plan_table(machine: Machine, step: Step, found: list[Planned]) -> Table:
     notes = (
         "embedding, head and optimizer are left out; ranges are those of the description's numbers",
         "exposed: more than a step has that communicates nothing and copies out of buffers; straight: without copies",
-        "H200s: 38 of 59 steps were within 5%, all within 15%; single gains are rough (docs/lab/model.md)",
+        "H200s: 37 of 59 steps were within 5%, all within 13%; single gains are rough (docs/lab/model.md)",
     )
     columns = ("<strategy", "step", "compute", "collectives\nalone", "exposed", "plausible")
     return Table(title, columns, tuple(lines), notes)
