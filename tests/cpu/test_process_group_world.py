@@ -40,8 +40,9 @@ if hasattr(c10d, "_dump_fr_trace_json"):  # torch 2.13
     assert entries[0]["process_group"][0] == dist.group.WORLD.group_name
 assert [(row.where, row.nbytes) for row in sidelane.report().rows] == [("sidelane", 12), ("gloo", 40)]
 dist.destroy_process_group()
+os._exit(0)  # once in some hundred runs the end of the interpreter met a thread of torch's, which ended the process
 """
-    command = [sys.executable, "-c", f"import sys; sys.path[:0] = [{str(ROOT / 'src')!r}]\n{script}"]
+    command = [sys.executable, "-c", f"import os, sys; sys.path[:0] = [{str(ROOT / 'src')!r}]\n{script}"]
     recording = os.environ | {"TORCH_FR_BUFFER_SIZE": "100"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=recording)
     assert done.returncode == 0, f"{done.stdout}{done.stderr}"
@@ -68,8 +69,13 @@ dist.all_reduce(tensor)
 import sidelane
 print(sidelane.report())
 dist.destroy_process_group()
+os._exit(0)  # once in some hundred runs the end of the interpreter met a thread of torch's, which ended the process
 """
-    command = [sys.executable, "-c", f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT / 'src')!r}]\n{script}"]
+    command = [
+        sys.executable,
+        "-c",
+        f"import os, sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT / 'src')!r}]\n{script}",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     assert "all_reduce  float32  cpu     sidelane" in done.stdout
