@@ -70,11 +70,7 @@ import sidelane
 print(sidelane.report())
 dist.destroy_process_group()
 """
-    command = [
-        sys.executable,
-        "-c",
-        f"import os, sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT / 'src')!r}]\n{script}",
-    ]
+    command = [sys.executable, "-c", f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT / 'src')!r}]\n{script}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     assert "all_reduce  float32  cpu     sidelane" in done.stdout
