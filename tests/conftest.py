@@ -32,6 +32,8 @@ LONG = (
     "cpu/test_hits.py::test_what_hosts_that_run_ahead_have_read_is_right[2]",
     "cpu/test_learning.py::test_many_ranks_go_ahead_alike[4]",
     "cpu/test_learning.py::test_a_storm_of_tensors_that_are_replaced[2-120]",
+    "cpu/test_lessons.py::test_a_storm_of_tensors_that_are_replaced[2-120]",
+    "cpu/test_lessons.py::test_what_hosts_that_run_ahead_have_read_is_right[2]",
     "cpu/test_own_kernels.py::test_kernels_and_collectives_in_turn[2]",
     "cpu/test_pooled.py::test_places_are_the_same_on_all_ranks_and_used_again[2-2]",
     "cpu/test_pooled.py::test_places_are_the_same_on_all_ranks_and_used_again[4-5]",
@@ -61,6 +63,7 @@ LONG = (
     "program/test_verify_large.py::test_sixty_four_ranks[pcpy]",
     "test_cli_json.py::test_json_goes_to_stdout_alone[chain",
     "test_cli_json.py::test_json_goes_to_stdout_alone[gemms",
+    "test_cli_json.py::test_json_goes_to_stdout_alone[plan",
     "test_launch.py::test_a_second_ctrl_c_ends_ranks_that_do_not_listen",
     "sim/test_sim_reports.py::test_published_values_are_on_the_pictures_of_their_machine_alone",
 )
