@@ -577,34 +577,32 @@ def memory_for_fsdp(gloo: dist.ProcessGroup) -> None:
 
     device = torch.get_default_device()
     with sidelane_group(gloo) as wrapped:
+        # The ranks keep it, too: torch remembers what it does with a mesh by the ranks of that, whatever its group.
         ours = dist.split_group(wrapped, [list(range(gloo.size()))])
     assert ours is not None
-    try:
-        assert ours._get_backend(device).supports_tensor_alloc(device)
-        assert not wrapped._get_backend(torch.device("cpu")).supports_tensor_alloc(torch.device("cpu"))
-        net, expected, symmetric = sharded(ours), on_cpu(lambda: losses_of(sharded(gloo), gloo)), []
-        for module in net.modules():
-            if isinstance(module, FSDPModule):
-                module.set_allocate_memory_from_process_group_for_comm(True)
-        kinds = ("all_gather", "reduce_scatter")
-        made = {kind: getattr(sidelane.Communicator, kind) for kind in kinds}
+    assert ours._get_backend(device).supports_tensor_alloc(device)
+    assert not wrapped._get_backend(torch.device("cpu")).supports_tensor_alloc(torch.device("cpu"))
+    net, expected, symmetric = sharded(ours), on_cpu(lambda: losses_of(sharded(gloo), gloo)), []
+    for module in net.modules():
+        if isinstance(module, FSDPModule):
+            module.set_allocate_memory_from_process_group_for_comm(True)
+    kinds = ("all_gather", "reduce_scatter")
+    made = {kind: getattr(sidelane.Communicator, kind) for kind in kinds}
 
-        def noting(kind: str) -> Callable[..., Any]:
-            def call(comm: sidelane.Communicator, output: Any, given: Any, **options: Any) -> Any:
-                larger = output if kind == "all_gather" else given
-                symmetric.append((kind, comm.lane.session.heap.locate(larger).symmetric))
-                return made[kind](comm, output, given, **options)
+    def noting(kind: str) -> Callable[..., Any]:
+        def call(comm: sidelane.Communicator, output: Any, given: Any, **options: Any) -> Any:
+            larger = output if kind == "all_gather" else given
+            symmetric.append((kind, comm.lane.session.heap.locate(larger).symmetric))
+            return made[kind](comm, output, given, **options)
 
-            return call
+        return call
 
-        with contextlib.ExitStack() as patched:
-            for kind in kinds:
-                patched.enter_context(mock.patch.object(sidelane.Communicator, kind, noting(kind)))
-            found = losses_of(net, ours)
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
-        assert len(symmetric) > 10 and set(symmetric) == {(kind, True) for kind in kinds}, symmetric
-    finally:
-        dist.destroy_process_group(ours)
+    with contextlib.ExitStack() as patched:
+        for kind in kinds:
+            patched.enter_context(mock.patch.object(sidelane.Communicator, kind, noting(kind)))
+        found = losses_of(net, ours)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+    assert len(symmetric) > 10 and set(symmetric) == {(kind, True) for kind in kinds}, symmetric
 
 
 def trains_fsdp(gloo: dist.ProcessGroup) -> None:
