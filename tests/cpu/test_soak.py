@@ -67,7 +67,7 @@ def episode(world_size: int = 2, ending: str = endings.GOOD, **changes: Any) -> 
         "calls": 60,
         "debug": False,
         "verify": True,
-        "timeout_s": 1.0 if ENDINGS[ending].times_out else 40.0,
+        "timeout_s": 2.0 if ENDINGS[ending].times_out else 40.0,
     }
     return dataclasses.replace(drawn, **{**plain, **changes})
 
