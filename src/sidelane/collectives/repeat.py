@@ -25,6 +25,7 @@ MOST_TENSORS = 128
 
 MOST_POSTS = 4096
 """Remembered."""
+
 MOST_MOVED = 2
 """Tensors of a call that is remembered by its shape."""
 

@@ -118,15 +118,9 @@ class Fusion(CustomGraphPass):
         if moved is not None:
             require(moved.joined == 0, "what is scattered is put together otherwise")
             between, product = [*moved.nodes], moved.source
-        while isinstance(product, Node) and product.target in VIEWS:
-            between.append(product)
-            product = product.args[0]
-        require(isinstance(product, Node) and product.target is _aten.mm.default, "no mm in front")
-        users = {user for one in (*between, product) for user in one.users}
-        require(users <= {node, *between}, "the product is used by others")
+        product = product_in_front(node, product, between)
         x, weight = self._factors(product)
         rows, columns = product.meta["val"].shape
-        require(rows * columns <= MOST_ELEMENTS, "too many elements")
         if moved is not None:
             shape = list(moved.source.meta["val"].shape)
             require(moved.cut < len(shape) - 1 and shape[-1] == columns, "columns are scattered")
@@ -150,16 +144,9 @@ class Fusion(CustomGraphPass):
         require(isinstance(shape[0], int) and shape[0] % n == 0, "parts that the ranks do not divide")
         require(all(list(sizes) == [shape[0] // n] * n for sizes in splits if sizes), "uneven split sizes")
         between: list[Node] = []
-        while isinstance(product, Node) and product.target in VIEWS:
-            between.append(product)
-            product = product.args[0]
-        require(isinstance(product, Node) and product.target is _aten.mm.default, "no mm in front")
-        users = {user for one in (*between, product) for user in one.users}
-        require(users <= {node, *between}, "the product is used by others")
+        product = product_in_front(node, product, between)
         x, weight = self._factors(product)
-        rows, columns = product.meta["val"].shape
-        require(rows * columns <= MOST_ELEMENTS, "too many elements")
-        require(rows % n == 0, "rows that the ranks do not divide")
+        require(product.meta["val"].shape[0] % n == 0, "rows that the ranks do not divide")
         return self._put(graph, wait, "gemm_all_to_all_evenly", x, weight, (wait, node, *between, product))
 
     def _norm(self, graph: Graph, node: Node) -> str | None:
@@ -298,3 +285,17 @@ class Fusion(CustomGraphPass):
 def _collective_of(node: Node) -> str | None:
     known = {getattr(torch.ops._c10d_functional, name).default: name for name in _COLLECTIVES}
     return known.get(node.target) if node.op == "call_function" else None
+
+
+def product_in_front(node: Node, given: Any, between: list[Node]) -> Node:
+    """The matrix product that a collective is given, by way of views, which are appended to ``between``."""
+    while isinstance(given, Node) and given.target in VIEWS:
+        between.append(given)
+        given = given.args[0]
+    require(isinstance(given, Node) and given.target is _aten.mm.default, "no mm in front")
+    users = {user for one in (*between, given) for user in one.users}
+    require(users <= {node, *between}, "the product is used by others")
+    rows, columns = given.meta["val"].shape
+    require(rows * columns <= MOST_ELEMENTS, "too many elements")
+    product: Node = given
+    return product
