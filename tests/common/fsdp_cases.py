@@ -287,7 +287,8 @@ class Exchanges:
 
     def begin(self) -> None:
         size, n, rank = self.SIZES[self._number % len(self.SIZES)], self._comm.world_size, self._comm.rank
-        output, given = torch.empty(n, size), torch.empty(n, size)
+        where = self._comm.device  # the default device is not that of the thread that runs backward
+        output, given = torch.empty(n, size, device=where), torch.empty(n, size, device=where)
         for peer in range(n):
             given[peer] = self._token(rank, peer)
         self.pending.append((self._number, output, self._comm.all_to_all(output, given, async_op=True)))
