@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,17 +13,17 @@ import pytest
 from cuda_world import World, programs, world_of
 
 from sidelane.errors import PeerError, PeerTimeoutError, UnavailableError
+from sidelane.execute.base import Addresses
 from sidelane.execute.cuda import plan as planning
-from sidelane.execute.cuda.calls import Gate, HostWord, MemOps, WaitEvent, WaitValue, WriteValue
+from sidelane.execute.cuda.calls import DeviceWord, HostWord, MemOps, StreamCall, WaitEvent, WaitValue, WriteValue
 from sidelane.execute.cuda.driver import DriverError
-from sidelane.execute.cuda.held import hold_back
 from sidelane.execute.cuda.plan import plan_calls
 from sidelane.execute.cuda.prelaunched import CudaPrelaunched
 from sidelane.program import collective as define
 from sidelane.program.builders import build
 from sidelane.program.collective import Buffer
-from sidelane.program.ir import EPOCH, Program
-from sidelane.program.transform import prelaunch
+from sidelane.program.ir import EPOCH, Flag, Program
+from sidelane.program.transform import hold, prelaunch
 
 
 class Armed:
@@ -32,7 +33,8 @@ class Armed:
         self.world, self.data = world, world.load(program)
         addresses = self.data.ranks[0].addresses
         self.ranks = [
-            CudaPrelaunched(executor, program, addresses, host_trigger=host_trigger) for executor in world.executors
+            CudaPrelaunched(executor, hold(program), addresses, host_trigger=host_trigger)
+            for executor in world.executors
         ]
 
     def arm(self, ranks: Sequence[int] | None = None) -> None:
@@ -78,28 +80,34 @@ def gather(n: int, nbytes: int = 64, *, in_place: bool = False) -> Program:
 @pytest.mark.parametrize("peer_writes", [True, False])
 def test_a_held_plan_begins_with_its_trigger_and_ends_with_its_end(peer_writes: bool) -> None:
     for program in programs(4):
-        plan = plan_calls(program, 1, peer_writes=peer_writes)
-        held = hold_back(plan, Gate.TRIGGER)
-        first, last = held.steps[0], held.steps[-1]
-        assert not first.stream
+        plan, trigger = plan_calls(program, 1, peer_writes=peer_writes), Flag(1, program.flag_count)
+        held = plan_calls(hold(program), 1, peer_writes=peer_writes)
+        assert held.is_held and (held.streams, held.held_streams) == (plan.streams + 1, plan.streams)
+        first, last = held.ahead[0], held.ahead[-1]
+        assert first.stream == last.stream == 1
         assert isinstance(first.call, MemOps)
-        assert first.call.ops[0] == WaitValue(Gate.TRIGGER, EPOCH)
+        assert first.call.ops[0] == WaitValue(trigger, EPOCH)
         assert isinstance(last.call, MemOps)
-        assert last.call.ops[-2:] == (WriteValue(Gate.DONE, EPOCH), WriteValue(HostWord.FINISHED, EPOCH))
+        assert last.call.ops[-2:] == (WriteValue(DeviceWord.DONE, EPOCH), WriteValue(HostWord.FINISHED, EPOCH))
         # Every other stream forks behind the wait.
-        for stream in range(1, held.streams):
+        for stream in range(2, held.streams):
             assert isinstance(held.calls(stream)[0], WaitEvent)
         # Nothing else has changed.
-        ops = [op for step in held.steps if isinstance(step.call, MemOps) for op in step.call.ops]
-        kept = [op for op in ops if not {getattr(op, "flag", None), getattr(op, "target", None)} & set(Gate)]
+        ops = [op for step in held.ahead if isinstance(step.call, MemOps) for op in step.call.ops]
+        own = {trigger, DeviceWord.DONE}
+        kept = [op for op in ops if not {getattr(op, "flag", None), getattr(op, "target", None)} & own]
         assert kept == [op for step in plan.steps if isinstance(step.call, MemOps) for op in step.call.ops]
-        others = [[step for step in each.steps if not isinstance(step.call, MemOps)] for each in (plan, held)]
-        assert others[0] == others[1]
+        others = [[step for step in each if not isinstance(step.call, MemOps)] for each in (plan.steps, held.ahead)]
+        assert others[0] == [dataclasses.replace(step, stream=step.stream - 1) for step in others[1]]
+        # The caller has one call.
+        (fire,) = held.steps
+        assert fire == StreamCall(0, MemOps((WriteValue(trigger, EPOCH), WaitValue(DeviceWord.DONE, EPOCH))))
 
 
-def test_programs_with_triggers_of_their_own_are_refused() -> None:
-    with pytest.raises(ValueError, match="calls ahead of the collective"):
-        hold_back(plan_calls(prelaunch(gather(2)), 0), Gate.TRIGGER)
+def test_only_what_has_one_trigger_can_be_a_handle(pair: World) -> None:
+    for program in (gather(2), prelaunch(gather(2))):
+        with pytest.raises(ValueError, match=r"no trigger of all queues \(allowed=transform.hold\)"):
+            CudaPrelaunched(pair.executors[0], program, Addresses({}, (0, 0)))
 
 
 # --- what is submitted when -------------------------------------------------------------------------------------------
@@ -175,6 +183,22 @@ def test_every_builder_moves_the_right_bytes(
                 armed.data.check(expected)
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+def test_one_rank_alone_has_a_trigger_too(in_place: bool) -> None:
+    """In place it has nothing to do, and no queue."""
+    with world_of(1) as world:
+        armed = Armed(world, gather(1, in_place=in_place))
+        for repeat in range(3):
+            armed.arm()
+            time.sleep(0.01)
+            assert not world.executors[0].watch.finished(world.epoch)
+            expected = armed.data.fill(repeat)
+            armed.fire()
+            world.synchronize()
+            world.drivers[0].synchronize()
+            armed.data.check(expected)
+
+
 def test_the_host_fires_without_the_driver(pair: World) -> None:
     armed = Armed(pair, gather(2), host_trigger=True)
     for repeat in range(3):
@@ -231,7 +255,7 @@ def test_counts_say_what_was_submitted_ahead(pair: World) -> None:
     armed.arm()
     last = pair.executors[0].ledger.last
     assert last is not None
-    assert (last.variant, last.counts.peer_copies, last.counts.kernels) == ("b2b, prelaunched", 1, 0)
+    assert (last.variant, last.counts.peer_copies, last.counts.kernels) == ("b2b+hold", 1, 0)
     armed.fire()
     pair.synchronize()
 

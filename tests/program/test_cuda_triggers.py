@@ -38,7 +38,7 @@ class Sliced:
         self.aside = [driver.create_stream() for driver in world.drivers]
         self.triggers = [
             [
-                CudaTrigger(executor, [(flags[rank] + 4 * signal.flag.index, signal.value) for signal in signals])
+                CudaTrigger(executor, [(flags[rank] + 4 * s.flag.index, s.value) for s in signals], "a trigger")
                 for signals in triggers_of(program, rank)
             ]
             for rank, executor in enumerate(world.executors)

@@ -84,8 +84,9 @@ class CudaBackend:
 
     def bind_trigger(self, words: Sequence[tuple[int, Value]], loaded: Runnable) -> CudaTrigger:
         assert isinstance(loaded, CudaProgram)
-        require_free_channel(str(loaded.program.collective), loaded.program.variant, loaded.streams)
-        return CudaTrigger(self.executor, words)
+        require_free_channel(str(loaded.program.collective), loaded.program.variant, loaded.held_streams)
+        loaded.is_triggered = True
+        return CudaTrigger(self.executor, words, f"a trigger of {loaded.program.collective}")
 
     def hold(self, program: Program, addresses: Addresses, host_trigger: bool) -> CudaHeld:
         return CudaHeld(self, CudaPrelaunched(self.executor, program, addresses, host_trigger=host_trigger))
