@@ -52,26 +52,29 @@ def launch(kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
 
 
 def handles(group: dist.ProcessGroup, rounds: int) -> None:
-    """Two handles in turn, fired from inside of the kernel that makes their input, and from others; one is closed."""
+    """Two handles in turn, fired from inside of the kernel that makes the input, or behind it; one is closed so."""
     with Communicator(group, device=torch.get_default_device(), config=Config(timeout_s=60)) as comm:
         n, rank, numel = comm.world_size, comm.rank, 3 * SIZE + 5
         output, input = comm.empty(n * numel), torch.empty(numel)
         exchanged, source = torch.empty(n * numel), torch.empty(n * numel)
         ramp, blocks = torch.arange(numel), triton.cdiv(numel, SIZE)
-        words, done = torch.zeros(2, dtype=torch.int32), torch.zeros(rounds + 1, dtype=torch.int32)
+        words, done = torch.zeros(2, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
         # A GPU loads kernels when they are first launched, which waits for what is armed.
         launch(produce_and_fire, blocks, input, 7, numel, done, words.data_ptr(), 1, SIZE=SIZE)
         launch(fire, 1, words.data_ptr() + 4, -1)
         source.view(n, numel).copy_(ramp.expand(n, numel) + 3)
         assert words.tolist() == [1, -1] and input.eq(ramp + 7).all()
-        gather = comm.prepare_all_gather(output, input, host_trigger=bool(rank % 2))
+        gather = comm.prepare_all_gather(output, input, host_trigger=not input.is_cuda and bool(rank % 2))
         with gather, comm.prepare_all_to_all(exchanged, source, variant="pcpy") as exchange:
             for step in range(rounds):
+                done.zero_()
                 gather.arm()
                 word = gather.trigger_address, as_int32(gather.trigger_value)
-                launch(produce_and_fire, blocks, input, 100 * step + rank, numel, done[step + 1 :], *word, SIZE=SIZE)
+                launch(produce_and_fire, blocks, input, 100 * step + rank, numel, done, *word, SIZE=SIZE)
                 if step == rounds - 1:
-                    break  # closed with its kernel on the way
+                    if input.is_cuda:  # where closing fires at once
+                        torch.cuda.current_stream().synchronize()
+                    break
                 gather.wait()
                 assert output.view(n, numel).eq(100 * step + torch.arange(n)[:, None] + ramp).all(), step
                 exchange.arm()
@@ -89,7 +92,10 @@ def slices(group: dist.ProcessGroup, seed: int, calls: int) -> int:
     with Communicator(group, device=torch.get_default_device(), config=Config(timeout_s=60)) as comm:
         n, rank, count, nbytes = comm.world_size, comm.rank, 4, 48
         shard, output = torch.zeros(count, nbytes, dtype=torch.uint8), comm.empty(n, count * nbytes, dtype=torch.uint8)
-        launch(fire, 1, torch.zeros(1, dtype=torch.int32).data_ptr(), 1)
+        word = torch.zeros(1, dtype=torch.int32)
+        launch(fire, 1, word.data_ptr(), 1)  # a GPU loads kernels when they are first launched
+        for number in range(count):
+            shard[number] = 1
         with comm.load(sliced_gather(n, count, nbytes), {"shard": shard, "output": output}) as run:
             for call in range(calls):
                 work = run(async_op=True)

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable
 
+import firing
 import torch
 import torch.distributed as dist
 import triton
@@ -61,6 +62,20 @@ def triggers(context: Context, how: str, variant: str, numel: int, rounds: int) 
                 assert same_bytes(output, wanted), (how, variant, numel, step)
         comm.synchronize()
     return statistics.median(times)
+
+
+def fired_by_kernels(context: Context, name: str, *args: int, stream: bool = True) -> None:
+    """One of the cases that CPU ranks run with Triton's interpreter."""
+    torch.set_default_device(context.device)
+    try:
+        with torch.cuda.stream(torch.cuda.Stream() if stream else None):
+            getattr(firing, name)(dist.group.WORLD, *args)
+    finally:
+        torch.set_default_device(None)
+
+
+def on_the_default_stream(context: Context, name: str, *args: int) -> None:
+    fired_by_kernels(context, name, *args, stream=False)
 
 
 def kernel_that_produces(context: Context, rounds: int) -> None:
