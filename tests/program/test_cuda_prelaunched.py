@@ -12,18 +12,35 @@ import numpy as np
 import pytest
 from cuda_world import World, programs, world_of
 
+from sidelane.collectives.backend_cuda import CudaHeld
 from sidelane.errors import PeerError, PeerTimeoutError, UnavailableError
-from sidelane.execute.base import Addresses
+from sidelane.execute.cuda import CudaExecutor
 from sidelane.execute.cuda import plan as planning
 from sidelane.execute.cuda.calls import DeviceWord, HostWord, MemOps, StreamCall, WaitEvent, WaitValue, WriteValue
 from sidelane.execute.cuda.driver import DriverError
 from sidelane.execute.cuda.plan import plan_calls
-from sidelane.execute.cuda.prelaunched import CudaPrelaunched
 from sidelane.program import collective as define
 from sidelane.program.builders import build
 from sidelane.program.collective import Buffer
 from sidelane.program.ir import EPOCH, Flag, Program
-from sidelane.program.transform import hold, prelaunch
+from sidelane.program.transform import hold
+
+
+class Caller:
+    """What a handle asks of the backend of a rank: where its caller stands."""
+
+    def __init__(self, executor: CudaExecutor, stream: int) -> None:
+        self.executor, self.last = executor, stream
+        self.at = (stream, False)
+
+    def place(self) -> tuple[int, bool]:
+        return self.at
+
+    def last_handle(self) -> int:
+        return self.last
+
+    def follow(self, handle: int) -> None:
+        self.last = handle
 
 
 class Armed:
@@ -32,19 +49,21 @@ class Armed:
     def __init__(self, world: World, program: Program, *, host_trigger: bool = False) -> None:
         self.world, self.data = world, world.load(program)
         addresses = self.data.ranks[0].addresses
-        self.ranks = [
-            CudaPrelaunched(executor, hold(program), addresses, host_trigger=host_trigger)
-            for executor in world.executors
-        ]
+        handles = [stream.cuda_stream for stream in world.streams]
+        self.callers = [Caller(*each) for each in zip(world.executors, handles, strict=True)]
+        self.ranks = [CudaHeld(caller, hold(program), addresses, host_trigger) for caller in self.callers]
 
     def arm(self, ranks: Sequence[int] | None = None) -> None:
         self.world.epoch += 1
         for rank in range(self.world.world_size) if ranks is None else ranks:
-            self.ranks[rank].arm(self.world.epoch, after=self.world.streams[rank].cuda_stream)
+            self.ranks[rank].arm(self.world.epoch)
 
     def fire(self, ranks: Sequence[int] | None = None, stream: int | None = None) -> None:
         for rank in range(self.world.world_size) if ranks is None else ranks:
-            self.ranks[rank].fire((self.world.streams[rank].cuda_stream if stream is None else stream, False))
+            own = self.world.streams[rank].cuda_stream
+            self.callers[rank].at = (own if stream is None else stream, False)
+            self.ranks[rank].fire()
+            self.callers[rank].at = (own, False)
 
     def store(self, rank: int) -> Callable[[], None]:
         """What a kernel does that fires."""
@@ -104,12 +123,6 @@ def test_a_held_plan_begins_with_its_trigger_and_ends_with_its_end(peer_writes: 
         assert fire == StreamCall(0, MemOps((WriteValue(trigger, EPOCH), WaitValue(DeviceWord.DONE, EPOCH))))
 
 
-def test_only_what_has_one_trigger_can_be_a_handle(pair: World) -> None:
-    for program in (gather(2), prelaunch(gather(2))):
-        with pytest.raises(ValueError, match=r"no trigger of all queues \(allowed=transform.hold\)"):
-            CudaPrelaunched(pair.executors[0], program, Addresses({}, (0, 0)))
-
-
 # --- what is submitted when -------------------------------------------------------------------------------------------
 
 
@@ -123,7 +136,7 @@ def test_everything_goes_ahead_and_the_trigger_is_one_batch(pair: World) -> None
         assert kinds[:2] == ["record", "wait"], "behind the last call"
         assert set(kinds[2:]) == {"memory_ops", "copy", "record", "wait"}
         streams = {stream for _, stream in calls[1:]}
-        assert armed.ranks[rank].home in streams and len(streams) == 2, "one more for the own part"
+        assert armed.callers[rank].last in streams and len(streams) == 2, "one more for the own part"
         assert pair.streams[rank].cuda_stream not in streams
     time.sleep(0.05)
     assert all((output != good).any() for output, good in zip(armed.data.outputs(), expected, strict=True)), "too soon"
@@ -208,8 +221,8 @@ def test_the_host_fires_without_the_driver(pair: World) -> None:
         for rank in armed.ranks:
             rank.fire_from_host()
         assert submitted(pair) == [[], []]
-        for rank, stream in zip(armed.ranks, pair.streams, strict=True):
-            rank.join((stream.cuda_stream, False), begun=True)
+        for rank in armed.ranks:
+            rank.wait(begun=True)
         for driver in pair.drivers:
             driver.synchronize()
         armed.data.check(expected)
@@ -230,7 +243,7 @@ def test_a_kernel_fires_by_a_store(pair: World) -> None:
         for rank, driver in enumerate(pair.drivers):
             stream = pair.streams[rank].cuda_stream
             driver.do(stream, armed.store(rank))
-            armed.ranks[rank].join((stream, False), begun=False)
+            armed.ranks[rank].wait(begun=False)
         for driver in pair.drivers:
             driver.synchronize()
         armed.data.check(expected)
@@ -268,9 +281,10 @@ def test_a_capture_is_refused_and_the_trigger_comes_later(pair: World) -> None:
     armed.arm()
     expected = armed.data.fill(1)
     pair.drivers[0].begin_capture()
-    for wrong in (armed.ranks[0].fire, lambda place: armed.ranks[0].join(place, begun=True)):
+    armed.callers[0].at = (pair.streams[0].cuda_stream, True)
+    for wrong in (armed.ranks[0].fire, lambda: armed.ranks[0].wait(begun=True)):
         with pytest.raises(ValueError, match="captur"):
-            wrong((pair.streams[0].cuda_stream, True))
+            wrong()
     assert pair.drivers[0].end_capture() == []
     armed.fire()
     pair.synchronize()
@@ -307,7 +321,7 @@ def test_a_rank_that_never_arms_or_never_fires_is_named(pair: World, arms: bool)
     pair.drivers[0].synchronize()
     if arms:  # it hears of that, and its armed streams drain
         with pytest.raises(PeerError):
-            armed.ranks[1].finish(fire=False)
+            armed.ranks[1].finish()
         pair.drivers[1].synchronize()
         with pytest.raises(PeerError):
             armed.fire([1])
@@ -316,8 +330,8 @@ def test_a_rank_that_never_arms_or_never_fires_is_named(pair: World, arms: bool)
 def test_a_kernel_that_never_fires_is_a_time_out_of_its_own_rank(pair: World) -> None:
     armed = Armed(pair, gather(2))
     armed.arm()
-    for rank, stream in zip(armed.ranks, pair.streams, strict=True):
-        rank.join((stream.cuda_stream, False), begun=False)
+    for rank in armed.ranks:
+        rank.wait(begun=False)
     with pytest.raises(PeerTimeoutError, match="has not signalled"):
         pair.synchronize()
     for driver in pair.drivers:
@@ -329,7 +343,7 @@ def test_a_dead_peer_is_noticed_while_armed(pair: World) -> None:
     armed.arm()
     pair.monitor.dead.add(1)
     with pytest.raises(PeerError, match="rank 1 died"):
-        armed.ranks[0].finish(fire=False)
+        armed.ranks[0].finish()
     pair.drivers[0].synchronize()
     with pytest.raises(PeerError, match="rank 1 died"):
         armed.fire([0])
@@ -341,7 +355,7 @@ def test_giving_up_fires_and_waits(pair: World) -> None:
         armed.arm()
         expected = armed.data.fill(1)
         armed.fire([1])
-        armed.ranks[0].finish(fire=True)
+        armed.ranks[0].give_up()
         pair.synchronize()
         armed.data.check(expected)
 
@@ -353,7 +367,7 @@ def test_a_refused_trigger_ends_it_for_all(pair: World) -> None:
     with pytest.raises(DriverError):
         armed.fire([0])
     with pytest.raises(PeerError, match="CUDA_ERROR_UNKNOWN"):
-        armed.ranks[1].finish(fire=True)
+        armed.ranks[1].give_up()
         # What rank 0 had armed was let go: rank 1 may have got its bytes, which are garbage, before it heard.
         for _ in range(200):
             pair.executors[1].synchronize()

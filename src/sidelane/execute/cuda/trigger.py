@@ -83,11 +83,12 @@ class CudaTrigger:
         calls = self._fire_on.get(stream)
         if calls is None:
             calls = self._fire_on[stream] = self._bind(self._fire, stream)
-        if epoch != self._epoch or not executor.driver.is_current():
+        driver = executor.driver
+        if epoch != self._epoch or not driver.is_current():
             self._submit(epoch, calls)
             return
         try:  # plainly: this is on the path of a prelaunched call
-            executor.driver.submit(calls)
+            driver.submit(calls)
         except BaseException as error:
             executor.watch.fail_submission(self._title, error)
             raise
