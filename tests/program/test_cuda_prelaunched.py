@@ -263,6 +263,27 @@ def test_handles_take_turns(pair: World) -> None:
         armed.data.check(expected)
 
 
+@pytest.mark.parametrize("host_trigger", [False, True])
+def test_a_renewal_leaves_no_word_behind(pair: World, host_trigger: bool) -> None:
+    """What was set long ago would count as set by a call to come, on the circle of 32 bits."""
+    armed = Armed(pair, gather(2), host_trigger=host_trigger)
+    for epoch in (1, 1 << 31, (1 << 32) + 5):
+        for executor in pair.executors:
+            executor.renew(epoch)
+        for flags in pair.flags:
+            flags[:] = epoch & 0xFFFFFFFF
+        pair.epoch = epoch
+        armed.arm()
+        expected = armed.data.fill(epoch)
+        time.sleep(0.02)
+        assert not any(executor.watch.finished(epoch + 1) for executor in pair.executors)
+        armed.fire()
+        pair.synchronize()
+        for driver in pair.drivers:
+            driver.synchronize()
+        armed.data.check(expected)
+
+
 def test_counts_say_what_was_submitted_ahead(pair: World) -> None:
     armed = Armed(pair, gather(2))
     armed.arm()
