@@ -111,6 +111,7 @@ class CudaProgram:
         with executor.lock, executor.driver.current():
             try:
                 self._arm(epoch, after)
+                executor.armed_epoch = epoch
             except ValueError:
                 raise
             except BaseException as error:
@@ -287,7 +288,7 @@ class CudaProgram:
             driver, event = executor.driver, self._events[0]
             driver.submit([driver.bind_record(event, after), driver.bind_wait(event, self.home)])
         executor.driver.submit(self._bound.ahead)
-        self._armed = executor.armed_epoch = epoch
+        self._armed = epoch
         if is_held:  # what is armed is under watch: a peer that dies is noticed at once
             self._note(epoch, self._entry(Route.DIRECT))
 
