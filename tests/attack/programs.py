@@ -13,7 +13,7 @@ from sidelane.program.builders.reducing import reduce
 from sidelane.program.builders.relayed import RELAY, relay
 from sidelane.program.collective import ELEMENT_BYTES, REDUCING, Collective, Kind, ReduceOp, Reduction
 from sidelane.program.ir import Broadcast, Copy, Move, Program, Swap
-from sidelane.program.transform import freeze, lower, prelaunch, stamp
+from sidelane.program.transform import freeze, hold, lower, prelaunch, stamp
 
 WORLDS = (1, *(2,) * 8, *(3,) * 8, 4, 4, 4, 5, 6, 7, 8)
 """World sizes, as often as they are drawn: most mistakes show between two or three ranks, where a run is short."""
@@ -21,7 +21,7 @@ WORLDS = (1, *(2,) * 8, *(3,) * 8, 4, 4, 4, 5, 6, 7, 8)
 LISTED = (Kind.ALL_GATHER, Kind.ALL_TO_ALL, Kind.BROADCAST, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE)
 """Kinds that take lists of tensors."""
 
-FORMS = ("plain", "plain", "stamped", "prelaunched", "frozen", "prelaunched frozen")
+FORMS = ("plain", "plain", "stamped", "prelaunched", "held", "frozen", "prelaunched frozen")
 
 
 def program(rng: random.Random, ranks: int, form: str | None = None) -> Program:
@@ -126,4 +126,6 @@ def formed(made: Program, rng: random.Random, form: str | None = None) -> Progra
         made = stamp(made)
     if "prelaunched" in form:
         made = prelaunch(made)
+    elif "held" in form:
+        made = hold(made)
     return freeze(made) if "frozen" in form else made

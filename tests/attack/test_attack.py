@@ -60,7 +60,7 @@ def test_the_pool_has_everything() -> None:
     expected = {*range(1, 9), "batch", "single", Broadcast, Swap, Reduce, *variants, *places_of, *reductions, *forms}
     assert not expected - set(seen)
     assert set(LISTED) <= set(Kind)
-    assert {word for form in FORMS for word in form.split()} == {"plain", "stamped", "prelaunched", "frozen"}
+    assert {word for form in FORMS for word in form.split()} == {"plain", "stamped", "prelaunched", "held", "frozen"}
 
 
 def test_every_mistake_can_be_made() -> None:

@@ -29,7 +29,8 @@ from sidelane.program.ir import (
     Value,
     Wait,
 )
-from sidelane.program.transform import prelaunch
+from sidelane.program.transform import hold, prelaunch
+from sidelane.program.transform.prelaunch import held_by
 from sidelane.program.verify import verify
 
 DMA, LOCAL = Engine(EngineKind.DMA), Engine(EngineKind.LOCAL)
@@ -153,6 +154,45 @@ def test_what_was_armed_for_another_epoch_is_dropped() -> None:
         loaded.run_checked(3)
         loaded.ranks[0].arm(4)
     assert not threads(), "closing ends what is armed"
+
+
+def test_a_trigger_begins_what_is_armed_before_its_start() -> None:
+    with LocalWorld(2, timeout_s=0.5) as world:
+        loaded = world.load(hold(build(all_gather([NBYTES] * 2), "pcpy")))
+        outputs = [loaded.memory[rank, Buffer.OUTPUT] for rank in range(2)]
+        (trigger,) = {held_by(loaded.ranks[0].program, rank).index for rank in range(2)}
+        for rank in range(2):
+            loaded.memory[rank, Buffer.INPUT].fill_(rank + 1)
+
+        def arm(epoch: int) -> None:
+            for flags, rank in zip(world.flags, loaded.ranks, strict=True):
+                rank.arm(epoch, lambda flags=flags: int(flags[trigger]) >= epoch)
+
+        arm(1)
+        time.sleep(0.8)  # longer than the time-out
+        assert world.state.begun == [0, 0] and all(bool((output == POISON).all()) for output in outputs)
+        for flags in world.flags:
+            flags[trigger] = 1
+        deadline = time.monotonic() + 20
+        while not all(output.eq(torch.tensor([1, 2]).repeat_interleave(NBYTES)).all() for output in outputs):
+            assert time.monotonic() < deadline
+            time.sleep(1e-3)
+        assert world.state.begun == [1, 1], "the peers can tell that it has come"
+        for rank in loaded.ranks:
+            rank.start(1, None).wait()
+        # One rank is fired, and waits for the other: it can still be dropped, and has left when it was.
+        arm(2)
+        world.flags[0][trigger] = 2
+        while world.state.begun[0] != 2:
+            assert time.monotonic() < deadline
+            time.sleep(1e-3)
+        for rank in loaded.ranks:
+            rank.disarm()
+        outputs[0].fill_(POISON)
+        time.sleep(0.05)
+        assert bool((outputs[0] == POISON).all())
+        loaded.run_checked(3)
+    assert not threads()
 
 
 # --- failures ---------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from ranks import Crew, RankPool
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
+import firing
 import own_kernels
 
 
@@ -59,6 +60,16 @@ def test_a_signal_that_nobody_sends(three: Crew, flag: int) -> None:
     for kind, text, ranks in three.run(own_kernels.waits_in_vain, 3, flag, None):
         assert kind == "PeerTimeoutError"
         assert "kernel waits_for" in text and 2 in ranks, (text, ranks)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_kernels_fire_handles(three: Crew, world_size: int) -> None:
+    three.run(firing.handles, world_size, 6, timeout_s=120)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_kernels_fire_slices(three: Crew, world_size: int) -> None:
+    assert all(fired > 2 for fired in three.run(firing.slices, world_size, 1, 8, timeout_s=120))
 
 
 def test_a_dead_peer() -> None:

@@ -7,40 +7,16 @@ import statistics
 import time
 from collections.abc import Callable
 
+import firing
 import torch
 import torch.distributed as dist
 import triton
-import triton.language as tl
 from device_cases import Context
 from expected import any_bytes, same_bytes
+from firing import fire, produce_and_fire
 
 from sidelane import Communicator, CommunicatorClosedError, Config, PeerError, UnavailableError
-
-
-# What changes from call to call must not choose between kernels: one that is loaded while a call is armed waits for it.
-@triton.jit(do_not_specialize=["address", "value"])
-def fire(address, value):
-    """Store what fires a prelaunched call, after all that this block has read and written."""
-    tl.debug_barrier()
-    word = tl.cast(address, tl.int64).to(tl.pointer_type(tl.int32))
-    tl.atomic_xchg(word, tl.cast(value, tl.int32), sem="release", scope="sys")
-
-
-@triton.jit(do_not_specialize=["seed", "address", "value"])
-def produce_and_fire(input, seed, count, done, address, value, SIZE: tl.constexpr):
-    """Fill ``input`` with ``seed`` and a running number; the last block to end fires from inside the kernel."""
-    block = tl.program_id(0)
-    offsets = block * SIZE + tl.arange(0, SIZE)
-    tl.store(input + offsets, (offsets + seed).to(tl.float32), mask=offsets < count)
-    tl.debug_barrier()
-    if tl.atomic_add(done, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
-        word = tl.cast(address, tl.int64).to(tl.pointer_type(tl.int32))
-        tl.atomic_xchg(word, tl.cast(value, tl.int32), sem="release", scope="sys")
-
-
-def signed(value: int) -> int:
-    """A 32-bit word as Triton takes it."""
-    return value - (1 << 32) if value >> 31 else value
+from sidelane.program.words import as_int32
 
 
 def communicator(context: Context, **settings: float) -> Communicator:
@@ -74,7 +50,7 @@ def triggers(context: Context, how: str, variant: str, numel: int, rounds: int) 
                 if how == "host":
                     torch.cuda.current_stream().synchronize()
                 elif how == "kernel":
-                    fire[(1,)](handle.trigger_address, signed(handle.trigger_value))
+                    fire[(1,)](handle.trigger_address, as_int32(handle.trigger_value))
                 began = time.perf_counter_ns()
                 if how == "stream":
                     handle.trigger()
@@ -86,6 +62,20 @@ def triggers(context: Context, how: str, variant: str, numel: int, rounds: int) 
                 assert same_bytes(output, wanted), (how, variant, numel, step)
         comm.synchronize()
     return statistics.median(times)
+
+
+def fired_by_kernels(context: Context, name: str, *args: int, stream: bool = True) -> None:
+    """One of the cases that CPU ranks run with Triton's interpreter."""
+    torch.set_default_device(context.device)
+    try:
+        with torch.cuda.stream(torch.cuda.Stream() if stream else None):
+            getattr(firing, name)(dist.group.WORLD, *args)
+    finally:
+        torch.set_default_device(None)
+
+
+def on_the_default_stream(context: Context, name: str, *args: int) -> None:
+    fired_by_kernels(context, name, *args, stream=False)
 
 
 def kernel_that_produces(context: Context, rounds: int) -> None:
@@ -104,7 +94,7 @@ def kernel_that_produces(context: Context, rounds: int) -> None:
             for step in range(rounds):
                 done = torch.zeros(1, dtype=torch.int32, device=device)
                 handle.arm()
-                address, value = handle.trigger_address, signed(handle.trigger_value)
+                address, value = handle.trigger_address, as_int32(handle.trigger_value)
                 produce_and_fire[(triton.cdiv(numel, size),)](
                     input, 7 * step + rank, numel, done, address, value, SIZE=size
                 )

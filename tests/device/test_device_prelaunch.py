@@ -28,6 +28,12 @@ def test_the_kernel_that_produces_fires(ranks: Ranks) -> None:
     ranks.run(CASES + "kernel_that_produces", 30, timeout_s=120)
 
 
+@pytest.mark.parametrize("case", ["fired_by_kernels", "on_the_default_stream"])
+@pytest.mark.parametrize(("name", "args"), [("handles", (40,)), ("slices", (1, 60))])
+def test_kernels_fire_as_on_cpus(ranks: Ranks, name: str, args: tuple[int, ...], case: str) -> None:
+    ranks.run(CASES + case, name, *args, timeout_s=120)
+
+
 def test_work_gets_through_while_armed(ranks: Ranks) -> None:
     ranks.run(CASES + "work_while_armed", timeout_s=120)
 

@@ -22,8 +22,9 @@ from sidelane.program.collective import (
     scatter,
     split_evenly,
 )
-from sidelane.program.ir import MOVES, Broadcast, Copy, EngineKind, Program, Reduce, Signal, Swap, Wait
-from sidelane.program.transform import freeze, lower, prelaunch
+from sidelane.program.ir import EPOCH, MOVES, Broadcast, Copy, EngineKind, Flag, Program, Reduce, Signal, Swap, Wait
+from sidelane.program.transform import freeze, hold, lower, prelaunch
+from sidelane.program.transform.prelaunch import held_by, release
 
 FLOAT_SUM = Reduction(ReduceOp.SUM, "float32")
 
@@ -228,6 +229,32 @@ def test_prelaunch_holds_every_queue_behind_a_trigger_of_its_own() -> None:
     assert program.prelaunched
     with pytest.raises(ValueError, match="prelaunched already"):
         prelaunch(program)
+
+
+def test_hold_puts_all_queues_of_a_rank_behind_one_trigger() -> None:
+    program = build(all_gather([8] * 4), "pcpy")
+    held = hold(program)
+    assert (held.flag_count, held.prelaunched) == (program.flag_count + 1, True)
+    for rank in range(4):
+        trigger = held_by(held, rank)
+        assert trigger == Flag(rank, program.flag_count)
+        *engines, caller = held.queues_of(rank)
+        assert [queue.commands[0] for queue in engines] == [Wait(trigger, EPOCH)] * 4
+        assert (caller.engine.kind, caller.commands) == (EngineKind.CALLER, (Signal(trigger, EPOCH),))
+    assert release(held).queues == release(prelaunch(program)).queues == program.queues
+    assert held_by(program, 0) is None and held_by(prelaunch(program), 0) is None
+    with pytest.raises(ValueError, match="hold: the program is prelaunched already"):
+        hold(held)
+    with pytest.raises(ValueError, match="release: the program has no triggers"):
+        release(program)
+
+
+def test_a_rank_that_does_nothing_is_held_too() -> None:
+    program = build(all_gather([8], in_place=True), "b2b")
+    assert not program.queues
+    engine, caller = hold(program).queues
+    assert engine.commands == (Wait(Flag(0, program.flag_count), EPOCH),)
+    assert caller.commands == (Signal(Flag(0, program.flag_count), EPOCH),)
 
 
 def test_freeze_leaves_no_epoch_and_resets_after_each_wait() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -17,7 +18,8 @@ from sidelane.program import collective as define
 from sidelane.program.builders import build
 from sidelane.program.builders.alternating import alternating
 from sidelane.program.collective import Collective
-from sidelane.program.transform import freeze, prelaunch
+from sidelane.program.ir import Program
+from sidelane.program.transform import freeze, hold, prelaunch
 
 
 @pytest.mark.parametrize("inline_bytes", [0, plan.INLINE_BYTES])
@@ -39,10 +41,11 @@ def test_every_builder_moves_the_right_bytes(
                 loaded.check(expected)
 
 
-def test_prelaunched_programs_move_the_right_bytes() -> None:
+@pytest.mark.parametrize("ahead", [prelaunch, hold])
+def test_prelaunched_programs_move_the_right_bytes(ahead: Callable[[Program], Program]) -> None:
     with world_of(3) as world:
         for program in programs(3)[::3]:
-            loaded = world.load(prelaunch(program))
+            loaded = world.load(ahead(program))
             expected = loaded.fill(1)
             for rank in loaded.ranks:
                 rank.arm(world.epoch + 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -11,18 +12,35 @@ import numpy as np
 import pytest
 from cuda_world import World, programs, world_of
 
+from sidelane.collectives.backend_cuda import CudaHeld
 from sidelane.errors import PeerError, PeerTimeoutError, UnavailableError
+from sidelane.execute.cuda import CudaExecutor
 from sidelane.execute.cuda import plan as planning
-from sidelane.execute.cuda.calls import Gate, HostWord, MemOps, WaitEvent, WaitValue, WriteValue
+from sidelane.execute.cuda.calls import DeviceWord, HostWord, MemOps, StreamCall, WaitEvent, WaitValue, WriteValue
 from sidelane.execute.cuda.driver import DriverError
-from sidelane.execute.cuda.held import hold_back
 from sidelane.execute.cuda.plan import plan_calls
-from sidelane.execute.cuda.prelaunched import CudaPrelaunched
 from sidelane.program import collective as define
 from sidelane.program.builders import build
 from sidelane.program.collective import Buffer
-from sidelane.program.ir import EPOCH, Program
-from sidelane.program.transform import prelaunch
+from sidelane.program.ir import EPOCH, Flag, Program
+from sidelane.program.transform import hold
+
+
+class Caller:
+    """What a handle asks of the backend of a rank: where its caller stands."""
+
+    def __init__(self, executor: CudaExecutor, stream: int) -> None:
+        self.executor, self.last = executor, stream
+        self.at = (stream, False)
+
+    def place(self) -> tuple[int, bool]:
+        return self.at
+
+    def last_handle(self) -> int:
+        return self.last
+
+    def follow(self, handle: int) -> None:
+        self.last = handle
 
 
 class Armed:
@@ -31,18 +49,21 @@ class Armed:
     def __init__(self, world: World, program: Program, *, host_trigger: bool = False) -> None:
         self.world, self.data = world, world.load(program)
         addresses = self.data.ranks[0].addresses
-        self.ranks = [
-            CudaPrelaunched(executor, program, addresses, host_trigger=host_trigger) for executor in world.executors
-        ]
+        handles = [stream.cuda_stream for stream in world.streams]
+        self.callers = [Caller(*each) for each in zip(world.executors, handles, strict=True)]
+        self.ranks = [CudaHeld(caller, hold(program), addresses, host_trigger) for caller in self.callers]
 
     def arm(self, ranks: Sequence[int] | None = None) -> None:
         self.world.epoch += 1
         for rank in range(self.world.world_size) if ranks is None else ranks:
-            self.ranks[rank].arm(self.world.epoch, after=self.world.streams[rank].cuda_stream)
+            self.ranks[rank].arm(self.world.epoch)
 
     def fire(self, ranks: Sequence[int] | None = None, stream: int | None = None) -> None:
         for rank in range(self.world.world_size) if ranks is None else ranks:
-            self.ranks[rank].fire((self.world.streams[rank].cuda_stream if stream is None else stream, False))
+            own = self.world.streams[rank].cuda_stream
+            self.callers[rank].at = (own if stream is None else stream, False)
+            self.ranks[rank].fire()
+            self.callers[rank].at = (own, False)
 
     def store(self, rank: int) -> Callable[[], None]:
         """What a kernel does that fires."""
@@ -78,28 +99,28 @@ def gather(n: int, nbytes: int = 64, *, in_place: bool = False) -> Program:
 @pytest.mark.parametrize("peer_writes", [True, False])
 def test_a_held_plan_begins_with_its_trigger_and_ends_with_its_end(peer_writes: bool) -> None:
     for program in programs(4):
-        plan = plan_calls(program, 1, peer_writes=peer_writes)
-        held = hold_back(plan, Gate.TRIGGER)
-        first, last = held.steps[0], held.steps[-1]
-        assert not first.stream
+        plan, trigger = plan_calls(program, 1, peer_writes=peer_writes), Flag(1, program.flag_count)
+        held = plan_calls(hold(program), 1, peer_writes=peer_writes)
+        assert held.is_held and (held.streams, held.held_streams) == (plan.streams + 1, plan.streams)
+        first, last = held.ahead[0], held.ahead[-1]
+        assert first.stream == last.stream == 1
         assert isinstance(first.call, MemOps)
-        assert first.call.ops[0] == WaitValue(Gate.TRIGGER, EPOCH)
+        assert first.call.ops[0] == WaitValue(trigger, EPOCH)
         assert isinstance(last.call, MemOps)
-        assert last.call.ops[-2:] == (WriteValue(Gate.DONE, EPOCH), WriteValue(HostWord.FINISHED, EPOCH))
+        assert last.call.ops[-2:] == (WriteValue(DeviceWord.DONE, EPOCH), WriteValue(HostWord.FINISHED, EPOCH))
         # Every other stream forks behind the wait.
-        for stream in range(1, held.streams):
+        for stream in range(2, held.streams):
             assert isinstance(held.calls(stream)[0], WaitEvent)
         # Nothing else has changed.
-        ops = [op for step in held.steps if isinstance(step.call, MemOps) for op in step.call.ops]
-        kept = [op for op in ops if not {getattr(op, "flag", None), getattr(op, "target", None)} & set(Gate)]
+        ops = [op for step in held.ahead if isinstance(step.call, MemOps) for op in step.call.ops]
+        own = {trigger, DeviceWord.DONE}
+        kept = [op for op in ops if not {getattr(op, "flag", None), getattr(op, "target", None)} & own]
         assert kept == [op for step in plan.steps if isinstance(step.call, MemOps) for op in step.call.ops]
-        others = [[step for step in each.steps if not isinstance(step.call, MemOps)] for each in (plan, held)]
-        assert others[0] == others[1]
-
-
-def test_programs_with_triggers_of_their_own_are_refused() -> None:
-    with pytest.raises(ValueError, match="calls ahead of the collective"):
-        hold_back(plan_calls(prelaunch(gather(2)), 0), Gate.TRIGGER)
+        others = [[step for step in each if not isinstance(step.call, MemOps)] for each in (plan.steps, held.ahead)]
+        assert others[0] == [dataclasses.replace(step, stream=step.stream - 1) for step in others[1]]
+        # The caller has one call.
+        (fire,) = held.steps
+        assert fire == StreamCall(0, MemOps((WriteValue(trigger, EPOCH), WaitValue(DeviceWord.DONE, EPOCH))))
 
 
 # --- what is submitted when -------------------------------------------------------------------------------------------
@@ -115,7 +136,7 @@ def test_everything_goes_ahead_and_the_trigger_is_one_batch(pair: World) -> None
         assert kinds[:2] == ["record", "wait"], "behind the last call"
         assert set(kinds[2:]) == {"memory_ops", "copy", "record", "wait"}
         streams = {stream for _, stream in calls[1:]}
-        assert armed.ranks[rank].home in streams and len(streams) == 2, "one more for the own part"
+        assert armed.callers[rank].last in streams and len(streams) == 2, "one more for the own part"
         assert pair.streams[rank].cuda_stream not in streams
     time.sleep(0.05)
     assert all((output != good).any() for output, good in zip(armed.data.outputs(), expected, strict=True)), "too soon"
@@ -175,6 +196,22 @@ def test_every_builder_moves_the_right_bytes(
                 armed.data.check(expected)
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+def test_one_rank_alone_has_a_trigger_too(in_place: bool) -> None:
+    """In place it has nothing to do, and no queue."""
+    with world_of(1) as world:
+        armed = Armed(world, gather(1, in_place=in_place))
+        for repeat in range(3):
+            armed.arm()
+            time.sleep(0.01)
+            assert not world.executors[0].watch.finished(world.epoch)
+            expected = armed.data.fill(repeat)
+            armed.fire()
+            world.synchronize()
+            world.drivers[0].synchronize()
+            armed.data.check(expected)
+
+
 def test_the_host_fires_without_the_driver(pair: World) -> None:
     armed = Armed(pair, gather(2), host_trigger=True)
     for repeat in range(3):
@@ -184,8 +221,8 @@ def test_the_host_fires_without_the_driver(pair: World) -> None:
         for rank in armed.ranks:
             rank.fire_from_host()
         assert submitted(pair) == [[], []]
-        for rank, stream in zip(armed.ranks, pair.streams, strict=True):
-            rank.join((stream.cuda_stream, False), begun=True)
+        for rank in armed.ranks:
+            rank.wait(begun=True)
         for driver in pair.drivers:
             driver.synchronize()
         armed.data.check(expected)
@@ -206,7 +243,7 @@ def test_a_kernel_fires_by_a_store(pair: World) -> None:
         for rank, driver in enumerate(pair.drivers):
             stream = pair.streams[rank].cuda_stream
             driver.do(stream, armed.store(rank))
-            armed.ranks[rank].join((stream, False), begun=False)
+            armed.ranks[rank].wait(begun=False)
         for driver in pair.drivers:
             driver.synchronize()
         armed.data.check(expected)
@@ -226,12 +263,33 @@ def test_handles_take_turns(pair: World) -> None:
         armed.data.check(expected)
 
 
+@pytest.mark.parametrize("host_trigger", [False, True])
+def test_a_renewal_leaves_no_word_behind(pair: World, host_trigger: bool) -> None:
+    """What was set long ago would count as set by a call to come, on the circle of 32 bits."""
+    armed = Armed(pair, gather(2), host_trigger=host_trigger)
+    for epoch in (1, 1 << 31, (1 << 32) + 5):
+        for executor in pair.executors:
+            executor.renew(epoch)
+        for flags in pair.flags:
+            flags[:] = epoch & 0xFFFFFFFF
+        pair.epoch = epoch
+        armed.arm()
+        expected = armed.data.fill(epoch)
+        time.sleep(0.02)
+        assert not any(executor.watch.finished(epoch + 1) for executor in pair.executors)
+        armed.fire()
+        pair.synchronize()
+        for driver in pair.drivers:
+            driver.synchronize()
+        armed.data.check(expected)
+
+
 def test_counts_say_what_was_submitted_ahead(pair: World) -> None:
     armed = Armed(pair, gather(2))
     armed.arm()
     last = pair.executors[0].ledger.last
     assert last is not None
-    assert (last.variant, last.counts.peer_copies, last.counts.kernels) == ("b2b, prelaunched", 1, 0)
+    assert (last.variant, last.counts.peer_copies, last.counts.kernels) == ("b2b+hold", 1, 0)
     armed.fire()
     pair.synchronize()
 
@@ -244,9 +302,10 @@ def test_a_capture_is_refused_and_the_trigger_comes_later(pair: World) -> None:
     armed.arm()
     expected = armed.data.fill(1)
     pair.drivers[0].begin_capture()
-    for wrong in (armed.ranks[0].fire, lambda place: armed.ranks[0].join(place, begun=True)):
+    armed.callers[0].at = (pair.streams[0].cuda_stream, True)
+    for wrong in (armed.ranks[0].fire, lambda: armed.ranks[0].wait(begun=True)):
         with pytest.raises(ValueError, match="captur"):
-            wrong((pair.streams[0].cuda_stream, True))
+            wrong()
     assert pair.drivers[0].end_capture() == []
     armed.fire()
     pair.synchronize()
@@ -283,7 +342,7 @@ def test_a_rank_that_never_arms_or_never_fires_is_named(pair: World, arms: bool)
     pair.drivers[0].synchronize()
     if arms:  # it hears of that, and its armed streams drain
         with pytest.raises(PeerError):
-            armed.ranks[1].finish(fire=False)
+            armed.ranks[1].finish()
         pair.drivers[1].synchronize()
         with pytest.raises(PeerError):
             armed.fire([1])
@@ -292,8 +351,8 @@ def test_a_rank_that_never_arms_or_never_fires_is_named(pair: World, arms: bool)
 def test_a_kernel_that_never_fires_is_a_time_out_of_its_own_rank(pair: World) -> None:
     armed = Armed(pair, gather(2))
     armed.arm()
-    for rank, stream in zip(armed.ranks, pair.streams, strict=True):
-        rank.join((stream.cuda_stream, False), begun=False)
+    for rank in armed.ranks:
+        rank.wait(begun=False)
     with pytest.raises(PeerTimeoutError, match="has not signalled"):
         pair.synchronize()
     for driver in pair.drivers:
@@ -305,7 +364,7 @@ def test_a_dead_peer_is_noticed_while_armed(pair: World) -> None:
     armed.arm()
     pair.monitor.dead.add(1)
     with pytest.raises(PeerError, match="rank 1 died"):
-        armed.ranks[0].finish(fire=False)
+        armed.ranks[0].finish()
     pair.drivers[0].synchronize()
     with pytest.raises(PeerError, match="rank 1 died"):
         armed.fire([0])
@@ -317,7 +376,7 @@ def test_giving_up_fires_and_waits(pair: World) -> None:
         armed.arm()
         expected = armed.data.fill(1)
         armed.fire([1])
-        armed.ranks[0].finish(fire=True)
+        armed.ranks[0].give_up()
         pair.synchronize()
         armed.data.check(expected)
 
@@ -329,7 +388,7 @@ def test_a_refused_trigger_ends_it_for_all(pair: World) -> None:
     with pytest.raises(DriverError):
         armed.fire([0])
     with pytest.raises(PeerError, match="CUDA_ERROR_UNKNOWN"):
-        armed.ranks[1].finish(fire=True)
+        armed.ranks[1].give_up()
         # What rank 0 had armed was let go: rank 1 may have got its bytes, which are garbage, before it heard.
         for _ in range(200):
             pair.executors[1].synchronize()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,12 +12,12 @@ from cuda_world import World, world_of
 from fake_driver import LEGACY
 from sliced import sliced_gather
 
+from sidelane.collectives.backend_cuda import CudaBackend
 from sidelane.errors import PeerTimeoutError, UnavailableError
 from sidelane.execute.base import Addresses
 from sidelane.execute.cuda import CudaProgram
 from sidelane.execute.cuda.held import require_free_channel
 from sidelane.execute.cuda.order import _triggers, submission_order
-from sidelane.execute.cuda.trigger import CudaTrigger
 from sidelane.program.ir import Flag, Program
 from sidelane.program.transform.triggers import triggers_of, without_callers
 
@@ -38,7 +39,11 @@ class Sliced:
         self.aside = [driver.create_stream() for driver in world.drivers]
         self.triggers = [
             [
-                CudaTrigger(executor, [(flags[rank] + 4 * signal.flag.index, signal.value) for signal in signals])
+                CudaBackend.bind_trigger(
+                    SimpleNamespace(executor=executor),
+                    [(flags[rank] + 4 * s.flag.index, s.value) for s in signals],
+                    self.ranks[rank],
+                )
                 for signals in triggers_of(program, rank)
             ]
             for rank, executor in enumerate(world.executors)
@@ -85,9 +90,10 @@ def test_nothing_moves_before_its_trigger() -> None:
         sliced = Sliced(world, sliced_gather(1, 2, 8))
         output = sliced.memory[0, "output"]
         sliced.memory[0, "shard"][:] = 9
+        assert not world.executors[0].waits_for_the_host()
         epoch = sliced.start()
         time.sleep(0.05)
-        assert not output.any()
+        assert not output.any() and world.executors[0].waits_for_the_host()
         sliced.triggers[0][0].fire_from_host(epoch)
         deadline = time.monotonic() + 10
         while not output[:8].all() and time.monotonic() < deadline:
@@ -96,7 +102,7 @@ def test_nothing_moves_before_its_trigger() -> None:
         assert output[:8].all() and not output[8:].any()
         sliced.triggers[0][1].fire_from_host(epoch)
         world.synchronize()
-        assert output.all()
+        assert output.all() and not world.executors[0].waits_for_the_host()
 
 
 def test_the_order_of_submission_is_that_of_an_execution() -> None:

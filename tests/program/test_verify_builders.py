@@ -29,7 +29,7 @@ from sidelane.program.collective import (
     split_evenly,
 )
 from sidelane.program.ir import Copy, Program
-from sidelane.program.transform import freeze, lower, prelaunch
+from sidelane.program.transform import freeze, hold, lower, prelaunch
 from sidelane.program.verify import verify, verify_sequence
 
 SUM = Reduction(ReduceOp.SUM, "int32")
@@ -55,7 +55,7 @@ def make(kind: Kind, n: int, size: int, in_place: bool) -> Collective:
 
 
 def programs(collective: Collective) -> list[Program]:
-    """All variants and transports, lowered or not, prelaunched or not, frozen or not."""
+    """All variants and transports, lowered or not, prelaunched, held or not, frozen or not."""
     result = []
     for variant in variants(collective.kind):
         for transport in Transport if collective.kind is not Kind.REDUCE_SCATTER else [Transport.PUSH]:
@@ -65,6 +65,7 @@ def programs(collective: Collective) -> list[Program]:
                 continue  # bcst and swap only push, and an in-place all_to_all cannot
             for moves in (program, lower(program, {Copy})):
                 result += [moves, freeze(moves), prelaunch(moves), freeze(prelaunch(moves))]
+            result.append(hold(moves))
     assert result
     return result
 

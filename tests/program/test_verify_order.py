@@ -8,7 +8,7 @@ from refusals import CYCLE, EPOCH_BARRIER, GATHER, RESET_BARRIER, gather, nothin
 
 from sidelane.program.builders import build
 from sidelane.program.collective import all_gather
-from sidelane.program.transform import freeze, prelaunch
+from sidelane.program.transform import freeze, hold, prelaunch
 from sidelane.program.verify import verify, verify_sequence
 
 
@@ -261,6 +261,21 @@ def test_prelaunched_queue_that_no_trigger_holds() -> None:
         rounds=1,
     )
     verify(gather(loose, flags=18))  # the same queues are fine when the caller starts them
+
+
+def test_a_queue_that_the_one_trigger_does_not_hold() -> None:
+    program = hold(gather())
+    verify(program)
+    listing = "\n".join(str(program).splitlines()[1:])
+    for loose, words in (
+        (without(listing, "rank 0 local:0 / 0: wait flag 16 >= epoch"), ("race", "rank 0 local:0 command 0")),
+        (
+            without(listing, "rank 0 caller:0 / 0: signal rank 0 flag 16 set epoch"),
+            ("wait flag 16", "no command signals"),
+        ),
+    ):
+        refused(gather(loose, flags=17, prelaunched=True), words=words, rounds=1)
+    verify_sequence([program, gather(), hold(gather())])
 
 
 def test_prelaunched_queues_of_two_programs_with_the_same_frozen_trigger() -> None:

@@ -14,7 +14,7 @@ from sidelane.model.scale import ring_all_gather, two_level_all_gather
 from sidelane.program.builders import Transport, build, variants
 from sidelane.program.collective import Kind, ReduceOp, Reduction, all_gather, all_reduce, all_to_all, broadcast
 from sidelane.program.ir import EPOCH, Engine, EngineKind, Flag, Program, Queue, Wait
-from sidelane.program.transform import freeze, lower, prelaunch
+from sidelane.program.transform import freeze, hold, lower, prelaunch
 
 MACHINE = named("mi300x8")
 DMA = MACHINE.dma
@@ -65,7 +65,7 @@ def test_one_engine_for_all_peers_serialises_and_loses_with_several_queues():
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 5, 8])
-@pytest.mark.parametrize("wrap", [lambda p: p, freeze, prelaunch, lambda p: freeze(prelaunch(p))])
+@pytest.mark.parametrize("wrap", [lambda p: p, freeze, prelaunch, lambda p: freeze(prelaunch(p)), hold])
 def test_every_program_that_builders_make_ends(world_size, wrap):
     reduction = Reduction(ReduceOp.SUM, "float32")
     equal = [[1 << 16] * world_size] * world_size
@@ -81,6 +81,12 @@ def test_every_program_that_builders_make_ends(world_size, wrap):
             run = simulate(wrap(build(collective, variant)), MACHINE)
             assert run.time_us > DMA.copy_us
             assert run.commands > 0
+
+
+def test_one_trigger_is_fired_sooner_than_one_for_each_queue():
+    program = build(all_to_all([[MB] * 4] * 4), "pcpy")
+    plain, each, one = (simulate(form, MACHINE).time_us for form in (program, prelaunch(program), hold(program)))
+    assert one + DMA.trigger_us <= each < plain
 
 
 def test_staging_and_lowering_cost_time():

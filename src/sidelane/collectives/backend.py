@@ -24,7 +24,7 @@ class Held(Protocol):
 
     @property
     def trigger_address(self) -> int:
-        """Where a kernel of this rank fires by storing the epoch. Raises UnavailableError where none can."""
+        """Where a kernel of this rank fires by storing the epoch."""
         ...
 
     def arm(self, epoch: int) -> None:
@@ -162,7 +162,7 @@ class Backend(Protocol):
         ...
 
     def hold(self, program: Program, addresses: Addresses, host_trigger: bool) -> Held:
-        """Bind a program that will be fired. ``host_trigger``: from the host as well.
+        """Bind a program with one trigger on each rank (``transform.hold``). ``host_trigger``: the host fires it, too.
 
         Raises:
             UnavailableError: no trigger could get through to it.

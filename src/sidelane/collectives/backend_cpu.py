@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import ctypes
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -27,7 +28,8 @@ from sidelane.memory.shm import ShmMemory
 from sidelane.program.ir import Program, Value
 from sidelane.program.kernel_call import KernelCall
 from sidelane.program.kernel_list import AnyKernelProgram
-from sidelane.program.words import WORD_MASK
+from sidelane.program.transform.prelaunch import held_by
+from sidelane.program.words import WORD_MASK, reached
 
 
 class CpuBackend:
@@ -40,6 +42,8 @@ class CpuBackend:
         self.memory = ShmMemory(exchange)
         self.ordinary = SharedTensors()
         self.executor = CpuExecutor(exchange.rank, control, timeout_s)
+        # Programs with one trigger share it: one is armed at a time, and epochs grow.
+        self.trigger_word = ctypes.c_uint32()
         self._control = control
         self._thread = CallThread()
         self._last: concurrent.futures.Future[None] | None = None
@@ -128,6 +132,7 @@ class CpuBackend:
         full_fence()
 
     def renew(self, call: int) -> None:
+        self.trigger_word.value = call & WORD_MASK
         full_fence()
 
     def disown(self, error: SidelaneError) -> None:
@@ -154,22 +159,25 @@ class CpuTrigger:
 
 
 class CpuHeld:
-    """See :class:`sidelane.collectives.backend.Held`: engine threads that hold a program until they are told to go."""
+    """See :class:`sidelane.collectives.backend.Held`: engine threads that hold a program until they are told to go, or
+    until a kernel that Triton's interpreter runs has stored the epoch.
+    """
 
     def __init__(self, backend: CpuBackend, program: Program, addresses: Addresses, host_trigger: bool) -> None:
         self._backend, self._has_host_trigger = backend, host_trigger
-        self._loaded = backend.executor.load(program, addresses)
+        flag = held_by(program, backend.executor.rank)
+        assert flag is not None, "made by transform.hold"
+        self._word = backend.trigger_word
+        self.trigger_address = ctypes.addressof(self._word)
+        apart = dataclasses.replace(addresses, triggers={flag: self.trigger_address})
+        self._loaded = backend.executor.load(program, apart)
         self._epoch = 0
         self._work: CpuWork | None = None
-
-    @property
-    def trigger_address(self) -> int:
-        raise UnavailableError("trigger_address: kernels run on GPUs only (allowed=trigger() and trigger_from_host())")
 
     def arm(self, epoch: int) -> None:
         self._backend.synchronize()
         self._epoch, self._work = epoch, None
-        self._loaded.arm(epoch)
+        self._loaded.arm(epoch, self._fired)
 
     def fire(self) -> None:
         self._loaded.start(self._epoch, None).wait()
@@ -181,21 +189,29 @@ class CpuHeld:
 
     def wait(self, *, begun: bool) -> None:
         if not begun:
-            raise RuntimeError("wait: not fired (allowed=after trigger() or trigger_from_host())")
-        if self._work is not None:
+            if not self._fired():
+                raise RuntimeError("wait: not fired (allowed=after trigger(), trigger_from_host() or a kernel's store)")
+            self.fire()
+        elif self._work is not None:
             self._work.wait()
 
     def finish(self) -> None:
         self.wait(begun=True)
 
     def give_up(self) -> None:
-        self._loaded.disarm()
+        if self._fired():  # the peers may have its bytes
+            self.fire()
+        else:
+            self._loaded.disarm()
 
     def drain(self) -> None:
         self._loaded.disarm()
         if self._work is not None:
             with contextlib.suppress(SidelaneError):  # raises when the threads have left
                 self._work.wait()
+
+    def _fired(self) -> bool:
+        return reached(self._word.value, self._epoch & WORD_MASK)
 
 
 class CpuWork(Work):

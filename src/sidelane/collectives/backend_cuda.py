@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -22,17 +23,17 @@ from sidelane.execute.cuda.exported import ExportedMemory
 from sidelane.execute.cuda.held import require_free_channel
 from sidelane.execute.cuda.kernel_call import CudaKernelCall
 from sidelane.execute.cuda.mirror import Mirror
-from sidelane.execute.cuda.prelaunched import CudaPrelaunched
 from sidelane.execute.cuda.trigger import CudaTrigger
 from sidelane.execute.cuda.virtual import DriverVirtualMemory
 from sidelane.memory.base import SymmetricBlock
 from sidelane.memory.control import ControlBlock
 from sidelane.memory.exchange import Exchange
 from sidelane.memory.torch_symm import TorchSymmetricMemory
-from sidelane.program.ir import Program, Value
+from sidelane.program.ir import EPOCH, Program, Value
 from sidelane.program.kernel import MOST_RANKS
 from sidelane.program.kernel_call import KernelCall
 from sidelane.program.kernel_list import AnyKernelProgram
+from sidelane.program.transform.prelaunch import held_by
 
 _POLL_S = 50e-6
 
@@ -84,11 +85,12 @@ class CudaBackend:
 
     def bind_trigger(self, words: Sequence[tuple[int, Value]], loaded: Runnable) -> CudaTrigger:
         assert isinstance(loaded, CudaProgram)
-        require_free_channel(str(loaded.program.collective), loaded.program.variant, loaded.streams)
-        return CudaTrigger(self.executor, words)
+        require_free_channel(str(loaded.program.collective), loaded.program.variant, loaded.held_streams)
+        loaded.is_triggered = True
+        return CudaTrigger(self.executor, words, f"a trigger of {loaded.program.collective}")
 
     def hold(self, program: Program, addresses: Addresses, host_trigger: bool) -> CudaHeld:
-        return CudaHeld(self, CudaPrelaunched(self.executor, program, addresses, host_trigger=host_trigger))
+        return CudaHeld(self, program, addresses, host_trigger)
 
     def place(self) -> Place:
         return self.executor.driver.place()
@@ -183,37 +185,74 @@ class CudaBackend:
 
 
 class CudaHeld:
-    """See :class:`sidelane.collectives.backend.Held`."""
+    """See :class:`sidelane.collectives.backend.Held`: a loaded program, and the trigger that fires it.
 
-    def __init__(self, backend: CudaBackend, program: CudaPrelaunched) -> None:
-        self._backend, self._program = backend, program
-        self.fire_from_host: Callable[[], None] = program.fire_from_host
+    Args:
+        backend: of the lane. One of its programs may be armed at a time, and nothing else may start meanwhile.
+        program: made by ``transform.hold``.
+        addresses: used as they are: the caller keeps the memory until an armed invocation has ended.
+        host_trigger: the trigger lies in pinned host memory, where the host reaches it, instead of in the device's,
+            where the engines see a change sooner.
 
-    @property
-    def trigger_address(self) -> int:
-        return self._program.trigger_address
+    Raises:
+        UnavailableError: armed, it would hold every hardware channel, so that no trigger came through.
+    """
+
+    def __init__(self, backend: CudaBackend, program: Program, addresses: Addresses, host_trigger: bool) -> None:
+        self._backend, self._executor = backend, backend.executor
+        executor, title = backend.executor, f"{program.collective} {program.variant}"
+        executor.check_usable("prelaunch")
+        require_free_channel(str(program.collective), program.variant, executor.plans.of(program).held_streams)
+        flag = held_by(program, executor.rank)
+        assert flag is not None, "made by transform.hold"
+        word = self.trigger_address = executor.host_trigger.address if host_trigger else executor.trigger_word
+        with executor.lock, executor.driver.current():
+            self._loaded = CudaProgram(executor, program, dataclasses.replace(addresses, triggers={flag: word}))
+        host = executor.host_trigger.array.data if host_trigger else None  # to store there takes a third of the time
+        self._trigger = CudaTrigger(executor, [(word, EPOCH)], title, host=host, ends=True)
+        self._has_host_trigger, self._epoch = host_trigger, 0
 
     def arm(self, epoch: int) -> None:
-        self._program.arm(epoch, after=self._backend.last_handle())
-        self._backend.follow(self._program.home)
+        self._loaded.arm(epoch, after=self._backend.last_handle())
+        self._trigger.set(epoch)
+        self._epoch = epoch
+        self._backend.follow(self._loaded.home)
 
     def fire(self) -> None:
         place = self._backend.place()
-        self._program.fire(place)
+        self._trigger.fire(self._epoch, place)
         self._backend.follow(place[0])  # which waits for the end: the next call needs no event to come behind it
 
+    def fire_from_host(self) -> None:
+        if not self._has_host_trigger:
+            raise ValueError(
+                "trigger_from_host: the trigger is in device memory (allowed=prepare with host_trigger=True)"
+            )
+        self._trigger.fire_from_host(self._epoch)
+
     def wait(self, *, begun: bool) -> None:
-        self._program.join(self._backend.place(), begun=begun)
+        self._trigger.join(self._epoch, self._backend.place(), begun=begun)
 
     def finish(self) -> None:
-        self._program.finish(fire=False)
+        self._finish(fire=False)
 
     def give_up(self) -> None:
-        self._program.finish(fire=True)
+        self._finish(fire=True)
 
     def drain(self) -> None:
         with contextlib.suppress(SidelaneError):
-            self._program.finish(fire=False)
+            self._finish(fire=False)
+
+    def _finish(self, *, fire: bool) -> None:
+        """Block until the last invocation has ended. Where it fails, until all is drained."""
+        try:
+            self._executor.check_usable("close")
+            if fire:
+                self._trigger.fire_from_host(self._epoch)
+            self._executor.watch.wait(self._epoch)
+        except SidelaneError:
+            self._executor.drain()
+            raise
 
 
 class CudaWork(Work):

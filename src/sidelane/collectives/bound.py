@@ -25,9 +25,9 @@ from sidelane.program.ir import EngineKind, Move, Program, Signal, SignalOp, Val
 from sidelane.program.transform import freeze, lower
 from sidelane.program.transform.triggers import triggers_of, without_callers
 from sidelane.program.verify import verify
-from sidelane.program.words import WORD_MASK, as_int32
+from sidelane.program.words import WORD_BYTES, WORD_MASK, as_int32
 
-_FLAG_BYTES, _ALIGNMENT = 4, 256
+_ALIGNMENT = 256
 _EAGER, _CAPTURED = range(2)
 """Regions of flags: replays of a graph know nothing of the calls between them."""
 
@@ -50,7 +50,7 @@ class BoundProgram:
     def __init__(self, calls: Calls, preparer: Preparer, forms: Forms, buffers: NamedBuffers) -> None:
         self.program = program = buffers.program
         self._calls, self._preparer, self._forms, self._buffers = calls, preparer, forms, buffers
-        flag_bytes = -(-program.flag_count * _FLAG_BYTES // _ALIGNMENT) * _ALIGNMENT
+        flag_bytes = -(-program.flag_count * WORD_BYTES // _ALIGNMENT) * _ALIGNMENT
         staging_bytes = max(forms.eager.staging_bytes)
         self._block: SymmetricBlock | None = calls.backend.memory.allocate(max(1, 2 * flag_bytes + staging_bytes))
         begins = self._block.addresses
@@ -67,8 +67,8 @@ class BoundProgram:
         self._signature, self._written = buffers.signature, buffers.written
         eager = self._prepare(forms.eager, _EAGER)
         self._prepared: list[Prepared | None] = [eager, None]
-        own = self._addresses[_EAGER].flags[calls.control.rank]
-        self._words = [[(own + _FLAG_BYTES * s.flag.index, s.value) for s in signals] for signals in forms.triggers]
+        flag = self._addresses[_EAGER].flag
+        self._words = [[(flag(signal.flag), signal.value) for signal in signals] for signals in forms.triggers]
         self._triggers = [calls.backend.bind_trigger(words, eager.loaded) for words in self._words]
         self.triggers = len(self._triggers)
         self._epoch = 0
@@ -138,14 +138,10 @@ class BoundProgram:
 
     def trigger_by_kernel(self, number: int) -> tuple[tuple[int, int], ...]:
         """Where a kernel of this rank fires a trigger: (address, value) of each flag, to be stored as 32 bits, release,
-        at system scope. From here on it counts as fired: a kernel that is not launched is a time-out.
-
-        Raises:
-            UnavailableError: on CPUs. Else as :meth:`trigger`.
+        at system scope. From here on it counts as fired: a kernel that is not launched is a time-out. On CPU ranks
+        Triton's interpreter runs the kernel, in this process. Raises as :meth:`trigger`.
         """
         self._check_number("trigger_by_kernel", number)
-        if self._calls.backend.executor.capabilities.device_type == "cpu":
-            raise UnavailableError("trigger_by_kernel: on CPUs (allowed=trigger() and trigger_from_host())")
         self._unfired.discard(number)
         return tuple((address, value.at(self._epoch) & WORD_MASK) for address, value in self._words[number])
 
@@ -153,7 +149,7 @@ class BoundProgram:
         """Let flags that follow calls count as set by ``call``. Nothing of the program may be under way anywhere."""
         if self._block is None:
             return
-        words = self._block.tensor[: _FLAG_BYTES * self.program.flag_count].view(torch.int32)
+        words = self._block.tensor[: WORD_BYTES * self.program.flag_count].view(torch.int32)
         for index, value in self._last_signals.items():
             words[index] = as_int32(value.at(call))
 

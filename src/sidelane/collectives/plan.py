@@ -20,8 +20,9 @@ from sidelane.program.collective import REDUCING, Collective, Kind
 from sidelane.program.ir import Move, Program
 from sidelane.program.kernel import ALIGNMENT, kernel_program
 from sidelane.program.kernel_list import AnyKernelProgram, kernel_list_program
+from sidelane.program.once import Once
 from sidelane.program.shape import Beside, CallShape
-from sidelane.program.transform import freeze, lower, prelaunch
+from sidelane.program.transform import freeze, hold, lower, prelaunch
 from sidelane.program.variant import PRELAUNCH, Variant
 from sidelane.program.verify import verify
 
@@ -129,6 +130,7 @@ class Planner:
         # In the order of their first call, which all ranks share.
         self._programs: dict[AnyAgreement, Plan] = {}
         self._choices: dict[AnyAgreement, Choice] = {}
+        self._held: Once[Program, Program] = Once(self._hold)
 
     def known(self, agreement: AnyAgreement) -> bool:
         """True if all ranks have made this call before."""
@@ -176,6 +178,18 @@ class Planner:
         elif self._verify and isinstance(program, Alternation):
             program.verify()
         return program
+
+    def held(self, agreement: AnyAgreement) -> Program:
+        """The program for a call behind one trigger on each rank (``transform.hold``). Raises as :meth:`program`."""
+        program = self.program(agreement)
+        assert isinstance(program, Program), "the caller asked for a variant of the copy engines"
+        return self._held(program)
+
+    def _hold(self, program: Program) -> Program:
+        held = hold(program)
+        if self._verify:
+            verify(held)
+        return held
 
     def unproved(self, agreement: AnyAgreement) -> Plan:
         """The same, for a look at what it needs: it is neither verified nor kept."""

@@ -70,10 +70,8 @@ class Prelaunched:
     def trigger_address(self) -> int:
         """Where a kernel of this rank fires it: by storing :attr:`trigger_value`, 32 bits, release, system scope.
 
-        Then call :meth:`wait`. The address never changes, and is one for all handles of a communicator.
-
-        Raises:
-            UnavailableError: on CPUs.
+        Then call :meth:`wait`. The address never changes, and is one for all handles of a communicator (two, where some
+        have ``host_trigger``). On CPU ranks Triton's interpreter runs the kernel, in this process.
         """
         return self._held.trigger_address
 
@@ -161,7 +159,7 @@ class Prelaunched:
         queued. A kernel that never does is a time-out that names this rank. CPUs block.
 
         Raises:
-            RuntimeError: it was never armed; on CPUs also if it was not fired.
+            RuntimeError: it was never armed; on CPUs also if it was not fired, by a kernel neither.
             ValueError: inside a capture.
             PeerError, PeerTimeoutError: as other calls.
         """
@@ -265,7 +263,7 @@ def prepare_prelaunched(
 
     _, (request, agreement) = path.agree(name, check)
     with calls.making_ready():
-        plan = path.preparer.program(agreement)
+        plan = path.preparer.held(agreement)
         signature = f"prelaunched {agreement.text()}"
         return Prelaunched(calls, path.preparer, request, plan, signature, tensors, host_trigger)
 

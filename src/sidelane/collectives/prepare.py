@@ -271,15 +271,13 @@ class Preparer:
             self._captures_have_room.clear()
         self._captures_have_room.add(agreement)
 
-    def program(self, agreement: AnyAgreement) -> tuple[Program, Choice]:
-        """The program of a call that stays with its caller, who loads it, and how it was chosen.
+    def held(self, agreement: AnyAgreement) -> tuple[Program, Choice]:
+        """The program of a call behind one trigger on each rank, for its caller to load, and how it was chosen.
 
         Raises:
             ValueError: these buffers cannot have this variant.
         """
-        program = self._planner.program(agreement)
-        assert isinstance(program, Program), "the caller asked for a variant of the copy engines"
-        return program, self._planner.choice(agreement)
+        return self._planner.held(agreement), self._planner.choice(agreement)
 
     def addresses(self, program: Program, request: Request) -> Addresses:
         """Where that program runs now: staging may move before its next call. Collective at first."""

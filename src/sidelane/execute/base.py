@@ -15,9 +15,10 @@ import torch
 from sidelane.execute.submitted import Ledger
 from sidelane.memory.ordinary import Standing
 from sidelane.native import Note
-from sidelane.program.ir import Move, Program
+from sidelane.program.ir import Flag, Move, Program
 from sidelane.program.kernel_call import KernelCall
 from sidelane.program.kernel_list import AnyKernelProgram
+from sidelane.program.words import WORD_BYTES
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,6 +71,7 @@ class Addresses:
         arenas: address of each rank's arena (``device/layout.py``); kernels only.
         pieces: of each (rank, buffer) that consists of some; these are not among ``buffers``.
         spread: the staging of all ranks lies at equal distances in one mapping.
+        triggers: address of flags that lie apart from the others: triggers of this rank, which no other touches.
     """
 
     buffers: Mapping[tuple[int, str], int]
@@ -77,6 +79,11 @@ class Addresses:
     arenas: tuple[int, ...] = ()
     pieces: Mapping[tuple[int, str], Pieces] = dataclasses.field(default_factory=dict)
     spread: bool = False
+    triggers: Mapping[Flag, int] = dataclasses.field(default_factory=dict)
+
+    def flag(self, flag: Flag) -> int:
+        """Address of a flag."""
+        return self.triggers.get(flag) or self.flags[flag.rank] + WORD_BYTES * flag.index
 
     def find(self, rank: int, buffer: str, offset: int) -> int | None:
         """Address of a byte of a buffer; None where this process has none."""

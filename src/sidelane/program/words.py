@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-WORD_MASK = 0xFFFFFFFF
+WORD_BYTES, WORD_MASK = 4, 0xFFFFFFFF
 _HALF = 0x80000000
 
 

@@ -22,6 +22,7 @@ from sidelane.program.ir import (
     Command,
     Comparison,
     Copy,
+    Flag,
     Program,
     Queue,
     Reduce,
@@ -97,11 +98,11 @@ def _compile(command: Command, queue: Queue, index: int, program: Program, addre
             if op is SignalOp.ADD:
                 # Python has no atomic add on memory that other processes write.
                 raise ValueError("cannot add to a flag atomically (value=add, allowed=set)")
-            return _signal(_flag(flag.rank, flag.index, program, addresses), value)
+            return _signal(_flag(flag, program, addresses), value)
         case Wait(flag, value, comparison):
             if flag.rank != queue.rank:
                 raise ValueError(f"waits on a flag of another rank (value={flag.rank}, allowed={queue.rank})")
-            return _wait(_flag(flag.rank, flag.index, program, addresses), value, comparison, queue, index)
+            return _wait(_flag(flag, program, addresses), value, comparison, queue, index)
         case Stamp(slot):
             return lambda run: run.stamp(slot, time.perf_counter_ns())
 
@@ -122,10 +123,10 @@ def _same_size(*operands: Span) -> int:
     return sizes.pop()
 
 
-def _flag(rank: int, index: int, program: Program, addresses: Addresses) -> int:
-    if not 0 <= index < program.flag_count:
-        raise ValueError(f"no such flag (value={index}, allowed=0..{program.flag_count - 1})")
-    return addresses.flags[rank] + 4 * index
+def _flag(flag: Flag, program: Program, addresses: Addresses) -> int:
+    if not 0 <= flag.index < program.flag_count:
+        raise ValueError(f"no such flag (value={flag.index}, allowed=0..{program.flag_count - 1})")
+    return addresses.flag(flag)
 
 
 def _copy(dsts: list[int], src: int, nbytes: int) -> Action:

@@ -13,7 +13,7 @@ not.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -115,12 +115,16 @@ class CpuProgram:
                     writers.setdefault(command.flag, set()).add(queue.rank)
         self._site = Site(executor.rank, program, writers, executor.monitor, executor.timeout_s, executor.delay)
 
-    def arm(self, epoch: int) -> None:
+    def arm(self, epoch: int, fired: Callable[[], bool] | None = None) -> None:
         """Hand everything but a ``caller`` queue of invocation ``epoch`` to the engines, ahead of its ``start``.
 
         What is armed executes nothing before ``start``, whatever its flags hold: the programs of a communicator share
         flags, and a signal meant for another one must not fire this one. Time-outs and looks at the peers begin with
         ``start``, too. Arming for another epoch drops what was armed.
+
+        Args:
+            epoch: of the invocation.
+            fired: whether a trigger that lies apart from other flags has come: then that begins it, before ``start``.
 
         Raises:
             CommunicatorClosedError: the executor was closed.
@@ -129,12 +133,12 @@ class CpuProgram:
         if self._armed is not None and self._armed.epoch == epoch:
             return
         self.disarm()
-        self._armed = self._launch(epoch, begun=False)
+        self._armed = self._launch(epoch, begun=False, fired=fired)
 
     def disarm(self) -> None:
-        """Drop the armed invocation, if there is one: its queues end where they wait."""
+        """Drop the armed invocation, if there is one: its queues end where they wait, or soon if a trigger began it."""
         if self._armed is not None:
-            self._armed.cancel()
+            self._armed.drop(len(self._callers) + 1)
         self._armed = None
 
     def start(self, epoch: int, stream: torch.Stream | None) -> Invocation:
@@ -180,9 +184,10 @@ class CpuProgram:
         """Run this rank's queues once and wait for their end (see :class:`sidelane.execute.base.Runnable`)."""
         self.start(epoch, None).wait()
 
-    def _launch(self, epoch: int, *, begun: bool) -> Invocation:
+    def _launch(self, epoch: int, *, begun: bool, fired: Callable[[], bool] | None = None) -> Invocation:
         # Counts one part more than there are queues: start's own, so that it is not over before all were submitted.
-        invocation = Invocation(self._site, epoch, parts=len(self._ahead) + len(self._callers) + 1)
+        parts = len(self._ahead) + len(self._callers) + 1
+        invocation = Invocation(self._site, epoch, parts, fired)
         if begun:
             invocation.begin()
         for part in self._ahead:

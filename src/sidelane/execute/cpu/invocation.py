@@ -41,12 +41,13 @@ class Invocation:
         site: of the program.
         epoch: number of the invocation.
         parts: how often ``leave`` must be called before it is over.
+        fired: whether the trigger has come that begins what was armed; None where only :meth:`begin` does.
     """
 
-    def __init__(self, site: Site, epoch: int, parts: int) -> None:
+    def __init__(self, site: Site, epoch: int, parts: int, fired: Callable[[], bool] | None = None) -> None:
         self.epoch = epoch
         self.stamps: dict[int, int] = {}
-        self._site = site
+        self._site, self._fired = site, fired
         self._remaining = parts
         self._lock = threading.Lock()
         self._over = threading.Event()
@@ -101,6 +102,18 @@ class Invocation:
 
     # --- for the loaded program ---------------------------------------------------------------------------------------
 
+    def drop(self, parts: int) -> None:
+        """Cancel what was armed; where its trigger has begun it, return when its threads have left.
+
+        Args:
+            parts: that will not be.
+        """
+        self.cancel()
+        if self._begun.is_set():
+            for _ in range(parts):
+                self.leave()
+            self._over.wait()
+
     def begin(self) -> None:
         """The call has come: queues that were armed ahead of it go on, and time-outs count from here."""
         with self._lock:
@@ -126,7 +139,10 @@ class Invocation:
         try:
             while not self._begun.is_set():  # armed ahead of its call: nobody is late yet
                 self.stop_if_asked()
-                self._begun.wait(_LONGEST_SLEEP_S)
+                if self._fired is not None and self._fired():
+                    self._begin_by_trigger()
+                else:
+                    self._begun.wait(_LONGEST_SLEEP_S)
             for index, step in enumerate(steps):
                 self.stop_if_asked()
                 if delay is not None:
@@ -142,6 +158,12 @@ class Invocation:
             self._fail(error)
         finally:
             self.leave()
+
+    def _begin_by_trigger(self) -> None:
+        self._site.monitor.begin(self.epoch, f"{self._site.program.collective} {self._site.program.variant}")
+        with self._lock:
+            if not self._is_stopping:
+                self._begun.set()
 
     def stop_if_asked(self) -> None:
         if self._is_stopping:

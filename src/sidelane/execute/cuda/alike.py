@@ -66,6 +66,8 @@ def differ_by_places(a: Addresses, b: Addresses) -> bool:
     before, after = a.buffers, b.buffers
     if (a.flags, a.arenas, a.spread, len(before)) != (b.flags, b.arenas, b.spread, len(after)) or a.pieces or b.pieces:
         return False
+    if a.triggers != b.triggers:
+        return False
     for key, address in before.items():
         other = after.get(key)
         if other is None or (address - other) % UNIT:

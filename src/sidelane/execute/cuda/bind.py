@@ -9,7 +9,7 @@ from sidelane.execute.base import Addresses, Places
 from sidelane.execute.cuda.calls import (
     Call,
     Cell,
-    Gate,
+    DeviceWord,
     HostWord,
     LaunchReduce,
     Memcpy,
@@ -30,12 +30,11 @@ from sidelane.execute.cuda.native import Bound
 from sidelane.execute.cuda.rows import pitch
 from sidelane.program.collective import Buffer
 from sidelane.program.ir import Comparison, Flag, Program, Value
-from sidelane.program.words import WORD_MASK
+from sidelane.program.words import WORD_BYTES, WORD_MASK
 
 Moving = tuple[tuple[int, int, Places], ...]
 """Words that follow the epoch, as :class:`sidelane.execute.base.Repetition` has them."""
 
-WORD_BYTES = 4
 _MOST_CALLERS = 64  # streams for which bound calls are remembered; torch hands out 32 of each priority
 
 
@@ -47,11 +46,11 @@ class Resolver:
         rank: of this process.
         addresses: of buffers and flags.
         cells: address of the words from which signals are copied.
-        words: address of each host word, and of each gate that the plan has.
+        words: address of each word that the plan has.
     """
 
     def __init__(
-        self, program: Program, rank: int, addresses: Addresses, cells: int, words: Mapping[HostWord | Gate, int]
+        self, program: Program, rank: int, addresses: Addresses, cells: int, words: Mapping[HostWord | DeviceWord, int]
     ) -> None:
         self._program, self.rank, self._addresses, self._cells, self._words = program, rank, addresses, cells, words
         self._bases: Mapping[tuple[int, str], int] = {} if addresses.pieces else addresses.buffers
@@ -64,7 +63,7 @@ class Resolver:
         """True in memory of which all ranks' lies at equal distances in one mapping."""
         return isinstance(place, Operand) and place.buffer == Buffer.STAGING and self._addresses.spread
 
-    def __call__(self, place: Operand | Flag | Cell | HostWord | Gate) -> int:
+    def __call__(self, place: Operand | Flag | Cell | HostWord | DeviceWord) -> int:
         """The address.
 
         Raises:
@@ -82,8 +81,8 @@ class Resolver:
                         f"{self._program.collective} {self._program.variant}"
                     )
                 return address
-            case Flag(rank, index):
-                return self._addresses.flags[rank] + WORD_BYTES * index
+            case Flag():
+                return self._addresses.flag(place)
             case Cell(index):
                 return self._cells + WORD_BYTES * index
             case _:

@@ -10,7 +10,8 @@ such a program needs no event. Every other queue gets a stream that forks from s
     stream 1               wait fork | memory ops | copies ... | record join 1
 
 A prelaunched program is split: its queues are submitted ``ahead`` and block on their triggers, which the ``caller``
-queue on stream 0 writes when the collective is called. Until then they occupy hardware channels (see ``order``).
+queue on stream 0 writes when the collective is called. Until then they occupy hardware channels (see ``order``). Where
+all queues have one trigger, the call is one batch (``held``).
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from enum import StrEnum
 
 from sidelane.program.collective import Reduction
 from sidelane.program.ir import Comparison, Flag, Value
+
+MAX_BATCH = 255
+"""Memory operations in one call: the driver's limit is "less than 256"."""
 
 DEFAULT_STREAMS = (0, 1, 2)
 """Handles of the legacy default stream (null, and named) and of the per-thread one. Memory operations fail on the
@@ -38,14 +42,12 @@ class HostWord(StrEnum):
     BUSY = "busy"
 
 
-class Gate(StrEnum):
-    """Words of this rank's own that hold back a plan which is submitted ahead (``held``), by epoch.
+class DeviceWord(StrEnum):
+    """Words of device memory that streams write and wait for.
 
-    ``trigger`` and ``done`` are in device memory, ``host_trigger`` in pinned host memory.
+    ``done`` holds the epoch of the last invocation that ended of those with one trigger for all queues.
     """
 
-    TRIGGER = "trigger"
-    HOST_TRIGGER = "host trigger"
     DONE = "done"
 
 
@@ -69,15 +71,15 @@ class Cell:
 class WriteValue:
     """Store ``value`` in a word, after everything earlier in the stream can be seen by all ranks."""
 
-    target: Flag | Cell | HostWord | Gate
+    target: Flag | Cell | HostWord | DeviceWord
     value: Value
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WaitValue:
-    """Hold the stream until a flag or a gate of this rank compares with ``value`` as asked."""
+    """Hold the stream until a flag or a word of this rank compares with ``value`` as asked."""
 
-    flag: Flag | Gate
+    flag: Flag | DeviceWord
     value: Value
     comparison: Comparison = Comparison.GE
 
@@ -172,6 +174,7 @@ class Plan:
         cells: how many words of device memory the signals need.
         ahead: submitted before the collective is called (prelaunched programs; else empty).
         steps: submitted by the call.
+        is_held: one trigger fires all that is ahead, which begins and ends on stream 1.
     """
 
     streams: int
@@ -179,6 +182,12 @@ class Plan:
     cells: int
     ahead: tuple[StreamCall, ...]
     steps: tuple[StreamCall, ...]
+    is_held: bool = False
+
+    @property
+    def held_streams(self) -> int:
+        """How many streams triggers hold: all but the caller's, where that has the trigger."""
+        return self.streams - bool(self.ahead)
 
     def calls(self, stream: int | None = None) -> tuple[Call, ...]:
         """All calls, or those on one stream."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from sidelane.execute.cuda.calls import (
     Call,
     Cell,
-    Gate,
+    DeviceWord,
     HostWord,
     LaunchReduce,
     Memcpy,
@@ -53,7 +53,7 @@ def _operation(op: WriteValue | WaitValue) -> str:
     return f"write {_place(op.target)} = {op.value}"
 
 
-def _place(place: Operand | Flag | Cell | HostWord | Gate) -> str:
+def _place(place: Operand | Flag | Cell | HostWord | DeviceWord) -> str:
     match place:
         case Operand(rank, buffer, offset):
             return f"{buffer}@{rank}+{offset}"
@@ -61,7 +61,7 @@ def _place(place: Operand | Flag | Cell | HostWord | Gate) -> str:
             return f"flag {index}@{rank}"
         case Cell(index):
             return f"cell {index}"
-        case Gate():
-            return f"gate '{place}'"
+        case DeviceWord():
+            return f"word '{place}'"
         case _:
             return f"host word '{place}'"

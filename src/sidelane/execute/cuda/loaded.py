@@ -48,12 +48,14 @@ class CudaProgram:
     Attributes:
         program: what was loaded.
         addresses: where.
+        is_triggered: callers fire triggers of it while it is under way (``CudaTrigger``).
     """
 
     def __init__(self, executor: CudaSite, program: Program, addresses: Addresses) -> None:
         self.program = program
         self.addresses = addresses
         self._executor = executor
+        self.is_triggered = False
         self._frozen = not has_epochs(program)
         self._armed: int | None = None
         self._events: list[int] = []
@@ -81,26 +83,40 @@ class CudaProgram:
         """
         moved = CudaProgram.__new__(CudaProgram)
         moved.program, moved.addresses, moved._executor, moved._frozen = self.program, addresses, self._executor, False
-        moved._armed, moved._events, moved._stamps, moved._graph, moved._ways = None, self._events, {}, None, {}
+        moved.is_triggered, moved._armed, moved._events, moved._stamps = False, None, self._events, {}
+        moved._graph, moved._ways = None, {}
         moved._entries, moved._like = self._entries, self
         moved._bound = self._bound.at(addresses)
         moved._subject = self._subject  # whoever watches reads flags, which are where they were
         return moved
 
-    def arm(self, epoch: int) -> None:
+    def arm(self, epoch: int, after: int | None = None) -> None:
         """Submit everything but the ``caller`` queue of invocation ``epoch``, which must be the executor's next one.
 
-        Unlike on CPUs there is no way back: what was armed must be started.
+        Unlike on CPUs there is no way back: what was armed must be started; or where one trigger fires it, fired.
+
+        Args:
+            epoch: larger than that of any invocation before.
+            after: a stream whose work so far comes before it, wherever the one trigger comes from.
 
         Raises:
             ValueError: the program is not prelaunched, or is armed for another epoch.
+            PeerError, PeerTimeoutError: an earlier invocation failed; nothing was submitted.
+            DriverError: the driver refused a call. The executor is of no use any more.
         """
         executor = self._executor
         executor.check_usable("arm")
         if not self.program.prelaunched or self._frozen:
             raise ValueError(f"arm: not a prelaunched program with epochs (value={self.program.variant!r})")
         with executor.lock, executor.driver.current():
-            self._arm(epoch)
+            try:
+                self._arm(epoch, after)
+                executor.armed_epoch = epoch
+            except ValueError:
+                raise
+            except BaseException as error:
+                executor.watch.fail_submission(f"{self.program.collective} {self.program.variant}", error)
+                raise
 
     def start(self, epoch: int, stream: torch.Stream | None) -> CudaPending:
         """Submit this rank's queues (see :class:`sidelane.execute.base.LoadedProgram`).
@@ -166,9 +182,14 @@ class CudaProgram:
         return Repetition(steps_of(calls), way.words, notes, failing, followers=following)
 
     @property
-    def streams(self) -> int:
-        """How many streams an invocation is on."""
-        return self._bound.plan.streams
+    def held_streams(self) -> int:
+        """How many streams triggers hold."""
+        return self._bound.plan.held_streams
+
+    @property
+    def home(self) -> int:
+        """The stream behind whose work an invocation has ended that one trigger fires."""
+        return self._bound.frame.sides[0]
 
     def elapsed_us(self, first: int, last: int) -> float:
         """Microseconds between two stamp slots of the last invocation or replay, which must have finished."""
@@ -189,9 +210,15 @@ class CudaProgram:
             raise
         if place[1]:
             executor.watch.recorded(self._subject[2])
-        else:
-            executor.watch.issued(epoch, self._subject)
-        executor.ledger.count(way.entry)
+            executor.ledger.count(way.entry)
+        elif not self._bound.plan.is_held:
+            self._note(epoch, way.entry)
+
+    def _note(self, epoch: int, entry: Entry) -> None:
+        if self.is_triggered:
+            self._executor.armed_epoch = epoch
+        self._executor.watch.issued(epoch, self._subject)
+        self._executor.ledger.count(entry)
 
     def _find_way(self, place: Place) -> Way:
         """Work out what invocations from ``place`` submit; remembered, since most calls repeat."""
@@ -222,7 +249,7 @@ class CudaProgram:
     def _cached_graph(self) -> CachedGraph:
         if self._graph is None or not self._graph.stands():
             executor = self._executor
-            calls, finished = self._bound.steps(executor.internal), executor.host[HostWord.FINISHED]
+            calls, finished = self._bound.steps(executor.internal), executor.words[HostWord.FINISHED]
             allocations = Allocations(executor.driver, self._bound.own_spans())
             self._graph = CachedGraph(executor.driver, calls, executor.internal, finished, allocations)
         return self._graph
@@ -250,14 +277,20 @@ class CudaProgram:
         self._arm(epoch)
         self._armed = None
 
-    def _arm(self, epoch: int) -> None:
+    def _arm(self, epoch: int, after: int | None = None) -> None:
+        executor, is_held = self._executor, self._bound.plan.is_held
         if self._armed == epoch:
             return
-        if self._armed is not None:
+        if self._armed is not None and not is_held:  # else whoever has the trigger knows whether it was fired
             raise ValueError(f"arm: armed already, for epoch {self._armed} (value={epoch})")
         self._bound.set_epoch(epoch)
-        self._executor.driver.submit(self._bound.ahead)
+        if is_held and after is not None and after != self.home:
+            driver, event = executor.driver, self._events[0]
+            driver.submit([driver.bind_record(event, after), driver.bind_wait(event, self.home)])
+        executor.driver.submit(self._bound.ahead)
         self._armed = epoch
+        if is_held:  # what is armed is under watch: a peer that dies is noticed at once
+            self._note(epoch, self._entry(Route.DIRECT))
 
     def _bind(self, busy: int) -> BoundPlan:
         executor, driver, captured = self._executor, self._executor.driver, self._frozen
@@ -265,15 +298,20 @@ class CudaProgram:
         if plan.cells > CELLS:
             raise ValueError(f"load: signals to peers in one program (value={plan.cells}, allowed=..{CELLS})")
         count = plan.streams - 1
-        # What is submitted ahead blocks its streams until the call: nobody else may use them.
-        sides = [executor.create_stream() for _ in range(count)] if plan.ahead else executor.shared_sides(count)
+        if plan.is_held:
+            sides = [executor.held_stream(), *executor.shared_sides(count - 1)]
+            self._events.append(driver.create_event())
+        elif plan.ahead:  # which blocks its streams until the call: nobody else may use them
+            sides = [executor.create_stream() for _ in range(count)]
+        else:
+            sides = executor.shared_sides(count)
         events = [driver.create_event() for _ in range(plan.events)]
         self._events += events
         for call in plan.calls():
             if isinstance(call, RecordStamp) and call.slot not in self._stamps:
                 self._stamps[call.slot] = driver.create_event(timing=True)
                 self._events.append(self._stamps[call.slot])
-        resolve = Resolver(self.program, executor.rank, self.addresses, executor.cells, executor.host)
+        resolve = Resolver(self.program, executor.rank, self.addresses, executor.cells, executor.words)
         self._load_kernels(plan.calls(), resolve)
         frame = Frame(
             driver,

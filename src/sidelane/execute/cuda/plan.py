@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from sidelane.execute.cuda.calls import (
+    MAX_BATCH,
     Call,
     Cell,
     HostWord,
@@ -22,6 +23,7 @@ from sidelane.execute.cuda.calls import (
     WriteValue,
 )
 from sidelane.execute.cuda.copy_batches import batch_copies
+from sidelane.execute.cuda.held import hold_back
 from sidelane.execute.cuda.order import submission_order
 from sidelane.execute.cuda.rows import join_rows
 from sidelane.program.collective import Span
@@ -44,9 +46,7 @@ from sidelane.program.ir import (
 )
 from sidelane.program.own_flags import flags_between_own_queues, waits_for
 from sidelane.program.transform.freeze import LOWERED
-
-MAX_BATCH = 255
-"""Memory operations in one call: the driver's limit is "less than 256"."""
+from sidelane.program.transform.prelaunch import held_by, release
 
 INLINE_BYTES = 4 << 20
 """A ``local`` or ``compute`` queue that moves no more than this runs on stream 0. A stream of its own costs four event
@@ -68,6 +68,10 @@ def plan_calls(
     Raises:
         ValueError: the program has commands that the driver does not; the text names the first.
     """
+    trigger = None if captured else held_by(program, rank)
+    if trigger is not None:
+        plan = plan_calls(release(program), rank, peer_writes=peer_writes, copy_batches=copy_batches)
+        return hold_back(plan, trigger)
     plan = _Planner(program, rank, peer_writes, captured).plan()
     if captured:
         return dataclasses.replace(plan, steps=join_rows(plan.steps))

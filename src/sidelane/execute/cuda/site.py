@@ -15,9 +15,8 @@ import torch
 from sidelane.errors import CommunicatorClosedError, SidelaneError
 from sidelane.execute.cuda.alike import Alike
 from sidelane.execute.cuda.cached import ExecutableGraph
-from sidelane.execute.cuda.calls import DEFAULT_STREAMS, Gate, HostWord
+from sidelane.execute.cuda.calls import DEFAULT_STREAMS, DeviceWord, HostWord
 from sidelane.execute.cuda.driver import Driver, DriverError
-from sidelane.execute.cuda.held import Gates, SharedValueOps
 from sidelane.execute.cuda.native import Bound
 from sidelane.execute.cuda.plans import Plans
 from sidelane.execute.cuda.probe import DriverFeatures
@@ -29,7 +28,7 @@ from sidelane.execute.submitted import Ledger
 from sidelane.memory.giving_back import submitters
 from sidelane.program.ir import Program
 from sidelane.program.kernel_list import AnyKernelProgram
-from sidelane.program.words import WORD_MASK
+from sidelane.program.words import WORD_BYTES, WORD_MASK
 
 DEFAULT_REDUCE_BLOCKS = 32
 """Thread blocks of a reduction: a quarter of an H200, enough to read peers' slots at memory speed."""
@@ -71,28 +70,30 @@ class CudaSite:
         self.kernels: Alike[Any] = Alike()
         self.timeout_s = timeout_s
         self.closed = False
-        self.armed_epoch: int | None = None  # of the last invocation that waited for a trigger
+        self.armed_epoch: int | None = None  # of the last invocation that may have waited for a trigger
         self._streams: list[int] = []
         self._sides: list[int] = []
         self._held: int | None = None
         self._launch_graphs: weakref.WeakSet[ExecutableGraph] = weakref.WeakSet()
         with self.driver.current():
-            words, self.gates = self.driver.host_words(HOST_WORDS), Gates(self.driver)
-            self._words = words
-            self.host: dict[HostWord | Gate, int] = {
-                word: words.address + 4 * index
+            words = self._words = self.driver.host_words(HOST_WORDS)
+            self.words: dict[HostWord | DeviceWord, int] = {
+                word: words.address + WORD_BYTES * index
                 for word, index in ((HostWord.STARTED, STARTED), (HostWord.FINISHED, FINISHED), (HostWord.BUSY, BUSY))
             }
-            self.host.update(self.gates.addresses)
-            self.board = words.address + 4 * BOARD
+            # Programs with one trigger share it: one is armed at a time, and epochs grow.
+            self.trigger_word, self._device_words = self.driver.device_words(2)
+            self.words[DeviceWord.DONE] = self.trigger_word + WORD_BYTES
+            self.host_trigger = self.driver.host_words(1)
+            self.board = words.address + WORD_BYTES * BOARD
             self.kernel_stream: int | None = None  # of the last kernel that went to the device
             self.cells, self._cells_owner = self.driver.device_words(CELLS)
             self.internal = self.create_stream()
             self.into, self.out_of, self._turn = (self.driver.create_event() for _ in range(3))
             self.rescue = FlagRescue(self.driver)
             self._tables = Tables(self.driver, self.create_stream())
-            for gate in (Gate.TRIGGER, Gate.HOST_TRIGGER):  # whoever has passed one writes DONE itself
-                self.rescue.register_word(self.gates.addresses[gate])
+            for trigger in (self.trigger_word, self.host_trigger.address):  # whoever has passed one writes DONE itself
+                self.rescue.register_word(trigger)
         self.watch = Watch(self.driver, rank, words, monitor, self.rescue, timeout_s)
         self.watch.start()
         submitters.add(self)
@@ -126,11 +127,10 @@ class CudaSite:
         with self.lock, self.driver.current():
             self.watch.last_epoch = epoch  # nobody may wait for one of long ago, which would count as still to come
             self._words.array[STARTED] = self._words.array[FINISHED] = epoch & WORD_MASK
-            self.gates.store(epoch)
-            gates = [self.gates.addresses[gate] for gate in (Gate.TRIGGER, Gate.DONE)]
-            writes = SharedValueOps(self.driver, gates, [])
-            writes.set(epoch)
-            self.driver.submit([writes.bind(self.internal)])
+            writes = self.driver.memory_ops()
+            for address in (self.trigger_word, self.host_trigger.address, self.words[DeviceWord.DONE]):
+                writes.write(address, epoch & WORD_MASK)
+            self.driver.submit([self.driver.bind_memory_ops(writes, self.internal)])
             while not self.driver.is_idle(self.internal):
                 time.sleep(1e-5)
 
@@ -192,7 +192,7 @@ class CudaSite:
         return self._sides[:count]
 
     def held_stream(self) -> int:
-        """The stream on which prelaunched programs wait for their trigger."""
+        """The stream on which programs wait for their one trigger."""
         if self._held is None:
             self._held = self.create_stream()
         return self._held

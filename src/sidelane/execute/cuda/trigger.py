@@ -1,13 +1,17 @@
-"""Triggers of a program under way: flags of its own rank that the caller's stream, the host or a kernel signals."""
+"""Triggers of programs under way: flags of the own rank that a stream of its caller, the host or a kernel signals.
+
+stream   kernels | write flags  [ | wait done ] | next kernels
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from sidelane.execute.base import Place
+from sidelane.execute.cuda.calls import DeviceWord, HostWord
 from sidelane.execute.cuda.native import Bound
 from sidelane.execute.cuda.site import CudaSite
-from sidelane.program.ir import Value
+from sidelane.program.ir import EPOCH, Value
 from sidelane.program.words import WORD_MASK
 
 _MOST_CALLERS = 64
@@ -18,16 +22,49 @@ class CudaTrigger:
 
     Args:
         executor: of the rank.
-        words: address of each flag, and its value.
+        words: address of each flag, and its value. A kernel stores that, 32 bits, with release at system scope.
+        title: of the program, for people.
+        host: where there is one, which lies in host memory: it.
+        ends: it fires all that a rank has in the program (``transform.hold``): then whoever fires also waits.
     """
 
-    def __init__(self, executor: CudaSite, words: Sequence[tuple[int, Value]]) -> None:
-        self._executor = executor
-        self._ops = executor.driver.memory_ops()
+    def __init__(
+        self,
+        executor: CudaSite,
+        words: Sequence[tuple[int, Value]],
+        title: str,
+        *,
+        host: memoryview[int] | None = None,
+        ends: bool = False,
+    ) -> None:
+        assert host is None or len(words) == 1
+        self._executor, self._title, self._host = executor, title, host
+        self._values = tuple(value for _, value in words)
+        self._ops = ops = executor.driver.memory_ops()
         for address, _ in words:
-            self._ops.write(address, 0)
-        self._setters = [(self._ops.setters([index])[0], value) for index, (_, value) in enumerate(words)]
-        self._by_stream: dict[int, list[Bound]] = {}
+            ops.write(address, 0)
+        count = len(words)
+        self._fire, self._release = slice(0, count + ends), slice(0, count)
+        if ends:
+            done = executor.words[DeviceWord.DONE]
+            ops.wait(done, 0, equal=False)
+            # A stream that waits for a trigger of its own times out like one whose peers do not come.
+            ops.write(executor.words[HostWord.STARTED], 0)
+            ops.wait(done, 0, equal=False)
+        self._begin_and_join, self._join = slice(count + 1, count + 3), slice(count + 2, count + 3)
+        places: dict[Value, list[int]] = {}
+        for index, value in enumerate((*self._values, *(EPOCH,) * (3 * ends))):
+            places.setdefault(value, []).append(index)
+        self._setters = [(value, setter) for value, indices in places.items() for setter in ops.setters(indices)]
+        self._epoch, self._first_word = 0, 0
+        self._bound: dict[tuple[int, int, int], list[Bound]] = {}
+        self._fire_on: dict[int, list[Bound]] = {}
+
+    def set(self, epoch: int) -> None:
+        """Lay out what fires invocation ``epoch``, which is quicker then; what was submitted keeps its values."""
+        for value, set_all in self._setters:
+            set_all(value.at(epoch) & WORD_MASK)
+        self._epoch, self._first_word = epoch, self._values[0].at(epoch) & WORD_MASK
 
     def fire(self, epoch: int, place: Place) -> None:
         """Signal behind the work of a stream: one call to the driver.
@@ -38,30 +75,74 @@ class CudaTrigger:
             DriverError: the driver refused it. The executor is of no use any more.
         """
         stream, capturing = place
+        executor = self._executor
+        if executor.watch.failure is not None or executor.closed:
+            executor.check_usable("trigger")
         if capturing:
-            raise ValueError(
-                "trigger: a graph is being captured, which would repeat the trigger of this one call (allowed=outside)"
-            )
-        self._submit(epoch, stream)
+            _refuse_capture("trigger")
+        calls = self._fire_on.get(stream)
+        if calls is None:
+            calls = self._fire_on[stream] = self._bind(self._fire, stream)
+        driver = executor.driver
+        if epoch != self._epoch or not driver.is_current():
+            self._submit(epoch, calls)
+            return
+        try:  # plainly: this is on the path of a prelaunched call
+            driver.submit(calls)
+        except BaseException as error:
+            executor.watch.fail_submission(self._title, error)
+            raise
 
     def fire_from_host(self, epoch: int) -> None:
         """Signal at once, behind nothing. Raises as :meth:`fire`."""
-        self._submit(epoch, self._executor.internal)
+        executor = self._executor
+        if executor.watch.failure is not None or executor.closed:
+            executor.check_usable("trigger_from_host")
+        if self._host is None:
+            self._submit(epoch, self._bind(self._release, executor.internal))
+            return
+        if epoch != self._epoch:
+            self.set(epoch)
+        self._host[0] = self._first_word
 
-    def _submit(self, epoch: int, stream: int) -> None:
+    def join(self, epoch: int, place: Place, *, begun: bool) -> None:
+        """Order the next work of a stream behind the end. ``begun``: it has been fired, else a kernel will.
+
+        Raises:
+            As :meth:`fire`.
+        """
+        stream, capturing = place
+        self._executor.check_usable("wait")
+        if capturing:
+            _refuse_capture("wait")
+        self._submit(epoch, self._bind(self._join if begun else self._begin_and_join, stream))
+
+    def _submit(self, epoch: int, calls: Sequence[Bound]) -> None:
         executor, driver = self._executor, self._executor.driver
-        executor.check_usable("trigger")
         with executor.lock, driver.current():
-            calls = self._by_stream.get(stream)
-            if calls is None:
-                if len(self._by_stream) >= _MOST_CALLERS:
-                    self._by_stream.clear()
-                bound = executor.by_way_of_internal(stream, lambda handle: driver.bind_memory_ops(self._ops, handle))
-                calls = self._by_stream[stream] = bound
-            for set_value, value in self._setters:
-                set_value(value.at(epoch) & WORD_MASK)
+            if epoch != self._epoch:
+                self.set(epoch)
             try:
                 driver.submit(calls)
             except BaseException as error:  # what waits for it would never go on
-                executor.watch.fail_submission("a trigger", error)
+                executor.watch.fail_submission(self._title, error)
                 raise
+
+    def _bind(self, part: slice, stream: int) -> list[Bound]:
+        """Operations on ``stream``, by way of the internal one where the driver has none."""
+        key = (part.start, part.stop, stream)
+        calls = self._bound.get(key)
+        if calls is None:
+            if len(self._bound) >= _MOST_CALLERS:
+                self._bound.clear()
+                self._fire_on.clear()
+            driver, ops = self._executor.driver, self._ops
+            calls = self._executor.by_way_of_internal(stream, lambda handle: driver.bind_memory_ops(ops, handle, part))
+            self._bound[key] = calls
+        return calls
+
+
+def _refuse_capture(method: str) -> None:
+    raise ValueError(
+        f"{method}: a graph is being captured, which would repeat the trigger of this one call (allowed=outside)"
+    )

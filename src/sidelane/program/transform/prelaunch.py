@@ -1,11 +1,13 @@
-"""Put every queue behind a trigger, so that commands are handed to the engines before the collective is called.
+"""Put queues behind triggers, so that commands are handed to the engines before the collective is called.
 
-The DMA collectives paper, section 4.2.5: only copies and signals stay on the critical path.
+The DMA collectives paper, section 4.2.5: only copies and signals stay on the critical path. It has a trigger for each
+queue (:func:`prelaunch`). One for all queues of a rank takes one store to fire (:func:`hold`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 
 from sidelane.program.ir import EPOCH, Engine, EngineKind, Flag, Program, Queue, Signal, Wait
 
@@ -16,26 +18,73 @@ def prelaunch(program: Program) -> Program:
     Raises:
         ValueError: the program is prelaunched already.
     """
+    first = program.flag_count
+    # A flag for each queue: a frozen program resets a flag after its one wait.
+    return _behind(program, "prelaunch", lambda rank, count: [Flag(rank, first + index) for index in range(count)])
+
+
+def hold(program: Program) -> Program:
+    """Put all queues of a rank behind one trigger, which its ``caller`` queue fires. :func:`release` takes it away.
+
+    It is the last flag of every rank, and only this rank touches it: it may lie apart (``Addresses.triggers``). A rank
+    that does nothing waits for it all the same: it can be fired everywhere.
+
+    Raises:
+        ValueError: the program is prelaunched already.
+    """
+    idle = set(range(program.world_size)) - {queue.rank for queue in program.queues}
+    waiting = tuple(Queue(rank, Engine(EngineKind.LOCAL), ()) for rank in sorted(idle))
+    program = dataclasses.replace(program, queues=(*program.queues, *waiting))
+    return _behind(program, "hold", lambda rank, count: [Flag(rank, program.flag_count)] * count)
+
+
+def held_by(program: Program, rank: int) -> Flag | None:
+    """The trigger that all queues of a rank wait for first; None if there is no such one."""
+    if not program.prelaunched:
+        return None
+    queues = (queue for queue in program.queues_of(rank) if queue.engine.kind is not EngineKind.CALLER)
+    first = {queue.commands[0] if queue.commands else None for queue in queues}
+    wait = first.pop() if len(first) == 1 else None
+    return wait.flag if isinstance(wait, Wait) else None
+
+
+def release(program: Program) -> Program:
+    """What was put behind triggers, without them.
+
+    Raises:
+        ValueError: the program is not prelaunched.
+    """
+    if not program.prelaunched:
+        raise ValueError(f"release: the program has no triggers (value={program.variant!r})")
+    queues = tuple(
+        dataclasses.replace(queue, commands=queue.commands[1:])
+        for queue in program.queues
+        if queue.engine.kind is not EngineKind.CALLER
+    )
+    return dataclasses.replace(program, queues=queues, prelaunched=False)
+
+
+def _behind(program: Program, name: str, triggers_of: Callable[[int, int], Sequence[Flag]]) -> Program:
+    """``triggers_of``: a rank and the number of its queues -> the trigger of each."""
     if program.prelaunched:
-        raise ValueError("prelaunch: the program is prelaunched already")
+        raise ValueError(f"{name}: the program is prelaunched already")
     queues: list[Queue] = []
-    most = 0
+    flag_count = program.flag_count
     for rank in range(program.world_size):
         held = program.queues_of(rank)
-        # A flag for each queue: a frozen program resets a flag after its one wait.
-        triggers = [Flag(rank, program.flag_count + index) for index in range(len(held))]
+        triggers = triggers_of(rank, len(held))
         queues += [
             dataclasses.replace(queue, commands=(Wait(trigger, EPOCH), *queue.commands))
             for queue, trigger in zip(held, triggers, strict=True)
         ]
         if held:
-            fire = tuple(Signal(trigger, EPOCH) for trigger in triggers)
+            fire = tuple(Signal(trigger, EPOCH) for trigger in dict.fromkeys(triggers))
             queues.append(Queue(rank, Engine(EngineKind.CALLER), fire))
-        most = max(most, len(held))
+        flag_count = max([flag_count, *(trigger.index + 1 for trigger in triggers)])
     return dataclasses.replace(
         program,
-        variant=f"{program.variant}+prelaunch",
+        variant=f"{program.variant}+{name}",
         queues=tuple(queues),
-        flag_count=program.flag_count + most,
+        flag_count=flag_count,
         prelaunched=True,
     )
