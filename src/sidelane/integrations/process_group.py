@@ -96,6 +96,17 @@ class SidelaneGroup(dist.ProcessGroup):
         """Say for which devices the group is: what was asked for, and that in full, both as torch writes it."""
         self._asked = asked, config or asked
 
+    def communicator(self, device: torch.device | str | None = None) -> Communicator:
+        """What makes Sidelane's calls on tensors of a device: for ``sidelane.pool`` and ``memory()``. Collective.
+
+        Args:
+            device: of the tensors; None for the current GPU, or for the CPU where the group has no GPUs.
+
+        Raises:
+            UnavailableError: Sidelane makes no calls on such tensors, or the group is on several nodes.
+        """
+        return self._dispatcher.communicator(device)
+
     def getGroupName(self) -> str:
         """What torch has told: by it, functional collectives find the group."""
         return self._name
