@@ -79,7 +79,9 @@ LEGENDS = {
     "move nothing (compute_only), in the same round; recovered: of the exposed time of NCCL (Gloo on CPUs). Medians "
     "over rounds of the slowest rank; the least of each case is bold. Loss, gradient norm and gradients were compared "
     "with those of NCCL. compute_only still copies shards in and parameters out; compute_only_straight copies none "
-    "out.",
+    "out. Where the rest goes (with --profile): the stream of the computation in one step of the first rank, less that "
+    "of compute_only_straight; GEMMs by transfers run next to a collective or a copy between peers for half of their "
+    "time and more; waits are pauses of the stream.",
     "soak": "A call counts once for all of its ranks, each of which compared every byte that it must get, what lies "
     "around it, and what it must not touch. Refusals: wrong calls of one rank or all, and calls that differed between "
     "ranks. Endings but 'good' are faults, of which every other rank must hear in time, and of whose they are.",
