@@ -57,6 +57,8 @@ class Two:
         self._groups = {"gloo": gloo, "sidelane": ours}
 
     def way(self, implementation: str, tensors: str) -> Way:
+        if tensors == "pooled":
+            raise sidelane.UnavailableError("no room")
         return Way(implementation, tensors, self._groups[implementation])
 
 
@@ -75,7 +77,7 @@ def rows_of_a_wrong_group(group: dist.ProcessGroup, raises: bool) -> list[GroupR
     case = Case(KINDS["all_gather_into_tensor"], 4096, torch.bfloat16, rank.rank, rank.world_size, CPU)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_gather_into_tensor", wrong)
-        patch.setattr(group_study, "wanted", lambda *_: WAYS[:2])
+        patch.setattr(group_study, "wanted", lambda *_: [*WAYS[:2], WAYS[3]])
         study = group_study._Study(rank, Meter(CPU, group=group), Two(group, ours), GroupOptions(**QUICK))
         return list(study.rows("all_gather_into_tensor", case))
 
@@ -83,6 +85,8 @@ def rows_of_a_wrong_group(group: dist.ProcessGroup, raises: bool) -> list[GroupR
 @pytest.mark.parametrize("raises", [False, True])
 def test_what_is_wrong_has_no_time(pool: RankPool, raises: bool) -> None:
     for rows in pool.run(rows_of_a_wrong_group, 2, raises):
+        assert [row.note for row in rows if row.tensors == "pooled"] == ["rank 0: UnavailableError: no room"] * 2
+        rows = [row for row in rows if row.tensors != "pooled"]
         verdicts = {(row.implementation, row.launch): row.correct for row in rows}
         assert verdicts.pop(("sidelane", "eager")) is (None if raises else False)
         assert list(verdicts.values()) == [True] * 3

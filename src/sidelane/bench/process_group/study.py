@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from sidelane.bench.candidates.candidate import captured
 from sidelane.bench.candidates.reference import Case, fill_input, output_error, poison, rounded_bytes
 from sidelane.bench.process_group.first import first_uses
 from sidelane.bench.process_group.ways import KINDS, Buffers, Groups, Way, plain_call, wanted
@@ -29,7 +30,7 @@ from sidelane.bench.running.study import Sender, StudyOptions, run_study
 from sidelane.sizes import format_bytes
 
 DTYPE = torch.bfloat16
-HOST_BATCHES = 7
+HOST_BATCHES, CPU_CALLS = 7, 4
 CALL_US = 80.0
 """What a call may take the host at most, for what has to be hidden."""
 
@@ -146,18 +147,21 @@ class _Study:
         self._rank, self._meter, self._groups, self._options = rank, meter, groups, options
         self._seeds = itertools.count(options.seed + 1)
         self._on_cpu = rank.device.type == "cpu"
+        self._refused: dict[tuple[str, str], str] = {}
 
     def rows(self, operation: str, case: Case) -> Iterator[GroupRow]:
         """Check, time and check again. Collective."""
-        calls = calls_of(case.nbytes)
+        calls = CPU_CALLS if self._on_cpu else calls_of(case.nbytes)
         programs: list[_Program] = []
+        launches = (EAGER, ASYNC) if self._on_cpu else (EAGER, ASYNC, GRAPH)
         for names in wanted(self._options.implementations, self._rank.device.type):
-            way = self._groups.way(*names)
+            way = self._way(names)
+            if way is None:
+                for launch in launches:
+                    yield _refused_row(operation, case, names, launch, self._refused[names])
+                continue
             buffers = way.buffers(case)
-            programs += [
-                self._program(operation, case, way, launch, buffers, calls)
-                for launch in ((EAGER, ASYNC) if self._on_cpu else (EAGER, ASYNC, GRAPH))
-            ]
+            programs += [self._program(operation, case, way, launch, buffers, calls) for launch in launches]
         sound = [one for one in programs if one.problem is None]
         rounds = self._timed(sound, calls)
         for one in sound:
@@ -172,12 +176,22 @@ class _Study:
         self._meter.finish("process groups")
         self._groups.close()
 
+    def _way(self, names: tuple[str, str]) -> Way | None:
+        """None where there is none, as where there is no room for a pool. Collective."""
+        made: list[Way] = []
+        if names not in self._refused:
+            refused = self._meter.attempt(lambda: made.append(self._groups.way(*names)))
+            if refused is not None:
+                self._refused[names] = refused
+                made.clear()
+        return made[0] if made else None
+
     def _program(self, operation: str, case: Case, way: Way, launch: str, buffers: Buffers, calls: int) -> _Program:
         once = plain_call(operation, way.group, buffers, launch)
         made = _Program(way, launch, buffers, once, lambda: [once() for _ in range(calls)])
         if launch == GRAPH:
             graphs: list[torch.cuda.CUDAGraph] = []
-            refused = self._meter.attempt(lambda: graphs.extend(_captured(once, count) for count in (1, calls)))
+            refused = self._meter.attempt(lambda: graphs.extend(captured(once, count) for count in (1, calls)))
             if refused is not None:
                 made.problem = (refused, False)
                 return made
@@ -224,6 +238,11 @@ class _Study:
         return max(map(statistics.median, self._meter.of_all_ranks(times)))
 
 
+def _refused_row(operation: str, case: Case, names: tuple[str, str], launch: str, why: str) -> GroupRow:
+    dtype = str(case.dtype).removeprefix("torch.")
+    return GroupRow(operation, case.nbytes, dtype, *names, launch, *(None,) * 4, "", "", None, None, why)
+
+
 def _row(operation: str, case: Case, one: _Program, times: Rounds | None) -> GroupRow:
     return GroupRow(
         operation=operation,
@@ -251,14 +270,3 @@ def calls_of(nbytes: int) -> int:
     (20, 10, 4)
     """
     return 20 if nbytes <= 1 << 20 else 10 if nbytes <= 64 << 20 else 4
-
-
-def _captured(once: Callable[[], object], count: int) -> torch.cuda.CUDAGraph:
-    """A graph of so many calls; the group has made one before."""
-    once()
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-        for _ in range(count):
-            once()
-    return graph
