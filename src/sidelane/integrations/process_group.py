@@ -97,10 +97,7 @@ class SidelaneGroup(dist.ProcessGroup):
         self._asked = asked, config or asked
 
     def communicator(self, device: torch.device | str | None = None) -> Communicator:
-        """What makes Sidelane's calls on tensors of a device: for ``sidelane.pool`` and ``memory()``. Collective.
-
-        Args:
-            device: of the tensors; None for the current GPU, or for the CPU where the group has no GPUs.
+        """What makes Sidelane's calls on a device's tensors (None: the current GPU's, else the CPU's). Collective.
 
         Raises:
             UnavailableError: Sidelane makes no calls on such tensors, or the group is on several nodes.
