@@ -278,7 +278,9 @@ def gathers_in_a_ring(group: dist.ProcessGroup, nbytes: int) -> None:
             runs = [comm.load(program, {"shards": shards, "used": one}) for one in used]
             for number in range(10):
                 everyone = [
-                    torch.randint(256, shards.shape, generator=torch.Generator().manual_seed(n * number + rank))
+                    torch.randint(
+                        256, shards.shape, generator=torch.Generator("cpu").manual_seed(n * number + rank), device="cpu"
+                    )
                     for rank in range(n)
                 ]
                 shards.copy_(everyone[comm.rank])
