@@ -67,7 +67,8 @@ test-torch: $(READY) ## run PyTorch's own tests on the process group, and on Glo
 
 test-newest: ## run the process group's tests with the newest torch of the package index, in build/newest
 	@test -x build/newest/bin/python || $(PYTHON) -m venv build/newest
-	@build/newest/bin/python -m pip install --quiet --upgrade $(NEWEST_TORCH) numpy rich click pytest pytest-timeout
+	@build/newest/bin/python -m pip install --quiet --upgrade $(NEWEST_TORCH)
+	@build/newest/bin/python -m pip install --quiet numpy rich click pytest pytest-timeout # an index of torch lacks some
 	@PYTHONPATH=src build/newest/bin/python -W ignore -m pytest -q -o addopts= tests/cpu/test_process_group*.py
 
 test-restart: $(READY) ## kill a rank of programs that train, and see torchrun start them again; a minute

@@ -1,6 +1,7 @@
 """Train a small Llama with FSDP2 on this repository's docs, without Sidelane and with it: one line of difference.
 
-torchrun --nproc-per-node 2 examples/llama_fsdp.py        (--dim, --layers, --heads, --length, --batch, --steps)
+torchrun --nproc-per-node 2 examples/llama_fsdp.py        (--dim, --layers, --heads, --length, --batch, --steps,
+                                                          --tokenizer, --vocabulary)
 """
 
 import contextlib
@@ -8,6 +9,7 @@ import contextlib
 import torch
 import torch.distributed as dist
 from parts.llama import Llama, begin, options, train
+from parts.text import read
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -18,6 +20,7 @@ def main() -> None:
     gpu = torch.cuda.is_available()
     sizes, device = options(__doc__, gpu), begin()
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    text, vocabulary, words = read(sizes.tokenizer, sizes.vocabulary)
     mesh = init_device_mesh(device.type, (world_size,))
     policy = (
         MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if gpu else MixedPrecisionPolicy()
@@ -26,12 +29,12 @@ def main() -> None:
     for with_sidelane in (False, True):
         torch.manual_seed(0)
         with device:
-            model = Llama(sizes.dim, sizes.layers, sizes.heads)
+            model = Llama(vocabulary, sizes.dim, sizes.layers, sizes.heads)
         for block in model.blocks:
             fully_shard(block, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=policy)
         with fsdp.enable(model) if with_sidelane else contextlib.nullcontext():  # the one line
-            rate, course = train(model, sizes, device, torch.cuda.synchronize if gpu else lambda: None)
+            rate, course = train(model, text, sizes, device, torch.cuda.synchronize if gpu else lambda: None)
         rates.append(rate)
         losses.append(course)
     torch.testing.assert_close(*losses, rtol=1e-2 if gpu else 1e-5, atol=0)
@@ -40,6 +43,7 @@ def main() -> None:
         f"rank {rank} of {world_size} on {device}: loss {losses[1][0]:.3f} to {losses[1][-1]:.3f}, the same both times"
     )
     if rank == 0:
+        print(words)
         print(f"tokens a second: {rates[0]:.0f} without Sidelane, {rates[1]:.0f} with")
     dist.destroy_process_group()
 

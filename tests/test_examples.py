@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 from as_torchrun import run_program
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -27,3 +31,39 @@ def test_an_example_runs(example: Path, tmp_path: Path) -> None:
     assert "torchrun --nproc-per-node" in example.read_text().split('"""')[1]
     said = run_program(example, tmp_path)
     assert all(f"rank {rank} of 2 on cpu" in said for rank in range(2))
+
+
+@pytest.fixture
+def text(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The module that reads the docs as tokens, on a rank whose broadcasts are to nobody."""
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "broadcast_object_list", lambda made: None)
+    return importlib.import_module("parts.text")
+
+
+def test_a_text_is_read_by_a_tokenizer_that_is_trained_on_it(text: ModuleType) -> None:
+    pytest.importorskip("tokenizers")
+    tokens, vocabulary, words = text.read("auto", 600)
+    again, *_ = text.read("bpe", 600)
+    as_bytes, *_ = text.read("bytes", 600)
+    assert (tokens == again).all() and vocabulary == 600 and words.startswith("tokens: 600 byte pairs, ")
+    assert int(tokens.max()) == 599 and int(tokens.min()) >= 0 and 1.5 * len(tokens) < len(as_bytes)
+
+
+def test_without_the_tokenizers_package(text: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    tokens, vocabulary, words = text.read("auto", 600)
+    pages = [page.read_bytes() for page in sorted((ROOT / "docs").rglob("*.md"))]
+    assert bytes(tokens.tolist()) == b"\n".join(pages) and vocabulary == 256
+    assert words == "tokens: bytes, since the package `tokenizers` is missing (pip install tokenizers)"
+    with pytest.raises(SystemExit, match="--tokenizer bpe: .*\n.*pip install tokenizers") as refused:
+        text.read("bpe", 600)
+
+    def hears(made: list[Any]) -> None:
+        made[0] = str(refused.value)
+
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(dist, "broadcast_object_list", hears)
+    with pytest.raises(SystemExit, match="pip install tokenizers"):
+        text.read("bpe", 600)

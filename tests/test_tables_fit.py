@@ -20,13 +20,17 @@ from sidelane.bench.demo import show
 from sidelane.bench.demo.checked import Checked
 from sidelane.bench.demo.figures import overlap_percents
 from sidelane.bench.demo.measured import measured
+from sidelane.bench.fsdp.tables import fsdp_tables
 from sidelane.bench.fused.shapes import ON_GPUS
 from sidelane.bench.ordinary.tables import ordinary_tables
+from sidelane.bench.process_group.tables import group_tables
 from sidelane.bench.report import terminal
 from sidelane.bench.report.table import Line, Table
 from sidelane.bench.report.tables import tables_of
 from sidelane.bench.results import files
+from sidelane.bench.results.rows.groups import GroupRow
 from sidelane.bench.results.rows.ordinary import CHANGES, OrdinaryRow
+from sidelane.bench.results.rows.training import FsdpRow
 from sidelane.bench.results.written import STDOUT
 from sidelane.bench.simulated import fused as sim_fused
 from sidelane.bench.simulated import fused_skew, overlap
@@ -154,6 +158,35 @@ def of_ordinary() -> list[Table]:
     return ordinary_tables(rows)
 
 
+def of_profiled_steps() -> list[Table]:
+    names = ("nccl", "sidelane_copies", "compute_only", "compute_only_straight")
+    kinds = ("gemm", "attention", "collective", "copy_in", "copy_out", "peer_copy", "other")
+    figures = {f"{kind}_ms": 123.456 for kind in (*kinds, "first_gather", "last_scatter", "profiled", "waits")}
+    figures |= {f"stream_{kind}_ms": 123.456 for kind in ("copy_in", "copy_out", "other")}
+    figures |= {"gemm_beside_ms": -123.456, "gemm_apart_ms": 123.456}
+    common = ("llama-70b-like", 4, 4096, 1, "bfloat16", True)
+    times = (1234.5, 1234.5, 1234.5, 1234.5, 104.0, -12.345, 123.45, 65_432.1, True, "")
+    return fsdp_tables([FsdpRow(*common, name, *times, **figures) for name in names])
+
+
+def of_process_groups() -> list[Table]:
+    def row(operation: str, name: str, tensors: str, launch: str, **more: Any) -> GroupRow:
+        times = (*((None,) * 3 if launch == "first" else (123_456.0, 12_345.6, 234_567.8)), None)
+        figures = dict(zip(("time_us", "p10_us", "p90_us", "host_us"), times, strict=True)) | more
+        made_by = {"made_by": name, "variant": "two_shot_narrow" if name == "sidelane" else "", "correct": True}
+        given = {"bytes": 1_288_490_192, "dtype": "bfloat16", "held_mb": None, **made_by, **figures}
+        return GroupRow(operation=operation, implementation=name, tensors=tensors, launch=launch, **given)
+
+    ways = [("nccl", "ordinary"), *(("sidelane", tensors) for tensors in ("ordinary", "learned", "pooled"))]
+    rows = [
+        row("reduce_scatter_tensor", *way, launch, host_us=1234.5)
+        for launch in ("eager", "async", "graph")
+        for way in ways
+    ]
+    rows += [row("first_fsdp_step", *way, "first", time_us=12.3e6, held_mb=12_345.6) for way in ways[:2]]
+    return group_tables(rows)
+
+
 def of_explain() -> list[Table]:
     options = explain.ExplainOptions(kind=Kind.ALL_GATHER, nbytes=1 << 20, machine="h200x4", ordinary=True)
     return [explain._table(explain.explain(options))]
@@ -173,6 +206,8 @@ MADE: dict[str, Callable[[], list[Table]]] = {
     "demo": of_the_demo,
     "tune": of_tune,
     "ordinary": of_ordinary,
+    "pg": of_process_groups,
+    "fsdp --profile": of_profiled_steps,
     "explain": of_explain,
 }
 

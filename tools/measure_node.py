@@ -63,6 +63,7 @@ STUDIES: dict[str, tuple[Part, ...]] = {
     "chain": (Part(("chain", "--max-bytes", "256M"), 120),),
     "fused": (Part(("fused",), 240),),
     "ordinary": (Part(("ordinary",), 180),),
+    "process-group": (Part(("pg",), 120),),
     "fsdp": (
         Part(("fsdp", "--cases", "8b:1x4096,70b:1x2048"), 120),
         Part(("fsdp", "--cases", "8b:2x4096,8b:1x8192,70b:1x4096"), 150),

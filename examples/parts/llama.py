@@ -1,18 +1,14 @@
-"""What the training examples share: a small decoder in the style of Llama, bytes of this repository's docs, a clock."""
+"""What the training examples share: a small decoder in the style of Llama, sizes, a clock."""
 
 import argparse
 import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
-
-DOCS = Path(__file__).resolve().parents[2] / "docs"
-VOCABULARY = 256  # a token is a byte
 
 
 class Block(nn.Module):
@@ -36,11 +32,11 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    def __init__(self, dim: int, layers: int, heads: int) -> None:
+    def __init__(self, vocabulary: int, dim: int, layers: int, heads: int) -> None:
         super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, dim)
+        self.embed = nn.Embedding(vocabulary, dim)
         self.blocks = nn.ModuleList(Block(dim, heads) for _ in range(layers))
-        self.norm, self.out = nn.RMSNorm(dim, eps=1e-6), nn.Linear(dim, VOCABULARY, bias=False)
+        self.norm, self.out = nn.RMSNorm(dim, eps=1e-6), nn.Linear(dim, vocabulary, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)
@@ -64,9 +60,10 @@ def options(what: str | None, gpu: bool) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=what)
     for name, on_gpu, on_cpu in (
         *(("dim", 4096, 64), ("layers", 8, 2), ("heads", 32, 4)),
-        *(("length", 4096, 64), ("batch", 1, 4), ("steps", 20, 6)),
+        *(("length", 4096, 64), ("batch", 1, 4), ("steps", 20, 6), ("vocabulary", 8192, 512)),
     ):
         parser.add_argument(f"--{name}", type=int, default=on_gpu if gpu else on_cpu)
+    parser.add_argument("--tokenizer", choices=("auto", "bpe", "bytes"), default="auto")
     return parser.parse_args()
 
 
@@ -83,11 +80,13 @@ def begin(backend: str = "") -> torch.device:
 
 
 def train(
-    model: nn.Module, sizes: argparse.Namespace, device: torch.device, synchronize: Callable[[], object]
+    model: nn.Module,
+    text: torch.Tensor,
+    sizes: argparse.Namespace,
+    device: torch.device,
+    synchronize: Callable[[], object],
 ) -> tuple[float, list[float]]:
     """Tokens a second of all ranks, without the first two steps; and the loss of every step, averaged over ranks."""
-    pages = b"".join(page.read_bytes() for page in sorted(DOCS.rglob("*.md")))
-    text = torch.frombuffer(bytearray(pages), dtype=torch.uint8)
     optimizer = torch.optim.AdamW(model.parameters(), lr=min(1e-3, 0.4 / sizes.dim))  # wide models want small steps
     draw = torch.Generator().manual_seed(dist.get_rank())
     losses, began = [], 0.0
@@ -96,7 +95,7 @@ def train(
             synchronize()
             began = time.perf_counter()
         places = torch.randint(len(text) - sizes.length - 1, (sizes.batch,), generator=draw)
-        rows = torch.stack([text[place : place + sizes.length + 1] for place in places]).to(device, torch.int64)
+        rows = torch.stack([text[place : place + sizes.length + 1] for place in places]).to(device)
         loss = functional.cross_entropy(model(rows[:, :-1]).float().flatten(0, 1), rows[:, 1:].flatten())
         loss.backward()
         optimizer.step()

@@ -605,6 +605,27 @@ def memory_for_fsdp(gloo: dist.ProcessGroup) -> None:
     assert len(symmetric) > 10 and set(symmetric) == {(kind, True) for kind in kinds}, symmetric
 
 
+def lends_its_communicator(gloo: dist.ProcessGroup) -> None:
+    """What is made in a pool of the group's communicator, its calls need not stage; and one call tells the memory."""
+    device = torch.get_default_device()
+    with sidelane_group(gloo) as ours:
+        comm = ours.communicator(device)  # type: ignore[attr-defined]
+        assert comm is ours.communicator(device.type)  # type: ignore[attr-defined]
+        before = comm.memory()
+        with sidelane.pool(comm, 1 << 20):
+            output, given = torch.zeros(3000 * ours.size()), torch.full((3000,), float(ours.rank() + 1))
+        assert comm.memory().used > before.used
+        for is_async in (False, True):
+            output.zero_()
+            ended(dist.all_gather_into_tensor(output, given, ours, is_async), is_async)
+            assert output.view(ours.size(), -1)[:, 7].tolist() == [rank + 1 for rank in range(ours.size())]
+            assert all(comm.lane.session.heap.locate(one).symmetric for one in (output, given))
+        with pytest.raises(
+            sidelane.UnavailableError, match="communicator: none for meta tensors of .*does not know meta"
+        ):
+            ours.communicator("meta")  # type: ignore[attr-defined]
+
+
 def trains_fsdp(gloo: dist.ProcessGroup) -> None:
     with sidelane_group(gloo) as ours:
         expected, found = on_cpu(lambda: losses_of(sharded(gloo), gloo)), losses_of(sharded(ours), ours)

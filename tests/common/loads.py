@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from contracts import under_contract
+from gather_rings import ring_of_gathers
 from sweeps import communicator
 
 from sidelane import Communicator
@@ -264,6 +265,33 @@ def different(group: dist.ProcessGroup) -> list[str]:
         comm.synchronize()
         case.check(2)
     return texts
+
+
+def gathers_in_a_ring(group: dist.ProcessGroup, nbytes: int) -> None:
+    """Next to what reads them, with entries in a ring of two, and without in one of three, called back to back."""
+    with communicator(group) as comm:
+        n, gathers = comm.world_size, 6
+        for slots, entries in ((2, True), (3, False)):
+            program = ring_of_gathers(n, slots, nbytes, behind=2, entries=entries, rounds=gathers // slots)
+            shards = torch.empty(gathers * nbytes, dtype=torch.uint8)
+            used = [torch.full((gathers * n * nbytes,), POISON, dtype=torch.uint8) for _ in range(2)]
+            runs = [comm.load(program, {"shards": shards, "used": one}) for one in used]
+            for number in range(10):
+                everyone = [
+                    torch.randint(
+                        256, shards.shape, generator=torch.Generator("cpu").manual_seed(n * number + rank), device="cpu"
+                    )
+                    for rank in range(n)
+                ]
+                shards.copy_(everyone[comm.rank])
+                wanted = torch.stack([one.view(gathers, nbytes) for one in everyone], 1).flatten()
+                for run in runs:
+                    run()
+                comm.synchronize()
+                for one in used:
+                    assert torch.equal(one.cpu(), wanted.to(torch.uint8)), (slots, number)
+            for run in runs:
+                run.close()
 
 
 def contract_is_the_collectives(group: dist.ProcessGroup) -> None:

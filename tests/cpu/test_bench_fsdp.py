@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from sidelane.bench.fsdp.profiled import Kernel, group_of, summed
 from sidelane.bench.fsdp.step import Stepper
 from sidelane.bench.fsdp.still import StillGather
 from sidelane.bench.fsdp.study import FsdpOptions
+from sidelane.bench.fsdp.tables import fsdp_tables
 from sidelane.bench.fsdp.trial import Trial
 from sidelane.bench.fsdp.ways import Way, Ways, gathered_bytes, names_on
 from sidelane.bench.results.files import read
@@ -190,3 +192,69 @@ def test_kernels_are_told_apart_and_summed() -> None:
     assert found.by_group["gemm"] == found.by_group["copy_in"] == 1.0 and found.by_group["copy_out"] == 0.5
     assert (found.first_gather_ms, found.last_scatter_ms) == (10.0, 0.0)
     assert summed([Kernel("Memcpy PtoP", 0, 1)]) is None
+
+
+GATHER, COPY, OUT, MULTIPLY, SILU = "Memcpy PtoP", "chunk_cat", "split_with_sizes_copy", "nvjet", "silu"
+
+
+def step_of(*gemms_ms: float, first: float = 2.0, scatter: float = 3.0) -> list[Kernel]:
+    """A gather, then GEMMs with a copy-out of 0.5 ms and a pause of 0.25 behind each but the last, then a scatter.
+
+    The second GEMM runs next to a copy between peers for 60% of its time; a cast is on that stream, too.
+    """
+    kernels, now = [Kernel(GATHER, 0, 1000 * first, 9)], 1000 * first
+    for number, ms in enumerate(gemms_ms):
+        kernels.append(Kernel(MULTIPLY, now, now + 1000 * ms, 7))
+        if number == 1:
+            kernels += [Kernel(GATHER, now - 900, now + 300 * ms, 9), Kernel(COPY, now + 300 * ms, now + 400 * ms, 9)]
+            kernels.append(Kernel(GATHER, now + 700 * ms, now + 1100 * ms, 8))
+        now += 1000 * ms
+        if number + 1 < len(gemms_ms):
+            kernels.append(Kernel(OUT, now, now + 500, 7))
+            now += 750
+    kernels += [Kernel(SILU, now, now + 100, 7), Kernel("ncclDevKernel_ReduceScatter", now, now + 1000 * scatter, 8)]
+    return kernels[::-1]
+
+
+def test_the_stream_of_the_computation_is_the_whole_step() -> None:
+    found, floor = summed(step_of(5.0, 4.0, 6.0)), summed(step_of(4.5, 3.0, 6.25, first=1.0, scatter=0.5))
+    assert found is not None and floor is not None
+    assert found.on_stream["gemm"] == pytest.approx(15) and found.on_stream["copy_out"] == pytest.approx(1)
+    assert not found.on_stream["copy_in"] and found.by_group["copy_in"] == pytest.approx(0.4)
+    assert (found.first_gather_ms, found.last_scatter_ms, found.waits_ms) == pytest.approx((2, 3, 0.5))
+    assert found.whole_ms == pytest.approx(2 + 15 + 1 + 0.5 + 3)
+    assert [round(one.beside_ms, 6) for one in found.gemms] == [0.15, 2.4, 0] and found.gemms[1].ms == 4
+    assert found.slower_gemms_ms(floor) == pytest.approx((1.0, 0.25))
+    fewer = summed(step_of(1.0, 1.0))
+    assert fewer is not None and found.slower_gemms_ms(fewer) is None
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_time_is_counted_twice_on_a_stream(seed: int) -> None:
+    """Kernels begin before the last one has ended, on three streams: what is on the first is the whole of it."""
+    draw = random.Random(seed)
+    names, now, kernels = [MULTIPLY, OUT, COPY, GATHER, SILU], 0.0, [Kernel(MULTIPLY, 0, 50, 0)]
+    for _ in range(60):
+        now += draw.uniform(0, 80)
+        kernels.append(Kernel(draw.choice(names), now, now + draw.uniform(1, 90), draw.randrange(3)))
+    kernels += [Kernel(MULTIPLY, now + 100, now + 5000, 0)]
+    found = summed(draw.sample(kernels, len(kernels)))
+    assert found is not None
+    begin, end = min(one.begin_us for one in kernels), max(one.end_us for one in kernels)
+    assert found.whole_ms == pytest.approx((end - begin) / 1e3)
+    assert all(0 <= one.beside_ms <= one.ms + 1e-9 for one in found.gemms)
+
+
+def test_the_rest_is_a_table_whose_parts_add_up() -> None:
+    floor, rows = summed(step_of(4.5, 3.0, 6.25, first=1.0, scatter=0.5)), []
+    for name, kernels in {"nccl": summed(step_of(5.0, 4.0, 6.0)), "compute_only_straight": floor}.items():
+        assert kernels is not None
+        common = ("llama-8b-like", 2, 4096, 1, "bfloat16", False, name, 1.0, *(None,) * 7, True, "")
+        rows.append(FsdpRow(*common, **study._figures(kernels, floor)))
+    assert [FsdpRow.from_dict(row.to_dict()) for row in rows] == rows
+    *_, table = fsdp_tables(rows)
+    (line,) = table.lines
+    assert "where the rest goes" in table.title and line.cells[0] == "nccl"
+    whole, *parts = [float(cell) for cell in line.cells[1:]]
+    assert whole == pytest.approx(sum(parts)) == 1 + 2.5 + 1.25
+    assert parts == [1.0, 0.0, 0.0, 1.0, 0.25, 0.0, 0.0, 0.0, 2.5]

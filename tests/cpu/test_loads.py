@@ -27,6 +27,10 @@ def test_a_built_in_program_is_loaded_like_any_other(pool: RankPool) -> None:
     pool.run(loads.contract_is_the_collectives, 3)
 
 
+def test_gathers_in_a_ring_with_and_without_entries(pool: RankPool) -> None:
+    pool.run(loads.gathers_in_a_ring, 3, 1027)
+
+
 AROUND = [2**26 - 3, 2**31 - 9, 2**31 + 3, 3 * 2**30, 2**32 - 9, 2**33]
 
 

@@ -42,6 +42,10 @@ def test_a_program_that_no_collective_is(ranks: Ranks, slope: int) -> None:
     ranks.run(CASES + "loaded", "handed_over", 100, slope)
 
 
+def test_gathers_in_a_ring_with_and_without_entries(ranks: Ranks) -> None:
+    ranks.run(CASES + "loaded", "gathers_in_a_ring", (1 << 20) + 3)
+
+
 def test_a_program_of_ones_own_in_a_graph(ranks: Ranks) -> None:
     ranks.run(CASES + "loaded_in_a_graph", 100)
 

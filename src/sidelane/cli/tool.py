@@ -17,12 +17,13 @@ from sidelane.cli.info import demo, info
 from sidelane.cli.model import claims, machines, pipeline, plan
 from sidelane.cli.nodes import verify
 from sidelane.cli.ordinary import ordinary
+from sidelane.cli.process_group import pg
 from sidelane.cli.soak import soak
 from sidelane.cli.tuning import explain, tune
 
 GROUPED = {
     "Look": (demo, info, machines),
-    "Measure": (collective, ordinary, c3, chain, phases, host, fused, fsdp, gemms, power),
+    "Measure": (collective, ordinary, pg, c3, chain, phases, host, fused, fsdp, gemms, power),
     "Predict (and collective, c3, phases, power with --machine)": (claims, pipeline, plan),
     "Choose and prove": (explain, tune, verify, soak),
 }

@@ -219,6 +219,18 @@ class Dispatcher:
     def _no_memory(self, device: str) -> str:
         return "several nodes" if self._nodes.spans else self.uses(device)
 
+    def communicator(self, where: torch.device | str | None) -> Communicator:
+        """See ``SidelaneGroup.communicator``."""
+        device = torch.device(where or ("cuda" if "cuda" in self.names else "cpu"))
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        why = self._no_memory(device.type)
+        made = None if why else self._for_memory(device)
+        if made is None:
+            why = why or self._refusals[device.type]
+            raise UnavailableError(f"communicator: none for {device.type} tensors of {self._group.group_name}: {why}")
+        return made
+
     def _for_memory(self, device: torch.device) -> Communicator | None:
         """Behind the calls that a thread makes: on all ranks alike."""
         order = self._orders[device.type]

@@ -96,6 +96,14 @@ class SidelaneGroup(dist.ProcessGroup):
         """Say for which devices the group is: what was asked for, and that in full, both as torch writes it."""
         self._asked = asked, config or asked
 
+    def communicator(self, device: torch.device | str | None = None) -> Communicator:
+        """What makes Sidelane's calls on a device's tensors (None: the current GPU's, else the CPU's). Collective.
+
+        Raises:
+            UnavailableError: Sidelane makes no calls on such tensors, or the group is on several nodes.
+        """
+        return self._dispatcher.communicator(device)
+
     def getGroupName(self) -> str:
         """What torch has told: by it, functional collectives find the group."""
         return self._name

@@ -20,9 +20,10 @@ import torch
 import torch.distributed as dist
 
 from sidelane.bench.fsdp.cases import DEFAULT, StepCase, parse_case
+from sidelane.bench.fsdp.profiled import ATTENTION, COPY_IN, COPY_OUT, GEMM, Profiled
 from sidelane.bench.fsdp.step import Stepper
 from sidelane.bench.fsdp.trial import Found, Problem, Trial
-from sidelane.bench.fsdp.ways import FLOORS, STILL, names_on
+from sidelane.bench.fsdp.ways import FLOORS, STILL, STRAIGHT_STILL, names_on
 from sidelane.bench.results.files import Results
 from sidelane.bench.results.rows.training import FsdpRow
 from sidelane.bench.running.launch import Rank, choose_target
@@ -205,7 +206,8 @@ class _Study:
         peak = None
         if one is not None and outcome is not None and outcome.peak_mb is not None:
             peak = outcome.peak_mb + (one.held_mb or 0.0)
-        figures = {} if kernels is None else {f"{group}_ms": ms for group, ms in kernels.by_group.items()}
+        floor = found[STRAIGHT_STILL].kernels if STRAIGHT_STILL in found else None
+        figures = {} if kernels is None else _figures(kernels, floor)
         return FsdpRow(
             model=case.model.name,
             layers=case.model.layers,
@@ -225,9 +227,24 @@ class _Study:
             correct=(None if name in FLOORS else True) if problem is None else False if problem.wrong else None,
             note=(one.note if one is not None else "") if problem is None else problem.text,
             **figures,
-            first_gather_ms=None if kernels is None else kernels.first_gather_ms,
-            last_scatter_ms=None if kernels is None else kernels.last_scatter_ms,
         )
+
+
+def _figures(kernels: Profiled, floor: Profiled | None) -> dict[str, float | None]:
+    """What was profiled, by the names of a row."""
+    slower = None if floor is None else kernels.slower_gemms_ms(floor)
+    named = (COPY_IN, COPY_OUT, GEMM, ATTENTION)
+    return {
+        **{f"{group}_ms": ms for group, ms in kernels.by_group.items()},
+        "first_gather_ms": kernels.first_gather_ms,
+        "last_scatter_ms": kernels.last_scatter_ms,
+        "profiled_ms": kernels.whole_ms,
+        **{f"stream_{group}_ms": kernels.on_stream[group] for group in (COPY_IN, COPY_OUT)},
+        "stream_other_ms": sum(ms for group, ms in kernels.on_stream.items() if group not in named),
+        "waits_ms": kernels.waits_ms,
+        "gemm_beside_ms": None if slower is None else slower[0],
+        "gemm_apart_ms": None if slower is None else slower[1],
+    }
 
 
 def _rounds(found: dict[str, Found], name: str) -> Rounds | None:

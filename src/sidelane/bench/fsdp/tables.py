@@ -15,7 +15,11 @@ KERNEL_COLUMNS = (
     *("<implementation", "GEMM", "over\ncompute", "atten-\ntion", "collec-\ntives", "copies\nin", "copies\nout"),
     *("peer\ncopies", "other", "first\ngather", "last\nscatter"),
 )
-FLOOR = "compute_only"
+SHARE_COLUMNS = (
+    *("<implementation", "all of\nit", "first\ngather", "copies\nin", "copies\nout", "GEMMs by\ntransfers"),
+    *("other\nGEMMs", "atten-\ntion", "other", "waits", "last\nscatter"),
+)
+FLOOR, LEAST = "compute_only", "compute_only_straight"
 
 
 def fsdp_tables(rows: Sequence[FsdpRow]) -> list[Table]:
@@ -35,6 +39,10 @@ def fsdp_tables(rows: Sequence[FsdpRow]) -> list[Table]:
             kernels = tuple(Line(_kernel_cells(row, floor)) for row in profiled)
             title = f"{title_of(alike[0])}: kernels of one step, ms on all streams of rank 0"
             tables.append(Table(title, KERNEL_COLUMNS, kernels))
+        shares = _shares(profiled)
+        if shares:
+            title = f"{title_of(alike[0])}: where the rest goes, ms of that step on its stream over {LEAST}"
+            tables.append(Table(title, SHARE_COLUMNS, shares))
     return tables
 
 
@@ -70,6 +78,28 @@ def _kernel_cells(row: FsdpRow, floor_ms: float | None) -> tuple[str, ...]:
         *(row.first_gather_ms, row.last_scatter_ms),
     )
     return (row.implementation, _ms(row.gemm_ms), slower, *map(_ms, rest))
+
+
+def _shares(rows: Sequence[FsdpRow]) -> tuple[Line, ...]:
+    """What each has more than a step that neither communicates nor copies out; the parts add up to the whole."""
+    least = next((row for row in rows if row.implementation == LEAST and row.profiled_ms is not None), None)
+    if least is None:
+        return ()
+    lines = []
+    for row in rows:
+        if row is least or row.profiled_ms is None:
+            continue
+        names = ("profiled_ms", "first_gather_ms", "stream_copy_in_ms", "stream_copy_out_ms")
+        more = [_difference(row, least, name) for name in names]
+        more += [row.gemm_beside_ms, row.gemm_apart_ms]
+        more += [_difference(row, least, n) for n in ("attention_ms", "stream_other_ms", "waits_ms", "last_scatter_ms")]
+        lines.append(Line((row.implementation, *(MISSING if one is None else f"{one:+.2f}" for one in more))))
+    return tuple(lines)
+
+
+def _difference(row: FsdpRow, least: FsdpRow, name: str) -> float | None:
+    one, other = getattr(row, name), getattr(least, name)
+    return None if one is None or other is None else one - other
 
 
 def _ms(value: float | None) -> str:

@@ -36,6 +36,7 @@ TITLES = {
     "fsdp": "Training steps with FSDP2, by who communicates",
     "soak": "Random calls, with faults among them",
     "ordinary": "Collectives on ordinary memory",
+    "process_group": "Calls of torch.distributed, by the process group",
 }
 LEGENDS = {
     "collectives": "Times are medians over rounds of the slowest rank; bus bandwidth is defined as in nccl-tests. "
@@ -78,10 +79,17 @@ LEGENDS = {
     "move nothing (compute_only), in the same round; recovered: of the exposed time of NCCL (Gloo on CPUs). Medians "
     "over rounds of the slowest rank; the least of each case is bold. Loss, gradient norm and gradients were compared "
     "with those of NCCL. compute_only still copies shards in and parameters out; compute_only_straight copies none "
-    "out.",
+    "out. Where the rest goes (with --profile): the stream of the computation in one step of the first rank, less that "
+    "of compute_only_straight; GEMMs by transfers run next to a collective or a copy between peers for half of their "
+    "time and more; waits are pauses of the stream.",
     "soak": "A call counts once for all of its ranks, each of which compared every byte that it must get, what lies "
     "around it, and what it must not touch. Refusals: wrong calls of one rank or all, and calls that differed between "
     "ranks. Endings but 'good' are faults, of which every other rank must hear in time, and of whose they are.",
+    "process_group": "The same program on the group of NCCL (Gloo on CPUs) and on Sidelane's. learned: ordinary ones, "
+    "with map_memory=learn; pooled: made in a sidelane.pool. Times of GPUs are the device's, medians over rounds of "
+    "the slowest rank; the fastest is bold. host: until a repeated call returns, behind a device that spins. async: "
+    "waited for at once; graph: calls of one CUDA graph. First use: from making the group to the end of its first "
+    "calls, and from a sharded model to the end of its first step, with an NCCL (Gloo) that is warm.",
     "ordinary": "Sidelane's auto on tensors that peers reach in different ways, and NCCL (Gloo on CPUs) on ordinary "
     "ones. Medians over rounds of the slowest rank; the fastest is bold. 'library over it': the library's time over "
     "that of the line. Next to a GEMM the collective is released first, on its own stream; % of ideal is the strict "

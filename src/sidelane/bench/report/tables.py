@@ -14,10 +14,12 @@ from sidelane.bench.host.tables import host_tables
 from sidelane.bench.ordinary.tables import ordinary_tables
 from sidelane.bench.phases.tables import phase_tables
 from sidelane.bench.power.tables import power_tables
+from sidelane.bench.process_group.tables import group_tables
 from sidelane.bench.report.table import Table
 from sidelane.bench.results.files import Results
 from sidelane.bench.results.rows.calls import ChainRow, HostRow, PhaseRow, PowerRow
 from sidelane.bench.results.rows.collectives import CollectiveRow
+from sidelane.bench.results.rows.groups import GroupRow
 from sidelane.bench.results.rows.operators import FusedRow, GemmRow
 from sidelane.bench.results.rows.ordinary import OrdinaryRow
 from sidelane.bench.results.rows.pairs import C3Row, HeuristicRow, IsolatedRow, OccupancyRow
@@ -55,4 +57,6 @@ def tables_of(results: Results) -> list[Table]:
         return soak_tables([row for row in results.rows if isinstance(row, SoakRow)])
     if results.study == "ordinary":
         return ordinary_tables([row for row in results.rows if isinstance(row, OrdinaryRow)])
+    if results.study == "process_group":
+        return group_tables([row for row in results.rows if isinstance(row, GroupRow)])
     return c3_tables([row for row in results.rows if isinstance(row, C3Row)])

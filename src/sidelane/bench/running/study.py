@@ -26,6 +26,7 @@ from sidelane.bench.results.files import Results, collect
 from sidelane.bench.results.rows.calls import ChainRow, HostRow, PhaseRow, PowerRow
 from sidelane.bench.results.rows.collectives import CollectiveRow
 from sidelane.bench.results.rows.every import Row
+from sidelane.bench.results.rows.groups import GroupRow
 from sidelane.bench.results.rows.operators import FusedRow, GemmRow
 from sidelane.bench.results.rows.ordinary import OrdinaryRow
 from sidelane.bench.results.rows.pairs import C3Row, IsolatedRow, OccupancyRow
@@ -48,6 +49,7 @@ R = TypeVar(
     GemmRow,
     OrdinaryRow,
     FsdpRow,
+    GroupRow,
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from sidelane.bench.results.rows.calls import ChainRow, HostRow, PhaseRow, PowerRow
 from sidelane.bench.results.rows.collectives import CollectiveRow
+from sidelane.bench.results.rows.groups import GroupRow
 from sidelane.bench.results.rows.operators import FusedRow, GemmRow
 from sidelane.bench.results.rows.ordinary import OrdinaryRow
 from sidelane.bench.results.rows.pairs import C3Row, HeuristicRow, IsolatedRow, OccupancyRow
@@ -25,6 +26,7 @@ Row = (
     | FsdpRow
     | SoakRow
     | OrdinaryRow
+    | GroupRow
 )
 ROWS: dict[str, type[Row]] = {
     "collectives": CollectiveRow,
@@ -41,4 +43,5 @@ ROWS: dict[str, type[Row]] = {
     "fsdp": FsdpRow,
     "soak": SoakRow,
     "ordinary": OrdinaryRow,
+    "process_group": GroupRow,
 }

@@ -37,6 +37,11 @@ class FsdpRow(FlatRow):
             all streams of the first rank, under a profiler; null without. Copies in are casts of shards and gradients
             that are packed; peer copies those of copy engines.
         first_gather_ms: of that step, until its first GEMM begins; last_scatter_ms: after its last one has ended.
+        profiled_ms: all of that step. On the stream of the computation it is first_gather_ms, gemm_ms, attention_ms,
+            stream_copy_in_ms, stream_copy_out_ms, stream_other_ms, waits_ms (for whatever comes from elsewhere) and
+            last_scatter_ms.
+        gemm_beside_ms: by how much GEMMs that run next to transfers take longer than the same ones of
+            ``compute_only_straight``; gemm_apart_ms: the other GEMMs.
     """
 
     allowed = (("implementation", TRAINED_BY),)
@@ -68,3 +73,10 @@ class FsdpRow(FlatRow):
     other_ms: float | None = None
     first_gather_ms: float | None = None
     last_scatter_ms: float | None = None
+    profiled_ms: float | None = None
+    stream_copy_in_ms: float | None = None
+    stream_copy_out_ms: float | None = None
+    stream_other_ms: float | None = None
+    waits_ms: float | None = None
+    gemm_beside_ms: float | None = None
+    gemm_apart_ms: float | None = None

@@ -1,0 +1,111 @@
+"""The study of process groups: from end to end on CPU ranks, and with a group that is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankPool
+
+import sidelane
+from sidelane.bench.candidates.reference import Case
+from sidelane.bench.process_group import study as group_study
+from sidelane.bench.process_group.study import GroupOptions
+from sidelane.bench.process_group.ways import KINDS, Way
+from sidelane.bench.report.tables import tables_of
+from sidelane.bench.results.files import read
+from sidelane.bench.results.rows.groups import FIRST_CALLS, FIRST_STEP, OPERATIONS, GroupRow
+from sidelane.bench.running.launch import Rank
+from sidelane.bench.running.measure import Meter
+from sidelane.cli import process_group as command
+
+QUICK: dict[str, Any] = {"device": "cpu", "ranks": 2, "quiet": True, "warmup": 0, "repeats": 1, "timeout_s": 100.0}
+WAYS = [("gloo", "ordinary"), *(("sidelane", tensors) for tensors in ("ordinary", "learned", "pooled"))]
+CPU = torch.device("cpu")
+
+
+def test_from_end_to_end(tmp_path: Path) -> None:
+    path = tmp_path / "process-group.json"
+    results = group_study.main(GroupOptions(**QUICK, sizes=(1000,), json=path, report=tmp_path / "report"))
+    assert results is not None
+    rows = [row for row in read(path).rows if isinstance(row, GroupRow)]
+    first, calls = rows[:4], rows[4:]
+    uses = [(row.operation, row.implementation, row.held_mb is not None) for row in first]
+    assert uses == [
+        (use, name, name == "sidelane") for use in (FIRST_CALLS, FIRST_STEP) for name in ("gloo", "sidelane")
+    ]
+    assert all(row.time_us and row.held_mb != 0 for row in first)
+    found = [(row.operation, row.implementation, row.tensors, row.launch) for row in calls]
+    assert found == [(name, *way, launch) for name in OPERATIONS for way in WAYS for launch in ("eager", "async")]
+    for row in calls:
+        assert row.correct and row.time_us and row.bytes == 1024 - 1024 % 32, row
+        assert row.made_by == row.implementation and bool(row.variant) == (row.made_by == "sidelane")
+    titles = [table.title for table in tables_of(results)]
+    assert titles == [*OPERATIONS, "First use, seconds from begin to end"]
+    assert "Calls of torch.distributed" in (tmp_path / "report" / "index.html").read_text()
+    (asked,) = (option.default for option in command.pg.params if option.name == "operations")
+    assert tuple(str(asked).split(",")) == OPERATIONS
+
+
+class Two:
+    """Groups that are there: Gloo's, and one of Sidelane in front of it, which breaks a call of one rank."""
+
+    def __init__(self, gloo: dist.ProcessGroup, ours: dist.ProcessGroup) -> None:
+        self._groups = {"gloo": gloo, "sidelane": ours}
+
+    def way(self, implementation: str, tensors: str) -> Way:
+        if tensors == "pooled":
+            raise sidelane.UnavailableError("no room")
+        return Way(implementation, tensors, self._groups[implementation])
+
+
+def rows_of_a_wrong_group(group: dist.ProcessGroup, raises: bool) -> list[GroupRow]:
+    rank = Rank(dist.get_rank(group), dist.get_world_size(group), CPU, print)
+    ours, made = sidelane.wrap(group), dist.all_gather_into_tensor
+
+    def wrong(output: torch.Tensor, input: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
+        work = made(output, input, group=group, async_op=async_op)
+        if group is ours and rank.rank == 1 and not async_op:
+            if raises:
+                raise RuntimeError("of no use")
+            output.view(torch.uint8)[-1] += 1
+        return work
+
+    case = Case(KINDS["all_gather_into_tensor"], 4096, torch.bfloat16, rank.rank, rank.world_size, CPU)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_gather_into_tensor", wrong)
+        patch.setattr(group_study, "wanted", lambda *_: [*WAYS[:2], WAYS[3]])
+        study = group_study._Study(rank, Meter(CPU, group=group), Two(group, ours), GroupOptions(**QUICK))
+        return list(study.rows("all_gather_into_tensor", case))
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_what_is_wrong_has_no_time(pool: RankPool, raises: bool) -> None:
+    for rows in pool.run(rows_of_a_wrong_group, 2, raises):
+        assert [row.note for row in rows if row.tensors == "pooled"] == ["rank 0: UnavailableError: no room"] * 2
+        rows = [row for row in rows if row.tensors != "pooled"]
+        verdicts = {(row.implementation, row.launch): row.correct for row in rows}
+        assert verdicts.pop(("sidelane", "eager")) is (None if raises else False)
+        assert list(verdicts.values()) == [True] * 3
+        for row in rows:
+            assert (row.time_us is None) == (row.correct is not True)
+            if row.time_us is None:
+                assert row.note.startswith("rank 1: " + ("RuntimeError: of no use" if raises else "1 of 4096"))
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"operations": ("reduce",)}, "pg: operations (value='reduce', allowed=all_reduce, "),
+        ({"operations": ()}, "pg: operations (value='', allowed=all_reduce, "),
+        ({"repeats": 0}, "pg: rounds (value=0, 0, allowed="),
+        ({"implementations": ("nccl",)}, "pg: implementations (value=nccl, allowed=gloo, sidelane)"),
+    ],
+)
+def test_what_is_refused(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        group_study.main(GroupOptions(**{**QUICK, **given}))
+    assert words in str(refused.value)
