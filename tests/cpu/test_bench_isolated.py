@@ -15,7 +15,8 @@ from click.testing import CliRunner
 
 from sidelane.bench.c3 import heuristics
 from sidelane.bench.c3.heuristics import HeuristicsOptions
-from sidelane.bench.c3.study import is_bound_by_memory, rows_of
+from sidelane.bench.c3.pair_rows import rows_of
+from sidelane.bench.c3.study import is_bound_by_memory
 from sidelane.bench.report.tables import tables_of
 from sidelane.bench.results.files import read, write
 from sidelane.bench.results.rows.pairs import HeuristicRow, IsolatedRow
@@ -165,7 +166,7 @@ def test_from_end_to_end_on_cpu_ranks(tmp_path: Path) -> None:
     )  # fmt: skip
     results = isolated.main(options)
     assert results is not None
-    assert (tmp_path / "report" / "isolated.png").exists()
+    assert (tmp_path / "report" / "isolated-gemms.png").exists()
     rows = [one for one in results.rows if isinstance(one, IsolatedRow)]
     timed = [one for one in rows if one.time_us is not None]
     assert {one.what for one in timed} == {"memory", "gemm", "collective", "beside", "pair"}

@@ -11,7 +11,7 @@ import json
 import signal
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -20,6 +20,7 @@ import rich.console
 import rich.progress
 
 from sidelane.bench.report import page as report
+from sidelane.bench.report.drawing import Picture
 from sidelane.bench.report.terminal import progress_console, tables_console
 from sidelane.bench.results import files as result_files
 from sidelane.bench.results.files import Results, collect
@@ -181,9 +182,24 @@ class Follower(Generic[R]):
 
 
 def run_study(
-    study: str, row_type: type[R], measure: Callable[..., int], options: StudyOptions, title: str
+    study: str,
+    row_type: type[R],
+    measure: Callable[..., int],
+    options: StudyOptions,
+    title: str,
+    joined: Callable[[Sequence[R]], Sequence[R]] = tuple,
+    further: Callable[[Sequence[R], Path], Sequence[Picture]] | None = None,
 ) -> Results | None:
     """Run ``measure(rank, options)`` on every rank and publish the rows that rank 0 sends.
+
+    Args:
+        study: name.
+        row_type: of its rows.
+        measure: what every rank does.
+        options: of the study.
+        title: for people.
+        joined: makes the rows of the file from those that were sent, such as with rows of an earlier run.
+        further: puts pictures into the folder of the report that are drawn from no rows.
 
     Returns:
         The results; None on the other ranks under torchrun.
@@ -208,12 +224,13 @@ def run_study(
         if not follower.rows:
             raise
         failure = error
-    if not follower.rows:
+    rows = joined(follower.rows)
+    if not rows:
         raise ValueError(f"{study}: nothing that was asked for can run here ({_asked(options)})")
-    results = collect(
-        study, follower.rows, device_type=place.device_type, ranks=place.world_size, command=options.command
+    results = collect(study, rows, device_type=place.device_type, ranks=place.world_size, command=options.command)
+    publish(
+        results, options, tables, () if further is None or options.report is None else further(rows, options.report)
     )
-    publish(results, options, tables)
     if progress is not None and options.report is not None:
         progress.print(f"report: {options.report / report.PAGE}", markup=False)
     if failure is not None:
@@ -289,11 +306,16 @@ def check_targets(options: StudyOptions) -> None:
         raise ValueError(f"--json: cannot be written (value={str(options.json)!r}): a folder is there")
 
 
-def publish(results: Results, options: StudyOptions, tables: rich.console.Console | None) -> None:
-    """Write what the options ask for, and show the tables: a file is there even if nobody reads these to their end."""
+def publish(
+    results: Results, options: StudyOptions, tables: rich.console.Console | None, further: Sequence[Picture] = ()
+) -> None:
+    """Write what the options ask for, and show the tables: a file is there even if nobody reads these to their end.
+
+    ``further``: pictures that lie in the folder of the report.
+    """
     if options.json is not None:
         result_files.write(options.json, results)
     if tables is not None:
         report.show(results, tables)
     if options.report is not None:
-        report.write(options.report, results)
+        report.write(options.report, results, further)
