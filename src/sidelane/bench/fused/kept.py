@@ -49,7 +49,7 @@ def times_of(rows: Sequence[FusedRow], world_size: int, element_bytes: int) -> I
                 times[f"{SPLIT}/{found[1]}"] = row.time_us or 0.0
         unfused = [row for row in good if row.implementation == OWN]
         unfused.sort(key=lambda row: row.schedule != OWN_METHOD)
-        if op == "gemm_all_to_all":  # whose others have the host wait
+        if op in ("gemm_all_to_all", "all_to_all_gemm"):  # whose others have the host wait
             unfused = [row for row in unfused if row.schedule == OWN_METHOD]
         if unfused:
             times[UNFUSED] = unfused[0].time_us or 0.0

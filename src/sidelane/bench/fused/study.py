@@ -44,7 +44,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.5e-2}
 """Largest error, next to the largest element: what is rounded twice, or thrice."""
 
 WITH_STAMPS = (
-    *("embedding_all_to_all", "gemv_all_reduce", "gemm_all_to_all"),
+    *("embedding_all_to_all", "gemv_all_reduce", "gemm_all_to_all", "all_to_all_gemm"),
     *("gemm_reduce_scatter", "gemm_all_reduce", "all_gather_gemm"),
 )
 """Operators that have a timeline."""
