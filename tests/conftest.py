@@ -30,6 +30,7 @@ LONG = (
     "cpu/test_fused.py::test_gemm_all_to_all_back_to_back[2]",
     "cpu/test_fused.py::test_gemv_all_reduce_back_to_back[3]",
     "cpu/test_fused.py::test_gradients_of_embeddings[2]",
+    "cpu/test_fused.py::test_operators_run_with_reduced_overhead",
     "cpu/test_fused.py::test_patterns_are_replaced[4]",
     *(f"cpu/test_fused.py::test_every_block_does_what_its_shadow_says[{kind}-2]" for kind in SHADOWED),
     "cpu/test_hits.py::test_a_storm_of_tensors_that_are_replaced[2-60]",

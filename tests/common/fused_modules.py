@@ -627,6 +627,42 @@ def checked(group: dist.ProcessGroup) -> int:
     return len(calls)
 
 
+def reduce_overhead(group: dist.ProcessGroup) -> int:
+    """``torch.compile(mode="reduce-overhead")``, on GPUs a graph, of operators that follow each other: replayed on new
+    inputs it gives what eager calls give. Nothing but operators: there is nothing to compile for CPUs.
+    """
+    from torch._dynamo.utils import counters
+
+    with communicator(group) as comm, torch.no_grad():
+        n, number = comm.world_size, library.number_of(comm)
+        torch.manual_seed(3)
+        up, down, scale, counts = torch.randn(8, 8), torch.randn(8, 8), torch.rand(8), torch.full((n, n), 2)
+
+        def step(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            y = library.row_parallel_linear(number, x, up)
+            y, total = library.all_reduce_rms_norm(number, y, x, scale, 1e-5)
+            hidden = library.all_to_all_gemm(number, y, up, counts, 2 * n, 2 * n)
+            back = library.gemm_all_to_all(number, hidden, down, counts, 2 * n)
+            evenly = library.gemm_all_to_all_evenly(number, back, up)
+            part = library.gemm_reduce_scatter(number, evenly, down)
+            return total, back, part, library.all_gather_gemm(number, part, up)
+
+        counters.clear()
+        run = torch.compile(step, mode="reduce-overhead", fullgraph=True)
+        for seed in range(6):
+            torch.manual_seed(10 * seed + comm.rank)
+            x = torch.randn(2 * n, 8)
+            if x.is_cuda:
+                torch.compiler.cudagraph_mark_step_begin()
+            found = [part.clone() for part in run(x)]
+            for place, (one, other) in enumerate(zip(found, step(x), strict=True)):
+                check_close(one, other.double(), (seed, place))
+        assert not (x.is_cuda and counters["inductor"]["cudagraph_skips"]), counters["inductor"]
+        comm.synchronize()
+        torch._dynamo.reset()  # and with it graphs, which hold what the communicator is about to give back
+    return 6
+
+
 def closed(group: dist.ProcessGroup) -> str:
     """What a layer says whose communicator is gone."""
     with Communicator(group) as comm:

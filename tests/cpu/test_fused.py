@@ -174,7 +174,9 @@ def test_fused_or_unfused(four: Crew) -> None:
 def test_timelines(four: Crew) -> None:
     """Every rank has those of all, with what each operator does."""
     sends = {"local", "compute", "send", "wait"}
+    norm = {"send", "wait", "compute"}
     kinds = [{"compute", "send", "wait", "add"}, {*sends, "add", "copy"}, sends, sends]
+    kinds += [norm, {*norm, "add"}, {"send", "wait", "add"}, sends]
     for found in four.run(fused_timelines.timelines, 2):
         assert found == [[kind, kind] for kind in kinds]
 
@@ -209,6 +211,10 @@ def test_batches_are_replaced_and_lowered_by_inductor(four: Crew) -> None:
 
 def test_operators_of_pytorch_are_sound(four: Crew) -> None:
     assert four.run(fused_modules.checked, 2, timeout_s=110) == [9, 9]
+
+
+def test_operators_run_with_reduced_overhead(four: Crew) -> None:
+    assert four.run(fused_modules.reduce_overhead, 2, timeout_s=110) == [6, 6]
 
 
 def test_a_layer_outlives_its_communicator(four: Crew) -> None:

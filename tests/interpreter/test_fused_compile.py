@@ -322,6 +322,21 @@ def test_stamps_are_in_a_kernel_that_is_given_room_for_them_only() -> None:
     assert "globaltimer" in with_stamps
 
 
+@pytest.mark.parametrize("name", ["norm in cells", "norm pushed", "backward of bags"])
+def test_kernels_with_stamps_compile(name: str) -> None:
+    dtype = {"DTYPE": triton.language.bfloat16}
+    norm = {"N": 2, "HAS_RESIDUAL": True}
+    cells = norm | dtype | {"W": 1024, "ELEMENT_BYTES": 2, "MOST_AHEAD": rms_norm_kernels.MOST_AHEAD}
+    bags = dtype | {"D": 256, "DP": 256, "L": 4, "ALIGNED": True, "MEAN": False, "WEIGHTED": False, "SPARSE": False}
+    kernel, kinds, constants = {
+        "norm in cells": (rms_norm_kernels.CELLS_KERNEL, NORM, cells),
+        "norm pushed": (rms_norm_kernels.PUSHED_KERNEL, PUSHED.format("bf16"), norm | {"HP": 2048}),
+        "backward of bags": (embedding_backward.KERNEL, BACKWARD, bags),
+    }[name]
+    assert "globaltimer" in compiled(kernel, kinds + " *i64", {**constants, "stamps": ...}, 4)[0]
+
+
+BACKWARD = "*i64 *i64 *bf16 *bf16 *i64 *i64 *bf16 *i64 *i32 *i64 *fp32 *bf16 i32 i32 i32"
 BF16 = triton.language.bfloat16
 BAGS = {"D": 1, "DP": 1, "L": 8, "DTYPE": BF16, "ALIGNED": False, "MEAN": True, "WEIGHTED": True}
 
@@ -353,7 +368,7 @@ BAGS = {"D": 1, "DP": 1, "L": 8, "DTYPE": BF16, "ALIGNED": False, "MEAN": True, 
         ),
         (
             embedding_backward.KERNEL,
-            "*i64 *i64 *bf16 *bf16 *i64 *i64 *bf16 *i64 *i32 *i64 *fp32 *bf16 i32 i32 i32",
+            BACKWARD,
             BAGS | {"SPARSE": False},
         ),
         (
