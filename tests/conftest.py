@@ -10,7 +10,10 @@ import pytest
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-SHADOWED = ("gemv", "rms_norm", "embedding", "embedding_backward", "gemm", "gemm_reduce", "gather_gemm")
+SHADOWED = (
+    *("gemv", "rms_norm", "embedding", "embedding_backward"),
+    *("gemm", "gemm_reduce", "gather_gemm", "dispatch_gemm"),
+)
 LONG = (
     "attack/test_attack.py::test_a_sample_of_the_campaign",
     "cpu/test_ahead.py::test_many_ranks_go_ahead_and_some_miss[8]",
@@ -22,11 +25,13 @@ LONG = (
     "cpu/test_executor_ranks.py::test_every_kind_of_program_moves_the_right_bytes[8]",
     "cpu/test_fsdp.py::test_a_hundred_steps_are_those_of_the_group[3]",
     "cpu/test_fsdp.py::test_loss_and_gradients_are_those_of_the_group[2]",
+    "cpu/test_fused.py::test_all_to_all_gemm_back_to_back[4]",
     "cpu/test_fused.py::test_batches_are_replaced_and_lowered_by_inductor",
     "cpu/test_fused.py::test_embedding_all_to_all_back_to_back[2]",
     "cpu/test_fused.py::test_gemm_all_to_all_back_to_back[2]",
     "cpu/test_fused.py::test_gemv_all_reduce_back_to_back[3]",
     "cpu/test_fused.py::test_gradients_of_embeddings[2]",
+    "cpu/test_fused.py::test_operators_run_with_reduced_overhead",
     "cpu/test_fused.py::test_patterns_are_replaced[4]",
     *(f"cpu/test_fused.py::test_every_block_does_what_its_shadow_says[{kind}-2]" for kind in SHADOWED),
     "cpu/test_hits.py::test_a_storm_of_tensors_that_are_replaced[2-60]",

@@ -98,16 +98,19 @@ def default_tiles(group: dist.ProcessGroup) -> None:
             counts = torch.full((n, n), 130, device=device)
             sent = torch.cat([product.chunk(n)[rank] for product in products]) / scale
             two, halves = torch.stack([weight, -weight]), torch.full((n, n, 2), 65, device=device)
-            signed = sent * torch.tensor([1.0, -1.0], device="cpu").repeat_interleave(65).repeat(n)[:, None]
-            parts = torch.cat([part.double().chunk(n)[rank] for part in xs]) / scale
+            sign = torch.tensor([1.0, -1.0], device="cpu").repeat_interleave(65).repeat(n)[:, None]
+            came = torch.cat([part.chunk(n)[rank] for part in xs]).double()
+            dispatched = came @ weights[rank].double().T / scale
             gathered = torch.cat(xs).double() @ weights[rank].double().T / scale
             for name, result, expected in (
                 ("all_reduce", ops.gemm_all_reduce(comm, x, weight), total),
                 ("reduce_scatter", ops.gemm_reduce_scatter(comm, x, weight), total.chunk(n)[rank]),
                 ("all_to_all", ops.gemm_all_to_all(comm, x, weight, counts, most_rows=rows).clone(), sent),
-                ("experts", ops.gemm_all_to_all(comm, x, two, halves, most_rows=rows), signed),
-                ("rows", ops.all_to_all_rows(comm, x, counts, most_rows=rows), parts),
+                ("experts", ops.gemm_all_to_all(comm, x, two, halves, most_rows=rows), sent * sign),
+                ("rows", ops.all_to_all_rows(comm, x, counts, most_rows=rows), came / scale),
                 ("gather", ops.all_gather_gemm(comm, x, weight), gathered),
+                ("dispatch", ops.all_to_all_gemm(comm, x, weight, counts, most_rows=rows), dispatched),
+                ("to experts", ops.all_to_all_gemm(comm, x, two, halves, most_rows=rows), dispatched * sign),
             ):
                 check_close(result / scale, expected, (name, dtype), scale=1.0)
 

@@ -6,14 +6,18 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from fused_ops import DTYPES, Calls, Draws, check_close, communicator
 
 from sidelane import Communicator, ops
-from sidelane.ops import reference
+from sidelane.choice.fused import SPLIT, MethodChoice
+from sidelane.errors import UnavailableError
+from sidelane.ops import auto, dispatch_gemm, gemm, operands, reference, split_dispatch_gemm, split_gemm
 from sidelane.ops.gemm import TileSizes
-from sidelane.ops.split_gemm import DEFAULT_PIECES, handle_of, has_routing
+from sidelane.ops.routings import DEFAULT_PIECES
+from sidelane.ops.split_gemm import handle_of, has_routing
 
 TILES = TileSizes(16, 16, 16, 1, 1, group=2)
 
@@ -46,7 +50,8 @@ def back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> int:
             by_engines = ops.split_gemm_all_to_all(comm, x, weight, counts, most_rows=70 * n, pieces=1 + number % 3)
             kept.append((by_engines[: len(expected)].clone(), expected))
             handle, routed = handle_of(comm, 70 * n, columns, dtype), tuple(map(tuple, counts))
-            by_engines = handle.part_by_part(x, weight, routed, handle.routing(routed, 1 + number % 3, in_graphs=True))
+            routing = handle.routings.of(routed, 1 + number % 3, in_graphs=True)
+            by_engines = handle.part_by_part(x, weight, routed, 1 + number % 3, routing)
             kept.append((by_engines[: len(expected)].clone(), expected))
             if number < 2:  # as they are, and back
                 x = xs[rank].to(device)
@@ -85,6 +90,7 @@ def wrong_calls(comm: Communicator) -> Calls:
         call(weight=torch.ones(4)),
         call(weight=torch.ones(4, 8, dtype=torch.int32)),
         call(counts=[[2] * n] * (n - 1) + [[2]]),
+        *(call(counts=[[rows] * n] * n) for rows in (3, -1)),
         call(counts=None),
         call(method="split"),
         call(weight=torch.ones(2, 4, 8)),
@@ -128,6 +134,74 @@ def wrong_splits(comm: Communicator) -> Calls:
     return wrong, call()
 
 
+def counts_in_captures(group: dist.ProcessGroup) -> list[str]:
+    """As if a graph recorded: it takes counts of the host that came before, in parts where these are made, by the
+    kernel where not, and no new ones; what it holds stays. By which way, in turn.
+    """
+    ways: list[str] = []
+    with communicator(group) as comm, pytest.MonkeyPatch.context() as patch:
+        n = comm.world_size
+        patch.setattr(auto, "choose_method", lambda *_, **__: MethodChoice(SPLIT, "a test", 2))
+        patch.setattr(comm, "refuse", lambda *_: None)  # each rank raises, and goes on
+        for where in (gemm.GemmAllToAll, dispatch_gemm.AllToAllGemm):
+            patch.setattr(where, "__call__", told(where.__call__, "fused", ways))
+        for where in (split_gemm.SplitGemmAllToAll, split_dispatch_gemm.SplitAllToAllGemm):
+            patch.setattr(where, "__call__", told(where.__call__, "split", ways))
+        for number, op in enumerate((ops.gemm_all_to_all, ops.all_to_all_gemm)):
+            first, second, third = ([[rows + number, 1] + [2] * (n - 2)] * n for rows in (3, 4, 5))
+            x, weight = torch.randn(8 * n, 8), torch.randn(5, 8)
+            run = functools.partial(as_if_captured, comm, op, x, weight)
+            expected = [run(counts, method="fused") for counts in (first, second)]
+            for counts, wanted in zip((first, second), expected, strict=True):
+                check_close(run(counts), wanted.double(), "eager")  # the first one is made for graphs
+                check_close(run(counts, captured=True), wanted.double(), "captured")
+            run(third, method="unfused")
+            run(third, captured=True)
+            with pytest.raises(UnavailableError, match="value=new ones"):
+                run([[1] * n] * n, captured=True)
+            for rows in range(operands.MOST_KEPT + 2):  # which only the device copy makes room for
+                operands._from_host("a test", comm, [[rows, 0] + [0] * (n - 2)] * n)
+            check_close(run(second, captured=True), expected[1].double(), "kept")
+            with pytest.raises(UnavailableError, match="value=new ones"):
+                operands_in_a_capture(comm, [[0, 0] + [0] * (n - 2)] * n)
+            ways.append("|")
+        comm.synchronize()
+    return ways
+
+
+def as_if_captured(
+    comm: Communicator,
+    op: Callable[..., torch.Tensor],
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    counts: list[list[int]],
+    *,
+    captured: bool = False,
+    method: str = "auto",
+) -> torch.Tensor:
+    """What comes by a call that may believe that it is recorded."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (auto, gemm, dispatch_gemm, operands, split_gemm, split_dispatch_gemm):
+            patch.setattr(module, "is_captured", lambda _: captured)
+        found = op(comm, x, weight, counts, most_rows=len(x), method=method)
+    return found[: sum(row[comm.rank] for row in counts)].clone()
+
+
+def operands_in_a_capture(comm: Communicator, counts: Any) -> None:
+    """Counts that were there, and had to go."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(operands, "is_captured", lambda _: True)
+        operands._from_host("a test", comm, counts)
+
+
+def told(call: Callable[..., Any], word: str, ways: list[str]) -> Callable[..., Any]:
+    def telling(*arguments: Any, **options: Any) -> Any:
+        ways.append(word)
+        return call(*arguments, **options)
+
+    return telling
+
+
 def routings_that_are_kept(group: dist.ProcessGroup) -> tuple[bool, bool, int, bool, bool]:
     """Of counts that came once, and twice, whether a graph can hold them; then, with one that a graph holds, how many
     of twelve others are kept, whether that one is, and whether it still is right."""
@@ -139,12 +213,12 @@ def routings_that_are_kept(group: dist.ProcessGroup) -> tuple[bool, bool, int, b
         for _ in range(2):
             ops.split_gemm_all_to_all(comm, x, weight, first, most_rows=most)
             known.append(has_routing(comm, most, 8, x.dtype, first, DEFAULT_PIECES))
-        held = handle.routing(first, DEFAULT_PIECES)
+        held = handle.routings.of(first, DEFAULT_PIECES)
         held.in_a_graph = True  # as a capture does
         for table in tables[1:]:
             ops.split_gemm_all_to_all(comm, x, weight, table, most_rows=most)
         handle._output.zero_()
-        result = handle.part_by_part(x, weight, first, held)[: sum(row[comm.rank] for row in first)]
+        result = handle.part_by_part(x, weight, first, DEFAULT_PIECES, held)[: sum(row[comm.rank] for row in first)]
         comm.synchronize()
-        left = len(handle.routings) - 1
-        return known[0], known[1], left, (first, DEFAULT_PIECES) in handle.routings, bool((result == 1).all())
+        left = len(handle.routings.known) - 1
+        return known[0], known[1], left, (first, DEFAULT_PIECES) in handle.routings.known, bool((result == 1).all())

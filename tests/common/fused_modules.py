@@ -17,7 +17,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from sidelane import Communicator, ops
-from sidelane.ops import EmbeddingBagAllToAll, ExpertCombine, RowParallelLinear, library
+from sidelane.ops import EmbeddingBagAllToAll, ExpertCombine, ExpertDispatch, RowParallelLinear, library
 from sidelane.ops import fusion as fusing
 from sidelane.ops.fusion import Fusion
 
@@ -528,6 +528,79 @@ def left_out(comm: Communicator) -> None:
     assert x.grad is not None and torch.equal(x.grad, expected), x.grad
 
 
+def dispatch(group: dist.ProcessGroup, backend: str) -> int:
+    """Tokens to their experts and back by both layers, as the docstring has it: forward and gradients against float64,
+    of one expert a rank and of two, compiled too, and with all tokens for one expert.
+    """
+    with communicator(group) as comm:
+        torch.manual_seed(8)
+        n = comm.world_size
+        there_and_back(comm, None, None, torch.randint(n, (n, 5, 2), device="cpu"))
+        there_and_back(comm, 2, backend, torch.randint(2 * n, (n, 5, 2), device="cpu"))
+        there_and_back(comm, 2, None, torch.full((n, 5, 2), 1, device="cpu"))
+        too_many(comm)
+    return 2
+
+
+def there_and_back(comm: Communicator, experts: int | None, backend: str | None, chosen: torch.Tensor) -> None:
+    n, rank, (_, tokens, k), each = comm.world_size, comm.rank, chosen.shape, experts or 1
+    torch.manual_seed(9)
+    xs, gates = torch.randn(n, tokens, 8), torch.rand(n, tokens, k)
+    sizes = {"most_rows": n * tokens * k, "experts": experts}
+    first = ExpertDispatch(comm, 8, 6, most_sent=tokens * k, **sizes)
+    second = ExpertCombine(comm, 6, 8, **sizes)
+    flat = chosen[rank].flatten().to(comm.device)
+    order = flat.argsort(stable=True)
+    own = torch.zeros(n * each, dtype=torch.int64).scatter_add_(0, flat, torch.ones_like(flat))
+    of_all = [layer.weight.new_empty(n, *layer.weight.shape) for layer in (first, second)]
+    counts = torch.zeros(n, n * each, dtype=torch.int64)
+    comm.all_gather(counts, own)
+    for layer, whole in zip((first, second), of_all, strict=True):
+        comm.all_gather(whole, layer.weight.detach())
+    comm.synchronize()
+    counts = counts.view(n, n, each) if experts else counts
+    slots, back = order.argsort().view(-1, k), counts.transpose(0, 1).contiguous()
+
+    wide = [part.double().requires_grad_() for part in (xs, gates, *of_all)]
+    up, down = wide[2].view(n * each, 6, 8)[chosen], wide[3].view(n * each, 8, 6)[chosen]
+    hidden = torch.einsum("rtkhi,rti->rtkh", up, wide[0]).tanh()
+    expected = torch.einsum("rtkoh,rtkh,rtk->rto", down, hidden, wide[1])
+    expected.square().sum().backward()
+
+    layers = nn.ModuleList([first, second])
+
+    def run(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = second(first(x, counts, order // k).tanh(), back, slots, gate)
+        return result
+
+    for model in (run, *([] if backend is None else [torch.compile(run, backend=backend, fullgraph=True)])):
+        layers.zero_grad()
+        x, gate = xs[rank].clone().requires_grad_(), gates[rank].clone().requires_grad_()
+        result = model(x, gate)
+        check_close(result.detach(), expected.detach()[rank], "result")
+        result.square().sum().backward()
+        for part, other in zip((x, gate, first.weight, second.weight), wide, strict=True):
+            assert part.grad is not None
+            assert other.grad is not None
+            check_close(part.grad, other.grad[rank], "gradient")
+
+
+def too_many(comm: Communicator) -> None:
+    """Rows that nobody has room for, and rows that are not sent, have no gradient, whatever workspaces hold."""
+    n, rank = comm.world_size, comm.rank
+    counts, x, weight = torch.ones(n, n).long(), torch.ones(n + 1, 8, requires_grad=True), torch.ones(6, 8)
+    weight.requires_grad_()
+    ops.all_to_all_rows(comm, torch.ones(n, 8), counts, most_rows=n).fill_(torch.nan)
+    ops.gemm_all_to_all(comm, torch.ones(n, 6), torch.ones(8, 6), counts, most_rows=n).fill_(torch.nan)
+    library.all_to_all_gemm(library.number_of(comm), x, weight, counts, 1, n).sum().backward()
+    expected = torch.full((n + 1, 8), 6.0) if rank == 0 else torch.zeros(n + 1, 8)
+    expected[n] = 0
+    assert x.grad is not None
+    assert torch.equal(x.grad, expected), x.grad
+    assert weight.grad is not None
+    assert torch.equal(weight.grad, torch.ones(6, 8)), weight.grad
+
+
 def checked(group: dist.ProcessGroup) -> int:
     """PyTorch's own checks of an operator: schema, fake results, autograd."""
     with communicator(group) as comm:
@@ -546,11 +619,48 @@ def checked(group: dist.ProcessGroup) -> int:
             (library.all_gather_gemm, (number, x, weight)),
             (library.gemm_all_reduce, (number, x, weight)),
             (library.gemm_all_to_all, (number, even, weight, torch.ones(n, n).long(), 2 * n)),
+            (library.all_to_all_gemm, (number, even, weight, torch.ones(n, n).long(), 2 * n, 2 * n)),
             (library.gemm_all_to_all_evenly, (number, even.detach(), weight.detach())),
         ]
         for operator, arguments in calls:
             torch.library.opcheck(operator, arguments)
     return len(calls)
+
+
+def reduce_overhead(group: dist.ProcessGroup) -> int:
+    """``torch.compile(mode="reduce-overhead")``, on GPUs a graph, of operators that follow each other: replayed on new
+    inputs it gives what eager calls give. Nothing but operators: there is nothing to compile for CPUs.
+    """
+    from torch._dynamo.utils import counters
+
+    with communicator(group) as comm, torch.no_grad():
+        n, number = comm.world_size, library.number_of(comm)
+        torch.manual_seed(3)
+        up, down, scale, counts = torch.randn(8, 8), torch.randn(8, 8), torch.rand(8), torch.full((n, n), 2)
+
+        def step(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            y = library.row_parallel_linear(number, x, up)
+            y, total = library.all_reduce_rms_norm(number, y, x, scale, 1e-5)
+            hidden = library.all_to_all_gemm(number, y, up, counts, 2 * n, 2 * n)
+            back = library.gemm_all_to_all(number, hidden, down, counts, 2 * n)
+            evenly = library.gemm_all_to_all_evenly(number, back, up)
+            part = library.gemm_reduce_scatter(number, evenly, down)
+            return total, back, part, library.all_gather_gemm(number, part, up)
+
+        counters.clear()
+        run = torch.compile(step, mode="reduce-overhead", fullgraph=True)
+        for seed in range(6):
+            torch.manual_seed(10 * seed + comm.rank)
+            x = torch.randn(2 * n, 8)
+            if x.is_cuda:
+                torch.compiler.cudagraph_mark_step_begin()
+            found = [part.clone() for part in run(x)]
+            for place, (one, other) in enumerate(zip(found, step(x), strict=True)):
+                check_close(one, other.double(), (seed, place))
+        assert not (x.is_cuda and counters["inductor"]["cudagraph_skips"]), counters["inductor"]
+        comm.synchronize()
+        torch._dynamo.reset()  # and with it graphs, which hold what the communicator is about to give back
+    return 6
 
 
 def closed(group: dist.ProcessGroup) -> str:

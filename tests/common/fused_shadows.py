@@ -16,6 +16,7 @@ from fused_ops import communicator
 from sidelane import Communicator
 from sidelane.collectives.own_kernel import OwnKernel
 from sidelane.device import layout
+from sidelane.ops.dispatch_gemm import AllToAllGemm
 from sidelane.ops.embedding import EmbeddingAllToAll
 from sidelane.ops.embedding_backward import EmbeddingBackward
 from sidelane.ops.gather_gemm import AllGatherGemm
@@ -392,6 +393,18 @@ def gather_gemm(comm: Communicator) -> Iterator[Launched]:
     yield Launched(lambda: handle(x, weight), handle._kernel, placed(comm, "gathered", handle._gathered), [shadow])
 
 
+def dispatch_gemm(comm: Communicator) -> Iterator[Launched]:
+    """One to three tiles of whole rows for a rank, three tiles next to each other."""
+    n, depth, columns, tiles = comm.world_size, 16, 48, TileSizes(16, 16, 16, 1, 1, group=2)
+    counts = [[16 + 16 * ((sender + 2 * peer) % 3) for peer in range(n)] for sender in range(n)]
+    most = max(sum(row) for row in zip(*counts, strict=True))
+    handle = AllToAllGemm(comm, most, depth, columns, torch.float32, tiles=tiles)
+    x, weight = torch.ones(sum(counts[comm.rank]), depth), torch.ones(columns, depth)
+    shadow = fused_gather_gemm.all_to_all_gemm(counts, handle._programs, 16, 3, 4 * depth, group=2)
+    places = placed(comm, "gathered", handle._gathered)
+    yield Launched(lambda: handle(x, weight, torch.tensor(counts)), handle._kernel, places, [shadow])
+
+
 def without_counters(program: Program, flags: int, consumed: int | None = None) -> Program:
     """Arrivals are counted in memory of the rank's own; what consumers wait for is no part of the kernel."""
 
@@ -419,4 +432,5 @@ KINDS: Mapping[str, Callable[[Communicator], Iterator[Launched]]] = {
     "gemm": gemm,
     "gemm_reduce": gemm_reduce,
     "gather_gemm": gather_gemm,
+    "dispatch_gemm": dispatch_gemm,
 }

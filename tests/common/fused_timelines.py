@@ -26,7 +26,7 @@ def timelines(group: dist.ProcessGroup) -> list[Kinds]:
     """Of each operator, the kinds of what each rank did; results are those without a timeline."""
     with communicator(group) as comm:
         found = []
-        for call in calls_of(comm):
+        for call in (*calls_of(comm), *others_of(comm)):
             expected = call().clone()
             with ops.Timeline(comm) as timeline:
                 result = call()
@@ -38,7 +38,7 @@ def timelines(group: dist.ProcessGroup) -> list[Kinds]:
                     for rank in range(comm.world_size)
                 ]
             )
-            check_order(timeline)
+            check_order(timeline, gathers=len(found) == 8)  # the last one computes what comes
             with tempfile.TemporaryDirectory() as folder:
                 trace = json.loads(timeline.write(Path(folder) / "trace.json").read_text())
             spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
@@ -52,8 +52,9 @@ def timelines(group: dist.ProcessGroup) -> list[Kinds]:
     return found
 
 
-def check_order(timeline: ops.Timeline) -> None:
-    """Of a lane: nothing begins before what came first has ended; what is for others is computed first."""
+def check_order(timeline: ops.Timeline, *, gathers: bool) -> None:
+    """Of a lane: nothing begins before what came first has ended; what is for others is computed first, and what comes
+    from others last."""
     lanes: dict[tuple[str, str], list[Interval]] = {}
     for interval in timeline.intervals:
         lanes.setdefault((interval.group, interval.lane), []).append(interval)
@@ -61,6 +62,8 @@ def check_order(timeline: ops.Timeline) -> None:
         spans.sort(key=lambda span: span.start_us)
         assert all(before.end_us <= after.start_us for before, after in itertools.pairwise(spans))
         computed = [span.label for span in spans if span.label.startswith(("compute for", "local"))]
+        if gathers:
+            computed.reverse()
         assert sorted(computed, key=lambda label: label == "local") == computed, computed
 
 
@@ -79,4 +82,18 @@ def calls_of(comm: Communicator) -> list[Callable[..., torch.Tensor]]:
         lambda **others: gemv("two_phase", **others),
         lambda **others: ops.embedding_all_to_all(comm, tables, *bags, **others),
         lambda **others: ops.gemm_all_to_all(comm, rows, square, counts, most_rows=20 * n, tiles=tiles, **others),
+    ]
+
+
+def others_of(comm: Communicator) -> list[Callable[[], torch.Tensor]]:
+    """Results of what has several, or no ``method``."""
+    n, rows, scale = comm.world_size, torch.randn(5, 8), torch.ones(8)
+    tables, bags = [torch.ones(5, 4)], (torch.arange(4 * n) % 5, torch.arange(4 * n + 1))
+    counts, tiles = torch.full((n, n), 20), TileSizes(16, 16, 16, 1, 1)
+    x, square, grad = torch.ones(20 * n, 16), torch.ones(16, 16), torch.ones(4, 4 * n)
+    return [
+        lambda: ops.all_reduce_rms_norm(comm, rows, rows, scale, schedule="cells")[0],
+        lambda: ops.all_reduce_rms_norm(comm, rows, rows, scale, schedule="pushed")[0],
+        lambda: ops.embedding_all_to_all_backward(comm, grad, tables, *bags)[0][0],
+        lambda: ops.all_to_all_gemm(comm, x, square, counts, most_rows=20 * n, tiles=tiles),
     ]

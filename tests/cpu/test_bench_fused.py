@@ -10,6 +10,7 @@ import pytest
 
 from sidelane.bench.fused import study
 from sidelane.bench.fused.study import FusedOptions
+from sidelane.bench.report.pictures import draw
 from sidelane.bench.report.tables import tables_of
 from sidelane.bench.results.files import Results, read
 from sidelane.bench.results.rows.operators import ALONE, FUSED_OPS, FusedRow
@@ -55,6 +56,10 @@ def test_everything_is_checked_and_timed(tmp_path: Path, ops: tuple[str, ...]) -
         for part, alone in (("compute", "compute_us"), ("collective", "comm_us")):
             times = [row.time_us for row in mine if row.implementation == part]
             assert min(time for time in times if time is not None) == getattr(best[0], alone)
+    pictures = {picture.name: picture.text for picture in draw(results, tmp_path / "pictures")}
+    assert set(pictures) == {"fused-occupancy", "fused-order"}
+    assert "us with 1, " in pictures["fused-occupancy"]
+    assert "remote_first" in pictures["fused-order"]
     embedding_rows_are_of_our_kernel_too([row for row in rows if row.op == "embedding_all_to_all"])
     whole = [row for row in rows if row.implementation not in ALONE]
     assert all(row.correct and (not row.note or row.implementation == "auto") for row in whole), rows

@@ -200,6 +200,45 @@ def gather_gemm(comm: Communicator) -> Case:
     return lambda step: x.fill_(step + comm.rank), lambda: [ops.all_gather_gemm(comm, x, weight)]
 
 
+def dispatch_gemm(comm: Communicator) -> Case:
+    """Routing that changes between replays, to one expert a rank and to three; tiles that are not whole."""
+    n, device = comm.world_size, comm.device
+    x, weights = torch.randn(210 * n, 96, device=device), torch.randn(3, 300, 96, device=device)
+    counts = torch.zeros(n, n, 3, dtype=torch.int64, device=device)
+    plain, numbers = counts.sum(-1), torch.arange(n * n * 3, device=device).view(n, n, 3)
+
+    def change(step: int) -> None:
+        counts.copy_(numbers * 37 * (step + 1) % 70)
+        plain.copy_(counts.sum(-1))
+
+    def call() -> list[torch.Tensor]:
+        found = [
+            ops.all_to_all_gemm(comm, x, weight, given, most_rows=210 * n)
+            for weight, given in ((weights[0], plain), (weights, counts))
+        ]
+        row = torch.arange(210 * n, device=device)[:, None]
+        return [torch.where(row < plain[:, comm.rank].sum(), part, 0) for part in found]
+
+    return change, call
+
+
+def counts_of_the_host(comm: Communicator) -> Case:
+    """Those of the capture, by every way: a graph takes parts that were made before."""
+    n, device = comm.world_size, comm.device
+    counts = [[(37 * (sender * n + receiver) + 5) % 97 for receiver in range(n)] for sender in range(n)]
+    came = sum(row[comm.rank] for row in counts)
+    x, weight = torch.zeros(100 * n, 64, device=device), torch.randn(300, 64, device=device)
+
+    def call() -> list[torch.Tensor]:
+        return [
+            op(comm, x, weight, counts, most_rows=100 * n, method=method)[:came].clone()
+            for op in (ops.gemm_all_to_all, ops.all_to_all_gemm)
+            for method in ("fused", "split", "unfused", "auto")
+        ]
+
+    return lambda step: x.fill_(step + comm.rank), call
+
+
 def split(comm: Communicator) -> Case:
     """Parts by copy engines, some of them empty."""
     n, device = comm.world_size, comm.device
@@ -212,7 +251,8 @@ def split(comm: Communicator) -> Case:
     def call() -> list[torch.Tensor]:
         routed = ops.split_gemm_all_to_all(comm, x, weight, counts, most_rows=max(most, 150 * n), pieces=3)
         reduced = [op(comm, x, weight) for op in (ops.split_gemm_reduce_scatter, ops.split_gemm_all_reduce)]
-        return [routed[:came], *reduced, ops.split_all_gather_gemm(comm, x, weight, pieces=2)]
+        dispatched = ops.split_all_to_all_gemm(comm, x, weight, counts, most_rows=max(most, 150 * n), pieces=3)
+        return [routed[:came], *reduced, ops.split_all_gather_gemm(comm, x, weight, pieces=2), dispatched[:came]]
 
     return lambda step: x.fill_(step + comm.rank), call
 
@@ -228,4 +268,6 @@ CALLS: dict[str, Callable[[Communicator], Case]] = {
     "gemm_reduce": gemm_reduce,
     "gather_gemm": gather_gemm,
     "split": split,
+    "dispatch_gemm": dispatch_gemm,
+    "counts_of_the_host": counts_of_the_host,
 }

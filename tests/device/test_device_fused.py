@@ -23,6 +23,7 @@ CASES = "fused_cases."
         ("fused_gemms", "back_to_back", 60),
         ("fused_gemm_family", "reductions_back_to_back", 60),
         ("fused_gemm_family", "gathers_back_to_back", 60),
+        ("fused_dispatch", "back_to_back", 40),
     ],
 )
 def test_back_to_back(ranks: Ranks, module: str, name: str, calls: int) -> None:
@@ -57,6 +58,8 @@ def test_slices_as_they_come(ranks: Ranks) -> None:
         ("fused_gemms", "wrong_splits"),
         ("fused_gemm_family", "wrong_reductions"),
         ("fused_gemm_family", "wrong_gathers"),
+        ("fused_dispatch", "wrong_calls"),
+        ("fused_dispatch", "wrong_splits"),
     ],
 )
 def test_what_is_refused(ranks: Ranks, module: str, name: str) -> None:
@@ -68,6 +71,7 @@ def test_what_is_refused(ranks: Ranks, module: str, name: str) -> None:
 
 
 NAMES = ["gemv", "rms_norm", "embedding", "embedding_backward", "gemm", "gemm_reduce", "gather_gemm", "split"]
+NAMES += ["dispatch_gemm", "counts_of_the_host"]
 
 
 @pytest.mark.parametrize("name", [*NAMES, "gemv_of_one_token", "rms_norm_pushed"])
@@ -76,7 +80,7 @@ def test_in_a_graph(ranks: Ranks, name: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("name", ["linear", "embedding", "norm", "gemms", "reduced", "combine"])
+@pytest.mark.parametrize("name", ["linear", "embedding", "norm", "gemms", "reduced", "combine", "dispatch"])
 def test_layers_are_trained_and_compiled_whole(ranks: Ranks, name: str, backend: str) -> None:
     assert all(ranks.run(CASES + "as_on_cpus", "fused_modules", name, backend, timeout_s=170))
 
@@ -94,3 +98,12 @@ def test_patterns_are_replaced(fresh_pool: type[Pool], name: str) -> None:
 
 def test_experts_without_the_host(ranks: Ranks) -> None:
     ranks.run(CASES + "experts_without_the_host", timeout_s=120)
+
+
+def test_operators_run_with_reduced_overhead(fresh_pool: type[Pool]) -> None:
+    """By a graph that torch.compile captures; in processes of their own, whose graphs end with them."""
+    assert all(fresh_pool().run(CASES + "as_on_cpus", "fused_modules", "reduce_overhead", timeout_s=170))
+
+
+def test_timelines(ranks: Ranks) -> None:
+    assert all(len(found) == 8 for found in ranks.run(CASES + "as_on_cpus", "fused_timelines", "timelines"))

@@ -23,6 +23,7 @@ from triton.backends.compiler import GPUTarget
 
 from sidelane.ops import (
     alone,
+    dispatch_gemm,
     embedding,
     embedding_backward,
     embedding_tables,
@@ -279,10 +280,14 @@ def test_rows_without_a_product_compile() -> None:
 
 
 GEMM_REDUCE = "*i64 *i64 *{0} *i64 *{0} *{0} *{0} i32 i32 i32 i32 i32 i32"
+DISPATCH_GEMM = "*i64 *i64 *{0} *i32 *{0} *{0} *i64 *{0} i32 i32 i32 i32 i32 i32 i32 i32"
 GATHER_GEMM = "*i64 *i64 *{0} *i32 *{0} *{0} *{0} i32 i32 i32 i32 i32"
 
 
-@pytest.mark.parametrize(("kernel", "dtype"), [("all", "bf16"), ("gather", "bf16"), ("gather", "fp32")])
+@pytest.mark.parametrize(
+    ("kernel", "dtype"),
+    [("all", "bf16"), ("gather", "bf16"), ("gather", "fp32"), ("dispatch", "bf16"), ("experts", "bf16")],
+)
 def test_gemms_of_reductions_and_gathers_compile(kernel: str, dtype: str) -> None:
     wide, tiles = dtype == "fp32", gemm.TileSizes.of({"fp32": torch.float32}.get(dtype, torch.bfloat16))
     element = triton.language.float32 if wide else triton.language.bfloat16
@@ -291,6 +296,13 @@ def test_gemms_of_reductions_and_gathers_compile(kernel: str, dtype: str) -> Non
     known = ("x", "weight", "output", "depth", "columns", "x_stride", "weight_stride")
     if kernel == "gather":
         source, kinds, known = gather_gemm.KERNEL, GATHER_GEMM, (*known, "gathered")
+    elif kernel in ("dispatch", "experts"):
+        source, kinds, known = dispatch_gemm.KERNEL, DISPATCH_GEMM, (*known, "gathered", "expert_stride")
+        constants["EP"] = 1
+        if kernel == "experts":
+            constants["EP"] = 8
+        else:  # Triton makes a constant of 1
+            constants["experts"], kinds = 1, kinds.removesuffix(" i32")
     else:
         source, kinds, known = gemm_reduce.KERNEL, GEMM_REDUCE, (*known, "partials")
         constants |= {"REMOTE_FIRST": True, "GATHERS": True}
@@ -310,6 +322,21 @@ def test_stamps_are_in_a_kernel_that_is_given_room_for_them_only() -> None:
     assert "globaltimer" in with_stamps
 
 
+@pytest.mark.parametrize("name", ["norm in cells", "norm pushed", "backward of bags"])
+def test_kernels_with_stamps_compile(name: str) -> None:
+    dtype = {"DTYPE": triton.language.bfloat16}
+    norm = {"N": 2, "HAS_RESIDUAL": True}
+    cells = norm | dtype | {"W": 1024, "ELEMENT_BYTES": 2, "MOST_AHEAD": rms_norm_kernels.MOST_AHEAD}
+    bags = dtype | {"D": 256, "DP": 256, "L": 4, "ALIGNED": True, "MEAN": False, "WEIGHTED": False, "SPARSE": False}
+    kernel, kinds, constants = {
+        "norm in cells": (rms_norm_kernels.CELLS_KERNEL, NORM, cells),
+        "norm pushed": (rms_norm_kernels.PUSHED_KERNEL, PUSHED.format("bf16"), norm | {"HP": 2048}),
+        "backward of bags": (embedding_backward.KERNEL, BACKWARD, bags),
+    }[name]
+    assert "globaltimer" in compiled(kernel, kinds + " *i64", {**constants, "stamps": ...}, 4)[0]
+
+
+BACKWARD = "*i64 *i64 *bf16 *bf16 *i64 *i64 *bf16 *i64 *i32 *i64 *fp32 *bf16 i32 i32 i32"
 BF16 = triton.language.bfloat16
 BAGS = {"D": 1, "DP": 1, "L": 8, "DTYPE": BF16, "ALIGNED": False, "MEAN": True, "WEIGHTED": True}
 
@@ -341,7 +368,7 @@ BAGS = {"D": 1, "DP": 1, "L": 8, "DTYPE": BF16, "ALIGNED": False, "MEAN": True, 
         ),
         (
             embedding_backward.KERNEL,
-            "*i64 *i64 *bf16 *bf16 *i64 *i64 *bf16 *i64 *i32 *i64 *fp32 *bf16 i32 i32 i32",
+            BACKWARD,
             BAGS | {"SPARSE": False},
         ),
         (
@@ -362,6 +389,12 @@ BAGS = {"D": 1, "DP": 1, "L": 8, "DTYPE": BF16, "ALIGNED": False, "MEAN": True, 
             {"ROWS": 64, "COLS": 64, "DEPTH": 32, "WIDE": False, "DTYPE": BF16}
             | {"GROUP": 8, "WHOLE": False, "ALIGNED": False},
         ),
+        (
+            dispatch_gemm.KERNEL,
+            DISPATCH_GEMM.format("bf16"),
+            {"ROWS": 64, "COLS": 64, "DEPTH": 32, "WIDE": False, "DTYPE": BF16}
+            | {"GROUP": 8, "WHOLE": False, "ALIGNED": False, "EP": 1},
+        ),
     ],
     ids=[
         "gemv",
@@ -373,6 +406,7 @@ BAGS = {"D": 1, "DP": 1, "L": 8, "DTYPE": BF16, "ALIGNED": False, "MEAN": True, 
         "gemm",
         "gemm_reduce",
         "gather_gemm",
+        "dispatch_gemm",
     ],
 )
 def test_sizes_of_one_compile(kernel: Any, kinds: str, constants: dict[str, object]) -> None:

@@ -12,7 +12,8 @@ from kernel_mistakes import changed, edited, moves, signals_before_stores, witho
 
 from sidelane.errors import ProgramError
 from sidelane.program.collective import Buffer, Span
-from sidelane.program.ir import Command, Flag, Program, Signal, Wait
+from sidelane.program.ir import Command, Copy, Flag, Program, Signal, Wait
+from sidelane.program.pieces import numbers_of, part_program, rows_coming
 from sidelane.program.shadows import (
     fused_embedding,
     fused_gather_gemm,
@@ -253,3 +254,34 @@ def test_mistakes_of_gemms_of_what_is_gathered_are_refused() -> None:
         refuse(right, f"no wait {tile}", without(Wait, lambda flag, tile=tile: flag.index // n == 1 + tile))
         refuse(right, f"no signal {tile}", without(Signal, lambda flag, tile=tile: flag.index == n * (1 + tile)))
     refuse(right, "signals before stores", arrivals_before_stores)
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+def test_gemms_of_what_comes_by_counts_are_proved(counts: list[list[int]]) -> None:
+    """Ranks that send nothing, and that get nothing; more tiles than blocks and fewer."""
+    for number, (blocks, rows, across) in enumerate(itertools.product((1, 3), (1, 2), (1, 2))):
+        verify_sequence([fused_gather_gemm.all_to_all_gemm(counts, blocks, rows, across, 8, group=1 + number % 2)])
+
+
+def test_mistakes_of_gemms_of_what_comes_by_counts_are_refused() -> None:
+    n = 3
+    right = (fused_gather_gemm.all_to_all_gemm(COUNTS[2], 2, 2, 1, 8),)
+    refuse(right, "nobody says that the last launch has ended", without_meeting(lambda flag: flag.index < n))
+    refuse(right, "one rank is not waited for", without(Wait, lambda flag: flag.index == 1))
+    for tile in range(3):  # of the five rows of rank 0 for rank 1
+        refuse(right, f"no wait {tile}", without(Wait, lambda flag, tile=tile: flag == Flag(1, n * (1 + tile))))
+        refuse(right, f"no signal {tile}", without(Signal, lambda flag, tile=tile: flag == Flag(1, n * (1 + tile))))
+    refuse(right, "signals before stores", arrivals_before_stores)
+
+
+def test_parts_that_come_are_those_that_leave() -> None:
+    """Copies of each part's program, and where the host looks for its rows."""
+    for counts, pieces in itertools.product(COUNTS, (1, 2, 3)):
+        n = len(counts)
+        for number in numbers_of(counts, pieces):
+            program = part_program(counts, pieces, number, 8, 12)
+            verify_sequence([program])
+            copies = [command for q in program.queues for command in q.commands if isinstance(command, Copy)]
+            came = {rank: rows_coming(counts, rank, pieces, number) for rank in range(n)}
+            there = {copy.dst.rank: slice(copy.dst.offset // 8, copy.dst.end // 8) for copy in copies}
+            assert there == {rank: rows for rank, rows in came.items() if rows is not None}

@@ -17,7 +17,7 @@ from sidelane.bench.simulated import fused_results, fused_shapes
 from sidelane.execute.sim import simulate
 from sidelane.machine.load import machine_names, named
 from sidelane.model.fused import FusedKernel, Work, run_fused
-from sidelane.model.gemm_operators import GatherGemm, GemmReduce
+from sidelane.model.gemm_operators import DispatchGemm, GatherGemm, GemmReduce
 from sidelane.model.norm_operator import AllReduceNorm
 from sidelane.model.operators import OBLIVIOUS, REMOTE_FIRST, Gemv, TiledGemm, predict_fused
 from sidelane.model.split import chain_us, split_us
@@ -91,6 +91,35 @@ def test_every_machine_predicts_them(name):
         for operator, _ in fused_shapes.operators_of(op, (64, 4096, 512)[: len(MEANING[op])], machine.world_size):
             assert operator.name == op
             assert predict_fused(machine, operator).fused.time_us > 0
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_rows_that_come_by_counts_are_no_faster_than_their_parts(ranks):
+    machine, rows, depth, columns = dataclasses.replace(H200, gpus=ranks), 8192, 7168, 4096
+    operator = DispatchGemm(rows, depth, columns, half_for_one(rows, ranks))
+    times = predict_fused(machine, operator)
+    leaves = rows - half_for_one(rows, ranks)[0][0]
+    flops_us = 2.0 * rows * depth * columns / (machine.gpu.peak_tflops * 1e6)
+    assert times.fused.time_us > max(flops_us, leaves * depth * 2 / PORT)
+    for pieces in (1, 2, 4):
+        assert split_us(machine, operator, pieces) > max(times.compute_us, leaves * depth * 2 / PORT) * 0.99
+    if ranks == 2:
+        assert times.fused.time_us < times.unfused_us
+    if ranks > 1:
+        assert chain_us(machine, operator) > times.compute_us + leaves * depth * 2 / PORT
+
+
+def test_who_gets_nothing_waits_for_nobody_and_who_gets_all_for_all():
+    nbytes = 4096 * 8192 * 2
+    all_for_one = predict_fused(PAIR, DispatchGemm(8192, 8192, 1024, ((0, 4096), (0, 4096)))).fused
+    idle, busy = all_for_one.ended_us
+    assert busy > nbytes / PORT > 0
+    assert idle < busy / 2
+    stays = predict_fused(PAIR, DispatchGemm(8192, 8192, 1024, ((4096, 0), (0, 4096)))).fused
+    assert stays.ended_us[0] == stays.ended_us[1] < busy
+    assert stays.time_us == pytest.approx(
+        predict_fused(ALONE, DispatchGemm(8192, 8192, 1024, ((4096,),))).fused.time_us
+    )
 
 
 def row(op, shape, implementation, schedule, time_us, **others):
@@ -167,6 +196,8 @@ def test_counts_that_cannot_be_are_refused():
     for counts in (((5000, 5000), (0, 0)), ((5000, 0), (5000, 0)), ((-1, 0), (0, 0))):
         with pytest.raises(ValueError, match="gemm_all_to_all: counts"):
             TiledGemm(8192, 256, 8192, counts=counts)
+        with pytest.raises(ValueError, match="all_to_all_gemm: counts"):
+            DispatchGemm(8192, 256, 8192, counts)
     with pytest.raises(ValueError, match="one a rank"):
         predict_fused(PAIR, TiledGemm(8192, 256, 8192, counts=((1,),)))
 

@@ -14,6 +14,7 @@ import math
 
 SIZES = {
     "gemm_all_to_all": ("rows", "depth", "columns"),
+    "all_to_all_gemm": ("rows", "depth", "columns"),
     "gemm_reduce_scatter": ("rows", "depth", "columns"),
     "gemm_all_reduce": ("rows", "depth", "columns"),
     "all_gather_gemm": ("rows of a rank", "depth", "columns"),
@@ -52,6 +53,8 @@ def expected_us(
     behind = 0.0  # of it, what nothing can be beside: results of an all-reduce, once they are added up
     if op == "gemm_all_reduce":
         behind = moved
+    elif op == "all_to_all_gemm":
+        moved = rows * depth * (n - 1) / n
     elif op == "all_gather_gemm":
         moved = (n - 1) * rows * depth
         rows *= n

@@ -63,6 +63,7 @@ class FusedKernel:
         reduce_us: of all that has come, once it has; then its results go to all.
         result_bytes: of those, to each peer; 0: none go.
         first_bytes: that go to each peer before anything is computed.
+        first_shares: the same by rank, where they differ.
         senders: workgroups that send those, one part each, and hold a place until they have gone.
     """
 
@@ -75,7 +76,12 @@ class FusedKernel:
     reduce_us: float = 0.0
     result_bytes: float = 0.0
     first_bytes: float = 0.0
+    first_shares: tuple[float, ...] = ()
     senders: int = 0
+
+    def first_to(self, rank: int) -> float:
+        """Bytes that go to a peer before anything is computed."""
+        return self.first_shares[rank] if self.first_shares else self.first_bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -190,10 +196,9 @@ class _Ranks:
         """Send what goes first, and compute."""
         state, kernel = self.ranks[rank], self.kernels[rank]
         state.begun = True
-        if kernel.first_bytes:
-            state.first = set(range(len(self.kernels))) - {rank}
-            for peer in sorted(state.first):
-                self._send((rank, peer), kernel.first_bytes)
+        state.first = {peer for peer in range(len(self.kernels)) if peer != rank and kernel.first_to(peer)}
+        for peer in sorted(state.first):
+            self._send((rank, peer), kernel.first_to(peer))
         self._compute(rank)
 
     def _compute(self, rank: int) -> None:
@@ -294,7 +299,7 @@ def _owed(kernels: Sequence[FusedKernel], rank: int) -> tuple[dict[int, float], 
     """Bytes that a rank gets from each of the others: of their work, and of results."""
     sources = [source for source in range(len(kernels)) if source != rank]
     works = {
-        source: kernels[source].first_bytes
+        source: kernels[source].first_to(rank)
         + sum(w.workgroups * b for w in kernels[source].works for peer, b in w.sends if peer == rank)
         for source in sources
     }

@@ -3,6 +3,7 @@
     GEMM + reduce-scatter   tiles go to the owner of their rows, which adds them up
     GEMM + all-reduce       the same, and what was added up goes to all
     all-gather + GEMM       rows go to all first; tiles wait for the rank that their rows come from
+    all-to-all + GEMM       the same, of rows that go to one rank each
 
 The kernels are those of :mod:`sidelane.ops`: a workgroup a unit, which goes over tiles of 128 x 256. Unfused, the GEMM
 is the vendor library's.
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from sidelane.c3.workload import Gemm
 from sidelane.machine.spec import Machine
@@ -130,6 +131,71 @@ class GatherGemm:
         """Of a rank's memory, at the least: its matrices, with all rows."""
         elements = ranks * self.rows * (self.depth + self.columns) + self.depth * self.columns
         return float(elements * self.element_bytes)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DispatchGemm:
+    """Rows of ``depth`` go to the ranks that ``counts`` says, and are multiplied there by ``depth`` x ``columns``.
+
+    Attributes:
+        rows: of a rank, at most, sent and got.
+        counts: rows from rank i to rank j in row i, column j.
+    """
+
+    rows: int
+    depth: int
+    columns: int
+    counts: tuple[tuple[int, ...], ...]
+    element_bytes: int = 2
+
+    def __post_init__(self) -> None:
+        check_sizes(self)
+        check_counts(self.name, self.counts, self.rows)
+
+    name = "all_to_all_gemm"
+    kind = Kind.ALL_TO_ALL
+
+    def __str__(self) -> str:
+        return f"{self.rows}x{self.depth}x{self.columns} a rank, half for one peer"
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a row that travels."""
+        return self.depth * self.element_bytes
+
+    def works_of(self, rank: int) -> list[Work]:
+        """By the rank whose rows they multiply."""
+        return [Work(_tiles(row[rank], self.columns), (), needs=source) for source, row in enumerate(self.counts)]
+
+    def kernel(self, machine: Machine, occupancy: float) -> FusedKernel:
+        """The fused one, without its work and what it sends."""
+        return FusedKernel((), max(1, int(machine.gpu.units * occupancy)), _tile_us(machine, self.depth))
+
+    def kernel_of(self, rank: int, plain: FusedKernel) -> FusedKernel:
+        """That of a rank, with what it sends first."""
+        shares = tuple(float((to != rank) * rows * self.row_bytes) for to, rows in enumerate(self.counts[rank]))
+        senders = sum(math.ceil(rows / TILE_ROWS) for to, rows in enumerate(self.counts[rank]) if to != rank)
+        return dataclasses.replace(plain, first_shares=shares, senders=senders)
+
+    def compute_us(self, machine: Machine) -> float:
+        """The library's GEMM of the rows of the rank that gets the most."""
+        return gemm_us(machine, Gemm(max(map(sum, zip(*self.counts, strict=True))), self.columns, self.depth))
+
+    def collective_bytes(self) -> float:
+        """Of a rank's buffer."""
+        return float(self.rows * self.row_bytes)
+
+    def held_bytes(self, ranks: int) -> float:
+        """Of a rank's memory, at the least: its matrices, with the rows that come."""
+        elements = self.rows * (2 * self.depth + self.columns) + self.depth * self.columns
+        return float(elements * self.element_bytes)
+
+
+def check_counts(name: str, counts: Sequence[Sequence[int]], rows: int) -> None:
+    """Refuse counts of more rows than a rank has. Raises ValueError."""
+    sums = [sum(row) for row in (*counts, *zip(*counts, strict=True))]
+    if not sums or max(sums) > rows or min(map(min, counts)) < 0:
+        raise ValueError(f"{name}: counts (value={max(sums, default=0)} of a rank, allowed=0 to {rows} rows)")
 
 
 def check_sizes(operator: object) -> None:

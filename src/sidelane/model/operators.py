@@ -18,7 +18,14 @@ from sidelane.c3.workload import Gemm
 from sidelane.machine.spec import Machine, Topology
 from sidelane.model.fused import FusedKernel, FusedRun, Work, run_fused
 from sidelane.model.gemm import gemm_us
-from sidelane.model.gemm_operators import GatherGemm, GemmReduce, check_sizes, tile_us
+from sidelane.model.gemm_operators import (
+    DispatchGemm,
+    GatherGemm,
+    GemmReduce,
+    check_counts,
+    check_sizes,
+    tile_us,
+)
 from sidelane.model.norm_operator import AllReduceNorm
 from sidelane.model.published import library_us
 from sidelane.model.workgroups import fused_figures, gather_gbps, resident, stream_gbps
@@ -172,10 +179,10 @@ class TiledGemm:
 
     def __post_init__(self) -> None:
         check_sizes(self)
-        sums = [sum(row) for row in (*self.counts, *zip(*self.counts, strict=True))]
-        if self.counts and (self.copies > 1 or max(sums) > self.rows or min(map(min, self.counts)) < 0):
-            text = f"value={max(sums)} of a rank, allowed=0 to {self.rows} rows, and one copy"
-            raise ValueError(f"gemm_all_to_all: counts ({text})")
+        if self.counts:
+            check_counts(self.name, self.counts, self.rows)
+            if self.copies > 1:
+                raise ValueError(f"gemm_all_to_all: counts (value={self.copies} copies, allowed=1)")
 
     name = "gemm_all_to_all"
     kind = Kind.ALL_TO_ALL
@@ -184,6 +191,11 @@ class TiledGemm:
         copies = f", each to {self.copies}" if self.copies > 1 else ""
         evenly = "half for one peer" if self.counts else f"rows to all evenly{copies}"
         return f"{self.rows}x{self.depth}x{self.columns} a rank, {evenly}"
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a row that travels."""
+        return self.columns * self.element_bytes
 
     def works(self, ranks: int) -> list[Work]:
         """By the rank that gets them, or one for all."""
@@ -199,11 +211,10 @@ class TiledGemm:
     def works_of(self, rank: int) -> list[Work]:
         """Of a rank, by the rank that gets them, where ``counts`` says how many rows; no tile is for two."""
         wide = math.ceil(self.columns / TILE)
-        row_bytes = self.columns * self.element_bytes
         found = []
         for to, rows in enumerate(self.counts[rank]):
             tiles = math.ceil(rows / TILE) * wide
-            found.append(Work(tiles, ((to, rows * row_bytes / max(1, tiles)),)))
+            found.append(Work(tiles, ((to, rows * self.row_bytes / max(1, tiles)),)))
         return found
 
     def kernel(self, machine: Machine, occupancy: float) -> FusedKernel:
@@ -242,7 +253,7 @@ class TiledGemm:
         return lambda workgroups: max(computing, workgroups * nbytes / reading)
 
 
-Operator = Embedding | Gemv | TiledGemm | GemmReduce | GatherGemm | AllReduceNorm
+Operator = Embedding | Gemv | TiledGemm | GemmReduce | GatherGemm | DispatchGemm | AllReduceNorm
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -311,15 +322,16 @@ def predict_fused(
         raise ValueError(f"{operator.name}: {operator} ({text})")
     if occupancy is None:
         occupancy = float(fused_figures(machine).kept_share) if across else 1.0
-    skewed = operator if isinstance(operator, TiledGemm) and operator.counts else None
-    if skewed is not None and len(skewed.counts) != ranks:
-        raise ValueError(f"{operator.name}: counts (value={len(skewed.counts)} rows, allowed={ranks}, one a rank)")
-    works = [operator.works(ranks) if skewed is None else skewed.works_of(rank) for rank in range(ranks)]
+    counts = operator.counts if isinstance(operator, TiledGemm | DispatchGemm) else ()
+    if counts and len(counts) != ranks:
+        raise ValueError(f"{operator.name}: counts (value={len(counts)} rows, allowed={ranks}, one a rank)")
+    works = [_works_of(operator, rank, ranks) for rank in range(ranks)]
     plain = operator.kernel(machine, occupancy)
+    own = [operator.kernel_of(rank, plain) if isinstance(operator, DispatchGemm) else plain for rank in range(ranks)]
     launch = float(machine.matmul.launch_us)
     kernels = [
         dataclasses.replace(
-            plain,
+            own[rank],
             works=tuple(_ordered(works[rank], rank, ranks, order)),
             puts=across,
             slice_workgroups=plain.slice_workgroups if across else 1,
@@ -332,6 +344,12 @@ def predict_fused(
     return FusedTimes(operator.compute_us(machine), collective, run)
 
 
+def _works_of(operator: Operator, rank: int, ranks: int) -> list[Work]:
+    if isinstance(operator, DispatchGemm) or (isinstance(operator, TiledGemm) and operator.counts):
+        return operator.works_of(rank)
+    return operator.works(ranks)
+
+
 def _ordered(works: Sequence[Work], rank: int, ranks: int, order: str) -> list[Work]:
     if works[0].needs is not None:  # what is there, then what comes: from those behind this rank
         return [works[(rank - turn) % ranks] for turn in range(ranks)]
@@ -342,7 +360,7 @@ def _ordered(works: Sequence[Work], rank: int, ranks: int, order: str) -> list[W
 
 def _wire_equivalent(machine: Machine, operator: Operator) -> float:
     """Bytes of an even collective that sends as much over what is busiest: a port, or the link of a pair."""
-    if not isinstance(operator, TiledGemm) or not operator.counts or machine.world_size == 1:
+    if not isinstance(operator, TiledGemm | DispatchGemm) or not operator.counts or machine.world_size == 1:
         return operator.collective_bytes()
     counts, ranks = operator.counts, machine.world_size
     leaves = [sum(row) - row[rank] for rank, row in enumerate(counts)]
@@ -353,7 +371,7 @@ def _wire_equivalent(machine: Machine, operator: Operator) -> float:
             max(rows for rank, row in enumerate(counts) for to, rows in enumerate(row) if to != rank),
             1 / ranks,
         )
-    return most * operator.columns * operator.element_bytes / share
+    return most * operator.row_bytes / share
 
 
 def _waves_us(workgroups: int, held: int, round_us: Callable[[int], float]) -> float:

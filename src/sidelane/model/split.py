@@ -3,6 +3,7 @@
     GEMM + all-to-all     parts for peers, then the own one; each is carried once it is computed
     GEMM + reduction      the same, and a sum of what came; an all-reduce gathers the sums
     all-gather + GEMM     the own rows, then each part once it has come
+    all-to-all + GEMM     the same
 
 The GEMM of each part is the vendor library's, and copies are the programs that run (``program/pieces.py``,
 ``model/executed.py``), in virtual time.
@@ -18,13 +19,21 @@ from sidelane.execute.sim import simulate
 from sidelane.machine.spec import Machine
 from sidelane.model.executed import IN_PLACE, dependencies, executed_run, program_of
 from sidelane.model.gemm import gemm_us
-from sidelane.model.gemm_operators import GatherGemm, GemmReduce
+from sidelane.model.gemm_operators import DispatchGemm, GatherGemm, GemmReduce
 from sidelane.model.operators import Operator, TiledGemm
 from sidelane.model.workgroups import resident, stream_gbps
 from sidelane.program.builders import variants
 from sidelane.program.collective import REDUCING, Kind, all_to_all, split_evenly
 from sidelane.program.ir import Flag
-from sidelane.program.pieces import going, parts_of, split_program, turn_program
+from sidelane.program.pieces import (
+    going,
+    numbers_of,
+    part_program,
+    parts_of,
+    rows_coming,
+    split_program,
+    turn_program,
+)
 
 Table = tuple[tuple[int, ...], ...]
 """Rows from rank i to rank j in row i, column j."""
@@ -56,6 +65,8 @@ def split_us(machine: Machine, operator: Operator, pieces: int) -> float | None:
         if operator.gathers and ranks > 1:
             time += _engines_us(machine, Kind.ALL_GATHER, ranks * part)
         return time
+    if isinstance(operator, DispatchGemm):
+        return _by_counts(machine, operator, pieces)
     return _from_all(machine, operator, pieces) if isinstance(operator, GatherGemm) else None
 
 
@@ -69,9 +80,8 @@ def chain_us(machine: Machine, operator: Operator) -> float | None:
     if machine.world_size == 1:
         return None
     computing = operator.compute_us(machine)
-    if isinstance(operator, TiledGemm) and operator.counts:
-        row_bytes = operator.columns * operator.element_bytes
-        collective = all_to_all([[rows * row_bytes for rows in row] for row in operator.counts])
+    if isinstance(operator, TiledGemm | DispatchGemm) and operator.counts:
+        collective = all_to_all([[rows * operator.row_bytes for rows in row] for row in operator.counts])
         programs = [program_of(collective, variant) for variant in OWN]
         return computing + min(simulate(one, machine, edges=dependencies(one)).time_us for one in programs)
     return computing + _engines_us(machine, operator.kind, round(operator.collective_bytes()))
@@ -118,7 +128,25 @@ def _from_all(machine: Machine, operator: GatherGemm, pieces: int) -> float:
     return now
 
 
-def _gemm_us(machine: Machine, operator: TiledGemm | GemmReduce | GatherGemm, rows: int) -> float:
+def _by_counts(machine: Machine, operator: DispatchGemm, pieces: int) -> float:
+    """Rows that leave are copied to where they leave from, and parts come one after the other."""
+    table, dma = operator.counts, machine.dma
+    most = max(map(sum, (*table, *zip(*table, strict=True))))
+    leaves = [sum(row) - row[rank] for rank, row in enumerate(table)]
+    begins = [_pass_us(machine, 2 * rows * operator.row_bytes) if rows else 0.0 for rows in leaves]
+    around = float(dma.doorbell_us + dma.fetch_us + dma.sync_us)
+    came = max(begins) + around
+    ends = [begin + _gemm_us(machine, operator, table[rank][rank]) for rank, begin in enumerate(begins)]
+    for number in numbers_of(table, pieces):
+        came += simulate(part_program(table, pieces, number, operator.row_bytes, most), machine).time_us - around
+        for rank in range(len(table)):
+            part = rows_coming(table, rank, pieces, number)
+            if part is not None:
+                ends[rank] = max(ends[rank], came) + _gemm_us(machine, operator, part.stop - part.start)
+    return max(ends)
+
+
+def _gemm_us(machine: Machine, operator: TiledGemm | GemmReduce | GatherGemm | DispatchGemm, rows: int) -> float:
     return gemm_us(machine, Gemm(rows, operator.columns, operator.depth)) if rows else 0.0
 
 

@@ -7,6 +7,7 @@ gemv_all_reduce        rows, columns of all ranks, tokens
 all_reduce_rms_norm    tokens, hidden
 embedding_all_to_all   batch, tables and pooling (means of the ranks)
 gemm_all_to_all        most_rows, columns of x, columns of the result
+all_to_all_gemm        most_rows, columns of x, columns of the result
 gemm_reduce_scatter    rows, columns of x, columns of the result
 gemm_all_reduce        rows, columns of x, columns of the result
 all_gather_gemm        rows of a rank, columns of x, columns of the result
@@ -57,6 +58,7 @@ OPS = {
     "all_reduce_rms_norm": Ways(sizes=2),
     "embedding_all_to_all": Ways(captured=(FUSED,)),
     "gemm_all_to_all": Ways(_ALL, _ALL),
+    "all_to_all_gemm": Ways(_ALL, _ALL),
     "gemm_reduce_scatter": Ways(_ALL, _ALL),
     "gemm_all_reduce": Ways(_ALL, _ALL),
     "all_gather_gemm": Ways(_ALL, _ALL),
@@ -171,7 +173,7 @@ def explain(
         sizes: rows, columns, tokens; tokens, hidden; batch, tables, pooling; or rows, depth, columns.
         captured: in a graph.
         dtype: of the weight, tables or rows; None for whatever was measured.
-        without: methods that the call does not have: ``split`` for ``gemm_all_to_all`` with counts on the device.
+        without: methods that the call does not have: ``split`` with counts on the device.
     """
     with telling_refusals(comm, "explain"):
         check_choice("explain", "op", op, tuple(OPS))

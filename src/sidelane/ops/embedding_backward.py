@@ -40,6 +40,7 @@ from sidelane.device.context import (
     wait_acquire,
     world_size_of,
 )
+from sidelane.device.stamps import ADD, END, SEND, WAIT, stamp
 from sidelane.ops.embedding_tables import (
     MEAN,
     NAME,
@@ -54,6 +55,7 @@ from sidelane.ops.embedding_tables import (
     threads_of,
 )
 from sidelane.ops.handle import check_tensor, kept, power_of_two, programs_of, telling_refusals
+from sidelane.ops.timeline import stamps_of
 
 
 class EmbeddingBackward:
@@ -107,6 +109,7 @@ class EmbeddingBackward:
         else:
             found = torch.zeros(self._rows[-1], tables.dim, dtype=torch.float32, device=grad.device)
         weight_grads = None if weights is None else torch.empty_like(weights)
+        stamps, stamped = stamps_of(comm, self._programs)
         self._kernel.launch(
             (self._programs,),
             comm.peers(self._places),
@@ -123,7 +126,8 @@ class EmbeddingBackward:
             tables.batch,
             len(tables.tables),
             tables.width,
-            alike=f"batch {tables.batch}",
+            stamps,
+            alike=f"batch {tables.batch}{stamped}",
             D=tables.dim,
             DP=power_of_two(tables.dim),
             L=self._rows_at_a_time,
@@ -232,7 +236,7 @@ def _scatter(
 @triton.jit
 def _embedding_backward(
     context, places_of, places, grads, indices, offsets, weights, tables, starts, first_rows, table_grads, weight_grads,
-    batch, table_count, width,
+    batch, table_count, width, stamps,
     D: tl.constexpr, DP: tl.constexpr, L: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
     MEAN: tl.constexpr, WEIGHTED: tl.constexpr, SPARSE: tl.constexpr,
 ):  # fmt: skip
@@ -248,7 +252,9 @@ def _embedding_backward(
         peer = (rank + turn) % ranks
         first_table = tl.load(starts + peer)
         bags = own_samples * (tl.load(starts + peer + 1) - first_table)
+        stamp(stamps, WAIT, peer)
         wait_acquire(context, peer, program, generation)
+        stamp(stamps, SEND, peer)
         for number in range(program, bags, programs):
             table, sample = number // own_samples, number % own_samples
             column = (first_table + table) * D
@@ -261,7 +267,9 @@ def _embedding_backward(
         samples = batch // ranks + (sender < batch % ranks).to(tl.int32)
         first = sender * (batch // ranks) + tl.minimum(sender, batch % ranks)
         if sender != rank:
+            stamp(stamps, WAIT, sender)
             wait_acquire(context, sender, programs + program, generation)
+        stamp(stamps, ADD)
         for number in range(program, samples * table_count, programs):
             table, sample = number // samples, number % samples
             bag = table.to(tl.int64) * batch + first + sample
@@ -272,6 +280,7 @@ def _embedding_backward(
                 values = tl.load(places + bag * D + lane, mask=mask, other=0)
             _scatter(values.to(tl.float32), bag, tl.load(first_rows + table), tables, table, indices, offsets, weights,
                      table_grads, weight_grads, D, DP, L, DTYPE, MEAN, WEIGHTED, SPARSE)  # fmt: skip
+    stamp(stamps, END)
     end(context, generation)
 
 

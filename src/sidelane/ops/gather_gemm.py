@@ -181,6 +181,17 @@ def all_gather_gemm(
 
 
 @triton.jit
+def put_rows(gathered_of, peer, x, row, place, row_mask, depth, x_stride, DEPTH: tl.constexpr, ALIGNED: tl.constexpr):
+    """Rows of ``x`` become rows ``place`` of what a peer gathers, DEPTH columns at a time. Weak stores."""
+    lane = tl.arange(0, DEPTH)
+    source, target = row.to(tl.int64)[:, None] * x_stride, place.to(tl.int64)[:, None] * depth
+    for first in range(0, depth, DEPTH):
+        column = first + lane[None, :]
+        mask = row_mask[:, None] & (column < depth)
+        put_weak(gathered_of, peer, target + column, tl.load(x + source + column, mask=mask), mask, ALIGNED)
+
+
+@triton.jit
 def _all_gather_gemm(
     context, gathered_of, gathered, counters, x, weight, output, rows, depth, columns, x_stride, weight_stride, stamps,
     ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, WHOLE: tl.constexpr,
@@ -192,7 +203,6 @@ def _all_gather_gemm(
     if first_relaxed(counters):
         signal_all_release(context, 0, generation)  # ready
     row_tiles, across = tl.cdiv(rows, ROWS), tl.cdiv(columns, COLS)
-    lane = tl.arange(0, DEPTH)
     parts = (ranks - 1) * row_tiles
     part = tl.atomic_add(counters + 2, 1, sem="relaxed", scope="gpu")
     while part < parts:
@@ -200,12 +210,8 @@ def _all_gather_gemm(
         stamp(stamps, WAIT, peer)
         wait_acquire(context, peer, 0, generation)
         stamp(stamps, SEND, peer)
-        row = (row_tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-        for first in range(0, depth, DEPTH):
-            column = first + lane[None, :]
-            mask = (row < rows) & (column < depth)
-            values = tl.load(x + row * x_stride + column, mask=mask)
-            put_weak(gathered_of, peer, (rank * rows + row) * depth + column, values, mask, ALIGNED)
+        row = row_tile * ROWS + tl.arange(0, ROWS)
+        put_rows(gathered_of, peer, x, row, rank * rows + row, row < rows, depth, x_stride, DEPTH, ALIGNED)
         signal_release(context, peer, 1 + row_tile, generation)
         part = tl.atomic_add(counters + 2, 1, sem="relaxed", scope="gpu")
 

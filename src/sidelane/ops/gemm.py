@@ -49,7 +49,7 @@ from sidelane.device.context import (
     world_size_of,
 )
 from sidelane.device.stamps import COMPUTE, END, SEND, WAIT, stamp
-from sidelane.ops.auto import AUTO, check_method, method_of
+from sidelane.ops.auto import AUTO, method_of
 from sidelane.ops.handle import (
     FLOATS,
     INTERPRETED,
@@ -60,8 +60,10 @@ from sidelane.ops.handle import (
     programs_of,
     telling_refusals,
 )
-from sidelane.ops.operands import Counts, check_most_rows, check_rows, check_weight, on_both_sides
-from sidelane.ops.split_gemm import DEFAULT_PIECES, handle_of, has_routing, split_gemm_all_to_all
+from sidelane.ops.operands import Counts, check_most_rows, check_routed, check_rows, check_weight
+from sidelane.ops.routings import DEFAULT_PIECES, most_of
+from sidelane.ops.split_gemm import handle_of as split_handle_of
+from sidelane.ops.split_gemm import has_routing, split_gemm_all_to_all
 from sidelane.ops.timeline import stamps_of
 
 NAME = "gemm_all_to_all"
@@ -225,13 +227,14 @@ def gemm_all_to_all(
         counts: rows from rank i to rank j in row i, column j, [N, N], of several experts [N, N, E]; int32 or int64, the
             same on all ranks. On the device nobody reads them but the kernel, and nobody checks them;
             ``Config(debug=True)`` does. Or on the host, as lists (on GPUs also a tensor of the CPU), on all ranks: then
-            ``split`` is a way, too.
+            ``split`` is a way, too. A graph replays the counts of the host that it was captured with; a call before
+            must have had them.
         most_rows: that any rank gets, the same on all ranks and in all calls of a shape. What is beyond is left out.
         order: ``remote_first``: tiles for peers come first; ``oblivious``: tiles in the order of ranks.
         tiles: how the product is cut.
-        method: ``fused``; ``split``, that is :func:`split_gemm_all_to_all`, which may itself be captured, while here a
-            graph has counts on the device; ``unfused``, a product and :func:`all_to_all_rows`; or ``auto``: the fastest
-            one (``ops.explain`` says which, and why).
+        method: ``fused``; ``split``, that is :func:`split_gemm_all_to_all`, in graphs with counts that came twice;
+            ``unfused``, a product and :func:`all_to_all_rows`; or ``auto``: the fastest one (``ops.explain`` says
+            which, and why), in a graph with other counts ``fused`` in place of ``split``.
 
     Returns:
         [most_rows, H]: rows from rank 0, from rank 1, and so on; behind them what was there. The next call of this
@@ -239,33 +242,21 @@ def gemm_all_to_all(
 
     Raises:
         ValueError, TypeError: wrong arguments; nothing has moved.
-        UnavailableError: a new shape inside of a capture; a device that cannot run it.
+        UnavailableError: a new shape, or new counts of the host, inside of a capture; a device that cannot run it.
         MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """
     with telling_refusals(comm, NAME):
-        check_method(comm, NAME, method)
-        table, counts = on_both_sides(NAME, comm, counts)
-        experts = weight.shape[0] if isinstance(weight, torch.Tensor) and weight.dim() == 3 else None
-        if method == SPLIT and table is None:
-            raise ValueError(f"{NAME}: counts with method {SPLIT} (value=on the device, allowed=on the host)")
-        if experts is not None and method not in (AUTO, FUSED):
-            raise ValueError(f"{NAME}: method with several experts (value={method}, allowed={AUTO}, {FUSED})")
-        check_rows(NAME, comm, x, counts, most_rows, order, experts)
-        check_weight(NAME, comm, x, weight, most_rows)
+        table, counts, experts = check_routed(NAME, comm, x, weight, counts, most_rows, order, method)
     columns, dtype = weight.shape[-2], weight.dtype
     key = (NAME, most_rows, columns, dtype, tiles)
 
     def handle(_: int = 0) -> GemmAllToAll:
         return kept(comm, key, lambda: GemmAllToAll(comm, most_rows, columns, dtype, tiles=tiles))
 
-    def most() -> int:
-        assert table is not None
-        return max(most_rows, power_of_two(max(map(sum, (*table, *zip(*table, strict=True))))))  # few shapes
-
     def both(pieces: int) -> None:
-        assert table is not None
         handle()  # of a graph with other counts
-        handle_of(comm, most(), columns, dtype).routing(table, pieces or DEFAULT_PIECES, in_graphs=True)
+        split = split_handle_of(comm, most_of(table, most_rows), columns, dtype)
+        split.routings.of(table, pieces or DEFAULT_PIECES, in_graphs=True)
 
     make: dict[str, Callable[[int], object]]
     make = {FUSED: handle, SPLIT: both, UNFUSED: lambda _: rows_handle(comm, most_rows, columns, dtype)}
@@ -274,10 +265,9 @@ def gemm_all_to_all(
     sizes = most_rows, x.shape[1], columns
     found = method_of(comm, NAME, method, known, sizes, dtype.itemsize, make, without=without)
     if found.method == SPLIT:
-        assert table is not None
-        pieces = found.pieces or DEFAULT_PIECES
-        if method == SPLIT or not is_captured(comm) or has_routing(comm, most(), columns, dtype, table, pieces):
-            return split_gemm_all_to_all(comm, x, weight, table, most_rows=most(), pieces=pieces)[:most_rows]
+        pieces, most = found.pieces or DEFAULT_PIECES, most_of(table, most_rows)
+        if method == SPLIT or not is_captured(comm) or has_routing(comm, most, columns, dtype, table, pieces):
+            return split_gemm_all_to_all(comm, x, weight, table, most_rows=most, pieces=pieces)[:most_rows]
     if found.method in (FUSED, SPLIT):
         return handle()(x, weight, counts, order=order)
     return rows_handle(comm, most_rows, columns, dtype)(functional.linear(x, weight), None, counts, order=order)

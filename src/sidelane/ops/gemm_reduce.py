@@ -55,7 +55,7 @@ from sidelane.ops.auto import AUTO, asked_of, check_method, method_of, options_o
 from sidelane.ops.gemm import TileSizes, tile_at, tile_product
 from sidelane.ops.handle import FLOATS, REMOTE_FIRST, kept, programs_of, telling_refusals
 from sidelane.ops.operands import check_operands, check_sizes
-from sidelane.ops.split_gemm import DEFAULT_PIECES
+from sidelane.ops.routings import DEFAULT_PIECES
 from sidelane.ops.split_gemm_reduce import handle_of, split_gemm_all_reduce, split_gemm_reduce_scatter
 from sidelane.ops.timeline import stamps_of
 

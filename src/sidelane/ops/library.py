@@ -18,8 +18,18 @@ import torch
 from torch import Tensor
 
 from sidelane.collectives import Communicator
-from sidelane.ops import embedding, embedding_backward, gather_gemm, gemm, gemm_reduce, gemv, reference, rms_norm
-from sidelane.ops.handle import is_captured, kept, power_of_two
+from sidelane.ops import (
+    dispatch_gemm,
+    embedding,
+    embedding_backward,
+    gather_gemm,
+    gemm,
+    gemm_reduce,
+    gemv,
+    reference,
+    rms_norm,
+)
+from sidelane.ops.handle import power_of_two
 from sidelane.ops.operands import MOST_ELEMENTS
 from sidelane.ops.rows import all_to_all_rows
 
@@ -294,8 +304,7 @@ def gemm_all_to_all(comm: int, x: Tensor, weight: Tensor, counts: Tensor, most_r
     """See :func:`sidelane.ops.gemm_all_to_all`; behind the rows that came, zeros."""
     ranks = communicator(comm)
     came = gemm.gemm_all_to_all(ranks, in_rows(x), in_rows(weight), counts, most_rows=most_rows)
-    is_there = torch.arange(most_rows, device=x.device) < counts[:, ranks.rank].sum()
-    return torch.where(is_there[:, None], came, torch.zeros_like(came))
+    return _with_zeros(came, counts[:, ranks.rank].sum())
 
 
 @gemm_all_to_all.register_fake
@@ -307,20 +316,40 @@ def _(comm: int, x: Tensor, weight: Tensor, counts: Tensor, most_rows: int) -> T
 def gemm_all_to_all_evenly(comm: int, x: Tensor, weight: Tensor) -> Tensor:
     """``x @ weight.T`` of [M, K] and [H, K], M / N rows of which go to each rank; M is the same on all."""
     ranks, rows = communicator(comm), x.shape[0]
-    n, each = ranks.world_size, rows // ranks.world_size
-    key = ("gemm_all_to_all_evenly", each)
-    if is_captured(ranks):  # a graph has counts on the device: those of the first call, or of its own
-        there = ranks.kept.get(key)
-        given: Any = torch.full((n, n), each, device=ranks.device) if there is None else there
-    else:
-        kept(ranks, key, lambda: torch.full((n, n), each, device=ranks.device))
-        given = [[each] * n] * n
+    given = [[rows // ranks.world_size] * ranks.world_size] * ranks.world_size
     return gemm.gemm_all_to_all(ranks, in_rows(x), in_rows(weight), given, most_rows=rows).clone()
 
 
 @gemm_all_to_all_evenly.register_fake
 def _(comm: int, x: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[0])
+
+
+@torch.library.custom_op("sidelane::all_to_all_gemm", mutates_args=())
+def all_to_all_gemm(comm: int, x: Tensor, weight: Tensor, counts: Tensor, most_rows: int, most_sent: int) -> Tensor:
+    """See :func:`sidelane.ops.all_to_all_gemm`; behind the results, zeros. Gradients come back to no more than
+    ``most_sent`` rows of any rank, alike on all.
+    """
+    ranks = communicator(comm)
+    found = dispatch_gemm.all_to_all_gemm(ranks, in_rows(x), in_rows(weight), counts, most_rows=most_rows)
+    return _with_zeros(found, counts[:, ranks.rank].sum())
+
+
+@all_to_all_gemm.register_fake
+def _(comm: int, x: Tensor, weight: Tensor, counts: Tensor, most_rows: int, most_sent: int) -> Tensor:
+    return x.new_empty(most_rows, weight.shape[-2])
+
+
+@torch.library.custom_op("sidelane::rows_there", mutates_args=())
+def rows_there(comm: int, x: Tensor, counts: Tensor, most_rows: int) -> Tensor:
+    """Rows of all ranks for this one, [most_rows, K], and zeros: what gradients of its weight need."""
+    ranks = communicator(comm)
+    return _with_zeros(all_to_all_rows(ranks, in_rows(x), counts, most_rows=most_rows), counts[:, ranks.rank].sum())
+
+
+@rows_there.register_fake
+def _(comm: int, x: Tensor, counts: Tensor, most_rows: int) -> Tensor:
+    return x.new_empty(most_rows, x.shape[1])
 
 
 @torch.library.custom_op("sidelane::rows_back", mutates_args=())
@@ -334,13 +363,8 @@ def rows_back(comm: int, rows: Tensor, counts: Tensor, sent: int) -> Tensor:
     n, most = ranks.world_size, rows.shape[0]
     back = rows.new_zeros(sent, rows.shape[1])
     came = all_to_all_rows(ranks, in_rows(rows), counts.T.contiguous(), most_rows=n * most)
-    own, before = counts[ranks.rank], counts[: ranks.rank].sum(0)
-    ends = own.cumsum(0)
-    row = torch.arange(min(sent, n * most), device=rows.device)
-    peer = torch.searchsorted(ends, row, right=True).clamp(max=n - 1)
-    place = before[peer] + row - (ends - own)[peer]  # of a row among those that its receiver got, and had room for
-    is_there = (row < ends[-1]) & (place < most)
-    back[: len(row)] = torch.where(is_there[:, None], came[: len(row)], 0)
+    some = min(sent, n * most)
+    back[:some] = torch.where(_were_taken(counts, ranks.rank, some, most)[:, None], came[:some], 0)
     return back
 
 
@@ -361,19 +385,68 @@ def _all_to_all_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         back = rows_back(ctx.comm, grad, counts, x.shape[0])
         return None, back @ weight if for_x else None, back.T @ x if for_weight else None, None, None
     back = rows_back(ctx.comm, grad, counts.sum(-1), x.shape[0])
-    ends = counts[communicator(ctx.comm).rank].reshape(-1).cumsum(0)
-    row = torch.arange(x.shape[0], device=x.device)
-    experts = weight.shape[0]
-    expert = torch.searchsorted(ends, row, right=True) % experts  # behind the last one rows are zeros
     of_x, of_weight = torch.zeros_like(x), []
-    for number in range(experts):
-        part = torch.where((expert == number)[:, None], back, 0)
+    parts = _by_expert(back, counts[communicator(ctx.comm).rank])  # behind the last one rows are zeros
+    for number, part in enumerate(parts):
         of_x = of_x + part @ weight[number]
         of_weight.append(part.T @ x)
     return None, of_x if for_x else None, torch.stack(of_weight) if for_weight else None, None, None
 
 
 gemm_all_to_all.register_autograd(_all_to_all_backward, setup_context=_all_to_all_saves)
+
+
+def _dispatch_saves(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.comm, ctx.most_sent = inputs[0], inputs[5]
+    ctx.save_for_backward(*inputs[1:4])
+
+
+def _dispatch_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, counts = ctx.saved_tensors
+    _, for_x, for_weight, *_ = ctx.needs_input_grad
+    of_x = of_weight = None
+    if for_x:
+        back = counts.transpose(0, 1).contiguous()
+        came = gemm_all_to_all(ctx.comm, grad, weight.transpose(-2, -1), back, ctx.most_sent)
+        sent = counts if counts.dim() == 2 else counts.sum(-1)
+        some = min(x.shape[0], ctx.most_sent)
+        taken = _were_taken(sent, communicator(ctx.comm).rank, some, grad.shape[0])
+        of_x = torch.zeros_like(x)
+        of_x[:some] = torch.where(taken[:, None], came[:some], 0)
+    if for_weight and weight.dim() == 2:
+        of_weight = grad.T @ rows_there(ctx.comm, x, counts, grad.shape[0])
+    elif for_weight:
+        there = rows_there(ctx.comm, x, counts.sum(-1), grad.shape[0])
+        own = counts[:, communicator(ctx.comm).rank]
+        of_weight = torch.stack([part.T @ there for part in _by_expert(grad, own)])
+    return None, of_x, of_weight, None, None, None
+
+
+all_to_all_gemm.register_autograd(_dispatch_backward, setup_context=_dispatch_saves)
+
+
+def _with_zeros(rows: Tensor, count: Tensor) -> Tensor:
+    """Rows of the caller's own; zeros behind so many."""
+    is_there = torch.arange(rows.shape[0], device=rows.device) < count
+    return torch.where(is_there[:, None], rows, torch.zeros_like(rows))
+
+
+def _were_taken(counts: Tensor, rank: int, rows: int, most: int) -> Tensor:
+    """Which of the first rows of a rank were sent, and had room there."""
+    own, before = counts[rank], counts[:rank].sum(0)
+    ends = own.cumsum(0)
+    row = torch.arange(rows, device=counts.device)
+    peer = torch.searchsorted(ends, row, right=True).clamp(max=len(own) - 1)
+    place = before[peer] + row - (ends - own)[peer]
+    return (row < ends[-1]) & (place < most)
+
+
+def _by_expert(rows: Tensor, counts: Tensor) -> list[Tensor]:
+    """Rows of each expert, zeros in place of others; ``counts``: of a rank or its experts, in turn, [N, E]."""
+    ends = counts.reshape(-1).cumsum(0)
+    experts = counts.shape[-1]
+    expert = torch.searchsorted(ends, torch.arange(rows.shape[0], device=rows.device), right=True) % experts
+    return [torch.where((expert == number)[:, None], rows, 0) for number in range(experts)]
 
 
 def in_rows(matrix: Tensor) -> Tensor:

@@ -178,9 +178,7 @@ class ExpertCombine(nn.Module):
         self.in_features, self.out_features, self.most_rows = in_features, out_features, most_rows
         self.experts = experts
         self._comm = library.number_of(comm)
-        bound = 1 / math.sqrt(in_features)
-        shape = (out_features, in_features) if experts is None else (experts, out_features, in_features)
-        self.weight = nn.Parameter(torch.empty(shape, device=comm.device, dtype=dtype).uniform_(-bound, bound))
+        self.weight = _experts_weight(comm, in_features, out_features, experts, dtype)
 
     def forward(self, x: torch.Tensor, counts: torch.Tensor, slots: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
         """This rank's tokens.
@@ -202,6 +200,80 @@ class ExpertCombine(nn.Module):
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, most_rows={self.most_rows}"
+
+
+class ExpertDispatch(nn.Module):
+    """The way of tokens to their experts, and the first linear layer there; :class:`ExpertCombine` is the way back.
+
+    The host never waits for the routing, forward or backward. Of the routing ``chosen`` of a rank's tokens, the numbers
+    of their experts among those of all ranks, [tokens, k]::
+
+        flat = chosen.flatten()
+        order = flat.argsort(stable=True)  # rows by rank, and there by expert
+        own = torch.zeros(N * experts, dtype=torch.int64).scatter_add_(0, flat, torch.ones_like(flat))
+        comm.all_gather(counts, own)  # [N, N, experts]
+        hidden = dispatch(tokens, counts, order // k)
+        tokens = combine(act(hidden), counts.transpose(0, 1).contiguous(), order.argsort().view(-1, k), gates)
+
+    Args:
+        comm: the ranks, open for as long as this is used.
+        in_features: of a token, on all ranks.
+        out_features: of a row, on all ranks.
+        most_rows: that come to any rank, on all ranks, with the worst routing.
+        most_sent: rows of any rank, on all ranks: its tokens times their experts. Gradients take symmetric memory for
+            so many.
+        experts: of each rank, up to 64; None for one.
+        dtype: float32, float16 or bfloat16, on all ranks; None is PyTorch's default.
+
+    Attributes:
+        weight: of this rank's expert, [out_features, in_features]; of ``experts`` [experts, out_features, in_features].
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        in_features: int,
+        out_features: int,
+        *,
+        most_rows: int,
+        most_sent: int,
+        experts: int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.experts = in_features, out_features, experts
+        self.most_rows, self.most_sent = most_rows, most_sent
+        self._comm = library.number_of(comm)
+        self.weight = _experts_weight(comm, in_features, out_features, experts, dtype)
+
+    def forward(self, tokens: torch.Tensor, counts: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of this rank's experts.
+
+        Args:
+            tokens: of this rank, [tokens, in_features].
+            counts: rows from rank i to rank j in row i, column j, with ``experts`` to each of them there,
+                [N, N, experts]; int32 or int64, on the device, alike on all ranks.
+            rows: of which token each row is that leaves, those for rank 0 first, then rank 1, and for a rank those for
+                its first expert, then the next; up to ``most_sent``, int64.
+
+        Returns:
+            [most_rows, out_features]: rows from rank 0, from rank 1, and so on, in each of them by experts; then zeros.
+        """
+        found: torch.Tensor = library.all_to_all_gemm(
+            self._comm, tokens[rows], self.weight, counts, self.most_rows, self.most_sent
+        )
+        return found
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, most_rows={self.most_rows}"
+
+
+def _experts_weight(
+    comm: Communicator, in_features: int, out_features: int, experts: int | None, dtype: torch.dtype | None
+) -> nn.Parameter:
+    bound = 1 / math.sqrt(in_features)
+    shape = (out_features, in_features) if experts is None else (experts, out_features, in_features)
+    return nn.Parameter(torch.empty(shape, device=comm.device, dtype=dtype).uniform_(-bound, bound))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

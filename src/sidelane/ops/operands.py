@@ -2,21 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
 
+from sidelane.choice.fused import FUSED, SPLIT
 from sidelane.collectives import Communicator
-from sidelane.ops.handle import FLOATS, ORDERS, REMOTE_FIRST, check_choice, check_tensor
+from sidelane.errors import UnavailableError
+from sidelane.ops.auto import AUTO, check_method
+from sidelane.ops.handle import FLOATS, ORDERS, REMOTE_FIRST, check_choice, check_tensor, is_captured
 
 MOST_ELEMENTS = 1 << 40
 
 MOST_EXPERTS = 64
 """Of a rank: a block holds their counts in registers."""
 
+MOST_KEPT = 64
+"""Counts of the host that a communicator keeps on the device."""
+
 Counts = torch.Tensor | Sequence[Sequence[int]] | Sequence[Sequence[Sequence[int]]]
 """Rows from rank i to rank j in row i, column j; of several experts a rank, one number for each there."""
+
+
+@dataclasses.dataclass(slots=True)
+class _OnDevice:
+    """Counts of the host.
+
+    Attributes:
+        counts: on the device.
+        sent: rows that each rank sends.
+        in_a_graph: a graph reads them, so that they must stay.
+    """
+
+    counts: torch.Tensor
+    sent: list[int]
+    in_a_graph: bool = False
 
 
 def check_sizes(name: str, comm: Communicator, rows: int, columns: int, *, scatters: bool) -> None:
@@ -44,19 +66,77 @@ def check_operands(
     _check_neighbours(name, "x", x)
 
 
-def on_both_sides(name: str, comm: Communicator, counts: Counts) -> tuple[Any, torch.Tensor]:
-    """Counts as numbers, None if they are not on the host, and on the device."""
-    if isinstance(counts, torch.Tensor) and (counts.device == comm.device or counts.device.type != "cpu"):
-        return None, counts
-    if comm.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise ValueError(f"{name}: counts inside of a capture (value=on the host, allowed=on the device)")
+def check_routed(
+    name: str,
+    comm: Communicator,
+    x: object,
+    weight: object,
+    counts: Counts,
+    most_rows: int,
+    order: str,
+    method: str,
+) -> tuple[Any, torch.Tensor, int | None]:
+    """Refuse what a GEMM next to rows that travel by counts cannot take.
+
+    Returns:
+        The counts as numbers, in tuples, None where the host does not have them; the same on the device; experts of
+        a rank, None where the weight is a matrix.
+
+    Raises:
+        ValueError, TypeError: wrong arguments.
+        UnavailableError: inside of a capture, counts of the host that no call before had.
+    """
+    check_method(comm, name, method)
+    table: Any = None
+    there: object = counts
+    sent: list[int] | None = None
+    if not (isinstance(counts, torch.Tensor) and (counts.device == comm.device or counts.device.type != "cpu")):
+        table, found = _from_host(name, comm, counts)
+        there, sent = found.counts, found.sent
+    experts = weight.shape[0] if isinstance(weight, torch.Tensor) and weight.dim() == 3 else None
+    if method == SPLIT and table is None:
+        raise ValueError(f"{name}: counts with method {SPLIT} (value=on the device, allowed=on the host)")
+    if experts is not None and method not in (AUTO, FUSED):
+        raise ValueError(f"{name}: method with several experts (value={method}, allowed={AUTO}, {FUSED})")
+    check_rows(name, comm, x, there, most_rows, order, experts)
+    assert isinstance(x, torch.Tensor)
+    assert isinstance(there, torch.Tensor)
+    if sent is not None and sent[comm.rank] > x.shape[0]:
+        raise ValueError(f"{name}: counts (value={sent[comm.rank]} rows sent, allowed=up to {x.shape[0]}, those of x)")
+    check_weight(name, comm, x, weight, most_rows)
+    return table, there, experts
+
+
+def _from_host(name: str, comm: Communicator, counts: Counts) -> tuple[Any, _OnDevice]:
+    """Counts as numbers, in tuples, and on the device, where the last ones are kept."""
     try:
         there = torch.as_tensor(counts, device="cpu")
     except (ValueError, TypeError, RuntimeError) as problem:
         raise TypeError(f"{name}: counts (value={counts!r}, allowed=a tensor, or lists of numbers)") from problem
     if there.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name}: counts (value={counts!r}, allowed=whole numbers)")
-    return there.tolist(), there.to(comm.device)
+    table = _in_tuples(there.tolist())
+    known: dict[Hashable, _OnDevice] = comm.kept.setdefault(_OnDevice, {})
+    found = known.pop(table, None)
+    captured = is_captured(comm)
+    if found is None:
+        if captured:  # nothing can be copied from here to there
+            words = "counts of the host inside of a capture (value=new ones, allowed=those of a call before)"
+            raise UnavailableError(f"{name}: {words}")
+        loose = [key for key, kept in known.items() if not kept.in_a_graph]
+        if len(loose) >= MOST_KEPT:
+            del known[loose[0]]
+        if there.dim() not in (2, 3) or (there < 0).any():
+            text = f"value={tuple(there.shape)}, the least {int(there.min()) if there.numel() else 0}"
+            raise ValueError(f"{name}: counts ({text}, allowed=2 or 3 dimensions, none negative)")
+        found = _OnDevice(there.to(comm.device, copy=True), there.flatten(1).sum(1).tolist())
+    found.in_a_graph |= captured
+    known[table] = found  # the latest comes last
+    return table, found
+
+
+def _in_tuples(counts: Any) -> Any:
+    return tuple(map(_in_tuples, counts)) if isinstance(counts, list) else counts
 
 
 def check_most_rows(name: str, most_rows: int, columns: int) -> None:

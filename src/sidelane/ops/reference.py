@@ -89,6 +89,18 @@ def gemm_all_to_all(
     return output
 
 
+def all_to_all_gemm(
+    comm: Communicator, x: torch.Tensor, weight: torch.Tensor, counts: Sequence[Sequence[int]]
+) -> torch.Tensor:
+    """An all-to-all with split sizes, which the host must know, and ``came @ weight.T``. See
+    :func:`sidelane.ops.all_to_all_gemm`.
+    """
+    sent, came = list(counts[comm.rank]), [row[comm.rank] for row in counts]
+    rows = x.new_empty(sum(came), x.shape[1])
+    comm.all_to_all(rows, x[: sum(sent)].contiguous(), output_split_sizes=came, input_split_sizes=sent)
+    return _product(rows, weight)
+
+
 def gemm_reduce_scatter(comm: Communicator, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """``x @ weight.T`` and a reduce-scatter of its rows; see :func:`sidelane.ops.gemm_reduce_scatter`."""
     output = x.new_empty(x.shape[0] // comm.world_size, weight.shape[0])

@@ -16,6 +16,7 @@ from sidelane.device.arithmetic import DTYPES
 from sidelane.ops import reference, rms_norm_kernels
 from sidelane.ops.auto import AUTO, asked_of, check_method, method_of, recalled, remember
 from sidelane.ops.handle import FLOATS, check_choice, check_tensor, kept, power_of_two, programs_of, telling_refusals
+from sidelane.ops.timeline import stamps_of
 
 NAME = "all_reduce_rms_norm"
 CELLS, PUSHED = "cells", "pushed"
@@ -124,6 +125,7 @@ class AllReduceRmsNorm:
 
     def _launch_cells(self, tensors: list[torch.Tensor], eps: float, has_residual: bool) -> None:
         comm, tokens = self.comm, tensors[0].shape[0]
+        stamps, stamped = stamps_of(comm, self._programs)
         self._kernel.launch(
             (self._programs,),
             self._counters,
@@ -135,7 +137,8 @@ class AllReduceRmsNorm:
             self.tokens,
             self._words,
             float(eps),
-            alike=f"{tokens} tokens",
+            stamps,
+            alike=f"{tokens} tokens{stamped}",
             N=comm.world_size,
             W=power_of_two(self._words),
             DTYPE=DTYPES[str(self.dtype).removeprefix("torch.")],
@@ -147,6 +150,7 @@ class AllReduceRmsNorm:
 
     def _launch_pushed(self, tensors: list[torch.Tensor], eps: float, has_residual: bool) -> None:
         comm, tokens = self.comm, tensors[0].shape[0]
+        stamps, stamped = stamps_of(comm, self._programs)
         self._kernel.launch(
             (self._programs,),
             self._counters,
@@ -158,7 +162,8 @@ class AllReduceRmsNorm:
             self.tokens,
             self.hidden,
             float(eps),
-            alike=f"{tokens} tokens",
+            stamps,
+            alike=f"{tokens} tokens{stamped}",
             N=comm.world_size,
             HP=power_of_two(self.hidden),
             HAS_RESIDUAL=has_residual,

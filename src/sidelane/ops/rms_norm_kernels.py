@@ -34,6 +34,7 @@ import triton.language as tl
 from sidelane.device.context import begin_of, end, end_relaxed, put_weak, signal_all_release, wait_all_acquire
 from sidelane.device.flagged import put_flagged_relaxed, wait_flagged_relaxed
 from sidelane.device.reduce_cells import elements_of, words_of
+from sidelane.device.stamps import ADD, COMPUTE, END, SEND, WAIT, stamp
 
 MOST_AHEAD = 4096
 """Words of a row whose residual a block holds while it waits. With more, registers would be spilled."""
@@ -42,7 +43,7 @@ MOST_AHEAD = 4096
 @triton.jit
 def _norm_in_cells(
     context, counters, rank, cells_of, cells, output, total_output, x, residual, weight, tokens, most_tokens,
-    words, eps,
+    words, eps, stamps,
     N: tl.constexpr, W: tl.constexpr, DTYPE: tl.constexpr, ELEMENT_BYTES: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     MOST_AHEAD: tl.constexpr,
 ):  # fmt: skip
@@ -52,6 +53,7 @@ def _norm_in_cells(
     mask = lane < words
     place = (generation & 1) * N
 
+    stamp(stamps, SEND)
     for row in range(program, tokens, programs):
         own = tl.load(x + row * words + lane, mask=mask, other=0)
         for turn in tl.static_range(1, N):
@@ -61,6 +63,7 @@ def _norm_in_cells(
     factors = elements_of(tl.load(weight + lane, mask=mask, other=0), DTYPE, ELEMENT_BYTES, True)
     end_relaxed(counters, generation)  # threads meet: what is written below may be what others have read above
     for row in range(program, tokens, programs):
+        stamp(stamps, WAIT)
         own = tl.load(x + row * words + lane, mask=mask, other=0)
         if HAS_RESIDUAL and W <= MOST_AHEAD:
             before = tl.load(residual + row * words + lane, mask=mask, other=0)
@@ -72,6 +75,7 @@ def _norm_in_cells(
                 at = ((place + sender) * most_tokens + row).to(tl.int64) * words
                 came = wait_flagged_relaxed(context, cells + at, sender, lane, mask, generation)
                 total += elements_of(came, DTYPE, ELEMENT_BYTES, True)
+        stamp(stamps, COMPUTE)
         if HAS_RESIDUAL and W > MOST_AHEAD:
             before = tl.load(residual + row * words + lane, mask=mask, other=0)
         if HAS_RESIDUAL:
@@ -81,12 +85,13 @@ def _norm_in_cells(
         mean = tl.sum(total * total) / (words * (4 // ELEMENT_BYTES))  # words may be a constant, which has no dtype
         y = total * (1.0 / tl.sqrt(mean + eps)) * factors
         tl.store(output + row * words + lane, words_of(y, DTYPE, ELEMENT_BYTES), mask=mask)
+    stamp(stamps, END)
 
 
 @triton.jit
 def _norm_pushed(
     context, counters, rank, staging_of, staging, output, total_output, x, residual, weight, tokens, most_tokens,
-    hidden, eps, N: tl.constexpr, HP: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    hidden, eps, stamps, N: tl.constexpr, HP: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     generation = begin_of(counters)
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -95,15 +100,18 @@ def _norm_pushed(
     place = (generation & 1) * N
     factors = tl.load(weight + lane, mask=mask, other=0).to(tl.float32)
 
+    stamp(stamps, SEND)
     for row in range(program, tokens, programs):
         own = tl.load(x + row * hidden + lane, mask=mask, other=0)
         at = ((place + rank) * most_tokens + row).to(tl.int64) * hidden
         for turn in tl.static_range(1, N):
             put_weak(staging_of, (rank + turn) % N, at + lane, own, mask, True)
     signal_all_release(context, program, generation)  # threads meet, as above
+    stamp(stamps, WAIT)
     wait_all_acquire(context, program, generation)
 
     for row in range(program, tokens, programs):
+        stamp(stamps, ADD)
         total = tl.zeros([HP], tl.float32)
         for sender in tl.static_range(N):
             if sender == rank:
@@ -114,11 +122,13 @@ def _norm_pushed(
         if HAS_RESIDUAL:
             total += tl.load(residual + row * hidden + lane, mask=mask, other=0).to(tl.float32)
         kind = output.dtype.element_ty
+        stamp(stamps, COMPUTE)
         tl.debug_barrier()  # outputs may be inputs, which other threads have read
         tl.store(total_output + row * hidden + lane, total.to(kind), mask=mask)
         mean = tl.sum(total * total) / hidden
         y = total * (1.0 / tl.sqrt(mean + eps)) * factors
         tl.store(output + row * hidden + lane, y.to(kind), mask=mask)
+    stamp(stamps, END)
     end(context, generation)
 
 

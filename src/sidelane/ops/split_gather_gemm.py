@@ -19,7 +19,7 @@ import torch
 from sidelane.collectives import Communicator
 from sidelane.ops.handle import kept, telling_refusals
 from sidelane.ops.operands import check_operands
-from sidelane.ops.split_gemm import check_pieces
+from sidelane.ops.routings import check_pieces
 from sidelane.program.pieces import SPLIT_GATHER, parts_of, turn_program
 
 NAME = SPLIT_GATHER

@@ -20,42 +20,16 @@ graph does not have.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Hashable, Sequence
 
 import torch
 
-from sidelane.collectives import BoundProgram, Communicator
-from sidelane.ops.handle import FLOATS, check_tensor, is_captured, kept, telling_refusals
-from sidelane.ops.operands import MOST_ELEMENTS
-from sidelane.program.pieces import SPLIT_GEMM, going, numbers_of, part_program, rows_of, split_program
+from sidelane.collectives import Communicator
+from sidelane.ops.handle import is_captured, kept, telling_refusals
+from sidelane.ops.routings import DEFAULT_PIECES, Counts, Routing, Routings, Table, checked
+from sidelane.program.pieces import SPLIT_GEMM, going, rows_of
 
 NAME = SPLIT_GEMM
-MOST_PIECES, DEFAULT_PIECES = 64, 2
-MOST_TABLES = 8
-"""Routings that a communicator keeps programs for; an older one is proved and bound again."""
-
-Counts = Sequence[Sequence[int]] | torch.Tensor
-Table = tuple[tuple[int, ...], ...]
-
-
-@dataclasses.dataclass(slots=True)
-class Routing:
-    """Programs for one table and number of pieces.
-
-    Attributes:
-        whole: all parts, each behind its trigger.
-        parts: each by itself, with this rank's rows in it, None where it has none; None until they are made.
-        in_a_graph: a graph holds the parts, so that they must stay.
-    """
-
-    whole: BoundProgram
-    parts: tuple[tuple[slice | None, BoundProgram], ...] | None = None
-    in_a_graph: bool = False
-
-    def close(self) -> None:
-        for program in (self.whole, *(program for _, program in self.parts or ())):
-            program.close()
 
 
 class SplitGemmAllToAll:
@@ -69,21 +43,22 @@ class SplitGemmAllToAll:
     """
 
     def __init__(self, comm: Communicator, most_rows: int, columns: int, dtype: torch.dtype) -> None:
-        self.comm, self._row_bytes, self._most_rows = comm, columns * dtype.itemsize, most_rows
+        self.comm = comm
         self._sent, self._output = (comm.empty(most_rows, columns, dtype=dtype) for _ in range(2))
-        self.routings: dict[tuple[Table, int], Routing] = {}
+        self.routings = Routings(comm, self._sent, self._output, triggers=True)
         self._loaded: set[Hashable] = set()
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, table: Table, pieces: int) -> torch.Tensor:
         """Run it. Arguments, result and errors as of :func:`split_gemm_all_to_all`."""
         captured = is_captured(self.comm)
-        routing = self.routing(table, pieces, in_graphs=captured)
+        routing = self.routings.of(table, pieces, in_graphs=captured)
         x, weight = _for_the_library(x), _for_the_library(weight)
         if captured:
             routing.in_a_graph = True
-            return self.part_by_part(x, weight, table, routing)
+            return self.part_by_part(x, weight, table, pieces, routing)
         parts = going(table, self.comm.rank, pieces)
         self._load(x, weight, parts)
+        assert routing.whole is not None
         work = routing.whole(async_op=True)
         for number, rows in enumerate(parts):
             torch.mm(x[rows], weight.t(), out=self._sent[rows])
@@ -93,11 +68,14 @@ class SplitGemmAllToAll:
         work.wait()
         return self._output
 
-    def part_by_part(self, x: torch.Tensor, weight: torch.Tensor, table: Table, routing: Routing) -> torch.Tensor:
+    def part_by_part(
+        self, x: torch.Tensor, weight: torch.Tensor, table: Table, pieces: int, routing: Routing
+    ) -> torch.Tensor:
         """The same without triggers, as graphs need it."""
         assert routing.parts is not None
         under_way = []
-        for rows, program in routing.parts:
+        for number, program in routing.parts.items():
+            rows = rows_of(table, self.comm.rank, pieces, number)
             if rows is not None:
                 torch.mm(x[rows], weight.t(), out=self._sent[rows])
             under_way.append(program(async_op=True))
@@ -106,31 +84,6 @@ class SplitGemmAllToAll:
             assert work is not None
             work.wait()
         return self._output
-
-    def routing(self, table: Table, pieces: int, *, in_graphs: bool = False) -> Routing:
-        """Programs for such counts, made by all ranks together where they are new. Those of graphs are made when counts
-        come a second time, since routing that changes with every call would make many for nothing; or when asked for.
-        """
-        key = table, pieces
-        buffers, sizes = {"sent": self._sent, "output": self._output}, (self._row_bytes, self._most_rows)
-        found = self.routings.pop(key, None)
-        again = found is not None
-        if found is None:
-            found = Routing(self.comm.load(split_program(table, pieces, *sizes), buffers))
-            # What graphs hold stays with them.
-            loose = [known for known, routing in self.routings.items() if not routing.in_a_graph]
-            if len(loose) >= MOST_TABLES:
-                self.routings.pop(loose[0]).close()
-        self.routings[key] = found  # the latest comes last
-        if found.parts is None and (again or in_graphs):
-            found.parts = tuple(
-                (
-                    rows_of(table, self.comm.rank, pieces, number),
-                    self.comm.load(part_program(table, pieces, number, *sizes), buffers),
-                )
-                for number in numbers_of(table, pieces)
-            )
-        return found
 
     def _compute_what_stays(self, x: torch.Tensor, weight: torch.Tensor, table: Table) -> None:
         rank = self.comm.rank
@@ -192,7 +145,7 @@ def split_gemm_all_to_all(
         MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """
     with telling_refusals(comm, NAME):
-        table = _checked(comm, x, weight, counts, most_rows, pieces)
+        table = checked(NAME, comm, x, weight, counts, most_rows, pieces)
     return handle_of(comm, most_rows, weight.shape[0], weight.dtype)(x, weight, table, pieces)
 
 
@@ -206,42 +159,10 @@ def has_routing(
 ) -> bool:
     """Whether a graph can hold a call with such counts: the ranks have made it before."""
     handle: SplitGemmAllToAll | None = comm.kept.get((NAME, most_rows, columns, dtype))
-    routing = None if handle is None else handle.routings.get((table, pieces))
-    return routing is not None and routing.parts is not None
+    return handle is not None and handle.routings.suit_graphs(table, pieces)
 
 
 def _for_the_library(matrix: torch.Tensor) -> torch.Tensor:
     """One that the library's GEMM reads as it lies, without a copy that has to be allocated."""
     (rows, columns), (down, across) = matrix.shape, matrix.stride()
     return matrix if (across == 1 and down >= columns) or (down == 1 and across >= rows) else matrix.contiguous()
-
-
-def check_pieces(name: str, pieces: int) -> None:
-    """Refuse a number of pieces that there is not. Raises ValueError."""
-    if not 1 <= pieces <= MOST_PIECES:
-        raise ValueError(f"{name}: pieces (value={pieces}, allowed=1..{MOST_PIECES})")
-
-
-def _checked(comm: Communicator, x: object, weight: object, counts: Counts, most_rows: int, pieces: int) -> Table:
-    """The counts as numbers."""
-    check_tensor(NAME, "weight", weight, comm.device, FLOATS, (2,))
-    assert isinstance(weight, torch.Tensor)
-    check_tensor(NAME, "x", x, comm.device, (weight.dtype,), (2,))
-    assert isinstance(x, torch.Tensor)
-    n = comm.world_size
-    check_pieces(NAME, pieces)
-    if most_rows < 1 or not weight.shape[0] or most_rows * weight.shape[0] > MOST_ELEMENTS:
-        given, allowed = f"{most_rows}, {weight.shape[0]}", f"1 and more, {MOST_ELEMENTS} together"
-        raise ValueError(f"{NAME}: most_rows, columns of the result (value={given}, allowed={allowed})")
-    if x.shape[1] != weight.shape[1] or not x.shape[1]:
-        raise ValueError(f"{NAME}: columns of x (value={x.shape[1]}, allowed={weight.shape[1]}, those of the weight)")
-    if isinstance(counts, torch.Tensor) and counts.device.type != "cpu":
-        raise ValueError(f"{NAME}: device of counts (value={counts.device}, allowed=cpu: the host has to know them)")
-    table = tuple(tuple(int(count) for count in row) for row in counts)
-    if [len(row) for row in table] != [n] * n:
-        raise ValueError(f"{NAME}: rows of counts (value={[len(row) for row in table]}, allowed={[n] * n})")
-    sends, gets = list(map(sum, table)), list(map(sum, zip(*table, strict=True)))
-    if min(map(min, table)) < 0 or sends[comm.rank] > x.shape[0] or max(*sends, *gets) > most_rows:
-        given = f"{sends[comm.rank]} sent of {x.shape[0]}, {max(*sends, *gets)} to or from a rank"
-        raise ValueError(f"{NAME}: counts (value={given}, allowed=rows of x, up to {most_rows}, none negative)")
-    return table

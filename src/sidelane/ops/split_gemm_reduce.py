@@ -15,7 +15,8 @@ import torch
 from sidelane.collectives import Communicator
 from sidelane.ops.handle import kept, telling_refusals
 from sidelane.ops.operands import check_operands
-from sidelane.ops.split_gemm import DEFAULT_PIECES, SplitGemmAllToAll, check_pieces
+from sidelane.ops.routings import DEFAULT_PIECES, check_pieces
+from sidelane.ops.split_gemm import SplitGemmAllToAll
 
 SCATTER, ALL = "split_gemm_reduce_scatter", "split_gemm_all_reduce"
 
@@ -41,7 +42,7 @@ class SplitGemmReduce:
 
     def make(self, pieces: int) -> None:
         """All that a capture needs. Collective where it is new."""
-        self._moved.routing(self._table, pieces, in_graphs=True)
+        self._moved.routings.of(self._table, pieces, in_graphs=True)
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, pieces: int) -> torch.Tensor:
         """Run it. Arguments, result and errors as of :func:`split_gemm_reduce_scatter`."""

@@ -30,9 +30,8 @@ class Timeline:
         timeline.write("gemv.trace.json")  # for Perfetto
 
     Kernels with stamps are other kernels, compiled when first used and slower where tiles are small; without a timeline
-    nothing of it is in them. ``embedding_all_to_all``, ``gemv_all_reduce`` and ``gemm_all_to_all`` have stamps. The
-    times of a GPU are those of its own global timer, and clocks of different GPUs are taken as they are; CPU ranks
-    have the clock of their host.
+    nothing of it is in them. The times of a GPU are those of its own global timer, and clocks of different GPUs are
+    taken as they are; CPU ranks have the clock of their host.
 
     Args:
         comm: the ranks.

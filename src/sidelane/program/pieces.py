@@ -1,7 +1,7 @@
-"""Programs of GEMMs in parts (``ops.split_gemm``, ``ops.split_gather_gemm``): what travels, and which part of it when.
+"""Programs of GEMMs in parts (``ops.split_gemm`` and its siblings): what travels, and which part of it when.
 
 to all        every part waits for its trigger, and goes to its rank in turn: turn t to the t-th rank behind
-one part      of these, as a program of its own, for graphs: nobody fires triggers there
+one part      of these, as a program of its own: for graphs, where nobody fires triggers, and for rows that go first
 from all      a turn is a program: every rank sends a part of its rows to the t-th rank behind it
 """
 
@@ -15,7 +15,8 @@ from sidelane.program.contract import Contract, Result
 from sidelane.program.ir import EPOCH, Command, Copy, Engine, EngineKind, Flag, Program, Queue, Signal, Wait
 
 SPLIT_GEMM, SPLIT_GATHER = "split_gemm_all_to_all", "split_all_gather_gemm"
-"""Names of the operators, and of the programs' contracts."""
+SPLIT_DISPATCH = "split_all_to_all_gemm"
+"""Names of the operators; the first two of the programs' contracts, too."""
 
 
 def going(table: Sequence[Sequence[int]], rank: int, pieces: int) -> list[slice]:
@@ -49,11 +50,9 @@ def split_program(table: Sequence[Sequence[int]], pieces: int, row_bytes: int, m
         met: set[int] = set()
         for trigger, (number, to, rows) in enumerate(_leaving(table, rank, pieces)):
             nbytes = (rows.stop - rows.start) * row_bytes
-            inside = rows.start - sum(table[rank][:to])
             sent = Span(rank, "sent", rows.start * row_bytes, nbytes)
             computed = Span(rank, "computed", rows.start * row_bytes, nbytes)
-            place = (sum(row[to] for row in table[:rank]) + inside) * row_bytes
-            output = Span(to, "output", place, nbytes)
+            output = Span(to, "output", _there(table, rank, to, rows).start * row_bytes, nbytes)
             if to not in met:
                 commands.append(Wait(ready(rank, to), EPOCH))
                 met.add(to)
@@ -81,6 +80,18 @@ def rows_of(table: Sequence[Sequence[int]], rank: int, pieces: int, number: int)
     return next((part for which, _, part in _leaving(table, rank, pieces) if which == number), None)
 
 
+def rows_coming(table: Sequence[Sequence[int]], rank: int, pieces: int, number: int) -> slice | None:
+    """Where in the output of a rank the rows of a part come; None if nobody sends it such a part.
+
+    >>> table = ((1, 2), (3, 0))
+    >>> [rows_of(table, 1, 2, number) for number in (0, 1)], [rows_coming(table, 0, 2, number) for number in (0, 1)]
+    ([slice(0, 2, None), slice(2, 3, None)], [slice(1, 3, None), slice(3, 4, None)])
+    """
+    source = (rank - (number // pieces + 1)) % len(table)
+    rows = rows_of(table, source, pieces, number)
+    return None if rows is None else _there(table, source, rank, rows)
+
+
 def part_program(table: Sequence[Sequence[int]], pieces: int, number: int, row_bytes: int, most_rows: int) -> Program:
     """One part of every rank goes from ``sent`` into the output of its rank, once that has no more use for it.
 
@@ -92,12 +103,17 @@ def part_program(table: Sequence[Sequence[int]], pieces: int, number: int, row_b
         rows, to = rows_of(table, rank, pieces, number), (rank + turn) % len(table)
         if rows is None:
             return None
-        nbytes = (rows.stop - rows.start) * row_bytes
-        place = (sum(row[to] for row in table[:rank]) + rows.start - sum(table[rank][:to])) * row_bytes
+        nbytes, place = (rows.stop - rows.start) * row_bytes, _there(table, rank, to, rows).start * row_bytes
         return Copy(Span(to, "output", place, nbytes), Span(rank, "sent", rows.start * row_bytes, nbytes))
 
     sizes = dict.fromkeys(("sent", "output"), most_rows * row_bytes)
     return _turn(f"part {number} of {SPLIT_GEMM}", turn, sizes, list(map(copy, range(len(table)))))
+
+
+def _there(table: Sequence[Sequence[int]], rank: int, to: int, rows: slice) -> slice:
+    """Rows of a rank's ``x`` that are for another one, among those of the output there."""
+    first = sum(row[to] for row in table[:rank]) - sum(table[rank][:to])
+    return slice(first + rows.start, first + rows.stop)
 
 
 def _leaving(table: Sequence[Sequence[int]], rank: int, pieces: int) -> list[tuple[int, int, slice]]:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from sidelane import ops
-from sidelane.bench.fused import embedding_cases, gemm_cases, norm_cases, routed_cases
+from sidelane.bench.fused import dispatch_cases, embedding_cases, gemm_cases, norm_cases, routed_cases
 from sidelane.bench.fused.case import AS_CALLED, NCCL, SYMM_MEM, Auto, Case, OneShot, Run, dtype_of, fill, ordinary
 from sidelane.bench.fused.kept import OWN, OWN_METHOD
 from sidelane.bench.fused.shapes import ROUTINGS
@@ -93,8 +93,8 @@ def gemv(comm: Communicator, rows: int, columns: int, tokens: int) -> Case:
 
 def makers_of(op: str) -> tuple[Callable[..., Case], ...]:
     """What make the cases of a shape of an operator."""
-    if op == "gemm_all_to_all":
-        return tuple(functools.partial(routed_cases.gemm, routing=routing) for routing in ROUTINGS)
+    if op in BY_ROUTING:
+        return tuple(functools.partial(MAKE[op], routing=routing) for routing in ROUTINGS)
     return (MAKE[op],)
 
 
@@ -103,6 +103,10 @@ MAKE: dict[str, Callable[..., Case]] = {
     "all_reduce_rms_norm": norm_cases.rms_norm,
     "embedding_all_to_all": embedding_cases.embedding,
     "gemm_all_to_all": routed_cases.gemm,
+    "all_to_all_gemm": dispatch_cases.gemm,
     **gemm_cases.MAKE,
 }
 """Operators, and how to make a case of a shape."""
+
+BY_ROUTING = ("gemm_all_to_all", "all_to_all_gemm")
+"""Operators with a case of a shape for each routing."""

@@ -17,10 +17,11 @@ from torch.nn import functional
 
 from sidelane import ops
 from sidelane.bench.fused.case import AS_CALLED, NCCL, Auto, Case, Run, dtype_of, ordinary
-from sidelane.bench.fused.kept import OWN, OWN_METHOD
+from sidelane.bench.fused.kept import OWN, OWN_METHOD, with_programs
 from sidelane.choice.fused import FUSED, UNFUSED
 from sidelane.collectives import Communicator
 from sidelane.ops.alone import Pool
+from sidelane.ops.embedding_tables import UNIT_WARPS, threads_of
 from sidelane.ops.handle import ORDERS
 
 DIM, TABLE_ROWS = 256, 1 << 17
@@ -32,6 +33,19 @@ COLD_BYTES, MOST_LISTS = 512 << 20, 8
 """Bytes of rows that are read until a list of indices comes again, and most lists: the calls of a sample."""
 
 OURS = "our kernel alone"
+
+SWEPT = ((1024, 64, 32), (4, 2, 2))
+"""Shapes at which programs on a unit are swept, on GPUs and on CPUs."""
+
+
+def programs_swept(dim: int, dtype: torch.dtype, *, on_cpu: bool) -> tuple[int, ...]:
+    """Programs on each unit: eighths of what it holds, the most that a call takes; on CPUs, which have no units, two.
+
+    >>> programs_swept(256, torch.bfloat16, on_cpu=False)
+    (2, 4, 6, 8, 10, 12, 14, 16)
+    """
+    most = max(1, UNIT_WARPS // threads_of(dim, dtype.itemsize)[0])
+    return (1, 2) if on_cpu else tuple(sorted({max(1, most * eighths // 8) for eighths in range(1, 9)}))
 
 
 def lists_of(call_bytes: int, *, on_cpu: bool) -> int:
@@ -153,6 +167,12 @@ def embedding(comm: Communicator, batch: int, tables: int, pooling: int) -> Case
         indices = lists.by_table().view(-1)
         return ops.embedding_all_to_all(comm, some, indices, offsets, method=method, **options)  # type: ignore[arg-type]
 
+    by_programs: dict[str, Run] = {}
+    if (batch, tables, pooling) in SWEPT:
+        for count in programs_swept(dim, dtype, on_cpu=on_cpu):
+            handle = ops.EmbeddingAllToAll(comm, some, batch, per_unit=count)
+            by_programs[with_programs(count)] = lambda handle=handle: handle(lists.by_table().view(-1), offsets)  # type: ignore[misc]
+
     def expected() -> torch.Tensor:
         wide = torch.empty(n, tables, part, dim, dtype=torch.float64, device=device)
         for number, (own, table) in enumerate(zip(lists.latest, some, strict=True)):
@@ -180,7 +200,7 @@ def embedding(comm: Communicator, batch: int, tables: int, pooling: int) -> Case
             (OWN, "our kernel, sidelane, copy"): ours_through_ours,
             (OWN, OWN_METHOD): lambda: call(UNFUSED),
         },
-        {order: functools.partial(call, FUSED, order=order) for order in ORDERS},
+        {order: functools.partial(call, FUSED, order=order) for order in ORDERS} | by_programs,
         {AS_CALLED: Auto(lambda: call("auto"), (batch, tables, pooling))},
         call_bytes,
     )

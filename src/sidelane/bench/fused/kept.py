@@ -28,6 +28,18 @@ def in_parts(pieces: int) -> str:
     return f"mm in parts, {pieces} a peer"
 
 
+BY_PROGRAMS = re.compile(r"remote_first, (\d+) programs a unit")
+
+
+def with_programs(count: int) -> str:
+    """The schedule of an operator with so many programs on each compute unit.
+
+    >>> with_programs(4), BY_PROGRAMS.fullmatch(with_programs(4))[1]
+    ('remote_first, 4 programs a unit', '4')
+    """
+    return f"remote_first, {count} programs a unit"
+
+
 def times_of(rows: Sequence[FusedRow], world_size: int, element_bytes: int) -> Iterator[FusedTime]:
     """What to choose by, eager and in graphs, of shapes that have two ways and more.
 
@@ -49,7 +61,7 @@ def times_of(rows: Sequence[FusedRow], world_size: int, element_bytes: int) -> I
                 times[f"{SPLIT}/{found[1]}"] = row.time_us or 0.0
         unfused = [row for row in good if row.implementation == OWN]
         unfused.sort(key=lambda row: row.schedule != OWN_METHOD)
-        if op == "gemm_all_to_all":  # whose others have the host wait
+        if op in ("gemm_all_to_all", "all_to_all_gemm"):  # whose others have the host wait
             unfused = [row for row in unfused if row.schedule == OWN_METHOD]
         if unfused:
             times[UNFUSED] = unfused[0].time_us or 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,10 @@ from sidelane.collectives import Communicator
 from sidelane.ops.handle import ORDERS
 
 ON_HOST, ON_DEVICE = 'method="auto", counts on the host', 'method="auto", counts on the device'
+PIECES = (1, 2, 3, 4)
+
+Parts = list[tuple[slice, int]]
+"""Rows, and the expert that has them."""
 
 
 def gemm(comm: Communicator, rows: int, depth: int, columns: int, *, routing: str = HALF) -> Case:
@@ -73,7 +78,7 @@ def gemm(comm: Communicator, rows: int, depth: int, columns: int, *, routing: st
         },
         {
             **{order: functools.partial(call, table, order=order, method=FUSED) for order in ORDERS},
-            **{in_parts(pieces): functools.partial(split, pieces) for pieces in (1, 2, 4)},
+            **{in_parts(pieces): functools.partial(split, pieces) for pieces in PIECES},
         },
         {
             ON_HOST: Auto(functools.partial(call, counts), (rows, depth, columns)),
@@ -89,7 +94,7 @@ def experts(comm: Communicator, rows: int, depth: int, columns: int) -> Case:
     for each peer, as it takes one for each group of rows.
     """
     n, rank, dtype, device = comm.world_size, comm.rank, dtype_of(comm), comm.device
-    counts = by_top_k(rows, n, EXPERTS_OF_A_RANK if device.type != "cpu" else 2)
+    counts = by_top_k(rows, n, experts_of(comm))
     table = torch.tensor(counts, device=device)
     sent_rows, came_rows = list(map(sum, counts[rank])), [sum(row[rank]) for row in counts]
     sent, came = sum(sent_rows), sum(came_rows)
@@ -97,9 +102,7 @@ def experts(comm: Communicator, rows: int, depth: int, columns: int) -> Case:
     x, weight = ordinary(comm, sent, depth), ordinary(comm, each, columns, depth).normal_()
     y, out = ordinary(comm, sent, columns), ordinary(comm, came, columns)
     own_sent, own_out = (comm.empty(rows, columns, dtype=dtype) for _ in range(2))
-    ends = list(itertools.accumulate(itertools.chain.from_iterable(counts[rank])))
-    parts = [(slice(first, stop), at % each) for at, (first, stop) in enumerate(itertools.pairwise([0, *ends]))]
-    parts = [(part, expert) for part, expert in parts if part.start < part.stop]
+    parts = by_expert(counts[rank])
 
     def one_by_one(output: torch.Tensor) -> torch.Tensor:
         for part, expert in parts:
@@ -137,10 +140,7 @@ def experts(comm: Communicator, rows: int, depth: int, columns: int) -> Case:
         (OWN, "a mm an expert and peer, sidelane"): through_ours,
     }
     if device.type == "cuda":
-        weights, groups = weight.repeat(n, 1, 1), torch.tensor(ends, dtype=torch.int32, device=device)
-
-        def grouped() -> torch.Tensor:
-            return torch._grouped_mm(x, weights.transpose(-2, -1), offs=groups)
+        grouped = functools.partial(grouped_by(weight, parts), x)
 
         def grouped_through_group() -> torch.Tensor:
             dist.all_to_all_single(out, grouped(), came_rows, sent_rows)
@@ -160,3 +160,27 @@ def experts(comm: Communicator, rows: int, depth: int, columns: int) -> Case:
         {order: functools.partial(call, order=order, method=FUSED) for order in ORDERS},
         {ON_DEVICE: Auto(call, (rows, depth, columns), (SPLIT, UNFUSED))},
     )
+
+
+def experts_of(comm: Communicator) -> int:
+    """Of a rank."""
+    return EXPERTS_OF_A_RANK if comm.device.type != "cpu" else 2
+
+
+def by_expert(counts: Sequence[Sequence[int]]) -> Parts:
+    """Rows that lie by rank and then by expert; ``counts``: of each expert, for each rank. None is empty.
+
+    >>> by_expert([[2, 0], [1, 3]])
+    [(slice(0, 2, None), 0), (slice(2, 3, None), 0), (slice(3, 6, None), 1)]
+    """
+    ends = itertools.pairwise(itertools.accumulate(itertools.chain.from_iterable(counts), initial=0))
+    parts = [(slice(first, stop), at % len(counts[0])) for at, (first, stop) in enumerate(ends)]
+    return [(part, expert) for part, expert in parts if part.start < part.stop]
+
+
+def grouped_by(weight: torch.Tensor, parts: Parts) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The library's grouped product, of weights [E, H, K]. GPUs only."""
+    stops = [part.stop for part, _ in parts]
+    weights = torch.stack([weight[expert] for _, expert in parts])  # once for each group of rows
+    groups = torch.tensor(stops, dtype=torch.int32, device=weight.device)
+    return lambda x: torch._grouped_mm(x, weights.transpose(-2, -1), offs=groups)

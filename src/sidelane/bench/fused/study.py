@@ -43,12 +43,6 @@ COMPUTE, COLLECTIVE = ALONE
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.5e-2}
 """Largest error, next to the largest element: what is rounded twice, or thrice."""
 
-WITH_STAMPS = (
-    *("embedding_all_to_all", "gemv_all_reduce", "gemm_all_to_all"),
-    *("gemm_reduce_scatter", "gemm_all_reduce", "all_gather_gemm"),
-)
-"""Operators that have a timeline."""
-
 Key = tuple[str, str, str]
 """Implementation or part, of what it is made or how it is scheduled, launch."""
 
@@ -121,7 +115,7 @@ def _measure(rank: Rank, options: FusedOptions) -> int:
                 count += len(rows)
                 times += times_of(rows, comm.world_size, element_bytes_of(rank.device.type))
                 is_first = shape == table[op][0] and make_case is makers[op][0]
-                if options.timeline is not None and is_first and op in WITH_STAMPS:
+                if options.timeline is not None and is_first:
                     case.write_timelines(options.timeline)
     if options.keep and rank.rank == 0:
         sender.note(f"kept for auto: {keep(key_here(rank.device.type, rank.world_size), times)}")

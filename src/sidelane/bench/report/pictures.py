@@ -14,6 +14,7 @@ from sidelane.bench.c3.pictures import draw_strategies
 from sidelane.bench.collectives.pictures import draw_sizes
 from sidelane.bench.collectives.tables import way_to_call
 from sidelane.bench.fsdp.pictures import draw_steps
+from sidelane.bench.fused.row_pictures import draw_fused
 from sidelane.bench.ordinary import tables as ordinary
 from sidelane.bench.phases.pictures import draw_phases
 from sidelane.bench.power.pictures import draw_power
@@ -22,6 +23,7 @@ from sidelane.bench.report.table import grouped
 from sidelane.bench.results.files import Results
 from sidelane.bench.results.rows.calls import PhaseRow, PowerRow
 from sidelane.bench.results.rows.collectives import CollectiveRow
+from sidelane.bench.results.rows.operators import FusedRow
 from sidelane.bench.results.rows.ordinary import OrdinaryRow
 from sidelane.bench.results.rows.pairs import C3Row, HeuristicRow, IsolatedRow, OccupancyRow
 from sidelane.bench.results.rows.training import FsdpRow
@@ -53,6 +55,8 @@ def draw(results: Results, directory: Path) -> list[Picture]:
                 draw_sizes(way, alike, results, directory, line_of=lambda row: row.reach)
                 for way, alike in grouped(alone, ordinary.way_to_call)
             ]
+        if results.study == "fused":
+            return draw_fused([r for r in results.rows if isinstance(r, FusedRow)], where_from(results), directory)
         if results.study == "fsdp":
             return draw_steps([r for r in results.rows if isinstance(r, FsdpRow)], where_from(results), directory)
         pairs = [row for row in results.rows if isinstance(row, C3Row) and row.speedup is not None]

@@ -31,6 +31,7 @@ SCHEDULES = {
     "two_phase": REMOTE_FIRST,
     "two_phase, oblivious": OBLIVIOUS,
     "rows in turn": REMOTE_FIRST,
+    "rows as they come": REMOTE_FIRST,
     "cells": REMOTE_FIRST,
 }
 """Orders of the model by schedules of the study. Norms that are pushed it does not have."""

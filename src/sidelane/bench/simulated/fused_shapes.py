@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sidelane.bench.fused.shapes import half_for_one
-from sidelane.model.gemm_operators import GatherGemm, GemmReduce
+from sidelane.model.gemm_operators import DispatchGemm, GatherGemm, GemmReduce
 from sidelane.model.norm_operator import AllReduceNorm
 from sidelane.model.operators import Embedding, Gemv, Operator, TiledGemm
 
@@ -22,6 +22,8 @@ def operators_of(op: str, shape: tuple[int, ...], ranks: int) -> list[tuple[Oper
     if op == AllReduceNorm.name:
         return [(AllReduceNorm(*shape), "addition, norm")]
     rows, depth, columns = shape
+    if op == DispatchGemm.name:
+        return [(DispatchGemm(rows, depth, columns, half_for_one(rows, ranks)), "the library's GEMM")]
     made: Operator = TiledGemm(rows, depth, columns, counts=half_for_one(rows, ranks))
     if op == GatherGemm.name:
         made = GatherGemm(rows, depth, columns, ranks)

@@ -7,7 +7,7 @@ import dataclasses
 from sidelane.bench.results.rows.flat import LAUNCHES, FlatRow
 
 FUSED_OPS = (
-    *("gemv_all_reduce", "all_reduce_rms_norm", "embedding_all_to_all", "gemm_all_to_all"),
+    *("gemv_all_reduce", "all_reduce_rms_norm", "embedding_all_to_all", "gemm_all_to_all", "all_to_all_gemm"),
     *("gemm_reduce_scatter", "gemm_all_reduce", "all_gather_gemm"),
 )
 ALONE = ("compute", "collective")

@@ -1,0 +1,310 @@
+# Kernels are Triton's language, which Python's type checker cannot read.
+# mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment"
+
+"""all_to_all_gemm: the first GEMM of experts, which computes tokens' rows as they come from their ranks.
+
+Equivalent: an all-to-all with split sizes, then ``y = came @ weight.T`` (``reference.all_to_all_gemm``; the fused
+operators paper, section III, has the other direction). How many rows go from whom to whom may be known on the device
+only, as in ``gemm``, whose ``counts`` say the way back: the columns of these are its rows.
+
+Any block of two ranks, as in ``gather_gemm``, and so is why any grid will do::
+
+    rank 0   first: ready | rows for 1 that nobody sends yet, each tile with its flag | tiles of 0 | wait: tiles of 1
+    rank 1   first: ready | rows for 0 that nobody sends yet, each tile with its flag | tiles of 1 | wait: tiles of 0
+
+What is sent is cut into tiles of a sender's rows for a rank, whatever their experts. What is computed is cut by
+experts, so that a tile waits for one tile that was sent, or for two.
+
+Example: 2 ranks, counts [[2, 3], [1, 0]]: of the five rows of rank 0 the first two stay, and the others become rows 0
+to 2 of rank 1; the one row of rank 1 becomes row 2 of rank 0.
+
+Legend: N ranks; K columns of ``x``; H columns of the result; C rows that a result has room for; a tile is ROWS rows and
+COLS columns, of products over DEPTH columns of ``x`` at a time; E experts of a rank, in EP lanes. ``x`` [rows, K],
+``weight`` [E, H, K], ``gathered`` [C, K] without the own part, ``output`` [C, H], ``counts`` [N, N, E].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+from torch.nn import functional
+
+from sidelane.choice.fused import FUSED, SPLIT, UNFUSED
+from sidelane.collectives import Communicator
+from sidelane.device import layout
+from sidelane.device.context import (
+    arrive_acq_rel,
+    begin,
+    end,
+    first_relaxed,
+    rank_of,
+    signal_all_release,
+    signal_release,
+    wait_acquire,
+    world_size_of,
+)
+from sidelane.device.stamps import COMPUTE, END, SEND, WAIT, stamp
+from sidelane.ops.auto import AUTO, method_of
+from sidelane.ops.gather_gemm import put_rows
+from sidelane.ops.gemm import TileSizes, rows_handle, tile_at, tile_product
+from sidelane.ops.handle import FLOATS, REMOTE_FIRST, is_captured, kept, power_of_two, programs_of, telling_refusals
+from sidelane.ops.operands import Counts, check_most_rows, check_routed, check_rows, check_weight
+from sidelane.ops.routings import DEFAULT_PIECES, most_of
+from sidelane.ops.split_dispatch_gemm import handle_of as split_handle_of
+from sidelane.ops.split_dispatch_gemm import has_routing, split_all_to_all_gemm
+from sidelane.ops.timeline import stamps_of
+
+NAME = "all_to_all_gemm"
+MAX_RANKS = tl.constexpr(layout.MAX_RANKS)
+
+
+class AllToAllGemm:
+    """The flags, counters and workspace of :func:`all_to_all_gemm` for one shape. Collective: alike on all ranks.
+
+    It takes ``most_rows * depth`` elements of symmetric memory.
+
+    Args:
+        comm: the ranks.
+        most_rows: that any rank gets in a call.
+        depth: K, columns of x.
+        columns: H, of the result.
+        dtype: of x, weight and result: float32, float16 or bfloat16.
+        tiles: how the product is cut.
+
+    Raises:
+        ValueError, TypeError: a size or dtype that there is not.
+        UnavailableError: inside a capture, or more than 8 ranks.
+        MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        most_rows: int,
+        depth: int,
+        columns: int,
+        dtype: torch.dtype,
+        *,
+        tiles: TileSizes | None = None,
+    ) -> None:
+        with telling_refusals(comm, NAME):
+            for width in (depth, columns):
+                check_most_rows(NAME, most_rows, width)
+            if dtype not in FLOATS:
+                raise TypeError(f"{NAME}: dtype (value={dtype}, allowed={', '.join(map(str, FLOATS))})")
+        self.comm, self.most_rows, self.shape = comm, most_rows, (depth, columns, dtype)
+        self._tiles = tiles = tiles or TileSizes.of(dtype)
+        row_tiles = -(-most_rows // tiles.rows)
+        needed = (comm.world_size - 1 + row_tiles) * -(-columns // tiles.columns)
+        self._programs = programs_of(comm, needed, tiles.per_unit)
+        self._counters = torch.zeros(3, dtype=torch.int32, device=comm.device)
+        self._gathered = comm.empty(most_rows, depth, dtype=dtype)
+        self._kernel = comm.load_kernel(_all_to_all_gemm, flags=1 + row_tiles)
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """Run it. Arguments, result and errors as of :func:`all_to_all_gemm`, with counts on the device."""
+        comm, tiles = self.comm, self._tiles
+        with telling_refusals(comm, NAME):
+            experts = weight.shape[0] if isinstance(weight, torch.Tensor) and weight.dim() == 3 else None
+            check_rows(NAME, comm, x, counts, self.most_rows, REMOTE_FIRST, experts)
+            check_weight(NAME, comm, x, weight, self.most_rows)
+            given = (*weight.shape[:-3:-1], weight.dtype)
+            if given != self.shape:
+                raise ValueError(f"{NAME}: a handle for another shape (value={given}, allowed={self.shape})")
+        depth, columns, dtype = self.shape
+        output = x.new_empty(self.most_rows, columns)
+        stamps, stamped = stamps_of(comm, self._programs)
+        self._kernel.launch(
+            (self._programs,),
+            comm.peers(self._gathered),
+            self._gathered,
+            self._counters,
+            x,
+            weight,
+            counts,
+            output,
+            x.shape[0],
+            depth,
+            columns,
+            x.stride(0),
+            weight.stride(-2),
+            experts or 1,
+            weight.stride(0) if experts else 0,
+            self.most_rows,
+            stamps,
+            alike=f"{depth} columns of x, {columns} of the result, {experts or 1} experts{stamped}",
+            EP=power_of_two(experts or 1),
+            **tiles.constants(depth, depth, dtype),
+        )
+        return output
+
+    def close(self) -> None:
+        """Let go of flags, once this rank's calls have ended. Idempotent, and no collective."""
+        self._kernel.close()
+
+
+def all_to_all_gemm(
+    comm: Communicator,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    counts: Counts,
+    *,
+    most_rows: int,
+    tiles: TileSizes | None = None,
+    method: str = AUTO,
+) -> torch.Tensor:
+    """Rows go to the ranks that ``counts`` says, and ``came @ weight.T`` there, in one kernel that computes what has
+    come. A call of the communicator.
+
+    Sums are float32, rounded once. The first call of a shape makes what it needs (:class:`AllToAllGemm`), with all
+    ranks; later ones may be captured into a graph, with counts that change between replays. ``gemm_all_to_all`` with
+    ``counts.transpose(0, 1).contiguous()`` takes results as they lie here back to where their rows were.
+
+    Args:
+        comm: the ranks.
+        x: rows for rank 0, for rank 1, and so on, [rows, K]; neighbours in a row are neighbours in memory. Ranks may
+            have different numbers of rows; those beyond what ``counts`` says stay.
+        weight: [H, K], of x's dtype: float32, float16 or bfloat16. Or of up to 64 experts, [E, H, K], as many on each
+            rank: rows for a rank are those for its first expert, then those for the next. These are fused only. H and K
+            are alike on all ranks.
+        counts: rows from rank i to rank j in row i, column j, [N, N], to several experts there [N, N, E]; on the device
+            or on the host, as of :func:`sidelane.ops.gemm_all_to_all`.
+        most_rows: that any rank gets, the same on all ranks and in all calls of a shape. What is beyond is left out.
+        tiles: how the product is cut.
+        method: ``fused``; ``split``, that is :func:`split_all_to_all_gemm`, in a graph with counts that a call before
+            had; ``unfused``, :func:`all_to_all_rows` and a product; or ``auto``: the fastest one (``ops.explain`` says
+            which, and why), in a graph with other counts ``fused`` in place of ``split``.
+
+    Returns:
+        [most_rows, H]: results of rows from rank 0, from rank 1, and so on, in each of them by experts; behind them
+        anything.
+
+    Raises:
+        ValueError, TypeError: wrong arguments; nothing has moved.
+        UnavailableError: a new shape, or new counts of the host, inside of a capture; a device that cannot run it.
+        MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
+    """
+    with telling_refusals(comm, NAME):
+        table, counts, experts = check_routed(NAME, comm, x, weight, counts, most_rows, REMOTE_FIRST, method)
+        check_most_rows(NAME, most_rows, x.shape[1])
+    columns, depth = weight.shape[-2:]
+    dtype = weight.dtype
+    key = (NAME, most_rows, depth, columns, dtype, tiles)
+
+    def handle(_: int = 0) -> AllToAllGemm:
+        return kept(comm, key, lambda: AllToAllGemm(comm, most_rows, depth, columns, dtype, tiles=tiles))
+
+    def both(pieces: int) -> None:
+        handle()  # of a graph with other counts
+        split = split_handle_of(comm, most_of(table, most_rows), depth, dtype)
+        split.routings.of(table, pieces or DEFAULT_PIECES, in_graphs=True)
+
+    make: dict[str, Callable[[int], object]]
+    make = {FUSED: handle, SPLIT: both, UNFUSED: lambda _: rows_handle(comm, most_rows, depth, dtype)}
+    without = (SPLIT, UNFUSED) if experts is not None else (SPLIT,) if table is None else ()
+    sizes = most_rows, depth, columns
+    found = method_of(comm, NAME, method, (*key, without), sizes, dtype.itemsize, make, without=without)
+    if found.method == SPLIT:
+        pieces, most = found.pieces or DEFAULT_PIECES, most_of(table, most_rows)
+        if method == SPLIT or not is_captured(comm) or has_routing(comm, most, depth, dtype, table, pieces):
+            return split_all_to_all_gemm(comm, x, weight, table, most_rows=most, pieces=pieces)[:most_rows]
+    if found.method in (FUSED, SPLIT):
+        return handle()(x, weight, counts)
+    came = rows_handle(comm, most_rows, depth, dtype)(x, None, counts)
+    if table is None:
+        return functional.linear(came, weight)
+    output = x.new_empty(most_rows, columns)
+    there = min(most_rows, sum(row[comm.rank] for row in table))
+    torch.mm(came[:there], weight.t(), out=output[:there])
+    return output
+
+
+@triton.jit
+def _pair(counts, sender, receiver, ranks, experts, most_rows, EP: tl.constexpr):
+    """Of the rows from one rank to another: the first one in ``x``, its place there, and how many there is room for."""
+    lane, kind = tl.arange(0, MAX_RANKS)[:, None], tl.arange(0, EP)[None, :]
+    known = (lane < ranks) & (kind < experts)
+    leave = tl.maximum(tl.load(counts + (sender * ranks + lane) * experts + kind, mask=known, other=0), 0)
+    come = tl.maximum(tl.load(counts + (lane * ranks + receiver) * experts + kind, mask=known, other=0), 0)
+    first = tl.sum(tl.where(lane < receiver, leave, 0)).to(tl.int32)
+    count = tl.sum(tl.where(lane == receiver, leave, 0)).to(tl.int32)
+    to = tl.sum(tl.where(lane < sender, come, 0)).to(tl.int32)
+    return first, to, tl.maximum(tl.minimum(count, most_rows - to), 0)
+
+
+@triton.jit
+def _all_to_all_gemm(
+    context, gathered_of, gathered, counters, x, weight, counts, output, rows, depth, columns, x_stride, weight_stride,
+    experts, expert_stride, most_rows, stamps,
+    ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, WHOLE: tl.constexpr,
+    ALIGNED: tl.constexpr, WIDE: tl.constexpr, DTYPE: tl.constexpr, EP: tl.constexpr,
+):  # fmt: skip
+    generation = begin(context)
+    rank, ranks = rank_of(context), world_size_of(context)
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    if first_relaxed(counters):
+        signal_all_release(context, 0, generation)  # ready
+    part = tl.atomic_add(counters + 2, 1, sem="relaxed", scope="gpu")
+    before = 0  # parts for the peers in front
+    for turn in range(ranks - 1):
+        peer = (rank + 1 + turn) % ranks
+        first, to, count = _pair(counts, rank, peer, ranks, experts, most_rows, EP)
+        parts = before + tl.cdiv(count, ROWS)
+        while part < parts:
+            stamp(stamps, WAIT, peer)
+            wait_acquire(context, peer, 0, generation)
+            stamp(stamps, SEND, peer)
+            row = (part - before) * ROWS + tl.arange(0, ROWS)
+            there = (row < count) & (first + row < rows)
+            put_rows(gathered_of, peer, x, first + row, to + row, there, depth, x_stride, DEPTH, ALIGNED)
+            signal_release(context, peer, 1 + part - before, generation)
+            part = tl.atomic_add(counters + 2, 1, sem="relaxed", scope="gpu")
+        before = parts
+
+    across = tl.cdiv(columns, COLS)
+    number = program  # of a tile, among those of one expert and one rank's rows
+    for turn in range(ranks):
+        source = (rank + ranks - turn) % ranks  # in the order in which they come
+        first, to, count = _pair(counts, source, rank, ranks, experts, most_rows, EP)
+        if turn == 0:
+            count = tl.maximum(tl.minimum(count, rows - first), 0)  # there are no more
+        own = counts + (source * ranks + rank) * experts
+        before = 0  # rows of the experts in front
+        for expert in range(experts):
+            stop = tl.minimum(before + tl.maximum(tl.load(own + expert), 0).to(tl.int32), count)
+            row_tiles = tl.cdiv(tl.maximum(stop - before, 0), ROWS)
+            tiles = row_tiles * across
+            while number < tiles:
+                row_tile, column_tile = tile_at(number, row_tiles, across, GROUP)
+                top = before + row_tile * ROWS
+                row = top + tl.arange(0, ROWS)
+                column = column_tile * COLS + tl.arange(0, COLS)
+                rows_of, stride = x + first.to(tl.int64) * x_stride, x_stride
+                if turn > 0:
+                    rows_of, stride = gathered + to.to(tl.int64) * depth, depth
+                    stamp(stamps, WAIT, source)
+                    wait_acquire(context, source, 1 + top // ROWS, generation)
+                    if EP > 1:  # else tiles are those that were sent
+                        wait_acquire(context, source, 1 + (tl.minimum(top + ROWS, stop) - 1) // ROWS, generation)
+                stamp(stamps, COMPUTE, source)
+                factor = weight + (rank.to(tl.int64) * 0 + expert) * expert_stride
+                # One product for both: each in the text has shared memory of its own.
+                values = tile_product(rows_of, factor, row, column, row < stop, depth, stride, weight_stride, columns,
+                                      ROWS, COLS, DEPTH, WHOLE, WIDE)  # fmt: skip
+                place = (to + row).to(tl.int64)[:, None] * columns + column[None, :]
+                tl.store(output + place, values.to(DTYPE), mask=(row < stop)[:, None] & (column < columns)[None, :])
+                number += programs
+            number -= tiles
+            before = stop
+    stamp(stamps, WAIT)
+    if arrive_acq_rel(counters + 1, programs):
+        tl.store(counters, 0)
+        tl.store(counters + 2, 0)
+    stamp(stamps, END)
+    end(context, generation)
+
+
+KERNEL = _all_to_all_gemm

@@ -1,0 +1,128 @@
+"""What GEMMs in parts keep for the counts by which rows travel: programs for copy engines, of the last few routings."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+from sidelane.collectives import BoundProgram, Communicator
+from sidelane.ops.handle import FLOATS, check_tensor, power_of_two
+from sidelane.ops.operands import MOST_ELEMENTS
+from sidelane.program.pieces import numbers_of, part_program, split_program
+
+MOST_PIECES, DEFAULT_PIECES = 64, 2
+MOST_TABLES = 8
+"""Routings that a communicator keeps programs for; an older one is proved and bound again."""
+
+Counts = Sequence[Sequence[int]] | torch.Tensor
+Table = tuple[tuple[int, ...], ...]
+
+
+@dataclasses.dataclass(slots=True)
+class Routing:
+    """Programs for one table and number of pieces.
+
+    Attributes:
+        whole: all parts, each behind its trigger; None where nothing has triggers.
+        parts: each by itself, by its number (``program.pieces.numbers_of``); None until they are made.
+        in_a_graph: a graph holds the parts, so that they must stay.
+    """
+
+    whole: BoundProgram | None
+    parts: dict[int, BoundProgram] | None = None
+    in_a_graph: bool = False
+
+    def close(self) -> None:
+        for program in (self.whole, *(self.parts or {}).values()):
+            if program is not None:
+                program.close()
+
+
+class Routings:
+    """Programs for some routings between two buffers of every rank.
+
+    Args:
+        comm: the ranks.
+        sent: rows that leave, [most_rows, columns] in symmetric memory.
+        output: where rows come, likewise.
+        triggers: all parts are one program, too, each of them behind a trigger.
+    """
+
+    def __init__(self, comm: Communicator, sent: torch.Tensor, output: torch.Tensor, *, triggers: bool) -> None:
+        self._comm, self._buffers, self._triggers = comm, {"sent": sent, "output": output}, triggers
+        self._sizes = sent.shape[1] * sent.element_size(), sent.shape[0]
+        self.known: dict[tuple[Table, int], Routing] = {}
+
+    def of(self, table: Table, pieces: int, *, in_graphs: bool = False) -> Routing:
+        """Programs for such counts, made by all ranks together where they are new. Those of graphs are made when counts
+        come a second time, since routing that changes with every call would make many for nothing; or when asked for.
+        """
+        key = table, pieces
+        found = self.known.pop(key, None)
+        again = found is not None
+        if found is None:
+            whole = None
+            if self._triggers:
+                whole = self._comm.load(split_program(table, pieces, *self._sizes), self._buffers)
+            found = Routing(whole)
+            # What graphs hold stays with them.
+            loose = [known for known, routing in self.known.items() if not routing.in_a_graph]
+            if len(loose) >= MOST_TABLES:
+                self.known.pop(loose[0]).close()
+        self.known[key] = found  # the latest comes last
+        if found.parts is None and (again or in_graphs):
+            found.parts = {
+                number: self._comm.load(part_program(table, pieces, number, *self._sizes), self._buffers)
+                for number in numbers_of(table, pieces)
+            }
+        return found
+
+    def suit_graphs(self, table: Table, pieces: int) -> bool:
+        """Whether a graph can hold a call with such counts: the ranks have made what it needs."""
+        found = self.known.get((table, pieces))
+        return found is not None and found.parts is not None
+
+
+def most_of(table: Table, most_rows: int) -> int:
+    """Rows of buffers for what any rank sends or gets: few shapes, whatever the counts.
+
+    >>> most_of(((3, 30), (2, 3)), 10), most_of(((3, 3), (2, 3)), 10)
+    (64, 10)
+    """
+    return max(most_rows, power_of_two(max(map(sum, (*table, *zip(*table, strict=True))))))
+
+
+def check_pieces(name: str, pieces: int) -> None:
+    """Refuse a number of pieces that there is not. Raises ValueError."""
+    if not 1 <= pieces <= MOST_PIECES:
+        raise ValueError(f"{name}: pieces (value={pieces}, allowed=1..{MOST_PIECES})")
+
+
+def checked(
+    name: str, comm: Communicator, x: object, weight: object, counts: Counts, most_rows: int, pieces: int
+) -> Table:
+    """The counts as numbers. Raises ValueError or TypeError for arguments that a GEMM in parts cannot take."""
+    check_tensor(name, "weight", weight, comm.device, FLOATS, (2,))
+    assert isinstance(weight, torch.Tensor)
+    check_tensor(name, "x", x, comm.device, (weight.dtype,), (2,))
+    assert isinstance(x, torch.Tensor)
+    n = comm.world_size
+    check_pieces(name, pieces)
+    widest = max(weight.shape)
+    if most_rows < 1 or not weight.shape[0] or most_rows * widest > MOST_ELEMENTS:
+        given, allowed = f"{most_rows}, {weight.shape[0]}", f"1 and more, {MOST_ELEMENTS} together"
+        raise ValueError(f"{name}: most_rows, columns of the result (value={given}, allowed={allowed})")
+    if x.shape[1] != weight.shape[1] or not x.shape[1]:
+        raise ValueError(f"{name}: columns of x (value={x.shape[1]}, allowed={weight.shape[1]}, those of the weight)")
+    if isinstance(counts, torch.Tensor) and counts.device.type != "cpu":
+        raise ValueError(f"{name}: device of counts (value={counts.device}, allowed=cpu: the host has to know them)")
+    table = tuple(tuple(int(count) for count in row) for row in counts)
+    if [len(row) for row in table] != [n] * n:
+        raise ValueError(f"{name}: rows of counts (value={[len(row) for row in table]}, allowed={[n] * n})")
+    sends, gets = list(map(sum, table)), list(map(sum, zip(*table, strict=True)))
+    if min(map(min, table)) < 0 or sends[comm.rank] > x.shape[0] or max(*sends, *gets) > most_rows:
+        given = f"{sends[comm.rank]} sent of {x.shape[0]}, {max(*sends, *gets)} to or from a rank"
+        raise ValueError(f"{name}: counts (value={given}, allowed=rows of x, up to {most_rows}, none negative)")
+    return table
