@@ -412,7 +412,10 @@ def batches(group: dist.ProcessGroup) -> int:
             *((call, several, "") for call in (scattered(2), two, swapped)),
             (summed, (2, 20, 8), "gemm_all_reduce"),
         ]
-        for chosen, inductor in ((cases, False), ([cases[6], cases[-1]], True)):
+        if torch.__version__ < "2.13":  # its Dynamo does not look into gathers along other dimensions than the first
+            cases = [case for number, case in enumerate(cases) if number not in range(6, 10) and case[0] is not two]
+        gather = [case for case in cases if case[2] == gathers][:2][-1]
+        for chosen, inductor in ((cases, False), ([gather, cases[-1]], True)):
             calls, xs = [call for call, _, _ in chosen], [torch.randn(*shape) for _, shape, _ in chosen]
 
             def run(calls: Any, xs: Any, weight: Any) -> Any:

@@ -31,6 +31,7 @@ from sidelane.device.layout import (
 )
 from sidelane.errors import UnavailableError
 from sidelane.memory.base import SymmetricBlock
+from sidelane.memory.lasting import lasting
 from sidelane.program.kernel_call import KernelCall
 
 MOST_FLAGS = 1 << 20
@@ -60,7 +61,7 @@ class OwnKernel:
         words[RANK], words[WORLD_SIZE] = rank, len(block.addresses)
         words[BOARD], words[FLAG_COUNT] = backend.board, flags
         words[REGIONS : REGIONS + len(block.addresses)] = torch.tensor(block.addresses)
-        self.context = words.to(device)
+        self.context = lasting(device, lambda: words.to(device))
         self._compiled: set[str] = set()
         self._recent: dict[Hashable, Prepared] = {}
         self._first: torch.cuda.Event | None = None  # behind the first launch on a GPU
@@ -234,7 +235,8 @@ class Peers:
             if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
                 raise UnavailableError("peers: of a new tensor, while a graph is captured (allowed=once before)")
             addresses = torch.tensor(self._heap.addresses(region), dtype=torch.int64)
-            found = self._found[region.place] = addresses.to(self._arguments.device)
+            device = self._arguments.device
+            found = self._found[region.place] = lasting(device, lambda: addresses.to(device))
         return found
 
 

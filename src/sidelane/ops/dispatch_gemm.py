@@ -47,6 +47,7 @@ from sidelane.device.context import (
     world_size_of,
 )
 from sidelane.device.stamps import COMPUTE, END, SEND, WAIT, stamp
+from sidelane.memory.lasting import lasting
 from sidelane.ops.auto import AUTO, method_of
 from sidelane.ops.gather_gemm import put_rows
 from sidelane.ops.gemm import TileSizes, rows_handle, tile_at, tile_product
@@ -100,7 +101,7 @@ class AllToAllGemm:
         row_tiles = -(-most_rows // tiles.rows)
         needed = (comm.world_size - 1 + row_tiles) * -(-columns // tiles.columns)
         self._programs = programs_of(comm, needed, tiles.per_unit)
-        self._counters = torch.zeros(3, dtype=torch.int32, device=comm.device)
+        self._counters = lasting(comm.device, lambda: torch.zeros(3, dtype=torch.int32, device=comm.device))
         self._gathered = comm.empty(most_rows, depth, dtype=dtype)
         self._kernel = comm.load_kernel(_all_to_all_gemm, flags=1 + row_tiles)
 

@@ -52,6 +52,7 @@ from sidelane.device.context import (
     world_size_of,
 )
 from sidelane.device.stamps import COMPUTE, END, SEND, WAIT, stamp
+from sidelane.memory.lasting import lasting
 from sidelane.ops import reference
 from sidelane.ops.auto import AUTO, check_method, method_of
 from sidelane.ops.embedding_tables import (
@@ -135,7 +136,9 @@ class EmbeddingAllToAll:
         self._slices = -(-samples[0] // slice_bags) if slice_bags else 0  # of a table, for one rank
         self._programs = programs_of(comm, max(counts) * batch, per_unit)
         own_slices = comm.world_size * len(tables) * self._slices
-        self._counters = torch.zeros(SLICES + own_slices, dtype=torch.int32, device=comm.device)
+        self._counters = lasting(
+            comm.device, lambda: torch.zeros(SLICES + own_slices, dtype=torch.int32, device=comm.device)
+        )
         whole = comm.empty(samples[0], self.tables.width, dtype=self.tables.dtype)
         self._output = whole[: samples[comm.rank]]
         self._kernel = comm.load_kernel(_embedding_all_to_all, flags=SLICES + max(counts) * self._slices)

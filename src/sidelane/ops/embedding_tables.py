@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from sidelane.collectives import Communicator
+from sidelane.memory.lasting import lasting
 from sidelane.ops.handle import FLOATS, ORDERS, REMOTE_FIRST, check_choice, check_tensor, kept, power_of_two
 from sidelane.program.collective import split_evenly
 
@@ -63,7 +64,8 @@ class Tables:
         self.are_aligned = bool(of_all[:, 1].all()) and self.dim * self.dtype.itemsize % 16 == 0
         self.samples = split_evenly(batch, n)
         self.width = sum(self.counts) * self.dim
-        self.addresses = torch.tensor([table.data_ptr() for table in tables], dtype=torch.int64).to(device)
+        addresses = torch.tensor([table.data_ptr() for table in tables], dtype=torch.int64)
+        self.addresses = lasting(device, lambda: addresses.to(device))
 
     @property
     def output_shape(self) -> tuple[int, int]:

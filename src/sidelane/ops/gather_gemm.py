@@ -43,6 +43,7 @@ from sidelane.device.context import (
     world_size_of,
 )
 from sidelane.device.stamps import COMPUTE, END, SEND, WAIT, stamp
+from sidelane.memory.lasting import lasting
 from sidelane.ops import reference
 from sidelane.ops.auto import AUTO, check_method, method_of, options_of
 from sidelane.ops.gemm import TileSizes, tile_at, tile_product
@@ -94,7 +95,7 @@ class AllGatherGemm:
         row_tiles = -(-rows // tiles.rows)
         needed = comm.world_size * row_tiles * -(-columns // tiles.columns)
         self._programs = programs_of(comm, needed, tiles.per_unit)
-        self._counters = torch.zeros(3, dtype=torch.int32, device=comm.device)
+        self._counters = lasting(comm.device, lambda: torch.zeros(3, dtype=torch.int32, device=comm.device))
         self._gathered = comm.empty(comm.world_size * rows, depth, dtype=dtype)
         self._kernel = comm.load_kernel(_all_gather_gemm, flags=1 + row_tiles)
 

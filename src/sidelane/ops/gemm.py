@@ -49,6 +49,7 @@ from sidelane.device.context import (
     world_size_of,
 )
 from sidelane.device.stamps import COMPUTE, END, SEND, WAIT, stamp
+from sidelane.memory.lasting import lasting
 from sidelane.ops.auto import AUTO, method_of
 from sidelane.ops.handle import (
     FLOATS,
@@ -155,7 +156,7 @@ class GemmAllToAll:
         self._tiles = tiles or TileSizes.of(dtype)
         needed = (comm.world_size - 1 + -(-most_rows // self._tiles.rows)) * -(-columns // self._tiles.columns)
         self._programs = programs_of(comm, needed, self._tiles.per_unit)
-        self._counters = torch.zeros(2, dtype=torch.int32, device=comm.device)
+        self._counters = lasting(comm.device, lambda: torch.zeros(2, dtype=torch.int32, device=comm.device))
         self._output = comm.empty(most_rows, columns, dtype=dtype)
         self._kernel = comm.load_kernel(_gemm_all_to_all, flags=2)
 

@@ -23,6 +23,7 @@ from sidelane.execute.cuda import native
 from sidelane.execute.cuda.native import Bound, LaunchConfig, MemoryOps, Pointer, load_native, require_native
 from sidelane.execute.cuda.partition import UnitSplit
 from sidelane.execute.cuda.second_context import SecondContext
+from sidelane.memory.lasting import lasting
 from sidelane.program.collective import Reduction
 
 if TYPE_CHECKING:
@@ -105,7 +106,8 @@ class Driver:
 
     def device_words(self, count: int) -> tuple[int, object]:
         """Zeroed words of device memory: their address, and what keeps them alive."""
-        words = torch.zeros(count, dtype=torch.int32, device=torch.device("cuda", self.index))
+        device = torch.device("cuda", self.index)
+        words = lasting(device, lambda: torch.zeros(count, dtype=torch.int32, device=device))
         torch.cuda.current_stream(self.index).synchronize()
         return words.data_ptr(), words
 

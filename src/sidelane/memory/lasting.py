@@ -1,0 +1,37 @@
+"""Tensors that stay, made where no memory pool of the calling thread gets hold of them.
+
+``torch.compile(mode="reduce-overhead")`` runs compiled code once in the memory pool of the graph that it captures next,
+and refuses whatever is left in there that is no output. What an operator makes at its first call and keeps (contexts,
+counters, addresses) would be. Such pools take what their thread allocates, on its stream; so another thread makes it.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+def lasting(device: torch.device, make: Callable[[], T]) -> T:
+    """What ``make`` returns, its content written.
+
+    Args:
+        device: where ``make`` allocates. On CPUs it is called as it is, as in a capture, whose mode may not let another
+            thread allocate.
+        make: makes tensors; not the default device's but this one's.
+    """
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return make()
+
+    def apart() -> T:
+        with torch.cuda.device(device):
+            made = make()
+            torch.cuda.current_stream().synchronize()
+            return made
+
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        return thread.submit(apart).result()
