@@ -30,7 +30,11 @@ def makers_of(op: str) -> tuple[object, ...]:
 
 
 @needs_triton
-@pytest.mark.parametrize("ops", [SOME, pytest.param(FUSED_OPS, marks=pytest.mark.long)], ids=["some", "all"])
+@pytest.mark.parametrize(
+    "ops",
+    [SOME, *(pytest.param(ops, marks=pytest.mark.long) for ops in (FUSED_OPS[:4], FUSED_OPS[4:]))],
+    ids=["some", "first", "others"],
+)
 def test_everything_is_checked_and_timed(tmp_path: Path, ops: tuple[str, ...]) -> None:
     path = tmp_path / "fused.json"
     plain: dict[str, Any] = {"device": "cpu", "ranks": 2, "quiet": True, "warmup": 0, "repeats": 1}
@@ -57,10 +61,11 @@ def test_everything_is_checked_and_timed(tmp_path: Path, ops: tuple[str, ...]) -
             times = [row.time_us for row in mine if row.implementation == part]
             assert min(time for time in times if time is not None) == getattr(best[0], alone)
     pictures = {picture.name: picture.text for picture in draw(results, tmp_path / "pictures")}
-    assert set(pictures) == {"fused-occupancy", "fused-order"}
-    assert "us with 1, " in pictures["fused-occupancy"]
     assert "remote_first" in pictures["fused-order"]
-    embedding_rows_are_of_our_kernel_too([row for row in rows if row.op == "embedding_all_to_all"])
+    assert ("fused-occupancy" in pictures) is ("embedding_all_to_all" in ops)
+    assert "us with 1, " in pictures.get("fused-occupancy", "us with 1, ")
+    if "embedding_all_to_all" in ops:
+        embedding_rows_are_of_our_kernel_too([row for row in rows if row.op == "embedding_all_to_all"])
     whole = [row for row in rows if row.implementation not in ALONE]
     assert all(row.correct and (not row.note or row.implementation == "auto") for row in whole), rows
     assert all(row.time_us and row.skew_us is not None and row.skew_us >= 0 for row in rows)
