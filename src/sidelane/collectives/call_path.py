@@ -176,6 +176,7 @@ class CallPath:
                 text = (prepared or shaped or planned).signature
                 teaches = self.learning.knows(text, lambda: self._plan(asked, key, variant, beside, place).agreement)
                 if teaches:
+                    request: Callable[[], AnyRequest]
                     if shape is not None and shaped is not None:
                         request = functools.partial(shaped.asked, shape.addresses)
                     else:
@@ -356,7 +357,7 @@ class CallPath:
         text: str,
         call: int,
         key: Key,
-        request: Callable[[], Request],
+        request: Callable[[], AnyRequest],
         tensors: Sequence[torch.Tensor | None],
         async_op: bool,
     ) -> Prepared | None:
@@ -369,11 +370,9 @@ class CallPath:
 
     def _request(
         self, known: Planned | None, asked: Form, key: Key, variant: str, beside: Beside | None, place: Place
-    ) -> Request:
+    ) -> AnyRequest:
         """What is asked."""
-        found = self._keep(key, known or self._plan(asked, key, variant, beside, place)).request
-        assert isinstance(found, Request), "calls with lists teach nothing"
-        return found
+        return self._keep(key, known or self._plan(asked, key, variant, beside, place)).request
 
     def _keep(self, key: Key, planned: Planned) -> Planned:
         """Remember what is asked."""
