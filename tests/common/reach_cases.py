@@ -214,7 +214,7 @@ def mapped_here() -> int:
     if on_gpus():
         from sidelane.execute.cuda import exported
 
-        return len(exported._opened)
+        return len(exported.opened)
     return Path("/proc/self/maps").read_text().count("/dev/shm/torch_")
 
 
