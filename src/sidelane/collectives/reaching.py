@@ -69,7 +69,7 @@ def way_of(
         return Way(setting, STAGED, False, "the setting lets peers map nothing")
     if not any(chunk.src_rank != chunk.dst_rank for chunk in _chunks(agreement)):
         return Way(setting, STAGED, False, NOTHING_TRAVELS)
-    if setting == LEARN:
+    if setting == LEARN and not agreement.frozen:
         why = why_not_learnt(agreement, copies)
         if why:
             return Way(setting, STAGED, False, why)
