@@ -34,6 +34,9 @@ SHAPES, NEW_SHAPE = 24, 0.05
 """Calls of a season that come again on other tensors, and the share of those that no call was like before: to plan one
 and prove it takes as long as hundreds of calls."""
 
+MOST_REDUCED_BYTES = 2 << 20
+"""Of calls that reduce, for the sake of the numbers that go in, which are drawn on the host."""
+
 CPU_MOST_BYTES = 1 << 18
 """The largest of them on CPU ranks, where bytes take time."""
 
@@ -120,6 +123,7 @@ class StormDrawing:
     def _part(self, kind: Kind, nbytes: int, *, op: str = "", root: int | None = None) -> Part:
         draw = self._draw
         dtype = draw.choice(REDUCED if kind in REDUCING else MOVED)
+        nbytes = min(nbytes, MOST_REDUCED_BYTES) if kind in REDUCING else nbytes
         count = -(-nbytes // ITEM_BYTES[dtype])
         in_place = kind is Kind.BROADCAST or (kind in IN_PLACE and draw.random() < 0.35)
         op = (op or draw.choice(OPS)) if kind in REDUCING else ""

@@ -109,6 +109,7 @@ class _Player:
         self.standing = Judge(self._device, tally.tell, self._finish_calls)
         self.supply = Supply(self._device, self._late, self.standing)
         self._communicators: list[Communicator] = []
+        self._values = Values(self._device)
 
     def season(self, steps: int) -> None:
         """Communicators, slots, and so many steps with them."""
@@ -117,9 +118,8 @@ class _Player:
             lane = stack.enter_context(Communicator(first.lane.session.lane()))
             other = stack.enter_context(Communicator(self._group, device=self._device, config=self._config))
             self._communicators[:] = [first, lane, other]
-            values = Values(self._device)
             callers = [
-                Caller(each, Memory(each, 4096, values, self.supply.tensor), self.judge, self._tally)
+                Caller(each, Memory(each, 4096, self._values, self.supply.tensor), self.judge, self._tally)
                 for each in self._communicators
             ]
             self._steps(steps, callers)
@@ -133,6 +133,7 @@ class _Player:
 
     def taken(self) -> int:
         """Bytes that this rank's memory lacks, when all have let go of what they can."""
+        self._values = Values(self._device)
         gc.collect()
         if self._device.type != "cpu":
             torch.cuda.synchronize()

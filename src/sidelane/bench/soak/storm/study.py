@@ -65,8 +65,10 @@ def main(options: StormOptions) -> int:
     modes = LEARNT_AND_ALWAYS if options.map_memory is None else (options.map_memory,)
     setting = Setting(CPU if place.on_cpu else place.device_type, (ranks,))
     console = None if options.quiet else progress_console()
-    lines, failed, seconds = [], 0, 0.0
-    for number, part in enumerate(parts_of(options.steps, modes, on_cpu=place.on_cpu)):
+    lines: list[str] = []
+    failed, seconds = 0, 0.0
+    parts = parts_of(options.steps, modes, on_cpu=place.on_cpu)
+    for number, part in enumerate(parts):
         verdict = _run(part, options.seed, number, setting, console)
         failed += bool(verdict.failures)
         seconds += verdict.seconds
@@ -77,10 +79,11 @@ def main(options: StormOptions) -> int:
             for rank, text in verdict.failures:
                 where = "" if rank is None else f", rank {rank}"
                 console.print(f"{part.name}{where}: {text}", markup=False, highlight=False, soft_wrap=True)
-    if options.text is not None:
-        head = [ABOUT, *provenance.heading(), f"command:  {provenance.command_line()}"]
-        result = f"{failed} parts failed" if failed else "every byte was right, nothing stale, nothing left"
-        write_text(options.text, "\n".join([*head, f"result:   {result}, in {seconds:.0f} s", "", *lines, ""]))
+        if options.text is not None:  # what there is, if a later part is broken off
+            head = [ABOUT, *provenance.heading(), f"command:  {provenance.command_line()}"]
+            result = f"{failed} parts failed" if failed else "every byte was right, nothing stale, nothing left"
+            result += f", {number + 1} of {len(parts)} parts in {seconds:.0f} s"
+            write_text(options.text, "\n".join([*head, f"result:   {result}", "", *lines, ""]))
     return 1 if failed else 0
 
 
