@@ -14,7 +14,7 @@ import torch.distributed as dist
 from made_up_gpus import AskedTensors, made_up_gpus
 from reach_cases import MAPPING, shared
 
-from sidelane import Communicator
+from sidelane import Communicator, Config
 from sidelane.errors import SidelaneError
 from sidelane.execute.cuda.watch import BUSY
 
@@ -34,7 +34,9 @@ class Said(logging.Handler):
         self.anything.set()
 
 
-def replays(group: dist.ProcessGroup, debug: bool, freed: bool, again: bool) -> tuple[list[str], str]:
+def replays(
+    group: dist.ProcessGroup, debug: bool, freed: bool, again: bool, config: Config = MAPPING
+) -> tuple[list[str], str]:
     """Capture a call, have rank 0 lose its memory, and replay it there first; what is warned of, and what goes wrong.
 
     ``again``: it is captured a second time before it is replayed, with memory at the same place.
@@ -47,7 +49,7 @@ def replays(group: dist.ProcessGroup, debug: bool, freed: bool, again: bool) -> 
     def is_gone(self: Any, allocation: Any) -> bool:
         return allocation.name in gone or real(self, allocation)
 
-    config = dataclasses.replace(MAPPING, debug=debug)
+    config = dataclasses.replace(config, debug=debug)
     try:
         with (
             mock.patch.object(AskedTensors, "is_gone", is_gone),
@@ -96,3 +98,31 @@ def replays(group: dist.ProcessGroup, debug: bool, freed: bool, again: bool) -> 
                 return said.texts, f"{type(error).__name__}: {error}"
     finally:
         logger.removeHandler(said)
+
+
+def is_not_staged(group: dist.ProcessGroup, config: Config) -> bool:
+    """Capture a call on ordinary tensors, and one on memory that peers cannot map; whether replays are right while
+    other memory comes and goes, and the staging of the first one is not touched."""
+    with made_up_gpus() as driver, Communicator(group, config=config) as comm:
+        n, rank = comm.world_size, comm.rank
+        output, input = shared(n * 100, torch.int32), shared(100, torch.int32)
+        for given, kept in ((input, 0), (torch.empty(100, dtype=torch.int32), 1)):
+            target = output if not kept else torch.empty(n * 100, dtype=torch.int32)
+            comm.all_gather(target, given.fill_(rank), variant="b2b")
+            driver.begin_capture()
+            comm.all_gather(target, given, variant="b2b")
+            graph = driver.end_capture()
+            staging = comm.lane.preparer._staging
+            for replay in range(5):
+                dist.barrier(group)
+                given.fill_(10 * replay + rank)
+                target.fill_(-1)
+                if kept == 0 and staging._block is not None:
+                    staging._block.tensor.fill_(77)
+                driver.replay(graph)
+                driver.synchronize()
+                if target.view(n, 100).unique(dim=1).flatten().tolist() != [10 * replay + peer for peer in range(n)]:
+                    return False
+                if kept == 0 and staging._block is not None and not (staging._block.tensor == 77).all():
+                    return False
+        return True

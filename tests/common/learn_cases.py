@@ -24,7 +24,47 @@ from sidelane.collectives.mappings import Mappings
 from sidelane.collectives.prepare import Preparer
 from sidelane.errors import UnavailableError
 
+LISTS = ("all_gather", "all_to_all")
 LEARNING = Config(timeout_s=30, map_memory="learn")
+
+
+class ListSlot(Slot):
+    """A list of an all-gather as usual, one of nothing and one in place; or of two all-to-alls. What is replaced of a
+    slot are the tensors of the first."""
+
+    def __init__(self, kind: str, size: int, n: int, rank: int) -> None:
+        super().__init__(kind, size, n, rank)
+        self.more = [self.new(), self.new()]
+        self.nothing = torch.empty(0, dtype=torch.int32, device=self.output.device)
+
+    def run(self, comm: Communicator, step: int, *, async_op: bool = False) -> None:
+        n, rank, size = self.n, self.rank, self.size
+        rows = [1000 * step + 10 * peer for peer in range(n)]
+        filled = torch.tensor([1000 * step + 10 * rank + peer for peer in range(n)], dtype=torch.int32)
+        for output in (self.output, self.more[0]):
+            output.fill_(-1)
+        if self.kind == "all_gather":
+            own = self.more[0].view(n, size)[rank].fill_(rows[rank] + 1)
+            outputs, inputs = [self.output, self.nothing, self.more[0]], [self.input[:size], self.nothing, own]
+            self.input.fill_(rows[rank])
+            work, expected = (
+                comm.all_gather(outputs, inputs, async_op=async_op, variant="b2b"),
+                [rows, [row + 1 for row in rows]],
+            )
+        else:
+            for number, input in enumerate((self.input, self.more[1])):
+                input.view(n, size).copy_((filled + 500 * number).to(input.device).view(n, 1).expand(n, size))
+            outputs, inputs = [self.output, self.more[0]], [self.input, self.more[1]]
+            came = [row + rank for row in rows]
+            work, expected = (
+                comm.all_to_all(outputs, inputs, async_op=async_op, variant="b2b"),
+                [came, [each + 500 for each in came]],
+            )
+        if work is not None:
+            work.wait()
+        for output, of_ranks in zip((self.output, self.more[0]), expected, strict=True):
+            for column in (0, size // 2, -1):
+                assert output.view(n, size)[:, column].tolist() == of_ranks, (self.kind, step)
 
 
 @contextmanager
@@ -64,7 +104,8 @@ def what_comes_again(group: dist.ProcessGroup, layers: int, steps: int) -> dict[
     """A model of some layers, again and again."""
     with counted() as said, Communicator(group, device=torch.get_default_device(), config=LEARNING) as comm:
         n, rank = comm.world_size, comm.rank
-        slots = [Slot(kind, 700, n, rank) for _ in range(layers) for kind in KINDS[:3]]
+        slots = [Slot(kind, 700, n, rank) for _ in range(layers) for kind in KINDS[:2]]
+        slots += [ListSlot("all_gather", 300, n, rank) for _ in range(layers)]
         for step in range(steps):
             for slot in slots:
                 slot.run(comm, step, async_op=step % 3 == 2)
@@ -73,6 +114,27 @@ def what_comes_again(group: dist.ProcessGroup, layers: int, steps: int) -> dict[
         assert choice is not None and "no host waits" in choice.reason
         assert str(comm.reach(slots[0].output)).startswith("mapped")
         return done(said, comm)
+
+
+def lists_come_again(group: dist.ProcessGroup, kind: str, calls: int) -> tuple[dict[str, int], list[bool]]:
+    """A loop around a list, of which rank 1 replaces one tensor in one call in the end. What this rank did, and whether
+    the calls in the end were made ahead of what peers say."""
+    with counted() as said, Communicator(group, device=torch.get_default_device(), config=LEARNING) as comm:
+        slot = ListSlot(kind, 300, comm.world_size, comm.rank)
+        for step in range(calls):
+            slot.run(comm, step)
+            dist.barrier(group)  # hosts stay together
+        ahead = []
+        for step in range(3):
+            kept = slot.input
+            if step == 1 and comm.rank == 1:
+                slot.input = slot.new()
+            slot.run(comm, step)
+            slot.input = kept
+            choice = comm.last_choice()
+            ahead.append(choice is not None and "no host waits" in choice.reason)
+            dist.barrier(group)
+        return done(said, comm), ahead
 
 
 def storm(group: dist.ProcessGroup, seed: int, steps: int) -> tuple[dict[str, int], int]:
@@ -96,6 +158,7 @@ def storm(group: dist.ProcessGroup, seed: int, steps: int) -> tuple[dict[str, in
         n, rank, extra = comm.world_size, comm.rank, None
         slots = [Slot(kind, draw.choice(SEGMENTS if on_gpus() else SIZES), n, rank) for kind in KINDS]
         slots += [Slot("all_gather", slots[0].size, n, rank) for _ in range(2)]
+        slots += [ListSlot(kind, draw.choice(SEGMENTS if on_gpus() else SIZES), n, rank) for kind in LISTS]
         spare = [slot.new(offset=3) for slot in slots for _ in range(2)]
         for step in range(steps):
             share = 0.01 if step % 40 > 3 else 0.2  # of calls before which a rank replaces a tensor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -214,7 +215,7 @@ def mapped_here() -> int:
     if on_gpus():
         from sidelane.execute.cuda import exported
 
-        return len(exported._opened)
+        return len(exported.opened)
     return Path("/proc/self/maps").read_text().count("/dev/shm/torch_")
 
 
@@ -287,6 +288,27 @@ def answers(group: dist.ProcessGroup) -> list[str]:
         assert tensor.tolist() == list(range(comm.world_size))
         found.append(str(comm.reach(tensor)))
     return found
+
+
+def of_other_libraries(group: dist.ProcessGroup, folder: str) -> tuple[list[str], bool]:
+    """Memory that torch did not make: a file that is mapped, and torch's own by way of DLPack. How peers reach it, and
+    whether a call was right in which one rank has it and the others have memory that peers map."""
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    with open(f"{folder}/bytes-{rank}", "w+b") as file:
+        file.truncate(4 * n * 1000)
+        mapped = torch.frombuffer(mmap.mmap(file.fileno(), 4 * n * 1000), dtype=torch.float32)
+    ours = shared(n * 1000, torch.float32)
+    given = torch.from_dlpack(ours)
+    with Communicator(group, config=MAPPING) as comm:
+        said = [str(comm.reach(each)) for each in (mapped, given)]
+        right = True
+        for step in range(4):
+            output = mapped if step % 2 == 0 and rank == 0 else given if step == 1 and rank == 1 else ours
+            output.fill_(-1)
+            output[rank * 1000 : (rank + 1) * 1000] = step + rank
+            comm.all_gather(output, output[rank * 1000 : (rank + 1) * 1000])
+            right &= output.view(n, 1000).unique(dim=1).flatten().tolist() == [step + peer for peer in range(n)]
+    return said, right
 
 
 def asynchronous_ones_wait_for_nobody(group: dist.ProcessGroup) -> None:

@@ -6,6 +6,7 @@ import sys
 
 import captured_cases
 import pytest
+from learn_cases import LEARNING
 from ranks import RankPool
 
 from sidelane.execute.cuda.captured import CapturedMemory
@@ -29,6 +30,13 @@ def test_what_is_no_mistake_is_none(pool: RankPool, debug: bool, freed: bool, ag
     found = pool.run(captured_cases.replays, 2, debug, freed, again)
     assert [failed for _, failed in found] == [""] * 2
     assert [len(warned) for warned, _ in found] == [int(debug and freed), 0]
+
+
+def test_what_is_learnt_is_mapped_in_captures_as_well(pool: RankPool) -> None:
+    found = pool.run(captured_cases.replays, 2, True, True, True, LEARNING)
+    assert [len(warned) for warned, _ in found] == [1, 0], "it was captured with memory of the caller, not with staging"
+    assert [failed for _, failed in found] == [""] * 2
+    assert pool.run(captured_cases.is_not_staged, 2, LEARNING) == [True] * 2
 
 
 def test_memory_that_goes_while_its_graph_runs_was_there_when_it_began() -> None:

@@ -19,6 +19,12 @@ def test_a_model_goes_ahead_once_its_addresses_have_come_again(pool: RankPool) -
     assert found[0]["hits"] > layers * kinds * steps / 2 and "misses" not in found[0]
 
 
+def test_lists_go_ahead_and_miss_if_one_of_their_tensors_lies_elsewhere(pool: RankPool) -> None:
+    for rank, (said, ahead) in enumerate(pool.run(learn_cases.lists_come_again, 2, "all_gather", 100)):
+        assert said["hits"] > 20 and said.get("misses", 0) == rank
+        assert ahead == [True, rank == 0, True]
+
+
 @pytest.mark.parametrize("n", [4, 8])
 def test_many_ranks_go_ahead_alike(pool: RankPool, n: int) -> None:
     found = pool.run(learn_cases.what_comes_again, n, 1, 50)

@@ -27,6 +27,11 @@ def test_a_model_goes_ahead_once_its_addresses_have_come_again(pool: RankPool) -
     assert found[0]["by C"] > 120
 
 
+def test_lists_that_come_again_are_made_by_compiled_code(pool: RankPool) -> None:
+    for said, ahead in pool.run(lesson_cases.of, 2, "lists_come_again", "all_to_all", 150):
+        assert said["by C"] > 100 and said["hits"] > 50 and ahead[0]
+
+
 @pytest.mark.parametrize(("n", "steps"), [(2, 120), (3, 80)])
 def test_a_storm_of_tensors_that_are_replaced(pool: RankPool, n: int, steps: int) -> None:
     found = pool.run(lesson_cases.of, n, "storm", n, steps)

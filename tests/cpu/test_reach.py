@@ -61,6 +61,12 @@ def test_what_a_communicator_says_of_tensors(pool: RankPool) -> None:
     assert pool.run(reach_cases.answers, 2) == [["symmetric", "mapped", staged, "mapped: it has no bytes", off]] * 2
 
 
+def test_memory_of_other_libraries_is_staged_with_the_reason(pool: RankPool, tmp_path: Path) -> None:
+    staged = "staged: it is not in shared memory (Tensor.share_memory_)"
+    for said, right in pool.run(reach_cases.of_other_libraries, 2, str(tmp_path)):
+        assert said[0] == staged and said[1] in (staged, "mapped") and right
+
+
 def test_asynchronous_calls_wait_for_nobody(pool: RankPool) -> None:
     pool.run(reach_cases.asynchronous_ones_wait_for_nobody, 3)
 

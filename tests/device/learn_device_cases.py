@@ -52,7 +52,7 @@ def large_ones(context: Context, calls: int) -> tuple[dict[str, int], str, int]:
 
 
 def in_graphs(context: Context) -> bool:
-    """A graph of a call that goes ahead outside of graphs: it is staged there, and right."""
+    """A graph of a call that goes ahead outside of graphs: it has the same memory there, without staging."""
     device, n, rank, numel = context.device, context.world_size, context.rank, 1 << 20
     with learn_cases.counted(1 << 20) as said, Communicator(device=device, config=learn_cases.LEARNING) as comm:
         input, output = torch.empty(numel, device=device), torch.empty(n, numel, device=device)
@@ -68,6 +68,7 @@ def in_graphs(context: Context) -> bool:
             output.fill_(-1)
             graph.replay()
             assert output[:, -1].tolist() == [replay + peer for peer in range(n)]
+        assert comm._path.reach is not None and comm._path.reach._known, "the capture has offered it"
         before = learn_cases.done(said, comm)["hits"]
         comm.all_gather(output, input)
         return learn_cases.done(said, comm)["hits"] == before + 1

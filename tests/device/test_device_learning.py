@@ -45,7 +45,7 @@ def test_what_one_rank_cannot_map_is_staged_by_all(ranks: Ranks) -> None:
         assert "hits" not in said and "misses" not in said
 
 
-def test_graphs_are_staged(ranks: Ranks) -> None:
+def test_graphs_keep_their_addresses(ranks: Ranks) -> None:
     assert all(ranks.run("learn_device_cases.in_graphs", timeout_s=90))
 
 

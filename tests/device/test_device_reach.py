@@ -119,3 +119,35 @@ def test_hits_by_c_over_thousands_of_calls(ranks: Ranks) -> None:
         print(said)
         assert not wrong
         assert said["by C"] > 1500, "C makes most, between misses and the calls in which they are heard"
+
+
+def test_pools_of_torch(ranks: Ranks) -> None:
+    for said in ranks.run("foreign_device_cases.in_pools_of_torch", 8, timeout_s=120):
+        assert set(said) == {"mapped"}
+
+
+def test_memory_of_graphs(ranks: Ranks) -> None:
+    for said in ranks.run("foreign_device_cases.in_memory_of_graphs", 4, timeout_s=120):
+        assert set(said) == {"mapped"}
+
+
+@pytest.mark.parametrize("mode", ["always", "learn"])
+def test_memory_of_other_libraries(ranks: Ranks, mode: str) -> None:
+    for rounds in ranks.run("foreign_device_cases.of_other_libraries", mode, 4, timeout_s=120):
+        for *raw, pooled in rounds:
+            assert set(raw) == {"mapped"}
+            assert pooled.startswith("staged: the driver does not export its memory")
+
+
+@pytest.mark.parametrize("where", ["pool", "graph", "another library"])
+def test_addresses_in_such_memory_are_learnt(ranks: Ranks, where: str) -> None:
+    for said in ranks.run("foreign_device_cases.learnt", where, 120, timeout_s=120):
+        print(where, said)
+        assert said["hits"] > 60 and "misses" not in said
+
+
+def test_such_memory_with_expandable_segments(fresh_pool: type[Pool]) -> None:
+    ranks = fresh_pool(environment=EXPANDABLE)
+    for case in ("in_pools_of_torch", "in_memory_of_graphs"):
+        for said in ranks.run(f"foreign_device_cases.{case}", 4, timeout_s=120):
+            assert set(said) == {"mapped"}, case

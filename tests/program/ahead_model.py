@@ -65,17 +65,21 @@ class Post(NamedTuple):
     gone: frozenset[int] = frozenset()
 
 
+Names = int | tuple[int, ...]
+"""Of an input; of the inputs of a call with a list of tensors."""
+
+
 class Plan(NamedTuple):
     """What a device does in a call.
 
     Attributes:
-        memory: name of the input in truth.
+        memory: name of the input in truth; names.
         sources: where it reads, by rank.
         late: ranks whose outputs it writes to, since they have read elsewhere; and the output it writes to.
     """
 
-    memory: int
-    sources: tuple[int, ...]
+    memory: Names
+    sources: tuple[Names, ...]
     late: tuple[tuple[int, int], ...] = ()
 
 
@@ -260,20 +264,26 @@ def _missed(state: State, me: int, mistake: str) -> Rank:
     return rank._replace(phase=IDLE, plans=(*rank.plans, Plan(rank.memory, sources, late)))
 
 
+def each_of(names: Names) -> tuple[int, ...]:
+    return names if isinstance(names, tuple) else (names,)
+
+
 def device_steps(state: State, me: int, mistake: str) -> Iterator[State]:
     rank = state[me]
     call, plan = rank.run + 1, rank.plans[rank.run]
     peers = [peer for peer in range(len(state)) if peer != me]
     if rank.step == STARTS:
         held = list(rank.held)
-        if plan.memory != PRIVATE:
-            held[plan.memory] = call
+        for name in each_of(plan.memory):
+            if name != PRIVATE:
+                held[name] = call
         yield _with(state, me, rank._replace(step=READS, held=tuple(held), found=(0,) * len(state)))
     elif rank.step == READS:
         if all(_is_behind(state[peer], call, STARTS) for peer in peers):
             found = list(rank.found)
             for peer in peers:
-                found[peer] = _read(state, me, peer, call, plan.sources[peer])
+                read = [_read(state, me, peer, call, name) for name in each_of(plan.sources[peer])]
+                found[peer] = call if all(each == call for each in read) else -1
             yield _with(state, me, rank._replace(step=WRITES, found=tuple(found)))
     elif rank.step == WRITES:
         early = mistake == OVERWRITES or (mistake == WRITES_EARLY and plan.late)

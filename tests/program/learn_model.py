@@ -9,6 +9,7 @@ time, and may fail. ``MISTAKES`` are protocols that look as good.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -23,6 +24,8 @@ OVERWRITES = "post over what a peer has not read yet"
 USES_AT_ONCE = "read where memory was offered, without hearing whether all ranks have mapped it"
 KEEPS_TO_ITSELF = "say nothing of what could not be mapped"
 CLOSES_EARLY = "close what is gone while calls that may read there are under way"
+LOOKS_AT_ONE = "confirm a list of tensors if the first one is where it is expected"
+USES_A_PART = "go ahead once all have mapped the first tensor of each list"
 MISTAKES = (
     CHECKS_FIRST,
     LOOKS_FIRST,
@@ -32,6 +35,8 @@ MISTAKES = (
     USES_AT_ONCE,
     KEEPS_TO_ITSELF,
     CLOSES_EARLY,
+    LOOKS_AT_ONE,
+    USES_A_PART,
 )
 
 LAG = 1
@@ -39,6 +44,9 @@ LAG = 1
 
 RING = 2
 """Posts on record."""
+
+ALL_ALIKE = (KEEPS, HAS_NEW_OUTPUT)
+"""What concerns no tensor of a list in particular."""
 
 IDLE, SAID, LOOKED, PROPOSED, CHECKED, MISSED = range(6)
 """What a host does."""
@@ -51,14 +59,14 @@ class Post(NamedTuple):
     """What a rank says of a call.
 
     Attributes:
-        memory: name of its input; ``PRIVATE`` if it offers none.
+        memory: name of each of its inputs; ``PRIVATE`` for one that it does not offer.
         output: peers can write to its output.
         gone: names.
         failed: of others' memory, owner and name, what this rank cannot map.
         pending: there is memory that it has not mapped yet.
     """
 
-    memory: int
+    memory: tuple[int, ...]
     output: bool
     gone: frozenset[int]
     failed: frozenset[tuple[int, int]]
@@ -72,7 +80,8 @@ class Host(NamedTuple):
         phase: see above.
         lesson: the last call begun.
         looked: of rank 0, how its verdict will be; the verdict that it has seen too early, by mistake.
-        memory, newest, output: of its last call: name of the input, newest name, whether peers can write to the output.
+        memory, newest, output: of its last call: names of the inputs, the newest of each that has one, whether peers
+            can write to the output.
         freed: names, until the peers have heard of it.
         ring: posts on record, with their calls.
         read: the last call of which it has read all posts, or knows that some rank has not posted it.
@@ -90,8 +99,8 @@ class Host(NamedTuple):
     phase: int
     lesson: int
     looked: int
-    memory: int
-    newest: int
+    memory: tuple[int, ...]
+    newest: tuple[int, ...]
     output: bool
     freed: frozenset[int]
     ring: tuple[tuple[int, Post], ...]
@@ -102,9 +111,9 @@ class Host(NamedTuple):
     refused: frozenset[tuple[int, int]]
     pending: frozenset[tuple[int, int]]
     failed: frozenset[tuple[int, int]]
-    expected: tuple[int, ...]
+    expected: tuple[tuple[int, ...], ...]
     again: bool
-    modes: tuple[tuple[int, ...], ...]
+    modes: tuple[tuple[tuple[int, ...], ...], ...]
 
 
 class State(NamedTuple):
@@ -123,6 +132,7 @@ def explore(
     *,
     learnt: bool = True,
     may_fail: bool = False,
+    tensors: int = 1,
 ) -> int:
     """Visit all states; how many there are.
 
@@ -132,11 +142,12 @@ def explore(
         options: what ranks may do before a call.
         learnt: the first call goes ahead; else nothing is known.
         may_fail: memory may not be mappable, or not at once.
+        tensors: of a call's list. What a rank does before a call it does to one of them.
 
     Raises:
         WrongError: as ``ahead_model.explore``, and if a host waits for another one but in a miss.
     """
-    first = _first(ranks, calls, learnt)
+    first = _first(ranks, calls, learnt, tensors)
     seen, todo = {first}, [first]
     while todo:
         state = todo.pop()
@@ -150,17 +161,19 @@ def explore(
     return len(seen)
 
 
-def _first(ranks: int, calls: int, learnt: bool) -> State:
-    names = frozenset((owner, 1) for owner in range(ranks)) if learnt else frozenset[tuple[int, int]]()
+def _first(ranks: int, calls: int, learnt: bool, tensors: int) -> State:
+    inputs = tuple(range(1, tensors + 1))
+    everyone = ((owner, name) for owner in range(ranks) for name in inputs)
+    names = frozenset(everyone) if learnt else frozenset[tuple[int, int]]()
     none = frozenset[tuple[int, int]]()
     host = Host(
-        *(IDLE, 0, NOTHING, 1, 1, True, frozenset[int](), (), 0, ()),
+        *(IDLE, 0, NOTHING, inputs, inputs, True, frozenset[int](), (), 0, ()),
         *(frozenset((*name, -2) for name in names), names, none, none, none),
-        *((1,) * ranks if learnt else (), learnt, ()),
+        *((inputs,) * ranks if learnt else (), learnt, ()),
     )
     device = ahead_model.Rank(
         *(0, 1, 1, frozenset[int](), (), (), 0, 1, (), names, frozenset[tuple[int, int, int]](), 0),
-        *(ahead_model.STARTS, (0,) * (calls + 2), ()),
+        *(ahead_model.STARTS, (0,) * (calls + tensors + 1), ()),
     )
     verdicts = (IN_STEP, IN_STEP if learnt else NOTHING, *(NOTHING,) * (calls - 1))
     return State((host,) * ranks, (device,) * ranks, verdicts)
@@ -207,8 +220,8 @@ def _begun(state: State, me: int, mistake: str, options: tuple[int, ...]) -> Ite
         verdict = state.verdicts[call]
         yield _with(state, me, host._replace(looked=verdict or NOT_IN_STEP))
         return
-    for option in options:
-        changed = _has(host, device, option)
+    for option, tensor in itertools.product(options, range(len(host.memory))):
+        changed = _has(host, device, option, tensor) if tensor == 0 or option not in ALL_ALIKE else None
         if changed is not None:
             output = option != HAS_NEW_OUTPUT
             failed = frozenset[tuple[int, int]]() if mistake == KEEPS_TO_ITSELF else changed.failed
@@ -235,18 +248,23 @@ def _reads(state: State, me: int) -> Host:
     return host._replace(read=read, queue=queue)
 
 
-def _has(host: Host, device: ahead_model.Rank, option: int) -> Host | None:
-    """The host with its input for the next call; None if that cannot be."""
+def _has(host: Host, device: ahead_model.Rank, option: int, tensor: int) -> Host | None:
+    """The host with its inputs for the next call, of which one is another; None if that cannot be."""
     idle = device.run == len(device.plans)
-    usual = host.memory if host.memory != PRIVATE and host.memory not in host.freed else host.newest
-    if option == FREES and (not idle or usual in host.freed):  # who frees memory waits for its own device
-        return None
-    if option == HAS_PRIVATE:
-        return host._replace(memory=PRIVATE)
-    if option in (KEEPS, HAS_NEW_OUTPUT) and usual not in host.freed:
-        return host._replace(memory=usual)
-    freed = host.freed | {usual} if option == FREES else host.freed
-    return host._replace(memory=host.newest + 1, newest=host.newest + 1, freed=freed)
+    memory, newest, freed = list(host.memory), list(host.newest), host.freed
+    for number, name in enumerate(host.memory):
+        usual = name if name != PRIVATE and name not in freed else newest[number]
+        mine = option if number == tensor else KEEPS
+        if mine == FREES and (not idle or usual in freed):  # who frees memory waits for its own device
+            return None
+        if mine == HAS_PRIVATE:
+            memory[number] = PRIVATE
+        elif mine in (KEEPS, HAS_NEW_OUTPUT) and usual not in freed:
+            memory[number] = usual
+        else:
+            freed = freed | {usual} if mine == FREES else freed
+            memory[number] = newest[number] = max(newest) + 1
+    return host._replace(memory=tuple(memory), newest=tuple(newest), freed=freed)
 
 
 def _decided(state: State, me: int, mistake: str, may_fail: bool) -> Iterator[State]:
@@ -263,7 +281,12 @@ def _decided(state: State, me: int, mistake: str, may_fail: bool) -> Iterator[St
         changed = _steps_on(host, state.devices[me], call, me, mistake, may_fail)
     for host, device in changed:
         ahead = verdict == IN_STEP and host.again
-        ahead &= all(name != PRIVATE and (owner, name) in host.usable for owner, name in enumerate(host.expected))
+        looked_at = 1 if mistake == USES_A_PART else len(host.memory)
+        ahead &= all(
+            name != PRIVATE and (owner, name) in host.usable
+            for owner, names in enumerate(host.expected)
+            for name in names[:looked_at]
+        )
         mode = host.expected if ahead else ()
         for other in state.hosts:
             if len(other.modes) >= call and other.modes[call - 1] != mode:
@@ -271,7 +294,7 @@ def _decided(state: State, me: int, mistake: str, may_fail: bool) -> Iterator[St
         host = host._replace(modes=(*host.modes, mode), phase=IDLE)
         if not ahead:
             yield _with(state, me, host, _plans(device, Plan(host.memory, (STAGED,) * len(state.hosts))))
-        elif host.memory == mode[me] and host.output:
+        elif host.output and (host.memory == mode[me] or (mistake == LOOKS_AT_ONE and host.memory[0] == mode[me][0])):
             yield _with(state, me, host, _plans(device, Plan(host.memory, mode)))
         else:
             yield _with(state, me, host._replace(phase=MISSED), device)
@@ -305,7 +328,7 @@ def _steps_on(
         known = frozenset(each for each in host.known if each[:2] not in gone)
         memories = tuple(post.memory for post in posts)
         there = {each[:2] for each in known}
-        offered = {(owner, name) for owner, name in enumerate(memories) if name != PRIVATE}
+        offered = {(owner, name) for owner, names in enumerate(memories) for name in names if name != PRIVATE}
         new |= offered - there
         known |= {(*each, call) for each in offered - there}
         usable = host.usable - gone
@@ -314,7 +337,7 @@ def _steps_on(
         if mistake == USES_AT_ONCE:
             usable |= offered
         again = bool(host.expected) and memories == host.expected
-        if any((owner, name) in gone for owner, name in enumerate(host.expected)):
+        if any((owner, name) in gone for owner, names in enumerate(host.expected) for name in names):
             again = False
         host = host._replace(
             known=known,
@@ -327,12 +350,12 @@ def _steps_on(
             again=again,
         )
     host = host._replace(queue=tuple(each for each in host.queue if each[0] > frontier))
-    mine = frozenset(each for each in new if each[0] == me)
-    others = frozenset(new) - mine
+    others = frozenset(each for each in new if each[0] != me)
     yield host, _opens(device, frozenset(new))
-    if may_fail and others:
-        yield host._replace(failed=host.failed | others), _opens(device, mine)
-        yield host._replace(pending=host.pending | others), _opens(device, mine)
+    if may_fail and others:  # of a list, the last tensor's alone: what is known of the others says nothing of it
+        lost = frozenset(each for each in others if each[1] == max(name for _, name in others))
+        yield host._replace(failed=host.failed | lost), _opens(device, frozenset(new) - lost)
+        yield host._replace(pending=host.pending | lost), _opens(device, frozenset(new) - lost)
 
 
 def _missed(state: State, me: int) -> Iterator[State]:
@@ -347,7 +370,9 @@ def _missed(state: State, me: int) -> Iterator[State]:
     posts = [post for post in found if post is not None]
     changed = {owner for owner, post in enumerate(posts) if post.memory != mode[owner]}
     waiting = changed | {owner for owner, post in enumerate(posts) if not post.output}
-    sources = tuple(STAGED if owner in changed else name for owner, name in enumerate(mode))
+    sources: tuple[ahead_model.Names, ...] = tuple(
+        STAGED if owner in changed else names for owner, names in enumerate(mode)
+    )
     late = tuple((reader, call) for reader in range(len(posts)) if reader not in waiting) if me in changed else ()
     yield _with(state, me, host._replace(phase=IDLE), _plans(device, Plan(host.memory, sources, late)))
 

@@ -11,6 +11,7 @@ import pytest
 
 from sidelane.errors import ProgramError
 from sidelane.execute.cuda.release import READ_CAPACITY
+from sidelane.program.batch import Batch
 from sidelane.program.builders import Transport, build, variants
 from sidelane.program.builders.confirmed import can_be_confirmed, confirmed
 from sidelane.program.builders.flags import CONFIRMATIONS
@@ -31,7 +32,7 @@ from sidelane.program.transform import prelaunch
 from sidelane.program.verify import verify
 from sidelane.program.verify.check import verify_sequence
 
-KINDS: tuple[Callable[[int], Collective], ...] = (
+KINDS: tuple[Callable[[int], Collective | Batch], ...] = (
     lambda n: all_gather([8] * n),
     lambda n: all_gather([4 * (rank + 1) for rank in range(n)], in_place=True),
     lambda n: all_to_all([[4 * (i + j) for j in range(n)] for i in range(n)]),
@@ -39,6 +40,8 @@ KINDS: tuple[Callable[[int], Collective], ...] = (
     lambda n: broadcast(8, n, 1, in_place=True),
     lambda n: gather([4] * n, 0),
     lambda n: scatter([4] * n, 1),
+    lambda n: Batch("all_gather", n, (all_gather([8] * n), all_gather([0] * n), all_gather([12] * n, in_place=True))),
+    lambda n: Batch("batch", n, (all_to_all([[4] * n] * n), broadcast(8, n, 1, in_place=True), all_gather([4] * n))),
 )
 
 
@@ -50,7 +53,7 @@ def who_misses(n: int) -> Iterator[tuple[set[int], set[int]]]:
 
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("kind", KINDS)
-def test_all_bytes_are_right_whoever_misses(kind: Callable[[int], Collective], n: int) -> None:
+def test_all_bytes_are_right_whoever_misses(kind: Callable[[int], Collective | Batch], n: int) -> None:
     collective = kind(n)
     assert can_be_confirmed(collective)
     for changed, waiting in who_misses(n):
@@ -58,7 +61,7 @@ def test_all_bytes_are_right_whoever_misses(kind: Callable[[int], Collective], n
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_who_waits_for_nobody_always_runs_the_same(kind: Callable[[int], Collective]) -> None:
+def test_who_waits_for_nobody_always_runs_the_same(kind: Callable[[int], Collective | Batch]) -> None:
     n = 4
     usual = confirmed(kind(n))
     for changed, waiting in who_misses(n):
@@ -71,12 +74,13 @@ def test_who_waits_for_nobody_always_runs_the_same(kind: Callable[[int], Collect
 def test_they_may_follow_each_other_and_other_programs() -> None:
     draw, n = random.Random(1), 3
     kinds = [kind(n) for kind in KINDS]
+    single = [each for each in kinds if isinstance(each, Collective)]
     for _ in range(12):
         programs: list[Program] = []
         for _ in range(3):
             collective, (changed, waiting) = draw.choice(kinds), draw.choice([*who_misses(n)])
             programs.append(confirmed(collective, changed, waiting, elsewhere=True))
-            programs.append(build(draw.choice(kinds), "b2b", draw.choice([*Transport])))
+            programs.append(build(draw.choice(single), "b2b", draw.choice([*Transport])))
         programs.append(build(all_reduce([4] * n, Reduction("sum", "float32")), "b2b", Transport.PUSH))
         draw.shuffle(programs)
         verify_sequence(programs)
@@ -139,3 +143,21 @@ def test_what_cannot_be_confirmed() -> None:
     assert not can_be_confirmed(all_reduce([4, 4], Reduction("sum", "float32")))
     with pytest.raises(ValueError, match="changed="):
         confirmed(all_gather([4, 4]), {1}, {0})
+
+
+def test_mistakes_with_lists_are_refused() -> None:
+    # One tensor of a list lies elsewhere: whoever writes but that, or confirms the rest early, is found.
+    definition = Batch("all_gather", 2, (all_gather([8, 8]), all_gather([4, 4])))
+    program = confirmed(definition, {1}, {1}, elsewhere=True)
+    verify(program)
+
+    def writes_only_one(commands: list[Command]) -> list[Command]:
+        written = [c for c in commands if isinstance(c, Copy) and c.dst.rank == 0]
+        return [c for c in commands if c != written[0]]
+
+    for mistake in (writes_only_one, confirms_early, writes_before_it_was_read):
+        with pytest.raises(ProgramError):
+            verify(without(program, 1, mistake))
+    for parts in ((all_gather([4, 4]), all_reduce([4, 4], Reduction("sum", "float32"))), (all_gather([0, 0]),), ()):
+        assert not can_be_confirmed(Batch("batch", 2, parts))
+    assert not can_be_confirmed(Batch("all_to_all", 2, (all_to_all([[4, 4], [4, 4]], in_place=True),)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from ahead_model import FREES, HAS_MORE, HAS_NEW_OUTPUT, HAS_PRIVATE, KEEPS, WrongError
-from learn_model import KEEPS_TO_ITSELF, MISTAKES, OVERWRITES, USES_AT_ONCE, explore
+from learn_model import KEEPS_TO_ITSELF, LOOKS_AT_ONE, MISTAKES, OVERWRITES, USES_A_PART, USES_AT_ONCE, explore
 
 NEW = (2, 4, (KEEPS,), False, True)
 """Nothing is known, and mapping may fail."""
@@ -22,6 +22,10 @@ def test_no_order_of_steps_goes_wrong(ranks: int, calls: int, options: tuple[int
     assert explore(ranks, calls, options=options) > least
 
 
+def test_no_order_of_steps_goes_wrong_with_lists() -> None:
+    assert explore(2, 2, options=(KEEPS, FREES, HAS_PRIVATE), tensors=2) > 200_000
+
+
 @pytest.mark.long
 def test_no_order_of_steps_goes_wrong_from_the_beginning() -> None:
     ranks, calls, options, learnt, may_fail = NEW
@@ -29,12 +33,13 @@ def test_no_order_of_steps_goes_wrong_from_the_beginning() -> None:
 
 
 TWO_CALLS, THREE_CALLS = ((2, calls, (KEEPS, FREES), True, False) for calls in (2, 3))
-SHOWN_BY = {OVERWRITES: THREE_CALLS, USES_AT_ONCE: NEW, KEEPS_TO_ITSELF: NEW}
+SHOWN_BY = {OVERWRITES: THREE_CALLS, USES_AT_ONCE: NEW, KEEPS_TO_ITSELF: NEW, USES_A_PART: NEW}
 """What shows a mistake for which two calls of what is known are not enough."""
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_are_found(mistake: str) -> None:
     ranks, calls, options, learnt, may_fail = SHOWN_BY.get(mistake, TWO_CALLS)
+    tensors = 2 if mistake in (LOOKS_AT_ONE, USES_A_PART) else 1
     with pytest.raises(WrongError):
-        explore(ranks, calls, mistake, options, learnt=learnt, may_fail=may_fail)
+        explore(ranks, calls, mistake, options, learnt=learnt, may_fail=may_fail, tensors=tensors)

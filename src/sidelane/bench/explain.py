@@ -187,7 +187,7 @@ def explain(options: ExplainOptions) -> Explanation:
     reasons = [(found, objection(agreement.call, found, abilities)) for found in everything(options.kind)]
     excluded = tuple((found, reason) for found, reason in reasons if reason)
     if way is not None and way.goes_ahead:
-        program: Program | AnyKernelProgram = confirmed(_single(agreement))
+        program: Program | AnyKernelProgram = confirmed(agreement.collective)
     else:
         program = _one_of(make_program(agreement, choice.candidate, moves))
     submitted: tuple[tuple[str, tuple[str, ...]], ...]
@@ -300,11 +300,6 @@ def _choice(by: InForce, simulated: str | None, abilities: Abilities, agreement:
     if simulated is not None:
         by = _simulated(simulated, agreement)
     return choose(by.profile, agreement.call, abilities)
-
-
-def _single(agreement: AnyAgreement) -> Collective:
-    assert isinstance(agreement.collective, Collective), "calls with lists do not go ahead"
-    return agreement.collective
 
 
 def _rounding(options: ExplainOptions, agreement: AnyAgreement) -> tuple[str, ...]:

@@ -387,7 +387,7 @@ class Ahead:
                 assert address is not None, "what is mapped no more is not expected"
                 addresses[rank, buffer] = address
         addresses.update({(self._rank, name): request.region(name).address for name in (Buffer.INPUT, Buffer.OUTPUT)})
-        return self._confirming.prepare(key, expected.text, collective, addresses, changed, waiting)
+        return self._confirming.prepare(key, expected.text, collective, (addresses,), changed, waiting)
 
     def _drop(self, rank: int, name: str, mapping: Mapping | None) -> None:
         self._forget_hits()

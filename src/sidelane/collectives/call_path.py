@@ -74,7 +74,7 @@ class CallPath:
         arguments: checks what callers pass.
         preparer: makes them ready.
         repeats: those that compiled code makes again; None where there is none.
-        reach: how peers get at ordinary memory and pools; None without peers.
+        reach: how peers get at pools and ordinary memory, with ``learning`` in captures only; None without peers.
         ahead: calls that wait for no peer's host; None where they meet anyway, or map nothing.
         learning: the same, learnt without waiting; None where calls are learnt from otherwise, or not at all.
 
@@ -88,12 +88,12 @@ class CallPath:
         self.calls, self.arguments, self.preparer = calls, arguments, preparer
         self.repeats = Repeats.of(calls, arguments, preparer)
         setting = calls.config.map_memory
-        mapped = board is None and (calls.backend.hosts_meet if setting is None else setting is True)
-        self._mapped = mapped
+        self._mapped = mapped = board is None and (calls.backend.hosts_meet if setting is None else setting is True)
         self.reach: Reach | None = None
         if arguments.world_size > 1:
-            memory = PooledMemory(arguments.heap, arguments.rank, calls.backend.ordinary if mapped else None)
-            self.reach = Reach(calls, memory, arguments.compared)
+            ordinary = calls.backend.ordinary if mapped or board is not None else None
+            memory = PooledMemory(arguments.heap, arguments.rank, ordinary)
+            self.reach = Reach(calls, memory, arguments.compared, captures_only=not mapped)
         self.ahead: Ahead | None = None
         if self.reach is not None and mapped and not calls.backend.hosts_meet:
             self.ahead = Ahead(calls, Confirming(calls, preparer), self.reach)
@@ -149,7 +149,7 @@ class CallPath:
                 planned = self._planned.get(key) or self._keep(key, self._plan(asked, key, variant, beside, place))
             elif prepared is None and shaped is None:
                 # An asynchronous call waits for nobody's host.
-                offer = None if async_op else self._offer(asked, planned)
+                offer = None if async_op else self._offer(asked, planned, place[1])
         except Exception as error:
             calls.refuse(call, asked.name, error)
             raise
@@ -176,6 +176,7 @@ class CallPath:
                 text = (prepared or shaped or planned).signature
                 teaches = self.learning.knows(text, lambda: self._plan(asked, key, variant, beside, place).agreement)
                 if teaches:
+                    request: Callable[[], AnyRequest]
                     if shape is not None and shaped is not None:
                         request = functools.partial(shaped.asked, shape.addresses)
                     else:
@@ -229,7 +230,8 @@ class CallPath:
                 offer = None
                 if self.reach is not None:
                     room = MOST_TEXT_BYTES - 1 - len(text) - len(OFFER)
-                    offer = self.reach.offer((uneven.outline(self.arguments),), uneven.tensors, room)
+                    parts = (uneven.outline(self.arguments),)
+                    offer = self.reach.offer(parts, uneven.tensors, room, place[1])
             calls.control.post_call(call, text + (OFFER + offer.text if offer else ""))
             posts = calls.posts(call)
             asked = uneven.settled(calls.control, call, posts)
@@ -309,12 +311,12 @@ class CallPath:
             planned = Planned(request, agreement, agreement.text())
         return planned
 
-    def _offer(self, asked: Form, planned: Planned) -> Offer | None:
-        """Memory of this rank that its peers may reach in this call."""
+    def _offer(self, asked: Form, planned: Planned, captured: bool) -> Offer | None:
+        """Memory of this rank that its peers may reach in this call. Captures wait for hosts, whoever learns."""
         if self.reach is None or (self.ahead is not None and self.ahead.gives_up(planned.signature)):
             return None
         room = MOST_TEXT_BYTES - 1 - len(planned.signature) - len(SPLITS)
-        return self.reach.offer(_parts(planned.request), asked.tensors, room)
+        return self.reach.offer(_parts(planned.request), asked.tensors, room, captured)
 
     def _settle(self, call: int, key: Key, asked: Form, planned: Planned, offer: Offer) -> tuple[int, Prepared]:
         """Agree on the memory that peers reach, with the call; its number from now on, and what it runs as."""
@@ -356,7 +358,7 @@ class CallPath:
         text: str,
         call: int,
         key: Key,
-        request: Callable[[], Request],
+        request: Callable[[], AnyRequest],
         tensors: Sequence[torch.Tensor | None],
         async_op: bool,
     ) -> Prepared | None:
@@ -369,11 +371,9 @@ class CallPath:
 
     def _request(
         self, known: Planned | None, asked: Form, key: Key, variant: str, beside: Beside | None, place: Place
-    ) -> Request:
+    ) -> AnyRequest:
         """What is asked."""
-        found = self._keep(key, known or self._plan(asked, key, variant, beside, place)).request
-        assert isinstance(found, Request), "calls with lists teach nothing"
-        return found
+        return self._keep(key, known or self._plan(asked, key, variant, beside, place)).request
 
     def _keep(self, key: Key, planned: Planned) -> Planned:
         """Remember what is asked."""

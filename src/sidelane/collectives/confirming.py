@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 from sidelane.choice import Candidate, Choice
 from sidelane.choice.candidate import DMA
 from sidelane.collectives.calls import Calls
+from sidelane.collectives.pieces import pieces_of
 from sidelane.collectives.prepare import Prepared, Preparer
+from sidelane.program.batch import Batch
 from sidelane.program.builders.confirmed import CONFIRMED, NOBODY, confirmed
 from sidelane.program.collective import Buffer, Collective
 from sidelane.program.ir import Program
 from sidelane.program.verify import verify
+
+WENT_AHEAD = "peers' inputs are read where they come again, so that no host waits for another one"
+ELSEWHERE = "this rank's input is not where its peers read it, so that it writes to their outputs"
+NEW_OUTPUT = "this rank's output is new to its peers, so that it waits for what they say"
 
 
 class Confirming:
@@ -31,7 +37,7 @@ class Confirming:
         """Call something when what was prepared is void."""
         self._preparer.keepers.append(forget)
 
-    def make_room(self, collective: Collective) -> None:
+    def make_room(self, collective: Collective | Batch) -> None:
         """Have the staging of such calls. Collective where there is less. Raises UnavailableError, on all ranks."""
         with self._calls.making_ready():
             self._preparer.make_room(self._program(collective, NOBODY, NOBODY))
@@ -40,8 +46,8 @@ class Confirming:
         self,
         key: Hashable,
         text: str,
-        collective: Collective,
-        addresses: Mapping[tuple[int, str], int],
+        collective: Collective | Batch,
+        addresses: Sequence[Mapping[tuple[int, str], int]],
         changed: frozenset[int],
         waiting: frozenset[int],
     ) -> Prepared:
@@ -51,23 +57,27 @@ class Confirming:
             key: of what is asked, with the identities of the tensors.
             text: its signature.
             collective: what it does.
-            addresses: of tensors, by rank and buffer.
+            addresses: of tensors, by rank and buffer; of each part of a batch.
             changed: ranks whose inputs lie elsewhere.
             waiting: these, and other ranks that know of it.
         """
-        full = (key, CONFIRMED, changed, waiting, tuple(addresses.items()))
+        full = (key, CONFIRMED, changed, waiting, tuple(tuple(each.items()) for each in addresses))
         prepared = self._preparer.recall(full)
         if prepared is None:
             with self._calls.making_ready():
                 program, choice = self._program(collective, changed, waiting), choice_of(changed, waiting, self._rank)
-                prepared = self._preparer.bind(program, addresses, text, choice, full)
+                if isinstance(collective, Batch):
+                    pieces = pieces_of(collective, addresses)
+                    prepared = self._preparer.bind(program, {}, text, choice, full, pieces=pieces)
+                else:
+                    prepared = self._preparer.bind(program, addresses[0], text, choice, full)
         return prepared
 
     def close(self) -> None:
         """Forget all programs."""
         self._programs.clear()
 
-    def _program(self, collective: Collective, changed: frozenset[int], waiting: frozenset[int]) -> Program:
+    def _program(self, collective: Collective | Batch, changed: frozenset[int], waiting: frozenset[int]) -> Program:
         key = collective, changed, waiting
         found = self._programs.get(key)
         if found is None:
@@ -84,9 +94,5 @@ def source_buffer(collective: Collective) -> Buffer:
 
 def choice_of(changed: frozenset[int], waiting: frozenset[int], rank: int) -> Choice:
     """What a rank runs such a call as; see ``confirmed`` for who has changed and who waits."""
-    why = "peers' inputs are read where they come again, so that no host waits for another one"
-    if rank in changed:
-        why = "this rank's input is not where its peers read it, so that it writes to their outputs"
-    elif rank in waiting:
-        why = "this rank's output is new to its peers, so that it waits for what they say"
+    why = ELSEWHERE if rank in changed else NEW_OUTPUT if rank in waiting else WENT_AHEAD
     return Choice(Candidate(DMA, "b2b"), why, ())

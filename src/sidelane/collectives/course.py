@@ -11,7 +11,13 @@ import collections
 import itertools
 from collections.abc import Set
 
-from sidelane.collectives.pattern import LEAST_ALIKE, LONGEST, PATIENCE, Sources
+from sidelane.collectives.pattern import LEAST_ALIKE, LONGEST, PATIENCE, Source
+
+Inputs = tuple[Source, ...]
+"""Where a rank's inputs lie: one, or those of a list."""
+
+Sources = tuple[Inputs, ...]
+"""Of all ranks."""
 
 Names = frozenset[tuple[int, str]]
 """Owners and names of allocations."""

@@ -24,26 +24,28 @@ from typing import NamedTuple
 
 import torch
 
-from sidelane.collectives.arguments import Request
+from sidelane.collectives.asked import AnyRequest
 from sidelane.collectives.calls import Calls
 from sidelane.collectives.confirming import Confirming, source_buffer
-from sidelane.collectives.course import Course
+from sidelane.collectives.course import Course, Inputs, Sources
 from sidelane.collectives.knowledge import Knowledge
 from sidelane.collectives.lesson import Said, heard
+from sidelane.collectives.listed import ListRequest
 from sidelane.collectives.mappings import Mappings, Name
 from sidelane.collectives.offered import BUFFERS
-from sidelane.collectives.pattern import Guard, Sources, Turn
-from sidelane.collectives.plan import Agreement, AnyAgreement
+from sidelane.collectives.pattern import Guard, Source, Turn
+from sidelane.collectives.plan import AnyAgreement
 from sidelane.collectives.prepare import Prepared
 from sidelane.collectives.reaching import why_not_learnt
 from sidelane.collectives.repeat import Repeats
-from sidelane.collectives.telling import LessonAgain, Subject, Telling
+from sidelane.collectives.telling import LessonAgain, Subject, Telling, inputs_of, outputs_of
 from sidelane.errors import MismatchError, PeerError, PeerTimeoutError, UnavailableError
 from sidelane.memory.lessons import WINDOW, LessonBoard, frontier, window_of
 from sidelane.memory.ordinary import OrdinaryMemory
 from sidelane.native import Effect, Note
+from sidelane.program.batch import parts_of
 from sidelane.program.builders.confirmed import NOBODY
-from sidelane.program.collective import Buffer
+from sidelane.program.collective import Buffer, Collective
 
 READ_EVERY = 4
 """Lessons, in the first of which posts are read, and rank 0 judges. Compiled code reads once in a window."""
@@ -126,7 +128,7 @@ class Learning:
         confirming: Confirming,
         board: LessonBoard,
         memory: OrdinaryMemory,
-        suits: Callable[[Agreement], bool],
+        suits: Callable[[AnyAgreement], bool],
         is_pooled: Callable[[torch.Tensor], bool],
         repeats: Repeats | None,
     ) -> None:
@@ -138,7 +140,7 @@ class Learning:
         self._begun: list[Subject | None] = [None] * KEPT  # by number, modulo that, what lessons were of
         self._queue: collections.deque[tuple[int, Heard]] = collections.deque(maxlen=KEPT)
         self._knowledge = Knowledge(board.rank, self._mappings)
-        self._telling = Telling(memory, self._mappings, is_pooled)
+        self._telling = Telling(board.rank, memory, self._mappings, is_pooled)
         self._last_ahead = 0
         self._parsed: dict[bytes, Said] = {}
         self._heard: dict[tuple[bytes, ...], Heard] = {}
@@ -162,7 +164,7 @@ class Learning:
         text: str,
         call: int,
         key: Hashable,
-        asked: Callable[[], Request],
+        asked: Callable[[], AnyRequest],
         tensors: Sequence[torch.Tensor | None],
         aside: bool,
     ) -> Prepared | None:
@@ -199,10 +201,7 @@ class Learning:
         sources = period[subject.turn]
         subject.turn = (subject.turn + 1) % len(period)
         mine = sources[self._rank]
-        output = taught.output
-        hits = (mine is None or taught.input == mine) and output is not None
-        hits = hits and self._knowledge.reaches(self._rank, output or "")
-        if hits:
+        if taught.inputs == mine and self._reaches(self._rank, taught.outputs):
             known = self._hits.get(key)
             if known is not None and known.sources is sources:
                 return known.prepared
@@ -274,12 +273,11 @@ class Learning:
         """Find out whether the ranks learn from calls of a signature. Collective."""
         made = None
         if not why_not_learnt(agreement, self._suits):
-            assert isinstance(agreement, Agreement)
+            collective = agreement.collective
+            parts = tuple(part for part, _ in parts_of(collective))
             with contextlib.suppress(UnavailableError):  # on all ranks alike
-                self._confirming.make_room(agreement.collective)
-                chunks = agreement.collective.chunks()
-                senders = frozenset(c.src_rank for c in chunks if c.src_rank != c.dst_rank)
-                made = Subject(text, agreement.collective, text.rpartition("#")[2], senders, Course())
+                self._confirming.make_room(collective)
+                made = Subject(text, collective, parts, _digest(text), tuple(map(_senders, parts)), Course())
         self._subjects[text] = made
 
     # --- what all ranks know alike ------------------------------------------------------------------------------------
@@ -385,21 +383,25 @@ class Learning:
                 subject.course.drop(owner, name)
 
     def _sources(self, subject: Subject, said: tuple[Said, ...]) -> Sources | None:
-        """Where the inputs of all ranks lie; None if one of them offers nothing."""
-        buffer = source_buffer(subject.collective)
-        found: list[tuple[str, int] | None] = []
+        """Where the inputs of all ranks lie; None if one of them does not offer all of its tensors."""
+        found: list[Inputs] = []
         for rank, each in enumerate(said):
-            place = each.places[buffer] if rank in subject.senders else ""
-            if place is None or each.places[Buffer.OUTPUT] is None:
+            rows = zip(subject.parts, subject.senders, each.places, strict=False)
+            lacks = any(rank in senders and row[source_buffer(part)] is None for part, senders, row in rows)
+            if lacks or outputs_of(each.places) is None:
                 return None
-            found.append(place if isinstance(place, tuple) else None)
+            found.append(inputs_of(subject, each.places, rank))
         return tuple(found)
+
+    def _reaches(self, rank: int, outputs: Sequence[str] | None) -> bool:
+        """True if all ranks have mapped the outputs of a rank."""
+        return outputs is not None and all(self._knowledge.reaches(rank, name) for name in outputs)
 
     # --- calls that go ahead ------------------------------------------------------------------------------------------
 
     def _hear(
         self, subject: Subject, lesson: int, call: int, sources: Sources
-    ) -> tuple[frozenset[int], frozenset[int], dict[int, int]]:
+    ) -> tuple[frozenset[int], frozenset[int], dict[int, list[int]]]:
         """Wait for all posts: ranks whose inputs lie elsewhere, ranks that miss, where the outputs of others lie."""
         self._wait(call, lambda: not self._board.absent(lesson), lambda: self._board.absent(lesson))
         posts = self._board.posts(lesson)
@@ -410,38 +412,44 @@ class Learning:
                 text = f"call {call}: ranks made different calls: here {subject.text}; rank {rank}: #{each.call}"
                 self._calls.fail(PeerError(text, (rank,)))
                 raise MismatchError(text)
-        buffer = source_buffer(subject.collective)
         changed = frozenset(
-            rank for rank, each in enumerate(said) if sources[rank] is not None and each.places[buffer] != sources[rank]
+            rank for rank, each in enumerate(said) if inputs_of(subject, each.places, rank) != sources[rank]
         )
-        waiting, targets = set(changed), {}
-        for rank, each in enumerate(said):
-            place = each.places[Buffer.OUTPUT]
-            if place is None or not self._knowledge.reaches(rank, place[0] if place else ""):
-                waiting.add(rank)
-            elif isinstance(place, tuple) and rank not in changed and rank != self._rank:
-                targets[rank] = self._mappings.start((rank, place[0])) + place[1]
-        return changed, frozenset(waiting), targets
+        unheard = {rank for rank, each in enumerate(said) if not self._reaches(rank, outputs_of(each.places))}
+        targets = {
+            rank: [self._address(rank, row[Buffer.OUTPUT]) for row in each.places]
+            for rank, each in enumerate(said)
+            if rank not in changed and rank not in unheard and rank != self._rank
+        }
+        return changed, changed | unheard, targets
 
     def _make(
         self,
         subject: Subject,
         key: Hashable,
-        request: Request,
+        request: AnyRequest,
         sources: Sources,
         changed: frozenset[int],
         waiting: frozenset[int],
-        targets: dict[int, int],
+        targets: dict[int, list[int]],
     ) -> Prepared:
-        addresses: dict[tuple[int, str], int] = {}
-        buffer = source_buffer(subject.collective)
-        if self._rank in changed:
-            addresses.update({(rank, Buffer.OUTPUT): address for rank, address in targets.items()})
-        for rank, source in enumerate(sources):
-            if source is not None and rank != self._rank:
-                addresses[rank, buffer] = self._mappings.start((rank, source[0])) + source[1]
-        addresses.update({(self._rank, name): request.region(name).address for name in BUFFERS})
-        return self._confirming.prepare(key, subject.text, subject.collective, addresses, changed, waiting)
+        requests = request.parts if isinstance(request, ListRequest) else (request,)
+        rows: list[dict[tuple[int, str], int]] = []
+        for number, (part, asked) in enumerate(zip(subject.parts, requests, strict=True)):
+            found: dict[tuple[int, str], int] = {}
+            if self._rank in changed:
+                found.update({(rank, Buffer.OUTPUT): places[number] for rank, places in targets.items()})
+            for rank, inputs in enumerate(sources):
+                source = inputs[number]
+                if source is not None and rank != self._rank:
+                    found[rank, source_buffer(part)] = self._address(rank, source)
+            found.update({(self._rank, name): asked.region(name).address for name in BUFFERS})
+            rows.append(found)
+        return self._confirming.prepare(key, subject.text, subject.collective, rows, changed, waiting)
+
+    def _address(self, rank: int, place: Source | str) -> int:
+        """Where this rank reaches what another one has said; 0 for a tensor without bytes."""
+        return self._mappings.start((rank, place[0])) + place[1] if isinstance(place, tuple) else 0
 
     def _wait(self, call: int, done: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
         began, timeout_s = time.monotonic(), self._calls.config.timeout_s
@@ -458,6 +466,16 @@ class Learning:
                     self._control.abort(message, culprits, timed_out=True)
                     raise PeerTimeoutError(message, culprits)
                 time.sleep(0 if waited < 200e-6 else min(max(waited / 8, 20e-6), 5e-3))
+
+
+def _digest(text: str) -> str:
+    """What tells a signature from others."""
+    return text.rpartition("#")[2].partition(":")[0]
+
+
+def _senders(collective: Collective) -> frozenset[int]:
+    """Ranks whose inputs others read."""
+    return frozenset(chunk.src_rank for chunk in collective.chunks() if chunk.src_rank != chunk.dst_rank)
 
 
 def _weakly(method: Callable[[Subject, bytes], object]) -> Callable[[Subject, bytes], object]:

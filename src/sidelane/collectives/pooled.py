@@ -86,6 +86,11 @@ class PooledMemory:
         """True if there is nothing that peers could map."""
         return self._ordinary is None and not self._heap.pools
 
+    @property
+    def has_no_pools(self) -> bool:
+        """True if that is so for pools."""
+        return not self._heap.pools
+
     def holds(self, tensor: torch.Tensor) -> bool:
         """True for a tensor in a pool."""
         return self._heap.pool_at(tensor.data_ptr()) is not None

@@ -17,6 +17,7 @@ from sidelane.collectives.arguments import Request
 from sidelane.collectives.backend import Backend
 from sidelane.collectives.heap import Region, SymmetricHeap
 from sidelane.collectives.listed import ListRequest
+from sidelane.collectives.pieces import NO_PIECES, pieces_of
 from sidelane.collectives.plan import AUTO, MOST_PROGRAMS, Agreement, AnyAgreement, Plan, Planner
 from sidelane.collectives.reaching import as_mapped
 from sidelane.collectives.shaped import Seen, Shape, Shaped, places_of
@@ -196,7 +197,7 @@ class Preparer:
                 self._shaped[shape.key] = Shaped(program, addresses, places, *asked, choice)
         return prepared
 
-    def copies_mapped(self, agreement: Agreement) -> bool:
+    def copies_mapped(self, agreement: AnyAgreement) -> bool:
         """True if copy engines would move the bytes of a call whose tensors were mapped."""
         return self._planner.choice(as_mapped(agreement)).candidate.implementation == DMA
 
@@ -205,10 +206,17 @@ class Preparer:
         self._reserve(self._staging, max(program.staging_bytes), False)
 
     def bind(
-        self, program: Program, buffers: Mapping[tuple[int, str], int], signature: str, choice: Choice, key: Hashable
+        self,
+        program: Program,
+        buffers: Mapping[tuple[int, str], int],
+        signature: str,
+        choice: Choice,
+        key: Hashable,
+        *,
+        pieces: Mapping[tuple[int, str], Pieces] = NO_PIECES,
     ) -> Prepared:
         """Load a program with epochs at addresses of its caller's, who has made room for it. No collective."""
-        addresses = Addresses({**buffers, **_on_all_ranks(self._staging)}, self._flags.addresses)
+        addresses = Addresses({**buffers, **_on_all_ranks(self._staging)}, self._flags.addresses, pieces=pieces)
         prepared = Prepared(self._backend.executor.load(program, addresses), signature, False, choice)
         self._remember(key, prepared)
         return prepared
@@ -369,20 +377,15 @@ class Preparer:
         return {**buffers, **_on_all_ranks(staging, offset)}
 
     def _pieces(self, batch: Batch, request: ListRequest) -> dict[tuple[int, str], Pieces]:
-        found: dict[tuple[int, str], Pieces] = {}
-        for buffer in (Buffer.INPUT, Buffer.OUTPUT):
-            regions = [part.region(buffer) for part in request.parts]
-            reached = [self.reach(region, region.symmetric) for region in regions]
-            for rank in range(batch.world_size):
-                sizes = [part.buffer_bytes(rank, buffer) for part in batch.parts]
-                rows = [
-                    (start, nbytes, addresses[rank])
-                    for start, nbytes, addresses in zip(batch.starts(rank, buffer), sizes, reached, strict=True)
-                    if nbytes and rank in addresses
-                ]
-                starts, lengths, addresses = zip(*rows, strict=True) if rows else ((), (), ())
-                found[rank, buffer] = Pieces(starts, lengths, addresses)
-        return found
+        rows: list[dict[tuple[int, str], int]] = []
+        for part in request.parts:
+            row: dict[tuple[int, str], int] = {}
+            for buffer in (Buffer.INPUT, Buffer.OUTPUT):
+                region = part.region(buffer)
+                reached = self.reach(region, region.symmetric)
+                row.update({(rank, buffer): address for rank, address in reached.items()})
+            rows.append(row)
+        return pieces_of(batch, rows)
 
     def reach(self, region: Region, remote: bool) -> dict[int, int]:
         """Address of a region by rank: on all of them, or here only."""

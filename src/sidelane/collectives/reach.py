@@ -66,6 +66,7 @@ class Reach:
         calls: of the lane.
         memory: what the device allows.
         compared: tensors in pools, of which the ranks know where they lie.
+        captures_only: what lies in no pool is offered in calls that are captured, where hosts wait for each other.
 
     Attributes:
         drops: how often this rank has let go of what was mapped, or has heard of what cannot be: until then, the same
@@ -73,7 +74,10 @@ class Reach:
         dropped: told of what is let go of: rank, name, and what was mapped.
     """
 
-    def __init__(self, calls: Calls, memory: PooledMemory, compared: ComparedStorages) -> None:
+    def __init__(
+        self, calls: Calls, memory: PooledMemory, compared: ComparedStorages, *, captures_only: bool = False
+    ) -> None:
+        self._captures_only = captures_only
         self._calls, self._memory, self._compared = calls, memory, compared
         self._rank = calls.control.rank
         # What all ranks know alike: it changes only with calls that all of them have offered memory for.
@@ -100,7 +104,11 @@ class Reach:
         return self._memory.holds(tensor)
 
     def offer(
-        self, requests: Sequence[Request], tensors: Sequence[torch.Tensor | None], most_text: int
+        self,
+        requests: Sequence[Request],
+        tensors: Sequence[torch.Tensor | None],
+        most_text: int,
+        captured: bool,
     ) -> Offer | None:
         """What this rank can offer for a call; None if nothing, or if there is no use in it.
 
@@ -108,8 +116,10 @@ class Reach:
             requests: what it asks, for each tensor or pair of them.
             tensors: of the caller.
             most_text: characters; what takes more is staged.
+            captured: the call is.
         """
-        if self._memory.is_empty:
+        pools_only = self._captures_only and not captured
+        if self._memory.has_no_pools if pools_only else self._memory.is_empty:
             return None
         by_address = _by_address(tensors)
         found: list[Found | int | None] = []
@@ -123,6 +133,7 @@ class Reach:
                 in_pool = tensor is not None and not region.symmetric and self._memory.holds(tensor)
                 asks = not mixed or (in_pool and _matters(request, buffer))
                 in_pool = in_pool and asks
+                asks = asks and (in_pool or not pools_only or not region.nbytes)
                 place = self._place(region, by_address) if asks else None
                 found.append(place)
                 storages.append(by_address[region.address].untyped_storage() if in_pool else None)

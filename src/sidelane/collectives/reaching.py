@@ -7,6 +7,7 @@ whether addresses come again (``Communicator.last_choice`` says so of a call).
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, TypeVar
@@ -16,8 +17,9 @@ from sidelane.collectives.listed import ListAgreement
 from sidelane.collectives.plan import AUTO, Agreement, AnyAgreement
 from sidelane.config import LEARN
 from sidelane.memory.posts import MOST_TEXT_BYTES
+from sidelane.program.batch import parts_of
 from sidelane.program.builders.confirmed import can_be_confirmed
-from sidelane.program.collective import REDUCING, Chunk, Collective
+from sidelane.program.collective import REDUCING, Chunk, Kind
 from sidelane.sizes import format_bytes
 
 A = TypeVar("A", Agreement, ListAgreement, AnyAgreement)
@@ -53,7 +55,7 @@ class Way:
 
 
 def way_of(
-    agreement: AnyAgreement, setting: MapMemory, copies: Callable[[Agreement], bool], *, hosts_meet: bool
+    agreement: AnyAgreement, setting: MapMemory, copies: Callable[[AnyAgreement], bool], *, hosts_meet: bool
 ) -> Way:
     """How peers reach the ordinary tensors of a call that is not asynchronous.
 
@@ -67,17 +69,15 @@ def way_of(
         return Way(setting, STAGED, False, "the setting lets peers map nothing")
     if not any(chunk.src_rank != chunk.dst_rank for chunk in _chunks(agreement)):
         return Way(setting, STAGED, False, NOTHING_TRAVELS)
-    if setting == LEARN:
+    if setting == LEARN and not agreement.frozen:
         why = why_not_learnt(agreement, copies)
         if why:
             return Way(setting, STAGED, False, why)
         why = "once its addresses have come again, staged until then; no host waits while that is found out"
-        return Way(setting, MAPPED, True, why)
+        return Way(setting, MAPPED, True, why + _limit(agreement))
     if agreement.frozen:
         return Way(setting, MAPPED, False, "the ranks agree once, in the capture; replays use the same memory")
-    limit = ""
-    if isinstance(agreement, ListAgreement):
-        limit = f"; staged where the list's description takes more than {format_bytes(MOST_TEXT_BYTES)}"
+    limit = _limit(agreement)
     if hosts_meet:
         return Way(setting, MAPPED, False, f"what is offered in each call, for which ranks meet anyway{limit}")
     why = why_not_ahead(agreement)
@@ -92,36 +92,25 @@ def way_of(
 
 def why_not_ahead(agreement: AnyAgreement) -> str:
     """Why no such call goes ahead, wherever its tensors lie; empty for one that may."""
-    collective = agreement.collective
-    if not isinstance(collective, Collective):
+    if isinstance(agreement, ListAgreement):
         return "calls with lists do not go ahead"
-    if agreement.frozen:
-        return "what is captured does not go ahead"
-    if agreement.variant not in VARIANTS:
-        return f"variant {agreement.variant} does not go ahead, {' and '.join(VARIANTS)} do"
-    if collective.kind in REDUCING:
-        return "reductions do not go ahead: what was added to a result cannot be taken back"
-    if not any(chunk.src_rank != chunk.dst_rank for chunk in collective.chunks()):
-        return NOTHING_TRAVELS
-    if not can_be_confirmed(collective):
-        return f"{collective.kind} in place overwrites what peers still read, and does not go ahead"
-    return ""
+    return _why_never(agreement)
 
 
-def why_not_learnt(agreement: AnyAgreement, copies: Callable[[Agreement], bool]) -> str:
+def why_not_learnt(agreement: AnyAgreement, copies: Callable[[AnyAgreement], bool]) -> str:
     """Why ranks do not learn from such calls with ``map_memory="learn"``, so that they are staged; empty if they do.
 
     Args:
         agreement: the call.
         copies: whether copy engines would move the bytes of one whose tensors were mapped.
     """
-    why = why_not_ahead(agreement)
+    why = _why_never(agreement)
     if why:
         return why
-    assert isinstance(agreement, Agreement)
-    if agreement.input_place is not None or agreement.output_place is not None:
+    parts = agreement.parts if isinstance(agreement, ListAgreement) else (agreement,)
+    if any(part.input_place is not None or part.output_place is not None for part in parts):
         return "a tensor of it is symmetric"
-    most = _most_bytes(agreement.collective)
+    most = _most_bytes(agreement)
     if most < LEAST_BYTES:
         return (
             f"{format_bytes(most)} from rank to rank, less than {format_bytes(LEAST_BYTES)}: kernels move so little as "
@@ -142,9 +131,35 @@ def as_mapped(agreement: A) -> A:
     return dataclasses.replace(agreement, **there)
 
 
-def _most_bytes(collective: Collective) -> int:
+def _why_never(agreement: AnyAgreement) -> str:
+    """Why a call waits for nobody neither once its addresses are known; empty for one that may go ahead then."""
+    if agreement.frozen:
+        return "what is captured does not go ahead"
+    if agreement.variant not in VARIANTS:
+        return f"variant {agreement.variant} does not go ahead, {' and '.join(VARIANTS)} do"
+    parts = [part for part, _ in parts_of(agreement.collective)]
+    if any(part.kind in REDUCING for part in parts):
+        return "reductions do not go ahead: what was added to a result cannot be taken back"
+    if not any(chunk.src_rank != chunk.dst_rank for chunk in _chunks(agreement)):
+        return NOTHING_TRAVELS
+    if not can_be_confirmed(agreement.collective):
+        return f"{Kind.ALL_TO_ALL} in place overwrites what peers still read, and does not go ahead"
+    return ""
+
+
+def _limit(agreement: AnyAgreement) -> str:
+    if not isinstance(agreement, ListAgreement):
+        return ""
+    return f"; staged where the list's description takes more than {format_bytes(MOST_TEXT_BYTES)}"
+
+
+def _most_bytes(agreement: AnyAgreement) -> int:
     """That go from one rank to another."""
-    return max(chunk.nbytes for chunk in collective.chunks() if chunk.src_rank != chunk.dst_rank)
+    nbytes: collections.Counter[tuple[int, int]] = collections.Counter()
+    for chunk in _chunks(agreement):
+        if chunk.src_rank != chunk.dst_rank:
+            nbytes[chunk.src_rank, chunk.dst_rank] += chunk.nbytes
+    return max(nbytes.values())
 
 
 def _chunks(agreement: AnyAgreement) -> Iterator[Chunk]:

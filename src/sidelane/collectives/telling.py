@@ -8,16 +8,18 @@ from typing import NamedTuple
 
 import torch
 
-from sidelane.collectives.arguments import Request
+from sidelane.collectives.asked import AnyRequest
 from sidelane.collectives.confirming import source_buffer
-from sidelane.collectives.course import Course
+from sidelane.collectives.course import Course, Inputs, Sources
 from sidelane.collectives.heap import Region
-from sidelane.collectives.lesson import MOST_SAID, Said, text_of
+from sidelane.collectives.lesson import MOST_SAID, Places, Said, text_of
+from sidelane.collectives.listed import ListRequest
 from sidelane.collectives.mappings import Mappings
 from sidelane.collectives.offered import BUFFERS, Found
-from sidelane.collectives.pattern import Guard, Sources, Turn
+from sidelane.collectives.pattern import Guard, Source, Turn
 from sidelane.memory.ordinary import Allocation, OrdinaryMemory, Standing
 from sidelane.native import Note
+from sidelane.program.batch import Batch
 from sidelane.program.collective import Buffer, Collective
 
 LOOKS = 4
@@ -37,8 +39,9 @@ class Subject:
     Attributes:
         text: the signature.
         collective: what they do.
+        parts: of a list, each of its collectives; else that one.
         call: what stands in posts for the text.
-        senders: ranks whose inputs others read.
+        senders: of each part, ranks whose inputs others read.
         course: what comes again.
         now: the period by which the next call goes ahead; None if it is staged, False if there is no use in learning
             from it any more. It changes with the first lesson of a window only.
@@ -46,9 +49,10 @@ class Subject:
     """
 
     text: str
-    collective: Collective
+    collective: Collective | Batch
+    parts: tuple[Collective, ...]
     call: str
-    senders: frozenset[int]
+    senders: tuple[frozenset[int], ...]
     course: Course
     now: tuple[Sources, ...] | bool | None = None
     turn: int = 0
@@ -60,14 +64,14 @@ class Taught(NamedTuple):
     Attributes:
         allocations: in which they lie.
         post: what was said.
-        input: where the input lies; None where this rank sends nothing.
-        output: name of its output's allocation; "" without.
+        inputs: where the inputs lie; None for one that others do not read, or that is not offered.
+        outputs: names of the outputs' allocations, once each; None if one is not offered.
     """
 
     allocations: tuple[Allocation, ...]
     post: bytes
-    input: tuple[str, int] | None
-    output: str | None
+    inputs: Inputs
+    outputs: tuple[str, ...] | None
 
 
 class LessonAgain(NamedTuple):
@@ -90,6 +94,7 @@ class Telling:
     """Of one rank.
 
     Args:
+        rank: of this process.
         memory: ordinary memory of the device.
         mappings: of what others offer.
         is_pooled: whether a tensor lies in a pool, which is no ordinary memory.
@@ -98,7 +103,10 @@ class Telling:
         has_news: there is something to say besides where tensors lie.
     """
 
-    def __init__(self, memory: OrdinaryMemory, mappings: Mappings, is_pooled: Callable[[torch.Tensor], bool]) -> None:
+    def __init__(
+        self, rank: int, memory: OrdinaryMemory, mappings: Mappings, is_pooled: Callable[[torch.Tensor], bool]
+    ) -> None:
+        self._rank = rank
         self._memory, self._mappings, self._is_pooled = memory, mappings, is_pooled
         self.has_news = False
         self._looked = 0  # in which lesson
@@ -113,7 +121,7 @@ class Telling:
         subject: Subject,
         lesson: int,
         key: Hashable,
-        asked: Callable[[], Request],
+        asked: Callable[[], AnyRequest],
         tensors: Sequence[torch.Tensor | None],
         aside: bool,
     ) -> Taught:
@@ -170,7 +178,7 @@ class Telling:
     def _teach(
         self,
         subject: Subject,
-        found: dict[Buffer, Found | int | None],
+        found: Sequence[dict[Buffer, Found | int | None]],
         gone: Sequence[str],
         failed: Sequence[tuple[int, str, str]],
         pending: bool,
@@ -178,19 +186,21 @@ class Telling:
     ) -> Taught:
         # Places that were said, not those that were found: that may have been too much to say.
         post, places = text_of(subject.call, found, gone, failed, pending, aside)
-        input, output = places[source_buffer(subject.collective)], places[Buffer.OUTPUT]
-        allocations = {place.allocation.name: place.allocation for place in found.values() if isinstance(place, Found)}
-        return Taught(
-            tuple(allocations.values()),
-            post,
-            input if isinstance(input, tuple) else None,
-            output[0] if isinstance(output, tuple) else output,
-        )
+        allocations = {
+            place.allocation.name: place.allocation
+            for row in found
+            for place in row.values()
+            if isinstance(place, Found)
+        }
+        return Taught(tuple(allocations.values()), post, inputs_of(subject, places, self._rank), outputs_of(places))
 
-    def _found(self, request: Request, tensors: Sequence[torch.Tensor | None]) -> dict[Buffer, Found | int | None]:
+    def _found(
+        self, request: AnyRequest, tensors: Sequence[torch.Tensor | None]
+    ) -> list[dict[Buffer, Found | int | None]]:
         given = [tensor for tensor in tensors if tensor is not None and tensor.nbytes]
         by_address = {tensor.data_ptr(): tensor for tensor in sorted(given, key=lambda tensor: tensor.nbytes)}
-        return {buffer: self._place(request.region(buffer), by_address) for buffer in BUFFERS}
+        parts = request.parts if isinstance(request, ListRequest) else (request,)
+        return [{buffer: self._place(part.region(buffer), by_address) for buffer in BUFFERS} for part in parts]
 
     def _place(self, region: Region, by_address: dict[int, torch.Tensor]) -> Found | int | None:
         if not region.nbytes:
@@ -219,3 +229,22 @@ class Telling:
             oldest = next(iter(self._held))
             self._gone.append(oldest)
             del self._held[oldest]
+
+
+def inputs_of(subject: Subject, places: Sequence[Places], rank: int) -> Inputs:
+    """Where the inputs of a rank lie, by what it has said; None for one that others do not read."""
+    if not places:
+        return (None,) * len(subject.parts)
+    found: list[Source] = []
+    for part, senders, row in zip(subject.parts, subject.senders, places, strict=True):
+        place = row[source_buffer(part)] if rank in senders else None
+        found.append(place if isinstance(place, tuple) else None)
+    return tuple(found)
+
+
+def outputs_of(places: Sequence[Places]) -> tuple[str, ...] | None:
+    """The allocations of a rank's outputs, by what it has said; None if one of them is not offered."""
+    found = [row[Buffer.OUTPUT] for row in places]
+    if not found or None in found:
+        return None
+    return tuple(dict.fromkeys(place[0] for place in found if isinstance(place, tuple)))

@@ -80,9 +80,9 @@ class SharedTensors:
 
     def map(self, handle: str, name: str) -> MappedFile:
         with _mapping:
-            found = _mapped.get(handle + name)
+            found = mapped.get(handle + name)
             if found is None:
-                found = _mapped[handle + name] = self._map(handle, name)
+                found = mapped[handle + name] = self._map(handle, name)
             return found
 
     def _map(self, handle: str, name: str) -> MappedFile:
@@ -140,7 +140,7 @@ def _name_of(status: os.stat_result) -> str:
     return f"{status.st_dev:x}:{status.st_ino}"
 
 
-_mapped: weakref.WeakValueDictionary[str, MappedFile] = weakref.WeakValueDictionary()
+mapped: weakref.WeakValueDictionary[str, MappedFile] = weakref.WeakValueDictionary()
 """What this process has mapped, for all lanes."""
 
 _mapping = threading.Lock()

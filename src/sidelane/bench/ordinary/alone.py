@@ -16,6 +16,10 @@ from sidelane.collectives.pattern import LEAST_ALIKE
 LEARNING_CALLS = {MAPPED: LEAST_ALIKE + 5, LEARNED: 96}
 """On the same tensors before anything is timed: from the fifth on, or the 65th, calls that can go ahead do."""
 
+TOGETHER_EVERY = 4
+"""Of these, behind which hosts wait for their devices. Hosts that are 16 calls apart learn nothing
+(docs/internals/reach.md), and then most of the rounds would time calls that are staged."""
+
 
 def measure_alone(
     meter: Meter, ways: Mapping[str, Way], case: Case, *, warmup: int, repeats: int, seeds: Iterator[int]
@@ -86,8 +90,10 @@ def ready(meter: Meter, way: Way, prepared: Prepared, seed: int) -> Problem | No
     """
 
     def learn() -> None:
-        for _ in range(LEARNING_CALLS.get(way.reach, 1)):
+        for number in range(LEARNING_CALLS.get(way.reach, 1)):
             prepared.run()
+            if number % TOGETHER_EVERY == 0:
+                meter.finish(prepared.label)
 
     problem = check_once(meter, prepared, seed, runs=1) or attempt(meter, prepared.label, learn)
     if problem is None:

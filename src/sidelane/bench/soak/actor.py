@@ -40,6 +40,7 @@ from sidelane.bench.soak.steps import (
     Step,
     Stream,
 )
+from sidelane.bench.soak.storm.described import MODES
 from sidelane.bench.soak.tally import Tally
 from sidelane.bench.soak.values import Values
 from sidelane.collectives import Communicator, Session
@@ -158,7 +159,14 @@ class Actor:
         if group is None:
             return
         episode = self.episode
-        config = Config(timeout_s=episode.timeout_s, debug=episode.debug, verify=episode.verify, profile="builtin")
+        mapped = episode.setting.map_memory
+        config = Config(
+            timeout_s=episode.timeout_s,
+            debug=episode.debug,
+            verify=episode.verify,
+            profile="builtin",
+            map_memory=None if mapped is None else MODES[mapped],
+        )
         session = self.first.lane.session if step.is_lane else self._session if not step.comm else None
         if session is None:
             communicator = Communicator(group, device=self.seat.device, config=config)

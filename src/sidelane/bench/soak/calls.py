@@ -35,11 +35,13 @@ class Caller:
         self.communicator, self.memory, self.judge, self.tally = communicator, memory, judge, tally
         self.rank, self.world_size = communicator.rank, communicator.world_size
 
-    def once(self, call: Call, key: int) -> None:
-        """Make a call and check it."""
-        bound = self.memory.bind(call)
+    def once(self, call: Call, key: int, bound: Sequence[Bound] | None = None, *, asynchronous: bool = False) -> None:
+        """Make a call and check it. ``bound``: on these tensors; None: on those that are its own."""
+        bound = self.memory.bind(call) if bound is None else bound
         self.memory.fill(call, key, bound)
-        self.start(call, bound)
+        work = self.start(call, bound, asynchronous=asynchronous)
+        if work is not None:
+            work.wait()
         self.check(call, key, bound)
         self.count(call.label)
 

@@ -6,6 +6,7 @@ import dataclasses
 import random
 
 from sidelane.bench.soak.endings import ENDINGS, GOOD, ON_CPUS_ONLY, SLACK_S, START_S
+from sidelane.bench.soak.storm.described import Storm
 
 CPU = "cpu"
 SIZES = {1: 5, 2: 53, 3: 17, 4: 10, 5: 4, 6: 4, 7: 3, 8: 4}
@@ -29,11 +30,13 @@ class Setting:
         device_type: of the ranks' tensors.
         world_sizes: that may be drawn.
         calls: of an episode of two ranks.
+        map_memory: of the communicators, one of ``storm.described.MODES``; None: what they have by themselves.
     """
 
     device_type: str = CPU
     world_sizes: tuple[int, ...] = tuple(SIZES)
     calls: int = CALLS
+    map_memory: str | None = None
 
     @property
     def on_cpu(self) -> bool:
@@ -57,6 +60,7 @@ class Episode:
         lanes: threads of each rank with a communicator each; 0: the main thread does it all.
         debug, verify: settings of its communicators.
         timeout_s: likewise.
+        storm: what is done instead of all that.
     """
 
     seed: int
@@ -72,11 +76,19 @@ class Episode:
     debug: bool
     verify: bool
     timeout_s: float
+    storm: Storm | None = None
 
     @property
     def patience_s(self) -> float:
         """Seconds without a word of any rank after which something hangs."""
         return START_S + 2 * SLACK_S + 2 * self.timeout_s
+
+    @staticmethod
+    def of_storm(storm: Storm, seed: int, number: int, setting: Setting) -> Episode:
+        """One that is a storm among all ranks of the setting's only world."""
+        (n,) = setting.world_sizes
+        everyone = (tuple(range(n)),)
+        return Episode(seed, number, setting, n, storm.steps, GOOD, 0, None, everyone, 0, False, True, 60.0, storm)
 
     @staticmethod
     def draw(seed: int, number: int, setting: Setting) -> Episode:

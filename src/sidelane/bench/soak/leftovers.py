@@ -16,6 +16,7 @@ def of_this_process() -> list[str]:
     """The library's threads and shared memory in this process, whose communicators are all closed."""
     threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("sidelane")]
     left = [f"thread {name}" for name in threads if not name.startswith(OWN_THREADS)]
+    left += ["memory of another rank that is still mapped"] * opened()
     with contextlib.suppress(OSError):
         lines = Path("/proc/self/maps").read_text().splitlines()
         left += [f"mapping {line}" for line in lines if "memfd:sidelane" in line]
@@ -25,6 +26,14 @@ def of_this_process() -> list[str]:
                 if "memfd:sidelane" in (target := os.readlink(f"/proc/self/fd/{entry}")):
                     left.append(f"descriptor {entry}: {target}")
     return left
+
+
+def opened() -> int:
+    """Allocations of other ranks that this process has mapped."""
+    from sidelane.execute.cuda import exported
+    from sidelane.memory import shared_tensors
+
+    return len(exported.opened) + len(shared_tensors.mapped)
 
 
 def of_sessions(sessions: Collection[int]) -> list[str]:

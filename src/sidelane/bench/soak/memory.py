@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -43,14 +44,22 @@ class Memory:
         communicator: whose.
         nbytes: of the first block of symmetric memory, and of the ordinary memory.
         values: what goes in and must come out.
+        fresh: makes bytes (uint8, 1-d) for tensors in memory of their own; None: of torch's allocator.
     """
 
-    def __init__(self, communicator: Communicator, nbytes: int, values: Values) -> None:
+    def __init__(
+        self,
+        communicator: Communicator,
+        nbytes: int,
+        values: Values,
+        fresh: Callable[[int], torch.Tensor] | None = None,
+    ) -> None:
         self._communicator, self._values = communicator, values
+        self._fresh = self._empty if fresh is None else fresh
         self.rank, self.world_size = communicator.rank, communicator.world_size
         self._device = communicator.device
         self.blocks = [communicator.empty(nbytes, dtype=torch.uint8)]
-        self._ordinary = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        self._ordinary = self._empty(nbytes)
         self._guard = torch.full((GUARD_BYTES,), POISON, dtype=torch.uint8, device=self._device)
         self._pieces: collections.deque[torch.Tensor] = collections.deque()
         self._bound: dict[int, tuple[Bound, ...]] = {}
@@ -71,14 +80,18 @@ class Memory:
         """The tensors of a call: the same ones every time, but for those in memory of their own."""
         bound = self._bound.get(call.number)
         if bound is None:
-            bound = tuple(map(self._bind, call.parts))
+            bound = self.bind_anew(call)
             if not any(spot.offset == FRESH for spot in call.spots):
                 if len(self._bound) >= MOST_BOUND:
                     del self._bound[next(iter(self._bound))]
                 self._bound[call.number] = bound
         return bound
 
-    def fill(self, call: Call, key: int, bound: tuple[Bound, ...]) -> None:
+    def bind_anew(self, call: Call) -> tuple[Bound, ...]:
+        """Other tensors of a call, where they lie in memory of their own."""
+        return tuple(map(self._bind, call.parts))
+
+    def fill(self, call: Call, key: int, bound: Sequence[Bound]) -> None:
         """Poison what the call writes, then write the inputs, which may lie in it."""
         for number, (part, each) in enumerate(zip(call.parts, bound, strict=True)):
             if each.guarded is not None:
@@ -136,12 +149,17 @@ class Memory:
     def _place(self, spot: Spot, nbytes: int) -> torch.Tensor:
         """Bytes with guards in front and behind."""
         if spot.offset == FRESH:
-            return torch.empty(nbytes + 2 * GUARD_BYTES, dtype=torch.uint8, device=self._device)
+            return self._fresh(nbytes + 2 * GUARD_BYTES)
         if spot.symmetric >> self.rank & 1:
             memory, begin = self.blocks[spot.block], spot.offset
         else:
             memory, begin = self._ordinary, spot.offset + spot.skew * self.rank
         return memory[begin - GUARD_BYTES : begin + nbytes + GUARD_BYTES]
+
+    def _empty(self, nbytes: int) -> torch.Tensor:
+        made = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        # Between CPU ranks, memory that peers can reach where the setting lets them.
+        return made.share_memory_() if self._communicator.config.map_memory and not made.is_cuda else made
 
 
 def _item_bytes(part: Part) -> int:

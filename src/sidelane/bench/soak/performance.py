@@ -22,6 +22,7 @@ from sidelane.bench.soak.finale import Finale, RaisedError
 from sidelane.bench.soak.plan import Plan
 from sidelane.bench.soak.seat import Outcome, Seat
 from sidelane.bench.soak.steps import Step
+from sidelane.bench.soak.storm.play import play
 from sidelane.bench.soak.tally import Tally
 from sidelane.bench.soak.turns import Turns
 
@@ -39,7 +40,9 @@ def perform(episode: Episode, seat: Seat) -> Outcome:
     groups = _groups_of(episode)
     tally, told = Tally(), None
     try:
-        if episode.lanes:
+        if episode.storm is not None:
+            play(episode.storm, episode.seed, episode.timeout_s, seat, tally)
+        elif episode.lanes:
             _lanes(episode, seat, groups, tally)
         else:
             told = _alone(episode, seat, groups, tally)

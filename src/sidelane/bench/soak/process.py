@@ -24,6 +24,9 @@ from sidelane.bench.soak.episode import Episode
 from sidelane.bench.soak.performance import perform
 from sidelane.bench.soak.seat import SHOWS_S, Seat
 
+EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC": "1"}
+"""What has torch's allocator make expandable segments that peers can map."""
+
 
 def rank_main(rank: int, episode: Episode, port: int, folder: str, line: connection.Connection) -> None:
     """What a process does.
@@ -41,6 +44,8 @@ def rank_main(rank: int, episode: Episode, port: int, folder: str, line: connect
         os.dup2(errors, descriptor)
     os.close(errors)
     os.environ["TMPDIR"], tempfile.tempdir = str(Path(folder) / "tmp"), None
+    if episode.storm is not None and episode.storm.expandable:
+        os.environ.update(EXPANDABLE)  # before torch looks, at its first allocation
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -44,6 +44,7 @@ class SoakOptions:
         minutes: end behind the episode that begins last within them; None: no matter how long.
         seed: of everything that is random.
         episode: run this one alone; None runs all from the first on.
+        map_memory: of the communicators: ``off``, ``learn``, ``always``; None: what they have by themselves.
         episode_calls: of an episode of two ranks (more ranks of a CPU make fewer); None: what suits the device.
         json: file for the summary, or ``written.STDOUT``; None writes none.
         resume: go on behind what the file holds.
@@ -57,6 +58,7 @@ class SoakOptions:
     minutes: float | None = None
     seed: int = 0
     episode: int | None = None
+    map_memory: str | None = None
     episode_calls: int | None = None
     json: Path | None = None
     resume: bool = False
@@ -70,6 +72,10 @@ class SoakOptions:
             )
         if self.resume and self.json in (None, STDOUT):
             raise ValueError("soak: --resume goes on with a file (allowed=with --json FILE)")
+        if self.resume and self.map_memory is not None:
+            raise ValueError(
+                "soak: --resume goes on with what communicators do by themselves (allowed=no --map-memory)"
+            )
         for name in ("ranks", "calls", "minutes", "episode_calls"):
             value = getattr(self, name)
             if value is not None and value <= 0:
@@ -118,7 +124,7 @@ class Campaign:
         self._options, self._place = options, place
         sizes = tuple(SIZES) if place.on_cpu and options.ranks is None else (place.world_size,)
         calls = options.episode_calls or (CALLS if place.on_cpu else ON_GPUS)
-        self._setting = Setting(CPU if place.on_cpu else place.device_type, sizes, calls)
+        self._setting = Setting(CPU if place.on_cpu else place.device_type, sizes, calls, options.map_memory)
         self._kinds: dict[tuple[str, int], SoakRow] = {}
         self._notes: list[SoakRow] = []
         self.failed = self.heard = 0
@@ -231,7 +237,8 @@ class Campaign:
 
 def _tell(row: SoakRow, options: SoakOptions, console: rich.console.Console) -> None:
     """What was not as it must be, in full, and how to see it again."""
-    more = [f"--{name} {value}" for name, value in (("ranks", options.ranks), ("device", options.device)) if value]
+    asked = ("ranks", options.ranks), ("device", options.device), ("map-memory", options.map_memory)
+    more = [f"--{name} {value}" for name, value in asked if value]
     more += [f"--episode-calls {options.episode_calls}"] * bool(options.episode_calls)
     where = "" if row.rank is None else f", rank {row.rank}"
     console.print(f"\nepisode {row.episode}{where}:\n{row.note}", markup=False, highlight=False)

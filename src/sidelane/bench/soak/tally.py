@@ -19,6 +19,7 @@ class Tally:
         compared_bytes: by this rank.
         wrong: comparisons that found wrong bytes.
         errors: everything else that was not as it must be.
+        noted: what else a storm has counted, by name; of all ranks.
         texts: the first of both, in words.
     """
 
@@ -28,6 +29,7 @@ class Tally:
     compared_bytes: int = 0
     wrong: int = 0
     errors: int = 0
+    noted: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     texts: list[str] = dataclasses.field(default_factory=list)
 
     def fail(self, text: str) -> None:
@@ -48,6 +50,7 @@ class Tally:
         self.compared_bytes += other.compared_bytes
         self.wrong += other.wrong
         self.errors += other.errors
+        self.noted.update(other.noted)
         for text in other.texts:
             self.tell(text)
 

@@ -43,6 +43,7 @@ class Verdict:
         leftovers: what it left behind.
         failures: (rank, text) of everything that was not as it must be; no rank where it is nobody's.
         seconds: that it took.
+        by_rank: what each rank counted that has said so.
     """
 
     episode: Episode
@@ -50,6 +51,7 @@ class Verdict:
     leftovers: int = 0
     failures: list[tuple[int | None, str]] = dataclasses.field(default_factory=list)
     seconds: float = 0.0
+    by_rank: dict[int, Tally] = dataclasses.field(default_factory=dict)
 
 
 def run_episode(episode: Episode, heard: Callable[[int], None] = lambda calls: None) -> Verdict:
@@ -167,6 +169,7 @@ class _World:
             outcome = self._outcomes.get(rank)
             allowed = ending.exit_codes if is_culprit else (0,)
             if outcome is not None:
+                verdict.by_rank[rank] = outcome.tally
                 verdict.tally.add(dataclasses.replace(outcome.tally, texts=[]))
                 verdict.failures += [(rank, text) for text in outcome.tally.texts]
                 verdict.failures += [(rank, f"left in the process: {text}") for text in outcome.leftovers[:5]]

@@ -72,7 +72,7 @@ class ExportedMemory:
 
     def map(self, handle: str, name: str) -> OpenedAllocation | OpenedSpan:
         with _opening:
-            found = _opened.get((self._driver.index, handle, name))
+            found = opened.get((self._driver.index, handle, name))
             if found is None:
                 try:
                     if handle.startswith(PREFIX):
@@ -81,7 +81,7 @@ class ExportedMemory:
                         found = OpenedAllocation(self._driver, self._driver.open_exported(bytes.fromhex(handle)))
                 except DriverError as error:
                     raise UnavailableError(f"allocation {name} cannot be mapped: {error}") from error
-                _opened[self._driver.index, handle, name] = found
+                opened[self._driver.index, handle, name] = found
             return found
 
     def _export(self, address: int) -> Allocation | None:
@@ -110,9 +110,7 @@ def _close(driver: Driver, start: int) -> None:
         pass
 
 
-_opened: weakref.WeakValueDictionary[tuple[int, str, str], OpenedAllocation | OpenedSpan] = (
-    weakref.WeakValueDictionary()
-)
+opened: weakref.WeakValueDictionary[tuple[int, str, str], OpenedAllocation | OpenedSpan] = weakref.WeakValueDictionary()
 """What this process has mapped, for all lanes, by device, handle and name."""
 
 _opening = threading.Lock()

@@ -14,6 +14,8 @@ bytes over what they have read, where each of them offers its output for this ca
 
 A reader that waits for its peers' posts anyway knows whose bytes lie elsewhere: it takes them from their staging.
 
+Of a batch, a rank hits with all of its tensors or misses with all of them: one entry, one exit and one confirmation.
+
 Every rank runs a program of its own: who waits for nobody does not know what the others do. What it runs is the same
 in all programs of a collective, which ``verify`` proves for every set of ranks that is looked at.
 """
@@ -21,8 +23,10 @@ in all programs of a collective, which ``verify`` proves for every set of ranks 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Set
+from collections.abc import Callable, Set
+from typing import NamedTuple
 
+from sidelane.program.batch import Batch, lay_out, parts_of
 from sidelane.program.builders.beside import beside
 from sidelane.program.builders.flags import CONFIRMATIONS, FlagPlan
 from sidelane.program.builders.moving import rotation
@@ -34,16 +38,24 @@ CONFIRMED = "confirmed"
 NOBODY: frozenset[int] = frozenset()
 
 
-def can_be_confirmed(collective: Collective) -> bool:
+class _Move(NamedTuple):
+    """One chunk of one part: where it goes and where it lies, as the program has it; and where in staging."""
+
+    to: Span
+    source: Span
+    staged_at: int
+
+
+def can_be_confirmed(definition: Collective | Batch) -> bool:
     """True where ranks can pull from each other: in place an all_to_all would overwrite what is still to be read."""
-    in_turn = collective.in_place and collective.kind is Kind.ALL_TO_ALL
-    return (
-        collective.kind not in REDUCING and not in_turn and any(c.src_rank != c.dst_rank for c in collective.chunks())
-    )
+    parts = [part for part, _ in parts_of(definition)]
+    in_turn = any(part.in_place and part.kind is Kind.ALL_TO_ALL for part in parts)
+    reduces = any(part.kind in REDUCING for part in parts)
+    return not (reduces or in_turn) and any(c.src_rank != c.dst_rank for part in parts for c in part.chunks())
 
 
 def confirmed(
-    collective: Collective, changed: Set[int] = NOBODY, waiting: Set[int] = NOBODY, *, elsewhere: bool = False
+    collective: Collective | Batch, changed: Set[int] = NOBODY, waiting: Set[int] = NOBODY, *, elsewhere: bool = False
 ) -> Program:
     """Build the program of a call.
 
@@ -58,51 +70,64 @@ def confirmed(
         raise ValueError(f"confirmed: {collective}, changed={sorted(changed)}, waiting={sorted(waiting)}")
     n = collective.world_size
     flags = FlagPlan(n, phases=1)
-    chunks = {(chunk.src_rank, chunk.dst_rank): chunk for chunk in collective.chunks()}
-    room = [collective.input_bytes(rank) for rank in range(n)]
+    moves, room = _moves(collective)
 
-    def place(chunk: Chunk) -> Span:
-        if chunk.src_rank not in changed or (chunk.dst_rank not in waiting and not elsewhere):
-            return collective.input_span(chunk.src_rank, chunk.src_offset, chunk.nbytes)
-        old = 0 if chunk.dst_rank in waiting else room[chunk.src_rank]
-        return Span(chunk.src_rank, Buffer.STAGING, old + chunk.src_offset, chunk.nbytes)
+    def pulled(move: _Move) -> Copy:
+        owner, reader = move.source.rank, move.to.rank
+        if owner not in changed or (reader not in waiting and not elsewhere):
+            return Copy(move.to, move.source)
+        old = 0 if reader in waiting else room[owner]
+        return Copy(move.to, Span(owner, Buffer.STAGING, old + move.staged_at, move.to.nbytes))
 
     queues: list[Queue] = []
     for rank in range(n):
-        readers = [peer for peer in rotation(rank, n) if (rank, peer) in chunks]
-        owners = [peer for peer in rotation(rank, n) if (peer, rank) in chunks]
+        readers = [peer for peer in rotation(rank, n) if (rank, peer) in moves]
+        owners = [peer for peer in rotation(rank, n) if (peer, rank) in moves]
         late = [peer for peer in readers if rank in changed and peer not in waiting]
-        staged = [chunks[rank, peer] for peer in readers if rank in changed and peer in waiting]
-        commands: list[Command] = [Copy(dst, src) for dst, src in dict.fromkeys(_staged(collective, c) for c in staged)]
+        staged = [
+            _staged(move) for peer in readers if rank in changed and peer in waiting for move in moves[rank, peer]
+        ]
+        commands: list[Command] = list(dict.fromkeys(staged))
         commands += [flags.signal_entry(partner=rank, mover=peer) for peer in readers]
         commands += [_confirms(rank, peer) for peer in readers if peer not in late]
         commands += [flags.wait_entry(partner=peer, mover=rank) for peer in owners]
-        commands += [Copy(_output(collective, chunks[peer, rank]), place(chunks[peer, rank])) for peer in owners]
+        commands += [pulled(move) for peer in owners for move in moves[peer, rank]]
         commands += [flags.signal_exit(partner=peer, mover=rank) for peer in owners]
         commands += [flags.wait_exit(partner=rank, mover=peer) for peer in readers]
-        pushed = [chunks[rank, peer] for peer in late]
-        commands += [Copy(_output(collective, c), collective.input_span(rank, c.src_offset, c.nbytes)) for c in pushed]
+        commands += [Copy(move.to, move.source) for peer in late for move in moves[rank, peer]]
         commands += [_confirms(rank, peer) for peer in late]
         commands += [Wait(flags.confirmed(owner=peer, reader=rank), EPOCH) for peer in owners]
         if commands:
             queues.append(Queue(rank, Engine(EngineKind.DMA), tuple(commands)))
-        own = chunks.get((rank, rank))
-        if own is not None:
-            dst, src = _output(collective, own), collective.input_span(rank, own.src_offset, own.nbytes)
-            if dst != src:
-                queues.append(Queue(rank, Engine(EngineKind.LOCAL), (Copy(dst, src),)))
+        own = tuple(Copy(move.to, move.source) for move in moves.get((rank, rank), ()) if move.to != move.source)
+        if own:
+            queues.append(Queue(rank, Engine(EngineKind.LOCAL), own))
     staging = tuple(size * (1 + elsewhere) for size in room)
     program = beside(Program(collective, CONFIRMED, tuple(queues), staging, flags.handshakes))
     return dataclasses.replace(program, flag_count=CONFIRMATIONS + n)
 
 
-def _staged(collective: Collective, chunk: Chunk) -> tuple[Span, Span]:
-    to = Span(chunk.src_rank, Buffer.STAGING, chunk.src_offset, chunk.nbytes)
-    return to, collective.input_span(chunk.src_rank, chunk.src_offset, chunk.nbytes)
+def _moves(definition: Collective | Batch) -> tuple[dict[tuple[int, int], list[_Move]], list[int]]:
+    """What goes from rank to rank, and how much staging holds the inputs of each rank."""
+    parts = [*parts_of(definition)]
+    laid = [lay_out([part.input_bytes(rank) for part, _ in parts]) for rank in range(definition.world_size)]
+    moves: dict[tuple[int, int], list[_Move]] = {}
+    for number, (part, placed) in enumerate(parts):
+        for chunk in part.chunks():
+            starts, _ = laid[chunk.src_rank]
+            move = _move(part, placed, chunk, starts[number])
+            moves.setdefault((chunk.src_rank, chunk.dst_rank), []).append(move)
+    return moves, [max(ends, default=0) for _, ends in laid]
 
 
-def _output(collective: Collective, chunk: Chunk) -> Span:
-    return collective.output_span(chunk.dst_rank, chunk.dst_offset, chunk.nbytes)
+def _move(part: Collective, placed: Callable[[Span], Span], chunk: Chunk, start: int) -> _Move:
+    to = part.output_span(chunk.dst_rank, chunk.dst_offset, chunk.nbytes)
+    source = part.input_span(chunk.src_rank, chunk.src_offset, chunk.nbytes)
+    return _Move(placed(to), placed(source), start + chunk.src_offset)
+
+
+def _staged(move: _Move) -> Copy:
+    return Copy(Span(move.source.rank, Buffer.STAGING, move.staged_at, move.source.nbytes), move.source)
 
 
 def _confirms(owner: int, reader: int) -> Signal:

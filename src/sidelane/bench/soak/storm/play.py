@@ -1,0 +1,220 @@
+"""A storm on one rank."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import gc
+import itertools
+import random
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from sidelane.bench.soak import leftovers
+from sidelane.bench.soak.calls import Caller
+from sidelane.bench.soak.described import Call
+from sidelane.bench.soak.judge import Judge
+from sidelane.bench.soak.memory import Bound, Memory
+from sidelane.bench.soak.seat import Seat
+from sidelane.bench.soak.storm.described import MODES, Storm, StormDrawing
+from sidelane.bench.soak.storm.supply import Supply
+from sidelane.bench.soak.tally import Tally
+from sidelane.bench.soak.values import Values
+from sidelane.collectives import Communicator
+from sidelane.collectives.confirming import ELSEWHERE, NEW_OUTPUT, WENT_AHEAD
+from sidelane.config import Config
+
+SEASON = 2500
+"""Steps with the same communicators and slots. What ranks have learnt goes with them."""
+
+WARM_UP = 0.04
+"""Share of the steps that come before the first look at memory: what the process takes once for all is there then."""
+
+COMES_AGAIN, IS_ASYNCHRONOUS = 0.6, 0.08
+"""Shares of steps: on tensors of a slot; asynchronous."""
+
+REPLACES, FREES, STANDS_BY, EMPTIES, CHANGES_POOL, IS_LATE = 0.002, 0.4, 0.15, 0.004, 0.004, 0.005
+"""Chance of a rank, before a step: to have other memory for its slot, to free a tensor of an earlier step, to have a
+bystander, to give back its cache, to have another pool, to be late."""
+
+MOST_KEPT = 24
+"""Calls whose tensors are kept for a while."""
+
+TOGETHER_EVERY = 32
+"""Steps, behind which hosts wait for their devices, as in a program that looks at its loss."""
+
+LOOK_EVERY = 64
+"""Steps between two looks at how peers reach a tensor, and at how much of theirs is mapped here."""
+
+MOST_MISSING = 32 << 20
+"""Bytes of a GPU that may be missing behind a storm: drivers load code when it first runs."""
+
+SAID = {WENT_AHEAD: "went ahead", ELSEWHERE: "missed, input elsewhere", NEW_OUTPUT: "missed, output new"}
+"""What a call's reason is counted as."""
+
+
+def play(
+    storm: Storm, seed: int, timeout_s: float, seat: Seat, tally: Tally, group: dist.ProcessGroup | None = None
+) -> None:
+    """Make all steps, count, and look at what is left.
+
+    Args:
+        storm: what to do.
+        seed: of everything that is random.
+        timeout_s: of the communicators.
+        seat: of this rank.
+        group: of the ranks; None: all there are.
+        tally: to count in. ``noted`` has besides how calls ran, what came and went, ``mapped at most`` and ``mapped at
+            the end`` (allocations of other ranks), ``bytes missing`` (of memory, against those before the storm), and
+            ``stale`` (bystanders that changed).
+    """
+    player = _Player(storm, seed, timeout_s, seat, tally, group)
+    warm_up = max(1, int(storm.steps * WARM_UP))
+    player.season(warm_up)
+    before = player.taken()
+    for left in range(storm.steps - warm_up, 0, -SEASON):
+        player.season(min(left, SEASON))
+    noted, after = tally.noted, player.taken()
+    noted["bytes missing"], noted["mapped at the end"] = after - before, leftovers.opened()
+    noted["bystanders"], noted["stale"] = player.supply.bystanders, player.standing.wrong
+    tally.compared_bytes = player.judge.compared_bytes + player.standing.compared_bytes
+    tally.wrong = player.judge.wrong + player.standing.wrong
+    allowed = 0 if seat.device.type == "cpu" else MOST_MISSING
+    if after - before > allowed:
+        tally.fail(f"{after - before} bytes of memory are missing behind a storm (allowed={allowed})")
+    if noted["mapped at the end"]:
+        tally.fail(f"{noted['mapped at the end']} allocations of other ranks are still mapped (allowed=0)")
+
+
+class _Player:
+    def __init__(
+        self,
+        storm: Storm,
+        seed: int,
+        timeout_s: float,
+        seat: Seat,
+        tally: Tally,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self._seat, self._tally, self._device, self._group = seat, tally, seat.device, group
+        self._config = Config(timeout_s=timeout_s, profile="builtin", map_memory=MODES[storm.map_memory])
+        self._draw = random.Random(f"sidelane storm {seed} {storm.name}")
+        self._late = random.Random(f"sidelane storm {seed} {storm.name} {seat.rank}")
+        self._drawing = StormDrawing(self._draw, itertools.count(1), seat.world_size, on_cpu=self._device.type == "cpu")
+        self.judge = Judge(self._device, tally.tell, self._finish_calls)
+        self.standing = Judge(self._device, tally.tell, self._finish_calls)
+        self.supply = Supply(self._device, self._late, self.standing)
+        self._communicators: list[Communicator] = []
+        self._values = Values(self._device)
+
+    def season(self, steps: int) -> None:
+        """Communicators, slots, and so many steps with them."""
+        with contextlib.ExitStack() as stack:
+            first = stack.enter_context(Communicator(self._group, device=self._device, config=self._config))
+            lane = stack.enter_context(Communicator(first.lane.session.lane()))
+            other = stack.enter_context(Communicator(self._group, device=self._device, config=self._config))
+            self._communicators[:] = [first, lane, other]
+            callers = [
+                Caller(each, Memory(each, 4096, self._values, self.supply.tensor), self.judge, self._tally)
+                for each in self._communicators
+            ]
+            self._steps(steps, callers)
+            self.judge.settle()
+            self.supply.close()
+            if self._device.type != "cpu":
+                segments = sum(each.get("is_expandable", False) for each in torch.cuda.memory_snapshot())
+                noted = self._tally.noted
+                noted["expandable segments at most"] = max(noted["expandable segments at most"], segments)
+        self._communicators.clear()
+
+    def taken(self) -> int:
+        """Bytes that this rank's memory lacks, when all have let go of what they can."""
+        self._values = Values(self._device)
+        gc.collect()
+        if self._device.type != "cpu":
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+        dist.barrier(self._group)
+        if self._device.type == "cpu":
+            return _shared_bytes()
+        free, total = torch.cuda.mem_get_info()
+        dist.barrier(self._group)
+        return total - free
+
+    def _steps(self, steps: int, callers: Sequence[Caller]) -> None:
+        draw, late = self._draw, self._late
+        slots = [(draw.choice(callers), call) for call in self._drawing.slots()]
+        bound = [caller.memory.bind_anew(call) for caller, call in slots]
+        kept: collections.deque[Sequence[Bound]] = collections.deque()
+        turn = 0
+        for step in range(steps):
+            is_async, key = draw.random() < IS_ASYNCHRONOUS, draw.getrandbits(62)
+            comes_again = draw.random() < COMES_AGAIN
+            if late.random() < IS_LATE:
+                time.sleep(0.002)
+            self._come_and_go(kept)
+            if comes_again:
+                number, turn = turn, (turn + 1) % len(slots)
+                caller, call = slots[number]
+                if late.random() < REPLACES:
+                    bound[number] = caller.memory.bind_anew(call)
+                    self._tally.noted["replaced"] += 1
+                self._make(caller, call, key, bound[number], is_async, step)
+            else:
+                caller, call = draw.choice(callers), self._drawing.fresh()
+                tensors = caller.memory.bind_anew(call)
+                self._make(caller, call, key, tensors, is_async, step)
+                kept.append(tensors)
+            if step % TOGETHER_EVERY == 0 and self._device.type != "cpu":
+                torch.cuda.current_stream().synchronize()
+            self._seat.beat(self._tally.calls.total())
+
+    def _come_and_go(self, kept: collections.deque[Sequence[Bound]]) -> None:
+        """What a program does between two calls, by this rank's own chance."""
+        late, noted = self._late, self._tally.noted
+        while len(kept) > MOST_KEPT or (kept and late.random() < FREES):
+            del kept[late.randrange(len(kept))]
+        if late.random() < STANDS_BY:
+            self.supply.stand_by()
+        if late.random() < CHANGES_POOL:
+            noted["pools"] += self.supply.new_pool()
+        if late.random() < EMPTIES:
+            noted["caches emptied"] += 1
+            if self._device.type == "cpu":
+                gc.collect()
+            else:
+                torch.cuda.empty_cache()
+
+    def _make(self, caller: Caller, call: Call, key: int, bound: Sequence[Bound], is_async: bool, step: int) -> None:
+        noted = self._tally.noted
+        try:
+            caller.once(call, key, bound, asynchronous=is_async)
+        except Exception as error:
+            error.add_note(f"in step {step}: {call}{', asynchronous' if is_async else ''}")
+            raise
+        choice = caller.communicator.last_choice()
+        noted[SAID.get(choice.reason, "others") if choice is not None else "others"] += 1
+        if step % LOOK_EVERY == 0:
+            noted["mapped at most"] = max(noted["mapped at most"], leftovers.opened())
+            for each in bound:
+                if each.guarded is not None:
+                    noted[f"output {caller.communicator.reach(each.guarded).how}"] += 1
+
+    def _finish_calls(self) -> None:
+        for communicator in self._communicators:
+            communicator.synchronize()
+
+
+def _shared_bytes() -> int:
+    """Of files in shared memory that this process has mapped: tensors, its own and those of others."""
+    total = 0
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            if "/dev/shm/torch_" in line:
+                begin, end = (int(bound, 16) for bound in line.split()[0].split("-"))
+                total += end - begin
+    return total

@@ -1,0 +1,69 @@
+"""What ranks do in ``test_storm``: storms whose tensors that come again are small, so that they are cheap."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+from typing import Any
+from unittest import mock
+
+import learn_cases
+import torch
+import torch.distributed as dist
+
+from sidelane.bench.soak import leftovers
+from sidelane.bench.soak.seat import Seat
+from sidelane.bench.soak.storm import described, play
+from sidelane.bench.soak.storm.supply import Supply
+from sidelane.bench.soak.tally import Tally
+from sidelane.memory.shared_tensors import SharedTensors
+
+SLOT_BYTES = (3000, 9000)
+
+
+class QuietSeat(Seat):
+    """Nobody listens."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        line = multiprocessing.Pipe()[0]
+        super().__init__(dist.get_rank(group), dist.get_world_size(group), torch.device("cpu"), line, 60.0)
+
+    def beat(self, calls: int) -> None:
+        pass
+
+
+def storm(group: dist.ProcessGroup, mode: str, steps: int, seed: int, planted: str = "") -> tuple[dict[str, Any], str]:
+    """What this rank counted, and what it has said of it."""
+    gc.collect()
+    kept: list[Any] = []
+    real_stand_by, real_map = Supply.stand_by, SharedTensors.map
+
+    def stand_by(self: Supply) -> None:
+        real_stand_by(self)
+        if planted == "a write elsewhere" and len(self._standing) == 2:
+            self._standing[-1][0][-1] += 1
+
+    def keeping_map(self: SharedTensors, handle: str, name: str) -> Any:
+        found = real_map(self, handle, name)
+        if planted == "a mapping that stays":
+            kept.append(found)
+        return found
+
+    tally = Tally()
+    with (
+        learn_cases.counted(),
+        mock.patch.object(described, "SLOT_BYTES", SLOT_BYTES),
+        mock.patch.object(described, "CPU_MOST_BYTES", 20_000),
+        mock.patch.object(described, "SHAPES", 8),
+        mock.patch.object(play, "COMES_AGAIN", 0.8),
+        mock.patch.object(play, "REPLACES", 0.005),
+        mock.patch.object(Supply, "stand_by", stand_by),
+        mock.patch.object(SharedTensors, "map", keeping_map),
+    ):
+        play.play(described.Storm(steps, mode), seed, 30.0, QuietSeat(group), tally, group)
+    kept.clear()
+    gc.collect()
+    assert leftovers.opened() == 0
+    return {"calls": tally.calls.total(), "wrong": tally.wrong, "errors": tally.errors, **tally.noted}, "\n".join(
+        tally.texts
+    )

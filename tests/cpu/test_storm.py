@@ -1,0 +1,105 @@
+"""Storms of ordinary tensors that come and go: what they count, and that they notice what is wrong."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import storm_cases
+from click.testing import CliRunner
+from ranks import RankPool
+
+from sidelane import cli
+from sidelane.bench.soak.episode import Episode
+from sidelane.bench.soak.storm import described, study
+from sidelane.bench.soak.storm.described import parts_of
+from sidelane.bench.soak.tally import Tally
+from sidelane.bench.soak.world import Verdict
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems do not say what is mapped where")
+
+
+@pytest.mark.parametrize(("mode", "n", "steps"), [("learn", 2, 400), ("learn", 3, 80), ("always", 4, 80)])
+def test_every_byte_is_right_and_nothing_is_left(pool: RankPool, mode: str, n: int, steps: int) -> None:
+    found = pool.run(storm_cases.storm, n, mode, steps, n)
+    assert [said for _, said in found] == [""] * n
+    for counts, _ in found:
+        assert counts["wrong"] == counts["errors"] == counts["stale"] == 0
+        assert counts["bytes missing"] == counts["mapped at the end"] == 0
+        assert counts["bystanders"] > steps // 15
+    assert sum(counts["calls"] for counts, _ in found) == steps
+    if mode == "always" or n == 2:
+        assert all(counts["mapped at most"] > 0 for counts, _ in found)
+    if mode == "learn" and n == 2:
+        assert sum(counts["went ahead"] for counts, _ in found) > n * steps // 20
+        assert sum(counts.get("replaced", 0) for counts, _ in found) > 0
+
+
+def test_a_write_elsewhere_is_noticed(pool: RankPool) -> None:
+    for counts, said in pool.run(storm_cases.storm, 2, "off", 100, 1, "a write elsewhere"):
+        assert counts["stale"] == counts["wrong"] > 0 and "bystander" in said
+
+
+def test_a_mapping_that_stays_is_noticed(pool: RankPool) -> None:
+    for counts, said in pool.run(storm_cases.storm, 2, "always", 40, 1, "a mapping that stays"):
+        assert counts["mapped at the end"] > 0 and counts["bytes missing"] > 0 and counts["errors"] == 2
+        assert "are still mapped" in said and "bytes of memory are missing" in said
+
+
+def test_parts() -> None:
+    assert sum(part.steps for part in parts_of(100_001, ("learn", "always"), on_cpu=False)) == 100_001
+    assert [part.expandable for part in parts_of(8, ("off",), on_cpu=False)] == [False, True]
+    assert parts_of(8, ("off",), on_cpu=True) == [described.Storm(8, "off")]
+
+
+def test_a_storm_is_run_and_written_down(tmp_path: Path) -> None:
+    path = tmp_path / "storm.txt"
+    line = f"soak --device cpu --storm 100 --map-memory always --text {path}"
+    result = CliRunner().invoke(cli.main, line.split())
+    assert result.exit_code == 0, result.output
+    text = path.read_text()
+    assert "result:   every byte was right, nothing stale, nothing left" in text and str(tmp_path) not in text
+    assert len(re.findall(r'^{"rank": [01], "calls": 100, "wrong": 0, "errors": 0', text, re.MULTILINE)) == 2
+
+
+def test_a_part_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: list[Episode] = []
+
+    def run(episode: Episode, heard: object) -> Verdict:
+        seen.append(episode)
+        wrong = len(seen) == 2
+        failures: list[tuple[int | None, str]] = [(1, "wrong bytes (3 of 8)")] if wrong else []
+        return Verdict(episode, failures=failures, by_rank={0: Tally(), 1: Tally(wrong=int(wrong))})
+
+    monkeypatch.setattr(study, "run_episode", run)
+    path = tmp_path / "storm.txt"
+    line = f"soak --device cpu --ranks 3 --seed 5 --storm 101 --text {path}"
+    result = CliRunner().invoke(cli.main, line.split())
+    assert result.exit_code == 1 and "map_memory always, rank 1: wrong bytes (3 of 8)" in result.output
+    assert "result:   1 parts failed" in path.read_text()
+    assert [(each.seed, each.world_size, each.storm and each.storm.steps) for each in seen] == [(5, 3, 51), (5, 3, 50)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ("--storm 100 --calls 7", "value=--calls"),
+        ("--storm 100 --resume", "value=--resume"),
+        ("--text storm.txt", "with --storm"),
+        ("--storm 3", "--storm"),
+        ("--map-memory sometimes", "--map-memory"),
+        ("--map-memory learn --resume --json soak.json", "no --map-memory"),
+    ],
+)
+def test_options_that_make_no_sense(arguments: str, reason: str) -> None:
+    result = CliRunner().invoke(cli.main, ["soak", *arguments.split()])
+    assert result.exit_code == 2 and reason in result.output, result.output
+
+
+def test_a_campaign_with_memory_that_peers_map(tmp_path: Path) -> None:
+    for mode in ("learn", "always"):
+        line = f"soak --device cpu --ranks 2 --calls 1 --episode-calls 60 --seed 3 --map-memory {mode}"
+        result = CliRunner().invoke(cli.main, line.split())
+        assert result.exit_code == 0, result.output
