@@ -39,6 +39,12 @@ def outputs(collective: Collective, given: list[bytes]) -> list[bytes]:
     return [_part(total, counts[0], rank) for rank in ranks]
 
 
+def own_place(collective: Collective, rank: int) -> slice:
+    """Where in the output of ``rank`` its own part of an all_to_all is due."""
+    start = sum(row[rank] for row in collective.counts[:rank])
+    return slice(start, start + collective.counts[rank][rank])
+
+
 def _part(data: bytes, sizes: tuple[int, ...], index: int) -> bytes:
     start = sum(sizes[:index])
     return data[start : start + sizes[index]]

@@ -19,7 +19,7 @@ from heapq import heappop, heappush, heappushpop
 
 from attack import epochs, scheduling
 from attack.arithmetic import reduced
-from attack.definitions import inputs, outputs
+from attack.definitions import inputs, outputs, own_place
 from attack.epochs import MASK
 from attack.machine import ADD, MOVE, REDUCE, SET, WAIT_EQ, WAIT_GE, Failure, Machine, Place, Work
 from attack.scheduling import Event
@@ -213,13 +213,17 @@ class _Run:
         rights = []
         for part in self.machine.tensors[invocation]:
             given = inputs(part.collective, rng)
-            rights.append((part.outputs, outputs(part.collective, given)))
+            rights.append((part, outputs(part.collective, given)))
             for (buffer, at), data in zip(part.inputs, given, strict=True):
                 before[buffer][at : at + len(data)] = data
         after = [bytearray(data) for data in before]
-        for places, data_of in rights:
-            for (buffer, at), data in zip(places, data_of, strict=True):
+        for part, data_of in rights:
+            for rank, ((buffer, at), data) in enumerate(zip(part.outputs, data_of, strict=True)):
+                left = before[buffer][at : at + len(data)]
                 after[buffer][at : at + len(data)] = data
+                if not part.collective.copies_own:
+                    own = own_place(part.collective, rank)
+                    after[buffer][at + own.start : at + own.stop] = left[own]
         for (to, start), places, nbytes, reduction in self.machine.results[invocation]:
             sources = [bytes(before[src][at : at + nbytes]) for src, at in places]
             after[to][start : start + nbytes] = sources[0] if reduction is None else reduced(reduction, sources)

@@ -64,7 +64,7 @@ def collective(rng: random.Random, kind: Kind, ranks: int, largest: int = 9, *, 
             if not even and rng.random() < 0.3:
                 counts = [[rng.choice((0, 1, largest)) for _ in range(ranks)] for _ in range(ranks)]
             symmetric = all(counts[i][j] == counts[j][i] for i in range(ranks) for j in range(i))
-            return define.all_to_all(counts, in_place=in_place and symmetric)
+            return define.all_to_all(counts, in_place=in_place and symmetric, copies_own=rng.random() < 0.7)
         case Kind.BROADCAST:
             return define.broadcast(sizes[0], ranks, root, in_place=in_place)
         case Kind.SCATTER:
@@ -107,6 +107,8 @@ def _batch(rng: random.Random, ranks: int) -> Program:
     count = rng.choice((0, 1, 2, 2, 3, 3, 4))
     parts = [collective(rng, rng.choice(kinds), ranks, rng.choice((3, 9)), even=True) for _ in range(count)]
     shared = set.intersection(*(set(list_variants(kind)) for kind in kinds)) - {RELAY}
+    if not all(part.copies_own for part in parts):
+        shared -= {"swap"}
     variant = rng.choice(sorted(shared))
     return build_batch(Batch("batch", ranks, tuple(parts)), variant, [_transport(p, variant, rng) for p in parts])
 

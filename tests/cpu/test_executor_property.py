@@ -39,7 +39,7 @@ def collectives(draw: st.DrawFn) -> Collective:
         matrix = [draw(st.lists(SIZES, min_size=n, max_size=n)) for _ in range(n)]
         if in_place or draw(st.booleans()):
             matrix = [[matrix[min(i, j)][max(i, j)] for j in range(n)] for i in range(n)]
-        return all_to_all(matrix, in_place=in_place)
+        return all_to_all(matrix, in_place=in_place, copies_own=draw(st.booleans()))
     if kind in (Kind.REDUCE_SCATTER, Kind.ALL_REDUCE):
         reduction = Reduction(draw(st.sampled_from(ReduceOp)), draw(st.sampled_from(sorted(ELEMENT_BYTES))))
         make = reduce_scatter if kind is Kind.REDUCE_SCATTER else all_reduce

@@ -81,7 +81,9 @@ def collectives(n: int) -> list[Collective]:
     sizes = itertools.cycle((3, 1, 6))
     found = [make(kind, n, next(sizes), kind in IN_PLACE and place) for kind in MOVING for place in (False, True)]
     lonely = [[7 if (i, j) == (0, n - 1) else 0 for j in range(n)] for i in range(n)]
-    return list(dict.fromkeys([*found, all_gather([40] * n, in_place=True), all_to_all(lonely), all_gather([0] * n)]))
+    left = [all_to_all([[5] * n] * n, copies_own=False)]
+    found += [all_gather([40] * n, in_place=True), all_to_all(lonely), all_gather([0] * n)]
+    return list(dict.fromkeys([*found, *left]))
 
 
 def ordinary(n: int) -> list[Program]:

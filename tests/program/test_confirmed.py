@@ -35,6 +35,7 @@ KINDS: tuple[Callable[[int], Collective], ...] = (
     lambda n: all_gather([8] * n),
     lambda n: all_gather([4 * (rank + 1) for rank in range(n)], in_place=True),
     lambda n: all_to_all([[4 * (i + j) for j in range(n)] for i in range(n)]),
+    lambda n: all_to_all([[4] * n] * n, copies_own=False),
     lambda n: broadcast(8, n, 1, in_place=True),
     lambda n: gather([4] * n, 0),
     lambda n: scatter([4] * n, 1),

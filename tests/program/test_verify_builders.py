@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attack.interpreter import failure
+from sidelane.errors import ProgramError
 from sidelane.program.builders import Transport, build, variants
 from sidelane.program.builders.reducing import reduce
 from sidelane.program.builders.relayed import relay
 from sidelane.program.collective import (
     ELEMENT_BYTES,
     REDUCING,
+    Buffer,
     Collective,
     Kind,
     ReduceOp,
@@ -89,9 +92,34 @@ def test_everything_that_is_built_is_accepted(kind: Kind, n: int, in_place: bool
     if kind in (Kind.SCATTER, Kind.GATHER) and in_place:
         in_place = False  # these two have no in-place form
     for size in (0, 1, 7) if n < 5 else (7,):
-        for program in programs(make(kind, n, size, in_place)):
+        collective = make(kind, n, size, in_place)
+        left = [replace(collective, copies_own=False)] * (kind is Kind.ALL_TO_ALL and not in_place)
+        for program in (one for each in (collective, *left) for one in programs(each)):
             verification = verify(program)
             assert verification.commands == sum(len(queue.commands) for queue in program.queues)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
+def test_own_parts_that_stay_are_neither_read_nor_written(n: int) -> None:
+    counts = make(Kind.ALL_TO_ALL, n, 7, False).counts
+    usual, left = all_to_all(counts), all_to_all(counts, copies_own=False)
+    assert all_to_all(left.counts, in_place=n < 3, copies_own=False).copies_own == (n < 3), "in place all stay anyway"
+    with pytest.raises(ValueError, match="own parts too"):
+        build(left, "swap")
+    for variant in variants(Kind.ALL_TO_ALL):
+        for transport in Transport if variant != "swap" else ():
+            program = build(left, variant, transport)
+            moved = [c for queue in program.queues for c in queue.commands if isinstance(c, Copy)]
+            assert not any(c.src.rank == c.dst.rank and c.dst.buffer == Buffer.OUTPUT for c in moved)
+            assert sum(c.dst.nbytes for c in moved if c.dst.buffer == Buffer.OUTPUT) == sum(map(sum, counts)) - sum(
+                counts[rank][rank] for rank in range(n)
+            )
+            for mistaken in (
+                replace(program, collective=usual),
+                replace(build(usual, variant, transport), collective=left),
+            ):
+                with pytest.raises(ProgramError, match="wrong bytes: rank 0 ends"):
+                    verify(mistaken)
 
 
 @pytest.mark.parametrize("kind", [Kind.ALL_GATHER, Kind.ALL_REDUCE])
@@ -131,7 +159,8 @@ def test_any_sizes(data: st.DataObject) -> None:
         counts = data.draw(st.lists(sizes, min_size=n, max_size=n), label="counts")
         if in_place:
             counts = [[counts[min(i, j)][max(i, j)] for j in range(n)] for i in range(n)]
-        collective = all_to_all(counts, in_place=in_place)
+        own = data.draw(st.booleans(), label="own parts are copied")
+        collective = all_to_all(counts, in_place=in_place, copies_own=own)
     else:
         parts = data.draw(sizes, label="parts")
         root = data.draw(st.integers(0, n - 1), label="root")

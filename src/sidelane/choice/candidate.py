@@ -168,6 +168,8 @@ def _of_kernel(call: CallShape, candidate: Candidate) -> str:
         return "needs input and output in symmetric memory: in ordinary memory it is two_shot"
     if not call.even:
         return "needs equal counts between all ranks"
+    if not call.copies_own:
+        return "copies a rank's own part, too"
     if call.mixed:
         return "is not for every kind of collective in the batch"
     if call.tensors > MOST_LISTED:

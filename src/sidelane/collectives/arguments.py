@@ -76,8 +76,9 @@ class Arguments:
         collective = define.all_gather([input.nbytes] * self.world_size, in_place=in_place)
         return Request(collective, input_region, output_region, input.dtype)
 
-    def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> Request:
+    def all_to_all(self, output: torch.Tensor, input: torch.Tensor, copies_own: object = True) -> Request:
         """Equal splits: both tensors hold ``world_size`` equal parts."""
+        _check_own(copies_own)
         self._same_dtype("all_to_all", output, input)
         if output.numel() != input.numel() or input.numel() % self.world_size:
             raise ValueError(
@@ -87,13 +88,20 @@ class Arguments:
         part = input.nbytes // self.world_size
         output_region, input_region = self.regions("all_to_all", output, input)
         in_place = self._in_place("all_to_all", output_region, input_region, 0)
-        collective = define.all_to_all([[part] * self.world_size] * self.world_size, in_place=in_place)
+        counts = [[part] * self.world_size] * self.world_size
+        collective = define.all_to_all(counts, in_place=in_place, copies_own=bool(copies_own))
         return Request(collective, input_region, output_region, input.dtype)
 
     def split_bytes(
-        self, output: torch.Tensor, input: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        copies_own: object = True,
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Check the split sizes of an uneven all_to_all (rows of dimension 0) and turn them into bytes."""
+        _check_own(copies_own)
         self._same_dtype("all_to_all", output, input)
         self._apart("all_to_all", *self.regions("all_to_all", output, input))
         result = []
@@ -113,7 +121,9 @@ class Arguments:
             result.append(tuple(size * row_bytes for size in sizes))
         return result[0], result[1]
 
-    def all_to_all_uneven(self, output: torch.Tensor, input: torch.Tensor, agreed: Splits) -> Request:
+    def all_to_all_uneven(
+        self, output: torch.Tensor, input: torch.Tensor, agreed: Splits, copies_own: bool = True
+    ) -> Request:
         """What ``agree.agree_on_splits`` found; this rank's own splits were checked before."""
         output_region, input_region = (
             dataclasses.replace(region, block=place[0], offset=place[1]) if place else region
@@ -121,7 +131,8 @@ class Arguments:
                 self.regions("all_to_all", output, input), (agreed.output_place, agreed.input_place), strict=True
             )
         )
-        return Request(define.all_to_all(agreed.counts), input_region, output_region, input.dtype)
+        collective = define.all_to_all(agreed.counts, copies_own=copies_own)
+        return Request(collective, input_region, output_region, input.dtype)
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, op: object) -> Request:
         """``input`` holds ``world_size`` times the elements of ``output``."""
@@ -289,6 +300,11 @@ class Arguments:
         if name not in ELEMENT_BYTES:
             raise ValueError(f"{function}: dtype (value={name}, allowed={', '.join(ELEMENT_BYTES)})")
         return Reduction(ReduceOp(op), name)
+
+
+def _check_own(copies_own: object) -> None:
+    if not isinstance(copies_own, bool):
+        raise TypeError(f"all_to_all: copy_own_part (value={copies_own}, allowed=True or False)")
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -31,6 +31,11 @@ class Asked(NamedTuple):
     details: tuple[Hashable, ...] = ()
 
 
+def own_part(copied: object) -> tuple[Hashable, ...]:
+    """Details of an all_to_all. Nothing where it copies own parts, as torch's does: most calls are known by that."""
+    return () if copied is True else (copied if copied is False else repr(copied),)
+
+
 class Form(Protocol):
     """A call as ``CallPath`` takes it.
 

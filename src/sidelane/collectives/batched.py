@@ -6,7 +6,7 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from sidelane.collectives.asked import Asked
+from sidelane.collectives.asked import Asked, own_part
 from sidelane.collectives.call_path import CallPath
 from sidelane.collectives.entry import entry
 from sidelane.collectives.listed import BATCH
@@ -38,9 +38,9 @@ class Batched:
         """See ``Communicator.all_gather``."""
         self._ask(Asked(Kind.ALL_GATHER, (output, input)))
 
-    def all_to_all(self, output: Tensors, input: Tensors) -> None:
+    def all_to_all(self, output: Tensors, input: Tensors, *, copy_own_part: bool = True) -> None:
         """See ``Communicator.all_to_all``; equal parts."""
-        self._ask(Asked(Kind.ALL_TO_ALL, (output, input)))
+        self._ask(Asked(Kind.ALL_TO_ALL, (output, input), own_part(copy_own_part)))
 
     def reduce_scatter(self, output: Tensors, input: Tensors, *, op: str | dist.ReduceOp = "sum") -> None:
         """See ``Communicator.reduce_scatter``."""

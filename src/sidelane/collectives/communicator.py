@@ -16,7 +16,7 @@ import torch.distributed as dist
 from sidelane.choice import Choice
 from sidelane.choice.candidate import FIRST
 from sidelane.collectives.agree import compare
-from sidelane.collectives.asked import Asked, Form, SingleCall
+from sidelane.collectives.asked import Asked, Form, SingleCall, own_part
 from sidelane.collectives.batched import Batched
 from sidelane.collectives.beside import beside
 from sidelane.collectives.bound import BoundProgram, bind_program
@@ -178,6 +178,7 @@ class Communicator:
         *,
         output_split_sizes: Sequence[int] | None = None,
         input_split_sizes: Sequence[int] | None = None,
+        copy_own_part: bool = True,
         async_op: bool = False,
         variant: str = AUTO,
         beside: Beside | None = None,
@@ -189,6 +190,9 @@ class Communicator:
             input: any dtype.
             output_split_sizes: rows of dimension 0 from each rank; None, like the next one, for equal parts.
             input_split_sizes: rows of dimension 0 for each rank. The ranks compare them on the host at every call.
+            copy_own_part: False leaves part r of rank r where it is, in ``input``: nothing writes its place in
+                ``output``, and nothing reads it. The same on all ranks. Next to a GEMM that copy is what costs most
+                (docs/guide/overlap.md). Copy engines only; in place nothing is copied anyway.
             async_op: see :meth:`all_gather`.
             beside: see :meth:`all_gather`.
             variant: ``pcpy``, ``b2b``, ``striped``, ``alternating``, ``swap`` (``output`` symmetric, equal counts),
@@ -198,9 +202,9 @@ class Communicator:
             As :meth:`all_gather`.
         """
         if output_split_sizes is None and input_split_sizes is None:
-            return self._call(Kind.ALL_TO_ALL, (output, input), (), variant, beside, async_op)
+            return self._call(Kind.ALL_TO_ALL, (output, input), own_part(copy_own_part), variant, beside, async_op)
         tensors: Any = (output, input)  # lists are refused there
-        uneven = UnevenCall(tensors, (output_split_sizes, input_split_sizes))
+        uneven = UnevenCall(tensors, (output_split_sizes, input_split_sizes), copy_own_part)
         return self._path.run_exchanged(uneven, variant=variant, beside=beside, async_op=async_op)
 
     @entry
@@ -353,10 +357,17 @@ class Communicator:
 
     @entry
     def prepare_all_to_all(
-        self, output: torch.Tensor, input: torch.Tensor, *, variant: str = FIRST, host_trigger: bool = False
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        *,
+        copy_own_part: bool = True,
+        variant: str = FIRST,
+        host_trigger: bool = False,
     ) -> Prelaunched:
         """Make an :meth:`all_to_all` of equal parts ready; see :meth:`prepare_all_gather`. Also ``swap``."""
-        return prepare_prelaunched(self._path, Kind.ALL_TO_ALL, (output, input), variant, host_trigger)
+        details = own_part(copy_own_part)
+        return prepare_prelaunched(self._path, Kind.ALL_TO_ALL, (output, input), variant, host_trigger, details)
 
     @entry
     def load(self, program: Program, buffers: Mapping[str, torch.Tensor]) -> BoundProgram:

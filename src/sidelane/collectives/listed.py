@@ -113,6 +113,7 @@ class ListAgreement:
             beside=COMPUTE if isinstance(self.beside, Computation) else self.beside,
             computation=self.beside if isinstance(self.beside, Computation) else None,
             even=all(call.even for call in calls),
+            copies_own=all(call.copies_own for call in calls),
             listed=True,
             tensors=len(self.parts),
             mixed=len(self.kinds) > 1,
@@ -139,6 +140,7 @@ def _words(part: Part) -> str:
         [
             f"{collective.kind} of {collective.largest_buffer} bytes of {part.dtype}",
             *["in place"] * collective.in_place,
+            *["own parts stay"] * (not collective.copies_own),
             *places,
         ]
     )

@@ -8,7 +8,7 @@ engines            wait .................................copies .|
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from types import TracebackType
 
 import torch
@@ -240,7 +240,12 @@ class Prelaunched:
 
 
 def prepare_prelaunched(
-    path: CallPath, kind: Kind, tensors: tuple[torch.Tensor, torch.Tensor], variant: str, host_trigger: bool
+    path: CallPath,
+    kind: Kind,
+    tensors: tuple[torch.Tensor, torch.Tensor],
+    variant: str,
+    host_trigger: bool,
+    details: tuple[Hashable, ...] = (),
 ) -> Prelaunched:
     """Plan, verify and load a prelaunched ``kind``, which does not reduce. Collective.
 
@@ -250,6 +255,7 @@ def prepare_prelaunched(
         tensors: output and input.
         variant: see ``Communicator.prepare_all_gather``.
         host_trigger: likewise.
+        details: see ``Asked``.
 
     Raises:
         As ``Communicator.prepare_all_gather``.
@@ -259,7 +265,7 @@ def prepare_prelaunched(
     def check() -> tuple[tuple[Request, Agreement], str]:
         check_tensors(name, *tensors)
         _check_variant(name, kind, variant, calls.backend.abilities)
-        request: Request = getattr(path.arguments, kind)(*tensors)
+        request: Request = getattr(path.arguments, kind)(*tensors, *details)
         agreement = Agreement.of(request, variant, frozen=False)
         return (request, agreement), f"{name}: {agreement.text()}"
 

@@ -23,14 +23,18 @@ class UnevenCall:
     Args:
         tensors: output and input.
         splits: rows of dimension 0 from each rank, and for each rank.
+        copies_own: the rows that this rank has for itself are copied.
     """
 
     name = Kind.ALL_TO_ALL
 
     def __init__(
-        self, tensors: tuple[torch.Tensor, torch.Tensor], splits: tuple[Sequence[int] | None, Sequence[int] | None]
+        self,
+        tensors: tuple[torch.Tensor, torch.Tensor],
+        splits: tuple[Sequence[int] | None, Sequence[int] | None],
+        copies_own: bool = True,
     ) -> None:
-        self.tensors, self._splits = tensors, splits
+        self.tensors, self._splits, self._copies_own = tensors, splits, copies_own
 
     def check_variant(self, variant: str, abilities: Abilities) -> None:
         check_variant(self.name, variant, abilities)
@@ -46,9 +50,9 @@ class UnevenCall:
         sent, expected = self._splits[1], self._splits[0]
         if sent is None or expected is None:
             raise ValueError("all_to_all: give both output_split_sizes and input_split_sizes, or none")
-        sizes = arguments.split_bytes(output, input, expected, sent)
+        sizes = arguments.split_bytes(output, input, expected, sent, self._copies_own)
         head = f"all_to_all with split sizes of {input.dtype}, variant {variant}"
-        head += f", beside {beside}" + ", captured" * frozen
+        head += f", beside {beside}" + ", captured" * frozen + ", own parts stay" * (not self._copies_own)
         return with_splits(head, *sizes, arguments.locate(output), arguments.locate(input))
 
     def outline(self, arguments: Arguments) -> Request:
@@ -59,7 +63,7 @@ class UnevenCall:
 
     def settled(self, control: ControlBlock, call: int, posts: Sequence[PostedCall]) -> SettledCall:
         """The call as all ranks have posted it. Raises as ``agree_on_splits`` does."""
-        return SettledCall(self.tensors, agree_on_splits(control, call, posts))
+        return SettledCall(self.tensors, agree_on_splits(control, call, posts), self._copies_own)
 
 
 class SettledCall:
@@ -68,12 +72,12 @@ class SettledCall:
     name = Kind.ALL_TO_ALL
     repeated_as = None
 
-    def __init__(self, tensors: tuple[torch.Tensor, torch.Tensor], agreed: Splits) -> None:
-        self.tensors, self._agreed = tensors, agreed
+    def __init__(self, tensors: tuple[torch.Tensor, torch.Tensor], agreed: Splits, copies_own: bool) -> None:
+        self.tensors, self._agreed, self._copies_own = tensors, agreed, copies_own
 
     @property
     def details(self) -> Hashable:
-        return self._agreed
+        return self._agreed, self._copies_own
 
     def identities(self) -> Hashable:
         return tuple(map(identity, self.tensors))
@@ -82,7 +86,7 @@ class SettledCall:
         check_variant(self.name, variant, abilities)
 
     def request(self, arguments: Arguments) -> Request:
-        return arguments.all_to_all_uneven(*self.tensors, self._agreed)
+        return arguments.all_to_all_uneven(*self.tensors, self._agreed, self._copies_own)
 
     def agreement(self, request: Request, variant: str, frozen: bool, beside: Beside) -> Agreement:
         return Agreement.of(request, variant, frozen, beside)

@@ -118,6 +118,8 @@ class Collective:
         in_place: input and output share memory, as torch.distributed defines it for each kind (see ``input_span``).
         root: of broadcast, scatter and gather.
         reduction: of reduce_scatter and all_reduce.
+        copies_own: False: bytes of a rank's input that belong into its own output stay where they are, and their place
+            in the output is left as it was. All_to_all only.
     """
 
     kind: Kind
@@ -126,6 +128,7 @@ class Collective:
     in_place: bool = False
     root: int | None = None
     reduction: Reduction | None = None
+    copies_own: bool = True
 
     def chunks(self) -> Iterator[Chunk]:
         """Every chunk with bytes in it, ordered by source, then destination.
@@ -138,7 +141,7 @@ class Collective:
         for src_rank, row in enumerate(self.counts):
             src_offset = 0
             for dst_rank, nbytes in enumerate(row):
-                if nbytes:
+                if nbytes and (self.copies_own or src_rank != dst_rank):
                     yield Chunk(
                         src_rank,
                         src_offset if self._sends_distinct else 0,
@@ -209,6 +212,7 @@ class Collective:
     def __str__(self) -> str:
         sizes = f"{max(self.output_bytes(0), self.input_bytes(0))} bytes"
         place = "in place" if self.in_place else "out of place"
+        place += "" if self.copies_own else ", own parts stay"
         detail = f", {self.reduction}" if self.reduction else f", root {self.root}" if self.root is not None else ""
         return f"{self.kind}({self.world_size} ranks, {sizes}, {place}{detail})"
 
@@ -220,14 +224,20 @@ def all_gather(shard_bytes: Sequence[int], *, in_place: bool = False) -> Collect
     return Collective(Kind.ALL_GATHER, len(shards), counts, in_place)
 
 
-def all_to_all(counts: Sequence[Sequence[int]], *, in_place: bool = False) -> Collective:
-    """Rank i sends ``counts[i][j]`` bytes to rank j. In place needs ``counts[i][j] == counts[j][i]``."""
+def all_to_all(counts: Sequence[Sequence[int]], *, in_place: bool = False, copies_own: bool = True) -> Collective:
+    """Rank i sends ``counts[i][j]`` bytes to rank j. In place needs ``counts[i][j] == counts[j][i]``.
+
+    ``copies_own``: see :class:`Collective`; in place nobody copies them anyway, so that it says nothing there.
+
+    >>> [(c.src_rank, c.dst_rank, c.dst_offset) for c in all_to_all(((4, 4), (4, 4)), copies_own=False).chunks()]
+    [(0, 1, 0), (1, 0, 4)]
+    """
     matrix = tuple(_sizes("all_to_all", row) for row in counts)
     if any(len(row) != len(matrix) for row in matrix):
         raise ValueError(f"all_to_all: counts must be square (value={[len(row) for row in matrix]} columns)")
     if in_place and any(matrix[i][j] != matrix[j][i] for i in range(len(matrix)) for j in range(i)):
         raise ValueError("all_to_all: in place needs counts[i][j] == counts[j][i] for all ranks")
-    return Collective(Kind.ALL_TO_ALL, len(matrix), matrix, in_place)
+    return Collective(Kind.ALL_TO_ALL, len(matrix), matrix, in_place, copies_own=copies_own or in_place)
 
 
 def broadcast(nbytes: int, world_size: int, root: int, *, in_place: bool = False) -> Collective:

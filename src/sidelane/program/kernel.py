@@ -38,6 +38,10 @@ ALIGNMENT = 16
 """Of parts in staging, and of the inputs that peers read: else it would be element by element."""
 
 
+COPIES_OWN = "copies own parts, too (value=copy_own_part=False)"
+"""Why no kernel runs an all_to_all that leaves them: what they store for their own rank costs them next to nothing."""
+
+
 class Protocol(StrEnum):
     """How the bytes travel (docs/internals/protocols.md).
 
@@ -182,6 +186,8 @@ def unfit(collective: Collective) -> str:
     """Why no kernel runs a collective; empty if one does."""
     if collective.kind is Kind.BROADCAST:
         return "" if collective.in_place else "is for broadcasts in place (value=out of place)"
+    if not collective.copies_own:
+        return COPIES_OWN
     if collective.kind is not Kind.ALL_REDUCE and len({nbytes for row in collective.counts for nbytes in row}) > 1:
         return "needs equal parts for all ranks (value=parts that differ)"
     return ""

@@ -72,6 +72,7 @@ class CallShape:
             the input, of an all_reduce both.
         captured: into a graph of the caller's.
         beside: what runs next to it: ``nothing`` or ``compute``.
+        copies_own: bytes that stay on their rank are copied into its output; of a list, those of every tensor.
         even: every two ranks exchange the same number of bytes, the root and each of the others if there is one (the
             shards of an all_reduce may differ).
         listed: it is one with many tensors; ``nbytes`` are those of all, the rest is true of every one.
@@ -95,6 +96,7 @@ class CallShape:
     mixed: bool = False
     uniform: bool = True
     computation: Computation | None = None
+    copies_own: bool = True
 
     @staticmethod
     def of(collective: Collective, dtype: str, *, symmetric: bool, captured: bool, beside: Beside) -> CallShape:
@@ -112,6 +114,7 @@ class CallShape:
             captured=captured,
             beside=COMPUTE if timed else str(beside),
             computation=beside if isinstance(beside, Computation) else None,
+            copies_own=collective.copies_own,
             even=len(sizes) == 1 or collective.kind in (Kind.ALL_REDUCE, Kind.BROADCAST),
         )
 

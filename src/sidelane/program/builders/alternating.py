@@ -184,7 +184,8 @@ def flags_of(world_size: int) -> int:
 
 def _fits_rows(collective: Collective) -> bool:
     parts = {nbytes for row in collective.counts for nbytes in row}
-    return collective.kind in (Kind.ALL_GATHER, Kind.ALL_TO_ALL) and len(parts) == 1 and 0 < parts.pop() <= ROW_BYTES
+    rows = collective.kind in (Kind.ALL_GATHER, Kind.ALL_TO_ALL) and collective.copies_own
+    return rows and len(parts) == 1 and 0 < parts.pop() <= ROW_BYTES
 
 
 def _sent(collective: Collective, rank: int, *, own: bool) -> tuple[int, int]:

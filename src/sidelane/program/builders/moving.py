@@ -70,6 +70,8 @@ def swap(collective: Collective, transport: Transport = Transport.PUSH) -> Progr
         raise ValueError("swap: all_to_all must exchange equal counts between each two ranks")
     if transport is not Transport.PUSH:
         raise ValueError(f"swap: transport (value={transport}, allowed=push: both chunks are exchanged in the output)")
+    if not collective.copies_own:
+        raise ValueError(f"swap: {_SWAP_COPIES_ALL}")
     return _swap(collective)
 
 
@@ -275,7 +277,12 @@ def _output_span_of(chunk: Chunk, collective: Collective) -> Span:
 
 
 def _no_swap(shape: CallShape) -> str:
+    if not shape.copies_own:
+        return _SWAP_COPIES_ALL
     return "" if shape.even else "needs equal counts between all ranks"
+
+
+_SWAP_COPIES_ALL = "copies all of an input into its output first, own parts too"
 
 
 register(Algorithm(name="b2b", kinds=MOVING, preference=0, assemble=b2b))

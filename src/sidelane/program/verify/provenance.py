@@ -183,6 +183,12 @@ def _expected(program: Program) -> list[list[Expected]]:
             start = out.offset + chunk.dst_offset
             content = Content(Origin(term[0], inputs[0].buffer, 0), term[1] - start)
             found[chunk.dst_rank].append((out.buffer, start, start + chunk.nbytes, content))
+        if not collective.copies_own:
+            for rank in ranks:
+                start = outputs[rank].offset + sum(row[rank] for row in collective.counts[:rank])
+                own = collective.counts[rank][rank]
+                untouched = Content(Origin(rank, outputs[rank].buffer, 0), 0)
+                found[rank] += [(outputs[rank].buffer, start, start + own, untouched)] * bool(own)
         for (rank, offset, nbytes), sources in terms.items():
             # Every rank of an all_reduce receives what the chunk's destination reduces, bit by bit the same.
             for receiver in ranks if collective.kind is Kind.ALL_REDUCE else (rank,):
