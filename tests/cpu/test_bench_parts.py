@@ -55,6 +55,18 @@ def outputs_of(kind: Kind, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     return list(total.chunk(n)) if kind is Kind.REDUCE_SCATTER else [total] * n
 
 
+def test_an_own_part_that_is_left_must_not_have_come() -> None:
+    inputs = inputs_of(Kind.ALL_TO_ALL, seed=7)
+    for rank, output in enumerate(outputs_of(Kind.ALL_TO_ALL, inputs)):
+        case = case_of(Kind.ALL_TO_ALL, rank)
+        assert "output bytes are wrong" in (output_error(case, output.clone(), 7, own_part_left=True) or "")
+        left = output.clone()
+        poison(left.chunk(3)[rank])
+        assert output_error(case, left, 7, own_part_left=True) is None
+        left.chunk(3)[(rank + 1) % 3][5] ^= 1
+        assert "1 of" in (output_error(case, left, 7, own_part_left=True) or "")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_reference_accepts_the_right_bytes_and_nothing_else(kind: Kind) -> None:
     inputs = inputs_of(kind, seed=7)

@@ -96,6 +96,22 @@ def test_every_strategy_gets_its_best_configuration_and_the_strictest_ideal() ->
     assert outcome.choice.strategy == "conccl"
 
 
+def test_another_call_is_a_row_and_no_ideal_and_nobody_s_choice() -> None:
+    left, in_place = Way("dma_left", "left"), Way("dma_in_place", "in place", True)
+    wanted = [*WANTED, named("conccl_left"), named("conccl_in_place")]
+    times = all_times(**{"left": [900.0] * 3, "in place": [1000.0] * 3})
+    times[pair_label(named("conccl_left"), left)] = [1410.0] * 3
+    times[pair_label(named("conccl_in_place"), in_place)] = [1420.0] * 3
+    outcome = judge(PAIR, (NCCL, NCCL_IN_PLACE, DMA, left, in_place), wanted, times, {}, {}, HIDDEN["h200"])
+    assert (outcome.best, outcome.best_comm_us) == (DMA.label, 1800), (
+        "the ideal is that of the call as it was asked for"
+    )
+    results = {result.strategy: result for result in outcome.results}
+    assert results["conccl_left"].comm_us == 900 and results["conccl_left"].speedup == pytest.approx(3200 / 1410)
+    assert results["conccl_in_place"].percent_of_ideal == pytest.approx(percent_of_ideal(1400, 1800, 1420))
+    assert outcome.choice is not None and outcome.choice.strategy == "conccl"
+
+
 def test_ratios_are_taken_in_each_round_before_the_median() -> None:
     # The machine slows down by half in one round and by a quarter in another: every ratio is the same in all rounds.
     pace = [1.0, 1.5, 1.25]

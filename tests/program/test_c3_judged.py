@@ -60,6 +60,11 @@ def test_every_heuristic_is_right_or_loses() -> None:
     assert all(verdict.seen for verdict in found.values())
 
 
+def test_another_call_is_not_what_a_choice_is_held_against() -> None:
+    fast = {**TIMES, ("conccl_left", 0): 1001.0, ("conccl_in_place", 0): 1002.0}
+    assert verdicts(dataclasses.replace(SWEEP, times_us=fast)) == verdicts(SWEEP)
+
+
 def test_what_is_lost() -> None:
     slow = {**TIMES, ("c3_base", 0): 1330.0, ("c3_rp", 64): 1360.0, ("conccl_rp", 8): 1000.0}
     found = verdicts(dataclasses.replace(SWEEP, times_us=slow))

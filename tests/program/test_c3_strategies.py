@@ -23,10 +23,12 @@ NAMES = tuple(strategy.name for strategy in strategies())
 def test_the_strategies_in_the_order_of_studies() -> None:
     assert (
         *("serial", "c3_base", "c3_sp", "c3_rp", "c3_sp_rp", "c3_target", "priority"),
-        *("cta_base", "cta_sp", "cta_target", "cta_priority", "conccl", "conccl_rp", "nccl_ce"),
+        *("cta_base", "cta_sp", "cta_target", "cta_priority", "conccl", "conccl_rp"),
+        *("conccl_left", "conccl_rp_left", "conccl_in_place", "nccl_ce"),
         *("sm_base", "sm_sp", "sm_rp", "sm_sp_rp", "sm_target", "sm_priority"),
     ) == NAMES
-    assert set(FILES) == {*NAMES[:7], "c3_cta", *NAMES[11:14], "registry", "everything"}, "a file each"
+    engines = ("conccl", "conccl_rp", "conccl_own", "nccl_ce")
+    assert set(FILES) == {*NAMES[:7], "c3_cta", *engines, "registry", "everything"}, "a file each"
 
 
 @pytest.mark.parametrize(
@@ -41,6 +43,9 @@ def test_the_strategies_in_the_order_of_studies() -> None:
         ("c3_target", Order.COLLECTIVE_FIRST, Mover.LIBRARY, 0, Partition(means=Means.TARGET)),
         ("conccl", Order.COLLECTIVE_FIRST, Mover.DMA, 0, None),
         ("conccl_rp", Order.COLLECTIVE_FIRST, Mover.DMA, 0, Partition(8, memory_bound_only=True)),
+        ("conccl_left", Order.COLLECTIVE_FIRST, Mover.DMA_LEFT, 0, None),
+        ("conccl_rp_left", Order.COLLECTIVE_FIRST, Mover.DMA_LEFT, 0, Partition(8, memory_bound_only=True)),
+        ("conccl_in_place", Order.COLLECTIVE_FIRST, Mover.DMA_IN_PLACE, 0, None),
         ("nccl_ce", Order.COLLECTIVE_FIRST, Mover.LIBRARY_DMA, 0, None),
     ],
 )
@@ -96,7 +101,7 @@ def test_a_registered_strategy_is_everywhere(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(ValueError, match="allowed=what no strategy has"):
         register(dataclasses.replace(mine, priority=0))
     place = [strategy.name for strategy in strategies()].index("mine")
-    assert strategies()[place - 1].name == "conccl_rp" and strategies()[place + 1].name == "nccl_ce"
+    assert strategies()[place - 1].name == "conccl_rp" and strategies()[place + 1].name == "conccl_left"
     assert overlap.possible("mine", CPU).strategy is mine
 
 
@@ -107,7 +112,13 @@ def test_commands_take_every_name() -> None:
 
 def test_overlap_takes_those_that_calls_can_be_told() -> None:
     assert overlap.NAMES == ("conccl", "c3_sp", "priority", "c3_base", "serial")
-    for name, reason in (("c3_rp", "green contexts"), ("sm_sp", "not told"), ("fastest", "none of that name")):
+    refused = (
+        ("c3_rp", "green contexts"),
+        ("conccl_left", "copy_own_part=False"),
+        ("sm_sp", "not told"),
+        ("fastest", "none of that name"),
+    )
+    for name, reason in refused:
         with pytest.raises(ValueError, match=rf"value='{name}', allowed=conccl, .*{reason}"):
             overlap.possible(name, CPU)
 

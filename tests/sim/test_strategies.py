@@ -51,6 +51,16 @@ def test_serial_is_the_sum_and_nothing_beats_the_longer_by_much(study):
             assert row.time_us > 0.9 * max(row.gemm_us, row.comm_us)
 
 
+def test_an_own_part_that_stays_costs_nothing_next_to_a_gemm() -> None:
+    machine = named("h200x2")
+    exchange, gather = (table_ii_workload("cb1_896M", kind) for kind in (Kind.ALL_TO_ALL, Kind.ALL_GATHER))
+    left, usual = (predict(machine, exchange, strategy) for strategy in ("conccl_left", "conccl"))
+    assert left.time_us < usual.time_us and left.best_comm_us == usual.best_comm_us
+    assert predict(machine, gather, "conccl_left").time_us == predict(machine, gather, "conccl").time_us
+    with pytest.raises(ValueError, match="in place stages"):
+        predict(machine, exchange, "conccl_in_place")
+
+
 def test_averages_come_in_the_papers_order(study):
     best = study.best_percent(("c3_base", "c3_sp", "c3_rp", "c3_sp_rp"))
     order = [study.percent(name) for name in ("c3_base", "c3_rp", "c3_sp")]
@@ -102,7 +112,7 @@ def test_the_simulator_takes_the_value_that_runs():
 
 def test_what_is_not_predicted_says_why():
     unknown = {strategy.mover for strategy in strategies()} - {strategy.mover for strategy in predictable()}
-    assert unknown == {Mover.SM, Mover.LIBRARY_DMA, Mover.LIBRARY_CTAS}
+    assert unknown == {Mover.SM, Mover.LIBRARY_DMA, Mover.LIBRARY_CTAS, Mover.DMA_LEFT, Mover.DMA_IN_PLACE}
     for name, reason in (("sm_sp", "no times of Sidelane's own kernels"), ("nccl_ce", "the library's copy engines")):
         with pytest.raises(ValueError, match=reason):
             predict(MACHINE, PAIR, name)

@@ -161,16 +161,17 @@ def _spared(sweep: Sweep, known: Isolated) -> Verdict:
 
 
 def _choice(sweep: Sweep, known: Isolated, constants: Mapping[str, float]) -> Verdict:
-    able = [named(name) for name in dict.fromkeys(name for name, _ in sweep.times_us)]
+    times = {way: us for way, us in sweep.times_us.items() if named(way[0]).mover.as_asked}
+    able = [named(name) for name in dict.fromkeys(name for name, _ in times)]
     asked = Asked(sweep.gemm_us, sweep.workload.gemm, (sweep.workload,))
     try:
         found = decide(asked, able, known, constants, {})
     except ValueError as problem:
         return Verdict(CHOICE, False, reason=str(problem))
     chosen = (found.strategy, found.units)
-    if chosen not in sweep.times_us:  # a strategy that keeps its units from a GEMM that is not limited by its bytes
-        chosen = next(way for way in sweep.times_us if way[0] == found.strategy)
-    return _verdict(CHOICE, chosen, sweep.times_us, found.reason)
+    if chosen not in times:  # a strategy that keeps its units from a GEMM that is not limited by its bytes
+        chosen = next(way for way in times if way[0] == found.strategy)
+    return _verdict(CHOICE, chosen, times, found.reason)
 
 
 def _verdict(heuristic: str, chosen: Way, times: Mapping[Way, float], reason: str) -> Verdict:

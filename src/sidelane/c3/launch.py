@@ -43,6 +43,8 @@ def objection(strategy: Strategy, device: torch.device) -> str:
 
     Here Sidelane is the library: under a strategy of the library's kernels a collective runs as it is fastest alone.
     """
+    if not strategy.mover.as_asked:
+        return "its collective is another call: make that under conccl or conccl_rp (copy_own_part=False, or in place)"
     if strategy.mover not in (Mover.LIBRARY, Mover.DMA):
         return "a communicator's calls are not told to run so"
     if strategy.partition is None:

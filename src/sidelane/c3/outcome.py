@@ -125,7 +125,7 @@ def judge(
         tried: units that a strategy took from the GEMM, one number after another; none where it is not named.
         known: isolated times that the choice goes by, too.
     """
-    best = _fastest(configurations, times)
+    best = _fastest(_as_asked(configurations), times)
     isolated = tuple(
         Isolated(c.implementation, c.label, c.in_place, _median(times.get(c.label)), failures.get(c.label))
         for c in configurations
@@ -136,7 +136,7 @@ def judge(
         _judge_strategy(strategy, configurations, times, failures, unavailable, tried.get(strategy.name, (0,)))
         for strategy in strategies
     ]
-    candidates = [candidate for _, candidate in judged if candidate is not None]
+    candidates = [one for _, one in judged if one is not None and one.strategy.mover.as_asked]
     return Outcome(
         workload=workload,
         gemm_us=gemm_us,
@@ -191,9 +191,8 @@ def _judge_strategy(
         failure = next(filter(None, found), Failure("no configuration could run", wrong=False))
         return Result(strategy.name, failure=failure), None
     chosen, units = min(timed, key=lambda one: statistics.median(times[pair_label(strategy, *one)]))
-    best = _fastest(configurations, times)
+    best = _fastest(_as_asked(configurations), times) or chosen
     library = _fastest([c for c in configurations if c.implementation in LIBRARY], times)
-    assert best is not None, "a configuration that runs next to a GEMM has run alone"
     gemm, pair = times[GEMM], times[pair_label(strategy, chosen, units)]
     comm_us = statistics.median(times[chosen.label])
     result = Result(
@@ -209,6 +208,12 @@ def _judge_strategy(
         percent_of_ideal_library=_percent(gemm, times[library.label], pair) if library else None,
     )
     return result, Candidate(strategy, comm_us, chosen.in_place)
+
+
+def _as_asked(configurations: Sequence[Configuration]) -> list[Configuration]:
+    """But for those of movers that make another call."""
+    others = {name for mover in Mover if not mover.as_asked for name in mover.implementations}
+    return [one for one in configurations if one.implementation not in others]
 
 
 def _fastest(configurations: Sequence[Configuration], times: Mapping[str, Sequence[float]]) -> Configuration | None:

@@ -28,11 +28,14 @@ class Mover(StrEnum):
     LIBRARY: kernels of the vendor's library; on CPUs its threads play their part.
     LIBRARY_CTAS: the same kernels with numbers of workgroups that are tried one after another.
     DMA: copy engines, by Sidelane. LIBRARY_DMA: copy engines, by the library. SM: Sidelane's kernels.
+    DMA_LEFT: as DMA, of an all-to-all that leaves own parts in the input. DMA_IN_PLACE: of one in place.
     """
 
     LIBRARY = "library"
     LIBRARY_CTAS = "nccl_ctas"
     DMA = "dma"
+    DMA_LEFT = "dma_left"
+    DMA_IN_PLACE = "dma_in_place"
     LIBRARY_DMA = "nccl_ce"
     SM = "sm"
 
@@ -45,6 +48,13 @@ class Mover(StrEnum):
     def takes_units(self) -> bool:
         """It runs on compute units, as the GEMM does."""
         return self in (Mover.LIBRARY, Mover.LIBRARY_CTAS, Mover.SM)
+
+    @property
+    def as_asked(self) -> bool:
+        """It makes the call that was asked for. Others do less, or want the tensors elsewhere: nobody chooses these for
+        a caller, and no ideal is reckoned with their times.
+        """
+        return self not in (Mover.DMA_LEFT, Mover.DMA_IN_PLACE)
 
 
 LIBRARY = ("nccl", "gloo")

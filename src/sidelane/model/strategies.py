@@ -121,8 +121,10 @@ def predict_all(
 
 
 def predictable() -> tuple[Strategy, ...]:
-    """Strategies that the model speaks to wherever it is: not every library has GEMMs that leave units."""
-    return tuple(one for one in strategies() if not objection(one) and not _targets(one))
+    """Strategies that the model speaks to wherever it is: not every library has GEMMs that leave units, and not every
+    caller can do with another call.
+    """
+    return tuple(one for one in strategies() if not objection(one) and not _targets(one) and one.mover.as_asked)
 
 
 def objection(strategy: Strategy) -> str:
@@ -134,6 +136,8 @@ def objection(strategy: Strategy) -> str:
             return "not predicted: descriptions of machines have no times of Sidelane's own kernels"
         case Mover.LIBRARY_CTAS:
             return "not predicted: descriptions of machines have the library's collectives in their own number of CTAs"
+        case Mover.DMA_IN_PLACE:
+            return "not predicted: an all-to-all in place stages what it sends, which the model of pairs does not have"
         case Mover.LIBRARY_DMA:
             return "not predicted: descriptions of machines have no times of the library's copy engines"
     return ""
@@ -208,7 +212,7 @@ def _kernels(
         gang = library_gang(machine, kind, nbytes, units=taken if own_units else None, reserved=own_units)
         return orders(machine, strategy, gemm, [gang])
     own = None
-    if kind is Kind.ALL_TO_ALL:  # out of place, as in all studies; an all_gather is in place
+    if kind is Kind.ALL_TO_ALL and strategy.mover.as_asked:  # out of place, as in all studies; all_gathers are in place
         own = own_chunk_gang(machine, kind, nbytes)
     kernels = arrange(strategy, gemm, dma_gangs(machine, kind, nbytes, write_back=write_back))
     return (kernels if own is None else [*kernels, own],)

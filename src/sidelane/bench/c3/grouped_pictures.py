@@ -40,7 +40,7 @@ def draw_groups(rows: Sequence[C3Row], predicted: Predicted, results: Results, d
     directory.mkdir(parents=True, exist_ok=True)
     by_name = {strategy: named(strategy) for strategy in dict.fromkeys(r.strategy for r in timed if not r.chosen)}
     kernels = [name for name, one in by_name.items() if one.concurrent and one.mover is Mover.LIBRARY]
-    engines = [name for name, one in by_name.items() if one.mover in (Mover.DMA, Mover.LIBRARY_DMA)]
+    engines = [name for name, one in by_name.items() if not one.mover.takes_units]
     auto = ["auto"] if any(row.chosen for row in timed) else []
     pictures = [_ideal([alike for _, alike in pairs], results, directory)]
     figures = (

@@ -15,7 +15,7 @@ from sidelane.bench.candidates.reference import Case, rounded_bytes
 from sidelane.bench.candidates.roster import Roster, make_roster
 from sidelane.bench.results.files import Results
 from sidelane.bench.results.rows.pairs import C3Row
-from sidelane.bench.running.asked import check_asked
+from sidelane.bench.running.asked import OTHER_CALLS, check_asked
 from sidelane.bench.running.launch import Rank, choose_target
 from sidelane.bench.running.measure import Job, Meter
 from sidelane.bench.running.study import Sender, StudyOptions, run_study
@@ -39,6 +39,8 @@ from sidelane.program.collective import ELEMENT_BYTES, Kind
 
 HIDE_LAUNCH_US = 500.0
 """The host queues a GEMM, a collective and a dozen events in less; the meter notices if not, and waits longer."""
+
+NO_OWN_PARTS = dict.fromkeys(OTHER_CALLS, "only an all-to-all copies inside a GPU what this one does without")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,6 +106,7 @@ def main(options: C3Options) -> Results | None:
         variants=options.variants,
         chosen_from=(DMA, SM),
         with_auto=True,
+        with_others=True,
     )
     options = dataclasses.replace(options, known=isolated_here(options))
     return run_study("c3", C3Row, _measure, options, "computation and communication")
@@ -136,7 +139,9 @@ def _measure(rank: Rank, options: C3Options) -> int:
     if not on_cpu or options.full_size:  # else they are divided as the GEMM is, and the table says what ran
         asked = dict.fromkeys(parse_workload(text).nbytes for text in options.workloads)
         sender.note_rounding(asked, functools.partial(rounded_bytes, world_size=rank.world_size))
-    roster = make_roster(rank, wanted=options.implementations, timeout_s=options.step_s, with_auto=True)
+    roster = make_roster(
+        rank, wanted=options.implementations, timeout_s=options.step_s, with_auto=True, with_others=True
+    )
     own_bytes = 0.0 if on_cpu else float(torch.cuda.mem_get_info(rank.device)[1])
     memory_bytes = None if on_cpu else min(theirs for (theirs,) in roster.meter.of_all_ranks([own_bytes]))
     cases = []
@@ -172,7 +177,7 @@ def _measure(rank: Rank, options: C3Options) -> int:
             no_partitions=no_partitions,
             memory_bound=is_bound_by_memory(workload.gemm, options.known, device_name, rank.world_size),
             strategies=[named(name) for name in options.strategies] or None,
-            unavailable=roster.unavailable,
+            unavailable=roster.unavailable | ({} if workload.collective is Kind.ALL_TO_ALL else NO_OWN_PARTS),
             seed=options.seed + 1_000_000 * number,
             device_name=device_name,
             known=options.known,

@@ -147,6 +147,13 @@ class Chooses(Protocol):
         ...
 
 
+@runtime_checkable
+class LeavesOwnPart(Protocol):
+    """An implementation of all-to-alls that leave every rank's own part in its input, and its place as it was."""
+
+    leaves_own_part: bool
+
+
 def nothing_to_wait_for() -> None:
     """What ``start`` returns where the stream keeps the order."""
 
@@ -280,7 +287,8 @@ class Prepared:
     def error(self, seed: int) -> str | None:
         """What is wrong with the output after a run on the input of ``seed``; None if nothing is."""
         output = self._tensors.output
-        return "there is no output" if output is None else output_error(self.case, output, seed)
+        left = isinstance(self._implementation, LeavesOwnPart)
+        return "there is no output" if output is None else output_error(self.case, output, seed, own_part_left=left)
 
     def release(self) -> None:
         """Drop the graphs and what they hold."""

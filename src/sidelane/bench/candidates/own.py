@@ -32,6 +32,8 @@ class Dma:
         self._input: torch.Tensor | None = None
 
     def variants(self, kind: Kind, in_place: bool) -> tuple[str, ...]:
+        if self._auto and in_place and kind is Kind.ALL_TO_ALL:
+            return ()  # it overwrites its input: next to a computation that is another call (``InPlace``)
         names = _names(kind, in_place, self._communicator, DMA)
         return self._auto + names if names else ()
 
@@ -144,6 +146,52 @@ class Auto(Kernels):
         choice = self._dma.communicator.last_choice()
         assert choice is not None, "a call comes first"
         return choice.candidate.name
+
+
+class OwnPartLeft(Kernels):
+    """All-to-alls on copy engines that leave every rank's own part in its input."""
+
+    name = "dma_left"
+    leaves_own_part = True
+
+    def __init__(self, dma: Dma) -> None:
+        self.launches = dma.launches
+        self._dma = dma
+
+    def variants(self, kind: Kind, in_place: bool) -> tuple[str, ...]:
+        return ("auto",) if kind is Kind.ALL_TO_ALL and not in_place else ()
+
+    def list_variants(self, kind: Kind, in_place: bool) -> tuple[str, ...]:
+        return ()
+
+    def bind(self, case: Case, tensors: Tensors, variant: str) -> Callable[[], object]:
+        return self._call(tensors, variant)
+
+    def start(self, case: Case, tensors: Tensors, variant: str) -> Callable[[], None]:
+        work = self._call(tensors, variant)()
+        return nothing_to_wait_for if work is None else work.synchronize
+
+    def _call(self, tensors: Tensors, variant: str) -> Callable[[], Work | None]:
+        waits = self.communicator.device.type != "cpu"  # as ``Dma`` has it
+        options: dict[str, Any] = {"variant": variant, "async_op": not waits, "copy_own_part": False}
+        assert tensors.output is not None
+        return partial(self.communicator.all_to_all, tensors.output, tensors.input, **options)
+
+
+class InPlace(Kernels):
+    """All-to-alls on copy engines whose input and output are the same bytes."""
+
+    name = "dma_in_place"
+
+    def __init__(self, dma: Dma) -> None:
+        self.launches = dma.launches
+        self._dma = dma
+
+    def variants(self, kind: Kind, in_place: bool) -> tuple[str, ...]:
+        return ("auto",) if kind is Kind.ALL_TO_ALL and in_place else ()
+
+    def list_variants(self, kind: Kind, in_place: bool) -> tuple[str, ...]:
+        return ()
 
 
 def bound_call(

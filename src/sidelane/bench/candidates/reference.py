@@ -167,14 +167,20 @@ def poison(tensor: torch.Tensor) -> None:
     tensor.view(torch.uint8).fill_(POISON)
 
 
-def output_error(case: Case, output: torch.Tensor, seed: int) -> str | None:
-    """What is wrong with ``output`` (1-d) for the inputs of ``seed``; None if nothing is. Waits for the device."""
+def output_error(case: Case, output: torch.Tensor, seed: int, *, own_part_left: bool = False) -> str | None:
+    """What is wrong with ``output`` (1-d) for the inputs of ``seed``; None if nothing is. Waits for the device.
+
+    ``own_part_left``: what this rank sends to itself must not have arrived: poison must be there.
+    """
     found = output.view(torch.uint8)
     wrong: list[tuple[int, torch.Tensor]] = []
     for sources, offset, nbytes in _output_parts(case):
         for begin, block in _blocks(found[offset : offset + nbytes]):
             expected = torch.empty_like(block)
-            _generate(expected, case, seed, sources[0], begin)
+            if own_part_left and sources[0][0] == case.rank:
+                expected.fill_(POISON)
+            else:
+                _generate(expected, case, seed, sources[0], begin)
             for source in sources[1:]:
                 term = torch.empty_like(block)
                 _generate(term, case, seed, source, begin)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from sidelane import config as settings
 from sidelane.bench.candidates.candidate import Implementation
-from sidelane.bench.candidates.own import Auto, Dma, Kernels
+from sidelane.bench.candidates.own import Auto, Dma, InPlace, Kernels, OwnPartLeft
 from sidelane.bench.running.asked import ONE_TENSOR, check_implementations, implementations
 from sidelane.bench.running.launch import Rank
 from sidelane.bench.running.measure import Meter
@@ -72,6 +72,7 @@ def make_roster(
     wanted: Collection[str] = (),
     timeout_s: float = 60.0,
     with_auto: bool = False,
+    with_others: bool = False,
     listed: bool = False,
 ) -> Roster:
     """Make the meter and the implementations of this machine. Collective.
@@ -82,12 +83,13 @@ def make_roster(
         timeout_s: longest that one step may take, on the device or for a peer.
         with_auto: list the variant ``auto`` of Sidelane's copy-engine collectives, for what runs beside a computation,
             in the place of the implementation ``auto``.
+        with_others: add those that make another call than was asked for, by which nobody is measured.
         listed: calls will have lists of tensors; what takes one tensor a call is left out, with the reason.
 
     Raises:
         ValueError: a name is not known on this kind of device.
     """
-    check_implementations(wanted, rank.device.type, with_auto=with_auto, listed=listed)
+    check_implementations(wanted, rank.device.type, with_auto=with_auto, with_others=with_others, listed=listed)
     meter = make_meter(rank, timeout_s)
     makers: dict[str, Callable[[], Implementation]]
     find_kernels: Callable[[Callable[[], None]], list[str]] | None = None
@@ -125,8 +127,10 @@ def make_roster(
     makers["dma"] = make_own
     makers["auto"] = needs_own(Auto)
     makers["sm"] = needs_own(Kernels)
+    makers["dma_left"] = needs_own(OwnPartLeft)
+    makers["dma_in_place"] = needs_own(InPlace)
     roster = Roster(meter, kernels_of=find_kernels)
-    for name in implementations(rank.device.type, with_auto=with_auto):
+    for name in implementations(rank.device.type, with_auto=with_auto, with_others=with_others):
         if wanted and name not in wanted:
             continue
         if listed and name in ONE_TENSOR:

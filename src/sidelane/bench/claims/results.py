@@ -192,7 +192,8 @@ def predict_together(machine: Machine, row: C3Row) -> tuple[float, ...]:
         dataclasses.replace(gang, alone_us=gang.alone_us * longer, memory_gbps=gang.memory_gbps / longer)
         for gang in gangs
     )
-    own = own_chunk_gang(machine, kind, row.bytes) if not on_units and OUT_OF_PLACE in row.note else None
+    copies_own = not on_units and strategy.mover.as_asked and OUT_OF_PLACE in row.note
+    own = own_chunk_gang(machine, kind, row.bytes) if copies_own else None
     if own is not None and strategy.mover is Mover.LIBRARY_DMA:
         # NCCL queues the own chunk with the others: what waits for the GEMM holds up all.
         gangs, own = (dataclasses.replace(gangs[0], after=(computation.name,)), *gangs[1:]), None

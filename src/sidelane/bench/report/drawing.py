@@ -29,6 +29,8 @@ COLOURS = {
     "nccl_ce": ORANGE,
     "symm_mem": PURPLE,
     "dma": BLUE,
+    "dma_left": BLUE,
+    "dma_in_place": BLUE,
     "sm": GREEN,
     "auto": BLACK,
     "library": VERMILLION,

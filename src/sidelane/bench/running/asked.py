@@ -19,35 +19,45 @@ ON_GPUS = ("nccl", "nccl_ce", "symm_mem", "dma", "auto", "sm")
 BESIDE = ("nccl_ctas",)
 """What runs next to a computation only, behind the others."""
 
+OTHER_CALLS = ("dma_left", "dma_in_place")
+"""What makes another call than the others, next to a computation: all-to-alls without a copy inside a GPU."""
+
 ONE_TENSOR = {
     "symm_mem": "PyTorch's operators on symmetric memory take one tensor a call",
 }
 """What takes no part in a study of lists, with the reason."""
 
 
-def implementations(device_type: str, *, with_auto: bool = False) -> tuple[str, ...]:
+def implementations(device_type: str, *, with_auto: bool = False, with_others: bool = False) -> tuple[str, ...]:
     """Names that a study knows on a kind of device.
 
     Args:
         device_type: where the ranks' tensors are.
         with_auto: ``auto`` is a variant of ``dma`` in this study.
+        with_others: so are ``OTHER_CALLS``, each by itself.
 
     >>> implementations("cpu")
     ('gloo', 'dma', 'auto')
     """
     names = ON_CPUS if device_type == CPU else ON_GPUS + (BESIDE if with_auto else ())
+    names += OTHER_CALLS if with_others else ()
     return tuple(name for name in names if not (with_auto and name == "auto"))
 
 
 def check_implementations(
-    wanted: Collection[str], device_type: str, *, with_auto: bool = False, listed: bool = False
+    wanted: Collection[str],
+    device_type: str,
+    *,
+    with_auto: bool = False,
+    with_others: bool = False,
+    listed: bool = False,
 ) -> None:
     """Refuse an implementation that is not known on a kind of device, or (``listed``) that takes no lists.
 
     Raises:
         ValueError: with the allowed names.
     """
-    known = implementations(device_type, with_auto=with_auto)
+    known = implementations(device_type, with_auto=with_auto, with_others=with_others)
     unknown = [name for name in wanted if name not in known]
     if unknown:
         where = "CPU ranks" if device_type == CPU else "GPUs"
@@ -72,6 +82,7 @@ def check_asked(
     launches: Collection[str] = (),
     chosen_from: Sequence[str] = IMPLEMENTATIONS,
     with_auto: bool = False,
+    with_others: bool = False,
     listed: bool = False,
 ) -> None:
     """Refuse names that a study could only leave out in silence. A variant of one of the collectives is enough.
@@ -84,12 +95,13 @@ def check_asked(
         launches: asked for; empty for all.
         chosen_from: Sidelane's implementations whose variants can be chosen.
         with_auto: as :func:`implementations` has it.
+        with_others: likewise.
         listed: calls with lists of tensors.
 
     Raises:
         ValueError: with what was given and what is allowed.
     """
-    check_implementations(implementations, device_type, with_auto=with_auto, listed=listed)
+    check_implementations(implementations, device_type, with_auto=with_auto, with_others=with_others, listed=listed)
     if device_type == CPU and set(launches) == {"graph"}:
         raise ValueError(f"launch: CPU ranks have no graphs (value={', '.join(launches)}, allowed=eager)")
     abilities = Abilities() if device_type == CPU else EVERYTHING

@@ -9,7 +9,7 @@ from __future__ import annotations
 from sidelane.c3.strategies.registry import register
 from sidelane.c3.strategy import Mover, Order, Strategy
 
-register(
+CONCCL = register(
     Strategy(
         name="conccl",
         order=Order.COLLECTIVE_FIRST,

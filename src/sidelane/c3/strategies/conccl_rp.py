@@ -8,7 +8,7 @@ from sidelane.c3.strategy import Mover, Order, Partition, Strategy
 UNITS = 8
 """What the paper takes from a memory-bound GEMM on an MI300X (VI-G): a unit of each of its dies."""
 
-register(
+CONCCL_RP = register(
     Strategy(
         name="conccl_rp",
         order=Order.COLLECTIVE_FIRST,
