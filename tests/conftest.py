@@ -15,6 +15,7 @@ LONG = (
     "attack/test_attack.py::test_a_sample_of_the_campaign",
     "cpu/test_ahead.py::test_many_ranks_go_ahead_and_some_miss[8]",
     "cpu/test_bench_phases.py::test_programs_that_take_turns_have_phases_too",
+    "cpu/test_bench_studies.py::test_a_study_goes_on_where_it_stopped",
     "cpu/test_collectives.py::test_moving_collectives[6]",
     "cpu/test_collectives.py::test_reducing_collectives[7]",
     "cpu/test_ddp.py::test_a_hundred_steps_are_those_of_the_group[3]",

@@ -15,7 +15,8 @@ from click.testing import CliRunner
 
 from sidelane.bench.c3 import heuristics
 from sidelane.bench.c3.heuristics import HeuristicsOptions
-from sidelane.bench.c3.study import is_bound_by_memory, rows_of
+from sidelane.bench.c3.pair_rows import rows_of
+from sidelane.bench.c3.study import is_bound_by_memory
 from sidelane.bench.report.tables import tables_of
 from sidelane.bench.results.files import read, write
 from sidelane.bench.results.rows.pairs import HeuristicRow, IsolatedRow

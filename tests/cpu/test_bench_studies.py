@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 from collections.abc import Callable
@@ -14,7 +15,8 @@ import torch.distributed as dist
 from ranks import RankPool
 
 from sidelane.bench.c3 import study as c3_study
-from sidelane.bench.c3.study import C3Instruments, C3Options, rows_of, too_large
+from sidelane.bench.c3.pair_rows import is_done, key_of_row, merged, rows_not_run, rows_of, too_large
+from sidelane.bench.c3.study import C3Instruments, C3Options
 from sidelane.bench.candidates.baselines_cpu import Gloo
 from sidelane.bench.candidates.candidate import Entrant, Prepared, Tensors, candidates_of
 from sidelane.bench.candidates.reference import Case
@@ -27,7 +29,7 @@ from sidelane.bench.collectives.study import (
     default_sizes,
     measure_case,
 )
-from sidelane.bench.results.files import read
+from sidelane.bench.results.files import Results, read
 from sidelane.bench.results.rows.collectives import CollectiveRow
 from sidelane.bench.results.rows.pairs import C3Row
 from sidelane.bench.running.launch import RankFailedError
@@ -313,19 +315,24 @@ def test_c3_from_end_to_end(tmp_path: Path) -> None:
         for gemm, nbytes in (("64x64x64", 30720), ("96x64x32", 1056))
         for kind in ("all_gather", "all_to_all")
     }
-    here = {"gloo", "dma"}
+    here, exchanges = {"gloo", "dma"}, {"conccl_left", "conccl_in_place"}
     run = [one.name for one in strategies() if one.implementation(here) and one.partition is None]
     assert run == ["serial", "c3_base", "c3_sp", "priority", "conccl"]
     for row in rows:
+        is_exchange = row["collective"] == "all_to_all"
         assert row["dtype"] == "float32"
         assert row["class"] in ("G-long", "C-long", "GC-equal")
-        if row["strategy"] in (*run, "auto"):
+        if row["strategy"] in (*run, "auto") or (is_exchange and row["strategy"] in exchanges):
             assert row["correct"], row
             assert row["ideal"] > 1
         else:
             assert (row["correct"], row["time_us"]) == (None, None)
-            takes = named(row["strategy"]).partition is not None
-            reason = "green contexts" if takes else "among what runs here (gloo, dma)"
+            others = ", dma_left, dma_in_place" if is_exchange else ""
+            reason = f"among what runs here (gloo, dma{others})"
+            if named(row["strategy"]).partition is not None:
+                reason = "green contexts"
+            elif row["strategy"] in exchanges:
+                reason = "only an all-to-all copies inside a GPU"
             assert reason in row["note"], row
     for pair in pairs:
         mine = [row for row in rows if (row["gemm"], row["collective"], row["bytes"]) == pair]
@@ -333,21 +340,51 @@ def test_c3_from_end_to_end(tmp_path: Path) -> None:
         assert mine[-1]["chosen"] in run
 
 
-def test_pairs_that_do_not_run_are_rows_with_the_reason() -> None:
+def test_a_study_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    pairs = ("64x64x64_30K", "32x32x32_1K")
     options = C3Options(
-        **QUICK, workloads=("64x64x64_30K",), collectives=(Kind.ALL_GATHER,), strategies=("serial", "conccl"),
-        not_run=(("mb2_26.5G", "too large"),),
+        **QUICK, workloads=pairs, collectives=(Kind.ALL_GATHER,), strategies=("serial", "conccl"), budget_s=1e-9,
+        not_run=(("mb2_26.5G", "too large"),), json=tmp_path / "c3.json", resume=True,
     )  # fmt: skip
-    results = c3_study.main(options)
-    assert results is not None
-    rows = [row for row in results.rows if isinstance(row, C3Row)]
-    left_out = [row for row in rows if row.time_us is None]
-    assert [(row.gemm.split("/")[0], row.strategy, row.note) for row in left_out] == [
+    first = rows_there(c3_study.main(options))
+    assert [(row.gemm.split("/")[0], row.strategy, row.note) for row in first[:2]] == [
         ("mb2", name, "not run: too large") for name in ("serial", "conccl")
     ]
-    assert {row.strategy for row in rows if row.time_us is not None} == {"serial", "conccl", "auto"}
+    assert [(row.gemm, row.strategy) for row in first[2:]] == [
+        ("64x64x64", one) for one in ("serial", "conccl", "auto")
+    ]
+    results = c3_study.main(options)
+    assert results == read(tmp_path / "c3.json")
+    second = rows_there(results)
+    assert second[: len(first)] == first, "kept"
+    assert [(row.gemm, row.strategy) for row in second[5:]] == [
+        ("32x32x32", one) for one in ("serial", "conccl", "auto")
+    ]
+    assert all(row.time_us for row in second[2:])
     with pytest.raises(ValueError, match="not_run"):
         C3Options(workloads=("cb1_1M",), not_run=(("cb1_1M", "no"),))
+    with pytest.raises(ValueError, match="resume"):
+        dataclasses.replace(options, json=None)
+    with pytest.raises(ValueError, match="of something else"):
+        c3_study.main(dataclasses.replace(options, ranks=3))
+
+
+def rows_there(results: Results | None) -> list[C3Row]:
+    assert results is not None
+    return [row for row in results.rows if isinstance(row, C3Row)]
+
+
+def test_rows_of_two_runs() -> None:
+    old, new = (rows_not_run(parse_workload("cb1_1M"), why, ("serial", "conccl")) for why in ("old", "new"))
+    more = rows_not_run(parse_workload("cb2_1M"), "old", ("serial",))
+    joined = merged([*old, *more], [new[1], *rows_not_run(parse_workload("cb1_1M"), "new", ("c3_sp",))])
+    assert [(row.gemm, row.strategy, row.note[-3:]) for row in joined] == [
+        ("cb1", "serial", "old"), ("cb1", "conccl", "new"), ("cb1", "c3_sp", "new"), ("cb2", "serial", "old"),
+    ]  # fmt: skip
+    done = {key_of_row(row) for row in joined}
+    assert is_done(parse_workload("cb1_1M"), ("serial", "c3_sp"), done)
+    assert not is_done(parse_workload("cb1_1M"), (), done), "all strategies are asked for"
+    assert not is_done(parse_workload("cb2_1M"), ("serial", "conccl"), done)
 
 
 def test_a_pair_that_no_memory_holds_says_so() -> None:
@@ -355,7 +392,7 @@ def test_a_pair_that_no_memory_holds_says_so() -> None:
     case = Case(Kind.ALL_GATHER, workload.nbytes, torch.bfloat16, 0, 2, torch.device("cpu"))
     assert too_large(workload, case, 141e9) is None and too_large(workload, case, None) is None
     assert "GB at least, and the device has 40" in str(too_large(workload, case, 40e9))
-    rows = c3_study.rows_not_run(workload, "no room")
+    rows = rows_not_run(workload, "no room")
     assert [row.strategy for row in rows] == [one.name for one in strategies()]
 
 

@@ -100,6 +100,8 @@ class Alone:
         torch.cuda.synchronize()
         return {name: [1.0 + number] for number, name in enumerate(runs)}
 
+    look = time
+
 
 def test_pairs_run_under_partitions_and_are_right() -> None:
     names = ("serial", "c3_rp", "c3_sp_rp", "c3_target", "conccl_rp")

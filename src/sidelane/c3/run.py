@@ -15,14 +15,16 @@ of its numbers of units, with the call of its implementation that is fastest alo
 yields (``YIELDING``). What cannot run here at all becomes a result with the reason.
 
 Checks: before a strategy may be timed it runs once with fresh random inputs and poisoned outputs, and the bytes of the
-collective and the result of the GEMM are compared.
+collective and the result of the GEMM are compared. (The GEMM keeps its random inputs for all checks of a pair.)
+
+A strategy with several calls has each of them tried in a short look; those that are as fast as its best, or nearly, get
+all rounds (``c3.narrowed``). What is the same launch as another strategy's is not launched twice.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import os
 import statistics
 import sys
@@ -35,18 +37,15 @@ import torch
 
 from sidelane.c3.isolated import Isolated
 from sidelane.c3.lanes import Lanes, Partitions, shares
+from sidelane.c3.narrowed import Launches, aliases_of, lasting, narrowed
 from sidelane.c3.outcome import GEMM, Configuration, Failure, Outcome, judge, pair_label
+from sidelane.c3.product import GemmRun
 from sidelane.c3.spans import Trace
 from sidelane.c3.strategies import strategies as all_strategies
 from sidelane.c3.strategy import Mover, Order, Strategy
 from sidelane.c3.traced import Beginning, Operation, Traced
-from sidelane.c3.workload import Gemm, Workload
+from sidelane.c3.workload import Workload
 from sidelane.choice.hidden import hidden_shares
-
-RELATIVE_ERROR = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 1e-4}
-ABSOLUTE_ERROR = {"bfloat16": 1e-3, "float16": 1e-3, "float32": 1e-5}
-"""Allowed deviation of a GEMM from the same GEMM alone: two roundings of the result, and an absolute term in units of
-its standard deviation, sqrt(k) for normal inputs. A library may pick another kernel on another stream."""
 
 YIELDING = 10
 """Steps of niceness of the thread that computes next to an urgent collective on CPUs: with one core for two threads it
@@ -89,6 +88,10 @@ class Instruments(Protocol):
 
     def time(self, runs: Mapping[str, Callable[[], None]]) -> Mapping[str, Sequence[float]]:
         """Microseconds of each run, one for each round, of the slowest rank; rounds interleaved, after a warm-up."""
+        ...
+
+    def look(self, runs: Mapping[str, Callable[[], None]]) -> Mapping[str, Sequence[float]]:
+        """The same in few rounds."""
         ...
 
 
@@ -143,60 +146,48 @@ def run_workload(
         instruments.finish("the GEMM's inputs")
         alone, failed_alone = _check({run.label: (run, _alone(run)) for run in collectives}, None, instruments, seeds)
         able = [strategy for strategy in strategies if strategy.name not in refused]
-        runs = _runs_of(able, [run for run in collectives if run.label in alone], collectives, instruments)
-        planned = {
-            pair_label(strategy, run, units): (run, pairs.launch(strategy, run, units))
+        looked = instruments.look({label: launch for label, (_, launch) in alone.items()}) if alone else {}
+        runs = _runs_of(able, [run for run in collectives if run.label in alone], collectives, looked, tried)
+        every = {
+            pair_label(strategy, run, units): (strategy, run, units)
             for strategy in able
             for run in runs[strategy.name]
             for units in tried.get(strategy.name, (0,))
             if _suits(strategy, run, units)
         }
+        aliases = aliases_of(every)
+        planned = {
+            label: (run, pairs.launch(strategy, run, units))
+            for label, (strategy, run, units) in every.items()
+            if label not in aliases
+        }
         together, failed_together = _check(planned, gemm, instruments, seeds)
-        launches = {GEMM: gemm.run, **{label: launch for label, (_, launch) in {**alone, **together}.items()}}
-        times = instruments.time(launches)
+        kept = narrowed(every, together, instruments)
+        by_library: dict[str, list[str]] = {}
+        for label, (run, _) in alone.items():
+            by_library.setdefault(run.implementation, []).append(label)
+        needed = {every[label][1].label for label in kept} | lasting(by_library.values(), looked)
+        launches = {GEMM: gemm.run} | {
+            label: launch for label, (_, launch) in {**alone, **kept}.items() if label in needed or label in kept
+        }
+        times = dict(instruments.time(launches))
+        for label, twin in aliases.items():
+            if twin in times:
+                times[label] = times[twin]
+            elif twin in failed_together:
+                failed_together[label] = failed_together[twin]
         failures = {**failed_alone, **failed_together, **refused}
         hidden = hidden_shares(device_name)
         outcome = judge(workload, collectives, strategies, times, failures, unavailable or {}, hidden, tried, known)
         for result in outcome.results:
-            run = next((one for one in collectives if one.label == result.label), None)
-            if on_trace is not None and result.time_us is not None and run is not None:
-                traced = Traced(gemm, run, on_cpu=device.type == "cpu")
+            best = next((one for one in collectives if one.label == result.label), None)
+            if on_trace is not None and result.time_us is not None and best is not None:
+                traced = Traced(gemm, best, on_cpu=device.type == "cpu")
                 strategy = next(one for one in strategies if one.name == result.strategy)
                 launch = Pairs(traced, lanes, workers, partitions).launch(strategy, traced, result.units)
                 instruments.time({f"{result.strategy}, traced": traced.launched(launch)})
                 on_trace(result.strategy, traced.read())
     return outcome
-
-
-class GemmRun:
-    """A GEMM with its matrices, a reference and a check."""
-
-    def __init__(self, gemm: Gemm, device: torch.device) -> None:
-        dtype = getattr(torch, gemm.dtype)
-        self.gemm = gemm
-        self.a = torch.empty(gemm.m, gemm.k, dtype=dtype, device=device)
-        self.b = torch.empty(gemm.k, gemm.n, dtype=dtype, device=device)
-        self.c = torch.empty(gemm.m, gemm.n, dtype=dtype, device=device)
-        self._expected = torch.empty_like(self.c)
-
-    def run(self) -> None:
-        """Multiply, on the current stream."""
-        torch.mm(self.a, self.b, out=self.c)
-
-    def fill(self, seed: int) -> None:
-        """Fresh normal inputs, their product with nothing else running, and a poisoned result."""
-        generator = torch.Generator(device=self.a.device).manual_seed(seed)
-        self.a.normal_(generator=generator)
-        self.b.normal_(generator=generator)
-        torch.mm(self.a, self.b, out=self._expected)
-        self.c.fill_(math.nan)
-
-    def error(self) -> str | None:
-        """What is wrong with the result; None if nothing is."""
-        rtol, atol = RELATIVE_ERROR[self.gemm.dtype], ABSOLUTE_ERROR[self.gemm.dtype] * math.sqrt(self.gemm.k)
-        if torch.allclose(self.c, self._expected, rtol=rtol, atol=atol):
-            return None
-        return f"the GEMM's result differs from that of the GEMM alone (rtol={rtol:.2g}, atol={atol:.2g})"
 
 
 class Workers(contextlib.ExitStack):
@@ -295,9 +286,6 @@ def _begin_thread(yields: int) -> None:
         os.nice(yields)
 
 
-_Launches = dict[str, tuple[CollectiveRun, Callable[[], None]]]
-
-
 def _refused(
     strategies: Sequence[Strategy], partitions: Partitions | None, no_partitions: str, instruments: Instruments
 ) -> dict[str, Failure]:
@@ -321,24 +309,17 @@ def _runs_of(
     strategies: Sequence[Strategy],
     right: Sequence[CollectiveRun],
     all_runs: Sequence[CollectiveRun],
-    instruments: Instruments,
+    looked: Mapping[str, Sequence[float]],
+    tried: Mapping[str, Sequence[int]],
 ) -> dict[str, list[CollectiveRun]]:
-    """The runs of a strategy's implementation that are right; of a sweep over units only what is fastest alone."""
+    """The runs of a strategy's implementation that are right; where units are taken only what is fastest alone."""
     here = {run.implementation for run in all_runs}
-    runs = {
-        strategy.name: [run for run in right if run.implementation == strategy.implementation(here)]
-        for strategy in strategies
-    }
-    swept = [
-        strategy.name
-        for strategy in strategies
-        if strategy.partition is not None and strategy.mover is not Mover.LIBRARY_CTAS
-    ]
-    compared = {run.label: _alone(run) for name in swept for run in runs[name]}
-    if len(compared) > len({run.implementation for name in swept for run in runs[name]}):
-        times = instruments.time(compared)
-        for name in swept:
-            runs[name] = sorted(runs[name], key=lambda run: statistics.median(times[run.label]))[:1]
+    runs = {}
+    for strategy in strategies:
+        mine = [run for run in right if run.implementation == strategy.implementation(here)]
+        if any(tried.get(strategy.name, ())) and strategy.mover is not Mover.LIBRARY_CTAS:
+            mine = sorted(mine, key=lambda run: statistics.median(looked[run.label]))[:1]
+        runs[strategy.name] = mine
     return runs
 
 
@@ -352,13 +333,13 @@ def _alone(run: CollectiveRun) -> Callable[[], None]:
 
 
 def _check(
-    launches: _Launches, gemm: GemmRun | None, instruments: Instruments, seeds: Iterator[int]
-) -> tuple[_Launches, dict[str, Failure]]:
+    launches: Launches[CollectiveRun], gemm: GemmRun | None, instruments: Instruments, seeds: Iterator[int]
+) -> tuple[Launches[CollectiveRun], dict[str, Failure]]:
     """Run each launch once and keep those that are right on every rank; the others with what was wrong.
 
     The result of ``gemm`` is compared as well, where it is part of the launches.
     """
-    right: _Launches = {}
+    right: Launches[CollectiveRun] = {}
     failures: dict[str, Failure] = {}
     for label, (run, launch) in launches.items():
         failure = _check_one(label, run, launch, gemm, instruments, next(seeds))
@@ -380,7 +361,7 @@ def _check_one(
     def execute() -> None:
         run.fill(seed)
         if gemm is not None:
-            gemm.fill(seed)
+            gemm.poison()
         launch()
         instruments.finish(label)
 

@@ -123,6 +123,8 @@ PAIRS, OCCUPANCY, HEURISTICS = "pairs", "occupancy", "heuristics"
     callback=reasons,
     help="Leave a pair out, and write rows that say why. May be repeated. Measured pairs.",
 )
+@how("--resume", is_flag=True, help="Keep what --json has; measure pairs that lack a strategy there.")
+@how("--budget", "budget_s", type=float, metavar="SECONDS", help="Begin no further pair after so much time.")
 @how("--warmup", type=click.IntRange(min=0), default=6, help="Rounds before the measured.")
 @how("--repeats", type=click.IntRange(min=1), default=9, help="Measured rounds.")
 @machine_option
@@ -177,6 +179,7 @@ def c3(
             raise ValueError("--results goes with --study heuristics, or with --machine")
         if study == HEURISTICS:
             _refuse(OCCUPANCY, "shapes", "blocks", "iterations", "in_order")
+            _refuse(PAIRS, "resume")
             from sidelane.bench.c3 import heuristics
 
             heuristics.main(
@@ -194,11 +197,10 @@ def c3(
         if study == OCCUPANCY:
             if machine is not None:
                 raise ValueError("--study occupancy measures; sidelane pipeline --machine predicts")
-            _refuse(PAIRS, "strategies", "variants", "isolated", "timeline", "not_run")
-            others.pop("timeline")
-            others.pop("not_run")
-            others.pop("variants")
-            others.pop("isolated")
+            of_pairs = ("variants", "isolated", "timeline", "not_run", "resume", "budget_s")
+            _refuse(PAIRS, "strategies", *of_pairs)
+            for name in of_pairs:
+                others.pop(name)
             if not given("collectives"):
                 kinds = (Kind.ALL_REDUCE, Kind.ALL_TO_ALL)
             for name in ("warmup", "repeats"):

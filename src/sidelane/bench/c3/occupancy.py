@@ -26,7 +26,8 @@ from sidelane.bench.running.measure import Job
 from sidelane.bench.running.study import Sender, StudyOptions, run_study
 from sidelane.c3.lanes import Lanes
 from sidelane.c3.pipelined import Pipelined, Schedule
-from sidelane.c3.run import GemmRun, Workers
+from sidelane.c3.product import GemmRun
+from sidelane.c3.run import Workers
 from sidelane.c3.spans import Trace
 from sidelane.c3.strategy import LIBRARY
 from sidelane.c3.workload import Gemm, Workload, parse_workload

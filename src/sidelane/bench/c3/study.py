@@ -4,29 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
+from sidelane.bench.c3.pair_rows import NOT_RUN, Key, is_done, key_of_row, merged, rows_not_run, rows_of, too_large
 from sidelane.bench.c3.traces import write_trace
 from sidelane.bench.candidates.candidate import Prepared, candidates_of
 from sidelane.bench.candidates.reference import Case, rounded_bytes
 from sidelane.bench.candidates.roster import Roster, make_roster
-from sidelane.bench.results.files import Results
+from sidelane.bench.results.files import Results, collect, read
 from sidelane.bench.results.rows.pairs import C3Row
+from sidelane.bench.results.written import STDOUT
 from sidelane.bench.running.asked import OTHER_CALLS, check_asked
-from sidelane.bench.running.launch import Rank, choose_target
+from sidelane.bench.running.launch import LaunchTarget, Rank, choose_target
 from sidelane.bench.running.measure import Job, Meter
 from sidelane.bench.running.study import Sender, StudyOptions, run_study
 from sidelane.c3.isolated import Isolated
 from sidelane.c3.lanes import DevicePartitions, Lanes
 from sidelane.c3.measured import isolated_times
-from sidelane.c3.outcome import Outcome, Result
+from sidelane.c3.outcome import Outcome
 from sidelane.c3.run import run_workload
 from sidelane.c3.strategies import named
-from sidelane.c3.strategies import strategies as all_strategies
-from sidelane.c3.strategy import percent_of_ideal
 from sidelane.c3.workload import Bound, Gemm, Workload, parse_workload
 from sidelane.choice.candidate import DMA, SM
 from sidelane.collectives.plan import AUTO
@@ -35,10 +37,12 @@ from sidelane.machine.inventory import machine_name
 from sidelane.machine.load import machine_names
 from sidelane.machine.load import named as machine_named
 from sidelane.model.gemm import is_memory_bound
-from sidelane.program.collective import ELEMENT_BYTES, Kind
+from sidelane.program.collective import Kind
 
 HIDE_LAUNCH_US = 500.0
 """The host queues a GEMM, a collective and a dozen events in less; the meter notices if not, and waits longer."""
+LOOKS = 2
+"""Rounds of a look: each call has run before, in its check."""
 
 NO_OWN_PARTS = dict.fromkeys(OTHER_CALLS, "only an all-to-all copies inside a GPU what this one does without")
 
@@ -62,6 +66,9 @@ class C3Options(StudyOptions):
         repeats: measured rounds (ConCCL paper: 9).
         timeline: folder for a Chrome trace and a picture of every pair under every strategy; None writes none.
         not_run: pairs that are left out, and why: they become rows with that reason.
+        resume: keep the rows of ``json``, and measure only pairs that lack a strategy there, or that were not run.
+        budget_s: begin no further pair when so many seconds have passed; None: all are measured.
+        done: rows that are there; filled in by :func:`main`.
     """
 
     workloads: tuple[str, ...] = ("cb1_896M",)
@@ -76,6 +83,9 @@ class C3Options(StudyOptions):
     repeats: int = 9
     timeline: Path | None = None
     not_run: tuple[tuple[str, str], ...] = ()
+    resume: bool = False
+    budget_s: float | None = None
+    done: frozenset[Key] = frozenset()
 
     def __post_init__(self) -> None:
         StudyOptions.__post_init__(self)
@@ -88,6 +98,10 @@ class C3Options(StudyOptions):
             raise ValueError(f"C3Options: not_run (value={self.not_run}, allowed=pairs that do not run, with a reason)")
         for name in self.strategies:
             named(name)
+        if self.resume and (self.json is None or self.json == STDOUT):
+            raise ValueError(f"C3Options: resume (value={self.resume}, allowed=with a file that json names)")
+        if self.budget_s is not None and not self.budget_s > 0:
+            raise ValueError(f"C3Options: budget_s (value={self.budget_s}, allowed=more than 0)")
         if self.repeats < 1 or self.warmup < 0:
             raise ValueError(f"C3Options: repeats and warmup must be positive (value={self.repeats}, {self.warmup})")
 
@@ -108,8 +122,33 @@ def main(options: C3Options) -> Results | None:
         with_auto=True,
         with_others=True,
     )
-    options = dataclasses.replace(options, known=isolated_here(options))
-    return run_study("c3", C3Row, _measure, options, "computation and communication")
+    known = _rows_there(options, place) if options.resume else ()
+    done = frozenset(key_of_row(row) for row in known if not row.note.startswith(NOT_RUN))
+    options = dataclasses.replace(options, known=isolated_here(options), done=done)
+    return run_study(
+        "c3", C3Row, _measure, options, "computation and communication", joined=functools.partial(_joined, known)
+    )
+
+
+def _joined(known: Sequence[C3Row], new: Sequence[C3Row]) -> tuple[C3Row, ...]:
+    return merged(known, new)
+
+
+def _rows_there(options: C3Options, place: LaunchTarget) -> tuple[C3Row, ...]:
+    """Rows of the file that grows.
+
+    Raises:
+        ValueError: it is of another study, or of another machine.
+    """
+    assert options.json is not None, "C3Options sees to that"
+    if not options.json.exists():
+        return ()
+    found = read(options.json)
+    here = collect("c3", (), device_type=place.device_type, ranks=place.world_size)
+    theirs, ours = [(one.study, one.device, one.ranks) for one in (found, here)]
+    if theirs != ours:
+        raise ValueError(f"c3: resume: {options.json} is of something else (value={theirs}, allowed={ours})")
+    return tuple(row for row in found.rows if isinstance(row, C3Row))
 
 
 def isolated_here(options: C3Options) -> Isolated | None:
@@ -128,11 +167,14 @@ def _measure(rank: Rank, options: C3Options) -> int:
         for text in options.workloads
         for kind in options.collectives
     ]
+    workloads = [one for one in workloads if not is_done(one, options.strategies, options.done)]
     sender = Sender(rank, len(workloads))
     count = 0
     for text, reason in options.not_run:
         for kind in options.collectives:
             left_out = scaled_workload(text, kind, dtype=options.dtype, full_size=options.full_size, rank=rank)
+            if is_done(left_out, options.strategies, options.done):
+                continue
             for row in rows_not_run(left_out, reason, options.strategies):
                 sender.row(row)
                 count += 1
@@ -165,7 +207,14 @@ def _measure(rank: Rank, options: C3Options) -> int:
     lanes = Lanes.on(rank.device)
     partitions, no_partitions = DevicePartitions.on(rank.device)
     device_name = "" if on_cpu else torch.cuda.get_device_name(rank.device)
+    began = time.monotonic()
     for number, (workload, case) in enumerate(zip(workloads, cases, strict=True)):
+        is_over = number > 0 and time.monotonic() - began > (options.budget_s or math.inf)
+        is_over = is_over and rank.rank == 0  # whose clock decides for all
+        if roster.meter.agree("over" if is_over else None) is not None:
+            left = ", ".join(one.name for one in workloads[number:])
+            sender.note(f"{options.budget_s:g} s are over; left: {left} (the same command with --resume goes on)")
+            break
         sender.step(workload.name)
         outcome = run_workload(
             workload,
@@ -206,9 +255,17 @@ class C3Instruments:
         self.finish = meter.finish
 
     def time(self, runs: Mapping[str, Callable[[], None]]) -> Mapping[str, Sequence[float]]:
+        return self._timed(runs, self._options.warmup, self._options.repeats)
+
+    def look(self, runs: Mapping[str, Callable[[], None]]) -> Mapping[str, Sequence[float]]:
+        return self._timed(runs, 0, LOOKS)
+
+    def _timed(
+        self, runs: Mapping[str, Callable[[], None]], warmup: int, repeats: int
+    ) -> Mapping[str, Sequence[float]]:
         hide_us = 0.0 if self._meter.device.type == "cpu" else HIDE_LAUNCH_US
         jobs = {name: Job(run, hide_launch_us=hide_us) for name, run in runs.items()}
-        rounds = self._meter.rounds(jobs, warmup=self._options.warmup, repeats=self._options.repeats)
+        rounds = self._meter.rounds(jobs, warmup=warmup, repeats=repeats)
         self.late = {name: measured.late for name, measured in rounds.items() if measured.late}
         return {name: measured.times_us for name, measured in rounds.items()}
 
@@ -254,129 +311,12 @@ def _runs(roster: Roster, case: Case, options: C3Options) -> Iterator[Prepared]:
             yield prepared
 
 
-def rows_of(outcome: Outcome, known: Isolated | None = None) -> list[C3Row]:
-    """One row for each strategy in its best configuration, and one that says what ``auto`` picks.
-
-    Args:
-        outcome: of a pair.
-        known: isolated times, by which the partition heuristic's choice is held against a sweep's.
-
-    Raises:
-        UnavailableError: no implementation of the collective works, so nothing can be compared.
-    """
-    if outcome.c3_class is None:
-        reasons = "; ".join(f"{alone.label}: {alone.failure.text}" for alone in outcome.isolated if alone.failure)
-        raise UnavailableError(f"{outcome.workload.name}: no implementation works: {reasons}")
-    rows = [_row(outcome, result, known) for result in outcome.results]
-    if outcome.choice is not None:
-        picked = next(row for row in rows if row.strategy == outcome.choice.strategy)
-        rows.append(
-            dataclasses.replace(
-                _with_units(picked, outcome),
-                strategy="auto",
-                chosen=picked.strategy,
-                note=f"picked: {outcome.choice.reason}",
-            )
-        )
-    return rows
-
-
-def too_large(workload: Workload, case: Case, memory_bytes: float | None) -> str | None:
-    """Why a pair does not fit into a device's memory, whoever moves the bytes; None: it may. Alike on all ranks.
-
-    Every implementation has buffers of its own, so that a pair that passes may still have no room.
-    """
-    gemm = workload.gemm
-    elements = gemm.m * gemm.k + gemm.k * gemm.n + gemm.m * gemm.n
-    needed = elements * ELEMENT_BYTES[gemm.dtype] + case.output_bytes + case.input_bytes
-    if memory_bytes is None or needed <= memory_bytes:
-        return None
-    return f"its buffers take {needed / 1e9:.0f} GB at least, and the device has {memory_bytes / 1e9:.0f}"
-
-
-def rows_not_run(workload: Workload, reason: str, strategies: Sequence[str] = ()) -> list[C3Row]:
-    """Rows of a pair without times, one for each strategy (all, if none is named): nothing is left out silently."""
-    return [
-        C3Row(
-            **workload.columns,
-            c3_class="",
-            strategy=name,
-            chosen="",
-            gemm_us=None,
-            comm_us=None,
-            best_comm_us=None,
-            time_us=None,
-            speedup=None,
-            ideal=None,
-            percent_of_ideal=None,
-            percent_of_ideal_nccl=None,
-            note=f"not run: {reason}",
-        )
-        for name in strategies or [one.name for one in all_strategies()]
-    ]
-
-
-def _with_units(picked: C3Row, outcome: Outcome) -> C3Row:
-    """The row of a swept strategy with the units that were chosen, which need not be the best."""
-    assert outcome.choice is not None
-    swept = next(dict(one.by_units) for one in outcome.results if one.strategy == picked.strategy)
-    time_us, units = swept.get(outcome.choice.units), outcome.choice.units
-    if units == picked.units or time_us is None or picked.time_us is None or picked.speedup is None:
-        return picked
-    gemm_us, best_us = outcome.gemm_us, outcome.best_comm_us or 0.0
-    return dataclasses.replace(
-        picked,
-        units=units,
-        time_us=time_us,
-        speedup=picked.speedup * picked.time_us / time_us,
-        percent_of_ideal=percent_of_ideal(gemm_us, best_us, time_us),
-        percent_of_ideal_nccl=None,
-    )
-
-
-def _heuristic(outcome: Outcome, result: Result, known: Isolated | None) -> str:
-    """What the partition heuristic would have chosen, what that costs, and why; empty where there was no sweep."""
-    if known is None or len(result.by_units) < 2:
-        return ""
-    implementation = next(one.implementation for one in outcome.isolated if one.label == result.label)
-    try:
-        found = known.allocate(outcome.workload, implementation)
-    except ValueError as problem:
-        return f"; no heuristic: {problem}"
-    times = dict(result.by_units)
-    if found.units not in times:
-        return f"; heuristic: {found.units} units, which were not tried ({found.reason})"
-    loss = times[found.units] / min(times.values()) - 1
-    return f"; heuristic: {found.units} units, {loss:.1%} behind the best ({found.reason})"
-
-
-def _row(outcome: Outcome, result: Result, known: Isolated | None) -> C3Row:
-    failure = result.failure
-    assert outcome.c3_class is not None
-    return C3Row(
-        **outcome.workload.columns,
-        c3_class=outcome.c3_class,
-        strategy=result.strategy,
-        chosen="",
-        gemm_us=outcome.gemm_us,
-        comm_us=result.comm_us,
-        best_comm_us=outcome.best_comm_us,
-        time_us=result.time_us,
-        speedup=result.speedup,
-        ideal=result.ideal,
-        percent_of_ideal=result.percent_of_ideal,
-        percent_of_ideal_nccl=result.percent_of_ideal_library,
-        correct=True if failure is None else False if failure.wrong else None,
-        note=result.label + _heuristic(outcome, result, known) if failure is None else failure.text,
-        units=result.units,
-        sweep=", ".join(f"{units} {time_us:.6g}" for units, time_us in result.by_units),
-    )
-
-
 def _explanations(outcome: Outcome, late: Mapping[str, int]) -> Iterator[str]:
     """What the rows leave out: every isolated time, the choice, and samples that are in doubt."""
     times = ", ".join(
-        f"{alone.label} {alone.time_us:.0f} us" if alone.time_us is not None else f"{alone.label} failed"
+        f"{alone.label} {alone.time_us:.0f} us"
+        if alone.time_us is not None
+        else f"{alone.label} {'failed' if alone.failure else 'slower in a look'}"
         for alone in outcome.isolated
     )
     yield f"  alone: GEMM {outcome.gemm_us:.0f} us, {times}"

@@ -15,7 +15,8 @@ from sidelane.bench.ordinary.ways import Way
 from sidelane.bench.results.rows.ordinary import OrdinaryRow
 from sidelane.bench.running.measure import Job, Meter
 from sidelane.c3.lanes import Lanes
-from sidelane.c3.run import GemmRun, Pairs, Workers
+from sidelane.c3.product import GemmRun
+from sidelane.c3.run import Pairs, Workers
 from sidelane.c3.strategies import named
 from sidelane.c3.strategy import ideal_speedup, percent_of_ideal, speedup
 from sidelane.c3.workload import Workload

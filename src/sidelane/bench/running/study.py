@@ -11,7 +11,7 @@ import json
 import signal
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -179,9 +179,22 @@ class Follower(Generic[R]):
 
 
 def run_study(
-    study: str, row_type: type[R], measure: Callable[..., int], options: StudyOptions, title: str
+    study: str,
+    row_type: type[R],
+    measure: Callable[..., int],
+    options: StudyOptions,
+    title: str,
+    joined: Callable[[Sequence[R]], Sequence[R]] = tuple,
 ) -> Results | None:
     """Run ``measure(rank, options)`` on every rank and publish the rows that rank 0 sends.
+
+    Args:
+        study: name.
+        row_type: of its rows.
+        measure: what every rank does.
+        options: of the study.
+        title: for people.
+        joined: makes the rows of the file from those that were sent, such as with rows of an earlier run.
 
     Returns:
         The results; None on the other ranks under torchrun.
@@ -206,11 +219,10 @@ def run_study(
         if not follower.rows:
             raise
         failure = error
-    if not follower.rows:
+    rows = joined(follower.rows)
+    if not rows:
         raise ValueError(f"{study}: nothing that was asked for can run here ({_asked(options)})")
-    results = collect(
-        study, follower.rows, device_type=place.device_type, ranks=place.world_size, command=options.command
-    )
+    results = collect(study, rows, device_type=place.device_type, ranks=place.world_size, command=options.command)
     publish(results, options, tables)
     if progress is not None and options.report is not None:
         progress.print(f"report: {options.report / report.PAGE}", markup=False)

@@ -23,7 +23,7 @@ from sidelane.bench.tune.isolated_beside import next_to
 from sidelane.bench.tune.isolated_pairs import pair_figures
 from sidelane.c3.lanes import SMALLEST_SHARE, DevicePartitions, Lanes, shares
 from sidelane.c3.measured import BESIDE
-from sidelane.c3.run import GemmRun
+from sidelane.c3.product import GemmRun
 from sidelane.c3.strategy import Means, Partition
 from sidelane.choice.candidate import DMA, SM
 from sidelane.device.gemm_shape import TUNED

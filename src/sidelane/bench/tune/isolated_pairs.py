@@ -15,7 +15,8 @@ import torch
 from sidelane.bench.candidates.candidate import Prepared
 from sidelane.c3.lanes import DevicePartitions, Lanes, shares
 from sidelane.c3.measured import SERIAL
-from sidelane.c3.run import GemmRun, Pairs, Workers
+from sidelane.c3.product import GemmRun
+from sidelane.c3.run import Pairs, Workers
 from sidelane.c3.strategies import strategies
 from sidelane.c3.strategy import Strategy
 from sidelane.c3.workload import Gemm
