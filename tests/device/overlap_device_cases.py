@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import overlap_cases
+import pytest
 import torch
 import torch.distributed as dist
 from device_cases import Context
@@ -47,6 +48,34 @@ def in_graphs(context: Context, replays: int) -> None:
                 graph.replay()
                 assert whole[:, -1].tolist() == [replay + peer for peer in range(n)], (way, replay)
                 assert total.item() == 512**3 + 100_000 * (n * replay + sum(range(n))), (way, replay)
+
+
+def few_blocks(context: Context) -> list[str]:
+    """Kernels move the bytes where a strategy says so: all that there are, or few blocks, which not every call has."""
+    device, told = context.device, []
+    with torch.cuda.stream(torch.cuda.Stream()), Communicator(device=device, config=Config(timeout_s=30)) as comm:
+        n, rank = comm.world_size, comm.rank
+        whole, part = torch.ones(n, 1 << 20, device=device), torch.empty(1 << 20, device=device)
+        a = torch.ones(1024, 1024, device=device)
+        for way in ("sm_base", "sm_priority", "cta_base", "cta_sp", "cta_priority", "cta_target"):
+            for _ in range(3):
+                whole.fill_(rank + 1)
+                product, _ = overlap(lambda: a @ a, lambda comm: comm.reduce_scatter(part, whole), comm, strategy=way)
+                assert part.unique().tolist() == [n * (n + 1) / 2] and product.unique().tolist() == [1024.0], way
+                assert comm.last_choice().candidate.variant == "one_shot" + "_narrow" * way.startswith("cta"), way
+        overlap(lambda: None, lambda comm: comm.all_to_all(whole.clone(), whole), comm, strategy="sm_sp")
+        told.append(comm.last_choice().candidate.variant)
+        overlap(lambda: None, lambda comm: comm.reduce_scatter(part, whole), comm, strategy="cta_sp")
+        told.append(comm.last_choice().candidate.variant)
+        overlap(lambda: None, lambda comm: comm.all_reduce(whole), comm, strategy="cta_sp")
+        told.append(comm.last_choice().candidate.variant)
+        for way, kind in (("cta_sp", "all_gather"), ("sm_sp", "gather")):
+            gathered = torch.empty(n, 1 << 20, device=device)
+            arguments = (gathered, part) if kind == "all_gather" else (gathered if rank == 0 else None, part)
+            root = {} if kind == "all_gather" else {"root": 0}
+            with pytest.raises(ValueError, match=f"{way}: there is no kernel .*{kind}"):
+                overlap(lambda: None, lambda comm: getattr(comm, kind)(*arguments, **root), comm, strategy=way)  # noqa: B023
+    return told
 
 
 def partitions(context: Context) -> list[str]:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch.utils._pytree import tree_leaves
 
+from sidelane.c3 import call_kernels
 from sidelane.c3.lanes import SMALLEST_SHARE, DevicePartitions, Lanes, shares
 from sidelane.c3.strategy import Means, Mover, Order, Strategy
 from sidelane.collectives import Communicator, Work
@@ -45,7 +46,10 @@ def objection(strategy: Strategy, device: torch.device) -> str:
     """
     if not strategy.mover.as_asked:
         return "its collective is another call: make that under conccl or conccl_rp (copy_own_part=False, or in place)"
-    if strategy.mover not in (Mover.LIBRARY, Mover.DMA):
+    if strategy.mover in call_kernels.BY_KERNELS:
+        if reason := call_kernels.objection(device):
+            return reason
+    elif strategy.mover not in (Mover.LIBRARY, Mover.DMA):
         return "a communicator's calls are not told to run so"
     if strategy.partition is None:
         return ""
@@ -70,7 +74,11 @@ def partitions_of(device: torch.device) -> tuple[DevicePartitions | None, str]:
 
 
 def run(
-    way: Way, computes: Sequence[Callable[[], T]], collective: Callable[..., S], on: Sequence[Communicator]
+    way: Way,
+    computes: Sequence[Callable[[], T]],
+    collective: Callable[..., S],
+    on: Sequence[Communicator],
+    released: Sequence[int] = (),
 ) -> tuple[list[T], S]:
     """Run all; what comes next on the current stream follows all of them.
 
@@ -79,6 +87,8 @@ def run(
         computes: one or several, see ``overlap``.
         collective: likewise.
         on: communicators on one device.
+        released: numbers of computations, and the one behind them for the collective, in the order of their release;
+            empty for the order of the strategy.
 
     Raises:
         UnavailableError: no such lanes here, or none yet and a graph is captured.
@@ -86,17 +96,24 @@ def run(
     """
     device, strategy = on[0].device, way.strategy
     if strategy.concurrent and device.type == "cuda":
-        return _on_streams(way, computes, collective, on, device)
+        return _on_streams(way, computes, collective, on, device, released)
     comms = [Beside(comm, strategy, None) for comm in on]
     if not strategy.concurrent:
         return [compute() for compute in computes], collective(*comms)
+    order = released or (len(computes), *range(len(computes)))
     try:
-        told = collective(*comms)
-        return [compute() for compute in computes], told
+        done = {number: computes[number]() if number < len(computes) else collective(*comms) for number in order}
     finally:
         for comm in comms:
             for work in comm.works:
                 work.wait()
+    return _sorted(done)
+
+
+def _sorted(done: Mapping[int, Any]) -> tuple[list[Any], Any]:
+    """What computations have returned, in their order, and the collective."""
+    *computed, told = (done[number] for number in range(len(done)))
+    return computed, told
 
 
 class Beside:
@@ -109,7 +126,7 @@ class Beside:
     """
 
     def __init__(self, comm: Communicator, strategy: Strategy, aside: torch.cuda.Stream | None) -> None:
-        self._comm, self._aside = comm, aside
+        self._comm, self._aside, self._strategy = comm, aside, strategy
         self._beside = COMPUTE if strategy.mover is Mover.DMA else NOTHING
         self._async = comm.device.type == "cpu" and strategy.concurrent
         self.works: list[Work] = []
@@ -122,6 +139,9 @@ class Beside:
         if options.pop("async_op", False):
             raise ValueError(f"overlap: {name}: async_op (value=True, allowed=False): overlap waits for it")
         options.setdefault("beside", self._beside)
+        if self._strategy.mover in call_kernels.BY_KERNELS and "variant" not in options:
+            size = call_kernels.described(tensors)
+            options["variant"] = call_kernels.variant_of(self._comm, self._strategy, Kind(name), *size)
         if self._aside is not None:
             self._aside.wait_stream(torch.cuda.current_stream(self._comm.device))
         with torch.cuda.stream(self._aside):
@@ -136,6 +156,7 @@ def _on_streams(
     collective: Callable[..., S],
     on: Sequence[Communicator],
     device: torch.device,
+    order: Sequence[int],
 ) -> tuple[list[T], S]:
     caller = torch.cuda.current_stream(device)
     lanes = _lanes(way, device, caller)
@@ -154,8 +175,26 @@ def _on_streams(
         with limited:
             return [_computed(compute, road, caller) for compute, road in zip(computes, roads, strict=True)]
 
+    def each_in_its_turn() -> tuple[list[T], S]:
+        done: dict[int, Any] = {}
+        begun = released
+        for number in order:
+            road = roads[number] if number < len(roads) else aside
+            road.wait_event(begun)  # the one before is released, not ended
+            begun = torch.cuda.Event()
+            begun.record(road)
+            if road is aside:
+                with torch.cuda.stream(aside):
+                    done[number] = collective(*comms)
+            else:
+                with contextlib.nullcontext() if lanes is None else lanes.limited():
+                    done[number] = _computed(computes[number], road, caller)
+        return _sorted(done)
+
     try:
-        if way.strategy.order is Order.COLLECTIVE_FIRST:
+        if order:
+            computed, told = each_in_its_turn()
+        elif way.strategy.order is Order.COLLECTIVE_FIRST:
             with torch.cuda.stream(aside):
                 begun = torch.cuda.Event()
                 begun.record(aside)

@@ -11,7 +11,9 @@ from typing import TypeVar, overload
 
 import torch
 
+from sidelane.c3.call_kernels import BY_KERNELS
 from sidelane.c3.foretold import Moves, choose_overlap
+from sidelane.c3.heuristic import Kernel, launch_order
 from sidelane.c3.launch import Way, objection, run, ways_of
 from sidelane.c3.strategies import named, strategies
 from sidelane.c3.strategy import Mover
@@ -26,6 +28,9 @@ AUTO = "auto"
 _OURS = sorted(
     (one for one in strategies() if one.mover in (Mover.LIBRARY, Mover.DMA)), key=lambda strategy: strategy.preference
 )
+KERNELS = tuple(one.name for one in strategies() if one.mover in BY_KERNELS)
+"""Those whose bytes are moved by kernels, where a device has them: all that it takes, or of few thread blocks."""
+
 NAMES = tuple(strategy.name for strategy in _OURS if strategy.partition is None)
 """Strategies for calls of one's own, the best guess first (docs/lab/hardware.md, "GEMM next to a collective")."""
 
@@ -43,6 +48,7 @@ def overlap(
     units: int | None = ...,
     beside: Computation | None = ...,
     moves: Moves = ...,
+    workgroups: Sequence[int] = ...,
 ) -> tuple[T, S]: ...
 
 
@@ -56,6 +62,7 @@ def overlap(
     units: int | None = ...,
     beside: Computation | None = ...,
     moves: Moves = ...,
+    workgroups: Sequence[int] = ...,
 ) -> tuple[list[T], S]: ...
 
 
@@ -69,6 +76,7 @@ def overlap(
     units: int | None = None,
     beside: Computation | None = None,
     moves: Moves = (),
+    workgroups: Sequence[int] = (),
 ) -> tuple[T | list[T], S]:
     """Run a computation and collectives at once; the caller's next work follows both. Collective.
 
@@ -83,9 +91,14 @@ def overlap(
         strategy: ``conccl``, ``c3_sp``, ``priority``, ``c3_base`` or ``serial``; on GPUs also ``c3_rp``, ``c3_sp_rp``,
             ``c3_target`` and ``conccl_rp``, which take compute units from the computation (on units of their own
             collectives follow each other, and a graph can be captured once they have been used); or ``auto``, see
-            :func:`choose_overlap`. The same on all ranks.
+            :func:`choose_overlap`. ``sm_base``, ``sm_sp``, ``sm_rp`` and so on have the collective moved by Sidelane's
+            kernels, whatever is fastest; ``cta_base`` and so on by kernels of few thread blocks, which collectives that
+            reduce have. The same on all ranks.
         units: that such a strategy takes; None: the fewest, 8.
         beside: what ``compute`` is (``Communicator.beside``); for ``auto``.
+        workgroups: of the kernels of each computation and, last, of the collective's (0 on copy engines). All are then
+            released from few to many, so that none starves (ConCCL paper, V-C and VII-B1), whoever the strategy would
+            release first; equals as they are given.
         moves: what ``collective`` does: name and bytes of a collective, or several such pairs; for ``auto``.
 
     Returns:
@@ -108,7 +121,7 @@ def overlap(
         if beside is not None or moves:
             raise ValueError(f"overlap: beside, moves (value={beside}, {moves}, allowed=with strategy='auto')")
         way = _way(strategy, units, comms[0].device)
-    return _run(way, compute, collective, comms)
+    return _run(way, compute, collective, comms, workgroups)
 
 
 def _run(
@@ -116,14 +129,29 @@ def _run(
     compute: Callable[[], T] | Sequence[Callable[[], T]],
     collective: Callable[..., S],
     comms: Sequence[Communicator],
+    workgroups: Sequence[int] = (),
 ) -> tuple[T | list[T], S]:
     one = callable(compute)
     computes = [compute] if callable(compute) else list(compute) if isinstance(compute, Sequence) else []
     if not computes or not all(map(callable, computes)):
         raise ValueError(f"overlap: compute (value={compute!r}, allowed=a callable, or several)")
     computed: list[T]
-    computed, told = run(way, computes, collective, comms)
+    computed, told = run(way, computes, collective, comms, _releases(way, len(computes), workgroups))
     return (computed[0] if one else computed), told
+
+
+def _releases(way: Way, count: int, workgroups: Sequence[int]) -> tuple[int, ...]:
+    """Numbers of what is released, few workgroups first; empty where the strategy has the order."""
+    if not len(workgroups):
+        return ()
+    whole = all(isinstance(each, int) and each >= 0 for each in workgroups)
+    if len(workgroups) != count + 1 or not whole or not way.strategy.concurrent:
+        raise ValueError(
+            f"overlap: workgroups (value={tuple(workgroups)}, allowed={count + 1} whole numbers of 0 and more: of each "
+            "computation and of the collective; not with serial)"
+        )
+    kernels = [Kernel(str(number), each) for number, each in enumerate(workgroups)]
+    return tuple(int(kernel.name) for kernel in launch_order(kernels).kernels)
 
 
 class Overlap:
@@ -221,7 +249,7 @@ def possible(name: str, device: torch.device) -> Way:
     found = next((strategy for strategy in strategies() if strategy.name == name), None)
     reason = "there is none of that name" if found is None else objection(found, device)
     if found is None or reason:
-        taking = "" if device.type == "cpu" else "".join(f", {other}" for other in PARTITIONED)
+        taking = "" if device.type == "cpu" else "".join(f", {other}" for other in (*PARTITIONED, *KERNELS))
         raise ValueError(f"overlap: strategy (value={name!r}, allowed={', '.join(NAMES)}{taking}): {reason}")
     return ways_of(found, device)[0]
 

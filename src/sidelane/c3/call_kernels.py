@@ -1,0 +1,66 @@
+"""Which of Sidelane's kernels makes a call of one's own, where a strategy wants the bytes moved by kernels.
+
+``sm_base`` and its kin take the kernel that is expected to be fastest alone. ``cta_base`` and its kin take one of few
+thread blocks (``NARROW_BLOCKS``), which there are of collectives that reduce: no call is told another number.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from sidelane.c3.strategy import Mover, Strategy
+from sidelane.choice import choose
+from sidelane.choice.candidate import SM, everything
+from sidelane.collectives import Communicator
+from sidelane.program.collective import Kind
+from sidelane.program.shape import CallShape
+from sidelane.program.variant import Variant
+
+BY_KERNELS = (Mover.SM, Mover.LIBRARY_CTAS)
+"""Movers that calls of one's own are told by a variant."""
+
+
+def objection(device: torch.device) -> str:
+    """Why no call on a device is made by kernels; empty if some are."""
+    return "CPU ranks have no kernels for collectives" if device.type == "cpu" else ""
+
+
+def variant_of(comm: Communicator, strategy: Strategy, kind: Kind, nbytes: int, dtype: str) -> str:
+    """The variant of a call, alike on all ranks.
+
+    Args:
+        comm: that makes it.
+        strategy: whose mover is one of ``BY_KERNELS``.
+        kind: of the collective.
+        nbytes: of its largest tensor; of all, where it has lists.
+        dtype: of its elements.
+
+    Raises:
+        ValueError: no kernel of that kind runs the collective here.
+    """
+    narrow = strategy.mover is Mover.LIBRARY_CTAS
+    found = [one.name for one in everything(kind, comm.abilities) if one.implementation == SM]
+    found = [name for name in found if Variant.of(name).narrow is narrow and not Variant.of(name).pushes]
+    if not found:
+        what = f"kernel of few thread blocks for {kind}" if narrow else f"kernel for {kind}"
+        allowed = "reduce_scatter, all_reduce" if narrow else "what kernels run on this machine, see sidelane info"
+        raise ValueError(f"overlap: {strategy.name}: there is no {what} here (value={kind}, allowed={allowed})")
+    # As if in ordinary memory: what a tensor is must not make ranks choose differently.
+    call = CallShape(kind, comm.world_size, nbytes, dtype, symmetric=False)
+    if comm.world_size > 1 and not narrow:
+        table = choose(comm.profile.profile, call, comm.abilities).table
+        ranked = [candidate.name for candidate, _ in table if candidate.name in found]
+        return (ranked or found)[0]
+    return found[-1]  # of an all_reduce that in two shots
+
+
+def described(tensors: tuple[object, ...]) -> tuple[int, str]:
+    """Bytes of the largest argument of a call, a tensor or a list of them, and the dtype of the elements."""
+    sizes, dtypes = [0], ["bfloat16"]
+    for given in tensors:
+        listed = [
+            one for one in (given if isinstance(given, list | tuple) else (given,)) if isinstance(one, torch.Tensor)
+        ]
+        sizes.append(sum(one.nbytes for one in listed))
+        dtypes += [str(one.dtype).removeprefix("torch.") for one in listed]
+    return max(sizes), dtypes[-1]

@@ -1,0 +1,48 @@
+"""Which kernel makes a call of one's own under a strategy of kernels: alike on all ranks, and only where one is."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import pytest
+import torch
+
+from sidelane.c3 import overlap
+from sidelane.c3.call_kernels import described, objection, variant_of
+from sidelane.c3.strategies import named
+from sidelane.choice import Abilities
+from sidelane.choice.candidate import DMA, EVERYTHING
+from sidelane.program.collective import Kind
+
+
+def comm_of(n: int, abilities: Abilities = EVERYTHING) -> Any:
+    return types.SimpleNamespace(world_size=n, abilities=abilities, profile=types.SimpleNamespace(profile=None))
+
+
+@pytest.mark.parametrize("n", [1, 2, 8])
+def test_all_blocks_or_few(n: int) -> None:
+    for kind in (Kind.ALL_GATHER, Kind.ALL_TO_ALL, Kind.BROADCAST, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE):
+        found = variant_of(comm_of(n), named("sm_priority"), kind, 1 << 20, "bfloat16")
+        assert found in ("one_shot", "two_shot"), "what needs symmetric memory is for those who ask for it"
+    for kind, variant in ((Kind.REDUCE_SCATTER, "one_shot_narrow"), (Kind.ALL_REDUCE, "two_shot_narrow")):
+        assert variant_of(comm_of(n), named("cta_sp"), kind, 1 << 20, "float32") == variant
+
+
+def test_what_no_kernel_runs() -> None:
+    for name, kind in (("cta_base", Kind.ALL_GATHER), ("cta_sp", Kind.ALL_TO_ALL), ("sm_sp", Kind.SCATTER)):
+        with pytest.raises(ValueError, match=f"overlap: {name}: there is no kernel .*{kind} here"):
+            variant_of(comm_of(4), named(name), kind, 64, "int32")
+    with pytest.raises(ValueError, match="there is no kernel for all_reduce here"):
+        variant_of(comm_of(4, Abilities((DMA,))), named("sm_sp"), Kind.ALL_REDUCE, 64, "int32")
+    assert "CPU ranks" in objection(torch.device("cpu")) and not objection(torch.device("cuda"))
+    assert {"sm_base", "sm_rp", "cta_sp", "cta_target"} < set(overlap.KERNELS) and not set(overlap.KERNELS) & set(
+        overlap.NAMES
+    )
+
+
+def test_bytes_of_tensors_and_lists() -> None:
+    a, b = torch.zeros(8, dtype=torch.float16), torch.zeros(3, dtype=torch.float16)
+    assert described((a, b)) == (16, "float16")
+    assert described(([a, b], [b, b])) == (22, "float16")
+    assert described((None, a)) == (16, "float16")
