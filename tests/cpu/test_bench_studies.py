@@ -286,12 +286,18 @@ def test_which_calls_are_measured() -> None:
 def test_pairs_leave_traces(tmp_path: Path) -> None:
     options = C3Options(
         **QUICK, workloads=("64x64x64_30K",), collectives=(Kind.ALL_GATHER,), strategies=("serial", "conccl"),
-        timeline=tmp_path, command="test",
+        timeline=tmp_path / "traces", report=tmp_path / "report", command="test",
     )  # fmt: skip
     results = c3_study.main(options)
     assert results is not None
-    serial, conccl = (tmp_path / f"64x64x64_30k-all_gather-{name}.trace.json" for name in ("serial", "conccl"))
-    assert len(list(tmp_path.glob("*.png"))) == 2
+    traces = tmp_path / "traces"
+    serial, conccl = (traces / f"64x64x64_30k-all_gather-{name}.trace.json" for name in ("serial", "conccl"))
+    assert len(list(traces.glob("*.png"))) == 2
+    page = (tmp_path / "report" / "report.md").read_text()
+    for name in ("serial", "conccl"):
+        assert f"](64x64x64_30k-all_gather-{name}.png)" in page, "in the page, too"
+        assert (tmp_path / "report" / f"64x64x64_30k-all_gather-{name}.svg").exists()
+    assert "under serial, on every rank" in (tmp_path / "report" / "index.html").read_text()
     for path in (serial, conccl):
         events = [event for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "X"]
         assert len(events) == 2 * results.ranks and all(event["dur"] > 0 and event["ts"] >= 0 for event in events)

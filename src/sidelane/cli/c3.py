@@ -114,7 +114,7 @@ PAIRS, OCCUPANCY, HEURISTICS = "pairs", "occupancy", "heuristics"
     type=click.Path(file_okay=False, path_type=Path),
     metavar="DIR",
     help="Write when GEMM and collective ran, for every pair and strategy: a Chrome trace (chrome://tracing, Perfetto) "
-    "and a picture. Measured pairs.",
+    "and a picture; with --report, the page has those of the fastest and the slowest strategy. Measured pairs.",
 )
 @what(
     "--not-run",

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from sidelane.bench.c3.pair_rows import NOT_RUN, Key, is_done, key_of_row, merged, rows_not_run, rows_of, too_large
-from sidelane.bench.c3.traces import write_trace
+from sidelane.bench.c3.traces import traced, write_trace
 from sidelane.bench.candidates.candidate import Prepared, candidates_of
 from sidelane.bench.candidates.reference import Case, rounded_bytes
 from sidelane.bench.candidates.roster import Roster, make_roster
@@ -64,7 +64,8 @@ class C3Options(StudyOptions):
         known: what is in it; filled in by :func:`main`.
         warmup: rounds before the measured ones (ConCCL paper: 6).
         repeats: measured rounds (ConCCL paper: 9).
-        timeline: folder for a Chrome trace and a picture of every pair under every strategy; None writes none.
+        timeline: folder for a Chrome trace and a picture of every pair under every strategy; None writes none. With
+            ``report``, the page has those of the fastest and of the slowest strategy.
         not_run: pairs that are left out, and why: they become rows with that reason.
         resume: keep the rows of ``json``, and measure only pairs that lack a strategy there, or that were not run.
         budget_s: begin no further pair when so many seconds have passed; None: all are measured.
@@ -126,12 +127,10 @@ def main(options: C3Options) -> Results | None:
     done = frozenset(key_of_row(row) for row in known if not row.note.startswith(NOT_RUN))
     options = dataclasses.replace(options, known=isolated_here(options), done=done)
     return run_study(
-        "c3", C3Row, _measure, options, "computation and communication", joined=functools.partial(_joined, known)
+        *("c3", C3Row, _measure, options, "computation and communication"),
+        joined=functools.partial(merged, known),
+        further=None if options.timeline is None else functools.partial(traced, options.timeline),
     )
-
-
-def _joined(known: Sequence[C3Row], new: Sequence[C3Row]) -> tuple[C3Row, ...]:
-    return merged(known, new)
 
 
 def _rows_there(options: C3Options, place: LaunchTarget) -> tuple[C3Row, ...]:

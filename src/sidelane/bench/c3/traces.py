@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from sidelane.bench.report.drawing import file_name
+from sidelane.bench.report.drawing import Picture, file_name
+from sidelane.bench.report.table import grouped
+from sidelane.bench.results.rows.pairs import C3Row
 from sidelane.bench.simulated.figures import draw_timeline
 from sidelane.c3.spans import Trace
 from sidelane.c3.workload import Workload
 from sidelane.execute.sim import Interval, write_chrome_trace
+from sidelane.sizes import format_bytes
 
 
 class Everyones(Protocol):
@@ -39,6 +43,37 @@ def write_trace(folder: Path, workload: Workload, meter: Everyones, writes: bool
         group = f"rank {rank}"
         intervals.append(Interval(group, "compute", f"GEMM {workload.gemm.name}", gemm_begins, gemm_ends))
         intervals.append(Interval(group, "communication", str(workload.collective), begins, ends_at))
-    name = file_name(f"{workload.name} {strategy}")
+    name = _name(workload.name, strategy)
     write_chrome_trace(folder / f"{name}.trace.json", intervals)
     draw_timeline(intervals, f"{workload.name} under {strategy}, measured", folder, name)
+
+
+def traced(folder: Path, rows: Sequence[C3Row], page: Path) -> list[Picture]:
+    """Pictures of the traces of each pair under the fastest and the slowest of its strategies, for a page.
+
+    Args:
+        folder: where :func:`write_trace` has left them; what it has not is left out.
+        rows: of the study.
+        page: folder of the page, to which they are copied.
+    """
+    pictures = []
+    for _, alike in grouped(rows, lambda row: (row.gemm, row.dtype, row.collective, row.bytes), ordered=False):
+        times = {row.strategy: row.time_us for row in alike if row.time_us is not None and not row.chosen}
+        pair = f"{alike[0].gemm}_{format_bytes(alike[0].bytes)} {alike[0].collective}"
+        for strategy in dict.fromkeys(
+            (min(times, key=times.__getitem__), max(times, key=times.__getitem__)) if times else ()
+        ):
+            name = _name(pair, strategy)
+            files = [folder / f"{name}.{ending}" for ending in ("svg", "png")]
+            if not all(file.exists() for file in files):
+                continue
+            for file in files:
+                if file.parent.resolve() != page.resolve():
+                    shutil.copy(file, page / file.name)
+            text = f"When the GEMM and the collective of {pair} ran under {strategy}, on every rank."
+            pictures.append(Picture(name, f"{pair} under {strategy}", text))
+    return pictures
+
+
+def _name(pair: str, strategy: str) -> str:
+    return file_name(f"{pair} {strategy}")

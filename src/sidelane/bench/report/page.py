@@ -118,12 +118,13 @@ def show(results: Results, console: rich.console.Console) -> None:
         console.print(_warning(results), style="yellow")
 
 
-def write(directory: str | Path, studies: Results | Sequence[Results]) -> Path:
+def write(directory: str | Path, studies: Results | Sequence[Results], further: Sequence[Picture] = ()) -> Path:
     """Write the report of one or more studies.
 
     Args:
         directory: made if need be; files of earlier reports that carry the same names are replaced.
         studies: at least one, of different names.
+        further: pictures of the last of them that lie there already.
 
     Returns:
         The page, ``directory/index.html``.
@@ -141,6 +142,7 @@ def write(directory: str | Path, studies: Results | Sequence[Results]) -> Path:
     for results in chosen:
         result_files.write(folder / f"{results.study}.json", results)
         pictures, tables = draw(results, folder), tables_of(results)
+        pictures += further if results is chosen[-1] else ()
         page.append(_html_section(results, tables, pictures, folder))
         text.append(_markdown_section(results, tables, pictures))
     (folder / "report.md").write_text("# Sidelane report\n\n" + "\n".join(text), encoding="utf-8")

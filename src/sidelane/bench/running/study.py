@@ -20,6 +20,7 @@ import rich.console
 import rich.progress
 
 from sidelane.bench.report import page as report
+from sidelane.bench.report.drawing import Picture
 from sidelane.bench.report.terminal import progress_console, tables_console
 from sidelane.bench.results import files as result_files
 from sidelane.bench.results.files import Results, collect
@@ -185,6 +186,7 @@ def run_study(
     options: StudyOptions,
     title: str,
     joined: Callable[[Sequence[R]], Sequence[R]] = tuple,
+    further: Callable[[Sequence[R], Path], Sequence[Picture]] | None = None,
 ) -> Results | None:
     """Run ``measure(rank, options)`` on every rank and publish the rows that rank 0 sends.
 
@@ -195,6 +197,7 @@ def run_study(
         options: of the study.
         title: for people.
         joined: makes the rows of the file from those that were sent, such as with rows of an earlier run.
+        further: puts pictures into the folder of the report that are drawn from no rows.
 
     Returns:
         The results; None on the other ranks under torchrun.
@@ -223,7 +226,9 @@ def run_study(
     if not rows:
         raise ValueError(f"{study}: nothing that was asked for can run here ({_asked(options)})")
     results = collect(study, rows, device_type=place.device_type, ranks=place.world_size, command=options.command)
-    publish(results, options, tables)
+    publish(
+        results, options, tables, () if further is None or options.report is None else further(rows, options.report)
+    )
     if progress is not None and options.report is not None:
         progress.print(f"report: {options.report / report.PAGE}", markup=False)
     if failure is not None:
@@ -299,11 +304,16 @@ def check_targets(options: StudyOptions) -> None:
         raise ValueError(f"--json: cannot be written (value={str(options.json)!r}): a folder is there")
 
 
-def publish(results: Results, options: StudyOptions, tables: rich.console.Console | None) -> None:
-    """Write what the options ask for, and show the tables: a file is there even if nobody reads these to their end."""
+def publish(
+    results: Results, options: StudyOptions, tables: rich.console.Console | None, further: Sequence[Picture] = ()
+) -> None:
+    """Write what the options ask for, and show the tables: a file is there even if nobody reads these to their end.
+
+    ``further``: pictures that lie in the folder of the report.
+    """
     if options.json is not None:
         result_files.write(options.json, results)
     if tables is not None:
         report.show(results, tables)
     if options.report is not None:
-        report.write(options.report, results)
+        report.write(options.report, results, further)
