@@ -65,6 +65,7 @@ LONG = (
     "test_cli_json.py::test_json_goes_to_stdout_alone[chain",
     "test_cli_json.py::test_json_goes_to_stdout_alone[gemms",
     "test_cli_json.py::test_json_goes_to_stdout_alone[plan",
+    "test_isolated_pictures.py::",
     "test_launch.py::test_a_second_ctrl_c_ends_ranks_that_do_not_listen",
     "sim/test_sim_reports.py::test_published_values_are_on_the_pictures_of_their_machine_alone",
 )

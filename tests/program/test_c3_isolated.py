@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
-from sidelane.c3.isolated import CollectiveTimes, GemmTimes, Isolated, Limit
+from sidelane.c3.isolated import CollectiveTimes, GemmTimes, Isolated, Limit, PairTimes
 from sidelane.c3.workload import Bound, C3Class, Gemm, parse_gemm, parse_workload
 from sidelane.program.collective import Kind
 
@@ -46,10 +48,10 @@ def test_classes() -> None:
 
 def test_units_for_a_collective_come_from_the_tables_that_were_measured() -> None:
     found = MACHINE.allocate(parse_workload("cb1_896M"))
-    # 8 units: 1850 x 2; 64: 1400 x 1.93 = 2700.
-    assert (found.units, dict(found.expected_us)) == (64, {8: pytest.approx(3700), 64: pytest.approx(2700)})
+    # 8 units: 2200 x 2, of those who run on units; 64: 1400 x 1.93 = 2700.
+    assert (found.units, dict(found.expected_us)) == (64, {8: pytest.approx(4400), 64: pytest.approx(2700)})
     assert found.reason == (
-        "64 units: GEMM 1400 x 1.93, collective 1850 x 1.00 = 2700 us expected, next 8 units 3700 us; compute-bound "
+        "64 units: GEMM 1400 x 1.93, collective 2200 x 1.00 = 2700 us expected, next 8 units 4400 us; compute-bound "
         "(fewer units cost it 0.99 of their share), as cb1 by split and nccl all_gather 896M"
     )
     assert MACHINE.allocate(parse_workload("mb1_896M")).units == 8, "11400 against 13000"
@@ -58,8 +60,27 @@ def test_units_for_a_collective_come_from_the_tables_that_were_measured() -> Non
 def test_a_gemm_that_was_not_measured_takes_the_table_of_its_bound() -> None:
     found = MACHINE.allocate(parse_workload("4096x4096x16384_896M"))
     assert "as cb1 by split" in found.reason
+    assert MACHINE.gemm_us(Gemm(4096, 4096, 16384)) == pytest.approx(1400.0 / 2), "half of the operations, at its rate"
     flops = 2 * 4096 * 4096 * 16384
-    assert MACHINE.gemm_us(Gemm(4096, 4096, 16384)) == pytest.approx(flops / (800 * 0.7 * 1e6))
+    without = Isolated(800.0, 4000.0, (GemmTimes(CB1, "split", 132, {0: 1400.0}),), (GATHER,))
+    assert without.gemm_us(Gemm(4096, 4096, 16384)) == pytest.approx(flops / (800 * 0.7 * 1e6)), "by the roofline"
+
+
+def test_a_collective_is_slower_beside_a_gemm() -> None:
+    # Alone on 8 units 4400; the GEMM without them takes 1520. A pair that the GEMM decides says nothing.
+    times = {("c3_rp", 8): 5280.0, ("c3_sp_rp", 8): 4840.0, ("c3_rp", 64): 9000.0, ("c3_target", 8): 9000.0}
+    pair = PairTimes(CB1, Kind.ALL_GATHER, 896 << 20, "nccl", 2200.0, 3600.0, times)
+    known = Isolated(800.0, 4000.0, (COMPUTE, MEMORY), (GATHER, BY_ENGINES), (pair,))
+    assert known.slowed_beside(Kind.ALL_GATHER, "nccl") == pytest.approx(1.15)
+    assert known.slowed_beside(Kind.ALL_TO_ALL, "nccl") == pytest.approx(1.15), (
+        "of another collective, for want of its own"
+    )
+    assert known.slowed_beside(Kind.ALL_GATHER, "dma") == MACHINE.slowed_beside(Kind.ALL_GATHER, "nccl") == 1.0
+    found = known.allocate(parse_workload("cb1_896M"))
+    assert dict(found.expected_us)[8] == pytest.approx(1.15 * 4400)
+    assert "collective 2530 x" in found.reason and "1.15 of its time beside a GEMM" in found.reason
+    faster = dataclasses.replace(pair, times_us={("c3_rp", 8): 4000.0})
+    assert dataclasses.replace(known, pairs=(faster,)).slowed_beside(Kind.ALL_GATHER, "nccl") == 1.0
 
 
 def test_nothing_to_look_up() -> None:
