@@ -166,7 +166,7 @@ def test_from_end_to_end_on_cpu_ranks(tmp_path: Path) -> None:
     )  # fmt: skip
     results = isolated.main(options)
     assert results is not None
-    assert (tmp_path / "report" / "isolated-gemms.png").exists()
+    assert (tmp_path / "report" / "isolated-sizes.png").exists()
     rows = [one for one in results.rows if isinstance(one, IsolatedRow)]
     timed = [one for one in rows if one.time_us is not None]
     assert {one.what for one in timed} == {"memory", "gemm", "collective", "beside", "pair"}

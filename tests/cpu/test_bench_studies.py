@@ -15,6 +15,7 @@ import torch.distributed as dist
 from ranks import RankPool
 
 from sidelane.bench.c3 import study as c3_study
+from sidelane.bench.c3.heuristics import sweeps_of
 from sidelane.bench.c3.pair_rows import is_done, key_of_row, merged, rows_not_run, rows_of, too_large
 from sidelane.bench.c3.study import C3Instruments, C3Options
 from sidelane.bench.candidates.baselines_cpu import Gloo
@@ -286,11 +287,17 @@ def test_which_calls_are_measured() -> None:
 def test_pairs_leave_traces(tmp_path: Path) -> None:
     options = C3Options(
         **QUICK, workloads=("64x64x64_30K",), collectives=(Kind.ALL_GATHER,), strategies=("serial", "conccl"),
-        timeline=tmp_path / "traces", report=tmp_path / "report", command="test",
+        timeline=tmp_path / "traces", report=tmp_path / "report", command="test", third=True,
     )  # fmt: skip
     results = c3_study.main(options)
     assert results is not None
     traces = tmp_path / "traces"
+    (sweep,) = sweeps_of(rows_there(results), workgroups=1)
+    assert sweep.workload.name == "64x64x64_30K all_gather" and not sweep.why_not
+    assert set(sweep.orders_us) == set(itertools.permutations(("gemm", "small gemm", "all_gather")))
+    assert [kernel.workgroups for kernel in sweep.others] == [1, 1, 1] and all(
+        us > 0 for us in sweep.orders_us.values()
+    )
     serial, conccl = (traces / f"64x64x64_30k-all_gather-{name}.trace.json" for name in ("serial", "conccl"))
     assert len(list(traces.glob("*.png"))) == 2
     page = (tmp_path / "report" / "report.md").read_text()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.util
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from sidelane.c3.measured import isolated_of
 from sidelane.c3.run import run_workload
 from sidelane.c3.strategies import named
 from sidelane.c3.strategy import Means, Partition
+from sidelane.c3.thirds import orders_of
 from sidelane.c3.workload import parse_workload
 from sidelane.device.gemm_shape import OPT1, OPT2, TUNED
 
@@ -120,6 +122,13 @@ def test_pairs_run_under_partitions_and_are_right() -> None:
     assert [(result.strategy, result.failure) for result in outcome.results] == [(name, None) for name in names]
     units = {result.strategy: result.units for result in outcome.results}
     assert units["serial"] == 0 and units["conccl_rp"] == 8 and units["c3_rp"] >= 8 and units["c3_target"] >= 8
+
+
+def test_three_kernels_in_every_order() -> None:
+    workload, call = parse_workload("1024x1024x1024_4M"), Adding()
+    orders = orders_of(workload, call, Alone(), DEVICE, itertools.count(1))
+    names = ("gemm", "small gemm", str(workload.collective))
+    assert set(orders) == set(itertools.permutations(names)), "each is right, and has a time"
 
 
 def test_a_target_reaches_the_library() -> None:

@@ -123,6 +123,7 @@ PAIRS, OCCUPANCY, HEURISTICS = "pairs", "occupancy", "heuristics"
     callback=reasons,
     help="Leave a pair out, and write rows that say why. May be repeated. Measured pairs.",
 )
+@what("--third", is_flag=True, help="Next to a third kernel, too, in each order of launches. Measured pairs.")
 @how("--resume", is_flag=True, help="Keep what --json has; measure pairs that lack a strategy there.")
 @how("--budget", "budget_s", type=float, metavar="SECONDS", help="Begin no further pair after so much time.")
 @how("--warmup", type=click.IntRange(min=0), default=6, help="Rounds before the measured.")
@@ -197,7 +198,7 @@ def c3(
         if study == OCCUPANCY:
             if machine is not None:
                 raise ValueError("--study occupancy measures; sidelane pipeline --machine predicts")
-            of_pairs = ("variants", "isolated", "timeline", "not_run", "resume", "budget_s")
+            of_pairs = ("variants", "isolated", "timeline", "not_run", "resume", "budget_s", "third")
             _refuse(PAIRS, "strategies", *of_pairs)
             for name in of_pairs:
                 others.pop(name)

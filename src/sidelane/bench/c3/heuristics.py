@@ -23,7 +23,8 @@ from sidelane.bench.running.study import check_targets, publish
 from sidelane.c3.heuristic import Kernel
 from sidelane.c3.judged import Sweep, Verdict, Way, judge
 from sidelane.c3.measured import isolated_times
-from sidelane.c3.workload import Workload, parse_workload
+from sidelane.c3.thirds import GEMM, SMALL, small_of
+from sidelane.c3.workload import Gemm, Workload, parse_workload
 from sidelane.choice.hidden import hidden_shares
 from sidelane.machine.load import find
 from sidelane.machine.spec import Machine
@@ -36,7 +37,7 @@ TILE = 128
 LIBRARY_WORKGROUPS = {"cpu": 1, "gpu": 32}
 """Of the library's collective: a thread of Gloo, and NCCL's CTAs at the sizes that hide behind GEMMs."""
 
-NO_THIRD = "a file of pairs has no third kernel (--machine simulates one)"
+NO_THIRD = "the file has no third kernel (sidelane c3 --third measures one, --machine simulates one)"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -148,10 +149,21 @@ def sweeps_of(rows: Sequence[C3Row], workgroups: int) -> list[Sweep]:
         times: dict[Way, float] = {}
         for row in timed:
             times |= _ways_of(row)
-        tiles = math.ceil(first.m / TILE) * math.ceil(first.n / TILE)
-        kernels = Kernel("gemm", tiles), Kernel(first.collective, workgroups)
-        sweeps.append(Sweep(workload, timed[0].gemm_us, times, kernels, why_not=NO_THIRD))
+        kernels = Kernel(GEMM, _tiles(workload.gemm)), Kernel(first.collective, workgroups)
+        orders = next((_orders_of(row) for row in alike if row.orders), {})
+        others = (kernels[0], Kernel(SMALL, _tiles(small_of(workload.gemm))), kernels[1]) if orders else ()
+        sweeps.append(Sweep(workload, timed[0].gemm_us, times, kernels, others, orders, "" if orders else NO_THIRD))
     return sweeps
+
+
+def _tiles(gemm: Gemm) -> int:
+    return math.ceil(gemm.m / TILE) * math.ceil(gemm.n / TILE)
+
+
+def _orders_of(row: C3Row) -> dict[tuple[str, ...], float]:
+    """Times of three kernels by the names in the order of their launches."""
+    points = (point.rpartition(" ") for point in row.orders.split(", "))
+    return {tuple(names.split(" > ")): float(time_us) for names, _, time_us in points}
 
 
 def _ways_of(row: C3Row) -> dict[Way, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,6 +30,8 @@ from sidelane.c3.measured import isolated_times
 from sidelane.c3.outcome import Outcome
 from sidelane.c3.run import run_workload
 from sidelane.c3.strategies import named
+from sidelane.c3.strategy import LIBRARY
+from sidelane.c3.thirds import orders_of
 from sidelane.c3.workload import Bound, Gemm, Workload, parse_workload
 from sidelane.choice.candidate import DMA, SM
 from sidelane.collectives.plan import AUTO
@@ -68,6 +71,7 @@ class C3Options(StudyOptions):
             ``report``, the page has those of the fastest and of the slowest strategy.
         not_run: pairs that are left out, and why: they become rows with that reason.
         resume: keep the rows of ``json``, and measure only pairs that lack a strategy there, or that were not run.
+        third: run each pair next to a third kernel, too, in every order of their launches (``c3.thirds``).
         budget_s: begin no further pair when so many seconds have passed; None: all are measured.
         done: rows that are there; filled in by :func:`main`.
     """
@@ -85,6 +89,7 @@ class C3Options(StudyOptions):
     timeline: Path | None = None
     not_run: tuple[tuple[str, str], ...] = ()
     resume: bool = False
+    third: bool = False
     budget_s: float | None = None
     done: frozenset[Key] = frozenset()
 
@@ -215,9 +220,10 @@ def _measure(rank: Rank, options: C3Options) -> int:
             sender.note(f"{options.budget_s:g} s are over; left: {left} (the same command with --resume goes on)")
             break
         sender.step(workload.name)
+        runs = list(_runs(roster, case, options))
         outcome = run_workload(
             workload,
-            list(_runs(roster, case, options)),
+            runs,
             instruments,
             device=rank.device,
             lanes=lanes,
@@ -233,13 +239,30 @@ def _measure(rank: Rank, options: C3Options) -> int:
             if options.timeline is None
             else functools.partial(write_trace, options.timeline, workload, roster.meter, rank.rank == 0),
         )
-        for row in rows_of(outcome, options.known):
+        rows = rows_of(outcome, options.known)
+        if options.third:
+            orders = _orders(outcome, runs, instruments, rank.device, options.seed + 1_000_000 * number + 500_000)
+            rows[0] = dataclasses.replace(rows[0], orders=orders)
+        for row in rows:
             sender.row(row)
             count += 1
         for line in _explanations(outcome, instruments.late):
             sender.note(line)
     roster.close()
     return count
+
+
+def _orders(
+    outcome: Outcome, runs: Sequence[Prepared], instruments: C3Instruments, device: torch.device, seed: int
+) -> str:
+    """Times of the pair and a third kernel, by the library's call that is fastest alone; empty where none is right."""
+    timed = {one.label: one.time_us for one in outcome.isolated if one.time_us and one.implementation in LIBRARY}
+    if not timed:
+        return ""
+    fastest = min(timed, key=timed.__getitem__)
+    run = next(one for one in runs if one.label == fastest)
+    found = orders_of(outcome.workload, run, instruments, device, itertools.count(seed))
+    return ", ".join(f"{' > '.join(order)} {us:.6g}" for order, us in found.items())
 
 
 class C3Instruments:

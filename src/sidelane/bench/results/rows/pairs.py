@@ -32,6 +32,8 @@ class C3Row(FlatRow):
         note: why there is no time, or what to know about this one.
         units: compute units that the GEMM did without; 0 also in files without this key.
         sweep: times of a sweep over units, as ``8 1234.5, 16 1300.2``; empty also in files without this key.
+        orders: times of the pair and a third kernel by the order of their launches, as ``gemm > small gemm >
+            all_gather 1234.5, ...`` (``c3.thirds``), in the first row of a pair; empty also in files without this key.
     """
 
     renamed: ClassVar[dict[str, str]] = {"c3_class": "class"}
@@ -60,6 +62,7 @@ class C3Row(FlatRow):
     note: str = ""
     units: int = 0
     sweep: str = ""
+    orders: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
