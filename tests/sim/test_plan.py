@@ -67,6 +67,16 @@ def test_a_collective_waits_for_gemms_or_runs_beside_them():
     assert beside.exposed_us < 0.7 * turns.exposed_us
 
 
+def test_what_was_simulated_for_one_machine_is_not_taken_for_another():
+    """Steps are remembered by the numbers that they depend on."""
+    step = Step(dataclasses.replace(SMALL, layers=6), 4096, 4096)
+    known = step_times(MI300X, step, "dma both")
+    assert step_times(MI300X.with_value("links.network_us", 6.0), step, "dma both") == known
+    for path in ("matmul.launch_us", "interference.memory", "gpu.memory_gbps", "dma.engine_gbps"):
+        value = float(MI300X.quantities()[path])
+        assert step_times(MI300X.with_value(path, 0.9 * value), step, "dma both").time_us != known.time_us, path
+
+
 def test_parameters_of_a_layer():
     assert SMALL.parameters == 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336) == 218_103_808
 

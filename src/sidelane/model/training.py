@@ -19,11 +19,12 @@ into the parameters needs no such copy.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import statistics
 from collections.abc import Sequence
 
 from sidelane.c3.workload import Gemm
-from sidelane.machine.spec import Machine
+from sidelane.machine.spec import Gpu, Interference, Machine, Matmul
 from sidelane.model.device import Gang, Tiled, run_device
 from sidelane.model.gemm import gemm_kernel
 from sidelane.model.kernels import dma_gangs, library_gang
@@ -188,13 +189,33 @@ def _sustained(machine: Machine) -> Machine:
     return machine.with_value("matmul.efficiency", machine.matmul.efficiency / (1 + SUSTAINED))
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Node:
+    """A machine, equal to others that differ in nothing that kernels take their time from once gangs are known."""
+
+    gpu: Gpu
+    matmul: Matmul
+    interference: Interference
+    machine: Machine = dataclasses.field(compare=False)
+
+
 def _scaled(machine: Machine, step: Step, gangs: dict[Kind, tuple[Gang, ...]] | None, straight: bool) -> float:
-    few, more = (run_device(machine, _step(machine, step, n, gangs, straight)).time_us for n in SIMULATED)
+    node = _Node(machine.gpu, machine.matmul, machine.interference, machine)
+    return _scaled_once(node, step, None if gangs is None else tuple(gangs.items()), straight)
+
+
+@functools.lru_cache(maxsize=1024)
+def _scaled_once(
+    node: _Node, step: Step, gangs: tuple[tuple[Kind, tuple[Gang, ...]], ...] | None, straight: bool
+) -> float:
+    """Of most numbers of a description that are changed one at a time a step does not take notice."""
+    machine, by_kind = node.machine, None if gangs is None else dict(gangs)
+    few, more = (run_device(machine, _step(node, step, n, by_kind, straight)).time_us for n in SIMULATED)
     return more + (step.model.layers - SIMULATED[1]) * (more - few) / (SIMULATED[1] - SIMULATED[0])
 
 
 def _step(
-    machine: Machine, step: Step, layers: int, gangs: dict[Kind, tuple[Gang, ...]] | None, straight: bool
+    node: _Node, step: Step, layers: int, gangs: dict[Kind, tuple[Gang, ...]] | None, straight: bool
 ) -> list[Tiled | Gang]:
     """Kernels of a step in launch order. A layer's last kernel, and a collective's, has the layer's or its name."""
     found: list[Tiled | Gang] = []
@@ -215,7 +236,7 @@ def _step(
             phase_next, following = order[number + 1]
             gather(f"AG {phase_next}{following}", before)  # the buffer of the layer before is free
         needs = (f"AG {phase}{i}",) if f"AG {phase}{i}" in gathered else ()
-        found += _layer(machine, step, f"{phase}{i}", (*before, *needs), backward=phase == "B", straight=straight)
+        found += _layer(node, step, f"{phase}{i}", (*before, *needs), backward=phase == "B", straight=straight)
         if phase == "B" and gangs is not None:
             behind = (f"B{i}", *((f"RS {i + 1}",) if i < last else ()))
             found += _named(gangs[Kind.REDUCE_SCATTER], f"RS {i}", behind)
@@ -233,9 +254,21 @@ def _named(parts: Sequence[Gang], name: str, behind: tuple[str, ...]) -> list[Ga
 
 
 def _layer(
-    machine: Machine, step: Step, name: str, behind: tuple[str, ...], *, backward: bool, straight: bool
+    node: _Node, step: Step, name: str, behind: tuple[str, ...], *, backward: bool, straight: bool
 ) -> list[Tiled]:
-    """A layer's kernels one after another; the backward pass has each GEMM twice."""
+    """A layer's kernels one after another, under names of their own; the last one has the layer's."""
+    kernels = _kernels(node, step, backward, straight)
+    named: list[Tiled] = []
+    for place, kernel in enumerate(kernels):
+        label = name if place + 1 == len(kernels) else f"{name} {place}"
+        named.append(dataclasses.replace(kernel, name=label, after=(named[-1].name,) if named else behind))
+    return named
+
+
+@functools.lru_cache(maxsize=64)
+def _kernels(node: _Node, step: Step, backward: bool, straight: bool) -> tuple[Tiled, ...]:
+    """A layer's kernels; the backward pass has each GEMM twice."""
+    machine = node.machine
     model, rows, gpu = step.model, step.tokens, machine.gpu
     kv = model.hidden * model.kv_heads // model.heads
     shapes = [(model.hidden + 2 * kv, model.hidden), (model.hidden, model.hidden)]
@@ -259,8 +292,4 @@ def _layer(
     elements = Tiled("elements", WAVES * units, 0.0, each / units / WAVES, fixed_us=launch / WAVES)
     kernels = [one for gemm in kernels for one in (elements, gemm)]
     kernels.insert(len(kernels) - 4 if backward else 2, attention)  # beside the GEMMs of its inputs
-    named: list[Tiled] = []
-    for place, kernel in enumerate(kernels):
-        label = name if place + 1 == len(kernels) else f"{name} {place}"
-        named.append(dataclasses.replace(kernel, name=label, after=(named[-1].name,) if named else behind))
-    return named
+    return tuple(kernels)
