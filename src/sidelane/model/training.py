@@ -146,7 +146,7 @@ class StepTimes:
 
 def compute_us(machine: Machine, step: Step, *, straight: bool = False) -> float:
     """A step without communication; ``straight``: without copies out of buffers, too."""
-    return _scaled(_sustained(machine), step, None, straight)
+    return _scaled(sustained(machine), step, None, straight)
 
 
 def step_times(machine: Machine, step: Step, strategy: str, alone_us: float | None = None) -> StepTimes:
@@ -178,44 +178,49 @@ def step_times(machine: Machine, step: Step, strategy: str, alone_us: float | No
     communication = (2 * layers - 1) * alone[Kind.ALL_GATHER] + layers * alone[Kind.REDUCE_SCATTER]
     if alone_us is None:
         alone_us = compute_us(machine, step)
-    machines = [_sustained(machine)]
+    machines = [sustained(machine)]
     if machine.interference.either_first and not (way.gathers and way.scatters):
         machines.append(machines[0].with_value("matmul.persistent", 1))  # GEMMs that let nobody in
     times = [_scaled(one, step, gangs, way.straight) for one in machines]
     return StepTimes(statistics.fmean(times), alone_us, communication)
 
 
-def _sustained(machine: Machine) -> Machine:
+def sustained(machine: Machine) -> Machine:
+    """A machine whose GEMMs are at the power cap all the time."""
     return machine.with_value("matmul.efficiency", machine.matmul.efficiency / (1 + SUSTAINED))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Node:
-    """A machine, equal to others that differ in nothing that kernels take their time from once gangs are known."""
+class Node:
+    """A machine, equal to others that differ in nothing that a step's kernels depend on once its gangs are known."""
 
     gpu: Gpu
     matmul: Matmul
     interference: Interference
     machine: Machine = dataclasses.field(compare=False)
 
+    @classmethod
+    def of(cls, machine: Machine) -> Node:
+        """With those numbers of a machine."""
+        return cls(machine.gpu, machine.matmul, machine.interference, machine)
+
 
 def _scaled(machine: Machine, step: Step, gangs: dict[Kind, tuple[Gang, ...]] | None, straight: bool) -> float:
-    node = _Node(machine.gpu, machine.matmul, machine.interference, machine)
-    return _scaled_once(node, step, None if gangs is None else tuple(gangs.items()), straight)
+    return _scaled_once(Node.of(machine), step, None if gangs is None else tuple(gangs.items()), straight)
 
 
 @functools.lru_cache(maxsize=1024)
 def _scaled_once(
-    node: _Node, step: Step, gangs: tuple[tuple[Kind, tuple[Gang, ...]], ...] | None, straight: bool
+    node: Node, step: Step, gangs: tuple[tuple[Kind, tuple[Gang, ...]], ...] | None, straight: bool
 ) -> float:
     """Of most numbers of a description that are changed one at a time a step does not take notice."""
     machine, by_kind = node.machine, None if gangs is None else dict(gangs)
-    few, more = (run_device(machine, _step(node, step, n, by_kind, straight)).time_us for n in SIMULATED)
+    few, more = (run_device(machine, step_kernels(node, step, n, by_kind, straight)).time_us for n in SIMULATED)
     return more + (step.model.layers - SIMULATED[1]) * (more - few) / (SIMULATED[1] - SIMULATED[0])
 
 
-def _step(
-    node: _Node, step: Step, layers: int, gangs: dict[Kind, tuple[Gang, ...]] | None, straight: bool
+def step_kernels(
+    node: Node, step: Step, layers: int, gangs: dict[Kind, tuple[Gang, ...]] | None, straight: bool
 ) -> list[Tiled | Gang]:
     """Kernels of a step in launch order. A layer's last kernel, and a collective's, has the layer's or its name."""
     found: list[Tiled | Gang] = []
@@ -254,7 +259,7 @@ def _named(parts: Sequence[Gang], name: str, behind: tuple[str, ...]) -> list[Ga
 
 
 def _layer(
-    node: _Node, step: Step, name: str, behind: tuple[str, ...], *, backward: bool, straight: bool
+    node: Node, step: Step, name: str, behind: tuple[str, ...], *, backward: bool, straight: bool
 ) -> list[Tiled]:
     """A layer's kernels one after another, under names of their own; the last one has the layer's."""
     kernels = _kernels(node, step, backward, straight)
@@ -266,7 +271,7 @@ def _layer(
 
 
 @functools.lru_cache(maxsize=64)
-def _kernels(node: _Node, step: Step, backward: bool, straight: bool) -> tuple[Tiled, ...]:
+def _kernels(node: Node, step: Step, backward: bool, straight: bool) -> tuple[Tiled, ...]:
     """A layer's kernels; the backward pass has each GEMM twice."""
     machine = node.machine
     model, rows, gpu = step.model, step.tokens, machine.gpu
