@@ -212,11 +212,9 @@ class _Device:
         for state, whole in zip(self.active, times, strict=True):
             if state.began is None and (state.batches or not self._needs_units(state)):
                 state.began = self.began[state.kernel.name] = self.now
-            if state.tiled:
-                for batch in state.batches:
-                    step = min(step, batch[1] * whole)
-            else:
-                step = min(step, state.left * whole)
+            left = min([batch[1] for batch in state.batches], default=whole) if state.tiled else state.left
+            if left * whole < step:
+                step = left * whole
         if step == float("inf"):
             raise ValueError(f"run_device: no unit for {[s.kernel.name for s in self.active]}")
         start, self.now = self.now, self.now + step
@@ -237,9 +235,10 @@ class _Device:
     def _retire(self, state: _State) -> bool:
         """Take out what has ended; True if that is all of it."""
         if state.tiled:
-            if any(batch[1] <= TINY for batch in state.batches):
-                state.batches = [batch for batch in state.batches if batch[1] > TINY]
-                state.resident = int(sum(batch[0] for batch in state.batches))
+            going = [batch for batch in state.batches if batch[1] > TINY]
+            if len(going) < len(state.batches):
+                state.batches = going
+                state.resident = int(sum([batch[0] for batch in going]))
             finished = not state.pending and not state.batches
         else:
             finished = state.left <= TINY
@@ -263,6 +262,9 @@ class _Device:
                 known = state.alone[state.resident] = self._alone(state)
             alone.append(known)
         peak = self.peak
+        if len(alone) == 1:  # nothing beside it
+            time, gbps = alone[0]
+            return [time * max(1.0, gbps / peak)]
         use = [gbps / peak for _, gbps in alone]
         total = sum(use)
         gangs = [state for state in self.active if not state.tiled]

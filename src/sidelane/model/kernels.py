@@ -6,7 +6,7 @@ import dataclasses
 import functools
 
 from sidelane.execute.sim import Run
-from sidelane.machine.spec import HostThreads, Machine, Topology
+from sidelane.machine.spec import Dma, Gpu, HostThreads, Links, Machine, Topology
 from sidelane.model.device import Gang
 from sidelane.model.executed import REDUCE_UNITS, executed_run
 from sidelane.model.published import PUBLISHED_VARIANTS, default_units, dma_run, library_us, unit_speed
@@ -83,7 +83,18 @@ def dma_us(machine: Machine, kind: Kind, nbytes: int, variant: str | None = None
     return dma_collective(machine, kind, nbytes, variant).time_us
 
 
-@functools.lru_cache(maxsize=256)
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Engines:
+    """A machine, equal to others that differ in nothing that copies between its GPUs depend on."""
+
+    gpus: int
+    nodes: int
+    gpu: Gpu
+    links: Links
+    dma: Dma
+    machine: Machine = dataclasses.field(compare=False)
+
+
 def dma_collective(
     machine: Machine, kind: Kind, nbytes: int, variant: str | None = None, *, record: bool = False
 ) -> Run:
@@ -92,6 +103,13 @@ def dma_collective(
     Where one host thread feeds the engines of a node, that is the ConCCL paper's: moves and nothing else. Everywhere
     else, and for collectives that reduce, it is Sidelane's own program, with its flags.
     """
+    engines = _Engines(machine.gpus, machine.nodes, machine.gpu, machine.links, machine.dma, machine)
+    return _dma_collective_once(engines, kind, nbytes, variant, record)
+
+
+@functools.lru_cache(maxsize=256)
+def _dma_collective_once(engines: _Engines, kind: Kind, nbytes: int, variant: str | None, record: bool) -> Run:
+    machine = engines.machine
     reached = machine.with_value("dma.engine_gbps", machine.dma.engine_gbps * machine.dma.runtime_share)
     variants = ("pcpy", "b2b") if variant is None else (variant,)
     if machine.dma.host is HostThreads.NODE and kind in PUBLISHED_VARIANTS:
