@@ -336,6 +336,28 @@ class Fused:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Kernels:
+    """Sidelane's own kernels that move and add on compute units.
+
+    Attributes:
+        latency_us: of a call, without its bytes.
+        gather_gbps: bytes on a link or port, of what gathers and exchanges.
+        reduce_scatter_gbps, all_reduce_gbps: the same of what adds.
+        need: units beyond which they gain nothing.
+        all_reduce_need: the same of an all-reduce.
+        traffic: bytes through memory for each that crosses a link.
+    """
+
+    latency_us: Quantity
+    gather_gbps: Quantity
+    reduce_scatter_gbps: Quantity
+    all_reduce_gbps: Quantity
+    need: Quantity
+    all_reduce_need: Quantity
+    traffic: Quantity
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Machine:
     """A node of equal GPUs, or several such nodes.
 
@@ -359,6 +381,7 @@ class Machine:
     power: Power | None = None
     occupancy: Occupancy | None = None
     fused: Fused | None = None
+    kernels: Kernels | None = None
 
     @property
     def world_size(self) -> int:
