@@ -13,6 +13,7 @@ import pytest
 import rich.console
 
 from sidelane.bench.claims import command, figures
+from sidelane.bench.claims.chains import judge_chains, predict_chain
 from sidelane.bench.claims.gemms import judge_layers
 from sidelane.bench.claims.occupancy import pipeline_of
 from sidelane.bench.claims.power import predict_watts
@@ -404,3 +405,20 @@ def test_verdicts_on_layers_have_roles():
     assert roles["h200x4/gemms of layers, first/median"] is Role.FITTED
     assert roles["h200x4/gemms of layers, seen/median"] is Role.SEEN
     assert roles["h200x4/gemms of layers/median"] is Role.HELD_OUT
+
+
+@pytest.mark.parametrize(("name", "median", "worst"), [("h200x2", 0.05, 0.2), ("h200x4", 0.07, 0.24)])
+def test_chains_take_their_gemms_and_the_collective(name, median, worst):
+    """All that are in graphs, of all variants that a description has: nothing was fitted to them."""
+    machine = named(name)
+    rows = read(ROOT / "results" / name / "chain.json").rows
+    found = judge_chains(machine, rows)
+    assert len(found) == 50 and {verdict.role for verdict in found} == {Role.HELD_OUT}
+    errors = [verdict.error for verdict in found]
+    assert statistics.median(errors) < median and max(errors) < worst
+    for launch in ("eager", "prelaunched"):
+        assert not judge_chains(machine, [row for row in rows if row.launch == launch])
+    row = next(row for row in rows if row.launch == "graph" and row.implementation == "nccl" and not row.variant)
+    longer = dataclasses.replace(row, gemms_us=row.gemms_us + 100.0)
+    assert predict_chain(machine, longer) - predict_chain(machine, row) == pytest.approx(100.0)
+    assert predict_chain(machine, dataclasses.replace(row, variant="window")) is None

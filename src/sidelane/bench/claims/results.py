@@ -3,7 +3,8 @@
 From ``c3.json`` the model is given the isolated times alone, of the GEMM and of the collective as the strategy runs it,
 and predicts what both take together. From ``collectives.json`` it is given nothing: the description says it all. The
 rows of that file that the description was fitted to (``fitted_to``) are not called predictions. ``power.json``: see
-``claims/power.py``; ``fsdp.json``: ``claims/steps.py``; ``occupancy.json``: ``claims/occupancy.py``.
+``claims/power.py``; ``fsdp.json``: ``claims/steps.py``; ``occupancy.json``: ``claims/occupancy.py``; ``chain.json``:
+``claims/chains.py``.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from sidelane.bench.claims.chains import judge_chains
 from sidelane.bench.claims.gemms import gemm_times, judge_gemms, judge_layers
 from sidelane.bench.claims.occupancy import judge_occupancy
 from sidelane.bench.claims.power import judge_power
@@ -130,11 +132,6 @@ def role_problems(machine: Machine) -> list[str]:
 def fitted_from(machine: Machine, file: str) -> bool:
     """True if numbers of the description were fitted to a file of the machine's own results."""
     return any(f"results/{machine.name}/{file}" in quantity.of for quantity in machine.quantities().values())
-
-
-def _nothing(machine: Machine, rows: Sequence[object]) -> list[Verdict]:
-    """Of chains only the GEMMs are predicted."""
-    return []
 
 
 def fitted_to(row: CollectiveRow) -> bool:
@@ -318,7 +315,7 @@ JUDGES: dict[str, Callable[[Machine, Sequence[object]], list[Verdict]]] = {
     "collectives": _collectives,
     "occupancy": judge_occupancy,
     "power": judge_power,
-    "chain": _nothing,
+    "chain": judge_chains,
     "fsdp": judge_steps,
 }
 """By result file."""
