@@ -142,6 +142,8 @@ LIMITS: dict[str, Limit] = {
     "fused.store_share": _SHARE,
     "fused.put_us": _TIME,
     "fused.flag_us": _TIME,
+    "fused.bag_row_us": _TIME,
+    "fused.bag_us": _TIME,
     "kernels.latency_us": _TIME,
     "kernels.gather_gbps": _SPEED,
     "kernels.reduce_scatter_gbps": _SPEED,

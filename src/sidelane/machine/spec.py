@@ -323,6 +323,9 @@ class Fused:
         store_share: share of ``usable_gbps`` that workgroups' stores reach.
         put_us: of a workgroup, to hand a slice to the network.
         flag_us: from a flag's being written until a workgroup of another rank has seen it.
+        bag_row_us: of a warp of the framework's embedding bags, for a row: its index, then the row, one after another;
+            0: not known, so that they read as fast as gathers of ours.
+        bag_us: of the same, for a bag: where it begins and ends, and its result.
     """
 
     half_share: Quantity
@@ -333,6 +336,8 @@ class Fused:
     store_share: Quantity
     put_us: Quantity
     flag_us: Quantity
+    bag_row_us: Quantity
+    bag_us: Quantity
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
