@@ -67,11 +67,37 @@ def test_a_collective_waits_for_gemms_or_runs_beside_them():
     assert beside.exposed_us < 0.7 * turns.exposed_us
 
 
+def test_what_was_simulated_for_one_machine_is_not_taken_for_another():
+    """Steps are remembered by the numbers that they depend on."""
+    step = Step(dataclasses.replace(SMALL, layers=6), 4096, 4096)
+    known = step_times(MI300X, step, "dma both")
+    assert step_times(MI300X.with_value("links.network_us", 6.0), step, "dma both") == known
+    for path in ("matmul.launch_us", "interference.memory", "gpu.memory_gbps", "dma.engine_gbps"):
+        value = float(MI300X.quantities()[path])
+        assert step_times(MI300X.with_value(path, 0.9 * value), step, "dma both").time_us != known.time_us, path
+
+
+def test_units_apart_cost_the_computation_and_hide_more():
+    """What is given to the library is missing in the whole step; but nobody waits for a unit then."""
+    step = Step(dataclasses.replace(SMALL, layers=8), 2048, 2048)
+    swept = {units: step_times(MI300X, step, "library, own units", units=units) for units in (8, 16, 32, 64, 128)}
+    best = step_times(MI300X, step, "library, own units")
+    assert best == min(swept.values(), key=lambda times: times.time_us) and swept[best.units] == best
+    assert [times.units for times in swept.values()] == list(swept)
+    collectives = [times.communication_us for times in swept.values()]
+    assert collectives == sorted(collectives, reverse=True), "they are faster with more units"
+    taken = {
+        units: step_times(MI300X, Step(SMALL, 65536, 4096), "library, own units", units=units) for units in (32, 128)
+    }
+    assert taken[128].exposed_us > 1.5 * taken[32].exposed_us, "a long step has less and less to hide"
+    assert step_times(MI300X, step, "library").units == 0
+
+
 def test_parameters_of_a_layer():
     assert SMALL.parameters == 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336) == 218_103_808
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "library, own units"])
 @pytest.mark.parametrize("machine", [H200, MI300X], ids=lambda machine: machine.name)
 def test_what_is_exposed_lies_between_nothing_and_all(machine, strategy):
     times = step_times(machine, Step(SMALL, 4096, 4096), strategy)
@@ -119,6 +145,8 @@ def test_advice_says_what_to_change_and_when_to_measure_first():
     straight = dataclasses.replace(better, strategy="straight all-gather")
     said = advice(H200, step, [library, straight])[0]
     assert said.startswith("Run all-gathers on copy engines, straight into the parameters: 0.2")
+    apart = Planned("library, own units", StepTimes(800.0, 700.0, 400.0, 16), 50.0, 150.0)
+    assert advice(H200, step, [library, apart])[0].startswith("Give the library's kernels 16 units of their own: 0.2")
     unsure = dataclasses.replace(better, high_us=260.0)
     assert any("measure before" in line for line in advice(H200, step, [library, unsure]))
     assert advice(H200, step, [library, dataclasses.replace(better, times=library.times)])[0].startswith("Leave")
@@ -141,6 +169,8 @@ def test_the_table_has_a_line_for_each_strategy():
     rows = [planned(name, 1000.0, 300.0, 400.0, 250.0, 350.0) for name in STRATEGIES]
     table = plan_table(H200, Step(SMALL, 4096, 4096), rows)
     assert [line.cells[0] for line in table.lines] == list(STRATEGIES)
+    apart = Planned("library, own units", StepTimes(800.0, 700.0, 400.0, 16), 50.0, 150.0)
+    assert plan_table(H200, Step(SMALL, 4096, 4096), [apart]).lines[0].cells[0] == "library, 16 own units"
 
 
 def test_what_is_not_modelled_is_refused():

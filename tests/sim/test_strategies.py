@@ -9,11 +9,11 @@ import pytest
 from sidelane.c3.strategies import named as strategy_named
 from sidelane.c3.strategies import strategies
 from sidelane.c3.strategy import Mover, Order, Partition
-from sidelane.c3.workload import C3Class, parse_gemm
+from sidelane.c3.workload import C3Class, Workload, parse_gemm
 from sidelane.machine.load import named
 from sidelane.model.gemm import gemm_us
 from sidelane.model.heuristic import allocate, judge, spare
-from sidelane.model.kernels import dma_gangs, dma_us, library_gang
+from sidelane.model.kernels import dma_gangs, dma_us, library_gang, own_gang
 from sidelane.model.pipeline import (
     OPT1,
     Pipeline,
@@ -233,3 +233,33 @@ def test_power_by_component():
     assert dma_power(MACHINE, Kind.ALL_GATHER, nbytes, "bcst").total_w < dma.total_w
     with pytest.raises(ValueError, match="no power figures"):
         library_power(dataclasses.replace(MACHINE, power=None), Kind.ALL_GATHER, nbytes)
+
+
+def test_our_own_kernels_are_predicted_where_a_description_has_them():
+    """On all units they leave the GEMM next to nothing, so that both take turns; on some of their own they do not."""
+    pair = Workload(parse_gemm("cb3"), Kind.ALL_GATHER, 896 << 20)
+    h200 = named("h200x2")
+    own = {strategy.name for strategy in predictable(h200) if strategy.mover is Mover.SM}
+    assert own == {"sm_base", "sm_rp", "sm_sp", "sm_sp_rp", "sm_priority"}
+    alone = own_gang(h200, pair.collective, pair.nbytes).alone_us
+    turns, apart = (predict(h200, pair, name) for name in ("sm_base", "sm_rp"))
+    assert turns.time_us > 0.95 * (turns.gemm_us + alone)
+    assert apart.units in (8, 16, 32) and apart.time_us < 0.95 * (apart.gemm_us + alone)
+    with pytest.raises(ValueError, match="own kernels"):
+        predict(named("mi300x8"), pair, "sm_base")
+    with pytest.raises(ValueError, match=r"\[kernels\]"):
+        own_gang(named("mi300x8"), pair.collective, pair.nbytes)
+
+
+@pytest.mark.parametrize("kind", [Kind.ALL_GATHER, Kind.ALL_TO_ALL, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE])
+def test_our_own_kernels_alone_are_as_fast_as_measured(kind):
+    """896 MiB on two H200s; an all-gather and an all-to-all of 128 MiB, on 16 units too, were not fitted to."""
+    h200 = named("h200x2")
+    measured = {
+        Kind.ALL_GATHER: {(896, None): 1296, (896, 8): 2307, (128, None): 195, (128, 16): 200, (16, None): 33.8},
+        Kind.ALL_TO_ALL: {(896, None): 1303, (896, 8): 2508, (128, None): 196, (128, 16): 227, (16, None): 34.7},
+        Kind.REDUCE_SCATTER: {(896, None): 1419, (896, 8): 2246, (128, None): 216, (128, 16): 229, (16, None): 38.5},
+        Kind.ALL_REDUCE: {(896, None): 2580, (896, 8): 5563, (896, 16): 3105, (16, None): 58.9},
+    }
+    for (mib, units), time_us in measured[kind].items():
+        assert own_gang(h200, kind, mib << 20, units=units).alone_us == pytest.approx(time_us, rel=0.2)

@@ -108,8 +108,8 @@ def plan(
 ) -> None:
     """Predict the communication of a training step that stays exposed, and say what to change.
 
-    Under the library's kernels, with all-gathers on copy engines, and with reduce-scatters there, too; out of buffers,
-    as FSDP2 does it, or straight into the parameters, as Sidelane does.
+    Under the library's kernels, with these on compute units of their own, with all-gathers on copy engines, and with
+    reduce-scatters there, too; out of buffers, as FSDP2 does it, or straight into the parameters, as Sidelane does.
     """
     with plain_errors():
         from sidelane.bench.simulated import plan as sim_plan

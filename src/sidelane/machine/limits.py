@@ -142,6 +142,15 @@ LIMITS: dict[str, Limit] = {
     "fused.store_share": _SHARE,
     "fused.put_us": _TIME,
     "fused.flag_us": _TIME,
+    "fused.bag_row_us": _TIME,
+    "fused.bag_us": _TIME,
+    "kernels.latency_us": _TIME,
+    "kernels.gather_gbps": _SPEED,
+    "kernels.reduce_scatter_gbps": _SPEED,
+    "kernels.all_reduce_gbps": _SPEED,
+    "kernels.need": Limit(1, 4096),
+    "kernels.all_reduce_need": Limit(1, 4096),
+    "kernels.traffic": Limit(1, 20),
 }
 
 LIBRARY_SPEEDS = tuple(path for path in LIMITS if path.startswith("library.") and path.endswith("_gbps"))

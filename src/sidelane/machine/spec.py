@@ -323,6 +323,9 @@ class Fused:
         store_share: share of ``usable_gbps`` that workgroups' stores reach.
         put_us: of a workgroup, to hand a slice to the network.
         flag_us: from a flag's being written until a workgroup of another rank has seen it.
+        bag_row_us: of a warp of the framework's embedding bags, for a row: its index, then the row, one after another;
+            0: not known, so that they read as fast as gathers of ours.
+        bag_us: of the same, for a bag: where it begins and ends, and its result.
     """
 
     half_share: Quantity
@@ -333,6 +336,30 @@ class Fused:
     store_share: Quantity
     put_us: Quantity
     flag_us: Quantity
+    bag_row_us: Quantity
+    bag_us: Quantity
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Kernels:
+    """Sidelane's own kernels that move and add on compute units.
+
+    Attributes:
+        latency_us: of a call, without its bytes.
+        gather_gbps: bytes on a link or port, of what gathers and exchanges.
+        reduce_scatter_gbps, all_reduce_gbps: the same of what adds.
+        need: units beyond which they gain nothing.
+        all_reduce_need: the same of an all-reduce.
+        traffic: bytes through memory for each that crosses a link.
+    """
+
+    latency_us: Quantity
+    gather_gbps: Quantity
+    reduce_scatter_gbps: Quantity
+    all_reduce_gbps: Quantity
+    need: Quantity
+    all_reduce_need: Quantity
+    traffic: Quantity
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -359,6 +386,7 @@ class Machine:
     power: Power | None = None
     occupancy: Occupancy | None = None
     fused: Fused | None = None
+    kernels: Kernels | None = None
 
     @property
     def world_size(self) -> int:

@@ -88,17 +88,24 @@ class DeviceRun:
 
 @dataclasses.dataclass(slots=True)
 class _State:
-    """A kernel on its way. ``batches``: [workgroups, share of their work left], placed together."""
+    """A kernel on its way. ``batches``: [workgroups, share of their work left], placed together.
+
+    Attributes:
+        tiled: the kernel is no gang.
+        started: workgroups that it has in all.
+        resident: workgroups that have a unit now.
+        alone: for a number of resident workgroups, time and GB/s with the memory to themselves.
+    """
 
     kernel: Tiled | Gang
+    tiled: bool
+    started: int
     pending: int
     batches: list[list[float]]
     left: float = 1.0
     began: float | None = None
-
-    @property
-    def resident(self) -> int:
-        return int(sum(batch[0] for batch in self.batches))
+    resident: int = 0
+    alone: dict[int, tuple[float, float]] = dataclasses.field(default_factory=dict)
 
 
 def run_device(machine: Machine, kernels: Sequence[Tiled | Gang], *, record: bool = False) -> DeviceRun:
@@ -121,9 +128,19 @@ def run_device(machine: Machine, kernels: Sequence[Tiled | Gang], *, record: boo
 
 class _Device:
     def __init__(self, machine: Machine, kernels: Sequence[Tiled | Gang], record: bool) -> None:
-        self.machine = machine
         self.units = float(machine.gpu.units)
-        self.waiting = list(kernels)
+        self.peak = float(machine.gpu.memory_gbps)
+        self.reachable = machine.gpu.memory_gbps * machine.matmul.memory_efficiency * 1e3
+        factors = machine.interference
+        self.late_share, self.memory = float(factors.late_share), float(factors.memory)
+        self.beside_copies, self.beside_kernels = 1.0 + factors.copies, 1.0 + factors.kernels
+        self.missing = [len(set(kernel.after)) for kernel in kernels]
+        self.followers: dict[str, list[int]] = {}
+        for place, kernel in enumerate(kernels):
+            for name in set(kernel.after):
+                self.followers.setdefault(name, []).append(place)
+        self.kernels = kernels
+        self.ready = [place for place, count in enumerate(self.missing) if not count]
         self.active: list[_State] = []
         self.record = record
         self.now = 0.0
@@ -132,41 +149,46 @@ class _Device:
         self.timeline: list[Interval] = []
 
     def run(self) -> DeviceRun:
-        looked = -1
-        while self.waiting or self.active:
-            if looked < len(self.ended):  # nothing else lets a kernel begin
-                looked = len(self.ended)
+        while len(self.ended) < len(self.kernels):
+            if self.ready:
                 self._launch()
             self._place()
             if not self.active:
-                raise ValueError(f"run_device: nothing can start (value={[k.name for k in self.waiting]})")
+                waiting = [kernel.name for kernel in self.kernels if kernel.name not in self.ended]
+                raise ValueError(f"run_device: nothing can start (value={waiting})")
             self._step()
         return DeviceRun(self.now, self.began, self.ended, tuple(self.timeline))
 
     def _launch(self) -> None:
-        ready = [kernel for kernel in self.waiting if self.ended.keys() >= set(kernel.after)]
-        for kernel in ready:
-            self.waiting.remove(kernel)
-            pending = kernel.workgroups if isinstance(kernel, Tiled) else kernel.units
-            self.active.append(_State(kernel, pending, []))
+        for place in sorted(self.ready):
+            kernel = self.kernels[place]
+            tiled = isinstance(kernel, Tiled)
+            count = kernel.workgroups if isinstance(kernel, Tiled) else kernel.units
+            self.active.append(_State(kernel, tiled, count, count, []))
+        self.ready = []
         self.active.sort(key=lambda state: -state.kernel.priority)  # stable: equals stay in launch order
 
     def _place(self) -> None:
         """Give free units to workgroups: earlier kernels first, but a later one always gets its late share."""
-        free = self.units - sum(state.resident for state in self.active)
-        reserved = [s for s in self.active if isinstance(s.kernel, Gang) and s.kernel.reserved]
-        ahead = next((s for s in self.active if s.pending and s not in reserved), None)
-        late = [s for s in self.active if s.pending and s is not ahead and s not in reserved]
+        free = self.units
+        reserved: list[_State] = []
+        others: list[_State] = []
+        for state in self.active:
+            free -= state.resident
+            if state.pending:
+                on_own = isinstance(state.kernel, Gang) and state.kernel.reserved
+                (reserved if on_own else others).append(state)
         for state in reserved:
             free -= self._put(state, free, state.pending)
-        full = ahead is not None and ahead.pending > free
-        for state in late:
-            if full:
-                started = state.kernel.workgroups if isinstance(state.kernel, Tiled) else state.kernel.units
-                quota = int(self.machine.interference.late_share * started) - state.resident
-                free -= self._put(state, free, quota if ahead is not None and ahead.began is not None else 0)
-        if ahead is not None:
-            free -= self._put(ahead, free, ahead.pending)
+        if not others:
+            return
+        ahead, *late = others
+        full = ahead.pending > free
+        if full:
+            for state in late:
+                quota = int(self.late_share * state.started) - state.resident
+                free -= self._put(state, free, quota if ahead.began is not None else 0)
+        free -= self._put(ahead, free, ahead.pending)
         if not full:
             for state in late:
                 free -= self._put(state, free, state.pending)
@@ -179,67 +201,86 @@ class _Device:
         if count <= 0 or (isinstance(kernel, Tiled) and kernel.together and count < state.pending):
             return 0.0
         state.pending -= count
+        state.resident += count
         state.batches.append([count, 1.0])
         return float(count)
 
     def _step(self) -> None:
         """Advance to the next end of a batch or of a gang."""
         times = self._times()
-        for state in self.active:
-            if state.began is None and (state.batches or not self._needs_units(state)):
-                state.began = self.began[state.kernel.name] = self.now
         step = float("inf")
         for state, whole in zip(self.active, times, strict=True):
-            if isinstance(state.kernel, Gang):
-                step = min(step, state.left * whole)
-            else:
-                step = min([step, *(batch[1] * whole for batch in state.batches)])
+            if state.began is None and (state.batches or not self._needs_units(state)):
+                state.began = self.began[state.kernel.name] = self.now
+            left = min([batch[1] for batch in state.batches], default=whole) if state.tiled else state.left
+            if left * whole < step:
+                step = left * whole
         if step == float("inf"):
             raise ValueError(f"run_device: no unit for {[s.kernel.name for s in self.active]}")
         start, self.now = self.now, self.now + step
+        going = []
         for state, whole in zip(self.active, times, strict=True):
             done = step / whole if whole < float("inf") else 0.0
-            if isinstance(state.kernel, Gang):
+            if not state.tiled:
                 state.left -= done
             for batch in state.batches:
                 batch[1] -= done
             if self.record and (state.batches or (done > 0)):
                 label = f"{state.resident} workgroups" if state.resident else "on DMA engines"
                 self.timeline.append(Interval("GPU", state.kernel.name, label, start, self.now))
-            self._retire(state)
-        self.active = [state for state in self.active if state.kernel.name not in self.ended]
+            if not self._retire(state):
+                going.append(state)
+        self.active = going
 
-    def _retire(self, state: _State) -> None:
-        if isinstance(state.kernel, Gang):
-            finished = state.left <= TINY
-        else:
-            state.batches = [batch for batch in state.batches if batch[1] > TINY]
+    def _retire(self, state: _State) -> bool:
+        """Take out what has ended; True if that is all of it."""
+        if state.tiled:
+            going = [batch for batch in state.batches if batch[1] > TINY]
+            if len(going) < len(state.batches):
+                state.batches = going
+                state.resident = int(sum([batch[0] for batch in going]))
             finished = not state.pending and not state.batches
+        else:
+            finished = state.left <= TINY
         if finished:
             self.ended[state.kernel.name] = self.now
+            for place in self.followers.get(state.kernel.name, ()):
+                self.missing[place] -= 1
+                if not self.missing[place]:
+                    self.ready.append(place)
+        return finished
 
     def _needs_units(self, state: _State) -> bool:
-        return not isinstance(state.kernel, Gang) or state.kernel.units > 0
+        return state.tiled or state.started > 0
 
     def _times(self) -> list[float]:
         """Time that a whole workgroup (tiled) or a whole collective (gang) takes at the present mixture."""
-        alone = [self._alone(state) for state in self.active]
-        peak = float(self.machine.gpu.memory_gbps)
+        alone = []
+        for state in self.active:
+            known = state.alone.get(state.resident)
+            if known is None:
+                known = state.alone[state.resident] = self._alone(state)
+            alone.append(known)
+        peak = self.peak
+        if len(alone) == 1:  # nothing beside it
+            time, gbps = alone[0]
+            return [time * max(1.0, gbps / peak)]
         use = [gbps / peak for _, gbps in alone]
-        factors = self.machine.interference
         total = sum(use)
+        gangs = [state for state in self.active if not state.tiled]
+        engines = any(not state.started for state in gangs)
+        kernels = any(state.resident for state in gangs)
         times = []
         for state, (time, _), own in zip(self.active, alone, use, strict=True):
             others = total - own
             if isinstance(state.kernel, Gang) and state.kernel.part_of:
                 others -= sum(u for s, u in zip(self.active, use, strict=True) if _beside(s.kernel, state.kernel))
-            slow = 1.0 + factors.memory * own * others
-            if isinstance(state.kernel, Tiled):
-                gangs = [(s.kernel, s.resident) for s in self.active if isinstance(s.kernel, Gang)]
-                if any(not gang.units for gang, _ in gangs):
-                    slow *= 1.0 + factors.copies
-                if any(resident for _, resident in gangs):
-                    slow *= 1.0 + factors.kernels
+            slow = 1.0 + self.memory * own * others
+            if state.tiled:
+                if engines:
+                    slow *= self.beside_copies
+                if kernels:
+                    slow *= self.beside_kernels
             times.append(time * max(slow, own + others))
         return times
 
@@ -257,8 +298,7 @@ class _Device:
         missing = self.units - resident
         # The ConCCL paper, footnote 3: fewer workgroups in flight miss less; 8 units fewer are enough (VI-G).
         traffic = kernel.traffic_bytes * (1.0 - kernel.cache_gain * min(1.0, missing / 8))
-        reachable = self.machine.gpu.memory_gbps * self.machine.matmul.memory_efficiency * 1e3
-        time = max(kernel.compute_us, resident * traffic / reachable) + kernel.fixed_us
+        time = max(kernel.compute_us, resident * traffic / self.reachable) + kernel.fixed_us
         return time, resident * traffic / time / 1e3
 
 

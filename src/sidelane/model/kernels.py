@@ -6,12 +6,13 @@ import dataclasses
 import functools
 
 from sidelane.execute.sim import Run
-from sidelane.machine.spec import HostThreads, Machine, Topology
+from sidelane.machine.spec import Dma, Gpu, HostThreads, Links, Machine, Topology
 from sidelane.model.device import Gang
 from sidelane.model.executed import REDUCE_UNITS, executed_run
 from sidelane.model.published import PUBLISHED_VARIANTS, default_units, dma_run, library_us, unit_speed
 from sidelane.program.collective import REDUCING, Kind
 from sidelane.program.ir import Engine, EngineKind
+from sidelane.program.kernel import BLOCKS, LARGE_PART_BYTES, MOST_BLOCKS
 
 DMA_TRAFFIC = 2.0
 """Bytes through memory for each byte that crosses a link: read once here, written once there."""
@@ -37,6 +38,37 @@ def library_gang(
     alone = library_us(machine, kind, nbytes) * unit_speed(library, kind, default) / unit_speed(library, kind, count)
     traffic = library.all_to_all_traffic if kind is Kind.ALL_TO_ALL else library.traffic
     memory = wire_gbps(machine, kind, nbytes, alone) * traffic
+    return Gang("collective", alone, memory, count, need, reserved=reserved, priority=priority)
+
+
+def own_gang(
+    machine: Machine, kind: Kind, nbytes: int, *, units: int | None = None, reserved: bool = False, priority: int = 0
+) -> Gang:
+    """Sidelane's kernel. On all units it has so many workgroups that next to nothing of a GPU is left.
+
+    Args:
+        machine: with a section ``[kernels]``.
+        kind: of collective.
+        nbytes: as studies count it.
+        units: that it has; None: as many as its workgroups.
+        reserved: units are set aside for it.
+        priority: of its stream.
+
+    Raises:
+        ValueError: the description has no such section.
+    """
+    own = machine.kernels
+    if own is None:
+        text = "a description with a section [kernels]"
+        raise ValueError(f"own_gang: kernels of {machine.name} (value=none, allowed={text})")
+    blocks = MOST_BLOCKS if nbytes / machine.gpus >= LARGE_PART_BYTES else BLOCKS
+    count = min(blocks, int(machine.gpu.units)) if units is None else min(units, blocks)
+    need = float(own.all_reduce_need if kind is Kind.ALL_REDUCE else own.need)
+    speeds = {Kind.ALL_REDUCE: own.all_reduce_gbps, Kind.REDUCE_SCATTER: own.reduce_scatter_gbps}
+    share = (1 if machine.links.topology is Topology.MESH else machine.gpus - 1) / machine.gpus
+    moved = share * nbytes * (2 if kind is Kind.ALL_REDUCE else 1)
+    alone = own.latency_us + moved / (speeds.get(kind, own.gather_gbps) * 1e3) / min(1.0, count / need)
+    memory = wire_gbps(machine, kind, nbytes, alone) * own.traffic
     return Gang("collective", alone, memory, count, need, reserved=reserved, priority=priority)
 
 
@@ -83,7 +115,18 @@ def dma_us(machine: Machine, kind: Kind, nbytes: int, variant: str | None = None
     return dma_collective(machine, kind, nbytes, variant).time_us
 
 
-@functools.lru_cache(maxsize=256)
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Engines:
+    """A machine, equal to others that differ in nothing that copies between its GPUs depend on."""
+
+    gpus: int
+    nodes: int
+    gpu: Gpu
+    links: Links
+    dma: Dma
+    machine: Machine = dataclasses.field(compare=False)
+
+
 def dma_collective(
     machine: Machine, kind: Kind, nbytes: int, variant: str | None = None, *, record: bool = False
 ) -> Run:
@@ -92,6 +135,13 @@ def dma_collective(
     Where one host thread feeds the engines of a node, that is the ConCCL paper's: moves and nothing else. Everywhere
     else, and for collectives that reduce, it is Sidelane's own program, with its flags.
     """
+    engines = _Engines(machine.gpus, machine.nodes, machine.gpu, machine.links, machine.dma, machine)
+    return _dma_collective_once(engines, kind, nbytes, variant, record)
+
+
+@functools.lru_cache(maxsize=256)
+def _dma_collective_once(engines: _Engines, kind: Kind, nbytes: int, variant: str | None, record: bool) -> Run:
+    machine = engines.machine
     reached = machine.with_value("dma.engine_gbps", machine.dma.engine_gbps * machine.dma.runtime_share)
     variants = ("pcpy", "b2b") if variant is None else (variant,)
     if machine.dma.host is HostThreads.NODE and kind in PUBLISHED_VARIANTS:

@@ -41,6 +41,11 @@ TILE = 128
 """Rows and columns of the result that a workgroup of a generic GEMM computes."""
 
 
+WARP, BAG_WARPS = 32, 8192
+"""Elements of a row that a warp of PyTorch's embedding bags sums up, and warps of its grid: 1024 blocks of 8 at any
+size (ATen, EmbeddingBag.cu)."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Embedding:
     """``tables`` embedding bags on every rank for a ``batch`` of all ranks' samples; each gets those of its own.
@@ -89,8 +94,12 @@ class Embedding:
     def compute_us(self, machine: Machine) -> float:
         """All tables, one after another or at once."""
         kernels = 1 if self.at_once else self.tables
-        one = _waves_us(self.batch * self.tables // kernels, resident(machine), self._round_us(machine))
-        return kernels * (one + machine.matmul.launch_us)
+        bags = self.batch * self.tables // kernels
+        one = _waves_us(bags, resident(machine), self._round_us(machine))
+        fused = fused_figures(machine)
+        rounds = math.ceil(bags * math.ceil(self.dim / WARP) / BAG_WARPS)  # a warp has a part of a bag at a time
+        one = max(one, rounds * (self.pooling * fused.bag_row_us + fused.bag_us))
+        return kernels * float(one + machine.matmul.launch_us)
 
     def collective_bytes(self) -> float:
         """Of a rank's buffer."""

@@ -12,7 +12,7 @@ from sidelane.execute.sim import Interval
 from sidelane.machine.spec import Machine
 from sidelane.model.device import Gang, Tiled, run_device
 from sidelane.model.gemm import gemm_kernel, gemm_us, is_memory_bound
-from sidelane.model.kernels import dma_gangs, dma_us, library_gang, own_chunk_gang
+from sidelane.model.kernels import dma_gangs, dma_us, library_gang, own_chunk_gang, own_gang
 from sidelane.program.collective import Kind
 
 MOST_LOST, MOST_WON = -100.0, 105.0
@@ -97,7 +97,7 @@ def predict(
             machine cannot give.
     """
     chosen = named(strategy) if isinstance(strategy, str) else strategy
-    if reason := objection(chosen):
+    if reason := objection(chosen, machine):
         raise ValueError(f"predict: strategy (value={chosen.name!r}): {reason}")
     swept = chosen.partition is not None and chosen.partition.units is None
     options = ([units] if units is not None else partitions(machine)) if swept else [0]
@@ -117,23 +117,27 @@ def predict_all(
     machine: Machine, workload: Workload, under: Sequence[Strategy | str] | None = None
 ) -> list[Prediction]:
     """A pair under several strategies; None: under all that the model speaks to."""
-    return [predict(machine, workload, strategy) for strategy in (predictable() if under is None else under)]
+    return [predict(machine, workload, strategy) for strategy in (predictable(machine) if under is None else under)]
 
 
-def predictable() -> tuple[Strategy, ...]:
-    """Strategies that the model speaks to wherever it is: not every library has GEMMs that leave units, and not every
-    caller can do with another call.
+def predictable(machine: Machine | None = None) -> tuple[Strategy, ...]:
+    """Strategies that the model speaks to: on a machine, or wherever it is.
+
+    Not every library has GEMMs that leave units, not every description has Sidelane's kernels, and not every caller can
+    do with another call.
     """
-    return tuple(one for one in strategies() if not objection(one) and not _targets(one) and one.mover.as_asked)
+    return tuple(
+        one for one in strategies() if not objection(one, machine) and not _targets(one) and one.mover.as_asked
+    )
 
 
-def objection(strategy: Strategy) -> str:
-    """Why the model does not speak to a strategy; empty where it does."""
+def objection(strategy: Strategy, machine: Machine | None = None) -> str:
+    """Why the model does not speak to a strategy on a machine, or on some; empty where it does."""
     if strategy.partition is not None and strategy.partition.means not in (Means.SPLIT, Means.TARGET):
         return "not predicted: descriptions of machines have no GEMMs of ours"
     match strategy.mover:
-        case Mover.SM:
-            return "not predicted: descriptions of machines have no times of Sidelane's own kernels"
+        case Mover.SM if machine is None or machine.kernels is None:
+            return "not predicted: the description has no times of Sidelane's own kernels"
         case Mover.LIBRARY_CTAS:
             return "not predicted: descriptions of machines have the library's collectives in their own number of CTAs"
         case Mover.DMA_IN_PLACE:
@@ -209,7 +213,8 @@ def _kernels(
     gemm = gemm_kernel(machine, workload.gemm, limit=int(machine.gpu.units) - taken if taken else None)
     if strategy.mover.takes_units:
         own_units = taken > 0 and not _targets(strategy)
-        gang = library_gang(machine, kind, nbytes, units=taken if own_units else None, reserved=own_units)
+        made = own_gang if strategy.mover is Mover.SM else library_gang
+        gang = made(machine, kind, nbytes, units=taken if own_units else None, reserved=own_units)
         return orders(machine, strategy, gemm, [gang])
     own = None
     if kind is Kind.ALL_TO_ALL and strategy.mover.as_asked:  # out of place, as in all studies; all_gathers are in place

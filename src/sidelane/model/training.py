@@ -19,14 +19,16 @@ into the parameters needs no such copy.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import statistics
 from collections.abc import Sequence
 
 from sidelane.c3.workload import Gemm
-from sidelane.machine.spec import Machine
+from sidelane.machine.spec import Gpu, Interference, Machine, Matmul
 from sidelane.model.device import Gang, Tiled, run_device
 from sidelane.model.gemm import gemm_kernel
 from sidelane.model.kernels import dma_gangs, library_gang
+from sidelane.model.strategies import partitions
 from sidelane.program.collective import Kind
 
 ELEMENT = 2
@@ -62,15 +64,18 @@ class Way:
     Attributes:
         gathers, scatters: all-gathers and reduce-scatters run on copy engines.
         straight: parameters are gathered to where they are used, so that nothing is copied out.
+        apart: the library's kernels have compute units of their own, which nothing else runs on in the whole step.
     """
 
     gathers: bool = False
     scatters: bool = False
     straight: bool = False
+    apart: bool = False
 
 
 WAYS = {
     "library": Way(),
+    "library, own units": Way(apart=True),
     "dma all-gather": Way(gathers=True),
     "dma both": Way(gathers=True, scatters=True),
     "straight all-gather": Way(gathers=True, straight=True),
@@ -130,12 +135,14 @@ class Step:
 class StepTimes:
     """What a step takes, microseconds: with communication, without, and the collectives alone, one after another.
 
-    The step without has copies out of buffers, so that a way that needs none can expose less than nothing.
+    The step without has copies out of buffers, so that a way that needs none can expose less than nothing. ``units``:
+    of the library's kernels, where they have some of their own; else 0.
     """
 
     time_us: float
     compute_us: float
     communication_us: float
+    units: int = 0
 
     @property
     def exposed_us(self) -> float:
@@ -145,18 +152,21 @@ class StepTimes:
 
 def compute_us(machine: Machine, step: Step, *, straight: bool = False) -> float:
     """A step without communication; ``straight``: without copies out of buffers, too."""
-    return _scaled(_sustained(machine), step, None, straight)
+    return _scaled(sustained(machine), step, None, straight)
 
 
-def step_times(machine: Machine, step: Step, strategy: str, alone_us: float | None = None) -> StepTimes:
+def step_times(
+    machine: Machine, step: Step, strategy: str, alone_us: float | None = None, units: int | None = None
+) -> StepTimes:
     """Predict a step.
 
     Args:
         machine: one node of it.
         step: the model and its tokens.
-        strategy: one of ``STRATEGIES``: the library's kernels, all-gathers on copy engines, or reduce-scatters, too;
-            out of buffers, or straight into the parameters.
+        strategy: one of ``STRATEGIES``: the library's kernels, or these on units of their own; all-gathers on copy
+            engines, or reduce-scatters, too; out of buffers, or straight into the parameters.
         alone_us: of the step without communication, if it is known.
+        units: of their own; None: the best power of two.
 
     Raises:
         ValueError: another strategy, or several nodes.
@@ -166,37 +176,89 @@ def step_times(machine: Machine, step: Step, strategy: str, alone_us: float | No
     way = WAYS[strategy]
     machine.refuse_nodes("step_times")
     machine = machine.with_value("interference.copies", max(BESIDE_COPIES, float(machine.interference.copies)))
+    if alone_us is None:
+        alone_us = compute_us(machine, step)
+    options = [0] if not way.apart else partitions(machine) if units is None else [units]
+    found = [_with_units(machine, step, way, alone_us, option) for option in options]
+    return min(found, key=lambda times: times.time_us)
+
+
+def _with_units(machine: Machine, step: Step, way: Way, alone_us: float, units: int) -> StepTimes:
     nbytes = step.model.parameters * ELEMENT
     on_engines = {Kind.ALL_GATHER: way.gathers, Kind.REDUCE_SCATTER: way.scatters}
-    gangs = {
-        kind: dma_gangs(machine, kind, nbytes) if engines else (library_gang(machine, kind, nbytes, priority=1),)
-        for kind, engines in on_engines.items()
-    }
+
+    def library(kind: Kind) -> tuple[Gang, ...]:
+        own = units or None
+        return (library_gang(machine, kind, nbytes, units=own, reserved=way.apart, priority=1),)
+
+    gangs = {kind: dma_gangs(machine, kind, nbytes) if on else library(kind) for kind, on in on_engines.items()}
     alone = {kind: run_device(machine, parts).time_us for kind, parts in gangs.items()}
     layers = step.model.layers
     communication = (2 * layers - 1) * alone[Kind.ALL_GATHER] + layers * alone[Kind.REDUCE_SCATTER]
-    if alone_us is None:
-        alone_us = compute_us(machine, step)
-    machines = [_sustained(machine)]
-    if machine.interference.either_first and not (way.gathers and way.scatters):
+    machines = [sustained(machine)]
+    if machine.interference.either_first and not way.apart and not (way.gathers and way.scatters):
         machines.append(machines[0].with_value("matmul.persistent", 1))  # GEMMs that let nobody in
-    times = [_scaled(one, step, gangs, way.straight) for one in machines]
-    return StepTimes(statistics.fmean(times), alone_us, communication)
+    limit = int(machine.gpu.units) - units if units else None
+    times = [_scaled(one, step, gangs, way.straight, limit) for one in machines]
+    return StepTimes(statistics.fmean(times), alone_us, communication, units)
 
 
-def _sustained(machine: Machine) -> Machine:
+def sustained(machine: Machine) -> Machine:
+    """A machine whose GEMMs are at the power cap all the time."""
     return machine.with_value("matmul.efficiency", machine.matmul.efficiency / (1 + SUSTAINED))
 
 
-def _scaled(machine: Machine, step: Step, gangs: dict[Kind, tuple[Gang, ...]] | None, straight: bool) -> float:
-    few, more = (run_device(machine, _step(machine, step, n, gangs, straight)).time_us for n in SIMULATED)
+@dataclasses.dataclass(frozen=True, slots=True)
+class Node:
+    """A machine, equal to others that differ in nothing that a step's kernels depend on once its gangs are known."""
+
+    gpu: Gpu
+    matmul: Matmul
+    interference: Interference
+    machine: Machine = dataclasses.field(compare=False)
+
+    @classmethod
+    def of(cls, machine: Machine) -> Node:
+        """With those numbers of a machine."""
+        return cls(machine.gpu, machine.matmul, machine.interference, machine)
+
+
+def _scaled(
+    machine: Machine,
+    step: Step,
+    gangs: dict[Kind, tuple[Gang, ...]] | None,
+    straight: bool,
+    limit: int | None = None,
+) -> float:
+    return _scaled_once(Node.of(machine), step, None if gangs is None else tuple(gangs.items()), straight, limit)
+
+
+@functools.lru_cache(maxsize=1024)
+def _scaled_once(
+    node: Node,
+    step: Step,
+    gangs: tuple[tuple[Kind, tuple[Gang, ...]], ...] | None,
+    straight: bool,
+    limit: int | None,
+) -> float:
+    """Of most numbers of a description that are changed one at a time a step does not take notice."""
+    machine, by_kind = node.machine, None if gangs is None else dict(gangs)
+    few, more = (run_device(machine, step_kernels(node, step, n, by_kind, straight, limit)).time_us for n in SIMULATED)
     return more + (step.model.layers - SIMULATED[1]) * (more - few) / (SIMULATED[1] - SIMULATED[0])
 
 
-def _step(
-    machine: Machine, step: Step, layers: int, gangs: dict[Kind, tuple[Gang, ...]] | None, straight: bool
+def step_kernels(
+    node: Node,
+    step: Step,
+    layers: int,
+    gangs: dict[Kind, tuple[Gang, ...]] | None,
+    straight: bool,
+    limit: int | None = None,
 ) -> list[Tiled | Gang]:
-    """Kernels of a step in launch order. A layer's last kernel, and a collective's, has the layer's or its name."""
+    """Kernels of a step in launch order. A layer's last kernel, and a collective's, has the layer's or its name.
+
+    ``limit``: compute units of all but the collectives.
+    """
     found: list[Tiled | Gang] = []
     order = [("F", i) for i in range(layers)] + [("B", i) for i in reversed(range(layers))]
     last = layers - 1
@@ -215,7 +277,8 @@ def _step(
             phase_next, following = order[number + 1]
             gather(f"AG {phase_next}{following}", before)  # the buffer of the layer before is free
         needs = (f"AG {phase}{i}",) if f"AG {phase}{i}" in gathered else ()
-        found += _layer(machine, step, f"{phase}{i}", (*before, *needs), backward=phase == "B", straight=straight)
+        kernels = _kernels(node, step, phase == "B", straight, limit)
+        found += _layer(kernels, f"{phase}{i}", (*before, *needs))
         if phase == "B" and gangs is not None:
             behind = (f"B{i}", *((f"RS {i + 1}",) if i < last else ()))
             found += _named(gangs[Kind.REDUCE_SCATTER], f"RS {i}", behind)
@@ -232,35 +295,40 @@ def _named(parts: Sequence[Gang], name: str, behind: tuple[str, ...]) -> list[Ga
     return renamed
 
 
-def _layer(
-    machine: Machine, step: Step, name: str, behind: tuple[str, ...], *, backward: bool, straight: bool
-) -> list[Tiled]:
-    """A layer's kernels one after another; the backward pass has each GEMM twice."""
-    model, rows, gpu = step.model, step.tokens, machine.gpu
-    kv = model.hidden * model.kv_heads // model.heads
-    shapes = [(model.hidden + 2 * kv, model.hidden), (model.hidden, model.hidden)]
-    shapes += [(2 * model.feed, model.hidden), (model.hidden, model.feed)]
-    kernels = [gemm_kernel(machine, Gemm(rows, n, k, "bfloat16")) for n, k in shapes]
-    if backward:
-        kernels = [
-            kernel
-            for n, k in reversed(shapes)
-            for shape in ((rows, k, n), (n, k, rows))
-            for kernel in [gemm_kernel(machine, Gemm(*shape, "bfloat16"))]
-        ]
-    units = int(gpu.units)
-    attention_flops = 2.0 * rows * step.sequence * model.hidden * (2.5 if backward else 1.0)  # half of it is masked
-    attention_us = attention_flops / (gpu.peak_tflops * ATTENTION_EFFICIENCY * 1e6)
-    launch = float(machine.matmul.launch_us)
-    attention = Tiled("attention", WAVES * units, attention_us / WAVES, 0.0, fixed_us=launch / WAVES)
-    passes = PASSES * (2 if backward else 1) * rows * model.hidden * ELEMENT
-    passes += (PARAMETER_BYTES + (0 if straight else COPY_OUT_BYTES)) * model.parameters // 2
-    each = passes / len(kernels)  # norms, rotations, activations and additions stand in front of GEMMs
-    elements = Tiled("elements", WAVES * units, 0.0, each / units / WAVES, fixed_us=launch / WAVES)
-    kernels = [one for gemm in kernels for one in (elements, gemm)]
-    kernels.insert(len(kernels) - 4 if backward else 2, attention)  # beside the GEMMs of its inputs
+def _layer(kernels: Sequence[Tiled], name: str, behind: tuple[str, ...]) -> list[Tiled]:
+    """A layer's kernels one after another, under names of their own; the last one has the layer's."""
     named: list[Tiled] = []
     for place, kernel in enumerate(kernels):
         label = name if place + 1 == len(kernels) else f"{name} {place}"
         named.append(dataclasses.replace(kernel, name=label, after=(named[-1].name,) if named else behind))
     return named
+
+
+@functools.lru_cache(maxsize=64)
+def _kernels(node: Node, step: Step, backward: bool, straight: bool, limit: int | None) -> tuple[Tiled, ...]:
+    """A layer's kernels; the backward pass has each GEMM twice."""
+    machine = node.machine
+    model, rows, gpu = step.model, step.tokens, machine.gpu
+    kv = model.hidden * model.kv_heads // model.heads
+    shapes = [(model.hidden + 2 * kv, model.hidden), (model.hidden, model.hidden)]
+    shapes += [(2 * model.feed, model.hidden), (model.hidden, model.feed)]
+    kernels = [gemm_kernel(machine, Gemm(rows, n, k, "bfloat16"), limit=limit) for n, k in shapes]
+    if backward:
+        kernels = [
+            kernel
+            for n, k in reversed(shapes)
+            for shape in ((rows, k, n), (n, k, rows))
+            for kernel in [gemm_kernel(machine, Gemm(*shape, "bfloat16"), limit=limit)]
+        ]
+    units = int(gpu.units) if limit is None else limit
+    attention_flops = 2.0 * rows * step.sequence * model.hidden * (2.5 if backward else 1.0)  # half of it is masked
+    attention_us = attention_flops / (gpu.peak_tflops * ATTENTION_EFFICIENCY * 1e6) * float(gpu.units) / units
+    launch = float(machine.matmul.launch_us)
+    attention = Tiled("attention", WAVES * units, attention_us / WAVES, 0.0, limit=limit, fixed_us=launch / WAVES)
+    passes = PASSES * (2 if backward else 1) * rows * model.hidden * ELEMENT
+    passes += (PARAMETER_BYTES + (0 if straight else COPY_OUT_BYTES)) * model.parameters // 2
+    each = passes / len(kernels)  # norms, rotations, activations and additions stand in front of GEMMs
+    elements = Tiled("elements", WAVES * units, 0.0, each / units / WAVES, limit=limit, fixed_us=launch / WAVES)
+    kernels = [one for gemm in kernels for one in (elements, gemm)]
+    kernels.insert(len(kernels) - 4 if backward else 2, attention)  # beside the GEMMs of its inputs
+    return tuple(kernels)

@@ -105,7 +105,7 @@ def _compare(machine: Machine, row: C3Row) -> Compared:
     given = predict_together(machine, row)
     given_us = nearest(measured, given) if given else None
     between = bool(given) and in_between(measured, given)
-    if reason := objection(strategy):
+    if reason := objection(strategy, machine):
         return Compared(row, note=reason, given_us=given_us, between=between)
     swept = strategy.partition is not None and strategy.partition.units is None
     try:

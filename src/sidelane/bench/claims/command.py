@@ -15,6 +15,7 @@ import rich.text
 from sidelane.bench.claims.figures import draw_claims
 from sidelane.bench.claims.results import compare, role_problems
 from sidelane.bench.claims.sensitivity import Survival, draw_sensitivity, sensitivity_table, survival
+from sidelane.bench.claims.slowdown import draw_slowdown
 from sidelane.bench.claims.verdicts import AT_LEAST
 from sidelane.bench.report.table import Line, Table, without_empty_columns
 from sidelane.bench.report.terminal import progress_console, say_written, tables_console
@@ -22,7 +23,7 @@ from sidelane.bench.results.written import write_json
 from sidelane.bench.simulated.study import write_numbers
 from sidelane.machine.load import find, named
 from sidelane.machine.spec import Machine
-from sidelane.model import claims_c3, claims_dma, claims_fused, claims_overlap
+from sidelane.model import claims_c3, claims_dma, claims_fused, claims_overlap, claims_slowdown
 from sidelane.model.claims import (
     STRICTER,
     Check,
@@ -38,7 +39,7 @@ from sidelane.model.fused_study import FusedStudy
 
 MI300X = "mi300x8"
 VERSIONS = ("000", "002")
-FAMILIES = (claims_c3, claims_dma, claims_overlap, claims_fused)
+FAMILIES = (claims_c3, claims_dma, claims_overlap, claims_fused, claims_slowdown)
 """A module for each paper."""
 
 
@@ -105,6 +106,7 @@ def main(options: Options) -> int:
         others = _others(_families(machine, options.version)) if machine.name == MI300X else []
         files.append(write_numbers(options.report / "claims.json", "claims", machine, rows, others))
         if survivals:
+            draw_slowdown(options.report)
             draw_sensitivity(survivals, met, f"Held-out claims about {machine.title}", options.report)
             rows = [survival.to_dict() for survival in survivals]
             path = options.report / "claims-sensitivity.json"
@@ -299,13 +301,14 @@ def _others(families: Sequence[_Family]) -> list[Machine]:
 def _families(machine: Machine, version: str) -> list[_Family]:
     if machine.name != MI300X:
         raise ValueError(f"claims: no claim is about this machine (value={machine.name!r}, allowed={MI300X})")
-    overlap = claims_overlap.OverlapContext()  # of other machines
+    overlap, slowdown = claims_overlap.OverlapContext(), claims_slowdown.SlowdownContext()  # of other machines
     shared = frozenset({"gpu", "links", "dma", "library", "matmul"})
     return [
         _Family(lambda changed: claims_c3.C3Context(changed, version), claims_c3.checks(), shared | {"interference"}),
         _Family(claims_dma.DmaContext, claims_dma.checks(), shared | {"power"}),
         _Family(lambda changed: overlap, claims_overlap.checks(), frozenset()),
         _Family(FusedStudy, claims_fused.checks(), claims_fused.SECTIONS, named(claims_fused.MACHINE)),
+        _Family(lambda changed: slowdown, claims_slowdown.checks(), frozenset()),
     ]
 
 

@@ -3,7 +3,8 @@
 From ``c3.json`` the model is given the isolated times alone, of the GEMM and of the collective as the strategy runs it,
 and predicts what both take together. From ``collectives.json`` it is given nothing: the description says it all. The
 rows of that file that the description was fitted to (``fitted_to``) are not called predictions. ``power.json``: see
-``claims/power.py``; ``fsdp.json``: ``claims/steps.py``; ``occupancy.json``: ``claims/occupancy.py``.
+``claims/power.py``; ``fsdp.json``: ``claims/steps.py``; ``occupancy.json``: ``claims/occupancy.py``; ``chain.json``:
+``claims/chains.py``.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from sidelane.bench.claims.chains import judge_chains
 from sidelane.bench.claims.gemms import gemm_times, judge_gemms, judge_layers
 from sidelane.bench.claims.occupancy import judge_occupancy
 from sidelane.bench.claims.power import judge_power
@@ -30,7 +32,7 @@ from sidelane.model.claims import Role, Verdict, with_ranges
 from sidelane.model.device import run_device
 from sidelane.model.executed import executed_run
 from sidelane.model.gemm import gemm_kernel, gemm_us, is_memory_bound
-from sidelane.model.kernels import dma_gangs, library_gang, own_chunk_gang
+from sidelane.model.kernels import dma_gangs, library_gang, own_chunk_gang, own_gang
 from sidelane.model.published import default_units, library_us
 from sidelane.model.strategies import arrange, objection, orders
 from sidelane.program.builders import variants
@@ -132,11 +134,6 @@ def fitted_from(machine: Machine, file: str) -> bool:
     return any(f"results/{machine.name}/{file}" in quantity.of for quantity in machine.quantities().values())
 
 
-def _nothing(machine: Machine, rows: Sequence[object]) -> list[Verdict]:
-    """Of chains only the GEMMs are predicted."""
-    return []
-
-
 def fitted_to(row: CollectiveRow) -> bool:
     """True if ``fit_machine`` turns this row into numbers of the description."""
     if row.tensors > 1:
@@ -162,14 +159,14 @@ def predict_together(machine: Machine, row: C3Row) -> tuple[float, ...]:
     if row.gemm_us is None or row.comm_us is None or row.collective not in tuple(KINDS):
         return ()
     kind, strategy = Kind(row.collective), _strategy(row)
-    if strategy is None or strategy.mover is Mover.SM:
-        return ()  # a description does not say what our kernels take
+    if strategy is None or (strategy.mover is Mover.SM and machine.kernels is None):
+        return ()  # the description does not say what our kernels take
     if not strategy.concurrent:
         return (row.gemm_us + row.comm_us,)
     if strategy.mover is Mover.LIBRARY_DMA and kind in REDUCING:
         return ()
     shape, split = Gemm(row.m, row.n, row.k, row.dtype), strategy.partition
-    if split is not None and (objection(strategy) or (split.units is None and not row.units)):
+    if split is not None and (objection(strategy, machine) or (split.units is None and not row.units)):
         return ()  # files of another version do not say how many units were taken
     taken = 0 if split is None else split.taken(row.units, is_memory_bound(machine, shape))
     gemm = gemm_kernel(machine, shape, limit=int(machine.gpu.units) - taken if taken else None)
@@ -181,12 +178,13 @@ def predict_together(machine: Machine, row: C3Row) -> tuple[float, ...]:
         fixed_us=gemm.fixed_us * scale,
     )
     on_units = strategy.mover.takes_units
-    units = _library_units(machine, kind, row)
-    gangs = (library_gang(machine, kind, row.bytes),) if on_units else dma_gangs(machine, kind, row.bytes)
+    made = own_gang if strategy.mover is Mover.SM else library_gang
+    gangs = (made(machine, kind, row.bytes),) if on_units else dma_gangs(machine, kind, row.bytes)
+    units = gangs[0].units if made is own_gang else _library_units(machine, kind, row)
     longer = row.comm_us / run_device(machine, gangs).time_us
     if on_units:
         on_own = taken > 0 and split is not None and split.means is Means.SPLIT
-        gang = library_gang(machine, kind, row.bytes, units=taken, reserved=True) if on_own else gangs[0]
+        gang = made(machine, kind, row.bytes, units=taken, reserved=True) if on_own else gangs[0]
         gangs = (gang if on_own else dataclasses.replace(gang, units=units, need=min(gang.need, units)),)
     gangs = tuple(
         dataclasses.replace(gang, alone_us=gang.alone_us * longer, memory_gbps=gang.memory_gbps / longer)
@@ -318,7 +316,7 @@ JUDGES: dict[str, Callable[[Machine, Sequence[object]], list[Verdict]]] = {
     "collectives": _collectives,
     "occupancy": judge_occupancy,
     "power": judge_power,
-    "chain": _nothing,
+    "chain": judge_chains,
     "fsdp": judge_steps,
 }
 """By result file."""

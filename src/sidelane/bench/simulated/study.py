@@ -71,11 +71,12 @@ def c3_main(options: Options, workloads: Sequence[Workload] = ()) -> int:
     console, progress = tables_console(options.json), progress_console()
     if workloads:
         asked = [named(name) for name in options.strategies] or strategies()
-        shown = [strategy for strategy in asked if not objection(strategy)]
+        shown = [strategy for strategy in asked if not objection(strategy, machine)]
         # Serial is in every table: it has the times of both alone.
         under = [BASELINE, *(strategy for strategy in shown if strategy.concurrent)]
         rows = [predict(machine, workload, strategy) for workload in workloads for strategy in under]
-        unknown = [(strategy.name, objection(strategy)) for strategy in asked if objection(strategy)]
+        reasons = [(strategy.name, objection(strategy, machine)) for strategy in asked]
+        unknown = [(name, reason) for name, reason in reasons if reason]
         for _, alike in grouped(rows, lambda row: row.workload.collective, ordered=False):
             table = pairs_table(machine, alike, lambda row: row.workload.name.split()[0], notes_of(unknown))
             console.print(table.to_rich())
