@@ -135,7 +135,7 @@ def test_memory_of_graphs(ranks: Ranks) -> None:
 def test_memory_of_other_libraries(ranks: Ranks, mode: str) -> None:
     for rounds in ranks.run("foreign_device_cases.of_other_libraries", mode, 4, timeout_s=120):
         for *raw, pooled in rounds:
-            assert set(raw) == {"mapped"}
+            assert all(said.startswith("mapped") for said in raw), raw
             assert pooled.startswith("staged: the driver does not export its memory")
 
 

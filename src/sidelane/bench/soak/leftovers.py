@@ -11,11 +11,14 @@ from pathlib import Path
 OWN_THREADS = ("sidelane-parent-watch", "sidelane-soak")
 """Of the processes that run the soak, not of the library."""
 
+LASTING_THREADS = ("sidelane-descriptors",)
+"""Of the library, for as long as the process: one that answers peers (``memory/descriptors.py``)."""
+
 
 def of_this_process() -> list[str]:
     """The library's threads and shared memory in this process, whose communicators are all closed."""
     threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("sidelane")]
-    left = [f"thread {name}" for name in threads if not name.startswith(OWN_THREADS)]
+    left = [f"thread {name}" for name in threads if not name.startswith(OWN_THREADS + LASTING_THREADS)]
     left += ["memory of another rank that is still mapped"] * opened()
     with contextlib.suppress(OSError):
         lines = Path("/proc/self/maps").read_text().splitlines()

@@ -85,7 +85,9 @@ def play(
     tally.wrong = player.judge.wrong + player.standing.wrong
     allowed = 0 if seat.device.type == "cpu" else MOST_MISSING
     if after - before > allowed:
-        tally.fail(f"{after - before} bytes of memory are missing behind a storm (allowed={allowed})")
+        tally.fail(
+            f"{after - before} bytes of memory are missing behind a storm (allowed={allowed}; other programs' count, too)"
+        )
     if noted["mapped at the end"]:
         tally.fail(f"{noted['mapped at the end']} allocations of other ranks are still mapped (allowed=0)")
 
