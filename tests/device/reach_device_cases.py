@@ -85,7 +85,7 @@ def same_again(context: Context, rounds: int) -> int:
 
 
 def all_is_given_back(context: Context) -> int:
-    """Bytes of the device that every round leaves missing at least, in which a communicator uses 100 MB of each rank, and
+    """Bytes of the device that every round leaves missing, in which a communicator uses 100 MB of each rank, and
     all is freed, but for what it has of its own by then: staging of as much as the largest input. Other programs on the
     GPU take and give back memory meanwhile; what is leaked is missing behind every round.
     """

@@ -86,7 +86,7 @@ def play(
     allowed = 0 if seat.device.type == "cpu" else MOST_MISSING
     if after - before > allowed:
         tally.fail(
-            f"{after - before} bytes of memory are missing behind a storm (allowed={allowed}; other programs' count, too)"
+            f"{after - before} bytes of memory are missing behind a storm (allowed={allowed}; all programs count)"
         )
     if noted["mapped at the end"]:
         tally.fail(f"{noted['mapped at the end']} allocations of other ranks are still mapped (allowed=0)")
