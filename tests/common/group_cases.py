@@ -287,6 +287,70 @@ def many_back_to_back(gloo: dist.ProcessGroup) -> None:
         waiting.wait()
 
 
+def alike(gloo: dist.ProcessGroup) -> None:
+    """Calls like ones before, but for strides, signs, classes, dtypes, operations or roots."""
+    shapes: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        lambda x: x,
+        lambda x: x.view(-1, 4).t().contiguous().t(),  # of other strides
+        lambda x: torch.nn.Parameter(x),
+        lambda x: torch.complex(x, -x).conj().imag if x.dtype == torch.float32 else x,  # negated where it lies
+        lambda x: x.requires_grad_() if x.is_floating_point() else x,
+        lambda x: x,
+    ]
+    with sidelane_group(gloo) as ours, torch.no_grad():
+        rank, size = ours.rank(), ours.size()
+        before = {row.operation: row.calls for row in sidelane.report().rows}
+        assert not before
+        made = 0
+        for number, (shape, dtype) in enumerate(
+            itertools.product(shapes, (torch.float32, torch.int32, torch.bfloat16))
+        ):
+            given = [data(8 * size, dtype, 100 * number + peer) for peer in range(size)]
+            if shape is shapes[2] and not dtype.is_floating_point:
+                continue
+            made += 1
+            own = shape(given[rank].clone())
+            whole = torch.empty(size * 8 * size, dtype=dtype)
+            dist.all_gather_into_tensor(whole, own.flatten() if own.dim() > 1 else own, ours)
+            assert torch.equal(whole.cpu(), torch.cat([_flat(shape, each) for each in given]).cpu()), number
+            for op, reduce in ((Sum.SUM, torch.sum), (Sum.MAX, torch.amax)):
+                total = shape(given[rank].clone())
+                dist.all_reduce(total, op, ours)
+                expected = reduce(torch.stack([shape(each.clone()).detach().resolve_neg() for each in given]), 0)
+                assert torch.equal(total.resolve_neg(), expected.to(dtype)), (number, op)
+            for root in range(size):
+                sent = shape(given[rank].clone())
+                dist.broadcast(sent, root, ours)
+                assert torch.equal(sent.resolve_neg(), shape(given[root].clone()).resolve_neg()), (number, root)
+            part, swapped = torch.empty(8, dtype=dtype), torch.empty(8 * size, dtype=dtype)
+            dist.reduce_scatter_tensor(part, given[rank].clone(), group=ours)
+            assert torch.equal(part, torch.stack(given).sum(0).to(dtype)[8 * rank : 8 * rank + 8])
+            dist.all_to_all_single(swapped, given[rank].clone(), group=ours)
+            assert torch.equal(swapped, torch.cat([each[8 * rank : 8 * rank + 8] for each in given]))
+        calls = {}
+        for row in sidelane.report().rows:
+            assert row.where == "sidelane", row
+            calls[row.operation] = calls.get(row.operation, 0) + row.calls
+        assert calls == {
+            "all_gather_into_tensor": made,
+            "all_reduce": 2 * made,
+            "broadcast": size * made,
+            "reduce_scatter_tensor": made,
+            "all_to_all_single": made,
+        }
+        last = sidelane.report().last
+        assert last is not None and (last.operation, last.nbytes) == ("all_to_all_single", 8 * size * 2)
+        with torch.autograd.profiler.profile() as profile:
+            dist.all_reduce(torch.ones(5), group=ours)
+        assert any(event.name == "sidelane:all_reduce" for event in profile.function_events)
+        with pytest.raises(ValueError, match="all_gather: output must hold"):
+            dist.all_gather_into_tensor(torch.empty(3), torch.empty(2), ours)
+
+
+def _flat(shape: Callable[[torch.Tensor], torch.Tensor], given: torch.Tensor) -> torch.Tensor:
+    return shape(given.clone()).detach().resolve_neg().flatten()
+
+
 def coalesced(gloo: dist.ProcessGroup) -> None:
     with sidelane_group(gloo) as ours:
         rank, size = ours.rank(), ours.size()

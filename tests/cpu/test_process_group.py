@@ -12,6 +12,7 @@ ALONE = [
     cases.objects,
     cases.many_back_to_back,
     cases.coalesced,
+    cases.alike,
     cases.batches,
     cases.functional_collectives,
     cases.compiled,

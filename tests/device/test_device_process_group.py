@@ -20,7 +20,7 @@ def test_every_collective_is_as_gloos(ranks: Ranks) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("averages", "more_dtypes", "many_back_to_back", "coalesced", "functional_collectives", "compiled"),
+        *("alike", "averages", "more_dtypes", "many_back_to_back", "coalesced", "functional_collectives", "compiled"),
         *("distributed_tensors", "trains_ddp", "joins_ddp", "hooks_of_ddp", "refused_in_graphs", "trains_fsdp"),
         "memory_for_fsdp",
         "lends_its_communicator",

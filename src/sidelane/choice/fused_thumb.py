@@ -4,7 +4,7 @@ The figures are those of an H200, rounded (results/h200x1, results/h200x2). Only
 takes next to a byte between GPUs, and how much slower tiles of Triton are than the library's::
 
     unfused    product, then the collective
-    fused      the longer one of both; products in rounds of tiles at 0.8 of the library's rate
+    fused      the longer one of both; products in rounds of tiles at 0.8 of the library's rate, or 0.6
     split      the longer one of both, and the last part on its way; each part reads the weight and is a call
 """
 
@@ -25,6 +25,9 @@ FLOPS_PER_US = {2: 700e6, 4: 50e6}
 """By bytes of an element."""
 
 UNITS, TILE, TILE_SPEED = 132, (128, 256), 0.8
+DISPATCH_SPEED = 0.6
+"""Of ``all_to_all_gemm``, whose tiles wait for their rows (0.56 to 0.65: results/h200x2/fused.json)."""
+
 MEMORY_BYTES_PER_US = 4e6
 LINK_BYTES_PER_US = 350e3
 SPLIT_SPEED, PIECES = 0.95, 2
@@ -62,7 +65,8 @@ def expected_us(
     memory = element_bytes * (rows * depth + depth * columns + rows * columns) / MEMORY_BYTES_PER_US
     product = max(2 * rows * depth * columns / rate, memory)
     rounds = math.ceil(-(-rows // TILE[0]) * -(-columns // TILE[1]) / UNITS)
-    in_tiles = max(rounds * 2 * TILE[0] * TILE[1] * depth / (rate * TILE_SPEED / UNITS), memory)
+    speed = DISPATCH_SPEED if op == "all_to_all_gemm" else TILE_SPEED
+    in_tiles = max(rounds * 2 * TILE[0] * TILE[1] * depth / (rate * speed / UNITS), memory)
     beside, behind = (part * element_bytes / LINK_BYTES_PER_US for part in (moved, behind))
     parts = PIECES * (n - 1)
     in_parts = max(product / SPLIT_SPEED, (parts + 1) * depth * columns * element_bytes / MEMORY_BYTES_PER_US)

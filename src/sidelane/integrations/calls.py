@@ -17,6 +17,7 @@ import torch.distributed as dist
 from sidelane.collectives import Communicator
 from sidelane.collectives.arguments import op_name
 from sidelane.collectives.work import NO_TIMEOUT
+from sidelane.integrations.again import Key
 from sidelane.integrations.staged import joined, parted, plain, receiving
 from sidelane.program.collective import ELEMENT_BYTES, Kind, ReduceOp
 
@@ -44,6 +45,8 @@ class Call:
         flat: for what there are none, in words; "" for the operation.
         pieces: of these steps, where it takes them.
         reason: why it takes them; "" if it does not.
+        options: of the communicator's method, where ``job`` is that method on the tensors themselves.
+        key: of calls like this one (``again``); None for those that are not remembered.
     """
 
     name: str
@@ -58,6 +61,8 @@ class Call:
     flat: str = ""
     pieces: int = 1
     reason: str = ""
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    key: Key | None = None
 
     @property
     def nbytes(self) -> int:
@@ -169,7 +174,9 @@ def reduce_scatter(output: Tensor, input: Tensor, opts: Any, other: Other) -> Ca
         with receiving([output]) as (part,):
             communicator.reduce_scatter(part, plain(input), op=op)
 
-    return make("reduce_scatter_tensor", (input,), (output,), other, job, opts, op=op, across=Kind.REDUCE_SCATTER)
+    call = make("reduce_scatter_tensor", (input,), (output,), other, job, opts, op=op, across=Kind.REDUCE_SCATTER)
+    call.options = {"op": op}
+    return call
 
 
 def reduce_scatter_coalesced(outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any, other: Other) -> Call:
@@ -213,7 +220,9 @@ def all_reduce(tensors: Sequence[Tensor], opts: Any, other: Other) -> Call:
             communicator.all_reduce(wholes[0] if len(wholes) == 1 else wholes, op=op)
 
     name = "all_reduce" if len(tensors) == 1 else "all_reduce_coalesced"
-    return make(name, (), tensors, other, job, opts, op=op, across=Kind.ALL_REDUCE)
+    call = make(name, (), tensors, other, job, opts, op=op, across=Kind.ALL_REDUCE)
+    call.options = {"op": op}
+    return call
 
 
 def broadcast(tensor: Tensor, opts: Any, other: Other) -> Call:
@@ -224,7 +233,9 @@ def broadcast(tensor: Tensor, opts: Any, other: Other) -> Call:
         with receiving([tensor], filled=communicator.rank == root) as (whole,):
             communicator.broadcast(whole, root=root)
 
-    return make("broadcast", (), (tensor,), other, job, opts, across=Kind.BROADCAST)
+    call = make("broadcast", (), (tensor,), other, job, opts, across=Kind.BROADCAST)
+    call.options = {"root": root}
+    return call
 
 
 def scatter(output: Tensor, inputs: Sequence[Tensor], opts: Any, other: Other) -> Call:

@@ -7,16 +7,18 @@ import dataclasses
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
 from sidelane import config as settings
 from sidelane.collectives import Communicator
+from sidelane.collectives.work import NO_TIMEOUT
 from sidelane.config import Config
 from sidelane.errors import UnavailableError
 from sidelane.integrations import calls
+from sidelane.integrations.again import Again, Key, are_plain
 from sidelane.integrations.buffers import GroupMemory
 from sidelane.integrations.calls import Call
 from sidelane.integrations.ledger import SIDELANE, Ledger
@@ -77,6 +79,7 @@ class Dispatcher:
         # What torch's compiled code is handed in Python, it waits for by the Python half, which it does not keep. DDP's
         # reducer waited for ever for how many ranks have not joined (``divide_by_initial_world_size=False``).
         self._kept: collections.deque[dist.Work] = collections.deque(maxlen=MOST_KEPT)
+        self._again: dict[Key, Again] = {}
 
     def begin_coalescing(self) -> None:
         """From here on, what :meth:`run` and :meth:`pass_on` return is kept as well."""
@@ -95,10 +98,48 @@ class Dispatcher:
     def close(self) -> None:
         """Let go of the communicators: calls under way fail, here and on the other ranks."""
         self._kept.clear()
+        self._again.clear()
         self.memory.clear()
         communicators, self._communicators = self._communicators, {}
         for communicator in communicators.values():
             communicator.close()
+
+    def run_again(self, key: Key, tensors: Sequence[torch.Tensor], outputs: int, opts: Any) -> dist.Work | None:
+        """Make a call as one like it was made.
+
+        Args:
+            key: that it has in common with calls like it.
+            tensors: the outputs first.
+            outputs: how many of them there are.
+            opts: of torch.
+
+        Returns:
+            None if there was none like it, or something else is to be decided; nothing has happened then.
+        """
+        again = self._again.get(key)
+        if again is None or opts.asyncOp or opts.timeout > NO_TIMEOUT or self._coalescing is not None:
+            return None
+        _, _, dtype, device = key
+        if torch.autograd._profiler_enabled() or not are_plain(tensors, dtype, device):
+            return None
+        if self._can_capture and device.type == "cpu" and torch.cuda.is_current_stream_capturing():
+            return None
+        order = self._orders[device.type]
+        return order.run(lambda: self._make_again(again, key, tensors), tensors, tensors[:outputs], False, NO_TIMEOUT)
+
+    def _make_again(self, again: Again, key: Key, tensors: Sequence[torch.Tensor]) -> None:
+        try:
+            again.make(tensors)
+        except Exception as error:
+            self._say_ranks(error)
+            raise
+        choice = again.communicator.last_choice()
+        assert choice is not None
+        name = choice.candidate.name
+        row = again.rows.get(name)
+        if row is None:
+            row = again.rows[name] = (key[0], calls.name_of(key[2]), key[3].type, SIDELANE, name)
+        self.ledger.note(row, choice.reason, max(tensor.nbytes for tensor in tensors))
 
     def run(self, call: Call) -> dist.Work:
         """Make a call of all ranks, in its order. Profilers of torch see it, as those of other groups, by its name."""
@@ -173,12 +214,17 @@ class Dispatcher:
         try:
             call.job(communicator)
         except Exception as error:
-            if self._ranks != tuple(range(len(self._ranks))):
-                error.add_note(f"ranks of {self._group.group_name} are, in the world: {list(self._ranks)}")
+            self._say_ranks(error)
             raise
         choice = communicator.last_choice()
         assert choice is not None
         self._note(call, device, SIDELANE, choice.candidate.name, choice.reason)
+        if call.key is not None:
+            self._again[call.key] = Again.of(communicator, call.name, call.options)
+
+    def _say_ranks(self, error: Exception) -> None:
+        if self._ranks != tuple(range(len(self._ranks))):
+            error.add_note(f"ranks of {self._group.group_name} are, in the world: {list(self._ranks)}")
 
     def _make_other(self, call: Call, device: str, peers: Sequence[int] | None = None) -> dist.Work:
         name, needed = self.names.get(device, "none"), range(len(self._ranks)) if peers is None else peers

@@ -174,9 +174,13 @@ class SidelaneGroup(dist.ProcessGroup):
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
         """``all_gather_into_tensor``."""
         opts = opts or c10d.AllgatherOptions()
-        return self._dispatcher.run(
-            calls.all_gather(output, input, opts, lambda: self._other._allgather_base(output, input, opts))
-        )
+        key = ("all_gather_into_tensor", None, output.dtype, output.device)
+        work = self._dispatcher.run_again(key, (output, input), 1, opts)
+        if work is None:
+            call = calls.all_gather(output, input, opts, lambda: self._other._allgather_base(output, input, opts))
+            call.key = key
+            work = self._dispatcher.run(call)
+        return work
 
     _allgather_base = all_gather_single
 
@@ -211,8 +215,14 @@ class SidelaneGroup(dist.ProcessGroup):
         """``all_to_all_single``."""
         opts = _with_timeout(opts or dist.AllToAllOptions(), timeout)
         sizes = list(output_split_sizes or ()), list(input_split_sizes or ())
-        other = lambda: self._other.alltoall_base(output, input, *sizes, opts)  # noqa: E731
-        return self._dispatcher.run(calls.all_to_all(output, input, *sizes, opts, other))
+        key = None if any(sizes) else ("all_to_all_single", None, output.dtype, output.device)
+        work = None if key is None else self._dispatcher.run_again(key, (output, input), 1, opts)
+        if work is None:
+            other = lambda: self._other.alltoall_base(output, input, *sizes, opts)  # noqa: E731
+            call = calls.all_to_all(output, input, *sizes, opts, other)
+            call.key = key
+            work = self._dispatcher.run(call)
+        return work
 
     alltoall_base = all_to_all_single
 
@@ -231,8 +241,14 @@ class SidelaneGroup(dist.ProcessGroup):
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
         """``reduce_scatter_tensor``."""
         opts = opts or dist.ReduceScatterOptions()
-        other = lambda: self._other._reduce_scatter_base(output, input, opts)  # noqa: E731
-        return self._dispatcher.run(calls.reduce_scatter(output, input, opts, other))
+        key = ("reduce_scatter_tensor", _reduction(opts), output.dtype, output.device)
+        work = self._dispatcher.run_again(key, (output, input), 1, opts)
+        if work is None:
+            other = lambda: self._other._reduce_scatter_base(output, input, opts)  # noqa: E731
+            call = calls.reduce_scatter(output, input, opts, other)
+            call.key = key
+            work = self._dispatcher.run(call)
+        return work
 
     _reduce_scatter_base = reduce_scatter_single
 
@@ -260,7 +276,13 @@ class SidelaneGroup(dist.ProcessGroup):
     def allreduce(self, tensors: Tensors, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         """``all_reduce``."""
         opts, tensors = _with_timeout(_reducing(opts, dist.AllreduceOptions), timeout), _listed(tensors)
-        return self._dispatcher.run(calls.all_reduce(tensors, opts, lambda: self._other.allreduce(tensors, opts)))
+        key = ("all_reduce", _reduction(opts), tensors[0].dtype, tensors[0].device) if len(tensors) == 1 else None
+        work = None if key is None else self._dispatcher.run_again(key, tensors, 1, opts)
+        if work is None:
+            call = calls.all_reduce(tensors, opts, lambda: self._other.allreduce(tensors, opts))
+            call.key = key
+            work = self._dispatcher.run(call)
+        return work
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:
         """Several ``all_reduce``."""
@@ -277,7 +299,13 @@ class SidelaneGroup(dist.ProcessGroup):
         other = lambda: self._other.broadcast(tensors, opts)  # noqa: E731
         if len(tensors) != 1 or opts.rootTensor:
             return self._dispatcher.run(calls.make("broadcast", [], tensors, other, None, opts))
-        return self._dispatcher.run(calls.broadcast(tensors[0], opts, other))
+        key = ("broadcast", opts.rootRank, tensors[0].dtype, tensors[0].device)
+        work = self._dispatcher.run_again(key, tensors, 1, opts)
+        if work is None:
+            call = calls.broadcast(tensors[0], opts, other)
+            call.key = key
+            work = self._dispatcher.run(call)
+        return work
 
     def scatter(
         self, outputs: Tensors, inputs: Any, opts: Any = None, timeout: timedelta | None = None, *, root: int = 0
@@ -372,6 +400,11 @@ splits.take_over(SidelaneGroup)
 
 def _listed(tensors: Tensors) -> list[torch.Tensor]:
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+
+def _reduction(opts: Any) -> Any:
+    """What reductions have in common, as a key: torch's own number of it."""
+    return getattr(opts.reduceOp, "op", opts.reduceOp)
 
 
 def _reducing(opts: Any, kind: type[Any]) -> Any:
