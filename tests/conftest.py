@@ -1,10 +1,15 @@
 """What every test can rely on."""
 
 import gc
+import multiprocessing
 import os
 import signal
+from multiprocessing import forkserver
+from pathlib import Path
 
 import pytest
+
+from sidelane.bench.running import processes
 
 # Whoever starts tests in the background of a shell script starts them, and all processes of theirs, deaf to Ctrl-C.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -147,7 +152,25 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.loadscopereorder = False
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """What was imported and collected stays: the garbage collector need not look through it for every test."""
     gc.collect()
     gc.freeze()
+    if session.items and not session.config.option.collectonly:
+        import_ahead()
+
+
+def import_ahead() -> None:
+    """Start what ranks are forked from; see ``common/imported_ahead.py``.
+
+    A process that has looked for GPUs must not be forked: where there are any, ranks import for themselves.
+    """
+    import torch
+
+    if torch.cuda.is_available() or "forkserver" not in multiprocessing.get_all_start_methods():
+        return
+    processes.PRELOADED += ("imported_ahead",)
+    processes.rank_context()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).with_name("common")), prepend=os.pathsep)
+        forkserver.ensure_running()
