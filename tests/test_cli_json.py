@@ -64,7 +64,7 @@ def test_json_goes_to_stdout_alone(line: str, tmp_path: Path) -> None:
     assert not Path("-").exists()
 
 
-@pytest.mark.parametrize("line", ["machines", "info --no-probe", "pipeline --machine mi300x8", "claims --no-ranges"])
+@pytest.mark.parametrize("line", ["machines", "info --no-probe", "pipeline --machine mi300x8"])
 def test_a_file_has_the_same_and_tables_stay(line: str, tmp_path: Path) -> None:
     path = tmp_path / "folder" / "x.json"
     result = CliRunner().invoke(cli.main, [*line.split(), "--json", str(path)], prog_name="sidelane")

@@ -48,8 +48,10 @@ def test_predictions_stand_beside_what_was_measured() -> None:
 
 
 def test_the_demo(tmp_path: Path) -> None:
-    result = CliRunner().invoke(cli.main, ["demo", "--device", "cpu", "--ranks", "2", "--report", str(tmp_path)])
+    line = f"demo --device cpu --ranks 2 --report {tmp_path} --json {tmp_path / 'demo.json'}"
+    result = CliRunner().invoke(cli.main, line.split())
     assert result.exit_code == 0, result.output
+    assert {"proof", "checked", "percent_of_ideal", "choices"} <= set(json.loads((tmp_path / "demo.json").read_text()))
     shown = " ".join(result.output.split())
     assert "no race, no deadlock, every byte of every output" in shown and "race on output@1" in shown
     wrong = re.findall(r"^ (\w+) +(\d+) +[\d.]+ +(\d+) +[\d.]+ *$", result.output, re.MULTILINE)

@@ -31,12 +31,12 @@ from sidelane.bench.running.launch import Rank
 from sidelane.bench.running.measure import Meter
 
 CPU = torch.device("cpu")
-QUICK = {"device": "cpu", "ranks": 2, "quiet": True, "warmup": 0, "repeats": 2, "timeout_s": 100.0}
+QUICK = {"device": "cpu", "ranks": 2, "quiet": True, "warmup": 0, "repeats": 1, "timeout_s": 100.0}
 
 
 def test_from_end_to_end(tmp_path: Path) -> None:
     path = tmp_path / "fsdp.json"
-    options = FsdpOptions(**QUICK, cases=("8b:1x512", "70b:1x512"), json=path, report=tmp_path / "report")
+    options = FsdpOptions(**QUICK, cases=("8b:1x512", "70b:1x64"), layers=2, json=path, report=tmp_path / "report")
     results = study.main(options)
     assert results is not None and read(path).rows == results.rows
     rows = [FsdpRow.from_dict(row) for row in json.loads(path.read_text())["rows"]]
@@ -52,7 +52,7 @@ def test_from_end_to_end(tmp_path: Path) -> None:
     floors = [row for row in rows if row.implementation == "compute_only"]
     assert [row.exposed_ms for row in floors] == [0, 0]
     text = (tmp_path / "report" / "index.html").read_text()
-    assert "llama-8b-like, 3 layers, 1x8 tokens a rank" in text and "fsdp-exposed" in str(
+    assert "llama-8b-like, 2 layers, 1x8 tokens a rank" in text and "fsdp-exposed" in str(
         list((tmp_path / "report").iterdir())
     )
 

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from sidelane import cli
 from sidelane.bench.fused import study
 from sidelane.bench.fused.study import FusedOptions
 from sidelane.bench.report.pictures import draw
@@ -20,7 +22,7 @@ from sidelane.execute.sim.timeline import Interval
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
 
-SOME = ("embedding_all_to_all", "gemm_reduce_scatter")
+SOME = ("embedding_all_to_all",)
 
 
 def makers_of(op: str) -> tuple[object, ...]:
@@ -92,9 +94,10 @@ def test_operators_that_there_are_not() -> None:
 @needs_triton
 def test_times_are_kept_for_auto(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    options = {"ops": ("gemv_all_reduce",), "warmup": 0, "repeats": 1, "keep": True}
-    results = study.main(FusedOptions(device="cpu", ranks=2, quiet=True, **options))  # type: ignore[arg-type]
-    assert results is not None
+    line = f"fused --device cpu --ranks 2 --ops gemv_all_reduce --repeats 1 --keep --json {tmp_path / 'x.json'}"
+    told = CliRunner().invoke(cli.main, line.split(), prog_name="sidelane")
+    assert told.exit_code == 0, told.output
+    results = read(tmp_path / "x.json")
     (file,) = tmp_path.rglob("fused-cpu.json")
     (time,) = Table.parse(file.read_text(), "kept").times
     mine = [row for row in results.rows if isinstance(row, FusedRow)]

@@ -18,7 +18,7 @@ from sidelane.program import collective as define
 from sidelane.program.builders.alternating import SLOT_BYTES
 from sidelane.program.collective import Buffer, Collective
 
-QUICK = {"device": "cpu", "ranks": 2, "quiet": True, "warmup": 1, "calls": 3, "timeout_s": 100.0}
+QUICK = {"device": "cpu", "ranks": 2, "quiet": True, "warmup": 1, "calls": 1, "timeout_s": 100.0}
 
 
 def test_phases_from_end_to_end(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def test_many_ranks_go_ahead_alike(pool: RankPool, n: int) -> None:
     assert found == found[:1] * n and found[0]["hits"] > 0 and "misses" not in found[0]
 
 
-@pytest.mark.parametrize(("n", "steps"), [(2, 120), (3, 80)])
+@pytest.mark.parametrize(("n", "steps"), [(2, 120), (3, 80), (3, 40)])
 def test_a_storm_of_tensors_that_are_replaced(pool: RankPool, n: int, steps: int) -> None:
     found = pool.run(learn_cases.storm, n, n, steps)
     total = sum((collections.Counter(said) for said, _ in found), collections.Counter[str]())
@@ -40,7 +40,7 @@ def test_a_storm_of_tensors_that_are_replaced(pool: RankPool, n: int, steps: int
 
 
 def test_a_storm_in_memory_of_several_pieces(pool: RankPool) -> None:
-    found = pool.run(learn_cases.storm_of_pieces, 2, 5, 100)
+    found = pool.run(learn_cases.storm_of_pieces, 2, 5, 60)
     assert sum(said["hits"] for said in found) > 50 and sum(said.get("misses", 0) for said in found) > 0
 
 

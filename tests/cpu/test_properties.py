@@ -105,7 +105,7 @@ def one_case(group: dist.ProcessGroup, comm: Communicator, case: Case) -> None:
 
 
 @settings(
-    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 @given(n=st.integers(2, 8), sequence=st.lists(cases(), min_size=1, max_size=6))
 def test_any_sequence_of_calls_equals_gloo(pool: RankPool, n: int, sequence: list[Case]) -> None:

@@ -160,13 +160,15 @@ def test_a_missing_role_and_a_fit_to_nothing_are_found():
     assert "dma.trigger_us: fitted, and names no claim that it was fitted to" in found
 
 
-def test_the_command_fails_when_roles_are_wrong(monkeypatch, capsys):
+def test_the_command_fails_when_roles_are_wrong(verdicts, monkeypatch, capsys):
+    monkeypatch.setattr(command, "judge", lambda check, context: verdicts[check.claim_id])
     monkeypatch.setattr(command, "not_modelled", dict)
     assert command.main(command.Options(ranges=False)) == 1
     assert "has neither a role" in capsys.readouterr().err
 
 
-def test_json_has_the_agreed_keys(capsys):
+def test_json_has_the_agreed_keys(verdicts, monkeypatch, capsys):
+    monkeypatch.setattr(command, "judge", lambda check, context: verdicts[check.claim_id])
     assert command.main(command.Options(json=STDOUT, ranges=False)) == 0
     rows = json.loads(capsys.readouterr().out)
     assert {"id", "claimed", "predicted", "unit", "error", "role", "ok"} <= set(rows[0])
