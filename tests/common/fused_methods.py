@@ -113,3 +113,43 @@ def counted(call: Callable[..., object], seen: list[object]) -> Callable[..., ob
         return call(*arguments, **options)
 
     return counting
+
+
+def of_parameters(group: dist.ProcessGroup) -> int:
+    """Weights and rows that autograd follows: no way gives a result with half of the gradients, or fails under way."""
+    done = 0
+    with communicator(group) as comm:
+        n = comm.world_size
+        counts = [[2] * n] * n
+        x, weight = torch.randn(2 * n, 8).requires_grad_(), torch.nn.Parameter(torch.randn(5, 8))
+        calls: list[Callable[[], torch.Tensor]] = [
+            lambda: ops.split_all_gather_gemm(comm, x, weight),
+            lambda: ops.split_gemm_all_reduce(comm, x, weight),
+            lambda: ops.split_gemm_reduce_scatter(comm, x, weight),
+        ]
+        for op in (ops.gemm_all_to_all, ops.all_to_all_gemm):
+            for method in ("fused", "split", "unfused"):
+                calls.append(
+                    lambda op=op, method=method: op(comm, x, weight, counts, most_rows=2 * n, method=method)  # type: ignore[misc]
+                )
+        for call in calls:
+            assert not call().requires_grad, done
+            done += 1
+    return done
+
+
+def away_from_the_default_device(group: dist.ProcessGroup) -> None:
+    """What operators make for a shape lies where the communicator is, whatever the caller's default device is."""
+    with communicator(group) as comm:
+        n, device = comm.world_size, comm.device
+        x, weight, tables = torch.randn(2 * n, 8), torch.randn(4, 8), [torch.randn(5, 4) for _ in range(2)]
+        indices, offsets = torch.arange(4 * n) % 5, torch.arange(4 * n + 1)
+        grad = torch.ones(2, 4 * 2 * n)
+        with torch.device("meta"):
+            bags = ops.embedding_all_to_all(comm, tables, indices, offsets, method="fused")
+            gradients, _ = ops.embedding_all_to_all_backward(comm, grad, tables, indices, offsets)
+            rows = ops.all_to_all_gemm(comm, x, weight, [[2] * n] * n, most_rows=2 * n, method="fused")
+            for result in (bags, rows, *gradients):
+                assert result.device == device
+        pooled = torch.nn.functional.embedding_bag(indices[: 2 * n], tables[0], offsets[: 2 * n], mode="sum")
+        check_close(bags[:, 8 * comm.rank : 8 * comm.rank + 4], pooled[2 * comm.rank :][:2].double(), "bags")

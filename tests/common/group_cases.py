@@ -688,6 +688,10 @@ def lends_its_communicator(gloo: dist.ProcessGroup) -> None:
             sidelane.UnavailableError, match="communicator: none for meta tensors of .*does not know meta"
         ):
             ours.communicator("meta")  # type: ignore[attr-defined]
+        if not torch.cuda.is_available():
+            assert comm is ours.communicator()  # type: ignore[attr-defined]
+            with pytest.raises(sidelane.UnavailableError, match="communicator: none for cuda tensors of .*has no GPU"):
+                ours.communicator("cuda")  # type: ignore[attr-defined]
 
 
 def trains_fsdp(gloo: dist.ProcessGroup) -> None:

@@ -55,6 +55,14 @@ def test_a_tiling_that_does_not_compile_is_named(four: Crew) -> None:
         assert "allowed=another tiling): PassManager" in passes and other.startswith("RuntimeError: a launch")
 
 
+def test_weights_that_autograd_follows(four: Crew) -> None:
+    assert four.run(fused_methods.of_parameters, 2) == [9, 9]
+
+
+def test_default_devices_of_callers_do_not_matter(four: Crew) -> None:
+    four.run(fused_methods.away_from_the_default_device, 2)
+
+
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_large_norms_are_pushed(four: Crew, world_size: int) -> None:
     found = four.run(fused_ops.large_norms, world_size, [(2, 128), (40, 8192)], timeout_s=110)

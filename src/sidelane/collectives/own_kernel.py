@@ -57,10 +57,10 @@ class OwnKernel:
         rank, backend = calls.control.rank, calls.backend
         block = backend.memory.allocate(region_bytes(flags))
         self._block: SymmetricBlock | None = block
-        words = torch.zeros(CONTEXT_WORDS, dtype=torch.int64)
+        words = torch.zeros(CONTEXT_WORDS, dtype=torch.int64, device="cpu")
         words[RANK], words[WORLD_SIZE] = rank, len(block.addresses)
         words[BOARD], words[FLAG_COUNT] = backend.board, flags
-        words[REGIONS : REGIONS + len(block.addresses)] = torch.tensor(block.addresses)
+        words[REGIONS : REGIONS + len(block.addresses)] = torch.tensor(block.addresses, device="cpu")
         self.context = lasting(device, lambda: words.to(device))
         self._compiled: set[str] = set()
         self._recent: dict[Hashable, Prepared] = {}
@@ -234,7 +234,7 @@ class Peers:
         if found is None:
             if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
                 raise UnavailableError("peers: of a new tensor, while a graph is captured (allowed=once before)")
-            addresses = torch.tensor(self._heap.addresses(region), dtype=torch.int64)
+            addresses = torch.tensor(self._heap.addresses(region), dtype=torch.int64, device="cpu")
             device = self._arguments.device
             found = self._found[region.place] = lasting(device, lambda: addresses.to(device))
         return found

@@ -267,10 +267,13 @@ class Dispatcher:
 
     def communicator(self, where: torch.device | str | None) -> Communicator:
         """See ``SidelaneGroup.communicator``."""
-        device = torch.device(where or ("cuda" if "cuda" in self.names else "cpu"))
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
+        has_gpus = torch.cuda.is_available()
+        device = torch.device(where or ("cuda" if has_gpus and "cuda" in self.names else "cpu"))
         why = self._no_memory(device.type)
+        if device.type == "cuda" and not has_gpus:
+            why = "this machine has no GPU"
+        elif device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
         made = None if why else self._for_memory(device)
         if made is None:
             why = why or self._refusals[device.type]

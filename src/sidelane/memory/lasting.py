@@ -3,11 +3,14 @@
 ``torch.compile(mode="reduce-overhead")`` runs compiled code once in the memory pool of the graph that it captures next,
 and refuses whatever is left in there that is no output. What an operator makes at its first call and keeps (contexts,
 counters, addresses) would be. Such pools take what their thread allocates, on its stream; so another thread makes it.
+
+That waits for what it makes, on a stream of its own: a default stream may wait for peers that wait for this rank.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -27,11 +30,20 @@ def lasting(device: torch.device, make: Callable[[], T]) -> T:
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return make()
 
+    # Of this thread: another one has its own current device.
+    index = torch.cuda.current_device() if device.index is None else device.index
+
     def apart() -> T:
-        with torch.cuda.device(device):
+        stream = _stream_of(index)
+        with torch.cuda.device(index), torch.cuda.stream(stream):
             made = make()
-            torch.cuda.current_stream().synchronize()
+            stream.synchronize()
             return made
 
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         return thread.submit(apart).result()
+
+
+@functools.cache
+def _stream_of(index: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(index)

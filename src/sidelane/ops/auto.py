@@ -227,7 +227,7 @@ def _tables_of_rank_0(comm: Communicator) -> tuple[Table, ...]:
     length = torch.tensor([len(text)], dtype=torch.int64, device=comm.device)
     comm.broadcast(length, root=0)
     comm.synchronize()
-    words = torch.zeros(int(length), dtype=torch.uint8)
+    words = torch.zeros(int(length), dtype=torch.uint8, device="cpu")
     if comm.rank == 0:
         words.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
     words = words.to(comm.device)

@@ -215,11 +215,12 @@ def all_to_all_gemm(
     if found.method in (FUSED, SPLIT):
         return handle()(x, weight, counts)
     came = rows_handle(comm, most_rows, depth, dtype)(x, None, counts)
-    if table is None:
-        return functional.linear(came, weight)
-    output = x.new_empty(most_rows, columns)
-    there = min(most_rows, sum(row[comm.rank] for row in table))
-    torch.mm(came[:there], weight.t(), out=output[:there])
+    with torch.no_grad():  # as the other methods
+        if table is None:
+            return functional.linear(came, weight)
+        output = x.new_empty(most_rows, columns)
+        there = min(most_rows, sum(row[comm.rank] for row in table))
+        torch.mm(came[:there], weight.t(), out=output[:there])
     return output
 
 

@@ -77,8 +77,8 @@ class EmbeddingBackward:
         counts, device = self.tables.counts, comm.device
         starts = list(itertools.accumulate(counts, initial=0))
         rows = list(itertools.accumulate((table.shape[0] for table in tables), initial=0))
-        self._starts = lasting(device, lambda: torch.tensor(starts, dtype=torch.int32).to(device))
-        self._first_rows = lasting(device, lambda: torch.tensor(rows, dtype=torch.int64).to(device))
+        self._starts = lasting(device, lambda: torch.tensor(starts, dtype=torch.int32, device=device))
+        self._first_rows = lasting(device, lambda: torch.tensor(rows, dtype=torch.int64, device=device))
         self._rows = rows
         self._warps, self._rows_at_a_time = threads_of(self.tables.dim, self.tables.dtype.itemsize)
         per_unit = max(1, UNIT_WARPS // self._warps)

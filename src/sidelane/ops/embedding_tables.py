@@ -64,7 +64,7 @@ class Tables:
         self.are_aligned = bool(of_all[:, 1].all()) and self.dim * self.dtype.itemsize % 16 == 0
         self.samples = split_evenly(batch, n)
         self.width = sum(self.counts) * self.dim
-        addresses = torch.tensor([table.data_ptr() for table in tables], dtype=torch.int64)
+        addresses = torch.tensor([table.data_ptr() for table in tables], dtype=torch.int64, device="cpu")
         self.addresses = lasting(device, lambda: addresses.to(device))
 
     @property

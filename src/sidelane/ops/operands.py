@@ -11,6 +11,7 @@ import torch
 from sidelane.choice.fused import FUSED, SPLIT
 from sidelane.collectives import Communicator
 from sidelane.errors import UnavailableError
+from sidelane.memory.lasting import lasting
 from sidelane.ops.auto import AUTO, check_method
 from sidelane.ops.handle import FLOATS, ORDERS, REMOTE_FIRST, check_choice, check_tensor, is_captured
 
@@ -129,8 +130,11 @@ def _from_host(name: str, comm: Communicator, counts: Counts) -> tuple[Any, _OnD
         if there.dim() not in (2, 3) or (there < 0).any():
             text = f"value={tuple(there.shape)}, the least {int(there.min()) if there.numel() else 0}"
             raise ValueError(f"{name}: counts ({text}, allowed=2 or 3 dimensions, none negative)")
-        found = _OnDevice(there.to(comm.device, copy=True), there.flatten(1).sum(1).tolist())
+        copy = lasting(comm.device, lambda: there.to(comm.device, copy=True))
+        found = _OnDevice(copy, there.flatten(1).sum(1).tolist())
     found.in_a_graph |= captured
+    if found.counts.is_cuda and not found.in_a_graph:  # newer counts may take its place while a kernel reads it
+        found.counts.record_stream(torch.cuda.current_stream(comm.device))
     known[table] = found  # the latest comes last
     return table, found
 

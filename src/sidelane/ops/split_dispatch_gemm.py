@@ -38,6 +38,7 @@ class SplitAllToAllGemm:
         self._sent, self._came = (comm.empty(most_rows, depth, dtype=dtype) for _ in range(2))
         self.routings = Routings(comm, self._sent, self._came, triggers=False)
 
+    @torch.no_grad()
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, table: Table, pieces: int) -> torch.Tensor:
         """Run it. Arguments, result and errors as of :func:`split_all_to_all_gemm`."""
         rank = self.comm.rank

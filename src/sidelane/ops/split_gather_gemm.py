@@ -45,6 +45,7 @@ class SplitAllGatherGemm:
             for turn, part in self._turns
         ]
 
+    @torch.no_grad()
     def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Run it. Arguments, result and errors as of :func:`split_all_gather_gemm`."""
         n, rank, rows = self.comm.world_size, self.comm.rank, self._rows

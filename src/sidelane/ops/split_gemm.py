@@ -48,6 +48,7 @@ class SplitGemmAllToAll:
         self.routings = Routings(comm, self._sent, self._output, triggers=True)
         self._loaded: set[Hashable] = set()
 
+    @torch.no_grad()
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, table: Table, pieces: int) -> torch.Tensor:
         """Run it. Arguments, result and errors as of :func:`split_gemm_all_to_all`."""
         captured = is_captured(self.comm)
