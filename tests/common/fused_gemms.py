@@ -159,8 +159,10 @@ def counts_in_captures(group: dist.ProcessGroup) -> list[str]:
             run(third, captured=True)
             with pytest.raises(UnavailableError, match="value=new ones"):
                 run([[1] * n] * n, captured=True)
-            for rows in range(operands.MOST_KEPT + 2):  # which only the device copy makes room for
-                operands._from_host("a test", comm, [[rows, 0] + [0] * (n - 2)] * n)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(operands, "MOST_KEPT", 16)
+                for rows in range(18):  # which only the device copy makes room for
+                    operands._from_host("a test", comm, [[rows, 0] + [0] * (n - 2)] * n)
             check_close(run(second, captured=True), expected[1].double(), "kept")
             with pytest.raises(UnavailableError, match="value=new ones"):
                 operands_in_a_capture(comm, [[0, 0] + [0] * (n - 2)] * n)

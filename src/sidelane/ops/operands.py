@@ -20,8 +20,9 @@ MOST_ELEMENTS = 1 << 40
 MOST_EXPERTS = 64
 """Of a rank: a block holds their counts in registers."""
 
-MOST_KEPT = 64
-"""Counts of the host that a communicator keeps on the device."""
+MOST_KEPT = 512
+"""Counts of the host that a communicator keeps on the device: more than shapes that are warmed up before they are
+captured."""
 
 Counts = torch.Tensor | Sequence[Sequence[int]] | Sequence[Sequence[Sequence[int]]]
 """Rows from rank i to rank j in row i, column j; of several experts a rank, one number for each there."""
