@@ -116,6 +116,7 @@ LONG = (
     "sim/test_sim_reports.py::test_published_values_are_on_the_pictures_of_their_machine_alone",
     "sim/test_slowdown.py::test_the_published_mean_is_bracketed_on_all_four_and_a_bracket_can_fail",
     "test_cli_json.py::test_json_goes_to_stdout_alone[chain",
+    "test_cli_json.py::test_json_goes_to_stdout_alone[claims",
     "test_cli_json.py::test_json_goes_to_stdout_alone[demo",
     "test_cli_json.py::test_json_goes_to_stdout_alone[fused --device",
     "test_cli_json.py::test_json_goes_to_stdout_alone[gemms",
@@ -123,6 +124,7 @@ LONG = (
     "test_cli_json.py::test_json_goes_to_stdout_alone[pg",
     "test_cli_json.py::test_json_goes_to_stdout_alone[plan",
     "test_cli_json.py::test_json_goes_to_stdout_alone[tune",
+    "test_examples.py::test_an_example_runs[process_group]",
     "test_isolated_pictures.py::",
     "test_launch.py::test_a_second_ctrl_c_ends_ranks_that_do_not_listen",
 )
