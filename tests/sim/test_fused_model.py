@@ -254,14 +254,19 @@ def test_mistakes_in_a_description_are_named(line, message):
 
 @pytest.mark.parametrize(("name", "folder"), [("h200x4", "h200x1"), ("h100x4", "h100x1"), ("h200x2", "h200x2")])
 def test_bags_of_the_framework_wait_for_a_row_after_the_other(name, folder):
-    """Two of the 21 times were fitted to, both of one H200; an H100 has 30% less of bandwidth, and takes as long."""
+    """Two of the 21 times were fitted to, both of one H200; an H100 has 30% less of bandwidth, and takes as long.
+
+    Of two H200s tables are colder than the cache, and the framework's bags in one kernel have a row of their own."""
     machine, seen = named(name), 0
+    apart = folder == "h200x2"
     for row in read(RESULTS / folder / "fused.json").rows:
-        if row.op != "embedding_all_to_all" or row.launch != "graph" or row.implementation != "unfused_best":
+        wanted = ("compute", "one kernel") if apart else ("unfused_best", row.schedule)
+        if row.op != "embedding_all_to_all" or row.launch != "graph" or (row.implementation, row.schedule) != wanted:
             continue
         batch, tables, pooling, dim = map(int, re.findall(r"\d+", row.shape))
         operator = Embedding(batch, tables, pooling, dim, element_bytes=2, at_once=True)
-        assert operator.compute_us(machine) == pytest.approx(row.compute_us, rel=0.065)
+        measured = row.time_us if apart else row.compute_us
+        assert operator.compute_us(machine) == pytest.approx(measured, rel=0.085 if apart else 0.065)
         seen += 1
     assert seen == 7
 
