@@ -6,6 +6,7 @@ import gc
 import random
 import time
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -265,6 +266,20 @@ def compared_ones_wait_for_nobody(group: dist.ProcessGroup) -> str:
             assert output[::100].tolist() == [step + peer for peer in range(n)], step
         assert staging(comm) == 0
         return comm.reach(output).how
+
+
+def prepared(group: dist.ProcessGroup, calls: int) -> int:
+    """How many of so many calls on the same tensors in a pool were prepared."""
+    with _communicator(group) as comm:
+        with sidelane.pool(comm, room()):
+            output, input = torch.empty(comm.world_size * 100), torch.arange(100.0)
+        preparer = comm.lane.preparer
+        with mock.patch.object(type(preparer), "prepare", autospec=True, side_effect=type(preparer).prepare) as prepare:
+            for _ in range(calls):
+                comm.all_gather(output, input)
+            comm.synchronize()
+        assert output.view(-1, 100).eq(input).all()
+        return prepare.call_count
 
 
 def comes_and_goes(group: dist.ProcessGroup) -> list[Any]:

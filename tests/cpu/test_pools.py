@@ -63,3 +63,8 @@ def test_sizes_that_there_are_not(pool: RankPool) -> None:
 
 def test_calls_on_compared_tensors_wait_for_nobody(pool: RankPool) -> None:
     assert pool.run(pool_cases.compared_ones_wait_for_nobody, 3) == ["symmetric"] * 3
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_calls_that_come_again_are_prepared_once(pool: RankPool, n: int) -> None:
+    assert max(pool.run(pool_cases.prepared, n, 6)) <= 2

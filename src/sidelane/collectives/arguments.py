@@ -259,7 +259,7 @@ class Arguments:
         found = tuple(
             None
             if not isinstance(tensor, torch.Tensor) or not tensor.nbytes or self.heap.pool_at(_address(tensor)) is None
-            else self.compared.alike(tensor)
+            else self.world_size == 1 or self.compared.alike(tensor)  # a rank by itself has nobody to ask
             for tensor in tensors
         )
         return None if all(each is None for each in found) else found
