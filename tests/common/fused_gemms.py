@@ -16,8 +16,9 @@ from sidelane.choice.fused import SPLIT, MethodChoice
 from sidelane.errors import UnavailableError
 from sidelane.ops import auto, dispatch_gemm, gemm, operands, reference, split_dispatch_gemm, split_gemm
 from sidelane.ops.gemm import TileSizes
-from sidelane.ops.routings import DEFAULT_PIECES
-from sidelane.ops.split_gemm import handle_of, has_routing
+from sidelane.ops.routings import DEFAULT_PIECES, suit_graphs
+from sidelane.ops.split_gemm import NAME as SPLIT_NAME
+from sidelane.ops.split_gemm import handle_of
 
 TILES = TileSizes(16, 16, 16, 1, 1, group=2)
 
@@ -214,7 +215,7 @@ def routings_that_are_kept(group: dist.ProcessGroup) -> tuple[bool, bool, int, b
         handle, known = handle_of(comm, most, 8, x.dtype), []
         for _ in range(2):
             ops.split_gemm_all_to_all(comm, x, weight, first, most_rows=most)
-            known.append(has_routing(comm, most, 8, x.dtype, first, DEFAULT_PIECES))
+            known.append(suit_graphs(comm, (SPLIT_NAME, most, 8, x.dtype), first, DEFAULT_PIECES))
         held = handle.routings.of(first, DEFAULT_PIECES)
         held.in_a_graph = True  # as a capture does
         for table in tables[1:]:

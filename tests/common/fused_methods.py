@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import tempfile
 from collections.abc import Callable
@@ -129,9 +130,7 @@ def of_parameters(group: dist.ProcessGroup) -> int:
         ]
         for op in (ops.gemm_all_to_all, ops.all_to_all_gemm):
             for method in ("fused", "split", "unfused"):
-                calls.append(
-                    lambda op=op, method=method: op(comm, x, weight, counts, most_rows=2 * n, method=method)  # type: ignore[misc]
-                )
+                calls.append(functools.partial(op, comm, x, weight, counts, most_rows=2 * n, method=method))
         for call in calls:
             assert not call().requires_grad, done
             done += 1

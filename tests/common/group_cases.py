@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import sidelane
 from sidelane.integrations import batches as sidelane_batches
 from sidelane.integrations import calls, fsdp, ledger
+from sidelane.integrations.process_group import SidelaneGroup
 
 BYTES = (torch.uint8, torch.float64, torch.int32, torch.bfloat16)
 NOT_GLOOS = (torch.bool, torch.complex64, torch.float8_e4m3fn, torch.int16)
@@ -673,8 +674,9 @@ def lends_its_communicator(gloo: dist.ProcessGroup) -> None:
     """What is made in a pool of the group's communicator, its calls need not stage; and one call tells the memory."""
     device = torch.get_default_device()
     with sidelane_group(gloo) as ours:
-        comm = ours.communicator(device)  # type: ignore[attr-defined]
-        assert comm is ours.communicator(device.type)  # type: ignore[attr-defined]
+        assert isinstance(ours, SidelaneGroup)
+        comm = ours.communicator(device)
+        assert comm is ours.communicator(device.type)
         before = comm.memory()
         with sidelane.pool(comm, 1 << 20):
             output, given = torch.zeros(3000 * ours.size()), torch.full((3000,), float(ours.rank() + 1))
@@ -687,11 +689,11 @@ def lends_its_communicator(gloo: dist.ProcessGroup) -> None:
         with pytest.raises(
             sidelane.UnavailableError, match="communicator: none for meta tensors of .*does not know meta"
         ):
-            ours.communicator("meta")  # type: ignore[attr-defined]
+            ours.communicator("meta")
         if not torch.cuda.is_available():
-            assert comm is ours.communicator()  # type: ignore[attr-defined]
+            assert comm is ours.communicator()
             with pytest.raises(sidelane.UnavailableError, match="communicator: none for cuda tensors of .*has no GPU"):
-                ours.communicator("cuda")  # type: ignore[attr-defined]
+                ours.communicator("cuda")
 
 
 def trains_fsdp(gloo: dist.ProcessGroup) -> None:

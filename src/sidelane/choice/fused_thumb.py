@@ -26,7 +26,7 @@ FLOPS_PER_US = {2: 700e6, 4: 50e6}
 
 UNITS, TILE, TILE_SPEED = 132, (128, 256), 0.8
 DISPATCH_SPEED = 0.6
-"""Of ``all_to_all_gemm``, whose tiles wait for their rows (0.56 to 0.65: results/h200x2/fused.json)."""
+"""Of ``all_to_all_gemm``, whose tiles wait for their rows (0.58 to 0.64 in rounds: results/h200x2/fused.json)."""
 
 MEMORY_BYTES_PER_US = 4e6
 LINK_BYTES_PER_US = 350e3

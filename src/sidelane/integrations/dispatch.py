@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from datetime import timedelta
 from typing import Any, cast
 
@@ -104,18 +104,28 @@ class Dispatcher:
         for communicator in communicators.values():
             communicator.close()
 
-    def run_again(self, key: Key, tensors: Sequence[torch.Tensor], outputs: int, opts: Any) -> dist.Work | None:
-        """Make a call as one like it was made.
+    def run_alike(
+        self, name: str, detail: Hashable, tensors: Sequence[torch.Tensor], opts: Any, make: Callable[[], Call]
+    ) -> dist.Work:
+        """Make a call as one like it was made, or else as :meth:`run` does.
 
         Args:
-            key: that it has in common with calls like it.
-            tensors: the outputs first.
-            outputs: how many of them there are.
+            name: of the operation, one of ``again.METHODS``.
+            detail: its reduction or root; None where it has neither.
+            tensors: of one dtype and device if the call is like another; the output first.
             opts: of torch.
-
-        Returns:
-            None if there was none like it, or something else is to be decided; nothing has happened then.
+            make: puts the call together.
         """
+        key = (name, detail, tensors[0].dtype, tensors[0].device)
+        work = self._run_again(key, tensors, opts)
+        if work is None:
+            call = make()
+            call.key = key
+            work = self.run(call)
+        return work
+
+    def _run_again(self, key: Key, tensors: Sequence[torch.Tensor], opts: Any) -> dist.Work | None:
+        """None if there was no call like it, or something else is to be decided; nothing has happened then."""
         again = self._again.get(key)
         if again is None or opts.asyncOp or opts.timeout > NO_TIMEOUT or self._coalescing is not None:
             return None
@@ -125,7 +135,7 @@ class Dispatcher:
         if self._can_capture and device.type == "cpu" and torch.cuda.is_current_stream_capturing():
             return None
         order = self._orders[device.type]
-        return order.run(lambda: self._make_again(again, key, tensors), tensors, tensors[:outputs], False, NO_TIMEOUT)
+        return order.run(lambda: self._make_again(again, key, tensors), tensors, tensors[:1], False, NO_TIMEOUT)
 
     def _make_again(self, again: Again, key: Key, tensors: Sequence[torch.Tensor]) -> None:
         try:

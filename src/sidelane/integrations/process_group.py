@@ -10,6 +10,7 @@ given them new ones.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -22,6 +23,7 @@ from sidelane import config
 from sidelane.collectives import Communicator
 from sidelane.collectives.work import NO_TIMEOUT
 from sidelane.integrations import batches, calls, splits
+from sidelane.integrations.calls import Call
 from sidelane.integrations.dispatch import Dispatcher
 from sidelane.integrations.ledger import SIDELANE
 from sidelane.integrations.nodes.groups import find_nodes
@@ -174,13 +176,11 @@ class SidelaneGroup(dist.ProcessGroup):
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
         """``all_gather_into_tensor``."""
         opts = opts or c10d.AllgatherOptions()
-        key = ("all_gather_into_tensor", None, output.dtype, output.device)
-        work = self._dispatcher.run_again(key, (output, input), 1, opts)
-        if work is None:
-            call = calls.all_gather(output, input, opts, lambda: self._other._allgather_base(output, input, opts))
-            call.key = key
-            work = self._dispatcher.run(call)
-        return work
+
+        def make() -> Call:
+            return calls.all_gather(output, input, opts, lambda: self._other._allgather_base(output, input, opts))
+
+        return self._dispatcher.run_alike("all_gather_into_tensor", None, (output, input), opts, make)
 
     _allgather_base = all_gather_single
 
@@ -215,14 +215,14 @@ class SidelaneGroup(dist.ProcessGroup):
         """``all_to_all_single``."""
         opts = _with_timeout(opts or dist.AllToAllOptions(), timeout)
         sizes = list(output_split_sizes or ()), list(input_split_sizes or ())
-        key = None if any(sizes) else ("all_to_all_single", None, output.dtype, output.device)
-        work = None if key is None else self._dispatcher.run_again(key, (output, input), 1, opts)
-        if work is None:
-            other = lambda: self._other.alltoall_base(output, input, *sizes, opts)  # noqa: E731
-            call = calls.all_to_all(output, input, *sizes, opts, other)
-            call.key = key
-            work = self._dispatcher.run(call)
-        return work
+
+        def make() -> Call:
+            other = functools.partial(self._other.alltoall_base, output, input, *sizes, opts)
+            return calls.all_to_all(output, input, *sizes, opts, other)
+
+        if any(sizes):
+            return self._dispatcher.run(make())
+        return self._dispatcher.run_alike("all_to_all_single", None, (output, input), opts, make)
 
     alltoall_base = all_to_all_single
 
@@ -241,14 +241,12 @@ class SidelaneGroup(dist.ProcessGroup):
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
         """``reduce_scatter_tensor``."""
         opts = opts or dist.ReduceScatterOptions()
-        key = ("reduce_scatter_tensor", _reduction(opts), output.dtype, output.device)
-        work = self._dispatcher.run_again(key, (output, input), 1, opts)
-        if work is None:
-            other = lambda: self._other._reduce_scatter_base(output, input, opts)  # noqa: E731
-            call = calls.reduce_scatter(output, input, opts, other)
-            call.key = key
-            work = self._dispatcher.run(call)
-        return work
+
+        def make() -> Call:
+            other = functools.partial(self._other._reduce_scatter_base, output, input, opts)
+            return calls.reduce_scatter(output, input, opts, other)
+
+        return self._dispatcher.run_alike("reduce_scatter_tensor", _reduction(opts), (output, input), opts, make)
 
     _reduce_scatter_base = reduce_scatter_single
 
@@ -276,13 +274,13 @@ class SidelaneGroup(dist.ProcessGroup):
     def allreduce(self, tensors: Tensors, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         """``all_reduce``."""
         opts, tensors = _with_timeout(_reducing(opts, dist.AllreduceOptions), timeout), _listed(tensors)
-        key = ("all_reduce", _reduction(opts), tensors[0].dtype, tensors[0].device) if len(tensors) == 1 else None
-        work = None if key is None else self._dispatcher.run_again(key, tensors, 1, opts)
-        if work is None:
-            call = calls.all_reduce(tensors, opts, lambda: self._other.allreduce(tensors, opts))
-            call.key = key
-            work = self._dispatcher.run(call)
-        return work
+
+        def make() -> Call:
+            return calls.all_reduce(tensors, opts, lambda: self._other.allreduce(tensors, opts))
+
+        if len(tensors) != 1:
+            return self._dispatcher.run(make())
+        return self._dispatcher.run_alike("all_reduce", _reduction(opts), tensors, opts, make)
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:
         """Several ``all_reduce``."""
@@ -299,13 +297,9 @@ class SidelaneGroup(dist.ProcessGroup):
         other = lambda: self._other.broadcast(tensors, opts)  # noqa: E731
         if len(tensors) != 1 or opts.rootTensor:
             return self._dispatcher.run(calls.make("broadcast", [], tensors, other, None, opts))
-        key = ("broadcast", opts.rootRank, tensors[0].dtype, tensors[0].device)
-        work = self._dispatcher.run_again(key, tensors, 1, opts)
-        if work is None:
-            call = calls.broadcast(tensors[0], opts, other)
-            call.key = key
-            work = self._dispatcher.run(call)
-        return work
+        return self._dispatcher.run_alike(
+            "broadcast", opts.rootRank, tensors, opts, lambda: calls.broadcast(tensors[0], opts, other)
+        )
 
     def scatter(
         self, outputs: Tensors, inputs: Any, opts: Any = None, timeout: timedelta | None = None, *, root: int = 0

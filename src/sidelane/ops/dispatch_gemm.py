@@ -53,9 +53,10 @@ from sidelane.ops.gather_gemm import put_rows
 from sidelane.ops.gemm import TileSizes, rows_handle, tile_at, tile_product
 from sidelane.ops.handle import FLOATS, REMOTE_FIRST, is_captured, kept, power_of_two, programs_of, telling_refusals
 from sidelane.ops.operands import Counts, check_most_rows, check_routed, check_rows, check_weight
-from sidelane.ops.routings import DEFAULT_PIECES, most_of
+from sidelane.ops.routings import DEFAULT_PIECES, most_of, suit_graphs
+from sidelane.ops.split_dispatch_gemm import NAME as SPLIT_NAME
 from sidelane.ops.split_dispatch_gemm import handle_of as split_handle_of
-from sidelane.ops.split_dispatch_gemm import has_routing, split_all_to_all_gemm
+from sidelane.ops.split_dispatch_gemm import split_all_to_all_gemm
 from sidelane.ops.timeline import stamps_of
 
 NAME = "all_to_all_gemm"
@@ -210,7 +211,8 @@ def all_to_all_gemm(
     found = method_of(comm, NAME, method, (*key, without), sizes, dtype.itemsize, make, without=without)
     if found.method == SPLIT:
         pieces, most = found.pieces or DEFAULT_PIECES, most_of(table, most_rows)
-        if method == SPLIT or not is_captured(comm) or has_routing(comm, most, depth, dtype, table, pieces):
+        split = SPLIT_NAME, most, depth, dtype
+        if method == SPLIT or not is_captured(comm) or suit_graphs(comm, split, table, pieces):
             return split_all_to_all_gemm(comm, x, weight, table, most_rows=most, pieces=pieces)[:most_rows]
     if found.method in (FUSED, SPLIT):
         return handle()(x, weight, counts)

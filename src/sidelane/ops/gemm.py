@@ -62,9 +62,10 @@ from sidelane.ops.handle import (
     telling_refusals,
 )
 from sidelane.ops.operands import Counts, check_most_rows, check_routed, check_rows, check_weight
-from sidelane.ops.routings import DEFAULT_PIECES, most_of
+from sidelane.ops.routings import DEFAULT_PIECES, most_of, suit_graphs
+from sidelane.ops.split_gemm import NAME as SPLIT_NAME
 from sidelane.ops.split_gemm import handle_of as split_handle_of
-from sidelane.ops.split_gemm import has_routing, split_gemm_all_to_all
+from sidelane.ops.split_gemm import split_gemm_all_to_all
 from sidelane.ops.timeline import stamps_of
 
 NAME = "gemm_all_to_all"
@@ -267,7 +268,8 @@ def gemm_all_to_all(
     found = method_of(comm, NAME, method, known, sizes, dtype.itemsize, make, without=without)
     if found.method == SPLIT:
         pieces, most = found.pieces or DEFAULT_PIECES, most_of(table, most_rows)
-        if method == SPLIT or not is_captured(comm) or has_routing(comm, most, columns, dtype, table, pieces):
+        split = SPLIT_NAME, most, columns, dtype
+        if method == SPLIT or not is_captured(comm) or suit_graphs(comm, split, table, pieces):
             return split_gemm_all_to_all(comm, x, weight, table, most_rows=most, pieces=pieces)[:most_rows]
     if found.method in (FUSED, SPLIT):
         return handle()(x, weight, counts, order=order)

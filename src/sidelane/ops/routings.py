@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 
@@ -83,6 +83,12 @@ class Routings:
         """Whether a graph can hold a call with such counts: the ranks have made what it needs."""
         found = self.known.get((table, pieces))
         return found is not None and found.parts is not None
+
+
+def suit_graphs(comm: Communicator, kept_as: Hashable, table: Table, pieces: int) -> bool:
+    """As :meth:`Routings.suit_graphs`, of what a communicator keeps; False where it has not been made."""
+    handle = comm.kept.get(kept_as)
+    return handle is not None and handle.routings.suit_graphs(table, pieces)
 
 
 def most_of(table: Table, most_rows: int) -> int:

@@ -102,9 +102,3 @@ def split_all_to_all_gemm(
 def handle_of(comm: Communicator, most_rows: int, depth: int, dtype: torch.dtype) -> SplitAllToAllGemm:
     """What :func:`split_all_to_all_gemm` keeps for a shape, made by all ranks together where it is new."""
     return kept(comm, (NAME, most_rows, depth, dtype), lambda: SplitAllToAllGemm(comm, most_rows, depth, dtype))
-
-
-def has_routing(comm: Communicator, most_rows: int, depth: int, dtype: torch.dtype, table: Table, pieces: int) -> bool:
-    """Whether a graph can hold a call with such counts: the ranks have made it before."""
-    handle: SplitAllToAllGemm | None = comm.kept.get((NAME, most_rows, depth, dtype))
-    return handle is not None and handle.routings.suit_graphs(table, pieces)

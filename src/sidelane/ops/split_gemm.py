@@ -155,14 +155,6 @@ def handle_of(comm: Communicator, most_rows: int, columns: int, dtype: torch.dty
     return kept(comm, (NAME, most_rows, columns, dtype), lambda: SplitGemmAllToAll(comm, most_rows, columns, dtype))
 
 
-def has_routing(
-    comm: Communicator, most_rows: int, columns: int, dtype: torch.dtype, table: Table, pieces: int
-) -> bool:
-    """Whether a graph can hold a call with such counts: the ranks have made it before."""
-    handle: SplitGemmAllToAll | None = comm.kept.get((NAME, most_rows, columns, dtype))
-    return handle is not None and handle.routings.suit_graphs(table, pieces)
-
-
 def _for_the_library(matrix: torch.Tensor) -> torch.Tensor:
     """One that the library's GEMM reads as it lies, without a copy that has to be allocated."""
     (rows, columns), (down, across) = matrix.shape, matrix.stride()

@@ -15,6 +15,8 @@ from sidelane.bench.fused.routed_cases import ON_DEVICE, ON_HOST, PIECES, by_exp
 from sidelane.bench.fused.shapes import EVENLY, EXPERTS, HALF, by_top_k, evenly, half_for_one
 from sidelane.choice.fused import FUSED, SPLIT, UNFUSED
 from sidelane.collectives import Communicator
+from sidelane.ops.auto import AUTO
+from sidelane.ops.operands import Counts
 
 AS_ROWS_COME = "rows as they come"
 
@@ -60,8 +62,8 @@ def gemm(comm: Communicator, rows: int, depth: int, columns: int, *, routing: st
     def whole(from_rows: torch.Tensor) -> torch.Tensor:
         return torch.mm(from_rows, weight[0].T, out=y)
 
-    def call(by: object, **options: str) -> torch.Tensor:
-        found = ops.all_to_all_gemm(comm, x, given, by, most_rows=rows, **options)  # type: ignore[arg-type]
+    def call(by: Counts, *, method: str = AUTO) -> torch.Tensor:
+        found = ops.all_to_all_gemm(comm, x, given, by, most_rows=rows, method=method)
         return found[:came]
 
     def split(pieces: int) -> torch.Tensor:
@@ -78,9 +80,13 @@ def gemm(comm: Communicator, rows: int, depth: int, columns: int, *, routing: st
         if device.type == "cuda":
             ways["grouped mm"] = grouped_by(weight, parts)
     unfused: dict[tuple[str, str], Run] = {}
+
+    def behind(moved: Run, product: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        return product(moved())
+
     for name, product in ways.items():
-        unfused[NCCL, f"process group, {name}"] = lambda product=product: product(through_group())  # type: ignore[misc]
-        unfused[OWN, f"sidelane, {name}"] = lambda product=product: product(through_ours())  # type: ignore[misc]
+        unfused[NCCL, f"process group, {name}"] = functools.partial(behind, through_group, product)
+        unfused[OWN, f"sidelane, {name}"] = functools.partial(behind, through_ours, product)
     fused: dict[str, Run] = {AS_ROWS_COME: functools.partial(call, table, method=FUSED)}
     sizes, lacks = (rows, depth, columns), (SPLIT, UNFUSED) if has_experts else (SPLIT,)
     auto = {ON_DEVICE: Auto(functools.partial(call, table), sizes, lacks)}

@@ -168,10 +168,14 @@ def embedding(comm: Communicator, batch: int, tables: int, pooling: int) -> Case
         return ops.embedding_all_to_all(comm, some, indices, offsets, method=method, **options)  # type: ignore[arg-type]
 
     by_programs: dict[str, Run] = {}
+
+    def by_handle(handle: ops.EmbeddingAllToAll) -> torch.Tensor:
+        return handle(lists.by_table().view(-1), offsets)
+
     if (batch, tables, pooling) in SWEPT:
         for count in programs_swept(dim, dtype, on_cpu=on_cpu):
             handle = ops.EmbeddingAllToAll(comm, some, batch, per_unit=count)
-            by_programs[with_programs(count)] = lambda handle=handle: handle(lists.by_table().view(-1), offsets)  # type: ignore[misc]
+            by_programs[with_programs(count)] = functools.partial(by_handle, handle)
 
     def expected() -> torch.Tensor:
         wide = torch.empty(n, tables, part, dim, dtype=torch.float64, device=device)

@@ -51,7 +51,7 @@ def _first_calls(rank: Rank, meter: Meter, groups: Groups, name: str, cases: Seq
             plain_call(operation, made[0], buffers, EAGER)()
 
     took_us = _slowest(rank, meter, f"first calls of {name}", use)
-    held = made[0].communicator(rank.device).memory() if name == SIDELANE else None  # type: ignore[attr-defined]
+    held = groups.communicator_of(made[0]).memory() if name == SIDELANE else None
     dist.destroy_process_group(made[0])
     return _row(FIRST_CALLS, str(cases[0].dtype).removeprefix("torch."), name, took_us, held)
 

@@ -13,9 +13,11 @@ from sidelane import config as settings
 from sidelane.bench.candidates.reference import Case
 from sidelane.bench.results.rows.groups import ASYNC, LEARNED, OPERATIONS, ORDINARY, POOLED
 from sidelane.bench.running.launch import Rank
+from sidelane.collectives import Communicator
 from sidelane.collectives.pools import pool
 from sidelane.integrations.ledger import SIDELANE
 from sidelane.integrations.ledger import report as report_of_groups
+from sidelane.integrations.process_group import SidelaneGroup
 from sidelane.integrations.registration import register
 from sidelane.program.collective import Kind
 
@@ -122,7 +124,7 @@ class Groups:
             self._made[key] = made = self.make(implementation)
             if implementation == SIDELANE:
                 with settings.override(self._settings[LEARNED if learns else ORDINARY]):
-                    made.communicator(self._rank.device)  # type: ignore[attr-defined]
+                    self.communicator_of(made)
         return Way(implementation, tensors, self._made[key], self._in_pool() if tensors == POOLED else None)
 
     def make(self, implementation: str) -> dist.ProcessGroup:
@@ -136,6 +138,11 @@ class Groups:
         assert isinstance(made, dist.ProcessGroup)
         return made
 
+    def communicator_of(self, group: dist.ProcessGroup) -> Communicator:
+        """What makes the calls of one of Sidelane's groups. Collective where it is new."""
+        assert isinstance(group, SidelaneGroup)
+        return group.communicator(self._rank.device)
+
     def close(self) -> None:
         """Destroy them."""
         self._pooled.clear()
@@ -146,8 +153,7 @@ class Groups:
     def _in_pool(self) -> Buffers:
         if not self._pooled:
             room = sum(nbytes + PIECE_BYTES for nbytes in self._room)
-            communicator = self._made[SIDELANE].communicator(self._rank.device)  # type: ignore[attr-defined]
-            with pool(communicator, room):
+            with pool(self.communicator_of(self._made[SIDELANE]), room):
                 self._pooled.append(Buffers.of(*self._room, self._rank.device))
         return self._pooled[0]
 

@@ -68,7 +68,8 @@ def _given(known: Isolated, where: str, directory: Path) -> Picture | None:
     curves = [curve for curve in known.collectives if curve.slowdown()]
     if not curves:
         return None
-    kinds, movers = (list(dict.fromkeys(names)) for names in zip(*((c.collective, c.implementation) for c in curves)))  # noqa: B905
+    kinds = list(dict.fromkeys(curve.collective for curve in curves))
+    movers = list(dict.fromkeys(curve.implementation for curve in curves))
     sizes = sorted({curve.nbytes for curve in curves})
     figure, panels = _figure(len(movers), len(kinds))
     for row, mover in zip(panels, movers, strict=True):
