@@ -50,10 +50,6 @@ def back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> int:
                 x = x.T.contiguous().T if number % 3 == 1 else x.repeat_interleave(2, 1)[:, ::2]
             by_engines = ops.split_gemm_all_to_all(comm, x, weight, counts, most_rows=70 * n, pieces=1 + number % 3)
             kept.append((by_engines[: len(expected)].clone(), expected))
-            handle, routed = handle_of(comm, 70 * n, columns, dtype), tuple(map(tuple, counts))
-            routing = handle.routings.of(routed, 1 + number % 3, in_graphs=True)
-            by_engines = handle.part_by_part(x, weight, routed, 1 + number % 3, routing)
-            kept.append((by_engines[: len(expected)].clone(), expected))
             if number < 2:  # as they are, and back
                 x = xs[rank].to(device)
                 rows = [part[sum(row[:rank]) : sum(row[: rank + 1])] for part, row in zip(xs, counts, strict=True)]
@@ -206,22 +202,22 @@ def told(call: Callable[..., Any], word: str, ways: list[str]) -> Callable[..., 
 
 
 def routings_that_are_kept(group: dist.ProcessGroup) -> tuple[bool, bool, int, bool, bool]:
-    """Of counts that came once, and twice, whether a graph can hold them; then, with one that a graph holds, how many
-    of twelve others are kept, whether that one is, and whether it still is right."""
+    """Of new counts, and of counts that came once, whether a graph can hold them; then, with one that a graph holds,
+    how many of twelve others are kept, whether that one is, and whether it still is right."""
     with communicator(group) as comm:
         n, x, weight = comm.world_size, torch.ones(40, 8, device=comm.device), torch.eye(8, device=comm.device)
         tables = [tuple((rows,) * n for _ in range(n)) for rows in range(1, 14)]
         first, most = tables[0], 16 * n
         handle, known = handle_of(comm, most, 8, x.dtype), []
         for _ in range(2):
-            ops.split_gemm_all_to_all(comm, x, weight, first, most_rows=most)
             known.append(suit_graphs(comm, (SPLIT_NAME, most, 8, x.dtype), first, DEFAULT_PIECES))
+            ops.split_gemm_all_to_all(comm, x, weight, first, most_rows=most)
         held = handle.routings.of(first, DEFAULT_PIECES)
         held.in_a_graph = True  # as a capture does
         for table in tables[1:]:
             ops.split_gemm_all_to_all(comm, x, weight, table, most_rows=most)
         handle._output.zero_()
-        result = handle.part_by_part(x, weight, first, DEFAULT_PIECES, held)[: sum(row[comm.rank] for row in first)]
+        result = handle(x, weight, first, DEFAULT_PIECES)[: sum(row[comm.rank] for row in first)]
         comm.synchronize()
         left = len(handle.routings.known) - 1
         return known[0], known[1], left, (first, DEFAULT_PIECES) in handle.routings.known, bool((result == 1).all())

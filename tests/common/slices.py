@@ -56,6 +56,75 @@ def gathered(group: dist.ProcessGroup, seed: int, calls: int) -> None:
         comm.barrier()
 
 
+def in_graphs(group: dist.ProcessGroup, seed: int, replays: int) -> list[str]:
+    """Two calls in a graph, triggers in any order, replayed with new data between eager calls; what is refused there."""
+    draw, told = random.Random(seed), []
+    with Communicator(group, device=torch.get_default_device(), config=Config(timeout_s=30)) as comm:
+        n, rank = comm.world_size, comm.rank
+        slices, nbytes = draw.choice(((1, 40), (3, 1000), (5, 64), (4, 1 << 20)))
+        shard, base = torch.zeros(slices, nbytes, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
+        output = comm.empty(n, slices * nbytes, dtype=torch.uint8)
+        copies = [torch.empty_like(output) for _ in range(2)]
+        with comm.load(sliced_gather(n, slices, nbytes), {"shard": shard, "output": output}) as run:
+
+            def call(copy: torch.Tensor, step: int) -> None:
+                work = run(async_op=True)
+                for number in random.Random(10 * rank + step).sample(range(slices), slices):
+                    torch.add((base + 5 * rank + number + step).expand(nbytes), 0, out=shard[number])
+                    run.trigger(number)
+                assert work is not None
+                work.wait()
+                copy.copy_(output)
+
+            def check(first: int) -> None:
+                for step, copy in enumerate(copies):
+                    found = copy.view(n, slices, nbytes)
+                    wanted = torch.arange(n)[:, None] * 5 + torch.arange(slices) + step + first
+                    assert found.eq(wanted.to(torch.uint8)[:, :, None]).all(), (first, step)
+
+            stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+            with torch.cuda.stream(stream):
+                call(copies[0], 0)
+                call(copies[1], 1)
+                check(0)
+                comm.barrier()
+                comm.synchronize()
+            with torch.cuda.graph(graph, stream=stream):
+                call(copies[0], 0)
+                work = run(async_op=True)
+                for wrong in (run.trigger_from_host, run.trigger_by_kernel, lambda number: work.wait()):
+                    try:
+                        wrong(0)
+                    except (RuntimeError, ValueError) as error:
+                        told.append(str(error))
+                for number in range(slices):
+                    torch.add((base + 5 * rank + number + 1).expand(nbytes), 0, out=shard[number])
+                    run.trigger(number)
+                work.wait()
+                copies[1].copy_(output)
+            for replay in range(replays):
+                with torch.cuda.stream(stream):
+                    first = (7 * replay) % 100
+                    base.fill_(first)
+                    for copy in copies:
+                        copy.zero_()
+                    if draw.random() < 0.3:
+                        call(copies[0], 0)
+                    else:
+                        graph.replay()
+                    if draw.random() < 0.3:
+                        call(copies[1], 1)
+                        call(copies[0], 0)
+                    else:
+                        graph.replay()
+                    check(first)
+            stream.synchronize()
+            comm.barrier()
+            comm.synchronize()
+            del graph
+    return told
+
+
 def misused(group: dist.ProcessGroup) -> list[str]:
     """What callers are told who fire in the wrong way; the call ends well all the same."""
     told: list[str] = []

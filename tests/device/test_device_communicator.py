@@ -71,6 +71,14 @@ def test_slices_go_as_they_come(ranks: Ranks, seed: int) -> None:
     ranks.run(CASES + "in_slices", "gathered", seed, 200, timeout_s=120)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_slices_in_graphs(ranks: Ranks, seed: int) -> None:
+    for told in ranks.run(CASES + "in_slices", "in_graphs", seed, 60, timeout_s=120):
+        assert len(told) == 3
+        assert "trigger_from_host" in told[0] and "trigger_by_kernel" in told[1]
+        assert "not fired in this capture" in told[2]
+
+
 def test_triggers_that_are_fired_in_the_wrong_way(ranks: Ranks) -> None:
     for told in ranks.run(CASES + "in_slices", "misused"):
         assert len(told) == 6 and "nothing" not in told, told

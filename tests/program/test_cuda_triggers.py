@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from cuda_world import World, world_of
-from fake_driver import LEGACY
+from fake_driver import LEGACY, FakeDriver
 from sliced import sliced_gather
 
 from sidelane.collectives.backend_cuda import CudaBackend
@@ -18,8 +19,10 @@ from sidelane.execute.base import Addresses
 from sidelane.execute.cuda import CudaProgram
 from sidelane.execute.cuda.held import require_free_channel
 from sidelane.execute.cuda.order import _triggers, submission_order
-from sidelane.program.ir import Flag, Program
-from sidelane.program.transform.triggers import triggers_of, without_callers
+from sidelane.program.ir import Flag, Program, has_epochs
+from sidelane.program.transform import freeze
+from sidelane.program.transform.triggers import firing_only, triggers_of, without_callers
+from sidelane.program.verify import verify
 
 
 class Sliced:
@@ -34,7 +37,7 @@ class Sliced:
         }
         buffers = {place: array.ctypes.data for place, array in self.memory.items()}
         flags = tuple(flags.ctypes.data for flags in world.flags)
-        runs = without_callers(program)
+        runs = without_callers(program) if has_epochs(program) else program
         self.ranks: list[CudaProgram] = [executor.load(runs, Addresses(buffers, flags)) for executor in world.executors]
         self.aside = [driver.create_stream() for driver in world.drivers]
         self.triggers = [
@@ -44,7 +47,7 @@ class Sliced:
                     [(flags[rank] + 4 * s.flag.index, s.value) for s in signals],
                     self.ranks[rank],
                 )
-                for signals in triggers_of(program, rank)
+                for signals in (triggers_of(program, rank) if has_epochs(program) else ())
             ]
             for rank, executor in enumerate(world.executors)
         ]
@@ -138,6 +141,59 @@ def test_a_capture_cannot_fire() -> None:
             sliced.triggers[0][0].fire(epoch, (world.streams[0].cuda_stream, True))
         sliced.triggers[0][0].fire_from_host(epoch)
         world.synchronize()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_in_a_graph_triggers_are_dependencies(seed: int) -> None:
+    """Slices leave behind the caller's work that computes them, in every replay, whatever order triggers are fired in;
+    and no rank writes where a peer has not yet read what came before.
+    """
+    draw = random.Random(seed)
+    ranks, slices, nbytes = draw.randrange(1, 4), draw.randrange(1, 5), draw.choice((8, 40))
+    channels = draw.choice((None, 1))
+    program = freeze(sliced_gather(ranks, slices, nbytes))
+    verify(program)
+    with world_of(ranks, channels=channels) as world:
+        sliced = Sliced(world, firing_only(program))
+        call, found, graphs = [0], [], []
+        for rank, loaded in enumerate(sliced.ranks):
+            driver, own, aside = world.drivers[rank], world.streams[rank].cuda_stream, sliced.aside[rank]
+            assert loaded.marks == slices
+            driver.begin_capture()
+            fork, join = driver.create_event(), driver.create_event()
+            driver.submit([driver.bind_record(fork, own), driver.bind_wait(fork, aside)])
+            order = list(range(slices))
+            draw.shuffle(order)
+            for number in order:
+                tile = sliced.memory[rank, "shard"][number * nbytes :][:nbytes]
+                driver.submit([(computing(driver, own, tile, call, 7 * rank + number), ())])
+                loaded.mark(number, own)
+            loaded.run(0, (aside, True))
+            driver.submit([driver.bind_record(join, aside), driver.bind_wait(join, own)])
+            output = sliced.memory[rank, "output"]
+            reading = reads(driver, own, output.reshape(ranks, slices, nbytes)[:, :, -1], found)
+            driver.submit([(reading, ())])
+            graphs.append(driver.end_capture())
+        for call[0] in range(5):
+            for driver, graph in zip(world.drivers, graphs, strict=True):
+                driver.replay(graph)
+            for driver in world.drivers:
+                driver.synchronize()
+            expected = [[40 * call[0] + 7 * peer + number for number in range(slices)] for peer in range(ranks)]
+            assert found == [expected] * ranks, call
+            found.clear()
+
+
+def computing(driver: FakeDriver, stream: int, tile: np.ndarray, call: list[int], number: int) -> Callable[[], None]:
+    def compute() -> None:
+        time.sleep(2e-3)  # a copy that does not wait takes what was there
+        tile.fill(40 * call[0] + number)
+
+    return lambda: driver.do(stream, compute)
+
+
+def reads(driver: FakeDriver, stream: int, output: np.ndarray, found: list[object]) -> Callable[[], None]:
+    return lambda: driver.do(stream, lambda: found.append(output.tolist()))
 
 
 def test_a_channel_is_left_for_triggers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import pytest
 from sidelane.errors import ProgramError
 from sidelane.program.ir import Command, Copy, EngineKind, Program, Signal, Wait
 from sidelane.program.pieces import going, numbers_of, part_program, rows_of, split_program, turn_program
+from sidelane.program.transform import freeze
 from sidelane.program.transform.triggers import triggers_of
 from sidelane.program.verify import verify
 
@@ -22,6 +23,7 @@ TABLES = ([[3]], [[2, 3], [1, 0]], [[0, 5, 1], [2, 2, 0], [0, 1, 4]], [[2] * 4] 
 def test_it_is_proved(table: list[list[int]], pieces: int) -> None:
     program = split_program(table, pieces, 8, 20)
     verify(program)
+    verify(freeze(program))  # that of graphs
     for rank, row in enumerate(table):
         parts = going(table, rank, pieces)
         assert len(triggers_of(program, rank)) == len(parts)
@@ -52,8 +54,9 @@ def test_mistakes_are_refused(mistake: str) -> None:
     right = split_program(table, pieces, 8, 20)
     most, n = (len(table) - 1) * pieces, len(table)
     is_wrong: Callable[[Command, int, int], bool] = MISTAKES[mistake]
-    with pytest.raises(ProgramError):
-        verify(without(right, lambda command: is_wrong(command, most, n)))
+    for form in (right, freeze(right)):
+        with pytest.raises(ProgramError):
+            verify(without(form, lambda command: is_wrong(command, most, n)))
 
 
 def test_a_part_that_is_left_out_is_refused() -> None:

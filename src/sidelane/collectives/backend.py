@@ -68,6 +68,14 @@ class Trigger(Protocol):
         ...
 
 
+class Marked(Protocol):
+    """A program with triggers on its way into a graph, of which each is a dependency."""
+
+    def mark(self, number: int, place: Place) -> None:
+        """Let what waits for a trigger follow the caller's work so far."""
+        ...
+
+
 class Spread(Protocol):
     """A second mapping of a symmetric block. It goes with its last reference."""
 

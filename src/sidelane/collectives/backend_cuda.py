@@ -126,11 +126,13 @@ class CudaBackend:
         aside = (int(stream.cuda_stream), place[1])
         self.executor.order(place[0], aside[0])
         self._order_after_last(aside)
-        loaded.run(epoch, aside)
         for tensor in tensors:
             if tensor is not None:
                 # The caching allocator must not hand out these bytes again while the other stream uses them.
                 tensor.record_stream(stream)
+        if isinstance(loaded, CudaProgram) and loaded.marks:
+            return CudaMarkedWork(self, stream, loaded)
+        loaded.run(epoch, aside)
         return CudaWork(self, stream)
 
     def synchronize(self) -> None:
@@ -293,3 +295,32 @@ class CudaWork(Work):
         with torch.cuda.stream(side):
             future.set_result(list(self.outputs))  # it remembers this stream, and lets those of callbacks wait for it
         return future
+
+
+class CudaMarkedWork(CudaWork):
+    """A program that callers release in slices, on its way into a graph. Where each trigger would be fired, the
+    caller's stream gets a mark; behind the last one, the program is captured, whose copies depend on the marks.
+
+    Args:
+        backend: of the communicator.
+        stream: where it goes.
+        loaded: the program.
+    """
+
+    def __init__(self, backend: CudaBackend, stream: torch.cuda.Stream, loaded: CudaProgram) -> None:
+        super().__init__(backend, stream)
+        self._stream, self._loaded = stream, loaded
+        self._unmarked = set(range(loaded.marks))
+
+    def mark(self, number: int, place: Place) -> None:
+        """Let what waits for a trigger follow the caller's work so far. Raises DriverError."""
+        self._loaded.mark(number, place[0])
+        self._unmarked.discard(number)
+        if not self._unmarked:
+            self._loaded.run(0, (int(self._stream.cuda_stream), True))
+            self._event.record(self._stream)
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        if self._unmarked:
+            raise RuntimeError(f"wait: triggers that were not fired in this capture (value={sorted(self._unmarked)})")
+        return super().wait(timeout)

@@ -6,24 +6,26 @@ import contextlib
 import dataclasses
 from collections.abc import Mapping, Set
 from types import TracebackType
+from typing import cast
 
 import torch
 
 from sidelane.choice import Candidate, Choice
 from sidelane.choice.candidate import DMA, GRAPH
+from sidelane.collectives.backend import Marked
 from sidelane.collectives.call_path import CallPath
 from sidelane.collectives.calls import Calls
 from sidelane.collectives.entry import entry
 from sidelane.collectives.named import NamedBuffers
 from sidelane.collectives.prepare import Prepared, Preparer
 from sidelane.collectives.work import Work
-from sidelane.errors import PeerError, SidelaneError, UnavailableError
-from sidelane.execute.base import Addresses
+from sidelane.errors import PeerError, ProgramError, SidelaneError, UnavailableError
+from sidelane.execute.base import Addresses, Place
 from sidelane.memory.base import SymmetricBlock
 from sidelane.program.collective import Buffer
 from sidelane.program.ir import EngineKind, Move, Program, Signal, SignalOp, Value, describe, has_epochs
 from sidelane.program.transform import freeze, lower
-from sidelane.program.transform.triggers import triggers_of, without_callers
+from sidelane.program.transform.triggers import firing_only, triggers_of, without_callers
 from sidelane.program.verify import verify
 from sidelane.program.words import WORD_BYTES, WORD_MASK, as_int32
 
@@ -41,6 +43,7 @@ class BoundProgram:
 
     A program whose callers have a part in it (``sidelane.program.transform.triggers``) is started ahead, by
     ``async_op=True``. Each :meth:`trigger` lets go on what waits for it; behind the last, the ``Work`` is waited for.
+    In a graph, where no value of one call can be written, a trigger is a dependency on the caller's work so far.
 
     Attributes:
         program: what runs.
@@ -73,7 +76,9 @@ class BoundProgram:
         self.triggers = len(self._triggers)
         self._epoch = 0
         self._unfired: set[int] = set()
-        self._work: Work | None = None
+        self._work: Work | None = None  # the last one outside of graphs, of a program with triggers
+        self._captured_work: Work | None = None
+        self._capture = 0  # that the call went into whose triggers are fired
 
     def __str__(self) -> str:
         return f"{self.program.collective} {self.program.variant}"
@@ -99,7 +104,7 @@ class BoundProgram:
             if self._block is None:
                 raise RuntimeError(f"a call of {self}, which was closed")
             if self.triggers:
-                self._check_triggers(async_op)
+                self._check_triggers(async_op, place)
             prepared = self._prepared[region]
             if prepared is None:
                 prepared = self._prepared[region] = self._prepare(self._forms.for_a_graph(), _CAPTURED)
@@ -109,7 +114,11 @@ class BoundProgram:
             calls.agree(call)
         work = calls.run(prepared, call, async_op, tuple(self._buffers.tensors.values()), self._written, place)
         if self.triggers:
-            self._epoch, self._unfired, self._work = call, set(range(self.triggers)), work
+            self._epoch, self._unfired = call, set(range(self.triggers))
+            if place[1]:
+                self._captured_work = work
+            else:
+                self._work = work
         return work
 
     def trigger(self, number: int) -> None:
@@ -120,18 +129,27 @@ class BoundProgram:
 
         Raises:
             RuntimeError: no call is under way, or it has been fired in this one.
-            ValueError: there is no such trigger, or a graph is captured.
+            ValueError: there is no such trigger, or a graph is captured that the call is not in.
             PeerError, PeerTimeoutError: a peer failed.
         """
         self._check_number("trigger", number)
-        place = self._calls.backend.place()
+        backend = self._calls.backend
+        place = backend.place()
+        capture = backend.capture_of(place) if place[1] else 0
+        if capture != self._capture:
+            inside, outside = "inside of the graph that has the call", "outside of graphs, as the call"
+            raise ValueError(f"trigger: {number} of {self} (allowed={inside if self._capture else outside})")
         with self._calls.failing_for_good():
-            self._triggers[number].fire(self._epoch, place)
+            if capture:
+                cast(Marked, self._captured_work).mark(number, place)
+            else:
+                self._triggers[number].fire(self._epoch, place)
         self._unfired.discard(number)
 
     def trigger_from_host(self, number: int) -> None:
         """As :meth:`trigger`, but at once: not behind the caller's work, which must have ended as far as it matters."""
         self._check_number("trigger_from_host", number)
+        self._refuse_graphs("trigger_from_host")
         with self._calls.failing_for_good():
             self._triggers[number].fire_from_host(self._epoch)
         self._unfired.discard(number)
@@ -142,6 +160,7 @@ class BoundProgram:
         Triton's interpreter runs the kernel, in this process. Raises as :meth:`trigger`.
         """
         self._check_number("trigger_by_kernel", number)
+        self._refuse_graphs("trigger_by_kernel")
         self._unfired.discard(number)
         return tuple((address, value.at(self._epoch) & WORD_MASK) for address, value in self._words[number])
 
@@ -166,6 +185,8 @@ class BoundProgram:
                 self._calls.backend.synchronize()  # threads of CPU ranks look at its flags until they have heard of it
         elif not self._calls.closed:
             with self._calls.failing_for_good():
+                if self._capture:  # whose graph this rank has left without the program
+                    self._unfired.clear()
                 for number in sorted(self._unfired):  # streams that wait cannot be called back
                     self._triggers[number].fire_from_host(self._epoch)
                 self._calls.backend.synchronize()
@@ -173,7 +194,7 @@ class BoundProgram:
                     self._work.wait()
         self._preparer.own_programs.discard(self)
         self._prepared, self._block, self._written = [None, None], None, ()
-        self._triggers, self._work = [], None
+        self._triggers, self._work, self._captured_work = [], None, None
         self._unfired.clear()
         self._buffers = dataclasses.replace(self._buffers, tensors={}, regions={})
 
@@ -197,13 +218,20 @@ class BoundProgram:
         with contextlib.suppress(SidelaneError):  # the first error is the one to see
             self.close()
 
-    def _check_triggers(self, async_op: bool) -> None:
-        if self._unfired:
+    def _check_triggers(self, async_op: bool, place: Place) -> None:
+        capture = self._calls.backend.capture_of(place) if place[1] else 0
+        if self._unfired and self._capture in (0, capture):
             raise RuntimeError(f"a call of {self}, which waits for its triggers {sorted(self._unfired)}")
         if not async_op:
             raise ValueError(f"a call of {self}, which has triggers to be fired meanwhile (allowed=async_op=True)")
-        if self._work is not None:
-            self._work.wait()  # what is computed for this call goes where the last one has read
+        before = self._work if not capture else self._captured_work if capture == self._capture else None
+        if before is not None:
+            before.wait()  # what is computed for this call goes where that one has read
+        self._capture = capture
+
+    def _refuse_graphs(self, method: str) -> None:
+        if self._capture:
+            raise ValueError(f"{method}: {self} in a graph, which would repeat what one call stores (allowed=trigger)")
 
     def _check_number(self, method: str, number: int) -> None:
         if not 0 <= number < self.triggers:
@@ -225,15 +253,19 @@ class Forms:
 
     Attributes:
         eager: outside of captures, without what callers do themselves.
-        captured: within; None where it has none.
+        captured: within; None where it has none, or where that is found out in a capture.
         problem: why not.
         triggers: what each trigger of this rank signals.
+        with_callers: a program with triggers, from which a capture makes what it needs.
+        proves: whether to prove that.
     """
 
     eager: Program
     captured: Program | None
     problem: str = ""
     triggers: tuple[tuple[Signal, ...], ...] = ()
+    with_callers: Program | None = None
+    proves: bool = True
 
     @staticmethod
     def of(program: Program, rank: int, capabilities: Set[type[Move]], *, proves: bool, captures: bool) -> Forms:
@@ -261,7 +293,10 @@ class Forms:
         if proves and eager is not program:
             verify(eager)
         if not program.prelaunched and any(queue.engine.kind is EngineKind.CALLER for queue in eager.queues):
-            return Forms(without_callers(eager), None, "a graph would repeat the triggers of one call", triggers)
+            runs = without_callers(eager)
+            if not captures:
+                return Forms(runs, None, "there are no graphs", triggers)
+            return Forms(runs, None, "", triggers, eager, proves)  # programs of one routing are rarely captured
         if not captures or not has_epochs(eager):
             return Forms(eager, eager)
         try:
@@ -274,9 +309,18 @@ class Forms:
 
     def for_a_graph(self) -> Program:
         """What is captured. Raises UnavailableError if nothing can be."""
-        if self.captured is None:
-            raise UnavailableError(f"{self.eager.collective} {self.eager.variant} cannot be captured: {self.problem}")
-        return self.captured
+        if self.captured is not None:
+            return self.captured
+        problem = self.problem
+        if self.with_callers is not None:
+            try:
+                frozen = freeze(self.with_callers)
+                if self.proves:
+                    verify(frozen)
+                return firing_only(frozen)
+            except (ValueError, ProgramError) as error:
+                problem = str(error)
+        raise UnavailableError(f"{self.eager.collective} {self.eager.variant} cannot be captured: {problem}")
 
 
 def bind_program(path: CallPath, program: Program, buffers: Mapping[str, torch.Tensor]) -> BoundProgram:

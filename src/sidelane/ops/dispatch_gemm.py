@@ -202,7 +202,7 @@ def all_to_all_gemm(
     def both(pieces: int) -> None:
         handle()  # of a graph with other counts
         split = split_handle_of(comm, most_of(table, most_rows), depth, dtype)
-        split.routings.of(table, pieces or DEFAULT_PIECES, in_graphs=True)
+        split.routings.of(table, pieces or DEFAULT_PIECES)
 
     make: dict[str, Callable[[int], object]]
     make = {FUSED: handle, SPLIT: both, UNFUSED: lambda _: rows_handle(comm, most_rows, depth, dtype)}

@@ -234,7 +234,7 @@ def gemm_all_to_all(
         most_rows: that any rank gets, the same on all ranks and in all calls of a shape. What is beyond is left out.
         order: ``remote_first``: tiles for peers come first; ``oblivious``: tiles in the order of ranks.
         tiles: how the product is cut.
-        method: ``fused``; ``split``, that is :func:`split_gemm_all_to_all`, in graphs with counts that came twice;
+        method: ``fused``; ``split``, that is :func:`split_gemm_all_to_all`, in graphs with counts that a call had;
             ``unfused``, a product and :func:`all_to_all_rows`; or ``auto``: the fastest one (``ops.explain`` says
             which, and why), in a graph with other counts ``fused`` in place of ``split``.
 
@@ -258,7 +258,7 @@ def gemm_all_to_all(
     def both(pieces: int) -> None:
         handle()  # of a graph with other counts
         split = split_handle_of(comm, most_of(table, most_rows), columns, dtype)
-        split.routings.of(table, pieces or DEFAULT_PIECES, in_graphs=True)
+        split.routings.of(table, pieces or DEFAULT_PIECES)
 
     make: dict[str, Callable[[int], object]]
     make = {FUSED: handle, SPLIT: both, UNFUSED: lambda _: rows_handle(comm, most_rows, columns, dtype)}

@@ -25,19 +25,16 @@ class Routing:
     """Programs for one table and number of pieces.
 
     Attributes:
-        whole: all parts, each behind its trigger; None where nothing has triggers.
-        parts: each by itself, by its number (``program.pieces.numbers_of``); None until they are made.
-        in_a_graph: a graph holds the parts, so that they must stay.
+        programs: one of all parts, each behind its trigger; or one of each part (``program.pieces.numbers_of``).
+        in_a_graph: a graph holds them, so that they must stay.
     """
 
-    whole: BoundProgram | None
-    parts: dict[int, BoundProgram] | None = None
+    programs: tuple[BoundProgram, ...]
     in_a_graph: bool = False
 
     def close(self) -> None:
-        for program in (self.whole, *(self.parts or {}).values()):
-            if program is not None:
-                program.close()
+        for program in self.programs:
+            program.close()
 
 
 class Routings:
@@ -47,7 +44,7 @@ class Routings:
         comm: the ranks.
         sent: rows that leave, [most_rows, columns] in symmetric memory.
         output: where rows come, likewise.
-        triggers: all parts are one program, too, each of them behind a trigger.
+        triggers: all parts are one program, each of them behind a trigger.
     """
 
     def __init__(self, comm: Communicator, sent: torch.Tensor, output: torch.Tensor, *, triggers: bool) -> None:
@@ -55,40 +52,29 @@ class Routings:
         self._sizes = sent.shape[1] * sent.element_size(), sent.shape[0]
         self.known: dict[tuple[Table, int], Routing] = {}
 
-    def of(self, table: Table, pieces: int, *, in_graphs: bool = False) -> Routing:
-        """Programs for such counts, made by all ranks together where they are new. Those of graphs are made when counts
-        come a second time, since routing that changes with every call would make many for nothing; or when asked for.
-        """
+    def of(self, table: Table, pieces: int) -> Routing:
+        """Programs for such counts, made by all ranks together where they are new."""
         key = table, pieces
         found = self.known.pop(key, None)
-        again = found is not None
         if found is None:
-            whole = None
             if self._triggers:
-                whole = self._comm.load(split_program(table, pieces, *self._sizes), self._buffers)
-            found = Routing(whole)
+                programs = [split_program(table, pieces, *self._sizes)]
+            else:
+                numbers = numbers_of(table, pieces)
+                programs = [part_program(table, pieces, number, *self._sizes) for number in numbers]
+            found = Routing(tuple(self._comm.load(program, self._buffers) for program in programs))
             # What graphs hold stays with them.
             loose = [known for known, routing in self.known.items() if not routing.in_a_graph]
             if len(loose) >= MOST_TABLES:
                 self.known.pop(loose[0]).close()
         self.known[key] = found  # the latest comes last
-        if found.parts is None and (again or in_graphs):
-            found.parts = {
-                number: self._comm.load(part_program(table, pieces, number, *self._sizes), self._buffers)
-                for number in numbers_of(table, pieces)
-            }
         return found
-
-    def suit_graphs(self, table: Table, pieces: int) -> bool:
-        """Whether a graph can hold a call with such counts: the ranks have made what it needs."""
-        found = self.known.get((table, pieces))
-        return found is not None and found.parts is not None
 
 
 def suit_graphs(comm: Communicator, kept_as: Hashable, table: Table, pieces: int) -> bool:
-    """As :meth:`Routings.suit_graphs`, of what a communicator keeps; False where it has not been made."""
+    """Whether a graph can hold a call with such counts: the ranks have made what it needs."""
     handle = comm.kept.get(kept_as)
-    return handle is not None and handle.routings.suit_graphs(table, pieces)
+    return handle is not None and (table, pieces) in handle.routings.known
 
 
 def most_of(table: Table, most_rows: int) -> int:

@@ -7,8 +7,8 @@ first is there already::
     compute      rows that stay           | first half of 1 | second half of 1
     copy engine  first half | second half |
 
-Each part is a program of its own, that of a graph of ``split_gemm``, whose order parts have, too: turn t brings rows of
-the t-th rank in front of this one. All begin before anything is computed.
+Each part is a program of its own. They have the order of ``split_gemm``: turn t brings rows of the t-th rank in front
+of this one. All begin before anything is computed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from sidelane.collectives import Communicator
 from sidelane.ops.handle import is_captured, kept, telling_refusals
 from sidelane.ops.routings import DEFAULT_PIECES, Counts, Routings, Table, checked
-from sidelane.program.pieces import SPLIT_DISPATCH, rows_coming
+from sidelane.program.pieces import SPLIT_DISPATCH, numbers_of, rows_coming
 
 NAME = SPLIT_DISPATCH
 
@@ -42,17 +42,16 @@ class SplitAllToAllGemm:
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, table: Table, pieces: int) -> torch.Tensor:
         """Run it. Arguments, result and errors as of :func:`split_all_to_all_gemm`."""
         rank = self.comm.rank
-        routing = self.routings.of(table, pieces, in_graphs=True)
-        assert routing.parts is not None
+        routing = self.routings.of(table, pieces)
         routing.in_a_graph |= is_captured(self.comm)
         output = x.new_empty(self._most_rows, weight.shape[0])
         first, place = sum(table[rank][:rank]), sum(row[rank] for row in table[:rank])
         stays = table[rank][rank]
         for rows in (slice(0, first), slice(first + stays, sum(table[rank]))):
             self._sent[rows] = x[rows]
-        under_way = [program(async_op=True) for program in routing.parts.values()]
+        under_way = [program(async_op=True) for program in routing.programs]
         torch.mm(x[first : first + stays], weight.t(), out=output[place : place + stays])
-        for number, work in zip(routing.parts, under_way, strict=True):
+        for number, work in zip(numbers_of(table, pieces), under_way, strict=True):
             assert work is not None
             work.wait()
             came = rows_coming(table, rank, pieces, number)

@@ -10,12 +10,8 @@ Two ranks, two pieces; the rows that stay come last, and are computed where they
     copy engine                         | first half -> 1 | second half -> 1
 
 All copies are one program, which waits with the engines from the begin on; each part that is finished releases its own
-(``sidelane.program.transform.triggers``). Turn t takes the rows for the t-th rank behind this one, so that every rank
-sends to one and receives from one other.
-
-In a graph nobody fires triggers. There each part is a program of its own, captured behind what computes it, next to
-what computes the following one. That takes a handshake a part, which the computation hides, and many launches, which a
-graph does not have.
+(``sidelane.program.transform.triggers``), in a graph as a dependency of its copy. Turn t takes the rows for the t-th
+rank behind this one, so that every rank sends to one and receives from one other.
 """
 
 from __future__ import annotations
@@ -26,8 +22,8 @@ import torch
 
 from sidelane.collectives import Communicator
 from sidelane.ops.handle import is_captured, kept, telling_refusals
-from sidelane.ops.routings import DEFAULT_PIECES, Counts, Routing, Routings, Table, checked
-from sidelane.program.pieces import SPLIT_GEMM, going, rows_of
+from sidelane.ops.routings import DEFAULT_PIECES, Counts, Routings, Table, checked
+from sidelane.program.pieces import SPLIT_GEMM, going
 
 NAME = SPLIT_GEMM
 
@@ -52,38 +48,20 @@ class SplitGemmAllToAll:
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, table: Table, pieces: int) -> torch.Tensor:
         """Run it. Arguments, result and errors as of :func:`split_gemm_all_to_all`."""
         captured = is_captured(self.comm)
-        routing = self.routings.of(table, pieces, in_graphs=captured)
+        routing = self.routings.of(table, pieces)
+        routing.in_a_graph |= captured
         x, weight = _for_the_library(x), _for_the_library(weight)
-        if captured:
-            routing.in_a_graph = True
-            return self.part_by_part(x, weight, table, pieces, routing)
         parts = going(table, self.comm.rank, pieces)
-        self._load(x, weight, parts)
-        assert routing.whole is not None
-        work = routing.whole(async_op=True)
+        if not captured:
+            self._load(x, weight, parts)
+        (program,) = routing.programs
+        work = program(async_op=True)
         for number, rows in enumerate(parts):
             torch.mm(x[rows], weight.t(), out=self._sent[rows])
-            routing.whole.trigger(number)
+            program.trigger(number)
         self._compute_what_stays(x, weight, table)
         assert work is not None
         work.wait()
-        return self._output
-
-    def part_by_part(
-        self, x: torch.Tensor, weight: torch.Tensor, table: Table, pieces: int, routing: Routing
-    ) -> torch.Tensor:
-        """The same without triggers, as graphs need it."""
-        assert routing.parts is not None
-        under_way = []
-        for number, program in routing.parts.items():
-            rows = rows_of(table, self.comm.rank, pieces, number)
-            if rows is not None:
-                torch.mm(x[rows], weight.t(), out=self._sent[rows])
-            under_way.append(program(async_op=True))
-        self._compute_what_stays(x, weight, table)
-        for work in under_way:
-            assert work is not None
-            work.wait()
         return self._output
 
     def _compute_what_stays(self, x: torch.Tensor, weight: torch.Tensor, table: Table) -> None:
@@ -123,7 +101,7 @@ def split_gemm_all_to_all(
     """``x @ weight.T`` whose rows go to the ranks that ``counts`` says, part by part. A call of the communicator.
 
     The first call of a shape allocates, and the first one with some counts proves and binds their program (some
-    milliseconds), with all ranks, the second one those that graphs need; those of eight are kept, and of graphs.
+    milliseconds), with all ranks; those of eight are kept, and of graphs.
 
     Args:
         comm: the ranks.
@@ -142,7 +120,7 @@ def split_gemm_all_to_all(
 
     Raises:
         ValueError, TypeError: wrong arguments; nothing has moved.
-        UnavailableError: inside of a capture: a new shape, or counts that have not come twice.
+        UnavailableError: inside of a capture: a new shape, or counts that no call before had.
         MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """
     with telling_refusals(comm, NAME):

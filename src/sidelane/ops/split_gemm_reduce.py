@@ -42,7 +42,7 @@ class SplitGemmReduce:
 
     def make(self, pieces: int) -> None:
         """All that a capture needs. Collective where it is new."""
-        self._moved.routings.of(self._table, pieces, in_graphs=True)
+        self._moved.routings.of(self._table, pieces)
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, pieces: int) -> torch.Tensor:
         """Run it. Arguments, result and errors as of :func:`split_gemm_reduce_scatter`."""

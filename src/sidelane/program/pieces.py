@@ -41,14 +41,16 @@ def split_program(table: Sequence[Sequence[int]], pieces: int, row_bytes: int, m
     def ready(rank: int, receiver: int) -> Flag:
         return Flag(rank, most + receiver)
 
-    def came(rank: int, number: int) -> Flag:
-        return Flag(rank, most + n + number)
+    def came(rank: int, source: int) -> Flag:
+        return Flag(rank, most + n + source)
 
     for rank in range(n):
         sources = [(rank - turn) % n for turn in range(1, n)]
         commands: list[Command] = [Signal(ready(source, rank), EPOCH) for source in sources if table[source][rank]]
         met: set[int] = set()
-        for trigger, (number, to, rows) in enumerate(_leaving(table, rank, pieces)):
+        leaving = _leaving(table, rank, pieces)
+        last = {to: number for number, to, _ in leaving}
+        for trigger, (number, to, rows) in enumerate(leaving):
             nbytes = (rows.stop - rows.start) * row_bytes
             sent = Span(rank, "sent", rows.start * row_bytes, nbytes)
             computed = Span(rank, "computed", rows.start * row_bytes, nbytes)
@@ -56,18 +58,17 @@ def split_program(table: Sequence[Sequence[int]], pieces: int, row_bytes: int, m
             if to not in met:
                 commands.append(Wait(ready(rank, to), EPOCH))
                 met.add(to)
-            commands += [Wait(Flag(rank, trigger), EPOCH), Copy(output, sent), Signal(came(to, number), EPOCH)]
+            commands += [Wait(Flag(rank, trigger), EPOCH), Copy(output, sent)]
+            if number == last[to]:
+                commands.append(Signal(came(to, rank), EPOCH))
             fires = (Copy(sent, computed), Signal(Flag(rank, trigger), EPOCH))
             queues.append(Queue(rank, Engine(EngineKind.CALLER, trigger), fires))
             results += [Result(sent, (computed,)), Result(output, (computed,))]
-        for source in sources:
-            commands += [
-                Wait(came(rank, number), EPOCH) for number, to, _ in _leaving(table, source, pieces) if to == rank
-            ]
+        commands += [Wait(came(rank, source), EPOCH) for source in sources if table[source][rank]]
         queues.append(Queue(rank, Engine(EngineKind.DMA), tuple(commands)))
     sizes = {name: [most_rows * row_bytes] * n for name in ("computed", "sent", "output")}
     contract = Contract.of(SPLIT_GEMM, sizes, results, computed=("computed",))
-    return Program(contract, "pieces", tuple(queues), (0,) * n, 2 * most + n)
+    return Program(contract, "pieces", tuple(queues), (0,) * n, most + 2 * n)
 
 
 def numbers_of(table: Sequence[Sequence[int]], pieces: int) -> list[int]:

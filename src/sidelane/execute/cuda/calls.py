@@ -175,6 +175,7 @@ class Plan:
         ahead: submitted before the collective is called (prelaunched programs; else empty).
         steps: submitted by the call.
         is_held: one trigger fires all that is ahead, which begins and ends on stream 1.
+        marks: of a graph: events that the caller records where each trigger would be fired, before these steps.
     """
 
     streams: int
@@ -183,6 +184,7 @@ class Plan:
     ahead: tuple[StreamCall, ...]
     steps: tuple[StreamCall, ...]
     is_held: bool = False
+    marks: tuple[tuple[int, ...], ...] = ()
 
     @property
     def held_streams(self) -> int:

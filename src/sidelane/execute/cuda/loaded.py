@@ -182,6 +182,21 @@ class CudaProgram:
         return Repetition(steps_of(calls), way.words, notes, failing, followers=following)
 
     @property
+    def marks(self) -> int:
+        """How many triggers a graph has instead as places of the caller's stream; each is marked before :meth:`run`."""
+        return len(self._bound.plan.marks)
+
+    def mark(self, number: int, stream: int) -> None:
+        """Let what waits for a trigger follow the work of ``stream`` so far, which is being captured.
+
+        Raises:
+            DriverError: the driver refused it.
+        """
+        frame, driver = self._bound.frame, self._executor.driver
+        with self._executor.lock, driver.current():
+            driver.submit([driver.bind_record(frame.events[event], stream) for event in frame.plan.marks[number]])
+
+    @property
     def held_streams(self) -> int:
         """How many streams triggers hold."""
         return self._bound.plan.held_streams

@@ -18,6 +18,21 @@ def without_callers(program: Program) -> Program:
     return program if len(queues) == len(program.queues) else dataclasses.replace(program, queues=queues)
 
 
+def firing_only(program: Program) -> Program:
+    """The program with what callers signal, but without what they compute: what a graph holds, in which signals that
+    stay on a rank are dependencies. The same object if callers have no part in it.
+    """
+    if without_callers(program) is program:
+        return program
+    queues = tuple(
+        dataclasses.replace(queue, commands=tuple(c for c in queue.commands if isinstance(c, Signal)))
+        if queue.engine.kind is EngineKind.CALLER
+        else queue
+        for queue in program.queues
+    )
+    return dataclasses.replace(program, queues=queues)
+
+
 def triggers_of(program: Program, rank: int) -> tuple[tuple[Signal, ...], ...]:
     """What each trigger of a rank signals, by its number.
 
