@@ -57,7 +57,7 @@ def gathered(group: dist.ProcessGroup, seed: int, calls: int) -> None:
 
 
 def in_graphs(group: dist.ProcessGroup, seed: int, replays: int) -> list[str]:
-    """Two calls in a graph, triggers in any order, replayed with new data between eager calls; what is refused there."""
+    """Two calls in a graph, triggers in any order, replayed with new data between eager ones; what is refused there."""
     draw, told = random.Random(seed), []
     with Communicator(group, device=torch.get_default_device(), config=Config(timeout_s=30)) as comm:
         n, rank = comm.world_size, comm.rank

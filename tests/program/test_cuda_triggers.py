@@ -20,8 +20,9 @@ from sidelane.execute.cuda import CudaProgram
 from sidelane.execute.cuda.held import require_free_channel
 from sidelane.execute.cuda.order import _triggers, submission_order
 from sidelane.program.ir import Flag, Program, has_epochs
+from sidelane.program.pieces import gathering_program, parts_of
 from sidelane.program.transform import freeze
-from sidelane.program.transform.triggers import firing_only, triggers_of, without_callers
+from sidelane.program.transform.triggers import arrivals_of, flags_of_callers, triggers_of, without_callers
 from sidelane.program.verify import verify
 
 
@@ -154,7 +155,7 @@ def test_in_a_graph_triggers_are_dependencies(seed: int) -> None:
     program = freeze(sliced_gather(ranks, slices, nbytes))
     verify(program)
     with world_of(ranks, channels=channels) as world:
-        sliced = Sliced(world, firing_only(program))
+        sliced = Sliced(world, flags_of_callers(program))
         call, found, graphs = [0], [], []
         for rank, loaded in enumerate(sliced.ranks):
             driver, own, aside = world.drivers[rank], world.streams[rank].cuda_stream, sliced.aside[rank]
@@ -182,6 +183,65 @@ def test_in_a_graph_triggers_are_dependencies(seed: int) -> None:
             expected = [[40 * call[0] + 7 * peer + number for number in range(slices)] for peer in range(ranks)]
             assert found == [expected] * ranks, call
             found.clear()
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("captured", [False, True])
+def test_what_has_arrived_is_read_while_the_rest_travels(seed: int, captured: bool) -> None:
+    draw = random.Random(seed)
+    ranks, pieces, rows = draw.randrange(1, 4), draw.randrange(1, 4), draw.randrange(3, 9)
+    program = gathering_program(ranks, rows, pieces, 8)
+    runs = flags_of_callers(freeze(program)) if captured else without_callers(program)
+    with world_of(ranks, channels=1 if captured and draw.random() < 0.5 else None) as world:
+        memory = {(rank, "rows"): np.zeros(ranks * rows * 8, np.uint8) for rank in range(ranks)}
+        flags = tuple(flags.ctypes.data for flags in world.flags)
+        buffers = {place: array.ctypes.data for place, array in memory.items()}
+        loaded = [executor.load(runs, Addresses(buffers, flags)) for executor in world.executors]
+        asides = [driver.create_stream() for driver in world.drivers]
+        call, graphs = [0], []
+        found: list[list[object]] = [[] for _ in range(ranks)]
+
+        def read(rank: int, stream: int, number: int) -> Callable[[], None]:
+            turn, piece = divmod(number, len(parts_of(rows, pieces)))
+            source, part = (rank - turn - 1) % ranks, parts_of(rows, pieces)[piece]
+            there = memory[rank, "rows"].reshape(ranks, rows, 8)[source, part]
+            return reads(world.drivers[rank], stream, there, found[rank])
+
+        def one_call(rank: int, epoch: int) -> None:
+            driver, own, aside = world.drivers[rank], world.streams[rank].cuda_stream, asides[rank]
+            mine = memory[rank, "rows"].reshape(ranks, rows * 8)[rank]
+            fork, join = driver.create_event(), driver.create_event()
+            driver.submit([(computing(driver, own, mine, call, 7 * rank), ())])
+            driver.submit([driver.bind_record(fork, own), driver.bind_wait(fork, aside)])
+            loaded[rank].run(epoch, (aside, captured))
+            for number, waits in enumerate(arrivals_of(program, rank)):
+                if captured:
+                    loaded[rank].follow(number, own)
+                else:
+                    words = [(flags[rank] + 4 * wait.flag.index, wait.value) for wait in waits]
+                    backend = SimpleNamespace(executor=world.executors[rank])
+                    CudaBackend.bind_arrival(backend, words, loaded[rank]).follow(epoch, (own, False))
+                driver.submit([(read(rank, own, number), ())])
+            driver.submit([driver.bind_record(join, aside), driver.bind_wait(join, own)])
+
+        if captured:
+            for rank, driver in enumerate(world.drivers):
+                driver.begin_capture()
+                one_call(rank, 0)
+                graphs.append(driver.end_capture())
+        for call[0] in range(5):
+            world.epoch += 1
+            for rank in draw.sample(range(ranks), ranks):
+                if captured:
+                    world.drivers[rank].replay(graphs[rank])
+                else:
+                    one_call(rank, world.epoch)
+            for driver in world.drivers:
+                driver.synchronize()
+            for rank, read_there in enumerate(found):
+                sources = [(rank - turn) % ranks for turn in range(1, ranks) for _ in parts_of(rows, pieces)]
+                assert [{*np.ravel(one)} for one in read_there] == [{40 * call[0] + 7 * source} for source in sources]
+                read_there.clear()
 
 
 def computing(driver: FakeDriver, stream: int, tile: np.ndarray, call: list[int], number: int) -> Callable[[], None]:

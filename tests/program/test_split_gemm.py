@@ -9,10 +9,10 @@ from collections.abc import Callable
 import pytest
 
 from sidelane.errors import ProgramError
-from sidelane.program.ir import Command, Copy, EngineKind, Program, Signal, Wait
-from sidelane.program.pieces import going, numbers_of, part_program, rows_of, split_program, turn_program
+from sidelane.program.ir import Command, Copy, EngineKind, Program, Queue, Signal, Wait
+from sidelane.program.pieces import arriving_program, coming, gathering_program, going, parts_of, split_program
 from sidelane.program.transform import freeze
-from sidelane.program.transform.triggers import triggers_of
+from sidelane.program.transform.triggers import arrivals_of, triggers_of
 from sidelane.program.verify import verify
 
 TABLES = ([[3]], [[2, 3], [1, 0]], [[0, 5, 1], [2, 2, 0], [0, 1, 4]], [[2] * 4] * 4, [[0, 0], [7, 0]])
@@ -69,43 +69,51 @@ def test_a_part_that_is_left_out_is_refused() -> None:
 
 @pytest.mark.parametrize("table", TABLES)
 @pytest.mark.parametrize("pieces", [1, 2, 3])
-def test_single_parts_are_proved_and_are_all_that_leaves(table: list[list[int]], pieces: int) -> None:
-    copies = []
-    for number in numbers_of(table, pieces):
-        program = part_program(table, pieces, number, 8, 20)
-        verify(program)
-        copies += [(c.dst, c.src) for q in program.queues for c in q.commands if isinstance(c, Copy)]
-    whole = split_program(table, pieces, 8, 20)
-    assert set(copies) == {
-        (c.dst, c.src)
-        for q in whole.queues
-        if q.engine.kind is EngineKind.DMA
-        for c in q.commands
-        if isinstance(c, Copy)
-    }
-    assert len(copies) == len(set(copies))
+def test_arriving_parts_are_proved_and_are_all_that_leaves(table: list[list[int]], pieces: int) -> None:
+    program = arriving_program(table, pieces, 8, 20)
+    verify(program)
+    verify(freeze(program))  # that of graphs
+    assert rows_that_travel(program) == rows_that_travel(split_program(table, pieces, 8, 20))
     for rank in range(len(table)):
-        rows = [rows_of(table, rank, pieces, number) for number in numbers_of(table, pieces)]
-        assert [part for part in rows if part is not None] == going(table, rank, pieces)
+        came = coming(table, rank, pieces)
+        assert len(arrivals_of(program, rank)) == len(came)
+        first = sum(row[rank] for row in table[:rank])
+        mine = range(first, first + table[rank][rank])
+        found = sorted(number for part in came for number in range(part.start, part.stop))
+        assert found == [number for number in range(sum(row[rank] for row in table)) if number not in mine]
 
 
-def test_single_parts_with_mistakes_are_refused() -> None:
-    table, pieces = TABLES[2], 2
-    for number in numbers_of(table, pieces):
-        right = part_program(table, pieces, number, 8, 20)
-        for kind, flag in itertools.product((Signal, Wait), range(2)):
+def rows_that_travel(program: Program) -> set[tuple[int, int, int, int, int]]:
+    copies = [c for q in program.queues if q.engine.kind is EngineKind.DMA for c in q.commands if isinstance(c, Copy)]
+    found = [(c.src.rank, c.src.offset, c.dst.rank, c.dst.offset, c.src.nbytes) for c in copies]
+    assert len(found) == len(set(found))
+    return set(found)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_gathers_in_parts_are_proved(n: int) -> None:
+    for pieces in (1, 2, 7):
+        program = gathering_program(n, 5, pieces, 8)
+        verify(program)
+        verify(freeze(program))
+        assert [len(arrivals_of(program, rank)) for rank in range(n)] == [(n - 1) * len(parts_of(5, pieces))] * n
+
+
+@pytest.mark.parametrize("program", [arriving_program(TABLES[2], 2, 8, 20), gathering_program(3, 5, 2, 8)])
+def test_arrivals_with_mistakes_are_refused(program: Program) -> None:
+    used = sorted({c.flag.index for q in program.queues for c in q.commands if isinstance(c, Signal | Wait)})
+    refused = 0
+    for form, kind, flag, callers in itertools.product((program, freeze(program)), (Signal, Wait), used, (False, True)):
+        wrong = without(form, of_flag(kind, flag), callers=callers)
+        if wrong != form:
+            refused += 1
             with pytest.raises(ProgramError):
-                verify(without(right, of_flag(kind, flag)))
+                verify(wrong)
+    assert refused > 2 * len(used)
 
 
-@pytest.mark.parametrize("n", [2, 3, 4])
-def test_turns_of_a_gather_are_proved_and_their_mistakes_refused(n: int) -> None:
-    for turn, part in itertools.product(range(1, n), (slice(0, 3), slice(3, 5))):
-        right = turn_program(n, turn, 5, part, 8)
-        verify(right)
-        for kind, flag in itertools.product((Signal, Wait), range(2)):
-            with pytest.raises(ProgramError):
-                verify(without(right, of_flag(kind, flag)))
+def is_caller(queue: Queue) -> bool:
+    return queue.engine.kind is EngineKind.CALLER
 
 
 def of_flag(kind: type[Signal] | type[Wait], index: int) -> Callable[[Command], bool]:
@@ -113,11 +121,11 @@ def of_flag(kind: type[Signal] | type[Wait], index: int) -> Callable[[Command], 
     return lambda command: isinstance(command, kind) and command.flag.index == index
 
 
-def without(program: Program, left_out: Callable[[Command], bool]) -> Program:
-    """Commands of the copy engines left out."""
+def without(program: Program, left_out: Callable[[Command], bool], *, callers: bool = False) -> Program:
+    """Commands of the copy engines, or of callers, left out."""
     queues = [
         dataclasses.replace(queue, commands=tuple(itertools.filterfalse(left_out, queue.commands)))
-        if queue.engine.kind is EngineKind.DMA
+        if is_caller(queue) == callers
         else queue
         for queue in program.queues
     ]

@@ -15,6 +15,7 @@ from sidelane.machine.load import named
 from sidelane.program.collective import Span
 from sidelane.program.contract import Contract, Result
 from sidelane.program.ir import EPOCH, Command, Copy, Engine, EngineKind, Flag, Program, Queue, Signal, SignalOp, Wait
+from sidelane.program.pieces import gathering_program
 from sidelane.program.transform.triggers import triggers_of, without_callers
 from sidelane.program.verify import verify
 
@@ -88,7 +89,7 @@ def test_engines_cannot_copy_what_is_only_computed() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda commands: (Wait(Flag(0, 2), EPOCH), *commands), "waits"),
+        (lambda commands: (Wait(Flag(0, 2), EPOCH), *commands), "waits and signals"),
         (lambda commands: commands[:1], "sets flags of its own rank, one or more"),
         (lambda commands: (*commands, Signal(Flag(1, 1), EPOCH)), "sets flags of its own rank"),
         (lambda commands: (commands[0], Signal(Flag(0, 0), EPOCH, SignalOp.ADD)), "sets flags of its own rank"),
@@ -97,6 +98,46 @@ def test_engines_cannot_copy_what_is_only_computed() -> None:
 def test_callers_that_are_no_triggers(change: Callable[[Any], Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         triggers_of(on_caller(change), 1)
+
+
+@pytest.mark.parametrize(
+    ("left_out", "engine", "words"),
+    [
+        (Wait, EngineKind.CALLER, "race"),
+        (Wait, EngineKind.DMA, "lost|race|nobody"),
+    ],
+)
+def test_what_is_read_before_it_came_is_a_race(left_out: type, engine: EngineKind, words: str) -> None:
+    program = gathering_program(2, 3, 2, 8)
+    verify(program)
+    queues = tuple(
+        dataclasses.replace(queue, commands=tuple(c for c in queue.commands if not isinstance(c, left_out)))
+        if queue.engine.kind is engine
+        else queue
+        for queue in program.queues
+    )
+    with pytest.raises(ProgramError, match=words):
+        verify(dataclasses.replace(program, queues=queues))
+
+
+def test_readers_that_are_none() -> None:
+    """Engines cannot copy to what is only used; and callers read behind their waits, and what their own rank has."""
+    sizes = {"output": [8, 8], "used": [8, 8]}
+    here, use = Span(0, "output", 0, 8), Span(0, "used", 0, 8)
+    contract = Contract.of("late", sizes, [Result(use, (here,))], used=["used"])
+    flag = Flag(0, 0)
+    tells = Queue(0, Engine(EngineKind.DMA), (Signal(flag, EPOCH),))
+    caller = Engine(EngineKind.CALLER)
+    for commands, words in (
+        ((Copy(use, here), Wait(flag, EPOCH)), "reads behind its waits"),
+        ((Wait(flag, EPOCH), Copy(use, Span(1, "output", 0, 8))), "only signals and waits"),
+        ((Wait(flag, EPOCH), Copy(here, Span(0, "output", 0, 8))), "only signals and waits"),
+    ):
+        with pytest.raises(ProgramError, match=words):
+            verify(Program(contract, "one", (tells, Queue(0, caller, commands)), (0, 0), 1))
+    with pytest.raises(ProgramError, match="they copy to it"):
+        verify(Program(contract, "one", (Queue(0, Engine(EngineKind.DMA), (Copy(use, here),)),), (0, 0), 1))
+    verify(Program(contract, "one", (tells, Queue(0, caller, (Wait(flag, EPOCH), Copy(use, here)))), (0, 0), 1))
 
 
 def test_numbers_of_triggers() -> None:
@@ -110,6 +151,9 @@ def test_contracts_with_what_is_computed() -> None:
     sizes = {"computed": [8], "output": [8]}
     result = Result(Span(0, "output", 0, 8), (Span(0, "computed", 0, 8),))
     assert Contract.of("some", sizes, [result], computed=["computed"]).bound == ("output",)
+    assert Contract.of("some", sizes, [result], used=["output"]).bound == ("computed",)
+    with pytest.raises(ValueError, match="computed and used"):
+        Contract.of("some", sizes, [result], computed=["computed"], used=["computed"])
     with pytest.raises(ValueError, match=r"computed \(value=\['shard'\]"):
         Contract.of("some", sizes, [result], computed=["shard"])
     with pytest.raises(ValueError, match="scratch and computed"):

@@ -68,11 +68,23 @@ class Trigger(Protocol):
         ...
 
 
+class Arrival(Protocol):
+    """Flags of this rank that are signalled while a program is under way, when its caller may read."""
+
+    def follow(self, epoch: int, place: Place, work: Work | None) -> None:
+        """Let the caller's next work follow the arrival; ``work`` of the program may be waited for in its place."""
+        ...
+
+
 class Marked(Protocol):
-    """A program with triggers on its way into a graph, of which each is a dependency."""
+    """A program with triggers or arrivals on its way into a graph, where these are dependencies."""
 
     def mark(self, number: int, place: Place) -> None:
         """Let what waits for a trigger follow the caller's work so far."""
+        ...
+
+    def follow(self, number: int, place: Place) -> None:
+        """Let the caller's next work follow an arrival."""
         ...
 
 
@@ -167,6 +179,10 @@ class Backend(Protocol):
         Raises:
             UnavailableError: no trigger could get through to it.
         """
+        ...
+
+    def bind_arrival(self, words: Sequence[tuple[int, Value]], loaded: Runnable) -> Arrival:
+        """Make flags of this rank, (address, value) of each, ready to be waited for while ``loaded`` is under way."""
         ...
 
     def hold(self, program: Program, addresses: Addresses, host_trigger: bool) -> Held:

@@ -69,6 +69,9 @@ class CpuBackend:
     def bind_trigger(self, words: Sequence[tuple[int, Value]], loaded: Runnable) -> CpuTrigger:
         return CpuTrigger(words)
 
+    def bind_arrival(self, words: Sequence[tuple[int, Value]], loaded: Runnable) -> CpuArrival:
+        return CpuArrival()
+
     def hold(self, program: Program, addresses: Addresses, host_trigger: bool) -> CpuHeld:
         return CpuHeld(self, program, addresses, host_trigger)
 
@@ -156,6 +159,16 @@ class CpuTrigger:
         full_fence()
         for word, value in self._words:
             word.value = value.at(epoch) & WORD_MASK
+
+
+class CpuArrival:
+    """See :class:`sidelane.collectives.backend.Arrival`. Threads that copy and a caller that computes share cores, so
+    that nothing is gained by reading early: it waits for the end.
+    """
+
+    def follow(self, epoch: int, place: Place, work: Work | None) -> None:
+        if work is not None:
+            work.wait()
 
 
 class CpuHeld:

@@ -18,6 +18,7 @@ from sidelane.collectives.work import NO_TIMEOUT, Work, timed_out
 from sidelane.errors import PeerTimeoutError, SidelaneError
 from sidelane.execute.base import Addresses, LoadedProgram, Place, Runnable
 from sidelane.execute.cuda import CudaExecutor, CudaProgram, DriverFeatures, probe
+from sidelane.execute.cuda.arrival import CudaArrival
 from sidelane.execute.cuda.driver import DriverError
 from sidelane.execute.cuda.exported import ExportedMemory
 from sidelane.execute.cuda.held import require_free_channel
@@ -89,6 +90,10 @@ class CudaBackend:
         loaded.is_triggered = True
         return CudaTrigger(self.executor, words, f"a trigger of {loaded.program.collective}")
 
+    def bind_arrival(self, words: Sequence[tuple[int, Value]], loaded: Runnable) -> CudaArrival:
+        assert isinstance(loaded, CudaProgram)
+        return CudaArrival(self.executor, words, f"an arrival of {loaded.program.collective}")
+
     def hold(self, program: Program, addresses: Addresses, host_trigger: bool) -> CudaHeld:
         return CudaHeld(self, program, addresses, host_trigger)
 
@@ -130,7 +135,7 @@ class CudaBackend:
             if tensor is not None:
                 # The caching allocator must not hand out these bytes again while the other stream uses them.
                 tensor.record_stream(stream)
-        if isinstance(loaded, CudaProgram) and loaded.marks:
+        if isinstance(loaded, CudaProgram) and loaded.marks + loaded.arrivals:
             return CudaMarkedWork(self, stream, loaded)
         loaded.run(epoch, aside)
         return CudaWork(self, stream)
@@ -298,8 +303,8 @@ class CudaWork(Work):
 
 
 class CudaMarkedWork(CudaWork):
-    """A program that callers release in slices, on its way into a graph. Where each trigger would be fired, the
-    caller's stream gets a mark; behind the last one, the program is captured, whose copies depend on the marks.
+    """A program in which callers have a part, on its way into a graph. Where each trigger would be fired, the caller's
+    stream gets a mark; behind the last one, the program is captured, whose copies depend on the marks.
 
     Args:
         backend: of the communicator.
@@ -311,16 +316,29 @@ class CudaMarkedWork(CudaWork):
         super().__init__(backend, stream)
         self._stream, self._loaded = stream, loaded
         self._unmarked = set(range(loaded.marks))
+        if not self._unmarked:
+            self._capture()
 
     def mark(self, number: int, place: Place) -> None:
         """Let what waits for a trigger follow the caller's work so far. Raises DriverError."""
         self._loaded.mark(number, place[0])
         self._unmarked.discard(number)
         if not self._unmarked:
-            self._loaded.run(0, (int(self._stream.cuda_stream), True))
-            self._event.record(self._stream)
+            self._capture()
+
+    def follow(self, number: int, place: Place) -> None:
+        """Let the caller's next work follow an arrival. Raises as :meth:`wait`, and DriverError."""
+        self._require_all_marks()
+        self._loaded.follow(number, place[0])
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        self._require_all_marks()
+        return super().wait(timeout)
+
+    def _capture(self) -> None:
+        self._loaded.run(0, (int(self._stream.cuda_stream), True))
+        self._event.record(self._stream)
+
+    def _require_all_marks(self) -> None:
         if self._unmarked:
             raise RuntimeError(f"wait: triggers that were not fired in this capture (value={sorted(self._unmarked)})")
-        return super().wait(timeout)

@@ -23,9 +23,9 @@ from sidelane.errors import PeerError, ProgramError, SidelaneError, UnavailableE
 from sidelane.execute.base import Addresses, Place
 from sidelane.memory.base import SymmetricBlock
 from sidelane.program.collective import Buffer
-from sidelane.program.ir import EngineKind, Move, Program, Signal, SignalOp, Value, describe, has_epochs
+from sidelane.program.ir import EngineKind, Move, Program, Signal, SignalOp, Value, Wait, describe, has_epochs
 from sidelane.program.transform import freeze, lower
-from sidelane.program.transform.triggers import firing_only, triggers_of, without_callers
+from sidelane.program.transform.triggers import arrivals_of, flags_of_callers, triggers_of, without_callers
 from sidelane.program.verify import verify
 from sidelane.program.words import WORD_BYTES, WORD_MASK, as_int32
 
@@ -43,11 +43,13 @@ class BoundProgram:
 
     A program whose callers have a part in it (``sidelane.program.transform.triggers``) is started ahead, by
     ``async_op=True``. Each :meth:`trigger` lets go on what waits for it; behind the last, the ``Work`` is waited for.
-    In a graph, where no value of one call can be written, a trigger is a dependency on the caller's work so far.
+    What callers read while it is under way is ready behind :meth:`wait_for_arrival`. In a graph, where no value of one
+    call can be written, triggers and arrivals are dependencies.
 
     Attributes:
         program: what runs.
         triggers: how many this rank fires in each call.
+        arrivals: how many this rank may wait for in each call.
     """
 
     def __init__(self, calls: Calls, preparer: Preparer, forms: Forms, buffers: NamedBuffers) -> None:
@@ -73,7 +75,11 @@ class BoundProgram:
         flag = self._addresses[_EAGER].flag
         self._words = [[(flag(signal.flag), signal.value) for signal in signals] for signals in forms.triggers]
         self._triggers = [calls.backend.bind_trigger(words, eager.loaded) for words in self._words]
-        self.triggers = len(self._triggers)
+        self._arrivals = [
+            calls.backend.bind_arrival([(flag(wait.flag), wait.value) for wait in waits], eager.loaded)
+            for waits in forms.arrivals
+        ]
+        self.triggers, self.arrivals = len(self._triggers), len(self._arrivals)
         self._epoch = 0
         self._unfired: set[int] = set()
         self._work: Work | None = None  # the last one outside of graphs, of a program with triggers
@@ -103,8 +109,8 @@ class BoundProgram:
         with calls.telling_refusals(call, str(self)):
             if self._block is None:
                 raise RuntimeError(f"a call of {self}, which was closed")
-            if self.triggers:
-                self._check_triggers(async_op, place)
+            if self.triggers or self.arrivals:
+                self._begin(async_op, place)
             prepared = self._prepared[region]
             if prepared is None:
                 prepared = self._prepared[region] = self._prepare(self._forms.for_a_graph(), _CAPTURED)
@@ -113,7 +119,7 @@ class BoundProgram:
         if calls.config.debug:
             calls.agree(call)
         work = calls.run(prepared, call, async_op, tuple(self._buffers.tensors.values()), self._written, place)
-        if self.triggers:
+        if self.triggers or self.arrivals:
             self._epoch, self._unfired = call, set(range(self.triggers))
             if place[1]:
                 self._captured_work = work
@@ -133,14 +139,9 @@ class BoundProgram:
             PeerError, PeerTimeoutError: a peer failed.
         """
         self._check_number("trigger", number)
-        backend = self._calls.backend
-        place = backend.place()
-        capture = backend.capture_of(place) if place[1] else 0
-        if capture != self._capture:
-            inside, outside = "inside of the graph that has the call", "outside of graphs, as the call"
-            raise ValueError(f"trigger: {number} of {self} (allowed={inside if self._capture else outside})")
+        place = self._place_of_call("trigger")
         with self._calls.failing_for_good():
-            if capture:
+            if place[1]:
                 cast(Marked, self._captured_work).mark(number, place)
             else:
                 self._triggers[number].fire(self._epoch, place)
@@ -163,6 +164,32 @@ class BoundProgram:
         self._refuse_graphs("trigger_by_kernel")
         self._unfired.discard(number)
         return tuple((address, value.at(self._epoch) & WORD_MASK) for address, value in self._words[number])
+
+    def wait_for_arrival(self, number: int) -> None:
+        """Order the caller's next work behind an arrival: then it may read what has come. CPU ranks wait for the end.
+
+        Args:
+            number: of the arrival, in the order of the ``caller`` engines of this rank that wait.
+
+        Raises:
+            RuntimeError: no call is under way that was made with ``async_op=True``; or, in a graph, triggers of it have
+                not been fired.
+            ValueError: there is no such arrival, or a graph is captured that the call is not in.
+            PeerError, PeerTimeoutError: a peer failed.
+        """
+        if not 0 <= number < self.arrivals:
+            raise ValueError(f"wait_for_arrival: number (value={number!r}, allowed=0..{self.arrivals - 1})")
+        work = self._captured_work if self._capture else self._work
+        if work is None:
+            raise RuntimeError(
+                f"wait_for_arrival: {self} (value=not under way, allowed=behind a call with async_op=True)"
+            )
+        place = self._place_of_call("wait_for_arrival")
+        with self._calls.failing_for_good():
+            if place[1]:
+                cast(Marked, work).follow(number, place)
+            else:
+                self._arrivals[number].follow(self._epoch, place, work)
 
     def renew(self, call: int) -> None:
         """Let flags that follow calls count as set by ``call``. Nothing of the program may be under way anywhere."""
@@ -194,7 +221,7 @@ class BoundProgram:
                     self._work.wait()
         self._preparer.own_programs.discard(self)
         self._prepared, self._block, self._written = [None, None], None, ()
-        self._triggers, self._work, self._captured_work = [], None, None
+        self._triggers, self._arrivals, self._work, self._captured_work = [], [], None, None
         self._unfired.clear()
         self._buffers = dataclasses.replace(self._buffers, tensors={}, regions={})
 
@@ -218,16 +245,26 @@ class BoundProgram:
         with contextlib.suppress(SidelaneError):  # the first error is the one to see
             self.close()
 
-    def _check_triggers(self, async_op: bool, place: Place) -> None:
+    def _begin(self, async_op: bool, place: Place) -> None:
+        """Check that a call may begin in which callers have a part, and note where it does."""
         capture = self._calls.backend.capture_of(place) if place[1] else 0
         if self._unfired and self._capture in (0, capture):
             raise RuntimeError(f"a call of {self}, which waits for its triggers {sorted(self._unfired)}")
-        if not async_op:
+        if self.triggers and not async_op:
             raise ValueError(f"a call of {self}, which has triggers to be fired meanwhile (allowed=async_op=True)")
         before = self._work if not capture else self._captured_work if capture == self._capture else None
-        if before is not None:
+        if before is not None and self.triggers:
             before.wait()  # what is computed for this call goes where that one has read
         self._capture = capture
+
+    def _place_of_call(self, method: str) -> Place:
+        """Where the caller stands. Raises ValueError where the call is in a graph and that not in it, or vice versa."""
+        backend = self._calls.backend
+        place = backend.place()
+        if (backend.capture_of(place) if place[1] else 0) != self._capture:
+            inside, outside = "inside of the graph that has the call", "outside of graphs, as the call"
+            raise ValueError(f"{method}: {self} (allowed={inside if self._capture else outside})")
+        return place
 
     def _refuse_graphs(self, method: str) -> None:
         if self._capture:
@@ -256,7 +293,8 @@ class Forms:
         captured: within; None where it has none, or where that is found out in a capture.
         problem: why not.
         triggers: what each trigger of this rank signals.
-        with_callers: a program with triggers, from which a capture makes what it needs.
+        arrivals: what each arrival of this rank waits for.
+        with_callers: a program in which callers have a part, from which a capture makes what it needs.
         proves: whether to prove that.
     """
 
@@ -264,6 +302,7 @@ class Forms:
     captured: Program | None
     problem: str = ""
     triggers: tuple[tuple[Signal, ...], ...] = ()
+    arrivals: tuple[tuple[Wait, ...], ...] = ()
     with_callers: Program | None = None
     proves: bool = True
 
@@ -280,7 +319,7 @@ class Forms:
 
         Raises:
             ProgramError: the program is wrong.
-            ValueError: what callers do in it is no trigger.
+            ValueError: what callers do in it is neither a trigger nor an arrival.
             UnavailableError: no executor runs one of its commands.
         """
         if proves:
@@ -293,10 +332,10 @@ class Forms:
         if proves and eager is not program:
             verify(eager)
         if not program.prelaunched and any(queue.engine.kind is EngineKind.CALLER for queue in eager.queues):
-            runs = without_callers(eager)
+            runs, arrivals = without_callers(eager), arrivals_of(program, rank)
             if not captures:
-                return Forms(runs, None, "there are no graphs", triggers)
-            return Forms(runs, None, "", triggers, eager, proves)  # programs of one routing are rarely captured
+                return Forms(runs, None, "there are no graphs", triggers, arrivals)
+            return Forms(runs, None, "", triggers, arrivals, eager, proves)  # one routing is rarely captured
         if not captures or not has_epochs(eager):
             return Forms(eager, eager)
         try:
@@ -317,7 +356,7 @@ class Forms:
                 frozen = freeze(self.with_callers)
                 if self.proves:
                     verify(frozen)
-                return firing_only(frozen)
+                return flags_of_callers(frozen)
             except (ValueError, ProgramError) as error:
                 problem = str(error)
         raise UnavailableError(f"{self.eager.collective} {self.eager.variant} cannot be captured: {problem}")

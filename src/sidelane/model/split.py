@@ -25,15 +25,8 @@ from sidelane.model.workgroups import resident, stream_gbps
 from sidelane.program.builders import variants
 from sidelane.program.collective import REDUCING, Kind, all_to_all, split_evenly
 from sidelane.program.ir import Flag
-from sidelane.program.pieces import (
-    going,
-    numbers_of,
-    part_program,
-    parts_of,
-    rows_coming,
-    split_program,
-    turn_program,
-)
+from sidelane.program.pieces import arriving_program, coming, gathering_program, going, parts_of, split_program
+from sidelane.program.transform.triggers import arrivals_of
 
 Table = tuple[tuple[int, ...], ...]
 """Rows from rank i to rank j in row i, column j."""
@@ -115,34 +108,30 @@ def _to_all(machine: Machine, operator: TiledGemm | GemmReduce, table: Table, pi
 
 def _from_all(machine: Machine, operator: GatherGemm, pieces: int) -> float:
     """Own rows are copied to where the peers' come, and multiplied; then the others', turn by turn."""
-    ranks, row_bytes, dma = machine.world_size, operator.depth * operator.element_bytes, machine.dma
+    ranks, row_bytes = machine.world_size, operator.depth * operator.element_bytes
     parts = parts_of(operator.rows, pieces)
-    # Programs of a lane follow each other: handed over at once, behind the copy.
     begin = _pass_us(machine, 2 * operator.rows * row_bytes)
-    around = float(dma.doorbell_us + dma.fetch_us + dma.sync_us)
-    came, now = begin + around, begin + _gemm_us(machine, operator, operator.rows)
-    for turn, part in itertools.product(range(1, ranks), parts):
-        program = turn_program(ranks, turn, operator.rows, part, row_bytes)
-        came += simulate(program, machine).time_us - around
-        now = max(now, came) + _gemm_us(machine, operator, part.stop - part.start)
+    now = begin + _gemm_us(machine, operator, operator.rows)
+    program = gathering_program(ranks, operator.rows, pieces, row_bytes)
+    raised = simulate(program, machine).raised
+    for (waits,), (_, part) in zip(arrivals_of(program, 0), itertools.product(range(1, ranks), parts), strict=True):
+        now = max(now, begin + raised[waits.flag]) + _gemm_us(machine, operator, part.stop - part.start)
     return now
 
 
 def _by_counts(machine: Machine, operator: DispatchGemm, pieces: int) -> float:
     """Rows that leave are copied to where they leave from, and parts come one after the other."""
-    table, dma = operator.counts, machine.dma
+    table = operator.counts
     most = max(map(sum, (*table, *zip(*table, strict=True))))
     leaves = [sum(row) - row[rank] for rank, row in enumerate(table)]
     begins = [_pass_us(machine, 2 * rows * operator.row_bytes) if rows else 0.0 for rows in leaves]
-    around = float(dma.doorbell_us + dma.fetch_us + dma.sync_us)
-    came = max(begins) + around
     ends = [begin + _gemm_us(machine, operator, table[rank][rank]) for rank, begin in enumerate(begins)]
-    for number in numbers_of(table, pieces):
-        came += simulate(part_program(table, pieces, number, operator.row_bytes, most), machine).time_us - around
-        for rank in range(len(table)):
-            part = rows_coming(table, rank, pieces, number)
-            if part is not None:
-                ends[rank] = max(ends[rank], came) + _gemm_us(machine, operator, part.stop - part.start)
+    program = arriving_program(table, pieces, operator.row_bytes, most)
+    raised = simulate(program, machine).raised
+    for rank in range(len(table)):
+        for (waits,), part in zip(arrivals_of(program, rank), coming(table, rank, pieces), strict=True):
+            there = max(begins) + raised[waits.flag]
+            ends[rank] = max(ends[rank], there) + _gemm_us(machine, operator, part.stop - part.start)
     return max(ends)
 
 

@@ -3,38 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 
 from sidelane.collectives import BoundProgram, Communicator
 from sidelane.ops.handle import FLOATS, check_tensor, power_of_two
 from sidelane.ops.operands import MOST_ELEMENTS
-from sidelane.program.pieces import numbers_of, part_program, split_program
+from sidelane.program.ir import Program
 
-MOST_PIECES, DEFAULT_PIECES = 64, 2
+MOST_PIECES, DEFAULT_PIECES = 64, 4
 MOST_TABLES = 8
 """Routings that a communicator keeps programs for; an older one is proved and bound again."""
 
 Counts = Sequence[Sequence[int]] | torch.Tensor
 Table = tuple[tuple[int, ...], ...]
+Maker = Callable[[Table, int, int, int], Program]
 
 
 @dataclasses.dataclass(slots=True)
 class Routing:
-    """Programs for one table and number of pieces.
+    """The program for one table and number of pieces.
 
     Attributes:
-        programs: one of all parts, each behind its trigger; or one of each part (``program.pieces.numbers_of``).
-        in_a_graph: a graph holds them, so that they must stay.
+        program: of all parts.
+        in_a_graph: a graph holds it, so that it must stay.
     """
 
-    programs: tuple[BoundProgram, ...]
+    program: BoundProgram
     in_a_graph: bool = False
-
-    def close(self) -> None:
-        for program in self.programs:
-            program.close()
 
 
 class Routings:
@@ -42,31 +39,26 @@ class Routings:
 
     Args:
         comm: the ranks.
+        make: the program of a table, pieces, bytes of a row and most rows (``program.pieces``).
         sent: rows that leave, [most_rows, columns] in symmetric memory.
-        output: where rows come, likewise.
-        triggers: all parts are one program, each of them behind a trigger.
+        buffers: of that program, by name, ``sent`` among them.
     """
 
-    def __init__(self, comm: Communicator, sent: torch.Tensor, output: torch.Tensor, *, triggers: bool) -> None:
-        self._comm, self._buffers, self._triggers = comm, {"sent": sent, "output": output}, triggers
+    def __init__(self, comm: Communicator, make: Maker, sent: torch.Tensor, buffers: dict[str, torch.Tensor]) -> None:
+        self._comm, self._make, self._buffers = comm, make, buffers
         self._sizes = sent.shape[1] * sent.element_size(), sent.shape[0]
         self.known: dict[tuple[Table, int], Routing] = {}
 
     def of(self, table: Table, pieces: int) -> Routing:
-        """Programs for such counts, made by all ranks together where they are new."""
+        """The program for such counts, made by all ranks together where they are new."""
         key = table, pieces
         found = self.known.pop(key, None)
         if found is None:
-            if self._triggers:
-                programs = [split_program(table, pieces, *self._sizes)]
-            else:
-                numbers = numbers_of(table, pieces)
-                programs = [part_program(table, pieces, number, *self._sizes) for number in numbers]
-            found = Routing(tuple(self._comm.load(program, self._buffers) for program in programs))
+            found = Routing(self._comm.load(self._make(table, pieces, *self._sizes), self._buffers))
             # What graphs hold stays with them.
             loose = [known for known, routing in self.known.items() if not routing.in_a_graph]
             if len(loose) >= MOST_TABLES:
-                self.known.pop(loose[0]).close()
+                self.known.pop(loose[0]).program.close()
         self.known[key] = found  # the latest comes last
         return found
 

@@ -7,8 +7,8 @@ first is there already::
     compute      rows that stay           | first half of 1 | second half of 1
     copy engine  first half | second half |
 
-Each part is a program of its own. They have the order of ``split_gemm``: turn t brings rows of the t-th rank in front
-of this one. All begin before anything is computed.
+All copies are one program, whose parts have the order of ``split_gemm``: turn t brings rows of the t-th rank in front
+of this one. What computes a part waits for its arrival.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from sidelane.collectives import Communicator
 from sidelane.ops.handle import is_captured, kept, telling_refusals
 from sidelane.ops.routings import DEFAULT_PIECES, Counts, Routings, Table, checked
-from sidelane.program.pieces import SPLIT_DISPATCH, numbers_of, rows_coming
+from sidelane.program.pieces import SPLIT_DISPATCH, arriving_program, coming
 
 NAME = SPLIT_DISPATCH
 
@@ -36,7 +36,7 @@ class SplitAllToAllGemm:
     def __init__(self, comm: Communicator, most_rows: int, depth: int, dtype: torch.dtype) -> None:
         self.comm, self._most_rows = comm, most_rows
         self._sent, self._came = (comm.empty(most_rows, depth, dtype=dtype) for _ in range(2))
-        self.routings = Routings(comm, self._sent, self._came, triggers=False)
+        self.routings = Routings(comm, arriving_program, self._sent, {"sent": self._sent, "came": self._came})
 
     @torch.no_grad()
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, table: Table, pieces: int) -> torch.Tensor:
@@ -49,14 +49,13 @@ class SplitAllToAllGemm:
         stays = table[rank][rank]
         for rows in (slice(0, first), slice(first + stays, sum(table[rank]))):
             self._sent[rows] = x[rows]
-        under_way = [program(async_op=True) for program in routing.programs]
+        work = routing.program(async_op=True)
         torch.mm(x[first : first + stays], weight.t(), out=output[place : place + stays])
-        for number, work in zip(numbers_of(table, pieces), under_way, strict=True):
-            assert work is not None
-            work.wait()
-            came = rows_coming(table, rank, pieces, number)
-            if came is not None:
-                torch.mm(self._came[came], weight.t(), out=output[came])
+        for number, came in enumerate(coming(table, rank, pieces)):
+            routing.program.wait_for_arrival(number)
+            torch.mm(self._came[came], weight.t(), out=output[came])
+        assert work is not None
+        work.wait()
         return output
 
 
@@ -72,7 +71,7 @@ def split_all_to_all_gemm(
     """Rows go to the ranks that ``counts`` says, and ``came @ weight.T`` there, part by part as it comes. A call of the
     communicator.
 
-    The first call of a shape allocates, and the first one with some counts proves and binds their programs (some
+    The first call of a shape allocates, and the first one with some counts proves and binds their program (some
     milliseconds), with all ranks; those of eight are kept, and of graphs.
 
     Args:

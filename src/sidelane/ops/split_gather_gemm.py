@@ -7,7 +7,7 @@ what is computed first is there already::
     copy engine  rows of 2 | rows of 1 |
 
 Turn t brings the rows of the t-th rank in front of this one, so that every rank sends to one and receives from one
-other. Each turn is a program of its own, in one buffer; all begin before anything is computed.
+other. All copies are one program; what computes a part waits for its arrival.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from sidelane.collectives import Communicator
 from sidelane.ops.handle import kept, telling_refusals
 from sidelane.ops.operands import check_operands
 from sidelane.ops.routings import check_pieces
-from sidelane.program.pieces import SPLIT_GATHER, parts_of, turn_program
+from sidelane.program.pieces import SPLIT_GATHER, gathering_program, parts_of
 
 NAME = SPLIT_GATHER
 
 
 class SplitAllGatherGemm:
-    """The buffer and programs of :func:`split_all_gather_gemm` for one shape. Collective.
+    """The buffer and program of :func:`split_all_gather_gemm` for one shape. Collective.
 
     Args:
         comm: the ranks.
@@ -40,10 +40,8 @@ class SplitAllGatherGemm:
         self.comm, self._rows = comm, rows
         self._gathered = comm.empty(comm.world_size * rows, depth, dtype=dtype)
         self._turns = list(itertools.product(range(1, comm.world_size), parts_of(rows, pieces)))
-        self._programs = [
-            comm.load(turn_program(comm.world_size, turn, rows, part, depth * dtype.itemsize), {"rows": self._gathered})
-            for turn, part in self._turns
-        ]
+        program = gathering_program(comm.world_size, rows, pieces, depth * dtype.itemsize)
+        self._program = comm.load(program, {"rows": self._gathered})
 
     @torch.no_grad()
     def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -52,14 +50,15 @@ class SplitAllGatherGemm:
         output = x.new_empty(n * rows, weight.shape[0])
         mine = slice(rank * rows, (rank + 1) * rows)
         self._gathered[mine] = x
-        under_way = [program(async_op=True) for program in self._programs]
+        work = self._program(async_op=True)
         torch.mm(x, weight.t(), out=output[mine])
-        for work, (turn, part) in zip(under_way, self._turns, strict=True):
-            assert work is not None
-            work.wait()
+        for number, (turn, part) in enumerate(self._turns):
+            self._program.wait_for_arrival(number)
             first = (rank - turn) % n * rows
             came = slice(first + part.start, first + part.stop)
             torch.mm(self._gathered[came], weight.t(), out=output[came])
+        assert work is not None
+        work.wait()
         return output
 
 

@@ -23,7 +23,7 @@ import torch
 from sidelane.collectives import Communicator
 from sidelane.ops.handle import is_captured, kept, telling_refusals
 from sidelane.ops.routings import DEFAULT_PIECES, Counts, Routings, Table, checked
-from sidelane.program.pieces import SPLIT_GEMM, going
+from sidelane.program.pieces import SPLIT_GEMM, going, split_program
 
 NAME = SPLIT_GEMM
 
@@ -41,7 +41,7 @@ class SplitGemmAllToAll:
     def __init__(self, comm: Communicator, most_rows: int, columns: int, dtype: torch.dtype) -> None:
         self.comm = comm
         self._sent, self._output = (comm.empty(most_rows, columns, dtype=dtype) for _ in range(2))
-        self.routings = Routings(comm, self._sent, self._output, triggers=True)
+        self.routings = Routings(comm, split_program, self._sent, {"sent": self._sent, "output": self._output})
         self._loaded: set[Hashable] = set()
 
     @torch.no_grad()
@@ -54,11 +54,10 @@ class SplitGemmAllToAll:
         parts = going(table, self.comm.rank, pieces)
         if not captured:
             self._load(x, weight, parts)
-        (program,) = routing.programs
-        work = program(async_op=True)
+        work = routing.program(async_op=True)
         for number, rows in enumerate(parts):
             torch.mm(x[rows], weight.t(), out=self._sent[rows])
-            program.trigger(number)
+            routing.program.trigger(number)
         self._compute_what_stays(x, weight, table)
         assert work is not None
         work.wait()

@@ -41,6 +41,8 @@ class Contract:
         scratch: buffers of which nobody cares what they hold in the end.
         computed: buffers that stand for what callers compute while the program is under way. They have no memory: a
             ``caller`` queue copies from them where the caller's own kernels write, in front of a trigger.
+        used: buffers that stand for what callers make of what has come. They have no memory: a ``caller`` queue copies
+            to them what the caller's own kernels read, behind an arrival.
     """
 
     name: str
@@ -49,6 +51,7 @@ class Contract:
     results: tuple[Result, ...]
     scratch: tuple[str, ...] = ()
     computed: tuple[str, ...] = ()
+    used: tuple[str, ...] = ()
 
     @staticmethod
     def of(
@@ -58,6 +61,7 @@ class Contract:
         *,
         scratch: Iterable[str] = (),
         computed: Iterable[str] = (),
+        used: Iterable[str] = (),
     ) -> Contract:
         """Define a movement.
 
@@ -67,6 +71,7 @@ class Contract:
             results: what the buffers hold in the end. Every other byte, but for scratch, must be as the caller left it.
             scratch: names of buffers that may hold anything in the end.
             computed: names of buffers that stand for what callers compute meanwhile.
+            used: names of buffers that stand for what callers make meanwhile of what has come.
 
         Raises:
             ValueError: no buffers, different numbers of ranks, negative sizes, or a result that does not lie in the
@@ -81,12 +86,13 @@ class Contract:
         names = {buffer for buffer, _ in sizes}
         if Buffer.STAGING in names or not all(names):
             raise ValueError(f"Contract: names of buffers (value={sorted(names)}, allowed=any but '' and 'staging')")
-        kinds = {"scratch": set(scratch), "computed": set(computed)}
+        kinds = {"scratch": set(scratch), "computed": set(computed), "used": set(used)}
         for kind, some in kinds.items():
             if some - names:
                 raise ValueError(f"Contract: {kind} (value={sorted(some - names)}, allowed={sorted(names)})")
-        if both := set.intersection(*kinds.values()):
-            raise ValueError(f"Contract: buffers that are scratch and computed (value={sorted(both)})")
+        for (one, some), (other, others) in itertools.combinations(kinds.items(), 2):
+            if both := some & others:
+                raise ValueError(f"Contract: buffers that are {one} and {other} (value={sorted(both)})")
         made = Contract(*(name, counts.pop(), sizes, tuple(results)), *(tuple(sorted(some)) for some in kinds.values()))
         made._check_results()
         return made
@@ -104,7 +110,7 @@ class Contract:
     @property
     def bound(self) -> tuple[str, ...]:
         """Of those that have memory."""
-        return tuple(name for name in self._by_name if name not in self.computed)
+        return tuple(name for name in self._by_name if name not in self.computed + self.used)
 
     @cached_property
     def _by_name(self) -> dict[str, tuple[int, ...]]:

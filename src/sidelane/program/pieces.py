@@ -1,8 +1,7 @@
 """Programs of GEMMs in parts (``ops.split_gemm`` and its siblings): what travels, and which part of it when.
 
-to all        every part waits for its trigger, and goes to its rank in turn: turn t to the t-th rank behind
-one part      of these, as a program of its own: for graphs, where nobody fires triggers, and for rows that go first
-from all      a turn is a program: every rank sends a part of its rows to the t-th rank behind it
+computed, then sent   every part waits for its trigger, and goes to its rank in turn: turn t to the t-th rank behind
+sent, then computed   parts go in the same order; each one is an arrival, behind which it is read
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from sidelane.program.ir import EPOCH, Command, Copy, Engine, EngineKind, Flag, 
 
 SPLIT_GEMM, SPLIT_GATHER = "split_gemm_all_to_all", "split_all_gather_gemm"
 SPLIT_DISPATCH = "split_all_to_all_gemm"
-"""Names of the operators; the first two of the programs' contracts, too."""
+"""Names of the operators, and of the programs' contracts."""
 
 
 def going(table: Sequence[Sequence[int]], rank: int, pieces: int) -> list[slice]:
@@ -71,44 +70,31 @@ def split_program(table: Sequence[Sequence[int]], pieces: int, row_bytes: int, m
     return Program(contract, "pieces", tuple(queues), (0,) * n, most + 2 * n)
 
 
-def numbers_of(table: Sequence[Sequence[int]], pieces: int) -> list[int]:
-    """Numbers of the parts that any rank has, in their order: turn by turn, piece by piece."""
-    return sorted({number for rank in range(len(table)) for number, _, _ in _leaving(table, rank, pieces)})
+def arriving_program(table: Sequence[Sequence[int]], pieces: int, row_bytes: int, most_rows: int) -> Program:
+    """Rows of ``sent`` go into ``came`` of the ranks that they are for; each part is an arrival there.
 
-
-def rows_of(table: Sequence[Sequence[int]], rank: int, pieces: int, number: int) -> slice | None:
-    """Rows of ``x`` in a part that leaves a rank; None if the rank has no such part."""
-    return next((part for which, _, part in _leaving(table, rank, pieces) if which == number), None)
-
-
-def rows_coming(table: Sequence[Sequence[int]], rank: int, pieces: int, number: int) -> slice | None:
-    """Where in the output of a rank the rows of a part come; None if nobody sends it such a part.
-
-    >>> table = ((1, 2), (3, 0))
-    >>> [rows_of(table, 1, 2, number) for number in (0, 1)], [rows_coming(table, 0, 2, number) for number in (0, 1)]
-    ([slice(0, 2, None), slice(2, 3, None)], [slice(1, 3, None), slice(3, 4, None)])
+    Arguments as of :func:`split_program`.
     """
-    source = (rank - (number // pieces + 1)) % len(table)
-    rows = rows_of(table, source, pieces, number)
-    return None if rows is None else _there(table, source, rank, rows)
+    copies = []
+    for rank in range(len(table)):
+        for number, to, rows in _leaving(table, rank, pieces):
+            nbytes, place = (rows.stop - rows.start) * row_bytes, _there(table, rank, to, rows).start * row_bytes
+            copies.append(
+                (number, Copy(Span(to, "came", place, nbytes), Span(rank, "sent", rows.start * row_bytes, nbytes)))
+            )
+    sizes = dict.fromkeys(("sent", "came"), most_rows * row_bytes)
+    return _arriving(SPLIT_DISPATCH, len(table), sizes, copies)
 
 
-def part_program(table: Sequence[Sequence[int]], pieces: int, number: int, row_bytes: int, most_rows: int) -> Program:
-    """One part of every rank goes from ``sent`` into the output of its rank, once that has no more use for it.
-
-    Arguments as of :func:`split_program`; ``number`` is one of :func:`numbers_of`.
-    """
-    turn = number // pieces + 1
-
-    def copy(rank: int) -> Copy | None:
-        rows, to = rows_of(table, rank, pieces, number), (rank + turn) % len(table)
-        if rows is None:
-            return None
-        nbytes, place = (rows.stop - rows.start) * row_bytes, _there(table, rank, to, rows).start * row_bytes
-        return Copy(Span(to, "output", place, nbytes), Span(rank, "sent", rows.start * row_bytes, nbytes))
-
-    sizes = dict.fromkeys(("sent", "output"), most_rows * row_bytes)
-    return _turn(f"part {number} of {SPLIT_GEMM}", turn, sizes, list(map(copy, range(len(table)))))
+def coming(table: Sequence[Sequence[int]], rank: int, pieces: int) -> list[slice]:
+    """Where in ``came`` of a rank the parts lie that arrive, in their order: by turn, then by piece."""
+    n = len(table)
+    found = []
+    for turn in range(1, n):
+        source = (rank - turn) % n
+        parts = [rows for _, to, rows in _leaving(table, source, pieces) if to == rank]
+        found += [_there(table, source, rank, rows) for rows in parts]
+    return found
 
 
 def _there(table: Sequence[Sequence[int]], rank: int, to: int, rows: slice) -> slice:
@@ -136,40 +122,68 @@ def parts_of(rows: int, pieces: int) -> list[slice]:
     return [slice(*pair) for pair in itertools.pairwise(ends) if pair[0] < pair[1]]
 
 
-def turn_program(world_size: int, turn: int, rows: int, part: slice, row_bytes: int) -> Program:
-    """A part of every rank's rows goes to the ``turn``-th rank behind it, once that has no more use for what is there.
+def gathering_program(world_size: int, rows: int, pieces: int, row_bytes: int) -> Program:
+    """Every rank's rows go to all others, turn by turn; each part of a rank's rows is an arrival.
 
     Args:
         world_size: ranks.
-        turn: from 1.
         rows: of each rank, one after the other in the buffer ``rows`` of every rank.
-        part: of the rows of a rank.
+        pieces: of the rows of a rank.
         row_bytes: of a row.
     """
+    copies = []
+    for rank, turn in itertools.product(range(world_size), range(1, world_size)):
+        for piece, part in enumerate(parts_of(rows, pieces)):
+            begin, nbytes = (rank * rows + part.start) * row_bytes, (part.stop - part.start) * row_bytes
+            to = (rank + turn) % world_size
+            copy = Copy(Span(to, "rows", begin, nbytes), Span(rank, "rows", begin, nbytes))
+            copies.append(((turn - 1) * pieces + piece, copy))
+    return _arriving(SPLIT_GATHER, world_size, {"rows": world_size * rows * row_bytes}, copies)
 
-    def copy(rank: int) -> Copy:
-        begin, nbytes = (rank * rows + part.start) * row_bytes, (part.stop - part.start) * row_bytes
-        return Copy(Span((rank + turn) % world_size, "rows", begin, nbytes), Span(rank, "rows", begin, nbytes))
 
-    sizes = {"rows": world_size * rows * row_bytes}
-    return _turn(f"turn {turn} of {SPLIT_GATHER}", turn, sizes, list(map(copy, range(world_size))))
+def _arriving(name: str, n: int, sizes: Mapping[str, int], copies: Sequence[tuple[int, Copy]]) -> Program:
+    """Copies between ranks, each with a number that the copies from a rank have in their order, and the copies to a
+    rank, too. A rank begins to send to another one once that has no more use for what is there.
 
-
-def _turn(name: str, turn: int, sizes: Mapping[str, int], copies: Sequence[Copy | None]) -> Program:
-    """A copy of each rank, or none, to the ``turn``-th rank behind it, once that says that it has no more use for what
-    is there; ``sizes``: bytes of the buffers of every rank.
+    Args:
+        name: of the contract.
+        n: ranks.
+        sizes: bytes of the buffers of every rank.
+        copies: with their numbers.
     """
-    n, ready, came = len(copies), 0, 1
-    queues = []
-    for rank, copy in enumerate(copies):
-        source, to = (rank - turn) % n, (rank + turn) % n
-        comes = copies[source] is not None
-        commands: list[Command] = [Signal(Flag(source, ready), EPOCH)] if comes else []
-        if copy is not None:
-            commands += [Wait(Flag(rank, ready), EPOCH), copy, Signal(Flag(to, came), EPOCH)]
-        if comes:
-            commands.append(Wait(Flag(rank, came), EPOCH))
-        queues.append(Queue(rank, Engine(EngineKind.DMA), tuple(commands)))
-    results = [Result(copy.dst, (copy.src,)) for copy in copies if copy is not None]
-    contract = Contract.of(name, {buffer: [nbytes] * n for buffer, nbytes in sizes.items()}, results)
-    return Program(contract, "pieces", tuple(queues), (0,) * n, 2)
+    most = max((number for number, _ in copies), default=-1) + 1
+
+    def ready(rank: int, receiver: int) -> Flag:
+        return Flag(rank, receiver)
+
+    def came(rank: int, number: int) -> Flag:
+        return Flag(rank, n + number)
+
+    def read(rank: int, number: int) -> Flag:
+        return Flag(rank, n + most + number)
+
+    queues: list[Queue] = []
+    results: list[Result] = []
+    for rank in range(n):
+        leaving = sorted((one for one in copies if one[1].src.rank == rank), key=lambda one: one[0])
+        coming = sorted((one for one in copies if one[1].dst.rank == rank), key=lambda one: one[0])
+        sources = dict.fromkeys(copy.src.rank for _, copy in coming)
+        sends: list[Command] = [Signal(ready(source, rank), EPOCH) for source in sources]
+        met: set[int] = set()
+        for number, copy in leaving:
+            if copy.dst.rank not in met:
+                sends.append(Wait(ready(rank, copy.dst.rank), EPOCH))
+                met.add(copy.dst.rank)
+            sends += [copy, Signal(came(copy.dst.rank, number), EPOCH)]
+        queues.append(Queue(rank, Engine(EngineKind.DMA), tuple(sends)))
+        tells: list[Command] = []
+        for arrival, (number, copy) in enumerate(coming):
+            tells += [Wait(came(rank, number), EPOCH), Signal(read(rank, number), EPOCH)]
+            use = Span(rank, "used", copy.dst.offset, copy.dst.nbytes)
+            reads = (Wait(read(rank, number), EPOCH), Copy(use, copy.dst))
+            queues.append(Queue(rank, Engine(EngineKind.CALLER, arrival), reads))
+            results += [Result(copy.dst, (copy.src,)), Result(use, (copy.src,))]
+        queues.append(Queue(rank, Engine(EngineKind.DMA, 1), tuple(tells)))
+    buffers = {buffer: [nbytes] * n for buffer, nbytes in {**sizes, "used": max(sizes.values())}.items()}
+    contract = Contract.of(name, buffers, results, used=("used",))
+    return Program(contract, "pieces", tuple(queues), (0,) * n, n + 2 * most)

@@ -18,7 +18,7 @@ from sidelane.collectives import Communicator
 from sidelane.ops.handle import ORDERS
 
 ON_HOST, ON_DEVICE = 'method="auto", counts on the host', 'method="auto", counts on the device'
-PIECES = (1, 2, 3, 4)
+PIECES = (1, 2, 4, 6)
 
 Parts = list[tuple[slice, int]]
 """Rows, and the expert that has them."""

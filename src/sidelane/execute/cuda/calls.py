@@ -176,6 +176,7 @@ class Plan:
         steps: submitted by the call.
         is_held: one trigger fires all that is ahead, which begins and ends on stream 1.
         marks: of a graph: events that the caller records where each trigger would be fired, before these steps.
+        arrivals: of a graph: events that the caller waits for at each arrival, behind these steps.
     """
 
     streams: int
@@ -185,6 +186,7 @@ class Plan:
     steps: tuple[StreamCall, ...]
     is_held: bool = False
     marks: tuple[tuple[int, ...], ...] = ()
+    arrivals: tuple[tuple[int, ...], ...] = ()
 
     @property
     def held_streams(self) -> int:

@@ -186,6 +186,11 @@ class CudaProgram:
         """How many triggers a graph has instead as places of the caller's stream; each is marked before :meth:`run`."""
         return len(self._bound.plan.marks)
 
+    @property
+    def arrivals(self) -> int:
+        """How many arrivals a graph has, which the caller's stream may wait for behind :meth:`run`."""
+        return len(self._bound.plan.arrivals)
+
     def mark(self, number: int, stream: int) -> None:
         """Let what waits for a trigger follow the work of ``stream`` so far, which is being captured.
 
@@ -195,6 +200,12 @@ class CudaProgram:
         frame, driver = self._bound.frame, self._executor.driver
         with self._executor.lock, driver.current():
             driver.submit([driver.bind_record(frame.events[event], stream) for event in frame.plan.marks[number]])
+
+    def follow(self, number: int, stream: int) -> None:
+        """Let the next work of ``stream``, which is being captured, follow an arrival. Raises as :meth:`mark`."""
+        frame, driver = self._bound.frame, self._executor.driver
+        with self._executor.lock, driver.current():
+            driver.submit([driver.bind_wait(frame.events[event], stream) for event in frame.plan.arrivals[number]])
 
     @property
     def held_streams(self) -> int:

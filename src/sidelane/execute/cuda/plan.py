@@ -47,7 +47,7 @@ from sidelane.program.ir import (
 from sidelane.program.own_flags import flags_between_own_queues, waits_for
 from sidelane.program.transform.freeze import LOWERED
 from sidelane.program.transform.prelaunch import held_by, release
-from sidelane.program.transform.triggers import triggers_of
+from sidelane.program.transform.triggers import flags_by_callers
 
 INLINE_BYTES = 4 << 20
 """A ``local`` or ``compute`` queue that moves no more than this runs on stream 0. A stream of its own costs four event
@@ -85,7 +85,7 @@ class _Planner:
     def __init__(self, program: Program, rank: int, peer_writes: bool, captured: bool) -> None:
         self.program, self.rank, self.peer_writes, self.captured = program, rank, peer_writes, captured
         self.split = program.prelaunched and not captured
-        self.by_marks = captured and not program.prelaunched
+        self.with_callers = captured and not program.prelaunched
         self.queues = program.queues_of(rank)
         self.stream_of = self._assign_streams()
         self.commands = self._order_commands()
@@ -126,15 +126,15 @@ class _Planner:
         self._flush()
         ahead = [step for step in self.steps if self.split and step.stream]
         steps = [step for step in self.steps if not self.split or not step.stream]
-        return Plan(len(sides) + 1, self.events, self.cells, tuple(ahead), tuple(steps), marks=self._marks())
+        marks, arrivals = self._events_of_callers()
+        plan = Plan(len(sides) + 1, self.events, self.cells, tuple(ahead), tuple(steps))
+        return dataclasses.replace(plan, marks=marks, arrivals=arrivals)
 
-    def _marks(self) -> tuple[tuple[int, ...], ...]:
-        """Events that stand for the triggers of a graph."""
-        fired = triggers_of(self.program, self.rank) if self.by_marks else ()
-        return tuple(
-            tuple(self.local_events[signal.flag] for signal in signals if signal.flag in self.local_events)
-            for signals in fired
-        )
+    def _events_of_callers(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        """What stands for the triggers and for the arrivals of a graph."""
+        events = self.local_events
+        both = flags_by_callers(self.program, self.rank) if self.with_callers else ((), ())
+        return tuple(tuple(tuple(events[flag] for flag in flags if flag in events) for flags in one) for one in both)
 
     def _lower_next(self, index: int, command: Command) -> None:
         stream = self.stream_of[index]
@@ -261,7 +261,7 @@ class _Planner:
         used = [
             index
             for index, queue in enumerate(queues)
-            if any(_submits(queue)) and not (self.by_marks and queue.engine.kind is EngineKind.CALLER)
+            if any(_submits(queue)) and not (self.with_callers and queue.engine.kind is EngineKind.CALLER)
         ]
         prelaunched = self.program.prelaunched
         kind = EngineKind.CALLER if prelaunched else EngineKind.DMA

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+import math
 from collections.abc import Callable, Mapping, Set
 from types import MappingProxyType
 
@@ -45,6 +46,7 @@ class Run:
         commands: that were executed.
         timeline: every interval, if it was asked for.
         stamps: virtual time of each (rank, slot), in microseconds.
+        raised: when flags were signalled that callers wait for, likewise.
     """
 
     time_us: float
@@ -52,6 +54,7 @@ class Run:
     commands: int
     timeline: tuple[Interval, ...] = ()
     stamps: Mapping[tuple[int, int], float] = dataclasses.field(default_factory=dict)
+    raised: Mapping[Flag, float] = dataclasses.field(default_factory=dict)
 
 
 def simulate(
@@ -114,6 +117,7 @@ class _Simulation:
         self.record = record
         self.timeline: list[Interval] = []
         self.stamps: dict[tuple[int, int], float] = {}
+        self.raised: dict[Flag, float] = {}
         self.flags: dict[Flag, int] = {}
         self.waiting: dict[Flag, list[tuple[_Lane, Wait]]] = {}
         self.events: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
@@ -135,7 +139,7 @@ class _Simulation:
             )
             raise DeadlockError(f"simulate: {len(stuck)} queues never end: {text}")
         count = sum(len(queue.commands) for queue in self.program.queues)
-        return Run(self.finish_us, self.host_us, count, tuple(self.timeline), self.stamps)
+        return Run(self.finish_us, self.host_us, count, tuple(self.timeline), self.stamps, self.raised)
 
     def _hand_over(self, lanes: list[_Lane]) -> None:
         """Let the host threads prepare the queues, in the program's order."""
@@ -168,6 +172,12 @@ class _Simulation:
         return isinstance(first, Wait) and first.flag in self.edges
 
     def _pull_triggers(self, lane: _Lane, thread: int, free: dict[int, float]) -> None:
+        arrivals = [command.flag for command in lane.queue.commands if isinstance(command, Wait)]
+        if arrivals:  # what callers read then takes no engine
+            self.raised.update(dict.fromkeys(arrivals, math.inf))
+            lane.index = len(lane.queue.commands)
+            self.ended += 1
+            return
         for command in lane.queue.commands:
             if isinstance(command, Signal) and command.flag in self.fires:
                 self._at(self.fires[command.flag], self._raise, command)
@@ -252,6 +262,8 @@ class _Simulation:
 
     def _raise(self, command: Signal) -> None:
         flag, value = command.flag, command.value.at(1)
+        if flag in self.raised:
+            self.raised[flag] = self.now
         self.flags[flag] = value + (self.flags.get(flag, 0) if command.op is SignalOp.ADD else 0)
         still: list[tuple[_Lane, Wait]] = []
         for lane, wait in self.waiting.pop(flag, ()):

@@ -1,15 +1,19 @@
-"""Programs that their callers release in slices: what runs on engines, and what is left to the callers.
+"""Programs in which callers have a part: what runs on engines, and what is left to the callers.
 
-A ``caller`` queue of such a program says what its rank does itself while the program is under way: it computes (a copy
-from a buffer that is ``computed``, docs/internals/programs.md) and then signals. An executor gets the other queues;
-trigger k of a rank is what its queue ``caller:k`` signals, fired when its bytes are there.
+A ``caller`` queue of such a program says what its rank does itself while the program is under way:
+
+trigger   it computes (a copy from a buffer that is ``computed``, docs/internals/programs.md) and then signals
+arrival   it waits, and then reads (a copy to a buffer that is ``used``)
+
+An executor gets the other queues. Trigger k of a rank is what its queue ``caller:k`` signals, fired when its bytes are
+there. Arrivals are numbered from 0 on, too, in the order of their engines.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
-from sidelane.program.ir import EngineKind, Program, Signal, SignalOp, Wait
+from sidelane.program.ir import EngineKind, Flag, Program, Queue, Signal, SignalOp, Wait
 
 
 def without_callers(program: Program) -> Program:
@@ -18,14 +22,14 @@ def without_callers(program: Program) -> Program:
     return program if len(queues) == len(program.queues) else dataclasses.replace(program, queues=queues)
 
 
-def firing_only(program: Program) -> Program:
-    """The program with what callers signal, but without what they compute: what a graph holds, in which signals that
-    stay on a rank are dependencies. The same object if callers have no part in it.
+def flags_of_callers(program: Program) -> Program:
+    """The program without what callers compute and read: what a graph holds, in which flags that stay on a rank are
+    dependencies. The same object if callers have no part in it.
     """
     if without_callers(program) is program:
         return program
     queues = tuple(
-        dataclasses.replace(queue, commands=tuple(c for c in queue.commands if isinstance(c, Signal)))
+        dataclasses.replace(queue, commands=tuple(c for c in queue.commands if isinstance(c, Signal | Wait)))
         if queue.engine.kind is EngineKind.CALLER
         else queue
         for queue in program.queues
@@ -37,21 +41,55 @@ def triggers_of(program: Program, rank: int) -> tuple[tuple[Signal, ...], ...]:
     """What each trigger of a rank signals, by its number.
 
     Raises:
-        ValueError: a ``caller`` queue of any rank waits, adds to a flag, signals another rank, or signals nothing; or
-            the numbers of a rank's ``caller`` engines are not 0, 1, 2 ...
+        ValueError: a ``caller`` queue of any rank does neither what a trigger nor what an arrival does; or the numbers
+            of the engines of a rank's triggers are not 0, 1, 2 ...
     """
+    arrivals_of(program, rank)
     found: dict[int, dict[int, tuple[Signal, ...]]] = {}
     for queue in program.queues:
-        if queue.engine.kind is not EngineKind.CALLER:
+        if queue.engine.kind is not EngineKind.CALLER or _waited(queue):
             continue
-        name = f"rank {queue.rank} {queue.engine}"
-        if any(isinstance(command, Wait) for command in queue.commands):
-            raise ValueError(f"{name} waits (allowed=a trigger computes and signals)")
         signals = tuple(command for command in queue.commands if isinstance(command, Signal))
         if not signals or any(signal.op is not SignalOp.SET or signal.flag.rank != queue.rank for signal in signals):
+            name = f"rank {queue.rank} {queue.engine}"
             raise ValueError(f"{name} (allowed=a trigger sets flags of its own rank, one or more)")
         found.setdefault(queue.rank, {})[queue.engine.index] = signals
     for other, triggers in found.items():
         if sorted(triggers) != list(range(len(triggers))):
             raise ValueError(f"triggers of rank {other} (value={sorted(triggers)}, allowed=0, 1, 2 ...)")
     return tuple(signals for _, signals in sorted(found.get(rank, {}).items()))
+
+
+def arrivals_of(program: Program, rank: int) -> tuple[tuple[Wait, ...], ...]:
+    """What each arrival of a rank waits for, by its number.
+
+    Raises:
+        ValueError: a ``caller`` queue of any rank waits and signals.
+    """
+    found: dict[int, tuple[Wait, ...]] = {}
+    for queue in program.queues:
+        if queue.engine.kind is not EngineKind.CALLER:
+            continue
+        waits = _waited(queue)
+        resets = {wait.flag for wait in waits}  # by a frozen program
+        if waits and any(isinstance(command, Signal) and command.flag not in resets for command in queue.commands):
+            raise ValueError(
+                f"rank {queue.rank} {queue.engine} waits and signals (allowed=a trigger computes and signals, an "
+                "arrival waits and reads)"
+            )
+        if waits and queue.rank == rank:
+            found[queue.engine.index] = waits
+    return tuple(waits for _, waits in sorted(found.items()))
+
+
+def flags_by_callers(program: Program, rank: int) -> tuple[tuple[tuple[Flag, ...], ...], tuple[tuple[Flag, ...], ...]]:
+    """Flags of each trigger and of each arrival of a rank."""
+    fired, waited = triggers_of(program, rank), arrivals_of(program, rank)
+    return (
+        tuple(tuple(signal.flag for signal in signals) for signals in fired),
+        tuple(tuple(wait.flag for wait in waits) for waits in waited),
+    )
+
+
+def _waited(queue: Queue) -> tuple[Wait, ...]:
+    return tuple(command for command in queue.commands if isinstance(command, Wait))

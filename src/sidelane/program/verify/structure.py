@@ -89,7 +89,7 @@ def _is_plainly_right(program: Program, sizes: Sizes, queue: Queue, command: Com
                 return False
             if isinstance(program.collective, Batch) or (dst.rank == src.rank and dst.buffer == src.buffer):
                 return False
-            if _has_computed(program):
+            if _callers_move(program):
                 return False
             for span in (dst, src):
                 if not 0 <= span.rank < program.world_size or span.offset < 0:
@@ -130,25 +130,32 @@ def _command(program: Program, sizes: Sizes, queue: Queue, command: Command) -> 
 
 
 def _computed(program: Program, queue: Queue, index: int) -> Iterator[str]:
-    """What callers do themselves: they compute, which a copy from what is computed stands for, then they signal."""
+    """What callers do themselves: they compute, which a copy from what is computed stands for, then they signal; or
+    they wait, then they read, which a copy to what is used stands for.
+    """
     command = queue.commands[index]
-    names = program.collective.computed if isinstance(program.collective, Contract) else ()
-    touched = [span for span in spans(command) if span.buffer in names]
+    contract = program.collective
+    computed, used = (contract.computed, contract.used) if isinstance(contract, Contract) else ((), ())
+    touched = [span for span in spans(command) if span.buffer in computed + used]
     if queue.engine.kind is not EngineKind.CALLER:
         if touched:
-            yield f"{touched[0]} is what callers compute: only caller engines copy from it"
+            what = "compute: only caller engines copy from" if touched[0].buffer in computed else "use: they copy to"
+            yield f"{touched[0]} is what callers {what} it"
         return
     if not isinstance(command, MOVES):
         return
-    is_own = isinstance(command, Copy) and command.src in touched and command.dst not in touched
-    if not is_own or any(span.rank != queue.rank for span in spans(command)):
-        yield "the caller engine only signals and waits, and copies what its own rank computes"
-    elif any(isinstance(before, Signal) for before in queue.commands[:index]):
+    computes = isinstance(command, Copy) and command.src.buffer in computed
+    reads = isinstance(command, Copy) and command.dst.buffer in used
+    if computes == reads or len(touched) != 1 or any(span.rank != queue.rank for span in spans(command)):
+        yield "the caller engine only signals and waits, and copies what its own rank computes, or uses"
+    elif computes and any(isinstance(before, Signal) for before in queue.commands[:index]):
         yield "a caller engine computes in front of its signals, which say that it has"
+    elif reads and any(isinstance(behind, Wait) for behind in queue.commands[index:]):
+        yield "a caller engine reads behind its waits, which say that it may"
 
 
-def _has_computed(program: Program) -> bool:
-    return isinstance(program.collective, Contract) and bool(program.collective.computed)
+def _callers_move(program: Program) -> bool:
+    return isinstance(program.collective, Contract) and bool(program.collective.computed + program.collective.used)
 
 
 def _span(program: Program, sizes: Sizes, queue: Queue, span: Span) -> Iterator[str]:
