@@ -85,7 +85,7 @@ def in_graphs(group: dist.ProcessGroup, seed: int, replays: int) -> list[str]:
 
             stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
             with torch.cuda.stream(stream):
-                # Kernels are loaded now: under way, a program waits for a trigger, and to load one waits for the device.
+                # Kernels are loaded now: to load one waits for the device, and later that for a trigger.
                 torch.add((base + 1).expand(nbytes), 0, out=shard[0])
                 copies[0].copy_(output)
                 is_right(0, 0)
