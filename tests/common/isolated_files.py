@@ -25,8 +25,17 @@ def collective(time_us: float, implementation: str, units: int = 0, kind: str = 
     return row("collective", time_us, collective=kind, bytes=SIZE, implementation=implementation, units=units)
 
 
-def pair(strategy: str, time_us: float, implementation: str, units: int = 0, alone: float | None = None) -> Any:
-    one = row("pair", time_us, m=8192, n=8192, k=8192, collective="all_gather", bytes=SIZE)
+def pair(
+    strategy: str,
+    time_us: float,
+    implementation: str,
+    units: int = 0,
+    alone: float | None = None,
+    *,
+    rows: int = 8192,
+    kind: str = "all_gather",
+) -> Any:
+    one = row("pair", time_us, m=rows, n=8192, k=8192, collective=kind, bytes=SIZE)
     return {**one, "implementation": implementation, "means": strategy, "units": units, "alone_us": alone}
 
 

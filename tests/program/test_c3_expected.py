@@ -125,3 +125,31 @@ def test_pairs_that_say_nothing_are_left_out() -> None:
     known = parse_isolated(file_of(gemm(1000.0), collective(800.0, "dma"), *more), "made up")
     found = decide(ASKED, able, known, H200, {}, OF_CALLS)
     assert found.predicted_us[0] == ("conccl", 1000.0), "nothing takes less than the longer of the two"
+
+
+def test_what_differs_from_pair_to_pair_counts_for_its_least() -> None:
+    """The device lets a kernel in or not: a strategy that leaves it to that is taken for what it hid at the least."""
+
+    def known(second_us: float) -> Isolated:
+        rows = [gemm(1000.0), collective(800.0, "nccl"), collective(800.0, "dma")]
+        for one, together in ((8192, 1050.0), (4096, second_us)):
+            rows += [pair("serial", 1800.0, "nccl", alone=800.0, rows=one), pair("c3_sp", together, "nccl", rows=one)]
+            rows += [pair("serial", 1800.0, "dma", alone=800.0, rows=one), pair("conccl", 1200.0, "dma", rows=one)]
+        return parse_isolated(file_of(*rows), "made up")
+
+    able = [named(name) for name in ("serial", "c3_sp", "conccl")]
+    steady, drawn = (decide(ASKED, able, known(second), H200, {}) for second in (1070.0, 1790.0))
+    assert steady.strategy == "c3_sp"
+    assert drawn.strategy == "conccl" and round(dict(drawn.predicted_us)["c3_sp"]) == 1790
+
+
+def test_what_adds_is_judged_by_what_adds() -> None:
+    """Of a collective that no pair has, the pairs that say most are those of one that reduces, too."""
+    rows = [gemm(1000.0), collective(800.0, "dma"), collective(800.0, "dma", kind="reduce_scatter")]
+    for kind, together in (("all_gather", 1100.0), ("all_reduce", 1600.0)):
+        rows += [pair("serial", 1800.0, "dma", alone=800.0, kind=kind), pair("conccl", together, "dma", kind=kind)]
+    known = parse_isolated(file_of(*rows), "made up")
+    able = [named(name) for name in ("serial", "conccl")]
+    for kind, expected in ((Kind.REDUCE_SCATTER, 1600), (Kind.ALL_TO_ALL, 1100)):
+        choice = decide(Asked(1000.0, GEMM, (Workload(GEMM, kind, SIZE),)), able, known, H200, {"dma": 800.0})
+        assert round(dict(choice.predicted_us)["conccl"]) == expected

@@ -17,8 +17,13 @@ from collections.abc import Collection, Mapping, Sequence
 from sidelane.c3.choose import Candidate, Choice, choose
 from sidelane.c3.isolated import Isolated, PairTimes
 from sidelane.c3.strategies import strategies as all_strategies
-from sidelane.c3.strategy import LEAST_GAIN, Mover, Strategy, ideal_speedup
+from sidelane.c3.strategy import LEAST_GAIN, Means, Mover, Strategy, ideal_speedup
 from sidelane.c3.workload import Bound, Gemm, Workload
+from sidelane.program.collective import REDUCING
+
+MOST_SPREAD = 0.25
+"""By how much shares of one way may differ, to be shares of one kind. On two H200s the library's kernels hid 5 to 87%
+of the shorter operation where they were launched first (docs/lab/measured.md)."""
 
 Movers = Mapping[Mover, tuple[str, ...]]
 """Implementations that are each mover, as the file of isolated times names them."""
@@ -146,6 +151,15 @@ def _share(
     return _share(twin, 0, asked, known, constants, implementation)
 
 
+def _is_left_to_device(strategy: Strategy) -> bool:
+    """True where blocks of the computation and of the collective may stand in line for the same units."""
+    return strategy.concurrent and strategy.mover.takes_units and _means(strategy) not in (Means.SPLIT, Means.THREADS)
+
+
+def _means(strategy: Strategy) -> Means | None:
+    return None if strategy.partition is None else strategy.partition.means
+
+
 def _way(strategy: Strategy) -> tuple[object, ...]:
     """What a strategy is but for who moves the bytes."""
     return strategy.order, strategy.priority, strategy.partition
@@ -162,18 +176,32 @@ def _telling(known: Isolated) -> list[PairTimes]:
 
 
 def _measured(strategy: Strategy, units: int, asked: Asked, known: Isolated, implementation: str) -> float | None:
-    """The median over measured pairs: of the same collective, the same bound, the same units, if there are such."""
+    """The median over measured pairs: of the same collective (or one that adds, too), the same bound, the same units,
+    if there are such. Where it is left to the device who gets units, the least of all pairs, if they differ: which it
+    will be is not known.
+    """
     names = {one.name for one in all_strategies() if _way(one) == _way(strategy)}
     pairs = [pair for pair in _telling(known) if pair.implementation == implementation]
+    if _is_left_to_device(strategy):
+        drawn = _with_units(units, [one for pair in pairs for one in _shares(names, strategy, pair, known)])
+        if drawn and max(drawn) - min(drawn) > MOST_SPREAD:
+            return min(drawn)
     pairs = [pair for pair in pairs if any(name in names for name, _ in pair.times_us)]
     kinds = {move.collective for move in asked.moves}
-    pairs = [pair for pair in pairs if pair.collective in kinds] or pairs
+    adds = {kind in REDUCING for kind in kinds}
+    alike = [pair for pair in pairs if {pair.collective in REDUCING} == adds]
+    pairs = [pair for pair in pairs if pair.collective in kinds] or alike or pairs
     if asked.gemm is not None:
         bound = known.bound(asked.gemm, asked.gemm_us)[0]
         pairs = [pair for pair in pairs if known.bound(pair.gemm)[0] is bound] or pairs
     found = [one for pair in pairs for one in _shares(names, strategy, pair, known)]
-    shares = [share for taken, share in found if taken == units] or [share for _, share in found]
+    shares = _with_units(units, found)
     return statistics.median(shares) if shares else None
+
+
+def _with_units(units: int, found: Sequence[tuple[int, float]]) -> list[float]:
+    """Shares with these units, or all."""
+    return [share for taken, share in found if taken == units] or [share for _, share in found]
 
 
 def _shares(names: Collection[str], strategy: Strategy, pair: PairTimes, known: Isolated) -> list[tuple[int, float]]:
