@@ -680,12 +680,19 @@ def lends_its_communicator(gloo: dist.ProcessGroup) -> None:
         before = comm.memory()
         with sidelane.pool(comm, 1 << 20):
             output, given = torch.zeros(3000 * ours.size()), torch.full((3000,), float(ours.rank() + 1))
+            other = given + 1
         assert comm.memory().used > before.used
         for is_async in (False, True):
             output.zero_()
             ended(dist.all_gather_into_tensor(output, given, ours, is_async), is_async)
             assert output.view(ours.size(), -1)[:, 7].tolist() == [rank + 1 for rank in range(ours.size())]
             assert all(comm.lane.session.heap.locate(one).symmetric for one in (output, given))
+        preparer = comm.lane.preparer
+        with mock.patch.object(preparer, "prepare", side_effect=preparer.prepare) as prepare:
+            for _ in range(3):  # on an input that nobody compares, since nobody else reads it
+                dist.all_gather_into_tensor(output.zero_(), other, ours)
+                assert output.view(ours.size(), -1)[:, 7].tolist() == [rank + 2 for rank in range(ours.size())]
+        assert prepare.call_count == 1
         with pytest.raises(
             sidelane.UnavailableError, match="communicator: none for meta tensors of .*does not know meta"
         ):

@@ -268,18 +268,30 @@ def compared_ones_wait_for_nobody(group: dist.ProcessGroup) -> str:
         return comm.reach(output).how
 
 
-def prepared(group: dist.ProcessGroup, calls: int) -> int:
-    """How many of so many calls on the same tensors in a pool were prepared."""
+def prepared(group: dist.ProcessGroup, calls: int) -> list[int]:
+    """How many of so many calls on the same tensors were prepared: in a pool; the same with an input that has not been
+    compared, at other places on some ranks; that one with symmetric memory for an output; a list of both."""
+    counts = []
     with _communicator(group) as comm:
+        n, rank = comm.world_size, comm.rank
+        symmetric = comm.empty(n * 100)
         with sidelane.pool(comm, room()):
-            output, input = torch.empty(comm.world_size * 100), torch.arange(100.0)
+            output, input, apart = torch.empty(n * 100), torch.empty(100), torch.empty(300)[100 * (rank % 2) :][:100]
         preparer = comm.lane.preparer
-        with mock.patch.object(type(preparer), "prepare", autospec=True, side_effect=type(preparer).prepare) as prepare:
-            for _ in range(calls):
-                comm.all_gather(output, input)
-            comm.synchronize()
-        assert output.view(-1, 100).eq(input).all()
-        return prepare.call_count
+        both = [(output, apart), (symmetric, input)]
+        for pairs in ([(output, input)], both[:1], [(symmetric, apart)], both):
+            real = type(preparer).prepare
+            with mock.patch.object(type(preparer), "prepare", autospec=True, side_effect=real) as prepare:
+                for call in range(calls):
+                    for target, given in pairs:
+                        target.fill_(-1), given.fill_(call + 10 * rank)
+                    targets, sources = map(list, zip(*pairs, strict=True))
+                    comm.all_gather(*((targets, sources) if len(pairs) > 1 else pairs[0]))
+                    comm.synchronize()
+                    for target in targets:
+                        assert target.view(n, 100).unique(dim=1).flatten().tolist() == [call + 10 * p for p in range(n)]
+            counts.append(prepare.call_count)
+    return counts
 
 
 def comes_and_goes(group: dist.ProcessGroup) -> list[Any]:

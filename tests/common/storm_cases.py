@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import learn_cases
 import torch
 import torch.distributed as dist
+from made_up_gpus import made_up_gpus
 
 from sidelane.bench.soak import leftovers
+from sidelane.bench.soak.calls import Caller
 from sidelane.bench.soak.seat import Seat
 from sidelane.bench.soak.storm import described, play
 from sidelane.bench.soak.storm.supply import Supply
 from sidelane.bench.soak.tally import Tally
+from sidelane.collectives import backend_cuda
+from sidelane.collectives.pools import SymmetricPool
 from sidelane.memory.shared_tensors import SharedTensors
 
 SLOT_BYTES = (3000, 9000)
@@ -62,8 +68,61 @@ def storm(group: dist.ProcessGroup, mode: str, steps: int, seed: int, planted: s
     ):
         play.play(described.Storm(steps, mode), seed, 30.0, QuietSeat(group), tally, group)
     kept.clear()
+    return _counted(tally)
+
+
+def with_graphs(
+    group: dist.ProcessGroup, mode: str, steps: int, seed: int, planted: str = ""
+) -> tuple[dict[str, Any], str]:
+    """The same on the path of GPUs, with graphs, by copy engines. ``planted``: a replay that does nothing."""
+    gc.collect()
+    tally = Tally()
+    with made_up_gpus() as driver:
+
+        def record(act: Callable[[], None], pool: SymmetricPool | None = None) -> Callable[[], None]:
+            driver.begin_capture()
+            try:
+                with pool or contextlib.nullcontext():
+                    act()
+            finally:
+                graph = driver.end_capture()
+
+            def replay() -> None:
+                driver.replay(graph)
+                driver.synchronize()
+
+            return replay if not planted else lambda: None
+
+        def check(self: Caller, *arguments: Any) -> None:  # nothing of torch's is in order with made-up streams
+            self.communicator.synchronize()
+            driver.synchronize()
+            real_check(self, *arguments)
+
+        real_check = Caller.check
+        with (
+            learn_cases.counted(),
+            mock.patch.object(backend_cuda, "find_spec", return_value=None),  # no kernels
+            mock.patch.object(described, "SLOT_BYTES", SLOT_BYTES),
+            mock.patch.object(described, "CPU_MOST_BYTES", 20_000),
+            mock.patch.object(described, "SHAPES", 8),
+            mock.patch.object(Caller, "check", check),
+            mock.patch.multiple(described, REDUCED=("int32",), OPS=("sum",)),  # what the made-up driver adds up
+            mock.patch.multiple(
+                play,
+                CAPTURES=0.2,
+                WARM_UP_CAPTURES=0.2,
+                REPLAYS=0.6,
+                LETS_GO=0.03,
+                IS_ASYNCHRONOUS=0,
+                POOL_BYTES=4 << 20,
+            ),
+        ):
+            play.play(described.Storm(steps, mode), seed, 30.0, QuietSeat(group), tally, group, record)
+    return _counted(tally)
+
+
+def _counted(tally: Tally) -> tuple[dict[str, Any], str]:
     gc.collect()
     assert leftovers.opened() == 0
-    return {"calls": tally.calls.total(), "wrong": tally.wrong, "errors": tally.errors, **tally.noted}, "\n".join(
-        tally.texts
-    )
+    counts = {"calls": tally.calls.total(), "wrong": tally.wrong, "errors": tally.errors, **tally.noted}
+    return counts, "\n".join(tally.texts)

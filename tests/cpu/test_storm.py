@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 import storm_cases
 from click.testing import CliRunner
-from ranks import RankPool
+from ranks import RankError, RankPool
 
 from sidelane import cli
 from sidelane.bench.soak.episode import Episode
 from sidelane.bench.soak.storm import described, study
 from sidelane.bench.soak.storm.described import parts_of
+from sidelane.bench.soak.storm.graphs import Where
 from sidelane.bench.soak.tally import Tally
 from sidelane.bench.soak.world import Verdict
 
@@ -35,6 +36,22 @@ def test_every_byte_is_right_and_nothing_is_left(pool: RankPool, mode: str, n: i
     if mode == "learn" and n == 2:
         assert sum(counts["went ahead"] for counts, _ in found) > n * steps // 20
         assert sum(counts.get("replaced", 0) for counts, _ in found) > 0
+
+
+@pytest.mark.parametrize("mode", ["learn", "always"])
+def test_graphs_are_replayed_in_a_storm(pool: RankPool, mode: str) -> None:
+    """On a made-up driver: CPU ranks capture nothing."""
+    found = pool.run(storm_cases.with_graphs, 2, mode, 100, 1)
+    assert [said for _, said in found] == [""] * 2
+    for counts, _ in found:
+        assert counts["wrong"] == counts["errors"] == counts["stale"] == counts["mapped at the end"] == 0
+        assert all(counts[f"graphs on {where}"] > 0 for where in Where), counts
+        assert counts["replays"] > 2 * counts["graphs"] and counts["graphs let go of"] == counts["graphs"]
+
+
+def test_a_replay_that_does_nothing_is_noticed(pool: RankPool) -> None:
+    with pytest.raises(RankError, match="outputs were wrong"):
+        pool.run(storm_cases.with_graphs, 2, "off", 40, 1, "nothing is replayed")
 
 
 def test_a_write_elsewhere_is_noticed(pool: RankPool) -> None:

@@ -7,11 +7,10 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from sidelane.choice import Choice
-from sidelane.choice.candidate import DMA
 from sidelane.choice.key import CPU
 from sidelane.collectives.confirming import choice_of
 from sidelane.collectives.plan import AnyAgreement
-from sidelane.collectives.reaching import MAPPED, SETTINGS, MapMemory, Way, as_mapped, way_of
+from sidelane.collectives.reaching import MAPPED, SETTINGS, MapMemory, Way, as_mapped, copies_suit, way_of
 from sidelane.program.builders.confirmed import NOBODY
 
 SAID: Mapping[MapMemory, str] = MappingProxyType({False: "0", True: "1", "learn": "learn"})
@@ -24,12 +23,7 @@ def ways_of(
     """How peers reach the ordinary tensors of a call, and what then runs, for each setting."""
     found = []
     for setting in SETTINGS:
-        way = way_of(
-            agreement,
-            setting,
-            lambda call: chooses(as_mapped(call)).candidate.implementation == DMA,
-            hosts_meet=hosts_meet,
-        )
+        way = way_of(agreement, setting, lambda call: copies_suit(call, chooses), hosts_meet=hosts_meet)
         choice = chooses(as_mapped(agreement) if way.how == MAPPED else agreement)
         if way.goes_ahead:
             ahead = choice_of(NOBODY, NOBODY, 0)

@@ -62,8 +62,8 @@ def soak(
     several communicators, threads, graphs on GPUs. An episode ends well, or a rank is killed, stopped, interrupted ...,
     of which the others must hear. What was not as it must be is told with its episode: --seed and --episode run that
     one again, with the same --ranks and --episode-calls. A storm is one world whose ordinary tensors come and go, with
-    caches emptied, pools and expandable segments, in every way that peers reach them; nothing else may use the GPUs
-    meanwhile, as memory is counted. Exit status: 1 if there was anything.
+    caches emptied, pools, expandable segments and graphs (on GPUs: CPU ranks capture nothing), in every way that peers
+    reach them; nothing else may use the GPUs meanwhile, as memory is counted. Exit status: 1 if there was anything.
     """
     with plain_errors():
         if storm is not None:

@@ -41,11 +41,12 @@ MOST_PLANNED = 1024
 
 
 class Planned(NamedTuple):
-    """A call before its peers have been heard; ``signature`` is of the agreement."""
+    """A call before its peers have been heard; ``signature`` is of the agreement, ``compares`` as in ``Reach``."""
 
     request: AnyRequest
     agreement: AnyAgreement
     signature: str
+    compares: bool
 
 
 class Settled(NamedTuple):
@@ -134,7 +135,9 @@ class CallPath:
             if pooled is not None:
                 # Compiled code knows tensors by their addresses only, which say nothing in a pool.
                 key, remember, wanted = (*key, pooled), False, False
-                prepared = self.preparer.recall(key) if async_op or False not in pooled else None
+                before = self._planned.get(key)
+                compares = False in pooled and not async_op and (before is None or before.compares)
+                prepared = None if compares else self.preparer.recall(key)
             expected = shape = shaped = offer = None
             by_shape = False
             if prepared is None:
@@ -150,6 +153,8 @@ class CallPath:
             elif prepared is None and shaped is None:
                 # An asynchronous call waits for nobody's host.
                 offer = None if async_op else self._offer(asked, planned, place[1])
+                if pooled is not None and not planned.compares:
+                    self._keep(key, planned)
         except Exception as error:
             calls.refuse(call, asked.name, error)
             raise
@@ -308,7 +313,8 @@ class CallPath:
             hint = self._beside(asked.name, beside)
             request = asked.request(self.arguments)
             agreement = asked.agreement(request, variant, place[1], hint)
-            planned = Planned(request, agreement, agreement.text())
+            compares = self.reach is not None and self.reach.compares(_parts(request), asked.tensors)
+            planned = Planned(request, agreement, agreement.text(), compares)
         return planned
 
     def _offer(self, asked: Form, planned: Planned, captured: bool) -> Offer | None:
@@ -321,7 +327,7 @@ class CallPath:
     def _settle(self, call: int, key: Key, asked: Form, planned: Planned, offer: Offer) -> tuple[int, Prepared]:
         """Agree on the memory that peers reach, with the call; its number from now on, and what it runs as."""
         assert self.reach is not None
-        request, agreement, signature = self._keep(key, planned)
+        request, agreement, signature, _ = self._keep(key, planned)
         self.calls.control.post_call(call, signature + SPLITS + offer.text)
         posts = self.calls.posts(call)
         settled = self._settled.get(key)

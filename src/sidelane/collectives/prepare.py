@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from sidelane.choice import Choice
-from sidelane.choice.candidate import DMA, GRAPH, SM
+from sidelane.choice.candidate import GRAPH, SM
 from sidelane.collectives.alternate import FLAGS as TURN_FLAGS
 from sidelane.collectives.alternate import SLOTS_BYTES, AlternatingProgram, Turns
 from sidelane.collectives.arguments import Request
@@ -19,7 +19,7 @@ from sidelane.collectives.heap import Region, SymmetricHeap
 from sidelane.collectives.listed import ListRequest
 from sidelane.collectives.pieces import NO_PIECES, pieces_of
 from sidelane.collectives.plan import AUTO, MOST_PROGRAMS, Agreement, AnyAgreement, Plan, Planner
-from sidelane.collectives.reaching import as_mapped
+from sidelane.collectives.reaching import copies_suit
 from sidelane.collectives.shaped import Seen, Shape, Shaped, places_of
 from sidelane.collectives.staging import Staging
 from sidelane.device.layout import arena_bytes
@@ -198,8 +198,8 @@ class Preparer:
         return prepared
 
     def copies_mapped(self, agreement: AnyAgreement) -> bool:
-        """True if copy engines would move the bytes of a call whose tensors were mapped."""
-        return self._planner.choice(as_mapped(agreement)).candidate.implementation == DMA
+        """True if copy engines that read mapped tensors suit a call better than staging."""
+        return copies_suit(agreement, self._planner.choice)
 
     def make_room(self, program: Program) -> None:
         """Have the staging of a program. Collective where there is less."""

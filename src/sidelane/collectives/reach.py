@@ -129,11 +129,8 @@ class Reach:
             mixed = request.output.symmetric or request.input.symmetric
             for buffer in BUFFERS:
                 region = request.region(buffer)
-                tensor = by_address.get(region.address)
-                in_pool = tensor is not None and not region.symmetric and self._memory.holds(tensor)
-                asks = not mixed or (in_pool and _matters(request, buffer))
-                in_pool = in_pool and asks
-                asks = asks and (in_pool or not pools_only or not region.nbytes)
+                in_pool = self._to_compare(request, buffer, by_address)
+                asks = in_pool or (not mixed and (not pools_only or not region.nbytes))
                 place = self._place(region, by_address) if asks else None
                 found.append(place)
                 storages.append(by_address[region.address].untyped_storage() if in_pool else None)
@@ -153,6 +150,13 @@ class Reach:
             return None
         # Of what is only offered nothing may be kept: memory that peers have not mapped goes when its owner frees it.
         return Offer(text, tuple(allocations.values()), tuple(gone), tuple(storages) if any(storages) else ())
+
+    def compares(self, requests: Sequence[Request], tensors: Sequence[torch.Tensor | None]) -> bool:
+        """True where an offer says where tensors in pools lie that are not symmetric, or not yet."""
+        if self._memory.has_no_pools:
+            return False
+        by_address = _by_address(tensors)
+        return any(self._to_compare(request, buffer, by_address) for request in requests for buffer in BUFFERS)
 
     def found(self, request: Request, tensors: Sequence[torch.Tensor | None]) -> dict[Buffer, Found | int | None]:
         """Where this rank's tensors lie: see :meth:`_place`."""
@@ -266,6 +270,14 @@ class Reach:
         storage = (tensor.untyped_storage().data_ptr() - found.start,) if in_pool else ()
         return Found(found, region.address - found.start, storage)
 
+    def _to_compare(self, request: Request, buffer: Buffer, by_address: MappingOf[int, torch.Tensor]) -> bool:
+        """True for a tensor in a pool that is not symmetric, if it matters to peers where it lies."""
+        region = request.region(buffer)
+        tensor = by_address.get(region.address)
+        if tensor is None or region.symmetric or not self._memory.holds(tensor):
+            return False
+        return buffer is Buffer.OUTPUT or request.collective.kind in REDUCING or not request.output.symmetric
+
     def _map_new(self, call: int, signature: str, heard: Sequence[Heard]) -> int:
         """Map what is offered for the first time. All ranks know what that is, and hear of what cannot be mapped."""
         new = [
@@ -345,11 +357,6 @@ def _by_address(tensors: Sequence[torch.Tensor | None]) -> dict[int, torch.Tenso
     """
     given = [tensor for tensor in tensors if tensor is not None and tensor.nbytes]
     return {tensor.data_ptr(): tensor for tensor in sorted(given, key=lambda tensor: tensor.nbytes)}
-
-
-def _matters(request: Request, buffer: Buffer) -> bool:
-    """True if it matters to peers where a tensor lies, of which the other one is symmetric."""
-    return buffer is Buffer.OUTPUT or request.collective.kind in REDUCING or not request.output.symmetric
 
 
 def _tell_nobody(rank: int, name: str, mapping: Mapping | None) -> None:

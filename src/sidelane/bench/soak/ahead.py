@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from sidelane.bench.soak.calls import Caller
-from sidelane.bench.soak.steps import Capture, Finish, Fire, Prepare, Replay
+from sidelane.bench.soak.described import Call
+from sidelane.bench.soak.memory import Bound
+from sidelane.bench.soak.steps import Capture, Finish, Fire, Prepare
+from sidelane.bench.soak.steps import Replay as Replayed
+from sidelane.collectives.pools import SymmetricPool
 from sidelane.collectives.prelaunched import Prelaunched
 from sidelane.program.collective import Kind
 
@@ -75,12 +80,50 @@ class Handles:
             caller.check(step.call, step.key, bound)
 
 
+Replay = Callable[[], None]
+Recorder = Callable[[Callable[[], None], SymmetricPool | None], Replay]
+"""Captures what a function does, with memory of a pool or of the graph's own for what is allocated meanwhile."""
+
+
+def record(act: Callable[[], None], pool: SymmetricPool | None = None) -> Replay:
+    """See ``Recorder``, for GPUs. Waits for the device, and empties torch's cache."""
+    graph = torch.cuda.CUDAGraph()
+    handle: Any = None if pool is None else pool.id
+    with torch.cuda.graph(graph, pool=handle):
+        act()
+    return graph.replay
+
+
+class Graph:
+    """Calls in a graph, with their tensors.
+
+    Args:
+        caller: whose.
+        calls: in their order.
+        bound: their tensors.
+        replay: makes them again.
+    """
+
+    def __init__(self, caller: Caller, calls: Sequence[Call], bound: Sequence[Sequence[Bound]], replay: Replay) -> None:
+        self.bound, self.calls = bound, calls
+        self._caller, self._replay = caller, replay
+
+    def replay(self, key: int) -> None:
+        """Once, on new inputs, and check it."""
+        caller, calls = self._caller, list(zip(self.calls, self.bound, strict=True))
+        for number, (call, each) in enumerate(calls):
+            caller.memory.fill(call, key + number, each)
+        self._replay()
+        for number, (call, each) in enumerate(calls):
+            caller.check(call, key + number, each)
+
+
 class Graphs:
     """One rank's graphs of calls of one communicator. GPUs only."""
 
     def __init__(self, caller: Caller, most: int) -> None:
         self._caller, self._most = caller, most
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[int, Graph] = {}
 
     def capture(self, step: Capture) -> None:
         """Make the calls once, since a capture can allocate nothing, then capture them."""
@@ -90,23 +133,19 @@ class Graphs:
         if len(self._graphs) >= self._most:
             torch.cuda.synchronize()
             del self._graphs[next(iter(self._graphs))]
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for call in step.calls:
-                caller.start(call, caller.memory.bind(call))
-        self._graphs[step.graph] = graph
+        bound = [caller.memory.bind(call) for call in step.calls]
 
-    def replay(self, step: Replay) -> None:
+        def act() -> None:
+            for call, each in zip(step.calls, bound, strict=True):
+                caller.start(call, each)
+
+        self._graphs[step.graph] = Graph(caller, step.calls, bound, record(act))
+
+    def replay(self, step: Replayed) -> None:
         """Replay one with new inputs each time, without a look from the host."""
-        caller = self._caller
-        bound = [(call, caller.memory.bind(call)) for call in step.calls]
         for key in step.keys:
-            for number, (call, each) in enumerate(bound):
-                caller.memory.fill(call, key + number, each)
-            self._graphs[step.graph].replay()
-            for number, (call, each) in enumerate(bound):
-                caller.check(call, key + number, each)
-        caller.count("replayed", len(step.calls) * len(step.keys))
+            self._graphs[step.graph].replay(key)
+        self._caller.count("replayed", len(step.calls) * len(step.keys))
 
     def clear(self) -> None:
         """Let go of all of them, once they have ended."""

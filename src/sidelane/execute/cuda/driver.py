@@ -186,7 +186,8 @@ class Driver:
 
     def export(self, start: int) -> bytes:
         """The handle by which another process of this machine maps an allocation; DriverError if there is none."""
-        return bytes(self.call("cuIpcGetMemHandle", self._api.CUdeviceptr(start)).reserved)
+        with self.relaxed_capture():  # as memory is that was allocated in it
+            return bytes(self.call("cuIpcGetMemHandle", self._api.CUdeviceptr(start)).reserved)
 
     def open_exported(self, handle: bytes) -> int:
         """Map an allocation of another process; where it begins here. Waits for the device at times, some 20 ms."""

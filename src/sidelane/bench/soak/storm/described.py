@@ -34,6 +34,12 @@ SHAPES, NEW_SHAPE = 24, 0.05
 """Calls of a season that come again on other tensors, and the share of those that no call was like before: to plan one
 and prove it takes as long as hundreds of calls."""
 
+CAPTURED_SHAPES = 6
+"""Calls of a season that are captured, in graphs of one to three; and as many that fit into a pool."""
+
+CAPTURED_BYTES = 64 << 10
+"""From rank to rank, of those that fit."""
+
 MOST_REDUCED_BYTES = 2 << 20
 """Of calls that reduce, for the sake of the numbers that go in, which are drawn on the host."""
 
@@ -74,10 +80,13 @@ class StormDrawing:
     def __init__(self, draw: random.Random, numbers: Iterator[int], world_size: int, *, on_cpu: bool) -> None:
         self._draw, self._numbers, self._n, self._on_cpu = draw, numbers, world_size, on_cpu
         self._shapes: list[Call] = []
+        self._captured: dict[bool, list[Call]] = {True: [], False: []}
 
     def slots(self) -> list[Call]:
         """Calls whose tensors come again: a model of layers that are alike, and one of each kind. Begins a season."""
         self._shapes.clear()
+        for shapes in self._captured.values():
+            shapes.clear()
         layer = self._part(Kind.ALL_GATHER, self._slot_bytes())
         found = [self._call(Form.ONE, (layer,), "b2b") for _ in range(ALIKE)]
         found += [self._call(Form.ONE, (self._part(kind, self._slot_bytes()),), self._variant(0.7)) for kind in Kind]
@@ -93,17 +102,32 @@ class StormDrawing:
             return self._shapes[-1]
         return self._draw.choice(self._shapes)
 
+    def captured(self, *, fits: bool) -> tuple[Call, ...]:
+        """Those of a graph. ``fits``: into a pool."""
+        shapes, count = self._captured[fits], self._draw.choice((1, 1, 2, 3))
+        while len(shapes) < CAPTURED_SHAPES:
+            most = CAPTURED_BYTES if fits else None
+            shapes.append(self._list(most) if self._draw.random() < 0.25 else self._one(most))
+        return tuple(self._draw.sample(shapes, count))
+
     def _new(self) -> Call:
         draw = self._draw
         if draw.random() < 0.15:
-            kind, op, root = draw.choice(LISTED), draw.choice(OPS), draw.randrange(self._n)
-            parts = tuple(
-                self._part(kind, self._fresh_bytes(), op=op, root=root) for _ in range(draw.choice((1, 2, 3, 5)))
-            )
-            return self._call(Form.LIST, parts, self._variant(0.2))
+            return self._list()
         if draw.random() < 0.08:
             return self._call(Form.ONE, (self._uneven(),), AUTO)
-        return self._call(Form.ONE, (self._part(draw.choice(tuple(Kind)), self._fresh_bytes()),), self._variant(0.2))
+        return self._one()
+
+    def _one(self, most: int | None = None) -> Call:
+        part = self._part(self._draw.choice(tuple(Kind)), self._fresh_bytes(most))
+        return self._call(Form.ONE, (part,), self._variant(0.2))
+
+    def _list(self, most: int | None = None) -> Call:
+        draw = self._draw
+        kind, op, root = draw.choice(LISTED), draw.choice(OPS), draw.randrange(self._n)
+        count = draw.choice((1, 2, 3, 5))
+        parts = tuple(self._part(kind, self._fresh_bytes(most), op=op, root=root) for _ in range(count))
+        return self._call(Form.LIST, parts, self._variant(0.2))
 
     def _call(self, form: Form, parts: tuple[Part, ...], variant: str) -> Call:
         return Call(next(self._numbers), form, parts, variant)
@@ -114,11 +138,12 @@ class StormDrawing:
     def _slot_bytes(self) -> int:
         return self._draw.randrange(*SLOT_BYTES)
 
-    def _fresh_bytes(self) -> int:
+    def _fresh_bytes(self, most: int | None = None) -> int:
         draw = self._draw
-        _, least, most = draw.choices(SIZES, [share for share, _, _ in SIZES])[0]
-        nbytes = draw.randrange(least, most)
-        return nbytes % CPU_MOST_BYTES if self._on_cpu else nbytes
+        _, begin, end = draw.choices(SIZES, [share for share, _, _ in SIZES])[0]
+        nbytes = draw.randrange(begin, end)
+        nbytes = nbytes % CPU_MOST_BYTES if self._on_cpu else nbytes
+        return nbytes if most is None else nbytes % most
 
     def _part(self, kind: Kind, nbytes: int, *, op: str = "", root: int | None = None) -> Part:
         draw = self._draw

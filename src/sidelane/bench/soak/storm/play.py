@@ -15,17 +15,20 @@ import torch
 import torch.distributed as dist
 
 from sidelane.bench.soak import leftovers
+from sidelane.bench.soak.ahead import Recorder, record
 from sidelane.bench.soak.calls import Caller
 from sidelane.bench.soak.described import Call
 from sidelane.bench.soak.judge import Judge
 from sidelane.bench.soak.memory import Bound, Memory
 from sidelane.bench.soak.seat import Seat
 from sidelane.bench.soak.storm.described import MODES, Storm, StormDrawing
+from sidelane.bench.soak.storm.graphs import POOL_BYTES, POOLED, StormGraphs, Where
 from sidelane.bench.soak.storm.supply import Supply
 from sidelane.bench.soak.tally import Tally
 from sidelane.bench.soak.values import Values
 from sidelane.collectives import Communicator
 from sidelane.collectives.confirming import ELSEWHERE, NEW_OUTPUT, WENT_AHEAD
+from sidelane.collectives.pools import pool
 from sidelane.config import Config
 
 SEASON = 2500
@@ -40,6 +43,13 @@ COMES_AGAIN, IS_ASYNCHRONOUS = 0.6, 0.08
 REPLACES, FREES, STANDS_BY, EMPTIES, CHANGES_POOL, IS_LATE = 0.002, 0.4, 0.15, 0.004, 0.004, 0.005
 """Chance of a rank, before a step: to have other memory for its slot, to free a tensor of an earlier step, to have a
 bystander, to give back its cache, to have another pool, to be late."""
+
+CAPTURES, REPLAYS, LETS_GO = 0.002, 0.02, 0.0005
+"""Chances of a step, for all ranks alike, that before it a graph is captured, replayed, let go of. A capture takes some
+twenty steps."""
+
+WARM_UP_CAPTURES = 0.02
+"""The first of them before the first look at memory."""
 
 MOST_KEPT = 24
 """Calls whose tensors are kept for a while."""
@@ -58,7 +68,13 @@ SAID = {WENT_AHEAD: "went ahead", ELSEWHERE: "missed, input elsewhere", NEW_OUTP
 
 
 def play(
-    storm: Storm, seed: int, timeout_s: float, seat: Seat, tally: Tally, group: dist.ProcessGroup | None = None
+    storm: Storm,
+    seed: int,
+    timeout_s: float,
+    seat: Seat,
+    tally: Tally,
+    group: dist.ProcessGroup | None = None,
+    recorder: Recorder | None = None,
 ) -> None:
     """Make all steps, count, and look at what is left.
 
@@ -68,13 +84,18 @@ def play(
         timeout_s: of the communicators.
         seat: of this rank.
         group: of the ranks; None: all there are.
+        recorder: captures graphs; None: on GPUs torch's, and none between CPU ranks, which capture nothing.
         tally: to count in. ``noted`` has besides how calls ran, what came and went, ``mapped at most`` and ``mapped at
             the end`` (allocations of other ranks), ``bytes missing`` (of memory, against those before the storm), and
             ``stale`` (bystanders that changed).
     """
-    player = _Player(storm, seed, timeout_s, seat, tally, group)
+    if recorder is None and seat.device.type != "cpu":
+        recorder = record
+    player = _Player(storm, seed, timeout_s, seat, tally, group, recorder)
     warm_up = max(1, int(storm.steps * WARM_UP))
+    player.captures = WARM_UP_CAPTURES
     player.season(warm_up)
+    player.captures = CAPTURES
     before = player.taken()
     for left in range(storm.steps - warm_up, 0, -SEASON):
         player.season(min(left, SEASON))
@@ -101,7 +122,10 @@ class _Player:
         seat: Seat,
         tally: Tally,
         group: dist.ProcessGroup | None,
+        recorder: Recorder | None,
     ) -> None:
+        self._recorder, self._has_pools = recorder, not storm.expandable
+        self.captures = CAPTURES
         self._seat, self._tally, self._device, self._group = seat, tally, seat.device, group
         self._config = Config(timeout_s=timeout_s, profile="builtin", map_memory=MODES[storm.map_memory])
         self._draw = random.Random(f"sidelane storm {seed} {storm.name}")
@@ -124,7 +148,7 @@ class _Player:
                 Caller(each, Memory(each, 4096, self._values, self.supply.tensor), self.judge, self._tally)
                 for each in self._communicators
             ]
-            self._steps(steps, callers)
+            self._steps(steps, callers, self._graphs(first))
             self.judge.settle()
             self.supply.close()
             if self._device.type != "cpu":
@@ -138,7 +162,10 @@ class _Player:
         self._values = Values(self._device)
         gc.collect()
         if self._device.type != "cpu":
+            from sidelane.collectives.placed_cuda import give_back_pools
+
             torch.cuda.synchronize()
+            give_back_pools()
             torch.cuda.empty_cache()
         dist.barrier(self._group)
         if self._device.type == "cpu":
@@ -147,7 +174,14 @@ class _Player:
         dist.barrier(self._group)
         return total - free
 
-    def _steps(self, steps: int, callers: Sequence[Caller]) -> None:
+    def _graphs(self, first: Communicator) -> StormGraphs | None:
+        """Of a season; with a pool where torch has such beside its segments of several pieces."""
+        if self._recorder is None:
+            return None
+        made = pool(first, POOL_BYTES) if self._has_pools else None
+        return StormGraphs(self._recorder, self.supply, made, self._tally.noted)
+
+    def _steps(self, steps: int, callers: Sequence[Caller], graphs: StormGraphs | None) -> None:
         draw, late = self._draw, self._late
         slots = [(draw.choice(callers), call) for call in self._drawing.slots()]
         bound = [caller.memory.bind_anew(call) for caller, call in slots]
@@ -159,6 +193,12 @@ class _Player:
             if late.random() < IS_LATE:
                 time.sleep(0.002)
             self._come_and_go(kept)
+            if graphs is not None:
+                try:
+                    kept += self._with_graphs(graphs, callers, slots, bound)
+                except Exception as error:
+                    error.add_note(f"before step {step}: {graphs.last}")
+                    raise
             if comes_again:
                 number, turn = turn, (turn + 1) % len(slots)
                 caller, call = slots[number]
@@ -174,6 +214,34 @@ class _Player:
             if step % TOGETHER_EVERY == 0 and self._device.type != "cpu":
                 torch.cuda.current_stream().synchronize()
             self._seat.beat(self._tally.calls.total())
+        if graphs is not None:
+            graphs.clear()
+
+    def _with_graphs(
+        self,
+        graphs: StormGraphs,
+        callers: Sequence[Caller],
+        slots: Sequence[tuple[Caller, Call]],
+        bound: Sequence[Sequence[Bound]],
+    ) -> list[Sequence[Bound]]:
+        """What becomes of graphs before a step. Returns tensors that nobody needs any more."""
+        draw = self._draw
+        captures, replays, lets_go = draw.random() < self.captures, draw.random() < REPLAYS, draw.random() < LETS_GO
+        gone: list[Sequence[Bound]] = []
+        if captures:
+            caller, key = draw.choice(callers), draw.getrandbits(62)
+            where = draw.choice(graphs.places(in_pool=caller is not callers[-1]))
+            if where is Where.SLOT:
+                number = draw.randrange(len(slots))
+                caller, call = slots[number]
+                gone += graphs.capture(caller, (call,), key, where, bound[number])
+            else:
+                gone += graphs.capture(caller, self._drawing.captured(fits=where in POOLED), key, where)
+        if replays and len(graphs):
+            graphs.replay(draw.randrange(len(graphs)), draw.getrandbits(62))
+        if lets_go and len(graphs):
+            gone += graphs.drop(draw.randrange(len(graphs)))
+        return gone
 
     def _come_and_go(self, kept: collections.deque[Sequence[Bound]]) -> None:
         """What a program does between two calls, by this rank's own chance."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import random
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -35,11 +36,14 @@ class Supply:
 
     Attributes:
         bystanders: so many were compared.
+        device: of the tensors.
+        on_gpu: which is a GPU.
     """
 
     def __init__(self, device: torch.device, late: random.Random, judge: Judge) -> None:
-        self._device, self._late, self._judge = device, late, judge
-        self._on_cpu = device.type == "cpu"
+        self.device, self.on_gpu = device, device.type != "cpu"
+        self._late, self._judge = late, judge
+        self._only: Callable[[int], torch.Tensor] | None = None
         self._pools: list[tuple[Any, list[StorageWeakRef]]] = []
         self._library: Any = None  # the driver's, where there is one
         with contextlib.suppress(OSError):
@@ -49,23 +53,39 @@ class Supply:
 
     def tensor(self, nbytes: int) -> torch.Tensor:
         """Bytes (uint8, 1-d) that nobody has."""
+        if self._only is not None:
+            return self._only(nbytes)
         chance = self._late.random()
-        if chance < PRIVATE and (self._on_cpu or self._library is not None):
+        if chance < PRIVATE and (not self.on_gpu or self._library is not None):
             return self._private(nbytes)
         chance -= PRIVATE
-        if chance < POOLED and not self._on_cpu:
+        if chance < POOLED and self.on_gpu:
             return self._pooled(nbytes)
         chance -= POOLED
         if chance < CARVED:
             begin = 16 * self._late.randrange(1, 2000)
-            return self._plain(begin + nbytes + 16 * self._late.randrange(2000))[begin : begin + nbytes]
-        return self._plain(nbytes)
+            return self.plain(begin + nbytes + 16 * self._late.randrange(2000))[begin : begin + nbytes]
+        return self.plain(nbytes)
+
+    @contextlib.contextmanager
+    def only(self, make: Callable[[int], torch.Tensor] | None) -> Iterator[None]:
+        """Tensors are made so meanwhile; None: by chance, as ever."""
+        self._only = make
+        try:
+            yield
+        finally:
+            self._only = None
+
+    def plain(self, nbytes: int) -> torch.Tensor:
+        """Bytes of torch's allocator, which peers can map."""
+        made = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        return made if self.on_gpu else made.share_memory_()
 
     def new_pool(self) -> bool:
         """Tensors of a pool come from another one from now on; one that was is let go of with its last tensor. False
         where there are none.
         """
-        if self._on_cpu:
+        if not self.on_gpu:
             return False
         self._pools = [each for each in self._pools if not all(reference.expired() for reference in each[1])]
         self._pools.append((torch.cuda.MemPool(), []))
@@ -73,9 +93,9 @@ class Supply:
 
     def stand_by(self) -> None:
         """Have one more bystander."""
-        sizes = CPU_STANDING_BYTES if self._on_cpu else STANDING_BYTES
+        sizes = STANDING_BYTES if self.on_gpu else CPU_STANDING_BYTES
         _, least, most = self._late.choices(sizes, [share for share, _, _ in sizes])[0]
-        tensor, key = self._plain(self._late.randrange(least, most)), self._late.randrange(256)
+        tensor, key = self.plain(self._late.randrange(least, most)), self._late.randrange(256)
         self._standing.append((tensor.fill_(key), key))
         if len(self._standing) > MOST_STANDING:
             self._look(self._late.randrange(len(self._standing)))
@@ -89,27 +109,23 @@ class Supply:
 
     def _look(self, number: int) -> None:
         tensor, key = self._standing.pop(number)
-        expected = torch.full((1,), key, dtype=torch.uint8, device=self._device).expand(len(tensor))
+        expected = torch.full((1,), key, dtype=torch.uint8, device=self.device).expand(len(tensor))
         self._judge.same(tensor, expected, "bystander", key)
         self.bystanders += 1
-
-    def _plain(self, nbytes: int) -> torch.Tensor:
-        made = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        return made.share_memory_() if self._on_cpu else made
 
     def _pooled(self, nbytes: int) -> torch.Tensor:
         if not self._pools:
             self.new_pool()
         pool, tensors = self._pools[-1]
         with torch.cuda.use_mem_pool(pool):
-            made = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            made = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         tensors.append(StorageWeakRef(made.untyped_storage()))
         return made
 
     def _private(self, nbytes: int) -> torch.Tensor:
-        if self._on_cpu:
+        if not self.on_gpu:
             return torch.empty(nbytes, dtype=torch.uint8)
-        return torch.as_tensor(_Foreign(self._library, nbytes), device=self._device)
+        return torch.as_tensor(_Foreign(self._library, nbytes), device=self.device)
 
 
 class _Foreign:
