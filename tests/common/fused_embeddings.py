@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import triton
@@ -12,6 +15,8 @@ import triton.language as tl
 from fused_ops import DTYPES, Calls, Draws, check_close, communicator
 
 from sidelane import Communicator, ops
+from sidelane.choice.fused import FusedTime, keep
+from sidelane.choice.key import key_here
 from sidelane.device.context import begin, end, wait_acquire
 from sidelane.ops import reference
 from sidelane.ops.embedding import EmbeddingAllToAll
@@ -47,7 +52,8 @@ def forward_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> int
             for number in range(calls):
                 kind = draws.sizes.choice(("sum", "mean", "weighted"))
                 index = draws.sizes.choice((torch.int32, torch.int64))
-                order, cut = draws.sizes.choice(("remote_first", "oblivious")), draws.sizes.choice((None, 1, 3))
+                first, cut = draws.sizes.randrange(3), draws.sizes.choice((None, 1, 3))
+                order = ("remote_first", "oblivious", "auto")[(first + rank) % 3]  # of its own on each rank
                 bags = [
                     [[draws.sizes.randrange(len(table)) for _ in range(draws.sizes.choice((0, 1, 4, 11)))]]
                     for some in tables
@@ -89,6 +95,41 @@ def forward_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> int
         for number, (result, expected) in enumerate(kept):
             check_close(result, expected, number)
     return len(kept)
+
+
+def orders(group: dist.ProcessGroup) -> list[str]:
+    """What ``auto`` takes is the same on all ranks, whose bags and files of times differ."""
+    name, n = "embedding_all_to_all", dist.get_world_size(group)
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CONFIG_HOME", str(Path(folder) / str(dist.get_rank(group))))  # others have nothing
+        if dist.get_rank(group) == 0:
+            measured = {"remote_first": 1.0, "oblivious": 2.0}
+            keep(key_here("cpu", n), [FusedTime(name, n, False, (3 * n, 1, 40), 4, {"fused": 1.0}, measured)])
+        with communicator(group) as comm:
+            table, taken, told = torch.arange(20.0).view(5, 4), list[int](), list[str]()
+            for pooling, asked in ((40, "auto"), (170, "auto"), (1, "auto"), (40, "oblivious")):
+                handle = EmbeddingAllToAll(comm, [table], 3 * n)
+                own = (
+                    2 * pooling - 1 if comm.rank == 0 else 1 if comm.rank == 1 else pooling
+                )  # their mean is ``pooling``
+                indices, offsets = torch.arange(3 * n * own) % 5, torch.arange(3 * n + 1) * own
+                launch = handle._kernel.launch
+                patch.setattr(
+                    handle._kernel, "launch", lambda *a, launch=launch, **o: (taken.append(a[-2]), launch(*a, **o))
+                )
+                first = "remote_first" if comm.rank == 1 else asked  # the ranks agree in spite of it
+                handle(indices, offsets, order=first)
+                found = handle(indices, offsets, order=asked)
+                bags = [(2 * pooling - 1, 1, *[pooling] * n)[rank] for rank in range(n)]
+                wanted = [[table[torch.arange(size * 3 * n) % 5].view(3 * n, size, 4).sum(1)] for size in bags]
+                mine = slice(3 * comm.rank, 3 * comm.rank + 3)
+                check_close(found, torch.cat([part[mine].double() for (part,) in wanted], 1), pooling)
+                taken.pop(-2)
+                told.append(ops.explain(comm, name, 3 * n, 1, pooling))
+                handle.close()
+            comm.synchronize()
+    names = {2: "oblivious", 3: "remote_first"}
+    return [f"{names[number]} | {text}" for number, text in zip(taken, told, strict=True)]
 
 
 def pool(table: torch.Tensor, bag: list[int], factors: torch.Tensor | None, *, mean: bool) -> torch.Tensor:

@@ -163,8 +163,9 @@ def test_mistakes_of_pushed_norms_are_refused() -> None:
 
 @pytest.mark.parametrize("counts", [(2,), (1, 2), (2, 1, 1), (1, 1, 2, 1)])
 def test_embedding_all_to_all_is_proved(counts: tuple[int, ...]) -> None:
-    """With uneven tables and batches, and with slices of all sizes."""
-    for blocks, slices, first in itertools.product((1, 3), (0, 1, 2), (False, True)):
+    """With uneven tables and batches, with slices of all sizes, and with an order of its own on each rank."""
+    mixed = [rank % 2 == 0 for rank in range(len(counts))]
+    for blocks, slices, first in itertools.product((1, 3), (0, 1, 2), (False, True, mixed)):
         options = {"slice_bags": slices, "remote_first": first}
         verify_sequence([fused_embedding.embedding_all_to_all(counts, blocks, 2 * len(counts) + 1, 8, **options)])
 

@@ -17,9 +17,9 @@ from sidelane.bench.fused.case import AS_CALLED, NCCL, SYMM_MEM, Auto, Case, One
 from sidelane.bench.fused.kept import OWN, OWN_METHOD
 from sidelane.bench.fused.shapes import ROUTINGS
 from sidelane.choice.fused import FUSED, UNFUSED
+from sidelane.choice.fused_order import ORDERS
 from sidelane.collectives import Communicator
 from sidelane.ops.gemv import CELLS, TWO_PHASE
-from sidelane.ops.handle import ORDERS
 
 
 def gemv(comm: Communicator, rows: int, columns: int, tokens: int) -> Case:

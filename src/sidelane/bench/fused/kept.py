@@ -9,7 +9,8 @@ from sidelane.bench.fused.shapes import EVENLY, EXPERTS, MEANING
 from sidelane.bench.report.table import grouped
 from sidelane.bench.results.files import Results
 from sidelane.bench.results.rows.operators import FusedRow
-from sidelane.choice.fused import FUSED, SPLIT, UNFUSED, FusedTime
+from sidelane.choice.fused import FUSED, ORDERED, SPLIT, UNFUSED, FusedTime
+from sidelane.choice.fused_order import ORDERS
 from sidelane.choice.key import CPU, SOFTWARE, Key
 
 OWN, OWN_METHOD = "unfused_sidelane", "as the operator has it"
@@ -59,6 +60,10 @@ def times_of(rows: Sequence[FusedRow], world_size: int, element_bytes: int) -> I
         for row in good:
             if row.implementation == FUSED and (found := IN_PARTS.fullmatch(row.schedule)):
                 times[f"{SPLIT}/{found[1]}"] = row.time_us or 0.0
+        orders: dict[str, float] = {}
+        if op in ORDERED and world_size > 1:  # else both orders are one
+            orders = {row.schedule: row.time_us or 0.0 for row in plain if row.schedule in ORDERS}
+            times |= {FUSED: min(orders.values())} if orders else {}
         unfused = [row for row in good if row.implementation == OWN]
         unfused.sort(key=lambda row: row.schedule != OWN_METHOD)
         if op in ("gemm_all_to_all", "all_to_all_gemm"):  # whose others have the host wait
@@ -67,7 +72,7 @@ def times_of(rows: Sequence[FusedRow], world_size: int, element_bytes: int) -> I
             times[UNFUSED] = unfused[0].time_us or 0.0
         if len(times) > 1:
             sizes = tuple(map(int, re.findall(r"\d+", shape)[: len(MEANING[op])]))
-            yield FusedTime(op, world_size, launch == "graph", sizes, element_bytes, times)
+            yield FusedTime(op, world_size, launch == "graph", sizes, element_bytes, times, orders)
 
 
 def element_bytes_of(device_type: str) -> int:
