@@ -261,7 +261,8 @@ def test_mistakes_of_gemms_of_what_is_gathered_are_refused() -> None:
 def test_gemms_of_what_comes_by_counts_are_proved(counts: list[list[int]]) -> None:
     """Ranks that send nothing, and that get nothing; more tiles than blocks and fewer."""
     for number, (blocks, rows, across) in enumerate(itertools.product((1, 3), (1, 2), (1, 2))):
-        verify_sequence([fused_gather_gemm.all_to_all_gemm(counts, blocks, rows, across, 8, group=1 + number % 2)])
+        options = {"group": 1 + number % 2, "by_one": number % 3 == 0}
+        verify_sequence([fused_gather_gemm.all_to_all_gemm(counts, blocks, rows, across, 8, **options)])  # type: ignore[arg-type]
 
 
 def test_mistakes_of_gemms_of_what_comes_by_counts_are_refused() -> None:
