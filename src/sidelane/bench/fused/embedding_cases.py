@@ -175,7 +175,7 @@ def embedding(comm: Communicator, batch: int, tables: int, pooling: int) -> Case
     if (batch, tables, pooling) in SWEPT:
         for count in programs_swept(dim, dtype, on_cpu=on_cpu):
             handle = ops.EmbeddingAllToAll(comm, some, batch, per_unit=count)
-            by_programs[with_programs(count)] = functools.partial(by_handle, handle)
+            by_programs[with_programs(ORDERS[0], count)] = functools.partial(by_handle, handle)
 
     def expected() -> torch.Tensor:
         wide = torch.empty(n, tables, part, dim, dtype=torch.float64, device=device)

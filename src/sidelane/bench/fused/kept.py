@@ -29,16 +29,16 @@ def in_parts(pieces: int) -> str:
     return f"mm in parts, {pieces} a peer"
 
 
-BY_PROGRAMS = re.compile(r"remote_first, (\d+) programs a unit")
+BY_PROGRAMS = re.compile(r"\w+, (\d+) programs a unit")
 
 
-def with_programs(count: int) -> str:
+def with_programs(schedule: str, count: int) -> str:
     """The schedule of an operator with so many programs on each compute unit.
 
-    >>> with_programs(4), BY_PROGRAMS.fullmatch(with_programs(4))[1]
-    ('remote_first, 4 programs a unit', '4')
+    >>> with_programs("cells", 4), BY_PROGRAMS.fullmatch(with_programs("cells", 4))[1]
+    ('cells, 4 programs a unit', '4')
     """
-    return f"remote_first, {count} programs a unit"
+    return f"{schedule}, {count} programs a unit"
 
 
 def times_of(rows: Sequence[FusedRow], world_size: int, element_bytes: int) -> Iterator[FusedTime]:
