@@ -18,7 +18,7 @@ from sidelane import Communicator, ops
 from sidelane.choice.fused import FusedTime, keep
 from sidelane.choice.key import key_here
 from sidelane.device.context import begin, end, wait_acquire
-from sidelane.ops import reference
+from sidelane.ops import auto, embedding, reference
 from sidelane.ops.embedding import EmbeddingAllToAll
 
 
@@ -104,32 +104,42 @@ def orders(group: dist.ProcessGroup) -> list[str]:
         patch.setenv("XDG_CONFIG_HOME", str(Path(folder) / str(dist.get_rank(group))))  # others have nothing
         if dist.get_rank(group) == 0:
             measured = {"remote_first": 1.0, "oblivious": 2.0}
-            keep(key_here("cpu", n), [FusedTime(name, n, False, (3 * n, 1, 40), 4, {"fused": 1.0}, measured)])
+            keep(key_here("cpu", n), [FusedTime(name, n, False, (n, 1, 40), 4, {"fused": 1.0}, measured)])
         with communicator(group) as comm:
-            table, taken, told = torch.arange(20.0).view(5, 4), list[int](), list[str]()
-            for pooling, asked in ((40, "auto"), (170, "auto"), (1, "auto"), (40, "oblivious")):
-                handle = EmbeddingAllToAll(comm, [table], 3 * n)
-                own = (
-                    2 * pooling - 1 if comm.rank == 0 else 1 if comm.rank == 1 else pooling
-                )  # their mean is ``pooling``
-                indices, offsets = torch.arange(3 * n * own) % 5, torch.arange(3 * n + 1) * own
-                launch = handle._kernel.launch
-                patch.setattr(
-                    handle._kernel, "launch", lambda *a, launch=launch, **o: (taken.append(a[-2]), launch(*a, **o))
+            told = [
+                ordered(comm, pooling, asked, captured=captured)
+                for pooling, asked, captured in (
+                    *((40, "auto", False), (170, "auto", False), (40, "oblivious", False)),
+                    (170, "auto", True),
                 )
-                first = "remote_first" if comm.rank == 1 else asked  # the ranks agree in spite of it
-                handle(indices, offsets, order=first)
-                found = handle(indices, offsets, order=asked)
-                bags = [(2 * pooling - 1, 1, *[pooling] * n)[rank] for rank in range(n)]
-                wanted = [[table[torch.arange(size * 3 * n) % 5].view(3 * n, size, 4).sum(1)] for size in bags]
-                mine = slice(3 * comm.rank, 3 * comm.rank + 3)
-                check_close(found, torch.cat([part[mine].double() for (part,) in wanted], 1), pooling)
-                taken.pop(-2)
-                told.append(ops.explain(comm, name, 3 * n, 1, pooling))
-                handle.close()
+            ]
             comm.synchronize()
-    names = {2: "oblivious", 3: "remote_first"}
-    return [f"{names[number]} | {text}" for number, text in zip(taken, told, strict=True)]
+    return told
+
+
+def ordered(comm: Communicator, pooling: int, asked: str, *, captured: bool) -> str:
+    """The order of a call of bags that have so many rows in the mean of the ranks, and what says why.
+
+    ``captured``: as in a capture, where ranks cannot agree.
+    """
+    n, rank, table = comm.world_size, comm.rank, torch.arange(20.0).view(5, 4)
+    sizes = [2 * pooling - 1, 1, *[pooling] * n][:n]
+    indices, offsets = torch.arange(n * sizes[rank]) % 5, torch.arange(n + 1) * sizes[rank]
+    taken: list[int] = []
+    handle = EmbeddingAllToAll(comm, [table], n, rows_at_a_time=512)  # few steps of the interpreter
+    launch = handle._kernel.launch
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(handle._kernel, "launch", lambda *a, **o: (taken.append(a[-2]), launch(*a, **o)))
+        for module in (auto, embedding):
+            patch.setattr(module, "is_captured", lambda _: captured)
+        if not captured:
+            handle(indices, offsets, order="remote_first" if rank == 1 else asked)  # they agree in spite of it
+        found = handle(indices, offsets, order=asked)
+    pooled = [table[torch.arange(size * n) % 5].double().view(n, size, 4).sum(1) for size in sizes]
+    check_close(found, torch.cat([bags[rank : rank + 1] for bags in pooled], 1), pooling)
+    handle.close()
+    why = ops.explain(comm, "embedding_all_to_all", n, 1, pooling)
+    return f"{('oblivious', 'remote_first')[taken[-1] - 2]} | {why}"
 
 
 def pool(table: torch.Tensor, bag: list[int], factors: torch.Tensor | None, *, mean: bool) -> torch.Tensor:
