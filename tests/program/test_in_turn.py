@@ -80,11 +80,18 @@ def test_captures_take_turns_among_themselves() -> None:
     assert world.use(3) == ["2 recorded", "3 waits for end 1 of 2", "3 uses", "3 recorded"]
     assert world.use(1) == ["1 uses", "1 recorded"]  # eager, as the use before the last
     assert world.use(2) == ["2 waits for end 1 of 3", "2 uses", "2 recorded"]
+    world.streams[4] = Stream(4, 0, world.log)
+    assert world.use(4) == ["4 waits for end 1 of 1", "4 uses", "4 recorded"]
+    assert world.use(3) == ["3 waits for end 2 of 2", "3 uses", "3 recorded"]  # of the graph still
+    world.now = world.streams[2]
+    with pytest.raises(ValueError, match="halfway"), world.turns:
+        raise ValueError("halfway")
+    assert world.log[-1] == "2 waits for end 2 of 3"  # and nothing is recorded in a graph that will not be
     world.capture(8, 2, 3)
     assert world.use(3) == ["3 uses", "3 recorded"]  # of another graph
-    assert world.use(2) == ["2 waits for end 2 of 3", "2 uses", "2 recorded"]
+    assert world.use(2) == ["2 waits for end 3 of 3", "2 uses", "2 recorded"]
     world.capture(0, 2, 3)
-    assert world.use(3) == ["3 waits for end 1 of 1", "3 uses", "3 recorded"]
+    assert world.use(3) == ["3 waits for end 1 of 4", "3 uses", "3 recorded"]
 
 
 def test_a_stream_that_is_recorded_by_now_is_not_waited_for() -> None:

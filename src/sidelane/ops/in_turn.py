@@ -56,13 +56,16 @@ class InTurn:
         if ended is not None:  # else a graph has begun to be recorded there since, which nothing outside can follow
             self._stream_of().wait_event(ended)
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         place, capture = self._place, self._capture
+        if capture and kind is not None:
+            return  # that graph will not be
         last = self._last.get(capture)
         if last is not None and last.place == place and not self._has_several:
             return
         if last is None or last.place != place:
-            self._last = {number: use for number, use in self._last.items() if number == 0}
+            if capture:  # those before have ended
+                self._last = {number: use for number, use in self._last.items() if number in (0, capture)}
             last = self._last[capture] = _Use(place, self._stream_of())
         if self._has_several:
             last.ended = last.stream.record_event()
