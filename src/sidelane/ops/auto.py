@@ -209,7 +209,7 @@ def explain(
     pieces = f", {found.pieces} pieces" if found.pieces > 1 else ""
     if op in ORDERED and found.method == FUSED:
         order = _order(comm, op, sizes, element_bytes, _tables(comm))
-        return f"{op}: {found.method}, {order.order} ({found.reason}; {order.reason})"
+        return f"{op}: {found.method}, {order.order} ({found.reason}; order {order.reason})"
     return f"{op}: {found.method}{pieces} ({found.reason})"
 
 
