@@ -81,11 +81,11 @@ def test_embedding_all_to_all_back_to_back(four: Crew, world_size: int) -> None:
 
 def test_orders_of_embeddings_are_chosen(four: Crew) -> None:
     name, batch = "embedding_all_to_all", 3
-    known = f"measured at {batch}, 1, 40, eager, fused-cpu.json: remote_first 1 us, oblivious 2 us"
+    known = f"measured at {batch}, 1, 40, eager, fused-cpu.json"
+    told = f"{name}: fused, remote_first ({known}: fused 1 us; order {known}: remote_first 1 us, oblivious 2 us)"
     ranks = four.run(fused_embeddings.orders, 3, timeout_s=110)
     assert [captured.partition(" ")[0] for *_, captured in ranks] == ["oblivious", "remote_first", "oblivious"]
     for measured, long, asked, _ in ranks:
-        told = f"{name}: fused, remote_first (measured at {batch}, 1, 40, eager, fused-cpu.json: fused 1 us; order {known})"
         assert (measured, asked) == (f"remote_first | {told}", f"oblivious | {told}")
         assert long.startswith(f"oblivious | {name}: fused, oblivious (by thumb") and "takes no longer than" in long
 
