@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import triton
@@ -12,8 +15,10 @@ import triton.language as tl
 from fused_ops import DTYPES, Calls, Draws, check_close, communicator
 
 from sidelane import Communicator, ops
+from sidelane.choice.fused import FusedTime, keep
+from sidelane.choice.key import key_here
 from sidelane.device.context import begin, end, wait_acquire
-from sidelane.ops import reference
+from sidelane.ops import auto, embedding, reference
 from sidelane.ops.embedding import EmbeddingAllToAll
 
 
@@ -47,7 +52,8 @@ def forward_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> int
             for number in range(calls):
                 kind = draws.sizes.choice(("sum", "mean", "weighted"))
                 index = draws.sizes.choice((torch.int32, torch.int64))
-                order, cut = draws.sizes.choice(("remote_first", "oblivious")), draws.sizes.choice((None, 1, 3))
+                first, cut = draws.sizes.randrange(3), draws.sizes.choice((None, 1, 3))
+                order = ("remote_first", "oblivious", "auto")[(first + rank) % 3]  # of its own on each rank
                 bags = [
                     [[draws.sizes.randrange(len(table)) for _ in range(draws.sizes.choice((0, 1, 4, 11)))]]
                     for some in tables
@@ -89,6 +95,51 @@ def forward_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> int
         for number, (result, expected) in enumerate(kept):
             check_close(result, expected, number)
     return len(kept)
+
+
+def orders(group: dist.ProcessGroup) -> list[str]:
+    """What ``auto`` takes is the same on all ranks, whose bags and files of times differ."""
+    name, n = "embedding_all_to_all", dist.get_world_size(group)
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CONFIG_HOME", str(Path(folder) / str(dist.get_rank(group))))  # others have nothing
+        if dist.get_rank(group) == 0:
+            measured = {"remote_first": 1.0, "oblivious": 2.0}
+            keep(key_here("cpu", n), [FusedTime(name, n, False, (n, 1, 40), 4, {"fused": 1.0}, measured)])
+        with communicator(group) as comm:
+            told = [
+                ordered(comm, pooling, asked, captured=captured)
+                for pooling, asked, captured in (
+                    *((40, "auto", False), (170, "auto", False), (40, "oblivious", False)),
+                    (170, "auto", True),
+                )
+            ]
+            comm.synchronize()
+    return told
+
+
+def ordered(comm: Communicator, pooling: int, asked: str, *, captured: bool) -> str:
+    """The order of a call of bags that have so many rows in the mean of the ranks, and what says why.
+
+    ``captured``: as in a capture, where ranks cannot agree.
+    """
+    n, rank, table = comm.world_size, comm.rank, torch.arange(20.0).view(5, 4)
+    sizes = [2 * pooling - 1, 1, *[pooling] * n][:n]
+    indices, offsets = torch.arange(n * sizes[rank]) % 5, torch.arange(n + 1) * sizes[rank]
+    taken: list[int] = []
+    handle = EmbeddingAllToAll(comm, [table], n, rows_at_a_time=512)  # few steps of the interpreter
+    launch = handle._kernel.launch
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(handle._kernel, "launch", lambda *a, **o: (taken.append(a[-2]), launch(*a, **o)))
+        for module in (auto, embedding):
+            patch.setattr(module, "is_captured", lambda _: captured)
+        if not captured:
+            handle(indices, offsets, order="remote_first" if rank == 1 else asked)  # they agree in spite of it
+        found = handle(indices, offsets, order=asked)
+    pooled = [table[torch.arange(size * n) % 5].double().view(n, size, 4).sum(1) for size in sizes]
+    check_close(found, torch.cat([bags[rank : rank + 1] for bags in pooled], 1), pooling)
+    handle.close()
+    why = ops.explain(comm, "embedding_all_to_all", n, 1, pooling)
+    return f"{('oblivious', 'remote_first')[taken[-1] - 2]} | {why}"
 
 
 def pool(table: torch.Tensor, bag: list[int], factors: torch.Tensor | None, *, mean: bool) -> torch.Tensor:

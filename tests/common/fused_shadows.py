@@ -400,7 +400,7 @@ def dispatch_gemm(comm: Communicator) -> Iterator[Launched]:
     most = max(sum(row) for row in zip(*counts, strict=True))
     handle = AllToAllGemm(comm, most, depth, columns, torch.float32, tiles=tiles)
     x, weight = torch.ones(sum(counts[comm.rank]), depth), torch.ones(columns, depth)
-    shadow = fused_gather_gemm.all_to_all_gemm(counts, handle._programs, 16, 3, 4 * depth, group=2)
+    shadow = fused_gather_gemm.all_to_all_gemm(counts, handle._programs, 16, 3, 4 * depth, group=2, by_one=True)
     places = placed(comm, "gathered", handle._gathered)
     yield Launched(lambda: handle(x, weight, torch.tensor(counts)), handle._kernel, places, [shadow])
 

@@ -64,7 +64,12 @@ def test_everything_is_checked_and_timed(tmp_path: Path, ops: tuple[str, ...]) -
             assert min(time for time in times if time is not None) == getattr(best[0], alone)
     pictures = {picture.name: picture.text for picture in draw(results, tmp_path / "pictures")}
     assert "remote_first" in pictures["fused-order"]
-    assert ("fused-occupancy" in pictures) is ("embedding_all_to_all" in ops)
+    swept = {"embedding_all_to_all", "gemv_all_reduce"} & set(ops)
+    assert ("fused-occupancy" in pictures) is bool(swept)
+    for op in swept:
+        found = [row.schedule for row in rows if row.op == op and row.schedule.endswith(" programs a unit")]
+        assert [schedule.partition(", ")[2].split()[0] for schedule in found] == ["1", "2"], found
+        assert f"{op}, " in pictures["fused-occupancy"]
     assert "us with 1, " in pictures.get("fused-occupancy", "us with 1, ")
     if "embedding_all_to_all" in ops:
         embedding_rows_are_of_our_kernel_too([row for row in rows if row.op == "embedding_all_to_all"])
@@ -102,6 +107,8 @@ def test_times_are_kept_for_auto(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (time,) = Table.parse(file.read_text(), "kept").times
     mine = [row for row in results.rows if isinstance(row, FusedRow)]
     assert (time.op, time.world_size, time.captured, time.sizes) == ("gemv_all_reduce", 2, False, (20, 16, 1))
+    swept = {f"cells, {count} programs a unit" for count in (1, 2)}
+    assert swept <= {row.schedule for row in mine if row.correct and row.implementation == "fused"}
     fused = next(row.time_us for row in mine if (row.implementation, row.schedule) == ("fused", "auto"))
     unfused = next(row.time_us for row in mine if row.schedule == "as the operator has it")
     assert time.times == {

@@ -79,6 +79,17 @@ def test_embedding_all_to_all_back_to_back(four: Crew, world_size: int) -> None:
     assert four.run(fused_embeddings.forward_back_to_back, world_size, world_size, 3, timeout_s=110) == [9] * world_size
 
 
+def test_orders_of_embeddings_are_chosen(four: Crew) -> None:
+    name, batch = "embedding_all_to_all", 3
+    known = f"measured at {batch}, 1, 40, eager, fused-cpu.json"
+    told = f"{name}: fused, remote_first ({known}: fused 1 us; order {known}: remote_first 1 us, oblivious 2 us)"
+    ranks = four.run(fused_embeddings.orders, 3, timeout_s=110)
+    assert [captured.partition(" ")[0] for *_, captured in ranks] == ["oblivious", "remote_first", "oblivious"]
+    for measured, long, asked, _ in ranks:
+        assert (measured, asked) == (f"remote_first | {told}", f"oblivious | {told}")
+        assert long.startswith(f"oblivious | {name}: fused, oblivious (by thumb") and "takes no longer than" in long
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_gradients_of_embeddings(four: Crew, world_size: int) -> None:
     done = four.run(fused_embeddings.backward_back_to_back, world_size, world_size, 2, timeout_s=110)

@@ -100,6 +100,57 @@ def in_a_graph(context: Context, name: str, replays: int) -> None:
         del graph
 
 
+def on_several_streams(context: Context, captured: bool) -> int:
+    """Calls of split operators on streams that nobody orders, while some rank is late: buffers are used in turn."""
+    device, steps = context.device, 9
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    with torch.cuda.stream(streams[0]), Communicator(device=device, config=Config(timeout_s=30)) as comm:
+        n, rank, generator = comm.world_size, comm.rank, torch.Generator(device).manual_seed(5 + comm.rank)
+        rows = 512 * n
+        counts = [[rows // n] * n] * n
+        weight = torch.randn(768, 256, device=device, generator=generator)
+        xs = [torch.randn(rows, 256, device=device, generator=generator) for _ in range(steps)]
+        calls: list[Callable[[torch.Tensor], torch.Tensor]] = [
+            lambda x: ops.split_gemm_reduce_scatter(comm, x, weight),
+            lambda x: ops.split_all_gather_gemm(comm, x, weight, pieces=2),
+            lambda x: ops.split_all_to_all_gemm(comm, x, weight, counts, most_rows=rows),
+        ]
+        for call in calls:
+            wanted = []
+            for x in xs:
+                wanted.append(call(x).clone())
+                comm.synchronize()
+
+            def on_all(call: Callable[[torch.Tensor], torch.Tensor] = call) -> list[torch.Tensor]:
+                found = []
+                for step, x in enumerate(xs):
+                    with torch.cuda.stream(streams[step % len(streams)]):
+                        if step % n == rank:
+                            torch.cuda._sleep(1_000_000)  # cycles: half a millisecond
+                        found.append(call(x))
+                return found
+
+            if captured:
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, stream=streams[0]):
+                    for stream in streams[1:]:
+                        stream.wait_stream(streams[0])
+                    found = on_all()
+                    for stream in streams[1:]:
+                        streams[0].wait_stream(stream)
+                graph.replay()
+                graph.replay()
+            else:
+                found = on_all()
+            torch.cuda.synchronize()
+            comm.synchronize()
+            for number, (part, other) in enumerate(zip(found, wanted, strict=True)):
+                torch.testing.assert_close(
+                    part, other, rtol=1e-5, atol=1e-4, msg=lambda text, at=number: f"{at}: {text}"
+                )
+    return steps
+
+
 Case = tuple[Callable[[int], object], Callable[[], list[torch.Tensor]]]
 """Changes the inputs of a step; makes the call."""
 

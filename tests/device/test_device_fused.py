@@ -79,6 +79,11 @@ def test_in_a_graph(ranks: Ranks, name: str) -> None:
     ranks.run(CASES + "in_a_graph", name, 12, timeout_s=120)
 
 
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+def test_on_several_streams(ranks: Ranks, captured: bool) -> None:
+    assert all(ranks.run("fused_cases.on_several_streams", captured, timeout_s=120))
+
+
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("name", ["linear", "embedding", "norm", "gemms", "reduced", "combine", "dispatch"])
 def test_layers_are_trained_and_compiled_whole(ranks: Ranks, name: str, backend: str) -> None:

@@ -8,7 +8,19 @@ import pytest
 
 from sidelane.bench.fused.kept import kept_of
 from sidelane.bench.results.files import read
-from sidelane.choice.fused import FUSED, SPLIT, UNFUSED, FusedTime, Table, builtin, choose_method, keep, tables_of
+from sidelane.choice.fused import (
+    FUSED,
+    SPLIT,
+    UNFUSED,
+    FusedTime,
+    Table,
+    builtin,
+    choose_method,
+    choose_order,
+    keep,
+    tables_of,
+)
+from sidelane.choice.fused_order import ORDERS
 from sidelane.choice.key import Key
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -91,6 +103,37 @@ def test_files_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     ):
         path.write_text(wrong)
         assert tables_of(None, HERE) == own
+
+
+BAGS = "embedding_all_to_all"
+
+
+def test_measured_orders_are_the_fastest_and_the_thumb_is_right_about_them() -> None:
+    """Where one is faster by 1% and more; in graphs, as eager calls are the host's."""
+    measured = [(table, time) for table in builtin() for time in table.times if time.captured and time.orders]
+    assert len(measured) >= 7
+    for table, time in measured:
+        fastest = min(time.orders.values())
+        assert time.times[FUSED] == fastest
+        for tables in ([table], []):
+            found = choose_order(tables, time.op, time.world_size, time.sizes, element_bytes=time.element_bytes)
+            assert time.orders[found.order] <= (fastest if tables else 1.01 * fastest), (time, found)
+
+
+def test_orders_by_thumb() -> None:
+    assert [choose_order([], BAGS, 2, (64, 64, pooling)).order for pooling in (1, 11, 12)] == [
+        *ORDERS[:1] * 2,
+        ORDERS[1],
+    ]
+    assert choose_order([], BAGS, 8, (64, 64, 79)).order == ORDERS[0]  # seven senders for one link
+    assert choose_order([], BAGS, 1, (64, 64, 1)).reason.startswith("by thumb: ")
+    unordered = some(op=BAGS, captured=True, fused=1.0)
+    nearby = FusedTime(BAGS, 2, False, (900, 900, 900), 2, {"fused": 1.0}, {"remote_first": 1.0, "oblivious": 2.0})
+    table = Table(HERE, (unordered, nearby), "here")
+    assert choose_order([table], BAGS, 2, (1024, 1024, 1024)).order == ORDERS[0]
+    assert Table.parse(table.to_text(), "here") == table
+    with pytest.raises(ValueError, match="allowed=remote_first, oblivious"):
+        FusedTime(BAGS, 2, False, (1, 1, 1), 2, {"fused": 1.0}, {"last": 1.0})
 
 
 def test_ways_that_there_are_not() -> None:

@@ -163,8 +163,9 @@ def test_mistakes_of_pushed_norms_are_refused() -> None:
 
 @pytest.mark.parametrize("counts", [(2,), (1, 2), (2, 1, 1), (1, 1, 2, 1)])
 def test_embedding_all_to_all_is_proved(counts: tuple[int, ...]) -> None:
-    """With uneven tables and batches, and with slices of all sizes."""
-    for blocks, slices, first in itertools.product((1, 3), (0, 1, 2), (False, True)):
+    """With uneven tables and batches, with slices of all sizes, and with an order of its own on each rank."""
+    mixed = [rank % 2 == 0 for rank in range(len(counts))]
+    for blocks, slices, first in itertools.product((1, 3), (0, 1, 2), (False, True, mixed)):
         options = {"slice_bags": slices, "remote_first": first}
         verify_sequence([fused_embedding.embedding_all_to_all(counts, blocks, 2 * len(counts) + 1, 8, **options)])
 
@@ -260,7 +261,8 @@ def test_mistakes_of_gemms_of_what_is_gathered_are_refused() -> None:
 def test_gemms_of_what_comes_by_counts_are_proved(counts: list[list[int]]) -> None:
     """Ranks that send nothing, and that get nothing; more tiles than blocks and fewer."""
     for number, (blocks, rows, across) in enumerate(itertools.product((1, 3), (1, 2), (1, 2))):
-        verify_sequence([fused_gather_gemm.all_to_all_gemm(counts, blocks, rows, across, 8, group=1 + number % 2)])
+        options = {"group": 1 + number % 2, "by_one": number % 3 == 0}
+        verify_sequence([fused_gather_gemm.all_to_all_gemm(counts, blocks, rows, across, 8, **options)])  # type: ignore[arg-type]
 
 
 def test_mistakes_of_gemms_of_what_comes_by_counts_are_refused() -> None:

@@ -1,4 +1,5 @@
-"""The choice of a way for a fused operator: fused, split into parts for copy engines, or unfused.
+"""The choice of a way for a fused operator: fused, split into parts for copy engines, or unfused; and of the order in
+which a fused one computes.
 
 By what was measured on this machine, else on one like it, else by thumb. Measured times are a JSON object: the user's
 file, which ``sidelane fused --keep`` writes, and tables of this package.
@@ -14,6 +15,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from sidelane.choice.fused_order import ORDERS, expected_order
 from sidelane.choice.fused_thumb import expected_us
 from sidelane.choice.key import CPU, Key
 from sidelane.choice.store import name_of
@@ -21,6 +23,9 @@ from sidelane.config import BUILTIN, profile_folder
 
 FORMAT = 2
 FUSED, SPLIT, UNFUSED = "fused", "split", "unfused"
+ORDERED = ("embedding_all_to_all",)
+"""Operators whose order is chosen."""
+
 FARTHEST = 4.0
 """Measured sizes that differ by more than this factor, in one of them, say nothing about a call."""
 
@@ -37,6 +42,7 @@ class FusedTime:
         element_bytes: of the weight, the tables or the rows.
         times: microseconds, as a call of the operator has them: of ``fused``, of ``unfused``, and of ``split/2`` with
             two pieces.
+        orders: microseconds of ``fused`` in each order, of an operator that is in ``ORDERED``.
     """
 
     op: str
@@ -45,12 +51,22 @@ class FusedTime:
     sizes: tuple[int, ...]
     element_bytes: int
     times: Mapping[str, float]
+    orders: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not all(math.isfinite(us) and us > 0 for us in self.times.values()) or min(self.sizes) < 1:
+        every = (*self.times.values(), *self.orders.values())
+        if not all(math.isfinite(us) and us > 0 for us in every) or min(self.sizes) < 1:
             raise ValueError(f"FusedTime: times and sizes must be positive (value={self})")
         for way in self.times:
             _parts(way)
+        if not set(self.orders) <= set(ORDERS):
+            raise ValueError(
+                f"orders of a fused operator (value={', '.join(self.orders)}, allowed={', '.join(ORDERS)})"
+            )
+
+    def to_dict(self) -> dict[str, object]:
+        """For a file; without what there is none of."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if value != {}}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,7 +85,7 @@ class Table:
 
     def to_text(self) -> str:
         """The JSON of the file, a line for each time."""
-        lines = ",\n".join(f"  {json.dumps(dataclasses.asdict(time))}" for time in self.times)
+        lines = ",\n".join(f"  {json.dumps(time.to_dict())}" for time in self.times)
         return f'{{\n "format": {FORMAT},\n "key": {json.dumps(self.key.to_dict())},\n "times": [\n{lines}\n ]\n}}\n'
 
     @staticmethod
@@ -141,14 +157,60 @@ def choose_method(
         found = {} if time is None else {way: us for way, us in time.times.items() if _parts(way)[0] in ways}
         if time is not None and found:
             best = min(found, key=lambda way: (found[way], ways.index(_parts(way)[0]), way))
-            where = f"{', '.join(map(str, time.sizes))}, {'in a graph' if time.captured else 'eager'}, {table.where}"
-            return MethodChoice(_parts(best)[0], f"measured at {where}: {_in_words(found)}", _parts(best)[1])
+            return MethodChoice(_parts(best)[0], _measured(time, table, found), _parts(best)[1])
     words = f"no time of a shape like {', '.join(map(str, sizes))} (sidelane fused --keep measures)"
     thumb = None if device_type == CPU else expected_us(op, world_size, sizes, element_bytes or 2, captured=captured)
     if thumb is None:
         return MethodChoice(FUSED, f"by thumb: {words}")
     expected = {way: us for way, us in thumb.items() if way in ways}
     return MethodChoice(min(expected, key=lambda way: expected[way]), f"by thumb: {_in_words(expected)}; {words}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OrderChoice:
+    """Which order, and why.
+
+    Attributes:
+        order: ``remote_first`` or ``oblivious``.
+        reason: in words.
+    """
+
+    order: str
+    reason: str
+
+
+def choose_order(
+    tables: Iterable[Table],
+    op: str,
+    world_size: int,
+    sizes: tuple[int, ...],
+    *,
+    element_bytes: int | None = None,
+) -> OrderChoice:
+    """Choose by the nearest measured shape, for all launches by graphs, whose host has no part in the times.
+
+    Arguments as of :func:`choose_method`; ``op`` is one of ``ORDERED``.
+
+    >>> times = {"remote_first": 20.0, "oblivious": 15.0}
+    >>> time = FusedTime("embedding_all_to_all", 2, True, (64, 64, 64), 2, {"fused": 15.0}, times)
+    >>> choose_order([Table(Key("cuda", "some", 2), (time,), "own")], "embedding_all_to_all", 2, (64, 64, 64)).reason
+    'measured at 64, 64, 64, in a graph, own: remote_first 20 us, oblivious 15 us'
+    >>> choose_order([], "embedding_all_to_all", 2, (64, 64, 2)).order
+    'remote_first'
+    """
+    for table in tables:
+        known = [time for time in table.times if time.orders]
+        time = _nearest(known, op, world_size, sizes, element_bytes, captured=True)
+        if time is not None:
+            best = min(time.orders, key=lambda order: (time.orders[order], ORDERS.index(order)))
+            return OrderChoice(best, _measured(time, table, time.orders))
+    order, why = expected_order(world_size, sizes[-1])
+    return OrderChoice(order, f"by thumb: {why}")
+
+
+def _measured(time: FusedTime, table: Table, found: Mapping[str, float]) -> str:
+    where = f"{', '.join(map(str, time.sizes))}, {'in a graph' if time.captured else 'eager'}, {table.where}"
+    return f"measured at {where}: {_in_words(found)}"
 
 
 def _nearest(

@@ -27,7 +27,18 @@ from typing import Any
 
 import torch
 
-from sidelane.choice.fused import FUSED, SPLIT, UNFUSED, MethodChoice, Table, choose_method, tables_of
+from sidelane.choice.fused import (
+    FUSED,
+    ORDERED,
+    SPLIT,
+    UNFUSED,
+    MethodChoice,
+    OrderChoice,
+    Table,
+    choose_method,
+    choose_order,
+    tables_of,
+)
 from sidelane.choice.key import key_here
 from sidelane.collectives import Communicator
 from sidelane.ops.handle import check_choice, is_captured, telling_refusals
@@ -107,6 +118,18 @@ def method_of(
     return known[captured]
 
 
+def order_of(comm: Communicator, op: str, sizes: tuple[int, ...], element_bytes: int) -> str:
+    """The order of a shape whose caller leaves it open. Collective, and the same on all ranks.
+
+    Inside of a capture, where ranks cannot agree, by this rank's sizes alone: an operator in ``ORDERED`` is proved with
+    orders that differ between ranks, too.
+    """
+    if is_captured(comm):
+        return _order(comm, op, sizes, element_bytes, comm.kept.get(_tables) or ()).order
+    agreed = _agree(comm, op, sizes)
+    return _order(comm, op, agreed, element_bytes, _tables(comm)).order
+
+
 def asked_of(words: tuple[object, ...], *tensors: object) -> Hashable:
     """What the checks of a call and its choice look at, to know it by; None for what is no call of tensors.
 
@@ -165,7 +188,8 @@ def explain(
     dtype: torch.dtype | None = None,
     without: Sequence[str] = (),
 ) -> str:
-    """What ``method="auto"`` takes for a shape, and why. Collective the first time, as the times are rank 0's.
+    """What ``method="auto"`` takes for a shape, and why; and ``order="auto"``, of an operator that has it. Collective
+    the first time, as the times are rank 0's.
 
     Args:
         comm: the ranks.
@@ -183,6 +207,9 @@ def explain(
     element_bytes = None if dtype is None else dtype.itemsize
     found = _choice(comm, op, sizes, element_bytes, captured=captured, without=without)
     pieces = f", {found.pieces} pieces" if found.pieces > 1 else ""
+    if op in ORDERED and found.method == FUSED:
+        order = _order(comm, op, sizes, element_bytes, _tables(comm))
+        return f"{op}: {found.method}, {order.order} ({found.reason}; order {order.reason})"
     return f"{op}: {found.method}{pieces} ({found.reason})"
 
 
@@ -198,6 +225,12 @@ def _choice(
     ways = [way for way in (OPS[op].captured if captured else OPS[op].eager) if way not in without]
     options: dict[str, Any] = {"captured": captured, "device_type": comm.device.type, "element_bytes": element_bytes}
     return choose_method(_tables(comm), op, comm.world_size, sizes, ways=ways, **options)
+
+
+def _order(
+    comm: Communicator, op: str, sizes: tuple[int, ...], element_bytes: int | None, tables: Sequence[Table]
+) -> OrderChoice:
+    return choose_order(tables, op, comm.world_size, sizes, element_bytes=element_bytes)
 
 
 def _agree(comm: Communicator, op: str, sizes: tuple[int, ...]) -> tuple[int, ...]:

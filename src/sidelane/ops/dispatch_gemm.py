@@ -9,8 +9,11 @@ only, as in ``gemm``, whose ``counts`` say the way back: the columns of these ar
 
 Any block of two ranks, as in ``gather_gemm``, and so is why any grid will do::
 
-    rank 0   first: ready | rows for 1 that nobody sends yet, each tile with its flag | tiles of 0 | wait: tiles of 1
-    rank 1   first: ready | rows for 0 that nobody sends yet, each tile with its flag | tiles of 1 | wait: tiles of 0
+    rank 0   first: ready | rows for 1 that nobody sends yet, each tile with its flag | next tiles of 0 | wait: of 1
+    rank 1   first: ready | rows for 0 that nobody sends yet, each tile with its flag | next tiles of 1 | wait: of 0
+
+Rows are sent by as many blocks as they have tiles, each for about as long as a tile takes to compute. So blocks take
+tiles of the product from a counter, too: with equal shares, senders were last by all that they had sent (decision 113).
 
 What is sent is cut into tiles of a sender's rows for a rank, whatever their experts. What is computed is cut by
 experts, so that a tile waits for one tile that was sent, or for two.
@@ -33,6 +36,7 @@ import triton.language as tl
 from torch.nn import functional
 
 from sidelane.choice.fused import FUSED, SPLIT, UNFUSED
+from sidelane.choice.fused_order import REMOTE_FIRST
 from sidelane.collectives import Communicator
 from sidelane.device import layout
 from sidelane.device.context import (
@@ -51,7 +55,7 @@ from sidelane.memory.lasting import lasting
 from sidelane.ops.auto import AUTO, method_of
 from sidelane.ops.gather_gemm import put_rows
 from sidelane.ops.gemm import TileSizes, rows_handle, tile_at, tile_product
-from sidelane.ops.handle import FLOATS, REMOTE_FIRST, is_captured, kept, power_of_two, programs_of, telling_refusals
+from sidelane.ops.handle import FLOATS, is_captured, kept, power_of_two, programs_of, telling_refusals
 from sidelane.ops.operands import Counts, check_most_rows, check_routed, check_rows, check_weight
 from sidelane.ops.routings import DEFAULT_PIECES, most_of, suit_graphs
 from sidelane.ops.split_dispatch_gemm import NAME as SPLIT_NAME
@@ -102,7 +106,7 @@ class AllToAllGemm:
         row_tiles = -(-most_rows // tiles.rows)
         needed = (comm.world_size - 1 + row_tiles) * -(-columns // tiles.columns)
         self._programs = programs_of(comm, needed, tiles.per_unit)
-        self._counters = lasting(comm.device, lambda: torch.zeros(3, dtype=torch.int32, device=comm.device))
+        self._counters = lasting(comm.device, lambda: torch.zeros(4, dtype=torch.int32, device=comm.device))
         self._gathered = comm.empty(most_rows, depth, dtype=dtype)
         self._kernel = comm.load_kernel(_all_to_all_gemm, flags=1 + row_tiles)
 
@@ -248,7 +252,6 @@ def _all_to_all_gemm(
 ):  # fmt: skip
     generation = begin(context)
     rank, ranks = rank_of(context), world_size_of(context)
-    program, programs = tl.program_id(0), tl.num_programs(0)
     if first_relaxed(counters):
         signal_all_release(context, 0, generation)  # ready
     part = tl.atomic_add(counters + 2, 1, sem="relaxed", scope="gpu")
@@ -269,7 +272,8 @@ def _all_to_all_gemm(
         before = parts
 
     across = tl.cdiv(columns, COLS)
-    number = program  # of a tile, among those of one expert and one rank's rows
+    taken = tl.atomic_add(counters + 3, 1, sem="relaxed", scope="gpu")
+    number = taken  # of a tile, among those of one expert and one rank's rows
     for turn in range(ranks):
         source = (rank + ranks - turn) % ranks  # in the order in which they come
         first, to, count = _pair(counts, source, rank, ranks, experts, most_rows, EP)
@@ -300,13 +304,16 @@ def _all_to_all_gemm(
                                       ROWS, COLS, DEPTH, WHOLE, WIDE)  # fmt: skip
                 place = (to + row).to(tl.int64)[:, None] * columns + column[None, :]
                 tl.store(output + place, values.to(DTYPE), mask=(row < stop)[:, None] & (column < columns)[None, :])
-                number += programs
+                following = tl.atomic_add(counters + 3, 1, sem="relaxed", scope="gpu")
+                number += following - taken
+                taken = following
             number -= tiles
             before = stop
     stamp(stamps, WAIT)
-    if arrive_acq_rel(counters + 1, programs):
+    if arrive_acq_rel(counters + 1, tl.num_programs(0)):
         tl.store(counters, 0)
         tl.store(counters + 2, 0)
+        tl.store(counters + 3, 0)
     stamp(stamps, END)
     end(context, generation)
 

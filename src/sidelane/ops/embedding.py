@@ -13,7 +13,8 @@ Any block of two ranks, ``remote_first``; s signals a slice whose last bag it is
 
 ``ready``: this rank's output is free, since all in front of its launch has passed. The first block that runs says so,
 and the last one that ends waits for the others' ``done``: a block waits only for what a block that runs is about to do,
-so that any grid will do, however many of its blocks fit on the GPU.
+so that any grid will do, however many of its blocks fit on the GPU. No block waits for a bag of another rank, so that
+ranks may have different orders.
 
 Bags of one table that go to one rank make slices, of a given number of samples. Who ends the last bag of one signals
 it, so that a consumer which runs meanwhile may begin.
@@ -36,6 +37,7 @@ import triton
 import triton.language as tl
 
 from sidelane.choice.fused import FUSED, UNFUSED
+from sidelane.choice.fused_order import OBLIVIOUS, REMOTE_FIRST
 from sidelane.collectives import Communicator
 from sidelane.device.arithmetic import DTYPES
 from sidelane.device.context import (
@@ -54,7 +56,7 @@ from sidelane.device.context import (
 from sidelane.device.stamps import COMPUTE, END, SEND, WAIT, stamp
 from sidelane.memory.lasting import lasting
 from sidelane.ops import reference
-from sidelane.ops.auto import AUTO, check_method, method_of
+from sidelane.ops.auto import AUTO, check_method, method_of, order_of
 from sidelane.ops.embedding_tables import (
     MEAN,
     MODES,
@@ -70,10 +72,9 @@ from sidelane.ops.embedding_tables import (
     threads_of,
 )
 from sidelane.ops.handle import (
-    OBLIVIOUS,
-    REMOTE_FIRST,
     check_choice,
     check_tensor,
+    is_captured,
     kept,
     power_of_two,
     programs_of,
@@ -139,6 +140,7 @@ class EmbeddingAllToAll:
         self.tables = Tables.kept(comm, tables, batch)
         counts, samples = self.tables.counts, self.tables.samples
         self._rows_at_a_time = rows_at_a_time
+        self._order: str | None = None
         self._slices = -(-samples[0] // slice_bags) if slice_bags else 0  # of a table, for one rank
         self._programs = programs_of(comm, max(counts) * batch, per_unit)
         own_slices = comm.world_size * len(tables) * self._slices
@@ -171,7 +173,7 @@ class EmbeddingAllToAll:
         *,
         per_sample_weights: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
-        order: str = REMOTE_FIRST,
+        order: str = AUTO,
     ) -> torch.Tensor:
         """Run it. Arguments, result and errors as of :func:`embedding_all_to_all`."""
         comm, tables = self.comm, self.tables
@@ -180,6 +182,7 @@ class EmbeddingAllToAll:
             check_offsets(tables, offsets)
             output = self._output if out is None else out
             place = self.place_of(output)
+        chosen = self._order or self._ordered(indices, offsets)
         stamps, stamped = stamps_of(comm, self._programs)
         self._kernel.launch(
             (self._programs,),
@@ -194,7 +197,7 @@ class EmbeddingAllToAll:
             sum(tables.counts[: comm.rank]),
             tables.width,
             self._slices,
-            _ORDERS[order],
+            _ORDERS[chosen if order == AUTO else order],
             stamps,
             alike=f"batch {tables.batch}, output at {place}{stamped}",
             D=tables.dim,
@@ -208,6 +211,14 @@ class EmbeddingAllToAll:
             num_warps=self._warps,
         )
         return output
+
+    def _ordered(self, indices: torch.Tensor, offsets: torch.Tensor) -> str:
+        """What ``auto`` takes. All ranks agree in the first call outside of a capture, whatever they ask for."""
+        comm, tables = self.comm, self.tables
+        found = order_of(comm, NAME, _sizes_of(tables.tables, tables.batch, indices, offsets), tables.dtype.itemsize)
+        if not is_captured(comm):
+            self._order = found
+        return found
 
     def place_of(self, output: torch.Tensor) -> tuple[int, int]:
         """Where a result is that peers write. Raises ValueError and TypeError for what cannot be one."""
@@ -234,7 +245,7 @@ def embedding_all_to_all(
     mode: str = SUM,
     per_sample_weights: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
-    order: str = REMOTE_FIRST,
+    order: str = AUTO,
     slice_bags: int | None = None,
     method: str = AUTO,
 ) -> torch.Tensor:
@@ -254,7 +265,8 @@ def embedding_all_to_all(
             on none.
         out: [b, A * D], symmetric memory at one place on all ranks. None takes the handle's own, which the next call
             writes again.
-        order: ``remote_first``: bags for peers come first; ``oblivious``: bags in the order of ranks.
+        order: ``remote_first``: bags for peers come first; ``oblivious``: bags in the order of ranks; ``auto``: what
+            was measured to be faster for the pooling of the first call, a mean of the ranks (``ops.explain``).
         slice_bags: see :class:`EmbeddingAllToAll`; such a call is always fused.
         method: ``fused``, ``unfused``, or ``auto``: unfused where that was measured to be faster (``ops.explain``).
 
@@ -276,7 +288,7 @@ def embedding_all_to_all(
             raise ValueError(f"{NAME}: method with slice_bags (value={method}, allowed={AUTO}, {FUSED})")
     key = (*Tables.key_of(tables, batch), mode, slice_bags)
     handle = kept(comm, key, lambda: EmbeddingAllToAll(comm, tables, batch, mode=mode, slice_bags=slice_bags))
-    sizes = batch, len(tables), max(1, indices.numel() // max(1, offsets.numel() - 1))
+    sizes = _sizes_of(tables, batch, indices, offsets)
     if slice_bags or method_of(comm, NAME, method, key, sizes, tables[0].element_size()).method == FUSED:
         return handle(indices, offsets, per_sample_weights=per_sample_weights, out=out, order=order)
     with telling_refusals(comm, NAME):
@@ -285,6 +297,13 @@ def embedding_all_to_all(
     options: dict[str, Any] = {"mode": mode, "per_sample_weights": per_sample_weights}
     result = reference.embedding_all_to_all(comm, tables, indices, offsets, handle.tables.counts, **options)
     return result if out is None else out.copy_(result)
+
+
+def _sizes_of(
+    tables: Sequence[torch.Tensor], batch: int, indices: torch.Tensor, offsets: torch.Tensor
+) -> tuple[int, int, int]:
+    """Batch, tables and pooling: what this rank's times are looked up by."""
+    return batch, len(tables), max(1, indices.numel() // max(1, offsets.numel() - 1))
 
 
 @triton.jit

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 
 import torch
 
+from sidelane.choice.fused_order import ORDERS
 from sidelane.collectives import Communicator
 from sidelane.memory.lasting import lasting
-from sidelane.ops.handle import FLOATS, ORDERS, REMOTE_FIRST, check_choice, check_tensor, kept, power_of_two
+from sidelane.ops.auto import AUTO
+from sidelane.ops.handle import FLOATS, check_choice, check_tensor, kept, power_of_two
 from sidelane.program.collective import split_evenly
 
 NAME = "embedding_all_to_all"
@@ -131,7 +133,7 @@ def check_bags(
     offsets: torch.Tensor,
     weights: torch.Tensor | None,
     mode: str,
-    order: str = REMOTE_FIRST,
+    order: str = AUTO,
 ) -> None:
     """Refuse what are no bags of these tables. With ``Config(debug=True)``, look at all of them, on the host.
 
@@ -139,7 +141,7 @@ def check_bags(
         TypeError, ValueError: they are not.
     """
     check_choice(NAME, "mode", mode, MODES)
-    check_choice(NAME, "order", order, ORDERS)
+    check_choice(NAME, "order", order, (AUTO, *ORDERS))
     for what, tensor in (("indices", indices), ("offsets", offsets)):
         check_tensor(NAME, what, tensor, comm.device, (torch.int32, torch.int64), (1,))
         if not tensor.is_contiguous():

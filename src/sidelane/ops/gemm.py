@@ -34,6 +34,7 @@ import triton.language as tl
 from torch.nn import functional
 
 from sidelane.choice.fused import FUSED, SPLIT, UNFUSED
+from sidelane.choice.fused_order import REMOTE_FIRST
 from sidelane.collectives import Communicator
 from sidelane.device import layout
 from sidelane.device.context import (
@@ -51,16 +52,7 @@ from sidelane.device.context import (
 from sidelane.device.stamps import COMPUTE, END, SEND, WAIT, stamp
 from sidelane.memory.lasting import lasting
 from sidelane.ops.auto import AUTO, method_of
-from sidelane.ops.handle import (
-    FLOATS,
-    INTERPRETED,
-    REMOTE_FIRST,
-    is_captured,
-    kept,
-    power_of_two,
-    programs_of,
-    telling_refusals,
-)
+from sidelane.ops.handle import FLOATS, INTERPRETED, is_captured, kept, power_of_two, programs_of, telling_refusals
 from sidelane.ops.operands import Counts, check_most_rows, check_routed, check_rows, check_weight
 from sidelane.ops.routings import DEFAULT_PIECES, most_of, suit_graphs
 from sidelane.ops.split_gemm import NAME as SPLIT_NAME

@@ -36,6 +36,7 @@ import triton
 import triton.language as tl
 
 from sidelane.choice.fused import FUSED, SPLIT, MethodChoice
+from sidelane.choice.fused_order import REMOTE_FIRST
 from sidelane.collectives import Communicator
 from sidelane.device.context import (
     barrier_acq_rel,
@@ -53,7 +54,7 @@ from sidelane.device.stamps import ADD, COMPUTE, END, SEND, WAIT, stamp
 from sidelane.ops import reference
 from sidelane.ops.auto import AUTO, asked_of, check_method, method_of, options_of, recalled, remember
 from sidelane.ops.gemm import TileSizes, tile_at, tile_product
-from sidelane.ops.handle import FLOATS, REMOTE_FIRST, kept, programs_of, telling_refusals
+from sidelane.ops.handle import FLOATS, kept, programs_of, telling_refusals
 from sidelane.ops.operands import check_operands, check_sizes
 from sidelane.ops.routings import DEFAULT_PIECES
 from sidelane.ops.split_gemm_reduce import handle_of, split_gemm_all_reduce, split_gemm_reduce_scatter

@@ -20,6 +20,7 @@ from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 
 from sidelane.choice.fused import UNFUSED
+from sidelane.choice.fused_order import ORDERS, REMOTE_FIRST
 from sidelane.collectives import Communicator
 from sidelane.errors import UnavailableError
 from sidelane.ops import gemv_cells, gemv_two_phase, reference
@@ -37,8 +38,6 @@ from sidelane.ops.handle import (
     FLOAT8S,
     FLOATS,
     INTERPRETED,
-    ORDERS,
-    REMOTE_FIRST,
     check_choice,
     check_tensor,
     kept,

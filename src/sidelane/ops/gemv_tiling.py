@@ -51,12 +51,17 @@ class Tiling:
         for name, value, least in (("rows", self.rows, 1), ("columns", self.columns, 16), ("warps", self.warps, 1)):
             if value < least or value != power_of_two(value):
                 raise ValueError(f"Tiling: {name} (value={value}, allowed=a power of two from {least})")
-        most = max(1, 16 // self.warps)  # with 128 registers for each of 512 threads (``registers``)
-        if not 1 <= self.per_unit <= most:
-            raise ValueError(f"Tiling: per_unit (value={self.per_unit}, allowed=1..{most} of {self.warps} warps)")
+        if not 1 <= self.per_unit <= self.most_per_unit:
+            allowed = f"1..{self.most_per_unit} of {self.warps} warps"
+            raise ValueError(f"Tiling: per_unit (value={self.per_unit}, allowed={allowed})")
         if not 1 <= self.stages <= MOST_STAGES:
             raise ValueError(f"Tiling: stages (value={self.stages}, allowed=1..{MOST_STAGES})")
         check_choice("Tiling", "evict", self.evict, EVICTIONS)
+
+    @property
+    def most_per_unit(self) -> int:
+        """Most programs on a compute unit: with 128 registers for each of 512 threads (``registers``)."""
+        return max(1, 16 // self.warps)
 
     @property
     def registers(self) -> int:

@@ -20,11 +20,6 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 FLOAT8S = (torch.float8_e4m3fn, torch.float8_e5m2)
 
-REMOTE_FIRST, OBLIVIOUS = "remote_first", "oblivious"
-ORDERS = (REMOTE_FIRST, OBLIVIOUS)
-"""What a kernel computes first: what peers wait for (the fused operators paper, section III.A), or what has the lowest
-number."""
-
 INTERPRETED_PROGRAMS = 3
 """Programs of a grid on CPU ranks, which run one after the other: enough for them to differ."""
 

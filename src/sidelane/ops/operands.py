@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from sidelane.choice.fused import FUSED, SPLIT
+from sidelane.choice.fused_order import ORDERS, REMOTE_FIRST
 from sidelane.collectives import Communicator
 from sidelane.errors import UnavailableError
 from sidelane.memory.lasting import lasting
 from sidelane.ops.auto import AUTO, check_method
-from sidelane.ops.handle import FLOATS, ORDERS, REMOTE_FIRST, check_choice, check_tensor, is_captured
+from sidelane.ops.handle import FLOATS, check_choice, check_tensor, is_captured
 
 MOST_ELEMENTS = 1 << 40
 

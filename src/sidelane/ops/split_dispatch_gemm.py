@@ -17,6 +17,7 @@ import torch
 
 from sidelane.collectives import Communicator
 from sidelane.ops.handle import is_captured, kept, telling_refusals
+from sidelane.ops.in_turn import in_turn
 from sidelane.ops.routings import DEFAULT_PIECES, Counts, Routings, Table, checked
 from sidelane.program.pieces import SPLIT_DISPATCH, arriving_program, coming
 
@@ -37,10 +38,14 @@ class SplitAllToAllGemm:
         self.comm, self._most_rows = comm, most_rows
         self._sent, self._came = (comm.empty(most_rows, depth, dtype=dtype) for _ in range(2))
         self.routings = Routings(comm, arriving_program, self._sent, {"sent": self._sent, "came": self._came})
+        self._in_turn = in_turn(comm)
 
-    @torch.no_grad()
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, table: Table, pieces: int) -> torch.Tensor:
         """Run it. Arguments, result and errors as of :func:`split_all_to_all_gemm`."""
+        with torch.no_grad(), self._in_turn:
+            return self._run(x, weight, table, pieces)
+
+    def _run(self, x: torch.Tensor, weight: torch.Tensor, table: Table, pieces: int) -> torch.Tensor:
         rank = self.comm.rank
         routing = self.routings.of(table, pieces)
         routing.in_a_graph |= is_captured(self.comm)

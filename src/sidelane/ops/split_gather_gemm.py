@@ -18,6 +18,7 @@ import torch
 
 from sidelane.collectives import Communicator
 from sidelane.ops.handle import kept, telling_refusals
+from sidelane.ops.in_turn import in_turn
 from sidelane.ops.operands import check_operands
 from sidelane.ops.routings import check_pieces
 from sidelane.program.pieces import SPLIT_GATHER, gathering_program, parts_of
@@ -39,13 +40,17 @@ class SplitAllGatherGemm:
     def __init__(self, comm: Communicator, rows: int, depth: int, dtype: torch.dtype, pieces: int) -> None:
         self.comm, self._rows = comm, rows
         self._gathered = comm.empty(comm.world_size * rows, depth, dtype=dtype)
+        self._in_turn = in_turn(comm)
         self._turns = list(itertools.product(range(1, comm.world_size), parts_of(rows, pieces)))
         program = gathering_program(comm.world_size, rows, pieces, depth * dtype.itemsize)
         self._program = comm.load(program, {"rows": self._gathered})
 
-    @torch.no_grad()
     def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Run it. Arguments, result and errors as of :func:`split_all_gather_gemm`."""
+        with torch.no_grad(), self._in_turn:
+            return self._run(x, weight)
+
+    def _run(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         n, rank, rows = self.comm.world_size, self.comm.rank, self._rows
         output = x.new_empty(n * rows, weight.shape[0])
         mine = slice(rank * rows, (rank + 1) * rows)

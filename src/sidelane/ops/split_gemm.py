@@ -22,6 +22,7 @@ import torch
 
 from sidelane.collectives import Communicator
 from sidelane.ops.handle import is_captured, kept, telling_refusals
+from sidelane.ops.in_turn import in_turn
 from sidelane.ops.routings import DEFAULT_PIECES, Counts, Routings, Table, checked
 from sidelane.program.pieces import SPLIT_GEMM, going, split_program
 
@@ -43,10 +44,14 @@ class SplitGemmAllToAll:
         self._sent, self._output = (comm.empty(most_rows, columns, dtype=dtype) for _ in range(2))
         self.routings = Routings(comm, split_program, self._sent, {"sent": self._sent, "output": self._output})
         self._loaded: set[Hashable] = set()
+        self._in_turn = in_turn(comm)
 
-    @torch.no_grad()
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, table: Table, pieces: int) -> torch.Tensor:
         """Run it. Arguments, result and errors as of :func:`split_gemm_all_to_all`."""
+        with torch.no_grad(), self._in_turn:
+            return self._run(x, weight, table, pieces)
+
+    def _run(self, x: torch.Tensor, weight: torch.Tensor, table: Table, pieces: int) -> torch.Tensor:
         captured = is_captured(self.comm)
         routing = self.routings.of(table, pieces)
         routing.in_a_graph |= captured
@@ -115,7 +120,7 @@ def split_gemm_all_to_all(
 
     Returns:
         [most_rows, H]: rows from rank 0, from rank 1, and so on; behind them what was there. The next call of this
-        shape writes it again.
+        shape writes it again: on another stream, have it wait for what reads this.
 
     Raises:
         ValueError, TypeError: wrong arguments; nothing has moved.

@@ -14,6 +14,7 @@ import torch
 
 from sidelane.collectives import Communicator
 from sidelane.ops.handle import kept, telling_refusals
+from sidelane.ops.in_turn import in_turn
 from sidelane.ops.operands import check_operands
 from sidelane.ops.routings import DEFAULT_PIECES, check_pieces
 from sidelane.ops.split_gemm import SplitGemmAllToAll
@@ -39,6 +40,7 @@ class SplitGemmReduce:
         self._table, self._owned = (owned,) * n, owned[comm.rank]
         self._moved = SplitGemmAllToAll(comm, n * self._each, columns, dtype)
         self._gathered = comm.empty(n * self._each, columns, dtype=dtype) if gathers else None
+        self._in_turn = in_turn(comm)
 
     def make(self, pieces: int) -> None:
         """All that a capture needs. Collective where it is new."""
@@ -46,6 +48,10 @@ class SplitGemmReduce:
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, pieces: int) -> torch.Tensor:
         """Run it. Arguments, result and errors as of :func:`split_gemm_reduce_scatter`."""
+        with self._in_turn:  # until what came has been added up
+            return self._run(x, weight, pieces)
+
+    def _run(self, x: torch.Tensor, weight: torch.Tensor, pieces: int) -> torch.Tensor:
         comm, owned = self.comm, self._owned
         self.make(pieces)
         came = self._moved(x, weight, self._table, pieces)[: comm.world_size * owned]

@@ -5,8 +5,10 @@ Data are bfloat16 on GPUs. Shapes are those of the fused operators paper (sectio
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,12 +16,16 @@ import torch.distributed as dist
 from sidelane import ops
 from sidelane.bench.fused import dispatch_cases, embedding_cases, gemm_cases, norm_cases, routed_cases
 from sidelane.bench.fused.case import AS_CALLED, NCCL, SYMM_MEM, Auto, Case, OneShot, Run, dtype_of, fill, ordinary
-from sidelane.bench.fused.kept import OWN, OWN_METHOD
+from sidelane.bench.fused.kept import OWN, OWN_METHOD, with_programs
 from sidelane.bench.fused.shapes import ROUTINGS
 from sidelane.choice.fused import FUSED, UNFUSED
+from sidelane.choice.fused_order import ORDERS
 from sidelane.collectives import Communicator
 from sidelane.ops.gemv import CELLS, TWO_PHASE
-from sidelane.ops.handle import ORDERS
+from sidelane.ops.gemv_tiling import tiling_of
+
+SWEPT = ((8192, 8192, 1), (8192, 8192, 16), (20, 16, 1))
+"""Shapes of GEMVs at which programs on a unit are swept, on GPUs and on CPUs."""
 
 
 def gemv(comm: Communicator, rows: int, columns: int, tokens: int) -> Case:
@@ -60,6 +66,13 @@ def gemv(comm: Communicator, rows: int, columns: int, tokens: int) -> Case:
             (f"{TWO_PHASE}, {ORDERS[1]}", TWO_PHASE, ORDERS[1]),
         )
     }
+
+    if (rows, columns, tokens) in SWEPT:
+        usual = tiling_of(CELLS, tokens)
+        for count in (1, 2) if comm.device.type == "cpu" else range(1, usual.most_per_unit + 1):
+            options: dict[str, Any] = {"out": out, "schedule": CELLS, "method": FUSED}
+            options["tiling"] = dataclasses.replace(usual, per_unit=count)
+            fused[with_programs(CELLS, count)] = functools.partial(ops.gemv_all_reduce, comm, weight, x, **options)
 
     def as_called() -> torch.Tensor:
         return ops.gemv_all_reduce(comm, weight, x, out=out)

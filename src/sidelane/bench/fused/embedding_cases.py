@@ -19,10 +19,10 @@ from sidelane import ops
 from sidelane.bench.fused.case import AS_CALLED, NCCL, Auto, Case, Run, dtype_of, ordinary
 from sidelane.bench.fused.kept import OWN, OWN_METHOD, with_programs
 from sidelane.choice.fused import FUSED, UNFUSED
+from sidelane.choice.fused_order import ORDERS
 from sidelane.collectives import Communicator
 from sidelane.ops.alone import Pool
 from sidelane.ops.embedding_tables import UNIT_WARPS, threads_of
-from sidelane.ops.handle import ORDERS
 
 DIM, TABLE_ROWS = 256, 1 << 17
 """64 MiB a table in bfloat16: 64 of them are 80 times the cache of an H200."""
@@ -170,12 +170,12 @@ def embedding(comm: Communicator, batch: int, tables: int, pooling: int) -> Case
     by_programs: dict[str, Run] = {}
 
     def by_handle(handle: ops.EmbeddingAllToAll) -> torch.Tensor:
-        return handle(lists.by_table().view(-1), offsets)
+        return handle(lists.by_table().view(-1), offsets, order=ORDERS[0])
 
     if (batch, tables, pooling) in SWEPT:
         for count in programs_swept(dim, dtype, on_cpu=on_cpu):
             handle = ops.EmbeddingAllToAll(comm, some, batch, per_unit=count)
-            by_programs[with_programs(count)] = functools.partial(by_handle, handle)
+            by_programs[with_programs(ORDERS[0], count)] = functools.partial(by_handle, handle)
 
     def expected() -> torch.Tensor:
         wide = torch.empty(n, tables, part, dim, dtype=torch.float64, device=device)

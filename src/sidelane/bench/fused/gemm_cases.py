@@ -15,8 +15,8 @@ from sidelane import ops
 from sidelane.bench.fused.case import AS_CALLED, NCCL, SYMM_MEM, Auto, Case, Run, dtype_of, fill, group_name, ordinary
 from sidelane.bench.fused.kept import OWN, OWN_METHOD, in_parts
 from sidelane.choice.fused import FUSED, UNFUSED
+from sidelane.choice.fused_order import ORDERS
 from sidelane.collectives import Communicator
-from sidelane.ops.handle import ORDERS
 
 PIECES = (1, 2, 4)
 

@@ -9,7 +9,8 @@ from sidelane.bench.fused.shapes import EVENLY, EXPERTS, MEANING
 from sidelane.bench.report.table import grouped
 from sidelane.bench.results.files import Results
 from sidelane.bench.results.rows.operators import FusedRow
-from sidelane.choice.fused import FUSED, SPLIT, UNFUSED, FusedTime
+from sidelane.choice.fused import FUSED, ORDERED, SPLIT, UNFUSED, FusedTime
+from sidelane.choice.fused_order import ORDERS
 from sidelane.choice.key import CPU, SOFTWARE, Key
 
 OWN, OWN_METHOD = "unfused_sidelane", "as the operator has it"
@@ -28,16 +29,16 @@ def in_parts(pieces: int) -> str:
     return f"mm in parts, {pieces} a peer"
 
 
-BY_PROGRAMS = re.compile(r"remote_first, (\d+) programs a unit")
+BY_PROGRAMS = re.compile(r"\w+, (\d+) programs a unit")
 
 
-def with_programs(count: int) -> str:
+def with_programs(schedule: str, count: int) -> str:
     """The schedule of an operator with so many programs on each compute unit.
 
-    >>> with_programs(4), BY_PROGRAMS.fullmatch(with_programs(4))[1]
-    ('remote_first, 4 programs a unit', '4')
+    >>> with_programs("cells", 4), BY_PROGRAMS.fullmatch(with_programs("cells", 4))[1]
+    ('cells, 4 programs a unit', '4')
     """
-    return f"remote_first, {count} programs a unit"
+    return f"{schedule}, {count} programs a unit"
 
 
 def times_of(rows: Sequence[FusedRow], world_size: int, element_bytes: int) -> Iterator[FusedTime]:
@@ -59,6 +60,10 @@ def times_of(rows: Sequence[FusedRow], world_size: int, element_bytes: int) -> I
         for row in good:
             if row.implementation == FUSED and (found := IN_PARTS.fullmatch(row.schedule)):
                 times[f"{SPLIT}/{found[1]}"] = row.time_us or 0.0
+        orders: dict[str, float] = {}
+        if op in ORDERED and world_size > 1:  # else both orders are one
+            orders = {row.schedule: row.time_us or 0.0 for row in plain if row.schedule in ORDERS}
+            times |= {FUSED: min(orders.values())} if orders else {}
         unfused = [row for row in good if row.implementation == OWN]
         unfused.sort(key=lambda row: row.schedule != OWN_METHOD)
         if op in ("gemm_all_to_all", "all_to_all_gemm"):  # whose others have the host wait
@@ -67,7 +72,7 @@ def times_of(rows: Sequence[FusedRow], world_size: int, element_bytes: int) -> I
             times[UNFUSED] = unfused[0].time_us or 0.0
         if len(times) > 1:
             sizes = tuple(map(int, re.findall(r"\d+", shape)[: len(MEANING[op])]))
-            yield FusedTime(op, world_size, launch == "graph", sizes, element_bytes, times)
+            yield FusedTime(op, world_size, launch == "graph", sizes, element_bytes, times, orders)
 
 
 def element_bytes_of(device_type: str) -> int:

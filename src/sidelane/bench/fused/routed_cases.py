@@ -14,8 +14,8 @@ from sidelane.bench.fused.case import NCCL, Auto, Case, Run, dtype_of, fill, ord
 from sidelane.bench.fused.kept import OWN, OWN_METHOD, in_parts
 from sidelane.bench.fused.shapes import EVENLY, EXPERTS, EXPERTS_OF_A_RANK, HALF, by_top_k, evenly, half_for_one
 from sidelane.choice.fused import FUSED, SPLIT, UNFUSED
+from sidelane.choice.fused_order import ORDERS
 from sidelane.collectives import Communicator
-from sidelane.ops.handle import ORDERS
 
 ON_HOST, ON_DEVICE = 'method="auto", counts on the host', 'method="auto", counts on the device'
 PIECES = (1, 2, 4, 6)

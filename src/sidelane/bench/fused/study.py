@@ -184,8 +184,8 @@ class _Case:
         """A trace and a picture of a call of each schedule, and how far ranks are apart; the first call compiles."""
         from sidelane.bench.fused.pictures import draw_timeline
         from sidelane.bench.fused.skew import Times, draw_skew, times_of_ranks
+        from sidelane.choice.fused_order import ORDERS
         from sidelane.ops import Timeline
-        from sidelane.ops.handle import ORDERS
 
         case, comm = self._case, self._comm
         calls: dict[str, list[Times]] = {}

@@ -29,7 +29,7 @@ def embedding_all_to_all(
     vector_bytes: int,
     *,
     slice_bags: int = 0,
-    remote_first: bool = True,
+    remote_first: bool | Sequence[bool] = True,
 ) -> Program:
     """Bags go into the outputs of their samples' ranks.
 
@@ -39,7 +39,7 @@ def embedding_all_to_all(
         batch: samples of all ranks.
         vector_bytes: of a bag.
         slice_bags: samples of a slice; 0 for no slices.
-        remote_first: bags for others come first.
+        remote_first: bags for others come first; where ranks have orders of their own, of each rank.
     """
     n, samples = len(counts), split_evenly(batch, len(counts))
     slices = -(-samples[0] // slice_bags) if slice_bags else 0
@@ -70,7 +70,8 @@ def embedding_all_to_all(
     def work(block: int, rank: int) -> Iterator[tuple[int, list[int]]]:
         """For each rank in turn, the numbers of the bags of a block."""
         number = block
-        for peer in rotated((rank + 1) % n, n) if remote_first else range(n):
+        first = remote_first if isinstance(remote_first, bool) else remote_first[rank]
+        for peer in rotated((rank + 1) % n, n) if first else range(n):
             bags = samples[peer] * counts[rank]
             mine = list(range(number, bags, blocks))
             yield peer, mine

@@ -1,7 +1,8 @@
 """Shadow of ``ops/gather_gemm.py`` and ``ops/dispatch_gemm.py``: a tile of the result stands for the rows of ``x`` that
 it is made of.
 
-Any block may come first, last, or take what is to be sent; here block 0 sends everything. What blocks share, the
+Any block may come first, last, or take what is to be sent; here block 0 sends everything. Of ``dispatch_gemm`` any
+block may take a tile of the result, too: here each has its share, or block 0 takes them all. What blocks share, the
 counters, orders nothing that peers wait for.
 """
 
@@ -43,7 +44,14 @@ def all_gather_gemm(
 
 
 def all_to_all_gemm(
-    counts: Sequence[Sequence[int]], blocks: int, tile_rows: int, across: int, row_bytes: int, *, group: int = 8
+    counts: Sequence[Sequence[int]],
+    blocks: int,
+    tile_rows: int,
+    across: int,
+    row_bytes: int,
+    *,
+    group: int = 8,
+    by_one: bool = False,
 ) -> Program:
     """Rows go to the ranks that they are for. Of one expert a rank.
 
@@ -54,13 +62,14 @@ def all_to_all_gemm(
         across: tiles of the result next to each other.
         row_bytes: of a row.
         group: rows of tiles that are computed column by column.
+        by_one: block 0 takes all tiles, as the first one does where blocks run one after the other.
     """
     grid = OwnGrid(len(counts), blocks, row_bytes)
 
     def part(source: int, rank: int) -> Part:
         return sum(counts[source][:rank]), sum(row[rank] for row in counts[:source]), counts[source][rank]
 
-    return _made("all_to_all_gemm", grid, part, [sum(row) for row in counts], tile_rows, across, group)
+    return _made("all_to_all_gemm", grid, part, [sum(row) for row in counts], tile_rows, across, group, by_one=by_one)
 
 
 def _made(
@@ -71,6 +80,8 @@ def _made(
     tile_rows: int,
     across: int,
     group: int,
+    *,
+    by_one: bool = False,
 ) -> Program:
     """``rows``: of ``x`` on each rank; ``part``: of those, what goes from one rank to another."""
     n, row_bytes = grid.world_size, grid.tile_bytes
@@ -104,6 +115,9 @@ def _made(
                     for row in in_tile(row_tile, count):
                         yield Copy(gathered(peer, rank, row), x(rank, peer, row))
                     yield Signal(word(peer, 1 + row_tile, rank), EPOCH)
+        takers = 1 if by_one else grid.count
+        if block >= takers:
+            return
         number = block
         for source in ((rank - turn) % n for turn in range(n)):
             count = part(source, rank)[2]
@@ -116,7 +130,7 @@ def _made(
                 for row in in_tile(above + low, count):
                     came = x(rank, rank, row) if source == rank else gathered(rank, source, row)
                     yield Copy(output(rank, source, row, column), came)
-                number += grid.count
+                number += takers
             number -= row_tiles * across
 
     sizes = {
