@@ -8,6 +8,7 @@ import importlib
 import json
 import re
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -64,11 +65,11 @@ def test_different_runs_are_not_put_together(folders: ModuleType, difference: di
 
 
 PROGRAM = """
-import json, sys, time
+import json, os, sys, time
 from pathlib import Path
 name, *options, _, file = sys.argv[1:]
 file, calls = Path(file), Path(__file__).with_suffix(".calls")
-result = json.loads(RESULT)
+result = {**json.loads(RESULT), "commit": os.environ["SIDELANE_COMMIT"]}
 def write(*rows):
     file.write_text(json.dumps({**result, "rows": list(rows)}))
 try:
@@ -150,7 +151,7 @@ def bench(tool: ModuleType, parts: ModuleType, tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(running, "time", clock)
     monkeypatch.setattr(session, "LEAST_BUDGET_S", 0.1)
     place = folders.Place("h200x4", "H200", 4, "abcdef01", SOFTWARE)
-    monkeypatch.setattr(tool, "place_here", lambda *, dry: place)
+    monkeypatch.setattr(tool, "place_here", lambda out, *, dry: place)
 
     def run(*names: str, options: tuple[str, ...] = (), place: Any = place, **changes: Any) -> int:
         made = []
@@ -163,7 +164,7 @@ def bench(tool: ModuleType, parts: ModuleType, tmp_path: Path, monkeypatch: pyte
                 )
             )
         monkeypatch.setattr(tool, "all_parts", lambda: tuple(made))
-        monkeypatch.setattr(tool, "place_here", lambda *, dry: place)
+        monkeypatch.setattr(tool, "place_here", lambda out, *, dry: place)
         return int(tool.main(["--out", str(tmp_path / "new" / "out"), *options]))
 
     return Bench(run, tmp_path / "new" / "out", program, clock)
@@ -286,7 +287,6 @@ def test_what_was_measured_of_something_else_is_set_aside(
     assert bench.calls() == []
     assert bench.run("fine", "text", options=("--list",), **again) == 0
     assert f"not of this: fine.json: {said}" in capsys.readouterr().out
-    bench.program.write_text(bench.program.read_text().replace("abcdef01", other.commit))
     assert bench.run("fine", "text", options=("--again",), **again) == 0
     assert json.loads((bench.out / "earlier-1" / "fine.json").read_text())["commit"] == "abcdef01"
     assert (bench.out / "earlier-1" / "tests.txt").exists() and (bench.out / "fine.json").exists()
@@ -314,6 +314,28 @@ def test_dirty_trees_and_unknown_commits_are_warned_of(
         place = folders.Place("h200x4", "H200", 4, commit, SOFTWARE)
         assert bench.run("fine", options=("--again",), place=place) == 0
         assert f"WARNING: {words}" in capsys.readouterr().out.replace("no checkout: ", "")
+
+
+def test_results_alone_make_no_tree_dirty(tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def git(*words: str) -> None:
+        names = ("-c", "user.name=a", "-c", "user.email=a@b")
+        subprocess.run(["git", *names, *words], cwd=tmp_path, check=True, capture_output=True, timeout=60)
+
+    code, measured = tmp_path / "code.py", tmp_path / "results" / "h200x4" / "host.json"
+    measured.parent.mkdir(parents=True)
+    for path in (code, measured):
+        path.write_text("1")
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "one")
+    monkeypatch.setattr(tool, "ROOT", tmp_path)
+    monkeypatch.setattr(tool.provenance, "commit", lambda: "abcdef01-dirty")
+    measured.write_text("2")
+    assert tool.commit_but_for(measured.parent) == "abcdef01"
+    assert tool.commit_but_for(tmp_path / "results" / "h200x2") == "abcdef01-dirty"
+    assert tool.commit_but_for(Path("/elsewhere")) == "abcdef01-dirty"
+    code.write_text("2")
+    assert tool.commit_but_for(measured.parent) == "abcdef01-dirty"
 
 
 def test_without_gpus_it_says_so_at_once(
@@ -441,7 +463,7 @@ def test_autos_table_is_made_of_what_was_measured(
     shutil.copy(ROOT / "results" / "h200x4" / "collectives.json", tmp_path)
     found = json.loads((tmp_path / "collectives.json").read_text())
     place = folders.Place(*(found[name] for name in ("machine", "device", "ranks", "commit", "software")))
-    monkeypatch.setattr(tool, "place_here", lambda *, dry: place)
+    monkeypatch.setattr(tool, "place_here", lambda out, *, dry: place)
     line = ["--out", str(tmp_path), "auto-table"]
     assert tool.main(line) == 0  # it waits
     assert not (tmp_path / "parts" / "auto-table.json").exists()

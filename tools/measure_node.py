@@ -12,16 +12,19 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from node.folder import Folder, Place
-from node.parts import Part, all_parts
+from node.parts import ROOT, Part, all_parts
 from node.session import Session, rest, say
 from sidelane.bench.results import provenance
 from sidelane.bench.running.launch import choose_target
 from sidelane.machine.inventory import machine_name
+
+DIRTY = "-dirty"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,13 +43,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"NAME (value={', '.join(unknown)}, allowed={', '.join(names)})")
     if not given.seconds > 0:
         parser.error(f"--seconds (value={given.seconds:g}, allowed=more than 0)")
-    place = place_here(dry=given.dry_run)
+    out = Path(os.path.abspath(given.out))
+    place = place_here(out, dry=given.dry_run)
     if place.ranks < 2 and not given.list:
         parser.error(
             "two GPUs are needed at least (--dry-run shows that it works without them; sidelane collective, host, "
             "phases ... measure CPU ranks)"
         )
-    out = Path(os.path.abspath(given.out))
     chosen = [part for part in known if not given.names or {part.name, part.study} & {*given.names}]
     try:
         folder = Folder(out, known, place)
@@ -70,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return Session(folder, chosen, seconds=given.seconds, dry=given.dry_run, again=bool(given.names)).run()
 
 
-def place_here(*, dry: bool) -> Place:
+def place_here(out: Path, *, dry: bool) -> Place:
     """What there is to be measured: all GPUs, or CPU ranks in a dry run. Fewer than two ranks: nothing."""
     target = choose_target(2, "cpu") if dry else choose_target()
     if target.on_cpu:
@@ -78,12 +81,22 @@ def place_here(*, dry: bool) -> Place:
     else:
         device, count = provenance.accelerator_name()
         machine, ranks = machine_name(device, count), target.world_size
-    return Place(machine, device, ranks, provenance.commit(), provenance.software_versions())
+    return Place(machine, device, ranks, commit_but_for(out), provenance.software_versions())
+
+
+def commit_but_for(out: Path) -> str:
+    """The commit; it is ``-dirty`` only if other files than results in this folder differ from it."""
+    commit = provenance.commit()
+    if not commit.endswith(DIRTY) or not out.is_relative_to(ROOT):
+        return commit
+    status = ("git", "status", "--porcelain", "--untracked-files=no", "--", ".", f":(exclude){out.relative_to(ROOT)}")
+    done = subprocess.run(status, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    return commit if done.returncode or done.stdout.strip() else commit.removesuffix(DIRTY)
 
 
 def warn_of(place: Place) -> None:
     """Say what makes the results worth less."""
-    if place.commit.endswith("-dirty"):
+    if place.commit.endswith(DIRTY):
         say(f"WARNING: files differ from the commit that the results will name ({place.commit})")
     if place.commit == "unknown":
         say("WARNING: no checkout: set SIDELANE_COMMIT, or nobody will know what was measured")

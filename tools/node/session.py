@@ -137,7 +137,7 @@ class Session:
                 limit_s,
                 self._folder.log(part),
                 folder=ROOT,
-                environment=_environment(),
+                environment=_environment(self._folder.place.commit),
                 say=lambda seconds, line: say(f"  {seconds:.0f} s: {line[:100] or 'it begins'}"),
             )
         except KeyboardInterrupt as problem:
@@ -225,10 +225,10 @@ def _shown(command: Sequence[str]) -> str:
     return shlex.join(words)[:160]
 
 
-def _environment() -> dict[str, str]:
-    """Of a part: this checkout, wherever it runs."""
+def _environment(commit: str) -> dict[str, str]:
+    """Of a part: this checkout, wherever it runs, and its commit, whatever has been written since the call began."""
     paths = [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "SIDELANE_COMMIT": commit}
 
 
 def _interrupt(*_: object) -> None:
