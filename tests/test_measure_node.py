@@ -111,8 +111,8 @@ class Clock:
 
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)
-        calls = self._calls.read_text().split() if self._calls.exists() else []
-        if len(calls) != self._seen and calls and calls[-1] in ("slow", "half"):
+        calls = self._calls.read_text().splitlines() if self._calls.exists() else []
+        if len(calls) != self._seen and calls and calls[-1].split()[0] in ("slow", "half"):
             if self.jump_s is None:
                 raise KeyboardInterrupt
             self._ahead_s += self.jump_s
@@ -244,6 +244,14 @@ def test_a_part_that_a_calls_end_cuts_is_given_more_time(bench: Bench, capsys: p
     assert bench.run("half", options=("--seconds", "20")) == 0
     assert bench.calls() == []
     assert "left, unfinished: half: it takes about 20 s, and 17 are left" in capsys.readouterr().out
+
+
+def test_one_that_grows_and_hangs_is_given_up(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    hangs = {"budget": "--budget", "margin_s": 1.0, "timeout_s": 20.0}
+    for tries in (2, 0):
+        assert bench.run("slow", "fine", options=("--seconds", "20"), slow=hangs) == 1
+        assert [call.split()[0] for call in bench.calls()].count("slow") == tries
+    assert "FAILED: slow: it took longer than 17 s" in capsys.readouterr().out
 
 
 def test_wrong_rows_are_an_error_and_texts_are_joined(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:

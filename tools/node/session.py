@@ -149,7 +149,8 @@ class Session:
             rows, wrong, problem_text = state.rows, state.wrong, f"{problem_text}\n{problem}".strip()
         if not problem_text and not self._folder.has(part):
             problem_text = "it wrote nothing"
-        cut = interrupt is not None or (ended.is_late and limit_s < self._most(part))
+        # One that grows had a budget, and was late all the same: it counts by what it has found.
+        cut = interrupt is not None or (ended.is_late and limit_s < self._most(part) and not part.budget)
         found = dataclasses.replace(
             state, rows=rows, wrong=wrong, seconds=state.seconds + ended.seconds, problem=problem_text
         )
