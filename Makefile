@@ -6,12 +6,14 @@
 #                    make demo TORCH_INSTALL="torch==2.13.0 --index-url <index of CPU builds>"
 # NEWEST_TORCH   what pip installs as torch for `make test-newest`: "torch==2.15.0 --index-url <index of CPU builds>"
 # RESULTS        file for what `make test-device` and `make sanitize` find; folder for the files of `make results`.
-# STUDIES        what `make results` measures; all if empty (tools/measure_node.py has the list).
+# STUDIES        what `make results` measures, such as "c3 fsdp-1"; all if empty (MEASURE=--list shows them).
+# MEASURE        its further options: --list, --again, --dry-run (tools/measure_node.py).
 # DEMO, TESTS    further options of `sidelane demo`; what pytest runs in `make test`.
 # DEVICE_TESTS   files of tests/device for `make test-device`, where GPUs are lent for less than all takes; all if empty.
 # TORCH_TESTS    options of `make test-torch`: "--device=gpu --jobs 6 --page compatibility-gpus.md" asks GPUs and NCCL.
 # STEPS          how many `make test-steps` makes.
-# SECONDS, SEED  for how long `make attack` goes on; which cases it makes up, others each time if empty.
+# SECONDS        after which `make results` ends, to go on in the next call (no limit if empty), and `make attack` (600).
+# SEED           which cases `make attack` makes up; others each time if empty.
 # ATTACK         its further options: "--case 7" runs one case again, "--output FILE" writes all that was found.
 # PARALLEL       how `make test` shares the test files among processes. Most tests start ranks of their own: few is best.
 
@@ -23,7 +25,8 @@ STUDIES ?=
 DEMO ?=
 TESTS ?= tests --ignore=tests/device --ignore=tests/restart --ignore=tests/leaks
 DEVICE_TESTS ?=
-SECONDS ?= 600
+MEASURE ?=
+SECONDS ?=
 SEED ?=
 ATTACK ?=
 PARALLEL ?= --numprocesses 3 --dist loadfile
@@ -78,13 +81,14 @@ test-steps: $(READY) ## train 10,000 steps of random sizes, and see that nothing
 	@STEPS="$(STEPS)" $(BIN)/python -m pytest tests/leaks
 
 attack: $(READY) ## try to prove verify wrong, with random programs and schedules; SECONDS=600 SEED=1
-	@PYTHONPATH=tests:tests/common $(BIN)/python -m attack --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(ATTACK)
+	@PYTHONPATH=tests:tests/common $(BIN)/python -m attack --seconds $(or $(SECONDS),600) $(if $(SEED),--seed $(SEED)) $(ATTACK)
 
 sanitize: $(READY) ## look into every kernel with compute-sanitizer; needs a GPU; RESULTS=file writes what was found
 	@$(BIN)/python tools/sanitize_kernels.py $(if $(RESULTS),--out "$(RESULTS)")
 
-results: $(READY) ## measure a machine with GPUs: all but c3 of what is published, into the folder RESULTS
-	@$(BIN)/python tools/measure_node.py --out "$(or $(RESULTS),$(error RESULTS=folder is needed))" $(STUDIES)
+results: $(READY) ## measure a machine with GPUs: all that is published, into the folder RESULTS; SECONDS=600 at a time
+	@PYTHONPATH=src $(BIN)/python tools/measure_node.py --out "$(or $(RESULTS),$(error RESULTS=folder is needed))" \
+	  $(if $(SECONDS),--seconds $(SECONDS)) $(MEASURE) $(STUDIES)
 
 wheel: $(READY) ## build dist/sidelane-*.whl
 	@$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .

@@ -126,6 +126,7 @@ LONG = (
     "test_cli_json.py::test_json_goes_to_stdout_alone[tune",
     "test_examples.py::test_an_example_runs[process_group]",
     "test_isolated_pictures.py::",
+    "test_measure_node.py::test_a_part_runs_between_cpu_ranks",
     "test_launch.py::test_a_second_ctrl_c_ends_ranks_that_do_not_listen",
 )
 """Beginnings of tests that take long for what they add; most show again what others do, by other sizes or seeds."""

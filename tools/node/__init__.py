@@ -1,0 +1,1 @@
+"""What measures a machine with GPUs, part by part."""
