@@ -242,8 +242,8 @@ def test_predictions(asked: SimpleNamespace, predicted: list[tuple[Any, ...]], a
         ("fused --machine mi210x4 --ops gemv_all_reduce --occupancy 75", ["occupancy", "at most 1"]),
         ("fused --machine mi210x4 --late -1", ["--late", "0 or more"]),
         ("fused --machine mi210x4 --repeats 3", ["--repeats", "--machine"]),
-        ("plan --model llama-8b-like --machine mi300x8", ["allowed=--fsdp"]),
-        ("plan --model gpt --machine mi300x8 --fsdp", ["--model", "llama-8b-like, llama-70b-like"]),
+        ("plan --model llama-8b-like --machine mi300x8", ["Missing option '--fsdp'"]),
+        ("plan --model gpt --machine mi300x8 --fsdp", ["--model", "'llama-8b-like', 'llama-70b-like'"]),
         ("claims --version 001", ["001"]),
     ],
 )

@@ -80,7 +80,7 @@ PAIRS, OCCUPANCY, HEURISTICS = "pairs", "occupancy", "heuristics"
     type=click.Choice([strategy.name for strategy in all_strategies()]),
     metavar="NAME",
     show_default="all",
-    help=f"{', '.join(strategy.name for strategy in all_strategies())}. May be repeated. With --machine, of pairs.",
+    help="May be repeated. With --machine, of pairs.",
 )
 @what(
     "--variants",
