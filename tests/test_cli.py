@@ -242,8 +242,8 @@ def test_predictions(asked: SimpleNamespace, predicted: list[tuple[Any, ...]], a
         ("fused --machine mi210x4 --ops gemv_all_reduce --occupancy 75", ["occupancy", "at most 1"]),
         ("fused --machine mi210x4 --late -1", ["--late", "0 or more"]),
         ("fused --machine mi210x4 --repeats 3", ["--repeats", "--machine"]),
-        ("plan --model llama-8b-like --machine mi300x8", ["allowed=--fsdp"]),
-        ("plan --model gpt --machine mi300x8 --fsdp", ["--model", "llama-8b-like, llama-70b-like"]),
+        ("plan --model llama-8b-like --machine mi300x8", ["Missing option '--fsdp'"]),
+        ("plan --model gpt --machine mi300x8 --fsdp", ["--model", "'llama-8b-like', 'llama-70b-like'"]),
         ("claims --version 001", ["001"]),
     ],
 )
@@ -389,12 +389,31 @@ def test_what_happens_on_the_way_is_not_the_users_fault(monkeypatch: pytest.Monk
     assert (result.exit_code, result.output) == (1, "Error: no copy engines here\nSee docs/guide/errors.md\n")
 
 
-def test_a_folder_that_cannot_be_made_is_no_traceback(tmp_path: Path):
-    (tmp_path / "file").touch()
-    result = run("pipeline", "--machine", "a40x4", "--report", str(tmp_path / "file" / "report"))
+def test_a_folder_that_cannot_be_made_is_no_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = tmp_path / "file"
+    monkeypatch.setattr(sim_overlap, "main", lambda *_: (path.touch(), (path / "report").mkdir()))  # came meanwhile
+    result = run("pipeline", "--machine", "a40x4", "--report", str(path / "report"))
     assert result.exit_code == 1 and isinstance(result.exception, SystemExit)
     *_, error, see = result.output.strip().splitlines()
     assert error.startswith("Error: ") and "Not a directory" in error and see == "See docs/guide/errors.md"
+
+
+@pytest.mark.parametrize("option", ["--json", "--report"])
+def test_what_cannot_be_written_is_refused_before_anything_is_measured(
+    asked: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str
+):
+    (tmp_path / "file").touch()
+    below, beside = tmp_path / "file" / "new" / "out", tmp_path / "new" / "out"
+    result = run("c3", option, str(below))
+    assert result.exit_code == 2 and f"{below}: {tmp_path / 'file'} is a file (allowed=a folder)" in result.stderr
+    with monkeypatch.context() as patch:
+        patch.setattr("os.access", lambda path, mode: path != tmp_path)
+        result = run("c3", option, str(beside))
+    assert result.exit_code == 2 and f"{beside}: {tmp_path} cannot be written by this user" in result.stderr
+    assert asked.c3 is None
+    assert run("c3", option, str(beside)).exit_code == 0 and asked.c3.json in (None, beside)
+    monkeypatch.chdir(tmp_path)
+    assert run("c3", option, "new").exit_code == 0 and not (tmp_path / "new").exists()
 
 
 def test_what_a_rank_refused_is(monkeypatch: pytest.MonkeyPatch):

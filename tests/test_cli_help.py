@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import shlex
+import sys
+import time
+from types import SimpleNamespace
 
 import click
 import pytest
 from click.testing import CliRunner, Result
 
 from sidelane import cli
+from sidelane.cli import loading
+from sidelane.cli import model as cli_model
 from sidelane.cli.guided import GROUPS, Command
+from sidelane.model.training import MODELS
 from sidelane.sizes import format_bytes, parse_bytes, rounding
 
 NAMES = sorted(cli.main.commands)
@@ -127,6 +133,29 @@ def test_an_error_of_a_setting_says_where_settings_are(monkeypatch: pytest.Monke
     assert result.exit_code == 2 and "SIDELANE" not in result.stdout
     assert "Error: Config: beside (value='everything', allowed=nothing, compute)" in result.stderr
     assert result.stderr.splitlines()[-1] == "See docs/reference/settings.md"
+
+
+def test_without_a_command_there_is_the_help() -> None:
+    result = run()
+    assert result.exit_code == 2 and result.stdout == ""
+    assert result.stderr == run("--help").stdout and result.stderr.count("Usage:") == 1
+
+
+def test_choices_are_listed_once() -> None:
+    assert run("c3", "--help").stdout.count("conccl_in_place") == 1
+    assert tuple(MODELS) == cli_model.PLANNED
+
+
+@pytest.mark.parametrize(("is_loading", "is_terminal"), [(True, True), (True, False), (False, True)])
+def test_who_waits_for_pytorch_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_loading: bool, is_terminal: bool
+) -> None:
+    monkeypatch.setattr(loading, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(__spec__=SimpleNamespace(_initializing=is_loading)))
+    with loading.saying_that_pytorch_loads():
+        time.sleep(0.3)
+    assert ("loading PyTorch" in capsys.readouterr().err) is (is_loading and is_terminal)
 
 
 def test_an_unknown_command_says_where_to_read() -> None:

@@ -33,6 +33,7 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import NoneType
 from typing import Literal
 
 from sidelane.errors import SEE, Page, see
@@ -90,6 +91,11 @@ class Config:
     virtual_nodes: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
+        for name, kinds, allowed in _KINDS:
+            value = getattr(self, name)
+            if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+                text = f"Config: {name} (value={value!r}, allowed={allowed})"
+                raise see(TypeError(text), Page.SETTINGS)
         if not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
             raise _refused(f"Config: timeout_s must be a positive number of seconds (value={self.timeout_s!r})")
         if self.beside not in BESIDE:
@@ -100,6 +106,16 @@ class Config:
             raise _refused(f"Config: map_memory (value={self.map_memory!r}, allowed=True, False, {LEARN!r}, None)")
         if self.virtual_nodes is not None and (not self.virtual_nodes or min(self.virtual_nodes) < 0):
             raise _refused(f"Config: virtual_nodes (value={self.virtual_nodes}, allowed=0 and more, for each rank)")
+
+
+_KINDS: tuple[tuple[str, tuple[type, ...], str], ...] = (
+    ("timeout_s", (int, float), "a number of seconds"),
+    *((name, (bool,), "True, False") for name in ("debug", "verify", "native")),
+    ("profile", (str, os.PathLike, NoneType), f"a file, {BUILTIN!r}, None"),
+    ("memory_bytes", (int, NoneType), "a whole number of bytes, None"),
+    ("virtual_nodes", (tuple, list, NoneType), "the number of each rank's node, None"),
+)
+"""What settings are, where a wrong kind would not be noticed, or far away."""
 
 
 def from_environment(environment: Mapping[str, str]) -> Config:

@@ -443,7 +443,7 @@ def on_and_off(group: dist.ProcessGroup) -> list[str]:
     model = build(mesh)
     before = [(params._all_gather_comm, params._reduce_scatter_comm) for params in fsdp._param_groups(model)]
     enabled = fsdp.enable(model, config=CONFIG)
-    for wrong in (model, nn.Linear(2, 2)):
+    for wrong in (model, nn.Linear(2, 2), None):
         try:
             fsdp.enable(wrong, config=CONFIG)
         except ValueError as error:

@@ -117,7 +117,10 @@ def counted(call: Callable[..., object], seen: list[object]) -> Callable[..., ob
 
 
 def of_parameters(group: dist.ProcessGroup) -> int:
-    """Weights and rows that autograd follows: no way gives a result with half of the gradients, or fails under way."""
+    """Weights and rows that autograd follows: no way gives a result with half of the gradients, or fails under way.
+
+    Nor does one whose first call was made in inference mode, as that of a model which is evaluated first.
+    """
     done = 0
     with communicator(group) as comm:
         n = comm.world_size
@@ -132,6 +135,8 @@ def of_parameters(group: dist.ProcessGroup) -> int:
             for method in ("fused", "split", "unfused"):
                 calls.append(functools.partial(op, comm, x, weight, counts, most_rows=2 * n, method=method))
         for call in calls:
+            with torch.inference_mode():
+                call()
             assert not call().requires_grad, done
             done += 1
     return done

@@ -51,6 +51,16 @@ def linear(group: dist.ProcessGroup, backend: str) -> int:
                     mine.grad, (2 * expected.detach() @ whole.weight.detach())[..., layer.columns].double(), shape
                 )
                 done += 1
+            with torch.autocast(comm.device.type, torch.bfloat16):
+                given = ((3, torch.bfloat16), (20, torch.float32))
+                for tokens, dtype in given if model is layer else given[:1]:  # each is compiled anew
+                    x = torch.randn(tokens, 12)
+                    expected, result = whole(x), model(x[:, layer.columns].to(dtype))
+                    torch.testing.assert_close(result, expected, atol=0.05, rtol=0.02)  # of one dtype
+                    layer.zero_grad()
+                    result.sum().backward()
+                    assert layer.weight.grad is not None and layer.weight.grad.dtype is torch.float32
+                    done += 1
     return done
 
 
@@ -586,6 +596,9 @@ def there_and_back(comm: Communicator, experts: int | None, backend: str | None,
             assert part.grad is not None
             assert other.grad is not None
             check_close(part.grad, other.grad[rank], "gradient")
+    with torch.autocast(comm.device.type, torch.bfloat16):
+        result = run(xs[rank], gates[rank])
+    torch.testing.assert_close(result, expected.detach()[rank].bfloat16(), atol=0.1, rtol=0.05)
 
 
 def too_many(comm: Communicator) -> None:

@@ -144,6 +144,7 @@ def failures(group: dist.ProcessGroup) -> list[str]:
                 Overlap(comm, **arguments)  # type: ignore[arg-type]
             except ValueError as error:
                 told.append(str(error))
+        attempt(on=3)
         attempt()
     return told
 

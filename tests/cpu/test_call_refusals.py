@@ -217,26 +217,32 @@ def test_a_call_that_one_rank_refused_holds_nobody_up_later(pool: RankPool) -> N
     assert max(pool.run(refused_long_ago, 3)) < 15  # the time-out is 20 s
 
 
-def wrong_communicators(group: dist.ProcessGroup, environment: dict[str, str]) -> tuple[str, tuple[int, ...], str]:
-    device = "cpu"
+def wrong_communicators(
+    group: dist.ProcessGroup, environment: dict[str, str], arguments: dict[str, object]
+) -> tuple[str, tuple[int, ...], str]:
+    given: dict[str, object] = {"device": "cpu"}
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank(group) == 2:
+            given |= arguments
             for name, value in environment.items():
                 patch.setenv(name, value)
-            device = "cpu" if environment else "xpu"
-        return outcome(Communicator, group, device=device)
+        return outcome(Communicator, group, **given)
 
 
 @pytest.mark.parametrize(
-    ("environment", "text"),
-    [({}, "device (value=xpu, allowed=cpu, cuda)"), ({"SIDELANE_TIMEOUT_S": "never"}, "SIDELANE_TIMEOUT_S")],
-    ids=["device", "setting"],
+    ("environment", "arguments", "error", "text"),
+    [
+        ({}, {"device": "xpu"}, "ValueError", "device (value=xpu, allowed=cpu, cuda)"),
+        ({}, {"config": 20}, "TypeError", "config (value=20, allowed=a sidelane.Config, None)"),
+        ({"SIDELANE_TIMEOUT_S": "never"}, {}, "ValueError", "SIDELANE_TIMEOUT_S"),
+    ],
+    ids=["device", "config", "setting"],
 )
 def test_a_rank_that_cannot_make_a_communicator_is_named(
-    pool: RankPool, environment: dict[str, str], text: str
+    pool: RankPool, environment: dict[str, str], arguments: dict[str, object], error: str, text: str
 ) -> None:
-    *peers, wrong = pool.run(wrong_communicators, 3, environment)
-    assert wrong[0] == "ValueError" and text in wrong[2]
+    *peers, wrong = pool.run(wrong_communicators, 3, environment, arguments)
+    assert wrong[0] == error and text in wrong[2]
     for name, ranks, why in peers:
         assert (name, ranks) == ("PeerError", (2,)) and text in why
 

@@ -85,6 +85,7 @@ def test_failures(pool: RankPool) -> None:
         assert "async_op (value=True" in told[2]
         assert told[3].startswith("RuntimeError") and "size" in told[3]
         assert "median" in told[4] and told[5].startswith("AttributeError")
+        assert told[9] == "ValueError: overlap: on (value=3, allowed=a Communicator, or several)"
         assert "rounds (value=()" in told[6] and "rounds (value=" in told[7] and "'fastest'" in told[8]
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 from choices import B2B, CROSSING, KEY, PCPY, curve, gather, profile
@@ -223,6 +225,22 @@ def test_settings():
     assert from_environment({"SIDELANE_PROFILE": ""}).profile is None
     with pytest.raises(ValueError, match="beside.*music"):
         Config(beside="music")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({"timeout_s": value} for value in ("5", None, timedelta(seconds=5), True)),
+        *({"memory_bytes": value} for value in ("1G", 1e9, True)),
+        *({"debug": "0"}, {"native": 1}, {"profile": 3}, {"virtual_nodes": "0,1"}),
+    ],
+    ids=str,
+)
+def test_settings_of_another_kind_are_refused_by_name(wrong: dict[str, Any]) -> None:
+    ((name, value),) = wrong.items()
+    with pytest.raises(TypeError, match=rf"^Config: {name} \(value={re.escape(repr(value))}, allowed=") as told:
+        Config(**wrong)
+    assert told.value.__notes__ == ["See docs/reference/settings.md"]
 
 
 def test_a_variable_that_means_nothing_is_told() -> None:

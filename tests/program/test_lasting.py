@@ -70,6 +70,13 @@ def test_captures_and_cpus_make_it_where_they_are(streams: list[Any], monkeypatc
     assert not streams
 
 
+def test_what_cpus_keep_can_be_written_in_every_mode() -> None:
+    with torch.inference_mode():
+        made = lasting(torch.device("cpu"), lambda: torch.zeros(3))
+        assert torch.is_inference_mode_enabled()
+    made.add_(1)
+
+
 def test_counts_of_the_host_are_kept_out_of_reach_of_a_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[torch.Tensor] = []
     monkeypatch.setattr(operands, "lasting", lambda device, make: made.append(make()) or made[-1])

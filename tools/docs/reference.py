@@ -174,6 +174,8 @@ def _option(option: click.Option, always: bool) -> str:
     text = f"`{names}{'' if option.is_flag else ' ' + _value(option)}`"
     if option.help:
         text += f": {to_markdown(' '.join(option.help.split()))}"
+    if option.metavar and isinstance(option.type, click.Choice):
+        text += f" One of: {', '.join(option.type.choices)}."
     default = _default(option, always)
     return f"{text} Default: {default}." if default else text
 

@@ -6,7 +6,7 @@ import contextlib
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar, overload
 
 import torch
@@ -291,7 +291,7 @@ class _Clock(contextlib.AbstractContextManager["_Clock"]):
 
 
 def _several(on: Communicator | Sequence[Communicator]) -> tuple[Communicator, ...]:
-    comms = (on,) if isinstance(on, Communicator) else tuple(on)
+    comms = tuple(on) if isinstance(on, Iterable) else (on,)
     if not comms or not all(isinstance(comm, Communicator) for comm in comms):
         raise ValueError(f"overlap: on (value={on!r}, allowed=a Communicator, or several)")
     return comms

@@ -24,6 +24,7 @@ from sidelane.cli.options import (
     size,
     study_options,
 )
+from sidelane.cli.written import Written
 from sidelane.device.gemm_shape import SHAPES
 from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
@@ -80,7 +81,7 @@ PAIRS, OCCUPANCY, HEURISTICS = "pairs", "occupancy", "heuristics"
     type=click.Choice([strategy.name for strategy in all_strategies()]),
     metavar="NAME",
     show_default="all",
-    help=f"{', '.join(strategy.name for strategy in all_strategies())}. May be repeated. With --machine, of pairs.",
+    help="May be repeated. With --machine, of pairs.",
 )
 @what(
     "--variants",
@@ -111,7 +112,7 @@ PAIRS, OCCUPANCY, HEURISTICS = "pairs", "occupancy", "heuristics"
 )
 @what(
     "--timeline",
-    type=click.Path(file_okay=False, path_type=Path),
+    type=Written(is_folder=True),
     metavar="DIR",
     help="Write when GEMM and collective ran, for every pair and strategy: a Chrome trace (chrome://tracing, Perfetto) "
     "and a picture; with --report, the page has those of the fastest and the slowest strategy. Measured pairs.",

@@ -25,6 +25,7 @@ from sidelane.cli.options import (
     sizes_between,
     study_options,
 )
+from sidelane.cli.written import Written
 from sidelane.program.collective import ELEMENT_BYTES, Kind
 
 # What ``sidelane phases`` knows; bench.phases_programs has the same names.
@@ -410,7 +411,7 @@ def host(sizes: tuple[int, ...], json: Path | None, **others: Any) -> None:
 @how("--repeats", type=click.IntRange(min=1), default=21, help="Rounds that are measured.")
 @output(
     "--timeline",
-    type=click.Path(file_okay=False, path_type=Path),
+    type=Written(is_folder=True),
     metavar="FOLDER",
     help="Write a Perfetto trace, a picture of the workgroups and one of ranks' skew of each operator's first shape.",
 )

@@ -9,7 +9,7 @@ import click
 
 from sidelane.cli.errors import plain_errors
 from sidelane.cli.guided import Command, how, what
-from sidelane.cli.options import names, study_options
+from sidelane.cli.options import measuring_options, names
 
 
 @click.command(
@@ -22,7 +22,7 @@ from sidelane.cli.options import names, study_options
 @what("--models", metavar="NAME,...", callback=names, default="", show_default="all", help="Whose layers.")
 @how("--warmup", type=click.IntRange(min=0), default=2, help="Samples before the measured.")
 @how("--repeats", type=click.IntRange(min=1), default=9, help="Measured samples.")
-@study_options
+@measuring_options
 def gemms(json: Path | None, **others: Any) -> None:
     """Time the GEMMs of language models alone, which predictions are held against.
 

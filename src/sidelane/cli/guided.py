@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from sidelane.cli.errors import MisusedError
+from sidelane.cli.loading import saying_that_pytorch_loads
 
 LONGEST_METAVAR = 26
 """Characters of what may be given, in the column of options. Longer lists of choices stand in the text."""
@@ -125,7 +126,7 @@ class Commands(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Read what is behind them, and run the command."""
-        with _where_to_read():
+        with _where_to_read(), saying_that_pytorch_loads():
             return super().invoke(ctx)
 
 
@@ -133,7 +134,7 @@ class Commands(click.Group):
 def _where_to_read() -> Iterator[None]:
     try:
         yield
-    except MisusedError:
+    except (MisusedError, click.exceptions.NoArgsIsHelpError):  # the latter is no mistake, and shows the help
         raise
     except click.UsageError as problem:
         raise MisusedError(problem.format_message(), problem.ctx) from problem

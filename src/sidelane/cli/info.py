@@ -9,6 +9,7 @@ import click
 from sidelane.cli.errors import plain_errors
 from sidelane.cli.guided import Command, how, output
 from sidelane.cli.options import device_option, json_option, ranks_option
+from sidelane.cli.written import Written
 
 DEMO_WORKLOADS = ("cb1_512M", "cb1_896M")
 
@@ -42,7 +43,7 @@ def info(json: Path | None, probe: bool) -> None:
 @json_option
 @output(
     "--report",
-    type=click.Path(file_okay=False, path_type=Path),
+    type=Written(is_folder=True),
     metavar="FOLDER",
     default=Path("report"),
     help="Write the page with pictures here.",

@@ -13,6 +13,9 @@ from sidelane.cli.options import VERSIONS, json_option, report_option
 
 DEMO_MACHINE = "mi300x8"
 
+PLANNED = ("llama-8b-like", "llama-70b-like")
+"""Models of `sidelane plan`: ``MODELS`` of ``sidelane.model.training``, which would take a while to load for help."""
+
 
 @click.command(
     cls=Command,
@@ -98,8 +101,8 @@ def pipeline(machine: str, json: Path | None, report: Path | None) -> None:
     ),
 )
 @where("--machine", required=True, metavar="NAME_OR_FILE", help="One of `sidelane machines`, or a TOML or JSON file.")
-@what("--model", required=True, metavar="NAME", help="llama-8b-like or llama-70b-like.")
-@what("--fsdp", is_flag=True, help="Layers are sharded over all ranks: needed, since nothing else is modelled.")
+@what("--model", required=True, type=click.Choice(PLANNED), help="Whose layers.")
+@what("--fsdp", is_flag=True, required=True, help="Layers are sharded over all ranks; nothing else is modelled.")
 @what("--tokens", type=int, default=8192, help="Tokens of a rank in a step.")
 @what("--sequence", type=int, default=4096, help="Tokens that attend to each other.")
 @what("--layers", type=int, default=None, show_default="the model's", help="Another number of layers.")

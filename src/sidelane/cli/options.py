@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
 from sidelane.cli.guided import how, output, what, where
+from sidelane.cli.written import Written
 from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes, parse_bytes, rounding
 
@@ -140,7 +140,7 @@ device_option = where(
 timeout_option = how("--timeout", "timeout_s", type=click.FloatRange(min=1), default=600, help="Seconds for all of it.")
 json_option = output(
     "--json",
-    type=click.Path(dir_okay=False, path_type=Path, allow_dash=True),
+    type=Written(allow_dash=True),
     metavar="FILE",
     is_flag=False,
     flag_value="-",
@@ -148,7 +148,7 @@ json_option = output(
 )
 report_option = output(
     "--report",
-    type=click.Path(file_okay=False, path_type=Path),
+    type=Written(is_folder=True),
     metavar="FOLDER",
     help="Write a page with tables and pictures here.",
 )

@@ -11,6 +11,7 @@ import click
 from sidelane.cli.errors import plain_errors
 from sidelane.cli.guided import Command, how, output, what, where
 from sidelane.cli.options import device_option, json_option
+from sidelane.cli.written import Written
 
 
 @click.command(
@@ -46,12 +47,10 @@ from sidelane.cli.options import device_option, json_option
     show_default="what communicators do; of a storm: learn, then always",
     help="Whether peers reach ordinary tensors.",
 )
-@output(
-    "--text", type=click.Path(dir_okay=False, path_type=Path), help="Write what a storm has shown to a file, as text."
-)
+@output("--text", type=Written(), help="Write what a storm has shown to a file, as text.")
 @json_option
 # As commands in result files have it.
-@output("--output", "json", hidden=True, type=click.Path(dir_okay=False, path_type=Path))
+@output("--output", "json", hidden=True, type=Written())
 @output("--resume", is_flag=True, help="Go on behind what the file of --json holds.")
 def soak(
     calls: int | None, minutes: float | None, episode: int | None, storm: int | None, text: Path | None, **others: Any

@@ -11,6 +11,7 @@ from sidelane.cli.errors import plain_errors
 from sidelane.cli.guided import Command, how, output, what, where
 from sidelane.cli.nodes import explain_nodes, sizes_of_nodes
 from sidelane.cli.options import ALL, KINDS, device_option, given, json_option, ranks_option, report_option, size
+from sidelane.cli.written import Written
 from sidelane.config import BESIDE, LEARN, NOTHING
 from sidelane.program.collective import ELEMENT_BYTES, Kind
 
@@ -57,7 +58,7 @@ COLLECTIVES, C3 = "collectives", "c3"
 @device_option
 @output(
     "--output",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=Written(),
     metavar="FILE",
     show_default="where every communicator of this user finds it",
     help="Keep the profile here.",

@@ -76,7 +76,9 @@ class Session:
             raise ValueError(f"Communicator: ranks of the group (value={self.world_size}, allowed=1..{MAX_NODE_RANKS})")
         try:
             self.device = choose_device(device)
-            self.config = config if config is not None else settings.current()
+            self.config = settings.current() if config is None else config
+            if not isinstance(self.config, Config):
+                raise TypeError(f"Communicator: config (value={config!r}, allowed=a sidelane.Config, None)")
         except Exception as error:
             Exchange(chosen, DEFAULT_TIMEOUT_S).refuse(error)
             raise

@@ -52,7 +52,7 @@ def enable(model: nn.Module, *, config: Config | None = None, straight_into_para
         ValueError: nothing of the model is sharded by FSDP2, or this is on already.
         As :class:`sidelane.Session`.
     """
-    shards = _param_groups(model)
+    shards = _param_groups(model) if isinstance(model, nn.Module) else []
     if not shards:
         raise ValueError("fsdp.enable: model (value=no module that fully_shard was applied to, allowed=one and more)")
     if any(isinstance(shard._all_gather_comm, Gather) for shard in shards):

@@ -5,6 +5,8 @@ and refuses whatever is left in there that is no output. What an operator makes 
 counters, addresses) would be. Such pools take what their thread allocates, on its stream; so another thread makes it.
 
 That waits for what it makes, on a stream of its own: a default stream may wait for peers that wait for this rank.
+
+Nor is what is kept of ``torch.inference_mode``, should the first call be made there: later ones could not write to it.
 """
 
 from __future__ import annotations
@@ -23,12 +25,13 @@ def lasting(device: torch.device, make: Callable[[], T]) -> T:
     """What ``make`` returns, its content written.
 
     Args:
-        device: where ``make`` allocates. On CPUs it is called as it is, as in a capture, whose mode may not let another
-            thread allocate.
+        device: where ``make`` allocates. On CPUs the caller's thread calls it, as in a capture, whose mode may not let
+            another one allocate.
         make: makes tensors; not the default device's but this one's.
     """
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        return make()
+        with torch.inference_mode(False):  # which is a thread's own
+            return make()
 
     # Of this thread: another one has its own current device.
     index = torch.cuda.current_device() if device.index is None else device.index

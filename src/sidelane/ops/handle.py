@@ -40,10 +40,14 @@ def is_captured(comm: Communicator) -> bool:
 
 
 def kept(comm: Communicator, key: Hashable, make: Callable[[], H]) -> H:
-    """What an operator keeps with a communicator, made on first use by all ranks together."""
+    """What an operator keeps with a communicator, made on first use by all ranks together.
+
+    Whatever the mode of the first call is, later ones in other modes write to it.
+    """
     found: H | None = comm.kept.get(key)
     if found is None:
-        found = comm.kept[key] = make()
+        with torch.inference_mode(False):
+            found = comm.kept[key] = make()
     return found
 
 

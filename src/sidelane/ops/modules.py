@@ -1,4 +1,6 @@
-"""Layers that take the place of PyTorch's: fused with the collective behind them, trained and compiled as they are."""
+"""Layers that take the place of PyTorch's: fused with the collective behind them, trained, compiled and cast by
+``torch.autocast`` as they are.
+"""
 
 from __future__ import annotations
 
@@ -66,8 +68,9 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., own features] to [..., out_features], the same on every rank."""
-        y: torch.Tensor = library.row_parallel_linear(self._comm, x.reshape(-1, x.shape[-1]), self.weight)
-        y = y if self.bias is None else y + self.bias
+        rows, weight = _autocast(x.reshape(-1, x.shape[-1]), self.weight)
+        y: torch.Tensor = library.row_parallel_linear(self._comm, rows, weight)
+        y = y if self.bias is None else y + self.bias.to(y.dtype)
         return y.view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
@@ -195,7 +198,7 @@ class ExpertCombine(nn.Module):
         Returns:
             [tokens, out_features]; sums are float32, rounded once more.
         """
-        came: torch.Tensor = library.gemm_all_to_all(self._comm, x, self.weight, counts, self.most_rows)
+        came: torch.Tensor = library.gemm_all_to_all(self._comm, *_autocast(x, self.weight), counts, self.most_rows)
         return (came[slots].float() * gates.float().unsqueeze(-1)).sum(1).to(came.dtype)
 
     def extra_repr(self) -> str:
@@ -260,12 +263,21 @@ class ExpertDispatch(nn.Module):
             [most_rows, out_features]: rows from rank 0, from rank 1, and so on, in each of them by experts; then zeros.
         """
         found: torch.Tensor = library.all_to_all_gemm(
-            self._comm, tokens[rows], self.weight, counts, self.most_rows, self.most_sent
+            self._comm, *_autocast(tokens[rows], self.weight), counts, self.most_rows, self.most_sent
         )
         return found
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, most_rows={self.most_rows}"
+
+
+def _autocast(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Factors of a product in the dtype that ``torch.autocast`` has for products; as they are outside of it."""
+    kind = weight.device.type
+    if not torch.is_autocast_enabled(kind):
+        return x, weight
+    dtype = torch.get_autocast_dtype(kind)
+    return x.to(dtype), weight.to(dtype)
 
 
 def _experts_weight(

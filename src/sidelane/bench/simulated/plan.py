@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sidelane.bench.report.table import Line, Table
-from sidelane.bench.report.terminal import say, say_written, tables_console
+from sidelane.bench.report.terminal import progress_console, say, say_written, tables_console
 from sidelane.bench.simulated.study import write_numbers
 from sidelane.machine.load import find
 from sidelane.machine.spec import Machine
@@ -86,8 +86,9 @@ def main(options: Options) -> int:
     if options.layers is not None:
         model = dataclasses.replace(model, layers=options.layers)
     step = Step(model, options.tokens, options.sequence)
-    found = plan(machine, step)
     console = tables_console(options.json)
+    with progress_console().status("simulating, over the plausible values of the machine's numbers"):
+        found = plan(machine, step)
     console.print(plan_table(machine, step, found).to_rich())
     for line in advice(machine, step, found):
         say(console, line)
