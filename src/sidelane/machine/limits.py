@@ -123,6 +123,7 @@ LIMITS: dict[str, Limit] = {
     "power.compute_idle_w": _WATTS,
     "power.compute_w": _WATTS,
     "power.memory_w": _WATTS,
+    "power.links_on_w": _WATTS,
     "power.links_w": _WATTS,
     "power.engine_w": _WATTS,
     "occupancy.registers": Limit(1024, 1 << 20, whole=True),

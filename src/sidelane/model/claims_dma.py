@@ -193,10 +193,10 @@ def checks() -> list[Check[DmaContext]]:
         Check("DM-RG-02", inp, lambda c: _engines(c.machine, AG, "pcpy") // c.machine.gpus, 0),
     ]
     found += [
-        Check("DM-PW-01", held, lambda c: _power_saved(c.machine)),
+        Check("DM-PW-01", seen, lambda c: _power_saved(c.machine)),
         Check("DM-PW-02", held, lambda c: _compute_ratio(c.machine)),
-        Check("DM-PW-04", held, lambda c: _saved_between(c.machine, "b2b", (16 * KB, 64 * KB))),
-        Check("DM-PW-05", held, lambda c: _saved_between(c.machine, "bcst", (2 * MB, GB))),
+        Check("DM-PW-04", seen, lambda c: _saved_between(c.machine, "b2b", (16 * KB, 64 * KB))),
+        Check("DM-PW-05", seen, lambda c: _saved_between(c.machine, "bcst", (2 * MB, GB))),
     ]
     tables = [claim_id for claim_id in published() if re.fullmatch(r"DM-T[12]-\d", claim_id)]
     found += [Check(claim_id, held, _table_line(claim_id), within=_not_refused) for claim_id in tables]
@@ -209,7 +209,7 @@ GIVEN = {"DM-RG-01": "model.study.SIZES are these"}
 MISSES = {
     "DM-PL-02": "prelaunched pcpy is 12% ahead of swap at 2 MB already",
     "DM-PW-04": "watts by component are assumed; prelaunched b2b keeps one engine of seven busy",
-    "DM-PW-05": "watts by component are assumed, and a bcst that takes longer draws less",
+    "DM-PW-05": "12.6% at 1 GB, 0.1 more than is right: watts by component are assumed, and a bcst takes twice as long",
     "DM-T2-1": "b2b stays ahead of swap up to 128 KB, by 11% at 64 KB: small all_to_alls are like all_gathers here",
     "DM-T2-2": "from where b2b ends (DM-T2-1) to where pcpy begins (DM-PL-02)",
     "DM-T2-3": "begins at 2 MB (DM-PL-02), and ends at 512 MB, where prelaunch saves 1.8%",

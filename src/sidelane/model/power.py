@@ -102,7 +102,8 @@ def _draw(machine: Machine, busy: float, memory_gbps: float, wire_gbps: float, e
     compute = power.compute_idle_w + power.compute_w * busy
     rest = power.idle_w - power.compute_idle_w
     rest += power.memory_w * min(1.0, memory_gbps / machine.gpu.memory_gbps)
-    rest += power.links_w * min(1.0, wire_gbps / wire_peak_gbps(machine))
+    if wire_gbps > 0:
+        rest += power.links_on_w + power.links_w * min(1.0, wire_gbps / wire_peak_gbps(machine))
     return Draw(compute, rest + power.engine_w * engines, time_us)
 
 
