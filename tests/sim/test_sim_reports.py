@@ -66,11 +66,11 @@ def test_c3_writes_a_report(tmp_path, capsys, monkeypatch, drawn):
 
 @pytest.fixture
 def few_variations(monkeypatch):
-    """Bands over the first two uncertain numbers alone, at one end of their range: not over all of them."""
+    """Bands over the first uncertain number alone, at one end of its range: not over all of them."""
     every = sim_bands.variations
 
     def few(machine, numbers):
-        return itertools.islice(every(machine, numbers), 0, 4, 2)
+        return itertools.islice(every(machine, numbers), 1)
 
     monkeypatch.setattr(sim_bands, "variations", few)
 
