@@ -292,7 +292,8 @@ def test_the_power_of_a_hybrid_is_that_of_its_bytes_engines_and_units() -> None:
         memory = (copied * 2 * (n - 1) + n + 1) * nbytes / n / draw.time_us / 1e3
         wire = copied * (n - 1) * nbytes / n / draw.time_us / 1e3
         rest = power.idle_w - power.compute_idle_w + power.engine_w
-        rest += power.memory_w * memory / machine.gpu.memory_gbps + power.links_w * wire / machine.links.usable_gbps
+        rest += power.memory_w * memory / machine.gpu.memory_gbps
+        rest += power.links_on_w + power.links_w * wire / machine.links.usable_gbps
         assert draw.rest_w == pytest.approx(rest)
         share = (draw.compute_w - power.compute_idle_w) / power.compute_w / (REDUCE_UNITS / machine.gpu.units)
         reduction_us = machine.dma.reduce_us + (n + 1) * nbytes / n / machine.dma.reduce_gbps / 1e3
@@ -301,6 +302,19 @@ def test_the_power_of_a_hybrid_is_that_of_its_bytes_engines_and_units() -> None:
         hybrid_power(machine, Kind.ALL_GATHER, nbytes, "b2b")
     with pytest.raises(ValueError, match="no power figures"):
         hybrid_power(dataclasses.replace(machine, power=None), Kind.ALL_REDUCE, nbytes, "b2b")
+
+
+def test_links_draw_power_as_long_as_anything_crosses_them() -> None:
+    machine, n = named("h200x4"), 4
+    fast, slow = (hybrid_power(machine, Kind.ALL_REDUCE, 256 * MB, variant) for variant in ("b2b", "pcpy"))
+    assert slow.time_us > 1.3 * fast.time_us
+    # The same bytes through memory and links take the same energy, and what is on while they last takes the rest.
+    power, engines = machine.power, [1, n - 1]
+    above = [
+        (draw.total_w - power.idle_w - power.engine_w * count) * draw.time_us
+        for draw, count in zip((fast, slow), engines, strict=True)
+    ]
+    assert (above[1] - above[0]) / (slow.time_us - fast.time_us) == pytest.approx(float(power.links_on_w), rel=0.02)
 
 
 def test_a_reduction_takes_the_units_that_the_executor_gives_it() -> None:

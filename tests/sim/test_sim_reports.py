@@ -12,6 +12,8 @@ import pytest
 from matplotlib.figure import Figure
 
 from sidelane.bench.claims import command as claims
+from sidelane.bench.report import drawing
+from sidelane.bench.simulated import bands as sim_bands
 from sidelane.bench.simulated import figures as sim_figures
 from sidelane.bench.simulated import fused as sim_fused
 from sidelane.bench.simulated import fused_figures
@@ -43,7 +45,7 @@ def test_c3_prints_given_pairs_by_collective(capsys, tmp_path):
     assert found == Counter(itertools.product(("all_gather", "all_to_all"), names))
 
 
-def test_c3_writes_a_report(tmp_path, capsys, monkeypatch):
+def test_c3_writes_a_report(tmp_path, capsys, monkeypatch, drawn):
     # Without the variations that draw ranges: one study, not fifty.
     certain = MACHINE
     for path, quantity in MACHINE.quantities().items():
@@ -59,15 +61,78 @@ def test_c3_writes_a_report(tmp_path, capsys, monkeypatch):
         assert (tmp_path / f"{name}.png").stat().st_size > 5000
         assert (tmp_path / f"{name}.svg").stat().st_size > 5000
     assert json.loads((tmp_path / "timeline-conccl.trace.json").read_text())["traceEvents"]
+    check_axes({name: figure for name, figure in drawn.items() if name not in ("c3-strategies", "c3-conccl")})
 
 
-def test_collective_writes_a_report(tmp_path, capsys):
+@pytest.fixture
+def few_variations(monkeypatch):
+    """Bands over the first uncertain number alone, at one end of its range: not over all of them."""
+    every = sim_bands.variations
+
+    def few(machine, numbers):
+        return itertools.islice(every(machine, numbers), 1)
+
+    monkeypatch.setattr(sim_bands, "variations", few)
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """Every figure that is written, by its name."""
+    figures, write = {}, drawing.save_both
+
+    def record(figure, name, folder, **more):
+        figures[name] = figure
+        return write(figure, name, folder, **more)
+
+    monkeypatch.setattr(drawing, "save_both", record)
+    return figures
+
+
+def check_axes(figures):
+    """Every axis has a name, none that begins above 0 goes without a mark, and every curve has a band."""
+    for name, figure in figures.items():
+        if name.startswith("timeline"):
+            continue
+        for axes in figure.axes:
+            assert axes.get_xlabel() and (axes.get_ylabel() or axes is not figure.axes[0]), name
+            curves = [line for line in axes.lines if len(line.get_xdata()) > 2 and line.get_linestyle() != "None"]
+            assert len(axes.collections) >= len(curves), name
+            least = axes.get_ylim()[0]
+            marked = any(not line.get_clip_on() and len(line.get_xdata()) == 2 for line in axes.lines)
+            assert least <= 0 or marked, f"{name}: its axis begins at {least} without a mark"
+
+
+def test_collective_writes_a_report(tmp_path, capsys, few_variations, drawn):
     assert sim_study.collective_main(sim_study.Options("mi300x8", tmp_path)) == 0
     assert "b2b+prelaunch" in capsys.readouterr().out
     rows = json.loads((tmp_path / "collectives_predicted.json").read_text())["rows"]
     assert {row["variant"] for row in rows} == {"pcpy", "bcst", "swap", "b2b", "library"}
     for name in ("dma-phases", "dma-all_gather", "dma-all_to_all", "timeline-all_gather-b2b"):
         assert (tmp_path / f"{name}.png").exists()
+    check_axes(drawn)
+    bands_of = drawn["dma-all_gather"].axes[0].collections
+    assert len(bands_of) == 6 and any(band.get_paths()[0].get_extents().height > 0.01 for band in bands_of)
+
+
+def test_bands_are_squares_of_what_single_numbers_do():
+    """Two numbers that pull alike and apart, by the definition."""
+
+    def predict(machine):
+        copy, sync = float(machine.dma.copy_us), float(machine.dma.sync_us)
+        return {"sum": [copy + sync, copy], "difference": [copy - sync]}
+
+    certain = MACHINE
+    for path, quantity in MACHINE.quantities().items():
+        if path not in ("dma.copy_us", "dma.sync_us"):
+            certain = certain.with_value(path, float(quantity))
+    copy, sync = MACHINE.dma.copy_us, MACHINE.dma.sync_us
+    found = sim_bands.bands(certain, predict, ("dma",))
+    up = ((copy.high - copy) ** 2 + (sync.high - sync) ** 2) ** 0.5
+    assert found["sum"].high == pytest.approx((copy + sync + up, copy.high))
+    assert found["sum"].low[1] == pytest.approx(copy.low)
+    mixed = ((copy.high - copy) ** 2 + (sync - sync.low) ** 2) ** 0.5
+    assert found["difference"].high == pytest.approx((copy - sync + mixed,))
+    assert sim_bands.bands(certain, predict, ("links",))["sum"].high == pytest.approx((copy + sync, copy))
 
 
 def test_ranges_are_drawn_from_the_uncertain_numbers(monkeypatch):
@@ -144,12 +209,13 @@ def test_claims_write_a_report(tmp_path, capsys):
 PANELS = ("base", "reduction", "overlap")
 
 
-def test_pipelines_print_and_write(tmp_path, capsys):
+def test_pipelines_print_and_write(tmp_path, capsys, few_variations, drawn):
     assert sim_overlap.main("a40x4", tmp_path) == 0
     shown = capsys.readouterr().out
     assert "6 blocks a unit" in shown and "3 blocks a unit" in shown and "mb-a2a" in shown
     assert {path.stem for path in tmp_path.glob("overlap-*.png")} == {f"overlap-{key}" for key in PANELS}
     assert json.loads((tmp_path / "timeline-pipeline-priority.trace.json").read_text())["traceEvents"]
+    check_axes(drawn)
 
 
 def test_fused_operators_are_reported(tmp_path, capsys):

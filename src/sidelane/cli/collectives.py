@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from sidelane.c3.workload import TABLE_I
 from sidelane.cli.errors import plain_errors
 from sidelane.cli.guided import Command, how, output, what
 from sidelane.cli.options import (
@@ -237,9 +238,17 @@ def phases(
     examples=(
         ("sidelane power --min-bytes 1G", "watts and energy at one size"),
         ("sidelane power --collective all_reduce --machine mi300x8", "predicted, for eight MI300X"),
+        ("sidelane power --gemm cb1 --machine h200x4", "predicted, next to a GEMM under each strategy"),
     ),
 )
 @moved_collectives
+@what(
+    "--gemm",
+    "gemms",
+    multiple=True,
+    help=f"Next to it, predicted, with --machine: {', '.join(TABLE_I)} (ConCCL paper's Table I), or m,n,k. May be "
+    "repeated.",
+)
 @size_options("64M", "1G", fixed=True)
 @what(
     "--variants",
@@ -273,25 +282,35 @@ def power(
     factor: int,
     places: str,
     machine: str | None,
+    gemms: tuple[str, ...],
     json: Path | None,
     **others: Any,
 ) -> None:
     """Measure power and energy of collectives, by the GPUs' counters.
 
     With --machine: predict them for a machine that need not be here: as the DMA collectives paper ran its variants, and
-    reductions as Sidelane runs them on copy engines.
+    reductions as Sidelane runs them on copy engines; with --gemm next to a GEMM, as `sidelane c3` has it.
     """
     with plain_errors():
         kinds = tuple(map(Kind, collectives))
         sizes = tuple(sizes_between(min_bytes, max_bytes, factor))
         if machine is not None:
-            refuse_beside_machine("collectives", "min_bytes", "max_bytes", "factor", "json", "report")
+            refuse_beside_machine("gemms", "collectives", "min_bytes", "max_bytes", "factor", "json", "report")
+            if gemms:
+                from sidelane.bench.power import pairs as power_pairs
+
+                pairs = power_pairs.PairsOptions(
+                    machine=machine, gemms=gemms, collectives=kinds, sizes=sizes, json=json, report=others["report"]
+                )
+                sys.exit(power_pairs.main(pairs))
             from sidelane.bench.power import predict as power_predict
 
             asked = power_predict.PredictOptions(
                 machine=machine, collectives=kinds, sizes=sizes, json=json, report=others["report"]
             )
             sys.exit(power_predict.main(asked))
+        if gemms:
+            raise ValueError("power: --gemm is predicted, not measured; it needs --machine")
 
         from sidelane.bench.power import study as power_study
 

@@ -123,8 +123,10 @@ LIMITS: dict[str, Limit] = {
     "power.compute_idle_w": _WATTS,
     "power.compute_w": _WATTS,
     "power.memory_w": _WATTS,
+    "power.links_on_w": _WATTS,
     "power.links_w": _WATTS,
     "power.engine_w": _WATTS,
+    "power.cap_w": _WATTS,
     "occupancy.registers": Limit(1024, 1 << 20, whole=True),
     "occupancy.threads": Limit(64, 16384, whole=True),
     "occupancy.unit_gbps": Limit(1, 1e4),
@@ -170,6 +172,7 @@ AT_MOST: tuple[tuple[str, str], ...] = (
     ("matmul.bound_intensity", "matmul.intensity"),
     ("gpu.l2_mb", "gpu.cache_mb"),
     ("power.compute_idle_w", "power.idle_w"),
+    ("power.idle_w", "power.cap_w"),
     ("occupancy.library_threads", "occupancy.threads"),
     ("occupancy.library_shared_kb", "gpu.shared_kb"),
 )

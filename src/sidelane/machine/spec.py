@@ -268,16 +268,20 @@ class Power:
         compute_idle_w: the part of it that compute units take.
         compute_w: all compute units busy.
         memory_w: memory at its peak bandwidth.
-        links_w: all links busy in both directions.
+        links_on_w: links that carry anything, at whatever rate: transceivers run whether they have something to send.
+        links_w: what all links busy in both directions add to that.
         engine_w: one DMA engine busy.
+        cap_w: that the GPU holds itself to.
     """
 
     idle_w: Quantity
     compute_idle_w: Quantity
     compute_w: Quantity
     memory_w: Quantity
+    links_on_w: Quantity
     links_w: Quantity
     engine_w: Quantity
+    cap_w: Quantity
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -93,14 +93,18 @@ class DmaContext:
         times = [dma_run(self.machine, kind, KB, v).host_us for v in (variant, "b2b")]
         return times[0] / times[1]
 
-    def cheaper_from(self, kind: Kind, others: Sequence[str], prelaunched: bool = False) -> int:
-        """Size from which pcpy is never slower than the others."""
+    def behind_up_to(self, kind: Kind, others: Sequence[str], prelaunched: bool = False) -> int:
+        """Largest size at which pcpy is slower than one of the others; 0 if there is none."""
         slower = [
             n
             for n in SIZES
             if self.us(kind, "pcpy", n, prelaunched) > min(self.us(kind, v, n, prelaunched) for v in others)
         ]
-        return 2 * max(slower) if slower else SIZES[0]
+        return max(slower, default=0)
+
+    def cheaper_from(self, kind: Kind, others: Sequence[str], prelaunched: bool = False) -> int:
+        """Size from which pcpy is never slower than the others."""
+        return max(SIZES[0], 2 * self.behind_up_to(kind, others, prelaunched))
 
     def table(self, kind: Kind) -> list[tuple[str, int, int]]:
         """The best implementation by ranges of sizes, as Tables 1 and 2: (name, from, to)."""
@@ -164,7 +168,8 @@ def checks() -> list[Check[DmaContext]]:
         Check("DM-BB-01", fit, lambda c: both(lambda k: c.gain(k, "pcpy", "b2b", below_1mb))),
         Check("DM-BB-02", held, lambda c: both(lambda k: c.gain(k, HALVED[k], "b2b", below_1mb))),
         Check("DM-BB-03", held, lambda c: both(lambda k: c.gain(k, "b2b", HALVED[k], [MB, 2 * MB, 4 * MB]))),
-        Check("DM-BB-04", held, lambda c: c.cheaper_from(AG, ("bcst", "b2b")) / MB),
+        # "Above": the paper has bcst and swap ahead at 4 MB still (5.3.4), and pcpy at whatever is larger.
+        Check("DM-BB-04", seen, lambda c: max(c.behind_up_to(k, (HALVED[k], "b2b")) for k in (AG, AA)) / MB),
         Check("DM-BB-05", seen, lambda c: both(lambda k: c.stack_behind_library(k, "b2b", small))),
         Check("DM-PL-01", held, lambda c: {v: c.prelaunch_gain(v) for v in ("pcpy", "bcst", "swap", "b2b")}),
         Check("DM-PL-02", held, lambda c: _prelaunched_borders(c)),
@@ -188,10 +193,10 @@ def checks() -> list[Check[DmaContext]]:
         Check("DM-RG-02", inp, lambda c: _engines(c.machine, AG, "pcpy") // c.machine.gpus, 0),
     ]
     found += [
-        Check("DM-PW-01", held, lambda c: _power_saved(c.machine)),
+        Check("DM-PW-01", seen, lambda c: _power_saved(c.machine)),
         Check("DM-PW-02", held, lambda c: _compute_ratio(c.machine)),
-        Check("DM-PW-04", held, lambda c: _saved_between(c.machine, "b2b", (16 * KB, 64 * KB))),
-        Check("DM-PW-05", held, lambda c: _saved_between(c.machine, "bcst", (2 * MB, GB))),
+        Check("DM-PW-04", seen, lambda c: _saved_between(c.machine, "b2b", (16 * KB, 64 * KB))),
+        Check("DM-PW-05", seen, lambda c: _saved_between(c.machine, "bcst", (2 * MB, GB))),
     ]
     tables = [claim_id for claim_id in published() if re.fullmatch(r"DM-T[12]-\d", claim_id)]
     found += [Check(claim_id, held, _table_line(claim_id), within=_not_refused) for claim_id in tables]
@@ -202,14 +207,13 @@ GIVEN = {"DM-RG-01": "model.study.SIZES are these"}
 """Claims that the model repeats."""
 
 MISSES = {
-    "DM-BB-04": "at 4 MB pcpy is still 6% behind bcst, which sends half as many commands",
     "DM-PL-02": "prelaunched pcpy is 12% ahead of swap at 2 MB already",
     "DM-PW-04": "watts by component are assumed; prelaunched b2b keeps one engine of seven busy",
-    "DM-PW-05": "watts by component are assumed, and a bcst that takes longer draws less",
+    "DM-PW-05": "12.6% at 1 GB, 0.1 more than is right: watts by component are assumed, and a bcst takes twice as long",
     "DM-T2-1": "b2b stays ahead of swap up to 128 KB, by 11% at 64 KB: small all_to_alls are like all_gathers here",
     "DM-T2-2": "from where b2b ends (DM-T2-1) to where pcpy begins (DM-PL-02)",
     "DM-T2-3": "begins at 2 MB (DM-PL-02), and ends at 512 MB, where prelaunch saves 1.8%",
-    "DM-T2-4": "begins at 512 MB, where prelaunch saves 1.8%: less than 2% counts for nothing",
+    "DM-T2-4": "begins at 512 MB: less than 2% counts for nothing, and no such cut is right for both tables",
 }
 
 NOT_MODELLED = {

@@ -98,15 +98,21 @@ def hybrid_power(machine: Machine, kind: Kind, nbytes: int, variant: str) -> Dra
 
 
 def _draw(machine: Machine, busy: float, memory_gbps: float, wire_gbps: float, engines: float, time_us: float) -> Draw:
-    power = _figures(machine)
+    power = figures(machine)
     compute = power.compute_idle_w + power.compute_w * busy
     rest = power.idle_w - power.compute_idle_w
     rest += power.memory_w * min(1.0, memory_gbps / machine.gpu.memory_gbps)
-    rest += power.links_w * min(1.0, wire_gbps / wire_peak_gbps(machine))
+    if wire_gbps > 0:
+        rest += power.links_on_w + power.links_w * min(1.0, wire_gbps / wire_peak_gbps(machine))
     return Draw(compute, rest + power.engine_w * engines, time_us)
 
 
-def _figures(machine: Machine) -> Power:
+def figures(machine: Machine) -> Power:
+    """A machine's power figures.
+
+    Raises:
+        ValueError: its description has none.
+    """
     if machine.power is None:
         raise ValueError(f"power: {machine.name} has no power figures (value=None, allowed=a section [power])")
     return machine.power

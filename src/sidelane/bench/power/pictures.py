@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -14,9 +15,21 @@ from sidelane.bench.report.drawing import COLOURS, GREY, STYLES, Picture, file_n
 from sidelane.bench.report.table import grouped
 from sidelane.bench.results.rows.calls import PowerRow
 
+Ends = tuple[tuple[float, float], tuple[float, float]]
+"""Least and most plausible watts, and energy."""
 
-def draw_power(rows: Sequence[PowerRow], where: str, directory: Path) -> list[Picture]:
-    """Watts over size and energy of each GiB over size, one line an implementation and variant."""
+
+def draw_power(
+    rows: Sequence[PowerRow], where: str, directory: Path, around: Mapping[PowerRow, Ends] = MappingProxyType({})
+) -> list[Picture]:
+    """Watts over size and energy of each GiB over size, one line an implementation and variant.
+
+    Args:
+        rows: to draw.
+        where: what they are of, for titles.
+        directory: for the pictures.
+        around: of rows that are predicted, the plausible ends of watts and of energy in mJ.
+    """
     pictures = []
     for name, alike in grouped([row for row in rows if row.watts and row.energy_mj], power_title):
         lines = grouped(alike, lambda row: (row.implementation, row.variant))
@@ -33,6 +46,11 @@ def draw_power(rows: Sequence[PowerRow], where: str, directory: Path) -> list[Pi
                 (watts, [row.watts or 0.0 for row in points]),
                 (energy, [(row.energy_mj or 0.0) * 2**30 / row.bytes for row in points]),
             ):
+                if all(row in around for row in points):
+                    scales = [1.0 if axes is watts else 2**30 / row.bytes for row in points]
+                    ends_of = [around[row][axes is energy] for row in points]
+                    low, high = ([scale * end[k] for scale, end in zip(scales, ends_of, strict=True)] for k in (0, 1))
+                    axes.fill_between(sizes, low, high, color=colour, alpha=0.12, linewidth=0)
                 axes.plot(sizes, values, **looks)
                 ends[axes].append((sizes[-1], values[-1], f"{implementation} {variant}".rstrip(), colour))
         idle = next((row.idle_watts for row in alike if row.idle_watts is not None), None)
@@ -47,6 +65,7 @@ def draw_power(rows: Sequence[PowerRow], where: str, directory: Path) -> list[Pi
         for axes, title in ((watts, "Power of a GPU, W"), (energy, "Energy of a GiB on all GPUs, mJ")):
             size_axis(axes, sorted({row.bytes for row in alike}))
             axes.set_title(f"{title} (less is better)")
+            axes.set_ylabel(title.rpartition(", ")[2])
             axes.grid(axis="y", color="#dddddd", linewidth=0.6)
             axes.set_ylim(bottom=None if axes.get_yscale() == "log" else 0)
             label_ends(axes, ends[axes], side="right")

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
 import matplotlib as mpl
 
-from sidelane.bench.power.pictures import draw_power
+from sidelane.bench.power.pictures import Ends, draw_power
 from sidelane.bench.power.tables import power_tables
 from sidelane.bench.report.drawing import RC
 from sidelane.bench.report.terminal import say_written, tables_console
 from sidelane.bench.results.rows.calls import LIBRARY, MODEL, PowerRow
+from sidelane.bench.simulated.bands import Curves, bands
+from sidelane.bench.simulated.curves import BANDS
 from sidelane.bench.simulated.study import write_numbers
 from sidelane.machine.load import find
 from sidelane.machine.spec import Machine
@@ -76,7 +78,7 @@ def main(options: PredictOptions) -> int:
         write_numbers(path, "power", machine, [row.to_dict() for row in rows])
     if options.report is not None:
         with mpl.rc_context(RC):
-            draw_power(rows, f"{machine.title}, predicted", options.report)
+            draw_power(rows, f"{machine.title}, predicted ({BANDS})", options.report, plausible(machine, rows))
     say_written(files)
     return 0
 
@@ -93,6 +95,19 @@ def predicted(machine: Machine, kind: Kind, nbytes: int) -> list[PowerRow]:
     for variant in PREDICTED_VARIANTS[kind]:
         rows.append(_row(machine, kind, nbytes, "dma", variant, draw(machine, kind, nbytes, variant)))
     return rows
+
+
+def plausible(machine: Machine, rows: Sequence[PowerRow]) -> dict[PowerRow, Ends]:
+    """Least and most watts and energy of every row, over the plausible values of the watts by component."""
+    asked = list(dict.fromkeys((Kind(row.collective), row.bytes) for row in rows))
+
+    def curves(changed: Machine) -> Curves[int]:
+        found = [row for kind, nbytes in asked for row in predicted(changed, kind, nbytes)]
+        return {place: [row.watts or 0.0, row.energy_mj or 0.0] for place, row in enumerate(found)}
+
+    around = bands(machine, curves, ("power",))
+    ends = [around[place] for place in range(len(rows))]
+    return {row: tuple(zip(e.low, e.high, strict=True)) for row, e in zip(rows, ends, strict=True)}  # type: ignore[misc]
 
 
 def _row(machine: Machine, kind: Kind, nbytes: int, implementation: str, variant: str, draw: Draw) -> PowerRow:

@@ -9,43 +9,32 @@ import dataclasses
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import matplotlib as mpl
-import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 
 from sidelane.bench.report import drawing
-from sidelane.bench.report.drawing import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, RC, SKY, STYLES, VERMILLION
-from sidelane.bench.simulated.marks import FROM, PUBLISHED_OF, PUBLISHED_PERCENTS, UP_TO, draw_published_at, mark_cut
+from sidelane.bench.report.drawing import BLACK, BLUE, GREY, ORANGE, PURPLE, RC, SKY, VERMILLION
+from sidelane.bench.simulated.bands import Curves, bands
+from sidelane.bench.simulated.curves import BANDS, COLOURS, curve, one, over_sizes, whiskers
+from sidelane.bench.simulated.marks import FROM, PUBLISHED_OF, PUBLISHED_PERCENTS, draw_published_at, mark_cut
+from sidelane.c3.strategy import ideal_speedup
 from sidelane.c3.workload import TABLE_I, C3Class, parse_gemm
 from sidelane.execute.sim import Interval
 from sidelane.machine.spec import Machine
 from sidelane.model.claims import published
-from sidelane.model.claims_dma import DmaContext
-from sidelane.model.claims_overlap import BLOCKS, PLATFORMS, OverlapContext
 from sidelane.model.gemm import gemm_kernel, gemm_us
 from sidelane.model.kernels import dma_gangs, dma_us, library_gang
-from sidelane.model.power import dma_power, library_power
-from sidelane.model.published import PUBLISHED_VARIANTS
 from sidelane.model.strategies import library_strategies, partitions
-from sidelane.model.study import COLLECTIVES, SIZES, C3Study, DmaStudy, c3_study, pair_name
+from sidelane.model.study import COLLECTIVES, SIZES, C3Study, c3_study, pair_name
 from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
 
-COLOURS = (BLUE, VERMILLION, GREEN, ORANGE, PURPLE, SKY, GREY, BLACK)
 SHADES = {"c3_base": GREY, "c3_sp": ORANGE, "c3_rp": VERMILLION, "c3_sp_rp": PURPLE, "conccl": SKY, "conccl_rp": BLUE}
 LARGE = 1 << 30
 UNITS = "on compute units (number of workgroups)"
-PUBLISHED_OVERLAP: dict[tuple[str, str], tuple[tuple[float, str], ...]] = {
-    ("base", ""): ((0.3, "published: 0.3 and 1"), (1.0, "_")),
-    ("reduction", "A40"): ((25.5, "published, cb-ar at most"),),
-    ("overlap", ""): ((90.0, "published, at most"),),
-    ("overlap", "MI250X"): (),
-}
-"""What the overlap paper's text says of its figures 2 to 4: (panel, platform or "" for the others) -> value, words."""
+GIVEN = (1 << 24, 1 << 27, LARGE)
+"""Bytes of collectives that have some of the units."""
 
 
 def draw_c3(study: C3Study, machine: Machine, folder: Path, *, ranges: bool = False) -> list[Path]:
@@ -63,68 +52,13 @@ def draw_c3(study: C3Study, machine: Machine, folder: Path, *, ranges: bool = Fa
         ("c3-conccl", ("c3_base", "conccl", "conccl_rp"), "C3 with DMA collectives"),
     )
     with mpl.rc_context(RC):
-        drawn = [draw(machine, folder) for draw in (_units, _bandwidth, _against_library)]
-        drawn.append(_ideal(study, machine, folder))
+        drawn = [draw(machine, folder, ranges) for draw in (_units, _bandwidth, _against_library)]
+        drawn.append(_ideal(study, machine, folder, ranges))
         for name, strategies, title in figures:
             drawn.append(
                 _groups(study, machine, strategies, f"{title}: {machine.title}, predicted", folder, name, spread)
             )
     return drawn
-
-
-def draw_dma(study: DmaStudy, machine: Machine, folder: Path) -> list[Path]:
-    """Figures 6, 13, 14, 15 and 16 of the DMA collectives paper."""
-    with mpl.rc_context(RC):
-        drawn = [_phases(machine, folder)]
-        for kind in COLLECTIVES:
-            figure, axes = _one(f"DMA {kind} over the library: {machine.title}, predicted")
-            for colour, variant in zip(COLOURS, PUBLISHED_VARIANTS[kind], strict=False):
-                for prelaunched in (False, True):
-                    gains = [study.library_us[kind, n] / study.dma_us[kind, variant, prelaunched, n] for n in SIZES]
-                    name = variant + ("+prelaunch" if prelaunched else "")
-                    _line(axes, SIZES, gains, name, colour, int(prelaunched))
-            axes.axhline(1, color=BLACK, linewidth=0.8)
-            axes.set_ylabel("speedup over the library")
-            axes.set_ylim(0, 1.3 * axes.get_ylim()[1])  # room for the legend
-            if machine.name == PUBLISHED_OF:
-                gap = published()["DM-BB-05"]["value"]["allgather" if kind is Kind.ALL_GATHER else "alltoall"]
-                draw_published_at(axes, (SIZES[0], UP_TO), 1 / gap, "published: best of all up to 32 MB, mean")
-            drawn.append(_finish(figure, axes, folder, f"dma-{kind}", legend={"ncols": 4, "loc": "upper center"}))
-        drawn.append(_producer(study, machine, folder))
-        if machine.power is not None:
-            drawn.append(_power(study, machine, folder))
-    return drawn
-
-
-def draw_overlap(context: OverlapContext, folder: Path) -> list[Path]:
-    """Figures 2 to 4 of the overlap paper."""
-    panels = {
-        "base": "overlapped over sequential time",
-        "reduction": "time saved by priority, %",
-        "overlap": "overlap rate, %",
-    }
-    with mpl.rc_context(RC):
-        return [_overlap(context, key, label, folder) for key, label in panels.items()]
-
-
-def _overlap(context: OverlapContext, key: str, label: str, folder: Path) -> Path:
-    figure = Figure(figsize=(11, 3.2), layout="constrained")
-    for axes, platform in zip(figure.subplots(1, len(PLATFORMS), sharey=True), PLATFORMS, strict=True):
-        for index, pair in enumerate(dict.fromkeys(pair for _, pair, _ in context.rows)):
-            values = [context.rows[platform, pair, blocks][key] for blocks in BLOCKS]
-            _line(axes, BLOCKS, values, pair, COLOURS[index], index)
-        for value, words in PUBLISHED_OVERLAP.get((key, platform), PUBLISHED_OVERLAP.get((key, ""), ())):
-            axes.axhline(value, color=BLACK, linewidth=0.8, linestyle=":", label=words)
-        axes.set_xscale("log", base=2)
-        axes.set_title(platform)
-        axes.set_xlabel("thread blocks")
-    for axes in (figure.axes[0], figure.axes[-1]):
-        axes.legend(fontsize=7)
-    if key != "reduction":
-        figure.axes[0].set_ylim(bottom=0)
-    figure.axes[0].set_ylabel(label)
-    figure.suptitle("Pipelined GEMM and collective, predicted", x=0.01, ha="left", fontweight="bold")
-    return drawing.save_both(figure, f"overlap-{key}", folder)
 
 
 def draw_timeline(intervals: Sequence[Interval], title: str, folder: Path, name: str) -> Path:
@@ -188,55 +122,89 @@ def _kind_of(interval: Interval) -> str:
     return UNITS if words[-1] == "workgroups" else interval.label if words[0] == "on" else words[0]
 
 
-def _units(machine: Machine, folder: Path) -> Path:
+def _units(machine: Machine, folder: Path, ranges: bool) -> Path:
     """Slowdown of GEMMs that lose compute units, and of collectives that have only some."""
-    figure = Figure(figsize=(11, 3.4), layout="constrained")
-    gemms, gathers, exchanges = figure.subplots(1, 3)
     options = partitions(machine)
-    for index, (tag, gemm) in enumerate((tag, parse_gemm(tag)) for tag in TABLE_I):
-        alone = gemm_us(machine, gemm)
-        slow = [gemm_us(machine, gemm, int(machine.gpu.units) - lost) / alone for lost in options]
-        _line(gemms, options, slow, tag, COLOURS[index % len(COLOURS)], index % len(STYLES))
-    gemms.set_title("GEMM, compute units lost")
-    for axes, kind in ((gathers, COLLECTIVES[0]), (exchanges, COLLECTIVES[1])):
-        for index, nbytes in enumerate((1 << 24, 1 << 27, LARGE)):
-            alone = library_gang(machine, kind, nbytes).alone_us
-            slow = [library_gang(machine, kind, nbytes, units=units).alone_us / alone for units in options]
-            _line(axes, options, slow, format_bytes(nbytes), COLOURS[index], index)
-        axes.set_title(f"{kind}, compute units given")
-    for axes in (gemms, gathers, exchanges):
+
+    def slower(changed: Machine) -> Curves[tuple[str, str]]:
+        found = {}
+        for gemm in map(parse_gemm, TABLE_I):
+            alone, units = gemm_us(changed, gemm), int(changed.gpu.units)
+            found["gemm", gemm.tag] = [gemm_us(changed, gemm, units - lost) / alone for lost in options]
+        for kind in COLLECTIVES:
+            for nbytes in GIVEN:
+                alone = library_gang(changed, kind, nbytes).alone_us
+                given = [library_gang(changed, kind, nbytes, units=units).alone_us for units in options]
+                found[str(kind), format_bytes(nbytes)] = [us / alone for us in given]
+        return found
+
+    found = bands(machine, slower, ("matmul", "library") if ranges else ())
+    figure = Figure(figsize=(11, 3.4), layout="constrained")
+    panels = {"gemm": "GEMM, compute units lost", **{str(k): f"{k}, compute units given" for k in COLLECTIVES}}
+    for axes, (panel, title) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
+        names = [name for name in found if name[0] == panel]
+        for index, name in enumerate(names):
+            curve(axes, options, found[name], name[1], COLOURS[index], index)
+        if panel == "gemm" and machine.name == PUBLISHED_OF:
+            slow = [1 + percent / 100 for percent in published()["C3-CU-07"]["value"]]
+            axes.plot((32, 64), slow, "D", color=BLACK, markersize=5, label="published, compute-bound, up to")
+        axes.set_title(title)
         axes.set_xscale("log", base=2)
         axes.set_xticks(options, [str(units) for units in options])
         axes.set_xlabel("compute units")
         axes.set_ylabel("time over that with all of them")
         mark_cut(axes)
         axes.legend(fontsize=7)
-    figure.suptitle(f"Compute needs: {machine.title}, predicted", x=0.01, ha="left", fontweight="bold")
+    figure.suptitle(f"Compute needs: {machine.title}, predicted ({BANDS})", x=0.01, ha="left", fontweight="bold")
     return drawing.save_both(figure, "c3-compute-units", folder)
 
 
-def _ideal(study: C3Study, machine: Machine, folder: Path) -> Path:
-    figure, axes = _one(f"Ideal speedup: {machine.title}, predicted")
+def _ideal(study: C3Study, machine: Machine, folder: Path, ranges: bool) -> Path:
     rows = study.select("serial", COLLECTIVES[0])
-    axes.bar(range(len(rows)), [row.ideal for row in rows], color=BLUE)
+    pairs = [row.workload for row in rows]
+
+    def ideals(changed: Machine) -> Curves[str]:
+        alone = [(gemm_us(changed, p.gemm), library_gang(changed, p.collective, p.nbytes).alone_us) for p in pairs]
+        return {"ideal": [ideal_speedup(*both) for both in alone]}
+
+    band = bands(machine, ideals, ("matmul", "library", "links") if ranges else ())["ideal"]
+    figure, axes = one(f"Ideal speedup: {machine.title}, predicted (lines: plausible numbers)")
+    axes.bar(range(len(rows)), band.values, color=BLUE)
+    whiskers(axes, band)
     axes.set_xticks(range(len(rows)), [pair_name(row) for row in rows], rotation=45, ha="right")
-    axes.set_ylim(0, 2.05)
+    axes.set_ylim(0, 2.2)
     axes.axhline(1, color=BLACK, linewidth=0.8)
+    if machine.name == PUBLISHED_OF:
+        claims = (("C3-ID-02", "published: least and most", ":"), ("C3-ID-01", "published: mean", "--"))
+        for claim, words, line in claims:
+            value = published()[claim]["value"]
+            for place, height in enumerate(value if isinstance(value, list) else [value]):
+                axes.axhline(height, color=BLACK, linewidth=1, linestyle=line, label="_" if place else words)
+        axes.legend(fontsize=7, ncols=2, loc="upper left")
     axes.set_xlabel("GEMM and bytes of an all-gather")
     axes.set_ylabel("speedup over serial")
     return drawing.save_both(figure, "c3-ideal", folder)
 
 
-def _against_library(machine: Machine, folder: Path) -> Path:
-    figure, axes = _one(f"Collective on DMA engines over the library: {machine.title}, predicted")
+def _against_library(machine: Machine, folder: Path, ranges: bool) -> Path:
     sizes = [n for n in SIZES if n >= 1 << 20]
-    for index, kind in enumerate(COLLECTIVES):
-        gains = [library_gang(machine, kind, n).alone_us / dma_us(machine, kind, n) for n in sizes]
-        _line(axes, sizes, gains, str(kind), COLOURS[index], index)
+
+    def gains(changed: Machine) -> Curves[str]:
+        return {
+            str(kind): [library_gang(changed, kind, n).alone_us / dma_us(changed, kind, n) for n in sizes]
+            for kind in COLLECTIVES
+        }
+
+    found = bands(machine, gains, ("dma", "library", "links") if ranges else ())
+    figure, axes = one(f"Collective on DMA engines over the library: {machine.title}, predicted")
+    for index, kind in enumerate(map(str, COLLECTIVES)):
+        curve(axes, sizes, found[kind], kind, COLOURS[index], index)
     axes.axhline(1, color=BLACK, linewidth=0.8)
+    if machine.name == PUBLISHED_OF:
+        draw_published_at(axes, (FROM, sizes[-1]), published()["CC-02"]["value"], "published: all-gather, large sizes")
     axes.set_ylabel("speedup over the library")
     axes.set_ylim(bottom=0)
-    return _finish(figure, axes, folder, "c3-isolated")
+    return over_sizes(figure, axes, folder, "c3-isolated")
 
 
 Group = tuple[Kind | None, C3Class | None]
@@ -256,7 +224,7 @@ def _groups(
     spread: dict[str, dict[str, list[float]]],
 ) -> Path:
     """Mean speedups by collective and class, with the ideal."""
-    figure, axes = _one(title)
+    figure, axes = one(title)
     width = 0.8 / len(strategies)
     for index, strategy in enumerate(strategies):
         means = [_mean(study, strategy, group) for group in GROUPS.values()]
@@ -305,96 +273,34 @@ def _spread(machine: Machine) -> dict[str, dict[str, list[float]]]:
     return found
 
 
-def _phases(machine: Machine, folder: Path) -> Path:
-    """Shares of the phases of one copy between two GPUs, by size."""
-    context = DmaContext(machine)
-    sizes = [4096 << step for step in range(10)]
-    figure, axes = _one(f"Phases of one DMA copy: {machine.title}, predicted")
-    bottom = [0.0] * len(sizes)
-    for colour, phase in zip(COLOURS, ("control", "schedule", "copy", "sync"), strict=False):
-        shares = [context.phases(n)[phase] for n in sizes]
-        axes.bar(range(len(sizes)), shares, 0.7, bottom=bottom, color=colour, label=phase)
-        bottom = [low + share for low, share in zip(bottom, shares, strict=True)]
-    axes.set_xticks(range(len(sizes)), [format_bytes(n) for n in sizes])
-    axes.set_xlabel("bytes")
-    axes.set_ylabel("share of the time, %")
-    axes.set_ylim(0, 115)
-    axes.legend(ncols=4, fontsize=7)
-    return drawing.save_both(figure, "dma-phases", folder)
-
-
-def _producer(study: DmaStudy, machine: Machine, folder: Path) -> Path:
-    """A GEMM and then an all_gather of its result: library over DMA."""
-    figure, axes = _one(f"GEMM, then all_gather: time with the library over time with DMA, {machine.title}, predicted")
-    relay, kind = machine.dma.signal_us + machine.dma.wait_us, Kind.ALL_GATHER
-    for index, size in enumerate((1024, 4096, 8192)):
-        gemm = gemm_us(machine, parse_gemm(f"{size}x{size}x{size}"))
-        gains = [(gemm + study.library_us[kind, n]) / (gemm + relay + study.best_us(kind, n)) for n in SIZES]
-        _line(axes, SIZES, gains, f"GEMM {size}", COLOURS[index], index)
-    axes.axhline(1, color=BLACK, linewidth=0.8)
-    axes.set_ylabel("library / DMA")
-    mark_cut(axes)
-    return _finish(figure, axes, folder, "dma-producer")
-
-
-def _power(study: DmaStudy, machine: Machine, folder: Path) -> Path:
-    """Watts of one GPU during an all_gather."""
-    figure, axes = _one(f"Power during an all_gather: {machine.title}, predicted from assumed parts")
-    kind = Kind.ALL_GATHER
-    _line(axes, SIZES, [library_power(machine, kind, n).total_w for n in SIZES], "library", VERMILLION, 0)
-    best = [dma_power(machine, kind, n, *study.best(kind, n)).total_w for n in SIZES]
-    _line(axes, SIZES, best, "best DMA", BLUE, 1)
-    if machine.name == PUBLISHED_OF:
-        less = 1 - published()["DM-PW-01"]["value"] / 100
-        large = [n for n in SIZES if n >= FROM]
-        mean = statistics.fmean(library_power(machine, kind, n).total_w for n in large)
-        draw_published_at(axes, (large[0], large[-1]), less * mean, "published: best DMA below the library from 64 MB")
-    axes.set_ylim(bottom=0)
-    axes.set_ylabel("W a GPU")
-    return _finish(figure, axes, folder, "dma-power")
-
-
-def _bandwidth(machine: Machine, folder: Path) -> Path:
+def _bandwidth(machine: Machine, folder: Path, ranges: bool) -> Path:
     """Memory bandwidth that each kernel uses alone, relative to the peak."""
-    figure, axes = _one(f"Memory bandwidth used alone: {machine.title}, predicted")
-    reach = machine.gpu.memory_gbps * machine.matmul.memory_efficiency
-    bars: dict[str, float] = {}
-    for tag in TABLE_I:
-        kernel = gemm_kernel(machine, parse_gemm(tag))
-        units = min(float(machine.gpu.units), kernel.workgroups)
-        bars[tag] = min(reach, units * kernel.traffic_bytes / kernel.compute_us / 1e3)
-    for kind in COLLECTIVES:
-        bars[f"{kind}\nkernel"] = library_gang(machine, kind, LARGE).memory_gbps
-        bars[f"{kind}\nDMA"] = dma_gangs(machine, kind, LARGE)[0].memory_gbps
-    axes.bar(range(len(bars)), [100 * gbps / machine.gpu.memory_gbps for gbps in bars.values()], color=BLUE)
-    axes.set_xticks(range(len(bars)), list(bars), fontsize=7)
+    names = [*TABLE_I, *(f"{kind}\n{mover}" for kind in COLLECTIVES for mover in ("kernel", "DMA"))]
+
+    def percents(changed: Machine) -> Curves[str]:
+        reach, bars = changed.gpu.memory_gbps * changed.matmul.memory_efficiency, {}
+        for tag in TABLE_I:
+            kernel = gemm_kernel(changed, parse_gemm(tag))
+            units = min(float(changed.gpu.units), kernel.workgroups)
+            bars[tag] = min(reach, units * kernel.traffic_bytes / kernel.compute_us / 1e3)
+        for kind in COLLECTIVES:
+            bars[f"{kind}\nkernel"] = library_gang(changed, kind, LARGE).memory_gbps
+            bars[f"{kind}\nDMA"] = dma_gangs(changed, kind, LARGE)[0].memory_gbps
+        return {"peak": [100 * bars[name] / changed.gpu.memory_gbps for name in names]}
+
+    numbers = ("matmul", "library", "dma", "links") if ranges else ()
+    band = bands(machine, percents, numbers)["peak"]
+    figure, axes = one(f"Memory bandwidth used alone: {machine.title}, predicted (lines: plausible numbers)")
+    axes.bar(range(len(names)), band.values, color=BLUE)
+    whiskers(axes, band)
+    if machine.name == PUBLISHED_OF:
+        gather, exchange = (names.index(f"{kind}\nkernel") for kind in COLLECTIVES)
+        less = 1 - published()["C3-BW-01"]["value"] / 100
+        axes.plot(
+            gather, less * band.values[exchange], "D", color=BLACK, markersize=5, label="published: below all-to-all"
+        )
+        axes.legend(fontsize=7)
+    axes.set_xticks(range(len(names)), names, fontsize=7)
     axes.set_xlabel("GEMM, or collective of 1 GB and who runs it")
     axes.set_ylabel("percent of the peak")
     return drawing.save_both(figure, "c3-bandwidth", folder)
-
-
-def _one(title: str) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(9, 4), layout="constrained")
-    axes = figure.subplots()
-    axes.set_title(title, fontweight="bold")
-    return figure, axes
-
-
-def _line(axes: Axes, x: Sequence[float], y: Sequence[float], name: str, colour: str, style: int) -> None:
-    dash, marker = STYLES[style % len(STYLES)]
-    axes.plot(x, y, color=colour, linestyle=dash, marker=marker, markersize=3.5, linewidth=1.3, label=name)
-
-
-def _finish(figure: Figure, axes: Axes, folder: Path, name: str, legend: dict[str, Any] | None = None) -> Path:
-    axes.set_xscale("log", base=2)
-    least = min(float(np.min(np.asarray(line.get_xdata(), dtype=float))) for line in _curves(axes))
-    shown = [n for n in SIZES[::4] if n >= least]
-    axes.set_xticks(shown, [format_bytes(n) for n in shown])
-    axes.set_xlabel("bytes")
-    axes.legend(fontsize=7, **(legend or {}))
-    return drawing.save_both(figure, name, folder)
-
-
-def _curves(axes: Axes) -> list[Line2D]:
-    """Its lines over sizes: not those that cross the whole picture."""
-    return [line for line in axes.lines if line.get_transform() == axes.transData]

@@ -15,10 +15,14 @@ from matplotlib.figure import Figure
 from sidelane.bench.fused.skew import draw_skew, skew_percent
 from sidelane.bench.report.drawing import RC, file_name, save
 from sidelane.bench.report.table import Line, Table, number
+from sidelane.bench.simulated.bands import Curves, bands
+from sidelane.bench.simulated.curves import BANDS, COLOURS, curve
 from sidelane.machine.spec import Machine
 from sidelane.model.operators import Embedding, FusedTimes, Gemv, Operator, predict_fused
 
 OCCUPANCIES = (0.25, 0.5, 0.75, 0.875, 1.0)
+NUMBERS = ("fused", "links", "gpu")
+"""Of a description, that kernels reading memory depend on most."""
 
 Orders = dict[str, FusedTimes]
 """Times of an operator by order of its work."""
@@ -74,16 +78,20 @@ def draw_ranks(found: Sequence[tuple[Operator, Orders]], machine: Machine, folde
 
 
 def draw_occupancy(machine: Machine, found: Sequence[Operator], folder: Path) -> None:
-    """Times over the one at 75%, by occupancy."""
+    """Times over the one at 75%, by occupancy, with bands over the plausible values of the machine's numbers."""
+
+    def over_most(changed: Machine) -> Curves[int]:
+        times = [times_by_occupancy(changed, operator) for operator in found]
+        return {place: [t / mine[OCCUPANCIES.index(0.75)] for t in mine] for place, mine in enumerate(times)}
+
+    around = bands(machine, over_most, NUMBERS)
     with mpl.rc_context(RC):
         figure = Figure(figsize=(7, 3.6), layout="constrained")
         axes = figure.subplots()
-        for operator in found:
-            times = times_by_occupancy(machine, operator)
-            base = times[OCCUPANCIES.index(0.75)]
-            axes.plot(OCCUPANCIES, [time / base for time in times], "o-", markersize=4, label=f"{operator.name}")
+        for place, operator in enumerate(found):
+            curve(axes, OCCUPANCIES, around[place], operator.name, COLOURS[place % len(COLOURS)], place)
         axes.set_ylim(bottom=0)
-        axes.set_xlabel("occupancy")
+        axes.set_xlabel(f"occupancy ({BANDS})")
         axes.set_ylabel("time over that at 75%")
         axes.set_title(f"Fused operators on {machine.title}: predicted")
         axes.legend(fontsize=7)

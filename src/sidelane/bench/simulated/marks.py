@@ -20,9 +20,9 @@ UP_TO, FROM = 32 << 20, 64 << 20
 """Bytes to which the gap to the library is published, and from which the power saved is."""
 
 
-def draw_published_at(axes: Axes, sizes: tuple[int, int], value: float, words: str) -> None:
+def draw_published_at(axes: Axes, sizes: tuple[float, float], value: float, words: str, line: str = ":") -> None:
     """What a paper says of some sizes."""
-    axes.plot(sizes, (value, value), color=BLACK, linestyle=":", linewidth=1.5, label=words)
+    axes.plot(sizes, (value, value), color=BLACK, linestyle=line, linewidth=1.5, label=words)
 
 
 def mark_cut(axes: Axes) -> None:

@@ -8,12 +8,13 @@ from typing import Any
 from sidelane.bench.report.table import Line, Table
 from sidelane.bench.report.terminal import say_written, tables_console
 from sidelane.bench.simulated import figures as sim_figures
+from sidelane.bench.simulated import overlap_figures
 from sidelane.bench.simulated.study import write_numbers
 from sidelane.c3.workload import parse_gemm
 from sidelane.execute.sim import write_chrome_trace
 from sidelane.machine.load import find
 from sidelane.machine.spec import Machine
-from sidelane.model.claims_overlap import BLOCKS, NBYTES, PAIRS, OverlapContext, measure
+from sidelane.model.claims_overlap import BLOCKS, NBYTES, PAIRS, measure
 from sidelane.model.pipeline import OPT1, OPT2, Pipeline, Tile, blocks_per_unit, run_pipeline
 
 TILES = {"opt1": OPT1, "opt2": OPT2}
@@ -41,7 +42,7 @@ def main(machine_name: str, report: Path | None = None, json: Path | None = None
     if json is not None:
         write_numbers(json, "pipeline_predicted", machine, [row for name in TILES for row in rows(machine, name)])
     if report is not None:
-        sim_figures.draw_overlap(OverlapContext(), report)
+        overlap_figures.draw_overlap(report)
         tag, kind = PAIRS["cb-ar"]
         pipeline = Pipeline(parse_gemm(tag), kind, NBYTES, OPT1, BLOCKS[2], iterations=4)
         for priority in (False, True):

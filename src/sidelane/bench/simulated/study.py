@@ -15,6 +15,7 @@ from sidelane.bench.report.table import Line, Table, grouped, notes_of
 from sidelane.bench.report.terminal import progress_console, say_written, tables_console
 from sidelane.bench.results import provenance
 from sidelane.bench.results.written import write_json
+from sidelane.bench.simulated import dma_figures
 from sidelane.bench.simulated import figures as sim_figures
 from sidelane.c3.strategies import named, strategies
 from sidelane.c3.workload import C3Class, Workload
@@ -119,7 +120,8 @@ def collective_main(options: Options) -> int:
     if options.json is not None:
         write_numbers(options.json, "collectives_predicted", machine, dma_rows(study))
     if options.report is not None:
-        _report_dma(study, machine, options.report)
+        with progress_console().status("drawing, over the plausible values of the machine's numbers"):
+            _report_dma(study, machine, options.report)
     say_written(options.files)
     return 0
 
@@ -150,7 +152,7 @@ def dma_rows(study: DmaStudy) -> list[dict[str, Any]]:
 
 def _report_dma(study: DmaStudy, machine: Machine, folder: Path) -> None:
     write_numbers(folder / "collectives_predicted.json", "collectives_predicted", machine, dma_rows(study))
-    sim_figures.draw_dma(study, machine, folder)
+    dma_figures.draw_dma(study, machine, folder)
     for variant in PUBLISHED_VARIANTS[Kind.ALL_GATHER]:
         timeline = dma_run(machine, Kind.ALL_GATHER, TRACED_BYTES, variant, record=True).timeline
         name = f"timeline-all_gather-{variant}"
