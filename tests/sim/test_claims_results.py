@@ -22,6 +22,7 @@ from sidelane.bench.claims.results import (
     fitted_to,
     layers_file,
     predict_alone,
+    predict_ends,
     predict_together,
     role_problems,
 )
@@ -134,6 +135,22 @@ def test_nothing_is_predicted_of_lists_nor_fitted_to_them(tmp_path):
     assert predict_alone(H200, listed) is None
     save(tmp_path, "collectives", [single, listed])
     assert len([v for v in compare(H200, tmp_path) if "b2b" in v.claim_id]) == 1
+
+
+def test_queues_that_share_an_engine_have_two_times_and_the_nearer_counts():
+    """A broadcast of 1 GB takes either, from run to run; what to plan with is the longer one."""
+    rows = [
+        row
+        for row in read(Path(__file__).resolve().parents[2] / "results" / "h200x4" / "collectives.json").rows
+        if isinstance(row, CollectiveRow)
+    ]
+    large = [row for row in rows if row.bytes == 1 << 30 and row.launch == "graph" and row.collective == "all_gather"]
+    ends = {(row.variant, row.in_place): (row, predict_ends(H200, row)) for row in large if row.implementation == "dma"}
+    row, (planned, in_step) = ends["bcst", True]
+    assert planned == predict_alone(H200, row) and planned > 1.6 * in_step
+    assert row.time_us == pytest.approx(in_step, rel=0.02) and row.p90_us is not None and row.p90_us > 1.4 * row.time_us
+    assert len(ends["b2b", True][1]) == 1, "one queue has nobody to share with"
+    assert all(len(predict_ends(named("h200x2"), row)) <= 1 for row in large)
 
 
 def test_a_number_from_runs_side_by_side_is_a_mistake(tmp_path, capsys):
