@@ -55,6 +55,8 @@ SET_APART = ("cb1_896M", "cb3_896M")
 """Pairs of ``h200x2/isolated.json``, to which interference among two was fitted: their rows are no predictions."""
 DISTURBED = 0.05
 """Share of a time by which queues that share an engine must matter for both times to be predicted."""
+LIBRARY_ENGINES = "nccl_ce"
+"""NCCL on copy engines. Its rows had been looked at when they were first predicted."""
 SEEN = ("striped",)
 """Variants that a rule went in for after their rows had been compared: flags between a rank's engines are a graph's
 dependencies (``model.executed.dependencies``)."""
@@ -241,9 +243,19 @@ def predict_alone(machine: Machine, row: CollectiveRow) -> float | None:
     kind = Kind(row.collective)
     if row.implementation == "nccl" and not row.variant:  # on symmetric windows it has other kernels
         return library_us(machine, kind, row.bytes)
+    if row.implementation == LIBRARY_ENGINES and kind not in REDUCING:
+        return _library_on_engines_us(machine, row)
     if row.implementation != "dma" or row.variant not in variants(kind) or row.prelaunch:
         return None
     return executed_run(machine, kind, row.bytes, row.variant, row.in_place).time_us
+
+
+def _library_on_engines_us(machine: Machine, row: CollectiveRow) -> float:
+    """NCCL's copies: those of one engine for all peers, and the own chunk behind them, not beside."""
+    moved = executed_run(machine, Kind.ALL_GATHER, row.bytes, "b2b", True).time_us
+    if row.in_place:
+        return moved
+    return moved + float(machine.dma.copy_us) + row.bytes / machine.gpus / (float(machine.dma.local_gbps) * 1e3)
 
 
 def predict_ends(machine: Machine, row: CollectiveRow) -> tuple[float, ...]:
@@ -275,6 +287,8 @@ def _c3(machine: Machine, rows: Sequence[object], study: str = "c3") -> list[Ver
 def _seen(machine: Machine, row: CollectiveRow) -> bool:
     """Hops of NCCL's rings, and reductions of two inputs, were looked into after the rows of two GPUs were compared."""
     mended = row.implementation == "nccl" or row.collective in REDUCING
+    if row.implementation == LIBRARY_ENGINES:
+        return True
     return row.variant in SEEN or (machine.name == "h200x2" and mended)
 
 
