@@ -41,7 +41,7 @@ from sidelane.bench.tune.changes import changes_table
 from sidelane.c3.workload import parse_workload
 from sidelane.choice.store import InForce, builtin
 from sidelane.machine.load import machine_names, named
-from sidelane.model import training
+from sidelane.model import layer, training
 from sidelane.model.strategies import predict, predictable
 from sidelane.model.study import c3_study, dma_study, pair_name
 from sidelane.program.collective import Kind
@@ -130,7 +130,7 @@ def of_claims() -> list[Table]:
 
 
 def of_plan() -> list[Table]:
-    step = training.Step(training.MODELS["llama-70b-like"], 8192, 4096)
+    step = layer.Step(layer.MODELS["llama-70b-like"], 8192, 4096)
     times = training.StepTimes(12_345_678.0, 10_345_678.0, 5_345_678.0)
     planned = [sim_plan.Planned(strategy, times, 1e6, 3e6) for strategy in training.STRATEGIES]
     return [sim_plan.plan_table(named("mi300x8"), step, planned)]

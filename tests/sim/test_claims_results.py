@@ -22,6 +22,7 @@ from sidelane.bench.claims.results import (
     fitted_to,
     layers_file,
     predict_alone,
+    predict_ends,
     predict_together,
     role_problems,
 )
@@ -136,6 +137,31 @@ def test_nothing_is_predicted_of_lists_nor_fitted_to_them(tmp_path):
     assert len([v for v in compare(H200, tmp_path) if "b2b" in v.claim_id]) == 1
 
 
+def test_queues_that_share_an_engine_have_two_times_and_the_nearer_counts():
+    """A broadcast of 1 GB takes either, from run to run; what to plan with is the longer one."""
+    rows = [
+        row
+        for row in read(Path(__file__).resolve().parents[2] / "results" / "h200x4" / "collectives.json").rows
+        if isinstance(row, CollectiveRow)
+    ]
+    large = [row for row in rows if row.bytes == 1 << 30 and row.launch == "graph" and row.collective == "all_gather"]
+    ends = {(row.variant, row.in_place): (row, predict_ends(H200, row)) for row in large if row.implementation == "dma"}
+    row, (planned, in_step) = ends["bcst", True]
+    assert planned == predict_alone(H200, row) and planned > 1.6 * in_step
+    assert row.time_us == pytest.approx(in_step, rel=0.02) and row.p90_us is not None and row.p90_us > 1.4 * row.time_us
+    assert len(ends["b2b", True][1]) == 1, "one queue has nobody to share with"
+    assert all(len(predict_ends(named("h200x2"), row)) <= 1 for row in large)
+
+
+@pytest.mark.parametrize("machine", ["h200x2", "h200x4"])
+def test_nccl_on_copy_engines_takes_what_copies_and_its_own_chunk_take(machine):
+    """84 rows of which no number was taken: the own chunk comes behind the others."""
+    rows = [row for row in read(ROOT / "results" / machine / "collectives.json").rows if isinstance(row, CollectiveRow)]
+    rows = [row for row in rows if row.implementation == "nccl_ce" and row.launch == "graph" and row.bytes >= 64 << 10]
+    errors = [abs((predict_alone(named(machine), row) or 0.0) / row.time_us - 1) for row in rows if row.time_us]
+    assert len(errors) == 42 and statistics.median(errors) < 0.1 and max(errors) < 0.19
+
+
 def test_a_number_from_runs_side_by_side_is_a_mistake(tmp_path, capsys):
     assert role_problems(H200) == []
     cheat = 'base = "h200x4"\nname = "h200x4"\ntitle = "x"\n[interference]\n'
@@ -220,13 +246,13 @@ def test_pairs_that_were_set_apart_are_no_predictions(tmp_path):
 
 
 def test_the_right_winner_on_two_gpus():
-    """Copy engines or NCCL, from 64 KB on, in graphs: 82 of 84, and all times 4.6% off in the median."""
+    """Copy engines or NCCL, from 64 KB on, in graphs: 82 of 84, and all times 5.1% off in the median."""
     offs, times = [], {}
     for row in read(ROOT / "results" / "h200x2" / "collectives.json").rows:
         told = predict_alone(PAIR, row) if row.time_us and row.bytes >= 64 << 10 else None
         if told is not None:
             offs.append(abs(told / row.time_us - 1))
-            case = times.setdefault((row.collective, row.bytes, row.in_place), {"dma": [], "nccl": []})
+            case = times.setdefault((row.collective, row.bytes, row.in_place), {"dma": [], "nccl": [], "nccl_ce": []})
             case[row.implementation].append((row.time_us, told))
     winners = [
         [min(one[place] for one in case["dma"]) < min(one[place] for one in case["nccl"]) for place in (0, 1)]
@@ -234,7 +260,7 @@ def test_the_right_winner_on_two_gpus():
         if case["dma"] and case["nccl"]
     ]
     assert len(winners) == 84 and sum(measured is told for measured, told in winners) >= 82
-    assert len(offs) == 420 and statistics.median(offs) < 0.05 and max(offs) < 0.37
+    assert len(offs) == 462 and statistics.median(offs) < 0.052 and max(offs) < 0.37
     assert sum(off > 0.25 for off in offs) <= 23
 
 

@@ -206,7 +206,10 @@ def test_a_norm_sends_twice_the_bytes_and_waits_once():
     operator = AllReduceNorm(512, 8192)
     run = predict_fused(PAIR, operator).fused
     nbytes = 512 * 8192 * 2
-    assert run.time_us > 2 * nbytes / PORT + FLAG_US + float(H200.matmul.launch_us)
+    adding_us = operator.kernel(PAIR, 1.0).reduce_us
+    assert run.time_us > 2 * nbytes / PORT + FLAG_US + float(H200.matmul.launch_us) + adding_us > 1.2 * adding_us
+    pushed = predict_fused(PAIR, dataclasses.replace(operator, pushed=True)).fused
+    assert run.time_us - pushed.time_us > nbytes / PORT, "and a pass less is read"
     assert run.time_us > predict_fused(ALONE, operator).fused.time_us
     few = predict_fused(PAIR, AllReduceNorm(6, 6144))
     assert few.fused.time_us < few.unfused_us / 2, "one launch and one crossing"
@@ -293,3 +296,18 @@ def _results(rows):
     return Results(
         "fused", "h200x1", 1, "NVIDIA H200", 1, "2026-11-24T00:00:00+00:00", "abc", "sidelane fused", {}, rows
     )
+
+
+def test_norms_and_collectives_alone_among_two_gpus():
+    """Norms that are pushed, ours unfused by kernels where they are faster, and the fastest collective of all."""
+    found = fused_results.hold(named("h200x2"), MEASURED.parents[1] / "h200x2" / "fused.json")[1]
+    pushed = [one for one in found if one.schedule == "pushed"]
+    assert len(pushed) == 5 and max(one.error for one in pushed) < 0.17
+    chains = [one for one in found if one.op == "all_reduce_rms_norm" and one.part == fused_results.CHAIN]
+    assert len(chains) == 5 and max(one.error for one in chains) < 0.3
+    alone = [
+        one
+        for one in found
+        if one.part == fused_results.COLLECTIVE and one.op in ("all_gather_gemm", "gemm_all_reduce")
+    ]
+    assert len(alone) == 6 and max(one.error for one in alone) < 0.1

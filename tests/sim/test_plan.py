@@ -10,7 +10,8 @@ import pytest
 from sidelane.bench.simulated import plan as sim_plan
 from sidelane.bench.simulated.plan import Options, Planned, advice, plan_table
 from sidelane.machine.load import named
-from sidelane.model.training import MODELS, STRATEGIES, Step, StepTimes, Transformer, compute_us, step_times
+from sidelane.model.layer import MODELS, Step, Transformer
+from sidelane.model.training import STRATEGIES, StepTimes, compute_us, step_times
 
 H200, MI300X = named("h200x4"), named("mi300x8")
 SMALL, LARGE = MODELS["llama-8b-like"], MODELS["llama-70b-like"]
@@ -30,19 +31,19 @@ MEASURED = {
         (LARGE, 4, 4096, 4096, (179.9, 172.9, 172.2), 163.4),
     ),
 }
-"""Milliseconds of FSDP2 steps by number of H200s (docs/lab/hardware.md): by strategy, and without communication. Only
-the first one's time without communication was fitted to."""
+"""Milliseconds of FSDP2 steps by number of H200s (docs/lab/hardware.md): by strategy, and without communication. None
+was fitted to: kernels' times of other steps on two of them were (results/h200x2/fsdp-profile.json)."""
 
 
-@pytest.mark.parametrize(("gpus", "most"), [(4, 0.12), (2, 0.05)])
+@pytest.mark.parametrize(("gpus", "most"), [(4, 0.06), (2, 0.06)])
 def test_steps_as_measured(gpus, most):
-    """On four the third step is 12% too long, computation included; all others are within 5.1%."""
+    """Of 32 numbers 29 are within 5%; the others are 70b's, 6% too short at worst."""
     machine = named(f"h200x{gpus}")
     gained = {"dma all-gather": [0.0, 0.0], "dma both": [0.0, 0.0]}
     for model, layers, tokens, sequence, measured, alone in MEASURED[gpus]:
         step = Step(dataclasses.replace(model, layers=layers), tokens, sequence)
         computing = compute_us(machine, step)
-        assert computing / 1e3 == pytest.approx(alone, rel=0.095)
+        assert computing / 1e3 == pytest.approx(alone, rel=0.06)
         found = {strategy: step_times(machine, step, strategy, computing) for strategy in COPIED_OUT}
         for times, wanted in zip(found.values(), measured, strict=True):
             assert times.time_us / 1e3 == pytest.approx(wanted, rel=most)
@@ -50,7 +51,7 @@ def test_steps_as_measured(gpus, most):
         for place, (strategy, sums) in enumerate(gained.items(), 1):
             sums[0] += (found["library"].time_us - found[strategy].time_us) / 1e3
             sums[1] += measured[0] - measured[place]
-    for strategy, most_off in (("dma all-gather", 0.5), ("dma both", 0.22)):
+    for strategy, most_off in (("dma all-gather", 0.5), ("dma both", 0.4)):
         told, wanted = gained[strategy]
         assert told == pytest.approx(wanted, rel=most_off), "the sum; single ones are off by more"
 
@@ -101,7 +102,7 @@ def test_parameters_of_a_layer():
 @pytest.mark.parametrize("machine", [H200, MI300X], ids=lambda machine: machine.name)
 def test_what_is_exposed_lies_between_nothing_and_all(machine, strategy):
     times = step_times(machine, Step(SMALL, 4096, 4096), strategy)
-    slowed = 1.14 if strategy != "library" else 1.02
+    slowed = 1.14 if strategy != "library" else 1.06
     copied = 0.0
     if "straight" in strategy:
         copied = times.compute_us - compute_us(machine, Step(SMALL, 4096, 4096), straight=True)
@@ -113,7 +114,8 @@ def test_gathers_straight_into_the_parameters_save_the_copies_out():
     """Which a step that communicates nothing has, too: what is saved is about what they take there."""
     step = Step(SMALL, 8192, 4096)
     copied = compute_us(H200, step) - compute_us(H200, step, straight=True)
-    assert copied == pytest.approx(32 * 10 * SMALL.parameters / (4800 * 0.9178e3), rel=0.01)
+    moved = 63 * (1 + 1 / 4) * 4 * SMALL.parameters  # the last layer stays gathered between both of its passes
+    assert copied == pytest.approx(moved / (0.9 * 4800 * 0.9178e3), rel=0.01)
     saved = step_times(H200, step, "dma both").time_us - step_times(H200, step, "straight both").time_us
     assert saved == pytest.approx(copied, rel=0.1)
 

@@ -6,8 +6,8 @@ import pytest
 
 from sidelane.bench.claims.slowdown import draw_slowdown
 from sidelane.model.claims_slowdown import SlowdownContext, all_bracketed, checks
+from sidelane.model.layer import Step
 from sidelane.model.slowdown import MODELS, SEQUENCE, TOKENS, overlapped, platforms
-from sidelane.model.training import Step
 
 MACHINES = platforms()
 
@@ -17,16 +17,16 @@ MACHINES = platforms()
 def test_more_tokens_have_less_communication_beside_them(name, model):
     found = [overlapped(MACHINES[name], Step(model, tokens, SEQUENCE)) for tokens in (*TOKENS, 1 << 16)]
     slower = [one.slower for one in found]
-    assert slower == sorted(slower, reverse=True) and 0 < slower[-1] < 1
+    assert slower == sorted(slower, reverse=True) and 0 < slower[-1] < 1.5
     shares = [one.communication for one in found]
     assert shares == sorted(shares, reverse=True)
 
 
 def test_a_collective_that_leaves_memory_alone_slows_less():
-    """What is left are the units that it takes: whole waves more."""
+    """What is left are the units that it takes: whole waves more, and element-wise kernels with fewer."""
     step, machine = Step(MODELS[0], 2048, SEQUENCE), MACHINES["MI210"]
     quiet = overlapped(machine.with_value("interference.memory", 0), step)
-    assert 0 < quiet.slower < 0.5 * overlapped(machine, step).slower
+    assert 0 < quiet.slower < 0.6 * overlapped(machine, step).slower
 
 
 def test_one_after_the_other_is_what_hiding_and_slowing_come_to():

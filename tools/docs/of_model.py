@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from docs.measured import RESULTS, Cells
-from sidelane.bench.claims.steps import judge_steps
+from sidelane.bench.claims.steps import FLOORS, judge_steps
 from sidelane.bench.results.files import read
+from sidelane.bench.results.rows.training import FsdpRow
 from sidelane.machine.load import named
+from sidelane.model.layer import MODELS, Step, parts_us
+from sidelane.model.training import compute_us, sustained
 
 STEPS = {
     "nccl": "NCCL",
@@ -31,3 +36,23 @@ def steps(machine: str) -> Cells:
     wanted = [*(f"steps {name}" for name in STEPS), "gains sidelane"]
     cells = [["", *STEPS.values(), "gain by Sidelane"]]
     return cells + [[case, *(of_case[name] for name in wanted)] for case, of_case in shown.items()]
+
+
+def step_parts(machine: str) -> Cells:
+    """Milliseconds of steps without communication by kernels, profiled and predicted in brackets."""
+    described = named(machine)
+    shown = []
+    for row in read(RESULTS / machine / "fsdp-profile.json").rows:
+        assert isinstance(row, FsdpRow)
+        if row.implementation not in FLOORS:
+            continue
+        step = Step(dataclasses.replace(MODELS[row.model], layers=row.layers), row.batch * row.seq, row.seq)
+        straight = FLOORS[row.implementation]
+        parts = parts_us(sustained(described), step, straight=straight)
+        whole, gemm, attention = row.profiled_ms or 0.0, row.gemm_ms or 0.0, row.attention_ms or 0.0
+        rest = parts["elementwise"] + parts["copies"]
+        pairs = [(gemm, parts["gemm"]), (attention, parts["attention"]), (whole - gemm - attention, rest)]
+        pairs.append((whole, compute_us(described, step, straight=straight)))
+        name = f"{row.model.split('-')[1].upper()} x {row.layers}, {row.batch}x{row.seq}, {STEPS[row.implementation]}"
+        shown.append([name, *(f"{ms:.1f} ({us / 1e3:.1f})" for ms, us in pairs)])
+    return [["", "GEMMs", "attention", "everything else", "step"], *shown]

@@ -73,6 +73,7 @@ TABLES: dict[str, Callable[[], Cells]] = {
     "fsdp-h200x2": lambda: of_pytorch.steps("h200x2"),
     "simulator": of_studies.simulator,
     "steps-predicted-h200x2": lambda: of_model.steps("h200x2"),
+    "step-parts-h200x2": lambda: of_model.step_parts("h200x2"),
 }
 
 

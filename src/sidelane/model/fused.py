@@ -208,6 +208,7 @@ class _Ranks:
             state.next = next(state.steps, None)
         step, kernel = state.next, self.kernels[rank]
         if step is None:
+            state.held = False  # or what came next would let it end before it has added
             self._stop(rank)
             return
         free = kernel.resident - (kernel.senders if state.first else 0)

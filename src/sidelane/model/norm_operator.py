@@ -1,8 +1,8 @@
 """All-reduce + residual + RMSNorm as a kernel that sends and then adds, and unfused.
 
-The kernel is the one of ``ops.rms_norm``: a block a unit, a row at a time. Every word of data travels with a flag of
-its own, so that twice the bytes cross a link and nobody waits for anything else. Unfused: the library's all-reduce, an
-addition and a norm.
+The kernel is the one of ``ops.rms_norm``: a block a unit, a row at a time. In cells every word of data travels with a
+flag of its own, so that twice the bytes cross a link and nobody waits for anything else; pushed, rows go as they are,
+and a flag follows. Unfused: the library's all-reduce, an addition and a norm.
 """
 
 from __future__ import annotations
@@ -26,11 +26,16 @@ ELEMENTS = 2048
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AllReduceNorm:
-    """``tokens`` rows of ``hidden`` elements: the sum of all ranks' and a residual, and its norm."""
+    """``tokens`` rows of ``hidden`` elements: the sum of all ranks' and a residual, and its norm.
+
+    Attributes:
+        pushed: rows travel as they are; False: in cells.
+    """
 
     tokens: int
     hidden: int
     element_bytes: int = 2
+    pushed: bool = False
 
     def __post_init__(self) -> None:
         check_sizes(self)
@@ -43,13 +48,13 @@ class AllReduceNorm:
 
     def works(self, ranks: int) -> list[Work]:
         """A row goes to all."""
-        return [Work(self.tokens, tuple((to, float(FLAGGED * self._row_bytes)) for to in range(ranks)))]
+        return [Work(self.tokens, tuple((to, self._sent * self.hidden) for to in range(ranks)))]
 
     def kernel(self, machine: Machine, occupancy: float) -> FusedKernel:
         """The fused one, without its work: rows are read and sent; what came, and the residual, is read and added."""
         blocks = max(1, int(machine.gpu.units * occupancy))
         peers = machine.world_size - 1
-        passes = 1 + FLAGGED * peers + 2  # the residual, what came, and both results
+        passes = 1 + (1 if self.pushed else FLAGGED) * peers + 2  # the residual, what came, and both results
         adding_us = self.tokens * self._row_bytes * passes / self._bytes_a_us(machine, min(self.tokens, blocks))
         return FusedKernel((), blocks, self._round_us(machine), reduce_us=adding_us)
 
@@ -67,6 +72,11 @@ class AllReduceNorm:
     def held_bytes(self, ranks: int) -> float:
         """Of a rank's memory, at the least: inputs, results, and cells for two calls."""
         return (4 + 2 * FLAGGED * ranks) * self.collective_bytes()
+
+    @property
+    def _sent(self) -> float:
+        """Bytes of an element on its way."""
+        return float(self.element_bytes * (1 if self.pushed else FLAGGED))
 
     @property
     def _row_bytes(self) -> int:

@@ -16,7 +16,8 @@ from sidelane.machine.load import named
 from sidelane.machine.spec import Machine
 from sidelane.model.device import Gang, Tiled, run_device
 from sidelane.model.kernels import library_gang
-from sidelane.model.training import ELEMENT, Node, Step, Transformer, step_kernels, sustained
+from sidelane.model.layer import ELEMENT, Step, Transformer
+from sidelane.model.training import Node, orders, step_kernels, sustained
 from sidelane.program.collective import Kind
 
 MODELS = (
@@ -58,15 +59,14 @@ class Overlapped:
 def overlapped(machine: Machine, step: Step) -> Overlapped:
     """Predict a layer in the middle of a step, forward and backward.
 
-    The mean of both orders where chance decides whether the library's kernels run beside a GEMM.
+    The mean of both orders where chance decides whether the library's kernels run beside a GEMM. What a power cap adds
+    all through a step (``training.COMMUNICATING``) is left out: it was seen on H200s alone.
     """
     nbytes = step.model.parameters * ELEMENT
     kinds = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
     gangs = tuple((kind, (library_gang(machine, kind, nbytes, priority=1),)) for kind in kinds)
     gathering, scattering = (run_device(machine, parts).time_us for _, parts in gangs)
-    machines = [sustained(machine)]
-    if machine.interference.either_first:
-        machines.append(machines[0].with_value("matmul.persistent", 1))
+    machines = orders(sustained(machine))
     alone, alone_us = _layer(Node.of(machines[0]), step, None)
     both = [_layer(Node.of(one), step, gangs) for one in machines]
     busy, whole_us = (sum(one[place] for one in both) / len(both) for place in (0, 1))

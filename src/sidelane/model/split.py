@@ -1,4 +1,4 @@
-"""Operators without a kernel of their own: GEMMs in parts that copy engines carry, and unfused chains by copy engines.
+"""Operators without a kernel of their own: GEMMs in parts that copy engines carry, and unfused chains of our own.
 
     GEMM + all-to-all     parts for peers, then the own one; each is carried once it is computed
     GEMM + reduction      the same, and a sum of what came; an all-reduce gathers the sums
@@ -20,6 +20,7 @@ from sidelane.machine.spec import Machine
 from sidelane.model.executed import IN_PLACE, dependencies, executed_run, program_of
 from sidelane.model.gemm import gemm_us
 from sidelane.model.gemm_operators import DispatchGemm, GatherGemm, GemmReduce
+from sidelane.model.kernels import own_gang
 from sidelane.model.operators import Operator, TiledGemm
 from sidelane.model.workgroups import resident, stream_gbps
 from sidelane.program.builders import variants
@@ -64,7 +65,9 @@ def split_us(machine: Machine, operator: Operator, pieces: int) -> float | None:
 
 
 def chain_us(machine: Machine, operator: Operator) -> float | None:
-    """Time of an operator unfused: its computation, and then its collective on copy engines; None with one rank.
+    """Time of an operator unfused: its computation, and then Sidelane's collective; None with one rank.
+
+    On copy engines, or by a kernel where the description has them and that is faster, as calls choose.
 
     Raises:
         ValueError: the machine has several nodes.
@@ -77,7 +80,13 @@ def chain_us(machine: Machine, operator: Operator) -> float | None:
         collective = all_to_all([[rows * operator.row_bytes for rows in row] for row in operator.counts])
         programs = [program_of(collective, variant) for variant in OWN]
         return computing + min(simulate(one, machine, edges=dependencies(one)).time_us for one in programs)
-    return computing + _engines_us(machine, operator.kind, round(operator.collective_bytes()))
+    return computing + ours_us(machine, operator.kind, operator.collective_bytes())
+
+
+def ours_us(machine: Machine, kind: Kind, nbytes: float) -> float:
+    """Time of Sidelane's collective alone, on copy engines or, where the description has them, by kernels if faster."""
+    engines = _engines_us(machine, kind, round(nbytes))
+    return engines if machine.kernels is None else min(engines, own_gang(machine, kind, round(nbytes)).alone_us)
 
 
 @functools.lru_cache(maxsize=256)

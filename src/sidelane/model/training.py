@@ -3,10 +3,10 @@
     forward    all-gather of layer i+1 beside layer i
     backward   all-gather of layer i-1 and reduce-scatter of layer i+1 beside layer i
 
-A layer is GEMMs with element-wise kernels in front of each, and attention. Beside a GEMM a kernel of a collective runs
-on units that it takes away, or waits for the GEMM's end; what is hidden then is what ran beside attention and
-element-wise kernels. Where it is left to chance which (``interference.either_first``), a step has so many collectives
-that it takes the mean of both.
+A layer is GEMMs with element-wise kernels in front of each, and attention (``model/layer.py``). Beside a GEMM a kernel
+of a collective runs on units that it takes away, or waits for the GEMM's end; what is hidden then is what ran beside
+attention and element-wise kernels. Where nothing but chance decides which, as far as is known (``orders``), a step has
+so many collectives that it takes the mean of both.
 
 An all-gather waits for the one before it and for the layer whose buffer it takes; a reduce-scatter for its layer's
 gradients and for the one before it. Layers are alike: a few of them are simulated, and the rest take as long as the
@@ -23,36 +23,25 @@ import functools
 import statistics
 from collections.abc import Sequence
 
-from sidelane.c3.workload import Gemm
 from sidelane.machine.spec import Gpu, Interference, Machine, Matmul
 from sidelane.model.device import Gang, Tiled, run_device
-from sidelane.model.gemm import gemm_kernel
 from sidelane.model.kernels import dma_gangs, library_gang
+from sidelane.model.layer import ELEMENT, Pass, Step, layer_kernels
+from sidelane.model.published import default_units
 from sidelane.model.strategies import partitions
 from sidelane.program.collective import Kind
 
-ELEMENT = 2
-"""Bytes of parameters, activations and gradients (bfloat16)."""
-ATTENTION_EFFICIENCY = 0.5
-"""Share of the peak that a fused causal attention reaches. Assumed: between published figures of both directions."""
-PARAMETER_BYTES = 30
-"""Bytes through memory for each parameter and step: casts of shards, gradients that are packed. From kernels' times on
-two H200s (docs/lab/hardware.md)."""
-COPY_OUT_BYTES = 10
-"""The same of copies out of gathered buffers: 4.9 ms of kernels for 10 layers of 218 million parameters, and 7.8 ms for
-4 of 856 million, there."""
-PASSES = 43
-"""Times that a layer's forward pass goes through tokens x hidden elements outside of GEMMs and attention: fitted to one
-step on H200s without communication (docs/lab/model.md); the operators of a layer have 40."""
 SUSTAINED = 0.11
 """Share by which GEMMs of a step take longer than alone, since the GPU is at its power cap all the time: between the 9
-and 12% of two H200s (kernels' times, docs/lab/hardware.md). Assumed for other machines."""
-BESIDE_COPIES = 0.14
-"""Share by which sustained GEMMs slow down while copy engines move, since the GPU is at its power cap: between the 10
-and 18% of two H200s (docs/lab/hardware.md). Assumed for other machines."""
-WAVES = 4
-"""Of attention and of element-wise kernels: many short workgroups, so that those of a collective, which FSDP2 launches
-on streams of high priority, get in between them."""
+and 12% of two H200s (kernels' times, docs/lab/hardware.md); 5 to 8% on two others (fsdp-profile.json). Assumed for
+other machines."""
+COMMUNICATING = 0.04
+"""The same of a step that communicates over one that does not, apart from what runs beside transfers: the power cap is
+held over more than a GEMM. Mean of six steps on two H200s (1 to 6%: ``gemm_apart_ms`` of
+results/h200x2/fsdp-profile.json). Assumed for other machines."""
+BESIDE_COPIES = 0.1
+"""The same beside copy engines that move, besides: ``gemm_beside_ms`` of Sidelane's two steps there, over the time of
+copies times the share of a step that GEMMs have (9 and 10%). Assumed for other machines."""
 SIMULATED = (3, 5)
 """Layers that are simulated; the difference is what each further one takes."""
 
@@ -82,53 +71,6 @@ WAYS = {
     "straight both": Way(gathers=True, scatters=True, straight=True),
 }
 STRATEGIES = tuple(WAYS)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Transformer:
-    """Sizes of a decoder, with ``feed`` the width of its gated feed-forward part."""
-
-    name: str
-    layers: int
-    hidden: int
-    feed: int
-    heads: int
-    kv_heads: int
-
-    @property
-    def parameters(self) -> int:
-        """Of a layer."""
-        kv = self.hidden * self.kv_heads // self.heads
-        return self.hidden * (2 * self.hidden + 2 * kv + 3 * self.feed)
-
-
-MODELS = {
-    model.name: model
-    for model in (
-        Transformer("llama-8b-like", 32, 4096, 14336, 32, 8),
-        Transformer("llama-70b-like", 80, 8192, 28672, 64, 8),
-    )
-}
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Step:
-    """A training step of a rank.
-
-    Attributes:
-        model: its sizes.
-        tokens: of a rank.
-        sequence: tokens that attend to each other.
-    """
-
-    model: Transformer
-    tokens: int
-    sequence: int
-
-    def __post_init__(self) -> None:
-        if self.tokens < 1 or self.sequence < 1 or self.tokens % self.sequence:
-            value = f"{self.tokens}, {self.sequence}"
-            raise ValueError(f"Step: tokens, sequence (value={value}, allowed=whole sequences of one token or more)")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -176,6 +118,7 @@ def step_times(
     way = WAYS[strategy]
     machine.refuse_nodes("step_times")
     machine = machine.with_value("interference.copies", max(BESIDE_COPIES, float(machine.interference.copies)))
+    machine = ordinary(machine)
     if alone_us is None:
         alone_us = compute_us(machine, step)
     options = [0] if not way.apart else partitions(machine) if units is None else [units]
@@ -195,23 +138,50 @@ def _with_units(machine: Machine, step: Step, way: Way, alone_us: float, units: 
     alone = {kind: run_device(machine, parts).time_us for kind, parts in gangs.items()}
     layers = step.model.layers
     communication = (2 * layers - 1) * alone[Kind.ALL_GATHER] + layers * alone[Kind.REDUCE_SCATTER]
-    machines = [sustained(machine)]
-    if machine.interference.either_first and not way.apart and not (way.gathers and way.scatters):
-        machines.append(machines[0].with_value("matmul.persistent", 1))  # GEMMs that let nobody in
     limit = int(machine.gpu.units) - units if units else None
+    machines = orders(sustained(machine, COMMUNICATING))
+    if way.apart or (way.gathers and way.scatters):
+        machines = machines[:1]
     times = [_scaled(one, step, gangs, way.straight, limit) for one in machines]
     return StepTimes(statistics.fmean(times), alone_us, communication, units)
 
 
-def sustained(machine: Machine) -> Machine:
-    """A machine whose GEMMs are at the power cap all the time."""
-    return machine.with_value("matmul.efficiency", machine.matmul.efficiency / (1 + SUSTAINED))
+def orders(going: Machine) -> list[Machine]:
+    """Machines of whose steps the mean counts: one whose GEMMs go on beside the library's kernels, and one of others.
+
+    Both where chance decides, and where nobody has looked at GEMMs beside these kernels. On two H200s pauses of the
+    computation's stream are 0.3 to 3.5 ms longer than without communication, and would be 6.5 and 13.7 if they took
+    turns (results/h200x2/fsdp-profile.json): they run beside.
+    """
+    if not going.interference.either_first or going.interference.kernels:
+        return [going]
+    return [going, going.with_value("matmul.persistent", 1)]
+
+
+def ordinary(machine: Machine) -> Machine:
+    """A machine whose library gathers in ordinary memory, as FSDP2 does.
+
+    Its rings have as many units for gathers as for reductions; ``library.default_units`` may be those of a gather among
+    windows, which takes fewer.
+    """
+    library = machine.library
+    if not machine.interference.either_first:
+        return machine
+    need = max(float(library.all_gather_need), float(library.all_to_all_need))
+    machine = machine.with_value("library.default_units", default_units(library, Kind.REDUCE_SCATTER))
+    return machine.with_value("library.all_gather_need", need)
+
+
+def sustained(machine: Machine, communicating: float = 0.0) -> Machine:
+    """A machine whose GEMMs are at the power cap all the time, which other things share."""
+    return machine.with_value("matmul.efficiency", machine.matmul.efficiency / (1 + SUSTAINED) / (1 + communicating))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Node:
     """A machine, equal to others that differ in nothing that a step's kernels depend on once its gangs are known."""
 
+    gpus: int
     gpu: Gpu
     matmul: Matmul
     interference: Interference
@@ -220,7 +190,7 @@ class Node:
     @classmethod
     def of(cls, machine: Machine) -> Node:
         """With those numbers of a machine."""
-        return cls(machine.gpu, machine.matmul, machine.interference, machine)
+        return cls(machine.gpus, machine.gpu, machine.matmul, machine.interference, machine)
 
 
 def _scaled(
@@ -277,8 +247,8 @@ def step_kernels(
             phase_next, following = order[number + 1]
             gather(f"AG {phase_next}{following}", before)  # the buffer of the layer before is free
         needs = (f"AG {phase}{i}",) if f"AG {phase}{i}" in gathered else ()
-        kernels = _kernels(node, step, phase == "B", straight, limit)
-        found += _layer(kernels, f"{phase}{i}", (*before, *needs))
+        way = Pass(phase == "B", f"AG {phase}{i}" in gathers, straight)
+        found += _layer(_kernels(node, step, way, limit), f"{phase}{i}", (*before, *needs))
         if phase == "B" and gangs is not None:
             behind = (f"B{i}", *((f"RS {i + 1}",) if i < last else ()))
             found += _named(gangs[Kind.REDUCE_SCATTER], f"RS {i}", behind)
@@ -305,30 +275,5 @@ def _layer(kernels: Sequence[Tiled], name: str, behind: tuple[str, ...]) -> list
 
 
 @functools.lru_cache(maxsize=64)
-def _kernels(node: Node, step: Step, backward: bool, straight: bool, limit: int | None) -> tuple[Tiled, ...]:
-    """A layer's kernels; the backward pass has each GEMM twice."""
-    machine = node.machine
-    model, rows, gpu = step.model, step.tokens, machine.gpu
-    kv = model.hidden * model.kv_heads // model.heads
-    shapes = [(model.hidden + 2 * kv, model.hidden), (model.hidden, model.hidden)]
-    shapes += [(2 * model.feed, model.hidden), (model.hidden, model.feed)]
-    kernels = [gemm_kernel(machine, Gemm(rows, n, k, "bfloat16"), limit=limit) for n, k in shapes]
-    if backward:
-        kernels = [
-            kernel
-            for n, k in reversed(shapes)
-            for shape in ((rows, k, n), (n, k, rows))
-            for kernel in [gemm_kernel(machine, Gemm(*shape, "bfloat16"), limit=limit)]
-        ]
-    units = int(gpu.units) if limit is None else limit
-    attention_flops = 2.0 * rows * step.sequence * model.hidden * (2.5 if backward else 1.0)  # half of it is masked
-    attention_us = attention_flops / (gpu.peak_tflops * ATTENTION_EFFICIENCY * 1e6) * float(gpu.units) / units
-    launch = float(machine.matmul.launch_us)
-    attention = Tiled("attention", WAVES * units, attention_us / WAVES, 0.0, limit=limit, fixed_us=launch / WAVES)
-    passes = PASSES * (2 if backward else 1) * rows * model.hidden * ELEMENT
-    passes += (PARAMETER_BYTES + (0 if straight else COPY_OUT_BYTES)) * model.parameters // 2
-    each = passes / len(kernels)  # norms, rotations, activations and additions stand in front of GEMMs
-    elements = Tiled("elements", WAVES * units, 0.0, each / units / WAVES, limit=limit, fixed_us=launch / WAVES)
-    kernels = [one for gemm in kernels for one in (elements, gemm)]
-    kernels.insert(len(kernels) - 4 if backward else 2, attention)  # beside the GEMMs of its inputs
-    return tuple(kernels)
+def _kernels(node: Node, step: Step, way: Pass, limit: int | None) -> tuple[Tiled, ...]:
+    return layer_kernels(node.machine, step, way, limit)

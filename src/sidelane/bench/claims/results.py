@@ -20,7 +20,7 @@ from sidelane.bench.claims.gemms import gemm_times, judge_gemms, judge_layers
 from sidelane.bench.claims.occupancy import judge_occupancy
 from sidelane.bench.claims.power import judge_power
 from sidelane.bench.claims.steps import judge_steps
-from sidelane.bench.claims.verdicts import AT_LEAST, judge, judge_ends, with_summary
+from sidelane.bench.claims.verdicts import AT_LEAST, judge, judge_ends, nearest, with_summary
 from sidelane.bench.results import files as result_files
 from sidelane.bench.results.rows.collectives import CollectiveRow
 from sidelane.bench.results.rows.pairs import C3Row
@@ -53,6 +53,10 @@ AGAIN = "c3-strategies"
 """Has the GEMMs of ``c3.json`` once more: as rows alone they would count twice."""
 SET_APART = ("cb1_896M", "cb3_896M")
 """Pairs of ``h200x2/isolated.json``, to which interference among two was fitted: their rows are no predictions."""
+DISTURBED = 0.05
+"""Share of a time by which queues that share an engine must matter for both times to be predicted."""
+LIBRARY_ENGINES = "nccl_ce"
+"""NCCL on copy engines. Its rows had been looked at when they were first predicted."""
 SEEN = ("striped",)
 """Variants that a rule went in for after their rows had been compared: flags between a rank's engines are a graph's
 dependencies (``model.executed.dependencies``)."""
@@ -239,9 +243,32 @@ def predict_alone(machine: Machine, row: CollectiveRow) -> float | None:
     kind = Kind(row.collective)
     if row.implementation == "nccl" and not row.variant:  # on symmetric windows it has other kernels
         return library_us(machine, kind, row.bytes)
+    if row.implementation == LIBRARY_ENGINES and kind not in REDUCING:
+        return _library_on_engines_us(machine, row)
     if row.implementation != "dma" or row.variant not in variants(kind) or row.prelaunch:
         return None
     return executed_run(machine, kind, row.bytes, row.variant, row.in_place).time_us
+
+
+def _library_on_engines_us(machine: Machine, row: CollectiveRow) -> float:
+    """NCCL's copies: those of one engine for all peers, and the own chunk behind them, not beside."""
+    moved = executed_run(machine, Kind.ALL_GATHER, row.bytes, "b2b", True).time_us
+    if row.in_place:
+        return moved
+    return moved + float(machine.dma.copy_us) + row.bytes / machine.gpus / (float(machine.dma.local_gbps) * 1e3)
+
+
+def predict_ends(machine: Machine, row: CollectiveRow) -> tuple[float, ...]:
+    """The same, what to plan with first; twice where a GPU's queues share an engine, which ranks may do in step.
+
+    Out of step two GPUs often send to one port while another idles, and 0.59 to 0.64 of a link is left; in step each
+    has a port for itself. One program does either, from run to run (docs/lab/model.md).
+    """
+    alone = predict_alone(machine, row)
+    if alone is None or row.implementation != "dma" or machine.gpus <= 2 or float(machine.dma.shared_queues) == 1:
+        return () if alone is None else (alone,)
+    in_step = predict_alone(machine.with_value("dma.shared_queues", 1), row)
+    return (alone,) if in_step is None or in_step > (1 - DISTURBED) * alone else (alone, in_step)
 
 
 def _c3(machine: Machine, rows: Sequence[object], study: str = "c3") -> list[Verdict]:
@@ -260,6 +287,8 @@ def _c3(machine: Machine, rows: Sequence[object], study: str = "c3") -> list[Ver
 def _seen(machine: Machine, row: CollectiveRow) -> bool:
     """Hops of NCCL's rings, and reductions of two inputs, were looked into after the rows of two GPUs were compared."""
     mended = row.implementation == "nccl" or row.collective in REDUCING
+    if row.implementation == LIBRARY_ENGINES:
+        return True
     return row.variant in SEEN or (machine.name == "h200x2" and mended)
 
 
@@ -274,26 +303,36 @@ def _collectives(machine: Machine, rows: Sequence[object]) -> list[Verdict]:
         place = "in place" if row.in_place else "out of place"
         return f"{row.collective}/{format_bytes(row.bytes)}/{place}/{row.implementation} {row.variant}".strip()
 
-    judged = [
-        judge(
-            f"{machine.name}/collectives/{name(r)}",
-            r.time_us,
-            predict_alone(machine, r),
-            Role.FITTED if fitted and fitted_to(r) else Role.SEEN if _seen(machine, r) else Role.HELD_OUT,
-        )
-        for r in measured
-    ]
+    def role(row: CollectiveRow, ends: Sequence[float]) -> Role:
+        if fitted and fitted_to(row):
+            return Role.FITTED
+        return Role.SEEN if len(ends) > 1 or _seen(machine, row) else Role.HELD_OUT
+
+    judged: list[Verdict | None] = []
+    planned: list[float | None] = []
+    for row in measured:
+        ends = predict_ends(machine, row)
+        told = nearest(row.time_us or 0.0, ends) if ends else None
+        verdict = judge(f"{machine.name}/collectives/{name(row)}", row.time_us, told, role(row, ends))
+        if verdict is not None and len(ends) > 1:
+            verdict = dataclasses.replace(verdict, low=min(ends), high=max(ends))
+        judged.append(verdict)
+        planned.append(ends[0] if ends else None)
     whole = f"{machine.name}/collectives"
     found = with_summary(whole, judged, COLLECTIVE_MEDIAN, COLLECTIVE_WORST)
-    winners = _winners(f"{whole}/winners", list(zip(measured, judged, strict=True)))
+    winners = _winners(f"{whole}/winners", list(zip(measured, judged, planned, strict=True)))
     return [*found, winners] if winners is not None else found
 
 
-def _winners(claim_id: str, rows: Sequence[tuple[CollectiveRow, Verdict | None]]) -> Verdict | None:
-    """In how many cases the faster of copy engines and NCCL's kernels is foretold; None where no case has both."""
+def _winners(claim_id: str, rows: Sequence[tuple[CollectiveRow, Verdict | None, float | None]]) -> Verdict | None:
+    """In how many cases the faster of copy engines and NCCL's kernels is foretold, by the times to plan with.
+
+    None where no case has both.
+    """
     cases: dict[tuple[str, int, bool], dict[str, list[Verdict]]] = {}
-    for row, verdict in rows:
-        if verdict is not None:
+    for row, verdict, planned in rows:
+        if verdict is not None and planned is not None:
+            verdict = dataclasses.replace(verdict, predicted=planned)
             case = cases.setdefault((row.collective, row.bytes, row.in_place), {})
             case.setdefault(row.implementation, []).append(verdict)
     both = [case for case in cases.values() if {"dma", "nccl"} <= case.keys()]

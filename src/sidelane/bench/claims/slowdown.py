@@ -9,8 +9,8 @@ from matplotlib.figure import Figure
 
 from sidelane.bench.report.drawing import BLACK, BLUE, RC, STYLES, VERMILLION, save_both
 from sidelane.model.claims import published
+from sidelane.model.layer import Step
 from sidelane.model.slowdown import MODELS, SEQUENCE, TOKENS, overlapped, platforms, plausible
-from sidelane.model.training import Step
 
 MEAN, MOST = "CO-01", "CO-02"
 

@@ -11,7 +11,8 @@ from sidelane.bench.fsdp.tables import case_of
 from sidelane.bench.results.rows.training import FsdpRow
 from sidelane.machine.spec import Machine
 from sidelane.model.claims import Role, Verdict
-from sidelane.model.training import MODELS, Step, compute_us, step_times
+from sidelane.model.layer import MODELS, Step
+from sidelane.model.training import compute_us, step_times
 
 WORST, WORST_GAIN = 0.05, 1 / 3
 """Targets of issue 25: of a step, and of the gain by Sidelane."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import re
 
-from sidelane.model.training import MODELS, Transformer
+from sidelane.model.layer import MODELS, Transformer
 
 SHORT = {name.removeprefix("llama-").removesuffix("-like"): name for name in MODELS}
 """Names of models in cases: ``8b``, ``70b``."""

@@ -1,4 +1,4 @@
-"""Decoder layers as published ones are, sharded by FSDP2: no embedding and no head, as in ``model/training.py``.
+"""Decoder layers as published ones are, sharded by FSDP2: no embedding and no head, as in ``model/layer.py``.
 
 B sequences, S tokens of each, H hidden, Q heads, K heads of keys and values, D = H / Q, F width of the gated layer.
 """
@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from sidelane.model.training import Transformer
+from sidelane.model.layer import Transformer
 
 EPSILON = 1e-5
 ROTARY_BASE = 500_000.0

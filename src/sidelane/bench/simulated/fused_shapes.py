@@ -20,7 +20,7 @@ def operators_of(op: str, shape: tuple[int, ...], ranks: int) -> list[tuple[Oper
     if op == Gemv.name:
         return [(Gemv(*shape), "GEMV")]
     if op == AllReduceNorm.name:
-        return [(AllReduceNorm(*shape), "addition, norm")]
+        return [(AllReduceNorm(shape[0], shape[1]), "addition, norm")]
     rows, depth, columns = shape
     if op == DispatchGemm.name:
         return [(DispatchGemm(rows, depth, columns, half_for_one(rows, ranks)), "the library's GEMM")]

@@ -12,7 +12,8 @@ from sidelane.bench.report.terminal import progress_console, say, say_written, t
 from sidelane.bench.simulated.study import write_numbers
 from sidelane.machine.load import find
 from sidelane.machine.spec import Machine
-from sidelane.model.training import MODELS, STRATEGIES, WAYS, Step, StepTimes, compute_us, step_times
+from sidelane.model.layer import MODELS, Step
+from sidelane.model.training import STRATEGIES, WAYS, StepTimes, compute_us, step_times
 
 OF_COLLECTIVES = ("links", "dma", "library")
 SECTIONS = ("gpu", "matmul", "interference", *OF_COLLECTIVES)
