@@ -27,7 +27,7 @@ def test_the_fastest_is_learned_from_the_slowest_rank(ranks: Ranks) -> None:
 
 def test_failures(ranks: Ranks) -> None:
     for told in ranks.run("overlap_device_cases.of", "failures"):
-        assert len(told) == 9, told
+        assert len(told) == 10, told
 
 
 def test_several_computations(ranks: Ranks) -> None:

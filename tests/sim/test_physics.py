@@ -142,7 +142,7 @@ def test_gemms_alone_as_measured(name, median, worst):
     files = [path for path in (ROOT / "results" / name).glob("*.json") if path.stem in ("c3", "chain")]
     times = gemm_times([row for path in files for row in read(path).rows], named(name).gpus)
     errors = sorted(abs(predict_gemms(named(name), time) / time.time_us - 1) for time in times)
-    assert len(errors) == {"h200x4": 8, "h200x2": 10}[name]
+    assert len(errors) == {"h200x4": 8, "h200x2": 12}[name]
     assert errors[len(errors) // 2] <= median and errors[-1] <= worst, errors
 
 
