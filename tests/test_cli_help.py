@@ -15,7 +15,7 @@ from sidelane import cli
 from sidelane.cli import loading
 from sidelane.cli import model as cli_model
 from sidelane.cli.guided import GROUPS, Command
-from sidelane.model.training import MODELS
+from sidelane.model.layer import MODELS
 from sidelane.sizes import format_bytes, parse_bytes, rounding
 
 NAMES = sorted(cli.main.commands)

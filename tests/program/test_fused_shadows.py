@@ -12,8 +12,8 @@ from kernel_mistakes import changed, edited, moves, signals_before_stores, witho
 
 from sidelane.errors import ProgramError
 from sidelane.program.collective import Buffer, Span
-from sidelane.program.ir import Command, Copy, Flag, Program, Signal, Wait
-from sidelane.program.pieces import numbers_of, part_program, rows_coming
+from sidelane.program.ir import Command, Copy, EngineKind, Flag, Program, Signal, Wait
+from sidelane.program.pieces import arriving_program, coming
 from sidelane.program.shadows import (
     fused_embedding,
     fused_gather_gemm,
@@ -277,13 +277,11 @@ def test_mistakes_of_gemms_of_what_comes_by_counts_are_refused() -> None:
 
 
 def test_parts_that_come_are_those_that_leave() -> None:
-    """Copies of each part's program, and where the host looks for its rows."""
+    """Copies of the program, and where the host looks for its rows, in the order of arrivals."""
     for counts, pieces in itertools.product(COUNTS, (1, 2, 3)):
-        n = len(counts)
-        for number in numbers_of(counts, pieces):
-            program = part_program(counts, pieces, number, 8, 12)
-            verify_sequence([program])
-            copies = [command for q in program.queues for command in q.commands if isinstance(command, Copy)]
-            came = {rank: rows_coming(counts, rank, pieces, number) for rank in range(n)}
-            there = {copy.dst.rank: slice(copy.dst.offset // 8, copy.dst.end // 8) for copy in copies}
-            assert there == {rank: rows for rank, rows in came.items() if rows is not None}
+        program = arriving_program(counts, pieces, 8, 12)
+        verify_sequence([program])
+        for rank in range(len(counts)):
+            reads = [q.commands[-1] for q in program.queues_of(rank) if q.engine.kind is EngineKind.CALLER]
+            there = [slice(copy.src.offset // 8, copy.src.end // 8) for copy in reads if isinstance(copy, Copy)]
+            assert there == coming(counts, rank, pieces)

@@ -14,7 +14,7 @@ from sidelane.cli.options import VERSIONS, json_option, report_option
 DEMO_MACHINE = "mi300x8"
 
 PLANNED = ("llama-8b-like", "llama-70b-like")
-"""Models of `sidelane plan`: ``MODELS`` of ``sidelane.model.training``, which would take a while to load for help."""
+"""Models of `sidelane plan`: ``MODELS`` of ``sidelane.model.layer``, which would take a while to load for help."""
 
 
 @click.command(
