@@ -115,6 +115,7 @@ LONG = (
     "sim/test_plan.py::test_the_command_prints_ranges_and_writes",
     "sim/test_sim_reports.py::test_published_values_are_on_the_pictures_of_their_machine_alone",
     "sim/test_slowdown.py::test_the_published_mean_is_bracketed_on_all_four_and_a_bracket_can_fail",
+    "sim/test_slowdown.py::test_the_picture_names_its_axes_and_the_published_figures",
     "test_cli_json.py::test_json_goes_to_stdout_alone[chain",
     "test_cli_json.py::test_json_goes_to_stdout_alone[claims",
     "test_cli_json.py::test_json_goes_to_stdout_alone[demo",
