@@ -183,6 +183,42 @@ def gives_up(group: dist.ProcessGroup, patience: int, calls: int) -> tuple[int, 
         return found["staged"], found.get("by C", 0), made
 
 
+def gives_up_as_a_window_begins(group: dist.ProcessGroup, vain: int) -> tuple[list[bool], list[bool]]:
+    """One of two signatures is given up in a call of its own that compiled code has begun, the first one of a window;
+    the next lesson is Python's on rank 0. Who made the last calls before, and which calls of the other one went ahead.
+    """
+    with (
+        made_up_gpus() as driver,
+        mock.patch.object(course, "PATIENCE", vain * course.VAIN),
+        counted(),
+        Communicator(group, config=LEARNING) as comm,
+    ):
+        lasting, other = Lessons(group, comm, driver, 1), Lessons(group, comm, driver, 1)
+        learning, repeats = comm._path.learning, comm._repeats
+        assert learning is not None and repeats is not None
+        other.size = 33
+        other.tensors = [(other.new(comm.world_size), other.new(1))]
+        if comm.rank == 0:  # peers cannot map that
+            other.tensors = [(other.tensors[0][0], torch.empty(other.size, dtype=torch.int32))]
+        other.call(), lasting.call()
+        first, _ = learning._subjects
+        while other.call() and learning._subjects[first] is not None:
+            lasting.call()
+            if not learning.is_quiet:
+                time.sleep(0.05)  # for the thread that maps
+        assert learning._board.lesson % WINDOW == 1, "the test would prove nothing"
+        if comm.rank == 0:
+            repeats.forget()
+        lasting.call(3)
+        begun: list[int] = [0] * comm.world_size
+        dist.all_gather_object(begun, learning._board.lesson, group=group)
+        assert len({*begun}) == 1, f"ranks have begun other lessons: {begun}"
+        if comm.rank == 1:  # all do something else from some window on
+            lasting.tensors = [(lasting.tensors[0][0], lasting.new(1))]
+        lasting.call(7 * WINDOW)
+        return other.native[-WINDOW:-1], lasting.ahead
+
+
 def one_is_late(group: dist.ProcessGroup, calls: int) -> tuple[int, dict[str, int]]:
     """Now and then rank 1 waits until rank 0 is further ahead than there is room for posts. How far ahead it got, and
     what this rank did."""

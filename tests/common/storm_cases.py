@@ -113,6 +113,7 @@ def with_graphs(
                 WARM_UP_CAPTURES=0.2,
                 REPLAYS=0.6,
                 LETS_GO=0.03,
+                SEASON=60,
                 IS_ASYNCHRONOUS=0,
                 POOL_BYTES=4 << 20,
             ),

@@ -157,6 +157,8 @@ def progress(group: dist.ProcessGroup) -> None:
         control.note(4, "still four")
     dist.barrier(group)
     assert [control.ended(r) for r in range(3)] == [3, 0, 0]
+    assert "in call 6" in (said := control.describe(0, 3)) and said.count("has ended call 3") == 1
+    assert "has ended" not in control.describe(0, 4), "which 0 is still in"
     assert control.at_fault((0, 1, 2)) == (1, 2), "0 waits for a peer itself"
     assert control.at_fault((0,)) == (0,)
     dist.barrier(group)

@@ -97,3 +97,10 @@ def test_what_never_comes_again_costs_nothing_soon(pool: RankPool) -> None:
     for staged, by_c, made in pool.run(lesson_cases.gives_up, 2, patience, patience + LAG + 3 * WINDOW):
         assert patience < staged <= patience + LAG + WINDOW and by_c == 0
         assert made == [False, True, True, True, True], "as with map_memory=False"
+
+
+def test_what_is_given_up_as_a_window_begins_is_no_lesson_any_more(pool: RankPool) -> None:
+    """Seen on two H200s: one rank counted a lesson less, and staged a call in which the other one went ahead."""
+    for by_c, ahead in pool.run(lesson_cases.gives_up_as_a_window_begins, 2, 30):
+        assert all(by_c), "the test would prove nothing"
+        assert ahead[-7 * WINDOW - 1] and not ahead[-1]

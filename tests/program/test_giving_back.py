@@ -137,3 +137,13 @@ def test_what_gives_back_more(device: SimpleNamespace):
     Kept(Both(), GPU)
     assert not give_back() and freed == [1] and nested == [False]  # one at a time
     assert give_back() and sorted(freed) == [1, 2, 3]
+
+
+def test_what_is_held_is_told_from_what_waits(device: SimpleNamespace):
+    assert give_back()
+    before, _ = giving_back.held_bytes()
+    kept = [Kept(torch.empty(1000, dtype=torch.uint8), GPU), Kept(Memory([]), GPU)]
+    assert giving_back.held_bytes() == (before + 1000, 0)
+    kept.clear()
+    assert giving_back.held_bytes() == (before, 1000)
+    assert give_back() and giving_back.held_bytes() == (before, 0)

@@ -187,6 +187,7 @@ class Learning:
         subject = self._subjects[text]
         assert subject is not None
         begun = self._board.take()  # by compiled code, for a call that is to do something else now
+        assert not begun or self._begun[self._board.lesson % KEPT] is subject, "who has begun a lesson makes its call"
         lesson = self._board.lesson + (not begun)
         if not begun and lesson % READ_EVERY == 1:
             self._catch_up(lesson)
@@ -242,6 +243,8 @@ class Learning:
             self._catch_up(lesson)
             self._telling.look(lesson)  # what has gone is said from the next lesson on
             self._begin(subject, post, self._control.begun(self._rank) + 1)
+            if subject.now is False:  # since just now: its call is made, but as no lesson, so that nobody asks for it
+                self._board.take()
         except BaseException:
             with self._calls.making_ready():
                 raise

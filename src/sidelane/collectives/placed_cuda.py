@@ -53,6 +53,11 @@ class DevicePlacer:
     def used(self) -> int:
         return int(self._library.used(self._slot))
 
+    @property
+    def nbytes(self) -> int:
+        """Of the region."""
+        return self._region.nbytes
+
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         self._library.refused(self._slot)
@@ -95,6 +100,12 @@ def give_back_pools() -> None:
     left = [placer for placer in waiting if not placer.end()]
     with _lock:
         _closed.extend(left)
+
+
+def waiting_bytes() -> int:
+    """Of pools that have gone, and are still to be given back."""
+    with _lock:
+        return sum(placer.nbytes for placer in _closed)
 
 
 def _allocator(library: ArenaLibrary, slot: int) -> Any:

@@ -324,7 +324,8 @@ class ControlBlock:
     def describe(self, rank: int, call: int = 0) -> str:
         """One phrase for people: who the rank is, whether it lives and what it was last seen doing.
 
-        With ``call``, also what that call is on the other rank, unless it is known to be the same as here.
+        With ``call``, also that it has ended there, though later ones have not; and what it is on the other rank,
+        unless it is known to be the same as here.
         """
         part, peer = self._parts[rank], self._peers[rank]
         if part.words[CLOSED]:
@@ -335,7 +336,8 @@ class ControlBlock:
         step = part.step.read()
         doing = f", {step[2].decode(errors='replace')}" if step and step[0] == begun and begun > ended else ""
         progress = f"in call {begun}" if begun > ended else f"ended call {ended}" if ended else "has begun no call"
-        return f"rank {rank} (pid {peer.pid}, {state}, {progress}{doing}{self._other_call(rank, call)})"
+        over = f", has ended call {call}" if 0 < call <= ended < begun else ""
+        return f"rank {rank} (pid {peer.pid}, {state}, {progress}{doing}{over}{self._other_call(rank, call)})"
 
     def _waits(self, rank: int) -> bool:
         step = self._parts[rank].step.read()

@@ -101,6 +101,12 @@ def give_back() -> bool:
         _giving_back.release()
 
 
+def held_bytes() -> tuple[int, int]:
+    """Bytes of tensors that somebody still refers to, and of those that wait for a good moment."""
+    kept = sum(what.nbytes for _, what in list(_kept.values()) if isinstance(what, torch.Tensor))
+    return kept, sum(what.nbytes for _, what in list(_dropped) if isinstance(what, torch.Tensor))
+
+
 def becomes_idle(device: torch.device) -> bool:
     """Wait for a device as torch will, but not for ever: ``PATIENCE_S``. True if it had nothing left to do."""
     if not torch.cuda.is_available():

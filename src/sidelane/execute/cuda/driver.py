@@ -315,17 +315,17 @@ class Driver:
         return bound
 
     def kernels(self) -> Kernels:
-        """The Triton kernels that the device has loaded.
+        """The Triton kernels that the device has loaded, in all drivers for it.
 
         Raises:
             UnavailableError: Triton is not installed.
         """
         if self._kernels is None:
             try:
-                from sidelane.execute.cuda.kernel_launch import Kernels
+                from sidelane.execute.cuda.kernel_launch import kernels_of
             except ImportError as error:
                 raise missing("kernels need Triton", "triton", error) from error
-            self._kernels = Kernels(self)
+            self._kernels = kernels_of(int(self._context), self)
         return self._kernels
 
     def most_resident(self, function: int, threads: int, shared_bytes: int) -> int:

@@ -16,6 +16,7 @@ Import it late: it needs Triton.
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -53,7 +54,8 @@ class Loader(Protocol):
 
 
 class Kernels:
-    """The kernels that one device has loaded. Loading works while a stream is captured, in ``driver.relaxed_capture``.
+    """The kernels that one context has loaded, for good. Loading works while a stream is captured, in
+    ``driver.relaxed_capture``. Threads may share it.
 
     Args:
         driver: of the device, which must be current in every method.
@@ -85,14 +87,28 @@ class Kernels:
             return known[2]
         key = (function, warps, stages, *sorted((name, str(value)) for name, value in constants.items()))
         kernel = self._loaded.get(key)
-        if kernel is None:
-            kernel = self._loaded[key] = LoadedKernel(
-                self._driver, compile_for(self._target, function, constants, warps, stages)
-            )
-        if len(self._by_identity) >= _MOST_CONSTANTS:
-            del self._by_identity[next(iter(self._by_identity))]
-        self._by_identity[id(constants), warps, stages] = function, constants, kernel
+        if kernel is None:  # not with a lock: to load can wait for all that runs, and so for another thread's call
+            made = LoadedKernel(self._driver, compile_for(self._target, function, constants, warps, stages))
+            kernel = self._loaded.setdefault(key, made)
+        with _lock:
+            if len(self._by_identity) >= _MOST_CONSTANTS:
+                del self._by_identity[next(iter(self._by_identity))]
+            self._by_identity[id(constants), warps, stages] = function, constants, kernel
         return kernel
+
+
+def kernels_of(context: int, driver: Loader) -> Kernels:
+    """Those of a context, whoever asks: nobody unloads them, and each takes memory of the device.
+
+    Args:
+        context: the driver's handle.
+        driver: in it.
+    """
+    with _lock:
+        found = _kernels.get(context)
+        if found is None:
+            found = _kernels[context] = Kernels(driver)
+        return found
 
 
 class LoadedKernel:
@@ -183,3 +199,7 @@ def compile_for(target: Any, function: Any, constants: Mapping[str, Any], warps:
     source = triton.compiler.ASTSource(function, signature, dict(constants))
     options = {"num_warps": warps} | ({} if stages is None else {"num_stages": stages})
     return triton.compile(source, target=target, options=options)
+
+
+_kernels: dict[int, Kernels] = {}
+_lock = threading.Lock()

@@ -125,6 +125,11 @@ def open_span(memory: VirtualMemory, handle: str) -> OpenedSpan:
     return OpenedSpan(memory, start, sizes)
 
 
+def retained_bytes() -> int:
+    """Of pieces that this process retains, since peers may have mapped them."""
+    return sum(piece.nbytes for span in list(_spans.values()) for piece in span.pieces)
+
+
 def _parts_of(token: str) -> Sequence[Part]:
     span = _by_token.get(token)
     if span is None:

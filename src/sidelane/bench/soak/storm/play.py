@@ -9,7 +9,6 @@ import itertools
 import random
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -21,6 +20,7 @@ from sidelane.bench.soak.described import Call
 from sidelane.bench.soak.judge import Judge
 from sidelane.bench.soak.memory import Bound, Memory
 from sidelane.bench.soak.seat import Seat
+from sidelane.bench.soak.storm.account import Account, account
 from sidelane.bench.soak.storm.described import MODES, Storm, StormDrawing
 from sidelane.bench.soak.storm.graphs import POOL_BYTES, POOLED, StormGraphs, Where
 from sidelane.bench.soak.storm.supply import Supply
@@ -35,7 +35,9 @@ SEASON = 2500
 """Steps with the same communicators and slots. What ranks have learnt goes with them."""
 
 WARM_UP = 0.04
-"""Share of the steps that come before the first look at memory: what the process takes once for all is there then."""
+"""Share of the steps that come before the first look at memory: what the process takes once for all is there then. All
+but what the driver keeps of the many graphs of a season: where there are several, the first of them is compared with.
+"""
 
 COMES_AGAIN, IS_ASYNCHRONOUS = 0.6, 0.08
 """Shares of steps: on tensors of a slot; asynchronous."""
@@ -86,29 +88,39 @@ def play(
         group: of the ranks; None: all there are.
         recorder: captures graphs; None: on GPUs torch's, and none between CPU ranks, which capture nothing.
         tally: to count in. ``noted`` has besides how calls ran, what came and went, ``mapped at most`` and ``mapped at
-            the end`` (allocations of other ranks), ``bytes missing`` (of memory, against those before the storm), and
-            ``stale`` (bystanders that changed).
+            the end`` (allocations of other ranks), ``bytes missing`` (of memory, against those behind the first of
+            several seasons), on GPUs ``bytes behind season`` (against those behind the warm-up, 0) and ``bytes held``
+            (at the end, by holder), and ``stale`` (bystanders that changed).
     """
     if recorder is None and seat.device.type != "cpu":
         recorder = record
     player = _Player(storm, seed, timeout_s, seat, tally, group, recorder)
     warm_up = max(1, int(storm.steps * WARM_UP))
+    looks = [player.taken()]
     player.captures = WARM_UP_CAPTURES
     player.season(warm_up)
     player.captures = CAPTURES
-    before = player.taken()
+    looks.append(player.taken())
     for left in range(storm.steps - warm_up, 0, -SEASON):
         player.season(min(left, SEASON))
-    noted, after = tally.noted, player.taken()
-    noted["bytes missing"], noted["mapped at the end"] = after - before, leftovers.opened()
+        looks.append(player.taken())
+    noted, warm, first, last = tally.noted, looks[1], looks[2 if len(looks) > 3 else 1], looks[-1]
+    missing, still = last.taken - first.taken, last.ours_since(looks[0])
+    noted["bytes missing"], noted["mapped at the end"] = missing, leftovers.opened()
     noted["bystanders"], noted["stale"] = player.supply.bystanders, player.standing.wrong
     tally.compared_bytes = player.judge.compared_bytes + player.standing.compared_bytes
     tally.wrong = player.judge.wrong + player.standing.wrong
+    if seat.device.type != "cpu":
+        for number, look in enumerate(looks[1:]):
+            noted[f"bytes behind season {number}"] = look.taken - warm.taken
+        for name, nbytes in last.held.items():
+            noted[f"bytes held, {name}"] = nbytes
     allowed = 0 if seat.device.type == "cpu" else MOST_MISSING
-    if after - before > allowed:
-        tally.fail(
-            f"{after - before} bytes of memory are missing behind a storm (allowed={allowed}; all programs count)"
-        )
+    if missing > allowed:
+        words = f"{missing} bytes of memory are missing behind a storm (allowed={allowed}; all programs count)"
+        tally.fail(f"{words}: {last.since(first)}")
+    if still:
+        tally.fail(f"communicators are closed, and their memory is held (value={still}): {last.since(looks[0])}")
     if noted["mapped at the end"]:
         tally.fail(f"{noted['mapped at the end']} allocations of other ranks are still mapped (allowed=0)")
 
@@ -157,22 +169,10 @@ class _Player:
                 noted["expandable segments at most"] = max(noted["expandable segments at most"], segments)
         self._communicators.clear()
 
-    def taken(self) -> int:
-        """Bytes that this rank's memory lacks, when all have let go of what they can."""
+    def taken(self) -> Account:
+        """What this rank's memory lacks, when all have let go of what they can."""
         self._values = Values(self._device)
-        gc.collect()
-        if self._device.type != "cpu":
-            from sidelane.collectives.placed_cuda import give_back_pools
-
-            torch.cuda.synchronize()
-            give_back_pools()
-            torch.cuda.empty_cache()
-        dist.barrier(self._group)
-        if self._device.type == "cpu":
-            return _shared_bytes()
-        free, total = torch.cuda.mem_get_info()
-        dist.barrier(self._group)
-        return total - free
+        return account(self._device, self._group)
 
     def _graphs(self, first: Communicator) -> StormGraphs | None:
         """Of a season; with a pool where torch has such beside its segments of several pieces."""
@@ -277,14 +277,3 @@ class _Player:
     def _finish_calls(self) -> None:
         for communicator in self._communicators:
             communicator.synchronize()
-
-
-def _shared_bytes() -> int:
-    """Of files in shared memory that this process has mapped: tensors, its own and those of others."""
-    total = 0
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/maps").read_text().splitlines():
-            if "/dev/shm/torch_" in line:
-                begin, end = (int(bound, 16) for bound in line.split()[0].split("-"))
-                total += end - begin
-    return total

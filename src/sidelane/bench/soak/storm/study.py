@@ -25,7 +25,8 @@ Storms of ordinary tensors that come and go while peers reach them, with a call 
 new memory, frees, emptied caches, pools, tensors of slots that are replaced, memory that peers cannot map; on GPUs also
 calls in graphs, replayed between steps. Every byte that a call wrote or read was compared, and bystanders: memory that
 no call touches, where other memory has been. One line for each part and rank. bytes_missing: of memory, against those
-before; mapped: allocations of other ranks; stale: bystanders that have changed.
+behind the first of several seasons (communicators live for one); bytes_behind_season: against those behind the warm-up;
+bytes_held: at the end, by holder; mapped: allocations of other ranks; stale: bystanders that have changed.
 """
 
 

@@ -1,0 +1,79 @@
+"""Kernels that a device has loaded, which all drivers of a process share; the driver is made up."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sidelane.execute.cuda import kernel_launch
+from sidelane.execute.cuda.kernel_launch import Kernels, kernels_of
+
+
+class Loader:
+    """Numbers what is loaded."""
+
+    def __init__(self, loaded: list[str]) -> None:
+        self.loaded = loaded
+
+    def attribute(self, name: str) -> int:
+        return {"COMPUTE_CAPABILITY_MAJOR": 9, "COMPUTE_CAPABILITY_MINOR": 0}[name]
+
+    def load_function(self, image: bytes, name: str, shared_bytes: int) -> int:
+        self.loaded.append(name)
+        return len(self.loaded)
+
+    def count_parameters(self, function: int) -> int:
+        return 1
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of what is loaded, in a process that has loaded nothing."""
+
+    def compile_for(target: Any, function: Any, constants: Any, warps: int, stages: int | None) -> SimpleNamespace:
+        metadata = SimpleNamespace(name=f"{function} {dict(constants)}", num_warps=warps, shared=0)
+        return SimpleNamespace(asm={"cubin": b""}, metadata=metadata)
+
+    monkeypatch.setattr(kernel_launch, "compile_for", compile_for)
+    monkeypatch.setattr(kernel_launch, "_kernels", {})
+    return []
+
+
+def test_drivers_of_a_context_load_a_kernel_once(loaded: list[str]) -> None:
+    """Each communicator had loaded its kernels anew, and nobody unloads them."""
+    handles = set()
+    for _ in range(15):  # communicators, each with a driver of its own
+        kernels = kernels_of(1, Loader(loaded))  # type: ignore[arg-type]
+        handles |= {kernels.load("push", {"BLOCK": block}, 4).function for block in (128, 256)}
+    assert loaded == ["push {'BLOCK': 128}", "push {'BLOCK': 256}"] and handles == {1, 2}
+    assert kernels_of(2, Loader(loaded)).load("push", {"BLOCK": 128}, 4).function == 3  # type: ignore[arg-type]
+
+
+def test_threads_that_load_one_kernel_go_by_one(loaded: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    both = threading.Barrier(2, timeout=10)
+    real_load = Loader.load_function
+
+    def load_function(self: Loader, image: bytes, name: str, shared_bytes: int) -> int:
+        both.wait()  # the other one does not wait for this one to have loaded it
+        return real_load(self, image, name, shared_bytes)
+
+    monkeypatch.setattr(Loader, "load_function", load_function)
+    kernels, found = Kernels(Loader(loaded)), []  # type: ignore[arg-type]
+    threads = [threading.Thread(target=lambda: found.append(kernels.load("pull", {}, 4))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert len(found) == 2 and found[0] is found[1] is kernels.load("pull", {}, 4)
+
+
+def test_many_constants_are_known_by_what_they_are(loaded: list[str]) -> None:
+    kernels = kernels_of(1, Loader(loaded))  # type: ignore[arg-type]
+    for _ in range(2):
+        for block in range(kernel_launch._MOST_CONSTANTS + 10):
+            kernels.load("push", {"BLOCK": block}, 4)
+    assert len(loaded) == kernel_launch._MOST_CONSTANTS + 10
+    assert len(kernels._by_identity) == kernel_launch._MOST_CONSTANTS
