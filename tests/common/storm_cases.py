@@ -17,10 +17,10 @@ from made_up_gpus import made_up_gpus
 from sidelane.bench.soak import leftovers
 from sidelane.bench.soak.calls import Caller
 from sidelane.bench.soak.seat import Seat
-from sidelane.bench.soak.storm import described, play
+from sidelane.bench.soak.storm import described, play, supply
 from sidelane.bench.soak.storm.supply import Supply
 from sidelane.bench.soak.tally import Tally
-from sidelane.collectives import backend_cuda
+from sidelane.collectives import backend_cuda, course
 from sidelane.collectives.pools import SymmetricPool
 from sidelane.memory.shared_tensors import SharedTensors
 
@@ -120,6 +120,25 @@ def with_graphs(
         ):
             play.play(described.Storm(steps, mode), seed, 30.0, QuietSeat(group), tally, group, record)
     return _counted(tally)
+
+
+def gives_up(group: dist.ProcessGroup, steps: int, seed: int) -> tuple[dict[str, Any], str]:
+    """The same in one season: ranks go ahead in some calls, and give up others, whose inputs nobody can map."""
+    real_play = play.play
+
+    def in_one_season(*given: Any) -> None:
+        with (
+            mock.patch.multiple(play, SEASON=steps, WARM_UP=0.02, REPLACES=0.01, COMES_AGAIN=0.93),
+            mock.patch.multiple(play, WARM_UP_CAPTURES=0.02, CAPTURES=0.004, REPLAYS=0.02),
+        ):
+            real_play(*given)
+
+    with (
+        mock.patch.object(course, "PATIENCE", 10 * course.VAIN),
+        mock.patch.object(supply, "PRIVATE", 0.15),
+        mock.patch.object(play, "play", in_one_season),
+    ):
+        return with_graphs(group, "learn", steps, seed)
 
 
 def _counted(tally: Tally) -> tuple[dict[str, Any], str]:

@@ -49,6 +49,12 @@ def test_graphs_are_replayed_in_a_storm(pool: RankPool, mode: str) -> None:
         assert counts["replays"] > 2 * counts["graphs"] and counts["graphs let go of"] == counts["graphs"]
 
 
+def test_ranks_that_give_up_some_calls_go_on_with_others_alike(pool: RankPool) -> None:
+    for counts, said in pool.run(storm_cases.gives_up, 2, 1500, 1):
+        assert said == "" and counts["wrong"] == counts["errors"] == counts["stale"] == 0
+        assert counts["went ahead"] > 20
+
+
 def test_a_replay_that_does_nothing_is_noticed(pool: RankPool) -> None:
     with pytest.raises(RankError, match="outputs were wrong"):
         pool.run(storm_cases.with_graphs, 2, "off", 40, 1, "nothing is replayed")
