@@ -8,12 +8,14 @@ import random
 import time
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from sliced import sliced_gather
 
 from sidelane import Communicator, Config, PeerError
-from sidelane.errors import SidelaneError
+from sidelane.errors import SidelaneError, UnavailableError
+from sidelane.program.pieces import gathering_program, parts_of
 
 
 def gathered(group: dist.ProcessGroup, seed: int, calls: int) -> None:
@@ -127,6 +129,45 @@ def in_graphs(group: dist.ProcessGroup, seed: int, replays: int) -> list[str]:
             comm.barrier()
             comm.synchronize()
             del graph
+    return told
+
+
+def read_as_it_comes(group: dist.ProcessGroup, calls: int) -> list[str]:
+    """Parts of a gather are waited for in any order; what is refused, and leaves the call as it is."""
+    told: list[str] = []
+
+    def attempt(what: Any) -> None:
+        try:
+            what()
+            told.append("nothing")
+        except (RuntimeError, ValueError, UnavailableError) as error:
+            told.append(f"{type(error).__name__}: {error}")
+
+    with Communicator(group, device=torch.get_default_device(), config=Config(timeout_s=30)) as comm:
+        n, rank, rows, pieces = comm.world_size, comm.rank, 5, 2
+        gathered = comm.empty(n, rows, 8, dtype=torch.uint8)
+        with comm.load(gathering_program(n, rows, pieces, 8), {"rows": gathered}) as run:
+            assert (run.triggers, run.arrivals) == (0, (n - 1) * pieces)
+            attempt(lambda: run.wait_for_arrival(0))
+            for call in range(calls):
+                gathered.zero_()
+                gathered[rank] = 10 * call + rank
+                work = run(async_op=True)
+                assert work is not None
+                if call == 1:
+                    attempt(lambda: run.wait_for_arrival(run.arrivals))
+                    if not gathered.is_cuda:  # as if a graph were captured, which there is not here
+                        with pytest.MonkeyPatch.context() as patch:
+                            patch.setattr(comm.lane.backend, "place", lambda: (0, True))
+                            patch.setattr(comm.lane.backend, "capture_of", lambda place: 7)
+                            attempt(lambda: run(async_op=True))
+                for number in random.Random(call).sample(range(run.arrivals), run.arrivals):
+                    run.wait_for_arrival(number)
+                    turn, piece = divmod(number, pieces)
+                    source, part = (rank - turn - 1) % n, parts_of(rows, pieces)[piece]
+                    assert gathered[source, part].eq(10 * call + source).all(), (call, number)
+                work.wait()
+        comm.barrier()
     return told
 
 

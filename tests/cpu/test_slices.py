@@ -12,6 +12,13 @@ def test_slices_go_as_they_come(pool: RankPool, world_size: int, seed: int) -> N
     pool.run(slices.gathered, world_size, seed, 60)
 
 
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_parts_are_read_as_they_come(pool: RankPool, world_size: int) -> None:
+    for told in pool.run(slices.read_as_it_comes, world_size, 6):
+        words = ["not under way", f"allowed=0..{2 * (world_size - 1) - 1}", "cannot be captured"]
+        assert len(told) == len(words) and all(word in text for word, text in zip(words, told, strict=True)), told
+
+
 def test_triggers_that_are_fired_in_the_wrong_way(pool: RankPool) -> None:
     for told in pool.run(slices.misused, 2):
         words = [

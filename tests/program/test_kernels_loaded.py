@@ -10,6 +10,7 @@ import pytest
 
 from sidelane.execute.cuda import kernel_launch
 from sidelane.execute.cuda.kernel_launch import Kernels, kernels_of
+from sidelane.execute.cuda.native import Bound
 
 
 class Loader:
@@ -27,6 +28,9 @@ class Loader:
 
     def count_parameters(self, function: int) -> int:
         return 1
+
+    def bind_launch(self, function: int, arguments: int, **_: Any) -> Bound:
+        raise NotImplementedError
 
 
 @pytest.fixture
@@ -46,10 +50,10 @@ def test_drivers_of_a_context_load_a_kernel_once(loaded: list[str]) -> None:
     """Each communicator had loaded its kernels anew, and nobody unloads them."""
     handles = set()
     for _ in range(15):  # communicators, each with a driver of its own
-        kernels = kernels_of(1, Loader(loaded))  # type: ignore[arg-type]
+        kernels = kernels_of(1, Loader(loaded))
         handles |= {kernels.load("push", {"BLOCK": block}, 4).function for block in (128, 256)}
     assert loaded == ["push {'BLOCK': 128}", "push {'BLOCK': 256}"] and handles == {1, 2}
-    assert kernels_of(2, Loader(loaded)).load("push", {"BLOCK": 128}, 4).function == 3  # type: ignore[arg-type]
+    assert kernels_of(2, Loader(loaded)).load("push", {"BLOCK": 128}, 4).function == 3
 
 
 def test_threads_that_load_one_kernel_go_by_one(loaded: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,7 +65,7 @@ def test_threads_that_load_one_kernel_go_by_one(loaded: list[str], monkeypatch: 
         return real_load(self, image, name, shared_bytes)
 
     monkeypatch.setattr(Loader, "load_function", load_function)
-    kernels, found = Kernels(Loader(loaded)), []  # type: ignore[arg-type]
+    kernels, found = Kernels(Loader(loaded)), []
     threads = [threading.Thread(target=lambda: found.append(kernels.load("pull", {}, 4))) for _ in range(2)]
     for thread in threads:
         thread.start()
@@ -71,7 +75,7 @@ def test_threads_that_load_one_kernel_go_by_one(loaded: list[str], monkeypatch: 
 
 
 def test_many_constants_are_known_by_what_they_are(loaded: list[str]) -> None:
-    kernels = kernels_of(1, Loader(loaded))  # type: ignore[arg-type]
+    kernels = kernels_of(1, Loader(loaded))
     for _ in range(2):
         for block in range(kernel_launch._MOST_CONSTANTS + 10):
             kernels.load("push", {"BLOCK": block}, 4)

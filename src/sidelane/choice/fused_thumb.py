@@ -30,9 +30,11 @@ DISPATCH_SPEED = 0.6
 
 MEMORY_BYTES_PER_US = 4e6
 LINK_BYTES_PER_US = 350e3
-SPLIT_SPEED, PIECES = 0.95, 2
-CALL_US = 5.0
-"""Of a collective of its own, and of a part."""
+SPLIT_SPEED, PIECES = 0.95, 4
+"""Parts are for each peer, and as many as an operator has by itself."""
+
+CALL_US, PART_US = 5.0, 2.7
+"""Of a collective of its own, and of a part in a graph (results/h200x2/probes.txt)."""
 
 EAGER_US = {"fused": 110.0, "split": 300.0, "unfused": 60.0}
 """Of the host, which no eager call takes less than."""
@@ -44,7 +46,7 @@ def expected_us(
     """Microseconds by way, fused first; None of an operator that this does not speak to.
 
     >>> expected_us("gemm_reduce_scatter", 2, (4096, 4096, 8192), 2, captured=False)
-    {'fused': 506.2, 'split': 476.3, 'unfused': 493.6}
+    {'fused': 506.2, 'split': 453.1, 'unfused': 493.6}
     >>> expected_us("gemm_all_reduce", 2, (64, 4096, 8192), 2, captured=True)["unfused"]
     25.2
     """
@@ -70,7 +72,7 @@ def expected_us(
     beside, behind = (part * element_bytes / LINK_BYTES_PER_US for part in (moved, behind))
     parts = PIECES * (n - 1)
     in_parts = max(product / SPLIT_SPEED, (parts + 1) * depth * columns * element_bytes / MEMORY_BYTES_PER_US)
-    last = beside / max(1, parts) + CALL_US * (parts + 1)
+    last = beside / max(1, parts) + CALL_US + PART_US * parts
     found = {
         "fused": max(in_tiles, beside) + behind,
         "split": max(in_parts, beside) + last + behind,

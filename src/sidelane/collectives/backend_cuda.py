@@ -135,7 +135,7 @@ class CudaBackend:
             if tensor is not None:
                 # The caching allocator must not hand out these bytes again while the other stream uses them.
                 tensor.record_stream(stream)
-        if isinstance(loaded, CudaProgram) and loaded.marks + loaded.arrivals:
+        if place[1] and isinstance(loaded, CudaProgram) and loaded.marks + loaded.arrivals:
             return CudaMarkedWork(self, stream, loaded)
         loaded.run(epoch, aside)
         return CudaWork(self, stream)

@@ -80,11 +80,12 @@ class BoundProgram:
             for waits in forms.arrivals
         ]
         self.triggers, self.arrivals = len(self._triggers), len(self._arrivals)
+        self._has_callers = bool(self.triggers or self.arrivals)
         self._epoch = 0
         self._unfired: set[int] = set()
-        self._work: Work | None = None  # the last one outside of graphs, of a program with triggers
-        self._captured_work: Work | None = None
-        self._capture = 0  # that the call went into whose triggers are fired
+        self._work: Work | None = None  # of the last call outside of graphs, where callers have a part in it
+        self._captured_work: Work | None = None  # of the last one in a graph
+        self._capture = 0  # that the last call of all went into
 
     def __str__(self) -> str:
         return f"{self.program.collective} {self.program.variant}"
@@ -109,8 +110,7 @@ class BoundProgram:
         with calls.telling_refusals(call, str(self)):
             if self._block is None:
                 raise RuntimeError(f"a call of {self}, which was closed")
-            if self.triggers or self.arrivals:
-                self._begin(async_op, place)
+            capture = self._begin(async_op, place) if self._has_callers else 0
             prepared = self._prepared[region]
             if prepared is None:
                 prepared = self._prepared[region] = self._prepare(self._forms.for_a_graph(), _CAPTURED)
@@ -119,9 +119,9 @@ class BoundProgram:
         if calls.config.debug:
             calls.agree(call)
         work = calls.run(prepared, call, async_op, tuple(self._buffers.tensors.values()), self._written, place)
-        if self.triggers or self.arrivals:
-            self._epoch, self._unfired = call, set(range(self.triggers))
-            if place[1]:
+        if self._has_callers:
+            self._epoch, self._unfired, self._capture = call, set(range(self.triggers)), capture
+            if capture:
                 self._captured_work = work
             else:
                 self._work = work
@@ -245,8 +245,8 @@ class BoundProgram:
         with contextlib.suppress(SidelaneError):  # the first error is the one to see
             self.close()
 
-    def _begin(self, async_op: bool, place: Place) -> None:
-        """Check that a call may begin in which callers have a part, and note where it does."""
+    def _begin(self, async_op: bool, place: Place) -> int:
+        """Check that a call may begin in which callers have a part; the number of the capture that it would go into."""
         capture = self._calls.backend.capture_of(place) if place[1] else 0
         if self._unfired and self._capture in (0, capture):
             raise RuntimeError(f"a call of {self}, which waits for its triggers {sorted(self._unfired)}")
@@ -255,7 +255,7 @@ class BoundProgram:
         before = self._work if not capture else self._captured_work if capture == self._capture else None
         if before is not None and self.triggers:
             before.wait()  # what is computed for this call goes where that one has read
-        self._capture = capture
+        return capture
 
     def _place_of_call(self, method: str) -> Place:
         """Where the caller stands. Raises ValueError where the call is in a graph and that not in it, or vice versa."""

@@ -106,8 +106,11 @@ def plausible(machine: Machine, rows: Sequence[PowerRow]) -> dict[PowerRow, Ends
         return {place: [row.watts or 0.0, row.energy_mj or 0.0] for place, row in enumerate(found)}
 
     around = bands(machine, curves, ("power",))
-    ends = [around[place] for place in range(len(rows))]
-    return {row: tuple(zip(e.low, e.high, strict=True)) for row, e in zip(rows, ends, strict=True)}  # type: ignore[misc]
+    found: dict[PowerRow, Ends] = {}
+    for place, row in enumerate(rows):
+        watts, energy = zip(around[place].low, around[place].high, strict=True)
+        found[row] = watts, energy
+    return found
 
 
 def _row(machine: Machine, kind: Kind, nbytes: int, implementation: str, variant: str, draw: Draw) -> PowerRow:

@@ -66,7 +66,7 @@ def draw_published(study: FusedStudy, spread: Spread, folder: Path) -> Path:
 def _gains(axes: Axes, study: FusedStudy, spread: Spread) -> None:
     for place, (claim_id, _, predict) in enumerate(GAINS):
         value = predict(study)
-        low, high = spread(study.machine, lambda changed, p=predict: p(FusedStudy(changed)), value)  # type: ignore[misc]
+        low, high = spread(study.machine, _on(predict), value)
         axes.plot([value - low, value + high], [place, place], color=GREY, linewidth=1.2)
         axes.plot(value, place, "o", color=GREY, markersize=5)
         axes.plot(published()[claim_id]["value"], place, "D", color=VERMILLION, markersize=5)
@@ -105,10 +105,15 @@ def _occupancy(axes: Axes, study: FusedStudy, spread: Spread) -> None:
     axes.set_title("Figure 13: fitted")
 
 
+def _on(predict: Callable[[FusedStudy], float]) -> Callable[[Machine], float]:
+    """The same by machine."""
+    return lambda machine: predict(FusedStudy(machine))
+
+
 def _skew(axes: Axes, study: FusedStudy, spread: Spread) -> None:
     for place, (order, claim_id) in enumerate(zip(ORDERS, ("FU-SKEW-02", "FU-SKEW-01"), strict=True)):
         skew = study.skew_percent(order)
-        ends = spread(study.machine, lambda changed, order=order: FusedStudy(changed).skew_percent(order), skew)  # type: ignore[misc]
+        ends = spread(study.machine, _on(functools.partial(FusedStudy.skew_percent, order=order)), skew)
         axes.bar(place - 0.2, skew, 0.35, color=BLUE, label="predicted" if place else None)
         below, above = ends
         axes.errorbar(place - 0.2, skew, [[below], [above]], fmt="none", ecolor=BLACK, elinewidth=0.8, capsize=2)

@@ -148,7 +148,7 @@ class _Simulation:
             queue = lane.queue
             thread = self.machine.node_of(queue.rank) if self.dma.host is HostThreads.NODE else queue.rank
             if queue.engine.kind is EngineKind.CALLER:
-                self._pull_triggers(lane, thread, free)
+                self._leave_to_caller(lane, thread, free)
             elif self._branches(queue):
                 self._at(0.0, self._advance, lane)
             elif self.program.prelaunched:
@@ -171,7 +171,7 @@ class _Simulation:
         first = queue.commands[0] if queue.commands else None
         return isinstance(first, Wait) and first.flag in self.edges
 
-    def _pull_triggers(self, lane: _Lane, thread: int, free: dict[int, float]) -> None:
+    def _leave_to_caller(self, lane: _Lane, thread: int, free: dict[int, float]) -> None:
         arrivals = [command.flag for command in lane.queue.commands if isinstance(command, Wait)]
         if arrivals:  # what callers read then takes no engine
             self.raised.update(dict.fromkeys(arrivals, math.inf))
