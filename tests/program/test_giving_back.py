@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import gc
+import os
+import sys
 import threading
+import traceback
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -147,3 +151,44 @@ def test_what_is_held_is_told_from_what_waits(device: SimpleNamespace):
     kept.clear()
     assert giving_back.held_bytes() == (before, 1000)
     assert give_back() and giving_back.held_bytes() == (before, 0)
+
+
+def in_a_fork(job: Callable[[], None]) -> int:
+    """The exit status of a forked copy of this process that does a job: 0 if it ended well."""
+    if pid := os.fork():
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    status = 1
+    try:
+        job()
+        status = 0
+    except BaseException:
+        traceback.print_exc(file=sys.__stderr__)
+    finally:
+        os._exit(status)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks")
+def test_a_forked_process_gives_its_own_back_and_leaves_its_parents_alone(device: SimpleNamespace):
+    """As ranks are made that are forked from a process which has imported everything."""
+    freed: list[int] = []
+    waits = [Kept(Memory(freed, 1), GPU), Kept(Memory(freed, 2), GPU)]
+    waits.pop()
+    armed = Submitter()
+    armed.armed = True
+    giving_back.submitters.add(armed)
+
+    def job() -> None:
+        lane = Submitter()
+        giving_back.lanes.add(lane)
+        mine = [Kept(Memory(freed, 3), GPU)]
+        mine.clear()
+        waits.clear()
+        assert freed == []
+        assert give_back() and freed == [3]
+        assert giving_back.held_bytes() == (0, 0)
+
+    with giving_back._giving_back:  # as another thread might
+        assert in_a_fork(job) == 0
+    giving_back.submitters.discard(armed)
+    waits.clear()
+    assert give_back() and sorted(freed) == [1, 2]

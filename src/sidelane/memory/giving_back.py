@@ -43,9 +43,10 @@ class Kept:
         _kept[id(self)] = device, what  # not in this object: a collection of garbage would finalise both
 
     def __del__(self) -> None:
-        if sys.is_finalizing():
+        kept = None if sys.is_finalizing() else _kept.pop(id(self), None)
+        if kept is None:  # or it is of the process that this one was forked from
             return
-        _dropped.append(_kept.pop(id(self)))
+        _dropped.append(kept)
         if not lanes:
             give_back()
 
@@ -77,8 +78,6 @@ def give_back() -> bool:
     """Give back what was dropped, if now is a good moment. True if nothing is left."""
     if not _dropped:
         return True
-    if os.getpid() != _pid:  # a forked copy can touch no device
-        return False
     if not _giving_back.acquire(blocking=False):
         return False  # another thread does, or this one: a collection of garbage can happen in between
     try:
@@ -141,5 +140,20 @@ submitters: weakref.WeakSet[Submitter] = weakref.WeakSet()
 _kept: dict[int, tuple[torch.device, object]] = {}
 _dropped: list[tuple[torch.device, object]] = []
 _giving_back = threading.Lock()
-_pid = os.getpid()
 _waiters: dict[torch.device, _Waiter] = {}
+_of_parents: list[object] = []
+
+
+def _begin_anew() -> None:
+    """In a forked copy of the process: what was kept is its parent's, on whose devices it can give back nothing. What
+    it keeps from now on is its own.
+    """
+    global _giving_back
+    _of_parents.extend([*_kept.values(), *_dropped])
+    for each in (_kept, _dropped, _waiters, lanes, submitters):
+        each.clear()
+    _giving_back = threading.Lock()  # another thread may have held it
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_anew)
