@@ -23,6 +23,8 @@ from reach_cases import shared
 
 from sidelane import Communicator
 from sidelane.collectives import course
+from sidelane.collectives.confirming import Confirming
+from sidelane.config import Config
 from sidelane.errors import CommunicatorClosedError
 from sidelane.memory.lessons import BEGUN, READ, RING, WINDOW
 
@@ -347,3 +349,22 @@ def hosts_run_ahead(group: dist.ProcessGroup, seed: int, calls: int) -> tuple[di
         comm.synchronize(), driver.synchronize()
         dist.barrier(group)
         return done(said, comm), wrong
+
+
+def alone_or_not(group: dist.ProcessGroup, config: Config, beside: str) -> set[bool]:
+    """What calls that go ahead were told of a computation next to them."""
+    said: set[bool] = set()
+
+    def prepare(*args: Any, alone: bool) -> Any:
+        said.add(alone)
+        return original(*args, alone=alone)
+
+    with made_up_gpus() as driver, Communicator(group, config=config) as comm, counted():
+        original = Confirming.prepare
+        gathers = Lessons(group, comm, driver, 1)
+        output, input = gathers.tensors[0]
+        with mock.patch.object(Confirming, "prepare", prepare):
+            for _ in range(SETTLED + 3):
+                comm.all_gather(output, input, variant="b2b", beside=beside)
+                gathers.end()
+    return said

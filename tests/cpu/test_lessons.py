@@ -7,8 +7,11 @@ import sys
 
 import lesson_cases
 import pytest
+from learn_cases import LEARNING
 from ranks import RankPool
+from reach_cases import MAPPING
 
+from sidelane.config import COMPUTE, NOTHING, Config
 from sidelane.memory.lessons import LAG, RING, WINDOW
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems do not say what is mapped where")
@@ -104,3 +107,9 @@ def test_what_is_given_up_as_a_window_begins_is_no_lesson_any_more(pool: RankPoo
     for by_c, ahead in pool.run(lesson_cases.gives_up_as_a_window_begins, 2, 30):
         assert all(by_c), "the test would prove nothing"
         assert ahead[-7 * WINDOW - 1] and not ahead[-1]
+
+
+@pytest.mark.parametrize("config", [LEARNING, MAPPING], ids=["learnt", "mapped"])
+def test_calls_that_go_ahead_know_what_runs_next_to_them(pool: RankPool, config: Config) -> None:
+    for beside in (NOTHING, COMPUTE):
+        assert pool.run(lesson_cases.alone_or_not, 2, config, beside) == [{beside == NOTHING}] * 2

@@ -35,6 +35,7 @@ from sidelane.collectives.plan import AnyAgreement
 from sidelane.collectives.prepare import Prepared
 from sidelane.collectives.reach import Reach
 from sidelane.collectives.reaching import why_not_ahead
+from sidelane.config import NOTHING
 from sidelane.errors import PeerError, UnavailableError
 from sidelane.memory.ordinary import Allocation, Mapping, Standing
 from sidelane.memory.posts import MOST_WISHES, SPLITS, PostedCall
@@ -67,12 +68,14 @@ class Known(NamedTuple):
     Attributes:
         pattern: of their inputs.
         collective: what they do.
+        alone: nothing is said to compute next to them.
         wish: number by which ranks wish to be heard.
         since: the first call that went ahead since all have last been heard.
     """
 
     pattern: Pattern
     collective: Collective
+    alone: bool
     wish: int
     since: int
 
@@ -205,7 +208,7 @@ class Ahead:
         if known is None:
             collective = agreement.collective
             assert isinstance(collective, Collective)
-            known = self._known[text] = Known(Pattern(), collective, -1, 0)
+            known = self._known[text] = Known(Pattern(), collective, agreement.beside == NOTHING, -1, 0)
         if not known.pattern.settled(sources):
             return False
         wish = known.wish if known.wish >= 0 else next(self._wishes)
@@ -387,7 +390,8 @@ class Ahead:
                 assert address is not None, "what is mapped no more is not expected"
                 addresses[rank, buffer] = address
         addresses.update({(self._rank, name): request.region(name).address for name in (Buffer.INPUT, Buffer.OUTPUT)})
-        return self._confirming.prepare(key, expected.text, collective, (addresses,), changed, waiting)
+        alone = expected.known.alone
+        return self._confirming.prepare(key, expected.text, collective, (addresses,), changed, waiting, alone=alone)
 
     def _drop(self, rank: int, name: str, mapping: Mapping | None) -> None:
         self._forget_hits()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
 from sidelane.choice import Candidate, Choice
@@ -40,7 +41,7 @@ class Confirming:
     def make_room(self, collective: Collective | Batch) -> None:
         """Have the staging of such calls. Collective where there is less. Raises UnavailableError, on all ranks."""
         with self._calls.making_ready():
-            self._preparer.make_room(self._program(collective, NOBODY, NOBODY))
+            self._preparer.make_room(self._program(collective, NOBODY, NOBODY, alone=True))
 
     def prepare(
         self,
@@ -50,6 +51,8 @@ class Confirming:
         addresses: Sequence[Mapping[tuple[int, str], int]],
         changed: frozenset[int],
         waiting: frozenset[int],
+        *,
+        alone: bool,
     ) -> Prepared:
         """A call at addresses; see ``confirmed`` for who has changed and who waits.
 
@@ -60,12 +63,14 @@ class Confirming:
             addresses: of tensors, by rank and buffer; of each part of a batch.
             changed: ranks whose inputs lie elsewhere.
             waiting: these, and other ranks that know of it.
+            alone: nothing is said to compute next to it.
         """
         full = (key, CONFIRMED, changed, waiting, tuple(tuple(each.items()) for each in addresses))
         prepared = self._preparer.recall(full)
         if prepared is None:
             with self._calls.making_ready():
-                program, choice = self._program(collective, changed, waiting), choice_of(changed, waiting, self._rank)
+                program = self._program(collective, changed, waiting, alone=alone)
+                choice = choice_of(changed, waiting, self._rank)
                 if isinstance(collective, Batch):
                     pieces = pieces_of(collective, addresses)
                     prepared = self._preparer.bind(program, {}, text, choice, full, pieces=pieces)
@@ -77,11 +82,14 @@ class Confirming:
         """Forget all programs."""
         self._programs.clear()
 
-    def _program(self, collective: Collective | Batch, changed: frozenset[int], waiting: frozenset[int]) -> Program:
-        key = collective, changed, waiting
+    def _program(
+        self, collective: Collective | Batch, changed: frozenset[int], waiting: frozenset[int], *, alone: bool
+    ) -> Program:
+        key = collective, changed, waiting, alone
         found = self._programs.get(key)
         if found is None:
-            found = self._programs[key] = confirmed(collective, changed, waiting)
+            found = dataclasses.replace(confirmed(collective, changed, waiting), alone=alone)
+            self._programs[key] = found
             if self._calls.config.verify:
                 verify(confirmed(collective, changed, waiting, elsewhere=True))
         return found

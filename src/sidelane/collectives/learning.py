@@ -39,6 +39,7 @@ from sidelane.collectives.prepare import Prepared
 from sidelane.collectives.reaching import why_not_learnt
 from sidelane.collectives.repeat import Repeats
 from sidelane.collectives.telling import LessonAgain, Subject, Telling, inputs_of, outputs_of
+from sidelane.config import NOTHING
 from sidelane.errors import MismatchError, PeerError, PeerTimeoutError, UnavailableError
 from sidelane.memory.lessons import WINDOW, LessonBoard, frontier, window_of
 from sidelane.memory.ordinary import OrdinaryMemory
@@ -280,7 +281,8 @@ class Learning:
             parts = tuple(part for part, _ in parts_of(collective))
             with contextlib.suppress(UnavailableError):  # on all ranks alike
                 self._confirming.make_room(collective)
-                made = Subject(text, collective, parts, _digest(text), tuple(map(_senders, parts)), Course())
+                senders, alone = tuple(map(_senders, parts)), agreement.beside == NOTHING
+                made = Subject(text, collective, parts, _digest(text), senders, alone, Course())
         self._subjects[text] = made
 
     # --- what all ranks know alike ------------------------------------------------------------------------------------
@@ -448,7 +450,8 @@ class Learning:
                     found[rank, source_buffer(part)] = self._address(rank, source)
             found.update({(self._rank, name): asked.region(name).address for name in BUFFERS})
             rows.append(found)
-        return self._confirming.prepare(key, subject.text, subject.collective, rows, changed, waiting)
+        program = subject.text, subject.collective, rows, changed, waiting
+        return self._confirming.prepare(key, *program, alone=subject.alone)
 
     def _address(self, rank: int, place: Source | str) -> int:
         """Where this rank reaches what another one has said; 0 for a tensor without bytes."""

@@ -269,6 +269,7 @@ def make_program(agreement: AnyAgreement, candidate: Candidate, moves: AbstractS
             f"{PRELAUNCH}: a graph hands over all its commands at once anyway)"
         )
     program = lower(_build(agreement, candidate.variant), moves)
+    program = dataclasses.replace(program, alone=agreement.beside == NOTHING)
     if prelaunched:
         program = prelaunch(program)
     return freeze(program) if frozen else program

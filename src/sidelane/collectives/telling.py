@@ -42,6 +42,7 @@ class Subject:
         parts: of a list, each of its collectives; else that one.
         call: what stands in posts for the text.
         senders: of each part, ranks whose inputs others read.
+        alone: nothing is said to compute next to them.
         course: what comes again.
         now: the period by which the next call goes ahead; None if it is staged, False if there is no use in learning
             from it any more. It changes with the first lesson of a window only.
@@ -53,6 +54,7 @@ class Subject:
     parts: tuple[Collective, ...]
     call: str
     senders: tuple[frozenset[int], ...]
+    alone: bool
     course: Course
     now: tuple[Sources, ...] | bool | None = None
     turn: int = 0

@@ -177,6 +177,8 @@ class Program:
         staging_bytes: size of each rank's staging buffer.
         flag_count: flags in the memory of each rank.
         prelaunched: queues start before the collective is called; triggers fired by the ``caller`` queue hold them.
+        alone: the caller has named no computation that runs next to it. What stays on a rank may take longer then, as
+            long as the links do, if they keep their speed by that.
     """
 
     collective: Definition
@@ -185,6 +187,7 @@ class Program:
     staging_bytes: tuple[int, ...]
     flag_count: int
     prelaunched: bool = False
+    alone: bool = False
 
     @property
     def world_size(self) -> int:

@@ -9,11 +9,13 @@ from sidelane.execute.base import Addresses, Places
 from sidelane.execute.cuda.calls import (
     Call,
     Cell,
+    Copying,
     DeviceWord,
     HostWord,
     LaunchReduce,
     Memcpy,
     MemcpyBatch,
+    MemcpyEveryOther,
     MemcpyRows,
     MemOps,
     Operand,
@@ -89,9 +91,15 @@ class Resolver:
                 return self._words[place]
 
 
-def copies_of(call: Memcpy | MemcpyBatch | MemcpyRows) -> tuple[Memcpy, ...]:
-    """The copies that one call submits."""
-    return (call,) if isinstance(call, Memcpy) else call.copies
+def copies_of(call: Copying) -> tuple[Memcpy, ...]:
+    """The copies that one call submits; of every other row, one of all that lies between their ends."""
+    match call:
+        case Memcpy():
+            return (call,)
+        case MemcpyEveryOther(dst, src, nbytes, rows):
+            return (Memcpy(dst, src, nbytes * (2 * rows - 1), within_rank=True),)
+        case _:
+            return call.copies
 
 
 class Frame:
@@ -201,7 +209,7 @@ class Frame:
 class Moves(NamedTuple):
     """A call that names buffers, and its stream."""
 
-    call: Memcpy | MemcpyBatch | MemcpyRows | LaunchReduce
+    call: Copying | LaunchReduce
     stream: int
 
 
@@ -218,7 +226,7 @@ class BoundPlan:
 
     def __init__(self, frame: Frame, resolve: Resolver) -> None:
         for call in frame.plan.calls():
-            if isinstance(call, Memcpy | MemcpyBatch | MemcpyRows):
+            if isinstance(call, Copying):
                 for copy in copies_of(call):
                     resolve(copy.dst), resolve(copy.src)  # what has no address is found now, not at the first call
             elif isinstance(call, LaunchReduce):
@@ -242,7 +250,7 @@ class BoundPlan:
     def own_spans(self) -> Iterator[tuple[int, int]]:
         """(address, bytes) of this rank's inputs and outputs that are copied: the rest is the communicator's memory."""
         for call in self.plan.calls():
-            if isinstance(call, Memcpy | MemcpyBatch | MemcpyRows):
+            if isinstance(call, Copying):
                 for copy in copies_of(call):
                     for end in (copy.dst, copy.src):
                         if isinstance(end, Operand) and self._is_callers(end):
@@ -288,7 +296,7 @@ class BoundPlan:
         srcs = [self._resolve(copy.src) for copy in rows.copies]
         return pitch(dsts, nbytes), pitch(srcs, nbytes)
 
-    def _bind_call(self, call: Memcpy | MemcpyBatch | MemcpyRows | LaunchReduce, stream: int) -> Bound:
+    def _bind_call(self, call: Copying | LaunchReduce, stream: int) -> Bound:
         driver, resolve = self._driver, self._resolve
         match call:
             case Memcpy(dst, src, nbytes):
@@ -303,6 +311,8 @@ class BoundPlan:
                 assert src_pitch is not None
                 ends = resolve(first.dst), resolve(first.src)
                 return driver.bind_rows(*ends, (dst_pitch, src_pitch), first.nbytes, len(copies), stream)
+            case MemcpyEveryOther(dst, src, nbytes, rows):
+                return driver.bind_rows(resolve(dst), resolve(src), (2 * nbytes, 2 * nbytes), nbytes, rows, stream)
             case LaunchReduce(dst, srcs, nbytes, reduction):
                 blocks = self.frame.reduce_blocks
                 return driver.bind_reduce(resolve(dst), list(map(resolve, srcs)), nbytes, reduction, stream, blocks)

@@ -123,6 +123,24 @@ class MemcpyRows:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class MemcpyEveryOther:
+    """Rows of bytes that stay on their rank, of which the next one but one follows: one pitched copy.
+
+    It is slower than a copy of all of them, and slows nothing down that crosses a link meanwhile (``alongside``).
+
+    Attributes:
+        dst, src: where the first row goes, and lies.
+        nbytes: of a row, and from its end to the next one.
+        rows: how many.
+    """
+
+    dst: Operand
+    src: Operand
+    nbytes: int
+    rows: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class LaunchReduce:
     """One launch of the reducing kernel over ``nbytes`` of each source."""
 
@@ -153,7 +171,8 @@ class RecordStamp:
     slot: int
 
 
-Call = MemOps | Memcpy | MemcpyBatch | MemcpyRows | LaunchReduce | RecordEvent | WaitEvent | RecordStamp
+Copying = Memcpy | MemcpyBatch | MemcpyRows | MemcpyEveryOther
+Call = MemOps | Copying | LaunchReduce | RecordEvent | WaitEvent | RecordStamp
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from sidelane.execute.cuda.calls import (
     LaunchReduce,
     Memcpy,
     MemcpyBatch,
+    MemcpyEveryOther,
     MemcpyRows,
     MemOps,
     Plan,
@@ -48,6 +49,8 @@ def counts_of(plan: Plan, route: Route = Route.DIRECT) -> Counts:
                 local = sum(copy.within_rank for copy in copies)
                 found["local_copies"] += local
                 found["peer_copies"] += len(copies) - local
+            case MemcpyEveryOther():
+                found["local_copies"] += 1
             case LaunchReduce():
                 found["kernels"] += 1
             case RecordEvent() | WaitEvent() | RecordStamp():

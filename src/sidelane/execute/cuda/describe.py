@@ -10,6 +10,7 @@ from sidelane.execute.cuda.calls import (
     LaunchReduce,
     Memcpy,
     MemcpyBatch,
+    MemcpyEveryOther,
     MemcpyRows,
     MemOps,
     Operand,
@@ -37,6 +38,8 @@ def describe_call(call: Call) -> str:
             return f"{len(copies)} copies in one call: {'; '.join(map(describe_call, copies))}"
         case MemcpyRows(copies):
             return f"{len(copies)} rows in one copy: {'; '.join(map(describe_call, copies))}"
+        case MemcpyEveryOther(dst, src, nbytes, rows):
+            return f"local copy of every other of {2 * rows} rows of {nbytes} bytes, {_place(dst)} <- {_place(src)}"
         case LaunchReduce(dst, srcs, nbytes, reduction):
             return f"kernel: {reduction} of {len(srcs)} x {nbytes} bytes -> {_place(dst)}"
         case RecordEvent(event):

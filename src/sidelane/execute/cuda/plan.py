@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from sidelane.execute.cuda.alongside import LEAST_BYTES, split_in_rows
 from sidelane.execute.cuda.calls import (
     MAX_BATCH,
     Call,
@@ -93,6 +95,7 @@ class _Planner:
         self.local_events = {flag: event for event, flag in enumerate(own_flags)}
         self.events = len(self.local_events)
         self.forks: dict[int, int] = {}
+        self.unhurried: frozenset[int] = frozenset()  # streams
         self.cells = 0
         self.begun = self.ended = False
         self.steps: list[StreamCall] = []
@@ -103,6 +106,8 @@ class _Planner:
     def plan(self) -> Plan:
         sides = sorted(set(self.stream_of.values()) - {0})
         asides, join_at = self._place_asides()
+        if self.program.alone:
+            self.unhurried = self._in_the_shadow(asides)
         last_wait = self._last_wait()
         ends_aside = bool(asides) and last_wait is not None and last_wait < join_at
         if self.split:
@@ -166,8 +171,10 @@ class _Planner:
         match command:
             case Copy(dst, src):
                 if src.nbytes:
-                    within = dst.rank == src.rank
-                    self._emit(stream, Memcpy(_operand(dst), _operand(src), src.nbytes, within))
+                    copy = Memcpy(_operand(dst), _operand(src), src.nbytes, within_rank=dst.rank == src.rank)
+                    in_rows = stream in self.unhurried and src.nbytes >= LEAST_BYTES
+                    for call in split_in_rows(copy) if in_rows else (copy,):
+                        self._emit(stream, call)
             case Reduce(dst, srcs, reduction):
                 if dst.nbytes:
                     launch = LaunchReduce(_operand(dst), tuple(map(_operand, srcs)), dst.nbytes, reduction)
@@ -316,6 +323,15 @@ class _Planner:
         copies = [entry for entry in self.commands if self.stream_of[entry[0]] in asides]
         self.commands = [*main[: last_move + 1], *copies, *main[last_move + 1 :]]
         return asides, max([last_move, *signals]) + 1 + len(copies)
+
+    def _in_the_shadow(self, asides: Sequence[int]) -> frozenset[int]:
+        """Of side streams, those whose copies may take twice their time, as others cross links for longer."""
+        crossing, within = Counter[int](), Counter[int]()
+        for index, command in self.commands:
+            if isinstance(command, Copy):
+                (within if _stays(command) else crossing)[self.stream_of[index]] += command.src.nbytes
+        longest = max(crossing.values(), default=0)
+        return frozenset(stream for stream in asides if not crossing[stream] and within[stream] <= longest)
 
     def _streams_of_copies(self) -> list[int]:
         """Side streams that only copy and reset, once the marks of other own queues let them."""
