@@ -68,6 +68,8 @@ TABLES: dict[str, Callable[[], Cells]] = {
     "energy-reducing-h200x4": lambda: of_studies.energies((SCATTERED, REDUCED)),
     "ordinary-alone-h200x2": lambda: of_pytorch.alone("h200x2", (GATHER, EXCHANGE, SCATTERED, REDUCED)),
     "ordinary-beside-h200x2": lambda: of_pytorch.beside("h200x2"),
+    "ordinary-alone-h100x2": lambda: of_pytorch.alone("h100x2", (GATHER, EXCHANGE, SCATTERED, REDUCED)),
+    "ordinary-beside-h100x2": lambda: of_pytorch.beside("h100x2"),
     "ordinary-host-h200x2": lambda: of_pytorch.changing("h200x2"),
     "fused-h200x2": lambda: of_pytorch.fused("h200x2"),
     "fsdp-h200x2": lambda: of_pytorch.steps("h200x2"),
