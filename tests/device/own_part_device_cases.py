@@ -12,6 +12,9 @@ from device_cases import Context
 from own_part_cases import Exchange
 from sweeps import communicator
 
+from sidelane import Communicator, Config
+from sidelane.collectives.confirming import WENT_AHEAD
+
 
 def of(context: Context, name: str, *args: Any) -> Any:
     """One of the cases that CPU ranks run, too, on a stream that is not the legacy default one."""
@@ -41,5 +44,86 @@ def in_graphs(context: Context, replays: int) -> None:
                     case.fill(100 * replay + number)
                     graph.replay()
                     assert case.is_right(), (variant, symmetric, replay)
+    finally:
+        torch.set_default_device(None)
+
+
+LARGE_BYTES = ((16 << 20) - 1, 16 << 20, (16 << 20) + 1, (40 << 20) + 77_777)
+"""Of a part, around those from which on own parts are copied in rows."""
+
+
+class LargeParts:
+    """All-gathers or all-to-alls out of place of parts of so many bytes, fresh ones each time."""
+
+    def __init__(self, comm: Communicator, nbytes: int, *, exchanges: bool, symmetric: bool, **options: Any) -> None:
+        self.comm, self.nbytes, self.exchanges, self.options = comm, nbytes, exchanges, options
+        make: Any = comm.empty if symmetric else torch.empty
+        parts = comm.world_size if exchanges else 1
+        self.input = make(parts * nbytes, dtype=torch.uint8)
+        self.output = make(comm.world_size * nbytes, dtype=torch.uint8)
+
+    def fill(self, seed: int) -> None:
+        self.seed = seed
+        self.input.copy_(self._input_of(self.comm.rank))
+        self.output.fill_(seed % 251)
+
+    def once(self) -> None:
+        call = self.comm.all_to_all if self.exchanges else self.comm.all_gather
+        call(self.output, self.input, **self.options)
+
+    def is_right(self) -> bool:
+        place = self.comm.rank * self.exchanges
+        parts = [self._input_of(rank)[place * self.nbytes :][: self.nbytes] for rank in range(self.comm.world_size)]
+        return torch.equal(self.output, torch.cat(parts))
+
+    def _input_of(self, rank: int) -> torch.Tensor:
+        random = torch.Generator(self.input.device).manual_seed(1000 * self.seed + rank)
+        return torch.randint(0, 256, self.input.shape, dtype=torch.uint8, generator=random)
+
+
+def large_parts(context: Context) -> None:
+    """In symmetric and in ordinary memory, eager and in a graph, with and without a computation next to them."""
+    torch.set_default_device(context.device)
+    try:
+        with Communicator() as comm, torch.cuda.stream(torch.cuda.Stream()):
+            ways = itertools.product(LARGE_BYTES, ("b2b", "striped"), (True, False), (None, "compute"))
+            for number, (nbytes, variant, symmetric, beside) in enumerate(ways):
+                exchanges = number % 2 == (number // 2) % 2
+                case = LargeParts(
+                    comm, nbytes, exchanges=exchanges, symmetric=symmetric, variant=variant, beside=beside
+                )
+                for turn in range(2):
+                    case.fill(10 * number + turn)
+                    case.once()
+                    assert case.is_right(), (nbytes, variant, symmetric, beside, turn)
+                torch.cuda.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    case.once()
+                for turn in range(2, 4):
+                    case.fill(10 * number + turn)
+                    graph.replay()
+                    assert case.is_right(), (nbytes, variant, symmetric, beside, "in a graph")
+    finally:
+        torch.set_default_device(None)
+
+
+def large_parts_learnt(context: Context, calls: int) -> int:
+    """In ordinary memory that peers come to know; how many calls went ahead."""
+    torch.set_default_device(context.device)
+    went_ahead = 0
+    try:
+        with Communicator(config=Config(map_memory="learn")) as comm, torch.cuda.stream(torch.cuda.Stream()):
+            for exchanges in (False, True):
+                case = LargeParts(comm, LARGE_BYTES[-1], exchanges=exchanges, symmetric=False, variant="b2b")
+                for turn in range(calls):
+                    checked = turn % 8 == 7
+                    if checked:
+                        case.fill(turn)
+                    case.once()
+                    choice = comm.last_choice()
+                    went_ahead += choice is not None and choice.reason == WENT_AHEAD
+                    assert not checked or case.is_right(), (exchanges, turn)
+        return went_ahead
     finally:
         torch.set_default_device(None)

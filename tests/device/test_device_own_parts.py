@@ -29,3 +29,12 @@ def test_in_graphs(ranks: Ranks) -> None:
 
 def test_what_is_refused(ranks: Ranks) -> None:
     ranks.run(CASES + "of", "refused")
+
+
+def test_large_ones_are_copied_in_rows(ranks: Ranks) -> None:
+    ranks.run(CASES + "large_parts", timeout_s=120)
+
+
+def test_large_ones_that_are_read_ahead(ranks: Ranks) -> None:
+    for went_ahead in ranks.run(CASES + "large_parts_learnt", 160, timeout_s=120):
+        assert went_ahead > 50
