@@ -68,7 +68,7 @@ from sidelane.ops.embedding_tables import (
     check_bags,
     check_offsets,
     check_sizes,
-    check_tables,
+    checked,
     threads_of,
 )
 from sidelane.ops.handle import (
@@ -128,7 +128,7 @@ class EmbeddingAllToAll:
     ) -> None:
         with telling_refusals(comm, NAME):
             check_choice(NAME, "mode", mode, MODES)
-            check_tables(comm, tables)
+            checked(comm, tables)
             check_sizes(comm, tables, batch, slice_bags)
             self._warps, rows_each = threads_of(tables[0].shape[1], tables[0].element_size())
             per_unit = max(1, UNIT_WARPS // self._warps) if per_unit is None else per_unit
@@ -280,13 +280,13 @@ def embedding_all_to_all(
     """
     with telling_refusals(comm, NAME):
         check_method(comm, NAME, method)
-        check_tables(comm, tables)
+        kind = checked(comm, tables).key
         check_bags(comm, tables, indices, offsets, per_sample_weights, mode, order)
         batch = batch_of(tables, offsets)
         check_sizes(comm, tables, batch, slice_bags)
         if slice_bags and method == UNFUSED:
             raise ValueError(f"{NAME}: method with slice_bags (value={method}, allowed={AUTO}, {FUSED})")
-    key = (*Tables.key_of(tables, batch), mode, slice_bags)
+    key = (NAME, batch, mode, slice_bags, *kind)
     handle = kept(comm, key, lambda: EmbeddingAllToAll(comm, tables, batch, mode=mode, slice_bags=slice_bags))
     sizes = _sizes_of(tables, batch, indices, offsets)
     if slice_bags or method_of(comm, NAME, method, key, sizes, tables[0].element_size()).method == FUSED:

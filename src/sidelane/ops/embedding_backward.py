@@ -52,7 +52,7 @@ from sidelane.ops.embedding_tables import (
     check_bags,
     check_offsets,
     check_sizes,
-    check_tables,
+    checked,
     threads_of,
 )
 from sidelane.ops.handle import check_tensor, kept, power_of_two, programs_of, telling_refusals
@@ -193,11 +193,11 @@ def embedding_all_to_all_backward(
         MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """
     with telling_refusals(comm, NAME):
-        check_tables(comm, tables)
+        kind = checked(comm, tables).key
         check_bags(comm, tables, indices, offsets, per_sample_weights, mode)
         batch = batch_of(tables, offsets)
         check_sizes(comm, tables, batch)
-    key = ("backward", *Tables.key_of(tables, batch))
+    key = ("backward", batch, *kind)
     handle = kept(comm, key, lambda: EmbeddingBackward(comm, tables, batch))
     return handle(grad, indices, offsets, mode=mode, per_sample_weights=per_sample_weights, sparse=sparse)
 
