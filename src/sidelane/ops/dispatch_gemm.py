@@ -211,8 +211,13 @@ def all_to_all_gemm(
         split = split_handle_of(comm, most_of(table, most_rows), depth, dtype)
         split.routings.of(table, pieces or DEFAULT_PIECES)
 
-    make: dict[str, Callable[[int], object]]
-    make = {FUSED: handle, SPLIT: both, UNFUSED: lambda _: rows_handle(comm, most_rows, depth, dtype)}
+    def unfused(_: int) -> None:
+        rows_handle(comm, most_rows, depth, dtype)
+        if routed.grouped:  # kernels are loaded by a launch, which may not be inside of a capture
+            groups = Groups(counts, comm.rank, most_rows, are_sent=False)
+            groups.in_order(groups.product(x.new_zeros(most_rows, depth), weight.detach()))
+
+    make: dict[str, Callable[[int], object]] = {FUSED: handle, SPLIT: both, UNFUSED: unfused}
     known = (*key, without, routed.experts)
     sizes, experts = (most_rows, depth, columns), routed.experts or 1
     found = method_of(comm, NAME, method, known, sizes, dtype.itemsize, make, without=without, experts=experts)

@@ -118,7 +118,7 @@ def _launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], opti
         kernel[grid](*arguments, **options)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank", "rows"])
 def _groups(counts, moved, stops, own, ranks, experts, rank, rows, EP: tl.constexpr, SENT: tl.constexpr):
     which = tl.program_id(0)  # the rank whose groups they are
     lane, kind = tl.arange(0, MAX_RANKS)[:, None], tl.arange(0, EP)[None, :]
@@ -141,7 +141,7 @@ def _groups(counts, moved, stops, own, ranks, experts, rank, rows, EP: tl.conste
         tl.store(stops + number, stop, mask=number < experts)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "groups"])
 def _in_order(
     x, output, own, rows, columns, x_stride, groups,
     GP: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, SENT: tl.constexpr,

@@ -163,15 +163,13 @@ class GemmAllToAll:
         order: str = REMOTE_FIRST,
         groups: Groups | None = None,
     ) -> torch.Tensor:
-        """Run it. Arguments, result and errors as of :func:`gemm_all_to_all`; no weight sends rows as they are.
-
-        ``groups`` says where rows of experts are taken from, or where they come to, if not in the order of ranks.
+        """Run it. Arguments, result and errors as of :func:`gemm_all_to_all`; no weight sends rows as they are, from
+        or to where ``groups`` has them.
         """
         comm, tiles = self.comm, self._tiles
         with telling_refusals(comm, NAME):
-            dims = counts.dim() if weight is None and isinstance(counts, torch.Tensor) else 2
-            experts = weight.shape[0] if weight is not None and weight.dim() == 3 else None
-            experts = counts.shape[-1] if dims == 3 else experts
+            of = counts if weight is None else weight  # whose first or last dimension experts are
+            experts = of.shape[-1 if weight is None else 0] if isinstance(of, torch.Tensor) and of.dim() == 3 else None
             check_rows(NAME, comm, x, counts, self.most_rows, order, experts)
             if weight is not None:
                 check_weight(NAME, comm, x, weight, self.most_rows)
@@ -268,8 +266,13 @@ def gemm_all_to_all(
         split = split_handle_of(comm, most_of(table, most_rows), columns, dtype)
         split.routings.of(table, pieces or DEFAULT_PIECES)
 
-    make: dict[str, Callable[[int], object]]
-    make = {FUSED: handle, SPLIT: both, UNFUSED: lambda _: rows_handle(comm, most_rows, columns, dtype)}
+    def unfused(_: int) -> None:
+        rows_handle(comm, most_rows, columns, dtype)
+        if routed.grouped:  # kernels are loaded by a launch, which may not be inside of a capture
+            groups = Groups(counts, comm.rank, x.shape[0], are_sent=True)
+            groups.product(groups.in_order(x.detach()), weight.detach())
+
+    make: dict[str, Callable[[int], object]] = {FUSED: handle, SPLIT: both, UNFUSED: unfused}
     known = (*key, without, routed.experts)
     sizes, experts = (most_rows, x.shape[1], columns), routed.experts or 1
     found = method_of(comm, NAME, method, known, sizes, dtype.itemsize, make, without=without, experts=experts)
