@@ -394,7 +394,7 @@ BAGS = {"D": 1, "DP": 1, "L": 8, "DTYPE": BF16, "ALIGNED": False, "MEAN": True, 
             gemm.KERNEL,
             "*i64 *i64 *i32 *bf16 *bf16 *i64 i32 i32 i32 i32 i32 i32 i32 i32",
             {"ROWS": 64, "COLS": 64, "DEPTH": 32, "WIDE": False, "DTYPE": BF16, "REMOTE_FIRST": True}
-            | {"GROUP": 8, "WHOLE": False, "ALIGNED": False, "EP": 1},
+            | {"GROUP": 8, "WHOLE": False, "ALIGNED": False, "EP": 1, "TAKEN": False},
         ),
         (
             gemm_reduce.KERNEL,
@@ -430,6 +430,23 @@ BAGS = {"D": 1, "DP": 1, "L": 8, "DTYPE": BF16, "ALIGNED": False, "MEAN": True, 
 )
 def test_sizes_of_one_compile(kernel: Any, kinds: str, constants: dict[str, object]) -> None:
     compiled(kernel, *with_ones(kernel, kinds, constants), 4)
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_groups_of_one_expert_of_one_rank_compile(taken: bool) -> None:
+    tiles, sizes = gemm.ROW_TILES, ("rows", "depth", "columns", "x_stride", "weight_stride", "experts", "expert_stride")
+    constants: dict[str, object] = {"ROWS": tiles.rows, "COLS": tiles.columns, "DEPTH": tiles.depth, "WIDE": False}
+    constants |= {"GROUP": tiles.group, "DTYPE": BF16, "REMOTE_FIRST": True, "WHOLE": False, "ALIGNED": True, "EP": 1}
+    constants |= {"TAKEN": taken, "weight": None, "moved": ..., "most_rows": 1, **dict.fromkeys(sizes, 1)}
+    compiled(gemm.KERNEL, "*i64 *i64 *i32 *bf16 *i64 *i32", constants, tiles.warps)
+    compiled(
+        expert_products.GROUPS,
+        "*i64 *i32 *i32 *i32 i32 i32",
+        {"EP": 2, "SENT": taken, "ranks": 1, "experts": 1},
+        4,
+    )
+    sizes_of_copies = {"GP": 1, "ROWS": 16, "COLS": 1024, "SENT": taken, "columns": 1, "x_stride": 1}
+    compiled(expert_products.IN_ORDER, "*bf16 *bf16 *i32 i32 i32", sizes_of_copies, 4)
 
 
 def test_kernels_that_are_compared_compile() -> None:
