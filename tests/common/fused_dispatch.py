@@ -114,7 +114,7 @@ def wrong_calls(comm: Communicator) -> Calls:
         call(method="split"),
         call(method="best"),
         call(weight=torch.ones(2, 4, 8)),
-        call(weight=torch.ones(2, 4, 8), counts=torch.ones(n, n, 2).long(), method="unfused"),
+        call(weight=torch.ones(2, 4, 8), counts=[[[1, 1]] * n] * n, method="split"),
         call(weight=torch.ones(65, 4, 8), counts=torch.zeros(n, n, 65).long()),
         call(most_rows=0),
     ]

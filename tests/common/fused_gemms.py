@@ -92,7 +92,7 @@ def wrong_calls(comm: Communicator) -> Calls:
         call(method="split"),
         call(weight=torch.ones(2, 4, 8)),
         call(weight=torch.ones(2, 4, 8), counts=torch.ones(n, n, 3).long()),
-        call(weight=torch.ones(2, 4, 8), counts=torch.ones(n, n, 2).long(), method="unfused"),
+        call(weight=torch.ones(2, 4, 8), counts=[[[1, 1]] * n] * n, method="split"),
         call(weight=torch.ones(65, 4, 8), counts=torch.zeros(n, n, 65).long()),
         *(
             functools.partial(ops.all_to_all_rows, comm, other, counts, most_rows=2 * n)

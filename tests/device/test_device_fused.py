@@ -71,7 +71,7 @@ def test_what_is_refused(ranks: Ranks, module: str, name: str) -> None:
 
 
 NAMES = ["gemv", "rms_norm", "embedding", "embedding_backward", "gemm", "gemm_reduce", "gather_gemm", "split"]
-NAMES += ["dispatch_gemm", "counts_of_the_host"]
+NAMES += ["dispatch_gemm", "experts_unfused", "counts_of_the_host"]
 
 
 @pytest.mark.parametrize("name", [*NAMES, "gemv_of_one_token", "rms_norm_pushed"])
@@ -99,6 +99,10 @@ def test_patterns_are_replaced(fresh_pool: type[Pool], name: str) -> None:
     """In processes of their own: Dynamo of torch 2.11 skips a function of a gather for good once it has met it outside
     of what it compiles."""
     assert all(fresh_pool().run(CASES + "as_on_cpus", "fused_modules", name, timeout_s=170))
+
+
+def test_several_experts_by_every_way(ranks: Ranks) -> None:
+    assert all(ranks.run(CASES + "as_on_cpus", "fused_experts", "back_to_back", 5, 8, timeout_s=170))
 
 
 def test_experts_without_the_host(ranks: Ranks) -> None:

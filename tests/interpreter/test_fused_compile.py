@@ -27,6 +27,7 @@ from sidelane.ops import (
     embedding,
     embedding_backward,
     embedding_tables,
+    expert_products,
     gather_gemm,
     gemm,
     gemm_reduce,
@@ -39,7 +40,7 @@ from sidelane.ops import (
 
 H200 = GPUTarget("cuda", 90, 32)
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-OPTIONAL = {"stamps", "scale"}
+OPTIONAL = {"stamps", "scale", "moved"}
 """Arguments that may be None, and are unless a test says that they are there (...)."""
 
 MOST_STACK_BYTES = 128
@@ -258,7 +259,7 @@ def test_gemm_all_to_all_compiles(dtype: str, experts: int) -> None:
     element = {"bf16": triton.language.bfloat16, "fp16": triton.language.float16}.get(dtype, triton.language.float32)
     constants = {"ROWS": tiles.rows, "COLS": tiles.columns, "DEPTH": tiles.depth, "WIDE": wide, "GROUP": tiles.group}
     constants |= {"DTYPE": element, "REMOTE_FIRST": True, "WHOLE": True, "ALIGNED": True, "EP": experts}
-    constants |= {"experts": 1} if experts == 1 else {}
+    constants |= {"TAKEN": False, **({"experts": 1} if experts == 1 else {})}
     kinds = f"*i64 *i64 *i32 *{dtype} *{dtype} *i64 i32 i32 i32 i32 i32 i32 i32{'' if experts == 1 else ' i32'}"
     known = ("x", "weight", "depth", "columns", "x_stride", "weight_stride", "expert_stride")
     text, registers, stack = compiled(gemm.KERNEL, kinds, constants, tiles.warps, multiples=known)
@@ -267,16 +268,34 @@ def test_gemm_all_to_all_compiles(dtype: str, experts: int) -> None:
     assert text.count(".sys.acq_rel.add") == 1, "the last program"
 
 
-def test_rows_without_a_product_compile() -> None:
+@pytest.mark.parametrize("experts", [1, 8, 64])
+@pytest.mark.parametrize("taken", [True, False])
+def test_rows_without_a_product_compile(experts: int, taken: bool) -> None:
     tiles = gemm.ROW_TILES
     constants = {"ROWS": tiles.rows, "COLS": tiles.columns, "DEPTH": tiles.depth, "WIDE": False, "GROUP": tiles.group}
     constants |= {"DTYPE": triton.language.bfloat16, "REMOTE_FIRST": True, "WHOLE": True, "ALIGNED": True}
-    constants |= {"experts": 1, "EP": 1}
-    kinds = "*i64 *i64 *i32 *bf16 *i64 i32 i32 i32 i32 i32 i32 i32"
+    constants |= {"TAKEN": taken, "EP": experts, **({"experts": 1} if experts == 1 else {"moved": ...})}
+    kinds = f"*i64 *i64 *i32 *bf16 *i64{'' if experts == 1 else ' *i32'} i32 i32 i32 i32 i32 i32 i32"
+    kinds += "" if experts == 1 else " i32"
     known = ("x", "depth", "columns", "x_stride")
     text, registers, stack = compiled(gemm.KERNEL, kinds, {**constants, "weight": None}, tiles.warps, multiples=known)
     assert stack <= 8 and registers * 32 * tiles.warps * tiles.per_unit <= 1 << 16, (registers, stack)
     assert "wgmma" not in text and re.search(r"ld\.global[a-z0-9_:.]*\.v4\.b32", text), "wide loads of rows"
+
+
+@pytest.mark.parametrize("sent", [True, False])
+@pytest.mark.parametrize("experts", [1, 8, 64])
+def test_groups_of_experts_compile(experts: int, sent: bool) -> None:
+    constants: dict[str, object] = {"EP": max(2, experts), "SENT": sent}
+    _, registers, stack = compiled(expert_products.GROUPS, "*i64 *i32 *i32 *i32 i32 i32 i32 i32", constants, 4)
+    assert stack <= 8 and registers <= 255, (registers, stack)
+    constants = {"GP": 8 * experts, "ROWS": expert_products.ROWS, "COLS": expert_products.COLS, "SENT": sent}
+    known = ("x", "output", "columns", "x_stride")
+    text, registers, stack = compiled(
+        expert_products.IN_ORDER, "*bf16 *bf16 *i32 i32 i32 i32 i32", constants, 4, multiples=known
+    )
+    assert stack <= 8 and registers <= 255, (registers, stack)
+    assert re.search(r"ld\.global[a-z0-9_:.]*\.v4\.b32", text), "wide loads of rows"
 
 
 GEMM_REDUCE = "*i64 *i64 *{0} *i64 *{0} *{0} *{0} i32 i32 i32 i32 i32 i32"
@@ -375,7 +394,7 @@ BAGS = {"D": 1, "DP": 1, "L": 8, "DTYPE": BF16, "ALIGNED": False, "MEAN": True, 
             gemm.KERNEL,
             "*i64 *i64 *i32 *bf16 *bf16 *i64 i32 i32 i32 i32 i32 i32 i32 i32",
             {"ROWS": 64, "COLS": 64, "DEPTH": 32, "WIDE": False, "DTYPE": BF16, "REMOTE_FIRST": True}
-            | {"GROUP": 8, "WHOLE": False, "ALIGNED": False, "EP": 1},
+            | {"GROUP": 8, "WHOLE": False, "ALIGNED": False, "EP": 1, "TAKEN": False},
         ),
         (
             gemm_reduce.KERNEL,
@@ -411,6 +430,23 @@ BAGS = {"D": 1, "DP": 1, "L": 8, "DTYPE": BF16, "ALIGNED": False, "MEAN": True, 
 )
 def test_sizes_of_one_compile(kernel: Any, kinds: str, constants: dict[str, object]) -> None:
     compiled(kernel, *with_ones(kernel, kinds, constants), 4)
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_groups_of_one_expert_of_one_rank_compile(taken: bool) -> None:
+    tiles, sizes = gemm.ROW_TILES, ("rows", "depth", "columns", "x_stride", "weight_stride", "experts", "expert_stride")
+    constants: dict[str, object] = {"ROWS": tiles.rows, "COLS": tiles.columns, "DEPTH": tiles.depth, "WIDE": False}
+    constants |= {"GROUP": tiles.group, "DTYPE": BF16, "REMOTE_FIRST": True, "WHOLE": False, "ALIGNED": True, "EP": 1}
+    constants |= {"TAKEN": taken, "weight": None, "moved": ..., "most_rows": 1, **dict.fromkeys(sizes, 1)}
+    compiled(gemm.KERNEL, "*i64 *i64 *i32 *bf16 *i64 *i32", constants, tiles.warps)
+    compiled(
+        expert_products.GROUPS,
+        "*i64 *i32 *i32 *i32 i32 i32",
+        {"EP": 2, "SENT": taken, "ranks": 1, "experts": 1},
+        4,
+    )
+    sizes_of_copies = {"GP": 1, "ROWS": 16, "COLS": 1024, "SENT": taken, "columns": 1, "x_stride": 1}
+    compiled(expert_products.IN_ORDER, "*bf16 *bf16 *i32 i32 i32", sizes_of_copies, 4)
 
 
 def test_kernels_that_are_compared_compile() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
-from sidelane.bench.fused.kept import kept_of
+from sidelane.bench.fused.kept import OWN, OWN_METHOD, kept_of, times_of
 from sidelane.bench.results.files import read
+from sidelane.bench.results.rows.operators import FusedRow
 from sidelane.choice.fused import (
     FUSED,
     SPLIT,
@@ -52,7 +54,7 @@ def test_measured_shapes_are_never_slower_than_unfused(table: Table) -> None:
     """And by thumb, as if there were no table, GEMMs by no more than 2% where one rank measured them."""
     for time in table.times:
         by_method = {way.partition("/")[0]: us for way, us in sorted(time.times.items(), key=lambda item: -item[1])}
-        options = {"ways": tuple(by_method), "captured": time.captured}
+        options = {"ways": tuple(by_method), "captured": time.captured, "experts": time.experts}
         for tables in ([table], []) if time.op.startswith(("gemm_r", "gemm_all_r", "all_gather")) else ([table],):
             found = choose_method(tables, time.op, time.world_size, time.sizes, **options)  # type: ignore[arg-type]
             assert by_method[found.method] <= 1.02 * by_method.get(UNFUSED, float("inf")), (time, found)
@@ -72,6 +74,55 @@ def test_what_differs_is_not_looked_up() -> None:
     assert chosen(fast, device_type="cpu", n=4) == "fused by thumb"
 
 
+def test_times_of_several_experts_say_nothing_about_one() -> None:
+    def timed(experts: int, *, captured: bool = False, **times: float) -> FusedTime:
+        return FusedTime("all_to_all_gemm", 2, captured, (1024, 1024, 1024), 2, times, experts=experts)
+
+    known = timed(1, fused=1, unfused=2), timed(4, fused=2, unfused=1), timed(16, fused=1, unfused=2)
+
+    def choose(experts: int, times: tuple[FusedTime, ...] = known, **options: object) -> str:
+        return chosen(*times, op="all_to_all_gemm", experts=experts, **options)
+
+    where = "measured at 1024, 1024, 1024"
+    assert choose(1) == f"fused {where}, eager, here"
+    assert choose(2) == choose(4) == f"unfused {where}, 4 experts, eager, here"
+    assert choose(12) == choose(64) == f"fused {where}, 16 experts, eager, here"
+    assert choose(1, known[1:]).endswith("by thumb") and choose(2, known[:1]).endswith("by thumb")
+    assert choose(32, known[:2]).endswith("by thumb")  # too far
+    assert choose(2, (known[0], timed(2, captured=True, fused=2, unfused=1))).startswith("unfused measured")
+    table = Table(HERE, known, "here")
+    assert Table.parse(table.to_text(), "here") == table and table.to_text().count('"experts"') == 2
+    with pytest.raises(ValueError, match="must be positive"):
+        timed(0, fused=1)
+
+
+def test_files_have_several_experts_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    keep(HERE, [some(fused=1.0, unfused=2.0)])
+    keep(HERE, [dataclasses.replace(some(fused=4.0, unfused=3.0), experts=8)])
+    found, *_ = tables_of(None, HERE)
+    assert [(time.experts, time.times[FUSED]) for time in found.times] == [(1, 1.0), (8, 4.0)]
+
+
+def test_rows_of_the_study_have_several_experts_apart() -> None:
+    """Of a way that the operator has; what a benchmark alone does, with counts on the host, is none."""
+    results = read(RESULTS / "h200x2" / "fused.json")
+    rows = [row for row in results.rows if isinstance(row, FusedRow) and row.op == "all_to_all_gemm"]
+    of_experts = [row for row in rows if row.shape == "4096x4096x2048 a rank, 8 experts by top-k"]
+    plain = [row for row in rows if row.shape == "4096x4096x2048 a rank, half for one peer"]
+    before = [row for row in of_experts if row.schedule != OWN_METHOD]
+    assert not list(times_of(before, 2, 2))
+    own = [
+        dataclasses.replace(row, implementation=OWN, schedule=OWN_METHOD, time_us=100.0 + place)
+        for place, row in enumerate(row for row in before if row.implementation == FUSED)
+    ]
+    found = list(times_of([*plain, *before, *own], 2, 2))
+    assert [(time.sizes, time.experts, time.captured) for time in found] == [
+        ((4096, 4096, 2048), experts, captured) for experts in (1, 8) for captured in (False, True)
+    ]
+    assert [time.times[UNFUSED] for time in found[2:]] == [100.0, 101.0]
+
+
 def test_thumb() -> None:
     def thumb(op: str, *sizes: int, n: int = 2, **options: object) -> str:
         return choose_method([], op, n, sizes, **{"ways": ALL, **options}).method  # type: ignore[arg-type]
@@ -80,6 +131,9 @@ def test_thumb() -> None:
     assert thumb(OP, 64, 64, 64) == UNFUSED  # the host's time
     assert thumb(OP, 8192, 1024, 8192, n=8, captured=True, ways=(FUSED, UNFUSED)) == FUSED  # mostly communication
     assert thumb(OP, 8192, 8192, 8192, n=4) == SPLIT
+    pair = {"ways": (FUSED, UNFUSED), "captured": True, "experts": 8}
+    assert thumb("all_to_all_gemm", 4096, 7168, 2048, **pair) == UNFUSED  # whose tiles wait for rows
+    assert thumb("gemm_all_to_all", 4096, 2048, 4096, **pair) == FUSED
     assert thumb("gemm_all_reduce", 64, 4096, 8192, captured=True) == UNFUSED  # too few tiles
 
 

@@ -43,6 +43,7 @@ class FusedTime:
         times: microseconds, as a call of the operator has them: of ``fused``, of ``unfused``, and of ``split/2`` with
             two pieces.
         orders: microseconds of ``fused`` in each order, of an operator that is in ``ORDERED``.
+        experts: of a rank, that rows are taken apart by. A file has them where they are several.
     """
 
     op: str
@@ -52,10 +53,11 @@ class FusedTime:
     element_bytes: int
     times: Mapping[str, float]
     orders: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    experts: int = 1
 
     def __post_init__(self) -> None:
         every = (*self.times.values(), *self.orders.values())
-        if not all(math.isfinite(us) and us > 0 for us in every) or min(self.sizes) < 1:
+        if not all(math.isfinite(us) and us > 0 for us in every) or min(*self.sizes, self.experts) < 1:
             raise ValueError(f"FusedTime: times and sizes must be positive (value={self})")
         for way in self.times:
             _parts(way)
@@ -66,7 +68,8 @@ class FusedTime:
 
     def to_dict(self) -> dict[str, object]:
         """For a file; without what there is none of."""
-        return {name: value for name, value in dataclasses.asdict(self).items() if value != {}}
+        left_out = {"orders": {}, "experts": 1}
+        return {name: value for name, value in dataclasses.asdict(self).items() if value != left_out.get(name)}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -130,6 +133,7 @@ def choose_method(
     element_bytes: int | None = None,
     captured: bool = False,
     device_type: str = "cuda",
+    experts: int = 1,
 ) -> MethodChoice:
     """Choose by the nearest measured shape. Deterministic: what all ranks have alike gives the same on all.
 
@@ -142,6 +146,7 @@ def choose_method(
         element_bytes: of the call; None for any.
         captured: in a graph.
         device_type: on CPU ranks what was not measured is fused, since nothing else there tests a kernel.
+        experts: of a rank; times with several say nothing about one, nor the other way round.
 
     >>> times = {"fused": 20.0, "unfused": 15.0, "split/4": 12.0}
     >>> table = Table(Key("cuda", "some", 2), (FusedTime("all_gather_gemm", 2, False, (64, 64, 64), 2, times),), "own")
@@ -153,13 +158,15 @@ def choose_method(
     'by thumb: no time of a shape like 64, 64, 1 (sidelane fused --keep measures)'
     """
     for table in tables:
-        time = _nearest(table.times, op, world_size, sizes, element_bytes, captured)
+        time = _nearest(table.times, op, world_size, sizes, element_bytes, captured, experts)
         found = {} if time is None else {way: us for way, us in time.times.items() if _parts(way)[0] in ways}
         if time is not None and found:
             best = min(found, key=lambda way: (found[way], ways.index(_parts(way)[0]), way))
             return MethodChoice(_parts(best)[0], _measured(time, table, found), _parts(best)[1])
-    words = f"no time of a shape like {', '.join(map(str, sizes))} (sidelane fused --keep measures)"
-    thumb = None if device_type == CPU else expected_us(op, world_size, sizes, element_bytes or 2, captured=captured)
+    words = f"no time of a shape like {_shape(sizes, experts)} (sidelane fused --keep measures)"
+    thumb = None
+    if device_type != CPU:
+        thumb = expected_us(op, world_size, sizes, element_bytes or 2, captured=captured, experts=experts)
     if thumb is None:
         return MethodChoice(FUSED, f"by thumb: {words}")
     expected = {way: us for way, us in thumb.items() if way in ways}
@@ -209,8 +216,17 @@ def choose_order(
 
 
 def _measured(time: FusedTime, table: Table, found: Mapping[str, float]) -> str:
-    where = f"{', '.join(map(str, time.sizes))}, {'in a graph' if time.captured else 'eager'}, {table.where}"
+    where = f"{_shape(time.sizes, time.experts)}, {'in a graph' if time.captured else 'eager'}, {table.where}"
     return f"measured at {where}: {_in_words(found)}"
+
+
+def _shape(sizes: tuple[int, ...], experts: int) -> str:
+    """In words.
+
+    >>> _shape((64, 32), 1), _shape((64, 32), 8)
+    ('64, 32', '64, 32, 8 experts')
+    """
+    return ", ".join((*map(str, sizes), *([f"{experts} experts"] if experts > 1 else [])))
 
 
 def _nearest(
@@ -220,12 +236,16 @@ def _nearest(
     sizes: tuple[int, ...],
     element_bytes: int | None,
     captured: bool,
+    experts: int = 1,
 ) -> FusedTime | None:
     alike = [time for time in times if (time.op, time.world_size, len(time.sizes)) == (op, world_size, len(sizes))]
+    alike = [time for time in alike if (time.experts > 1) == (experts > 1)]
     alike = [time for time in alike if element_bytes in (None, time.element_bytes)]
     alike = [time for time in alike if time.captured == captured] or alike
-    near = [(distance, time) for time in alike if max(distance := _distances(time.sizes, sizes)) <= math.log(FARTHEST)]
-    return min(near, key=lambda found: (sum(found[0]), found[1].sizes))[1] if near else None
+    wanted = *sizes, experts
+    far = [(_distances((*time.sizes, time.experts), wanted), time) for time in alike]
+    near = [(distances, time) for distances, time in far if max(distances) <= math.log(FARTHEST)]
+    return min(near, key=lambda found: (sum(found[0]), found[1].sizes, found[1].experts))[1] if near else None
 
 
 def _distances(one: tuple[int, ...], other: tuple[int, ...]) -> list[float]:
@@ -295,7 +315,7 @@ def keep(key: Key, times: Iterable[FusedTime]) -> Path:
     """Write the user's file of a machine; times of shapes that it has, too, are replaced, others stay."""
     path = user_file(key)
     before = [time for table in _of_the_user(key) for time in table.times]
-    found = {(t.op, t.world_size, t.captured, t.sizes, t.element_bytes): t for t in (*before, *times)}
+    found = {(t.op, t.world_size, t.captured, t.sizes, t.element_bytes, t.experts): t for t in (*before, *times)}
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".new")
     temporary.write_text(Table(key, tuple(found.values()), path.name).to_text(), encoding="utf-8")

@@ -6,6 +6,9 @@ takes next to a byte between GPUs, and how much slower tiles of Triton are than 
     unfused    product, then the collective
     fused      the longer one of both; products in rounds of tiles at 0.8 of the library's rate, or 0.6
     split      the longer one of both, and the last part on its way; each part reads the weight and is a call
+
+With several experts a rank, pieces of rows end with tiles of their own. The library's grouped product has 0.7 of the
+rate of a whole one, and what comes from it, or goes into it, is copied into order.
 """
 
 from __future__ import annotations
@@ -28,6 +31,9 @@ UNITS, TILE, TILE_SPEED = 132, (128, 256), 0.8
 DISPATCH_SPEED = 0.6
 """Of ``all_to_all_gemm``, whose tiles wait for their rows (0.58 to 0.64 in rounds: results/h200x2/fused.json)."""
 
+GROUPED_SPEED = 0.7
+"""Of the library's product of several experts, next to the rate above (0.62 to 0.77: results/h200x2/fused.json)."""
+
 MEMORY_BYTES_PER_US = 4e6
 LINK_BYTES_PER_US = 350e3
 SPLIT_SPEED, PIECES = 0.95, 4
@@ -41,9 +47,9 @@ EAGER_US = {"fused": 110.0, "split": 300.0, "unfused": 60.0}
 
 
 def expected_us(
-    op: str, world_size: int, sizes: tuple[int, ...], element_bytes: int, *, captured: bool
+    op: str, world_size: int, sizes: tuple[int, ...], element_bytes: int, *, captured: bool, experts: int = 1
 ) -> dict[str, float] | None:
-    """Microseconds by way, fused first; None of an operator that this does not speak to.
+    """Microseconds by way, fused first; None of an operator that this does not speak to. ``experts`` of a rank.
 
     >>> expected_us("gemm_reduce_scatter", 2, (4096, 4096, 8192), 2, captured=False)
     {'fused': 506.2, 'split': 453.1, 'unfused': 493.6}
@@ -66,16 +72,21 @@ def expected_us(
     rate = FLOPS_PER_US[4 if element_bytes >= 4 else 2]
     memory = element_bytes * (rows * depth + depth * columns + rows * columns) / MEMORY_BYTES_PER_US
     product = max(2 * rows * depth * columns / rate, memory)
-    rounds = math.ceil(-(-rows // TILE[0]) * -(-columns // TILE[1]) / UNITS)
+    of_pieces = n * experts // 2 if experts > 1 else 0  # half of a tile is lost at the end of each
+    rounds = math.ceil((-(-rows // TILE[0]) + of_pieces) * -(-columns // TILE[1]) / UNITS)
     speed = DISPATCH_SPEED if op == "all_to_all_gemm" else TILE_SPEED
     in_tiles = max(rounds * 2 * TILE[0] * TILE[1] * depth / (rate * speed / UNITS), memory)
     beside, behind = (part * element_bytes / LINK_BYTES_PER_US for part in (moved, behind))
     parts = PIECES * (n - 1)
     in_parts = max(product / SPLIT_SPEED, (parts + 1) * depth * columns * element_bytes / MEMORY_BYTES_PER_US)
     last = beside / max(1, parts) + CALL_US + PART_US * parts
+    grouped, copied = product, 0.0
+    if experts > 1:
+        grouped = product / GROUPED_SPEED
+        copied = 2 * rows * (columns if op == "all_to_all_gemm" else depth) * element_bytes / MEMORY_BYTES_PER_US
     found = {
         "fused": max(in_tiles, beside) + behind,
         "split": max(in_parts, beside) + last + behind,
-        "unfused": product + beside + behind + CALL_US,
+        "unfused": grouped + copied + beside + behind + CALL_US,
     }
     return {way: round(us if captured else max(us, EAGER_US[way]), 1) for way, us in found.items()}

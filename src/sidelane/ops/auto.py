@@ -13,6 +13,8 @@ gemm_all_reduce        rows, columns of x, columns of the result
 all_gather_gemm        rows of a rank, columns of x, columns of the result
 =====================  ==================================================
 
+Calls of the two with ``all_to_all`` and several experts are looked up among such calls, also by how many they are.
+
 What is split has parts that copy engines move (``split_gemm``). The first call of a shape chooses for eager calls and
 for graphs, and makes what both need. Columns of ``x`` may differ between ranks, so that no rank can tell by them that a
 shape is new: their mean in that call counts for all later ones.
@@ -76,6 +78,9 @@ OPS = {
 }
 """By operator. A graph has nothing that needs the host, as bags of a table do."""
 
+WITH_EXPERTS = "gemm_all_to_all", "all_to_all_gemm"
+"""Whose weight may be of several experts a rank; their times are looked up apart."""
+
 
 def method_of(
     comm: Communicator,
@@ -87,6 +92,7 @@ def method_of(
     make: Mapping[str, Callable[[int], object]] | None = None,
     *,
     without: Sequence[str] = (),
+    experts: int = 1,
 ) -> MethodChoice:
     """How a call goes. Collective where a shape is new and ``method`` is ``auto``.
 
@@ -99,6 +105,7 @@ def method_of(
         element_bytes: that times are looked up by; alike on all ranks.
         make: by method, what makes all that it needs before it can be captured; gets the pieces of a split one.
         without: methods that these arguments do not have; ``key`` says so.
+        experts: of a rank; ``key`` says so.
     """
     if method != AUTO:
         return MethodChoice(method, "asked for")
@@ -109,7 +116,8 @@ def method_of(
             return MethodChoice(FUSED, "a new shape")  # whose making says so
         agreed = _agree(comm, op, sizes)
         eager, in_graph = (
-            _choice(comm, op, agreed, element_bytes, captured=is_in, without=without) for is_in in (False, True)
+            _choice(comm, op, agreed, element_bytes, captured=is_in, without=without, experts=experts)
+            for is_in in (False, True)
         )
         known = comm.kept[method_of, op, key] = eager, in_graph
         for found in (eager,) if comm.device.type == "cpu" else known:
@@ -187,6 +195,7 @@ def explain(
     captured: bool = False,
     dtype: torch.dtype | None = None,
     without: Sequence[str] = (),
+    experts: int = 1,
 ) -> str:
     """What ``method="auto"`` takes for a shape, and why; and ``order="auto"``, of an operator that has it. Collective
     the first time, as the times are rank 0's.
@@ -197,15 +206,19 @@ def explain(
         sizes: rows, columns, tokens; tokens, hidden; batch, tables, pooling; or rows, depth, columns.
         captured: in a graph.
         dtype: of the weight, tables or rows; None for whatever was measured.
-        without: methods that the call does not have: ``split`` with counts on the device.
+        without: methods that the call does not have: ``split`` with counts on the device, or with several experts.
+        experts: of a rank, whose rows ``gemm_all_to_all`` and ``all_to_all_gemm`` take apart.
     """
     with telling_refusals(comm, "explain"):
         check_choice("explain", "op", op, tuple(OPS))
         wanted = OPS[op].sizes
+        if experts != 1 and (experts < 1 or op not in WITH_EXPERTS):
+            allowed = f"1, or more of {', '.join(WITH_EXPERTS)}"
+            raise ValueError(f"explain: experts of {op} (value={experts}, allowed={allowed})")
         if len(sizes) != wanted or min(sizes) < 1:
             raise ValueError(f"explain: sizes of {op} (value={sizes}, allowed={wanted}, each 1 and more)")
     element_bytes = None if dtype is None else dtype.itemsize
-    found = _choice(comm, op, sizes, element_bytes, captured=captured, without=without)
+    found = _choice(comm, op, sizes, element_bytes, captured=captured, without=without, experts=experts)
     pieces = f", {found.pieces} pieces" if found.pieces > 1 else ""
     if op in ORDERED and found.method == FUSED:
         order = _order(comm, op, sizes, element_bytes, _tables(comm))
@@ -221,9 +234,11 @@ def _choice(
     *,
     captured: bool,
     without: Sequence[str],
+    experts: int,
 ) -> MethodChoice:
     ways = [way for way in (OPS[op].captured if captured else OPS[op].eager) if way not in without]
     options: dict[str, Any] = {"captured": captured, "device_type": comm.device.type, "element_bytes": element_bytes}
+    options["experts"] = experts
     return choose_method(_tables(comm), op, comm.world_size, sizes, ways=ways, **options)
 
 

@@ -53,6 +53,7 @@ from sidelane.device.context import (
 from sidelane.device.stamps import COMPUTE, END, SEND, WAIT, stamp
 from sidelane.memory.lasting import lasting
 from sidelane.ops.auto import AUTO, method_of
+from sidelane.ops.expert_products import Groups, one_by_one
 from sidelane.ops.gather_gemm import put_rows
 from sidelane.ops.gemm import TileSizes, rows_handle, tile_at, tile_product
 from sidelane.ops.handle import FLOATS, is_captured, kept, power_of_two, programs_of, telling_refusals
@@ -174,15 +175,16 @@ def all_to_all_gemm(
         x: rows for rank 0, for rank 1, and so on, [rows, K]; neighbours in a row are neighbours in memory. Ranks may
             have different numbers of rows; those beyond what ``counts`` says stay.
         weight: [H, K], of x's dtype: float32, float16 or bfloat16. Or of up to 64 experts, [E, H, K], as many on each
-            rank: rows for a rank are those for its first expert, then those for the next. These are fused only. H and K
+            rank: rows for a rank are those for its first expert, then those for the next. These are not split. H and K
             are alike on all ranks.
         counts: rows from rank i to rank j in row i, column j, [N, N], to several experts there [N, N, E]; on the device
             or on the host, as of :func:`sidelane.ops.gemm_all_to_all`.
         most_rows: that any rank gets, the same on all ranks and in all calls of a shape. What is beyond is left out.
         tiles: how the product is cut.
         method: ``fused``; ``split``, that is :func:`split_all_to_all_gemm`, in a graph with counts that a call before
-            had; ``unfused``, :func:`all_to_all_rows` and a product; or ``auto``: the fastest one (``ops.explain`` says
-            which, and why), in a graph with other counts ``fused`` in place of ``split``.
+            had; ``unfused``, :func:`all_to_all_rows` and a product, of several experts as of ``gemm_all_to_all``; or
+            ``auto``: the fastest one (``ops.explain`` says which, and why), in a graph with other counts ``fused`` in
+            place of ``split``.
 
     Returns:
         [most_rows, H]: results of rows from rank 0, from rank 1, and so on, in each of them by experts; behind them
@@ -194,8 +196,9 @@ def all_to_all_gemm(
         MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """
     with telling_refusals(comm, NAME):
-        table, counts, experts = check_routed(NAME, comm, x, weight, counts, most_rows, REMOTE_FIRST, method)
+        routed = check_routed(NAME, comm, x, weight, counts, most_rows, REMOTE_FIRST, method)
         check_most_rows(NAME, most_rows, x.shape[1])
+    table, counts, without = routed.table, routed.counts, routed.without
     columns, depth = weight.shape[-2:]
     dtype = weight.dtype
     key = (NAME, most_rows, depth, columns, dtype, tiles)
@@ -208,11 +211,16 @@ def all_to_all_gemm(
         split = split_handle_of(comm, most_of(table, most_rows), depth, dtype)
         split.routings.of(table, pieces or DEFAULT_PIECES)
 
-    make: dict[str, Callable[[int], object]]
-    make = {FUSED: handle, SPLIT: both, UNFUSED: lambda _: rows_handle(comm, most_rows, depth, dtype)}
-    without = (SPLIT, UNFUSED) if experts is not None else (SPLIT,) if table is None else ()
-    sizes = most_rows, depth, columns
-    found = method_of(comm, NAME, method, (*key, without), sizes, dtype.itemsize, make, without=without)
+    def unfused(_: int) -> None:
+        rows_handle(comm, most_rows, depth, dtype)
+        if routed.grouped:  # kernels are loaded by a launch, which may not be inside of a capture
+            groups = Groups(counts, comm.rank, most_rows, are_sent=False)
+            groups.in_order(groups.product(x.new_zeros(most_rows, depth), weight.detach()))
+
+    make: dict[str, Callable[[int], object]] = {FUSED: handle, SPLIT: both, UNFUSED: unfused}
+    known = (*key, without, routed.experts)
+    sizes, experts = (most_rows, depth, columns), routed.experts or 1
+    found = method_of(comm, NAME, method, known, sizes, dtype.itemsize, make, without=without, experts=experts)
     if found.method == SPLIT:
         pieces, most = found.pieces or DEFAULT_PIECES, most_of(table, most_rows)
         split = SPLIT_NAME, most, depth, dtype
@@ -220,8 +228,14 @@ def all_to_all_gemm(
             return split_all_to_all_gemm(comm, x, weight, table, most_rows=most, pieces=pieces)[:most_rows]
     if found.method in (FUSED, SPLIT):
         return handle()(x, weight, counts)
-    came = rows_handle(comm, most_rows, depth, dtype)(x, None, counts)
+    exchange = rows_handle(comm, most_rows, depth, dtype)
     with torch.no_grad():  # as the other methods
+        if routed.grouped:
+            groups = Groups(counts, comm.rank, most_rows, are_sent=False)
+            return groups.in_order(groups.product(exchange(x, None, counts, groups=groups), weight))
+        came = exchange(x, None, counts)
+        if routed.experts is not None:
+            return one_by_one(came, weight, [row[comm.rank] for row in routed.numbers])
         if table is None:
             return functional.linear(came, weight)
         output = x.new_empty(most_rows, columns)

@@ -52,6 +52,7 @@ from sidelane.device.context import (
 from sidelane.device.stamps import COMPUTE, END, SEND, WAIT, stamp
 from sidelane.memory.lasting import lasting
 from sidelane.ops.auto import AUTO, method_of
+from sidelane.ops.expert_products import Groups, one_by_one
 from sidelane.ops.handle import FLOATS, INTERPRETED, is_captured, kept, power_of_two, programs_of, telling_refusals
 from sidelane.ops.operands import Counts, check_most_rows, check_routed, check_rows, check_weight
 from sidelane.ops.routings import DEFAULT_PIECES, most_of, suit_graphs
@@ -154,12 +155,21 @@ class GemmAllToAll:
         self._kernel = comm.load_kernel(_gemm_all_to_all, flags=2)
 
     def __call__(
-        self, x: torch.Tensor, weight: torch.Tensor | None, counts: torch.Tensor, *, order: str = REMOTE_FIRST
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        counts: torch.Tensor,
+        *,
+        order: str = REMOTE_FIRST,
+        groups: Groups | None = None,
     ) -> torch.Tensor:
-        """Run it. Arguments, result and errors as of :func:`gemm_all_to_all`; no weight sends rows as they are."""
+        """Run it. Arguments, result and errors as of :func:`gemm_all_to_all`; no weight sends rows as they are, from
+        or to where ``groups`` has them.
+        """
         comm, tiles = self.comm, self._tiles
         with telling_refusals(comm, NAME):
-            experts = weight.shape[0] if weight is not None and weight.dim() == 3 else None
+            of = counts if weight is None else weight  # whose first or last dimension experts are
+            experts = of.shape[-1 if weight is None else 0] if isinstance(of, torch.Tensor) and of.dim() == 3 else None
             check_rows(NAME, comm, x, counts, self.most_rows, order, experts)
             if weight is not None:
                 check_weight(NAME, comm, x, weight, self.most_rows)
@@ -175,6 +185,7 @@ class GemmAllToAll:
             x,
             weight,
             counts,
+            None if groups is None else groups.moved,
             x.shape[0],
             x.shape[1],
             self.columns,
@@ -184,9 +195,10 @@ class GemmAllToAll:
             weight.stride(0) if weight is not None and experts else 0,
             self.most_rows,
             stamps,
-            alike=f"{experts or 1} experts{stamped}",
+            alike=f"{experts or 1} experts{'' if groups is None else ' in a row'}{stamped}",
             REMOTE_FIRST=order == REMOTE_FIRST,
             EP=power_of_two(experts or 1),
+            TAKEN=groups is not None and groups.are_sent,
             **tiles.constants(x.shape[1], self.columns, self.dtype),
         )
         return self._output
@@ -217,7 +229,7 @@ def gemm_all_to_all(
         x: rows for rank 0, for rank 1, and so on, [rows, K]; neighbours in a row are neighbours in memory. Ranks may
             have different numbers of rows; those beyond what ``counts`` says stay.
         weight: [H, K], of x's dtype: float32, float16 or bfloat16. Or of up to 64 experts, [E, H, K], as many on each
-            rank: rows for a rank are those of the first expert, then those of the next. These are fused only.
+            rank: rows for a rank are those of the first expert, then those of the next. These are not split.
         counts: rows from rank i to rank j in row i, column j, [N, N], of several experts [N, N, E]; int32 or int64, the
             same on all ranks. On the device nobody reads them but the kernel, and nobody checks them;
             ``Config(debug=True)`` does. Or on the host, as lists (on GPUs also a tensor of the CPU), on all ranks: then
@@ -227,8 +239,9 @@ def gemm_all_to_all(
         order: ``remote_first``: tiles for peers come first; ``oblivious``: tiles in the order of ranks.
         tiles: how the product is cut.
         method: ``fused``; ``split``, that is :func:`split_gemm_all_to_all`, in graphs with counts that a call had;
-            ``unfused``, a product and :func:`all_to_all_rows`; or ``auto``: the fastest one (``ops.explain`` says
-            which, and why), in a graph with other counts ``fused`` in place of ``split``.
+            ``unfused``, a product and :func:`all_to_all_rows`, of several experts with counts on the device where
+            :func:`sidelane.ops.expert_products.has_grouped_product`; or ``auto``: the fastest one (``ops.explain``
+            says which, and why), in a graph with other counts ``fused`` in place of ``split``.
 
     Returns:
         [most_rows, H]: rows from rank 0, from rank 1, and so on; behind them what was there. The next call of this
@@ -240,7 +253,8 @@ def gemm_all_to_all(
         MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """
     with telling_refusals(comm, NAME):
-        table, counts, experts = check_routed(NAME, comm, x, weight, counts, most_rows, order, method)
+        routed = check_routed(NAME, comm, x, weight, counts, most_rows, order, method)
+    table, counts, without = routed.table, routed.counts, routed.without
     columns, dtype = weight.shape[-2], weight.dtype
     key = (NAME, most_rows, columns, dtype, tiles)
 
@@ -252,12 +266,16 @@ def gemm_all_to_all(
         split = split_handle_of(comm, most_of(table, most_rows), columns, dtype)
         split.routings.of(table, pieces or DEFAULT_PIECES)
 
-    make: dict[str, Callable[[int], object]]
-    make = {FUSED: handle, SPLIT: both, UNFUSED: lambda _: rows_handle(comm, most_rows, columns, dtype)}
-    without = (SPLIT, UNFUSED) if experts is not None else (SPLIT,) if table is None else ()
-    known = (*key, without)
-    sizes = most_rows, x.shape[1], columns
-    found = method_of(comm, NAME, method, known, sizes, dtype.itemsize, make, without=without)
+    def unfused(_: int) -> None:
+        rows_handle(comm, most_rows, columns, dtype)
+        if routed.grouped:  # kernels are loaded by a launch, which may not be inside of a capture
+            groups = Groups(counts, comm.rank, x.shape[0], are_sent=True)
+            groups.product(groups.in_order(x.detach()), weight.detach())
+
+    make: dict[str, Callable[[int], object]] = {FUSED: handle, SPLIT: both, UNFUSED: unfused}
+    known = (*key, without, routed.experts)
+    sizes, experts = (most_rows, x.shape[1], columns), routed.experts or 1
+    found = method_of(comm, NAME, method, known, sizes, dtype.itemsize, make, without=without, experts=experts)
     if found.method == SPLIT:
         pieces, most = found.pieces or DEFAULT_PIECES, most_of(table, most_rows)
         split = SPLIT_NAME, most, columns, dtype
@@ -265,7 +283,14 @@ def gemm_all_to_all(
             return split_gemm_all_to_all(comm, x, weight, table, most_rows=most, pieces=pieces)[:most_rows]
     if found.method in (FUSED, SPLIT):
         return handle()(x, weight, counts, order=order)
-    return rows_handle(comm, most_rows, columns, dtype)(functional.linear(x, weight), None, counts, order=order)
+    send = rows_handle(comm, most_rows, columns, dtype)
+    if routed.experts is None:
+        return send(functional.linear(x, weight), None, counts, order=order)
+    with torch.no_grad():
+        if not routed.grouped:
+            return send(one_by_one(x, weight, routed.numbers[comm.rank]), None, counts, order=order)
+        groups = Groups(counts, comm.rank, x.shape[0], are_sent=True)
+        return send(groups.product(groups.in_order(x), weight), None, counts, order=order, groups=groups)
 
 
 def rows_handle(comm: Communicator, most_rows: int, columns: int, dtype: torch.dtype) -> GemmAllToAll:
@@ -308,10 +333,11 @@ def tile_at(number, row_tiles, across, GROUP: tl.constexpr):
 
 @triton.jit
 def _gemm_all_to_all(
-    context, outputs, counters, x, weight, counts, rows, depth, columns, x_stride, weight_stride,
+    context, outputs, counters, x, weight, counts, moved, rows, depth, columns, x_stride, weight_stride,
     experts, expert_stride, most_rows, stamps,
     ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, WHOLE: tl.constexpr,
     ALIGNED: tl.constexpr, WIDE: tl.constexpr, DTYPE: tl.constexpr, REMOTE_FIRST: tl.constexpr, EP: tl.constexpr,
+    TAKEN: tl.constexpr,
 ):  # fmt: skip
     generation = begin(context)
     rank, ranks = rank_of(context), world_size_of(context)
@@ -331,6 +357,13 @@ def _gemm_all_to_all(
             count = tl.sum(tl.where((lane == peer) & (kind == expert), sent, 0))
             first = tl.sum(tl.where((lane < peer) | before, sent, 0))
             to = tl.sum(tl.where(lane < rank, came, 0)) + tl.sum(tl.where(before, sent, 0))
+            target = to
+            if moved is not None:  # rows of an expert lie in a row, here or there
+                group = tl.load(moved + (rank * ranks + peer) * experts + expert)
+                if TAKEN:
+                    first = group
+                else:
+                    target = group
             row_tiles = tl.cdiv(count, ROWS)
             tiles = row_tiles * across
             if number < tiles:
@@ -349,7 +382,7 @@ def _gemm_all_to_all(
                     own = weight + (rank.to(tl.int64) * 0 + expert) * expert_stride
                     values = tile_product(x, own, first + row, column, row_mask, depth, x_stride, weight_stride,
                                           columns, ROWS, COLS, DEPTH, WHOLE, WIDE)  # fmt: skip
-                place = (to + row).to(tl.int64)[:, None] * columns + column[None, :]
+                place = (target + row).to(tl.int64)[:, None] * columns + column[None, :]
                 stamp(stamps, SEND, peer)
                 put_weak(outputs, peer, place, values.to(DTYPE), row_mask[:, None] & (column < columns)[None, :],
                          ALIGNED)  # fmt: skip

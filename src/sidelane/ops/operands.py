@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
-from sidelane.choice.fused import FUSED, SPLIT
+from sidelane.choice.fused import FUSED, SPLIT, UNFUSED
 from sidelane.choice.fused_order import ORDERS, REMOTE_FIRST
 from sidelane.collectives import Communicator
 from sidelane.errors import UnavailableError
 from sidelane.memory.lasting import lasting
 from sidelane.ops.auto import AUTO, check_method
+from sidelane.ops.expert_products import has_grouped_product
 from sidelane.ops.handle import FLOATS, check_choice, check_tensor, is_captured
 
 MOST_ELEMENTS = 1 << 40
@@ -27,6 +28,31 @@ captured."""
 
 Counts = torch.Tensor | Sequence[Sequence[int]] | Sequence[Sequence[Sequence[int]]]
 """Rows from rank i to rank j in row i, column j; of several experts a rank, one number for each there."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Routed:
+    """What the counts of a call make of it.
+
+    Attributes:
+        table: the counts as numbers, in tuples; None where the host does not have them.
+        counts: on the device.
+        experts: of a rank; None where the weight is a matrix.
+        grouped: products of experts are the library's grouped one.
+        without: ways that the call does not have.
+    """
+
+    table: Any
+    counts: torch.Tensor
+    experts: int | None
+    grouped: bool
+    without: tuple[str, ...]
+
+    @property
+    def numbers(self) -> Any:
+        """The counts as numbers where the host has them, or their device is the host."""
+        assert self.table is not None or self.counts.device.type == "cpu"
+        return self.counts.tolist() if self.table is None else self.table
 
 
 @dataclasses.dataclass(slots=True)
@@ -78,12 +104,8 @@ def check_routed(
     most_rows: int,
     order: str,
     method: str,
-) -> tuple[Any, torch.Tensor, int | None]:
+) -> Routed:
     """Refuse what a GEMM next to rows that travel by counts cannot take.
-
-    Returns:
-        The counts as numbers, in tuples, None where the host does not have them; the same on the device; experts of
-        a rank, None where the weight is a matrix.
 
     Raises:
         ValueError, TypeError: wrong arguments.
@@ -99,15 +121,29 @@ def check_routed(
     experts = weight.shape[0] if isinstance(weight, torch.Tensor) and weight.dim() == 3 else None
     if method == SPLIT and table is None:
         raise ValueError(f"{name}: counts with method {SPLIT} (value=on the device, allowed=on the host)")
-    if experts is not None and method not in (AUTO, FUSED):
-        raise ValueError(f"{name}: method with several experts (value={method}, allowed={AUTO}, {FUSED})")
+    if experts is not None and method == SPLIT:
+        raise ValueError(f"{name}: method with several experts (value={method}, allowed={AUTO}, {FUSED}, {UNFUSED})")
     check_rows(name, comm, x, there, most_rows, order, experts)
     assert isinstance(x, torch.Tensor)
     assert isinstance(there, torch.Tensor)
     if sent is not None and sent[comm.rank] > x.shape[0]:
         raise ValueError(f"{name}: counts (value={sent[comm.rank]} rows sent, allowed=up to {x.shape[0]}, those of x)")
     check_weight(name, comm, x, weight, most_rows)
-    return table, there, experts
+    assert isinstance(weight, torch.Tensor)
+    without: tuple[str, ...] = (SPLIT,) if table is None or experts is not None else ()
+    grouped = experts is not None and has_grouped_product(comm.device, x.dtype, x.shape[1], weight.shape[-2])
+    if experts is not None and table is None and not grouped and not on_the_host(comm):
+        without = SPLIT, UNFUSED  # the host would have to wait
+        if method == UNFUSED:
+            given = f"counts on the device, {x.dtype}, {x.shape[1]} and {weight.shape[-2]} columns"
+            allowed = "counts on the host, or bfloat16 and multiples of 8 on a GPU with grouped products"
+            raise ValueError(f"{name}: {UNFUSED} with several experts (value={given}, allowed={allowed})")
+    return Routed(table, there, experts, grouped, without)
+
+
+def on_the_host(comm: Communicator) -> bool:
+    """Whether the host reads the device's memory without waiting for it."""
+    return comm.device.type == "cpu"
 
 
 def _from_host(name: str, comm: Communicator, counts: Counts) -> tuple[Any, _OnDevice]:

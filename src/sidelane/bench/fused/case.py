@@ -25,11 +25,13 @@ class Auto:
         run: the call.
         sizes: by which it chooses (``ops.explain``).
         without: ways that such a call does not have.
+        experts: of a rank.
     """
 
     run: Run
     sizes: tuple[int, ...]
     without: tuple[str, ...] = ()
+    experts: int = 1
 
 
 @dataclasses.dataclass

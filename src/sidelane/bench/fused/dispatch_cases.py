@@ -88,10 +88,10 @@ def gemm(comm: Communicator, rows: int, depth: int, columns: int, *, routing: st
         unfused[NCCL, f"process group, {name}"] = functools.partial(behind, through_group, product)
         unfused[OWN, f"sidelane, {name}"] = functools.partial(behind, through_ours, product)
     fused: dict[str, Run] = {AS_ROWS_COME: functools.partial(call, table, method=FUSED)}
-    sizes, lacks = (rows, depth, columns), (SPLIT, UNFUSED) if has_experts else (SPLIT,)
-    auto = {ON_DEVICE: Auto(functools.partial(call, table), sizes, lacks)}
+    sizes = rows, depth, columns
+    auto = {ON_DEVICE: Auto(functools.partial(call, table), sizes, (SPLIT,), each)}
+    unfused[OWN, OWN_METHOD] = functools.partial(call, table, method=UNFUSED)
     if not has_experts:
-        unfused[OWN, OWN_METHOD] = functools.partial(call, table, method=UNFUSED)
         fused |= {in_parts(pieces): functools.partial(split, pieces) for pieces in PIECES}
         auto = {ON_HOST: Auto(functools.partial(call, plain), sizes), **auto}
     return Case(

@@ -29,6 +29,9 @@ def in_parts(pieces: int) -> str:
     return f"mm in parts, {pieces} a peer"
 
 
+OF_EXPERTS = re.compile(rf"(\d+) {EXPERTS}")
+"""The shape of a case with several experts a rank ends so."""
+
 BY_PROGRAMS = re.compile(r"\w+, (\d+) programs a unit")
 
 
@@ -50,8 +53,8 @@ def times_of(rows: Sequence[FusedRow], world_size: int, element_bytes: int) -> I
         element_bytes: of their dtype.
     """
     for (op, shape, launch), alike in grouped(rows, lambda row: (row.op, row.shape, row.launch), ordered=False):
-        if shape.endswith((EVENLY, EXPERTS)):
-            continue  # times are looked up by sizes alone: those of the skewed routing count
+        if shape.endswith(EVENLY):
+            continue  # times are looked up by sizes and experts alone: those of the skewed routing count
         good = [row for row in alike if row.time_us is not None and row.correct]
         times: dict[str, float] = {}
         plain = [row for row in good if row.implementation == FUSED and not IN_PARTS.fullmatch(row.schedule)]
@@ -72,7 +75,9 @@ def times_of(rows: Sequence[FusedRow], world_size: int, element_bytes: int) -> I
             times[UNFUSED] = unfused[0].time_us or 0.0
         if len(times) > 1:
             sizes = tuple(map(int, re.findall(r"\d+", shape)[: len(MEANING[op])]))
-            yield FusedTime(op, world_size, launch == "graph", sizes, element_bytes, times, orders)
+            named = OF_EXPERTS.search(shape)
+            experts = int(named[1]) if named else 1
+            yield FusedTime(op, world_size, launch == "graph", sizes, element_bytes, times, orders, experts)
 
 
 def element_bytes_of(device_type: str) -> int:

@@ -90,8 +90,8 @@ def gemm(comm: Communicator, rows: int, depth: int, columns: int, *, routing: st
 def experts(comm: Communicator, rows: int, depth: int, columns: int) -> Case:
     """Several experts a rank, each with as many rows for a peer as its tokens' routing gives.
 
-    Unfused there is a product for each expert and peer, or on GPUs one grouped product, whose weights lie there once
-    for each peer, as it takes one for each group of rows.
+    Unfused there is what the operator has, with counts on the device; and with counts on the host a product for each
+    expert and peer, or on GPUs one grouped product, whose weights lie there once for each peer.
     """
     n, rank, dtype, device = comm.world_size, comm.rank, dtype_of(comm), comm.device
     counts = by_top_k(rows, n, experts_of(comm))
@@ -149,6 +149,7 @@ def experts(comm: Communicator, rows: int, depth: int, columns: int) -> Case:
         compute["grouped mm"] = grouped
         unfused[NCCL, "grouped mm, process group"] = grouped_through_group
         unfused[OWN, "grouped mm, sidelane"] = lambda: exchange(grouped())
+    unfused[OWN, OWN_METHOD] = functools.partial(call, method=UNFUSED)
     return Case(
         "gemm_all_to_all",
         f"{rows}x{depth}x{columns} a rank, {each} {EXPERTS}",
@@ -158,7 +159,7 @@ def experts(comm: Communicator, rows: int, depth: int, columns: int) -> Case:
         {"process group": lambda: dist.all_to_all_single(out, y, came_rows, sent_rows), "sidelane": exchange},
         unfused,
         {order: functools.partial(call, order=order, method=FUSED) for order in ORDERS},
-        {ON_DEVICE: Auto(call, (rows, depth, columns), (SPLIT, UNFUSED))},
+        {ON_DEVICE: Auto(call, (rows, depth, columns), (SPLIT,), each)},
     )
 
 

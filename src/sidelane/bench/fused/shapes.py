@@ -48,7 +48,7 @@ ON_CPUS: dict[str, tuple[tuple[int, ...], ...]] = {
 
 
 HALF, EVENLY, EXPERTS = "half for one peer", "rows to all evenly", "experts by top-k"
-"""How a GEMM's rows are spread. Times to choose by are those of the first one."""
+"""How a GEMM's rows are spread. Times to choose by are those of the first one, and with several experts of the last."""
 
 ROUTINGS = (HALF, EVENLY, EXPERTS)
 

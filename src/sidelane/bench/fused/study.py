@@ -298,4 +298,5 @@ class _Case:
 
         auto = self._case.auto[key[1]]
         options = {"captured": key[2] == "graph", "dtype": dtype_of(self._comm), "without": auto.without}
+        options["experts"] = auto.experts
         return ops.explain(self._comm, self._case.op, *auto.sizes, **options)  # type: ignore[arg-type]
