@@ -24,8 +24,11 @@ from sidelane.ops.gemm import TileSizes
 TILES = TileSizes(16, 16, 16, 1, 1, group=2)
 SIZES = (0, 1, 5, 13, 16, 40)
 Counts = list[list[list[int]]]
-KINDS = ((torch.bfloat16, 16, 24), (torch.bfloat16, 3, 5), (torch.float16, 16, 8), (torch.float32, 40, 20))
-"""dtype, K, H: the first one has a grouped product."""
+KINDS = (
+    *((torch.bfloat16, 16, 24), (torch.bfloat16, 13, 8), (torch.bfloat16, 3, 5)),
+    *((torch.float16, 16, 8), (torch.float32, 40, 20)),
+)
+"""dtype, K, H: the first one has a grouped product, and the second one behind rows that travel."""
 
 
 def pieces(counts: Counts, rank: int) -> Iterator[tuple[int, int, slice]]:
@@ -93,10 +96,13 @@ def one_shape(
         x, weight = (torch.cat([part, part[..., :1]], dim=-1)[..., :depth] for part in (x, weight))
     most, kind = 40 * n * each, draws.sizes.choice((torch.int32, torch.int64))
     table = torch.tensor(counts, dtype=kind, device=device)
-    unfused: tuple[Any, ...] = table, counts
-    if device.type != "cpu" and not expert_products.has_grouped_product(device, dtype, depth, columns):
-        unfused = (counts,)  # or the host would have to wait
+    unfused: tuple[Any, ...]
     for op, oracle in OPERATORS:
+        widths = (columns,) if op is ops.gemm_all_to_all else (depth, columns)
+        if device.type != "cpu" and not expert_products.has_grouped_product(device, dtype, *widths):
+            unfused = (counts,)  # or the host would have to wait
+        else:
+            unfused = table, counts
         wanted = oracle(xs, weights, counts, rank)
         for method in ("unfused", "fused", "auto"):
             for given in unfused if method == "unfused" else (table, counts):
@@ -107,6 +113,28 @@ def one_shape(
         for given in unfused:
             found = op(comm, x, weight, given, most_rows=room, tiles=TILES, method="unfused")
             yield (op.__name__, "left out", type(given)), found.clone(), wanted[:room]
+
+
+def depths_that_differ(group: dist.ProcessGroup) -> int:
+    """Rows that travel behind the product may have had any number of columns on each rank."""
+    with communicator(group) as comm:
+        n, rank, draws = comm.world_size, comm.rank, Draws(4, comm.rank)
+        counts = [[[3 + sender, 2 * to] for to in range(n)] for sender in range(n)]
+        xs = [draws.normal(sum(map(sum, row)), 16 + 3 * at).bfloat16() for at, row in enumerate(counts)]
+        weights = [draws.normal(2, 8, 16 + 3 * at).bfloat16() for at in range(n)]
+        parts = [
+            x[rows].double() @ weights[sender][expert].double().T
+            for sender, x in enumerate(xs)
+            for peer, expert, rows in pieces(counts, sender)
+            if peer == rank
+        ]
+        given = xs[rank].to(comm.device), weights[rank].to(comm.device), torch.tensor(counts, device=comm.device)
+        wanted = torch.cat(parts)
+        for method in ("unfused", "auto", "fused"):
+            found = ops.gemm_all_to_all(comm, *given, most_rows=20 * n, method=method)[: len(wanted)].clone()
+            comm.synchronize()
+            check_close(found, wanted, method)
+    return len(wanted)
 
 
 def with_a_mistake(group: dist.ProcessGroup, mistake: str) -> list[str]:

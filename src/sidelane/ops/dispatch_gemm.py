@@ -196,7 +196,7 @@ def all_to_all_gemm(
         MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """
     with telling_refusals(comm, NAME):
-        routed = check_routed(NAME, comm, x, weight, counts, most_rows, REMOTE_FIRST, method)
+        routed = check_routed(NAME, comm, x, weight, counts, most_rows, REMOTE_FIRST, method, depth_is_alike=True)
         check_most_rows(NAME, most_rows, x.shape[1])
     table, counts, without = routed.table, routed.counts, routed.without
     columns, depth = weight.shape[-2:]

@@ -45,9 +45,12 @@ GENERATIONS = 9, 10
 """Of compute units, for which the library's grouped product leaves the host alone."""
 
 
-def has_grouped_product(device: torch.device, dtype: torch.dtype, depth: int, columns: int) -> bool:
-    """Whether the library multiplies groups that only the device knows, without the host: alike on all ranks."""
-    if dtype != torch.bfloat16 or any(width * dtype.itemsize % ALIGNED_BYTES for width in (depth, columns)):
+def has_grouped_product(device: torch.device, dtype: torch.dtype, *widths: int) -> bool:
+    """Whether the library multiplies groups that only the device knows, without the host.
+
+    Ranks have to agree: ``widths`` are H, and K where it is alike on all ranks.
+    """
+    if dtype != torch.bfloat16 or any(width * dtype.itemsize % ALIGNED_BYTES for width in widths):
         return False
     return device.type == "cpu" or (torch.version.hip is None and _generation(device) in GENERATIONS)
 
@@ -81,9 +84,15 @@ class Groups:
         _launch(_groups, (n,), arguments, {"EP": max(2, power_of_two(self._experts)), "SENT": are_sent})
 
     def product(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """[rows, H] of rows that lie by expert, [rows, K]; ``weight`` [E, H, K]. Behind the last group anything."""
+        """[rows, H] of rows that lie by expert, [rows, K]; ``weight`` [E, H, K]. Behind the last group anything.
+
+        Where rows do not begin at multiples of 16 bytes, copies of both are multiplied, with zeros behind each row.
+        """
         if not rows.shape[0]:
             return rows.new_empty(0, weight.shape[-2])
+        more = -rows.shape[1] % (ALIGNED_BYTES // rows.element_size())
+        if more:
+            rows, weight = (functional.pad(matrix, (0, more)) for matrix in (rows, weight))
         strides = weight.stride()[:-1]
         if any(width * weight.element_size() % ALIGNED_BYTES for width in (*strides, weight.data_ptr())):
             weight = weight.clone(memory_format=torch.contiguous_format)

@@ -253,7 +253,7 @@ def gemm_all_to_all(
         MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """
     with telling_refusals(comm, NAME):
-        routed = check_routed(NAME, comm, x, weight, counts, most_rows, order, method)
+        routed = check_routed(NAME, comm, x, weight, counts, most_rows, order, method, depth_is_alike=False)
     table, counts, without = routed.table, routed.counts, routed.without
     columns, dtype = weight.shape[-2], weight.dtype
     key = (NAME, most_rows, columns, dtype, tiles)

@@ -104,8 +104,11 @@ def check_routed(
     most_rows: int,
     order: str,
     method: str,
+    *,
+    depth_is_alike: bool,
 ) -> Routed:
-    """Refuse what a GEMM next to rows that travel by counts cannot take.
+    """Refuse what a GEMM next to rows that travel by counts cannot take. Ranks may have columns of ``x`` of their own,
+    unless ``depth_is_alike``.
 
     Raises:
         ValueError, TypeError: wrong arguments.
@@ -131,11 +134,12 @@ def check_routed(
     check_weight(name, comm, x, weight, most_rows)
     assert isinstance(weight, torch.Tensor)
     without: tuple[str, ...] = (SPLIT,) if table is None or experts is not None else ()
-    grouped = experts is not None and has_grouped_product(comm.device, x.dtype, x.shape[1], weight.shape[-2])
+    widths = weight.shape[-2:] if depth_is_alike else weight.shape[-2:-1]
+    grouped = experts is not None and has_grouped_product(comm.device, x.dtype, *widths)
     if experts is not None and table is None and not grouped and not on_the_host(comm):
         without = SPLIT, UNFUSED  # the host would have to wait
         if method == UNFUSED:
-            given = f"counts on the device, {x.dtype}, {x.shape[1]} and {weight.shape[-2]} columns"
+            given = f"counts on the device, {x.dtype}, {' and '.join(map(str, widths))} columns"
             allowed = "counts on the host, or bfloat16 and multiples of 8 on a GPU with grouped products"
             raise ValueError(f"{name}: {UNFUSED} with several experts (value={given}, allowed={allowed})")
     return Routed(table, there, experts, grouped, without)
