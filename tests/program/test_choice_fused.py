@@ -46,7 +46,7 @@ def test_tables_of_this_package_are_what_was_measured(table: Table) -> None:
     name = table.where.removeprefix("built-in ")
     key, times = kept_of(read(RESULTS / name / "fused.json"))
     assert (table.key, table.times) == (key, times)
-    assert len(times) >= {"h200x1": 50, "h200x2": 38}[name]
+    assert len(times) >= {"h100x2": 28, "h200x1": 50, "h200x2": 38}[name]
 
 
 @pytest.mark.parametrize("table", builtin(), ids=lambda table: table.where)
@@ -133,13 +133,15 @@ def test_thumb() -> None:
     assert thumb(OP, 8192, 8192, 8192, n=4) == SPLIT
     pair = {"ways": (FUSED, UNFUSED), "captured": True, "experts": 8}
     assert thumb("all_to_all_gemm", 4096, 7168, 2048, **pair) == UNFUSED  # whose tiles wait for rows
+    assert thumb("all_to_all_gemm", 8192, 4096, 1536, **pair) == FUSED  # not in whole rounds of programs
     assert thumb("gemm_all_to_all", 4096, 2048, 4096, **pair) == FUSED
     assert thumb("gemm_all_reduce", 64, 4096, 8192, captured=True) == UNFUSED  # too few tiles
 
 
 def test_files_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    own = builtin()
+    own = tuple(table for table in builtin() if table.key.device == HERE.device)
+    assert 0 < len(own) < len(builtin()), "and there are others"
     assert tables_of(None, HERE) == own
     path = keep(HERE, [some(fused=1.0, unfused=2.0), some(op="all_gather_gemm", fused=1.0)])
     keep(HERE, [some(fused=3.0, unfused=2.0)])
@@ -163,7 +165,7 @@ BAGS = "embedding_all_to_all"
 
 
 def test_measured_orders_are_the_fastest_and_the_thumb_is_right_about_them() -> None:
-    """Where one is faster by 1% and more; in graphs, as eager calls are the host's."""
+    """Where one is faster by 2% and more; in graphs, as eager calls are the host's."""
     measured = [(table, time) for table in builtin() for time in table.times if time.captured and time.orders]
     assert len(measured) >= 7
     for table, time in measured:
@@ -171,7 +173,7 @@ def test_measured_orders_are_the_fastest_and_the_thumb_is_right_about_them() -> 
         assert time.times[FUSED] == fastest
         for tables in ([table], []):
             found = choose_order(tables, time.op, time.world_size, time.sizes, element_bytes=time.element_bytes)
-            assert time.orders[found.order] <= (fastest if tables else 1.01 * fastest), (time, found)
+            assert time.orders[found.order] <= (fastest if tables else 1.02 * fastest), (time, found)
 
 
 def test_orders_by_thumb() -> None:

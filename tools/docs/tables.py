@@ -72,6 +72,7 @@ TABLES: dict[str, Callable[[], Cells]] = {
     "ordinary-beside-h100x2": lambda: of_pytorch.beside("h100x2"),
     "ordinary-host-h200x2": lambda: of_pytorch.changing("h200x2"),
     "fused-h200x2": lambda: of_pytorch.fused("h200x2"),
+    "fused-h100x2": lambda: of_pytorch.fused("h100x2"),
     "fsdp-h200x2": lambda: of_pytorch.steps("h200x2"),
     "simulator": of_studies.simulator,
     "steps-predicted-h200x2": lambda: of_model.steps("h200x2"),

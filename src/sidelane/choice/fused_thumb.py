@@ -29,7 +29,7 @@ FLOPS_PER_US = {2: 700e6, 4: 50e6}
 
 UNITS, TILE, TILE_SPEED = 132, (128, 256), 0.8
 DISPATCH_SPEED = 0.6
-"""Of ``all_to_all_gemm``, whose tiles wait for their rows (0.58 to 0.64 in rounds: results/h200x2/fused.json)."""
+"""Of ``all_to_all_gemm``, whose tiles wait for their rows (0.5 to 0.68: results/h100x2/fused.json)."""
 
 GROUPED_SPEED = 0.7
 """Of the library's product of several experts, next to the rate above (0.62 to 0.77: results/h200x2/fused.json)."""
@@ -73,7 +73,9 @@ def expected_us(
     memory = element_bytes * (rows * depth + depth * columns + rows * columns) / MEMORY_BYTES_PER_US
     product = max(2 * rows * depth * columns / rate, memory)
     of_pieces = n * experts // 2 if experts > 1 else 0  # half of a tile is lost at the end of each
-    rounds = math.ceil((-(-rows // TILE[0]) + of_pieces) * -(-columns // TILE[1]) / UNITS)
+    rounds = max(1.0, (-(-rows // TILE[0]) + of_pieces) * -(-columns // TILE[1]) / UNITS)
+    if op != "all_to_all_gemm":  # whose tiles are handed out as programs become free
+        rounds = math.ceil(rounds)
     speed = DISPATCH_SPEED if op == "all_to_all_gemm" else TILE_SPEED
     in_tiles = max(rounds * 2 * TILE[0] * TILE[1] * depth / (rate * speed / UNITS), memory)
     beside, behind = (part * element_bytes / LINK_BYTES_PER_US for part in (moved, behind))
