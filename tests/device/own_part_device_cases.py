@@ -57,10 +57,14 @@ class LargeParts:
 
     def __init__(self, comm: Communicator, nbytes: int, *, exchanges: bool, symmetric: bool, **options: Any) -> None:
         self.comm, self.nbytes, self.exchanges, self.options = comm, nbytes, exchanges, options
-        make: Any = comm.empty if symmetric else torch.empty
-        parts = comm.world_size if exchanges else 1
-        self.input = make(parts * nbytes, dtype=torch.uint8)
-        self.output = make(comm.world_size * nbytes, dtype=torch.uint8)
+        self._make: Any = comm.empty if symmetric else torch.empty
+        self.elsewhere()
+
+    def elsewhere(self) -> None:
+        """Lie at other addresses."""
+        parts = self.comm.world_size if self.exchanges else 1
+        sizes = parts * self.nbytes, self.comm.world_size * self.nbytes
+        self.input, self.output = (self._make(size, dtype=torch.uint8) for size in sizes)
 
     def fill(self, seed: int) -> None:
         self.seed = seed
@@ -96,11 +100,19 @@ def large_parts(context: Context) -> None:
                     case.fill(10 * number + turn)
                     case.once()
                     assert case.is_right(), (nbytes, variant, symmetric, beside, turn)
+                kept = []
+                for turn in range(2, 2 if symmetric else 6):
+                    kept.append((case.input, case.output))
+                    case.elsewhere()
+                    case.fill(10 * number + turn)
+                    case.once()
+                    assert case.is_right(), (nbytes, variant, symmetric, beside, "at new addresses", turn)
+                kept.clear()
                 torch.cuda.synchronize()
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph):
                     case.once()
-                for turn in range(2, 4):
+                for turn in range(6, 8):
                     case.fill(10 * number + turn)
                     graph.replay()
                     assert case.is_right(), (nbytes, variant, symmetric, beside, "in a graph")
