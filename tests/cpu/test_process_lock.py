@@ -11,6 +11,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -136,3 +138,32 @@ def threads_that_allocate(group: dist.ProcessGroup) -> list[str]:
 
 def test_threads_with_a_communicator_each_do_not_take_each_others_handles(pool: RankPool) -> None:
     assert pool.run(threads_that_allocate, 3) == [[], [], []]
+
+
+def made_apart(group: dist.ProcessGroup, compiles: bool) -> list[torch.device]:
+    """Devices for which a rendezvous was made where no pool of a graph gets hold of what it keeps."""
+    n, found = dist.get_world_size(group), []
+
+    def lasting(device: torch.device, make: Callable[[], Handle]) -> Handle:
+        found.append(device)
+        return make()
+
+    modules = {"torch._inductor.cudagraph_trees": mock.Mock()} if compiles else {}
+    with (
+        mock.patch.object(torch_symm, "keep_bytes", lambda tensor: tensor),
+        mock.patch.object(torch_symm, "lasting", lasting),
+        mock.patch.dict(sys.modules, modules),
+    ):
+        if not compiles:
+            sys.modules.pop("torch._inductor.cudagraph_trees", None)
+        memory = TorchSymmetricMemory(Exchange(group, 30.0), torch.device("cuda", 0), 30.0)
+        memory._take = lambda nbytes: (torch.zeros(nbytes, dtype=torch.uint8), "")  # type: ignore[method-assign]
+        memory._alias.rendezvous = lambda tensor: Handle(tensor, n)  # type: ignore[method-assign]
+        memory.allocate(8)
+        memory.close()
+    return found
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_graphs_that_torch_compiles_hold_nothing_of_a_rendezvous(pool: RankPool, compiles: bool) -> None:
+    assert pool.run(made_apart, 2, compiles) == [[torch.device("cuda", 0)] * compiles] * 2

@@ -21,6 +21,7 @@ import dataclasses
 import functools
 import itertools
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -38,6 +39,7 @@ from sidelane.errors import (
 )
 from sidelane.memory.exchange import Exchange
 from sidelane.memory.giving_back import Kept, give_back, keep_bytes, lanes
+from sidelane.memory.lasting import lasting
 from sidelane.memory.process_lock import LockTimeoutError, alone_in
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -149,7 +151,8 @@ class TorchSymmetricMemory:
 
             def map_all() -> None:
                 nonlocal handle
-                handle = self._alias.rendezvous(tensor)
+                rendezvous = functools.partial(self._alias.rendezvous, tensor)
+                handle = lasting(self._device, rendezvous) if _graphs_may_be_compiled() else rendezvous()
 
             try:
                 self._exchange("allocate: one at a time", take_turn)
@@ -283,6 +286,13 @@ def _c10d() -> Any:
     from torch._C import _distributed_c10d
 
     return _distributed_c10d
+
+
+def _graphs_may_be_compiled() -> bool:
+    """True if this may be inside of what ``torch.compile`` runs in the memory pool of a graph, where nothing may stay:
+    a handle keeps two arrays of addresses that torch takes from its allocator (``lasting``).
+    """
+    return "torch._inductor.cudagraph_trees" in sys.modules
 
 
 def _symmetric_memory() -> Any:
