@@ -10,6 +10,7 @@
 # MEASURE        its further options: --list, --again, --dry-run (tools/measure_node.py).
 # DEMO, TESTS    further options of `sidelane demo`; what pytest runs in `make test`.
 # DEVICE_TESTS   files of tests/device for `make test-device`, where GPUs are lent for less than all takes; all if empty.
+# OLDEST_TORCH   what pip installs for `make test-oldest`: the oldest torch that is supported, with its Triton.
 # TORCH_TESTS    options of `make test-torch`: "--device=gpu --jobs 6 --page compatibility-gpus.md" asks GPUs and NCCL.
 # STEPS          how many `make test-steps` makes.
 # SECONDS        after which `make results` ends, to go on in the next call (no limit if empty), and `make attack` (600).
@@ -20,6 +21,7 @@
 PYTHON ?= python3
 TORCH_INSTALL ?= torch==2.13.0
 NEWEST_TORCH ?= torch
+OLDEST_TORCH ?= torch==2.11.0 triton==3.6.0
 RESULTS ?=
 STUDIES ?=
 DEMO ?=
@@ -42,7 +44,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-device test-torch test-newest test-long test-restart test-steps attack sanitize results wheel docs docs-pages lint format venv clean
+.PHONY: help demo test test-device test-torch test-newest test-oldest test-long test-restart test-steps attack sanitize results wheel docs docs-pages lint format venv clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -73,6 +75,12 @@ test-newest: ## run the process group's tests with the newest torch of the packa
 	@build/newest/bin/python -m pip install --quiet --upgrade $(NEWEST_TORCH)
 	@build/newest/bin/python -m pip install --quiet numpy rich click pytest pytest-timeout # an index of torch lacks some
 	@PYTHONPATH=src build/newest/bin/python -W ignore -m pytest -q -o addopts= tests/cpu/test_process_group*.py
+
+test-oldest: ## run collectives, the process group's tests and fused operators with the oldest torch, in build/oldest
+	@test -x build/oldest/bin/python || $(PYTHON) -m venv build/oldest
+	@build/oldest/bin/python -m pip install --quiet $(OLDEST_TORCH) numpy rich click expecttest pytest pytest-timeout
+	@PYTHONPATH=src build/oldest/bin/python -W ignore -m pytest -q -o addopts= \
+	  tests/cpu/test_collectives.py tests/cpu/test_process_group*.py tests/cpu/test_fused.py
 
 test-restart: $(READY) ## kill a rank of programs that train, and see torchrun start them again; a minute
 	@$(BIN)/python -m pytest tests/restart

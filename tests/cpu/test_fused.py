@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 from ranks import Crew
 
 if importlib.util.find_spec("triton") is None:
@@ -264,7 +265,8 @@ def test_norms_are_replaced(four: Crew) -> None:
 
 
 def test_batches_are_replaced_and_lowered_by_inductor(four: Crew) -> None:
-    assert four.run(fused_modules.batches, 2, timeout_s=110) == [14, 14]
+    cases = 14 if torch.__version__ >= "2.13" else 9
+    assert four.run(fused_modules.batches, 2, timeout_s=110) == [cases, cases]
 
 
 def test_operators_of_pytorch_are_sound(four: Crew) -> None:

@@ -55,6 +55,7 @@ def quick_interpreter() -> Iterator[None]:
         key = languages[function]
         if key not in replaced:
             replaced[key] = replace(function)
+            tl.core.tensor.__index__ = _only_value
         return interpreter._LangPatchScope()  # nothing to put back yet
 
     builder = interpreter.interpreter_builder
@@ -69,16 +70,21 @@ def quick_interpreter() -> Iterator[None]:
             scope.restore()
 
 
+def _only_value(tensor: Any) -> int:
+    """Of a tensor with one element. Triton 3.6 asks for ``int`` of an array, which numpy 2.4 refuses."""
+    return int(tensor.handle.data.item())
+
+
 @contextmanager
 def polls_that_sleep(seconds: float = POLL_S) -> Iterator[None]:
     """Volatile loads sleep ``seconds`` first."""
     builder = interpreter.InterpreterBuilder
     load = builder.create_masked_load
 
-    def sleeping_load(self: Any, ptrs: Any, mask: Any, other: Any, cache_policy: Any, is_volatile: bool) -> Any:
-        if is_volatile:
+    def sleeping_load(self: Any, *arguments: Any) -> Any:
+        if arguments[-1]:  # whether it is volatile; what comes before differs from Triton 3.6 to 3.9
             time.sleep(seconds)
-        return load(self, ptrs, mask, other, cache_policy, is_volatile)
+        return load(self, *arguments)
 
     builder.create_masked_load = sleeping_load
     try:
