@@ -60,7 +60,7 @@ def options(what: str | None, gpu: bool) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=what)
     for name, on_gpu, on_cpu in (
         *(("dim", 4096, 64), ("layers", 8, 2), ("heads", 32, 4)),
-        *(("length", 4096, 64), ("batch", 1, 4), ("steps", 20, 6), ("vocabulary", 8192, 512)),
+        *(("length", 4096, 64), ("batch", 1, 4), ("steps", 20, 8), ("vocabulary", 8192, 512)),
     ):
         parser.add_argument(f"--{name}", type=int, default=on_gpu if gpu else on_cpu)
     parser.add_argument("--tokenizer", choices=("auto", "bpe", "bytes"), default="auto")
@@ -87,7 +87,7 @@ def train(
     synchronize: Callable[[], object],
 ) -> tuple[float, list[float]]:
     """Tokens a second of all ranks, without the first two steps; and the loss of every step, averaged over ranks."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=min(1e-3, 0.4 / sizes.dim))  # wide models want small steps
+    optimizer = torch.optim.AdamW(model.parameters(), lr=min(5e-3, 0.4 / sizes.dim))  # wide models want small steps
     draw = torch.Generator().manual_seed(dist.get_rank())
     losses, began = [], 0.0
     for step in range(sizes.steps):
