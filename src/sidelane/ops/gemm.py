@@ -239,9 +239,9 @@ def gemm_all_to_all(
         order: ``remote_first``: tiles for peers come first; ``oblivious``: tiles in the order of ranks.
         tiles: how the product is cut.
         method: ``fused``; ``split``, that is :func:`split_gemm_all_to_all`, in graphs with counts that a call had;
-            ``unfused``, a product and :func:`all_to_all_rows`, of several experts with counts on the device where
-            :func:`sidelane.ops.expert_products.has_grouped_product`; or ``auto``: the fastest one (``ops.explain``
-            says which, and why), in a graph with other counts ``fused`` in place of ``split``.
+            ``unfused``, a product and :func:`all_to_all_rows`, of several experts with counts on the device in bfloat16
+            only, with multiples of 8 columns, on GPUs with the library's grouped product; or ``auto``: the fastest one
+            (``ops.explain`` says which, and why), in a graph with other counts ``fused`` in place of ``split``.
 
     Returns:
         [most_rows, H]: rows from rank 0, from rank 1, and so on; behind them what was there. The next call of this
