@@ -353,3 +353,10 @@ def test_refusals(arguments: tuple[str, ...], said: str):
     result = run("explain", *arguments)
     assert result.exit_code == 2, result.output
     assert said in result.output
+
+
+def test_explain_says_what_a_dash_means():
+    said = "-: not measured, and taken only where nothing was"
+    some = run("explain", "all_gather", "16M", "--machine", "h200x4").output
+    assert said in some and " - " in some
+    assert said not in run("explain", "all_reduce", "1.2G", "--machine", "cpu").output

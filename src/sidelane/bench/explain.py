@@ -246,7 +246,9 @@ def _table(found: Explanation) -> Table:
         for candidate, us in found.choice.table
     ]
     reasons = grouped(found.excluded, lambda entry: entry[1], ordered=False)
-    notes = tuple(
+    unmeasured = any(us is None for _, us in found.choice.table)
+    notes: tuple[str, ...] = ("-: not measured, and taken only where nothing was",) if unmeasured else ()
+    notes += tuple(
         f"not legal here: {', '.join(str(candidate) for candidate, _ in alike)}: {reason}" for reason, alike in reasons
     )
     return Table("Candidates", ("<implementation", "<variant", "expected\nus"), tuple(lines), notes, keys=2)
