@@ -9,11 +9,14 @@ import subprocess
 import sys
 import tomllib
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
-from sidelane import config, errors
+from sidelane import config, ddp, errors, fsdp, overlap
+from sidelane.c3.overlap import possible
 from sidelane.config import VARIABLES, Config, from_environment
 from sidelane.errors import PACKAGES, Page, last_line, missing, page_of, see
 
@@ -54,6 +57,22 @@ def test_settings_that_are_refused_say_where_they_are_described(environment: dic
     assert page_of(refused.value) is Page.SETTINGS
     lines = traceback.format_exception(refused.value)
     assert lines[-1] == "See docs/reference/settings.md\n"
+
+
+@pytest.mark.parametrize(
+    ("call", "page"),
+    [
+        (lambda: overlap(lambda: None, lambda comm: None, 3), Page.OVERLAP),  # type: ignore[call-overload]
+        (lambda: possible("fastest", torch.device("cpu")), Page.OVERLAP),
+        (lambda: fsdp.enable(torch.nn.Linear(2, 2)), Page.FSDP),
+        (lambda: ddp.enable(torch.nn.Linear(2, 2)), Page.ONE_LINE),  # type: ignore[arg-type]
+    ],
+    ids=["overlap", "strategy", "fsdp", "ddp"],
+)
+def test_what_is_called_wrongly_says_where_it_is_described(call: Callable[[], object], page: Page) -> None:
+    with pytest.raises(ValueError, match=r"\(value=") as refused:
+        call()
+    assert page_of(refused.value) is page
 
 
 def test_an_unknown_setting_warns_with_the_page() -> None:

@@ -26,7 +26,10 @@ class Page(enum.StrEnum):
 
     COMMANDS = "docs/guide/commands.md"
     ERRORS = "docs/guide/errors.md"
+    FSDP = "docs/guide/fsdp.md"
     INSTALLATION = "docs/guide/installation.md"
+    ONE_LINE = "docs/guide/one-line.md"
+    OVERLAP = "docs/guide/overlap.md"
     OWN = "docs/guide/own.md"
     SETTINGS = "docs/reference/settings.md"
     TUNING = "docs/guide/tuning.md"

@@ -18,6 +18,7 @@ from sidelane.c3.launch import Way, objection, run, ways_of
 from sidelane.c3.strategies import named, strategies
 from sidelane.c3.strategy import Mover
 from sidelane.collectives import Communicator
+from sidelane.errors import Page, see
 from sidelane.program.shape import Computation
 
 T = TypeVar("T")
@@ -112,14 +113,14 @@ def overlap(
     comms = _several(on)
     if strategy == AUTO:
         if beside is None or not moves or units is not None:
-            raise ValueError(
+            raise _refused(
                 f"overlap: beside, moves, units (value={beside}, {moves}, {units}, allowed=the first two with auto)"
             )
         choice = choose_overlap(comms[0], beside, moves)
         way = Way(named(choice.strategy), choice.units)
     else:
         if beside is not None or moves:
-            raise ValueError(f"overlap: beside, moves (value={beside}, {moves}, allowed=with strategy='auto')")
+            raise _refused(f"overlap: beside, moves (value={beside}, {moves}, allowed=with strategy='auto')")
         way = _way(strategy, units, comms[0].device)
     return _run(way, compute, collective, comms, workgroups)
 
@@ -134,7 +135,7 @@ def _run(
     one = callable(compute)
     computes = [compute] if callable(compute) else list(compute) if isinstance(compute, Sequence) else []
     if not computes or not all(map(callable, computes)):
-        raise ValueError(f"overlap: compute (value={compute!r}, allowed=a callable, or several)")
+        raise _refused(f"overlap: compute (value={compute!r}, allowed=a callable, or several)")
     computed: list[T]
     computed, told = run(way, computes, collective, comms, _releases(way, len(computes), workgroups))
     return (computed[0] if one else computed), told
@@ -146,7 +147,7 @@ def _releases(way: Way, count: int, workgroups: Sequence[int]) -> tuple[int, ...
         return ()
     whole = all(isinstance(each, int) and each >= 0 for each in workgroups)
     if len(workgroups) != count + 1 or not whole or not way.strategy.concurrent:
-        raise ValueError(
+        raise _refused(
             f"overlap: workgroups (value={tuple(workgroups)}, allowed={count + 1} whole numbers of 0 and more: of each "
             "computation and of the collective; not with serial)"
         )
@@ -186,7 +187,7 @@ class Overlap:
         device = self._on[0].device
         self._ways = [way for name in strategies for way in ways_of(possible(name, device).strategy, device)]
         if not self._ways or rounds < 1:
-            raise ValueError(
+            raise _refused(
                 f"Overlap: strategies, rounds (value={tuple(strategies)}, {rounds}, allowed=one of each and more)"
             )
         self._trials = 0
@@ -250,7 +251,7 @@ def possible(name: str, device: torch.device) -> Way:
     reason = "there is none of that name" if found is None else objection(found, device)
     if found is None or reason:
         taking = "" if device.type == "cpu" else "".join(f", {other}" for other in (*PARTITIONED, *KERNELS))
-        raise ValueError(f"overlap: strategy (value={name!r}, allowed={', '.join(NAMES)}{taking}): {reason}")
+        raise _refused(f"overlap: strategy (value={name!r}, allowed={', '.join(NAMES)}{taking}): {reason}")
     return ways_of(found, device)[0]
 
 
@@ -260,7 +261,7 @@ def _way(name: str, units: int | None, device: torch.device) -> Way:
         return way
     partition = way.strategy.partition
     if partition is None or partition.units is not None or units < 1:
-        raise ValueError(f"overlap: units (value={units}, allowed=1 and more, of a strategy that takes some): {name}")
+        raise _refused(f"overlap: units (value={units}, allowed=1 and more, of a strategy that takes some): {name}")
     return Way(way.strategy, units)
 
 
@@ -290,10 +291,14 @@ class _Clock(contextlib.AbstractContextManager["_Clock"]):
         return 1e6 * (self._ended - self._began)
 
 
+def _refused(text: str) -> ValueError:
+    return see(ValueError(text), Page.OVERLAP)
+
+
 def _several(on: Communicator | Sequence[Communicator]) -> tuple[Communicator, ...]:
     comms = tuple(on) if isinstance(on, Iterable) else (on,)
     if not comms or not all(isinstance(comm, Communicator) for comm in comms):
-        raise ValueError(f"overlap: on (value={on!r}, allowed=a Communicator, or several)")
+        raise _refused(f"overlap: on (value={on!r}, allowed=a Communicator, or several)")
     return comms
 
 

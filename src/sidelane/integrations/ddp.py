@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from sidelane.collectives import Communicator, Session
 from sidelane.collectives.pool import MemoryUse
 from sidelane.config import COMPUTE, Config
+from sidelane.errors import Page, see
 from sidelane.integrations.ledger import SIDELANE, Ledger
 from sidelane.program.collective import ELEMENT_BYTES, ReduceOp
 
@@ -37,9 +38,11 @@ def enable(model: DistributedDataParallel, *, config: Config | None = None) -> "
         As :class:`sidelane.Session`.
     """
     if not isinstance(model, DistributedDataParallel):
-        raise ValueError(f"ddp.enable: model (value=a {type(model).__name__}, allowed=a DistributedDataParallel)")
+        text = f"ddp.enable: model (value=a {type(model).__name__}, allowed=a DistributedDataParallel)"
+        raise see(ValueError(text), Page.ONE_LINE)
     if model._comm_hooks:
-        raise ValueError("ddp.enable: model (value=one with a communication hook, allowed=one without)")
+        text = "ddp.enable: model (value=one with a communication hook, allowed=one without)"
+        raise see(ValueError(text), Page.ONE_LINE)
     enabled = Enabled(model.process_group)
     model.register_comm_hook(enabled, _hook)
     enabled._begin(next(model.parameters()).device, config)

@@ -22,6 +22,7 @@ from sidelane import config as settings
 from sidelane.collectives.arguments import op_name
 from sidelane.collectives.pool import MemoryUse
 from sidelane.config import COMPUTE, Config
+from sidelane.errors import Page, see
 from sidelane.integrations import straight
 from sidelane.integrations.links import Link, MachineLink, name_of
 from sidelane.integrations.nodes.groups import nodes_named, own_node
@@ -54,9 +55,10 @@ def enable(model: nn.Module, *, config: Config | None = None, straight_into_para
     """
     shards = _param_groups(model) if isinstance(model, nn.Module) else []
     if not shards:
-        raise ValueError("fsdp.enable: model (value=no module that fully_shard was applied to, allowed=one and more)")
+        text = "fsdp.enable: model (value=no module that fully_shard was applied to, allowed=one and more)"
+        raise see(ValueError(text), Page.FSDP)
     if any(isinstance(shard._all_gather_comm, Gather) for shard in shards):
-        raise ValueError("fsdp.enable: it is on for this model (allowed=disable it first)")
+        raise see(ValueError("fsdp.enable: it is on for this model (allowed=disable it first)"), Page.FSDP)
     enabled = Enabled("not asked for" if not straight_into_parameters else straight.objection())
     try:
         for shard in shards:
