@@ -8,12 +8,14 @@ import threading
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import RankPool, crew
 
 from sidelane import Communicator, CommunicatorClosedError, Config, MismatchError, PeerError, PeerTimeoutError
+from sidelane.errors import SidelaneError
 
 
 def communicator(group: dist.ProcessGroup, **settings: Any) -> Communicator:
@@ -129,6 +131,47 @@ def test_odd_mistakes_of_one_rank_reach_the_others(pool: RankPool) -> None:
         for name, text in results[rank]:
             assert name == "PeerError", text
             assert "rank 1 refused it" in text
+
+
+def mistake_in_a_loop(group: dist.ProcessGroup, debug: bool, refused: bool) -> list[str]:
+    """Rank 0 repeats a call that all have made, rank 1 makes a mistake instead; then all make one that is right."""
+    with communicator(group, debug=debug) as comm:
+        good = torch.ones(4)
+        comm.all_reduce(good)
+        other = (lambda: comm.all_reduce(good, op="foo")) if refused else (lambda: comm.all_reduce(good.bfloat16()))
+        told = [error_of(other if comm.rank == 1 else lambda: comm.all_reduce(good))]
+        try:
+            comm.all_reduce(good)
+        except SidelaneError as error:
+            told.append(error)
+    return [type(error).__name__ for error in told]
+
+
+@pytest.mark.parametrize(("refused", "there"), [(True, "ValueError"), (False, "MismatchError")])
+def test_a_mistake_in_a_loop_ends_the_communicator_as_the_guide_says(pool: RankPool, refused: bool, there: str) -> None:
+    told = pool.run(mistake_in_a_loop, 2, False, refused)
+    assert told == [["PeerError", "CommunicatorClosedError"], [there, "PeerError"]]
+    assert pool.run(mistake_in_a_loop, 2, True, refused) == [["PeerError" if refused else there], [there]]
+
+
+def shapes(group: dist.ProcessGroup) -> list[str]:
+    with communicator(group) as comm:
+        for size in ((2, 3), ([2, 3],), (torch.Size((2, 3)),), (np.int64(2), 3)):
+            assert comm.empty(*size).shape == (2, 3)  # type: ignore[arg-type]
+        assert comm.empty(np.int64(2)).shape == (2,)  # type: ignore[arg-type]
+        assert comm.empty().shape == ()
+        wrong: tuple[Any, ...] = (1.5, "24", None, (2, 1.5), [[2]])
+        told = [str(error_of(comm.empty, size)) for size in wrong]
+        comm.barrier()
+    return told
+
+
+def test_shapes_that_are_none_are_named(pool: RankPool) -> None:
+    for told in pool.run(shapes, 2):
+        assert [text.split(",")[0] for text in told[:3]] == [
+            f"empty: size (value={value}" for value in ("1.5", "'24'", "None")
+        ]
+        assert all(text.endswith("allowed=whole numbers, or one sequence of them)") for text in told), told
 
 
 def different_calls(group: dist.ProcessGroup, debug: bool, repeated: bool) -> str:

@@ -6,6 +6,7 @@ Over 400 lines, since the documentation of each collective stands with it.
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Hashable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -117,7 +118,7 @@ class Communicator:
     def _empty(self, size: tuple[int | Sequence[int], ...], dtype: torch.dtype) -> torch.Tensor:
         call = self._calls.number()
         with self._calls.telling_refusals(call, "empty"):
-            shape = torch.Size(size[0] if len(size) == 1 and not isinstance(size[0], int) else size)  # type: ignore[arg-type]
+            shape = _shape(size)
             if not isinstance(dtype, torch.dtype):
                 raise TypeError(f"empty: dtype (value={dtype!r}, allowed=a torch.dtype)")
             if any(length < 0 for length in shape):
@@ -549,3 +550,16 @@ class Communicator:
         else:
             asked = SingleCall(kind, tensors, details)
         return self._path.run(asked, variant=variant, beside=beside, async_op=async_op, remember=repeats is not None)
+
+
+def _shape(size: tuple[int | Sequence[int], ...]) -> torch.Size:
+    lengths: Any = size
+    if len(size) == 1:
+        try:
+            operator.index(size[0])  # type: ignore[arg-type]
+        except TypeError:
+            lengths = size[0]
+    try:
+        return torch.Size(lengths)
+    except TypeError:
+        raise TypeError(f"empty: size (value={lengths!r}, allowed=whole numbers, or one sequence of them)") from None
