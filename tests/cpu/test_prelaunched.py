@@ -15,6 +15,7 @@ from ranks import RankPool, crew
 from test_call_errors import communicator, error_of
 
 from sidelane.collectives.prelaunched import Prelaunched
+from sidelane.config import COMPUTE, NOTHING
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])
@@ -225,3 +226,42 @@ def test_a_dead_peer_is_named() -> None:
     for rank in (0, 1):
         assert results[rank][0] == (2,), results[rank][1]
         assert "rank 2" in results[rank][1]
+
+
+def prepared_beside(group: dist.ProcessGroup, setting: str, beside: str | None) -> list[bool]:
+    """Whether handles are of programs that nothing computes next to."""
+    n = dist.get_world_size(group)
+    with communicator(group, beside=setting) as comm:
+        found = []
+        for prepare in (comm.prepare_all_gather, comm.prepare_all_to_all):
+            output = torch.empty(8 * n)
+            input = torch.ones(8 if prepare == comm.prepare_all_gather else 8 * n)
+            with prepare(output, input, beside=beside) as handle:
+                found.append(handle._program.alone)
+                handle.arm()
+                handle.trigger()
+                assert output.eq(1).all()
+        return found
+
+
+@pytest.mark.parametrize(
+    ("setting", "beside", "alone"),
+    [(NOTHING, None, True), (COMPUTE, None, False), (NOTHING, COMPUTE, False), (COMPUTE, NOTHING, True)],
+)
+def test_handles_know_what_runs_next_to_them(pool: RankPool, setting: str, beside: str | None, alone: bool) -> None:
+    assert pool.run(prepared_beside, 2, setting, beside) == [[alone] * 2] * 2
+
+
+def prepared_unlike(group: dist.ProcessGroup) -> list[str]:
+    """Ranks that say different things, and one that says what there is not."""
+    rank = dist.get_rank(group)
+    with communicator(group) as comm:
+        tensors = torch.empty(16), torch.ones(8)
+        return [
+            type(error_of(lambda beside=beside: comm.prepare_all_gather(*tensors, beside=beside))).__name__
+            for beside in ((NOTHING, COMPUTE)[rank], "music")
+        ]
+
+
+def test_ranks_say_the_same_of_what_runs_next_to_a_handle(pool: RankPool) -> None:
+    assert pool.run(prepared_unlike, 2) == [["MismatchError", "ValueError"]] * 2

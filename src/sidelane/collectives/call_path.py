@@ -229,7 +229,7 @@ class CallPath:
         try:
             with calls.telling_refusals(call, uneven.name):
                 uneven.check_variant(variant, calls.backend.abilities)
-                hint = self._beside(uneven.name, beside)
+                hint = self.hint(uneven.name, beside)
                 place = calls.backend.place()
                 text = uneven.text(self.arguments, variant, place[1], hint)
                 offer = None
@@ -293,7 +293,7 @@ class CallPath:
         key = (asked.name, variant, beside, asked.details, place[1], generation(), asked.identities())
         return key, self.preparer.recall(key)
 
-    def _beside(self, name: str, beside: Beside | None) -> Beside:
+    def hint(self, name: str, beside: Beside | None) -> Beside:
         """What the caller says runs next to the call. Raises ValueError for what there is not."""
         hint = self.calls.config.beside if beside is None else beside
         check_beside(name, hint)
@@ -310,7 +310,7 @@ class CallPath:
         planned = self._planned.get(key)
         if planned is None:
             asked.check_variant(variant, self.calls.backend.abilities)
-            hint = self._beside(asked.name, beside)
+            hint = self.hint(asked.name, beside)
             request = asked.request(self.arguments)
             agreement = asked.agreement(request, variant, place[1], hint)
             compares = self.reach is not None and self.reach.compares(_parts(request), asked.tensors)

@@ -338,7 +338,13 @@ class Communicator:
 
     @entry
     def prepare_all_gather(
-        self, output: torch.Tensor, input: torch.Tensor, *, variant: str = FIRST, host_trigger: bool = False
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        *,
+        variant: str = FIRST,
+        host_trigger: bool = False,
+        beside: Beside | None = None,
     ) -> Prelaunched:
         """Make an :meth:`all_gather` ready to be submitted ahead of its call and fired later. Collective.
 
@@ -347,6 +353,7 @@ class Communicator:
             input: likewise.
             variant: of copy engines: ``b2b``, ``pcpy``, ``bcst`` (``output`` symmetric).
             host_trigger: where ``trigger_from_host()`` shall work; the engines then see any trigger a little later.
+            beside: see :meth:`all_gather`.
 
         Returns:
             The handle (docs/internals/prelaunch.md), to be used in a ``with`` block.
@@ -354,7 +361,7 @@ class Communicator:
         Raises:
             As :meth:`all_gather`, and UnavailableError inside a capture, or where no trigger could get through.
         """
-        return prepare_prelaunched(self._path, Kind.ALL_GATHER, (output, input), variant, host_trigger)
+        return prepare_prelaunched(self._path, Kind.ALL_GATHER, (output, input), variant, host_trigger, beside)
 
     @entry
     def prepare_all_to_all(
@@ -365,10 +372,12 @@ class Communicator:
         copy_own_part: bool = True,
         variant: str = FIRST,
         host_trigger: bool = False,
+        beside: Beside | None = None,
     ) -> Prelaunched:
         """Make an :meth:`all_to_all` of equal parts ready; see :meth:`prepare_all_gather`. Also ``swap``."""
         details = own_part(copy_own_part)
-        return prepare_prelaunched(self._path, Kind.ALL_TO_ALL, (output, input), variant, host_trigger, details)
+        tensors = output, input
+        return prepare_prelaunched(self._path, Kind.ALL_TO_ALL, tensors, variant, host_trigger, beside, details)
 
     @entry
     def load(self, program: Program, buffers: Mapping[str, torch.Tensor]) -> BoundProgram:

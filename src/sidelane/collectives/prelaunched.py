@@ -26,6 +26,7 @@ from sidelane.errors import PeerError, SidelaneError, UnavailableError
 from sidelane.execute.base import Addresses
 from sidelane.program.collective import Kind
 from sidelane.program.ir import Program
+from sidelane.program.shape import Beside
 from sidelane.program.words import WORD_MASK
 
 
@@ -243,6 +244,7 @@ def prepare_prelaunched(
     tensors: tuple[torch.Tensor, torch.Tensor],
     variant: str,
     host_trigger: bool,
+    beside: Beside | None,
     details: tuple[Hashable, ...] = (),
 ) -> Prelaunched:
     """Plan, verify and load a prelaunched ``kind``, which does not reduce. Collective.
@@ -253,6 +255,7 @@ def prepare_prelaunched(
         tensors: output and input.
         variant: see ``Communicator.prepare_all_gather``.
         host_trigger: likewise.
+        beside: likewise.
         details: see ``Asked``.
 
     Raises:
@@ -264,7 +267,7 @@ def prepare_prelaunched(
         check_tensors(name, *tensors)
         _check_variant(name, kind, variant, calls.backend.abilities)
         request: Request = getattr(path.arguments, kind)(*tensors, *details)
-        agreement = Agreement.of(request, variant, frozen=False)
+        agreement = Agreement.of(request, variant, frozen=False, beside=path.hint(name, beside))
         return (request, agreement), f"{name}: {agreement.text()}"
 
     _, (request, agreement) = path.agree(name, check)
