@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -21,8 +23,9 @@ from sidelane.execute.cuda.plan import plan_calls
 from sidelane.program import collective as define
 from sidelane.program.builders import Transport, build
 from sidelane.program.collective import Buffer, Collective, Kind
-from sidelane.program.ir import Copy
-from sidelane.program.transform import freeze
+from sidelane.program.ir import EPOCH, Copy, Engine, EngineKind, Flag, Program, Queue, Signal, Wait
+from sidelane.program.transform import freeze, hold, lower, prelaunch, stamp
+from sidelane.program.verify import verify
 
 MIB = 1 << 20
 
@@ -53,6 +56,46 @@ def test_a_large_own_part_is_copied_in_rows_if_nothing_computes(transport: Trans
 )
 def test_other_own_parts_are_copied_as_fast_as_can_be(collective: Collective, why: str) -> None:
     assert not any(isinstance(call, MemcpyEveryOther) for call in own_calls(collective, alone=True)), why
+
+
+def test_what_several_engines_copy_of_an_own_part_counts_together() -> None:
+    """Each copies no more than crosses a link; both together would outlast that."""
+    program = build(define.all_to_all([[64 * MIB, 32 * MIB], [32 * MIB, 64 * MIB]]), "b2b", Transport.PUSH)
+    queues: list[Queue] = []
+    for queue in program.queues:
+        if queue.engine.kind is EngineKind.DMA:
+            place = queue.commands.index(Signal(Flag(queue.rank, 4), EPOCH))
+            marks = Signal(Flag(queue.rank, 5), EPOCH)
+            queues.append(
+                dataclasses.replace(queue, commands=(*queue.commands[:place], marks, *queue.commands[place:]))
+            )
+            continue
+        _, whole = queue.commands
+        assert isinstance(whole, Copy)
+        for number in range(2):
+            dst, src = (
+                dataclasses.replace(end, offset=end.offset + number * 32 * MIB, nbytes=32 * MIB)
+                for end in (whole.dst, whole.src)
+            )
+            half = Wait(Flag(queue.rank, 4 + number), EPOCH), Copy(dst, src)
+            queues.append(Queue(queue.rank, Engine(EngineKind.LOCAL, number), half))
+    spread = dataclasses.replace(program, queues=tuple(queues), flag_count=6, alone=True)
+    verify(spread)
+    own = [call for call in plan_calls(spread, 0).calls() if isinstance(call, Memcpy) and call.within_rank]
+    assert [call.nbytes for call in own] == [32 * MIB] * 2
+
+
+@pytest.mark.parametrize("transform", [freeze, hold, prelaunch, stamp, functools.partial(lower, native={Copy})])
+def test_no_transform_forgets_whether_something_computes(transform: Callable[[Program], Program]) -> None:
+    program = build(define.all_gather([32 * MIB] * 2), "b2b", Transport.PUSH)
+    for alone in (False, True):
+        assert transform(dataclasses.replace(program, alone=alone)).alone == alone
+
+
+def test_what_waits_for_one_trigger_is_copied_in_rows_too() -> None:
+    program = dataclasses.replace(build(define.all_gather([32 * MIB] * 2), "b2b", Transport.PUSH), alone=True)
+    ahead = [step.call for step in plan_calls(hold(program), 0).ahead]
+    assert sum(isinstance(call, MemcpyEveryOther) for call in ahead) == 2
 
 
 def test_what_is_staged_first_is_not_in_the_shadow_of_anything() -> None:

@@ -330,8 +330,9 @@ class _Planner:
         for index, command in self.commands:
             if isinstance(command, Copy):
                 (within if _stays(command) else crossing)[self.stream_of[index]] += command.src.nbytes
+        aside = frozenset(stream for stream in asides if not crossing[stream])
         longest = max(crossing.values(), default=0)
-        return frozenset(stream for stream in asides if not crossing[stream] and within[stream] <= longest)
+        return aside if sum(within[stream] for stream in aside) <= longest else frozenset()
 
     def _streams_of_copies(self) -> list[int]:
         """Side streams that only copy and reset, once the marks of other own queues let them."""
