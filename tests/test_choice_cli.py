@@ -6,6 +6,7 @@ import dataclasses
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -171,6 +172,15 @@ def test_explain_takes_the_setting_in_force_and_symmetric_tensors_have_none(monk
     assert "How peers reach" not in run("explain", "all_gather", "1M", "--machine", "h200x2").output
     refused = run("explain", "all_gather", "1M", "--map-memory", "1")
     assert refused.exit_code == 2 and "--map-memory is about ordinary tensors (--ordinary)" in refused.output
+
+
+@pytest.mark.parametrize("setting", [False, True, "learn"])
+@pytest.mark.parametrize("beside", ["nothing", "compute"])
+def test_explain_shows_an_own_part_as_it_would_be_copied(setting: Any, beside: str):
+    """In rows where nothing computes, however peers reach the tensors."""
+    call = ExplainOptions(kind=Kind.ALL_GATHER, nbytes=256 << 20, machine="h200x2", ordinary=True, beside=beside)
+    options = dataclasses.replace(call, map_memory=setting)
+    assert ("every other of" in str(explain(options).submitted)) == (beside == "nothing")
 
 
 def test_explain_a_list():

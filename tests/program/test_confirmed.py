@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import random
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 
+from sidelane.collectives import confirming
 from sidelane.errors import ProgramError
 from sidelane.execute.cuda.release import READ_CAPACITY
 from sidelane.program.batch import Batch
@@ -161,3 +164,25 @@ def test_mistakes_with_lists_are_refused() -> None:
     for parts in ((all_gather([4, 4]), all_reduce([4, 4], Reduction("sum", "float32"))), (all_gather([0, 0]),), ()):
         assert not can_be_confirmed(Batch("batch", 2, parts))
     assert not can_be_confirmed(Batch("all_to_all", 2, (all_to_all([[4, 4], [4, 4]], in_place=True),)))
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_calls_share_a_proof_whatever_runs_next_to_them(first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    proved: list[Program] = []
+    monkeypatch.setattr(confirming, "verify", proved.append)
+    calls = SimpleNamespace(
+        control=SimpleNamespace(rank=0), config=SimpleNamespace(verify=True), making_ready=contextlib.nullcontext
+    )
+    bound: list[Program] = []
+    preparer = SimpleNamespace(
+        recall=lambda key: None, make_room=lambda program: None, bind=lambda program, *_: bound.append(program)
+    )
+    lane, gather, nobody = confirming.Confirming(calls, preparer), all_gather([8] * 2), frozenset[int]()  # type: ignore[arg-type]
+    lane.make_room(gather)
+    for alone in (first, not first, first):
+        lane.prepare(0, "", gather, ({},), nobody, nobody, alone=alone)
+    assert [program.alone for program in bound] == [first, not first, first]
+    assert bound[0] is bound[2], "plans are kept by program"
+    assert len(proved) == 1
+    lane.prepare(0, "", gather, ({},), frozenset({1}), frozenset({1}), alone=first)
+    assert len(proved) == 2

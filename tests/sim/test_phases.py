@@ -14,10 +14,12 @@ from sidelane.bench.phases.predict import PredictOptions, predicted_row
 from sidelane.bench.phases.programs import OPERATIONS, TURNING, Operation, operations
 from sidelane.bench.phases.split import FIELDS, Sample, predict, slowest, split
 from sidelane.bench.results.rows.calls import PhaseRow
+from sidelane.choice.candidate import find
+from sidelane.collectives.plan import Agreement, make_program
 from sidelane.machine.load import named
 from sidelane.model.claims_dma import DmaContext
 from sidelane.program.builders import alternation
-from sidelane.program.collective import Kind
+from sidelane.program.collective import Collective, Kind
 from sidelane.program.ir import Copy
 
 MI300X, H200 = named("mi300x8"), named("h200x4")
@@ -164,6 +166,15 @@ def test_transfers_are_the_copies_alone() -> None:
         assert all(isinstance(c, Copy) and c.src.nbytes == 256 and c.dst.rank != 0 for c in queue.commands)
     assert Operation("all_gather_in_place", "b2b", 256).program(4).collective.in_place
     assert Operation("all_to_all", "b2b", 256).program(4).collective.kind is Kind.ALL_TO_ALL
+
+
+def test_copies_inside_a_gpu_are_those_of_calls_that_say_nothing_of_a_computation() -> None:
+    symmetric = {"input_place": (0, 0), "output_place": (1, 0), "frozen": False}
+    for name, variant in (("all_gather", "b2b"), ("all_to_all", "b2b"), ("all_gather", "b2b+prelaunch")):
+        operation = Operation(name, variant, 64 * MB)
+        program, candidate = operation.program(2, native={Copy}), find(Kind(name), "b2b")
+        assert isinstance(program.collective, Collective) and candidate is not None
+        assert program == make_program(Agreement(program.collective, "uint8", variant, **symmetric), candidate, {Copy})
 
 
 def test_variants_go_to_the_operations_that_have_them() -> None:

@@ -187,7 +187,8 @@ def explain(options: ExplainOptions) -> Explanation:
     reasons = [(found, objection(agreement.call, found, abilities)) for found in everything(options.kind)]
     excluded = tuple((found, reason) for found, reason in reasons if reason)
     if way is not None and way.goes_ahead:
-        program: Program | AnyKernelProgram = confirmed(agreement.collective)
+        alone = agreement.beside == NOTHING
+        program: Program | AnyKernelProgram = dataclasses.replace(confirmed(agreement.collective), alone=alone)
     else:
         program = _one_of(make_program(agreement, choice.candidate, moves))
     submitted: tuple[tuple[str, tuple[str, ...]], ...]

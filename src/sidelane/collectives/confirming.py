@@ -85,13 +85,14 @@ class Confirming:
     def _program(
         self, collective: Collective | Batch, changed: frozenset[int], waiting: frozenset[int], *, alone: bool
     ) -> Program:
-        key = collective, changed, waiting, alone
-        found = self._programs.get(key)
+        key = collective, changed, waiting
+        found = self._programs.get((*key, alone))
         if found is None:
-            found = dataclasses.replace(confirmed(collective, changed, waiting), alone=alone)
-            self._programs[key] = found
-            if self._calls.config.verify:
-                verify(confirmed(collective, changed, waiting, elsewhere=True))
+            like = self._programs.get((*key, not alone))  # which does the same: one proof holds for both
+            found = dataclasses.replace(like or confirmed(*key), alone=alone)
+            self._programs[(*key, alone)] = found
+            if like is None and self._calls.config.verify:
+                verify(confirmed(*key, elsewhere=True))
         return found
 
 

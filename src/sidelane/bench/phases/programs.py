@@ -138,7 +138,7 @@ class Operation:
         program = build(self._collective(ranks), base_of(self.variant), Transport.PUSH)
         if self.name in TRANSFERS:
             program = bare(program)
-        program = lower(program, native)
+        program = dataclasses.replace(lower(program, native), alone=True)  # as a call that says nothing of the kind
         if stamped:
             program = stamp(program)
         if frozen and has_epochs(program):
