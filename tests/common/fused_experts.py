@@ -41,21 +41,21 @@ def pieces(counts: Counts, rank: int) -> Iterator[tuple[int, int, slice]]:
 
 def dispatched(xs: list[torch.Tensor], weights: torch.Tensor, counts: Counts, rank: int) -> torch.Tensor:
     """float64: what all_to_all_gemm gives a rank; ``weights`` [N, E, H, K]."""
-    parts = [torch.empty(0, weights.shape[2], dtype=torch.float64, device="cpu")]
-    for sender, x in enumerate(xs):
-        for peer, expert, rows in pieces(counts, sender):
-            if peer == rank:
-                parts.append(x[rows].double() @ weights[rank, expert].double().T)
-    return torch.cat(parts)
+    return products(xs, [weights[rank]] * len(xs), counts, rank)
 
 
 def combined(xs: list[torch.Tensor], weights: torch.Tensor, counts: Counts, rank: int) -> torch.Tensor:
     """The same of gemm_all_to_all."""
-    parts = [torch.empty(0, weights.shape[2], dtype=torch.float64, device="cpu")]
-    for sender, x in enumerate(xs):
+    return products(xs, list(weights), counts, rank)
+
+
+def products(xs: list[torch.Tensor], by_sender: list[torch.Tensor], counts: Counts, rank: int) -> torch.Tensor:
+    """float64: the rows that come to a rank, each sender's by weights of its own, [E, H, K]."""
+    parts = [torch.empty(0, by_sender[0].shape[1], dtype=torch.float64, device="cpu")]
+    for sender, (x, weights) in enumerate(zip(xs, by_sender, strict=True)):
         for peer, expert, rows in pieces(counts, sender):
             if peer == rank:
-                parts.append(x[rows].double() @ weights[sender, expert].double().T)
+                parts.append(x[rows].double() @ weights[expert].double().T)
     return torch.cat(parts)
 
 

@@ -156,9 +156,10 @@ def test_a_mistake_in_a_loop_ends_the_communicator_as_the_guide_says(pool: RankP
 
 def shapes(group: dist.ProcessGroup) -> list[str]:
     with communicator(group) as comm:
-        for size in ((2, 3), ([2, 3],), (torch.Size((2, 3)),), (np.int64(2), 3)):
-            assert comm.empty(*size).shape == (2, 3)  # type: ignore[arg-type]
-        assert comm.empty(np.int64(2)).shape == (2,)  # type: ignore[arg-type]
+        sizes: Any = (2, 3), ([2, 3],), (torch.Size((2, 3)),), (np.int64(2), 3)
+        for size in sizes:
+            assert comm.empty(*size).shape == (2, 3)
+        assert comm.empty(np.int64(2)).shape == (2,)
         assert comm.empty().shape == ()
         wrong: tuple[Any, ...] = (1.5, "24", None, (2, 1.5), [[2]])
         told = [str(error_of(comm.empty, size)) for size in wrong]

@@ -157,9 +157,12 @@ def made_apart(group: dist.ProcessGroup, compiles: bool) -> list[torch.device]:
         if not compiles:
             sys.modules.pop("torch._inductor.cudagraph_trees", None)
         memory = TorchSymmetricMemory(Exchange(group, 30.0), torch.device("cuda", 0), 30.0)
-        memory._take = lambda nbytes: (torch.zeros(nbytes, dtype=torch.uint8), "")  # type: ignore[method-assign]
-        memory._alias.rendezvous = lambda tensor: Handle(tensor, n)  # type: ignore[method-assign]
-        memory.allocate(8)
+        taken = torch.zeros(8, dtype=torch.uint8), ""
+        with (
+            mock.patch.object(memory, "_take", return_value=taken),
+            mock.patch.object(memory._alias, "rendezvous", lambda tensor: Handle(tensor, n)),
+        ):
+            memory.allocate(8)
         memory.close()
     return found
 

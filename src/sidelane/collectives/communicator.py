@@ -9,7 +9,7 @@ import dataclasses
 import operator
 from collections.abc import Hashable, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 import torch.distributed as dist
@@ -97,7 +97,7 @@ class Communicator:
         self.kept: dict[Hashable, Any] = {}
 
     @entry
-    def empty(self, *size: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    def empty(self, *size: SupportsIndex | Sequence[SupportsIndex], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Make an uninitialised tensor in symmetric memory. Collective: same size and dtype on every rank.
 
         Its bytes come from a pool that grows when there is no room. They go back when the tensor and its views have
@@ -115,7 +115,7 @@ class Communicator:
         """
         return self._empty(size, dtype)
 
-    def _empty(self, size: tuple[int | Sequence[int], ...], dtype: torch.dtype) -> torch.Tensor:
+    def _empty(self, size: tuple[Any, ...], dtype: torch.dtype) -> torch.Tensor:
         call = self._calls.number()
         with self._calls.telling_refusals(call, "empty"):
             shape = _shape(size)
@@ -561,11 +561,11 @@ class Communicator:
         return self._path.run(asked, variant=variant, beside=beside, async_op=async_op, remember=repeats is not None)
 
 
-def _shape(size: tuple[int | Sequence[int], ...]) -> torch.Size:
+def _shape(size: tuple[Any, ...]) -> torch.Size:
     lengths: Any = size
     if len(size) == 1:
         try:
-            operator.index(size[0])  # type: ignore[arg-type]
+            operator.index(size[0])
         except TypeError:
             lengths = size[0]
     try:

@@ -25,6 +25,14 @@ def is_interpreted(kernel: Any) -> bool:
     return isinstance(kernel, interpreter.InterpretedFunction)
 
 
+def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """Launch a kernel that talks to no peer, on GPUs on the current stream."""
+    if is_interpreted(kernel):
+        run_interpreted(kernel, grid, arguments, options)
+    else:
+        kernel[grid](*arguments, **options)
+
+
 def run_interpreted(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
     """Run a kernel in this thread until it ends. The interpreter runs one at a time in a process.
 

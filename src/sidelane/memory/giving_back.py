@@ -142,6 +142,7 @@ _dropped: list[tuple[torch.device, object]] = []
 _giving_back = threading.Lock()
 _waiters: dict[torch.device, _Waiter] = {}
 _of_parents: list[object] = []
+"""In a forked copy: kept to its end, so that nobody gives it back."""
 
 
 def _begin_anew() -> None:

@@ -290,7 +290,7 @@ def _c10d() -> Any:
 
 def _graphs_may_be_compiled() -> bool:
     """True if this may be inside of what ``torch.compile`` runs in the memory pool of a graph, where nothing may stay:
-    a handle keeps two arrays of addresses that torch takes from its allocator (``lasting``).
+    a handle keeps two arrays of addresses that torch takes from its allocator (``lasting``). Others need no thread.
     """
     return "torch._inductor.cudagraph_trees" in sys.modules
 

@@ -12,7 +12,6 @@ Legend: N ranks; b samples of a rank; T tables; D elements of a row, in DP lanes
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton
@@ -20,7 +19,7 @@ import triton.language as tl
 
 from sidelane.collectives import Communicator
 from sidelane.device.arithmetic import DTYPES
-from sidelane.device.interpreted import is_interpreted, run_interpreted
+from sidelane.device.interpreted import launch
 from sidelane.ops.embedding import _pooled
 from sidelane.ops.embedding_tables import UNIT_WARPS, threads_of
 from sidelane.ops.handle import power_of_two, programs_of
@@ -53,7 +52,7 @@ class Pool:
     def __call__(self, indices: torch.Tensor, offsets: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Sums of bags, table by table over the samples of all ranks, into ``out`` [N, b, T, D]."""
         arguments = (self._addresses, indices, offsets, out, self._samples, self._ranks, len(self._tables))
-        _launch(_pool, (self._programs,), arguments, {**self._constants, "num_warps": self._warps})
+        launch(_pool, (self._programs,), arguments, {**self._constants, "num_warps": self._warps})
         return out
 
 
@@ -69,15 +68,8 @@ def add_norm(
     tokens, hidden = x.shape
     warps = 4 if hidden <= 2048 else 8 if hidden <= 8192 else 16
     options = {"HP": power_of_two(hidden), "num_warps": warps}
-    _launch(_add_norm, (tokens,), (x, residual, weight, total, out, hidden, eps), options)
+    launch(_add_norm, (tokens,), (x, residual, weight, total, out, hidden, eps), options)
     return out
-
-
-def _launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-    if is_interpreted(kernel):
-        run_interpreted(kernel, grid, arguments, options)
-    else:
-        kernel[grid](*arguments, **options)
 
 
 @triton.jit

@@ -130,7 +130,7 @@ def check_offsets(tables: Tables, offsets: torch.Tensor) -> None:
 
 def checked(comm: Communicator, tables: Sequence[torch.Tensor]) -> Checked:
     """Refuse what are no tables of one kind, and recognise those that were looked at before: 64 of them take the host
-    10 us then, 60 otherwise (two cores of a server).
+    10 us then, 58 otherwise (results/cpu/probes.txt).
 
     Raises:
         TypeError, ValueError: they are none.

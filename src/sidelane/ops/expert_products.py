@@ -23,7 +23,6 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton
@@ -31,7 +30,7 @@ import triton.language as tl
 from torch.nn import functional
 
 from sidelane.device import layout
-from sidelane.device.interpreted import is_interpreted, run_interpreted
+from sidelane.device.interpreted import launch
 from sidelane.ops.handle import power_of_two
 
 MAX_RANKS = tl.constexpr(layout.MAX_RANKS)
@@ -81,7 +80,7 @@ class Groups:
         self._stops = counts.new_empty(self._experts, dtype=torch.int32)
         self._own = counts.new_empty(2, self._groups, dtype=torch.int32)  # ends by rank; how far away by expert
         arguments = counts, self.moved, self._stops, self._own, n, self._experts, rank, rows
-        _launch(_groups, (n,), arguments, {"EP": max(2, power_of_two(self._experts)), "SENT": are_sent})
+        launch(_groups, (n,), arguments, {"EP": max(2, power_of_two(self._experts)), "SENT": are_sent})
 
     def product(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """[rows, H] of rows that lie by expert, [rows, K]; ``weight`` [E, H, K]. Behind the last group anything.
@@ -106,7 +105,7 @@ class Groups:
         arguments = rows, output, self._own, count, columns, rows.stride(0), self._groups
         options = {"GP": power_of_two(self._groups), "ROWS": ROWS, "COLS": COLS, "SENT": self.are_sent}
         if count:
-            _launch(_in_order, grid, arguments, options)
+            launch(_in_order, grid, arguments, options)
         return output
 
 
@@ -118,13 +117,6 @@ def one_by_one(rows: torch.Tensor, weight: torch.Tensor, counts: Sequence[Sequen
         if first < stop:
             torch.mm(rows[first:stop], weight[group % weight.shape[0]].t(), out=output[first:stop])
     return output
-
-
-def _launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-    if is_interpreted(kernel):
-        run_interpreted(kernel, grid, arguments, options)
-    else:
-        kernel[grid](*arguments, **options)
 
 
 @triton.jit(do_not_specialize=["rank", "rows"])

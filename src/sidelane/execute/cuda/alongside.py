@@ -1,10 +1,10 @@
 """Copies inside a GPU that leave the links their speed: for what stays on a rank while other bytes cross links.
 
 A plain copy of a gigabyte inside a GPU takes memory bandwidth in a burst, and what crosses links meanwhile waits for
-memory: on two H100s, 512 MiB from rank to rank take 1,373 us, 1,463 with such a copy beside them, and 1,649 instead of
-1,436 where they are read. Two pitched copies of half the rows each take the GPU twice as long and the links nothing:
-1,370 and 1,448 us (results/h100x2/probes.txt). Next to a GEMM it is the other way round: there a copy inside the GPU
-and the GEMM take turns, and the fastest copy is the best one.
+memory: on two H100s, 512 MiB from rank to rank take 1,378 us, 1,479 with such a copy beside them, and 1,649 instead of
+1,438 where they are read. Two pitched copies of half the rows each take the GPU 1.8 times as long and the links
+nothing: 1,380 and 1,448 us (results/h100x2/probes.txt). Next to a GEMM it is the other way round: there a copy inside
+the GPU and the GEMM take turns, and the fastest copy is the best one.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import dataclasses
 from sidelane.execute.cuda.calls import Memcpy, MemcpyEveryOther, Operand
 
 LEAST_BYTES = 16 << 20
-"""Of a copy that is worth two calls more: at 8 MiB they cost what they save."""
+"""Of a copy that is worth two calls more: they cost 3 us at 8 MiB, and save 1 at 16 (in graphs; probes.txt)."""
 
 ROW_BYTES, MOST_ROWS = 64 << 10, 1 << 15
-"""From 65,536 rows on the driver has them copied by a kernel."""
+"""Copies of 65,536 rows and more slowed reads, too; those of 32,768 and fewer did not (probes.txt: 512 and 256 MiB)."""
 
 
 def split_in_rows(copy: Memcpy) -> tuple[Memcpy | MemcpyEveryOther, ...]:
