@@ -91,6 +91,7 @@ class Pool:
                 try:
                     good, answer = pipe.recv()
                 except EOFError:
+                    self.processes[rank].join(END_S)
                     good, answer = False, f"the process ended (exit code {self.processes[rank].exitcode})"
                 if good:
                     results[rank] = answer

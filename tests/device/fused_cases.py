@@ -25,10 +25,10 @@ def as_on_cpus(context: Context, module: str, name: str, *args: Any) -> Any:
         return getattr(importlib.import_module(module), name)(dist.group.WORLD, *args)
 
 
-def replaced(context: Context) -> int:
-    """As on CPUs, by our group: Gloo's functional collectives end the process on GPUs (torch 2.11)."""
+def by_our_group(context: Context, name: str) -> Any:
+    """A case of modules as on CPUs, by our group: functional collectives of Gloo end the process on GPUs."""
     with on_the_device(context), group_cases.sidelane_group(dist.group.WORLD) as ours:
-        return fused_modules.replaced(ours)
+        return getattr(fused_modules, name)(ours)
 
 
 @contextlib.contextmanager

@@ -91,14 +91,14 @@ def test_layers_are_trained_and_compiled_whole(ranks: Ranks, name: str, backend:
 
 
 def test_products_and_collectives_are_replaced(ranks: Ranks) -> None:
-    assert all(ranks.run("fused_cases.replaced", timeout_s=170))
+    assert all(ranks.run(CASES + "by_our_group", "replaced", timeout_s=170))
 
 
 @pytest.mark.parametrize("name", ["norms", "batches"])
 def test_patterns_are_replaced(fresh_pool: type[Pool], name: str) -> None:
     """In processes of their own: Dynamo of torch 2.11 skips a function of a gather for good once it has met it outside
     of what it compiles."""
-    assert all(fresh_pool().run(CASES + "as_on_cpus", "fused_modules", name, timeout_s=170))
+    assert all(fresh_pool().run(CASES + "by_our_group", name, timeout_s=170))
 
 
 def test_several_experts_by_every_way(ranks: Ranks) -> None:
