@@ -87,7 +87,7 @@ def _train(mesh: object, rank: int, size: int, *, ours: bool = False) -> None:
 
 def late(group: dist.ProcessGroup, folder: str) -> None:
     """A rank does not come to a call: all others name it when the time-out has passed, those of the other node too."""
-    with _on((0, 0, 1, 1)), world(f"{folder}/late", timeout_s=1) as (rank, size):
+    with _on((0, 0, 1, 1)), world(f"{folder}/late", timeout_s=4) as (rank, size):
         tensor, store = torch.ones(100_000), dist.distributed_c10d._get_default_store()
         dist.all_reduce(tensor)
         others = [other for other in range(size) if other != 2]
@@ -98,7 +98,7 @@ def late(group: dist.ProcessGroup, folder: str) -> None:
         with pytest.raises(PeerError, match=r"rank 2 \(rank 2 of the world, node 1\) did not answer") as caught:
             dist.all_reduce(tensor)
         assert caught.value.ranks == (2,)
-        assert time.monotonic() - began < 8
+        assert time.monotonic() - began < 20
         store.set(f"named by {rank}", "")
 
 
@@ -149,10 +149,10 @@ class Silent:
 def stays_away(group: dist.ProcessGroup, folder: str) -> None:
     """A node does not come, and the network says nothing, as NCCL on streams: a thread of each other rank names it.
 
-    Far steps would wait for ten minutes here. Rank 2 is on no rail.
+    Far steps would wait for ten minutes here. Rank 2 is on no rail. Calls that all make must not take the time-out.
     """
     streams = mock.patch.multiple(communicator, ON_STREAMS=("cpu", "cuda"), SLACK_S=600, make_other=Silent)
-    with streams, _on((0, 0, 0, 1, 1)), world(f"{folder}/away", timeout_s=1) as (rank, _):
+    with streams, _on((0, 0, 0, 1, 1)), world(f"{folder}/away", timeout_s=4) as (rank, _):
         store = dist.distributed_c10d._get_default_store()
         for _ in range(3):
             tensor = torch.ones(100_000)

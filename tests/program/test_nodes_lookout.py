@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
+import pytest
+import torch
 import torch.distributed as dist
 
-from sidelane.errors import PeerError, PeerTimeoutError
+from sidelane.errors import CommunicatorClosedError, PeerError, PeerTimeoutError
+from sidelane.integrations.nodes.communicator import NodesCommunicator, _NearError
 from sidelane.integrations.nodes.failing import RollCall
 from sidelane.integrations.nodes.lookout import Lookout
 from sidelane.integrations.nodes.topology import Nodes
@@ -81,3 +86,25 @@ def test_a_death_ends_a_call_soon_but_not_one_that_ends_well() -> None:
     assert isinstance(found, PeerError) and not isinstance(found, PeerTimeoutError)
     stream.ended = True
     assert lookout.look(9) is None
+
+
+def test_what_ended_a_call_is_said_once_though_the_thread_ends_while_the_call_settles() -> None:
+    made = NodesCommunicator.__new__(NodesCommunicator)
+    ended = PeerTimeoutError("rank 3 did not answer", (3,))
+
+    def settle(error: Exception, *arguments: object, **options: object) -> PeerError:
+        made._end(ended)
+        return PeerError("the same, as this rank saw it", (3,))
+
+    made.rank, made.device, made.near, made._far = 0, torch.device("cpu"), mock.Mock(), None
+    made.lane, made._lookout = mock.Mock(), mock.Mock()
+    made.nodes, made._node = Nodes.named("aabb"), 0
+    made._roll = mock.Mock(settle=settle)
+    made._failure = made._unsaid = None
+    made._telling = threading.Lock()
+    assert made._fail(_NearError(PeerError("closed by a peer", (1,)))) is ended
+    made._end(PeerError("later"))
+    tensor = torch.ones(4)
+    for _ in range(2):
+        with pytest.raises(CommunicatorClosedError, match="rank 3 did not answer"):
+            made.all_reduce(tensor)

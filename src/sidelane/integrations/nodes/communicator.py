@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -99,6 +100,7 @@ class NodesCommunicator:
                 self._far = make_other(rail, node, many, later, f"{name}/rail{place}", (), None)
         self.lane, self.device = self.near.lane, self.near.device
         self._unsaid: PeerError | None = None
+        self._telling = threading.Lock()  # the lookout may fail a call while the call itself does
         self._lookout = Lookout(self._roll, timeout, self._attach, self._end)
         self._scratch = Scratch(self.near)
 
@@ -161,9 +163,8 @@ class NodesCommunicator:
             far.abort()
 
     def _each(self, kind: Kind, output: Tensors, input: Tensors, *, op: Any = None, root: int = 0) -> None:
-        if self._unsaid is not None:
-            error, self._unsaid = self._unsaid, None
-            raise error
+        if (unsaid := self._take_unsaid()) is not None:
+            raise unsaid
         if self._failure is not None:
             raise CommunicatorClosedError(f"{kind}: the communicator was closed, or has failed: {self._failure}")
         pairs: Any = [(output, input)] if isinstance(output, Tensor) else list(zip(output, input, strict=True))
@@ -206,8 +207,11 @@ class NodesCommunicator:
 
     def _end(self, error: PeerError) -> None:
         """Called by the thread: streams go on, and the next call says why, unless one has said so already."""
-        if self._failure is None:
-            self._failure = self._unsaid = error
+        with self._telling:
+            is_first = self._failure is None
+            if is_first:
+                self._failure = self._unsaid = error
+        if is_first:
             self.lane.calls.fail(PeerError(str(error)))  # whose ranks would be those of the node
         if self.device.type == "cuda":
             backend: Any = self.lane.backend
@@ -229,8 +233,7 @@ class NodesCommunicator:
 
     def _fail(self, error: Exception) -> Exception:
         """End everything; agree with the others on who is at fault."""
-        if self._unsaid is not None:  # the thread has, and this call was the first to notice
-            unsaid, self._unsaid = self._unsaid, None
+        if (unsaid := self._take_unsaid()) is not None:  # the thread has, and this call was the first to notice
             return unsaid
         if isinstance(error, _NearError):
             own = self.nodes.members[self._node]
@@ -241,8 +244,17 @@ class NodesCommunicator:
             self.near.close()
             if not isinstance(error, PeerError):
                 self._roll.tell((self.rank,), f"failed ({type(error).__name__}: {error})")
-        self._failure = failure
-        return failure
+        # To settle takes seconds, in which the thread may have ended.
+        with self._telling:
+            if self._failure is None:
+                self._failure = failure
+        return self._take_unsaid() or failure
+
+    def _take_unsaid(self) -> PeerError | None:
+        """What the thread ended for, if no call has said so yet: it is said once."""
+        with self._telling:
+            unsaid, self._unsaid = self._unsaid, None
+        return unsaid
 
     def _count(self, kind: Kind, output: Tensor, input: Tensor) -> int:
         """Elements of a part (of an all_reduce and a broadcast: of the tensor)."""
