@@ -153,21 +153,23 @@ def test_the_users_file_is_used_when_its_key_fits(home: Path):
     assert found.profile == CROSSING
     assert "h999x4.json" in found.where and not found.notes
     assert InForce.from_text(found.to_text()) == found
-    assert in_force(BUILTIN, KEY).profile is None
+    assert in_force(BUILTIN, KEY).profile != CROSSING
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "said", "instead"),
     [
-        ({"software": (("driver", "2.0"), ("torch", "2.0"))}, "driver (1.0 there, 2.0 here)"),
-        ({"links": "none"}, "links (18 to a switch there, none here)"),
+        ({"software": (("driver", "2.0"), ("torch", "2.0"))}, "driver (1.0 there, 2.0 here)", "built-in table h200x4"),
+        ({"links": "none"}, "links (18 to a switch there, none here)", "a rule of thumb: no table for NVIDIA H999"),
     ],
 )
-def test_a_profile_with_another_key_is_not_used_and_the_note_says_why(home: Path, change: dict, said: str):
+def test_a_profile_with_another_key_is_not_used_and_the_note_says_why(
+    home: Path, change: dict, said: str, instead: str
+):
     write(home / "h999x4.json", CROSSING)
     found = in_force(None, dataclasses.replace(KEY, **change))
-    assert found.profile is None
-    assert said in found.notes[0] and "rule of thumb" in found.where
+    assert found.profile != CROSSING
+    assert said in found.notes[0] and instead in found.where
     assert InForce.from_text(found.to_text()) == found
 
 
@@ -182,7 +184,7 @@ def test_a_broken_file_is_a_note_if_nobody_named_it_and_an_error_if_somebody_did
 
 
 def test_built_in_tables_are_for_a_device_whatever_its_software():
-    assert {"h200x2", "h200x4", "cpu"} <= set(builtin_names())
+    assert {"h100x2", "h200x2", "h200x4", "cpu"} <= set(builtin_names())
     h200 = builtin("h200x4")
     assert h200 is not None and builtin("nothing") is None
     newer = Key("cuda", "NVIDIA H200", 8, "18 to a switch", (("driver", "999"),))
@@ -190,7 +192,6 @@ def test_built_in_tables_are_for_a_device_whatever_its_software():
     assert found is not None and found.profile is not None and found.profile.machine == "h200x4"
     assert [curve for curve in found.profile.curves if curve.world_size == 4] == list(h200.curves)
     assert "8 here" in in_force(BUILTIN, newer).where
-    assert builtin_for(KEY) is None
     by_cpu = builtin_for(Key("cpu", "Some processor", 64))
     assert by_cpu is not None and by_cpu.profile == builtin("cpu")
     for name in builtin_names():
@@ -198,6 +199,23 @@ def test_built_in_tables_are_for_a_device_whatever_its_software():
         assert table is not None and table.machine == name
         for measured in table.curves:
             assert find(measured.kind, measured.candidate.name) == measured.candidate, "names that nothing has any more"
+
+
+def test_a_device_without_a_table_goes_by_a_similar_one():
+    """Of its vendor, with links; another processor's table is the only one that CPU ranks have."""
+    four, two = builtin("h200x4"), builtin("h100x2")
+    assert four is not None and two is not None
+    found = builtin_for(dataclasses.replace(KEY, device="NVIDIA H100 80GB HBM3"))
+    assert found is not None and found.profile is not None and "h100x2" in found.where and "4 here" in found.where
+    for ranks, measured in ((2, two), (4, four), (8, four)):
+        call = CallShape(Kind.ALL_REDUCE, ranks, 64 << 20)
+        assert found.profile.comparable(call) == measured.comparable(call)
+    found = builtin_for(KEY)
+    assert found is not None and found.profile is not None and found.profile.machine == "h200x4"
+    assert "none of NVIDIA H999: sidelane tune makes one" in found.where
+    assert builtin_for(dataclasses.replace(KEY, links="")) == found
+    assert builtin_for(dataclasses.replace(KEY, links="none")) is None
+    assert builtin_for(dataclasses.replace(KEY, device="AMD Instinct MI300X")) is None
 
 
 @pytest.mark.parametrize(

@@ -143,16 +143,17 @@ def builtin_names() -> tuple[str, ...]:
 def builtin_for(key: Key) -> InForce | None:
     """The table for a machine: of the same device, whatever its software, and of the nearest count.
 
-    For world sizes that it lacks with the times of the device's other tables: two ranks on a machine of four GPUs are
-    nearer to two on one of two.
+    For world sizes that it lacks with the times of other tables, those of its device first: two ranks on a machine of
+    four GPUs are nearer to two on one of two. A device of no table goes by another's of the same vendor, unless no
+    links join its GPUs: what is fastest there is nearer to what is fastest here than a rule of thumb is.
     """
     tables = [table for name in builtin_names() if (table := builtin(name)) is not None]
     on_cpu = key.device_type == CPU
-    same = [t for t in tables if (t.key.device_type == CPU if on_cpu else t.key.device == key.device)]
-    same.sort(key=lambda table: (abs(table.key.count - key.count), -table.key.count))
-    if not same:
+    near = [t for t in tables if (t.key.device_type == CPU) == on_cpu and (on_cpu or _alike(t.key, key))]
+    near.sort(key=lambda t: (not on_cpu and t.key.device != key.device, abs(t.key.count - key.count), -t.key.count))
+    if not near:
         return None
-    nearest, *others = same
+    nearest, *others = near
     curves, sizes = nearest.curves, {curve.world_size for curve in nearest.curves}
     words = [nearest.date[:10]]
     for table in others:
@@ -163,9 +164,20 @@ def builtin_for(key: Key) -> InForce | None:
             words.append(f"{', '.join(map(str, sorted(new)))} ranks by {table.machine}")
     if nearest.key.count != key.count and not on_cpu:
         words.append(f"{key.count} here")
+    if nearest.key.device != key.device and not on_cpu:
+        words.append(f"none of {key.device}: sidelane tune makes one")
     return InForce(
         dataclasses.replace(nearest, curves=curves), f"the built-in table {nearest.machine} ({'; '.join(words)})"
     )
+
+
+def _alike(measured: Key, here: Key) -> bool:
+    """Whether times of one device tell of the other what is fastest."""
+    return measured.device == here.device or (_vendor(measured) == _vendor(here) and here.links != "none")
+
+
+def _vendor(key: Key) -> str:
+    return key.device.partition(" ")[0]
 
 
 def _shown(path: Path) -> str:
