@@ -132,11 +132,11 @@ def test_a_group_without_a_store_is_refused() -> None:
 
 
 def wrong_profiles(group: dist.ProcessGroup, text: str) -> tuple[str, tuple[int, ...], str]:
-    profile = None
-    if dist.get_rank(group) == 0:
-        profile = os.path.join(tempfile.mkdtemp(prefix="sidelane-test-"), "p.json")
-        Path(profile).write_text(text)
-    found = outcome(communicator, group, profile=profile)
+    with tempfile.TemporaryDirectory(prefix="sidelane-test-") as folder:
+        profile = os.path.join(folder, "p.json") if dist.get_rank(group) == 0 else None
+        if profile is not None:
+            Path(profile).write_text(text)
+        found = outcome(communicator, group, profile=profile)
     with communicator(group) as comm:  # the group is as good as before
         comm.barrier()
     return found
