@@ -6,6 +6,7 @@ import os
 import tempfile
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from ranks import RankPool, crew
 from test_call_refusals import communicator, outcome
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import sidelane
 from sidelane import MismatchError, PeerTimeoutError
 from sidelane.memory import exchange as exchanges
 from sidelane.memory import host_shared
@@ -122,6 +124,33 @@ def what_is_left_in_the_store(group: dist.ProcessGroup) -> int:
 
 def test_the_store_does_not_fill_up(pool: RankPool) -> None:
     assert pool.run(what_is_left_in_the_store, 2) == [1, 1]
+
+
+def in_worlds_of_two(group: dist.ProcessGroup, folder: str) -> list[str]:
+    """Ranks 0 and 1 are a world and have communicators there; then rank 2 takes the place of rank 1."""
+    own = dist.get_rank()
+    dist.destroy_process_group()
+    names = []
+    for other in (1, 2):
+        if own in (0, other):
+            store = dist.FileStore(f"{folder}/{other}", 2)
+            dist.init_process_group("gloo", store=store, rank=min(own, 1), world_size=2, timeout=timedelta(seconds=30))
+            for wrapped in (None, sidelane.wrap()):
+                tensor = torch.ones(3)
+                with communicator(wrapped or dist.group.WORLD) as comm:
+                    comm.all_reduce(tensor)
+                assert tensor.eq(2).all()
+            dist.all_reduce(tensor, group=wrapped)
+            assert tensor.eq(4).all()
+            names.append(Exchange(dist.group.WORLD, 20.0).name)
+            dist.destroy_process_group()
+    return names
+
+
+def test_a_process_that_had_communicators_meets_one_that_had_none(tmp_path: Path) -> None:
+    with crew(3) as ranks:
+        both, first, second = ranks.run(in_worlds_of_two, None, str(tmp_path))
+    assert both == [*first, *second] and len(both) == 2
 
 
 def test_a_group_without_a_store_is_refused() -> None:

@@ -40,16 +40,17 @@ SIZES_OF_LISTS = [64 * KIB, 512 * KIB, 4 * MIB, 32 * MIB, 256 * MIB]
 GROUP: Where = {"implementation": ("nccl", "nccl_ce"), "variant": ("", "window")}
 
 
-def geometric_means(machine: str) -> Cells:
-    """``auto`` against the best of NCCL and PyTorch, over every way to call that was measured."""
-    broadcasts = rows_of(f"{machine}/broadcasts.json")
-    # Broadcasts are measured by themselves (tools/measure_node.py): those that stand with other lists are older.
-    of_lists = [row for row in rows_of(f"{machine}/lists.json") if row["collective"] != BROADCAST]
-    kinds = {
-        "all-gather, all-to-all, reduce-scatter, all-reduce": ratios(rows_of(f"{machine}/collectives.json")),
-        "broadcast in place": ratios(row for row in broadcasts if row["tensors"] == 1),
-        "lists of eight tensors, all five": ratios([*of_lists, *(row for row in broadcasts if row["tensors"] > 1)]),
-    }
+def geometric_means(machine: str, *, alone: bool = False) -> Cells:
+    """``auto`` against the best of NCCL and PyTorch, over every way to call that was measured; ``alone``: no lists."""
+    kinds = {"all-gather, all-to-all, reduce-scatter, all-reduce": ratios(rows_of(f"{machine}/collectives.json"))}
+    if not alone:
+        broadcasts = rows_of(f"{machine}/broadcasts.json")
+        # Broadcasts are measured by themselves (tools/measure_node.py): those that stand with other lists are older.
+        of_lists = [row for row in rows_of(f"{machine}/lists.json") if row["collective"] != BROADCAST]
+        kinds |= {
+            "broadcast in place": ratios(row for row in broadcasts if row["tensors"] == 1),
+            "lists of eight tensors, all five": ratios([*of_lists, *(row for row in broadcasts if row["tensors"] > 1)]),
+        }
     cells = [["", "eager", "in graphs", "all"]]
     for label, points in kinds.items():
         means = [geometric_mean(points.values())]

@@ -45,6 +45,7 @@ TABLES: dict[str, Callable[[], Cells]] = {
     "readme": readme,
     "geometric-means-h200x4": lambda: of_collectives.geometric_means("h200x4"),
     "geometric-means-h200x2": lambda: of_collectives.geometric_means("h200x2"),
+    "geometric-means-h100x2": lambda: of_collectives.geometric_means("h100x2", alone=True),
     "by-implementation-h200x4": of_collectives.by_implementation,
     "c3-h200x4": lambda: of_studies.c3("h200x4"),
     "c3-h200x2": lambda: of_studies.c3(

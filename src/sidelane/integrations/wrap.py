@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
@@ -11,8 +9,6 @@ from sidelane.integrations import splits
 from sidelane.integrations.ledger import SIDELANE as NAME
 from sidelane.integrations.process_group import SidelaneGroup
 from sidelane.integrations.registration import register
-
-_made: dict[str, itertools.count[int]] = {}
 
 
 def wrap(group: dist.ProcessGroup | None = None) -> SidelaneGroup:
@@ -37,9 +33,10 @@ def wrap(group: dist.ProcessGroup | None = None) -> SidelaneGroup:
     if dist.get_rank(inner) < 0:
         raise ValueError("wrap: this process is not in the group")
     register()
-    number = next(_made.setdefault(inner.group_name, itertools.count()))
+    store = c10d._get_process_group_store(inner)
+    number = store.add(f"{inner.group_name}/{NAME}/made/{inner.rank()}", 1)
     name = f"{inner.group_name}/{NAME}{number}"
-    store = dist.PrefixStore(f"{name}/", c10d._get_process_group_store(inner))
+    store = dist.PrefixStore(f"{name}/", store)
     ranks = dist.get_process_group_ranks(inner)
     timeout = c10d._get_default_timeout(dist.get_backend(inner))
     made = SidelaneGroup(store, inner.rank(), inner.size(), timeout, ranks, lambda: inner, owned=False)
