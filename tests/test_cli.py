@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,10 +32,15 @@ from sidelane.bench.simulated import fused as sim_fused
 from sidelane.bench.simulated import overlap as sim_overlap
 from sidelane.bench.simulated import plan as sim_plan
 from sidelane.bench.simulated import study as sim_study
+from sidelane.bench.tune import command as tune_command
+from sidelane.bench.tune import isolated
 from sidelane.c3.workload import parse_workload
+from sidelane.cli.written import Written
 from sidelane.errors import UnavailableError
 from sidelane.machine.load import machine_names
 from sidelane.program.collective import Kind
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def run(*arguments: str) -> Result:
@@ -398,22 +408,96 @@ def test_a_folder_that_cannot_be_made_is_no_traceback(tmp_path: Path, monkeypatc
     assert error.startswith("Error: ") and "Not a directory" in error and see == "See docs/guide/errors.md"
 
 
-@pytest.mark.parametrize("option", ["--json", "--report"])
-def test_what_cannot_be_written_is_refused_before_anything_is_measured(
-    asked: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str
-):
+def outputs(command: str) -> dict[str, Written]:
+    """Options of a command that name what it writes."""
+    options = {option.opts[0]: option for option in cli.main.commands[command].params}
+    return {name: option.type for name, option in options.items() if isinstance(option.type, Written)}
+
+
+def test_what_is_written_is_known() -> None:
+    found = {command: set(outputs(command)) for command in cli.main.commands}
+    assert all("--json" in names for names in found.values())
+    assert found["soak"] == {"--json", "--text", "--output"} and found["c3"] == {"--json", "--report", "--timeline"}
+    assert "--output" in found["tune"] and "--fill" in found["power"]
+
+
+@pytest.mark.parametrize("command", list(cli.main.commands))
+def test_what_cannot_be_written_is_refused_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
     (tmp_path / "file").touch()
-    below, beside = tmp_path / "file" / "new" / "out", tmp_path / "new" / "out"
-    result = run("c3", option, str(below))
-    assert result.exit_code == 2 and f"{below}: {tmp_path / 'file'} is a file (allowed=a folder)" in result.stderr
-    with monkeypatch.context() as patch:
-        patch.setattr("os.access", lambda path, mode: path != tmp_path)
-        result = run("c3", option, str(beside))
-    assert result.exit_code == 2 and f"{beside}: {tmp_path} cannot be written by this user" in result.stderr
-    assert asked.c3 is None
-    assert run("c3", option, str(beside)).exit_code == 0 and asked.c3.json in (None, beside)
-    monkeypatch.chdir(tmp_path)
-    assert run("c3", option, "new").exit_code == 0 and not (tmp_path / "new").exists()
+    (tmp_path / "full").mkdir()
+
+    def refuse(*_: Any, dir: Path) -> Any:
+        if dir == tmp_path / "full":
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        return contextlib.nullcontext()
+
+    def never(*_: Any, **__: Any) -> None:
+        raise AssertionError("it ran")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse)
+    monkeypatch.setattr(cli.main.commands[command], "callback", never)
+    below, nowhere, there = tmp_path / "file" / "new", tmp_path / "full" / "new" / "out", tmp_path / "full" / "there"
+    there.touch()
+    for option, kind in outputs(command).items():
+        cases = [(there, f"{there.parent}: Read-only")] if kind.exists else [(below, "file (allowed=a folder)")]
+        if not kind.exists:
+            cases.append((nowhere, f"{nowhere}: nothing can be written in {there.parent}: Read-only file system"))
+            cases += [] if kind.is_folder else [(tmp_path, "is a directory")]
+        for path, reason in cases:
+            result = run(command, option, str(path))
+            assert result.exit_code == 2 and f"Invalid value for '{option}'" in result.stderr, result.stderr
+            assert reason in result.stderr and isinstance(result.exception, SystemExit)
+    assert not nowhere.parent.exists()
+
+
+def test_what_can_be_written_is_not_made_before_it_is(asked: SimpleNamespace, tmp_path: Path) -> None:
+    target = tmp_path / "new" / "out"
+    assert run("c3", "--json", str(target)).exit_code == 0 and asked.c3.json == target
+    assert not list(tmp_path.iterdir())
+
+
+def test_nothing_takes_the_place_of_a_device(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        assert run("machines", "--json", str(pipe)).exit_code == 0
+        assert pipe.is_fifo() and os.read(reader, 1) == b"["
+    finally:
+        os.close(reader)
+
+
+@pytest.mark.parametrize("arguments", ["tune", "tune --study c3", "fused --keep"])
+def test_what_is_kept_for_the_user_is_refused_like_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: str
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "file"))
+    for module in (study, tune_command, isolated):
+        monkeypatch.setattr(module, "follow", lambda *_: pytest.fail("it was measured"))
+    result = run(*arguments.split(), "--device", "cpu")
+    assert result.exit_code == 2 and f"{tmp_path / 'file'} is a file (allowed=a folder)" in result.stderr
+
+
+def test_a_file_of_results_must_be_there() -> None:
+    for command in ("c3 --study heuristics", "c3 --machine mi300x8", "fused --keep"):
+        result = run(*command.split(), "--results", "nowhere.json")
+        assert result.exit_code == 2 and "'nowhere.json' does not exist" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "tool", ["compare_trees --out", "device_tests --summary", "measure_node --out", "torch_suite --page"]
+)
+def test_tools_refuse_what_cannot_be_written_before_anything_runs(tmp_path: Path, tool: str) -> None:
+    (tmp_path / "file").touch()
+    name, option = tool.split()
+    line = [sys.executable, str(ROOT / "tools" / f"{name}.py"), option, str(tmp_path / "file" / "out")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(line, capture_output=True, text=True, timeout=120, env=environment, cwd=tmp_path)
+    assert done.returncode == 2 and f"argument {option}: " in done.stderr, done.stderr
+    assert "is a file (allowed=a folder)" in done.stderr
 
 
 def test_what_a_rank_refused_is(monkeypatch: pytest.MonkeyPatch):

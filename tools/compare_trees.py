@@ -23,7 +23,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from outputs import file_to_write
 from sidelane.bench.results import provenance
+from sidelane.bench.results.written import write_text
 
 HERE = Path(__file__).resolve().parent.parent / "src"
 COLLECTIVES = (
@@ -41,7 +43,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("other", type=Path, help="folder that holds the package `sidelane` of another commit")
     parser.add_argument("--name", default="the other tree", help="its commit")
-    parser.add_argument("--out", type=Path, help="file for what was found")
+    parser.add_argument("--out", type=file_to_write, help="file for what was found")
     parser.add_argument("--timeout", type=float, default=60, help="seconds of one command of one tree")
     parser.add_argument("--max-bytes", default="", help="another largest size")
     arguments = parser.parse_args()
@@ -59,7 +61,7 @@ def main() -> int:
             found[tree].append(times_of(rows))
         text += f"\nsidelane {' '.join(command)}\n" + compared(*map(medians, found.values()))
         if arguments.out:  # after each: GPUs are lent by the minute
-            arguments.out.write_text(text, encoding="utf-8")
+            write_text(arguments.out, text)
     print(text)
     return 0
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from outputs import file_to_write
 from sidelane.bench.results import provenance
 from sidelane.machine import local
 
@@ -58,7 +59,7 @@ class Summary:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--summary", type=Path, help="file for what ran where")
+    parser.add_argument("--summary", type=file_to_write, help="file for what ran where")
     parser.add_argument("--lane", action="append", default=[], help="files, with commas between them; may be repeated")
     parser.add_argument("tests", nargs="*", default=[str(TESTS)], help="files; default: tests/device")
     arguments, options = parser.parse_known_args()

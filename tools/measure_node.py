@@ -20,6 +20,7 @@ from pathlib import Path
 from node.folder import Folder, Place
 from node.parts import ROOT, Part, all_parts
 from node.session import Session, rest, say
+from outputs import folder_to_write
 from sidelane.bench.results import provenance
 from sidelane.bench.running.launch import choose_target
 from sidelane.machine.inventory import machine_name
@@ -32,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     known = all_parts()
     names = list(dict.fromkeys(name for part in known for name in (part.study, part.name)))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder for the result files")
+    parser.add_argument("--out", type=folder_to_write, required=True, help="folder for the result files")
     parser.add_argument("--seconds", type=float, default=math.inf, help="end by then, and go on in the next call")
     parser.add_argument("--list", action="store_true", help="show the parts, how they stand and what they take")
     parser.add_argument("--again", action="store_true", help="set aside what the folder has, and start anew")

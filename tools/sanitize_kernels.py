@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from outputs import file_to_write, folder_to_write
 from sanitizer import jobs, ranks
 from sanitizer.cases import cases
 from sanitizer.jobs import Job, Outcome
@@ -35,13 +36,13 @@ def main() -> int:
     if sys.argv[1:2] == ["child"]:
         return _child(sys.argv[2:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="result file")
+    parser.add_argument("--out", type=file_to_write, help="result file")
     parser.add_argument("--tools", default=",".join(TOOLS), help="some of them")
     parser.add_argument("--only", default="", help="kernels whose name holds this; no planted mistakes")
     parser.add_argument("--way", choices=("auto", *ranks.WAYS), default="auto", help="a launch a rank, or one for all")
     parser.add_argument("--seconds", type=float, default=600.0, help="what has not ended by then is not run")
     parser.add_argument("--workers", type=int, default=12, help="processes at a time")
-    parser.add_argument("--logs", type=Path, help="folder for what the tools wrote; default: a temporary one")
+    parser.add_argument("--logs", type=folder_to_write, help="folder for what the tools wrote; none: a temporary one")
     parser.add_argument("--list", action="store_true", help="print the cases, and run nothing")
     given = parser.parse_args()
     if given.list:

@@ -24,6 +24,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from outputs import file_to_write, folder_to_write
+from sidelane.bench.results.written import write_text
+
 PASSED, SKIPPED, FAILED = "passed", "skipped", "failed"
 GROUPS = {"cpu": ("gloo", "sidelane"), "gpu": ("nccl", "sidelane")}
 SECONDS = 60  # that a test may take
@@ -197,8 +200,8 @@ def main() -> int:
     parser.add_argument("--match", default="", help="regular expression for names of tests")
     parser.add_argument("--jobs", type=int, default=1, help="processes that share the tests of a group")
     parser.add_argument("--share", type=int, default=None, help="with --group: one of the shares")
-    parser.add_argument("--results", type=Path, default=Path("report"), help="folder for what is found")
-    parser.add_argument("--page", type=Path, help="write the table of both there")
+    parser.add_argument("--results", type=folder_to_write, default=Path("report"), help="folder for what is found")
+    parser.add_argument("--page", type=file_to_write, help="write the table of both there")
     given = parser.parse_args()
     groups, ranks = GROUPS[given.device], given.ranks or RANKS[given.device]
     if given.group not in (None, *groups):
@@ -237,7 +240,7 @@ def main() -> int:
     }
     page = table(results, ranks, torch.__version__.partition("+")[0], given.device)
     if given.page:
-        given.page.write_text(page)
+        write_text(given.page, page)
     else:
         print(page)
     lost = [name for name, (status, _) in results[groups[0]].items() if status == PASSED]

@@ -105,7 +105,7 @@ PAIRS, OCCUPANCY, HEURISTICS = "pairs", "occupancy", "heuristics"
 )
 @what(
     "--results",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=click.Path(dir_okay=False, exists=True, path_type=Path),
     metavar="FILE",
     help="Of `sidelane c3 --json`: what --study heuristics judges instead of measuring, or what is held against "
     "the predictions of --machine.",

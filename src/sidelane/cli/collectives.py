@@ -269,7 +269,7 @@ def phases(
 @how("--rounds", type=click.IntRange(min=1), default=2, help="Rounds over all implementations.")
 @output(
     "--fill",
-    type=click.Path(dir_okay=False, exists=True, path_type=Path),
+    type=Written(exists=True),
     metavar="FILE",
     help="A collectives.json of this machine whose energies to fill in from this study.",
 )
@@ -439,7 +439,7 @@ def host(sizes: tuple[int, ...], json: Path | None, **others: Any) -> None:
 @output(
     "--results",
     "measured",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=click.Path(dir_okay=False, exists=True, path_type=Path),
     metavar="FILE",
     help="A file of sidelane fused. With --machine: hold predictions against it. With --keep: keep its times.",
 )

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import click
 
+from sidelane.bench.results.written import why_unwritable
+
 
 class Written(click.Path):
     """One of them; folders on the way are made when it is written.
@@ -14,22 +16,23 @@ class Written(click.Path):
     Args:
         is_folder: it is a folder; else a file.
         allow_dash: ``-`` is stdout.
+        exists: it must be there, as it is read before.
     """
 
-    def __init__(self, *, is_folder: bool = False, allow_dash: bool = False) -> None:
-        super().__init__(file_okay=not is_folder, dir_okay=is_folder, path_type=Path, allow_dash=allow_dash)
+    def __init__(self, *, is_folder: bool = False, allow_dash: bool = False, exists: bool = False) -> None:
+        super().__init__(
+            file_okay=not is_folder, dir_okay=is_folder, exists=exists, path_type=Path, allow_dash=allow_dash
+        )
+        self.is_folder = is_folder
 
     def convert(
         self, value: str | os.PathLike[str], param: click.Parameter | None, ctx: click.Context | None
     ) -> str | bytes | os.PathLike[str]:
-        """Refuse what is there and is something else, and what this user may not write."""
+        """Refuse what cannot be written."""
         found = super().convert(value, param, ctx)
         if self.allow_dash and os.fspath(found) in ("-", b"-"):
             return found
-        path = Path(os.fsdecode(found))
-        there = next(each for each in (path, *path.absolute().parents) if each.exists())
-        if there != path and not there.is_dir():
-            self.fail(f"{path}: {there} is a file (allowed=a folder)", param, ctx)
-        if not os.access(there, os.W_OK):
-            self.fail(f"{path}: {there} cannot be written by this user (allowed=one that can)", param, ctx)
+        problem = why_unwritable(os.fsdecode(found), is_folder=self.is_folder)
+        if problem is not None:
+            self.fail(problem, param, ctx)
         return found

@@ -54,8 +54,9 @@ def traced(folder: Path, rows: Sequence[C3Row], page: Path) -> list[Picture]:
     Args:
         folder: where :func:`write_trace` has left them; what it has not is left out.
         rows: of the study.
-        page: folder of the page, to which they are copied.
+        page: folder of the page, to which they are copied; made if need be.
     """
+    page.mkdir(parents=True, exist_ok=True)
     pictures = []
     for _, alike in grouped(rows, lambda row: (row.gemm, row.dtype, row.collective, row.bytes), ordered=False):
         times = {row.strategy: row.time_us for row in alike if row.time_us is not None and not row.chosen}

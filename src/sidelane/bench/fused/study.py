@@ -24,13 +24,14 @@ from sidelane.bench.report.drawing import file_name
 from sidelane.bench.report.terminal import progress_console
 from sidelane.bench.results.files import Results, read
 from sidelane.bench.results.rows.operators import ALONE, FUSED_OPS, FusedRow
+from sidelane.bench.results.written import refuse_unwritable
 from sidelane.bench.running.launch import Rank
 from sidelane.bench.running.measure import Job, Meter, Rounds
 from sidelane.bench.running.study import Sender, StudyOptions, run_study
 from sidelane.choice.fused import FUSED, FusedTime, keep
 from sidelane.choice.key import key_here
 from sidelane.collectives import Communicator
-from sidelane.config import current
+from sidelane.config import current, profile_folder
 
 CALLS = 8
 """In a sample."""
@@ -79,6 +80,8 @@ class FusedOptions(StudyOptions):
 
 def main(options: FusedOptions) -> Results | None:
     """Run the study; see :func:`sidelane.bench.running.study.run_study`. On CPUs kernels are interpreted."""
+    if options.keep:
+        refuse_unwritable("--keep", profile_folder(), is_folder=True)
     if options.results is not None:
         path = keep(*kept_of(read(options.results)))
         progress_console().print(f"kept for auto: {path}", markup=False, soft_wrap=True)

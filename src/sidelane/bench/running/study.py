@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import signal
-import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,7 +31,7 @@ from sidelane.bench.results.rows.operators import FusedRow, GemmRow
 from sidelane.bench.results.rows.ordinary import OrdinaryRow
 from sidelane.bench.results.rows.pairs import C3Row, IsolatedRow, OccupancyRow
 from sidelane.bench.results.rows.training import FsdpRow
-from sidelane.bench.results.written import STDOUT
+from sidelane.bench.results.written import refuse_unwritable
 from sidelane.bench.running.launch import LaunchTarget, Rank, choose_target, run_ranks
 from sidelane.machine import local
 
@@ -291,19 +290,9 @@ def check_targets(options: StudyOptions) -> None:
     Raises:
         ValueError: with the option and the reason.
     """
-    folders = {name: getattr(options, name, None) for name in ("report", "timeline")}
-    for name, folder in {"json": options.json and Path(options.json).parent, **folders}.items():
-        if folder is None or (name == "json" and options.json == STDOUT):
-            continue
-        try:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder):
-                pass
-        except OSError as problem:
-            given = str(getattr(options, name))
-            raise ValueError(f"--{name}: cannot be written (value={given!r}): {problem.strerror}") from problem
-    if options.json is not None and Path(options.json).is_dir():
-        raise ValueError(f"--json: cannot be written (value={str(options.json)!r}): a folder is there")
+    refuse_unwritable("--json", options.json)
+    for name in ("report", "timeline"):
+        refuse_unwritable(f"--{name}", getattr(options, name, None), is_folder=True)
 
 
 def publish(

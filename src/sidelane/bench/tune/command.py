@@ -22,7 +22,7 @@ from sidelane.bench.report.terminal import progress_console, say, tables_console
 from sidelane.bench.results import provenance
 from sidelane.bench.results.files import read
 from sidelane.bench.results.rows.collectives import CollectiveRow
-from sidelane.bench.results.written import write_text
+from sidelane.bench.results.written import refuse_unwritable, write_text
 from sidelane.bench.running.launch import Rank, choose_target
 from sidelane.bench.running.study import Follower, Sender, follow
 from sidelane.bench.tune.changes import changes_table
@@ -30,7 +30,7 @@ from sidelane.bench.tune.profile import curves_of, profile_of
 from sidelane.choice import Profile
 from sidelane.choice.candidate import DMA, SM, everything
 from sidelane.choice.key import Key, key_here
-from sidelane.choice.store import InForce, in_force, name_of, user_file, write
+from sidelane.choice.store import InForce, in_force, name_of, user_file
 from sidelane.choice.store import read as read_profile
 from sidelane.config import BUILTIN
 from sidelane.program.collective import Kind
@@ -98,21 +98,22 @@ def main(options: TuneOptions) -> Profile | None:
         variants=options.variants or tuple({found.name: None for kind in Kind for found in everything(kind)}),
     )
     progress = None if options.quiet else progress_console()
+    key = key_here(place.device_type, place.world_size)
+    path = user_file(key) if options.output is None else options.output
+    refuse_unwritable("tune", path)
     follower = Follower(CollectiveRow, progress)
     if not follow(follower, _measure, options, place, "tuning"):
         return None
-    key = key_here(place.device_type, place.world_size)
     curves = curves_of(follower.rows, place.world_size)
     if not curves:
         raise ValueError("tune: nothing could be measured; the notes above say why")
-    path = user_file(key) if options.output is None else options.output
     previous = _previous(path, key)
     before = in_force(BUILTIN, key) if previous is None else InForce(previous, str(path))
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     fresh = Profile(name_of(key), key, now, options.command or provenance.command_line(), ())
     # Of the profile that was in the file only what this run did not measure, and only if it is of the same machine.
     profile = dataclasses.replace(fresh, curves=(previous or fresh).replacing(curves).curves)
-    write(path, profile)
+    write_text(path, profile.to_text())
     if options.json is not None:
         write_text(options.json, profile.to_text())
     if progress is not None:
@@ -136,7 +137,7 @@ def from_results(file: Path, output: Path, json: Path | None = None) -> Profile:
         ValueError: the file is no result file, or has no times of Sidelane's collectives.
     """
     profile = profile_of(read(file))
-    write(output, profile)
+    write_text(output, profile.to_text())
     if json is not None:
         write_text(json, profile.to_text())
     say(progress_console(), f"{len(profile.curves)} curves of {profile.machine}: {output}")

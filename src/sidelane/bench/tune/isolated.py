@@ -17,7 +17,7 @@ from sidelane.bench.report.terminal import progress_console, tables_console
 from sidelane.bench.results import files as result_files
 from sidelane.bench.results.files import Results, collect
 from sidelane.bench.results.rows.pairs import IsolatedRow
-from sidelane.bench.results.written import STDOUT
+from sidelane.bench.results.written import STDOUT, refuse_unwritable
 from sidelane.bench.running.launch import LaunchTarget, Rank, choose_target
 from sidelane.bench.running.study import Follower, Sender, StudyOptions, check_targets, follow, publish
 from sidelane.bench.tune.isolated_batches import batches_of
@@ -106,6 +106,7 @@ def main(options: IsolatedOptions) -> Results | None:
         done=frozenset(key_of(row) for row in known if row.dtype == dtype and row.time_us is not None),
     )
     check_targets(options)
+    refuse_unwritable("tune", path)
     progress = None if options.quiet else progress_console()
     keeper = Keeper(progress, path, place, options, known)
     if progress is not None and known:
