@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from matplotlib.figure import Figure
 from ranks import crew
 
-from sidelane.bench.fsdp import study
+from sidelane.bench.fsdp import pictures, study
 from sidelane.bench.fsdp.cases import StepCase, parse_case
 from sidelane.bench.fsdp.engines import WindowGather
 from sidelane.bench.fsdp.profiled import Kernel, group_of, summed
@@ -25,6 +26,7 @@ from sidelane.bench.fsdp.study import FsdpOptions
 from sidelane.bench.fsdp.tables import fsdp_tables
 from sidelane.bench.fsdp.trial import Trial
 from sidelane.bench.fsdp.ways import Way, Ways, gathered_bytes, names_on
+from sidelane.bench.report.drawing import save
 from sidelane.bench.results.files import read
 from sidelane.bench.results.rows.training import FsdpRow
 from sidelane.bench.running.launch import Rank
@@ -258,3 +260,15 @@ def test_the_rest_is_a_table_whose_parts_add_up() -> None:
     whole, *parts = [float(cell) for cell in line.cells[1:]]
     assert whole == pytest.approx(sum(parts)) == 1 + 2.5 + 1.25
     assert parts == [1.0, 0.0, 0.0, 1.0, 0.25, 0.0, 0.0, 0.0, 2.5]
+
+
+def test_numbers_do_not_touch_their_bars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Figure] = []
+    monkeypatch.setattr(pictures, "save", lambda figure, *others: drawn.append(figure) or save(figure, *others))
+    published = read(Path(__file__).parents[2] / "results" / "h200x2" / "fsdp.json")
+    pictures.draw_steps([row for row in published.rows if isinstance(row, FsdpRow)], "here", tmp_path)
+    (axes,) = drawn[0].axes
+    bars = [bar.get_window_extent() for bar in axes.patches if bar.get_height()]
+    numbers = [text.get_window_extent() for text in axes.texts]
+    assert len(bars) == len(numbers) and any(bar.get_height() < 0 for bar in axes.patches)
+    assert not any(number.padded(2).overlaps(bar) for number in numbers for bar in bars)

@@ -21,6 +21,8 @@ COLOURS = {
     "sidelane_copies": GREEN,
 }
 WIDTH = 0.8
+GAP = 2
+"""Points between a bar and its number."""
 
 
 def draw_steps(rows: Sequence[FsdpRow], where: str, directory: Path) -> list[Picture]:
@@ -45,8 +47,16 @@ def draw_steps(rows: Sequence[FsdpRow], where: str, directory: Path) -> list[Pic
                 if row.implementation == name and row.exposed_ms is not None:
                     x = number + (place - (len(names) - 1) / 2) * width
                     axes.bar(x, row.exposed_ms, 0.92 * width, color=COLOURS[name])
-                    side = "bottom" if row.exposed_ms >= 0 else "top"
-                    axes.annotate(f"{row.exposed_ms:.3g}", (x, row.exposed_ms), ha="center", va=side, fontsize=6)
+                    above = row.exposed_ms >= 0
+                    axes.annotate(
+                        f"{row.exposed_ms:.3g}",
+                        (x, row.exposed_ms),
+                        (0, GAP if above else -GAP),
+                        textcoords="offset points",
+                        ha="center",
+                        va="bottom" if above else "top",
+                        fontsize=6,
+                    )
         axes.bar(0, 0, color=COLOURS[name], label=name)
     labels = [title_of(alike[0]).replace(", ", "\n") for _, alike in cases]
     axes.set_xticks(range(len(cases)), labels, fontsize=7)
