@@ -35,7 +35,7 @@ from sidelane.sizes import format_bytes
 
 PREDICTED, MEASURED_LIKE = "mi300x8", "h200x4"
 PAPER = {"c3_base": 21.0, "c3_sp": 42.0, "conccl": 66.0, "conccl_rp": 72.0}
-"""Mean percent of ideal in the ConCCL paper, sections IV-C, V-A, VI-D and VI-F, on eight MI300X."""
+"""Mean percent of ideal (library) in the ConCCL paper, sections IV-C, V-A, VI-D and VI-F, on eight MI300X."""
 
 NAMES = {
     "c3_base": "library's\nkernels",
@@ -57,7 +57,7 @@ def draw(data: Measured, folder: Path) -> list[Picture]:
 
 
 def overlap_percents(data: Measured) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
-    """Mean percent of ideal by strategy: predicted for MI300X, measured on H200, and predicted for the same pairs."""
+    """Mean percent of ideal (library) by strategy: predicted for MI300X, measured on H200, predicted for those."""
     study = c3_study(named(PREDICTED))
     predicted = {strategy: study.percent(strategy) for strategy in PAPER}
     found: dict[str, list[float]] = {}
@@ -82,10 +82,10 @@ def _overlap(data: Measured, folder: Path) -> Picture:
     left, right = figure.subplots(1, 2, sharey=True)
     _bars(left, predicted, PAPER, "Predicted for 8 x MI300X", "measured in the paper")
     _bars(right, measured, again, f"Measured on {data.overlap_source.machine}", "predicted by the model")
-    left.set_ylabel("percent of ideal overlap")
+    left.set_ylabel("percent of ideal (library)")
     title = "How much of a collective disappears behind a GEMM"
     figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
-    text = "Mean percent of the ideal overlap by strategy, for eight MI300X as predicted and four H200 as measured."
+    text = "Mean percent of ideal (library) by strategy, for eight MI300X as predicted and four H200 as measured."
     return save(figure, "overlap", title, text, folder)
 
 
