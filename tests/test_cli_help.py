@@ -161,4 +161,8 @@ def test_who_waits_for_pytorch_is_told(
 
 
 def test_an_unknown_command_says_where_to_read() -> None:
-    assert run("colective").stderr.splitlines()[-1] == "See sidelane --help, docs/guide/commands.md"
+    *_, error, see = run("colective").stderr.splitlines()
+    assert see == "See sidelane --help, docs/guide/commands.md"
+    assert error.startswith("Error: No such command 'colective' (allowed=demo, info,")
+    assert error.endswith("soak) (did you mean 'collective'?)")
+    assert run("overlap").stderr.splitlines()[-2].endswith("soak)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import pickle
 import re
@@ -11,12 +12,14 @@ import tomllib
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from sidelane import config, ddp, errors, fsdp, overlap
+import sidelane
+from sidelane import Communicator, Session, config, ddp, errors, fsdp, overlap, pool, wrap
 from sidelane.c3.overlap import possible
 from sidelane.config import VARIABLES, Config, from_environment
 from sidelane.errors import PACKAGES, Page, last_line, missing, page_of, see
@@ -77,6 +80,72 @@ def test_what_is_called_wrongly_says_where_it_is_described(call: Callable[[], ob
     with pytest.raises(ValueError, match=r"\(value=") as refused:
         call()
     assert page_of(refused.value) is page
+
+
+def test_a_setting_that_is_none_is_named_with_the_nearest() -> None:
+    for make in (lambda: Config(besides="compute"), lambda: dataclasses.replace(Config(), besides="compute")):
+        with pytest.raises(TypeError) as refused:
+            make()
+        text = str(refused.value)
+        assert text.startswith("Config: besides: no such setting (value='compute', allowed=timeout_s, debug,"), text
+        assert text.endswith("(did you mean 'beside'?)") and page_of(refused.value) is Page.SETTINGS
+    with pytest.raises(TypeError, match=r"virtual_nodes\)"):
+        Config(colour=3)  # type: ignore[call-arg]
+    for made in (Config(5.0), Config(beside="compute")):
+        assert pickle.loads(pickle.dumps(made)) == made == copy.copy(made)
+
+
+def mesh() -> Any:
+    return SimpleNamespace(get_group=lambda: None)
+
+
+@pytest.mark.parametrize("make", [Communicator, Session, wrap])
+@pytest.mark.parametrize(
+    ("group", "hint"),
+    [("gloo", "torch.distributed.init_process_group"), (0, "None for the default one)"), (mesh(), "mesh.get_group(0)")],
+)
+def test_what_is_no_group_is_refused_before_anything_is_made(make: Any, group: Any, hint: str) -> None:
+    with pytest.raises(TypeError) as refused:
+        make(group)
+    assert f": group (value={group!r}, allowed=a torch.distributed.ProcessGroup, None" in str(refused.value)
+    assert str(refused.value).endswith(hint) and page_of(refused.value) is Page.ERRORS
+
+
+def test_a_forgotten_group_is_told_how_to_make_one() -> None:
+    for make, name in ((Communicator, "Communicator"), (wrap, "wrap")):
+        with pytest.raises(RuntimeError, match=f"^{name}: .* \\(call torch.distributed.init_process_group first"):
+            make()
+
+
+@pytest.mark.parametrize(
+    ("call", "told", "page"),
+    [
+        (lambda: overlap(), "'on' (allowed=compute, collective, on, strategy=, units=", Page.OVERLAP),
+        (lambda: overlap(1, 2, 3, strategi=4), "(did you mean 'strategy'?)", Page.OVERLAP),
+        (lambda: Communicator(timeout_s=3), "'timeout_s' (allowed=group=, device=, config=)", Page.ERRORS),
+        (lambda: pool(1 << 20), "'nbytes' (allowed=communicator, nbytes)", Page.ERRORS),
+        (lambda: pool(1 << 20, 3), "pool: communicator (value=1048576, allowed=a Communicator)", Page.ERRORS),
+    ],
+)
+def test_calls_that_do_not_fit_say_what_is_allowed(call: Callable[[], object], told: str, page: Page) -> None:
+    with pytest.raises(TypeError) as refused:
+        call()
+    assert told in str(refused.value) and page_of(refused.value) is page
+
+
+def test_an_error_from_inside_of_a_call_stays_as_it_is() -> None:
+    def inner() -> None:
+        raise TypeError("of a callee")
+
+    with pytest.raises(TypeError, match=r"^of a callee$"):
+        errors.explained(Page.ERRORS)(lambda: inner())()
+
+
+def test_names_of_the_package_are_listed_and_the_nearest_is_shown() -> None:
+    assert set(sidelane.__all__) <= set(dir(sidelane))
+    line = [sys.executable, "-c", "import sidelane; sidelane.Comunicator"]
+    told = subprocess.run(line, capture_output=True, text=True, timeout=100).stderr
+    assert "Did you mean: 'Communicator'?" in told, told
 
 
 def test_an_unknown_setting_warns_with_the_page() -> None:

@@ -82,4 +82,9 @@ def __getattr__(name: str) -> Any:
         return import_module(f"sidelane.integrations.{name}")
     if name in _ELSEWHERE:
         return getattr(import_module(_ELSEWHERE[name]), name)
-    raise AttributeError(f"module 'sidelane' has no attribute {name!r}")
+    # Tracebacks then show the nearest of the names below.
+    raise AttributeError(f"module 'sidelane' has no attribute {name!r}", name=name, obj=import_module("sidelane"))
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, "ddp", "fsdp"})

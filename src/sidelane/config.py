@@ -34,9 +34,9 @@ import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import NoneType
-from typing import Literal
+from typing import Literal, Self
 
-from sidelane.errors import SEE, Page, see
+from sidelane.errors import SEE, Page, nearest, see
 from sidelane.sizes import parse_bytes
 
 VARIABLES = (
@@ -89,6 +89,15 @@ class Config:
     memory_bytes: int | None = None
     map_memory: bool | Literal["learn"] | None = None
     virtual_nodes: tuple[int, ...] | None = None
+
+    def __new__(cls, *_: object, **given: object) -> Self:
+        """Refuse names that are none before anything is made of the others."""
+        unknown = [name for name in given if name not in cls.__slots__]
+        if unknown:
+            allowed, name = ", ".join(cls.__slots__), unknown[0]
+            text = f"Config: {name}: no such setting (value={given[name]!r}, allowed={allowed})"
+            raise see(TypeError(text + nearest(name, cls.__slots__)), Page.SETTINGS)
+        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         for name, kinds, allowed in _KINDS:

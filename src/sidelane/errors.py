@@ -7,10 +7,13 @@ end, and ``str`` of an error, which other ranks repeat, does not hold it.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import ClassVar, TypeVar
+from typing import ClassVar, ParamSpec, TypeVar
 
+P = ParamSpec("P")
+R = TypeVar("R")
 E = TypeVar("E", bound=BaseException)
 
 SEE = "See "
@@ -45,6 +48,53 @@ def page_of(error: BaseException) -> Page | None:
     """Where an error sends its readers."""
     named = [note.removeprefix(SEE) for note in getattr(error, "__notes__", ()) if note.startswith(SEE)]
     return Page(named[-1]) if named else None
+
+
+def nearest(name: object, allowed: Iterable[str]) -> str:
+    """A question at the end of an error: the name that was meant; empty where none is like it.
+
+    >>> nearest("besides", ("beside", "debug"))
+    " (did you mean 'beside'?)"
+    """
+    import difflib
+
+    found = difflib.get_close_matches(str(name), list(allowed), 1)
+    return f" (did you mean {found[0]!r}?)" if found else ""
+
+
+def unfit(problem: TypeError, function: Callable[..., object]) -> TypeError:
+    """The error of a call that does not fit a signature: what Python says of it, and what is allowed.
+
+    >>> def add(left, right, *, scale=1): ...
+    >>> str(unfit(TypeError("add() got an unexpected keyword argument 'scales'"), add))
+    "add() got an unexpected keyword argument 'scales' (allowed=left, right, scale=) (did you mean 'scale'?)"
+    """
+    import inspect
+
+    parameters = [one for one in inspect.signature(function).parameters.values() if one.name != "self"]
+    allowed = ", ".join(f"{one.name}{'' if one.default is one.empty else '='}" for one in parameters)
+    _, unknown, name = str(problem).partition("unexpected keyword argument ")
+    meant = nearest(name.strip("'"), (one.name for one in parameters)) if unknown else ""
+    return TypeError(f"{problem} (allowed={allowed}){meant}")
+
+
+def explained(page: Page) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorate what users call: calls that do not fit its signature say what is allowed, and where to read on."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def called(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                return function(*args, **kwargs)
+            except TypeError as problem:
+                if problem.__traceback__ is None or problem.__traceback__.tb_next is not None:
+                    raise  # from inside
+                unfitting = problem
+            raise see(unfit(unfitting, function), page)
+
+        return called
+
+    return decorate
 
 
 def last_line(text: str) -> str:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from ranks import RankPool, crew
 
+import sidelane
 from sidelane import Communicator, CommunicatorClosedError, Config, MismatchError, PeerError, PeerTimeoutError
 from sidelane.errors import SidelaneError
 
@@ -173,6 +174,73 @@ def test_shapes_that_are_none_are_named(pool: RankPool) -> None:
             f"empty: size (value={value}" for value in ("1.5", "'24'", "None")
         ]
         assert all(text.endswith("allowed=whole numbers, or one sequence of them)") for text in told), told
+
+
+def sizes_of_pools(group: dist.ProcessGroup) -> list[str]:
+    with communicator(group) as comm:
+        told = [str(error_of(sidelane.pool, comm, size)) for size in ("1G", 2e9, "lots", True, 0)]
+        comm.barrier()
+    return told
+
+
+def test_a_size_of_a_pool_that_is_none_is_told_as_a_number(pool: RankPool) -> None:
+    for told in pool.run(sizes_of_pools, 2):
+        assert told == [
+            "pool: nbytes (value='1G', allowed=a whole number of bytes, such as 1073741824)",
+            "pool: nbytes (value=2000000000.0, allowed=a whole number of bytes, such as 2000000000)",
+            "pool: nbytes (value='lots', allowed=a whole number of bytes, such as 1 << 30)",
+            "pool: nbytes (value=True, allowed=a whole number of bytes, such as 1 << 30)",
+            "pool: nbytes (value=0, allowed=1 and more)",
+        ]
+
+
+def misspelt(group: dist.ProcessGroup) -> list[str]:
+    with communicator(group) as comm:
+        good = torch.ones(4)
+        wrong: Any = lambda: comm.all_reduce(good, asnyc_op=True)  # noqa: E731
+        told = [str(error_of(wrong if comm.rank == 1 else lambda: comm.all_reduce(good)))]
+        told.append(str(error_of(lambda: Communicator(group, device="gpu"))))
+        comm.barrier()
+    return told
+
+
+def test_misspelt_arguments_are_told_with_what_is_allowed(pool: RankPool) -> None:
+    results = pool.run(misspelt, 2)
+    for calls, device in results:
+        assert "keyword argument 'asnyc_op' (allowed=tensor, op=, output=" in calls
+        assert "(did you mean 'async_op'?)" in calls
+        assert device == "Communicator: device (value='gpu', allowed=cpu, cuda, cuda:N)"
+
+
+def collectives_that_are_none(group: dist.ProcessGroup) -> list[str]:
+    def never() -> None:
+        raise AssertionError("it ran")
+
+    def keyword(comm: Any, *, scale: int = 1) -> int:
+        return scale
+
+    class Step:
+        def both(self, comm: Any) -> int:
+            return 2
+
+    with communicator(group) as comm:
+        x = torch.ones(4)
+        wrong: list[Any] = [None, comm.all_reduce(x), lambda: comm.all_reduce(x), lambda one, two: None]
+        told = [str(error_of(sidelane.overlap, never, each, comm)) for each in wrong]
+        told.append(str(error_of(sidelane.Overlap, comm, strategies="serial")))
+        fine: list[Any] = [keyword, Step().both, lambda *comms: 3, lambda comm, more=4: more]
+        assert [sidelane.overlap(lambda: 0, each, comm)[1] for each in fine] == [1, 2, 3, 4]
+        comm.barrier()
+    return told
+
+
+def test_what_is_no_collective_is_refused_before_the_computation(pool: RankPool) -> None:
+    for told in pool.run(collectives_that_are_none, 2):
+        *collectives, strategies = told
+        for text in collectives:
+            assert "overlap: collective (value=" in text and "lambda comm: comm.all_gather" in text
+        assert "<lambda> of 0, allowed=a callable that takes a communicator" in collectives[2]
+        assert strategies.startswith("Overlap: strategies (value='serial', allowed=several names")
 
 
 def different_calls(group: dist.ProcessGroup, debug: bool, repeated: bool) -> str:

@@ -196,7 +196,7 @@ def test_more_ranks_than_a_communicator_takes() -> None:
         patch.setattr(dist, "get_rank", lambda group: 0)
         patch.setattr(dist, "get_world_size", lambda group: 17)
         with pytest.raises(ValueError, match=r"ranks of the group \(value=17, allowed=1\.\.16\)"):
-            Communicator(object(), device="cpu")  # type: ignore[arg-type]
+            Communicator(dist.ProcessGroup(0, 17), device="cpu")
 
 
 def refused_long_ago(group: dist.ProcessGroup) -> float:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
+from types import FunctionType
 from typing import TypeVar, overload
 
 import torch
@@ -18,7 +20,7 @@ from sidelane.c3.launch import Way, objection, run, ways_of
 from sidelane.c3.strategies import named, strategies
 from sidelane.c3.strategy import Mover
 from sidelane.collectives import Communicator
-from sidelane.errors import Page, see
+from sidelane.errors import Page, explained, see
 from sidelane.program.shape import Computation
 
 T = TypeVar("T")
@@ -68,6 +70,7 @@ def overlap(
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
+@explained(Page.OVERLAP)
 def overlap(
     compute: Callable[[], T] | Sequence[Callable[[], T]],
     collective: Callable[..., S],
@@ -136,9 +139,28 @@ def _run(
     computes = [compute] if callable(compute) else list(compute) if isinstance(compute, Sequence) else []
     if not computes or not all(map(callable, computes)):
         raise _refused(f"overlap: compute (value={compute!r}, allowed=a callable, or several)")
+    _check_collective(collective, len(comms))
     computed: list[T]
     computed, told = run(way, computes, collective, comms, _releases(way, len(computes), workgroups))
     return (computed[0] if one else computed), told
+
+
+def _check_collective(collective: object, count: int) -> None:
+    """Refuse what would fail, or has run already, before the computation begins.
+
+    Raises:
+        ValueError: it cannot be called, or takes another number of communicators.
+    """
+    taking = "a communicator" if count == 1 else f"{count} communicators"
+    allowed = f"allowed=a callable that takes {taking}, such as lambda comm: comm.all_gather(output, input))"
+    if not callable(collective):
+        raise _refused(f"overlap: collective (value={collective!r}, {allowed}")
+    if not isinstance(collective, FunctionType) or collective.__code__.co_flags & inspect.CO_VARARGS:
+        return  # what others take is dear to find out
+    code = collective.__code__
+    fewest = code.co_argcount - len(collective.__defaults__ or ())
+    if not fewest <= count <= code.co_argcount:
+        raise _refused(f"overlap: collective (value={collective.__qualname__} of {code.co_argcount}, {allowed}")
 
 
 def _releases(way: Way, count: int, workgroups: Sequence[int]) -> tuple[int, ...]:
@@ -183,6 +205,8 @@ class Overlap:
         strategies: Sequence[str] = NAMES,
         rounds: int = 5,
     ) -> None:
+        if isinstance(strategies, str):
+            raise _refused(f"Overlap: strategies (value={strategies!r}, allowed=several names, {NAMES})")
         self._on, self._rounds = _several(on), rounds
         device = self._on[0].device
         self._ways = [way for name in strategies for way in ways_of(possible(name, device).strategy, device)]

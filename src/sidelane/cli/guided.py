@@ -14,6 +14,7 @@ import click
 
 from sidelane.cli.errors import MisusedError
 from sidelane.cli.loading import saying_that_pytorch_loads
+from sidelane.errors import nearest
 
 LONGEST_METAVAR = 26
 """Characters of what may be given, in the column of options. Longer lists of choices stand in the text."""
@@ -123,6 +124,16 @@ class Commands(click.Group):
         """Read the group's own options."""
         with _where_to_read():
             return super().make_context(*arguments, **attributes)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command; of what is none, say what there is."""
+        name = args[0]
+        if self.get_command(ctx, name) is None and not name.startswith("-"):
+            meant, allowed = nearest(name, self.commands), ", ".join(self.list_commands(ctx))
+            ctx.fail(f"No such command {name!r} (allowed={allowed}){meant}")
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Read what is behind them, and run the command."""

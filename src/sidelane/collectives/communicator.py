@@ -32,7 +32,7 @@ from sidelane.collectives.session import Lane, Session
 from sidelane.collectives.uneven import UnevenCall
 from sidelane.collectives.work import Work
 from sidelane.config import Config
-from sidelane.errors import PeerError, UnavailableError
+from sidelane.errors import Page, PeerError, UnavailableError, explained
 from sidelane.execute.submitted import Counts, Submitted
 from sidelane.memory.posts import SPLITS
 from sidelane.program.collective import Kind
@@ -72,6 +72,7 @@ class Communicator:
         PeerTimeoutError: a rank of the group did not come.
     """
 
+    @explained(Page.ERRORS)
     def __init__(
         self,
         group: dist.ProcessGroup | Lane | None = None,

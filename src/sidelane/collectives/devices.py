@@ -15,7 +15,10 @@ def choose_device(device: torch.device | str | int | None) -> torch.device:
     Raises:
         ValueError: no executor for this type, or no such device here.
     """
-    chosen = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    except (RuntimeError, TypeError):  # names that torch does not know
+        raise ValueError(f"Communicator: device (value={device!r}, allowed=cpu, cuda, cuda:N)") from None
     if chosen.type not in ("cpu", "cuda"):
         raise ValueError(f"Communicator: device (value={chosen}, allowed=cpu, cuda)")
     if chosen.type != "cuda":

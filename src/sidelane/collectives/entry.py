@@ -10,7 +10,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 import torch
 
 from sidelane.collectives.calls import Calls
-from sidelane.errors import Page, page_of, see
+from sidelane.errors import Page, page_of, see, unfit
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -46,11 +46,13 @@ def entry(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P],
         try:
             return method(self, *args, **kwargs)
         except (TypeError, ValueError) as error:
-            if page_of(error) is None:
-                see(error, Page.ERRORS)
             trace = error.__traceback__
             if isinstance(error, TypeError) and trace is not None and trace.tb_next is None:
-                calls.refuse(calls.number(), method.__name__, error)  # raised here, not inside of the method
+                error = see(unfit(error, method), Page.ERRORS)  # raised here, not inside of the method
+                calls.refuse(calls.number(), method.__name__, error)
+                raise error from None
+            if page_of(error) is None:
+                see(error, Page.ERRORS)
             raise
         finally:
             entrance.release()

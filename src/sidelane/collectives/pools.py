@@ -14,6 +14,8 @@ import torch
 from sidelane.collectives.communicator import Communicator
 from sidelane.collectives.pool import SEGMENT_BYTES, rounded
 from sidelane.collectives.pooled import POOL
+from sidelane.errors import Page, explained, see
+from sidelane.sizes import parse_bytes
 
 
 class Placer(Protocol):
@@ -101,6 +103,7 @@ class SymmetricPool:
         return found
 
 
+@explained(Page.ERRORS)
 def pool(communicator: Communicator, nbytes: int) -> SymmetricPool:
     """Reserve symmetric memory in which torch places what it allocates inside ``with``. Collective, of one size.
 
@@ -142,14 +145,16 @@ def pool(communicator: Communicator, nbytes: int) -> SymmetricPool:
             also where a GPU's pool cannot be had: no C compiler, or too many pools at once.
         torch.OutOfMemoryError: inside ``with``, where a tensor does not fit any more.
     """
+    if not isinstance(communicator, Communicator):
+        raise see(TypeError(f"pool: communicator (value={communicator!r}, allowed=a Communicator)"), Page.ERRORS)
+    error: Exception | None = None
     if isinstance(nbytes, bool) or not isinstance(nbytes, int):
-        error: Exception = TypeError(f"pool: nbytes (value={nbytes!r}, allowed=a whole number)")
-        communicator.refuse("pool", error)
-        raise error
-    if nbytes <= 0:
+        error = TypeError(f"pool: nbytes (value={nbytes!r}, allowed=a whole number of bytes{_meant(nbytes)})")
+    elif nbytes <= 0:
         error = ValueError(f"pool: nbytes (value={nbytes}, allowed=1 and more)")
+    if error is not None:
         communicator.refuse("pool", error)
-        raise error
+        raise see(error, Page.ERRORS)
     if communicator.device.type == "cuda":
         from sidelane.collectives.placed_cuda import give_back_pools
 
@@ -160,3 +165,12 @@ def pool(communicator: Communicator, nbytes: int) -> SymmetricPool:
     name = f"{POOL}{lane.pools} of {lane.name}"
     # All ranks or none: one may lack what its device needs.
     return lane.path.agree("pool", lambda: (SymmetricPool(communicator, name, region), f"{name}, {nbytes} bytes"))[1]
+
+
+def _meant(size: object) -> str:
+    """An example: the number that was meant, where it can be known."""
+    with contextlib.suppress(ValueError, OverflowError):
+        nbytes = parse_bytes(size) if isinstance(size, str) else int(size) if isinstance(size, float) else 0
+        if nbytes > 0:
+            return f", such as {nbytes}"
+    return ", such as 1 << 30"

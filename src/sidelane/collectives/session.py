@@ -26,7 +26,7 @@ from sidelane.collectives.plan import Planner
 from sidelane.collectives.prepare import Preparer
 from sidelane.collectives.profile import agree_on_profile
 from sidelane.config import DEFAULT_TIMEOUT_S, LEARN, Config
-from sidelane.errors import CommunicatorClosedError, SidelaneError
+from sidelane.errors import CommunicatorClosedError, Page, SidelaneError, see
 from sidelane.memory.control import ControlBlock
 from sidelane.memory.exchange import Exchange
 from sidelane.memory.giving_back import give_back
@@ -64,14 +64,9 @@ class Session:
         device: torch.device | str | int | None = None,
         config: Config | None = None,
     ) -> None:
-        if not dist.is_initialized():
-            raise RuntimeError("Communicator: torch.distributed is not initialised (call init_process_group first)")
-        chosen = group if group is not None else dist.group.WORLD
-        assert chosen is not None
+        chosen = group_for("Communicator", group)
         self.rank: int = dist.get_rank(chosen)
         self.world_size: int = dist.get_world_size(chosen)
-        if self.rank < 0:
-            raise ValueError("Communicator: this rank is not in the group")
         if self.world_size > MAX_NODE_RANKS:
             raise ValueError(f"Communicator: ranks of the group (value={self.world_size}, allowed=1..{MAX_NODE_RANKS})")
         try:
@@ -154,6 +149,37 @@ class Session:
         for lane in self._lanes:
             lane.leave(kind, error, trace)
         self.close()
+
+
+def group_for(what: str, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The group that a caller passed, or the default one.
+
+    Args:
+        what: is called.
+        group: as it was passed.
+
+    Raises:
+        TypeError: it is something else.
+        RuntimeError: there are no groups yet.
+        ValueError: this process is not in it.
+    """
+    outside: object = dist.GroupMember.NON_GROUP_MEMBER  # from dist.new_group
+    if group is not None and group != outside and not isinstance(group, dist.ProcessGroup):
+        hint = ""
+        if isinstance(group, str):
+            hint = ": names of backends go to torch.distributed.init_process_group"
+        elif callable(getattr(group, "get_group", None)):
+            hint = ": a mesh has one for each dimension, mesh.get_group(0)"
+        text = f"{what}: group (value={group!r}, allowed=a torch.distributed.ProcessGroup, None for the default one)"
+        raise see(TypeError(text + hint), Page.ERRORS)
+    if not dist.is_initialized():
+        text = f"{what}: torch.distributed is not initialised (call torch.distributed.init_process_group first)"
+        raise see(RuntimeError(text), Page.ERRORS)
+    chosen = group if group is not None else dist.group.WORLD
+    assert chosen is not None
+    if chosen == outside or dist.get_rank(chosen) < 0:
+        raise see(ValueError(f"{what}: this process is not in the group"), Page.ERRORS)
+    return chosen
 
 
 class Lane:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from sidelane.collectives.session import group_for
 from sidelane.integrations import splits
 from sidelane.integrations.ledger import SIDELANE as NAME
 from sidelane.integrations.process_group import SidelaneGroup
@@ -24,14 +25,11 @@ def wrap(group: dist.ProcessGroup | None = None) -> SidelaneGroup:
         The group for calls.
 
     Raises:
+        TypeError: ``group`` is no group.
         RuntimeError: ``torch.distributed`` is not initialised.
         ValueError: this process is not in the group.
     """
-    if not dist.is_initialized():
-        raise RuntimeError("wrap: torch.distributed is not initialised (call init_process_group first)")
-    inner = group if group is not None else c10d._get_default_group()
-    if dist.get_rank(inner) < 0:
-        raise ValueError("wrap: this process is not in the group")
+    inner = group_for("wrap", group)
     register()
     store = c10d._get_process_group_store(inner)
     number = store.add(f"{inner.group_name}/{NAME}/made/{inner.rank()}", 1)
