@@ -32,6 +32,15 @@ def staging(comm: Communicator) -> int:
     return comm.lane.preparer._staging.nbytes + comm.lane.preparer._kernel_staging.nbytes
 
 
+def symmetric_memory_inside(group: dist.ProcessGroup) -> tuple[str, list[float]]:
+    """What a communicator takes for itself, or for its caller, while a pool is entered is the same as outside."""
+    with _communicator(group) as comm, sidelane.pool(comm, room()):
+        comm.barrier()
+        weights = comm.empty(comm.world_size)
+        comm.all_gather(weights, torch.full((1,), float(comm.rank)))
+        return str(comm.reach(weights)), weights.tolist()
+
+
 def results_of_operations(group: dist.ProcessGroup) -> list[Any]:
     """Collectives on what operations return; what the communicator says of each, before and after the first call."""
     said: list[Any] = []

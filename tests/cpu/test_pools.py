@@ -14,6 +14,10 @@ def test_results_of_operations_are_symmetric(pool: RankPool, n: int) -> None:
     assert pool.run(pool_cases.results_of_operations, n) == [[NEW, "symmetric", 0, "symmetric"]] * n
 
 
+def test_symmetric_memory_is_made_inside_of_a_pool_as_outside(pool: RankPool) -> None:
+    assert pool.run(pool_cases.symmetric_memory_inside, 2) == [("symmetric", [0.0, 1.0])] * 2
+
+
 def test_what_lies_in_a_pool(pool: RankPool) -> None:
     for found in pool.run(pool_cases.covered, 2):
         assert {name for name, inside in found.items() if not inside} == {"given", "in place", "after"}

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 class _Part:
@@ -46,7 +47,11 @@ def storage_of(whole: torch.Tensor, offset: int, nbytes: int, gone: Callable[[],
     assert offset >= 0
     assert 0 < nbytes <= whole.nbytes - offset
     part = _Part(whole, offset, nbytes, gone)
-    made = torch.as_tensor(part, device=whole.device) if whole.is_cuda else torch.from_numpy(np.asarray(part))
+    if whole.is_cuda:
+        made = torch.as_tensor(part, device=whole.device)
+    else:
+        with _disable_current_modes():  # a pool's would move it, as it moves results
+            made = torch.from_numpy(np.asarray(part))
     assert made.data_ptr() == whole.data_ptr() + offset, "a copy"
     return made
 
