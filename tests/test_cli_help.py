@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from sidelane import cli
+from sidelane.bench.running.asked import implementations
 from sidelane.cli import loading
 from sidelane.cli import model as cli_model
 from sidelane.cli.guided import GROUPS, Command
@@ -166,3 +167,12 @@ def test_an_unknown_command_says_where_to_read() -> None:
     assert error.startswith("Error: No such command 'colective' (allowed=demo, info,")
     assert error.endswith("soak) (did you mean 'collective'?)")
     assert run("overlap").stderr.splitlines()[-2].endswith("soak)")
+
+
+@pytest.mark.parametrize(("name", "beside"), [("collective", False), ("chain", False), ("c3", True)])
+def test_implementations_in_the_help_are_those_that_are_known(name: str, beside: bool) -> None:
+    option = next(one for one in command(name).params if "--implementations" in one.opts)
+    assert isinstance(option, click.Option) and option.help is not None
+    said = option.help.removeprefix("Measure only these: ").removesuffix(".").split(", ")
+    known = {one for kind in ("cpu", "cuda") for one in implementations(kind, with_auto=beside, with_others=beside)}
+    assert set(said) == known and len(said) == len(known)

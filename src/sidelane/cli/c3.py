@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
@@ -28,6 +29,9 @@ from sidelane.cli.written import Written
 from sidelane.device.gemm_shape import SHAPES
 from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
+
+NAMES = "nccl, nccl_ctas, nccl_ce, symm_mem, gloo, dma, dma_left, dma_in_place, sm"
+"""Implementations that run next to a GEMM."""
 
 PAIRS, OCCUPANCY, HEURISTICS = "pairs", "occupancy", "heuristics"
 
@@ -136,7 +140,7 @@ PAIRS, OCCUPANCY, HEURISTICS = "pairs", "occupancy", "heuristics"
     default="000",
     help="Version of the ConCCL paper (docs/internals/model.md), with --machine.",
 )
-@study_options
+@functools.partial(study_options, names_of=NAMES)
 def c3(
     pairs: tuple[str, ...],
     gemms: tuple[str, ...],

@@ -74,7 +74,7 @@ def shapes(context: click.Context, option: click.Parameter, value: tuple[str, ..
     return tuple(found)
 
 
-def study_options(command: C) -> C:
+def study_options(command: C, *, names_of: str = "nccl, nccl_ce, symm_mem, gloo, dma, sm, auto") -> C:
     """Options that every study has that compares implementations."""
     option = what(
         "--implementations",
@@ -82,7 +82,7 @@ def study_options(command: C) -> C:
         callback=names,
         default="",
         show_default="all that this machine has",
-        help="Measure only these: nccl, nccl_ctas, nccl_ce, symm_mem, gloo, dma, sm, auto.",
+        help=f"Measure only these: {names_of}.",
     )
     return option(measuring_options(command))
 
